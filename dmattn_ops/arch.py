@@ -1,0 +1,92 @@
+"""What the GPU is: the only module that asks the driver.
+
+`DMATTN_ARCH=8.6` in the environment (read at each call) dispatches as that architecture would, its shared memory included.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+ENVIRONMENT = "DMATTN_ARCH"
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """One GPU architecture: capability times ten, and the limits that a launch has to respect."""
+
+    sm: int  # 90 for SM 9.0
+    shared_memory: int  # bytes that one block can have with opt-in
+    num_sms: int
+    l2_bytes: int
+    registers: int = 65536  # per SM
+    max_warps: int = 64  # resident warps per SM
+    shared_memory_per_sm: int = 0
+    emulated: bool = False  # chosen by DMATTN_ARCH or `arch=`, not found in the machine
+
+    def __str__(self) -> str:
+        return f"SM{self.sm // 10}.{self.sm % 10}"
+
+
+# Limits from the CUDA programming guide's table of compute capabilities; SMs and L2 of the named card.
+KNOWN = {
+    75: Arch(75, 65536, 40, 4 << 20, max_warps=32, shared_memory_per_sm=65536),  # T4
+    80: Arch(80, 166912, 108, 40 << 20, shared_memory_per_sm=167936),  # A100
+    86: Arch(86, 101376, 84, 6 << 20, max_warps=48, shared_memory_per_sm=102400),  # RTX 3090
+    89: Arch(89, 101376, 128, 72 << 20, max_warps=48, shared_memory_per_sm=102400),  # RTX 4090
+    90: Arch(90, 232448, 132, 50 << 20, shared_memory_per_sm=233472),  # H100, H200
+    100: Arch(100, 232448, 148, 126 << 20, shared_memory_per_sm=233472),  # B200
+    120: Arch(120, 101376, 170, 96 << 20, max_warps=48, shared_memory_per_sm=102400),  # RTX 5090
+}
+
+
+def nearest(sm: int) -> Arch:
+    """Return the newest known architecture that is not newer than `sm`."""
+    return KNOWN[max((known for known in KNOWN if known <= sm), default=min(KNOWN))]
+
+
+@lru_cache(maxsize=32)
+def parse(version: str) -> Arch:
+    """Return the architecture that a version such as "8.6" names; ValueError where it names none."""
+    major, _, minor = version.strip().removeprefix("sm_").partition(".")
+    if not (major.isascii() and major.isdigit() and minor.isascii() and minor.isdigit() and len(minor) == 1):
+        raise ValueError(f"{ENVIRONMENT} must be a compute capability such as 8.6 or 9.0, got {version!r}")
+    sm = int(major) * 10 + int(minor)
+    if sm < min(KNOWN):
+        raise ValueError(f"{ENVIRONMENT} must be one of {_versions()} or newer, got {version!r}")
+    return replace(nearest(sm), sm=sm, emulated=True)
+
+
+@lru_cache(maxsize=64)
+def _of_device(index: int) -> Arch:
+    properties = torch.cuda.get_device_properties(index)
+    sm = properties.major * 10 + properties.minor
+    known = nearest(sm)
+    return Arch(
+        sm,
+        getattr(properties, "shared_memory_per_block_optin", known.shared_memory),
+        properties.multi_processor_count,
+        getattr(properties, "L2_cache_size", known.l2_bytes),
+        max_warps=properties.max_threads_per_multi_processor // 32,
+        shared_memory_per_sm=getattr(properties, "shared_memory_per_multiprocessor", known.shared_memory_per_sm),
+    )
+
+
+def current(device: torch.device) -> Arch:
+    """Return the architecture to dispatch for on a CUDA device: `DMATTN_ARCH` if set, else the device's own."""
+    forced = os.environ.get(ENVIRONMENT)
+    if forced:
+        return parse(forced)
+    return _of_device(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def physical(device: torch.device) -> Arch:
+    """Return the architecture of the device itself, whatever `DMATTN_ARCH` says."""
+    return _of_device(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def _versions() -> str:
+    return ", ".join(f"{sm // 10}.{sm % 10}" for sm in KNOWN)

@@ -1,0 +1,131 @@
+"""The layout of a mask in plain torch: words of bits, lists of tiles, and back to a dense mask (tables: DESIGN.md).
+
+Nothing here reads a value on the host, so all of it can be traced, captured and run on any device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS, Tiles
+
+EMPTY, PARTIAL, FULL = 0, 1, 2  # classes of a tile
+
+
+def pack_words(keep: Tensor) -> Tensor:
+    """Pack bool `[..., 32 n]` into int32 words `[..., n]`, the first element in the lowest bit."""
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=keep.device)
+    places = torch.arange(0, WORD_BITS, 8, dtype=torch.int32, device=keep.device)
+    groups = keep.reshape(*keep.shape[:-1], keep.shape[-1] // WORD_BITS, 4, 8)
+    return ((groups * bits).sum(-1, dtype=torch.int32) << places).sum(-1, dtype=torch.int32)
+
+
+def unpack_words(words: Tensor) -> Tensor:
+    """Unpack int32 words `[..., n]` into bool `[..., 32 n]`."""
+    shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> shifts) & 1).bool().flatten(-2)
+
+
+def pad_to_tiles(keep: Tensor) -> Tensor:
+    """Pad the last two dimensions with False to multiples of a tile."""
+    rows, cols = keep.shape[-2:]
+    return torch.nn.functional.pad(keep, (0, -cols % TILE, 0, -rows % TILE))
+
+
+def classify(keep: Tensor) -> Tensor:
+    """Return the class of each tile, int64 `[..., nQ, nK]`, of a dense mask padded to tiles."""
+    rows, cols = keep.shape[-2] // TILE, keep.shape[-1] // TILE
+    visible = keep.reshape(*keep.shape[:-2], rows, TILE, cols, TILE).sum((-3, -1))
+    return (visible > 0).long() + (visible == TILE * TILE).long()
+
+
+def lists_from_classes(classes: Tensor, capacity: int) -> Tensor:
+    """Return the lists `[..., rows, 4 + capacity]` of a map of classes `[..., rows, columns]`."""
+    partial, full = (classes == PARTIAL).sum(-1), (classes == FULL).sum(-1)
+    ranked = torch.argsort(partial + full, dim=-1, descending=True, stable=True)
+    order = torch.where(classes == EMPTY, FULL + 1, classes)  # partial tiles, then full ones, then the rest
+    indices = torch.argsort(order, dim=-1, stable=True)[..., :capacity]
+    header = torch.stack((ranked, partial, full, torch.zeros_like(full)), dim=-1)
+    return torch.cat((header, indices), dim=-1).to(torch.int32)
+
+
+def classes_from_lists(lists: Tensor, columns: int) -> Tensor:
+    """Return the map of classes `[..., rows, columns]` that lists `[..., rows, 4 + capacity]` describe."""
+    partial, full, indices = lists[..., 1:2].long(), lists[..., 2:3].long(), lists[..., HEADER:].long()
+    slot = torch.arange(indices.shape[-1], device=lists.device)
+    classes = torch.where(slot < partial, PARTIAL, torch.where(slot < partial + full, FULL, EMPTY))
+    target = torch.where(classes == EMPTY, columns, indices)  # unspecified slots go to a column that is cut off
+    spread = torch.zeros((*lists.shape[:-1], columns + 1), dtype=torch.int64, device=lists.device)
+    return spread.scatter(-1, target, classes)[..., :columns]
+
+
+def band_mask(band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int, device: torch.device | None) -> Tensor:
+    """Return the dense band `[Sq, Sk]`: `i + band_lo <= j <= i + band_hi`."""
+    distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device).unsqueeze(-1)
+    return (distance >= band_lo) & (distance <= band_hi)
+
+
+def segments_mask(q_segments: Tensor | None, k_segments: Tensor) -> Tensor:
+    """Return where the segments of `[B|1, Sq]` queries and `[B|1, Hm, Sk]` keys are equal: `[B|1, Hm, Sq|1, Sk]`."""
+    keys = k_segments.unsqueeze(-2)
+    return keys == 0 if q_segments is None else q_segments[:, None, :, None] == keys
+
+
+def dense(tiles: Tiles, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return the mask that `tiles` stand for, bool `[Bm, Hm, Sq, Sk]`; a tile is what its list says it is."""
+    partial = None
+    if tiles.k_segments is not None:
+        band = band_mask(band_lo, band_hi, seqlen_q, seqlen_k, tiles.k_segments.device)
+        partial = segments_mask(tiles.q_segments, tiles.k_segments) & band
+    elif tiles.row_bits is not None:
+        partial = unpack_words(tiles.row_bits)[..., :seqlen_q, :seqlen_k]
+    if partial is None:
+        raise ValueError("tiles must hold bits or segments")
+    if tiles.row_tiles is None:
+        return partial
+    columns = (seqlen_k + TILE - 1) // TILE
+    classes = classes_from_lists(tiles.row_tiles, columns).repeat_interleave(TILE, dim=-1)[..., :seqlen_k]
+    classes = classes.repeat_interleave(TILE, dim=-2)[..., :seqlen_q, :]
+    return (classes == FULL) | ((classes == PARTIAL) & partial)
+
+
+def segment_classes(q_segments: Tensor | None, k_segments: Tensor, seqlen_q: int, band_lo: int, band_hi: int) -> Tensor:
+    """Return the class of each tile `[Bm, Hm, nQ, nK]`, from the range of its segments.
+
+    An empty tile may count as partial.
+    """
+    seqlen_k = k_segments.shape[-1]
+    q_low, q_high = _tile_ranges(q_segments if q_segments is not None else k_segments.new_zeros((1, seqlen_q)))
+    k_low, k_high = _tile_ranges(k_segments)
+    q_low, q_high = q_low[:, None, :, None], q_high[:, None, :, None]
+    k_low, k_high = k_low.unsqueeze(-2), k_high.unsqueeze(-2)
+    q_first, q_last = _tile_ends(seqlen_q, k_segments.device)
+    k_first, k_last = _tile_ends(seqlen_k, k_segments.device)
+    nearest, farthest = k_first - q_last.unsqueeze(-1), k_last - q_first.unsqueeze(-1)  # least and greatest j - i
+    inside = (farthest >= band_lo) & (nearest <= band_hi) & (band_lo <= band_hi)
+    listed = inside & (torch.maximum(q_low, k_low) <= torch.minimum(q_high, k_high))
+    whole = (nearest >= band_lo) & (farthest <= band_hi)
+    whole = whole & ((q_last - q_first).unsqueeze(-1) == TILE - 1) & (k_last - k_first == TILE - 1)
+    full = whole & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+    return listed.long() + (listed & full).long()
+
+
+def _tile_ranges(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the least and the greatest segment of each tile of `[..., S]`: two `[..., nS]`."""
+    padding = -segments.shape[-1] % TILE
+    low = torch.nn.functional.pad(segments, (0, padding), value=torch.iinfo(torch.int32).max)
+    high = torch.nn.functional.pad(segments, (0, padding), value=torch.iinfo(torch.int32).min)
+    shape = (*segments.shape[:-1], low.shape[-1] // TILE, TILE)
+    return low.reshape(shape).amin(-1), high.reshape(shape).amax(-1)
+
+
+def _tile_ends(seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the first and the last position of each tile: two `[nS]`."""
+    first = torch.arange((seqlen + TILE - 1) // TILE, device=device) * TILE
+    return first, (first + TILE - 1).clamp(max=seqlen - 1)
+
+
+def bound(limit: int) -> int:
+    """Clamp a band limit to +-UNBOUNDED."""
+    return torch.sym_max(-UNBOUNDED, torch.sym_min(UNBOUNDED, limit))

@@ -1,0 +1,178 @@
+"""Run one problem through the library and compare it with the oracle; shrink what fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+import dmattn_ops
+from dmattn_ops import api, reference
+from dmattn_ops.testing.inputs import Inputs, make_inputs, make_varlen_inputs
+from dmattn_ops.testing.oracle import NAMES, compare, dense_attention
+from dmattn_ops.testing.problem import DTYPES, Problem
+
+
+def check(problem: Problem, device: str = "cpu", repeats: int = 1) -> None:
+    """Run one problem `repeats` times; AssertionError where a result leaves the budget or is not exactly 0 where it must be."""
+    varlen = problem.variant == "varlen"
+    inputs = make_varlen_inputs(problem, device) if varlen else make_inputs(problem, device)
+    dropout_keep = _dropout_keep(problem, inputs)
+    expected = _definition(problem, inputs, torch.float64, dropout_keep)
+    eager = _definition(problem, inputs, DTYPES[problem.dtype], dropout_keep)
+    first: list[Tensor] | None = None
+    for _ in range(repeats):
+        torch.manual_seed(problem.seed)
+        actual = _varlen_results(problem, inputs) if varlen else _dense_results(problem, inputs)
+        compare(problem, actual, expected, eager)
+        _check_exact_zeros(problem, inputs, actual)
+        if problem.deterministic and first is not None:
+            for name, one, other in zip(NAMES, first, actual, strict=False):
+                assert torch.equal(one, other), f"{name} changed between runs although deterministic=True"
+        first = first or actual
+
+
+def _dropout_keep(problem: Problem, inputs: Inputs) -> Tensor | None:
+    """Return which elements dropout keeps in the calls that follow `torch.manual_seed(problem.seed)`."""
+    if not problem.dropout_p:
+        return None
+    torch.manual_seed(problem.seed)
+    seed = api.dropout_seed(inputs.query.device)
+    sizes = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    return reference.philox_keep(seed, *sizes, problem.dropout_p, inputs.query.device)
+
+
+def _leaves(inputs: Inputs, dtype: torch.dtype | None) -> list[Tensor]:
+    tensors = [inputs.query, inputs.key, inputs.value] + ([inputs.bias] if inputs.bias is not None else [])
+    return [(t if dtype is None else t.to(dtype)).detach().requires_grad_() for t in tensors]
+
+
+def _definition(problem: Problem, inputs: Inputs, dtype: torch.dtype, dropout_keep: Tensor | None) -> list[Tensor]:
+    """Return [out, lse, dq, dk, dv, dbias] of the definition evaluated in `dtype`, sequence by sequence."""
+    leaves = _leaves(inputs, dtype)
+    outs, lses = [], []
+    for part in inputs.parts:
+        q, k, v = (leaf[where] for leaf, where in zip(leaves, (part.queries, part.keys, part.keys), strict=False))
+        bias = leaves[3][part.bias] if inputs.bias is not None else None
+        dropped = None if dropout_keep is None else dropout_keep[part.batch, :, : q.shape[1], : k.shape[1]]
+        out, lse = dense_attention(q, k, v, part.keep, bias, problem, dropped)
+        outs.append(out)
+        lses.append(lse)
+    out, lse = torch.cat(outs, inputs.joined[0]), torch.cat(lses, inputs.joined[1])
+    loss = (out * inputs.grad_out.view_as(out).to(dtype)).sum()
+    if problem.lse_grad:
+        seen = lse.detach() > float("-inf")
+        loss = loss + torch.where(seen, torch.where(seen, lse, 0) * inputs.grad_lse.view_as(lse).to(lse.dtype), 0).sum()
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return [out.detach().view_as(inputs.grad_out), lse.detach().view_as(inputs.grad_lse), *grads]
+
+
+def _keywords(problem: Problem) -> dict:
+    return dict(
+        is_causal=problem.is_causal,
+        causal_from=problem.causal_from,
+        window_size=(problem.left, problem.right),
+        softmax_scale=problem.softmax_scale,
+        softcap=problem.softcap,
+        dropout_p=problem.dropout_p,
+        deterministic=problem.deterministic,
+        return_lse=True,
+    )
+
+
+def _with_gradients(problem: Problem, inputs: Inputs, leaves: list[Tensor], out: Tensor, lse: Tensor) -> list[Tensor]:
+    outputs, grads = [out], [inputs.grad_out]
+    if problem.lse_grad:
+        outputs, grads = [out, lse], [inputs.grad_out, inputs.grad_lse]
+    gradients = torch.autograd.grad(outputs, leaves, grads)
+    return [out.detach(), lse.detach(), *gradients]
+
+
+def _compiled(problem: Problem, function: Callable) -> Callable:
+    return torch.compile(function, fullgraph=True, dynamic=True) if problem.compiled else function
+
+
+def _dense_results(problem: Problem, inputs: Inputs) -> list[Tensor]:
+    """Return [out, lse, dq, dk, dv, dbias] of `flash_dmattn_func` or `flash_dmattn_qkvpacked_func`."""
+    leaves = _leaves(inputs, None)
+    keywords, mask = _keywords(problem), inputs.mask
+    if (problem.prepared and mask is not None) or problem.documents:
+        band = {name: keywords[name] for name in ("is_causal", "causal_from", "window_size")} if problem.seed % 2 else {}
+        seqlen_q = None if problem.documents else problem.seqlen_q
+        mask = dmattn_ops.prepare_mask(mask, documents=inputs.documents, seqlen_q=seqlen_q, **band)
+    function = dmattn_ops.flash_dmattn_func
+    tensors = tuple(leaves[:3])
+    if problem.variant == "qkvpacked":
+        function = dmattn_ops.flash_dmattn_qkvpacked_func
+        qkv = torch.stack([leaf.detach() for leaf in leaves[:3]], 2).requires_grad_()
+        tensors, leaves = (qkv,), [qkv, *leaves[3:]]
+    bias = leaves[-1] if inputs.bias is not None else None
+    results = _with_gradients(problem, inputs, leaves, *_compiled(problem, function)(*tensors, mask, bias, **keywords))
+    if problem.variant == "qkvpacked":
+        results = [*results[:2], *results[2].unbind(2), *results[3:]]
+    return results
+
+
+def _varlen_results(problem: Problem, inputs: Inputs) -> list[Tensor]:
+    """Return [out, lse, dq, dk, dv, dbias] of `flash_dmattn_varlen_func`."""
+    leaves = _leaves(inputs, None)
+    bias = leaves[3] if inputs.bias is not None else None
+    function = _compiled(problem, dmattn_ops.flash_dmattn_varlen_func)
+    assert inputs.offsets is not None
+    out, lse = function(
+        *leaves[:3], *inputs.offsets, problem.seqlen_q, problem.seqlen_k, inputs.mask, bias, **_keywords(problem)
+    )
+    return _with_gradients(problem, inputs, leaves, out, lse)
+
+
+def _check_exact_zeros(problem: Problem, inputs: Inputs, actual: list[Tensor]) -> None:
+    """Assert that rows without a key, and keys without a query, are exactly 0 and not merely small."""
+    out, _, dq, dk, dv = (tensor if tensor.ndim > 3 else tensor[None] for tensor in actual[:5])
+    for part in inputs.parts:
+        empty = ~part.keep.any(-1).transpose(1, 2)  # [B, Sq, H]
+        assert not out[part.queries_4d][empty].any(), "out of a row with no visible key is not 0"
+        assert not dq[part.queries_4d][empty].any(), "dq of a row with no visible key is not 0"
+        unseen = ~part.keep.any(2).unflatten(1, (problem.heads_k, -1)).any(2).transpose(1, 2)  # [B, Sk, Hkv]
+        assert not dk[part.keys_4d][unseen].any(), "dk of a key no query sees is not 0"
+        assert not dv[part.keys_4d][unseen].any(), "dv of a key no query sees is not 0"
+
+
+def shrink(problem: Problem, fails: Callable[[Problem], bool]) -> Problem:
+    """Return a simpler problem that still fails: fields are set to their defaults and sizes halved while it does."""
+    changed = True
+    while changed:
+        changed = False
+        for candidate in _simpler(problem):
+            if fails(candidate):
+                problem, changed = candidate, True
+                break
+    return problem
+
+
+def _simpler(problem: Problem) -> Iterator[Problem]:
+    defaults = Problem()
+    for field in fields(Problem):
+        value, default = getattr(problem, field.name), getattr(defaults, field.name)
+        if value != default and field.name not in ("seed", "seqlen_q", "seqlen_k", "heads", "heads_k", "dtype"):
+            yield replace(problem, **{field.name: default})
+    if problem.heads > 1:
+        yield replace(problem, heads_k=1, heads=problem.heads // problem.heads_k)
+        yield replace(problem, heads_k=1, heads=1)
+    same = problem.variant == "qkvpacked" or problem.documents
+    for size in ("seqlen_q", "seqlen_k"):
+        half = getattr(problem, size) // 2
+        if half >= 4:
+            yield replace(problem, seqlen_q=half, seqlen_k=half) if same else replace(problem, **{size: half})
+
+
+def fails(problem: Problem, device: str) -> bool:
+    """Return whether a problem fails otherwise than by being refused."""
+    try:
+        check(problem, device)
+    except (ValueError, TypeError, NotImplementedError):
+        return False  # a shrunk problem may be one that the library rightly refuses
+    except Exception:  # noqa: BLE001 - any other failure is what is being looked for
+        return True
+    return False

@@ -1,0 +1,203 @@
+"""The tensors of a problem, in the memory layouts that callers have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dmattn_ops.testing.problem import DTYPES, Problem, Random
+
+MASK_DTYPES = {"bool": torch.bool, "uint8": torch.uint8, "int64": torch.int64, "float32": torch.float32}
+ALL = slice(None)
+
+
+@dataclass
+class Part:
+    """One sequence of a varlen problem, or a whole dense one: where it lies, and which keys its queries see."""
+
+    queries: tuple  # index into query and out, giving [B, Sq, heads, D]
+    keys: tuple
+    bias: tuple  # index into bias, giving [B, heads, Sq or 1, Sk]
+    queries_4d: tuple  # the same where a leading dimension of 1 was added
+    keys_4d: tuple
+    batch: slice
+    keep: Tensor  # [B, H, Sq, Sk]
+
+
+@dataclass
+class Inputs:
+    """The tensors as the caller passes them, and the parts that the oracle computes one by one."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    documents: Tensor | None
+    grad_out: Tensor
+    grad_lse: Tensor
+    parts: list[Part]
+    joined: tuple[int, int] = (0, 0)  # dimensions of out and lse along which parts are joined
+    offsets: tuple[Tensor, Tensor] | None = None
+
+
+def per_query_head(tensor: Tensor, heads: int) -> Tensor:
+    """Repeat the Hkv heads of `[B, Hkv, ...]` to the query heads that read them."""
+    size = tensor.shape[1]
+    return tensor.repeat_interleave(heads // size, 1) if size not in (1, heads) else tensor
+
+
+def band_keep(problem: Problem, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return the `[Sq, Sk]` bool tensor of the causal and window conditions, from their definition."""
+    offset = seqlen_k - seqlen_q if problem.causal_from == "bottom_right" else 0
+    i = torch.arange(seqlen_q)[:, None] + offset
+    j = torch.arange(seqlen_k)[None, :]
+    keep = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if problem.is_causal:
+        keep &= j <= i
+    if problem.left is not None:
+        keep &= j >= i - problem.left
+    if problem.right is not None:
+        keep &= j <= i + problem.right
+    return keep
+
+
+def _draw_mask(problem: Problem, shape: tuple[int, ...], random: Random) -> Tensor:
+    """Draw a bool mask of `shape` (the last two dimensions are queries and keys) of the problem's kind."""
+    generator = random.generator
+    if problem.mask == "none":
+        return torch.zeros(shape, dtype=torch.bool)
+    if problem.mask == "block":
+        rows, cols = -(-shape[-2] // 128), -(-shape[-1] // 128)
+        blocks = torch.rand((*shape[:-2], rows, cols), generator=generator) < 0.4
+        return blocks.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : shape[-2], : shape[-1]].contiguous()
+    keep = torch.rand(shape, generator=generator) < random.of(0.02, 0.1, 0.5, 0.9)
+    if problem.mask == "rows":
+        keep &= torch.rand((*shape[:-1], 1), generator=generator) < 0.7
+    if problem.mask == "keys":
+        keep &= torch.rand((*shape[:-2], 1, shape[-1]), generator=generator) < 0.5
+    return keep
+
+
+def _laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """Return the same values of a `[B, S, H, D]` tensor in another memory layout; what lies between them is NaN."""
+    if layout == "bhsd":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sliced":
+        batch, seqlen, heads, dim = tensor.shape
+        buffer = tensor.new_full((batch, seqlen + 2, heads + 1, dim + 5), float("nan"))
+        buffer[:, 1 : seqlen + 1, :heads, 3 : dim + 3] = tensor
+        return buffer[:, 1 : seqlen + 1, :heads, 3 : dim + 3]
+    if layout == "strided":
+        buffer = tensor.new_full((*tensor.shape, 2), float("nan"))
+        buffer[..., 0] = tensor
+        return buffer[..., 0]
+    return tensor
+
+
+def _seen(keep: Tensor, extent: tuple[int, ...], heads: int) -> Tensor:
+    """Return which elements of a broadcast tensor of `extent` any query sees."""
+    if extent[1] not in (1, heads):
+        keep = keep.unflatten(1, (extent[1], -1)).any(2)
+    for dim, size in enumerate(extent):
+        if size == 1 and keep.shape[dim] != 1:
+            keep = keep.any(dim, keepdim=True)
+    return keep
+
+
+class _Normal:
+    """Draws normal tensors in float64 and rounds them to the problem's dtype."""
+
+    def __init__(self, problem: Problem, random: Random, device: str) -> None:
+        self.dtype, self.generator, self.device = DTYPES[problem.dtype], random.generator, device
+        self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def __call__(self, *shape: int, scale: float = 1.0, wide: bool = False) -> Tensor:
+        values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
+        return values.to(self.wide if wide else self.dtype).to(self.device)
+
+
+def _as_mask(keep: Tensor, problem: Problem, device: str) -> Tensor:
+    mask = keep.to(MASK_DTYPES[problem.mask_dtype]).to(device)
+    return mask * -0.25 if problem.mask_dtype == "float32" else mask  # any non-zero value keeps
+
+
+def make_inputs(problem: Problem, device: str) -> Inputs:
+    """Make the tensors of a dense or packed problem on `device`."""
+    random = Random(problem.seed + 1)
+    normal = _Normal(problem, random, device)
+    batch, sq, sk = problem.batch, problem.seqlen_q, problem.seqlen_k
+
+    def extent(shape: str) -> tuple[int, int, int, int]:
+        heads = problem.heads if "h" in shape else problem.heads_k if "k" in shape else 1
+        return batch if "b" in shape else 1, heads, sq if "q" in shape else 1, sk
+
+    query = normal(batch, sq, problem.heads, problem.dim, scale=problem.magnitude)
+    key = normal(batch, sk, problem.heads_k, problem.dim, scale=problem.magnitude)
+    value = normal(batch, sk, problem.heads_k, problem.dim_v, scale=problem.magnitude)
+    keep = band_keep(problem, sq, sk).expand(batch, problem.heads, sq, sk).clone()
+    mask = documents = bias = None
+    if problem.mask:
+        drawn = _draw_mask(problem, extent(problem.mask_shape), random)
+        keep &= per_query_head(drawn, problem.heads)
+        mask = _as_mask(drawn, problem, device)
+    if problem.documents:
+        ids = torch.randint(-2, 2 + random.below(4), (batch, sq), generator=random.generator)
+        ids = ids.sort(-1).values if random.chance(0.6) else ids
+        keep &= (ids[:, None, :, None] == ids[:, None, None, :]).expand_as(keep)
+        documents = ids.to(device)
+    if problem.bias:
+        bias = normal(*extent(problem.bias_shape), wide=problem.bias_float32)
+        if problem.nan_bias:
+            bias = torch.where(_seen(keep, bias.shape, problem.heads).to(device), bias, float("nan"))
+    query, key, value = (_laid_out(tensor, problem.layout) for tensor in (query, key, value))
+    whole = Part((ALL,), (ALL,), (ALL,), (ALL,), (ALL,), ALL, keep.to(device))
+    grad_out, grad_lse = normal(batch, sq, problem.heads, problem.dim_v), normal(batch, problem.heads, sq, wide=True)
+    return Inputs(query, key, value, mask, bias, documents, grad_out, grad_lse, [whole])
+
+
+def _draw_lengths(random: Random, batch: int, longest: int) -> list[int]:
+    return [random.of(0, longest, random.below(longest + 1), random.below(longest + 1)) for _ in range(batch)]
+
+
+def make_varlen_inputs(problem: Problem, device: str) -> Inputs:
+    """Make packed sequences; `seqlen_q` and `seqlen_k` are the upper bounds of their lengths."""
+    random = Random(problem.seed + 1)
+    normal = _Normal(problem, random, device)
+    ends_q, ends_k = (
+        torch.tensor([0, *_draw_lengths(random, problem.batch, longest)]).cumsum(0)
+        for longest in (problem.seqlen_q, problem.seqlen_k)
+    )
+    total_q, total_k = int(ends_q[-1]), int(ends_k[-1])
+    query = normal(total_q, problem.heads, problem.dim, scale=problem.magnitude)
+    key = normal(total_k, problem.heads_k, problem.dim, scale=problem.magnitude)
+    value = normal(total_k, problem.heads_k, problem.dim_v, scale=problem.magnitude)
+
+    def heads(shape: str) -> int:
+        return problem.heads if "h" in shape else problem.heads_k if "k" in shape else 1
+
+    mask = bias = key_keep = None
+    if problem.mask:
+        drawn = _draw_mask(replace(problem, mask_shape=""), (1, heads(problem.mask_shape), 1, total_k), random)
+        key_keep, mask = per_query_head(drawn, problem.heads), _as_mask(drawn[0, :, 0], problem, device)
+    if problem.bias:
+        bias = normal(heads(problem.bias_shape), total_k, wide=problem.bias_float32)
+    parts = []
+    for index, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist()), strict=True)):
+        keep = band_keep(problem, q1 - q0, k1 - k0).expand(1, problem.heads, -1, -1).clone()
+        if key_keep is not None:
+            keep &= key_keep[..., k0:k1]
+        queries, keys = (None, slice(q0, q1)), (None, slice(k0, k1))
+        part_bias = (None, ALL, None, slice(k0, k1))
+        in_4d = (ALL, slice(q0, q1)), (ALL, slice(k0, k1))
+        parts.append(Part(queries, keys, part_bias, *in_4d, slice(index, index + 1), keep.to(device)))
+    if not parts:
+        empty = torch.ones(1, problem.heads, 0, 0, dtype=torch.bool, device=device)
+        nothing = (None, slice(0, 0))
+        parts = [Part(nothing, nothing, (None, ALL, None, slice(0, 0)), (ALL, nothing[1]), (ALL, nothing[1]), slice(0, 0), empty)]
+    grad_out, grad_lse = normal(total_q, problem.heads, problem.dim_v), normal(problem.heads, total_q, wide=True)
+    offsets = tuple(ends.to(torch.int32).to(device) for ends in (ends_q, ends_k))
+    return Inputs(query, key, value, mask, bias, None, grad_out, grad_lse, parts, (1, 2), offsets)  # type: ignore[arg-type]

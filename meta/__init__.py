@@ -1,0 +1,98 @@
+"""What each operator returns: shape, dtype and strides, stated once for the fakes and for the launchers.
+
+Every function allocates uninitialised, contiguous tensors on its first tensor's device and asks nothing of that device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of lse for inputs of `dtype`: float32, or float64 where the inputs are."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def forward_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`."""
+    batch, seqlen_q, heads, _ = query.shape
+    out = query.new_empty((batch, seqlen_q, heads, value.shape[-1]))
+    lse = query.new_empty((batch, heads, seqlen_q), dtype=lse_dtype(query.dtype))
+    return out, lse
+
+
+def varlen_forward_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate out `[total_q, H, Dv]` and lse `[H, total_q]`."""
+    total, heads, _ = query.shape
+    out = query.new_empty((total, heads, value.shape[-1]))
+    lse = query.new_empty((heads, total), dtype=lse_dtype(query.dtype))
+    return out, lse
+
+
+def bias_gradient(query: Tensor, bias: Tensor | None, needs_dbias: bool) -> Tensor:
+    """Allocate dbias with bias's shape, or an empty tensor where it is not asked for."""
+    if bias is None or not needs_dbias:
+        return query.new_empty((0,))
+    return bias.new_empty(bias.shape)
+
+
+def backward_outputs(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, needs_dbias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate dq, dk, dv and dbias, each with its input's shape (dense and variable lengths)."""
+    return (
+        query.new_empty(query.shape),
+        key.new_empty(key.shape),
+        value.new_empty(value.shape),
+        bias_gradient(query, bias, needs_dbias),
+    )
+
+
+def qkvpacked_forward_outputs(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate out `[B, S, H, D]` and lse `[B, H, S]` for qkv `[B, S, 3, H, D]`."""
+    batch, seqlen, _, heads, dim = qkv.shape
+    out = qkv.new_empty((batch, seqlen, heads, dim))
+    lse = qkv.new_empty((batch, heads, seqlen), dtype=lse_dtype(qkv.dtype))
+    return out, lse
+
+
+def qkvpacked_backward_outputs(qkv: Tensor, bias: Tensor | None, needs_dbias: bool) -> tuple[Tensor, Tensor]:
+    """Allocate the packed gradient `[B, S, 3, H, D]` and dbias."""
+    return qkv.new_empty(qkv.shape), bias_gradient(qkv, bias, needs_dbias)
+
+
+def _ceil_div(size: int, divisor: int) -> int:
+    return (size + divisor - 1) // divisor
+
+
+def list_capacity(tiles: int, band_lo: int, band_hi: int) -> int:
+    """Return the most tiles of the other side that one tile can see inside the band."""
+    span = band_hi - band_lo + 1  # keys a single query sees; a tile of queries sees TILE - 1 more
+    if isinstance(span, int) and span >= UNBOUNDED:
+        return tiles
+    return torch.sym_max(0, torch.sym_min(tiles, _ceil_div(span + TILE - 1, TILE) + 1))
+
+
+def list_tiles_outputs(
+    like: Tensor, batch: int, heads: int, seqlen_q: int, seqlen_k: int, band_lo: int, band_hi: int
+) -> tuple[Tensor, Tensor]:
+    """Allocate row_tiles `[batch, heads, nQ, 4 + capacity]` and col_tiles `[batch, heads, nK, 4 + capacity]`."""
+    rows, cols = _ceil_div(seqlen_q, TILE), _ceil_div(seqlen_k, TILE)
+    row_tiles = like.new_empty((batch, heads, rows, HEADER + list_capacity(cols, band_lo, band_hi)), dtype=torch.int32)
+    col_tiles = like.new_empty((batch, heads, cols, HEADER + list_capacity(rows, band_lo, band_hi)), dtype=torch.int32)
+    return row_tiles, col_tiles
+
+
+def pack_mask_outputs(
+    mask: Tensor, batch: int, heads: int, seqlen_q: int, band_lo: int, band_hi: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate lists and bits of a dense mask `[Bm, Hm, Sq or 1, Sk]`."""
+    seqlen_k = mask.shape[-1]
+    rows, cols = _ceil_div(seqlen_q, TILE), _ceil_div(seqlen_k, TILE)
+    words = TILE // WORD_BITS
+    row_bits = mask.new_empty((batch, heads, rows * TILE, cols * words), dtype=torch.int32)
+    col_bits = mask.new_empty((batch, heads, cols * TILE, rows * words), dtype=torch.int32)
+    return (*list_tiles_outputs(mask, batch, heads, seqlen_q, seqlen_k, band_lo, band_hi), row_bits, col_bits)
