@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS, Tiles
+from dmattn_ops.problem import HEADER, TILE, WORD_BITS, Tiles
 
 EMPTY, PARTIAL, FULL = 0, 1, 2  # classes of a tile
 
@@ -19,12 +19,6 @@ def pack_words(keep: Tensor) -> Tensor:
     places = torch.arange(0, WORD_BITS, 8, dtype=torch.int32, device=keep.device)
     groups = keep.reshape(*keep.shape[:-1], keep.shape[-1] // WORD_BITS, 4, 8)
     return ((groups * bits).sum(-1, dtype=torch.int32) << places).sum(-1, dtype=torch.int32)
-
-
-def unpack_words(words: Tensor) -> Tensor:
-    """Unpack int32 words `[..., n]` into bool `[..., 32 n]`."""
-    shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=words.device)
-    return ((words.unsqueeze(-1) >> shifts) & 1).bool().flatten(-2)
 
 
 def pad_to_tiles(keep: Tensor) -> Tensor:
@@ -51,12 +45,12 @@ def lists_from_classes(classes: Tensor, capacity: int) -> Tensor:
 
 
 def classes_from_lists(lists: Tensor, columns: int) -> Tensor:
-    """Return the map of classes `[..., rows, columns]` that lists `[..., rows, 4 + capacity]` describe."""
+    """Return the map of classes, int8 `[..., rows, columns]`, that lists `[..., rows, 4 + capacity]` describe."""
     partial, full, indices = lists[..., 1:2].long(), lists[..., 2:3].long(), lists[..., HEADER:].long()
     slot = torch.arange(indices.shape[-1], device=lists.device)
-    classes = torch.where(slot < partial, PARTIAL, torch.where(slot < partial + full, FULL, EMPTY))
+    classes = (slot < partial + full).to(torch.int8) + ((slot >= partial) & (slot < partial + full)).to(torch.int8)
     target = torch.where(classes == EMPTY, columns, indices)  # unspecified slots go to a column that is cut off
-    spread = torch.zeros((*lists.shape[:-1], columns + 1), dtype=torch.int64, device=lists.device)
+    spread = torch.zeros((*lists.shape[:-1], columns + 1), dtype=torch.int8, device=lists.device)
     return spread.scatter(-1, target, classes)[..., :columns]
 
 
@@ -79,14 +73,15 @@ def dense(tiles: Tiles, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int
         band = band_mask(band_lo, band_hi, seqlen_q, seqlen_k, tiles.k_segments.device)
         partial = segments_mask(tiles.q_segments, tiles.k_segments) & band
     elif tiles.row_bits is not None:
-        partial = unpack_words(tiles.row_bits)[..., :seqlen_q, :seqlen_k]
+        rows, columns = (torch.arange(size, device=tiles.row_bits.device) for size in (seqlen_q, seqlen_k))
+        words = tiles.row_bits[..., rows.unsqueeze(-1), columns // WORD_BITS]
+        partial = (words >> (columns % WORD_BITS).to(torch.int32) & 1).bool()
     if partial is None:
         raise ValueError("tiles must hold bits or segments")
     if tiles.row_tiles is None:
         return partial
-    columns = (seqlen_k + TILE - 1) // TILE
-    classes = classes_from_lists(tiles.row_tiles, columns).repeat_interleave(TILE, dim=-1)[..., :seqlen_k]
-    classes = classes.repeat_interleave(TILE, dim=-2)[..., :seqlen_q, :]
+    rows, columns = (torch.arange(size, device=partial.device) // TILE for size in (seqlen_q, seqlen_k))
+    classes = classes_from_lists(tiles.row_tiles, (seqlen_k + TILE - 1) // TILE)[..., rows.unsqueeze(-1), columns]
     return (classes == FULL) | ((classes == PARTIAL) & partial)
 
 
@@ -124,8 +119,3 @@ def _tile_ends(seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the first and the last position of each tile: two `[nS]`."""
     first = torch.arange((seqlen + TILE - 1) // TILE, device=device) * TILE
     return first, (first + TILE - 1).clamp(max=seqlen - 1)
-
-
-def bound(limit: int) -> int:
-    """Clamp a band limit to +-UNBOUNDED."""
-    return torch.sym_max(-UNBOUNDED, torch.sym_min(UNBOUNDED, limit))

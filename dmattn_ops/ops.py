@@ -1,14 +1,17 @@
-"""The operators `torch.ops.dmattn.*`: the only place that holds a schema. Arguments: `problem.py`; layout of masks: DESIGN.md."""
+"""The operators `torch.ops.dmattn.*`: the only place that holds a schema. What arguments mean: `problem.py`."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-MASK = ", ".join(
-    f"Tensor? {name}=None"
-    for name in ("row_tiles", "col_tiles", "row_bits", "col_bits", "q_segments", "k_segments")
-)
-BAND = "SymInt band_lo=-1073741824, SymInt band_hi=1073741824"
+import torch
+from torch import Tensor
+
+from dmattn_ops.problem import UNBOUNDED, Options, Tiles
+
+MASK = ", ".join(f"Tensor? {name}=None" for name in Tiles._fields)
+BAND = f"SymInt band_lo={-UNBOUNDED}, SymInt band_hi={UNBOUNDED}"
 SCALARS = "float? softmax_scale=None, float softcap=0.0, float dropout_p=0.0, bool deterministic=False"
 CALL = f"{MASK}, Tensor? seed=None, {BAND}, {SCALARS}"
 QKV = "Tensor query, Tensor key, Tensor value"
@@ -29,10 +32,57 @@ SCHEMAS = {
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     "pack_mask": f"(Tensor mask, Tensor? q_segments, Tensor? k_segments, SymInt seqlen_q, {BAND})"
     " -> (Tensor row_tiles, Tensor col_tiles, Tensor row_bits, Tensor col_bits)",
-    "list_tiles": f"(Tensor? q_segments, Tensor k_segments, SymInt seqlen_q, {BAND}) -> (Tensor row_tiles, Tensor col_tiles)",
+    "list_tiles": f"(Tensor? q_segments, Tensor k_segments, SymInt seqlen_q, {BAND})"
+    " -> (Tensor row_tiles, Tensor col_tiles)",
 }
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 library = torch.library.Library("dmattn", "DEF")
 for _name, _schema in SCHEMAS.items():
     library.define(_name + _schema, tags=_TAGS)
+
+implementations: dict[str, Callable[..., Any]] = {}  # what runs on CPU and CUDA, by the name of the operator
+
+
+def implement(function: Callable[..., Any]) -> None:
+    """Register what the operator of the function's name does on real tensors."""
+    implementations[function.__name__] = function
+    for device in ("CPU", "CUDA"):
+        library.impl(function.__name__, function, device)
+
+
+class Call(NamedTuple):
+    """What follows bias in the schemas (CALL, or VARLEN_CALL without bias), and `needs_dbias` behind it."""
+
+    tiles: Tiles
+    mask: Tensor | None  # of variable lengths
+    seed: Tensor | None
+    top_left: bool
+    options: Options
+    needs_dbias: bool
+
+
+_NUMBERS = (-UNBOUNDED, UNBOUNDED, None, 0.0, 0.0, False, False)
+_DENSE_DEFAULTS = (*Tiles(), None, *_NUMBERS)
+_VARLEN_DEFAULTS = (None, None, False, *_NUMBERS)
+_NO_TILES = Tiles()
+
+
+def read_call(arguments: tuple[Any, ...], dim: int) -> Call:
+    """Name the arguments that follow bias in a dense operator. The dispatcher leaves out defaults at the end."""
+    arguments += _DENSE_DEFAULTS[len(arguments) :]
+    return Call(Tiles._make(arguments[:6]), None, arguments[6], False, _options(arguments, 7, dim), arguments[13])
+
+
+def read_varlen_call(arguments: tuple[Any, ...], dim: int) -> Call:
+    """Name the arguments that follow bias in an operator for variable lengths."""
+    arguments += _VARLEN_DEFAULTS[len(arguments) :]
+    mask, seed, top_left = arguments[:3]
+    return Call(_NO_TILES, mask, seed, top_left, _options(arguments, 3, dim), arguments[9])
+
+
+def _options(arguments: tuple[Any, ...], start: int, dim: int) -> Options:
+    band_lo, band_hi, softmax_scale, softcap, dropout_p, deterministic = arguments[start : start + 6]
+    if softmax_scale is None:
+        softmax_scale = dim**-0.5
+    return Options(band_lo, band_hi, softmax_scale, softcap, dropout_p, deterministic)

@@ -26,7 +26,7 @@ def check(problem: Problem, device: str = "cpu", repeats: int = 1) -> None:
     for _ in range(repeats):
         torch.manual_seed(problem.seed)
         actual = _varlen_results(problem, inputs) if varlen else _dense_results(problem, inputs)
-        compare(problem, actual, expected, eager)
+        compare(problem, inputs, actual, expected, eager)
         _check_exact_zeros(problem, inputs, actual)
         if problem.deterministic and first is not None:
             for name, one, other in zip(NAMES, first, actual, strict=False):

@@ -1,0 +1,167 @@
+// Forward: one item is a tile of queries of one head; it walks its visible tiles of keys with an online softmax.
+#include "kernels.h"
+
+#include <cmath>
+
+#include "gemm.h"
+#include "schedule.h"
+#include "tile_pack.h"
+#include "visibility.h"
+
+namespace dmattn {
+namespace {
+
+constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
+
+// Keys transposed and values of a wave: [slots][width + value_width][kTile].
+template <typename T>
+struct Panels {
+  int64_t width, value_width;
+  Buffer<T> tiles;
+
+  Panels(const Problem& problem, const Wave& wave)
+      : width(padded_width(problem.dim)),
+        value_width(padded_width(problem.value_dim)),
+        tiles(static_cast<int64_t>(wave.key_tiles.size()) * kTile * (width + value_width)) {}
+
+  T* key_tile(int64_t slot) const { return tiles.at(slot * kTile * (width + value_width)); }
+  T* value_tile(int64_t slot) const { return key_tile(slot) + kTile * width; }
+};
+
+template <typename T>
+void fill_panels(const Problem& problem, const Wave& wave, const Panels<T>& panels) {
+  for_each_item(static_cast<int64_t>(wave.key_tiles.size()), [&] {
+    return [&, rows = std::make_unique<Buffer<T>>(kTile * panels.width)](int64_t item) {
+      const KeyTile& tile = wave.key_tiles[static_cast<size_t>(item)];
+      const Pair& pair = wave.pairs[static_cast<size_t>(tile.pair)];
+      const Sequence& sequence = problem.sequences[static_cast<size_t>(pair.batch)];
+      const int64_t first = sequence.k_start + tile.tile * kTile;
+      const int64_t valid = std::min(kTile, sequence.k_length - tile.tile * kTile);
+      const int64_t slot = pair.key_slot(tile.tile);
+      pack_rows<T>(problem.key, pair.batch, first, valid, pair.kv_head, rows->data());
+      pack_columns<T>(rows->data(), valid, panels.width, panels.key_tile(slot));
+      pack_rows<T>(problem.value, pair.batch, first, valid, pair.kv_head, panels.value_tile(slot));
+    };
+  });
+}
+
+template <typename T>
+class ForwardWorker {
+ public:
+  ForwardWorker(const Problem& problem, const Wave& wave, const Panels<T>& panels, const Gemm& gemm, const Rows& out,
+                const PerQuery<T>& lse)
+      : problem_(problem), wave_(wave), panels_(panels), gemm_(gemm), out_(out), lse_(lse) {}
+  ~ForwardWorker() { gemm_.release(); }
+
+  void operator()(int64_t item) {
+    const QueryTile& work = wave_.query_tiles[static_cast<size_t>(item)];
+    const Pair& pair = wave_.pairs[static_cast<size_t>(work.pair)];
+    const int64_t head = pair.kv_head * problem_.group + work.head_in_group;
+    const Sequence& sequence = problem_.sequences[static_cast<size_t>(pair.batch)];
+    const Side side = query_side(problem_, pair.batch, head);
+    // Longest first: the lists say which tile that is; a causal band gives its last tiles the most work.
+    const int64_t tile = side.records ? side.records[work.tile * side.record_words] : pair.q_tiles - 1 - work.tile;
+    const int64_t first = tile * kTile, valid = std::min(kTile, sequence.q_length - first);
+    rows_ = padded_extent(valid);
+    std::fill(max_, max_ + kTile, -std::numeric_limits<T>::infinity());
+    std::fill(sum_, sum_ + kTile, T(0));
+    has_acc_ = false;
+    pack_rows<T>(problem_.query, pair.batch, sequence.q_start + first, valid, head, query_.data());
+    side.visible_tiles(tile, tiles_);
+    for (const TileRef& other : tiles_) {
+      Bits visible;
+      if (!other.full && !side.tile_bits(tile, other.index, visible_.data(), visible)) continue;
+      visit(pair, head, tile, valid, other.index, visible);
+    }
+    finish(pair.batch, sequence.q_start + first, valid, head);
+  }
+
+ private:
+  void visit(const Pair& pair, int64_t head, int64_t tile, int64_t valid, int64_t key_tile, const Bits& visible) {
+    const Sequence& sequence = problem_.sequences[static_cast<size_t>(pair.batch)];
+    const int64_t first_key = key_tile * kTile;
+    const int64_t valid_keys = std::min(kTile, sequence.k_length - first_key), cols = padded_extent(valid_keys);
+    const int64_t width = panels_.width, value_width = panels_.value_width;
+    const int64_t slot = pair.key_slot(key_tile);
+    gemm_(rows_, cols, width, query_.data(), width, panels_.key_tile(slot), kTile, false, scores_.data(), kTile);
+    double factor = problem_.scale;
+    if (problem_.softcap != 0) {
+      math_.cap(scores_.data(), rows_, cols, static_cast<T>(factor), static_cast<T>(problem_.softcap), nullptr);
+      factor = 1;
+    }
+    if (problem_.bias) {
+      const Bias& bias = problem_.bias;
+      const int64_t bias_head = broadcast_head(head, problem_.heads, bias.heads);
+      const char* at = bias.at(pair.batch, bias_head, tile * kTile, sequence.k_start + first_key);
+      math_.add_bias(scores_.data(), valid, valid_keys, static_cast<T>(factor), at, bias.element, bias.row_stride);
+      factor = 1;
+    }
+    math_.softmax_step(scores_.data(), rows_, cols, static_cast<T>(factor * kLog2e), visible,
+                       {max_, sum_, acc_.data(), value_width, has_acc_});
+    if (problem_.dropout.active) {
+      dropout_bits(problem_.dropout, pair.batch * problem_.heads + head, tile * kTile, valid, first_key, keep_.data());
+      math_.drop(scores_.data(), rows_, cols, {keep_.data(), kTileWords}, static_cast<T>(problem_.dropout.keep_factor));
+    }
+    gemm_(rows_, value_width, cols, scores_.data(), kTile, panels_.value_tile(slot), value_width, has_acc_, acc_.data(),
+          value_width);
+    has_acc_ = true;
+  }
+
+  void finish(int64_t batch, int64_t first_row, int64_t valid, int64_t head) {
+    const int64_t value_width = panels_.value_width;
+    if (!has_acc_) std::fill(acc_.data(), acc_.at(valid * value_width), T(0));
+    for (int64_t r = 0; r < valid; ++r) {
+      const bool empty = sum_[r] == 0;
+      math_.store(acc_.at(r * value_width), empty ? T(0) : 1 / sum_[r], problem_.value_dim,
+                  out_.at(batch, first_row + r, head), out_.element);
+      lse_.at(batch, head, first_row + r) =
+          empty ? -std::numeric_limits<T>::infinity() : static_cast<T>(max_[r] * kLn2 + std::log(double{sum_[r]}));
+    }
+  }
+
+  const Problem& problem_;
+  const Wave& wave_;
+  const Panels<T>& panels_;
+  const Gemm& gemm_;
+  const Rows& out_;
+  const PerQuery<T>& lse_;
+  const TileMath<T>& math_ = tile_math<T>();
+  Buffer<T> query_{kTile * panels_.width}, scores_{kTile * kTile}, acc_{kTile * panels_.value_width};
+  Buffer<uint32_t> visible_{kTile * kTileWords}, keep_{kTile * kTileWords};
+  std::vector<TileRef> tiles_;
+  T max_[kTile], sum_[kTile];
+  int64_t rows_ = 0;
+  bool has_acc_ = false;
+};
+
+template <typename T>
+void run(const Problem& problem, const at::Tensor& out, const at::Tensor& lse) {
+  if (!problem.covers_everything) {
+    out.zero_();
+    lse.fill_(-std::numeric_limits<double>::infinity());
+  }
+  const Rows out_rows = rows_of(out);
+  const PerQuery<T> lse_rows = per_query_of<T>(lse);
+  const int64_t widths = padded_width(problem.dim) + padded_width(problem.value_dim);
+  const Gemm gemm;
+  for (const Wave& wave : make_waves(problem, 0, widths * kTile * int64_t{sizeof(T)})) {
+    const Panels<T> panels(problem, wave);
+    fill_panels(problem, wave, panels);
+    for_each_item(static_cast<int64_t>(wave.query_tiles.size()), [&] {
+      return [worker = std::make_unique<ForwardWorker<T>>(problem, wave, panels, gemm, out_rows, lse_rows)](
+                 int64_t item) { (*worker)(item); };
+    });
+  }
+}
+
+}  // namespace
+
+void forward(const Arguments& arguments, const at::Tensor& out, const at::Tensor& lse) {
+  const Problem problem = make_problem(arguments);
+  if (problem.query.element == Element::f64)
+    run<double>(problem, out, lse);
+  else
+    run<float>(problem, out, lse);
+}
+
+}  // namespace dmattn

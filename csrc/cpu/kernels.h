@@ -1,0 +1,24 @@
+// The four entry points. Outputs arrive uninitialised and are written completely.
+#pragma once
+
+#include "problem.h"
+
+namespace dmattn {
+
+void forward(const Arguments& arguments, const at::Tensor& out, const at::Tensor& lse);
+
+struct Gradients {
+  const at::Tensor &grad_out, &out, &lse;
+  const MaybeTensor& grad_lse;
+  const at::Tensor &dq, &dk, &dv;
+  const MaybeTensor& dbias;
+};
+void backward(const Arguments& arguments, const Gradients& gradients);
+
+void pack_mask(const at::Tensor& mask, const MaybeTensor& q_segments, const MaybeTensor& k_segments, int64_t seqlen_q,
+               int64_t band_lo, int64_t band_hi, const at::Tensor& row_tiles, const at::Tensor& col_tiles,
+               const at::Tensor& row_bits, const at::Tensor& col_bits);
+void list_tiles(const MaybeTensor& q_segments, const at::Tensor& k_segments, int64_t seqlen_q, int64_t band_lo,
+                int64_t band_hi, const at::Tensor& row_tiles, const at::Tensor& col_tiles);
+
+}  // namespace dmattn

@@ -1,0 +1,260 @@
+// Lists and bits of masks (layout: DESIGN.md). A tile is classified by an exact look at every pair it holds.
+#include "kernels.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstring>
+#include <numeric>
+
+#include "schedule.h"
+#include "visibility.h"
+
+namespace dmattn {
+namespace {
+
+enum class TileClass : uint8_t { empty, partial, full };
+
+TileClass classify(const uint32_t* words, int64_t stride, bool whole) {
+  uint32_t any = 0, all = ~0u;
+  for (int64_t r = 0; r < kTile; ++r) {
+    for (int64_t w = 0; w < kTileWords; ++w) {
+      any |= words[r * stride + w];
+      all &= words[r * stride + w];
+    }
+  }
+  return any == 0 ? TileClass::empty : whole && all == ~0u ? TileClass::full : TileClass::partial;
+}
+
+// Classes [own, other] of one head, from which both lists are written.
+struct Grid {
+  std::vector<TileClass> classes;
+  int64_t q_tiles, k_tiles;
+
+  Grid(int64_t q_tiles, int64_t k_tiles)
+      : classes(static_cast<size_t>(q_tiles * k_tiles), TileClass::empty), q_tiles(q_tiles), k_tiles(k_tiles) {}
+  TileClass& at(int64_t q_tile, int64_t k_tile) { return classes[static_cast<size_t>(q_tile * k_tiles + k_tile)]; }
+};
+
+// Write the records of one axis: `own` tiles whose classes lie `own_step` apart, each over `other` tiles.
+void write_records(const TileClass* classes, int64_t own, int64_t own_step, int64_t other, int64_t other_step,
+                   int32_t* records, int64_t record_words) {
+  const int64_t capacity = record_words - 4;
+  std::vector<int64_t> work(static_cast<size_t>(own)), ranked(static_cast<size_t>(own));
+  for (int64_t t = 0; t < own; ++t) {
+    int32_t* record = records + t * record_words;
+    int64_t total = 0;
+    record[3] = 0;
+    for (const TileClass kind : {TileClass::partial, TileClass::full}) {
+      const int64_t before = total;
+      for (int64_t u = 0; u < other; ++u) {
+        if (classes[t * own_step + u * other_step] != kind) continue;
+        TORCH_CHECK(total < capacity, "a tile list is too short for its band");
+        record[4 + total++] = static_cast<int32_t>(u);
+      }
+      record[kind == TileClass::partial ? 1 : 2] = static_cast<int32_t>(total - before);
+    }
+    work[static_cast<size_t>(t)] = total;
+  }
+  std::iota(ranked.begin(), ranked.end(), 0);
+  std::stable_sort(ranked.begin(), ranked.end(), [&](int64_t a, int64_t b) {
+    return work[static_cast<size_t>(a)] > work[static_cast<size_t>(b)];
+  });
+  for (int64_t r = 0; r < own; ++r) records[r * record_words] = static_cast<int32_t>(ranked[static_cast<size_t>(r)]);
+}
+
+void check_output(const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kInt, "lists and bits must be int32");
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), "lists and bits must be contiguous");
+}
+
+void write_lists(std::vector<Grid>& grids, const at::Tensor& row_tiles, const at::Tensor& col_tiles) {
+  int32_t* rows = row_tiles.data_ptr<int32_t>();
+  int32_t* cols = col_tiles.data_ptr<int32_t>();
+  const int64_t row_words = row_tiles.size(3), col_words = col_tiles.size(3);
+  for_each_item(static_cast<int64_t>(grids.size()), [&] {
+    return [&](int64_t item) {
+      const Grid& grid = grids[static_cast<size_t>(item)];
+      const TileClass* classes = grid.classes.data();
+      write_records(classes, grid.q_tiles, grid.k_tiles, grid.k_tiles, 1, rows + item * grid.q_tiles * row_words,
+                    row_words);
+      write_records(classes, grid.k_tiles, 1, grid.q_tiles, grid.k_tiles, cols + item * grid.k_tiles * col_words,
+                    col_words);
+    };
+  });
+}
+
+// Segment ids of one head of a mask with `heads` heads.
+Side segment_side(const at::Tensor& q_segments, const at::Tensor& k_segments, int64_t batch, int64_t head, int64_t heads,
+                  int64_t seqlen_q, int64_t seqlen_k, const Band& band) {
+  Side side;
+  side.own_length = seqlen_q;
+  side.other_length = seqlen_k;
+  side.band = band;
+  if (q_segments.defined()) {
+    const int64_t b = q_segments.size(0) == 1 ? 0 : batch;
+    side.own_ids = q_segments.const_data_ptr<int64_t>() + b * seqlen_q;
+  }
+  if (k_segments.defined()) {
+    const int64_t b = k_segments.size(0) == 1 ? 0 : batch, tensor_heads = k_segments.size(1);
+    const int64_t h = broadcast_head(head, heads, tensor_heads);
+    side.other_ids = k_segments.const_data_ptr<int64_t>() + (b * tensor_heads + h) * seqlen_k;
+  }
+  return side;
+}
+
+// Which bits of an element must not all be zero: all, but for the sign of a floating-point zero.
+uint64_t significant_bits(at::ScalarType dtype) {
+  const auto width = static_cast<int64_t>(c10::elementSize(dtype)) * 8;
+  TORCH_CHECK_TYPE(!c10::isComplexType(dtype) && !c10::isQIntType(dtype) && width <= 64, "mask cannot be ", dtype);
+  const uint64_t all = width == 64 ? ~uint64_t{0} : (uint64_t{1} << width) - 1;
+  return c10::isFloatingType(dtype) ? all >> 1 : all;
+}
+
+// A dense mask, read row by row inside the band.
+class MaskReader {
+ public:
+  MaskReader(const at::Tensor& mask, int64_t heads)
+      : data_(static_cast<const char*>(mask.const_data_ptr())),
+        size_(mask.element_size()),
+        heads_(heads),
+        mask_heads_(mask.size(1)),
+        significant_(significant_bits(mask.scalar_type())) {
+    for (int64_t dim = 0; dim < 4; ++dim)
+      strides_[dim] = mask.size(dim) == 1 && dim < 3 ? 0 : mask.stride(dim) * size_;
+  }
+
+  bool same_rows() const { return strides_[2] == 0; }
+  void read(int64_t batch, int64_t head, int64_t row, int64_t first_key, int64_t keys, uint32_t* words) const {
+    const char* at = data_ + batch * strides_[0] + broadcast_head(head, heads_, mask_heads_) * strides_[1] +
+                     row * strides_[2] + first_key * strides_[3];
+    bit_math().nonzero(at, strides_[3], size_, significant_, keys, words);
+  }
+
+ private:
+  const char* data_;
+  int64_t size_, heads_, mask_heads_;
+  uint64_t significant_;
+  int64_t strides_[4];
+};
+
+// AND the band and the segments of query `row` into words that begin at `first_key` and hold `keys` bits.
+void restrict_row(const Side& side, int64_t row, int64_t first_key, int64_t keys, std::vector<uint32_t>& equal,
+                  int64_t& equal_id, uint32_t* words) {
+  const int64_t first = row + side.band.lo - first_key, last = row + side.band.hi + 1 - first_key;
+  if (first > 0 || last < keys) {
+    uint32_t inside[kTileWords];
+    for (int64_t base = 0; base < keys; base += kTile) {
+      if (first <= base && last >= base + kTile) continue;
+      range_bits(first - base, last - base, inside);
+      for (int64_t w = 0; w < kTileWords; ++w) words[(base >> 5) + w] &= inside[w];
+    }
+  }
+  if (!side.has_segments()) return;
+  const int64_t id = side.own_ids ? side.own_ids[row] : 0;
+  if (equal.empty() || equal_id != id) {
+    equal.assign(static_cast<size_t>(ceil_div(keys, 32)), id == 0 && !side.other_ids ? ~0u : 0u);
+    if (side.other_ids) bit_math().equal(side.other_ids + first_key, keys, id, equal.data());
+    equal_id = id;
+  }
+  for (size_t w = 0; w < equal.size(); ++w) words[w] &= equal[w];
+}
+
+// Bits of the query tile `tile` inside its band, its classes, and the transposed bits of its partial tiles.
+void pack_tile_row(const MaskReader& mask, const Side& side, int64_t batch, int64_t head, int64_t tile, Grid& grid,
+                   uint32_t* row_bits, uint32_t* col_bits) {
+  const auto [first_tile, last_tile] = side.band_tiles(tile);
+  if (first_tile == last_tile) return;
+  const int64_t row_words = grid.k_tiles * kTileWords, col_words = grid.q_tiles * kTileWords;
+  const int64_t first_key = first_tile * kTile, keys = std::min(side.other_length, last_tile * kTile) - first_key;
+  const auto bytes = static_cast<size_t>((last_tile - first_tile) * kTileWords) * sizeof(uint32_t);
+  const int64_t valid = std::min(kTile, side.own_length - tile * kTile);
+  std::vector<uint32_t> equal, shared(mask.same_rows() ? bytes / sizeof(uint32_t) : 0);
+  int64_t equal_id = 0;
+  if (mask.same_rows()) mask.read(batch, head, 0, first_key, keys, shared.data());
+  for (int64_t r = 0; r < kTile; ++r) {
+    uint32_t* words = row_bits + (tile * kTile + r) * row_words + first_tile * kTileWords;
+    std::memset(words, 0, bytes);
+    if (r >= valid) continue;
+    if (mask.same_rows())
+      std::memcpy(words, shared.data(), bytes);
+    else
+      mask.read(batch, head, tile * kTile + r, first_key, keys, words);
+    restrict_row(side, tile * kTile + r, first_key, keys, equal, equal_id, words);
+  }
+  for (int64_t other = first_tile; other < last_tile; ++other) {
+    const uint32_t* words = row_bits + tile * kTile * row_words + other * kTileWords;
+    const bool whole = valid == kTile && (other + 1) * kTile <= side.other_length;
+    const TileClass kind = classify(words, row_words, whole);
+    grid.at(tile, other) = kind;
+    if (kind != TileClass::partial) continue;
+    bit_math().transpose(words, row_words, col_bits + other * kTile * col_words + tile * kTileWords, col_words);
+  }
+}
+
+// The class of a tile of segments: from the ids' ranges where they decide it, else from its bits.
+TileClass segment_class(const Side& side, int64_t tile, int64_t other, uint32_t* scratch) {
+  const bool inside = side.inside_band(tile, other);
+  const auto range = [](const int64_t* ids, int64_t length, int64_t index) {
+    if (!ids) return std::pair<int64_t, int64_t>{0, 0};
+    const auto ends = std::minmax_element(ids + index * kTile, ids + std::min(length, (index + 1) * kTile));
+    return std::pair<int64_t, int64_t>{*ends.first, *ends.second};
+  };
+  const auto own = range(side.own_ids, side.own_length, tile);
+  const auto others = range(side.other_ids, side.other_length, other);
+  if (own.second < others.first || others.second < own.first) return TileClass::empty;
+  const bool uniform = own.first == own.second && others == own;
+  if (uniform && inside) return TileClass::full;
+  return side.build_bits(tile, other, scratch) ? TileClass::partial : TileClass::empty;
+}
+
+at::Tensor ids_of(const MaybeTensor& segments) {
+  return segments.has_value() ? segments->to(at::kLong).contiguous() : at::Tensor();
+}
+
+}  // namespace
+
+void pack_mask(const at::Tensor& mask, const MaybeTensor& q_segments, const MaybeTensor& k_segments, int64_t seqlen_q,
+               int64_t band_lo, int64_t band_hi, const at::Tensor& row_tiles, const at::Tensor& col_tiles,
+               const at::Tensor& row_bits, const at::Tensor& col_bits) {
+  for (const at::Tensor* tensor : {&row_tiles, &col_tiles, &row_bits, &col_bits}) check_output(*tensor);
+  const int64_t batch = row_tiles.size(0), heads = row_tiles.size(1), seqlen_k = mask.size(3);
+  const int64_t q_tiles = row_tiles.size(2), k_tiles = col_tiles.size(2);
+  const at::Tensor q_ids = ids_of(q_segments), k_ids = ids_of(k_segments);
+  const MaskReader reader(mask, heads);
+  const Band band = Band::from(band_lo, band_hi);
+  std::vector<Grid> grids(static_cast<size_t>(batch * heads), Grid(q_tiles, k_tiles));
+  const int64_t bits_per_head = q_tiles * k_tiles * kTile * kTileWords;
+  auto* rows = reinterpret_cast<uint32_t*>(row_bits.data_ptr<int32_t>());
+  auto* cols = reinterpret_cast<uint32_t*>(col_bits.data_ptr<int32_t>());
+  for_each_item(batch * heads * q_tiles, [&] {
+    return [&](int64_t item) {
+      const int64_t part = item / q_tiles, b = part / heads, h = part % heads;
+      const Side side = segment_side(q_ids, k_ids, b, h, heads, seqlen_q, seqlen_k, band);
+      pack_tile_row(reader, side, b, h, item % q_tiles, grids[static_cast<size_t>(part)], rows + part * bits_per_head,
+                    cols + part * bits_per_head);
+    };
+  });
+  write_lists(grids, row_tiles, col_tiles);
+}
+
+void list_tiles(const MaybeTensor& q_segments, const at::Tensor& k_segments, int64_t seqlen_q, int64_t band_lo,
+                int64_t band_hi, const at::Tensor& row_tiles, const at::Tensor& col_tiles) {
+  for (const at::Tensor* tensor : {&row_tiles, &col_tiles}) check_output(*tensor);
+  const int64_t batch = row_tiles.size(0), heads = row_tiles.size(1), seqlen_k = k_segments.size(-1);
+  const int64_t q_tiles = row_tiles.size(2), k_tiles = col_tiles.size(2);
+  const at::Tensor q_ids = ids_of(q_segments), k_ids = ids_of(k_segments);
+  const Band band = Band::from(band_lo, band_hi);
+  std::vector<Grid> grids(static_cast<size_t>(batch * heads), Grid(q_tiles, k_tiles));
+  for_each_item(batch * heads * q_tiles, [&] {
+    return [&, scratch = std::make_unique<Buffer<uint32_t>>(kTile * kTileWords)](int64_t item) {
+      const int64_t part = item / q_tiles, tile = item % q_tiles;
+      const Side side = segment_side(q_ids, k_ids, part / heads, part % heads, heads, seqlen_q, seqlen_k, band);
+      const auto [first, last] = side.band_tiles(tile);
+      for (int64_t other = first; other < last; ++other)
+        grids[static_cast<size_t>(part)].at(tile, other) = segment_class(side, tile, other, scratch->data());
+    };
+  });
+  write_lists(grids, row_tiles, col_tiles);
+}
+
+}  // namespace dmattn

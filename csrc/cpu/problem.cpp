@@ -1,0 +1,134 @@
+#include "problem.h"
+
+#include <c10/util/Exception.h>
+
+namespace dmattn {
+
+Element element_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return Element::f64;
+    case at::kFloat:
+      return Element::f32;
+    case at::kHalf:
+      return Element::f16;
+    case at::kBFloat16:
+      return Element::bf16;
+    default:
+      TORCH_CHECK_TYPE(false, "expected float64, float32, float16 or bfloat16, got ", tensor.scalar_type());
+  }
+}
+
+Rows rows_of(const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.stride(-1) == 1 || tensor.size(-1) <= 1, "the last dimension must be contiguous");
+  const Element element = element_of(tensor);
+  const int64_t size = element_size(element);
+  const bool packed = tensor.dim() == 3;
+  return {static_cast<char*>(tensor.data_ptr()),
+          element,
+          tensor.size(-1),
+          packed ? 0 : tensor.stride(0) * size,
+          tensor.stride(-3) * size,
+          tensor.stride(-2) * size};
+}
+
+Bias bias_of(const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.stride(-1) == 1 || tensor.size(-1) <= 1, "bias must be contiguous in its last dimension");
+  const Element element = element_of(tensor);
+  const int64_t size = element_size(element);
+  const auto stride = [&](int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim) * size; };
+  Bias bias{static_cast<char*>(tensor.data_ptr()), element};
+  const bool packed = tensor.dim() == 2;
+  bias.heads = tensor.size(packed ? 0 : 1);
+  bias.head_stride = stride(packed ? 0 : 1);
+  bias.batch_stride = packed ? 0 : stride(0);
+  bias.row_stride = packed ? 0 : stride(2);
+  return bias;
+}
+
+namespace {
+
+// Start and end of each sequence, kept inside the tensor whatever the offsets say.
+std::vector<std::pair<int64_t, int64_t>> ranges(const at::Tensor& cu_seqlens, int64_t total) {
+  const at::Tensor offsets = cu_seqlens.to(at::kLong).contiguous();
+  const int64_t* at = offsets.const_data_ptr<int64_t>();
+  std::vector<std::pair<int64_t, int64_t>> result;
+  for (int64_t b = 0; b + 1 < offsets.numel(); ++b) {
+    const int64_t start = std::clamp<int64_t>(at[b], 0, total);
+    result.emplace_back(start, std::clamp<int64_t>(at[b + 1], start, total) - start);
+  }
+  return result;
+}
+
+bool covers(const std::vector<std::pair<int64_t, int64_t>>& parts, int64_t total) {
+  int64_t next = 0;
+  for (const auto& [start, length] : parts) {
+    if (start != next) return false;
+    next += length;
+  }
+  return next == total;
+}
+
+void add_sequences(Problem& problem, const Arguments& arguments) {
+  if (!problem.varlen) {
+    const Sequence sequence{0, arguments.query.size(1), 0, arguments.key.size(1),
+                            Band::from(arguments.band_lo, arguments.band_hi)};
+    problem.sequences.assign(static_cast<size_t>(problem.batch), sequence);
+    return;
+  }
+  const auto q = ranges(*arguments.cu_seqlens_q, arguments.query.size(0));
+  const auto k = ranges(*arguments.cu_seqlens_k, arguments.key.size(0));
+  TORCH_CHECK_VALUE(q.size() == k.size(), "cu_seqlens_q and cu_seqlens_k must have the same length");
+  problem.batch = static_cast<int64_t>(q.size());
+  problem.covers_everything = covers(q, arguments.query.size(0)) && covers(k, arguments.key.size(0));
+  for (size_t b = 0; b < q.size(); ++b) {
+    const int64_t offset = arguments.top_left ? 0 : k[b].second - q[b].second;
+    problem.sequences.push_back({q[b].first, q[b].second, k[b].first, k[b].second,
+                                 Band::from(arguments.band_lo, arguments.band_hi, offset)});
+  }
+}
+
+at::Tensor contiguous_or_none(const MaybeTensor& tensor, at::ScalarType dtype) {
+  return tensor.has_value() ? tensor->to(dtype).contiguous() : at::Tensor();
+}
+
+}  // namespace
+
+Problem make_problem(const Arguments& arguments) {
+  Problem problem;
+  problem.varlen = arguments.cu_seqlens_q.has_value();
+  problem.batch = problem.varlen ? 0 : arguments.query.size(0);
+  problem.heads = arguments.query.size(-2);
+  problem.kv_heads = arguments.key.size(-2);
+  TORCH_CHECK_VALUE(problem.kv_heads > 0 && problem.heads % problem.kv_heads == 0,
+                    "the number of query heads must be a multiple of the number of key heads");
+  TORCH_CHECK_TYPE(arguments.query.scalar_type() == arguments.key.scalar_type() &&
+                       arguments.query.scalar_type() == arguments.value.scalar_type(),
+                   "query, key and value must have the same dtype");
+  problem.group = problem.heads / problem.kv_heads;
+  problem.query = rows_of(arguments.query);
+  problem.key = rows_of(arguments.key);
+  problem.value = rows_of(arguments.value);
+  problem.dim = problem.query.width;
+  problem.value_dim = problem.value.width;
+  add_sequences(problem, arguments);
+  if (arguments.bias.has_value()) problem.bias = bias_of(*arguments.bias);
+  problem.mask.row_tiles = contiguous_or_none(arguments.row_tiles, at::kInt);
+  problem.mask.col_tiles = contiguous_or_none(arguments.col_tiles, at::kInt);
+  problem.mask.row_bits = contiguous_or_none(arguments.row_bits, at::kInt);
+  problem.mask.col_bits = contiguous_or_none(arguments.col_bits, at::kInt);
+  problem.mask.q_segments = contiguous_or_none(arguments.q_segments, at::kLong);
+  problem.mask.k_segments = contiguous_or_none(arguments.k_segments, at::kLong);
+  problem.scale = arguments.softmax_scale;
+  problem.softcap = arguments.softcap;
+  if (arguments.dropout_p > 0) {
+    TORCH_CHECK_VALUE(arguments.seed.has_value(), "dropout needs a seed");
+    problem.dropout.active = true;
+    problem.dropout.seed = static_cast<uint64_t>(arguments.seed->flatten().select(0, 0).item<int64_t>());
+    problem.dropout.drop_below = static_cast<uint32_t>(arguments.drop_below);
+    problem.dropout.keep_factor = arguments.dropout_p < 1 ? 1 / (1 - arguments.dropout_p) : 0;
+  }
+  return problem;
+}
+
+}  // namespace dmattn

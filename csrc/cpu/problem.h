@@ -1,0 +1,143 @@
+// One call, as the kernels see it: plain views of the tensors, dense and variable lengths alike.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <new>
+#include <optional>
+#include <vector>
+
+#include "tile_math.h"
+
+namespace dmattn {
+
+using MaybeTensor = std::optional<at::Tensor>;
+
+constexpr int64_t kUnbounded = int64_t{1} << 30;  // a band limit that limits nothing, as in problem.py
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 4;
+
+inline int64_t ceil_div(int64_t size, int64_t divisor) { return (size + divisor - 1) / divisor; }
+
+// Rows or columns that are computed for `valid` ones: whole vectors, and eight extents in all, since oneDNN compiles (in
+// 20 us) and keeps a kernel for each combination.
+inline int64_t padded_extent(int64_t valid) { return ceil_div(valid, 16) * 16; }
+
+// Element y of the other axis is visible to element x of the own axis iff x + lo <= y <= x + hi.
+struct Band {
+  int64_t lo = -kNoLimit;
+  int64_t hi = kNoLimit;
+
+  static Band from(int64_t band_lo, int64_t band_hi, int64_t offset = 0) {
+    return {band_lo <= -kUnbounded ? -kNoLimit : band_lo + offset, band_hi >= kUnbounded ? kNoLimit : band_hi + offset};
+  }
+  Band transposed() const { return {-hi, -lo}; }
+};
+
+// A batch element: where its rows start (0 for dense tensors) and how many there are.
+struct Sequence {
+  int64_t q_start, q_length, k_start, k_length;
+  Band band;
+};
+
+// [B, S, heads, width], or [total, heads, width] with `batch_stride` 0. Strides in bytes; the last dimension is contiguous.
+struct Rows {
+  char* data = nullptr;
+  Element element = Element::f32;
+  int64_t width = 0, batch_stride = 0, row_stride = 0, head_stride = 0;
+
+  char* at(int64_t batch, int64_t row, int64_t head) const {
+    return data + batch * batch_stride + row * row_stride + head * head_stride;
+  }
+};
+
+// [B, H, Sq] or [H, total_q] of T; strides in elements, which may be 0.
+template <typename T>
+struct PerQuery {
+  T* data = nullptr;
+  int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
+
+  T& at(int64_t batch, int64_t head, int64_t row) const {
+    return data[batch * batch_stride + head * head_stride + row * row_stride];
+  }
+};
+
+// Bias [B or 1, H or Hkv or 1, Sq or 1, Sk] or [H or Hkv or 1, total_k]. Byte strides, 0 in broadcast dimensions.
+struct Bias {
+  char* data = nullptr;
+  Element element = Element::f32;
+  int64_t heads = 1, batch_stride = 0, head_stride = 0, row_stride = 0;
+
+  explicit operator bool() const { return data != nullptr; }
+  char* at(int64_t batch, int64_t head_of_bias, int64_t row, int64_t key) const {
+    return data + batch * batch_stride + head_of_bias * head_stride + row * row_stride + key * element_size(element);
+  }
+};
+
+// A mask (DESIGN.md): tile lists, bits and segments; each may be missing.
+struct MaskTensors {
+  at::Tensor row_tiles, col_tiles, row_bits, col_bits, q_segments, k_segments;
+};
+
+struct Dropout {
+  uint64_t seed = 0;
+  uint32_t drop_below = 0;  // 24-bit threshold of problem.py
+  double keep_factor = 1;
+  bool active = false;
+};
+
+struct Problem {
+  int64_t batch, heads, kv_heads, group, dim, value_dim;
+  bool varlen = false, covers_everything = true;  // no row outside every sequence
+  std::vector<Sequence> sequences;
+  Rows query, key, value;
+  Bias bias;
+  MaskTensors mask;
+  Dropout dropout;
+  double scale, softcap;
+};
+
+// The arguments that forward and backward share, in the order of the operators' schemas.
+struct Arguments {
+  const at::Tensor &query, &key, &value;
+  const MaybeTensor &bias, &row_tiles, &col_tiles, &row_bits, &col_bits, &q_segments, &k_segments, &seed, &cu_seqlens_q,
+      &cu_seqlens_k;
+  bool top_left;
+  int64_t band_lo, band_hi;
+  double softmax_scale, softcap, dropout_p;
+  int64_t drop_below;
+};
+
+Element element_of(const at::Tensor& tensor);
+Rows rows_of(const at::Tensor& tensor);
+Bias bias_of(const at::Tensor& tensor);
+Problem make_problem(const Arguments& arguments);
+
+template <typename T>
+PerQuery<T> per_query_of(const at::Tensor& tensor) {
+  const bool packed = tensor.dim() == 2;
+  return {static_cast<T*>(tensor.data_ptr()), packed ? 0 : tensor.stride(0), tensor.stride(-2), tensor.stride(-1)};
+}
+
+// Head `head` of `heads` in a tensor with 1, Hkv or H heads.
+inline int64_t broadcast_head(int64_t head, int64_t heads, int64_t tensor_heads) { return head * tensor_heads / heads; }
+
+// Uninitialised, 64-byte aligned scratch.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t size)
+      : data_(static_cast<T*>(::operator new(static_cast<size_t>(size) * sizeof(T), std::align_val_t{64}))) {}
+  ~Buffer() { ::operator delete(data_, std::align_val_t{64}); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  T* data() const { return data_; }
+  T* at(int64_t index) const { return data_ + index; }
+
+ private:
+  T* data_;
+};
+
+}  // namespace dmattn

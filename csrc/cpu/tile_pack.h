@@ -1,0 +1,32 @@
+// Tiles of the inputs in the compute type: padded with zeros, row-major or transposed.
+#pragma once
+
+#include <cstring>
+
+#include "problem.h"
+
+namespace dmattn {
+
+// Widths are padded to multiples of 16: few kernel shapes, and whole blocks to transpose.
+inline int64_t padded_width(int64_t width) { return std::max<int64_t>(16, ceil_div(width, 16) * 16); }
+
+// Load `valid` rows of `source` into target[kTile][padded_width], zero in the padding.
+template <typename T>
+void pack_rows(const Rows& source, int64_t batch, int64_t first_row, int64_t valid, int64_t head, T* target) {
+  const TileMath<T>& math = tile_math<T>();
+  const int64_t width = padded_width(source.width), extent = padded_extent(valid);
+  for (int64_t r = 0; r < extent; ++r) {
+    T* row = target + r * width;
+    const int64_t filled = r < valid ? source.width : 0;
+    if (filled) math.load(source.at(batch, first_row + r, head), source.element, filled, row);
+    std::fill(row + filled, row + width, T(0));
+  }
+}
+
+// target[width][kTile] from source[extent][width].
+template <typename T>
+void pack_columns(const T* source, int64_t valid, int64_t width, T* target) {
+  tile_math<T>().transpose(source, width, padded_extent(valid), width, target, kTile);
+}
+
+}  // namespace dmattn

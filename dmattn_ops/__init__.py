@@ -1,0 +1,16 @@
+"""Flash Dynamic Mask Attention: exact attention for PyTorch that skips what the mask hides, on CUDA and CPU."""
+
+from dmattn_ops import flops, implementations  # noqa: F401 - registered with torch when imported
+from dmattn_ops.api import flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func
+from dmattn_ops.explain import Explanation, explain
+from dmattn_ops.masks import TileMask, prepare_mask
+
+__all__ = [
+    "Explanation",
+    "TileMask",
+    "explain",
+    "flash_dmattn_func",
+    "flash_dmattn_qkvpacked_func",
+    "flash_dmattn_varlen_func",
+    "prepare_mask",
+]

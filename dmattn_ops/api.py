@@ -1,0 +1,266 @@
+"""The public functions: exact attention that skips what masks, causal and window conditions hide.
+
+Dynamic mask attention: Shi et al., arXiv 2508.02124. Tiled exact attention: Dao, FlashAttention-2, arXiv 2307.08691.
+
+Letters: `B` batch, `H` query heads, `Hkv` key/value heads (`H % Hkv == 0`; query head `h` reads key head `h // (H // Hkv)`),
+`Sq`, `Sk` query and key length, `D` query and key head dimension, `Dv` value head dimension (both 1 to 256).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmattn_ops import autograd, masks, validation
+from dmattn_ops.masks import CausalFrom, TileMask, Window
+from dmattn_ops.problem import Varlen
+
+_SEED_END = (1 << 63) - 1
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+_OPERATORS = {
+    "forward": torch.ops.dmattn.forward.default,
+    "qkvpacked_forward": torch.ops.dmattn.qkvpacked_forward.default,
+    "varlen_forward": torch.ops.dmattn.varlen_forward.default,
+}
+
+
+def flash_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | TileMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    causal_from: CausalFrom = "bottom_right",
+    window_size: Window = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute attention, `dropout(softmax(score)) @ value`, over the keys that each query sees.
+
+    `score = softcap(softmax_scale * <query, key>) + bias`. A key is visible where the mask keeps it and the causal and
+    window conditions hold. A query that sees no key, or only scores of -inf, gives `out = 0`, `lse = -inf` and gradients
+    of exactly 0. Skipping is exact: the result is that of dense attention under the same mask.
+
+    Differentiable once, in reverse mode, in query, key, value and bias, through out and lse.
+
+    Args:
+        query: with shape `[B, Sq, H, D]`; float16, bfloat16 or float32, on the CPU also float64.
+        key: with shape `[B, Sk, Hkv, D]`. Tensors may have any strides; a last dimension that is not contiguous is copied.
+        value: with shape `[B, Sk, Hkv, Dv]`.
+        mask: with shape `[B|1, H|Hkv|1, Sq|1, Sk]`, or what `prepare_mask` returned. bool (True keeps) or any numeric
+            dtype (non-zero keeps: an additive mask of 0 and -inf is a `bias`, not a `mask`). Not differentiable. A
+            dimension of 1 is never expanded in memory.
+        bias: with shape `[B|1, H|Hkv|1, Sq|1, Sk]`; dtype of query, or float32. Added after softcap. Its gradient has its
+            shape and dtype.
+        is_causal: whether key `j` must satisfy `j <= i + off` for query `i`.
+        causal_from: where the diagonal starts: "bottom_right" (`off = Sk - Sq`) or "top_left" (`off = 0`).
+        window_size: `(left, right)`: key `j` must satisfy `i + off - left <= j <= i + off + right`; None is unlimited.
+        softmax_scale: factor of the scores; None is `1 / sqrt(D)`.
+        softcap: 0 is off; else scores become `softcap * tanh(score / softcap)`.
+        dropout_p: probability with which an attention weight is dropped; drawn from torch's generator of the device.
+        deterministic: whether repeated calls give the same bits, forward and backward; None follows
+            `torch.are_deterministic_algorithms_enabled()`.
+        return_lse: whether to return lse as well.
+
+    Returns:
+        out with shape `[B, Sq, H, Dv]`; with `return_lse` also lse with shape `[B, H, Sq]` and dtype float32 (float64 for
+        float64): the natural logarithm of the sum of `exp(score)` over the visible keys, before dropout.
+
+    Raises:
+        ValueError: for shapes, devices and values that do not fit.
+        TypeError: for types and dtypes.
+        NotImplementedError: where no kernel takes the call (float64 on CUDA, a head dimension above 256), and for
+            forward-mode derivatives; RuntimeError for a second derivative.
+    """
+    (query, key, value), bias = _prepare(4, bias, query=query, key=key, value=value)
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
+    validation.visibility(is_causal, causal_from, window_size)
+    scalars = _scalars(softmax_scale, softcap, dropout_p, deterministic)
+    if mask is not None or dropout_p:  # else the operator checks before any kernel starts
+        validation.dense_tensors(query, key, value, bias)
+        _check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
+    limits = masks.band(is_causal, causal_from, window_size, seqlen_q, seqlen_k)
+    tiles, *band = masks.resolve(mask, *limits, seqlen_q, seqlen_k)
+    seed = dropout_seed(query.device) if dropout_p else None
+    return _call("forward", return_lse, query, key, value, bias, *tiles, seed, *band, *scalars)
+
+
+def flash_dmattn_qkvpacked_func(
+    qkv: Tensor,
+    mask: Tensor | TileMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    causal_from: CausalFrom = "bottom_right",
+    window_size: Window = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute self-attention of query, key and value that lie in one tensor, without copies; its gradient is one tensor too.
+
+    Args:
+        qkv: with shape `[B, S, 3, H, D]`: query, key and value.
+        mask: with shape `[B|1, H|1, S|1, S]`, or what `prepare_mask` returned.
+        bias: with shape `[B|1, H|1, S|1, S]`.
+        is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p, deterministic, return_lse: as in
+            `flash_dmattn_func`.
+
+    Returns:
+        out with shape `[B, S, H, D]`; with `return_lse` also lse with shape `[B, H, S]`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
+    """
+    (qkv,), bias = _prepare(5, bias, qkv=qkv)
+    validation.packed_qkv(qkv)
+    batch, seqlen, _, heads, _ = qkv.shape
+    validation.visibility(is_causal, causal_from, window_size)
+    scalars = _scalars(softmax_scale, softcap, dropout_p, deterministic)
+    if mask is not None or dropout_p:
+        validation.dense_tensors(*qkv.unbind(2), bias)
+        _check_mask(mask, qkv, (1, batch), (1, heads), (1, seqlen), (seqlen,))
+    limits = masks.band(is_causal, causal_from, window_size, seqlen, seqlen)
+    tiles, *band = masks.resolve(mask, *limits, seqlen, seqlen)
+    seed = dropout_seed(qkv.device) if dropout_p else None
+    return _call("qkvpacked_forward", return_lse, qkv, bias, *tiles, seed, *band, *scalars)
+
+
+def flash_dmattn_varlen_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    causal_from: CausalFrom = "bottom_right",
+    window_size: Window = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute attention of sequences of different lengths, packed one behind the other, each to itself.
+
+    Sequence `b` has the queries `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1] - 1` and likewise the keys. On the CPU, offsets
+    that do not describe the tensors raise. On a GPU nobody reads them on the host: kernels clamp them to the tensors, and
+    sequences longer than `max_seqlen_*` are cut.
+
+    Args:
+        query: with shape `[total_q, H, D]`.
+        key: with shape `[total_k, Hkv, D]`.
+        value: with shape `[total_k, Hkv, Dv]`.
+        cu_seqlens_q: int32 `[B + 1]` on the device of query, from 0 to `total_q`.
+        cu_seqlens_k: int32 `[B + 1]`, from 0 to `total_k`.
+        max_seqlen_q: upper bound of the lengths of the queries, a Python int.
+        max_seqlen_k: upper bound of the lengths of the keys.
+        mask: which keys to keep, with shape `[H|Hkv|1, total_k]`; dtypes as in `flash_dmattn_func`.
+        bias: added to the scores of a key, with shape `[H|Hkv|1, total_k]`; differentiable.
+        is_causal, causal_from, window_size: as in `flash_dmattn_func`, aligned in each sequence.
+        softmax_scale, softcap, dropout_p, deterministic, return_lse: as in `flash_dmattn_func`.
+
+    Returns:
+        out with shape `[total_q, H, Dv]`; with `return_lse` also lse with shape `[H, total_q]`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
+    """
+    (query, key, value), bias = _prepare(3, bias, query=query, key=key, value=value)
+    validation.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    validation.integers(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    validation.visibility(is_causal, causal_from, window_size)
+    if mask is not None:
+        validation.tensors(mask=mask)
+    scalars = _scalars(softmax_scale, softcap, dropout_p, deterministic)
+    band = masks.band(is_causal, "top_left", window_size, 0, 0)  # relative to the diagonal of each sequence
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    top_left = causal_from == "top_left"
+    if dropout_p:
+        validation.varlen_tensors(query, key, value, bias, mask, Varlen(*lengths, top_left))
+    seed = dropout_seed(query.device) if dropout_p else None
+    return _call(
+        "varlen_forward", return_lse, query, key, value, *lengths, bias, mask, seed, top_left, *band, *scalars
+    )  # fmt: skip
+
+
+def _prepare(rank: int, bias: Tensor | None, **tensors: Tensor) -> tuple[list[Tensor], Tensor | None]:
+    """Refuse what is no tensor of that rank, cast for autocast, and copy where the last dimension is not contiguous."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.dim() != rank:
+            validation.tensors(**{name: tensor})
+            validation.require_rank(name, tensor, rank)
+    if bias is not None:
+        validation.tensors(bias=bias)
+    prepared = list(tensors.values())
+    device_type = prepared[0].device.type
+    if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        prepared = [_cast(tensor, dtype) for tensor in prepared]
+        if bias is not None and bias.dtype != torch.float32:
+            bias = _cast(bias, dtype)
+    for position, tensor in enumerate(prepared):
+        if tensor.stride(-1) != 1:
+            prepared[position] = tensor.contiguous()
+    if bias is not None and bias.dim() > 0 and bias.stride(-1) != 1:
+        bias = bias.contiguous()
+    return prepared, bias
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+def _check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int, ...]) -> None:
+    """Refuse a mask that does not broadcast to `[B, H, Sq, Sk]`, or lies elsewhere."""
+    if mask is None:
+        return
+    if not isinstance(mask, (Tensor, TileMask)):
+        raise TypeError(f"mask must be a tensor or come from prepare_mask, got {type(mask).__name__}")
+    validation.require_sizes("mask", mask, *sizes)
+    validation.require_device("mask", mask, query.device)
+
+
+def _scalars(
+    softmax_scale: float | None, softcap: float, dropout_p: float, deterministic: bool | None
+) -> tuple[float | None, float, float, bool]:
+    """Refuse types and values of scalars; return them as the operators take them."""
+    if softmax_scale is not None:
+        softmax_scale = validation.number("softmax_scale", softmax_scale)
+    softcap, dropout_p = validation.number("softcap", softcap), validation.number("dropout_p", dropout_p)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    elif not isinstance(deterministic, bool):
+        validation.flags(deterministic=deterministic)
+    validation.scalars(softmax_scale, softcap, dropout_p)
+    return softmax_scale, softcap, dropout_p, deterministic
+
+
+def dropout_seed(device: torch.device) -> Tensor:
+    """Draw the seed of one call's dropout, int64 `[1]`: a tensor, so that graphs, checkpoints and compilers treat it right."""
+    return torch.randint(_SEED_END, (1,), dtype=torch.int64, device=device)
+
+
+def _call(name: str, return_lse: bool, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """Call an operator; in plain eager mode its derivative directly, which saves one way through the dispatcher."""
+    if not isinstance(return_lse, bool):
+        validation.flags(return_lse=return_lse)
+    if not torch.compiler.is_compiling() and name in autograd.kernels and autograd.callable_directly(arguments[0]):
+        out, lse = autograd.kernels[name](*arguments, direct=True)
+    else:
+        out, lse = _OPERATORS[name](*arguments)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,89 @@
+"""From an architecture and a problem to a row of `config.py`, with the reason for every row that was passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+from dmattn_ops import config
+from dmattn_ops.arch import Arch, nearest
+
+Refusals = Callable[[str], list[str]]  # from a kernel's name to why it cannot take the call
+
+
+class Demand(NamedTuple):
+    """What a choice depends on besides the architecture."""
+
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
+    dim: int
+    dim_v: int
+    itemsize: int
+
+    @property
+    def width(self) -> int:
+        """The wider of both head dimensions: the tile that a kernel needs."""
+        return max(self.dim, self.dim_v)
+
+
+class Choice(NamedTuple):
+    """A row for one launch, and why those before it were not taken."""
+
+    arch: Arch | None  # None is the CPU
+    row: config.Row
+    passed_over: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The name of the choice, such as SM90_MediumBlock_64x128: the blocks that run (dk/dv's in a backward)."""
+        place = "CPU" if self.arch is None else f"SM{self.arch.sm}"
+        return f"{place}_{self.row.tier}_{self.row.config.block_m}x{self.row.config.block_n}"
+
+
+@lru_cache(maxsize=1024)
+def candidates(rows: tuple[config.Row, ...], arch: Arch, demand: Demand) -> tuple[tuple[config.Row, ...], tuple[str, ...]]:
+    """Return the rows that suit an architecture and a problem, best first, and why the others of that architecture do not.
+
+    An architecture that no row names gets the rows of the nearest older one: conservative, since it has no less.
+    """
+    known = {row.sm for row in rows}
+    family = max((sm for sm in known if sm <= nearest(arch.sm).sm), default=min(known))
+    suited, reasons = [], []
+    for row in rows:
+        if row.sm != family:
+            continue
+        reason = _mismatch(row, arch, demand)
+        if reason:
+            reasons.append(f"{row.name}: {reason}")
+        else:
+            suited.append(row)
+    return tuple(suited), tuple(reasons)
+
+
+def choose(rows: tuple[config.Row, ...], arch: Arch, demand: Demand, refusals: Refusals) -> Choice:
+    """Return the first row that suits and whose kernel does not refuse; NotImplementedError with every reason if none."""
+    suited, reasons = candidates(rows, arch, demand)
+    refused: dict[str, list[str]] = {}
+    for row in suited:
+        if row.kernel not in refused:
+            refused[row.kernel] = refusals(row.kernel)
+        if not refused[row.kernel]:
+            return Choice(arch, row, reasons)
+        reasons = (*reasons, f"{row.name}: {'; '.join(refused[row.kernel])}")
+    raise NotImplementedError("no kernel takes this call: " + "; ".join(reasons))
+
+
+def _mismatch(row: config.Row, arch: Arch, demand: Demand) -> str:
+    """Return why a row does not suit, or nothing."""
+    if demand.width > row.dim:
+        return f"head dimension {demand.width} is over {row.dim}"
+    if demand.itemsize > row.itemsize:
+        return f"elements of {demand.itemsize} bytes are over {row.itemsize}"
+    if demand.seqlen_k < row.min_seqlen:
+        return f"{demand.seqlen_k} keys are under {row.min_seqlen}"
+    if row.shared_memory > arch.shared_memory:
+        return f"needs {row.shared_memory} bytes of shared memory, {arch} gives a block {arch.shared_memory}"
+    return ""

@@ -1,0 +1,224 @@
+"""Which kernels run: by device, then by architecture and problem. Outputs arrive allocated.
+
+Kernels are imported at their first call, so that `import dmattn_ops` loads neither Triton nor a compiler. Empty problems
+end here: no kernel sees a tensor without elements.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmattn_ops import arch, choose, config, reference
+from dmattn_ops.arch import Arch
+from dmattn_ops.choose import Choice, Demand
+from dmattn_ops.problem import Options, Tiles, Varlen
+
+PROFILE = "FLASH_DMATTN_PROFILE_BACKWARD"
+_FORWARD = {
+    "hopper": "dmattn_ops.kernels.hopper_forward",
+    "portable": "dmattn_ops.kernels.portable_forward",
+    "native": "dmattn_ops.native",
+    "reference": "dmattn_ops.reference",
+}
+_BACKWARD = {
+    "hopper": "dmattn_ops.kernels.hopper_backward",
+    "hopper256": "dmattn_ops.kernels.hopper_backward_256",
+    "portable": "dmattn_ops.kernels.portable_backward",
+    "native": "dmattn_ops.native",
+    "reference": "dmattn_ops.reference",
+}
+_NEEDS = {"hopper": 90, "hopper256": 90}  # kernels that run on one architecture only
+
+
+class Call(NamedTuple):
+    """What forward and backward are asked alike, and what a kernel may refuse."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    tiles: Tiles
+    seed: Tensor | None
+    varlen: Varlen | None
+    options: Options
+
+    @property
+    def demand(self) -> Demand:
+        """The numbers that the choice depends on; variable lengths count as their upper bounds."""
+        *batch, seqlen_q, heads, dim = self.query.shape
+        size, seqlen_k = batch[0] if batch else 1, self.key.shape[-3]
+        if self.varlen is not None:
+            size = self.varlen.cu_seqlens_q.shape[0] - 1
+            seqlen_q, seqlen_k = self.varlen.max_seqlen_q, self.varlen.max_seqlen_k
+        return Demand(size, heads, seqlen_q, seqlen_k, dim, self.value.shape[-1], self.query.element_size())
+
+
+@cache
+def cpu_kernels() -> str:
+    """Return which kernels a CPU has: native where the extension was built, else reference, with one warning."""
+    from dmattn_ops import native
+
+    if native.available():
+        return "native"
+    warnings.warn(
+        f"dmattn_ops runs on plain torch operations here, slowly: {native.reason()}. Install a C++ compiler and then"
+        " the package again, or a wheel that holds its C++ kernels.",
+        stacklevel=2,
+    )
+    return "reference"
+
+
+def _chosen(rows: tuple[config.Row, ...], kernels: dict[str, str], call: Call, on: Arch | None) -> Choice:
+    if not call.query.is_cuda and on is None:
+        return Choice(None, config.CPU[cpu_kernels()], ())
+
+    def refusals(kernel: str) -> list[str]:
+        needed = _NEEDS.get(kernel)
+        if needed is None:
+            return []
+        if call.query.is_cuda and arch.physical(call.query.device).sm != needed:
+            return [f"runs on SM {needed // 10}.{needed % 10} only"]
+        return import_module(kernels[kernel]).refusals(*call)
+
+    choice = choose.choose(rows, on or arch.current(call.query.device), call.demand, refusals)
+    if choice.row.kernel == "reference":
+        _warn_legacy(choice.arch)
+    return choice
+
+
+@cache
+def _warn_legacy(on: Arch) -> None:
+    warnings.warn(f"dmattn_ops has no kernels for {on}: plain torch operations run there, slowly", stacklevel=2)
+
+
+def forward_choice(call: Call, on: Arch | None = None) -> Choice:
+    """Return the row that a forward launch uses, on the call's own architecture or as `on` would."""
+    return _chosen(config.FORWARD, _FORWARD, call, on)
+
+
+def backward_choice(call: Call, on: Arch | None = None) -> Choice:
+    """Return the row that a backward launch uses, on the call's own architecture or as `on` would."""
+    return _chosen(config.BACKWARD, _BACKWARD, call, on)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Write out and lse."""
+    if query.numel() == 0 or key.numel() == 0:
+        out.zero_()
+        lse.fill_(-math.inf)
+        return
+    call = Call(query, key, value, bias, tiles, seed, varlen, options)
+    row = forward_choice(call).row
+    launch = _launcher(_FORWARD[row.kernel]).forward
+    if row.takes_config:
+        launch(*call, out, lse, row.config)
+    else:
+        launch(*call, out, lse)
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None,
+) -> None:
+    """Write dq, dk, dv and, where it is given, dbias."""
+    if query.numel() == 0 or key.numel() == 0:
+        for gradient in (dq, dk, dv) if dbias is None else (dq, dk, dv, dbias):
+            gradient.zero_()
+        return
+    call = Call(query, key, value, bias, tiles, seed, varlen, options)
+    choice = backward_choice(call)
+    if os.environ.get(PROFILE) == "1":
+        sys.stderr.write(profile_line(choice, call.demand) + "\n")
+    arguments = (grad_out, grad_lse, query, key, value, out, lse, bias, tiles, seed, varlen, options, dq, dk, dv, dbias)
+    launch = _launcher(_BACKWARD[choice.row.kernel]).backward
+    if choice.row.takes_config:
+        launch(*arguments, choice.row.config)
+    else:
+        launch(*arguments)
+
+
+def profile_line(choice: Choice, demand: Demand) -> str:
+    """Return the line that tells a backward launch's choice."""
+    return (
+        f"FLASH_DMATTN_PROFILE: HeadDim={demand.dim}, Arch={choice.arch or 'CPU'}, SeqQ={demand.seqlen_q},"
+        f" SeqK={demand.seqlen_k}, Batch={demand.batch}, Choice={choice.label}"
+    )
+
+
+def pack_mask(
+    mask: Tensor,
+    q_segments: Tensor | None,
+    k_segments: Tensor | None,
+    seqlen_q: int,
+    band_lo: int,
+    band_hi: int,
+    row_tiles: Tensor,
+    col_tiles: Tensor,
+    row_bits: Tensor,
+    col_bits: Tensor,
+) -> None:
+    """Write the lists and bits of a dense mask, of segments and of a band, all of which must hold."""
+    launch = _mask_kernels(mask.device).pack_mask
+    launch(mask, q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles, row_bits, col_bits)
+
+
+def list_tiles(
+    q_segments: Tensor | None,
+    k_segments: Tensor,
+    seqlen_q: int,
+    band_lo: int,
+    band_hi: int,
+    row_tiles: Tensor,
+    col_tiles: Tensor,
+) -> None:
+    """Write the lists of segments inside a band."""
+    launch = _mask_kernels(k_segments.device).list_tiles
+    launch(q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles)
+
+
+def _mask_kernels(device: torch.device) -> ModuleType:
+    if device.type != "cuda":
+        return _launcher(_FORWARD[cpu_kernels()])
+    if arch.physical(device).sm < config.OLDEST_TRITON:
+        return reference
+    return _launcher("dmattn_ops.kernels.tile_mask")
+
+
+@cache
+def _launcher(module: str) -> ModuleType:
+    return import_module(module)

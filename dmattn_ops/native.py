@@ -1,0 +1,130 @@
+"""Launchers of the C++ CPU kernels (`csrc/cpu`): the same four functions as on every device, and whether they exist here.
+
+The extension is optional and loaded at the first question, never built here. Results do not depend on timing: equal inputs
+give bitwise equal outputs for a given number of threads (for any number up to 8, at least).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import pathlib
+
+import torch
+from torch import Tensor
+
+from dmattn_ops.problem import Options, Tiles, Varlen, dropout_threshold
+
+
+def available() -> bool:
+    """Return whether the extension is built and fits the running torch."""
+    return not reason()
+
+
+@functools.cache
+def reason() -> str:
+    """Return why the extension cannot be used, or an empty string where it can."""
+    folder = pathlib.Path(__file__).parent
+    suffixes = importlib.machinery.EXTENSION_SUFFIXES
+    paths = [path for suffix in suffixes if (path := folder / f"_native{suffix}").exists()]
+    if not paths:
+        return "the C++ extension dmattn_ops._native is not built (pip install builds it where torch and a C++ compiler are)"
+    try:
+        torch.ops.load_library(str(paths[0]))
+        built_for = torch.ops.dmattn_native.built_for()
+    except (OSError, RuntimeError, AttributeError) as error:
+        return f"the C++ extension {paths[0].name} does not load: {error}"
+    if built_for.split("+")[0] != torch.__version__.split("+")[0]:
+        return f"the C++ extension {paths[0].name} was built for torch {built_for}, not {torch.__version__}"
+    return ""
+
+
+def _require() -> None:
+    if message := reason():
+        raise NotImplementedError(message)
+
+
+def _shared(
+    bias: Tensor | None, tiles: Tiles, seed: Tensor | None, varlen: Varlen | None, options: Options
+) -> tuple[object, ...]:
+    """Return what forward and backward pass on alike, in the order of the schema in `csrc/cpu/library.cpp`."""
+    cu_seqlens_q, cu_seqlens_k, top_left = (None, None, False) if varlen is None else (varlen[0], varlen[1], varlen[4])
+    dropout = (options.dropout_p, dropout_threshold(options.dropout_p))
+    band = (options.band_lo, options.band_hi)
+    scores = (options.softmax_scale, options.softcap)
+    return (bias, *tiles, seed, cu_seqlens_q, cu_seqlens_k, top_left, *band, *scores, *dropout)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]` (or `[total_q, H, Dv]` and `[H, total_q]`)."""
+    _require()
+    shared = _shared(bias, tiles, seed, varlen, options)
+    torch.ops.dmattn_native.forward(query, key, value, *shared, out, lse)
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None,
+) -> None:
+    """Write dq, dk, dv and, where it is given, dbias, each with its input's shape."""
+    _require()
+    shared = _shared(bias, tiles, seed, varlen, options)
+    torch.ops.dmattn_native.backward(grad_out, grad_lse, query, key, value, out, lse, *shared, dq, dk, dv, dbias)
+
+
+def pack_mask(
+    mask: Tensor,
+    q_segments: Tensor | None,
+    k_segments: Tensor | None,
+    seqlen_q: int,
+    band_lo: int,
+    band_hi: int,
+    row_tiles: Tensor,
+    col_tiles: Tensor,
+    row_bits: Tensor,
+    col_bits: Tensor,
+) -> None:
+    """Write the lists and bits (DESIGN.md) of `mask` `[Bm or 1, Hm or 1, Sq or 1, Sk]`, the segments and the band."""
+    _require()
+    torch.ops.dmattn_native.pack_mask(
+        mask, q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles, row_bits, col_bits
+    )
+
+
+def list_tiles(
+    q_segments: Tensor | None,
+    k_segments: Tensor,
+    seqlen_q: int,
+    band_lo: int,
+    band_hi: int,
+    row_tiles: Tensor,
+    col_tiles: Tensor,
+) -> None:
+    """Write the lists (DESIGN.md) of segment ids `[B or 1, Sq]` and `[B or 1, heads or 1, Sk]` inside the band."""
+    _require()
+    torch.ops.dmattn_native.list_tiles(q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles)

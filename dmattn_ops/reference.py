@@ -1,0 +1,327 @@
+"""Attention and masks in plain torch: the launchers where there is no compiler, and the formula behind all tests.
+
+Launchers take any dtype and device and loop over sequences. `attention` is the differentiable textbook formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dmattn_ops import layout
+from dmattn_ops.meta import lse_dtype
+from dmattn_ops.problem import HEADER, Options, Tiles, Varlen, dropout_threshold
+
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+_PHILOX_ROUNDS = 10
+_LOW_WORD = 0xFFFFFFFF
+_Index: TypeAlias = slice | tuple[int | slice, ...]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    dropout_keep: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return out `[B, Sq, H, Dv]` and lse `[B, H, Sq]` of dense attention, differentiable in all four inputs.
+
+    `keep` and `dropout_keep` are bool and broadcast to `[B, H, Sq, Sk]`; so does `bias`; heads of `keep` and `bias` may
+    also be `Hkv`. Computes in the dtype of `query`, the softmax in float32 or wider. Rows without a visible key give 0,
+    lse -inf and zero gradients.
+    """
+    heads = query.shape[2]
+    key, value = (tensor.repeat_interleave(heads // tensor.shape[2], dim=2) for tensor in (key, value))
+    scores = torch.einsum("bihd,bjhd->bhij", query, key) * softmax_scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + _per_head(bias, heads)
+    scores = scores.to(lse_dtype(query.dtype))
+    if keep is not None:
+        scores = scores.masked_fill(~_per_head(keep, heads), -math.inf)
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    lse = torch.logsumexp(scores.masked_fill(empty, 0.0), dim=-1, keepdim=True)
+    probabilities = torch.exp(scores.masked_fill(empty, -math.inf) - lse)
+    if dropout_keep is not None:
+        scale = 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
+        probabilities = probabilities * dropout_keep * scale
+    out = torch.einsum("bhij,bjhd->bihd", probabilities.to(value.dtype), value)
+    return out, lse.masked_fill(empty, -math.inf).squeeze(-1)
+
+
+def visible(tiles: Tiles, options: Options, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """Return which keys each query sees, bool `[Bm, heads or 1, Sq, Sk]`: by lists, bits or segments, and band."""
+    if tiles.row_bits is None and tiles.k_segments is None:
+        return layout.band_mask(options.band_lo, options.band_hi, seqlen_q, seqlen_k, device)[None, None]
+    return _per_head(layout.dense(tiles, options.band_lo, options.band_hi, seqlen_q, seqlen_k), heads)
+
+
+def philox_keep(
+    seed: Tensor, batch: int, heads: int, seqlen_q: int, seqlen_k: int, dropout_p: float, device: torch.device | str
+) -> Tensor:
+    """Return which elements dropout keeps, bool `[B, H, Sq, Sk]` by Philox4x32-10 (Salmon et al. 2011)."""
+    rows = torch.arange(batch * heads, device=device).view(batch, heads)
+    return _philox_keep(seed.to(device), rows, seqlen_q, seqlen_k, dropout_p)
+
+
+def _philox_keep(seed: Tensor, rows: Tensor, seqlen_q: int, seqlen_k: int, dropout_p: float) -> Tensor:
+    """Return what is kept `[*rows.shape, Sq, Sk]` where `rows` are the numbers `b * H + h`."""
+    device = rows.device
+    groups = torch.arange((seqlen_k + 3) // 4, device=device)
+    shape = (*rows.shape, seqlen_q, groups.shape[0])
+    counter = [
+        groups.expand(shape),
+        torch.arange(seqlen_q, device=device).unsqueeze(-1).expand(shape),
+        rows[..., None, None].expand(shape),
+        torch.zeros((), dtype=torch.int64, device=device).expand(shape),
+    ]
+    low, high = seed[0] & _LOW_WORD, (seed[0] >> 32) & _LOW_WORD
+    for _ in range(_PHILOX_ROUNDS):
+        # The product wraps modulo 2^64, which leaves the bits of both words right.
+        first, second = _PHILOX_MULTIPLIERS[0] * counter[0], _PHILOX_MULTIPLIERS[1] * counter[2]
+        counter = [
+            ((second >> 32) & _LOW_WORD) ^ counter[1] ^ low,
+            second & _LOW_WORD,
+            ((first >> 32) & _LOW_WORD) ^ counter[3] ^ high,
+            first & _LOW_WORD,
+        ]
+        low, high = (low + _PHILOX_WEYL[0]) & _LOW_WORD, (high + _PHILOX_WEYL[1]) & _LOW_WORD
+    words = torch.stack(counter, dim=-1).flatten(-2)[..., :seqlen_k]
+    return (words >> 8) >= dropout_threshold(dropout_p)
+
+
+class _Sequence(NamedTuple):
+    """Where one sequence lies in its tensors, and what acts on it."""
+
+    queries: _Index  # into query, out and their gradients
+    keys: _Index
+    lse: _Index
+    bias: _Index
+    keep: Tensor  # bool [H or 1, Sq, Sk]
+    scale: Tensor | None  # of each probability, from dropout: [H, Sq, Sk]
+
+
+@torch.no_grad()
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Write out and lse."""
+    out.zero_()
+    lse.fill_(-math.inf)
+    with torch.autocast(query.device.type, enabled=False):
+        for part in _sequences(query, key, bias, tiles, seed, varlen, options):
+            queries, keys, values = (
+                _by_head(t, query.shape[-2]) for t in (query[part.queries], key[part.keys], value[part.keys])
+            )
+            scores, _ = _scores(queries, keys, None if bias is None else bias[part.bias], part.keep, options)
+            part_lse = _logsumexp(scores)
+            probabilities = _probabilities(scores, part_lse)
+            if part.scale is not None:
+                probabilities = probabilities * part.scale
+            out[part.queries] = _product(probabilities, values).transpose(0, 1).to(out.dtype)
+            lse[part.lse] = part_lse
+
+
+@torch.no_grad()
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None,
+) -> None:
+    """Write dq, dk, dv and, where it is given, dbias."""
+    for gradient in (dq, dk, dv):
+        gradient.zero_()
+    bias_sum = None if dbias is None else torch.zeros(dbias.shape, dtype=lse.dtype, device=dbias.device)
+    heads = query.shape[-2]
+    with torch.autocast(query.device.type, enabled=False):
+        for part in _sequences(query, key, bias, tiles, seed, varlen, options):
+            queries, keys, values = (
+                _by_head(t, heads) for t in (query[part.queries], key[part.keys], value[part.keys])
+            )
+            grads, outs = _by_head(grad_out[part.queries], heads), _by_head(out[part.queries], heads)
+            scores, slope = _scores(queries, keys, None if bias is None else bias[part.bias], part.keep, options)
+            probabilities = _probabilities(scores, lse[part.lse])
+            weights, dweights = probabilities, grads @ values.transpose(-1, -2)
+            if part.scale is not None:
+                weights, dweights = weights * part.scale, dweights * part.scale
+            delta = (grads * outs).sum(-1)
+            if grad_lse is not None:
+                delta = delta - grad_lse[part.lse]
+            dscores = (probabilities * (dweights - delta.unsqueeze(-1))).masked_fill(probabilities == 0, 0.0)
+            if bias_sum is not None:
+                bias_sum[part.bias] += _sum_to(dscores, bias_sum[part.bias].shape)
+            dscores = dscores * options.softmax_scale if slope is None else dscores * (slope * options.softmax_scale)
+            dq[part.queries] = _product(dscores, keys).transpose(0, 1).to(dq.dtype)
+            for target, weight, rows in ((dk, dscores, queries), (dv, weights, grads)):
+                gradient = _product(weight.transpose(-1, -2), rows)
+                grouped = gradient.unflatten(0, (target.shape[-2], -1)).sum(1)
+                target[part.keys] = grouped.transpose(0, 1).to(target.dtype)
+    if dbias is not None and bias_sum is not None:
+        dbias.copy_(bias_sum)
+
+
+def pack_mask(
+    mask: Tensor,
+    q_segments: Tensor | None,
+    k_segments: Tensor | None,
+    seqlen_q: int,
+    band_lo: int,
+    band_hi: int,
+    row_tiles: Tensor,
+    col_tiles: Tensor,
+    row_bits: Tensor,
+    col_bits: Tensor,
+) -> None:
+    """Write the lists and bits of a dense mask `[Bm, Hm, Sq or 1, Sk]` where segments and band hold too."""
+    keep = (mask != 0) & layout.band_mask(band_lo, band_hi, seqlen_q, mask.shape[-1], mask.device)
+    if k_segments is not None:
+        keep = keep & layout.segments_mask(q_segments, k_segments)
+    keep = layout.pad_to_tiles(keep.expand(*row_tiles.shape[:2], -1, -1))
+    row_bits.copy_(layout.pack_words(keep))
+    col_bits.copy_(layout.pack_words(keep.transpose(-1, -2)))
+    _write_lists(layout.classify(keep), row_tiles, col_tiles)
+
+
+def list_tiles(
+    q_segments: Tensor | None,
+    k_segments: Tensor,
+    seqlen_q: int,
+    band_lo: int,
+    band_hi: int,
+    row_tiles: Tensor,
+    col_tiles: Tensor,
+) -> None:
+    """Write the lists of `[B|1, Sq]` and `[B|1, Hm, Sk]` segments inside the band."""
+    _write_lists(layout.segment_classes(q_segments, k_segments, seqlen_q, band_lo, band_hi), row_tiles, col_tiles)
+
+
+def _write_lists(classes: Tensor, row_tiles: Tensor, col_tiles: Tensor) -> None:
+    for lists, oriented in ((row_tiles, classes), (col_tiles, classes.transpose(-1, -2))):
+        lists.copy_(layout.lists_from_classes(oriented, lists.shape[-1] - HEADER))
+
+
+def _sequences(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+) -> Iterator[_Sequence]:
+    """Yield the sequences of a dense or packed call."""
+    heads, all_ = query.shape[-2], slice(None)
+
+    def dropout_scale(number: int, seqlen_q: int, seqlen_k: int) -> Tensor | None:
+        if not options.dropout_p or seed is None:
+            return None
+        rows = torch.arange(number * heads, (number + 1) * heads, device=query.device)
+        kept = _philox_keep(seed, rows, seqlen_q, seqlen_k, options.dropout_p)
+        return kept.to(lse_dtype(query.dtype)) * (0.0 if options.dropout_p == 1.0 else 1.0 / (1.0 - options.dropout_p))
+
+    if varlen is None:
+        seqlen_q, seqlen_k = query.shape[1], key.shape[1]
+        keep = visible(tiles, options, heads, seqlen_q, seqlen_k, query.device)
+        for b in range(query.shape[0]):
+            where: _Index = () if bias is None else (min(b, bias.shape[0] - 1), all_, all_, all_)
+            kept = keep[min(b, keep.shape[0] - 1)]
+            yield _Sequence((b, all_), (b, all_), (b, all_, all_), where, kept, dropout_scale(b, seqlen_q, seqlen_k))
+        return
+    starts_q, starts_k = varlen.cu_seqlens_q.tolist(), varlen.cu_seqlens_k.tolist()
+    for b in range(len(starts_q) - 1):
+        rows, cols = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
+        seqlen_q, seqlen_k = rows.stop - rows.start, cols.stop - cols.start
+        shift = 0 if varlen.top_left else seqlen_k - seqlen_q
+        band = options._replace(band_lo=options.band_lo + shift, band_hi=options.band_hi + shift)
+        k_segments = None if tiles.k_segments is None else tiles.k_segments.flatten(0, -2)[None, :, cols]
+        kept = visible(Tiles(k_segments=k_segments), band, heads, seqlen_q, seqlen_k, query.device)[0]
+        where = (all_, cols)
+        yield _Sequence(rows, cols, (all_, rows), where, kept, dropout_scale(b, seqlen_q, seqlen_k))
+
+
+def _per_head(tensor: Tensor, heads: int) -> Tensor:
+    """Repeat the heads of `[B, heads of a mask, ...]` to query heads, unless there is 1."""
+    own = tensor.shape[1]
+    return tensor if own in (1, heads) else tensor.repeat_interleave(heads // own, dim=1)
+
+
+def _by_head(rows: Tensor, heads: int) -> Tensor:
+    """Return `[heads, S, D]` in the accumulation dtype from the `[S, own heads, D]` rows of one sequence."""
+    return rows.to(lse_dtype(rows.dtype)).repeat_interleave(heads // rows.shape[1], dim=1).transpose(0, 1)
+
+
+def _scores(
+    query: Tensor, key: Tensor, bias: Tensor | None, keep: Tensor, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """Return masked scores `[H, Sq, Sk]` and, with softcap, the derivative of the capped product."""
+    scores, slope = (query @ key.transpose(-1, -2)) * options.softmax_scale, None
+    if options.softcap:
+        capped = torch.tanh(scores / options.softcap)
+        scores, slope = capped * options.softcap, 1 - capped * capped
+    if bias is not None:
+        bias = bias.to(scores.dtype)
+        if bias.dim() == 2:  # per key, variable lengths
+            bias = bias.unsqueeze(1)
+        scores = scores + (
+            bias if bias.shape[0] in (1, len(scores)) else bias.repeat_interleave(len(scores) // len(bias), dim=0)
+        )
+    return scores.masked_fill(~keep, -math.inf), slope
+
+
+def _logsumexp(scores: Tensor) -> Tensor:
+    """Return logsumexp over keys; -inf for rows without any key or with only -inf."""
+    return torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """Return exp(scores - lse), 0 in rows whose lse is -inf."""
+    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
+
+
+def _product(weights: Tensor, rows: Tensor) -> Tensor:
+    """Return `weights @ rows` in which a weight of 0 also drops NaN and infinity, as if that row had not been read."""
+    finite = rows.isfinite()
+    if finite.all():
+        return weights @ rows
+    reached = (weights != 0).to(rows.dtype) @ (~finite).to(rows.dtype) > 0
+    return torch.where(reached, weights @ rows, weights @ rows.masked_fill(~finite, 0.0))
+
+
+def _sum_to(dscores: Tensor, shape: torch.Size) -> Tensor:
+    """Sum `[H, Sq, Sk]` over what a bias `[Hb, Sq or 1, Sk]`, or `[Hb, Sk]` per key, broadcasts."""
+    summed = dscores.unflatten(0, (shape[0], -1)).sum(1)
+    return summed.sum(1).reshape(shape) if len(shape) == 2 else summed.sum_to_size(shape)

@@ -1,0 +1,418 @@
+"""What a call refuses: every message names the argument, what was expected and what was got.
+
+Shapes, dtypes and devices are checked where the operators allocate (`meta/fakes.py`), so that eager, compiled, exported
+and direct `torch.ops.dmattn.*` calls refuse the same; types and choices are checked by the public functions. A size
+that a tracer does not know becomes a check at run time. Values are read on the CPU only: kernels for a GPU clamp offsets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmattn_ops.meta import ceil_div, lse_dtype
+from dmattn_ops.problem import HEADER, TILE, WORD_BITS, Options, Tiles, Varlen
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ALIGNMENTS = ("bottom_right", "top_left")
+DEVICES = ("cpu", "cuda", "meta")  # meta computes shapes only
+
+
+# The calls, checked by the operators.
+
+
+def dense_tensors(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> None:
+    """Refuse what is not query `[B, Sq, H, D]`, key `[B, Sk, Hkv, D]`, value `[B, Sk, Hkv, Dv]` and their bias."""
+    query_key_value(query, key, value, 4)
+    if bias is not None:
+        (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
+        require_broadcast("bias", bias, batch, heads, heads_kv, seqlen_q, seqlen_k)
+        _require_bias_dtype(bias, query)
+
+
+def dense_call(query: Tensor, key: Tensor, tiles: Tiles, seed: Tensor | None, options: Options) -> None:
+    """Refuse what does not fit the tensors of a dense call."""
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
+    if tiles.row_tiles is not None or tiles.k_segments is not None or tiles.row_bits is not None:
+        _mask_tiles(tiles, batch, heads, heads_kv, seqlen_q, seqlen_k, query.device)
+    scalars(*options[2:5])
+    _dropout_seed(seed, options.dropout_p, query.device)
+
+
+def varlen_tensors(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, lengths: Varlen
+) -> None:
+    """Refuse what is not packed query `[total_q, H, D]`, key `[total_k, Hkv, D]`, value and what belongs to them."""
+    query_key_value(query, key, value, 3)
+    where, heads, (total_k, heads_kv, _) = query.device, query.shape[1], key.shape
+    for name, cu_seqlens in (("cu_seqlens_q", lengths.cu_seqlens_q), ("cu_seqlens_k", lengths.cu_seqlens_k)):
+        require_dtype(name, cu_seqlens, torch.int32)
+        require_device(name, cu_seqlens, where)
+        if cu_seqlens.dim() != 1 or _known_equal(cu_seqlens.shape[0], 0):
+            raise ValueError(f"{name} must have shape (batch + 1,), got {_text(cu_seqlens.shape)}")
+    require_shape("cu_seqlens_k", lengths.cu_seqlens_k, (lengths.cu_seqlens_q.shape[0],))
+    for name, longest in (("max_seqlen_q", lengths.max_seqlen_q), ("max_seqlen_k", lengths.max_seqlen_k)):
+        if type(longest) is int and longest < 0:
+            raise ValueError(f"{name} must not be negative, got {longest}")
+    if mask is not None:
+        require_sizes("mask", mask, (1, heads_kv, heads), (total_k,))
+        require_device("mask", mask, where)
+    if bias is not None:
+        require_sizes("bias", bias, (1, heads_kv, heads), (total_k,))
+        _require_bias_dtype(bias, query)
+
+
+def varlen_call(query: Tensor, seed: Tensor | None, options: Options) -> None:
+    """Refuse what does not fit the tensors of a packed call."""
+    scalars(*options[2:5])
+    _dropout_seed(seed, options.dropout_p, query.device)
+
+
+def packed_qkv(qkv: Tensor) -> None:
+    """Refuse what is no packed query, key and value `[B, S, 3, H, D]`."""
+    require_rank("qkv", qkv, 5)
+    batch, seqlen, three, heads, dim = qkv.shape
+    if not _same(three, 3):
+        raise ValueError(f"qkv must have shape {_text((batch, seqlen, 3, heads, dim))}, got {_text(qkv.shape)}")
+
+
+def gradients(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    out_shape: tuple[int, ...],
+    lse_shape: tuple[int, ...],
+) -> None:
+    """Refuse gradients and saved outputs that do not fit the call that they are said to belong to."""
+    where, own = query.device, query.dtype
+    wide = lse_dtype(own)
+    _require("grad_out", grad_out, out_shape, own, where)
+    _require("out", out, out_shape, own, where)
+    _require("lse", lse, lse_shape, wide, where)
+    if grad_lse is not None:
+        _require("grad_lse", grad_lse, lse_shape, wide, where)
+
+
+def mask_parts(
+    mask: Tensor | None, q_segments: Tensor | None, k_segments: Tensor | None, seqlen_q: int
+) -> tuple[int, int]:
+    """Refuse parts of a mask that do not fit each other; return the batch and the heads of the whole."""
+    parts = [part for part in (mask, q_segments, k_segments) if part is not None]
+    where = parts[0].device
+    for name, part, rank in (("mask", mask, 4), ("q_segments", q_segments, 2), ("k_segments", k_segments, 3)):
+        if part is not None:
+            require_rank(name, part, rank)
+            require_device(name, part, where)
+            if rank != 4:
+                require_dtype(name, part, torch.int32)
+    by_head = [part for part in (mask, k_segments) if part is not None]
+    batch, heads = _wider(part.shape[0] for part in parts), _wider(part.shape[1] for part in by_head)
+    batches, own_heads, seqlen_k = (1, batch), (1, heads), by_head[0].shape[-1]
+    if mask is not None:
+        require_sizes("mask", mask, batches, own_heads, (1, seqlen_q), (seqlen_k,))
+    if q_segments is not None:
+        require_sizes("q_segments", q_segments, batches, (seqlen_q,))
+    if k_segments is not None:
+        require_sizes("k_segments", k_segments, batches, own_heads, (seqlen_k,))
+    return batch, heads
+
+
+def offset_values(query: Tensor, key: Tensor, lengths: Varlen) -> None:
+    """Refuse offsets that do not describe the packed tensors. Reads them, so only for tensors on the CPU."""
+    for letter, name, packed, cu_seqlens, longest in (
+        ("q", "query", query, lengths.cu_seqlens_q, lengths.max_seqlen_q),
+        ("k", "key", key, lengths.cu_seqlens_k, lengths.max_seqlen_k),
+    ):
+        values = cu_seqlens.tolist()
+        total, widest = packed.shape[0], max((b - a for a, b in pairwise(values)), default=0)
+        if values[0] != 0 or values[-1] != total:
+            raise ValueError(
+                f"cu_seqlens_{letter} must go from 0 to the length of {name}, {total}, got {values[0]} to {values[-1]}"
+            )
+        if values != sorted(values):
+            raise ValueError(f"cu_seqlens_{letter} must not decrease, got {values}")
+        if widest > longest:
+            raise ValueError(f"max_seqlen_{letter} must be at least the longest sequence, {widest}, got {longest}")
+
+
+def query_key_value(query: Tensor, key: Tensor, value: Tensor, rank: int) -> None:
+    """Refuse shapes that do not belong together, and dtypes, devices and head dimensions that no kernel takes.
+
+    With rank 4: query `[B, Sq, H, D]`, key `[B, Sk, Hkv, D]`, value `[B, Sk, Hkv, Dv]`; with 3, `[total, heads, D]`.
+    """
+    of_query, of_key, of_value = query.shape, key.shape, value.shape
+    if not len(of_query) == len(of_key) == len(of_value) == rank:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            require_rank(name, tensor, rank)
+    if (
+        _traced(query) or _traced(key) or _traced(value) or not of_query == of_key == of_value
+    ):  # equal shapes need no closer look
+        like_query, like_key = (*of_query[:-3], *of_key[-3:-1], of_query[-1]), (*of_key[:-1], of_value[-1])
+        if not _matches(key, like_query) or not _matches(value, like_key):
+            _refuse_key_or_value(of_query, of_key, of_value)
+    heads, dim, heads_kv, dim_v = of_query[-2], of_query[-1], of_key[-2], of_value[-1]
+    own, where = query.dtype, query.device
+    if key.dtype is not own or value.dtype is not own or own not in DTYPES:
+        require_dtype("query", query, *DTYPES)
+        require_dtype("key", key, own)
+        require_dtype("value", value, own)
+    if key.device != where or value.device != where:
+        require_device("key", key, where)
+        require_device("value", value, where)
+    if dim == 0 or dim_v == 0:
+        raise ValueError(f"query and value must have a last dimension of at least 1, got {dim} and {dim_v}")
+    if heads_kv == 0 or heads % heads_kv != 0:
+        raise ValueError(f"the heads of query must be a multiple of the heads of key, got {heads} and {heads_kv}")
+    if dim > MAX_HEAD_DIM or dim_v > MAX_HEAD_DIM or where.type not in DEVICES or own == torch.float64:
+        supported(own, where, dim, dim_v)
+
+
+def supported(own: torch.dtype, where: torch.device, dim: int, dim_v: int) -> None:
+    """Raise NotImplementedError with every reason why no kernel takes a call; return where there is none."""
+    reasons = [
+        f"the last dimension of {name} must be at most {MAX_HEAD_DIM}, got {size}"
+        for name, size in (("query", dim), ("value", dim_v))
+        if size > MAX_HEAD_DIM
+    ]
+    if where.type not in DEVICES:
+        reasons.append(f"query must be on a CPU or CUDA device, got {where}")
+    if own == torch.float64 and where.type == "cuda":
+        reasons.append(f"query must have dtype float16, bfloat16 or float32 on a CUDA device, got {own}")
+    if reasons:
+        raise NotImplementedError("no kernel takes this call: " + "; ".join(reasons))
+
+
+def scalars(softmax_scale: float | None, softcap: float, dropout_p: float) -> None:
+    """Refuse values of the numbers of a call; a traced number that is not known yet passes."""
+    if isinstance(softmax_scale, float) and not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    if isinstance(softcap, float) and not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be finite and not negative, got {softcap}")
+    if isinstance(dropout_p, float) and not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
+
+
+# Types and choices, checked by the public functions.
+
+
+def tensors(**arguments: Any) -> None:
+    """Refuse arguments that are not tensors."""
+    for name, argument in arguments.items():
+        if not isinstance(argument, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(argument).__name__}")
+
+
+def flags(**arguments: Any) -> None:
+    """Refuse arguments that are not bool."""
+    for name, argument in arguments.items():
+        if not isinstance(argument, bool):
+            raise TypeError(f"{name} must be a bool, got {type(argument).__name__}")
+
+
+def integers(**arguments: Any) -> None:
+    """Refuse arguments that are not Python (or traced) integers."""
+    for name, argument in arguments.items():
+        if isinstance(argument, bool) or not isinstance(argument, (int, torch.SymInt)):
+            raise TypeError(f"{name} must be an int, got {type(argument).__name__}")
+
+
+def number(name: str, argument: Any) -> float:
+    """Return a Python (or traced) number as a float; refuse anything else."""
+    if isinstance(argument, (float, torch.SymFloat)):
+        return argument
+    if isinstance(argument, bool) or not isinstance(argument, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be a number, got {type(argument).__name__}")
+    return argument * 1.0
+
+
+def visibility(is_causal: bool, causal_from: str, window_size: tuple[int | None, int | None]) -> None:
+    """Refuse what does not describe a causal or window condition."""
+    if not isinstance(is_causal, bool):
+        flags(is_causal=is_causal)
+    if causal_from not in ALIGNMENTS:
+        raise ValueError(f"causal_from must be 'bottom_right' or 'top_left', got {causal_from!r}")
+    if window_size == (None, None):
+        return
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size must be a pair (left, right), got {window_size!r}")
+    for name, limit in zip(("left", "right"), window_size, strict=True):
+        if limit is None:
+            continue
+        integers(**{f"window_size {name}": limit})
+        if limit < 0:
+            raise ValueError(f"window_size {name} must not be negative (None is unlimited), got {limit}")
+
+
+# Pieces, also for `masks.py`.
+
+
+def require_rank(name: str, tensor: Tensor, rank: int) -> None:
+    """Refuse another number of dimensions."""
+    if tensor.dim() != rank:
+        raise ValueError(f"{name} must have {rank} dimensions, got {tensor.dim()}, shape {_text(tensor.shape)}")
+
+
+def require_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    """Refuse another shape."""
+    if not _matches(tensor, expected):
+        raise ValueError(f"{name} must have shape {_text(expected)}, got {_text(tensor.shape)}")
+
+
+def require_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
+    """Refuse another dtype, with a TypeError."""
+    if tensor.dtype not in allowed:
+        raise TypeError(f"{name} must have dtype {' or '.join(map(str, dict.fromkeys(allowed)))}, got {tensor.dtype}")
+
+
+def require_device(name: str, tensor: Tensor, expected: torch.device) -> None:
+    """Refuse another device than the query's."""
+    if tensor.device != expected:
+        raise ValueError(f"{name} must be on {expected} like query, got {tensor.device}")
+
+
+def require_sizes(name: str, tensor: Tensor, *choices: tuple[int, ...]) -> None:
+    """Refuse a shape in which a size is not one of its choices."""
+    sizes = tensor.shape
+    if len(sizes) != len(choices) or not all(map(_one_of, sizes, choices)):
+        allowed = [" or ".join(dict.fromkeys([_size_text(size) for size in reversed(sizes)])) for sizes in choices]
+        raise ValueError(f"{name} must have shape ({', '.join(allowed)}), got {_text(tensor.shape)}")
+
+
+def require_broadcast(
+    name: str, tensor: Tensor, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int
+) -> None:
+    """Refuse a mask or bias that is not `[B|1, H|Hkv|1, Sq|1, Sk]`."""
+    require_sizes(name, tensor, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
+
+
+def _require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> None:
+    if tensor.dtype is not dtype or tensor.device != where or not _matches(tensor, shape):
+        require_shape(name, tensor, shape)
+        require_dtype(name, tensor, dtype)
+        require_device(name, tensor, where)
+
+
+def _require_bias_dtype(bias: Tensor, query: Tensor) -> None:
+    require_device("bias", bias, query.device)
+    if bias.dtype != query.dtype:
+        require_dtype("bias", bias, query.dtype, torch.float32)
+
+
+def _dropout_seed(seed: Tensor | None, dropout_p: float, where: torch.device) -> None:
+    if seed is not None:
+        require_shape("seed", seed, (1,))
+        require_dtype("seed", seed, torch.int64)
+        require_device("seed", seed, where)
+    elif not isinstance(dropout_p, float) or dropout_p > 0.0:
+        raise ValueError(f"seed must be an int64 tensor of shape (1,) where dropout_p is {dropout_p}, got None")
+
+
+def _mask_tiles(
+    tiles: Tiles, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, where: torch.device
+) -> None:
+    """Refuse tensors of a mask in which a kernel could read out of bounds; what lists hold is trusted."""
+    row_tiles, col_tiles, row_bits, col_bits, q_segments, k_segments = tiles
+    rows, cols, words = ceil_div(seqlen_q, TILE), ceil_div(seqlen_k, TILE), TILE // WORD_BITS
+    if (row_bits is None) == (k_segments is None):
+        raise ValueError("a mask must have either row_bits and col_bits, or k_segments")
+    if q_segments is not None and k_segments is None:
+        raise ValueError("a mask with q_segments must have k_segments")
+    leading = (1, batch), (1, heads_kv, heads)
+    _require_list("row_tiles", row_tiles, where, *leading, (rows,))
+    _require_list("col_tiles", col_tiles, where, *leading, (cols,))
+    if row_bits is not None:
+        _require_part("row_bits", row_bits, where, *leading, (rows * TILE,), (cols * words,))
+        _require_part("col_bits", col_bits, where, *leading, (cols * TILE,), (rows * words,))
+    else:
+        _require_part("k_segments", k_segments, where, *leading, (seqlen_k,))
+        if q_segments is not None:
+            _require_part("q_segments", q_segments, where, leading[0], (seqlen_q,))
+
+
+def _require_list(name: str, lists: Tensor | None, where: torch.device, *choices: tuple[int, ...]) -> None:
+    width = HEADER if lists is None or lists.dim() != 4 else lists.shape[3]
+    _require_part(name, lists, where, *choices, (width,))
+    if type(width) is int and width < HEADER:
+        raise ValueError(f"{name} must have a last dimension of at least {HEADER}, got {width}")
+
+
+def _require_part(name: str, part: Tensor | None, where: torch.device, *choices: tuple[int, ...]) -> None:
+    if part is None:
+        raise ValueError(f"{name} must be a tensor where other parts of the mask are, got None")
+    require_sizes(name, part, *choices)
+    if part.dtype is not torch.int32 or part.device != where:
+        require_dtype(name, part, torch.int32)
+        require_device(name, part, where)
+
+
+def _refuse_key_or_value(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> None:
+    """Raise for the one of key and value that is wrong: where they differ, the one that is also unlike query."""
+    agreed = tuple(
+        v if k != v and v == q else k for q, k, v in zip(query[-3:-1], key[-3:-1], value[-3:-1], strict=True)
+    )
+    for name, sizes, last in (("key", key, query[-1]), ("value", value, value[-1])):
+        expected = (*query[:-3], *agreed, last)
+        if tuple(sizes) != expected:
+            raise ValueError(f"{name} must have shape {_text(expected)}, got {_text(sizes)}")
+
+
+# Sizes, known or not: a tracer's unknown size is assumed right and checked at run time.
+
+
+def _traced(tensor: Tensor) -> bool:
+    """Return whether a size may be a symbol, which a comparison would turn into a guard."""
+    return tensor._has_symbolic_sizes_strides
+
+
+def _matches(tensor: Tensor, expected: tuple[int, ...]) -> bool:
+    if not _traced(tensor):
+        return tensor.shape == expected
+    return tensor.dim() == len(expected) and all(map(_same, tensor.shape, expected))
+
+
+def _same(actual: int, expected: int) -> bool:
+    if type(actual) is int and type(expected) is int:
+        return actual == expected
+    from torch.fx.experimental.symbolic_shapes import expect_true
+
+    return expect_true(actual == expected)
+
+
+def _known_equal(actual: int, expected: int) -> bool:
+    if type(actual) is int and type(expected) is int:
+        return actual == expected
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(actual == expected)
+
+
+def _one_of(actual: int, choices: tuple[int, ...]) -> bool:
+    if type(actual) is int and type(choices[-1]) is int:
+        for choice in choices:  # not `in`: Dynamo looks for the very same object
+            if actual == choice:
+                return True
+        return False
+    return any(_known_equal(actual, choice) for choice in choices[:-1]) or _same(actual, choices[-1])
+
+
+def _wider(sizes: Iterable[int]) -> int:
+    """Return the first size that is not 1, or 1."""
+    return next((size for size in sizes if not _known_equal(size, 1)), 1)
+
+
+def _text(sizes: Iterable[int]) -> str:
+    texts = [_size_text(size) for size in sizes]
+    return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
+
+
+def _size_text(size: int) -> str:
+    traced = isinstance(size, torch.SymInt) and not torch.compiler.is_dynamo_compiling()
+    return f"{int(size)}" if traced and size.node.has_hint() else f"{size}"

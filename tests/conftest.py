@@ -1,0 +1,50 @@
+"""How tests call the public functions, and what is skipped where there is no GPU.
+
+`DMATTN_TEST_COMPILED=1` runs every test that takes the fixture `attention` through `torch.compile(fullgraph=True)`.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dmattn_ops
+
+COMPILED = os.environ.get("DMATTN_TEST_COMPILED") == "1"
+
+
+class Attention:
+    """The public functions, eager or compiled; calling it calls `flash_dmattn_func`."""
+
+    compiled = COMPILED
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.flash_dmattn_func(*arguments, **keywords)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(dmattn_ops, name)  # looked up at each call, so that tests can patch the package
+        return torch.compile(function, fullgraph=True) if COMPILED else function
+
+
+@pytest.fixture
+def attention() -> Iterator[Attention]:
+    """The public functions as `attention.flash_dmattn_func` and so on, or `attention(...)` for the first of them."""
+    if not COMPILED:
+        yield Attention()
+        return
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000):
+        yield Attention()
+    torch._dynamo.reset()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
