@@ -1,6 +1,6 @@
 """Build the optional C++ extension `dmattn_ops._native` (CPU kernels); everything else is in pyproject.toml.
 
-Without a compiler, or without torch at build time, the package installs and `dmattn_ops.native.reason()` says what is missing.
+Without a compiler, or without torch at build time, the package installs without it, and `native.reason()` says so.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Dynamic mask attention: Shi et al., arXiv 2508.02124. Tiled exact attention: Dao, FlashAttention-2, arXiv 2307.08691.
 
-Letters: `B` batch, `H` query heads, `Hkv` key/value heads (`H % Hkv == 0`; query head `h` reads key head `h // (H // Hkv)`),
-`Sq`, `Sk` query and key length, `D` query and key head dimension, `Dv` value head dimension (both 1 to 256).
+Letters: `B` batch, `H` query heads, `Hkv` key and value heads (`H % Hkv == 0`: query head `h` reads key head
+`h // (H // Hkv)`), `Sq` and `Sk` query and key length, `D` head dimension of query and key, `Dv` of value (1 to 256).
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ def flash_dmattn_func(
     """Compute attention, `dropout(softmax(score)) @ value`, over the keys that each query sees.
 
     `score = softcap(softmax_scale * <query, key>) + bias`. A key is visible where the mask keeps it and the causal and
-    window conditions hold. A query that sees no key, or only scores of -inf, gives `out = 0`, `lse = -inf` and gradients
-    of exactly 0. Skipping is exact: the result is that of dense attention under the same mask.
+    window conditions hold. Skipping the others is exact: the result is that of dense attention under the same mask. A
+    query that sees no key, or only scores of -inf, has `out = 0`, `lse = -inf` and gradients of exactly 0.
 
     Differentiable once, in reverse mode, in query, key, value and bias, through out and lse.
 
     Args:
         query: with shape `[B, Sq, H, D]`; float16, bfloat16 or float32, on the CPU also float64.
-        key: with shape `[B, Sk, Hkv, D]`. Tensors may have any strides; a last dimension that is not contiguous is copied.
+        key: with shape `[B, Sk, Hkv, D]`. Any strides are taken as they are, but for a last dimension that is not
+            contiguous: that costs a copy.
         value: with shape `[B, Sk, Hkv, Dv]`.
         mask: with shape `[B|1, H|Hkv|1, Sq|1, Sk]`, or what `prepare_mask` returned. bool (True keeps) or any numeric
             dtype (non-zero keeps: an additive mask of 0 and -inf is a `bias`, not a `mask`). Not differentiable. A
             dimension of 1 is never expanded in memory.
-        bias: with shape `[B|1, H|Hkv|1, Sq|1, Sk]`; dtype of query, or float32. Added after softcap. Its gradient has its
-            shape and dtype.
+        bias: with shape `[B|1, H|Hkv|1, Sq|1, Sk]`; dtype of query, or float32. Added after softcap. Its gradient has
+            the same shape and dtype.
         is_causal: whether key `j` must satisfy `j <= i + off` for query `i`.
         causal_from: where the diagonal starts: "bottom_right" (`off = Sk - Sq`) or "top_left" (`off = 0`).
         window_size: `(left, right)`: key `j` must satisfy `i + off - left <= j <= i + off + right`; None is unlimited.
@@ -70,8 +71,8 @@ def flash_dmattn_func(
         return_lse: whether to return lse as well.
 
     Returns:
-        out with shape `[B, Sq, H, Dv]`; with `return_lse` also lse with shape `[B, H, Sq]` and dtype float32 (float64 for
-        float64): the natural logarithm of the sum of `exp(score)` over the visible keys, before dropout.
+        out with shape `[B, Sq, H, Dv]`; with `return_lse` also lse with shape `[B, H, Sq]` and dtype float32 (float64
+        where query is float64): the natural logarithm of the sum of `exp(score)` over visible keys, before dropout.
 
     Raises:
         ValueError: for shapes, devices and values that do not fit.
@@ -83,12 +84,12 @@ def flash_dmattn_func(
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
     validation.visibility(is_causal, causal_from, window_size)
     scalars = _scalars(softmax_scale, softcap, dropout_p, deterministic)
-    if mask is not None or dropout_p:  # else the operator checks before any kernel starts
+    if mask is not None or dropout_p != 0.0:  # else the operator checks before any kernel starts
         validation.dense_tensors(query, key, value, bias)
         _check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
     limits = masks.band(is_causal, causal_from, window_size, seqlen_q, seqlen_k)
     tiles, *band = masks.resolve(mask, *limits, seqlen_q, seqlen_k)
-    seed = dropout_seed(query.device) if dropout_p else None
+    seed = dropout_seed(query.device) if dropout_p != 0.0 else None
     return _call("forward", return_lse, query, key, value, bias, *tiles, seed, *band, *scalars)
 
 
@@ -106,7 +107,7 @@ def flash_dmattn_qkvpacked_func(
     deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute self-attention of query, key and value that lie in one tensor, without copies; its gradient is one tensor too.
+    """Compute self-attention of query, key and value in one tensor, without copies. Its gradient is one tensor too.
 
     Args:
         qkv: with shape `[B, S, 3, H, D]`: query, key and value.
@@ -126,12 +127,13 @@ def flash_dmattn_qkvpacked_func(
     batch, seqlen, _, heads, _ = qkv.shape
     validation.visibility(is_causal, causal_from, window_size)
     scalars = _scalars(softmax_scale, softcap, dropout_p, deterministic)
-    if mask is not None or dropout_p:
-        validation.dense_tensors(*qkv.unbind(2), bias)
+    if mask is not None or dropout_p != 0.0:
+        query, key, value = qkv.unbind(2)
+        validation.dense_tensors(query, key, value, bias)
         _check_mask(mask, qkv, (1, batch), (1, heads), (1, seqlen), (seqlen,))
     limits = masks.band(is_causal, causal_from, window_size, seqlen, seqlen)
     tiles, *band = masks.resolve(mask, *limits, seqlen, seqlen)
-    seed = dropout_seed(qkv.device) if dropout_p else None
+    seed = dropout_seed(qkv.device) if dropout_p != 0.0 else None
     return _call("qkvpacked_forward", return_lse, qkv, bias, *tiles, seed, *band, *scalars)
 
 
@@ -157,9 +159,8 @@ def flash_dmattn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of sequences of different lengths, packed one behind the other, each to itself.
 
-    Sequence `b` has the queries `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1] - 1` and likewise the keys. On the CPU, offsets
-    that do not describe the tensors raise. On a GPU nobody reads them on the host: kernels clamp them to the tensors, and
-    sequences longer than `max_seqlen_*` are cut.
+    Sequence `b` has the queries `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1] - 1` and likewise the keys. On the CPU,
+    offsets that do not describe the tensors raise. On a GPU the host does not read them: kernels clamp them.
 
     Args:
         query: with shape `[total_q, H, D]`.
@@ -190,9 +191,9 @@ def flash_dmattn_varlen_func(
     band = masks.band(is_causal, "top_left", window_size, 0, 0)  # relative to the diagonal of each sequence
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     top_left = causal_from == "top_left"
-    if dropout_p:
+    if dropout_p != 0.0:
         validation.varlen_tensors(query, key, value, bias, mask, Varlen(*lengths, top_left))
-    seed = dropout_seed(query.device) if dropout_p else None
+    seed = dropout_seed(query.device) if dropout_p != 0.0 else None
     return _call(
         "varlen_forward", return_lse, query, key, value, *lengths, bias, mask, seed, top_left, *band, *scalars
     )  # fmt: skip
@@ -246,12 +247,13 @@ def _scalars(
         deterministic = torch.are_deterministic_algorithms_enabled()
     elif not isinstance(deterministic, bool):
         validation.flags(deterministic=deterministic)
-    validation.scalars(softmax_scale, softcap, dropout_p)
+    if not torch.compiler.is_compiling():  # a tracer may not know them yet; the operators check what it knows
+        validation.scalars(softmax_scale, softcap, dropout_p)
     return softmax_scale, softcap, dropout_p, deterministic
 
 
 def dropout_seed(device: torch.device) -> Tensor:
-    """Draw the seed of one call's dropout, int64 `[1]`: a tensor, so that graphs, checkpoints and compilers treat it right."""
+    """Draw the seed of one call's dropout, int64 `[1]`: a tensor, so that graphs, checkpoints and compilers see it."""
     return torch.randint(_SEED_END, (1,), dtype=torch.int64, device=device)
 
 
@@ -259,7 +261,7 @@ def _call(name: str, return_lse: bool, *arguments: Any) -> Tensor | tuple[Tensor
     """Call an operator; in plain eager mode its derivative directly, which saves one way through the dispatcher."""
     if not isinstance(return_lse, bool):
         validation.flags(return_lse=return_lse)
-    if not torch.compiler.is_compiling() and name in autograd.kernels and autograd.callable_directly(arguments[0]):
+    if name in autograd.kernels and autograd.callable_directly(arguments[0]):
         out, lse = autograd.kernels[name](*arguments, direct=True)
     else:
         out, lse = _OPERATORS[name](*arguments)

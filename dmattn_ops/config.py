@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class PortableForward:
     """Plain Triton forward: a program owns `block_m` queries and walks keys in steps of `block_n`.
 
-    Where fewer programs than `sm_count` would run, several share one walk over the keys; 0 never splits.
+    Where fewer programs than `sm_count` would run, several share one walk over the keys; 0 never splits. `short` is the
+    row for calls with no more queries than its `block_m` (decoding).
     """
 
     block_m: int
@@ -17,6 +18,7 @@ class PortableForward:
     num_warps: int
     num_stages: int
     sm_count: int = 0
+    short: PortableForward | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,10 @@ class HopperForward:
 
 @dataclass(frozen=True, slots=True)
 class HopperBackward:
-    """Gluon backward for SM 9.0: a block owns `block_n` keys and walks queries in steps of `block_m`."""
+    """Gluon backward for SM 9.0: a block owns `block_n` keys and walks queries in steps of `block_m`.
+
+    `variant` is the order of a step: "overlapped" or "two_phase" (`kernels/hopper_backward_steps.py`).
+    """
 
     block_m: int
     block_n: int
@@ -54,11 +59,11 @@ class HopperBackward:
 
 @dataclass(frozen=True, slots=True)
 class HopperBackward256:
-    """Gluon backward for SM 9.0, head dimensions 129 to 256: dk/dv programs own `block_n` keys, dq programs 128 queries."""
+    """Gluon backward for SM 9.0, head dimensions 129 to 256: dk/dv programs own `block_n` keys, dq ones 128 queries."""
 
     block_m: int
     block_n: int
-    heads_per_group: int  # key heads whose blocks alternate where blocks differ in length: longest first, and still in L2
+    heads_per_group: int  # heads that take turns where blocks differ in length: longest first, and few enough for L2
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,5 +134,20 @@ def _portable(direction: int) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-FORWARD = _portable(0)
-BACKWARD = _portable(1)
+_LEGACY = Row(75, 1024, 4, 0, "Legacy", "reference", Whole())
+FORWARD = (*_portable(0), _LEGACY)
+HOPPER_BACKWARD = (
+    Row(
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped"), 199280,
+        "H200, 2026-11-20, bf16, B4 H32 S4096: 507 / 563 TFLOP/s causal / full, pre and post included; two_phase 480 / 544",
+    ),
+    Row(
+        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase"), 198208,
+        "H200, 2026-11-20, bf16, B4 H16 S4096: 561 / 640 TFLOP/s causal / full, pre and post included; overlapped 553 / 622",
+    ),
+)  # fmt: skip
+HOPPER_BACKWARD_256 = Row(
+    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4), 229840,
+    "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
+)  # fmt: skip
+BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *_portable(1), _LEGACY)

@@ -1,7 +1,7 @@
 """How many floating point operations the operators count for, in `FlopCounterMode` and for activation memory budgets.
 
-A multiplication and an addition are 2. Counted are the pairs of query and key that the band lets see each other: exact for
-causal and windowed attention, an upper bound where a mask hides more (what is inside a mask lies on the device).
+A multiplication and an addition are 2. Counted are the pairs of query and key that the band lets see each other: exact
+for causal and windowed attention, an upper bound where a mask hides more (what is inside a mask lies on the device).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COUNTER = "torch.utils.flop_counter"
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, band_lo: int, band_hi: int) -> int:
-    """Return the number of pairs with `0 <= i < seqlen_q`, `0 <= j < seqlen_k` and `i + band_lo <= j <= i + band_hi`."""
+    """Return the number of pairs of a query i and a key j with `i + band_lo <= j <= i + band_hi`."""
     # Keys at or before i + h, summed over queries, for the upper limit less those for the lower one.
     return max(0, _pairs_up_to(seqlen_q, seqlen_k, band_hi) - _pairs_up_to(seqlen_q, seqlen_k, band_lo - 1))
 

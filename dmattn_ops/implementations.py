@@ -5,6 +5,7 @@ Parameters are those of the schemas in `ops.py`, in their order; `call` is what 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ def qkvpacked_backward(
     read = fakes.dense_call(query, key, value, bias, call)
     fakes.check_dense_gradients(grad_out, grad_lse, query, value, out, lse)
     dqkv, dbias = meta.qkvpacked_backward_outputs(qkv, bias, read.needs_dbias)
-    _backward(grad_out, grad_lse, query, key, value, out, lse, bias, read, None, (*dqkv.unbind(2), dbias))
+    dq, dk, dv = dqkv.unbind(2)
+    _backward(grad_out, grad_lse, query, key, value, out, lse, bias, read, None, (dq, dk, dv, dbias))
     return dqkv, dbias
 
 
@@ -124,7 +126,7 @@ def pack_mask(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute row_tiles, col_tiles, row_bits and col_bits of a mask `[Bm, Hm, Sq or 1, Sk]` and segments."""
     outputs = fakes.pack_mask(mask, q_segments, k_segments, seqlen_q, band_lo, band_hi)
-    dispatch.pack_mask(mask, q_segments, k_segments, seqlen_q, band_lo, band_hi, *outputs)
+    _launch(mask, dispatch.pack_mask, mask, q_segments, k_segments, seqlen_q, band_lo, band_hi, *outputs)
     return outputs
 
 
@@ -137,7 +139,7 @@ def list_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Compute row_tiles and col_tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]`."""
     outputs = fakes.list_tiles(q_segments, k_segments, seqlen_q, band_lo, band_hi)
-    dispatch.list_tiles(q_segments, k_segments, seqlen_q, band_lo, band_hi, *outputs)
+    _launch(k_segments, dispatch.list_tiles, q_segments, k_segments, seqlen_q, band_lo, band_hi, *outputs)
     return outputs
 
 
@@ -152,7 +154,8 @@ def _forward(
     lse: Tensor,
 ) -> None:
     query, key, value, bias = _rows(query), _rows(key), _rows(value), bias if bias is None else _rows(bias)
-    dispatch.forward(query, key, value, bias, _tiles(read), read.seed, varlen, read.options, out, lse)
+    arguments = (query, key, value, bias, _tiles(read), read.seed, varlen, read.options, out, lse)
+    _launch(query, dispatch.forward, *arguments)
 
 
 def _backward(
@@ -171,10 +174,18 @@ def _backward(
     dq, dk, dv, dbias = grads
     grad_out, query, key, value, out, lse = map(_rows, (grad_out, query, key, value, out, lse))
     grad_lse, bias = (tensor if tensor is None else _rows(tensor) for tensor in (grad_lse, bias))
-    dispatch.backward(
-        grad_out, grad_lse, query, key, value, out, lse, bias, _tiles(read), read.seed, varlen, read.options,
-        dq, dk, dv, dbias if bias is not None and read.needs_dbias else None,
-    )  # fmt: skip
+    saved = (grad_out, grad_lse, query, key, value, out, lse, bias)
+    grads_or_none = (dq, dk, dv, dbias if bias is not None and read.needs_dbias else None)
+    _launch(query, dispatch.backward, *saved, _tiles(read), read.seed, varlen, read.options, *grads_or_none)
+
+
+def _launch(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
+    """Launch with the device of `on` as the current one: Triton launches on whichever that is."""
+    if on.is_cuda and on.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(on.device):
+            launch(*arguments)
+    else:
+        launch(*arguments)
 
 
 def _rows(tensor: Tensor) -> Tensor:

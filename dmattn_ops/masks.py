@@ -212,7 +212,7 @@ def _tensor_lengths(mask: Tensor, known_q: int | None) -> tuple[int | None, int]
 
 def _narrowed(mask: Tensor) -> Tensor:
     """Cut expanded dimensions back to 1, so that what they repeat is read once."""
-    mask = mask.detach()
+    mask = mask != 0 if mask.is_complex() else mask.detach()
     for dim in range(mask.dim() - 1):
         if mask.shape[dim] != 1 and mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
@@ -270,8 +270,9 @@ def _segments(documents: Tensor | None, keep: Tensor | None) -> _Segments:
 def _ranks(ids: Tensor) -> Tensor:
     """Number the distinct ids of each row of `[B, S]` in ascending order, int32; no id is read on the host."""
     ordered, order = ids.sort(dim=-1)
-    changes = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0))
-    numbers = changes.cumsum(-1, dtype=torch.int32)
+    before = ordered.roll(1, dims=-1)
+    changes = (ordered != before).cumsum(-1, dtype=torch.int32)
+    numbers = changes - changes[:, :1]
     return torch.zeros_like(numbers).scatter(-1, order, numbers)
 
 

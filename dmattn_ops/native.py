@@ -1,7 +1,7 @@
-"""Launchers of the C++ CPU kernels (`csrc/cpu`): the same four functions as on every device, and whether they exist here.
+"""Launchers of the C++ CPU kernels (`csrc/cpu`): the four functions of every device, and whether they exist here.
 
-The extension is optional and loaded at the first question, never built here. Results do not depend on timing: equal inputs
-give bitwise equal outputs for a given number of threads (for any number up to 8, at least).
+The extension is optional and loaded at the first question, never built here. Results do not depend on timing: equal
+inputs give bitwise equal outputs for a given number of threads, and for all numbers up to 8.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ def reason() -> str:
     suffixes = importlib.machinery.EXTENSION_SUFFIXES
     paths = [path for suffix in suffixes if (path := folder / f"_native{suffix}").exists()]
     if not paths:
-        return "the C++ extension dmattn_ops._native is not built (pip install builds it where torch and a C++ compiler are)"
+        return (
+            "the extension dmattn_ops._native is not built: installing does it where torch and a C++ compiler are found"
+        )
     try:
         torch.ops.load_library(str(paths[0]))
         built_for = torch.ops.dmattn_native.built_for()
     except (OSError, RuntimeError, AttributeError) as error:
-        return f"the C++ extension {paths[0].name} does not load: {error}"
+        return f"the extension {paths[0].name} does not load: {error}"
     if built_for.split("+")[0] != torch.__version__.split("+")[0]:
-        return f"the C++ extension {paths[0].name} was built for torch {built_for}, not {torch.__version__}"
+        return f"the extension {paths[0].name} was built for torch {built_for}, not {torch.__version__}"
     return ""
 
 

@@ -2,7 +2,7 @@
 
 Shapes, dtypes and devices are checked where the operators allocate (`meta/fakes.py`), so that eager, compiled, exported
 and direct `torch.ops.dmattn.*` calls refuse the same; types and choices are checked by the public functions. A size
-that a tracer does not know becomes a check at run time. Values are read on the CPU only: kernels for a GPU clamp offsets.
+that a tracer does not know becomes a check at run time. Values are read on the CPU only: GPU kernels clamp offsets.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def integers(**arguments: Any) -> None:
             raise TypeError(f"{name} must be an int, got {type(argument).__name__}")
 
 
-def number(name: str, argument: Any) -> float:
+def number(name: str, argument: Any) -> Any:
     """Return a Python (or traced) number as a float; refuse anything else."""
     if isinstance(argument, (float, torch.SymFloat)):
         return argument
@@ -272,14 +272,14 @@ def require_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
         raise TypeError(f"{name} must have dtype {' or '.join(map(str, dict.fromkeys(allowed)))}, got {tensor.dtype}")
 
 
-def require_device(name: str, tensor: Tensor, expected: torch.device) -> None:
+def require_device(name: str, tensor: Any, expected: torch.device) -> None:
     """Refuse another device than the query's."""
     if tensor.device != expected:
         raise ValueError(f"{name} must be on {expected} like query, got {tensor.device}")
 
 
-def require_sizes(name: str, tensor: Tensor, *choices: tuple[int, ...]) -> None:
-    """Refuse a shape in which a size is not one of its choices."""
+def require_sizes(name: str, tensor: Any, *choices: tuple[int, ...]) -> None:
+    """Refuse a tensor or a TileMask in whose shape a size is not one of its choices."""
     sizes = tensor.shape
     if len(sizes) != len(choices) or not all(map(_one_of, sizes, choices)):
         allowed = [" or ".join(dict.fromkeys([_size_text(size) for size in reversed(sizes)])) for sizes in choices]
@@ -396,10 +396,7 @@ def _known_equal(actual: int, expected: int) -> bool:
 
 def _one_of(actual: int, choices: tuple[int, ...]) -> bool:
     if type(actual) is int and type(choices[-1]) is int:
-        for choice in choices:  # not `in`: Dynamo looks for the very same object
-            if actual == choice:
-                return True
-        return False
+        return any(actual == choice for choice in choices)  # not `in`: Dynamo looks for the very same object
     return any(_known_equal(actual, choice) for choice in choices[:-1]) or _same(actual, choices[-1])
 
 
@@ -413,6 +410,6 @@ def _text(sizes: Iterable[int]) -> str:
     return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
 
 
-def _size_text(size: int) -> str:
+def _size_text(size: Any) -> str:
     traced = isinstance(size, torch.SymInt) and not torch.compiler.is_dynamo_compiling()
     return f"{int(size)}" if traced and size.node.has_hint() else f"{size}"

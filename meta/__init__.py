@@ -70,9 +70,10 @@ def ceil_div(size: int, divisor: int) -> int:
 
 def list_capacity(tiles: int, band_lo: int, band_hi: int) -> int:
     """Return the most tiles of the other side that one tile can see inside the band."""
+    for limit in (band_lo, band_hi):
+        if isinstance(limit, int) and abs(limit) >= UNBOUNDED:
+            return tiles  # a symbolic minimum would be a guard that export cannot prove
     span = band_hi - band_lo + 1  # keys a single query sees; a tile of queries sees TILE - 1 more
-    if isinstance(span, int) and span >= UNBOUNDED:
-        return tiles
     return torch.sym_max(0, torch.sym_min(tiles, ceil_div(span + TILE - 1, TILE) + 1))
 
 

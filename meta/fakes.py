@@ -41,7 +41,8 @@ def backward(
 def qkvpacked_forward(qkv: Tensor, bias: Tensor | None = None, *call: Any) -> tuple[Tensor, Tensor]:
     """Return out `[B, S, H, D]` and lse `[B, H, S]` for qkv `[B, S, 3, H, D]`."""
     validation.packed_qkv(qkv)
-    dense_call(*qkv.unbind(2), bias, call)
+    query, key, value = qkv.unbind(2)
+    dense_call(query, key, value, bias, call)
     return meta.qkvpacked_forward_outputs(qkv)
 
 

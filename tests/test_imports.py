@@ -121,16 +121,17 @@ def test_importing_touches_no_gpu_and_prints_nothing():
     "order", ["import torch.utils.flop_counter, dmattn_ops", "import dmattn_ops, torch.utils.flop_counter"]
 )
 def test_flop_formulas_are_registered_whatever_is_imported_first(order):
-    code = f"{order}, json, torch; r = torch.utils.flop_counter.flop_registry; print(json.dumps(torch.ops.dmattn.backward in r))"
+    registry = "torch.utils.flop_counter.flop_registry"
+    code = f"{order}, json, torch; print(json.dumps(torch.ops.dmattn.backward in {registry}))"
     assert in_fresh_process(code) is True
 
 
 def test_only_ops_holds_schemas_and_only_arch_asks_the_driver():
-    driver = ("get_device_properties", "get_device_capability", "current_device()")
+    driver = ("get_device_properties", "get_device_capability", "get_device_name")
     for path in MODULES:
         text, name = path.read_text(), module_of(path)
         assert ("Tensor? " in text) == (name == "ops"), name
-        if name not in {"arch", "dispatch", "kernels"}:
+        if name not in {"arch", "kernels"}:
             assert not any(question in text for question in driver), name
 
 

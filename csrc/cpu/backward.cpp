@@ -1,6 +1,6 @@
-// Backward: five products per tile, scores held transposed ([keys][queries]), so that dk and dv need no transposition and
-// only dS is turned, for dq. One item owns some key tiles of some pairs: it writes their dk and dv, and its own partial
-// dq; partials are added in a fixed order afterwards. No atomics: results do not depend on timing.
+// Backward: five products per tile, scores held transposed ([keys][queries]), so that dk and dv need no transposition
+// and only dS is turned, for dq. One item owns some key tiles of some pairs: it writes their dk and dv, and its own
+// partial dq; partials are added in a fixed order afterwards. No atomics: results do not depend on timing.
 #include "kernels.h"
 
 #include <cmath>
@@ -23,8 +23,8 @@ class BackwardWorker {
 
   void operator()(int64_t item) {
     const int64_t chunk = item % wave_.chunks;
-    for (const int64_t index : wave_.groups[static_cast<size_t>(item / wave_.chunks)]) {
-      const Pair& pair = wave_.wave.pairs[static_cast<size_t>(index)];
+    for (const int64_t index : wave_.groups[item / wave_.chunks]) {
+      const Pair& pair = wave_.wave.pairs[index];
       // Strided, because a causal band gives the first key tiles the most work.
       for (int64_t tile = chunk; tile < pair.k_tiles; tile += wave_.chunks) own_tile(pair, tile, chunk);
     }
@@ -39,7 +39,7 @@ class BackwardWorker {
   };
 
   void own_tile(const Pair& pair, int64_t tile, int64_t chunk) {
-    const Sequence& sequence = problem_.sequences[static_cast<size_t>(pair.batch)];
+    const Sequence& sequence = problem_.sequence(pair.batch);
     const int64_t valid_keys = std::min(kTile, sequence.k_length - tile * kTile);
     has_acc_ = has_keys_ = false;
     for (int64_t g = 0; g < problem_.group; ++g) {
@@ -50,8 +50,14 @@ class BackwardWorker {
         Bits visible;
         if (!other.full && !side.tile_bits(tile, other.index, visible_.data(), visible)) continue;
         const int64_t valid_queries = std::min(kTile, sequence.q_length - other.index * kTile);
-        const Work work{pair,          head,       pair.query_slot(g, other.index), other.index,
-                        tile,          valid_queries, valid_keys,                   padded_extent(valid_keys),
+        const Work work{pair,
+                        head,
+                        pair.query_slot(g, other.index),
+                        other.index,
+                        tile,
+                        valid_queries,
+                        valid_keys,
+                        padded_extent(valid_keys),
                         padded_extent(valid_queries)};
         if (!has_keys_) pack_keys(pair, tile, valid_keys);
         visit(work, visible, chunk);
@@ -65,7 +71,7 @@ class BackwardWorker {
   }
 
   void pack_keys(const Pair& pair, int64_t tile, int64_t valid_keys) {
-    const int64_t first = problem_.sequences[static_cast<size_t>(pair.batch)].k_start + tile * kTile;
+    const int64_t first = problem_.sequence(pair.batch).k_start + tile * kTile;
     pack_rows<T>(problem_.key, pair.batch, first, valid_keys, pair.kv_head, key_.data());
     pack_rows<T>(problem_.value, pair.batch, first, valid_keys, pair.kv_head, value_.data());
     has_keys_ = true;
@@ -82,8 +88,8 @@ class BackwardWorker {
     const int64_t width = wave_.width, value_width = wave_.value_width;
     gemm_(work.rows, work.cols, width, key_.data(), width, wave_.query_columns(work.query_slot), kTile, false,
           scores_.data(), kTile);
-    gemm_(work.rows, work.cols, value_width, value_.data(), value_width, wave_.grad_columns(work.query_slot),
-          kTile, false, grad_scores_.data(), kTile);
+    gemm_(work.rows, work.cols, value_width, value_.data(), value_width, wave_.grad_columns(work.query_slot), kTile,
+          false, grad_scores_.data(), kTile);
     const T factor = finish_scores(work);
     Bits keep;
     if (problem_.dropout.active) {
@@ -120,7 +126,7 @@ class BackwardWorker {
     if (problem_.bias) {
       const Bias& bias = problem_.bias;
       const int64_t head = broadcast_head(work.head, problem_.heads, bias.heads);
-      const int64_t first_key = problem_.sequences[static_cast<size_t>(work.pair.batch)].k_start + work.key_tile * kTile;
+      const int64_t first_key = problem_.sequence(work.pair.batch).k_start + work.key_tile * kTile;
       const char* at = bias.at(work.pair.batch, head, work.query_tile * kTile, first_key);
       std::fill(bias_.data(), bias_.at(kTile * kTile), T(0));
       if (bias.row_stride == 0) {
@@ -142,7 +148,7 @@ class BackwardWorker {
   void add_bias_gradient(const Work& work) {
     const BiasGradient<T>& dbias = call_.dbias;
     const int64_t head = broadcast_head(work.head, problem_.heads, dbias.heads);
-    const int64_t first_key = problem_.sequences[static_cast<size_t>(work.pair.batch)].k_start + work.key_tile * kTile;
+    const int64_t first_key = problem_.sequence(work.pair.batch).k_start + work.key_tile * kTile;
     T* at = dbias.at(work.pair.batch, head, work.query_tile * kTile, first_key);
     if (dbias.row_stride == 0) return math_.add_row_sums(at, grad_scores_.data(), work.valid_keys, work.cols);
     math_.transpose(grad_scores_.data(), kTile, work.rows, work.cols, turned_.data(), kTile);

@@ -29,7 +29,8 @@ std::vector<std::vector<int64_t>> make_groups(const Wave& wave, bool per_batch, 
   return result;
 }
 
-// Each chunk beyond the first costs a partial dq, so that there are no more than keep the threads busy and the memory allows.
+// Each chunk beyond the first costs a partial dq, so that there are no more than keep the threads busy and the memory
+// allows.
 int64_t make_chunks(const Wave& wave, int64_t groups, int64_t dq_bytes) {
   int64_t items = kItems;
   while (items < 2 * at::get_num_threads()) items *= 2;
@@ -93,15 +94,15 @@ template <typename T>
 void BackwardWave<T>::fill(const BackwardCall<T>& call) const {
   for_each_item(query_slots_, [&] {
     return [&, out_tile = std::make_unique<Buffer<T>>(2 * kTile * value_width)](int64_t item) {
-      fill_slot(call, wave.query_tiles[static_cast<size_t>(item)], out_tile->data());
+      fill_slot(call, wave.query_tiles[item], out_tile->data());
     };
   });
 }
 
 template <typename T>
 void BackwardWave<T>::fill_slot(const BackwardCall<T>& call, const QueryTile& tile, T* out_tile) const {
-  const Pair& pair = wave.pairs[static_cast<size_t>(tile.pair)];
-  const Sequence& sequence = call.problem.sequences[static_cast<size_t>(pair.batch)];
+  const Pair& pair = wave.pairs[tile.pair];
+  const Sequence& sequence = call.problem.sequence(pair.batch);
   const int64_t offset = tile.tile * kTile, valid = std::min(kTile, sequence.q_length - offset);
   const int64_t first = sequence.q_start + offset;
   const int64_t head = pair.kv_head * call.problem.group + tile.head_in_group;
@@ -124,7 +125,8 @@ void BackwardWave<T>::fill_slot(const BackwardCall<T>& call, const QueryTile& ti
   pack_columns<T>(grad_rows(slot), valid, value_width, grad_columns(slot));
   pack_rows<T>(call.out, pair.batch, first, valid, head, out_tile);
   pack_columns<T>(out_tile, valid, value_width, out_tile + kTile * value_width);
-  tile_math<T>().column_dots(grad_columns(slot), out_tile + kTile * value_width, value_width, padded_extent(valid), delta_at);
+  tile_math<T>().column_dots(grad_columns(slot), out_tile + kTile * value_width, value_width, padded_extent(valid),
+                             delta_at);
   for (int64_t r = 0; r < valid; ++r)
     if (call.grad_lse.data && lse_at[r] != std::numeric_limits<T>::infinity())
       delta_at[r] -= call.grad_lse.at(pair.batch, head, first + r);
@@ -135,9 +137,9 @@ void BackwardWave<T>::write_dq(const BackwardCall<T>& call) const {
   for_each_item(query_slots_, [&] {
     return [&](int64_t item) {
       const TileMath<T>& math = tile_math<T>();
-      const QueryTile& tile = wave.query_tiles[static_cast<size_t>(item)];
-      const Pair& pair = wave.pairs[static_cast<size_t>(tile.pair)];
-      const Sequence& sequence = call.problem.sequences[static_cast<size_t>(pair.batch)];
+      const QueryTile& tile = wave.query_tiles[item];
+      const Pair& pair = wave.pairs[tile.pair];
+      const Sequence& sequence = call.problem.sequence(pair.batch);
       const int64_t valid = std::min(kTile, sequence.q_length - tile.tile * kTile);
       const int64_t first = sequence.q_start + tile.tile * kTile;
       const int64_t head = pair.kv_head * call.problem.group + tile.head_in_group;

@@ -1,5 +1,5 @@
-// What the backward prepares once per wave: tiles of query and grad_out in both orders, the statistics of each query, and
-// room for partial dq.
+// What the backward prepares once per wave: tiles of query and grad_out in both orders, the statistics of each query,
+// and room for partial dq.
 #pragma once
 
 #include <memory>
@@ -59,7 +59,7 @@ class BackwardWave {
     return storage_.at(query_slots_ * slot_size_ + (chunk * query_slots_ + slot) * kTile * width);
   }
   // Whether the chunk has written its partial dq of the slot; until then it is uninitialised.
-  uint8_t& touched(int64_t chunk, int64_t slot) const { return touched_[static_cast<size_t>(chunk * query_slots_ + slot)]; }
+  uint8_t& touched(int64_t chunk, int64_t slot) const { return touched_[chunk * query_slots_ + slot]; }
 
  private:
   void fill_slot(const BackwardCall<T>& call, const QueryTile& tile, T* out_tile) const;

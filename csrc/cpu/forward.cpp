@@ -32,9 +32,9 @@ template <typename T>
 void fill_panels(const Problem& problem, const Wave& wave, const Panels<T>& panels) {
   for_each_item(static_cast<int64_t>(wave.key_tiles.size()), [&] {
     return [&, rows = std::make_unique<Buffer<T>>(kTile * panels.width)](int64_t item) {
-      const KeyTile& tile = wave.key_tiles[static_cast<size_t>(item)];
-      const Pair& pair = wave.pairs[static_cast<size_t>(tile.pair)];
-      const Sequence& sequence = problem.sequences[static_cast<size_t>(pair.batch)];
+      const KeyTile& tile = wave.key_tiles[item];
+      const Pair& pair = wave.pairs[tile.pair];
+      const Sequence& sequence = problem.sequence(pair.batch);
       const int64_t first = sequence.k_start + tile.tile * kTile;
       const int64_t valid = std::min(kTile, sequence.k_length - tile.tile * kTile);
       const int64_t slot = pair.key_slot(tile.tile);
@@ -54,10 +54,10 @@ class ForwardWorker {
   ~ForwardWorker() { gemm_.release(); }
 
   void operator()(int64_t item) {
-    const QueryTile& work = wave_.query_tiles[static_cast<size_t>(item)];
-    const Pair& pair = wave_.pairs[static_cast<size_t>(work.pair)];
+    const QueryTile& work = wave_.query_tiles[item];
+    const Pair& pair = wave_.pairs[work.pair];
     const int64_t head = pair.kv_head * problem_.group + work.head_in_group;
-    const Sequence& sequence = problem_.sequences[static_cast<size_t>(pair.batch)];
+    const Sequence& sequence = problem_.sequence(pair.batch);
     const Side side = query_side(problem_, pair.batch, head);
     // Longest first: the lists say which tile that is; a causal band gives its last tiles the most work.
     const int64_t tile = side.records ? side.records[work.tile * side.record_words] : pair.q_tiles - 1 - work.tile;
@@ -78,7 +78,7 @@ class ForwardWorker {
 
  private:
   void visit(const Pair& pair, int64_t head, int64_t tile, int64_t valid, int64_t key_tile, const Bits& visible) {
-    const Sequence& sequence = problem_.sequences[static_cast<size_t>(pair.batch)];
+    const Sequence& sequence = problem_.sequence(pair.batch);
     const int64_t first_key = key_tile * kTile;
     const int64_t valid_keys = std::min(kTile, sequence.k_length - first_key), cols = padded_extent(valid_keys);
     const int64_t width = panels_.width, value_width = panels_.value_width;

@@ -5,11 +5,12 @@
 
 namespace dmattn {
 
-// C[m, n] = A[m, k] B[k, n], or += where `accumulate`; all row-major, `a_stride` elements between the rows of A, and so on.
+// C[m, n] = A[m, k] B[k, n], or += where `accumulate`; all row-major, `a_stride` elements between the rows of A, and so
+// on.
 //
 // float32 goes through oneDNN's batch-reduce GEMM where torch has it: on tiles of 128 x 128 x 64 it ran at 480 GFLOP/s
-// where MKL's sgemm ran at 150 to 195 (two cores of an EPYC 9005, torch 2.13, 2026-11). It compiles a kernel per shape and
-// thread, which is why tiles are padded to few extents. Else sgemm/dgemm, or ATen where torch exports neither.
+// where MKL's sgemm ran at 150 to 195 (two cores of an EPYC 9005, torch 2.13, 2026-11). It compiles a kernel per shape
+// and thread, which is why tiles are padded to few extents. Else sgemm/dgemm, or ATen where torch exports neither.
 class Gemm {
  public:
   Gemm();

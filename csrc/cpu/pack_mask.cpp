@@ -32,7 +32,7 @@ struct Grid {
 
   Grid(int64_t q_tiles, int64_t k_tiles)
       : classes(static_cast<size_t>(q_tiles * k_tiles), TileClass::empty), q_tiles(q_tiles), k_tiles(k_tiles) {}
-  TileClass& at(int64_t q_tile, int64_t k_tile) { return classes[static_cast<size_t>(q_tile * k_tiles + k_tile)]; }
+  TileClass& at(int64_t q_tile, int64_t k_tile) { return classes[q_tile * k_tiles + k_tile]; }
 };
 
 // Write the records of one axis: `own` tiles whose classes lie `own_step` apart, each over `other` tiles.
@@ -53,13 +53,11 @@ void write_records(const TileClass* classes, int64_t own, int64_t own_step, int6
       }
       record[kind == TileClass::partial ? 1 : 2] = static_cast<int32_t>(total - before);
     }
-    work[static_cast<size_t>(t)] = total;
+    work[t] = total;
   }
   std::iota(ranked.begin(), ranked.end(), 0);
-  std::stable_sort(ranked.begin(), ranked.end(), [&](int64_t a, int64_t b) {
-    return work[static_cast<size_t>(a)] > work[static_cast<size_t>(b)];
-  });
-  for (int64_t r = 0; r < own; ++r) records[r * record_words] = static_cast<int32_t>(ranked[static_cast<size_t>(r)]);
+  std::stable_sort(ranked.begin(), ranked.end(), [&](int64_t a, int64_t b) { return work[a] > work[b]; });
+  for (int64_t r = 0; r < own; ++r) records[r * record_words] = static_cast<int32_t>(ranked[r]);
 }
 
 void check_output(const at::Tensor& tensor) {
@@ -73,7 +71,7 @@ void write_lists(std::vector<Grid>& grids, const at::Tensor& row_tiles, const at
   const int64_t row_words = row_tiles.size(3), col_words = col_tiles.size(3);
   for_each_item(static_cast<int64_t>(grids.size()), [&] {
     return [&](int64_t item) {
-      const Grid& grid = grids[static_cast<size_t>(item)];
+      const Grid& grid = grids[item];
       const TileClass* classes = grid.classes.data();
       write_records(classes, grid.q_tiles, grid.k_tiles, grid.k_tiles, 1, rows + item * grid.q_tiles * row_words,
                     row_words);
@@ -84,8 +82,8 @@ void write_lists(std::vector<Grid>& grids, const at::Tensor& row_tiles, const at
 }
 
 // Segment ids of one head of a mask with `heads` heads.
-Side segment_side(const at::Tensor& q_segments, const at::Tensor& k_segments, int64_t batch, int64_t head, int64_t heads,
-                  int64_t seqlen_q, int64_t seqlen_k, const Band& band) {
+Side segment_side(const at::Tensor& q_segments, const at::Tensor& k_segments, int64_t batch, int64_t head,
+                  int64_t heads, int64_t seqlen_q, int64_t seqlen_k, const Band& band) {
   Side side;
   side.own_length = seqlen_q;
   side.other_length = seqlen_k;
@@ -119,8 +117,7 @@ class MaskReader {
         heads_(heads),
         mask_heads_(mask.size(1)),
         significant_(significant_bits(mask.scalar_type())) {
-    for (int64_t dim = 0; dim < 4; ++dim)
-      strides_[dim] = mask.size(dim) == 1 && dim < 3 ? 0 : mask.stride(dim) * size_;
+    for (int64_t dim = 0; dim < 4; ++dim) strides_[dim] = mask.size(dim) == 1 && dim < 3 ? 0 : mask.stride(dim) * size_;
   }
 
   bool same_rows() const { return strides_[2] == 0; }
@@ -230,7 +227,7 @@ void pack_mask(const at::Tensor& mask, const MaybeTensor& q_segments, const Mayb
     return [&](int64_t item) {
       const int64_t part = item / q_tiles, b = part / heads, h = part % heads;
       const Side side = segment_side(q_ids, k_ids, b, h, heads, seqlen_q, seqlen_k, band);
-      pack_tile_row(reader, side, b, h, item % q_tiles, grids[static_cast<size_t>(part)], rows + part * bits_per_head,
+      pack_tile_row(reader, side, b, h, item % q_tiles, grids[part], rows + part * bits_per_head,
                     cols + part * bits_per_head);
     };
   });
@@ -251,7 +248,7 @@ void list_tiles(const MaybeTensor& q_segments, const at::Tensor& k_segments, int
       const Side side = segment_side(q_ids, k_ids, part / heads, part % heads, heads, seqlen_q, seqlen_k, band);
       const auto [first, last] = side.band_tiles(tile);
       for (int64_t other = first; other < last; ++other)
-        grids[static_cast<size_t>(part)].at(tile, other) = segment_class(side, tile, other, scratch->data());
+        grids[part].at(tile, other) = segment_class(side, tile, other, scratch->data());
     };
   });
   write_lists(grids, row_tiles, col_tiles);

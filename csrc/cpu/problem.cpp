@@ -83,8 +83,8 @@ void add_sequences(Problem& problem, const Arguments& arguments) {
   problem.covers_everything = covers(q, arguments.query.size(0)) && covers(k, arguments.key.size(0));
   for (size_t b = 0; b < q.size(); ++b) {
     const int64_t offset = arguments.top_left ? 0 : k[b].second - q[b].second;
-    problem.sequences.push_back({q[b].first, q[b].second, k[b].first, k[b].second,
-                                 Band::from(arguments.band_lo, arguments.band_hi, offset)});
+    problem.sequences.push_back(
+        {q[b].first, q[b].second, k[b].first, k[b].second, Band::from(arguments.band_lo, arguments.band_hi, offset)});
   }
 }
 

@@ -21,8 +21,8 @@ constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 4;
 
 inline int64_t ceil_div(int64_t size, int64_t divisor) { return (size + divisor - 1) / divisor; }
 
-// Rows or columns that are computed for `valid` ones: whole vectors, and eight extents in all, since oneDNN compiles (in
-// 20 us) and keeps a kernel for each combination.
+// Rows or columns that are computed for `valid` ones: whole vectors, and eight extents in all, since oneDNN compiles
+// (in 20 us) and keeps a kernel for each combination.
 inline int64_t padded_extent(int64_t valid) { return ceil_div(valid, 16) * 16; }
 
 // Element y of the other axis is visible to element x of the own axis iff x + lo <= y <= x + hi.
@@ -42,7 +42,8 @@ struct Sequence {
   Band band;
 };
 
-// [B, S, heads, width], or [total, heads, width] with `batch_stride` 0. Strides in bytes; the last dimension is contiguous.
+// [B, S, heads, width], or [total, heads, width] with `batch_stride` 0. Strides in bytes; the last dimension is
+// contiguous.
 struct Rows {
   char* data = nullptr;
   Element element = Element::f32;
@@ -97,6 +98,8 @@ struct Problem {
   MaskTensors mask;
   Dropout dropout;
   double scale, softcap;
+
+  const Sequence& sequence(int64_t batch_index) const { return sequences[batch_index]; }
 };
 
 // The arguments that forward and backward share, in the order of the operators' schemas.

@@ -6,7 +6,7 @@ std::vector<Wave> make_waves(const Problem& problem, int64_t query_slot_bytes, i
   std::vector<Wave> waves;
   int64_t bytes = 0;
   for (int64_t b = 0; b < problem.batch; ++b) {
-    const Sequence& sequence = problem.sequences[static_cast<size_t>(b)];
+    const Sequence& sequence = problem.sequence(b);
     const int64_t q_tiles = ceil_div(sequence.q_length, kTile), k_tiles = ceil_div(sequence.k_length, kTile);
     if (q_tiles == 0 && k_tiles == 0) continue;
     for (int64_t h = 0; h < problem.kv_heads; ++h) {

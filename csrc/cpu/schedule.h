@@ -13,7 +13,7 @@ namespace dmattn {
 // One key/value head of one sequence with the query heads that read it.
 struct Pair {
   int64_t batch, kv_head;
-  int64_t q_tiles, k_tiles;          // tiles of the sequence
+  int64_t q_tiles, k_tiles;                  // tiles of the sequence
   int64_t first_query_slot, first_key_slot;  // slots in the wave's workspace; query slots: [group, q_tiles]
 
   int64_t query_slot(int64_t head_in_group, int64_t tile) const {
@@ -30,8 +30,8 @@ struct KeyTile {
   int64_t pair, tile;
 };
 
-// The workspace of one wave. Below 32 MiB in one piece, glibc's malloc keeps it for the next call; a larger one goes back to
-// the system, and faulting its pages in again took a quarter of a sparse backward's time.
+// The workspace of one wave. Below 32 MiB in one piece, glibc's malloc keeps it for the next call; a larger one goes
+// back to the system, and faulting its pages in again took a quarter of a sparse backward's time.
 constexpr int64_t kWaveBytes = int64_t{24} << 20;
 
 // Pairs that are computed together; their converted and transposed tiles share one workspace.
@@ -44,8 +44,8 @@ struct Wave {
 // Cut all pairs into waves of at most kWaveBytes (at least one pair each), given the bytes of one slot of each kind.
 std::vector<Wave> make_waves(const Problem& problem, int64_t query_slot_bytes, int64_t key_slot_bytes);
 
-// Call worker() on each thread, then its result with every item in [0, items), each taken by the thread that is free first.
-// What an item writes may not depend on which thread runs it.
+// Call worker() on each thread, then its result with every item in [0, items), each taken by the thread that is free
+// first. What an item writes may not depend on which thread runs it.
 template <typename MakeWorker>
 void for_each_item(int64_t items, const MakeWorker& make_worker) {
   std::atomic<int64_t> next{0};

@@ -1,14 +1,14 @@
 // Everything elementwise that happens to one tile of scores, compiled once per instruction set (tile_math_*.cpp).
 //
-// A tile is row-major with kTile columns between rows. `rows` and `cols` are padded to multiples of 16, so that the inner
-// loops have no remainders. The forward holds scores as [queries][keys]; the backward transposed.
+// A tile is row-major with kTile columns between rows. `rows` and `cols` are padded to multiples of 16, so that the
+// inner loops have no remainders. The forward holds scores as [queries][keys]; the backward transposed.
 #pragma once
 
 #include <cstdint>
 
 namespace dmattn {
 
-constexpr int64_t kTile = 128;    // queries and keys of a tile, as in problem.py
+constexpr int64_t kTile = 128;     // queries and keys of a tile, as in problem.py
 constexpr int64_t kTileWords = 4;  // 32-bit words in one row of a tile's bits
 
 enum class Element { f64, f32, f16, bf16 };
@@ -28,9 +28,9 @@ template <typename T>
 struct Softmax {
   T* max;
   T* sum;
-  T* acc;         // [rows, acc_width]
+  T* acc;  // [rows, acc_width]
   int64_t acc_width;
-  bool has_acc;   // false before the first tile: acc is then uninitialised
+  bool has_acc;  // false before the first tile: acc is then uninitialised
 };
 
 // What the backward knows of each query of a tile: lse * log2(e) (+inf where the row is empty), and delta.
@@ -46,7 +46,8 @@ struct TileMath {
   void (*load)(const void* source, Element element, int64_t n, T* target);
   void (*store)(const T* source, T factor, int64_t n, void* target, Element element);
   // target[c, r] = source[r, c]; rows and cols are multiples of 16.
-  void (*transpose)(const T* source, int64_t source_stride, int64_t rows, int64_t cols, T* target, int64_t target_stride);
+  void (*transpose)(const T* source, int64_t source_stride, int64_t rows, int64_t cols, T* target,
+                    int64_t target_stride);
   // scores = softcap * tanh(scale / softcap * scores); slope (may be null) = 1 - tanh^2.
   void (*cap)(T* scores, int64_t rows, int64_t cols, T scale, T softcap, T* slope);
   // scores = factor * scores + bias, over `valid_rows` x `valid_cols` elements; row_stride in bytes (0: the same row).
@@ -75,7 +76,8 @@ struct BitMath {
   void (*nonzero)(const char* row, int64_t stride, int64_t size, uint64_t significant, int64_t n, uint32_t* words);
   // target bit (c, r) = source bit (r, c) for a 128 x 128 tile; strides in words.
   void (*transpose)(const uint32_t* source, int64_t source_stride, uint32_t* target, int64_t target_stride);
-  // Dropout of one query over 128 keys from `first_key` (a multiple of 4): bit c is set where key first_key + c is kept.
+  // Dropout of one query over 128 keys from `first_key` (a multiple of 4): bit c is set where key first_key + c is
+  // kept.
   void (*philox_keep)(uint64_t seed, uint32_t query, uint32_t batch_head, uint32_t first_key, uint32_t threshold,
                       uint32_t* words);
 };

@@ -1,4 +1,5 @@
-// The bodies behind tile_math.h. The including file sets VECTOR_BYTES, the target and DMATTN_ISA, the name of its table.
+// The bodies behind tile_math.h. The including file sets VECTOR_BYTES, the target and DMATTN_ISA, the name of its
+// table.
 #pragma once
 
 #include "tile_math.h"
@@ -254,8 +255,8 @@ void add_row_sums(T* target, const T* values, int64_t valid_rows, int64_t cols) 
   }
 }
 
-// One accumulator per column, in the order in which a matrix product adds: where a query sees one key, delta then equals dP
-// bit by bit and the gradient is exactly 0.
+// One accumulator per column, in the order in which a matrix product adds: where a query sees one key, delta then
+// equals dP bit by bit and the gradient is exactly 0.
 template <typename T>
 void column_dots(const T* left, const T* right, int64_t rows, int64_t cols, T* target) {
   for (int64_t c = 0; c < cols; c += kLanes<T>) {
@@ -355,9 +356,8 @@ void philox_keep(uint64_t seed, uint32_t query, uint32_t batch_head, uint32_t fi
 
 template <typename T>
 constexpr TileMath<T> make_tile_math() {
-  return {load<T>,         store<T>, transpose<T>,     cap<T>,      add_bias<T>, add_row_bias<T>,
-          softmax_step<T>, drop<T>,  gradient_step<T>, multiply<T>, add<T>,      add_row_sums<T>,
-          column_dots<T>};
+  return {load<T>, store<T>,         transpose<T>, cap<T>, add_bias<T>,     add_row_bias<T>, softmax_step<T>,
+          drop<T>, gradient_step<T>, multiply<T>,  add<T>, add_row_sums<T>, column_dots<T>};
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Portable vectors (GCC and Clang vector extensions) of VECTOR_BYTES, with the functions softmax needs. Included only by
-// tile_math_impl.h, after the instruction set was chosen; everything has internal linkage, so that no AVX-512 copy of a
-// function can stand in for the portable one at link time.
+// Portable vectors (GCC and Clang vector extensions) of VECTOR_BYTES, with the functions softmax needs. Included only
+// by tile_math_impl.h, after the instruction set was chosen; everything has internal linkage, so that no AVX-512 copy
+// of a function can stand in for the portable one at link time.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,7 @@ struct Constants<float> {
   static constexpr float exp2_floor = -126.0f;
   static constexpr float log2e = 1.44269504f;
   // 2^f on [-0.5, 0.5], minimax of the relative error: 1.9e-9
-  static constexpr float exp2[] = {1.0f,           0.693147206f,   0.240226469f,  0.0555032878f,
+  static constexpr float exp2[] = {1.0f,           0.693147206f,   0.240226469f,   0.0555032878f,
                                    0.00961848896f, 0.00133999312f, 0.000153458122f};
 };
 

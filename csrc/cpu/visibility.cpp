@@ -25,7 +25,8 @@ const Word* mask_part(const at::Tensor& tensor, int64_t batch, int64_t head, int
   return data + (b * tensor.size(1) + h) * tensor.size(2) * tensor.size(3);
 }
 
-void add_lists(Side& side, const at::Tensor& tiles, const at::Tensor& bits, int64_t batch, int64_t head, int64_t heads) {
+void add_lists(Side& side, const at::Tensor& tiles, const at::Tensor& bits, int64_t batch, int64_t head,
+               int64_t heads) {
   side.records = mask_part<int32_t>(tiles, batch, head, heads);
   side.record_words = tiles.defined() ? tiles.size(3) : 0;
   side.bits = mask_part<uint32_t>(bits, batch, head, heads);
@@ -35,7 +36,7 @@ void add_lists(Side& side, const at::Tensor& tiles, const at::Tensor& bits, int6
 }  // namespace
 
 Side query_side(const Problem& problem, int64_t batch, int64_t head) {
-  const Sequence& sequence = problem.sequences[static_cast<size_t>(batch)];
+  const Sequence& sequence = problem.sequence(batch);
   Side side;
   side.own_length = sequence.q_length;
   side.other_length = sequence.k_length;
@@ -78,7 +79,8 @@ void Side::visible_tiles(int64_t tile, std::vector<TileRef>& tiles) const {
     return;
   }
   const auto [first, last] = band_tiles(tile);
-  for (int64_t other = first; other < last; ++other) tiles.push_back({other, !has_segments() && inside_band(tile, other)});
+  for (int64_t other = first; other < last; ++other)
+    tiles.push_back({other, !has_segments() && inside_band(tile, other)});
 }
 
 bool Side::tile_bits(int64_t tile, int64_t other, uint32_t* scratch, Bits& result) const {

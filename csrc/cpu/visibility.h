@@ -16,11 +16,11 @@ struct TileRef {
 struct Side {
   int64_t own_length = 0, other_length = 0;
   Band band;
-  const int64_t* own_ids = nullptr;    // segments; null where all are 0
+  const int64_t* own_ids = nullptr;  // segments; null where all are 0
   const int64_t* other_ids = nullptr;
-  const int32_t* records = nullptr;    // tile lists of the own axis, `record_words` each
+  const int32_t* records = nullptr;  // tile lists of the own axis, `record_words` each
   int64_t record_words = 0;
-  const uint32_t* bits = nullptr;      // rows of the own axis, `bit_words` each
+  const uint32_t* bits = nullptr;  // rows of the own axis, `bit_words` each
   int64_t bit_words = 0;
 
   bool has_segments() const { return own_ids || other_ids; }
@@ -28,7 +28,8 @@ struct Side {
   std::pair<int64_t, int64_t> band_tiles(int64_t tile) const;
   bool inside_band(int64_t tile, int64_t other) const;
   void visible_tiles(int64_t tile, std::vector<TileRef>& tiles) const;
-  // Bits of a partial tile: the mask's own, or built in `scratch` (kTile * kTileWords words). False: nothing is visible.
+  // Bits of a partial tile: the mask's own, or built in `scratch` (kTile * kTileWords words). False: nothing is
+  // visible.
   bool tile_bits(int64_t tile, int64_t other, uint32_t* scratch, Bits& bits) const;
   // The same built from band, segments and the ends of the axes, whatever the mask holds.
   bool build_bits(int64_t tile, int64_t other, uint32_t* words) const;

@@ -1,0 +1,85 @@
+"""Draw a result file: `python benchmarks/plot.py results.json picture.png`.
+
+Files with a mask's preparation show the whole time of a call (preparation, forward and backward); files without show
+the TFLOP/s of forward and backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+COLOURS = {
+    "dmattn": "#c0392b",
+    "dmattn-unmasked": "#e59a90",
+    "dmattn-sm80": "#8e44ad",
+    "fa4": "#2c7fb8",
+    "cudnn": "#4daf4a",
+    "flex": "#e6a817",
+    "sdpa": "#7f8c8d",
+}
+
+
+def total_ms(row: Row) -> float | None:
+    """Return preparation, forward and backward together, or None where one could not run."""
+    if row["backward_ms"] is None:
+        return None
+    return row["forward_ms"] + row["backward_ms"] + (row["prepare_ms"] or 0.0)
+
+
+def _rate(row: Row, part: str, factor: int) -> float | None:
+    rate = row[f"{part}_tflops"]
+    return None if rate is None else rate * factor
+
+
+def _bars(axes: Any, rows: list[Row], value: Callable[[Row], float | None]) -> None:
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    shown = {row["implementation"] for row in rows if value(row) is not None}
+    names = [name for name in COLOURS if name in shown]
+    height = 0.8 / len(names)
+    for index, name in enumerate(names):
+        bars = [(cases.index(row["case"]), value(row)) for row in rows if row["implementation"] == name]
+        places = [case + index * height for case, size in bars if size is not None]
+        sizes = [size for _, size in bars if size is not None]
+        axes.barh(places, sizes, height, color=COLOURS[name], label=name)
+    axes.set_yticks([case + 0.4 - height / 2 for case in range(len(cases))], cases)
+    axes.set_ylim(len(cases), -0.2)  # the first case on top
+    axes.grid(axis="x", alpha=0.3)
+
+
+def draw(source: Path, picture: Path) -> None:
+    """Draw the rows of a result file as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    results = json.loads(source.read_text())
+    rows = results["rows"]
+    masked = any(row["prepare_ms"] is not None for row in rows)
+    height = 1.5 + 0.12 * len(rows)
+    if masked:
+        figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
+        _bars(axes, rows, total_ms)
+        axes.set_xlabel("milliseconds, mask work + forward + backward (less is better)")
+    else:
+        figure, panels = plt.subplots(1, 2, figsize=(11, height), layout="constrained", sharey=True)
+        fast = any((row["forward_tflops"] or 0) > 1 for row in rows)
+        unit, factor = ("TFLOP/s", 1) if fast else ("GFLOP/s", 1000)
+        for axes, part in zip(panels, ("forward", "backward"), strict=True):
+            _bars(axes, rows, functools.partial(_rate, part=part, factor=factor))
+            axes.set(title=part, xlabel=f"{unit} (more is better)")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.suptitle(f"{results['gpu']}, {results['date']}, torch {results['versions']['torch']}")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=150)
+    print(f"drawn: {picture}")
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]), Path(sys.argv[2]))

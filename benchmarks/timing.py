@@ -1,0 +1,143 @@
+"""Time functions against each other in one process, and write what came out to a file.
+
+A GPU that was busy is slower than one that rested (its clock follows power and heat), so the functions take turns: in
+each round every one runs for a moment after 0.1 s of rest, and medians over the rounds are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterable
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+IDLE_SECONDS = 0.1
+ROUND_SECONDS = {"cuda": 0.02, "cpu": 0.1}  # repeats fill this time in each round
+PACKAGES = ("torch", "triton", "dmattn-ops", "flash-attn-4", "numpy")
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Sample(NamedTuple):
+    """Milliseconds of one function over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+class Gauge:
+    """Clock and power of the GPU while it works, where nvidia-ml-py is installed."""
+
+    def __init__(self) -> None:
+        self.megahertz: list[float] = []
+        self.watts: list[float] = []
+        self.handle = None
+        if torch.cuda.is_available():
+            try:
+                import pynvml
+            except ImportError:
+                return
+            pynvml.nvmlInit()
+            self.nvml = pynvml
+            uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+            self.handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+
+    def read(self) -> None:
+        """Note the present clock and power."""
+        if self.handle is not None:
+            self.megahertz.append(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM))
+            self.watts.append(self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000)
+
+    def facts(self) -> dict[str, list[float]]:
+        """Return the range of what was read."""
+        pairs: dict[str, list[float]] = {"sm_mhz": self.megahertz, "power_w": self.watts}
+        return {name: [min(values), max(values)] for name, values in pairs.items() if values}
+
+
+def elapsed_ms(function: Callable[[], object], repeats: int, device: str, gauge: Gauge | None = None) -> float:
+    """Return the milliseconds of one call, the mean over `repeats` calls in a row."""
+    if device == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            function()
+        end.record()
+        if gauge is not None:
+            gauge.read()  # while the device still works
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / repeats
+    began = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    return (time.perf_counter() - began) * 1000 / repeats
+
+
+def interleaved(
+    functions: dict[Key, Callable[[], object]], device: str, *, rounds: int = 5, gauge: Gauge | None = None
+) -> dict[Key, Sample]:
+    """Time each function in each round, in turns."""
+    repeats = {}
+    for key, function in functions.items():
+        elapsed_ms(function, 2, device)  # compiles, and fills caches
+        repeats[key] = max(1, min(100, int(ROUND_SECONDS[device] * 1000 / elapsed_ms(function, 1, device))))
+    times: dict[Key, list[float]] = {key: [] for key in functions}
+    for _ in range(rounds):
+        for key, function in functions.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+                time.sleep(IDLE_SECONDS)
+            times[key].append(elapsed_ms(function, repeats[key], device, gauge))
+    return {key: Sample(statistics.median(values), min(values), max(values)) for key, values in times.items()}
+
+
+def processor(device: str) -> str:
+    """Return the name of the GPU, or of the CPU with the number of threads that torch uses."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        name = models[0] if models else name
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what takes part."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__  # metadata leaves out what the build adds
+    if torch.cuda.is_available():
+        found["cuda"] = torch.version.cuda or ""
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def write_results(path: Path, rows: Iterable[dict], device: str, gauge: Gauge) -> None:
+    """Write one result file: where, when and how it was measured, then a row for each case and implementation."""
+    results = {
+        "gpu": processor(device),
+        "date": date.today().isoformat(),
+        "versions": versions(),
+        "command": shlex.join(["python", *sys.argv]),
+        "mode": "interleaved",
+        **gauge.facts(),
+        "rows": list(rows),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written: {path}")

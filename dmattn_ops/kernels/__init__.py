@@ -1,0 +1,1 @@
+"""Triton and Gluon kernels; imported lazily, and only by dispatch."""

@@ -1,0 +1,43 @@
+"""The Gluon names that SM 9.0 kernels use, the same for triton 3.6 and later.
+
+Triton 3.9 renamed the TMA copies and gave the reduction a name; 3.6 has its lowering but no Python function.
+"""
+
+from __future__ import annotations
+
+from triton._C.libtriton import ir
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+__all__ = [
+    "fence_async_shared",
+    "mbarrier",
+    "tma",
+    "tma_load",
+    "tma_reduce_add",
+    "tma_store",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+
+@builtin
+def _reduce_add(tensor_desc, coord, src, _semantic=None):
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""`tma_load(tensor_desc, coord, barrier, result, pred=True)`: fill shared memory, completing on `barrier`."""
+
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+"""`tma_store(tensor_desc, coord, src)`: global memory written from shared; `tma.store_wait` before `src` is reused."""
+
+tma_reduce_add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _reduce_add
+"""`tma_reduce_add(tensor_desc, coord, src)`: like `tma_store`, adding to what is there."""

@@ -1,0 +1,182 @@
+"""Launch the SM 9.0 backward: what it refuses, its tensor maps, and its three kernels."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dmattn_ops.config import HopperBackward
+from dmattn_ops.kernels.hopper_backward_kernel import backward_kernel
+from dmattn_ops.kernels.hopper_backward_launch import launch
+from dmattn_ops.kernels.hopper_backward_rows import finish_kernel, prepare_kernel
+from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
+
+LOG2E = 1.4426950408889634
+MAX_DIM = 128
+HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10%
+PIECE = 64 * 64  # elements of dq that one consumer makes in a step
+_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+class _Address(NamedTuple):
+    """What a tensor map needs of a tensor, so that the cached map does not keep its memory."""
+
+    pointer: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(
+    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+) -> TensorDescriptor:
+    """Describe a tensor to the launcher, which encodes it; built once for an address and a shape."""
+    if dtype == torch.float32:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
+    else:
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT[dtype])
+    described = TensorDescriptor(_Address(pointer, dtype), list(shape), list(strides), list(block), layout)
+    described.kind = (dtype, block)  # for the launcher's own look-up
+    return described
+
+
+def _rows_map(tensor: Tensor, rows: int, dim: int) -> TensorDescriptor:
+    """Map `[B, S, heads, D]` in boxes of `rows` x `dim` of one head; past S or D they read 0 and write nothing."""
+    shape = tuple(tensor.shape)
+    # the stride of a dimension of size 1 may be anything: take one that a tensor map accepts
+    strides = tuple(stride if size > 1 else MAX_DIM for size, stride in zip(shape, tensor.stride(), strict=True))
+    return _tensor_map(tensor.data_ptr(), tensor.dtype, shape, (*strides[:-1], 1), (1, rows, 1, dim))
+
+
+def _mappable(tensor: Tensor) -> bool:
+    """Return whether TMA can address `tensor`: 16-byte aligned, and every stride a positive multiple of 16 bytes."""
+    step = 16 // tensor.element_size()
+    inner = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return inner and tensor.data_ptr() % 16 == 0 and all(size == 1 or (s > 0 and s % step == 0) for size, s in outer)
+
+
+def refusals(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+) -> list[str]:
+    """Return every reason why this kernel cannot take the request; none means that `backward` will."""
+    dim, dim_v = query.shape[-1], value.shape[-1]
+    reasons = {
+        "variable lengths": varlen is not None,
+        "a bias": bias is not None,
+        "dropout": options.dropout_p > 0.0,
+        "softcap": options.softcap != 0.0,
+        "deterministic accumulation of dq": options.deterministic,
+        f"dtype {query.dtype}": query.dtype not in (torch.bfloat16, torch.float16),
+        f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
+        f"head dimensions {dim} and {dim_v} that are no multiples of 8": dim % 8 != 0 or dim_v % 8 != 0,
+        f"head dimensions {dim} and {dim_v} of different tiles": (dim <= 64) != (dim_v <= 64),
+        "an empty dimension": 0 in query.shape or 0 in key.shape or 0 in value.shape,
+    }
+    found = [f"the SM 9.0 backward does not support {name}" for name, holds in reasons.items() if holds]
+    if varlen is None:
+        named = (("query", query), ("key", key), ("value", value))
+        found += [f"{name}: TMA needs 16-byte aligned data and strides" for name, t in named if not _mappable(t)]
+    return found
+
+
+def _steps(tensor: Tensor, heads: int, kv_heads: int) -> tuple[int, int, int]:
+    """Return strides (batch, key head, query head of a group) of a mask `[Bm, Hm, ...]`, 0 where it broadcasts."""
+    batch = tensor.stride(0) if tensor.shape[0] > 1 else 0
+    head = tensor.stride(1) if tensor.shape[1] > 1 else 0
+    if tensor.shape[1] == kv_heads and kv_heads != heads:
+        return batch, head, 0
+    return batch, head * (heads // kv_heads), head
+
+
+def _mask_arguments(tiles: Tiles, unused: Tensor, heads: int, kv_heads: int) -> tuple[int, bool, tuple]:
+    """Return the kind of lists, whether queries have segments, and the kernel's mask tensors and strides."""
+    if tiles.col_tiles is None:
+        return 0, False, (unused, unused, unused, unused, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    lists = tiles.col_tiles
+    of_lists = (*_steps(lists, heads, kv_heads), lists.shape[-1])
+    if tiles.col_bits is not None:
+        bits = tiles.col_bits.view(torch.int64)
+        of_bits = (*_steps(bits, heads, kv_heads), bits.shape[-1])
+        return 1, False, (lists, bits, unused, unused, *of_lists, *of_bits, 0, 0, 0, 0)
+    q_segments, k_segments = tiles.q_segments, tiles.k_segments
+    q_batch = q_segments.stride(0) if q_segments is not None and q_segments.shape[0] > 1 else 0
+    of_segments = (q_batch, *_steps(k_segments, heads, kv_heads))
+    queries = unused if q_segments is None else q_segments
+    return 2, q_segments is not None, (lists, unused, queries, k_segments, *of_lists, 0, 0, 0, 0, *of_segments)
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None,
+    config: HopperBackward,
+) -> None:
+    """Write dq, dk and dv of `[B, S, heads, D]` inputs; `refusals` must have named no reason against it."""
+    batch, seqlen_q, heads, dim = query.shape
+    seqlen_k, kv_heads = key.shape[1], key.shape[2]
+    dim_v = value.shape[-1]
+    tile_d, tile_dv = (64 if size <= 64 else 128 for size in (dim, dim_v))
+    block_m, block_n = config.block_m, config.block_n
+    if not _mappable(grad_out):
+        grad_out = grad_out.contiguous()
+    rows = -(-seqlen_q // TILE) * TILE  # queries of a head in the workspaces
+    total = batch * heads * rows
+    # one float32 workspace: lse and delta of every row, then dq in pieces of 64 x 64
+    workspace = query.new_empty((total * (2 + tile_d),), dtype=torch.float32)
+    address, accumulator = workspace.data_ptr(), workspace[2 * total :]
+    block_rows = 8192 // tile_d
+    grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
+    arguments = (
+        out, grad_out, lse, grad_lse, workspace, accumulator,
+        *out.stride()[:3], *grad_out.stride()[:3], *lse.stride(), *grad_lse_strides,
+        seqlen_q, heads, rows, total, dim_v,
+    )  # fmt: skip
+    constants = {"BLOCK": block_rows, "DV": tile_dv, "D": tile_d}
+    launch(prepare_kernel, total // block_rows, arguments, constants, query.device, num_warps=8)
+    kind, has_q_segments, mask = _mask_arguments(tiles, accumulator, heads, kv_heads)
+    has_lo, has_hi = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
+    arguments = (
+        _rows_map(query, block_m, tile_d), _rows_map(key, block_n, tile_d), _rows_map(value, 64, tile_dv),
+        _rows_map(grad_out, block_m, tile_dv),
+        _tensor_map(address, torch.float32, (2, total), (total, 1), (2, block_m)),
+        _tensor_map(address + 8 * total, torch.float32, (total * tile_d // 256, 256), (256, 1), (16, 256)),
+        _rows_map(dk, 64, tile_d), _rows_map(dv, 64, tile_dv), *mask,
+        options.softmax_scale, options.softmax_scale * LOG2E, kv_heads, heads // kv_heads, seqlen_q, seqlen_k, rows,
+        options.band_lo, options.band_hi, HEADS_PER_GROUP, batch * kv_heads,
+    )  # fmt: skip
+    constants = {
+        "BM": block_m, "BN": block_n, "D": tile_d, "DV": tile_dv, "LISTS": kind,
+        "PARTIAL": kind != 0 or has_lo or has_hi or seqlen_k % block_n != 0, "HAS_LO": has_lo,
+        "HAS_Q_SEG": has_q_segments, "GROUPED": heads != kv_heads, "TWO_PHASE": config.variant == "two_phase",
+    }  # fmt: skip
+    launch(backward_kernel, batch * kv_heads * -(-seqlen_k // block_n), arguments, constants, query.device, num_warps=4)
+    arguments = (accumulator, dq, *dq.stride()[:3], options.softmax_scale, seqlen_q, heads, rows, dim)
+    launch(finish_kernel, total * tile_d // PIECE, arguments, {"SPLIT_D": tile_d == 128}, query.device, num_warps=4)

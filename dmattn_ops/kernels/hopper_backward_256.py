@@ -1,0 +1,180 @@
+"""Launch the SM 9.0 backward for wide heads: what it refuses, its tensor maps, and its three kernels.
+
+Seven matrix products instead of five: dk/dv and dq each have a kernel that computes the scores. The registers hold dk
+and dv of 64 keys; a block that made dq of its steps as well would have to add it up in float32 in global memory, and
+that traffic (128 KB per step of 64 queries instead of 64) costs more than the two products. Separately both kernels
+come close to the rate of a plain matrix product, so that seven are faster here than five elsewhere. Nothing is added up
+between blocks: results don't depend on their order, and the only workspace is two floats per query. So it also serves
+narrower heads where the faster kernel for those may not be used: B4 S4096, 428 and 472 at H16 D128, 287 and 321 at
+H32 D64.
+
+One H200, 2026-11-20, bf16, D 256, TFLOP/s of the whole backward (2.5 times the forward's work), causal and full, next
+to cuDNN 9.19 in the same process: B4 H8 S4096 511 and 555 (376 and 399), B1 H8 S16384 572 and 518 (397 and 364).
+A mask of random bits costs 8%. Overlapping the three launches (programmatic dependent launch) gained nothing there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dmattn_ops.config import HopperBackward256
+from dmattn_ops.kernels.hopper_backward_256_keys import keys_kernel
+from dmattn_ops.kernels.hopper_backward_256_queries import queries_kernel
+from dmattn_ops.kernels.tensor_maps import mappable, plain_map, rows_map
+from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
+
+LOG2E = 1.4426950408889634
+WIDTHS = (64, 128, 256)  # what the tensor maps pad head dimensions to
+STEP = 64
+STAT_ROWS = 64  # rows of a statistics program
+
+
+def refusals(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+) -> list[str]:
+    """Return every reason why these kernels don't take a request; empty where they do."""
+    dims = query.shape[-1], value.shape[-1]
+    wrong = {
+        f"elements are {query.dtype}, not float16 or bfloat16": query.dtype not in (torch.float16, torch.bfloat16),
+        f"head dimensions {dims} are over {WIDTHS[-1]}": max(dims) > WIDTHS[-1],
+        f"head dimensions {dims} are not multiples of 8": any(dim % 8 for dim in dims),
+        "variable lengths": varlen is not None,
+        "a bias": bias is not None,
+        "softcap": options.softcap != 0,
+        "dropout": options.dropout_p != 0,
+    }
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        wrong[f"{name} is not aligned to 16 bytes in start and strides {tensor.stride()}"] = not mappable(tensor)
+    return [reason for reason, applies in wrong.items() if applies]
+
+
+def _mask_arguments(
+    lists: Tensor | None, bits: Tensor | None, tiles: Tiles, heads: int, seqlen_q: int, placeholder: Tensor
+) -> tuple[int, list[Any]]:
+    """Return the kind of one side's mask, and its pointers, strides and numbers of query heads per mask head."""
+    if lists is None:
+        return 0, [placeholder] * 4 + [0] * 9 + [1, 1]
+
+    def strides(tensor: Tensor) -> list[int]:
+        return [tensor.stride(dim) if tensor.shape[dim] > 1 else 0 for dim in range(2)]
+
+    list_strides = [*strides(lists), lists.shape[-1]]
+    group = heads // lists.shape[1]
+    if bits is not None:
+        words = bits.view(torch.int64)  # of 64 rows or columns each: what one step tests
+        pointers = [lists, words, placeholder, placeholder]
+        return 1, [*pointers, *list_strides, *strides(words), words.shape[-1], 0, 0, 0, group, 1]
+    keys = tiles.k_segments
+    queries = keys.new_zeros((1, seqlen_q)) if tiles.q_segments is None else tiles.q_segments
+    pointers = [lists, placeholder, queries, keys]
+    queries_b = queries.stride(0) if queries.shape[0] > 1 else 0
+    return 2, [*pointers, *list_strides, 0, 0, 0, queries_b, *strides(keys), group, heads // keys.shape[1]]
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None,
+    config: HopperBackward256,
+) -> None:
+    """Write dq, dk and dv of `[B, S, heads, D]` tensors that `refusals` accepts; there is no bias and so no dbias."""
+    batch, seqlen_q, heads, _ = query.shape
+    seqlen_k, kv_heads = key.shape[1], key.shape[2]
+    width = next(width for width in WIDTHS if width >= max(query.shape[-1], value.shape[-1]))
+    if not mappable(grad_out):  # an expanded gradient, such as that of out.sum()
+        grad_out = grad_out.contiguous()
+    rows = -(-seqlen_q // TILE) * TILE
+    stats = query.new_empty((2, batch * heads * rows), dtype=torch.float32)
+    _statistics(grad_out, grad_lse, out, lse, stats, rows, width)
+    scale = options.softmax_scale
+    has_lo, has_hi = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
+    uneven = has_lo or has_hi or tiles.row_tiles is not None
+    group = config.heads_per_group if uneven else 1
+    *maps, dq_map, dk_map, dv_map = (rows_map(t, STEP, width) for t in (query, key, value, grad_out, dq, dk, dv))
+    sizes = heads // kv_heads, seqlen_q, seqlen_k, rows, options.band_lo, options.band_hi, group
+    kind, mask = _mask_arguments(tiles.col_tiles, tiles.col_bits, tiles, heads, seqlen_q, stats)
+    blocks = -(-seqlen_k // STEP) if kind == 0 else -(-seqlen_k // TILE) * 2
+    keys_kernel[(batch * kv_heads * blocks,)](
+        *maps, plain_map(stats, (1, STEP)), dk_map, dv_map, *mask,
+        scale, scale * LOG2E, kv_heads, *sizes, batch * kv_heads,
+        D=width, LISTS=kind, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, num_warps=4,
+    )  # fmt: skip
+    kind, mask = _mask_arguments(tiles.row_tiles, tiles.row_bits, tiles, heads, seqlen_q, stats)
+    partial = uneven or seqlen_k % STEP != 0
+    queries_kernel[(batch * heads * (rows // TILE),)](
+        *maps, dq_map, stats, *mask,
+        scale, scale * LOG2E, heads, *sizes, batch * heads,
+        D=width, LISTS=kind, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, num_warps=4,
+    )  # fmt: skip
+
+
+def _statistics(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, stats: Tensor, rows: int, width: int
+) -> None:
+    """Fill stats `[2, B * H * rows]`: lse in bits, and delta."""
+    _, seqlen_q, heads, dim = out.shape
+    strides = [
+        *out.stride()[:3],
+        *grad_out.stride()[:3],
+        *lse.stride(),
+        *(lse if grad_lse is None else grad_lse).stride(),
+    ]
+    statistics_kernel[(stats.shape[1] // STAT_ROWS,)](
+        out, grad_out, lse, grad_lse, stats, *strides,
+        seqlen_q, heads, rows, stats.shape[1], dim, BLOCK=STAT_ROWS, WIDTH=width, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def statistics_kernel(
+    out, grad_out, lse, grad_lse, stats,
+    out_b, out_s, out_h, grad_b, grad_s, grad_h, lse_b, lse_h, lse_s, grad_lse_b, grad_lse_h, grad_lse_s,
+    seqlen_q, heads, rows, total_rows, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write lse in bits and delta of BLOCK rows of one head; where a row is empty or past the end inf and 0: P = 0."""
+    block = tl.program_id(0)
+    index = block // (rows // BLOCK)
+    row = (block - index * (rows // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    batch = (index // heads).to(tl.int64)
+    head = (index % heads).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = row < seqlen_q
+    mask = inside[:, None] & (column < dim)[None, :]
+    at = row.to(tl.int64)
+    out += batch * out_b + head * out_h
+    o = tl.load(out + at[:, None] * out_s + column[None, :], mask=mask, other=0.0)
+    grad_out += batch * grad_b + head * grad_h
+    g = tl.load(grad_out + at[:, None] * grad_s + column[None, :], mask=mask, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    value = tl.load(lse + batch * lse_b + head * lse_h + at * lse_s, mask=inside, other=float("-inf"))
+    empty = value == float("-inf")
+    if grad_lse is not None:
+        delta -= tl.load(grad_lse + batch * grad_lse_b + head * grad_lse_h + at * grad_lse_s, mask=inside, other=0.0)
+    to = stats + index.to(tl.int64) * rows + row
+    tl.store(to, tl.where(empty, float("inf"), value * 1.4426950408889634))
+    tl.store(to + total_rows, tl.where(empty, 0.0, delta))

@@ -1,0 +1,287 @@
+"""dk and dv of heads up to 256 wide on SM 9.0: a block owns 64 keys and walks over the queries that see them.
+
+dk and dv of 64 keys take 128 registers of each of 256 threads, so each consumer of 4 warps owns one of the two:
+
+    dv consumer    S^T = K Q^T   P = exp2(S - lse)  --P-->                            dv += P^T dO
+    dk consumer    dP^T = V dO^T                    --P-->   dS = P (dP - delta)      dk += dS^T Q
+
+P is the only thing that goes between them, and they drift half a step apart, so that the tensor cores are busy (78% of
+the cycles) while either does its elementwise work. Handing dP to the owner of P instead is 7 to 13% slower, and keeping
+a product in flight into the next step 5 to 10%; without any loads it would be 2 to 5% faster (H200, 2026-11).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dmattn_ops.kernels.gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from dmattn_ops.kernels.hopper_backward_256_walk import (
+    NO_LISTS,
+    STEP,
+    Mask,
+    Select,
+    band_view,
+    block_of,
+    count_steps,
+    full_step,
+    head_view,
+    load_row_segments,
+    load_select,
+    partial_step,
+    ranked_tile,
+    visible,
+)
+
+INTEGERS = (
+    "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
+    "kv_heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads"
+).split()
+
+
+class Shared(NamedTuple):
+    """Shared memory: two stages of queries, the block's keys, P on its way, and the barriers."""
+
+    q: Any  # [2, 64, D]
+    o: Any  # grad_out, [2, 64, D]
+    k: Any  # [1, 64, D]
+    v: Any
+    p: Any  # [2, 64, 64], rows are keys
+    lse: Any  # [2, 1, 64]
+    delta: Any
+    kv_full: Any
+    q_full: Any
+    q_empty: Any
+    o_full: Any
+    o_empty: Any
+    p_full: Any
+
+
+class Block(NamedTuple):
+    """The keys of a block, and the query heads that read them."""
+
+    batch: Any
+    kv_head: Any
+    group: Any
+    tile: Any  # in units of 64 keys
+    seqlen_k: Any
+    stat_row: Any  # row of the statistics where this batch begins
+    stat_rows: Any
+
+
+@gluon.jit
+def load_step(i, at, head, maps, smem, block, D: gl.constexpr):
+    """Fill stage `i & 1` with the queries of step `at`: query and lse, grad_out and delta."""
+    q_map, o_map, stat_map = maps
+    b = i & 1
+    phase = ((i >> 1) & 1) ^ 1
+    row = block.stat_row + head * block.stat_rows + at * STEP
+    BYTES: gl.constexpr = STEP * D * 2 + STEP * 4
+    q_full = smem.q_full.index(b)
+    o_full = smem.o_full.index(b)
+    mbarrier.wait(smem.q_empty.index(b), phase)
+    mbarrier.expect(q_full, BYTES)
+    tma_load(q_map, [block.batch, at * STEP, head, 0], q_full, smem.q.index(b))
+    tma_load(stat_map, [0, row], q_full, smem.lse.index(b))
+    mbarrier.wait(smem.o_empty.index(b), phase)
+    mbarrier.expect(o_full, BYTES)
+    tma_load(o_map, [block.batch, at * STEP, head, 0], o_full, smem.o.index(b))
+    tma_load(stat_map, [1, row], o_full, smem.delta.index(b))
+
+
+@gluon.jit
+def producer(maps, k_map, v_map, smem, block, view, mask, D: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr):
+    """Load the block's keys once and then every step of every query head."""
+    mbarrier.expect(smem.kv_full, STEP * D * 4)
+    tma_load(k_map, [block.batch, block.tile * STEP, block.kv_head, 0], smem.kv_full, smem.k.index(0))
+    tma_load(v_map, [block.batch, block.tile * STEP, block.kv_head, 0], smem.kv_full, smem.v.index(0))
+    i = 0
+    for g in range(block.group):
+        head = block.kv_head * block.group + g
+        here = head_view(view, mask, block.tile // 2, head, LISTS)
+        n_full, n_partial = count_steps(here, LISTS)
+        for t in range(n_full):
+            load_step(i, full_step(t, here, n_partial, LISTS), head, maps, smem, block, D)
+            i += 1
+        if PARTIAL:
+            for t in range(n_partial):
+                load_step(i, partial_step(t, here, n_partial, LISTS), head, maps, smem, block, D)
+                i += 1
+
+
+@gluon.jit
+def dv_step(i, dv, smem, scale_log2, select, D: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr,
+            TEST: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):  # fmt: skip
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    b = i & 1
+    phase = (i >> 1) & 1
+    k = smem.k.index(i >> 30)  # 0, but not for the compiler, which would keep descriptors of all of K in registers
+    mbarrier.wait(smem.q_full.index(b), phase)
+    lse = smem.lse.index(b).reshape([STEP]).load(gl.SliceLayout(0, SL))  # behind a product it would wait for that
+    s = gl.zeros([STEP, STEP], gl.float32, layout=SL)
+    s = warpgroup_mma(k, smem.q.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    p = gl.exp2(s * scale_log2 - lse[None, :])
+    if TEST:
+        p = visible(p, select, LISTS, HAS_LOW, HAS_HIGH, SL)
+    p16 = p.to(dtype)
+    smem.p.index(b).store(p16)
+    mbarrier.arrive(smem.p_full.index(b), count=1)
+    mbarrier.arrive(smem.q_empty.index(b), count=1)
+    mbarrier.wait(smem.o_full.index(b), phase)
+    dv = warpgroup_mma(gl.convert_layout(p16, gl.DotOperandLayout(0, VL, 2)), smem.o.index(b), dv, is_async=True)
+    dv = warpgroup_mma_wait(0, deps=(dv,))
+    mbarrier.arrive(smem.o_empty.index(b), count=1)
+    return dv
+
+
+@gluon.jit
+def dv_consumer(smem, dv_map, block, view, mask, scale_log2, D: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr,
+                PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):  # fmt: skip
+    """Make P of every step, and accumulate dv over every query head of the group."""
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dv = gl.zeros([STEP, D], gl.float32, layout=VL)
+    keys = block.tile * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, SL))
+    no_test = Select(keys, keys, keys, keys, keys)
+    mbarrier.wait(smem.kv_full, 0)
+    i = 0
+    for g in range(block.group):
+        here = head_view(view, mask, block.tile // 2, block.kv_head * block.group + g, LISTS)
+        n_full, n_partial = count_steps(here, LISTS)
+        for _ in range(n_full):
+            dv = dv_step(i, dv, smem, scale_log2, no_test, D, dtype, LISTS, False, HAS_LOW, HAS_HIGH)
+            i += 1
+        if PARTIAL:
+            segments = load_row_segments(here, keys, block.seqlen_k, LISTS)
+            coming = partial_step(0, here, n_partial, LISTS)
+            for t in range(n_partial):
+                at = coming
+                coming = partial_step(t + 1, here, n_partial, LISTS)  # loaded early: loads of the test depend on it
+                select = load_select(at, here, keys, segments, LISTS, HAS_HIGH, SL)
+                dv = dv_step(i, dv, smem, scale_log2, select, D, dtype, LISTS, True, HAS_LOW, HAS_HIGH)
+                i += 1
+    k = smem.k.index(0)
+    k.store(dv.to(dtype))  # only this consumer reads K, and it is done
+    fence_async_shared()
+    k4 = k._reinterpret(dtype, [1, STEP, 1, D], dv_map.layout)
+    tma_store(dv_map, [block.batch, block.tile * STEP, block.kv_head, 0], k4)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def dk_step(i, dk, smem, D: gl.constexpr, dtype: gl.constexpr):
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    b = i & 1
+    phase = (i >> 1) & 1
+    v = smem.v.index(i >> 30)  # as for K above
+    mbarrier.wait(smem.o_full.index(b), phase)
+    delta = smem.delta.index(b).reshape([STEP]).load(gl.SliceLayout(0, SL))
+    dp = gl.zeros([STEP, STEP], gl.float32, layout=SL)
+    dp = warpgroup_mma(v, smem.o.index(b).permute((1, 0)), dp, use_acc=False, is_async=True)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    mbarrier.arrive(smem.o_empty.index(b), count=1)
+    mbarrier.wait(smem.p_full.index(b), phase)
+    ds = (smem.p.index(b).load(SL).to(gl.float32) * (dp - delta[None, :])).to(dtype)
+    ds = gl.convert_layout(ds, gl.DotOperandLayout(0, KL, 2))
+    mbarrier.wait(smem.q_full.index(b), phase)  # complete, since P is: makes what TMA wrote visible to this consumer
+    dk = warpgroup_mma(ds, smem.q.index(b), dk, is_async=True)
+    dk = warpgroup_mma_wait(0, deps=(dk,))
+    mbarrier.arrive(smem.q_empty.index(b), count=1)  # frees P's buffer, too: the next P there needs the next queries
+    return dk
+
+
+@gluon.jit
+def dk_consumer(smem, dk_map, block, view, mask, scale, D: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr):
+    """Accumulate dk over every query head of the group. Nothing to test: P = 0 where a query doesn't see a key."""
+    dk = gl.zeros([STEP, D], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
+    mbarrier.wait(smem.kv_full, 0)
+    i = 0
+    for g in range(block.group):
+        here = head_view(view, mask, block.tile // 2, block.kv_head * block.group + g, LISTS)
+        n_full, n_partial = count_steps(here, LISTS)
+        for _ in range(n_full + n_partial):
+            dk = dk_step(i, dk, smem, D, dtype)
+            i += 1
+    v = smem.v.index(0)
+    v.store((dk * scale).to(dtype))  # only this consumer reads V, and it is done
+    fence_async_shared()
+    v4 = v._reinterpret(dtype, [1, STEP, 1, D], dk_map.layout)
+    tma_store(dk_map, [block.batch, block.tile * STEP, block.kv_head, 0], v4)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def allocate(stat_map, row_map, D: gl.constexpr):
+    """Return the buffers as TMA fills them (four dimensions) and as the tensor cores read them (two)."""
+    dtype: gl.constexpr = row_map.dtype
+    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, D], dtype)
+    SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, STEP], dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q = gl.allocate_shared_memory(dtype, [2, 1, STEP, 1, D], row_map.layout)
+    o = gl.allocate_shared_memory(dtype, [2, 1, STEP, 1, D], row_map.layout)
+    k = gl.allocate_shared_memory(dtype, [1, 1, STEP, 1, D], row_map.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, STEP, 1, D], row_map.layout)
+    p = gl.allocate_shared_memory(dtype, [2, STEP, STEP], SCORES)
+    lse = gl.allocate_shared_memory(gl.float32, [2, 1, STEP], stat_map.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [2, 1, STEP], stat_map.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    o_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    o_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    mbarrier.init(kv_full, count=1)
+    for b in gl.static_range(2):
+        mbarrier.init(q_full.index(b), count=1)
+        mbarrier.init(q_empty.index(b), count=2)
+        mbarrier.init(o_full.index(b), count=1)
+        mbarrier.init(o_empty.index(b), count=2)
+        mbarrier.init(p_full.index(b), count=1)
+    filled = Shared(q, o, k, v, p, lse, delta, kv_full, q_full, q_empty, o_full, o_empty, p_full)
+    q2 = q._reinterpret(dtype, [2, STEP, D], ROWS)
+    o2 = o._reinterpret(dtype, [2, STEP, D], ROWS)
+    k2 = k._reinterpret(dtype, [1, STEP, D], ROWS)
+    v2 = v._reinterpret(dtype, [1, STEP, D], ROWS)
+    return filled, Shared(q2, o2, k2, v2, p, lse, delta, kv_full, q_full, q_empty, o_full, o_empty, p_full)
+
+
+@gluon.jit(do_not_specialize=INTEGERS)
+def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, lists, bits, q_segments, k_segments,
+                list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
+                mask_group, segment_group, scale, scale_log2, kv_heads, group, seqlen_q, seqlen_k, stat_rows,
+                band_lo, band_hi, heads_per_group, n_heads, D: gl.constexpr, LISTS: gl.constexpr,
+                PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):  # fmt: skip
+    """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads."""
+    dtype: gl.constexpr = q_map.dtype
+    filled, smem = allocate(stat_map, q_map, D)
+    n_tiles = (seqlen_k + 2 * STEP - 1) // (2 * STEP)
+    n_blocks = (seqlen_k + STEP - 1) // STEP if LISTS == NO_LISTS else n_tiles * 2
+    tile, index = block_of(gl.program_id(0), n_blocks, n_heads, heads_per_group)
+    batch = index // kv_heads
+    kv_head = index - batch * kv_heads
+    mask = Mask(lists + batch.to(gl.int64) * list_b, bits + batch.to(gl.int64) * bits_b,
+                k_segments + batch.to(gl.int64) * k_segments_b, q_segments + batch.to(gl.int64) * q_segments_b,
+                list_h, list_width, bits_h, bits_row, k_segments_h, 0, mask_group, segment_group)  # fmt: skip
+    if LISTS != NO_LISTS:
+        tile = ranked_tile(tile // 2, mask, kv_head * group) * 2 + (tile & 1)
+    # queries past the end have lse = inf, which makes P = 0: no test of theirs is needed
+    view = band_view(mask, tile * STEP, STEP, seqlen_k, -band_hi, -band_lo, seqlen_q, False)
+    block = Block(batch, kv_head, group, tile, seqlen_k, batch * kv_heads * group * stat_rows, stat_rows)
+    gl.warp_specialize([
+        (dv_consumer, (smem, dv_map, block, view, mask, scale_log2, D, dtype, LISTS, PARTIAL, HAS_LOW, HAS_HIGH)),
+        (dk_consumer, (smem, dk_map, block, view, mask, scale, D, dtype, LISTS)),
+        (producer, ((q_map, o_map, stat_map), k_map, v_map, filled, block, view, mask, D, LISTS, PARTIAL)),
+    ], [4, 1], [216, 40])  # fmt: skip

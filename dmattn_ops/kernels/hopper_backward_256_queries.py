@@ -1,0 +1,230 @@
+"""dq of heads up to 256 wide on SM 9.0: a block owns 128 queries of one head and walks over the keys that they see.
+
+Each of two consumers of 4 warps owns 64 queries and does a whole step alone: S = Q K^T, dP = dO V^T,
+dS = P (dP - delta), dq += dS K. They share what is loaded, and drift apart until one does its elementwise work while
+the other feeds the tensor cores, which reach the rate of a large matrix product. Three buffers of 64 keys fit beside
+the queries: two for K, which is needed until the end of a step, one for V. Waiting for V before S is issued costs 6 to
+10%, keeping dq in flight into the next step 20% (H200, 2026-11).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dmattn_ops.kernels.gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from dmattn_ops.kernels.hopper_backward_256_walk import (
+    NO_LISTS,
+    SEGMENTS,
+    STEP,
+    Mask,
+    Select,
+    band_view,
+    block_of,
+    count_steps,
+    full_step,
+    head_view,
+    load_row_segments,
+    load_select,
+    partial_step,
+    ranked_tile,
+    visible,
+)
+
+INTEGERS = (
+    "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
+    "heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads"
+).split()
+
+
+class Shared(NamedTuple):
+    """Shared memory: the block's queries, two buffers of K, one of V, and the barriers."""
+
+    q: Any  # [2, 64, D]
+    o: Any  # grad_out, [2, 64, D]
+    k: Any  # [2, 64, D]
+    v: Any  # [1, 64, D]
+    qo_full: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+class Block(NamedTuple):
+    """The queries of a block."""
+
+    batch: Any
+    head: Any
+    kv_head: Any
+    tile: Any  # in units of 128 queries
+    seqlen_q: Any
+    lse: Any  # statistics of query 0 of the head; padded with rows of lse = inf and delta = 0
+    delta: Any
+
+
+@gluon.jit
+def load_step(i, at, k_map, v_map, smem, block, D: gl.constexpr):
+    """Load the keys of step `at`."""
+    b = i & 1
+    k_full = smem.k_full.index(b)
+    mbarrier.wait(smem.k_empty.index(b), ((i >> 1) & 1) ^ 1)
+    mbarrier.expect(k_full, STEP * D * 2)
+    tma_load(k_map, [block.batch, at * STEP, block.kv_head, 0], k_full, smem.k.index(b))
+    mbarrier.wait(smem.v_empty, (i & 1) ^ 1)
+    mbarrier.expect(smem.v_full, STEP * D * 2)
+    tma_load(v_map, [block.batch, at * STEP, block.kv_head, 0], smem.v_full, smem.v.index(0))
+
+
+@gluon.jit
+def producer(q_map, k_map, v_map, o_map, smem, block, view, D: gl.constexpr, LISTS: gl.constexpr,
+             PARTIAL: gl.constexpr):  # fmt: skip
+    """Load the block's queries once and then every step."""
+    mbarrier.expect(smem.qo_full, 4 * STEP * D * 2)
+    for c in gl.static_range(2):
+        row = (block.tile * 2 + c) * STEP
+        tma_load(q_map, [block.batch, row, block.head, 0], smem.qo_full, smem.q.index(c))
+        tma_load(o_map, [block.batch, row, block.head, 0], smem.qo_full, smem.o.index(c))
+    n_full, n_partial = count_steps(view, LISTS)
+    i = 0
+    for t in range(n_full):
+        load_step(i, full_step(t, view, n_partial, LISTS), k_map, v_map, smem, block, D)
+        i += 1
+    if PARTIAL:
+        for t in range(n_partial):
+            load_step(i, partial_step(t, view, n_partial, LISTS), k_map, v_map, smem, block, D)
+            i += 1
+
+
+@gluon.jit
+def dq_step(i, dq, smem, lse, delta, scale_log2, select, C: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr,
+            LISTS: gl.constexpr, TEST: gl.constexpr, HAS_LOW: gl.constexpr):  # fmt: skip
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    b = i & 1
+    zero_at = i >> 30  # 0, but not for the compiler: it would keep descriptors of shared memory in registers, and spill
+    k = smem.k.index(b)
+    zero = gl.zeros([STEP, STEP], gl.float32, layout=SL)
+    mbarrier.wait(smem.k_full.index(b), (i >> 1) & 1)
+    s = warpgroup_mma(smem.q.index(C + zero_at), k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(smem.v_full, i & 1)
+    v = smem.v.index(zero_at)
+    dp = warpgroup_mma(smem.o.index(C + zero_at), v.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    p = gl.exp2(s * scale_log2 - lse[:, None])
+    if TEST:
+        p = visible(p, select, LISTS, HAS_LOW, True, SL)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    mbarrier.arrive(smem.v_empty, count=1)
+    ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), gl.DotOperandLayout(0, QL, 2))
+    dq = warpgroup_mma(ds, k, dq, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    mbarrier.arrive(smem.k_empty.index(b), count=1)
+    return dq
+
+
+@gluon.jit
+def consumer(smem, dq_map, block, view, scale, scale_log2, C: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr,
+             LISTS: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr):  # fmt: skip
+    """Accumulate dq of queries `C * 64 ...` of the block."""
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dq = gl.zeros([STEP, D], gl.float32, layout=QL)
+    row = (block.tile * 2 + C) * STEP
+    queries = row + gl.arange(0, STEP, layout=gl.SliceLayout(1, SL))
+    no_test = Select(queries, queries, queries, queries, queries)
+    lse = gl.load(block.lse + queries)
+    delta = gl.load(block.delta + queries)
+    n_full, n_partial = count_steps(view, LISTS)
+    mbarrier.wait(smem.qo_full, 0)
+    i = 0
+    for _ in range(n_full):
+        dq = dq_step(i, dq, smem, lse, delta, scale_log2, no_test, C, D, dtype, LISTS, False, HAS_LOW)
+        i += 1
+    if PARTIAL:
+        segments = load_row_segments(view, queries, block.seqlen_q, LISTS)
+        coming = partial_step(0, view, n_partial, LISTS)
+        for t in range(n_partial):
+            at = coming
+            coming = partial_step(t + 1, view, n_partial, LISTS)  # loaded early: loads of the test depend on it
+            select = load_select(at, view, queries, segments, LISTS, True, SL)
+            dq = dq_step(i, dq, smem, lse, delta, scale_log2, select, C, D, dtype, LISTS, True, HAS_LOW)
+            i += 1
+    q = smem.q.index(C)
+    q.store((dq * scale).to(dtype))  # only this consumer reads this half of Q, and it is done
+    fence_async_shared()
+    tma_store(dq_map, [block.batch, row, block.head, 0], q._reinterpret(dtype, [1, STEP, 1, D], dq_map.layout))
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def allocate(row_map, D: gl.constexpr):
+    """Return the buffers as TMA fills them (four dimensions) and as the tensor cores read them (two)."""
+    dtype: gl.constexpr = row_map.dtype
+    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, D], dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q = gl.allocate_shared_memory(dtype, [2, 1, STEP, 1, D], row_map.layout)
+    o = gl.allocate_shared_memory(dtype, [2, 1, STEP, 1, D], row_map.layout)
+    k = gl.allocate_shared_memory(dtype, [2, 1, STEP, 1, D], row_map.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, STEP, 1, D], row_map.layout)
+    qo_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    for b in gl.static_range(2):
+        mbarrier.init(k_full.index(b), count=1)
+        mbarrier.init(k_empty.index(b), count=2)
+    mbarrier.init(qo_full, count=1)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(v_empty, count=2)
+    filled = Shared(q, o, k, v, qo_full, k_full, k_empty, v_full, v_empty)
+    q2 = q._reinterpret(dtype, [2, STEP, D], ROWS)
+    o2 = o._reinterpret(dtype, [2, STEP, D], ROWS)
+    k2 = k._reinterpret(dtype, [2, STEP, D], ROWS)
+    v2 = v._reinterpret(dtype, [1, STEP, D], ROWS)
+    return filled, Shared(q2, o2, k2, v2, qo_full, k_full, k_empty, v_full, v_empty)
+
+
+@gluon.jit(do_not_specialize=INTEGERS)
+def queries_kernel(q_map, k_map, v_map, o_map, dq_map, stats, lists, bits, q_segments, k_segments,
+                   list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
+                   mask_group, segment_group, scale, scale_log2, heads, group, seqlen_q, seqlen_k, stat_rows,
+                   band_lo, band_hi, heads_per_group, n_heads, D: gl.constexpr, LISTS: gl.constexpr,
+                   PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):  # fmt: skip
+    """Write dq; one program for each 128 queries of each of `n_heads` heads."""
+    dtype: gl.constexpr = q_map.dtype
+    # registers per thread: segments take 16 more of a consumer's, at the cost of one word that the producer spills
+    CONSUMER: gl.constexpr = 240 if LISTS == SEGMENTS else 232
+    PRODUCER: gl.constexpr = 24 if LISTS == SEGMENTS else 40
+    filled, smem = allocate(q_map, D)
+    n_tiles = (seqlen_q + 2 * STEP - 1) // (2 * STEP)
+    tile, index = block_of(gl.program_id(0), n_tiles, n_heads, heads_per_group)
+    batch = index // heads
+    head = index - batch * heads
+    mask = Mask(lists + batch.to(gl.int64) * list_b, bits + batch.to(gl.int64) * bits_b,
+                q_segments + batch.to(gl.int64) * q_segments_b, k_segments + batch.to(gl.int64) * k_segments_b,
+                list_h, list_width, bits_h, bits_row, 0, k_segments_h, mask_group, segment_group)  # fmt: skip
+    if LISTS != NO_LISTS:
+        tile = ranked_tile(tile, mask, head)
+    elif HAS_HIGH:
+        tile = n_tiles - 1 - tile  # the last queries see the most keys
+    view = band_view(mask, tile * 2 * STEP, 2 * STEP, seqlen_q, band_lo, band_hi, seqlen_k, True)
+    view = head_view(view, mask, tile, head, LISTS)
+    lse = stats + index.to(gl.int64) * stat_rows
+    block = Block(batch, head, head // group, tile, seqlen_q, lse, lse + n_heads.to(gl.int64) * stat_rows)
+    gl.warp_specialize([
+        (consumer, (smem, dq_map, block, view, scale, scale_log2, 0, D, dtype, LISTS, PARTIAL, HAS_LOW)),
+        (consumer, (smem, dq_map, block, view, scale, scale_log2, 1, D, dtype, LISTS, PARTIAL, HAS_LOW)),
+        (producer, (q_map, k_map, v_map, o_map, filled, block, view, D, LISTS, PARTIAL)),
+    ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip

@@ -1,0 +1,196 @@
+"""Where a block of the SM 9.0 backward for wide heads goes, and what it may see there.
+
+A block owns rows and walks over columns in steps: dk and dv own keys and walk over queries, dq owns queries and walks
+over keys. Steps that are seen whole come first, then those with a test.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+STEP = gl.constexpr(64)  # columns of a step; a tile of a list is two steps
+HEADER = gl.constexpr(4)
+NO_LISTS = gl.constexpr(0)  # kinds of masks: the band alone, bits, or segments
+BITS = gl.constexpr(1)
+SEGMENTS = gl.constexpr(2)
+
+
+class Mask(NamedTuple):
+    """A mask's tensors at one batch, strides of its heads, and how many query heads share one of them."""
+
+    lists: Any
+    bits: Any
+    row_segments: Any
+    column_segments: Any
+    list_head: Any
+    list_width: Any
+    bits_head: Any
+    bits_row: Any
+    row_segments_head: Any
+    column_segments_head: Any
+    group: Any
+    segment_group: Any
+
+
+class View(NamedTuple):
+    """What the rows of a block see of one head."""
+
+    record: Any  # list of the rows' tile
+    bits: Any  # of row 0
+    row_segments: Any
+    column_segments: Any
+    bits_row: Any
+    low: Any  # row r sees column c iff r + low <= c <= r + high
+    high: Any
+    columns: Any
+    first: Any  # steps first ... end are inside the band, full_first ... full_end seen whole
+    full_first: Any
+    full_end: Any
+    end: Any
+
+
+class Select(NamedTuple):
+    """The test of one step: columns low ... high of each row, or 64 bits, or equal segments and low ... high."""
+
+    low: Any
+    high: Any
+    words: Any
+    row_segments: Any
+    column_segments: Any
+
+
+@gluon.jit
+def block_of(pid, n_blocks, n_heads, heads_per_group):
+    """Return (rank, head): groups of heads share L2; inside a group rank 0, the longest, comes first."""
+    per_group = n_blocks * heads_per_group
+    group = pid // per_group
+    inside = pid - group * per_group
+    width = gl.minimum(heads_per_group, n_heads - group * heads_per_group)
+    rank = inside // width
+    return rank, group * heads_per_group + inside - rank * width
+
+
+@gluon.jit
+def ranked_tile(rank, mask, head):
+    """Return the tile of 128 rows that has the `rank`-th most work."""
+    return gl.load(mask.lists + (head // mask.group).to(gl.int64) * mask.list_head + rank * mask.list_width)
+
+
+@gluon.jit
+def band_view(mask, row, ROWS: gl.constexpr, n_rows, low, high, columns, TEST_END: gl.constexpr):
+    """View rows `row ... row + ROWS` of a head that has no list; TEST_END: columns past the end need a test."""
+    last = gl.minimum(row + ROWS, n_rows) - 1
+    begin = gl.maximum(row + low, 0)
+    stop = gl.minimum(last + high + 1, columns)
+    first = begin // STEP
+    end = gl.where(stop > begin, (stop + STEP - 1) // STEP, first)
+    full_stop = row + high + 1
+    if TEST_END:
+        full_stop = gl.minimum(full_stop, columns)
+    full_first = gl.minimum(gl.maximum((gl.maximum(last + low, 0) + STEP - 1) // STEP, first), end)
+    full_end = gl.maximum(gl.minimum(full_stop // STEP, end), full_first)
+    return View(mask.lists, mask.bits, mask.row_segments, mask.column_segments, mask.bits_row, low, high, columns,
+                first, full_first, full_end, end)  # fmt: skip
+
+
+@gluon.jit
+def head_view(view, mask, tile, head, LISTS: gl.constexpr):
+    """View tile `tile` of 128 rows of query head `head`."""
+    record = view.record
+    bits = view.bits
+    row_segments = view.row_segments
+    column_segments = view.column_segments
+    if LISTS != NO_LISTS:
+        mask_head = (head // mask.group).to(gl.int64)
+        record = mask.lists + mask_head * mask.list_head + tile * mask.list_width
+    if LISTS == BITS:
+        bits = mask.bits + mask_head * mask.bits_head
+    if LISTS == SEGMENTS:
+        segment_head = (head // mask.segment_group).to(gl.int64)
+        row_segments = mask.row_segments + segment_head * mask.row_segments_head
+        column_segments = mask.column_segments + segment_head * mask.column_segments_head
+    return View(record, bits, row_segments, column_segments, view.bits_row, view.low, view.high, view.columns,
+                view.first, view.full_first, view.full_end, view.end)  # fmt: skip
+
+
+@gluon.jit
+def count_steps(view, LISTS: gl.constexpr):
+    """Return (steps without a test, steps with one)."""
+    if LISTS == NO_LISTS:
+        n_full = view.full_end - view.full_first
+        n_partial = view.end - view.first - n_full
+    else:
+        n_full = gl.load(view.record + 2) * 2
+        n_partial = gl.load(view.record + 1) * 2
+    return n_full, n_partial
+
+
+@gluon.jit
+def full_step(t, view, n_partial, LISTS: gl.constexpr):
+    """Return where the `t`-th step without a test is, in steps."""
+    if LISTS == NO_LISTS:
+        at = view.full_first + t
+    else:
+        at = gl.load(view.record + HEADER + (n_partial + t) // 2) * 2 + (t & 1)
+    return at
+
+
+@gluon.jit
+def partial_step(t, view, n_partial, LISTS: gl.constexpr):
+    """Return where the `t`-th step with a test is, in steps; any number past the last one."""
+    if LISTS == NO_LISTS:
+        before = view.full_first - view.first
+        at = gl.where(t < before, view.first + t, view.full_end + t - before)
+    else:
+        at = gl.load(view.record + HEADER + t // 2, mask=t < n_partial, other=0) * 2 + (t & 1)
+    return at
+
+
+@gluon.jit
+def load_row_segments(view, rows, n_rows, LISTS: gl.constexpr):
+    """Return the segments of `rows`, or `rows` where there are none."""
+    segments = rows
+    if LISTS == SEGMENTS:
+        segments = gl.load(view.row_segments + rows, mask=rows < n_rows, other=-1)
+    return segments
+
+
+@gluon.jit
+def load_select(at, view, rows, row_segments, LISTS: gl.constexpr, HAS_HIGH: gl.constexpr, layout: gl.constexpr):
+    """Return the test of step `at` for scores of `layout`."""
+    column = at * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))
+    low = rows
+    high = rows
+    words = rows
+    column_segments = column
+    if LISTS == BITS:
+        words = gl.load(view.bits + rows.to(gl.int64) * view.bits_row + at)
+    else:
+        low = rows + (view.low - at * STEP)
+        if HAS_HIGH:
+            high = gl.minimum(rows + view.high, view.columns - 1) - at * STEP
+    if LISTS == SEGMENTS:
+        column_segments = gl.load(view.column_segments + column, mask=column < view.columns, other=-2)
+    return Select(low, high, words, row_segments, column_segments)
+
+
+@gluon.jit
+def visible(p, select, LISTS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, layout: gl.constexpr):
+    """Return `p[row, column]` where the row sees the column, else 0."""
+    column = gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))[None, :]
+    lane = column & 6  # the part of a column that depends on the lane: what is left is known when compiling
+    if LISTS == BITS:
+        words = select.words[:, None]
+        half = gl.where(column < 32, words.to(gl.int32), (words >> 32).to(gl.int32))
+        p = gl.where(((half >> lane) & (1 << (column & 25))) != 0, p, 0.0)
+    else:
+        if HAS_LOW:
+            p = gl.where(column - lane >= select.low[:, None] - lane, p, 0.0)
+        if HAS_HIGH:
+            p = gl.where(column - lane <= select.high[:, None] - lane, p, 0.0)
+    if LISTS == SEGMENTS:
+        p = gl.where(select.row_segments[:, None] == select.column_segments[None, :], p, 0.0)
+    return p

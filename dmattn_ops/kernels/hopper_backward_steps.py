@@ -1,0 +1,171 @@
+"""One query tile of the SM 9.0 backward as a consumer of 64 keys sees it, in two orders; the masks of partial tiles."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dmattn_ops.kernels.gluon_compat import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+# Kinds of masks that a step can meet
+UNMASKED = gl.constexpr(0)
+BAND = gl.constexpr(1)
+BITS = gl.constexpr(2)
+SEGMENTS = gl.constexpr(3)
+
+# The workspace holds a 64 x 64 piece of dq in the order of the accumulator's registers, so that a thread stores 16
+# bytes at a time without bank conflicts (the 128-byte swizzle costs twice the wavefronts). What each bit of an offset
+# stands for, lowest first: [row, column].
+FRAGMENT = gl.constexpr(
+    gl.SharedLinearLayout(
+        [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]], [], 128
+    )
+)
+
+
+@gluon.jit
+def keep_band(p, band, HAS_LO: gl.constexpr, layout: gl.constexpr):
+    """Keep `p[key, query]` where `band[0][key] <= query <= band[1][key]`, else 0."""
+    col = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    lane = col & 6  # what the lane adds to the column: without it the comparisons below are with constants
+    keep = (col - lane) >= (band[0][:, None] - lane)
+    if HAS_LO:
+        keep = keep & ((col - lane) <= (band[1][:, None] - lane))
+    return gl.where(keep, p, 0.0)
+
+
+@gluon.jit
+def keep_bits(p, words, layout: gl.constexpr):
+    """Keep `p[key, query]` where bit `query` of the key's 64-bit words is set, else 0."""
+    col = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    word = gl.where(col < 32, words[0].to(gl.int32)[:, None], (words[0] >> 32).to(gl.int32)[:, None])
+    if p.shape[1] == 128:
+        high = gl.where(col < 96, words[1].to(gl.int32)[:, None], (words[1] >> 32).to(gl.int32)[:, None])
+        word = gl.where(col < 64, word, high)
+    return gl.where(((word >> (col & 6)) & (1 << (col & 25))) != 0, p, 0.0)
+
+
+@gluon.jit
+def keep_visible(p, band, words, q_seg, k_seg, MASK: gl.constexpr, HAS_LO: gl.constexpr, layout: gl.constexpr):
+    """Return `p` with 0 where the mask hides the pair; dS follows since it is a multiple of `p`."""
+    if MASK == BITS:
+        p = keep_bits(p, words, layout)
+    elif MASK != UNMASKED:
+        p = keep_band(p, band, HAS_LO, layout)
+        if MASK == SEGMENTS:
+            p = gl.where(q_seg[None, :] == k_seg[:, None], p, 0.0)
+    return p
+
+
+@gluon.jit
+def dq_operand(ds_s, b, C: gl.constexpr, BM: gl.constexpr):
+    """Return dS of the step before as consumer `C` multiplies it: all 64 queries, or its 64 of 128."""
+    ds = ds_s.index(b ^ 1)
+    if BM == 128:
+        ds = ds.slice(C * 64, 64, dim=1)
+    return ds.permute((1, 0))
+
+
+@gluon.jit
+def step(
+    i, dk, dv, tiles, barriers, scale_log2, band, words, q_seg, k_seg,
+    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
+    MASK: gl.constexpr, HAS_LO: gl.constexpr, TWO_PHASE: gl.constexpr,
+):  # fmt: skip
+    """Add query tile `i` to dk `[64, D]` and dv `[64, DV]`, leave dS for the next step, hand out dq of the step before.
+
+    dq lags by one step, so that the consumers never wait for each other's dS of the same step; what a consumer says at
+    the end of step `i - 1` also says that it has read dS of `i - 2`, so two buffers are enough.
+
+    TWO_PHASE: dP and S, then exponentials and dS, then dv, dk, dq back to back; -delta is dP's initial accumulator.
+    Fewest registers, no shared-memory read behind a matrix instruction, and one arrive (`done`): in triton 3.6 each
+    costs a barrier of the warp group before it and another before the next access to shared memory. Best at D 128.
+    Otherwise the exponentials overlap dP, and dq's way out overlaps dk: best at D 64, where exponentials weigh double.
+    """
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    PA: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VL, k_width=2)
+    SA: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KL, k_width=2)
+    by_query: gl.constexpr = gl.SliceLayout(0, SL)
+    q_s, do_s, stat_s, ds_s, dq_c, k_c, v_c, k_dq = tiles
+    q_full, done, ds_full, dq_full, dq_empty = barriers
+    zero_s = gl.zeros([64, BM], gl.float32, layout=SL)
+    zero_q = gl.zeros([64, 64], gl.float32, layout=QL)
+    b = i & 1
+    phase = (i >> 1) & 1
+    q = q_s.index(b)
+    do = do_s.index(b)
+    mbarrier.wait(q_full.index(b), phase)
+    if TWO_PHASE:
+        lse = stat_s.index(b * 2).reshape([BM]).load(by_query)  # loads wait behind matrix instructions already issued
+        minus_delta = zero_s - stat_s.index(b * 2 + 1).reshape([BM]).load(by_query)[None, :]
+        dp = warpgroup_mma(v_c, do.permute((1, 0)), minus_delta, is_async=True)
+        s = warpgroup_mma(k_c, q.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+        dp, s = warpgroup_mma_wait(0, deps=(dp, s))
+        p = gl.exp2(s * scale_log2 - lse[None, :])
+        p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, SL)
+        pa = gl.convert_layout(p.to(dtype), PA)
+        mbarrier.wait(done.index((1 - C) * 2 + (b ^ 1)), ((i - 1) >> 1) & 1)
+        mbarrier.wait(dq_empty, b ^ 1)
+        dv = warpgroup_mma(pa, do, dv, is_async=True)
+        ds = (p * dp).to(dtype)
+        dk = warpgroup_mma(gl.convert_layout(ds, SA), q, dk, is_async=True)
+        dq = warpgroup_mma(dq_operand(ds_s, b, C, BM), k_dq, zero_q, use_acc=False, is_async=True)
+        dv, dk, dq = warpgroup_mma_wait(0, deps=(dv, dk, dq))
+        ds_s.index(b).slice(C * 64, 64, dim=0).store(ds)
+        dq_c._reinterpret(gl.float32, [64, 64], FRAGMENT).store(dq)
+        fence_async_shared()
+        mbarrier.arrive(done.index(C * 2 + b), count=1)
+    else:
+        s = warpgroup_mma(k_c, q.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v_c, do.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        lse = stat_s.index(b * 2).reshape([BM]).load(by_query)
+        p = gl.exp2(s * scale_log2 - lse[None, :])
+        p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, SL)
+        pa = gl.convert_layout(p.to(dtype), PA)
+        # the block boundary of this wait keeps ptxas from hoisting the wait for dP above the exponentials
+        mbarrier.wait(ds_full.index(b ^ 1), ((i - 1) >> 1) & 1)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        delta = stat_s.index(b * 2 + 1).reshape([BM]).load(by_query)
+        ds = (p * (dp - delta[None, :])).to(dtype)
+        dsa = gl.convert_layout(ds, SA)
+        ds_s.index(b).slice(C * 64, 64, dim=0).store(ds)
+        fence_async_shared()
+        dv = warpgroup_mma(pa, do, dv, is_async=True)
+        dq = warpgroup_mma(dq_operand(ds_s, b, C, BM), k_dq, zero_q, use_acc=False, is_async=True)
+        dk = warpgroup_mma(dsa, q, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+        mbarrier.wait(dq_empty, b ^ 1)
+        dq_c._reinterpret(gl.float32, [64, 64], FRAGMENT).store(dq)
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(C * 2), count=1)
+        mbarrier.arrive(ds_full.index(b), count=1)
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        mbarrier.arrive(done.index(b), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def last_dq(i, tiles, barriers, C: gl.constexpr, BM: gl.constexpr, TWO_PHASE: gl.constexpr):
+    """Hand out dq of step `i - 1`, the last one."""
+    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    _, _, _, ds_s, dq_c, _, _, k_dq = tiles
+    _, done, ds_full, dq_full, dq_empty = barriers
+    b = i & 1
+    if TWO_PHASE:
+        mbarrier.wait(done.index((1 - C) * 2 + (b ^ 1)), ((i - 1) >> 1) & 1)
+    else:
+        mbarrier.wait(ds_full.index(b ^ 1), ((i - 1) >> 1) & 1)
+    zero_q = gl.zeros([64, 64], gl.float32, layout=QL)
+    dq = warpgroup_mma(dq_operand(ds_s, b, C, BM), k_dq, zero_q, use_acc=False, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    mbarrier.wait(dq_empty, b ^ 1)
+    dq_c._reinterpret(gl.float32, [64, 64], FRAGMENT).store(dq)
+    fence_async_shared()
+    if TWO_PHASE:
+        mbarrier.arrive(done.index(C * 2 + b), count=1)
+    else:
+        mbarrier.arrive(dq_full.index(C * 2), count=1)

@@ -1,0 +1,193 @@
+"""Launch the SM 9.0 forward: what it refuses, its tensor maps, its counters."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dmattn_ops import arch
+from dmattn_ops.config import HopperForward
+from dmattn_ops.kernels.hopper_forward_kernel import BAND, BITS, LOG2E, ROWS, SEGMENTS, forward_kernel
+from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
+
+_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32}
+_HEADS_IN_L2 = 4  # heads whose pieces alternate where pieces differ in length: longest first, and still in L2
+
+
+def refusals(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+) -> list[str]:
+    """Return every reason why this kernel cannot take a call; none means that it can."""
+    if varlen is not None:
+        return ["takes no variable lengths"]
+    reasons = []
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"takes bfloat16 and float16, not {query.dtype}")
+    dim, dim_v = query.shape[-1], value.shape[-1]
+    if dim % 8 or dim_v % 8 or max(dim, dim_v) > 256:
+        reasons.append(f"takes head dimensions that are multiples of 8 up to 256, not {dim} and {dim_v}")
+    elif head_tile(dim) != head_tile(dim_v):
+        reasons.append(f"head dimensions {dim} and {dim_v} need different tiles")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not mappable(tensor):
+            reasons.append(f"{name} is not aligned to 16 bytes in memory and strides")
+    if bias is not None:
+        reasons.append("takes no bias")
+    if options.dropout_p > 0.0:
+        reasons.append("takes no dropout")
+    if options.softmax_scale <= 0.0:
+        reasons.append("takes positive scales only")
+    if tiles.k_segments is not None and tiles.row_tiles is None:
+        reasons.append("takes segments with their lists of tiles only")
+    return reasons
+
+
+def head_tile(dim: int) -> int:
+    """Return the width that a head dimension is padded to."""
+    return 64 if dim <= 64 else 128 if dim <= 128 else 256
+
+
+def mappable(tensor: Tensor) -> bool:
+    """Return whether TMA can read `[B, S, heads, D]`: 16-byte multiples, except where a dimension of size 1 is never left."""
+    *strides, last = tensor.stride()
+    units = 16 // tensor.element_size()
+    steps = (stride for size, stride in zip(tensor.shape, strides, strict=False) if size > 1)
+    return last == 1 and all(stride > 0 and stride % units == 0 for stride in steps) and _aligned(tensor)
+
+
+def _aligned(tensor: Tensor) -> bool:
+    # fake tensors have no address: torch's own allocations are aligned, so only the offset counts
+    if isinstance(tensor, torch._subclasses.FakeTensor):
+        return tensor.storage_offset() * tensor.element_size() % 16 == 0
+    return tensor.data_ptr() % 16 == 0
+
+
+class _Memory(NamedTuple):
+    """What a tensor map needs of a tensor; holding the tensor itself would keep its memory."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache(maxsize=4096)
+def _map(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, columns: int
+) -> TensorDescriptor:
+    steps = [stride if size > 1 else 1 << 10 for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
+    block = [1, 1, rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _ELEMENT[dtype])
+    return TensorDescriptor(_Memory(address, dtype), list(shape), [*steps, 1], block, layout)
+
+
+def _rows_map(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Map `[B, S, heads, D]` in boxes of `rows` x `columns` of one head: what lies past S or D reads as 0 and is not written."""
+    batch, seqlen, heads, dim = tensor.shape
+    stride_b, stride_s, stride_h, _ = tensor.stride()
+    shape, strides = (batch, heads, seqlen, dim), (stride_b, stride_h, stride_s, 1)
+    return _map(tensor.data_ptr(), tensor.dtype, shape, strides, rows, columns)
+
+
+def _bits_map(bits: Tensor) -> TensorDescriptor:
+    """Map `[Bm, Hm, rows, words]` in boxes of one consumer's rows and the words of one tile of keys."""
+    return _map(bits.data_ptr(), bits.dtype, tuple(bits.shape), bits.stride(), ROWS.value, TILE // 32)
+
+
+_counters: dict[tuple[int | None, int], Tensor] = {}
+_UNUSED = -1
+
+
+def _counter(device: torch.device, used: bool) -> Tensor:
+    """Return two zeros, which the kernel leaves zero: its ticket counter and how many blocks are through.
+
+    Launches of one stream run one after the other and so share them; a captured graph may be replayed on any stream, so
+    each captured launch has its own, zeroed in the graph. Where every block has one piece of work, nothing is drawn.
+    """
+    if not used:
+        counter = _counters.get((device.index, _UNUSED))
+        if counter is None:
+            counter = _counters[device.index, _UNUSED] = torch.empty(2, dtype=torch.int32, device=device)
+        return counter
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return counter
+
+
+def _broadcast(tensor: Tensor) -> tuple[int, int]:
+    """Return the strides of batch and heads, 0 where the size is 1."""
+    return (tensor.stride(0) if tensor.shape[0] > 1 else 0, tensor.stride(1) if tensor.shape[1] > 1 else 0)
+
+
+def _mask_arguments(tiles: Tiles, heads: int) -> tuple[int, tuple[object, ...], tuple[int, ...]]:
+    """Return the kind of mask, (bits, lists, query segments, key segments), and their strides and groups."""
+    if tiles.row_tiles is None:
+        return BAND.value, (None, None, None, None), (0, 0, 0, 1, 0, 0, 0, 0, 0, 1)
+    lists = tiles.row_tiles
+    listed = (*_broadcast(lists), lists.shape[-1], heads // lists.shape[1])
+    if tiles.row_bits is not None:
+        bits = tiles.row_bits
+        flags = (int(bits.shape[0] > 1), int(bits.shape[1] > 1))
+        return BITS.value, (_bits_map(bits), lists, None, None), (*listed, *flags, 0, 0, 0, 1)
+    queries, keys = tiles.q_segments, tiles.k_segments
+    query_stride = 0 if queries is None or queries.shape[0] == 1 else queries.stride(0)
+    strides = (query_stride, *_broadcast(keys), heads // keys.shape[1])
+    return SEGMENTS.value, (None, lists, queries, keys), (*listed, 0, 0, *strides)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+    out: Tensor,
+    lse: Tensor,
+    config: HopperForward,
+) -> None:
+    """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`; what cannot be taken is in `refusals`."""
+    batch, seqlen_q, heads, dim = query.shape
+    seqlen_k, kv_heads = key.shape[1:3]
+    columns = head_tile(dim)
+    kind, mask, strides = _mask_arguments(tiles, heads)
+    block_m = config.block_m if kind == BAND.value else TILE
+    block_n, rows = config.block_n, ROWS.value
+    # lists hold the band of bits already; segments test it
+    lo, hi = (-UNBOUNDED, UNBOUNDED) if kind == BITS.value else options[:2]
+    has_lo, has_hi = lo > -UNBOUNDED, hi < UNBOUNDED
+    blocks = -(-seqlen_q // block_m)
+    items = blocks * batch * heads
+    num_sms = arch.physical(query.device).num_sms
+    cap = options.softcap
+    scale = 1.0 if cap else options.softmax_scale * LOG2E.value
+    caps = (cap * LOG2E.value, 2.0 * LOG2E.value * options.softmax_scale / cap) if cap else (0.0, 0.0)
+    bits, lists, q_segments, k_segments = mask
+    forward_kernel[(min(items, num_sms),)](
+        _rows_map(query, rows, columns), _rows_map(key, block_n, columns), _rows_map(value, block_n, columns),
+        _rows_map(out, rows, columns), bits, lse, lists, q_segments, k_segments,
+        _counter(query.device, items > num_sms), scale, *caps,
+        seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
+        _HEADS_IN_L2 if has_hi or kind != BAND.value else 1, items, lo, hi, *lse.stride()[:2], *strides,
+        BM=block_m, BN=block_n, D=columns, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,
+        HAS_LO=has_lo, HAS_HI=has_hi, LEAD=config.lead, SOFTCAP=cap > 0.0, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,226 @@
+"""What the portable kernels are launched with: strides, broadcasts and switches of one problem."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen, dropout_threshold
+
+# Scalars that no address depends on, or whose alignment buys nothing: one compiled kernel serves all their values.
+UNSPECIALIZED = (
+    "heads",
+    "blocks",
+    "key_blocks",
+    "dbias_heads",
+    "batches",
+    "states_b",
+    "states_h",
+    "states_q",
+    "seqlen_q",
+    "seqlen_k",
+    "longest_q",
+    "longest_k",
+    "band_lo",
+    "band_hi",
+    "bias_group",
+    "mask_group",
+    "segment_group",
+    "threshold",
+    "tiles_b",
+    "tiles_h",
+    "tiles_r",
+    "bits_b",
+    "bits_h",
+    "bits_r",
+    "q_segments_b",
+    "k_segments_b",
+    "k_segments_h",
+    "lse_b",
+    "lse_h",
+)
+
+
+class Extent(NamedTuple):
+    """Sizes of a problem; `seqlen_*` are totals and `longest_*` upper bounds where sequences are packed."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    longest_q: int
+    longest_k: int
+
+
+def extent(query: Tensor, key: Tensor, varlen: Varlen | None) -> Extent:
+    """Read the sizes of `[B, S, heads, D]`, or of packed `[total, heads, D]`."""
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    if varlen is None:
+        seqlen_q, seqlen_k = query.shape[1], key.shape[1]
+        return Extent(query.shape[0], heads, kv_heads, seqlen_q, seqlen_k, seqlen_q, seqlen_k)
+    batch = varlen.cu_seqlens_q.shape[0] - 1
+    return Extent(
+        batch, heads, kv_heads, query.shape[0], key.shape[0], varlen.max_seqlen_q, varlen.max_seqlen_k
+    )
+
+
+def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
+    """Return the strides `<name>_b`, `_s`, `_h` of `[B, S, heads, D]`, or of packed `[total, heads, D]`."""
+    strides = tensor.stride()
+    if tensor.dim() == 3:
+        return {f"{name}_b": 0, f"{name}_s": strides[0], f"{name}_h": strides[1]}
+    return {f"{name}_b": strides[0], f"{name}_s": strides[1], f"{name}_h": strides[2]}
+
+
+def lse_strides(name: str, tensor: Tensor) -> dict[str, int]:
+    """Return the strides `<name>_b`, `_h` of `[B, H, S]`, or of packed `[H, total]`."""
+    strides = tensor.stride()
+    if tensor.dim() == 2:
+        return {f"{name}_b": 0, f"{name}_h": strides[0]}
+    return {f"{name}_b": strides[0], f"{name}_h": strides[1]}
+
+
+def broadcast_stride(tensor: Tensor, dim: int) -> int:
+    """Return the stride of a dimension, 0 where its size is 1 and so serves every index."""
+    return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)
+
+
+def group_size(heads: int, tensor_heads: int) -> int:
+    """Return how many query heads share one head of a tensor that has 1, Hkv or H of them."""
+    return max(1, heads // max(1, tensor_heads))
+
+
+def bias_kind(bias: Tensor | None) -> str:
+    """Return how a bias meets a block: "none", a value per "key", or one per query and key ("full")."""
+    if bias is None:
+        return "none"
+    return "key" if bias.dim() == 2 or bias.shape[2] == 1 else "full"
+
+
+def bias_arguments(bias: Tensor | None, heads: int) -> dict[str, Any]:
+    """Return the arguments of a bias `[B|1, H|Hkv|1, Sq|1, Sk]`, or packed `[H|Hkv|1, total_k]`."""
+    if bias is None:
+        return {"bias": None, "bias_b": 0, "bias_h": 0, "bias_q": 0, "bias_k": 0, "bias_group": 1}
+    packed = bias.dim() == 2
+    return {
+        "bias": bias,
+        "bias_b": 0 if packed else broadcast_stride(bias, 0),
+        "bias_h": broadcast_stride(bias, -2 if packed else 1),
+        "bias_q": 0 if packed else broadcast_stride(bias, 2),
+        "bias_k": bias.stride(-1),
+        "bias_group": group_size(heads, bias.shape[0 if packed else 1]),
+    }
+
+
+def mask_arguments(tiles: Tensor | None, bits: Tensor | None, heads: int) -> dict[str, Any]:
+    """Return the arguments of the lists and bits of one side: `row_*` for owned queries, `col_*` for owned keys."""
+    listed = tiles is not None
+    return {
+        "tiles": tiles,
+        "tiles_b": broadcast_stride(tiles, 0) if listed else 0,
+        "tiles_h": broadcast_stride(tiles, 1) if listed else 0,
+        "tiles_r": tiles.stride(2) if listed else 0,
+        "mask_group": group_size(heads, tiles.shape[1]) if listed else 1,
+        "bits": bits,
+        "bits_b": 0 if bits is None else broadcast_stride(bits, 0),
+        "bits_h": 0 if bits is None else broadcast_stride(bits, 1),
+        "bits_r": 0 if bits is None else bits.stride(2),
+        "LISTED": listed,
+        "BITS": bits is not None,
+    }
+
+
+def segment_arguments(tiles: Tiles, heads: int) -> dict[str, Any]:
+    """Return the arguments of the segments; packed ones have no batch dimension, and q_segments no heads."""
+    queries, keys = tiles.q_segments, tiles.k_segments
+    used = keys is not None and tiles.row_bits is None
+    packed = used and keys.dim() == 2
+    return {
+        "q_segments": queries if used else None,
+        "k_segments": keys if used else None,
+        "q_segments_b": 0 if not used or queries is None or queries.dim() == 1 else broadcast_stride(queries, 0),
+        "k_segments_b": broadcast_stride(keys, 0) if used and not packed else 0,
+        "k_segments_h": broadcast_stride(keys, -2) if used else 0,
+        "segment_group": group_size(heads, keys.shape[-2]) if used else 1,
+        "SEGMENTS": used,
+        "QUERY_SEGMENTS": used and queries is not None,
+    }
+
+
+def float32_precision() -> str:
+    """Return how float32 products may be computed: "ieee", or "tf32" where the user allows it in torch."""
+    matmul = torch.backends.cuda.matmul
+    allowed = getattr(matmul, "fp32_precision", None)  # since torch 2.9; reading the older name may then raise
+    if allowed is None:
+        allowed = "tf32" if matmul.allow_tf32 else "ieee"
+    return "tf32" if allowed == "tf32" else "ieee"
+
+
+def padded(width: int) -> int:
+    """Return the power of two that a head dimension is padded to: at least 16, the least that a tensor core takes."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def shared_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    seed: Tensor | None,
+    varlen: Varlen | None,
+    options: Options,
+    size: Extent,
+) -> dict[str, Any]:
+    """Return the arguments that every kernel takes, except for the lists and bits of its side."""
+    dropped = options.dropout_p > 0
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        **row_strides("query", query),
+        **row_strides("key", key),
+        **row_strides("value", value),
+        **bias_arguments(bias, size.heads),
+        **segment_arguments(tiles, size.heads),
+        "seed": seed if dropped else None,
+        "threshold": dropout_threshold(options.dropout_p),
+        "rescale": 1 / (1 - options.dropout_p) if options.dropout_p < 1 else 0.0,
+        "cu_seqlens_q": None if varlen is None else varlen.cu_seqlens_q,
+        "cu_seqlens_k": None if varlen is None else varlen.cu_seqlens_k,
+        "heads": size.heads,
+        "seqlen_q": size.seqlen_q,
+        "seqlen_k": size.seqlen_k,
+        "longest_q": size.longest_q,
+        "longest_k": size.longest_k,
+        "band_lo": options.band_lo,
+        "band_hi": options.band_hi,
+        "softmax_scale": float(options.softmax_scale),
+        "softcap": float(options.softcap),
+        "HEAD_DIM": query.shape[-1],
+        "VALUE_DIM": value.shape[-1],
+        "PADDED_HEAD": padded(query.shape[-1]),
+        "PADDED_VALUE": padded(value.shape[-1]),
+        "GROUP": max(1, size.heads // max(1, size.kv_heads)),
+        "VARLEN": varlen is not None,
+        "TOP_LEFT": varlen is not None and varlen.top_left,
+        "BANDED": options.band_lo > -UNBOUNDED or options.band_hi < UNBOUNDED,
+        "BIAS": bias_kind(bias),
+        "SOFTCAP": options.softcap != 0,
+        "DROPOUT": dropped,
+        "PRECISION": float32_precision() if query.dtype == torch.float32 else "tf32",
+    }
+
+
+def ceil_div(size: int, divisor: int) -> int:
+    """Divide and round up."""
+    return -(-size // divisor)
+
+
+def is_positive(scale: float) -> bool:
+    """Return whether a scale may be taken out of a maximum."""
+    return scale > 0 and math.isfinite(scale)

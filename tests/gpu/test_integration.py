@@ -1,0 +1,110 @@
+"""What only a GPU shows about the integration: CUDA graphs, streams, devices, synchronisation, compiled kernels."""
+
+import functools
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import dmattn_ops
+from tests import call_inputs
+
+pytestmark = pytest.mark.gpu
+attention = functools.partial(dmattn_ops.flash_dmattn_func, is_causal=True)
+TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
+
+
+def inputs(seed=0, device="cuda", **keywords):
+    drawn = call_inputs.qkv(2, 256, 4, 64, dtype=torch.bfloat16, seed=seed, **keywords)
+    return tuple(tensor.detach().to(device).requires_grad_() for tensor in drawn)
+
+
+def out_and_gradients(call, tensors, *rest):
+    out = call(*tensors, *rest)
+    return out, *torch.autograd.grad(out.float().sin().sum(), tensors)
+
+
+def test_compiled_results_are_those_of_eager_calls():
+    torch._dynamo.reset()
+    mask = call_inputs.random_mask(2, 1, 256, 256).cuda()
+    for tensors in (inputs(), inputs(layout="bhsd"), inputs(heads_kv=2)):
+        actual = out_and_gradients(torch.compile(attention, fullgraph=True), tensors, mask)
+        torch.testing.assert_close(actual, out_and_gradients(attention, tensors, mask), **TOLERANCE)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_cuda_graphs_replay_with_fresh_inputs(masked):
+    torch._dynamo.reset()
+    counters.clear()
+    call = torch.compile(attention, fullgraph=True, mode="reduce-overhead")
+    for seed in range(5):
+        mask = [call_inputs.random_mask(2, 1, 256, 256, seed=seed).cuda()] if masked else []
+        tensors = inputs(seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        actual = [tensor.clone() for tensor in out_and_gradients(call, tensors, *mask)]
+        torch.testing.assert_close(actual, list(out_and_gradients(attention, tensors, *mask)), **TOLERANCE)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_a_captured_graph_draws_new_dropout_at_each_replay():
+    query, key, value = (tensor.detach() for tensor in inputs())
+    call = functools.partial(attention, query, key, value, dropout_p=0.5)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert not torch.equal(first, out)
+
+
+def test_nothing_waits_for_the_gpu():
+    tensors, mask = inputs(), call_inputs.random_mask(2, 1, 256, 256).cuda()
+    padding = mask[:, :, :1].contiguous()
+    out_and_gradients(attention, tensors, mask)  # compiles
+    out_and_gradients(attention, tensors, padding)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out_and_gradients(attention, tensors, mask)
+        out_and_gradients(attention, tensors, padding)
+        out_and_gradients(attention, tensors, dmattn_ops.prepare_mask(mask))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_calls_run_on_the_current_stream():
+    tensors = inputs()
+    expected = out_and_gradients(attention, tensors)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = tuple((tensor * 2 - tensor).detach().requires_grad_() for tensor in tensors)
+        torch.cuda._sleep(10_000_000)  # what runs on another stream would be done before
+        late[0].data.copy_(tensors[0])
+        actual = out_and_gradients(attention, late)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_calls_run_on_the_device_of_their_tensors():
+    mask = call_inputs.random_mask(2, 1, 256, 256)
+    expected = out_and_gradients(attention, inputs(device="cuda:0"), mask.to("cuda:0"))
+    actual = out_and_gradients(attention, inputs(device="cuda:1"), mask.to("cuda:1"))
+    assert torch.cuda.current_device() == 0
+    torch.testing.assert_close([tensor.to("cuda:0") for tensor in actual], list(expected), **TOLERANCE)
+
+
+def test_float64_is_refused():
+    query = torch.randn(1, 4, 1, 8, dtype=torch.float64, device="cuda")
+    with pytest.raises(NotImplementedError, match=r"on a CUDA device, got torch\.float64"):
+        attention(query, query, query)
+
+
+def test_autocast():
+    tensors = tuple(tensor.detach().float().requires_grad_() for tensor in inputs())
+    with torch.autocast("cuda", torch.bfloat16):
+        out, *grads = out_and_gradients(attention, tensors)
+    assert out.dtype == torch.bfloat16
+    assert {grad.dtype for grad in grads} == {torch.float32}

@@ -1,0 +1,105 @@
+"""The portable kernels on a GPU: every dtype and head dimension, random problems, and bitwise repeats on a busy device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dmattn_ops import config
+from dmattn_ops.config import PortableBackward, PortableForward
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from dmattn_ops.kernels import portable_backward, portable_forward  # noqa: E402
+from dmattn_ops.problem import UNBOUNDED, Options, Tiles  # noqa: E402
+from tests.interpreter.problems import Problem, build, check, random_problem, run  # noqa: E402
+from tests.interpreter.test_portable import NASTY  # noqa: E402
+
+DIMS = (1, 8, 32, 40, 64, 80, 96, 128, 192, 256)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def configurations(problem: Problem) -> tuple[PortableForward, PortableBackward]:
+    """Return what this GPU's architecture would be given."""
+    major, minor = torch.cuda.get_device_capability()
+    width, itemsize = max(problem.head_dim, problem.value_dim), problem.dtype.itemsize
+    sm = 10 * major + minor
+    return config.portable_forward(sm, width, itemsize), config.portable_backward(sm, width, itemsize)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", DIMS)
+def test_element_mask_at_every_dimension(dim: int, dtype: torch.dtype) -> None:
+    problem = Problem(
+        batch=2, heads=4, seqlen_q=257, seqlen_k=300, head_dim=dim, value_dim=dim, dtype=dtype, mask="bits",
+        mask_heads=4, scale=dim**-0.5, transposed=True, grad_lse=True,
+    )  # fmt: skip
+    check(problem, "cuda", *configurations(problem))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", DIMS)
+def test_biased_band_at_every_dimension(dim: int, dtype: torch.dtype) -> None:
+    problem = Problem(
+        seqlen_q=300, seqlen_k=400, head_dim=dim, value_dim=DIMS[-1 - DIMS.index(dim)], dtype=dtype, band_hi=100,
+        bias=(1, 1, 300), softcap=20.0, scale=dim**-0.5, dropout_p=0.2,
+    )  # fmt: skip
+    check(problem, "cuda", *configurations(problem))
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_nasty_case_stays_within_budget(name: str) -> None:
+    check(NASTY[name], "cuda", *configurations(NASTY[name]))
+
+
+@pytest.mark.parametrize("seed", range(1000, 1060))
+def test_random_problem_stays_within_budget(seed: int) -> None:
+    problem = random_problem(seed)
+    check(problem, "cuda", *configurations(problem))
+
+
+def test_few_queries_and_many_keys() -> None:
+    problem = Problem(heads=2, seqlen_q=3, seqlen_k=40000, head_dim=128, value_dim=128, dtype=torch.bfloat16, scale=0.1)
+    check(problem, "cuda", *configurations(problem))
+
+
+@pytest.mark.parametrize("mask", ["none", "bits", "segments"])
+def test_repeats_on_a_busy_gpu_are_bitwise_equal(mask: str) -> None:
+    problem = Problem(
+        batch=2, heads=4, kv_heads=2, seqlen_q=1000, seqlen_k=1100, head_dim=64, value_dim=64, dtype=torch.bfloat16,
+        mask=mask, bias=(1, 1, 1000), band_hi=100, dropout_p=0.1,
+    )  # fmt: skip
+    case = build(problem)
+    first = run(problem, case, "cuda", *configurations(problem))
+    noise, matrix = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    for _ in range(10):
+        with torch.cuda.stream(noise):
+            matrix = torch.nn.functional.normalize(matrix @ matrix)
+        again = run(problem, case, "cuda", *configurations(problem))
+        for name in first:
+            assert torch.equal(first[name], again[name]), name
+
+
+def test_offsets_beyond_31_bits() -> None:
+    batch, heads, seqlen, dim = 2, 1, 1 << 16, 64
+    wide = torch.empty(batch, seqlen, 1 << 14, dtype=torch.bfloat16, device="cuda")  # 2^31 elements
+    query = wide[:, :, -dim:].view(batch, seqlen, heads, dim).normal_()
+    key, value = (wide[:, -512:, n * dim : (n + 1) * dim].view(batch, 512, heads, dim).normal_() for n in (0, 1))
+    out, lse = torch.empty_like(query, memory_format=torch.contiguous_format), torch.empty(2, 1, seqlen, device="cuda")
+    options = Options(-UNBOUNDED, UNBOUNDED, 0.125, 0.0, 0.0, True)
+    sm = torch.cuda.get_device_capability()
+    row = config.portable_forward(10 * sm[0] + sm[1], dim, 2)
+    portable_forward.forward(query, key, value, None, Tiles(), None, None, options, out, lse, row)
+    last = slice(seqlen - 300, seqlen)
+    scores = (query[1, last, 0].double() @ key[1, :, 0].double().T) * 0.125
+    truth = scores.softmax(-1) @ value[1, :, 0].double()
+    assert (out[1, last, 0].double() - truth).norm() / truth.norm() < 0.01
+    backward_row = config.portable_backward(10 * sm[0] + sm[1], dim, 2)
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
+    portable_backward.backward(
+        out, None, query, key, value, out, lse, None, Tiles(), None, None, options, dq, dk, dv, None, backward_row
+    )
+    assert dq[1, last].isfinite().all()
+    assert dk.isfinite().all()

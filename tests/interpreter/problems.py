@@ -1,0 +1,398 @@
+"""Problems for the portable kernels: build one, run forward and backward into poisoned buffers, compare with the oracle."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from dmattn_ops.config import PortableBackward, PortableForward
+from dmattn_ops.kernels import portable_backward, portable_forward
+from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
+from tests.interpreter import oracle
+from tests.tile_builder import build_segment_tiles, build_tiles, tile_states
+
+FORWARD = PortableForward(64, 64, 4, 2)
+BACKWARD = PortableBackward(64, 64, 4, 2, 64, 64, 4, 2)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call. `mask` is none, bits, segments (documents), keys (one keep bit per key) or band (lists of the band)."""
+
+    seed: int = 0
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    seqlen_q: int = 100
+    seqlen_k: int = 140
+    head_dim: int = 16
+    value_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    band_lo: int = -UNBOUNDED
+    band_hi: int = UNBOUNDED
+    mask: str = "none"
+    mask_batch: int = 1
+    mask_heads: int = 1
+    density: float = 0.5
+    bias: tuple[int, int, int] | None = None  # sizes of its batch, head and query dimensions
+    bias_dtype: torch.dtype | None = None
+    bias_last_stride: int = 1
+    softcap: float = 0.0
+    scale: float = 0.25
+    dropout_p: float = 0.0
+    grad_lse: bool = False
+    transposed: bool = False
+    lengths_q: tuple[int, ...] | None = None  # packed sequences
+    lengths_k: tuple[int, ...] | None = None
+    top_left: bool = False
+    needs_dbias: bool = True
+
+    def __repr__(self) -> str:
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Problem({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+
+def rows(shape: tuple[int, ...], dtype: torch.dtype, device: str, transposed: bool = False) -> Tensor:
+    """Return a NaN-filled view `[.., S, heads, D]` amid more NaN: spare rows behind the last and spare columns."""
+    *lead, seqlen, heads, dim = shape
+    if transposed:
+        buffer = torch.full((*lead, heads, seqlen + 3, dim + 8), float("nan"), dtype=dtype, device=device)
+        return buffer[..., :seqlen, :dim].transpose(-2, -3)
+    buffer = torch.full((*lead, seqlen + 3, heads, dim + 8), float("nan"), dtype=dtype, device=device)
+    return buffer[..., :seqlen, :, :dim]
+
+
+def band(rows: int, columns: int, low: int, high: int, shift: int = 0) -> Tensor:
+    """Return which keys a band shows: `[rows, columns]`."""
+    distance = torch.arange(columns)[None, :] - torch.arange(rows)[:, None] - shift
+    return (distance >= low) & (distance <= high)
+
+
+def build_mask(problem: Problem, generator: torch.Generator) -> tuple[Tensor, Tiles]:
+    """Return what the mask and the band keep `[Bm, Hm, Sq, Sk]`, and the tensors that say so."""
+    p = problem
+    inside = band(p.seqlen_q, p.seqlen_k, p.band_lo, p.band_hi)[None, None]
+    shape = (p.mask_batch, p.mask_heads)
+    if p.mask == "none":
+        return inside, Tiles()
+    if p.mask == "bits":
+        keep = torch.rand(*shape, p.seqlen_q, p.seqlen_k, generator=generator) < p.density
+        # Whole tiles of both kinds, and rows and keys that see nothing.
+        cells = torch.rand(*shape, -(-p.seqlen_q // TILE), -(-p.seqlen_k // TILE), generator=generator)
+        cells = cells.repeat_interleave(TILE, 2).repeat_interleave(TILE, 3)[:, :, : p.seqlen_q, : p.seqlen_k]
+        keep = torch.where(cells < 0.3, True, torch.where(cells > 0.6, False, keep))
+        keep[:, :, 3:5] = False
+        keep[..., 7:9] = False
+        keep = keep & inside
+        return keep, build_tiles(keep)
+    if p.mask == "band":
+        tiles = build_segment_tiles(inside, None, torch.zeros(1, 1, p.seqlen_k, dtype=torch.int32))
+        return inside, tiles._replace(k_segments=None)
+    if p.mask == "keys":
+        kept = torch.rand(*shape, p.seqlen_k, generator=generator) < p.density
+        kept = kept | (torch.arange(p.seqlen_k) % 500 >= 200)
+        k_segments = torch.where(kept, 0, -1).int()
+        keep = kept[:, :, None, :] & inside
+        return keep, build_segment_tiles(keep, None, k_segments)
+    q_segments = torch.sort(torch.randint(0, 3, (p.mask_batch, p.seqlen_q), generator=generator)).values.int()
+    k_segments = torch.sort(torch.randint(0, 3, (*shape, p.seqlen_k), generator=generator)).values.int()
+    keep = (q_segments[:, None, :, None] == k_segments[:, :, None, :]) & inside
+    return keep, build_segment_tiles(keep, q_segments, k_segments)
+
+
+def build_bias(problem: Problem, generator: torch.Generator) -> Tensor | None:
+    """Return a bias with the strides that the problem asks for."""
+    if problem.bias is None:
+        return None
+    shape = (*problem.bias, problem.seqlen_k)
+    last = problem.bias_last_stride
+    dtype = problem.bias_dtype or problem.dtype
+    wide = torch.randn(*shape[:-1], shape[-1] * last, generator=generator, dtype=torch.float64).to(dtype)
+    return wide[..., ::last]
+
+
+def draw(shape: tuple[int, ...], problem: Problem, generator: torch.Generator) -> Tensor:
+    """Return normal numbers, rounded to the problem's dtype."""
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(problem.dtype)
+
+
+@dataclass
+class Case:
+    """The tensors of a problem on the CPU; dense, or packed with a list of `(query, key)` slices."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    keep: Tensor
+    tiles: Tiles
+    seed: Tensor
+    varlen: Varlen | None
+    options: Options
+
+
+def build(problem: Problem) -> Case:
+    """Draw the tensors of a problem from its seed."""
+    p = problem
+    generator = torch.Generator().manual_seed(p.seed)
+    options = Options(p.band_lo, p.band_hi, p.scale, p.softcap, p.dropout_p, True)
+    seed = torch.tensor([0x1234_5678_9ABC_DEF0 + p.seed], dtype=torch.int64)
+    if p.lengths_q is not None:
+        return _build_packed(p, generator, options, seed)
+    keep, tiles = build_mask(p, generator)
+    bias = build_bias(p, generator)
+    if bias is not None and p.mask != "none":  # masked elements may hold anything
+        seen = oracle.spread_heads(keep, p.heads, 1).expand(p.batch, p.heads, p.seqlen_q, p.seqlen_k)
+        full = oracle.spread_heads(bias, p.heads, 1).expand_as(seen)
+        if full.shape == bias.shape:
+            bias = torch.where(seen, full, float("nan"))
+    lead = (p.batch,)
+    return Case(
+        query=draw((*lead, p.seqlen_q, p.heads, p.head_dim), p, generator),
+        key=draw((*lead, p.seqlen_k, p.kv_heads, p.head_dim), p, generator),
+        value=draw((*lead, p.seqlen_k, p.kv_heads, p.value_dim), p, generator),
+        bias=bias,
+        grad_out=draw((*lead, p.seqlen_q, p.heads, p.value_dim), p, generator),
+        grad_lse=torch.randn(*lead, p.heads, p.seqlen_q, generator=generator) if p.grad_lse else None,
+        keep=keep,
+        tiles=tiles,
+        seed=seed,
+        varlen=None,
+        options=options,
+    )
+
+
+def _build_packed(p: Problem, generator: torch.Generator, options: Options, seed: Tensor) -> Case:
+    """Draw packed sequences; 5 rows before the first and 4 behind the last belong to none."""
+    assert p.lengths_q is not None
+    assert p.lengths_k is not None
+    cu_q = torch.tensor([5, *p.lengths_q]).cumsum(0).int()
+    cu_k = torch.tensor([5, *p.lengths_k]).cumsum(0).int()
+    total_q, total_k = int(cu_q[-1]) + 4, int(cu_k[-1]) + 4
+    keep = torch.ones(p.mask_heads, total_k, dtype=torch.bool)
+    tiles = Tiles()
+    if p.mask == "keys":
+        keep = torch.rand(p.mask_heads, total_k, generator=generator) < p.density
+        tiles = Tiles(k_segments=torch.where(keep, 0, -1).int())
+    bias = None
+    if p.bias is not None:
+        bias = torch.randn(p.bias[1], total_k, generator=generator).to(p.bias_dtype or p.dtype)
+    return Case(
+        query=draw((total_q, p.heads, p.head_dim), p, generator),
+        key=draw((total_k, p.kv_heads, p.head_dim), p, generator),
+        value=draw((total_k, p.kv_heads, p.value_dim), p, generator),
+        bias=bias,
+        grad_out=draw((total_q, p.heads, p.value_dim), p, generator),
+        grad_lse=torch.randn(p.heads, total_q, generator=generator) if p.grad_lse else None,
+        keep=keep,
+        tiles=tiles,
+        seed=seed,
+        varlen=Varlen(cu_q, cu_k, max(p.lengths_q) + 3, max(p.lengths_k) + 3, p.top_left),
+        options=options,
+    )
+
+
+def expected(problem: Problem, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return out, lse and the gradients by eager torch in `dtype`."""
+    p = problem
+    names = ["query", "key", "value"] + (["bias"] if case.bias is not None else [])
+    leaves = {name: getattr(case, name).detach().to(dtype).requires_grad_() for name in names}
+    if case.bias is not None and dtype != torch.float64 and case.bias.dtype == torch.float32:
+        leaves["bias"] = case.bias.detach().clone().requires_grad_()
+    bias = leaves.get("bias")
+    call = {"scale": p.scale, "softcap": p.softcap, "dropout_p": p.dropout_p}
+    seed = int(case.seed)
+    if case.varlen is None:
+        dropped = None
+        if p.dropout_p:
+            dropped = oracle.dropout_keep(seed, p.dropout_p, p.batch, p.heads, p.seqlen_q, p.seqlen_k)
+        out, lse = oracle.attention(
+            leaves["query"], leaves["key"], leaves["value"], bias, case.keep, dropped=dropped, **call
+        )
+    else:
+        out = torch.zeros(case.grad_out.shape, dtype=dtype)
+        lse = torch.full((p.heads, out.shape[0]), float("-inf"), dtype=dtype)
+        cu_q, cu_k = case.varlen.cu_seqlens_q.tolist(), case.varlen.cu_seqlens_k.tolist()
+        every = None
+        if p.dropout_p:
+            longest = (case.varlen.max_seqlen_q, case.varlen.max_seqlen_k)
+            every = oracle.dropout_keep(seed, p.dropout_p, len(cu_q) - 1, p.heads, *longest)
+        for index in range(len(cu_q) - 1):
+            a, b = slice(cu_q[index], cu_q[index + 1]), slice(cu_k[index], cu_k[index + 1])
+            n, m = a.stop - a.start, b.stop - b.start
+            keep = case.keep[None, :, None, b] & band(n, m, p.band_lo, p.band_hi, 0 if p.top_left else m - n)
+            part = None if bias is None else bias[None, :, None, b]
+            dropped = None if every is None else every[index : index + 1, :, :n, :m]
+            one = [leaves[name][None, s] for name, s in (("query", a), ("key", b), ("value", b))]
+            o, l = oracle.attention(*one, part, keep, dropped=dropped, **call)
+            out = out.index_put((torch.arange(a.start, a.stop),), o[0])
+            lse = lse.index_put((torch.arange(p.heads)[:, None], torch.arange(a.start, a.stop)[None]), l[0].to(dtype))
+    grads = [case.grad_out.to(dtype)]
+    outputs = [out]
+    if case.grad_lse is not None:
+        finite = lse.isfinite()
+        outputs.append(torch.where(finite, lse, 0.0))
+        grads.append(case.grad_lse.to(lse.dtype))
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+    gradients = torch.autograd.grad(
+        [o for o, _ in pairs], list(leaves.values()), [g for _, g in pairs], allow_unused=True
+    )
+    result = {"out": out.detach(), "lse": lse.detach()}
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        result["d" + {"query": "q", "key": "k", "value": "v"}.get(name, name)] = (
+            torch.zeros_like(leaf) if gradient is None else gradient
+        )
+    return result
+
+
+def run(
+    problem: Problem,
+    case: Case,
+    device: str = "cpu",
+    forward: PortableForward = FORWARD,
+    backward: PortableBackward = BACKWARD,
+) -> dict[str, Tensor]:
+    """Run both directions on views amid NaN; nothing outside of the views may be written."""
+    p = problem
+
+    def place(tensor: Tensor) -> Tensor:
+        view = rows(tuple(tensor.shape), tensor.dtype, device, p.transposed)
+        view.copy_(tensor)
+        return view
+
+    def on(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    query, key, value, grad_out = (place(t) for t in (case.query, case.key, case.value, case.grad_out))
+    hide_unseen(p, case, query, key, value)
+    bias = case.bias
+    if bias is not None and device != "cpu":
+        bias = torch.empty_strided(bias.shape, bias.stride(), dtype=bias.dtype, device=device).copy_(bias)
+    tiles = Tiles(*(on(t) for t in case.tiles))
+    seed = on(case.seed) if p.dropout_p else None
+    varlen = case.varlen
+    if varlen is not None:
+        varlen = varlen._replace(cu_seqlens_q=on(varlen.cu_seqlens_q), cu_seqlens_k=on(varlen.cu_seqlens_k))
+    out, dq, dk, dv = (
+        rows(tuple(t.shape), t.dtype, device, p.transposed) for t in (case.grad_out, case.query, case.key, case.value)
+    )
+    lse_shape = (p.batch, p.heads, p.seqlen_q) if varlen is None else (p.heads, case.query.shape[0])
+    lse = torch.full((*lse_shape[:-1], lse_shape[-1] + 5), float("nan"), device=device)[..., : lse_shape[-1]]
+    dbias = None
+    if bias is not None and p.needs_dbias:
+        dbias = torch.full(bias.shape, float("nan"), dtype=bias.dtype, device=device)
+    shared = (bias, tiles, seed, varlen, case.options)
+    portable_forward.forward(query, key, value, *shared, out, lse, forward)
+    portable_backward.backward(
+        grad_out, on(case.grad_lse), query, key, value, out, lse, *shared, dq, dk, dv, dbias, backward
+    )
+    for view in (out, dq, dk, dv):
+        written = int((~view._base.isnan()).sum())
+        assert written <= view.numel(), "wrote outside of an output"
+    results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    if dbias is not None:
+        results["dbias"] = dbias
+    return results
+
+
+def hide_unseen(problem: Problem, case: Case, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Put NaN into keys and queries whose tiles are all empty: nobody may touch them."""
+    p = problem
+    if case.tiles.row_tiles is None or 0 in (p.seqlen_q, p.seqlen_k):
+        return
+    states = tile_states(case.keep).amax((0, 1))
+    empty_keys = states.amax(0).eq(0).repeat_interleave(TILE)[: p.seqlen_k].to(key.device)
+    empty_queries = states.amax(1).eq(0).repeat_interleave(TILE)[: p.seqlen_q].to(key.device)
+    key[:, empty_keys] = float("nan")
+    value[:, empty_keys] = float("nan")
+    query[:, empty_queries] = float("nan")
+
+
+def check(
+    problem: Problem,
+    device: str = "cpu",
+    forward: PortableForward = FORWARD,
+    backward: PortableBackward = BACKWARD,
+) -> None:
+    """Assert `err(ours) <= 2 err(eager in the same dtype) + eps` for out, lse and every gradient, and exact zeros."""
+    case = build(problem)
+    truth = expected(problem, case, torch.float64)
+    eager = expected(problem, case, problem.dtype)
+    ours = run(problem, case, device, forward, backward)
+    for name, tensor in ours.items():
+        limit = 2 * oracle.error(eager[name], truth[name]) + oracle.EPSILON[problem.dtype]
+        found = oracle.error(tensor, truth[name])
+        assert found <= limit, f"{name}: error {found:.2e} over the budget {limit:.2e} in {problem}"
+    assert_exact_zeros(problem, case, ours, truth)
+
+
+def assert_exact_zeros(problem: Problem, case: Case, ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    """Assert that empty rows, and keys and bias elements that nobody sees, get exactly 0."""
+    ours = {name: tensor.cpu() for name, tensor in ours.items()}
+    empty = truth["lse"].transpose(-1, -2) == float("-inf")
+    for name in ("out", "dq"):
+        assert (ours[name][empty] == 0).all(), f"{name} of an empty row is not 0"
+    if case.varlen is not None:
+        unseen = torch.ones(case.key.shape[:2], dtype=torch.bool)
+        unseen[int(case.varlen.cu_seqlens_k[0]) : int(case.varlen.cu_seqlens_k[-1])] = False
+    else:
+        p = problem
+        seen = oracle.spread_heads(case.keep, p.heads, 1).expand(p.batch, p.heads, p.seqlen_q, p.seqlen_k)
+        of_group = seen.reshape(p.batch, p.kv_heads, p.heads // p.kv_heads * p.seqlen_q, p.seqlen_k)
+        unseen = ~of_group.any(2).transpose(1, 2)
+        if "dbias" in ours:
+            rows, columns = ours["dbias"].shape[-2:]
+            seen = seen if rows == p.seqlen_q else seen.any(2, keepdim=True)
+            seen = seen if ours["dbias"].shape[0] == p.batch else seen.any(0, keepdim=True)
+            bias_heads = ours["dbias"].shape[1]
+            of_group = seen.reshape(seen.shape[0], bias_heads, p.heads // bias_heads, rows, columns).any(2)
+            assert (ours["dbias"][~of_group] == 0).all(), "dbias of an element that nobody sees is not 0"
+    for name in ("dk", "dv"):
+        assert (ours[name][unseen] == 0).all(), f"{name} of a key that nobody sees is not 0"
+
+
+def random_problem(seed: int) -> Problem:
+    """Draw a problem over all features."""
+    r = random.Random(seed)
+    kv_heads = r.choice([1, 1, 2])
+    heads = kv_heads * r.choice([1, 1, 2, 3])
+    batch = r.choice([1, 1, 2])
+    p = Problem(
+        seed=seed,
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        seqlen_q=r.choice([1, 17, 64, 127, 128, 129, 200, 257]),
+        seqlen_k=r.choice([1, 33, 64, 127, 128, 130, 256, 300]),
+        head_dim=r.choice([1, 8, 16, 24, 40]),
+        value_dim=r.choice([1, 8, 16, 33]),
+        dtype=r.choice([torch.float32, torch.float32, torch.float16, torch.bfloat16]),
+        scale=r.choice([0.3, 0.3, 1.0, -0.2, 0.0]),
+        softcap=r.choice([0.0, 0.0, 2.0, 30.0]),
+        dropout_p=r.choice([0.0, 0.0, 0.0, 0.3, 1.0]),
+        grad_lse=r.random() < 0.4,
+        transposed=r.random() < 0.5,
+        mask=r.choice(["none", "bits", "bits", "segments", "keys", "band"]),
+        mask_batch=r.choice([1, batch]),
+        mask_heads=r.choice([1, kv_heads, heads]),
+    )
+    offset = r.choice([0, p.seqlen_k - p.seqlen_q])
+    low, high = r.choice(
+        [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, offset), (offset - 50, offset + 20), (offset, UNBOUNDED)]
+    )
+    p = replace(p, band_lo=low, band_hi=high)
+    if r.random() < 0.5:
+        sizes = (r.choice([1, batch]), r.choice([1, kv_heads, heads]), r.choice([1, p.seqlen_q]))
+        p = replace(p, bias=sizes, bias_dtype=r.choice([None, torch.float32]), bias_last_stride=r.choice([1, 1, 2]))
+    if r.random() < 0.25:
+        lengths = tuple(r.choice([0, 1, 30, 64, 150]) for _ in range(r.choice([1, 3])))
+        others = tuple(r.choice([0, 1, 30, 65, 140]) for _ in lengths)
+        p = replace(p, lengths_q=lengths, lengths_k=others, mask="keys" if p.mask == "keys" else "none", batch=1)
+        p = replace(p, top_left=r.random() < 0.5, band_lo=r.choice([-UNBOUNDED, -40]), band_hi=r.choice([0, UNBOUNDED]))
+        p = replace(p, bias=None if p.bias is None else (1, p.bias[1], 1))
+    return p

@@ -1,0 +1,205 @@
+"""The portable kernels on CPU tensors, against attention from a dense mask in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dmattn_ops.config import PortableBackward, PortableForward
+from dmattn_ops.kernels import portable_backward, portable_forward
+from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen
+from tests.interpreter import oracle
+from tests.interpreter.problems import BACKWARD, FORWARD, Problem, build, check, random_problem, run
+
+SMALL_FORWARD = PortableForward(16, 32, 4, 1)
+SMALL_BACKWARD = PortableBackward(32, 16, 4, 1, 16, 128, 4, 1)
+LARGE_FORWARD = PortableForward(128, 128, 4, 1)
+LARGE_BACKWARD = PortableBackward(128, 128, 4, 1, 128, 128, 4, 1)
+
+NASTY = {
+    "one element": Problem(seqlen_q=1, seqlen_k=1),
+    "causal from the bottom right": Problem(seqlen_q=100, seqlen_k=140, band_hi=40),
+    "causal with more queries than keys, so rows are empty": Problem(seqlen_q=140, seqlen_k=100, band_hi=-40, grad_lse=True),
+    "a window on both sides": Problem(seqlen_q=300, seqlen_k=290, band_lo=-70, band_hi=5),
+    "a band that lies past the last key": Problem(seqlen_q=64, seqlen_k=64, band_lo=100, grad_lse=True),
+    "prime lengths": Problem(seqlen_q=127, seqlen_k=131, band_hi=4),
+    "all rows empty": Problem(mask="bits", density=0.0, seqlen_q=60, seqlen_k=60, grad_lse=True),
+    "element mask, heads apart": Problem(mask="bits", batch=2, mask_batch=2, mask_heads=2, seqlen_q=130, seqlen_k=300),
+    "element mask with a band folded in": Problem(mask="bits", seqlen_q=200, seqlen_k=260, band_hi=60),
+    "mask heads of the keys": Problem(mask="bits", heads=4, mask_heads=2, seqlen_q=140),
+    "documents": Problem(mask="segments", seqlen_q=300, seqlen_k=300, band_hi=0),
+    "documents that differ per head": Problem(mask="segments", mask_heads=2, batch=2, mask_batch=2),
+    "keys kept by one bit each": Problem(mask="keys", seqlen_q=130, seqlen_k=300, mask_heads=2),
+    "lists of a band alone": Problem(mask="band", seqlen_q=300, seqlen_k=300, band_lo=-130, band_hi=0),
+    "bias per key, grouped heads": Problem(heads=4, bias=(1, 2, 1), dtype=torch.bfloat16, bias_dtype=torch.float32),
+    "bias of every element": Problem(bias=(1, 2, 100), mask="bits"),
+    "bias of every element under a band": Problem(bias=(1, 2, 100), band_hi=0),
+    "bias shared by batches and heads": Problem(batch=2, heads=4, bias=(1, 1, 100), mask="bits", mask_heads=4),
+    "bias shared by groups of heads": Problem(batch=2, heads=4, bias=(2, 2, 100), band_hi=0),
+    "bias with a stride between keys": Problem(bias=(1, 2, 100), bias_last_stride=3),
+    "bias whose gradient nobody asks for": Problem(bias=(1, 2, 100), needs_dbias=False),
+    "softcap": Problem(softcap=1.0, scale=1.0),
+    "softcap so wide that it caps nothing": Problem(softcap=1e6),
+    "negative scale": Problem(scale=-0.5, band_hi=0),
+    "scale 0": Problem(scale=0.0, mask="bits"),
+    "dropout": Problem(dropout_p=0.25, batch=2, seqlen_q=70, seqlen_k=90),
+    "dropout of everything": Problem(dropout_p=1.0, grad_lse=True),
+    "value dimension of its own": Problem(head_dim=24, value_dim=40),
+    "dimension 1": Problem(head_dim=1, value_dim=1),
+    "float16": Problem(dtype=torch.float16, head_dim=40, value_dim=40),
+    "bfloat16": Problem(dtype=torch.bfloat16, head_dim=40, value_dim=40, transposed=True),
+    "no keys": Problem(seqlen_k=0, grad_lse=True),
+    "no queries": Problem(seqlen_q=0, bias=(1, 2, 1)),
+    "no batch": Problem(batch=0, bias=(1, 1, 100)),
+    "packed": Problem(lengths_q=(30, 0, 100, 1), lengths_k=(64, 10, 0, 130), grad_lse=True),
+    "packed, causal": Problem(lengths_q=(30, 100, 140), lengths_k=(64, 100, 70), band_hi=0),
+    "packed, causal from the top left": Problem(lengths_q=(30, 100), lengths_k=(64, 70), band_hi=0, top_left=True),
+    "packed, with masked and biased keys": Problem(
+        lengths_q=(30, 100), lengths_k=(64, 170), mask="keys", mask_heads=2, bias=(1, 1, 1), heads=4, dropout_p=0.2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_nasty_case_stays_within_budget(name: str) -> None:
+    check(NASTY[name])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_problem_stays_within_budget(seed: int) -> None:
+    check(random_problem(seed))
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"), [(SMALL_FORWARD, SMALL_BACKWARD), (LARGE_FORWARD, LARGE_BACKWARD)], ids=["small", "large"]
+)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(mask="bits", seqlen_q=150, seqlen_k=140, mask_heads=2, bias=(1, 1, 150)),
+        Problem(mask="segments", seqlen_q=140, seqlen_k=200, band_lo=-100, band_hi=60),
+        Problem(seqlen_q=90, seqlen_k=140, band_hi=50, dropout_p=0.3, bias=(1, 2, 1)),
+        Problem(lengths_q=(30, 100), lengths_k=(64, 170), band_hi=0),
+    ],
+    ids=["bits", "segments", "dropout", "packed"],
+)
+def test_blocks_smaller_and_larger_than_usual(
+    problem: Problem, forward: PortableForward, backward: PortableBackward
+) -> None:
+    check(problem, forward=forward, backward=backward)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(batch=1, heads=2, seqlen_q=1, seqlen_k=1500),
+        Problem(batch=1, heads=2, seqlen_q=3, seqlen_k=1500, band_hi=1400, dropout_p=0.2, value_dim=24),
+        Problem(batch=2, heads=2, seqlen_q=5, seqlen_k=1200, mask="bits", density=0.1),
+        Problem(heads=4, seqlen_q=4, seqlen_k=1300, mask="keys", density=0.02, bias=(1, 4, 1), transposed=True),
+        Problem(lengths_q=(1, 3, 0, 2), lengths_k=(1500, 40, 7, 0), band_hi=0),
+        Problem(seqlen_q=2, seqlen_k=1200, band_lo=5000),
+    ],
+    ids=["one query", "dropout", "bits", "keys", "packed", "empty"],
+)
+def test_programs_that_share_the_keys_of_few_queries(problem: Problem) -> None:
+    forward = PortableForward(16, 64, 4, 2, sm_count=40)
+    longest = max(problem.lengths_k or (problem.seqlen_k,))
+    assert portable_forward.split_count(len(problem.lengths_q or (0,)) * problem.heads, longest, forward) > 1
+    check(problem, forward=forward)
+
+
+def test_enough_programs_share_nothing() -> None:
+    row = PortableForward(64, 64, 4, 2, sm_count=132)
+    assert portable_forward.split_count(67, 1 << 20, row) == 1
+    assert portable_forward.split_count(1, 256, row) == 1
+    assert portable_forward.split_count(1, 1 << 20, row) == 264
+
+
+def test_dropout_does_not_depend_on_blocks() -> None:
+    problem = Problem(seqlen_q=90, seqlen_k=140, dropout_p=0.5)
+    case = build(problem)
+    usual, small = run(problem, case), run(problem, case, forward=SMALL_FORWARD, backward=SMALL_BACKWARD)
+    for name in usual:
+        assert oracle.error(usual[name], small[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("mask", ["none", "bits"])
+def test_repeated_calls_are_bitwise_equal(mask: str) -> None:
+    problem = Problem(heads=4, bias=(1, 1, 100), mask=mask)
+    case = build(problem)
+    first, second = run(problem, case), run(problem, case)
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def test_rows_whose_scores_are_all_minus_infinity_count_as_empty() -> None:
+    problem = Problem(bias=(1, 2, 100), grad_lse=True)
+    case = build(problem)
+    assert case.bias is not None
+    case.bias[:, :, 10:20] = float("-inf")
+    ours = run(problem, case)
+    assert (ours["lse"][:, :, 10:20] == float("-inf")).all()
+    for name in ("out", "dq"):
+        assert (ours[name][:, 10:20] == 0).all()
+    assert all(ours[name].isfinite().all() for name in ("out", "dq", "dk", "dv", "dbias"))
+
+
+def test_a_visible_nan_is_not_hidden() -> None:
+    problem = Problem(seqlen_q=20, seqlen_k=20)
+    case = build(problem)
+    case.query[0, 3, 0] = float("nan")
+    ours = run(problem, case)
+    assert ours["out"][0, 3, 0].isnan().all()
+    assert ours["out"][0, :, 1].isfinite().all()
+
+
+def test_gradients_of_an_empty_row_ignore_what_arrives_for_its_lse() -> None:
+    problem = Problem(seqlen_q=40, seqlen_k=30, band_hi=-10, grad_lse=True)
+    case = build(problem)
+    assert case.grad_lse is not None
+    case.grad_lse[:, :, :10] = float("nan")
+    ours = run(problem, case)
+    assert (ours["dq"][:, :10] == 0).all()
+    assert all(ours[name].isfinite().all() for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 999, 40], [-50, 20, 40], [30, 10, 40], [0, 2**31 - 1, -(2**31)]], ids=["long", "low", "back", "wild"]
+)
+def test_garbage_offsets_stay_inside_the_packed_tensors(offsets: list[int]) -> None:
+    problem = Problem(lengths_q=(20, 20), lengths_k=(20, 20), band_hi=0)
+    case = build(problem)
+    assert case.varlen is not None
+    garbage = torch.tensor(offsets, dtype=torch.int32)
+    case.varlen = Varlen(garbage, garbage.flip(0).contiguous(), 23, 23, False)
+    for tensor in run(problem, case).values():
+        assert not tensor.isnan().any()
+
+
+def test_strides_of_a_packed_gradient_are_kept() -> None:
+    problem = Problem(seqlen_q=100, seqlen_k=100)
+    case = build(problem)
+    packed = torch.full((1, 100, 3, 2, 16), float("nan"))
+    dq, dk, dv = packed.unbind(2)
+    out, lse = torch.empty(1, 100, 2, 16), torch.empty(1, 2, 100)
+    shared = (None, Tiles(), None, None, Options(-UNBOUNDED, UNBOUNDED, 0.25, 0.0, 0.0, True))
+    portable_forward.forward(case.query, case.key, case.value, *shared, out, lse, FORWARD)
+    portable_backward.backward(
+        case.grad_out, None, case.query, case.key, case.value, out, lse, *shared, dq, dk, dv, None, BACKWARD
+    )
+    ours = run(problem, case)
+    assert torch.equal(packed, torch.stack([ours["dq"], ours["dk"], ours["dv"]], 2))
+
+
+def test_the_check_notices_a_small_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    correct = portable_backward.backward
+
+    def slightly_wrong(*arguments: object) -> None:
+        correct(*arguments)
+        arguments[-4].mul_(1.001)  # dk
+
+    monkeypatch.setattr(portable_backward, "backward", slightly_wrong)
+    with pytest.raises(AssertionError, match="dk: error"):
+        check(replace(NASTY["dropout"], grad_lse=True))

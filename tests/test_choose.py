@@ -1,0 +1,120 @@
+"""Which row of `config.py` a problem gets on each architecture; what `explain` and the environment show of it."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+import dmattn_ops
+from dmattn_ops import arch, choose, config
+from dmattn_ops.choose import Demand
+
+LINE = re.compile(
+    r"FLASH_DMATTN_PROFILE: HeadDim=\d+, Arch=(SM\d+\.\d|CPU), SeqQ=\d+, SeqK=\d+, Batch=\d+,"
+    r" Choice=(SM\d+|CPU)_(LargeBlock|MediumBlock|LongSeq|StandardSeq|Standard|LowMem|Legacy)_\d+x\d+(_VinRegs)?"
+)
+
+
+def labels(rows, itemsize=2):
+    def taken_by_all(kernel):
+        return []
+
+    lines = []
+    for sm, known in arch.KNOWN.items():
+        choices = []
+        for dim in (32, 64, 96, 128, 192, 256):
+            choice = choose.choose(rows, known, Demand(2, 16, 4096, 4096, dim, dim, itemsize), taken_by_all)
+            choices.append(f"{choice.row.kernel}:{choice.label.split('_', 1)[1]}")
+        lines.append(f"{sm}: {' '.join(choices)}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("rows", [config.FORWARD, config.BACKWARD], ids=["forward", "backward"])
+@pytest.mark.parametrize("sm", [*arch.KNOWN, 87, 103, 121, 130])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_architecture_has_a_row_for_every_head_dimension(rows, sm, itemsize):
+    for dim in (1, 8, 31, 64, 65, 128, 129, 256, 1024):
+        on = arch.parse(f"{sm // 10}.{sm % 10}")
+        choice = choose.choose(rows, on, Demand(1, 1, 1, 1, dim, 1, itemsize), lambda kernel: [])
+        assert choice.row.dim >= dim and choice.row.shared_memory <= on.shared_memory
+
+
+def test_a_refusing_kernel_gives_way_and_its_reason_is_kept():
+    demand = Demand(1, 1, 128, 128, 64, 64, 2)
+    best = choose.choose(config.BACKWARD, arch.KNOWN[90], demand, lambda kernel: [])
+    refused = choose.choose(
+        config.BACKWARD, arch.KNOWN[90], demand, lambda kernel: ["dropout"] if kernel == best.row.kernel else []
+    )
+    assert refused.row.kernel != best.row.kernel
+    assert any("dropout" in reason for reason in refused.passed_over)
+
+
+def test_when_every_kernel_refuses_the_error_names_every_reason():
+    demand = Demand(1, 1, 128, 128, 64, 64, 2)
+    with pytest.raises(NotImplementedError, match="first reason; second reason"):
+        choose.choose(config.FORWARD, arch.KNOWN[80], demand, lambda kernel: ["first reason", "second reason"])
+
+
+@pytest.mark.parametrize("version", ["", "nine", "9", "9.", "9.0.1", "9.x", "-9.0", "5.2"])
+def test_a_version_that_names_no_architecture_is_refused(version):
+    with pytest.raises(ValueError, match=r"DMATTN_ARCH must be .*got '" + re.escape(version)):
+        arch.parse(version)
+
+
+def test_an_unknown_architecture_gets_the_limits_of_the_nearest_older_one():
+    assert arch.parse("10.3").shared_memory == arch.KNOWN[100].shared_memory
+    assert arch.parse("13.0").shared_memory == arch.KNOWN[120].shared_memory
+
+
+def test_explain_names_both_directions_and_reads_well():
+    query = torch.randn(1, 256, 4, 64, dtype=torch.bfloat16)
+    explanation = dmattn_ops.explain(query, query, query, is_causal=True, arch="8.6")
+    assert explanation.backward.arch == "SM8.6" and explanation.backward.choice.startswith("SM86_")
+    text = str(explanation)
+    assert "forward" in text and "block_m=" in text and "j <= i" in text
+
+
+def run(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+TRAIN_STEP = """
+import os, threading, torch, dmattn_ops
+def step(function=dmattn_ops.flash_dmattn_func):
+    query = torch.randn(2, 40, 2, 16, requires_grad=True)
+    function(query, query, query).sum().backward()
+"""
+
+
+def test_the_profile_prints_one_line_for_each_backward():
+    done = run(TRAIN_STEP + "step(); step()", FLASH_DMATTN_PROFILE_BACKWARD="1")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("FLASH_DMATTN_PROFILE")]
+    assert len(lines) == 2 and all(LINE.fullmatch(line) for line in lines), done.stderr
+    assert "HeadDim=16, Arch=CPU, SeqQ=40, SeqK=40, Batch=2, Choice=CPU_" in lines[0]
+
+
+def test_the_profile_is_read_at_each_call_and_works_in_threads_and_compiled_code():
+    done = run(
+        TRAIN_STEP
+        + "step(); os.environ['FLASH_DMATTN_PROFILE_BACKWARD'] = '1'\n"
+        + "thread = threading.Thread(target=step); thread.start(); thread.join()\n"
+        + "step(torch.compile(dmattn_ops.flash_dmattn_func, fullgraph=True, backend='aot_eager'))\n"
+        + "os.environ['FLASH_DMATTN_PROFILE_BACKWARD'] = '0'; step()",
+        FLASH_DMATTN_PROFILE_BACKWARD="",
+    )
+    assert len(LINE.findall(done.stderr)) == 2, done.stderr
+
+
+def test_the_choices_are_these():
+    assert_expected_inline(
+        "forward\n" + labels(config.FORWARD) + "\nbackward\n" + labels(config.BACKWARD),
+        """""",
+    )

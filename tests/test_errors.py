@@ -1,0 +1,314 @@
+"""What the public functions refuse, with which type and in which words, eager and compiled."""
+
+import re
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import dmattn_ops
+from tests import call_inputs
+
+B, S, H, D = 2, 128, 4, 64
+MASK = torch.ones(B, 1, S, S, dtype=torch.bool)
+
+
+def tensor(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def dense(**changes):
+    """The arguments of a call that is right but for the changes."""
+    right = {"query": tensor(B, S, H, D), "key": tensor(B, S, H, D), "value": tensor(B, S, H, D)}
+    return {**right, **changes}
+
+
+# changes to a right call, the error, and its words
+DENSE = {
+    "key length": (
+        {"key": tensor(B, 127, H, D)},
+        ValueError,
+        "key must have shape (2, 128, 4, 64), got (2, 127, 4, 64)",
+    ),
+    "key batch": ({"key": tensor(3, S, H, D)}, ValueError, "key must have shape (2, 128, 4, 64), got (3, 128, 4, 64)"),
+    "key dimension": (
+        {"key": tensor(B, S, H, 32)},
+        ValueError,
+        "key must have shape (2, 128, 4, 64), got (2, 128, 4, 32)",
+    ),
+    "key heads": ({"key": tensor(B, S, 2, D)}, ValueError, "key must have shape (2, 128, 4, 64), got (2, 128, 2, 64)"),
+    "value length": (
+        {"value": tensor(B, 64, H, D)},
+        ValueError,
+        "value must have shape (2, 128, 4, 64), got (2, 64, 4, 64)",
+    ),
+    "value heads": (
+        {"value": tensor(B, S, 1, 8)},
+        ValueError,
+        "value must have shape (2, 128, 4, 8), got (2, 128, 1, 8)",
+    ),
+    "heads": (
+        {"key": tensor(B, S, 3, D), "value": tensor(B, S, 3, D)},
+        ValueError,
+        "the heads of query must be a multiple of the heads of key, got 4 and 3",
+    ),
+    "rank": ({"query": tensor(S, H, D)}, ValueError, "query must have 4 dimensions, got 3, shape (128, 4, 64)"),
+    "rank 0": ({"value": tensor()}, ValueError, "value must have 4 dimensions, got 0, shape ()"),
+    "no dimension": (
+        {"query": tensor(B, S, H, 0), "key": tensor(B, S, H, 0)},
+        ValueError,
+        "query and value must have a last dimension of at least 1, got 0 and 64",
+    ),
+    "wide": (
+        {"query": tensor(1, 2, 1, 257), "key": tensor(1, 2, 1, 257), "value": tensor(1, 2, 1, 300)},
+        NotImplementedError,
+        "no kernel takes this call: the last dimension of query must be at most 256, got 257; "
+        "the last dimension of value must be at most 256, got 300",
+    ),
+    "integers": (
+        {"query": tensor(B, S, H, D, dtype=torch.int32)},
+        TypeError,
+        "query must have dtype torch.float16 or torch.bfloat16 or torch.float32 or torch.float64, got torch.int32",
+    ),
+    "dtype of key": (
+        {"key": tensor(B, S, H, D, dtype=torch.float16)},
+        TypeError,
+        "key must have dtype torch.float32, got torch.float16",
+    ),
+    "device": (
+        {"value": torch.zeros(B, S, H, D, device="meta")},
+        ValueError,
+        "value must be on cpu like query, got meta",
+    ),
+    "no tensor": ({"query": [1.0]}, TypeError, "query must be a tensor, got list"),
+    "bias shape": (
+        {"bias": tensor(B, H, S, 64)},
+        ValueError,
+        "bias must have shape (2 or 1, 4 or 1, 128 or 1, 128), got (2, 4, 128, 64)",
+    ),
+    "bias of groups": (
+        {"bias": tensor(B, 3, 1, S), "key": tensor(B, S, 2, D), "value": tensor(B, S, 2, D)},
+        ValueError,
+        "bias must have shape (2 or 1, 4 or 2 or 1, 128 or 1, 128), got (2, 3, 1, 128)",
+    ),
+    "bias dtype": (
+        {"bias": tensor(1, 1, S, S, dtype=torch.float16)},
+        TypeError,
+        "bias must have dtype torch.float32, got torch.float16",
+    ),
+    "bias rank": (
+        {"bias": tensor(S, S)},
+        ValueError,
+        "bias must have shape (2 or 1, 4 or 1, 128 or 1, 128), got (128, 128)",
+    ),
+    "no bias": ({"bias": 1.0}, TypeError, "bias must be a tensor, got float"),
+    "mask shape": (
+        {"mask": MASK[:, :, :100]},
+        ValueError,
+        "mask must have shape (2 or 1, 4 or 1, 128 or 1, 128), got (2, 1, 100, 128)",
+    ),
+    "mask keys": (
+        {"mask": MASK[..., :100]},
+        ValueError,
+        "mask must have shape (2 or 1, 4 or 1, 128 or 1, 128), got (2, 1, 128, 100)",
+    ),
+    "mask device": ({"mask": MASK.to("meta")}, ValueError, "mask must be on cpu like query, got meta"),
+    "no mask": ({"mask": "causal"}, TypeError, "mask must be a tensor or come from prepare_mask, got str"),
+    "key length with a mask": (
+        {"key": tensor(B, 127, H, D), "mask": MASK},
+        ValueError,
+        "key must have shape (2, 128, 4, 64), got (2, 127, 4, 64)",
+    ),
+    "prepared mask": (
+        {"mask": dmattn_ops.prepare_mask(torch.ones(3, 1, S, S, dtype=torch.bool))},
+        ValueError,
+        "mask must have shape (2 or 1, 4 or 1, 128 or 1, 128), got (3, 1, 128, 128)",
+    ),
+    "left": (
+        {"window_size": (-1, None)},
+        ValueError,
+        "window_size left must not be negative (None is unlimited), got -1",
+    ),
+    "right": (
+        {"window_size": (None, -2)},
+        ValueError,
+        "window_size right must not be negative (None is unlimited), got -2",
+    ),
+    "window": ({"window_size": 64}, TypeError, "window_size must be a pair (left, right), got 64"),
+    "window type": ({"window_size": (1.5, None)}, TypeError, "window_size left must be an int, got float"),
+    "alignment": (
+        {"causal_from": "center"},
+        ValueError,
+        "causal_from must be 'bottom_right' or 'top_left', got 'center'",
+    ),
+    "causal": ({"is_causal": 1}, TypeError, "is_causal must be a bool, got int"),
+    "infinite scale": ({"softmax_scale": float("inf")}, ValueError, "softmax_scale must be finite, got inf"),
+    "nan scale": ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite, got nan"),
+    "scale type": ({"softmax_scale": "1"}, TypeError, "softmax_scale must be a number, got str"),
+    "softcap": ({"softcap": -1.0}, ValueError, "softcap must be finite and not negative, got -1.0"),
+    "softcap type": ({"softcap": None}, TypeError, "softcap must be a number, got NoneType"),
+    "dropout": ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
+    "negative dropout": ({"dropout_p": -1}, ValueError, "dropout_p must be between 0 and 1, got -1.0"),
+    "deterministic": ({"deterministic": "yes"}, TypeError, "deterministic must be a bool, got str"),
+    "return_lse": ({"return_lse": 1}, TypeError, "return_lse must be a bool, got int"),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_wrong_call_is_refused_in_words(name):
+    changes, error, words = DENSE[name]
+    with pytest.raises(error, match=f"^{re.escape(words)}$"):
+        dmattn_ops.flash_dmattn_func(**dense(**changes))
+
+
+COMPILED = ("key length", "heads", "wide", "dtype of key", "bias shape", "mask shape", "right", "softcap", "dropout")
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_wrong_compiled_call_is_refused_in_the_same_words(name):
+    changes, _, words = DENSE[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(dmattn_ops.flash_dmattn_func, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=re.escape(words)):
+        compiled(**dense(**changes))
+
+
+def packed(**changes):
+    offsets = torch.tensor([0, 50, 50, 128], dtype=torch.int32)
+    rows = {name: tensor(S, H, D) for name in ("query", "key", "value")}
+    lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 78, "max_seqlen_k": 78}
+    return {**rows, **lengths, **changes}
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+VARLEN = {
+    "start": (
+        {"cu_seqlens_q": int32(1, 50, 50, 128)},
+        ValueError,
+        "cu_seqlens_q must go from 0 to the length of query, 128, got 1 to 128",
+    ),
+    "end": (
+        {"cu_seqlens_k": int32(0, 50, 50, 129)},
+        ValueError,
+        "cu_seqlens_k must go from 0 to the length of key, 128, got 0 to 129",
+    ),
+    "decrease": (
+        {"cu_seqlens_k": int32(0, 50, 49, 128)},
+        ValueError,
+        "cu_seqlens_k must not decrease, got [0, 50, 49, 128]",
+    ),
+    "batch": ({"cu_seqlens_k": int32(0, 128)}, ValueError, "cu_seqlens_k must have shape (4,), got (2,)"),
+    "rank": (
+        {"cu_seqlens_q": int32(0, 128)[None]},
+        ValueError,
+        "cu_seqlens_q must have shape (batch + 1,), got (1, 2)",
+    ),
+    "empty": ({"cu_seqlens_q": int32()}, ValueError, "cu_seqlens_q must have shape (batch + 1,), got (0,)"),
+    "dtype": (
+        {"cu_seqlens_q": torch.tensor([0, 50, 50, 128])},
+        TypeError,
+        "cu_seqlens_q must have dtype torch.int32, got torch.int64",
+    ),
+    "device": (
+        {"cu_seqlens_k": int32(0, 50, 50, 128).to("meta")},
+        ValueError,
+        "cu_seqlens_k must be on cpu like query, got meta",
+    ),
+    "type": ({"cu_seqlens_q": [0, 128]}, TypeError, "cu_seqlens_q must be a tensor, got list"),
+    "longest": ({"max_seqlen_q": 77}, ValueError, "max_seqlen_q must be at least the longest sequence, 78, got 77"),
+    "negative": ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must not be negative, got -1"),
+    "longest type": ({"max_seqlen_k": torch.tensor(78)}, TypeError, "max_seqlen_k must be an int, got Tensor"),
+    "query": ({"query": tensor(1, S, H, D)}, ValueError, "query must have 3 dimensions, got 4, shape (1, 128, 4, 64)"),
+    "value": ({"value": tensor(127, H, D)}, ValueError, "value must have shape (128, 4, 64), got (127, 4, 64)"),
+    "mask": ({"mask": torch.ones(2, S)}, ValueError, "mask must have shape (4 or 1, 128), got (2, 128)"),
+    "mask type": ({"mask": True}, TypeError, "mask must be a tensor, got bool"),
+    "bias": ({"bias": tensor(4, 127)}, ValueError, "bias must have shape (4 or 1, 128), got (4, 127)"),
+    "bias dtype": (
+        {"bias": tensor(4, S, dtype=torch.int8)},
+        TypeError,
+        "bias must have dtype torch.float32, got torch.int8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARLEN)
+def test_a_wrong_packed_call_is_refused_in_words(name):
+    changes, error, words = VARLEN[name]
+    with pytest.raises(error, match=f"^{re.escape(words)}$"):
+        dmattn_ops.flash_dmattn_varlen_func(**packed(**changes))
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((2, 9, 3, 16), "qkv must have 5 dimensions, got 4, shape (2, 9, 3, 16)"),
+        ((2, 9, 4, 3, 16), "qkv must have shape (2, 9, 3, 3, 16), got (2, 9, 4, 3, 16)"),
+    ],
+)
+def test_a_wrong_packed_projection_is_refused_in_words(shape, words):
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        dmattn_ops.flash_dmattn_qkvpacked_func(tensor(*shape))
+    if len(shape) == 5:
+        with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+            torch.ops.dmattn.qkvpacked_forward(tensor(*shape))
+
+
+def test_float64_on_cuda_names_every_reason():
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 1, 300, dtype=torch.float64, device="cuda")
+        with pytest.raises(NotImplementedError) as caught:
+            dmattn_ops.flash_dmattn_func(query, query, query)
+    assert "at most 256, got 300" in str(caught.value)
+    assert "on a CUDA device, got torch.float64" in str(caught.value)
+
+
+def test_a_refused_call_does_not_take_random_numbers_first():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="key must have shape"):
+        dmattn_ops.flash_dmattn_func(**dense(key=tensor(B, 5, H, D)), dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_empty_sizes_are_no_error():
+    for shape in ((0, 5, 2, 4), (2, 0, 2, 4), (2, 5, 0, 4)):
+        query = torch.randn(shape, requires_grad=True)
+        key = torch.randn(shape[0], 7, 1, 4, requires_grad=True)
+        out, lse = dmattn_ops.flash_dmattn_func(query, key, key, return_lse=True)
+        out.sum().backward()
+        assert out.shape == shape
+        assert lse.shape == (shape[0], shape[2], shape[1])
+        assert torch.equal(key.grad, torch.zeros_like(key))
+    query = torch.randn(2, 5, 2, 4, requires_grad=True)
+    key, bias = torch.randn(2, 0, 2, 4, requires_grad=True), torch.randn(1, 2, 5, 0, requires_grad=True)
+    out, lse = dmattn_ops.flash_dmattn_func(query, key, key, bias=bias, is_causal=True, return_lse=True)
+    out.sum().backward()
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert not query.grad.any()
+    assert bias.grad.shape == bias.shape
+    rows = torch.randn(0, 2, 4, requires_grad=True)
+    for offsets in (int32(0), int32(0, 0, 0)):
+        out = dmattn_ops.flash_dmattn_varlen_func(rows, rows, rows, offsets, offsets, 0, 0)
+        out.sum().backward()
+        assert out.shape == rows.shape
+
+
+def test_nothing_the_caller_owns_is_modified():
+    inputs = call_inputs.qkv(heads_kv=2, layout="strided")
+    bias, mask = call_inputs.random_bias(1, 4, 33, 33), call_inputs.random_mask(2, 1, 33, 33)
+    prepared = dmattn_ops.prepare_mask(mask)
+    owned = [*inputs, bias, mask, *(part for part in prepared.tiles if part is not None)]
+    before = [(part.detach().clone(), part._version) for part in owned]
+    for given in (mask, prepared):
+        out = dmattn_ops.flash_dmattn_func(*inputs, given, bias, is_causal=True, dropout_p=0.2)
+        grad = torch.ones_like(out)
+        torch.autograd.grad(out, (*inputs, bias), grad)
+        assert torch.equal(grad, torch.ones_like(out))
+    assert all(
+        torch.equal(part, copy) and part._version == version
+        for part, (copy, version) in zip(owned, before, strict=True)
+    )

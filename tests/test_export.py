@@ -1,0 +1,121 @@
+"""Exported programs: both tracers, dynamic sizes, training afterwards, saved and run in another process."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.export import Dim
+
+import dmattn_ops
+from dmattn_ops.masks import TileMask
+from tests import block, call_inputs
+
+BATCH, SEQLEN = Dim("batch", min=2, max=64), Dim("seqlen", min=129, max=1 << 16)
+
+
+def nodes(program):
+    return [str(node.target) for node in program.graph.nodes if str(node.target).startswith("dmattn.")]
+
+
+class Masked(torch.nn.Module):
+    """Attention with a mask and a bias given by the caller."""
+
+    def forward(self, query, key, value, mask, bias):
+        return dmattn_ops.flash_dmattn_func(query, key, value, mask, bias, is_causal=True, window_size=(64, 0))
+
+
+def masked_inputs(batch, seqlen):
+    inputs = call_inputs.qkv(batch, seqlen, heads_kv=2, requires_grad=False)
+    mask = call_inputs.random_mask(batch, 1, seqlen, seqlen)
+    return *inputs, mask, call_inputs.random_bias(1, 4, 1, seqlen, requires_grad=False)
+
+
+SIZES = [{0: BATCH, 1: SEQLEN}] * 3 + [{0: BATCH, 2: SEQLEN, 3: SEQLEN}, {3: SEQLEN}]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_takes_other_sizes(strict):
+    program = torch.export.export(Masked(), masked_inputs(3, 140), dynamic_shapes=tuple(SIZES), strict=strict)
+    assert nodes(program) == ["dmattn.pack_mask.default", "dmattn.forward.default"]
+    for batch, seqlen in ((3, 140), (2, 129), (5, 300)):
+        inputs = masked_inputs(batch, seqlen)
+        assert torch.equal(program.module()(*inputs), Masked()(*inputs))
+    lowered = program.run_decompositions()
+    assert nodes(lowered) == nodes(program)
+    assert torch.equal(lowered.module()(*masked_inputs(4, 150)), Masked()(*masked_inputs(4, 150)))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_block_still_trains(strict):
+    torch.manual_seed(0)
+    module, hidden = block.Block(), torch.randn(3, 140, 64)
+    program = torch.export.export(module, (hidden,), dynamic_shapes=({0: BATCH, 1: SEQLEN},), strict=strict)
+    exported, other = program.module(), torch.randn(2, 200, 64)
+    for trained in (module, exported):
+        trained(other).square().sum().backward()
+    expected = dict(module.named_parameters())
+    for name, parameter in exported.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad)
+
+
+class Packed(torch.nn.Module):
+    """Attention of packed sequences."""
+
+    def forward(self, query, key, value, cu_seqlens, mask):
+        lengths = (cu_seqlens, cu_seqlens, 4096, 4096)
+        return dmattn_ops.flash_dmattn_varlen_func(query, key, value, *lengths, mask, is_causal=True, return_lse=True)
+
+
+def test_packed_sequences_export_with_any_number_and_length():
+    def inputs(lengths):
+        rows, (offsets, *_) = call_inputs.packed(lengths, lengths, requires_grad=False)
+        return *(row.detach() for row in rows), offsets, call_inputs.random_mask(1, sum(lengths))
+
+    total, sequences = Dim("total", min=2), Dim("sequences", min=2)
+    sizes = ({0: total}, {0: total}, {0: total}, {0: sequences}, {1: total})
+    program = torch.export.export(Packed(), inputs([5, 9]), dynamic_shapes=sizes)
+    assert nodes(program) == ["dmattn.varlen_forward.default"]
+    for lengths in ([5, 9], [3, 40, 12], [20, 0, 7, 31]):
+        torch.testing.assert_close(program.module()(*inputs(lengths)), Packed()(*inputs(lengths)), rtol=0, atol=0)
+
+
+class Prepared(torch.nn.Module):
+    """Attention with a prepared mask, which is an input."""
+
+    def forward(self, query, key, value, mask: TileMask):
+        return dmattn_ops.flash_dmattn_func(query, key, value, mask)
+
+
+def test_a_saved_program_runs_in_another_process(tmp_path):
+    query, key, value, mask, bias = masked_inputs(3, 140)
+    torch.export.save(
+        torch.export.export(Masked(), (query, key, value, mask, bias), dynamic_shapes=tuple(SIZES)),
+        tmp_path / "masked.pt2",
+    )
+    prepared = dmattn_ops.prepare_mask(mask, is_causal=True)
+    torch.export.save(torch.export.export(Prepared(), (query, key, value, prepared)), tmp_path / "prepared.pt2")
+    other = masked_inputs(2, 200)
+    expected = Masked()(*other), Prepared()(query, key, value, prepared)
+    torch.save((other, (query, key, value), mask, expected), tmp_path / "inputs.pt")
+    code = """
+import sys, torch, dmattn_ops
+folder = sys.argv[1]
+other, inputs, mask, expected = torch.load(f"{folder}/inputs.pt")
+masked, prepared = (torch.export.load(f"{folder}/{name}.pt2").module() for name in ("masked", "prepared"))
+assert torch.equal(masked(*other), expected[0])
+assert torch.equal(prepared(*inputs, dmattn_ops.prepare_mask(mask, is_causal=True)), expected[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_joint_graph_holds_both_operators():
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+
+    inputs = call_inputs.qkv()
+    joint = aot_export_joint_simple(
+        lambda query, key, value: [dmattn_ops.flash_dmattn_func(query, key, value)], inputs, trace_joint=True
+    )
+    targets = [str(node.target) for node in joint.graph.nodes if str(node.target).startswith("dmattn.")]
+    assert targets == ["dmattn.forward.default", "dmattn.backward.default"]

@@ -1,0 +1,134 @@
+"""What is written down about schemas and graphs: a change of any of these lines is a change for users.
+
+After a meant change: `EXPECTTEST_ACCEPT=1 pytest tests/test_graphs_expect.py`.
+"""
+
+import functools
+import textwrap
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+import dmattn_ops
+from dmattn_ops import ops
+from tests import call_inputs, graphs
+
+attention = dmattn_ops.flash_dmattn_func
+FORBIDDEN = ("clone", "copy_", "auto_functionalized", "triton_kernel_wrapper")  # "copy_" is not in "_to_copy"
+
+
+def test_schemas():
+    schemas = [str(getattr(torch.ops.dmattn, name).default._schema) for name in ops.SCHEMAS]
+    lines = "\n".join(textwrap.fill(schema, 116, subsequent_indent="    ") for schema in schemas)
+    assert_expected_inline(
+        lines,
+        """\
+dmattn::forward(Tensor query, Tensor key, Tensor value, Tensor? bias=None, Tensor? row_tiles=None, Tensor?
+    col_tiles=None, Tensor? row_bits=None, Tensor? col_bits=None, Tensor? q_segments=None, Tensor? k_segments=None,
+    Tensor? seed=None, SymInt band_lo=-1073741824, SymInt band_hi=1073741824, float? softmax_scale=None, float
+    softcap=0., float dropout_p=0., bool deterministic=False) -> (Tensor out, Tensor lse)
+dmattn::backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
+    Tensor? bias=None, Tensor? row_tiles=None, Tensor? col_tiles=None, Tensor? row_bits=None, Tensor? col_bits=None,
+    Tensor? q_segments=None, Tensor? k_segments=None, Tensor? seed=None, SymInt band_lo=-1073741824, SymInt
+    band_hi=1073741824, float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False,
+    bool needs_dbias=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)
+dmattn::qkvpacked_forward(Tensor qkv, Tensor? bias=None, Tensor? row_tiles=None, Tensor? col_tiles=None, Tensor?
+    row_bits=None, Tensor? col_bits=None, Tensor? q_segments=None, Tensor? k_segments=None, Tensor? seed=None,
+    SymInt band_lo=-1073741824, SymInt band_hi=1073741824, float? softmax_scale=None, float softcap=0., float
+    dropout_p=0., bool deterministic=False) -> (Tensor out, Tensor lse)
+dmattn::qkvpacked_backward(Tensor grad_out, Tensor? grad_lse, Tensor qkv, Tensor out, Tensor lse, Tensor? bias=None,
+    Tensor? row_tiles=None, Tensor? col_tiles=None, Tensor? row_bits=None, Tensor? col_bits=None, Tensor?
+    q_segments=None, Tensor? k_segments=None, Tensor? seed=None, SymInt band_lo=-1073741824, SymInt
+    band_hi=1073741824, float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False,
+    bool needs_dbias=False) -> (Tensor dqkv, Tensor dbias)
+dmattn::varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt
+    max_seqlen_q, SymInt max_seqlen_k, Tensor? bias=None, Tensor? mask=None, Tensor? seed=None, bool top_left=False,
+    SymInt band_lo=-1073741824, SymInt band_hi=1073741824, float? softmax_scale=None, float softcap=0., float
+    dropout_p=0., bool deterministic=False) -> (Tensor out, Tensor lse)
+dmattn::varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out,
+    Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor?
+    bias=None, Tensor? mask=None, Tensor? seed=None, bool top_left=False, SymInt band_lo=-1073741824, SymInt
+    band_hi=1073741824, float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False,
+    bool needs_dbias=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)
+dmattn::pack_mask(Tensor mask, Tensor? q_segments, Tensor? k_segments, SymInt seqlen_q, SymInt band_lo=-1073741824,
+    SymInt band_hi=1073741824) -> (Tensor row_tiles, Tensor col_tiles, Tensor row_bits, Tensor col_bits)
+dmattn::list_tiles(Tensor? q_segments, Tensor k_segments, SymInt seqlen_q, SymInt band_lo=-1073741824, SymInt
+    band_hi=1073741824) -> (Tensor row_tiles, Tensor col_tiles)""",
+    )
+
+
+def test_tags():
+    for name in ops.SCHEMAS:
+        tags = getattr(torch.ops.dmattn, name).default.tags
+        assert {torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides} <= set(tags), name
+
+
+def packed_call(query, key, value, cu_seqlens_q, cu_seqlens_k, mask):
+    return dmattn_ops.flash_dmattn_varlen_func(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, 9, 8, mask, is_causal=True
+    )
+
+
+def calls():
+    """Return functions to compile, by name, each with its inputs."""
+    inputs = call_inputs.qkv(heads_kv=2, layout="bhsd")
+    mask, bias = call_inputs.random_mask(2, 1, 33, 33), call_inputs.random_bias(1, 4, 33, 33)
+    prepared = dmattn_ops.prepare_mask(mask)
+    qkv = torch.stack(call_inputs.qkv(), dim=2).detach().requires_grad_()
+    rows, lengths = call_inputs.packed([5, 9], [7, 8])
+    causal = functools.partial(attention, is_causal=True)
+    return {
+        "plain": (attention, inputs),
+        "inference": (attention, tuple(tensor.detach() for tensor in inputs)),
+        "causal": (causal, inputs),
+        "window": (functools.partial(attention, window_size=(8, 0), causal_from="top_left"), inputs),
+        "bias": (lambda q, k, v, b: attention(q, k, v, bias=b, softcap=3.0), (*inputs, bias)),
+        "mask": (causal, (*inputs, mask)),
+        "mask per key": (causal, (*inputs, mask[:, :, :1])),
+        "prepared mask": (attention, (*inputs, prepared)),
+        "prepared inside": (lambda q, k, v, m: attention(q, k, v, dmattn_ops.prepare_mask(m)), (*inputs, mask)),
+        "two layers, one mask": (
+            lambda q, k, v, m: attention(attention(q, k, v, m), k, v, m),
+            (*call_inputs.qkv(heads_kv=2), prepared),
+        ),
+        "dropout": (functools.partial(attention, dropout_p=0.1), inputs),
+        "lse": (functools.partial(attention, return_lse=True), inputs),
+        "qkvpacked": (functools.partial(dmattn_ops.flash_dmattn_qkvpacked_func, is_causal=True), (qkv,)),
+        "varlen": (packed_call, (*rows, *lengths[:2], call_inputs.random_mask(1, 15))),
+    }
+
+
+@pytest.fixture(scope="module")
+def captured():
+    return {name: graphs.captured(function, *inputs) for name, (function, inputs) in calls().items()}
+
+
+def test_operators_in_graphs(captured):
+    lines = []
+    for name, parts in captured.items():
+        lines.append(f"{name}: {' | '.join(' '.join(graphs.own_targets(graph)) for graph in parts)}")
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+plain: dmattn.forward.default | dmattn.backward.default
+inference: dmattn.forward.default
+causal: dmattn.forward.default | dmattn.backward.default
+window: dmattn.forward.default | dmattn.backward.default
+bias: dmattn.forward.default | dmattn.backward.default
+mask: dmattn.pack_mask.default dmattn.forward.default | dmattn.backward.default
+mask per key: dmattn.list_tiles.default dmattn.forward.default | dmattn.backward.default
+prepared mask: dmattn.forward.default | dmattn.backward.default
+prepared inside: dmattn.pack_mask.default dmattn.forward.default | dmattn.backward.default
+two layers, one mask: dmattn.forward.default dmattn.forward.default | dmattn.backward.default dmattn.backward.default
+dropout: dmattn.forward.default | dmattn.backward.default
+lse: dmattn.forward.default | dmattn.backward.default
+qkvpacked: dmattn.qkvpacked_forward.default | dmattn.qkvpacked_backward.default
+varlen: dmattn.varlen_forward.default | dmattn.varlen_backward.default""",
+    )
+
+
+def test_graphs_copy_nothing(captured):
+    for name, parts in captured.items():
+        called = [target.removeprefix("aten.").split(".")[0] for graph in parts for target in graphs.targets(graph)]
+        assert not [target for target in called if target.startswith(FORBIDDEN)], (name, called)

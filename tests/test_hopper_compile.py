@@ -1,0 +1,226 @@
+"""Compile the SM 9.0 backward without a GPU, as its own launcher does, and read what ptxas made of it.
+
+A child process stands in for the driver (target SM 9.0, nothing is launched) and reports spilled registers, warnings,
+shared memory and instructions. `DMATTN_COMPILE_ALL=1` compiles every configuration instead of a few.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_LIMIT = 232448
+# Bytes stored to the stack (triton 3.6, ptxas 12.8): counters and addresses kept around the loops, and in loops with a
+# test the rows' limits or words, beside 224 registers of accumulators and operands. The loops that matter most, those
+# of the cases in CLEAN that need no test, do not touch the stack.
+ALLOWED = {
+    "d64 full": 24, "d64 causal": 48, "d64 window": 64, "d64 grouped causal": 180, "d64 bits": 240, "d64 segments": 480,
+    "d128 full": 80, "d128 causal": 300, "d128 window": 330, "d128 grouped causal": 300, "d128 bits": 400,
+    "d128 segments": 520, "d128 float16 causal": 300,
+}  # fmt: skip
+CLEAN = ("d64 full", "d64 causal", "d64 window", "d128 full")
+QUICK = ("d64 full", "d128 causal", "d128 bits")
+CASES = tuple(ALLOWED) if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
+SERIALIZED = re.compile(r"C751[0-5]")
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, dict]:
+    pytest.importorskip("triton.experimental.gluon")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, str(Path(__file__).resolve()), *CASES]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert child.returncode == 0, child.stderr[-3000:]
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_matrix_instruction_is_serialized(case: str, reports: dict[str, dict]) -> None:
+    assert reports[case]["serialized"] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_spills_stay_within_what_is_known(case: str, reports: dict[str, dict]) -> None:
+    assert reports[case]["spilled"] <= ALLOWED[case]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shared_memory_is_what_the_configuration_says(case: str, reports: dict[str, dict]) -> None:
+    from dmattn_ops import config
+
+    dim = int(case.split()[0][1:])
+    row = next(row for row in config.BACKWARD if row.kernel == "hopper" and row.dim >= dim)
+    assert reports[case]["shared"] <= row.shared_memory <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loops_without_a_test_hold_five_products_and_few_barriers(case: str, reports: dict[str, dict]) -> None:
+    loops = reports[case]["loops"]
+    assert len(loops) == 2  # one of each consumer
+    for loop in loops:
+        assert loop["HGMMA"] == 32  # S, dP and dq 8 each, dv and dk 4 each; twice 4 and three times 8 at D 64
+        assert loop["BAR"] <= (5 if case.startswith("d64") else 3)
+        assert loop["stack"] == 0 or case not in CLEAN
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loads_and_reductions_are_bulk_copies(case: str, reports: dict[str, dict]) -> None:
+    found = reports[case]["opcodes"]
+    assert found["UTMALDG"] >= 6
+    assert found["UTMAREDG"] >= 2
+    assert found["UTMASTG"] == 4
+    assert found["STS.128"] >= 16  # dq goes out in 16-byte stores
+
+
+# --------------------------------------------------------------------------------------------------- the child process
+def _tool(name: str, *arguments: str) -> str:
+    import triton
+
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    done = subprocess.run([str(program), *arguments], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def _plain_loops(sass: str) -> list[dict[str, int]]:
+    """Return counts of the innermost loops that multiply matrices and compare nothing: those without a mask."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    spans = []
+    for end, instruction in enumerate(code):
+        jump = re.search(r"\bBRA .*\((\.L_x_\d+)\)", instruction)
+        if jump and labels.get(jump[1], end + 1) <= end:
+            spans.append((labels[jump[1]], end))
+    found = []
+    for start, end in spans:
+        inner = any((a, b) != (start, end) and start <= a and b <= end for a, b in spans)
+        body = "\n".join(code[start : end + 1])
+        if inner or len(re.findall(r"\bHGMMA", body)) < 32 or len(re.findall(r"\bISETP", body)) > 8:
+            continue
+        if len(re.findall(r"\bMUFU\.EX2", body)) in (32, 64) and not re.search(r"\bLDG", body):
+            found.append(
+                {
+                    "HGMMA": len(re.findall(r"\bHGMMA", body)),
+                    "BAR": len(re.findall(r"\bBAR\.SYNC", body)),
+                    "stack": len(re.findall(r"\b(?:LDL|STL)", body)),
+                }
+            )
+    return found
+
+
+def _report(compiled) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        ptx.write_text(compiled.asm["ptx"])
+        cubin.write_bytes(compiled.asm["cubin"])
+        log = _tool("ptxas", "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(Path(folder, "again.cubin")))
+        sass = _tool("nvdisasm", "-c", str(cubin))
+    names = ("UTMALDG", "UTMAREDG", "UTMASTG", "STS.128")
+    return {
+        "serialized": [line for line in log.splitlines() if SERIALIZED.search(line)],
+        "spilled": max(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
+        "shared": compiled.metadata.shared,
+        "loops": _plain_loops(sass),
+        "opcodes": {name: len(re.findall(rf"\b{re.escape(name)}", sass)) for name in names},
+    }
+
+
+def _stand_in_driver() -> list:
+    """Make launches compile for SM 9.0 and stop there; return the list that compiled kernels are appended to."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+    from triton.runtime.jit import JITFunction
+
+    class Driver(DriverBase):
+        def __init__(self) -> None:
+            pass
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            return ty
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_benchmarker(self) -> None:
+            return None
+
+    triton.runtime.driver.set_active(Driver())
+    launched = []
+    run = JITFunction.run
+
+    def compile_only(self, *arguments, grid, warmup, **keywords):
+        compiled = run(self, *arguments, grid=grid, warmup=True, **keywords)
+        launched.append(compiled)
+        return compiled
+
+    JITFunction.run = compile_only
+    return launched
+
+
+def _compile(case: str, launched: list) -> dict:
+    import torch
+
+    from dmattn_ops import config
+    from dmattn_ops.kernels import hopper_backward, hopper_backward_launch
+    from dmattn_ops.problem import UNBOUNDED, Options, Tiles
+
+    words = case.split()
+    dim = int(words[0][1:])
+    dtype = torch.float16 if "float16" in words else torch.bfloat16
+    batch, seqlen, heads, kv_heads = 2, 512, 4, 2 if words[1] in ("grouped", "bits", "segments") else 4
+    query, grad_out = (torch.empty(batch, seqlen, heads, dim, dtype=dtype) for _ in range(2))
+    key, value = (torch.empty(batch, seqlen, kv_heads, dim, dtype=dtype) for _ in range(2))
+    lse = torch.empty(batch, heads, seqlen)
+    lists = torch.empty(batch, heads, 4, 8, dtype=torch.int32)
+    tiles = Tiles()
+    if "bits" in words:
+        tiles = Tiles(lists, lists, None, torch.empty(batch, heads, 512, 16, dtype=torch.int32))
+    elif "segments" in words:
+        ids = torch.empty(batch, seqlen, dtype=torch.int32)
+        tiles = Tiles(lists, lists, q_segments=ids, k_segments=ids[:, None].expand(batch, heads, seqlen).contiguous())
+    low = -100 if "window" in words or "segments" in words else -UNBOUNDED
+    high = UNBOUNDED if "full" in words else 0
+    options = Options(low, high, dim**-0.5, 0.0, 0.0, False)
+    assert hopper_backward.refusals(query, key, value, None, tiles, None, None, options) == []
+    row = next(row for row in config.BACKWARD if row.kernel == "hopper" and row.dim >= dim)
+    launched.clear()
+    hopper_backward_launch._compiled.clear()  # what was compiled here cannot be launched
+    hopper_backward.backward(
+        grad_out, None, query, key, value, grad_out, lse, None, tiles, None, None, options,
+        torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, row.config,
+    )  # fmt: skip
+    assert len(launched) == 3
+    return _report(launched[1])
+
+
+if __name__ == "__main__":
+    kernels = _stand_in_driver()
+    print(json.dumps({case: _compile(case, kernels) for case in sys.argv[1:]}))

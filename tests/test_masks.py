@@ -1,0 +1,441 @@
+"""`prepare_mask`, `TileMask` and the launchers behind them, against the definition."""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.utils import _pytree as pytree
+
+from dmattn_ops import masks, native, reference
+from dmattn_ops.masks import TileMask, prepare_mask
+from dmattn_ops.problem import UNBOUNDED, Options, Tiles
+from tests.mask_cases import DTYPES, EVERYTHING, NAMED, Case, check_list_tiles, check_pack_mask, draw, segments
+
+BANDS = (EVERYTHING, (-UNBOUNDED, 0), (-130, 10), (5, 3), (128, 255), (-1000, -400))
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+CONDITIONS = (
+    {},
+    {"is_causal": True},
+    {"is_causal": True, "causal_from": "top_left"},
+    {"window_size": (40, 3)},
+    {"is_causal": True, "window_size": (150, None)},
+)
+
+
+@pytest.fixture(params=["reference", "native"])
+def launchers(request: pytest.FixtureRequest) -> ModuleType:
+    """The launchers for the CPU."""
+    if request.param == "native" and not native.available():
+        pytest.skip("the C++ kernels are not built: " + native.reason())
+    return {"reference": reference, "native": native}[request.param]
+
+
+def random_keep(*shape: int) -> Tensor:
+    return torch.rand(shape) < 0.6
+
+
+def band_of(conditions: dict, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return the causal and window conditions, dense `[Sq, Sk]`, as the contract words them."""
+    i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
+    diagonal = i if conditions.get("causal_from") == "top_left" else i + seqlen_k - seqlen_q
+    left, right = conditions.get("window_size", (None, None))
+    keep = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if conditions.get("is_causal"):
+        keep &= j <= diagonal
+    if left is not None:
+        keep &= j >= diagonal - left
+    if right is not None:
+        keep &= j <= diagonal + right
+    return keep
+
+
+# Launchers.
+
+
+@pytest.mark.parametrize("case", NAMED, ids=repr)
+def test_pack_mask_writes_lists_and_bits_of_nasty_masks(launchers: ModuleType, case: Case):
+    check_pack_mask(launchers.pack_mask, case)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_pack_mask_writes_lists_and_bits_of_any_mask(launchers: ModuleType, seed: int):
+    check_pack_mask(launchers.pack_mask, draw(seed))
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 500), (1, 700), (384, 384), (0, 4), (4, 0)])
+def test_list_tiles_lists_what_segments_and_a_band_show(
+    launchers: ModuleType, seqlen_q: int, seqlen_k: int, band: tuple[int, int]
+):
+    torch.manual_seed(seqlen_q + seqlen_k)
+    keys = segments(2, 3, seqlen_k, "cpu")
+    check_list_tiles(launchers.list_tiles, segments(1, 1, seqlen_q, "cpu").squeeze(1), keys, seqlen_q, band)
+    keys = torch.randint(-1, 1, (1, 2, seqlen_k), dtype=torch.int32)
+    check_list_tiles(launchers.list_tiles, None, keys, seqlen_q, band)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 300), (300, 5), (256, 256), (1, 1)])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_visible_reads_lists_bits_segments_and_band(heads: int, seqlen_q: int, seqlen_k: int):
+    torch.manual_seed(0)
+    options = Options(-30, 60, 1.0, 0.0, 0.0, False)
+    band = band_of({"window_size": (30, 60), "causal_from": "top_left"}, seqlen_q, seqlen_k)
+    mask = random_keep(2, heads, seqlen_q, seqlen_k)
+    device = torch.device("cpu")
+    assert torch.equal(reference.visible(Tiles(), options, 4, seqlen_q, seqlen_k, device), band[None, None])
+    for keep in (mask, mask[:, :, :1]):
+        prepared, low, high = masks.resolve(keep, -30, 60, seqlen_q, seqlen_k)
+        actual = reference.visible(prepared, options._replace(band_lo=low, band_hi=high), 4, seqlen_q, seqlen_k, device)
+        expected = (keep & band).repeat_interleave(4 // heads, 1)
+        assert torch.equal(actual.expand(2, 4, -1, -1), expected.expand(2, 4, -1, -1))
+
+
+# What prepare_mask takes.
+
+
+@pytest.mark.parametrize("conditions", CONDITIONS, ids=repr)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(130, 300), (300, 130), (1, 257)])
+def test_prepare_mask_takes_every_broadcast_shape(conditions: dict, seqlen_q: int, seqlen_k: int):
+    torch.manual_seed(0)
+    for batch, heads, rows in itertools.product((1, 2), (1, 3), {1, seqlen_q}):
+        mask = random_keep(batch, heads, rows, seqlen_k)
+        prepared = prepare_mask(mask, seqlen_q=seqlen_q, **conditions)
+        assert prepared.shape == (batch, heads, seqlen_q, seqlen_k)
+        expected = (mask & band_of(conditions, seqlen_q, seqlen_k)).expand(-1, -1, seqlen_q, -1)
+        assert torch.equal(prepared.to_dense(), expected)
+        assert (prepared.row_bits is None) == (rows == 1)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
+def test_prepare_mask_keeps_what_is_not_zero(dtype: torch.dtype):
+    torch.manual_seed(0)
+    values = torch.randint(0, 3, (1, 2, 70, 90))
+    assert torch.equal(prepare_mask(values.to(dtype)).to_dense(), values != 0)
+    per_key = prepare_mask(values[:, :, :1].to(dtype), seqlen_q=3)
+    assert torch.equal(per_key.to_dense(), (values[:, :, :1] != 0).expand(-1, -1, 3, -1))
+
+
+def test_prepare_mask_keeps_where_a_float_mask_is_nan_or_infinite():
+    mask = torch.tensor([0.0, -0.0, float("nan"), float("-inf"), 1e-30]).expand(1, 1, 5, 5).contiguous()
+    assert prepare_mask(mask).to_dense()[0, 0, 0].tolist() == [False, False, True, True, True]
+
+
+def test_prepare_mask_takes_key_padding_in_linear_memory():
+    torch.manual_seed(0)
+    padding = torch.arange(5000) < torch.tensor([[5000], [1200], [0]])
+    prepared = prepare_mask(padding, seqlen_q=4000, is_causal=True, window_size=(256, None))
+    assert prepared.shape == (3, 1, 4000, 5000)
+    assert prepared.nbytes < 40 * (4000 + 5000)
+    expected = padding[:, None, None] & band_of({"is_causal": True, "window_size": (256, None)}, 4000, 5000)
+    assert torch.equal(prepared.to_dense(), expected)
+    assert prepared.row_tiles[2, 0, :, 1:3].sum() == 0
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("conditions", CONDITIONS[:2], ids=repr)
+def test_prepare_mask_separates_documents_with_any_ids(conditions: dict, dtype: torch.dtype):
+    torch.manual_seed(0)
+    limits = torch.iinfo(dtype)
+    choices = [limits.min, limits.max, 0, limits.max - 1] + ([-1] if limits.min else [1])
+    choices += [(1 << 32) + 5, 5, -(1 << 62)] if dtype == torch.int64 else []
+    documents = torch.tensor(choices, dtype=dtype)[torch.randint(len(choices), (2, 300))]
+    padding, per_head, full = random_keep(2, 300), random_keep(1, 3, 1, 300), random_keep(2, 1, 300, 300)
+    same = (documents[:, None, :, None] == documents[:, None, None, :]) & band_of(conditions, 300, 300)
+    assert torch.equal(prepare_mask(documents=documents, **conditions).to_dense(), same)
+    for mask, keep in ((padding, padding[:, None, None]), (per_head, per_head), (full, full), (full[:1], full[:1])):
+        assert torch.equal(prepare_mask(mask, documents=documents, **conditions).to_dense(), same & keep)
+    same = documents[:1, None, :, None] == documents[:1, None, None, :]
+    assert torch.equal(prepare_mask(full, documents=documents[:1]).to_dense(), same & full)
+
+
+def test_prepare_mask_lists_only_the_tiles_of_each_document():
+    documents = (torch.arange(1280) // 256)[None]
+    padding = torch.arange(1280)[None] % 256 < 200
+    for mask in (None, padding):
+        prepared = prepare_mask(mask, documents=documents)
+        assert prepared.density() == 0.2
+        assert prepared.row_tiles[0, 0, :, 1:3].sum(-1).tolist() == [2] * 10
+
+
+def test_prepare_mask_does_not_share_memory_with_documents():
+    documents = torch.zeros((1, 5), dtype=torch.int32)
+    prepared = prepare_mask(documents=documents)
+    documents.fill_(7)
+    documents[0, 2] = 1
+    assert prepared.to_dense().all()
+
+
+@pytest.mark.parametrize("block_size", [128, 64, (256, 128), (192, 320)])
+@pytest.mark.parametrize("lengths", [(512, 512), (300, 700)])
+def test_prepare_mask_takes_a_block_mask(block_size: int | tuple[int, int], lengths: tuple[int, int], monkeypatch):
+    monkeypatch.setattr(masks, "_CHUNK", 1 << 17)  # several chunks of rows
+    start = torch.tensor([0, 200])
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i + h * 50 >= j) & (j >= start[b])
+
+    block_mask = create_block_mask(mask_mod, 2, 3, *lengths, device="cpu", BLOCK_SIZE=block_size)
+    expected = create_mask(mask_mod, 2, 3, *lengths, device="cpu")
+    assert torch.equal(prepare_mask(block_mask).to_dense(), expected)
+    window = {"window_size": (90, None), "causal_from": "top_left"}
+    prepared, whole = prepare_mask(block_mask, **window), prepare_mask(expected, **window)
+    assert torch.equal(prepared.to_dense(), expected & band_of(window, *lengths))
+    assert torch.equal(prepared.row_tiles[..., :4], whole.row_tiles[..., :4])
+    assert prepared.col_tiles.shape == whole.col_tiles.shape
+    assert torch.equal(prepared.col_tiles[..., :4], whole.col_tiles[..., :4])
+
+
+def test_prepare_mask_takes_a_block_mask_without_mask_mod_and_documents():
+    counts, indices = torch.tensor([[[1, 2, 0]]]), torch.tensor([[[[2, 0, 1], [0, 1, 2], [1, 0, 2]]]])
+    block_mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=64)
+    blocks = torch.tensor([[0, 0, 1], [1, 1, 0], [0, 0, 0]]).bool()
+    expected = blocks.repeat_interleave(64, 0).repeat_interleave(64, 1)
+    assert torch.equal(prepare_mask(block_mask).to_dense()[0, 0], expected)
+    documents = torch.randint(0, 2, (2, 192))
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    assert torch.equal(prepare_mask(block_mask, documents=documents).to_dense(), same & expected)
+
+
+def test_prepare_mask_never_expands_a_broadcast_dimension():
+    row = random_keep(1, 1, 300, 300)
+    assert prepare_mask(row.expand(4, 8, -1, -1)).shape[:2] == (1, 1)
+    prepared = prepare_mask(row[:, :, :1].expand(4, 8, 300, -1))
+    assert prepared.row_bits is None
+    assert torch.equal(prepared.to_dense(), row[:, :, :1].expand(1, 1, 300, 300))
+
+
+def test_prepare_mask_leaves_its_arguments_alone():
+    mask, documents = torch.randn(1, 1, 200, 200, requires_grad=True), torch.randint(-3, 3, (1, 200))
+    before, ids = mask.detach().clone(), documents.clone()
+    prepared = prepare_mask(mask, documents=documents)
+    assert not any(tensor.requires_grad for tensor in prepared.tiles if tensor is not None)
+    assert torch.equal(mask, before)
+    assert torch.equal(documents, ids)
+
+
+def test_prepare_mask_reads_nothing_on_the_host():
+    with FakeTensorMode():
+        documents, mask = torch.randint(0, 9, (2, 300)), torch.rand(2, 1, 300, 300) < 0.5
+        for prepared in (
+            prepare_mask(mask, is_causal=True),
+            prepare_mask(documents=documents),
+            prepare_mask(mask[:, 0, 0], documents=documents),
+            prepare_mask(mask, documents=documents),
+        ):
+            assert prepared.to_dense().shape == (2, 1, 300, 300)
+            assert prepared.density().shape == ()
+            assert "TileMask(shape=(2, 1, 300, 300)" in repr(prepared)
+            masks.resolve(prepared, -5, 5, 300, 300)
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 5, 5), (2, 1, 0, 5), (2, 1, 5, 0)])
+def test_prepare_mask_of_nothing(shape: tuple[int, ...]):
+    prepared = prepare_mask(torch.ones(shape, dtype=torch.bool), is_causal=True)
+    assert prepared.to_dense().shape == shape
+    assert prepared.density() == 0
+    batch, _, seqlen_q, seqlen_k = shape
+    assert prepare_mask(torch.ones(batch, seqlen_k), seqlen_q=seqlen_q).to_dense().shape == shape
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, "needs a mask or documents"),
+        ({"mask": [[1]]}, TypeError, "mask must be a tensor, a BlockMask or None, got list"),
+        ({"mask": torch.ones(2, 3, 4)}, ValueError, r"mask must have shape .*, got \(2, 3, 4\)"),
+        ({"mask": torch.ones(2, 4)}, ValueError, "seqlen_q must be given"),
+        ({"mask": torch.ones(2, 1, 1, 4)}, ValueError, "seqlen_q must be given"),
+        ({"mask": torch.ones(2, 1, 3, 4), "seqlen_q": 4}, ValueError, "seqlen_q must be 3, .*, got 4"),
+        ({"documents": torch.ones(2, 4)}, TypeError, "documents must have dtype .*, got torch.float32"),
+        ({"documents": torch.ones(4).int()}, ValueError, "documents must have 2 dimensions, got 1"),
+        ({"documents": [1]}, TypeError, "documents must be a tensor, got list"),
+        (
+            {"mask": torch.ones(2, 5), "documents": torch.ones(2, 4).int()},
+            ValueError,
+            r"documents must have shape \(B\|1, 5\), got \(2, 4\)",
+        ),
+        (
+            {"mask": torch.ones(2, 1, 3, 4), "documents": torch.ones(2, 4).int()},
+            ValueError,
+            "documents must have shape",
+        ),
+        (
+            {"mask": torch.ones(3, 4), "documents": torch.ones(2, 4).int()},
+            ValueError,
+            r"documents must have shape \(3\|1, 4\), got \(2, 4\)",
+        ),
+        ({"documents": torch.ones(2, 4).int(), "seqlen_q": 5}, ValueError, "seqlen_q must be 4, .*, got 5"),
+        ({"mask": torch.ones(2, 4), "seqlen_q": -1}, ValueError, "seqlen_q must not be negative, got -1"),
+        ({"mask": torch.ones(2, 4), "seqlen_q": 2.0}, TypeError, "seqlen_q must be an int, got float"),
+        ({"mask": torch.ones(1, 1, 2, 2), "window_size": (-1, None)}, ValueError, "must not be negative"),
+        ({"mask": torch.ones(1, 1, 2, 2), "causal_from": "left"}, ValueError, "causal_from must be"),
+    ],
+    ids=repr,
+)
+def test_prepare_mask_refuses(arguments: dict, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        prepare_mask(**arguments)
+
+
+# A prepared mask in calls.
+
+
+@pytest.mark.parametrize("kind", ["bits", "segments", "documents"])
+@pytest.mark.parametrize("conditions", CONDITIONS, ids=repr)
+def test_resolve_adds_the_conditions_of_a_call(conditions: dict, kind: str):
+    torch.manual_seed(0)
+    seqlen_q, seqlen_k = (200, 200) if kind == "documents" else (200, 330)
+    window = {"window_size": (100, 40)}
+    if kind == "documents":
+        prepared = prepare_mask(documents=torch.randint(0, 3, (2, 200)), **window)
+    else:
+        prepared = prepare_mask(random_keep(2, 1, 200 if kind == "bits" else 1, 330), seqlen_q=200, **window)
+    asked = masks.band(
+        conditions.get("is_causal", False),
+        conditions.get("causal_from", "bottom_right"),
+        conditions.get("window_size", (None, None)),
+        seqlen_q,
+        seqlen_k,
+    )
+    tiles, low, high = masks.resolve(prepared, *asked, seqlen_q, seqlen_k)
+    options = Options(low, high, 1.0, 0.0, 0.0, False)
+    actual = reference.visible(tiles, options, 1, seqlen_q, seqlen_k, torch.device("cpu"))
+    assert torch.equal(actual, prepared.to_dense() & band_of(conditions, seqlen_q, seqlen_k))
+    if not conditions:
+        assert all(one is other for one, other in zip(tiles, prepared.tiles, strict=True))
+
+
+def test_resolve_keeps_a_prepared_mask_when_the_call_asks_for_the_same_or_for_less():
+    prepared = prepare_mask(random_keep(1, 1, 200, 300), is_causal=True)
+    for limits in ((-UNBOUNDED, 100), (-UNBOUNDED, UNBOUNDED), (-199, 400), (-500, 100)):
+        tiles, *band = masks.resolve(prepared, *limits, 200, 300)
+        assert tiles.row_tiles is prepared.row_tiles
+        assert tuple(band) == (prepared.band_lo, prepared.band_hi)
+
+
+def test_resolve_refuses_a_mask_prepared_for_other_lengths():
+    prepared = prepare_mask(random_keep(1, 1, 200, 300))
+    with pytest.raises(ValueError, match="prepared for query length 201 and key length 300, got 200 and 300"):
+        masks.resolve(prepared, *EVERYTHING, 201, 300)
+
+
+def test_tile_mask_is_a_pytree_and_shows_what_it_holds():
+    prepared = prepare_mask(random_keep(1, 2, 200, 300), is_causal=True)
+    leaves, spec = pytree.tree_flatten(prepared)
+    again = pytree.tree_unflatten(leaves, spec)
+    assert isinstance(again, TileMask)
+    assert torch.equal(again.to_dense(), prepared.to_dense())
+    assert (
+        repr(prepared)
+        == f"TileMask(shape=(1, 2, 200, 300), kind=bits, band=[..+100], device='cpu', nbytes={prepared.nbytes})"
+    )
+    assert prepared.nbytes == sum(t.numel() * 4 for t in leaves if isinstance(t, Tensor))
+    with pytest.raises(AttributeError):
+        prepared.seqlen_q = 3  # type: ignore[misc]
+
+
+def test_density_counts_listed_tiles():
+    keep = torch.zeros(1, 1, 300, 300, dtype=torch.bool)
+    keep[0, 0, 299, 0] = keep[0, 0, :128, :128] = True
+    assert prepare_mask(keep).density() == torch.tensor(2 / 9)
+
+
+# Compiled and exported.
+
+
+def prepared_by(kind: str, mask: Tensor, documents: Tensor, seqlen: int) -> TileMask:
+    if kind == "bits":
+        return prepare_mask(mask, is_causal=True, window_size=(20, None))
+    if kind == "padding":
+        return prepare_mask(mask[:, 0, 0], seqlen_q=seqlen, is_causal=True)
+    if kind == "documents":
+        return prepare_mask(documents=documents)
+    if kind == "documents and padding":
+        return prepare_mask(mask[:, 0, 0], documents=documents, is_causal=True)
+    return prepare_mask(mask, documents=documents)
+
+
+KINDS = ("bits", "padding", "documents", "documents and padding", "documents and mask")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prepare_mask_compiles_without_breaks_and_without_recompiling_over_sizes(kind: str):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(mask: Tensor, documents: Tensor) -> tuple[TileMask, Tensor]:
+        seqlen = documents.shape[1]
+        prepared = prepared_by(kind, mask, documents, seqlen)
+        band = masks.band(True, "bottom_right", (None, None), seqlen, seqlen)
+        tiles, *_ = masks.resolve(prepared, *band, seqlen, seqlen)
+        return prepared, tiles.row_tiles[..., 1:3].sum()
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for batch, heads, seqlen in ((2, 3, 600), (5, 4, 333), (4, 2, 256), (3, 5, 1000)):
+        mask, documents = random_keep(batch, heads, seqlen, seqlen), torch.randint(-3, 3, (batch, seqlen)) * (1 << 40)
+        (prepared, listed), (expected, expected_listed) = compiled(mask, documents), function(mask, documents)
+        assert isinstance(prepared, TileMask)
+        assert torch.equal(prepared.to_dense(), expected.to_dense())
+        assert listed == expected_listed
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("rows", ["all", "one"])
+def test_a_prepared_mask_is_an_argument_of_compiled_functions(rows: str):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(mask: TileMask, query: Tensor) -> tuple[Tensor, Tensor]:
+        seqlen = query.shape[1]
+        band = masks.band(True, "bottom_right", (None, None), seqlen, seqlen)
+        tiles, *_ = masks.resolve(mask, *band, seqlen, seqlen)
+        return tiles.row_tiles[..., 1:3].sum(), mask.density()
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for batch, heads, seqlen in ((2, 3, 600), (5, 4, 333), (4, 2, 256), (3, 5, 1000)):
+        keep = random_keep(batch, heads, seqlen if rows == "all" else 1, seqlen)
+        prepared, query = prepare_mask(keep, seqlen_q=seqlen, is_causal=True), torch.zeros(batch, seqlen)
+        assert compiled(prepared, query) == function(prepared, query)
+    assert counter.frame_count == 1
+
+
+class Prepares(torch.nn.Module):
+    def forward(self, mask: Tensor, query: Tensor) -> Tensor:
+        return prepare_mask(mask, is_causal=True).to_dense() & (query[:, None, :, None] > 0)
+
+
+class Takes(torch.nn.Module):
+    def forward(self, mask: TileMask) -> tuple[Tensor, TileMask]:
+        return mask.to_dense(), mask
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_prepare_mask_exports_with_dynamic_sizes(strict: bool):
+    auto = torch.export.Dim.AUTO
+    shapes = {"mask": (auto, None, auto, auto), "query": (auto, auto)}
+    arguments = random_keep(2, 1, 200, 200), torch.randn(2, 200)
+    program = torch.export.export(Prepares(), arguments, strict=strict, dynamic_shapes=shapes)
+    assert [node.target for node in program.graph.nodes if "dmattn" in str(node.target)] == [
+        torch.ops.dmattn.pack_mask.default
+    ]
+    for size in ((3, 333), (2, 256)):
+        arguments = random_keep(size[0], 1, size[1], size[1]), torch.randn(size)
+        assert torch.equal(program.module()(*arguments), Prepares()(*arguments))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_prepared_mask_is_an_argument_and_a_result_of_exported_programs(strict: bool):
+    prepared, other = (prepare_mask(random_keep(2, 1, 200, 200)) for _ in range(2))
+    program = torch.export.export(Takes(), (prepared,), strict=strict)
+    dense, result = program.module()(other)
+    assert torch.equal(dense, other.to_dense())
+    assert isinstance(result, TileMask)
+    assert torch.equal(result.to_dense(), other.to_dense())

@@ -1,0 +1,146 @@
+"""What direct calls of `torch.ops.dmattn.*` refuse: whatever a kernel could read or write out of bounds with."""
+
+import re
+
+import pytest
+import torch
+
+from dmattn_ops.problem import UNBOUNDED
+from tests.test_errors import DENSE, VARLEN, B, D, H, S, dense, int32, packed, tensor
+
+
+def lists(rows=1, width=5, dtype=torch.int32):
+    return torch.zeros(1, 1, rows, width, dtype=dtype)
+
+
+BITS = {
+    "row_tiles": lists(),
+    "col_tiles": lists(),
+    "row_bits": torch.zeros(1, 1, 128, 4, dtype=torch.int32),
+    "col_bits": torch.zeros(1, 1, 128, 4, dtype=torch.int32),
+}
+SEGMENTS = {"row_tiles": lists(), "col_tiles": lists(), "k_segments": torch.zeros(1, 1, S, dtype=torch.int32)}
+# What a direct call of the operator must not pass on to a kernel, beyond what is in DENSE.
+OPERATOR = {
+    "lists too short": (
+        {**BITS, "row_tiles": lists(0)},
+        ValueError,
+        "row_tiles must have shape (2 or 1, 4 or 1, 1, 5)",
+    ),
+    "lists too narrow": (
+        {**BITS, "col_tiles": lists(1, 3)},
+        ValueError,
+        "col_tiles must have a last dimension of at least 4",
+    ),
+    "lists of int64": (
+        {**BITS, "row_tiles": lists(dtype=torch.int64)},
+        TypeError,
+        "row_tiles must have dtype torch.int32",
+    ),
+    "bits too short": (
+        {**BITS, "row_bits": BITS["row_bits"][:, :, :100]},
+        ValueError,
+        "row_bits must have shape (2 or 1, 4 or 1, 128, 4), got (1, 1, 100, 4)",
+    ),
+    "bits of rows only": ({**BITS, "col_bits": None}, ValueError, "col_bits must be a tensor"),
+    "bits without lists": ({**BITS, "row_tiles": None}, ValueError, "row_tiles must be a tensor"),
+    "lists alone": ({"row_tiles": lists(), "col_tiles": lists()}, ValueError, "a mask must have either row_bits"),
+    "segments too short": (
+        {**SEGMENTS, "k_segments": torch.zeros(1, 1, 100, dtype=torch.int32)},
+        ValueError,
+        "k_segments must have shape (2 or 1, 4 or 1, 128), got (1, 1, 100)",
+    ),
+    "queries too few": (
+        {**SEGMENTS, "q_segments": torch.zeros(1, 100, dtype=torch.int32)},
+        ValueError,
+        "q_segments must have shape (2 or 1, 128), got (1, 100)",
+    ),
+    "no seed": ({"dropout_p": 0.5}, ValueError, "seed must be an int64 tensor of shape (1,) where dropout_p is 0.5"),
+    "seed shape": ({"seed": torch.zeros(0, dtype=torch.int64)}, ValueError, "seed must have shape (1,), got (0,)"),
+    "seed dtype": ({"seed": torch.zeros(1)}, TypeError, "seed must have dtype torch.int64, got torch.float32"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATOR)
+def test_the_operator_refuses_what_would_read_out_of_bounds(name):
+    changes, error, words = OPERATOR[name]
+    with pytest.raises(error, match=re.escape(words)):
+        torch.ops.dmattn.forward(**dense(**changes))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (changes, *_) in DENSE.items() if changes.keys() <= {"key", "value", "bias"}]
+)
+def test_the_operator_refuses_wrong_tensors_in_the_same_words(name):
+    changes, error, words = DENSE[name]
+    if any(not isinstance(change, torch.Tensor) for change in changes.values()):
+        error, words = RuntimeError, "bias"  # the dispatcher's own words
+    with pytest.raises(error, match=re.escape(words)):
+        torch.ops.dmattn.forward(**dense(**changes))
+
+
+@pytest.mark.parametrize("name", ["start", "end", "decrease", "longest", "batch", "dtype", "value", "mask", "bias"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_packed_operators_refuse_the_same(name, direction):
+    changes, error, words = VARLEN[name]
+    call = packed(**changes)
+    if direction == "backward":
+        call |= {"grad_out": tensor(S, H, D), "grad_lse": None, "out": tensor(S, H, D), "lse": tensor(H, S)}
+    with pytest.raises(error, match=re.escape(words)):
+        getattr(torch.ops.dmattn, f"varlen_{direction}")(**call)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"grad_out": tensor(B, S, H, 8)}, ValueError, "grad_out must have shape (2, 128, 4, 64), got (2, 128, 4, 8)"),
+        (
+            {"grad_out": tensor(B, S, H, D).half()},
+            TypeError,
+            "grad_out must have dtype torch.float32, got torch.float16",
+        ),
+        ({"grad_lse": tensor(B, H, 1)}, ValueError, "grad_lse must have shape (2, 4, 128), got (2, 4, 1)"),
+        ({"lse": tensor(B, H, 1)}, ValueError, "lse must have shape (2, 4, 128), got (2, 4, 1)"),
+        ({"out": tensor(B, 1, H, D)}, ValueError, "out must have shape (2, 128, 4, 64), got (2, 1, 4, 64)"),
+        ({"key": tensor(B, 1, H, D)}, ValueError, "key must have shape (2, 128, 4, 64), got (2, 1, 4, 64)"),
+    ],
+)
+def test_the_backward_operator_refuses_what_does_not_belong_together(changes, error, words):
+    saved = {"grad_out": tensor(B, S, H, D), "grad_lse": None, "out": tensor(B, S, H, D), "lse": tensor(B, H, S)}
+    with pytest.raises(error, match=re.escape(words)):
+        torch.ops.dmattn.backward(
+            **dense(**saved, **changes) if not changes.keys() & saved.keys() else dense(**{**saved, **changes})
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((tensor(1, 1, 9, 9), None, None, 8), ValueError, "mask must have shape (1, 1, 8 or 1, 9), got (1, 1, 9, 9)"),
+        ((tensor(9, 9), None, None, 9), ValueError, "mask must have 4 dimensions, got 2"),
+        (
+            (tensor(1, 1, 9, 9), int32(*range(9))[None, None], None, 9),
+            ValueError,
+            "q_segments must have 2 dimensions, got 3",
+        ),
+        (
+            (tensor(2, 1, 9, 9), int32(*range(9)).expand(3, 9), None, 9),
+            ValueError,
+            "q_segments must have shape (2 or 1, 9)",
+        ),
+        (
+            (tensor(1, 1, 9, 9), None, int32(*range(8))[None, None], 9),
+            ValueError,
+            "k_segments must have shape (1, 1, 9)",
+        ),
+        ((tensor(1, 1, 9, 9), None, torch.zeros(1, 1, 9), 9), TypeError, "k_segments must have dtype torch.int32"),
+    ],
+)
+def test_the_mask_operator_refuses_parts_that_do_not_fit(arguments, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        torch.ops.dmattn.pack_mask(*arguments)
+
+
+def test_an_unlimited_band_is_the_default_of_the_operators():
+    arguments = {a.name: a.default_value for a in torch.ops.dmattn.forward.default._schema.arguments}
+    assert (arguments["band_lo"], arguments["band_hi"]) == (-UNBOUNDED, UNBOUNDED)

@@ -1,0 +1,161 @@
+"""The eager launchers against autograd through the plain formula, and Philox against its published answers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmattn_ops import layout, meta, reference
+from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen, dropout_threshold
+
+FAR = UNBOUNDED
+SCALE = 0.3
+# batch, Sq, Sk, H, Hkv, D, Dv, mask shape, bias shape, band, softcap, dropout
+PROBLEMS = [
+    (2, 5, 7, 2, 2, 4, 3, None, None, (-FAR, FAR), 0.0, 0.0),
+    (2, 130, 140, 4, 2, 4, 3, (1, 2, 130, 140), (2, 2, 130, 140), (-FAR, 10), 0.0, 0.0),
+    (2, 130, 140, 4, 2, 4, 3, (2, 4, 1, 140), (1, 4, 1, 140), (-20, 10), 3.0, 0.2),
+    (2, 130, 259, 4, 1, 4, 3, (2, 1, 130, 259), (1, 1, 130, 259), (-20, FAR), 3.0, 1.0),
+    (2, 130, 259, 4, 2, 4, 3, None, (2, 1, 1, 259), (-20, -10), 3.0, 0.5),
+    (2, 0, 5, 4, 2, 4, 3, None, (2, 1, 1, 5), (-20, -10), 3.0, 0.5),
+    (2, 3, 0, 4, 2, 4, 3, (2, 4, 3, 0), None, (-20, 10), 3.0, 0.5),
+    (0, 3, 5, 4, 2, 4, 3, None, (1, 4, 3, 5), (-20, 10), 3.0, 0.5),
+]
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 on Python integers."""
+    for _ in range(10):
+        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        low = 0xFFFFFFFF
+        counter = [second >> 32 ^ counter[1] ^ key[0], second & low, first >> 32 ^ counter[3] ^ key[1], first & low]
+        key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]
+    return counter
+
+
+def poisoned(*like: Tensor) -> list[Tensor]:
+    return [torch.full_like(tensor, math.nan, requires_grad=False) for tensor in like]
+
+
+def finite_loss(out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor) -> Tensor:
+    return (out * grad_out).sum() + torch.where(torch.isfinite(lse), lse * grad_lse, 0).sum()
+
+
+def test_philox_gives_the_published_answers():
+    assert philox([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@pytest.mark.parametrize("seed", [0, -1, 123456789012345, -(1 << 63)])
+def test_dropout_keeps_what_philox_says(seed: int):
+    kept = reference.philox_keep(torch.tensor([seed]), 2, 3, 5, 11, 0.3, "cpu")
+    key = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    for b, h, i, j in torch.cartesian_prod(*map(torch.arange, (2, 3, 5, 11))).tolist():
+        word = philox([j >> 2, i, b * 3 + h, 0], key)[j & 3]
+        assert kept[b, h, i, j].item() == (word >> 8 >= dropout_threshold(0.3))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=repr)
+def test_forward_and_backward_agree_with_autograd_through_the_formula(problem: tuple):
+    batch, seqlen_q, seqlen_k, heads, heads_kv, dim, dim_v, mask_shape, bias_shape, band, softcap, dropout_p = problem
+    torch.manual_seed(0)
+    shapes = [(batch, seqlen_q, heads, dim), (batch, seqlen_k, heads_kv, dim), (batch, seqlen_k, heads_kv, dim_v)]
+    shapes += [] if bias_shape is None else [bias_shape]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    query, key, value, bias = (*inputs, None)[:4]
+    options = Options(*band, SCALE, softcap, dropout_p, False)
+    seed, tiles = torch.tensor([77]), Tiles()
+    keep = layout.band_mask(*band, seqlen_q, seqlen_k, None)[None, None]
+    if mask_shape:
+        mask = torch.rand(mask_shape) < 0.6
+        mask[..., :1, :] = False  # the first query sees nothing
+        packed = meta.pack_mask_outputs(mask, *mask_shape[:2], seqlen_q, *band)
+        reference.pack_mask(mask, None, None, seqlen_q, *band, *packed)
+        tiles, keep = Tiles(*packed), keep & mask
+    dropped = reference.philox_keep(seed, batch, heads, seqlen_q, seqlen_k, dropout_p, "cpu") if dropout_p else None
+    expected_out, expected_lse = reference.attention(
+        query, key, value, keep, bias,
+        softmax_scale=SCALE, softcap=softcap, dropout_keep=dropped, dropout_p=dropout_p,
+    )  # fmt: skip
+    out, lse = poisoned(expected_out, expected_lse)
+    reference.forward(query, key, value, bias, tiles, seed, None, options, out, lse)
+    torch.testing.assert_close(out, expected_out)
+    torch.testing.assert_close(lse, expected_lse)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    expected = torch.autograd.grad(finite_loss(expected_out, expected_lse, grad_out, grad_lse), inputs)
+    grads = poisoned(*inputs)
+    saved = (query, key, value, out, lse, bias, tiles, seed, None, options)
+    reference.backward(grad_out, grad_lse, *saved, *(grads if bias is not None else [*grads, None]))
+    for one, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("top_left", [False, True])
+@pytest.mark.parametrize("bias_heads", [1, 2, 4])
+def test_packed_sequences_agree_with_one_call_each(bias_heads: int, top_left: bool):
+    torch.manual_seed(0)
+    lengths = [(3, 5), (0, 4), (6, 0), (130, 7), (9, 200)]
+    starts_q, starts_k = (torch.tensor([0, *side]).cumsum(0).int() for side in zip(*lengths, strict=True))
+    total_q, total_k = int(starts_q[-1]) + 2, int(starts_k[-1]) + 3  # rows behind the last sequence
+    shapes = (total_q, 4, 8), (total_k, 2, 8), (total_k, 2, 8), (bias_heads, total_k)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    query, key, value, bias = inputs
+    keep = torch.rand(2, total_k) < 0.7
+    tiles, seed = Tiles(k_segments=(keep.int() - 1)[None]), torch.tensor([5])
+    options, varlen = Options(-50, 3, SCALE, 0.0, 0.25, False), Varlen(starts_q, starts_k, 130, 200, top_left)
+    out, lse = poisoned(query, torch.zeros(4, total_q, dtype=torch.float64))
+    reference.forward(query, key, value, bias, tiles, seed, varlen, options, out, lse)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    grads = poisoned(*inputs)
+    reference.backward(grad_out, grad_lse, query, key, value, out, lse, bias, tiles, seed, varlen, options, *grads)
+    assert torch.all(out[-2:] == 0)
+    assert torch.all(lse[:, -2:] == -math.inf)
+    loss = torch.zeros((), dtype=torch.float64)
+    dropped = reference.philox_keep(seed, len(lengths), 4, 130, 200, 0.25, "cpu")
+    for b, (seqlen_q, seqlen_k) in enumerate(lengths):
+        rows, cols = slice(int(starts_q[b]), int(starts_q[b + 1])), slice(int(starts_k[b]), int(starts_k[b + 1]))
+        shift = 0 if top_left else seqlen_k - seqlen_q
+        visible = layout.band_mask(shift - 50, shift + 3, seqlen_q, seqlen_k, None) & keep[:, None, cols]
+        one_out, one_lse = reference.attention(
+            query[None, rows], key[None, cols], value[None, cols], visible[None], bias[None, :, None, cols],
+            softmax_scale=SCALE, dropout_keep=dropped[b : b + 1, :, :seqlen_q, :seqlen_k], dropout_p=0.25,
+        )  # fmt: skip
+        torch.testing.assert_close(out[rows], one_out[0])
+        torch.testing.assert_close(lse[:, rows], one_lse[0])
+        loss = loss + finite_loss(one_out[0], one_lse[0], grad_out[rows], grad_lse[:, rows])
+    for one, other in zip(grads, torch.autograd.grad(loss, inputs), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_nan_and_infinity_behind_the_mask_reach_nothing():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 300, 2, 8) for _ in range(3))
+    keep = torch.rand(1, 1, 300, 300) < 0.5
+    keep[..., 140:280] = False
+    keep[:, :, 5] = False
+    bias = torch.randn(1, 2, 300, 300).masked_fill(~keep, math.nan)
+    grad_out = torch.randn(1, 300, 2, 8)
+    packed = meta.pack_mask_outputs(keep, 1, 1, 300, -FAR, FAR)
+    reference.pack_mask(keep, None, None, 300, -FAR, FAR, *packed)
+    options = Options(-FAR, FAR, SCALE, 0.0, 0.0, False)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grad_out: Tensor) -> list[Tensor]:
+        out, lse = poisoned(query, torch.zeros(1, 2, 300))
+        reference.forward(query, key, value, bias, Tiles(*packed), None, None, options, out, lse)
+        grads = poisoned(query, key, value, bias)
+        saved = (query, key, value, out, lse, bias, Tiles(*packed), None, None, options)
+        reference.backward(grad_out, None, *saved, *grads)
+        return [out, lse, *grads]
+
+    expected = run(query, key, value, bias.nan_to_num(0), grad_out)
+    key[:, 140:200], value[:, 200:280], query[:, 5], grad_out[:, 5] = math.nan, math.inf, math.nan, math.nan
+    actual = run(query, key, value, bias, grad_out)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert torch.all(actual[0][:, 5] == 0)
+    assert torch.all(actual[1][..., 5] == -math.inf)
+    assert torch.all(actual[3][:, 140:280] == 0)
+    assert torch.all(actual[4][:, 140:280] == 0)

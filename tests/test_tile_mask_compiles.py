@@ -1,0 +1,47 @@
+"""The Triton kernels of masks compile for each architecture without spilling, and read 16 bytes at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from dmattn_ops.kernels import tile_mask  # noqa: E402
+from dmattn_ops.testing.compile_only import compile_only  # noqa: E402
+
+ARCHITECTURES = (80, 90, 120)
+PACKED = ("mask", "q_segments", "k_segments", "classes", "row_bits", "col_bits")
+LISTED = ("source", "row_tiles", "col_tiles")
+
+
+def signature(kernel: triton.JITFunction, pointers: dict[str, str], constants: dict[str, object]) -> dict[str, str]:
+    return {name: pointers.get(name, "i32") for name in kernel.arg_names if name not in constants}
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_pack_compiles(sm: int, aligned: bool, segments: bool):
+    constants = {"ALIGNED": aligned, "HAS_Q_SEGMENTS": segments, "HAS_K_SEGMENTS": segments}
+    pointers = {**dict.fromkeys(PACKED, "*i32"), "mask": "*u8", "classes": "*i8"}
+    multiples = (*PACKED, "seqlen_k", "stride_b", "stride_h", "stride_q") if aligned else PACKED[3:]
+    kernel = tile_mask._pack
+    found = compile_only(kernel, signature(kernel, pointers, constants), constants, multiples, sm, num_warps=8)
+    assert found.spill_bytes == 0
+    assert not found.traps
+    if aligned and not segments:
+        assert found.opcodes["LDG"] == 16  # two rows of two tiles are 64 KiB: 16 loads of 16 bytes for 256 threads
+
+
+@pytest.mark.parametrize(
+    ("by_range", "ranked", "warps"), [(False, 64, 8), (False, 128, 16), (False, 0, 8), (True, 0, 8)]
+)
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_lists_compile(sm: int, by_range: bool, ranked: int, warps: int):
+    constants = {"BY_RANGE": by_range, "HAS_Q_SEGMENTS": by_range, "OWN": 16, "RANKED": ranked}
+    constants["OTHER"] = 64 if ranked else 128
+    pointers = {**dict.fromkeys(LISTED, "*i32"), "source": "*i32" if by_range else "*i8"}
+    kernel = tile_mask._lists
+    found = compile_only(kernel, signature(kernel, pointers, constants), constants, LISTED, sm, num_warps=warps)
+    assert found.spill_bytes == 0
+    assert not found.traps
