@@ -28,8 +28,9 @@ train: $(READY) ## train a small language model with dynamic-mask attention (ARG
 
 test: test-cpu test-interpreter ## run all tests that need no GPU
 
-# One worker for each core where pytest-xdist is installed. Two threads in each: some tests compare numbers of threads.
-WORKERS = $$($(PY) -c 'import xdist' 2>/dev/null && echo -n auto --dist loadgroup)
+# One worker for each core where pytest-xdist is installed, whole files to each: tests of a file share what is costly to make.
+# Two threads in each worker: some tests compare numbers of threads.
+WORKERS = $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=auto --dist=loadfile)
 CPU_TESTS = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(PY) -m pytest -m "not gpu and not slow" $(WORKERS)
 
 test-cpu: $(READY)
@@ -54,6 +55,8 @@ sweep: $(READY) ## run the slow tests, and random problems against the float64 o
 bench: $(READY) ## measure against the peers; results go to benchmarks/results
 	$(PY) benchmarks/bench_dense.py
 	$(PY) benchmarks/bench_masks.py
+	$(PY) benchmarks/bench_masks.py --table proportional
+	$(PY) benchmarks/bench_overhead.py
 	$(PY) benchmarks/benchmark_bubble_reduction.py
 
 clean: ## remove what was built, the environment included
@@ -85,7 +88,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 build/ready%: $(SOURCES)
 	@$(PY) -c 'import torch' || { echo "$(PY) has no torch: leave PYTHON out, and make will build .venv"; exit 1; }
 	$(PY) -m pip install --quiet -e . --no-build-isolation --no-deps || { \
-	  echo "Could not install into the environment of $(PY) (is it writable, and does it have setuptools >= 77 and a C++ compiler?)."; \
+	  echo "Could not install into the environment of $(PY) (is it writable, with setuptools >= 77?)."; \
 	  echo "Use one of your own: python3 -m venv --system-site-packages DIR, then make PYTHON=DIR/bin/python"; \
 	  exit 1; }
 	mkdir -p build && touch $@

@@ -27,7 +27,9 @@ HAS_PRIVATE_NAMES = _below_autograd is not None and _SingleLevelFunction is not 
 class _Function(_SingleLevelFunction):
     """A Function whose `apply` does not start torch.func's levels: they have called the kernel, each at its turn."""
 
-    _compiled_autograd_key = staticmethod(getattr(Function, "_compiled_autograd_key", lambda ctx: ()))
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
+        return (ctx._autograd_function_id,)  # as Function has it
 
 
 class Layout(NamedTuple):

@@ -44,7 +44,9 @@ class Choice(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def candidates(rows: tuple[config.Row, ...], arch: Arch, demand: Demand) -> tuple[tuple[config.Row, ...], tuple[str, ...]]:
+def candidates(
+    rows: tuple[config.Row, ...], arch: Arch, demand: Demand
+) -> tuple[tuple[config.Row, ...], tuple[str, ...]]:
     """Return the rows that suit an architecture and a problem, best first, and why the others of that architecture do not.
 
     An architecture that no row names gets the rows of the nearest older one: conservative, since it has no less.

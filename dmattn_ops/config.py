@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class PortableForward:
     """Plain Triton forward: a program owns `block_m` queries and walks keys in steps of `block_n`.
 
-    Where fewer programs than `sm_count` would run, several share one walk over the keys; 0 never splits. `short` is the
-    row for calls with no more queries than its `block_m` (decoding).
+    Where fewer programs than `sm_count` would run, several share one walk over the keys; 0 never splits. `short` is for
+    calls with no more queries than its `block_m` (decoding), `unaligned` for rows that do not start at 16 bytes.
     """
 
     block_m: int
@@ -19,6 +19,7 @@ class PortableForward:
     num_stages: int
     sm_count: int = 0
     short: PortableForward | None = None
+    unaligned: PortableForward | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,21 @@ class PortableBackward:
     dq_block_n: int
     dq_num_warps: int
     dq_num_stages: int
+    unaligned: PortableBackward | None = None  # for rows that do not start at 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class HopperForward:
-    """Gluon forward for SM 9.0: `consumers` warp groups of 64 queries each, keys in `stages` buffers of `block_n`."""
+    """Gluon forward for SM 9.0: consumers of 64 queries each share `block_m` queries, keys come in buffers of `block_n`.
+
+    Lists of tiles are walked with 128 queries whatever `block_m` is. `lead`: the next scores are computed during a softmax.
+    """
 
     block_m: int
     block_n: int
-    stages: int
-    consumers: int
+    stages: int  # buffers of keys and of values
+    query_stages: int  # buffers of queries, which also stage the output
+    lead: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,47 +109,104 @@ class Row:
 
 
 OLDEST_TRITON = 80  # the oldest architecture that the Triton kernels are made for
-CPU = {kernel: Row(0, 1024, 8, 0, tier, kernel, Whole()) for kernel, tier in (("native", "Standard"), ("reference", "Legacy"))}
+CPU = {
+    kernel: Row(0, 1024, 8, 0, tier, kernel, Whole())
+    for kernel, tier in (("native", "Standard"), ("reference", "Legacy"))
+}
 
-# Plain Triton rows: (architectures, widest head dimension, widest element): (forward), (dk/dv), (dq), each block_m, block_n, warps, stages.
-# Chosen as the largest tiles that spill nothing or least (`resources.json`); min_seqlen 0.
-_PORTABLE = {
-    ((80, 86, 89, 90, 100, 120), 32, 2): ((128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
-    ((80, 86, 89, 90, 100, 120), 64, 2): ((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)),
-    ((80, 90, 100), 128, 2): ((64, 64, 4, 2), (64, 64, 8, 1), (128, 32, 8, 2)),
-    ((86, 89, 120), 128, 2): ((64, 32, 4, 2), (64, 64, 8, 1), (128, 32, 8, 2)),
-    ((80, 90, 100), 256, 2): ((64, 64, 8, 2), (32, 64, 8, 1), (32, 64, 8, 1)),
-    ((86, 89, 120), 256, 2): ((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
-    ((80, 86, 89, 90, 100, 120), 512, 2): ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    ((80, 86, 89, 90, 100, 120), 1024, 2): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    ((80, 86, 89, 90, 100, 120), 64, 4): ((64, 32, 4, 2), (32, 64, 8, 1), (64, 32, 8, 1)),
-    ((80, 86, 89, 90, 100, 120), 128, 4): ((32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
-    ((80, 86, 89, 90, 100, 120), 256, 4): ((16, 32, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    ((80, 86, 89, 90, 100, 120), 1024, 4): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+# Plain Triton rows, (architectures, widest head dimension, widest element): (forward), (dk/dv), (dq), each of them
+# block_m, block_n, warps, stages. SM 9.0 to 256: the fastest of 6 or 7 candidates, H200, 2026-11-20, bf16, S 4096, 128
+# heads at D 64, 64 at 128, 32 at 256; TFLOP/s causal / full: forward 386 / 429, 423 / 483, 391 / 464, backward 327 / 352,
+# 355 / 386, 194 causal (flex_attention in the same run, D 64: 345 / 411 and 271 / 314). Two stages make ptxas serialize
+# the wgmmas of dk/dv there (C7515). The others were compiled only: the largest tiles that spill nothing, or least.
+_Blocks = tuple[int, int, int, int]
+_PORTABLE: dict[tuple[tuple[int, ...], int, int], tuple[_Blocks, _Blocks, _Blocks]] = {
+    ((90,), 64, 2): ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+    ((90,), 128, 2): ((64, 64, 4, 3), (32, 64, 4, 3), (128, 64, 8, 3)),
+    ((90,), 256, 2): ((128, 32, 8, 3), (32, 64, 8, 3), (64, 32, 4, 3)),
+    ((80, 86, 89, 120), 32, 2): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
+    ((80,), 64, 2): ((128, 64, 8, 3), (32, 128, 4, 2), (128, 64, 8, 2)),
+    ((86, 89, 120), 64, 2): ((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)),
+    ((80, 86, 89, 120), 128, 2): ((128, 32, 8, 2), (32, 64, 8, 2), (128, 32, 8, 2)),
+    ((80,), 256, 2): ((64, 64, 8, 2), (32, 64, 8, 1), (64, 32, 8, 2)),
+    ((86, 89, 120), 256, 2): ((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
+    ((100,), 64, 2): ((64, 64, 4, 3), (64, 128, 8, 3), (128, 64, 8, 3)),
+    ((100,), 128, 2): ((128, 64, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3)),
+    ((100,), 256, 2): ((128, 32, 8, 3), (32, 64, 8, 2), (64, 32, 4, 3)),
+    ((80, 86, 89, 90, 100, 120), 512, 2): ((32, 32, 8, 1), (16, 16, 8, 1), (16, 32, 8, 1)),
+    ((80, 90, 100), 1024, 2): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ((80, 86, 89, 90, 100, 120), 32, 4): ((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
+    ((80, 86, 89, 90, 100, 120), 64, 4): ((64, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 1)),
+    ((80, 86, 89, 90, 100, 120), 128, 4): ((32, 16, 8, 2), (16, 32, 8, 1), (32, 16, 8, 2)),
+    ((80, 86, 89, 90, 100, 120), 256, 4): ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ((80, 90, 100), 512, 4): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+}
+# Forward with at most 16 queries, by widest head dimension and element.
+_SHORT: dict[tuple[int, int], _Blocks] = {(128, 2): (16, 64, 4, 3), (256, 2): (16, 64, 4, 2), (128, 4): (16, 32, 4, 2)}
+# Rows that start at any byte, on SM 9.0: blocks too small for wgmma. With such loads, one element each, ptxas 12.8 (Triton
+# 3.6) ran short of uniform registers and lost the high word of a wgmma descriptor: an address out of range, H200, 2026-11-20.
+_UNALIGNED: dict[int, tuple[_Blocks, _Blocks, _Blocks]] = {
+    64: ((32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    128: ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    256: ((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
 }
 _SM_COUNT = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
+
+
+def _portable_forward(sm: int, dim: int, itemsize: int, blocks: _Blocks) -> PortableForward:
+    short = _SHORT.get((max(dim, 128), itemsize))
+    unaligned = _UNALIGNED.get(dim) if (sm, itemsize) == (90, 2) else None
+    return PortableForward(
+        *blocks,
+        _SM_COUNT[sm],
+        PortableForward(*short, _SM_COUNT[sm]) if short else None,
+        PortableForward(*unaligned[0], _SM_COUNT[sm]) if unaligned else None,
+    )
+
+
+def _portable_backward(sm: int, dim: int, itemsize: int, keys: _Blocks, queries: _Blocks) -> PortableBackward:
+    unaligned = _UNALIGNED.get(dim) if (sm, itemsize) == (90, 2) else None
+    return PortableBackward(*keys, *queries, PortableBackward(*unaligned[1], *unaligned[2]) if unaligned else None)
 
 
 def _portable(direction: int) -> tuple[Row, ...]:
     rows = []
     for (sms, dim, itemsize), (forward, keys, queries) in _PORTABLE.items():
         for sm in sms:
-            block_m, block_n, *_ = keys
-            made = PortableForward(*forward, _SM_COUNT[sm]) if direction == 0 else PortableBackward(*keys, *queries)
-            rows.append(Row(sm, dim, itemsize, 0, "Standard" if block_m * block_n >= 64 * 64 else "LowMem", "portable", made))
+            made: PortableForward | PortableBackward
+            if direction == 0:
+                made = _portable_forward(sm, dim, itemsize, forward)
+            else:
+                made = _portable_backward(sm, dim, itemsize, keys, queries)
+            tier = "Standard" if made.block_m * made.block_n >= 64 * 64 else "LowMem"
+            rows.append(Row(sm, dim, itemsize, 0, tier, "portable", made))
     return tuple(rows)
 
 
 _LEGACY = Row(75, 1024, 4, 0, "Legacy", "reference", Whole())
-FORWARD = (*_portable(0), _LEGACY)
+HOPPER_FORWARD = (
+    Row(
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2, True), 115116,
+        "H200, 2026-11-20, bf16, B4 H32 S4096: 450 / 533 TFLOP/s causal / full, cuDNN 412 / 459; without lead 439 / 507",
+    ),
+    Row(
+        90, 128, 2, 0, "LargeBlock", "hopper", HopperForward(128, 128, 2, 2, False), 201176,
+        "H200, 2026-11-20, bf16, B4 H16 S4096: 574 / 638 TFLOP/s causal / full, cuDNN 543 / 632; with lead 563 / 632",
+    ),
+    Row(
+        90, 256, 2, 0, "MediumBlock", "hopper", HopperForward(128, 64, 2, 1, True), 201152,
+        "H200, 2026-11-20, bf16, B4 H8 S4096: 606 / 725 TFLOP/s causal / full, cuDNN 572 / 691; without lead 593 / 719",
+    ),
+)  # fmt: skip
+FORWARD = (*HOPPER_FORWARD, *_portable(0), _LEGACY)
 HOPPER_BACKWARD = (
     Row(
-        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped"), 199280,
-        "H200, 2026-11-20, bf16, B4 H32 S4096: 507 / 563 TFLOP/s causal / full, pre and post included; two_phase 480 / 544",
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped"), 199312,
+        "H200, 2026-11-20, bf16, 4k / 16k, all three kernels: causal 487 / 589, full 568 / 594 TFLOP/s; 1.26 times cuDNN 9.19",
     ),
     Row(
         90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase"), 198208,
-        "H200, 2026-11-20, bf16, B4 H16 S4096: 561 / 640 TFLOP/s causal / full, pre and post included; overlapped 553 / 622",
+        "H200, 2026-11-20, bf16, 4k / 16k, all three kernels: causal 568 / 664, full 649 / 661 TFLOP/s; 1.13 times cuDNN 9.19",
     ),
 )  # fmt: skip
 HOPPER_BACKWARD_256 = Row(

@@ -67,33 +67,33 @@ def test_gradients_equal_the_textbook_formula(name, layout, attention):
     assert_gradients(outputs, textbook(*inputs, **call), wanted)
 
 
-def test_packed_gradient_equals_the_separate_ones():
+def test_packed_gradient_equals_the_separate_ones(attention):
     query, key, value = call_inputs.qkv(**DOUBLE)
     mask, bias = call_inputs.random_mask(2, 1, 33, 33), call_inputs.random_bias(1, 4, 33, 33, **DOUBLE)
-    out, lse = dmattn_ops.flash_dmattn_func(query, key, value, mask, bias, return_lse=True)
+    out, lse = attention.flash_dmattn_func(query, key, value, mask, bias, return_lse=True)
     grads = torch.autograd.grad(out.sin().sum() + lse.sum(), (query, key, value, bias))
     qkv = torch.stack((query, key, value), dim=2).detach().requires_grad_()
-    out, lse = dmattn_ops.flash_dmattn_qkvpacked_func(qkv, mask, bias, return_lse=True)
+    out, lse = attention.flash_dmattn_qkvpacked_func(qkv, mask, bias, return_lse=True)
     dqkv, dbias = torch.autograd.grad(out.sin().sum() + lse.sum(), (qkv, bias))
     assert torch.equal(dqkv, torch.stack(grads[:3], dim=2))
     assert torch.equal(dbias, grads[3])
 
 
 @pytest.mark.parametrize("causal_from", ["bottom_right", "top_left"])
-def test_packed_sequences_have_the_gradients_of_each_alone(causal_from):
+def test_packed_sequences_have_the_gradients_of_each_alone(causal_from, attention):
     lengths_q, lengths_k = [5, 0, 17, 1], [9, 3, 11, 1]
     rows, lengths = call_inputs.packed(lengths_q, lengths_k, heads_kv=2, **DOUBLE)
     bias = call_inputs.random_bias(4, sum(lengths_k), **DOUBLE)
     mask = call_inputs.random_mask(2, sum(lengths_k))
     call = {"is_causal": True, "causal_from": causal_from, "window_size": (6, None)}
-    out, lse = dmattn_ops.flash_dmattn_varlen_func(*rows, *lengths, mask, bias, **call, return_lse=True)
+    out, lse = attention.flash_dmattn_varlen_func(*rows, *lengths, mask, bias, **call, return_lse=True)
     alone = []
     for b in range(len(lengths_q)):
         queries = slice(*lengths[0][b : b + 2].tolist())
         keys = slice(*lengths[1][b : b + 2].tolist())
         query, key, value = (t[s].unsqueeze(0) for t, s in zip(rows, (queries, keys, keys), strict=True))
         per_key = {"mask": mask[None, :, None, keys], "bias": bias[None, :, None, keys]}
-        alone.append(dmattn_ops.flash_dmattn_func(query, key, value, **per_key, **call, return_lse=True))
+        alone.append(attention.flash_dmattn_func(query, key, value, **per_key, **call, return_lse=True))
     expected = torch.cat([o[0] for o, _ in alone]), torch.cat([s[0] for _, s in alone], dim=-1)
     torch.testing.assert_close((out, lse), expected)
     assert_gradients((out, lse), expected, (*rows, bias))
@@ -110,10 +110,10 @@ def test_gradcheck_through_both_outputs():
 
 @pytest.mark.parametrize("shape", [(2, 4, 33, 33), (1, 1, 1, 33), (2, 2, 1, 33), (1, 4, 33, 33)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bias_alone_may_require_a_gradient(shape, dtype):
+def test_bias_alone_may_require_a_gradient(shape, dtype, attention):
     inputs = call_inputs.qkv(heads_kv=2, dtype=torch.bfloat16, requires_grad=False)
     bias = call_inputs.random_bias(*shape, dtype=dtype)
-    dmattn_ops.flash_dmattn_func(*inputs, bias=bias).float().square().sum().backward()
+    attention.flash_dmattn_func(*inputs, bias=bias).float().square().sum().backward()
     assert bias.grad.shape == bias.shape
     assert bias.grad.dtype == dtype
     double = [tensor.double() for tensor in inputs]
@@ -124,20 +124,20 @@ def test_bias_alone_may_require_a_gradient(shape, dtype):
 
 
 @pytest.mark.parametrize("requires", [(True, False, False), (False, True, False), (False, False, True)])
-def test_one_input_may_require_a_gradient(requires):
+def test_one_input_may_require_a_gradient(requires, attention):
     inputs = call_inputs.qkv(requires_grad=False, **DOUBLE)
     for tensor, flag in zip(inputs, requires, strict=True):
         tensor.requires_grad_(flag)
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    assert_gradients(dmattn_ops.flash_dmattn_func(*inputs, return_lse=True), textbook(*inputs), wanted)
+    assert_gradients(attention.flash_dmattn_func(*inputs, return_lse=True), textbook(*inputs), wanted)
     assert [tensor.grad is None for tensor in inputs] == [True] * 3
 
 
 @pytest.mark.parametrize("part", ["out", "lse", "both"])
-def test_each_output_may_be_used_alone(part):
+def test_each_output_may_be_used_alone(part, attention):
     inputs = call_inputs.qkv(**DOUBLE)
     chosen = {"out": slice(0, 1), "lse": slice(1, 2), "both": slice(0, 2)}[part]
-    outputs = dmattn_ops.flash_dmattn_func(*inputs, return_lse=True)[chosen]
+    outputs = attention.flash_dmattn_func(*inputs, return_lse=True)[chosen]
     wanted = inputs if part != "lse" else inputs[:2]
     assert_gradients(outputs, textbook(*inputs)[chosen], wanted)
 

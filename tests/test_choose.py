@@ -116,5 +116,21 @@ def test_the_profile_is_read_at_each_call_and_works_in_threads_and_compiled_code
 def test_the_choices_are_these():
     assert_expected_inline(
         "forward\n" + labels(config.FORWARD) + "\nbackward\n" + labels(config.BACKWARD),
-        """""",
+        """\
+forward
+75: reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128
+80: portable:Standard_128x64 portable:Standard_128x64 portable:Standard_64x64 portable:Standard_64x64 portable:LowMem_64x64 portable:LowMem_64x64
+86: portable:Standard_128x64 portable:Standard_128x64 portable:Standard_64x32 portable:Standard_64x32 portable:LowMem_64x32 portable:LowMem_64x32
+89: portable:Standard_128x64 portable:Standard_128x64 portable:Standard_64x32 portable:Standard_64x32 portable:LowMem_64x32 portable:LowMem_64x32
+90: hopper:LargeBlock_192x128 hopper:LargeBlock_192x128 hopper:LargeBlock_128x128 hopper:LargeBlock_128x128 hopper:MediumBlock_128x64 hopper:MediumBlock_128x64
+100: portable:Standard_128x64 portable:Standard_128x64 portable:Standard_64x64 portable:Standard_64x64 portable:LowMem_64x64 portable:LowMem_64x64
+120: portable:Standard_128x64 portable:Standard_128x64 portable:Standard_64x32 portable:Standard_64x32 portable:LowMem_64x32 portable:LowMem_64x32
+backward
+75: reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128
+80: portable:Standard_64x64 portable:Standard_64x128 portable:Standard_64x64 portable:Standard_64x64 portable:LowMem_32x64 portable:LowMem_32x64
+86: portable:Standard_64x64 portable:Standard_64x128 portable:Standard_64x64 portable:Standard_64x64 portable:LowMem_32x32 portable:LowMem_32x32
+89: portable:Standard_64x64 portable:Standard_64x128 portable:Standard_64x64 portable:Standard_64x64 portable:LowMem_32x32 portable:LowMem_32x32
+90: hopper:LargeBlock_128x128 hopper:LargeBlock_128x128 hopper:MediumBlock_64x128 hopper:MediumBlock_64x128 hopper256:Standard_64x64 hopper256:Standard_64x64
+100: portable:Standard_64x64 portable:Standard_64x128 portable:Standard_64x64 portable:Standard_64x64 portable:LowMem_32x64 portable:LowMem_32x64
+120: portable:Standard_64x64 portable:Standard_64x128 portable:Standard_64x64 portable:Standard_64x64 portable:LowMem_32x32 portable:LowMem_32x32""",  # noqa: E501 - a table
     )

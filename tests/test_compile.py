@@ -260,12 +260,14 @@ def test_dropout_under_inductor_follows_the_seed():
 def test_compiled_autograd():
     inputs = call_inputs.qkv()
 
-    def step(query, key, value):
-        return torch.autograd.grad(attention(query, key, value).sin().sum(), (query, key, value))
+    def step(query, key, value, softcap=0.0):
+        return torch.autograd.grad(attention(query, key, value, softcap=softcap).sin().sum(), (query, key, value))
 
     expected = step(*inputs)
     with torch._dynamo.compiled_autograd._enable(compiled):
         assert all(map(torch.equal, step(*inputs), expected))
+        capped = step(*inputs, softcap=1.0)  # another number, which is no tensor, must not meet the first graph
+    assert all(map(torch.equal, capped, step(*inputs, softcap=1.0)))
     with torch._dynamo.config.patch(compiled_autograd=True):
         actual = torch.compile(step, backend="aot_eager")(*inputs)
     assert all(map(torch.equal, actual, expected))

@@ -110,6 +110,23 @@ assert torch.equal(prepared(*inputs, dmattn_ops.prepare_mask(mask, is_causal=Tru
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_a_compiled_package_runs_where_the_library_is_imported(tmp_path):
+    with torch.no_grad():
+        program = torch.export.export(Masked(), masked_inputs(3, 140), dynamic_shapes=tuple(SIZES))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "masked.pt2"))
+    inputs = masked_inputs(2, 200)
+    torch.save((inputs, Masked()(*inputs)), tmp_path / "inputs.pt")
+    code = """
+import sys, torch, dmattn_ops
+inputs, expected = torch.load(f"{sys.argv[1]}/inputs.pt")
+assert torch.equal(torch._inductor.aoti_load_package(sys.argv[2])(*inputs), expected)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path), path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_joint_graph_holds_both_operators():
     from torch._functorch.aot_autograd import aot_export_joint_simple
 

@@ -38,7 +38,9 @@ def test_the_check_notices_a_small_error(result: int, monkeypatch: pytest.Monkey
 
 
 def test_shrink_keeps_what_makes_a_problem_fail() -> None:
-    problem = Problem(seed=5, batch=3, heads=4, heads_k=2, seqlen_q=200, seqlen_k=100, softcap=5.0, is_causal=True, bias=True)
+    problem = Problem(
+        seed=5, batch=3, heads=4, heads_k=2, seqlen_q=200, seqlen_k=100, softcap=5.0, is_causal=True, bias=True
+    )
     small = shrink(problem, lambda candidate: candidate.softcap > 0 and candidate.seqlen_k >= 20)
     assert small == Problem(seed=5, seqlen_k=25, softcap=5.0, seqlen_q=small.seqlen_q) and small.seqlen_q <= 8
 

@@ -18,15 +18,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_LIMIT = 232448
-# Bytes stored to the stack (triton 3.6, ptxas 12.8): counters and addresses kept around the loops, and in loops with a
-# test the rows' limits or words, beside 224 registers of accumulators and operands. The loops that matter most, those
-# of the cases in CLEAN that need no test, do not touch the stack.
+# Bytes stored to the stack, the larger of triton 3.6 and 3.9 (which needs none for a full, causal or windowed call
+# without groups): counters and addresses kept around the loops, and in loops with a test the rows' limits or words,
+# beside 224 registers of accumulators and operands. Loops without a test of the cases in CLEAN do not touch the stack.
 ALLOWED = {
-    "d64 full": 24, "d64 causal": 48, "d64 window": 64, "d64 grouped causal": 180, "d64 bits": 240, "d64 segments": 480,
-    "d128 full": 80, "d128 causal": 300, "d128 window": 330, "d128 grouped causal": 300, "d128 bits": 400,
-    "d128 segments": 520, "d128 float16 causal": 300,
+    "d64 full": 0, "d64 causal": 32, "d64 window": 92, "d64 grouped causal": 296, "d64 bits": 392, "d64 segments": 688,
+    "d128 full": 64, "d128 causal": 296, "d128 window": 276, "d128 grouped causal": 456, "d128 bits": 496,
+    "d128 segments": 616, "d128 float16 causal": 296,
 }  # fmt: skip
-CLEAN = ("d64 full", "d64 causal", "d64 window", "d128 full")
+CLEAN = ("d64 full", "d64 causal", "d128 full")
 QUICK = ("d64 full", "d128 causal", "d128 bits")
 CASES = tuple(ALLOWED) if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
 SERIALIZED = re.compile(r"C751[0-5]")
@@ -36,7 +36,7 @@ SERIALIZED = re.compile(r"C751[0-5]")
 def reports() -> dict[str, dict]:
     pytest.importorskip("triton.experimental.gluon")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(Path(__file__).resolve()), *CASES]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert child.returncode == 0, child.stderr[-3000:]
@@ -126,8 +126,12 @@ def _report(compiled) -> dict:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         ptx.write_text(compiled.asm["ptx"])
         cubin.write_bytes(compiled.asm["cubin"])
-        log = _tool("ptxas", "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(Path(folder, "again.cubin")))
+        arguments = ("-v", "--gpu-name=sm_90a", str(ptx), "-o", str(Path(folder, "again.cubin")))
+        log = _tool("ptxas", *arguments)
+        if "Unsupported .version" in log:  # later versions of triton assemble this architecture with the newer of two
+            log = _tool("ptxas-blackwell", *arguments)
         sass = _tool("nvdisasm", "-c", str(cubin))
+    assert "spill stores" in log, log[-2000:]
     names = ("UTMALDG", "UTMAREDG", "UTMASTG", "STS.128")
     return {
         "serialized": [line for line in log.splitlines() if SERIALIZED.search(line)],

@@ -11,8 +11,6 @@ import train
 from corpus import batch, from_file, standard_library, unigram_entropy
 from model import ByteModel, ModelConfig, keep_best
 
-pytestmark = pytest.mark.xdist_group("train")
-
 TINY = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, keep=24, seqlen=96)
 SIZES = ["--layers=2", "--dim=32", "--heads=4", "--kv-heads=2", "--keep=24", "--seqlen=96", "--batch=4"]
 RUN = [*SIZES, "--validate-every=8", "--rate=0.01", "--warm-up=4", "--device=cpu"]

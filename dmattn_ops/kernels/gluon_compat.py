@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 __all__ = [
     "fence_async_shared",
     "mbarrier",
+    "reinterpret",
     "tma",
     "tma_load",
     "tma_reduce_add",
@@ -25,6 +26,13 @@ __all__ = [
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
+
+
+@builtin
+def reinterpret(descriptor, dtype, shape, layout, _semantic=None):
+    """View shared memory as another dtype, shape and layout of the same size."""
+    view = descriptor.reinterpret if hasattr(descriptor, "reinterpret") else descriptor._reinterpret
+    return view(dtype, shape, layout, _semantic=_semantic)
 
 
 @builtin

@@ -9,7 +9,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.gluon_compat import fence_async_shared, mbarrier, tma, tma_load, tma_reduce_add, tma_store
+from dmattn_ops.kernels.gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma,
+    tma_load,
+    tma_reduce_add,
+    tma_store,
+)
 from dmattn_ops.kernels.hopper_backward_steps import last_dq, step
 from dmattn_ops.problem import HEADER as _HEADER
 from dmattn_ops.problem import TILE as _TILE
@@ -291,12 +299,12 @@ def consumer(
     v_c.store(dv.to(dtype))
     fence_async_shared()
     at = [batch, tile * BN + C * 64, kv_head, 0]
-    tma_store(dv_desc, at, v_c._reinterpret(dtype, [1, 64, 1, DV], dv_desc.layout))
+    tma_store(dv_desc, at, reinterpret(v_c, dtype, [1, 64, 1, DV], dv_desc.layout))
     mbarrier.wait(dq_empties.index(C), i & 1)
     DK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    dq_c._reinterpret(dtype, [64, D], DK).store((dk * scale).to(dtype))
+    reinterpret(dq_c, dtype, [64, D], DK).store((dk * scale).to(dtype))
     fence_async_shared()
-    tma_store(dk_desc, at, dq_c._reinterpret(dtype, [1, 64, 1, D], dk_desc.layout))
+    tma_store(dk_desc, at, reinterpret(dq_c, dtype, [1, 64, 1, D], dk_desc.layout))
     tma.store_wait(pendings=0)
 
 
@@ -322,11 +330,11 @@ def backward_kernel(
     stat3 = gl.allocate_shared_memory(gl.float32, [2, 2, BM], stat_desc.layout)
     ds_s = gl.allocate_shared_memory(dtype, [2, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dtype))
     dq_s = gl.allocate_shared_memory(gl.float32, [2, PIECE_ROWS, 256], dq_desc.layout)
-    q_s = q4._reinterpret(dtype, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
-    do_s = o4._reinterpret(dtype, [2, BM, DV], gl.NVMMASharedLayout.get_default_for([BM, DV], dtype))
-    k_s = k4._reinterpret(dtype, [BN, D], gl.NVMMASharedLayout.get_default_for([BN, D], dtype))
-    v_s = v4._reinterpret(dtype, [2, 64, DV], gl.NVMMASharedLayout.get_default_for([64, DV], dtype))
-    stat_s = stat3._reinterpret(gl.float32, [4, 1, BM], stat_desc.layout)
+    q_s = reinterpret(q4, dtype, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
+    do_s = reinterpret(o4, dtype, [2, BM, DV], gl.NVMMASharedLayout.get_default_for([BM, DV], dtype))
+    k_s = reinterpret(k4, dtype, [BN, D], gl.NVMMASharedLayout.get_default_for([BN, D], dtype))
+    v_s = reinterpret(v4, dtype, [2, 64, DV], gl.NVMMASharedLayout.get_default_for([64, DV], dtype))
+    stat_s = reinterpret(stat3, gl.float32, [4, 1, BM], stat_desc.layout)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BAR)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.gluon_compat import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from dmattn_ops.kernels.gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 # Kinds of masks that a step can meet
 UNMASKED = gl.constexpr(0)
@@ -115,7 +121,7 @@ def step(
         dq = warpgroup_mma(dq_operand(ds_s, b, C, BM), k_dq, zero_q, use_acc=False, is_async=True)
         dv, dk, dq = warpgroup_mma_wait(0, deps=(dv, dk, dq))
         ds_s.index(b).slice(C * 64, 64, dim=0).store(ds)
-        dq_c._reinterpret(gl.float32, [64, 64], FRAGMENT).store(dq)
+        reinterpret(dq_c, gl.float32, [64, 64], FRAGMENT).store(dq)
         fence_async_shared()
         mbarrier.arrive(done.index(C * 2 + b), count=1)
     else:
@@ -139,7 +145,7 @@ def step(
         dk = warpgroup_mma(dsa, q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
         mbarrier.wait(dq_empty, b ^ 1)
-        dq_c._reinterpret(gl.float32, [64, 64], FRAGMENT).store(dq)
+        reinterpret(dq_c, gl.float32, [64, 64], FRAGMENT).store(dq)
         fence_async_shared()
         mbarrier.arrive(dq_full.index(C * 2), count=1)
         mbarrier.arrive(ds_full.index(b), count=1)
@@ -163,7 +169,7 @@ def last_dq(i, tiles, barriers, C: gl.constexpr, BM: gl.constexpr, TWO_PHASE: gl
     dq = warpgroup_mma(dq_operand(ds_s, b, C, BM), k_dq, zero_q, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.wait(dq_empty, b ^ 1)
-    dq_c._reinterpret(gl.float32, [64, 64], FRAGMENT).store(dq)
+    reinterpret(dq_c, gl.float32, [64, 64], FRAGMENT).store(dq)
     fence_async_shared()
     if TWO_PHASE:
         mbarrier.arrive(done.index(C * 2 + b), count=1)

@@ -12,10 +12,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dmattn_ops import arch
 from dmattn_ops.config import HopperForward
-from dmattn_ops.kernels.hopper_forward_kernel import BAND, BITS, LOG2E, ROWS, SEGMENTS, forward_kernel
+from dmattn_ops.kernels.hopper_forward_kernel import forward_kernel
+from dmattn_ops.kernels.tensor_maps import mappable
 from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 
+LOG2E = 1.4426950408889634
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32}
+_ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction
 _HEADS_IN_L2 = 4  # heads whose pieces alternate where pieces differ in length: longest first, and still in L2
 
 
@@ -59,21 +62,6 @@ def head_tile(dim: int) -> int:
     return 64 if dim <= 64 else 128 if dim <= 128 else 256
 
 
-def mappable(tensor: Tensor) -> bool:
-    """Return whether TMA can read `[B, S, heads, D]`: 16-byte multiples, except where a dimension of size 1 is never left."""
-    *strides, last = tensor.stride()
-    units = 16 // tensor.element_size()
-    steps = (stride for size, stride in zip(tensor.shape, strides, strict=False) if size > 1)
-    return last == 1 and all(stride > 0 and stride % units == 0 for stride in steps) and _aligned(tensor)
-
-
-def _aligned(tensor: Tensor) -> bool:
-    # fake tensors have no address: torch's own allocations are aligned, so only the offset counts
-    if isinstance(tensor, torch._subclasses.FakeTensor):
-        return tensor.storage_offset() * tensor.element_size() % 16 == 0
-    return tensor.data_ptr() % 16 == 0
-
-
 class _Memory(NamedTuple):
     """What a tensor map needs of a tensor; holding the tensor itself would keep its memory."""
 
@@ -95,7 +83,7 @@ def _map(
 
 
 def _rows_map(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Map `[B, S, heads, D]` in boxes of `rows` x `columns` of one head: what lies past S or D reads as 0 and is not written."""
+    """Map `[B, S, heads, D]` in boxes of `rows` x `columns` of a head; past S or D it reads 0 and writes nothing."""
     batch, seqlen, heads, dim = tensor.shape
     stride_b, stride_s, stride_h, _ = tensor.stride()
     shape, strides = (batch, heads, seqlen, dim), (stride_b, stride_h, stride_s, 1)
@@ -104,7 +92,7 @@ def _rows_map(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 def _bits_map(bits: Tensor) -> TensorDescriptor:
     """Map `[Bm, Hm, rows, words]` in boxes of one consumer's rows and the words of one tile of keys."""
-    return _map(bits.data_ptr(), bits.dtype, tuple(bits.shape), bits.stride(), ROWS.value, TILE // 32)
+    return _map(bits.data_ptr(), bits.dtype, tuple(bits.shape), bits.stride(), _ROWS, TILE // 32)
 
 
 _counters: dict[tuple[int | None, int], Tensor] = {}
@@ -136,20 +124,20 @@ def _broadcast(tensor: Tensor) -> tuple[int, int]:
     return (tensor.stride(0) if tensor.shape[0] > 1 else 0, tensor.stride(1) if tensor.shape[1] > 1 else 0)
 
 
-def _mask_arguments(tiles: Tiles, heads: int) -> tuple[int, tuple[object, ...], tuple[int, ...]]:
+def _mask_arguments(tiles: Tiles, heads: int) -> tuple[str, tuple[object, ...], tuple[int, ...]]:
     """Return the kind of mask, (bits, lists, query segments, key segments), and their strides and groups."""
     if tiles.row_tiles is None:
-        return BAND.value, (None, None, None, None), (0, 0, 0, 1, 0, 0, 0, 0, 0, 1)
+        return "band", (None, None, None, None), (0, 0, 0, 1, 0, 0, 0, 0, 0, 1)
     lists = tiles.row_tiles
     listed = (*_broadcast(lists), lists.shape[-1], heads // lists.shape[1])
     if tiles.row_bits is not None:
         bits = tiles.row_bits
         flags = (int(bits.shape[0] > 1), int(bits.shape[1] > 1))
-        return BITS.value, (_bits_map(bits), lists, None, None), (*listed, *flags, 0, 0, 0, 1)
+        return "bits", (_bits_map(bits), lists, None, None), (*listed, *flags, 0, 0, 0, 1)
     queries, keys = tiles.q_segments, tiles.k_segments
     query_stride = 0 if queries is None or queries.shape[0] == 1 else queries.stride(0)
     strides = (query_stride, *_broadcast(keys), heads // keys.shape[1])
-    return SEGMENTS.value, (None, lists, queries, keys), (*listed, 0, 0, *strides)
+    return "segments", (None, lists, queries, keys), (*listed, 0, 0, *strides)
 
 
 def forward(
@@ -170,24 +158,24 @@ def forward(
     seqlen_k, kv_heads = key.shape[1:3]
     columns = head_tile(dim)
     kind, mask, strides = _mask_arguments(tiles, heads)
-    block_m = config.block_m if kind == BAND.value else TILE
-    block_n, rows = config.block_n, ROWS.value
+    block_m = config.block_m if kind == "band" else TILE
+    block_n, rows = config.block_n, _ROWS
     # lists hold the band of bits already; segments test it
-    lo, hi = (-UNBOUNDED, UNBOUNDED) if kind == BITS.value else options[:2]
+    lo, hi = (-UNBOUNDED, UNBOUNDED) if kind == "bits" else options[:2]
     has_lo, has_hi = lo > -UNBOUNDED, hi < UNBOUNDED
     blocks = -(-seqlen_q // block_m)
     items = blocks * batch * heads
     num_sms = arch.physical(query.device).num_sms
     cap = options.softcap
-    scale = 1.0 if cap else options.softmax_scale * LOG2E.value
-    caps = (cap * LOG2E.value, 2.0 * LOG2E.value * options.softmax_scale / cap) if cap else (0.0, 0.0)
+    scale = 1.0 if cap else options.softmax_scale * LOG2E
+    caps = (cap * LOG2E, 2.0 * LOG2E * options.softmax_scale / cap) if cap else (0.0, 0.0)
     bits, lists, q_segments, k_segments = mask
     forward_kernel[(min(items, num_sms),)](
         _rows_map(query, rows, columns), _rows_map(key, block_n, columns), _rows_map(value, block_n, columns),
         _rows_map(out, rows, columns), bits, lse, lists, q_segments, k_segments,
         _counter(query.device, items > num_sms), scale, *caps,
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
-        _HEADS_IN_L2 if has_hi or kind != BAND.value else 1, items, lo, hi, *lse.stride()[:2], *strides,
+        _HEADS_IN_L2 if has_hi or kind != "band" else 1, items, lo, hi, *lse.stride()[:2], *strides,
         BM=block_m, BN=block_n, D=columns, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,
         HAS_LO=has_lo, HAS_HI=has_hi, LEAD=config.lead, SOFTCAP=cap > 0.0, num_warps=4,
     )  # fmt: skip

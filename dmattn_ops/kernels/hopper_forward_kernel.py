@@ -1,17 +1,17 @@
 """SM 9.0 forward in Gluon: persistent blocks, each consumer warp group owns 64 queries and walks their keys.
 
-Partitions: two or three consumers (4 warps each) and one warp that takes work and loads it by TMA. A block draws its next
-piece of work (a tile of queries of one head) from a counter while the last one is computed, so that loading, storing and
-the ends of a walk overlap across pieces.
+Partitions: two or three consumers (4 warps each) and one warp that takes work and loads it by TMA. A block draws its
+next piece of work (a tile of queries of one head) from a counter while the last one is computed, so that loading,
+storing and the ends of a walk overlap across pieces.
 
 One step of a walk (`advance`) ends with the scores of the next tile in registers and nothing in flight:
 
     LEAD      S(i+1) = q k(i+1)  ||  P(i) = softmax(S(i));   acc += P(i) v(i)
     not LEAD  P(i) = softmax(S(i));   S(i+1) = q k(i+1)  ||  acc += P(i) v(i)
 
-Partly visible tiles come first, so that the second of two loops holds no test. Traps that the compiler sets, in triton 3.6:
-an `if` that only picks a value becomes a branch with two equal targets and loses one of its values (use `gl.where`), and a
-loop's variable is undefined after the loop.
+Partly visible tiles come first, so that the second of two loops holds no test. Traps of triton 3.6's compiler: an `if`
+that only picks a value becomes a branch with two equal targets and loses one of the values (use `gl.where`), a loop's
+variable is undefined after the loop, and a product in flight across the end of an iteration is serialized (C7514).
 """
 
 from __future__ import annotations
@@ -23,236 +23,40 @@ from dmattn_ops.kernels.gluon_compat import (
     fence_async_shared,
     mbarrier,
     tma,
-    tma_load,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-ROWS = gl.constexpr(64)  # queries of one consumer: the height of a warp group's matrix instruction
-TILE = gl.constexpr(128)  # granularity of the lists
-HEADER = gl.constexpr(4)
-BAND = gl.constexpr(0)
-BITS = gl.constexpr(1)
-SEGMENTS = gl.constexpr(2)
-LOWEST = gl.constexpr(-3.0e38)  # where row maxima start: finite, so that a row without keys gives 0 and not NaN
-LAZY = gl.constexpr(8.0)  # a maximum may be stale by this much (log2) before the accumulator is scaled: 5% faster at D 128
-MINUS_INFINITY = gl.constexpr(-8388608)  # its bits
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = gl.constexpr(1.4426950408889634)
+from dmattn_ops.kernels.hopper_forward_walk import (
+    band_tile,
+    band_tiles,
+    list_tile,
+    produce,
+)
 
 
-def _rescale_code(count):
-    """PTX that multiplies `count` accumulators by the factors of their rows, only if a row of the warp has one that is not 1."""
+@gluon.constexpr_function
+def rescale_code(count):
+    """Return PTX that multiplies `count` accumulators by their rows' factors, if any of the warp's is not 1."""
     factors = range(2 * count, 3 * count)
     test = f"setp.neu.f32 p, ${factors[0]}, 0f3F800000; setp.neu.or.f32 p, ${factors[2]}, 0f3F800000, p;"
     body = " ".join(f"mul.f32 ${k}, ${k}, ${factors[k]};" for k in range(count))
-    code = "{ .reg .pred p, q; " + test + " vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni SKIP; " + body + " SKIP: }"
-    return code, ",".join(["=f"] * count + [str(k) for k in range(count)] + ["f"] * count)
+    return "{ .reg .pred p, q; " + test + " vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni SKIP; " + body + " SKIP: }"
 
 
-RESCALE_64, RESCALE_64_ARGS = (gl.constexpr(text) for text in _rescale_code(32))
-RESCALE_128, RESCALE_128_ARGS = (gl.constexpr(text) for text in _rescale_code(64))
-RESCALE_256, RESCALE_256_ARGS = (gl.constexpr(text) for text in _rescale_code(128))
+@gluon.constexpr_function
+def rescale_operands(count):
+    """Return the constraints of `rescale_code`: outputs, the same registers as inputs, factors."""
+    return ",".join(["=f"] * count + [str(k) for k in range(count)] + ["f"] * count)
 
 
 @gluon.jit
 def rescale(acc, factor, D: gl.constexpr):
-    """Return acc `[64, D]` times factor `[64]`; the branch is a warp's own, so that it costs five instructions mostly."""
-    f = factor[:, None]
-    if D == 64:
-        return gl.inline_asm_elementwise(RESCALE_64, RESCALE_64_ARGS, [acc, f], gl.float32, is_pure=False, pack=32)
-    elif D == 128:
-        return gl.inline_asm_elementwise(RESCALE_128, RESCALE_128_ARGS, [acc, f], gl.float32, is_pure=False, pack=64)
-    else:
-        return gl.inline_asm_elementwise(RESCALE_256, RESCALE_256_ARGS, [acc, f], gl.float32, is_pure=False, pack=128)
-
-
-@gluon.jit
-def piece_of(item, tiles, heads, group):
-    """Return (rank of the tile, batch * head): `group` heads share L2, inside a group all tiles of rank 0 come first."""
-    per_group = tiles * group
-    g = item // per_group
-    inside = item - g * per_group
-    width = gl.minimum(group, heads - g * group)
-    rank = inside // width
-    return rank, g * group + inside - rank * width
-
-
-@gluon.jit
-def band_tiles(
-    q_first, seqlen_q, seqlen_k, lo, hi, M: gl.constexpr, BN: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr
-):
-    """Return (begin, end, full_begin, full_end): key tiles that `M` queries see any of, and those they all see whole."""
-    q_last = gl.minimum(q_first + M, seqlen_q) - 1
-    begin = 0
-    full_begin = 0
-    end = seqlen_k
-    full_end = seqlen_k
-    if HAS_LO:
-        begin = gl.minimum(gl.maximum(q_first + lo, 0), seqlen_k) // BN
-        full_begin = (gl.maximum(q_last + lo, 0) + BN - 1) // BN
-    if HAS_HI:
-        end = gl.maximum(gl.minimum(end, q_last + hi + 1), 0)
-        full_end = gl.maximum(gl.minimum(full_end, q_first + hi + 1), 0)
-    end = gl.maximum((end + BN - 1) // BN, begin)
-    full_begin = gl.minimum(full_begin, end)
-    full_end = gl.maximum(gl.minimum(full_end // BN, end), full_begin)
-    return begin, end, full_begin, full_end
-
-
-@gluon.jit
-def band_tile(i, begin, end, full_begin, full_end):
-    """Return the `i`-th key tile of a walk: partial ones from the right, partial ones on the left, full ones from the right."""
-    right = end - full_end
-    partial = right + full_begin - begin
-    inner = gl.where(i < partial, begin + i - right, full_end - 1 - i + partial)
-    return gl.where(i < right, end - 1 - i, inner)
-
-
-@gluon.jit
-def list_tile(lists, record, i, n, PER_TILE: gl.constexpr):
-    """Return the `i`-th key tile (of `TILE / PER_TILE` keys) of a record; past its end the last one, which is never used."""
-    return gl.load(lists + record + HEADER + gl.minimum(i, n - 1) // PER_TILE) * PER_TILE + i % PER_TILE
-
-
-@gluon.jit
-def take(item, lists, masks, tiles, heads, group, H, LISTS: gl.constexpr, REVERSED: gl.constexpr):
-    """Return (query tile, batch * head, offset of its record, n_partial, n_full) of a piece of work, longest first."""
-    rank, head = piece_of(item, tiles, heads, group)
-    tile = rank
-    record = rank.to(gl.int64)
-    n_partial = rank
-    n_full = rank
-    if LISTS:
-        lists_b, lists_h, width, mask_group = masks
-        batch = head // H
-        first = batch.to(gl.int64) * lists_b + ((head - batch * H) // mask_group).to(gl.int64) * lists_h
-        tile = gl.load(lists + first + rank.to(gl.int64) * width)
-        record = first + tile.to(gl.int64) * width
-        n_partial = gl.load(lists + record + 1)
-        n_full = gl.load(lists + record + 2)
-    elif REVERSED:
-        tile = tiles - 1 - rank
-    return tile, head, record, n_partial, n_full
-
-
-@gluon.jit
-def load_keys(
-    k_desc, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, bits_b, bits_h, q_first,
-    NC: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
-    """Load key tile `j`, with the mask bits of the block's queries, as step `step` of this block."""
-    b = step % STAGES
-    mbarrier.wait(k_empty.index(b), ((step // STAGES) & 1) ^ 1)
-    if MASK == BITS:
-        mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes + NC * bits_desc.block_type.nbytes)
-        for c in gl.static_range(NC):
-            corner = [bits_b, bits_h, q_first + c * ROWS, j * BN // TILE * (TILE // 32)]
-            tma_load(bits_desc, corner, k_full.index(b), words.index(b * NC + c))
-    else:
-        mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes)
-    tma_load(k_desc, [batch, kv_head, j * BN, 0], k_full.index(b), keys.index(b))
-
-
-@gluon.jit
-def produce(
-    q_desc, k_desc, v_desc, bits_desc, lists, counter, work, broadcast,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, NC: gl.constexpr,
-    MASK: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
-):  # fmt: skip
-    """Take pieces of work, tell the consumers, load q, k, v and bits.
-
-    Release `e` of the consumers (`k_empty`) means: done with k of step e and with v of step e - 1.
-    """
-    smem, bars, sizes, band, masks = work
-    queries, keys, values, words, piece = smem
-    q_full, q_empty, k_full, k_empty, v_full = bars
-    seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items = sizes
-    lo, hi = band
-    bits_b, bits_h, mask_group = broadcast
-    LISTS: gl.constexpr = MASK != BAND
-    PER_TILE: gl.constexpr = TILE // BN
-    PIECE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    slots = gl.arange(0, 4, layout=PIECE)
-    blocks = gl.num_programs(0)
-    item = gl.program_id(0)
-    turn = 0
-    step = 0
-    tile, head, record, n_partial, n_full = take(item, lists, masks, tiles, heads, group, H, LISTS, HAS_HI)
-    while item < items:
-        slot = turn % Q_STAGES
-        batch = head // H
-        h = head - batch * H
-        kv_head = h // kv_group
-        q_first = tile * BM
-        begin, end, full_begin, full_end = band_tiles(q_first, seqlen_q, seqlen_k, lo, hi, BM, BN, HAS_LO, HAS_HI)
-        n = end - begin
-        if LISTS:
-            n = (n_partial + n_full) * PER_TILE
-        mbarrier.wait(q_empty.index(slot), ((turn // Q_STAGES) & 1) ^ 1)
-        parts = gl.where(slots == 0, head, gl.where(slots == 1, tile, gl.where(slots == 2, n_partial, n_full)))
-        piece.index(slot).store(parts)
-        mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes * NC)
-        for c in gl.static_range(NC):
-            tma_load(q_desc, [batch, h, q_first + c * ROWS, 0], q_full.index(slot), queries.index(slot * NC + c))
-        mb = batch * bits_b
-        mh = h // mask_group * bits_h
-        j = 0
-        j_next = 0
-        if n > 0:
-            if LISTS:
-                j = list_tile(lists, record, 0, n, PER_TILE)
-                j_next = list_tile(lists, record, 1, n, PER_TILE)
-            else:
-                j = band_tile(0, begin, end, full_begin, full_end)
-            load_keys(
-                k_desc, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, mb, mh, q_first,
-                NC, BN, STAGES, MASK,
-            )  # fmt: skip
-        # the next piece, while the first tiles of this one are on their way
-        following = items
-        if items > blocks:
-            following = gl.atomic_add(counter, 1, sem="relaxed") + blocks
-        tile_2, head_2, record_2, n_partial_2, n_full_2 = take(
-            gl.minimum(following, items - 1), lists, masks, tiles, heads, group, H, LISTS, HAS_HI
-        )
-        for i in range(n):
-            j_value = j
-            if i + 1 < n:
-                if LISTS:
-                    j = j_next
-                    j_next = list_tile(lists, record, i + 2, n, PER_TILE)
-                else:
-                    j = band_tile(i + 1, begin, end, full_begin, full_end)
-                load_keys(
-                    k_desc, bits_desc, keys, words, k_full, k_empty, step + 1, j, batch, kv_head, mb, mh, q_first,
-                    NC, BN, STAGES, MASK,
-                )  # fmt: skip
-            b = step % STAGES
-            if step >= STAGES:
-                release = step + 1 - STAGES
-                mbarrier.wait(k_empty.index(release % STAGES), (release // STAGES) & 1)
-            mbarrier.expect(v_full.index(b), v_desc.block_type.nbytes)
-            tma_load(v_desc, [batch, kv_head, j_value * BN, 0], v_full.index(b), values.index(b))
-            step += 1
-        turn += 1
-        item = following
-        tile = tile_2
-        head = head_2
-        record = record_2
-        n_partial = n_partial_2
-        n_full = n_full_2
-    slot = turn % Q_STAGES
-    mbarrier.wait(q_empty.index(slot), ((turn // Q_STAGES) & 1) ^ 1)
-    piece.index(slot).store(gl.full([4], -1, gl.int32, layout=PIECE))
-    mbarrier.arrive(q_full.index(slot), count=1)
-    if items > blocks:
-        # the last block out leaves the counters as it found them
-        done = gl.atomic_add(counter + 1, 1, sem="relaxed")
-        if done == blocks - 1:
-            gl.store(counter, 0)
-            gl.store(counter + 1, 0)
+    """Return acc `[64, D]` times factor `[64]`; the branch is a warp's own, and mostly skips everything."""
+    COUNT: gl.constexpr = D // 2  # accumulators of a thread; those of its two rows alternate in pairs
+    return gl.inline_asm_elementwise(
+        rescale_code(COUNT), rescale_operands(COUNT), [acc, factor[:, None]], gl.float32, is_pure=False, pack=COUNT
+    )
 
 
 @gluon.jit
@@ -271,10 +75,12 @@ def hidden_words(
 ):  # fmt: skip
     """Return `[64, BN / 32]` inverted mask bits of the `i`-th tile (0 for full tiles), or 0 without bits.
 
-    Call it before the product of the same step is issued: loads from shared memory queue behind matrix instructions, and
-    one that is still queued when the tile is released reads the next tile's bits (seen at D 256).
+    Call it before the product of the same step is issued: loads from shared memory queue behind matrix instructions,
+    and one still queued when the tile is released would read the next tile's bits.
     """
-    if MASK == BITS and MASKED:
+    ROWS: gl.constexpr = 64
+    TILE: gl.constexpr = 128
+    if MASK == "bits" and MASKED:
         SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
         cube = gl.zeros([ROWS, BN], gl.int32, layout=SCORES).reshape([ROWS, BN // 32, 32])
         WORDS: gl.constexpr = gl.SliceLayout(2, cube.type.layout)
@@ -293,9 +99,12 @@ def hide(
     s, i, hidden, lists, k_segments, visible, BN: gl.constexpr, MASK: gl.constexpr, HAS_LO: gl.constexpr
 ):  # fmt: skip
     """Return scores `[64, BN]` of the `i`-th tile of the walk with what is invisible at -inf."""
+    MINUS_INFINITY: gl.constexpr = -8388608  # its bits
+    ROWS: gl.constexpr = 64
+    TILE: gl.constexpr = 128
     q_lo, q_hi, q_segment, begin, end, full_begin, full_end, record, n_partial, n, seqlen_k = visible
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    if MASK == BITS:
+    if MASK == "bits":
         # a thread's columns are 8 k + 2 (lane & 3) + {0, 1}: shifts per word, then constants
         cube = s.reshape([ROWS, BN // 32, 32])
         CUBE: gl.constexpr = cube.type.layout
@@ -313,7 +122,7 @@ def hide(
         return gl.convert_layout(scores, SCORES, assert_trivial=True)
     else:
         column = gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
-        if MASK == SEGMENTS:
+        if MASK == "segments":
             first = list_tile(lists, record, i, n, TILE // BN) * BN
         else:
             first = band_tile(i, begin, end, full_begin, full_end) * BN
@@ -321,7 +130,7 @@ def hide(
         keep = (q_hi - first)[:, None] - (column & 6)[None, :] >= (column & ~6)[None, :]
         if HAS_LO:
             keep = keep & ((q_lo - first)[:, None] - (column & 6)[None, :] <= (column & ~6)[None, :])
-        if MASK == SEGMENTS:
+        if MASK == "segments":
             segment = gl.load(k_segments + first + column, mask=first + column < seqlen_k, other=-2)
             keep = keep & (q_segment[:, None] == segment[None, :])
         return gl.where(keep, s, float("-inf"))
@@ -330,6 +139,7 @@ def hide(
 @gluon.jit
 def soft(s, top, total, scale, dtype: gl.constexpr, LEFT: gl.constexpr):
     """Return (P as a left operand, maximum, sum, factor of what was summed before): one tile of the online softmax."""
+    LAZY: gl.constexpr = 8.0  # log2 by which a maximum may be stale before the accumulator is scaled (as in FA4)
     peak = gl.max(s, 1) * scale
     new = gl.where(peak - top > LAZY, peak, top)
     factor = gl.exp2(top - new)
@@ -346,6 +156,7 @@ def advance(
     dtype: gl.constexpr,
 ):  # fmt: skip
     """Finish tile `i`, whose scores are given, and compute the scores of tile `i + 1`."""
+    ROWS: gl.constexpr = 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
@@ -357,21 +168,18 @@ def advance(
     phase_next = ((step + 1) // STAGES) & 1
     k_next = keys.index(b_next).reshape([BN, D]).permute((1, 0))
     n_partial = visible[8]
-    if LEAD > 0:
+    if LEAD:
         mbarrier.wait(k_full.index(b_next), phase_next)
         hidden = hidden_words(i + 1, step + 1, words, n_partial, C, NC, BN, STAGES, MASK, MASKED)
         s_next = warpgroup_mma(q, k_next, empty, use_acc=False, is_async=True)
-        if LEAD > 1:
-            # complete long ago: the end of a basic block, so that ptxas issues all of the product before the softmax
-            mbarrier.wait(k_full.index(b_next), phase_next)
     p, top, total, factor = soft(s, top, total, scale, dtype, LEFT)
-    if LEAD == 0:
+    if not LEAD:
         mbarrier.wait(k_full.index(b_next), phase_next)
     mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
-    if LEAD == 0:
+    if not LEAD:
         hidden = hidden_words(i + 1, step + 1, words, n_partial, C, NC, BN, STAGES, MASK, MASKED)
     acc = rescale(acc, gl.convert_layout(factor, gl.SliceLayout(1, OUT)), D)
-    if LEAD == 0:
+    if not LEAD:
         s_next = warpgroup_mma(q, k_next, empty, use_acc=False, is_async=True)
     acc = warpgroup_mma(p, values.index(b).reshape([BN, D]), acc, is_async=True)
     s_next, acc = warpgroup_mma_wait(0, deps=(s_next, acc))
@@ -383,40 +191,6 @@ def advance(
 
 
 @gluon.jit
-def overlap(
-    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, k_segments, visible,
-    C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-    MASKED: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
-    """Add P v of tile `i - 1` while the softmax of tile `i` is computed; `step` counts tile `i`."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    queries, keys, values, words, piece = smem
-    q_full, q_empty, k_full, k_empty, v_full = bars
-    empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
-    b = step % STAGES
-    b_value = (step - 1) % STAGES
-    phase_value = ((step - 1) // STAGES) & 1
-    mbarrier.wait(k_full.index(b), (step // STAGES) & 1)
-    mbarrier.wait(v_full.index(b_value), phase_value)
-    hidden = hidden_words(i, step, words, visible[8], C, NC, BN, STAGES, MASK, MASKED)
-    s = warpgroup_mma(q, keys.index(b).reshape([BN, D]).permute((1, 0)), empty, use_acc=False, is_async=True)
-    acc = warpgroup_mma(p, values.index(b_value).reshape([BN, D]), acc, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))
-    s = soften(s, softcap, SOFTCAP)
-    if MASKED:
-        s = hide(s, i, hidden, lists, k_segments, visible, BN, MASK, HAS_LO)
-    p, top, total, factor = soft(s, top, total, scale, dtype, LEFT)
-    # complete long ago: the end of a basic block, or ptxas lifts the next wait above the exponentials
-    mbarrier.wait(v_full.index(b_value), phase_value)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(k_empty.index(b), count=1)
-    acc = rescale(acc, gl.convert_layout(factor, gl.SliceLayout(1, OUT)), D)
-    return acc, p, top, total
-
-
-@gluon.jit
 def consume(
     lse, lists, q_segments, k_segments, o_desc, work, rows, scales,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -424,6 +198,10 @@ def consume(
     SOFTCAP: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 queries of each piece of work: those from `C * 64` of its tile."""
+    LN2: gl.constexpr = 0.6931471805599453
+    LOWEST: gl.constexpr = -3.0e38  # where row maxima start: finite, so that a row without keys gives 0 and not NaN
+    ROWS: gl.constexpr = 64
+    TILE: gl.constexpr = 128
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
@@ -455,14 +233,12 @@ def consume(
         block_first = tile * BM
         q_first = block_first + C * ROWS
         q = queries.index(slot * NC + C).reshape([ROWS, D])
-        begin, end, full_begin, full_end = band_tiles(
-            block_first, seqlen_q, seqlen_k, lo, hi, BM, BN, HAS_LO, HAS_HI
-        )
+        begin, end, full_begin, full_end = band_tiles(block_first, seqlen_q, seqlen_k, lo, hi, BM, BN, HAS_LO, HAS_HI)
         first = 0
         record = head.to(gl.int64)
         q_segment = row
-        if MASK == BAND:
-            # the first tiles of the block may lie wholly behind the band of these 64 queries, which also has its own full tiles
+        if MASK == "band":
+            # the block's first tiles may lie wholly behind the band of these 64 queries, which has its own full tiles
             _, own_end, _, own_full_end = band_tiles(q_first, seqlen_q, seqlen_k, lo, hi, 64, BN, HAS_LO, HAS_HI)
             n = end - begin
             masked = end - full_end + full_begin - begin
@@ -479,7 +255,7 @@ def consume(
         else:
             n = n_partial + gl.sum(gl.where(slots == 3, parts, 0), 0) * PER_TILE
             masked = n_partial
-            if MASK == SEGMENTS:
+            if MASK == "segments":
                 lists_b, lists_h, width, mask_group = masks
                 list_first = batch.to(gl.int64) * lists_b + (h // mask_group).to(gl.int64) * lists_h
                 record = list_first + tile.to(gl.int64) * width
@@ -494,7 +270,7 @@ def consume(
             q_hi = gl.minimum(q_first + row + hi, seqlen_k - 1)
         q_lo = q_first + row + lo
         own_segments = k_segments
-        if MASK == SEGMENTS:
+        if MASK == "segments":
             own_segments = k_segments + k_head
         visible = (q_lo, q_hi, q_segment, begin, end, full_begin, full_end, record, n_partial, n, seqlen_k)
         acc = gl.zeros([ROWS, D], gl.float32, layout=OUT)
@@ -509,39 +285,22 @@ def consume(
             s = soften(warpgroup_mma_wait(0, deps=(s,)), softcap, SOFTCAP)
             s = hide(s, first, hidden, lists, own_segments, visible, BN, MASK, HAS_LO)
             mbarrier.arrive(k_empty.index(b), count=1)
-            if LEAD < 0:
-                p, top, total, factor = soft(s, top, total, scale, dtype, LEFT)
-                for i in range(first + 1, masked):
-                    step += 1
-                    acc, p, top, total = overlap(
-                        i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
-                        C, NC, BN, D, STAGES, MASK, True, HAS_LO, HAS_HI, SOFTCAP, dtype,
-                    )  # fmt: skip
-                for i in range(gl.maximum(first + 1, masked), n):
-                    step += 1
-                    acc, p, top, total = overlap(
-                        i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
-                        C, NC, BN, D, STAGES, MASK, False, HAS_LO, HAS_HI, SOFTCAP, dtype,
-                    )  # fmt: skip
-                b = step % STAGES
-                mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
-            else:
-                for i in range(first, gl.minimum(masked, n) - 1):
-                    acc, s, top, total = advance(
-                        i, step, acc, s, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
-                        C, NC, BN, D, STAGES, MASK, True, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype,
-                    )  # fmt: skip
-                    step += 1
-                for i in range(gl.maximum(first, masked - 1), n - 1):
-                    acc, s, top, total = advance(
-                        i, step, acc, s, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
-                        C, NC, BN, D, STAGES, MASK, False, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype,
-                    )  # fmt: skip
-                    step += 1
-                p, top, total, factor = soft(s, top, total, scale, dtype, LEFT)
-                b = step % STAGES
-                mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
-                acc = rescale(acc, gl.convert_layout(factor, gl.SliceLayout(1, OUT)), D)
+            for i in range(first, gl.minimum(masked, n) - 1):
+                acc, s, top, total = advance(
+                    i, step, acc, s, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
+                    C, NC, BN, D, STAGES, MASK, True, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype,
+                )  # fmt: skip
+                step += 1
+            for i in range(gl.maximum(first, masked - 1), n - 1):
+                acc, s, top, total = advance(
+                    i, step, acc, s, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
+                    C, NC, BN, D, STAGES, MASK, False, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype,
+                )  # fmt: skip
+                step += 1
+            p, top, total, factor = soft(s, top, total, scale, dtype, LEFT)
+            b = step % STAGES
+            mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
+            acc = rescale(acc, gl.convert_layout(factor, gl.SliceLayout(1, OUT)), D)
             acc = warpgroup_mma(p, values.index(b).reshape([BN, D]), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             step += 1
@@ -578,7 +337,9 @@ def forward_kernel(
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     MASK: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, LEAD: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Write out by `o_desc` and lse for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H)."""
+    """Write out and lse for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H)."""
+    ROWS: gl.constexpr = 64
+    TILE: gl.constexpr = 128
     dtype: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = BM // ROWS
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -586,7 +347,7 @@ def forward_kernel(
     keys = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k_desc.layout)
     values = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], v_desc.layout)
     words = 0
-    if MASK == BITS:
+    if MASK == "bits":
         words = gl.allocate_shared_memory(gl.int32, [STAGES * NC, 1, 1, ROWS, TILE // 32], bits_desc.layout)
     piece = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
@@ -612,23 +373,22 @@ def forward_kernel(
     work = (smem, bars, sizes, band, masks)
     rows = (lse_b, lse_h, segments_b, segments_kb, segments_kh, segment_group)
     if NC == 2:
-        gl.warp_specialize(
-            [
-                (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 0, NC, BM, BN, D, STAGES, Q_STAGES, MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),  # fmt: skip
-                (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 1, NC, BM, BN, D, STAGES, Q_STAGES, MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),  # fmt: skip
-                (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, work, broadcast, BM, BN, STAGES, Q_STAGES, NC, MASK, HAS_LO, HAS_HI)),  # fmt: skip
-            ],
-            [4, 1],
-            [240, 24],
-        )
+        gl.warp_specialize([
+            (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 0, NC, BM, BN, D, STAGES, Q_STAGES,
+                       MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),
+            (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 1, NC, BM, BN, D, STAGES, Q_STAGES,
+                       MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),
+            (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, work, broadcast, BM, BN, STAGES, Q_STAGES, NC,
+                       MASK, HAS_LO, HAS_HI)),
+        ], [4, 1], [240, 24])  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 0, NC, BM, BN, D, STAGES, Q_STAGES, MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),  # fmt: skip
-                (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 1, NC, BM, BN, D, STAGES, Q_STAGES, MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),  # fmt: skip
-                (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 2, NC, BM, BN, D, STAGES, Q_STAGES, MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),  # fmt: skip
-                (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, work, broadcast, BM, BN, STAGES, Q_STAGES, NC, MASK, HAS_LO, HAS_HI)),  # fmt: skip
-            ],
-            [4, 4, 1],
-            [160, 160, 32],
-        )
+        gl.warp_specialize([
+            (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 0, NC, BM, BN, D, STAGES, Q_STAGES,
+                       MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),
+            (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 1, NC, BM, BN, D, STAGES, Q_STAGES,
+                       MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),
+            (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 2, NC, BM, BN, D, STAGES, Q_STAGES,
+                       MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),
+            (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, work, broadcast, BM, BN, STAGES, Q_STAGES, NC,
+                       MASK, HAS_LO, HAS_HI)),
+        ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -63,9 +63,7 @@ def extent(query: Tensor, key: Tensor, varlen: Varlen | None) -> Extent:
         seqlen_q, seqlen_k = query.shape[1], key.shape[1]
         return Extent(query.shape[0], heads, kv_heads, seqlen_q, seqlen_k, seqlen_q, seqlen_k)
     batch = varlen.cu_seqlens_q.shape[0] - 1
-    return Extent(
-        batch, heads, kv_heads, query.shape[0], key.shape[0], varlen.max_seqlen_q, varlen.max_seqlen_k
-    )
+    return Extent(batch, heads, kv_heads, query.shape[0], key.shape[0], varlen.max_seqlen_q, varlen.max_seqlen_k)
 
 
 def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
@@ -74,6 +72,18 @@ def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
     if tensor.dim() == 3:
         return {f"{name}_b": 0, f"{name}_s": strides[0], f"{name}_h": strides[1]}
     return {f"{name}_b": strides[0], f"{name}_s": strides[1], f"{name}_h": strides[2]}
+
+
+def rows_are_aligned(*tensors: Tensor) -> bool:
+    """Return whether every row of `[.., S, heads, D]` starts at a multiple of 16 bytes."""
+    for tensor in tensors:
+        unit = 16 // tensor.element_size()
+        if tensor.data_ptr() % 16:
+            return False
+        for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
+            if stride % unit and size > 1:
+                return False
+    return True
 
 
 def lse_strides(name: str, tensor: Tensor) -> dict[str, int]:

@@ -26,13 +26,14 @@ from dmattn_ops.kernels.portable_arguments import (
     mask_arguments,
     padded,
     row_strides,
+    rows_are_aligned,
     shared_arguments,
 )
 from dmattn_ops.kernels.portable_dbias import broadcast_dbias, is_broadcast, reduce_key_sums
 from dmattn_ops.kernels.portable_keys import keys_kernel
 from dmattn_ops.kernels.portable_primitives import LOG2E, head_offset, load_rows
 from dmattn_ops.kernels.portable_queries import queries_kernel
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen
+from dmattn_ops.problem import Options, Tiles, Varlen
 
 STATISTICS_ROWS = 32
 
@@ -62,6 +63,7 @@ def statistics_kernel(
     ROWS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     LSE_GRADIENT: tl.constexpr,
 ):
     """Write delta = rowsum(grad_out * out) - grad_lse and lse in base 2, `[B, H, Sq]`; empty rows get 0 and +inf.
@@ -76,8 +78,10 @@ def statistics_kernel(
     out += head_offset(batch, head, out_b, out_h)
     rows = start + tl.arange(0, ROWS)
     inside = rows < seqlen_q
-    gradient = load_rows(grad_out, start, grad_out_s, seqlen_q, ROWS, VALUE_DIM, PADDED_VALUE, True).to(tl.float32)
-    output = load_rows(out, start, out_s, seqlen_q, ROWS, VALUE_DIM, PADDED_VALUE, True).to(tl.float32)
+    gradient = load_rows(grad_out, start, grad_out_s, seqlen_q, ROWS, VALUE_DIM, PADDED_VALUE, ALIGNED, True).to(
+        tl.float32
+    )
+    output = load_rows(out, start, out_s, seqlen_q, ROWS, VALUE_DIM, PADDED_VALUE, ALIGNED, True).to(tl.float32)
     row_delta = tl.sum(gradient * output, 1)
     if LSE_GRADIENT:
         grad_lse += head_offset(batch, head, grad_lse_b, grad_lse_h)
@@ -110,14 +114,18 @@ def backward(
 ) -> None:
     """Write dq, dk, dv and, unless it is None, dbias, each in its input's shape."""
     size = extent(query, key, varlen)
+    aligned = rows_are_aligned(query, key, value, grad_out, out, dq, dk, dv)
+    if not aligned and config.unaligned is not None:
+        config = config.unaligned
     if varlen is not None:  # rows that belong to no sequence
         for gradient in (dq, dk, dv):
             gradient.zero_()
     log_sum = query.new_empty((query.shape[0] if varlen is None else 1, size.heads, size.seqlen_q), dtype=torch.float32)
     delta = torch.empty_like(log_sum)
-    _launch_statistics(grad_out, grad_lse, out, lse, log_sum, delta)
+    _launch_statistics(grad_out, grad_lse, out, lse, log_sum, delta, aligned)
     arguments = shared_arguments(query, key, value, bias, tiles, seed, varlen, options, size)
     arguments |= {"grad_out": grad_out, **row_strides("grad_out", grad_out), "log_sum": log_sum, "delta": delta}
+    arguments["ALIGNED"] = aligned
 
     kind = bias_kind(bias) if dbias is not None else "none"
     key_sums = None
@@ -138,7 +146,13 @@ def backward(
 
 
 def _launch_statistics(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, log_sum: Tensor, delta: Tensor
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    log_sum: Tensor,
+    delta: Tensor,
+    aligned: bool,
 ) -> None:
     """Fill log_sum and delta `[B, H, Sq]`, or `[1, H, total_q]` where sequences are packed."""
     batch, heads, seqlen_q = log_sum.shape
@@ -167,6 +181,7 @@ def _launch_statistics(
         ROWS=STATISTICS_ROWS,
         VALUE_DIM=out.shape[-1],
         PADDED_VALUE=padded(out.shape[-1]),
+        ALIGNED=aligned,
         LSE_GRADIENT=grad_lse is not None,
         num_warps=4,
     )

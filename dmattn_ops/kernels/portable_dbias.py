@@ -70,16 +70,33 @@ def member_gradient(
     BLOCK_N: tl.constexpr = SHAPE[1]
     log_sum, delta, q_segments, start_q, length_q = rows
     key, key_s, value, value_s, _, length_k = keys
-    q = load_rows(query[0], start_q, query[1], length_q, BLOCK_M, SHAPE[2], SHAPE[4], True)
-    do = load_rows(grad_out[0], start_q, grad_out[1], length_q, BLOCK_M, SHAPE[3], SHAPE[5], True)
-    k = load_rows(key, start_k, key_s, length_k, BLOCK_N, SHAPE[2], SHAPE[4], PARTIAL)
-    v = load_rows(value, start_k, value_s, length_k, BLOCK_N, SHAPE[3], SHAPE[5], PARTIAL)
+    q = load_rows(query[0], start_q, query[1], length_q, BLOCK_M, SHAPE[2], SHAPE[4], SHAPE[6], True)
+    do = load_rows(grad_out[0], start_q, grad_out[1], length_q, BLOCK_M, SHAPE[3], SHAPE[5], SHAPE[6], True)
+    k = load_rows(key, start_k, key_s, length_k, BLOCK_N, SHAPE[2], SHAPE[4], SHAPE[6], PARTIAL)
+    v = load_rows(value, start_k, value_s, length_k, BLOCK_N, SHAPE[3], SHAPE[5], SHAPE[6], PARTIAL)
     q_ids = segment_ids(q_segments, start_q, length_q, BLOCK_M, QUERY_SEGMENTS)
     row_log_sum = load_statistics(log_sum, start_q, length_q, float("inf"), BLOCK_M, True)
     row_delta = load_statistics(delta, start_q, length_q, 0.0, BLOCK_M, True)
     owned = (start_q, length_q, q_ids, row_log_sum, row_delta)
     ds, _ = step_gradient(
-        q, do, k, v, start_k, keys, owned, mask, bias, numbers, dropout, SHAPE, MASK, "full", SOFTCAP, DROPOUT, PRECISION, PARTIAL
+        q,
+        do,
+        k,
+        v,
+        start_k,
+        keys,
+        owned,
+        mask,
+        bias,
+        numbers,
+        dropout,
+        SHAPE,
+        MASK,
+        "full",
+        SOFTCAP,
+        DROPOUT,
+        PRECISION,
+        PARTIAL,
     )
     return ds
 
@@ -150,6 +167,7 @@ def dbias_kernel(
     VALUE_DIM: tl.constexpr,
     PADDED_HEAD: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
     BITS: tl.constexpr,
@@ -166,7 +184,7 @@ def dbias_kernel(
     start_q = (program // key_blocks) % blocks * BLOCK_M
     first_head = (program // key_blocks // blocks) % dbias_heads * bias_group
     first_batch = program // key_blocks // blocks // dbias_heads
-    SHAPE: tl.constexpr = (BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE)
+    SHAPE: tl.constexpr = (BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
     MASK: tl.constexpr = (BITS, SEGMENTS, BANDED)
     in_band = (start_k + BLOCK_N > start_q + band_lo) & (start_k < start_q + BLOCK_M + band_hi)
     zero = tl.full((), 0, tl.int32)

@@ -24,6 +24,7 @@ from dmattn_ops.kernels.portable_arguments import (
     mask_arguments,
     padded,
     row_strides,
+    rows_are_aligned,
     shared_arguments,
 )
 from dmattn_ops.kernels.portable_primitives import (
@@ -84,7 +85,7 @@ def attend(
     bias_pointer, bias_q, bias_k = bias
     for step in tl.range(begin, end):
         start = walked_start(part, step, BLOCK_N, LISTED)
-        k = load_rows(key, start, key_s, length_k, BLOCK_N, SHAPE[2], SHAPE[4], PARTIAL)
+        k = load_rows(key, start, key_s, length_k, BLOCK_N, SHAPE[2], SHAPE[4], SHAPE[6], PARTIAL)
         raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if LATE_SCALE:
             score = raw
@@ -111,7 +112,7 @@ def attend(
         total = total * shrink + tl.sum(p, 1)
         if DROPOUT:
             p = tl.where(dropout_keep(dropout, start_q, start, BLOCK_M, BLOCK_N), p, 0.0)
-        v = load_rows(value, start, value_s, length_k, BLOCK_N, SHAPE[3], SHAPE[5], PARTIAL)
+        v = load_rows(value, start, value_s, length_k, BLOCK_N, SHAPE[3], SHAPE[5], SHAPE[6], PARTIAL)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         peak = new_peak
     return acc, peak, total
@@ -182,6 +183,7 @@ def forward_kernel(
     VALUE_DIM: tl.constexpr,
     PADDED_HEAD: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     GROUP: tl.constexpr,
     VARLEN: tl.constexpr,
     TOP_LEFT: tl.constexpr,
@@ -231,7 +233,7 @@ def forward_kernel(
     if DROPOUT:
         seed_value = tl.load(seed)
 
-    SHAPE: tl.constexpr = (BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE)
+    SHAPE: tl.constexpr = (BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
     MASK: tl.constexpr = (BITS, SEGMENTS, BANDED)
     low = band_lo + shift
     high = band_hi + shift
@@ -239,7 +241,7 @@ def forward_kernel(
     n_full, full_first, n_partial, partial_first, left, gap = walk(
         record, start_q, last_q, low, high, length_k, BLOCK_N, LISTED, SEGMENTS
     )
-    q = load_rows(query, start_q, query_s, length_q, BLOCK_M, HEAD_DIM, PADDED_HEAD, True)
+    q = load_rows(query, start_q, query_s, length_q, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
     q_ids = segment_ids(q_segments, start_q, length_q, BLOCK_M, QUERY_SEGMENTS)
     acc = tl.zeros((BLOCK_M, PADDED_VALUE), tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -278,7 +280,7 @@ def forward_kernel(
     if DROPOUT:
         factor *= rescale
     acc = tl.where(empty[:, None], 0.0, acc * factor[:, None])
-    store_rows(out, start_q, out_s, length_q, acc, BLOCK_M, VALUE_DIM, PADDED_VALUE)
+    store_rows(out, start_q, out_s, length_q, acc, BLOCK_M, VALUE_DIM, PADDED_VALUE, ALIGNED)
     rows = start_q + tl.arange(0, BLOCK_M)
     log_sum = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
     tl.store(lse + rows, log_sum.to(lse.dtype.element_ty), mask=rows < length_q)
@@ -360,6 +362,9 @@ def forward(
 ) -> None:
     """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]` (packed: `[total_q, H, Dv]`, `[H, total_q]`)."""
     size = extent(query, key, varlen)
+    aligned = rows_are_aligned(query, key, value, out)
+    if not aligned and config.unaligned is not None:
+        config = config.unaligned
     if config.short is not None and size.longest_q <= config.short.block_m:
         config = config.short
     if varlen is not None:  # rows that belong to no sequence
@@ -373,6 +378,7 @@ def forward(
         return
     arguments = shared_arguments(query, key, value, bias, tiles, seed, varlen, options, size)
     arguments |= mask_arguments(tiles.row_tiles, tiles.row_bits, size.heads)
+    arguments["ALIGNED"] = aligned
     arguments["LATE_SCALE"] = bias is None and options.softcap == 0 and is_positive(options.softmax_scale)
     splits = split_count(ceil_div(size.longest_q, config.block_m) * size.heads * size.batch, size.longest_k, config)
     if splits == 1:
@@ -382,6 +388,7 @@ def forward(
     share_lse = query.new_empty((splits, *lse.shape), dtype=torch.float32)
     if varlen is not None:
         share_lse.fill_(float("-inf"))
+    arguments["ALIGNED"] = aligned and rows_are_aligned(shares)
     _launch(arguments, shares, share_lse, (programs, splits), blocks, config)
     _merge(shares, share_lse, out, lse)
 

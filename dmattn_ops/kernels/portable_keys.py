@@ -67,7 +67,7 @@ def gather_queries(
         key_bias = load_key_bias(bias_pointer, start_k, bias_k, length_k, BLOCK_N)[:, None]
     for step in tl.range(steps):
         start = walked_start(part, step, BLOCK_M, LISTED)
-        q = load_rows(query, start, query_s, length_q, BLOCK_M, SHAPE[2], SHAPE[4], PARTIAL)
+        q = load_rows(query, start, query_s, length_q, BLOCK_M, SHAPE[2], SHAPE[4], SHAPE[6], PARTIAL)
         row_log_sum = load_statistics(log_sum, start, length_q, float("inf"), BLOCK_M, PARTIAL)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         extra = key_bias
@@ -86,7 +86,7 @@ def gather_queries(
         if DROPOUT:
             keep = tl.trans(dropout_keep(dropout, start, start_k, BLOCK_M, BLOCK_N))
             kept_p = tl.where(keep, p, 0.0)
-        do = load_rows(grad_out, start, grad_out_s, length_q, BLOCK_M, SHAPE[3], SHAPE[5], PARTIAL)
+        do = load_rows(grad_out, start, grad_out_s, length_q, BLOCK_M, SHAPE[3], SHAPE[5], SHAPE[6], PARTIAL)
         dv = tl.dot(kept_p.to(do.dtype), do, dv, input_precision=PRECISION)
         row_delta = load_statistics(delta, start, length_q, 0.0, BLOCK_M, PARTIAL)
         grad_p = tl.dot(v, tl.trans(do), input_precision=PRECISION)
@@ -235,6 +235,7 @@ def keys_kernel(
     VALUE_DIM: tl.constexpr,
     PADDED_HEAD: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     GROUP: tl.constexpr,
     VARLEN: tl.constexpr,
     TOP_LEFT: tl.constexpr,
@@ -266,11 +267,11 @@ def keys_kernel(
 
     key = head_rows(key, row, kv_head, k_begin, key_b, key_s, key_h)
     value = head_rows(value, row, kv_head, k_begin, value_b, value_s, value_h)
-    k = load_rows(key, start_k, key_s, length_k, BLOCK_N, HEAD_DIM, PADDED_HEAD, True)
-    v = load_rows(value, start_k, value_s, length_k, BLOCK_N, VALUE_DIM, PADDED_VALUE, True)
+    k = load_rows(key, start_k, key_s, length_k, BLOCK_N, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
+    v = load_rows(value, start_k, value_s, length_k, BLOCK_N, VALUE_DIM, PADDED_VALUE, ALIGNED, True)
     key_grad = tl.zeros((BLOCK_N, PADDED_HEAD), tl.float32)
     value_grad = tl.zeros((BLOCK_N, PADDED_VALUE), tl.float32)
-    SHAPE: tl.constexpr = (BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE)
+    SHAPE: tl.constexpr = (BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
     MASK: tl.constexpr = (BITS, SEGMENTS, BANDED)
     seed_value = 0
     if DROPOUT:
@@ -339,5 +340,5 @@ def keys_kernel(
         value_grad *= rescale
     dk = head_rows(dk, row, kv_head, k_begin, dk_b, dk_s, dk_h)
     dv = head_rows(dv, row, kv_head, k_begin, dv_b, dv_s, dv_h)
-    store_rows(dk, start_k, dk_s, length_k, key_grad * softmax_scale, BLOCK_N, HEAD_DIM, PADDED_HEAD)
-    store_rows(dv, start_k, dv_s, length_k, value_grad, BLOCK_N, VALUE_DIM, PADDED_VALUE)
+    store_rows(dk, start_k, dk_s, length_k, key_grad * softmax_scale, BLOCK_N, HEAD_DIM, PADDED_HEAD, ALIGNED)
+    store_rows(dv, start_k, dv_s, length_k, value_grad, BLOCK_N, VALUE_DIM, PADDED_VALUE, ALIGNED)

@@ -104,10 +104,27 @@ def gather_keys(
     key, key_s, value, value_s, _, length_k = keys
     for step in tl.range(steps):
         start = walked_start(part, step, BLOCK_N, LISTED)
-        k = load_rows(key, start, key_s, length_k, BLOCK_N, SHAPE[2], SHAPE[4], PARTIAL)
-        v = load_rows(value, start, value_s, length_k, BLOCK_N, SHAPE[3], SHAPE[5], PARTIAL)
+        k = load_rows(key, start, key_s, length_k, BLOCK_N, SHAPE[2], SHAPE[4], SHAPE[6], PARTIAL)
+        v = load_rows(value, start, value_s, length_k, BLOCK_N, SHAPE[3], SHAPE[5], SHAPE[6], PARTIAL)
         ds, slope = step_gradient(
-            q, do, k, v, start, keys, owned, mask, bias, numbers, dropout, SHAPE, MASK, BIAS, SOFTCAP, DROPOUT, PRECISION, PARTIAL
+            q,
+            do,
+            k,
+            v,
+            start,
+            keys,
+            owned,
+            mask,
+            bias,
+            numbers,
+            dropout,
+            SHAPE,
+            MASK,
+            BIAS,
+            SOFTCAP,
+            DROPOUT,
+            PRECISION,
+            PARTIAL,
         )
         if STORE_DBIAS:
             dbias_pointer, dbias_q, dbias_k = dbias
@@ -189,6 +206,7 @@ def queries_kernel(
     VALUE_DIM: tl.constexpr,
     PADDED_HEAD: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     GROUP: tl.constexpr,
     VARLEN: tl.constexpr,
     TOP_LEFT: tl.constexpr,
@@ -245,12 +263,12 @@ def queries_kernel(
     n_full, full_first, n_partial, partial_first, left, gap = walk(
         record, start_q, last_q, low, high, length_k, BLOCK_N, LISTED, SEGMENTS
     )
-    q = load_rows(query, start_q, query_s, length_q, BLOCK_M, HEAD_DIM, PADDED_HEAD, True)
-    do = load_rows(grad_out, start_q, grad_out_s, length_q, BLOCK_M, VALUE_DIM, PADDED_VALUE, True)
+    q = load_rows(query, start_q, query_s, length_q, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
+    do = load_rows(grad_out, start_q, grad_out_s, length_q, BLOCK_M, VALUE_DIM, PADDED_VALUE, ALIGNED, True)
     row_log_sum = load_statistics(log_sum + statistics, start_q, length_q, float("inf"), BLOCK_M, True)
     row_delta = load_statistics(delta + statistics, start_q, length_q, 0.0, BLOCK_M, True)
     q_ids = segment_ids(q_segments, start_q, length_q, BLOCK_M, QUERY_SEGMENTS)
-    SHAPE: tl.constexpr = (BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE)
+    SHAPE: tl.constexpr = (BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
     MASK: tl.constexpr = (BITS, SEGMENTS, BANDED)
     query_grad = tl.zeros((BLOCK_M, PADDED_HEAD), tl.float32)
     for PARTIAL in tl.static_range(2):
@@ -277,4 +295,4 @@ def queries_kernel(
             STORE_DBIAS,
             PARTIAL,
         )
-    store_rows(dq, start_q, dq_s, length_q, query_grad * softmax_scale, BLOCK_M, HEAD_DIM, PADDED_HEAD)
+    store_rows(dq, start_q, dq_s, length_q, query_grad * softmax_scale, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED)

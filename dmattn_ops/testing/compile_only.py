@@ -1,7 +1,7 @@
 """Compile a Triton or Gluon kernel for any NVIDIA architecture, without a GPU, and read what came out.
 
-What a compiler lets pass and a GPU does not is read here too: shared memory over the limit, a kernel that is only `trap;`, wgmma that
-ptxas serialized (warnings C7510 to C7515).
+What a compiler lets pass and a GPU does not is read here too: shared memory over the limit, a kernel that is only
+`trap;`, wgmma that ptxas serialized (warnings C7510 to C7515).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def compile_only(
     """Compile `kernel` for `sm` (90 for SM 9.0); `aligned` names the arguments that are multiples of 16."""
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     position = {name: (index,) for index, name in enumerate(kernel.arg_names)}
-    types = {**signature, **{name: "constexpr" for name in constants}}
+    types = {**signature, **dict.fromkeys(constants, "constexpr")}
     compiled = triton.compile(
         source(
             fn=kernel,

@@ -186,7 +186,9 @@ def make_varlen_inputs(problem: Problem, device: str) -> Inputs:
     if problem.bias:
         bias = normal(heads(problem.bias_shape), total_k, wide=problem.bias_float32)
     parts = []
-    for index, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist()), strict=True)):
+    for index, ((q0, q1), (k0, k1)) in enumerate(
+        zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist()), strict=True)
+    ):
         keep = band_keep(problem, q1 - q0, k1 - k0).expand(1, problem.heads, -1, -1).clone()
         if key_keep is not None:
             keep &= key_keep[..., k0:k1]
@@ -197,7 +199,17 @@ def make_varlen_inputs(problem: Problem, device: str) -> Inputs:
     if not parts:
         empty = torch.ones(1, problem.heads, 0, 0, dtype=torch.bool, device=device)
         nothing = (None, slice(0, 0))
-        parts = [Part(nothing, nothing, (None, ALL, None, slice(0, 0)), (ALL, nothing[1]), (ALL, nothing[1]), slice(0, 0), empty)]
+        parts = [
+            Part(
+                nothing,
+                nothing,
+                (None, ALL, None, slice(0, 0)),
+                (ALL, nothing[1]),
+                (ALL, nothing[1]),
+                slice(0, 0),
+                empty,
+            )
+        ]
     grad_out, grad_lse = normal(total_q, problem.heads, problem.dim_v), normal(problem.heads, total_q, wide=True)
     offsets = tuple(ends.to(torch.int32).to(device) for ends in (ends_q, ends_k))
     return Inputs(query, key, value, mask, bias, None, grad_out, grad_lse, parts, (1, 2), offsets)  # type: ignore[arg-type]

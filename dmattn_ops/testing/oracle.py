@@ -16,7 +16,13 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
 
 
 def dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor, bias: Tensor | None, problem: Problem, dropout_keep: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep: Tensor,
+    bias: Tensor | None,
+    problem: Problem,
+    dropout_keep: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention by its definition in the inputs' dtype: out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`, differentiable."""
     group = problem.heads // problem.heads_k

@@ -51,12 +51,18 @@ def draw(seed: int, device: str = "cpu") -> Problem:
     """Draw a problem; the same seed gives the same problem on every machine."""
     random = Random(seed)
     on_gpu = device != "cpu"
-    dtype = random.of("float32", "float16", "bfloat16") if on_gpu else random.of("float64", "float32", "float32", "bfloat16", "float16")
+    dtype = (
+        random.of("float32", "float16", "bfloat16")
+        if on_gpu
+        else random.of("float64", "float32", "float32", "bfloat16", "float16")
+    )
     variant = random.of("dense", "dense", "dense", "dense", "varlen", "qkvpacked")
     heads_k = random.of(1, 1, 2, 3)
     heads = heads_k * (1 if variant == "qkvpacked" else random.of(1, 1, 2, 4))
     longest = 700 if on_gpu else 300
-    seqlen_q = random.of(0, 1, 2, 17, 63, 64, 127, 128, 129, 256, random.below(longest), random.below(longest), random.below(longest))
+    seqlen_q = random.of(
+        0, 1, 2, 17, 63, 64, 127, 128, 129, 256, random.below(longest), random.below(longest), random.below(longest)
+    )
     same = variant == "qkvpacked" or random.chance(0.5)
     seqlen_k = seqlen_q if same else random.of(0, 1, 3, 65, 128, 255, random.below(longest), random.below(longest))
     dim = random.of(1, 8, 16, 32, 40, 64, 64, 64, 80, 96, 128, 128, 192, 256, 1 + random.below(256))
@@ -111,5 +117,5 @@ class Random:
     def chance(self, probability: float) -> bool:
         return float(torch.rand(1, generator=self.generator)) < probability
 
-    def of(self, *options: Any) -> Any:  # noqa: ANN401 - one of the options, whatever they are
+    def of(self, *options: Any) -> Any:
         return options[self.below(len(options))]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -49,6 +51,56 @@ def multiply_bfloat16() -> None:
         return multiply(self, widen(a), widen(b), *rest)
 
     InterpreterBuilder.create_dot = multiply_widened
+
+
+class StrictMemory:
+    """The interpreter's loads and stores, each checked to lie inside a tensor that the launch was given."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+        self.ranges: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.memory, name)
+
+    def enter(self, kernel: str, arguments: list[Any]) -> None:
+        """Note the storages that a launch may touch."""
+        storages = [argument.untyped_storage() for argument in arguments if isinstance(argument, torch.Tensor)]
+        self.ranges = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        self.kernel = kernel
+
+    def check(self, pointers: Any, mask: Any, itemsize: int) -> None:
+        """Assert that every element that is not masked lies inside one of them."""
+        touched = np.asarray(pointers)[np.asarray(mask).astype(bool)].astype(np.int64)
+        inside = np.zeros(touched.shape, bool)
+        for begin, end in self.ranges:
+            inside |= (touched >= begin) & (touched + itemsize <= end)
+        assert inside.all(), f"{self.kernel} touches memory outside of its tensors"
+
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        self.check(pointers, mask, np.dtype(dtype).itemsize)
+        return self.memory.load(pointers, mask, other, dtype)
+
+    def store(self, pointers: Any, value: Any, mask: Any) -> Any:
+        self.check(pointers, mask, np.asarray(value).dtype.itemsize)
+        return self.memory.store(pointers, value, mask)
+
+
+@pytest.fixture
+def strict_memory(monkeypatch: pytest.MonkeyPatch) -> StrictMemory:
+    """Fail a test whose kernels touch memory outside of the tensors that they were given."""
+    from triton.runtime import interpreter
+
+    strict = StrictMemory(interpreter._interpreter)
+    launch = interpreter.GridExecutor.__call__
+
+    def launch_strictly(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        strict.enter(self.fn.__name__, [*arguments, *keywords.values()])
+        return launch(self, *arguments, **keywords)
+
+    monkeypatch.setattr(interpreter, "_interpreter", strict)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_strictly)
+    return strict
 
 
 def pytest_pycollect_makemodule(module_path: Any, parent: Any) -> None:

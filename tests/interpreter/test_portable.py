@@ -11,55 +11,14 @@ from dmattn_ops.config import PortableBackward, PortableForward
 from dmattn_ops.kernels import portable_backward, portable_forward
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen
 from tests.interpreter import oracle
-from tests.interpreter.problems import BACKWARD, FORWARD, Problem, build, check, random_problem, run
+from tests.interpreter.cases import NASTY, random_problem
+from tests.interpreter.problems import BACKWARD, FORWARD, Problem, build, check, run
 
+pytestmark = pytest.mark.usefixtures("strict_memory")
 SMALL_FORWARD = PortableForward(16, 32, 4, 1)
 SMALL_BACKWARD = PortableBackward(32, 16, 4, 1, 16, 128, 4, 1)
 LARGE_FORWARD = PortableForward(128, 128, 4, 1)
 LARGE_BACKWARD = PortableBackward(128, 128, 4, 1, 128, 128, 4, 1)
-
-NASTY = {
-    "one element": Problem(seqlen_q=1, seqlen_k=1),
-    "causal from the bottom right": Problem(seqlen_q=100, seqlen_k=140, band_hi=40),
-    "causal with more queries than keys, so rows are empty": Problem(seqlen_q=140, seqlen_k=100, band_hi=-40, grad_lse=True),
-    "a window on both sides": Problem(seqlen_q=300, seqlen_k=290, band_lo=-70, band_hi=5),
-    "a band that lies past the last key": Problem(seqlen_q=64, seqlen_k=64, band_lo=100, grad_lse=True),
-    "prime lengths": Problem(seqlen_q=127, seqlen_k=131, band_hi=4),
-    "all rows empty": Problem(mask="bits", density=0.0, seqlen_q=60, seqlen_k=60, grad_lse=True),
-    "element mask, heads apart": Problem(mask="bits", batch=2, mask_batch=2, mask_heads=2, seqlen_q=130, seqlen_k=300),
-    "element mask with a band folded in": Problem(mask="bits", seqlen_q=200, seqlen_k=260, band_hi=60),
-    "mask heads of the keys": Problem(mask="bits", heads=4, mask_heads=2, seqlen_q=140),
-    "documents": Problem(mask="segments", seqlen_q=300, seqlen_k=300, band_hi=0),
-    "documents that differ per head": Problem(mask="segments", mask_heads=2, batch=2, mask_batch=2),
-    "keys kept by one bit each": Problem(mask="keys", seqlen_q=130, seqlen_k=300, mask_heads=2),
-    "lists of a band alone": Problem(mask="band", seqlen_q=300, seqlen_k=300, band_lo=-130, band_hi=0),
-    "bias per key, grouped heads": Problem(heads=4, bias=(1, 2, 1), dtype=torch.bfloat16, bias_dtype=torch.float32),
-    "bias of every element": Problem(bias=(1, 2, 100), mask="bits"),
-    "bias of every element under a band": Problem(bias=(1, 2, 100), band_hi=0),
-    "bias shared by batches and heads": Problem(batch=2, heads=4, bias=(1, 1, 100), mask="bits", mask_heads=4),
-    "bias shared by groups of heads": Problem(batch=2, heads=4, bias=(2, 2, 100), band_hi=0),
-    "bias with a stride between keys": Problem(bias=(1, 2, 100), bias_last_stride=3),
-    "bias whose gradient nobody asks for": Problem(bias=(1, 2, 100), needs_dbias=False),
-    "softcap": Problem(softcap=1.0, scale=1.0),
-    "softcap so wide that it caps nothing": Problem(softcap=1e6),
-    "negative scale": Problem(scale=-0.5, band_hi=0),
-    "scale 0": Problem(scale=0.0, mask="bits"),
-    "dropout": Problem(dropout_p=0.25, batch=2, seqlen_q=70, seqlen_k=90),
-    "dropout of everything": Problem(dropout_p=1.0, grad_lse=True),
-    "value dimension of its own": Problem(head_dim=24, value_dim=40),
-    "dimension 1": Problem(head_dim=1, value_dim=1),
-    "float16": Problem(dtype=torch.float16, head_dim=40, value_dim=40),
-    "bfloat16": Problem(dtype=torch.bfloat16, head_dim=40, value_dim=40, transposed=True),
-    "no keys": Problem(seqlen_k=0, grad_lse=True),
-    "no queries": Problem(seqlen_q=0, bias=(1, 2, 1)),
-    "no batch": Problem(batch=0, bias=(1, 1, 100)),
-    "packed": Problem(lengths_q=(30, 0, 100, 1), lengths_k=(64, 10, 0, 130), grad_lse=True),
-    "packed, causal": Problem(lengths_q=(30, 100, 140), lengths_k=(64, 100, 70), band_hi=0),
-    "packed, causal from the top left": Problem(lengths_q=(30, 100), lengths_k=(64, 70), band_hi=0, top_left=True),
-    "packed, with masked and biased keys": Problem(
-        lengths_q=(30, 100), lengths_k=(64, 170), mask="keys", mask_heads=2, bias=(1, 1, 1), heads=4, dropout_p=0.2
-    ),
-}
 
 
 @pytest.mark.parametrize("name", NASTY)
@@ -166,7 +125,9 @@ def test_gradients_of_an_empty_row_ignore_what_arrives_for_its_lse() -> None:
 
 
 @pytest.mark.parametrize(
-    "offsets", [[0, 999, 40], [-50, 20, 40], [30, 10, 40], [0, 2**31 - 1, -(2**31)]], ids=["long", "low", "back", "wild"]
+    "offsets",
+    [[0, 999, 40], [-50, 20, 40], [30, 10, 40], [0, 2**31 - 1, -(2**31)]],
+    ids=["long", "low", "back", "wild"],
 )
 def test_garbage_offsets_stay_inside_the_packed_tensors(offsets: list[int]) -> None:
     problem = Problem(lengths_q=(20, 20), lengths_k=(20, 20), band_hi=0)
@@ -191,6 +152,14 @@ def test_strides_of_a_packed_gradient_are_kept() -> None:
     )
     ours = run(problem, case)
     assert torch.equal(packed, torch.stack([ours["dq"], ours["dk"], ours["dv"]], 2))
+
+
+def test_a_read_outside_of_the_tensors_is_noticed() -> None:
+    query, key, value = torch.randn(1, 8, 1, 16), torch.randn(1, 80, 1, 16), torch.randn(1, 64, 1, 16)
+    out, lse = torch.empty(1, 8, 1, 16), torch.empty(1, 1, 8)
+    options = Options(-UNBOUNDED, UNBOUNDED, 0.25, 0.0, 0.0, True)
+    with pytest.raises(Exception, match="outside of its tensors"):
+        portable_forward.forward(query, key, value, None, Tiles(), None, None, options, out, lse, FORWARD)
 
 
 def test_the_check_notices_a_small_error(monkeypatch: pytest.MonkeyPatch) -> None:

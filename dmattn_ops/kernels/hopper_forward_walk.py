@@ -1,0 +1,204 @@
+"""What the SM 9.0 forward works on and in which order: pieces of work, the key tiles of each, and the warp that loads them.
+
+`MASK` is "band" (and no mask at all), "bits" or "segments". Constants are local to the functions: a launch compares every
+global that a kernel reads, at 2 us each.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dmattn_ops.kernels.gluon_compat import mbarrier, tma_load
+
+
+@gluon.jit
+def piece_of(item, tiles, heads, group):
+    """Return (rank of the tile, batch * head): `group` heads share L2, and inside a group rank 0 comes first."""
+    per_group = tiles * group
+    g = item // per_group
+    inside = item - g * per_group
+    width = gl.minimum(group, heads - g * group)
+    rank = inside // width
+    return rank, g * group + inside - rank * width
+
+
+@gluon.jit
+def band_tiles(
+    q_first, seqlen_q, seqlen_k, lo, hi, M: gl.constexpr, BN: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr
+):
+    """Return (begin, end, full_begin, full_end): key tiles that any of `M` queries sees, and those all see whole."""
+    q_last = gl.minimum(q_first + M, seqlen_q) - 1
+    begin = 0
+    full_begin = 0
+    end = seqlen_k
+    full_end = seqlen_k
+    if HAS_LO:
+        begin = gl.minimum(gl.maximum(q_first + lo, 0), seqlen_k) // BN
+        full_begin = (gl.maximum(q_last + lo, 0) + BN - 1) // BN
+    if HAS_HI:
+        end = gl.maximum(gl.minimum(end, q_last + hi + 1), 0)
+        full_end = gl.maximum(gl.minimum(full_end, q_first + hi + 1), 0)
+    end = gl.maximum((end + BN - 1) // BN, begin)
+    full_begin = gl.minimum(full_begin, end)
+    full_end = gl.maximum(gl.minimum(full_end // BN, end), full_begin)
+    return begin, end, full_begin, full_end
+
+
+@gluon.jit
+def band_tile(i, begin, end, full_begin, full_end):
+    """Return the `i`-th key tile of a walk: partial ones from the right, then on the left, full ones from the right."""
+    right = end - full_end
+    partial = right + full_begin - begin
+    inner = gl.where(i < partial, begin + i - right, full_end - 1 - i + partial)
+    return gl.where(i < right, end - 1 - i, inner)
+
+
+@gluon.jit
+def list_tile(lists, record, i, n, PER_TILE: gl.constexpr):
+    """Return the `i`-th key tile (of `TILE / PER_TILE` keys) of a record; past its end the last one, never used."""
+    HEADER: gl.constexpr = 4
+    return gl.load(lists + record + HEADER + gl.minimum(i, n - 1) // PER_TILE) * PER_TILE + i % PER_TILE
+
+
+@gluon.jit
+def take(item, lists, masks, tiles, heads, group, H, LISTS: gl.constexpr, REVERSED: gl.constexpr):
+    """Return (query tile, batch * head, offset of its record, n_partial, n_full) of a piece of work, longest first."""
+    rank, head = piece_of(item, tiles, heads, group)
+    tile = rank
+    record = rank.to(gl.int64)
+    n_partial = rank
+    n_full = rank
+    if LISTS:
+        lists_b, lists_h, width, mask_group = masks
+        batch = head // H
+        first = batch.to(gl.int64) * lists_b + ((head - batch * H) // mask_group).to(gl.int64) * lists_h
+        tile = gl.load(lists + first + rank.to(gl.int64) * width)
+        record = first + tile.to(gl.int64) * width
+        n_partial = gl.load(lists + record + 1)
+        n_full = gl.load(lists + record + 2)
+    elif REVERSED:
+        tile = tiles - 1 - rank
+    return tile, head, record, n_partial, n_full
+
+
+@gluon.jit
+def load_keys(
+    k_desc, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, bits_b, bits_h, q_first,
+    NC: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """Load key tile `j`, with the mask bits of the block's queries, as step `step` of this block."""
+    ROWS: gl.constexpr = 64
+    TILE: gl.constexpr = 128
+    b = step % STAGES
+    mbarrier.wait(k_empty.index(b), ((step // STAGES) & 1) ^ 1)
+    if MASK == "bits":
+        mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes + NC * bits_desc.block_type.nbytes)
+        for c in gl.static_range(NC):
+            corner = [bits_b, bits_h, q_first + c * ROWS, j * BN // TILE * (TILE // 32)]
+            tma_load(bits_desc, corner, k_full.index(b), words.index(b * NC + c))
+    else:
+        mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes)
+    tma_load(k_desc, [batch, kv_head, j * BN, 0], k_full.index(b), keys.index(b))
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, bits_desc, lists, counter, work, broadcast,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, NC: gl.constexpr,
+    MASK: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
+):  # fmt: skip
+    """Take pieces of work, tell the consumers, load q, k, v and bits.
+
+    Release `e` of the consumers (`k_empty`) means: done with k of step e and with v of step e - 1.
+    """
+    ROWS: gl.constexpr = 64
+    TILE: gl.constexpr = 128
+    smem, bars, sizes, band, masks = work
+    queries, keys, values, words, piece = smem
+    q_full, q_empty, k_full, k_empty, v_full = bars
+    seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items = sizes
+    lo, hi = band
+    bits_b, bits_h, mask_group = broadcast
+    LISTS: gl.constexpr = MASK != "band"
+    PER_TILE: gl.constexpr = TILE // BN
+    PIECE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    slots = gl.arange(0, 4, layout=PIECE)
+    blocks = gl.num_programs(0)
+    item = gl.program_id(0)
+    turn = 0
+    step = 0
+    tile, head, record, n_partial, n_full = take(item, lists, masks, tiles, heads, group, H, LISTS, HAS_HI)
+    while item < items:
+        slot = turn % Q_STAGES
+        batch = head // H
+        h = head - batch * H
+        kv_head = h // kv_group
+        q_first = tile * BM
+        begin, end, full_begin, full_end = band_tiles(q_first, seqlen_q, seqlen_k, lo, hi, BM, BN, HAS_LO, HAS_HI)
+        n = end - begin
+        if LISTS:
+            n = (n_partial + n_full) * PER_TILE
+        mbarrier.wait(q_empty.index(slot), ((turn // Q_STAGES) & 1) ^ 1)
+        parts = gl.where(slots == 0, head, gl.where(slots == 1, tile, gl.where(slots == 2, n_partial, n_full)))
+        piece.index(slot).store(parts)
+        mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes * NC)
+        for c in gl.static_range(NC):
+            tma_load(q_desc, [batch, h, q_first + c * ROWS, 0], q_full.index(slot), queries.index(slot * NC + c))
+        mb = batch * bits_b
+        mh = h // mask_group * bits_h
+        j = 0
+        j_next = 0
+        if n > 0:
+            if LISTS:
+                j = list_tile(lists, record, 0, n, PER_TILE)
+                j_next = list_tile(lists, record, 1, n, PER_TILE)
+            else:
+                j = band_tile(0, begin, end, full_begin, full_end)
+            load_keys(
+                k_desc, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, mb, mh, q_first,
+                NC, BN, STAGES, MASK,
+            )  # fmt: skip
+        # the next piece, while the first tiles of this one are on their way
+        following = items
+        if items > blocks:
+            following = gl.atomic_add(counter, 1, sem="relaxed") + blocks
+        tile_2, head_2, record_2, n_partial_2, n_full_2 = take(
+            gl.minimum(following, items - 1), lists, masks, tiles, heads, group, H, LISTS, HAS_HI
+        )
+        for i in range(n):
+            j_value = j
+            if i + 1 < n:
+                if LISTS:
+                    j = j_next
+                    j_next = list_tile(lists, record, i + 2, n, PER_TILE)
+                else:
+                    j = band_tile(i + 1, begin, end, full_begin, full_end)
+                load_keys(
+                    k_desc, bits_desc, keys, words, k_full, k_empty, step + 1, j, batch, kv_head, mb, mh, q_first,
+                    NC, BN, STAGES, MASK,
+                )  # fmt: skip
+            b = step % STAGES
+            if step >= STAGES:
+                release = step + 1 - STAGES
+                mbarrier.wait(k_empty.index(release % STAGES), (release // STAGES) & 1)
+            mbarrier.expect(v_full.index(b), v_desc.block_type.nbytes)
+            tma_load(v_desc, [batch, kv_head, j_value * BN, 0], v_full.index(b), values.index(b))
+            step += 1
+        turn += 1
+        item = following
+        tile = tile_2
+        head = head_2
+        record = record_2
+        n_partial = n_partial_2
+        n_full = n_full_2
+    slot = turn % Q_STAGES
+    mbarrier.wait(q_empty.index(slot), ((turn // Q_STAGES) & 1) ^ 1)
+    piece.index(slot).store(gl.full([4], -1, gl.int32, layout=PIECE))
+    mbarrier.arrive(q_full.index(slot), count=1)
+    if items > blocks:
+        # the last block out leaves the counters as it found them
+        done = gl.atomic_add(counter + 1, 1, sem="relaxed")
+        if done == blocks - 1:
+            gl.store(counter, 0)
+            gl.store(counter + 1, 0)

@@ -1,0 +1,98 @@
+"""Named problems that kernels get wrong, and random ones over everything that they take."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import torch
+
+from dmattn_ops.problem import UNBOUNDED
+from tests.interpreter.problems import Problem
+
+NASTY = {
+    "one element": Problem(seqlen_q=1, seqlen_k=1),
+    "causal from the bottom right": Problem(seqlen_q=100, seqlen_k=140, band_hi=40),
+    "causal with more queries than keys, so rows are empty": Problem(
+        seqlen_q=140, seqlen_k=100, band_hi=-40, grad_lse=True
+    ),
+    "a window on both sides": Problem(seqlen_q=300, seqlen_k=290, band_lo=-70, band_hi=5),
+    "a band that lies past the last key": Problem(seqlen_q=64, seqlen_k=64, band_lo=100, grad_lse=True),
+    "prime lengths": Problem(seqlen_q=127, seqlen_k=131, band_hi=4),
+    "all rows empty": Problem(mask="bits", density=0.0, seqlen_q=60, seqlen_k=60, grad_lse=True),
+    "element mask, heads apart": Problem(mask="bits", batch=2, mask_batch=2, mask_heads=2, seqlen_q=130, seqlen_k=300),
+    "element mask with a band folded in": Problem(mask="bits", seqlen_q=200, seqlen_k=260, band_hi=60),
+    "mask heads of the keys": Problem(mask="bits", heads=4, mask_heads=2, seqlen_q=140),
+    "documents": Problem(mask="segments", seqlen_q=300, seqlen_k=300, band_hi=0),
+    "documents that differ per head": Problem(mask="segments", mask_heads=2, batch=2, mask_batch=2),
+    "keys kept by one bit each": Problem(mask="keys", seqlen_q=130, seqlen_k=300, mask_heads=2),
+    "lists of a band alone": Problem(mask="band", seqlen_q=300, seqlen_k=300, band_lo=-130, band_hi=0),
+    "bias per key, grouped heads": Problem(heads=4, bias=(1, 2, 1), dtype=torch.bfloat16, bias_dtype=torch.float32),
+    "bias of every element": Problem(bias=(1, 2, 100), mask="bits"),
+    "bias of every element under a band": Problem(bias=(1, 2, 100), band_hi=0),
+    "bias shared by batches and heads": Problem(batch=2, heads=4, bias=(1, 1, 100), mask="bits", mask_heads=4),
+    "bias shared by groups of heads": Problem(batch=2, heads=4, bias=(2, 2, 100), band_hi=0),
+    "bias with a stride between keys": Problem(bias=(1, 2, 100), bias_last_stride=3),
+    "bias whose gradient nobody asks for": Problem(bias=(1, 2, 100), needs_dbias=False),
+    "softcap": Problem(softcap=1.0, scale=1.0),
+    "softcap so wide that it caps nothing": Problem(softcap=1e6),
+    "negative scale": Problem(scale=-0.5, band_hi=0),
+    "scale 0": Problem(scale=0.0, mask="bits"),
+    "dropout": Problem(dropout_p=0.25, batch=2, seqlen_q=70, seqlen_k=90),
+    "dropout of everything": Problem(dropout_p=1.0, grad_lse=True),
+    "value dimension of its own": Problem(head_dim=24, value_dim=40),
+    "dimension 1": Problem(head_dim=1, value_dim=1),
+    "float16": Problem(dtype=torch.float16, head_dim=40, value_dim=40),
+    "bfloat16": Problem(dtype=torch.bfloat16, head_dim=40, value_dim=40, transposed=True),
+    "no keys": Problem(seqlen_k=0, grad_lse=True),
+    "no queries": Problem(seqlen_q=0, bias=(1, 2, 1)),
+    "no batch": Problem(batch=0, bias=(1, 1, 100)),
+    "packed": Problem(lengths_q=(30, 0, 100, 1), lengths_k=(64, 10, 0, 130), grad_lse=True),
+    "packed, causal": Problem(lengths_q=(30, 100, 140), lengths_k=(64, 100, 70), band_hi=0),
+    "packed, causal from the top left": Problem(lengths_q=(30, 100), lengths_k=(64, 70), band_hi=0, top_left=True),
+    "packed, with masked and biased keys": Problem(
+        lengths_q=(30, 100), lengths_k=(64, 170), mask="keys", mask_heads=2, bias=(1, 1, 1), heads=4, dropout_p=0.2
+    ),
+}
+
+
+def random_problem(seed: int) -> Problem:
+    """Draw a problem over all features."""
+    r = random.Random(seed)
+    kv_heads = r.choice([1, 1, 2])
+    heads = kv_heads * r.choice([1, 1, 2, 3])
+    batch = r.choice([1, 1, 2])
+    p = Problem(
+        seed=seed,
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        seqlen_q=r.choice([1, 17, 64, 127, 128, 129, 200, 257]),
+        seqlen_k=r.choice([1, 33, 64, 127, 128, 130, 256, 300]),
+        head_dim=r.choice([1, 8, 16, 24, 40]),
+        value_dim=r.choice([1, 8, 16, 33]),
+        dtype=r.choice([torch.float32, torch.float32, torch.float16, torch.bfloat16]),
+        scale=r.choice([0.3, 0.3, 1.0, -0.2, 0.0]),
+        softcap=r.choice([0.0, 0.0, 2.0, 30.0]),
+        dropout_p=r.choice([0.0, 0.0, 0.0, 0.3, 1.0]),
+        grad_lse=r.random() < 0.4,
+        transposed=r.random() < 0.5,
+        mask=r.choice(["none", "bits", "bits", "segments", "keys", "band"]),
+        mask_batch=r.choice([1, batch]),
+        mask_heads=r.choice([1, kv_heads, heads]),
+    )
+    offset = r.choice([0, p.seqlen_k - p.seqlen_q])
+    low, high = r.choice(
+        [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, offset), (offset - 50, offset + 20), (offset, UNBOUNDED)]
+    )
+    p = replace(p, band_lo=low, band_hi=high)
+    if r.random() < 0.5:
+        sizes = (r.choice([1, batch]), r.choice([1, kv_heads, heads]), r.choice([1, p.seqlen_q]))
+        p = replace(p, bias=sizes, bias_dtype=r.choice([None, torch.float32]), bias_last_stride=r.choice([1, 1, 2]))
+    if r.random() < 0.25:
+        lengths = tuple(r.choice([0, 1, 30, 64, 150]) for _ in range(r.choice([1, 3])))
+        others = tuple(r.choice([0, 1, 30, 65, 140]) for _ in lengths)
+        p = replace(p, lengths_q=lengths, lengths_k=others, mask="keys" if p.mask == "keys" else "none", batch=1)
+        p = replace(p, top_left=r.random() < 0.5, band_lo=r.choice([-UNBOUNDED, -40]), band_hi=r.choice([0, UNBOUNDED]))
+        p = replace(p, bias=None if p.bias is None else (1, p.bias[1], 1))
+    return p

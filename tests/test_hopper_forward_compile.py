@@ -1,0 +1,114 @@
+"""Compile the SM 9.0 forward without a GPU and read what ptxas made of it.
+
+The child process compiles without TRITON_INTERPRET, which other tests set. `DMATTN_COMPILE_ALL=1` compiles every
+combination of masks, bands and caps instead of a few.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_LIMIT = 232448
+KINDS = ("full", "causal", "window", "softcap", "bits", "segments", "window segments")
+# Bytes moved to or from the stack (triton 3.6): counters kept around the loops, and in loops with a test or a cap the
+# rows' limits, beside 200 registers of accumulators. Everything that is not named spills nothing.
+ALLOWED = {
+    "d128 segments": 12, "d128 window segments": 40, "d256 full": 12, "d256 window": 100, "d256 softcap": 120,
+    "d256 bits": 12, "d256 segments": 100, "d256 window segments": 100,
+}  # fmt: skip
+QUICK = ("d64 causal", "d128 full", "d128 bits", "d256 causal")
+EVERY = tuple(f"d{dim} {kind}" for dim in (64, 128, 256) for kind in KINDS)
+CASES = EVERY if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, dict]:
+    pytest.importorskip("triton.experimental.gluon")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, str(Path(__file__).resolve()), *CASES]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert child.returncode == 0, child.stderr[-3000:]
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_matrix_instruction_is_serialized(case: str, reports: dict[str, dict]) -> None:
+    assert reports[case]["warnings"] == []
+    assert not reports[case]["traps"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_spills_stay_within_what_is_known(case: str, reports: dict[str, dict]) -> None:
+    assert reports[case]["spilled"] <= ALLOWED.get(case, 0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shared_memory_is_what_the_configuration_says(case: str, reports: dict[str, dict]) -> None:
+    from dmattn_ops import config
+
+    dim = int(case.split()[0][1:])
+    row = next(row for row in config.FORWARD if row.kernel == "hopper" and row.dim == dim)
+    assert reports[case]["shared"] <= row.shared_memory <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_run_on_the_tensor_cores_and_tiles_move_by_tma(case: str, reports: dict[str, dict]) -> None:
+    found = reports[case]["opcodes"]
+    dim, kind = case.split(" ", 1)
+    consumers = 3 if dim == "d64" and kind in ("full", "causal", "window", "softcap") else 2
+    keys = 64 if dim == "d256" else 128
+    # the first scores, the two loops with both products, the last product
+    assert found["HGMMA"] == consumers * 3 * (int(dim[1:]) // 16 + keys // 16)
+    assert found["UTMALDG"] >= consumers + 3
+    assert found["UTMASTG"] >= consumers
+    assert found["HMMA"] == 0
+
+
+def _compile(case: str) -> dict:
+    from triton.experimental.gluon import language as gl
+
+    from dmattn_ops import config
+    from dmattn_ops.kernels.hopper_forward_kernel import SCALARS, forward_kernel
+    from dmattn_ops.testing.compile_only import compile_only
+
+    dim, *words = case.split()
+    columns = int(dim[1:])
+    row = next(row for row in config.FORWARD if row.kernel == "hopper" and row.dim == columns)
+    mask = "bits" if "bits" in words else "segments" if "segments" in words else "band"
+    block_m, block_n = row.config.block_m if mask == "band" else 128, row.config.block_n
+
+    def boxes(rows: int, width: int, dtype: str) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.int32 if dtype == "i32" else gl.bfloat16)
+        return f"tensordesc<{dtype}[1, 1, {rows}, {width}],{layout!r}>"
+
+    signature = dict.fromkeys(SCALARS, "i32") | dict.fromkeys(("lse_b", "lse_h", "lists_b", "lists_h"), "i64")
+    signature |= dict.fromkeys(("scale", "cap", "cap_inner"), "fp32") | {"lse": "*fp32", "counter": "*i32"}
+    signature |= {name: boxes(64, columns, "bf16") for name in ("q_desc", "o_desc")}
+    signature |= {name: boxes(block_n, columns, "bf16") for name in ("k_desc", "v_desc")}
+    constants = {
+        "BM": block_m, "BN": block_n, "D": columns, "STAGES": row.config.stages, "Q_STAGES": row.config.query_stages,
+        "MASK": mask, "HAS_LO": "window" in words, "HAS_HI": words[0] in ("causal", "window", "segments"),
+        "LEAD": row.config.lead, "SOFTCAP": "softcap" in words,
+    }  # fmt: skip
+    optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
+    optional |= {} if mask == "band" else {"lists": "*i32"}
+    optional |= {"q_segments": "*i32", "k_segments": "*i32"} if mask == "segments" else {}
+    constants |= dict.fromkeys({"bits_desc", "lists", "q_segments", "k_segments"} - set(optional))
+    aligned = tuple(name for name, kind in {**signature, **optional}.items() if kind.startswith("*"))
+    found = compile_only(forward_kernel, signature | optional, constants, aligned, 90, num_warps=4)
+    return {
+        "warnings": list(found.warnings), "traps": found.traps, "spilled": found.spill_bytes,
+        "shared": found.shared_memory, "opcodes": dict(found.opcodes) | {"HMMA": found.opcodes["HMMA"]},
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(json.dumps({case: _compile(case) for case in sys.argv[1:]}))

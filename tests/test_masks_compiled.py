@@ -1,0 +1,106 @@
+"""`prepare_mask` and `TileMask` in compiled and exported programs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from dmattn_ops import masks
+from dmattn_ops.masks import TileMask, prepare_mask
+
+
+def random_keep(*shape: int) -> Tensor:
+    return torch.rand(shape) < 0.6
+
+
+def prepared_by(kind: str, mask: Tensor, documents: Tensor, seqlen: int) -> TileMask:
+    if kind == "bits":
+        return prepare_mask(mask, is_causal=True, window_size=(20, None))
+    if kind == "padding":
+        return prepare_mask(mask[:, 0, 0], seqlen_q=seqlen, is_causal=True)
+    if kind == "documents":
+        return prepare_mask(documents=documents)
+    if kind == "documents and padding":
+        return prepare_mask(mask[:, 0, 0], documents=documents, is_causal=True)
+    return prepare_mask(mask, documents=documents)
+
+
+KINDS = ("bits", "padding", "documents", "documents and padding", "documents and mask")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prepare_mask_compiles_without_breaks_and_without_recompiling_over_sizes(kind: str):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(mask: Tensor, documents: Tensor) -> tuple[TileMask, Tensor]:
+        seqlen = documents.shape[1]
+        prepared = prepared_by(kind, mask, documents, seqlen)
+        band = masks.band(True, "bottom_right", (None, None), seqlen, seqlen)
+        tiles, *_ = masks.resolve(prepared, *band, seqlen, seqlen)
+        return prepared, tiles.row_tiles[..., 1:3].sum()
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for batch, heads, seqlen in ((2, 3, 600), (5, 4, 333), (4, 2, 256), (3, 5, 1000)):
+        mask, documents = random_keep(batch, heads, seqlen, seqlen), torch.randint(-3, 3, (batch, seqlen)) * (1 << 40)
+        (prepared, listed), (expected, expected_listed) = compiled(mask, documents), function(mask, documents)
+        assert isinstance(prepared, TileMask)
+        assert torch.equal(prepared.to_dense(), expected.to_dense())
+        assert listed == expected_listed
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("rows", ["all", "one"])
+def test_a_prepared_mask_is_an_argument_of_compiled_functions(rows: str):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(mask: TileMask, query: Tensor) -> tuple[Tensor, Tensor]:
+        seqlen = query.shape[1]
+        band = masks.band(True, "bottom_right", (None, None), seqlen, seqlen)
+        tiles, *_ = masks.resolve(mask, *band, seqlen, seqlen)
+        return tiles.row_tiles[..., 1:3].sum(), mask.density()
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for batch, heads, seqlen in ((2, 3, 600), (5, 4, 333), (4, 2, 256), (3, 5, 1000)):
+        keep = random_keep(batch, heads, seqlen if rows == "all" else 1, seqlen)
+        prepared, query = prepare_mask(keep, seqlen_q=seqlen, is_causal=True), torch.zeros(batch, seqlen)
+        assert compiled(prepared, query) == function(prepared, query)
+    assert counter.frame_count == 1
+
+
+class Prepares(torch.nn.Module):
+    def forward(self, mask: Tensor, query: Tensor) -> Tensor:
+        return prepare_mask(mask, is_causal=True).to_dense() & (query[:, None, :, None] > 0)
+
+
+class Takes(torch.nn.Module):
+    def forward(self, mask: TileMask) -> tuple[Tensor, TileMask]:
+        return mask.to_dense(), mask
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_prepare_mask_exports_with_dynamic_sizes(strict: bool):
+    auto = torch.export.Dim.AUTO
+    shapes = {"mask": (auto, None, auto, auto), "query": (auto, auto)}
+    arguments = random_keep(2, 1, 200, 200), torch.randn(2, 200)
+    program = torch.export.export(Prepares(), arguments, strict=strict, dynamic_shapes=shapes)
+    assert [node.target for node in program.graph.nodes if "dmattn" in str(node.target)] == [
+        torch.ops.dmattn.pack_mask.default
+    ]
+    for size in ((3, 333), (2, 256)):
+        arguments = random_keep(size[0], 1, size[1], size[1]), torch.randn(size)
+        assert torch.equal(program.module()(*arguments), Prepares()(*arguments))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_prepared_mask_is_an_argument_and_a_result_of_exported_programs(strict: bool):
+    prepared, other = (prepare_mask(random_keep(2, 1, 200, 200)) for _ in range(2))
+    program = torch.export.export(Takes(), (prepared,), strict=strict)
+    dense, result = program.module()(other)
+    assert torch.equal(dense, other.to_dense())
+    assert isinstance(result, TileMask)
+    assert torch.equal(result.to_dense(), other.to_dense())
