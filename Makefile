@@ -64,7 +64,8 @@ clean: ## remove what was built, the environment included
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment. Where there is no NVIDIA GPU, the newest CPU build of torch that pip can see is enough: it is a tenth of
-# the size. It brings no Triton, so the `test` extra does.
+# the size. It brings no Triton; the tests compile the CUDA kernels with the version whose registers and spills they freeze.
+TRITON := triton==3.6.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 
@@ -77,8 +78,8 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 	  torch=$${cpu:+torch==$$cpu}; torch=$${torch:-torch>=2.11}; \
 	fi; \
 	echo "installing $$torch"; \
-	$(PIP) install --quiet "$$torch" 'setuptools>=77' ninja \
-	  $$(case $$torch in *+cpu) echo --extra-index-url $(CPU_INDEX);; esac)
+	case $$torch in *+cpu) more="--extra-index-url $(CPU_INDEX)"; test $$(uname) != Linux || more="$$more $(TRITON)";; esac; \
+	$(PIP) install --quiet "$$torch" 'setuptools>=77' $$more
 	touch $@
 
 .venv/ready: .venv/torch $(SOURCES)

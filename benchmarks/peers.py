@@ -190,6 +190,7 @@ def fa4(problem: Problem) -> Run:
 def _compiled_flex() -> tuple[Callable, Callable]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._functorch.config.donated_buffer = False  # a backward would otherwise free what the next timed one needs
     torch._dynamo.config.recompile_limit = 64  # a graph for each shape of a table; past the limit it runs unfused
     return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
 
@@ -221,9 +222,7 @@ def flex(problem: Problem) -> Run:
             tensor.requires_grad_(False)
         attend()
         return Run(attend, None, prepare if problem.mask is not None else None)
-    # Its compiled backward would otherwise free what the next timed call needs.
-    with torch._functorch.config.patch(donated_buffer=False):
-        return _run(attend, inputs, grad_out, prepare if problem.mask is not None else None)
+    return _run(attend, inputs, grad_out, prepare if problem.mask is not None else None)
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Problem], Run]] = {

@@ -10,7 +10,7 @@ class PortableForward:
     """Plain Triton forward: a program owns `block_m` queries and walks keys in steps of `block_n`.
 
     Where fewer programs than `sm_count` would run, several share one walk over the keys; 0 never splits. `short` is for
-    calls with no more queries than its `block_m` (decoding), `unaligned` for rows that do not start at 16 bytes.
+    calls with no more queries than its `block_m` (decoding), `unaligned` for rows that are not whole pieces of 16 bytes.
     """
 
     block_m: int
@@ -34,7 +34,7 @@ class PortableBackward:
     dq_block_n: int
     dq_num_warps: int
     dq_num_stages: int
-    unaligned: PortableBackward | None = None  # for rows that do not start at 16 bytes
+    unaligned: PortableBackward | None = None  # for rows that are not whole pieces of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,9 @@ _PORTABLE: dict[tuple[tuple[int, ...], int, int], tuple[_Blocks, _Blocks, _Block
     ((80, 90, 100), 512, 4): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
 # Forward with at most 16 queries, by widest head dimension and element.
-_SHORT: dict[tuple[int, int], _Blocks] = {(128, 2): (16, 64, 4, 3), (256, 2): (16, 64, 4, 2), (128, 4): (16, 32, 4, 2)}
-# Rows that start at any byte, on SM 9.0: blocks too small for wgmma. With such loads, one element each, ptxas 12.8 (Triton
-# 3.6) ran short of uniform registers and lost the high word of a wgmma descriptor: an address out of range, H200, 2026-11-20.
+_SHORT: dict[tuple[int, int], _Blocks] = {(128, 2): (16, 64, 4, 3), (256, 2): (16, 64, 4, 2), (128, 4): (16, 16, 4, 2)}
+# Rows that are not whole pieces of 16 bytes, on SM 9.0: blocks too small for wgmma. Among loads of one element each, ptxas
+# 12.8 (Triton 3.6) lost the high word of a wgmma descriptor: an address out of range, H200, 2026-11-20.
 _UNALIGNED: dict[int, tuple[_Blocks, _Blocks, _Blocks]] = {
     64: ((32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
     128: ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),

@@ -75,15 +75,14 @@ def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
 
 
 def rows_are_aligned(*tensors: Tensor) -> bool:
-    """Return whether every row of `[.., S, heads, D]` starts at a multiple of 16 bytes."""
+    """Return whether every row of `[.., S, heads, D]` starts at a multiple of 16 bytes and is one long."""
+    offsets = 0
     for tensor in tensors:
-        unit = 16 // tensor.element_size()
-        if tensor.data_ptr() % 16:
-            return False
-        for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
-            if stride % unit and size > 1:
-                return False
-    return True
+        elements = tensor.shape[-1]
+        for stride in tensor.stride()[:-1]:
+            elements |= stride
+        offsets |= elements * tensor.element_size() | tensor.data_ptr()
+    return offsets % 16 == 0
 
 
 def lse_strides(name: str, tensor: Tensor) -> dict[str, int]:
@@ -111,10 +110,25 @@ def bias_kind(bias: Tensor | None) -> str:
     return "key" if bias.dim() == 2 or bias.shape[2] == 1 else "full"
 
 
+_NO_BIAS = {"bias": None, "bias_b": 0, "bias_h": 0, "bias_q": 0, "bias_k": 0, "bias_group": 1}
+_NO_LISTS = {"tiles": None, "tiles_b": 0, "tiles_h": 0, "tiles_r": 0, "mask_group": 1, "LISTED": False}
+_NO_BITS = {"bits": None, "bits_b": 0, "bits_h": 0, "bits_r": 0, "BITS": False}
+_NO_SEGMENTS = {
+    "q_segments": None,
+    "k_segments": None,
+    "q_segments_b": 0,
+    "k_segments_b": 0,
+    "k_segments_h": 0,
+    "segment_group": 1,
+    "SEGMENTS": False,
+    "QUERY_SEGMENTS": False,
+}
+
+
 def bias_arguments(bias: Tensor | None, heads: int) -> dict[str, Any]:
     """Return the arguments of a bias `[B|1, H|Hkv|1, Sq|1, Sk]`, or packed `[H|Hkv|1, total_k]`."""
     if bias is None:
-        return {"bias": None, "bias_b": 0, "bias_h": 0, "bias_q": 0, "bias_k": 0, "bias_group": 1}
+        return _NO_BIAS
     packed = bias.dim() == 2
     return {
         "bias": bias,
@@ -128,36 +142,42 @@ def bias_arguments(bias: Tensor | None, heads: int) -> dict[str, Any]:
 
 def mask_arguments(tiles: Tensor | None, bits: Tensor | None, heads: int) -> dict[str, Any]:
     """Return the arguments of the lists and bits of one side: `row_*` for owned queries, `col_*` for owned keys."""
-    listed = tiles is not None
-    return {
-        "tiles": tiles,
-        "tiles_b": broadcast_stride(tiles, 0) if listed else 0,
-        "tiles_h": broadcast_stride(tiles, 1) if listed else 0,
-        "tiles_r": tiles.stride(2) if listed else 0,
-        "mask_group": group_size(heads, tiles.shape[1]) if listed else 1,
-        "bits": bits,
-        "bits_b": 0 if bits is None else broadcast_stride(bits, 0),
-        "bits_h": 0 if bits is None else broadcast_stride(bits, 1),
-        "bits_r": 0 if bits is None else bits.stride(2),
-        "LISTED": listed,
-        "BITS": bits is not None,
-    }
+    lists = _NO_LISTS
+    if tiles is not None:
+        lists = {
+            "tiles": tiles,
+            "tiles_b": broadcast_stride(tiles, 0),
+            "tiles_h": broadcast_stride(tiles, 1),
+            "tiles_r": tiles.stride(2),
+            "mask_group": group_size(heads, tiles.shape[1]),
+            "LISTED": True,
+        }
+    words = _NO_BITS
+    if bits is not None:
+        words = {
+            "bits": bits,
+            "bits_b": broadcast_stride(bits, 0),
+            "bits_h": broadcast_stride(bits, 1),
+            "bits_r": bits.stride(2),
+            "BITS": True,
+        }
+    return lists | words
 
 
 def segment_arguments(tiles: Tiles, heads: int) -> dict[str, Any]:
-    """Return the arguments of the segments; packed ones have no batch dimension, and q_segments no heads."""
+    """Return the arguments of the segments: `[B|1, Sq]` or packed `[total_q]`, `[B|1, Hm, Sk]` or packed `[Hm, total_k]`."""
     queries, keys = tiles.q_segments, tiles.k_segments
-    used = keys is not None and tiles.row_bits is None
-    packed = used and keys.dim() == 2
+    if keys is None or tiles.row_bits is not None:
+        return _NO_SEGMENTS
     return {
-        "q_segments": queries if used else None,
-        "k_segments": keys if used else None,
-        "q_segments_b": 0 if not used or queries is None or queries.dim() == 1 else broadcast_stride(queries, 0),
-        "k_segments_b": broadcast_stride(keys, 0) if used and not packed else 0,
-        "k_segments_h": broadcast_stride(keys, -2) if used else 0,
-        "segment_group": group_size(heads, keys.shape[-2]) if used else 1,
-        "SEGMENTS": used,
-        "QUERY_SEGMENTS": used and queries is not None,
+        "q_segments": queries,
+        "k_segments": keys,
+        "q_segments_b": 0 if queries is None or queries.dim() == 1 else broadcast_stride(queries, 0),
+        "k_segments_b": 0 if keys.dim() == 2 else broadcast_stride(keys, 0),
+        "k_segments_h": broadcast_stride(keys, -2),
+        "segment_group": group_size(heads, keys.shape[-2]),
+        "SEGMENTS": True,
+        "QUERY_SEGMENTS": queries is not None,
     }
 
 
