@@ -73,12 +73,13 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 	python3 -m venv .venv
 	torch='torch>=2.11'; \
 	if ! command -v nvidia-smi >/dev/null; then \
-	  cpu=$$($(PIP) --retries 0 --timeout 20 index versions torch --extra-index-url $(CPU_INDEX) 2>/dev/null \
-	    | grep -oE '[0-9.]+\+cpu' | head -n 1 || true); \
+	  reach='import urllib.request; urllib.request.urlopen("$(CPU_INDEX)/", timeout=10)'; \
+	  if .venv/bin/python -c "$$reach" 2>/dev/null; then more="--extra-index-url $(CPU_INDEX)"; fi; \
+	  cpu=$$($(PIP) index versions torch $$more 2>/dev/null | grep -oE '[0-9.]+\+cpu' | head -n 1 || true); \
 	  torch=$${cpu:+torch==$$cpu}; torch=$${torch:-torch>=2.11}; \
 	fi; \
 	echo "installing $$torch"; \
-	case $$torch in *+cpu) more="--extra-index-url $(CPU_INDEX)"; test $$(uname) != Linux || more="$$more $(TRITON)";; esac; \
+	case $$torch in *+cpu) test $$(uname) != Linux || more="$$more $(TRITON)";; esac; \
 	$(PIP) install --quiet "$$torch" 'setuptools>=77' $$more
 	touch $@
 
