@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from dmattn_ops import arch as architectures
 from dmattn_ops import dispatch, masks, validation
-from dmattn_ops.arch import Arch
 from dmattn_ops.choose import Choice
 from dmattn_ops.masks import CausalFrom, TileMask, Window
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles
 
-RESOURCES = Path(__file__).parent / "resources.json"  # written by `python -m dmattn_ops.testing.sweep --write`
-
 
 @dataclass(frozen=True)
 class Launch:
-    """One direction: the choice, its configuration, and what the compiled kernels take (None where nobody compiled them)."""
+    """One direction: the choice, its configuration, the evidence for it, and the rows that were passed over."""
 
     choice: str
     kernel: str
     tier: str
     arch: str
     configuration: dict[str, Any]
-    registers: int | None
-    spill_bytes: int | None
-    shared_memory: int | None
-    occupancy: float | None
     evidence: str
     passed_over: tuple[str, ...]
 
     def __str__(self) -> str:
         settings = ", ".join(f"{name}={value}" for name, value in self.configuration.items())
         lines = [f"{self.choice}: {self.kernel} kernels, {settings}"]
-        if self.registers is not None and self.occupancy is not None:
-            lines.append(
-                f"    {self.registers} registers, {self.spill_bytes} bytes spilled, {self.shared_memory} bytes of shared memory,"
-                f" occupancy {self.occupancy:.0%}"
-            )
         if self.evidence:
             lines.append(f"    because: {self.evidence}")
         lines += [f"    not {reason}" for reason in self.passed_over]
@@ -113,25 +98,15 @@ def explain(
 
 def _launch(direction: str, choice: Choice) -> Launch:
     row = choice.row
-    resources = _resources().get(f"{direction} SM{row.sm} {row.name} {row.itemsize} bytes", {})
     return Launch(
         choice.label,
         row.kernel,
         row.tier,
         str(choice.arch or "CPU"),
         {field.name: getattr(row.config, field.name) for field in fields(row.config)},
-        resources.get("registers"),
-        resources.get("spill_bytes"),
-        resources.get("shared_memory"),
-        resources.get("occupancy"),
         row.evidence,
         choice.passed_over,
     )
-
-
-@cache
-def _resources() -> dict[str, dict[str, Any]]:
-    return json.loads(RESOURCES.read_text())["rows"] if RESOURCES.exists() else {}
 
 
 def _mask_text(tiles: Tiles) -> str:
@@ -146,6 +121,3 @@ def _band_text(lo: int, hi: int) -> str:
     left = "" if lo <= -UNBOUNDED else f"i {lo:+d} <= "
     right = "" if hi >= UNBOUNDED else f" <= i {hi:+d}"
     return f"{left}j{right}" if left or right else "every key"
-
-
-__all__ = ["Arch", "Explanation", "Launch", "explain"]
