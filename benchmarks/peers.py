@@ -188,6 +188,7 @@ def fa4(problem: Problem) -> Run:
 
 @functools.cache
 def _compiled_flex() -> tuple[Callable, Callable]:
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._functorch.config.donated_buffer = False  # a backward would otherwise free what the next timed one needs

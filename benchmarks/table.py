@@ -13,7 +13,7 @@ import torch
 
 from peers import IMPLEMENTATIONS, Problem, Run, Unavailable
 from plot import draw
-from timing import Gauge, Sample, interleaved, processor, write_results
+from timing import Gauge, Sample, interleaved, kernels_ms, processor, write_results
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
@@ -58,7 +58,7 @@ def measure(problem: Problem, names: Iterable[str], rounds: int, gauge: Gauge) -
     for name, run in runs.items():
         parts = {"forward": run.forward, "backward": run.backward, "prepare": run.prepare}
         functions.update({(name, part): function for part, function in parts.items() if function is not None})
-    samples = interleaved(functions, problem.device, rounds=rounds, gauge=gauge)
+    samples = interleaved(functions, problem.device, rounds=rounds, gauge=gauge, timer=kernels_ms)
     return [_row(problem.case, name, problem.forward_flops, samples) for name in runs]
 
 

@@ -1,11 +1,14 @@
 """Time functions against each other in one process, and write what came out to a file.
 
 A GPU that was busy is slower than one that rested (its clock follows power and heat), so the functions take turns: in
-each round every one runs for a moment after 0.1 s of rest, and medians over the rounds are compared.
+each round every one runs for a moment after 0.1 s of rest, and medians over the rounds are compared. Kernels are timed as
+`triton.testing.do_bench` times them: each call by itself, after its inputs were pushed out of the L2 cache. That pause
+also lets the host run ahead, so that a short kernel is not timed by how fast Python launches it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import shlex
@@ -22,6 +25,7 @@ import torch
 
 IDLE_SECONDS = 0.1
 ROUND_SECONDS = {"cuda": 0.02, "cpu": 0.1}  # repeats fill this time in each round
+FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 PACKAGES = ("torch", "triton", "dmattn-ops", "flash-attn-4", "numpy")
 
 Key = TypeVar("Key", bound=Hashable)
@@ -65,7 +69,7 @@ class Gauge:
 
 
 def elapsed_ms(function: Callable[[], object], repeats: int, device: str, gauge: Gauge | None = None) -> float:
-    """Return the milliseconds of one call, the mean over `repeats` calls in a row."""
+    """Return the milliseconds of one call, the mean over `repeats` calls in a row: whoever is slower, host or GPU."""
     if device == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -82,10 +86,37 @@ def elapsed_ms(function: Callable[[], object], repeats: int, device: str, gauge:
     return (time.perf_counter() - began) * 1000 / repeats
 
 
+@functools.cache
+def _flush_buffer() -> torch.Tensor:
+    return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def kernels_ms(function: Callable[[], object], repeats: int, device: str, gauge: Gauge | None = None) -> float:
+    """Return the milliseconds of one call, the median over `repeats` calls, each with a cold L2 cache on a GPU."""
+    if device != "cuda":
+        return elapsed_ms(function, repeats, device)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    buffer = _flush_buffer()
+    for start, end in events:
+        buffer.zero_()
+        start.record()
+        function()
+        end.record()
+    if gauge is not None:
+        gauge.read()  # while the device still works
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
 def interleaved(
-    functions: dict[Key, Callable[[], object]], device: str, *, rounds: int = 5, gauge: Gauge | None = None
+    functions: dict[Key, Callable[[], object]],
+    device: str,
+    *,
+    rounds: int = 5,
+    gauge: Gauge | None = None,
+    timer: Callable[..., float] = elapsed_ms,
 ) -> dict[Key, Sample]:
-    """Time each function in each round, in turns."""
+    """Time each function in each round, in turns; `timer` is `elapsed_ms` or `kernels_ms`."""
     repeats = {}
     for key, function in functions.items():
         elapsed_ms(function, 2, device)  # compiles, and fills caches
@@ -96,7 +127,7 @@ def interleaved(
             if device == "cuda":
                 torch.cuda.synchronize()
                 time.sleep(IDLE_SECONDS)
-            times[key].append(elapsed_ms(function, repeats[key], device, gauge))
+            times[key].append(timer(function, repeats[key], device, gauge))
     return {key: Sample(statistics.median(values), min(values), max(values)) for key, values in times.items()}
 
 
