@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,8 +16,21 @@ from dmattn_ops.testing.oracle import NAMES, compare, dense_attention
 from dmattn_ops.testing.problem import DTYPES, Problem
 
 
-def check(problem: Problem, device: str = "cpu", repeats: int = 1) -> None:
-    """Run one problem `repeats` times; AssertionError where a result leaves the budget or is not exactly 0 where it must be."""
+def _call(results: Callable[[], list[Tensor]]) -> list[Tensor]:
+    return results()
+
+
+def check(
+    problem: Problem,
+    device: str = "cpu",
+    repeats: int = 1,
+    run: Callable[[Callable[[], list[Tensor]]], list[Tensor]] = _call,
+) -> None:
+    """Run one problem `repeats` times; AssertionError where a result leaves the budget or is not exactly 0 where it must be.
+
+    `run` is given the function that computes out, lse and the gradients, and returns what it computed: a test that wants
+    the call to happen inside a captured graph passes its own.
+    """
     varlen = problem.variant == "varlen"
     inputs = make_varlen_inputs(problem, device) if varlen else make_inputs(problem, device)
     dropout_keep = _dropout_keep(problem, inputs)
@@ -25,7 +39,7 @@ def check(problem: Problem, device: str = "cpu", repeats: int = 1) -> None:
     first: list[Tensor] | None = None
     for _ in range(repeats):
         torch.manual_seed(problem.seed)
-        actual = _varlen_results(problem, inputs) if varlen else _dense_results(problem, inputs)
+        actual = run(partial(_varlen_results if varlen else _dense_results, problem, inputs))
         compare(problem, inputs, actual, expected, eager)
         _check_exact_zeros(problem, inputs, actual)
         if problem.deterministic and first is not None:
