@@ -17,6 +17,7 @@ import torch
 import dmattn_ops
 from patterns import BUBBLE_PATTERNS, SPARSITIES, make_mask
 from peers import Problem
+from plot import draw
 from table import parser, run_table
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -85,11 +86,14 @@ def main(arguments: list[str]) -> list[dict]:
     shape = (chosen.batch_size, chosen.num_heads, chosen.seq_len, chosen.head_dim)
     names = ["dmattn", "dmattn-unmasked", "sdpa", "flex"]
     made = problems(shape, chosen.device, dtype, chosen.seed)
+    picture, chosen.plot = chosen.plot, None  # drawn below, from the summary
     output, rows = run_table(made, names, chosen, "bubble", densities)
     summary = summarise(rows)
     for line in summary:
         print("  ".join(f"{name} {value}" for name, value in line.items()))
     add_summary(output, summary)
+    if picture:
+        draw(output, picture)
     return summary
 
 

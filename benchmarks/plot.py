@@ -1,7 +1,7 @@
 """Draw a result file: `python benchmarks/plot.py results.json picture.png`.
 
 Files with a mask's preparation show the whole time of a call (preparation, forward and backward); files without show
-the TFLOP/s of forward and backward.
+the TFLOP/s of forward and backward; files with a summary, how many times as fast masks make a call, by density.
 """
 
 from __future__ import annotations
@@ -60,7 +60,42 @@ def draw(source: Path, picture: Path) -> None:
     from matplotlib import pyplot as plt
 
     results = json.loads(source.read_text())
-    rows = results["rows"]
+    if "summary" in results:
+        figure = _speed_ups(plt, results["summary"])
+    else:
+        figure = _times_or_rates(plt, results["rows"])
+    figure.suptitle(f"{results['gpu']}, {results['date']}, torch {results['versions']['torch']}")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=150)
+    print(f"drawn: {picture}")
+
+
+def _speed_ups(plt: Any, summary: list[Row]) -> Any:
+    """Draw, against the part of the elements kept, the time of each other way over ours; a line for each pattern."""
+    labels = {"dense": "our dense kernels", "sdpa": "SDPA with the mask", "flex": "flex_attention"}
+    peers = [peer for peer in labels if any(_speed_up(line, peer) is not None for line in summary)]
+    figure, panels = plt.subplots(1, len(peers), figsize=(4 * len(peers), 4), layout="constrained", squeeze=False)
+    for axes, peer in zip(panels[0], peers, strict=True):
+        for pattern in dict.fromkeys(line["case"].split()[0] for line in summary):
+            lines = [line for line in summary if line["case"].startswith(pattern)]
+            points = [(line["density"], _speed_up(line, peer)) for line in lines]
+            known = sorted((density, factor) for density, factor in points if factor is not None)
+            if known:
+                axes.plot(*zip(*known, strict=True), marker="o", label=pattern)
+        axes.axhline(1, color="black", linewidth=0.5)
+        axes.set(title=f"times as fast as {labels[peer]}", xlabel="part of the elements kept", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    panels[0, 0].legend()
+    return figure
+
+
+def _speed_up(line: Row, peer: str) -> float | None:
+    if peer == "dense":
+        return 1 / (1 - line["saved"])
+    return line.get(f"{peer}_over_ours")
+
+
+def _times_or_rates(plt: Any, rows: list[Row]) -> Any:
     masked = any(row["prepare_ms"] is not None for row in rows)
     height = 1.5 + 0.12 * len(rows)
     if masked:
@@ -75,10 +110,7 @@ def draw(source: Path, picture: Path) -> None:
             _bars(axes, rows, functools.partial(_rate, part=part, factor=factor))
             axes.set(title=part, xlabel=f"{unit} (more is better)")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.suptitle(f"{results['gpu']}, {results['date']}, torch {results['versions']['torch']}")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=150)
-    print(f"drawn: {picture}")
+    return figure
 
 
 if __name__ == "__main__":

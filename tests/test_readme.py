@@ -33,3 +33,11 @@ def test_make_targets_exist():
 def test_links_lead_somewhere():
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
+def test_tables_are_those_of_the_result_files(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import readme_tables
+
+    assert readme_tables.MARKED.search(README)
+    assert readme_tables.filled(README) == README, "run python benchmarks/readme_tables.py"

@@ -1,0 +1,136 @@
+"""Write the tables of README.md from result files: `python benchmarks/readme_tables.py`.
+
+A table stands between `<!-- results: FILE -->` and `<!-- end -->`, where FILE lies in benchmarks/results; `FILE 4096` takes
+only the rows whose case holds that word.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from plot import total_ms
+
+Row = dict[str, Any]
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+MARKED = re.compile(r"(<!-- results: (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+NAMES = {"dmattn": "dmattn_ops", "fa4": "FA4", "cudnn": "cuDNN", "flex": "flex_attention", "sdpa": "SDPA"}
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logarithms = [math.log(value) for value in values]
+    return math.exp(sum(logarithms) / len(logarithms))
+
+
+def _table(heads: list[str], lines: Iterable[list[str]]) -> str:
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _by_case(rows: list[Row]) -> dict[str, dict[str, Row]]:
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(row["case"], {})[row["implementation"]] = row
+    return cases
+
+
+def _shown(cases: dict[str, dict[str, Row]]) -> list[str]:
+    return [name for name in NAMES if any(name in case for case in cases.values())]
+
+
+def dense_table(rows: list[Row]) -> str:
+    """Forward and backward rates, and the geometric means of our rates over each peer's."""
+    cases = _by_case(rows)
+    names = _shown(cases)
+    fast = max(row["forward_tflops"] for row in rows) > 1
+    unit, factor = ("TFLOP/s", 1) if fast else ("GFLOP/s", 1000)
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return ""
+        return " / ".join(f"{row[part] * factor:.0f}" for part in ("forward_tflops", "backward_tflops"))
+
+    lines = [[case, *(cell(found.get(name)) for name in names)] for case, found in cases.items()]
+    means = []
+    for name in names[1:]:
+        both = [(found["dmattn"], found[name]) for found in cases.values() if name in found]
+        ratios = (
+            geometric_mean(ours[part] / theirs[part] for ours, theirs in both)
+            for part in ("forward_tflops", "backward_tflops")
+        )
+        means.append(" / ".join(f"{ratio:.2f}" for ratio in ratios))
+    lines.append(["dmattn_ops is faster by (geometric mean)", "", *means])
+    return _table([f"{unit} forward / backward", *(NAMES[name] for name in names)], lines)
+
+
+def masks_table(rows: list[Row]) -> str:
+    """The whole time of a call, mask work included, and how many times each peer takes."""
+    cases = _by_case(rows)
+    names = _shown(cases)
+
+    def cell(found: dict[str, Row], name: str) -> str:
+        if name not in found:
+            return ""
+        ours, total = total_ms(found["dmattn"]), total_ms(found[name])
+        if total is None or ours is None:
+            return ""
+        return f"{total:.2f}" if name == "dmattn" else f"{total:.2f} ({total / ours:.1f}x)"
+
+    lines = [[case, *(cell(found, name) for name in names)] for case, found in cases.items()]
+    return _table(["ms, mask work + forward + backward", *(NAMES[name] for name in names)], lines)
+
+
+def summary_table(summary: list[Row]) -> str:
+    """What each mask saves of the dense time, and the peers' times over ours."""
+
+    def times(value: float | None) -> str:
+        return "" if value is None else f"{value:.1f}x"
+
+    lines = [
+        [
+            line["case"],
+            f"{line['density']:.2f}",
+            f"{line['tile_density']:.2f}",
+            f"{1 / (1 - line['saved']):.2f}x",
+            times(line.get("sdpa_over_ours")),
+            times(line.get("flex_over_ours")),
+        ]
+        for line in summary
+    ]
+    heads = [
+        "mask, sparsity",
+        "elements kept",
+        "tiles visited",
+        "our dense kernels / ours",
+        "SDPA / ours",
+        "flex / ours",
+    ]
+    return _table(heads, lines)
+
+
+def table(name: str, words: list[str]) -> str:
+    """Return the table of one result file."""
+    results = json.loads((RESULTS / name).read_text())
+    if "summary" in results:
+        return summary_table(results["summary"])
+    rows = [row for row in results["rows"] if all(word in row["case"].split() for word in words)]
+    return (masks_table if any(row["prepare_ms"] for row in rows) else dense_table)(rows)
+
+
+def filled(text: str) -> str:
+    """Return README's text with every table made anew."""
+    return MARKED.sub(lambda found: found[1] + table(found[2], found[3].split()) + found[5], text)
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    readme.write_text(filled(readme.read_text()))
+
+
+if __name__ == "__main__":
+    main()
