@@ -36,16 +36,34 @@ def _load_aligned(tile, stride_q, row, rows_left, columns_left):
 
 
 @triton.jit
-def _load_unaligned(start, past_word, stride_q, row, rows_left, columns_left):
-    """Load bytes [16, 8, 64 words] of rows that begin anywhere, each from two words; the first is at `start`."""
+def _load_unaligned(start, past_word, stride_q, row, rows_left, columns_left, bytes_left):
+    """Load bytes [16, 8, 64 words] of rows that begin anywhere, each from two words; the first is at `start`.
+
+    The mask's memory ends `bytes_left` after the tile's first byte, `start + past_word`: nothing behind it is read.
+    """
     column = 4 * tl.arange(0, 64)[None, None, :]
     offset = row.to(tl.int64) * stride_q + past_word
     late = (offset & 3).to(tl.int32)
-    words = start.to(tl.pointer_type(tl.uint32), bitcast=True) + (offset >> 2) + tl.arange(0, 64)[None, None, :]
-    inside = (row < rows_left) & (column < columns_left)
-    first = tl.load(words, inside, other=0)
-    second = tl.load(words + 1, inside & (late > 0) & (column + 4 - late < columns_left), other=0)
+    word = (offset >> 2) + tl.arange(0, 64)[None, None, :]
+    words_left = (bytes_left + past_word) >> 2  # whole ones
+    words = start.to(tl.pointer_type(tl.uint32), bitcast=True) + word
+    first_inside = (row < rows_left) & (column < columns_left)
+    second_inside = first_inside & (late > 0) & (column + 4 - late < columns_left)
+    first = tl.load(words, first_inside & (word < words_left), other=0)
+    second = tl.load(words + 1, second_inside & (word + 1 < words_left), other=0)
+    last = _load_tail(start + 4 * words_left, (bytes_left + past_word) & 3)
+    first = tl.where(first_inside & (word == words_left), last, first)
+    second = tl.where(second_inside & (word + 1 == words_left), last, second)
     return (first >> (8 * late).to(tl.uint32)) | _from_byte(second, 4 - late)
+
+
+@triton.jit
+def _load_tail(last, tail):
+    """Load the mask's last word, of which `tail` bytes belong to it; the others are 0."""
+    word = tl.full((), 0, tl.uint32)
+    for byte in tl.static_range(3):
+        word |= tl.load(last + byte, byte < tail, other=0).to(tl.uint32) << (8 * byte)
+    return word
 
 
 @triton.jit
@@ -102,7 +120,7 @@ def _store_col_bits(col_bits, upper, lower, first_col, block_row, row_count, col
 @triton.jit
 def _pack_row_of_tiles(
     tile, skew, q_segments, k_segments, classes, row_bits, matrix, row, block_col,
-    seqlen_q, seqlen_k, band_lo, band_hi, row_count, col_count, stride_q,
+    seqlen_q, seqlen_k, band_lo, band_hi, row_count, col_count, stride_q, bytes_left,
     ALIGNED: tl.constexpr, HAS_Q_SEGMENTS: tl.constexpr, HAS_K_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Pack two neighbouring tiles: their classes and row bits. Return their columns' bits and whether one is partial.
@@ -119,12 +137,15 @@ def _pack_row_of_tiles(
     if (row < row_count) & (farthest >= band_lo) & (nearest <= band_hi):
         in_tile = 8 * tl.arange(0, 16)[:, None, None] + tl.arange(0, 8)[None, :, None]
         rows_left, columns_left = seqlen_q - first_i, seqlen_k - first_j
-        tile += first_i.to(tl.int64) * stride_q + first_j
+        ahead = first_i.to(tl.int64) * stride_q + first_j
+        tile += ahead
         if ALIGNED:
             four = _load_aligned(tile, stride_q, in_tile, rows_left, columns_left)
         else:
-            past_word = (skew + first_i.to(tl.int64) * stride_q + first_j) & 3
-            four = _load_unaligned(tile - past_word, past_word, stride_q, in_tile, rows_left, columns_left)
+            past_word = (skew + ahead) & 3
+            four = _load_unaligned(
+                tile - past_word, past_word, stride_q, in_tile, rows_left, columns_left, bytes_left - ahead
+            )
         flags = (((four & 0x7F7F7F7F) + 0x7F7F7F7F) | four) & 0x80808080  # bit 7 of each byte that is not zero
         if HAS_K_SEGMENTS:
             flags &= _equal_segments(
@@ -156,14 +177,17 @@ def _pack_row_of_tiles(
     return eight_rows, partial
 
 
-@triton.jit(do_not_specialize=["skew", "seqlen_q", "band_lo", "band_hi", "heads", "row_count", "col_count"])
+@triton.jit(do_not_specialize=["skew", "seqlen_q", "band_lo", "band_hi", "heads", "row_count", "col_count", "extent"])
 def _pack(
     mask, skew, q_segments, k_segments, classes, row_bits, col_bits,
     seqlen_q, seqlen_k, band_lo, band_hi, heads, row_count, col_count,
-    stride_b, stride_h, stride_q, q_segments_b, k_segments_b, k_segments_h,
+    stride_b, stride_h, stride_q, extent, q_segments_b, k_segments_b, k_segments_h,
     ALIGNED: tl.constexpr, HAS_Q_SEGMENTS: tl.constexpr, HAS_K_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Pack 2 x 2 tiles: each class, and the bits in both orientations where one of the four is partial."""
+    """Pack 2 x 2 tiles: each class, and the bits in both orientations where one of the four is partial.
+
+    `extent` is the number of bytes from the first element of the mask to the end of its last.
+    """
     block_cols, block_rows = tl.cdiv(col_count, 2), tl.cdiv(row_count, 2)
     block_col = tl.program_id(0) % block_cols
     block_row = tl.program_id(0) // block_cols % block_rows
@@ -174,11 +198,13 @@ def _pack(
     skewed = skew + offset
     upper, upper_partial = _pack_row_of_tiles(
         mask + offset, skewed, queries, keys, classes, row_bits, matrix, 2 * block_row, block_col,
-        seqlen_q, seqlen_k, band_lo, band_hi, row_count, col_count, stride_q, ALIGNED, HAS_Q_SEGMENTS, HAS_K_SEGMENTS,
+        seqlen_q, seqlen_k, band_lo, band_hi, row_count, col_count, stride_q, extent - offset,
+        ALIGNED, HAS_Q_SEGMENTS, HAS_K_SEGMENTS,
     )  # fmt: skip
     lower, lower_partial = _pack_row_of_tiles(
         mask + offset, skewed, queries, keys, classes, row_bits, matrix, 2 * block_row + 1, block_col,
-        seqlen_q, seqlen_k, band_lo, band_hi, row_count, col_count, stride_q, ALIGNED, HAS_Q_SEGMENTS, HAS_K_SEGMENTS,
+        seqlen_q, seqlen_k, band_lo, band_hi, row_count, col_count, stride_q, extent - offset,
+        ALIGNED, HAS_Q_SEGMENTS, HAS_K_SEGMENTS,
     )  # fmt: skip
     if upper_partial + lower_partial > 0:
         first_col = matrix.to(tl.int64) * col_count * _TILE + block_col * 2 * _TILE
@@ -386,6 +412,7 @@ def pack_mask(
     col_count, seqlen_k = col_tiles.shape[2], mask.shape[3]
     mask = _as_bytes(mask)
     strides = [0 if size == 1 else stride for size, stride in zip(mask.shape[:3], mask.stride(), strict=False)]
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
     skew = mask.data_ptr() % 16
     aligned = not any(number % 16 for number in (skew, seqlen_k, *strides)) and strides[2] < _LONGEST_ROW
     q_segments = None if q_segments is None else q_segments.contiguous()
@@ -396,7 +423,7 @@ def pack_mask(
         _pack[(programs,)](
             mask, skew % 4, mask if q_segments is None else q_segments, mask if k_segments is None else k_segments,
             classes, row_bits, col_bits, seqlen_q, seqlen_k, band_lo, band_hi, heads, row_count, col_count,
-            *strides, _stride(q_segments, 0), _stride(k_segments, 0), _stride(k_segments, 1),
+            *strides, extent, _stride(q_segments, 0), _stride(k_segments, 0), _stride(k_segments, 1),
             ALIGNED=aligned, HAS_Q_SEGMENTS=q_segments is not None, HAS_K_SEGMENTS=k_segments is not None, num_warps=8,
         )  # fmt: skip
     _write_lists(classes, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, None)
