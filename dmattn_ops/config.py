@@ -41,14 +41,13 @@ class PortableBackward:
 class HopperForward:
     """Gluon forward for SM 9.0: consumers of 64 queries each share `block_m` queries, keys come in buffers of `block_n`.
 
-    Lists of tiles are walked with 128 queries whatever `block_m` is. `lead`: the next scores are computed during a softmax.
+    Lists of tiles are walked with 128 queries whatever `block_m` is.
     """
 
     block_m: int
     block_n: int
     stages: int  # buffers of keys and of values
     query_stages: int  # buffers of queries, which also stage the output
-    lead: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +185,15 @@ def _portable(direction: int) -> tuple[Row, ...]:
 _LEGACY = Row(75, 1024, 4, 0, "Legacy", "reference", Whole())
 HOPPER_FORWARD = (
     Row(
-        90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2, True), 115116,
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2), 115116,
         "H200, 2026-11-20, bf16, B4 H32 S4096: 450 / 533 TFLOP/s causal / full, cuDNN 412 / 459; without lead 439 / 507",
     ),
     Row(
-        90, 128, 2, 0, "LargeBlock", "hopper", HopperForward(128, 128, 2, 2, False), 201176,
+        90, 128, 2, 0, "LargeBlock", "hopper", HopperForward(128, 128, 2, 2), 201176,
         "H200, 2026-11-20, bf16, B4 H16 S4096: 574 / 638 TFLOP/s causal / full, cuDNN 543 / 632; with lead 563 / 632",
     ),
     Row(
-        90, 256, 2, 0, "MediumBlock", "hopper", HopperForward(128, 64, 2, 1, True), 201152,
+        90, 256, 2, 0, "MediumBlock", "hopper", HopperForward(128, 64, 2, 1), 201152,
         "H200, 2026-11-20, bf16, B4 H8 S4096: 606 / 725 TFLOP/s causal / full, cuDNN 572 / 691; without lead 593 / 719",
     ),
 )  # fmt: skip

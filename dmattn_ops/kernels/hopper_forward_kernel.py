@@ -4,10 +4,10 @@ Partitions: two or three consumers (4 warps each) and one warp that takes work a
 next piece of work (a tile of queries of one head) from a counter while the last one is computed, so that loading,
 storing and the ends of a walk overlap across pieces.
 
-One step of a walk (`advance`) ends with the scores of the next tile in registers and nothing in flight:
+One step of a walk (`advance`) starts with P of a tile in registers and ends with P of the next:
 
-    LEAD      S(i+1) = q k(i+1)  ||  P(i) = softmax(S(i));   acc += P(i) v(i)
-    not LEAD  P(i) = softmax(S(i));   S(i+1) = q k(i+1)  ||  acc += P(i) v(i)
+    two consumers    S(i+1) = q k(i+1);   acc += P(i) v(i)  ||  P(i+1) = softmax(S(i+1))
+    three consumers  S(i+1) = q k(i+1);   acc += P(i) v(i);   P(i+1) = softmax(S(i+1)), in halves: for 160 registers
 
 Partly visible tiles come first, so that the second of two loops holds no test. Traps of triton 3.6's compiler: an `if`
 that only picks a value becomes a branch with two equal targets and loses one of the values (use `gl.where`), a loop's
@@ -27,36 +27,13 @@ from dmattn_ops.kernels.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from dmattn_ops.kernels.hopper_forward_softmax import rescale, row_of, softmax_first, softmax_next, state_of
 from dmattn_ops.kernels.hopper_forward_walk import (
     band_tile,
     band_tiles,
     list_tile,
     produce,
 )
-
-
-@gluon.constexpr_function
-def rescale_code(count):
-    """Return PTX that multiplies `count` accumulators by their rows' factors, if any of the warp's is not 1."""
-    factors = range(2 * count, 3 * count)
-    test = f"setp.neu.f32 p, ${factors[0]}, 0f3F800000; setp.neu.or.f32 p, ${factors[2]}, 0f3F800000, p;"
-    body = " ".join(f"mul.f32 ${k}, ${k}, ${factors[k]};" for k in range(count))
-    return "{ .reg .pred p, q; " + test + " vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni SKIP; " + body + " SKIP: }"
-
-
-@gluon.constexpr_function
-def rescale_operands(count):
-    """Return the constraints of `rescale_code`: outputs, the same registers as inputs, factors."""
-    return ",".join(["=f"] * count + [str(k) for k in range(count)] + ["f"] * count)
-
-
-@gluon.jit
-def rescale(acc, factor, D: gl.constexpr):
-    """Return acc `[64, D]` times factor `[64]`; the branch is a warp's own, and mostly skips everything."""
-    COUNT: gl.constexpr = D // 2  # accumulators of a thread; those of its two rows alternate in pairs
-    return gl.inline_asm_elementwise(
-        rescale_code(COUNT), rescale_operands(COUNT), [acc, factor[:, None]], gl.float32, is_pure=False, pack=COUNT
-    )
 
 
 @gluon.jit
@@ -66,6 +43,30 @@ def soften(s, softcap, SOFTCAP: gl.constexpr):
         cap, inner = softcap
         s = cap - 2.0 * cap / (gl.exp2(s * inner) + 1.0)
     return s
+
+
+@gluon.constexpr_function
+def turn_code(verb, consumer):
+    """Return PTX that waits for, or passes, a named barrier of two warp groups."""
+    return f"bar.{verb} {14 + consumer}, 256; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def _bar(CODE: gl.constexpr):
+    once = gl.zeros([128], gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(CODE, "=r,r", [once], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_turn(C: gl.constexpr):
+    """Wait until the other of two consumers has issued its products."""
+    _bar(turn_code("sync", C))
+
+
+@gluon.jit
+def pass_turn(C: gl.constexpr):
+    """Let the other of two consumers issue its products."""
+    _bar(turn_code("arrive", 1 - C))
 
 
 @gluon.jit
@@ -99,7 +100,6 @@ def hide(
     s, i, hidden, lists, k_segments, visible, BN: gl.constexpr, MASK: gl.constexpr, HAS_LO: gl.constexpr
 ):  # fmt: skip
     """Return scores `[64, BN]` of the `i`-th tile of the walk with what is invisible at -inf."""
-    MINUS_INFINITY: gl.constexpr = -8388608  # its bits
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
     q_lo, q_hi, q_segment, begin, end, full_begin, full_end, record, n_partial, n, seqlen_k = visible
@@ -110,14 +110,14 @@ def hide(
         CUBE: gl.constexpr = cube.type.layout
         column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, CUBE)))
         column = gl.expand_dims(gl.expand_dims(column, 0), 0)
-        # prmt spreads the sign of a byte over a word: two instructions per score. Selects would spill predicates
+        # prmt spreads the sign of a byte over a word, lop3 puts -inf there: two instructions per score. Written with
+        # operators, LLVM makes three of them; selects would spill predicates
         word = (hidden[:, :, None] >> (column & 6)) << (7 - (column & 1))
         byte = 0x8888 + 0x1111 * (column >> 3)
-        drop = gl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word, byte], gl.int32, is_pure=True, pack=1
-        )
-        scores = cube.to(gl.int32, bitcast=True)
-        scores = (scores & ~drop) | (drop & MINUS_INFINITY)
+        scores = gl.inline_asm_elementwise(
+            "{ .reg .b32 drop; prmt.b32 drop, $1, 0, $2; lop3.b32 $0, $3, drop, 0xff800000, 0xb8; }", "=r,r,r,r",
+            [word, byte, cube.to(gl.int32, bitcast=True)], gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
         scores = scores.to(gl.float32, bitcast=True).reshape([ROWS, BN])
         return gl.convert_layout(scores, SCORES, assert_trivial=True)
     else:
@@ -137,75 +137,74 @@ def hide(
 
 
 @gluon.jit
-def soft(s, top, total, scale, dtype: gl.constexpr, LEFT: gl.constexpr):
-    """Return (P as a left operand, maximum, sum, factor of what was summed before): one tile of the online softmax."""
-    LAZY: gl.constexpr = 8.0  # log2 by which a maximum may be stale before the accumulator is scaled (as in FA4)
-    peak = gl.max(s, 1) * scale
-    new = gl.where(peak - top > LAZY, peak, top)
-    factor = gl.exp2(top - new)
-    p = gl.exp2(s * scale - new[:, None])
-    total = total * factor + gl.sum(p, 1)
-    return gl.convert_layout(p.to(dtype), LEFT), new, total, factor
-
-
-@gluon.jit
 def advance(
-    i, step, acc, s, top, total, q, smem, bars, scale, softcap, lists, k_segments, visible,
+    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, k_segments, visible,
     C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-    MASKED: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, LEAD: gl.constexpr, SOFTCAP: gl.constexpr,
+    MASKED: gl.constexpr, HAS_LO: gl.constexpr, TURNS: gl.constexpr, SOFTCAP: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
-    """Finish tile `i`, whose scores are given, and compute the scores of tile `i + 1`."""
+    """Add tile `i`, whose P are given, to acc, and compute the P of tile `i + 1`."""
     ROWS: gl.constexpr = 64
+    OVERLAP: gl.constexpr = NC == 2  # three have no registers for the P of two tiles
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     queries, keys, values, words, piece = smem
     q_full, q_empty, k_full, k_empty, v_full = bars
-    empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
     b = step % STAGES
     b_next = (step + 1) % STAGES
-    phase_next = ((step + 1) // STAGES) & 1
     k_next = keys.index(b_next).reshape([BN, D]).permute((1, 0))
-    n_partial = visible[8]
-    if LEAD:
-        mbarrier.wait(k_full.index(b_next), phase_next)
-        hidden = hidden_words(i + 1, step + 1, words, n_partial, C, NC, BN, STAGES, MASK, MASKED)
-        s_next = warpgroup_mma(q, k_next, empty, use_acc=False, is_async=True)
-    p, top, total, factor = soft(s, top, total, scale, dtype, LEFT)
-    if not LEAD:
-        mbarrier.wait(k_full.index(b_next), phase_next)
+    mbarrier.wait(k_full.index(b_next), ((step + 1) // STAGES) & 1)
     mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
-    if not LEAD:
-        hidden = hidden_words(i + 1, step + 1, words, n_partial, C, NC, BN, STAGES, MASK, MASKED)
-    acc = rescale(acc, gl.convert_layout(factor, gl.SliceLayout(1, OUT)), D)
-    if not LEAD:
-        s_next = warpgroup_mma(q, k_next, empty, use_acc=False, is_async=True)
+    hidden = hidden_words(i + 1, step + 1, words, visible[8], C, NC, BN, STAGES, MASK, MASKED)
+    empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
+    if TURNS:
+        wait_turn(C)
+    s = warpgroup_mma(q, k_next, empty, use_acc=False, is_async=True)
     acc = warpgroup_mma(p, values.index(b).reshape([BN, D]), acc, is_async=True)
-    s_next, acc = warpgroup_mma_wait(0, deps=(s_next, acc))
-    s_next = soften(s_next, softcap, SOFTCAP)
+    if TURNS:
+        pass_turn(C)
+    if OVERLAP:
+        s = warpgroup_mma_wait(1, deps=(s,))
+    else:
+        s, acc = warpgroup_mma_wait(0, deps=(s, acc))
+    s = soften(s, softcap, SOFTCAP)
     if MASKED:
-        s_next = hide(s_next, i + 1, hidden, lists, k_segments, visible, BN, MASK, HAS_LO)
+        s = hide(s, i + 1, hidden, lists, k_segments, visible, BN, MASK, HAS_LO)
+    p, top, total, factor = softmax_next(s, top, total, scale, dtype, not OVERLAP, BN)
+    p = gl.convert_layout(p, LEFT)
+    if OVERLAP:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc = rescale(acc, factor, D)
     mbarrier.arrive(k_empty.index(b_next), count=1)
-    return acc, s_next, top, total
+    return acc, p, top, total
+
+
+@gluon.jit
+def release_queries(turn, q_empty, Q_STAGES: gl.constexpr):
+    """Give back the buffer of a turn's queries, once the output that was staged there has been read."""
+    if turn >= 0:
+        tma.store_wait(pendings=0)
+        mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
 
 
 @gluon.jit
 def consume(
     lse, lists, q_segments, k_segments, o_desc, work, rows, scales,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, MASK: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, LEAD: gl.constexpr,
-    SOFTCAP: gl.constexpr, dtype: gl.constexpr,
+    Q_STAGES: gl.constexpr, MASK: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
+    TURNS: gl.constexpr, SOFTCAP: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 queries of each piece of work: those from `C * 64` of its tile."""
     LN2: gl.constexpr = 0.6931471805599453
-    LOWEST: gl.constexpr = -3.0e38  # where row maxima start: finite, so that a row without keys gives 0 and not NaN
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    STATE_COLUMNS: gl.constexpr = BN if NC == 2 else BN // 2
+    STATE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STATE_COLUMNS, 16])
     PIECE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     PER_TILE: gl.constexpr = TILE // BN
     smem, bars, sizes, band, masks = work
@@ -221,6 +220,8 @@ def consume(
     empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
     turn = 0
     step = 0
+    if TURNS and C == 1:
+        pass_turn(C)
     mbarrier.wait(q_full.index(0), 0)
     parts = piece.index(0).load(PIECE)
     head = gl.sum(gl.where(slots == 0, parts, 0), 0)
@@ -274,52 +275,68 @@ def consume(
             own_segments = k_segments + k_head
         visible = (q_lo, q_hi, q_segment, begin, end, full_begin, full_end, record, n_partial, n, seqlen_k)
         acc = gl.zeros([ROWS, D], gl.float32, layout=OUT)
-        top = gl.full([ROWS], LOWEST, gl.float32, layout=ROW)
-        total = gl.zeros([ROWS], gl.float32, layout=ROW)
+        total = state_of(gl.zeros([ROWS, STATE_COLUMNS], gl.float32, layout=STATE_LAYOUT), STATE_COLUMNS)
+        top = total
         if first < n:
             b = step % STAGES
             mbarrier.wait(k_full.index(b), (step // STAGES) & 1)
             k_first = keys.index(b).reshape([BN, D]).permute((1, 0))
             hidden = hidden_words(first, step, words, n_partial, C, NC, BN, STAGES, MASK, True)
+            if TURNS:
+                wait_turn(C)
             s = warpgroup_mma(q, k_first, empty, use_acc=False, is_async=True)
+            if TURNS:
+                pass_turn(C)
+            if Q_STAGES > 1:
+                release_queries(turn - 1, q_empty, Q_STAGES)
             s = soften(warpgroup_mma_wait(0, deps=(s,)), softcap, SOFTCAP)
             s = hide(s, first, hidden, lists, own_segments, visible, BN, MASK, HAS_LO)
             mbarrier.arrive(k_empty.index(b), count=1)
-            for i in range(first, gl.minimum(masked, n) - 1):
-                acc, s, top, total = advance(
-                    i, step, acc, s, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
-                    C, NC, BN, D, STAGES, MASK, True, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype,
+            p, top, total = softmax_first(s, total, scale, dtype, BN)
+            p = gl.convert_layout(p, LEFT)
+            tested = gl.minimum(gl.maximum(masked, first + 1), n) - 1
+            for i in range(first, tested):
+                acc, p, top, total = advance(
+                    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
+                    C, NC, BN, D, STAGES, MASK, True, HAS_LO, TURNS, SOFTCAP, dtype,
                 )  # fmt: skip
                 step += 1
-            for i in range(gl.maximum(first, masked - 1), n - 1):
-                acc, s, top, total = advance(
-                    i, step, acc, s, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
-                    C, NC, BN, D, STAGES, MASK, False, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype,
+            for i in range(tested, n - 1):
+                acc, p, top, total = advance(
+                    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
+                    C, NC, BN, D, STAGES, MASK, False, HAS_LO, TURNS, SOFTCAP, dtype,
                 )  # fmt: skip
                 step += 1
-            p, top, total, factor = soft(s, top, total, scale, dtype, LEFT)
             b = step % STAGES
             mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
-            acc = rescale(acc, gl.convert_layout(factor, gl.SliceLayout(1, OUT)), D)
+            if TURNS:
+                wait_turn(C)
             acc = warpgroup_mma(p, values.index(b).reshape([BN, D]), acc, is_async=True)
+            if TURNS:
+                pass_turn(C)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             step += 1
-        inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
+        elif Q_STAGES > 1:
+            release_queries(turn - 1, q_empty, Q_STAGES)
+        row_total = row_of(total, ROW, True)
+        inverse = gl.where(row_total == 0.0, 0.0, 1.0 / row_total)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
         # q is not needed any more: its place stages the output. TMA leaves out the rows and columns past the ends
         q.store(acc.to(dtype))
         fence_async_shared()
         tma_store(o_desc, [batch, h, q_first, 0], queries.index(slot * NC + C))
-        value = gl.where(total == 0.0, float("-inf"), (top + gl.log2(total)) * LN2)
+        row_top = row_of(top, ROW, False)
+        value = gl.where(row_total == 0.0, float("-inf"), (row_top + gl.log2(row_total)) * LN2)
         lse_row = lse + batch.to(gl.int64) * lse_b + h.to(gl.int64) * lse_h + q_first
         gl.store(lse_row + row, value, mask=q_first + row < seqlen_q)
-        tma.store_wait(pendings=0)
-        mbarrier.arrive(q_empty.index(slot), count=1)
+        if Q_STAGES == 1:  # else when the next piece is under way
+            release_queries(turn, q_empty, Q_STAGES)
         turn += 1
         slot = turn % Q_STAGES
         mbarrier.wait(q_full.index(slot), (turn // Q_STAGES) & 1)
         parts = piece.index(slot).load(PIECE)
         head = gl.sum(gl.where(slots == 0, parts, 0), 0)
+    tma.store_wait(pendings=0)
 
 
 SCALARS = (
@@ -335,7 +352,7 @@ def forward_kernel(
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, lo, hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    MASK: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, LEAD: gl.constexpr, SOFTCAP: gl.constexpr,
+    MASK: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H)."""
     ROWS: gl.constexpr = 64
@@ -375,20 +392,20 @@ def forward_kernel(
     if NC == 2:
         gl.warp_specialize([
             (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 0, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),
+                       MASK, HAS_LO, HAS_HI, TURNS, SOFTCAP, dtype)),
             (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 1, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),
+                       MASK, HAS_LO, HAS_HI, TURNS, SOFTCAP, dtype)),
             (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, work, broadcast, BM, BN, STAGES, Q_STAGES, NC,
                        MASK, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 0, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),
+                       MASK, HAS_LO, HAS_HI, TURNS, SOFTCAP, dtype)),
             (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 1, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),
+                       MASK, HAS_LO, HAS_HI, TURNS, SOFTCAP, dtype)),
             (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 2, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, LEAD, SOFTCAP, dtype)),
+                       MASK, HAS_LO, HAS_HI, TURNS, SOFTCAP, dtype)),
             (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, work, broadcast, BM, BN, STAGES, Q_STAGES, NC,
                        MASK, HAS_LO, HAS_HI)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

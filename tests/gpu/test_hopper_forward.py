@@ -98,6 +98,27 @@ def test_head_dimensions_between_tiles(dim: int, dim_v: int) -> None:
 
 
 @pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("growing", [True, False])
+def test_maxima_that_change_with_every_tile(dim: int, dtype: torch.dtype, growing: bool) -> None:
+    """P of a tile are first computed with the maxima of earlier ones: here these are far too small, or far too large."""
+    query, key, value = draw(1, 1024, 2, dim, dtype), draw(1, 1024, 2, dim), draw(1, 1024, 2, dim, dtype)
+    size = torch.linspace(0, 30, 1024, device="cuda")
+    key = (key * (size if growing else size.flip(0))[:, None, None]).to(dtype)
+    for band in ((-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0)):
+        compare(launch((query, key, value), band), (query, key, value), in_band(1024, 1024, band))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_score_that_is_no_number_reaches_its_row_only(dim: int) -> None:
+    query, key, value = draw(1, 512, 2, dim), draw(1, 512, 2, dim), draw(1, 512, 2, dim)
+    query[0, 300, 1] = math.nan
+    out, lse = launch((query, key, value))
+    assert out.isnan().any(-1).nonzero().tolist() == [[0, 300, 1]]
+    assert lse.isnan().nonzero().tolist() == [[0, 1, 300]]
+
+
+@pytest.mark.parametrize("dim", DIMS)
 def test_soft_cap(dim: int) -> None:
     inputs = 3 * draw(1, 400, 2, dim), draw(1, 400, 2, dim), draw(1, 400, 2, dim)
     band = (-UNBOUNDED, 0)

@@ -1,0 +1,193 @@
+"""The softmax of the SM 9.0 forward: P of a tile against the row maxima of earlier tiles, which are checked afterwards.
+
+A tile's P are first computed with the maxima that are known (`top`), at the pace of the exponentials. They are right
+unless one is far too large; then their sum is too. So a warp looks for new maxima, and computes its P again, only where
+a sum is over `2 ** 10`: mostly never after a row's first tile. P may thus exceed 1, which costs floating point nothing.
+
+State of a row is held as `[64, 4]`: one value in each of the four lanes that share the row. `top`, in log2 units, is the
+same in all four and a whole number, so that rescaling is exact; `total` is a lane's part of the sum, added up at the end.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def redo_code(count, half_precision, earlier):
+    """Return PTX that computes the `count` P of a thread again, if a sum of any thread of the warp is too large.
+
+    Outputs: P in pairs, P of the tile's `earlier` half in pairs (to be rescaled), then top, total and factor of what was
+    summed before; inputs: the same, then scores, the sums of the new P, the totals without them, scale. Each is a tile:
+    one operand for each P, those of a thread's two rows alternating in pairs, of which the first counts in row values.
+    """
+    sizes = [count // 2, count // 2 if earlier else 0, count, count, count]
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    pairs, others, top, total, factor = (
+        [f"${start + k}" for k in range(size)] for start, size in zip(starts, sizes, strict=True)
+    )
+    score, part, before, scale = ([f"${2 * sum(sizes) + j * count + k}" for k in range(count)] for j in range(4))
+    limit = "0f44800000"  # 2 ** 10
+    lines = [
+        "{ .reg .pred p, q; .reg .f32 a, b, m0, m1, t0, t1; .reg .b32 h0, h1;",
+        f"setp.gtu.f32 p, {part[0]}, {limit}; setp.gtu.or.f32 p, {part[2]}, {limit}, p;",  # true for NaN
+        "vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni DONE;",
+    ]
+    for row in range(2):
+        first, m = 2 * row, f"m{row}"
+        own = [score[k] for k in range(count) if (k >> 1) & 1 == row]
+        lines.append(f"max.f32 {m}, {own[0]}, {own[1]};")
+        lines += [f"max.f32 {m}, {m}, {one};" for one in own[2:]]
+        lines += [f"shfl.sync.bfly.b32 a, {m}, {lane}, 0x1f, 0xffffffff; max.f32 {m}, {m}, a;" for lane in (2, 1)]
+        lines += [
+            f"mul.f32 {m}, {m}, {scale[0]}; cvt.rpi.f32.f32 {m}, {m}; max.f32 {m}, {m}, {top[first]};",
+            f"sub.f32 a, {top[first]}, {m}; ex2.approx.ftz.f32 {factor[first]}, a; mov.f32 {top[first]}, {m};",
+            f"mul.f32 t{row}, {before[first]}, {factor[first]}; neg.f32 {m}, {m};",
+            f"cvt.rn.{half_precision}x2.f32 h{row}, {factor[first]}, {factor[first]};",
+        ]
+    for k in range(0, count, 2):
+        row = (k >> 1) & 1
+        for name, one in (("a", score[k]), ("b", score[k + 1])):
+            lines.append(f"fma.rn.f32 {name}, {one}, {scale[0]}, m{row}; ex2.approx.ftz.f32 {name}, {name};")
+            lines.append(f"add.f32 t{row}, t{row}, {name};")
+        lines.append(f"cvt.rn.{half_precision}x2.f32 {pairs[k // 2]}, b, a;")
+    lines += [f"mul.rn.{half_precision}x2 {pair}, {pair}, h{k & 1};" for k, pair in enumerate(others)]
+    lines.append(f"mov.f32 {total[0]}, t0; mov.f32 {total[2]}, t1; DONE: }}")
+    return " ".join(lines)
+
+
+@gluon.constexpr_function
+def redo_operands(count, earlier):
+    """Return the constraints of `redo_code`: outputs, the same registers as inputs, what is only read."""
+    outputs = ["=r"] * (count if earlier else count // 2) + ["=f"] * (3 * count)
+    return ",".join(outputs + [str(k) for k in range(len(outputs))] + ["f"] * (4 * count))
+
+
+@gluon.constexpr_function
+def rescale_code(count):
+    """Return PTX that multiplies `count` accumulators by their rows' factors, if any of the warp's is not 1."""
+    factors = range(2 * count, 3 * count)
+    test = f"setp.neu.f32 p, ${factors[0]}, 0f3F800000; setp.neu.or.f32 p, ${factors[2]}, 0f3F800000, p;"
+    body = " ".join(f"mul.f32 ${k}, ${k}, ${factors[k]};" for k in range(count))
+    return "{ .reg .pred p, q; " + test + " vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni SKIP; " + body + " SKIP: }"
+
+
+@gluon.constexpr_function
+def rescale_operands(count):
+    """Return the constraints of `rescale_code`: outputs, the same registers as inputs, factors."""
+    return ",".join(["=f"] * count + [str(k) for k in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def _first(a, b):
+    return a
+
+
+@gluon.jit
+def by_lane(x, COLUMNS: gl.constexpr):
+    """View a tile `[64, COLUMNS]` as `[64, COLUMNS / 8, 4, 2]`: pairs of columns, and the lane that holds each."""
+    return x.reshape([64, COLUMNS // 8, 4, 2])
+
+
+@gluon.jit
+def state_of(x, COLUMNS: gl.constexpr):
+    """Return `[64, 4]`: the first element that each lane holds of each row of `x`."""
+    return gl.reduce(gl.reduce(by_lane(x, COLUMNS), 3, _first), 1, _first)
+
+
+@gluon.jit
+def over_columns(state, COLUMNS: gl.constexpr):
+    """Return `[64, COLUMNS]` in the layout of an accumulator: each lane's value in all of its columns."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    shape = by_lane(gl.zeros([64, COLUMNS], state.dtype, layout=LAYOUT), COLUMNS)
+    state = gl.convert_layout(state, gl.SliceLayout(1, gl.SliceLayout(3, shape.type.layout)), assert_trivial=True)
+    spread, _ = gl.broadcast(gl.expand_dims(gl.expand_dims(state, 1), 3), shape)
+    return gl.convert_layout(spread.reshape([64, COLUMNS]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def sum_of_lane(p, COLUMNS: gl.constexpr):
+    """Return `[64, 4]`: the sum over the columns of each lane."""
+    return gl.sum(gl.sum(by_lane(p, COLUMNS), 3), 1)
+
+
+@gluon.jit
+def halves(s, BN: gl.constexpr):
+    """Return the left and the right half of a tile of scores `[64, BN]`."""
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
+    left, right = gl.split(s.reshape([64, 2, BN // 2]).permute([0, 2, 1]))
+    return gl.convert_layout(left, HALF, assert_trivial=True), gl.convert_layout(right, HALF, assert_trivial=True)
+
+
+@gluon.jit
+def softmax_first(s, state, scale, dtype: gl.constexpr, BN: gl.constexpr):
+    """Return (P, top, total) of a row's first tile of scores `[64, BN]`; `state` has the layout of top and total."""
+    LOWEST: gl.constexpr = -3.0e38  # finite, so that a row without keys gives 0 and not NaN
+    peak = gl.max(gl.max(gl.max(by_lane(s, BN), 3), 1), 1)
+    top = gl.expand_dims(gl.maximum(gl.ceil(peak * scale), LOWEST), 1)
+    top, _ = gl.broadcast(top, state_of(s, BN))
+    p = gl.exp2(s * scale - over_columns(top, BN))
+    top = gl.convert_layout(top, state.type.layout, assert_trivial=True)
+    total = gl.convert_layout(sum_of_lane(p, BN), state.type.layout, assert_trivial=True)
+    return p.to(dtype), top, total
+
+
+@gluon.jit
+def speculate(s, earlier, top, total, scale, dtype: gl.constexpr, EARLIER: gl.constexpr, BN: gl.constexpr):
+    """Return (P, P of an earlier half, top, total, factor of what was summed before) of further scores `[64, BN]`."""
+    COUNT: gl.constexpr = BN // 2  # P of a thread
+    KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
+    CODE: gl.constexpr = redo_code(COUNT, KIND, EARLIER)
+    OPERANDS: gl.constexpr = redo_operands(COUNT, EARLIER)
+    tops = over_columns(top, BN)
+    p = gl.exp2(s * scale - tops)
+    part = sum_of_lane(p, BN)
+    totals, parts, before = over_columns(total + part, BN), over_columns(part, BN), over_columns(total, BN)
+    p = p.to(dtype)
+    ones = gl.full([64, BN], 1.0, gl.float32, layout=s.type.layout)
+    if EARLIER:
+        p, earlier, tops, totals, factors = gl.inline_asm_elementwise(
+            CODE, OPERANDS, [p, earlier, tops, totals, ones, s, parts, before, ones * scale],
+            (p.dtype, p.dtype, gl.float32, gl.float32, gl.float32), is_pure=False, pack=COUNT,
+        )  # fmt: skip
+    else:
+        p, tops, totals, factors = gl.inline_asm_elementwise(
+            CODE, OPERANDS, [p, tops, totals, ones, s, parts, before, ones * scale],
+            (p.dtype, gl.float32, gl.float32, gl.float32), is_pure=False, pack=COUNT,
+        )  # fmt: skip
+    return p, earlier, state_of(tops, BN), state_of(totals, BN), state_of(factors, BN)
+
+
+@gluon.jit
+def softmax_next(s, top, total, scale, dtype: gl.constexpr, IN_HALVES: gl.constexpr, BN: gl.constexpr):
+    """Return (P, top, total, factor of what was summed before) of a further tile of scores `[64, BN]`.
+
+    In halves, the scores of a half are given up before the P of the other exist: 16 registers less.
+    """
+    if IN_HALVES:
+        left, right = halves(s, BN)
+        p_left, _, top, total, factor = speculate(left, 0, top, total, scale, dtype, False, BN // 2)
+        p_right, p_left, top, total, again = speculate(right, p_left, top, total, scale, dtype, True, BN // 2)
+        p = gl.join(p_left, p_right).permute([0, 2, 1]).reshape([64, BN])
+        factor = factor * again
+    else:
+        p, _, top, total, factor = speculate(s, 0, top, total, scale, dtype, False, BN)
+    return p, top, total, factor
+
+
+@gluon.jit
+def rescale(acc, factor, D: gl.constexpr):
+    """Return acc `[64, D]` times factor `[64, 4]`; the branch is a warp's own, and mostly skips everything."""
+    COUNT: gl.constexpr = D // 2  # accumulators of a thread; those of its two rows alternate in pairs
+    return gl.inline_asm_elementwise(
+        rescale_code(COUNT), rescale_operands(COUNT), [acc, over_columns(factor, D)], gl.float32,
+        is_pure=False, pack=COUNT,
+    )  # fmt: skip
+
+
+@gluon.jit
+def row_of(state, ROW: gl.constexpr, SUM: gl.constexpr):
+    """Return `[64]`: a row's sum over its four lanes, or the value that they share."""
+    row = gl.sum(state, 1) if SUM else gl.max(state, 1)
+    return gl.convert_layout(row, ROW, assert_trivial=True)
