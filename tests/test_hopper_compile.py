@@ -212,7 +212,7 @@ def _compile(case: str, launched: list) -> dict:
         tiles = Tiles(lists, lists, q_segments=ids, k_segments=ids[:, None].expand(batch, heads, seqlen).contiguous())
     low = -100 if "window" in words or "segments" in words else -UNBOUNDED
     high = UNBOUNDED if "full" in words else 0
-    options = Options(low, high, dim**-0.5, 0.0, 0.0, False)
+    options = Options(low, high, dim**-0.5, 0.0, 0.0, "ordered" in words)
     assert hopper_backward.refusals(query, key, value, None, tiles, None, None, options) == []
     row = next(row for row in config.BACKWARD if row.kernel == "hopper" and row.dim >= dim)
     launched.clear()

@@ -80,7 +80,7 @@ def refusals(
         "a bias": bias is not None,
         "dropout": options.dropout_p > 0.0,
         "softcap": options.softcap != 0.0,
-        "deterministic accumulation of dq": options.deterministic,
+        "deterministic accumulation of dq over listed tiles": options.deterministic and tiles.col_tiles is not None,
         f"dtype {query.dtype}": query.dtype not in (torch.bfloat16, torch.float16),
         f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
         f"head dimensions {dim} and {dim_v} that are no multiples of 8": dim % 8 != 0 or dim_v % 8 != 0,
@@ -149,9 +149,11 @@ def backward(
         grad_out = grad_out.contiguous()
     rows = -(-seqlen_q // TILE) * TILE  # queries of a head in the workspaces
     total = batch * heads * rows
-    # one float32 workspace: lse and delta of every row, then dq in pieces of 64 x 64
-    workspace = query.new_empty((total * (2 + tile_d),), dtype=torch.float32)
+    # one float32 workspace: lse and delta of every row, then dq in pieces of 64 x 64, then a counter of each piece
+    pieces = total * tile_d // PIECE
+    workspace = query.new_empty((total * (2 + tile_d) + pieces,), dtype=torch.float32)
     address, accumulator = workspace.data_ptr(), workspace[2 * total :]
+    counters = workspace[total * (2 + tile_d) :].view(torch.int32)
     block_rows = 8192 // tile_d
     grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     arguments = (
@@ -168,7 +170,7 @@ def backward(
         _rows_map(grad_out, block_m, tile_dv),
         _tensor_map(address, torch.float32, (2, total), (total, 1), (2, block_m)),
         _tensor_map(address + 8 * total, torch.float32, (total * tile_d // 256, 256), (256, 1), (16, 256)),
-        _rows_map(dk, 64, tile_d), _rows_map(dv, 64, tile_dv), *mask,
+        _rows_map(dk, 64, tile_d), _rows_map(dv, 64, tile_dv), counters, *mask,
         options.softmax_scale, options.softmax_scale * LOG2E, kv_heads, heads // kv_heads, seqlen_q, seqlen_k, rows,
         options.band_lo, options.band_hi, HEADS_PER_GROUP, batch * kv_heads,
     )  # fmt: skip
@@ -176,7 +178,8 @@ def backward(
         "BM": block_m, "BN": block_n, "D": tile_d, "DV": tile_dv, "LISTS": kind,
         "PARTIAL": kind != 0 or has_lo or has_hi or seqlen_k % block_n != 0, "HAS_LO": has_lo,
         "HAS_Q_SEG": has_q_segments, "GROUPED": heads != kv_heads, "TWO_PHASE": config.variant == "two_phase",
+        "ORDERED": options.deterministic,
     }  # fmt: skip
     launch(backward_kernel, batch * kv_heads * -(-seqlen_k // block_n), arguments, constants, query.device, num_warps=4)
     arguments = (accumulator, dq, *dq.stride()[:3], options.softmax_scale, seqlen_q, heads, rows, dim)
-    launch(finish_kernel, total * tile_d // PIECE, arguments, {"SPLIT_D": tile_d == 128}, query.device, num_warps=4)
+    launch(finish_kernel, pieces, arguments, {"SPLIT_D": tile_d == 128}, query.device, num_warps=4)

@@ -18,6 +18,7 @@ from dmattn_ops.kernels.gluon_compat import (
     tma_reduce_add,
     tma_store,
 )
+from dmattn_ops.kernels.hopper_backward_order import await_turn, ordered_span, pass_turn, turn_of
 from dmattn_ops.kernels.hopper_backward_steps import last_dq, step
 from dmattn_ops.problem import HEADER as _HEADER
 from dmattn_ops.problem import TILE as _TILE
@@ -76,24 +77,28 @@ def head_steps(record, span, LISTS: gl.constexpr, BM: gl.constexpr):
 
 
 @gluon.jit
-def full_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constexpr):
+def full_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constexpr, ORDERED: gl.constexpr):
     """Return the query tile of the `t`-th step without a test."""
     R: gl.constexpr = TILE // BM
     if LISTS == NO_LISTS:
         m = span[1] + t
+        if ORDERED:
+            m = span[2] - 1 - t
     else:
         m = gl.load(record + HEADER + (n_partial + t) // R) * R + t % R
     return m
 
 
 @gluon.jit
-def partial_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constexpr):
+def partial_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constexpr, ORDERED: gl.constexpr):
     """Return the query tile of the `t`-th step with a test; anything where there is no such step."""
     R: gl.constexpr = TILE // BM
     if LISTS == NO_LISTS:
         first, full_first, full_end, _ = span
         before = full_first - first
         m = gl.where(t < before, first + t, full_end + t - before)
+        if ORDERED:  # a single range: either no tile is full or those with a test come before them
+            m = first + n_partial - 1 - t
     else:
         m = gl.load(record + HEADER + t // R, mask=t < n_partial, other=0) * R + t % R
     return m
@@ -122,7 +127,7 @@ def load_step(
 def producer(
     produced,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    LISTS: gl.constexpr, PARTIAL: gl.constexpr, TWO_PHASE: gl.constexpr,
+    LISTS: gl.constexpr, PARTIAL: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Load K and V once, then a stage per step in the order in which the consumers take them."""
     BYTES: gl.constexpr = BM * (D + DV) * 2 + 2 * BM * 4
@@ -138,12 +143,12 @@ def producer(
         row = (batch * heads + head) * rows
         n_full, n_partial = head_steps(record, span, LISTS, BM)
         for t in range(n_full):
-            m = full_tile(t, record, n_partial, span, LISTS, BM)
+            m = full_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
             load_step(i, m, maps, tiles, q_full, done, batch, head, row, BM, BYTES, TWO_PHASE)
             i += 1
         if PARTIAL:
             for t in range(n_partial):
-                m = partial_tile(t, record, n_partial, span, LISTS, BM)
+                m = partial_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
                 load_step(i, m, maps, tiles, q_full, done, batch, head, row, BM, BYTES, TWO_PHASE)
                 i += 1
         record += list_step
@@ -158,22 +163,34 @@ def wait_dq(s, dq_full, C: gl.constexpr, TWO_PHASE: gl.constexpr):
 
 
 @gluon.jit
-def reduce_step(s, dq_desc, dq_c, dq_full, dq_empty, tile, C: gl.constexpr, TWO_PHASE: gl.constexpr):
-    """Add piece `s` to query tile `tile` of the workspace."""
+def reduce_step(
+    s, m, tile0, dq_desc, dq_c, dq_full, dq_empty, order,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, HAS_LO: gl.constexpr, TWO_PHASE: gl.constexpr,
+    ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Add what consumer `C` made in step `s` to its piece of query tile `m` of the head that starts at `tile0`."""
+    counters, tile, band_lo = order
+    piece = (tile0 + m) * 2 + C
+    if ORDERED:  # before the piece is there: the look at the counter costs nothing then
+        await_turn(counters + piece, turn_of(tile, m, band_lo, BM, BN, HAS_LO))
     wait_dq(s, dq_full, C, TWO_PHASE)
-    tma_reduce_add(dq_desc, [(tile * 2 + C) * PIECE_ROWS, 0], dq_c)
+    tma_reduce_add(dq_desc, [piece * PIECE_ROWS, 0], dq_c)
     tma.store_wait(pendings=0)
     mbarrier.arrive(dq_empty, count=1)
+    if ORDERED:
+        pass_turn(counters + piece)
 
 
 @gluon.jit
 def reducer(
     reduced,
-    C: gl.constexpr, BM: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr, TWO_PHASE: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr,
+    HAS_LO: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Add consumer `C`'s 64 x 64 pieces of dq to the workspace, in the order of the steps."""
-    dq_desc, dq_s, dq_full, dq_empties, record, list_step, span, place, rows = reduced
-    batch, kv_head, _, group, heads = place
+    dq_desc, dq_s, dq_full, dq_empties, record, list_step, span, place, rows, counters, band_lo = reduced
+    batch, kv_head, tile, group, heads = place
+    order = (counters, tile, band_lo)
     dq_c = dq_s.index(C)
     dq_empty = dq_empties.index(C)
     wait_dq(0, dq_full, C, TWO_PHASE)  # the piece of the step before the first one: zeros, belongs nowhere
@@ -183,13 +200,13 @@ def reducer(
         tile0 = (batch * heads + kv_head * group + g) * (rows // BM)
         n_full, n_partial = head_steps(record, span, LISTS, BM)
         for t in range(n_full):
-            m = full_tile(t, record, n_partial, span, LISTS, BM)
-            reduce_step(s, dq_desc, dq_c, dq_full, dq_empty, tile0 + m, C, TWO_PHASE)
+            m = full_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
+            reduce_step(s, m, tile0, dq_desc, dq_c, dq_full, dq_empty, order, C, BM, BN, HAS_LO, TWO_PHASE, ORDERED)
             s += 1
         if PARTIAL:
             for t in range(n_partial):
-                m = partial_tile(t, record, n_partial, span, LISTS, BM)
-                reduce_step(s, dq_desc, dq_c, dq_full, dq_empty, tile0 + m, C, TWO_PHASE)
+                m = partial_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
+                reduce_step(s, m, tile0, dq_desc, dq_c, dq_full, dq_empty, order, C, BM, BN, HAS_LO, TWO_PHASE, ORDERED)
                 s += 1
         record += list_step
 
@@ -199,6 +216,7 @@ def head_loop(
     i, dk, dv, tiles, barriers, scale_log2, mask, record, span, tile, seqlen_q, seqlen_k, band_lo, band_hi,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
     LISTS: gl.constexpr, PARTIAL: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, TWO_PHASE: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Take all steps of one query head: first the tiles that need no test, then the others."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
@@ -216,10 +234,10 @@ def head_loop(
         k_seg = keys
         if LISTS == SEGMENT_LISTS:
             k_seg = gl.load(k_segments + tile * BN + keys, mask=tile * BN + keys < seqlen_k, other=-1)
-        ahead = partial_tile(0, record, n_partial, span, LISTS, BM)
+        ahead = partial_tile(0, record, n_partial, span, LISTS, BM, ORDERED)
         for t in range(n_partial):
             m = ahead
-            ahead = partial_tile(t + 1, record, n_partial, span, LISTS, BM)  # its latency is this step's
+            ahead = partial_tile(t + 1, record, n_partial, span, LISTS, BM, ORDERED)  # its latency is this step's
             d_lo = keys
             d_hi = keys
             q_seg = queries
@@ -249,7 +267,7 @@ def consumer(
     consumed,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
     LISTS: gl.constexpr, PARTIAL: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
-    GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
+    GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of 64 keys, summed over the query heads of the group, and make half of each dq tile."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
@@ -286,14 +304,14 @@ def consumer(
             i, dk, dv = head_loop(
                 i, dk, dv, tiles, barriers, scale_log2, (bits, bits_row, q_segments, k_segments), record, span, tile,
                 seqlen_q, seqlen_k, band_lo, band_hi,
-                C, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, TWO_PHASE)  # fmt: skip
+                C, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, TWO_PHASE, ORDERED)  # fmt: skip
             record += list_step
             bits += bits_step
             k_segments += k_segments_step
     else:
         i, dk, dv = head_loop(
             i, dk, dv, tiles, barriers, scale_log2, mask, record, span, tile, seqlen_q, seqlen_k, band_lo, band_hi,
-            C, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, TWO_PHASE)  # fmt: skip
+            C, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, TWO_PHASE, ORDERED)  # fmt: skip
     last_dq(i, tiles, barriers, C, BM, TWO_PHASE)
     # dv leaves through this consumer's half of V, dk through its piece of dq (16 KB hold 64 x 128 values of 16 bits)
     v_c.store(dv.to(dtype))
@@ -310,17 +328,19 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["kv_heads", "group", "heads_per_group", "n_heads"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stat_desc, dq_desc, dk_desc, dv_desc, lists, bits, q_segments, k_segments,
+    q_desc, k_desc, v_desc, do_desc, stat_desc, dq_desc, dk_desc, dv_desc, counters, lists, bits, q_segments, k_segments,
     list_b, list_kv, list_step, list_width, bits_b, bits_kv, bits_step, bits_row,
     q_segments_b, k_segments_b, k_segments_kv, k_segments_step,
     scale, scale_log2, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi, heads_per_group, n_heads,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr,
     HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv `[B, Sk, Hkv, D]` and add to the dq workspace. Grid: one block per key tile and key head.
 
     `_b` strides step a batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128.
-    `bits` are the 64-bit words of `col_bits`.
+    `bits` are the 64-bit words of `col_bits`. ORDERED (not with lists): `counters`, an int32 0 for each piece of dq, give
+    the additions a fixed order.
     """
     dtype: gl.constexpr = q_desc.dtype
     q4 = gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], q_desc.layout)
@@ -366,6 +386,8 @@ def backward_kernel(
     span = (0, 0, 0, 0)
     if LISTS == NO_LISTS:
         span = band_tiles(tile, seqlen_q, seqlen_k, band_lo, band_hi, BM, BN)
+        if ORDERED:
+            span = ordered_span(span, HAS_LO)
     else:
         base = lists + batch.to(gl.int64) * list_b + kv_head.to(gl.int64) * list_kv
         tile = gl.load(base + rank * list_width)
@@ -386,14 +408,20 @@ def backward_kernel(
     maps = (q_desc, do_desc, stat_desc)
     stages = (q4, o4, stat3)
     produced = (maps, k_desc, v_desc, stages, k4, v4, q_full, done, kv_full, record, list_step, span, place, rows)
-    reduced = (dq_desc, dq_s, dq_full, dq_empty, record, list_step, span, place, rows)
+    reduced = (dq_desc, dq_s, dq_full, dq_empty, record, list_step, span, place, rows, counters, band_lo)
     gl.warp_specialize(
         [
-            (consumer, (consumed, 0, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE)),
-            (consumer, (consumed, 1, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE)),
-            (producer, (produced, BM, BN, D, DV, LISTS, PARTIAL, TWO_PHASE)),
-            (reducer, (reduced, 0, BM, LISTS, PARTIAL, TWO_PHASE)),
-            (reducer, (reduced, 1, BM, LISTS, PARTIAL, TWO_PHASE)),
+            (
+                consumer,
+                (consumed, 0, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, ORDERED),
+            ),
+            (
+                consumer,
+                (consumed, 1, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, ORDERED),
+            ),
+            (producer, (produced, BM, BN, D, DV, LISTS, PARTIAL, TWO_PHASE, ORDERED)),
+            (reducer, (reduced, 0, BM, BN, LISTS, PARTIAL, HAS_LO, TWO_PHASE, ORDERED)),
+            (reducer, (reduced, 1, BM, BN, LISTS, PARTIAL, HAS_LO, TWO_PHASE, ORDERED)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -59,7 +59,7 @@ def check(
     batch: int, seqlens: tuple[int, int], heads: tuple[int, int], dim: int,
     band: tuple[int, int] = (-UNBOUNDED, UNBOUNDED), *,
     dtype: torch.dtype = torch.bfloat16, keep: Tensor | None = None, tiles: Tiles | None = None,
-    with_grad_lse: bool = False,
+    with_grad_lse: bool = False, deterministic: bool = False,
     inputs: tuple[Tensor, ...] | None = None, outputs: tuple[Tensor, ...] | None = None, tolerance: float | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Run the kernel and compare with float64; return dq, dk and dv. Outputs hold NaN before."""
@@ -77,7 +77,7 @@ def check(
     scale = dim**-0.5
     out, lse, want = expected(inputs, visible.cuda(), scale, grad_lse)
     tiles = Tiles() if tiles is None else Tiles(*(None if t is None else t.cuda() for t in tiles))
-    options = Options(*band, scale, 0.0, 0.0, False)
+    options = Options(*band, scale, 0.0, 0.0, deterministic)
     assert hopper_backward.refusals(query, key, value, None, tiles, None, None, options) == []
     got = outputs or tuple(torch.empty_like(x) for x in (query, key, value))
     for gradient in got:

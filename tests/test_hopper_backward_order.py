@@ -1,0 +1,67 @@
+"""The order of dq's additions, on the CPU: turns count who came before, and blocks of lower ids suffice to finish."""
+
+from __future__ import annotations
+
+from types import FunctionType, SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+
+from dmattn_ops.kernels import hopper_backward_kernel, hopper_backward_order
+from dmattn_ops.problem import UNBOUNDED
+
+INTEGERS = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)
+BANDS = [
+    (-UNBOUNDED, UNBOUNDED),
+    (-UNBOUNDED, 0),
+    (-UNBOUNDED, 333),
+    (-UNBOUNDED, -450),
+    (-300, 200),
+    (-200, UNBOUNDED),
+]
+BANDS += [(150, 900), (-1, 1), (-900, -150), (0, 0)]
+LENGTHS = [(1536, 1536), (2000, 1200), (1200, 2000), (1, 777), (777, 1), (129, 129)]
+
+
+def on_integers(function):
+    """Return a device function as one on Python integers."""
+    source = function.fn
+    return FunctionType(source.__code__, {**source.__globals__, "gl": INTEGERS}, source.__name__, source.__defaults__)
+
+
+band_tiles = on_integers(hopper_backward_kernel.band_tiles)
+ordered_span = on_integers(hopper_backward_order.ordered_span)
+head_steps = on_integers(hopper_backward_kernel.head_steps)
+full_tile = on_integers(hopper_backward_kernel.full_tile)
+partial_tile = on_integers(hopper_backward_kernel.partial_tile)
+turn_of = on_integers(hopper_backward_order.turn_of)
+
+
+def walk(tile: int, lengths: tuple[int, int], band: tuple[int, int], block_m: int) -> tuple[list[int], set[int]]:
+    """Return the query tiles of a key tile in order, and those that are taken without a test."""
+    span = band_tiles(tile, *lengths, *band, block_m, 128)
+    span = ordered_span(span, band[0] > -UNBOUNDED)
+    n_full, n_partial = head_steps(None, span, 0, block_m)
+    full = [full_tile(t, None, n_partial, span, 0, block_m, True) for t in range(n_full)]
+    return full + [partial_tile(t, None, n_partial, span, 0, block_m, True) for t in range(n_partial)], set(full)
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_each_pair_of_tiles_has_its_turn(band: tuple[int, int], lengths: tuple[int, int], block_m: int) -> None:
+    seqlen_q, seqlen_k = lengths
+    seen = [0] * -(-seqlen_q // block_m)  # how many key tiles have added to a query tile
+    for tile in range(-(-seqlen_k // 128)):
+        steps, full = walk(tile, lengths, band, block_m)
+        assert steps == sorted(steps, reverse=True)
+        visible = {
+            m: [i + band[0] <= j <= i + band[1] and j < seqlen_k
+                for i in range(m * block_m, min((m + 1) * block_m, seqlen_q)) for j in (tile * 128, tile * 128 + 127)]
+            for m in range(len(seen))
+        }  # fmt: skip
+        assert all(all(visible[m]) for m in full)
+        for m in steps:
+            assert turn_of(tile, m, band[0], block_m, 128, band[0] > -UNBOUNDED) == seen[m]
+            seen[m] += 1
