@@ -97,8 +97,8 @@ def partial_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constex
         first, full_first, full_end, _ = span
         before = full_first - first
         m = gl.where(t < before, first + t, full_end + t - before)
-        if ORDERED:  # a single range: either no tile is full or those with a test come before them
-            m = first + n_partial - 1 - t
+        if ORDERED:
+            m = full_first - 1 - t
     else:
         m = gl.load(record + HEADER + t // R, mask=t < n_partial, other=0) * R + t % R
     return m

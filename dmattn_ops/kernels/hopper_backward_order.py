@@ -15,15 +15,16 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def ordered_span(span, HAS_LO: gl.constexpr):
-    """Return the query tiles of `band_tiles` such that full tiles, then partial ones, downwards is the order below.
+    """Return the query tiles of `band_tiles` such that all of them downwards are the full tiles, then those to be tested.
 
-    A lower limit of the band makes the last query tiles of a key tile partial. They must come first, so all are tested.
+    A lower limit of the band makes the last query tiles of a key tile partial: all are tested then.
     """
     first, full_first, full_end, end = span
     if HAS_LO:
-        full_first = first
-        full_end = first
-    return first, full_first, full_end, end
+        full_first = end
+    else:
+        full_first = gl.where(full_end > full_first, full_first, end)
+    return first, full_first, end, end
 
 
 @gluon.jit
