@@ -78,6 +78,16 @@ def test_explain_names_both_directions_and_reads_well():
     assert "forward" in text and "block_m=" in text and "j <= i" in text
 
 
+def test_a_deterministic_backward_on_hopper_orders_its_additions_unless_tiles_are_listed():
+    pytest.importorskip("triton.experimental.gluon")
+    query = torch.randn(1, 256, 4, 64, dtype=torch.bfloat16)
+    mask = torch.ones(1, 1, 256, 256, dtype=torch.bool).tril()
+    dense = dmattn_ops.explain(query, query, query, is_causal=True, deterministic=True, arch="9.0").backward
+    masked = dmattn_ops.explain(query, query, query, mask, deterministic=True, arch="9.0").backward
+    assert (dense.kernel, masked.kernel) == ("hopper", "hopper256")
+    assert any("deterministic accumulation of dq over listed tiles" in reason for reason in masked.passed_over)
+
+
 def run(code, **environment):
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}

@@ -172,7 +172,8 @@ def backward(
         _tensor_map(address + 8 * total, torch.float32, (total * tile_d // 256, 256), (256, 1), (16, 256)),
         _rows_map(dk, 64, tile_d), _rows_map(dv, 64, tile_dv), counters, *mask,
         options.softmax_scale, options.softmax_scale * LOG2E, kv_heads, heads // kv_heads, seqlen_q, seqlen_k, rows,
-        options.band_lo, options.band_hi, HEADS_PER_GROUP, batch * kv_heads,
+        options.band_lo, options.band_hi, config.ordered_heads if options.deterministic else HEADS_PER_GROUP,
+        batch * kv_heads,
     )  # fmt: skip
     constants = {
         "BM": block_m, "BN": block_n, "D": tile_d, "DV": tile_dv, "LISTS": kind,

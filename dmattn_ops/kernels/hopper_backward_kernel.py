@@ -164,21 +164,25 @@ def wait_dq(s, dq_full, C: gl.constexpr, TWO_PHASE: gl.constexpr):
 
 @gluon.jit
 def reduce_step(
-    s, m, tile0, dq_desc, dq_c, dq_full, dq_empty, order,
+    s, m, tile0, seen, dq_desc, dq_c, dq_full, dq_empty, order,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, HAS_LO: gl.constexpr, TWO_PHASE: gl.constexpr,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Add what consumer `C` made in step `s` to its piece of query tile `m` of the head that starts at `tile0`."""
+    """Add what consumer `C` made in step `s` to its piece of query tile `m` of the head that starts at `tile0`.
+
+    `seen` is what the step before saw of this piece's counter; return what this one sees of the next step's.
+    """
     counters, tile, band_lo = order
     piece = (tile0 + m) * 2 + C
-    if ORDERED:  # before the piece is there: the look at the counter costs nothing then
-        await_turn(counters + piece, turn_of(tile, m, band_lo, BM, BN, HAS_LO))
+    if ORDERED:
+        await_turn(counters + piece, turn_of(tile, m, band_lo, BM, BN, HAS_LO), seen)
     wait_dq(s, dq_full, C, TWO_PHASE)
     tma_reduce_add(dq_desc, [piece * PIECE_ROWS, 0], dq_c)
     tma.store_wait(pendings=0)
     mbarrier.arrive(dq_empty, count=1)
     if ORDERED:
-        pass_turn(counters + piece)
+        seen = pass_turn(counters + piece)
+    return seen
 
 
 @gluon.jit
@@ -198,15 +202,20 @@ def reducer(
     s = 1
     for g in range(group):
         tile0 = (batch * heads + kv_head * group + g) * (rows // BM)
+        seen = -1
         n_full, n_partial = head_steps(record, span, LISTS, BM)
         for t in range(n_full):
             m = full_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
-            reduce_step(s, m, tile0, dq_desc, dq_c, dq_full, dq_empty, order, C, BM, BN, HAS_LO, TWO_PHASE, ORDERED)
+            seen = reduce_step(
+                s, m, tile0, seen, dq_desc, dq_c, dq_full, dq_empty, order,
+                C, BM, BN, HAS_LO, TWO_PHASE, ORDERED)  # fmt: skip
             s += 1
         if PARTIAL:
             for t in range(n_partial):
                 m = partial_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
-                reduce_step(s, m, tile0, dq_desc, dq_c, dq_full, dq_empty, order, C, BM, BN, HAS_LO, TWO_PHASE, ORDERED)
+                seen = reduce_step(
+                    s, m, tile0, seen, dq_desc, dq_c, dq_full, dq_empty, order,
+                    C, BM, BN, HAS_LO, TWO_PHASE, ORDERED)  # fmt: skip
                 s += 1
         record += list_step
 

@@ -1,10 +1,10 @@
 """A fixed order for the additions to dq, so that the SM 9.0 backward repeats bit for bit.
 
 A counter per 64 x 64 piece of dq says how many key tiles have added to it; key tile `n` adds when all visible tiles
-before it have. A block thus waits only for blocks of lower program ids, which started before it: it cannot deadlock
-whatever else runs on the GPU. All blocks of a head walk the query tiles downwards. Then tile `n` follows `n - 1` through
-the same query tiles (no band), or meets each one when `n - 1` has left it (causal, window), and waits for it at most once,
-while it starts: about 2 us after `n - 1`.
+before it have. So a block waits only for blocks of lower program ids, which started before it: it cannot deadlock
+whatever else runs on the GPU. The blocks of a head walk the query tiles downwards. Then tile `n` follows `n - 1` through
+the same query tiles (full, causal), or meets each one after `n - 1` has left it (window): blocks that start together
+wait once, for a fraction of a step each, and not again.
 """
 
 from __future__ import annotations
@@ -37,21 +37,27 @@ def turn_of(tile, m, band_lo, BM: gl.constexpr, BN: gl.constexpr, HAS_LO: gl.con
 
 
 @gluon.jit
-def await_turn(counter, turn):
-    """Wait until `turn` additions to a piece are in memory, and order this warp's TMA operations after them."""
+def await_turn(counter, turn, seen):
+    """Wait until `turn` additions to a piece are in memory, and order this warp's TMA operations after them.
+
+    `seen` is what `pass_turn` has seen of the counter, -1 where it did not look.
+    """
     gl.inline_asm_elementwise(
         """{
-        .reg .pred early;
+        .reg .pred at_turn;
         .reg .b32 added;
+        mov.b32 added, $3;
         poll:
+        setp.eq.s32 at_turn, added, $2;
+        @at_turn bra done;
         ld.acquire.gpu.global.b32 added, [$1];
-        setp.ne.s32 early, added, $2;
-        @early bra poll;
+        bra poll;
+        done:
         fence.proxy.async.global;
         mov.b32 $0, added;
         }""",
-        "=r,l,r",
-        [counter, turn],
+        "=r,l,r,r",
+        [counter, turn, seen],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -60,20 +66,25 @@ def await_turn(counter, turn):
 
 @gluon.jit
 def pass_turn(counter):
-    """Wait until this warp's additions are in memory, not only read (`tma.store_wait`), then count one for the piece."""
-    gl.inline_asm_elementwise(
+    """Count this warp's addition to a piece once it is in memory; return the count of its next piece, two below.
+
+    `tma.store_wait` waits only until shared memory is read. The look ahead costs nothing beside the fence, which makes
+    it an acquire; at the next step it would delay the addition by a trip to L2. Below the first counter dq ends.
+    """
+    return gl.inline_asm_elementwise(
         """{
         .reg .pred first;
         .reg .b32 lane;
         cp.async.bulk.wait_group 0;
         fence.proxy.async.global;
         bar.warp.sync 0xffffffff;
+        ld.relaxed.gpu.global.b32 $0, [$1 + -8];
+        fence.acq_rel.gpu;
         mov.u32 lane, %laneid;
         setp.eq.u32 first, lane, 0;
-        @first red.release.gpu.global.add.s32 [$1], 1;
-        mov.b32 $0, 0;
+        @first red.relaxed.gpu.global.add.s32 [$1], 1;
         }""",
-        "=r,l",
+        "=&r,l",
         [counter],
         dtype=gl.int32,
         is_pure=False,
