@@ -54,13 +54,14 @@ class HopperForward:
 class HopperBackward:
     """Gluon backward for SM 9.0: a block owns `block_n` keys and walks queries in steps of `block_m`.
 
-    `variant` is the order of a step: "overlapped" or "two_phase" (`kernels/hopper_backward_steps.py`).
+    `variant` is the order of a step: "overlapped" or "two_phase" (`kernels/hopper_backward_steps.py`). `ordered_heads` are
+    the key heads side by side in a deterministic call: the more, the less blocks wait for one another, and share L2.
     """
 
     block_m: int
     block_n: int
     variant: str
-    ordered_heads: int  # heads side by side where the additions to dq have an order: more wait less for one another
+    ordered_heads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +203,13 @@ FORWARD = (*HOPPER_FORWARD, *_portable(0), _LEGACY)
 HOPPER_BACKWARD = (
     Row(
         90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16), 199312,
-        "H200, 2026-11-20, bf16, 4k / 16k, all three kernels: causal 487 / 589, full 568 / 594 TFLOP/s; 1.26 times cuDNN 9.19",
+        "H200, 2026-11-20, bf16, 4k / 16k, all three kernels: causal 487 / 589, full 568 / 594 TFLOP/s; 1.26 times cuDNN 9.19"
+        "; deterministic takes 0.4 to 7.5% longer",
     ),
     Row(
         90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8), 198208,
-        "H200, 2026-11-20, bf16, 4k / 16k, all three kernels: causal 568 / 664, full 649 / 661 TFLOP/s; 1.13 times cuDNN 9.19",
+        "H200, 2026-11-20, bf16, 4k / 16k, all three kernels: causal 568 / 664, full 649 / 661 TFLOP/s; 1.13 times cuDNN 9.19"
+        "; deterministic takes 2.5 to 6.8% longer",
     ),
 )  # fmt: skip
 HOPPER_BACKWARD_256 = Row(
