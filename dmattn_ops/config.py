@@ -188,15 +188,15 @@ _LEGACY = Row(75, 1024, 4, 0, "Legacy", "reference", Whole())
 HOPPER_FORWARD = (
     Row(
         90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2), 115116,
-        "H200, 2026-11-20, bf16, B4 H32 S4096: 450 / 533 TFLOP/s causal / full, cuDNN 412 / 459; without lead 439 / 507",
+        "H200, 2026-11-21, bf16, B4 H32 S4096: 495 / 599 TFLOP/s causal / full, cuDNN 424 / 475; 128 queries 454 / 491",
     ),
     Row(
         90, 128, 2, 0, "LargeBlock", "hopper", HopperForward(128, 128, 2, 2), 201176,
-        "H200, 2026-11-20, bf16, B4 H16 S4096: 574 / 638 TFLOP/s causal / full, cuDNN 543 / 632; with lead 563 / 632",
+        "H200, 2026-11-21, bf16, B4 H16 S4096: 666 / 756 TFLOP/s causal / full, cuDNN 566 / 663; 192 x 64 650 / 759",
     ),
     Row(
         90, 256, 2, 0, "MediumBlock", "hopper", HopperForward(128, 64, 2, 1), 201152,
-        "H200, 2026-11-20, bf16, B4 H8 S4096: 606 / 725 TFLOP/s causal / full, cuDNN 572 / 691; without lead 593 / 719",
+        "H200, 2026-11-21, bf16, 777 TFLOP/s at B4 H8 S4096, 786 at B1 H8 S16384 causal, cuDNN 720 and 646",
     ),
 )  # fmt: skip
 FORWARD = (*HOPPER_FORWARD, *_portable(0), _LEGACY)

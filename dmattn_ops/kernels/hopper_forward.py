@@ -95,7 +95,6 @@ def _bits_map(bits: Tensor) -> TensorDescriptor:
     return _map(bits.data_ptr(), bits.dtype, tuple(bits.shape), bits.stride(), _ROWS, TILE // 32)
 
 
-TURNS = False
 _counters: dict[tuple[int | None, int], Tensor] = {}
 _UNUSED = -1
 
@@ -178,5 +177,5 @@ def forward(
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
         _HEADS_IN_L2 if has_hi or kind != "band" else 1, items, lo, hi, *lse.stride()[:2], *strides,
         BM=block_m, BN=block_n, D=columns, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,
-        HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, TURNS=TURNS, num_warps=4,
+        HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, num_warps=4,
     )  # fmt: skip

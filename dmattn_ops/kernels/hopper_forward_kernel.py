@@ -45,30 +45,6 @@ def soften(s, softcap, SOFTCAP: gl.constexpr):
     return s
 
 
-@gluon.constexpr_function
-def turn_code(verb, consumer):
-    """Return PTX that waits for, or passes, a named barrier of two warp groups."""
-    return f"bar.{verb} {14 + consumer}, 256; mov.b32 $0, 0;"
-
-
-@gluon.jit
-def _bar(CODE: gl.constexpr):
-    once = gl.zeros([128], gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(CODE, "=r,r", [once], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def wait_turn(C: gl.constexpr):
-    """Wait until the other of two consumers has issued its products."""
-    _bar(turn_code("sync", C))
-
-
-@gluon.jit
-def pass_turn(C: gl.constexpr):
-    """Let the other of two consumers issue its products."""
-    _bar(turn_code("arrive", 1 - C))
-
-
 @gluon.jit
 def hidden_words(
     i, step, words, n_partial, C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
@@ -140,7 +116,7 @@ def hide(
 def advance(
     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, k_segments, visible,
     C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-    MASKED: gl.constexpr, HAS_LO: gl.constexpr, TURNS: gl.constexpr, SOFTCAP: gl.constexpr,
+    MASKED: gl.constexpr, HAS_LO: gl.constexpr, SOFTCAP: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
     """Add tile `i`, whose P are given, to acc, and compute the P of tile `i + 1`."""
@@ -158,12 +134,8 @@ def advance(
     mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
     hidden = hidden_words(i + 1, step + 1, words, visible[8], C, NC, BN, STAGES, MASK, MASKED)
     empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
-    if TURNS:
-        wait_turn(C)
     s = warpgroup_mma(q, k_next, empty, use_acc=False, is_async=True)
     acc = warpgroup_mma(p, values.index(b).reshape([BN, D]), acc, is_async=True)
-    if TURNS:
-        pass_turn(C)
     if OVERLAP:
         s = warpgroup_mma_wait(1, deps=(s,))
     else:
@@ -193,7 +165,7 @@ def consume(
     lse, lists, q_segments, k_segments, o_desc, work, rows, scales,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, MASK: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
-    TURNS: gl.constexpr, SOFTCAP: gl.constexpr, dtype: gl.constexpr,
+    SOFTCAP: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 queries of each piece of work: those from `C * 64` of its tile."""
     LN2: gl.constexpr = 0.6931471805599453
@@ -220,8 +192,6 @@ def consume(
     empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
     turn = 0
     step = 0
-    if TURNS and C == 1:
-        pass_turn(C)
     mbarrier.wait(q_full.index(0), 0)
     parts = piece.index(0).load(PIECE)
     head = gl.sum(gl.where(slots == 0, parts, 0), 0)
@@ -282,11 +252,7 @@ def consume(
             mbarrier.wait(k_full.index(b), (step // STAGES) & 1)
             k_first = keys.index(b).reshape([BN, D]).permute((1, 0))
             hidden = hidden_words(first, step, words, n_partial, C, NC, BN, STAGES, MASK, True)
-            if TURNS:
-                wait_turn(C)
             s = warpgroup_mma(q, k_first, empty, use_acc=False, is_async=True)
-            if TURNS:
-                pass_turn(C)
             if Q_STAGES > 1:
                 release_queries(turn - 1, q_empty, Q_STAGES)
             s = soften(warpgroup_mma_wait(0, deps=(s,)), softcap, SOFTCAP)
@@ -298,22 +264,18 @@ def consume(
             for i in range(first, tested):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
-                    C, NC, BN, D, STAGES, MASK, True, HAS_LO, TURNS, SOFTCAP, dtype,
+                    C, NC, BN, D, STAGES, MASK, True, HAS_LO, SOFTCAP, dtype,
                 )  # fmt: skip
                 step += 1
             for i in range(tested, n - 1):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
-                    C, NC, BN, D, STAGES, MASK, False, HAS_LO, TURNS, SOFTCAP, dtype,
+                    C, NC, BN, D, STAGES, MASK, False, HAS_LO, SOFTCAP, dtype,
                 )  # fmt: skip
                 step += 1
             b = step % STAGES
             mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
-            if TURNS:
-                wait_turn(C)
             acc = warpgroup_mma(p, values.index(b).reshape([BN, D]), acc, is_async=True)
-            if TURNS:
-                pass_turn(C)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             step += 1
         elif Q_STAGES > 1:
@@ -352,7 +314,7 @@ def forward_kernel(
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, lo, hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    MASK: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr,
+    MASK: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H)."""
     ROWS: gl.constexpr = 64
@@ -392,20 +354,20 @@ def forward_kernel(
     if NC == 2:
         gl.warp_specialize([
             (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 0, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, TURNS, SOFTCAP, dtype)),
+                       MASK, HAS_LO, HAS_HI, SOFTCAP, dtype)),
             (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 1, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, TURNS, SOFTCAP, dtype)),
+                       MASK, HAS_LO, HAS_HI, SOFTCAP, dtype)),
             (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, work, broadcast, BM, BN, STAGES, Q_STAGES, NC,
                        MASK, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 0, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, TURNS, SOFTCAP, dtype)),
+                       MASK, HAS_LO, HAS_HI, SOFTCAP, dtype)),
             (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 1, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, TURNS, SOFTCAP, dtype)),
+                       MASK, HAS_LO, HAS_HI, SOFTCAP, dtype)),
             (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 2, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, TURNS, SOFTCAP, dtype)),
+                       MASK, HAS_LO, HAS_HI, SOFTCAP, dtype)),
             (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, work, broadcast, BM, BN, STAGES, Q_STAGES, NC,
                        MASK, HAS_LO, HAS_HI)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
