@@ -17,11 +17,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_LIMIT = 232448
 KINDS = ("full", "causal", "window", "softcap", "bits", "segments", "window segments")
-# Bytes moved to or from the stack (triton 3.6): counters kept around the loops, and in loops with a test or a cap the
-# rows' limits, beside 200 registers of accumulators. Everything that is not named spills nothing.
+# Bytes moved to or from the stack (triton 3.6): counters and limits of rows, kept around the loops beside 200 registers of
+# accumulators and P; those of D 256 with a test or a cap also in its loop. Everything that is not named spills nothing.
 ALLOWED = {
-    "d128 segments": 12, "d128 window segments": 40, "d256 full": 12, "d256 window": 100, "d256 softcap": 120,
-    "d256 bits": 12, "d256 segments": 100, "d256 window segments": 100,
+    "d128 full": 8, "d128 causal": 20, "d128 window": 40, "d128 bits": 4, "d128 segments": 140, "d128 window segments": 148,
+    "d256 full": 20, "d256 causal": 28, "d256 window": 192, "d256 softcap": 32, "d256 bits": 12, "d256 segments": 120,
+    "d256 window segments": 136,
 }  # fmt: skip
 QUICK = ("d64 causal", "d128 full", "d128 bits", "d256 causal")
 EVERY = tuple(f"d{dim} {kind}" for dim in (64, 128, 256) for kind in KINDS)
