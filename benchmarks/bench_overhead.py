@@ -1,14 +1,18 @@
 """What a call costs besides its kernels: host time of a tiny call, memory of a large one, and reading a dense mask.
 
-Host time is that of a forward and backward at B1 S128 H1 D64, eager and (on a GPU) compiled with CUDA graphs. Memory is
-the peak of a forward and backward beyond inputs, outputs, gradients and what is saved for the backward. The mask's rate
-counts its bytes once and is compared with a device-to-device copy, which counts bytes read and written.
+Host time is that of a forward and backward at B1 S128 H1 D64, without a mask and with a prepared one (torch's SDPA gets
+it as a tensor), eager and (on a GPU) compiled with CUDA graphs: many calls in a row and no synchronisation between
+them, `call_us` until the last one returned, `done_us` until the device was through as well. Memory is the peak of a
+forward and backward beyond inputs, outputs, gradients and what is saved for the backward. The mask's rate counts its
+bytes once and is compared with a device-to-device copy, which counts bytes read and written.
 """
 
 from __future__ import annotations
 
 import functools
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,51 +22,76 @@ import dmattn_ops
 from patterns import make_mask
 from peers import IMPLEMENTATIONS, Problem, Run
 from table import Row, default_output, parser
-from timing import Gauge, Sample, interleaved, write_results
+from timing import Gauge, interleaved, write_results
 
 PEERS = ("dmattn", "sdpa")
 
 
-def host_problem(device: str) -> Problem:
+def host_problem(device: str, masked: bool) -> Problem:
     """Return a call so small that only the host's work counts."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return Problem("B1 H1 S128 D64", 1, 1, 128, 64, device=device, dtype=dtype)
+    mask = make_mask("random", (1, 1, 128), 0.5, device) if masked else None
+    return Problem(f"B1 H1 S128 D64{' mask' * masked}", 1, 1, 128, 64, mask=mask, device=device, dtype=dtype)
 
 
-def whole_call(run: Run) -> Callable[[], Any]:
+def whole_call(run: Run, compiled: bool) -> Callable[[], Any]:
     """Return forward and backward as one function, the graph made anew each time."""
+    forward = _compiled(run.forward) if compiled else run.forward
 
-    def call() -> None:
-        out = run.forward()
-        out.backward(torch.ones_like(out))
+    def call() -> Any:
+        if compiled:
+            torch.compiler.cudagraph_mark_step_begin()  # what the last call returned may be overwritten
+        return torch.autograd.grad(forward(), run.inputs, run.grad_out)
 
     return call
 
 
-def host_rows(device: str, rounds: int, gauge: Gauge) -> list[Row]:
-    """Time the tiny call through each implementation, eager and replayed."""
-    problem = host_problem(device)
-    functions = {("eager", name): whole_call(IMPLEMENTATIONS[name](problem)) for name in PEERS}
+def _compiled(attend: Any) -> Callable[[], Any]:
+    """Compile a partial application, its arguments being inputs of the graph."""
+
+    def function(*arguments: Any, **keywords: Any) -> Any:
+        return attend.func(*arguments, **keywords)
+
+    compiled = torch.compile(function, mode="reduce-overhead", fullgraph=True)
+    return functools.partial(compiled, *attend.args, **attend.keywords)
+
+
+def host_rows(device: str, rounds: int) -> list[Row]:
+    """Time the tiny calls through each implementation, eager and replayed, in turns."""
+    calls = {}
+    for masked in (False, True):
+        problem = host_problem(device, masked)
+        for mode in ("eager", "cuda graphs") if device == "cuda" else ("eager",):
+            for name in PEERS:
+                run = IMPLEMENTATIONS[name](problem)
+                calls[f"{mode} {problem.case}", name] = whole_call(run, mode != "eager")
+    for call in calls.values():
+        host_times(call, device, 5)  # compiles, fills caches, captures graphs
+    times: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in calls}
+    for _ in range(rounds):
+        for key, call in calls.items():
+            times[key].append(host_times(call, device))
+    return [_host_row(*key, *zip(*pairs, strict=True)) for key, pairs in times.items()]
+
+
+def host_times(call: Callable[[], Any], device: str, repeats: int = 100) -> tuple[float, float]:
+    """Return the microseconds of one call until the host returned, and until the device was through."""
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    returned = time.perf_counter()
     if device == "cuda":
-        for name in PEERS:
-            attend = IMPLEMENTATIONS[name](problem).forward
-            compiled = torch.compile(functools.partial(_call, attend), mode="reduce-overhead", fullgraph=True)
-            functions["cuda graphs", name] = whole_call(Run(compiled, None))
-    samples = interleaved(functions, device, rounds=rounds, gauge=gauge)
-    return [_host_row(problem, key, sample) for key, sample in samples.items()]
+        torch.cuda.synchronize()
+    return (returned - began) * 1e6 / repeats, (time.perf_counter() - began) * 1e6 / repeats
 
 
-def _call(attend: Callable[[], Any]) -> Any:
-    return attend()
-
-
-def _host_row(problem: Problem, key: tuple[str, str], sample: Sample) -> Row:
-    microseconds = [round(value * 1000, 1) for value in sample]
+def _host_row(case: str, name: str, returned: tuple[float, ...], done: tuple[float, ...]) -> Row:
     return {
-        "case": f"{key[0]} {problem.case}",
-        "implementation": key[1],
-        "call_us": microseconds[0],
-        "call_range_us": microseconds[1:],
+        "case": case,
+        "implementation": name,
+        "call_us": round(statistics.median(returned), 1),
+        "call_range_us": [round(min(returned), 1), round(max(returned), 1)],
+        "done_us": round(statistics.median(done), 1),
     }
 
 
@@ -109,7 +138,7 @@ def main(arguments: list[str]) -> list[Row]:
     """Measure all three, print and write them."""
     options = parser(__doc__).parse_args(arguments)
     gauge = Gauge()
-    rows = host_rows(options.device, options.rounds, gauge)
+    rows = host_rows(options.device, options.rounds)
     rows.append(mask_row(options.device, options.rounds, gauge))
     if options.device == "cuda":
         rows += [memory_row(name) for name in PEERS]

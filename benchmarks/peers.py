@@ -77,6 +77,8 @@ class Run:
     forward: Callable[[], Any]
     backward: Callable[[], Any] | None
     prepare: Callable[[], Any] | None = None
+    inputs: tuple[Tensor, ...] = ()
+    grad_out: Tensor | None = None
 
 
 def _run(attend: Callable[[], Any], inputs: list[Tensor], grad_out: Tensor, prepare: Callable | None = None) -> Run:
@@ -88,7 +90,7 @@ def _run(attend: Callable[[], Any], inputs: list[Tensor], grad_out: Tensor, prep
         return torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
 
     backward()
-    return Run(attend, backward, prepare)
+    return Run(attend, backward, prepare, tuple(inputs), grad_out)
 
 
 def dmattn(problem: Problem) -> Run:
