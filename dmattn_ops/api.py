@@ -8,6 +8,7 @@ Letters: `B` batch, `H` query heads, `Hkv` key and value heads (`H % Hkv == 0`: 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -82,15 +83,15 @@ def flash_dmattn_func(
     """
     (query, key, value), bias = _prepare(4, bias, query=query, key=key, value=value)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
-    validation.visibility(is_causal, causal_from, window_size)
-    scalars = _scalars(softmax_scale, softcap, dropout_p, deterministic)
-    if mask is not None or dropout_p != 0.0:  # else the operator checks before any kernel starts
+    given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
+    limits, scalars = _numbers(seqlen_q, seqlen_k, *given)
+    fits = mask is None or _fits(mask, query, key)
+    if not fits or dropout_p != 0.0:  # else the operator checks before any kernel starts
         validation.dense_tensors(query, key, value, bias)
         _check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
-    limits = masks.band(is_causal, causal_from, window_size, seqlen_q, seqlen_k)
     tiles, *band = masks.resolve(mask, *limits, seqlen_q, seqlen_k)
     seed = dropout_seed(query.device) if dropout_p != 0.0 else None
-    return _call("forward", return_lse, query, key, value, bias, *tiles, seed, *band, *scalars)
+    return _call("forward", return_lse, query, key, value, bias, *tiles, seed, *band, *scalars, _repeats(deterministic))
 
 
 def flash_dmattn_qkvpacked_func(
@@ -125,16 +126,15 @@ def flash_dmattn_qkvpacked_func(
     (qkv,), bias = _prepare(5, bias, qkv=qkv)
     validation.packed_qkv(qkv)
     batch, seqlen, _, heads, _ = qkv.shape
-    validation.visibility(is_causal, causal_from, window_size)
-    scalars = _scalars(softmax_scale, softcap, dropout_p, deterministic)
+    given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
+    limits, scalars = _numbers(seqlen, seqlen, *given)
     if mask is not None or dropout_p != 0.0:
         query, key, value = qkv.unbind(2)
         validation.dense_tensors(query, key, value, bias)
         _check_mask(mask, qkv, (1, batch), (1, heads), (1, seqlen), (seqlen,))
-    limits = masks.band(is_causal, causal_from, window_size, seqlen, seqlen)
     tiles, *band = masks.resolve(mask, *limits, seqlen, seqlen)
     seed = dropout_seed(qkv.device) if dropout_p != 0.0 else None
-    return _call("qkvpacked_forward", return_lse, qkv, bias, *tiles, seed, *band, *scalars)
+    return _call("qkvpacked_forward", return_lse, qkv, bias, *tiles, seed, *band, *scalars, _repeats(deterministic))
 
 
 def flash_dmattn_varlen_func(
@@ -184,18 +184,18 @@ def flash_dmattn_varlen_func(
     (query, key, value), bias = _prepare(3, bias, query=query, key=key, value=value)
     validation.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     validation.integers(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    validation.visibility(is_causal, causal_from, window_size)
     if mask is not None:
         validation.tensors(mask=mask)
-    scalars = _scalars(softmax_scale, softcap, dropout_p, deterministic)
-    band = masks.band(is_causal, "top_left", window_size, 0, 0)  # relative to the diagonal of each sequence
+    given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
+    band, scalars = _numbers(0, 0, *given)  # relative to the diagonal of each sequence
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     top_left = causal_from == "top_left"
     if dropout_p != 0.0:
         validation.varlen_tensors(query, key, value, bias, mask, Varlen(*lengths, top_left))
     seed = dropout_seed(query.device) if dropout_p != 0.0 else None
     return _call(
-        "varlen_forward", return_lse, query, key, value, *lengths, bias, mask, seed, top_left, *band, *scalars
+        "varlen_forward", return_lse, query, key, value, *lengths, bias, mask, seed, top_left, *band, *scalars,
+        _repeats(deterministic),
     )  # fmt: skip
 
 
@@ -226,6 +226,20 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
+def _fits(mask: Tensor | TileMask, query: Tensor, key: Tensor) -> bool:
+    """Return whether a prepared mask fits for certain, so that it takes no closer look."""
+    if type(mask) is not TileMask or torch.compiler.is_compiling():
+        return False
+    lists, (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = mask.row_tiles, query.shape, key.shape
+    of_batch, of_heads = lists.shape[:2]
+    return (
+        (mask.seqlen_q, mask.seqlen_k) == (seqlen_q, seqlen_k)
+        and of_batch in (1, batch)
+        and of_heads in (1, heads, heads_kv)
+        and lists.get_device() == query.get_device()
+    )
+
+
 def _check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int, ...]) -> None:
     """Refuse a mask that does not broadcast to `[B, H, Sq, Sk]`, or lies elsewhere."""
     if mask is None:
@@ -236,20 +250,54 @@ def _check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int
     validation.require_device("mask", mask, query.device)
 
 
-def _scalars(
-    softmax_scale: float | None, softcap: float, dropout_p: float, deterministic: bool | None
-) -> tuple[float | None, float, float, bool]:
-    """Refuse types and values of scalars; return them as the operators take them."""
+def _numbers(seqlen_q: int, seqlen_k: int, *given: Any) -> tuple[tuple[int, int], tuple[float | None, float, float]]:
+    """Refuse types and values; return the band, and scale, softcap and dropout as the operators take them.
+
+    `given` is causal, where from, window, scale, softcap, dropout. What was seen before is looked up.
+    """
+    window_size = given[2]
+    if not torch.compiler.is_compiling() and type(window_size) is tuple and len(window_size) == 2:
+        try:
+            return _known_numbers(seqlen_q, seqlen_k, *given[:2], *window_size, *given[3:])
+        except TypeError:  # what cannot be looked up (a traced number, say), or is to be refused
+            pass
+    return _read_numbers(seqlen_q, seqlen_k, *given)
+
+
+def _read_numbers(
+    seqlen_q: int,
+    seqlen_k: int,
+    is_causal: bool,
+    causal_from: CausalFrom,
+    window_size: Window,
+    softmax_scale: float | None,
+    softcap: float,
+    dropout_p: float,
+) -> tuple[tuple[int, int], tuple[float | None, float, float]]:
+    validation.visibility(is_causal, causal_from, window_size)
     if softmax_scale is not None:
         softmax_scale = validation.number("softmax_scale", softmax_scale)
     softcap, dropout_p = validation.number("softcap", softcap), validation.number("dropout_p", dropout_p)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    elif not isinstance(deterministic, bool):
-        validation.flags(deterministic=deterministic)
     if not torch.compiler.is_compiling():  # a tracer may not know them yet; the operators check what it knows
         validation.scalars(softmax_scale, softcap, dropout_p)
-    return softmax_scale, softcap, dropout_p, deterministic
+    band = masks.band(is_causal, causal_from, window_size, seqlen_q, seqlen_k)
+    return band, (softmax_scale, softcap, dropout_p)
+
+
+@lru_cache(maxsize=1024, typed=True)  # typed: 1 is no bool
+def _known_numbers(
+    seqlen_q: int, seqlen_k: int, is_causal: bool, causal_from: CausalFrom, left: int | None, right: int | None, *scalars: Any
+) -> tuple[tuple[int, int], tuple[float | None, float, float]]:  # fmt: skip
+    return _read_numbers(seqlen_q, seqlen_k, is_causal, causal_from, (left, right), *scalars)
+
+
+def _repeats(deterministic: bool | None) -> bool:
+    """Return whether results must be the same each time; refuse other types."""
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(deterministic, bool):
+        validation.flags(deterministic=deterministic)
+    return deterministic
 
 
 def dropout_seed(device: torch.device) -> Tensor:

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
-ENVIRONMENT = "DMATTN_ARCH"
+from dmattn_ops import environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +52,10 @@ def parse(version: str) -> Arch:
     """Return the architecture that a version such as "8.6" names; ValueError where it names none."""
     major, _, minor = version.strip().removeprefix("sm_").partition(".")
     if not (major.isascii() and major.isdigit() and minor.isascii() and minor.isdigit() and len(minor) == 1):
-        raise ValueError(f"{ENVIRONMENT} must be a compute capability such as 8.6 or 9.0, got {version!r}")
+        raise ValueError(f"{environment.ARCHITECTURE} must be a compute capability such as 8.6 or 9.0, got {version!r}")
     sm = int(major) * 10 + int(minor)
     if sm < min(KNOWN):
-        raise ValueError(f"{ENVIRONMENT} must be one of {_versions()} or newer, got {version!r}")
+        raise ValueError(f"{environment.ARCHITECTURE} must be one of {_versions()} or newer, got {version!r}")
     return replace(nearest(sm), sm=sm, emulated=True)
 
 
@@ -77,7 +76,7 @@ def _of_device(index: int) -> Arch:
 
 def current(device: torch.device) -> Arch:
     """Return the architecture to dispatch for on a CUDA device: `DMATTN_ARCH` if set, else the device's own."""
-    forced = os.environ.get(ENVIRONMENT)
+    forced = environment.architecture()
     if forced:
         return parse(forced)
     return _of_device(device.index if device.index is not None else torch.cuda.current_device())

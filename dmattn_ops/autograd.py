@@ -8,7 +8,7 @@ names used here, and `tests/test_autograd.py` holds both to the same gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,29 +32,18 @@ class _Function(_SingleLevelFunction):
         return (ctx._autograd_function_id,)  # as Function has it
 
 
-class Layout(NamedTuple):
-    """How the arguments of a forward operator lie: tensors, numbers, tensors, numbers."""
+class Differentiable(NamedTuple):
+    """Where the arguments of a forward operator stand that have derivatives, and how all of them lie."""
 
     primals: int  # query, key and value, or qkv; the backward operator takes out and lse behind them
     bias: int
-    numbers: slice  # between the tensors
-    tensors: slice  # behind those numbers
-
-    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the tensors (or None) and the numbers among `arguments`."""
-        between, behind = self.numbers, self.tensors
-        return arguments[: between.start] + arguments[behind], arguments[between] + arguments[behind.stop :]
-
-    def join(self, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments that `split` took apart."""
-        start, length = self.numbers.start, self.numbers.stop - self.numbers.start
-        return tensors[:start] + numbers[:length] + tensors[start:] + numbers[length:]
+    layout: ops.Layout
 
 
-LAYOUTS = {
-    "forward": Layout(3, 3, slice(11, 11), slice(11, 11)),
-    "qkvpacked_forward": Layout(1, 1, slice(9, 9), slice(9, 9)),
-    "varlen_forward": Layout(3, 7, slice(5, 7), slice(7, 10)),
+OPERATORS = {
+    "forward": Differentiable(3, 3, ops.LAYOUTS["forward"]),
+    "qkvpacked_forward": Differentiable(1, 1, ops.LAYOUTS["qkvpacked_forward"]),
+    "varlen_forward": Differentiable(3, 7, ops.LAYOUTS["varlen_forward"]),
 }
 
 
@@ -67,9 +56,9 @@ def register(library: Library) -> dict[str, Callable[..., tuple[Tensor, Tensor]]
         register_public(library)
         return {}
     kernels = {}
-    for name, layout in LAYOUTS.items():
+    for name, of in OPERATORS.items():
         backward_name = name.replace("forward", "backward")
-        kernels[name] = _forward_kernel(name, backward_name, layout)
+        kernels[name] = _forward_kernel(name, backward_name, of)
         library.impl(name, kernels[name], "Autograd")
         library.impl(backward_name, _backward_kernel(backward_name), "Autograd")
     return kernels
@@ -77,19 +66,21 @@ def register(library: Library) -> dict[str, Callable[..., tuple[Tensor, Tensor]]
 
 def register_public(library: Library) -> None:
     """Register the derivatives of every operator of `library` with nothing but the public interface of torch."""
-    for name, layout in LAYOUTS.items():
+    for name, of in OPERATORS.items():
         backward_name = name.replace("forward", "backward")
         backward_op = getattr(getattr(torch.ops, library.ns), backward_name).default
 
         def setup_context(
-            ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], *, like: Layout = layout
+            ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], *, like: Differentiable = of
         ) -> None:
             _save(ctx, like, inputs, output)
 
         def backward(
-            ctx: Any, *grads: Tensor | None, like: Layout = layout, call: Any = backward_op
+            ctx: Any, *grads: Tensor | None, like: Differentiable = of, call: Any = backward_op
         ) -> tuple[Any, ...]:
-            return _backward(like, call, ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad, *grads)
+            needed = ctx.needs_input_grad
+            found = _backward(like, call, ctx.saved_tensors, ctx.numbers, needed[like.bias], *grads)
+            return _placed(like, found, needed[like.bias], len(needed))
 
         torch.library.register_autograd(f"{library.ns}::{name}", backward, setup_context=setup_context, lib=library)
         torch.library.register_autograd(
@@ -114,43 +105,51 @@ def callable_directly(tensor: Tensor) -> bool:
     )
 
 
-def _forward_kernel(name: str, backward_name: str, layout: Layout) -> Callable[..., tuple[Tensor, Tensor]]:
+def _forward_kernel(name: str, backward_name: str, of: Differentiable) -> Callable[..., tuple[Tensor, Tensor]]:
     operator, backward_op = _operator(name), _operator(backward_name)
-    backward_kernel = _backward_kernel(backward_name)
+    backward_directly = partial(_backward_kernel(backward_name), direct=True)
+    through_dispatcher = _through_dispatcher(operator)
     defaults = tuple(argument.default_value for argument in operator._schema.arguments)
+    count = len(defaults)
 
     class Attention(_Function):
         @staticmethod
         def forward(ctx: Any, call: Callable[..., Any], *arguments: Any) -> tuple[Tensor, Tensor]:
-            outputs = _in_function(call, arguments)
-            _save(ctx, layout, arguments, outputs)
+            outputs, ctx.origin = _in_function(call, arguments)
+            _save(ctx, of, arguments, outputs)
             return outputs
 
         @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors  # once: under checkpointing each access computes them again
-            call = partial(backward_kernel, direct=True) if callable_directly(saved[0]) else backward_op
-            return None, *_backward(layout, call, saved, ctx.numbers, ctx.needs_input_grad[1:], *grads)
+            needs_dbias = ctx.needs_input_grad[1 + of.bias]
+            direct, grads = callable_directly(saved[0]), None
+            if direct and ctx.origin is not None and grad_out is not None and not torch.is_grad_enabled():
+                grads = ctx.origin.backward(backward_name, of.primals, grad_out, grad_lse, saved, needs_dbias)
+            if grads is None:
+                call = backward_directly if direct else backward_op
+                grads = _backward(of, call, saved, ctx.numbers, needs_dbias, grad_out, grad_lse)
+            return None, *_placed(of, grads, needs_dbias, count)
 
     def kernel(*arguments: Any, direct: bool = False) -> tuple[Tensor, Tensor]:
-        call = ops.implementations[name] if direct else operator
+        call = ops.implementations[name] if direct else through_dispatcher
         return _apply(Attention, call, arguments + defaults[len(arguments) :])
 
     return kernel
 
 
 def _backward_kernel(name: str) -> Callable[..., tuple[Tensor, ...]]:
-    operator = _operator(name)
+    through_dispatcher = _through_dispatcher(_operator(name))
 
     class AttentionBackward(_Function):
         @staticmethod
         def forward(ctx: Any, call: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
-            return _in_function(call, arguments)
+            return _in_function(call, arguments)[0]
 
         backward = staticmethod(_refuse_second_derivative)
 
     def kernel(*arguments: Any, direct: bool = False) -> tuple[Tensor, ...]:
-        return _apply(AttentionBackward, ops.implementations[name] if direct else operator, arguments)
+        return _apply(AttentionBackward, ops.implementations[name] if direct else through_dispatcher, arguments)
 
     return kernel
 
@@ -159,13 +158,18 @@ def _operator(name: str) -> Any:
     return getattr(torch.ops.dmattn, name).default
 
 
+def _through_dispatcher(operator: Any) -> ops.Planned:
+    """Return an operator in the form of what is called directly."""
+    return lambda *arguments: (operator(*arguments), None)
+
+
 def _apply(function: Any, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Do `call` in the Function where a gradient may be asked for, else below autograd."""
     if forward_ad._current_level >= 0:
         _refuse_tangents(arguments)
     if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
         with _below_autograd():
-            return call(*arguments)
+            return call(*arguments)[0]
     if not torch._C._are_functorch_transforms_active():
         return function.apply(call, *arguments)
     from torch._functorch.utils import enable_single_level_autograd_function
@@ -183,35 +187,39 @@ def _in_function(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return call(*arguments)
 
 
-def _save(ctx: Any, layout: Layout, arguments: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.numbers = layout.split(arguments)
+def _save(ctx: Any, of: Differentiable, arguments: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
+    tensors, ctx.numbers = of.layout.split(arguments)
     ctx.save_for_backward(*tensors, *outputs)
     ctx.set_materialize_grads(False)
 
 
 def _backward(
-    layout: Layout,
+    of: Differentiable,
     call: Callable[..., Any],
     saved: tuple[Any, ...],
     numbers: tuple[Any, ...],
-    needs_input_grad: tuple[bool, ...],
+    needs_dbias: bool,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = saved
-    arguments = layout.join(tuple(tensors), numbers)
-    grads: list[Tensor | None] = [None] * len(arguments)
+) -> tuple[Tensor, ...] | None:
+    """Return the gradients of the primals, and dbias; None where nothing flows."""
     if grad_out is None and grad_lse is None:
-        return tuple(grads)
+        return None
+    *tensors, out, lse = saved
+    arguments, primals = of.layout.join(tuple(tensors), numbers), of.primals
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    primals, needs_dbias = layout.primals, needs_input_grad[layout.bias]
-    arguments = (grad_out, grad_lse, *arguments[:primals], out, lse, *arguments[primals:], needs_dbias)
-    *primal_grads, dbias = call(*arguments)
-    grads[:primals] = primal_grads
-    if needs_dbias:
-        grads[layout.bias] = dbias
-    return tuple(grads)
+    return call(grad_out, grad_lse, *arguments[:primals], out, lse, *arguments[primals:], needs_dbias)
+
+
+def _placed(
+    of: Differentiable, grads: Sequence[Tensor] | None, needs_dbias: bool, count: int
+) -> tuple[Tensor | None, ...]:
+    """Return gradients, the last of them dbias, where their arguments stand among `count`."""
+    if grads is None:
+        return (None,) * count
+    between, after = (None,) * (of.bias - of.primals), (None,) * (count - of.bias - 1)
+    return (*grads[:-1], *between, grads[-1] if needs_dbias else None, *after)
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Any) -> None:

@@ -84,7 +84,7 @@ class Whole:
 Config = PortableForward | PortableBackward | HopperForward | HopperBackward | HopperBackward256 | Whole
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # rows are told apart by identity: look-ups hash a hundred of them
 class Row:
     """One launch configuration and what it is for. Rows are tried in order: the first that suits is taken."""
 

@@ -7,7 +7,6 @@ end here: no kernel sees a tensor without elements.
 from __future__ import annotations
 
 import math
-import os
 import sys
 import warnings
 from functools import cache
@@ -18,12 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops import arch, choose, config, reference
+from dmattn_ops import arch, choose, config, environment, reference
 from dmattn_ops.arch import Arch
 from dmattn_ops.choose import Choice, Demand
 from dmattn_ops.problem import Options, Tiles, Varlen
 
-PROFILE = "FLASH_DMATTN_PROFILE_BACKWARD"
 _FORWARD = {
     "hopper": "dmattn_ops.kernels.hopper_forward",
     "portable": "dmattn_ops.kernels.portable_forward",
@@ -162,7 +160,7 @@ def backward(
         return
     call = Call(query, key, value, bias, tiles, seed, varlen, options)
     choice = backward_choice(call)
-    if os.environ.get(PROFILE) == "1":
+    if environment.profiles_backward():
         sys.stderr.write(profile_line(choice, call.demand) + "\n")
     arguments = (grad_out, grad_lse, query, key, value, out, lse, bias, tiles, seed, varlen, options, dq, dk, dv, dbias)
     launch = _launcher(_BACKWARD[choice.row.kernel]).backward

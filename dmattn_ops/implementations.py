@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import dispatch, meta, ops, validation
+from dmattn_ops import dispatch, meta, ops, plans, validation
 from dmattn_ops.meta import fakes
 from dmattn_ops.problem import UNBOUNDED, Tiles, Varlen
 
@@ -214,7 +214,7 @@ def _tiles(read: ops.Call) -> Tiles:
     return Tiles(k_segments=(read.mask != 0).to(torch.int32).sub_(1).unsqueeze(0))
 
 
-for _operator in (
-    forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles
-):  # fmt: skip
-    ops.implement(_operator)
+for _planned in (forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward):
+    ops.implement_planned(_planned.__name__, plans.planned(_planned, ops.LAYOUTS[_planned.__name__]))
+ops.implement("pack_mask", pack_mask)
+ops.implement("list_tiles", list_tiles)

@@ -41,14 +41,49 @@ library = torch.library.Library("dmattn", "DEF")
 for _name, _schema in SCHEMAS.items():
     library.define(_name + _schema, tags=_TAGS)
 
-implementations: dict[str, Callable[..., Any]] = {}  # what runs on CPU and CUDA, by the name of the operator
+Planned = Callable[..., tuple[Any, Any]]
+implementations: dict[
+    str, Planned
+] = {}  # outputs on CPU and CUDA, by operator, and what the backward finds its plan by
 
 
-def implement(function: Callable[..., Any]) -> None:
-    """Register what the operator of the function's name does on real tensors."""
-    implementations[function.__name__] = function
+def implement(name: str, function: Callable[..., Any]) -> None:
+    """Register what an operator does on real tensors."""
     for device in ("CPU", "CUDA"):
-        library.impl(function.__name__, function, device)
+        library.impl(name, function, device)
+
+
+def implement_planned(name: str, function: Planned) -> None:
+    """Register an operator by a function that may also be called directly."""
+    implementations[name] = function
+    implement(name, lambda *arguments: function(*arguments)[0])
+
+
+class Layout(NamedTuple):
+    """How the arguments of an operator lie: tensors, numbers, tensors, numbers."""
+
+    numbers: slice  # between the tensors
+    tensors: slice  # behind those numbers
+
+    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the tensors (or None) and the numbers among `arguments`."""
+        between, behind = self.numbers, self.tensors
+        return arguments[: between.start] + arguments[behind], arguments[between] + arguments[behind.stop :]
+
+    def join(self, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments that `split` took apart."""
+        start, length = self.numbers.start, self.numbers.stop - self.numbers.start
+        return tensors[:start] + numbers[:length] + tensors[start:] + numbers[length:]
+
+
+LAYOUTS = {
+    "forward": Layout(slice(11, 11), slice(11, 11)),
+    "backward": Layout(slice(15, 15), slice(15, 15)),
+    "qkvpacked_forward": Layout(slice(9, 9), slice(9, 9)),
+    "qkvpacked_backward": Layout(slice(13, 13), slice(13, 13)),
+    "varlen_forward": Layout(slice(5, 7), slice(7, 10)),
+    "varlen_backward": Layout(slice(9, 11), slice(11, 14)),
+}
 
 
 class Call(NamedTuple):

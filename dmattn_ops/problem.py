@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 TILE = 128  # granularity of TileMask in queries and in keys; independent of the kernels' own tiles
@@ -47,3 +48,12 @@ class Varlen(NamedTuple):
 def dropout_threshold(dropout_p: float) -> int:
     """Return the 24-bit integer below which a Philox word drops its element."""
     return round(dropout_p * (1 << 24))
+
+
+def float32_precision() -> str:
+    """Return how float32 products may be computed: "ieee", or "tf32" where the user allows it in torch."""
+    matmul = torch.backends.cuda.matmul
+    allowed = getattr(matmul, "fp32_precision", None)  # since torch 2.9; reading the older name may then raise
+    if allowed is None:
+        allowed = "tf32" if matmul.allow_tf32 else "ieee"
+    return "tf32" if allowed == "tf32" else "ieee"

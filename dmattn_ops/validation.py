@@ -396,7 +396,10 @@ def _known_equal(actual: int, expected: int) -> bool:
 
 def _one_of(actual: int, choices: tuple[int, ...]) -> bool:
     if type(actual) is int and type(choices[-1]) is int:
-        return any(actual == choice for choice in choices)  # not `in`: Dynamo looks for the very same object
+        for choice in choices:  # noqa: SIM110 - a generator costs as much again, `in` makes Dynamo look for the same object
+            if actual == choice:
+                return True
+        return False
     return any(_known_equal(actual, choice) for choice in choices[:-1]) or _same(actual, choices[-1])
 
 

@@ -89,6 +89,11 @@ def test_only_ordered_additions_count(case: str, reports: dict[str, dict]) -> No
     assert found["REDG.E.ADD"] == (found["UTMAREDG"] if case.endswith("ordered") else 0)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_plans_lay_parameters_out_as_the_kernels_have_them(case: str, reports: dict[str, dict]) -> None:
+    assert reports[case]["laid_out"] == [True, True, True]
+
+
 # --------------------------------------------------------------------------------------------------- the child process
 def _tool(name: str, *arguments: str) -> str:
     import triton
@@ -194,14 +199,35 @@ def _stand_in_driver() -> list:
         return compiled
 
     JITFunction.run = compile_only
+    _stand_in_parameters(launched)
     return launched
+
+
+def _stand_in_parameters(launched: list) -> None:
+    """Let plans ask the PTX instead of the driver which parameters a kernel has."""
+    from triton.compiler.compiler import CompiledKernel
+
+    from dmattn_ops.kernels import driver
+
+    sizes = {"b8": 1, "u8": 1, "b32": 4, "u32": 4, "f32": 4, "b64": 8, "u64": 8}
+
+    def parameter_sizes(function: int) -> list[int]:
+        ptx = launched[function].asm["ptx"]
+        declared = ptx[ptx.index(".entry") : ptx.index(".reqntid")]
+        found = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[\n]*(?:\[(\d+)\])?", declared)
+        return [int(count) if count else sizes[kind] for kind, count in found]
+
+    CompiledKernel._init_handles = lambda self: setattr(self, "function", launched.index(self))
+    driver.parameter_sizes = parameter_sizes
+    functions = driver.Driver(None, None, None)
+    driver.driver = lambda: functions
 
 
 def _compile(case: str, launched: list) -> dict:
     import torch
 
     from dmattn_ops import config
-    from dmattn_ops.kernels import hopper_backward, hopper_backward_launch
+    from dmattn_ops.kernels import hopper_backward, launch, plan
     from dmattn_ops.problem import UNBOUNDED, Options, Tiles
 
     words = case.split()
@@ -224,13 +250,16 @@ def _compile(case: str, launched: list) -> dict:
     assert hopper_backward.refusals(query, key, value, None, tiles, None, None, options) == []
     row = next(row for row in config.BACKWARD if row.kernel == "hopper" and row.dim >= dim)
     launched.clear()
-    hopper_backward_launch._compiled.clear()  # what was compiled here cannot be launched
-    hopper_backward.backward(
-        grad_out, None, query, key, value, grad_out, lse, None, tiles, None, None, options,
-        torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, row.config,
-    )  # fmt: skip
+    launch._compiled.clear()  # what was compiled here cannot be launched
+    grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    with launch.recording((grad_out, query, key, value, lse, *tiles)) as made:
+        hopper_backward.backward(
+            grad_out, None, query, key, value, grad_out, lse, None, tiles, None, None, options, *grads, None, row.config
+        )
     assert len(launched) == 3
-    return _report(launched[1])
+    steps = made.plan(grads, 0).steps
+    packed = [step.packed is not None for step in steps if isinstance(step, plan.Relaunch)]
+    return _report(launched[1]) | {"laid_out": packed}
 
 
 if __name__ == "__main__":

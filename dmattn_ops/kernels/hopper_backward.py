@@ -2,65 +2,20 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dmattn_ops.config import HopperBackward
 from dmattn_ops.kernels.hopper_backward_kernel import backward_kernel
-from dmattn_ops.kernels.hopper_backward_launch import launch
 from dmattn_ops.kernels.hopper_backward_rows import finish_kernel, prepare_kernel
+from dmattn_ops.kernels.launch import computed, launch, workspace
+from dmattn_ops.kernels.tensor_maps import mappable, plain_map, rows_map
 from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 
 LOG2E = 1.4426950408889634
 MAX_DIM = 128
 HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10%
 PIECE = 64 * 64  # elements of dq that one consumer makes in a step
-_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-
-
-class _Address(NamedTuple):
-    """What a tensor map needs of a tensor, so that the cached map does not keep its memory."""
-
-    pointer: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.pointer
-
-
-@lru_cache(maxsize=4096)
-def _tensor_map(
-    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
-) -> TensorDescriptor:
-    """Describe a tensor to the launcher, which encodes it; built once for an address and a shape."""
-    if dtype == torch.float32:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
-    else:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT[dtype])
-    described = TensorDescriptor(_Address(pointer, dtype), list(shape), list(strides), list(block), layout)
-    described.kind = (dtype, block)  # for the launcher's own look-up
-    return described
-
-
-def _rows_map(tensor: Tensor, rows: int, dim: int) -> TensorDescriptor:
-    """Map `[B, S, heads, D]` in boxes of `rows` x `dim` of one head; past S or D they read 0 and write nothing."""
-    shape = tuple(tensor.shape)
-    # the stride of a dimension of size 1 may be anything: take one that a tensor map accepts
-    strides = tuple(stride if size > 1 else MAX_DIM for size, stride in zip(shape, tensor.stride(), strict=True))
-    return _tensor_map(tensor.data_ptr(), tensor.dtype, shape, (*strides[:-1], 1), (1, rows, 1, dim))
-
-
-def _mappable(tensor: Tensor) -> bool:
-    """Return whether TMA can address `tensor`: 16-byte aligned, and every stride a positive multiple of 16 bytes."""
-    step = 16 // tensor.element_size()
-    inner = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
-    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return inner and tensor.data_ptr() % 16 == 0 and all(size == 1 or (s > 0 and s % step == 0) for size, s in outer)
 
 
 def refusals(
@@ -90,7 +45,7 @@ def refusals(
     found = [f"the SM 9.0 backward does not support {name}" for name, holds in reasons.items() if holds]
     if varlen is None:
         named = (("query", query), ("key", key), ("value", value))
-        found += [f"{name}: TMA needs 16-byte aligned data and strides" for name, t in named if not _mappable(t)]
+        found += [f"{name}: TMA needs 16-byte aligned data and strides" for name, t in named if not mappable(t)]
     return found
 
 
@@ -145,42 +100,40 @@ def backward(
     dim_v = value.shape[-1]
     tile_d, tile_dv = (64 if size <= 64 else 128 for size in (dim, dim_v))
     block_m, block_n = config.block_m, config.block_n
-    if not _mappable(grad_out):
-        grad_out = grad_out.contiguous()
+    if not mappable(grad_out):
+        grad_out = computed(Tensor.contiguous, grad_out)
     rows = -(-seqlen_q // TILE) * TILE  # queries of a head in the workspaces
     total = batch * heads * rows
     # one float32 workspace: lse and delta of every row, then dq in pieces of 64 x 64, then a counter of each piece
     pieces = total * tile_d // PIECE
-    workspace = query.new_empty((total * (2 + tile_d) + pieces,), dtype=torch.float32)
-    address, accumulator = workspace.data_ptr(), workspace[2 * total :]
-    counters = workspace[total * (2 + tile_d) :].view(torch.int32)
+    room = workspace(query, total * (2 + tile_d) + pieces)
+    accumulator, counters = room[2 * total :], room[total * (2 + tile_d) :].view(torch.int32)
     block_rows = 8192 // tile_d
     grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
-    arguments = (
-        out, grad_out, lse, grad_lse, workspace, accumulator,
+    launch(
+        prepare_kernel, (total // block_rows,),
+        out, grad_out, lse, grad_lse, room, accumulator,
         *out.stride()[:3], *grad_out.stride()[:3], *lse.stride(), *grad_lse_strides,
-        seqlen_q, heads, rows, total, dim_v,
+        seqlen_q, heads, rows, total, dim_v, BLOCK=block_rows, DV=tile_dv, D=tile_d, num_warps=8,
     )  # fmt: skip
-    constants = {"BLOCK": block_rows, "DV": tile_dv, "D": tile_d}
-    launch(prepare_kernel, total // block_rows, arguments, constants, query.device, num_warps=8)
     kind, has_q_segments, mask = _mask_arguments(tiles, accumulator, heads, kv_heads)
     has_lo, has_hi = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
-    arguments = (
-        _rows_map(query, block_m, tile_d), _rows_map(key, block_n, tile_d), _rows_map(value, 64, tile_dv),
-        _rows_map(grad_out, block_m, tile_dv),
-        _tensor_map(address, torch.float32, (2, total), (total, 1), (2, block_m)),
-        _tensor_map(address + 8 * total, torch.float32, (total * tile_d // 256, 256), (256, 1), (16, 256)),
-        _rows_map(dk, 64, tile_d), _rows_map(dv, 64, tile_dv), counters, *mask,
+    launch(
+        backward_kernel, (batch * kv_heads * -(-seqlen_k // block_n),),
+        rows_map(query, block_m, tile_d), rows_map(key, block_n, tile_d), rows_map(value, 64, tile_dv),
+        rows_map(grad_out, block_m, tile_dv), plain_map(room, (2, total), (2, block_m)),
+        plain_map(room, (total * tile_d // 256, 256), (16, 256), offset=8 * total),
+        rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), counters, *mask,
         options.softmax_scale, options.softmax_scale * LOG2E, kv_heads, heads // kv_heads, seqlen_q, seqlen_k, rows,
         options.band_lo, options.band_hi, config.ordered_heads if options.deterministic else HEADS_PER_GROUP,
         batch * kv_heads,
+        BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
+        PARTIAL=kind != 0 or has_lo or has_hi or seqlen_k % block_n != 0, HAS_LO=has_lo,
+        HAS_Q_SEG=has_q_segments, GROUPED=heads != kv_heads, TWO_PHASE=config.variant == "two_phase",
+        ORDERED=options.deterministic, num_warps=4,
     )  # fmt: skip
-    constants = {
-        "BM": block_m, "BN": block_n, "D": tile_d, "DV": tile_dv, "LISTS": kind,
-        "PARTIAL": kind != 0 or has_lo or has_hi or seqlen_k % block_n != 0, "HAS_LO": has_lo,
-        "HAS_Q_SEG": has_q_segments, "GROUPED": heads != kv_heads, "TWO_PHASE": config.variant == "two_phase",
-        "ORDERED": options.deterministic,
-    }  # fmt: skip
-    launch(backward_kernel, batch * kv_heads * -(-seqlen_k // block_n), arguments, constants, query.device, num_warps=4)
-    arguments = (accumulator, dq, *dq.stride()[:3], options.softmax_scale, seqlen_q, heads, rows, dim)
-    launch(finish_kernel, pieces, arguments, {"SPLIT_D": tile_d == 128}, query.device, num_warps=4)
+    launch(
+        finish_kernel, (pieces,),
+        accumulator, dq, *dq.stride()[:3], options.softmax_scale, seqlen_q, heads, rows, dim,
+        SPLIT_D=tile_d == 128, num_warps=4,
+    )  # fmt: skip

@@ -25,6 +25,7 @@ from torch import Tensor
 from dmattn_ops.config import HopperBackward256
 from dmattn_ops.kernels.hopper_backward_256_keys import keys_kernel
 from dmattn_ops.kernels.hopper_backward_256_queries import queries_kernel
+from dmattn_ops.kernels.launch import computed, launch, workspace
 from dmattn_ops.kernels.tensor_maps import mappable, plain_map, rows_map
 from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 
@@ -77,10 +78,14 @@ def _mask_arguments(
         pointers = [lists, words, placeholder, placeholder]
         return 1, [*pointers, *list_strides, *strides(words), words.shape[-1], 0, 0, 0, group, 1]
     keys = tiles.k_segments
-    queries = keys.new_zeros((1, seqlen_q)) if tiles.q_segments is None else tiles.q_segments
+    queries = computed(_zeros, keys, (1, seqlen_q)) if tiles.q_segments is None else tiles.q_segments
     pointers = [lists, placeholder, queries, keys]
     queries_b = queries.stride(0) if queries.shape[0] > 1 else 0
     return 2, [*pointers, *list_strides, 0, 0, 0, queries_b, *strides(keys), group, heads // keys.shape[1]]
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return like.new_zeros(shape)
 
 
 def backward(
@@ -107,9 +112,9 @@ def backward(
     seqlen_k, kv_heads = key.shape[1], key.shape[2]
     width = next(width for width in WIDTHS if width >= max(query.shape[-1], value.shape[-1]))
     if not mappable(grad_out):  # an expanded gradient, such as that of out.sum()
-        grad_out = grad_out.contiguous()
+        grad_out = computed(Tensor.contiguous, grad_out)
     rows = -(-seqlen_q // TILE) * TILE
-    stats = query.new_empty((2, batch * heads * rows), dtype=torch.float32)
+    stats = workspace(query, 2, batch * heads * rows)
     _statistics(grad_out, grad_lse, out, lse, stats, rows, width)
     scale = options.softmax_scale
     has_lo, has_hi = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
@@ -119,14 +124,16 @@ def backward(
     sizes = heads // kv_heads, seqlen_q, seqlen_k, rows, options.band_lo, options.band_hi, group
     kind, mask = _mask_arguments(tiles.col_tiles, tiles.col_bits, tiles, heads, seqlen_q, stats)
     blocks = -(-seqlen_k // STEP) if kind == 0 else -(-seqlen_k // TILE) * 2
-    keys_kernel[(batch * kv_heads * blocks,)](
-        *maps, plain_map(stats, (1, STEP)), dk_map, dv_map, *mask,
+    launch(
+        keys_kernel, (batch * kv_heads * blocks,),
+        *maps, plain_map(stats, (2, batch * heads * rows), (1, STEP)), dk_map, dv_map, *mask,
         scale, scale * LOG2E, kv_heads, *sizes, batch * kv_heads,
         D=width, LISTS=kind, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, num_warps=4,
     )  # fmt: skip
     kind, mask = _mask_arguments(tiles.row_tiles, tiles.row_bits, tiles, heads, seqlen_q, stats)
     partial = uneven or seqlen_k % STEP != 0
-    queries_kernel[(batch * heads * (rows // TILE),)](
+    launch(
+        queries_kernel, (batch * heads * (rows // TILE),),
         *maps, dq_map, stats, *mask,
         scale, scale * LOG2E, heads, *sizes, batch * heads,
         D=width, LISTS=kind, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, num_warps=4,
@@ -144,7 +151,8 @@ def _statistics(
         *lse.stride(),
         *(lse if grad_lse is None else grad_lse).stride(),
     ]
-    statistics_kernel[(stats.shape[1] // STAT_ROWS,)](
+    launch(
+        statistics_kernel, (stats.shape[1] // STAT_ROWS,),
         out, grad_out, lse, grad_lse, stats, *strides,
         seqlen_q, heads, rows, stats.shape[1], dim, BLOCK=STAT_ROWS, WIDTH=width, num_warps=8,
     )  # fmt: skip

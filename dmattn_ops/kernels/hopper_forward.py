@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dmattn_ops import arch
 from dmattn_ops.config import HopperForward
 from dmattn_ops.kernels.hopper_forward_kernel import forward_kernel
-from dmattn_ops.kernels.tensor_maps import mappable
+from dmattn_ops.kernels.launch import computed, launch
+from dmattn_ops.kernels.tensor_maps import head_rows_map, mappable, mask_map
 from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 
 LOG2E = 1.4426950408889634
-_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32}
 _ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction
 _HEADS_IN_L2 = 4  # heads whose pieces alternate where pieces differ in length: longest first, and still in L2
 
@@ -62,39 +57,6 @@ def head_tile(dim: int) -> int:
     return 64 if dim <= 64 else 128 if dim <= 128 else 256
 
 
-class _Memory(NamedTuple):
-    """What a tensor map needs of a tensor; holding the tensor itself would keep its memory."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-@lru_cache(maxsize=4096)
-def _map(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, columns: int
-) -> TensorDescriptor:
-    steps = [stride if size > 1 else 1 << 10 for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
-    block = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _ELEMENT[dtype])
-    return TensorDescriptor(_Memory(address, dtype), list(shape), [*steps, 1], block, layout)
-
-
-def _rows_map(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Map `[B, S, heads, D]` in boxes of `rows` x `columns` of a head; past S or D it reads 0 and writes nothing."""
-    batch, seqlen, heads, dim = tensor.shape
-    stride_b, stride_s, stride_h, _ = tensor.stride()
-    shape, strides = (batch, heads, seqlen, dim), (stride_b, stride_h, stride_s, 1)
-    return _map(tensor.data_ptr(), tensor.dtype, shape, strides, rows, columns)
-
-
-def _bits_map(bits: Tensor) -> TensorDescriptor:
-    """Map `[Bm, Hm, rows, words]` in boxes of one consumer's rows and the words of one tile of keys."""
-    return _map(bits.data_ptr(), bits.dtype, tuple(bits.shape), bits.stride(), _ROWS, TILE // 32)
-
-
 _counters: dict[tuple[int | None, int], Tensor] = {}
 _UNUSED = -1
 
@@ -112,7 +74,7 @@ def _counter(device: torch.device, used: bool) -> Tensor:
         return counter
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     counter = _counters.get(key)
     if counter is None:
         counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
@@ -133,7 +95,7 @@ def _mask_arguments(tiles: Tiles, heads: int) -> tuple[str, tuple[object, ...], 
     if tiles.row_bits is not None:
         bits = tiles.row_bits
         flags = (int(bits.shape[0] > 1), int(bits.shape[1] > 1))
-        return "bits", (_bits_map(bits), lists, None, None), (*listed, *flags, 0, 0, 0, 1)
+        return "bits", (mask_map(bits, _ROWS, TILE // 32), lists, None, None), (*listed, *flags, 0, 0, 0, 1)
     queries, keys = tiles.q_segments, tiles.k_segments
     query_stride = 0 if queries is None or queries.shape[0] == 1 else queries.stride(0)
     strides = (query_stride, *_broadcast(keys), heads // keys.shape[1])
@@ -170,10 +132,11 @@ def forward(
     scale = 1.0 if cap else options.softmax_scale * LOG2E
     caps = (cap * LOG2E, 2.0 * LOG2E * options.softmax_scale / cap) if cap else (0.0, 0.0)
     bits, lists, q_segments, k_segments = mask
-    forward_kernel[(min(items, num_sms),)](
-        _rows_map(query, rows, columns), _rows_map(key, block_n, columns), _rows_map(value, block_n, columns),
-        _rows_map(out, rows, columns), bits, lse, lists, q_segments, k_segments,
-        _counter(query.device, items > num_sms), scale, *caps,
+    launch(
+        forward_kernel, (min(items, num_sms),),
+        head_rows_map(query, rows, columns), head_rows_map(key, block_n, columns), head_rows_map(value, block_n, columns),
+        head_rows_map(out, rows, columns), bits, lse, lists, q_segments, k_segments,
+        computed(_counter, query.device, items > num_sms), scale, *caps,
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
         _HEADS_IN_L2 if has_hi or kind != "band" else 1, items, lo, hi, *lse.stride()[:2], *strides,
         BM=block_m, BN=block_n, D=columns, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,

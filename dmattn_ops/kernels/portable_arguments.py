@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen, dropout_threshold
+from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen, dropout_threshold, float32_precision
 
 # Scalars that no address depends on, or whose alignment buys nothing: one compiled kernel serves all their values.
 UNSPECIALIZED = (
@@ -179,15 +179,6 @@ def segment_arguments(tiles: Tiles, heads: int) -> dict[str, Any]:
         "SEGMENTS": True,
         "QUERY_SEGMENTS": queries is not None,
     }
-
-
-def float32_precision() -> str:
-    """Return how float32 products may be computed: "ieee", or "tf32" where the user allows it in torch."""
-    matmul = torch.backends.cuda.matmul
-    allowed = getattr(matmul, "fp32_precision", None)  # since torch 2.9; reading the older name may then raise
-    if allowed is None:
-        allowed = "tf32" if matmul.allow_tf32 else "ieee"
-    return "tf32" if allowed == "tf32" else "ieee"
 
 
 def padded(width: int) -> int:

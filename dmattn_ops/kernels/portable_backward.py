@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops import problem
 from dmattn_ops.config import PortableBackward
+from dmattn_ops.kernels.launch import computed, launch, workspace
 from dmattn_ops.kernels.portable_arguments import (
     UNSPECIALIZED,
     Extent,
@@ -119,9 +119,9 @@ def backward(
         config = config.unaligned
     if varlen is not None:  # rows that belong to no sequence
         for gradient in (dq, dk, dv):
-            gradient.zero_()
-    log_sum = query.new_empty((query.shape[0] if varlen is None else 1, size.heads, size.seqlen_q), dtype=torch.float32)
-    delta = torch.empty_like(log_sum)
+            computed(Tensor.zero_, gradient)
+    log_sum = workspace(query, query.shape[0] if varlen is None else 1, size.heads, size.seqlen_q)
+    delta = workspace(query, *log_sum.shape)
     _launch_statistics(grad_out, grad_lse, out, lse, log_sum, delta, aligned)
     arguments = shared_arguments(query, key, value, bias, tiles, seed, varlen, options, size)
     arguments |= {"grad_out": grad_out, **row_strides("grad_out", grad_out), "log_sum": log_sum, "delta": delta}
@@ -130,17 +130,18 @@ def backward(
     kind = bias_kind(bias) if dbias is not None else "none"
     key_sums = None
     if kind == "key":
-        allocate = query.new_empty if varlen is None else query.new_zeros
-        key_sums = allocate((log_sum.shape[0], size.heads, size.seqlen_k), dtype=torch.float32)
+        key_sums = workspace(query, log_sum.shape[0], size.heads, size.seqlen_k)
+        if varlen is not None:
+            computed(Tensor.zero_, key_sums)
     owned_dbias = None
     if kind == "full" and not is_broadcast(bias, size):
         owned_dbias = dbias
         if tiles.row_tiles is not None or arguments["BANDED"]:
-            dbias.zero_()  # tiles that are skipped
+            computed(Tensor.zero_, dbias)  # tiles that are skipped
     _launch_keys(arguments, tiles, size, dk, dv, key_sums, config)
     _launch_queries(arguments, tiles, size, dq, owned_dbias, config)
     if key_sums is not None:
-        reduce_key_sums(key_sums, dbias)
+        computed(reduce_key_sums, key_sums, dbias)
     elif kind == "full" and owned_dbias is None:
         broadcast_dbias(arguments, tiles, size, dbias, config)
 
@@ -164,7 +165,9 @@ def _launch_statistics(
         grad_lse_strides = {"grad_lse_b": 0, "grad_lse_h": 0, "grad_lse_s": 0}
     else:
         grad_lse_strides = {**lse_strides("grad_lse", grad_lse), "grad_lse_s": grad_lse.stride(-1)}
-    statistics_kernel[(programs,)](
+    launch(
+        statistics_kernel,
+        (programs,),
         grad_out,
         out,
         lse,
@@ -203,7 +206,9 @@ def _launch_keys(
     programs = blocks * size.kv_heads * size.batch
     if programs == 0:
         return
-    keys_kernel[(programs,)](
+    launch(
+        keys_kernel,
+        (programs,),
         **arguments,
         **mask_arguments(tiles.col_tiles, tiles.col_bits, size.heads),
         **row_strides("dk", dk),
@@ -231,7 +236,9 @@ def _launch_queries(
     if programs == 0:
         return
     strides = (0, 0, 0, 0) if dbias is None else dbias.stride()
-    queries_kernel[(programs,)](
+    launch(
+        queries_kernel,
+        (programs,),
         **arguments,
         **mask_arguments(tiles.row_tiles, tiles.row_bits, size.heads),
         **row_strides("dq", dq),

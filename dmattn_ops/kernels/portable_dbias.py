@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dmattn_ops import problem
 from dmattn_ops.config import PortableBackward
+from dmattn_ops.kernels.launch import computed, launch
 from dmattn_ops.kernels.portable_arguments import UNSPECIALIZED, Extent, broadcast_stride, ceil_div, mask_arguments
 from dmattn_ops.kernels.portable_primitives import (
     HEADER,
@@ -251,24 +252,28 @@ def is_broadcast(bias: Tensor, size: Extent) -> bool:
     return bias.shape[0] != size.batch or bias.shape[1] != size.heads
 
 
-def reduce_key_sums(key_sums: Tensor, dbias: Tensor) -> None:
+def reduce_key_sums(key_sums: Tensor, dbias: Tensor) -> Tensor:
     """Sum `[B, H, Sk]` into dbias `[B|1, H|Hkv|1, 1, Sk]`, or `[1, H, total_k]` into `[H|Hkv|1, total_k]`."""
     if dbias.numel() == 0:
-        return
+        return dbias
     target = dbias[None] if dbias.dim() == 2 else dbias[:, :, 0]
     batch, heads, seqlen_k = key_sums.shape
     grouped = key_sums.view(batch, target.shape[1], heads // target.shape[1], seqlen_k)
     summed = grouped.sum(2) if grouped.shape[2] != 1 else grouped[:, :, 0]
-    target.copy_(summed.sum(0, keepdim=True) if target.shape[0] != batch else summed)
+    return target.copy_(summed.sum(0, keepdim=True) if target.shape[0] != batch else summed)
 
 
 def mark_tiles(tiles: Tensor, key_tiles: int) -> Tensor:
     """Turn lists `[Bm, Hm, nQ, 4 + capacity]` into states `[Bm, Hm, nQ, key_tiles]`: 0 empty, 1 partial, 2 full."""
-    states = tiles.new_zeros((*tiles.shape[:3], key_tiles), dtype=torch.int8)
+    states = computed(_empty_states, tiles, (*tiles.shape[:3], key_tiles))
     records = tiles.shape[0] * tiles.shape[1] * tiles.shape[2]
     if states.numel():
-        mark_kernel[(records,)](tiles, states, tiles_r=tiles.stride(2), key_tiles=key_tiles, ENTRIES=ENTRIES)
+        launch(mark_kernel, (records,), tiles, states, tiles_r=tiles.stride(2), key_tiles=key_tiles, ENTRIES=ENTRIES)
     return states
+
+
+def _empty_states(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return like.new_zeros(shape, dtype=torch.int8)
 
 
 def broadcast_dbias(
@@ -284,7 +289,9 @@ def broadcast_dbias(
     states = None if tiles.row_tiles is None else mark_tiles(tiles.row_tiles, ceil_div(size.seqlen_k, problem.TILE))
     wanted = dbias_kernel.arg_names
     given = {name: value for name, value in (arguments | mask).items() if name in wanted}
-    dbias_kernel[(programs,)](
+    launch(
+        dbias_kernel,
+        (programs,),
         **given,
         dbias=dbias,
         dbias_b=dbias.stride(0),

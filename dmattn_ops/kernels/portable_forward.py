@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops import problem
 from dmattn_ops.config import PortableForward
+from dmattn_ops.kernels.launch import computed, launch, workspace
 from dmattn_ops.kernels.portable_arguments import (
     UNSPECIALIZED,
     ceil_div,
@@ -368,8 +368,8 @@ def forward(
     if config.short is not None and size.longest_q <= config.short.block_m:
         config = config.short
     if varlen is not None:  # rows that belong to no sequence
-        out.zero_()
-        lse.fill_(float("-inf"))
+        computed(Tensor.zero_, out)
+        computed(Tensor.fill_, lse, float("-inf"))
     blocks = ceil_div(size.longest_q, config.block_m)
     if tiles.row_tiles is not None:
         blocks = tiles.row_tiles.shape[2] * (problem.TILE // config.block_m)
@@ -384,10 +384,10 @@ def forward(
     if splits == 1:
         _launch(arguments, out, lse, (programs, 1), blocks, config)
         return
-    shares = query.new_empty((splits, *out.shape), dtype=torch.float32)
-    share_lse = query.new_empty((splits, *lse.shape), dtype=torch.float32)
+    shares = workspace(query, splits, *out.shape)
+    share_lse = workspace(query, splits, *lse.shape)
     if varlen is not None:
-        share_lse.fill_(float("-inf"))
+        computed(Tensor.fill_, share_lse, float("-inf"))
     arguments["ALIGNED"] = aligned and rows_are_aligned(shares)
     _launch(arguments, shares, share_lse, (programs, splits), blocks, config)
     _merge(shares, share_lse, out, lse)
@@ -398,7 +398,9 @@ def _launch(
 ) -> None:
     """Launch the kernel for out `[B, Sq, H, Dv]`, or for shares of it `[splits, B, Sq, H, Dv]`."""
     shared = grid[1] > 1
-    forward_kernel[grid](
+    launch(
+        forward_kernel,
+        grid,
         out=out,
         lse=lse,
         **row_strides("out", out[0] if shared else out),
@@ -417,7 +419,9 @@ def _launch(
 def _merge(shares: Tensor, share_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Launch the merging of shares `[splits, B, Sq, H, Dv]` and `[splits, B, H, Sq]`."""
     splits = shares.shape[0]
-    merge_kernel[(shares[0].numel() // out.shape[-1],)](
+    launch(
+        merge_kernel,
+        (shares[0].numel() // out.shape[-1],),
         shares,
         share_lse,
         out,

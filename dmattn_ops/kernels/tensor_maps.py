@@ -1,16 +1,35 @@
-"""Tensor maps (TMA descriptors) of attention tensors, made once for each address, shape and strides."""
+"""Tensor maps (TMA descriptors) among the arguments of a kernel."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32, torch.float32: gl.float32}
+
+
+class Map(NamedTuple):
+    """A tensor map of `base`, or of memory `offset` bytes behind its start; strides in elements."""
+
+    base: Any  # a Tensor, or None in a plan, which keeps no tensor
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+    def descriptor(self) -> TensorDescriptor:
+        """Return the map as Triton takes it."""
+        return self.at(self.base.data_ptr() + self.offset)
+
+    def at(self, address: int) -> TensorDescriptor:
+        """Return the map of other memory as Triton takes it."""
+        return _descriptor(address, *self[2:])
 
 
 class _Address(NamedTuple):
@@ -28,28 +47,43 @@ def mappable(tensor: Tensor) -> bool:
     step = 16 // tensor.element_size()
     outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     aligned = all(size == 1 or (stride > 0 and stride % step == 0) for size, stride in outer)
-    return aligned and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
+    inner = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+    return aligned and inner and tensor.data_ptr() % 16 == 0
 
 
-def rows_map(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
+def rows_map(tensor: Tensor, rows: int, width: int) -> Map:
     """Map `[B, S, heads, D]` in boxes of `rows` x `width` of a head; past S or D it reads 0 and writes nothing."""
-    shape = tuple(tensor.shape)
+    return _map(tensor, (0, 1, 2, 3), (1, rows, 1, width))
+
+
+def head_rows_map(tensor: Tensor, rows: int, width: int) -> Map:
+    """Map `[B, S, heads, D]` as `[B, heads, S, D]` in boxes of `rows` x `width`; past S or D it reads 0, writes nothing."""
+    return _map(tensor, (0, 2, 1, 3), (1, 1, rows, width))
+
+
+def mask_map(bits: Tensor, rows: int, words: int) -> Map:
+    """Map mask words `[Bm, Hm, rows, words]` in boxes of `rows` x `words` of a head."""
+    return _map(bits, (0, 1, 2, 3), (1, 1, rows, words))
+
+
+def plain_map(base: Tensor, shape: tuple[int, int], block: tuple[int, int], offset: int = 0) -> Map:
+    """Map a contiguous float32 matrix, `offset` bytes behind the start of `base`, in blocks that keep its order."""
+    return Map(base, offset, torch.float32, shape, (shape[1], 1), block)
+
+
+def _map(tensor: Tensor, order: tuple[int, ...], block: tuple[int, ...]) -> Map:
+    sizes, strides = tensor.shape, tensor.stride()
     # the stride of a dimension of size 1 may be anything: take one that a tensor map accepts
-    strides = tuple(stride if size > 1 else width for size, stride in zip(shape, tensor.stride(), strict=True))
-    return _tensor_map(tensor.data_ptr(), tensor.dtype, shape, (*strides[:-1], 1), (1, rows, 1, width))
-
-
-def plain_map(matrix: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """Map a contiguous float32 matrix in blocks that keep its order in shared memory."""
-    return _tensor_map(matrix.data_ptr(), matrix.dtype, tuple(matrix.shape), matrix.stride(), block)
+    steps = tuple(strides[dim] if sizes[dim] > 1 else 1024 for dim in order[:-1])
+    return Map(tensor, 0, tensor.dtype, tuple(sizes[dim] for dim in order), (*steps, 1), block)
 
 
 @lru_cache(maxsize=4096)
-def _tensor_map(
-    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+def _descriptor(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
 ) -> TensorDescriptor:
     if dtype == torch.float32:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
     else:
         layout = gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT[dtype])
-    return TensorDescriptor(_Address(pointer, dtype), list(shape), list(strides), list(block), layout)
+    return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), list(block), layout)

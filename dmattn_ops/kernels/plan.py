@@ -1,0 +1,191 @@
+"""Repeat what a call launched, with other tensors of the same shapes, strides and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from dmattn_ops.kernels.driver import Packed, pack
+from dmattn_ops.kernels.tensor_maps import Map
+
+ALIGNMENT = 16  # bytes that every address of a plan is a multiple of: what Triton specializes on
+# as Inductor's own code allocates: 3 times as fast as torch.empty
+_empty_cuda: Any = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
+
+
+class TensorLayout(NamedTuple):
+    """The shape, strides and dtype of a tensor that a plan allocates."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorLayout:
+        """Return that of `tensor`."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+class Slot(NamedTuple):
+    """An address: that of a plan's tensor, plus an offset in bytes."""
+
+    tensor: int
+    offset: int
+
+
+class TensorMap(NamedTuple):
+    """A tensor map of memory at an address."""
+
+    slot: Slot
+    described: Map  # without a base
+
+
+class Call:
+    """One repetition: its tensors, their addresses, and where it runs."""
+
+    __slots__ = ("addresses", "stream", "tensors", "through_driver")
+
+    def __init__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        self.tensors, self.addresses, self.stream = tensors, addresses, stream
+        self.through_driver = not _hooked()
+
+
+class Plan:
+    """The steps of a call: to be run with any tensors of the shapes, strides and dtypes that it was made for."""
+
+    def __init__(
+        self, device: int, outputs: list[TensorLayout], steps: Sequence[Allocate | Compute | Relaunch]
+    ) -> None:
+        self.device, self.outputs, self.steps = device, outputs, steps
+        self.backwards: dict[Hashable, Plan] = {}  # of what this forward computed
+
+    def run(self, inputs: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor, ...], list[int]] | None:
+        """Launch everything on the current stream of the plan's device.
+
+        Returns outputs, and the addresses of inputs and outputs; None, with nothing launched, for other alignments.
+        """
+        if torch._C._cuda_getDevice() != self.device:
+            with torch.cuda.device(self.device):
+                return self._run(inputs)
+        return self._run(inputs)
+
+    def _run(self, inputs: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor, ...], list[int]] | None:
+        outputs = tuple([allocate(*layout) for layout in self.outputs])
+        tensors = [*inputs, *outputs]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        if bits % ALIGNMENT != 0:
+            return None
+        call = Call(tensors, addresses.copy(), torch._C._cuda_getCurrentRawStream(self.device))
+        for step in self.steps:
+            step.run(call)
+        return outputs, addresses
+
+
+class Allocate:
+    """A step that makes a workspace."""
+
+    def __init__(self, layout: TensorLayout) -> None:
+        self.layout = layout
+
+    def run(self, call: Call) -> None:
+        """Allocate."""
+        made = allocate(*self.layout)
+        call.tensors.append(made)
+        call.addresses.append(made.data_ptr())
+
+
+class Compute:
+    """A step that computes a tensor."""
+
+    def __init__(self, function: Callable[..., Tensor], references: list[Any]) -> None:
+        self.function, self.references = function, references
+
+    def run(self, call: Call) -> None:
+        """Compute."""
+        made = self.function(*(call.tensors[of.tensor] if type(of) is Slot else of for of in self.references))
+        call.tensors.append(made)
+        call.addresses.append(made.data_ptr())
+
+
+class Relaunch:
+    """A step that launches a kernel: through the driver where the layout of its parameters is certain, else Triton."""
+
+    def __init__(self, compiled: Any, grid: tuple[int, ...], references: list[Any]) -> None:
+        self.compiled, self.grid, self.references = compiled, grid, references
+        self.packed = _packed(compiled, grid, references)
+
+    def run(self, call: Call) -> None:
+        """Launch."""
+        if not (call.through_driver and self.packed is not None and self.packed.run(call.addresses, call.stream)):
+            arguments = [_value(reference, call.addresses) for reference in self.references]
+            self.compiled[self.grid](*arguments, stream=call.stream)
+
+
+def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return uninitialised memory on the current device."""
+    if _empty_cuda is not None:
+        return _empty_cuda(shape, strides, dtype)
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+def _value(reference: Any, addresses: list[int]) -> Any:
+    """Return an argument as a compiled kernel takes it."""
+    if type(reference) is Slot:
+        return addresses[reference.tensor] + reference.offset
+    if type(reference) is TensorMap:
+        return reference.described.at(addresses[reference.slot.tensor] + reference.slot.offset)
+    return reference
+
+
+def _hooked() -> bool:
+    """Return whether someone (a profiler such as Proton) asked Triton to be told of each launch."""
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
+
+
+def _packed(compiled: Any, grid: tuple[int, ...], references: list[Any]) -> Packed | None:
+    """Lay a kernel's parameters out, or return None where anything about them is not as it is known here.
+
+    The layout is Triton's (3.6 to 3.9): the arguments that are no constants, of a tensor map the map, its shape (int32)
+    and its strides (int64), then two pointers to scratch memory.
+    """
+    if not _is_plain(compiled):
+        return None
+    laid: list[tuple[str, Any]] = []  # (type, value)
+    descriptors = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    for kind, reference in zip(compiled.src.signature.values(), references, strict=True):
+        if type(reference) is TensorMap and descriptors:
+            shape, strides = reference.described.shape, reference.described.strides
+            compiled_for = descriptors.pop(0)
+            if not {"block_size", "swizzle"} <= compiled_for.keys() or compiled_for.get("fp4_padded"):
+                return None
+            described = reference.described._replace(block=tuple(compiled_for["block_size"]))
+            laid.append(("map", (*reference.slot, described, compiled_for["swizzle"])))
+            laid += [("i32", size) for size in shape]
+            laid += [("i64", stride) for stride in strides]
+        elif kind != "constexpr":
+            laid.append((kind, reference))
+    laid += [("*", None), ("*", None)]
+    warps, _, shared = compiled.packed_metadata
+    return pack(compiled.function, grid, 32 * warps, shared, laid)
+
+
+def _is_plain(compiled: Any) -> bool:
+    """Return whether a launch needs nothing but grid, block, shared memory and parameters."""
+    try:
+        of = compiled.metadata
+        special = (of.launch_cooperative_grid, of.launch_pdl, of.global_scratch_size, of.profile_scratch_size)
+        _, blocks_in_cluster, _ = compiled.packed_metadata
+        compiled._init_handles()
+        return not any(special) and blocks_in_cluster == 1 and isinstance(compiled.function, int)
+    except (AttributeError, TypeError, ValueError):
+        return False

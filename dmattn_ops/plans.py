@@ -1,0 +1,130 @@
+"""What was worked out for a call's shapes, kept for the next call of the same: refusals, the choice, the launches.
+
+A plan is found under everything that it depends on: shape, strides, dtype and device of each tensor, the numbers of the
+call, and what the environment and torch's switches say. No tensor is kept. Plans are for CUDA tensors; kernels make them
+(`kernels/launch.py`) while the call is computed in full for the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dmattn_ops import environment
+from dmattn_ops.problem import float32_precision
+
+MAX_PLANS = 512
+MAX_SEEN = 4096
+MAX_BACKWARDS = 16  # of one forward: layouts of grad_out, and switches
+_plans: dict[Hashable, Any] = {}  # None where a call of that key cannot be repeated
+_seen: dict[Hashable, None] = {}  # keys that came once: to make a plan pays from the second time on
+_Tensors = tuple[Tensor | None, ...]
+_Computation = Callable[..., tuple[Tensor, ...]]
+
+
+class Origin(NamedTuple):
+    """What a backward finds its plan by without looking at every tensor again: the plan of its forward."""
+
+    plan: Any
+    addresses: list[int]  # of the forward's inputs and outputs
+    numbers: tuple[Any, ...]
+
+    def backward(
+        self, name: str, primals: int, grad_out: Tensor, grad_lse: Tensor | None, saved: _Tensors, needs_dbias: bool
+    ) -> tuple[Tensor, ...] | None:
+        """Repeat the backward `name`; None where it has no plan yet.
+
+        Tensors at the addresses of the forward's are taken for the forward's own: autograd has checked their versions.
+        What a hook made of them lies elsewhere, and gets the usual closer look.
+        """
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in saved]
+        if addresses != self.addresses or environment.profiles_backward():
+            return None
+        *inputs, out, lse = saved
+        tensors = (grad_out, grad_lse, *inputs[:primals], out, lse, *inputs[primals:])
+        of_lse = None if grad_lse is None else grad_lse.stride()
+        found = (grad_out.shape, grad_out.stride(), of_lse, needs_dbias, *_switches(grad_out))
+        plan = self.plan.backwards.get(found)
+        if plan is None:
+            plan = _plans.get(key(name, tensors, (*self.numbers, needs_dbias)))
+            if plan is None:
+                return None
+            if len(self.plan.backwards) >= MAX_BACKWARDS:
+                self.plan.backwards.clear()
+            self.plan.backwards[found] = plan
+        ran = plan.run(tensors)
+        return None if ran is None else ran[0]
+
+
+def planned(function: _Computation, layout: Any) -> Callable[..., tuple[Any, Origin | None]]:
+    """Return what computes the operator `function`, with a plan where there is one, and the origin of its backward.
+
+    `layout` says which arguments are tensors.
+    """
+    name = function.__name__
+
+    def call(*arguments: Any) -> tuple[Any, Origin | None]:
+        if not may_repeat(arguments[0]) or (environment.profiles_backward() and name.endswith("backward")):
+            return function(*arguments), None
+        tensors, numbers = layout.split(arguments)
+        found = key(name, tensors, numbers)
+        plan = _plans.get(found)
+        if plan is not None:
+            ran = plan.run(tensors)
+            if ran is not None:
+                return ran[0], Origin(plan, ran[1], numbers)
+        if found in _plans or _is_new(found):
+            return function(*arguments), None
+        return _make(found, tensors, lambda distinct: function(*layout.join(distinct, numbers))), None
+
+    return call
+
+
+def _is_new(found: Hashable) -> bool:
+    """Return whether a key comes for the first time."""
+    if found in _seen:
+        return False
+    if len(_seen) >= MAX_SEEN:
+        _seen.clear()
+    _seen[found] = None
+    return True
+
+
+def may_repeat(tensor: Tensor) -> bool:
+    """Return whether kernels for the tensor's device make plans."""
+    return tensor.is_cuda
+
+
+def key(name: str, tensors: _Tensors, numbers: tuple[Any, ...]) -> Hashable:
+    """Return what the plan of an operator depends on."""
+    described = [
+        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+        for tensor in tensors
+    ]
+    return (name, *described, numbers, *_switches(tensors[0]))
+
+
+def _switches(tensor: Any) -> tuple[Any, ...]:
+    """Return what is set outside of a call."""
+    return environment.architecture(), float32_precision() if tensor.dtype.itemsize == 4 else None
+
+
+def _make(found: Hashable, tensors: _Tensors, function: _Computation) -> tuple[Tensor, ...]:
+    """Compute in full, and keep a plan of what was launched where it can be repeated."""
+    from dmattn_ops.kernels.launch import recording
+
+    # a plan tells tensors apart: one that is given twice becomes two
+    distinct = tuple(
+        tensor if tensor is None or not any(tensor is other for other in tensors[:index]) else tensor.view_as(tensor)
+        for index, tensor in enumerate(tensors)
+    )
+    with recording(distinct) as recorded:
+        outputs = function(distinct)
+    first = tensors[0]
+    assert first is not None
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    _plans[found] = recorded.plan(outputs, first.get_device())
+    return outputs
