@@ -214,7 +214,8 @@ def _tiles(read: ops.Call) -> Tiles:
     return Tiles(k_segments=(read.mask != 0).to(torch.int32).sub_(1).unsqueeze(0))
 
 
-for _planned in (forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward):
-    ops.implement_planned(_planned.__name__, plans.planned(_planned, ops.LAYOUTS[_planned.__name__]))
-ops.implement("pack_mask", pack_mask)
-ops.implement("list_tiles", list_tiles)
+_OPERATORS: tuple[Callable[..., Any], ...] = (
+    forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles
+)  # fmt: skip
+for _operator in _OPERATORS:
+    ops.implement(_operator.__name__, plans.planned(_operator, ops.LAYOUTS[_operator.__name__]))

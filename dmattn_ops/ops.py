@@ -47,16 +47,11 @@ implementations: dict[
 ] = {}  # outputs on CPU and CUDA, by operator, and what the backward finds its plan by
 
 
-def implement(name: str, function: Callable[..., Any]) -> None:
-    """Register what an operator does on real tensors."""
-    for device in ("CPU", "CUDA"):
-        library.impl(name, function, device)
-
-
-def implement_planned(name: str, function: Planned) -> None:
-    """Register an operator by a function that may also be called directly."""
+def implement(name: str, function: Planned) -> None:
+    """Register what an operator does on real tensors, by a function that may also be called directly."""
     implementations[name] = function
-    implement(name, lambda *arguments: function(*arguments)[0])
+    for device in ("CPU", "CUDA"):
+        library.impl(name, lambda *arguments: function(*arguments)[0], device)
 
 
 class Layout(NamedTuple):
@@ -83,6 +78,8 @@ LAYOUTS = {
     "qkvpacked_backward": Layout(slice(13, 13), slice(13, 13)),
     "varlen_forward": Layout(slice(5, 7), slice(7, 10)),
     "varlen_backward": Layout(slice(9, 11), slice(11, 14)),
+    "pack_mask": Layout(slice(3, 3), slice(3, 3)),
+    "list_tiles": Layout(slice(2, 2), slice(2, 2)),
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dmattn_ops import environment
@@ -66,7 +67,8 @@ def planned(function: _Computation, layout: Any) -> Callable[..., tuple[Any, Ori
     name = function.__name__
 
     def call(*arguments: Any) -> tuple[Any, Origin | None]:
-        if not may_repeat(arguments[0]) or (environment.profiles_backward() and name.endswith("backward")):
+        on = arguments[1] if arguments[0] is None else arguments[0]
+        if not may_repeat(on) or (environment.profiles_backward() and name.endswith("backward")):
             return function(*arguments), None
         tensors, numbers = layout.split(arguments)
         found = key(name, tensors, numbers)
@@ -77,7 +79,7 @@ def planned(function: _Computation, layout: Any) -> Callable[..., tuple[Any, Ori
                 return ran[0], Origin(plan, ran[1], numbers)
         if found in _plans or _is_new(found):
             return function(*arguments), None
-        return _make(found, tensors, lambda distinct: function(*layout.join(distinct, numbers))), None
+        return _make(found, on.get_device(), tensors, lambda distinct: function(*layout.join(distinct, numbers))), None
 
     return call
 
@@ -106,12 +108,13 @@ def key(name: str, tensors: _Tensors, numbers: tuple[Any, ...]) -> Hashable:
     return (name, *described, numbers, *_switches(tensors[0]))
 
 
-def _switches(tensor: Any) -> tuple[Any, ...]:
-    """Return what is set outside of a call."""
-    return environment.architecture(), float32_precision() if tensor.dtype.itemsize == 4 else None
+def _switches(tensor: Tensor | None) -> tuple[Any, ...]:
+    """Return what is set outside of a call that begins with a tensor."""
+    tf32 = float32_precision() if tensor is not None and tensor.dtype is torch.float32 else None
+    return environment.architecture(), tf32
 
 
-def _make(found: Hashable, tensors: _Tensors, function: _Computation) -> tuple[Tensor, ...]:
+def _make(found: Hashable, device: int, tensors: _Tensors, function: _Computation) -> tuple[Tensor, ...]:
     """Compute in full, and keep a plan of what was launched where it can be repeated."""
     from dmattn_ops.kernels.launch import recording
 
@@ -122,9 +125,7 @@ def _make(found: Hashable, tensors: _Tensors, function: _Computation) -> tuple[T
     )
     with recording(distinct) as recorded:
         outputs = function(distinct)
-    first = tensors[0]
-    assert first is not None
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
-    _plans[found] = recorded.plan(outputs, first.get_device())
+    _plans[found] = recorded.plan(outputs, device)
     return outputs

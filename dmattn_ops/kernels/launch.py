@@ -84,9 +84,9 @@ def computed(function: Callable[..., _Made], *arguments: Any) -> _Made:
     return made
 
 
-def workspace(like: Tensor, *shape: int) -> Tensor:
-    """Return uninitialised float32 memory for one call on the device of `like`."""
-    made = like.new_empty(shape, dtype=torch.float32)
+def workspace(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return uninitialised memory for one call on the device of `like`."""
+    made = like.new_empty(shape, dtype=dtype)
     if _thread.recording is not None:
         _thread.recording.allocates(made)
     return made

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dmattn_ops.kernels.launch import computed, launch, workspace
 from dmattn_ops.problem import HEADER, TILE
 
 _TILE = tl.constexpr(TILE)
@@ -415,12 +416,13 @@ def pack_mask(
     extent = 1 + sum((size - 1) * stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
     skew = mask.data_ptr() % 16
     aligned = not any(number % 16 for number in (skew, seqlen_k, *strides)) and strides[2] < _LONGEST_ROW
-    q_segments = None if q_segments is None else q_segments.contiguous()
-    k_segments = None if k_segments is None else k_segments.contiguous()
-    classes = torch.empty((batch * heads, row_count, col_count), dtype=torch.int8, device=mask.device)
+    q_segments = None if q_segments is None else _contiguous(q_segments)
+    k_segments = None if k_segments is None else _contiguous(k_segments)
+    classes = workspace(mask, batch * heads, row_count, col_count, dtype=torch.int8)
     programs = batch * heads * triton.cdiv(row_count, 2) * triton.cdiv(col_count, 2)
     if programs:
-        _pack[(programs,)](
+        launch(
+            _pack, (programs,),
             mask, skew % 4, mask if q_segments is None else q_segments, mask if k_segments is None else k_segments,
             classes, row_bits, col_bits, seqlen_q, seqlen_k, band_lo, band_hi, heads, row_count, col_count,
             *strides, extent, _stride(q_segments, 0), _stride(k_segments, 0), _stride(k_segments, 1),
@@ -442,12 +444,13 @@ def list_tiles(
     row_count, col_count, seqlen_k = row_tiles.shape[2], col_tiles.shape[2], k_segments.shape[2]
     q_tiles = 0 if q_segments is None else q_segments.shape[0] * row_count
     k_tiles = k_segments.shape[0] * k_segments.shape[1] * col_count
-    ranges = torch.empty((q_tiles + k_tiles, 2), dtype=torch.int32, device=k_segments.device)
+    ranges = workspace(k_segments, q_tiles + k_tiles, 2, dtype=torch.int32)
     programs = triton.cdiv(q_tiles, _RANGE_TILES) + triton.cdiv(k_tiles, _RANGE_TILES)
     if programs:
-        k_segments = k_segments.contiguous()
-        _segment_ranges[(programs,)](
-            k_segments if q_segments is None else q_segments.contiguous(), k_segments, ranges,
+        k_segments = _contiguous(k_segments)
+        launch(
+            _segment_ranges, (programs,),
+            k_segments if q_segments is None else _contiguous(q_segments), k_segments, ranges,
             seqlen_q, seqlen_k, q_tiles, k_tiles, row_count, col_count, TILES=_RANGE_TILES, num_warps=4,
         )  # fmt: skip
     strides = (
@@ -478,28 +481,35 @@ def _write_lists(
     if not batch * heads * blocks:
         return
     q_tiles, *strides = range_strides or (0, 0, 0, 0)
-    _lists[(batch * heads * blocks,)](
-        source, row_tiles, col_tiles,
+    launch(
+        _lists, (batch * heads * blocks,), source, row_tiles, col_tiles,
         seqlen_q, seqlen_k, band_lo, band_hi, heads, row_count, col_count, row_width, col_width, q_tiles, *strides,
         BY_RANGE=range_strides is not None, HAS_Q_SEGMENTS=q_tiles > 0,
         OWN=_LISTS, OTHER=64 if ranked else 128, RANKED=ranked, num_warps=16 if ranked > 64 else 8,
     )  # fmt: skip
     if not ranked:
         blocks = triton.cdiv(row_count, 64) + triton.cdiv(col_count, 64)
-        _ranks[(batch * heads * blocks,)](
-            row_tiles, col_tiles, row_count, col_count, row_width, col_width, OWN=64, OTHER=128, num_warps=4
-        )
+        launch(
+            _ranks, (batch * heads * blocks,),
+            row_tiles, col_tiles, row_count, col_count, row_width, col_width, OWN=64, OTHER=128, num_warps=4,
+        )  # fmt: skip
 
 
 def _as_bytes(mask: Tensor) -> Tensor:
     """Return a mask of one-byte elements with a contiguous last dimension: itself, or a copy."""
     if mask.dtype not in _BYTES:
-        mask = mask != 0  # 1.13 times the time of reading float32 directly, H200; one path instead of two
+        mask = computed(
+            torch.ne, mask, 0
+        )  # 1.13 times the time of reading float32 directly, H200; one path instead of two
     if mask.stride(3) != 1 and mask.shape[3] != 1:
-        mask = mask.contiguous()
+        mask = computed(Tensor.contiguous, mask)
     return mask.view(torch.uint8)
 
 
 def _stride(segments: Tensor | None, dim: int) -> int:
     """Return the stride of a leading dimension of segments, 0 where it is broadcast."""
     return 0 if segments is None or segments.shape[dim] == 1 else segments.stride(dim)
+
+
+def _contiguous(segments: Tensor) -> Tensor:
+    return segments if segments.is_contiguous() else computed(Tensor.contiguous, segments)
