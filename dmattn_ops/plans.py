@@ -43,8 +43,7 @@ class Origin(NamedTuple):
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in saved]
         if addresses != self.addresses or environment.profiles_backward():
             return None
-        *inputs, out, lse = saved
-        tensors = (grad_out, grad_lse, *inputs[:primals], out, lse, *inputs[primals:])
+        tensors = (grad_out, grad_lse, *saved[:primals], *saved[-2:], *saved[primals:-2])
         of_lse = None if grad_lse is None else grad_lse.stride()
         found = (grad_out.shape, grad_out.stride(), of_lse, needs_dbias, *_switches(grad_out))
         plan = self.plan.backwards.get(found)
@@ -55,7 +54,8 @@ class Origin(NamedTuple):
             if len(self.plan.backwards) >= MAX_BACKWARDS:
                 self.plan.backwards.clear()
             self.plan.backwards[found] = plan
-        ran = plan.run(tensors)
+        gradients = [grad_out.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr()]
+        ran = plan.run(tensors, gradients + addresses[:primals] + addresses[-2:] + addresses[primals:-2])
         return None if ran is None else ran[0]
 
 

@@ -207,7 +207,7 @@ def _stand_in_parameters(launched: list) -> None:
     """Let plans ask the PTX instead of the driver which parameters a kernel has."""
     from triton.compiler.compiler import CompiledKernel
 
-    from dmattn_ops.kernels import driver
+    from dmattn_ops.kernels import driver, plan
 
     sizes = {"b8": 1, "u8": 1, "b32": 4, "u32": 4, "f32": 4, "b64": 8, "u64": 8}
 
@@ -218,7 +218,7 @@ def _stand_in_parameters(launched: list) -> None:
         return [int(count) if count else sizes[kind] for kind, count in found]
 
     CompiledKernel._init_handles = lambda self: setattr(self, "function", launched.index(self))
-    driver.parameter_sizes = parameter_sizes
+    plan.parameter_sizes = parameter_sizes
     functions = driver.Driver(None, None, None)
     driver.driver = lambda: functions
 

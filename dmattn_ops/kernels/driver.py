@@ -99,16 +99,14 @@ class _MapParameter:
         self.described, self.swizzle = described, swizzle
         self.encoded: dict[int, EncodedMap] = {}
 
-    def at(self, address: int) -> EncodedMap | None:
-        """Return the map of a tensor at `address`."""
-        found = self.encoded.get(address)
-        if found is None:
-            of = self.described
-            found = encode_map(address, of.dtype, of.shape, of.strides, of.block, self.swizzle)
-            if found is not None:
-                if len(self.encoded) >= _MAX_ENCODED:
-                    self.encoded.clear()
-                self.encoded[address] = found
+    def encode(self, address: int) -> EncodedMap | None:
+        """Return the map of a tensor at `address`, and keep it."""
+        of = self.described
+        found = encode_map(address, of.dtype, of.shape, of.strides, of.block, self.swizzle)
+        if found is not None:
+            if len(self.encoded) >= _MAX_ENCODED:
+                self.encoded.clear()
+            self.encoded[address] = found
         return found
 
 
@@ -139,7 +137,8 @@ class Packed:
             for index, tensor, offset in self.addresses:
                 values[index] = addresses[tensor] + offset
             for part in self.maps:
-                found = part.at(addresses[part.tensor] + part.offset)
+                address = addresses[part.tensor] + part.offset
+                found = part.encoded.get(address) or part.encode(address)
                 if found is None:
                     return False
                 parameters[part.index] = found.address
@@ -148,16 +147,21 @@ class Packed:
 
 
 def pack(
-    function: int, grid: tuple[int, ...], threads: int, shared: int, parameters: list[tuple[str, Any]]
+    function: int,
+    grid: tuple[int, ...],
+    threads: int,
+    shared: int,
+    parameters: list[tuple[str, Any]],
+    sizes: list[int],
 ) -> Packed | None:
-    """Pack a launch of the parameters (type, value); None where the driver lists others for the kernel.
+    """Pack a launch of the parameters (type, value); None where `sizes`, those of the kernel, are others.
 
     A value is a number, None (a null pointer), an address as (tensor, offset), or for type "map" the map of memory at
     such an address: (tensor, offset, `Map`, swizzle).
     """
     functions = driver()
     expected = [_size(kind) for kind, _ in parameters]
-    if functions is None or 0 in expected or parameter_sizes(function) != expected:
+    if functions is None or 0 in expected or sizes != expected:
         return None
     packed = Packed(functions, function, grid, threads, shared, len(parameters))
     for index, (kind, value) in enumerate(parameters):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton import knobs
 
-from dmattn_ops.kernels.driver import Packed, pack
+from dmattn_ops.kernels.driver import Packed, pack, parameter_sizes
 from dmattn_ops.kernels.tensor_maps import Map
 
 ALIGNMENT = 16  # bytes that every address of a plan is a multiple of: what Triton specializes on
@@ -44,16 +46,6 @@ class TensorMap(NamedTuple):
     described: Map  # without a base
 
 
-class Call:
-    """One repetition: its tensors, their addresses, and where it runs."""
-
-    __slots__ = ("addresses", "stream", "tensors", "through_driver")
-
-    def __init__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
-        self.tensors, self.addresses, self.stream = tensors, addresses, stream
-        self.through_driver = not _hooked()
-
-
 class Plan:
     """The steps of a call: to be run with any tensors of the shapes, strides and dtypes that it was made for."""
 
@@ -63,29 +55,33 @@ class Plan:
         self.device, self.outputs, self.steps = device, outputs, steps
         self.backwards: dict[Hashable, Plan] = {}  # of what this forward computed
 
-    def run(self, inputs: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor, ...], list[int]] | None:
+    def run(
+        self, inputs: tuple[Tensor | None, ...], addresses: list[int] | None = None
+    ) -> tuple[tuple[Tensor, ...], list[int]] | None:
         """Launch everything on the current stream of the plan's device.
 
-        Returns outputs, and the addresses of inputs and outputs; None, with nothing launched, for other alignments.
+        Returns outputs, and the addresses of inputs (which the caller may know) and outputs; None, with nothing
+        launched, for other alignments.
         """
+        if addresses is None:
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
         if torch._C._cuda_getDevice() != self.device:
             with torch.cuda.device(self.device):
-                return self._run(inputs)
-        return self._run(inputs)
+                return self._run(inputs, addresses)
+        return self._run(inputs, addresses)
 
-    def _run(self, inputs: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor, ...], list[int]] | None:
+    def _run(
+        self, inputs: tuple[Tensor | None, ...], addresses: list[int]
+    ) -> tuple[tuple[Tensor, ...], list[int]] | None:
         outputs = tuple([allocate(*layout) for layout in self.outputs])
-        tensors = [*inputs, *outputs]
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        bits = 0
-        for address in addresses:
-            bits |= address
-        if bits % ALIGNMENT != 0:
+        known = addresses + [output.data_ptr() for output in outputs]
+        if reduce(or_, known) % ALIGNMENT != 0:
             return None
-        call = Call(tensors, addresses.copy(), torch._C._cuda_getCurrentRawStream(self.device))
-        for step in self.steps:
-            step.run(call)
-        return outputs, addresses
+        tensors, places = [*inputs, *outputs], known.copy()
+        stream, through_driver = torch._C._cuda_getCurrentRawStream(self.device), not _hooked()
+        for step in self.steps:  # those that make tensors append them
+            step.run(tensors, places, stream, through_driver)
+        return outputs, known
 
 
 class Allocate:
@@ -94,11 +90,11 @@ class Allocate:
     def __init__(self, layout: TensorLayout) -> None:
         self.layout = layout
 
-    def run(self, call: Call) -> None:
+    def run(self, tensors: list[Any], addresses: list[int], stream: int, through_driver: bool) -> None:
         """Allocate."""
         made = allocate(*self.layout)
-        call.tensors.append(made)
-        call.addresses.append(made.data_ptr())
+        tensors.append(made)
+        addresses.append(made.data_ptr())
 
 
 class Compute:
@@ -107,11 +103,11 @@ class Compute:
     def __init__(self, function: Callable[..., Tensor], references: list[Any]) -> None:
         self.function, self.references = function, references
 
-    def run(self, call: Call) -> None:
+    def run(self, tensors: list[Any], addresses: list[int], stream: int, through_driver: bool) -> None:
         """Compute."""
-        made = self.function(*(call.tensors[of.tensor] if type(of) is Slot else of for of in self.references))
-        call.tensors.append(made)
-        call.addresses.append(made.data_ptr())
+        made = self.function(*(tensors[of.tensor] if type(of) is Slot else of for of in self.references))
+        tensors.append(made)
+        addresses.append(made.data_ptr())
 
 
 class Relaunch:
@@ -121,11 +117,11 @@ class Relaunch:
         self.compiled, self.grid, self.references = compiled, grid, references
         self.packed = _packed(compiled, grid, references)
 
-    def run(self, call: Call) -> None:
+    def run(self, tensors: list[Any], addresses: list[int], stream: int, through_driver: bool) -> None:
         """Launch."""
-        if not (call.through_driver and self.packed is not None and self.packed.run(call.addresses, call.stream)):
-            arguments = [_value(reference, call.addresses) for reference in self.references]
-            self.compiled[self.grid](*arguments, stream=call.stream)
+        if not (through_driver and self.packed is not None and self.packed.run(addresses, stream)):
+            arguments = [_value(reference, addresses) for reference in self.references]
+            self.compiled[self.grid](*arguments, stream=stream)
 
 
 def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -176,7 +172,13 @@ def _packed(compiled: Any, grid: tuple[int, ...], references: list[Any]) -> Pack
             laid.append((kind, reference))
     laid += [("*", None), ("*", None)]
     warps, _, shared = compiled.packed_metadata
-    return pack(compiled.function, grid, 32 * warps, shared, laid)
+    return pack(compiled.function, grid, 32 * warps, shared, laid, _parameter_sizes(compiled))
+
+
+@lru_cache(maxsize=1024)
+def _parameter_sizes(compiled: Any) -> list[int]:
+    """Return the sizes of a kernel's parameters: the driver takes 5 us for each of a hundred."""
+    return parameter_sizes(compiled.function)
 
 
 def _is_plain(compiled: Any) -> bool:
