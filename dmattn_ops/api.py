@@ -3,7 +3,8 @@
 Dynamic mask attention: Shi et al., arXiv 2508.02124. Tiled exact attention: Dao, FlashAttention-2, arXiv 2307.08691.
 
 Letters: `B` batch, `H` query heads, `Hkv` key and value heads (`H % Hkv == 0`: query head `h` reads key head
-`h // (H // Hkv)`), `Sq` and `Sk` query and key length, `D` head dimension of query and key, `Dv` of value (1 to 256).
+`h // (H // Hkv)`), `Sq` and `Sk` query and key length, `D` head dimension of query and key, `Dv` of value (1 to 1024;
+above 256 the results are exact, but no kernel was made fast there).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def flash_dmattn_func(
     Raises:
         ValueError: for shapes, devices and values that do not fit.
         TypeError: for types and dtypes.
-        NotImplementedError: where no kernel takes the call (float64 on CUDA, a head dimension above 256), and for
+        NotImplementedError: where no kernel takes the call (float64 on CUDA, a head dimension above 1024), and for
             forward-mode derivatives; RuntimeError for a second derivative.
     """
     (query, key, value), bias = _prepare(4, bias, query=query, key=key, value=value)

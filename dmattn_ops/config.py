@@ -151,7 +151,7 @@ _UNALIGNED: dict[int, tuple[_Blocks, _Blocks, _Blocks]] = {
     128: ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
     256: ((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
 }
-_SM_COUNT = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
+SM_COUNT = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
 
 
 def _portable_forward(sm: int, dim: int, itemsize: int, blocks: _Blocks) -> PortableForward:
@@ -159,9 +159,9 @@ def _portable_forward(sm: int, dim: int, itemsize: int, blocks: _Blocks) -> Port
     unaligned = _UNALIGNED.get(dim) if (sm, itemsize) == (90, 2) else None
     return PortableForward(
         *blocks,
-        _SM_COUNT[sm],
-        PortableForward(*short, _SM_COUNT[sm]) if short else None,
-        PortableForward(*unaligned[0], _SM_COUNT[sm]) if unaligned else None,
+        SM_COUNT[sm],
+        PortableForward(*short, SM_COUNT[sm]) if short else None,
+        PortableForward(*unaligned[0], SM_COUNT[sm]) if unaligned else None,
     )
 
 
@@ -184,7 +184,8 @@ def _portable(direction: int) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-_LEGACY = Row(75, 1024, 4, 0, "Legacy", "reference", Whole())
+# Plain torch operations, the last row of every architecture: for SM 7.5, and for head dimensions that no tile fits.
+_LEGACY = tuple(Row(sm, 1024, 4, 0, "Legacy", "reference", Whole()) for sm in (75, *SM_COUNT))
 HOPPER_FORWARD = (
     Row(
         90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2), 115116,
@@ -199,7 +200,7 @@ HOPPER_FORWARD = (
         "H200, 2026-11-21, bf16, 777 TFLOP/s at B4 H8 S4096, 786 at B1 H8 S16384 causal, cuDNN 720 and 646",
     ),
 )  # fmt: skip
-FORWARD = (*HOPPER_FORWARD, *_portable(0), _LEGACY)
+FORWARD = (*HOPPER_FORWARD, *_portable(0), *_LEGACY)
 HOPPER_BACKWARD = (
     Row(
         90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16), 199312,
@@ -216,4 +217,4 @@ HOPPER_BACKWARD_256 = Row(
     90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4), 229840,
     "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
 )  # fmt: skip
-BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *_portable(1), _LEGACY)
+BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *_portable(1), *_LEGACY)

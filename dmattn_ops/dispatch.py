@@ -90,13 +90,17 @@ def _chosen(rows: tuple[config.Row, ...], kernels: dict[str, str], call: Call, o
 
     choice = choose.choose(rows, on or arch.current(call.query.device), call.demand, refusals)
     if choice.row.kernel == "reference":
-        _warn_legacy(choice.arch)
+        _warn_legacy(choice.arch, call.demand.width, call.demand.itemsize)
     return choice
 
 
 @cache
-def _warn_legacy(on: Arch) -> None:
-    warnings.warn(f"dmattn_ops has no kernels for {on}: plain torch operations run there, slowly", stacklevel=2)
+def _warn_legacy(on: Arch, width: int, itemsize: int) -> None:
+    warnings.warn(
+        f"dmattn_ops has no kernels for {on} and head dimension {width} in {8 * itemsize} bits: plain torch operations"
+        " run there, slowly",
+        stacklevel=2,
+    )
 
 
 def forward_choice(call: Call, on: Arch | None = None) -> Choice:

@@ -18,7 +18,7 @@ from torch import Tensor
 from dmattn_ops.meta import ceil_div, lse_dtype
 from dmattn_ops.problem import HEADER, TILE, WORD_BITS, Options, Tiles, Varlen
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 1024
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ALIGNMENTS = ("bottom_right", "top_left")
 DEVICES = ("cpu", "cuda", "meta")  # meta computes shapes only

@@ -26,7 +26,7 @@ def labels(rows, itemsize=2):
     lines = []
     for sm, known in arch.KNOWN.items():
         choices = []
-        for dim in (32, 64, 96, 128, 192, 256):
+        for dim in (32, 64, 96, 128, 192, 256, 512, 1024):
             choice = choose.choose(rows, known, Demand(2, 16, 4096, 4096, dim, dim, itemsize), taken_by_all)
             choices.append(f"{choice.row.kernel}:{choice.label.split('_', 1)[1]}")
         lines.append(f"{sm}: {' '.join(choices)}")
@@ -37,7 +37,7 @@ def labels(rows, itemsize=2):
 @pytest.mark.parametrize("sm", [*arch.KNOWN, 87, 103, 121, 130])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_architecture_has_a_row_for_every_head_dimension(rows, sm, itemsize):
-    for dim in (1, 8, 31, 64, 65, 128, 129, 256):
+    for dim in (1, 8, 31, 64, 65, 128, 129, 256, 257, 512, 1024):
         on = arch.parse(f"{sm // 10}.{sm % 10}")
         choice = choose.choose(rows, on, Demand(1, 1, 1, 1, dim, 1, itemsize), lambda kernel: [])
         assert choice.row.dim >= dim and choice.row.shared_memory <= on.shared_memory
@@ -128,19 +128,19 @@ def test_the_choices_are_these():
         "forward\n" + labels(config.FORWARD) + "\nbackward\n" + labels(config.BACKWARD),
         """\
 forward
-75: reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128
-80: portable:Standard_64x64 portable:Standard_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:Standard_64x64 portable:Standard_64x64
-86: portable:Standard_64x64 portable:Standard_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:LowMem_64x32 portable:LowMem_64x32
-89: portable:Standard_64x64 portable:Standard_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:LowMem_64x32 portable:LowMem_64x32
-90: hopper:LargeBlock_192x128 hopper:LargeBlock_192x128 hopper:LargeBlock_128x128 hopper:LargeBlock_128x128 hopper:MediumBlock_128x64 hopper:MediumBlock_128x64
-100: portable:Standard_64x64 portable:Standard_64x64 portable:Standard_128x64 portable:Standard_128x64 portable:Standard_128x32 portable:Standard_128x32
-120: portable:Standard_64x64 portable:Standard_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:LowMem_64x32 portable:LowMem_64x32
+75: reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128
+80: portable:Standard_64x64 portable:Standard_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:Standard_64x64 portable:Standard_64x64 portable:LowMem_32x32 portable:LowMem_16x16
+86: portable:Standard_64x64 portable:Standard_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:LowMem_64x32 portable:LowMem_64x32 portable:LowMem_32x32 reference:Legacy_128x128
+89: portable:Standard_64x64 portable:Standard_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:LowMem_64x32 portable:LowMem_64x32 portable:LowMem_32x32 reference:Legacy_128x128
+90: hopper:LargeBlock_192x128 hopper:LargeBlock_192x128 hopper:LargeBlock_128x128 hopper:LargeBlock_128x128 hopper:MediumBlock_128x64 hopper:MediumBlock_128x64 portable:LowMem_32x32 portable:LowMem_16x16
+100: portable:Standard_64x64 portable:Standard_64x64 portable:Standard_128x64 portable:Standard_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:LowMem_32x32 portable:LowMem_16x16
+120: portable:Standard_64x64 portable:Standard_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:LowMem_64x32 portable:LowMem_64x32 portable:LowMem_32x32 reference:Legacy_128x128
 backward
-75: reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128
-80: portable:Standard_64x64 portable:Standard_32x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x64
-86: portable:Standard_64x64 portable:Standard_64x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x32 portable:LowMem_32x32
-89: portable:Standard_64x64 portable:Standard_64x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x32 portable:LowMem_32x32
-90: hopper:LargeBlock_128x128 hopper:LargeBlock_128x128 hopper:MediumBlock_64x128 hopper:MediumBlock_64x128 hopper256:Standard_64x64 hopper256:Standard_64x64
-100: portable:Standard_64x128 portable:Standard_64x128 portable:Standard_64x128 portable:Standard_64x128 portable:LowMem_32x64 portable:LowMem_32x64
-120: portable:Standard_64x64 portable:Standard_64x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x32 portable:LowMem_32x32""",  # noqa: E501 - a table
+75: reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128
+80: portable:Standard_64x64 portable:Standard_32x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_16x16 portable:LowMem_16x16
+86: portable:Standard_64x64 portable:Standard_64x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x32 portable:LowMem_32x32 portable:LowMem_16x16 reference:Legacy_128x128
+89: portable:Standard_64x64 portable:Standard_64x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x32 portable:LowMem_32x32 portable:LowMem_16x16 reference:Legacy_128x128
+90: hopper:LargeBlock_128x128 hopper:LargeBlock_128x128 hopper:MediumBlock_64x128 hopper:MediumBlock_64x128 hopper256:Standard_64x64 hopper256:Standard_64x64 portable:LowMem_16x16 portable:LowMem_16x16
+100: portable:Standard_64x128 portable:Standard_64x128 portable:Standard_64x128 portable:Standard_64x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_16x16 portable:LowMem_16x16
+120: portable:Standard_64x64 portable:Standard_64x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x32 portable:LowMem_32x32 portable:LowMem_16x16 reference:Legacy_128x128""",  # noqa: E501 - a table
     )

@@ -60,10 +60,10 @@ DENSE = {
         "query and value must have a last dimension of at least 1, got 0 and 64",
     ),
     "wide": (
-        {"query": tensor(1, 2, 1, 257), "key": tensor(1, 2, 1, 257), "value": tensor(1, 2, 1, 300)},
+        {"query": tensor(1, 2, 1, 1025), "key": tensor(1, 2, 1, 1025), "value": tensor(1, 2, 1, 1300)},
         NotImplementedError,
-        "no kernel takes this call: the last dimension of query must be at most 256, got 257; "
-        "the last dimension of value must be at most 256, got 300",
+        "no kernel takes this call: the last dimension of query must be at most 1024, got 1025; "
+        "the last dimension of value must be at most 1024, got 1300",
     ),
     "integers": (
         {"query": tensor(B, S, H, D, dtype=torch.int32)},
@@ -258,10 +258,10 @@ def test_a_wrong_packed_projection_is_refused_in_words(shape, words):
 
 def test_float64_on_cuda_names_every_reason():
     with FakeTensorMode():
-        query = torch.empty(1, 2, 1, 300, dtype=torch.float64, device="cuda")
+        query = torch.empty(1, 2, 1, 1300, dtype=torch.float64, device="cuda")
         with pytest.raises(NotImplementedError) as caught:
             dmattn_ops.flash_dmattn_func(query, query, query)
-    assert "at most 256, got 300" in str(caught.value)
+    assert "at most 1024, got 1300" in str(caught.value)
     assert "on a CUDA device, got torch.float64" in str(caught.value)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import arch
-from dmattn_ops.config import HopperForward
+from dmattn_ops.config import SM_COUNT, HopperForward
 from dmattn_ops.kernels.hopper_forward_kernel import forward_kernel
 from dmattn_ops.kernels.launch import computed, launch
 from dmattn_ops.kernels.tensor_maps import head_rows_map, mappable, mask_map
@@ -14,6 +14,7 @@ from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 
 LOG2E = 1.4426950408889634
 _ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction
+_LONG_WALK = 4096  # keys from which on sharing a walk pays for merging the shares
 _HEADS_IN_L2 = 4  # heads whose pieces alternate where pieces differ in length: longest first, and still in L2
 
 
@@ -47,6 +48,10 @@ def refusals(
         reasons.append("takes no dropout")
     if options.softmax_scale <= 0.0:
         reasons.append("takes positive scales only")
+    batch, seqlen_q, heads, _ = query.shape
+    blocks = batch * heads * -(-seqlen_q // TILE)
+    if 4 * blocks <= SM_COUNT[90] and key.shape[1] >= _LONG_WALK:
+        reasons.append(f"{blocks} blocks of queries leave most SMs idle, where shares of {key.shape[1]} keys do not")
     if tiles.k_segments is not None and tiles.row_tiles is None:
         reasons.append("takes segments with their lists of tiles only")
     return reasons

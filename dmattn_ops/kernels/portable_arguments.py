@@ -10,8 +10,19 @@ from torch import Tensor
 
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen, dropout_threshold, float32_precision
 
+# Tensors of rows `[B, S, heads, D]`. ALIGNED says all that a load needs of their addresses, so that one compiled kernel
+# serves all their strides and storage offsets.
+ROW_TENSORS = ("query", "key", "value", "out", "grad_out", "dq", "dk", "dv")
 # Scalars that no address depends on, or whose alignment buys nothing: one compiled kernel serves all their values.
 UNSPECIALIZED = (
+    *(f"{name}_{dim}" for name in ROW_TENSORS for dim in "bsh"),
+    *(f"{name}_{dim}" for name in ("lse", "grad_lse", "tiles", "bits", "k_segments") for dim in "bh"),
+    "grad_lse_s",
+    "out_split",
+    "lse_split",
+    "share_stride",
+    "lse_stride",
+    "splits",
     "heads",
     "blocks",
     "key_blocks",
@@ -30,17 +41,9 @@ UNSPECIALIZED = (
     "mask_group",
     "segment_group",
     "threshold",
-    "tiles_b",
-    "tiles_h",
     "tiles_r",
-    "bits_b",
-    "bits_h",
     "bits_r",
     "q_segments_b",
-    "k_segments_b",
-    "k_segments_h",
-    "lse_b",
-    "lse_h",
 )
 
 

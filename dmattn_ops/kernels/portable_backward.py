@@ -17,6 +17,7 @@ from dmattn_ops import problem
 from dmattn_ops.config import PortableBackward
 from dmattn_ops.kernels.launch import computed, launch, workspace
 from dmattn_ops.kernels.portable_arguments import (
+    ROW_TENSORS,
     UNSPECIALIZED,
     Extent,
     bias_kind,
@@ -38,7 +39,7 @@ from dmattn_ops.problem import Options, Tiles, Varlen
 STATISTICS_ROWS = 32
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def statistics_kernel(
     grad_out,
     out,

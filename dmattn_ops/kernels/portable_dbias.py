@@ -16,7 +16,14 @@ from torch import Tensor
 from dmattn_ops import problem
 from dmattn_ops.config import PortableBackward
 from dmattn_ops.kernels.launch import computed, launch
-from dmattn_ops.kernels.portable_arguments import UNSPECIALIZED, Extent, broadcast_stride, ceil_div, mask_arguments
+from dmattn_ops.kernels.portable_arguments import (
+    ROW_TENSORS,
+    UNSPECIALIZED,
+    Extent,
+    broadcast_stride,
+    ceil_div,
+    mask_arguments,
+)
 from dmattn_ops.kernels.portable_primitives import (
     HEADER,
     TILE,
@@ -102,7 +109,7 @@ def member_gradient(
     return ds
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def dbias_kernel(
     query,
     key,

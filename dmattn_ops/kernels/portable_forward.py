@@ -16,6 +16,7 @@ from dmattn_ops import problem
 from dmattn_ops.config import PortableForward
 from dmattn_ops.kernels.launch import computed, launch, workspace
 from dmattn_ops.kernels.portable_arguments import (
+    ROW_TENSORS,
     UNSPECIALIZED,
     ceil_div,
     extent,
@@ -118,7 +119,7 @@ def attend(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def forward_kernel(
     query,
     key,
@@ -286,7 +287,7 @@ def forward_kernel(
     tl.store(lse + rows, log_sum.to(lse.dtype.element_ty), mask=rows < length_q)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def merge_kernel(
     shares,
     share_lse,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.portable_arguments import UNSPECIALIZED
+from dmattn_ops.kernels.portable_arguments import ROW_TENSORS, UNSPECIALIZED
 from dmattn_ops.kernels.portable_primitives import (
     TILE,
     dropout_keep,
@@ -164,7 +164,7 @@ def gather_head(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def keys_kernel(
     query,
     key,

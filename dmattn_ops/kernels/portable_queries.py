@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.portable_arguments import UNSPECIALIZED
+from dmattn_ops.kernels.portable_arguments import ROW_TENSORS, UNSPECIALIZED
 from dmattn_ops.kernels.portable_primitives import (
     TILE,
     dropout_keep,
@@ -135,7 +135,7 @@ def gather_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def queries_kernel(
     query,
     key,

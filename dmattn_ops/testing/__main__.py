@@ -7,8 +7,7 @@ import sys
 
 import torch
 
-from dmattn_ops.testing import Problem, check, draw, shrink
-from dmattn_ops.testing.check import fails
+from dmattn_ops.testing import Problem, check, workers
 
 
 def main() -> int:
@@ -18,23 +17,18 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="seed of the first problem")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=1, help="launches of each problem")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the problems")
     parser.add_argument("--problem", help="a line that an earlier failure printed")
+    parser.add_argument("--worker", type=int, nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker:
+        return workers.work(range(*options.worker), options.device, options.repeats)
     if options.problem:
         check(eval(options.problem, {"Problem": Problem}), options.device, options.repeats)
         print("1 passed, 0 failed")
         return 0
-    failures = 0
-    for seed in range(options.start, options.start + options.cases):
-        problem = draw(seed, options.device)
-        try:
-            check(problem, options.device, options.repeats)
-        except Exception as error:
-            failures += 1
-            small = shrink(problem, lambda candidate: fails(candidate, options.device))
-            print(f"FAILED seed {seed}: {type(error).__name__}: {str(error)[:300]}\n  {small!r}", flush=True)
-        if (seed - options.start) % 100 == 99:
-            print(f"{seed - options.start + 1} of {options.cases}, {failures} failed", flush=True)
+    seeds = range(options.start, options.start + options.cases)
+    failures = workers.run(seeds, options.device, options.repeats, options.jobs)
     print(f"{options.cases - failures} passed, {failures} failed")
     return failures
 

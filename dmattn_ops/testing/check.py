@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
 
@@ -16,20 +17,16 @@ from dmattn_ops.testing.oracle import NAMES, compare, dense_attention
 from dmattn_ops.testing.problem import DTYPES, Problem
 
 
-def _call(results: Callable[[], list[Tensor]]) -> list[Tensor]:
-    return results()
-
-
 def check(
     problem: Problem,
     device: str = "cpu",
     repeats: int = 1,
-    run: Callable[[Callable[[], list[Tensor]]], list[Tensor]] = _call,
+    run: Callable[[Callable[[], list[Tensor]]], list[Tensor]] | None = None,
 ) -> None:
     """Run one problem `repeats` times; AssertionError where a result leaves the budget or is not exactly 0 where it must be.
 
     `run` is given the function that computes out, lse and the gradients, and returns what it computed: a test that wants
-    the call to happen inside a captured graph passes its own.
+    the call to happen inside a captured graph passes its own; without one, the problem says in which thread and stream.
     """
     varlen = problem.variant == "varlen"
     inputs = make_varlen_inputs(problem, device) if varlen else make_inputs(problem, device)
@@ -39,13 +36,31 @@ def check(
     first: list[Tensor] | None = None
     for _ in range(repeats):
         torch.manual_seed(problem.seed)
-        actual = run(partial(_varlen_results if varlen else _dense_results, problem, inputs))
-        compare(problem, inputs, actual, expected, eager)
-        _check_exact_zeros(problem, inputs, actual)
-        if problem.deterministic and first is not None:
-            for name, one, other in zip(NAMES, first, actual, strict=False):
-                assert torch.equal(one, other), f"{name} changed between runs although deterministic=True"
-        first = first or actual
+        call = partial(_varlen_results if varlen else _dense_results, problem, inputs)
+        for actual in _placed(problem, device, call) if run is None else [run(call)]:
+            compare(problem, inputs, actual, expected, eager)
+            _check_exact_zeros(problem, inputs, actual)
+            if problem.deterministic and first is not None:
+                for name, one, other in zip(NAMES, first, actual, strict=False):
+                    assert torch.equal(one, other), f"{name} changed between runs although deterministic=True"
+            first = first or actual
+
+
+def _placed(problem: Problem, device: str, call: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
+    """Return the results of a call in the place that the problem names: each result is a list of tensors."""
+    if problem.place == "stream" and device != "cpu":
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            results = call()
+        torch.cuda.current_stream().wait_stream(stream)
+        return [results]
+    if problem.place == "threads":
+        # Both would draw from one generator: where there is dropout, one thread at a time.
+        threads = 1 if problem.dropout_p else 2
+        with ThreadPoolExecutor(threads) as pool:
+            return [future.result() for future in [pool.submit(call) for _ in range(threads)]]
+    return [call()]
 
 
 def _dropout_keep(problem: Problem, inputs: Inputs) -> Tensor | None:
@@ -100,7 +115,11 @@ def _with_gradients(problem: Problem, inputs: Inputs, leaves: list[Tensor], out:
     outputs, grads = [out], [inputs.grad_out]
     if problem.lse_grad:
         outputs, grads = [out, lse], [inputs.grad_out, inputs.grad_lse]
-    gradients = torch.autograd.grad(outputs, leaves, grads)
+    if problem.place == "backward thread":
+        with ThreadPoolExecutor(1) as pool:
+            gradients = pool.submit(torch.autograd.grad, outputs, leaves, grads).result()
+    else:
+        gradients = torch.autograd.grad(outputs, leaves, grads)
     return [out.detach(), lse.detach(), *gradients]
 
 
@@ -156,12 +175,15 @@ def _check_exact_zeros(problem: Problem, inputs: Inputs, actual: list[Tensor]) -
         assert not dv[part.keys_4d][unseen].any(), "dv of a key no query sees is not 0"
 
 
-def shrink(problem: Problem, fails: Callable[[Problem], bool]) -> Problem:
+def shrink(problem: Problem, fails: Callable[[Problem], bool], attempts: int = 200) -> Problem:
     """Return a simpler problem that still fails: fields are set to their defaults and sizes halved while it does."""
     changed = True
     while changed:
         changed = False
         for candidate in _simpler(problem):
+            attempts -= 1
+            if attempts < 0:
+                return problem
             if fails(candidate):
                 problem, changed = candidate, True
                 break
@@ -185,12 +207,6 @@ def _simpler(problem: Problem) -> Iterator[Problem]:
             yield replace(problem, seqlen_q=half, seqlen_k=half) if same else replace(problem, **{size: half})
 
 
-def fails(problem: Problem, device: str) -> bool:
-    """Return whether a problem fails otherwise than by being refused."""
-    try:
-        check(problem, device)
-    except (ValueError, TypeError, NotImplementedError):
-        return False  # a shrunk problem may be one that the library rightly refuses
-    except Exception:
-        return True
-    return False
+def refused(error: Exception) -> bool:
+    """Return whether the library refused a call; a shrunk problem may be one that it rightly refuses."""
+    return isinstance(error, (ValueError, TypeError, NotImplementedError))

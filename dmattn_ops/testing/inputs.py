@@ -95,6 +95,8 @@ def _laid_out(tensor: Tensor, layout: str) -> Tensor:
         buffer = tensor.new_full((*tensor.shape, 2), float("nan"))
         buffer[..., 0] = tensor
         return buffer[..., 0]
+    if layout == "expanded":  # every head is the first: a stride of 0
+        return tensor[:, :, :1].expand_as(tensor)
     return tensor
 
 

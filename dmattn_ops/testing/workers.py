@@ -1,0 +1,151 @@
+"""Random problems in processes of their own: one that crashes or hangs costs its problem, not the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from dmattn_ops.testing.check import check, refused, shrink
+from dmattn_ops.testing.problem import Problem, draw
+
+SILENCE = 300.0  # seconds without a new problem after which a worker is taken to hang
+ALONE = 120.0  # seconds that one problem may take in a process of its own
+REPORTED = 100  # problems between two lines of progress
+_BEGIN, _FAILED = "begin ", "FAILED "
+_ALONE = """
+import sys
+from dmattn_ops.testing import Problem
+from dmattn_ops.testing.workers import Prober
+sys.exit(1 if Prober(sys.argv[2])(eval(sys.argv[1])) else 0)
+"""
+
+
+def breaks_the_context(error: Exception) -> bool:
+    """Return whether an error leaves CUDA unusable in its process, so that everything after it fails too."""
+    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+
+
+class Prober:
+    """Tells whether a problem fails otherwise than by being refused; in new processes once this one is unusable."""
+
+    def __init__(self, device: str, unusable: bool = False) -> None:
+        self.device, self.unusable = device, unusable
+
+    def __call__(self, problem: Problem) -> bool:
+        if self.unusable:
+            return self._fails_alone(problem)
+        try:
+            check(problem, self.device)
+        except Exception as error:
+            self.unusable = breaks_the_context(error)
+            return not refused(error)
+        return False
+
+    def _fails_alone(self, problem: Problem) -> bool:
+        command = [sys.executable, "-c", _ALONE, repr(problem), self.device]
+        try:
+            return subprocess.run(command, capture_output=True, timeout=ALONE).returncode != 0
+        except subprocess.TimeoutExpired:
+            return True
+
+
+def work(seeds: range, device: str, repeats: int) -> int:
+    """Check the problems of `seeds`, naming each on a line before it begins; return 1 where CUDA became unusable."""
+    for seed in seeds:
+        print(f"{_BEGIN}{seed}", flush=True)
+        problem = draw(seed, device)
+        try:
+            check(problem, device, repeats)
+        except Exception as error:
+            unusable = breaks_the_context(error)
+            small = shrink(problem, Prober(device, unusable))
+            print(_failure(seed, f"{type(error).__name__}: {error}", small), flush=True)
+            if unusable:
+                return 1
+    return 0
+
+
+def _failure(seed: int, reason: str, problem: Problem) -> str:
+    return f"{_FAILED}seed {seed}: {' '.join(reason.split())[:300]} | {problem!r}"
+
+
+@dataclass
+class _Tally:
+    """What all workers have done, and the lock that keeps their lines apart."""
+
+    cases: int
+    begun: int = 0
+    failures: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self) -> None:
+        with self.lock:
+            self.begun += 1
+            if self.begun % REPORTED == 0:
+                print(f"{self.begun} of {self.cases}, {self.failures} failed", flush=True)
+
+    def fail(self, line: str) -> None:
+        with self.lock:
+            self.failures += 1
+            print(line, flush=True)
+
+
+def run(seeds: range, device: str, repeats: int, jobs: int) -> int:
+    """Check the problems of `seeds` in `jobs` processes; print those that fail, return how many.
+
+    Every process takes each `jobs`-th seed: so two of them hardly ever compile the same kernels (see `draw`).
+    """
+    tally = _Tally(len(seeds))
+    shares = [seeds[first::jobs] for first in range(min(jobs, len(seeds)))]
+    with ThreadPoolExecutor(max(1, len(shares))) as pool:
+        list(pool.map(lambda share: _supervise(share, device, repeats, jobs, tally), shares))
+    return tally.failures
+
+
+def _supervise(seeds: range, device: str, repeats: int, jobs: int, tally: _Tally) -> None:
+    """Run a worker over `seeds`, and another one over the rest where it dies."""
+    while len(seeds):
+        begun, failed = 0, False
+        command = [sys.executable, "-m", "dmattn_ops.testing", "--device", device, "--repeats", str(repeats)]
+        command += ["--worker", str(seeds.start), str(seeds.stop), str(seeds.step)]
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+        environment = {**os.environ, "OMP_NUM_THREADS": threads}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker:
+            for line in _lines(worker):
+                if line.startswith(_BEGIN):
+                    begun, failed = begun + 1, False
+                    tally.begin()
+                elif line.startswith(_FAILED):
+                    failed = True
+                    tally.fail(line.rstrip())
+        if worker.returncode == 0:
+            return
+        seed = seeds[max(begun - 1, 0)]
+        if not failed:
+            problem = draw(seed, device)
+            small = shrink(problem, Prober(device, unusable=True))
+            tally.fail(_failure(seed, f"its process ended with {worker.returncode}", small))
+        seeds = seeds[max(begun, 1) :]
+
+
+def _lines(worker: subprocess.Popen[str]) -> Iterator[str]:
+    """Yield what a worker prints, and kill it when it is silent for too long."""
+    assert worker.stdout is not None
+    watchdog = _watch(worker.kill)
+    for line in worker.stdout:
+        watchdog.cancel()
+        yield line
+        watchdog = _watch(worker.kill)
+    watchdog.cancel()
+
+
+def _watch(alarm: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(SILENCE, alarm)
+    timer.daemon = True
+    timer.start()
+    return timer
