@@ -29,6 +29,7 @@ from dmattn_ops.kernels.portable_arguments import (
     row_strides,
     rows_are_aligned,
     shared_arguments,
+    stages,
 )
 from dmattn_ops.kernels.portable_dbias import broadcast_dbias, is_broadcast, reduce_key_sums
 from dmattn_ops.kernels.portable_keys import keys_kernel
@@ -254,5 +255,5 @@ def _launch_queries(
         BLOCK_N=config.dq_block_n,
         STORE_DBIAS=dbias is not None,
         num_warps=config.dq_num_warps,
-        num_stages=config.dq_num_stages,
+        num_stages=stages(config.dq_num_stages, arguments["bias"]),
     )

@@ -55,6 +55,16 @@ def test_biased_band_at_every_dimension(dim: int, dtype: torch.dtype) -> None:
     check(problem, "cuda", *configurations(problem))
 
 
+@pytest.mark.parametrize("dim", [*DIMS, 512, 1024])
+def test_wide_bias_of_every_element_fits_at_every_dimension(dim: int) -> None:
+    """At lengths that are multiples of 16 such a bias is loaded through shared memory, stage by stage."""
+    problem = Problem(
+        heads=2, seqlen_q=256, seqlen_k=256, head_dim=dim, value_dim=dim, dtype=torch.bfloat16, bias=(1, 2, 256),
+        bias_dtype=torch.float32, scale=dim**-0.5,
+    )  # fmt: skip
+    check(problem, "cuda", *configurations(problem))
+
+
 @pytest.mark.parametrize("name", NASTY)
 def test_nasty_case_stays_within_budget(name: str) -> None:
     check(NASTY[name], "cuda", *configurations(NASTY[name]))
