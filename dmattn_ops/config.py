@@ -185,7 +185,8 @@ def _portable(direction: int) -> tuple[Row, ...]:
 
 
 # Plain torch operations, the last row of every architecture: for SM 7.5, and for head dimensions that no tile fits.
-_LEGACY = tuple(Row(sm, 1024, 4, 0, "Legacy", "reference", Whole()) for sm in (75, *SM_COUNT))
+_LEGACY = tuple(Row(sm, 1024, 4, 0, "Legacy", "reference", Whole(), evidence="plain torch operations, where no kernel fits")
+    for sm in (75, *SM_COUNT))
 HOPPER_FORWARD = (
     Row(
         90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2), 115116,

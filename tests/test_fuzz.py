@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops.testing import Problem, check, draw, shrink
+from dmattn_ops.testing import Problem, check, draw, shrink, workers
+from dmattn_ops.testing.problem import KERNELS
 
 CASES = int(os.environ.get("DMATTN_FUZZ_CASES", "400"))
 
@@ -43,6 +44,57 @@ def test_shrink_keeps_what_makes_a_problem_fail() -> None:
     )
     small = shrink(problem, lambda candidate: candidate.softcap > 0 and candidate.seqlen_k >= 20)
     assert small == Problem(seed=5, seqlen_k=25, softcap=5.0, seqlen_q=small.seqlen_q) and small.seqlen_q <= 8
+
+
+WORKER = """
+import os, sys
+first, *_ = seeds = range(*map(int, sys.argv[1:]))
+for seed in seeds:
+    print("begin", seed, flush=True)
+    if seed == 4:
+        os.abort()
+    if seed == 7:
+        print("FAILED seed 7: CUDA error | Problem()", flush=True)
+        sys.exit(1)
+"""
+
+
+def test_a_worker_that_dies_costs_its_problem_only(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    def command(seeds: range, device: str, repeats: int) -> list[str]:
+        return [sys.executable, "-c", WORKER, str(seeds.start), str(seeds.stop), str(seeds.step)]
+
+    monkeypatch.setattr(workers, "_command", command)
+    monkeypatch.setattr(workers.Prober, "__call__", lambda self, problem: self.unusable and problem.seqlen_k > 50)
+    assert workers.run(range(1, 11), "cpu", 1, jobs=2) == 2
+    printed = capfd.readouterr().out
+    assert "FAILED seed 4: its process ended with -6" in printed and "FAILED seed 7: CUDA error" in printed
+
+
+def test_a_worker_that_is_silent_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(workers, "SILENCE", 0.5)
+    monkeypatch.setattr(workers.Prober, "__call__", lambda self, problem: False)
+    assert workers.run(range(1), "cpu", 1, jobs=1) == 1
+
+
+def test_candidates_run_in_new_processes_once_cuda_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(workers, "check", broken)
+    prober = workers.Prober("cpu")
+    assert prober(Problem()) and prober.unusable
+    assert not prober(Problem()), "in a process of its own, nothing is broken"
+
+
+def test_problems_for_a_gpu_share_what_kernels_are_compiled_for() -> None:
+    drawn = [draw(seed, "cuda") for seed in range(100_000, 100_480)]
+    types = {(p.variant, p.dtype, p.dim, p.dim_v, p.layout, p.is_causal, p.softcap) for p in drawn}
+    assert len(types) <= KERNELS and len(set(drawn)) == len(drawn)
+    assert {p.dtype for p in drawn} == {"float32", "float16", "bfloat16"}
+    assert {p.variant for p in drawn} == {"dense", "varlen", "qkvpacked"}
 
 
 def test_a_printed_problem_reproduces_from_the_command_line() -> None:

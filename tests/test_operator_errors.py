@@ -25,26 +25,38 @@ OPERATOR = {
     "lists too short": (
         {**BITS, "row_tiles": lists(0)},
         ValueError,
-        "row_tiles must have shape (2 or 1, 4 or 1, 1, 5)",
+        "row_tiles must have shape (2 or 1, 4 or 1, 1, 5), got (1, 1, 0, 5)",
     ),
     "lists too narrow": (
         {**BITS, "col_tiles": lists(1, 3)},
         ValueError,
-        "col_tiles must have a last dimension of at least 4",
+        "col_tiles must have a last dimension of at least 4, got 3",
     ),
     "lists of int64": (
         {**BITS, "row_tiles": lists(dtype=torch.int64)},
         TypeError,
-        "row_tiles must have dtype torch.int32",
+        "row_tiles must have dtype torch.int32, got torch.int64",
     ),
     "bits too short": (
         {**BITS, "row_bits": BITS["row_bits"][:, :, :100]},
         ValueError,
         "row_bits must have shape (2 or 1, 4 or 1, 128, 4), got (1, 1, 100, 4)",
     ),
-    "bits of rows only": ({**BITS, "col_bits": None}, ValueError, "col_bits must be a tensor"),
-    "bits without lists": ({**BITS, "row_tiles": None}, ValueError, "row_tiles must be a tensor"),
-    "lists alone": ({"row_tiles": lists(), "col_tiles": lists()}, ValueError, "a mask must have either row_bits"),
+    "bits of rows only": (
+        {**BITS, "col_bits": None},
+        ValueError,
+        "col_bits must be a tensor where other parts of the mask are, got None",
+    ),
+    "bits without lists": (
+        {**BITS, "row_tiles": None},
+        ValueError,
+        "row_tiles must be a tensor where other parts of the mask are, got None",
+    ),
+    "lists alone": (
+        {"row_tiles": lists(), "col_tiles": lists()},
+        ValueError,
+        "a mask must have either row_bits and col_bits, or k_segments",
+    ),
     "segments too short": (
         {**SEGMENTS, "k_segments": torch.zeros(1, 1, 100, dtype=torch.int32)},
         ValueError,
@@ -55,7 +67,16 @@ OPERATOR = {
         ValueError,
         "q_segments must have shape (2 or 1, 128), got (1, 100)",
     ),
-    "no seed": ({"dropout_p": 0.5}, ValueError, "seed must be an int64 tensor of shape (1,) where dropout_p is 0.5"),
+    "segments of queries beside bits": (
+        {**BITS, "q_segments": torch.zeros(1, S, dtype=torch.int32)},
+        ValueError,
+        "a mask with q_segments must have k_segments",
+    ),
+    "no seed": (
+        {"dropout_p": 0.5},
+        ValueError,
+        "seed must be an int64 tensor of shape (1,) where dropout_p is 0.5, got None",
+    ),
     "seed shape": ({"seed": torch.zeros(0, dtype=torch.int64)}, ValueError, "seed must have shape (1,), got (0,)"),
     "seed dtype": ({"seed": torch.zeros(1)}, TypeError, "seed must have dtype torch.int64, got torch.float32"),
 }
@@ -64,7 +85,7 @@ OPERATOR = {
 @pytest.mark.parametrize("name", OPERATOR)
 def test_the_operator_refuses_what_would_read_out_of_bounds(name):
     changes, error, words = OPERATOR[name]
-    with pytest.raises(error, match=re.escape(words)):
+    with pytest.raises(error, match=f"^{re.escape(words)}$"):
         torch.ops.dmattn.forward(**dense(**changes))
 
 
@@ -117,27 +138,31 @@ def test_the_backward_operator_refuses_what_does_not_belong_together(changes, er
     ("arguments", "error", "words"),
     [
         ((tensor(1, 1, 9, 9), None, None, 8), ValueError, "mask must have shape (1, 1, 8 or 1, 9), got (1, 1, 9, 9)"),
-        ((tensor(9, 9), None, None, 9), ValueError, "mask must have 4 dimensions, got 2"),
+        ((tensor(9, 9), None, None, 9), ValueError, "mask must have 4 dimensions, got 2, shape (9, 9)"),
         (
             (tensor(1, 1, 9, 9), int32(*range(9))[None, None], None, 9),
             ValueError,
-            "q_segments must have 2 dimensions, got 3",
+            "q_segments must have 2 dimensions, got 3, shape (1, 1, 9)",
         ),
         (
             (tensor(2, 1, 9, 9), int32(*range(9)).expand(3, 9), None, 9),
             ValueError,
-            "q_segments must have shape (2 or 1, 9)",
+            "q_segments must have shape (2 or 1, 9), got (3, 9)",
         ),
         (
             (tensor(1, 1, 9, 9), None, int32(*range(8))[None, None], 9),
             ValueError,
-            "k_segments must have shape (1, 1, 9)",
+            "k_segments must have shape (1, 1, 9), got (1, 1, 8)",
         ),
-        ((tensor(1, 1, 9, 9), None, torch.zeros(1, 1, 9), 9), TypeError, "k_segments must have dtype torch.int32"),
+        (
+            (tensor(1, 1, 9, 9), None, torch.zeros(1, 1, 9), 9),
+            TypeError,
+            "k_segments must have dtype torch.int32, got torch.float32",
+        ),
     ],
 )
 def test_the_mask_operator_refuses_parts_that_do_not_fit(arguments, error, words):
-    with pytest.raises(error, match=re.escape(words)):
+    with pytest.raises(error, match=f"^{re.escape(words)}$"):
         torch.ops.dmattn.pack_mask(*arguments)
 
 

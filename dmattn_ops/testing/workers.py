@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from dmattn_ops.testing.check import check, refused, shrink
 from dmattn_ops.testing.problem import Problem, draw
 
-SILENCE = 300.0  # seconds without a new problem after which a worker is taken to hang
+SILENCE = 300.0  # seconds without a line after which a worker is taken to hang
 ALONE = 120.0  # seconds that one problem may take in a process of its own
 REPORTED = 100  # problems between two lines of progress
-_BEGIN, _FAILED = "begin ", "FAILED "
+_BEGIN, _FAILED, _ALIVE = "begin ", "FAILED ", "shrinking"
 _ALONE = """
 import sys
 from dmattn_ops.testing import Problem
@@ -63,7 +63,13 @@ def work(seeds: range, device: str, repeats: int) -> int:
             check(problem, device, repeats)
         except Exception as error:
             unusable = breaks_the_context(error)
-            small = shrink(problem, Prober(device, unusable))
+            prober = Prober(device, unusable)
+
+            def probe(candidate: Problem, prober: Prober = prober) -> bool:
+                print(_ALIVE, flush=True)
+                return prober(candidate)
+
+            small = shrink(problem, probe)
             print(_failure(seed, f"{type(error).__name__}: {error}", small), flush=True)
             if unusable:
                 return 1
@@ -111,10 +117,9 @@ def _supervise(seeds: range, device: str, repeats: int, jobs: int, tally: _Tally
     """Run a worker over `seeds`, and another one over the rest where it dies."""
     while len(seeds):
         begun, failed = 0, False
-        command = [sys.executable, "-m", "dmattn_ops.testing", "--device", device, "--repeats", str(repeats)]
-        command += ["--worker", str(seeds.start), str(seeds.stop), str(seeds.step)]
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
         environment = {**os.environ, "OMP_NUM_THREADS": threads}
+        command = _command(seeds, device, repeats)
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker:
             for line in _lines(worker):
                 if line.startswith(_BEGIN):
@@ -131,6 +136,12 @@ def _supervise(seeds: range, device: str, repeats: int, jobs: int, tally: _Tally
             small = shrink(problem, Prober(device, unusable=True))
             tally.fail(_failure(seed, f"its process ended with {worker.returncode}", small))
         seeds = seeds[max(begun, 1) :]
+
+
+def _command(seeds: range, device: str, repeats: int) -> list[str]:
+    share = [str(bound) for bound in (seeds.start, seeds.stop, seeds.step)]
+    options = ["--device", device, "--repeats", str(repeats), "--worker", *share]
+    return [sys.executable, "-m", "dmattn_ops.testing", *options]
 
 
 def _lines(worker: subprocess.Popen[str]) -> Iterator[str]:
