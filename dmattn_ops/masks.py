@@ -108,6 +108,10 @@ def prepare_mask(
             keeps: an additive mask of 0 and -inf is a `bias`, not a `mask`); or a `BlockMask` of flex_attention, whose
             `mask_mod` is evaluated here. Not differentiable. A mask without a query dimension takes O(S) memory.
         documents: integer ids `[B|1, S]` in any order, for `Sq == Sk == S`: a query sees keys of its own document only.
+            Offsets `cu_seqlens` become ids by `torch.bucketize(torch.arange(S), cu_seqlens[1:], right=True)[None]`, with
+            which a call on `[1, S, H, D]` computes what `flash_dmattn_varlen_func` does on `[S, H, D]`. Lists of tiles
+            take `S^2 / 2048` bytes (8 MiB at 131072) without a window, and `O(S)` with one: documents of at most `L`
+            keys may add `window_size=(L - 1, L - 1)`, which hides nothing.
         seqlen_q: `Sq`, only where neither the mask nor the documents tell it.
         is_causal, causal_from, window_size: as in `flash_dmattn_func`.
 

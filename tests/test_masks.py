@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 from types import ModuleType
 
 import pytest
@@ -12,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.utils import _pytree as pytree
 
-from dmattn_ops import masks, native, reference
+from dmattn_ops import flash_dmattn_func, flash_dmattn_varlen_func, masks, native, reference
 from dmattn_ops.masks import TileMask, prepare_mask
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles
 from tests.mask_cases import DTYPES, EVERYTHING, NAMED, Case, check_list_tiles, check_pack_mask, draw, segments
@@ -161,6 +162,33 @@ def test_prepare_mask_lists_only_the_tiles_of_each_document():
         prepared = prepare_mask(mask, documents=documents)
         assert prepared.density() == 0.2
         assert prepared.row_tiles[0, 0, :, 1:3].sum(-1).tolist() == [2] * 10
+
+
+def test_offsets_become_documents():
+    torch.manual_seed(0)
+    lengths = [50, 0, 78, 130]
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    rows = [torch.randn(258, 2, 16) for _ in range(3)]
+    expected = flash_dmattn_varlen_func(*rows, cu_seqlens, cu_seqlens, 130, 130, is_causal=True)
+    documents = torch.bucketize(torch.arange(258), cu_seqlens[1:], right=True)[None]
+    for window in ((None, None), (129, 129)):
+        prepared = prepare_mask(documents=documents, is_causal=True, window_size=window)
+        actual = flash_dmattn_func(*(tensor[None] for tensor in rows), prepared)
+        torch.testing.assert_close(actual[0], expected)
+
+
+def test_long_sequences_take_memory_in_proportion():
+    """131072 squared is 16 GiB of bool; lists without a window are S / 128 squared, and those with one are not."""
+    seqlen, longest = 1 << 17, 1000
+    documents = (torch.arange(seqlen) // longest)[None]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unlimited = prepare_mask(documents=documents)
+    limited = prepare_mask(documents=documents, window_size=(longest - 1, longest - 1))
+    padded = prepare_mask(documents < 100, seqlen_q=seqlen, window_size=(longest, 0))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # 256 MiB, in KiB
+    assert unlimited.nbytes < 10 << 20
+    assert limited.nbytes < 20 * seqlen and padded.nbytes < 20 * seqlen
+    assert torch.equal(limited.row_tiles[..., 1:3], unlimited.row_tiles[..., 1:3])
 
 
 def test_prepare_mask_does_not_share_memory_with_documents():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from dmattn_ops import masks
+from dmattn_ops import flash_dmattn_func, flash_dmattn_varlen_func, masks
 from dmattn_ops.masks import TileMask, prepare_mask
 
 
@@ -70,6 +70,27 @@ def test_a_prepared_mask_is_an_argument_of_compiled_functions(rows: str):
         prepared, query = prepare_mask(keep, seqlen_q=seqlen, is_causal=True), torch.zeros(batch, seqlen)
         assert compiled(prepared, query) == function(prepared, query)
     assert counter.frame_count == 1
+
+
+def test_offsets_become_documents_in_a_compiled_function():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(query: Tensor, cu_seqlens: Tensor) -> Tensor:
+        documents = torch.bucketize(torch.arange(query.shape[1]), cu_seqlens[1:], right=True)[None]
+        return flash_dmattn_func(query, query, query, prepare_mask(documents=documents, is_causal=True))
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    for lengths in ([50, 0, 78, 130], [300, 7], [64, 64, 64, 3, 400]):
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+        query = torch.randn(sum(lengths), 2, 16)
+        expected = flash_dmattn_varlen_func(
+            query, query, query, cu_seqlens, cu_seqlens, max(lengths), max(lengths), is_causal=True
+        )
+        torch.testing.assert_close(compiled(query[None], cu_seqlens)[0], expected)
+        frames.append(counter.frame_count)
+    assert frames == frames[:1] * 3, "recompiled"
 
 
 class Prepares(torch.nn.Module):
