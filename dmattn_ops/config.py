@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class PortableForward:
     """Plain Triton forward: a program owns `block_m` queries and walks keys in steps of `block_n`.
 
-    Where fewer programs than `sm_count` would run, several share one walk over the keys; 0 never splits. `short` is for
-    calls with no more queries than its `block_m` (decoding), `unaligned` for rows that are not whole pieces of 16 bytes.
+    Where fewer programs than `sm_count` would run, several share one walk over the keys, so that each SM has `per_sm` of
+    them; 0 never splits. `short` is for calls with no more queries than its `block_m` (decoding), `unaligned` for rows that are not whole pieces of 16 bytes.
     """
 
     block_m: int
@@ -18,6 +18,7 @@ class PortableForward:
     num_warps: int
     num_stages: int
     sm_count: int = 0
+    per_sm: int = 2
     short: PortableForward | None = None
     unaligned: PortableForward | None = None
 
@@ -142,8 +143,15 @@ _PORTABLE: dict[tuple[tuple[int, ...], int, int], tuple[_Blocks, _Blocks, _Block
     ((80, 86, 89, 90, 100, 120), 256, 4): ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     ((80, 90, 100), 512, 4): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
-# Forward with at most 16 queries, by widest head dimension and element.
-_SHORT: dict[tuple[int, int], _Blocks] = {(128, 2): (16, 64, 4, 3), (256, 2): (16, 64, 4, 2), (128, 4): (16, 16, 4, 2)}
+# Forward with at most 16 queries, by widest head dimension and element: blocks, and programs on one SM. On SM 9.0: the
+# fastest of 10, H200, 2026-11-21, B1 H2 Sk 524288 D128 bf16, GB/s of key and value with 1 and 16 queries: 3341 and 3511 of
+# a copy's 4268; 16 x 64 blocks, two on an SM, 2398 and 2281.
+_SHORT: dict[tuple[int, int], tuple[_Blocks, int]] = {
+    (128, 2): ((16, 64, 4, 3), 2),
+    (256, 2): ((16, 64, 4, 2), 2),
+    (128, 4): ((16, 16, 4, 2), 2),
+}
+_SHORT_HOPPER: dict[tuple[int, int], tuple[_Blocks, int]] = {**_SHORT, (128, 2): ((16, 128, 8, 3), 1)}
 # Rows that are not whole pieces of 16 bytes, on SM 9.0: blocks too small for wgmma. Among loads of one element each, ptxas
 # 12.8 (Triton 3.6) lost the high word of a wgmma descriptor: an address out of range, H200, 2026-11-20.
 _UNALIGNED: dict[int, tuple[_Blocks, _Blocks, _Blocks]] = {
@@ -155,13 +163,13 @@ SM_COUNT = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
 
 
 def _portable_forward(sm: int, dim: int, itemsize: int, blocks: _Blocks) -> PortableForward:
-    short = _SHORT.get((max(dim, 128), itemsize))
+    short = (_SHORT_HOPPER if sm == 90 else _SHORT).get((max(dim, 128), itemsize))
     unaligned = _UNALIGNED.get(dim) if (sm, itemsize) == (90, 2) else None
     return PortableForward(
         *blocks,
         SM_COUNT[sm],
-        PortableForward(*short, SM_COUNT[sm]) if short else None,
-        PortableForward(*unaligned[0], SM_COUNT[sm]) if unaligned else None,
+        short=PortableForward(*short[0], SM_COUNT[sm], short[1]) if short else None,
+        unaligned=PortableForward(*unaligned[0], SM_COUNT[sm]) if unaligned else None,
     )
 
 
@@ -185,8 +193,10 @@ def _portable(direction: int) -> tuple[Row, ...]:
 
 
 # Plain torch operations, the last row of every architecture: for SM 7.5, and for head dimensions that no tile fits.
-_LEGACY = tuple(Row(sm, 1024, 4, 0, "Legacy", "reference", Whole(), evidence="plain torch operations, where no kernel fits")
-    for sm in (75, *SM_COUNT))
+_LEGACY = tuple(
+    Row(sm, 1024, 4, 0, "Legacy", "reference", Whole(), evidence="plain torch operations, where no kernel fits")
+    for sm in (75, *SM_COUNT)
+)
 HOPPER_FORWARD = (
     Row(
         90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2), 115116,

@@ -341,11 +341,11 @@ def merge_kernel(
 
 
 def split_count(programs: int, longest_k: int, config: PortableForward) -> int:
-    """Return how many programs share one walk: enough to fill `config.sm_count`, each with some steps to do."""
+    """Return how many programs share one walk: enough to fill `config.sm_count` SMs, each with some steps to do."""
     if 2 * programs > config.sm_count:
         return 1
     steps = ceil_div(longest_k, config.block_n)
-    return max(1, min(2 * config.sm_count // programs, steps // SPLIT_STEPS))
+    return max(1, min(config.per_sm * config.sm_count // programs, steps // SPLIT_STEPS))
 
 
 def forward(
