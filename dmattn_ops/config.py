@@ -10,7 +10,8 @@ class PortableForward:
     """Plain Triton forward: a program owns `block_m` queries and walks keys in steps of `block_n`.
 
     Where fewer programs than `sm_count` would run, several share one walk over the keys, so that each SM has `per_sm` of
-    them; 0 never splits. `short` is for calls with no more queries than its `block_m` (decoding), `unaligned` for rows that are not whole pieces of 16 bytes.
+    them; 0 never splits. `short` is for calls with no more queries than its `block_m` (decoding), `unaligned` for rows
+    that are not whole pieces of 16 bytes.
     """
 
     block_m: int

@@ -15,7 +15,7 @@ from dmattn_ops.testing.problem import Problem, draw
 
 SILENCE = 300.0  # seconds without a line after which a worker is taken to hang
 ALONE = 120.0  # seconds that one problem may take in a process of its own
-REPORTED = 100  # problems between two lines of progress
+REPORTED = 50  # problems between two lines of progress
 _BEGIN, _FAILED, _ALIVE = "begin ", "FAILED ", "shrinking"
 _ALONE = """
 import sys
