@@ -70,7 +70,7 @@ def test_nan_gradient_of_an_empty_row_stays_there():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dim", [1, 8, 33, 64, 128, 256, 300])
+@pytest.mark.parametrize("dim", [1, 8, 33, 64, 128, 256, 300, 512, 1024])
 def test_one_visible_key_gives_its_value_and_no_gradient_to_the_score(dim, dtype):
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         pytest.skip("delta and dP agree bit by bit only where both use fused multiply-add")

@@ -1,7 +1,9 @@
 // Forward: one item is a tile of queries of one head; it walks its visible tiles of keys with an online softmax.
 #include "kernels.h"
 
+#include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "gemm.h"
 #include "schedule.h"
@@ -45,10 +47,36 @@ void fill_panels(const Problem& problem, const Wave& wave, const Panels<T>& pane
   });
 }
 
+// Whether one tile of queries reads each key (decoding): packing keys would then cost more than the attention itself.
+bool reads_keys_once(const Problem& problem) {
+  return problem.group == 1 && std::all_of(problem.sequences.begin(), problem.sequences.end(),
+                                           [](const Sequence& sequence) { return sequence.q_length <= kTile; });
+}
+
+// Rows [extent][stride] in the compute type.
+template <typename T>
+struct RowTile {
+  const T* data;
+  int64_t stride;
+};
+
+// Rows as they lie in the tensor where a product can take them from there, else packed into `scratch`.
+template <typename T>
+RowTile<T> rows_or_packed(const Rows& source, int64_t batch, int64_t first_row, int64_t valid, int64_t head,
+                          T* scratch) {
+  constexpr Element own = sizeof(T) == 4 ? Element::f32 : Element::f64;
+  if (source.element == own && source.width == padded_width(source.width) && valid == padded_extent(valid))
+    return {reinterpret_cast<const T*>(source.at(batch, first_row, head)),
+            source.row_stride / static_cast<int64_t>(sizeof(T))};
+  pack_rows<T>(source, batch, first_row, valid, head, scratch);
+  return {scratch, padded_width(source.width)};
+}
+
 template <typename T>
 class ForwardWorker {
  public:
-  ForwardWorker(const Problem& problem, const Wave& wave, const Panels<T>& panels, const Gemm& gemm, const Rows& out,
+  // `panels` is null where keys are read once, and so not packed beforehand.
+  ForwardWorker(const Problem& problem, const Wave& wave, const Panels<T>* panels, const Gemm& gemm, const Rows& out,
                 const PerQuery<T>& lse)
       : problem_(problem), wave_(wave), panels_(panels), gemm_(gemm), out_(out), lse_(lse) {}
   ~ForwardWorker() { gemm_.release(); }
@@ -67,6 +95,7 @@ class ForwardWorker {
     std::fill(sum_, sum_ + kTile, T(0));
     has_acc_ = false;
     pack_rows<T>(problem_.query, pair.batch, sequence.q_start + first, valid, head, query_.data());
+    if (!panels_) pack_columns<T>(query_.data(), valid, width_, query_columns_.data());
     side.visible_tiles(tile, tiles_);
     for (const TileRef& other : tiles_) {
       Bits visible;
@@ -81,9 +110,19 @@ class ForwardWorker {
     const Sequence& sequence = problem_.sequence(pair.batch);
     const int64_t first_key = key_tile * kTile;
     const int64_t valid_keys = std::min(kTile, sequence.k_length - first_key), cols = padded_extent(valid_keys);
-    const int64_t width = panels_.width, value_width = panels_.value_width;
-    const int64_t slot = pair.key_slot(key_tile);
-    gemm_(rows_, cols, width, query_.data(), width, panels_.key_tile(slot), kTile, false, scores_.data(), kTile);
+    RowTile<T> values;
+    if (panels_) {
+      const int64_t slot = pair.key_slot(key_tile);
+      gemm_(rows_, cols, width_, query_.data(), width_, panels_->key_tile(slot), kTile, false, scores_.data(), kTile);
+      values = {panels_->value_tile(slot), value_width_};
+    } else {
+      const int64_t row = sequence.k_start + first_key;
+      const RowTile<T> keys =
+          rows_or_packed<T>(problem_.key, pair.batch, row, valid_keys, pair.kv_head, key_rows_.data());
+      gemm_(cols, rows_, width_, keys.data, keys.stride, query_columns_.data(), kTile, false, columns_.data(), kTile);
+      math_.transpose(columns_.data(), kTile, cols, rows_, scores_.data(), kTile);
+      values = rows_or_packed<T>(problem_.value, pair.batch, row, valid_keys, pair.kv_head, value_rows_.data());
+    }
     double factor = problem_.scale;
     if (problem_.softcap != 0) {
       math_.cap(scores_.data(), rows_, cols, static_cast<T>(factor), static_cast<T>(problem_.softcap), nullptr);
@@ -97,22 +136,21 @@ class ForwardWorker {
       factor = 1;
     }
     math_.softmax_step(scores_.data(), rows_, cols, static_cast<T>(factor * kLog2e), visible,
-                       {max_, sum_, acc_.data(), value_width, has_acc_});
+                       {max_, sum_, acc_.data(), value_width_, has_acc_});
     if (problem_.dropout.active) {
       dropout_bits(problem_.dropout, pair.batch * problem_.heads + head, tile * kTile, valid, first_key, keep_.data());
       math_.drop(scores_.data(), rows_, cols, {keep_.data(), kTileWords}, static_cast<T>(problem_.dropout.keep_factor));
     }
-    gemm_(rows_, value_width, cols, scores_.data(), kTile, panels_.value_tile(slot), value_width, has_acc_, acc_.data(),
-          value_width);
+    gemm_(rows_, value_width_, cols, scores_.data(), kTile, values.data, values.stride, has_acc_, acc_.data(),
+          value_width_);
     has_acc_ = true;
   }
 
   void finish(int64_t batch, int64_t first_row, int64_t valid, int64_t head) {
-    const int64_t value_width = panels_.value_width;
-    if (!has_acc_) std::fill(acc_.data(), acc_.at(valid * value_width), T(0));
+    if (!has_acc_) std::fill(acc_.data(), acc_.at(valid * value_width_), T(0));
     for (int64_t r = 0; r < valid; ++r) {
       const bool empty = sum_[r] == 0;
-      math_.store(acc_.at(r * value_width), empty ? T(0) : 1 / sum_[r], problem_.value_dim,
+      math_.store(acc_.at(r * value_width_), empty ? T(0) : 1 / sum_[r], problem_.value_dim,
                   out_.at(batch, first_row + r, head), out_.element);
       lse_.at(batch, head, first_row + r) =
           empty ? -std::numeric_limits<T>::infinity() : static_cast<T>(max_[r] * kLn2 + std::log(double{sum_[r]}));
@@ -121,12 +159,16 @@ class ForwardWorker {
 
   const Problem& problem_;
   const Wave& wave_;
-  const Panels<T>& panels_;
+  const Panels<T>* panels_;
   const Gemm& gemm_;
   const Rows& out_;
   const PerQuery<T>& lse_;
   const TileMath<T>& math_ = tile_math<T>();
-  Buffer<T> query_{kTile * panels_.width}, scores_{kTile * kTile}, acc_{kTile * panels_.value_width};
+  const int64_t width_ = padded_width(problem_.dim), value_width_ = padded_width(problem_.value_dim);
+  Buffer<T> query_{kTile * width_}, scores_{kTile * kTile}, acc_{kTile * value_width_};
+  // Only without panels: the queries transposed, a tile of keys and of values, scores transposed.
+  Buffer<T> query_columns_{panels_ ? 0 : kTile * width_}, key_rows_{panels_ ? 0 : kTile * width_},
+      value_rows_{panels_ ? 0 : kTile * value_width_}, columns_{panels_ ? 0 : kTile * kTile};
   Buffer<uint32_t> visible_{kTile * kTileWords}, keep_{kTile * kTileWords};
   std::vector<TileRef> tiles_;
   T max_[kTile], sum_[kTile];
@@ -143,12 +185,14 @@ void run(const Problem& problem, const at::Tensor& out, const at::Tensor& lse) {
   const Rows out_rows = rows_of(out);
   const PerQuery<T> lse_rows = per_query_of<T>(lse);
   const int64_t widths = padded_width(problem.dim) + padded_width(problem.value_dim);
+  const bool packed = !reads_keys_once(problem);
   const Gemm gemm;
-  for (const Wave& wave : make_waves(problem, 0, widths * kTile * int64_t{sizeof(T)})) {
-    const Panels<T> panels(problem, wave);
-    fill_panels(problem, wave, panels);
+  for (const Wave& wave : make_waves(problem, 0, packed ? widths * kTile * int64_t{sizeof(T)} : 0)) {
+    std::optional<Panels<T>> panels;
+    if (packed) fill_panels(problem, wave, panels.emplace(problem, wave));
+    const Panels<T>* const given = packed ? &*panels : nullptr;
     for_each_item(static_cast<int64_t>(wave.query_tiles.size()), [&] {
-      return [worker = std::make_unique<ForwardWorker<T>>(problem, wave, panels, gemm, out_rows, lse_rows)](
+      return [worker = std::make_unique<ForwardWorker<T>>(problem, wave, given, gemm, out_rows, lse_rows)](
                  int64_t item) { (*worker)(item); };
     });
   }
