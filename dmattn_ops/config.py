@@ -145,14 +145,19 @@ _PORTABLE: dict[tuple[tuple[int, ...], int, int], tuple[_Blocks, _Blocks, _Block
     ((80, 90, 100), 512, 4): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
 # Forward with at most 16 queries, by widest head dimension and element: blocks, and programs on one SM. On SM 9.0: the
-# fastest of 10, H200, 2026-11-21, B1 H2 Sk 524288 D128 bf16, GB/s of key and value with 1 and 16 queries: 3341 and 3511 of
-# a copy's 4268; 16 x 64 blocks, two on an SM, 2398 and 2281.
+# fastest of 3 to 5, H200, 2026-11-21, B1 H2 Sq1 bf16, GB/s of keys and values where a copy reads and writes 4244: D 64
+# 3618 (Sk 524288), D 128 4167 (Sk 524288; 4124 with 16 queries), D 256 4067 (Sk 262144).
 _SHORT: dict[tuple[int, int], tuple[_Blocks, int]] = {
     (128, 2): ((16, 64, 4, 3), 2),
     (256, 2): ((16, 64, 4, 2), 2),
     (128, 4): ((16, 16, 4, 2), 2),
 }
-_SHORT_HOPPER: dict[tuple[int, int], tuple[_Blocks, int]] = {**_SHORT, (128, 2): ((16, 128, 8, 3), 1)}
+_SHORT_HOPPER: dict[tuple[int, int], tuple[_Blocks, int]] = {
+    **_SHORT,
+    (64, 2): ((16, 128, 8, 3), 2),
+    (128, 2): ((16, 128, 8, 3), 1),
+    (256, 2): ((16, 64, 8, 3), 1),
+}
 # Rows that are not whole pieces of 16 bytes, on SM 9.0: blocks too small for wgmma. Among loads of one element each, ptxas
 # 12.8 (Triton 3.6) lost the high word of a wgmma descriptor: an address out of range, H200, 2026-11-20.
 _UNALIGNED: dict[int, tuple[_Blocks, _Blocks, _Blocks]] = {
@@ -164,7 +169,8 @@ SM_COUNT = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
 
 
 def _portable_forward(sm: int, dim: int, itemsize: int, blocks: _Blocks) -> PortableForward:
-    short = (_SHORT_HOPPER if sm == 90 else _SHORT).get((max(dim, 128), itemsize))
+    of_arch = _SHORT_HOPPER if sm == 90 else _SHORT
+    short = of_arch.get((dim, itemsize), of_arch.get((max(dim, 128), itemsize)))
     unaligned = _UNALIGNED.get(dim) if (sm, itemsize) == (90, 2) else None
     return PortableForward(
         *blocks,

@@ -218,7 +218,7 @@ def _narrowed(mask: Tensor) -> Tensor:
     """Cut expanded dimensions back to 1, so that what they repeat is read once."""
     mask = mask != 0 if mask.is_complex() else mask.detach()
     for dim in range(mask.dim() - 1):
-        if mask.shape[dim] != 1 and mask.stride(dim) == 0:
+        if mask.shape[dim] > 1 and mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
     return mask
 

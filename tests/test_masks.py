@@ -267,6 +267,10 @@ def test_prepare_mask_of_nothing(shape: tuple[int, ...]):
     prepared = prepare_mask(torch.ones(shape, dtype=torch.bool), is_causal=True)
     assert prepared.to_dense().shape == shape
     assert prepared.density() == 0
+    assert (
+        prepare_mask(torch.ones(1, 1, 1, 1).expand(shape), seqlen_q=shape[2] if shape[2] else None).to_dense().shape[2:]
+        == shape[2:]
+    )
     batch, _, seqlen_q, seqlen_k = shape
     assert prepare_mask(torch.ones(batch, seqlen_k), seqlen_q=seqlen_q).to_dense().shape == shape
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
-KERNELS = 48  # combinations of compiled features among 10000 problems for a GPU
+KERNELS = 40  # among 10000 problems for a GPU
+CANDIDATES = 24
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -51,80 +54,155 @@ class Problem:
     place: str = ""  # "", stream (a second one), threads (two at once), backward thread (forward in this one)
 
 
+class Kernel(NamedTuple):
+    """What the kernels of a problem are compiled for; sizes, strides and values are free."""
+
+    variant: str
+    dtype: str
+    dim: int
+    dim_v: int
+    group: int
+    aligned: bool  # rows of query, key and value lie at multiples of 16 bytes, as far as `dim` allows
+    short: bool  # few queries
+    padded: bool  # the number of keys is a multiple of 16
+    mask: str  # "", keys (without a query dimension) or full
+    documents: bool
+    bias: str  # like mask
+    bias_float32: bool
+    banded: bool
+    top_left: bool
+    softcap: bool
+    dropout: bool
+
+    def pairs(self) -> set[tuple]:
+        """Return the pairs of features that a problem with these kernels tries together."""
+        traits = self._asdict() | {"dim": self.dim > 64, "dim_v": self.dim == self.dim_v, "odd": self.dim % 8 != 0}
+        traits["wide"] = (self.dim > 128) + (self.dim > 256)
+        return set(itertools.combinations(sorted(traits.items()), 2))
+
+
 def draw(seed: int, device: str = "cpu") -> Problem:
     """Draw a problem; the same seed gives the same problem on every machine.
 
-    On a GPU, where a new combination of features takes seconds to compile, seeds that differ by a multiple of `KERNELS`
-    (and share their ten thousands) agree in what kernels are compiled for; sizes, strides and values differ freely.
+    On a GPU, where kernels take seconds to compile, seeds that differ by a multiple of `KERNELS` (and share their ten
+    thousands) agree in what these are compiled for.
     """
+    random = Random(seed)
     on_gpu = device != "cpu"
-    free = Random(seed)
-    kernel = Random(-1 - (seed // 10000 * KERNELS + seed % KERNELS)) if on_gpu else free
+    kernel = _kernels_for_gpu(seed // 10000)[seed % KERNELS] if on_gpu else _draw_kernel(random, on_gpu)
     longest = 700 if on_gpu else 300
-    variant, dtype, dim, dim_v = _draw_types(kernel, on_gpu)
-    dense = variant != "varlen"
-    seqlen_q = free.of(0, 1, 2, 17, 63, 64, 127, 128, 129, 256, *(free.below(longest) for _ in range(3)))
-    seqlen_k = free.of(0, 1, 3, 65, 128, 255, free.below(longest), free.below(longest))
-    documents = dense and kernel.chance(0.1)
-    if variant == "qkvpacked" or documents or free.chance(0.5):
-        seqlen_k = seqlen_q
-    heads_k = free.of(1, 1, 2, 3)
-    window = kernel.chance(0.25)
+    dense, packed = kernel.variant != "varlen", kernel.variant == "qkvpacked"
+    seqlen_q = random.of(0, 17, 63, 64, 127, 128, 129, 256, *(17 + random.below(longest) for _ in range(3)))
+    if kernel.short:
+        seqlen_q = random.of(1, 2, 16, random.below(17))
+    seqlen_k = random.of(0, 1, 3, 65, 128, 255, random.below(longest), random.below(longest), 4 * random.below(longest))
+    same = packed or kernel.documents or random.chance(0.5)
+    seqlen_k = seqlen_q if same else seqlen_k
+    seqlen_k = (seqlen_k + 15) // 16 * 16 if kernel.padded else seqlen_k | on_gpu
+    heads_k = random.of(1, 1, 2, 3)
+    layout = random.of("bshd", "bshd", "bhsd", "expanded", "strided") if kernel.aligned else "sliced"
+    is_causal, left, right = _draw_band(kernel.banded, longest // 2, random)
+    from_top = random.chance(0.3) if dense else kernel.top_left
     return Problem(
         seed=seed,
-        variant=variant,
-        dtype=dtype,
-        batch=free.of(1, 1, 2, 3, 0 if free.chance(0.05) else 2),
-        heads=heads_k * (1 if variant == "qkvpacked" else kernel.of(1, 1, 2, 4)),
+        variant=kernel.variant,
+        dtype=kernel.dtype,
+        batch=random.of(1, 1, 2, 3, 0 if random.chance(0.05) else 2),
+        heads=heads_k * kernel.group,
         heads_k=heads_k,
-        seqlen_q=seqlen_q,
+        seqlen_q=seqlen_k if same else seqlen_q,
         seqlen_k=seqlen_k,
-        dim=dim,
-        dim_v=dim_v,
-        layout=kernel.of("bshd", "bshd", "bhsd", "sliced", "strided", "expanded") if variant == "dense" else "bshd",
-        mask=kernel.of("", "", "random", "random", "block", "block", "rows", "keys", "none"),
-        mask_shape=_draw_shape(kernel.chance(0.6), dense, free),
-        mask_dtype=kernel.of("bool", "bool", "bool", "uint8", "int64", "float32"),
-        prepared=dense and free.chance(0.4),
-        documents=documents,
-        bias=kernel.chance(0.2 if _suits_hopper(dtype, dim, dim_v) else 0.6),
-        bias_shape=_draw_shape(kernel.chance(0.6), dense, free),
-        bias_float32=kernel.chance(0.4),
-        nan_bias=free.chance(0.3),
-        is_causal=kernel.chance(0.45),
-        causal_from=kernel.of("bottom_right", "bottom_right", "top_left"),
-        left=free.below(longest // 2) if kernel.chance(0.7) and window else None,
-        right=free.below(longest // 2) if kernel.chance(0.5) and window else None,
-        softmax_scale=free.of(None, None, None, 0.3, 1.0 / max(dim, 1)),
-        softcap=kernel.of(0.0, 0.0, 0.0, 5.0, 30.0),
-        dropout_p=free.of(0.1, 0.5, 1.0) if kernel.chance(0.3) else 0.0,
-        deterministic=kernel.chance(0.2),
-        magnitude=free.of(1.0, 1.0, 1.0, 0.1, 3.0),
-        lse_grad=kernel.chance(0.3),
-        place=free.of("", "", "", "stream", "threads", "backward thread"),
+        dim=kernel.dim,
+        dim_v=kernel.dim_v,
+        layout=layout if dense and not packed else "bshd",
+        mask=random.of("random", "random", "block", "block", "rows", "keys", "none") if kernel.mask else "",
+        mask_shape=_draw_shape(kernel.mask, dense, random),
+        mask_dtype=random.of("bool", "bool", "bool", "uint8", "int64", "float32"),
+        prepared=dense and random.chance(0.4),
+        documents=kernel.documents,
+        bias=bool(kernel.bias),
+        bias_shape=_draw_shape(kernel.bias, dense, random),
+        bias_float32=kernel.bias_float32,
+        nan_bias=random.chance(0.3),
+        is_causal=is_causal,
+        causal_from="top_left" if from_top else "bottom_right",
+        left=left,
+        right=right,
+        softmax_scale=random.of(None, None, None, 0.3, 1.0 / kernel.dim),
+        softcap=random.of(5.0, 30.0) if kernel.softcap else 0.0,
+        dropout_p=random.of(0.1, 0.5, 1.0) if kernel.dropout else 0.0,
+        deterministic=random.chance(0.2),
+        magnitude=random.of(1.0, 1.0, 1.0, 0.1, 3.0),
+        lse_grad=random.chance(0.3),
+        place=random.of("", "", "", "stream", "threads", "backward thread"),
     )
 
 
-def _draw_types(random: Random, on_gpu: bool) -> tuple[str, str, int, int]:
-    """Draw `(variant, dtype, dim, dim_v)`."""
+@lru_cache(maxsize=8)
+def _kernels_for_gpu(block: int) -> tuple[Kernel, ...]:
+    """Draw the kernels of ten thousand problems: of several candidates, the one with the most pairs not tried yet."""
+    random = Random(-1 - block)
+    chosen: list[Kernel] = []
+    tried: set[tuple] = set()
+    for index in range(KERNELS):
+        candidates = [_draw_kernel(random, True) for _ in range(CANDIDATES)]
+        if index % 3 == 0:
+            candidates = [_plain(kernel, random) for kernel in candidates]
+        chosen.append(max(candidates, key=lambda kernel: len(kernel.pairs() - tried)))
+        tried |= chosen[-1].pairs()
+    return tuple(chosen)
+
+
+def _plain(kernel: Kernel, random: Random) -> Kernel:
+    """Return what the kernels of SM 9.0 take, of which few candidates are."""
+    dim = random.of(40, 64, 64, 96, 128, 128, 192, 256)
+    kernel = kernel._replace(dtype=random.of("float16", "bfloat16"), dim=dim, dim_v=dim, aligned=True, short=False)
+    return kernel._replace(variant="dense" if kernel.variant == "varlen" else kernel.variant, bias="", dropout=False)
+
+
+def _draw_kernel(random: Random, on_gpu: bool) -> Kernel:
     dtypes = ("float32", "float16", "bfloat16") if on_gpu else ("float64", "float32", "float32", "bfloat16", "float16")
-    variant = random.of("dense", "dense", "dense", "dense", "varlen", "qkvpacked")
-    common = random.of(1, 8, 16, 32, 40, 64, 64, 64, 80, 96, 128, 128, 192, 256, 1 + random.below(256))
-    dim = random.of(320, 512, 1024, 257 + random.below(768)) if random.chance(0.05) else common
+    variant, dtype = random.of("dense", "dense", "dense", "dense", "varlen", "qkvpacked"), random.of(*dtypes)
+    dim = random.of(1, 8, 16, 32, 40, 64, 64, 64, 80, 96, 128, 128, 192, 256, 1 + random.below(256))
+    dim = random.of(320, 512, 1024, 257 + random.below(768)) if random.chance(0.05) else dim
     other = random.of(1, 8, 32, 64, 128, 1 + random.below(256), 300)
-    return variant, random.of(*dtypes), dim, dim if variant == "qkvpacked" or random.chance(0.7) else other
+    dim_v = dim if variant == "qkvpacked" or random.chance(0.7) else other
+    dense = variant != "varlen"
+    return Kernel(
+        variant=variant,
+        dtype=dtype,
+        dim=dim,
+        dim_v=dim_v,
+        group=1 if variant == "qkvpacked" else random.of(1, 1, 2, 4),
+        aligned=variant != "dense" or random.chance(0.8),
+        short=random.chance(0.2),
+        padded=random.chance(0.4),
+        mask=random.of("", "keys", "full", "full") if dense else random.of("", "keys"),
+        documents=dense and random.chance(0.15),
+        bias=random.of("", "keys", "full" if dense else "keys") if random.chance(0.7) else "",
+        bias_float32=random.chance(0.4),
+        banded=random.chance(0.6),
+        top_left=random.chance(0.3),
+        softcap=random.chance(0.4),
+        dropout=random.chance(0.3),
+    )
 
 
-def _suits_hopper(dtype: str, dim: int, dim_v: int) -> bool:
-    """Return whether types fit the kernels of SM 9.0, which take no bias: so that many problems reach them."""
-    return dtype in ("float16", "bfloat16") and dim == dim_v and dim % 8 == 0
+def _draw_band(banded: bool, longest: int, random: Random) -> tuple[bool, int | None, int | None]:
+    """Draw `(is_causal, left, right)`: something is hidden where `banded`."""
+    is_causal, window = random.chance(0.7), random.chance(0.4)
+    left = random.below(longest) if random.chance(0.7) else None
+    right = random.below(longest) if random.chance(0.5) or left is None else None
+    if not banded:
+        return False, None, None
+    return (is_causal, left, right) if window or not is_causal else (True, None, None)
 
 
-def _draw_shape(of_queries: bool, dense: bool, random: Random) -> str:
+def _draw_shape(kind: str, dense: bool, random: Random) -> str:
     """Draw which dimensions a mask or bias has; varlen ones have no batch and no queries."""
     if not dense:
         return random.of("h", "k", "")
-    return random.of("bhq", "bq", "q", "hq", "bkq") if of_queries else random.of("bh", "b", "k", "")
+    return random.of("bhq", "bq", "q", "hq", "bkq") if kind == "full" else random.of("bh", "b", "k", "")
 
 
 class Random:

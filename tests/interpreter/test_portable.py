@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dmattn_ops import config
 from dmattn_ops.config import PortableBackward, PortableForward
 from dmattn_ops.kernels import portable_backward, portable_forward
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen
@@ -48,6 +49,20 @@ def test_blocks_smaller_and_larger_than_usual(
     problem: Problem, forward: PortableForward, backward: PortableBackward
 ) -> None:
     check(problem, forward=forward, backward=backward)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(320, torch.float32), (512, torch.bfloat16), (1024, torch.bfloat16)])
+@pytest.mark.parametrize("mask", ["none", "bits"])
+def test_head_dimensions_above_256(dim: int, dtype: torch.dtype, mask: str) -> None:
+    problem = Problem(
+        heads=2, kv_heads=1, seqlen_q=40, seqlen_k=50, head_dim=dim, value_dim=dim - 3, dtype=dtype, mask=mask,
+        bias=(1, 1, 40), grad_lse=True, band_hi=10, scale=dim**-0.5,
+    )  # fmt: skip
+
+    def row(rows: tuple[config.Row, ...]) -> config.Config:
+        return next(r.config for r in rows if r.kernel == "portable" and r.dim >= dim and r.itemsize >= dtype.itemsize)
+
+    check(problem, forward=row(config.FORWARD), backward=row(config.BACKWARD))
 
 
 @pytest.mark.parametrize(
