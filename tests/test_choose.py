@@ -88,6 +88,35 @@ def test_a_deterministic_backward_on_hopper_orders_its_additions_unless_tiles_ar
     assert any("deterministic accumulation of dq over listed tiles" in reason for reason in masked.passed_over)
 
 
+@pytest.mark.parametrize(
+    ("dim", "dtype", "version", "kernel"),
+    [
+        (320, torch.float32, "9.0", "portable"),
+        (1024, torch.bfloat16, "8.0", "portable"),
+        (1024, torch.float32, "9.0", "reference"),
+        (1024, torch.bfloat16, "8.6", "reference"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:dmattn_ops has no kernels")
+def test_wide_heads_run_where_a_tile_fits_and_else_on_plain_operations(dim, dtype, version, kernel):
+    query = torch.zeros(1, 8, 1, dim, dtype=dtype)
+    explanation = dmattn_ops.explain(query, query, query, arch=version)
+    for launch in (explanation.forward, explanation.backward):
+        assert launch.kernel == kernel
+        assert any("head dimension" in reason for reason in launch.passed_over)
+    assert kernel == "portable" or "plain torch operations, where no kernel fits" in str(explanation)
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "kernel"), [(2, 1, "portable"), (33, 128, "portable"), (64, 1, "hopper")]
+)
+def test_few_blocks_of_queries_over_many_keys_share_their_walk(heads, seqlen_q, kernel):
+    query, key = (torch.empty(1, size, heads, 128, dtype=torch.bfloat16) for size in (seqlen_q, 4096))
+    launch = dmattn_ops.explain(query, key, key, arch="9.0").forward
+    assert launch.kernel == kernel
+    assert any("leave most SMs idle" in reason for reason in launch.passed_over) == (kernel == "portable")
+
+
 def run(code, **environment):
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
