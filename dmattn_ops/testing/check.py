@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dmattn_ops
 from dmattn_ops import api, reference
-from dmattn_ops.testing.inputs import Inputs, make_inputs, make_varlen_inputs
+from dmattn_ops.testing.inputs import Inputs, laid_out, make_inputs, make_varlen_inputs
 from dmattn_ops.testing.oracle import NAMES, compare, dense_attention
 from dmattn_ops.testing.problem import DTYPES, Problem
 
@@ -142,7 +142,9 @@ def _dense_results(problem: Problem, inputs: Inputs) -> list[Tensor]:
     tensors = tuple(leaves[:3])
     if problem.variant == "qkvpacked":
         function = dmattn_ops.flash_dmattn_qkvpacked_func
-        qkv = torch.stack([leaf.detach() for leaf in leaves[:3]], 2).requires_grad_()
+        parts = torch.cat([leaf.detach() for leaf in leaves[:3]], 2)
+        layout = problem.layout if problem.layout != "expanded" else "bshd"  # the parts are expanded already
+        qkv = laid_out(parts, layout).unflatten(2, (3, problem.heads)).requires_grad_()
         tensors, leaves = (qkv,), [qkv, *leaves[3:]]
     bias = leaves[-1] if inputs.bias is not None else None
     results = _with_gradients(problem, inputs, leaves, *_compiled(problem, function)(*tensors, mask, bias, **keywords))

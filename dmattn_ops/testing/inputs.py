@@ -82,7 +82,7 @@ def _draw_mask(problem: Problem, shape: tuple[int, ...], random: Random) -> Tens
     return keep
 
 
-def _laid_out(tensor: Tensor, layout: str) -> Tensor:
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
     """Return the same values of a `[B, S, H, D]` tensor in another memory layout; what lies between them is NaN."""
     if layout == "bhsd":
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
@@ -155,7 +155,7 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
         bias = normal(*extent(problem.bias_shape), wide=problem.bias_float32)
         if problem.nan_bias:
             bias = torch.where(_seen(keep, bias.shape, problem.heads).to(device), bias, float("nan"))
-    query, key, value = (_laid_out(tensor, problem.layout) for tensor in (query, key, value))
+    query, key, value = (laid_out(tensor, problem.layout) for tensor in (query, key, value))
     whole = Part((ALL,), (ALL,), (ALL,), (ALL,), (ALL,), ALL, keep.to(device))
     grad_out, grad_lse = normal(batch, sq, problem.heads, problem.dim_v), normal(batch, problem.heads, sq, wide=True)
     return Inputs(query, key, value, mask, bias, documents, grad_out, grad_lse, [whole])
@@ -177,6 +177,7 @@ def make_varlen_inputs(problem: Problem, device: str) -> Inputs:
     query = normal(total_q, problem.heads, problem.dim, scale=problem.magnitude)
     key = normal(total_k, problem.heads_k, problem.dim, scale=problem.magnitude)
     value = normal(total_k, problem.heads_k, problem.dim_v, scale=problem.magnitude)
+    query, key, value = (laid_out(tensor[None], problem.layout)[0] for tensor in (query, key, value))
 
     def heads(shape: str) -> int:
         return problem.heads if "h" in shape else problem.heads_k if "k" in shape else 1
