@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from dmattn_ops.testing.check import check, refused, shrink
-from dmattn_ops.testing.problem import Problem, draw
+from dmattn_ops.testing.problem import KERNELS, Problem, draw
 
 SILENCE = 300.0  # seconds without a line after which a worker is taken to hang
 ALONE = 120.0  # seconds that one problem may take in a process of its own
-REPORTED = 50  # problems between two lines of progress
+REPORTED = 100  # problems between two lines of progress
 _BEGIN, _FAILED, _ALIVE = "begin ", "FAILED ", "shrinking"
 _ALONE = """
 import sys
@@ -104,8 +104,11 @@ class _Tally:
 def run(seeds: range, device: str, repeats: int, jobs: int) -> int:
     """Check the problems of `seeds` in `jobs` processes; print those that fail, return how many.
 
-    Every process takes each `jobs`-th seed: so two of them hardly ever compile the same kernels (see `draw`).
+    Every process takes each `jobs`-th seed. On a GPU, `jobs` is lowered to a divisor of `KERNELS`: then no two processes
+    compile the same kernels (see `draw`).
     """
+    if device != "cpu":
+        jobs = max(divisor for divisor in range(1, jobs + 1) if KERNELS % divisor == 0)
     tally = _Tally(len(seeds))
     shares = [seeds[first::jobs] for first in range(min(jobs, len(seeds)))]
     with ThreadPoolExecutor(max(1, len(shares))) as pool:
