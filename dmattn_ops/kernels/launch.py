@@ -7,7 +7,8 @@ its plan is in `plan.py`. A launcher therefore
 - passes tensors of the call, or views of them, and describes tensor maps as a `Map`;
 - makes everything else that is done to tensors on the device through `computed`, and workspaces through `workspace`.
 
-A tensor that is none of these makes the signature one without a plan: each call then runs its launcher in full.
+A tensor that is none of these, or one that is changed in another way, makes the signature one without a plan: each call
+then runs its launcher in full.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from dmattn_ops.kernels.plan import ALIGNMENT, Allocate, Compute, Plan, Relaunch, Slot, TensorLayout, TensorMap
@@ -78,9 +80,11 @@ def _specialization(argument: Any) -> Any:
 
 def computed(function: Callable[..., _Made], *arguments: Any) -> _Made:
     """Return the tensor `function(*arguments)`, which a plan computes anew at each call: a copy, zeros, a sum."""
-    made = function(*arguments)
-    if _thread.recording is not None:
-        _thread.recording.computes(function, arguments, made)
+    if _thread.recording is None:
+        return function(*arguments)
+    with _thread.recording.watch.looking_away():
+        made = function(*arguments)
+    _thread.recording.computes(function, arguments, made)
     return made
 
 
@@ -97,11 +101,33 @@ def _argument(argument: Any) -> Any:
     return argument.descriptor() if isinstance(argument, Map) else argument
 
 
+class _Watch(TorchDispatchMode):
+    """Notices operators that change a tensor: a plan would leave them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks, self.changes = True, False
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        self.changes |= self.looks and operator._schema.is_mutable
+        return operator(*arguments, **(keywords or {}))
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Let operators change what they like."""
+        before, self.looks = self.looks, False
+        try:
+            yield
+        finally:
+            self.looks = before
+
+
 class Recording:
     """What one call launches. Tensors are named once its outputs are known: by `plan`."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         self.inputs = inputs
+        self.watch = _Watch()
         self.steps: list[Callable[[_Names], Any]] = []
 
     def allocates(self, made: Tensor) -> None:
@@ -140,7 +166,7 @@ class Recording:
             steps = [step(names) for step in self.steps]
         except LookupError:
             return None
-        if not any(isinstance(step, Relaunch) for step in steps):
+        if self.watch.changes or not any(isinstance(step, Relaunch) for step in steps):
             return None
         return Plan(device, [TensorLayout.of(output) for output in outputs], steps)
 
@@ -200,8 +226,10 @@ class _Names:
 @contextmanager
 def recording(inputs: Sequence[Tensor | None]) -> Iterator[Recording]:
     """Note what this thread launches meanwhile for a call with these inputs, of which no two are the same tensor."""
-    outer, _thread.recording = _thread.recording, Recording(inputs)
+    outer, made = _thread.recording, Recording(inputs)
+    _thread.recording = made
     try:
-        yield _thread.recording
+        with made.watch:
+            yield made
     finally:
         _thread.recording = outer
