@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from dmattn_ops.kernels.gluon_compat import (
     fence_async_shared,
     mbarrier,
+    reinterpret,
     tma,
     tma_load,
     tma_store,
@@ -175,7 +176,7 @@ def dv_consumer(smem, dv_map, block, view, mask, scale_log2, D: gl.constexpr, dt
     k = smem.k.index(0)
     k.store(dv.to(dtype))  # only this consumer reads K, and it is done
     fence_async_shared()
-    k4 = k._reinterpret(dtype, [1, STEP, 1, D], dv_map.layout)
+    k4 = reinterpret(k, dtype, [1, STEP, 1, D], dv_map.layout)
     tma_store(dv_map, [block.batch, block.tile * STEP, block.kv_head, 0], k4)
     tma.store_wait(pendings=0)
 
@@ -218,7 +219,7 @@ def dk_consumer(smem, dk_map, block, view, mask, scale, D: gl.constexpr, dtype: 
     v = smem.v.index(0)
     v.store((dk * scale).to(dtype))  # only this consumer reads V, and it is done
     fence_async_shared()
-    v4 = v._reinterpret(dtype, [1, STEP, 1, D], dk_map.layout)
+    v4 = reinterpret(v, dtype, [1, STEP, 1, D], dk_map.layout)
     tma_store(dk_map, [block.batch, block.tile * STEP, block.kv_head, 0], v4)
     tma.store_wait(pendings=0)
 
@@ -251,10 +252,10 @@ def allocate(stat_map, row_map, D: gl.constexpr):
         mbarrier.init(o_empty.index(b), count=2)
         mbarrier.init(p_full.index(b), count=1)
     filled = Shared(q, o, k, v, p, lse, delta, kv_full, q_full, q_empty, o_full, o_empty, p_full)
-    q2 = q._reinterpret(dtype, [2, STEP, D], ROWS)
-    o2 = o._reinterpret(dtype, [2, STEP, D], ROWS)
-    k2 = k._reinterpret(dtype, [1, STEP, D], ROWS)
-    v2 = v._reinterpret(dtype, [1, STEP, D], ROWS)
+    q2 = reinterpret(q, dtype, [2, STEP, D], ROWS)
+    o2 = reinterpret(o, dtype, [2, STEP, D], ROWS)
+    k2 = reinterpret(k, dtype, [1, STEP, D], ROWS)
+    v2 = reinterpret(v, dtype, [1, STEP, D], ROWS)
     return filled, Shared(q2, o2, k2, v2, p, lse, delta, kv_full, q_full, q_empty, o_full, o_empty, p_full)
 
 

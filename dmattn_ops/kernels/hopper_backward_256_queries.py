@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from dmattn_ops.kernels.gluon_compat import (
     fence_async_shared,
     mbarrier,
+    reinterpret,
     tma,
     tma_load,
     tma_store,
@@ -163,7 +164,7 @@ def consumer(smem, dq_map, block, view, scale, scale_log2, C: gl.constexpr, D: g
     q = smem.q.index(C)
     q.store((dq * scale).to(dtype))  # only this consumer reads this half of Q, and it is done
     fence_async_shared()
-    tma_store(dq_map, [block.batch, row, block.head, 0], q._reinterpret(dtype, [1, STEP, 1, D], dq_map.layout))
+    tma_store(dq_map, [block.batch, row, block.head, 0], reinterpret(q, dtype, [1, STEP, 1, D], dq_map.layout))
     tma.store_wait(pendings=0)
 
 
@@ -189,10 +190,10 @@ def allocate(row_map, D: gl.constexpr):
     mbarrier.init(v_full, count=1)
     mbarrier.init(v_empty, count=2)
     filled = Shared(q, o, k, v, qo_full, k_full, k_empty, v_full, v_empty)
-    q2 = q._reinterpret(dtype, [2, STEP, D], ROWS)
-    o2 = o._reinterpret(dtype, [2, STEP, D], ROWS)
-    k2 = k._reinterpret(dtype, [2, STEP, D], ROWS)
-    v2 = v._reinterpret(dtype, [1, STEP, D], ROWS)
+    q2 = reinterpret(q, dtype, [2, STEP, D], ROWS)
+    o2 = reinterpret(o, dtype, [2, STEP, D], ROWS)
+    k2 = reinterpret(k, dtype, [2, STEP, D], ROWS)
+    v2 = reinterpret(v, dtype, [1, STEP, D], ROWS)
     return filled, Shared(q2, o2, k2, v2, qo_full, k_full, k_empty, v_full, v_empty)
 
 
