@@ -48,7 +48,8 @@ lint: $(READY) ## check style and types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-sweep: $(READY) ## run the slow tests, and random problems against the float64 oracle
+sweep: $(READY) ## compile every configuration and compare with the frozen tables, run the slow tests and random problems
+	$(PY) -m dmattn_ops.testing.sweep
 	$(PY) -m pytest tests --ignore=tests/interpreter -m "slow and not gpu"
 	$(PY) -m dmattn_ops.testing --cases 2000 $(ARGS)
 

@@ -1,6 +1,7 @@
 """What the GPU is: the only module that asks the driver.
 
-`DMATTN_ARCH=8.6` in the environment (read at each call) dispatches as that architecture would, its shared memory included.
+`DMATTN_ARCH=8.6` in the environment (read at each call) dispatches calls on a GPU as that architecture would, its shared
+memory included, and makes `explain` tell of it wherever the tensors lie. Calls on the CPU run there all the same.
 """
 
 from __future__ import annotations
@@ -23,22 +24,34 @@ class Arch:
     l2_bytes: int
     registers: int = 65536  # per SM
     max_warps: int = 64  # resident warps per SM
+    max_blocks: int = 32  # resident blocks per SM
     shared_memory_per_sm: int = 0
     emulated: bool = False  # chosen by DMATTN_ARCH or `arch=`, not found in the machine
 
     def __str__(self) -> str:
         return f"SM{self.sm // 10}.{self.sm % 10}"
 
+    def occupancy(self, registers: int, shared_memory: int, threads: int) -> float:
+        """Return the theoretical share of an SM's warps that can be resident: registers of a thread, bytes of a block.
+
+        A warp gets registers in units of 256 from its own quarter of the SM; a block gets shared memory in units of 128
+        bytes, with 1 KiB that the driver takes (CUDA's occupancy calculator).
+        """
+        warps = -(-threads // 32)
+        by_registers = self.registers // 4 // max(256, -(-registers // 8) * 256) * 4 // (-(-warps // 4) * 4)
+        by_shared_memory = self.shared_memory_per_sm // (-(-shared_memory // 128) * 128 + 1024)
+        return min(by_registers, by_shared_memory, self.max_warps // warps, self.max_blocks) * warps / self.max_warps
+
 
 # Limits from the CUDA programming guide's table of compute capabilities; SMs and L2 of the named card.
 KNOWN = {
-    75: Arch(75, 65536, 40, 4 << 20, max_warps=32, shared_memory_per_sm=65536),  # T4
+    75: Arch(75, 65536, 40, 4 << 20, max_warps=32, max_blocks=16, shared_memory_per_sm=65536),  # T4
     80: Arch(80, 166912, 108, 40 << 20, shared_memory_per_sm=167936),  # A100
-    86: Arch(86, 101376, 84, 6 << 20, max_warps=48, shared_memory_per_sm=102400),  # RTX 3090
-    89: Arch(89, 101376, 128, 72 << 20, max_warps=48, shared_memory_per_sm=102400),  # RTX 4090
+    86: Arch(86, 101376, 84, 6 << 20, max_warps=48, max_blocks=16, shared_memory_per_sm=102400),  # RTX 3090
+    89: Arch(89, 101376, 128, 72 << 20, max_warps=48, max_blocks=24, shared_memory_per_sm=102400),  # RTX 4090
     90: Arch(90, 232448, 132, 50 << 20, shared_memory_per_sm=233472),  # H100, H200
     100: Arch(100, 232448, 148, 126 << 20, shared_memory_per_sm=233472),  # B200
-    120: Arch(120, 101376, 170, 96 << 20, max_warps=48, shared_memory_per_sm=102400),  # RTX 5090
+    120: Arch(120, 101376, 170, 96 << 20, max_warps=48, max_blocks=24, shared_memory_per_sm=102400),  # RTX 5090
 }
 
 
@@ -48,14 +61,17 @@ def nearest(sm: int) -> Arch:
 
 
 @lru_cache(maxsize=32)
-def parse(version: str) -> Arch:
-    """Return the architecture that a version such as "8.6" names; ValueError where it names none."""
+def parse(version: str, named: str = environment.ARCHITECTURE) -> Arch:
+    """Return the architecture that a version such as "8.6" names; ValueError where it names none.
+
+    `named` is what the message calls it: the variable, or the argument that it came by.
+    """
     major, _, minor = version.strip().removeprefix("sm_").partition(".")
     if not (major.isascii() and major.isdigit() and minor.isascii() and minor.isdigit() and len(minor) == 1):
-        raise ValueError(f"{environment.ARCHITECTURE} must be a compute capability such as 8.6 or 9.0, got {version!r}")
+        raise ValueError(f"{named} must be a compute capability such as 8.6 or 9.0, got {version!r}")
     sm = int(major) * 10 + int(minor)
     if sm < min(KNOWN):
-        raise ValueError(f"{environment.ARCHITECTURE} must be one of {_versions()} or newer, got {version!r}")
+        raise ValueError(f"{named} must be one of {_versions()} or newer, got {version!r}")
     return replace(nearest(sm), sm=sm, emulated=True)
 
 
@@ -74,11 +90,17 @@ def _of_device(index: int) -> Arch:
     )
 
 
+def forced() -> Arch | None:
+    """Return the architecture that `DMATTN_ARCH` names, None where it is unset or empty."""
+    version = environment.architecture()
+    return parse(version) if version else None
+
+
 def current(device: torch.device) -> Arch:
     """Return the architecture to dispatch for on a CUDA device: `DMATTN_ARCH` if set, else the device's own."""
-    forced = environment.architecture()
-    if forced:
-        return parse(forced)
+    named = forced()
+    if named is not None:
+        return named
     return _of_device(device.index if device.index is not None else torch.cuda.current_device())
 
 

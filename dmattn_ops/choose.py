@@ -29,12 +29,22 @@ class Demand(NamedTuple):
         return max(self.dim, self.dim_v)
 
 
+class PassedOver(NamedTuple):
+    """A row that was not taken, and why."""
+
+    row: config.Row
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.row.name}: {self.reason}"
+
+
 class Choice(NamedTuple):
     """A row for one launch, and why those before it were not taken."""
 
     arch: Arch | None  # None is the CPU
     row: config.Row
-    passed_over: tuple[str, ...]
+    passed_over: tuple[PassedOver, ...]
 
     @property
     def label(self) -> str:
@@ -46,44 +56,44 @@ class Choice(NamedTuple):
 @lru_cache(maxsize=1024)
 def candidates(
     rows: tuple[config.Row, ...], arch: Arch, demand: Demand
-) -> tuple[tuple[config.Row, ...], tuple[str, ...]]:
-    """Return the rows that suit an architecture and a problem, best first, and why the others of that architecture do not.
+) -> tuple[tuple[config.Row, ...], tuple[PassedOver, ...]]:
+    """Return the rows that suit an architecture and a problem, best first, and the others of that architecture.
 
     An architecture that no row names gets the rows of the nearest older one: conservative, since it has no less.
     """
     known = {row.sm for row in rows}
     family = max((sm for sm in known if sm <= nearest(arch.sm).sm), default=min(known))
-    suited, reasons = [], []
+    suited, passed_over = [], []
     for row in rows:
         if row.sm != family:
             continue
         reason = _mismatch(row, arch, demand)
         if reason:
-            reasons.append(f"{row.name}: {reason}")
+            passed_over.append(PassedOver(row, reason))
         else:
             suited.append(row)
-    return tuple(suited), tuple(reasons)
+    return tuple(suited), tuple(passed_over)
 
 
 def choose(rows: tuple[config.Row, ...], arch: Arch, demand: Demand, refusals: Refusals) -> Choice:
     """Return the first row that suits and whose kernel does not refuse; NotImplementedError with every reason if none."""
-    suited, reasons = candidates(rows, arch, demand)
+    suited, passed_over = candidates(rows, arch, demand)
     refused: dict[str, list[str]] = {}
     for row in suited:
         if row.kernel not in refused:
             refused[row.kernel] = refusals(row.kernel)
         if not refused[row.kernel]:
-            return Choice(arch, row, reasons)
-        reasons = (*reasons, f"{row.name}: {'; '.join(refused[row.kernel])}")
-    raise NotImplementedError("no kernel takes this call: " + "; ".join(reasons))
+            return Choice(arch, row, passed_over)
+        passed_over = (*passed_over, PassedOver(row, "; ".join(refused[row.kernel])))
+    raise NotImplementedError("no kernel takes this call: " + "; ".join(map(str, passed_over)))
 
 
 def _mismatch(row: config.Row, arch: Arch, demand: Demand) -> str:
     """Return why a row does not suit, or nothing."""
     if demand.width > row.dim:
-        return f"head dimension {demand.width} is over {row.dim}"
+        return f"head dimension {demand.width} is wider"
     if demand.itemsize > row.itemsize:
-        return f"elements of {demand.itemsize} bytes are over {row.itemsize}"
+        return f"elements of {demand.itemsize} bytes are wider"
     if demand.seqlen_k < row.min_seqlen:
         return f"{demand.seqlen_k} keys are under {row.min_seqlen}"
     if row.shared_memory > arch.shared_memory:

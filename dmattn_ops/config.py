@@ -10,8 +10,7 @@ class PortableForward:
     """Plain Triton forward: a program owns `block_m` queries and walks keys in steps of `block_n`.
 
     Where fewer programs than `sm_count` would run, several share one walk over the keys, so that each SM has `per_sm` of
-    them; 0 never splits. `short` is for calls with no more queries than its `block_m` (decoding), `unaligned` for rows
-    that are not whole pieces of 16 bytes.
+    them; 0 never splits.
     """
 
     block_m: int
@@ -20,8 +19,19 @@ class PortableForward:
     num_stages: int
     sm_count: int = 0
     per_sm: int = 2
-    short: PortableForward | None = None
-    unaligned: PortableForward | None = None
+    short: PortableForward | None = None  # for calls with no more queries than its `block_m` (decoding)
+    unaligned: PortableForward | None = None  # for rows that are not whole pieces of 16 bytes
+    pairwise: PortableForward | None = (
+        None  # for a number to each query and key: a bias, which is buffered too, or dropout
+    )
+
+    def for_call(self, aligned: bool, pairwise: bool, queries: int) -> PortableForward:
+        """Return the configuration that a call runs with."""
+        if not aligned and self.unaligned is not None:
+            return self.unaligned
+        if self.short is not None and queries <= self.short.block_m:
+            return self.short
+        return self.pairwise if pairwise and self.pairwise is not None else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +46,14 @@ class PortableBackward:
     dq_block_n: int
     dq_num_warps: int
     dq_num_stages: int
-    unaligned: PortableBackward | None = None  # for rows that are not whole pieces of 16 bytes
+    unaligned: PortableBackward | None = None  # as in `PortableForward`
+    pairwise: PortableBackward | None = None
+
+    def for_call(self, aligned: bool, pairwise: bool) -> PortableBackward:
+        """Return the configuration that a call runs with."""
+        if not aligned and self.unaligned is not None:
+            return self.unaligned
+        return self.pairwise if pairwise and self.pairwise is not None else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +155,11 @@ _PORTABLE: dict[tuple[tuple[int, ...], int, int], tuple[_Blocks, _Blocks, _Block
     ((100,), 256, 2): ((128, 32, 8, 3), (32, 64, 8, 2), (64, 32, 4, 3)),
     ((80, 86, 89, 90, 100, 120), 512, 2): ((32, 32, 8, 1), (16, 16, 8, 1), (16, 32, 8, 1)),
     ((80, 90, 100), 1024, 2): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    ((80, 86, 89, 90, 100, 120), 32, 4): ((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
-    ((80, 86, 89, 90, 100, 120), 64, 4): ((64, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 1)),
+    ((80, 86, 89, 90, 120), 32, 4): ((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
+    ((80, 86, 89, 90, 120), 64, 4): ((64, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 1)),
+    # Triton 3.6 gives some IEEE float32 products with 64 rows to tcgen05, which computes in TF32 (compile-only sweep).
+    ((100,), 32, 4): ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    ((100,), 64, 4): ((32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
     ((80, 86, 89, 90, 100, 120), 128, 4): ((32, 16, 8, 2), (16, 32, 8, 1), (32, 16, 8, 2)),
     ((80, 86, 89, 90, 100, 120), 256, 4): ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     ((80, 90, 100), 512, 4): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
@@ -165,24 +185,56 @@ _UNALIGNED: dict[int, tuple[_Blocks, _Blocks, _Blocks]] = {
     128: ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
     256: ((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
 }
+# Calls with a number to each pair of query and key. SM 9.0, D 64 and 128: the fastest of 3 to 7 for each kernel whose shared
+# memory fits beside a float32 bias, H200, 2026-11-21, bf16, B2 S4096 causal, 16 and 8 heads: backward with a bias 2.8 and
+# 2.2 ms, with dropout 1.8 and 1.7; at D 128 also where ptxas serializes wgmma. The others were compiled only: the largest
+# blocks next to the row's own that spill nothing, or least.
+_PAIRWISE: dict[tuple[tuple[int, ...], int], tuple[_Blocks, _Blocks, _Blocks]] = {
+    ((80, 86, 89, 120), 32): ((64, 64, 4, 3), (32, 64, 4, 2), (64, 32, 4, 2)),
+    ((80,), 64): ((128, 64, 8, 3), (32, 64, 4, 2), (64, 32, 4, 2)),
+    ((86, 89, 120), 64): ((64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
+    ((80, 86, 89, 120), 128): ((128, 32, 8, 2), (32, 64, 8, 2), (32, 32, 4, 2)),
+    ((80,), 256): ((64, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+    ((86, 89, 120), 256): ((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+    ((90,), 64): ((64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 3)),
+    ((90,), 128): ((64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
+    ((90,), 256): ((128, 32, 8, 3), (32, 32, 8, 2), (32, 32, 8, 2)),
+    ((100,), 64): ((64, 64, 4, 3), (64, 64, 8, 2), (64, 64, 4, 2)),
+    ((100,), 128): ((128, 64, 8, 3), (64, 128, 8, 2), (64, 64, 8, 2)),
+}
 SM_COUNT = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
 
 
 def _portable_forward(sm: int, dim: int, itemsize: int, blocks: _Blocks) -> PortableForward:
     of_arch = _SHORT_HOPPER if sm == 90 else _SHORT
     short = of_arch.get((dim, itemsize), of_arch.get((max(dim, 128), itemsize)))
-    unaligned = _UNALIGNED.get(dim) if (sm, itemsize) == (90, 2) else None
+    unaligned, pairwise = _unaligned(sm, dim, itemsize), _pairwise(sm, dim, itemsize)
     return PortableForward(
         *blocks,
         SM_COUNT[sm],
         short=PortableForward(*short[0], SM_COUNT[sm], short[1]) if short else None,
         unaligned=PortableForward(*unaligned[0], SM_COUNT[sm]) if unaligned else None,
+        pairwise=PortableForward(*pairwise[0], SM_COUNT[sm]) if pairwise and pairwise[0] != blocks else None,
     )
 
 
 def _portable_backward(sm: int, dim: int, itemsize: int, keys: _Blocks, queries: _Blocks) -> PortableBackward:
-    unaligned = _UNALIGNED.get(dim) if (sm, itemsize) == (90, 2) else None
-    return PortableBackward(*keys, *queries, PortableBackward(*unaligned[1], *unaligned[2]) if unaligned else None)
+    unaligned, pairwise = _unaligned(sm, dim, itemsize), _pairwise(sm, dim, itemsize)
+    return PortableBackward(
+        *keys,
+        *queries,
+        unaligned=PortableBackward(*unaligned[1], *unaligned[2]) if unaligned else None,
+        pairwise=PortableBackward(*pairwise[1], *pairwise[2]) if pairwise else None,
+    )
+
+
+def _unaligned(sm: int, dim: int, itemsize: int) -> tuple[_Blocks, _Blocks, _Blocks] | None:
+    return _UNALIGNED.get(dim) if (sm, itemsize) == (90, 2) else None
+
+
+def _pairwise(sm: int, dim: int, itemsize: int) -> tuple[_Blocks, _Blocks, _Blocks] | None:
+    found = (blocks for (sms, width), blocks in _PAIRWISE.items() if itemsize == 2 and (sm in sms and dim == width))
+    return next(found, None)
 
 
 def _portable(direction: int) -> tuple[Row, ...]:

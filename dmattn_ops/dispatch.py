@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -20,7 +21,7 @@ from torch import Tensor
 from dmattn_ops import arch, choose, config, environment, reference
 from dmattn_ops.arch import Arch
 from dmattn_ops.choose import Choice, Demand
-from dmattn_ops.problem import Options, Tiles, Varlen
+from dmattn_ops.problem import TILE, Options, Tiles, Varlen
 
 _FORWARD = {
     "hopper": "dmattn_ops.kernels.hopper_forward",
@@ -113,6 +114,23 @@ def backward_choice(call: Call, on: Arch | None = None) -> Choice:
     return _chosen(config.BACKWARD, _BACKWARD, call, on)
 
 
+def as_run(choice: Choice, call: Call) -> Choice:
+    """Return a choice with the blocks that its launcher takes for a call, of those that its row offers."""
+    blocks: config.Config = choice.row.config
+    if isinstance(blocks, (config.PortableForward, config.PortableBackward)):
+        from dmattn_ops.kernels.portable_arguments import is_pairwise, rows_are_aligned
+
+        aligned = rows_are_aligned(call.query, call.key, call.value)
+        pairwise = is_pairwise(call.bias, call.options)
+        if isinstance(blocks, config.PortableForward):
+            blocks = blocks.for_call(aligned, pairwise, call.demand.seqlen_q)
+        else:
+            blocks = blocks.for_call(aligned, pairwise)
+    elif isinstance(blocks, config.HopperForward) and call.tiles.row_tiles is not None:
+        blocks = replace(blocks, block_m=TILE)
+    return choice._replace(row=replace(choice.row, config=blocks))
+
+
 def forward(
     query: Tensor,
     key: Tensor,
@@ -165,7 +183,7 @@ def backward(
     call = Call(query, key, value, bias, tiles, seed, varlen, options)
     choice = backward_choice(call)
     if environment.profiles_backward():
-        sys.stderr.write(profile_line(choice, call.demand) + "\n")
+        sys.stderr.write(profile_line(as_run(choice, call), call.demand) + "\n")
     arguments = (grad_out, grad_lse, query, key, value, out, lse, bias, tiles, seed, varlen, options, dq, dk, dv, dbias)
     launch = _launcher(_BACKWARD[choice.row.kernel]).backward
     if choice.row.takes_config:

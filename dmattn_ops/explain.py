@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from importlib import metadata
 from typing import Any
 
 from torch import Tensor
 
 from dmattn_ops import arch as architectures
-from dmattn_ops import dispatch, masks, validation
+from dmattn_ops import dispatch, masks, resources, validation
 from dmattn_ops.choose import Choice
+from dmattn_ops.config import Config
 from dmattn_ops.masks import CausalFrom, TileMask, Window
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles
+from dmattn_ops.resources import Usage
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One direction: the choice, its configuration, the evidence for it, and the rows that were passed over."""
+    """One direction: the choice and its blocks, what the kernels take, and the rows that were considered."""
 
     choice: str
     kernel: str
     tier: str
     arch: str
-    configuration: dict[str, Any]
+    configuration: dict[str, Any]  # blocks in queries and keys, warps, stages
+    resources: dict[str, Usage] | None  # of each kernel of the launch, from the frozen table; None where not swept
+    swept: str  # what the table compiled: specialization and Triton's version
     evidence: str
-    passed_over: tuple[str, ...]
+    passed_over: dict[str, tuple[str, ...]]  # from a reason to the rows that it ruled out
 
     def __str__(self) -> str:
         settings = ", ".join(f"{name}={value}" for name, value in self.configuration.items())
-        lines = [f"{self.choice}: {self.kernel} kernels, {settings}"]
+        lines = [f"{self.choice}: {self.kernel} kernels{', ' if settings else ''}{settings}"]
+        if self.resources is not None:
+            lines += [f"    {name}: {_usage_text(usage)}" for name, usage in self.resources.items()]
+            lines.append(f"    (compiled for {self.swept})")
         if self.evidence:
             lines.append(f"    because: {self.evidence}")
-        lines += [f"    not {reason}" for reason in self.passed_over]
+        lines += [f"    not {', '.join(rows)}: {reason}" for reason, rows in self.passed_over.items()]
         return "\n".join(lines)
 
 
@@ -69,7 +77,8 @@ def explain(
 
     Args:
         query, key, value, mask, bias and the keywords: as in `flash_dmattn_func`.
-        arch: a compute capability such as "8.6": explain as that GPU would run it; None is where `query` lies.
+        arch: a compute capability such as "8.6": explain as that GPU would run it; None is `DMATTN_ARCH` where that is
+            set, else where `query` lies.
 
     Returns:
         an `Explanation`: its fields hold the launch of each direction, `str()` of it is for people.
@@ -87,25 +96,61 @@ def explain(
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     options = Options(lo, hi, scale, softcap, dropout_p, bool(deterministic))
     call = dispatch.Call(query, key, value, bias, tiles, None, None, options)
-    on = architectures.parse(arch) if arch is not None else None
+    on = architectures.parse(arch, "arch") if arch is not None else architectures.forced()
     return Explanation(
-        _launch("forward", dispatch.forward_choice(call, on)),
-        _launch("backward", dispatch.backward_choice(call, on)),
+        _launch("forward", dispatch.forward_choice(call, on), call),
+        _launch("backward", dispatch.backward_choice(call, on), call),
         _mask_text(tiles),
         _band_text(lo, hi),
     )
 
 
-def _launch(direction: str, choice: Choice) -> Launch:
-    row = choice.row
+def _launch(direction: str, choice: Choice, call: dispatch.Call) -> Launch:
+    row, ran = choice.row, dispatch.as_run(choice, call)
+    found, swept = _resources(direction, choice, call)
+    passed_over: dict[str, tuple[str, ...]] = {}
+    for other, reason in choice.passed_over:
+        passed_over[reason] = (*passed_over.get(reason, ()), other.name)
     return Launch(
-        choice.label,
+        ran.label,
         row.kernel,
         row.tier,
         str(choice.arch or "CPU"),
-        {field.name: getattr(row.config, field.name) for field in fields(row.config)},
+        {name: value for name, value in _settings(ran.row.config).items() if isinstance(value, (int, str))},
+        found,
+        swept,
         row.evidence,
-        choice.passed_over,
+        passed_over,
+    )
+
+
+def _settings(blocks: Config) -> dict[str, Any]:
+    return {field.name: getattr(blocks, field.name) for field in fields(blocks)}
+
+
+def _resources(direction: str, choice: Choice, call: dispatch.Call) -> tuple[dict[str, Usage] | None, str]:
+    """Return what the kernels of a launch take, as the table nearest to the installed Triton has it, and what that is."""
+    version = resources.nearest_version(_triton_version())
+    if choice.arch is None or version is None:
+        return None, ""
+    wanted = resources.specialization(*call)
+    found = resources.usage(choice.row, direction, call.demand.width, wanted, version)
+    return found, f"{resources.swept_as(choice.row, direction, call.demand.width, wanted)}, triton {version}"
+
+
+def _triton_version() -> str:
+    """Return the version of the installed Triton without loading it; empty where there is none."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _usage_text(usage: Usage) -> str:
+    products = f", {usage.products}" if usage.products else ""
+    return (
+        f"{usage.registers} registers, {usage.spill_bytes} bytes spilled, {usage.shared_memory} bytes of shared memory,"
+        f" {usage.threads} threads, occupancy {usage.occupancy:.0%}{products}"
     )
 
 

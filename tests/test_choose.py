@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_a_refusing_kernel_gives_way_and_its_reason_is_kept():
         config.BACKWARD, arch.KNOWN[90], demand, lambda kernel: ["dropout"] if kernel == best.row.kernel else []
     )
     assert refused.row.kernel != best.row.kernel
-    assert any("dropout" in reason for reason in refused.passed_over)
+    assert any(reason == "dropout" for _, reason in refused.passed_over)
 
 
 def test_when_every_kernel_refuses_the_error_names_every_reason():
@@ -63,6 +64,36 @@ def test_when_every_kernel_refuses_the_error_names_every_reason():
 def test_a_version_that_names_no_architecture_is_refused(version):
     with pytest.raises(ValueError, match=r"DMATTN_ARCH must be .*got '" + re.escape(version)):
         arch.parse(version)
+
+
+def test_the_environment_names_the_architecture_of_every_gpu(monkeypatch):
+    monkeypatch.setenv("DMATTN_ARCH", "8.6")
+    on = arch.current(torch.device("cuda", 0))  # asks no driver
+    assert (on.sm, on.shared_memory, on.emulated) == (86, 101376, True)
+    large = replace(config.HOPPER_BACKWARD[0], sm=86)
+    suited, passed_over = choose.candidates((large,), on, Demand(1, 1, 128, 128, 64, 64, 2))
+    assert not suited and "SM8.6 gives a block 101376" in passed_over[0].reason
+    monkeypatch.setenv("DMATTN_ARCH", "")
+    assert arch.forced() is None
+
+
+@pytest.mark.parametrize("version", ["nine", "86", "5.2"])
+def test_a_wrong_architecture_is_refused_by_the_name_that_it_came_by(version, monkeypatch):
+    query = torch.randn(1, 8, 1, 16)
+    with pytest.raises(ValueError, match=f"^arch must be .*got '{version}'"):
+        dmattn_ops.explain(query, query, query, arch=version)
+    monkeypatch.setenv("DMATTN_ARCH", version)
+    with pytest.raises(ValueError, match=f"^DMATTN_ARCH must be .*got '{version}'"):
+        dmattn_ops.explain(query, query, query)
+    with pytest.raises(ValueError, match=f"^DMATTN_ARCH must be .*got '{version}'"):
+        arch.current(torch.device("cuda", 0))
+
+
+def test_explain_follows_the_environment_unless_it_is_told_an_architecture(monkeypatch):
+    query = torch.randn(1, 8, 1, 16)
+    monkeypatch.setenv("DMATTN_ARCH", "8.6")
+    assert dmattn_ops.explain(query, query, query).forward.arch == "SM8.6"
+    assert dmattn_ops.explain(query, query, query, arch="8.0").forward.arch == "SM8.0"
 
 
 def test_an_unknown_architecture_gets_the_limits_of_the_nearest_older_one():

@@ -113,15 +113,15 @@ def bias_kind(bias: Tensor | None) -> str:
     return "key" if bias.dim() == 2 or bias.shape[2] == 1 else "full"
 
 
-def stages(configured: int, bias: Tensor | None) -> int:
-    """Return the stages of a kernel's loads: one less where a bias of every element needs wide buffers too."""
-    return max(1, configured - 1) if bias_kind(bias) == "full" and bias.element_size() == 4 else configured
+def is_pairwise(bias: Tensor | None, options: Options) -> bool:
+    """Return whether each pair of query and key has a number of its own: a bias or a weight's dropout."""
+    return bias_kind(bias) == "full" or options.dropout_p > 0
 
 
-_NO_BIAS = {"bias": None, "bias_b": 0, "bias_h": 0, "bias_q": 0, "bias_k": 0, "bias_group": 1}
-_NO_LISTS = {"tiles": None, "tiles_b": 0, "tiles_h": 0, "tiles_r": 0, "mask_group": 1, "LISTED": False}
-_NO_BITS = {"bits": None, "bits_b": 0, "bits_h": 0, "bits_r": 0, "BITS": False}
-_NO_SEGMENTS = {
+_NO_BIAS: dict[str, Any] = {"bias": None, "bias_b": 0, "bias_h": 0, "bias_q": 0, "bias_k": 0, "bias_group": 1}
+_NO_LISTS: dict[str, Any] = {"tiles": None, "tiles_b": 0, "tiles_h": 0, "tiles_r": 0, "mask_group": 1, "LISTED": False}
+_NO_BITS: dict[str, Any] = {"bits": None, "bits_b": 0, "bits_h": 0, "bits_r": 0, "BITS": False}
+_NO_SEGMENTS: dict[str, Any] = {
     "q_segments": None,
     "k_segments": None,
     "q_segments_b": 0,

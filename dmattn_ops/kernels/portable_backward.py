@@ -23,13 +23,13 @@ from dmattn_ops.kernels.portable_arguments import (
     bias_kind,
     ceil_div,
     extent,
+    is_pairwise,
     lse_strides,
     mask_arguments,
     padded,
     row_strides,
     rows_are_aligned,
     shared_arguments,
-    stages,
 )
 from dmattn_ops.kernels.portable_dbias import broadcast_dbias, is_broadcast, reduce_key_sums
 from dmattn_ops.kernels.portable_keys import keys_kernel
@@ -117,8 +117,7 @@ def backward(
     """Write dq, dk, dv and, unless it is None, dbias, each in its input's shape."""
     size = extent(query, key, varlen)
     aligned = rows_are_aligned(query, key, value, grad_out, out, dq, dk, dv)
-    if not aligned and config.unaligned is not None:
-        config = config.unaligned
+    config = config.for_call(aligned, is_pairwise(bias, options))
     if varlen is not None:  # rows that belong to no sequence
         for gradient in (dq, dk, dv):
             computed(Tensor.zero_, gradient)
@@ -255,5 +254,5 @@ def _launch_queries(
         BLOCK_N=config.dq_block_n,
         STORE_DBIAS=dbias is not None,
         num_warps=config.dq_num_warps,
-        num_stages=stages(config.dq_num_stages, arguments["bias"]),
+        num_stages=config.dq_num_stages,
     )

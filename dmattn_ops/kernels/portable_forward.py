@@ -20,6 +20,7 @@ from dmattn_ops.kernels.portable_arguments import (
     UNSPECIALIZED,
     ceil_div,
     extent,
+    is_pairwise,
     is_positive,
     lse_strides,
     mask_arguments,
@@ -364,10 +365,7 @@ def forward(
     """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]` (packed: `[total_q, H, Dv]`, `[H, total_q]`)."""
     size = extent(query, key, varlen)
     aligned = rows_are_aligned(query, key, value, out)
-    if not aligned and config.unaligned is not None:
-        config = config.unaligned
-    if config.short is not None and size.longest_q <= config.short.block_m:
-        config = config.short
+    config = config.for_call(aligned, is_pairwise(bias, options), size.longest_q)
     if varlen is not None:  # rows that belong to no sequence
         computed(Tensor.zero_, out)
         computed(Tensor.fill_, lse, float("-inf"))

@@ -10,19 +10,26 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from dmattn_ops.arch import Arch
+from dmattn_ops.resources import Usage
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+# How matrices are multiplied, by what PTX calls it; without matrix instructions, kernels with products have many of "fma".
+_PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
+_MANY = 256
+_SERIALIZED = tuple(f"C751{last}" for last in range(6))  # warnings of ptxas that wgmma run one after the other
 
 
 @dataclass(frozen=True)
@@ -35,16 +42,32 @@ class Resources:
     threads: int
     warnings: tuple[str, ...]  # of ptxas, C75xx
     traps: bool
-    opcodes: Counter[str]
+    tensor_memory: int  # columns; SM 10.0 has 512
+    products: str  # as in `resources.Usage`
+    cubin: bytes = field(repr=False)
 
-    def occupancy(self, arch: Arch) -> float:
-        """Return the theoretical share of an SM's warps that can be resident."""
-        warps = -(-self.threads // 32)
-        per_warp = -(-self.registers * 32 // 256) * 256
-        blocks = min(arch.registers // max(per_warp * warps, 1), arch.max_warps // warps, 32)
-        if self.shared_memory:
-            blocks = min(blocks, arch.shared_memory_per_sm // (self.shared_memory + 1024))
-        return blocks * warps / arch.max_warps
+    @cached_property
+    def opcodes(self) -> Counter[str]:
+        """Count the instructions of the machine code by name."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            sass = _run(_TOOLS / "nvdisasm", "-c", file.name)
+        return Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ +)?([A-Z0-9]+)", sass, re.MULTILINE))
+
+    @property
+    def faults(self) -> str:
+        """Return what must not be there: serialized wgmma, a kernel that traps, too much tensor memory."""
+        named = [warning for warning in self.warnings if warning in _SERIALIZED]
+        named += ["trap"] * self.traps + [f"tensor memory {self.tensor_memory}"] * (self.tensor_memory > 512)
+        return " ".join(named)
+
+    def usage(self, on: Arch) -> Usage:
+        """Return the columns of a table."""
+        occupancy = round(on.occupancy(self.registers, self.shared_memory, self.threads), 4)
+        return Usage(
+            self.registers, self.spill_bytes, self.shared_memory, self.threads, occupancy, self.products, self.faults
+        )
 
 
 def compile_only(
@@ -64,34 +87,42 @@ def compile_only(
         target=GPUTarget("cuda", sm, 32),
         options=options,
     )
-    return _read(compiled, sm)
+    return read_resources(compiled, sm)
 
 
-def _read(compiled: Any, sm: int) -> Resources:
+def read_resources(compiled: Any, sm: int, log: str = "") -> Resources:
+    """Read a kernel compiled for `sm`; `log` is what `ptxas -v` said of it, else it is assembled again to hear that."""
+    code = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
         cubin.write_bytes(compiled.asm["cubin"])
-        ptx.write_text(compiled.asm["ptx"])
-        usage = _run("cuobjdump", "-res-usage", str(cubin))
-        sass = _run("nvdisasm", "-c", str(cubin))
-        assembler = "ptxas-blackwell" if sm >= 100 else "ptxas"
-        name = f"sm_{sm}{'a' if sm >= 90 else ''}"
-        log = _run(assembler, "-v", f"--gpu-name={name}", str(ptx), "-o", str(Path(folder, "kernel.o")))
+        usage = _run(_TOOLS / "cuobjdump", "-res-usage", cubin)
+        if "spill stores" not in log:
+            ptx.write_text(code)
+            name = f"--gpu-name={sm_arch_from_capability(sm)}"
+            log = _run(get_ptxas(sm).path, "-v", name, ptx, "-o", Path(folder, "kernel.o"))
     registers = re.search(r"REG:(\d+)", usage)
-    if registers is None:
-        raise RuntimeError(f"cuobjdump printed no register count: {usage[:200]}")
-    warps = re.search(r"\.reqntid (\d+)", compiled.asm["ptx"])
+    if registers is None or "spill stores" not in log:
+        raise RuntimeError(f"cuobjdump or ptxas said nothing of use: {usage[:200]} {log[:200]}")
+    threads = re.search(r"\.reqntid (\d+)", code)
     return Resources(
         registers=int(registers.group(1)),
-        spill_bytes=max((int(size) for pair in _SPILLS.findall(log) for size in pair), default=0),
+        spill_bytes=max(int(size) for pair in _SPILLS.findall(log) for size in pair),
         shared_memory=compiled.metadata.shared,
-        threads=int(warps.group(1)) if warps else compiled.metadata.num_warps * 32,
+        threads=int(threads.group(1)) if threads else compiled.metadata.num_warps * 32,
         warnings=tuple(sorted(set(re.findall(r"C75\d\d", log)))),
-        traps=re.search(r"\btrap;", compiled.asm["ptx"]) is not None,
-        opcodes=Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ +)?([A-Z0-9]+)", sass, re.MULTILINE)),
+        traps=re.search(r"\btrap;", code) is not None,
+        tensor_memory=compiled.metadata.tmem_size or 0,
+        products=_products(code),
+        cubin=compiled.asm["cubin"],
     )
 
 
-def _run(tool: str, *arguments: str) -> str:
-    done = subprocess.run([str(_TOOLS / tool), *arguments], capture_output=True, text=True, check=False)
+def _products(ptx: str) -> str:
+    found = [kind for kind, name in _PRODUCTS.items() if name in ptx]
+    return "+".join(found) or ("fma" if ptx.count("fma.rn.f32") >= _MANY else "")
+
+
+def _run(program: Path | str, *arguments: Path | str) -> str:
+    done = subprocess.run([str(part) for part in (program, *arguments)], capture_output=True, text=True, check=False)
     return done.stdout + done.stderr

@@ -1,0 +1,312 @@
+"""What the compiled kernels take: the frozen tables keep their promises, and compiling again gives their figures."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import dmattn_ops
+from dmattn_ops import arch, resources
+from dmattn_ops.problem import UNBOUNDED, Options, Tiles
+from dmattn_ops.resources import Specialization, Usage
+
+OLDEST = "3.6.0"
+SHARED_MEMORY = {
+    80: 166912,
+    86: 101376,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    120: 101376,
+}  # bytes of a block, with opt-in
+SMALL_KERNELS = ("statistics_kernel", "prepare_kernel", "finish_kernel", "merge_kernel", "mark_kernel")  # no products
+
+# Bytes that may be spilled, by what "row | specialization | kernel" matches, and why. Everything else spills nothing.
+SPILLS = (
+    (
+        r"SM9.0 .* portable D(64|128|256) 16-bit",
+        640,
+        "the fastest of the measured candidates (config.py), and with everything asked for at once",
+    ),
+    (r"unaligned", 840, "rows that start at any byte are loaded one element at a time, each by an address of its own"),
+    (
+        r"dbias_kernel",
+        1292,
+        "a bias for several heads: its kernel holds four operands, dS and a sum of dS in registers",
+    ),
+    (
+        r"portable D(512|1024) ",
+        840,
+        "one accumulator of such a head fills the registers; no smaller block is a product",
+    ),
+    (r"bias softcap dropout", 176, "everything that a call can ask for at once"),
+    (r"SM8.0 .* portable D(64|256) 16-bit", 112, "compiled only; the next smaller blocks halve the keys of a step"),
+    (r"SM10.0 .* portable D128 16-bit", 48, "compiled only; the next smaller blocks halve the keys of a step"),
+    (r"32-bit \| causal float32", 16, "IEEE products take no tensor cores; a word or four around the loop"),
+)
+# Where ptxas may serialize wgmma (C7510 to C7515), and why.
+SERIALIZED = (
+    (
+        r"SM9.0 backward portable D(64|128) 16-bit \| .*dropout",
+        "the fastest measured blocks (config.py): calls with a number to each pair of query and key",
+    ),
+)
+
+
+def lines():
+    """Return (version, row, specialization, kernel, usage) of every kernel of every table."""
+    for version in resources.versions():
+        for row, specializations in resources.table(version)["rows"].items():
+            for wanted, kernels in specializations.items():
+                if wanted in resources.MADE_OF:
+                    continue
+                for kernel, columns in kernels.items():
+                    yield version, row, wanted, kernel, Usage(*columns)
+
+
+def sm_of(row):
+    return int(row[2 : row.index(" ")].replace(".", ""))
+
+
+def allowed_spills(row, wanted, kernel):
+    found = [size for pattern, size, _ in SPILLS if re.search(pattern, f"{row} | {wanted} | {kernel}")]
+    return max(found, default=0)
+
+
+def test_the_oldest_version_of_triton_was_swept_and_explain_takes_the_nearest_older_table():
+    swept = resources.versions()
+    assert swept[0] == OLDEST
+    assert resources.nearest_version("3.6.0") == OLDEST and resources.nearest_version("3.7.1") == OLDEST
+    assert resources.nearest_version("99.0") == swept[-1] and resources.nearest_version("") == OLDEST
+
+
+def test_shared_memory_fits_every_architecture():
+    assert {sm: arch.KNOWN[sm].shared_memory for sm in SHARED_MEMORY} == SHARED_MEMORY
+    over = [line for line in lines() if line[-1].shared_memory > SHARED_MEMORY[sm_of(line[1])]]
+    assert not over
+
+
+def test_nothing_spills_but_what_is_named_with_a_reason():
+    spilled = [
+        line for line in lines() if line[-1].spill_bytes > allowed_spills(*line[1:4]) * (1 + (line[0] != OLDEST))
+    ]
+    assert not spilled
+
+
+def test_no_exception_for_spills_outlives_its_reason():
+    spilled = [f"{row} | {wanted} | {kernel}" for _, row, wanted, kernel, usage in lines() if usage.spill_bytes]
+    idle = [pattern for pattern, _, _ in SPILLS if not any(re.search(pattern, line) for line in spilled)]
+    assert not idle
+
+
+def test_no_kernel_traps_and_no_matrix_instruction_is_serialized_but_where_a_reason_is_named():
+    named = [
+        line
+        for line in lines()
+        if line[-1].faults
+        and not (
+            line[-1].faults[:4] == "C751" and any(re.match(where, " | ".join(line[1:4])) for where, _ in SERIALIZED)
+        )
+    ]
+    assert not named
+
+
+def test_matrices_are_multiplied_by_the_instructions_of_their_architecture():
+    wrong = []
+    for _, row, wanted, kernel, usage in lines():
+        kinds = {"mma"}
+        if kernel in SMALL_KERNELS:
+            kinds = {""}
+        elif wanted.endswith("float32"):
+            kinds = {"fma"}  # IEEE precision
+        elif "hopper" in row:
+            kinds = {"wgmma"}
+        elif sm_of(row) in (90, 100):
+            kinds = {
+                "mma",
+                "wgmma" if sm_of(row) == 90 else "tcgen05",
+            }  # small blocks are below what the newer ones take
+        if not set(usage.products.split("+")) <= kinds:
+            wrong.append((row, wanted, kernel, usage.products))
+    assert not wrong
+
+
+def test_occupancy_follows_from_registers_shared_memory_and_threads():
+    for version, row, wanted, kernel, usage in lines():
+        on = arch.KNOWN[sm_of(row)]
+        occupancy = on.occupancy(usage.registers, usage.shared_memory, usage.threads)
+        assert usage.occupancy == round(occupancy, 4) > 0, (version, row, wanted, kernel)
+        assert usage.threads * usage.registers <= on.registers
+
+
+@pytest.mark.parametrize(
+    ("sm", "registers", "shared_memory", "threads", "blocks"),
+    [  # as CUDA's occupancy calculator has them
+        (80, 32, 0, 128, 16),
+        (80, 255, 0, 256, 1),
+        (86, 128, 0, 256, 2),
+        (86, 32, 0, 32, 16),
+        (90, 168, 201176, 384, 1),
+        (90, 64, 100000, 128, 2),
+    ],
+)
+def test_occupancy_is_that_of_the_calculator(sm, registers, shared_memory, threads, blocks):
+    on = arch.KNOWN[sm]
+    assert on.occupancy(registers, shared_memory, threads) == blocks * threads / 32 / on.max_warps
+
+
+# ------------------------------------------------------------------------------------------ what the tables are made of
+@pytest.fixture(scope="module")
+def sweep():
+    pytest.importorskip("triton.experimental.gluon")
+    from dmattn_ops.testing import sweep
+
+    return sweep
+
+
+def test_the_tables_hold_every_row_that_dispatch_can_return_as_it_is_configured(sweep):
+    every = sweep.tasks(sweep.ARCHITECTURES, sweep.KERNELS)
+    assert len({task.name for task in every}) == len(every)
+    for version in resources.versions():
+        rows = sweep.load(version)
+        stale = [task.name for task in every if not sweep.is_configured(task, rows.get(task.name, {}))]
+        assert stale == [], "python -m dmattn_ops.testing.sweep --stale --write"
+        assert set(sweep.load(version)) == {task.name for task in every}
+
+
+def test_a_call_that_is_made_for_a_specialization_has_it(sweep):
+    for task in sweep.tasks((90,), sweep.KERNELS):
+        for wanted in sweep.specializations(task):
+            if wanted.dtype == "tf32":
+                wanted = replace(wanted, dtype="float32")  # the same tensors
+            call = sweep.make_call(wanted, task.width)
+            assert resources.specialization(*call) == wanted
+
+
+# Compiled again here: of each architecture one row, and one kernel for SM 9.0. `make sweep` compiles all.
+REPRESENTATIVES = (
+    ("SM8.0 forward portable D128 16-bit", "bits bfloat16"),
+    ("SM8.6 backward portable D64 16-bit", "causal bfloat16"),
+    ("SM8.9 forward portable D64 32-bit", "causal float32"),
+    ("SM9.0 backward portable D128 16-bit", "causal segments float32 bias softcap dropout bfloat16"),
+    ("SM9.0 forward hopper D64 16-bit", "causal bfloat16"),
+    ("SM10.0 forward portable D64 16-bit", "full bfloat16"),
+    ("SM12.0 backward portable D256 16-bit", "causal dropout bfloat16"),
+)
+COMPILE = """
+import json, sys, torch
+from dmattn_ops import resources
+from dmattn_ops.testing import sweep
+torch.set_num_threads(1)
+tasks = {task.name: task for task in sweep.tasks(sweep.ARCHITECTURES, sweep.KERNELS)}
+for row, line in json.loads(sys.argv[1]):
+    wanted = {resources.line_name(each): each for each in sweep.specializations(tasks[row])}[line]
+    print(json.dumps(sweep.compile_one(tasks[row], wanted)))
+"""
+
+
+def test_compiling_again_gives_the_frozen_figures(sweep):
+    import triton
+
+    if triton.__version__ not in resources.versions():
+        pytest.skip(f"no table for triton {triton.__version__}")
+    frozen = resources.table(triton.__version__)["rows"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    halves = (REPRESENTATIVES[::2], REPRESENTATIVES[1::2])  # a process for each of two cores
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", COMPILE, json.dumps(half)],
+            env=environment,
+            cwd=Path(__file__).parents[1],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for half in halves
+    ]
+    for half, child in zip(halves, children, strict=True):
+        said, errors = child.communicate(timeout=600)
+        assert child.returncode == 0, errors[-3000:]
+        for (row, line), found in zip(half, said.splitlines(), strict=True):
+            assert json.loads(found) == frozen[row][line], (row, line)
+
+
+# --------------------------------------------------------------------------------------------------- names and look-ups
+def call(dtype=torch.bfloat16, bias=None, tiles=Tiles(), heads_k=4, options=None, seqlen=256, dim=64):  # noqa: B008
+    query = torch.empty(2, seqlen, 4, dim, dtype=dtype)
+    key = torch.empty(2, 256, heads_k, dim, dtype=dtype)
+    options = options or Options(-UNBOUNDED, UNBOUNDED, 0.1, 0.0, 0.0, False)
+    return query, key, key, bias, tiles, None, None, options
+
+
+def test_a_specialization_names_what_is_there():
+    assert str(resources.specialization(*call())) == "full"
+    causal = Options(-UNBOUNDED, 0, 0.1, 30.0, 0.5, False)
+    bias = torch.empty(1, 1, 256, 256)
+    assert str(resources.specialization(*call(bias=bias, heads_k=2, options=causal))) == (
+        "causal float32 broadcast bias softcap dropout grouped"
+    )
+    bits = torch.empty(2, 4, 256, 8, dtype=torch.int32)
+    assert str(resources.specialization(*call(tiles=Tiles(bits, bits, bits, bits), options=causal))) == (
+        "bits softcap dropout"
+    )
+    assert str(resources.specialization(*call(seqlen=1, dim=63))) == "decode unaligned"
+
+
+def test_a_kernel_ignores_what_it_is_told_at_run_time():
+    window = Specialization(band="window", grouped=True)
+    assert str(resources.canonical("portable", "forward", window)) == "causal grouped"
+    assert str(resources.canonical("hopper", "forward", window)) == "window"
+    assert str(resources.canonical("hopper", "backward", window)) == "window grouped"
+    assert resources.canonical("hopper256", "backward", Specialization(mask="key segments")).mask == "segments"
+
+
+def test_explain_shows_what_the_kernels_take_and_groups_the_rows_by_reason():
+    query = torch.empty(1, 256, 4, 128, dtype=torch.bfloat16)
+    explanation = dmattn_ops.explain(query, query, query, is_causal=True, arch="8.6")
+    taken = explanation.backward.resources
+    assert set(taken) == {"statistics_kernel", "keys_kernel", "queries_kernel"}
+    assert taken["keys_kernel"].shared_memory <= SHARED_MEMORY[86]
+    assert explanation.backward.swept.startswith("D 128, causal bfloat16, triton 3.")
+    reason, rows = next(iter(explanation.backward.passed_over.items()))
+    assert reason == "head dimension 128 is wider" and len(rows) > 1
+    assert "registers" in str(explanation) and str(explanation).count(reason) == 2
+
+
+def test_explain_shows_no_figures_for_what_was_not_swept():
+    query = torch.empty(1, 256, 4, 128, dtype=torch.bfloat16)
+    explanation = dmattn_ops.explain(query, query, query, softcap=2.0, dropout_p=0.1, arch="8.6")
+    assert explanation.forward.resources is None
+    assert dmattn_ops.explain(query, query, query).forward.resources is None  # the CPU
+
+
+def test_explain_names_the_blocks_that_run_for_this_call():
+    query = torch.empty(1, 256, 4, 128, dtype=torch.bfloat16)
+    plain = dmattn_ops.explain(query, query, query, arch="9.0")
+    mask = torch.ones(1, 1, 256, 256, dtype=torch.bool)
+    narrow = query[..., :64].contiguous()
+    assert dmattn_ops.explain(narrow, narrow, narrow, arch="9.0").forward.configuration["block_m"] == 192
+    assert dmattn_ops.explain(narrow, narrow, narrow, mask, arch="9.0").forward.configuration["block_m"] == 128
+    biased = dmattn_ops.explain(query, query, query, bias=torch.empty(1, 4, 256, 256), arch="9.0")
+    assert plain.backward.kernel == "hopper" and biased.backward.kernel == "portable"
+    assert any("bias" in reason for reason in biased.backward.passed_over)
+    dropped = dmattn_ops.explain(query, query, query, dropout_p=0.5, arch="9.0")
+    assert dropped.backward.configuration == biased.backward.configuration  # blocks for a number to each pair
+
+
+def test_every_launch_of_a_call_is_recorded_each_time_it_is_compiled(sweep):
+    from dmattn_ops.testing.stand_in import compiled_launches
+
+    task = next(task for task in sweep.tasks((86,), ("portable",)) if task.name == "SM8.6 forward portable D32 16-bit")
+    decode = replace(sweep.PLAIN, decode=True)
+    for sm in (86, 86, 80):
+        with compiled_launches(sm) as launches:
+            sweep.launch(task, sweep.make_call(decode, 32))
+        assert [each.kernel for each in launches] == ["forward_kernel", "merge_kernel"]
+        assert all(each.compiled.metadata.target.arch == sm for each in launches)
