@@ -290,29 +290,45 @@ def stale(todo: list[Task], rows: Lines) -> list[Task]:
 
 @cache
 def source(module: str) -> str:
-    """Return a digest of the device code of a module of kernels and of those that it imports, and of their constants."""
-    pending, found = [module], {}
+    """Return a digest of the device code that a launcher's module defines or imports, and of its constants."""
+    digests, pending = {}, [module]
     while pending:
         name = pending.pop()
-        if name in found or not name.startswith(_KERNELS):
+        if name in digests:
             continue
-        tree = ast.parse(PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py").read_text())
-        pending += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-        found[name] = "".join(ast.dump(_without_docstring(node)) for node in tree.body if _reaches_a_device(node))
-    return hashlib.sha256("".join(found[name] for name in sorted(found)).encode()).hexdigest()[:12]
+        body = _body(name)
+        digests[name] = [_dump(node) for node in body if _is_jit(node) or isinstance(node, (ast.Assign, ast.AnnAssign))]
+        for node in body:
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(_KERNELS):
+                continue
+            imported = _body(str(node.module))
+            if any(map(_is_jit, imported)):
+                pending.append(str(node.module))
+            else:  # host code: the constants that are imported from it
+                names = {alias.name for alias in node.names}
+                constants = (each for each in imported if isinstance(each, ast.Assign) and names & _targets(each))
+                digests[name] += map(_dump, constants)
+    text = "".join("".join(digests[name]) for name in sorted(digests))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _reaches_a_device(node: ast.stmt) -> bool:
-    """Return whether a statement of a module is a jit function, a constant or a tuple of arguments."""
-    if isinstance(node, ast.FunctionDef):
-        return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-    return isinstance(node, (ast.Assign, ast.AnnAssign, ast.ClassDef))
+def _body(module: str) -> list[ast.stmt]:
+    return ast.parse(PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py").read_text()).body
 
 
-def _without_docstring(node: ast.stmt) -> ast.stmt:
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+def _is_jit(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
+
+
+def _targets(node: ast.Assign) -> set[str]:
+    return {target.id for target in node.targets if isinstance(target, ast.Name)}
+
+
+def _dump(node: ast.stmt) -> str:
+    """Return a statement as text, whatever its layout, comments and docstring."""
+    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
         del node.body[0]
-    return node
+    return ast.dump(node)
 
 
 def differences(found: Lines, frozen: Lines) -> Iterator[str]:
