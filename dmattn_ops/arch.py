@@ -109,5 +109,10 @@ def physical(device: torch.device) -> Arch:
     return _of_device(device.index if device.index is not None else torch.cuda.current_device())
 
 
+def name(device: torch.device) -> str:
+    """Return what the driver calls the device, such as "NVIDIA H200"."""
+    return torch.cuda.get_device_name(device)
+
+
 def _versions() -> str:
     return ", ".join(f"{sm // 10}.{sm % 10}" for sm in KNOWN)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dmattn_ops import config
 from dmattn_ops.arch import Arch, nearest
+from dmattn_ops.problem import TILE
 
 Refusals = Callable[[str], list[str]]  # from a kernel's name to why it cannot take the call
 
@@ -27,6 +28,11 @@ class Demand(NamedTuple):
     def width(self) -> int:
         """The wider of both head dimensions: the tile that a kernel needs."""
         return max(self.dim, self.dim_v)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 128 queries over all heads: what there is to spread over the multiprocessors."""
+        return self.batch * self.heads * -(-self.seqlen_q // TILE)
 
 
 class PassedOver(NamedTuple):
@@ -96,6 +102,8 @@ def _mismatch(row: config.Row, arch: Arch, demand: Demand) -> str:
         return f"elements of {demand.itemsize} bytes are wider"
     if demand.seqlen_k < row.min_seqlen:
         return f"{demand.seqlen_k} keys are under {row.min_seqlen}"
+    if row.few_tiles and demand.tiles >= arch.num_sms:
+        return f"{demand.tiles} tiles of queries are enough for {arch.num_sms} multiprocessors"
     if row.shared_memory > arch.shared_memory:
         return f"needs {row.shared_memory} bytes of shared memory, {arch} gives a block {arch.shared_memory}"
     return ""

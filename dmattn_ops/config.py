@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class Row:
     config: Config
     shared_memory: int = 0  # bytes of a block
     evidence: str = ""
+    few_tiles: bool = False  # for calls with fewer tiles of 128 queries than there are multiprocessors, and only those
 
     @property
     def name(self) -> str:
@@ -145,8 +148,8 @@ _PORTABLE: dict[tuple[tuple[int, ...], int, int], tuple[_Blocks, _Blocks, _Block
     ((90,), 128, 2): ((64, 64, 4, 3), (32, 64, 4, 3), (128, 64, 8, 3)),
     ((90,), 256, 2): ((128, 32, 8, 3), (32, 64, 8, 3), (64, 32, 4, 3)),
     ((80, 86, 89, 120), 32, 2): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
-    ((80,), 64, 2): ((128, 64, 8, 3), (32, 128, 4, 2), (128, 64, 8, 2)),
-    ((86, 89, 120), 64, 2): ((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)),
+    ((80,), 64, 2): ((64, 64, 4, 3), (32, 64, 4, 2), (64, 64, 4, 2)),
+    ((86, 89, 120), 64, 2): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
     ((80, 86, 89, 120), 128, 2): ((128, 32, 8, 2), (32, 64, 8, 2), (128, 32, 8, 2)),
     ((80,), 256, 2): ((64, 64, 8, 2), (32, 64, 8, 1), (64, 32, 8, 2)),
     ((86, 89, 120), 256, 2): ((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
@@ -164,6 +167,25 @@ _PORTABLE: dict[tuple[tuple[int, ...], int, int], tuple[_Blocks, _Blocks, _Block
     ((80, 86, 89, 90, 100, 120), 256, 4): ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     ((80, 90, 100), 512, 4): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
+# The same for calls of certain sizes, tried before those: (tier, fewest keys, whether for few tiles only). Few tiles take
+# blocks small enough to fill the GPU, few keys those of which less lies behind the diagonal, and many keys those that
+# read the other side least often.
+_SIZED: dict[tuple[tuple[int, ...], int, int], dict[tuple[str, int, bool], tuple[_Blocks, _Blocks, _Blocks]]] = {
+    ((80,), 64, 2): {
+        ("", 0, True): ((64, 64, 4, 3), (32, 64, 4, 2), (64, 32, 4, 2)),
+        ("StandardSeq", 4096, False): ((128, 64, 8, 3), (32, 128, 4, 2), (128, 64, 8, 2)),
+    },
+    ((86, 89, 120), 64, 2): {
+        ("", 0, True): ((64, 64, 4, 3), (32, 64, 4, 2), (64, 32, 4, 2)),
+        ("LongSeq", 8192, False): ((128, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 2)),
+        ("StandardSeq", 4096, False): ((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)),
+    },
+    ((80, 86, 89, 120), 128, 2): {
+        ("", 0, True): ((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
+        ("LongSeq", 8192, False): ((128, 64, 8, 2), (32, 64, 8, 2), (128, 32, 8, 2)),
+    },
+}
+_COMPILED = "compiled only; tiers ranked by the cost model of tuning"
 # Forward with at most 16 queries, by widest head dimension and element: blocks, and programs on one SM. On SM 9.0: the
 # fastest of 3 to 5, H200, 2026-11-21, B1 H2 Sq1 bf16, GB/s of keys and values where a copy reads and writes 4244: D 64
 # 3618 (Sk 524288), D 128 4167 (Sk 524288; 4124 with 16 queries), D 256 4067 (Sk 262144).
@@ -239,16 +261,24 @@ def _pairwise(sm: int, dim: int, itemsize: int) -> tuple[_Blocks, _Blocks, _Bloc
 
 def _portable(direction: int) -> tuple[Row, ...]:
     rows = []
-    for (sms, dim, itemsize), (forward, keys, queries) in _PORTABLE.items():
+    for (sms, dim, itemsize), usual in _PORTABLE.items():
         for sm in sms:
-            made: PortableForward | PortableBackward
-            if direction == 0:
-                made = _portable_forward(sm, dim, itemsize, forward)
-            else:
-                made = _portable_backward(sm, dim, itemsize, keys, queries)
-            tier = "Standard" if made.block_m * made.block_n >= 64 * 64 else "LowMem"
-            rows.append(Row(sm, dim, itemsize, 0, tier, "portable", made))
+            sized = [sizes for (of, *key), sizes in _SIZED.items() if sm in of and key == [dim, itemsize]]
+            sizes = {**(sized[0] if sized else {}), ("", 0, False): usual}
+            evidence = _COMPILED if len(sizes) > 1 else ""
+            for (tier, keys, few), blocks in sizes.items():
+                made = _portable_config(direction, sm, dim, itemsize, blocks)
+                tier = tier or ("Standard" if made.block_m * made.block_n >= 64 * 64 else "LowMem")
+                rows.append(Row(sm, dim, itemsize, keys, tier, "portable", made, 0, evidence, few))
     return tuple(rows)
+
+
+def _portable_config(
+    direction: int, sm: int, dim: int, itemsize: int, blocks: tuple[_Blocks, _Blocks, _Blocks]
+) -> PortableForward | PortableBackward:
+    if direction == 0:
+        return _portable_forward(sm, dim, itemsize, blocks[0])
+    return _portable_backward(sm, dim, itemsize, blocks[1], blocks[2])
 
 
 # Plain torch operations, the last row of every architecture: for SM 7.5, and for head dimensions that no tile fits.
@@ -288,3 +318,83 @@ HOPPER_BACKWARD_256 = Row(
     "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
 )  # fmt: skip
 BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *_portable(1), *_LEGACY)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Fields of a configuration that one kernel reads, and the values that tuning may give them, the row's own first."""
+
+    name: str
+    fields: tuple[str, ...]
+    values: tuple[tuple[Any, ...], ...]
+
+    def of(self, config: Config) -> tuple[Any, ...]:
+        """Return the values of these fields."""
+        return tuple(getattr(config, field) for field in self.fields)
+
+    def put(self, config: Config, values: tuple[Any, ...]) -> Config:
+        """Return the configuration with these values in these fields."""
+        return replace(config, **dict(zip(self.fields, values, strict=True)))
+
+
+_BLOCKS = ("block_m", "block_n", "num_warps", "num_stages")
+_SCALES = {"block_m": (16, 32, 64, 128), "block_n": (16, 32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4)}
+_TRIED_FORWARD = {
+    64: tuple((rows, 128, stages, 2) for rows in (192, 128) for stages in (2, 3)),
+    128: ((128, 128, 2, 1), (128, 64, 4, 2)),
+}
+_TRIED_BACKWARD = {
+    64: ((128, 128, "overlapped"), (128, 128, "two_phase")),
+    128: ((64, 128, "two_phase"), (64, 128, "overlapped")),
+}
+
+
+def _neighbours(own: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return blocks, warps and stages next to `own`: at most two of the four moved by one place of `_SCALES`."""
+    near = []
+    for place, scale in zip(own, _SCALES.values(), strict=True):
+        smaller, larger = [value for value in scale if value < place], [value for value in scale if value > place]
+        near.append((*smaller[-1:], place, *larger[:1]))
+    grid = product(*near)
+    return tuple(sorted(tried for tried in grid if sum(a != b for a, b in zip(tried, own, strict=True)) <= 2))
+
+
+def _part(name: str, fields: tuple[str, ...], config: Config, tried: tuple[tuple[Any, ...], ...] = ()) -> Part:
+    own = tuple(getattr(config, field) for field in fields)
+    others = tried or _neighbours(own)
+    return Part(name, fields, (own, *(values for values in others if values != own)))
+
+
+def parts(row: Row) -> tuple[Part, ...]:
+    """Return what tuning may change about a row, kernel by kernel; nothing where there is only one way."""
+    config = row.config
+    if isinstance(config, PortableForward):
+        return (_part("out", _BLOCKS, config),)
+    if isinstance(config, PortableBackward):
+        return _part("dk/dv", _BLOCKS, config), _part("dq", tuple(f"dq_{field}" for field in _BLOCKS), config)
+    if isinstance(config, HopperForward):
+        tried = _TRIED_FORWARD.get(row.dim)
+        return (_part("out", ("block_m", "block_n", "stages", "query_stages"), config, tried),) if tried else ()
+    if isinstance(config, HopperBackward):
+        return (_part("gradients", ("block_m", "block_n", "variant"), config, _TRIED_BACKWARD[row.dim]),)
+    if isinstance(config, HopperBackward256):
+        return (_part("gradients", ("heads_per_group",), config, ((1,), (2,), (4,), (8,))),)
+    return ()
+
+
+def shared_memory(row: Row, part: Part, values: tuple[Any, ...]) -> int:
+    """Return the bytes of shared memory that the operands of a block take, at the width of the row; 0 is unknown."""
+    made: Any = part.put(row.config, values)
+    line = row.dim * row.itemsize  # bytes of one row of an operand
+    if isinstance(made, HopperForward):
+        return line * (made.query_stages * made.block_m + 2 * made.stages * made.block_n)
+    if isinstance(made, HopperBackward):
+        exchanged = 4 * made.block_m * made.block_n + 32768  # two buffers of dS, and dq on its way out
+        return line * (4 * made.block_m + 2 * made.block_n) + exchanged
+    if not isinstance(made, PortableForward | PortableBackward):
+        return row.shared_memory
+    block_m, block_n, _, stages = values
+    owned, walked = (block_n, block_m) if part.name == "dk/dv" else (block_m, block_n)
+    # Triton keeps the step that is computed in shared memory for wgmma, in registers otherwise
+    buffers = stages if row.sm == 90 and owned >= 64 else max(1, stages - 1)
+    return line * (2 * buffers * walked + (owned if part.name == "out" else 2 * owned))

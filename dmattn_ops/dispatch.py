@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops import arch, choose, config, environment, reference
+from dmattn_ops import arch, choose, config, environment, reference, tuning
 from dmattn_ops.arch import Arch
 from dmattn_ops.choose import Choice, Demand
 from dmattn_ops.problem import TILE, Options, Tiles, Varlen
@@ -77,7 +77,10 @@ def cpu_kernels() -> str:
     return "reference"
 
 
-def _chosen(rows: tuple[config.Row, ...], kernels: dict[str, str], call: Call, on: Arch | None) -> Choice:
+def _chosen(direction: str, call: Call, on: Arch | None, tuned: bool) -> Choice:
+    rows, kernels = (config.FORWARD, _FORWARD) if direction == "forward" else (config.BACKWARD, _BACKWARD)
+    if on is None:
+        tuning.record(*call)
     if not call.query.is_cuda and on is None:
         return Choice(None, config.CPU[cpu_kernels()], ())
 
@@ -92,7 +95,11 @@ def _chosen(rows: tuple[config.Row, ...], kernels: dict[str, str], call: Call, o
     choice = choose.choose(rows, on or arch.current(call.query.device), call.demand, refusals)
     if choice.row.kernel == "reference":
         _warn_legacy(choice.arch, call.demand.width, call.demand.itemsize)
-    return choice
+    if not (tuned and call.query.is_cuda and choice.arch is not None and tuning.entries()):
+        return choice
+    place = tuning.place(call.query.device, choice.arch)
+    masked = call.tiles.row_tiles is not None
+    return tuning.tuned(choice, direction, call.demand, masked, call.options.deterministic, place)
 
 
 @cache
@@ -104,14 +111,20 @@ def _warn_legacy(on: Arch, width: int, itemsize: int) -> None:
     )
 
 
-def forward_choice(call: Call, on: Arch | None = None) -> Choice:
-    """Return the row that a forward launch uses, on the call's own architecture or as `on` would."""
-    return _chosen(config.FORWARD, _FORWARD, call, on)
+def forward_choice(call: Call, on: Arch | None = None, tuned: bool = True) -> Choice:
+    """Return the row that a forward launch uses, on the call's own architecture or as `on` would.
+
+    With `tuned`, a configuration from the user's cache takes the place of the row's own where there is one.
+    """
+    return _chosen("forward", call, on, tuned)
 
 
-def backward_choice(call: Call, on: Arch | None = None) -> Choice:
-    """Return the row that a backward launch uses, on the call's own architecture or as `on` would."""
-    return _chosen(config.BACKWARD, _BACKWARD, call, on)
+def backward_choice(call: Call, on: Arch | None = None, tuned: bool = True) -> Choice:
+    """Return the row that a backward launch uses, on the call's own architecture or as `on` would.
+
+    With `tuned`, a configuration from the user's cache takes the place of the row's own where there is one.
+    """
+    return _chosen("backward", call, on, tuned)
 
 
 def as_run(choice: Choice, call: Call) -> Choice:
@@ -237,6 +250,11 @@ def _mask_kernels(device: torch.device) -> ModuleType:
     if arch.physical(device).sm < config.OLDEST_TRITON:
         return reference
     return _launcher("dmattn_ops.kernels.tile_mask")
+
+
+def launcher(direction: str, kernel: str) -> ModuleType:
+    """Return the module whose function named `direction` launches a kernel."""
+    return _launcher((_FORWARD if direction == "forward" else _BACKWARD)[kernel])
 
 
 @cache

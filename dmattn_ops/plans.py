@@ -94,6 +94,12 @@ def _is_new(found: Hashable) -> bool:
     return True
 
 
+def forget() -> None:
+    """Drop all plans: what the next call would launch may have changed."""
+    _plans.clear()
+    _seen.clear()
+
+
 def may_repeat(tensor: Tensor) -> bool:
     """Return whether kernels for the tensor's device make plans."""
     return tensor.is_cuda

@@ -1,0 +1,388 @@
+"""Measure configurations on this GPU and keep those that are faster than the rows' own: `python -m dmattn_ops.tune`.
+
+    python -m dmattn_ops.tune --shape "B4 H32 S4096 D128 causal" --shape "B1 H16 Hkv4 S16384 D64 masked"
+    DMATTN_RECORD=shapes.jsonl python train.py; python -m dmattn_ops.tune --recorded shapes.jsonl
+
+What is found goes to the cache that dispatch reads (`tuning.py`). Nothing else ever tunes: no call of the library does.
+A model (`cost.py`) ranks the candidates, so that few are compiled. Each has to agree with the row's own configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmattn_ops import api, config, cost, dispatch, masks, plans, tuning
+from dmattn_ops.arch import Arch
+from dmattn_ops.config import Config, Part, Row
+from dmattn_ops.dispatch import Call
+from dmattn_ops.masks import TileMask
+from dmattn_ops.problem import Options, Tiles, Varlen
+from dmattn_ops.tuning import Case, Shape
+
+DIRECTIONS = ("forward", "backward")
+CANDIDATES = 6  # of each kernel, besides the row's own
+MARGIN = 0.98  # of the time of the row's own that a candidate must stay under: smaller gains are noise
+ROUNDS, ROUND_MS, IDLE_SECONDS = 5, 6.0, 0.005
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 4e-3}  # relative L2; float32 may use TF32
+DOCUMENTS = 4  # in a sequence of a shape with segments
+DEFAULT_SHAPES = ("B4 H32 S4096 D64 causal", "B4 H16 S4096 D128 causal", "B1 H16 S1024 D64 causal")
+
+Launch = Callable[[Config], None]
+Measure = Callable[[dict[Any, Callable[[], None]]], dict[Any, float]]
+
+
+class Trial(NamedTuple):
+    """One candidate of one kernel: its prediction in cycles, and its milliseconds or why there are none."""
+
+    part: str
+    values: tuple[Any, ...]
+    predicted: float
+    milliseconds: float = math.nan
+    refused: str = ""
+
+
+class Result(NamedTuple):
+    """What tuning a task found; the row's own configuration where nothing was faster."""
+
+    task: Task
+    config: Config
+    own_ms: float
+    ms: float
+    trials: tuple[Trial, ...]
+
+    def correlations(self) -> dict[str, float]:
+        """Return the rank correlation of predictions and measurements over the candidates of each kernel."""
+        found = {}
+        for part in dict.fromkeys(trial.part for trial in self.trials):
+            pairs = [(t.predicted, t.milliseconds) for t in self.trials if t.part == part and not t.refused]
+            found[part] = cost.rank_correlation([first for first, _ in pairs], [second for _, second in pairs])
+        return found
+
+    def table(self) -> str:
+        """Return a line for each candidate under that of the result."""
+        lines = [str(self)]
+        for trial in self.trials:
+            outcome = trial.refused or f"{trial.milliseconds:.4f} ms"
+            lines.append(f"  {trial.part:<9} {trial.values!s:<26} {trial.predicted / 1e3:10.1f} kcycles  {outcome}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        ranks = ", ".join(f"{part} {value:.2f}" for part, value in self.correlations().items())
+        kept = "the row's own stays" if self.config == self.task.row.config else f"now {self.ms:.4f} ms"
+        return f"{self.task.case}: {self.own_ms:.4f} ms, {kept} ({len(self.trials)} tried, rank correlation: {ranks})"
+
+
+class Progress:
+    """One line on a terminal's standard error; silent elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.shown = total, 0, sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """Tell what runs now."""
+        if self.shown:
+            filled = 24 * self.done // self.total
+            bar = "#" * filled + "." * (24 - filled)
+            sys.stderr.write(f"\r\033[K[{bar}] {self.done}/{self.total} {text[:80]}")
+            sys.stderr.flush()
+
+    def finish(self, text: str) -> None:
+        """Count one more as done, and print what came out."""
+        self.done += 1
+        if self.shown:
+            sys.stderr.write("\r\033[K")
+        print(text, flush=True)
+
+
+def parse_shape(text: str) -> Shape:
+    """Return the shape that words such as "B4 H32 Hkv8 S4096 D128 bfloat16 causal masked deterministic" name; or ValueError."""
+    numbers = {
+        "B": "batch",
+        "H": "heads",
+        "Hkv": "kv_heads",
+        "S": "seqlen_q",
+        "Sk": "seqlen_k",
+        "D": "dim",
+        "Dv": "dim_v",
+    }
+    fields: dict[str, Any] = {}
+    causal = False
+    for word in text.split():
+        letters = word.rstrip("0123456789")
+        if letters in numbers and letters != word:
+            fields[numbers[letters]] = int(word[len(letters) :])
+        elif word in ("float16", "bfloat16", "float32"):
+            fields["dtype"] = word
+        elif word in ("causal", "masked", "deterministic", "varlen"):
+            causal |= word == "causal"
+            fields |= {} if word == "causal" else {"mask": "bits"} if word == "masked" else {word: True}
+        else:
+            raise ValueError(f"a shape consists of words such as B4 H32 S4096 D128 causal, got {word!r}")
+    fields.setdefault("kv_heads", fields.get("heads", 1))
+    fields.setdefault("seqlen_k", fields.get("seqlen_q", Shape.seqlen_q))
+    fields.setdefault("dim_v", fields.get("dim", Shape.dim))
+    shape = Shape(**fields)
+    return replace(shape, band_hi=shape.seqlen_k - shape.seqlen_q) if causal else shape
+
+
+def make_call(shape: Shape, device: torch.device) -> Call:
+    """Return a call of that shape on random data; masks keep half of the elements, or four documents."""
+    dtype = getattr(torch, shape.dtype)
+
+    def rows(seqlen: int, heads: int, dim: int) -> Tensor:
+        tensor = torch.randn(shape.batch, seqlen, heads, dim, device=device, dtype=dtype)
+        return tensor.flatten(0, 1) if shape.varlen else tensor
+
+    query = rows(shape.seqlen_q, shape.heads, shape.dim)
+    key = rows(shape.seqlen_k, shape.kv_heads, shape.dim)
+    value = rows(shape.seqlen_k, shape.kv_heads, shape.dim_v)
+    bias = None if shape.bias is None else torch.randn(_bias_shape(shape), device=device, dtype=dtype)
+    seed = api.dropout_seed(device) if shape.dropout_p else None
+    varlen = None
+    if shape.varlen:
+        sequences = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
+        offsets = sequences * shape.seqlen_q, sequences * shape.seqlen_k
+        varlen = Varlen(*offsets, shape.seqlen_q, shape.seqlen_k, False)
+    tiles, lo, hi = _tiles(shape, device)
+    options = Options(lo, hi, shape.dim**-0.5, shape.softcap, shape.dropout_p, shape.deterministic)
+    return Call(query, key, value, bias, tiles, seed, varlen, options)
+
+
+def _bias_shape(shape: Shape) -> tuple[int, ...]:
+    assert shape.bias is not None
+    return (*shape.bias[:-1], shape.batch * shape.seqlen_k) if shape.varlen else shape.bias
+
+
+def _tiles(shape: Shape, device: torch.device) -> tuple[Tiles, int, int]:
+    """Return the tensors of a mask like the shape's, and the band to call with."""
+    lo, hi, seqlen_q, seqlen_k = shape.band_lo, shape.band_hi, shape.seqlen_q, shape.seqlen_k
+    mask: Tensor | TileMask | None = None
+    if shape.mask == "bits":
+        mask = torch.rand(1, 1, seqlen_q, seqlen_k, device=device) < 0.5
+    elif shape.mask == "segments" and seqlen_q == seqlen_k:
+        mask = masks.prepare_mask(documents=torch.arange(seqlen_k, device=device)[None] * DOCUMENTS // seqlen_k)
+    elif shape.mask == "segments":
+        mask = torch.rand(1, 1, 1, seqlen_k, device=device) < 0.5
+    return (Tiles(), lo, hi) if shape.varlen else masks.resolve(mask, lo, hi, seqlen_q, seqlen_k)
+
+
+class Task(NamedTuple):
+    """One direction of one shape: the call, and the row that takes it."""
+
+    direction: str
+    shape: Shape
+    call: Call
+    row: Row
+    on: Arch
+    case: Case
+
+
+def prepare(direction: str, shape: Shape, device: torch.device, on: Arch | None = None) -> Task | None:
+    """Return what to tune for one direction of a shape, as `on` dispatches it; None where its row leaves no choice."""
+    call = make_call(shape, device)
+    choose = dispatch.forward_choice if direction == "forward" else dispatch.backward_choice
+    choice = choose(call, on, tuned=False)
+    if choice.arch is None or not config.parts(choice.row):
+        return None
+    masked = call.tiles.row_tiles is not None
+    case = tuning.case_of(direction, choice.row, choice.arch, shape.demand, masked, shape.deterministic)
+    return Task(direction, shape, call, choice.row, choice.arch, case)
+
+
+def _launch(task: Task) -> tuple[Launch, list[Tensor]]:
+    """Return a function that launches a configuration, and the outputs that it writes."""
+    call, query, value = task.call, task.call.query, task.call.value
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    lse = query.new_empty(*query.shape[:-3], query.shape[-2], query.shape[-3], dtype=torch.float32)
+    if task.direction == "forward":
+        forward = dispatch.launcher("forward", task.row.kernel).forward
+        return lambda made: forward(*call, out, lse, made), [out, lse]
+    row = dispatch.forward_choice(call, task.on, tuned=False).row
+    dispatch.launcher("forward", row.kernel).forward(*call, out, lse, row.config)
+    gradients = [torch.empty_like(tensor) for tensor in (query, call.key, value)]
+    dbias = None if call.bias is None else torch.empty_like(call.bias)
+    backward = dispatch.launcher("backward", task.row.kernel).backward
+    arguments = (torch.randn_like(out), None, *call[:3], out, lse, *call[3:], *gradients, dbias)
+    outputs = gradients if dbias is None else [*gradients, dbias]
+    return lambda made: backward(*arguments, made), outputs
+
+
+def tune(
+    task: Task,
+    candidates: int = CANDIDATES,
+    measure: Measure | None = None,
+    show: Callable[[str], None] = lambda text: None,
+) -> Result:
+    """Find the fastest configuration of a task.
+
+    Args:
+        task: what `prepare` returned.
+        candidates: how many to try of each kernel besides the row's own, best predictions first; 0 is all.
+        measure: from functions to their milliseconds; None times them in turns.
+        show: called with a line of text before each candidate.
+    """
+    row, measure = task.row, measure or interleaved
+    launch, outputs = _launch(task)
+    launch(row.config)
+    expected = [tensor.clone() for tensor in outputs]
+    best, trials = row.config, []
+    for part in config.parts(row):
+        usable: dict[tuple[Any, ...], Callable[[], None]] = {}
+        refused: dict[tuple[Any, ...], str] = {}
+        tried = _ranked(part, task, candidates)
+        for values in tried:
+            show(f"{task.case} {part.name} {values}")
+            attempt = partial(launch, part.put(best, values))
+            refused[values] = _disagreement(attempt, outputs, expected)
+            if not refused[values]:
+                usable[values] = attempt
+        times = measure(usable)
+        for values, predicted in tried.items():
+            trials.append(Trial(part.name, values, predicted, times.get(values, math.nan), refused[values]))
+        best = part.put(best, min(times, key=times.__getitem__))
+    final = measure({"own": partial(launch, row.config), "tuned": partial(launch, best)})
+    if best == row.config or final["tuned"] > MARGIN * final["own"]:
+        return Result(task, row.config, final["own"], final["own"], tuple(trials))
+    return Result(task, best, final["own"], final["tuned"], tuple(trials))
+
+
+def _ranked(part: Part, task: Task, count: int) -> dict[tuple[Any, ...], float]:
+    """Return predictions of the row's own values and of the most promising others among what fits, best first."""
+    own, *others = part.values
+    fitting = [values for values in others if config.shared_memory(task.row, part, values) <= task.on.shared_memory]
+    predicted = {values: cost.predict(part, values, task.row, task.on, task.shape) for values in (own, *fitting)}
+    ranked = sorted(fitting, key=predicted.__getitem__)
+    return {values: predicted[values] for values in (own, *(ranked[:count] if count else ranked))}
+
+
+def _disagreement(attempt: Callable[[], None], outputs: list[Tensor], expected: list[Tensor]) -> str:
+    """Return why a configuration is no candidate: it does not launch, or computes something else; nothing if it is one."""
+    for tensor in outputs:
+        tensor.fill_(math.nan)
+    try:
+        attempt()
+    except Exception as error:  # of a compiler, of a launch, for want of memory
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+    for found, truth in zip(outputs, expected, strict=True):
+        finite = truth.isfinite()
+        difference = (found.float() - truth.float()).where(finite, 0.0).norm()
+        limit = TOLERANCE[truth.dtype] * truth.float().where(finite, 0.0).norm() + 1e-6
+        if not torch.equal(found.isfinite(), finite) or not difference <= limit:
+            return "other results than the row's own"
+    return ""
+
+
+def interleaved(functions: dict[Any, Callable[[], None]]) -> dict[Any, float]:
+    """Return the milliseconds on the GPU of each function: the median over rounds in which all take turns, after a rest each.
+
+    Launches are replayed from CUDA graphs: for few tiles, the host takes longer to launch a kernel than the GPU to run it.
+    """
+    captured = {key: _captured(run) for key, run in functions.items()}
+    times: dict[Any, list[float]] = {key: [] for key in functions}
+    for _ in range(ROUNDS):
+        for key, (graph, repeats) in captured.items():
+            time.sleep(IDLE_SECONDS)
+            times[key].append(_elapsed_ms(graph.replay) / repeats)
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
+def _captured(run: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """Return a graph that launches a function as often as fills a round, and how often that is; it must have run before."""
+    repeats = max(1, min(50, int(ROUND_MS / max(_elapsed_ms(run), 1e-3))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            run()
+    graph.replay()
+    return graph, repeats
+
+
+def _elapsed_ms(run: Callable[[], None]) -> float:
+    """Return the milliseconds between the events before and after a call."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def tune_shapes(
+    shapes: Iterable[Shape],
+    device: torch.device,
+    directions: Iterable[str] = DIRECTIONS,
+    *,
+    on: Arch | None = None,
+    candidates: int = CANDIDATES,
+    measure: Measure | None = None,
+    store: bool = True,
+    table: bool = False,
+) -> list[Result]:
+    """Tune each case among the shapes, that of the most work first, print what is found, and store it in the cache."""
+    tasks = [(shape, direction) for shape in sorted(shapes, key=_work, reverse=True) for direction in directions]
+    progress = Progress(len(tasks))
+    results: dict[Case, Result] = {}
+    for shape, direction in tasks:
+        task = prepare(direction, shape, device, on)
+        if task is None:
+            progress.finish(f"{direction} of {shape}: nothing to tune")
+        elif task.case in results:
+            progress.finish(f"{direction} of {shape}: tuned as {task.case}")
+        else:
+            found = results[task.case] = tune(task, candidates, measure, progress.show)
+            if store:
+                entry = tuning.entry_of(task.row, found.config, found.own_ms, found.ms, date.today().isoformat())
+                tuning.merge(tuning.place(device, task.on), {task.case: entry})
+                plans.forget()
+            progress.finish(found.table() if table else str(found))
+    return list(results.values())
+
+
+def _work(shape: Shape) -> float:
+    return shape.batch * shape.heads * shape.seqlen_q * shape.seqlen_k * shape.dim * cost.visible_share(shape)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", default=[], help='such as "B4 H32 Hkv8 S4096 D128 causal masked"')
+    parser.add_argument("--recorded", type=Path, help="a file that DMATTN_RECORD wrote")
+    parser.add_argument("--direction", choices=DIRECTIONS, help="only this one")
+    parser.add_argument("--candidates", type=int, default=CANDIDATES, help="tried of each kernel; 0 is all")
+    parser.add_argument("--table", action="store_true", help="print every candidate")
+    parser.add_argument("--dry-run", action="store_true", help="keep nothing")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("tuning needs a GPU: the kernels of the CPU have no configurations")
+    try:
+        shapes = [parse_shape(text) for text in options.shape]
+        shapes += tuning.read_record(options.recorded) if options.recorded else []
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    device = torch.device("cuda", torch.cuda.current_device())
+    directions = (options.direction,) if options.direction else DIRECTIONS
+    store = not options.dry_run
+    tune_shapes(
+        shapes or [parse_shape(text) for text in DEFAULT_SHAPES], device, directions,
+        candidates=options.candidates, store=store, table=options.table,
+    )  # fmt: skip
+    if store:
+        print(f"written: {tuning.path()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Tuning on the GPU itself: what is found is stored, used by the next call, named by `explain`, and right."""
+
+import pytest
+import torch
+
+import dmattn_ops
+from dmattn_ops import tune, tuning
+from dmattn_ops.testing import Problem, check
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("variant", ["dense", "varlen"])  # the architecture's own kernels, and the portable ones
+def test_a_tuned_configuration_is_used_and_agrees_with_the_oracle(variant, tmp_path, monkeypatch):
+    monkeypatch.setenv(tuning.FOLDER, str(tmp_path))
+    tuning.forget()
+    device = torch.device("cuda", torch.cuda.current_device())
+    shape = tune.parse_shape(f"B2 H4 S256 D64 {'varlen' if variant == 'varlen' else ''}")
+
+    def last_is_fastest(functions):
+        return {key: 10.0 - place for place, key in enumerate(functions)}
+
+    results = tune.tune_shapes([shape], device, candidates=2, measure=last_is_fastest)
+    assert [result.task.direction for result in results] == ["forward", "backward"]
+    assert all(not trial.refused for result in results for trial in result.trials)
+    if variant == "dense":
+        query = torch.randn(2, 256, 4, 64, device=device, dtype=torch.bfloat16)
+        text = str(dmattn_ops.explain(query, query, query))
+        assert text.count("tuned: ") == sum(result.config != result.task.row.config for result in results)
+    check(
+        Problem(variant=variant, dtype="bfloat16", batch=2, heads=4, heads_k=4, seqlen_q=256, seqlen_k=256, dim=64, dim_v=64),
+        "cuda",
+    )  # fmt: skip
+    tuning.forget()
+
+
+def test_a_short_tuning_run_with_the_real_clock(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(tuning.FOLDER, str(tmp_path))
+    assert tune.main(["--shape", "B1 H4 S512 D64 causal", "--direction", "forward", "--candidates", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "rank correlation" in out and str(tmp_path) in out
+    assert len(tuning.entries()) == 1
+    tuning.forget()
