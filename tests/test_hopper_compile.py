@@ -18,17 +18,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_LIMIT = 232448
-# Bytes stored to the stack, the larger of triton 3.6 and 3.9 (which needs none for a full, causal or windowed call
-# without groups): counters and addresses kept around the loops, and in loops with a test the rows' limits or words,
-# beside 224 registers of accumulators and operands. Loops without a test of the cases in CLEAN do not touch the stack.
+# Bytes stored to the stack, the larger of triton 3.6 and 3.9: counters and addresses kept around the loops, and in loops
+# with a test the words of the step ahead or the rows' limits. Loops without a test of the cases in CLEAN do not touch it.
 ALLOWED = {
-    "d64 full": 0, "d64 causal": 32, "d64 window": 92, "d64 grouped causal": 296, "d64 bits": 392, "d64 segments": 688,
-    "d128 full": 64, "d128 causal": 296, "d128 window": 320, "d128 grouped causal": 456, "d128 bits": 496,
-    "d128 segments": 616, "d128 float16 causal": 296,
-    "d64 full ordered": 0, "d64 causal ordered": 40, "d64 window ordered": 24, "d64 grouped causal ordered": 228,
-    "d128 full ordered": 64, "d128 causal ordered": 300, "d128 window ordered": 80, "d128 grouped causal ordered": 216,
+    "d64 full": 0, "d64 causal": 0, "d64 window": 0, "d64 grouped causal": 0, "d64 bits": 132, "d64 segments": 140,
+    "d128 full": 0, "d128 causal": 8, "d128 window": 8, "d128 grouped causal": 8, "d128 bits": 48, "d128 segments": 72,
+    "d128 float16 causal": 8,
+    "d64 full ordered": 0, "d64 causal ordered": 0, "d64 window ordered": 0, "d64 grouped causal ordered": 0,
+    "d128 full ordered": 0, "d128 causal ordered": 8, "d128 window ordered": 8, "d128 grouped causal ordered": 8,
 }  # fmt: skip
-CLEAN = ("d64 full", "d64 causal", "d128 full", "d64 full ordered", "d64 causal ordered", "d128 full ordered")
+CLEAN = tuple(case for case in ALLOWED if "bits" not in case and "segments" not in case)
 QUICK = ("d64 full", "d128 causal", "d128 bits", "d64 causal ordered")
 CASES = tuple(ALLOWED) if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
 SERIALIZED = re.compile(r"C751[0-5]")
@@ -70,7 +69,7 @@ def test_loops_without_a_test_hold_five_products_and_few_barriers(case: str, rep
     assert len(loops) == (0 if case.endswith("window ordered") else 2)  # one of each consumer
     for loop in loops:
         assert loop["HGMMA"] == 32  # S, dP and dq 8 each, dv and dk 4 each; twice 4 and three times 8 at D 64
-        assert loop["BAR"] <= (5 if case.startswith("d64") else 3)
+        assert loop["BAR"] <= (4 if case.startswith("d64") else 3)
         assert loop["stack"] == 0 or case not in CLEAN
 
 

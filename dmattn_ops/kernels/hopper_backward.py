@@ -129,8 +129,9 @@ def backward(
         batch * kv_heads,
         BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
         PARTIAL=kind != 0 or has_lo or has_hi or seqlen_k % block_n != 0, HAS_LO=has_lo,
-        HAS_Q_SEG=has_q_segments, GROUPED=heads != kv_heads, TWO_PHASE=config.variant == "two_phase",
-        ORDERED=options.deterministic, num_warps=4,
+        HAS_Q_SEG=has_q_segments, GROUPED=heads != kv_heads, ORDERED=options.deterministic,
+        TWO_PHASE=config.variant == "two_phase" or options.softmax_scale == 0.0,  # the other order divides by it
+        num_warps=4,
     )  # fmt: skip
     launch(
         finish_kernel, (pieces,),

@@ -106,16 +106,15 @@ def partial_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constex
 
 @gluon.jit
 def load_step(
-    i, m, maps, tiles, q_full, done, batch, head, row, BM: gl.constexpr, BYTES: gl.constexpr, TWO_PHASE: gl.constexpr
+    i, m, maps, tiles, q_full, read, batch, head, row, BM: gl.constexpr, BYTES: gl.constexpr
 ):  # fmt: skip
     """Fill stage `i & 1` with query tile `m` of one head: query, grad_out, and the rows' lse and delta."""
     q_desc, do_desc, stat_desc = maps
     q_s, do_s, stat_s = tiles
     b = i & 1
     free = ((i >> 1) & 1) ^ 1
-    mbarrier.wait(done.index(b), free)
-    if TWO_PHASE:
-        mbarrier.wait(done.index(b + 2), free)
+    mbarrier.wait(read.index(b), free)
+    mbarrier.wait(read.index(b + 2), free)
     full = q_full.index(b)
     mbarrier.expect(full, BYTES)
     tma_load(q_desc, [batch, m * BM, head, 0], full, q_s.index(b))
@@ -127,11 +126,11 @@ def load_step(
 def producer(
     produced,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    LISTS: gl.constexpr, PARTIAL: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr,
+    LISTS: gl.constexpr, PARTIAL: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Load K and V once, then a stage per step in the order in which the consumers take them."""
     BYTES: gl.constexpr = BM * (D + DV) * 2 + 2 * BM * 4
-    maps, k_desc, v_desc, tiles, k_s, v_s, q_full, done, kv_full, record, list_step, span, place, rows = produced
+    maps, k_desc, v_desc, tiles, k_s, v_s, q_full, read, kv_full, record, list_step, span, place, rows = produced
     batch, kv_head, tile, group, heads = place
     mbarrier.expect(kv_full, BN * (D + DV) * 2)
     tma_load(k_desc, [batch, tile * BN, kv_head, 0], kv_full, k_s)
@@ -144,29 +143,20 @@ def producer(
         n_full, n_partial = head_steps(record, span, LISTS, BM)
         for t in range(n_full):
             m = full_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
-            load_step(i, m, maps, tiles, q_full, done, batch, head, row, BM, BYTES, TWO_PHASE)
+            load_step(i, m, maps, tiles, q_full, read, batch, head, row, BM, BYTES)
             i += 1
         if PARTIAL:
             for t in range(n_partial):
                 m = partial_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
-                load_step(i, m, maps, tiles, q_full, done, batch, head, row, BM, BYTES, TWO_PHASE)
+                load_step(i, m, maps, tiles, q_full, read, batch, head, row, BM, BYTES)
                 i += 1
         record += list_step
 
 
 @gluon.jit
-def wait_dq(s, dq_full, C: gl.constexpr, TWO_PHASE: gl.constexpr):
-    if TWO_PHASE:
-        mbarrier.wait(dq_full.index(C * 2 + (s & 1)), (s >> 1) & 1)
-    else:
-        mbarrier.wait(dq_full.index(C * 2), s & 1)
-
-
-@gluon.jit
 def reduce_step(
-    s, m, tile0, seen, dq_desc, dq_c, dq_full, dq_empty, order,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, HAS_LO: gl.constexpr, TWO_PHASE: gl.constexpr,
-    ORDERED: gl.constexpr,
+    s, m, tile0, seen, dq_desc, dq_c, made, dq_empty, order,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, HAS_LO: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Add what consumer `C` made in step `s` to its piece of query tile `m` of the head that starts at `tile0`.
 
@@ -176,7 +166,7 @@ def reduce_step(
     piece = (tile0 + m) * 2 + C
     if ORDERED:
         await_turn(counters + piece, turn_of(tile, m, band_lo, BM, BN, HAS_LO), seen)
-    wait_dq(s, dq_full, C, TWO_PHASE)
+    mbarrier.wait(made.index(C * 2 + (s & 1)), (s >> 1) & 1)
     tma_reduce_add(dq_desc, [piece * PIECE_ROWS, 0], dq_c)
     tma.store_wait(pendings=0)
     mbarrier.arrive(dq_empty, count=1)
@@ -189,15 +179,15 @@ def reduce_step(
 def reducer(
     reduced,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr,
-    HAS_LO: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr,
+    HAS_LO: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Add consumer `C`'s 64 x 64 pieces of dq to the workspace, in the order of the steps."""
-    dq_desc, dq_s, dq_full, dq_empties, record, list_step, span, place, rows, counters, band_lo = reduced
+    dq_desc, dq_s, made, dq_empties, record, list_step, span, place, rows, counters, band_lo = reduced
     batch, kv_head, tile, group, heads = place
     order = (counters, tile, band_lo)
     dq_c = dq_s.index(C)
     dq_empty = dq_empties.index(C)
-    wait_dq(0, dq_full, C, TWO_PHASE)  # the piece of the step before the first one: zeros, belongs nowhere
+    mbarrier.wait(made.index(C * 2), 0)  # the piece of the step before the first one: zeros, belongs nowhere
     mbarrier.arrive(dq_empty, count=1)
     s = 1
     for g in range(group):
@@ -207,22 +197,33 @@ def reducer(
         for t in range(n_full):
             m = full_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
             seen = reduce_step(
-                s, m, tile0, seen, dq_desc, dq_c, dq_full, dq_empty, order,
-                C, BM, BN, HAS_LO, TWO_PHASE, ORDERED)  # fmt: skip
+                s, m, tile0, seen, dq_desc, dq_c, made, dq_empty, order,
+                C, BM, BN, HAS_LO, ORDERED)  # fmt: skip
             s += 1
         if PARTIAL:
             for t in range(n_partial):
                 m = partial_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
                 seen = reduce_step(
-                    s, m, tile0, seen, dq_desc, dq_c, dq_full, dq_empty, order,
-                    C, BM, BN, HAS_LO, TWO_PHASE, ORDERED)  # fmt: skip
+                    s, m, tile0, seen, dq_desc, dq_c, made, dq_empty, order,
+                    C, BM, BN, HAS_LO, ORDERED)  # fmt: skip
                 s += 1
         record += list_step
 
 
 @gluon.jit
+def load_words(bits, keys, bits_row, m, BM: gl.constexpr):
+    """Return the 64-bit words of the keys' visible queries of query tile `m`: the first of 64, the second of 64."""
+    at = bits + m * (BM // 64) + keys * bits_row
+    low = gl.load(at)
+    high = low
+    if BM == 128:
+        high = gl.load(at + 1)
+    return low, high
+
+
+@gluon.jit
 def head_loop(
-    i, dk, dv, tiles, barriers, scale_log2, mask, record, span, tile, seqlen_q, seqlen_k, band_lo, band_hi,
+    i, dk, dv, tiles, barriers, scales, mask, record, span, tile, seqlen_q, seqlen_k, band_lo, band_hi,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
     LISTS: gl.constexpr, PARTIAL: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, TWO_PHASE: gl.constexpr,
     ORDERED: gl.constexpr,
@@ -236,27 +237,30 @@ def head_loop(
     queries = gl.arange(0, BM, layout=by_query)
     n_full, n_partial = head_steps(record, span, LISTS, BM)
     for _ in range(n_full):
-        dk, dv = step(i, dk, dv, tiles, barriers, scale_log2, (keys, keys), (keys, keys), queries, keys,
+        dk, dv = step(i, dk, dv, tiles, barriers, scales, (keys, keys), (keys, keys), queries, keys,
                       C, BM, D, DV, dtype, 0, HAS_LO, TWO_PHASE)  # fmt: skip
         i += 1
     if PARTIAL:
         k_seg = keys
         if LISTS == SEGMENT_LISTS:
             k_seg = gl.load(k_segments + tile * BN + keys, mask=tile * BN + keys < seqlen_k, other=-1)
+        # tiles and words are loaded a step ahead: ptxas tests the words before the first product, which would wait for them
         ahead = partial_tile(0, record, n_partial, span, LISTS, BM, ORDERED)
+        ahead_lo = keys
+        ahead_hi = keys
+        if LISTS == BIT_LISTS:
+            ahead_lo, ahead_hi = load_words(bits, keys, bits_row, ahead, BM)
+        after = partial_tile(1, record, n_partial, span, LISTS, BM, ORDERED)
         for t in range(n_partial):
             m = ahead
-            ahead = partial_tile(t + 1, record, n_partial, span, LISTS, BM, ORDERED)  # its latency is this step's
-            d_lo = keys
-            d_hi = keys
-            q_seg = queries
+            ahead = after
+            d_lo = ahead_lo
+            d_hi = ahead_hi
             if LISTS == BIT_LISTS:
-                at = bits + m * (BM // 64) + keys * bits_row
-                d_lo = gl.load(at)
-                d_hi = d_lo
-                if BM == 128:
-                    d_hi = gl.load(at + 1)
-            else:
+                ahead_lo, ahead_hi = load_words(bits, keys, bits_row, ahead, BM)
+            after = partial_tile(t + 2, record, n_partial, span, LISTS, BM, ORDERED)
+            q_seg = queries
+            if LISTS != BIT_LISTS:
                 shift = tile * BN - m * BM
                 d_lo = gl.where(tile * BN + keys < seqlen_k, keys + (shift - band_hi), BM)
                 if HAS_LO:
@@ -265,7 +269,7 @@ def head_loop(
                     q_seg = queries * 0
                     if HAS_Q_SEG:
                         q_seg = gl.load(q_segments + m * BM + queries, mask=m * BM + queries < seqlen_q, other=-2)
-            dk, dv = step(i, dk, dv, tiles, barriers, scale_log2, (d_lo, d_hi), (d_lo, d_hi), q_seg, k_seg,
+            dk, dv = step(i, dk, dv, tiles, barriers, scales, (d_lo, d_hi), (d_lo, d_hi), q_seg, k_seg,
                           C, BM, D, DV, dtype, 1 + LISTS, HAS_LO, TWO_PHASE)  # fmt: skip
             i += 1
     return i, dk, dv
@@ -284,9 +288,10 @@ def consumer(
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     shared, signals, maps, record, mask, steps, scales, span, place, limits = consumed
     q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s = shared
-    q_full, done, kv_full, cleared, ds_full, dq_full, dq_empties = signals
+    q_full, made, read, kv_full, cleared, dq_empties = signals
     dk_desc, dv_desc = maps
     scale, scale_log2 = scales
+    scales = (scale_log2, -1.0 / scale_log2)
     seqlen_q, seqlen_k, band_lo, band_hi = limits
     bits, bits_row, q_segments, k_segments = mask
     list_step, bits_step, k_segments_step = steps
@@ -295,12 +300,8 @@ def consumer(
     dv = gl.zeros([64, DV], gl.float32, layout=VL)
     dq_c = dq_s.index(C)
     v_c = v_s.index(C)
-    if BM == 64:
-        k_dq = k_s.slice(C * 64, 64, dim=1)  # all 64 queries, half of D
-    else:
-        k_dq = k_s  # 64 of the 128 queries, all of D
-    tiles = (q_s, do_s, stat_s, ds_s, dq_c, k_s.slice(C * 64, 64, dim=0), v_c, k_dq)
-    barriers = (q_full, done, ds_full, dq_full, dq_empties.index(C))
+    tiles = (q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s)
+    barriers = (q_full, made, read, dq_empties.index(C))
     # dS of the step before the first one is zero
     ds_s.index(1).slice(C * 64, 64, dim=0).store(gl.zeros([64, BM], dtype, layout=SL))
     fence_async_shared()
@@ -311,7 +312,7 @@ def consumer(
     if GROUPED:
         for _ in range(group):
             i, dk, dv = head_loop(
-                i, dk, dv, tiles, barriers, scale_log2, (bits, bits_row, q_segments, k_segments), record, span, tile,
+                i, dk, dv, tiles, barriers, scales, (bits, bits_row, q_segments, k_segments), record, span, tile,
                 seqlen_q, seqlen_k, band_lo, band_hi,
                 C, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, TWO_PHASE, ORDERED)  # fmt: skip
             record += list_step
@@ -319,9 +320,9 @@ def consumer(
             k_segments += k_segments_step
     else:
         i, dk, dv = head_loop(
-            i, dk, dv, tiles, barriers, scale_log2, mask, record, span, tile, seqlen_q, seqlen_k, band_lo, band_hi,
+            i, dk, dv, tiles, barriers, scales, mask, record, span, tile, seqlen_q, seqlen_k, band_lo, band_hi,
             C, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, TWO_PHASE, ORDERED)  # fmt: skip
-    last_dq(i, tiles, barriers, C, BM, TWO_PHASE)
+    last_dq(i, tiles, barriers, C, BM)
     # dv leaves through this consumer's half of V, dk through its piece of dq (16 KB hold 64 x 128 values of 16 bits)
     v_c.store(dv.to(dtype))
     fence_async_shared()
@@ -361,31 +362,27 @@ def backward_kernel(
     dq_s = gl.allocate_shared_memory(gl.float32, [2, PIECE_ROWS, 256], dq_desc.layout)
     q_s = reinterpret(q4, dtype, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
     do_s = reinterpret(o4, dtype, [2, BM, DV], gl.NVMMASharedLayout.get_default_for([BM, DV], dtype))
-    k_s = reinterpret(k4, dtype, [BN, D], gl.NVMMASharedLayout.get_default_for([BN, D], dtype))
+    k_s = reinterpret(k4, dtype, [1, BN, D], gl.NVMMASharedLayout.get_default_for([BN, D], dtype))
     v_s = reinterpret(v4, dtype, [2, 64, DV], gl.NVMMASharedLayout.get_default_for([64, DV], dtype))
     stat_s = reinterpret(stat3, gl.float32, [4, 1, BM], stat_desc.layout)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     cleared = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    done = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)  # TWO_PHASE: [consumer, stage]; else [stage] of both
+    made = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)  # [consumer, stage]: dS, and dq of the step before
     dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     mbarrier.init(kv_full, count=1)
     mbarrier.init(cleared, count=2)
     for b in gl.static_range(2):
         mbarrier.init(q_full.index(b), count=1)
         mbarrier.init(dq_empty.index(b), count=1)
-        mbarrier.init(done.index(b), count=1 if TWO_PHASE else 2)
-        mbarrier.init(done.index(b + 2), count=1)
-    if TWO_PHASE:  # `done` says all three
-        ds_full = done
-        dq_full = done
-    else:
-        ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-        dq_full = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-        for b in gl.static_range(2):
-            mbarrier.init(ds_full.index(b), count=2)
-            mbarrier.init(dq_full.index(b * 2), count=1)
+    for b in gl.static_range(4):
+        mbarrier.init(made.index(b), count=1)
+    read = made  # [consumer, stage]: query and grad_out
+    if not TWO_PHASE:
+        read = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+        for b in gl.static_range(4):
+            mbarrier.init(read.index(b), count=1)
 
     rank, kv_index = block_of(gl.program_id(0), (seqlen_k + BN - 1) // BN, n_heads, heads_per_group)
     batch = kv_index // kv_heads
@@ -410,14 +407,14 @@ def backward_kernel(
     shared = (q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s)
     mask = (bits, bits_row, q_segments, k_segments)
     steps = (list_step, bits_step, k_segments_step)
-    signals = (q_full, done, kv_full, cleared, ds_full, dq_full, dq_empty)
+    signals = (q_full, made, read, kv_full, cleared, dq_empty)
     limits = (seqlen_q, seqlen_k, band_lo, band_hi)
     maps = (dk_desc, dv_desc)
     consumed = (shared, signals, maps, record, mask, steps, (scale, scale_log2), span, place, limits)
     maps = (q_desc, do_desc, stat_desc)
     stages = (q4, o4, stat3)
-    produced = (maps, k_desc, v_desc, stages, k4, v4, q_full, done, kv_full, record, list_step, span, place, rows)
-    reduced = (dq_desc, dq_s, dq_full, dq_empty, record, list_step, span, place, rows, counters, band_lo)
+    produced = (maps, k_desc, v_desc, stages, k4, v4, q_full, read, kv_full, record, list_step, span, place, rows)
+    reduced = (dq_desc, dq_s, made, dq_empty, record, list_step, span, place, rows, counters, band_lo)
     gl.warp_specialize(
         [
             (
@@ -428,9 +425,9 @@ def backward_kernel(
                 consumer,
                 (consumed, 1, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, ORDERED),
             ),
-            (producer, (produced, BM, BN, D, DV, LISTS, PARTIAL, TWO_PHASE, ORDERED)),
-            (reducer, (reduced, 0, BM, BN, LISTS, PARTIAL, HAS_LO, TWO_PHASE, ORDERED)),
-            (reducer, (reduced, 1, BM, BN, LISTS, PARTIAL, HAS_LO, TWO_PHASE, ORDERED)),
+            (producer, (produced, BM, BN, D, DV, LISTS, PARTIAL, ORDERED)),
+            (reducer, (reduced, 0, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED)),
+            (reducer, (reduced, 1, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -64,17 +64,19 @@ def keep_visible(p, band, words, q_seg, k_seg, MASK: gl.constexpr, HAS_LO: gl.co
 
 
 @gluon.jit
-def dq_operand(ds_s, b, C: gl.constexpr, BM: gl.constexpr):
-    """Return dS of the step before as consumer `C` multiplies it: all 64 queries, or its 64 of 128."""
+def dq_operands(ds_s, keys, b, C: gl.constexpr, BM: gl.constexpr):
+    """Return (dS of the step before, K) as consumer `C` multiplies them: 64 queries by half of D, or its 64 by all of D."""
     ds = ds_s.index(b ^ 1)
     if BM == 128:
         ds = ds.slice(C * 64, 64, dim=1)
-    return ds.permute((1, 0))
+    else:
+        keys = keys.slice(C * 64, 64, dim=1)
+    return ds.permute((1, 0)), keys
 
 
 @gluon.jit
 def step(
-    i, dk, dv, tiles, barriers, scale_log2, band, words, q_seg, k_seg,
+    i, dk, dv, tiles, barriers, scales, band, words, q_seg, k_seg,
     C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
     MASK: gl.constexpr, HAS_LO: gl.constexpr, TWO_PHASE: gl.constexpr,
 ):  # fmt: skip
@@ -84,9 +86,10 @@ def step(
     the end of step `i - 1` also says that it has read dS of `i - 2`, so two buffers are enough.
 
     TWO_PHASE: dP and S, then exponentials and dS, then dv, dk, dq back to back; -delta is dP's initial accumulator.
-    Fewest registers, no shared-memory read behind a matrix instruction, and one arrive (`done`): in triton 3.6 each
-    costs a barrier of the warp group before it and another before the next access to shared memory. Best at D 128.
+    Fewest registers, no shared-memory read behind a matrix instruction, and one arrive: in triton 3.6 each costs a
+    barrier of the warp group before it and another before the next access to shared memory. Best at D 128.
     Otherwise the exponentials overlap dP, and dq's way out overlaps dk: best at D 64, where exponentials weigh double.
+    There lse is S's initial accumulator (over the scale): read from shared memory after S, it would wait for dP.
     """
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -95,17 +98,23 @@ def step(
     PA: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VL, k_width=2)
     SA: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KL, k_width=2)
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
-    q_s, do_s, stat_s, ds_s, dq_c, k_c, v_c, k_dq = tiles
-    q_full, done, ds_full, dq_full, dq_empty = barriers
+    q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s = tiles
+    q_full, made, read, dq_empty = barriers
+    scale_log2, unscale = scales
     zero_s = gl.zeros([64, BM], gl.float32, layout=SL)
     zero_q = gl.zeros([64, 64], gl.float32, layout=QL)
     b = i & 1
-    phase = (i >> 1) & 1
     q = q_s.index(b)
     do = do_s.index(b)
-    mbarrier.wait(q_full.index(b), phase)
+    unknown = i >> 30  # 0, but not for the compiler, which would keep descriptors of all of K and V in registers
+    keys = k_s.index(unknown)
+    k_c = keys.slice(C * 64, 64, dim=0)
+    v_c = v_s.index(unknown + C)
+    other_made = made.index((1 - C) * 2 + (b ^ 1))
+    made_before = ((i - 1) >> 1) & 1
+    mbarrier.wait(q_full.index(b), (i >> 1) & 1)
+    lse = stat_s.index(b * 2).reshape([BM]).load(by_query)  # loads wait behind matrix instructions already issued
     if TWO_PHASE:
-        lse = stat_s.index(b * 2).reshape([BM]).load(by_query)  # loads wait behind matrix instructions already issued
         minus_delta = zero_s - stat_s.index(b * 2 + 1).reshape([BM]).load(by_query)[None, :]
         dp = warpgroup_mma(v_c, do.permute((1, 0)), minus_delta, is_async=True)
         s = warpgroup_mma(k_c, q.permute((1, 0)), zero_s, use_acc=False, is_async=True)
@@ -113,65 +122,60 @@ def step(
         p = gl.exp2(s * scale_log2 - lse[None, :])
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, SL)
         pa = gl.convert_layout(p.to(dtype), PA)
-        mbarrier.wait(done.index((1 - C) * 2 + (b ^ 1)), ((i - 1) >> 1) & 1)
+        mbarrier.wait(other_made, made_before)
         dv = warpgroup_mma(pa, do, dv, is_async=True)
         ds = (p * dp).to(dtype)
         dk = warpgroup_mma(gl.convert_layout(ds, SA), q, dk, is_async=True)
-        dq = warpgroup_mma(dq_operand(ds_s, b, C, BM), k_dq, zero_q, use_acc=False, is_async=True)
+        ds_before, k_dq = dq_operands(ds_s, keys, b, C, BM)
+        dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
         dv, dk, dq = warpgroup_mma_wait(0, deps=(dv, dk, dq))
         ds_s.index(b).slice(C * 64, 64, dim=0).store(ds)
         mbarrier.wait(dq_empty, b ^ 1)
         reinterpret(dq_c, gl.float32, [64, 64], FRAGMENT).store(dq)
         fence_async_shared()
-        mbarrier.arrive(done.index(C * 2 + b), count=1)
+        mbarrier.arrive(made.index(C * 2 + b), count=1)
     else:
-        s = warpgroup_mma(k_c, q.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+        minus_lse = zero_s + (lse * unscale)[None, :]
+        s = warpgroup_mma(k_c, q.permute((1, 0)), minus_lse, is_async=True)
         dp = warpgroup_mma(v_c, do.permute((1, 0)), zero_s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        lse = stat_s.index(b * 2).reshape([BM]).load(by_query)
-        p = gl.exp2(s * scale_log2 - lse[None, :])
+        p = gl.exp2(s * scale_log2)
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, SL)
         pa = gl.convert_layout(p.to(dtype), PA)
         # the block boundary of this wait keeps ptxas from hoisting the wait for dP above the exponentials
-        mbarrier.wait(ds_full.index(b ^ 1), ((i - 1) >> 1) & 1)
+        mbarrier.wait(other_made, made_before)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         delta = stat_s.index(b * 2 + 1).reshape([BM]).load(by_query)
         ds = (p * (dp - delta[None, :])).to(dtype)
         dsa = gl.convert_layout(ds, SA)
         ds_s.index(b).slice(C * 64, 64, dim=0).store(ds)
-        fence_async_shared()
         dv = warpgroup_mma(pa, do, dv, is_async=True)
-        dq = warpgroup_mma(dq_operand(ds_s, b, C, BM), k_dq, zero_q, use_acc=False, is_async=True)
+        ds_before, k_dq = dq_operands(ds_s, keys, b, C, BM)
+        dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
         dk = warpgroup_mma(dsa, q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
         mbarrier.wait(dq_empty, b ^ 1)
         reinterpret(dq_c, gl.float32, [64, 64], FRAGMENT).store(dq)
         fence_async_shared()
-        mbarrier.arrive(dq_full.index(C * 2), count=1)
-        mbarrier.arrive(ds_full.index(b), count=1)
+        mbarrier.arrive(made.index(C * 2 + b), count=1)
         dk = warpgroup_mma_wait(0, deps=(dk,))
-        mbarrier.arrive(done.index(b), count=1)
+        mbarrier.arrive(read.index(C * 2 + b), count=1)
     return dk, dv
 
 
 @gluon.jit
-def last_dq(i, tiles, barriers, C: gl.constexpr, BM: gl.constexpr, TWO_PHASE: gl.constexpr):
+def last_dq(i, tiles, barriers, C: gl.constexpr, BM: gl.constexpr):
     """Hand out dq of step `i - 1`, the last one."""
     QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    _, _, _, ds_s, dq_c, _, _, k_dq = tiles
-    _, done, ds_full, dq_full, dq_empty = barriers
+    _, _, _, ds_s, dq_c, k_s, _ = tiles
+    _, made, _, dq_empty = barriers
     b = i & 1
-    if TWO_PHASE:
-        mbarrier.wait(done.index((1 - C) * 2 + (b ^ 1)), ((i - 1) >> 1) & 1)
-    else:
-        mbarrier.wait(ds_full.index(b ^ 1), ((i - 1) >> 1) & 1)
+    mbarrier.wait(made.index((1 - C) * 2 + (b ^ 1)), ((i - 1) >> 1) & 1)
     zero_q = gl.zeros([64, 64], gl.float32, layout=QL)
-    dq = warpgroup_mma(dq_operand(ds_s, b, C, BM), k_dq, zero_q, use_acc=False, is_async=True)
+    ds_before, k_dq = dq_operands(ds_s, k_s.index(i >> 30), b, C, BM)
+    dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.wait(dq_empty, b ^ 1)
     reinterpret(dq_c, gl.float32, [64, 64], FRAGMENT).store(dq)
     fence_async_shared()
-    if TWO_PHASE:
-        mbarrier.arrive(done.index(C * 2 + b), count=1)
-    else:
-        mbarrier.arrive(dq_full.index(C * 2), count=1)
+    mbarrier.arrive(made.index(C * 2 + b), count=1)

@@ -61,6 +61,7 @@ def check(
     dtype: torch.dtype = torch.bfloat16, keep: Tensor | None = None, tiles: Tiles | None = None,
     with_grad_lse: bool = False, deterministic: bool = False,
     inputs: tuple[Tensor, ...] | None = None, outputs: tuple[Tensor, ...] | None = None, tolerance: float | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Run the kernel and compare with float64; return dq, dk and dv. Outputs hold NaN before."""
     (seqlen_q, seqlen_k), (n_heads, kv_heads) = seqlens, heads
@@ -74,7 +75,7 @@ def check(
     if visible.shape[1] not in (1, n_heads):
         visible = visible.repeat_interleave(n_heads // visible.shape[1], 1)
     grad_lse = torch.randn(batch, n_heads, seqlen_q, device="cuda") if with_grad_lse else None
-    scale = dim**-0.5
+    scale = dim**-0.5 if scale is None else scale
     out, lse, want = expected(inputs, visible.cuda(), scale, grad_lse)
     tiles = Tiles() if tiles is None else Tiles(*(None if t is None else t.cuda() for t in tiles))
     options = Options(*band, scale, 0.0, 0.0, deterministic)
@@ -103,6 +104,12 @@ def check(
 @pytest.mark.parametrize("dim", [64, 128])
 def test_bands_and_tails(dim: int, seqlens: tuple[int, int], band: tuple[int, int]) -> None:
     check(2, seqlens, (4, 2), dim, band, with_grad_lse=True)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-4])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_scales_of_any_sign(dim: int, scale: float) -> None:
+    check(2, (200, 333), (4, 2), dim, (-UNBOUNDED, -30), scale=scale)
 
 
 @pytest.mark.parametrize("dim", [8, 40, 64, 72, 96, 128])
