@@ -48,6 +48,7 @@ SPILLS = (
     (r"bias softcap dropout", 176, "everything that a call can ask for at once"),
     (r"SM8.0 .* portable D(64|256) 16-bit", 112, "compiled only; the next smaller blocks halve the keys of a step"),
     (r"SM10.0 .* portable D128 16-bit", 48, "compiled only; the next smaller blocks halve the keys of a step"),
+    (r"SM12.0 .* portable D(32|64|128) 16-bit", 16, "blocks of SM 8.6, which another assembler gives a few words less"),
     (r"32-bit \| causal float32", 16, "IEEE products take no tensor cores; a word or four around the loop"),
 )
 # Where ptxas may serialize wgmma (C7510 to C7515), and why.
