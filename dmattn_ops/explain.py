@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from dmattn_ops import arch as architectures
 from dmattn_ops import dispatch, masks, resources, validation
 from dmattn_ops.choose import Choice
-from dmattn_ops.config import Config
 from dmattn_ops.masks import CausalFrom, TileMask, Window
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles
 from dmattn_ops.resources import Usage
@@ -107,7 +106,7 @@ def explain(
 
 def _launch(direction: str, choice: Choice, call: dispatch.Call) -> Launch:
     row, ran = choice.row, dispatch.as_run(choice, call)
-    found, swept = _resources(direction, choice, call)
+    found, swept = _resources(direction, ran, call)
     passed_over: dict[str, tuple[str, ...]] = {}
     for other, reason in choice.passed_over:
         passed_over[reason] = (*passed_over.get(reason, ()), other.name)
@@ -116,16 +115,12 @@ def _launch(direction: str, choice: Choice, call: dispatch.Call) -> Launch:
         row.kernel,
         row.tier,
         str(choice.arch or "CPU"),
-        {name: value for name, value in _settings(ran.row.config).items() if isinstance(value, (int, str))},
+        dict(resources.settings(ran.row.config)),
         found,
         swept,
         row.evidence,
         passed_over,
     )
-
-
-def _settings(blocks: Config) -> dict[str, Any]:
-    return {field.name: getattr(blocks, field.name) for field in fields(blocks)}
 
 
 def _resources(direction: str, choice: Choice, call: dispatch.Call) -> tuple[dict[str, Usage] | None, str]:

@@ -7,7 +7,7 @@ bias, dtype and so on. `Specialization` names one; the sweep compiles calls that
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops.config import Row
+from dmattn_ops.config import Config, Row
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen, float32_precision
 
 TABLES = Path(__file__).parent / "resource_tables"
-MADE_OF = ("config", "source")  # of a row: its configuration, and a digest of its kernels
+SOURCE = "source"  # in a row beside its specializations: a digest of its kernels
 DECODE = 16  # queries up to which portable forwards have blocks of their own
+_AT_RUN_TIME = ("sm_count", "per_sm", "heads_per_group", "ordered_heads")  # fields that no compiled kernel depends on
 _WIDTHS = {"hopper256": (64, 128, 256)}  # kernels that compile for several head dimensions in one row
 
 
@@ -135,13 +136,21 @@ def widths(row: Row) -> tuple[int, ...]:
 
 
 def entry(row: Row, direction: str, width: int) -> str:
-    """Return the name of a row in a table."""
-    return f"SM{row.sm // 10}.{row.sm % 10} {direction} {row.kernel} D{width} {row.itemsize * 8}-bit"
+    """Return the name in a table of a row with the configuration that runs, such as `dispatch.as_run` returns."""
+    place = f"SM{row.sm // 10}.{row.sm % 10} {direction} {row.kernel} D{width} {row.itemsize * 8}-bit"
+    blocks = (f"{name}={value}" for name, value in settings(row.config).items() if name not in _AT_RUN_TIME)
+    return f"{place} {' '.join(blocks)}"
+
+
+def settings(config: Config) -> dict[str, int | str]:
+    """Return the numbers and names of a configuration."""
+    named = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {name: value for name, value in named.items() if isinstance(value, (int, str))}
 
 
 @cache
 def table(triton: str) -> dict[str, Any]:
-    """Return the table of a Triton version: `rows` by `entry`, each with what it is `MADE_OF` and a line per specialization."""
+    """Return the table of a Triton version: `rows` by `entry`, each with a digest of its kernels and a line per specialization."""
     return json.loads(path(triton).read_text())
 
 
@@ -170,7 +179,12 @@ def nearest_version(installed: str) -> str | None:
 def usage(row: Row, direction: str, width: int, wanted: Specialization, version: str) -> dict[str, Usage] | None:
     """Return what each kernel of a launch takes, by its name; None where that was not swept.
 
-    Head dimensions between those that were swept count as the next wider one.
+    Args:
+        row: with the configuration that runs.
+        direction: "forward" or "backward".
+        width: the wider head dimension; those between swept ones count as the next wider one.
+        wanted: the specialization of the call.
+        version: the table to look in.
     """
     if (row.kernel, direction) not in _IGNORED:
         return None

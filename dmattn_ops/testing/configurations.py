@@ -1,0 +1,204 @@
+"""Every configuration that dispatch can return, and calls that make a launcher run it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from dmattn_ops import arch, choose, config, dispatch, meta, resources, validation
+from dmattn_ops.choose import Choice, Demand
+from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
+from dmattn_ops.resources import Specialization
+
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+KERNELS = ("portable", "hopper", "hopper256")
+DIRECTIONS = {"forward": config.FORWARD, "backward": config.BACKWARD}
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+KERNELS = ("portable", "hopper", "hopper256")
+COMMON_DIM = 256  # wider heads are swept for the least and the most alone
+SEQLEN, HEADS, GROUP = 512, 24, 4  # enough blocks that forwards share no walk, and no more than an SM each on SM 9.0
+_Portable = config.PortableForward | config.PortableBackward
+_DTYPES = {"tf32": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+PLAIN = Specialization()
+CAUSAL = Specialization(band="causal")
+BITS = Specialization(mask="bits")
+SEGMENTS = Specialization(band="causal", mask="segments")
+KEYS = Specialization(mask="key segments")
+# What a call can ask of the portable kernels at once: the most shared memory and registers.
+EVERYTHING = Specialization(mask="bits", bias="bias", wide_bias=True, softcap=True, dropout=True)
+PORTABLE = (
+    PLAIN,
+    CAUSAL,
+    BITS,
+    replace(PLAIN, bias="key bias"),
+    replace(CAUSAL, dropout=True),
+    EVERYTHING,
+    replace(EVERYTHING, band="causal", mask="segments"),
+)
+PORTABLE_FORWARD = (replace(EVERYTHING, decode=True),)
+PORTABLE_BACKWARD = (replace(EVERYTHING, bias="broadcast bias"),)
+UNALIGNED = (
+    replace(CAUSAL, unaligned=True),
+    replace(EVERYTHING, unaligned=True),
+)  # where such rows have blocks of their own
+WINDOW = Specialization(band="window")
+HOPPER = (
+    PLAIN,
+    CAUSAL,
+    WINDOW,
+    BITS,
+    replace(SEGMENTS, band=""),
+    SEGMENTS,
+    KEYS,
+    replace(BITS, dtype="float16"),
+    replace(CAUSAL, softcap=True),
+    replace(CAUSAL, bias="key bias"),
+    replace(BITS, bias="key bias"),
+    replace(CAUSAL, bias="bias"),
+    replace(CAUSAL, bias="bias", wide_bias=True),
+    replace(CAUSAL, dropout=True),
+    replace(CAUSAL, deterministic=True),
+    replace(BITS, deterministic=True),
+    replace(CAUSAL, grouped=True),
+    replace(BITS, grouped=True),
+    replace(SEGMENTS, grouped=True),
+)
+
+
+class Unit(NamedTuple):
+    """One call to compile: a row, how wide the heads are, and what else its kernels depend on."""
+
+    direction: str
+    row: config.Row
+    width: int
+    wanted: Specialization
+
+    @property
+    def entry(self) -> str:
+        """The name in a table of the blocks that the call runs with: rows share some."""
+        ran = dispatch.as_run(Choice(None, self.row, ()), make_call(self.wanted, self.width)).row
+        return resources.entry(ran, self.direction, self.width)
+
+    @property
+    def line(self) -> str:
+        """The name of the specialization in a table."""
+        return resources.line_name(self.wanted)
+
+    @property
+    def launcher(self) -> ModuleType:
+        """The module that launches the row."""
+        return dispatch.launcher(self.direction, self.row.kernel)
+
+
+def reachable(rows: tuple[config.Row, ...], sm: int) -> list[config.Row]:
+    """Return the rows that `choose` can return on an architecture: of each kernel the first that suits a demand."""
+    found: dict[config.Row, None] = {}
+    on = arch.KNOWN[sm]
+    for demand in _demands(rows, on):
+        suited, _ = choose.candidates(rows, on, demand)
+        first = {row.kernel: row for row in reversed(suited)}
+        found |= dict.fromkeys(row for kernel, row in first.items() if kernel in KERNELS)
+    return list(found)
+
+
+def _demands(rows: tuple[config.Row, ...], on: arch.Arch) -> list[Demand]:
+    """Return a demand for each place where a choice may change: where a row ends or begins."""
+    widths = sorted({min(row.dim, validation.MAX_HEAD_DIM) for row in rows})
+    lengths = sorted({max(row.min_seqlen, 1) for row in rows})
+    return [
+        Demand(1, heads, TILE, keys, dim, dim, itemsize)
+        for itemsize in (2, 4)
+        for dim in widths
+        for keys in lengths
+        for heads in (1, on.num_sms)  # few tiles of queries, and one for each multiprocessor
+    ]
+
+
+def units(sms: tuple[int, ...], kernels: tuple[str, ...]) -> dict[str, dict[str, Unit]]:
+    """Return what there is to sweep: by entry and by line."""
+    found: dict[str, dict[str, Unit]] = {}
+    for sm in sms:
+        for direction, rows in DIRECTIONS.items():
+            for row in (row for row in reachable(rows, sm) if row.kernel in kernels):
+                for width in resources.widths(row):
+                    for wanted in _specializations(direction, row, width):
+                        unit = Unit(direction, row, width, wanted)
+                        found.setdefault(unit.entry, {}).setdefault(unit.line, unit)
+    return found
+
+
+def _specializations(direction: str, row: config.Row, width: int) -> tuple[Specialization, ...]:
+    """Return what a row is compiled for."""
+    if row.kernel != "portable":
+        launcher = dispatch.launcher(direction, row.kernel)
+        every = dict.fromkeys(resources.canonical(row.kernel, direction, each) for each in HOPPER)
+        return tuple(each for each in every if not launcher.refusals(*make_call(each, width)))
+    if row.itemsize == 4:
+        return tuple(replace(each, dtype="float32", wide_bias=False) for each in (CAUSAL, EVERYTHING))
+    if row.dim > COMMON_DIM:
+        return (CAUSAL, EVERYTHING)
+    own = UNALIGNED if isinstance(row.config, _Portable) and row.config.unaligned else ()
+    return (*PORTABLE, *(PORTABLE_FORWARD if direction == "forward" else PORTABLE_BACKWARD), *own)
+
+
+def make_call(wanted: Specialization, width: int) -> dispatch.Call:
+    """Return a call that has a specialization, its heads `width` wide. Its tensors lie on the CPU, uninitialised."""
+    dtype = _DTYPES[wanted.dtype]
+    heads_k = HEADS // GROUP if wanted.grouped else HEADS
+    seqlen_q = 8 if wanted.decode else SEQLEN
+
+    def rows(seqlen: int, heads: int) -> torch.Tensor:
+        if wanted.unaligned:  # a narrower head, so that columns have to be tested as well
+            return torch.empty(1, seqlen, heads, width - 1, dtype=dtype)
+        return torch.empty(1, seqlen, heads, width, dtype=dtype)
+
+    query, key, value = rows(seqlen_q, HEADS), rows(SEQLEN, heads_k), rows(SEQLEN, heads_k)
+    bias_shape = {
+        "key bias": (1, HEADS, 1, SEQLEN),
+        "bias": (1, HEADS, seqlen_q, SEQLEN),
+        "broadcast bias": (1, 1, seqlen_q, SEQLEN),
+    }.get(wanted.bias)
+    bias = torch.empty(bias_shape, dtype=torch.float32 if wanted.wide_bias else dtype) if bias_shape else None
+    low = -100 if wanted.band == "window" else -UNBOUNDED
+    high = 0 if wanted.band else UNBOUNDED
+    varlen = None
+    if wanted.varlen:
+        query, key, value = query[0], key[0], value[0]
+        bias = bias if bias is None else bias[0, :, 0]
+        ends = torch.tensor([0, SEQLEN], dtype=torch.int32)
+        varlen = Varlen(ends, ends, SEQLEN, SEQLEN, False)
+    options = Options(low, high, 0.1, 30.0 * wanted.softcap, 0.1 * wanted.dropout, wanted.deterministic)
+    seed = torch.zeros(1, dtype=torch.int64) if wanted.dropout else None
+    return dispatch.Call(query, key, value, bias, _make_tiles(wanted, seqlen_q), seed, varlen, options)
+
+
+def _make_tiles(wanted: Specialization, seqlen_q: int) -> Tiles:
+    """Return lists with bits or segments `[1, H, ...]`."""
+    if not wanted.mask:
+        return Tiles()
+    q_segments = torch.empty(1, seqlen_q, dtype=torch.int32) if wanted.mask == "segments" else None
+    k_segments = torch.empty(1, HEADS, SEQLEN, dtype=torch.int32)
+    if wanted.varlen:
+        return Tiles(k_segments=k_segments)
+    if wanted.mask == "bits":
+        mask = torch.empty(1, HEADS, seqlen_q, SEQLEN, dtype=torch.bool)
+        return Tiles(*meta.pack_mask_outputs(mask, 1, HEADS, seqlen_q, -UNBOUNDED, UNBOUNDED))
+    lists = meta.list_tiles_outputs(k_segments, 1, HEADS, seqlen_q, SEQLEN, -UNBOUNDED, UNBOUNDED)
+    return Tiles(*lists, q_segments=q_segments, k_segments=k_segments)
+
+
+def launch(unit: Unit) -> None:
+    """Launch a unit's row for its call."""
+    call = make_call(unit.wanted, unit.width)
+    outputs = meta.forward_outputs if call.varlen is None else meta.varlen_forward_outputs
+    out, lse = outputs(call.query, call.value)
+    if unit.direction == "forward":
+        unit.launcher.forward(*call, out, lse, unit.row.config)
+        return
+    *grads, dbias = meta.backward_outputs(call.query, call.key, call.value, call.bias, call.bias is not None)
+    saved = (torch.empty_like(out), torch.empty_like(lse), *call[:3], out, lse)
+    unit.launcher.backward(*saved, *call[3:], *grads, dbias if call.bias is not None else None, unit.row.config)
