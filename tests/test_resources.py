@@ -55,12 +55,12 @@ SPILLS = (
     (r"SM8.0 .* portable D(64|256) 16-bit", 112, "compiled only; the next smaller blocks halve the keys of a step"),
     (r"SM10.0 .* portable D128 16-bit", 48, "compiled only; the next smaller blocks halve the keys of a step"),
     (r"SM12.0 .* portable D(32|64|128) 16-bit", 16, "blocks of SM 8.6, which another assembler gives a few words less"),
-    (r"32-bit \| causal float32", 16, "IEEE products take no tensor cores; a word or four around the loop"),
+    (r"32-bit .* causal float32", 16, "IEEE products take no tensor cores; a word or four around the loop"),
 )
 # Where ptxas may serialize wgmma (C7510 to C7515), and why.
 SERIALIZED = (
     (
-        r"SM9.0 backward portable D(64|128) 16-bit \| .*dropout",
+        r"SM9.0 backward portable D(64|128) 16-bit .*dropout",
         "the fastest measured blocks (config.py): calls with a number to each pair of query and key",
     ),
 )
