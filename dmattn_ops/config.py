@@ -62,7 +62,7 @@ class PortableBackward:
 class HopperForward:
     """Gluon forward for SM 9.0: consumers of 64 queries each share `block_m` queries, keys come in buffers of `block_n`.
 
-    Lists of tiles are walked with 128 queries whatever `block_m` is.
+    Lists of tiles, and calls with a bias, are walked with 128 queries whatever `block_m` is.
     """
 
     block_m: int
@@ -77,12 +77,14 @@ class HopperBackward:
 
     `variant` is the order of a step: "overlapped" or "two_phase" (`kernels/hopper_backward_steps.py`). `ordered_heads` are
     the key heads side by side in a deterministic call: the more, the less blocks wait for one another, and share L2.
+    `dbias` is for the gradient of a bias with queries, which a portable kernel computes.
     """
 
     block_m: int
     block_n: int
     variant: str
     ordered_heads: int
+    dbias: PortableBackward | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class HopperBackward256:
     block_m: int
     block_n: int
     heads_per_group: int  # heads that take turns where blocks differ in length: longest first, and few enough for L2
+    dbias: PortableBackward | None = None  # for the gradient of a bias with queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,29 +295,34 @@ HOPPER_FORWARD = (
         "H200, 2026-11-21, bf16, B4 H32 S4096: 495 / 599 TFLOP/s causal / full, cuDNN 424 / 475; 128 queries 454 / 491",
     ),
     Row(
-        90, 128, 2, 0, "LargeBlock", "hopper", HopperForward(128, 128, 2, 2), 201176,
+        90, 128, 2, 0, "LargeBlock", "hopper", HopperForward(128, 128, 2, 2), 202248,
         "H200, 2026-11-21, bf16, B4 H16 S4096: 666 / 756 TFLOP/s causal / full, cuDNN 566 / 663; 192 x 64 650 / 759",
     ),
     Row(
-        90, 256, 2, 0, "MediumBlock", "hopper", HopperForward(128, 64, 2, 1), 201152,
+        90, 256, 2, 0, "MediumBlock", "hopper", HopperForward(128, 64, 2, 1), 201712,
         "H200, 2026-11-21, bf16, 777 TFLOP/s at B4 H8 S4096, 786 at B1 H8 S16384 causal, cuDNN 720 and 646",
     ),
 )  # fmt: skip
 FORWARD = (*HOPPER_FORWARD, *_portable(0), *_LEGACY)
+_DBIAS = {
+    dim: _portable_backward(90, dim, itemsize, keys, queries)
+    for (sms, dim, itemsize), (_, keys, queries) in _PORTABLE.items()
+    if 90 in sms and itemsize == 2
+}
 HOPPER_BACKWARD = (
     Row(
-        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16), 199312,
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16, _DBIAS[64]), 201408,
         "H200, 2026-11-20, bf16, 4k / 16k, all three kernels: causal 487 / 589, full 568 / 594 TFLOP/s; 1.26 times cuDNN 9.19"
         "; deterministic takes 0.4 to 7.5% longer",
     ),
     Row(
-        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8), 198208,
+        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8, _DBIAS[128]), 199296,
         "H200, 2026-11-20, bf16, 4k / 16k, all three kernels: causal 568 / 664, full 649 / 661 TFLOP/s; 1.13 times cuDNN 9.19"
         "; deterministic takes 2.5 to 6.8% longer",
     ),
 )  # fmt: skip
 HOPPER_BACKWARD_256 = Row(
-    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4), 229840,
+    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256]), 230384,
     "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
 )  # fmt: skip
 BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *_portable(1), *_LEGACY)

@@ -139,8 +139,10 @@ def as_run(choice: Choice, call: Call) -> Choice:
             blocks = blocks.for_call(aligned, pairwise, call.demand.seqlen_q)
         else:
             blocks = blocks.for_call(aligned, pairwise)
-    elif isinstance(blocks, config.HopperForward) and call.tiles.row_tiles is not None:
+    elif isinstance(blocks, config.HopperForward) and (call.tiles.row_tiles is not None or call.bias is not None):
         blocks = replace(blocks, block_m=TILE)
+    elif isinstance(blocks, config.HopperBackward) and call.options.softcap != 0.0:
+        blocks = replace(blocks, variant="two_phase")
     return choice._replace(row=replace(choice.row, config=blocks))
 
 

@@ -30,6 +30,8 @@ FULL, BAND, BITS, SEGMENTS = (
     {"LISTS": 1, "PARTIAL": True},
     {"LISTS": 2, "PARTIAL": True},
 )
+KEY_BIAS = {"BIAS": 1}
+CHANGES = (KEY_BIAS, {"BIAS": 2}, {"SOFTCAP": True})
 CONFIG = config.HOPPER_BACKWARD_256
 EVERYTHING = Options(-UNBOUNDED, UNBOUNDED, 0.1, 0.0, 0.0, False)
 
@@ -41,20 +43,23 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants):
         name = {gl.bfloat16: "bf16", gl.float16: "fp16", gl.float32: "fp32"}[element]
         return f"tensordesc<{name}{block},{layout!r}>"
 
-    constants = {"D": 256, "HAS_LOW": True, "HAS_HIGH": True} | constants
+    constants = {"D": 256, "BIAS": 0, "SOFTCAP": False, "HAS_LOW": True, "HAS_HIGH": True} | constants
+    absent = {"bias": constants["BIAS"] == 0, "key_sums": kernel is keys_kernel and constants["BIAS"] != 1}
+    constants |= {name: None for name, holds in absent.items() if holds}
     block = [1, 64, 1, constants["D"]]
     rows = tensor_map(dtype, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     known = {"stat_map": tensor_map(gl.float32, [1, 64], plain), "stats": "*fp32", "bits": "*i64"}
+    known |= {"bias": "*bf16", "key_sums": "*fp32"}
     known |= dict.fromkeys(("lists", "q_segments", "k_segments"), "*i32")
     signature = {}
     for name in kernel.arg_names:
-        if name.isupper():
+        if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_map"):
             signature[name] = known.get(name, rows)
         else:
-            signature[name] = known.get(name, "fp32" if name.startswith("scale") else "i32")
+            signature[name] = known.get(name, "fp32" if name.startswith(("scale", "cap")) else "i32")
     at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=at, attrs=aligned)
@@ -69,8 +74,8 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants):
     return made, said.stderr
 
 
-# Spilled bytes, none of them inside a step: with segments the dv consumer spills what it keeps across query heads, the
-# producer of the queries' kernel one word.
+# Spilled bytes, none of them inside a step: with segments or a bias the dv consumer spills what it keeps across query
+# heads, the producer of the queries' kernel a few words.
 @pytest.mark.parametrize(
     ("kernel", "constants", "spilled"),
     [
@@ -84,6 +89,10 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants):
         (queries_kernel, BITS, 0),
         (queries_kernel, BITS | {"dtype": gl.float16}, 0),
         (queries_kernel, SEGMENTS, 4),
+        (keys_kernel, FULL | KEY_BIAS, 8),
+        (keys_kernel, SEGMENTS | KEY_BIAS, 40),
+        (queries_kernel, SEGMENTS | KEY_BIAS, 16),
+        *((kernel, BITS | change, 0) for kernel in (keys_kernel, queries_kernel) for change in CHANGES),
         *((kernel, SEGMENTS | {"D": width}, 0) for kernel in (keys_kernel, queries_kernel) for width in (64, 128)),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
@@ -134,7 +143,14 @@ def test_it_refuses_with_every_reason():
     found = reasons(
         query.float(), key, value, bias=value, varlen=Varlen(offsets, offsets, 1, 1, False), options=options
     )
-    for word in ("float32", "multiples of 8", "variable lengths", "a bias", "softcap", "dropout", "key is not aligned"):
+    for word in (
+        "float32",
+        "multiples of 8",
+        "variable lengths",
+        "softcap with a bias",
+        "dropout",
+        "key is not aligned",
+    ):
         assert any(word in reason for reason in found), word
     assert any("over 256" in reason for reason in reasons(*inputs(dim=264, dim_v=128)))
     query, key, value = inputs()

@@ -16,7 +16,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_LIMIT = 232448
-KINDS = ("full", "causal", "window", "softcap", "bits", "segments", "window segments")
+KINDS = (
+    "full", "causal", "window", "softcap", "bits", "segments", "window segments",
+    *(f"{mask} key-bias" for mask in ("full", "causal", "softcap", "bits", "segments")), "full full-bias", "bits full-bias",
+)  # fmt: skip
 # Bytes moved to or from the stack (triton 3.6): counters and limits of rows, kept around the loops beside 200 registers of
 # accumulators and P; those of D 256 with a test or a cap also in its loop. Everything that is not named spills nothing.
 ALLOWED = {
@@ -84,26 +87,30 @@ def _compile(case: str) -> dict:
     columns = int(dim[1:])
     row = next(row for row in config.FORWARD if row.kernel == "hopper" and row.dim == columns)
     mask = "bits" if "bits" in words else "segments" if "segments" in words else "band"
-    block_m, block_n = row.config.block_m if mask == "band" else 128, row.config.block_n
+    bias = next((word.removesuffix("-bias") for word in words if word.endswith("-bias")), "none")
+    block_m, block_n = row.config.block_m if mask == "band" and bias == "none" else 128, row.config.block_n
 
     def boxes(rows: int, width: int, dtype: str) -> str:
         layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.int32 if dtype == "i32" else gl.bfloat16)
         return f"tensordesc<{dtype}[1, 1, {rows}, {width}],{layout!r}>"
 
     signature = dict.fromkeys(SCALARS, "i32") | dict.fromkeys(("lse_b", "lse_h", "lists_b", "lists_h"), "i64")
+    signature |= dict.fromkeys(("bias_b", "bias_h", "bias_q"), "i64")
     signature |= dict.fromkeys(("scale", "cap", "cap_inner"), "fp32") | {"lse": "*fp32", "counter": "*i32"}
     signature |= {name: boxes(64, columns, "bf16") for name in ("q_desc", "o_desc")}
     signature |= {name: boxes(block_n, columns, "bf16") for name in ("k_desc", "v_desc")}
     constants = {
         "BM": block_m, "BN": block_n, "D": columns, "STAGES": row.config.stages, "Q_STAGES": row.config.query_stages,
-        "MASK": mask, "HAS_LO": "window" in words, "HAS_HI": words[0] in ("causal", "window", "segments"),
+        "MASK": mask, "BIAS": bias, "HAS_LO": "window" in words, "HAS_HI": words[0] in ("causal", "window", "segments"),
         "SOFTCAP": "softcap" in words,
     }  # fmt: skip
     optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
     optional |= {} if mask == "band" else {"lists": "*i32"}
     optional |= {"q_segments": "*i32", "k_segments": "*i32"} if mask == "segments" else {}
-    constants |= dict.fromkeys({"bits_desc", "lists", "q_segments", "k_segments"} - set(optional))
+    optional |= {} if bias == "none" else {"bias": "*bf16"}
+    constants |= dict.fromkeys({"bits_desc", "lists", "q_segments", "k_segments", "bias"} - set(optional))
     aligned = tuple(name for name, kind in {**signature, **optional}.items() if kind.startswith("*"))
+    aligned += ("bias_b", "bias_h", "bias_q")
     found = compile_only(forward_kernel, signature | optional, constants, aligned, 90, num_warps=4)
     return {
         "warnings": list(found.warnings), "traps": found.traps, "spilled": found.spill_bytes,

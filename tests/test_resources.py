@@ -316,6 +316,8 @@ def test_explain_names_the_blocks_that_run_for_this_call():
     narrow = query[..., :64].contiguous()
     assert dmattn_ops.explain(narrow, narrow, narrow, arch="9.0").forward.configuration["block_m"] == 192
     assert dmattn_ops.explain(narrow, narrow, narrow, mask, arch="9.0").forward.configuration["block_m"] == 128
+    bias = torch.empty(1, 4, 1, 256)
+    assert dmattn_ops.explain(narrow, narrow, narrow, bias=bias, arch="9.0").forward.configuration["block_m"] == 128
     biased = dmattn_ops.explain(query, query, query, bias=torch.empty(1, 4, 256, 256), arch="9.0")
     assert plain.backward.kernel == "hopper" and biased.backward.kernel == "portable"
     assert any("bias" in reason for reason in biased.backward.passed_over)

@@ -6,13 +6,22 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.config import HopperBackward
+from dmattn_ops.kernels.hopper_arguments import (
+    bias_places,
+    is_whole,
+    room_for_key_sums,
+    score_factors,
+    unpadded_statistics,
+)
 from dmattn_ops.kernels.hopper_backward_kernel import backward_kernel
 from dmattn_ops.kernels.hopper_backward_rows import finish_kernel, prepare_kernel
+from dmattn_ops.kernels.hopper_backward_scores import BIAS_KINDS
 from dmattn_ops.kernels.launch import computed, launch, workspace
+from dmattn_ops.kernels.portable_arguments import bias_kind
+from dmattn_ops.kernels.portable_dbias import recompute_dbias, reduce_key_sums
 from dmattn_ops.kernels.tensor_maps import mappable, plain_map, rows_map
 from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 
-LOG2E = 1.4426950408889634
 MAX_DIM = 128
 HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10%
 PIECE = 64 * 64  # elements of dq that one consumer makes in a step
@@ -32,9 +41,10 @@ def refusals(
     dim, dim_v = query.shape[-1], value.shape[-1]
     reasons = {
         "variable lengths": varlen is not None,
-        "a bias": bias is not None,
+        "a bias with queries under a soft cap": bias_kind(bias) == "full" and options.softcap != 0.0,
+        "a bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
+        "a bias with queries and a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
         "dropout": options.dropout_p > 0.0,
-        "softcap": options.softcap != 0.0,
         "deterministic accumulation of dq over listed tiles": options.deterministic and tiles.col_tiles is not None,
         f"dtype {query.dtype}": query.dtype not in (torch.bfloat16, torch.float16),
         f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
@@ -94,7 +104,7 @@ def backward(
     dbias: Tensor | None,
     config: HopperBackward,
 ) -> None:
-    """Write dq, dk and dv of `[B, S, heads, D]` inputs; `refusals` must have named no reason against it."""
+    """Write dq, dk, dv of `[B, S, heads, D]` inputs and dbias unless it is None; `refusals` must have named no reason."""
     batch, seqlen_q, heads, dim = query.shape
     seqlen_k, kv_heads = key.shape[1], key.shape[2]
     dim_v = value.shape[-1]
@@ -117,24 +127,29 @@ def backward(
         seqlen_q, heads, rows, total, dim_v, BLOCK=block_rows, DV=tile_dv, D=tile_d, num_warps=8,
     )  # fmt: skip
     kind, has_q_segments, mask = _mask_arguments(tiles, accumulator, heads, kv_heads)
+    key_sums = room_for_key_sums(bias, query, seqlen_k)
     has_lo, has_hi = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
     launch(
         backward_kernel, (batch * kv_heads * -(-seqlen_k // block_n),),
         rows_map(query, block_m, tile_d), rows_map(key, block_n, tile_d), rows_map(value, 64, tile_dv),
         rows_map(grad_out, block_m, tile_dv), plain_map(room, (2, total), (2, block_m)),
         plain_map(room, (total * tile_d // 256, 256), (16, 256), offset=8 * total),
-        rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), counters, *mask,
-        options.softmax_scale, options.softmax_scale * LOG2E, kv_heads, heads // kv_heads, seqlen_q, seqlen_k, rows,
-        options.band_lo, options.band_hi, config.ordered_heads if options.deterministic else HEADS_PER_GROUP,
-        batch * kv_heads,
+        rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), counters, *mask[:4], bias, key_sums, *mask[4:],
+        *bias_places(bias, heads), options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
+        seqlen_q, seqlen_k, rows, options.band_lo, options.band_hi,
+        config.ordered_heads if options.deterministic else HEADS_PER_GROUP, batch * kv_heads,
         BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
-        PARTIAL=kind != 0 or has_lo or has_hi or seqlen_k % block_n != 0, HAS_LO=has_lo,
-        HAS_Q_SEG=has_q_segments, GROUPED=heads != kv_heads, ORDERED=options.deterministic,
-        TWO_PHASE=config.variant == "two_phase" or options.softmax_scale == 0.0,  # the other order divides by it
+        PARTIAL=kind != 0 or has_lo or has_hi or seqlen_k % block_n != 0,
+        BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=has_lo, HAS_Q_SEG=has_q_segments,
+        GROUPED=heads != kv_heads, ORDERED=options.deterministic,
+        # the other order divides by the scale, and has no registers for the slope of a soft cap
+        TWO_PHASE=config.variant == "two_phase" or options.softcap > 0.0 or options.softmax_scale == 0.0,
         num_warps=4,
     )  # fmt: skip
-    launch(
-        finish_kernel, (pieces,),
-        accumulator, dq, *dq.stride()[:3], options.softmax_scale, seqlen_q, heads, rows, dim,
-        SPLIT_D=tile_d == 128, num_warps=4,
-    )  # fmt: skip
+    finished = (accumulator, dq, *dq.stride()[:3], options.softmax_scale, seqlen_q, heads, rows, dim)
+    launch(finish_kernel, (pieces,), *finished, SPLIT_D=tile_d == 128, num_warps=4)
+    if dbias is not None and bias_kind(bias) == "full":
+        statistics = unpadded_statistics(room, batch, heads, rows, seqlen_q)
+        recompute_dbias(grad_out, query, key, value, bias, tiles, options, *statistics, dbias, config.dbias)
+    elif dbias is not None:
+        computed(reduce_key_sums, key_sums, dbias)

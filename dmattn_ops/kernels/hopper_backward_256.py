@@ -23,13 +23,22 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops.config import HopperBackward256
+from dmattn_ops.kernels.hopper_arguments import (
+    bias_places,
+    is_whole,
+    room_for_key_sums,
+    score_factors,
+    unpadded_statistics,
+)
 from dmattn_ops.kernels.hopper_backward_256_keys import keys_kernel
 from dmattn_ops.kernels.hopper_backward_256_queries import queries_kernel
+from dmattn_ops.kernels.hopper_backward_scores import BIAS_KINDS
 from dmattn_ops.kernels.launch import computed, launch, workspace
+from dmattn_ops.kernels.portable_arguments import bias_kind
+from dmattn_ops.kernels.portable_dbias import recompute_dbias, reduce_key_sums
 from dmattn_ops.kernels.tensor_maps import mappable, plain_map, rows_map
 from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 
-LOG2E = 1.4426950408889634
 WIDTHS = (64, 128, 256)  # what the tensor maps pad head dimensions to
 STEP = 64
 STAT_ROWS = 64  # rows of a statistics program
@@ -52,8 +61,9 @@ def refusals(
         f"head dimensions {dims} are over {WIDTHS[-1]}": max(dims) > WIDTHS[-1],
         f"head dimensions {dims} are not multiples of 8": any(dim % 8 for dim in dims),
         "variable lengths": varlen is not None,
-        "a bias": bias is not None,
-        "softcap": options.softcap != 0,
+        "a bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
+        "a bias with queries and a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
+        "softcap with a bias": bias is not None and options.softcap != 0,
         "dropout": options.dropout_p != 0,
     }
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -107,7 +117,7 @@ def backward(
     dbias: Tensor | None,
     config: HopperBackward256,
 ) -> None:
-    """Write dq, dk and dv of `[B, S, heads, D]` tensors that `refusals` accepts; there is no bias and so no dbias."""
+    """Write dq, dk and dv of `[B, S, heads, D]` tensors that `refusals` accepts, and dbias unless it is None."""
     batch, seqlen_q, heads, _ = query.shape
     seqlen_k, kv_heads = key.shape[1], key.shape[2]
     width = next(width for width in WIDTHS if width >= max(query.shape[-1], value.shape[-1]))
@@ -116,7 +126,10 @@ def backward(
     rows = -(-seqlen_q // TILE) * TILE
     stats = workspace(query, 2, batch * heads * rows)
     _statistics(grad_out, grad_lse, out, lse, stats, rows, width)
-    scale = options.softmax_scale
+    scales = options.softmax_scale, *score_factors(options)
+    scores = {"BIAS": BIAS_KINDS[bias_kind(bias)], "SOFTCAP": options.softcap > 0}
+    places = bias_places(bias, heads)
+    key_sums = room_for_key_sums(bias, query, seqlen_k)
     has_lo, has_hi = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
     uneven = has_lo or has_hi or tiles.row_tiles is not None
     group = config.heads_per_group if uneven else 1
@@ -126,18 +139,23 @@ def backward(
     blocks = -(-seqlen_k // STEP) if kind == 0 else -(-seqlen_k // TILE) * 2
     launch(
         keys_kernel, (batch * kv_heads * blocks,),
-        *maps, plain_map(stats, (2, batch * heads * rows), (1, STEP)), dk_map, dv_map, *mask,
-        scale, scale * LOG2E, kv_heads, *sizes, batch * kv_heads,
-        D=width, LISTS=kind, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, num_warps=4,
+        *maps, plain_map(stats, (2, batch * heads * rows), (1, STEP)), dk_map, dv_map, *mask[:4],
+        bias, key_sums, *mask[4:], *places, *scales, kv_heads, *sizes, batch * kv_heads,
+        D=width, LISTS=kind, **scores, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, num_warps=4,
     )  # fmt: skip
     kind, mask = _mask_arguments(tiles.row_tiles, tiles.row_bits, tiles, heads, seqlen_q, stats)
     partial = uneven or seqlen_k % STEP != 0
     launch(
         queries_kernel, (batch * heads * (rows // TILE),),
-        *maps, dq_map, stats, *mask,
-        scale, scale * LOG2E, heads, *sizes, batch * heads,
-        D=width, LISTS=kind, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, num_warps=4,
+        *maps, dq_map, stats, *mask[:4], bias, *mask[4:],
+        *places, *scales, heads, *sizes, batch * heads,
+        D=width, LISTS=kind, **scores, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, num_warps=4,
     )  # fmt: skip
+    if dbias is not None and bias_kind(bias) == "full":
+        statistics = unpadded_statistics(stats, batch, heads, rows, seqlen_q)
+        recompute_dbias(grad_out, query, key, value, bias, tiles, options, *statistics, dbias, config.dbias)
+    elif dbias is not None:
+        computed(reduce_key_sums, key_sums, dbias)
 
 
 def _statistics(

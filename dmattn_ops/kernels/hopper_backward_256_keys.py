@@ -43,10 +43,21 @@ from dmattn_ops.kernels.hopper_backward_256_walk import (
     ranked_tile,
     visible,
 )
+from dmattn_ops.kernels.hopper_backward_scores import (
+    FULL_BIAS,
+    KEY_BIAS,
+    NO_BIAS,
+    Bias,
+    first_scores,
+    load_key_bias,
+    probabilities,
+    step_bias,
+    store_key_sums,
+)
 
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
-    "kv_heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads"
+    "bias_b bias_h bias_q bias_group kv_heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads"
 ).split()
 
 
@@ -121,8 +132,9 @@ def producer(maps, k_map, v_map, smem, block, view, mask, D: gl.constexpr, LISTS
 
 
 @gluon.jit
-def dv_step(i, dv, smem, scale_log2, select, D: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr,
-            TEST: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):  # fmt: skip
+def dv_step(i, dv, smem, scales, added, select, D: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr,
+            BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr, HAS_LOW: gl.constexpr,
+            HAS_HIGH: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     b = i & 1
@@ -130,14 +142,14 @@ def dv_step(i, dv, smem, scale_log2, select, D: gl.constexpr, dtype: gl.constexp
     k = smem.k.index(i >> 30)  # 0, but not for the compiler, which would keep descriptors of all of K in registers
     mbarrier.wait(smem.q_full.index(b), phase)
     lse = smem.lse.index(b).reshape([STEP]).load(gl.SliceLayout(0, SL))  # behind a product it would wait for that
-    s = gl.zeros([STEP, STEP], gl.float32, layout=SL)
-    s = warpgroup_mma(k, smem.q.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
+    s = first_scores(added, STEP, BIAS)
+    s = warpgroup_mma(k, smem.q.index(b).permute((1, 0)), s, use_acc=BIAS == FULL_BIAS, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
-    p = gl.exp2(s * scale_log2 - lse[None, :])
+    p, slope = probabilities(s, lse[None, :], added, scales, BIAS, SOFTCAP)
     if TEST:
         p = visible(p, select, LISTS, HAS_LOW, HAS_HIGH, SL)
     p16 = p.to(dtype)
-    smem.p.index(b).store(p16)
+    smem.p.index(b).store((p * slope).to(dtype))  # dS follows with the slope since it is a multiple of P
     mbarrier.arrive(smem.p_full.index(b), count=1)
     mbarrier.arrive(smem.q_empty.index(b), count=1)
     mbarrier.wait(smem.o_full.index(b), phase)
@@ -148,21 +160,27 @@ def dv_step(i, dv, smem, scale_log2, select, D: gl.constexpr, dtype: gl.constexp
 
 
 @gluon.jit
-def dv_consumer(smem, dv_map, block, view, mask, scale_log2, D: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr,
-                PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):  # fmt: skip
+def dv_consumer(smem, dv_map, block, view, mask, bias, scales, D: gl.constexpr, dtype: gl.constexpr,
+                LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
+                HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):  # fmt: skip
     """Make P of every step, and accumulate dv over every query head of the group."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dv = gl.zeros([STEP, D], gl.float32, layout=VL)
     keys = block.tile * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, SL))
+    queries = gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
     no_test = Select(keys, keys, keys, keys, keys)
     mbarrier.wait(smem.kv_full, 0)
     i = 0
     for g in range(block.group):
-        here = head_view(view, mask, block.tile // 2, block.kv_head * block.group + g, LISTS)
+        head = block.kv_head * block.group + g
+        here = head_view(view, mask, block.tile // 2, head, LISTS)
+        key_bias = load_key_bias(bias, head, keys, BIAS)[:, None]
         n_full, n_partial = count_steps(here, LISTS)
-        for _ in range(n_full):
-            dv = dv_step(i, dv, smem, scale_log2, no_test, D, dtype, LISTS, False, HAS_LOW, HAS_HIGH)
+        for t in range(n_full):
+            rows = full_step(t, here, n_partial, LISTS) * STEP + queries
+            added = step_bias(bias, head, key_bias, keys[:, None], rows[None, :], BIAS)
+            dv = dv_step(i, dv, smem, scales, added, no_test, D, dtype, LISTS, BIAS, SOFTCAP, False, HAS_LOW, HAS_HIGH)
             i += 1
         if PARTIAL:
             segments = load_row_segments(here, keys, block.seqlen_k, LISTS)
@@ -171,7 +189,9 @@ def dv_consumer(smem, dv_map, block, view, mask, scale_log2, D: gl.constexpr, dt
                 at = coming
                 coming = partial_step(t + 1, here, n_partial, LISTS)  # loaded early: loads of the test depend on it
                 select = load_select(at, here, keys, segments, LISTS, HAS_HIGH, SL)
-                dv = dv_step(i, dv, smem, scale_log2, select, D, dtype, LISTS, True, HAS_LOW, HAS_HIGH)
+                added = step_bias(bias, head, key_bias, keys[:, None], (at * STEP + queries)[None, :], BIAS)
+                dv = dv_step(i, dv, smem, scales, added, select, D, dtype, LISTS, BIAS, SOFTCAP, True,
+                             HAS_LOW, HAS_HIGH)  # fmt: skip
                 i += 1
     k = smem.k.index(0)
     k.store(dv.to(dtype))  # only this consumer reads K, and it is done
@@ -182,7 +202,7 @@ def dv_consumer(smem, dv_map, block, view, mask, scale_log2, D: gl.constexpr, dt
 
 
 @gluon.jit
-def dk_step(i, dk, smem, D: gl.constexpr, dtype: gl.constexpr):
+def dk_step(i, dk, sums, smem, D: gl.constexpr, dtype: gl.constexpr, BIAS: gl.constexpr):
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     b = i & 1
@@ -195,27 +215,35 @@ def dk_step(i, dk, smem, D: gl.constexpr, dtype: gl.constexpr):
     dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(smem.o_empty.index(b), count=1)
     mbarrier.wait(smem.p_full.index(b), phase)
-    ds = (smem.p.index(b).load(SL).to(gl.float32) * (dp - delta[None, :])).to(dtype)
-    ds = gl.convert_layout(ds, gl.DotOperandLayout(0, KL, 2))
+    ds = smem.p.index(b).load(SL).to(gl.float32) * (dp - delta[None, :])
+    if BIAS == KEY_BIAS:
+        sums += gl.sum(ds, 1)
+    ds = gl.convert_layout(ds.to(dtype), gl.DotOperandLayout(0, KL, 2))
     mbarrier.wait(smem.q_full.index(b), phase)  # complete, since P is: makes what TMA wrote visible to this consumer
     dk = warpgroup_mma(ds, smem.q.index(b), dk, is_async=True)
     dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(smem.q_empty.index(b), count=1)  # frees P's buffer, too: the next P there needs the next queries
-    return dk
+    return dk, sums
 
 
 @gluon.jit
-def dk_consumer(smem, dk_map, block, view, mask, scale, D: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr):
-    """Accumulate dk over every query head of the group. Nothing to test: P = 0 where a query doesn't see a key."""
+def dk_consumer(smem, dk_map, block, view, mask, bias, scale, D: gl.constexpr, dtype: gl.constexpr,
+                LISTS: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+    """Accumulate dk over every query head of the group, and sums of dS of each. P = 0 is all that a mask is here."""
+    BY_KEY: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
+    keys = block.tile * STEP + gl.arange(0, STEP, layout=BY_KEY)
     dk = gl.zeros([STEP, D], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
     mbarrier.wait(smem.kv_full, 0)
     i = 0
     for g in range(block.group):
-        here = head_view(view, mask, block.tile // 2, block.kv_head * block.group + g, LISTS)
+        head = block.kv_head * block.group + g
+        here = head_view(view, mask, block.tile // 2, head, LISTS)
         n_full, n_partial = count_steps(here, LISTS)
+        sums = gl.zeros([STEP], gl.float32, layout=BY_KEY)
         for _ in range(n_full + n_partial):
-            dk = dk_step(i, dk, smem, D, dtype)
+            dk, sums = dk_step(i, dk, sums, smem, D, dtype, BIAS)
             i += 1
+        store_key_sums(bias, head, keys, sums, BIAS)
     v = smem.v.index(0)
     v.store((dk * scale).to(dtype))  # only this consumer reads V, and it is done
     fence_async_shared()
@@ -261,10 +289,11 @@ def allocate(stat_map, row_map, D: gl.constexpr):
 
 @gluon.jit(do_not_specialize=INTEGERS)
 def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, lists, bits, q_segments, k_segments,
-                list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
-                mask_group, segment_group, scale, scale_log2, kv_heads, group, seqlen_q, seqlen_k, stat_rows,
-                band_lo, band_hi, heads_per_group, n_heads, D: gl.constexpr, LISTS: gl.constexpr,
-                PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):  # fmt: skip
+                bias, key_sums, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
+                mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, kv_heads, group, seqlen_q,
+                seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, D: gl.constexpr, LISTS: gl.constexpr,
+                BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
+                HAS_HIGH: gl.constexpr):  # fmt: skip
     """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads."""
     dtype: gl.constexpr = q_map.dtype
     filled, smem = allocate(stat_map, q_map, D)
@@ -281,8 +310,14 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, lists, bit
     # queries past the end have lse = inf, which makes P = 0: no test of theirs is needed
     view = band_view(mask, tile * STEP, STEP, seqlen_k, -band_hi, -band_lo, seqlen_q, False)
     block = Block(batch, kv_head, group, tile, seqlen_k, batch * kv_heads * group * stat_rows, stat_rows)
+    if BIAS != NO_BIAS:
+        bias += batch.to(gl.int64) * bias_b
+    if BIAS == KEY_BIAS:
+        key_sums += batch.to(gl.int64) * (kv_heads * group) * seqlen_k
+    bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_q, seqlen_k)
     gl.warp_specialize([
-        (dv_consumer, (smem, dv_map, block, view, mask, scale_log2, D, dtype, LISTS, PARTIAL, HAS_LOW, HAS_HIGH)),
-        (dk_consumer, (smem, dk_map, block, view, mask, scale, D, dtype, LISTS)),
+        (dv_consumer, (smem, dv_map, block, view, mask, bias, (scale_log2, cap), D, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW,
+                       HAS_HIGH)),
+        (dk_consumer, (smem, dk_map, block, view, mask, bias, scale, D, dtype, LISTS, BIAS)),
         (producer, ((q_map, o_map, stat_map), k_map, v_map, filled, block, view, mask, D, LISTS, PARTIAL)),
     ], [4, 1], [216, 40])  # fmt: skip

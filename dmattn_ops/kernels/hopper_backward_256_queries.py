@@ -41,10 +41,20 @@ from dmattn_ops.kernels.hopper_backward_256_walk import (
     ranked_tile,
     visible,
 )
+from dmattn_ops.kernels.hopper_backward_scores import (
+    FULL_BIAS,
+    KEY_BIAS,
+    NO_BIAS,
+    Bias,
+    first_scores,
+    head_of,
+    probabilities,
+    step_bias,
+)
 
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
-    "heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads"
+    "bias_b bias_h bias_q bias_group heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads"
 ).split()
 
 
@@ -55,6 +65,7 @@ class Shared(NamedTuple):
     o: Any  # grad_out, [2, 64, D]
     k: Any  # [2, 64, D]
     v: Any  # [1, 64, D]
+    bias: Any  # of the keys in the buffers of K, [2, 64]
     qo_full: Any
     k_full: Any
     k_empty: Any
@@ -72,16 +83,23 @@ class Block(NamedTuple):
     seqlen_q: Any
     lse: Any  # statistics of query 0 of the head; padded with rows of lse = inf and delta = 0
     delta: Any
+    bias: Any
 
 
 @gluon.jit
-def load_step(i, at, k_map, v_map, smem, block, D: gl.constexpr):
+def load_step(i, at, k_map, v_map, smem, block, D: gl.constexpr, BIAS: gl.constexpr):
     """Load the keys of step `at`."""
     b = i & 1
+    if BIAS == KEY_BIAS:  # on its way while the buffer becomes free
+        key = at * STEP + gl.arange(0, STEP, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        added = gl.load(head_of(block.bias, block.head) + key, mask=key < block.bias.seqlen_k, other=0.0)
     k_full = smem.k_full.index(b)
     mbarrier.wait(smem.k_empty.index(b), ((i >> 1) & 1) ^ 1)
     mbarrier.expect(k_full, STEP * D * 2)
     tma_load(k_map, [block.batch, at * STEP, block.kv_head, 0], k_full, smem.k.index(b))
+    if BIAS == KEY_BIAS:
+        smem.bias.index(b).store(added.to(gl.float32) * 1.4426950408889634)
+        mbarrier.arrive(k_full, count=1)
     mbarrier.wait(smem.v_empty, (i & 1) ^ 1)
     mbarrier.expect(smem.v_full, STEP * D * 2)
     tma_load(v_map, [block.batch, at * STEP, block.kv_head, 0], smem.v_full, smem.v.index(0))
@@ -89,7 +107,7 @@ def load_step(i, at, k_map, v_map, smem, block, D: gl.constexpr):
 
 @gluon.jit
 def producer(q_map, k_map, v_map, o_map, smem, block, view, D: gl.constexpr, LISTS: gl.constexpr,
-             PARTIAL: gl.constexpr):  # fmt: skip
+             BIAS: gl.constexpr, PARTIAL: gl.constexpr):  # fmt: skip
     """Load the block's queries once and then every step."""
     mbarrier.expect(smem.qo_full, 4 * STEP * D * 2)
     for c in gl.static_range(2):
@@ -99,17 +117,17 @@ def producer(q_map, k_map, v_map, o_map, smem, block, view, D: gl.constexpr, LIS
     n_full, n_partial = count_steps(view, LISTS)
     i = 0
     for t in range(n_full):
-        load_step(i, full_step(t, view, n_partial, LISTS), k_map, v_map, smem, block, D)
+        load_step(i, full_step(t, view, n_partial, LISTS), k_map, v_map, smem, block, D, BIAS)
         i += 1
     if PARTIAL:
         for t in range(n_partial):
-            load_step(i, partial_step(t, view, n_partial, LISTS), k_map, v_map, smem, block, D)
+            load_step(i, partial_step(t, view, n_partial, LISTS), k_map, v_map, smem, block, D, BIAS)
             i += 1
 
 
 @gluon.jit
-def dq_step(i, dq, smem, lse, delta, scale_log2, select, C: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr,
-            LISTS: gl.constexpr, TEST: gl.constexpr, HAS_LOW: gl.constexpr):  # fmt: skip
+def dq_step(i, dq, smem, lse, delta, scales, added, select, C: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr,
+            LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr, HAS_LOW: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     b = i & 1
@@ -117,12 +135,18 @@ def dq_step(i, dq, smem, lse, delta, scale_log2, select, C: gl.constexpr, D: gl.
     k = smem.k.index(b)
     zero = gl.zeros([STEP, STEP], gl.float32, layout=SL)
     mbarrier.wait(smem.k_full.index(b), (i >> 1) & 1)
-    s = warpgroup_mma(smem.q.index(C + zero_at), k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if BIAS == KEY_BIAS:
+        added = smem.bias.index(b).load(gl.SliceLayout(0, SL))[None, :]  # behind a product it would wait for that
+    s = first_scores(added, STEP, BIAS)
+    s = warpgroup_mma(
+        smem.q.index(C + zero_at), k.permute((1, 0)), s, use_acc=BIAS == FULL_BIAS, is_async=True
+    )  # fmt: skip
     mbarrier.wait(smem.v_full, i & 1)
     v = smem.v.index(zero_at)
     dp = warpgroup_mma(smem.o.index(C + zero_at), v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
-    p = gl.exp2(s * scale_log2 - lse[:, None])
+    p, slope = probabilities(s, lse[:, None], added, scales, BIAS, SOFTCAP)
+    p = p * slope
     if TEST:
         p = visible(p, select, LISTS, HAS_LOW, True, SL)
     dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -135,22 +159,26 @@ def dq_step(i, dq, smem, lse, delta, scale_log2, select, C: gl.constexpr, D: gl.
 
 
 @gluon.jit
-def consumer(smem, dq_map, block, view, scale, scale_log2, C: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr,
-             LISTS: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr):  # fmt: skip
+def consumer(smem, dq_map, block, view, scale, scales, C: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr,
+             LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
+             HAS_LOW: gl.constexpr):  # fmt: skip
     """Accumulate dq of queries `C * 64 ...` of the block."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dq = gl.zeros([STEP, D], gl.float32, layout=QL)
     row = (block.tile * 2 + C) * STEP
     queries = row + gl.arange(0, STEP, layout=gl.SliceLayout(1, SL))
+    keys = gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
     no_test = Select(queries, queries, queries, queries, queries)
     lse = gl.load(block.lse + queries)
     delta = gl.load(block.delta + queries)
     n_full, n_partial = count_steps(view, LISTS)
     mbarrier.wait(smem.qo_full, 0)
     i = 0
-    for _ in range(n_full):
-        dq = dq_step(i, dq, smem, lse, delta, scale_log2, no_test, C, D, dtype, LISTS, False, HAS_LOW)
+    for t in range(n_full):
+        columns = full_step(t, view, n_partial, LISTS) * STEP + keys
+        added = step_bias(block.bias, block.head, keys, columns[None, :], queries[:, None], BIAS)
+        dq = dq_step(i, dq, smem, lse, delta, scales, added, no_test, C, D, dtype, LISTS, BIAS, SOFTCAP, False, HAS_LOW)
         i += 1
     if PARTIAL:
         segments = load_row_segments(view, queries, block.seqlen_q, LISTS)
@@ -159,7 +187,10 @@ def consumer(smem, dq_map, block, view, scale, scale_log2, C: gl.constexpr, D: g
             at = coming
             coming = partial_step(t + 1, view, n_partial, LISTS)  # loaded early: loads of the test depend on it
             select = load_select(at, view, queries, segments, LISTS, True, SL)
-            dq = dq_step(i, dq, smem, lse, delta, scale_log2, select, C, D, dtype, LISTS, True, HAS_LOW)
+            added = step_bias(block.bias, block.head, keys, (at * STEP + keys)[None, :], queries[:, None], BIAS)
+            dq = dq_step(
+                i, dq, smem, lse, delta, scales, added, select, C, D, dtype, LISTS, BIAS, SOFTCAP, True, HAS_LOW
+            )
             i += 1
     q = smem.q.index(C)
     q.store((dq * scale).to(dtype))  # only this consumer reads this half of Q, and it is done
@@ -169,7 +200,7 @@ def consumer(smem, dq_map, block, view, scale, scale_log2, C: gl.constexpr, D: g
 
 
 @gluon.jit
-def allocate(row_map, D: gl.constexpr):
+def allocate(row_map, D: gl.constexpr, BIAS: gl.constexpr):
     """Return the buffers as TMA fills them (four dimensions) and as the tensor cores read them (two)."""
     dtype: gl.constexpr = row_map.dtype
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, D], dtype)
@@ -178,37 +209,41 @@ def allocate(row_map, D: gl.constexpr):
     o = gl.allocate_shared_memory(dtype, [2, 1, STEP, 1, D], row_map.layout)
     k = gl.allocate_shared_memory(dtype, [2, 1, STEP, 1, D], row_map.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, STEP, 1, D], row_map.layout)
+    bias = 0
+    if BIAS == KEY_BIAS:
+        bias = gl.allocate_shared_memory(gl.float32, [2, STEP], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     qo_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for b in gl.static_range(2):
-        mbarrier.init(k_full.index(b), count=1)
+        mbarrier.init(k_full.index(b), count=2 if BIAS == KEY_BIAS else 1)
         mbarrier.init(k_empty.index(b), count=2)
     mbarrier.init(qo_full, count=1)
     mbarrier.init(v_full, count=1)
     mbarrier.init(v_empty, count=2)
-    filled = Shared(q, o, k, v, qo_full, k_full, k_empty, v_full, v_empty)
+    filled = Shared(q, o, k, v, bias, qo_full, k_full, k_empty, v_full, v_empty)
     q2 = reinterpret(q, dtype, [2, STEP, D], ROWS)
     o2 = reinterpret(o, dtype, [2, STEP, D], ROWS)
     k2 = reinterpret(k, dtype, [2, STEP, D], ROWS)
     v2 = reinterpret(v, dtype, [1, STEP, D], ROWS)
-    return filled, Shared(q2, o2, k2, v2, qo_full, k_full, k_empty, v_full, v_empty)
+    return filled, Shared(q2, o2, k2, v2, bias, qo_full, k_full, k_empty, v_full, v_empty)
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
 def queries_kernel(q_map, k_map, v_map, o_map, dq_map, stats, lists, bits, q_segments, k_segments,
-                   list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
-                   mask_group, segment_group, scale, scale_log2, heads, group, seqlen_q, seqlen_k, stat_rows,
-                   band_lo, band_hi, heads_per_group, n_heads, D: gl.constexpr, LISTS: gl.constexpr,
-                   PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):  # fmt: skip
+                   bias, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
+                   mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, heads, group,
+                   seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, D: gl.constexpr,
+                   LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
+                   HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):  # fmt: skip
     """Write dq; one program for each 128 queries of each of `n_heads` heads."""
     dtype: gl.constexpr = q_map.dtype
     # registers per thread: segments take 16 more of a consumer's, at the cost of one word that the producer spills
     CONSUMER: gl.constexpr = 240 if LISTS == SEGMENTS else 232
     PRODUCER: gl.constexpr = 24 if LISTS == SEGMENTS else 40
-    filled, smem = allocate(q_map, D)
+    filled, smem = allocate(q_map, D, BIAS)
     n_tiles = (seqlen_q + 2 * STEP - 1) // (2 * STEP)
     tile, index = block_of(gl.program_id(0), n_tiles, n_heads, heads_per_group)
     batch = index // heads
@@ -223,9 +258,13 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, stats, lists, bits, q_seg
     view = band_view(mask, tile * 2 * STEP, 2 * STEP, seqlen_q, band_lo, band_hi, seqlen_k, True)
     view = head_view(view, mask, tile, head, LISTS)
     lse = stats + index.to(gl.int64) * stat_rows
-    block = Block(batch, head, head // group, tile, seqlen_q, lse, lse + n_heads.to(gl.int64) * stat_rows)
+    if BIAS != NO_BIAS:
+        bias += batch.to(gl.int64) * bias_b
+    bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, bias, seqlen_q, seqlen_k)
+    delta = lse + n_heads.to(gl.int64) * stat_rows
+    block = Block(batch, head, head // group, tile, seqlen_q, lse, delta, bias)
     gl.warp_specialize([
-        (consumer, (smem, dq_map, block, view, scale, scale_log2, 0, D, dtype, LISTS, PARTIAL, HAS_LOW)),
-        (consumer, (smem, dq_map, block, view, scale, scale_log2, 1, D, dtype, LISTS, PARTIAL, HAS_LOW)),
-        (producer, (q_map, k_map, v_map, o_map, filled, block, view, D, LISTS, PARTIAL)),
+        (consumer, (smem, dq_map, block, view, scale, (scale_log2, cap), 0, D, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW)),
+        (consumer, (smem, dq_map, block, view, scale, (scale_log2, cap), 1, D, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW)),
+        (producer, (q_map, k_map, v_map, o_map, filled, block, view, D, LISTS, BIAS, PARTIAL)),
     ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip

@@ -19,6 +19,15 @@ from dmattn_ops.kernels.gluon_compat import (
     tma_store,
 )
 from dmattn_ops.kernels.hopper_backward_order import await_turn, ordered_span, pass_turn, turn_of
+from dmattn_ops.kernels.hopper_backward_scores import (
+    KEY_BIAS,
+    NO_BIAS,
+    Bias,
+    load_key_bias,
+    no_key_sums,
+    step_bias,
+    store_key_sums,
+)
 from dmattn_ops.kernels.hopper_backward_steps import last_dq, step
 from dmattn_ops.problem import HEADER as _HEADER
 from dmattn_ops.problem import TILE as _TILE
@@ -223,10 +232,10 @@ def load_words(bits, keys, bits_row, m, BM: gl.constexpr):
 
 @gluon.jit
 def head_loop(
-    i, dk, dv, tiles, barriers, scales, mask, record, span, tile, seqlen_q, seqlen_k, band_lo, band_hi,
+    i, dk, dv, tiles, barriers, scales, bias, mask, record, span, tile, head, seqlen_q, seqlen_k, band_lo, band_hi,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
-    LISTS: gl.constexpr, PARTIAL: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, TWO_PHASE: gl.constexpr,
-    ORDERED: gl.constexpr,
+    LISTS: gl.constexpr, PARTIAL: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
+    HAS_Q_SEG: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Take all steps of one query head: first the tiles that need no test, then the others."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
@@ -235,10 +244,15 @@ def head_loop(
     bits, bits_row, q_segments, k_segments = mask
     keys = C * 64 + gl.arange(0, 64, layout=by_key)
     queries = gl.arange(0, BM, layout=by_query)
+    own_keys = tile * BN + keys
+    key_bias = load_key_bias(bias, head, own_keys, BIAS)[:, None]
+    sums = no_key_sums()
     n_full, n_partial = head_steps(record, span, LISTS, BM)
-    for _ in range(n_full):
-        dk, dv = step(i, dk, dv, tiles, barriers, scales, (keys, keys), (keys, keys), queries, keys,
-                      C, BM, D, DV, dtype, 0, HAS_LO, TWO_PHASE)  # fmt: skip
+    for t in range(n_full):
+        rows = full_tile(t, record, n_partial, span, LISTS, BM, ORDERED) * BM + queries
+        added = step_bias(bias, head, key_bias, own_keys[:, None], rows[None, :], BIAS)
+        dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, added, (keys, keys), (keys, keys), queries, keys,
+                            C, BM, D, DV, dtype, 0, BIAS, SOFTCAP, HAS_LO, TWO_PHASE)  # fmt: skip
         i += 1
     if PARTIAL:
         k_seg = keys
@@ -269,9 +283,11 @@ def head_loop(
                     q_seg = queries * 0
                     if HAS_Q_SEG:
                         q_seg = gl.load(q_segments + m * BM + queries, mask=m * BM + queries < seqlen_q, other=-2)
-            dk, dv = step(i, dk, dv, tiles, barriers, scales, (d_lo, d_hi), (d_lo, d_hi), q_seg, k_seg,
-                          C, BM, D, DV, dtype, 1 + LISTS, HAS_LO, TWO_PHASE)  # fmt: skip
+            added = step_bias(bias, head, key_bias, own_keys[:, None], (m * BM + queries)[None, :], BIAS)
+            dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, added, (d_lo, d_hi), (d_lo, d_hi), q_seg,
+                                k_seg, C, BM, D, DV, dtype, 1 + LISTS, BIAS, SOFTCAP, HAS_LO, TWO_PHASE)  # fmt: skip
             i += 1
+    store_key_sums(bias, head, own_keys, gl.max(sums, 1), BIAS)
     return i, dk, dv
 
 
@@ -279,19 +295,19 @@ def head_loop(
 def consumer(
     consumed,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
-    LISTS: gl.constexpr, PARTIAL: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
-    GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr,
+    LISTS: gl.constexpr, PARTIAL: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
+    HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of 64 keys, summed over the query heads of the group, and make half of each dq tile."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    shared, signals, maps, record, mask, steps, scales, span, place, limits = consumed
-    q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s = shared
+    shared, signals, maps, record, mask, steps, scales, span, place, limits, bias = consumed
+    q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones = shared
     q_full, made, read, kv_full, cleared, dq_empties = signals
     dk_desc, dv_desc = maps
-    scale, scale_log2 = scales
-    scales = (scale_log2, -1.0 / scale_log2)
+    scale, (scale_log2, cap) = scales
+    scales = (scale_log2, cap, -1.0 / scale_log2)
     seqlen_q, seqlen_k, band_lo, band_hi = limits
     bits, bits_row, q_segments, k_segments = mask
     list_step, bits_step, k_segments_step = steps
@@ -300,8 +316,10 @@ def consumer(
     dv = gl.zeros([64, DV], gl.float32, layout=VL)
     dq_c = dq_s.index(C)
     v_c = v_s.index(C)
-    tiles = (q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s)
+    tiles = (q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s, ones)
     barriers = (q_full, made, read, dq_empties.index(C))
+    if BIAS == KEY_BIAS:
+        ones.index(0).store(gl.full([8, BM], 1.0, dtype, layout=gl.BlockedLayout([1, 8], [4, 8], [1, 4], [1, 0])))
     # dS of the step before the first one is zero
     ds_s.index(1).slice(C * 64, 64, dim=0).store(gl.zeros([64, BM], dtype, layout=SL))
     fence_async_shared()
@@ -310,18 +328,19 @@ def consumer(
     mbarrier.wait(kv_full, 0)
     i = 0
     if GROUPED:
-        for _ in range(group):
+        for g in range(group):
             i, dk, dv = head_loop(
-                i, dk, dv, tiles, barriers, scales, (bits, bits_row, q_segments, k_segments), record, span, tile,
-                seqlen_q, seqlen_k, band_lo, band_hi,
-                C, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, TWO_PHASE, ORDERED)  # fmt: skip
+                i, dk, dv, tiles, barriers, scales, bias, (bits, bits_row, q_segments, k_segments), record, span, tile,
+                kv_head * group + g, seqlen_q, seqlen_k, band_lo, band_hi,
+                C, BM, BN, D, DV, dtype, LISTS, PARTIAL, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, TWO_PHASE, ORDERED)  # fmt: skip
             record += list_step
             bits += bits_step
             k_segments += k_segments_step
     else:
         i, dk, dv = head_loop(
-            i, dk, dv, tiles, barriers, scales, mask, record, span, tile, seqlen_q, seqlen_k, band_lo, band_hi,
-            C, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, TWO_PHASE, ORDERED)  # fmt: skip
+            i, dk, dv, tiles, barriers, scales, bias, mask, record, span, tile, kv_head, seqlen_q, seqlen_k, band_lo,
+            band_hi, C, BM, BN, D, DV, dtype, LISTS, PARTIAL, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, TWO_PHASE,
+            ORDERED)  # fmt: skip
     last_dq(i, tiles, barriers, C, BM)
     # dv leaves through this consumer's half of V, dk through its piece of dq (16 KB hold 64 x 128 values of 16 bits)
     v_c.store(dv.to(dtype))
@@ -336,21 +355,23 @@ def consumer(
     tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "group", "heads_per_group", "n_heads"])
+@gluon.jit(do_not_specialize=["bias_b", "bias_h", "bias_group", "kv_heads", "group", "heads_per_group", "n_heads"])
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stat_desc, dq_desc, dk_desc, dv_desc, counters, lists, bits, q_segments, k_segments,
+    bias, key_sums,
     list_b, list_kv, list_step, list_width, bits_b, bits_kv, bits_step, bits_row,
-    q_segments_b, k_segments_b, k_segments_kv, k_segments_step,
-    scale, scale_log2, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi, heads_per_group, n_heads,
+    q_segments_b, k_segments_b, k_segments_kv, k_segments_step, bias_b, bias_h, bias_q, bias_group,
+    scale, scale_log2, cap, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi, heads_per_group, n_heads,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr,
-    HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
-    ORDERED: gl.constexpr,
+    BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr,
+    TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv `[B, Sk, Hkv, D]` and add to the dq workspace. Grid: one block per key tile and key head.
 
     `_b` strides step a batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128.
     `bits` are the 64-bit words of `col_bits`. ORDERED (not with lists): `counters`, an int32 0 for each piece of dq, give
-    the additions a fixed order.
+    the additions a fixed order. With a bias per key the sums of dS over a head's queries go to `key_sums` `[B, H, Sk]`.
+    `scale_log2` and `cap` are described in `probabilities`.
     """
     dtype: gl.constexpr = q_desc.dtype
     q4 = gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], q_desc.layout)
@@ -403,32 +424,32 @@ def backward_kernel(
         else:
             q_segments += batch.to(gl.int64) * q_segments_b
             k_segments += batch.to(gl.int64) * k_segments_b + kv_head.to(gl.int64) * k_segments_kv
+    if BIAS != NO_BIAS:
+        bias += batch.to(gl.int64) * bias_b
+    if BIAS == KEY_BIAS:
+        key_sums += batch.to(gl.int64) * (kv_heads * group) * seqlen_k
+    bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_q, seqlen_k)
     place = (batch, kv_head, tile, group, kv_heads * group)
-    shared = (q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s)
+    ones = 0
+    if BIAS == KEY_BIAS:
+        ones = gl.allocate_shared_memory(dtype, [1, 8, BM], gl.NVMMASharedLayout.get_default_for([8, BM], dtype))
+    shared = (q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones)
     mask = (bits, bits_row, q_segments, k_segments)
     steps = (list_step, bits_step, k_segments_step)
     signals = (q_full, made, read, kv_full, cleared, dq_empty)
     limits = (seqlen_q, seqlen_k, band_lo, band_hi)
     maps = (dk_desc, dv_desc)
-    consumed = (shared, signals, maps, record, mask, steps, (scale, scale_log2), span, place, limits)
+    consumed = (shared, signals, maps, record, mask, steps, (scale, (scale_log2, cap)), span, place, limits, bias)
     maps = (q_desc, do_desc, stat_desc)
     stages = (q4, o4, stat3)
     produced = (maps, k_desc, v_desc, stages, k4, v4, q_full, read, kv_full, record, list_step, span, place, rows)
     reduced = (dq_desc, dq_s, made, dq_empty, record, list_step, span, place, rows, counters, band_lo)
-    gl.warp_specialize(
-        [
-            (
-                consumer,
-                (consumed, 0, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, ORDERED),
-            ),
-            (
-                consumer,
-                (consumed, 1, BM, BN, D, DV, dtype, LISTS, PARTIAL, HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, ORDERED),
-            ),
-            (producer, (produced, BM, BN, D, DV, LISTS, PARTIAL, ORDERED)),
-            (reducer, (reduced, 0, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED)),
-            (reducer, (reduced, 1, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED)),
-        ],
-        [4, 1, 1, 1],
-        [240, 24, 24, 24],
-    )
+    gl.warp_specialize([
+        (consumer, (consumed, 0, BM, BN, D, DV, dtype, LISTS, PARTIAL, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, GROUPED,
+                    TWO_PHASE, ORDERED)),
+        (consumer, (consumed, 1, BM, BN, D, DV, dtype, LISTS, PARTIAL, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, GROUPED,
+                    TWO_PHASE, ORDERED)),
+        (producer, (produced, BM, BN, D, DV, LISTS, PARTIAL, ORDERED)),
+        (reducer, (reduced, 0, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED)),
+        (reducer, (reduced, 1, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED)),
+    ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

@@ -12,6 +12,14 @@ from dmattn_ops.kernels.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from dmattn_ops.kernels.hopper_backward_scores import (
+    FULL_BIAS,
+    KEY_BIAS,
+    add_key_sums,
+    finish_key_sums,
+    first_scores,
+    probabilities,
+)
 
 # Kinds of masks that a step can meet
 UNMASKED = gl.constexpr(0)
@@ -76,11 +84,11 @@ def dq_operands(ds_s, keys, b, C: gl.constexpr, BM: gl.constexpr):
 
 @gluon.jit
 def step(
-    i, dk, dv, tiles, barriers, scales, band, words, q_seg, k_seg,
+    i, dk, dv, sums, tiles, barriers, scales, bias, band, words, q_seg, k_seg,
     C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
-    MASK: gl.constexpr, HAS_LO: gl.constexpr, TWO_PHASE: gl.constexpr,
+    MASK: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, TWO_PHASE: gl.constexpr,
 ):  # fmt: skip
-    """Add query tile `i` to dk `[64, D]` and dv `[64, DV]`, leave dS for the next step, hand out dq of the step before.
+    """Add query tile `i` to dk `[64, D]`, dv `[64, DV]` and the sums of dS; hand out dq of the step before.
 
     dq lags by one step, so that the consumers never wait for each other's dS of the same step; what a consumer says at
     the end of step `i - 1` also says that it has read dS of `i - 2`, so two buffers are enough.
@@ -98,15 +106,17 @@ def step(
     PA: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VL, k_width=2)
     SA: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KL, k_width=2)
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
-    q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s = tiles
+    q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s, ones = tiles
     q_full, made, read, dq_empty = barriers
-    scale_log2, unscale = scales
+    scale_log2, _, unscale = scales
     zero_s = gl.zeros([64, BM], gl.float32, layout=SL)
     zero_q = gl.zeros([64, 64], gl.float32, layout=QL)
     b = i & 1
     q = q_s.index(b)
     do = do_s.index(b)
     unknown = i >> 30  # 0, but not for the compiler, which would keep descriptors of all of K and V in registers
+    if BIAS == KEY_BIAS:
+        ones = ones.index(unknown)
     keys = k_s.index(unknown)
     k_c = keys.slice(C * 64, 64, dim=0)
     v_c = v_s.index(unknown + C)
@@ -117,29 +127,42 @@ def step(
     if TWO_PHASE:
         minus_delta = zero_s - stat_s.index(b * 2 + 1).reshape([BM]).load(by_query)[None, :]
         dp = warpgroup_mma(v_c, do.permute((1, 0)), minus_delta, is_async=True)
-        s = warpgroup_mma(k_c, q.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+        s = first_scores(bias, BM, BIAS)
+        s = warpgroup_mma(k_c, q.permute((1, 0)), s, use_acc=BIAS == FULL_BIAS, is_async=True)
         dp, s = warpgroup_mma_wait(0, deps=(dp, s))
-        p = gl.exp2(s * scale_log2 - lse[None, :])
+        p, slope = probabilities(s, lse[None, :], bias, scales, BIAS, SOFTCAP)
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, SL)
         pa = gl.convert_layout(p.to(dtype), PA)
+        if SOFTCAP:  # now, so that the slope takes no registers during the product
+            raw = (p * dp).to(dtype)
+            dp = dp * slope
         mbarrier.wait(other_made, made_before)
         dv = warpgroup_mma(pa, do, dv, is_async=True)
         ds = (p * dp).to(dtype)
+        if not SOFTCAP:
+            raw = ds
         dk = warpgroup_mma(gl.convert_layout(ds, SA), q, dk, is_async=True)
         ds_before, k_dq = dq_operands(ds_s, keys, b, C, BM)
         dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
+        sums = add_key_sums(sums, raw, ones, BIAS)
         dv, dk, dq = warpgroup_mma_wait(0, deps=(dv, dk, dq))
+        sums = finish_key_sums(sums, BIAS)
         ds_s.index(b).slice(C * 64, 64, dim=0).store(ds)
         mbarrier.wait(dq_empty, b ^ 1)
         reinterpret(dq_c, gl.float32, [64, 64], FRAGMENT).store(dq)
         fence_async_shared()
         mbarrier.arrive(made.index(C * 2 + b), count=1)
     else:
-        minus_lse = zero_s + (lse * unscale)[None, :]
-        s = warpgroup_mma(k_c, q.permute((1, 0)), minus_lse, is_async=True)
+        first = zero_s + (lse * unscale)[None, :]
+        if BIAS == FULL_BIAS:
+            first = first + bias
+        s = warpgroup_mma(k_c, q.permute((1, 0)), first, is_async=True)
         dp = warpgroup_mma(v_c, do.permute((1, 0)), zero_s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p = gl.exp2(s * scale_log2)
+        s = s * scale_log2
+        if BIAS == KEY_BIAS:
+            s = s + bias
+        p = gl.exp2(s)
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, SL)
         pa = gl.convert_layout(p.to(dtype), PA)
         # the block boundary of this wait keeps ptxas from hoisting the wait for dP above the exponentials
@@ -153,21 +176,23 @@ def step(
         ds_before, k_dq = dq_operands(ds_s, keys, b, C, BM)
         dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
         dk = warpgroup_mma(dsa, q, dk, is_async=True)
-        dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+        sums = add_key_sums(sums, ds, ones, BIAS)
+        dv, dq = warpgroup_mma_wait(2 if BIAS == KEY_BIAS else 1, deps=(dv, dq))
         mbarrier.wait(dq_empty, b ^ 1)
         reinterpret(dq_c, gl.float32, [64, 64], FRAGMENT).store(dq)
         fence_async_shared()
         mbarrier.arrive(made.index(C * 2 + b), count=1)
         dk = warpgroup_mma_wait(0, deps=(dk,))
+        sums = finish_key_sums(sums, BIAS)
         mbarrier.arrive(read.index(C * 2 + b), count=1)
-    return dk, dv
+    return dk, dv, sums
 
 
 @gluon.jit
 def last_dq(i, tiles, barriers, C: gl.constexpr, BM: gl.constexpr):
     """Hand out dq of step `i - 1`, the last one."""
     QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    _, _, _, ds_s, dq_c, k_s, _ = tiles
+    _, _, _, ds_s, dq_c, k_s, _, _ = tiles
     _, made, _, dq_empty = barriers
     b = i & 1
     mbarrier.wait(made.index((1 - C) * 2 + (b ^ 1)), ((i - 1) >> 1) & 1)

@@ -7,12 +7,13 @@ from torch import Tensor
 
 from dmattn_ops import arch
 from dmattn_ops.config import SM_COUNT, HopperForward
+from dmattn_ops.kernels.hopper_arguments import bias_places, score_factors
 from dmattn_ops.kernels.hopper_forward_kernel import forward_kernel
 from dmattn_ops.kernels.launch import computed, launch
+from dmattn_ops.kernels.portable_arguments import bias_kind
 from dmattn_ops.kernels.tensor_maps import head_rows_map, mappable, mask_map
 from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 
-LOG2E = 1.4426950408889634
 _ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction
 _LONG_WALK = 4096  # keys from which on sharing a walk pays for merging the shares
 _HEADS_IN_L2 = 4  # heads whose pieces alternate where pieces differ in length: longest first, and still in L2
@@ -42,8 +43,6 @@ def refusals(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not mappable(tensor):
             reasons.append(f"{name} is not aligned to 16 bytes in memory and strides")
-    if bias is not None:
-        reasons.append("takes no bias")
     if options.dropout_p > 0.0:
         reasons.append("takes no dropout")
     if options.softmax_scale <= 0.0:
@@ -125,7 +124,8 @@ def forward(
     seqlen_k, kv_heads = key.shape[1:3]
     columns = head_tile(dim)
     kind, mask, strides = _mask_arguments(tiles, heads)
-    block_m = config.block_m if kind == "band" else TILE
+    # a third consumer leaves no registers for a bias
+    block_m = config.block_m if kind == "band" and bias is None else TILE
     block_n, rows = config.block_n, _ROWS
     # lists hold the band of bits already; segments test it
     lo, hi = (-UNBOUNDED, UNBOUNDED) if kind == "bits" else options[:2]
@@ -133,17 +133,16 @@ def forward(
     blocks = -(-seqlen_q // block_m)
     items = blocks * batch * heads
     num_sms = arch.physical(query.device).num_sms
-    cap = options.softcap
-    scale = 1.0 if cap else options.softmax_scale * LOG2E
-    caps = (cap * LOG2E, 2.0 * LOG2E * options.softmax_scale / cap) if cap else (0.0, 0.0)
+    factor, cap = score_factors(options)
+    scale, cap_inner = (1.0, factor) if cap else (factor, 0.0)
     bits, lists, q_segments, k_segments = mask
     launch(
         forward_kernel, (min(items, num_sms),),
         head_rows_map(query, rows, columns), head_rows_map(key, block_n, columns), head_rows_map(value, block_n, columns),
-        head_rows_map(out, rows, columns), bits, lse, lists, q_segments, k_segments,
-        computed(_counter, query.device, items > num_sms), scale, *caps,
+        head_rows_map(out, rows, columns), bits, lse, lists, q_segments, k_segments, bias,
+        computed(_counter, query.device, items > num_sms), scale, cap, cap_inner,
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
-        _HEADS_IN_L2 if has_hi or kind != "band" else 1, items, lo, hi, *lse.stride()[:2], *strides,
+        _HEADS_IN_L2 if has_hi or kind != "band" else 1, items, lo, hi, *lse.stride()[:2], *strides, *bias_places(bias, heads),
         BM=block_m, BN=block_n, D=columns, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,
-        HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, num_warps=4,
+        BIAS=bias_kind(bias), HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, num_warps=4,
     )  # fmt: skip

@@ -31,6 +31,7 @@ from dmattn_ops.kernels.hopper_forward_softmax import rescale, row_of, softmax_f
 from dmattn_ops.kernels.hopper_forward_walk import (
     band_tile,
     band_tiles,
+    bias_of_head,
     list_tile,
     produce,
 )
@@ -43,6 +44,63 @@ def soften(s, softcap, SOFTCAP: gl.constexpr):
         cap, inner = softcap
         s = cap - 2.0 * cap / (gl.exp2(s * inner) + 1.0)
     return s
+
+
+@gluon.jit
+def stored_bias(step, biases, BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr):
+    """Return the bias `[BN]` of a step's keys, times log2 e, or 0 where there is none per key.
+
+    Call it before the product of the same step is issued, like `hidden_words`.
+    """
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    if BIAS == "key":
+        return biases.index(step % STAGES).load(gl.SliceLayout(0, SCORES))
+    else:
+        return 0
+
+
+@gluon.jit
+def load_full_bias(
+    i, lists, visible, bias_rows, BN: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr, BIAS: gl.constexpr
+):
+    """Return the bias `[64, BN]` of the `i`-th tile as it lies in memory, or 0 where there is none per pair."""
+    TILE: gl.constexpr = 128
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    if BIAS == "full":
+        _, _, _, begin, end, full_begin, full_end, record, _, n, seqlen_k = visible
+        if MASK == "band":
+            first = band_tile(i, begin, end, full_begin, full_end) * BN
+        else:
+            first = list_tile(lists, record, i, n, TILE // BN) * BN
+        column = first + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
+        at = bias_rows[:, None] + column[None, :]
+        if MASKED:  # full tiles end before the keys do
+            added = gl.load(at, mask=(column < seqlen_k)[None, :], other=0.0)
+        else:
+            added = gl.load(at)
+        return added
+    else:
+        return 0
+
+
+@gluon.jit
+def add_bias(s, added, key_bias, scale, BIAS: gl.constexpr):
+    """Return scores with a full bias or one per key, in log2 units; without a bias they stay as they are."""
+    LOG2E: gl.constexpr = 1.4426950408889634
+    if BIAS == "key":
+        s = s * scale + key_bias[None, :]
+    elif BIAS == "full":
+        s = s * scale + added.to(gl.float32) * LOG2E
+    return s
+
+
+@gluon.jit
+def scale_left(scale, BIAS: gl.constexpr):
+    """Return what scores are still to be multiplied by: 1 where `add_bias` has done it."""
+    if BIAS == "none":
+        return scale
+    else:
+        return 1.0
 
 
 @gluon.jit
@@ -114,9 +172,9 @@ def hide(
 
 @gluon.jit
 def advance(
-    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, k_segments, visible,
+    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, k_segments, visible, bias_rows,
     C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-    MASKED: gl.constexpr, HAS_LO: gl.constexpr, SOFTCAP: gl.constexpr,
+    MASKED: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, SOFTCAP: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
     """Add tile `i`, whose P are given, to acc, and compute the P of tile `i + 1`."""
@@ -125,14 +183,19 @@ def advance(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    queries, keys, values, words, piece = smem
+    queries, keys, values, words, biases, piece = smem
     q_full, q_empty, k_full, k_empty, v_full = bars
     b = step % STAGES
     b_next = (step + 1) % STAGES
     k_next = keys.index(b_next).reshape([BN, D]).permute((1, 0))
+    # a full bias is loaded ahead of the product where there are registers for that
+    EARLY: gl.constexpr = BIAS == "full" and D == 64 and bias_rows.dtype.element_ty.primitive_bitwidth == 16
+    if EARLY:
+        added = load_full_bias(i + 1, lists, visible, bias_rows, BN, MASK, MASKED, BIAS)
     mbarrier.wait(k_full.index(b_next), ((step + 1) // STAGES) & 1)
     mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
     hidden = hidden_words(i + 1, step + 1, words, visible[8], C, NC, BN, STAGES, MASK, MASKED)
+    key_bias = stored_bias(step + 1, biases, BN, STAGES, BIAS)
     empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
     s = warpgroup_mma(q, k_next, empty, use_acc=False, is_async=True)
     acc = warpgroup_mma(p, values.index(b).reshape([BN, D]), acc, is_async=True)
@@ -141,9 +204,12 @@ def advance(
     else:
         s, acc = warpgroup_mma_wait(0, deps=(s, acc))
     s = soften(s, softcap, SOFTCAP)
+    if not EARLY:
+        added = load_full_bias(i + 1, lists, visible, bias_rows, BN, MASK, MASKED, BIAS)
+    s = add_bias(s, added, key_bias, scale, BIAS)
     if MASKED:
         s = hide(s, i + 1, hidden, lists, k_segments, visible, BN, MASK, HAS_LO)
-    p, top, total, factor = softmax_next(s, top, total, scale, dtype, not OVERLAP, BN)
+    p, top, total, factor = softmax_next(s, top, total, scale_left(scale, BIAS), dtype, not OVERLAP, BN)
     p = gl.convert_layout(p, LEFT)
     if OVERLAP:
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -162,9 +228,9 @@ def release_queries(turn, q_empty, Q_STAGES: gl.constexpr):
 
 @gluon.jit
 def consume(
-    lse, lists, q_segments, k_segments, o_desc, work, rows, scales,
+    lse, lists, q_segments, k_segments, bias, o_desc, work, rows, scales, bias_places,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, MASK: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
+    Q_STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
     SOFTCAP: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 queries of each piece of work: those from `C * 64` of its tile."""
@@ -180,7 +246,7 @@ def consume(
     PIECE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     PER_TILE: gl.constexpr = TILE // BN
     smem, bars, sizes, band, masks = work
-    queries, keys, values, words, piece = smem
+    queries, keys, values, words, biases, piece = smem
     q_full, q_empty, k_full, k_empty, v_full = bars
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items = sizes
     lo, hi = band
@@ -226,10 +292,11 @@ def consume(
         else:
             n = n_partial + gl.sum(gl.where(slots == 3, parts, 0), 0) * PER_TILE
             masked = n_partial
-            if MASK == "segments":
+            if MASK == "segments" or BIAS == "full":
                 lists_b, lists_h, width, mask_group = masks
                 list_first = batch.to(gl.int64) * lists_b + (h // mask_group).to(gl.int64) * lists_h
                 record = list_first + tile.to(gl.int64) * width
+            if MASK == "segments":
                 if q_segments is None:
                     q_segment = gl.zeros([ROWS], gl.int32, layout=ROW)
                 else:
@@ -243,6 +310,10 @@ def consume(
         own_segments = k_segments
         if MASK == "segments":
             own_segments = k_segments + k_head
+        bias_rows = bias
+        if BIAS == "full":  # rows past the end read the last one and are never written
+            own_bias = bias_of_head(bias, bias_places, batch, h)
+            bias_rows = own_bias + gl.minimum(q_first + row, seqlen_q - 1).to(gl.int64) * bias_places[2]
         visible = (q_lo, q_hi, q_segment, begin, end, full_begin, full_end, record, n_partial, n, seqlen_k)
         acc = gl.zeros([ROWS, D], gl.float32, layout=OUT)
         total = state_of(gl.zeros([ROWS, STATE_COLUMNS], gl.float32, layout=STATE_LAYOUT), STATE_COLUMNS)
@@ -252,25 +323,28 @@ def consume(
             mbarrier.wait(k_full.index(b), (step // STAGES) & 1)
             k_first = keys.index(b).reshape([BN, D]).permute((1, 0))
             hidden = hidden_words(first, step, words, n_partial, C, NC, BN, STAGES, MASK, True)
+            key_bias = stored_bias(step, biases, BN, STAGES, BIAS)
             s = warpgroup_mma(q, k_first, empty, use_acc=False, is_async=True)
             if Q_STAGES > 1:
                 release_queries(turn - 1, q_empty, Q_STAGES)
             s = soften(warpgroup_mma_wait(0, deps=(s,)), softcap, SOFTCAP)
+            added = load_full_bias(first, lists, visible, bias_rows, BN, MASK, True, BIAS)
+            s = add_bias(s, added, key_bias, scale, BIAS)
             s = hide(s, first, hidden, lists, own_segments, visible, BN, MASK, HAS_LO)
             mbarrier.arrive(k_empty.index(b), count=1)
-            p, top, total = softmax_first(s, total, scale, dtype, BN)
+            p, top, total = softmax_first(s, total, scale_left(scale, BIAS), dtype, BN)
             p = gl.convert_layout(p, LEFT)
             tested = gl.minimum(gl.maximum(masked, first + 1), n) - 1
             for i in range(first, tested):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
-                    C, NC, BN, D, STAGES, MASK, True, HAS_LO, SOFTCAP, dtype,
+                    bias_rows, C, NC, BN, D, STAGES, MASK, True, BIAS, HAS_LO, SOFTCAP, dtype,
                 )  # fmt: skip
                 step += 1
             for i in range(tested, n - 1):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
-                    C, NC, BN, D, STAGES, MASK, False, HAS_LO, SOFTCAP, dtype,
+                    bias_rows, C, NC, BN, D, STAGES, MASK, False, BIAS, HAS_LO, SOFTCAP, dtype,
                 )  # fmt: skip
                 step += 1
             b = step % STAGES
@@ -304,17 +378,18 @@ def consume(
 SCALARS = (
     "seqlen_q", "seqlen_k", "H", "kv_group", "heads", "tiles", "group", "items", "lo", "hi", "lse_b", "lse_h",
     "lists_b", "lists_h", "width", "mask_group", "bits_b", "bits_h",
-    "segments_b", "segments_kb", "segments_kh", "segment_group",
+    "segments_b", "segments_kb", "segments_kh", "segment_group", "bias_group",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=SCALARS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, bits_desc, lse, lists, q_segments, k_segments, counter, scale, cap, cap_inner,
+    q_desc, k_desc, v_desc, o_desc, bits_desc, lse, lists, q_segments, k_segments, bias, counter, scale, cap, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, lo, hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
+    bias_b, bias_h, bias_q, bias_group,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    MASK: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
+    MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H)."""
     ROWS: gl.constexpr = 64
@@ -328,6 +403,9 @@ def forward_kernel(
     words = 0
     if MASK == "bits":
         words = gl.allocate_shared_memory(gl.int32, [STAGES * NC, 1, 1, ROWS, TILE // 32], bits_desc.layout)
+    biases = 0
+    if BIAS == "key":
+        biases = gl.allocate_shared_memory(gl.float32, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     piece = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
@@ -338,11 +416,11 @@ def forward_kernel(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=NC)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_full.index(i), count=2 if BIAS == "key" else 1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=NC)
     fence_async_shared()
-    smem = (queries, keys, values, words, piece)
+    smem = (queries, keys, values, words, biases, piece)
     bars = (q_full, q_empty, k_full, k_empty, v_full)
     sizes = (seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items)
     band = (lo, hi)
@@ -350,24 +428,25 @@ def forward_kernel(
     broadcast = (bits_b, bits_h, mask_group)
     scales = (scale, cap, cap_inner)
     work = (smem, bars, sizes, band, masks)
+    bias_places = (bias_b, bias_h, bias_q, bias_group)
     rows = (lse_b, lse_h, segments_b, segments_kb, segments_kh, segment_group)
     if NC == 2:
         gl.warp_specialize([
-            (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 0, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, SOFTCAP, dtype)),
-            (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 1, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, SOFTCAP, dtype)),
-            (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, work, broadcast, BM, BN, STAGES, Q_STAGES, NC,
-                       MASK, HAS_LO, HAS_HI)),
+            (consume, (lse, lists, q_segments, k_segments, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN, D,
+                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, dtype)),
+            (consume, (lse, lists, q_segments, k_segments, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN, D,
+                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, dtype)),
+            (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN,
+                       STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 0, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, SOFTCAP, dtype)),
-            (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 1, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, SOFTCAP, dtype)),
-            (consume, (lse, lists, q_segments, k_segments, o_desc, work, rows, scales, 2, NC, BM, BN, D, STAGES, Q_STAGES,
-                       MASK, HAS_LO, HAS_HI, SOFTCAP, dtype)),
-            (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, work, broadcast, BM, BN, STAGES, Q_STAGES, NC,
-                       MASK, HAS_LO, HAS_HI)),
+            (consume, (lse, lists, q_segments, k_segments, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN, D,
+                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, dtype)),
+            (consume, (lse, lists, q_segments, k_segments, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN, D,
+                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, dtype)),
+            (consume, (lse, lists, q_segments, k_segments, bias, o_desc, work, rows, scales, bias_places, 2, NC, BM, BN, D,
+                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, dtype)),
+            (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN,
+                       STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

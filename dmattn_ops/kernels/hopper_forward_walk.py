@@ -1,6 +1,7 @@
 """What the SM 9.0 forward works on and in which order: pieces of work, the key tiles of each, and the warp that loads them.
 
-`MASK` is "band" (and no mask at all), "bits" or "segments". Constants are local to the functions: a launch compares every
+`MASK` is "band" (and no mask at all), "bits" or "segments"; `BIAS` is "none", "key" (a value per key) or "full" (one per
+query and key). Constants are local to the functions: a launch compares every
 global that a kernel reads, at 2 us each.
 """
 
@@ -83,14 +84,26 @@ def take(item, lists, masks, tiles, heads, group, H, LISTS: gl.constexpr, REVERS
 
 
 @gluon.jit
+def bias_of_head(bias, places, batch, h):
+    """Return where the bias of one batch and query head begins; `places` holds its strides and heads per bias head."""
+    bias_b, bias_h, _, bias_group = places
+    return bias + batch.to(gl.int64) * bias_b + (h // bias_group).to(gl.int64) * bias_h
+
+
+@gluon.jit
 def load_keys(
     k_desc, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, bits_b, bits_h, q_first,
-    NC: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+    biases, key_bias, seqlen_k,
+    NC: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Load key tile `j`, with the mask bits of the block's queries, as step `step` of this block."""
+    """Load key tile `j`, with the mask bits of the block's queries and its bias, as step `step` of this block."""
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
+    LOG2E: gl.constexpr = 1.4426950408889634
     b = step % STAGES
+    if BIAS == "key":  # on its way while the stage becomes free
+        key = j * BN + gl.arange(0, BN, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        added = gl.load(key_bias + key, mask=key < seqlen_k, other=0.0)
     mbarrier.wait(k_empty.index(b), ((step // STAGES) & 1) ^ 1)
     if MASK == "bits":
         mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes + NC * bits_desc.block_type.nbytes)
@@ -100,22 +113,25 @@ def load_keys(
     else:
         mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes)
     tma_load(k_desc, [batch, kv_head, j * BN, 0], k_full.index(b), keys.index(b))
+    if BIAS == "key":
+        biases.index(b).store(added.to(gl.float32) * LOG2E)
+        mbarrier.arrive(k_full.index(b), count=1)
 
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, bits_desc, lists, counter, work, broadcast,
+    q_desc, k_desc, v_desc, bits_desc, lists, counter, bias, work, broadcast, bias_places,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, NC: gl.constexpr,
-    MASK: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
+    MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
 ):  # fmt: skip
-    """Take pieces of work, tell the consumers, load q, k, v and bits.
+    """Take pieces of work, tell the consumers, load q, k, v, bits and the bias of keys.
 
     Release `e` of the consumers (`k_empty`) means: done with k of step e and with v of step e - 1.
     """
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
     smem, bars, sizes, band, masks = work
-    queries, keys, values, words, piece = smem
+    queries, keys, values, words, biases, piece = smem
     q_full, q_empty, k_full, k_empty, v_full = bars
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items = sizes
     lo, hi = band
@@ -147,6 +163,9 @@ def produce(
             tma_load(q_desc, [batch, h, q_first + c * ROWS, 0], q_full.index(slot), queries.index(slot * NC + c))
         mb = batch * bits_b
         mh = h // mask_group * bits_h
+        key_bias = bias
+        if BIAS == "key":
+            key_bias = bias_of_head(bias, bias_places, batch, h)
         j = 0
         j_next = 0
         if n > 0:
@@ -157,7 +176,7 @@ def produce(
                 j = band_tile(0, begin, end, full_begin, full_end)
             load_keys(
                 k_desc, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, mb, mh, q_first,
-                NC, BN, STAGES, MASK,
+                biases, key_bias, seqlen_k, NC, BN, STAGES, MASK, BIAS,
             )  # fmt: skip
         # the next piece, while the first tiles of this one are on their way
         following = items
@@ -176,7 +195,7 @@ def produce(
                     j = band_tile(i + 1, begin, end, full_begin, full_end)
                 load_keys(
                     k_desc, bits_desc, keys, words, k_full, k_empty, step + 1, j, batch, kv_head, mb, mh, q_first,
-                    NC, BN, STAGES, MASK,
+                    biases, key_bias, seqlen_k, NC, BN, STAGES, MASK, BIAS,
                 )  # fmt: skip
             b = step % STAGES
             if step >= STAGES:

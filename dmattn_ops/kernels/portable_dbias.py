@@ -22,7 +22,11 @@ from dmattn_ops.kernels.portable_arguments import (
     Extent,
     broadcast_stride,
     ceil_div,
+    extent,
     mask_arguments,
+    row_strides,
+    rows_are_aligned,
+    shared_arguments,
 )
 from dmattn_ops.kernels.portable_primitives import (
     HEADER,
@@ -35,7 +39,7 @@ from dmattn_ops.kernels.portable_primitives import (
     store_block,
 )
 from dmattn_ops.kernels.portable_queries import step_gradient
-from dmattn_ops.problem import Tiles
+from dmattn_ops.problem import Options, Tiles
 
 ENTRIES = 128  # entries of a list that are marked at once
 
@@ -281,6 +285,31 @@ def mark_tiles(tiles: Tensor, key_tiles: int) -> Tensor:
 
 def _empty_states(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_zeros(shape, dtype=torch.int8)
+
+
+def recompute_dbias(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    tiles: Tiles,
+    options: Options,
+    log_sum: Tensor,
+    delta: Tensor,
+    dbias: Tensor,
+    config: PortableBackward,
+) -> None:
+    """Write dbias `[B|1, H|Hkv|1, Sq, Sk]` beside kernels that leave it out.
+
+    log_sum and delta `[B, H, Sq]` are the rows' lse in base 2 and delta, +inf and 0 in empty rows.
+    """
+    size = extent(query, key, None)
+    aligned = rows_are_aligned(query, key, value, grad_out)
+    arguments = shared_arguments(query, key, value, bias, tiles, None, None, options, size)
+    arguments |= {"grad_out": grad_out, **row_strides("grad_out", grad_out), "log_sum": log_sum, "delta": delta}
+    arguments["ALIGNED"] = aligned
+    broadcast_dbias(arguments, tiles, size, dbias, config.for_call(aligned, True))
 
 
 def broadcast_dbias(

@@ -201,7 +201,7 @@ def test_nan_behind_the_ends_never_arrives() -> None:
 
 def test_refusals_name_every_reason() -> None:
     query, key, value = (draw(1, 64, 2, 64).float() for _ in range(3))
-    call = (query, key, value, query, Tiles(k_segments=query), None, None, Options(0, 0, -1.0, 0.0, 0.5, False))
+    call = (query, key, value, None, Tiles(k_segments=query), None, None, Options(0, 0, -1.0, 0.0, 0.5, False))
     reasons = hopper_forward.refusals(*call)
-    assert len(reasons) == 5
+    assert len(reasons) == 4
     assert any("float32" in reason for reason in reasons)

@@ -1,0 +1,50 @@
+"""What the launchers of the SM 9.0 kernels pass alike: the numbers of scores and of a bias."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from dmattn_ops.kernels.launch import computed, workspace
+from dmattn_ops.kernels.portable_arguments import bias_arguments, bias_kind
+from dmattn_ops.problem import Options
+
+LOG2E = 1.4426950408889634
+
+
+def score_factors(options: Options) -> tuple[float, float]:
+    """Return what products are multiplied by, and the soft cap or 0, both in log2 units.
+
+    With a cap the products become an exponent: cap * tanh(x) = cap - 2 cap / (exp2(product * factor) + 1).
+    """
+    scale, cap = options.softmax_scale, options.softcap
+    return (2.0 * LOG2E * scale / cap, cap * LOG2E) if cap else (scale * LOG2E, 0.0)
+
+
+def bias_places(bias: Tensor | None, heads: int) -> tuple[int, int, int, int]:
+    """Return a bias's strides of batch, head and query, and how many query heads read one of its heads."""
+    known = bias_arguments(bias, heads)
+    return known["bias_b"], known["bias_h"], known["bias_q"], known["bias_group"]
+
+
+def is_whole(bias: Tensor | None, query: Tensor) -> bool:
+    """Return whether a bias has an element for every score; the portable kernels write its gradient as they go."""
+    return bias_kind(bias) == "full" and bias.shape[:2] == (query.shape[0], query.shape[-2])  # type: ignore[union-attr]
+
+
+def room_for_key_sums(bias: Tensor | None, query: Tensor, seqlen_k: int) -> Tensor | None:
+    """Return room `[B, H, Sk]` for the sums of dS over the queries of each head, where the bias is one per key."""
+    if bias_kind(bias) != "key":
+        return None
+    return workspace(query, query.shape[0], query.shape[2], seqlen_k)
+
+
+def unpadded_statistics(stats: Tensor, batch: int, heads: int, rows: int, seqlen_q: int) -> list[Tensor]:
+    """Return lse in bits and delta `[B, H, Sq]` of a workspace that begins with both, `rows` for each head."""
+    return [computed(_unpadded, stats, part, (batch, heads, rows), seqlen_q) for part in range(2)]
+
+
+def _unpadded(stats: Tensor, part: int, shape: tuple[int, int, int], seqlen_q: int) -> Tensor:
+    size = math.prod(shape)
+    return stats.view(-1)[part * size : (part + 1) * size].view(shape)[:, :, :seqlen_q].contiguous()

@@ -1,0 +1,133 @@
+"""From products of queries and keys to probabilities in the SM 9.0 backward kernels: a bias, its gradient, a soft cap."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dmattn_ops.kernels.gluon_compat import warpgroup_mma, warpgroup_mma_wait
+
+NO_BIAS = gl.constexpr(0)
+KEY_BIAS = gl.constexpr(1)  # one value per key
+FULL_BIAS = gl.constexpr(2)  # one per query and key
+BIAS_KINDS = {"none": 0, "key": 1, "full": 2}  # for launchers
+
+
+class Bias(NamedTuple):
+    """A bias at one batch, and where the sums of dS `[H, Sk]` of a bias per key go."""
+
+    start: Any  # query 0 and key 0 of head 0
+    head: Any  # stride of heads
+    group: Any  # query heads that read one head of the bias
+    query: Any  # stride of queries, of a full bias
+    factor: Any  # 1 / scale, so that a full bias can be added before the scale is applied
+    sums: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+
+@gluon.jit
+def head_of(bias, head):
+    """Return where the bias of a query head begins."""
+    return bias.start + (head // bias.group).to(gl.int64) * bias.head
+
+
+@gluon.jit
+def finite_or_lowest(bias):
+    """Return a bias with NaN and +inf as -inf.
+
+    They would reach dk and dv through queries past the end, whose lse of +inf makes P 0 otherwise, although no query may
+    see them; where one does, its lse is NaN.
+    """
+    return gl.where(bias < float("inf"), bias, float("-inf"))
+
+
+@gluon.jit
+def load_key_bias(bias, head, keys, BIAS: gl.constexpr):
+    """Return the bias of `keys` for a query head in log2 units, as the scores are; without one per key anything."""
+    LOG2E: gl.constexpr = 1.4426950408889634
+    if BIAS == KEY_BIAS:
+        added = gl.load(head_of(bias, head) + keys, mask=keys < bias.seqlen_k, other=0.0)
+        return finite_or_lowest(added.to(gl.float32)) * LOG2E
+    else:
+        return keys
+
+
+@gluon.jit
+def step_bias(bias, head, key_bias, keys, queries, BIAS: gl.constexpr):
+    """Return what a step adds to its scores: `key_bias`, or a full bias of `keys` and `queries`, one of them a column.
+
+    A full bias is in the units of the products before the scale (see `first_scores`).
+    """
+    if BIAS == FULL_BIAS:
+        inside = (keys < bias.seqlen_k) & (queries < bias.seqlen_q)
+        at = head_of(bias, head) + queries.to(gl.int64) * bias.query + keys
+        return finite_or_lowest(gl.load(at, mask=inside, other=0.0).to(gl.float32)) * bias.factor
+    else:
+        return key_bias
+
+
+@gluon.jit
+def first_scores(added, N: gl.constexpr, BIAS: gl.constexpr):
+    """Return what the products of scores `[64, N]` are added to: a full bias, which so takes no registers of its own."""
+    if BIAS == FULL_BIAS:
+        return added
+    else:
+        return gl.zeros([64, N], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
+
+
+@gluon.jit
+def probabilities(s, lse, key_bias, scales, BIAS: gl.constexpr, SOFTCAP: gl.constexpr):
+    """Return (P, derivative of the soft cap) from products `s`, and lse and the bias of the keys in log2 units.
+
+    `scales` begins with the factor of `s`, and the cap in log2 units. Without a cap the derivative is 1.
+    """
+    factor, cap, _ = scales
+    slope = 1.0
+    if SOFTCAP:  # as the forward computes it: tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        share = 1.0 / (gl.exp2(s * factor) + 1.0)
+        slope = 4.0 * share * (1.0 - share)
+        s = cap - 2.0 * cap * share - lse
+    else:
+        s = s * factor - lse
+    if BIAS == KEY_BIAS:
+        s = s + key_bias
+    return gl.exp2(s), slope
+
+
+@gluon.jit
+def no_key_sums():
+    """Return sums of dS `[64, 8]` of 64 keys before the first query; all columns are the same."""
+    return gl.zeros([64, 8], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+
+
+@gluon.jit
+def add_key_sums(sums, ds, ones, BIAS: gl.constexpr):
+    """Start adding dS `[64, queries]` to the sums of its keys, as a product with ones `[1, 8, queries]`.
+
+    Additions would take registers, which are what a step has least of: they cost 45% (D 64) and 16% (D 128) of its time
+    where the product costs 6% (H200, 2026-11).
+    """
+    if BIAS == KEY_BIAS:
+        SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+        ds = gl.convert_layout(ds, gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
+        sums = warpgroup_mma(ds, ones.permute((1, 0)), sums, is_async=True)
+    return sums
+
+
+@gluon.jit
+def finish_key_sums(sums, BIAS: gl.constexpr):
+    """Wait for `add_key_sums`, and for every product before it."""
+    if BIAS == KEY_BIAS:
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+    return sums
+
+
+@gluon.jit
+def store_key_sums(bias, head, keys, sums, BIAS: gl.constexpr):
+    """Write the sums of dS of `keys` over the queries of a head."""
+    if BIAS == KEY_BIAS:
+        sums = gl.convert_layout(sums, keys.type.layout)
+        gl.store(bias.sums + head.to(gl.int64) * bias.seqlen_k + keys, sums, mask=keys < bias.seqlen_k)
