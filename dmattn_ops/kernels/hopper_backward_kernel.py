@@ -306,7 +306,8 @@ def consumer(
     q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones = shared
     q_full, made, read, kv_full, cleared, dq_empties = signals
     dk_desc, dv_desc = maps
-    scale, (scale_log2, cap) = scales
+    scale, factors = scales
+    scale_log2, cap = factors
     scales = (scale_log2, cap, -1.0 / scale_log2)
     seqlen_q, seqlen_k, band_lo, band_hi = limits
     bits, bits_row, q_segments, k_segments = mask
