@@ -26,9 +26,14 @@ ALLOWED = {
     "d128 full": 8, "d128 causal": 20, "d128 window": 40, "d128 bits": 4, "d128 segments": 140, "d128 window segments": 148,
     "d256 full": 20, "d256 causal": 28, "d256 window": 192, "d256 softcap": 32, "d256 bits": 12, "d256 segments": 120,
     "d256 window segments": 136,
+    "d64 segments key-bias": 24, "d128 full key-bias": 16,
+    "d128 causal key-bias": 8, "d128 softcap key-bias": 32, "d128 bits key-bias": 60, "d128 segments key-bias": 348,
+    "d128 full full-bias": 36, "d128 bits full-bias": 216, "d256 full key-bias": 52, "d256 causal key-bias": 20,
+    "d256 softcap key-bias": 56, "d256 bits key-bias": 56, "d256 segments key-bias": 260, "d256 full full-bias": 132,
+    "d256 bits full-bias": 264,
 }  # fmt: skip
-QUICK = ("d64 causal", "d128 full", "d128 bits", "d256 causal")
-EVERY = tuple(f"d{dim} {kind}" for dim in (64, 128, 256) for kind in KINDS)
+QUICK = ("d64 causal", "d128 full", "d128 bits", "d256 causal", "d64 causal key-bias", "d128 bits key-bias")
+EVERY = tuple(f"d{dim} {kind}" for dim in (64, 128, 256) for kind in KINDS if dim != 64 or "full-bias" not in kind)
 CASES = EVERY if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
 
 

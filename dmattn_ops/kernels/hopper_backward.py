@@ -85,6 +85,11 @@ def _mask_arguments(tiles: Tiles, unused: Tensor, heads: int, kv_heads: int) -> 
     return 2, q_segments is not None, (lists, unused, queries, k_segments, *of_lists, 0, 0, 0, 0, *of_segments)
 
 
+def _in_two_phases(config: HopperBackward, options: Options) -> bool:
+    """Return which order of a step: the other divides by the scale, and has no registers for the slope of a soft cap."""
+    return config.variant == "two_phase" or options.softcap > 0.0 or options.softmax_scale == 0.0
+
+
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -141,10 +146,7 @@ def backward(
         BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
         PARTIAL=kind != 0 or has_lo or has_hi or seqlen_k % block_n != 0,
         BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=has_lo, HAS_Q_SEG=has_q_segments,
-        GROUPED=heads != kv_heads, ORDERED=options.deterministic,
-        # the other order divides by the scale, and has no registers for the slope of a soft cap
-        TWO_PHASE=config.variant == "two_phase" or options.softcap > 0.0 or options.softmax_scale == 0.0,
-        num_warps=4,
+        GROUPED=heads != kv_heads, ORDERED=options.deterministic, TWO_PHASE=_in_two_phases(config, options), num_warps=4,
     )  # fmt: skip
     finished = (accumulator, dq, *dq.stride()[:3], options.softmax_scale, seqlen_q, heads, rows, dim)
     launch(finish_kernel, (pieces,), *finished, SPLIT_D=tile_d == 128, num_warps=4)

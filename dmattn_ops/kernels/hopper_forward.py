@@ -43,6 +43,8 @@ def refusals(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not mappable(tensor):
             reasons.append(f"{name} is not aligned to 16 bytes in memory and strides")
+    if bias_kind(bias) == "full" and head_tile(dim) == 64:
+        reasons.append("takes no bias with queries for heads of 64: the portable kernel is faster")
     if options.dropout_p > 0.0:
         reasons.append("takes no dropout")
     if options.softmax_scale <= 0.0:

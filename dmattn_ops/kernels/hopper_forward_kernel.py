@@ -188,10 +188,6 @@ def advance(
     b = step % STAGES
     b_next = (step + 1) % STAGES
     k_next = keys.index(b_next).reshape([BN, D]).permute((1, 0))
-    # a full bias is loaded ahead of the product where there are registers for that
-    EARLY: gl.constexpr = BIAS == "full" and D == 64 and bias_rows.dtype.element_ty.primitive_bitwidth == 16
-    if EARLY:
-        added = load_full_bias(i + 1, lists, visible, bias_rows, BN, MASK, MASKED, BIAS)
     mbarrier.wait(k_full.index(b_next), ((step + 1) // STAGES) & 1)
     mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
     hidden = hidden_words(i + 1, step + 1, words, visible[8], C, NC, BN, STAGES, MASK, MASKED)
@@ -204,8 +200,7 @@ def advance(
     else:
         s, acc = warpgroup_mma_wait(0, deps=(s, acc))
     s = soften(s, softcap, SOFTCAP)
-    if not EARLY:
-        added = load_full_bias(i + 1, lists, visible, bias_rows, BN, MASK, MASKED, BIAS)
+    added = load_full_bias(i + 1, lists, visible, bias_rows, BN, MASK, MASKED, BIAS)
     s = add_bias(s, added, key_bias, scale, BIAS)
     if MASKED:
         s = hide(s, i + 1, hidden, lists, k_segments, visible, BN, MASK, HAS_LO)

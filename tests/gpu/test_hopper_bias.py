@@ -43,7 +43,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def run(taken: list[str], dim: int, backward: str | None = None, **changes) -> None:
     """Compare one problem with the oracle, the third time from its plan, and see that SM 9.0 kernels took it."""
     check(replace(GROUPED, **({"dim": dim, "dim_v": dim} | changes)), "cuda", repeats=3)
-    assert set(taken[::2]) == {"hopper"}
+    slow = dim == 64 and "q" in changes.get("bias_shape", "")  # each pair's own bias, too slow there
+    assert set(taken[::2]) == {"portable" if slow else "hopper"}
     assert set(taken[1::2]) == {backward or ("hopper" if dim <= 128 else "hopper256")}
 
 
@@ -118,7 +119,7 @@ def test_keys_at_minus_infinity_are_hidden(dim: int) -> None:
 @pytest.mark.parametrize("softcap", [3.0, 30.0])
 @pytest.mark.parametrize(("dim", "shape"), [(64, None), (64, "bk"), (128, None), (128, "bk"), (256, None)])
 def test_a_soft_cap_and_its_derivative(taken, dim: int, shape: str | None, softcap: float) -> None:
-    bias = {"bias": shape is not None, "bias_shape": shape or "bhq"}
+    bias = {"bias": shape is not None, "bias_shape": shape or ""}
     run(taken, dim, softcap=softcap, magnitude=3.0, is_causal=True, **bias)
     taken.clear()
     run(taken, dim, softcap=softcap, magnitude=3.0, mask="random", mask_shape="bkq", heads=2, **bias)
