@@ -55,6 +55,11 @@ SPILLS = (
     (r"SM8.0 .* portable D(64|256) 16-bit", 112, "compiled only; the next smaller blocks halve the keys of a step"),
     (r"SM10.0 .* portable D128 16-bit", 48, "compiled only; the next smaller blocks halve the keys of a step"),
     (r"SM12.0 .* portable D(32|64|128) 16-bit", 16, "blocks of SM 8.6, which another assembler gives a few words less"),
+    (
+        r"SM(8.0|8.6|8.9|12.0) .*portable D(64|128) 16-bit block_m=(128 block_n=(64|128)|(32|64) block_n=64)",
+        188,
+        "compiled only: tiers by keys that the cost model ranks first, which counts spilled bytes (cost.py)",
+    ),
     (r"32-bit .* causal float32", 16, "IEEE products take no tensor cores; a word or four around the loop"),
 )
 # Where ptxas may serialize wgmma (C7510 to C7515), and why.
@@ -100,9 +105,7 @@ def test_shared_memory_fits_every_architecture():
 
 
 def test_nothing_spills_but_what_is_named_with_a_reason():
-    spilled = [
-        line for line in lines() if line[-1].spill_bytes > allowed_spills(*line[1:4]) * (1 + (line[0] != OLDEST))
-    ]
+    spilled = [line for line in lines() if line[-1].spill_bytes > allowed_spills(*line[1:4])]
     assert not spilled
 
 
