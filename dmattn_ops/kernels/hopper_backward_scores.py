@@ -82,9 +82,10 @@ def first_scores(added, N: gl.constexpr, BIAS: gl.constexpr):
 def probabilities(s, lse, key_bias, scales, BIAS: gl.constexpr, SOFTCAP: gl.constexpr):
     """Return (P, derivative of the soft cap) from products `s`, and lse and the bias of the keys in log2 units.
 
-    `scales` holds the factor of `s`, and the cap in log2 units. Without a cap the derivative is 1.
+    `scales` begins with the factor of `s`, and the cap in log2 units. Without a cap the derivative is 1.
     """
-    factor, cap = scales
+    factor = scales[0]
+    cap = scales[1]
     slope = 1.0
     if SOFTCAP:  # as the forward computes it: tanh(x) = 1 - 2 / (exp(2 x) + 1)
         share = 1.0 / (gl.exp2(s * factor) + 1.0)

@@ -108,7 +108,7 @@ def step(
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
     q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s, ones = tiles
     q_full, made, read, dq_empty = barriers
-    scale_log2, cap, unscale = scales
+    scale_log2, _, unscale = scales
     zero_s = gl.zeros([64, BM], gl.float32, layout=SL)
     zero_q = gl.zeros([64, 64], gl.float32, layout=QL)
     b = i & 1
@@ -130,7 +130,7 @@ def step(
         s = first_scores(bias, BM, BIAS)
         s = warpgroup_mma(k_c, q.permute((1, 0)), s, use_acc=BIAS == FULL_BIAS, is_async=True)
         dp, s = warpgroup_mma_wait(0, deps=(dp, s))
-        p, slope = probabilities(s, lse[None, :], bias, (scale_log2, cap), BIAS, SOFTCAP)
+        p, slope = probabilities(s, lse[None, :], bias, scales, BIAS, SOFTCAP)
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, SL)
         pa = gl.convert_layout(p.to(dtype), PA)
         if SOFTCAP:  # now, so that the slope takes no registers during the product
