@@ -19,7 +19,14 @@ Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 MARKED = re.compile(r"(<!-- results: (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-NAMES = {"dmattn": "dmattn_ops", "fa4": "FA4", "cudnn": "cuDNN", "flex": "flex_attention", "sdpa": "SDPA"}
+NAMES = {
+    "dmattn": "dmattn_ops",
+    "dmattn-unmasked": "without the mask",
+    "fa4": "FA4",
+    "cudnn": "cuDNN",
+    "flex": "flex_attention",
+    "sdpa": "SDPA",
+}
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -64,7 +71,7 @@ def dense_table(rows: list[Row]) -> str:
             for part in ("forward_tflops", "backward_tflops")
         )
         means.append(" / ".join(f"{ratio:.2f}" for ratio in ratios))
-    lines.append(["dmattn_ops is faster by (geometric mean)", "", *means])
+    lines.append(["dmattn_ops / this one (geometric mean)", "", *means])
     return _table([f"{unit} forward / backward", *(NAMES[name] for name in names)], lines)
 
 
