@@ -1,10 +1,11 @@
-"""What a call costs besides its kernels: host time of a tiny call, memory of a large one, and reading a dense mask.
+"""What a call costs besides its main kernels: host time, memory, and the kernels that only move bytes.
 
 Host time is that of a forward and backward at B1 S128 H1 D64, without a mask and with a prepared one (torch's SDPA gets
 it as a tensor), eager and (on a GPU) compiled with CUDA graphs: many calls in a row and no synchronisation between
 them, `call_us` until the last one returned, `done_us` until the device was through as well. Memory is the peak of a
-forward and backward beyond inputs, outputs, gradients and what is saved for the backward. The mask's rate counts its
-bytes once and is compared with a device-to-device copy, which counts bytes read and written.
+forward and backward beyond inputs, outputs, gradients and what is saved for the backward. Rates of bytes are compared with
+a device-to-device copy, which counts bytes read and written: packing a dense mask counts the mask once, the kernels before
+and after the backward's main kernel (statistics with a zeroed accumulator, conversion of dq) what they read and write.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import dmattn_ops
 from patterns import make_mask
 from peers import IMPLEMENTATIONS, Problem, Run
 from table import Row, default_output, parser
-from timing import Gauge, interleaved, write_results
+from timing import Gauge, interleaved, kernels_ms, write_results
 
 PEERS = ("dmattn", "sdpa")
 
@@ -115,6 +116,37 @@ def memory_row(name: str) -> Row:
     }
 
 
+ROW_KERNELS = ("prepare_kernel", "finish_kernel")
+
+
+def row_kernel_rows(gauge: Gauge) -> list[Row]:
+    """Return the rates of the kernels around the SM 9.0 backward, as the profiler times them, and of a copy."""
+    problem = Problem("rows B4 H32 S8192 D128", 4, 32, 8192, 128, causal=True)
+    run = IMPLEMENTATIONS["dmattn"](problem)
+    assert run.backward is not None
+    rows = problem.batch * problem.heads * problem.seqlen
+    moved = {  # two bfloat16 rows and lse in, two statistics and a float32 row out; a float32 row in, a bfloat16 row out
+        "prepare_kernel": rows * (2 * 2 * problem.dim + 4 + 8 + 4 * problem.dim),
+        "finish_kernel": rows * (4 + 2) * problem.dim,
+    }
+    source = torch.empty(rows * problem.dim * 4, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copied = interleaved({"copy": lambda: target.copy_(source)}, "cuda", gauge=gauge, timer=kernels_ms)["copy"].median
+    copy_rate = 2 * source.nbytes / copied / 1e6
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(10):
+            run.backward()
+        torch.cuda.synchronize()
+    found = []
+    for name in ROW_KERNELS:
+        times = [event.device_time for event in profile.events() if event.name.startswith(name)]
+        if times:  # not on other architectures
+            rate = moved[name] / statistics.median(times) / 1e3
+            row = {"case": problem.case, "implementation": name, "gigabytes_per_s": round(rate, 1)}
+            found.append({**row, "copy_gigabytes_per_s": round(copy_rate, 1), "of_copy": round(rate / copy_rate, 3)})
+    return found
+
+
 def mask_row(device: str, rounds: int, gauge: Gauge) -> Row:
     """Compare the rate at which a dense mask is read and packed with that of a copy."""
     seqlen = 8192 if device == "cuda" else 2048
@@ -122,7 +154,7 @@ def mask_row(device: str, rounds: int, gauge: Gauge) -> Row:
     target = torch.empty_like(mask)
     functions: dict[str, Callable[[], object]]
     functions = {"prepare": functools.partial(dmattn_ops.prepare_mask, mask), "copy": lambda: target.copy_(mask)}
-    samples = interleaved(functions, device, rounds=rounds, gauge=gauge)
+    samples = interleaved(functions, device, rounds=rounds, gauge=gauge, timer=kernels_ms)
     rate, copy = mask.nbytes / samples["prepare"].median / 1e6, 2 * mask.nbytes / samples["copy"].median / 1e6
     return {
         "case": f"mask B1 H8 S{seqlen}",
@@ -135,13 +167,14 @@ def mask_row(device: str, rounds: int, gauge: Gauge) -> Row:
 
 
 def main(arguments: list[str]) -> list[Row]:
-    """Measure all three, print and write them."""
+    """Measure all of it, print and write it."""
     options = parser(__doc__).parse_args(arguments)
     gauge = Gauge()
     rows = host_rows(options.device, options.rounds)
     rows.append(mask_row(options.device, options.rounds, gauge))
     if options.device == "cuda":
         rows += [memory_row(name) for name in PEERS]
+        rows += row_kernel_rows(gauge)
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     write_results(options.output or default_output(options.device, "overhead"), rows, options.device, gauge)
