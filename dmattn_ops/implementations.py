@@ -5,7 +5,6 @@ Parameters are those of the schemas in `ops.py`, in their order; `call` is what 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -180,20 +179,10 @@ def _backward(
     _launch(query, dispatch.backward, *saved, _tiles(read), read.seed, varlen, read.options, *grads_or_none)
 
 
-class _Thread(threading.local):
-    """What a thread has been through."""
-
-    has_context = False
-
-
-_thread = _Thread()
-
-
 def _launch(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
     """Launch with the device of `on` as the current one: Triton launches on whichever that is."""
-    if on.is_cuda and not _thread.has_context:
-        torch.cuda.is_current_stream_capturing()  # gives this thread CUDA's context, which tensor maps are encoded in
-        _thread.has_context = True
+    if on.is_cuda:
+        plans.enter_thread()
     if on.is_cuda and on.get_device() != torch.cuda.current_device():
         with torch.cuda.device(on.device):
             launch(*arguments)

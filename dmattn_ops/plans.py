@@ -7,6 +7,7 @@ call, and what the environment and torch's switches say. No tensor is kept. Plan
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,26 @@ _Tensors = tuple[Tensor | None, ...]
 _Computation = Callable[..., tuple[Tensor, ...]]
 
 
+class _Thread(threading.local):
+    """What a thread has been through."""
+
+    has_context = False
+
+
+_thread = _Thread()
+
+
+def enter_thread() -> None:
+    """Give this thread CUDA's context, which tensor maps are encoded in.
+
+    The runtime does so at a thread's first call that needs one: memory out of torch's cache is none, nor are launches
+    through the driver.
+    """
+    if not _thread.has_context:
+        torch.cuda.is_current_stream_capturing()
+        _thread.has_context = True
+
+
 class Origin(NamedTuple):
     """What a backward finds its plan by without looking at every tensor again: the plan of its forward."""
 
@@ -40,6 +61,7 @@ class Origin(NamedTuple):
         Tensors at the addresses of the forward's are taken for the forward's own: autograd has checked their versions.
         What a hook made of them lies elsewhere, and gets the usual closer look.
         """
+        enter_thread()
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in saved]
         if addresses != self.addresses or environment.profiles_backward():
             return None
@@ -70,6 +92,7 @@ def planned(function: _Computation, layout: Any) -> Callable[..., tuple[Any, Ori
         on = arguments[1] if arguments[0] is None else arguments[0]
         if not may_repeat(on) or (environment.profiles_backward() and name.endswith("backward")):
             return function(*arguments), None
+        enter_thread()
         tensors, numbers = layout.split(arguments)
         found = key(name, tensors, numbers)
         plan = _plans.get(found)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,24 @@ def test_the_check_notices_a_small_error(result: int, monkeypatch: pytest.Monkey
         check(Problem(seqlen_q=64, seqlen_k=64, heads=2))
 
 
+def test_a_gradient_that_cancels_gets_the_room_of_its_rounding_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few keys that have all the weight, dS is the small difference of dP and a delta that out's dtype rounds."""
+    usual = Problem(
+        seed=103534, dtype="bfloat16", seqlen_q=2, seqlen_k=256, dim=233, dim_v=128, bias=True, bias_shape="bhq",
+        is_causal=True, causal_from="top_left",
+    )  # fmt: skip
+    problem = replace(usual, magnitude=3.0)
+    assert check(problem) and not check(usual)
+    correct = dmattn_ops.flash_dmattn_func
+
+    def with_wrong_gradients(query: torch.Tensor, *rest: object, **keywords: object) -> object:
+        return correct(10 * query - 9 * query.detach(), *rest, **keywords)
+
+    monkeypatch.setattr(dmattn_ops, "flash_dmattn_func", with_wrong_gradients)
+    with pytest.raises(AssertionError, match="with the rounding of out"):
+        check(problem)
+
+
 def test_shrink_keeps_what_makes_a_problem_fail() -> None:
     problem = Problem(
         seed=5, batch=3, heads=4, heads_k=2, seqlen_q=200, seqlen_k=100, softcap=5.0, is_causal=True, bias=True
@@ -67,7 +86,7 @@ def test_a_worker_that_dies_costs_its_problem_only(
 
     monkeypatch.setattr(workers, "_command", command)
     monkeypatch.setattr(workers.Prober, "__call__", lambda self, problem: self.unusable and problem.seqlen_k > 50)
-    assert workers.run(range(1, 11), "cpu", 1, jobs=2) == 2
+    assert workers.run(range(1, 11), "cpu", 1, jobs=2) == (2, 0)
     printed = capfd.readouterr().out
     assert "FAILED seed 4: its process ended with -6" in printed and "FAILED seed 7: CUDA error" in printed
 
@@ -76,7 +95,7 @@ def test_a_worker_that_is_silent_is_killed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(workers, "_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
     monkeypatch.setattr(workers, "SILENCE", 0.5)
     monkeypatch.setattr(workers.Prober, "__call__", lambda self, problem: False)
-    assert workers.run(range(1), "cpu", 1, jobs=1) == 1
+    assert workers.run(range(1), "cpu", 1, jobs=1) == (1, 0)
 
 
 def test_candidates_run_in_new_processes_once_cuda_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:

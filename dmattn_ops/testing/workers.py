@@ -16,7 +16,7 @@ from dmattn_ops.testing.problem import KERNELS, Problem, draw
 SILENCE = 300.0  # seconds without a line after which a worker is taken to hang
 ALONE = 120.0  # seconds that one problem may take in a process of its own
 REPORTED = 100  # problems between two lines of progress
-_BEGIN, _FAILED, _ALIVE = "begin ", "FAILED ", "shrinking"
+_BEGIN, _CANCELLED, _FAILED, _ALIVE = "begin ", "cancelled", "FAILED ", "shrinking"
 _ALONE = """
 import sys
 from dmattn_ops.testing import Problem
@@ -60,7 +60,8 @@ def work(seeds: range, device: str, repeats: int) -> int:
         print(f"{_BEGIN}{seed}", flush=True)
         problem = draw(seed, device)
         try:
-            check(problem, device, repeats)
+            if check(problem, device, repeats):
+                print(_CANCELLED, flush=True)
         except Exception as error:
             unusable = breaks_the_context(error)
             prober = Prober(device, unusable)
@@ -86,6 +87,7 @@ class _Tally:
 
     cases: int
     begun: int = 0
+    cancelled: int = 0
     failures: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -95,14 +97,20 @@ class _Tally:
             if self.begun % REPORTED == 0:
                 print(f"{self.begun} of {self.cases}, {self.failures} failed", flush=True)
 
+    def cancel(self) -> None:
+        with self.lock:
+            self.cancelled += 1
+
     def fail(self, line: str) -> None:
         with self.lock:
             self.failures += 1
             print(line, flush=True)
 
 
-def run(seeds: range, device: str, repeats: int, jobs: int) -> int:
-    """Check the problems of `seeds` in `jobs` processes; print those that fail, return how many.
+def run(seeds: range, device: str, repeats: int, jobs: int) -> tuple[int, int]:
+    """Check the problems of `seeds` in `jobs` processes and print those that fail.
+
+    Return how many failed, and how many were over the budget by what rounding leaves of a sum that cancels.
 
     Every process takes each `jobs`-th seed. On a GPU, `jobs` is lowered to a divisor of `KERNELS`: then no two processes
     compile the same kernels (see `draw`).
@@ -113,7 +121,7 @@ def run(seeds: range, device: str, repeats: int, jobs: int) -> int:
     shares = [seeds[first::jobs] for first in range(min(jobs, len(seeds)))]
     with ThreadPoolExecutor(max(1, len(shares))) as pool:
         list(pool.map(lambda share: _supervise(share, device, repeats, jobs, tally), shares))
-    return tally.failures
+    return tally.failures, tally.cancelled
 
 
 def _supervise(seeds: range, device: str, repeats: int, jobs: int, tally: _Tally) -> None:
@@ -128,6 +136,8 @@ def _supervise(seeds: range, device: str, repeats: int, jobs: int, tally: _Tally
                 if line.startswith(_BEGIN):
                     begun, failed = begun + 1, False
                     tally.begin()
+                elif line.startswith(_CANCELLED):
+                    tally.cancel()
                 elif line.startswith(_FAILED):
                     failed = True
                     tally.fail(line.rstrip())

@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import dmattn_ops
+from dmattn_ops.testing.oracle import relative_error
 from tests import call_inputs
 
 pytestmark = pytest.mark.gpu
@@ -117,12 +118,17 @@ def test_backward_may_run_in_another_thread():
 def test_views_give_what_their_copies_give(deterministic):
     """Storage offsets, odd strides and expanded heads: those that TMA cannot address go to other kernels."""
     call = functools.partial(attention, deterministic=deterministic)
-    wide = torch.randn(2, 300, 9, 67, device="cuda", dtype=torch.bfloat16)
-    for view in (wide[:, 3:259, 1:5, 2:66], wide[:, :256, :4, :64], wide[:, 1:257, :1, :64].expand(-1, -1, 4, -1)):
-        views = [view.detach().requires_grad_() for _ in range(3)]
-        copies = [view.detach().contiguous().requires_grad_() for _ in range(3)]
+    wide = torch.randn(3, 2, 300, 9, 67, device="cuda", dtype=torch.bfloat16)
+    for of in (
+        lambda t: t[:, 3:259, 1:5, 2:66],
+        lambda t: t[:, :256, :4, :64],
+        lambda t: t[:, 1:257, :1, :64].expand(-1, -1, 4, -1),
+    ):
+        views = [of(tensor).detach().requires_grad_() for tensor in wide]
+        copies = [of(tensor).detach().contiguous().requires_grad_() for tensor in wide]
         actual, expected = out_and_gradients(call, views), out_and_gradients(call, copies)
-        torch.testing.assert_close(actual, expected, **TOLERANCE)
+        for name, of_view, of_copy in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+            assert relative_error(of_view, of_copy.double()) < 1e-2, name  # as kernels that round differently
 
 
 def test_packed_inputs_are_not_copied_and_have_one_gradient():
