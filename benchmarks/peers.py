@@ -163,15 +163,25 @@ def cudnn(problem: Problem) -> Run:
     if problem.device != "cuda":
         raise Unavailable("cuDNN needs CUDA")
     if problem.mask is not None:
-        raise Unavailable("cuDNN has no bool mask; its additive one is not compared here")
+        raise Unavailable("cuDNN has no bool mask; torch hands it an additive one, see sdpa")
+    return _sdpa_by(SDPBackend.CUDNN_ATTENTION, problem)
+
+
+def sdpa_efficient(problem: Problem) -> Run:
+    """Run the memory-efficient kernel through torch: until torch chose cuDNN, what SDPA ran with a mask."""
+    if problem.device != "cuda" or problem.grouped:
+        raise Unavailable("the memory-efficient kernel needs CUDA, and as many key heads as query heads")
+    return _sdpa_by(SDPBackend.EFFICIENT_ATTENTION, problem)
+
+
+def _sdpa_by(backend: SDPBackend, problem: Problem) -> Run:
     inputs, grad_out = problem.leaves(heads_first=True)
     query, key, value = inputs
+    mask = {"is_causal": problem.causal} if problem.mask is None else {"attn_mask": problem.mask}
 
     def attend() -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=problem.causal, enable_gqa=problem.grouped
-            )
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(query, key, value, enable_gqa=problem.grouped, **mask)
 
     return _run(attend, inputs, grad_out)
 
@@ -236,4 +246,5 @@ IMPLEMENTATIONS: dict[str, Callable[[Problem], Run]] = {
     "cudnn": cudnn,
     "flex": flex,
     "sdpa": sdpa,
+    "sdpa-efficient": sdpa_efficient,
 }

@@ -22,6 +22,7 @@ COLOURS = {
     "cudnn": "#4daf4a",
     "flex": "#e6a817",
     "sdpa": "#7f8c8d",
+    "sdpa-efficient": "#b2babb",
 }
 
 

@@ -26,6 +26,7 @@ NAMES = {
     "cudnn": "cuDNN",
     "flex": "flex_attention",
     "sdpa": "SDPA",
+    "sdpa-efficient": "SDPA, memory-efficient",
 }
 
 
