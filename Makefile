@@ -59,6 +59,7 @@ bench: $(READY) ## measure against the peers; results go to benchmarks/results
 	$(PY) benchmarks/bench_masks.py --table proportional
 	$(PY) benchmarks/bench_masks.py --table elements
 	$(PY) benchmarks/bench_architectures.py
+	$(PY) benchmarks/bench_features.py
 	$(PY) benchmarks/bench_overhead.py
 	$(PY) benchmarks/benchmark_bubble_reduction.py
 
