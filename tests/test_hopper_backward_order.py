@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from dmattn_ops.kernels import hopper_backward_kernel, hopper_backward_order
+from dmattn_ops.kernels import hopper_backward_order, hopper_backward_walk
 from dmattn_ops.problem import UNBOUNDED
 
 INTEGERS = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)
@@ -30,18 +30,18 @@ def on_integers(function):
     return FunctionType(source.__code__, {**source.__globals__, "gl": INTEGERS}, source.__name__, source.__defaults__)
 
 
-band_tiles = on_integers(hopper_backward_kernel.band_tiles)
-ordered_span = on_integers(hopper_backward_order.ordered_span)
-head_steps = on_integers(hopper_backward_kernel.head_steps)
-full_tile = on_integers(hopper_backward_kernel.full_tile)
-partial_tile = on_integers(hopper_backward_kernel.partial_tile)
+band_tiles = on_integers(hopper_backward_walk.band_tiles)
+downward_span = on_integers(hopper_backward_order.downward_span)
+head_steps = on_integers(hopper_backward_walk.head_steps)
+full_tile = on_integers(hopper_backward_walk.full_tile)
+partial_tile = on_integers(hopper_backward_walk.partial_tile)
 turn_of = on_integers(hopper_backward_order.turn_of)
 
 
 def walk(tile: int, lengths: tuple[int, int], band: tuple[int, int], block_m: int) -> tuple[list[int], set[int]]:
     """Return the query tiles of a key tile in order, and those that are taken without a test."""
     span = band_tiles(tile, *lengths, *band, block_m, 128)
-    span = ordered_span(span, band[0] > -UNBOUNDED)
+    span = downward_span(span, band[0] > -UNBOUNDED)
     n_full, n_partial = head_steps(None, span, 0, block_m)
     full = [full_tile(t, None, n_partial, span, 0, block_m, True) for t in range(n_full)]
     return full + [partial_tile(t, None, n_partial, span, 0, block_m, True) for t in range(n_partial)], set(full)

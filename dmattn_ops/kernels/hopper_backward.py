@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dmattn_ops import arch
 from dmattn_ops.config import HopperBackward
 from dmattn_ops.kernels.hopper_arguments import (
     bias_places,
@@ -24,7 +25,9 @@ from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 
 MAX_DIM = 128
 HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10%
+RANKS_IN_ROW = 4  # interleaved: tiles of a head that start together read the same; 1, 8 and 16 are 7, 1 and 3% slower
 PIECE = 64 * 64  # elements of dq that one consumer makes in a step
+TICKETS = 4  # elements of a workspace for the count of drawn blocks: 16 bytes, so that what follows is aligned
 
 
 def refusals(
@@ -90,6 +93,19 @@ def _in_two_phases(config: HopperBackward, options: Options) -> bool:
     return config.variant == "two_phase" or options.softcap > 0.0 or options.softmax_scale == 0.0
 
 
+def _interleaved(query: Tensor, key: Tensor, bias: Tensor | None, tiles: Tiles, options: Options) -> bool:
+    """Return whether the query heads of a group take turns at each query tile, which costs up to 3%.
+
+    Under a causal mask the blocks of a key head have different lengths, so that head by head they drift apart; what they
+    then read and add to, all of a group's query, grad_out and dq, should stay in L2.
+    """
+    _, seqlen_q, heads, dim = query.shape
+    of_group = heads // key.shape[2] * seqlen_q * dim * (2 * query.itemsize + 4)
+    causal = options.band_hi < UNBOUNDED and options.band_lo == -UNBOUNDED
+    takes = causal and not options.deterministic and bias is None and tiles.col_tiles is None
+    return takes and heads != key.shape[2] and of_group > arch.physical(query.device).l2_bytes
+
+
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -112,41 +128,43 @@ def backward(
     """Write dq, dk, dv of `[B, S, heads, D]` inputs and dbias unless it is None; `refusals` must have named no reason."""
     batch, seqlen_q, heads, dim = query.shape
     seqlen_k, kv_heads = key.shape[1], key.shape[2]
-    dim_v = value.shape[-1]
+    block_m, block_n, dim_v = config.block_m, config.block_n, value.shape[-1]
     tile_d, tile_dv = (64 if size <= 64 else 128 for size in (dim, dim_v))
-    block_m, block_n = config.block_m, config.block_n
     if not mappable(grad_out):
         grad_out = computed(Tensor.contiguous, grad_out)
     rows = -(-seqlen_q // TILE) * TILE  # queries of a head in the workspaces
     total = batch * heads * rows
-    # one float32 workspace: lse and delta of every row, then dq in pieces of 64 x 64, then a counter of each piece
+    # one float32 workspace: lse and delta of every row, dq in pieces of 64 x 64, a counter of blocks, one of each piece
     pieces = total * tile_d // PIECE
-    room = workspace(query, total * (2 + tile_d) + pieces)
-    accumulator, counters = room[2 * total :], room[total * (2 + tile_d) :].view(torch.int32)
+    room = workspace(query, total * (2 + tile_d) + TICKETS + pieces)
+    accumulator, tickets = room[2 * total :], room[total * (2 + tile_d) :].view(torch.int32)
     block_rows = 8192 // tile_d
     grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     launch(
         prepare_kernel, (total // block_rows,),
         out, grad_out, lse, grad_lse, room, accumulator,
         *out.stride()[:3], *grad_out.stride()[:3], *lse.stride(), *grad_lse_strides,
-        seqlen_q, heads, rows, total, dim_v, BLOCK=block_rows, DV=tile_dv, D=tile_d, num_warps=8,
+        seqlen_q, heads, rows, total, dim_v, BLOCK=block_rows, DV=tile_dv, D=tile_d, TICKETS=TICKETS, num_warps=8,
     )  # fmt: skip
     kind, has_q_segments, mask = _mask_arguments(tiles, accumulator, heads, kv_heads)
     key_sums = room_for_key_sums(bias, query, seqlen_k)
     has_lo, has_hi = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
+    blocks = batch * kv_heads * -(-seqlen_k // block_n)
+    interleaved = _interleaved(query, key, bias, tiles, options)
     launch(
-        backward_kernel, (batch * kv_heads * -(-seqlen_k // block_n),),
+        backward_kernel, (min(blocks, arch.physical(query.device).num_sms),),
         rows_map(query, block_m, tile_d), rows_map(key, block_n, tile_d), rows_map(value, 64, tile_dv),
         rows_map(grad_out, block_m, tile_dv), plain_map(room, (2, total), (2, block_m)),
         plain_map(room, (total * tile_d // 256, 256), (16, 256), offset=8 * total),
-        rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), counters, *mask[:4], bias, key_sums, *mask[4:],
+        rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), tickets, tickets[TICKETS:], *mask[:4], bias, key_sums, *mask[4:],
         *bias_places(bias, heads), options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
         seqlen_q, seqlen_k, rows, options.band_lo, options.band_hi,
-        config.ordered_heads if options.deterministic else HEADS_PER_GROUP, batch * kv_heads,
+        config.ordered_heads if options.deterministic else HEADS_PER_GROUP, RANKS_IN_ROW if interleaved else 1, batch * kv_heads,
         BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
         PARTIAL=kind != 0 or has_lo or has_hi or seqlen_k % block_n != 0,
         BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=has_lo, HAS_Q_SEG=has_q_segments,
-        GROUPED=heads != kv_heads, ORDERED=options.deterministic, TWO_PHASE=_in_two_phases(config, options), num_warps=4,
+        GROUPED=heads != kv_heads, ORDERED=options.deterministic, TWO_PHASE=_in_two_phases(config, options),
+        INTERLEAVED=interleaved, num_warps=4,
     )  # fmt: skip
     finished = (accumulator, dq, *dq.stride()[:3], options.softmax_scale, seqlen_q, heads, rows, dim)
     launch(finish_kernel, (pieces,), *finished, SPLIT_D=tile_d == 128, num_warps=4)

@@ -1,7 +1,9 @@
-"""SM 9.0 backward in Gluon: a block owns 128 keys of a key head and walks the query tiles that see them, head by head.
+"""SM 9.0 backward in Gluon: a block is 128 keys of a key head, which walk the query tiles that see them, head by head.
 
 Five partitions: two consumers of 64 keys each (4 warps, 240 registers) that keep dk and dv in registers over all query
 heads of the group, one warp that loads by TMA, and two that add each consumer's share of dq to the workspace by TMA.
+They count the steps of all blocks of a program in one sequence, in which the step after a block's last hands out its last
+dq and has no query tile: stages, phases and buffers follow from the count.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dmattn_ops.kernels.gluon_compat import (
     tma_reduce_add,
     tma_store,
 )
-from dmattn_ops.kernels.hopper_backward_order import await_turn, ordered_span, pass_turn, turn_of
+from dmattn_ops.kernels.hopper_backward_order import await_turn, pass_turn, turn_of
 from dmattn_ops.kernels.hopper_backward_scores import (
     KEY_BIAS,
     NO_BIAS,
@@ -29,101 +31,37 @@ from dmattn_ops.kernels.hopper_backward_scores import (
     store_key_sums,
 )
 from dmattn_ops.kernels.hopper_backward_steps import last_dq, step
-from dmattn_ops.problem import HEADER as _HEADER
-from dmattn_ops.problem import TILE as _TILE
+from dmattn_ops.kernels.hopper_backward_walk import (
+    BIT_LISTS,
+    NO_LISTS,
+    SEGMENT_LISTS,
+    full_tile,
+    head_steps,
+    partial_tile,
+    rounds_of,
+    span_of,
+)
+from dmattn_ops.kernels.hopper_backward_work import RECEIVERS, announce, place_of, receive, record_of
 
-HEADER = gl.constexpr(_HEADER)
-TILE = gl.constexpr(_TILE)
 PIECE_ROWS = gl.constexpr(16)  # a 64 x 64 float32 piece of dq is 16 rows of 256 in the workspace
-NO_LISTS = gl.constexpr(0)
-BIT_LISTS = gl.constexpr(1)
-SEGMENT_LISTS = gl.constexpr(2)
 
 
 @gluon.jit
-def block_of(pid, n_blocks, n_heads, heads_per_group):
-    """Return (rank of the key tile, key head): groups of heads share L2, with rank 0, the longest tiles, first."""
-    per_group = n_blocks * heads_per_group
-    group = pid // per_group
-    inside = pid - group * per_group
-    width = gl.minimum(heads_per_group, n_heads - group * heads_per_group)
-    rank = inside // width
-    return rank, group * heads_per_group + inside - rank * width
-
-
-@gluon.jit
-def band_tiles(tile, seqlen_q, seqlen_k, band_lo, band_hi, BM: gl.constexpr, BN: gl.constexpr):
-    """Return (first, full_first, full_end, end): the query tiles that see key tile `tile`, and those that see it all.
-
-    Queries past the end are harmless (their lse is +inf), keys past the end are not: the last tile of a length that is
-    not a multiple of BN has no full tiles.
-    """
-    key = tile * BN
-    key_end = gl.minimum(key + BN, seqlen_k)
-    q_first = gl.maximum(key - band_hi, 0)
-    q_end = gl.minimum(key_end - band_lo, seqlen_q)
-    first = q_first // BM
-    end = gl.where(q_end > q_first, gl.maximum((gl.maximum(q_end, 0) + BM - 1) // BM, first), first)
-    full_first = gl.minimum(gl.maximum((gl.maximum(key + BN - 1 - band_hi, 0) + BM - 1) // BM, first), end)
-    full_q_end = gl.maximum(key - band_lo + 1, 0)
-    full_end = gl.where(full_q_end >= seqlen_q, end, full_q_end // BM)
-    full_end = gl.minimum(gl.maximum(full_end, full_first), end)
-    full_end = gl.where(key + BN > seqlen_k, full_first, full_end)
-    return first, full_first, full_end, end
-
-
-@gluon.jit
-def head_steps(record, span, LISTS: gl.constexpr, BM: gl.constexpr):
-    """Return (steps without a test, steps with one) of one query head."""
-    first, full_first, full_end, end = span
-    if LISTS == NO_LISTS:
-        n_full = full_end - full_first
-        n_partial = end - first - n_full
-    else:
-        n_full = gl.load(record + 2) * (TILE // BM)
-        n_partial = gl.load(record + 1) * (TILE // BM)
-    return n_full, n_partial
-
-
-@gluon.jit
-def full_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constexpr, ORDERED: gl.constexpr):
-    """Return the query tile of the `t`-th step without a test."""
-    R: gl.constexpr = TILE // BM
-    if LISTS == NO_LISTS:
-        m = span[1] + t
-        if ORDERED:
-            m = span[2] - 1 - t
-    else:
-        m = gl.load(record + HEADER + (n_partial + t) // R) * R + t % R
-    return m
-
-
-@gluon.jit
-def partial_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constexpr, ORDERED: gl.constexpr):
-    """Return the query tile of the `t`-th step with a test; anything where there is no such step."""
-    R: gl.constexpr = TILE // BM
-    if LISTS == NO_LISTS:
-        first, full_first, full_end, _ = span
-        before = full_first - first
-        m = gl.where(t < before, first + t, full_end + t - before)
-        if ORDERED:
-            m = full_first - 1 - t
-    else:
-        m = gl.load(record + HEADER + t // R, mask=t < n_partial, other=0) * R + t % R
-    return m
-
-
-@gluon.jit
-def load_step(
-    i, m, maps, tiles, q_full, read, batch, head, row, BM: gl.constexpr, BYTES: gl.constexpr
-):  # fmt: skip
-    """Fill stage `i & 1` with query tile `m` of one head: query, grad_out, and the rows' lse and delta."""
-    q_desc, do_desc, stat_desc = maps
-    q_s, do_s, stat_s = tiles
+def await_stage(i, read):
+    """Wait until both consumers are done with stage `i & 1`; return it."""
     b = i & 1
     free = ((i >> 1) & 1) ^ 1
     mbarrier.wait(read.index(b), free)
     mbarrier.wait(read.index(b + 2), free)
+    return b
+
+
+@gluon.jit
+def load_step(i, m, maps, stages, batch, head, row, BM: gl.constexpr, BYTES: gl.constexpr):
+    """Fill stage `i & 1` with query tile `m` of one head: query, grad_out, and the rows' lse and delta."""
+    q_desc, do_desc, stat_desc = maps
+    q_s, do_s, stat_s, q_full, read = stages
+    b = await_stage(i, read)
     full = q_full.index(b)
     mbarrier.expect(full, BYTES)
     tma_load(q_desc, [batch, m * BM, head, 0], full, q_s.index(b))
@@ -132,42 +70,95 @@ def load_step(
 
 
 @gluon.jit
-def producer(
-    produced,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    LISTS: gl.constexpr, PARTIAL: gl.constexpr, ORDERED: gl.constexpr,
+def load_block(
+    turn, place, maps, buffers, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr
+):
+    """Load V of a block, while the one before may still be at work, and K: where it has one buffer, when that is free."""
+    k_desc, v_desc = maps
+    k_s, v_s, k_full, k_empty, v_full, v_empty = buffers
+    tile, batch, kv_head = place
+    b = turn & 1
+    # at a block's start the consumers release the buffer of the block before, and so buffer 1 once before its first use
+    mbarrier.wait(v_empty.index(b), (((turn + 1) >> 1) & 1) ^ 1)
+    full = v_full.index(b)
+    mbarrier.expect(full, BN * DV * 2)
+    tma_load(v_desc, [batch, tile * BN, kv_head, 0], full, v_s.index(b * 2))
+    tma_load(v_desc, [batch, tile * BN + 64, kv_head, 0], full, v_s.index(b * 2 + 1))
+    b = turn % K_BUFFERS
+    mbarrier.wait(k_empty.index(b), ((turn // K_BUFFERS) & 1) ^ 1)
+    full = k_full.index(b)
+    mbarrier.expect(full, BN * D * 2)
+    tma_load(k_desc, [batch, tile * BN, kv_head, 0], full, k_s.index(b))
+
+
+@gluon.jit
+def produce_block(
+    i, turn, place, produced,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
+    LISTS: gl.constexpr, PARTIAL: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Load K and V once, then a stage per step in the order in which the consumers take them."""
+    """Load K and V of a block, then a stage per step in the order in which the consumers take them."""
     BYTES: gl.constexpr = BM * (D + DV) * 2 + 2 * BM * 4
-    maps, k_desc, v_desc, tiles, k_s, v_s, q_full, read, kv_full, record, list_step, span, place, rows = produced
-    batch, kv_head, tile, group, heads = place
-    mbarrier.expect(kv_full, BN * (D + DV) * 2)
-    tma_load(k_desc, [batch, tile * BN, kv_head, 0], kv_full, k_s)
-    tma_load(v_desc, [batch, tile * BN, kv_head, 0], kv_full, v_s.index(0))
-    tma_load(v_desc, [batch, tile * BN + 64, kv_head, 0], kv_full, v_s.index(1))
-    i = 0
-    for g in range(group):
-        head = kv_head * group + g
-        row = (batch * heads + head) * rows
-        n_full, n_partial = head_steps(record, span, LISTS, BM)
-        for t in range(n_full):
-            m = full_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
-            load_step(i, m, maps, tiles, q_full, read, batch, head, row, BM, BYTES)
+    kv_maps, kv_buffers, maps, stages, walked = produced
+    lists, of_lists, list_step, limits, kv_heads, group, rows = walked
+    tile, batch, kv_head = place
+    record = record_of(place, lists, of_lists)
+    span = span_of(tile, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
+    rounds, width = rounds_of(group, INTERLEAVED)
+    n_full, n_partial = head_steps(record, span, LISTS, BM)  # before the wait for K's buffer, which hides the loads
+    load_block(turn, place, kv_maps, kv_buffers, BN, D, DV, K_BUFFERS)
+    for g in range(rounds):
+        first_head = kv_head * group + g
+        for t in range(n_full * width):
+            m = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
+            head = first_head + t % width
+            load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES)
             i += 1
         if PARTIAL:
-            for t in range(n_partial):
-                m = partial_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
-                load_step(i, m, maps, tiles, q_full, read, batch, head, row, BM, BYTES)
+            for t in range(n_partial * width):
+                m = partial_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
+                head = first_head + t % width
+                load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES)
                 i += 1
-        record += list_step
+        if g + 1 < rounds:
+            record += list_step
+            n_full, n_partial = head_steps(record, span, LISTS, BM)
+    return i
+
+
+@gluon.jit
+def producer(
+    produced, tickets, order, work,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
+    LISTS: gl.constexpr, PARTIAL: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    """Draw the program's blocks, announce them to the other partitions and load what they need."""
+    _, _, _, stages, walked = produced
+    _, _, _, q_full, read = stages
+    lists, of_lists, _, _, kv_heads, _, _ = walked
+    i = 0
+    turn = 0
+    n_blocks, n_heads, _, _ = order
+    block = gl.atomic_add(tickets, 1, sem="relaxed")
+    while block < n_blocks * n_heads:
+        place = place_of(block, order, kv_heads, lists, of_lists, LISTS != NO_LISTS)
+        announce(turn, place, work)
+        i = produce_block(i, turn, place, produced, BM, BN, D, DV, K_BUFFERS, LISTS, PARTIAL, HAS_LO, DOWNWARDS,
+                          INTERLEAVED)  # fmt: skip
+        b = await_stage(i, read)  # of `last_dq`
+        mbarrier.arrive(q_full.index(b), count=1)
+        i += 1
+        turn += 1
+        block = gl.atomic_add(tickets, 1, sem="relaxed")  # while the block's last query tile is multiplied
+    announce(turn, (-1, -1, -1), work)
 
 
 @gluon.jit
 def reduce_step(
-    s, m, tile0, seen, dq_desc, dq_c, made, dq_empty, order,
+    i, m, tile0, seen, dq_desc, dq_c, made, dq_empty, order,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, HAS_LO: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Add what consumer `C` made in step `s` to its piece of query tile `m` of the head that starts at `tile0`.
+    """Add what consumer `C` made in step `i` to its piece of query tile `m` of the head that starts at `tile0`.
 
     `seen` is what the step before saw of this piece's counter; return what this one sees of the next step's.
     """
@@ -175,7 +166,7 @@ def reduce_step(
     piece = (tile0 + m) * 2 + C
     if ORDERED:
         await_turn(counters + piece, turn_of(tile, m, band_lo, BM, BN, HAS_LO), seen)
-    mbarrier.wait(made.index(C * 2 + (s & 1)), (s >> 1) & 1)
+    mbarrier.wait(made.index(C * 2 + (i & 1)), (i >> 1) & 1)
     tma_reduce_add(dq_desc, [piece * PIECE_ROWS, 0], dq_c)
     tma.store_wait(pendings=0)
     mbarrier.arrive(dq_empty, count=1)
@@ -185,38 +176,61 @@ def reduce_step(
 
 
 @gluon.jit
-def reducer(
-    reduced,
+def reduce_block(
+    i, place, reduced,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr,
-    HAS_LO: gl.constexpr, ORDERED: gl.constexpr,
+    HAS_LO: gl.constexpr, ORDERED: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Add consumer `C`'s 64 x 64 pieces of dq to the workspace, in the order of the steps."""
-    dq_desc, dq_s, made, dq_empties, record, list_step, span, place, rows, counters, band_lo = reduced
-    batch, kv_head, tile, group, heads = place
-    order = (counters, tile, band_lo)
+    """Add consumer `C`'s 64 x 64 pieces of dq of a block to the workspace, in the order of its steps from `i` on."""
+    dq_desc, dq_s, made, dq_empties, counters, walked = reduced
+    lists, of_lists, list_step, limits, kv_heads, group, rows = walked
+    tile, batch, kv_head = place
+    order = (counters, tile, limits[2])
+    record = record_of(place, lists, of_lists)
+    span = span_of(tile, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
     dq_c = dq_s.index(C)
     dq_empty = dq_empties.index(C)
-    mbarrier.wait(made.index(C * 2), 0)  # the piece of the step before the first one: zeros, belongs nowhere
+    # the piece of the step before the block's first one: zeros, belongs nowhere
+    mbarrier.wait(made.index(C * 2 + (i & 1)), (i >> 1) & 1)
     mbarrier.arrive(dq_empty, count=1)
-    s = 1
-    for g in range(group):
-        tile0 = (batch * heads + kv_head * group + g) * (rows // BM)
+    i += 1
+    rounds, width = rounds_of(group, INTERLEAVED)
+    for g in range(rounds):
+        head = (batch * kv_heads + kv_head) * group + g
         seen = -1
         n_full, n_partial = head_steps(record, span, LISTS, BM)
-        for t in range(n_full):
-            m = full_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
+        for t in range(n_full * width):
+            m = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
             seen = reduce_step(
-                s, m, tile0, seen, dq_desc, dq_c, made, dq_empty, order,
+                i, m, (head + t % width) * (rows // BM), seen, dq_desc, dq_c, made, dq_empty, order,
                 C, BM, BN, HAS_LO, ORDERED)  # fmt: skip
-            s += 1
+            i += 1
         if PARTIAL:
-            for t in range(n_partial):
-                m = partial_tile(t, record, n_partial, span, LISTS, BM, ORDERED)
+            for t in range(n_partial * width):
+                m = partial_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
                 seen = reduce_step(
-                    s, m, tile0, seen, dq_desc, dq_c, made, dq_empty, order,
+                    i, m, (head + t % width) * (rows // BM), seen, dq_desc, dq_c, made, dq_empty, order,
                     C, BM, BN, HAS_LO, ORDERED)  # fmt: skip
-                s += 1
+                i += 1
         record += list_step
+    return i
+
+
+@gluon.jit
+def reducer(
+    reduced, work,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr,
+    HAS_LO: gl.constexpr, ORDERED: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    """Add consumer `C`'s pieces of dq of the program's blocks."""
+    i = 0
+    turn = 0
+    tile, batch, kv_head = receive(turn, work)
+    while tile >= 0:
+        i = reduce_block(i, (tile, batch, kv_head), reduced, C, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED, DOWNWARDS,
+                         INTERLEAVED)  # fmt: skip
+        turn += 1
+        tile, batch, kv_head = receive(turn, work)
 
 
 @gluon.jit
@@ -232,12 +246,12 @@ def load_words(bits, keys, bits_row, m, BM: gl.constexpr):
 
 @gluon.jit
 def head_loop(
-    i, dk, dv, tiles, barriers, scales, bias, mask, record, span, tile, head, seqlen_q, seqlen_k, band_lo, band_hi,
+    i, dk, dv, tiles, barriers, scales, bias, mask, record, span, tile, head, width, seqlen_q, seqlen_k, band_lo, band_hi,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
     LISTS: gl.constexpr, PARTIAL: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
-    HAS_Q_SEG: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr,
+    HAS_Q_SEG: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr,
 ):  # fmt: skip
-    """Take all steps of one query head: first the tiles that need no test, then the others."""
+    """Take all steps of `width` query heads from `head` on: first the tiles that need no test, then the others."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     by_key: gl.constexpr = gl.SliceLayout(1, SL)
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
@@ -248,8 +262,8 @@ def head_loop(
     key_bias = load_key_bias(bias, head, own_keys, BIAS)[:, None]
     sums = no_key_sums()
     n_full, n_partial = head_steps(record, span, LISTS, BM)
-    for t in range(n_full):
-        rows = full_tile(t, record, n_partial, span, LISTS, BM, ORDERED) * BM + queries
+    for t in range(n_full * width):
+        rows = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS) * BM + queries
         added = step_bias(bias, head, key_bias, own_keys[:, None], rows[None, :], BIAS)
         dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, added, (keys, keys), (keys, keys), queries, keys,
                             C, BM, D, DV, dtype, 0, BIAS, SOFTCAP, HAS_LO, TWO_PHASE)  # fmt: skip
@@ -259,20 +273,20 @@ def head_loop(
         if LISTS == SEGMENT_LISTS:
             k_seg = gl.load(k_segments + tile * BN + keys, mask=tile * BN + keys < seqlen_k, other=-1)
         # tiles and words are loaded a step ahead: ptxas tests the words before the first product, which would wait for them
-        ahead = partial_tile(0, record, n_partial, span, LISTS, BM, ORDERED)
+        ahead = partial_tile(0, record, n_partial, span, LISTS, BM, DOWNWARDS)
         ahead_lo = keys
         ahead_hi = keys
         if LISTS == BIT_LISTS:
             ahead_lo, ahead_hi = load_words(bits, keys, bits_row, ahead, BM)
-        after = partial_tile(1, record, n_partial, span, LISTS, BM, ORDERED)
-        for t in range(n_partial):
+        after = partial_tile(1 // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
+        for t in range(n_partial * width):
             m = ahead
             ahead = after
             d_lo = ahead_lo
             d_hi = ahead_hi
             if LISTS == BIT_LISTS:
                 ahead_lo, ahead_hi = load_words(bits, keys, bits_row, ahead, BM)
-            after = partial_tile(t + 2, record, n_partial, span, LISTS, BM, ORDERED)
+            after = partial_tile((t + 2) // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
             q_seg = queries
             if LISTS != BIT_LISTS:
                 shift = tile * BN - m * BM
@@ -292,33 +306,97 @@ def head_loop(
 
 
 @gluon.jit
-def consumer(
-    consumed,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
-    LISTS: gl.constexpr, PARTIAL: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
-    HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr,
+def consume_block(
+    i, turn, place, consumed,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
+    dtype: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
+    DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv of 64 keys, summed over the query heads of the group, and make half of each dq tile."""
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    """Write dk and dv of 64 keys of a block, summed over the query heads of the group, and make half of each dq tile."""
     KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    shared, signals, maps, record, mask, steps, scales, span, place, limits, bias = consumed
+    DK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
+    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, all_bias, bias_b = consumed
     q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones = shared
-    q_full, made, read, kv_full, cleared, dq_empties = signals
+    q_full, made, read, dq_empties = signals
+    k_full, k_empty, v_full, v_empty = kv_signals
     dk_desc, dv_desc = maps
     scale, factors = scales
     scale_log2, cap = factors
     scales = (scale_log2, cap, -1.0 / scale_log2)
     seqlen_q, seqlen_k, band_lo, band_hi = limits
-    bits, bits_row, q_segments, k_segments = mask
-    list_step, bits_step, k_segments_step = steps
-    batch, kv_head, tile, group, _ = place
+    lists, bits, q_segments, k_segments = masks
+    of_lists, bits_b, bits_kv, bits_row, q_segments_b, k_segments_b, k_segments_kv = strides
+    list_step, bits_step, k_segments_step, kv_heads, group = steps
+    tile, batch, kv_head = place
+    record = record_of(place, lists, of_lists)
+    span = span_of(tile, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
+    if LISTS == BIT_LISTS:
+        bits += batch.to(gl.int64) * bits_b + kv_head.to(gl.int64) * bits_kv + tile.to(gl.int64) * BN * bits_row
+    elif LISTS == SEGMENT_LISTS:
+        q_segments += batch.to(gl.int64) * q_segments_b
+        k_segments += batch.to(gl.int64) * k_segments_b + kv_head.to(gl.int64) * k_segments_kv
+    bias_start = all_bias.start
+    key_sums = all_bias.sums
+    if BIAS != NO_BIAS:
+        bias_start += batch.to(gl.int64) * bias_b
+    if BIAS == KEY_BIAS:
+        key_sums += batch.to(gl.int64) * (kv_heads * group) * seqlen_k
+    bias = Bias(
+        bias_start, all_bias.head, all_bias.group, all_bias.query, all_bias.factor, key_sums, seqlen_q, seqlen_k
+    )
+    k_buffer = turn % K_BUFFERS
+    v_half = (turn & 1) * 2 + C
+    dq_c = dq_s.index(C)
+    tiles = (q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s, ones, k_buffer, v_half)
+    barriers = (q_full, made, read, dq_empties.index(C))
     dk = gl.zeros([64, D], gl.float32, layout=KL)
     dv = gl.zeros([64, DV], gl.float32, layout=VL)
-    dq_c = dq_s.index(C)
-    v_c = v_s.index(C)
-    tiles = (q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s, ones)
-    barriers = (q_full, made, read, dq_empties.index(C))
+    tma.store_wait(pendings=0)  # dv and dk of the block before have left V's other buffer and dq's
+    mbarrier.arrive(v_empty.index((turn & 1) ^ 1), count=1)
+    mbarrier.wait(k_full.index(k_buffer), (turn // K_BUFFERS) & 1)
+    mbarrier.wait(v_full.index(turn & 1), (turn >> 1) & 1)
+    rounds, width = rounds_of(group, INTERLEAVED)
+    if GROUPED:
+        for g in range(rounds):
+            i, dk, dv = head_loop(
+                i, dk, dv, tiles, barriers, scales, bias, (bits, bits_row, q_segments, k_segments), record, span, tile,
+                kv_head * group + g, width, seqlen_q, seqlen_k, band_lo, band_hi,
+                C, BM, BN, D, DV, dtype, LISTS, PARTIAL, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, TWO_PHASE, DOWNWARDS)  # fmt: skip
+            record += list_step
+            bits += bits_step
+            k_segments += k_segments_step
+    else:
+        i, dk, dv = head_loop(
+            i, dk, dv, tiles, barriers, scales, bias, (bits, bits_row, q_segments, k_segments), record, span, tile, kv_head,
+            width, seqlen_q, seqlen_k, band_lo, band_hi, C, BM, BN, D, DV, dtype, LISTS, PARTIAL, BIAS, SOFTCAP, HAS_LO,
+            HAS_Q_SEG, TWO_PHASE, DOWNWARDS)  # fmt: skip
+    last_dq(i, tiles, barriers, k_empty.index(k_buffer), C, BM, TWO_PHASE)
+    # dv leaves through this consumer's half of V, dk through its piece of dq (16 KB hold 64 x 128 values of 16 bits)
+    v_c = v_s.index(v_half)
+    v_c.store(dv.to(dtype))
+    fence_async_shared()
+    at = [batch, tile * BN + C * 64, kv_head, 0]
+    tma_store(dv_desc, at, reinterpret(v_c, dtype, [1, 64, 1, DV], dv_desc.layout))
+    mbarrier.wait(dq_empties.index(C), i & 1)
+    reinterpret(dq_c, dtype, [64, D], DK).store((dk * scale).to(dtype))
+    fence_async_shared()
+    tma_store(dk_desc, at, reinterpret(dq_c, dtype, [1, 64, 1, D], dk_desc.layout))
+    return i + 1
+
+
+@gluon.jit
+def consumer(
+    consumed, cleared, work,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
+    dtype: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
+    DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    """Work through the program's blocks as consumer `C`."""
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    _, _, _, _, _, ds_s, _, ones = consumed[0]
     if BIAS == KEY_BIAS:
         ones.index(0).store(gl.full([8, BM], 1.0, dtype, layout=gl.BlockedLayout([1, 8], [4, 8], [1, 4], [1, 0])))
     # dS of the step before the first one is zero
@@ -326,76 +404,79 @@ def consumer(
     fence_async_shared()
     mbarrier.arrive(cleared, count=1)
     mbarrier.wait(cleared, 0)
-    mbarrier.wait(kv_full, 0)
     i = 0
-    if GROUPED:
-        for g in range(group):
-            i, dk, dv = head_loop(
-                i, dk, dv, tiles, barriers, scales, bias, (bits, bits_row, q_segments, k_segments), record, span, tile,
-                kv_head * group + g, seqlen_q, seqlen_k, band_lo, band_hi,
-                C, BM, BN, D, DV, dtype, LISTS, PARTIAL, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, TWO_PHASE, ORDERED)  # fmt: skip
-            record += list_step
-            bits += bits_step
-            k_segments += k_segments_step
-    else:
-        i, dk, dv = head_loop(
-            i, dk, dv, tiles, barriers, scales, bias, mask, record, span, tile, kv_head, seqlen_q, seqlen_k, band_lo,
-            band_hi, C, BM, BN, D, DV, dtype, LISTS, PARTIAL, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, TWO_PHASE,
-            ORDERED)  # fmt: skip
-    last_dq(i, tiles, barriers, C, BM)
-    # dv leaves through this consumer's half of V, dk through its piece of dq (16 KB hold 64 x 128 values of 16 bits)
-    v_c.store(dv.to(dtype))
-    fence_async_shared()
-    at = [batch, tile * BN + C * 64, kv_head, 0]
-    tma_store(dv_desc, at, reinterpret(v_c, dtype, [1, 64, 1, DV], dv_desc.layout))
-    mbarrier.wait(dq_empties.index(C), i & 1)
-    DK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    reinterpret(dq_c, dtype, [64, D], DK).store((dk * scale).to(dtype))
-    fence_async_shared()
-    tma_store(dk_desc, at, reinterpret(dq_c, dtype, [1, 64, 1, D], dk_desc.layout))
+    turn = 0
+    tile, batch, kv_head = receive(turn, work)
+    while tile >= 0:
+        i = consume_block(
+            i, turn, (tile, batch, kv_head), consumed, C, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, PARTIAL, BIAS, SOFTCAP,
+            HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)  # fmt: skip
+        turn += 1
+        tile, batch, kv_head = receive(turn, work)
     tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["bias_b", "bias_h", "bias_group", "kv_heads", "group", "heads_per_group", "n_heads"])
+_NUMBERS = ("bias_b", "bias_h", "bias_group", "kv_heads", "group", "heads_per_group", "ranks_in_row", "n_heads")
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stat_desc, dq_desc, dk_desc, dv_desc, counters, lists, bits, q_segments, k_segments,
-    bias, key_sums,
+    q_desc, k_desc, v_desc, do_desc, stat_desc, dq_desc, dk_desc, dv_desc, tickets, counters,
+    lists, bits, q_segments, k_segments, bias, key_sums,
     list_b, list_kv, list_step, list_width, bits_b, bits_kv, bits_step, bits_row,
     q_segments_b, k_segments_b, k_segments_kv, k_segments_step, bias_b, bias_h, bias_q, bias_group,
-    scale, scale_log2, cap, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi, heads_per_group, n_heads,
+    scale, scale_log2, cap, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi,
+    heads_per_group, ranks_in_row, n_heads,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr,
     BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr,
-    TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr,
+    TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv `[B, Sk, Hkv, D]` and add to the dq workspace. Grid: one block per key tile and key head.
+    """Write dk and dv `[B, Sk, Hkv, D]` and add to the dq workspace.
+
+    Grid: as many programs as run at the same time, at most one for each block, a key tile of a key head. `tickets` is an
+    int32 0 that counts the blocks drawn.
 
     `_b` strides step a batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128.
     `bits` are the 64-bit words of `col_bits`. ORDERED (not with lists): `counters`, an int32 0 for each piece of dq, give
-    the additions a fixed order. With a bias per key the sums of dS over a head's queries go to `key_sums` `[B, H, Sk]`.
-    `scale_log2` and `cap` are described in `probabilities`.
+    the additions a fixed order. INTERLEAVED (not with lists, nor with a bias): the query heads of a group take turns at
+    each query tile, so that blocks that started together read the same ones at the same time. With a bias per key the sums
+    of dS over a head's queries go to `key_sums` `[B, H, Sk]`. `scale_log2` and `cap` are described in `probabilities`.
     """
     dtype: gl.constexpr = q_desc.dtype
+    DOWNWARDS: gl.constexpr = ORDERED or INTERLEAVED
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    K_BUFFERS: gl.constexpr = 2 if D == 64 and BIAS != KEY_BIAS else 1  # what shared memory has room for
     q4 = gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], q_desc.layout)
     o4 = gl.allocate_shared_memory(dtype, [2, 1, BM, 1, DV], do_desc.layout)
-    k4 = gl.allocate_shared_memory(dtype, [1, BN, 1, D], k_desc.layout)
-    v4 = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, DV], v_desc.layout)
+    k4 = gl.allocate_shared_memory(dtype, [K_BUFFERS, 1, BN, 1, D], k_desc.layout)
+    v4 = gl.allocate_shared_memory(dtype, [4, 1, 64, 1, DV], v_desc.layout)  # two buffers, each in halves
     stat3 = gl.allocate_shared_memory(gl.float32, [2, 2, BM], stat_desc.layout)
     ds_s = gl.allocate_shared_memory(dtype, [2, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dtype))
     dq_s = gl.allocate_shared_memory(gl.float32, [2, PIECE_ROWS, 256], dq_desc.layout)
     q_s = reinterpret(q4, dtype, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
     do_s = reinterpret(o4, dtype, [2, BM, DV], gl.NVMMASharedLayout.get_default_for([BM, DV], dtype))
-    k_s = reinterpret(k4, dtype, [1, BN, D], gl.NVMMASharedLayout.get_default_for([BN, D], dtype))
-    v_s = reinterpret(v4, dtype, [2, 64, DV], gl.NVMMASharedLayout.get_default_for([64, DV], dtype))
+    k_s = reinterpret(k4, dtype, [K_BUFFERS, BN, D], gl.NVMMASharedLayout.get_default_for([BN, D], dtype))
+    v_s = reinterpret(v4, dtype, [4, 64, DV], gl.NVMMASharedLayout.get_default_for([64, DV], dtype))
     stat_s = reinterpret(stat3, gl.float32, [4, 1, BM], stat_desc.layout)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    places = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    announced = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    received = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    v_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     cleared = gl.allocate_shared_memory(gl.int64, [1], BAR)
     made = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)  # [consumer, stage]: dS, and dq of the step before
     dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    mbarrier.init(kv_full, count=1)
     mbarrier.init(cleared, count=2)
     for b in gl.static_range(2):
+        mbarrier.init(announced.index(b), count=1)
+        mbarrier.init(received.index(b), count=RECEIVERS)
+        mbarrier.init(k_full.index(b), count=1)
+        mbarrier.init(k_empty.index(b), count=2)
+        mbarrier.init(v_full.index(b), count=1)
+        mbarrier.init(v_empty.index(b), count=2)
         mbarrier.init(q_full.index(b), count=1)
         mbarrier.init(dq_empty.index(b), count=1)
     for b in gl.static_range(4):
@@ -405,52 +486,36 @@ def backward_kernel(
         read = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
         for b in gl.static_range(4):
             mbarrier.init(read.index(b), count=1)
-
-    rank, kv_index = block_of(gl.program_id(0), (seqlen_k + BN - 1) // BN, n_heads, heads_per_group)
-    batch = kv_index // kv_heads
-    kv_head = kv_index - batch * kv_heads
-    tile = rank
-    record = lists
-    span = (0, 0, 0, 0)
-    if LISTS == NO_LISTS:
-        span = band_tiles(tile, seqlen_q, seqlen_k, band_lo, band_hi, BM, BN)
-        if ORDERED:
-            span = ordered_span(span, HAS_LO)
-    else:
-        base = lists + batch.to(gl.int64) * list_b + kv_head.to(gl.int64) * list_kv
-        tile = gl.load(base + rank * list_width)
-        record = base + tile * list_width
-        if LISTS == BIT_LISTS:
-            bits += batch.to(gl.int64) * bits_b + kv_head.to(gl.int64) * bits_kv + tile.to(gl.int64) * BN * bits_row
-        else:
-            q_segments += batch.to(gl.int64) * q_segments_b
-            k_segments += batch.to(gl.int64) * k_segments_b + kv_head.to(gl.int64) * k_segments_kv
-    if BIAS != NO_BIAS:
-        bias += batch.to(gl.int64) * bias_b
-    if BIAS == KEY_BIAS:
-        key_sums += batch.to(gl.int64) * (kv_heads * group) * seqlen_k
-    bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_q, seqlen_k)
-    place = (batch, kv_head, tile, group, kv_heads * group)
     ones = 0
     if BIAS == KEY_BIAS:
         ones = gl.allocate_shared_memory(dtype, [1, 8, BM], gl.NVMMASharedLayout.get_default_for([8, BM], dtype))
-    shared = (q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones)
-    mask = (bits, bits_row, q_segments, k_segments)
-    steps = (list_step, bits_step, k_segments_step)
-    signals = (q_full, made, read, kv_full, cleared, dq_empty)
+
+    order = ((seqlen_k + BN - 1) // BN, n_heads, heads_per_group, ranks_in_row)
+    of_lists = (list_b, list_kv, list_width)
+    work = (places, announced, received)
     limits = (seqlen_q, seqlen_k, band_lo, band_hi)
+    shared = (q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones)
+    signals = (q_full, made, read, dq_empty)
+    kv_signals = (k_full, k_empty, v_full, v_empty)
     maps = (dk_desc, dv_desc)
-    consumed = (shared, signals, maps, record, mask, steps, (scale, (scale_log2, cap)), span, place, limits, bias)
+    masks = (lists, bits, q_segments, k_segments)
+    strides = (of_lists, bits_b, bits_kv, bits_row, q_segments_b, k_segments_b, k_segments_kv)
+    steps = (list_step, bits_step, k_segments_step, kv_heads, group)
+    scales = (scale, (scale_log2, cap))
+    bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_q, seqlen_k)
+    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, bias_b)
+    walked = (lists, of_lists, list_step, limits, kv_heads, group, rows)
     maps = (q_desc, do_desc, stat_desc)
-    stages = (q4, o4, stat3)
-    produced = (maps, k_desc, v_desc, stages, k4, v4, q_full, read, kv_full, record, list_step, span, place, rows)
-    reduced = (dq_desc, dq_s, made, dq_empty, record, list_step, span, place, rows, counters, band_lo)
+    stages = (q4, o4, stat3, q_full, read)
+    produced = ((k_desc, v_desc), (k4, v4, k_full, k_empty, v_full, v_empty), maps, stages, walked)
+    reduced = (dq_desc, dq_s, made, dq_empty, counters, walked)
     gl.warp_specialize([
-        (consumer, (consumed, 0, BM, BN, D, DV, dtype, LISTS, PARTIAL, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, GROUPED,
-                    TWO_PHASE, ORDERED)),
-        (consumer, (consumed, 1, BM, BN, D, DV, dtype, LISTS, PARTIAL, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, GROUPED,
-                    TWO_PHASE, ORDERED)),
-        (producer, (produced, BM, BN, D, DV, LISTS, PARTIAL, ORDERED)),
-        (reducer, (reduced, 0, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED)),
-        (reducer, (reduced, 1, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED)),
+        (consumer, (consumed, cleared, work, 0, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, PARTIAL, BIAS, SOFTCAP,
+                    HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
+        (consumer, (consumed, cleared, work, 1, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, PARTIAL, BIAS, SOFTCAP,
+                    HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
+        (producer, (produced, tickets, order, work, BM, BN, D, DV, K_BUFFERS, LISTS, PARTIAL, HAS_LO, DOWNWARDS,
+                    INTERLEAVED)),
+        (reducer, (reduced, work, 0, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
+        (reducer, (reduced, work, 1, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
     ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

@@ -1,8 +1,10 @@
 """A fixed order for the additions to dq, so that the SM 9.0 backward repeats bit for bit.
 
 A counter per 64 x 64 piece of dq says how many key tiles have added to it; key tile `n` adds when all visible tiles
-before it have. So a block waits only for blocks of lower program ids, which started before it: it cannot deadlock
-whatever else runs on the GPU. The blocks of a head walk the query tiles downwards. Then tile `n` follows `n - 1` through
+before it have. So a block waits only for blocks of lower numbers, which were begun before it, and cannot deadlock,
+whatever else runs on the GPU. Persistent programs draw numbers in order, and finish one block before the next: of all
+blocks drawn and not finished, that of the lowest number is at its program's head, and all that it may wait for are
+finished. The blocks of a head walk the query tiles downwards. Then tile `n` follows `n - 1` through
 the same query tiles (full, causal), or meets each one after `n - 1` has left it (window): blocks that start together
 wait once, for a fraction of a step each, and not again.
 """
@@ -14,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def ordered_span(span, HAS_LO: gl.constexpr):
+def downward_span(span, HAS_LO: gl.constexpr):
     """Return the query tiles of `band_tiles` such that all of them downwards are the full tiles, then those to be tested.
 
     A lower limit of the band makes the last query tiles of a key tile partial: all are tested then.

@@ -37,10 +37,12 @@ def prepare_kernel(
     BLOCK: tl.constexpr,
     DV: tl.constexpr,
     D: tl.constexpr,
+    TICKETS: tl.constexpr,
 ):
     """Write lse (base 2) and delta of BLOCK rows, +inf and 0 where nothing may flow; zero their pieces of dq.
 
-    BLOCK rows of dq are two pieces. Behind dq, the accumulator holds a counter of each piece; it becomes 0 too.
+    BLOCK rows of dq are two pieces. Behind dq, the accumulator holds TICKETS counters, and then one of each piece; they
+    become 0 too.
     """
     block = tl.program_id(0)
     bh = block // (rows // BLOCK)
@@ -66,8 +68,10 @@ def prepare_kernel(
     tl.store(stats + total_rows + at, tl.where(empty, 0.0, delta))
     zero = accumulator + (bh.to(tl.int64) * rows + start) * D
     tl.store(zero + tl.arange(0, BLOCK * D), tl.zeros([BLOCK * D], tl.float32))
-    counters = accumulator + total_rows.to(tl.int64) * D + block * 2
-    tl.store(counters + tl.arange(0, 2), tl.zeros([2], tl.float32))
+    tickets = accumulator + total_rows.to(tl.int64) * D
+    if block == 0:
+        tl.store(tickets + tl.arange(0, TICKETS), tl.zeros([TICKETS], tl.float32))
+    tl.store(tickets + TICKETS + block * 2 + tl.arange(0, 2), tl.zeros([2], tl.float32))
 
 
 @triton.jit

@@ -106,7 +106,7 @@ def step(
     PA: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VL, k_width=2)
     SA: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KL, k_width=2)
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
-    q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s, ones = tiles
+    q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s, ones, k_buffer, v_half = tiles
     q_full, made, read, dq_empty = barriers
     scale_log2, _, unscale = scales
     zero_s = gl.zeros([64, BM], gl.float32, layout=SL)
@@ -117,9 +117,9 @@ def step(
     unknown = i >> 30  # 0, but not for the compiler, which would keep descriptors of all of K and V in registers
     if BIAS == KEY_BIAS:
         ones = ones.index(unknown)
-    keys = k_s.index(unknown)
+    keys = k_s.index(unknown + k_buffer)
     k_c = keys.slice(C * 64, 64, dim=0)
-    v_c = v_s.index(unknown + C)
+    v_c = v_s.index(unknown + v_half)
     other_made = made.index((1 - C) * 2 + (b ^ 1))
     made_before = ((i - 1) >> 1) & 1
     mbarrier.wait(q_full.index(b), (i >> 1) & 1)
@@ -189,18 +189,24 @@ def step(
 
 
 @gluon.jit
-def last_dq(i, tiles, barriers, C: gl.constexpr, BM: gl.constexpr):
-    """Hand out dq of step `i - 1`, the last one."""
+def last_dq(i, tiles, barriers, k_empty, C: gl.constexpr, BM: gl.constexpr, TWO_PHASE: gl.constexpr):
+    """As step `i`, hand out dq of step `i - 1`, a block's last, and leave a dS of 0 for the next block's first."""
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    _, _, _, ds_s, dq_c, k_s, _, _ = tiles
-    _, made, _, dq_empty = barriers
+    _, _, _, ds_s, dq_c, k_s, _, _, k_buffer, _ = tiles
+    q_full, made, read, dq_empty = barriers
     b = i & 1
+    mbarrier.wait(q_full.index(b), (i >> 1) & 1)  # holds nothing: what is said below must not overtake the producer
     mbarrier.wait(made.index((1 - C) * 2 + (b ^ 1)), ((i - 1) >> 1) & 1)
     zero_q = gl.zeros([64, 64], gl.float32, layout=QL)
-    ds_before, k_dq = dq_operands(ds_s, k_s.index(i >> 30), b, C, BM)
+    ds_before, k_dq = dq_operands(ds_s, k_s.index((i >> 30) + k_buffer), b, C, BM)
     dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
+    ds_s.index(b).slice(C * 64, 64, dim=0).store(gl.zeros([64, BM], ds_s.dtype, layout=SL))
+    mbarrier.arrive(k_empty, count=1)
     mbarrier.wait(dq_empty, b ^ 1)
     reinterpret(dq_c, gl.float32, [64, 64], FRAGMENT).store(dq)
     fence_async_shared()
     mbarrier.arrive(made.index(C * 2 + b), count=1)
+    if not TWO_PHASE:
+        mbarrier.arrive(read.index(C * 2 + b), count=1)

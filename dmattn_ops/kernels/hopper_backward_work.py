@@ -1,0 +1,83 @@
+"""Which blocks of the SM 9.0 backward a program works on: those that its producer draws.
+
+Blocks are numbered longest first within a group of heads. A program draws the next number when it has issued
+a block's last loads, so that those of the next block run while this one is still multiplied and stored: earlier, it would
+reserve a long block while it is busy with another one. Numbers are drawn and not derived from the program's, so that every
+block with a lower one has been begun.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dmattn_ops.kernels.gluon_compat import mbarrier
+
+RECEIVERS = gl.constexpr(4)  # two consumers and their reducers
+
+
+@gluon.jit
+def block_of(block, n_blocks, n_heads, heads_per_group, ranks_in_row):
+    """Return (rank of the key tile, key head): rank 0, the longest tiles, first, so that no long block starts last.
+
+    Groups of heads share L2. Inside a group, `ranks_in_row` tiles of a head come one after the other, then as many of
+    the next head.
+    """
+    per_group = n_blocks * heads_per_group
+    group = block // per_group
+    inside = block - group * per_group
+    width = gl.minimum(heads_per_group, n_heads - group * heads_per_group)
+    row = inside // (ranks_in_row * width)
+    inside -= row * (ranks_in_row * width)
+    length = gl.minimum(ranks_in_row, n_blocks - row * ranks_in_row)
+    head = inside // length
+    return row * ranks_in_row + inside - head * length, group * heads_per_group + head
+
+
+@gluon.jit
+def place_of(block, order, kv_heads, lists, of_lists, LISTED: gl.constexpr):
+    """Return (key tile, batch, key head) of a block; with LISTED the lists say which tile has which rank."""
+    n_blocks, n_heads, heads_per_group, ranks_in_row = order
+    tile, kv_index = block_of(block, n_blocks, n_heads, heads_per_group, ranks_in_row)
+    batch = kv_index // kv_heads
+    kv_head = kv_index - batch * kv_heads
+    if LISTED:
+        tile = gl.load(record_of((tile, batch, kv_head), lists, of_lists))
+    return tile, batch, kv_head
+
+
+@gluon.jit
+def record_of(place, lists, of_lists):
+    """Return where the list of a place's key tile begins, for the first query head of its key head."""
+    tile, batch, kv_head = place
+    list_b, list_kv, list_width = of_lists
+    return lists + batch.to(gl.int64) * list_b + kv_head.to(gl.int64) * list_kv + tile * list_width
+
+
+@gluon.jit
+def announce(turn, place, work):
+    """Tell the receivers a program's `turn`-th block: `place` is that of `place_of`, a tile of -1 ends their work."""
+    PARTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    places, full, empty = work
+    tile, batch, kv_head = place
+    slot = turn & 1
+    at = gl.arange(0, 4, layout=PARTS)
+    mbarrier.wait(empty.index(slot), ((turn >> 1) & 1) ^ 1)
+    places.index(slot).store(gl.where(at == 0, tile, gl.where(at == 1, batch, kv_head)))
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def receive(turn, work):
+    """Return the place of a program's `turn`-th block."""
+    PARTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    places, full, empty = work
+    slot = turn & 1
+    mbarrier.wait(full.index(slot), (turn >> 1) & 1)
+    parts = places.index(slot).load(PARTS)
+    at = gl.arange(0, 4, layout=PARTS)
+    tile = gl.sum(gl.where(at == 0, parts, 0), 0)
+    batch = gl.sum(gl.where(at == 1, parts, 0), 0)
+    kv_head = gl.sum(gl.where(at == 2, parts, 0), 0)
+    mbarrier.arrive(empty.index(slot), count=1)
+    return tile, batch, kv_head
