@@ -398,7 +398,8 @@ def shared_memory(row: Row, part: Part, values: tuple[Any, ...]) -> int:
         return line * (made.query_stages * made.block_m + 2 * made.stages * made.block_n)
     if isinstance(made, HopperBackward):
         exchanged = 4 * made.block_m * made.block_n + 32768  # two buffers of dS, and dq on its way out
-        return line * (4 * made.block_m + 2 * made.block_n) + exchanged
+        keys = 4 if row.dim <= 64 else 3  # buffers of V and, where there is room, of K
+        return line * (4 * made.block_m + keys * made.block_n) + exchanged
     if not isinstance(made, PortableForward | PortableBackward):
         return row.shared_memory
     block_m, block_n, _, stages = values
