@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from dmattn_ops import autograd, masks, validation
 from dmattn_ops.masks import CausalFrom, TileMask, Window
 from dmattn_ops.problem import Varlen
 
 _SEED_END = (1 << 63) - 1
-_AUTOCAST_DEVICES = ("cpu", "cuda")
 _OPERATORS = {
     "forward": torch.ops.dmattn.forward.default,
     "qkvpacked_forward": torch.ops.dmattn.qkvpacked_forward.default,
@@ -202,25 +202,33 @@ def flash_dmattn_varlen_func(
 
 def _prepare(rank: int, bias: Tensor | None, **tensors: Tensor) -> tuple[list[Tensor], Tensor | None]:
     """Refuse what is no tensor of that rank, cast for autocast, and copy where the last dimension is not contiguous."""
-    for name, tensor in tensors.items():
+    prepared, strided = list(tensors.values()), False
+    for tensor in prepared:
         if not isinstance(tensor, Tensor) or tensor.dim() != rank:
-            validation.tensors(**{name: tensor})
-            validation.require_rank(name, tensor, rank)
+            _refuse(rank, tensors)
+        if tensor.stride(-1) != 1:
+            strided = True
     if bias is not None:
         validation.tensors(bias=bias)
-    prepared = list(tensors.values())
-    device_type = prepared[0].device.type
-    if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
+    first = prepared[0]
+    device_type = "cuda" if first.is_cuda else "cpu" if first.is_cpu else None
+    if device_type is not None and torch.is_autocast_enabled(device_type):
+        dtype, strided = torch.get_autocast_dtype(device_type), True
         prepared = [_cast(tensor, dtype) for tensor in prepared]
         if bias is not None and bias.dtype != torch.float32:
             bias = _cast(bias, dtype)
-    for position, tensor in enumerate(prepared):
-        if tensor.stride(-1) != 1:
-            prepared[position] = tensor.contiguous()
+    if strided:
+        prepared = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in prepared]
     if bias is not None and bias.dim() > 0 and bias.stride(-1) != 1:
         bias = bias.contiguous()
     return prepared, bias
+
+
+def _refuse(rank: int, tensors: dict[str, Tensor]) -> None:
+    """Refuse the first that is no tensor of that rank."""
+    for name, tensor in tensors.items():
+        validation.tensors(**{name: tensor})
+        validation.require_rank(name, tensor, rank)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -229,7 +237,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _fits(mask: Tensor | TileMask, query: Tensor, key: Tensor) -> bool:
     """Return whether a prepared mask fits for certain, so that it takes no closer look."""
-    if type(mask) is not TileMask or torch.compiler.is_compiling():
+    if type(mask) is not TileMask or is_compiling():
         return False
     lists, (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = mask.row_tiles, query.shape, key.shape
     of_batch, of_heads = lists.shape[:2]
@@ -257,9 +265,9 @@ def _numbers(seqlen_q: int, seqlen_k: int, *given: Any) -> tuple[tuple[int, int]
     `given` is causal, where from, window, scale, softcap, dropout. What was seen before is looked up.
     """
     window_size = given[2]
-    if not torch.compiler.is_compiling() and type(window_size) is tuple and len(window_size) == 2:
+    if not is_compiling() and type(window_size) is tuple and len(window_size) == 2:
         try:
-            return _known_numbers(seqlen_q, seqlen_k, *given[:2], *window_size, *given[3:])
+            return _known_numbers(seqlen_q, seqlen_k, *window_size, *given)
         except TypeError:  # what cannot be looked up (a traced number, say), or is to be refused
             pass
     return _read_numbers(seqlen_q, seqlen_k, *given)
@@ -279,17 +287,17 @@ def _read_numbers(
     if softmax_scale is not None:
         softmax_scale = validation.number("softmax_scale", softmax_scale)
     softcap, dropout_p = validation.number("softcap", softcap), validation.number("dropout_p", dropout_p)
-    if not torch.compiler.is_compiling():  # a tracer may not know them yet; the operators check what it knows
+    if not is_compiling():  # a tracer may not know them yet; the operators check what it knows
         validation.scalars(softmax_scale, softcap, dropout_p)
     band = masks.band(is_causal, causal_from, window_size, seqlen_q, seqlen_k)
     return band, (softmax_scale, softcap, dropout_p)
 
 
-@lru_cache(maxsize=1024, typed=True)  # typed: 1 is no bool
+@lru_cache(maxsize=1024, typed=True)  # typed: 1 is no bool; so the window's limits are given by themselves as well
 def _known_numbers(
-    seqlen_q: int, seqlen_k: int, is_causal: bool, causal_from: CausalFrom, left: int | None, right: int | None, *scalars: Any
-) -> tuple[tuple[int, int], tuple[float | None, float, float]]:  # fmt: skip
-    return _read_numbers(seqlen_q, seqlen_k, is_causal, causal_from, (left, right), *scalars)
+    seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, *given: Any
+) -> tuple[tuple[int, int], tuple[float | None, float, float]]:
+    return _read_numbers(seqlen_q, seqlen_k, *given)
 
 
 def _repeats(deterministic: bool | None) -> bool:
@@ -310,8 +318,9 @@ def _call(name: str, return_lse: bool, *arguments: Any) -> Tensor | tuple[Tensor
     """Call an operator; in plain eager mode its derivative directly, which saves one way through the dispatcher."""
     if not isinstance(return_lse, bool):
         validation.flags(return_lse=return_lse)
-    if name in autograd.kernels and autograd.callable_directly(arguments[0]):
-        out, lse = autograd.kernels[name](*arguments, direct=True)
+    directly = autograd.kernels.get(name)
+    if directly is not None and autograd.callable_directly(arguments[0]):
+        out, lse = directly(*arguments)
     else:
         out, lse = _OPERATORS[name](*arguments)
     return (out, lse) if return_lse else out

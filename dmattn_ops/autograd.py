@@ -9,22 +9,34 @@ names used here, and `tests/test_autograd.py` holds both to the same gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
+from torch.compiler import is_compiling
 from torch.library import Library
 
 from dmattn_ops import ops
 
-_below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
-_SingleLevelFunction: Any = getattr(torch.autograd.function, "_SingleLevelFunction", Function)
-HAS_PRIVATE_NAMES = _below_autograd is not None and _SingleLevelFunction is not Function
+_SingleLevelFunction: Any = getattr(torch.autograd.function, "_SingleLevelFunction", None)
+# bound once: to look each of these up in torch takes as long as to call it
+_grad_enabled = torch.is_grad_enabled
+_any_requires_grad: Any = getattr(torch._C, "_any_requires_grad", None)
+_transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
+_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_function_modes: Any = getattr(torch._C, "_len_torch_function_stack", None)
+_tracing_state: Any = getattr(torch._C, "_get_tracing_state", None)
+_profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", None)
+_Kernel = Callable[..., tuple[Tensor, ...]]
+HAS_PRIVATE_NAMES = ops.below_autograd is not nullcontext and None not in (
+    _SingleLevelFunction, _any_requires_grad, _transforms_active, _dispatch_modes, _function_modes, _tracing_state,
+    _profiler_enabled,
+)  # fmt: skip
 
 
-class _Function(_SingleLevelFunction):
+class _Function(_SingleLevelFunction or Function):  # type: ignore[misc]
     """A Function whose `apply` does not start torch.func's levels: they have called the kernel, each at its turn."""
 
     @staticmethod
@@ -47,7 +59,7 @@ OPERATORS = {
 }
 
 
-def register(library: Library) -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
+def register(library: Library) -> dict[str, _Kernel]:
     """Register the derivatives of every operator of `library`, whose schemas are those of `ops.py`.
 
     Returns what may be called instead of each forward operator where `callable_directly` says so.
@@ -55,13 +67,13 @@ def register(library: Library) -> dict[str, Callable[..., tuple[Tensor, Tensor]]
     if not HAS_PRIVATE_NAMES:
         register_public(library)
         return {}
-    kernels = {}
+    directly = {}
     for name, of in OPERATORS.items():
         backward_name = name.replace("forward", "backward")
-        kernels[name] = _forward_kernel(name, backward_name, of)
-        library.impl(name, kernels[name], "Autograd")
-        library.impl(backward_name, _backward_kernel(backward_name), "Autograd")
-    return kernels
+        kernel, directly[name] = _forward_kernels(name, backward_name, of)
+        library.impl(name, kernel, "Autograd")
+        library.impl(backward_name, _backward_kernels(backward_name)[0], "Autograd")
+    return directly
 
 
 def register_public(library: Library) -> None:
@@ -94,27 +106,31 @@ def callable_directly(tensor: Tensor) -> bool:
     That is so in plain eager mode, on plain tensors; it saves 4 us of 20 in a forward and as much in a backward.
     """
     return (
-        not torch.compiler.is_compiling()
+        not is_compiling()
         and type(tensor) is Tensor
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._get_tracing_state() is None
-        and not torch.autograd._profiler_enabled()
-        and (tensor.is_cpu or tensor.is_cuda)
+        and not _transforms_active()
+        and _dispatch_modes() == 0
+        and _function_modes() == 0
+        and _tracing_state() is None
+        and not _profiler_enabled()
+        and (tensor.is_cuda or tensor.is_cpu)
     )
 
 
-def _forward_kernel(name: str, backward_name: str, of: Differentiable) -> Callable[..., tuple[Tensor, Tensor]]:
+def _forward_kernels(name: str, backward_name: str, of: Differentiable) -> tuple[_Kernel, _Kernel]:
+    """Return what computes an operator and its derivative for the dispatcher, and without it."""
     operator, backward_op = _operator(name), _operator(backward_name)
-    backward_directly = partial(_backward_kernel(backward_name), direct=True)
-    through_dispatcher = _through_dispatcher(operator)
+    _, backward_directly = _backward_kernels(backward_name)
     defaults = tuple(argument.default_value for argument in operator._schema.arguments)
-    count = len(defaults)
+    nothing = (None,) * (of.primals + 3)
 
     class Attention(_Function):
+        """Takes the arguments as one, which autograd does not look into, and again those that have derivatives."""
+
         @staticmethod
-        def forward(ctx: Any, call: Callable[..., Any], *arguments: Any) -> tuple[Tensor, Tensor]:
+        def forward(
+            ctx: Any, call: Callable[..., Any], arguments: tuple[Any, ...], *differentiable: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
             outputs, ctx.origin = _in_function(call, arguments)
             _save(ctx, of, arguments, outputs)
             return outputs
@@ -122,24 +138,31 @@ def _forward_kernel(name: str, backward_name: str, of: Differentiable) -> Callab
         @staticmethod
         def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors  # once: under checkpointing each access computes them again
-            needs_dbias = ctx.needs_input_grad[1 + of.bias]
+            needs_dbias, origin = ctx.needs_input_grad[-1], ctx.origin
             direct, grads = callable_directly(saved[0]), None
-            if direct and ctx.origin is not None and grad_out is not None and not torch.is_grad_enabled():
-                grads = ctx.origin.backward(backward_name, of.primals, grad_out, grad_lse, saved, needs_dbias)
+            if direct and origin is not None and grad_out is not None and not _grad_enabled():
+                grads = origin.backward(backward_name, of.primals, grad_out, grad_lse, saved, needs_dbias)
             if grads is None:
                 call = backward_directly if direct else backward_op
                 grads = _backward(of, call, saved, ctx.numbers, needs_dbias, grad_out, grad_lse)
-            return None, *_placed(of, grads, needs_dbias, count)
+            if grads is None:
+                return nothing
+            return None, None, *grads[:-1], grads[-1] if needs_dbias else None
 
-    def kernel(*arguments: Any, direct: bool = False) -> tuple[Tensor, Tensor]:
-        call = ops.implementations[name] if direct else through_dispatcher
-        return _apply(Attention, call, arguments + defaults[len(arguments) :])
+    def computed_by(calls: dict[str, ops.Planned]) -> _Kernel:
+        def kernel(*arguments: Any) -> tuple[Tensor, ...]:
+            arguments += defaults[len(arguments) :]
+            if not _may_need_gradient(arguments):
+                return calls[name](*arguments)[0]
+            return _apply(Attention, calls[name], arguments, *arguments[: of.primals], arguments[of.bias])
 
-    return kernel
+        return kernel
+
+    return computed_by(_through_dispatcher(name)), computed_by(ops.implementations)
 
 
-def _backward_kernel(name: str) -> Callable[..., tuple[Tensor, ...]]:
-    through_dispatcher = _through_dispatcher(_operator(name))
+def _backward_kernels(name: str) -> tuple[_Kernel, _Kernel]:
+    """Return what computes a backward operator, which has no derivative, for the dispatcher, and without it."""
 
     class AttentionBackward(_Function):
         @staticmethod
@@ -148,42 +171,54 @@ def _backward_kernel(name: str) -> Callable[..., tuple[Tensor, ...]]:
 
         backward = staticmethod(_refuse_second_derivative)
 
-    def kernel(*arguments: Any, direct: bool = False) -> tuple[Tensor, ...]:
-        return _apply(AttentionBackward, ops.implementations[name] if direct else through_dispatcher, arguments)
+    def computed_by(calls: dict[str, ops.Planned]) -> _Kernel:
+        def kernel(*arguments: Any) -> tuple[Tensor, ...]:
+            if not _may_need_gradient(arguments):
+                return calls[name](*arguments)[0]
+            return _apply(AttentionBackward, calls[name], *arguments)
 
-    return kernel
+        return kernel
+
+    return computed_by(_through_dispatcher(name)), computed_by(ops.implementations)
 
 
 def _operator(name: str) -> Any:
     return getattr(torch.ops.dmattn, name).default
 
 
-def _through_dispatcher(operator: Any) -> ops.Planned:
-    """Return an operator in the form of what is called directly."""
-    return lambda *arguments: (operator(*arguments), None)
+def _through_dispatcher(name: str) -> dict[str, ops.Planned]:
+    """Return an operator in the form of those that are called directly."""
+    operator = _operator(name)
+
+    def call(*arguments: Any) -> tuple[Any, None]:
+        with ops.below_autograd():
+            return operator(*arguments), None
+
+    return {name: call}
 
 
-def _apply(function: Any, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Do `call` in the Function where a gradient may be asked for, else below autograd."""
+def _may_need_gradient(arguments: tuple[Any, ...]) -> bool:
+    """Return whether a gradient may be asked for; refuse forward-mode derivatives."""
     if forward_ad._current_level >= 0:
         _refuse_tangents(arguments)
-    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
-        with _below_autograd():
-            return call(*arguments)[0]
-    if not torch._C._are_functorch_transforms_active():
-        return function.apply(call, *arguments)
+    return _grad_enabled() and _any_requires_grad(*arguments)
+
+
+def _apply(function: Any, *arguments: Any) -> Any:
+    """Apply a Function at the level of torch.func that the kernel was called for."""
+    if not _transforms_active():
+        return function.apply(*arguments)
     from torch._functorch.utils import enable_single_level_autograd_function
 
     with enable_single_level_autograd_function():
-        return function.apply(call, *arguments)
+        return function.apply(*arguments)
 
 
 def _in_function(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Call below a Function, which turned gradients off: for outer levels of torch.func, which see it, they are on."""
-    if not torch._C._are_functorch_transforms_active():
-        with _below_autograd():
-            return call(*arguments)
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), _below_autograd():
+    if not _transforms_active():
+        return call(*arguments)
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
         return call(*arguments)
 
 

@@ -9,19 +9,20 @@ ARCHITECTURE = "DMATTN_ARCH"
 PROFILE = "FLASH_DMATTN_PROFILE_BACKWARD"
 
 # What os.environ wraps, by encoded names: a look-up there takes a tenth of one through os.environ, whose writes it sees.
-_variables: Any = getattr(os.environ, "_data", None)
-_ENCODED = {name: getattr(os.environ, "encodekey", str)(name) for name in (ARCHITECTURE, PROFILE)}
-
-
-def _given(name: str) -> bool:
-    return not isinstance(_variables, dict) or _ENCODED[name] in _variables
+_wrapped: Any = getattr(os.environ, "_data", None)
+_HAS_WRAPPED = isinstance(_wrapped, dict) and hasattr(os.environ, "encodekey")
+_variables: Any = _wrapped if _HAS_WRAPPED else os.environ
+_ARCHITECTURE_KEY, _PROFILE_KEY = (
+    os.environ.encodekey(name) if _HAS_WRAPPED else name  # type: ignore[attr-defined]
+    for name in (ARCHITECTURE, PROFILE)
+)
 
 
 def architecture() -> str | None:
     """Return the architecture to dispatch for, such as "8.6", where one is asked for."""
-    return (os.environ.get(ARCHITECTURE) or None) if _given(ARCHITECTURE) else None
+    return (os.environ.get(ARCHITECTURE) or None) if _ARCHITECTURE_KEY in _variables else None
 
 
 def profiles_backward() -> bool:
     """Return whether each backward launch tells its choice."""
-    return _given(PROFILE) and os.environ.get(PROFILE) == "1"
+    return _PROFILE_KEY in _variables and os.environ.get(PROFILE) == "1"

@@ -5,6 +5,7 @@ Parameters are those of the schemas in `ops.py`, in their order; `call` is what 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -216,8 +217,22 @@ def _tiles(read: ops.Call) -> Tiles:
     return Tiles(k_segments=(read.mask != 0).to(torch.int32).sub_(1).unsqueeze(0))
 
 
+def _below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operator that autograd sees nothing of: it may be called directly, with inputs that require gradients.
+
+    A plan that repeats it needs no such care, and entering takes time.
+    """
+
+    @functools.wraps(operator)
+    def below(*arguments: Any) -> Any:
+        with ops.below_autograd():
+            return operator(*arguments)
+
+    return below
+
+
 _OPERATORS: tuple[Callable[..., Any], ...] = (
     forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles
 )  # fmt: skip
 for _operator in _OPERATORS:
-    ops.implement(_operator.__name__, plans.planned(_operator, ops.LAYOUTS[_operator.__name__]))
+    ops.implement(_operator.__name__, plans.planned(_below_autograd(_operator), ops.LAYOUTS[_operator.__name__]))

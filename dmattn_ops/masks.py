@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from dmattn_ops import layout, ops, validation  # noqa: F401 - ops defines torch.ops.dmattn
+from dmattn_ops import layout, ops, validation
 from dmattn_ops.meta import list_capacity
 from dmattn_ops.problem import TILE, UNBOUNDED, Tiles
 
@@ -139,7 +139,7 @@ def resolve(
     the call adds a condition: then it is listed (segments) or packed (bits) again.
     """
     if mask is None:
-        return Tiles(), band_lo, band_hi
+        return ops.NO_TILES, band_lo, band_hi
     if isinstance(mask, Tensor):
         mask = _from_tensor(_narrowed(mask), None, seqlen_q, (band_lo, band_hi))
     elif isinstance(mask, TileMask):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ library = torch.library.Library("dmattn", "DEF")
 for _name, _schema in SCHEMAS.items():
     library.define(_name + _schema, tags=_TAGS)
 
+below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)
 Planned = Callable[..., tuple[Any, Any]]
 implementations: dict[
     str, Planned
@@ -62,7 +64,7 @@ class Layout(NamedTuple):
 
     def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the tensors (or None) and the numbers among `arguments`."""
-        between, behind = self.numbers, self.tensors
+        between, behind = self
         return arguments[: between.start] + arguments[behind], arguments[between] + arguments[behind.stop :]
 
     def join(self, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -97,7 +99,7 @@ class Call(NamedTuple):
 _NUMBERS = (-UNBOUNDED, UNBOUNDED, None, 0.0, 0.0, False, False)
 _DENSE_DEFAULTS = (*Tiles(), None, *_NUMBERS)
 _VARLEN_DEFAULTS = (None, None, False, *_NUMBERS)
-_NO_TILES = Tiles()
+NO_TILES = Tiles()
 
 
 def read_call(arguments: tuple[Any, ...], dim: int) -> Call:
@@ -110,7 +112,7 @@ def read_varlen_call(arguments: tuple[Any, ...], dim: int) -> Call:
     """Name the arguments that follow bias in an operator for variable lengths."""
     arguments += _VARLEN_DEFAULTS[len(arguments) :]
     mask, seed, top_left = arguments[:3]
-    return Call(_NO_TILES, mask, seed, top_left, _options(arguments, 3, dim), arguments[9])
+    return Call(NO_TILES, mask, seed, top_left, _options(arguments, 3, dim), arguments[9])
 
 
 def _options(arguments: tuple[Any, ...], start: int, dim: int) -> Options:

@@ -87,10 +87,11 @@ def planned(function: _Computation, layout: Any) -> Callable[..., tuple[Any, Ori
     `layout` says which arguments are tensors.
     """
     name = function.__name__
+    is_backward = name.endswith("backward")
 
     def call(*arguments: Any) -> tuple[Any, Origin | None]:
         on = arguments[1] if arguments[0] is None else arguments[0]
-        if not may_repeat(on) or (environment.profiles_backward() and name.endswith("backward")):
+        if not may_repeat(on) or (is_backward and environment.profiles_backward()):
             return function(*arguments), None
         enter_thread()
         tensors, numbers = layout.split(arguments)

@@ -221,6 +221,53 @@ def test_an_address_that_is_not_aligned_is_not_launched_with(libcuda):
     assert libcuda.launches == []
 
 
+def test_launches_are_kept_for_the_addresses_and_the_stream_they_had(libcuda, monkeypatch):
+    made = record(scale_into(Kernel(Compiled(SIGNATURE))), aligned(8), aligned(8))
+    prepared, prepare = [], plan.Stage.prepare
+    monkeypatch.setattr(plan.Stage, "prepare", lambda *given: prepared.append(given[-1]) or prepare(*given))
+    pairs = [(aligned(8), aligned(8)) for _ in range(3)]
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device, stream=stream: stream)
+        for x, y in (*pairs, *pairs):
+            made.run((x, y))
+            _, fields, values = libcuda.launches.pop()
+            assert fields == (3, 2, 1, 128, 1, 1, 4096, stream, 0, 0)
+            assert struct.unpack("=QQ", values[0] + values[1]) == (x.data_ptr(), y.data_ptr() + 16)
+    assert prepared == [1, 1, 1, 2, 2, 2]
+    monkeypatch.setattr(plan, "MAX_READY", 4)
+    monkeypatch.setattr(driver, "_MAX_STREAMS", 1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 3)
+    for pair in pairs:
+        made.run(pair[::-1])
+    assert len(made.stages[0].ready) <= 4
+    assert len(made.steps[0].packed.configs) <= 1
+
+
+def test_what_is_computed_between_launches_is_computed_there(libcuda, monkeypatch):
+    kernel, done = Kernel(Compiled(SIGNATURE)), []
+
+    def filled(tensor):
+        done.append(len(libcuda.launches))
+        return tensor.fill_(len(done))
+
+    def launcher(x, y):
+        room = launch.workspace(x, 8)
+        scale_into(kernel)(x, room)
+        total = launch.computed(torch.Tensor.clone, launch.computed(filled, y))
+        scale_into(kernel)(total, y)
+        launch.computed(filled, y)
+
+    made = record(launcher, aligned(8), aligned(8))
+    assert [(len(stage.makes), len(stage.launches)) for stage in made.stages] == [(1, 1), (2, 1), (1, 0)]
+    done.clear()
+    x, y = aligned(8), aligned(8)
+    made.run((x, y))
+    assert done == [1, 2]
+    assert y.eq(2).all()
+    (read, _), (_, written) = addresses(libcuda)
+    assert (read, written) == (x.data_ptr(), y.data_ptr() + 16)
+
+
 def test_what_is_computed_is_computed_at_each_call(libcuda):
     kernel = Kernel(Compiled(SIGNATURE))
 
@@ -308,6 +355,7 @@ def test_a_key_holds_all_that_a_plan_depends_on(monkeypatch):
 def doubling(libcuda, monkeypatch):
     """An operator `double_forward(x, y, factor) -> out, lse`, and how often it was computed in full."""
     monkeypatch.setattr(plans, "may_repeat", lambda tensor: True)
+    monkeypatch.setattr(plans, "enter_thread", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # what a CPU tensor says
     monkeypatch.setattr(plans, "_plans", {})
     monkeypatch.setattr(plans, "_seen", {})

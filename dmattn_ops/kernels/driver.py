@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ _MAP_TYPES = {torch.int32: 3, torch.float16: 6, torch.float32: 7, torch.bfloat16
 _L2_PROMOTION_128B = 2  # CUtensorMapL2promotion, as Triton chooses it
 _MAX_PARAMETERS = 1024
 _MAX_ENCODED = 128  # tensor maps that one parameter keeps
+_MAX_STREAMS = 128  # that a kernel's configuration is kept for
 _FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "f32": "f", "fp64": "d",
@@ -91,6 +92,13 @@ def encode_map(
     return EncodedMap(start, memory) if status == 0 else None
 
 
+class Launch(NamedTuple):
+    """A kernel, its parameters and a stream: never written again, so that threads may launch it at the same time."""
+
+    run: Callable[[], int]  # returns 0 or a CUresult
+    memory: list[Any]  # that parameters lie in
+
+
 class _MapParameter:
     """A tensor map among a kernel's parameters, encoded once for each address."""
 
@@ -111,39 +119,56 @@ class _MapParameter:
 
 
 class Packed:
-    """A kernel's parameters in memory as `cuLaunchKernelEx` takes them; only addresses and the stream change."""
+    """A kernel's parameters in memory as `cuLaunchKernelEx` takes them, but for addresses and the stream."""
 
     def __init__(
         self, functions: Driver, function: int, grid: tuple[int, ...], threads: int, shared: int, count: int
     ) -> None:
-        self.launch = functions.launch
-        self.lock = threading.Lock()  # whoever launches fills the memory in
+        self.launch, self.function = functions.launch, ctypes.c_void_p(function)
         # CUlaunchConfig: grid, block, bytes of shared memory (7 x 4 bytes, 4 of padding), stream, attributes, their number
-        self.config = (ctypes.c_uint64 * 7)()
-        struct.pack_into("=7I4xQQI", self.config, 0, *grid, threads, 1, 1, shared, 0, 0, 0)
-        self.values = (ctypes.c_uint64 * count)()  # each scalar and address in 8 bytes
+        self.config = struct.pack("=7I4xQQI4x", *grid, threads, 1, 1, shared, 0, 0, 0)
+        self.configs: dict[int, Any] = {}  # by stream
+        self.values = (ctypes.c_uint64 * count)()  # each scalar in 8 bytes
         self.parameters = (ctypes.c_void_p * count)()
+        self.type_of_parameters = type(self.parameters)
         start = ctypes.addressof(self.values)
         for index in range(count):
             self.parameters[index] = start + 8 * index
         self.addresses: list[tuple[int, int, int]] = []  # index, tensor, offset
         self.maps: list[_MapParameter] = []
-        self.call = (ctypes.byref(self.config), ctypes.c_void_p(function), ctypes.byref(self.parameters), None)
 
-    def run(self, addresses: list[int], stream: int) -> bool:
-        """Launch; False, with nothing launched, where a map cannot be encoded or the driver reports an error."""
-        with self.lock:
-            values, parameters = self.values, self.parameters
-            for index, tensor, offset in self.addresses:
-                values[index] = addresses[tensor] + offset
-            for part in self.maps:
-                address = addresses[part.tensor] + part.offset
-                found = part.encoded.get(address) or part.encode(address)
-                if found is None:
-                    return False
-                parameters[part.index] = found.address
-            self.config[4] = stream
-            return self.launch(*self.call) == 0
+    def at(self, addresses: list[int], stream: int) -> Launch | None:
+        """Return the launch with tensors at `addresses`; None where a map cannot be encoded.
+
+        Addresses and the list of all parameters get memory of their own; scalars stay where they are.
+        """
+        parameters = self.type_of_parameters.from_buffer_copy(self.parameters)
+        values = (ctypes.c_uint64 * len(self.addresses))()
+        place, start = 0, ctypes.addressof(values)
+        for index, tensor, offset in self.addresses:
+            values[place] = addresses[tensor] + offset
+            parameters[index] = start + 8 * place
+            place += 1
+        memory = [self.values, values]
+        for part in self.maps:
+            address = addresses[part.tensor] + part.offset
+            found = part.encoded.get(address) or part.encode(address)
+            if found is None:
+                return None
+            memory.append(found.memory)
+            parameters[part.index] = found.address
+        config = self.configs.get(stream) or self._config(stream)
+        run = partial(self.launch, ctypes.byref(config), self.function, ctypes.byref(parameters), None)
+        return Launch(run, memory)
+
+    def _config(self, stream: int) -> Any:
+        """Return the launch's configuration on a stream, and keep it."""
+        made = (ctypes.c_uint64 * 7).from_buffer_copy(self.config)
+        made[4] = stream
+        if len(self.configs) >= _MAX_STREAMS:
+            self.configs.clear()
+        self.configs[stream] = made
+        return made
 
 
 def pack(

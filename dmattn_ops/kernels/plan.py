@@ -14,6 +14,7 @@ from triton import knobs
 from dmattn_ops.kernels.driver import Packed, pack, parameter_sizes
 from dmattn_ops.kernels.tensor_maps import Map
 
+MAX_READY = 128  # sets of addresses that each stage of a plan keeps launches for
 ALIGNMENT = 16  # bytes that every address of a plan is a multiple of: what Triton specializes on
 # as Inductor's own code allocates: 3 times as fast as torch.empty
 _empty_cuda: Any = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
@@ -53,6 +54,7 @@ class Plan:
         self, device: int, outputs: list[TensorLayout], steps: Sequence[Allocate | Compute | Relaunch]
     ) -> None:
         self.device, self.outputs, self.steps = device, outputs, steps
+        self.stages = _stages(steps)
         self.backwards: dict[Hashable, Plan] = {}  # of what this forward computed
 
     def run(
@@ -60,28 +62,70 @@ class Plan:
     ) -> tuple[tuple[Tensor, ...], list[int]] | None:
         """Launch everything on the current stream of the plan's device.
 
-        Returns outputs, and the addresses of inputs (which the caller may know) and outputs; None, with nothing
-        launched, for other alignments.
+        Returns outputs, and the addresses of inputs (which the caller may know) and outputs; None, with no kernel of
+        the plan launched, for other alignments.
         """
         if addresses is None:
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
         if torch._C._cuda_getDevice() != self.device:
             with torch.cuda.device(self.device):
-                return self._run(inputs, addresses)
-        return self._run(inputs, addresses)
-
-    def _run(
-        self, inputs: tuple[Tensor | None, ...], addresses: list[int]
-    ) -> tuple[tuple[Tensor, ...], list[int]] | None:
+                return self.run(inputs, addresses)
         outputs = tuple([allocate(*layout) for layout in self.outputs])
         known = addresses + [output.data_ptr() for output in outputs]
-        if reduce(or_, known) % ALIGNMENT != 0:
-            return None
         tensors, places = [*inputs, *outputs], known.copy()
         stream, through_driver = torch._C._cuda_getCurrentRawStream(self.device), not _hooked()
-        for step in self.steps:  # those that make tensors append them
-            step.run(tensors, places, stream, through_driver)
+        for stage in self.stages:
+            for make in stage.makes:
+                made = make.run(tensors)
+                tensors.append(made)
+                places.append(made.data_ptr())
+            found = (stream, *places)
+            launches = stage.ready.get(found)
+            if launches is None:  # the first such addresses: all later ones have passed this
+                if reduce(or_, known) % ALIGNMENT != 0:
+                    return None
+                launches = stage.prepare(found, places, stream)
+            for run, relaunch, _ in launches:
+                if not through_driver or run() != 0:
+                    relaunch.run(places, stream)
         return outputs, known
+
+
+class Ready(NamedTuple):
+    """A launch with tensors at certain addresses on a certain stream. Nothing of it changes: threads may share it."""
+
+    run: Callable[[], int]  # through the driver; 0 where that did it
+    relaunch: Relaunch  # through Triton
+    memory: list[Any]  # that parameters lie in
+
+
+class Stage(NamedTuple):
+    """Steps of a plan that make tensors, and the launches behind them, which are kept for the addresses they had."""
+
+    makes: list[Allocate | Compute]
+    launches: list[Relaunch]
+    ready: dict[tuple[int, ...], list[Ready]]  # by stream and addresses
+
+    def prepare(self, found: tuple[int, ...], addresses: list[int], stream: int) -> list[Ready]:
+        """Return and keep the launches with tensors at `addresses`."""
+        made = [relaunch.at(addresses, stream) for relaunch in self.launches]
+        if len(self.ready) >= MAX_READY:
+            self.ready.clear()
+        self.ready[found] = made
+        return made
+
+
+def _stages(steps: Sequence[Allocate | Compute | Relaunch]) -> list[Stage]:
+    """Put each run of launches together with what is made before it."""
+    stages = [Stage([], [], {})]
+    for step in steps:
+        if isinstance(step, Relaunch):
+            stages[-1].launches.append(step)
+        else:
+            if stages[-1].launches:
+                stages.append(Stage([], [], {}))
+            stages[-1].makes.append(step)
+    return stages
 
 
 class Allocate:
@@ -90,11 +134,9 @@ class Allocate:
     def __init__(self, layout: TensorLayout) -> None:
         self.layout = layout
 
-    def run(self, tensors: list[Any], addresses: list[int], stream: int, through_driver: bool) -> None:
+    def run(self, tensors: list[Any]) -> Tensor:
         """Allocate."""
-        made = allocate(*self.layout)
-        tensors.append(made)
-        addresses.append(made.data_ptr())
+        return allocate(*self.layout)
 
 
 class Compute:
@@ -102,12 +144,13 @@ class Compute:
 
     def __init__(self, function: Callable[..., Tensor], references: list[Any]) -> None:
         self.function, self.references = function, references
+        self.takes_tensors = any(type(of) is Slot for of in references)
 
-    def run(self, tensors: list[Any], addresses: list[int], stream: int, through_driver: bool) -> None:
+    def run(self, tensors: list[Any]) -> Tensor:
         """Compute."""
-        made = self.function(*(tensors[of.tensor] if type(of) is Slot else of for of in self.references))
-        tensors.append(made)
-        addresses.append(made.data_ptr())
+        if not self.takes_tensors:
+            return self.function(*self.references)
+        return self.function(*[tensors[of.tensor] if type(of) is Slot else of for of in self.references])
 
 
 class Relaunch:
@@ -117,18 +160,27 @@ class Relaunch:
         self.compiled, self.grid, self.references = compiled, grid, references
         self.packed = _packed(compiled, grid, references)
 
-    def run(self, tensors: list[Any], addresses: list[int], stream: int, through_driver: bool) -> None:
-        """Launch."""
-        if not (through_driver and self.packed is not None and self.packed.run(addresses, stream)):
-            arguments = [_value(reference, addresses) for reference in self.references]
-            self.compiled[self.grid](*arguments, stream=stream)
+    def at(self, addresses: list[int], stream: int) -> Ready:
+        """Return the launch with tensors at `addresses`."""
+        launch = None if self.packed is None else self.packed.at(addresses, stream)
+        return Ready(_no_launch, self, []) if launch is None else Ready(launch.run, self, launch.memory)
+
+    def run(self, addresses: list[int], stream: int) -> None:
+        """Launch through Triton."""
+        arguments = [_value(reference, addresses) for reference in self.references]
+        self.compiled[self.grid](*arguments, stream=stream)
 
 
-def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return uninitialised memory on the current device."""
-    if _empty_cuda is not None:
-        return _empty_cuda(shape, strides, dtype)
+def _no_launch() -> int:
+    """Stand for a launch that the driver cannot do."""
+    return -1
+
+
+def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+allocate = _empty_cuda if _empty_cuda is not None else _empty_strided  # uninitialised memory on the current device
 
 
 def _value(reference: Any, addresses: list[int]) -> Any:
@@ -142,10 +194,11 @@ def _value(reference: Any, addresses: list[int]) -> Any:
 
 def _hooked() -> bool:
     """Return whether someone (a profiler such as Proton) asked Triton to be told of each launch."""
-    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
+    runtime = knobs.runtime
+    entering, leaving = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return (entering is not None and bool(getattr(entering, "calls", True))) or (
+        leaving is not None and bool(getattr(leaving, "calls", True))
+    )
 
 
 def _packed(compiled: Any, grid: tuple[int, ...], references: list[Any]) -> Packed | None:
