@@ -62,11 +62,28 @@ SPILLS = (
     ),
     (r"32-bit .* causal float32", 16, "IEEE products take no tensor cores; a word or four around the loop"),
 )
+# What the assembler of triton 3.9 spills beyond that. Nothing was measured with it: the rows stay those that 3.6 is fastest with.
+NEWER_SPILLS = (
+    (
+        r"SM9.0 forward hopper D(128|256) .*(segments|bias|window|bits|softcap)",
+        664,
+        "limits of a test, or a bias, beside the accumulators",
+    ),
+    (r"SM9.0 backward hopper256 D256 ", 320, "the same, in the kernel of dq"),
+    (r"SM9.0 backward portable D256 16-bit", 1188, "one accumulator more than 3.6 keeps outside registers"),
+    (r"SM10.0 .* portable D(128|256) 16-bit", 1320, "compiled only; blocks that fit with 3.6"),
+    (r"SM12.0 forward portable D128 16-bit", 308, "compiled only; blocks that fit with 3.6"),
+    (r"SM8.(0|6|9) .* portable D(64|128) 16-bit", 12, "compiled only; a word or three around the loop"),
+)
 # Where ptxas may serialize wgmma (C7510 to C7515), and why.
 SERIALIZED = (
     (
         r"SM9.0 backward portable D(64|128) 16-bit .*dropout",
         "the fastest measured blocks (config.py): calls with a number to each pair of query and key",
+    ),
+    (
+        r"SM9.0 forward portable D64 16-bit .*float32 bias softcap dropout",
+        "everything that a call can ask for at once, with triton 3.9",
     ),
 )
 
@@ -86,8 +103,9 @@ def sm_of(row):
     return int(row[2 : row.index(" ")].replace(".", ""))
 
 
-def allowed_spills(row, wanted, kernel):
-    found = [size for pattern, size, _ in SPILLS if re.search(pattern, f"{row} | {wanted} | {kernel}")]
+def allowed_spills(version, row, wanted, kernel):
+    named = SPILLS if version == OLDEST else SPILLS + NEWER_SPILLS
+    found = [size for pattern, size, _ in named if re.search(pattern, f"{row} | {wanted} | {kernel}")]
     return max(found, default=0)
 
 
@@ -105,14 +123,13 @@ def test_shared_memory_fits_every_architecture():
 
 
 def test_nothing_spills_but_what_is_named_with_a_reason():
-    oldest = [line for line in lines() if line[0] == OLDEST]  # the figures of newer versions are frozen only
-    spilled = [line for line in oldest if line[-1].spill_bytes > allowed_spills(*line[1:4])]
+    spilled = [line for line in lines() if line[-1].spill_bytes > allowed_spills(*line[:4])]
     assert not spilled
 
 
 def test_no_exception_for_spills_outlives_its_reason():
     spilled = [f"{row} | {wanted} | {kernel}" for _, row, wanted, kernel, usage in lines() if usage.spill_bytes]
-    idle = [pattern for pattern, _, _ in SPILLS if not any(re.search(pattern, line) for line in spilled)]
+    idle = [pattern for pattern, _, _ in SPILLS + NEWER_SPILLS if not any(re.search(pattern, line) for line in spilled)]
     assert not idle
 
 
@@ -237,13 +254,16 @@ for row, line in json.loads(sys.argv[1]):
 """
 
 
-def test_compiling_again_gives_the_frozen_figures(configurations):
+def test_compiling_again_gives_the_frozen_figures(configurations, tmp_path):
     import triton
 
     if triton.__version__ not in resources.versions():
         pytest.skip(f"no table for triton {triton.__version__}")
     frozen = resources.table(triton.__version__)["rows"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(
+        tmp_path
+    )  # what lies in a cache has no log, and assembling it again needs more
     halves = (REPRESENTATIVES[::2], REPRESENTATIVES[1::2])  # a process for each of two cores
     children = [
         subprocess.Popen(
