@@ -307,7 +307,7 @@ def compare(config: ModelConfig, plan: Plan, text: Text, device: str, ours: Trai
 def defaults(device: str) -> tuple[ModelConfig, Plan]:
     """Return sizes that take two CPU cores about two minutes, or that give a GPU something to do."""
     if device == "cuda":
-        return ModelConfig(8, 768, 12, 4, keep=512, seqlen=2048), Plan(1000, 8, 1e-3, warm_up=100, validate_every=100)
+        return ModelConfig(8, 768, 12, 4, keep=512, seqlen=2048), Plan(600, 8, 1e-3, warm_up=60, validate_every=100)
     return ModelConfig(), Plan()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dmattn_ops import config
+from dmattn_ops import arch, config
 from dmattn_ops.config import PortableBackward, PortableForward
 
 pytestmark = pytest.mark.gpu
@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 from dmattn_ops.kernels import portable_backward, portable_forward  # noqa: E402
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles  # noqa: E402
-from tests.interpreter.cases import NASTY, random_problem  # noqa: E402
+from tests.interpreter.cases import NASTY, PORTABLE_ROWS, of_row, random_problem, row_id  # noqa: E402
 from tests.interpreter.problems import Problem, build, check, run  # noqa: E402
 
 DIMS = (1, 8, 32, 40, 64, 80, 96, 128, 192, 256)
@@ -63,6 +63,15 @@ def test_wide_bias_of_every_element_fits_at_every_dimension(dim: int) -> None:
         bias_dtype=torch.float32, scale=dim**-0.5,
     )  # fmt: skip
     check(problem, "cuda", *configurations(problem))
+
+
+@pytest.mark.parametrize("pairwise", [False, True], ids=["", "pairwise"])
+@pytest.mark.parametrize(("forward", "backward"), PORTABLE_ROWS, ids=row_id)
+def test_row_of_any_architecture(forward: config.Row, backward: config.Row, pairwise: bool) -> None:
+    shared = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    if max(forward.shared_memory, backward.shared_memory) > shared or arch.KNOWN[forward.sm].shared_memory > shared:
+        pytest.skip("its blocks are made for more shared memory than there is here")
+    check(of_row(forward, pairwise), "cuda", forward.config, backward.config)
 
 
 @pytest.mark.parametrize("name", NASTY)

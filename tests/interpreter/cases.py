@@ -1,4 +1,4 @@
-"""Named problems that kernels get wrong, and random ones over everything that they take."""
+"""Named problems that kernels get wrong, random ones over everything that they take, and one for each configuration."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from dataclasses import replace
 
 import torch
 
+from dmattn_ops import config
 from dmattn_ops.problem import UNBOUNDED
 from tests.interpreter.problems import Problem
 
+# Forward and backward of the same architecture, head dimension, element size and tier.
+PORTABLE_ROWS = tuple(
+    zip(*([row for row in rows if row.kernel == "portable"] for rows in (config.FORWARD, config.BACKWARD)), strict=True)
+)
 NASTY = {
     "one element": Problem(seqlen_q=1, seqlen_k=1),
     "causal from the bottom right": Problem(seqlen_q=100, seqlen_k=140, band_hi=40),
@@ -96,3 +101,18 @@ def random_problem(seed: int) -> Problem:
         p = replace(p, top_left=r.random() < 0.5, band_lo=r.choice([-UNBOUNDED, -40]), band_hi=r.choice([0, UNBOUNDED]))
         p = replace(p, bias=None if p.bias is None else (1, p.bias[1], 1))
     return p
+
+
+def row_id(row: config.Row) -> str:
+    """Return what tells a row from the others of its direction."""
+    tier = f" from {row.min_seqlen}" * (row.min_seqlen > 0) + " few tiles" * row.few_tiles
+    return f"SM{row.sm // 10}.{row.sm % 10} D{row.dim} {8 * row.itemsize}-bit{tier}"
+
+
+def of_row(row: config.Row, pairwise: bool) -> Problem:
+    """Return a problem as wide as a row is for; with a number for each pair of query and key, which has other blocks."""
+    return Problem(
+        heads=1, kv_heads=1, seqlen_q=70, seqlen_k=150, head_dim=row.dim, value_dim=row.dim, band_hi=100, mask="bits",
+        dtype=torch.bfloat16 if row.itemsize == 2 else torch.float32, bias=(1, 1, 70) if pairwise else None,
+        scale=row.dim**-0.5,
+    )  # fmt: skip
