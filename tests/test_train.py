@@ -16,12 +16,16 @@ SIZES = ["--layers=2", "--dim=32", "--heads=4", "--kv-heads=2", "--keep=24", "--
 RUN = [*SIZES, "--validate-every=8", "--rate=0.01", "--warm-up=4", "--device=cpu"]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def keep_torch_as_it_was():
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch._dynamo.reset()  # one function compiled for many models would reach the limit of recompiles
     yield
     torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_models():
+    torch._dynamo.reset()  # one function compiled for many models would reach the limit of recompiles
 
 
 @pytest.fixture(scope="module")
