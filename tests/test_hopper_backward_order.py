@@ -1,4 +1,4 @@
-"""The order of dq's additions, on the CPU: turns count who came before, and blocks of lower ids suffice to finish."""
+"""The order of dq's additions, on the CPU: turns count who came before, and those have lower numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from dmattn_ops.kernels import hopper_backward_order, hopper_backward_walk
+from dmattn_ops.kernels import hopper_backward_order, hopper_backward_walk, hopper_backward_work
 from dmattn_ops.problem import UNBOUNDED
 
 INTEGERS = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)
@@ -36,6 +36,18 @@ head_steps = on_integers(hopper_backward_walk.head_steps)
 full_tile = on_integers(hopper_backward_walk.full_tile)
 partial_tile = on_integers(hopper_backward_walk.partial_tile)
 turn_of = on_integers(hopper_backward_order.turn_of)
+block_of = on_integers(hopper_backward_work.block_of)
+
+
+@pytest.mark.parametrize("ranks_in_row", [1, 3, 4])
+@pytest.mark.parametrize("heads_per_group", [1, 4, 16])
+@pytest.mark.parametrize(("tiles", "heads"), [(1, 1), (5, 7), (13, 4), (8, 18)])
+def test_every_key_tile_has_one_number_and_a_head_s_longest_the_lowest(tiles, heads, heads_per_group, ranks_in_row):
+    places = [block_of(n, tiles, heads, heads_per_group, ranks_in_row) for n in range(tiles * heads)]
+    assert sorted(places) == [(rank, head) for rank in range(tiles) for head in range(heads)]
+    for head in range(heads):
+        ranks = [rank for rank, of in places if of == head]
+        assert ranks == sorted(ranks)
 
 
 def walk(tile: int, lengths: tuple[int, int], band: tuple[int, int], block_m: int) -> tuple[list[int], set[int]]:

@@ -30,7 +30,7 @@ __all__ = [
 
 @builtin
 def reinterpret(descriptor, dtype, shape, layout, _semantic=None):
-    """View shared memory as another dtype, shape and layout of the same size."""
+    """View shared memory as another dtype, shape and layout that take no more room."""
     view = descriptor.reinterpret if hasattr(descriptor, "reinterpret") else descriptor._reinterpret
     return view(dtype, shape, layout, _semantic=_semantic)
 

@@ -27,7 +27,9 @@ MAX_DIM = 128
 HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10%
 RANKS_IN_ROW = 4  # interleaved: tiles of a head that start together read the same; 1, 8 and 16 are 7, 1 and 3% slower
 PIECE = 64 * 64  # elements of dq that one consumer makes in a step
-TICKETS = 4  # elements of a workspace for the count of drawn blocks: 16 bytes, so that what follows is aligned
+TICKETS = (
+    4  # elements of a workspace for the count of drawn blocks: what follows is aligned, and `pass_turn` may look back
+)
 
 
 def refusals(

@@ -1,4 +1,4 @@
-"""SM 9.0 backward in Gluon: a block is 128 keys of a key head, which walk the query tiles that see them, head by head.
+"""SM 9.0 backward in Gluon: a block is 128 keys of a key head, which walk the query tiles that see them, head by head or in turns.
 
 Five partitions: two consumers of 64 keys each (4 warps, 240 registers) that keep dk and dv in registers over all query
 heads of the group, one warp that loads by TMA, and two that add each consumer's share of dq to the workspace by TMA.

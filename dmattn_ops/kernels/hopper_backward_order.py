@@ -71,7 +71,8 @@ def pass_turn(counter):
     """Count this warp's addition to a piece once it is in memory; return the count of its next piece, two below.
 
     `tma.store_wait` waits only until shared memory is read. The look ahead costs nothing beside the fence, which makes
-    it an acquire; at the next step it would delay the addition by a trip to L2. Below the first counter dq ends.
+    it an acquire; at the next step it would delay the addition by a trip to L2. Nobody uses what it sees below
+    a head's first counter; below the first of all lie tickets.
     """
     return gl.inline_asm_elementwise(
         """{

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PIECE = tl.constexpr(64)  # the accumulator is made of 64 x 64 pieces in the order of hopper_backward_kernel.FRAGMENT
+PIECE = tl.constexpr(64)  # the accumulator is made of 64 x 64 pieces in the order of hopper_backward_steps.FRAGMENT
 
 
 @triton.jit

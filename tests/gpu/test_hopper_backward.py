@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
-from dmattn_ops import config  # noqa: E402
+from dmattn_ops import arch, config  # noqa: E402
 from dmattn_ops.kernels import hopper_backward  # noqa: E402
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles  # noqa: E402
 from tests.tile_builder import build_lists, build_tiles, tile_states  # noqa: E402
@@ -110,6 +111,48 @@ def test_bands_and_tails(dim: int, seqlens: tuple[int, int], band: tuple[int, in
 @pytest.mark.parametrize("dim", [64, 128])
 def test_scales_of_any_sign(dim: int, scale: float) -> None:
     check(2, (200, 333), (4, 2), dim, (-UNBOUNDED, -30), scale=scale)
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that makes the launcher see a GPU of so many multiprocessors, and of so many bytes of L2."""
+
+    def limit(**limits: int) -> None:
+        known = arch.physical(torch.device("cuda", torch.cuda.current_device()))
+        monkeypatch.setattr(arch, "physical", lambda device: replace(known, **limits))
+
+    return limit
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_programs_that_take_many_blocks(dim: int, programs: int, band: tuple[int, int], limited) -> None:
+    """Key tiles that no query sees are blocks of no step between others."""
+    limited(num_sms=programs)
+    check(2, (300, 700), (4, 2), dim, band, with_grad_lse=True)
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_programs_that_take_many_listed_blocks(dim: int, programs: int, limited) -> None:
+    limited(num_sms=programs)
+    keep = torch.rand(1, 2, 300, 700) < 0.3
+    keep[..., 128:256] = False
+    check(2, (300, 700), (4, 2), dim, keep=keep, tiles=build_tiles(keep))
+
+
+@pytest.mark.parametrize("programs", [3, 132])
+@pytest.mark.parametrize("seqlens", [(700, 700), (300, 900), (900, 300)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_query_heads_that_take_turns(dim: int, seqlens: tuple[int, int], programs: int, limited) -> None:
+    limited(num_sms=programs, l2_bytes=0)
+    off = seqlens[1] - seqlens[0]
+    assert hopper_backward._interleaved(
+        draw(1, 1, 6, dim, torch.bfloat16), draw(1, 1, 2, dim, torch.bfloat16), None, Tiles(),
+        Options(-UNBOUNDED, off, 1.0, 0.0, 0.0, False),
+    )  # fmt: skip
+    check(2, seqlens, (6, 2), dim, (-UNBOUNDED, off), with_grad_lse=True)
 
 
 @pytest.mark.parametrize("dim", [8, 40, 64, 72, 96, 128])
