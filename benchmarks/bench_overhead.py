@@ -140,7 +140,7 @@ def row_kernel_rows(gauge: Gauge) -> list[Row]:
     found = []
     for name in ROW_KERNELS:
         times = [event.device_time for event in profile.events() if event.name.startswith(name)]
-        if times:  # not on other architectures
+        if any(times):  # not on other architectures
             rate = moved[name] / statistics.median(times) / 1e3
             row = {"case": problem.case, "implementation": name, "gigabytes_per_s": round(rate, 1)}
             found.append({**row, "copy_gigabytes_per_s": round(copy_rate, 1), "of_copy": round(rate / copy_rate, 3)})

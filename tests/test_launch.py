@@ -234,12 +234,12 @@ def test_launches_are_kept_for_the_addresses_and_the_stream_they_had(libcuda, mo
             assert fields == (3, 2, 1, 128, 1, 1, 4096, stream, 0, 0)
             assert struct.unpack("=QQ", values[0] + values[1]) == (x.data_ptr(), y.data_ptr() + 16)
     assert prepared == [1, 1, 1, 2, 2, 2]
-    monkeypatch.setattr(plan, "MAX_READY", 4)
+    monkeypatch.setattr(plan, "MAX_READY", 6)
     monkeypatch.setattr(driver, "_MAX_STREAMS", 1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 3)
     for pair in pairs:
         made.run(pair[::-1])
-    assert len(made.stages[0].ready) <= 4
+    assert len(made.stages[0].ready) == 6
     assert len(made.steps[0].packed.configs) <= 1
 
 

@@ -79,6 +79,8 @@ class Plan:
                 made = make.run(tensors)
                 tensors.append(made)
                 places.append(made.data_ptr())
+            if not stage.launches:
+                continue
             found = (stream, *places)
             launches = stage.ready.get(found)
             if launches is None:  # the first such addresses: all later ones have passed this
@@ -107,11 +109,18 @@ class Stage(NamedTuple):
     ready: dict[tuple[int, ...], list[Ready]]  # by stream and addresses
 
     def prepare(self, found: tuple[int, ...], addresses: list[int], stream: int) -> list[Ready]:
-        """Return and keep the launches with tensors at `addresses`."""
+        """Return the launches with tensors at `addresses`, and keep them where the driver can do them all.
+
+        The newest make room: of more sets than there is room for, in a cycle, most are then still found.
+        """
         made = [relaunch.at(addresses, stream) for relaunch in self.launches]
-        if len(self.ready) >= MAX_READY:
-            self.ready.clear()
-        self.ready[found] = made
+        if all(
+            one.run is not _no_launch or relaunch.packed is None
+            for one, relaunch in zip(made, self.launches, strict=True)
+        ):
+            if len(self.ready) >= MAX_READY:
+                self.ready.popitem()
+            self.ready[found] = made
         return made
 
 
