@@ -116,9 +116,6 @@ def memory_row(name: str) -> Row:
     }
 
 
-ROW_KERNELS = ("prepare_kernel", "finish_kernel")
-
-
 def row_kernel_rows(gauge: Gauge) -> list[Row]:
     """Return the rates of the kernels around the SM 9.0 backward, as the profiler times them, and of a copy."""
     problem = Problem("rows B4 H32 S8192 D128", 4, 32, 8192, 128, causal=True)
@@ -138,10 +135,10 @@ def row_kernel_rows(gauge: Gauge) -> list[Row]:
             run.backward()
         torch.cuda.synchronize()
     found = []
-    for name in ROW_KERNELS:
+    for name, size in moved.items():
         times = [event.device_time for event in profile.events() if event.name.startswith(name)]
         if any(times):  # not on other architectures
-            rate = moved[name] / statistics.median(times) / 1e3
+            rate = size / statistics.median(times) / 1e3
             row = {"case": problem.case, "implementation": name, "gigabytes_per_s": round(rate, 1)}
             found.append({**row, "copy_gigabytes_per_s": round(copy_rate, 1), "of_copy": round(rate / copy_rate, 3)})
     return found

@@ -182,8 +182,6 @@ def _backward(
 
 def _launch(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
     """Launch with the device of `on` as the current one: Triton launches on whichever that is."""
-    if on.is_cuda:
-        plans.enter_thread()
     if on.is_cuda and on.get_device() != torch.cuda.current_device():
         with torch.cuda.device(on.device):
             launch(*arguments)

@@ -91,9 +91,11 @@ def planned(function: _Computation, layout: Any) -> Callable[..., tuple[Any, Ori
 
     def call(*arguments: Any) -> tuple[Any, Origin | None]:
         on = arguments[1] if arguments[0] is None else arguments[0]
-        if not may_repeat(on) or (is_backward and environment.profiles_backward()):
+        if not may_repeat(on):
             return function(*arguments), None
         enter_thread()
+        if is_backward and environment.profiles_backward():
+            return function(*arguments), None
         tensors, numbers = layout.split(arguments)
         found = key(name, tensors, numbers)
         plan = _plans.get(found)

@@ -1,5 +1,6 @@
 """Random problems over everything that the public functions take, against the float64 oracle (CPU kernels)."""
 
+import math
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops.testing import Problem, check, draw, shrink, workers
+from dmattn_ops.testing import Problem, check, draw, oracle, shrink, workers
 from dmattn_ops.testing.problem import KERNELS
 
 CASES = int(os.environ.get("DMATTN_FUZZ_CASES", "400"))
@@ -55,6 +56,14 @@ def test_a_gradient_that_cancels_gets_the_room_of_its_rounding_and_no_more(monke
     monkeypatch.setattr(dmattn_ops, "flash_dmattn_func", with_wrong_gradients)
     with pytest.raises(AssertionError, match="with the rounding of out"):
         check(problem)
+
+
+def test_no_rounding_makes_room_for_what_is_not_finite() -> None:
+    right = [torch.ones(2, dtype=torch.float64)] * 3
+    wrong = [*right[:2], torch.tensor([1.0, math.nan])]
+    assert not oracle.compare(Problem(), right, right, right, lambda: [math.inf])
+    with pytest.raises(AssertionError, match="dq: error inf"):
+        oracle.compare(Problem(), wrong, right, right, lambda: [math.inf])
 
 
 def test_shrink_keeps_what_makes_a_problem_fail() -> None:

@@ -166,39 +166,12 @@ def _report(compiled) -> dict:
 
 def _stand_in_driver() -> list:
     """Make launches compile for SM 9.0 and stop there; return the list that compiled kernels are appended to."""
-    import torch
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.driver import DriverBase
     from triton.runtime.jit import JITFunction
 
-    class Driver(DriverBase):
-        def __init__(self) -> None:
-            pass
+    from dmattn_ops.testing.stand_in import Driver
 
-        @classmethod
-        def is_active(cls) -> bool:
-            return True
-
-        def map_python_to_cpp_type(self, ty: str) -> str:
-            return ty
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("cpu")
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def get_benchmarker(self) -> None:
-            return None
-
-    triton.runtime.driver.set_active(Driver())
+    triton.runtime.driver.set_active(Driver(90))
     launched = []
     run = JITFunction.run
 

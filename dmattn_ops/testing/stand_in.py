@@ -26,7 +26,7 @@ class Launch(NamedTuple):
     log: str  # what ptxas said; empty where the kernel was compiled before
 
 
-class _Driver(DriverBase):
+class Driver(DriverBase):
     """Answers what the JIT asks: one device for each architecture, so that their kernels are cached apart."""
 
     def __init__(self, sm: int) -> None:
@@ -85,7 +85,7 @@ def compiled_launches(sm: int) -> Iterator[list[Launch]]:
         record()
         return _Compiled(record)
 
-    driver.set_active(_Driver(sm))
+    driver.set_active(Driver(sm))
     launch._compiled.clear()  # of another architecture, or real ones
     JITFunction.run, arch.physical = compile_only, lambda device: arch.KNOWN[sm]
     try:
