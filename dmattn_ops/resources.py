@@ -112,11 +112,10 @@ def specialization(
 
 
 def _bias_kind(bias: Tensor | None, query: Tensor) -> str:
-    if bias is None:
-        return ""
-    if bias.dim() == 2 or bias.shape[2] == 1:
-        return "key bias"
-    return "bias" if tuple(bias.shape[:2]) == (query.shape[0], query.shape[2]) else "broadcast bias"
+    from dmattn_ops.kernels.portable_arguments import bias_kind, is_whole
+
+    full = "bias" if is_whole(bias, query) else "broadcast bias"
+    return {"none": "", "key": "key bias", "full": full}[bias_kind(bias)]
 
 
 def canonical(kernel: str, direction: str, wanted: Specialization) -> Specialization:

@@ -28,11 +28,6 @@ def bias_places(bias: Tensor | None, heads: int) -> tuple[int, int, int, int]:
     return known["bias_b"], known["bias_h"], known["bias_q"], known["bias_group"]
 
 
-def is_whole(bias: Tensor | None, query: Tensor) -> bool:
-    """Return whether a bias has an element for every score; the portable kernels write its gradient as they go."""
-    return bias_kind(bias) == "full" and bias.shape[:2] == (query.shape[0], query.shape[-2])  # type: ignore[union-attr]
-
-
 def room_for_key_sums(bias: Tensor | None, query: Tensor, seqlen_k: int) -> Tensor | None:
     """Return room `[B, H, Sk]` for the sums of dS over the queries of each head, where the bias is one per key."""
     if bias_kind(bias) != "key":

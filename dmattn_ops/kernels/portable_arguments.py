@@ -113,6 +113,11 @@ def bias_kind(bias: Tensor | None) -> str:
     return "key" if bias.dim() == 2 or bias.shape[2] == 1 else "full"
 
 
+def is_whole(bias: Tensor | None, query: Tensor) -> bool:
+    """Return whether a bias has an element for every score; the portable kernels write its gradient as they go."""
+    return bias_kind(bias) == "full" and bias.shape[:2] == (query.shape[0], query.shape[-2])  # type: ignore[union-attr]
+
+
 def is_pairwise(bias: Tensor | None, options: Options) -> bool:
     """Return whether each pair of query and key has a number of its own: a bias or a weight's dropout."""
     return bias_kind(bias) == "full" or options.dropout_p > 0

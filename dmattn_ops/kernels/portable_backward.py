@@ -24,6 +24,7 @@ from dmattn_ops.kernels.portable_arguments import (
     ceil_div,
     extent,
     is_pairwise,
+    is_whole,
     lse_strides,
     mask_arguments,
     padded,
@@ -31,7 +32,7 @@ from dmattn_ops.kernels.portable_arguments import (
     rows_are_aligned,
     shared_arguments,
 )
-from dmattn_ops.kernels.portable_dbias import broadcast_dbias, is_broadcast, reduce_key_sums
+from dmattn_ops.kernels.portable_dbias import broadcast_dbias, reduce_key_sums
 from dmattn_ops.kernels.portable_keys import keys_kernel
 from dmattn_ops.kernels.portable_primitives import LOG2E, head_offset, load_rows
 from dmattn_ops.kernels.portable_queries import queries_kernel
@@ -135,7 +136,7 @@ def backward(
         if varlen is not None:
             computed(Tensor.zero_, key_sums)
     owned_dbias = None
-    if kind == "full" and not is_broadcast(bias, size):
+    if dbias is not None and is_whole(bias, query):
         owned_dbias = dbias
         if tiles.row_tiles is not None or arguments["BANDED"]:
             computed(Tensor.zero_, dbias)  # tiles that are skipped

@@ -258,11 +258,6 @@ def dbias_kernel(
     )
 
 
-def is_broadcast(bias: Tensor, size: Extent) -> bool:
-    """Return whether several batches or heads read one element of a bias `[B|1, H|Hkv|1, Sq, Sk]`."""
-    return bias.shape[0] != size.batch or bias.shape[1] != size.heads
-
-
 def reduce_key_sums(key_sums: Tensor, dbias: Tensor) -> Tensor:
     """Sum `[B, H, Sk]` into dbias `[B|1, H|Hkv|1, 1, Sk]`, or `[1, H, total_k]` into `[H|Hkv|1, total_k]`."""
     if dbias.numel() == 0:
