@@ -2,8 +2,8 @@
 
 A GPU that was busy is slower than one that rested (its clock follows power and heat), so the functions take turns: in
 each round every one runs for a moment after 0.1 s of rest, and medians over the rounds are compared. Kernels are timed as
-`triton.testing.do_bench` times them: each call by itself, after its inputs were pushed out of the L2 cache. That pause
-also lets the host run ahead, so that a short kernel is not timed by how fast Python launches it.
+`triton.testing.do_bench` times them: each call by itself, after its inputs were pushed out of the L2 cache. The GPU waits
+before the first of them, so that the host runs ahead and a short kernel is not timed by how fast Python launches it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 
 IDLE_SECONDS = 0.1
 ROUND_SECONDS = {"cuda": 0.02, "cpu": 0.1}  # repeats fill this time in each round
+AHEAD_CYCLES = 600_000  # of the GPU for each call that the host runs ahead: 0.3 ms
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 PACKAGES = ("torch", "triton", "dmattn-ops", "flash-attn-4", "numpy")
 
@@ -97,6 +98,7 @@ def kernels_ms(function: Callable[[], object], repeats: int, device: str, gauge:
         return elapsed_ms(function, repeats, device)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     buffer = _flush_buffer()
+    torch.cuda._sleep(repeats * AHEAD_CYCLES)
     for start, end in events:
         buffer.zero_()
         start.record()

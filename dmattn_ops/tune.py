@@ -80,7 +80,8 @@ class Result(NamedTuple):
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        ranks = ", ".join(f"{part} {value:.2f}" for part, value in self.correlations().items())
+        known = self.correlations().items()
+        ranks = ", ".join(f"{part} {'undefined' if math.isnan(value) else f'{value:.2f}'}" for part, value in known)
         kept = "the row's own stays" if self.config == self.task.row.config else f"now {self.ms:.4f} ms"
         return f"{self.task.case}: {self.own_ms:.4f} ms, {kept} ({len(self.trials)} tried, rank correlation: {ranks})"
 
