@@ -1,0 +1,41 @@
+"""The portable kernels read and write elements that lie more than 2^31 elements apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dmattn_ops.kernels import portable_backward, portable_forward
+from dmattn_ops.problem import UNBOUNDED
+from tests.far_apart import PLACES, SHAPE, far_apart
+from tests.interpreter import oracle
+from tests.interpreter.problems import BACKWARD, FORWARD, Problem, build, expected
+
+pytestmark = pytest.mark.usefixtures("strict_memory")
+
+
+@pytest.mark.parametrize("mask", ["none", "bits"])
+@pytest.mark.parametrize("place", PLACES)
+def test_far_inputs_and_outputs(place: str, mask: str) -> None:
+    batch, seqlen, heads, dim = SHAPE
+    problem = Problem(
+        batch=batch, heads=heads, kv_heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=dim, value_dim=dim,
+        dtype=torch.float16, mask=mask, band_lo=-UNBOUNDED, band_hi=0, bias=(1, 1, seqlen), scale=dim**-0.5,
+    )  # fmt: skip
+    case = build(problem)
+    spoiled = [torch.full_like(case.query, float("nan")) for _ in range(4)]
+    query, key, value, grad_out, out, dq, dk, dv = far_apart(
+        [case.query, case.key, case.value, case.grad_out, *spoiled], place
+    )
+    assert case.bias is not None
+    # the rows of the bias lie as far apart
+    bias = far_apart([case.bias.transpose(1, 2)], "rows")[0].transpose(1, 2)
+    lse = torch.full((batch, heads, seqlen), float("nan"))
+    dbias = torch.full(bias.shape, float("nan"), dtype=bias.dtype)
+    shared = (bias, case.tiles, None, None, case.options)
+    portable_forward.forward(query, key, value, *shared, out, lse, FORWARD)
+    portable_backward.backward(grad_out, None, query, key, value, out, lse, *shared, dq, dk, dv, dbias, BACKWARD)
+    truth, eager = expected(problem, case, torch.float64), expected(problem, case, problem.dtype)
+    for name, tensor in {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias}.items():
+        limit = 2 * oracle.error(eager[name], truth[name]) + oracle.EPSILON[problem.dtype]
+        assert oracle.error(tensor, truth[name]) <= limit, name
