@@ -1,6 +1,7 @@
 """How tests call the public functions, and what is skipped where there is no GPU.
 
-`DMATTN_TEST_COMPILED=1` runs every test that takes the fixture `attention` through `torch.compile(fullgraph=True)`.
+`DMATTN_TEST_COMPILED=1` runs every test that takes the fixture `attention` through `torch.compile(fullgraph=True)`. With
+several GPUs, each worker of pytest-xdist sees one of them; tests that need two run without workers.
 """
 
 import os
@@ -13,6 +14,18 @@ import torch
 import dmattn_ops
 
 COMPILED = os.environ.get("DMATTN_TEST_COMPILED") == "1"
+
+
+def share_gpus() -> None:
+    """Give a worker of pytest-xdist one GPU of several: processes that share one wait for each other."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER"), torch.cuda.device_count()
+    if worker is None or count < 2:
+        return
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[int(worker.removeprefix("gw")) % count]
+
+
+share_gpus()  # before anything starts CUDA
 
 
 class Attention:
