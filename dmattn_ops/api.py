@@ -82,17 +82,18 @@ def flash_dmattn_func(
         NotImplementedError: where no kernel takes the call (float64 on CUDA, a head dimension above 1024), and for
             forward-mode derivatives; RuntimeError for a second derivative.
     """
-    (query, key, value), bias = _prepare(4, bias, query=query, key=key, value=value)
+    (query, key, value), bias = prepared_inputs(4, bias, query=query, key=key, value=value)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
-    limits, scalars = _numbers(seqlen_q, seqlen_k, *given)
-    fits = mask is None or _fits(mask, query, key)
-    if not fits or dropout_p != 0.0:  # else the operator checks before any kernel starts
+    limits, scalars = read_numbers(seqlen_q, seqlen_k, *given)
+    same_bits = switches(deterministic, return_lse)
+    fits = mask is None or _fits(mask, query, key, limits)
+    if not fits or dropout_p != 0.0:  # else nothing runs before the operator has checked
         validation.dense_tensors(query, key, value, bias)
-        _check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
+        check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
     tiles, *band = masks.resolve(mask, *limits, seqlen_q, seqlen_k)
     seed = dropout_seed(query.device) if dropout_p != 0.0 else None
-    return _call("forward", return_lse, query, key, value, bias, *tiles, seed, *band, *scalars, _repeats(deterministic))
+    return _call("forward", return_lse, query, key, value, bias, *tiles, seed, *band, *scalars, same_bits)
 
 
 def flash_dmattn_qkvpacked_func(
@@ -124,18 +125,19 @@ def flash_dmattn_qkvpacked_func(
     Raises:
         ValueError, TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
-    (qkv,), bias = _prepare(5, bias, qkv=qkv)
+    (qkv,), bias = prepared_inputs(5, bias, qkv=qkv)
     validation.packed_qkv(qkv)
     batch, seqlen, _, heads, _ = qkv.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
-    limits, scalars = _numbers(seqlen, seqlen, *given)
+    limits, scalars = read_numbers(seqlen, seqlen, *given)
+    same_bits = switches(deterministic, return_lse)
     if mask is not None or dropout_p != 0.0:
         query, key, value = qkv.unbind(2)
         validation.dense_tensors(query, key, value, bias)
-        _check_mask(mask, qkv, (1, batch), (1, heads), (1, seqlen), (seqlen,))
+        check_mask(mask, qkv, (1, batch), (1, heads), (1, seqlen), (seqlen,))
     tiles, *band = masks.resolve(mask, *limits, seqlen, seqlen)
     seed = dropout_seed(qkv.device) if dropout_p != 0.0 else None
-    return _call("qkvpacked_forward", return_lse, qkv, bias, *tiles, seed, *band, *scalars, _repeats(deterministic))
+    return _call("qkvpacked_forward", return_lse, qkv, bias, *tiles, seed, *band, *scalars, same_bits)
 
 
 def flash_dmattn_varlen_func(
@@ -182,25 +184,29 @@ def flash_dmattn_varlen_func(
     Raises:
         ValueError, TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
-    (query, key, value), bias = _prepare(3, bias, query=query, key=key, value=value)
+    (query, key, value), bias = prepared_inputs(3, bias, query=query, key=key, value=value)
     validation.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     validation.integers(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if mask is not None:
         validation.tensors(mask=mask)
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
-    band, scalars = _numbers(0, 0, *given)  # relative to the diagonal of each sequence
+    band, scalars = read_numbers(0, 0, *given)  # relative to the diagonal of each sequence
+    same_bits = switches(deterministic, return_lse)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     top_left = causal_from == "top_left"
     if dropout_p != 0.0:
-        validation.varlen_tensors(query, key, value, bias, mask, Varlen(*lengths, top_left))
+        varlen = Varlen(*lengths, top_left)
+        validation.varlen_tensors(query, key, value, bias, mask, varlen)
+        if not query.is_cuda and not is_compiling():
+            validation.offset_values(query, key, varlen)
     seed = dropout_seed(query.device) if dropout_p != 0.0 else None
     return _call(
         "varlen_forward", return_lse, query, key, value, *lengths, bias, mask, seed, top_left, *band, *scalars,
-        _repeats(deterministic),
+        same_bits,
     )  # fmt: skip
 
 
-def _prepare(rank: int, bias: Tensor | None, **tensors: Tensor) -> tuple[list[Tensor], Tensor | None]:
+def prepared_inputs(rank: int, bias: Tensor | None, **tensors: Tensor) -> tuple[list[Tensor], Tensor | None]:
     """Refuse what is no tensor of that rank, cast for autocast, and copy where the last dimension is not contiguous."""
     prepared, strided = list(tensors.values()), False
     for tensor in prepared:
@@ -235,8 +241,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
-def _fits(mask: Tensor | TileMask, query: Tensor, key: Tensor) -> bool:
-    """Return whether a prepared mask fits for certain, so that it takes no closer look."""
+def _fits(mask: Tensor | TileMask, query: Tensor, key: Tensor, limits: tuple[int, int]) -> bool:
+    """Return whether a prepared mask fits for certain, and is taken as it is, so that it takes no closer look."""
     if type(mask) is not TileMask or is_compiling():
         return False
     lists, (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = mask.row_tiles, query.shape, key.shape
@@ -246,10 +252,11 @@ def _fits(mask: Tensor | TileMask, query: Tensor, key: Tensor) -> bool:
         and of_batch in (1, batch)
         and of_heads in (1, heads, heads_kv)
         and lists.get_device() == query.get_device()
+        and masks.lies_inside(mask, *limits)
     )
 
 
-def _check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int, ...]) -> None:
+def check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int, ...]) -> None:
     """Refuse a mask that does not broadcast to `[B, H, Sq, Sk]`, or lies elsewhere."""
     if mask is None:
         return
@@ -259,7 +266,9 @@ def _check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int
     validation.require_device("mask", mask, query.device)
 
 
-def _numbers(seqlen_q: int, seqlen_k: int, *given: Any) -> tuple[tuple[int, int], tuple[float | None, float, float]]:
+def read_numbers(
+    seqlen_q: int, seqlen_k: int, *given: Any
+) -> tuple[tuple[int, int], tuple[float | None, float, float]]:
     """Refuse types and values; return the band, and scale, softcap and dropout as the operators take them.
 
     `given` is causal, where from, window, scale, softcap, dropout. What was seen before is looked up.
@@ -270,10 +279,10 @@ def _numbers(seqlen_q: int, seqlen_k: int, *given: Any) -> tuple[tuple[int, int]
             return _known_numbers(seqlen_q, seqlen_k, *window_size, *given)
         except TypeError:  # what cannot be looked up (a traced number, say), or is to be refused
             pass
-    return _read_numbers(seqlen_q, seqlen_k, *given)
+    return _new_numbers(seqlen_q, seqlen_k, *given)
 
 
-def _read_numbers(
+def _new_numbers(
     seqlen_q: int,
     seqlen_k: int,
     is_causal: bool,
@@ -297,11 +306,13 @@ def _read_numbers(
 def _known_numbers(
     seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, *given: Any
 ) -> tuple[tuple[int, int], tuple[float | None, float, float]]:
-    return _read_numbers(seqlen_q, seqlen_k, *given)
+    return _new_numbers(seqlen_q, seqlen_k, *given)
 
 
-def _repeats(deterministic: bool | None) -> bool:
-    """Return whether results must be the same each time; refuse other types."""
+def switches(deterministic: bool | None, return_lse: bool) -> bool:
+    """Return whether results must be the same each time; refuse other types of both."""
+    if not isinstance(return_lse, bool):
+        validation.flags(return_lse=return_lse)
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
     if not isinstance(deterministic, bool):
@@ -316,10 +327,8 @@ def dropout_seed(device: torch.device) -> Tensor:
 
 def _call(name: str, return_lse: bool, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
     """Call an operator; in plain eager mode its derivative directly, which saves one way through the dispatcher."""
-    if not isinstance(return_lse, bool):
-        validation.flags(return_lse=return_lse)
     directly = autograd.kernels.get(name)
-    if directly is not None and autograd.callable_directly(arguments[0]):
+    if directly is not None and autograd.callable_directly(*arguments):
         out, lse = directly(*arguments)
     else:
         out, lse = _OPERATORS[name](*arguments)

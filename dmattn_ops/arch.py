@@ -66,6 +66,8 @@ def parse(version: str, named: str = environment.ARCHITECTURE) -> Arch:
 
     `named` is what the message calls it: the variable, or the argument that it came by.
     """
+    if not isinstance(version, str):
+        raise TypeError(f"{named} must be a string such as '9.0', got {type(version).__name__}")
     major, _, minor = version.strip().removeprefix("sm_").partition(".")
     if not (major.isascii() and major.isdigit() and minor.isascii() and minor.isdigit() and len(minor) == 1):
         raise ValueError(f"{named} must be a compute capability such as 8.6 or 9.0, got {version!r}")

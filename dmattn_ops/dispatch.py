@@ -79,8 +79,6 @@ def cpu_kernels() -> str:
 
 def _chosen(direction: str, call: Call, on: Arch | None, tuned: bool) -> Choice:
     rows, kernels = (config.FORWARD, _FORWARD) if direction == "forward" else (config.BACKWARD, _BACKWARD)
-    if on is None:
-        tuning.record(*call)
     if not call.query.is_cuda and on is None:
         return Choice(None, config.CPU[cpu_kernels()], ())
 
@@ -90,7 +88,11 @@ def _chosen(direction: str, call: Call, on: Arch | None, tuned: bool) -> Choice:
             return []
         if call.query.is_cuda and arch.physical(call.query.device).sm != needed:
             return [f"runs on SM {needed // 10}.{needed % 10} only"]
-        return import_module(kernels[kernel]).refusals(*call)
+        try:
+            launcher = import_module(kernels[kernel])
+        except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may have another one
+            return [f"needs another Triton: {error}"]
+        return launcher.refusals(*call)
 
     choice = choose.choose(rows, on or arch.current(call.query.device), call.demand, refusals)
     if choice.row.kernel == "reference":
@@ -164,6 +166,7 @@ def forward(
         lse.fill_(-math.inf)
         return
     call = Call(query, key, value, bias, tiles, seed, varlen, options)
+    tuning.record(*call)
     row = forward_choice(call).row
     launch = _launcher(_FORWARD[row.kernel]).forward
     if row.takes_config:
@@ -196,6 +199,7 @@ def backward(
             gradient.zero_()
         return
     call = Call(query, key, value, bias, tiles, seed, varlen, options)
+    tuning.record(*call)
     choice = backward_choice(call)
     if environment.profiles_backward():
         sys.stderr.write(profile_line(as_run(choice, call), call.demand) + "\n")

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from dmattn_ops import api, dispatch, masks, resources, validation
 from dmattn_ops import arch as architectures
-from dmattn_ops import dispatch, masks, resources, validation
 from dmattn_ops.choose import Choice
 from dmattn_ops.masks import CausalFrom, TileMask, Window
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles
@@ -86,14 +86,15 @@ def explain(
         ValueError, TypeError: as `flash_dmattn_func`, and for an `arch` that is none.
         NotImplementedError: with every reason where no kernel takes the call.
     """
-    validation.tensors(query=query, key=key, value=value)
-    validation.query_key_value(query, key, value, 4)
-    validation.visibility(is_causal, causal_from, window_size)
-    seqlen_q, seqlen_k = query.shape[1], key.shape[1]
-    band = masks.band(is_causal, causal_from, window_size, seqlen_q, seqlen_k)
-    tiles, lo, hi = masks.resolve(mask, *band, seqlen_q, seqlen_k)
-    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = Options(lo, hi, scale, softcap, dropout_p, bool(deterministic))
+    (query, key, value), bias = api.prepared_inputs(4, bias, query=query, key=key, value=value)
+    validation.dense_tensors(query, key, value, bias)
+    (batch, seqlen_q, heads, dim), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
+    given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
+    limits, (scale, softcap, dropout_p) = api.read_numbers(seqlen_q, seqlen_k, *given)
+    api.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
+    tiles, lo, hi = masks.resolve(mask, *limits, seqlen_q, seqlen_k)
+    scale = dim**-0.5 if scale is None else scale
+    options = Options(lo, hi, scale, softcap, dropout_p, api.switches(deterministic, return_lse))
     call = dispatch.Call(query, key, value, bias, tiles, None, None, options)
     on = architectures.parse(arch, "arch") if arch is not None else architectures.forced()
     return Explanation(

@@ -115,17 +115,23 @@ def register() -> None:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Calls `register` once torch's counter is imported; importing it here would load Triton."""
 
+    looks = False
+
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _COUNTER:
+        if name != _COUNTER or self.looks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.looks = True  # the others find it
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.looks = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
                 register()
+                sys.meta_path.remove(self)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

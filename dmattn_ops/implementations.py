@@ -127,6 +127,7 @@ def pack_mask(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute row_tiles, col_tiles, row_bits and col_bits of a mask `[Bm, Hm, Sq or 1, Sk]` and segments."""
     outputs = fakes.pack_mask(mask, q_segments, k_segments, seqlen_q, band_lo, band_hi)
+    q_segments, k_segments = _contiguous(q_segments), _contiguous(k_segments)
     _launch(mask, dispatch.pack_mask, mask, q_segments, k_segments, seqlen_q, band_lo, band_hi, *outputs)
     return outputs
 
@@ -140,6 +141,7 @@ def list_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Compute row_tiles and col_tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]`."""
     outputs = fakes.list_tiles(q_segments, k_segments, seqlen_q, band_lo, band_hi)
+    q_segments, k_segments = _contiguous(q_segments), k_segments.contiguous()
     _launch(k_segments, dispatch.list_tiles, q_segments, k_segments, seqlen_q, band_lo, band_hi, *outputs)
     return outputs
 
@@ -194,6 +196,11 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor of lists, bits, segments or offsets as kernels walk it: without strides of its own."""
+    return tensor if tensor is None else tensor.contiguous()
+
+
 def _varlen_call(
     query: Tensor,
     key: Tensor,
@@ -205,14 +212,15 @@ def _varlen_call(
     varlen, read = fakes.varlen_call(query, key, value, lengths, bias, call)
     if not query.is_cuda:
         validation.offset_values(query, key, varlen)
-    return varlen, read
+    offsets = varlen.cu_seqlens_q.contiguous(), varlen.cu_seqlens_k.contiguous()
+    return varlen._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1]), read
 
 
 def _tiles(read: ops.Call) -> Tiles:
     """Return the mask as kernels read it; that of variable lengths as segments `[1, Hm, total_k]`: 0 keep, -1 drop."""
     if read.mask is None:
-        return read.tiles
-    return Tiles(k_segments=(read.mask != 0).to(torch.int32).sub_(1).unsqueeze(0))
+        return Tiles(*map(_contiguous, read.tiles))
+    return Tiles(k_segments=(read.mask.contiguous() != 0).to(torch.int32).sub_(1).unsqueeze(0))
 
 
 def _below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:

@@ -106,7 +106,8 @@ def prepare_mask(
     Args:
         mask: `[B|1, H|Hkv|1, Sq|1, Sk]` or, for padding, `[B|1, Sk]`: bool (True keeps) or any numeric dtype (non-zero
             keeps: an additive mask of 0 and -inf is a `bias`, not a `mask`); or a `BlockMask` of flex_attention, whose
-            `mask_mod` is evaluated here. Not differentiable. A mask without a query dimension takes O(S) memory.
+            `mask_mod` is evaluated here. Not differentiable. A mask without a query dimension takes O(S) memory
+            for ids and, without a window, `S^2 / 2048` bytes for lists of tiles.
         documents: integer ids `[B|1, S]` in any order, for `Sq == Sk == S`: a query sees keys of its own document only.
             Offsets `cu_seqlens` become ids by `torch.bucketize(torch.arange(S), cu_seqlens[1:], right=True)[None]`, with
             which a call on `[1, S, H, D]` computes what `flash_dmattn_varlen_func` does on `[S, H, D]`. Lists of tiles
@@ -190,8 +191,12 @@ def _lengths(mask: Tensor | BlockMask | None, documents: Tensor | None, seqlen_q
         validation.require_device("documents", documents, mask.device)
         if mask.shape[0] != documents.shape[0] and mask.shape[0] != 1 and documents.shape[0] != 1:
             raise ValueError(f"documents must have shape ({mask.shape[0]}|1, {seqlen_k}), got {tuple(documents.shape)}")
-    if documents is not None and (known_q != documents.shape[1] or seqlen_k != documents.shape[1]):
+    if documents is not None and seqlen_k != documents.shape[1]:
         raise ValueError(f"documents must have shape (B|1, {seqlen_k}), got {tuple(documents.shape)}")
+    if documents is not None and known_q != seqlen_k:
+        raise ValueError(
+            f"mask must have as many queries as keys where documents are given, got {known_q} and {seqlen_k}"
+        )
     if known_q is None:
         if seqlen_q is None:
             raise ValueError("seqlen_q must be given for a mask without a query dimension, got None")
@@ -244,9 +249,14 @@ def _from_segments(segments: _Segments, seqlen_q: int, seqlen_k: int, limits: tu
     return TileMask(row_tiles, col_tiles, None, None, *segments, seqlen_q, seqlen_k, *limits)
 
 
+def lies_inside(mask: TileMask, band_lo: int, band_hi: int) -> bool:
+    """Return whether a band hides nothing more of a mask (`1 - Sq <= j - i <= Sk - 1` always)."""
+    return band_lo <= max(mask.band_lo, 1 - mask.seqlen_q) and band_hi >= min(mask.band_hi, mask.seqlen_k - 1)
+
+
 def _refined(mask: TileMask, band_lo: int, band_hi: int) -> TileMask:
-    """Return `mask` with a band added; the same one if that hides nothing more (`1 - Sq <= j - i <= Sk - 1` always)."""
-    if band_lo <= max(mask.band_lo, 1 - mask.seqlen_q) and band_hi >= min(mask.band_hi, mask.seqlen_k - 1):
+    """Return `mask` with a band added; the same one if that hides nothing more."""
+    if lies_inside(mask, band_lo, band_hi):
         return mask
     limits = max(band_lo, mask.band_lo), min(band_hi, mask.band_hi)
     if mask.k_segments is not None:
@@ -258,8 +268,10 @@ def _segments(documents: Tensor | None, keep: Tensor | None) -> _Segments:
     """Return int32 segments `[B|1, S]` of queries and `[B|1, Hm, S]` of keys; `keep` is bool `[B|1, Hm, S]`.
 
     With both, a dropped key gets an odd number next to its own document's even one: no query has it, and the range of
-    numbers in a tile of keys stays that of its documents.
+    numbers in a tile of keys stays that of its documents. Both are contiguous, whatever they come from.
     """
+    documents = documents if documents is None else documents.contiguous()
+    keep = keep if keep is None else keep.contiguous()
     if documents is None:
         return None, None if keep is None else keep.to(torch.int32) - 1
     if documents.dtype in _NARROW_INTEGERS or (keep is None and documents.dtype == torch.int32):

@@ -58,8 +58,8 @@ class Origin(NamedTuple):
     ) -> tuple[Tensor, ...] | None:
         """Repeat the backward `name`; None where it has no plan yet.
 
-        Tensors at the addresses of the forward's are taken for the forward's own: autograd has checked their versions.
-        What a hook made of them lies elsewhere, and gets the usual closer look.
+        Tensors at the addresses of the forward's, with their strides, are taken for the forward's own: autograd has checked
+        their versions. What a hook made of them may lie where they did, in another layout.
         """
         enter_thread()
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in saved]
@@ -67,7 +67,8 @@ class Origin(NamedTuple):
             return None
         tensors = (grad_out, grad_lse, *saved[:primals], *saved[-2:], *saved[primals:-2])
         of_lse = None if grad_lse is None else grad_lse.stride()
-        found = (grad_out.shape, grad_out.stride(), of_lse, needs_dbias, *_switches(grad_out))
+        strides = tuple([None if tensor is None else tensor.stride() for tensor in saved])
+        found = (grad_out.shape, grad_out.stride(), of_lse, strides, needs_dbias, *_switches(grad_out))
         plan = self.plan.backwards.get(found)
         if plan is None:
             plan = _plans.get(key(name, tensors, (*self.numbers, needs_dbias)))

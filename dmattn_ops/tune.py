@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -136,7 +137,10 @@ def parse_shape(text: str) -> Shape:
     fields.setdefault("seqlen_k", fields.get("seqlen_q", Shape.seqlen_q))
     fields.setdefault("dim_v", fields.get("dim", Shape.dim))
     shape = Shape(**fields)
-    return replace(shape, band_hi=shape.seqlen_k - shape.seqlen_q) if causal else shape
+    if not causal:
+        return shape
+    # bands of packed sequences begin at the diagonal of each
+    return replace(shape, band_hi=0 if shape.varlen else shape.seqlen_k - shape.seqlen_q)
 
 
 def make_call(shape: Shape, device: torch.device) -> Call:
@@ -333,6 +337,20 @@ def tune_shapes(
     table: bool = False,
 ) -> list[Result]:
     """Tune each case among the shapes, that of the most work first, print what is found, and store it in the cache."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where Triton launches
+        return _tune_shapes(shapes, device, directions, on, candidates, measure, store, table)
+
+
+def _tune_shapes(
+    shapes: Iterable[Shape],
+    device: torch.device,
+    directions: Iterable[str],
+    on: Arch | None,
+    candidates: int,
+    measure: Measure | None,
+    store: bool,
+    table: bool,
+) -> list[Result]:
     tasks = [(shape, direction) for shape in sorted(shapes, key=_work, reverse=True) for direction in directions]
     progress = Progress(len(tasks))
     results: dict[Case, Result] = {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.meta import ceil_div, lse_dtype
-from dmattn_ops.problem import HEADER, TILE, WORD_BITS, Options, Tiles, Varlen
+from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS, Options, Tiles, Varlen
 
 MAX_HEAD_DIM = 1024
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -167,6 +167,9 @@ def query_key_value(query: Tensor, key: Tensor, value: Tensor, rank: int) -> Non
     if key.device != where or value.device != where:
         require_device("key", key, where)
         require_device("value", value, where)
+    for name, length in (("query", of_query[-3]), ("key", of_key[-3])):
+        if type(length) is int and length >= UNBOUNDED:
+            raise ValueError(f"{name} must have fewer than {UNBOUNDED} positions, got {length}")
     if dim == 0 or dim_v == 0:
         raise ValueError(f"query and value must have a last dimension of at least 1, got {dim} and {dim_v}")
     if heads_kv == 0 or heads % heads_kv != 0:
@@ -230,7 +233,10 @@ def number(name: str, argument: Any) -> Any:
         return argument
     if isinstance(argument, bool) or not isinstance(argument, (int, torch.SymInt)):
         raise TypeError(f"{name} must be a number, got {type(argument).__name__}")
-    return argument * 1.0
+    try:
+        return argument * 1.0
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got an integer of {argument.bit_length()} bits") from None
 
 
 def visibility(is_causal: bool, causal_from: str, window_size: tuple[int | None, int | None]) -> None:

@@ -111,6 +111,43 @@ def test_a_wrong_architecture_is_refused_by_the_name_that_it_came_by(version, mo
         arch.current(torch.device("cuda", 0))
 
 
+def test_an_architecture_that_is_no_string_is_refused():
+    query = torch.randn(1, 8, 1, 16)
+    with pytest.raises(TypeError, match=r"^arch must be a string such as .*, got float"):
+        dmattn_ops.explain(query, query, query, arch=9.0)
+
+
+def test_explain_reads_a_call_as_the_call_does(monkeypatch, tmp_path):
+    query = torch.randn(1, 256, 4, 64)
+    monkeypatch.setenv("DMATTN_RECORD", str(tmp_path / "record"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "16" in dmattn_ops.explain(query, query, query, arch="8.0").forward.swept
+    half = query.bfloat16()
+    try:
+        torch.use_deterministic_algorithms(True)
+        asked = dmattn_ops.explain(half, half, half, arch="9.0").backward
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == dmattn_ops.explain(half, half, half, deterministic=True, arch="9.0").backward
+    for wrong, words in (
+        ({"softcap": -1.0}, "softcap must be finite"),
+        ({"dropout_p": 2.0}, "dropout_p must be"),
+        ({"bias": torch.zeros(3, 3, 3, 3)}, "bias must have shape"),
+        ({"mask": torch.ones(1, 3, 256, 256, dtype=torch.bool)}, "mask must have shape"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            dmattn_ops.explain(query, query, query, **wrong)
+    assert not (tmp_path / "record").exists()
+
+
+def test_without_gluon_portable_kernels_take_the_call(monkeypatch):
+    query = torch.randn(1, 256, 4, 64, dtype=torch.bfloat16)
+    monkeypatch.setitem(sys.modules, "dmattn_ops.kernels.hopper_forward", None)
+    launch = dmattn_ops.explain(query, query, query, arch="9.0").forward
+    assert launch.kernel == "portable"
+    assert any("needs another Triton" in reason for reason in launch.passed_over)
+
+
 def test_explain_follows_the_environment_unless_it_is_told_an_architecture(monkeypatch):
     query = torch.randn(1, 8, 1, 16)
     monkeypatch.setenv("DMATTN_ARCH", "8.6")

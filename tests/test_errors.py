@@ -13,8 +13,8 @@ B, S, H, D = 2, 128, 4, 64
 MASK = torch.ones(B, 1, S, S, dtype=torch.bool)
 
 
-def tensor(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype)
+def tensor(*shape, dtype=torch.float32, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def dense(**changes):
@@ -58,6 +58,15 @@ DENSE = {
         {"query": tensor(B, S, H, 0), "key": tensor(B, S, H, 0)},
         ValueError,
         "query and value must have a last dimension of at least 1, got 0 and 64",
+    ),
+    "long": (
+        {
+            "query": tensor(1, 2, 1, 8, device="meta"),
+            "key": tensor(1, 1 << 30, 1, 8, device="meta"),
+            "value": tensor(1, 1 << 30, 1, 8, device="meta"),
+        },
+        ValueError,
+        "key must have fewer than 1073741824 positions, got 1073741824",
     ),
     "wide": (
         {"query": tensor(1, 2, 1, 1025), "key": tensor(1, 2, 1, 1025), "value": tensor(1, 2, 1, 1300)},
@@ -146,6 +155,11 @@ DENSE = {
     "nan scale": ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite, got nan"),
     "scale type": ({"softmax_scale": "1"}, TypeError, "softmax_scale must be a number, got str"),
     "softcap": ({"softcap": -1.0}, ValueError, "softcap must be finite and not negative, got -1.0"),
+    "scale beyond floats": (
+        {"softmax_scale": 1 << 2000},
+        ValueError,
+        "softmax_scale must be finite, got an integer of 2001 bits",
+    ),
     "softcap type": ({"softcap": None}, TypeError, "softcap must be a number, got NoneType"),
     "dropout": ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
     "negative dropout": ({"dropout_p": -1}, ValueError, "dropout_p must be between 0 and 1, got -1.0"),

@@ -31,7 +31,7 @@ ARROWS = {
     "cost": ("problem", "arch", "config", "tuning"),
     "dispatch": ("problem", "meta", "environment", "arch", "config", "choose", "tuning", "reference"),
     "tune": ("problem", "arch", "config", "cost", "tuning", "plans", "dispatch", "masks", "api"),
-    "explain": ("problem", "arch", "config", "choose", "dispatch", "masks", "resources", "validation"),
+    "explain": ("problem", "arch", "config", "choose", "dispatch", "masks", "resources", "validation", "api"),
     "resources": ("problem", "config"),
     "plans": ("problem", "environment"),
     "implementations": ("problem", "meta", "meta.fakes", "ops", "validation", "plans", "dispatch"),

@@ -98,8 +98,8 @@ def libcuda(monkeypatch):
     fake = Driver([8, 8, 4, 8, 4, 8, 8])
     monkeypatch.setattr(driver, "driver", lambda: fake.functions)
     monkeypatch.setattr(plan, "allocate", lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2]))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    monkeypatch.setattr(plan, "_current_device", lambda: 0)
+    monkeypatch.setattr(plan, "_raw_stream", lambda device: STREAM)
     monkeypatch.setattr(launch, "JITFunction", Kernel)
     monkeypatch.setattr(launch, "_compiled", {})
     return fake
@@ -227,7 +227,7 @@ def test_launches_are_kept_for_the_addresses_and_the_stream_they_had(libcuda, mo
     monkeypatch.setattr(plan.Stage, "prepare", lambda *given: prepared.append(given[-1]) or prepare(*given))
     pairs = [(aligned(8), aligned(8)) for _ in range(3)]
     for stream in (1, 2, 1):
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device, stream=stream: stream)
+        monkeypatch.setattr(plan, "_raw_stream", lambda device, stream=stream: stream)
         for x, y in (*pairs, *pairs):
             made.run((x, y))
             _, fields, values = libcuda.launches.pop()
@@ -236,7 +236,7 @@ def test_launches_are_kept_for_the_addresses_and_the_stream_they_had(libcuda, mo
     assert prepared == [1, 1, 1, 2, 2, 2]
     monkeypatch.setattr(plan, "MAX_READY", 6)
     monkeypatch.setattr(driver, "_MAX_STREAMS", 1)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 3)
+    monkeypatch.setattr(plan, "_raw_stream", lambda device: 3)
     for pair in pairs:
         made.run(pair[::-1])
     assert len(made.stages[0].ready) == 6
@@ -356,7 +356,7 @@ def doubling(libcuda, monkeypatch):
     """An operator `double_forward(x, y, factor) -> out, lse`, and how often it was computed in full."""
     monkeypatch.setattr(plans, "may_repeat", lambda tensor: True)
     monkeypatch.setattr(plans, "enter_thread", lambda: None)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # what a CPU tensor says
+    monkeypatch.setattr(plan, "_current_device", lambda: -1)  # what a CPU tensor says
     monkeypatch.setattr(plans, "_plans", {})
     monkeypatch.setattr(plans, "_seen", {})
     kernel, computed = Kernel(Compiled(SIGNATURE)), []

@@ -48,7 +48,7 @@ PREPARE = {
     "documents of other queries": (
         {"mask": torch.ones(2, 1, 3, 4), "documents": IDS},
         ValueError,
-        "documents must have shape (B|1, 4), got (2, 4)",
+        "mask must have as many queries as keys where documents are given, got 3 and 4",
     ),
     "documents of another batch": (
         {"mask": torch.ones(3, 4), "documents": IDS},

@@ -69,6 +69,7 @@ def test_words_name_a_shape():
     shape = parse_shape("B4 H32 Hkv8 S4096 D128 float16 causal")
     assert shape == tuning.Shape(4, 32, 8, 4096, 4096, 128, 128, "float16", band_hi=0)
     assert parse_shape("S100 Sk300 causal").band_hi == 200
+    assert parse_shape("S100 Sk300 causal varlen").band_hi == 0
     assert parse_shape("H2 Dv32 masked deterministic varlen") == tuning.Shape(
         heads=2, kv_heads=2, dim_v=32, mask="bits", deterministic=True, varlen=True
     )

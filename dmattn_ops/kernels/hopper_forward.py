@@ -63,27 +63,22 @@ def head_tile(dim: int) -> int:
     return 64 if dim <= 64 else 128 if dim <= 128 else 256
 
 
-_counters: dict[tuple[int | None, int], Tensor] = {}
-_UNUSED = -1
+_counters: dict[int | None, Tensor] = {}  # of the default stream of each device
 
 
-def _counter(device: torch.device, used: bool) -> Tensor:
+def _counter(device: torch.device) -> Tensor:
     """Return two zeros, which the kernel leaves zero: its ticket counter and how many blocks are through.
 
-    Launches of one stream run one after the other and so share them; a captured graph may be replayed on any stream, so
-    each captured launch has its own, zeroed in the graph. Where every block has one piece of work, nothing is drawn.
+    Launches of the default stream run one after the other and so share them. Elsewhere each launch has its own: a captured
+    graph may be replayed on any stream, and the stream that warms one up allocates from the graph's memory, where nothing
+    may stay.
     """
-    if not used:
-        counter = _counters.get((device.index, _UNUSED))
-        if counter is None:
-            counter = _counters[device.index, _UNUSED] = torch.empty(2, dtype=torch.int32, device=device)
-        return counter
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
-    counter = _counters.get(key)
+    shared = torch.cuda.current_stream(device).cuda_stream == 0 and not torch.cuda.is_current_stream_capturing()
+    counter = _counters.get(device.index) if shared else None
     if counter is None:
-        counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+        counter = torch.zeros(2, dtype=torch.int32, device=device)
+        if shared:
+            _counters[device.index] = counter
     return counter
 
 
@@ -138,11 +133,13 @@ def forward(
     factor, cap = score_factors(options)
     scale, cap_inner = (1.0, factor) if cap else (factor, 0.0)
     bits, lists, q_segments, k_segments = mask
+    # where every block has one piece of work, nothing is drawn
+    counter = computed(_counter, query.device) if items > num_sms else lse.view(torch.int32)
     launch(
         forward_kernel, (min(items, num_sms),),
         head_rows_map(query, rows, columns), head_rows_map(key, block_n, columns), head_rows_map(value, block_n, columns),
         head_rows_map(out, rows, columns), bits, lse, lists, q_segments, k_segments, bias,
-        computed(_counter, query.device, items > num_sms), scale, cap, cap_inner,
+        counter, scale, cap, cap_inner,
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
         _HEADS_IN_L2 if has_hi or kind != "band" else 1, items, lo, hi, *lse.stride()[:2], *strides, *bias_places(bias, heads),
         BM=block_m, BN=block_n, D=columns, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,

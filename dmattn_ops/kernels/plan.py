@@ -16,8 +16,14 @@ from dmattn_ops.kernels.tensor_maps import Map
 
 MAX_READY = 128  # sets of addresses that each stage of a plan keeps launches for
 ALIGNMENT = 16  # bytes that every address of a plan is a multiple of: what Triton specializes on
+_dynamo: Any = getattr(torch._C, "_dynamo", None)
 # as Inductor's own code allocates: 3 times as fast as torch.empty
-_empty_cuda: Any = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
+_empty_cuda: Any = getattr(getattr(_dynamo, "guards", None), "_empty_strided_cuda", None)
+# what torch's own functions ask
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda device: torch.cuda.current_stream(device).cuda_stream
+)
 
 
 class TensorLayout(NamedTuple):
@@ -67,13 +73,13 @@ class Plan:
         """
         if addresses is None:
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
-        if torch._C._cuda_getDevice() != self.device:
+        if _current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self.run(inputs, addresses)
         outputs = tuple([allocate(*layout) for layout in self.outputs])
         known = addresses + [output.data_ptr() for output in outputs]
         tensors, places = [*inputs, *outputs], known.copy()
-        stream, through_driver = torch._C._cuda_getCurrentRawStream(self.device), not _hooked()
+        stream, through_driver = _raw_stream(self.device), not _hooked()
         for stage in self.stages:
             for make in stage.makes:
                 made = make.run(tensors)

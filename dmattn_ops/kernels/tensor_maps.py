@@ -1,16 +1,15 @@
-"""Tensor maps (TMA descriptors) among the arguments of a kernel."""
+"""Tensor maps (TMA descriptors) among the arguments of a kernel. Without one, Triton's experimental Gluon is not needed."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32, torch.float32: gl.float32}
+if TYPE_CHECKING:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class Map(NamedTuple):
@@ -82,8 +81,11 @@ def _map(tensor: Tensor, order: tuple[int, ...], block: tuple[int, ...]) -> Map:
 def _descriptor(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
 ) -> TensorDescriptor:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     if dtype == torch.float32:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
     else:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT[dtype])
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
     return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), list(block), layout)
