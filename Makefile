@@ -54,6 +54,7 @@ sweep: $(READY) ## compile every configuration and compare with the frozen table
 	$(PY) -m dmattn_ops.testing --cases 2000 $(ARGS)
 
 bench: $(READY) ## measure against the peers; results go to benchmarks/results
+	@$(PY) -c 'import pynvml' 2>/dev/null || echo "without nvidia-ml-py, clock and power are left out"
 	$(PY) benchmarks/bench_dense.py
 	$(PY) benchmarks/bench_masks.py
 	$(PY) benchmarks/bench_masks.py --table proportional
