@@ -26,7 +26,10 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call: query `[B, S, H, D]`, key and value `[B, S, Hkv, D]`, mask `[B, H, S, S]` or none."""
+    """One attention call: query `[B, S, H, D]`, key and value `[B, S, Hkv, D]`, mask `[B, H, S, S]` or none.
+
+    A mask that broadcasts is for others than `flex`, which indexes it.
+    """
 
     case: str
     batch: int

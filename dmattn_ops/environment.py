@@ -1,4 +1,7 @@
-"""The two variables that a call follows, read at each call, so that setting them after the import works."""
+"""Two variables that a call follows, read at each call, so that setting them after the import works.
+
+`DMATTN_RECORD` belongs to `tuning`.
+"""
 
 from __future__ import annotations
 

@@ -26,9 +26,8 @@ MAX_DIM = 128
 HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10%
 RANKS_IN_ROW = 4  # interleaved: tiles of a head that start together read the same; 1, 8 and 16 are 7, 1 and 3% slower
 PIECE = 64 * 64  # elements of dq that one consumer makes in a step
-TICKETS = (
-    4  # elements of a workspace for the count of drawn blocks: what follows is aligned, and `pass_turn` may look back
-)
+# elements of a workspace for the count of drawn blocks: what follows is aligned, and `pass_turn` may look back
+TICKETS = 4
 
 
 def refusals(
@@ -54,7 +53,6 @@ def refusals(
         f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
         f"head dimensions {dim} and {dim_v} that are no multiples of 8": dim % 8 != 0 or dim_v % 8 != 0,
         f"head dimensions {dim} and {dim_v} of different tiles": (dim <= 64) != (dim_v <= 64),
-        "an empty dimension": 0 in query.shape or 0 in key.shape or 0 in value.shape,
     }
     found = [f"the SM 9.0 backward does not support {name}" for name, holds in reasons.items() if holds]
     if varlen is None:

@@ -59,11 +59,11 @@ def refusals(
         f"elements are {query.dtype}, not float16 or bfloat16": query.dtype not in (torch.float16, torch.bfloat16),
         f"head dimensions {dims} are over {WIDTHS[-1]}": max(dims) > WIDTHS[-1],
         f"head dimensions {dims} are not multiples of 8": any(dim % 8 for dim in dims),
-        "variable lengths": varlen is not None,
-        "a bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
-        "a bias with queries and a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
-        "softcap with a bias": bias is not None and options.softcap != 0,
-        "dropout": options.dropout_p != 0,
+        "takes no variable lengths": varlen is not None,
+        "takes no bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
+        "takes no bias with queries at a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
+        "takes no softcap with a bias": bias is not None and options.softcap != 0,
+        "takes no dropout": options.dropout_p != 0,
     }
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         wrong[f"{name} is not aligned to 16 bytes in start and strides {tensor.stride()}"] = not mappable(tensor)
