@@ -337,36 +337,23 @@ def tune_shapes(
     table: bool = False,
 ) -> list[Result]:
     """Tune each case among the shapes, that of the most work first, print what is found, and store it in the cache."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where Triton launches
-        return _tune_shapes(shapes, device, directions, on, candidates, measure, store, table)
-
-
-def _tune_shapes(
-    shapes: Iterable[Shape],
-    device: torch.device,
-    directions: Iterable[str],
-    on: Arch | None,
-    candidates: int,
-    measure: Measure | None,
-    store: bool,
-    table: bool,
-) -> list[Result]:
     tasks = [(shape, direction) for shape in sorted(shapes, key=_work, reverse=True) for direction in directions]
     progress = Progress(len(tasks))
     results: dict[Case, Result] = {}
-    for shape, direction in tasks:
-        task = prepare(direction, shape, device, on)
-        if task is None:
-            progress.finish(f"{direction} of {shape}: nothing to tune")
-        elif task.case in results:
-            progress.finish(f"{direction} of {shape}: tuned as {task.case}")
-        else:
-            found = results[task.case] = tune(task, candidates, measure, progress.show)
-            if store:
-                entry = tuning.entry_of(task.row, found.config, found.own_ms, found.ms, date.today().isoformat())
-                tuning.merge(tuning.place(device, task.on), {task.case: entry})
-                plans.forget()
-            progress.finish(found.table() if table else str(found))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where Triton launches
+        for shape, direction in tasks:
+            task = prepare(direction, shape, device, on)
+            if task is None:
+                progress.finish(f"{direction} of {shape}: nothing to tune")
+            elif task.case in results:
+                progress.finish(f"{direction} of {shape}: tuned as {task.case}")
+            else:
+                found = results[task.case] = tune(task, candidates, measure, progress.show)
+                if store:
+                    entry = tuning.entry_of(task.row, found.config, found.own_ms, found.ms, date.today().isoformat())
+                    tuning.merge(tuning.place(device, task.on), {task.case: entry})
+                    plans.forget()
+                progress.finish(found.table() if table else str(found))
     return list(results.values())
 
 

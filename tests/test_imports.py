@@ -124,11 +124,25 @@ def test_importing_touches_no_gpu_and_prints_nothing():
 
 
 @pytest.mark.parametrize(
-    "order", ["import torch.utils.flop_counter, dmattn_ops", "import dmattn_ops, torch.utils.flop_counter"]
+    "order",
+    [
+        "import torch.utils.flop_counter, dmattn_ops",
+        "import dmattn_ops, torch.utils.flop_counter",
+        "import dmattn_ops, importlib.util as u; u.find_spec('torch.utils.flop_counter'); import torch.utils.flop_counter",
+    ],
 )
 def test_flop_formulas_are_registered_whatever_is_imported_first(order):
     registry = "torch.utils.flop_counter.flop_registry"
     code = f"{order}, json, torch; print(json.dumps(torch.ops.dmattn.backward in {registry}))"
+    assert in_fresh_process(code) is True
+
+
+def test_portable_kernels_need_no_gluon():
+    pytest.importorskip("triton")
+    code = (
+        "import sys, json; sys.modules['triton.experimental.gluon'] = None\n"
+        "from dmattn_ops.kernels import portable_backward, portable_forward, tile_mask; print(json.dumps(True))"
+    )
     assert in_fresh_process(code) is True
 
 

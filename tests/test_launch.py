@@ -99,7 +99,7 @@ def libcuda(monkeypatch):
     monkeypatch.setattr(driver, "driver", lambda: fake.functions)
     monkeypatch.setattr(plan, "allocate", lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2]))
     monkeypatch.setattr(plan, "_current_device", lambda: 0)
-    monkeypatch.setattr(plan, "_raw_stream", lambda device: STREAM)
+    monkeypatch.setattr(plan, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(launch, "JITFunction", Kernel)
     monkeypatch.setattr(launch, "_compiled", {})
     return fake
@@ -227,7 +227,7 @@ def test_launches_are_kept_for_the_addresses_and_the_stream_they_had(libcuda, mo
     monkeypatch.setattr(plan.Stage, "prepare", lambda *given: prepared.append(given[-1]) or prepare(*given))
     pairs = [(aligned(8), aligned(8)) for _ in range(3)]
     for stream in (1, 2, 1):
-        monkeypatch.setattr(plan, "_raw_stream", lambda device, stream=stream: stream)
+        monkeypatch.setattr(plan, "raw_stream", lambda device, stream=stream: stream)
         for x, y in (*pairs, *pairs):
             made.run((x, y))
             _, fields, values = libcuda.launches.pop()
@@ -236,7 +236,7 @@ def test_launches_are_kept_for_the_addresses_and_the_stream_they_had(libcuda, mo
     assert prepared == [1, 1, 1, 2, 2, 2]
     monkeypatch.setattr(plan, "MAX_READY", 6)
     monkeypatch.setattr(driver, "_MAX_STREAMS", 1)
-    monkeypatch.setattr(plan, "_raw_stream", lambda device: 3)
+    monkeypatch.setattr(plan, "raw_stream", lambda device: 3)
     for pair in pairs:
         made.run(pair[::-1])
     assert len(made.stages[0].ready) == 6

@@ -48,6 +48,7 @@ def test_kernels_are_given_contiguous_masks_whatever_they_come_from(given: list[
     dense = strided(torch.rand(2, 2, 200, 200) < 0.5)
     for mask in (padding[:, None, None], dense, dmattn_ops.prepare_mask(dense, documents=documents)):
         prepared = mask if isinstance(mask, dmattn_ops.TileMask) else dmattn_ops.prepare_mask(mask, seqlen_q=200)
+        assert all(part is None or part.is_contiguous() for part in prepared.tiles)  # not to be copied at each call
         for parts in (prepared, mask):
             dmattn_ops.flash_dmattn_func(query, query, query, parts).sum().backward()
     dmattn_ops.prepare_mask(documents=documents)
@@ -57,6 +58,24 @@ def test_kernels_are_given_contiguous_masks_whatever_they_come_from(given: list[
     dmattn_ops.flash_dmattn_varlen_func(packed, packed, packed, offsets, offsets, 250, 250, kept).sum().backward()
     assert len(given) > 30
     assert all(part.is_contiguous() for part in given)
+
+
+def test_only_the_default_stream_keeps_a_counter_of_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another stream allocates may lie in the memory of a CUDA graph."""
+    pytest.importorskip("triton.experimental.gluon")
+    from dmattn_ops.kernels import hopper_forward
+
+    stream, captures = [0], [False]
+    monkeypatch.setattr(hopper_forward, "raw_stream", lambda index: stream[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
+    monkeypatch.setattr(hopper_forward, "_counters", {})
+    device = torch.device("cpu")
+    shared = hopper_forward._counter(device)
+    assert hopper_forward._counter(device) is shared and list(hopper_forward._counters.values()) == [shared]
+    for stream[0], captures[0] in ((7, False), (0, True), (7, True)):
+        fresh = hopper_forward._counter(device)
+        assert fresh is not shared and not fresh.any()
+        assert list(hopper_forward._counters.values()) == [shared]
 
 
 def test_operators_take_lists_and_segments_of_any_strides(given: list[torch.Tensor]) -> None:

@@ -10,6 +10,7 @@ from dmattn_ops.config import SM_COUNT, HopperForward
 from dmattn_ops.kernels.hopper_arguments import bias_places, score_factors
 from dmattn_ops.kernels.hopper_forward_kernel import forward_kernel
 from dmattn_ops.kernels.launch import computed, launch
+from dmattn_ops.kernels.plan import raw_stream
 from dmattn_ops.kernels.portable_arguments import bias_kind
 from dmattn_ops.kernels.tensor_maps import head_rows_map, mappable, mask_map
 from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
@@ -73,7 +74,7 @@ def _counter(device: torch.device) -> Tensor:
     graph may be replayed on any stream, and the stream that warms one up allocates from the graph's memory, where nothing
     may stay.
     """
-    shared = torch.cuda.current_stream(device).cuda_stream == 0 and not torch.cuda.is_current_stream_capturing()
+    shared = raw_stream(device.index) == 0 and not torch.cuda.is_current_stream_capturing()
     counter = _counters.get(device.index) if shared else None
     if counter is None:
         counter = torch.zeros(2, dtype=torch.int32, device=device)

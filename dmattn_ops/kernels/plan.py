@@ -21,7 +21,7 @@ _dynamo: Any = getattr(torch._C, "_dynamo", None)
 _empty_cuda: Any = getattr(getattr(_dynamo, "guards", None), "_empty_strided_cuda", None)
 # what torch's own functions ask
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: torch.cuda.current_stream(device).cuda_stream
 )
 
@@ -79,7 +79,7 @@ class Plan:
         outputs = tuple([allocate(*layout) for layout in self.outputs])
         known = addresses + [output.data_ptr() for output in outputs]
         tensors, places = [*inputs, *outputs], known.copy()
-        stream, through_driver = _raw_stream(self.device), not _hooked()
+        stream, through_driver = raw_stream(self.device), not _hooked()
         for stage in self.stages:
             for make in stage.makes:
                 made = make.run(tensors)
