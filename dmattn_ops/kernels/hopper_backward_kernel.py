@@ -107,7 +107,8 @@ def produce_block(
     rounds, width = rounds_of(group, INTERLEAVED)
     n_full, n_partial = head_steps(record, span, LISTS, BM)  # before the wait for K's buffer, which hides the loads
     load_block(turn, place, kv_maps, kv_buffers, BN, D, DV, K_BUFFERS)
-    for g in range(rounds):
+    g = 0
+    while g < rounds:  # no `for`: Gluon of triton 3.6 forgets a carried value that only bounds of inner loops read
         first_head = kv_head * group + g
         for t in range(n_full * width):
             m = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
@@ -120,7 +121,8 @@ def produce_block(
                 head = first_head + t % width
                 load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES)
                 i += 1
-        if g + 1 < rounds:
+        g += 1
+        if g < rounds:
             record += list_step
             n_full, n_partial = head_steps(record, span, LISTS, BM)
     return i
