@@ -34,7 +34,7 @@ class Usage(NamedTuple):
     threads: int  # of a block
     occupancy: float  # theoretical share of an SM's warps that can be resident
     products: str  # how matrices are multiplied: "wgmma", "mma", "tcgen05", "fma", or "" where none are
-    faults: str  # warnings of ptxas, "trap": what must not be there
+    faults: str  # warnings of ptxas, "trap", "stale bound": what must not be there
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,9 @@
 several GPUs, each worker of pytest-xdist sees one of them; tests that need two run without workers.
 """
 
+import faulthandler
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import dmattn_ops
 
 COMPILED = os.environ.get("DMATTN_TEST_COMPILED") == "1"
+HANGS = 240.0  # seconds after which a test on a GPU is taken to wait for a kernel that never ends
 
 
 def share_gpus() -> None:
@@ -51,6 +54,17 @@ def attention() -> Iterator[Attention]:
     with torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000):
         yield Attention()
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def no_hang(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End the process of a GPU test that hangs, which nothing else ends; pytest-xdist then reports the test as failed."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(HANGS, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -57,6 +57,11 @@ def test_no_matrix_instruction_is_serialized(case: str, reports: dict[str, dict]
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_no_loop_forgets_what_it_carries(case: str, reports: dict[str, dict]) -> None:
+    assert reports[case]["stale"] == []
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_spills_stay_within_what_is_known(case: str, reports: dict[str, dict]) -> None:
     assert reports[case]["spilled"] <= ALLOWED[case]
 
@@ -144,6 +149,8 @@ def _plain_loops(sass: str) -> list[dict[str, int]]:
 
 
 def _report(compiled) -> dict:
+    from dmattn_ops.testing.carried import stale_bounds
+
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         ptx.write_text(compiled.asm["ptx"])
@@ -157,6 +164,7 @@ def _report(compiled) -> dict:
     names = ("UTMALDG", "UTMAREDG", "UTMASTG", "STS.128", "REDG.E.ADD")
     return {
         "serialized": [line for line in log.splitlines() if SERIALIZED.search(line)],
+        "stale": stale_bounds(compiled.asm["source"], 90),
         "spilled": max(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
         "shared": compiled.metadata.shared,
         "loops": _plain_loops(sass),

@@ -49,9 +49,9 @@ def reports() -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_matrix_instruction_is_serialized(case: str, reports: dict[str, dict]) -> None:
+def test_no_matrix_instruction_is_serialized_and_no_bound_is_stale(case: str, reports: dict[str, dict]) -> None:
     assert reports[case]["warnings"] == []
-    assert not reports[case]["traps"]
+    assert not reports[case]["traps"] and not reports[case]["stale"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -118,7 +118,7 @@ def _compile(case: str) -> dict:
     aligned += ("bias_b", "bias_h", "bias_q")
     found = compile_only(forward_kernel, signature | optional, constants, aligned, 90, num_warps=4)
     return {
-        "warnings": list(found.warnings), "traps": found.traps, "spilled": found.spill_bytes,
+        "warnings": list(found.warnings), "traps": found.traps, "stale": found.stale, "spilled": found.spill_bytes,
         "shared": found.shared_memory, "opcodes": dict(found.opcodes) | {"HMMA": found.opcodes["HMMA"]},
     }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Compile a Triton or Gluon kernel for any NVIDIA architecture, without a GPU, and read what came out.
 
 What a compiler lets pass and a GPU does not is read here too: shared memory over the limit, a kernel that is only
-`trap;`, wgmma that ptxas serialized (warnings C7510 to C7515).
+`trap;`, wgmma that ptxas serialized (warnings C7510 to C7515), loops that go on with a value of their first turn.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from dmattn_ops.arch import Arch
 from dmattn_ops.resources import Usage
+from dmattn_ops.testing.carried import stale_bounds
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -42,6 +43,7 @@ class Resources:
     threads: int
     warnings: tuple[str, ...]  # of ptxas, C75xx
     traps: bool
+    stale: bool  # a Gluon kernel in which an inner loop's bound stays what it was (see `carried`)
     tensor_memory: int  # columns; SM 10.0 has 512
     products: str  # as in `resources.Usage`
     cubin: bytes = field(repr=False)
@@ -57,9 +59,10 @@ class Resources:
 
     @property
     def faults(self) -> str:
-        """Return what must not be there: serialized wgmma, a kernel that traps, too much tensor memory."""
+        """Return what must not be there: serialized wgmma, a kernel that traps, stale bounds, too much tensor memory."""
         named = [warning for warning in self.warnings if warning in _SERIALIZED]
-        named += ["trap"] * self.traps + [f"tensor memory {self.tensor_memory}"] * (self.tensor_memory > 512)
+        named += ["trap"] * self.traps + ["stale bound"] * self.stale
+        named += [f"tensor memory {self.tensor_memory}"] * (self.tensor_memory > 512)
         return " ".join(named)
 
     def usage(self, on: Arch) -> Usage:
@@ -112,6 +115,7 @@ def read_resources(compiled: Any, sm: int, log: str = "") -> Resources:
         threads=int(threads.group(1)) if threads else compiled.metadata.num_warps * 32,
         warnings=tuple(sorted(set(re.findall(r"C75\d\d", log)))),
         traps=re.search(r"\btrap;", code) is not None,
+        stale="ttir" not in compiled.asm and stale_bounds(compiled.asm["source"], sm) != [],
         tensor_memory=compiled.metadata.tmem_size or 0,
         products=_products(code),
         cubin=compiled.asm["cubin"],

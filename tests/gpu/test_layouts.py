@@ -68,6 +68,7 @@ def test_nothing_stays_in_the_memory_of_a_cuda_graph() -> None:
         "step = torch.compile(lambda q: dmattn_ops.flash_dmattn_func(q, q, q, is_causal=True).sum(),\n"
         "                     fullgraph=True, mode='reduce-overhead')\n"
         "for _ in range(5):\n"
+        "    q.grad = None\n"
         "    torch.compiler.cudagraph_mark_step_begin(); step(q).backward()\n"
         "torch.cuda.synchronize(); print('done')"
     )
