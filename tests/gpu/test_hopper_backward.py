@@ -15,7 +15,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from dmattn_ops import arch, config  # noqa: E402
 from dmattn_ops.kernels import hopper_backward  # noqa: E402
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles  # noqa: E402
+from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles  # noqa: E402
 from tests.tile_builder import build_lists, build_tiles, tile_states  # noqa: E402
 
 LENGTHS = [(512, 512), (300, 300), (200, 333), (333, 200), (1, 77), (129, 1)]
@@ -36,6 +36,13 @@ def in_band(seqlen_q: int, seqlen_k: int, band: tuple[int, int]) -> Tensor:
 
 def draw(batch: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(batch, seqlen, heads, dim, device="cuda").to(dtype)
+
+
+def empty_partial_and_full_tiles(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Draw a mask of which each head has its own tiles: a third of each kind."""
+    tiles = torch.rand(batch, heads, -(-seqlen_q // TILE), -(-seqlen_k // TILE))
+    tiles = tiles.repeat_interleave(TILE, 2).repeat_interleave(TILE, 3)[..., :seqlen_q, :seqlen_k]
+    return (tiles > 0.33) & ((tiles > 0.67) | (torch.rand(tiles.shape) < 0.5))
 
 
 def expected(inputs: tuple[Tensor, ...], visible: Tensor, scale: float, grad_lse: Tensor | None):
@@ -133,13 +140,15 @@ def test_programs_that_take_many_blocks(dim: int, programs: int, band: tuple[int
     check(2, (300, 700), (4, 2), dim, band, with_grad_lse=True)
 
 
+@pytest.mark.parametrize("mask_heads", [2, 4])
 @pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_programs_that_take_many_listed_blocks(dim: int, programs: int, limited) -> None:
+def test_programs_that_take_many_listed_blocks(dim: int, programs: int, mask_heads: int, limited) -> None:
     limited(num_sms=programs)
-    keep = torch.rand(1, 2, 300, 700) < 0.3
-    keep[..., 128:256] = False
-    check(2, (300, 700), (4, 2), dim, keep=keep, tiles=build_tiles(keep))
+    for _ in range(5):
+        keep = empty_partial_and_full_tiles(1, mask_heads, 300, 900)
+        keep[..., 128:256] = False
+        check(2, (300, 900), (4, 2), dim, keep=keep, tiles=build_tiles(keep))
 
 
 @pytest.mark.parametrize("programs", [3, 132])
@@ -163,9 +172,7 @@ def test_float16_and_padded_head_dimensions(dim: int) -> None:
 @pytest.mark.parametrize("mask_heads", [1, 2, 4])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_lists_and_bits_with_empty_rows_and_columns(dim: int, mask_heads: int) -> None:
-    keep = torch.rand(2, mask_heads, 300, 400) < 0.5
-    blocks = torch.rand(2, mask_heads, 3, 4).repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :300, :400]
-    keep = torch.where(blocks < 0.4, False, torch.where(blocks < 0.7, True, keep))
+    keep = empty_partial_and_full_tiles(2, mask_heads, 300, 400)
     keep[..., 17] = False
     keep[:, :, 5] = False
     check(2, (300, 400), (4, 2), dim, keep=keep, tiles=build_tiles(keep))
