@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from dmattn_ops.testing.check import check, refused, shrink
 from dmattn_ops.testing.problem import KERNELS, Problem, draw
 
-SILENCE = (
-    150.0  # seconds without a line after which a worker is taken to hang: ten times what its kernels take to compile
-)
+SILENCE = 150.0  # seconds without a line after which a worker is taken to hang; its kernels compile in a tenth of that
 ALONE = 120.0  # seconds that one problem may take in a process of its own
 REPORTED = 100  # problems between two lines of progress
 _BEGIN, _CANCELLED, _FAILED, _ALIVE = "begin ", "cancelled", "FAILED ", "shrinking"
