@@ -21,6 +21,7 @@ from dmattn_ops.kernels import hopper_backward_256, tensor_maps  # noqa: E402
 from dmattn_ops.kernels.hopper_backward_256_keys import keys_kernel  # noqa: E402
 from dmattn_ops.kernels.hopper_backward_256_queries import queries_kernel  # noqa: E402
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen  # noqa: E402
+from dmattn_ops.testing.carried import stale_bounds  # noqa: E402
 from tests.tile_builder import build_segment_tiles, build_tiles  # noqa: E402
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -101,6 +102,7 @@ def test_it_fits_an_sm_without_spills_or_serialized_products(kernel, constants, 
     made, said = compile_kernel(kernel, **constants)
     assert made.metadata.shared <= CONFIG.shared_memory <= arch.KNOWN[90].shared_memory
     assert not re.findall(r"C75\d\d.*", said), "ptxas serializes matrix products"
+    assert stale_bounds(made.asm["source"], 90) == []
     assert sum(map(int, re.findall(r"(\d+) bytes spill stores", said))) <= spilled
     ptx = made.asm["ptx"]
     loops = 2 if constants["PARTIAL"] else 1
