@@ -117,15 +117,13 @@ def memory_row(name: str) -> Row:
 
 
 def row_kernel_rows(gauge: Gauge) -> list[Row]:
-    """Return the rates of the kernels around the SM 9.0 backward, as the profiler times them, and of a copy."""
+    """Return the rate of the kernel before the SM 9.0 backward, as the profiler times it, and of a copy."""
     problem = Problem("rows B4 H32 S8192 D128", 4, 32, 8192, 128, causal=True)
     run = IMPLEMENTATIONS["dmattn"](problem)
     assert run.backward is not None
     rows = problem.batch * problem.heads * problem.seqlen
-    moved = {  # two bfloat16 rows and lse in, two statistics and a float32 row out; a float32 row in, a bfloat16 row out
-        "prepare_kernel": rows * (2 * 2 * problem.dim + 4 + 8 + 4 * problem.dim),
-        "finish_kernel": rows * (4 + 2) * problem.dim,
-    }
+    # two bfloat16 rows and lse in, two statistics and a float32 row out
+    moved = {"prepare_kernel": rows * (2 * 2 * problem.dim + 4 + 8 + 4 * problem.dim)}
     source = torch.empty(rows * problem.dim * 4, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copied = interleaved({"copy": lambda: target.copy_(source)}, "cuda", gauge=gauge, timer=kernels_ms)["copy"].median

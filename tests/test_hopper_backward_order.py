@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from dmattn_ops.kernels import hopper_backward_order, hopper_backward_walk, hopper_backward_work
+from dmattn_ops.kernels import hopper_backward_finish, hopper_backward_order, hopper_backward_walk, hopper_backward_work
 from dmattn_ops.problem import UNBOUNDED
 
 INTEGERS = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)
@@ -37,17 +37,34 @@ full_tile = on_integers(hopper_backward_walk.full_tile)
 partial_tile = on_integers(hopper_backward_walk.partial_tile)
 turn_of = on_integers(hopper_backward_order.turn_of)
 block_of = on_integers(hopper_backward_work.block_of)
+tiles_drawn = on_integers(hopper_backward_finish.tiles_drawn)
 
 
-@pytest.mark.parametrize("ranks_in_row", [1, 3, 4])
+@pytest.mark.parametrize(("first_ranks", "ranks_in_row"), [(0, 1), (0, 3), (0, 13), (3, 4), (6, 1), (33, 5)])
 @pytest.mark.parametrize("heads_per_group", [1, 4, 16])
 @pytest.mark.parametrize(("tiles", "heads"), [(1, 1), (5, 7), (13, 4), (8, 18)])
-def test_every_key_tile_has_one_number_and_a_head_s_longest_the_lowest(tiles, heads, heads_per_group, ranks_in_row):
-    places = [block_of(n, tiles, heads, heads_per_group, ranks_in_row) for n in range(tiles * heads)]
+def test_every_key_tile_has_one_number_and_a_head_s_longest_the_lowest(
+    tiles, heads, heads_per_group, first_ranks, ranks_in_row
+):
+    places = [block_of(n, tiles, heads, heads_per_group, first_ranks, ranks_in_row) for n in range(tiles * heads)]
     assert sorted(places) == [(rank, head) for rank in range(tiles) for head in range(heads)]
     for head in range(heads):
         ranks = [rank for rank, of in places if of == head]
         assert ranks == sorted(ranks)
+
+
+@pytest.mark.parametrize(("tiles", "heads", "group"), [(1, 1, 1), (3, 4, 2), (4, 2, 1), (9, 12, 4)])
+def test_every_tile_of_dq_is_drawn_once_and_heads_in_their_order(tiles, heads, group):
+    found, order = [], []
+    drawn = 0
+    while (place := tiles_drawn(drawn, tiles, group))[0] < heads // group:
+        kv_head, head, first, end = place
+        assert kv_head == head // group
+        found += [(head, tile) for tile in range(first, end)]
+        order.append(kv_head)
+        drawn += 1
+    assert found == [(head, tile) for head in range(heads) for tile in range(tiles)]
+    assert order == sorted(order)
 
 
 def walk(tile: int, lengths: tuple[int, int], band: tuple[int, int], block_m: int) -> tuple[list[int], set[int]]:

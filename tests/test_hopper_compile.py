@@ -93,14 +93,20 @@ def test_loads_and_reductions_are_bulk_copies(case: str, reports: dict[str, dict
     found = reports[case]["opcodes"]
     assert found["UTMALDG"] >= 6
     assert found["UTMAREDG"] >= 2
-    assert found["UTMASTG"] == 4
+    assert found["UTMASTG"] == 6  # dk, dv and dq of two consumers
     assert found["STS.128"] >= 16  # dq goes out in 16-byte stores
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_only_ordered_additions_count(case: str, reports: dict[str, dict]) -> None:
+def test_blocks_are_counted_and_additions_only_where_ordered(case: str, reports: dict[str, dict]) -> None:
     found = reports[case]["opcodes"]
-    assert found["REDG.E.ADD"] == (found["UTMAREDG"] if case.endswith("ordered") else 0)
+    assert found["REDG.E.ADD"] == 2 + (found["UTMAREDG"] if case.endswith("ordered") else 0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sums_of_dq_are_loaded_16_bytes_at_a_time(case: str, reports: dict[str, dict]) -> None:
+    threads_bytes = 64 * int(case.split()[0][1:]) * 4 // 128  # of a consumer's 128 threads
+    assert reports[case]["opcodes"]["LDG.E.128.STRONG.GPU"] == 2 * 2 * threads_bytes // 16  # a tile, and the one ahead
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -161,7 +167,7 @@ def _report(compiled) -> dict:
             log = _tool("ptxas-blackwell", *arguments)
         sass = _tool("nvdisasm", "-c", str(cubin))
     assert "spill stores" in log, log[-2000:]
-    names = ("UTMALDG", "UTMAREDG", "UTMASTG", "STS.128", "REDG.E.ADD")
+    names = ("UTMALDG", "UTMAREDG", "UTMASTG", "STS.128", "REDG.E.ADD", "LDG.E.128.STRONG.GPU")
     return {
         "serialized": [line for line in log.splitlines() if SERIALIZED.search(line)],
         "stale": stale_bounds(compiled.asm["source"], 90),
@@ -251,7 +257,7 @@ def _compile(case: str, launched: list) -> dict:
         hopper_backward.backward(
             grad_out, None, query, key, value, grad_out, lse, bias, tiles, None, None, options, *grads, None, row.config
         )
-    assert len(launched) == 3
+    assert len(launched) == 2
     steps = made.plan(grads, 0).steps
     packed = [step.packed is not None for step in steps if isinstance(step, plan.Relaunch)]
     return _report(launched[1]) | {"laid_out": packed}

@@ -1,4 +1,4 @@
-"""Launch the SM 9.0 backward: what it refuses, its tensor maps, and its three kernels."""
+"""Launch the SM 9.0 backward: what it refuses, its tensor maps, and its two kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dmattn_ops.kernels.hopper_arguments import (
     unpadded_statistics,
 )
 from dmattn_ops.kernels.hopper_backward_kernel import backward_kernel
-from dmattn_ops.kernels.hopper_backward_rows import finish_kernel, prepare_kernel
+from dmattn_ops.kernels.hopper_backward_rows import prepare_kernel
 from dmattn_ops.kernels.hopper_backward_scores import BIAS_KINDS
 from dmattn_ops.kernels.launch import computed, launch, workspace
 from dmattn_ops.kernels.portable_arguments import bias_kind, is_whole
@@ -24,9 +24,10 @@ from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 
 MAX_DIM = 128
 HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10%
-RANKS_IN_ROW = 4  # interleaved: tiles of a head that start together read the same; 1, 8 and 16 are 7, 1 and 3% slower
+# Interleaved: tiles of a head that start together read the same; rows of 1, 3, 4 and 8 are 7, 0.8, 0.3 and 0.2% slower
+RANKS_IN_ROW = 5
 PIECE = 64 * 64  # elements of dq that one consumer makes in a step
-# elements of a workspace for the count of drawn blocks: what follows is aligned, and `pass_turn` may look back
+# elements of a workspace for the counts of drawn blocks and tiles: what follows is aligned, and `pass_turn` may look back
 TICKETS = 4
 
 
@@ -105,6 +106,18 @@ def _interleaved(query: Tensor, key: Tensor, bias: Tensor | None, tiles: Tiles, 
     return takes and heads != key.shape[2] and of_group > arch.physical(query.device).l2_bytes
 
 
+def _order(
+    blocks_per_head: int, interleaved: bool, tiles: Tiles, options: Options, config: HopperBackward, sms: int
+) -> tuple[int, int, int]:
+    """Return how blocks are numbered: heads_per_group, first_ranks and ranks_in_row of `hopper_backward_work.block_of`."""
+    if options.deterministic:
+        return config.ordered_heads, 0, 1
+    if interleaved:
+        return HEADS_PER_GROUP, sms // HEADS_PER_GROUP, RANKS_IN_ROW
+    equal = tiles.col_tiles is None and options.band_lo == -UNBOUNDED and options.band_hi == UNBOUNDED
+    return HEADS_PER_GROUP, 0, blocks_per_head if equal else 1  # blocks of the same length: head by head
+
+
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -133,9 +146,10 @@ def backward(
         grad_out = computed(Tensor.contiguous, grad_out)
     rows = -(-seqlen_q // TILE) * TILE  # queries of a head in the workspaces
     total = batch * heads * rows
-    # one float32 workspace: lse and delta of every row, dq in pieces of 64 x 64, a counter of blocks, one of each piece
+    # one float32 workspace: lse and delta of every row, dq in pieces of 64 x 64, then counters: what programs have drawn,
+    # the additions to each piece, the blocks of each key head that are done
     pieces = total * tile_d // PIECE
-    room = workspace(query, total * (2 + tile_d) + TICKETS + pieces)
+    room = workspace(query, total * (2 + tile_d) + TICKETS + pieces + pieces // 2)
     accumulator, tickets = room[2 * total :], room[total * (2 + tile_d) :].view(torch.int32)
     block_rows = 8192 // tile_d
     grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
@@ -147,26 +161,25 @@ def backward(
     )  # fmt: skip
     kind, has_q_segments, mask = _mask_arguments(tiles, accumulator, heads, kv_heads)
     key_sums = room_for_key_sums(bias, query, seqlen_k)
-    has_lo, has_hi = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
-    blocks = batch * kv_heads * -(-seqlen_k // block_n)
+    blocks_per_head = -(-seqlen_k // block_n)
     interleaved = _interleaved(query, key, bias, tiles, options)
+    sms = arch.physical(query.device).num_sms
+    order = _order(blocks_per_head, interleaved, tiles, options, config, sms)
+    work = batch * kv_heads * blocks_per_head + total // TILE  # blocks, then tiles of dq
     launch(
-        backward_kernel, (min(blocks, arch.physical(query.device).num_sms),),
+        backward_kernel, (min(work, sms),),
         rows_map(query, block_m, tile_d), rows_map(key, block_n, tile_d), rows_map(value, 64, tile_dv),
         rows_map(grad_out, block_m, tile_dv), plain_map(room, (2, total), (2, block_m)),
         plain_map(room, (total * tile_d // 256, 256), (16, 256), offset=8 * total),
-        rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), tickets, tickets[TICKETS:], *mask[:4], bias, key_sums, *mask[4:],
+        rows_map(dq, 64, tile_d), rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), accumulator, tickets, tickets[TICKETS:],
+        *mask[:4], bias, key_sums, *mask[4:],
         *bias_places(bias, heads), options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
-        seqlen_q, seqlen_k, rows, options.band_lo, options.band_hi,
-        config.ordered_heads if options.deterministic else HEADS_PER_GROUP, RANKS_IN_ROW if interleaved else 1, batch * kv_heads,
+        seqlen_q, seqlen_k, rows, options.band_lo, options.band_hi, *order, batch * kv_heads,
         BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
-        PARTIAL=kind != 0 or has_lo or has_hi or seqlen_k % block_n != 0,
-        BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=has_lo, HAS_Q_SEG=has_q_segments,
-        GROUPED=heads != kv_heads, ORDERED=options.deterministic, TWO_PHASE=_in_two_phases(config, options),
-        INTERLEAVED=interleaved, num_warps=4,
+        BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=options.band_lo > -UNBOUNDED,
+        HAS_Q_SEG=has_q_segments, GROUPED=heads != kv_heads, ORDERED=options.deterministic,
+        TWO_PHASE=_in_two_phases(config, options), INTERLEAVED=interleaved, num_warps=4,
     )  # fmt: skip
-    finished = (accumulator, dq, *dq.stride()[:3], options.softmax_scale, seqlen_q, heads, rows, dim)
-    launch(finish_kernel, (pieces,), *finished, SPLIT_D=tile_d == 128, num_warps=4)
     if dbias is not None and bias_kind(bias) == "full":
         statistics = unpadded_statistics(room, batch, heads, rows, seqlen_q)
         recompute_dbias(grad_out, query, key, value, bias, tiles, options, *statistics, dbias, config.dbias)

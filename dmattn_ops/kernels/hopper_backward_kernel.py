@@ -3,7 +3,8 @@
 Five partitions: two consumers of 64 keys each (4 warps, 240 registers) that keep dk and dv in registers over all query
 heads of the group, one warp that loads by TMA, and two that add each consumer's share of dq to the workspace by TMA.
 They count the steps of all blocks of a program in one sequence, in which the step after a block's last hands out its last
-dq and has no query tile: stages, phases and buffers follow from the count.
+dq and has no query tile: stages, phases and buffers follow from the count. A program that finds no more blocks turns to
+`hopper_backward_finish`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dmattn_ops.kernels.gluon_compat import (
     tma_reduce_add,
     tma_store,
 )
+from dmattn_ops.kernels.hopper_backward_finish import finish, hand_out, ignore
 from dmattn_ops.kernels.hopper_backward_order import await_turn, pass_turn, turn_of
 from dmattn_ops.kernels.hopper_backward_scores import (
     KEY_BIAS,
@@ -95,7 +97,7 @@ def load_block(
 def produce_block(
     i, turn, place, produced,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
-    LISTS: gl.constexpr, PARTIAL: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
+    LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Load K and V of a block, then a stage per step in the order in which the consumers take them."""
     BYTES: gl.constexpr = BM * (D + DV) * 2 + 2 * BM * 4
@@ -115,12 +117,11 @@ def produce_block(
             head = first_head + t % width
             load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES)
             i += 1
-        if PARTIAL:
-            for t in range(n_partial * width):
-                m = partial_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
-                head = first_head + t % width
-                load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES)
-                i += 1
+        for t in range(n_partial * width):
+            m = partial_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
+            head = first_head + t % width
+            load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES)
+            i += 1
         g += 1
         if g < rounds:
             record += list_step
@@ -130,22 +131,22 @@ def produce_block(
 
 @gluon.jit
 def producer(
-    produced, tickets, order, work,
+    produced, tickets, done, order, work,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
-    LISTS: gl.constexpr, PARTIAL: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
+    LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Draw the program's blocks, announce them to the other partitions and load what they need."""
+    """Draw the program's blocks, announce them to the other partitions and load what they need; then hand out dq."""
     _, _, _, stages, walked = produced
     _, _, _, q_full, read = stages
-    lists, of_lists, _, _, kv_heads, _, _ = walked
+    lists, of_lists, _, _, kv_heads, group, rows = walked
     i = 0
     turn = 0
-    n_blocks, n_heads, _, _ = order
+    n_blocks, n_heads, _, _, _ = order
     block = gl.atomic_add(tickets, 1, sem="relaxed")
     while block < n_blocks * n_heads:
         place = place_of(block, order, kv_heads, lists, of_lists, LISTS != NO_LISTS)
         announce(turn, place, work)
-        i = produce_block(i, turn, place, produced, BM, BN, D, DV, K_BUFFERS, LISTS, PARTIAL, HAS_LO, DOWNWARDS,
+        i = produce_block(i, turn, place, produced, BM, BN, D, DV, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
                           INTERLEAVED)  # fmt: skip
         b = await_stage(i, read)  # of `last_dq`
         mbarrier.arrive(q_full.index(b), count=1)
@@ -153,11 +154,12 @@ def producer(
         turn += 1
         block = gl.atomic_add(tickets, 1, sem="relaxed")  # while the block's last query tile is multiplied
     announce(turn, (-1, -1, -1), work)
+    hand_out(turn + 1, tickets + 1, done, work, n_blocks, n_heads, kv_heads, group, rows)
 
 
 @gluon.jit
 def reduce_step(
-    i, m, tile0, seen, dq_desc, dq_c, made, dq_empty, order,
+    i, m, tile0, seen, pieces_desc, dq_c, made, dq_empty, order,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, HAS_LO: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Add what consumer `C` made in step `i` to its piece of query tile `m` of the head that starts at `tile0`.
@@ -169,7 +171,7 @@ def reduce_step(
     if ORDERED:
         await_turn(counters + piece, turn_of(tile, m, band_lo, BM, BN, HAS_LO), seen)
     mbarrier.wait(made.index(C * 2 + (i & 1)), (i >> 1) & 1)
-    tma_reduce_add(dq_desc, [piece * PIECE_ROWS, 0], dq_c)
+    tma_reduce_add(pieces_desc, [piece * PIECE_ROWS, 0], dq_c)
     tma.store_wait(pendings=0)
     mbarrier.arrive(dq_empty, count=1)
     if ORDERED:
@@ -180,11 +182,11 @@ def reduce_step(
 @gluon.jit
 def reduce_block(
     i, place, reduced,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LISTS: gl.constexpr,
     HAS_LO: gl.constexpr, ORDERED: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Add consumer `C`'s 64 x 64 pieces of dq of a block to the workspace, in the order of its steps from `i` on."""
-    dq_desc, dq_s, made, dq_empties, counters, walked = reduced
+    pieces_desc, dq_s, made, dq_empties, counters, walked = reduced
     lists, of_lists, list_step, limits, kv_heads, group, rows = walked
     tile, batch, kv_head = place
     order = (counters, tile, limits[2])
@@ -204,35 +206,37 @@ def reduce_block(
         for t in range(n_full * width):
             m = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
             seen = reduce_step(
-                i, m, (head + t % width) * (rows // BM), seen, dq_desc, dq_c, made, dq_empty, order,
+                i, m, (head + t % width) * (rows // BM), seen, pieces_desc, dq_c, made, dq_empty, order,
                 C, BM, BN, HAS_LO, ORDERED)  # fmt: skip
             i += 1
-        if PARTIAL:
-            for t in range(n_partial * width):
-                m = partial_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
-                seen = reduce_step(
-                    i, m, (head + t % width) * (rows // BM), seen, dq_desc, dq_c, made, dq_empty, order,
-                    C, BM, BN, HAS_LO, ORDERED)  # fmt: skip
-                i += 1
+        for t in range(n_partial * width):
+            m = partial_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
+            seen = reduce_step(
+                i, m, (head + t % width) * (rows // BM), seen, pieces_desc, dq_c, made, dq_empty, order,
+                C, BM, BN, HAS_LO, ORDERED)  # fmt: skip
+            i += 1
         record += list_step
     return i
 
 
 @gluon.jit
 def reducer(
-    reduced, work,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr,
+    reduced, counted, work,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LISTS: gl.constexpr,
     HAS_LO: gl.constexpr, ORDERED: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Add consumer `C`'s pieces of dq of the program's blocks."""
+    """Add consumer `C`'s pieces of dq of the program's blocks, and count the blocks."""
+    done, kv_heads = counted
     i = 0
     turn = 0
     tile, batch, kv_head = receive(turn, work)
     while tile >= 0:
-        i = reduce_block(i, (tile, batch, kv_head), reduced, C, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED, DOWNWARDS,
+        i = reduce_block(i, (tile, batch, kv_head), reduced, C, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS,
                          INTERLEAVED)  # fmt: skip
+        pass_turn(done + batch * kv_heads + kv_head)
         turn += 1
         tile, batch, kv_head = receive(turn, work)
+    ignore(turn + 1, work)
 
 
 @gluon.jit
@@ -250,7 +254,7 @@ def load_words(bits, keys, bits_row, m, BM: gl.constexpr):
 def head_loop(
     i, dk, dv, tiles, barriers, scales, bias, mask, record, span, tile, head, width, seqlen_q, seqlen_k, band_lo, band_hi,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
-    LISTS: gl.constexpr, PARTIAL: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
+    LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
     HAS_Q_SEG: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr,
 ):  # fmt: skip
     """Take all steps of `width` query heads from `head` on: first the tiles that need no test, then the others."""
@@ -270,39 +274,38 @@ def head_loop(
         dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, added, (keys, keys), (keys, keys), queries, keys,
                             C, BM, D, DV, dtype, 0, BIAS, SOFTCAP, HAS_LO, TWO_PHASE)  # fmt: skip
         i += 1
-    if PARTIAL:
-        k_seg = keys
-        if LISTS == SEGMENT_LISTS:
-            k_seg = gl.load(k_segments + tile * BN + keys, mask=tile * BN + keys < seqlen_k, other=-1)
-        # tiles and words are loaded a step ahead: ptxas tests the words before the first product, which would wait for them
-        ahead = partial_tile(0, record, n_partial, span, LISTS, BM, DOWNWARDS)
-        ahead_lo = keys
-        ahead_hi = keys
+    k_seg = keys
+    if LISTS == SEGMENT_LISTS:
+        k_seg = gl.load(k_segments + tile * BN + keys, mask=tile * BN + keys < seqlen_k, other=-1)
+    # tiles and words are loaded a step ahead: ptxas tests the words before the first product, which would wait for them
+    ahead = partial_tile(0, record, n_partial, span, LISTS, BM, DOWNWARDS)
+    ahead_lo = keys
+    ahead_hi = keys
+    if LISTS == BIT_LISTS:
+        ahead_lo, ahead_hi = load_words(bits, keys, bits_row, ahead, BM)
+    after = partial_tile(1 // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
+    for t in range(n_partial * width):
+        m = ahead
+        ahead = after
+        d_lo = ahead_lo
+        d_hi = ahead_hi
         if LISTS == BIT_LISTS:
             ahead_lo, ahead_hi = load_words(bits, keys, bits_row, ahead, BM)
-        after = partial_tile(1 // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
-        for t in range(n_partial * width):
-            m = ahead
-            ahead = after
-            d_lo = ahead_lo
-            d_hi = ahead_hi
-            if LISTS == BIT_LISTS:
-                ahead_lo, ahead_hi = load_words(bits, keys, bits_row, ahead, BM)
-            after = partial_tile((t + 2) // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
-            q_seg = queries
-            if LISTS != BIT_LISTS:
-                shift = tile * BN - m * BM
-                d_lo = gl.where(tile * BN + keys < seqlen_k, keys + (shift - band_hi), BM)
-                if HAS_LO:
-                    d_hi = keys + (shift - band_lo)
-                if LISTS == SEGMENT_LISTS:
-                    q_seg = queries * 0
-                    if HAS_Q_SEG:
-                        q_seg = gl.load(q_segments + m * BM + queries, mask=m * BM + queries < seqlen_q, other=-2)
-            added = step_bias(bias, head, key_bias, own_keys[:, None], (m * BM + queries)[None, :], BIAS)
-            dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, added, (d_lo, d_hi), (d_lo, d_hi), q_seg,
-                                k_seg, C, BM, D, DV, dtype, 1 + LISTS, BIAS, SOFTCAP, HAS_LO, TWO_PHASE)  # fmt: skip
-            i += 1
+        after = partial_tile((t + 2) // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
+        q_seg = queries
+        if LISTS != BIT_LISTS:
+            shift = tile * BN - m * BM
+            d_lo = gl.where(tile * BN + keys < seqlen_k, keys + (shift - band_hi), BM)
+            if HAS_LO:
+                d_hi = keys + (shift - band_lo)
+            if LISTS == SEGMENT_LISTS:
+                q_seg = queries * 0
+                if HAS_Q_SEG:
+                    q_seg = gl.load(q_segments + m * BM + queries, mask=m * BM + queries < seqlen_q, other=-2)
+        added = step_bias(bias, head, key_bias, own_keys[:, None], (m * BM + queries)[None, :], BIAS)
+        dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, added, (d_lo, d_hi), (d_lo, d_hi), q_seg,
+                            k_seg, C, BM, D, DV, dtype, 1 + LISTS, BIAS, SOFTCAP, HAS_LO, TWO_PHASE)  # fmt: skip
+        i += 1
     store_key_sums(bias, head, own_keys, gl.max(sums, 1), BIAS)
     return i, dk, dv
 
@@ -311,7 +314,7 @@ def head_loop(
 def consume_block(
     i, turn, place, consumed,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
-    dtype: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
+    dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
     DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
@@ -365,14 +368,14 @@ def consume_block(
             i, dk, dv = head_loop(
                 i, dk, dv, tiles, barriers, scales, bias, (bits, bits_row, q_segments, k_segments), record, span, tile,
                 kv_head * group + g, width, seqlen_q, seqlen_k, band_lo, band_hi,
-                C, BM, BN, D, DV, dtype, LISTS, PARTIAL, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, TWO_PHASE, DOWNWARDS)  # fmt: skip
+                C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, TWO_PHASE, DOWNWARDS)  # fmt: skip
             record += list_step
             bits += bits_step
             k_segments += k_segments_step
     else:
         i, dk, dv = head_loop(
             i, dk, dv, tiles, barriers, scales, bias, (bits, bits_row, q_segments, k_segments), record, span, tile, kv_head,
-            width, seqlen_q, seqlen_k, band_lo, band_hi, C, BM, BN, D, DV, dtype, LISTS, PARTIAL, BIAS, SOFTCAP, HAS_LO,
+            width, seqlen_q, seqlen_k, band_lo, band_hi, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO,
             HAS_Q_SEG, TWO_PHASE, DOWNWARDS)  # fmt: skip
     last_dq(i, tiles, barriers, k_empty.index(k_buffer), C, BM, TWO_PHASE)
     # dv leaves through this consumer's half of V, dk through its piece of dq (16 KB hold 64 x 128 values of 16 bits)
@@ -390,13 +393,13 @@ def consume_block(
 
 @gluon.jit
 def consumer(
-    consumed, cleared, work,
+    consumed, finished, cleared, work,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
-    dtype: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
+    dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
     DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Work through the program's blocks as consumer `C`."""
+    """Work through the program's blocks as consumer `C`, then write dq."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     _, _, _, _, _, ds_s, _, ones = consumed[0]
     if BIAS == KEY_BIAS:
@@ -411,32 +414,34 @@ def consumer(
     tile, batch, kv_head = receive(turn, work)
     while tile >= 0:
         i = consume_block(
-            i, turn, (tile, batch, kv_head), consumed, C, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, PARTIAL, BIAS, SOFTCAP,
+            i, turn, (tile, batch, kv_head), consumed, C, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
             HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)  # fmt: skip
         turn += 1
         tile, batch, kv_head = receive(turn, work)
-    tma.store_wait(pendings=0)
+    finish(turn + 1, finished, work, C, D)
 
 
-_NUMBERS = ("bias_b", "bias_h", "bias_group", "kv_heads", "group", "heads_per_group", "ranks_in_row", "n_heads")
+_NUMBERS = ("bias_b", "bias_h", "bias_group", "kv_heads", "group", "n_heads")
+_NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row")
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stat_desc, dq_desc, dk_desc, dv_desc, tickets, counters,
+    q_desc, k_desc, v_desc, do_desc, stat_desc, pieces_desc, dq_desc, dk_desc, dv_desc, accumulator, tickets, counters,
     lists, bits, q_segments, k_segments, bias, key_sums,
     list_b, list_kv, list_step, list_width, bits_b, bits_kv, bits_step, bits_row,
     q_segments_b, k_segments_b, k_segments_kv, k_segments_step, bias_b, bias_h, bias_q, bias_group,
     scale, scale_log2, cap, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi,
-    heads_per_group, ranks_in_row, n_heads,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr,
+    heads_per_group, first_ranks, ranks_in_row, n_heads,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LISTS: gl.constexpr,
     BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr,
     TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv `[B, Sk, Hkv, D]` and add to the dq workspace.
+    """Write dk and dv `[B, Sk, Hkv, D]`, add to the dq workspace, and write dq `[B, Sq, H, D]` from it.
 
-    Grid: as many programs as run at the same time, at most one for each block, a key tile of a key head. `tickets` is an
-    int32 0 that counts the blocks drawn.
+    Grid: as many programs as run at the same time, at most one for each block, a key tile of a key head, and for each tile
+    of dq. `tickets` are two int32 0 that count the blocks and the tiles of dq drawn; behind `counters` follows an int32 0 for
+    each key head, which counts its blocks that are done.
 
     `_b` strides step a batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128.
     `bits` are the 64-bit words of `col_bits`. ORDERED (not with lists): `counters`, an int32 0 for each piece of dq, give
@@ -454,7 +459,7 @@ def backward_kernel(
     v4 = gl.allocate_shared_memory(dtype, [4, 1, 64, 1, DV], v_desc.layout)  # two buffers, each in halves
     stat3 = gl.allocate_shared_memory(gl.float32, [2, 2, BM], stat_desc.layout)
     ds_s = gl.allocate_shared_memory(dtype, [2, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dtype))
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, PIECE_ROWS, 256], dq_desc.layout)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, PIECE_ROWS, 256], pieces_desc.layout)
     q_s = reinterpret(q4, dtype, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
     do_s = reinterpret(o4, dtype, [2, BM, DV], gl.NVMMASharedLayout.get_default_for([BM, DV], dtype))
     k_s = reinterpret(k4, dtype, [K_BUFFERS, BN, D], gl.NVMMASharedLayout.get_default_for([BN, D], dtype))
@@ -492,7 +497,8 @@ def backward_kernel(
     if BIAS == KEY_BIAS:
         ones = gl.allocate_shared_memory(dtype, [1, 8, BM], gl.NVMMASharedLayout.get_default_for([8, BM], dtype))
 
-    order = ((seqlen_k + BN - 1) // BN, n_heads, heads_per_group, ranks_in_row)
+    order = ((seqlen_k + BN - 1) // BN, n_heads, heads_per_group, first_ranks, ranks_in_row)
+    done = counters + n_heads * group * rows // PIECE_ROWS * D // 256
     of_lists = (list_b, list_kv, list_width)
     work = (places, announced, received)
     limits = (seqlen_q, seqlen_k, band_lo, band_hi)
@@ -510,14 +516,15 @@ def backward_kernel(
     maps = (q_desc, do_desc, stat_desc)
     stages = (q4, o4, stat3, q_full, read)
     produced = ((k_desc, v_desc), (k4, v4, k_full, k_empty, v_full, v_empty), maps, stages, walked)
-    reduced = (dq_desc, dq_s, made, dq_empty, counters, walked)
+    finished = (accumulator, dq_s, dq_desc, scale, kv_heads * group, rows)
+    reduced = (pieces_desc, dq_s, made, dq_empty, counters, walked)
     gl.warp_specialize([
-        (consumer, (consumed, cleared, work, 0, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, PARTIAL, BIAS, SOFTCAP,
+        (consumer, (consumed, finished, cleared, work, 0, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
                     HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
-        (consumer, (consumed, cleared, work, 1, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, PARTIAL, BIAS, SOFTCAP,
+        (consumer, (consumed, finished, cleared, work, 1, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
                     HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
-        (producer, (produced, tickets, order, work, BM, BN, D, DV, K_BUFFERS, LISTS, PARTIAL, HAS_LO, DOWNWARDS,
+        (producer, (produced, tickets, done, order, work, BM, BN, D, DV, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
                     INTERLEAVED)),
-        (reducer, (reduced, work, 0, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
-        (reducer, (reduced, work, 1, BM, BN, LISTS, PARTIAL, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
+        (reducer, (reduced, (done, kv_heads), work, 0, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
+        (reducer, (reduced, (done, kv_heads), work, 1, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
     ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Row work around the SM 9.0 backward: statistics and a zeroed accumulator before it, dq out of it afterwards."""
+"""Row work before the SM 9.0 backward: statistics, a zeroed accumulator and counters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PIECE = tl.constexpr(64)  # the accumulator is made of 64 x 64 pieces in the order of hopper_backward_steps.FRAGMENT
 
 
 @triton.jit
@@ -41,8 +40,8 @@ def prepare_kernel(
 ):
     """Write lse (base 2) and delta of BLOCK rows, +inf and 0 where nothing may flow; zero their pieces of dq.
 
-    BLOCK rows of dq are two pieces. Behind dq, the accumulator holds TICKETS counters, and then one of each piece; they
-    become 0 too.
+    BLOCK rows of dq are two pieces. Behind dq, the accumulator holds TICKETS counters, then one of each piece, then one of
+    each key head; they become 0 too.
     """
     block = tl.program_id(0)
     bh = block // (rows // BLOCK)
@@ -72,40 +71,4 @@ def prepare_kernel(
     if block == 0:
         tl.store(tickets + tl.arange(0, TICKETS), tl.zeros([TICKETS], tl.float32))
     tl.store(tickets + TICKETS + block * 2 + tl.arange(0, 2), tl.zeros([2], tl.float32))
-
-
-@triton.jit
-def finish_kernel(
-    accumulator,
-    dq,
-    dq_b,
-    dq_s,
-    dq_h,
-    scale,
-    seqlen_q,
-    heads,
-    rows,
-    dim,
-    SPLIT_D: tl.constexpr,
-):
-    """Write 64 rows x 64 columns of dq from one piece of the accumulator."""
-    piece = tl.program_id(0)
-    if SPLIT_D:  # two pieces side by side
-        strip = piece // 2
-        column = (piece % 2) * PIECE
-    else:
-        strip = piece
-        column = 0
-    bh = strip // (rows // PIECE)
-    start = (strip - bh * (rows // PIECE)) * PIECE
-    batch = (bh // heads).to(tl.int64)
-    head = (bh % heads).to(tl.int64)
-    x = tl.load(accumulator + piece.to(tl.int64) * (PIECE * PIECE) + tl.arange(0, PIECE * PIECE)) * scale
-    # bits of the offset, highest first: column 3-5, row 4-5, row 0-2, column 1-2, row 3, column 0
-    x = tl.reshape(x, (8, 4, 8, 4, 2, 2))
-    x = tl.permute(x, (1, 4, 2, 0, 3, 5))
-    x = tl.reshape(x, (PIECE, PIECE))
-    row = start + tl.arange(0, PIECE)
-    col = column + tl.arange(0, PIECE)
-    at = dq + batch * dq_b + head * dq_h + row.to(tl.int64)[:, None] * dq_s + col[None, :]
-    tl.store(at, x.to(dq.dtype.element_ty), mask=(row < seqlen_q)[:, None] & (col < dim)[None, :])
+    tl.store(tickets + TICKETS + tl.num_programs(0) * 2 + block, 0.0)  # at least one program for each key head

@@ -17,28 +17,37 @@ RECEIVERS = gl.constexpr(4)  # two consumers and their reducers
 
 
 @gluon.jit
-def block_of(block, n_blocks, n_heads, heads_per_group, ranks_in_row):
+def block_of(block, n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_row):
     """Return (rank of the key tile, key head): rank 0, the longest tiles, first, so that no long block starts last.
 
-    Groups of heads share L2. Inside a group, `ranks_in_row` tiles of a head come one after the other, then as many of
-    the next head.
+    Groups of heads share L2. Inside a group, the first `first_ranks` tiles of a head come one after the other, then as many
+    of the next head; after those of the last head, rows of `ranks_in_row` tiles of each head.
     """
     per_group = n_blocks * heads_per_group
     group = block // per_group
     inside = block - group * per_group
     width = gl.minimum(heads_per_group, n_heads - group * heads_per_group)
-    row = inside // (ranks_in_row * width)
-    inside -= row * (ranks_in_row * width)
-    length = gl.minimum(ranks_in_row, n_blocks - row * ranks_in_row)
+    first = gl.minimum(first_ranks, n_blocks)
+    start = 0
+    in_row = ranks_in_row
+    if inside < first * width:
+        in_row = first
+    else:
+        inside -= first * width
+        start = first
+    row = inside // (in_row * width)
+    inside -= row * (in_row * width)
+    start += row * in_row
+    length = gl.minimum(in_row, n_blocks - start)
     head = inside // length
-    return row * ranks_in_row + inside - head * length, group * heads_per_group + head
+    return start + inside - head * length, group * heads_per_group + head
 
 
 @gluon.jit
 def place_of(block, order, kv_heads, lists, of_lists, LISTED: gl.constexpr):
     """Return (key tile, batch, key head) of a block; with LISTED the lists say which tile has which rank."""
-    n_blocks, n_heads, heads_per_group, ranks_in_row = order
-    tile, kv_index = block_of(block, n_blocks, n_heads, heads_per_group, ranks_in_row)
+    n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_row = order
+    tile, kv_index = block_of(block, n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_row)
     batch = kv_index // kv_heads
     kv_head = kv_index - batch * kv_heads
     if LISTED:
@@ -56,7 +65,10 @@ def record_of(place, lists, of_lists):
 
 @gluon.jit
 def announce(turn, place, work):
-    """Tell the receivers a program's `turn`-th block: `place` is that of `place_of`, a tile of -1 ends their work."""
+    """Tell the receivers a program's `turn`-th block: `place` is that of `place_of`, a tile of -1 ends the blocks.
+
+    Tiles of dq follow in the same way (`hopper_backward_finish`), until another -1.
+    """
     PARTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     places, full, empty = work
     tile, batch, kv_head = place
@@ -69,7 +81,7 @@ def announce(turn, place, work):
 
 @gluon.jit
 def receive(turn, work):
-    """Return the place of a program's `turn`-th block."""
+    """Return the place of a program's `turn`-th block or tile of dq."""
     PARTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     places, full, empty = work
     slot = turn & 1

@@ -1,0 +1,121 @@
+"""How the SM 9.0 backward ends: programs that find no more blocks turn the sums in the workspace into dq.
+
+A kernel behind this one would wait for the last block, and so would the SMs that have none. Here a counter of each key head
+says how many of its blocks have added all they have, twice, since each has two reducers; a tile of dq waits for those of its
+head alone. When tiles are drawn all blocks have been, by programs that are running: nobody waits for what cannot proceed.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dmattn_ops.kernels.gluon_compat import fence_async_shared, reinterpret, tma, tma_store
+from dmattn_ops.kernels.hopper_backward_work import announce, receive
+from dmattn_ops.problem import TILE as _TILE
+
+TILE = gl.constexpr(_TILE)
+TILES_AT_ONCE = gl.constexpr(4)  # tiles of dq of one head that a program draws
+
+# The workspace as it lies in memory: a thread loads 16 bytes at a time, and gets what it would hold of an accumulator of
+# 64 queries x D columns (`hopper_backward_steps.FRAGMENT`)
+_REGISTERS = [[1], [2], [512], [1024], [2048]]
+_LANES = [[4], [8], [16], [32], [64]]
+_WARPS = [[128], [256]]
+FLAT_64 = gl.constexpr(gl.DistributedLinearLayout(_REGISTERS, _LANES, _WARPS, [], [4096]))
+FLAT_128 = gl.constexpr(gl.DistributedLinearLayout([*_REGISTERS, [4096]], _LANES, _WARPS, [], [8192]))
+
+
+@gluon.jit
+def await_blocks(counter, blocks):
+    """Wait until `blocks` have been counted: their additions to dq are in memory."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred counted;
+        .reg .b32 seen;
+        poll:
+        ld.acquire.gpu.global.b32 seen, [$1];
+        setp.ge.s32 counted, seen, $2;
+        @counted bra done;
+        nanosleep.u32 500;
+        bra poll;
+        done:
+        mov.b32 $0, seen;
+        }""",
+        "=r,l,r",
+        [counter, blocks],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def tiles_drawn(drawn, tiles, group):
+    """Return (key head, query head, first tile, end) of a draw, heads counted over all batches."""
+    draws = (tiles + TILES_AT_ONCE - 1) // TILES_AT_ONCE
+    head = drawn // draws
+    first = (drawn - head * draws) * TILES_AT_ONCE
+    return head // group, head, first, gl.minimum(first + TILES_AT_ONCE, tiles)
+
+
+@gluon.jit
+def hand_out(turn, tickets, done, work, n_blocks, n_heads, kv_heads, group, rows):
+    """As the producer, announce tiles of dq as (tile, batch, query head) once their sums are complete, until all are drawn."""
+    heads = kv_heads * group
+    tiles = rows // TILE
+    drawn = gl.atomic_add(tickets, 1, sem="relaxed")
+    kv_index, head, tile, end = tiles_drawn(drawn, tiles, group)
+    while kv_index < n_heads:
+        await_blocks(done + kv_index, 2 * n_blocks)  # both reducers count
+        while tile < end:
+            announce(turn, (tile, head // heads, head % heads), work)
+            turn += 1
+            tile += 1
+        drawn = gl.atomic_add(tickets, 1, sem="relaxed")
+        kv_index, head, tile, end = tiles_drawn(drawn, tiles, group)
+    announce(turn, (-1, -1, -1), work)
+
+
+@gluon.jit
+def load_sums(accumulator, place, heads, rows, C: gl.constexpr, D: gl.constexpr):
+    """Return consumer `C`'s 64 queries of a tile's sums `[64, D]`, as an accumulator holds them; those of tile 0 for -1."""
+    FLAT: gl.constexpr = FLAT_64 if D == 64 else FLAT_128
+    tile, batch, head = place
+    row = (gl.maximum(batch, 0) * heads + gl.maximum(head, 0)).to(gl.int64) * rows + gl.maximum(tile, 0) * TILE + C * 64
+    x = gl.load(accumulator + row * D + gl.arange(0, 64 * D, layout=FLAT), cache_modifier=".cg")
+    # bits of the offset, highest first: columns 6, 3-5, rows 4-5, 0-2, columns 1-2, row 3, column 0
+    x = x.reshape([D // 64, 8, 4, 8, 4, 2, 2]).permute([2, 5, 3, 0, 1, 4, 6]).reshape([64, D])
+    return gl.convert_layout(x, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), assert_trivial=True)
+
+
+@gluon.jit
+def finish(turn, finished, work, C: gl.constexpr, D: gl.constexpr):
+    """As consumer `C`, write its half of each tile of dq that the producer announces, through its piece of shared memory."""
+    accumulator, dq_s, dq_desc, scale, heads, rows = finished
+    dq_c = dq_s.index(C)
+    dtype: gl.constexpr = dq_desc.dtype
+    OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
+    place = receive(turn, work)
+    sums = load_sums(accumulator, place, heads, rows, C, D)
+    while place[0] >= 0:
+        tile, batch, head = place
+        turn += 1
+        place = receive(turn, work)
+        ahead = load_sums(accumulator, place, heads, rows, C, D)
+        tma.store_wait(pendings=0)
+        reinterpret(dq_c, dtype, [64, D], OUT).store((sums * scale).to(dtype))
+        fence_async_shared()
+        at = [batch, tile * TILE + C * 64, head, 0]
+        tma_store(dq_desc, at, reinterpret(dq_c, dtype, [1, 64, 1, D], dq_desc.layout))
+        sums = ahead
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def ignore(turn, work):
+    """As a reducer, receive what is for the consumers."""
+    tile, _, _ = receive(turn, work)
+    while tile >= 0:
+        turn += 1
+        tile, _, _ = receive(turn, work)
