@@ -4,8 +4,8 @@ Host time is that of a forward and backward at B1 S128 H1 D64, without a mask an
 it as a tensor), eager and (on a GPU) compiled with CUDA graphs: many calls in a row and no synchronisation between
 them, `call_us` until the last one returned, `done_us` until the device was through as well. Memory is the peak of a
 forward and backward beyond inputs, outputs, gradients and what is saved for the backward. Rates of bytes are compared with
-a device-to-device copy, which counts bytes read and written: packing a dense mask counts the mask once, the kernels before
-and after the backward's main kernel (statistics with a zeroed accumulator, conversion of dq) what they read and write.
+a device-to-device copy, which counts bytes read and written: packing a dense mask counts the mask once, the kernel before
+the backward's main kernel (statistics with a zeroed accumulator) what it reads and writes.
 """
 
 from __future__ import annotations

@@ -54,10 +54,11 @@ def test_every_key_tile_has_one_number_and_a_head_s_longest_the_lowest(
 
 
 @pytest.mark.parametrize(("tiles", "heads", "group"), [(1, 1, 1), (3, 4, 2), (4, 2, 1), (9, 12, 4)])
-def test_every_tile_of_dq_is_drawn_once_and_heads_in_their_order(tiles, heads, group):
+@pytest.mark.parametrize("at_once", [1, 3, 4])
+def test_every_tile_of_dq_is_drawn_once_and_heads_in_their_order(tiles, heads, group, at_once):
     found, order = [], []
     drawn = 0
-    while (place := tiles_drawn(drawn, tiles, group))[0] < heads // group:
+    while (place := tiles_drawn(drawn, tiles, at_once, group))[0] < heads // group:
         kv_head, head, first, end = place
         assert kv_head == head // group
         found += [(head, tile) for tile in range(first, end)]

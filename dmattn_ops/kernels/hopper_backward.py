@@ -27,8 +27,8 @@ HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the no
 # Interleaved: tiles of a head that start together read the same; rows of 1, 3, 4 and 8 are 7, 0.8, 0.3 and 0.2% slower
 RANKS_IN_ROW = 5
 PIECE = 64 * 64  # elements of dq that one consumer makes in a step
-# elements of a workspace for the counts of drawn blocks and tiles: what follows is aligned, and `pass_turn` may look back
-TICKETS = 4
+TICKETS = 4  # two counts of what programs have drawn, and what follows is aligned
+TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
 
 
 def refusals(
@@ -113,7 +113,10 @@ def _order(
     if options.deterministic:
         return config.ordered_heads, 0, 1
     if interleaved:
-        return HEADS_PER_GROUP, sms // HEADS_PER_GROUP, RANKS_IN_ROW
+        first = (
+            sms // HEADS_PER_GROUP
+        )  # that start together, where about as many shorter ones are left to even out the ends
+        return HEADS_PER_GROUP, first if blocks_per_head > 1.8 * first else 0, RANKS_IN_ROW
     equal = tiles.col_tiles is None and options.band_lo == -UNBOUNDED and options.band_hi == UNBOUNDED
     return HEADS_PER_GROUP, 0, blocks_per_head if equal else 1  # blocks of the same length: head by head
 
@@ -137,7 +140,10 @@ def backward(
     dbias: Tensor | None,
     config: HopperBackward,
 ) -> None:
-    """Write dq, dk, dv of `[B, S, heads, D]` inputs and dbias unless it is None; `refusals` must have named no reason."""
+    """Write dq, dk, dv of `[B, S, heads, D]` inputs and dbias unless it is None; `refusals` must have named no reason.
+
+    dq, dk and dv must be such that a tensor map describes them (`mappable`), as the inputs are.
+    """
     batch, seqlen_q, heads, dim = query.shape
     seqlen_k, kv_heads = key.shape[1], key.shape[2]
     block_m, block_n, dim_v = config.block_m, config.block_n, value.shape[-1]
@@ -146,16 +152,18 @@ def backward(
         grad_out = computed(Tensor.contiguous, grad_out)
     rows = -(-seqlen_q // TILE) * TILE  # queries of a head in the workspaces
     total = batch * heads * rows
-    # one float32 workspace: lse and delta of every row, dq in pieces of 64 x 64, then counters: what programs have drawn,
-    # the additions to each piece, the blocks of each key head that are done
-    pieces = total * tile_d // PIECE
-    room = workspace(query, total * (2 + tile_d) + TICKETS + pieces + pieces // 2)
-    accumulator, tickets = room[2 * total :], room[total * (2 + tile_d) :].view(torch.int32)
     block_rows = 8192 // tile_d
+    row_blocks, pieces = total // block_rows, total * tile_d // PIECE
+    # one float32 workspace: lse and delta of every row, dq in pieces of 64 x 64, then counts: what programs have drawn,
+    # the blocks of each key head that are done, and the additions to each piece, all aligned
+    for_heads = -(-row_blocks // 4) * 4
+    room = workspace(query, total * (2 + tile_d) + TICKETS + for_heads + pieces)
+    accumulator, tickets = room[2 * total :], room[total * (2 + tile_d) :].view(torch.int32)
+    counts = (tickets, tickets[TICKETS:], tickets[TICKETS + for_heads :])
     grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     launch(
-        prepare_kernel, (total // block_rows,),
-        out, grad_out, lse, grad_lse, room, accumulator,
+        prepare_kernel, (row_blocks,),
+        out, grad_out, lse, grad_lse, room, accumulator, *counts,
         *out.stride()[:3], *grad_out.stride()[:3], *lse.stride(), *grad_lse_strides,
         seqlen_q, heads, rows, total, dim_v, BLOCK=block_rows, DV=tile_dv, D=tile_d, TICKETS=TICKETS, num_warps=8,
     )  # fmt: skip
@@ -165,16 +173,17 @@ def backward(
     interleaved = _interleaved(query, key, bias, tiles, options)
     sms = arch.physical(query.device).num_sms
     order = _order(blocks_per_head, interleaved, tiles, options, config, sms)
-    work = batch * kv_heads * blocks_per_head + total // TILE  # blocks, then tiles of dq
+    dq_tiles = total // TILE
+    tiles_at_once = max(1, min(TILES_AT_ONCE, dq_tiles // sms))
     launch(
-        backward_kernel, (min(work, sms),),
+        backward_kernel, (min(batch * kv_heads * blocks_per_head + dq_tiles, sms),),
         rows_map(query, block_m, tile_d), rows_map(key, block_n, tile_d), rows_map(value, 64, tile_dv),
         rows_map(grad_out, block_m, tile_dv), plain_map(room, (2, total), (2, block_m)),
         plain_map(room, (total * tile_d // 256, 256), (16, 256), offset=8 * total),
-        rows_map(dq, 64, tile_d), rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), accumulator, tickets, tickets[TICKETS:],
+        rows_map(dq, 64, tile_d), rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), accumulator, *counts,
         *mask[:4], bias, key_sums, *mask[4:],
         *bias_places(bias, heads), options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
-        seqlen_q, seqlen_k, rows, options.band_lo, options.band_hi, *order, batch * kv_heads,
+        seqlen_q, seqlen_k, rows, options.band_lo, options.band_hi, *order, tiles_at_once, batch * kv_heads,
         BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
         BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=options.band_lo > -UNBOUNDED,
         HAS_Q_SEG=has_q_segments, GROUPED=heads != kv_heads, ORDERED=options.deterministic,

@@ -3,6 +3,9 @@
 A kernel behind this one would wait for the last block, and so would the SMs that have none. Here a counter of each key head
 says how many of its blocks have added all they have, twice, since each has two reducers; a tile of dq waits for those of its
 head alone. When tiles are drawn all blocks have been, by programs that are running: nobody waits for what cannot proceed.
+
+Additions are TMA's: a reducer waits until they are complete, fences the async proxy, and counts with a release; a producer's
+acquire of the count, its arrival at the barrier of `announce` and `receive` order the consumers' loads behind them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from dmattn_ops.kernels.hopper_backward_work import announce, receive
 from dmattn_ops.problem import TILE as _TILE
 
 TILE = gl.constexpr(_TILE)
-TILES_AT_ONCE = gl.constexpr(4)  # tiles of dq of one head that a program draws
 
 # The workspace as it lies in memory: a thread loads 16 bytes at a time, and gets what it would hold of an accumulator of
 # 64 queries x D columns (`hopper_backward_steps.FRAGMENT`)
@@ -24,6 +26,30 @@ _LANES = [[4], [8], [16], [32], [64]]
 _WARPS = [[128], [256]]
 FLAT_64 = gl.constexpr(gl.DistributedLinearLayout(_REGISTERS, _LANES, _WARPS, [], [4096]))
 FLAT_128 = gl.constexpr(gl.DistributedLinearLayout([*_REGISTERS, [4096]], _LANES, _WARPS, [], [8192]))
+
+
+@gluon.jit
+def count_block(counter):
+    """Count a block once all that this warp has added is in memory (`tma.store_wait` waits only until it has been read)."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        cp.async.bulk.wait_group 0;
+        fence.proxy.async.global;
+        bar.warp.sync 0xffffffff;
+        fence.acq_rel.gpu;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        @first red.relaxed.gpu.global.add.s32 [$1], 1;
+        mov.b32 $0, lane;
+        }""",
+        "=r,l",
+        [counter],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -51,35 +77,38 @@ def await_blocks(counter, blocks):
 
 
 @gluon.jit
-def tiles_drawn(drawn, tiles, group):
+def tiles_drawn(drawn, tiles, tiles_at_once, group):
     """Return (key head, query head, first tile, end) of a draw, heads counted over all batches."""
-    draws = (tiles + TILES_AT_ONCE - 1) // TILES_AT_ONCE
+    draws = (tiles + tiles_at_once - 1) // tiles_at_once
     head = drawn // draws
-    first = (drawn - head * draws) * TILES_AT_ONCE
-    return head // group, head, first, gl.minimum(first + TILES_AT_ONCE, tiles)
+    first = (drawn - head * draws) * tiles_at_once
+    return head // group, head, first, gl.minimum(first + tiles_at_once, tiles)
 
 
 @gluon.jit
-def hand_out(turn, tickets, done, work, n_blocks, n_heads, kv_heads, group, rows):
+def hand_out(turn, tickets, blocks_done, work, n_blocks, n_heads, kv_heads, group, rows, tiles_at_once):
     """As the producer, announce tiles of dq as (tile, batch, query head) once their sums are complete, until all are drawn."""
     heads = kv_heads * group
     tiles = rows // TILE
     drawn = gl.atomic_add(tickets, 1, sem="relaxed")
-    kv_index, head, tile, end = tiles_drawn(drawn, tiles, group)
+    kv_index, head, tile, end = tiles_drawn(drawn, tiles, tiles_at_once, group)
     while kv_index < n_heads:
-        await_blocks(done + kv_index, 2 * n_blocks)  # both reducers count
+        await_blocks(blocks_done + kv_index, 2 * n_blocks)
         while tile < end:
             announce(turn, (tile, head // heads, head % heads), work)
             turn += 1
             tile += 1
         drawn = gl.atomic_add(tickets, 1, sem="relaxed")
-        kv_index, head, tile, end = tiles_drawn(drawn, tiles, group)
+        kv_index, head, tile, end = tiles_drawn(drawn, tiles, tiles_at_once, group)
     announce(turn, (-1, -1, -1), work)
 
 
 @gluon.jit
 def load_sums(accumulator, place, heads, rows, C: gl.constexpr, D: gl.constexpr):
-    """Return consumer `C`'s 64 queries of a tile's sums `[64, D]`, as an accumulator holds them; those of tile 0 for -1."""
+    """Return consumer `C`'s 64 queries of a tile's sums `[64, D]`, as an accumulator holds them; those of tile 0 for -1.
+
+    They come from L2: what was loaded for -1 may not have been complete.
+    """
     FLAT: gl.constexpr = FLAT_64 if D == 64 else FLAT_128
     tile, batch, head = place
     row = (gl.maximum(batch, 0) * heads + gl.maximum(head, 0)).to(gl.int64) * rows + gl.maximum(tile, 0) * TILE + C * 64
@@ -90,9 +119,9 @@ def load_sums(accumulator, place, heads, rows, C: gl.constexpr, D: gl.constexpr)
 
 
 @gluon.jit
-def finish(turn, finished, work, C: gl.constexpr, D: gl.constexpr):
+def finish(turn, dq_out, work, C: gl.constexpr, D: gl.constexpr):
     """As consumer `C`, write its half of each tile of dq that the producer announces, through its piece of shared memory."""
-    accumulator, dq_s, dq_desc, scale, heads, rows = finished
+    accumulator, dq_s, dq_desc, scale, heads, rows = dq_out
     dq_c = dq_s.index(C)
     dtype: gl.constexpr = dq_desc.dtype
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)

@@ -21,7 +21,7 @@ from dmattn_ops.kernels.gluon_compat import (
     tma_reduce_add,
     tma_store,
 )
-from dmattn_ops.kernels.hopper_backward_finish import finish, hand_out, ignore
+from dmattn_ops.kernels.hopper_backward_finish import count_block, finish, hand_out, ignore
 from dmattn_ops.kernels.hopper_backward_order import await_turn, pass_turn, turn_of
 from dmattn_ops.kernels.hopper_backward_scores import (
     KEY_BIAS,
@@ -131,7 +131,7 @@ def produce_block(
 
 @gluon.jit
 def producer(
-    produced, tickets, done, order, work,
+    produced, tickets, blocks_done, order, work,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
     LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def producer(
     lists, of_lists, _, _, kv_heads, group, rows = walked
     i = 0
     turn = 0
-    n_blocks, n_heads, _, _, _ = order
+    n_blocks, n_heads, _, _, _, tiles_at_once = order
     block = gl.atomic_add(tickets, 1, sem="relaxed")
     while block < n_blocks * n_heads:
         place = place_of(block, order, kv_heads, lists, of_lists, LISTS != NO_LISTS)
@@ -154,7 +154,7 @@ def producer(
         turn += 1
         block = gl.atomic_add(tickets, 1, sem="relaxed")  # while the block's last query tile is multiplied
     announce(turn, (-1, -1, -1), work)
-    hand_out(turn + 1, tickets + 1, done, work, n_blocks, n_heads, kv_heads, group, rows)
+    hand_out(turn + 1, tickets + 1, blocks_done, work, n_blocks, n_heads, kv_heads, group, rows, tiles_at_once)
 
 
 @gluon.jit
@@ -221,19 +221,20 @@ def reduce_block(
 
 @gluon.jit
 def reducer(
-    reduced, counted, work,
+    reduced, blocks_done, work,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LISTS: gl.constexpr,
     HAS_LO: gl.constexpr, ORDERED: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Add consumer `C`'s pieces of dq of the program's blocks, and count the blocks."""
-    done, kv_heads = counted
+    _, _, _, _, _, walked = reduced
+    _, _, _, _, kv_heads, _, _ = walked
     i = 0
     turn = 0
     tile, batch, kv_head = receive(turn, work)
     while tile >= 0:
         i = reduce_block(i, (tile, batch, kv_head), reduced, C, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS,
                          INTERLEAVED)  # fmt: skip
-        pass_turn(done + batch * kv_heads + kv_head)
+        count_block(blocks_done + batch * kv_heads + kv_head)
         turn += 1
         tile, batch, kv_head = receive(turn, work)
     ignore(turn + 1, work)
@@ -393,7 +394,7 @@ def consume_block(
 
 @gluon.jit
 def consumer(
-    consumed, finished, cleared, work,
+    consumed, dq_out, cleared, work,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
     dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
@@ -418,33 +419,33 @@ def consumer(
             HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)  # fmt: skip
         turn += 1
         tile, batch, kv_head = receive(turn, work)
-    finish(turn + 1, finished, work, C, D)
+    finish(turn + 1, dq_out, work, C, D)
 
 
 _NUMBERS = ("bias_b", "bias_h", "bias_group", "kv_heads", "group", "n_heads")
-_NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row")
+_NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once")
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stat_desc, pieces_desc, dq_desc, dk_desc, dv_desc, accumulator, tickets, counters,
+    q_desc, k_desc, v_desc, do_desc, stat_desc, pieces_desc, dq_desc, dk_desc, dv_desc, accumulator,
+    tickets, blocks_done, counters,
     lists, bits, q_segments, k_segments, bias, key_sums,
     list_b, list_kv, list_step, list_width, bits_b, bits_kv, bits_step, bits_row,
     q_segments_b, k_segments_b, k_segments_kv, k_segments_step, bias_b, bias_h, bias_q, bias_group,
     scale, scale_log2, cap, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi,
-    heads_per_group, first_ranks, ranks_in_row, n_heads,
+    heads_per_group, first_ranks, ranks_in_row, tiles_at_once, n_heads,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LISTS: gl.constexpr,
     BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr,
     TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv `[B, Sk, Hkv, D]`, add to the dq workspace, and write dq `[B, Sq, H, D]` from it.
 
-    Grid: as many programs as run at the same time, at most one for each block, a key tile of a key head, and for each tile
-    of dq. `tickets` are two int32 0 that count the blocks and the tiles of dq drawn; behind `counters` follows an int32 0 for
-    each key head, which counts its blocks that are done.
+    Grid: one program per SM, at most as many as blocks (key tiles of a key head) and tiles of dq together. All counts start
+    as int32 0: `tickets` are two, of blocks and of draws of dq; `blocks_done` has one for each key head of each batch.
 
     `_b` strides step a batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128.
-    `bits` are the 64-bit words of `col_bits`. ORDERED (not with lists): `counters`, an int32 0 for each piece of dq, give
+    `bits` are the 64-bit words of `col_bits`. ORDERED (not with lists): `counters`, one for each piece of dq, give
     the additions a fixed order. INTERLEAVED (not with lists, nor with a bias): the query heads of a group take turns at
     each query tile, so that blocks that started together read the same ones at the same time. With a bias per key the sums
     of dS over a head's queries go to `key_sums` `[B, H, Sk]`. `scale_log2` and `cap` are described in `probabilities`.
@@ -497,8 +498,7 @@ def backward_kernel(
     if BIAS == KEY_BIAS:
         ones = gl.allocate_shared_memory(dtype, [1, 8, BM], gl.NVMMASharedLayout.get_default_for([8, BM], dtype))
 
-    order = ((seqlen_k + BN - 1) // BN, n_heads, heads_per_group, first_ranks, ranks_in_row)
-    done = counters + n_heads * group * rows // PIECE_ROWS * D // 256
+    order = ((seqlen_k + BN - 1) // BN, n_heads, heads_per_group, first_ranks, ranks_in_row, tiles_at_once)
     of_lists = (list_b, list_kv, list_width)
     work = (places, announced, received)
     limits = (seqlen_q, seqlen_k, band_lo, band_hi)
@@ -516,15 +516,15 @@ def backward_kernel(
     maps = (q_desc, do_desc, stat_desc)
     stages = (q4, o4, stat3, q_full, read)
     produced = ((k_desc, v_desc), (k4, v4, k_full, k_empty, v_full, v_empty), maps, stages, walked)
-    finished = (accumulator, dq_s, dq_desc, scale, kv_heads * group, rows)
+    dq_out = (accumulator, dq_s, dq_desc, scale, kv_heads * group, rows)
     reduced = (pieces_desc, dq_s, made, dq_empty, counters, walked)
     gl.warp_specialize([
-        (consumer, (consumed, finished, cleared, work, 0, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
+        (consumer, (consumed, dq_out, cleared, work, 0, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
                     HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
-        (consumer, (consumed, finished, cleared, work, 1, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
+        (consumer, (consumed, dq_out, cleared, work, 1, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
                     HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
-        (producer, (produced, tickets, done, order, work, BM, BN, D, DV, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
+        (producer, (produced, tickets, blocks_done, order, work, BM, BN, D, DV, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
                     INTERLEAVED)),
-        (reducer, (reduced, (done, kv_heads), work, 0, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
-        (reducer, (reduced, (done, kv_heads), work, 1, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
+        (reducer, (reduced, blocks_done, work, 0, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
+        (reducer, (reduced, blocks_done, work, 1, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
     ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

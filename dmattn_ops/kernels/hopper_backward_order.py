@@ -69,8 +69,6 @@ def await_turn(counter, turn, seen):
 @gluon.jit
 def pass_turn(counter):
     """Count this warp's addition to a piece once it is in memory; return the count of its next piece, two below.
-
-    Or count a block of a key head, once all that the warp has added is in memory.
     `tma.store_wait` waits only until shared memory is read. The look ahead costs nothing beside the fence, which makes
     it an acquire; at the next step it would delay the addition by a trip to L2. Nobody uses what it sees below
     a head's first counter; below the first of all lie tickets.

@@ -16,6 +16,9 @@ def prepare_kernel(
     grad_lse,
     stats,
     accumulator,
+    tickets,
+    blocks_done,
+    counters,
     out_b,
     out_s,
     out_h,
@@ -40,8 +43,8 @@ def prepare_kernel(
 ):
     """Write lse (base 2) and delta of BLOCK rows, +inf and 0 where nothing may flow; zero their pieces of dq.
 
-    BLOCK rows of dq are two pieces. Behind dq, the accumulator holds TICKETS counters, then one of each piece, then one of
-    each key head; they become 0 too.
+    Counts become 0 too: TICKETS tickets, `counters` of pieces, of which BLOCK rows are two, and `blocks_done` of key heads, of
+    which there are no more than programs.
     """
     block = tl.program_id(0)
     bh = block // (rows // BLOCK)
@@ -67,8 +70,7 @@ def prepare_kernel(
     tl.store(stats + total_rows + at, tl.where(empty, 0.0, delta))
     zero = accumulator + (bh.to(tl.int64) * rows + start) * D
     tl.store(zero + tl.arange(0, BLOCK * D), tl.zeros([BLOCK * D], tl.float32))
-    tickets = accumulator + total_rows.to(tl.int64) * D
     if block == 0:
-        tl.store(tickets + tl.arange(0, TICKETS), tl.zeros([TICKETS], tl.float32))
-    tl.store(tickets + TICKETS + block * 2 + tl.arange(0, 2), tl.zeros([2], tl.float32))
-    tl.store(tickets + TICKETS + tl.num_programs(0) * 2 + block, 0.0)  # at least one program for each key head
+        tl.store(tickets + tl.arange(0, TICKETS), tl.zeros([TICKETS], tl.int32))
+    tl.store(blocks_done + block, 0)
+    tl.store(counters + block * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))

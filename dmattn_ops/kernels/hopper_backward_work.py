@@ -46,7 +46,7 @@ def block_of(block, n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_ro
 @gluon.jit
 def place_of(block, order, kv_heads, lists, of_lists, LISTED: gl.constexpr):
     """Return (key tile, batch, key head) of a block; with LISTED the lists say which tile has which rank."""
-    n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_row = order
+    n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_row, _ = order
     tile, kv_index = block_of(block, n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_row)
     batch = kv_index // kv_heads
     kv_head = kv_index - batch * kv_heads

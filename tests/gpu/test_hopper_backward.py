@@ -18,7 +18,7 @@ from dmattn_ops.kernels import hopper_backward  # noqa: E402
 from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles  # noqa: E402
 from tests.tile_builder import build_lists, build_tiles, tile_states  # noqa: E402
 
-LENGTHS = [(512, 512), (300, 300), (200, 333), (333, 200), (1, 77), (129, 1)]
+LENGTHS = [(512, 512), (300, 300), (200, 333), (333, 200), (1, 77), (129, 1), (5000, 100)]
 BANDS = [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0), (-60, 20), (5, 40), (-UNBOUNDED, -30)]
 ROUNDING = {torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative L2; eager attention in the same dtype: about the same
 
@@ -151,7 +151,7 @@ def test_programs_that_take_many_listed_blocks(dim: int, programs: int, mask_hea
         check(2, (300, 900), (4, 2), dim, keep=keep, tiles=build_tiles(keep))
 
 
-@pytest.mark.parametrize("programs", [3, 132])
+@pytest.mark.parametrize("programs", [3, 12, 132])
 @pytest.mark.parametrize("seqlens", [(700, 700), (300, 900), (900, 300)], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_query_heads_that_take_turns(dim: int, seqlens: tuple[int, int], programs: int, limited) -> None:
