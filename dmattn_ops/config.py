@@ -312,13 +312,13 @@ _DBIAS = {
 HOPPER_BACKWARD = (
     Row(
         90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16, _DBIAS[64]), 232352,
-        "H200, 2026-11-21, bf16, 4k / 16k, all three kernels: causal 524 / 612, full 574 / 607 TFLOP/s; 1.04 times FA4"
-        "; deterministic takes 0.4 to 7.5% longer",
+        "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 520 / 609, full 584 / 617 TFLOP/s; 1.05 times FA4"
+        "; deterministic takes 2 to 12% longer",
     ),
     Row(
-        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8, _DBIAS[128]), 232336,
-        "H200, 2026-11-21, bf16, 4k / 16k, all three kernels: causal 572 / 677, full 648 / 677 TFLOP/s; 0.99 times FA4"
-        "; deterministic takes 2.5 to 6.8% longer",
+        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8, _DBIAS[128]), 232352,
+        "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 583 / 684, full 656 / 695 TFLOP/s; 1.02 times FA4"
+        "; deterministic takes 7 to 8% longer",
     ),
 )  # fmt: skip
 HOPPER_BACKWARD_256 = Row(

@@ -22,19 +22,21 @@ SHARED_LIMIT = 232448
 # Bytes stored to the stack, the larger of triton 3.6 and 3.9: counters and addresses kept around the loops, and in loops
 # with a test the words of the step ahead or the rows' limits. Loops without a test of the cases in CLEAN do not touch it.
 ALLOWED = {
-    "d64 full": 0, "d64 causal": 16, "d64 window": 16, "d64 grouped causal": 16, "d64 bits": 136, "d64 segments": 196,
-    "d128 full": 0, "d128 causal": 0, "d128 window": 0, "d128 grouped causal": 8, "d128 bits": 32, "d128 segments": 68,
-    "d128 float16 causal": 0,
-    "d64 full ordered": 0, "d64 causal ordered": 16, "d64 window ordered": 40, "d64 grouped causal ordered": 0,
-    "d128 full ordered": 0, "d128 causal ordered": 4, "d128 window ordered": 0, "d128 grouped causal ordered": 8,
-    "d64 full key-bias": 0, "d64 causal key-bias": 24, "d64 bits key-bias": 260, "d64 segments key-bias": 592,
-    "d128 full key-bias": 16, "d128 causal key-bias": 32, "d128 bits key-bias": 120, "d128 segments key-bias": 204,
-    "d64 full full-bias": 0, "d64 bits full-bias": 204, "d128 full full-bias": 0, "d128 bits full-bias": 48,
-    "d64 causal softcap": 248, "d128 causal softcap": 4, "d64 grouped causal interleaved": 16, "d128 grouped causal interleaved": 0,
-    "d64 full softcap key-bias": 1720,
-    "d128 full softcap key-bias": 340, "d128 causal softcap key-bias": 0, "d64 causal key-bias ordered": 20,
+    "d64 full": 16, "d64 causal": 16, "d64 window": 16, "d64 grouped causal": 16, "d64 bits": 136, "d64 segments": 264,
+    "d128 full": 12, "d128 causal": 12, "d128 window": 16, "d128 grouped causal": 12, "d128 bits": 52, "d128 segments": 112,
+    "d128 float16 causal": 12,
+    "d64 full ordered": 16, "d64 causal ordered": 16, "d64 window ordered": 40, "d64 grouped causal ordered": 0,
+    "d128 full ordered": 4, "d128 causal ordered": 4, "d128 window ordered": 0, "d128 grouped causal ordered": 8,
+    "d64 full key-bias": 28, "d64 causal key-bias": 28, "d64 bits key-bias": 268, "d64 segments key-bias": 576,
+    "d128 full key-bias": 76, "d128 causal key-bias": 76, "d128 bits key-bias": 124, "d128 segments key-bias": 232,
+    "d64 full full-bias": 52, "d64 bits full-bias": 168, "d128 full full-bias": 20, "d128 bits full-bias": 56,
+    "d64 causal softcap": 232, "d128 causal softcap": 16, "d64 grouped causal interleaved": 16,
+    "d128 grouped causal interleaved": 0,
+    "d64 full softcap key-bias": 2700,
+    "d128 full softcap key-bias": 484, "d128 causal softcap key-bias": 484, "d64 causal key-bias ordered": 20,
 }  # fmt: skip
-CLEAN = tuple(case for case in ALLOWED if not {"bits", "segments", "full-bias", "softcap"} & set(case.split()))
+CLEAN = {case for case in ALLOWED if not {"bits", "segments", "full-bias", "softcap"} & set(case.split())}
+CLEAN.remove("d64 causal key-bias ordered")  # with triton 3.9 a word of it goes to the stack
 QUICK = ("d64 full", "d128 causal", "d128 bits", "d64 causal ordered", "d64 full key-bias", "d128 bits key-bias")
 CASES = tuple(ALLOWED) if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
 SERIALIZED = re.compile(r"C751[0-5]")
