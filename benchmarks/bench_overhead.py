@@ -122,9 +122,8 @@ def row_kernel_row(gauge: Gauge) -> list[Row]:
     run = IMPLEMENTATIONS["dmattn"](problem)
     assert run.backward is not None
     rows = problem.batch * problem.heads * problem.seqlen
-    size = rows * (
-        2 * 2 * problem.dim + 4 + 8 + 4 * problem.dim
-    )  # two rows of 16 bits and lse; two statistics, float32 zeros
+    # two rows of 16 bits and lse; two statistics and a row of float32 zeros
+    size = rows * (2 * 2 * problem.dim + 4 + 8 + 4 * problem.dim)
     source = torch.empty(rows * problem.dim * 4, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copied = interleaved({"copy": lambda: target.copy_(source)}, "cuda", gauge=gauge, timer=kernels_ms)["copy"].median

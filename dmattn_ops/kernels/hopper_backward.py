@@ -113,9 +113,8 @@ def _order(
     if options.deterministic:
         return config.ordered_heads, 0, 1
     if interleaved:
-        first = (
-            sms // HEADS_PER_GROUP
-        )  # that start together, where about as many shorter ones are left to even out the ends
+        # as many of a head start together as it has SMs, where about as many shorter ones are left to even out the ends
+        first = sms // HEADS_PER_GROUP
         return HEADS_PER_GROUP, first if blocks_per_head > 1.8 * first else 0, RANKS_IN_ROW
     equal = tiles.col_tiles is None and options.band_lo == -UNBOUNDED and options.band_hi == UNBOUNDED
     return HEADS_PER_GROUP, 0, blocks_per_head if equal else 1  # blocks of the same length: head by head
