@@ -120,6 +120,18 @@ def _order(
     return HEADS_PER_GROUP, 0, blocks_per_head if equal else 1  # blocks of the same length: head by head
 
 
+def _workspace(query: Tensor, total: int, dim: int, row_blocks: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return a float32 workspace for `total` rows, and where in it dq and the counts begin.
+
+    It holds lse and delta of every row, dq in pieces of 64 x 64, then int32 counts: what programs have drawn, the blocks of
+    each key head that are done (no more heads than `row_blocks`), and the additions to each piece, all aligned.
+    """
+    for_heads = -(-row_blocks // 4) * 4
+    room = workspace(query, total * (2 + dim) + TICKETS + for_heads + total * dim // PIECE)
+    counts = room[total * (2 + dim) :].view(torch.int32)
+    return room, room[2 * total :], (counts, counts[TICKETS:], counts[TICKETS + for_heads :])
+
+
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -152,27 +164,19 @@ def backward(
     rows = -(-seqlen_q // TILE) * TILE  # queries of a head in the workspaces
     total = batch * heads * rows
     block_rows = 8192 // tile_d
-    row_blocks, pieces = total // block_rows, total * tile_d // PIECE
-    # one float32 workspace: lse and delta of every row, dq in pieces of 64 x 64, then counts: what programs have drawn,
-    # the blocks of each key head that are done, and the additions to each piece, all aligned
-    for_heads = -(-row_blocks // 4) * 4
-    room = workspace(query, total * (2 + tile_d) + TICKETS + for_heads + pieces)
-    accumulator, tickets = room[2 * total :], room[total * (2 + tile_d) :].view(torch.int32)
-    counts = (tickets, tickets[TICKETS:], tickets[TICKETS + for_heads :])
+    room, accumulator, counts = _workspace(query, total, tile_d, total // block_rows)
     grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     launch(
-        prepare_kernel, (row_blocks,),
+        prepare_kernel, (total // block_rows,),
         out, grad_out, lse, grad_lse, room, accumulator, *counts,
         *out.stride()[:3], *grad_out.stride()[:3], *lse.stride(), *grad_lse_strides,
         seqlen_q, heads, rows, total, dim_v, BLOCK=block_rows, DV=tile_dv, D=tile_d, TICKETS=TICKETS, num_warps=8,
     )  # fmt: skip
     kind, has_q_segments, mask = _mask_arguments(tiles, accumulator, heads, kv_heads)
     key_sums = room_for_key_sums(bias, query, seqlen_k)
-    blocks_per_head = -(-seqlen_k // block_n)
+    blocks_per_head, dq_tiles, sms = -(-seqlen_k // block_n), total // TILE, arch.physical(query.device).num_sms
     interleaved = _interleaved(query, key, bias, tiles, options)
-    sms = arch.physical(query.device).num_sms
     order = _order(blocks_per_head, interleaved, tiles, options, config, sms)
-    dq_tiles = total // TILE
     tiles_at_once = max(1, min(TILES_AT_ONCE, dq_tiles // sms))
     launch(
         backward_kernel, (min(batch * kv_heads * blocks_per_head + dq_tiles, sms),),
