@@ -35,8 +35,9 @@ ALLOWED = {
     "d64 full softcap key-bias": 2700,
     "d128 full softcap key-bias": 484, "d128 causal softcap key-bias": 484, "d64 causal key-bias ordered": 20,
 }  # fmt: skip
-CLEAN = {case for case in ALLOWED if not {"bits", "segments", "full-bias", "softcap"} & set(case.split())}
-CLEAN.remove("d64 causal key-bias ordered")  # with triton 3.9 a word of it goes to the stack
+CLEAN = tuple(case for case in ALLOWED if not {"bits", "segments", "full-bias", "softcap"} & set(case.split()))
+IN_LOOPS = {"d64 causal key-bias ordered": 1}  # with triton 3.9
+NO_REGISTERS = ("d64 full softcap key-bias", "d128 full softcap key-bias", "d128 causal softcap key-bias")
 QUICK = ("d64 full", "d128 causal", "d128 bits", "d64 causal ordered", "d64 full key-bias", "d128 bits key-bias")
 CASES = tuple(ALLOWED) if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
 SERIALIZED = re.compile(r"C751[0-5]")
@@ -55,8 +56,10 @@ def reports() -> dict[str, dict]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_matrix_instruction_is_serialized(case: str, reports: dict[str, dict]) -> None:
-    if not case.endswith("softcap key-bias"):  # there no registers are left to hold their operands
-        assert reports[case]["serialized"] == []
+    found = reports[case]["serialized"]
+    if found and case in NO_REGISTERS:
+        pytest.xfail("no registers are left to hold operands")
+    assert found == []
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -88,7 +91,7 @@ def test_loops_without_a_test_hold_five_products_and_few_barriers(case: str, rep
     for loop in loops:
         assert loop["HGMMA"] == 32 + sums  # S, dP and dq 8 each, dv and dk 4 each; twice 4 and three times 8 at D 64
         assert loop["BAR"] <= (5 if case.startswith("d64") else 3)
-        assert loop["stack"] == 0 or case not in CLEAN
+        assert loop["stack"] <= IN_LOOPS.get(case, 0) or case not in CLEAN
 
 
 @pytest.mark.parametrize("case", CASES)

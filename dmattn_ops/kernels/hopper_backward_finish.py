@@ -29,30 +29,6 @@ FLAT_128 = gl.constexpr(gl.DistributedLinearLayout([*_REGISTERS, [4096]], _LANES
 
 
 @gluon.jit
-def count_block(counter):
-    """Count a block once all that this warp has added is in memory (`tma.store_wait` waits only until it has been read)."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .b32 lane;
-        cp.async.bulk.wait_group 0;
-        fence.proxy.async.global;
-        bar.warp.sync 0xffffffff;
-        fence.acq_rel.gpu;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        @first red.relaxed.gpu.global.add.s32 [$1], 1;
-        mov.b32 $0, lane;
-        }""",
-        "=r,l",
-        [counter],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def await_blocks(counter, blocks):
     """Wait until `blocks` have been counted: their additions to dq are in memory."""
     gl.inline_asm_elementwise(

@@ -21,8 +21,8 @@ from dmattn_ops.kernels.gluon_compat import (
     tma_reduce_add,
     tma_store,
 )
-from dmattn_ops.kernels.hopper_backward_finish import count_block, finish, hand_out, ignore
-from dmattn_ops.kernels.hopper_backward_order import await_turn, pass_turn, turn_of
+from dmattn_ops.kernels.hopper_backward_finish import finish, hand_out, ignore
+from dmattn_ops.kernels.hopper_backward_order import await_turn, count, turn_of
 from dmattn_ops.kernels.hopper_backward_scores import (
     KEY_BIAS,
     NO_BIAS,
@@ -175,7 +175,7 @@ def reduce_step(
     tma.store_wait(pendings=0)
     mbarrier.arrive(dq_empty, count=1)
     if ORDERED:
-        seen = pass_turn(counters + piece)
+        seen = count(counters + piece, True)
     return seen
 
 
@@ -234,7 +234,7 @@ def reducer(
     while tile >= 0:
         i = reduce_block(i, (tile, batch, kv_head), reduced, C, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS,
                          INTERLEAVED)  # fmt: skip
-        count_block(blocks_done + batch * kv_heads + kv_head)
+        count(blocks_done + batch * kv_heads + kv_head, False)
         turn += 1
         tile, batch, kv_head = receive(turn, work)
     ignore(turn + 1, work)

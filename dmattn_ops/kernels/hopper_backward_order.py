@@ -42,7 +42,7 @@ def turn_of(tile, m, band_lo, BM: gl.constexpr, BN: gl.constexpr, HAS_LO: gl.con
 def await_turn(counter, turn, seen):
     """Wait until `turn` additions to a piece are in memory, and order this warp's TMA operations after them.
 
-    `seen` is what `pass_turn` has seen of the counter, -1 where it did not look.
+    `seen` is what `count` has seen of the counter, -1 where it did not look.
     """
     gl.inline_asm_elementwise(
         """{
@@ -67,12 +67,15 @@ def await_turn(counter, turn, seen):
 
 
 @gluon.jit
-def pass_turn(counter):
-    """Count this warp's addition to a piece once it is in memory; return the count of its next piece, two below.
-    `tma.store_wait` waits only until shared memory is read. The look ahead costs nothing beside the fence, which makes
-    it an acquire; at the next step it would delay the addition by a trip to L2. Nobody uses what it sees below
-    a head's first counter; below the first of all lie tickets.
+def count(counter, AHEAD: gl.constexpr):
+    """Add 1 to a counter once all that this warp has added to dq is in memory (`tma.store_wait` waits until it has been read).
+
+    AHEAD: return the count of its next piece, two below. The look costs nothing beside the fence, which makes it an acquire;
+    at the next step it would delay the addition by a trip to L2. Nobody uses what it sees below a head's first counter; below
+    the first of all lie other counts.
     """
+    LOOK: gl.constexpr = "ld.relaxed.gpu.global.b32 $0, [$1 + -8];" if AHEAD else ""
+    NO_LOOK: gl.constexpr = "" if AHEAD else "mov.b32 $0, lane;"
     return gl.inline_asm_elementwise(
         """{
         .reg .pred first;
@@ -80,12 +83,16 @@ def pass_turn(counter):
         cp.async.bulk.wait_group 0;
         fence.proxy.async.global;
         bar.warp.sync 0xffffffff;
-        ld.relaxed.gpu.global.b32 $0, [$1 + -8];
+        """
+        + LOOK
+        + """
         fence.acq_rel.gpu;
         mov.u32 lane, %laneid;
         setp.eq.u32 first, lane, 0;
         @first red.relaxed.gpu.global.add.s32 [$1], 1;
-        }""",
+        """
+        + NO_LOOK
+        + "}",
         "=&r,l",
         [counter],
         dtype=gl.int32,
