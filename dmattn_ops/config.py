@@ -75,7 +75,7 @@ class HopperForward:
 class HopperBackward:
     """Gluon backward for SM 9.0: a block owns `block_n` keys and walks queries in steps of `block_m`.
 
-    `variant` is the order of a step: "overlapped" or "two_phase" (`kernels/hopper_backward_steps.py`). `ordered_heads` are
+    `variant` is the order of a step: "overlapped" or "two_phase" (`kernels/hopper/backward/steps.py`). `ordered_heads` are
     the key heads side by side in a deterministic call: the more, the less blocks wait for one another, and share L2.
     `dbias` is for the gradient of a bias with queries, which a portable kernel computes.
     """

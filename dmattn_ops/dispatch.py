@@ -24,15 +24,15 @@ from dmattn_ops.choose import Choice, Demand
 from dmattn_ops.problem import TILE, Options, Tiles, Varlen
 
 _FORWARD = {
-    "hopper": "dmattn_ops.kernels.hopper_forward",
-    "portable": "dmattn_ops.kernels.portable_forward",
+    "hopper": "dmattn_ops.kernels.hopper.forward.launch",
+    "portable": "dmattn_ops.kernels.portable.forward",
     "native": "dmattn_ops.native",
     "reference": "dmattn_ops.reference",
 }
 _BACKWARD = {
-    "hopper": "dmattn_ops.kernels.hopper_backward",
-    "hopper256": "dmattn_ops.kernels.hopper_backward_256",
-    "portable": "dmattn_ops.kernels.portable_backward",
+    "hopper": "dmattn_ops.kernels.hopper.backward.launch",
+    "hopper256": "dmattn_ops.kernels.hopper.backward_256.launch",
+    "portable": "dmattn_ops.kernels.portable.backward",
     "native": "dmattn_ops.native",
     "reference": "dmattn_ops.reference",
 }
@@ -133,7 +133,7 @@ def as_run(choice: Choice, call: Call) -> Choice:
     """Return a choice with the blocks that its launcher takes for a call, of those that its row offers."""
     blocks: config.Config = choice.row.config
     if isinstance(blocks, (config.PortableForward, config.PortableBackward)):
-        from dmattn_ops.kernels.portable_arguments import is_pairwise, rows_are_aligned
+        from dmattn_ops.kernels.portable.arguments import is_pairwise, rows_are_aligned
 
         aligned = rows_are_aligned(call.query, call.key, call.value)
         pairwise = is_pairwise(call.bias, call.options)

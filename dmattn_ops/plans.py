@@ -2,7 +2,7 @@
 
 A plan is found under everything that it depends on: shape, strides, dtype and device of each tensor, the numbers of the
 call, and what the environment and torch's switches say. No tensor is kept. Plans are for CUDA tensors; kernels make them
-(`kernels/launch.py`) while the call is computed in full for the first time.
+(`kernels/launching/launch.py`) while the call is computed in full for the first time.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _switches(tensor: Tensor | None) -> tuple[Any, ...]:
 
 def _make(found: Hashable, device: int, tensors: _Tensors, function: _Computation) -> tuple[Tensor, ...]:
     """Compute in full, and keep a plan of what was launched where it can be repeated."""
-    from dmattn_ops.kernels.launch import recording
+    from dmattn_ops.kernels.launching.launch import recording
 
     # a plan tells tensors apart: one that is given twice becomes two
     distinct = tuple(

@@ -90,7 +90,7 @@ def specialization(
     elif tiles.k_segments is not None:
         mask = "key segments" if tiles.q_segments is None else "segments"
     seqlen_q = query.shape[-3] if varlen is None else varlen.max_seqlen_q
-    from dmattn_ops.kernels.portable_arguments import rows_are_aligned
+    from dmattn_ops.kernels.portable.arguments import rows_are_aligned
 
     dtype = str(query.dtype).removeprefix("torch.")
     if query.dtype == torch.float32 and float32_precision() == "tf32":
@@ -112,7 +112,7 @@ def specialization(
 
 
 def _bias_kind(bias: Tensor | None, query: Tensor) -> str:
-    from dmattn_ops.kernels.portable_arguments import bias_kind, is_whole
+    from dmattn_ops.kernels.portable.arguments import bias_kind, is_whole
 
     full = "bias" if is_whole(bias, query) else "broadcast bias"
     return {"none": "", "key": "key bias", "full": full}[bias_kind(bias)]

@@ -142,7 +142,7 @@ def test_explain_reads_a_call_as_the_call_does(monkeypatch, tmp_path):
 
 def test_without_gluon_portable_kernels_take_the_call(monkeypatch):
     query = torch.randn(1, 256, 4, 64, dtype=torch.bfloat16)
-    monkeypatch.setitem(sys.modules, "dmattn_ops.kernels.hopper_forward", None)
+    monkeypatch.setitem(sys.modules, "dmattn_ops.kernels.hopper.forward.launch", None)
     launch = dmattn_ops.explain(query, query, query, arch="9.0").forward
     assert launch.kernel == "portable"
     assert any("needs another Triton" in reason for reason in launch.passed_over)

@@ -17,9 +17,10 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from dmattn_ops import arch, config, meta  # noqa: E402
-from dmattn_ops.kernels import hopper_backward_256, tensor_maps  # noqa: E402
-from dmattn_ops.kernels.hopper_backward_256_keys import keys_kernel  # noqa: E402
-from dmattn_ops.kernels.hopper_backward_256_queries import queries_kernel  # noqa: E402
+from dmattn_ops.kernels.hopper.backward_256 import launch as hopper_backward_256  # noqa: E402
+from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel  # noqa: E402
+from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel  # noqa: E402
+from dmattn_ops.kernels.launching import tensor_maps  # noqa: E402
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen  # noqa: E402
 from dmattn_ops.testing.carried import stale_bounds  # noqa: E402
 from tests.tile_builder import build_segment_tiles, build_tiles  # noqa: E402

@@ -8,7 +8,10 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from dmattn_ops.kernels import hopper_backward_finish, hopper_backward_order, hopper_backward_walk, hopper_backward_work
+from dmattn_ops.kernels.hopper.backward import finish as hopper_backward_finish
+from dmattn_ops.kernels.hopper.backward import order as hopper_backward_order
+from dmattn_ops.kernels.hopper.backward import walk as hopper_backward_walk
+from dmattn_ops.kernels.hopper.backward import work as hopper_backward_work
 from dmattn_ops.problem import UNBOUNDED
 
 INTEGERS = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)

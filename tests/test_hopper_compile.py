@@ -209,7 +209,7 @@ def _stand_in_parameters(launched: list) -> None:
     """Let plans ask the PTX instead of the driver which parameters a kernel has."""
     from triton.compiler.compiler import CompiledKernel
 
-    from dmattn_ops.kernels import driver, plan
+    from dmattn_ops.kernels.launching import driver, plan
 
     sizes = {"b8": 1, "u8": 1, "b32": 4, "u32": 4, "f32": 4, "b64": 8, "u64": 8}
 
@@ -229,7 +229,8 @@ def _compile(case: str, launched: list) -> dict:
     import torch
 
     from dmattn_ops import arch, config
-    from dmattn_ops.kernels import hopper_backward, launch, plan
+    from dmattn_ops.kernels.hopper.backward import launch as hopper_backward
+    from dmattn_ops.kernels.launching import launch, plan
     from dmattn_ops.problem import UNBOUNDED, Options, Tiles
 
     words = case.split()

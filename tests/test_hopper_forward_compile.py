@@ -85,7 +85,7 @@ def _compile(case: str) -> dict:
     from triton.experimental.gluon import language as gl
 
     from dmattn_ops import config
-    from dmattn_ops.kernels.hopper_forward_kernel import SCALARS, forward_kernel
+    from dmattn_ops.kernels.hopper.forward.kernel import SCALARS, forward_kernel
     from dmattn_ops.testing.compile_only import compile_only
 
     dim, *words = case.split()

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 from dmattn_ops import ops, plans
-from dmattn_ops.kernels import driver, launch, plan, tensor_maps
+from dmattn_ops.kernels.launching import driver, launch, plan, tensor_maps
 
 STREAM = 0x5EED0
 SIZES = {"*fp32": 8, "*i64": 8, "i32": 4, "i64": 8, "fp32": 4}

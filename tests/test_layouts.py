@@ -63,7 +63,7 @@ def test_kernels_are_given_contiguous_masks_whatever_they_come_from(given: list[
 def test_only_the_default_stream_keeps_a_counter_of_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another stream allocates may lie in the memory of a CUDA graph."""
     pytest.importorskip("triton.experimental.gluon")
-    from dmattn_ops.kernels import hopper_forward
+    from dmattn_ops.kernels.hopper.forward import launch as hopper_forward
 
     stream, captures = [0], [False]
     monkeypatch.setattr(hopper_forward, "raw_stream", lambda index: stream[0])

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops.kernels.launch import computed, launch, workspace
+from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.problem import HEADER, TILE
 
 _TILE = tl.constexpr(TILE)

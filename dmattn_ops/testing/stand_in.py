@@ -15,7 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from dmattn_ops import arch
-from dmattn_ops.kernels import launch
+from dmattn_ops.kernels.launching import launch
 
 
 class Launch(NamedTuple):

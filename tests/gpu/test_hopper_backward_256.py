@@ -77,7 +77,7 @@ def check(
     case: Case, tiles: Tiles = UNMASKED, keep: Tensor | None = None, poison: slice = NOTHING, repeats: int = 3
 ) -> None:
     """Launch a few times into NaN, and compare; keys and values of `poison` are NaN for the launches alone."""
-    from dmattn_ops.kernels import hopper_backward_256
+    from dmattn_ops.kernels.hopper.backward_256 import launch as hopper_backward_256
 
     torch.manual_seed(case.seqlen_q * 1000 + case.seqlen_k)
     shapes = [(case.seqlen_q, case.heads, case.dim), (case.seqlen_k, case.kv_heads, case.dim)]

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
-from dmattn_ops.kernels import hopper_backward  # noqa: E402
+from dmattn_ops.kernels.hopper.backward import launch as hopper_backward  # noqa: E402
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles  # noqa: E402
 from tests.gpu.test_hopper_backward import BANDS, LENGTHS, check, configuration, draw  # noqa: E402
 

@@ -13,7 +13,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
 from dmattn_ops import config  # noqa: E402
-from dmattn_ops.kernels import hopper_forward  # noqa: E402
+from dmattn_ops.kernels.hopper.forward import launch as hopper_forward  # noqa: E402
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles  # noqa: E402
 from tests.tile_builder import build_lists, build_tiles, tile_states  # noqa: E402
 

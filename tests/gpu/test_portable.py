@@ -12,7 +12,8 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from dmattn_ops.kernels import portable_backward, portable_forward  # noqa: E402
+from dmattn_ops.kernels.portable import backward as portable_backward  # noqa: E402
+from dmattn_ops.kernels.portable import forward as portable_forward  # noqa: E402
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles  # noqa: E402
 from tests.interpreter.cases import NASTY, PORTABLE_ROWS, of_row, random_problem, row_id  # noqa: E402
 from tests.interpreter.problems import Problem, build, check, run  # noqa: E402

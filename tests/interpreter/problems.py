@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.config import PortableBackward, PortableForward
-from dmattn_ops.kernels import portable_backward, portable_forward
+from dmattn_ops.kernels.portable import backward as portable_backward
+from dmattn_ops.kernels.portable import forward as portable_forward
 from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 from tests.interpreter import oracle
 from tests.tile_builder import build_segment_tiles, build_tiles, tile_states

@@ -9,7 +9,8 @@ import torch
 
 from dmattn_ops import config
 from dmattn_ops.config import PortableBackward, PortableForward
-from dmattn_ops.kernels import portable_backward, portable_forward
+from dmattn_ops.kernels.portable import backward as portable_backward
+from dmattn_ops.kernels.portable import forward as portable_forward
 from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen
 from tests.interpreter import oracle
 from tests.interpreter.cases import NASTY, random_problem

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dmattn_ops import problem
 from dmattn_ops.config import PortableBackward
-from dmattn_ops.kernels.launch import computed, launch
-from dmattn_ops.kernels.portable_arguments import (
+from dmattn_ops.kernels.launching.launch import computed, launch
+from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
     UNSPECIALIZED,
     Extent,
@@ -28,7 +28,7 @@ from dmattn_ops.kernels.portable_arguments import (
     rows_are_aligned,
     shared_arguments,
 )
-from dmattn_ops.kernels.portable_primitives import (
+from dmattn_ops.kernels.portable.primitives import (
     HEADER,
     TILE,
     head_offset,
@@ -38,7 +38,7 @@ from dmattn_ops.kernels.portable_primitives import (
     segment_ids,
     store_block,
 )
-from dmattn_ops.kernels.portable_queries import step_gradient
+from dmattn_ops.kernels.portable.queries import step_gradient
 from dmattn_ops.problem import Options, Tiles
 
 ENTRIES = 128  # entries of a list that are marked at once

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from dmattn_ops.kernels.driver import Packed, pack, parameter_sizes
-from dmattn_ops.kernels.tensor_maps import Map
+from dmattn_ops.kernels.launching.driver import Packed, pack, parameter_sizes
+from dmattn_ops.kernels.launching.tensor_maps import Map
 
 MAX_READY = 128  # sets of addresses that each stage of a plan keeps launches for
 ALIGNMENT = 16  # bytes that every address of a plan is a multiple of: what Triton specializes on

@@ -17,17 +17,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.gluon_compat import (
-    fence_async_shared,
-    mbarrier,
-    reinterpret,
-    tma,
-    tma_load,
-    tma_store,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from dmattn_ops.kernels.hopper_backward_256_walk import (
+from dmattn_ops.kernels.hopper.backward_256.walk import (
     NO_LISTS,
     STEP,
     Mask,
@@ -43,7 +33,17 @@ from dmattn_ops.kernels.hopper_backward_256_walk import (
     ranked_tile,
     visible,
 )
-from dmattn_ops.kernels.hopper_backward_scores import (
+from dmattn_ops.kernels.hopper.gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
     KEY_BIAS,
     NO_BIAS,

@@ -7,19 +7,19 @@ from torch import Tensor
 
 from dmattn_ops import arch
 from dmattn_ops.config import HopperBackward
-from dmattn_ops.kernels.hopper_arguments import (
+from dmattn_ops.kernels.hopper.arguments import (
     bias_places,
     room_for_key_sums,
     score_factors,
     unpadded_statistics,
 )
-from dmattn_ops.kernels.hopper_backward_kernel import backward_kernel
-from dmattn_ops.kernels.hopper_backward_rows import prepare_kernel
-from dmattn_ops.kernels.hopper_backward_scores import BIAS_KINDS
-from dmattn_ops.kernels.launch import computed, launch, workspace
-from dmattn_ops.kernels.portable_arguments import bias_kind, is_whole
-from dmattn_ops.kernels.portable_dbias import recompute_dbias, reduce_key_sums
-from dmattn_ops.kernels.tensor_maps import mappable, plain_map, rows_map
+from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
+from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
+from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
+from dmattn_ops.kernels.launching.launch import computed, launch, workspace
+from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
+from dmattn_ops.kernels.portable.arguments import bias_kind, is_whole
+from dmattn_ops.kernels.portable.dbias import recompute_dbias, reduce_key_sums
 from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 
 MAX_DIM = 128

@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.gluon_compat import mbarrier, tma_load
+from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, tma_load
 
 
 @gluon.jit

@@ -5,14 +5,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.gluon_compat import (
+from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     mbarrier,
     reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from dmattn_ops.kernels.hopper_backward_scores import (
+from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
     KEY_BIAS,
     add_key_sums,

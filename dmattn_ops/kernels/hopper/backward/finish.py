@@ -13,8 +13,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.gluon_compat import fence_async_shared, reinterpret, tma, tma_store
-from dmattn_ops.kernels.hopper_backward_work import announce, receive
+from dmattn_ops.kernels.hopper.backward.work import announce, receive
+from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, reinterpret, tma, tma_store
 from dmattn_ops.problem import TILE as _TILE
 
 TILE = gl.constexpr(_TILE)

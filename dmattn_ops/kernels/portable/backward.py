@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dmattn_ops import problem
 from dmattn_ops.config import PortableBackward
-from dmattn_ops.kernels.launch import computed, launch, workspace
-from dmattn_ops.kernels.portable_arguments import (
+from dmattn_ops.kernels.launching.launch import computed, launch, workspace
+from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
     UNSPECIALIZED,
     Extent,
@@ -32,10 +32,10 @@ from dmattn_ops.kernels.portable_arguments import (
     rows_are_aligned,
     shared_arguments,
 )
-from dmattn_ops.kernels.portable_dbias import broadcast_dbias, reduce_key_sums
-from dmattn_ops.kernels.portable_keys import keys_kernel
-from dmattn_ops.kernels.portable_primitives import LOG2E, head_offset, load_rows
-from dmattn_ops.kernels.portable_queries import queries_kernel
+from dmattn_ops.kernels.portable.dbias import broadcast_dbias, reduce_key_sums
+from dmattn_ops.kernels.portable.keys import keys_kernel
+from dmattn_ops.kernels.portable.primitives import LOG2E, head_offset, load_rows
+from dmattn_ops.kernels.portable.queries import queries_kernel
 from dmattn_ops.problem import Options, Tiles, Varlen
 
 STATISTICS_ROWS = 32

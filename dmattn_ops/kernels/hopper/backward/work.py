@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.gluon_compat import mbarrier
+from dmattn_ops.kernels.hopper.gluon_compat import mbarrier
 
 RECEIVERS = gl.constexpr(4)  # two consumers and their reducers
 

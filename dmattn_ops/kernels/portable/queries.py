@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.portable_arguments import ROW_TENSORS, UNSPECIALIZED
-from dmattn_ops.kernels.portable_primitives import (
+from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
+from dmattn_ops.kernels.portable.primitives import (
     TILE,
     dropout_keep,
     head_offset,

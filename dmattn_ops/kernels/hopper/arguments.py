@@ -6,8 +6,8 @@ import math
 
 from torch import Tensor
 
-from dmattn_ops.kernels.launch import computed, workspace
-from dmattn_ops.kernels.portable_arguments import bias_arguments, bias_kind
+from dmattn_ops.kernels.launching.launch import computed, workspace
+from dmattn_ops.kernels.portable.arguments import bias_arguments, bias_kind
 from dmattn_ops.problem import Options
 
 LOG2E = 1.4426950408889634

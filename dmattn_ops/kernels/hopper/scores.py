@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.gluon_compat import warpgroup_mma, warpgroup_mma_wait
+from dmattn_ops.kernels.hopper.gluon_compat import warpgroup_mma, warpgroup_mma_wait
 
 NO_BIAS = gl.constexpr(0)
 KEY_BIAS = gl.constexpr(1)  # one value per key

@@ -23,19 +23,19 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops.config import HopperBackward256
-from dmattn_ops.kernels.hopper_arguments import (
+from dmattn_ops.kernels.hopper.arguments import (
     bias_places,
     room_for_key_sums,
     score_factors,
     unpadded_statistics,
 )
-from dmattn_ops.kernels.hopper_backward_256_keys import keys_kernel
-from dmattn_ops.kernels.hopper_backward_256_queries import queries_kernel
-from dmattn_ops.kernels.hopper_backward_scores import BIAS_KINDS
-from dmattn_ops.kernels.launch import computed, launch, workspace
-from dmattn_ops.kernels.portable_arguments import bias_kind, is_whole
-from dmattn_ops.kernels.portable_dbias import recompute_dbias, reduce_key_sums
-from dmattn_ops.kernels.tensor_maps import mappable, plain_map, rows_map
+from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
+from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
+from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
+from dmattn_ops.kernels.launching.launch import computed, launch, workspace
+from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
+from dmattn_ops.kernels.portable.arguments import bias_kind, is_whole
+from dmattn_ops.kernels.portable.dbias import recompute_dbias, reduce_key_sums
 from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 
 WIDTHS = (64, 128, 256)  # what the tensor maps pad head dimensions to

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from dmattn_ops import arch
 from dmattn_ops.config import SM_COUNT, HopperForward
-from dmattn_ops.kernels.hopper_arguments import bias_places, score_factors
-from dmattn_ops.kernels.hopper_forward_kernel import forward_kernel
-from dmattn_ops.kernels.launch import computed, launch
-from dmattn_ops.kernels.plan import raw_stream
-from dmattn_ops.kernels.portable_arguments import bias_kind
-from dmattn_ops.kernels.tensor_maps import head_rows_map, mappable, mask_map
+from dmattn_ops.kernels.hopper.arguments import bias_places, score_factors
+from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
+from dmattn_ops.kernels.launching.launch import computed, launch
+from dmattn_ops.kernels.launching.plan import raw_stream
+from dmattn_ops.kernels.launching.tensor_maps import head_rows_map, mappable, mask_map
+from dmattn_ops.kernels.portable.arguments import bias_kind
 from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
 
 _ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper_backward_order import downward_span
+from dmattn_ops.kernels.hopper.backward.order import downward_span
 from dmattn_ops.problem import HEADER as _HEADER
 from dmattn_ops.problem import TILE as _TILE
 

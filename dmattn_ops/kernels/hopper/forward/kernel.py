@@ -19,21 +19,21 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.gluon_compat import (
+from dmattn_ops.kernels.hopper.forward.softmax import rescale, row_of, softmax_first, softmax_next, state_of
+from dmattn_ops.kernels.hopper.forward.walk import (
+    band_tile,
+    band_tiles,
+    bias_of_head,
+    list_tile,
+    produce,
+)
+from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     mbarrier,
     tma,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
-)
-from dmattn_ops.kernels.hopper_forward_softmax import rescale, row_of, softmax_first, softmax_next, state_of
-from dmattn_ops.kernels.hopper_forward_walk import (
-    band_tile,
-    band_tiles,
-    bias_of_head,
-    list_tile,
-    produce,
 )
 
 

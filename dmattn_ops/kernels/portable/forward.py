@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dmattn_ops import problem
 from dmattn_ops.config import PortableForward
-from dmattn_ops.kernels.launch import computed, launch, workspace
-from dmattn_ops.kernels.portable_arguments import (
+from dmattn_ops.kernels.launching.launch import computed, launch, workspace
+from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
     UNSPECIALIZED,
     ceil_div,
@@ -29,7 +29,7 @@ from dmattn_ops.kernels.portable_arguments import (
     rows_are_aligned,
     shared_arguments,
 )
-from dmattn_ops.kernels.portable_primitives import (
+from dmattn_ops.kernels.portable.primitives import (
     LN2,
     LOG2E,
     TILE,

@@ -24,8 +24,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from dmattn_ops.kernels.plan import ALIGNMENT, Allocate, Compute, Plan, Relaunch, Slot, TensorLayout, TensorMap
-from dmattn_ops.kernels.tensor_maps import Map
+from dmattn_ops.kernels.launching.plan import (
+    ALIGNMENT,
+    Allocate,
+    Compute,
+    Plan,
+    Relaunch,
+    Slot,
+    TensorLayout,
+    TensorMap,
+)
+from dmattn_ops.kernels.launching.tensor_maps import Map
 
 _Made = TypeVar("_Made", bound=Tensor)
 

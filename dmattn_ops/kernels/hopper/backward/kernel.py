@@ -12,28 +12,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.gluon_compat import (
-    fence_async_shared,
-    mbarrier,
-    reinterpret,
-    tma,
-    tma_load,
-    tma_reduce_add,
-    tma_store,
-)
-from dmattn_ops.kernels.hopper_backward_finish import finish, hand_out, ignore
-from dmattn_ops.kernels.hopper_backward_order import await_turn, count, turn_of
-from dmattn_ops.kernels.hopper_backward_scores import (
-    KEY_BIAS,
-    NO_BIAS,
-    Bias,
-    load_key_bias,
-    no_key_sums,
-    step_bias,
-    store_key_sums,
-)
-from dmattn_ops.kernels.hopper_backward_steps import last_dq, step
-from dmattn_ops.kernels.hopper_backward_walk import (
+from dmattn_ops.kernels.hopper.backward.finish import finish, hand_out, ignore
+from dmattn_ops.kernels.hopper.backward.order import await_turn, count, turn_of
+from dmattn_ops.kernels.hopper.backward.steps import last_dq, step
+from dmattn_ops.kernels.hopper.backward.walk import (
     BIT_LISTS,
     NO_LISTS,
     SEGMENT_LISTS,
@@ -43,7 +25,25 @@ from dmattn_ops.kernels.hopper_backward_walk import (
     rounds_of,
     span_of,
 )
-from dmattn_ops.kernels.hopper_backward_work import RECEIVERS, announce, place_of, receive, record_of
+from dmattn_ops.kernels.hopper.backward.work import RECEIVERS, announce, place_of, receive, record_of
+from dmattn_ops.kernels.hopper.gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma,
+    tma_load,
+    tma_reduce_add,
+    tma_store,
+)
+from dmattn_ops.kernels.hopper.scores import (
+    KEY_BIAS,
+    NO_BIAS,
+    Bias,
+    load_key_bias,
+    no_key_sums,
+    step_bias,
+    store_key_sums,
+)
 
 PIECE_ROWS = gl.constexpr(16)  # a 64 x 64 float32 piece of dq is 16 rows of 256 in the workspace
 

@@ -1,0 +1,1 @@
+"""Gluon kernels for SM 9.0."""

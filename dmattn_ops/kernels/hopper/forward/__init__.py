@@ -1,0 +1,1 @@
+"""The SM 9.0 forward."""

@@ -1,0 +1,1 @@
+"""How kernels are launched, and how a call's launches are repeated."""

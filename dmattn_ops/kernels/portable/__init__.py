@@ -1,0 +1,1 @@
+"""Plain Triton kernels, for every architecture that Triton compiles for."""
