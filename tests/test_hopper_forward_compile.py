@@ -101,7 +101,11 @@ def _compile(case: str) -> dict:
 
     signature = dict.fromkeys(SCALARS, "i32") | dict.fromkeys(("lse_b", "lse_h", "lists_b", "lists_h"), "i64")
     signature |= dict.fromkeys(("bias_b", "bias_h", "bias_q"), "i64")
-    signature |= dict.fromkeys(("scale", "cap", "cap_inner"), "fp32") | {"lse": "*fp32", "lse_tail": "*fp32", "counter": "*i32"}
+    signature |= dict.fromkeys(("scale", "cap", "cap_inner"), "fp32") | {
+        "lse": "*fp32",
+        "lse_tail": "*fp32",
+        "counter": "*i32",
+    }
     signature |= {name: boxes(64, columns, "bf16") for name in ("q_desc", "o_desc")}
     signature |= {name: boxes(block_n, columns, "bf16") for name in ("k_desc", "v_desc")}
     constants = {

@@ -25,11 +25,11 @@ def score_factors(options: Options) -> tuple[float, float]:
 
 def listed(call: Call) -> Call:
     """Return a call whose mask has lists of tiles: those of intervals are made for this call alone."""
-    from dmattn_ops.kernels.interval_lists import interval_lists
-
     mask, options = call.mask, call.options
     if mask.kind != "intervals" or mask.row_tiles is not None:
         return call
+    from dmattn_ops.kernels.interval_lists import interval_lists
+
     sizes = call.query.shape[1], call.key.shape[1]
     row_tiles, col_tiles = interval_lists(mask, options.band_lo, options.band_hi, *sizes)
     return call._replace(mask=mask._replace(row_tiles=row_tiles, col_tiles=col_tiles))
@@ -49,8 +49,8 @@ def room_for_key_sums(bias: Tensor | None, query: Tensor, seqlen_k: int) -> Tens
 
 
 def unpadded_statistics(stats: Tensor, batch: int, heads: int, rows: int, seqlen_q: int) -> list[Tensor]:
-    """Return lse in bits and delta `[B, H, Sq]` of a workspace that begins with both, `rows` for each head."""
-    return [computed(_unpadded, stats, part, (batch, heads, rows), seqlen_q) for part in range(2)]
+    """Return delta and the pair `[B, H, Sq]` of a workspace of statistics, `rows` for each head."""
+    return [computed(_unpadded, stats, part, (batch, heads, rows), seqlen_q) for part in range(1, 4)]
 
 
 def _unpadded(stats: Tensor, part: int, shape: tuple[int, int, int], seqlen_q: int) -> Tensor:

@@ -90,9 +90,9 @@ def add_bias(s, added, key_bias, scale, BIAS: gl.constexpr):
     One rounding, as in the backward: where biases are large, two would not give the same scores there.
     """
     if BIAS == "key":
-        s = gl.fma(s, gl.zeros_like(s) + scale, gl.zeros_like(s) + key_bias[None, :])
+        s = gl.fma(s, scale, key_bias[None, :])
     elif BIAS == "full":
-        s = gl.fma(s, gl.zeros_like(s) + scale, added.to(gl.float32))
+        s = gl.fma(s, scale, added.to(gl.float32))
     return s
 
 
