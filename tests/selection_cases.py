@@ -127,7 +127,12 @@ def expected(case: Case) -> tuple[Tensor, Tensor]:
         empty = torch.zeros_like(empty)
         if case.documents is not None:
             changes = (case.documents[:, 1:] != case.documents[:, :-1]).long() * position[1:]
-            empty = torch.cat([changes.new_zeros(len(changes), 1), changes], 1).cummax(1).values[:, None].expand(never.shape)
+            empty = (
+                torch.cat([changes.new_zeros(len(changes), 1), changes], 1)
+                .cummax(1)
+                .values[:, None]
+                .expand(never.shape)
+            )
     start = torch.where(never, empty, mask.long().argmax(-2))
     end = torch.where(never, empty, mask.shape[-2] - mask.flip(-2).long().argmax(-2))
     assert torch.equal((query >= start[..., None, :]) & (query < end[..., None, :]), mask)

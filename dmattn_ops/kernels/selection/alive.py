@@ -55,9 +55,9 @@ def _hides(first, origin, keep, CHUNK: tl.constexpr):
     return (first < origin) & (origin - first > keep - CHUNK)
 
 
-@triton.jit(do_not_specialize=["seqlen", "size", "heads", "bounds_b", "keep"])
+@triton.jit(do_not_specialize=["size", "heads", "bounds_b", "keep"])
 def find_alive(
-    coarse_runs, bounds, pieces, seqlen, size, heads, bounds_b, keep,
+    coarse_runs, bounds, pieces, size, heads, bounds_b, keep,
     CHUNK: tl.constexpr, RUNS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Write `pieces` `[rows, chunks - 1, 2, RUNS]` of all chunks but the first: which keys of each earlier run.
@@ -83,12 +83,12 @@ def find_alive(
         tl.store(piece + RUNS, low)
 
 
-@triton.jit(do_not_specialize=["seqlen", "size", "heads", "bounds_b", "keep"])
+@triton.jit(do_not_specialize=["size", "heads", "bounds_b", "keep"])
 def sort_alive(
-    coarse_runs, bounds, pieces, alive, seqlen, size, heads, bounds_b, keep,
+    coarse_runs, bounds, pieces, keys, size, heads, bounds_b, keep,
     CHUNK: tl.constexpr, RUNS: tl.constexpr, LOG_RUNS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Gather and sort what `find_alive` found, into `alive` `[rows, size]` at the chunk's positions."""
+    """Gather and sort what `find_alive` found, into the second half of `keys` `[rows, chunks, 2, CHUNK]`."""
     later = size // CHUNK - 1
     row = (tl.program_id(0) // later).to(tl.int64)
     origin = (tl.program_id(0) % later + 1) * CHUNK
@@ -105,4 +105,4 @@ def sort_alive(
             run = tl.where(tl.load(piece + further) <= slot, further, run)
         index = tl.load(piece + RUNS + run) + slot - tl.load(piece + run)
         key = tl.load(coarse_runs + row * size + run * CHUNK + index, inside, other=NO_KEY)
-        tl.store(alive + row * size + origin + slot, tl.sort(key))
+        tl.store(keys + (row * size + origin) * 2 + CHUNK + slot, tl.sort(key))

@@ -51,14 +51,15 @@ def stop_of(death, position, first, last, keep_first, keep_last, IS_CAUSAL: tl.c
 
 @triton.jit(do_not_specialize=["seqlen", "size", "bits", "heads", "scores_b", "scores_h", "bounds_b"])
 def sort_runs(
-    scores, bounds, fine_runs, coarse_runs, start, end,
+    scores, bounds, keys, coarse_runs, start, end,
     seqlen, size, bits, heads, scores_b, scores_h, bounds_b,
     CHUNK: tl.constexpr, FINE: tl.constexpr, LOG_CHUNK: tl.constexpr, KIND: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, COARSE: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Sort a chunk's runs, and write `start`, and `end` as if every key stayed to the end of its document.
 
-    `size` is `seqlen` rounded up to whole chunks, `bounds` `[B or 1, 2, seqlen]` where documents begin and end.
+    `size` is `seqlen` rounded up to whole chunks, `bounds` `[B or 1, 2, seqlen]` where documents begin and end. `keys`
+    `[rows, chunks, 2, CHUNK]` takes a chunk's runs of FINE in its first half, `coarse_runs` `[rows, size]` all of it.
     """
     chunks = size // CHUNK
     row = (tl.program_id(0) // chunks).to(tl.int64)
@@ -81,7 +82,7 @@ def sort_runs(
         word |= tl.maximum(first - origin, 0).to(tl.int64) << (32 + LOG_CHUNK)
     word = tl.where(inside, word, NO_KEY)
     runs = tl.reshape(tl.sort(tl.reshape(word, [CHUNK // FINE, FINE]), 1), [CHUNK])
-    tl.store(fine_runs + row * size + position, _key_of(runs, origin, bits, CHUNK, LOG_CHUNK))
+    tl.store(keys + (row * size + origin) * 2 + local, _key_of(runs, origin, bits, CHUNK, LOG_CHUNK))
     if COARSE:
         tl.store(coarse_runs + row * size + position, _key_of(tl.sort(word), origin, bits, CHUNK, LOG_CHUNK))
 

@@ -30,6 +30,7 @@ FINE = 128
 # Chunks of positions by the longest row that they serve: chunks are sorted whole, and their begins search all before them.
 CHUNKS = ((1 << 16, 1024), (1 << 18, 2048))
 LONGEST_CHUNK = 4096
+LONGEST_ROW = 1 << 24  # a chunk's begin searches 4096 runs; positions leave keys room for a bit
 SPAN = 1024  # positions of documents in a program
 
 _KINDS = {torch.float32: ("fp32", torch.int32), torch.bfloat16: ("bf16", torch.int16), torch.float16: ("fp16", None)}
@@ -46,6 +47,8 @@ def lifetimes(
     end: Tensor,
 ) -> None:
     """Write the queries `[start, end)` that see each key `[B, Hm, S]` (definition: `dmattn_ops.selection`)."""
+    if start.shape[2] > LONGEST_ROW:
+        raise NotImplementedError(f"the kernels of dynamic masks take at most {LONGEST_ROW} keys, got {start.shape[2]}")
     chunk = next((chunk for longest, chunk in CHUNKS if start.shape[2] <= longest), LONGEST_CHUNK)
     lifetimes_in_chunks(scores, documents, keep, keep_first, keep_last, is_causal, start, end, chunk, FINE, SPAN)
 
@@ -75,33 +78,34 @@ def lifetimes_in_chunks(
     scores_b, scores_h = (0 if scores.shape[dim] == 1 else scores.stride(dim) for dim in (0, 1))
     bounds_b = 0 if documents is None or documents.shape[0] == 1 else 2 * seqlen
     several = chunks > 1
-    keys = workspace(scores, 3 if several else 1, rows, size, dtype=torch.int64)
-    fine_runs, coarse_runs, alive = keys[0], keys[-1], keys[1 if several else 0]
+    keys = workspace(scores, rows, chunks, 2, chunk, dtype=torch.int64)
+    coarse_runs = workspace(scores, rows, size, dtype=torch.int64) if several else keys
     launch(
-        sort_runs, (rows * chunks,), scores, bounds, fine_runs, coarse_runs, start, end,
+        sort_runs, (rows * chunks,), scores, bounds, keys, coarse_runs, start, end,
         seqlen, size, bits, heads, scores_b, scores_h, bounds_b,
         CHUNK=chunk, FINE=fine, LOG_CHUNK=chunk.bit_length() - 1, KIND=kind,
-        HAS_DOCUMENTS=documents is not None, COARSE=several, IS_CAUSAL=is_causal, num_warps=max(4, chunk // 256),
+        HAS_DOCUMENTS=documents is not None, COARSE=several, IS_CAUSAL=is_causal, num_warps=sorting_warps(chunk),
     )  # fmt: skip
     if keep == seqlen:
         return
     if several:
         log_runs = _log_runs(chunks - 1)
         pieces = workspace(scores, rows, chunks - 1, 2, 1 << log_runs, dtype=torch.int32)
-        programs, shared = (rows * (chunks - 1),), (seqlen, size, heads, bounds_b, keep)
+        programs, shared = (rows * (chunks - 1),), (size, heads, bounds_b, keep)
         launch(
             find_alive, programs, coarse_runs, bounds, pieces, *shared,
-            CHUNK=chunk, RUNS=1 << log_runs, HAS_DOCUMENTS=documents is not None, num_warps=max(1, (1 << log_runs) // 128),
+            CHUNK=chunk, RUNS=1 << log_runs, HAS_DOCUMENTS=documents is not None, num_warps=finding_warps(1 << log_runs),
         )  # fmt: skip
         launch(
-            sort_alive, programs, coarse_runs, bounds, pieces, alive, *shared, CHUNK=chunk, RUNS=1 << log_runs,
-            LOG_RUNS=log_runs, HAS_DOCUMENTS=documents is not None, num_warps=max(4, chunk // 256),
+            sort_alive, programs, coarse_runs, bounds, pieces, keys, *shared, CHUNK=chunk, RUNS=1 << log_runs,
+            LOG_RUNS=log_runs, HAS_DOCUMENTS=documents is not None, num_warps=sorting_warps(chunk),
         )  # fmt: skip
     spans = rows * triton.cdiv(seqlen, fine)
     launch(
         write_deaths, (spans,), scores, bounds, keys, end,
-        seqlen, size, bits, heads, rows * size, scores_b, scores_h, bounds_b, keep, keep_first, keep_last,
-        CHUNK=chunk, FINE=fine, KIND=kind, HAS_DOCUMENTS=documents is not None, IS_CAUSAL=is_causal, num_warps=4,
+        seqlen, size, bits, heads, scores_b, scores_h, bounds_b, keep, keep_first, keep_last,
+        CHUNK=chunk, FINE=fine, KIND=kind, HAS_DOCUMENTS=documents is not None, IS_CAUSAL=is_causal,
+        num_warps=deaths_warps(spans),
     )  # fmt: skip
 
 
@@ -131,6 +135,21 @@ def _bounds(documents: Tensor, span: int) -> Tensor:
         SPAN=span, MANY=256, num_warps=4,
     )  # fmt: skip
     return bounds
+
+
+def sorting_warps(chunk: int) -> int:
+    """Return the warps that sort a chunk: four of 1024 keys, eight of more (16 for 4096 spill)."""
+    return 4 if chunk <= 1024 else 8
+
+
+def finding_warps(runs: int) -> int:
+    """Return the warps that search so many runs: four runs a thread."""
+    return min(8, max(1, runs // 128))
+
+
+def deaths_warps(programs: int) -> int:
+    """Return the warps that find the deaths of a span: one, since a search is not shared, where that fills a GPU."""
+    return 1 if programs >= 1024 else 4
 
 
 def _log_runs(count: int) -> int:
