@@ -39,7 +39,10 @@ ARROWS = {
     "flops": ("problem", "ops"),
     "masks": ("problem", "meta", "layout", "ops", "validation"),
     "api": ("problem", "validation", "masks", "ops", "autograd"),
-    "kernels": ("problem", "config", "meta", "arch", "kernels"),
+    "selection": (),
+    "selection.order": (),
+    "selection.reference": ("selection.order",),
+    "kernels": ("problem", "config", "meta", "arch", "selection.order", "kernels"),
 }
 
 
