@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops import problem
+from dmattn_ops import arch, problem
 from dmattn_ops.config import PortableForward
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.portable.arguments import (
@@ -341,12 +341,12 @@ def merge_kernel(
     tl.store(lse + batch * lse_b + head.to(tl.int64) * lse_h + position, log_sum.to(lse.dtype.element_ty))
 
 
-def split_count(programs: int, longest_k: int, config: PortableForward) -> int:
-    """Return how many programs share one walk: enough to fill `config.sm_count` SMs, each with some steps to do."""
-    if 2 * programs > config.sm_count:
+def split_count(programs: int, longest_k: int, config: PortableForward, num_sms: int) -> int:
+    """Return how many programs share one walk: enough to fill the multiprocessors, each with some steps to do."""
+    if 2 * programs > num_sms:
         return 1
     steps = ceil_div(longest_k, config.block_n)
-    return max(1, min(config.per_sm * config.sm_count // programs, steps // SPLIT_STEPS))
+    return max(1, min(config.per_sm * num_sms // programs, steps // SPLIT_STEPS))
 
 
 def forward(
@@ -379,7 +379,8 @@ def forward(
     arguments |= mask_arguments(tiles.row_tiles, tiles.row_bits, size.heads)
     arguments["ALIGNED"] = aligned
     arguments["LATE_SCALE"] = bias is None and options.softcap == 0 and is_positive(options.softmax_scale)
-    splits = split_count(ceil_div(size.longest_q, config.block_m) * size.heads * size.batch, size.longest_k, config)
+    walks = ceil_div(size.longest_q, config.block_m) * size.heads * size.batch
+    splits = split_count(walks, size.longest_k, config, arch.physical(query.device).num_sms)
     if splits == 1:
         _launch(arguments, out, lse, (programs, 1), blocks, config)
         return
