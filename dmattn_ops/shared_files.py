@@ -46,6 +46,16 @@ def _refuse_irregular(found: os.stat_result, name: str | Path) -> None:
         raise OSError(errno.EINVAL, f"it is {kind}", str(name))
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Make errors tell the whole path of a file that is reached through its open folder."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
+
+
 def read(path: Path, limit: int) -> bytes:
     """Return the content of a regular file; OSError where there is none, or where it has more than `limit` bytes."""
     _refuse_irregular(os.stat(path), path)  # to open a device may already do something
@@ -88,20 +98,22 @@ class Folder(NamedTuple):
         """Put a file with this content in the place of `name`, be that missing, a file or a link."""
         temporary = f"{name}-{secrets.token_hex(8)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _AT_ONCE | _NO_LINK
-        handle = os.open(temporary, flags, 0o600, dir_fd=self.handle)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                os.fchmod(handle, 0o600 | self.others & 0o044)
-                file.write(content)
-            os.replace(temporary, name, src_dir_fd=self.handle, dst_dir_fd=self.handle)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary, dir_fd=self.handle)
-            raise
+        with _named(self.path / name):
+            handle = os.open(temporary, flags, 0o600, dir_fd=self.handle)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    os.fchmod(handle, 0o600 | self.others & 0o044)
+                    file.write(content)
+                os.replace(temporary, name, src_dir_fd=self.handle, dst_dir_fd=self.handle)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=self.handle)
+                raise
 
     def set_aside(self, name: str, new_name: str) -> None:
         """Rename a file, over one that has the new name."""
-        os.replace(name, new_name, src_dir_fd=self.handle, dst_dir_fd=self.handle)
+        with _named(self.path / name):
+            os.replace(name, new_name, src_dir_fd=self.handle, dst_dir_fd=self.handle)
 
     def remove_leftovers(self, name: str) -> None:
         """Remove the temporary files of writers of `name` that were killed, as far as they are this user's."""
@@ -116,7 +128,8 @@ class Folder(NamedTuple):
     @contextmanager
     def locked(self, name: str, seconds: float) -> Iterator[None]:
         """Hold the lock `name`; TimeoutError where another process keeps it for `seconds`."""
-        handle = self._open_lock(name)
+        with _named(self.path / name):
+            handle = self._open_lock(name)
         try:
             _refuse_irregular(os.fstat(handle), self.path / name)
             _wait_for_lock(handle, self.path / name, seconds)

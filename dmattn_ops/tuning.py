@@ -131,7 +131,7 @@ def entries() -> Places:
     try:
         return _read(file)
     except OSError as error:
-        reason = f"cannot be read: {error.strerror}."
+        reason = f"cannot be read: {error.strerror}. {FOLDER} names another folder."
     except ValueError as error:
         reason = f"{error}. `python -m dmattn_ops.tune` writes it anew, and keeps this one as {OLD}."
     environment.warn_once(f"dmattn_ops ignores its tuned configurations: {file} {reason}")

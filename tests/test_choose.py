@@ -218,6 +218,13 @@ def test_few_blocks_of_queries_over_many_keys_share_their_walk(heads, seqlen_q, 
     assert any("leave most SMs idle" in reason for reason in launch.passed_over) == (kernel == "portable")
 
 
+def test_the_device_itself_says_how_many_multiprocessors_there_are_to_fill(monkeypatch):
+    query, key = (torch.empty(1, size, 33, 128, dtype=torch.bfloat16) for size in (128, 4096))
+    assert dmattn_ops.explain(query, key, key, arch="9.0").forward.kernel == "portable"  # H100 SXM, H200: 132
+    monkeypatch.setattr(arch, "physical", lambda device: replace(arch.KNOWN[90], num_sms=114))  # H100 PCIe
+    assert dmattn_ops.explain(query, key, key, arch="9.0").forward.kernel == "hopper"
+
+
 def run(code, **environment):
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}

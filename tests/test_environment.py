@@ -209,7 +209,8 @@ def test_an_unreadable_cache_costs_one_warning_and_is_never_overwritten(public_f
             merge()
         return raised.value
 
-    assert "Permission denied" in as_somebody_else(error_of_merging)
+    told = as_somebody_else(error_of_merging)
+    assert "Permission denied" in told and str(file) in told
     file.chmod(0o600)
     assert file.read_text() == "unreadable"
     assert sorted(each.name for each in public_folder.iterdir()) == ["tuned.json", "tuned.lock"]
