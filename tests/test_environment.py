@@ -201,8 +201,8 @@ def test_an_unreadable_cache_costs_one_warning_and_is_never_overwritten(public_f
     file.write_text("unreadable")
     file.chmod(0)
     public_folder.chmod(0o777)
-    assert "(False, [" in as_somebody_else(uses_the_cache)
-    assert "cannot be read: Permission denied" in as_somebody_else(lambda: uses_the_cache()[1])
+    told = as_somebody_else(uses_the_cache)
+    assert told.startswith("(False, ['") and told.count("cannot be read: Permission denied") == 1
 
     def error_of_merging():
         with pytest.raises(PermissionError) as raised:
@@ -551,7 +551,7 @@ def test_a_record_is_no_file_of_another_user_where_everybody_writes(folder, monk
     if os.geteuid() == 0:
         os.chown(file, STRANGER, STRANGER)
     else:
-        monkeypatch.setattr(shared_files, "_user", lambda: STRANGER)
+        monkeypatch.setattr(shared_files, "_user", lambda: STRANGER + 1)
     monkeypatch.setenv("DMATTN_RECORD", str(file))
     folder.chmod(0o777)
     with pytest.warns(UserWarning, match="belongs to another user"):
