@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dmattn_ops import autograd, masks, validation
-from dmattn_ops.masks import CausalFrom, TileMask, Window
+from dmattn_ops.bands import Band, CausalFrom, Window, band_of
 from dmattn_ops.problem import Varlen
+from dmattn_ops.tile_mask import TileMask
 
 _SEED_END = (1 << 63) - 1
 _OPERATORS = {
@@ -42,39 +43,48 @@ def flash_dmattn_func(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Compute attention, `dropout(softmax(score)) @ value`, over the keys that each query sees.
 
     `score = softcap(softmax_scale * <query, key>) + bias`. A key is visible where the mask keeps it and the causal and
     window conditions hold. Skipping the others is exact: the result is that of dense attention under the same mask. A
     query that sees no key, or only scores of -inf, has `out = 0`, `lse = -inf` and gradients of exactly 0.
 
-    Differentiable once, in reverse mode, in query, key, value and bias, through out and lse.
+    Differentiable once, in reverse mode, in query, key, value, bias and sink, through out and lse.
 
     Args:
         query: with shape `[B, Sq, H, D]`; float16, bfloat16 or float32, on the CPU also float64.
         key: with shape `[B, Sk, Hkv, D]`. Any strides are taken as they are, but for a last dimension that is not
             contiguous: that costs a copy.
         value: with shape `[B, Sk, Hkv, Dv]`.
-        mask: with shape `[B|1, H|Hkv|1, Sq|1, Sk]`, or what `prepare_mask` returned. bool (True keeps) or any numeric
-            dtype (non-zero keeps: an additive mask of 0 and -inf is a `bias`, not a `mask`). Not differentiable. A
-            dimension of 1 is never expanded in memory.
+        mask: with shape `[B|1, H|Hkv|1, Sq|1, Sk]`, or what `prepare_mask` or `dynamic_mask` returned. bool (True keeps)
+            or an integer dtype (non-zero keeps). A floating-point mask is refused: one of 0 and -inf is a `bias`, one of
+            zeros and ones is `mask != 0`. Not differentiable. A dimension of 1 is never expanded in memory.
         bias: with shape `[B|1, H|Hkv|1, Sq|1, Sk]`; dtype of query, or float32. Added after softcap. Its gradient has
             the same shape and dtype.
         is_causal: whether key `j` must satisfy `j <= i + off` for query `i`.
-        causal_from: where the diagonal starts: "bottom_right" (`off = Sk - Sq`) or "top_left" (`off = 0`).
+        causal_from: where the diagonal starts: "bottom_right" (`off = Sk - Sq`), "top_left" (`off = 0`), or the integer
+            `off`.
         window_size: `(left, right)`: key `j` must satisfy `i + off - left <= j <= i + off + right`; None is unlimited.
         softmax_scale: factor of the scores; None is `1 / sqrt(D)`.
         softcap: 0 is off; else scores become `softcap * tanh(score / softcap)`.
         dropout_p: probability with which an attention weight is dropped; drawn from torch's generator of the device.
         deterministic: whether repeated calls give the same bits, forward and backward; None follows
             `torch.are_deterministic_algorithms_enabled()`.
+        sink: a logit of each head, with shape `[H]` and dtype float32 or query's: it takes its share of every softmax and
+            gives nothing, so that `out` is multiplied by `sigmoid(lse - sink)`; lse stays without it, -inf is no sink, and
+            dropout never drops it. Differentiable.
         return_lse: whether to return lse as well.
+        return_max: whether to return the largest score of each row as well.
 
     Returns:
-        out with shape `[B, Sq, H, Dv]`; with `return_lse` also lse with shape `[B, H, Sq]` and dtype float32 (float64
-        where query is float64): the natural logarithm of the sum of `exp(score)` over visible keys, before dropout.
+        out with shape `[B, Sq, H, Dv]`; with `return_lse` then lse with shape `[B, H, Sq]` and dtype float32 (float64
+        where query is float64): the natural logarithm of the sum of `exp(score)` over visible keys, before dropout; with
+        `return_max` then the largest score of each row over visible keys, like lse, -inf for rows without any, not
+        differentiable.
 
     Raises:
         ValueError: for shapes, devices and values that do not fit.
@@ -85,15 +95,16 @@ def flash_dmattn_func(
     (query, key, value), bias = prepared_inputs(4, bias, query=query, key=key, value=value)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
-    limits, scalars = read_numbers(seqlen_q, seqlen_k, *given)
-    same_bits = switches(deterministic, return_lse)
-    fits = mask is None or _fits(mask, query, key, limits)
-    if not fits or dropout_p != 0.0:  # else nothing runs before the operator has checked
+    band, scalars = read_numbers(*given)
+    same_bits = switches(deterministic, return_lse, return_max)
+    fits = mask is None or _fits(mask, query, key, band)
+    if not fits or dropout_p != 0.0:  # these paths launch work before the operator validates
         validation.dense_tensors(query, key, value, bias)
         check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
-    tiles, *band = masks.resolve(mask, *limits, seqlen_q, seqlen_k)
-    seed = dropout_seed(query.device) if dropout_p != 0.0 else None
-    return _call("forward", return_lse, query, key, value, bias, *tiles, seed, *band, *scalars, same_bits)
+    (*parts, at_most), *limits = masks.resolve(mask, band, seqlen_q, seqlen_k)
+    seed = dropout_seed(query) if dropout_p != 0.0 else None
+    tensors = (query, key, value, bias, *parts, sink, seed)
+    return _call("forward", tensors, (*limits, 0, 0, at_most, *scalars, same_bits), return_lse, return_max)
 
 
 def flash_dmattn_qkvpacked_func(
@@ -108,19 +119,22 @@ def flash_dmattn_qkvpacked_func(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Compute self-attention of query, key and value in one tensor, without copies. Its gradient is one tensor too.
 
     Args:
         qkv: with shape `[B, S, 3, H, D]`: query, key and value.
         mask: with shape `[B|1, H|1, S|1, S]`, or what `prepare_mask` returned.
         bias: with shape `[B|1, H|1, S|1, S]`.
-        is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p, deterministic, return_lse: as in
-            `flash_dmattn_func`.
+        is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p, deterministic, sink, return_lse,
+            return_max: as in `flash_dmattn_func`.
 
     Returns:
-        out with shape `[B, S, H, D]`; with `return_lse` also lse with shape `[B, H, S]`.
+        out with shape `[B, S, H, D]`; with `return_lse` then lse, and with `return_max` then the largest score of each row,
+        with shape `[B, H, S]`.
 
     Raises:
         ValueError, TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
@@ -129,15 +143,16 @@ def flash_dmattn_qkvpacked_func(
     validation.packed_qkv(qkv)
     batch, seqlen, _, heads, _ = qkv.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
-    limits, scalars = read_numbers(seqlen, seqlen, *given)
-    same_bits = switches(deterministic, return_lse)
+    band, scalars = read_numbers(*given)
+    same_bits = switches(deterministic, return_lse, return_max)
     if mask is not None or dropout_p != 0.0:
         query, key, value = qkv.unbind(2)
         validation.dense_tensors(query, key, value, bias)
         check_mask(mask, qkv, (1, batch), (1, heads), (1, seqlen), (seqlen,))
-    tiles, *band = masks.resolve(mask, *limits, seqlen, seqlen)
-    seed = dropout_seed(qkv.device) if dropout_p != 0.0 else None
-    return _call("qkvpacked_forward", return_lse, qkv, bias, *tiles, seed, *band, *scalars, same_bits)
+    (*parts, at_most), *limits = masks.resolve(mask, band, seqlen, seqlen)
+    seed = dropout_seed(qkv.select(2, 0)) if dropout_p != 0.0 else None
+    tensors = (qkv, bias, *parts, sink, seed)
+    return _call("qkvpacked_forward", tensors, (*limits, 0, 0, at_most, *scalars, same_bits), return_lse, return_max)
 
 
 def flash_dmattn_varlen_func(
@@ -158,8 +173,10 @@ def flash_dmattn_varlen_func(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Compute attention of sequences of different lengths, packed one behind the other, each to itself.
 
     Sequence `b` has the queries `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1] - 1` and likewise the keys. On the CPU,
@@ -176,10 +193,11 @@ def flash_dmattn_varlen_func(
         mask: which keys to keep, with shape `[H|Hkv|1, total_k]`; dtypes as in `flash_dmattn_func`.
         bias: added to the scores of a key, with shape `[H|Hkv|1, total_k]`; differentiable.
         is_causal, causal_from, window_size: as in `flash_dmattn_func`, aligned in each sequence.
-        softmax_scale, softcap, dropout_p, deterministic, return_lse: as in `flash_dmattn_func`.
+        softmax_scale, softcap, dropout_p, deterministic, sink, return_lse, return_max: as in `flash_dmattn_func`.
 
     Returns:
-        out with shape `[total_q, H, Dv]`; with `return_lse` also lse with shape `[H, total_q]`.
+        out with shape `[total_q, H, Dv]`; with `return_lse` then lse, and with `return_max` then the largest score of each
+        row, with shape `[H, total_q]`.
 
     Raises:
         ValueError, TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
@@ -189,21 +207,21 @@ def flash_dmattn_varlen_func(
     validation.integers(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if mask is not None:
         validation.tensors(mask=mask)
+        validation.keep_mask(mask)
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
-    band, scalars = read_numbers(0, 0, *given)  # relative to the diagonal of each sequence
-    same_bits = switches(deterministic, return_lse)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    top_left = causal_from == "top_left"
+    band, scalars = read_numbers(*given)  # relative to the diagonal of each sequence
+    same_bits = switches(deterministic, return_lse, return_max)
+    lengths = (max_seqlen_q, max_seqlen_k)
+    top_left = causal_from != "bottom_right"
     if dropout_p != 0.0:
-        varlen = Varlen(*lengths, top_left)
+        varlen = Varlen(cu_seqlens_q, cu_seqlens_k, *lengths, top_left)
         validation.varlen_tensors(query, key, value, bias, mask, varlen)
         if not query.is_cuda and not is_compiling():
             validation.offset_values(query, key, varlen)
-    seed = dropout_seed(query.device) if dropout_p != 0.0 else None
-    return _call(
-        "varlen_forward", return_lse, query, key, value, *lengths, bias, mask, seed, top_left, *band, *scalars,
-        same_bits,
-    )  # fmt: skip
+    seed = dropout_seed(query, cu_seqlens_q.shape[0] - 1) if dropout_p != 0.0 else None
+    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, bias, mask, sink, seed)
+    numbers = (*lengths, band.lo, band.hi, 0, 0, top_left, *scalars, same_bits)
+    return _call("varlen_forward", tensors, numbers, return_lse, return_max)
 
 
 def prepared_inputs(rank: int, bias: Tensor | None, **tensors: Tensor) -> tuple[list[Tensor], Tensor | None]:
@@ -241,18 +259,17 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
-def _fits(mask: Tensor | TileMask, query: Tensor, key: Tensor, limits: tuple[int, int]) -> bool:
+def _fits(mask: Tensor | TileMask, query: Tensor, key: Tensor, band: Band) -> bool:
     """Return whether a prepared mask fits for certain, and is taken as it is, so that it takes no closer look."""
     if type(mask) is not TileMask or is_compiling():
         return False
-    lists, (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = mask.row_tiles, query.shape, key.shape
-    of_batch, of_heads = lists.shape[:2]
+    of_mask, (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = mask.shape, query.shape, key.shape
     return (
-        (mask.seqlen_q, mask.seqlen_k) == (seqlen_q, seqlen_k)
-        and of_batch in (1, batch)
-        and of_heads in (1, heads, heads_kv)
-        and lists.get_device() == query.get_device()
-        and masks.lies_inside(mask, *limits)
+        of_mask[2:] == (seqlen_q, seqlen_k)
+        and of_mask[0] in (1, batch)
+        and of_mask[1] in (1, heads, heads_kv)
+        and mask.lengths.get_device() == query.get_device()
+        and band.contains(mask.band)
     )
 
 
@@ -262,13 +279,16 @@ def check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int,
         return
     if not isinstance(mask, (Tensor, TileMask)):
         raise TypeError(f"mask must be a tensor or come from prepare_mask, got {type(mask).__name__}")
+    if isinstance(mask, Tensor):
+        validation.keep_mask(mask)
     validation.require_sizes("mask", mask, *sizes)
     validation.require_device("mask", mask, query.device)
 
 
-def read_numbers(
-    seqlen_q: int, seqlen_k: int, *given: Any
-) -> tuple[tuple[int, int], tuple[float | None, float, float]]:
+Numbers = tuple[Band, tuple[float | None, float, float]]
+
+
+def read_numbers(*given: Any) -> Numbers:
     """Refuse types and values; return the band, and scale, softcap and dropout as the operators take them.
 
     `given` is causal, where from, window, scale, softcap, dropout. What was seen before is looked up.
@@ -276,43 +296,38 @@ def read_numbers(
     window_size = given[2]
     if not is_compiling() and type(window_size) is tuple and len(window_size) == 2:
         try:
-            return _known_numbers(seqlen_q, seqlen_k, *window_size, *given)
+            return _known_numbers(*window_size, *given)
         except TypeError:  # what cannot be looked up (a traced number, say), or is to be refused
             pass
-    return _new_numbers(seqlen_q, seqlen_k, *given)
+    return _new_numbers(*given)
 
 
 def _new_numbers(
-    seqlen_q: int,
-    seqlen_k: int,
     is_causal: bool,
     causal_from: CausalFrom,
     window_size: Window,
     softmax_scale: float | None,
     softcap: float,
     dropout_p: float,
-) -> tuple[tuple[int, int], tuple[float | None, float, float]]:
+) -> Numbers:
     validation.visibility(is_causal, causal_from, window_size)
     if softmax_scale is not None:
         softmax_scale = validation.number("softmax_scale", softmax_scale)
     softcap, dropout_p = validation.number("softcap", softcap), validation.number("dropout_p", dropout_p)
     if not is_compiling():  # a tracer may not know them yet; the operators check what it knows
         validation.scalars(softmax_scale, softcap, dropout_p)
-    band = masks.band(is_causal, causal_from, window_size, seqlen_q, seqlen_k)
-    return band, (softmax_scale, softcap, dropout_p)
+    return band_of(is_causal, causal_from, window_size), (softmax_scale, softcap, dropout_p)
 
 
 @lru_cache(maxsize=1024, typed=True)  # typed: 1 is no bool; so the window's limits are given by themselves as well
-def _known_numbers(
-    seqlen_q: int, seqlen_k: int, left: int | None, right: int | None, *given: Any
-) -> tuple[tuple[int, int], tuple[float | None, float, float]]:
-    return _new_numbers(seqlen_q, seqlen_k, *given)
+def _known_numbers(left: int | None, right: int | None, *given: Any) -> Numbers:
+    return _new_numbers(*given)
 
 
-def switches(deterministic: bool | None, return_lse: bool) -> bool:
-    """Return whether results must be the same each time; refuse other types of both."""
-    if not isinstance(return_lse, bool):
-        validation.flags(return_lse=return_lse)
+def switches(deterministic: bool | None, return_lse: bool, return_max: bool) -> bool:
+    """Return whether results must be the same each time; refuse other types of the three."""
+    if not isinstance(return_lse, bool) or not isinstance(return_max, bool):
+        validation.flags(return_lse=return_lse, return_max=return_max)
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
     if not isinstance(deterministic, bool):
@@ -320,16 +335,28 @@ def switches(deterministic: bool | None, return_lse: bool) -> bool:
     return deterministic
 
 
-def dropout_seed(device: torch.device) -> Tensor:
-    """Draw the seed of one call's dropout, int64 `[1]`: a tensor, so that graphs, checkpoints and compilers see it."""
-    return torch.randint(_SEED_END, (1,), dtype=torch.int64, device=device)
+def dropout_seed(query: Tensor, batch: int | None = None) -> Tensor:
+    """Draw the seeds of one call's dropout, int64 `[B, H]`, one for each sequence and head.
+
+    A tensor, so that graphs, checkpoints and compilers see it; drawn like a part of `query [B, Sq, H, D]`, so that it is
+    sharded as that is. For packed sequences, `query [total_q, H, D]`, `batch` is their number.
+    """
+    if batch is not None:
+        return torch.randint(_SEED_END, (batch, query.shape[-2]), dtype=torch.int64, device=query.device)
+    like = query.detach()[:, :1, :, 0].sum(1)  # [B, H], also where there are no positions
+    return torch.randint_like(like, _SEED_END, dtype=torch.int64)
 
 
-def _call(name: str, return_lse: bool, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+def _call(
+    name: str, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], return_lse: bool, return_max: bool
+) -> Tensor | tuple[Tensor, ...]:
     """Call an operator; in plain eager mode its derivative directly, which saves one way through the dispatcher."""
+    arguments = (*tensors, *numbers, return_max)
     directly = autograd.kernels.get(name)
     if directly is not None and autograd.callable_directly(*arguments):
-        out, lse = directly(*arguments)
+        out, lse, _, row_max = directly(*arguments)
     else:
-        out, lse = _OPERATORS[name](*arguments)
-    return (out, lse) if return_lse else out
+        out, lse, _, row_max = _OPERATORS[name](*arguments)
+    if not return_lse and not return_max:
+        return out
+    return (out, *((lse,) if return_lse else ()), *((row_max,) if return_max else ()))

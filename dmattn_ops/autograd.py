@@ -49,18 +49,29 @@ class _Function(_SingleLevelFunction or Function):  # type: ignore[misc]
 
 
 class Differentiable(NamedTuple):
-    """Where the arguments of a forward operator stand that have derivatives, and how all of them lie."""
+    """Where the arguments of a forward operator stand that have derivatives, and what its backward takes of the others."""
 
-    primals: int  # query, key and value, or qkv; the backward operator takes out and lse behind them
-    bias: int
-    layout: ops.Layout
+    primals: int  # query, key and value, or qkv: the first arguments
+    places: tuple[int, ...]  # of primals, bias and sink, among the arguments of the forward
+    signature: ops.Signature
+    shared_numbers: int  # how many numbers, from the first, the backward takes too
 
 
-OPERATORS = {
-    "forward": Differentiable(3, 3, ops.LAYOUTS["forward"]),
-    "qkvpacked_forward": Differentiable(1, 1, ops.LAYOUTS["qkvpacked_forward"]),
-    "varlen_forward": Differentiable(3, 7, ops.LAYOUTS["varlen_forward"]),
-}
+def _differentiable(name: str) -> Differentiable:
+    signature, backward = ops.SIGNATURES[name], ops.SIGNATURES[name.replace("forward", "backward")]
+    primals = tuple(argument for argument in ("query", "key", "value", "qkv") if argument in signature.names)
+    places = tuple(signature.names.index(argument) for argument in (*primals, "bias", "sink"))
+    shared = [argument for argument in signature.names[signature.tensors :] if argument in backward.names]
+    count = len(primals)
+    expected = (
+        *("grad_out", "grad_lse"), *primals, *("out", "lse", "lse_tail"), *signature.names[count : signature.tensors],
+        *shared, *("needs_dbias", "needs_dsink"),
+    )  # fmt: skip
+    assert backward.names == expected, f"the schema of the backward of {name} must follow the forward's"
+    return Differentiable(count, places, signature, len(shared))
+
+
+OPERATORS = {name: _differentiable(name) for name in ("forward", "qkvpacked_forward", "varlen_forward")}
 
 
 def register(library: Library) -> dict[str, _Kernel]:
@@ -87,7 +98,7 @@ def register_public(library: Library) -> None:
         backward_op = getattr(getattr(torch.ops, library.ns), backward_name).default
 
         def setup_context(
-            ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], *, like: Differentiable = of
+            ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, like: Differentiable = of
         ) -> None:
             _save(ctx, like, inputs, output)
 
@@ -95,8 +106,9 @@ def register_public(library: Library) -> None:
             ctx: Any, *grads: Tensor | None, like: Differentiable = of, call: Any = backward_op
         ) -> tuple[Any, ...]:
             needed = ctx.needs_input_grad
-            found = _backward(like, call, ctx.saved_tensors, ctx.numbers, needed[like.bias], *grads)
-            return _placed(like, found, needed[like.bias], len(needed))
+            needs = (needed[like.places[-2]], needed[like.places[-1]])
+            found = _backward(like, call, ctx.saved_tensors, ctx.numbers, needs, *grads[:2])
+            return _placed(like, found, needs, len(needed))
 
         torch.library.register_autograd(f"{library.ns}::{name}", backward, setup_context=setup_context, lib=library)
         torch.library.register_autograd(
@@ -151,10 +163,10 @@ def _usual_keys(device: int) -> frozenset[int]:
 
 def _forward_kernels(name: str, backward_name: str, of: Differentiable) -> tuple[_Kernel, _Kernel]:
     """Return what computes an operator and its derivative for the dispatcher, and without it."""
-    operator, backward_op = _operator(name), _operator(backward_name)
+    backward_op = _operator(backward_name)
     _, backward_directly = _backward_kernels(backward_name)
-    defaults = tuple(argument.default_value for argument in operator._schema.arguments)
-    nothing = (None,) * (of.primals + 3)
+    fill = of.signature.fill
+    nothing = (None,) * (of.primals + 4)
 
     class Attention(_Function):
         """Takes the arguments as one, which autograd does not look into, and again those that have derivatives."""
@@ -162,32 +174,39 @@ def _forward_kernels(name: str, backward_name: str, of: Differentiable) -> tuple
         @staticmethod
         def forward(
             ctx: Any, call: Callable[..., Any], arguments: tuple[Any, ...], *differentiable: Tensor | None
-        ) -> tuple[Tensor, Tensor]:
+        ) -> tuple[Tensor, ...]:
             outputs, ctx.origin = _in_function(call, arguments)
             _save(ctx, of, arguments, outputs)
             return outputs
 
         @staticmethod
-        def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        def backward(
+            ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None
+        ) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors  # once: under checkpointing each access computes them again
-            needs_dbias, origin = ctx.needs_input_grad[-1], ctx.origin
+            needs, origin = tuple(ctx.needs_input_grad[-2:]), ctx.origin
             direct = callable_directly(*saved, grad_out, grad_lse) and _has_memory(grad_out) and _has_memory(grad_lse)
             grads = None
             if direct and origin is not None and grad_out is not None and not _grad_enabled():
-                grads = origin.backward(backward_name, of.primals, grad_out, grad_lse, saved, needs_dbias)
+                grads = origin.backward(backward_name, of.primals, grad_out, grad_lse, saved, needs)
             if grads is None:
                 call = backward_directly if direct else backward_op
-                grads = _backward(of, call, saved, ctx.numbers, needs_dbias, grad_out, grad_lse)
+                grads = _backward(of, call, saved, ctx.numbers, needs, grad_out, grad_lse)
             if grads is None:
                 return nothing
-            return None, None, *grads[:-1], grads[-1] if needs_dbias else None
+            return (
+                None,
+                None,
+                *grads[:-2],
+                *[grad if need else None for grad, need in zip(grads[-2:], needs, strict=True)],
+            )
 
     def computed_by(calls: dict[str, ops.Planned]) -> _Kernel:
         def kernel(*arguments: Any) -> tuple[Tensor, ...]:
-            arguments += defaults[len(arguments) :]
+            arguments = fill(arguments)
             if not _may_need_gradient(arguments):
                 return calls[name](*arguments)[0]
-            return _apply(Attention, calls[name], arguments, *arguments[: of.primals], arguments[of.bias])
+            return _apply(Attention, calls[name], arguments, *[arguments[place] for place in of.places])
 
         return kernel
 
@@ -255,9 +274,12 @@ def _in_function(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return call(*arguments)
 
 
-def _save(ctx: Any, of: Differentiable, arguments: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.numbers = of.layout.split(arguments)
-    ctx.save_for_backward(*tensors, *outputs)
+def _save(ctx: Any, of: Differentiable, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+    tensors, numbers = of.signature.split(arguments)
+    ctx.numbers = numbers[: of.shared_numbers]
+    out, lse, lse_tail, row_max = outputs
+    ctx.save_for_backward(*tensors, out, lse, lse_tail)
+    ctx.mark_non_differentiable(lse_tail, row_max)
     ctx.set_materialize_grads(False)
 
 
@@ -266,28 +288,29 @@ def _backward(
     call: Callable[..., Any],
     saved: tuple[Any, ...],
     numbers: tuple[Any, ...],
-    needs_dbias: bool,
+    needs: tuple[bool, ...],
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
 ) -> tuple[Tensor, ...] | None:
-    """Return the gradients of the primals, and dbias; None where nothing flows."""
+    """Return the gradients of the primals, dbias and dsink; None where nothing flows."""
     if grad_out is None and grad_lse is None:
         return None
-    *tensors, out, lse = saved
-    arguments, primals = of.layout.join(tuple(tensors), numbers), of.primals
+    *tensors, out, lse, lse_tail = saved
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    return call(grad_out, grad_lse, *arguments[:primals], out, lse, *arguments[primals:], needs_dbias)
+    primals, others = tensors[: of.primals], tensors[of.primals :]
+    return call(grad_out, grad_lse, *primals, out, lse, lse_tail, *others, *numbers, *needs)
 
 
 def _placed(
-    of: Differentiable, grads: Sequence[Tensor] | None, needs_dbias: bool, count: int
+    of: Differentiable, grads: Sequence[Tensor] | None, needs: tuple[bool, ...], count: int
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients, the last of them dbias, where their arguments stand among `count`."""
-    if grads is None:
-        return (None,) * count
-    between, after = (None,) * (of.bias - of.primals), (None,) * (count - of.bias - 1)
-    return (*grads[:-1], *between, grads[-1] if needs_dbias else None, *after)
+    """Return gradients of the primals, bias and sink where their arguments stand among `count`."""
+    placed: list[Tensor | None] = [None] * count
+    if grads is not None:
+        for place, grad, need in zip(of.places, grads, (*[True] * of.primals, *needs), strict=True):
+            placed[place] = grad if need else None
+    return tuple(placed)
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Any) -> None:

@@ -13,15 +13,14 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmattn_ops import arch, choose, config, environment, reference, tuning
+from dmattn_ops import arch, choose, config, environment, reference, resolve, sinks, tuning
 from dmattn_ops.arch import Arch
+from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.choose import Choice, Demand
-from dmattn_ops.problem import TILE, Options, Tiles, Varlen
 
 _FORWARD = {
     "hopper": "dmattn_ops.kernels.hopper.forward.launch",
@@ -39,29 +38,6 @@ _BACKWARD = {
 _NEEDS = {"hopper": 90, "hopper256": 90}  # kernels that run on one architecture only
 
 
-class Call(NamedTuple):
-    """What forward and backward are asked alike, and what a kernel may refuse."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    tiles: Tiles
-    seed: Tensor | None
-    varlen: Varlen | None
-    options: Options
-
-    @property
-    def demand(self) -> Demand:
-        """The numbers that the choice depends on; variable lengths count as their upper bounds."""
-        *batch, seqlen_q, heads, dim = self.query.shape
-        size, seqlen_k = batch[0] if batch else 1, self.key.shape[-3]
-        if self.varlen is not None:
-            size = self.varlen.cu_seqlens_q.shape[0] - 1
-            seqlen_q, seqlen_k = self.varlen.max_seqlen_q, self.varlen.max_seqlen_k
-        return Demand(size, heads, seqlen_q, seqlen_k, dim, self.value.shape[-1], self.query.element_size())
-
-
 @cache
 def cpu_kernels() -> str:
     """Return which kernels a CPU has: native where the extension was built, else reference, with one warning."""
@@ -77,7 +53,8 @@ def cpu_kernels() -> str:
     return "reference"
 
 
-def _chosen(direction: str, call: Call, on: Arch | None, tuned: bool) -> Choice:
+def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = True, needs_max: bool = False) -> Choice:
+    """Return the row that a launch uses, with all the configurations that it offers, or the one of the user's cache."""
     rows, kernels = (config.FORWARD, _FORWARD) if direction == "forward" else (config.BACKWARD, _BACKWARD)
     if not call.query.is_cuda and on is None:
         return Choice(None, config.CPU[cpu_kernels()], ())
@@ -92,7 +69,7 @@ def _chosen(direction: str, call: Call, on: Arch | None, tuned: bool) -> Choice:
             launcher = import_module(kernels[kernel])
         except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may have another one
             return [f"needs another Triton: {error}"]
-        return launcher.refusals(*call)
+        return launcher.refusals(call, needs_max) if direction == "forward" else launcher.refusals(call)
 
     choice = choose.choose(rows, on or arch.current(call.query.device), call.demand, refusals)
     if choice.row.kernel == "reference":
@@ -100,7 +77,7 @@ def _chosen(direction: str, call: Call, on: Arch | None, tuned: bool) -> Choice:
     if not (tuned and call.query.is_cuda and choice.arch is not None and tuning.entries()):
         return choice
     place = tuning.place(call.query.device, choice.arch)
-    masked = call.tiles.row_tiles is not None
+    masked = call.mask.row_tiles is not None
     return tuning.tuned(choice, direction, call.demand, masked, call.options.deterministic, place)
 
 
@@ -113,102 +90,62 @@ def _warn_legacy(on: Arch, width: int, itemsize: int) -> None:
     )
 
 
-def forward_choice(call: Call, on: Arch | None = None, tuned: bool = True) -> Choice:
-    """Return the row that a forward launch uses, on the call's own architecture or as `on` would.
+def forward_choice(call: Call, result: Result, on: Arch | None = None, tuned: bool = True) -> Choice:
+    """Return the row that a forward launch uses, with the configuration that it runs, on the call's own architecture or as `on`.
 
     With `tuned`, a configuration from the user's cache takes the place of the row's own where there is one.
     """
-    return _chosen("forward", call, on, tuned)
+    choice = offered("forward", call, on, tuned, result.row_max is not None)
+    return _with_config(choice, resolve.forward_config(choice.row.config, call, result))
 
 
-def backward_choice(call: Call, on: Arch | None = None, tuned: bool = True) -> Choice:
-    """Return the row that a backward launch uses, on the call's own architecture or as `on` would.
+def backward_choice(call: Call, saved: Saved, grads: Gradients, on: Arch | None = None, tuned: bool = True) -> Choice:
+    """Return the row that a backward launch uses, with the configuration that it runs, on the call's own architecture or as `on`.
 
     With `tuned`, a configuration from the user's cache takes the place of the row's own where there is one.
     """
-    return _chosen("backward", call, on, tuned)
+    choice = offered("backward", call, on, tuned)
+    return _with_config(choice, resolve.backward_config(choice.row.config, call, saved, grads))
 
 
-def as_run(choice: Choice, call: Call) -> Choice:
-    """Return a choice with the blocks that its launcher takes for a call, of those that its row offers."""
-    blocks: config.Config = choice.row.config
-    if isinstance(blocks, (config.PortableForward, config.PortableBackward)):
-        from dmattn_ops.kernels.portable.arguments import is_pairwise, rows_are_aligned
-
-        aligned = rows_are_aligned(call.query, call.key, call.value)
-        pairwise = is_pairwise(call.bias, call.options)
-        if isinstance(blocks, config.PortableForward):
-            blocks = blocks.for_call(aligned, pairwise, call.demand.seqlen_q)
-        else:
-            blocks = blocks.for_call(aligned, pairwise)
-    elif isinstance(blocks, config.HopperForward) and (call.tiles.row_tiles is not None or call.bias is not None):
-        blocks = replace(blocks, block_m=TILE)
-    elif isinstance(blocks, config.HopperBackward) and call.options.softcap != 0.0:
-        blocks = replace(blocks, variant="two_phase")
-    return choice._replace(row=replace(choice.row, config=blocks))
+def _with_config(choice: Choice, made: config.Config) -> Choice:
+    if made is choice.row.config:
+        return choice
+    return choice._replace(row=replace(choice.row, config=made))
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Write out and lse."""
-    if query.numel() == 0 or key.numel() == 0:
-        out.zero_()
-        lse.fill_(-math.inf)
+def forward(call: Call, result: Result) -> None:
+    """Write out, lse, lse_tail and, where it is asked for, row_max."""
+    if call.query.numel() == 0 or call.key.numel() == 0:
+        result.out.zero_()
+        result.lse_tail.zero_()
+        for statistic in (result.lse, result.row_max):
+            if statistic is not None:
+                statistic.fill_(-math.inf)
         return
-    call = Call(query, key, value, bias, tiles, seed, varlen, options)
-    tuning.record(*call)
-    row = forward_choice(call).row
-    launch = _launcher(_FORWARD[row.kernel]).forward
-    if row.takes_config:
-        launch(*call, out, lse, row.config)
-    else:
-        launch(*call, out, lse)
+    tuning.record(call)
+    choice = forward_choice(call, result)
+    _launcher(_FORWARD[choice.row.kernel]).forward(call, result, choice.row.config)
+    if call.sink is not None:
+        sinks.take_share(call.sink, result)
 
 
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor | None,
-) -> None:
-    """Write dq, dk, dv and, where it is given, dbias."""
-    if query.numel() == 0 or key.numel() == 0:
-        for gradient in (dq, dk, dv) if dbias is None else (dq, dk, dv, dbias):
-            gradient.zero_()
+def backward(call: Call, saved: Saved, grads: Gradients, dsink: Tensor | None) -> None:
+    """Write dq, dk, dv and, where they are given, dbias and dsink."""
+    if call.query.numel() == 0 or call.key.numel() == 0:
+        for gradient in (grads.dq, grads.dk, grads.dv, grads.dbias, dsink):
+            if gradient is not None:
+                gradient.zero_()
         return
-    call = Call(query, key, value, bias, tiles, seed, varlen, options)
-    tuning.record(*call)
-    choice = backward_choice(call)
+    tuning.record(call)
+    if call.sink is not None:
+        if dsink is not None:
+            sinks.gradient(call, saved, grads.grad_out, dsink)
+        saved, grads = sinks.with_share(call.sink, saved, grads)
+    choice = backward_choice(call, saved, grads)
     if environment.profiles_backward():
-        sys.stderr.write(profile_line(as_run(choice, call), call.demand) + "\n")
-    arguments = (grad_out, grad_lse, query, key, value, out, lse, bias, tiles, seed, varlen, options, dq, dk, dv, dbias)
-    launch = _launcher(_BACKWARD[choice.row.kernel]).backward
-    if choice.row.takes_config:
-        launch(*arguments, choice.row.config)
-    else:
-        launch(*arguments)
+        sys.stderr.write(profile_line(choice, call.demand) + "\n")
+    _launcher(_BACKWARD[choice.row.kernel]).backward(call, saved, grads, choice.row.config)
 
 
 def profile_line(choice: Choice, demand: Demand) -> str:
@@ -266,3 +203,24 @@ def launcher(direction: str, kernel: str) -> ModuleType:
 @cache
 def _launcher(module: str) -> ModuleType:
     return import_module(module)
+
+
+def lifetimes(
+    scores: Tensor,
+    documents: Tensor | None,
+    keep: int,
+    keep_first: int,
+    keep_last: int,
+    is_causal: bool,
+    start: Tensor,
+    end: Tensor,
+) -> None:
+    """Write which queries see each key of a dynamic mask: `start <= i < end`."""
+    module = "dmattn_ops.selection.reference"
+    if scores.numel() == 0:
+        return
+    if scores.is_cuda and arch.physical(scores.device).sm >= config.OLDEST_TRITON:
+        module = "dmattn_ops.kernels.selection.launch"
+    elif not scores.is_cuda and cpu_kernels() == "native":
+        module = "dmattn_ops.native"
+    _launcher(module).lifetimes(scores, documents, keep, keep_first, keep_last, is_causal, start, end)

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from dmattn_ops import api, dispatch, masks, resources, validation
+from dmattn_ops import api, dispatch, masks, meta, resources, validation
 from dmattn_ops import arch as architectures
+from dmattn_ops.bands import CausalFrom, Window
+from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.choose import Choice
-from dmattn_ops.masks import CausalFrom, TileMask, Window
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles
+from dmattn_ops.problem import UNBOUNDED, Mask, plain_options
 from dmattn_ops.resources import Usage
+from dmattn_ops.tile_mask import TileMask
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,9 @@ def explain(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
+    return_max: bool = False,
     arch: str | None = None,
 ) -> Explanation:
     """Tell which kernels and configurations `flash_dmattn_func` would use for these arguments, and why. Runs no attention.
@@ -90,33 +95,48 @@ def explain(
     validation.dense_tensors(query, key, value, bias)
     (batch, seqlen_q, heads, dim), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
-    limits, (scale, softcap, dropout_p) = api.read_numbers(seqlen_q, seqlen_k, *given)
+    band, (scale, softcap, dropout_p) = api.read_numbers(*given)
     api.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
-    tiles, lo, hi = masks.resolve(mask, *limits, seqlen_q, seqlen_k)
-    scale = dim**-0.5 if scale is None else scale
-    options = Options(lo, hi, scale, softcap, dropout_p, api.switches(deterministic, return_lse))
-    call = dispatch.Call(query, key, value, bias, tiles, None, None, options)
+    parts, lo, hi = masks.resolve(mask, band, seqlen_q, seqlen_k)
+    same_bits = api.switches(deterministic, return_lse, return_max)
+    options = plain_options(
+        dim**-0.5 if scale is None else scale, lo, hi, softcap=softcap, dropout_p=dropout_p, deterministic=same_bits
+    )
+    call = Call(query, key, value, bias, parts, sink, None, None, options)
     on = architectures.parse(arch, "arch") if arch is not None else architectures.forced()
+    result, saved, grads = _tensors(call, return_max)
     return Explanation(
-        _launch("forward", dispatch.forward_choice(call, on), call),
-        _launch("backward", dispatch.backward_choice(call, on), call),
-        _mask_text(tiles),
+        _launch("forward", dispatch.forward_choice(call, result, on), call),
+        _launch("backward", dispatch.backward_choice(call, saved, grads, on), call),
+        _mask_text(parts),
         _band_text(lo, hi),
     )
 
 
-def _launch(direction: str, choice: Choice, call: dispatch.Call) -> Launch:
-    row, ran = choice.row, dispatch.as_run(choice, call)
-    found, swept = _resources(direction, ran, call)
+def _tensors(call: Call, needs_max: bool) -> tuple[Result, Saved, Gradients]:
+    """Return what a launch would be given besides the call, without memory, laid out as the operators allocate it."""
+    query, key, value, bias = (
+        None if tensor is None else tensor.to("meta") for tensor in (call.query, call.key, call.value, call.bias)
+    )
+    assert query is not None and key is not None and value is not None
+    out, lse, lse_tail, row_max = meta.forward_outputs(query, value, needs_max)
+    dq, dk, dv, dbias, _ = meta.backward_outputs(query, key, value, bias, None)
+    grads = Gradients(torch.empty_like(out), None, dq, dk, dv, None if bias is None else dbias)
+    return Result(out, lse, lse_tail, row_max if needs_max else None), Saved(out, lse, lse_tail), grads
+
+
+def _launch(direction: str, choice: Choice, call: Call) -> Launch:
+    row = choice.row
+    found, swept = _resources(direction, choice, call)
     passed_over: dict[str, tuple[str, ...]] = {}
     for other, reason in choice.passed_over:
         passed_over[reason] = (*passed_over.get(reason, ()), other.name)
     return Launch(
-        ran.label,
+        choice.label,
         row.kernel,
         row.tier,
         str(choice.arch or "CPU"),
-        dict(resources.settings(ran.row.config)),
+        dict(resources.settings(row.config)),
         found,
         swept,
         row.evidence,
@@ -124,12 +144,12 @@ def _launch(direction: str, choice: Choice, call: dispatch.Call) -> Launch:
     )
 
 
-def _resources(direction: str, choice: Choice, call: dispatch.Call) -> tuple[dict[str, Usage] | None, str]:
+def _resources(direction: str, choice: Choice, call: Call) -> tuple[dict[str, Usage] | None, str]:
     """Return what the kernels of a launch take, as the table nearest to the installed Triton has it, and what that is."""
     version = resources.nearest_version(_triton_version())
     if choice.arch is None or version is None:
         return None, ""
-    wanted = resources.specialization(*call)
+    wanted = resources.specialization(call)
     found = resources.usage(choice.row, direction, call.demand.width, wanted, version)
     return found, f"{resources.swept_as(choice.row, direction, call.demand.width, wanted)}, triton {version}"
 
@@ -150,12 +170,13 @@ def _usage_text(usage: Usage) -> str:
     )
 
 
-def _mask_text(tiles: Tiles) -> str:
-    if tiles.row_bits is not None:
-        return "listed 128 x 128 tiles; full ones without a test, partial ones by bits"
-    if tiles.k_segments is not None:
-        return "listed 128 x 128 tiles; full ones without a test, partial ones by segment ids and band"
-    return "none: the tiles inside the band, without lists"
+def _mask_text(mask: Mask) -> str:
+    return {
+        "bits": "listed 128 x 128 tiles; full ones without a test, partial ones by bits",
+        "segments": "listed 128 x 128 tiles; full ones without a test, partial ones by segment ids and band",
+        "intervals": "an interval of queries for each key; tiles outside of the intervals of their keys are passed over",
+        "none": "none: the tiles inside the band, without lists",
+    }[mask.kind]
 
 
 def _band_text(lo: int, hi: int) -> str:

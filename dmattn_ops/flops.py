@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from dmattn_ops import ops
-from dmattn_ops.problem import UNBOUNDED
+from dmattn_ops.bands import shifted
 
 _COUNTER = "torch.utils.flop_counter"
 
@@ -35,73 +36,44 @@ def _pairs_up_to(seqlen_q: int, seqlen_k: int, limit: int) -> int:
     return rising * (first + limit + 1) + rising * (rising - 1) // 2 + (seqlen_q - whole) * seqlen_k
 
 
-def _dense_pairs(query: torch.Size, key: torch.Size, call: tuple[Any, ...]) -> int:
-    options = ops.read_call(call, query[-1]).options
-    return query[0] * query[2] * visible_pairs(query[1], key[1], options.band_lo, options.band_hi)
+def _count(name: str, arguments: tuple[Any, ...]) -> int:
+    """Return the operations of a call of the operator `name`, whose tensors are shapes."""
+    read = ops.SIGNATURES[name].read(arguments)
+    if name.startswith("qkvpacked"):
+        query = key = value = (*read.qkv[:2], *read.qkv[3:])
+    else:
+        query, key, value = read.query, read.key, read.value
+    pairs = _varlen_pairs(query, key, read) if name.startswith("varlen") else _dense_pairs(query, key, read)
+    dim, dim_v = query[-1], value[-1]
+    return 2 * pairs * (3 * dim + 2 * dim_v if name.endswith("backward") else dim + dim_v)
 
 
-def _varlen_pairs(query: torch.Size, key: torch.Size, lengths: tuple[Any, ...], call: tuple[Any, ...]) -> int:
+def _dense_pairs(query: Any, key: Any, read: Any) -> int:
+    pairs = visible_pairs(query[1], key[1], read.band_lo, read.band_hi)
+    if read.at_most is not None:
+        pairs = min(pairs, query[1] * read.at_most)
+    return query[0] * query[2] * pairs
+
+
+def _varlen_pairs(query: Any, key: Any, read: Any) -> int:
     """Bound the pairs of packed sequences, whose lengths lie on the device, by what the longest allow."""
-    offsets, _, longest_q, longest_k = lengths
-    read = ops.read_varlen_call(call, query[-1])
+    longest_q, longest_k = read.max_seqlen_q, read.max_seqlen_k
     diagonal = 0 if read.top_left else longest_k - longest_q
-    band = (_shifted(limit, diagonal) for limit in (read.options.band_lo, read.options.band_hi))
-    longest = (offsets[0] - 1) * visible_pairs(longest_q, longest_k, *band)
+    band = (shifted(limit, diagonal) for limit in (read.band_lo, read.band_hi))
+    longest = (read.cu_seqlens_q[0] - 1) * visible_pairs(longest_q, longest_k, *band)
     return query[1] * min(longest, query[0] * longest_k, key[0] * longest_q)
 
 
-def _shifted(limit: int, by: int) -> int:
-    return limit if abs(limit) == UNBOUNDED else limit + by
+def _formula(name: str) -> Callable[..., int]:
+    def formula(*arguments: Any, **_: Any) -> int:
+        return _count(name, arguments)
+
+    formula.__name__ = name
+    formula.__doc__ = f"Count the products of `torch.ops.dmattn.{name}`: two of a forward, five of a backward."
+    return formula
 
 
-def forward(query: Any, key: Any, value: Any, bias: Any = None, *call: Any, **_: Any) -> int:
-    """Count the products `query key` and `probabilities value`, of shapes `[B, S, heads, D]`."""
-    return 2 * _dense_pairs(query, key, call) * (query[-1] + value[-1])
-
-
-def backward(
-    grad_out: Any,
-    grad_lse: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    lse: Any,
-    bias: Any = None,
-    *call: Any,
-    **_: Any,
-) -> int:
-    """Count five products: scores again, dP, dq, dk and dv."""
-    return 2 * _dense_pairs(query, key, call) * (3 * query[-1] + 2 * value[-1])
-
-
-def qkvpacked_forward(qkv: Any, bias: Any = None, *call: Any, **_: Any) -> int:
-    """Count as `forward` does, for a shape `[B, S, 3, H, D]`."""
-    query = (*qkv[:2], *qkv[3:])
-    return forward(query, query, query, bias, *call)
-
-
-def qkvpacked_backward(
-    grad_out: Any, grad_lse: Any, qkv: Any, out: Any, lse: Any, bias: Any = None, *call: Any, **_: Any
-) -> int:
-    """Count as `backward` does, for a shape `[B, S, 3, H, D]`."""
-    query = (*qkv[:2], *qkv[3:])
-    return backward(grad_out, grad_lse, query, query, query, out, lse, bias, *call)
-
-
-def varlen_forward(query: Any, key: Any, value: Any, *rest: Any, **_: Any) -> int:
-    """Count as `forward` does, an upper bound for shapes `[total, heads, D]`."""
-    return 2 * _varlen_pairs(query, key, rest[:4], rest[5:]) * (query[-1] + value[-1])
-
-
-def varlen_backward(
-    grad_out: Any, grad_lse: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *rest: Any, **_: Any
-) -> int:
-    """Count as `backward` does, an upper bound for shapes `[total, heads, D]`."""
-    return 2 * _varlen_pairs(query, key, rest[:4], rest[5:]) * (3 * query[-1] + 2 * value[-1])
-
-
-FORMULAS = (forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward)
+FORMULAS = tuple(_formula(name) for name in ops.SCHEMAS if name.endswith(("forward", "backward")))
 
 
 def register() -> None:

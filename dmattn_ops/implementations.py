@@ -1,6 +1,6 @@
 """The operators on real tensors: read, refuse and allocate as the fakes do, then launch. The same for CPU and CUDA.
 
-Parameters are those of the schemas in `ops.py`, in their order; `call` is what follows bias there.
+Every operator here takes the arguments of the schema of its name (`ops.SCHEMAS`); defaults at the end may be left out.
 """
 
 from __future__ import annotations
@@ -13,173 +13,115 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import dispatch, meta, ops, plans, validation
+from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.meta import fakes
-from dmattn_ops.problem import UNBOUNDED, Tiles, Varlen
+from dmattn_ops.problem import Mask
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *call: Any) -> tuple[Tensor, Tensor]:
-    """Compute out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`."""
-    read = fakes.dense_call(query, key, value, bias, call)
-    out, lse = meta.forward_outputs(query, value)
-    _forward(query, key, value, bias, read, None, out, lse)
-    return out, lse
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute out, lse, lse_tail and row_max of a dense call."""
+    call, read = fakes.dense_call("forward", arguments)
+    return _forward(call, read.needs_max)
 
 
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None = None,
-    *call: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute dq, dk, dv and dbias (empty without needs_dbias)."""
-    read = fakes.dense_call(query, key, value, bias, call)
-    fakes.check_dense_gradients(grad_out, grad_lse, query, value, out, lse)
-    grads = meta.backward_outputs(query, key, value, bias, read.needs_dbias)
-    _backward(grad_out, grad_lse, query, key, value, out, lse, bias, read, None, grads)
-    return grads
+def backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute dq, dk, dv, dbias and dsink of a dense call."""
+    call, read = fakes.dense_call("backward", arguments)
+    return _backward(call, read)
 
 
-def qkvpacked_forward(qkv: Tensor, bias: Tensor | None = None, *call: Any) -> tuple[Tensor, Tensor]:
-    """Compute out `[B, S, H, D]` and lse `[B, H, S]` for qkv `[B, S, 3, H, D]`."""
-    validation.packed_qkv(qkv)
-    query, key, value = _rows(qkv).unbind(2)
-    read = fakes.dense_call(query, key, value, bias, call)
-    out, lse = meta.qkvpacked_forward_outputs(qkv)
-    _forward(query, key, value, bias, read, None, out, lse)
-    return out, lse
+def qkvpacked_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute out, lse, lse_tail and row_max for qkv `[B, S, 3, H, D]`."""
+    call, read = fakes.dense_call("qkvpacked_forward", arguments)
+    return _forward(call, read.needs_max)
 
 
-def qkvpacked_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    qkv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None = None,
-    *call: Any,
-) -> tuple[Tensor, Tensor]:
-    """Compute dqkv, in one buffer, and dbias (empty without needs_dbias)."""
-    validation.packed_qkv(qkv)
-    query, key, value = _rows(qkv).unbind(2)
-    read = fakes.dense_call(query, key, value, bias, call)
-    fakes.check_dense_gradients(grad_out, grad_lse, query, value, out, lse)
-    dqkv, dbias = meta.qkvpacked_backward_outputs(qkv, bias, read.needs_dbias)
-    dq, dk, dv = dqkv.unbind(2)
-    _backward(grad_out, grad_lse, query, key, value, out, lse, bias, read, None, (dq, dk, dv, dbias))
-    return dqkv, dbias
+def qkvpacked_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute dqkv, in one buffer, dbias and dsink."""
+    call, read = fakes.dense_call("qkvpacked_backward", arguments)
+    outputs = meta.qkvpacked_backward_outputs(read.qkv, *_asked(call, read))
+    _launch_backward(call, read, (*outputs[0].unbind(2), *outputs[1:]))
+    return outputs
 
 
-def varlen_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    bias: Tensor | None = None,
-    *call: Any,
-) -> tuple[Tensor, Tensor]:
-    """Compute out `[total_q, H, Dv]` and lse `[H, total_q]`."""
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    varlen, read = _varlen_call(query, key, value, lengths, bias, call)
-    out, lse = meta.varlen_forward_outputs(query, value)
-    _forward(query, key, value, bias, read, varlen, out, lse)
-    return out, lse
+def varlen_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute out, lse, lse_tail and row_max of packed sequences."""
+    call, read = _varlen_call("varlen_forward", arguments)
+    return _forward(call, read.needs_max)
 
 
-def varlen_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    bias: Tensor | None = None,
-    *call: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute dq, dk, dv and dbias (empty without needs_dbias)."""
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    varlen, read = _varlen_call(query, key, value, lengths, bias, call)
-    fakes.check_varlen_gradients(grad_out, grad_lse, query, value, out, lse)
-    grads = meta.backward_outputs(query, key, value, bias, read.needs_dbias)
-    _backward(grad_out, grad_lse, query, key, value, out, lse, bias, read, varlen, grads)
-    return grads
+def varlen_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute dq, dk, dv, dbias and dsink of packed sequences."""
+    call, read = _varlen_call("varlen_backward", arguments)
+    return _backward(call, read)
 
 
-def pack_mask(
-    mask: Tensor,
-    q_segments: Tensor | None,
-    k_segments: Tensor | None,
-    seqlen_q: int,
-    band_lo: int = -UNBOUNDED,
-    band_hi: int = UNBOUNDED,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def pack_mask(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute row_tiles, col_tiles, row_bits and col_bits of a mask `[Bm, Hm, Sq or 1, Sk]` and segments."""
-    outputs = fakes.pack_mask(mask, q_segments, k_segments, seqlen_q, band_lo, band_hi)
+    outputs = fakes.pack_mask(*arguments)
+    mask, q_segments, k_segments, *numbers = ops.SIGNATURES["pack_mask"].fill(arguments)
     q_segments, k_segments = _contiguous(q_segments), _contiguous(k_segments)
-    _launch(mask, dispatch.pack_mask, mask, q_segments, k_segments, seqlen_q, band_lo, band_hi, *outputs)
+    _launch(mask, dispatch.pack_mask, mask, q_segments, k_segments, *numbers, *outputs)
     return outputs
 
 
-def list_tiles(
-    q_segments: Tensor | None,
-    k_segments: Tensor,
-    seqlen_q: int,
-    band_lo: int = -UNBOUNDED,
-    band_hi: int = UNBOUNDED,
-) -> tuple[Tensor, Tensor]:
+def list_tiles(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute row_tiles and col_tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]`."""
-    outputs = fakes.list_tiles(q_segments, k_segments, seqlen_q, band_lo, band_hi)
-    q_segments, k_segments = _contiguous(q_segments), k_segments.contiguous()
-    _launch(k_segments, dispatch.list_tiles, q_segments, k_segments, seqlen_q, band_lo, band_hi, *outputs)
+    outputs = fakes.list_tiles(*arguments)
+    q_segments, k_segments, *numbers = ops.SIGNATURES["list_tiles"].fill(arguments)
+    _launch(
+        k_segments, dispatch.list_tiles, _contiguous(q_segments), k_segments.contiguous(), *numbers, *outputs
+    )  # fmt: skip
     return outputs
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    read: ops.Call,
-    varlen: Varlen | None,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    query, key, value, bias = _rows(query), _rows(key), _rows(value), bias if bias is None else _rows(bias)
-    arguments = (query, key, value, bias, _tiles(read), read.seed, varlen, read.options, out, lse)
-    _launch(query, dispatch.forward, *arguments)
+def key_lifetimes(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute start and end of the queries that see each key, from scores `[B|1, Hm, S]`."""
+    outputs = fakes.key_lifetimes(*arguments)
+    scores, documents, *numbers = ops.SIGNATURES["key_lifetimes"].fill(arguments)
+    _launch(scores, dispatch.lifetimes, _rows(scores), _contiguous(documents), *numbers, *outputs)
+    return outputs
 
 
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    read: ops.Call,
-    varlen: Varlen | None,
-    grads: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    dq, dk, dv, dbias = grads
-    grad_out, query, key, value, out, lse = map(_rows, (grad_out, query, key, value, out, lse))
-    grad_lse, bias = (tensor if tensor is None else _rows(tensor) for tensor in (grad_lse, bias))
-    saved = (grad_out, grad_lse, query, key, value, out, lse, bias)
-    grads_or_none = (dq, dk, dv, dbias if bias is not None and read.needs_dbias else None)
-    _launch(query, dispatch.backward, *saved, _tiles(read), read.seed, varlen, read.options, *grads_or_none)
+def _forward(call: Call, needs_max: bool) -> tuple[Tensor, ...]:
+    outputs = meta.forward_outputs(call.query, call.value, needs_max)
+    out, lse, lse_tail, row_max = outputs
+    _launch(
+        call.query, dispatch.forward, _for_kernels(call), Result(out, lse, lse_tail, row_max if needs_max else None)
+    )
+    return outputs
+
+
+def _backward(call: Call, read: Any) -> tuple[Tensor, ...]:
+    outputs = meta.backward_outputs(call.query, call.key, call.value, *_asked(call, read))
+    _launch_backward(call, read, outputs)
+    return outputs
+
+
+def _launch_backward(call: Call, read: Any, outputs: tuple[Tensor, ...]) -> None:
+    """Launch a backward; `outputs` are dq, dk, dv, dbias and dsink, the last two empty where they are not asked for."""
+    dq, dk, dv, dbias, dsink = outputs
+    of_bias, of_sink = _asked(call, read)
+    saved = Saved(_rows(read.out), _rows(read.lse), _rows(read.lse_tail))
+    grad_lse = None if read.grad_lse is None else _rows(read.grad_lse)
+    grads = Gradients(_rows(read.grad_out), grad_lse, dq, dk, dv, None if of_bias is None else dbias)
+    _launch(call.query, dispatch.backward, _for_kernels(call), saved, grads, None if of_sink is None else dsink)
+
+
+def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return the bias and the sink whose gradients are asked for."""
+    return call.bias if read.needs_dbias else None, call.sink if read.needs_dsink else None
+
+
+def _for_kernels(call: Call) -> Call:
+    """Return a call whose tensors kernels can walk: contiguous last dimensions, and masks without strides of their own."""
+    query, key, value = _rows(call.query), _rows(call.key), _rows(call.value)
+    bias = call.bias if call.bias is None else _rows(call.bias)
+    mask = Mask(*[_contiguous(part) for part in call.mask[:-1]], call.mask.at_most)
+    sink = call.sink if call.sink is None else call.sink.contiguous()
+    return call._replace(
+        query=query, key=key, value=value, bias=bias, mask=mask, sink=sink, seed=_contiguous(call.seed)
+    )
 
 
 def _launch(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
@@ -201,26 +143,18 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None else tensor.contiguous()
 
 
-def _varlen_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: tuple[Tensor, Tensor, int, int],
-    bias: Tensor | None,
-    call: tuple[Any, ...],
-) -> tuple[Varlen, ops.Call]:
-    varlen, read = fakes.varlen_call(query, key, value, lengths, bias, call)
-    if not query.is_cuda:
-        validation.offset_values(query, key, varlen)
-    offsets = varlen.cu_seqlens_q.contiguous(), varlen.cu_seqlens_k.contiguous()
-    return varlen._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1]), read
-
-
-def _tiles(read: ops.Call) -> Tiles:
-    """Return the mask as kernels read it; that of variable lengths as segments `[1, Hm, total_k]`: 0 keep, -1 drop."""
-    if read.mask is None:
-        return Tiles(*map(_contiguous, read.tiles))
-    return Tiles(k_segments=(read.mask.contiguous() != 0).to(torch.int32).sub_(1).unsqueeze(0))
+def _varlen_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
+    """Read a packed call; its mask of keys becomes segments `[1, Hm, total_k]`: 0 keep, -1 drop."""
+    call, read = fakes.varlen_call(name, arguments)
+    assert call.varlen is not None
+    if not call.query.is_cuda:
+        validation.offset_values(call.query, call.key, call.varlen)
+    offsets = call.varlen.cu_seqlens_q.contiguous(), call.varlen.cu_seqlens_k.contiguous()
+    varlen = call.varlen._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
+    mask = call.mask
+    if read.mask is not None:
+        mask = Mask(k_segments=(read.mask.contiguous() != 0).to(torch.int32).sub_(1).unsqueeze(0))
+    return call._replace(varlen=varlen, mask=mask), read
 
 
 def _below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,8 +171,9 @@ def _below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
     return below
 
 
-_OPERATORS: tuple[Callable[..., Any], ...] = (
-    forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles
-)  # fmt: skip
-for _operator in _OPERATORS:
-    ops.implement(_operator.__name__, plans.planned(_below_autograd(_operator), ops.LAYOUTS[_operator.__name__]))
+for _operator in (
+    forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
+    key_lifetimes,
+):  # fmt: skip
+    _name = _operator.__name__
+    ops.implement(_name, plans.planned(_below_autograd(_operator), ops.SIGNATURES[_name]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops.problem import HEADER, TILE, WORD_BITS, Tiles
+from dmattn_ops.problem import HEADER, TILE, WORD_BITS, Mask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2  # classes of a tile
 
@@ -34,8 +34,11 @@ def classify(keep: Tensor) -> Tensor:
     return (visible > 0).long() + (visible == TILE * TILE).long()
 
 
-def lists_from_classes(classes: Tensor, capacity: int) -> Tensor:
-    """Return the lists `[..., rows, 4 + capacity]` of a map of classes `[..., rows, columns]`."""
+def lists_from_classes(classes: Tensor, records: int, capacity: int) -> Tensor:
+    """Return the lists `[..., records, 4 + capacity]` of a map of classes `[..., rows, columns]`; rows that lack are empty."""
+    classes = torch.nn.functional.pad(
+        classes, (0, max(0, capacity - classes.shape[-1]), 0, records - classes.shape[-2])
+    )
     partial, full = (classes == PARTIAL).sum(-1), (classes == FULL).sum(-1)
     ranked = torch.argsort(partial + full, dim=-1, descending=True, stable=True)
     order = torch.where(classes == EMPTY, FULL + 1, classes)  # partial tiles, then full ones, then the rest
@@ -66,22 +69,49 @@ def segments_mask(q_segments: Tensor | None, k_segments: Tensor) -> Tensor:
     return keys == 0 if q_segments is None else q_segments[:, None, :, None] == keys
 
 
-def dense(tiles: Tiles, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return the mask that `tiles` stand for, bool `[Bm, Hm, Sq, Sk]`; a tile is what its list says it is."""
+def intervals_mask(mask: Mask, seqlen_q: int) -> Tensor:
+    """Return where intervals show keys `[Bm, Hm, Sk]` to queries: bool `[Bm, Hm, Sq, Sk]`."""
+    assert mask.start is not None and mask.end is not None
+    rows = torch.arange(seqlen_q, device=mask.start.device).unsqueeze(-1)
+    keep = (rows >= mask.start.unsqueeze(-2)) & (rows < mask.end.unsqueeze(-2))
+    if mask.hidden_from is not None and mask.hidden_to is not None:
+        keep = keep & ~((rows >= mask.hidden_from.unsqueeze(-2)) & (rows < mask.hidden_to.unsqueeze(-2)))
+    return keep
+
+
+def interval_tiles(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return which tiles the hulls of intervals and the band let kernels visit, bool `[Bm, Hm, nQ, nK]`.
+
+    The hull of a tile of keys goes from the first query that sees one of them to the last.
+    """
+    assert mask.start is not None and mask.end is not None
+    seen = mask.start < mask.end
+    low, _ = _tile_ranges(torch.where(seen, mask.start, seqlen_q))
+    _, high = _tile_ranges(torch.where(seen, mask.end, 0))
+    q_first, q_last = (end.unsqueeze(-1) for end in _tile_ends(seqlen_q, mask.start.device))
+    k_first, k_last = _tile_ends(seqlen_k, mask.start.device)
+    inside = (k_last - q_first >= band_lo) & (k_first - q_last <= band_hi)
+    return inside & (q_last >= low.unsqueeze(-2)) & (q_first < high.unsqueeze(-2))
+
+
+def dense(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return the mask as bool `[Bm, Hm, Sq, Sk]`; a tile is what its list says it is."""
+    if mask.start is not None:
+        return intervals_mask(mask, seqlen_q) & band_mask(band_lo, band_hi, seqlen_q, seqlen_k, mask.start.device)
     partial = None
-    if tiles.k_segments is not None:
-        band = band_mask(band_lo, band_hi, seqlen_q, seqlen_k, tiles.k_segments.device)
-        partial = segments_mask(tiles.q_segments, tiles.k_segments) & band
-    elif tiles.row_bits is not None:
-        rows, columns = (torch.arange(size, device=tiles.row_bits.device) for size in (seqlen_q, seqlen_k))
-        words = tiles.row_bits[..., rows.unsqueeze(-1), columns // WORD_BITS]
+    if mask.k_segments is not None:
+        band = band_mask(band_lo, band_hi, seqlen_q, seqlen_k, mask.k_segments.device)
+        partial = segments_mask(mask.q_segments, mask.k_segments) & band
+    elif mask.row_bits is not None:
+        rows, columns = (torch.arange(size, device=mask.row_bits.device) for size in (seqlen_q, seqlen_k))
+        words = mask.row_bits[..., rows.unsqueeze(-1), columns // WORD_BITS]
         partial = (words >> (columns % WORD_BITS).to(torch.int32) & 1).bool()
     if partial is None:
-        raise ValueError("tiles must hold bits or segments")
-    if tiles.row_tiles is None:
+        raise ValueError("a mask must hold bits, segments or intervals")
+    if mask.row_tiles is None:
         return partial
     rows, columns = (torch.arange(size, device=partial.device) // TILE for size in (seqlen_q, seqlen_k))
-    classes = classes_from_lists(tiles.row_tiles, (seqlen_k + TILE - 1) // TILE)[..., rows.unsqueeze(-1), columns]
+    classes = classes_from_lists(mask.row_tiles, (seqlen_k + TILE - 1) // TILE)[..., rows.unsqueeze(-1), columns]
     return (classes == FULL) | ((classes == PARTIAL) & partial)
 
 
@@ -119,3 +149,23 @@ def _tile_ends(seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the first and the last position of each tile: two `[nS]`."""
     first = torch.arange((seqlen + TILE - 1) // TILE, device=device) * TILE
     return first, (first + TILE - 1).clamp(max=seqlen - 1)
+
+
+def runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first position and the end of the run of equal neighbours that each of `ids [B, S]` lies in, int32."""
+    seqlen = ids.shape[-1]
+    place = torch.arange(seqlen, dtype=torch.int32, device=ids.device).expand(ids.shape)
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    first = torch.where(begins, place, 0).cummax(-1).values
+    ends = torch.ones_like(begins)
+    ends[:, :-1] = begins[:, 1:]
+    last = torch.where(ends, place + 1, seqlen).flip(-1).cummin(-1).values.flip(-1)
+    return first, last
+
+
+def is_one_run_each(ids: Tensor) -> bool:
+    """Return whether no id of `[B, S]` returns after another one. Reads the ids on the host."""
+    ordered = ids.sort(-1).values
+    distinct = (ordered[:, 1:] != ordered[:, :-1]).sum(-1)
+    return bool(((ids[:, 1:] != ids[:, :-1]).sum(-1) == distinct).all())

@@ -1,99 +1,38 @@
-"""Masks made once and used by many calls: `prepare_mask` and what it returns."""
+"""Masks from what users have: `prepare_mask`, `dynamic_mask`, and what a call makes of a plain tensor."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from dmattn_ops import layout, ops, validation
-from dmattn_ops.meta import list_capacity
-from dmattn_ops.problem import TILE, UNBOUNDED, Tiles
+from dmattn_ops import layout, validation
+from dmattn_ops.bands import Band, CausalFrom, Window, band_of, shifted
+from dmattn_ops.meta import list_capacity, tile_records
+from dmattn_ops.problem import NO_MASK, TILE, Mask
+from dmattn_ops.tile_mask import Segments, TileMask, from_dense, from_intervals, from_segments, lengths_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-CausalFrom = Literal["bottom_right", "top_left"]
-Window = tuple[int | None, int | None]
-_Segments = tuple[Tensor | None, Tensor | None]  # of queries and keys
-
 _NARROW_INTEGERS = (torch.uint8, torch.int8, torch.int16)  # twice any of these fits int32
 _INTEGERS = (*_NARROW_INTEGERS, torch.int32, torch.int64)
 _CHUNK = 1 << 24  # elements of a BlockMask that are evaluated at a time: 16 MiB of bool and a few times that in between
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class TileMask:
-    """A mask of `[Bm, Hm, Sq, Sk]` in the form that kernels read; made by `prepare_mask`, never modified.
-
-    `row_tiles` and `col_tiles` list the 128 x 128 tiles in which something is visible. What is visible inside them say
-    either `row_bits` and `col_bits` or `q_segments`, `k_segments` and the band (`i + band_lo <= j <= i + band_hi`).
-    Registered as a pytree: it may be an argument or a result of compiled and exported functions.
-    """
-
-    row_tiles: Tensor
-    col_tiles: Tensor
-    row_bits: Tensor | None
-    col_bits: Tensor | None
-    q_segments: Tensor | None
-    k_segments: Tensor | None
-    seqlen_q: int
-    seqlen_k: int
-    band_lo: int
-    band_hi: int
-
-    @property
-    def tiles(self) -> Tiles:
-        """The tensors as the operators take them."""
-        return Tiles(self.row_tiles, self.col_tiles, self.row_bits, self.col_bits, self.q_segments, self.k_segments)
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """`(Bm, Hm, Sq, Sk)`: `Bm` and `Hm` are 1 where the mask is the same for all."""
-        return (self.row_tiles.shape[0], self.row_tiles.shape[1], self.seqlen_q, self.seqlen_k)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors lie."""
-        return self.row_tiles.device
-
-    @property
-    def nbytes(self) -> int:
-        """The memory that the tensors take."""
-        return sum(tensor.nbytes for tensor in self.tiles if tensor is not None)
-
-    def density(self) -> Tensor:
-        """Return the share of the 128 x 128 tiles that kernels visit, a float32 scalar on the mask's device."""
-        batch, heads, rows, _ = self.row_tiles.shape
-        listed = self.row_tiles[..., 1:3].sum(dtype=torch.float32)
-        return listed / max(1, batch * heads * rows * self.col_tiles.shape[2])
-
-    def to_dense(self) -> Tensor:
-        """Return the mask as bool `[Bm, Hm, Sq, Sk]`."""
-        return layout.dense(self.tiles, self.band_lo, self.band_hi, self.seqlen_q, self.seqlen_k)
-
-    def __repr__(self) -> str:
-        kind = "segments" if self.row_bits is None else "bits"
-        band = ""
-        if self.band_lo > -UNBOUNDED or self.band_hi < UNBOUNDED:
-            ends = ("" if abs(end) == UNBOUNDED else f"{end:+d}" for end in (self.band_lo, self.band_hi))
-            band = ", band=[{}..{}]".format(*ends)
-        return (
-            f"TileMask(shape={tuple(self.shape)}, kind={kind}{band}, device={str(self.device)!r}, nbytes={self.nbytes})"
-        )
-
-
-torch.export.register_dataclass(TileMask, serialized_type_name="dmattn_ops.TileMask")
+Documents = Tensor | tuple[Tensor, Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 def prepare_mask(
     mask: Tensor | BlockMask | None = None,
     *,
-    documents: Tensor | None = None,
+    documents: Documents | None = None,
+    intervals: Pair | None = None,
+    hidden: Pair | None = None,
+    at_most: int | None = None,
     seqlen_q: int | None = None,
     is_causal: bool = False,
     causal_from: CausalFrom = "bottom_right",
@@ -101,18 +40,25 @@ def prepare_mask(
 ) -> TileMask:
     """Do the work of a mask once, to use it for many layers, forward and backward.
 
-    A key is visible where all conditions given here hold, and those that a call adds. Nothing is read on the host.
+    A key is visible where all conditions given here hold, and those that a call adds. Nothing is read on the host, unless
+    documents stand beside intervals on the CPU.
 
     Args:
-        mask: `[B|1, H|Hkv|1, Sq|1, Sk]` or, for padding, `[B|1, Sk]`: bool (True keeps) or any numeric dtype (non-zero
-            keeps: an additive mask of 0 and -inf is a `bias`, not a `mask`); or a `BlockMask` of flex_attention, whose
-            `mask_mod` is evaluated here. Not differentiable. A mask without a query dimension takes O(S) memory
-            for ids and, without a window, `S^2 / 2048` bytes for lists of tiles.
-        documents: integer ids `[B|1, S]` in any order, for `Sq == Sk == S`: a query sees keys of its own document only.
-            Offsets `cu_seqlens` become ids by `torch.bucketize(torch.arange(S), cu_seqlens[1:], right=True)[None]`, with
-            which a call on `[1, S, H, D]` computes what `flash_dmattn_varlen_func` does on `[S, H, D]`. Lists of tiles
-            take `S^2 / 2048` bytes (8 MiB at 131072) without a window, and `O(S)` with one: documents of at most `L`
-            keys may add `window_size=(L - 1, L - 1)`, which hides nothing.
+        mask: `[B|1, H|Hkv|1, Sq|1, Sk]` or, for padding, `[B|1, Sk]`: bool (True keeps) or an integer dtype (non-zero
+            keeps); or a `BlockMask` of flex_attention, whose `mask_mod` is evaluated here. Not differentiable. A mask
+            without a query dimension takes O(S) memory for ids and, without a window, `S^2 / 2048` bytes for lists of
+            tiles.
+        documents: integer ids `[B|1, S]` in any order, for `Sq == Sk == S`, or a pair of ids (of queries `[B|1, Sq]`, of
+            keys `[B|1, Sk]`): a query sees keys of its own document only. Offsets `cu_seqlens` become ids by
+            `torch.bucketize(torch.arange(S), cu_seqlens[1:], right=True)[None]`, with which a call on `[1, S, H, D]`
+            computes what `flash_dmattn_varlen_func` does on `[S, H, D]`. Lists of tiles take `S^2 / 2048` bytes (8 MiB at
+            131072) without a window, and `O(S)` with one: documents of at most `L` keys may add
+            `window_size=(L - 1, L - 1)`, which hides nothing.
+        intervals: `(start, end)`, int32 `[B|1, H|Hkv|1, Sk]` each: query `i` sees key `j` iff `start <= i < end`;
+            `start >= end` hides the key. Takes O(S) memory and needs `seqlen_q`.
+        hidden: `(from_, to)`, like `intervals`, which it needs: query `i` does not see key `j` where `from_ <= i < to`.
+        at_most: a promise that no query sees more keys of a head, after everything that is given here: keys may then be
+            packed (see `dynamic_mask`). A broken promise raises on the CPU; on a GPU the queries concerned get NaN.
         seqlen_q: `Sq`, only where neither the mask nor the documents tell it.
         is_causal, causal_from, window_size: as in `flash_dmattn_func`.
 
@@ -121,60 +67,120 @@ def prepare_mask(
         TypeError: for types and dtypes.
     """
     validation.visibility(is_causal, causal_from, window_size)
-    seqlen_q, seqlen_k = _lengths(mask, documents, seqlen_q)
-    limits = band(is_causal, causal_from, window_size, seqlen_q, seqlen_k)
     if isinstance(mask, Tensor):
-        return _from_tensor(_narrowed(mask), documents, seqlen_q, limits)
+        validation.keep_mask(mask)
+    _check_intervals(intervals, hidden, at_most)
+    seqlen_q, seqlen_k = _lengths(mask, documents, intervals, seqlen_q)
+    band = band_of(is_causal, causal_from, window_size)
+    if intervals is not None:
+        return _with_intervals(intervals, hidden, at_most, mask, documents, seqlen_q, band)
+    if isinstance(mask, Tensor):
+        return _from_tensor(_narrowed(mask), documents, seqlen_q, band)
     segments = _segments(documents, None)
     if mask is not None:
-        return _from_block_mask(mask, segments, limits)
-    return _from_segments(segments, seqlen_q, seqlen_k, limits)
+        return _from_block_mask(mask, segments, band)
+    return from_segments(segments, seqlen_q, seqlen_k, band)
 
 
-def resolve(
-    mask: Tensor | TileMask | None, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int
-) -> tuple[Tiles, int, int]:
-    """Return the tiles and the band that the operators take, for the mask and the band `band(...)` of one call.
+def dynamic_mask(
+    scores: Tensor,
+    keep: int,
+    *,
+    keep_first: int = 0,
+    keep_last: int = 0,
+    documents: Tensor | None = None,
+    is_causal: bool = True,
+    queries: tuple[int, int] | None = None,
+) -> TileMask:
+    """Return the mask in which each query sees the keys with the best scores of its prefix: dynamic mask attention.
+
+    Query `i` sees key `j` iff `j <= i` and at least one of: `j` is among the `keep` best keys of `0 .. i`;
+    `i - j < keep_last`; `j < keep_first`. The last two are beside the budget of `keep`, and the keys that they show count among
+    the best as any other. Of equal scores the earlier key is better; -0 equals 0; NaNs are equal to each other and worse
+    than everything. Selection is exact, runs on the device of `scores` and reads nothing on the host; the mask takes O(S)
+    memory, and attention under it costs what is kept. Source: Shi et al., arXiv 2508.02124.
+
+    Not differentiable: to train the scores, pass them as `bias` as well.
+
+    Args:
+        scores: `[B|1, H|Hkv|1, S]`, any floating dtype, compared in float32 (float64 as it is); for self-attention.
+        keep: how many of the best keys a query sees; `keep >= S` hides nothing beyond causality and documents.
+        keep_first: how many keys at the start of its document a query sees in any case.
+        keep_last: how many keys, up to its own, a query sees in any case.
+        documents: integer ids `[B|1, S]`, each document one contiguous run: prefix and first keys are those of the query's
+            own document, and others are never seen. An id that returns later raises on the CPU, and is a new document on
+            a GPU.
+        is_causal: if False, every query sees the `keep` best and the `keep_first` first keys of its document.
+        queries: `(start, stop)`: return the mask of these queries alone, as `.queries(start, stop)` would.
+
+    Raises:
+        ValueError: for shapes, negative numbers, and `keep_last` without a causal condition.
+        TypeError: for types and dtypes.
+    """
+    validation.tensors(scores=scores)
+    validation.flags(is_causal=is_causal)
+    validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
+    validation.selection(scores, documents, keep, keep_first, keep_last, is_causal)
+    if documents is not None:
+        validation.require_dtype("documents", documents, *_INTEGERS)
+        if not documents.is_cuda and not is_compiling():
+            validation.contiguous_runs("documents", documents)
+    start, end = torch.ops.dmattn.key_lifetimes(scores.detach(), documents, keep, keep_first, keep_last, is_causal)
+    at_most = keep + keep_first + keep_last
+    made = from_intervals((start, end), None, at_most, scores.shape[-1])
+    return made if queries is None else made.queries(*queries)
+
+
+def resolve(mask: Tensor | TileMask | None, band: Band, seqlen_q: int, seqlen_k: int) -> tuple[Mask, int, int]:
+    """Return the mask and the band that the operators take, for the mask and the band of one call.
 
     A plain mask `[B|1, H|Hkv|1, Sq|1, Sk]` is prepared with the band folded in. A prepared one is used as it is, unless
-    the call adds a condition: then it is listed (segments) or packed (bits) again.
+    the call adds a condition: then it is listed (segments) or packed (bits) again; intervals take any band.
     """
     if mask is None:
-        return ops.NO_TILES, band_lo, band_hi
+        return NO_MASK, *band.limits(seqlen_q, seqlen_k)
     if isinstance(mask, Tensor):
-        mask = _from_tensor(_narrowed(mask), None, seqlen_q, (band_lo, band_hi))
+        mask = _from_tensor(_narrowed(mask), None, seqlen_q, band)
     elif isinstance(mask, TileMask):
-        if mask.seqlen_q != seqlen_q or mask.seqlen_k != seqlen_k:
-            raise ValueError(
-                f"mask must be prepared for query length {seqlen_q} and key length {seqlen_k}, "
-                f"got {mask.seqlen_q} and {mask.seqlen_k}"
-            )
-        mask = _refined(mask, band_lo, band_hi)
+        validation.mask_lengths(mask.seqlen_q, mask.seqlen_k, seqlen_q, seqlen_k)
+        mask = mask.also(band)
     else:
         raise TypeError(f"mask must be a 4-D tensor or come from prepare_mask, got {type(mask).__name__}")
-    return mask.tiles, mask.band_lo, mask.band_hi
+    return mask.mask, *mask.band.limits(seqlen_q, seqlen_k)
 
 
-def band(
-    is_causal: bool, causal_from: CausalFrom, window_size: Window, seqlen_q: int, seqlen_k: int
+def _check_intervals(intervals: Pair | None, hidden: Pair | None, at_most: int | None) -> None:
+    """Refuse intervals that are not pairs of int32 `[B|1, Hm, Sk]`."""
+    if hidden is not None and intervals is None:
+        raise ValueError("hidden needs intervals, got None")
+    if at_most is not None:
+        validation.integers(at_most=at_most)
+        if intervals is None:
+            raise ValueError("at_most needs intervals, got None")
+        if type(at_most) is int and at_most < 0:
+            raise ValueError(f"at_most must not be negative, got {at_most}")
+    for name, pair in (("intervals", intervals), ("hidden", hidden)):
+        if pair is None:
+            continue
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"{name} must be a pair of tensors, got {type(pair).__name__}")
+        ends = ("start", "end") if name == "intervals" else ("from_", "to")
+        for end, part in zip(ends, pair, strict=True):
+            validation.tensors(**{end: part})
+            validation.require_rank(f"{end} of {name}", part, 3)
+            validation.require_dtype(f"{end} of {name}", part, torch.int32)
+            assert intervals is not None
+            validation.require_shape(f"{end} of {name}", part, tuple(intervals[0].shape))
+            validation.require_device(f"{end} of {name}", part, intervals[0].device)
+
+
+def _lengths(
+    mask: Tensor | BlockMask | None, documents: Documents | None, intervals: Pair | None, seqlen_q: int | None
 ) -> tuple[int, int]:
-    """Return the band: key `j` is visible to query `i` iff `i + band_lo <= j <= i + band_hi`."""
-    left, right = window_size
-    diagonal = seqlen_k - seqlen_q if causal_from == "bottom_right" else 0
-    if is_causal:
-        right = 0
-    band_lo = -UNBOUNDED if left is None else max(-UNBOUNDED, min(UNBOUNDED, diagonal - left))
-    band_hi = UNBOUNDED if right is None else max(-UNBOUNDED, min(UNBOUNDED, diagonal + right))
-    return band_lo, band_hi
-
-
-def _lengths(mask: Tensor | BlockMask | None, documents: Tensor | None, seqlen_q: int | None) -> tuple[int, int]:
     """Return Sq and Sk; refuse shapes and types that do not fit each other."""
-    if documents is not None:
-        validation.tensors(documents=documents)
-        validation.require_rank("documents", documents, 2)
-        validation.require_dtype("documents", documents, *_INTEGERS)
-    known_q: int | None = None if documents is None else documents.shape[1]
+    of_queries, of_keys = _document_ids(documents)
+    known_q: int | None = None if of_queries is None else of_queries.shape[1]
+    known_k: int | None = None if of_keys is None else of_keys.shape[1]
     if isinstance(mask, Tensor):
         known_q, seqlen_k = _tensor_lengths(mask, known_q)
     elif mask is not None:
@@ -183,19 +189,16 @@ def _lengths(mask: Tensor | BlockMask | None, documents: Tensor | None, seqlen_q
         if not isinstance(mask, BlockMask):
             raise TypeError(f"mask must be a tensor, a BlockMask or None, got {type(mask).__name__}")
         known_q, seqlen_k = mask.shape[-2:]
-    elif documents is not None:
-        seqlen_k = documents.shape[1]
+    elif known_k is not None:
+        seqlen_k = known_k
+    elif intervals is not None:
+        seqlen_k = intervals[0].shape[-1]
     else:
         raise ValueError("prepare_mask needs a mask or documents; causal and window conditions alone need no mask")
-    if isinstance(mask, Tensor) and documents is not None:
-        validation.require_device("documents", documents, mask.device)
-        if mask.shape[0] != documents.shape[0] and mask.shape[0] != 1 and documents.shape[0] != 1:
-            raise ValueError(f"documents must have shape ({mask.shape[0]}|1, {seqlen_k}), got {tuple(documents.shape)}")
-    if documents is not None and seqlen_k != documents.shape[1]:
-        raise ValueError(f"documents must have shape (B|1, {seqlen_k}), got {tuple(documents.shape)}")
-    if documents is not None and known_q != seqlen_k:
+    _fitting_documents(mask, of_queries, of_keys, known_q, seqlen_k)
+    if intervals is not None and intervals[0].shape[-1] != seqlen_k:
         raise ValueError(
-            f"mask must have as many queries as keys where documents are given, got {known_q} and {seqlen_k}"
+            f"intervals must have {seqlen_k} keys as the mask or the documents have, got {intervals[0].shape[-1]}"
         )
     if known_q is None:
         if seqlen_q is None:
@@ -210,6 +213,46 @@ def _lengths(mask: Tensor | BlockMask | None, documents: Tensor | None, seqlen_q
     return known_q, seqlen_k
 
 
+def _document_ids(documents: Documents | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the ids of queries and of keys, `[B|1, S]`."""
+    if documents is None:
+        return None, None
+    pair = documents if isinstance(documents, (tuple, list)) else (documents, documents)
+    if len(pair) != 2:
+        raise TypeError(f"documents must be ids or a pair of ids, got {len(pair)} of them")
+    for ids in pair:
+        validation.tensors(documents=ids)
+        validation.require_rank("documents", ids, 2)
+        validation.require_dtype("documents", ids, *_INTEGERS)
+    validation.require_device("documents", pair[1], pair[0].device)
+    return pair[0], pair[1]
+
+
+def _fitting_documents(
+    mask: Tensor | BlockMask | None,
+    of_queries: Tensor | None,
+    of_keys: Tensor | None,
+    known_q: int | None,
+    seqlen_k: int,
+) -> None:
+    """Refuse ids that do not fit the mask beside them."""
+    if of_queries is None or of_keys is None:
+        return
+    if isinstance(mask, Tensor):
+        validation.require_device("documents", of_keys, mask.device)
+        batches = {mask.shape[0], of_queries.shape[0], of_keys.shape[0]} - {1}
+        if len(batches) > 1:
+            raise ValueError(f"documents must have shape ({mask.shape[0]}|1, {seqlen_k}), got {tuple(of_keys.shape)}")
+    if seqlen_k != of_keys.shape[1]:
+        raise ValueError(f"documents must have shape (B|1, {seqlen_k}), got {tuple(of_keys.shape)}")
+    if known_q != of_queries.shape[1]:
+        raise ValueError(
+            f"mask must have as many queries as documents has, got {known_q} and {of_queries.shape[1]}"
+            if of_queries is not of_keys
+            else f"mask must have as many queries as keys where documents are given, got {known_q} and {seqlen_k}"
+        )
+
+
 def _tensor_lengths(mask: Tensor, known_q: int | None) -> tuple[int | None, int]:
     """Return Sq, where mask or documents tell it, and Sk of a mask `[B|1, Hm, Sq|1, Sk]` or `[B|1, Sk]`."""
     if mask.dim() == 2:
@@ -221,66 +264,86 @@ def _tensor_lengths(mask: Tensor, known_q: int | None) -> tuple[int | None, int]
 
 def _narrowed(mask: Tensor) -> Tensor:
     """Cut expanded dimensions back to 1, so that what they repeat is read once."""
-    mask = mask != 0 if mask.is_complex() else mask.detach()
     for dim in range(mask.dim() - 1):
         if mask.shape[dim] > 1 and mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
     return mask
 
 
-def _from_tensor(mask: Tensor, documents: Tensor | None, seqlen_q: int, limits: tuple[int, int]) -> TileMask:
+def _from_tensor(mask: Tensor, documents: Documents | None, seqlen_q: int, band: Band) -> TileMask:
     """Prepare a mask `[B|1, Hm, Sq|1, Sk]` or `[B|1, Sk]`, and documents."""
     if mask.dim() == 2:
         mask = mask[:, None, None, :]
     if mask.shape[2] == 1:
-        return _from_segments(_segments(documents, mask.squeeze(2) != 0), seqlen_q, mask.shape[3], limits)
-    return _from_dense(mask, _segments(documents, None), seqlen_q, limits)
+        return from_segments(_segments(documents, mask.squeeze(2) != 0), seqlen_q, mask.shape[3], band)
+    return from_dense(mask, _segments(documents, None), seqlen_q, band)
 
 
-def _from_dense(mask: Tensor, segments: _Segments, seqlen_q: int, limits: tuple[int, int]) -> TileMask:
-    """Pack a mask `[Bm, Hm, Sq, Sk]`, with segments and band folded in."""
-    row_tiles, col_tiles, row_bits, col_bits = torch.ops.dmattn.pack_mask(mask, *segments, seqlen_q, *limits)
-    return TileMask(row_tiles, col_tiles, row_bits, col_bits, None, None, seqlen_q, mask.shape[-1], *limits)
+def _with_intervals(
+    intervals: Pair,
+    hidden: Pair | None,
+    at_most: int | None,
+    mask: Tensor | BlockMask | None,
+    documents: Documents | None,
+    seqlen_q: int,
+    band: Band,
+) -> TileMask:
+    """Prepare intervals and what stands beside them: alone they stay intervals, with ids or a mask they become bits."""
+    made = from_intervals(intervals, hidden, at_most, seqlen_q, band)
+    if mask is None and documents is None:
+        return made
+    if mask is None and isinstance(documents, Tensor) and not documents.is_cuda and not is_compiling():
+        clipped = _clipped_to_runs(intervals, documents)
+        if clipped is not None:
+            return from_intervals(clipped, hidden, at_most, seqlen_q, band)
+    keep = made.to_dense()
+    if mask is None:
+        return from_dense(keep, _segments(documents, None), seqlen_q, band)
+    return from_dense(
+        keep & prepare_mask(mask, documents=documents, seqlen_q=seqlen_q).to_dense(), (None, None), seqlen_q, band
+    )
 
 
-def _from_segments(segments: _Segments, seqlen_q: int, seqlen_k: int, limits: tuple[int, int]) -> TileMask:
-    """List the tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]` inside the band."""
-    row_tiles, col_tiles = torch.ops.dmattn.list_tiles(*segments, seqlen_q, *limits)
-    return TileMask(row_tiles, col_tiles, None, None, *segments, seqlen_q, seqlen_k, *limits)
+def _clipped_to_runs(intervals: Pair, documents: Tensor) -> Pair | None:
+    """Return intervals that end with the document of their key, or None where an id returns later. Reads the ids."""
+    first, last = layout.runs(documents)
+    if not layout.is_one_run_each(documents):
+        return None
+    start, end = torch.broadcast_tensors(*intervals)
+    start = torch.maximum(start, first.unsqueeze(1))
+    return start, torch.minimum(end.expand_as(start), last.unsqueeze(1))
 
 
-def lies_inside(mask: TileMask, band_lo: int, band_hi: int) -> bool:
-    """Return whether a band hides nothing more of a mask (`1 - Sq <= j - i <= Sk - 1` always)."""
-    return band_lo <= max(mask.band_lo, 1 - mask.seqlen_q) and band_hi >= min(mask.band_hi, mask.seqlen_k - 1)
-
-
-def _refined(mask: TileMask, band_lo: int, band_hi: int) -> TileMask:
-    """Return `mask` with a band added; the same one if that hides nothing more."""
-    if lies_inside(mask, band_lo, band_hi):
-        return mask
-    limits = max(band_lo, mask.band_lo), min(band_hi, mask.band_hi)
-    if mask.k_segments is not None:
-        return _from_segments((mask.q_segments, mask.k_segments), mask.seqlen_q, mask.seqlen_k, limits)
-    return _from_dense(mask.to_dense(), (None, None), mask.seqlen_q, limits)
-
-
-def _segments(documents: Tensor | None, keep: Tensor | None) -> _Segments:
-    """Return int32 segments `[B|1, S]` of queries and `[B|1, Hm, S]` of keys; `keep` is bool `[B|1, Hm, S]`.
+def _segments(documents: Documents | None, keep: Tensor | None) -> Segments:
+    """Return int32 segments `[B|1, Sq]` of queries and `[B|1, Hm, Sk]` of keys; `keep` is bool `[B|1, Hm, Sk]`.
 
     With both, a dropped key gets an odd number next to its own document's even one: no query has it, and the range of
     numbers in a tile of keys stays that of its documents. Both are contiguous, whatever they come from.
     """
-    documents = documents if documents is None else documents.contiguous()
     keep = keep if keep is None else keep.contiguous()
     if documents is None:
         return None, None if keep is None else keep.to(torch.int32) - 1
-    if documents.dtype in _NARROW_INTEGERS or (keep is None and documents.dtype == torch.int32):
-        numbers = documents.to(torch.int32, copy=True)
-    else:
-        numbers = _ranks(documents)
+    of_queries, of_keys = _numbered(documents, keep is not None)
     if keep is None:
-        return numbers, numbers.unsqueeze(1).clone()
-    return 2 * numbers, 2 * numbers.unsqueeze(1) + (~keep).to(torch.int32)
+        return of_queries, of_keys.unsqueeze(1).clone()
+    return 2 * of_queries, 2 * of_keys.unsqueeze(1) + (~keep).to(torch.int32)
+
+
+def _numbered(documents: Documents, doubled: bool) -> tuple[Tensor, Tensor]:
+    """Return ids `[B|1, Sq]` and `[B|1, Sk]` as int32 numbers, small enough to be `doubled`."""
+    of_queries, of_keys = documents if isinstance(documents, (tuple, list)) else (documents, documents)
+    narrow = all(
+        ids.dtype in _NARROW_INTEGERS or (not doubled and ids.dtype == torch.int32) for ids in (of_queries, of_keys)
+    )
+    if narrow:
+        return tuple(ids.to(torch.int32, copy=True).contiguous() for ids in (of_queries, of_keys))  # type: ignore[return-value]
+    if of_queries is of_keys:
+        numbers = _ranks(of_keys.contiguous())
+        return numbers, numbers
+    batch = max(of_queries.shape[0], of_keys.shape[0])
+    both = torch.cat([ids.to(torch.int64).expand(batch, -1) for ids in (of_queries, of_keys)], dim=1)
+    ranks = _ranks(both)
+    return ranks[:, : of_queries.shape[1]].contiguous(), ranks[:, of_queries.shape[1] :].contiguous()
 
 
 def _ranks(ids: Tensor) -> Tensor:
@@ -292,31 +355,39 @@ def _ranks(ids: Tensor) -> Tensor:
     return torch.zeros_like(numbers).scatter(-1, order, numbers)
 
 
-def _from_block_mask(mask: BlockMask, segments: _Segments, limits: tuple[int, int]) -> TileMask:
+def _from_block_mask(mask: BlockMask, segments: Segments, band: Band) -> TileMask:
     """Evaluate a BlockMask in chunks of query tiles, and join what each chunk packs into."""
     *leading, seqlen_q, seqlen_k = mask.shape
+    limits = band.limits(seqlen_q, seqlen_k)
     rows = TILE * max(1, _CHUNK // (TILE * max(1, math.prod(leading) * seqlen_k)))
     visible = _visible_in_blocks(mask)
     chunks = []
     for start in range(0, max(seqlen_q, 1), rows):
         stop = min(start + rows, seqlen_q)
         queries = None if segments[0] is None else segments[0][:, start:stop]
-        shifted = (_shift(limit, start) for limit in limits)
-        chunks.append(torch.ops.dmattn.pack_mask(visible(start, stop), queries, segments[1], stop - start, *shifted))
+        moved = (shifted(limit, start) for limit in limits)
+        chunks.append(torch.ops.dmattn.pack_mask(visible(start, stop), queries, segments[1], stop - start, *moved))
     row_tiles, _, row_bits, col_bits = zip(*chunks, strict=True)
     columns = (seqlen_k + TILE - 1) // TILE
-    classes = torch.cat([layout.classes_from_lists(lists, columns) for lists in row_tiles], dim=-2)
+    pieces = [layout.classes_from_lists(lists, columns) for lists in row_tiles]
+    tiles = [-(-(min(start + rows, seqlen_q) - start) // TILE) for start in range(0, max(seqlen_q, 1), rows)]
+    classes = torch.cat([piece[..., :count, :] for piece, count in zip(pieces, tiles, strict=True)], dim=-2)
     return TileMask(
-        layout.lists_from_classes(classes, list_capacity(columns, *limits)),
-        layout.lists_from_classes(classes.transpose(-1, -2), list_capacity(classes.shape[-2], *limits)),
+        _lists(classes, seqlen_q, columns, limits),
+        _lists(classes.transpose(-1, -2), seqlen_k, classes.shape[-2], limits),
         torch.cat(row_bits, dim=-2),
         torch.cat(col_bits, dim=-1),
+        *(None,) * 6,
+        lengths_of(row_bits[0], seqlen_q, seqlen_k),
         None,
-        None,
-        seqlen_q,
-        seqlen_k,
-        *limits,
+        *band,
     )
+
+
+def _lists(classes: Tensor, seqlen: int, columns: int, limits: tuple[int, int]) -> Tensor:
+    """Return the lists of `seqlen` positions whose tiles see `columns` tiles of the other side, by their classes."""
+    capacity = list_capacity(max(2, columns), *limits)
+    return layout.lists_from_classes(classes, tile_records(seqlen), capacity)
 
 
 def _visible_in_blocks(mask: BlockMask) -> Callable[[int, int], Tensor]:
@@ -351,8 +422,3 @@ def _listed_blocks(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     target = torch.where(slot < counts.unsqueeze(-1), indices, columns).long()
     listed = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
     return listed.scatter(-1, target, True)[..., :columns]
-
-
-def _shift(limit: int, by: int) -> int:
-    """Move a limit of the band to queries that begin at `by`."""
-    return limit if abs(limit) == UNBOUNDED else limit + by

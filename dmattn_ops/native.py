@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import pathlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmattn_ops.problem import Options, Tiles, Varlen, dropout_threshold
+from dmattn_ops.call import Call, Gradients, Result, Saved
+from dmattn_ops.problem import dropout_scale, dropout_threshold
 
 
 def available() -> bool:
@@ -46,57 +48,27 @@ def _require() -> None:
         raise NotImplementedError(message)
 
 
-def _shared(
-    bias: Tensor | None, tiles: Tiles, seed: Tensor | None, varlen: Varlen | None, options: Options
-) -> tuple[object, ...]:
+def _shared(call: Call) -> tuple[object, ...]:
     """Return what forward and backward pass on alike, in the order of the schema in `csrc/cpu/library.cpp`."""
-    cu_seqlens_q, cu_seqlens_k, top_left = (None, None, False) if varlen is None else (varlen[0], varlen[1], varlen[4])
-    dropout = (options.dropout_p, dropout_threshold(options.dropout_p))
-    band = (options.band_lo, options.band_hi)
-    scores = (options.softmax_scale, options.softcap)
-    return (bias, *tiles, seed, cu_seqlens_q, cu_seqlens_k, top_left, *band, *scores, *dropout)
+    options, varlen = call.options, call.varlen
+    offsets = (None, None, False) if varlen is None else (varlen.cu_seqlens_q, varlen.cu_seqlens_k, varlen.top_left)
+    return (
+        *(call.query, call.key, call.value, call.bias, *call.mask, call.seed, *offsets),
+        *(options.band_lo, options.band_hi, options.q_origin, options.k_origin, options.softmax_scale, options.softcap),
+        *(dropout_threshold(options.dropout_p), dropout_scale(options.dropout_p)),
+    )
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]` (or `[total_q, H, Dv]` and `[H, total_q]`)."""
+def forward(call: Call, result: Result, config: Any) -> None:
+    """Write out, lse, lse_tail and, where it is asked for, row_max."""
     _require()
-    shared = _shared(bias, tiles, seed, varlen, options)
-    torch.ops.dmattn_native.forward(query, key, value, *shared, out, lse)
+    torch.ops.dmattn_native.forward(*_shared(call), *result)
 
 
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor | None,
-) -> None:
+def backward(call: Call, saved: Saved, grads: Gradients, config: Any) -> None:
     """Write dq, dk, dv and, where it is given, dbias, each with its input's shape."""
     _require()
-    shared = _shared(bias, tiles, seed, varlen, options)
-    torch.ops.dmattn_native.backward(grad_out, grad_lse, query, key, value, out, lse, *shared, dq, dk, dv, dbias)
+    torch.ops.dmattn_native.backward(*_shared(call), *saved, *grads)
 
 
 def pack_mask(

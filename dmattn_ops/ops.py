@@ -1,40 +1,60 @@
-"""The operators `torch.ops.dmattn.*`: the only place that holds a schema. What arguments mean: `problem.py`."""
+"""The operators `torch.ops.dmattn.*`: the only place that holds a schema. What arguments mean: `problem.py`, `call.py`.
+
+In every schema the tensors come first and the numbers behind them, and every argument has a name that means the same in
+all of them. Where an argument stands is read from the schema (`SIGNATURES`), never counted. Later versions append
+arguments with defaults: a program exported by an earlier one must load.
+"""
 
 from __future__ import annotations
 
+from ast import literal_eval
+from collections import namedtuple
 from collections.abc import Callable
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles
+from dmattn_ops.problem import MASK_TENSORS, UNBOUNDED, Mask, Options
 
-MASK = ", ".join(f"Tensor? {name}=None" for name in Tiles._fields)
-BAND = f"SymInt band_lo={-UNBOUNDED}, SymInt band_hi={UNBOUNDED}"
-SCALARS = "float? softmax_scale=None, float softcap=0.0, float dropout_p=0.0, bool deterministic=False"
-CALL = f"{MASK}, Tensor? seed=None, {BAND}, {SCALARS}"
+
+def _optional(*names: str) -> str:
+    return ", ".join(f"Tensor? {name}=None" for name in names)
+
+
 QKV = "Tensor query, Tensor key, Tensor value"
-LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
-VARLEN_CALL = f"Tensor? bias=None, Tensor? mask=None, Tensor? seed=None, bool top_left=False, {BAND}, {SCALARS}"
-SAVED = "Tensor out, Tensor lse"
+SAVED = "Tensor out, Tensor lse, Tensor lse_tail"
 GRADS = "Tensor grad_out, Tensor? grad_lse"
+OFFSETS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
+BAND = f"SymInt band_lo={-UNBOUNDED}, SymInt band_hi={UNBOUNDED}"
+ORIGINS = "SymInt q_origin=0, SymInt k_origin=0"
+SCALARS = "float? softmax_scale=None, float softcap=0.0, float dropout_p=0.0, bool deterministic=False"
+DENSE_TENSORS = _optional("bias", *MASK_TENSORS, "sink", "seed")
+DENSE_NUMBERS = f"{BAND}, {ORIGINS}, SymInt? at_most=None, {SCALARS}"
+VARLEN_TENSORS = (
+    f"{OFFSETS}, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? seed"  # no defaults before numbers without
+)
+VARLEN_NUMBERS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {BAND}, {ORIGINS}, bool top_left=False, {SCALARS}"
+MAX = "bool needs_max=False"
+NEEDS = "bool needs_dbias=False, bool needs_dsink=False"
+OUTPUTS = "(Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)"
+QKV_GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
+LISTS = "Tensor row_tiles, Tensor col_tiles"
 
 SCHEMAS = {
-    "forward": f"({QKV}, Tensor? bias=None, {CALL}) -> (Tensor out, Tensor lse)",
-    "backward": f"({GRADS}, {QKV}, {SAVED}, Tensor? bias=None, {CALL}, bool needs_dbias=False)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
-    "qkvpacked_forward": f"(Tensor qkv, Tensor? bias=None, {CALL}) -> (Tensor out, Tensor lse)",
-    "qkvpacked_backward": f"({GRADS}, Tensor qkv, {SAVED}, Tensor? bias=None, {CALL}, bool needs_dbias=False)"
-    " -> (Tensor dqkv, Tensor dbias)",
-    "varlen_forward": f"({QKV}, {LENGTHS}, {VARLEN_CALL}) -> (Tensor out, Tensor lse)",
-    "varlen_backward": f"({GRADS}, {QKV}, {SAVED}, {LENGTHS}, {VARLEN_CALL}, bool needs_dbias=False)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
+    "forward": f"({QKV}, {DENSE_TENSORS}, {DENSE_NUMBERS}, {MAX}) -> {OUTPUTS}",
+    "backward": f"({GRADS}, {QKV}, {SAVED}, {DENSE_TENSORS}, {DENSE_NUMBERS}, {NEEDS}) -> {QKV_GRADS}",
+    "qkvpacked_forward": f"(Tensor qkv, {DENSE_TENSORS}, {DENSE_NUMBERS}, {MAX}) -> {OUTPUTS}",
+    "qkvpacked_backward": f"({GRADS}, Tensor qkv, {SAVED}, {DENSE_TENSORS}, {DENSE_NUMBERS}, {NEEDS})"
+    " -> (Tensor dqkv, Tensor dbias, Tensor dsink)",
+    "varlen_forward": f"({QKV}, {VARLEN_TENSORS}, {VARLEN_NUMBERS}, {MAX}) -> {OUTPUTS}",
+    "varlen_backward": f"({GRADS}, {QKV}, {SAVED}, {VARLEN_TENSORS}, {VARLEN_NUMBERS}, {NEEDS}) -> {QKV_GRADS}",
     "pack_mask": f"(Tensor mask, Tensor? q_segments, Tensor? k_segments, SymInt seqlen_q, {BAND})"
-    " -> (Tensor row_tiles, Tensor col_tiles, Tensor row_bits, Tensor col_bits)",
-    "list_tiles": f"(Tensor? q_segments, Tensor k_segments, SymInt seqlen_q, {BAND})"
-    " -> (Tensor row_tiles, Tensor col_tiles)",
+    f" -> ({LISTS}, Tensor row_bits, Tensor col_bits)",
+    "list_tiles": f"(Tensor? q_segments, Tensor k_segments, SymInt seqlen_q, {BAND}) -> ({LISTS})",
+    "key_lifetimes": "(Tensor scores, Tensor? documents, SymInt keep, SymInt keep_first=0, SymInt keep_last=0,"
+    " bool is_causal=True) -> (Tensor start, Tensor end)",
 }
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -56,67 +76,57 @@ def implement(name: str, function: Planned) -> None:
         library.impl(name, lambda *arguments: function(*arguments)[0], device)
 
 
-class Layout(NamedTuple):
-    """How the arguments of an operator lie: tensors, numbers, tensors, numbers."""
+class Signature(NamedTuple):
+    """The arguments of an operator, as its schema has them."""
 
-    numbers: slice  # between the tensors
-    tensors: slice  # behind those numbers
+    names: tuple[str, ...]
+    tensors: int  # how many of them, from the first, are tensors
+    defaults: tuple[Any, ...]  # of all arguments; None where there is none
+    reader: Any  # a named tuple of the arguments
+
+    def fill(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return all arguments. The dispatcher leaves out defaults at the end."""
+        return arguments + self.defaults[len(arguments) :]
+
+    def read(self, arguments: tuple[Any, ...]) -> Any:
+        """Return the arguments by name."""
+        return self.reader._make(self.fill(arguments))
 
     def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the tensors (or None) and the numbers among `arguments`."""
-        between, behind = self
-        return arguments[: between.start] + arguments[behind], arguments[between] + arguments[behind.stop :]
-
-    def join(self, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments that `split` took apart."""
-        start, length = self.numbers.start, self.numbers.stop - self.numbers.start
-        return tensors[:start] + numbers[:length] + tensors[start:] + numbers[length:]
+        return arguments[: self.tensors], arguments[self.tensors :]
 
 
-LAYOUTS = {
-    "forward": Layout(slice(11, 11), slice(11, 11)),
-    "backward": Layout(slice(15, 15), slice(15, 15)),
-    "qkvpacked_forward": Layout(slice(9, 9), slice(9, 9)),
-    "qkvpacked_backward": Layout(slice(13, 13), slice(13, 13)),
-    "varlen_forward": Layout(slice(5, 7), slice(7, 10)),
-    "varlen_backward": Layout(slice(9, 11), slice(11, 14)),
-    "pack_mask": Layout(slice(3, 3), slice(3, 3)),
-    "list_tiles": Layout(slice(2, 2), slice(2, 2)),
-}
+def _signature(name: str) -> Signature:
+    types, names, defaults = [], [], []
+    for argument in SCHEMAS[name].partition(" -> ")[0].strip("()").split(", "):
+        declared, _, default = argument.partition("=")
+        kind, argument_name = declared.split()
+        types.append(kind.rstrip("?") == "Tensor")
+        names.append(argument_name)
+        defaults.append(literal_eval(default.capitalize()) if default else None)
+    assert types == sorted(types, reverse=True), f"{name}: tensors come first"
+    return Signature(tuple(names), sum(types), tuple(defaults), namedtuple(name, names))
 
 
-class Call(NamedTuple):
-    """What follows bias in the schemas (CALL, or VARLEN_CALL without bias), and `needs_dbias` behind it."""
-
-    tiles: Tiles
-    mask: Tensor | None  # of variable lengths
-    seed: Tensor | None
-    top_left: bool
-    options: Options
-    needs_dbias: bool
+SIGNATURES = {name: _signature(name) for name in SCHEMAS}
+_mask_fields = attrgetter(*Mask._fields)
+_option_fields = attrgetter(*Options._fields)
 
 
-_NUMBERS = (-UNBOUNDED, UNBOUNDED, None, 0.0, 0.0, False, False)
-_DENSE_DEFAULTS = (*Tiles(), None, *_NUMBERS)
-_VARLEN_DEFAULTS = (None, None, False, *_NUMBERS)
-NO_TILES = Tiles()
+def mask_of(read: Any) -> Mask:
+    """Return the mask among the arguments of a dense operator, read by name."""
+    return Mask._make(_mask_fields(read))
 
 
-def read_call(arguments: tuple[Any, ...], dim: int) -> Call:
-    """Name the arguments that follow bias in a dense operator. The dispatcher leaves out defaults at the end."""
-    arguments += _DENSE_DEFAULTS[len(arguments) :]
-    return Call(Tiles._make(arguments[:6]), None, arguments[6], False, _options(arguments, 7, dim), arguments[13])
+def options_of(read: Any, dim: int) -> Options:
+    """Return the numbers among the arguments of an operator, read by name; `dim` is the head dimension."""
+    options = Options._make(_option_fields(read))
+    band_lo, band_hi = _clamped(options.band_lo), _clamped(options.band_hi)
+    scale = dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    return options._replace(band_lo=band_lo, band_hi=band_hi, softmax_scale=scale)
 
 
-def read_varlen_call(arguments: tuple[Any, ...], dim: int) -> Call:
-    """Name the arguments that follow bias in an operator for variable lengths."""
-    arguments += _VARLEN_DEFAULTS[len(arguments) :]
-    mask, seed, top_left = arguments[:3]
-    return Call(NO_TILES, mask, seed, top_left, _options(arguments, 3, dim), arguments[9])
-
-
-def _options(arguments: tuple[Any, ...], start: int, dim: int) -> Options:
-    band_lo, band_hi, softmax_scale, softcap, dropout_p, deterministic = arguments[start : start + 6]
-    if softmax_scale is None:
-        softmax_scale = dim**-0.5
-    return Options(band_lo, band_hi, softmax_scale, softcap, dropout_p, deterministic)
+def _clamped(limit: int) -> int:
+    """Return a limit of the band inside what kernels compute with; a number that a tracer does not know stays."""
+    return max(-UNBOUNDED, min(UNBOUNDED, limit)) if type(limit) is int else limit

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from dmattn_ops.problem import float32_precision
 
 MAX_PLANS = 512
 MAX_SEEN = 4096
+SAVED_OUTPUTS = 3  # out, lse and lse_tail, which a forward saves behind its inputs
 MAX_BACKWARDS = 16  # of one forward: layouts of grad_out, and switches
 _plans: dict[Hashable, Any] = {}  # None where a call of that key cannot be repeated
 _seen: dict[Hashable, None] = {}  # keys that came once: to make a plan pays from the second time on
 _Tensors = tuple[Tensor | None, ...]
+_Sequence = TypeVar("_Sequence", tuple[Any, ...], list[Any])
 _Computation = Callable[..., tuple[Tensor, ...]]
 
 
@@ -51,10 +53,16 @@ class Origin(NamedTuple):
 
     plan: Any
     addresses: list[int]  # of the forward's inputs and outputs
-    numbers: tuple[Any, ...]
+    numbers: tuple[Any, ...]  # those that the backward takes too
 
     def backward(
-        self, name: str, primals: int, grad_out: Tensor, grad_lse: Tensor | None, saved: _Tensors, needs_dbias: bool
+        self,
+        name: str,
+        primals: int,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        saved: _Tensors,
+        needs: tuple[bool, ...],
     ) -> tuple[Tensor, ...] | None:
         """Repeat the backward `name`; None where it has no plan yet.
 
@@ -65,30 +73,36 @@ class Origin(NamedTuple):
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in saved]
         if addresses != self.addresses or environment.profiles_backward():
             return None
-        tensors = (grad_out, grad_lse, *saved[:primals], *saved[-2:], *saved[primals:-2])
+        tensors = (grad_out, grad_lse, *_in_backward(saved, primals))
         of_lse = None if grad_lse is None else grad_lse.stride()
         strides = tuple([None if tensor is None else tensor.stride() for tensor in saved])
-        found = (grad_out.shape, grad_out.stride(), of_lse, strides, needs_dbias, *_switches(grad_out))
+        found = (grad_out.shape, grad_out.stride(), of_lse, strides, needs, *_switches(grad_out))
         plan = self.plan.backwards.get(found)
         if plan is None:
-            plan = _plans.get(key(name, tensors, (*self.numbers, needs_dbias)))
+            plan = _plans.get(key(name, tensors, (*self.numbers, *needs)))
             if plan is None:
                 return None
             if len(self.plan.backwards) >= MAX_BACKWARDS:
                 self.plan.backwards.clear()
             self.plan.backwards[found] = plan
         gradients = [grad_out.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr()]
-        ran = plan.run(tensors, gradients + addresses[:primals] + addresses[-2:] + addresses[primals:-2])
+        ran = plan.run(tensors, gradients + _in_backward(addresses, primals))
         return None if ran is None else ran[0]
 
 
-def planned(function: _Computation, layout: Any) -> Callable[..., tuple[Any, Origin | None]]:
+def _in_backward(saved: _Sequence, primals: int) -> _Sequence:
+    """Return what a forward saved in the order of the backward's schema: primals, outputs, then the other inputs."""
+    return saved[:primals] + saved[-SAVED_OUTPUTS:] + saved[primals:-SAVED_OUTPUTS]
+
+
+def planned(function: _Computation, signature: Any) -> Callable[..., tuple[Any, Origin | None]]:
     """Return what computes the operator `function`, with a plan where there is one, and the origin of its backward.
 
-    `layout` says which arguments are tensors.
+    `signature` says which arguments are tensors.
     """
     name = function.__name__
     is_backward = name.endswith("backward")
+    in_backward = len(signature.names) - signature.tensors - (signature.names[-1] == "needs_max")
 
     def call(*arguments: Any) -> tuple[Any, Origin | None]:
         on = arguments[1] if arguments[0] is None else arguments[0]
@@ -97,16 +111,16 @@ def planned(function: _Computation, layout: Any) -> Callable[..., tuple[Any, Ori
         enter_thread()
         if is_backward and environment.profiles_backward():
             return function(*arguments), None
-        tensors, numbers = layout.split(arguments)
+        tensors, numbers = signature.split(arguments)
         found = key(name, tensors, numbers)
         plan = _plans.get(found)
         if plan is not None:
             ran = plan.run(tensors)
             if ran is not None:
-                return ran[0], Origin(plan, ran[1], numbers)
+                return ran[0], Origin(plan, ran[1][: len(tensors) + SAVED_OUTPUTS], numbers[:in_backward])
         if found in _plans or _is_new(found):
             return function(*arguments), None
-        return _make(found, on.get_device(), tensors, lambda distinct: function(*layout.join(distinct, numbers))), None
+        return _make(found, on.get_device(), tensors, lambda distinct: function(*distinct, *numbers)), None
 
     return call
 

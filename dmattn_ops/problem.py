@@ -1,4 +1,4 @@
-"""What reaches a kernel: small tuples in which every default and alignment is already resolved."""
+"""The vocabulary of a call below the public functions: constants, and small tuples in which every default is resolved."""
 
 from __future__ import annotations
 
@@ -14,18 +14,35 @@ UNBOUNDED = 1 << 30  # a band limit that limits nothing
 
 
 class Options(NamedTuple):
-    """Scalars of one call. Key `j` is visible to query `i` iff `i + band_lo <= j <= i + band_hi`."""
+    """The numbers of one call. Key `j` is visible to query `i` iff `i + band_lo <= j <= i + band_hi`.
+
+    `q_origin` and `k_origin` are the positions of the first query and key in the whole sequence, where a call is a part
+    of it; dropout counts positions from there.
+    """
 
     band_lo: int
     band_hi: int
+    q_origin: int
+    k_origin: int
     softmax_scale: float
     softcap: float
     dropout_p: float
     deterministic: bool
 
 
-class Tiles(NamedTuple):
-    """The tensors of a mask (layout: DESIGN.md); all None where there is none."""
+def plain_options(
+    softmax_scale: float, band_lo: int = -UNBOUNDED, band_hi: int = UNBOUNDED, **others: float | bool
+) -> Options:
+    """Return options in which everything that is not given is off."""
+    return Options(band_lo, band_hi, 0, 0, softmax_scale, 0.0, 0.0, False)._replace(**others)  # type: ignore[arg-type]
+
+
+class Mask(NamedTuple):
+    """A mask as operators and kernels take it (layout: DESIGN.md); all None where there is none.
+
+    One of three kinds says what is visible: bits, segments, or intervals of queries for each key. Lists of tiles stand
+    beside bits and segments. `at_most` is a promise: no query sees more keys of a head.
+    """
 
     row_tiles: Tensor | None = None
     col_tiles: Tensor | None = None
@@ -33,6 +50,24 @@ class Tiles(NamedTuple):
     col_bits: Tensor | None = None
     q_segments: Tensor | None = None
     k_segments: Tensor | None = None
+    start: Tensor | None = None
+    end: Tensor | None = None
+    hidden_from: Tensor | None = None
+    hidden_to: Tensor | None = None
+    at_most: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """ "none", "bits", "segments" or "intervals"."""
+        if self.row_bits is not None:
+            return "bits"
+        if self.k_segments is not None:
+            return "segments"
+        return "none" if self.start is None else "intervals"
+
+
+MASK_TENSORS = Mask._fields[:-1]
+NO_MASK = Mask()
 
 
 class Varlen(NamedTuple):
@@ -46,8 +81,14 @@ class Varlen(NamedTuple):
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """Return the 24-bit integer below which a Philox word drops its element."""
+    """Return the integer of 24 bits below which a random word, shifted to 24 bits, drops its element."""
     return round(dropout_p * (1 << 24))
+
+
+def dropout_scale(dropout_p: float) -> float:
+    """Return what kept weights are multiplied by: one over the probability, in steps of 2^-24, that one is kept."""
+    kept = (1 << 24) - dropout_threshold(dropout_p)
+    return (1 << 24) / kept if kept else 0.0
 
 
 def float32_precision() -> str:

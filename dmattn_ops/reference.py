@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from dmattn_ops import layout
+from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.meta import lse_dtype
-from dmattn_ops.problem import HEADER, Options, Tiles, Varlen, dropout_threshold
+from dmattn_ops.problem import HEADER, Mask, Options, dropout_scale, dropout_threshold
 
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -61,33 +62,32 @@ def attention(
     return out, lse.masked_fill(empty, -math.inf).squeeze(-1)
 
 
-def visible(tiles: Tiles, options: Options, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-    """Return which keys each query sees, bool `[Bm, heads or 1, Sq, Sk]`: by lists, bits or segments, and band."""
-    if tiles.row_bits is None and tiles.k_segments is None:
+def visible(mask: Mask, options: Options, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """Return which keys each query sees, bool `[Bm, heads or 1, Sq, Sk]`: by bits, segments or intervals, and band."""
+    if mask.kind == "none":
         return layout.band_mask(options.band_lo, options.band_hi, seqlen_q, seqlen_k, device)[None, None]
-    return _per_head(layout.dense(tiles, options.band_lo, options.band_hi, seqlen_q, seqlen_k), heads)
+    return _per_head(layout.dense(mask, options.band_lo, options.band_hi, seqlen_q, seqlen_k), heads)
 
 
 def philox_keep(
-    seed: Tensor, batch: int, heads: int, seqlen_q: int, seqlen_k: int, dropout_p: float, device: torch.device | str
+    seed: Tensor, seqlen_q: int, seqlen_k: int, dropout_p: float, q_origin: int = 0, k_origin: int = 0
 ) -> Tensor:
-    """Return which elements dropout keeps, bool `[B, H, Sq, Sk]` by Philox4x32-10 (Salmon et al. 2011)."""
-    rows = torch.arange(batch * heads, device=device).view(batch, heads)
-    return _philox_keep(seed.to(device), rows, seqlen_q, seqlen_k, dropout_p)
+    """Return which elements dropout keeps, bool `[*seed.shape, Sq, Sk]`, by Philox4x32-10 (Salmon et al. 2011).
 
-
-def _philox_keep(seed: Tensor, rows: Tensor, seqlen_q: int, seqlen_k: int, dropout_p: float) -> Tensor:
-    """Return what is kept `[*rows.shape, Sq, Sk]` where `rows` are the numbers `b * H + h`."""
-    device = rows.device
-    groups = torch.arange((seqlen_k + 3) // 4, device=device)
-    shape = (*rows.shape, seqlen_q, groups.shape[0])
+    The key of the generator is the seed, its counter `(j // 4, i, 0, 0)` for the query at position `i` and the key at `j`;
+    keys `j % 4` take its four words. Positions start at the origins.
+    """
+    device = seed.device
+    first_group = k_origin // 4
+    groups = torch.arange(first_group, (k_origin + seqlen_k + 3) // 4, device=device)
+    shape = (*seed.shape, seqlen_q, groups.shape[0])
     counter = [
         groups.expand(shape),
-        torch.arange(seqlen_q, device=device).unsqueeze(-1).expand(shape),
-        rows[..., None, None].expand(shape),
+        torch.arange(q_origin, q_origin + seqlen_q, device=device).unsqueeze(-1).expand(shape),
+        torch.zeros((), dtype=torch.int64, device=device).expand(shape),
         torch.zeros((), dtype=torch.int64, device=device).expand(shape),
     ]
-    low, high = seed[0] & _LOW_WORD, (seed[0] >> 32) & _LOW_WORD
+    low, high = (seed[..., None, None] >> shift & _LOW_WORD for shift in (0, 32))
     for _ in range(_PHILOX_ROUNDS):
         # The product wraps modulo 2^64, which leaves the bits of both words right.
         first, second = _PHILOX_MULTIPLIERS[0] * counter[0], _PHILOX_MULTIPLIERS[1] * counter[2]
@@ -98,7 +98,8 @@ def _philox_keep(seed: Tensor, rows: Tensor, seqlen_q: int, seqlen_k: int, dropo
             first & _LOW_WORD,
         ]
         low, high = (low + _PHILOX_WEYL[0]) & _LOW_WORD, (high + _PHILOX_WEYL[1]) & _LOW_WORD
-    words = torch.stack(counter, dim=-1).flatten(-2)[..., :seqlen_k]
+    skipped = k_origin - 4 * first_group
+    words = torch.stack(counter, dim=-1).flatten(-2)[..., skipped : skipped + seqlen_k]
     return (words >> 8) >= dropout_threshold(dropout_p)
 
 
@@ -107,86 +108,69 @@ class _Sequence(NamedTuple):
 
     queries: _Index  # into query, out and their gradients
     keys: _Index
-    lse: _Index
+    rows: _Index  # into lse and the other statistics
     bias: _Index
     keep: Tensor  # bool [H or 1, Sq, Sk]
     scale: Tensor | None  # of each probability, from dropout: [H, Sq, Sk]
 
 
 @torch.no_grad()
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Write out and lse."""
-    out.zero_()
-    lse.fill_(-math.inf)
-    with torch.autocast(query.device.type, enabled=False):
-        for part in _sequences(query, key, bias, tiles, seed, varlen, options):
+def forward(call: Call, result: Result, config: Any) -> None:
+    """Write out, lse, lse_tail and, where it is asked for, row_max."""
+    heads = call.query.shape[-2]
+    result.out.zero_()
+    result.lse.fill_(-math.inf)
+    result.lse_tail.zero_()
+    if result.row_max is not None:
+        result.row_max.fill_(-math.inf)
+    with torch.autocast(call.query.device.type, enabled=False):
+        for part in _sequences(call):
             queries, keys, values = (
-                _by_head(t, query.shape[-2]) for t in (query[part.queries], key[part.keys], value[part.keys])
+                _by_head(t, heads) for t in (call.query[part.queries], call.key[part.keys], call.value[part.keys])
             )
-            scores, _ = _scores(queries, keys, None if bias is None else bias[part.bias], part.keep, options)
-            part_lse = _logsumexp(scores)
-            probabilities = _probabilities(scores, part_lse)
+            scores, _ = _scores(
+                queries, keys, None if call.bias is None else call.bias[part.bias], part.keep, call.options
+            )
+            peak, log_sum = _peak_and_log_sum(scores)
+            lse = peak + log_sum
+            probabilities = _probabilities(scores, peak, log_sum)
             if part.scale is not None:
                 probabilities = probabilities * part.scale
-            out[part.queries] = _product(probabilities, values).transpose(0, 1).to(out.dtype)
-            lse[part.lse] = part_lse
+            result.out[part.queries] = _product(probabilities, values).transpose(0, 1).to(result.out.dtype)
+            result.lse[part.rows] = lse
+            result.lse_tail[part.rows] = torch.where(lse == -math.inf, 0.0, (peak - lse) + log_sum)
+            if result.row_max is not None:
+                result.row_max[part.rows] = peak
 
 
 @torch.no_grad()
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor | None,
-) -> None:
+def backward(call: Call, saved: Saved, grads: Gradients, config: Any) -> None:
     """Write dq, dk, dv and, where it is given, dbias."""
-    for gradient in (dq, dk, dv):
+    for gradient in (grads.dq, grads.dk, grads.dv):
         gradient.zero_()
-    bias_sum = None if dbias is None else torch.zeros(dbias.shape, dtype=lse.dtype, device=dbias.device)
-    heads = query.shape[-2]
-    with torch.autocast(query.device.type, enabled=False):
-        for part in _sequences(query, key, bias, tiles, seed, varlen, options):
+    dbias, bias, options = grads.dbias, call.bias, call.options
+    bias_sum = None if dbias is None else torch.zeros(dbias.shape, dtype=saved.lse.dtype, device=dbias.device)
+    heads = call.query.shape[-2]
+    with torch.autocast(call.query.device.type, enabled=False):
+        for part in _sequences(call):
             queries, keys, values = (
-                _by_head(t, heads) for t in (query[part.queries], key[part.keys], value[part.keys])
+                _by_head(t, heads) for t in (call.query[part.queries], call.key[part.keys], call.value[part.keys])
             )
-            grads, outs = _by_head(grad_out[part.queries], heads), _by_head(out[part.queries], heads)
+            douts, outs = _by_head(grads.grad_out[part.queries], heads), _by_head(saved.out[part.queries], heads)
             scores, slope = _scores(queries, keys, None if bias is None else bias[part.bias], part.keep, options)
-            probabilities = _probabilities(scores, lse[part.lse])
-            weights, dweights = probabilities, grads @ values.transpose(-1, -2)
+            probabilities = _probabilities(scores, saved.lse[part.rows], saved.lse_tail[part.rows])
+            weights, dweights = probabilities, douts @ values.transpose(-1, -2)
             if part.scale is not None:
                 weights, dweights = weights * part.scale, dweights * part.scale
-            delta = (grads * outs).sum(-1)
-            if grad_lse is not None:
-                delta = delta - grad_lse[part.lse]
+            delta = (douts * outs).sum(-1)
+            if grads.grad_lse is not None:
+                delta = delta - grads.grad_lse[part.rows]
             dscores = (probabilities * (dweights - delta.unsqueeze(-1))).masked_fill(probabilities == 0, 0.0)
             if bias_sum is not None:
                 bias_sum[part.bias] += _sum_to(dscores, bias_sum[part.bias].shape)
             dscores = dscores * options.softmax_scale if slope is None else dscores * (slope * options.softmax_scale)
-            dq[part.queries] = _product(dscores, keys).transpose(0, 1).to(dq.dtype)
-            for target, weight, rows in ((dk, dscores, queries), (dv, weights, grads)):
+            grads.dq[part.queries] = _product(dscores, keys).transpose(0, 1).to(grads.dq.dtype)
+            for target, weight, rows in ((grads.dk, dscores, queries), (grads.dv, weights, douts)):
                 gradient = _product(weight.transpose(-1, -2), rows)
                 grouped = gradient.unflatten(0, (target.shape[-2], -1)).sum(1)
                 target[part.keys] = grouped.transpose(0, 1).to(target.dtype)
@@ -231,35 +215,28 @@ def list_tiles(
 
 def _write_lists(classes: Tensor, row_tiles: Tensor, col_tiles: Tensor) -> None:
     for lists, oriented in ((row_tiles, classes), (col_tiles, classes.transpose(-1, -2))):
-        lists.copy_(layout.lists_from_classes(oriented, lists.shape[-1] - HEADER))
+        lists.copy_(layout.lists_from_classes(oriented, lists.shape[-2], lists.shape[-1] - HEADER))
 
 
-def _sequences(
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-) -> Iterator[_Sequence]:
+def _sequences(call: Call) -> Iterator[_Sequence]:
     """Yield the sequences of a dense or packed call."""
+    query, bias, mask, options, varlen = call.query, call.bias, call.mask, call.options, call.varlen
     heads, all_ = query.shape[-2], slice(None)
 
-    def dropout_scale(number: int, seqlen_q: int, seqlen_k: int) -> Tensor | None:
-        if not options.dropout_p or seed is None:
+    def weight_scale(number: int, seqlen_q: int, seqlen_k: int) -> Tensor | None:
+        if not options.dropout_p or call.seed is None:
             return None
-        rows = torch.arange(number * heads, (number + 1) * heads, device=query.device)
-        kept = _philox_keep(seed, rows, seqlen_q, seqlen_k, options.dropout_p)
-        return kept.to(lse_dtype(query.dtype)) * (0.0 if options.dropout_p == 1.0 else 1.0 / (1.0 - options.dropout_p))
+        seed = call.seed[min(number, call.seed.shape[0] - 1)]
+        kept = philox_keep(seed, seqlen_q, seqlen_k, options.dropout_p, options.q_origin, options.k_origin)
+        return kept.to(lse_dtype(query.dtype)) * dropout_scale(options.dropout_p)
 
     if varlen is None:
-        seqlen_q, seqlen_k = query.shape[1], key.shape[1]
-        keep = visible(tiles, options, heads, seqlen_q, seqlen_k, query.device)
+        seqlen_q, seqlen_k = query.shape[1], call.key.shape[1]
+        keep = visible(mask, options, heads, seqlen_q, seqlen_k, query.device)
         for b in range(query.shape[0]):
             where: _Index = () if bias is None else (min(b, bias.shape[0] - 1), all_, all_, all_)
             kept = keep[min(b, keep.shape[0] - 1)]
-            yield _Sequence((b, all_), (b, all_), (b, all_, all_), where, kept, dropout_scale(b, seqlen_q, seqlen_k))
+            yield _Sequence((b, all_), (b, all_), (b, all_, all_), where, kept, weight_scale(b, seqlen_q, seqlen_k))
         return
     starts_q, starts_k = varlen.cu_seqlens_q.tolist(), varlen.cu_seqlens_k.tolist()
     for b in range(len(starts_q) - 1):
@@ -267,10 +244,10 @@ def _sequences(
         seqlen_q, seqlen_k = rows.stop - rows.start, cols.stop - cols.start
         shift = 0 if varlen.top_left else seqlen_k - seqlen_q
         band = options._replace(band_lo=options.band_lo + shift, band_hi=options.band_hi + shift)
-        k_segments = None if tiles.k_segments is None else tiles.k_segments.flatten(0, -2)[None, :, cols]
-        kept = visible(Tiles(k_segments=k_segments), band, heads, seqlen_q, seqlen_k, query.device)[0]
+        k_segments = None if mask.k_segments is None else mask.k_segments.flatten(0, -2)[None, :, cols]
+        kept = visible(Mask(k_segments=k_segments), band, heads, seqlen_q, seqlen_k, query.device)[0]
         where = (all_, cols)
-        yield _Sequence(rows, cols, (all_, rows), where, kept, dropout_scale(b, seqlen_q, seqlen_k))
+        yield _Sequence(rows, cols, (all_, rows), where, kept, weight_scale(b, seqlen_q, seqlen_k))
 
 
 def _per_head(tensor: Tensor, heads: int) -> Tensor:
@@ -302,14 +279,20 @@ def _scores(
     return scores.masked_fill(~keep, -math.inf), slope
 
 
-def _logsumexp(scores: Tensor) -> Tensor:
-    """Return logsumexp over keys; -inf for rows without any key or with only -inf."""
-    return torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
+def _peak_and_log_sum(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's largest score and the logarithm of the sum of exp(score - it); -inf and 0 in empty rows."""
+    if not scores.shape[-1]:
+        return scores.new_full(scores.shape[:-1], -math.inf), scores.new_zeros(scores.shape[:-1])
+    peak = scores.amax(-1)
+    empty = peak == -math.inf
+    below = torch.exp(scores - peak.masked_fill(empty, 0.0).unsqueeze(-1))
+    return peak, below.sum(-1).masked_fill(empty, 1.0).log()
 
 
-def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return exp(scores - lse), 0 in rows whose lse is -inf."""
-    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
+def _probabilities(scores: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Return exp(scores - (first + second)) without rounding that sum, 0 in rows where `first` is -inf."""
+    relative = (scores - first.masked_fill(first == -math.inf, 0.0).unsqueeze(-1)) - second.unsqueeze(-1)
+    return torch.exp(relative.clamp(max=0.0))
 
 
 def _product(weights: Tensor, rows: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dmattn_ops.call import Call, bias_kind, is_whole, rows_are_aligned
 from dmattn_ops.config import Config, Row
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen, float32_precision
+from dmattn_ops.problem import UNBOUNDED, float32_precision
 
 TABLES = Path(__file__).parent / "resource_tables"
 SOURCE = "source"  # in a row beside its specializations: a digest of its kernels
@@ -72,17 +73,9 @@ _IGNORED: dict[tuple[str, str], tuple[str, ...]] = {  # by kernel and direction:
 }
 
 
-def specialization(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-) -> Specialization:
+def specialization(call: Call) -> Specialization:
     """Return the specialization of a call."""
+    query, key, value, bias, tiles, _, _, varlen, options = call
     band = "window" if options.band_lo > -UNBOUNDED else "causal" if options.band_hi < UNBOUNDED else ""
     mask = ""
     if tiles.row_bits is not None:
@@ -90,8 +83,6 @@ def specialization(
     elif tiles.k_segments is not None:
         mask = "key segments" if tiles.q_segments is None else "segments"
     seqlen_q = query.shape[-3] if varlen is None else varlen.max_seqlen_q
-    from dmattn_ops.kernels.portable.arguments import rows_are_aligned
-
     dtype = str(query.dtype).removeprefix("torch.")
     if query.dtype == torch.float32 and float32_precision() == "tf32":
         dtype = "tf32"
@@ -112,8 +103,6 @@ def specialization(
 
 
 def _bias_kind(bias: Tensor | None, query: Tensor) -> str:
-    from dmattn_ops.kernels.portable.arguments import bias_kind, is_whole
-
     full = "bias" if is_whole(bias, query) else "broadcast bias"
     return {"none": "", "key": "key bias", "full": full}[bias_kind(bias)]
 

@@ -25,12 +25,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops import api, config, cost, dispatch, masks, plans, tuning
+from dmattn_ops import api, config, cost, dispatch, masks, meta, plans, resolve, tuning
 from dmattn_ops.arch import Arch
+from dmattn_ops.bands import Band
+from dmattn_ops.call import Call, Gradients, Saved
+from dmattn_ops.call import Result as Outputs
 from dmattn_ops.config import Config, Part, Row
-from dmattn_ops.dispatch import Call
-from dmattn_ops.masks import TileMask
-from dmattn_ops.problem import Options, Tiles, Varlen
+from dmattn_ops.problem import NO_MASK, Mask, Varlen, plain_options
+from dmattn_ops.tile_mask import TileMask
 from dmattn_ops.tuning import Case, Shape
 
 DIRECTIONS = ("forward", "backward")
@@ -155,15 +157,17 @@ def make_call(shape: Shape, device: torch.device) -> Call:
     key = rows(shape.seqlen_k, shape.kv_heads, shape.dim)
     value = rows(shape.seqlen_k, shape.kv_heads, shape.dim_v)
     bias = None if shape.bias is None else torch.randn(_bias_shape(shape), device=device, dtype=dtype)
-    seed = api.dropout_seed(device) if shape.dropout_p else None
+    seed = api.dropout_seed(query) if shape.dropout_p else None
     varlen = None
     if shape.varlen:
         sequences = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
         offsets = sequences * shape.seqlen_q, sequences * shape.seqlen_k
         varlen = Varlen(*offsets, shape.seqlen_q, shape.seqlen_k, False)
-    tiles, lo, hi = _tiles(shape, device)
-    options = Options(lo, hi, shape.dim**-0.5, shape.softcap, shape.dropout_p, shape.deterministic)
-    return Call(query, key, value, bias, tiles, seed, varlen, options)
+    mask, lo, hi = _mask(shape, device)
+    options = plain_options(
+        shape.dim**-0.5, lo, hi, softcap=shape.softcap, dropout_p=shape.dropout_p, deterministic=shape.deterministic
+    )
+    return Call(query, key, value, bias, mask, None, seed, varlen, options)
 
 
 def _bias_shape(shape: Shape) -> tuple[int, ...]:
@@ -171,7 +175,7 @@ def _bias_shape(shape: Shape) -> tuple[int, ...]:
     return (*shape.bias[:-1], shape.batch * shape.seqlen_k) if shape.varlen else shape.bias
 
 
-def _tiles(shape: Shape, device: torch.device) -> tuple[Tiles, int, int]:
+def _mask(shape: Shape, device: torch.device) -> tuple[Mask, int, int]:
     """Return the tensors of a mask like the shape's, and the band to call with."""
     lo, hi, seqlen_q, seqlen_k = shape.band_lo, shape.band_hi, shape.seqlen_q, shape.seqlen_k
     mask: Tensor | TileMask | None = None
@@ -181,7 +185,7 @@ def _tiles(shape: Shape, device: torch.device) -> tuple[Tiles, int, int]:
         mask = masks.prepare_mask(documents=torch.arange(seqlen_k, device=device)[None] * DOCUMENTS // seqlen_k)
     elif shape.mask == "segments":
         mask = torch.rand(1, 1, 1, seqlen_k, device=device) < 0.5
-    return (Tiles(), lo, hi) if shape.varlen else masks.resolve(mask, lo, hi, seqlen_q, seqlen_k)
+    return (NO_MASK, lo, hi) if shape.varlen else masks.resolve(mask, Band(lo, hi), seqlen_q, seqlen_k)
 
 
 class Task(NamedTuple):
@@ -198,31 +202,30 @@ class Task(NamedTuple):
 def prepare(direction: str, shape: Shape, device: torch.device, on: Arch | None = None) -> Task | None:
     """Return what to tune for one direction of a shape, as `on` dispatches it; None where its row leaves no choice."""
     call = make_call(shape, device)
-    choose = dispatch.forward_choice if direction == "forward" else dispatch.backward_choice
-    choice = choose(call, on, tuned=False)
+    choice = dispatch.offered(direction, call, on, tuned=False)
     if choice.arch is None or not config.parts(choice.row):
         return None
-    masked = call.tiles.row_tiles is not None
+    masked = call.mask.row_tiles is not None
     case = tuning.case_of(direction, choice.row, choice.arch, shape.demand, masked, shape.deterministic)
     return Task(direction, shape, call, choice.row, choice.arch, case)
 
 
 def _launch(task: Task) -> tuple[Launch, list[Tensor]]:
     """Return a function that launches a configuration, and the outputs that it writes."""
-    call, query, value = task.call, task.call.query, task.call.value
-    out = query.new_empty(*query.shape[:-1], value.shape[-1])
-    lse = query.new_empty(*query.shape[:-3], query.shape[-2], query.shape[-3], dtype=torch.float32)
+    call = task.call
+    out, lse, lse_tail, _ = meta.forward_outputs(call.query, call.value, False)
+    result = Outputs(out, lse, lse_tail, None)
     if task.direction == "forward":
         forward = dispatch.launcher("forward", task.row.kernel).forward
-        return lambda made: forward(*call, out, lse, made), [out, lse]
-    row = dispatch.forward_choice(call, task.on, tuned=False).row
-    dispatch.launcher("forward", row.kernel).forward(*call, out, lse, row.config)
-    gradients = [torch.empty_like(tensor) for tensor in (query, call.key, value)]
-    dbias = None if call.bias is None else torch.empty_like(call.bias)
+        return lambda made: forward(call, result, resolve.forward_config(made, call, result)), [out, lse]
+    row = dispatch.forward_choice(call, result, task.on, tuned=False).row
+    dispatch.launcher("forward", row.kernel).forward(call, result, row.config)
+    dq, dk, dv, dbias, _ = meta.backward_outputs(call.query, call.key, call.value, call.bias, None)
+    saved = Saved(out, lse, lse_tail)
+    grads = Gradients(torch.randn_like(out), None, dq, dk, dv, None if call.bias is None else dbias)
     backward = dispatch.launcher("backward", task.row.kernel).backward
-    arguments = (torch.randn_like(out), None, *call[:3], out, lse, *call[3:], *gradients, dbias)
-    outputs = gradients if dbias is None else [*gradients, dbias]
-    return lambda made: backward(*arguments, made), outputs
+    outputs = [dq, dk, dv] if call.bias is None else [dq, dk, dv, dbias]
+    return lambda made: backward(call, saved, grads, resolve.backward_config(made, call, saved, grads)), outputs
 
 
 def tune(

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from dmattn_ops import arch, config, environment, shared_files
 from dmattn_ops.arch import Arch
+from dmattn_ops.call import Call
 from dmattn_ops.choose import Choice, Demand
 from dmattn_ops.config import Config, Row
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen
+from dmattn_ops.problem import UNBOUNDED
 
 VERSION = 1
 FOLDER = "DMATTN_CACHE_DIR"
@@ -40,7 +40,7 @@ MAX_BYTES = 16 << 20  # of a cache: an entry has 500
 LOCK_SECONDS = 20.0  # a writer holds the lock for some milliseconds
 SEQLEN_TIERS = (8192, 4096, 0)
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-MASKS = ("none", "bits", "segments")
+MASKS = ("none", "bits", "segments", "intervals")
 Entry = dict[str, Any]
 Places = dict[str, dict[str, Entry]]
 
@@ -260,38 +260,26 @@ def tuned(choice: Choice, direction: str, demand: Demand, masked: bool, determin
     return choice._replace(row=replace(choice.row, config=made, evidence=evidence))
 
 
-def shape_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-) -> Shape:
+def shape_of(call: Call) -> Shape:
     """Return the shape of a call as it reaches a kernel; variable lengths count as their upper bounds."""
-    *batch, seqlen_q, heads, dim = query.shape
-    size, seqlen_k = batch[0] if batch else 1, key.shape[-3]
-    if varlen is not None:
-        size, seqlen_q, seqlen_k = len(varlen.cu_seqlens_q) - 1, varlen.max_seqlen_q, varlen.max_seqlen_k
+    demand, options = call.demand, call.options
     return Shape(
-        batch=size,
-        heads=heads,
-        kv_heads=key.shape[-2],
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        dim=dim,
-        dim_v=value.shape[-1],
-        dtype=str(query.dtype).removeprefix("torch."),
+        batch=demand.batch,
+        heads=demand.heads,
+        kv_heads=call.key.shape[-2],
+        seqlen_q=demand.seqlen_q,
+        seqlen_k=demand.seqlen_k,
+        dim=demand.dim,
+        dim_v=demand.dim_v,
+        dtype=str(call.query.dtype).removeprefix("torch."),
         band_lo=options.band_lo,
         band_hi=options.band_hi,
-        mask="bits" if tiles.row_bits is not None else "none" if tiles.k_segments is None else "segments",
-        bias=None if bias is None else tuple(bias.shape),
+        mask=call.mask.kind,
+        bias=None if call.bias is None else tuple(call.bias.shape),
         softcap=options.softcap,
         dropout_p=options.dropout_p,
         deterministic=options.deterministic,
-        varlen=varlen is not None,
+        varlen=call.varlen is not None,
     )
 
 
@@ -299,16 +287,7 @@ _recorded: set[tuple[str, Shape]] = set()
 _unusable: set[str] = set()  # names of files that could not be appended to
 
 
-def record(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-) -> None:
+def record(call: Call) -> None:
     """Append the shape of a call to the file that `DMATTN_RECORD` names, if any, once in a process.
 
     Where that is impossible, it is said once, and nothing more is recorded there.
@@ -316,7 +295,7 @@ def record(
     file = environment.record_file()
     if file is None or file in _unusable:
         return
-    shape = shape_of(query, key, value, bias, tiles, seed, varlen, options)
+    shape = shape_of(call)
     if (file, shape) in _recorded:
         return
     _recorded.add((file, shape))

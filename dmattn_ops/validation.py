@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops.meta import ceil_div, lse_dtype
-from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS, Options, Tiles, Varlen
+from dmattn_ops.call import Call
+from dmattn_ops.meta import ceil_div, lse_dtype, tile_records
+from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS, Mask, Varlen
 
 MAX_HEAD_DIM = 1024
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ALIGNMENTS = ("bottom_right", "top_left")
 DEVICES = ("cpu", "cuda", "meta")  # meta computes shapes only
+_LARGEST = torch.finfo(torch.float32).max
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 # The calls, checked by the operators.
@@ -36,13 +39,12 @@ def dense_tensors(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
         _require_bias_dtype(bias, query)
 
 
-def dense_call(query: Tensor, key: Tensor, tiles: Tiles, seed: Tensor | None, options: Options) -> None:
+def dense_call(call: Call) -> None:
     """Refuse what does not fit the tensors of a dense call."""
-    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
-    if tiles.row_tiles is not None or tiles.k_segments is not None or tiles.row_bits is not None:
-        _mask_tiles(tiles, batch, heads, heads_kv, seqlen_q, seqlen_k, query.device)
-    scalars(*options[2:5])
-    _dropout_seed(seed, options.dropout_p, query.device)
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = call.query.shape, call.key.shape
+    if any(part is not None for part in call.mask[:-1]):
+        _mask(call.mask, batch, heads, heads_kv, seqlen_q, seqlen_k, call.query.device)
+    _numbers_sink_and_seed(call, batch)
 
 
 def varlen_tensors(
@@ -68,10 +70,10 @@ def varlen_tensors(
         _require_bias_dtype(bias, query)
 
 
-def varlen_call(query: Tensor, seed: Tensor | None, options: Options) -> None:
+def varlen_call(call: Call) -> None:
     """Refuse what does not fit the tensors of a packed call."""
-    scalars(*options[2:5])
-    _dropout_seed(seed, options.dropout_p, query.device)
+    assert call.varlen is not None
+    _numbers_sink_and_seed(call, call.varlen.cu_seqlens_q.shape[0] - 1)
 
 
 def packed_qkv(qkv: Tensor) -> None:
@@ -82,29 +84,46 @@ def packed_qkv(qkv: Tensor) -> None:
         raise ValueError(f"qkv must have shape {_text((batch, seqlen, 3, heads, dim))}, got {_text(qkv.shape)}")
 
 
-def gradients(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    out_shape: tuple[int, ...],
-    lse_shape: tuple[int, ...],
-) -> None:
-    """Refuse gradients and saved outputs that do not fit the call that they are said to belong to."""
+def gradients(given: Any, query: Tensor, out_shape: tuple[int, ...], row_shape: tuple[int, ...]) -> None:
+    """Refuse gradients and saved outputs (`given`, by name) that do not fit the call that they are said to belong to."""
     where, own = query.device, query.dtype
     wide = lse_dtype(own)
-    _require("grad_out", grad_out, out_shape, own, where)
-    _require("out", out, out_shape, own, where)
-    _require("lse", lse, lse_shape, wide, where)
-    if grad_lse is not None:
-        _require("grad_lse", grad_lse, lse_shape, wide, where)
+    _require("grad_out", given.grad_out, out_shape, own, where)
+    _require("out", given.out, out_shape, own, where)
+    _require("lse", given.lse, row_shape, wide, where)
+    _require("lse_tail", given.lse_tail, row_shape, wide, where)
+    if given.grad_lse is not None:
+        _require("grad_lse", given.grad_lse, row_shape, wide, where)
+
+
+def selection(
+    scores: Tensor, documents: Tensor | None, keep: int, keep_first: int, keep_last: int, is_causal: bool
+) -> int:
+    """Refuse what `key_lifetimes` cannot take; return the batch of its results."""
+    require_rank("scores", scores, 3)
+    require_dtype("scores", scores, *DTYPES)
+    batch, _, seqlen = scores.shape
+    if documents is not None:
+        require_rank("documents", documents, 2)
+        require_sizes(
+            "documents", documents, (1, batch) if not _known_equal(batch, 1) else (documents.shape[0],), (seqlen,)
+        )
+        require_device("documents", documents, scores.device)
+        batch = _wider((batch, documents.shape[0]))
+    for name, count in (("keep", keep), ("keep_first", keep_first), ("keep_last", keep_last)):
+        if type(count) is int and count < 0:
+            raise ValueError(f"{name} must not be negative, got {count}")
+    if not is_causal and not (type(keep_last) is int and keep_last == 0):
+        raise ValueError(f"keep_last must be 0 where is_causal is False, got {keep_last}")
+    return batch
 
 
 def mask_parts(
     mask: Tensor | None, q_segments: Tensor | None, k_segments: Tensor | None, seqlen_q: int
 ) -> tuple[int, int]:
     """Refuse parts of a mask that do not fit each other; return the batch and the heads of the whole."""
+    if type(seqlen_q) is int and seqlen_q < 0:
+        raise ValueError(f"seqlen_q must not be negative, got {seqlen_q}")
     parts = [part for part in (mask, q_segments, k_segments) if part is not None]
     where = parts[0].device
     for name, part, rank in (("mask", mask, 4), ("q_segments", q_segments, 2), ("k_segments", k_segments, 3)):
@@ -195,12 +214,17 @@ def supported(own: torch.dtype, where: torch.device, dim: int, dim_v: int) -> No
 
 def scalars(softmax_scale: float | None, softcap: float, dropout_p: float) -> None:
     """Refuse values of the numbers of a call; a traced number that is not known yet passes."""
-    if isinstance(softmax_scale, float) and not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
-    if isinstance(softcap, float) and not 0.0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be finite and not negative, got {softcap}")
+    if isinstance(softmax_scale, float) and not abs(softmax_scale) <= _LARGEST:
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}{_beyond_float32(softmax_scale)}")
+    if isinstance(softcap, float) and not (softcap == 0.0 or _SMALLEST <= softcap <= _LARGEST):
+        raise ValueError(f"softcap must be finite and not negative, got {softcap}{_beyond_float32(softcap)}")
     if isinstance(dropout_p, float) and not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
+
+
+def _beyond_float32(number: float) -> str:
+    """Return what a message adds for a number that only float64 can hold."""
+    return ", which float32 cannot hold" if 0.0 < abs(number) < math.inf else ""
 
 
 # Types and choices, checked by the public functions.
@@ -239,12 +263,21 @@ def number(name: str, argument: Any) -> Any:
         raise ValueError(f"{name} must be finite, got an integer of {argument.bit_length()} bits") from None
 
 
-def visibility(is_causal: bool, causal_from: str, window_size: tuple[int | None, int | None]) -> None:
+def visibility(is_causal: bool, causal_from: str | int, window_size: tuple[int | None, int | None]) -> None:
     """Refuse what does not describe a causal or window condition."""
     if not isinstance(is_causal, bool):
         flags(is_causal=is_causal)
-    if causal_from not in ALIGNMENTS:
-        raise ValueError(f"causal_from must be 'bottom_right' or 'top_left', got {causal_from!r}")
+    if (
+        isinstance(causal_from, str)
+        or not isinstance(causal_from, (int, torch.SymInt))
+        or isinstance(causal_from, bool)
+    ):
+        if causal_from not in ALIGNMENTS:
+            raise ValueError(
+                f"causal_from must be 'bottom_right' or 'top_left', got {causal_from!r}; an integer is the diagonal itself"
+            )
+    elif type(causal_from) is int and abs(causal_from) >= UNBOUNDED:
+        raise ValueError(f"causal_from must be between {1 - UNBOUNDED} and {UNBOUNDED - 1}, got {causal_from}")
     if window_size == (None, None):
         return
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
@@ -255,6 +288,33 @@ def visibility(is_causal: bool, causal_from: str, window_size: tuple[int | None,
         integers(**{f"window_size {name}": limit})
         if limit < 0:
             raise ValueError(f"window_size {name} must not be negative (None is unlimited), got {limit}")
+
+
+def keep_mask(mask: Tensor) -> None:
+    """Refuse masks that could be meant as something else: additive ones, and such as require a gradient."""
+    if mask.dtype.is_floating_point or mask.dtype.is_complex or mask.requires_grad:
+        what = f"dtype {mask.dtype}" if not mask.requires_grad else "requires_grad=True"
+        raise TypeError(
+            f"mask must have dtype bool (True keeps) or an integer dtype (non-zero keeps), got {what}: pass an additive mask of"
+            " 0 and -inf as bias=, and one of zeros and ones as mask != 0"
+        )
+
+
+def mask_lengths(of_mask_q: int, of_mask_k: int, seqlen_q: int, seqlen_k: int) -> None:
+    """Refuse a prepared mask for other lengths."""
+    if not (_same(of_mask_q, seqlen_q) and _same(of_mask_k, seqlen_k)):
+        raise ValueError(
+            f"mask must be prepared for query length {_size_text(seqlen_q)} and key length {_size_text(seqlen_k)}, "
+            f"got {_size_text(of_mask_q)} and {_size_text(of_mask_k)}"
+        )
+
+
+def contiguous_runs(name: str, ids: Tensor) -> None:
+    """Refuse ids of which one returns after another. Reads them, so only for tensors on the CPU."""
+    from dmattn_ops import layout
+
+    if not layout.is_one_run_each(ids):
+        raise ValueError(f"{name} must be contiguous runs of equal ids, got an id that returns after another one")
 
 
 # Pieces, also for `masks.py`.
@@ -312,35 +372,63 @@ def _require_bias_dtype(bias: Tensor, query: Tensor) -> None:
         require_dtype("bias", bias, query.dtype, torch.float32)
 
 
-def _dropout_seed(seed: Tensor | None, dropout_p: float, where: torch.device) -> None:
+def _numbers_sink_and_seed(call: Call, batch: int) -> None:
+    options, where, heads = call.options, call.query.device, call.query.shape[-2]
+    scalars(options.softmax_scale, options.softcap, options.dropout_p)
+    for name, origin in (("q_origin", options.q_origin), ("k_origin", options.k_origin)):
+        if type(origin) is int and not 0 <= origin < UNBOUNDED:
+            raise ValueError(f"{name} must be between 0 and {UNBOUNDED - 1}, got {origin}")
+    if call.mask.at_most is not None and type(call.mask.at_most) is int and call.mask.at_most < 0:
+        raise ValueError(f"at_most must not be negative, got {call.mask.at_most}")
+    if call.sink is not None:
+        _require_sink(call.sink, call.query)
+    seed, dropout_p = call.seed, options.dropout_p
     if seed is not None:
-        require_shape("seed", seed, (1,))
+        require_sizes("seed", seed, (1, batch), (1, heads))
         require_dtype("seed", seed, torch.int64)
         require_device("seed", seed, where)
     elif not isinstance(dropout_p, float) or dropout_p > 0.0:
-        raise ValueError(f"seed must be an int64 tensor of shape (1,) where dropout_p is {dropout_p}, got None")
+        raise ValueError(
+            f"seed must be an int64 tensor of shape (1, 1) or more where dropout_p is {dropout_p}, got None"
+        )
 
 
-def _mask_tiles(
-    tiles: Tiles, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, where: torch.device
-) -> None:
+def _require_sink(sink: Tensor, query: Tensor) -> None:
+    require_shape("sink", sink, (query.shape[-2],))
+    require_device("sink", sink, query.device)
+    if sink.dtype != query.dtype:
+        require_dtype("sink", sink, query.dtype, torch.float32)
+
+
+def _mask(mask: Mask, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, where: torch.device) -> None:
     """Refuse tensors of a mask in which a kernel could read out of bounds; what lists hold is trusted."""
-    row_tiles, col_tiles, row_bits, col_bits, q_segments, k_segments = tiles
     rows, cols, words = ceil_div(seqlen_q, TILE), ceil_div(seqlen_k, TILE), TILE // WORD_BITS
-    if (row_bits is None) == (k_segments is None):
-        raise ValueError("a mask must have either row_bits and col_bits, or k_segments")
-    if q_segments is not None and k_segments is None:
-        raise ValueError("a mask with q_segments must have k_segments")
     leading = (1, batch), (1, heads_kv, heads)
-    _require_list("row_tiles", row_tiles, where, *leading, (rows,))
-    _require_list("col_tiles", col_tiles, where, *leading, (cols,))
-    if row_bits is not None:
-        _require_part("row_bits", row_bits, where, *leading, (rows * TILE,), (cols * words,))
-        _require_part("col_bits", col_bits, where, *leading, (cols * TILE,), (rows * words,))
+    kinds = (mask.row_bits, mask.k_segments, mask.start)
+    if sum(part is not None for part in kinds) != 1:
+        raise ValueError("a mask must have either row_bits and col_bits, or k_segments, or start and end")
+    if mask.q_segments is not None and mask.k_segments is None:
+        raise ValueError("a mask with q_segments must have k_segments")
+    if mask.start is not None:
+        if mask.row_tiles is not None or mask.col_tiles is not None:
+            raise ValueError("a mask by start and end must not have lists of tiles")
+        _require_part("start", mask.start, where, *leading, (seqlen_k,))
+        _require_part("end", mask.end, where, *leading, (seqlen_k,))
+        if mask.hidden_from is not None or mask.hidden_to is not None:
+            _require_part("hidden_from", mask.hidden_from, where, *leading, (seqlen_k,))
+            _require_part("hidden_to", mask.hidden_to, where, *leading, (seqlen_k,))
+        return
+    if mask.hidden_from is not None or mask.hidden_to is not None or mask.end is not None:
+        raise ValueError("a mask with end, hidden_from or hidden_to must have start")
+    _require_list("row_tiles", mask.row_tiles, where, *leading, (tile_records(seqlen_q),))
+    _require_list("col_tiles", mask.col_tiles, where, *leading, (tile_records(seqlen_k),))
+    if mask.row_bits is not None:
+        _require_part("row_bits", mask.row_bits, where, *leading, (rows * TILE,), (cols * words,))
+        _require_part("col_bits", mask.col_bits, where, *leading, (cols * TILE,), (rows * words,))
     else:
-        _require_part("k_segments", k_segments, where, *leading, (seqlen_k,))
-        if q_segments is not None:
-            _require_part("q_segments", q_segments, where, leading[0], (seqlen_q,))
+        _require_part("k_segments", mask.k_segments, where, *leading, (seqlen_k,))
+        if mask.q_segments is not None:
+            _require_part("q_segments", mask.q_segments, where, leading[0], (seqlen_q,))
 
 
 def _require_list(name: str, lists: Tensor | None, where: torch.device, *choices: tuple[int, ...]) -> None:

@@ -20,52 +20,52 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def forward_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`."""
-    batch, seqlen_q, heads, _ = query.shape
-    out = query.new_empty((batch, seqlen_q, heads, value.shape[-1]))
-    lse = query.new_empty((batch, heads, seqlen_q), dtype=lse_dtype(query.dtype))
-    return out, lse
+def forward_outputs(query: Tensor, value: Tensor, needs_max: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate out `[B, Sq, H, Dv]`, and lse, lse_tail and row_max `[B, H, Sq]`; row_max is empty where it is not asked for.
 
-
-def varlen_forward_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate out `[total_q, H, Dv]` and lse `[H, total_q]`."""
-    total, heads, _ = query.shape
-    out = query.new_empty((total, heads, value.shape[-1]))
-    lse = query.new_empty((heads, total), dtype=lse_dtype(query.dtype))
-    return out, lse
-
-
-def bias_gradient(query: Tensor, bias: Tensor | None, needs_dbias: bool) -> Tensor:
-    """Allocate dbias with bias's shape, or an empty tensor where it is not asked for."""
-    if bias is None or not needs_dbias:
-        return query.new_empty((0,))
-    return _like(bias)
+    For packed sequences, query `[total_q, H, D]`: out `[total_q, H, Dv]`, and the others `[H, total_q]`.
+    """
+    *batch, seqlen_q, heads, _ = query.shape
+    rows, wide = (*batch, heads, seqlen_q), lse_dtype(query.dtype)
+    out = query.new_empty((*batch, seqlen_q, heads, value.shape[-1]))
+    lse = query.new_empty(rows, dtype=wide)
+    return out, lse, _like(lse), _like(lse) if needs_max else lse.new_empty((0,))
 
 
 def backward_outputs(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, needs_dbias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate dq, dk, dv and dbias, each with its input's shape (dense and variable lengths)."""
-    return (_like(query), _like(key), _like(value), bias_gradient(query, bias, needs_dbias))
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sink: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Allocate dq, dk, dv, dbias and dsink, each with its input's shape (dense and variable lengths); empty for None."""
+    return (_like(query), _like(key), _like(value), _gradient(query, bias), _gradient(query, sink))
 
 
-def qkvpacked_forward_outputs(qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate out `[B, S, H, D]` and lse `[B, H, S]` for qkv `[B, S, 3, H, D]`."""
-    batch, seqlen, _, heads, dim = qkv.shape
-    out = qkv.new_empty((batch, seqlen, heads, dim))
-    lse = qkv.new_empty((batch, heads, seqlen), dtype=lse_dtype(qkv.dtype))
-    return out, lse
+def qkvpacked_backward_outputs(qkv: Tensor, bias: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the packed gradient `[B, S, 3, H, D]`, dbias and dsink."""
+    return _like(qkv), _gradient(qkv, bias), _gradient(qkv, sink)
 
 
-def qkvpacked_backward_outputs(qkv: Tensor, bias: Tensor | None, needs_dbias: bool) -> tuple[Tensor, Tensor]:
-    """Allocate the packed gradient `[B, S, 3, H, D]` and dbias."""
-    return _like(qkv), bias_gradient(qkv, bias, needs_dbias)
+def _gradient(on: Tensor, of: Tensor | None) -> Tensor:
+    return on.new_empty((0,)) if of is None else _like(of)
+
+
+def key_lifetimes_outputs(scores: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """Allocate start and end `[batch, Hm, S]` for scores `[B|1, Hm, S]`."""
+    shape = (batch, *scores.shape[1:])
+    return scores.new_empty(shape, dtype=torch.int32), scores.new_empty(shape, dtype=torch.int32)
 
 
 def ceil_div(size: int, divisor: int) -> int:
     """Return `size / divisor`, rounded up: always by this formula, so that tracers see equal sizes as equal."""
     return (size + divisor - 1) // divisor
+
+
+def tile_records(seqlen: int) -> int:
+    """Return how many records a list of tiles has for `seqlen` positions: one for each tile, but at least two.
+
+    The second one of a short sequence is empty. A dimension that is 1 for some lengths only would be a special case to
+    compilers and exporters: one graph more, or a range of lengths that ends at 128.
+    """
+    return torch.sym_max(2, ceil_div(seqlen, TILE))
 
 
 def list_capacity(tiles: int, band_lo: int, band_hi: int) -> int:
@@ -80,8 +80,11 @@ def list_capacity(tiles: int, band_lo: int, band_hi: int) -> int:
 def list_tiles_outputs(
     like: Tensor, batch: int, heads: int, seqlen_q: int, seqlen_k: int, band_lo: int, band_hi: int
 ) -> tuple[Tensor, Tensor]:
-    """Allocate row_tiles `[batch, heads, nQ, 4 + capacity]` and col_tiles `[batch, heads, nK, 4 + capacity]`."""
-    rows, cols = ceil_div(seqlen_q, TILE), ceil_div(seqlen_k, TILE)
+    """Allocate row_tiles `[batch, heads, nQ, 4 + capacity]` and col_tiles `[batch, heads, nK, 4 + capacity]`.
+
+    `nQ` and `nK` are `tile_records` of the lengths.
+    """
+    rows, cols = tile_records(seqlen_q), tile_records(seqlen_k)
     row_tiles = like.new_empty((batch, heads, rows, HEADER + list_capacity(cols, band_lo, band_hi)), dtype=torch.int32)
     col_tiles = like.new_empty((batch, heads, cols, HEADER + list_capacity(rows, band_lo, band_hi)), dtype=torch.int32)
     return row_tiles, col_tiles

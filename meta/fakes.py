@@ -1,7 +1,7 @@
 """The operators on tensors without data: read and refuse the arguments, then allocate.
 
-The real operators (`implementations.py`) begin with the same functions, so that both refuse and allocate alike.
-Parameters are those of the schemas in `ops.py`, in their order; `call` is what follows bias there.
+The real operators (`implementations.py`) begin with the same functions, so that both refuse and allocate alike. Every
+function here takes the arguments of the operator of its name (`ops.SCHEMAS`); defaults at the end may be left out.
 """
 
 from __future__ import annotations
@@ -12,163 +12,111 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import meta, ops, validation
-from dmattn_ops.problem import UNBOUNDED, Varlen
+from dmattn_ops.call import Call
+from dmattn_ops.problem import NO_MASK, Varlen
+
+_Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *call: Any) -> tuple[Tensor, Tensor]:
-    """Return out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`."""
-    dense_call(query, key, value, bias, call)
-    return meta.forward_outputs(query, value)
+def forward(*arguments: Any) -> _Outputs:
+    """Return out `[B, Sq, H, Dv]`, lse and lse_tail `[B, H, Sq]`, and row_max like them (empty without needs_max)."""
+    call, read = dense_call("forward", arguments)
+    return meta.forward_outputs(call.query, call.value, read.needs_max)
 
 
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None = None,
-    *call: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv like query, key, value, and dbias like bias (empty without needs_dbias)."""
-    needs_dbias = dense_call(query, key, value, bias, call).needs_dbias
-    check_dense_gradients(grad_out, grad_lse, query, value, out, lse)
-    return meta.backward_outputs(query, key, value, bias, needs_dbias)
+def backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return dq, dk, dv, dbias and dsink, like what they are gradients of; empty what is not asked for."""
+    call, read = dense_call("backward", arguments)
+    return meta.backward_outputs(call.query, call.key, call.value, *_asked(call, read))
 
 
-def qkvpacked_forward(qkv: Tensor, bias: Tensor | None = None, *call: Any) -> tuple[Tensor, Tensor]:
-    """Return out `[B, S, H, D]` and lse `[B, H, S]` for qkv `[B, S, 3, H, D]`."""
-    validation.packed_qkv(qkv)
-    query, key, value = qkv.unbind(2)
-    dense_call(query, key, value, bias, call)
-    return meta.qkvpacked_forward_outputs(qkv)
+def qkvpacked_forward(*arguments: Any) -> _Outputs:
+    """Return out `[B, S, H, D]`, lse, lse_tail and row_max `[B, H, S]` for qkv `[B, S, 3, H, D]`."""
+    call, read = dense_call("qkvpacked_forward", arguments)
+    return meta.forward_outputs(call.query, call.value, read.needs_max)
 
 
-def qkvpacked_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    qkv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None = None,
-    *call: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return dqkv like qkv, and dbias like bias (empty without needs_dbias)."""
-    validation.packed_qkv(qkv)
-    query, key, value = qkv.unbind(2)
-    needs_dbias = dense_call(query, key, value, bias, call).needs_dbias
-    check_dense_gradients(grad_out, grad_lse, query, value, out, lse)
-    return meta.qkvpacked_backward_outputs(qkv, bias, needs_dbias)
+def qkvpacked_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return dqkv like qkv, dbias and dsink."""
+    call, read = dense_call("qkvpacked_backward", arguments)
+    return meta.qkvpacked_backward_outputs(read.qkv, *_asked(call, read))
 
 
-def varlen_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    bias: Tensor | None = None,
-    *call: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return out `[total_q, H, Dv]` and lse `[H, total_q]`."""
-    varlen_call(query, key, value, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), bias, call)
-    return meta.varlen_forward_outputs(query, value)
+def varlen_forward(*arguments: Any) -> _Outputs:
+    """Return out `[total_q, H, Dv]`, lse, lse_tail and row_max `[H, total_q]`."""
+    call, read = varlen_call("varlen_forward", arguments)
+    return meta.forward_outputs(call.query, call.value, read.needs_max)
 
 
-def varlen_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    bias: Tensor | None = None,
-    *call: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv like query, key, value, and dbias like bias (empty without needs_dbias)."""
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    needs_dbias = varlen_call(query, key, value, lengths, bias, call)[1].needs_dbias
-    check_varlen_gradients(grad_out, grad_lse, query, value, out, lse)
-    return meta.backward_outputs(query, key, value, bias, needs_dbias)
+def varlen_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return dq, dk, dv, dbias and dsink, like what they are gradients of; empty what is not asked for."""
+    call, read = varlen_call("varlen_backward", arguments)
+    return meta.backward_outputs(call.query, call.key, call.value, *_asked(call, read))
 
 
-def pack_mask(
-    mask: Tensor,
-    q_segments: Tensor | None,
-    k_segments: Tensor | None,
-    seqlen_q: int,
-    band_lo: int = -UNBOUNDED,
-    band_hi: int = UNBOUNDED,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def pack_mask(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return row_tiles, col_tiles, row_bits and col_bits of a mask `[Bm, Hm, Sq or 1, Sk]` and segments."""
-    batch, heads = validation.mask_parts(mask, q_segments, k_segments, seqlen_q)
-    return meta.pack_mask_outputs(mask, batch, heads, seqlen_q, band_lo, band_hi)
+    read = ops.SIGNATURES["pack_mask"].read(arguments)
+    batch, heads = validation.mask_parts(read.mask, read.q_segments, read.k_segments, read.seqlen_q)
+    return meta.pack_mask_outputs(read.mask, batch, heads, read.seqlen_q, read.band_lo, read.band_hi)
 
 
-def list_tiles(
-    q_segments: Tensor | None,
-    k_segments: Tensor,
-    seqlen_q: int,
-    band_lo: int = -UNBOUNDED,
-    band_hi: int = UNBOUNDED,
-) -> tuple[Tensor, Tensor]:
+def list_tiles(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return row_tiles and col_tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]`."""
-    batch, heads = validation.mask_parts(None, q_segments, k_segments, seqlen_q)
-    return meta.list_tiles_outputs(k_segments, batch, heads, seqlen_q, k_segments.shape[-1], band_lo, band_hi)
+    read = ops.SIGNATURES["list_tiles"].read(arguments)
+    keys = read.k_segments
+    batch, heads = validation.mask_parts(None, read.q_segments, keys, read.seqlen_q)
+    return meta.list_tiles_outputs(keys, batch, heads, read.seqlen_q, keys.shape[-1], read.band_lo, read.band_hi)
 
 
-def dense_call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> ops.Call:
-    """Read the arguments of a dense operator and refuse what no kernel may see."""
-    validation.dense_tensors(query, key, value, bias)
-    read = ops.read_call(call, query.shape[-1])
-    validation.dense_call(query, key, read.tiles, read.seed, read.options)
-    return read
+def key_lifetimes(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return start and end `[B', Hm, S]` of the queries that see each key; `B'` is the wider batch of both arguments."""
+    read = ops.SIGNATURES["key_lifetimes"].read(arguments)
+    batch = validation.selection(*read)
+    return meta.key_lifetimes_outputs(read.scores, batch)
 
 
-def varlen_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: tuple[Tensor, Tensor, int, int],
-    bias: Tensor | None,
-    call: tuple[Any, ...],
-) -> tuple[Varlen, ops.Call]:
-    """Read the arguments of an operator for variable lengths and refuse what no kernel may see."""
-    validation.require_rank("query", query, 3)
-    read = ops.read_varlen_call(call, query.shape[-1])
-    varlen = Varlen(*lengths, read.top_left)
-    validation.varlen_tensors(query, key, value, bias, read.mask, varlen)
-    validation.varlen_call(query, read.seed, read.options)
-    return varlen, read
+def dense_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
+    """Read the arguments of a dense operator and refuse what no kernel may see; return the call, and all by name."""
+    read = ops.SIGNATURES[name].read(arguments)
+    if name.startswith("qkvpacked"):
+        validation.packed_qkv(read.qkv)
+        query, key, value = read.qkv.unbind(2)
+    else:
+        query, key, value = read.query, read.key, read.value
+    validation.dense_tensors(query, key, value, read.bias)
+    options = ops.options_of(read, query.shape[-1])
+    call = Call(query, key, value, read.bias, ops.mask_of(read), read.sink, read.seed, None, options)
+    validation.dense_call(call)
+    if name.endswith("backward"):
+        batch, seqlen_q, heads, _ = query.shape
+        validation.gradients(read, query, (batch, seqlen_q, heads, value.shape[-1]), (batch, heads, seqlen_q))
+    return call, read
 
 
-def check_dense_gradients(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, value: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    """Refuse gradients and saved outputs of a dense call that do not fit it."""
-    batch, seqlen_q, heads, _ = query.shape
-    shapes = (batch, seqlen_q, heads, value.shape[-1]), (batch, heads, seqlen_q)
-    validation.gradients(grad_out, grad_lse, out, lse, query, *shapes)
+def varlen_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
+    """Read the arguments of an operator for variable lengths; like `dense_call`. Its mask `[H|Hkv|1, total_k]` is in `read`."""
+    read = ops.SIGNATURES[name].read(arguments)
+    validation.require_rank("query", read.query, 3)
+    offsets = read.cu_seqlens_q, read.cu_seqlens_k
+    varlen = Varlen(*offsets, read.max_seqlen_q, read.max_seqlen_k, read.top_left)
+    validation.varlen_tensors(read.query, read.key, read.value, read.bias, read.mask, varlen)
+    options = ops.options_of(read, read.query.shape[-1])
+    call = Call(read.query, read.key, read.value, read.bias, NO_MASK, read.sink, read.seed, varlen, options)
+    validation.varlen_call(call)
+    if name.endswith("backward"):
+        total, heads, _ = read.query.shape
+        validation.gradients(read, read.query, (total, heads, read.value.shape[-1]), (heads, total))
+    return call, read
 
 
-def check_varlen_gradients(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, value: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    """Refuse gradients and saved outputs of packed sequences that do not fit them."""
-    total, heads, _ = query.shape
-    validation.gradients(grad_out, grad_lse, out, lse, query, (total, heads, value.shape[-1]), (heads, total))
+def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return the bias and the sink whose gradients are asked for."""
+    return call.bias if read.needs_dbias else None, call.sink if read.needs_dsink else None
 
 
 for _fake in (
-    forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles
+    forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
+    key_lifetimes,
 ):  # fmt: skip
     torch.library.register_fake(f"dmattn::{_fake.__name__}", _fake, lib=ops.library)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from dmattn_ops import arch, choose, config, dispatch, meta, resources, validation
+from dmattn_ops import arch, choose, config, dispatch, meta, resolve, resources, validation
+from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.choose import Choice, Demand
-from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
+from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Mask, Varlen, plain_options
 from dmattn_ops.resources import Specialization
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -135,8 +137,9 @@ def _specializations(direction: str, row: config.Row, width: int) -> tuple[Speci
     """Return what a row is compiled for."""
     if row.kernel != "portable":
         launcher = dispatch.launcher(direction, row.kernel)
+        refusals = partial(launcher.refusals, needs_max=False) if direction == "forward" else launcher.refusals
         every = dict.fromkeys(resources.canonical(row.kernel, direction, each) for each in HOPPER)
-        return tuple(each for each in every if not launcher.refusals(*make_call(each, width)))
+        return tuple(each for each in every if not refusals(make_call(each, width)))
     if row.itemsize == 4:
         return tuple(replace(each, dtype="float32", wide_bias=False) for each in (CAUSAL, EVERYTHING))
     if row.dim > COMMON_DIM:
@@ -145,7 +148,7 @@ def _specializations(direction: str, row: config.Row, width: int) -> tuple[Speci
     return (*PORTABLE, *(PORTABLE_FORWARD if direction == "forward" else PORTABLE_BACKWARD), *own)
 
 
-def make_call(wanted: Specialization, width: int) -> dispatch.Call:
+def make_call(wanted: Specialization, width: int) -> Call:
     """Return a call that has a specialization, its heads `width` wide. Its tensors lie on the CPU, uninitialised."""
     dtype = _DTYPES[wanted.dtype]
     heads_k = HEADS // GROUP if wanted.grouped else HEADS
@@ -171,34 +174,42 @@ def make_call(wanted: Specialization, width: int) -> dispatch.Call:
         bias = bias if bias is None else bias[0, :, 0]
         ends = torch.tensor([0, SEQLEN], dtype=torch.int32)
         varlen = Varlen(ends, ends, SEQLEN, SEQLEN, False)
-    options = Options(low, high, 0.1, 30.0 * wanted.softcap, 0.1 * wanted.dropout, wanted.deterministic)
-    seed = torch.zeros(1, dtype=torch.int64) if wanted.dropout else None
-    return dispatch.Call(query, key, value, bias, _make_tiles(wanted, seqlen_q), seed, varlen, options)
+    options = plain_options(
+        0.1,
+        low,
+        high,
+        softcap=30.0 * wanted.softcap,
+        dropout_p=0.1 * wanted.dropout,
+        deterministic=wanted.deterministic,
+    )
+    seed = torch.zeros(1, 1, dtype=torch.int64) if wanted.dropout else None
+    return Call(query, key, value, bias, _make_tiles(wanted, seqlen_q), None, seed, varlen, options)
 
 
-def _make_tiles(wanted: Specialization, seqlen_q: int) -> Tiles:
+def _make_tiles(wanted: Specialization, seqlen_q: int) -> Mask:
     """Return lists with bits or segments `[1, H, ...]`."""
     if not wanted.mask:
-        return Tiles()
+        return NO_MASK
     q_segments = torch.empty(1, seqlen_q, dtype=torch.int32) if wanted.mask == "segments" else None
     k_segments = torch.empty(1, HEADS, SEQLEN, dtype=torch.int32)
     if wanted.varlen:
-        return Tiles(k_segments=k_segments)
+        return Mask(k_segments=k_segments)
     if wanted.mask == "bits":
         mask = torch.empty(1, HEADS, seqlen_q, SEQLEN, dtype=torch.bool)
-        return Tiles(*meta.pack_mask_outputs(mask, 1, HEADS, seqlen_q, -UNBOUNDED, UNBOUNDED))
+        return Mask(*meta.pack_mask_outputs(mask, 1, HEADS, seqlen_q, -UNBOUNDED, UNBOUNDED))
     lists = meta.list_tiles_outputs(k_segments, 1, HEADS, seqlen_q, SEQLEN, -UNBOUNDED, UNBOUNDED)
-    return Tiles(*lists, q_segments=q_segments, k_segments=k_segments)
+    return Mask(*lists, q_segments=q_segments, k_segments=k_segments)
 
 
 def launch(unit: Unit) -> None:
     """Launch a unit's row for its call."""
     call = make_call(unit.wanted, unit.width)
-    outputs = meta.forward_outputs if call.varlen is None else meta.varlen_forward_outputs
-    out, lse = outputs(call.query, call.value)
+    out, lse, lse_tail, _ = meta.forward_outputs(call.query, call.value, False)
     if unit.direction == "forward":
-        unit.launcher.forward(*call, out, lse, unit.row.config)
+        result = Result(out, lse, lse_tail, None)
+        unit.launcher.forward(call, result, resolve.forward_config(unit.row.config, call, result))
         return
-    *grads, dbias = meta.backward_outputs(call.query, call.key, call.value, call.bias, call.bias is not None)
-    saved = (torch.empty_like(out), torch.empty_like(lse), *call[:3], out, lse)
-    unit.launcher.backward(*saved, *call[3:], *grads, dbias if call.bias is not None else None, unit.row.config)
+    dq, dk, dv, dbias, _ = meta.backward_outputs(call.query, call.key, call.value, call.bias, None)
+    saved = Saved(out, lse, lse_tail)
+    grads = Gradients(torch.empty_like(out), torch.empty_like(lse), dq, dk, dv, None if call.bias is None else dbias)
+    unit.launcher.backward(call, saved, grads, resolve.backward_config(unit.row.config, call, saved, grads))

@@ -6,8 +6,9 @@ import math
 
 from torch import Tensor
 
+from dmattn_ops.call import bias_kind
 from dmattn_ops.kernels.launching.launch import computed, workspace
-from dmattn_ops.kernels.portable.arguments import bias_arguments, bias_kind
+from dmattn_ops.kernels.portable.arguments import bias_arguments
 from dmattn_ops.problem import Options
 
 LOG2E = 1.4426950408889634

@@ -13,13 +13,11 @@ then runs its launcher in full.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
@@ -35,15 +33,10 @@ from dmattn_ops.kernels.launching.plan import (
     TensorMap,
 )
 from dmattn_ops.kernels.launching.tensor_maps import Map
+from dmattn_ops.recording import computed as computed
+from dmattn_ops.recording import thread
+from dmattn_ops.recording import workspace as workspace
 
-_Made = TypeVar("_Made", bound=Tensor)
-
-
-class _Thread(threading.local):
-    recording: Recording | None = None
-
-
-_thread = _Thread()
 _MAX_COMPILED = 1024
 _compiled: dict[tuple[Any, ...], Any] = {}  # kernels by what they are specialized on
 
@@ -66,8 +59,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) ->
         _compiled[key] = compiled
     else:
         compiled[whole](*[_argument(given[name]) for name in names])
-    if _thread.recording is not None:
-        _thread.recording.launches(compiled, whole, [given[name] for name in names])
+    if thread.recorder is not None:
+        thread.recorder.launches(compiled, whole, [given[name] for name in names])
 
 
 @cache
@@ -85,24 +78,6 @@ def _specialization(argument: Any) -> Any:
     if isinstance(argument, Map):
         return argument.dtype, argument.block
     return type(argument)
-
-
-def computed(function: Callable[..., _Made], *arguments: Any) -> _Made:
-    """Return the tensor `function(*arguments)`, which a plan computes anew at each call: a copy, zeros, a sum."""
-    if _thread.recording is None:
-        return function(*arguments)
-    with _thread.recording.watch.looking_away():
-        made = function(*arguments)
-    _thread.recording.computes(function, arguments, made)
-    return made
-
-
-def workspace(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return uninitialised memory for one call on the device of `like`."""
-    made = like.new_empty(shape, dtype=dtype)
-    if _thread.recording is not None:
-        _thread.recording.allocates(made)
-    return made
 
 
 def _argument(argument: Any) -> Any:
@@ -138,6 +113,10 @@ class Recording:
         self.inputs = inputs
         self.watch = _Watch()
         self.steps: list[Callable[[_Names], Any]] = []
+
+    def looking_away(self) -> AbstractContextManager[None]:
+        """Let operators change tensors meanwhile."""
+        return self.watch.looking_away()
 
     def allocates(self, made: Tensor) -> None:
         """Note that a workspace is made."""
@@ -235,10 +214,10 @@ class _Names:
 @contextmanager
 def recording(inputs: Sequence[Tensor | None]) -> Iterator[Recording]:
     """Note what this thread launches meanwhile for a call with these inputs, of which no two are the same tensor."""
-    outer, made = _thread.recording, Recording(inputs)
-    _thread.recording = made
+    outer, made = thread.recorder, Recording(inputs)
+    thread.recorder = made
     try:
         with made.watch:
             yield made
     finally:
-        _thread.recording = outer
+        thread.recorder = outer

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen, dropout_threshold, float32_precision
+from dmattn_ops.call import Call, bias_kind
+from dmattn_ops.problem import UNBOUNDED, Mask, dropout_scale, dropout_threshold, float32_precision
 
 # Tensors of rows `[B, S, heads, D]`. ALIGNED says all that a load needs of their addresses, so that one compiled kernel
 # serves all their strides and storage offsets.
@@ -59,8 +60,9 @@ class Extent(NamedTuple):
     longest_k: int
 
 
-def extent(query: Tensor, key: Tensor, varlen: Varlen | None) -> Extent:
+def extent(call: Call) -> Extent:
     """Read the sizes of `[B, S, heads, D]`, or of packed `[total, heads, D]`."""
+    query, key, varlen = call.query, call.key, call.varlen
     heads, kv_heads = query.shape[-2], key.shape[-2]
     if varlen is None:
         seqlen_q, seqlen_k = query.shape[1], key.shape[1]
@@ -75,17 +77,6 @@ def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
     if tensor.dim() == 3:
         return {f"{name}_b": 0, f"{name}_s": strides[0], f"{name}_h": strides[1]}
     return {f"{name}_b": strides[0], f"{name}_s": strides[1], f"{name}_h": strides[2]}
-
-
-def rows_are_aligned(*tensors: Tensor) -> bool:
-    """Return whether every row of `[.., S, heads, D]` starts at a multiple of 16 bytes and is one long."""
-    offsets = 0
-    for tensor in tensors:
-        elements = tensor.shape[-1]
-        for stride in tensor.stride()[:-1]:
-            elements |= stride
-        offsets |= elements * tensor.element_size() | tensor.data_ptr()
-    return offsets % 16 == 0
 
 
 def lse_strides(name: str, tensor: Tensor) -> dict[str, int]:
@@ -104,23 +95,6 @@ def broadcast_stride(tensor: Tensor, dim: int) -> int:
 def group_size(heads: int, tensor_heads: int) -> int:
     """Return how many query heads share one head of a tensor that has 1, Hkv or H of them."""
     return max(1, heads // max(1, tensor_heads))
-
-
-def bias_kind(bias: Tensor | None) -> str:
-    """Return how a bias meets a block: "none", a value per "key", or one per query and key ("full")."""
-    if bias is None:
-        return "none"
-    return "key" if bias.dim() == 2 or bias.shape[2] == 1 else "full"
-
-
-def is_whole(bias: Tensor | None, query: Tensor) -> bool:
-    """Return whether a bias has an element for every score; the portable kernels write its gradient as they go."""
-    return bias_kind(bias) == "full" and bias.shape[:2] == (query.shape[0], query.shape[-2])  # type: ignore[union-attr]
-
-
-def is_pairwise(bias: Tensor | None, options: Options) -> bool:
-    """Return whether each pair of query and key has a number of its own: a bias or a weight's dropout."""
-    return bias_kind(bias) == "full" or options.dropout_p > 0
 
 
 _NO_BIAS: dict[str, Any] = {"bias": None, "bias_b": 0, "bias_h": 0, "bias_q": 0, "bias_k": 0, "bias_group": 1}
@@ -177,7 +151,7 @@ def mask_arguments(tiles: Tensor | None, bits: Tensor | None, heads: int) -> dic
     return lists | words
 
 
-def segment_arguments(tiles: Tiles, heads: int) -> dict[str, Any]:
+def segment_arguments(tiles: Mask, heads: int) -> dict[str, Any]:
     """Return the arguments of the segments: `[B|1, Sq]` or packed `[total_q]`, `[B|1, Hm, Sk]` or packed `[Hm, total_k]`."""
     queries, keys = tiles.q_segments, tiles.k_segments
     if keys is None or tiles.row_bits is not None:
@@ -199,18 +173,9 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def shared_arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-    size: Extent,
-) -> dict[str, Any]:
+def shared_arguments(call: Call, size: Extent) -> dict[str, Any]:
     """Return the arguments that every kernel takes, except for the lists and bits of its side."""
+    query, key, value, bias, varlen, options = call.query, call.key, call.value, call.bias, call.varlen, call.options
     dropped = options.dropout_p > 0
     return {
         "query": query,
@@ -220,10 +185,10 @@ def shared_arguments(
         **row_strides("key", key),
         **row_strides("value", value),
         **bias_arguments(bias, size.heads),
-        **segment_arguments(tiles, size.heads),
-        "seed": seed if dropped else None,
+        **segment_arguments(call.mask, size.heads),
+        "seed": call.seed if dropped else None,
         "threshold": dropout_threshold(options.dropout_p),
-        "rescale": 1 / (1 - options.dropout_p) if options.dropout_p < 1 else 0.0,
+        "rescale": dropout_scale(options.dropout_p),
         "cu_seqlens_q": None if varlen is None else varlen.cu_seqlens_q,
         "cu_seqlens_k": None if varlen is None else varlen.cu_seqlens_k,
         "heads": size.heads,

@@ -14,29 +14,26 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops import problem
+from dmattn_ops.call import Call, Gradients, Saved, bias_kind, is_whole, rows_are_aligned
 from dmattn_ops.config import PortableBackward
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
     UNSPECIALIZED,
     Extent,
-    bias_kind,
     ceil_div,
     extent,
-    is_pairwise,
-    is_whole,
     lse_strides,
     mask_arguments,
     padded,
     row_strides,
-    rows_are_aligned,
     shared_arguments,
 )
 from dmattn_ops.kernels.portable.dbias import broadcast_dbias, reduce_key_sums
 from dmattn_ops.kernels.portable.keys import keys_kernel
 from dmattn_ops.kernels.portable.primitives import LOG2E, head_offset, load_rows
 from dmattn_ops.kernels.portable.queries import queries_kernel
-from dmattn_ops.problem import Options, Tiles, Varlen
+from dmattn_ops.problem import Mask
 
 STATISTICS_ROWS = 32
 
@@ -96,36 +93,20 @@ def statistics_kernel(
     tl.store(delta + statistics, tl.where(empty, 0.0, row_delta), mask=inside)
 
 
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor | None,
-    config: PortableBackward,
-) -> None:
+def backward(call: Call, saved: Saved, grads: Gradients, config: PortableBackward) -> None:
     """Write dq, dk, dv and, unless it is None, dbias, each in its input's shape."""
-    size = extent(query, key, varlen)
-    aligned = rows_are_aligned(query, key, value, grad_out, out, dq, dk, dv)
-    config = config.for_call(aligned, is_pairwise(bias, options))
+    query, bias, tiles, varlen = call.query, call.bias, call.mask, call.varlen
+    grad_out, grad_lse, dq, dk, dv, dbias = grads
+    out, lse, _ = saved
+    size = extent(call)
+    aligned = rows_are_aligned(query, call.key, call.value, grad_out, out, dq, dk, dv)
     if varlen is not None:  # rows that belong to no sequence
         for gradient in (dq, dk, dv):
             computed(Tensor.zero_, gradient)
     log_sum = workspace(query, query.shape[0] if varlen is None else 1, size.heads, size.seqlen_q)
     delta = workspace(query, *log_sum.shape)
     _launch_statistics(grad_out, grad_lse, out, lse, log_sum, delta, aligned)
-    arguments = shared_arguments(query, key, value, bias, tiles, seed, varlen, options, size)
+    arguments = shared_arguments(call, size)
     arguments |= {"grad_out": grad_out, **row_strides("grad_out", grad_out), "log_sum": log_sum, "delta": delta}
     arguments["ALIGNED"] = aligned
 
@@ -194,7 +175,7 @@ def _launch_statistics(
 
 def _launch_keys(
     arguments: dict[str, Any],
-    tiles: Tiles,
+    tiles: Mask,
     size: Extent,
     dk: Tensor,
     dv: Tensor,
@@ -228,7 +209,7 @@ def _launch_keys(
 
 
 def _launch_queries(
-    arguments: dict[str, Any], tiles: Tiles, size: Extent, dq: Tensor, dbias: Tensor | None, config: PortableBackward
+    arguments: dict[str, Any], tiles: Mask, size: Extent, dq: Tensor, dbias: Tensor | None, config: PortableBackward
 ) -> None:
     """Launch dq, and dS into dbias `[B, H, Sq, Sk]` unless it is None: a program for each block of queries of each head."""
     blocks = ceil_div(size.longest_q, config.dq_block_m)

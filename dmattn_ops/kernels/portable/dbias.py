@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops import problem
+from dmattn_ops.call import Call, is_pairwise, rows_are_aligned
 from dmattn_ops.config import PortableBackward
 from dmattn_ops.kernels.launching.launch import computed, launch
 from dmattn_ops.kernels.portable.arguments import (
@@ -25,7 +26,6 @@ from dmattn_ops.kernels.portable.arguments import (
     extent,
     mask_arguments,
     row_strides,
-    rows_are_aligned,
     shared_arguments,
 )
 from dmattn_ops.kernels.portable.primitives import (
@@ -39,7 +39,7 @@ from dmattn_ops.kernels.portable.primitives import (
     store_block,
 )
 from dmattn_ops.kernels.portable.queries import step_gradient
-from dmattn_ops.problem import Options, Tiles
+from dmattn_ops.problem import Mask
 
 ENTRIES = 128  # entries of a list that are marked at once
 
@@ -283,32 +283,23 @@ def _empty_states(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def recompute_dbias(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    tiles: Tiles,
-    options: Options,
-    log_sum: Tensor,
-    delta: Tensor,
-    dbias: Tensor,
-    config: PortableBackward,
+    call: Call, grad_out: Tensor, log_sum: Tensor, delta: Tensor, dbias: Tensor, config: PortableBackward
 ) -> None:
     """Write dbias `[B|1, H|Hkv|1, Sq, Sk]` beside kernels that leave it out.
 
     log_sum and delta `[B, H, Sq]` are the rows' lse in base 2 and delta, +inf and 0 in empty rows.
     """
-    size = extent(query, key, None)
-    aligned = rows_are_aligned(query, key, value, grad_out)
-    arguments = shared_arguments(query, key, value, bias, tiles, None, None, options, size)
+    size = extent(call)
+    aligned = rows_are_aligned(call.query, call.key, call.value, grad_out)
+    arguments = shared_arguments(call, size)
     arguments |= {"grad_out": grad_out, **row_strides("grad_out", grad_out), "log_sum": log_sum, "delta": delta}
     arguments["ALIGNED"] = aligned
-    broadcast_dbias(arguments, tiles, size, dbias, config.for_call(aligned, True))
+    config = config.for_call(aligned, is_pairwise(call.bias, call.options))
+    broadcast_dbias(arguments, call.mask, size, dbias, config)
 
 
 def broadcast_dbias(
-    arguments: dict[str, Any], tiles: Tiles, size: Extent, dbias: Tensor, config: PortableBackward
+    arguments: dict[str, Any], tiles: Mask, size: Extent, dbias: Tensor, config: PortableBackward
 ) -> None:
     """Write dbias `[B|1, H|Hkv|1, Sq, Sk]`: a program for each of its blocks."""
     blocks = ceil_div(size.seqlen_q, config.dq_block_m)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops import arch, problem
+from dmattn_ops.call import Call, Result, rows_are_aligned
 from dmattn_ops.config import PortableForward
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.portable.arguments import (
@@ -20,13 +21,11 @@ from dmattn_ops.kernels.portable.arguments import (
     UNSPECIALIZED,
     ceil_div,
     extent,
-    is_pairwise,
     is_positive,
     lse_strides,
     mask_arguments,
     padded,
     row_strides,
-    rows_are_aligned,
     shared_arguments,
 )
 from dmattn_ops.kernels.portable.primitives import (
@@ -48,7 +47,6 @@ from dmattn_ops.kernels.portable.primitives import (
     walk,
     walked_start,
 )
-from dmattn_ops.problem import Options, Tiles, Varlen
 
 SPLIT_STEPS = 4  # a share of fewer steps costs more in merging than it gains
 MERGED = 16  # shares that the merging kernel reads at once
@@ -349,24 +347,12 @@ def split_count(programs: int, longest_k: int, config: PortableForward, num_sms:
     return max(1, min(config.per_sm * num_sms // programs, steps // SPLIT_STEPS))
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-    out: Tensor,
-    lse: Tensor,
-    config: PortableForward,
-) -> None:
+def forward(call: Call, result: Result, config: PortableForward) -> None:
     """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]` (packed: `[total_q, H, Dv]`, `[H, total_q]`)."""
-    size = extent(query, key, varlen)
-    aligned = rows_are_aligned(query, key, value, out)
-    config = config.for_call(aligned, is_pairwise(bias, options), size.longest_q)
-    if varlen is not None:  # rows that belong to no sequence
+    query, tiles, out, lse = call.query, call.mask, result.out, result.lse
+    size = extent(call)
+    aligned = rows_are_aligned(query, call.key, call.value, out)
+    if call.varlen is not None:  # rows that belong to no sequence
         computed(Tensor.zero_, out)
         computed(Tensor.fill_, lse, float("-inf"))
     blocks = ceil_div(size.longest_q, config.block_m)
@@ -375,10 +361,12 @@ def forward(
     programs = blocks * size.heads * size.batch
     if programs == 0:
         return
-    arguments = shared_arguments(query, key, value, bias, tiles, seed, varlen, options, size)
+    arguments = shared_arguments(call, size)
     arguments |= mask_arguments(tiles.row_tiles, tiles.row_bits, size.heads)
     arguments["ALIGNED"] = aligned
-    arguments["LATE_SCALE"] = bias is None and options.softcap == 0 and is_positive(options.softmax_scale)
+    arguments["LATE_SCALE"] = (
+        call.bias is None and call.options.softcap == 0 and is_positive(call.options.softmax_scale)
+    )
     walks = ceil_div(size.longest_q, config.block_m) * size.heads * size.batch
     splits = split_count(walks, size.longest_k, config, arch.physical(query.device).num_sms)
     if splits == 1:
@@ -386,7 +374,7 @@ def forward(
         return
     shares = workspace(query, splits, *out.shape)
     share_lse = workspace(query, splits, *lse.shape)
-    if varlen is not None:
+    if call.varlen is not None:
         computed(Tensor.fill_, share_lse, float("-inf"))
     arguments["ALIGNED"] = aligned and rows_are_aligned(shares)
     _launch(arguments, shares, share_lse, (programs, splits), blocks, config)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import arch
+from dmattn_ops.call import Call, Gradients, Saved, bias_kind, is_whole
 from dmattn_ops.config import HopperBackward
 from dmattn_ops.kernels.hopper.arguments import (
     bias_places,
@@ -18,9 +19,8 @@ from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
-from dmattn_ops.kernels.portable.arguments import bias_kind, is_whole
 from dmattn_ops.kernels.portable.dbias import recompute_dbias, reduce_key_sums
-from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
+from dmattn_ops.problem import TILE, UNBOUNDED, Mask, Options
 
 MAX_DIM = 128
 HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10%
@@ -31,17 +31,9 @@ TICKETS = 4  # two counts of what programs have drawn, and what follows is align
 TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
 
 
-def refusals(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-) -> list[str]:
+def refusals(call: Call) -> list[str]:
     """Return every reason why this kernel cannot take the request; none means that `backward` will."""
+    query, key, value, bias, tiles, _, _, varlen, options = call
     dim, dim_v = query.shape[-1], value.shape[-1]
     reasons = {
         "variable lengths": varlen is not None,
@@ -71,7 +63,7 @@ def _steps(tensor: Tensor, heads: int, kv_heads: int) -> tuple[int, int, int]:
     return batch, head * (heads // kv_heads), head
 
 
-def _mask_arguments(tiles: Tiles, unused: Tensor, heads: int, kv_heads: int) -> tuple[int, bool, tuple]:
+def _mask_arguments(tiles: Mask, unused: Tensor, heads: int, kv_heads: int) -> tuple[int, bool, tuple]:
     """Return the kind of lists, whether queries have segments, and the kernel's mask tensors and strides."""
     if tiles.col_tiles is None:
         return 0, False, (unused, unused, unused, unused, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -88,12 +80,7 @@ def _mask_arguments(tiles: Tiles, unused: Tensor, heads: int, kv_heads: int) -> 
     return 2, q_segments is not None, (lists, unused, queries, k_segments, *of_lists, 0, 0, 0, 0, *of_segments)
 
 
-def _in_two_phases(config: HopperBackward, options: Options) -> bool:
-    """Return which order of a step: the other divides by the scale, and has no registers for the slope of a soft cap."""
-    return config.variant == "two_phase" or options.softcap > 0.0 or options.softmax_scale == 0.0
-
-
-def _interleaved(query: Tensor, key: Tensor, bias: Tensor | None, tiles: Tiles, options: Options) -> bool:
+def _interleaved(query: Tensor, key: Tensor, bias: Tensor | None, tiles: Mask, options: Options) -> bool:
     """Return whether the query heads of a group take turns at each query tile, which costs up to 3%.
 
     Under a causal mask the blocks of a key head have different lengths, so that head by head they drift apart; what they
@@ -107,7 +94,7 @@ def _interleaved(query: Tensor, key: Tensor, bias: Tensor | None, tiles: Tiles, 
 
 
 def _order(
-    blocks_per_head: int, interleaved: bool, tiles: Tiles, options: Options, config: HopperBackward, sms: int
+    blocks_per_head: int, interleaved: bool, tiles: Mask, options: Options, config: HopperBackward, sms: int
 ) -> tuple[int, int, int]:
     """Return how blocks are numbered: heads_per_group, first_ranks and ranks_in_row of `hopper_backward_work.block_of`."""
     if options.deterministic:
@@ -132,29 +119,14 @@ def _workspace(query: Tensor, total: int, dim: int, row_blocks: int) -> tuple[Te
     return room, room[2 * total :], (counts, counts[TICKETS:], counts[TICKETS + for_heads :])
 
 
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor | None,
-    config: HopperBackward,
-) -> None:
+def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward) -> None:
     """Write dq, dk, dv of `[B, S, heads, D]` inputs and dbias unless it is None; `refusals` must have named no reason.
 
     dq, dk and dv must be such that a tensor map describes them (`mappable`), as the inputs are.
     """
+    query, key, value, bias, tiles, options = call.query, call.key, call.value, call.bias, call.mask, call.options
+    grad_out, grad_lse, dq, dk, dv, dbias = grads
+    out, lse, _ = saved
     batch, seqlen_q, heads, dim = query.shape
     seqlen_k, kv_heads = key.shape[1], key.shape[2]
     block_m, block_n, dim_v = config.block_m, config.block_n, value.shape[-1]
@@ -190,10 +162,10 @@ def backward(
         BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
         BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=options.band_lo > -UNBOUNDED,
         HAS_Q_SEG=has_q_segments, GROUPED=heads != kv_heads, ORDERED=options.deterministic,
-        TWO_PHASE=_in_two_phases(config, options), INTERLEAVED=interleaved, num_warps=4,
+        TWO_PHASE=config.variant == "two_phase", INTERLEAVED=interleaved, num_warps=4,
     )  # fmt: skip
     if dbias is not None and bias_kind(bias) == "full":
         statistics = unpadded_statistics(room, batch, heads, rows, seqlen_q)
-        recompute_dbias(grad_out, query, key, value, bias, tiles, options, *statistics, dbias, config.dbias)
+        recompute_dbias(call, grad_out, *statistics, dbias, config.dbias)
     elif dbias is not None:
         computed(reduce_key_sums, key_sums, dbias)

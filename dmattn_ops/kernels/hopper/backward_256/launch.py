@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dmattn_ops.call import Call, Gradients, Saved, bias_kind, is_whole
 from dmattn_ops.config import HopperBackward256
 from dmattn_ops.kernels.hopper.arguments import (
     bias_places,
@@ -34,26 +35,17 @@ from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
-from dmattn_ops.kernels.portable.arguments import bias_kind, is_whole
 from dmattn_ops.kernels.portable.dbias import recompute_dbias, reduce_key_sums
-from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
+from dmattn_ops.problem import TILE, UNBOUNDED, Mask
 
 WIDTHS = (64, 128, 256)  # what the tensor maps pad head dimensions to
 STEP = 64
 STAT_ROWS = 64  # rows of a statistics program
 
 
-def refusals(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-) -> list[str]:
+def refusals(call: Call) -> list[str]:
     """Return every reason why these kernels don't take a request; empty where they do."""
+    query, key, value, bias, tiles, _, _, varlen, options = call
     dims = query.shape[-1], value.shape[-1]
     wrong = {
         f"elements are {query.dtype}, not float16 or bfloat16": query.dtype not in (torch.float16, torch.bfloat16),
@@ -71,7 +63,7 @@ def refusals(
 
 
 def _mask_arguments(
-    lists: Tensor | None, bits: Tensor | None, tiles: Tiles, heads: int, seqlen_q: int, placeholder: Tensor
+    lists: Tensor | None, bits: Tensor | None, tiles: Mask, heads: int, seqlen_q: int, placeholder: Tensor
 ) -> tuple[int, list[Any]]:
     """Return the kind of one side's mask, and its pointers, strides and numbers of query heads per mask head."""
     if lists is None:
@@ -97,26 +89,11 @@ def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_zeros(shape)
 
 
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor | None,
-    config: HopperBackward256,
-) -> None:
+def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256) -> None:
     """Write dq, dk and dv of `[B, S, heads, D]` tensors that `refusals` accepts, and dbias unless it is None."""
+    query, key, value, bias, tiles, options = call.query, call.key, call.value, call.bias, call.mask, call.options
+    grad_out, grad_lse, dq, dk, dv, dbias = grads
+    out, lse, _ = saved
     batch, seqlen_q, heads, _ = query.shape
     seqlen_k, kv_heads = key.shape[1], key.shape[2]
     width = next(width for width in WIDTHS if width >= max(query.shape[-1], value.shape[-1]))
@@ -152,7 +129,7 @@ def backward(
     )  # fmt: skip
     if dbias is not None and bias_kind(bias) == "full":
         statistics = unpadded_statistics(stats, batch, heads, rows, seqlen_q)
-        recompute_dbias(grad_out, query, key, value, bias, tiles, options, *statistics, dbias, config.dbias)
+        recompute_dbias(call, grad_out, *statistics, dbias, config.dbias)
     elif dbias is not None:
         computed(reduce_key_sums, key_sums, dbias)
 

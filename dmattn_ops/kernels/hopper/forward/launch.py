@@ -6,34 +6,28 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import arch
+from dmattn_ops.call import Call, Result, bias_kind
 from dmattn_ops.config import HopperForward
 from dmattn_ops.kernels.hopper.arguments import bias_places, score_factors
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.launching.launch import computed, launch
 from dmattn_ops.kernels.launching.plan import raw_stream
 from dmattn_ops.kernels.launching.tensor_maps import head_rows_map, mappable, mask_map
-from dmattn_ops.kernels.portable.arguments import bias_kind
-from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
+from dmattn_ops.problem import TILE, UNBOUNDED, Mask
 
 _ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction
 _LONG_WALK = 4096  # keys from which on sharing a walk pays for merging the shares
 _HEADS_IN_L2 = 4  # heads whose pieces alternate where pieces differ in length: longest first, and still in L2
 
 
-def refusals(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-) -> list[str]:
+def refusals(call: Call, needs_max: bool) -> list[str]:
     """Return every reason why this kernel cannot take a call; none means that it can."""
+    query, key, value, bias, tiles, _, _, varlen, options = call
     if varlen is not None:
         return ["takes no variable lengths"]
     reasons = []
+    if needs_max:
+        reasons.append("does not keep the largest score of a row")
     if query.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"takes bfloat16 and float16, not {query.dtype}")
     dim, dim_v = query.shape[-1], value.shape[-1]
@@ -88,7 +82,7 @@ def _broadcast(tensor: Tensor) -> tuple[int, int]:
     return (tensor.stride(0) if tensor.shape[0] > 1 else 0, tensor.stride(1) if tensor.shape[1] > 1 else 0)
 
 
-def _mask_arguments(tiles: Tiles, heads: int) -> tuple[str, tuple[object, ...], tuple[int, ...]]:
+def _mask_arguments(tiles: Mask, heads: int) -> tuple[str, tuple[object, ...], tuple[int, ...]]:
     """Return the kind of mask, (bits, lists, query segments, key segments), and their strides and groups."""
     if tiles.row_tiles is None:
         return "band", (None, None, None, None), (0, 0, 0, 1, 0, 0, 0, 0, 0, 1)
@@ -104,27 +98,15 @@ def _mask_arguments(tiles: Tiles, heads: int) -> tuple[str, tuple[object, ...], 
     return "segments", (None, lists, queries, keys), (*listed, 0, 0, *strides)
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    seed: Tensor | None,
-    varlen: Varlen | None,
-    options: Options,
-    out: Tensor,
-    lse: Tensor,
-    config: HopperForward,
-) -> None:
+def forward(call: Call, result: Result, config: HopperForward) -> None:
     """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`; what cannot be taken is in `refusals`."""
+    query, key, value, bias, tiles, options = call.query, call.key, call.value, call.bias, call.mask, call.options
+    out, lse = result.out, result.lse
     batch, seqlen_q, heads, dim = query.shape
     seqlen_k, kv_heads = key.shape[1:3]
     columns = head_tile(dim)
     kind, mask, strides = _mask_arguments(tiles, heads)
-    # a third consumer leaves no registers for a bias
-    block_m = config.block_m if kind == "band" and bias is None else TILE
-    block_n, rows = config.block_n, _ROWS
+    block_m, block_n, rows = config.block_m, config.block_n, _ROWS
     # lists hold the band of bits already; segments test it
     lo, hi = (-UNBOUNDED, UNBOUNDED) if kind == "bits" else options[:2]
     has_lo, has_hi = lo > -UNBOUNDED, hi < UNBOUNDED

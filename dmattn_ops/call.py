@@ -1,0 +1,105 @@
+"""One call, as one thing: what the operators pass to dispatch, and dispatch to a launcher.
+
+A launcher is two functions, the same on every device:
+
+    forward(call: Call, result: Result, config) -> None
+    backward(call: Call, saved: Saved, grads: Gradients, config) -> None
+
+They write every element of their outputs, which arrive uninitialised. Tensors may have any strides with a contiguous last
+dimension. Dense tensors are `[B, S, heads, D]` with row statistics `[B, H, Sq]`; packed sequences (`call.varlen`) are
+`[total, heads, D]` with row statistics `[H, total_q]`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dmattn_ops.choose import Demand
+from dmattn_ops.problem import Mask, Options, Varlen
+
+
+class Call(NamedTuple):
+    """What forward and backward are asked alike."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    mask: Mask
+    sink: Tensor | None  # [H]
+    seed: Tensor | None  # of dropout: [B|1, H|1]
+    varlen: Varlen | None
+    options: Options
+
+    @property
+    def demand(self) -> Demand:
+        """The numbers that the choice of a kernel depends on; variable lengths count as their upper bounds."""
+        *batch, seqlen_q, heads, dim = self.query.shape
+        size, seqlen_k = batch[0] if batch else 1, self.key.shape[-3]
+        if self.varlen is not None:
+            size = self.varlen.cu_seqlens_q.shape[0] - 1
+            seqlen_q, seqlen_k = self.varlen.max_seqlen_q, self.varlen.max_seqlen_k
+        return Demand(size, heads, seqlen_q, seqlen_k, dim, self.value.shape[-1], self.query.element_size())
+
+
+class Result(NamedTuple):
+    """What a forward writes.
+
+    `lse + lse_tail` is the logarithm of the sum of exp(score): `lse` alone, rounded to float32, cannot hold the logarithm of
+    a sum beside a score of 1e9, and the backward needs probabilities that add up to 1 there too. A query without visible
+    keys has `lse = -inf` and `lse_tail = 0`.
+    """
+
+    out: Tensor
+    lse: Tensor
+    lse_tail: Tensor
+    row_max: Tensor | None  # the largest visible score, where it is asked for
+
+
+class Saved(NamedTuple):
+    """What a backward knows of its forward. `lse` and `lse_tail` may be those of more keys than the call has."""
+
+    out: Tensor
+    lse: Tensor
+    lse_tail: Tensor
+
+
+class Gradients(NamedTuple):
+    """The gradients of the outputs that a backward is given, and those that it writes."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+
+
+def bias_kind(bias: Tensor | None) -> str:
+    """Return how a bias meets a block: "none", a value per "key", or one per query and key ("full")."""
+    if bias is None:
+        return "none"
+    return "key" if bias.dim() == 2 or bias.shape[2] == 1 else "full"
+
+
+def is_whole(bias: Tensor | None, query: Tensor) -> bool:
+    """Return whether a bias has an element for every score; the portable kernels write its gradient as they go."""
+    return bias_kind(bias) == "full" and bias.shape[:2] == (query.shape[0], query.shape[-2])  # type: ignore[union-attr]
+
+
+def is_pairwise(bias: Tensor | None, options: Options) -> bool:
+    """Return whether each pair of query and key has a number of its own: a bias, or a weight's dropout."""
+    return bias_kind(bias) == "full" or options.dropout_p > 0
+
+
+def rows_are_aligned(*tensors: Tensor) -> bool:
+    """Return whether every row of `[.., S, heads, D]` starts at a multiple of 16 bytes and is one long."""
+    offsets = 0
+    for tensor in tensors:
+        elements = tensor.shape[-1]
+        for stride in tensor.stride()[:-1]:
+            elements |= stride
+        offsets |= elements * tensor.element_size() | tensor.data_ptr()
+    return offsets % 16 == 0

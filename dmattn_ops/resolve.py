@@ -1,0 +1,43 @@
+"""The configuration that a call runs with, of those that a row offers: decided here, and nowhere else.
+
+Launchers obey: what `explain` and the profile line show is the object that the launch gets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from dmattn_ops import config
+from dmattn_ops.call import Call, Gradients, Result, Saved, is_pairwise, rows_are_aligned
+from dmattn_ops.problem import TILE
+
+
+def forward_config(offered: config.Config, call: Call, result: Result) -> config.Config:
+    """Return the configuration of a forward that a row with `offered` was chosen for."""
+    if isinstance(offered, config.PortableForward):
+        aligned = rows_are_aligned(call.query, call.key, call.value, result.out)
+        return offered.for_call(aligned, is_pairwise(call.bias, call.options), call.demand.seqlen_q)
+    if isinstance(offered, config.HopperForward) and (call.mask.kind != "none" or call.bias is not None):
+        return replace(
+            offered, block_m=TILE
+        )  # lists name tiles of that height; a third consumer has no registers for a bias
+    return offered
+
+
+def backward_config(offered: config.Config, call: Call, saved: Saved, grads: Gradients) -> config.Config:
+    """Return the configuration of a backward that a row with `offered` was chosen for."""
+    if isinstance(offered, config.PortableBackward):
+        aligned = rows_are_aligned(*_rows_of_backward(call, saved, grads))
+        return offered.for_call(aligned, is_pairwise(call.bias, call.options))
+    # The other order divides by the scale, and has no registers for the slope of a soft cap.
+    if isinstance(offered, config.HopperBackward) and (
+        call.options.softcap != 0.0 or call.options.softmax_scale == 0.0
+    ):
+        return replace(offered, variant="two_phase")
+    return offered
+
+
+def _rows_of_backward(call: Call, saved: Saved, grads: Gradients) -> tuple[Tensor, ...]:
+    return (call.query, call.key, call.value, grads.grad_out, saved.out, grads.dq, grads.dk, grads.dv)

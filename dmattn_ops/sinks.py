@@ -1,0 +1,60 @@
+"""Learnable sinks: a logit of each head that takes its share of the softmax and gives nothing.
+
+With `g = sigmoid(lse - sink)`, the share that is left for the keys, `out` is `g` times attention without the sink, and the
+probabilities are those of a softmax whose logarithm of a sum is `lse - log(g)`. So every backward kernel serves a call with
+sinks: it is given that sum, through `lse_tail`. The gradient of a sink is `-(1 - g) * (grad_out . out)`, summed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from dmattn_ops.call import Call, Gradients, Result, Saved
+from dmattn_ops.recording import computed
+
+_LEAST_SHARE = 1e-30  # of the keys, where the gradient of lse is divided by it
+
+
+def take_share(sink: Tensor, result: Result) -> None:
+    """Multiply out by the share of the keys, in place."""
+    computed(_scale_rows, result.out, result.lse, sink)
+
+
+def with_share(sink: Tensor, saved: Saved, grads: Gradients) -> tuple[Saved, Gradients]:
+    """Return what a backward kernel is given, so that it computes with the share of the keys."""
+    saved = saved._replace(lse_tail=computed(_tail_with_share, saved.lse, saved.lse_tail, sink))
+    if grads.grad_lse is not None:
+        grads = grads._replace(grad_lse=computed(_over_share, grads.grad_lse, saved.lse, sink))
+    return saved, grads
+
+
+def gradient(call: Call, saved: Saved, grad_out: Tensor, dsink: Tensor) -> None:
+    """Write the gradient of the sinks `[H]`."""
+    assert call.sink is not None
+    computed(_sink_gradient, dsink, grad_out, saved.out, saved.lse, call.sink)
+
+
+def _log_odds(lse: Tensor, sink: Tensor) -> Tensor:
+    """Return `lse - sink`, -inf for rows without visible keys, for lse `[B, H, Sq]` or `[H, total_q]`."""
+    return torch.where(lse == -torch.inf, lse, lse - sink.to(lse.dtype).unsqueeze(-1))
+
+
+def _scale_rows(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    return out.mul_(torch.sigmoid(_log_odds(lse, sink)).transpose(-1, -2).unsqueeze(-1))
+
+
+def _tail_with_share(lse: Tensor, lse_tail: Tensor, sink: Tensor) -> Tensor:
+    return torch.where(lse == -torch.inf, lse_tail, lse_tail - logsigmoid(_log_odds(lse, sink)))
+
+
+def _over_share(grad_lse: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    return grad_lse / torch.sigmoid(_log_odds(lse, sink)).clamp_min(_LEAST_SHARE)
+
+
+def _sink_gradient(dsink: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    products = torch.linalg.vecdot(grad_out.to(lse.dtype), out.to(lse.dtype)).transpose(-1, -2)
+    taken = torch.sigmoid(-_log_odds(lse, sink))
+    rows = [dim for dim in range(lse.dim()) if dim != lse.dim() - 2]
+    return dsink.copy_((products * taken).sum(rows).neg_())

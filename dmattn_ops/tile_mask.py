@@ -1,0 +1,251 @@
+"""`TileMask`: a mask made once and used by many calls, in the form that kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmattn_ops import layout
+from dmattn_ops.bands import NO_BAND, Band
+from dmattn_ops.problem import MASK_TENSORS, TILE, UNBOUNDED, Mask
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TileMask:
+    """A mask of `[Bm, Hm, Sq, Sk]` in the form that kernels read; made by `prepare_mask` or `dynamic_mask`, never modified.
+
+    There are three kinds. Bits and segments have `row_tiles` and `col_tiles`, lists of the 128 x 128 tiles in which something
+    is visible; what is visible inside them say `row_bits` and `col_bits`, or `q_segments`, `k_segments` and the band.
+    Intervals show key `j` to the queries `start[j] <= i < end[j]` but for `hidden_from[j] <= i < hidden_to[j]`, inside the
+    band. Registered as a pytree: it may be an argument or a result of compiled and exported functions, whose lengths stay
+    dynamic, since they are the shape of `lengths`.
+    """
+
+    row_tiles: Tensor | None
+    col_tiles: Tensor | None
+    row_bits: Tensor | None
+    col_bits: Tensor | None
+    q_segments: Tensor | None
+    k_segments: Tensor | None
+    start: Tensor | None
+    end: Tensor | None
+    hidden_from: Tensor | None
+    hidden_to: Tensor | None
+    lengths: Tensor  # [Sq, Sk, 0]: has no elements
+    at_most: int | None = None
+    band_lo: int = -UNBOUNDED
+    band_hi: int = UNBOUNDED
+    from_bottom_right: bool = False
+
+    @property
+    def mask(self) -> Mask:
+        """The tensors as the operators take them."""
+        return Mask(*[getattr(self, name) for name in MASK_TENSORS], self.at_most)
+
+    @property
+    def band(self) -> Band:
+        """The causal and window conditions that are folded in."""
+        return Band(self.band_lo, self.band_hi, self.from_bottom_right)
+
+    @property
+    def kind(self) -> str:
+        """ "bits", "segments" or "intervals"."""
+        return self.mask.kind
+
+    @property
+    def seqlen_q(self) -> int:
+        """`Sq`."""
+        return self.lengths.shape[0]
+
+    @property
+    def seqlen_k(self) -> int:
+        """`Sk`."""
+        return self.lengths.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """`(Bm, Hm, Sq, Sk)`: `Bm` and `Hm` are 1 where the mask is the same for all."""
+        leading = self.start if self.row_tiles is None else self.row_tiles
+        assert leading is not None
+        return (leading.shape[0], leading.shape[1], self.seqlen_q, self.seqlen_k)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.lengths.device
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the tensors take."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def density(self) -> Tensor:
+        """Return the share of the 128 x 128 tiles that kernels visit, a float32 scalar on the mask's device."""
+        if self.row_tiles is None:
+            limits = self.band.limits(self.seqlen_q, self.seqlen_k)
+            return layout.interval_tiles(self.mask, *limits, self.seqlen_q, self.seqlen_k).float().mean()
+        batch, heads, _, _ = self.shape
+        rows, columns = (max(1, -(-length // TILE)) for length in (self.seqlen_q, self.seqlen_k))
+        return self.row_tiles[..., 1:3].sum(dtype=torch.float32) / max(1, batch * heads * rows * columns)
+
+    def to_dense(self) -> Tensor:
+        """Return the mask as bool `[Bm, Hm, Sq, Sk]`."""
+        limits = self.band.limits(self.seqlen_q, self.seqlen_k)
+        return layout.dense(self.mask, *limits, self.seqlen_q, self.seqlen_k)
+
+    def queries(self, start: int, stop: int) -> TileMask:
+        """Return the mask of queries `start` to `stop - 1`: for chunked prefill, decoding and context parallelism.
+
+        A band that is folded in is shifted. A causal condition that a call adds is aligned by the lengths of the part: fold
+        it in before, or pass the diagonal as `causal_from`.
+        """
+        start, stop = _range(start, stop, self.seqlen_q, "queries")
+        if self.kind == "intervals":
+            moved = {
+                name: (part - start).clamp_(0, stop - start)
+                for name, part in self._parts("start", "end", "hidden_from", "hidden_to")
+            }
+        else:
+            moved = {"q_segments": None if self.q_segments is None else self.q_segments[:, start:stop].contiguous()}
+        band = self.band.moved(start, self.seqlen_q, self.seqlen_k)
+        return self._part(moved, band, stop - start, self.seqlen_k, lambda dense: dense[:, :, start:stop])
+
+    def keys(self, start: int, stop: int) -> TileMask:
+        """Return the mask of keys `start` to `stop - 1`. A band that is folded in is shifted, as by `queries`."""
+        start, stop = _range(start, stop, self.seqlen_k, "keys")
+        names = ("k_segments", "start", "end", "hidden_from", "hidden_to")
+        moved = {name: part[..., start:stop].contiguous() for name, part in self._parts(*names)}
+        band = self.band.moved(-start, self.seqlen_q, self.seqlen_k)
+        return self._part(moved, band, self.seqlen_q, stop - start, lambda dense: dense[..., start:stop])
+
+    def batch(self, start: int, stop: int) -> TileMask:
+        """Return the mask of sequences `start` to `stop - 1` of its own batch; itself where that is 1."""
+        return self._indexed(0, start, stop)
+
+    def heads(self, start: int, stop: int) -> TileMask:
+        """Return the mask of heads `start` to `stop - 1` of its own heads; itself where that is 1."""
+        return self._indexed(1, start, stop)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TileMask:
+        """Return the mask on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> TileMask:
+        """Return the mask in pinned memory."""
+        return self._map(lambda tensor: tensor.pin_memory() if tensor.numel() else tensor)
+
+    def clone(self) -> TileMask:
+        """Return a copy with tensors of its own."""
+        return self._map(torch.clone)
+
+    def also(self, band: Band) -> TileMask:
+        """Return the mask with a causal or window condition added; itself where that is known to hide nothing more."""
+        if band.contains(self.band):
+            return self
+        both = self.band.also(band, self.seqlen_q, self.seqlen_k)
+        return self._part({}, both, self.seqlen_q, self.seqlen_k, lambda dense: dense)
+
+    def __repr__(self) -> str:
+        band = ""
+        if not self.band.unlimited:
+            ends = ("" if abs(end) >= UNBOUNDED else f"{end:+d}" for end in self.band[:2])
+            band = ", band=[{}..{}{}]".format(*ends, " from the bottom right" if self.from_bottom_right else "")
+        most = "" if self.at_most is None else f", at_most={self.at_most}"
+        return (
+            f"TileMask(shape={tuple(self.shape)}, kind={self.kind}{band}{most}, device={str(self.device)!r},"
+            f" nbytes={self.nbytes})"
+        )
+
+    def _tensors(self) -> list[Tensor]:
+        return [part for part in self.mask[:-1] if part is not None]
+
+    def _parts(self, *names: str) -> list[tuple[str, Tensor]]:
+        """Return the tensors of these names that there are."""
+        return [(name, part) for name in names if (part := getattr(self, name)) is not None]
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> TileMask:
+        names = (field.name for field in fields(self))
+        return replace(self, **{name: function(part) for name, part in self._parts(*names) if isinstance(part, Tensor)})
+
+    def _indexed(self, dim: int, start: int, stop: int) -> TileMask:
+        size = self.shape[dim]
+        if size == 1:
+            return self
+        start, stop = _range(start, stop, size, ("batch", "heads")[dim])
+
+        def index(part: Tensor) -> Tensor:
+            return part if part.shape[dim] == 1 else part.narrow(dim, start, stop - start).contiguous()
+
+        kept = {name: index(part) for name, part in self._parts(*MASK_TENSORS) if name != "q_segments" or dim == 0}
+        return replace(self, **kept)
+
+    def _part(
+        self, moved: dict[str, Any], band: Band, seqlen_q: int, seqlen_k: int, of_dense: Callable[[Tensor], Tensor]
+    ) -> TileMask:
+        """Return the mask of `seqlen_q` queries and `seqlen_k` keys that `moved` tensors, or a part of the dense mask, describe."""
+        if self.kind == "intervals":
+            lengths = self.lengths.new_empty((seqlen_q, seqlen_k, 0))
+            return replace(self, **moved, lengths=lengths, **_band_fields(band))
+        if self.kind == "segments":
+            segments = moved.get("q_segments", self.q_segments), moved.get("k_segments", self.k_segments)
+            return from_segments(segments, seqlen_q, seqlen_k, band)
+        return from_dense(of_dense(self.to_dense()), (None, None), seqlen_q, band)
+
+
+torch.export.register_dataclass(TileMask, serialized_type_name="dmattn_ops.TileMask")
+torch.serialization.add_safe_globals([TileMask])
+
+Segments = tuple[Tensor | None, Tensor | None]  # of queries and keys
+
+
+def lengths_of(like: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return a tensor without elements whose shape holds the lengths."""
+    return like.new_empty((seqlen_q, seqlen_k, 0), dtype=torch.uint8)
+
+
+def from_dense(mask: Tensor, segments: Segments, seqlen_q: int, band: Band) -> TileMask:
+    """Pack a mask `[Bm, Hm, Sq, Sk]`, with segments and band folded in."""
+    seqlen_k = mask.shape[-1]
+    lists_and_bits = torch.ops.dmattn.pack_mask(mask, *segments, seqlen_q, *band.limits(seqlen_q, seqlen_k))
+    nothing = (None,) * (len(MASK_TENSORS) - len(lists_and_bits))
+    return TileMask(*lists_and_bits, *nothing, lengths_of(mask, seqlen_q, seqlen_k), None, *band)
+
+
+def from_segments(segments: Segments, seqlen_q: int, seqlen_k: int, band: Band) -> TileMask:
+    """List the tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]` inside the band."""
+    queries, keys = segments
+    assert keys is not None
+    lists = torch.ops.dmattn.list_tiles(queries, keys, seqlen_q, *band.limits(seqlen_q, seqlen_k))
+    lengths = lengths_of(keys, seqlen_q, seqlen_k)
+    return TileMask(*lists, None, None, queries, keys, None, None, None, None, lengths, None, *band)
+
+
+def from_intervals(
+    intervals: tuple[Tensor, Tensor],
+    hidden: tuple[Tensor, Tensor] | None,
+    at_most: int | None,
+    seqlen_q: int,
+    band: Band = NO_BAND,
+) -> TileMask:
+    """Return the mask that shows key `j` to the queries of an interval, `[B|1, Hm, Sk]`, less those of a hidden one."""
+    start, end = intervals
+    hidden_from, hidden_to = (None, None) if hidden is None else hidden
+    nothing = (None,) * 6
+    lengths = lengths_of(start, seqlen_q, start.shape[-1])
+    return TileMask(*nothing, start, end, hidden_from, hidden_to, lengths, at_most, *band)
+
+
+def _band_fields(band: Band) -> dict[str, Any]:
+    return {"band_lo": band.lo, "band_hi": band.hi, "from_bottom_right": band.bottom_right}
+
+
+def _range(start: int, stop: int, size: int, name: str) -> tuple[int, int]:
+    """Refuse a range that does not lie in `size` positions."""
+    known = all(type(number) is int for number in (start, stop, size))
+    if known and not 0 <= start <= stop <= size:
+        raise ValueError(f"{name} must be a range inside 0 to {size}, got {start} to {stop}")
+    return start, stop
