@@ -21,6 +21,17 @@ OPENMP_FLAGS = [] if sys.platform == "darwin" else ["-fopenmp"]
 LINK_FLAGS = ["-Wl,-undefined,dynamic_lookup"] if sys.platform == "darwin" else ["-fopenmp"]
 
 
+def jobs(sources: int) -> int:
+    """Return how many sources to compile at a time: `MAX_JOBS` if that is a number, else as many as there are CPUs."""
+    wanted = os.environ.get("MAX_JOBS", "")
+    try:
+        most = int(wanted) if wanted else os.cpu_count() or 1
+    except ValueError:
+        print(f"dmattn_ops: MAX_JOBS must be a number, got {wanted!r}: it is ignored", file=sys.stderr)
+        most = os.cpu_count() or 1
+    return max(1, min(sources, most))
+
+
 class BuildNative(build_ext):
     """Compile the sources side by side (`MAX_JOBS` at a time), then let setuptools link them."""
 
@@ -29,8 +40,7 @@ class BuildNative(build_ext):
         target = self.get_ext_fullpath(ext.name)
         if not (self.force or newer_group([*ext.sources, *ext.depends], target, "newer")):
             return
-        jobs = max(1, min(len(ext.sources), int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))))
-        with ThreadPoolExecutor(jobs) as pool:
+        with ThreadPoolExecutor(jobs(len(ext.sources))) as pool:
             objects = list(pool.map(lambda source: self._compile(ext, source), ext.sources))
         ext.sources, ext.extra_objects = [], objects
         super().build_extension(ext)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops import problem
+from dmattn_ops import arch, problem
 from dmattn_ops.call import Call, Result, rows_are_aligned
 from dmattn_ops.config import PortableForward
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
@@ -339,12 +339,12 @@ def merge_kernel(
     tl.store(lse + batch * lse_b + head.to(tl.int64) * lse_h + position, log_sum.to(lse.dtype.element_ty))
 
 
-def split_count(programs: int, longest_k: int, config: PortableForward) -> int:
-    """Return how many programs share one walk: enough to fill `config.sm_count` SMs, each with some steps to do."""
-    if 2 * programs > config.sm_count:
+def split_count(programs: int, longest_k: int, config: PortableForward, num_sms: int) -> int:
+    """Return how many programs share one walk: enough to fill the multiprocessors, each with some steps to do."""
+    if 2 * programs > num_sms:
         return 1
     steps = ceil_div(longest_k, config.block_n)
-    return max(1, min(config.per_sm * config.sm_count // programs, steps // SPLIT_STEPS))
+    return max(1, min(config.per_sm * num_sms // programs, steps // SPLIT_STEPS))
 
 
 def forward(call: Call, result: Result, config: PortableForward) -> None:
@@ -367,7 +367,8 @@ def forward(call: Call, result: Result, config: PortableForward) -> None:
     arguments["LATE_SCALE"] = (
         call.bias is None and call.options.softcap == 0 and is_positive(call.options.softmax_scale)
     )
-    splits = split_count(ceil_div(size.longest_q, config.block_m) * size.heads * size.batch, size.longest_k, config)
+    walks = ceil_div(size.longest_q, config.block_m) * size.heads * size.batch
+    splits = split_count(walks, size.longest_k, config, arch.physical(query.device).num_sms)
     if splits == 1:
         _launch(arguments, out, lse, (programs, 1), blocks, config)
         return

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dmattn_ops import arch
 from dmattn_ops.call import Call, Result, bias_kind
-from dmattn_ops.config import SM_COUNT, HopperForward
+from dmattn_ops.config import HopperForward
 from dmattn_ops.kernels.hopper.arguments import bias_places, listed, score_factors
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.launching.launch import computed, launch
@@ -46,7 +46,7 @@ def refusals(call: Call, needs_max: bool) -> list[str]:
         reasons.append("takes positive scales only")
     batch, seqlen_q, heads, _ = query.shape
     blocks = batch * heads * -(-seqlen_q // TILE)
-    if 4 * blocks <= SM_COUNT[90] and key.shape[1] >= _LONG_WALK:
+    if 4 * blocks <= arch.physical(query.device).num_sms and key.shape[1] >= _LONG_WALK:
         reasons.append(f"{blocks} blocks of queries leave most SMs idle, where shares of {key.shape[1]} keys do not")
     if tiles.k_segments is not None and tiles.row_tiles is None:
         reasons.append("takes segments with their lists of tiles only")
