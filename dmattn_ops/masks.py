@@ -189,8 +189,13 @@ def _equal_intervals(intervals: Pair, hidden: Pair | None) -> tuple[Pair, Pair |
     shape = (*sizes, intervals[0].shape[-1])
     for name, part in parts.items():
         require.sizes(name, part, (1, sizes[0]), (1, sizes[1]), shape[2:])
-    start, end, *others = (part.expand(shape).clone(memory_format=torch.contiguous_format) for part in parts.values())
+    start, end, *others = (_own(part.expand(shape)) for part in parts.values())
     return (start, end), (others[0], others[1]) if others else None
+
+
+def _own(part: Tensor) -> Tensor:
+    """Return a contiguous copy, which later changes of `part` do not reach; a graph needs none for that."""
+    return part.contiguous() if is_compiling() else part.clone(memory_format=torch.contiguous_format)
 
 
 def _lengths(
