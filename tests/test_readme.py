@@ -86,6 +86,51 @@ def test_selective_checkpointing_saves_the_named_operators():
     assert torch.isfinite(names["query"].grad).all()
 
 
+def heads_first(*tensors):
+    return [tensor.transpose(1, 2) for tensor in tensors]
+
+
+def drawn(queries, keys, heads=2):
+    generator = torch.Generator().manual_seed(queries)
+    shapes = ((2, length, heads, 8) for length in (queries, keys, keys))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (9, 5), (7, 7)])
+def test_causal_attention_of_sdpa_is_aligned_top_left_and_takes_transposed_tensors(queries, keys):
+    query, key, value = drawn(queries, keys)
+    theirs = torch.nn.functional.scaled_dot_product_attention(*heads_first(query, key, value), is_causal=True)
+    assert '| SDPA `is_causal=True` with `Sq != Sk` | `is_causal=True, causal_from="top_left"`' in README
+    ours = dmattn_ops.flash_dmattn_func(query, key, value, is_causal=True, causal_from="top_left")
+    torch.testing.assert_close(ours, theirs.transpose(1, 2))
+    if queries != keys:
+        other = dmattn_ops.flash_dmattn_func(query, key, value, is_causal=True)
+        assert not torch.allclose(other, ours)
+
+
+def test_an_additive_mask_of_sdpa_is_a_bias():
+    query, key, value = drawn(6, 11)
+    hidden = torch.rand(2, 1, 6, 11, generator=torch.Generator().manual_seed(0)) > 0.3
+    hidden[0, 0, 2] = True
+    additive = torch.zeros(2, 1, 6, 11).masked_fill(hidden, float("-inf"))
+    theirs = torch.nn.functional.scaled_dot_product_attention(*heads_first(query, key, value), attn_mask=additive)
+    ours = dmattn_ops.flash_dmattn_func(query, key, value, bias=additive)
+    torch.testing.assert_close(ours, theirs.transpose(1, 2).nan_to_num(0.0))  # a row without keys is 0 here
+
+
+def test_alibi_of_a_causal_call_is_a_bias_of_the_keys():
+    query, key, value = drawn(12, 12)
+    slopes, positions = torch.tensor([0.5, 0.125]), torch.arange(12)
+    distance = positions[:, None] - positions  # as flash-attn adds it: -slope * (i - j)
+    scores = torch.einsum("bihd,bjhd->bhij", query, key) / 8**0.5 - slopes[:, None, None] * distance
+    scores = scores.masked_fill(distance < 0, float("-inf"))
+    expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), value)
+    bias = slopes[None, :, None, None] * torch.arange(12)
+    out, lse = dmattn_ops.flash_dmattn_func(query, key, value, bias=bias, is_causal=True, return_lse=True)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse - slopes[:, None] * positions, scores.logsumexp(-1))
+
+
 def test_every_block_of_code_is_run_by_a_test():
     marks = ("scores = torch.randn", "explain(", "sink=", ".queries(", "CheckpointPolicy")
     assert len(BLOCKS) == len(marks)
