@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -79,4 +81,16 @@ def extensions() -> list[Extension]:
     ]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative})
+def description() -> str:
+    """Return README.md as package indexes show it: without images and links to files, which lie in the repository only."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    text = re.sub(r"^!\[[^]]*\]\((?!https:)[^)]*\)\n\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"\[([^]]+)\]\((?!https:)[^)]*\)", r"\1", text)
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildNative},
+    long_description=description(),
+    long_description_content_type="text/markdown",
+)

@@ -293,7 +293,7 @@ def report(trainer: Trainer, facts: Facts, entropy: float) -> None:
 
 
 def compare(config: ModelConfig, plan: Plan, text: Text, device: str, ours: Trainer) -> Trainer:
-    """Train the same model through torch's attention with the same masks and bias; print how far the curves part."""
+    """Train the same model with torch's attention under the same masks and bias; print how far the loss curves differ."""
     torch._dynamo.reset()
     theirs = Trainer(config, plan, text, device, "sdpa")
     fit(theirs, "sdpa", until=ours.step)
@@ -305,7 +305,7 @@ def compare(config: ModelConfig, plan: Plan, text: Text, device: str, ours: Trai
 
 
 def defaults(device: str) -> tuple[ModelConfig, Plan]:
-    """Return sizes that take two CPU cores about two minutes, or that give a GPU something to do."""
+    """Return sizes for a run of about two minutes on two CPU cores, or larger ones that keep a GPU busy."""
     if device == "cuda":
         return ModelConfig(8, 768, 12, 4, keep=512, seqlen=2048), Plan(600, 8, 1e-3, warm_up=60, validate_every=100)
     return ModelConfig(), Plan()

@@ -24,9 +24,9 @@ def check(
     repeats: int = 1,
     run: Callable[[Callable[[], list[Tensor]]], list[Tensor]] | None = None,
 ) -> bool:
-    """Run one problem `repeats` times; AssertionError where a result leaves the budget or is not exactly 0 where it must be.
+    """Run one problem `repeats` times; AssertionError where a result is over the error budget, or not exactly 0 where it must be.
 
-    Return whether a gradient was over the budget by no more than what rounding leaves of a sum that cancels.
+    Return whether a gradient was over the budget, but by no more than the rounding errors of a sum whose terms cancel.
 
     `run` is given the function that computes out, lse and the gradients, and returns what it computed: a test that wants
     the call to happen inside a captured graph passes its own; without one, the problem says in which thread and stream.
@@ -53,7 +53,7 @@ def check(
 
 
 def _placed(problem: Problem, device: str, call: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
-    """Return the results of a call in the place that the problem names: each result is a list of tensors."""
+    """Run a call in the threads and on the stream that the problem names; return the results of each, lists of tensors."""
     if problem.place == "stream" and device != "cpu":
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -62,7 +62,7 @@ def _placed(problem: Problem, device: str, call: Callable[[], list[Tensor]]) -> 
         torch.cuda.current_stream().wait_stream(stream)
         return [results]
     if problem.place == "threads":
-        # Both would draw from one generator: where there is dropout, one thread at a time.
+        # Both threads would draw from the same generator, so with dropout they run one after the other.
         threads = 1 if problem.dropout_p else 2
         with ThreadPoolExecutor(threads) as pool:
             return [future.result() for future in [pool.submit(call) for _ in range(threads)]]

@@ -83,7 +83,7 @@ def _draw_mask(problem: Problem, shape: tuple[int, ...], random: Random) -> Tens
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """Return the same values of a `[B, S, H, D]` tensor in another memory layout; what lies between them is NaN."""
+    """Return the values of a `[B, S, H, D]` tensor in another memory layout, with NaN in the memory between them."""
     if layout == "bhsd":
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "sliced":

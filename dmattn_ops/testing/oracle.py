@@ -58,9 +58,9 @@ def rounding_loss(
 ) -> Tensor:
     """Return a loss whose gradients are what one sample of unavoidable rounding errors of dS does to the gradients.
 
-    dS is `P (dP - delta)`. Whoever computes delta from grad_out and out, as every kernel that does not store P, gets it
-    with the rounding of out to its dtype, and whoever sums in float32 gets dP with the rounding of that. Where few keys
-    have all the weight, dS is the small difference of the two.
+    dS is `P (dP - delta)`. A kernel that does not store P computes delta from grad_out and out, so that delta contains the
+    rounding error of out. dP contains the rounding errors of a sum in float32. Where few keys have all the weight, dS is the
+    small difference of these two numbers, and their rounding errors dominate it.
     """
     with torch.no_grad():
         out, _, probability = attend(score, value, keep, problem, dropout_keep)
@@ -106,8 +106,8 @@ def compare(
 ) -> bool:
     """Assert the budget `err(actual) <= 2 err(eager) + eps` for each result.
 
-    A gradient over it may still be what rounding leaves of a sum that cancels: `rounding` returns the norms of that for
-    dq, dk, dv and dbias. Return whether a gradient needed this.
+    A gradient over the budget is accepted if its error is within the unavoidable rounding errors of a sum whose terms cancel:
+    `rounding` returns the norms of these for dq, dk, dv and dbias. Return whether a gradient needed this.
     """
     allowed: dict[str, float] = {}
     for name, ours, oracle, plain in zip(NAMES, actual, expected, eager, strict=False):

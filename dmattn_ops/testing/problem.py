@@ -55,7 +55,7 @@ class Problem:
 
 
 class Kernel(NamedTuple):
-    """What the kernels of a problem are compiled for; sizes, strides and values are free."""
+    """The features of a problem that its kernels are compiled for. Sizes, strides and values do not belong to them."""
 
     variant: str
     dtype: str
@@ -84,8 +84,8 @@ class Kernel(NamedTuple):
 def draw(seed: int, device: str = "cpu") -> Problem:
     """Draw a problem; the same seed gives the same problem on every machine.
 
-    On a GPU, where kernels take seconds to compile, seeds that differ by a multiple of `KERNELS` (and share their ten
-    thousands) agree in what these are compiled for.
+    On a GPU, where kernels take seconds to compile, seeds of the same ten thousand that differ by a multiple of `KERNELS` give
+    problems with the same compiled kernels.
     """
     random = Random(seed)
     on_gpu = device != "cpu"
@@ -140,7 +140,7 @@ def draw(seed: int, device: str = "cpu") -> Problem:
 
 @lru_cache(maxsize=8)
 def _kernels_for_gpu(block: int) -> tuple[Kernel, ...]:
-    """Draw the kernels of ten thousand problems: of several candidates, the one with the most pairs not tried yet."""
+    """Draw the kernels of ten thousand problems. Each is the one of several candidates with the most untried pairs of features."""
     random = Random(-1 - block)
     chosen: list[Kernel] = []
     tried: set[tuple] = set()
@@ -154,7 +154,7 @@ def _kernels_for_gpu(block: int) -> tuple[Kernel, ...]:
 
 
 def _plain(kernel: Kernel, random: Random) -> Kernel:
-    """Return what the kernels of SM 9.0 take, of which few candidates are."""
+    """Return a variant of the candidate that the kernels for SM 9.0 take, because few random candidates are."""
     dim = random.of(40, 64, 64, 96, 128, 128, 192, 256)
     kernel = kernel._replace(dtype=random.of("float16", "bfloat16"), dim=dim, dim_v=dim, aligned=True, short=False)
     return kernel._replace(variant="dense" if kernel.variant == "varlen" else kernel.variant, bias="", dropout=False)

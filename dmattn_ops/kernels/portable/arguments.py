@@ -1,4 +1,4 @@
-"""What the portable kernels are launched with: strides, broadcasts and switches of one problem."""
+"""The arguments of the portable kernels: strides, broadcast dimensions and compile-time switches of one call."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from dmattn_ops.call import Call, bias_kind
 from dmattn_ops.problem import UNBOUNDED, Mask, dropout_scale, dropout_threshold, float32_precision
 
-# Tensors of rows `[B, S, heads, D]`. ALIGNED says all that a load needs of their addresses, so that one compiled kernel
-# serves all their strides and storage offsets.
+# Tensors of rows `[B, S, heads, D]`. Loads need to know of their addresses only whether they are ALIGNED, so their strides
+# are not specialized: one compiled kernel serves all strides and storage offsets.
 ROW_TENSORS = ("query", "key", "value", "out", "grad_out", "dq", "dk", "dv")
-# Scalars that no address depends on, or whose alignment buys nothing: one compiled kernel serves all their values.
+# Numbers whose divisibility by 16 does not make a kernel faster. Triton is told not to specialize on them, so that one
+# compiled kernel serves all their values.
 UNSPECIALIZED = (
     *(f"{name}_{dim}" for name in ROW_TENSORS for dim in "bsh"),
     *(f"{name}_{dim}" for name in ("lse", "grad_lse", "tiles", "bits", "k_segments") for dim in "bh"),
@@ -221,5 +222,5 @@ def ceil_div(size: int, divisor: int) -> int:
 
 
 def is_positive(scale: float) -> bool:
-    """Return whether a scale may be taken out of a maximum."""
+    """Return whether `max(scale * x) == scale * max(x)` holds for a scale."""
     return scale > 0 and math.isfinite(scale)

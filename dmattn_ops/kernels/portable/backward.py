@@ -1,8 +1,9 @@
-"""Backward in plain Triton, for every GPU from SM 8.0, without atomics: statistics of the rows, then dk and dv, then dq.
+"""Backward in plain Triton, for every GPU from SM 8.0, without atomics.
 
-Both gradient kernels recompute the probabilities from lse. A bias's gradient is dS, summed over what the bias was
-broadcast over: per key from the first kernel, element by element from the second, and from a kernel of its own where
-several heads share an element.
+Three kernels run one after the other: row statistics, then dk and dv, then dq. Both gradient kernels recompute the
+probabilities from lse. The gradient of a bias is dS, summed over the dimensions that the bias broadcasts. The dk/dv kernel
+writes it for a bias per key, and the dq kernel for a bias with one element per score. Where several heads or batches share
+an element, a third kernel sums it (`dbias.py`).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def statistics_kernel(
 ):
     """Write delta = rowsum(grad_out * out) - grad_lse and lse in base 2, `[B, H, Sq]`; empty rows get 0 and +inf.
 
-    So exp2(score - log_sum) is 0 in empty rows, whatever the score.
+    In empty rows exp2(score - log_sum) is therefore 0, whatever the score is.
     """
     program = tl.program_id(0)
     head = (program % heads).to(tl.int64)

@@ -1,7 +1,7 @@
-"""The gradient of a bias that is broadcast: sums of dS, without atomics and without a `[B, H, Sq, Sk]` tensor.
+"""The gradient of a bias that several batches or heads share: sums of dS, without atomics or a `[B, H, Sq, Sk]` tensor.
 
-A bias per key sums columns that the dk/dv kernel has written for each head. A bias with queries has a kernel here: a
-program owns one block of the bias and recomputes dS for every batch and head that reads it.
+For a bias per key, the dk/dv kernel has written sums over the queries of each head, and they are added up here. For a bias
+with a query dimension, each program computes one block of dbias: it recomputes dS for every batch and head that reads it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dmattn_ops.kernels.portable.primitives import (
 from dmattn_ops.kernels.portable.queries import step_gradient
 from dmattn_ops.problem import Mask
 
-ENTRIES = 128  # entries of a list that are marked at once
+ENTRIES = 128  # list entries that one iteration marks
 
 
 @triton.jit(do_not_specialize=["tiles_r", "key_tiles"])

@@ -1,7 +1,7 @@
-"""Forward in plain Triton, for every GPU from SM 8.0: a program owns queries and walks keys.
+"""Forward in plain Triton, for every GPU from SM 8.0: each program computes a block of queries and loops over the keys.
 
-Where too few queries fill the GPU (decoding), several programs share the walk of one block of queries, and a second
-kernel merges their outputs.
+Where there are too few queries to fill the GPU (decoding), several programs divide the keys of one block of queries among
+them, and a second kernel merges their outputs.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from dmattn_ops.kernels.portable.primitives import (
     walked_start,
 )
 
-SPLIT_STEPS = 4  # a share of fewer steps costs more in merging than it gains
-MERGED = 16  # shares that the merging kernel reads at once
+SPLIT_STEPS = 4  # dividing the keys into shares of fewer steps costs more for merging than it saves
+MERGED = 16  # shares that the merging kernel reads in one iteration
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def attend(
             visible = visibility(mask, q_ids, k_ids, start_q, start, length_k, BLOCK_M, BLOCK_N, MASK)
             score = tl.where(visible, score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, 1) * unit)
-        # A row that has seen nothing but -inf keeps its peak there; subtracting it would make NaN.
+        # A row whose scores are all -inf so far has a peak of -inf; subtracting that from -inf would give NaN.
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         p = tl.exp2(score * unit - base[:, None])
         shrink = tl.exp2(peak - base)
@@ -198,7 +198,7 @@ def forward_kernel(
     LATE_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write out and lse of one block of queries, or of one share of its walk (`program_id(1)`)."""
+    """Write out and lse of one block of queries, or of one share of its keys (`program_id(1)` says which)."""
     program = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -328,7 +328,7 @@ def merge_kernel(
         some = (first + tl.arange(0, AT_ONCE)).to(tl.int64)
         some_logs = tl.load(share_lse + some * lse_stride, mask=some < splits, other=float("-inf"))
         weight = tl.exp2((some_logs - base) * LOG2E)
-        # A share without weight may never have been written.
+        # The output of a share whose weight is 0 may never have been written.
         written = (weight != 0.0)[:, None] & (columns < WIDTH)[None, :]
         block = tl.load(shares + some[:, None] * share_stride + columns[None, :], mask=written, other=0.0)
         acc += tl.sum(block * weight[:, None], 0)

@@ -1,6 +1,7 @@
-"""dk and dv in plain Triton: a program owns keys and walks the queries of every head that reads them.
+"""dk and dv in plain Triton: each program computes a block of keys and loops over the queries of every head that reads it.
 
-Blocks are transposed, `[keys, queries]`, so that the probabilities are an operand of both products as they are.
+Scores are computed transposed, `[keys, queries]`, so that P and dS can be the left operand of the products for dv and dk
+without another transposition.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def gather_queries(
     KEY_SUMS: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Add the queries of one part of the walk to `(dk, dv, key_sum)`."""
+    """Add what one part of the loop over the queries contributes to `(dk, dv, key_sum)`."""
     BLOCK_M: tl.constexpr = SHAPE[0]
     BLOCK_N: tl.constexpr = SHAPE[1]
     query, query_s, grad_out, grad_out_s, log_sum, delta, q_segments, length_q = queries
@@ -123,7 +124,7 @@ def gather_head(
     PRECISION: tl.constexpr,
     KEY_SUMS: tl.constexpr,
 ):
-    """Add one query head to `(dk, dv)`, and write its sums of dS over the queries."""
+    """Add what one query head contributes to `(dk, dv)`, and write its sums of dS over the queries."""
     BLOCK_N: tl.constexpr = SHAPE[1]
     start_k, length_k, _ = owned
     _, _, low, high = mask

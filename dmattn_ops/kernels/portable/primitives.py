@@ -1,8 +1,8 @@
 """Triton primitives of the portable kernels: row blocks, walks over tiles, visibility, scores and dropout.
 
-A program *owns* the rows of one side and *walks* the other in steps: queries own and keys are walked in the forward and
-in dq, keys own and queries are walked in dk/dv. Everything here is written in these two words, so that each kernel uses
-the same code; blocks are `[owned, walked]` throughout.
+A program *owns* a block of rows, whose results it writes, and *walks* over the rows of the other side in steps. In the
+forward and in dq it owns queries and walks over keys; in dk/dv it owns keys and walks over queries. The functions here are
+written for owned and walked rows, so that all kernels share them. Blocks of scores are `[owned, walked]` throughout.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def load_statistics(pointer, start, end, default, ROWS: tl.constexpr, CHECKED: t
 
 @triton.jit
 def packed_sequence(cu_seqlens, index, total, longest):
-    """Return the begin and the length of a packed sequence; offsets that lie outside of the tensor are pulled in."""
+    """Return the begin and the length of a packed sequence. Offsets are clamped, so that they lie inside the tensor."""
     begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + index), 0), total)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens + index + 1), begin), total)
     return begin, tl.minimum(end - begin, longest)
@@ -238,7 +238,7 @@ def visibility(
     WALKED: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """Return which pairs `[OWNED, WALKED]` of a partial step may meet: by bits alone, or by ids, band and end.
+    """Return which pairs `[OWNED, WALKED]` of a partial step are visible: by bits alone, or by ids, band and lengths.
 
     `mask` is `(bits, bits_stride, low, high)`, `MASK` is `(BITS, SEGMENTS, BANDED)`.
     """
@@ -320,7 +320,7 @@ def load_key_bias(bias, start, stride, end, KEYS: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Return tanh to a few units in the last place; a series near 0, where the quotient would cancel."""
+    """Return tanh to a few units in the last place. Near 0, where the usual quotient loses digits, a series is used."""
     square = x * x
     series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
@@ -359,7 +359,7 @@ def score_gradient(p, grad_p, delta, keep, dropout, DROPOUT: tl.constexpr):
 def dropout_keep(dropout, query_first, key_first, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """Return which elements `[QUERIES, KEYS]` dropout keeps: Philox4x32-10 at (key // 4, query, stream, 0), word key % 4.
 
-    So the four words of one evaluation serve four neighbouring keys. `dropout` is `(seed, threshold, rescale, stream)`.
+    One evaluation makes four words, which serve four neighbouring keys. `dropout` is `(seed, threshold, rescale, stream)`.
     """
     seed, threshold, _, stream = dropout
     GROUPS: tl.constexpr = KEYS // 4

@@ -1,4 +1,7 @@
-"""dq in plain Triton: a program owns queries and walks keys; it also writes dS where a bias has no broadcast dimension."""
+"""dq in plain Triton: each program computes a block of queries and loops over the keys.
+
+It also writes dbias where a bias has one element for each score.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def gather_keys(
     STORE_DBIAS: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Add the keys of one part of the walk to dq, and store their dS where `STORE_DBIAS`."""
+    """Add what one part of the loop over the keys contributes to dq, and store dS where `STORE_DBIAS`."""
     BLOCK_M: tl.constexpr = SHAPE[0]
     BLOCK_N: tl.constexpr = SHAPE[1]
     key, key_s, value, value_s, _, length_k = keys
