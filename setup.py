@@ -26,6 +26,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import setuptools
+
+if int(setuptools.__version__.split(".")[0]) < 77:  # what pyproject.toml asks for, which only isolated builds read
+    raise SystemExit(
+        f"dmattn_ops: building needs setuptools 77 or newer, and {setuptools.__version__} is installed: upgrade it"
+        " (pip install --upgrade setuptools), or leave out --no-build-isolation"
+    )
+
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
@@ -118,7 +126,8 @@ class BuildNative(build_ext):
         folder = Path(self.get_finalized_command("build").build_base, f"native-torch{TORCH.version}-{key}")
         target = Path(self.get_ext_fullpath(ext.name))
         kept = folder / target.name
-        if self.force or newer_group([*ext.sources, *ext.depends], str(kept), "newer"):
+        sources = [*ext.sources, *ext.depends, str(TORCH.folder / "version.py")]
+        if self.force or newer_group(sources, str(kept), "newer"):
             say(f"compiling the C++ kernels for torch {TORCH.version} in {TORCH.folder}")
             try:
                 self._link(ext, self._compile(ext, folder), kept)
@@ -166,7 +175,7 @@ def extensions() -> list[Extension]:
         Extension(
             "dmattn_ops._native",
             sources=sorted(glob.glob("csrc/cpu/*.cpp")),
-            depends=[*sorted(glob.glob("csrc/cpu/*.h")), "setup.py", str(TORCH.folder / "version.py")],
+            depends=[*sorted(glob.glob("csrc/cpu/*.h")), "setup.py"],
             include_dirs=[str(include), str(include / "torch/csrc/api/include")],
             library_dirs=[str(TORCH.folder / "lib")],
             libraries=["c10", "torch_cpu"],
