@@ -151,19 +151,23 @@ def read_text(data: Path | None, seqlen: int) -> Text:
     return text
 
 
-def claim_folder(options: argparse.Namespace) -> Path:
-    """Return the checkpoint's path in --out; refuse a folder that cannot be written to or whose results would be lost."""
+def checkpoint_path(options: argparse.Namespace) -> Path:
+    """Return where the checkpoint lies in --out; refuse to lose what lies there, or to go on with what does not."""
     out, checkpoint = options.out, options.out / CHECKPOINT
     earlier = [name for name in (CHECKPOINT, *PICTURES) if (out / name).exists()]
-    if options.resume and not checkpoint.exists():
+    if options.resume and CHECKPOINT not in earlier:
         raise SettingError(f"--resume needs {checkpoint}, which does not exist")
     if earlier and not (options.resume or options.overwrite):
         ways = "--resume goes on with it, --overwrite replaces it, --out FOLDER writes elsewhere"
         raise SettingError(f"{out} holds an earlier run ({', '.join(earlier)}): {ways}")
+    return checkpoint
+
+
+def make_folder(out: Path) -> None:
+    """Make --out, or refuse one that nothing can be written to."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
         raise SettingError(f"--out {out} cannot be written to: {error.strerror}") from error
-    return checkpoint

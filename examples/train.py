@@ -362,11 +362,12 @@ def run(trainer: Trainer, checkpoint: Path, options: argparse.Namespace) -> Fact
 def main(arguments: list[str]) -> dict[str, Trainer]:
     """Train as the command line says; return the trainers by the name of their attention."""
     options = settings.parse(arguments, __doc__)
-    stored = load_state(options.out / settings.CHECKPOINT, "cpu")["settings"] if options.resume else None
+    checkpoint = settings.checkpoint_path(options)
+    stored = load_state(checkpoint, "cpu")["settings"] if options.resume else None
     config, plan = settings.chosen(options, stored)
     settings.refuse_what_cannot_work(config, plan, options)
     text = settings.read_text(options.data, config.seqlen)
-    checkpoint = settings.claim_folder(options)
+    settings.make_folder(options.out)
     # Without this, Inductor adds up the gradient of the embedding with atomics, on the CPU too.
     torch.use_deterministic_algorithms(options.deterministic or options.device == "cpu")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks of deterministic runs
