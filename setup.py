@@ -22,6 +22,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +39,6 @@ from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
-from setuptools.modified import newer_group
 
 OLDEST_TORCH = (2, 11)
 FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wno-psabi"]
@@ -94,6 +94,11 @@ def compile_jobs(sources: int) -> int:
     return max(1, min(sources, int(wanted or processors)))
 
 
+def digest(parts: Iterable[str]) -> str:
+    """Return a key of a sequence of texts."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
 TORCH = find_torch()
 
 
@@ -115,25 +120,27 @@ class BuildNative(build_ext):
         return os.path.join(folder, f"{stem}-torch{TORCH.version}.{suffix}" if TORCH else name)
 
     def build_extension(self, ext: Extension) -> None:
-        """Build `ext` unless the kept one is newer than all that it depends on; say so where that fails."""
+        """Build `ext` unless the kept one was made of the same sources; say so where that fails."""
         compiler = self.compiler.compiler_so_cxx
         if shutil.which(compiler[0]) is None:
             say(f"THE C++ KERNELS ARE NOT BUILT: there is no C++ compiler here ({compiler[0]} was not found)")
             return
-        key = hashlib.sha256("\0".join([str(TORCH.folder), *compiler, *ext.extra_compile_args]).encode()).hexdigest()[
-            :8
-        ]
+        key = digest([str(TORCH.folder), *compiler, *ext.extra_compile_args, *ext.extra_link_args])[:8]
         folder = Path(self.get_finalized_command("build").build_base, f"native-torch{TORCH.version}-{key}")
         target = Path(self.get_ext_fullpath(ext.name))
-        kept = folder / target.name
-        sources = [*ext.sources, *ext.depends, str(TORCH.folder / "version.py")]
-        if self.force or newer_group(sources, str(kept), "newer"):
+        kept, stamp = folder / target.name, folder / f"{target.name}.sources"
+        # By content: times tell nothing where files were copied, or torch was installed by a link into a cache.
+        sources = digest(
+            Path(path).read_bytes().hex() for path in [*ext.sources, *ext.depends, TORCH.folder / "version.py"]
+        )
+        if self.force or not kept.exists() or not stamp.exists() or stamp.read_text() != sources:
             say(f"compiling the C++ kernels for torch {TORCH.version} in {TORCH.folder}")
             try:
                 self._link(ext, self._compile(ext, folder), kept)
             except (BaseError, CCompilerError) as error:
                 say(f"THE C++ KERNELS ARE NOT BUILT: {error}")
                 return
+            stamp.write_text(sources)
         else:
             say(f"the C++ kernels for torch {TORCH.version} in {TORCH.folder} are built already")
         target.parent.mkdir(parents=True, exist_ok=True)
