@@ -3,8 +3,8 @@
 The mask is the one of Trainable Dynamic Mask Sparse Attention (arXiv 2508.02124): each key gets a score from its value,
 each query sees the `keep` keys with the highest scores among its own causal prefix, and the score is also added to the
 attention scores, so that the network learns which keys are worth keeping. A learned slope over positions (as in ALiBi,
-arXiv 2108.12409) is part of the score. Without it nothing favours keys that are near, and the default model reached a
-validation loss of 1.99 nats per byte in 300 steps instead of 1.66.
+arXiv 2108.12409) is part of the score: without it nothing favours near keys, and 4 layers of 192 reached a validation
+loss of 1.99 instead of 1.66 nats per byte in 300 steps of 8 sequences of 256 bytes.
 
 Letters: `B` batch, `S` sequence length, `H` query heads, `Hkv` key/value heads, `D` head dimension.
 """
@@ -89,8 +89,7 @@ class Attention(nn.Module):
     def score(self, value: Tensor) -> Tensor:
         """Return what each key is worth, `exp(gain * softplus(value @ delta)) + slope * position`, shape `[B, Hkv, S]`.
 
-        The slope multiplies the position of the key, not its distance to the query. For one query the two differ by the same
-        amount for all keys, which does not change a softmax.
+        The slope needs no distance to the query: a softmax does not change when all its scores move by one amount.
         """
         with torch.autocast(value.device.type, enabled=False):  # in float32: ranks of rounded scores would be ties
             worth = F.softplus(F.linear(value.flatten(2).float(), self.delta.weight))

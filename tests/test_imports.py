@@ -16,6 +16,7 @@ ROOT = PACKAGE.parent
 # What a module may import from the package when it is imported, as in DESIGN.md; testing may import everything.
 ARROWS = {
     "problem": (),
+    "version": (),
     "meta": ("problem",),
     "layout": ("problem",),
     "environment": (),
