@@ -16,6 +16,7 @@ ROOT = PACKAGE.parent
 # What a module may import from the package when it is imported, as in DESIGN.md; testing may import everything.
 ARROWS = {
     "problem": (),
+    "packing": ("problem",),
     "version": (),
     "meta": ("problem",),
     "layout": ("problem",),
@@ -44,7 +45,7 @@ ARROWS = {
     "selection": (),
     "selection.order": (),
     "selection.reference": ("selection.order",),
-    "kernels": ("problem", "config", "meta", "arch", "selection.order", "kernels"),
+    "kernels": ("problem", "config", "meta", "arch", "selection.order", "packing", "kernels"),
 }
 
 

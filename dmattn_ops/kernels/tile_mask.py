@@ -490,11 +490,18 @@ def _write_lists(
         OWN=_LISTS, OTHER=64 if ranked else 128, RANKED=ranked, num_warps=16 if ranked > 64 else 8,
     )  # fmt: skip
     if not ranked:
-        blocks = triton.cdiv(row_count, 64) + triton.cdiv(col_count, 64)
-        launch(
-            _ranks, (batch * heads * blocks,),
-            row_tiles, col_tiles, row_count, col_count, row_width, col_width, OWN=64, OTHER=128, num_warps=4,
-        )  # fmt: skip
+        rank_tiles(row_tiles, col_tiles)
+
+
+def rank_tiles(row_tiles: Tensor, col_tiles: Tensor) -> None:
+    """Write word 0 of all records, `[Bm, Hm, tiles, width]`, whose lists are written: longest lists first."""
+    batch, heads, row_count, row_width = row_tiles.shape
+    col_count, col_width = col_tiles.shape[2:]
+    blocks = triton.cdiv(row_count, 64) + triton.cdiv(col_count, 64)
+    launch(
+        _ranks, (batch * heads * blocks,),
+        row_tiles, col_tiles, row_count, col_count, row_width, col_width, OWN=64, OTHER=128, num_warps=4,
+    )  # fmt: skip
 
 
 def _as_bytes(mask: Tensor) -> Tensor:
