@@ -31,7 +31,7 @@ class Epochs(NamedTuple):
     """How queries are cut, and how many slots each epoch has: for keys older than the epoch, and for those born in it."""
 
     length: int  # queries; a multiple of 128
-    count: int
+    number: int
     old_slots: int
     born_slots: int
 
@@ -43,7 +43,7 @@ class Epochs(NamedTuple):
     @property
     def slots(self) -> int:
         """Return the slots of one head: the packed number of keys."""
-        return self.count * self.slots_per_epoch
+        return self.number * self.slots_per_epoch
 
 
 def refusals(at_most: int | None, from_position: bool, hidden: bool, pairwise: bool, varlen: bool) -> list[str]:

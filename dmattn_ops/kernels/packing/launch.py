@@ -20,17 +20,19 @@ from torch import Tensor
 from dmattn_ops.kernels.launching.launch import launch, workspace
 from dmattn_ops.kernels.packing.lists import list_blocks, list_query_tiles
 from dmattn_ops.kernels.packing.rows import gather_kernel, spoil_kernel, sum_kernel
-from dmattn_ops.kernels.packing.slots import count_places, list_alive, place_keys
+from dmattn_ops.kernels.packing.slots import count_chunks, count_places, list_alive, place_keys
 from dmattn_ops.kernels.portable.arguments import broadcast_stride, rows_are_aligned
 from dmattn_ops.kernels.tile_mask import rank_tiles
 from dmattn_ops.packing import Epochs
 from dmattn_ops.problem import HEADER, TILE
 
-_SCANNED = 4096  # keys that a program looks through at once
+_SCANNED = 2048  # keys that a program looks through at once
+_COUNTED = 1024
+_LISTED = 256
 _BORN = 1024
-_BUCKETS = 64  # at most: deaths are told apart by 128 queries, by more in epochs of more than 63 tiles
+_BUCKETS = 32  # at most: deaths are told apart by 128 queries, by 256 in epochs of more than 31 tiles, and so on
 _COPIED = 32768  # bytes of rows that a program copies at once
-_SUMMED = 4096  # elements of rows that a program sums
+_SUMMED = 2048  # elements of rows that a program sums
 
 
 class Slots(NamedTuple):
@@ -70,8 +72,8 @@ def plan_slots(
     batch, mask_heads = (max(start.shape[dim], end.shape[dim]) for dim in (0, 1))
     seqlen_k, shape = start.shape[2], (batch, heads)
     keys, starts, ends = (_integers(start, *shape, cut.slots) for _ in range(3))
-    found, broken = (_integers(start, *shape, cut.count) for _ in range(2))
-    listed = _integers(start, *shape, cut.count, cut.old_slots)
+    found, broken = (_integers(start, *shape, cut.number) for _ in range(2))
+    listed = _integers(start, *shape, cut.number, cut.old_slots)
     offsets = _integers(start, *shape, seqlen_k + 1) if inverse else None
     places = _integers(start, *shape, cut.slots) if inverse else None
     mask = [
@@ -80,24 +82,24 @@ def plan_slots(
         first_head, heads,
     ]  # fmt: skip
     matrices = batch * heads
+    band = (seqlen_q, seqlen_k, band_lo, band_hi)
     if inverse and matrices:
-        chunks = triton.cdiv(seqlen_k + 1, _SCANNED)
+        chunks = triton.cdiv(seqlen_k + 1, _COUNTED)
+        totals = _integers(start, *shape, chunks)
+        grid, own = (matrices * chunks,), (*mask, chunks, cut.length)
+        launch(count_chunks, grid, start, end, totals, *own, *band, KEYS=_COUNTED, num_warps=4)
         launch(
-            count_places, (matrices * chunks,), start, end, offsets, *mask, chunks, cut.length,
-            seqlen_q, seqlen_k, band_lo, band_hi, KEYS=_SCANNED, num_warps=8,
-        )  # fmt: skip
-    if matrices * cut.count:
+            count_places, grid, start, end, totals, offsets, places, *own, cut.slots, *band, KEYS=_COUNTED, num_warps=4
+        )
+    if matrices * cut.number:
         bucket = TILE * triton.cdiv(cut.length // TILE, _BUCKETS - 1)
         buckets = triton.next_power_of_2(triton.cdiv(cut.length, bucket) + 1)
-        numbers = (*mask, cut.count, cut.length, cut.old_slots, cut.born_slots, seqlen_q, seqlen_k, band_lo, band_hi)
+        own = (*mask, cut.number, cut.length, cut.old_slots)
+        launch(list_alive, (matrices * cut.number,), start, end, listed, found, *own, *band, KEYS=_SCANNED, num_warps=8)
         launch(
-            list_alive, (matrices * cut.count,), start, end, listed, found, offsets, places, *numbers,
-            INVERSE=inverse, KEYS=_SCANNED, num_warps=8,
-        )  # fmt: skip
-        launch(
-            place_keys, (matrices * cut.count,),
-            start, end, listed, found, keys, starts, ends, broken, offsets, places, *numbers, bucket,
-            INVERSE=inverse, LISTED=min(256, 4096 // buckets), BUCKETS=buckets, BORN=_BORN, num_warps=4,
+            place_keys, (matrices * cut.number,),
+            start, end, listed, found, keys, starts, ends, broken, offsets, places, *own, cut.born_slots, *band, bucket,
+            INVERSE=inverse, LISTED=_LISTED, BUCKETS=buckets, BORN=_BORN, num_warps=8,
         )  # fmt: skip
     row_tiles, col_tiles = _list_tiles(starts, ends, cut, seqlen_q)
     return Slots(keys, starts, ends, row_tiles, col_tiles, broken, offsets, places, cut.length)
@@ -119,8 +121,8 @@ def _list_tiles(starts: Tensor, ends: Tensor, cut: Epochs, seqlen_q: int) -> tup
         )  # fmt: skip
     if matrices * row_count:
         launch(
-            list_blocks, (matrices * cut.count * triton.cdiv(epoch_tiles, 8),),
-            hulls, row_tiles, per_epoch, cut.count, epoch_tiles, row_count, row_tiles.shape[3],
+            list_blocks, (matrices * cut.number * triton.cdiv(epoch_tiles, 8),),
+            hulls, row_tiles, per_epoch, cut.number, epoch_tiles, row_count, row_tiles.shape[3],
             OWN=8, OTHER=32, num_warps=1,
         )  # fmt: skip
         rank_tiles(row_tiles, col_tiles)
@@ -182,16 +184,14 @@ def spoil_rows(rows: Tensor, slots: Slots) -> None:
     if rows.dim() == 3:
         rows = rows.transpose(1, 2)[..., None]
     batch, seqlen_q, heads, width = rows.shape
-    padded = triton.next_power_of_2(max(1, width))
-    row_count = triton.cdiv(seqlen_q, TILE)
+    padded, broken = triton.next_power_of_2(max(1, width)), slots.broken
     if not rows.numel():
         return
-    broken = slots.broken
     launch(
-        spoil_kernel, (batch * heads * row_count,), broken, rows,
+        spoil_kernel, (batch * heads * broken.shape[2],), broken, rows,
         broadcast_stride(broken, 0), broadcast_stride(broken, 1), max(1, heads // broken.shape[1]),
-        rows.stride(0), rows.stride(1), rows.stride(2), heads, slots.epoch, seqlen_q, row_count,
-        ROWS=TILE, WIDTH=width, PADDED=padded, num_warps=4,
+        rows.stride(0), rows.stride(1), rows.stride(2), heads, broken.shape[2], slots.epoch, seqlen_q,
+        ROWS=max(1, 2048 // padded), WIDTH=width, PADDED=padded, num_warps=4,
     )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from dmattn_ops import problem
 TILE = tl.constexpr(problem.TILE)
 UNSPECIALIZED = (
     *(f"{name}_{dim}" for name in ("source", "target", "slot", "offsets", "places", "broken") for dim in "bsh"),
-    "source_group", "slot_group", "first_head", "heads", "blocks", "slots", "group_b", "group_h", "epoch",
-    "seqlen_q", "seqlen_k", "row_count",
+    "source_group", "slot_group", "first_head", "heads", "blocks", "slots", "group_b", "group_h", "epochs", "epoch",
+    "seqlen_q", "seqlen_k",
 )  # fmt: skip
 
 
@@ -108,18 +108,17 @@ def sum_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def spoil_kernel(
-    broken, target, broken_b, broken_h, slot_group, target_b, target_s, target_h,
-    heads, epoch, seqlen_q, row_count,
+    broken, target, broken_b, broken_h, slot_group, target_b, target_s, target_h, heads, epochs, epoch, seqlen_q,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Write NaN into the rows of queries of epochs in which the promise was broken."""
-    block = tl.program_id(0) % row_count
-    h = tl.program_id(0) // row_count % heads
-    b = (tl.program_id(0) // row_count // heads).to(tl.int64)
-    first = block * ROWS
-    if tl.load(broken + b * broken_b + (h // slot_group).to(tl.int64) * broken_h + first // epoch) != 0:
+    """Write NaN into the rows of the queries of an epoch in which the promise was broken. A program is one epoch."""
+    e = tl.program_id(0) % epochs
+    h = tl.program_id(0) // epochs % heads
+    b = (tl.program_id(0) // epochs // heads).to(tl.int64)
+    if tl.load(broken + b * broken_b + (h // slot_group).to(tl.int64) * broken_h + e) != 0:
         target += b * target_b + h.to(tl.int64) * target_h
-        row = first + tl.arange(0, ROWS)
-        inside = (row < seqlen_q)[:, None] & (tl.arange(0, PADDED) < WIDTH)[None, :]
         nan = tl.full([ROWS, PADDED], float("nan"), tl.float32).to(target.dtype.element_ty)
-        tl.store(_row_pointers(target, row, target_s, PADDED, False), nan, inside)
+        for at in range(e * epoch, tl.minimum((e + 1) * epoch, seqlen_q), ROWS):
+            row = at + tl.arange(0, ROWS)
+            inside = (row < seqlen_q)[:, None] & (tl.arange(0, PADDED) < WIDTH)[None, :]
+            tl.store(_row_pointers(target, row, target_s, PADDED, False), nan, inside)

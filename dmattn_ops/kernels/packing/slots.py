@@ -18,7 +18,7 @@ import triton.language as tl
 
 UNSPECIALIZED = (
     "start_group", "end_group", "first_head", "heads", "epochs", "epoch", "old_slots", "born_slots",
-    "seqlen_q", "seqlen_k", "band_lo", "band_hi", "bucket", "chunks",
+    "seqlen_q", "seqlen_k", "band_lo", "band_hi", "bucket", "chunks", "capacity",
 )  # fmt: skip
 
 
@@ -42,18 +42,10 @@ def lifetime(starts, ends, key, inside, seqlen_q, band_lo, band_hi, CHECKED: tl.
 
 
 @triton.jit
-def _epochs_alive(start, end, epoch):
-    """Return the first epoch that sees each key, and in how many it is seen."""
-    first = start // epoch
-    return first, tl.where(start < end, (end - 1) // epoch - first + 1, 0)
-
-
-@triton.jit
 def _list_block(
-    starts, ends, listed, offsets, places, count, key, limit, first, last, e, capacity,
-    seqlen_q, band_lo, band_hi, epoch, old_slots, INVERSE: tl.constexpr, CHECKED: tl.constexpr,
-):  # fmt: skip
-    """List the keys of one block that are older than the epoch and alive in it; return the new count."""
+    starts, ends, listed, count, key, limit, first, last, seqlen_q, band_lo, band_hi, old_slots, CHECKED: tl.constexpr
+):
+    """List the keys of one block, all below `limit`, that are alive in the epoch; return the new count."""
     start, end = lifetime(starts, ends, key, key < limit, seqlen_q, band_lo, band_hi, CHECKED)
     taken = (start < tl.minimum(end, last)) & (end > first)
     if CHECKED:
@@ -61,20 +53,15 @@ def _list_block(
     ones = taken.to(tl.int32)
     rank = count + tl.cumsum(ones, axis=0) - ones
     tl.store(listed + rank, key, taken & (rank < old_slots))
-    if INVERSE:  # keys beyond what was promised have no slot
-        left_out = taken & (rank >= old_slots)
-        place = tl.load(offsets + key, left_out, other=0) + e - start // epoch
-        nowhere = tl.full(place.shape, -1, tl.int32)
-        tl.store(places + place, nowhere, left_out & (place >= 0) & (place < capacity))
     return count + tl.sum(ones, axis=0)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def list_alive(
-    starts, ends, listed, found, offsets, places,
-    start_b, start_h, start_group, end_b, end_h, end_group, first_head, heads, epochs, epoch, old_slots, born_slots,
+    starts, ends, listed, found,
+    start_b, start_h, start_group, end_b, end_h, end_group, first_head, heads, epochs, epoch, old_slots,
     seqlen_q, seqlen_k, band_lo, band_hi,
-    INVERSE: tl.constexpr, KEYS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """List, by index, the keys that are older than an epoch and alive in it, and count them. A program is one epoch.
 
@@ -89,27 +76,21 @@ def list_alive(
     ends = mask_head(ends, b, h, end_b, end_h, end_group)
     record = matrix.to(tl.int64) * epochs + e
     listed += record * old_slots
-    capacity = epochs * (old_slots + born_slots)
-    if INVERSE:
-        offsets += matrix.to(tl.int64) * (seqlen_k + 1)
-        places += matrix.to(tl.int64) * capacity
     first = e * epoch
-    last = tl.minimum(first + epoch, seqlen_q)
+    last = first + epoch
     limit = tl.minimum(tl.maximum(first + band_hi, 0), seqlen_k)
     whole = limit // KEYS * KEYS
     count = tl.full((), 0, tl.int32)
-    for at in range(0, whole, KEYS):
+    for at in range(0, whole, KEYS):  # without a test of the end, so that loads take 16 bytes
         key = at + tl.arange(0, KEYS)
         count = _list_block(
-            starts, ends, listed, offsets, places, count, key, limit, first, last, e, capacity,
-            seqlen_q, band_lo, band_hi, epoch, old_slots, INVERSE, False,
-        )  # fmt: skip
+            starts, ends, listed, count, key, limit, first, last, seqlen_q, band_lo, band_hi, old_slots, False
+        )
     if whole < limit:
         key = whole + tl.arange(0, KEYS)
         count = _list_block(
-            starts, ends, listed, offsets, places, count, key, limit, first, last, e, capacity,
-            seqlen_q, band_lo, band_hi, epoch, old_slots, INVERSE, True,
-        )  # fmt: skip
+            starts, ends, listed, count, key, limit, first, last, seqlen_q, band_lo, band_hi, old_slots, True
+        )
     tl.store(found + record, count)
 
 
@@ -209,31 +190,58 @@ def place_keys(
     _clear_slots(slots, used, per_epoch, BORN)
 
 
+@triton.jit
+def _epochs_of_chunk(starts, ends, key, seqlen_q, seqlen_k, band_lo, band_hi, epoch):
+    """Return how many epochs see each key; 0 past the last key."""
+    inside = key < seqlen_k
+    start, end = lifetime(starts, ends, key, inside, seqlen_q, band_lo, band_hi, True)
+    return tl.where(inside & (start < end), (end - 1) // epoch - start // epoch + 1, 0)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def count_chunks(
+    starts, ends, totals,
+    start_b, start_h, start_group, end_b, end_h, end_group, first_head, heads, chunks, epoch,
+    seqlen_q, seqlen_k, band_lo, band_hi,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """Count the slots of all keys of a chunk of `KEYS` keys. A program is one chunk."""
+    matrix, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    b, h = matrix // heads, matrix % heads + first_head
+    starts = mask_head(starts, b, h, start_b, start_h, start_group)
+    ends = mask_head(ends, b, h, end_b, end_h, end_group)
+    key = chunk * KEYS + tl.arange(0, KEYS)
+    count = _epochs_of_chunk(starts, ends, key, seqlen_q, seqlen_k, band_lo, band_hi, epoch)
+    tl.store(totals + matrix.to(tl.int64) * chunks + chunk, tl.sum(count, axis=0))
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def count_places(
-    starts, ends, offsets,
-    start_b, start_h, start_group, end_b, end_h, end_group, first_head, heads, chunks, epoch,
+    starts, ends, totals, offsets, places,
+    start_b, start_h, start_group, end_b, end_h, end_group, first_head, heads, chunks, epoch, capacity,
     seqlen_q, seqlen_k, band_lo, band_hi,
     KEYS: tl.constexpr,
 ):  # fmt: skip
     """Write, `[.., Sk + 1]`, how many slots all keys before each key have. A program is a chunk of `KEYS` keys.
 
-    Counting the chunks before it again costs each program less than a launch that passes on their sums.
+    Places are filled with -1, which stays for keys that a broken promise leaves without a slot.
     """
-    matrices = tl.num_programs(0) // chunks
-    matrix = tl.program_id(0) % matrices
-    chunk = chunks - 1 - tl.program_id(0) // matrices
+    matrix, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     b, h = matrix // heads, matrix % heads + first_head
     starts = mask_head(starts, b, h, start_b, start_h, start_group)
     ends = mask_head(ends, b, h, end_b, end_h, end_group)
+    totals += matrix.to(tl.int64) * chunks
     offsets += matrix.to(tl.int64) * (seqlen_k + 1)
+    places += matrix.to(tl.int64) * capacity
     earlier = tl.zeros([KEYS], tl.int32)
-    for at in range(0, chunk * KEYS, KEYS):
-        key = at + tl.arange(0, KEYS)
-        start, end = lifetime(starts, ends, key, True, seqlen_q, band_lo, band_hi, False)
-        earlier += _epochs_alive(start, end, epoch)[1]
+    for at in range(0, chunk, KEYS):
+        other = at + tl.arange(0, KEYS)
+        earlier += tl.load(totals + other, other < chunk, other=0)
+    begin = tl.sum(earlier, axis=0)
     key = chunk * KEYS + tl.arange(0, KEYS)
-    start, end = lifetime(starts, ends, key, key < seqlen_k, seqlen_q, band_lo, band_hi, True)
-    own = tl.where(key < seqlen_k, _epochs_alive(start, end, epoch)[1], 0)
-    sums = tl.sum(earlier, axis=0) + tl.cumsum(own, axis=0)
-    tl.store(offsets + key, sums - own, key <= seqlen_k)
+    count = _epochs_of_chunk(starts, ends, key, seqlen_q, seqlen_k, band_lo, band_hi, epoch)
+    tl.store(offsets + key, begin + tl.cumsum(count, axis=0) - count, key <= seqlen_k)
+    behind = tl.minimum(begin + tl.sum(count, axis=0), capacity)
+    for at in range(tl.maximum(begin, 0), behind, KEYS):
+        place = at + tl.arange(0, KEYS)
+        tl.store(places + place, tl.full([KEYS], -1, tl.int32), place < behind)
