@@ -92,6 +92,15 @@ def test_a_range_of_heads_is_planned_alone():
     check_slots(slots, cut, visible_pairs(start, end, case.seqlen, (-UNBOUNDED, 0))[:, 1:3])
 
 
+def test_start_and_end_may_have_heads_of_their_own():
+    case = Case(400, 60, 128, 2, 4)
+    start, end = lifetimes(case)
+    start = start + torch.tensor([0, 5], dtype=torch.int32)[None, :, None]
+    slots, cut = plan(start, end, case.at_most, case.length, case.seqlen)
+    visible = visible_pairs(start.repeat_interleave(2, 1), end, case.seqlen, (-UNBOUNDED, 0))
+    check_slots(slots, cut, visible)
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 300), (2, 0, 300), (1, 2, 0)])
 def test_nothing_is_packed_of_empty_masks(shape: tuple[int, int, int]):
     start = end = torch.zeros(shape, dtype=torch.int32)

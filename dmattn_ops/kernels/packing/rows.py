@@ -118,7 +118,8 @@ def spoil_kernel(
     if tl.load(broken + b * broken_b + (h // slot_group).to(tl.int64) * broken_h + e) != 0:
         target += b * target_b + h.to(tl.int64) * target_h
         nan = tl.full([ROWS, PADDED], float("nan"), tl.float32).to(target.dtype.element_ty)
-        for at in range(e * epoch, tl.minimum((e + 1) * epoch, seqlen_q), ROWS):
+        behind = tl.minimum((e + 1) * epoch, seqlen_q)
+        for at in range(e * epoch, behind, ROWS):
             row = at + tl.arange(0, ROWS)
-            inside = (row < seqlen_q)[:, None] & (tl.arange(0, PADDED) < WIDTH)[None, :]
+            inside = (row < behind)[:, None] & (tl.arange(0, PADDED) < WIDTH)[None, :]
             tl.store(_row_pointers(target, row, target_s, PADDED, False), nan, inside)
