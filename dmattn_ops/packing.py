@@ -19,9 +19,7 @@ WORKSPACE = 4 << 30  # bytes that the copies of one pass may take
 _WASTE = 1.2  # tiles listed over visible pairs: 1.07 to 1.21 over models of scores, S 8k to 128k, at_most 1k and 2k
 _PARTIAL = 1.25  # time of a packed tile, with its share of starts, ends and tests, over one of a dense causal call
 _TILE_ENDS = 1.0  # blocks that an epoch ends with are seldom filled
-_VISIBLE_BIRTHS = (
-    0.2  # keys that are visible when they are born: few once the sequence is much longer than what is kept
-)
+_VISIBLE_BIRTHS = 0.2  # keys that are visible at all: few where the sequence is much longer than what is kept
 _COPIES = 3.0  # copying a block of slots twice and summing its gradients once: 400 KB at 3.5 TB/s
 _LAUNCHES = 1500.0  # 60 us: finding the keys, and a dozen launches more
 _MARGIN = 1.25  # the estimate has to win by this much
@@ -72,9 +70,9 @@ def epoch_length(seqlen_q: int, seqlen_k: int, at_most: int, band_hi: int, group
     """Return how many queries an epoch has: a multiple of 128. `group` query heads share one packed head.
 
     About as many as keys are kept, since then as many keys are born in an epoch as it begins with: listed tiles are 1.14
-    times the ideal (S 32k, 1024 kept; 1.19 with epochs twice as long). Copies are all that longer epochs save; without a
-    group to share them they weigh more, so that there epochs are twice as long. Where no key is born behind the first query, one
-    epoch is all.
+    times the ideal (S 32k, 1024 kept; 1.19 with epochs twice as long). Longer epochs save copies, which weigh more where
+    no group shares them, so that epochs are twice as long there. Where no key is born behind the first query, one epoch
+    is all.
     """
     whole = _round_up(max(seqlen_q, 1))
     if band_hi >= seqlen_k:

@@ -6,8 +6,14 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from dmattn_ops.kernels.packing import lists, rows, slots  # noqa: E402
+import torch  # noqa: E402
+
+from dmattn_ops.kernels.launching import launch as launching  # noqa: E402
+from dmattn_ops.kernels.packing import launch, lists, rows, slots  # noqa: E402
+from dmattn_ops.packing import epochs  # noqa: E402
+from dmattn_ops.problem import UNBOUNDED  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
+from dmattn_ops.testing.stand_in import compiled_launches  # noqa: E402
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 STRIDES = ("start_b", "start_h", "end_b", "end_h")
@@ -30,8 +36,8 @@ def mask_pointers(*names: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_finding_keys_compiles(sm: int):
-    found = compiled(slots.list_alive, mask_pointers("listed", "found"), {"KEYS": 2048}, STRIDES, sm, 8)
-    # 2048 starts and ends are 16 KiB, 4 loads of 16 bytes for 256 threads; the last block, which ends anywhere, takes 16
+    found = compiled(slots.list_alive, mask_pointers("listed", "found"), {"KEYS": 4096}, STRIDES, sm, 16)
+    # 4096 starts and ends are 32 KiB, 4 loads of 16 bytes for 512 threads; the last block, which ends anywhere, takes 16
     assert found.opcodes["LDG"] == 4 + 16
 
 
@@ -101,3 +107,37 @@ def test_spoiling_rows_compiles(sm: int):
     for width, dtype in ((128, "bf16"), (256, "fp32"), (1, "fp32")):
         constants = {"ROWS": 2048 // width, "WIDTH": width, "PADDED": width}
         compiled(rows.spoil_kernel, {"broken": "*i32", "target": f"*{dtype}"}, constants, (), sm, 4)
+
+
+def pack(seqlen: int, at_most: int, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> None:
+    """Pack what a forward and a backward of two of four key heads need, and hand everything back."""
+    cut = epochs(seqlen, seqlen, at_most, 0, 512)
+    made = launch.plan_slots(inputs["start"], inputs["end"], cut, seqlen, -UNBOUNDED, 0, 2, 2, inverse=True)
+    key = launch.gather_rows(inputs["key"], made, 2, 2, 1)
+    bias = launch.gather_bias(inputs["bias"], made, 8, 4, 4)
+    launch.spoil_rows(outputs["out"][:, :, 4:], made)
+    launch.spoil_rows(outputs["lse"][:, 4:], made)
+    launch.sum_rows(key, made, outputs["dk"], 2, 1)
+    launch.sum_bias(bias, made, outputs["dbias"], 8, 4, 4)
+
+
+def test_what_is_launched_can_be_repeated_and_is_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launching, "Relaunch", lambda compiled, grid, arguments: (grid, arguments))
+    compiled = []
+    with compiled_launches(90) as launches:
+        for seqlen, at_most in ((4096, 256), (4096 + 160, 272), (8192, 1008)):
+            inputs = {name: torch.empty(1, 4, seqlen, dtype=torch.int32) for name in ("start", "end")}
+            inputs |= {"key": torch.empty(1, seqlen, 4, 64), "bias": torch.empty(1, 8, 1, seqlen)}
+            outputs = {"out": torch.empty(1, seqlen, 8, 64), "lse": torch.empty(1, 8, seqlen)}
+            outputs |= {"dk": torch.empty(1, seqlen, 4, 64), "dbias": torch.empty(1, 8, 1, seqlen)}
+            with launching.recording(list(inputs.values())) as recorded:
+                pack(seqlen, at_most, inputs, outputs)
+            names = launching._Names()
+            for tensor in (*inputs.values(), *outputs.values()):
+                names.add(tensor)
+            steps = [step(names) for step in recorded.steps]  # LookupError where a plan could not be made
+            assert not recorded.watch.changes
+            assert len([step for step in steps if isinstance(step, tuple) and len(step) == 2]) == len(launches) == 13
+            compiled.append([(made.kernel, made.compiled.hash) for made in launches])
+            launches.clear()
+    assert compiled[0] == compiled[1] == compiled[2]

@@ -143,15 +143,11 @@ def test_sums_of_a_broken_promise_leave_out_what_has_no_slot():
     packed = torch.randn(1, cut.slots, 2, 8)
     sums = torch.full((1, 700, 2, 8), torch.nan)
     launch.sum_rows(packed, slots, sums, 0, 1)
-    expected = torch.zeros(700, 8)
     for head in range(2):
         live = slots.keys[0, head] >= 0
         expected = torch.zeros(700, 8).index_add_(0, slots.keys[0, head, live].long(), packed[0, live, head])
-        if head == 0:
-            torch.testing.assert_close(sums[0, :, 0], expected)
-    offsets, places = slots.offsets[0, 1], slots.places[0, 1]
-    assert offsets[-1] > slots.keys.shape[2] or (places[: offsets[-1]] != POISON).all()
-    assert sums.isfinite().all()
+        torch.testing.assert_close(sums[0, :, head], expected)
+        assert (slots.offsets[0, head, -1] > live.sum()) == (head == 1)  # some have none
 
 
 @pytest.mark.parametrize("fill", [(0, 700), (-POISON, POISON), (POISON, -POISON), (0, 2**31 - 1), (-(2**31), 5)])

@@ -26,7 +26,7 @@ from dmattn_ops.kernels.tile_mask import rank_tiles
 from dmattn_ops.packing import Epochs
 from dmattn_ops.problem import HEADER, TILE
 
-_SCANNED = 2048  # keys that a program looks through at once
+_SCANNED = 4096  # keys that a program looks through at once
 _COUNTED = 1024
 _LISTED = 256
 _BORN = 1024
@@ -95,7 +95,9 @@ def plan_slots(
         bucket = TILE * triton.cdiv(cut.length // TILE, _BUCKETS - 1)
         buckets = triton.next_power_of_2(triton.cdiv(cut.length, bucket) + 1)
         own = (*mask, cut.number, cut.length, cut.old_slots)
-        launch(list_alive, (matrices * cut.number,), start, end, listed, found, *own, *band, KEYS=_SCANNED, num_warps=8)
+        launch(
+            list_alive, (matrices * cut.number,), start, end, listed, found, *own, *band, KEYS=_SCANNED, num_warps=16
+        )
         launch(
             place_keys, (matrices * cut.number,),
             start, end, listed, found, keys, starts, ends, broken, offsets, places, *own, cut.born_slots, *band, bucket,

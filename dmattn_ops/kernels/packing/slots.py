@@ -45,15 +45,26 @@ def lifetime(starts, ends, key, inside, seqlen_q, band_lo, band_hi, CHECKED: tl.
 def _list_block(
     starts, ends, listed, count, key, limit, first, last, seqlen_q, band_lo, band_hi, old_slots, CHECKED: tl.constexpr
 ):
-    """List the keys of one block, all below `limit`, that are alive in the epoch; return the new count."""
+    """List the keys `[rows, 4]` of one block, all below `limit`, that are alive in the epoch; return the new count.
+
+    A thread has whole rows, so that only one number of each four takes part in the scan over the block.
+    """
     start, end = lifetime(starts, ends, key, key < limit, seqlen_q, band_lo, band_hi, CHECKED)
     taken = (start < tl.minimum(end, last)) & (end > first)
     if CHECKED:
         taken = taken & (key < limit)
     ones = taken.to(tl.int32)
-    rank = count + tl.cumsum(ones, axis=0) - ones
+    in_row = tl.sum(ones, axis=1)
+    before = tl.cumsum(in_row, axis=0) - in_row
+    rank = count + before[:, None] + tl.cumsum(ones, axis=1) - ones
     tl.store(listed + rank, key, taken & (rank < old_slots))
-    return count + tl.sum(ones, axis=0)
+    return count + tl.sum(in_row, axis=0)
+
+
+@triton.jit
+def _keys_of_block(at, KEYS: tl.constexpr):
+    """Return the keys `[KEYS / 4, 4]` of a block."""
+    return at + 4 * tl.arange(0, KEYS // 4)[:, None] + tl.arange(0, 4)[None, :]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -82,15 +93,15 @@ def list_alive(
     whole = limit // KEYS * KEYS
     count = tl.full((), 0, tl.int32)
     for at in range(0, whole, KEYS):  # without a test of the end, so that loads take 16 bytes
-        key = at + tl.arange(0, KEYS)
         count = _list_block(
-            starts, ends, listed, count, key, limit, first, last, seqlen_q, band_lo, band_hi, old_slots, False
-        )
+            starts, ends, listed, count, _keys_of_block(at, KEYS), limit, first, last,
+            seqlen_q, band_lo, band_hi, old_slots, False,
+        )  # fmt: skip
     if whole < limit:
-        key = whole + tl.arange(0, KEYS)
         count = _list_block(
-            starts, ends, listed, count, key, limit, first, last, seqlen_q, band_lo, band_hi, old_slots, True
-        )
+            starts, ends, listed, count, _keys_of_block(whole, KEYS), limit, first, last,
+            seqlen_q, band_lo, band_hi, old_slots, True,
+        )  # fmt: skip
     tl.store(found + record, count)
 
 
