@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dmattn_ops.call import Call, is_pairwise
 from dmattn_ops.problem import TILE
 
 LEAST_EPOCH = 512  # shorter ones cost more to look for keys than they save: that work grows with the number of epochs
@@ -64,6 +65,41 @@ def refusals(at_most: int | None, from_position: bool, hidden: bool, pairwise: b
     if varlen:
         reasons.append("sequences are packed (varlen)")
     return reasons
+
+
+class Packing(NamedTuple):
+    """How the keys of one call are packed."""
+
+    epochs: Epochs
+    heads: int  # packed heads: the key heads, or the query heads where the mask tells them apart
+    group: int  # packed heads that copy one key head
+    heads_per_pass: int
+
+
+def reasons_against(call: Call) -> list[str]:
+    """Return why the keys of a call with intervals cannot be packed; empty where they can."""
+    mask = call.mask
+    pairwise = is_pairwise(call.bias, call.options)
+    return refusals(mask.at_most, mask.start is None, mask.hidden_from is not None, pairwise, call.varlen is not None)
+
+
+def packing_for(call: Call) -> Packing | None:
+    """Return how the keys of a call that nothing speaks against are packed; None where that does not pay."""
+    mask, options, demand = call.mask, call.options, call.demand
+    assert mask.end is not None and mask.at_most is not None
+    key_heads, mask_heads = call.key.shape[2], mask.end.shape[1]
+    heads = key_heads if mask_heads in (1, key_heads) else demand.heads
+    at_most, band_hi = min(mask.at_most, demand.seqlen_k), min(options.band_hi, demand.seqlen_k)
+    sizes = Sizes(
+        demand.batch, demand.heads, heads, demand.seqlen_q, demand.seqlen_k, at_most, options.band_lo, band_hi
+    )
+    if not pays(sizes):
+        return None
+    group = heads // key_heads
+    length = epoch_length(demand.seqlen_q, demand.seqlen_k, at_most, band_hi, demand.heads // heads)
+    cut = epochs(demand.seqlen_q, demand.seqlen_k, at_most, band_hi, length)
+    row_bytes = 2 * (demand.dim + demand.dim_v) * demand.itemsize  # copies of key and value, and their gradients
+    return Packing(cut, heads, group, heads_per_pass(demand.batch, heads, group, cut.slots, row_bytes))
 
 
 def epoch_length(seqlen_q: int, seqlen_k: int, at_most: int, band_hi: int, group: int) -> int:
