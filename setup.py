@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wno-psabi"]
-MATH_FLAGS = ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
+MATH_FLAGS = ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 # at::parallel_for is a template: without OpenMP here it runs on one thread. Apple's compiler has none.
 OPENMP_FLAGS = [] if sys.platform == "darwin" else ["-fopenmp"]
 LINK_FLAGS = ["-Wl,-undefined,dynamic_lookup"] if sys.platform == "darwin" else ["-fopenmp"]
