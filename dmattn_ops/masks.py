@@ -172,7 +172,7 @@ def _promised(at_most: int | None, intervals: Pair | None) -> None:
 
 def _equal_intervals(intervals: Pair, hidden: Pair | None) -> tuple[Pair, Pair | None]:
     """Refuse what is no pair of int32 `[B|1, Hm, Sk]`; return copies of one shape."""
-    parts = {}
+    parts: dict[str, Tensor] = {}
     for name, pair, ends in (("intervals", intervals, ("start", "end")), ("hidden", hidden, ("from_", "to"))):
         if pair is None:
             continue
