@@ -377,7 +377,9 @@ def _work_before(work, tile, other_work, other, count):
 
 
 @triton.jit(do_not_specialize=["row_records", "col_records", "row_width", "col_width"])
-def _ranks(row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN: tl.constexpr, OTHER: tl.constexpr):
+def _ranks(
+    row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN: tl.constexpr, OTHER: tl.constexpr
+):
     """Write word 0 of the records: the tiles of a side, those with the most work first."""
     row_blocks = tl.cdiv(row_records, OWN)
     blocks = row_blocks + tl.cdiv(col_records, OWN)

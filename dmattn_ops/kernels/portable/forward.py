@@ -415,7 +415,12 @@ def forward(call: Call, result: Result, config: PortableForward) -> None:
     arguments = shared_arguments(call, size)
     arguments |= list_arguments(mask.row_tiles, mask.row_bits, size.heads)
     arguments |= {"ALIGNED": aligned, "SIGN": factor_sign(call), "ROW_MAX": result.row_max is not None}
-    splits = split_count(ceil_div(size.longest_q, config.block_m) * size.heads * size.batch, size.longest_k, config)
+    splits = split_count(
+        ceil_div(size.longest_q, config.block_m) * size.heads * size.batch,
+        size.longest_k,
+        config,
+        arch.physical(call.query.device).num_sms,
+    )
     if splits == 1:
         _launch(arguments, result, (programs, 1), blocks, config)
         return
