@@ -17,11 +17,12 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
+from dmattn_ops.call import rows_are_aligned
 from dmattn_ops.kernels.launching.launch import launch, workspace
 from dmattn_ops.kernels.packing.lists import list_blocks, list_query_tiles
 from dmattn_ops.kernels.packing.rows import gather_kernel, spoil_kernel, sum_kernel
 from dmattn_ops.kernels.packing.slots import count_chunks, count_places, list_alive, place_keys
-from dmattn_ops.kernels.portable.arguments import broadcast_stride, rows_are_aligned
+from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.tile_mask import rank_tiles
 from dmattn_ops.packing import Epochs
 from dmattn_ops.problem import HEADER, TILE
