@@ -33,8 +33,11 @@ def row_statistics(lse, tail, NATURAL: tl.constexpr):
     else:
         first = anchor
         second = rest
+    rounded = anchor + rest
+    finite = tl.minimum(tl.maximum(rounded, 0.0 - NEVER), NEVER)  # 0 times it is 0
+    rounded = tl.where(rounded == rounded, finite, rounded)  # NaN stays
     return (
-        tl.where(given, 0.0 - (anchor + rest), 0.0 - NEVER),
+        tl.where(given, 0.0 - rounded, 0.0 - NEVER),
         tl.where(given, first, NEVER),
         tl.where(given, second, 0.0),
         large,
