@@ -325,6 +325,13 @@ def mask_lengths(of_mask_q: int, of_mask_k: int, seqlen_q: int, seqlen_k: int) -
         )
 
 
+def promise(at_most: int, seen: Tensor) -> None:
+    """Refuse a promise that a query breaks; `seen` are the keys that each sees. Reads them, so only for tensors on the CPU."""
+    most = int(seen.max()) if seen.numel() else 0
+    if most > at_most:
+        raise ValueError(f"at_most must be at least the most keys that a query sees, {most}, got {at_most}")
+
+
 def contiguous_runs(name: str, ids: Tensor) -> None:
     """Refuse ids of which one returns after another. Reads them, so only for tensors on the CPU."""
     from dmattn_ops import layout

@@ -51,7 +51,7 @@ ARROWS = {
     "masks": ("problem", "require", "bands", "layout", "tile_mask", "block_mask", "validation"),
     "meta.fakes": ("problem", "require", "meta", "ops", "call", "validation"),
     "api": ("problem", "require", "bands", "tile_mask", "autograd", "validation", "masks"),
-    "implementations": ("problem", "meta", "ops", "plans", "call", "validation", "dispatch", "meta.fakes"),
+    "implementations": ("problem", "layout", "meta", "ops", "plans", "call", "validation", "dispatch", "meta.fakes"),
     "explain": (
         "problem",
         "bands",
