@@ -42,7 +42,8 @@ def attend(
     probability = torch.where(keep, torch.exp(score - lse[..., None]), 0)
     if sink is not None:
         seen = torch.where(empty[..., 0], 0, lse)
-        probability = probability * torch.sigmoid(seen - sink[:, None].to(lse.dtype))[..., None]
+        share = torch.nn.functional.logsigmoid(seen - sink[:, None].to(lse.dtype)).exp()  # of a precise derivative near 1
+        probability = probability * share[..., None]
     kept = probability
     if dropout_keep is not None:
         kept_of_all = 1 - round(problem.dropout_p * 2**24) / 2**24  # probabilities are whole multiples of 2^-24
