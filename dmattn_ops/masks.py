@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import layout, require, validation
+from dmattn_ops import layout, require, validation, values
 from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of
 from dmattn_ops.block_mask import from_block_mask
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask
@@ -132,7 +132,7 @@ def dynamic_mask(
         scores = scores.float()
     validation.selection(scores, documents, keep, keep_first, keep_last, is_causal)
     if documents is not None and not documents.is_cuda and not is_compiling():
-        validation.contiguous_runs("documents", documents)
+        values.contiguous_runs("documents", documents)
     start, end = torch.ops.dmattn.key_lifetimes(scores.detach(), documents, keep, keep_first, keep_last, is_causal)
     at_most = keep + keep_first + keep_last
     if type(at_most) is int:
@@ -335,7 +335,7 @@ def _with_intervals(
     keep = _both(made, prepare_mask(mask, documents=documents, seqlen_q=seqlen_q))
     packed = from_dense(keep, (None, None), seqlen_q, band)
     if at_most is not None and not keep.is_cuda and not is_compiling():
-        validation.promise(at_most, packed.to_dense().sum(-1))
+        values.promise(at_most, packed.to_dense().sum(-1))
     return packed
 
 

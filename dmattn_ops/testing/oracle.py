@@ -42,7 +42,9 @@ def attend(
     probability = torch.where(keep, torch.exp(score - lse[..., None]), 0)
     if sink is not None:
         seen = torch.where(empty[..., 0], 0, lse)
-        share = torch.nn.functional.logsigmoid(seen - sink[:, None].to(lse.dtype)).exp()  # of a precise derivative near 1
+        share = torch.nn.functional.logsigmoid(
+            seen - sink[:, None].to(lse.dtype)
+        ).exp()  # of a precise derivative near 1
         probability = probability * share[..., None]
     kept = probability
     if dropout_keep is not None:
