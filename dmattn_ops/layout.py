@@ -83,9 +83,11 @@ def intervals_mask(mask: Mask, seqlen_q: int) -> Tensor:
 
 def keys_seen(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int) -> Tensor:
     """Return how many keys each query sees by intervals inside the band, int64 `[Bm, Hm, Sq]`, in O(Sq + Sk)."""
-    assert mask.start is not None and mask.end is not None
-    keys = torch.arange(mask.start.shape[-1], device=mask.start.device)
-    low, high = torch.maximum(mask.start, keys - band_hi), torch.minimum(mask.end, keys - band_lo + 1)
+    assert mask.end is not None
+    keys = torch.arange(mask.end.shape[-1], device=mask.end.device).expand(mask.end.shape)
+    low, high = keys - band_hi, torch.minimum(mask.end, keys - band_lo + 1)
+    if mask.start is not None:
+        low = torch.maximum(low, mask.start)
     seen = _covered(low, high, seqlen_q)
     if mask.hidden_from is not None and mask.hidden_to is not None:
         seen = seen - _covered(torch.maximum(low, mask.hidden_from), torch.minimum(high, mask.hidden_to), seqlen_q)
