@@ -122,7 +122,7 @@ def attend(
         else:
             new_peak = tl.maximum(peak, tl.max(score, 1) * unit)
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            p = tl.exp2(tl.fma(score, unit, -base[:, None]))
+            p = tl.exp2(tl.fma(score, unit, base[:, None] * -1.0))
             shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(p, 1)
         if features.dropout:
