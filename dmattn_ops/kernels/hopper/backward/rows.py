@@ -19,7 +19,8 @@ NEVER = tl.constexpr(3.0e38)  # the statistic of rows that give nothing: P = 0, 
 def row_statistics(lse, tail, NATURAL: tl.constexpr):
     """Return (minus lse in log2 units, first and second of its pair, whether the pair is needed) of rows.
 
-    NATURAL: the pair is in natural units, for scores with a bias; else in log2 units.
+    NATURAL: the pair is in natural units, for scores with a bias; else in log2 units. Where the pair is needed the first
+    result is 0: nothing adds it to a score, but kernels multiply it by 0, and log2(e) times the lowest float32 is -inf.
     """
     given = lse != float("-inf")
     lse = tl.where(given, lse, 0.0)
@@ -34,7 +35,7 @@ def row_statistics(lse, tail, NATURAL: tl.constexpr):
         first = anchor
         second = rest
     return (
-        tl.where(given, 0.0 - (anchor + rest), 0.0 - NEVER),
+        tl.where(given, tl.where(large, 0.0, 0.0 - (anchor + rest)), 0.0 - NEVER),
         tl.where(given, first, NEVER),
         tl.where(given, second, 0.0),
         large,
