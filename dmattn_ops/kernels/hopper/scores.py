@@ -169,7 +169,7 @@ def exact_exponents(s, first, second, added, scales, BIAS: gl.constexpr, SOFTCAP
         x = gl.fma(s, scales.factor, -first) - second
     else:
         x = ((gl.fma(s, scales.softmax, added) - first) - second) * LOG2E
-    return gl.minimum(x, 0.0), slope
+    return gl.where(x > 0.0, 0.0, x), slope  # NaN stays
 
 
 @gluon.jit
