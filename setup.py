@@ -42,7 +42,7 @@ from setuptools.errors import BaseError, CCompilerError
 
 OLDEST_TORCH = (2, 11)
 FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wno-psabi"]
-MATH_FLAGS = ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
+MATH_FLAGS = ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 # at::parallel_for is a template: without OpenMP here it runs on one thread. Apple's compiler has none.
 OPENMP_FLAGS = [] if sys.platform == "darwin" else ["-fopenmp"]
 LINK_FLAGS = ["-Wl,-undefined,dynamic_lookup"] if sys.platform == "darwin" else ["-fopenmp"]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dmattn_ops import layout, require, validation
-from dmattn_ops.bands import Band, CausalFrom, Window, band_of
+from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of
 from dmattn_ops.block_mask import from_block_mask
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask
 from dmattn_ops.tile_mask import Segments, TileMask, from_dense, from_intervals, from_segments
@@ -137,7 +137,9 @@ def dynamic_mask(
     at_most = keep + keep_first + keep_last
     if type(at_most) is int:
         at_most = min(at_most, UNBOUNDED)  # what an operator can take
-    made = from_intervals((start, end), None, at_most, scores.shape[-1])
+    # A causal mask shows a key from its own query on, which the band says: kernels may then pack its keys.
+    visible, band = ((None, end), Band(hi=0)) if is_causal else ((start, end), NO_BAND)
+    made = from_intervals(visible, None, at_most, scores.shape[-1], band)
     return made if queries is None else made.queries(*queries)
 
 
@@ -172,7 +174,7 @@ def _promised(at_most: int | None, intervals: Pair | None) -> None:
 
 def _equal_intervals(intervals: Pair, hidden: Pair | None) -> tuple[Pair, Pair | None]:
     """Refuse what is no pair of int32 `[B|1, Hm, Sk]`; return copies of one shape."""
-    parts = {}
+    parts: dict[str, Tensor] = {}
     for name, pair, ends in (("intervals", intervals, ("start", "end")), ("hidden", hidden, ("from_", "to"))):
         if pair is None:
             continue

@@ -386,22 +386,23 @@ def _mask(mask: Mask, batch: int, heads: int, heads_kv: int, seqlen_q: int, seql
     """Refuse tensors of a mask in which a kernel could read out of bounds; what lists hold is trusted."""
     rows, cols, words = ceil_div(seqlen_q, TILE), ceil_div(seqlen_k, TILE), TILE // WORD_BITS
     leading = (1, batch), (1, heads_kv, heads)
-    kinds = (mask.row_bits, mask.k_segments, mask.start)
+    kinds = (mask.row_bits, mask.k_segments, mask.end)
     if sum(part is not None for part in kinds) != 1:
-        raise ValueError("a mask must have either row_bits and col_bits, or k_segments, or start and end")
+        raise ValueError("a mask must have either row_bits and col_bits, or k_segments, or end")
     if mask.q_segments is not None and mask.k_segments is None:
         raise ValueError("a mask with q_segments must have k_segments")
-    if mask.start is not None:
+    if mask.end is not None:
         if mask.row_tiles is not None or mask.col_tiles is not None:
             raise ValueError("a mask by start and end must not have lists of tiles")
-        _require_part("start", mask.start, where, *leading, (seqlen_k,))
         _require_part("end", mask.end, where, *leading, (seqlen_k,))
+        if mask.start is not None:
+            _require_part("start", mask.start, where, *leading, (seqlen_k,))
         if mask.hidden_from is not None or mask.hidden_to is not None:
             _require_part("hidden_from", mask.hidden_from, where, *leading, (seqlen_k,))
             _require_part("hidden_to", mask.hidden_to, where, *leading, (seqlen_k,))
         return
-    if mask.hidden_from is not None or mask.hidden_to is not None or mask.end is not None:
-        raise ValueError("a mask with end, hidden_from or hidden_to must have start")
+    if mask.hidden_from is not None or mask.hidden_to is not None or mask.start is not None:
+        raise ValueError("a mask with start, hidden_from or hidden_to must have end")
     _require_list("row_tiles", mask.row_tiles, where, *leading, (tile_records(seqlen_q),))
     _require_list("col_tiles", mask.col_tiles, where, *leading, (tile_records(seqlen_k),))
     if mask.row_bits is not None:

@@ -229,11 +229,10 @@ def _stand_in_parameters(launched: list) -> None:
 def _compile(case: str, launched: list) -> dict:
     import torch
 
-    from dmattn_ops import arch, config
+    from dmattn_ops import arch, config, resolve
+    from dmattn_ops.call import Call, Gradients, Saved
     from dmattn_ops.kernels.hopper.backward import launch as hopper_backward
     from dmattn_ops.kernels.launching import launch, plan
-    from dmattn_ops import resolve
-    from dmattn_ops.call import Call, Gradients, Saved
     from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, plain_options
 
     words = case.split()

@@ -275,18 +275,22 @@ def _classes_by_range(
 
 
 @triton.jit(
-    do_not_specialize=["seqlen_q", "seqlen_k", "band_lo", "band_hi", "heads", "row_count", "col_count",
+    do_not_specialize=["seqlen_q", "seqlen_k", "band_lo", "band_hi", "heads", "row_records", "col_records",
                        "row_width", "col_width", "q_tiles", "q_ranges_b", "k_ranges_b", "k_ranges_h"]
 )  # fmt: skip
 def _lists(
     source, row_tiles, col_tiles,
-    seqlen_q, seqlen_k, band_lo, band_hi, heads, row_count, col_count, row_width, col_width,
+    seqlen_q, seqlen_k, band_lo, band_hi, heads, row_records, col_records, row_width, col_width,
     q_tiles, q_ranges_b, k_ranges_b, k_ranges_h,
     BY_RANGE: tl.constexpr, HAS_Q_SEGMENTS: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Write the lists of `OWN` tiles of one side, and, if a side has at most `RANKED` tiles, their order by length."""
-    row_blocks = tl.cdiv(row_count, OWN)
-    blocks = row_blocks + tl.cdiv(col_count, OWN)
+    """Write the lists of `OWN` tiles of a side, and their places in the order by work where `RANKED` records are all.
+
+    A side has a record for each of its tiles, and at least two: the records of no tile are empty.
+    """
+    row_count, col_count = tl.cdiv(seqlen_q, _TILE), tl.cdiv(seqlen_k, _TILE)
+    row_blocks = tl.cdiv(row_records, OWN)
+    blocks = row_blocks + tl.cdiv(col_records, OWN)
     matrix = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     is_row = block < row_blocks
@@ -297,10 +301,11 @@ def _lists(
     lists = row_tiles
     if not is_row:
         lists = col_tiles
-    lists += matrix.to(tl.int64) * own_count * width
+    records = tl.where(is_row, row_records, col_records)
+    lists += matrix.to(tl.int64) * records * width
     own = block * OWN + tl.arange(0, OWN)
     if BY_RANGE:
-        b, h = matrix // heads, matrix % heads
+        b, h = (matrix // heads).to(tl.int64), (matrix % heads).to(tl.int64)
         q_offset = b * q_ranges_b
         k_offset = q_tiles + b * k_ranges_b + h * k_ranges_h
         own_source = source + 2 * tl.where(is_row, q_offset, k_offset)
@@ -330,7 +335,7 @@ def _lists(
         full += tl.sum((kinds == 2).to(tl.int32), axis=1)
 
     record = lists + own.to(tl.int64) * width
-    mine = own < own_count
+    mine = own < records
     tl.store(record + 1, partial, mine)
     tl.store(record + 2, full, mine)
     tl.store(record + 3, tl.zeros([OWN], tl.int32), mine)
@@ -359,7 +364,7 @@ def _lists(
         every, other = tl.arange(0, RANKED), tl.arange(0, RANKED)
         kinds = _classes_by_map(own_source, every, other, own_count, other_count, is_row, col_count)
         work = tl.sum((kinds != 0).to(tl.int32), axis=1)
-        place = _work_before(partial + full, own, work, every, own_count)
+        place = _work_before(partial + full, own, work, every, records)
         tl.store(lists + place.to(tl.int64) * width, own, mine)
 
 
@@ -371,31 +376,33 @@ def _work_before(work, tile, other_work, other, count):
     return tl.sum(((more | tie) & (other < count)[None, :]).to(tl.int32), axis=1)
 
 
-@triton.jit(do_not_specialize=["row_count", "col_count", "row_width", "col_width"])
-def _ranks(row_tiles, col_tiles, row_count, col_count, row_width, col_width, OWN: tl.constexpr, OTHER: tl.constexpr):
-    """Write word 0 of the records: the numbers of a side's tiles, in the order of the most work first."""
-    row_blocks = tl.cdiv(row_count, OWN)
-    blocks = row_blocks + tl.cdiv(col_count, OWN)
+@triton.jit(do_not_specialize=["row_records", "col_records", "row_width", "col_width"])
+def _ranks(
+    row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN: tl.constexpr, OTHER: tl.constexpr
+):
+    """Write word 0 of the records: the tiles of a side, those with the most work first."""
+    row_blocks = tl.cdiv(row_records, OWN)
+    blocks = row_blocks + tl.cdiv(col_records, OWN)
     matrix = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     is_row = block < row_blocks
     block = tl.where(is_row, block, block - row_blocks)
-    count = tl.where(is_row, row_count, col_count)
+    records = tl.where(is_row, row_records, col_records)
     width = tl.where(is_row, row_width, col_width)
     lists = row_tiles
     if not is_row:
         lists = col_tiles
-    lists += matrix.to(tl.int64) * count * width
+    lists += matrix.to(tl.int64) * records * width
     own = block * OWN + tl.arange(0, OWN)
     record = lists + own.to(tl.int64) * width
-    work = tl.load(record + 1, own < count, other=0) + tl.load(record + 2, own < count, other=0)
+    work = tl.load(record + 1, own < records, other=0) + tl.load(record + 2, own < records, other=0)
     place = tl.zeros([OWN], tl.int32)
-    for at in range(0, count, OTHER):
+    for at in range(0, records, OTHER):
         other = at + tl.arange(0, OTHER)
         others = lists + other.to(tl.int64) * width
-        other_work = tl.load(others + 1, other < count, other=0) + tl.load(others + 2, other < count, other=0)
-        place += _work_before(work, own, other_work, other, count)
-    tl.store(lists + place.to(tl.int64) * width, own, own < count)
+        other_work = tl.load(others + 1, other < records, other=0) + tl.load(others + 2, other < records, other=0)
+        place += _work_before(work, own, other_work, other, records)
+    tl.store(lists + place.to(tl.int64) * width, own, own < records)
 
 
 def pack_mask(
@@ -410,9 +417,10 @@ def pack_mask(
     row_bits: Tensor,
     col_bits: Tensor,
 ) -> None:
-    """Write the lists and bits of a dense mask `[Bm, Hm, Sq or 1, Sk]`, with segments and band folded in."""
-    batch, heads, row_count, _ = row_tiles.shape
-    col_count, seqlen_k = col_tiles.shape[2], mask.shape[3]
+    """Write the lists and bits of a dense mask `[Bm, Hm, Sq or 1, Sk]` where segments and band hold too."""
+    batch, heads = row_tiles.shape[:2]
+    seqlen_k = mask.shape[3]
+    row_count, col_count = triton.cdiv(seqlen_q, TILE), triton.cdiv(seqlen_k, TILE)
     mask = _as_bytes(mask)
     strides = [0 if size == 1 else stride for size, stride in zip(mask.shape[:3], mask.stride(), strict=False)]
     extent = 1 + sum((size - 1) * stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
@@ -443,7 +451,8 @@ def list_tiles(
     col_tiles: Tensor,
 ) -> None:
     """Write the lists of `[B|1, Sq]` and `[B|1, Hm, Sk]` segments inside the band."""
-    row_count, col_count, seqlen_k = row_tiles.shape[2], col_tiles.shape[2], k_segments.shape[2]
+    seqlen_k = k_segments.shape[2]
+    row_count, col_count = triton.cdiv(seqlen_q, TILE), triton.cdiv(seqlen_k, TILE)
     q_tiles = 0 if q_segments is None else q_segments.shape[0] * row_count
     k_tiles = k_segments.shape[0] * k_segments.shape[1] * col_count
     ranges = workspace(k_segments, q_tiles + k_tiles, 2, dtype=torch.int32)
@@ -475,26 +484,33 @@ def _write_lists(
     range_strides: tuple[int, int, int, int] | None,
 ) -> None:
     """Write the lists from classes `[Bm * Hm, nQ, nK]`, or from ranges of segments where these have strides."""
-    batch, heads, row_count, row_width = row_tiles.shape
-    col_count, col_width = col_tiles.shape[2:]
-    longest = max(row_count, col_count)
+    batch, heads, row_records, row_width = row_tiles.shape
+    col_records, col_width = col_tiles.shape[2:]
+    longest = max(row_records, col_records)
     ranked = 0 if range_strides is not None or longest > _RANKED_TILES else 64 if longest <= 64 else _RANKED_TILES
-    blocks = triton.cdiv(row_count, _LISTS) + triton.cdiv(col_count, _LISTS)
+    blocks = triton.cdiv(row_records, _LISTS) + triton.cdiv(col_records, _LISTS)
     if not batch * heads * blocks:
         return
     q_tiles, *strides = range_strides or (0, 0, 0, 0)
     launch(
         _lists, (batch * heads * blocks,), source, row_tiles, col_tiles,
-        seqlen_q, seqlen_k, band_lo, band_hi, heads, row_count, col_count, row_width, col_width, q_tiles, *strides,
+        seqlen_q, seqlen_k, band_lo, band_hi, heads, row_records, col_records, row_width, col_width, q_tiles, *strides,
         BY_RANGE=range_strides is not None, HAS_Q_SEGMENTS=q_tiles > 0,
         OWN=_LISTS, OTHER=64 if ranked else 128, RANKED=ranked, num_warps=16 if ranked > 64 else 8,
     )  # fmt: skip
     if not ranked:
-        blocks = triton.cdiv(row_count, 64) + triton.cdiv(col_count, 64)
-        launch(
-            _ranks, (batch * heads * blocks,),
-            row_tiles, col_tiles, row_count, col_count, row_width, col_width, OWN=64, OTHER=128, num_warps=4,
-        )  # fmt: skip
+        rank_tiles(row_tiles, col_tiles)
+
+
+def rank_tiles(row_tiles: Tensor, col_tiles: Tensor) -> None:
+    """Write word 0 of all records, `[Bm, Hm, tiles, width]`, whose lists are written: longest lists first."""
+    batch, heads, row_records, row_width = row_tiles.shape
+    col_records, col_width = col_tiles.shape[2:]
+    blocks = triton.cdiv(row_records, 64) + triton.cdiv(col_records, 64)
+    launch(
+        _ranks, (batch * heads * blocks,),
+        row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN=64, OTHER=128, num_warps=4,
+    )  # fmt: skip
 
 
 def _as_bytes(mask: Tensor) -> Tensor:

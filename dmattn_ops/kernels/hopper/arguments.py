@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from dmattn_ops.call import Call, bias_kind
-from dmattn_ops.kernels.launching.launch import computed, workspace
+from dmattn_ops.kernels.launching.launch import workspace
 from dmattn_ops.kernels.portable.arguments import bias_arguments
 from dmattn_ops.problem import Options
 
@@ -46,13 +44,3 @@ def room_for_key_sums(bias: Tensor | None, query: Tensor, seqlen_k: int) -> Tens
     if bias_kind(bias) != "key":
         return None
     return workspace(query, query.shape[0], query.shape[2], seqlen_k)
-
-
-def unpadded_statistics(stats: Tensor, batch: int, heads: int, rows: int, seqlen_q: int) -> list[Tensor]:
-    """Return delta and the pair `[B, H, Sq]` of a workspace of statistics, `rows` for each head."""
-    return [computed(_unpadded, stats, part, (batch, heads, rows), seqlen_q) for part in range(1, 4)]
-
-
-def _unpadded(stats: Tensor, part: int, shape: tuple[int, int, int], seqlen_q: int) -> Tensor:
-    size = math.prod(shape)
-    return stats.view(-1)[part * size : (part + 1) * size].view(shape)[:, :, :seqlen_q].contiguous()

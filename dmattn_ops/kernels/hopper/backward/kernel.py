@@ -541,7 +541,8 @@ def backward_kernel(
     as int32 0: `tickets` are two, of blocks and of draws of dq; `blocks_done` has one for each key head of each batch.
 
     `statistics` are the four of all `total` rows as `hopper.backward.rows` writes them, and `flags` its `n_flags` flags.
-    `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to` share the strides of `k_segments`. `_b` strides step a batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128.
+    `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to` share the strides of `k_segments`. `_b` strides step a
+    batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128.
     `bits` are the 64-bit words of `col_bits`. ORDERED (not with lists): `counters`, one for each piece of dq, give
     the additions a fixed order. INTERLEAVED (not with lists, nor with a bias): the query heads of a group take turns at
     each query tile, so that blocks that started together read the same ones at the same time. With a bias per key the sums

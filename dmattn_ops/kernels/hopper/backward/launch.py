@@ -13,7 +13,6 @@ from dmattn_ops.kernels.hopper.arguments import (
     listed,
     room_for_key_sums,
     score_factors,
-    unpadded_statistics,
 )
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
@@ -182,7 +181,6 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         TWO_PHASE=config.variant == "two_phase", INTERLEAVED=interleaved, num_warps=4,
     )  # fmt: skip
     if dbias is not None and bias_kind(bias) == "full":
-        statistics = unpadded_statistics(room, batch, heads, rows, seqlen_q)
-        recompute_dbias(call, grad_out, *statistics, dbias, config.dbias)
+        recompute_dbias(call, saved, grads._replace(grad_out=grad_out), config.dbias)
     elif dbias is not None:
         computed(reduce_key_sums, key_sums, dbias)

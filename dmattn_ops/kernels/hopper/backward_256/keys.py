@@ -309,7 +309,8 @@ def allocate(stat_map, row_map, D: gl.constexpr):
 
 @gluon.jit(do_not_specialize=INTEGERS)
 def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, stats, flags, lists, bits, q_segments, k_segments,
-                start, end, hidden_from, hidden_to, bias, key_sums, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
+                start, end, hidden_from, hidden_to,
+                bias, key_sums, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                 mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, kv_heads, group, seqlen_q,
                 seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, D: gl.constexpr,
                 LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,

@@ -29,7 +29,6 @@ from dmattn_ops.kernels.hopper.arguments import (
     listed,
     room_for_key_sums,
     score_factors,
-    unpadded_statistics,
 )
 from dmattn_ops.kernels.hopper.backward.rows import row_statistics
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
@@ -144,8 +143,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         D=width, LISTS=kind, **scores, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, HIDDEN=hidden, num_warps=4,
     )  # fmt: skip
     if dbias is not None and bias_kind(bias) == "full":
-        statistics = unpadded_statistics(stats, batch, heads, rows, seqlen_q)
-        recompute_dbias(call, grad_out, *statistics, dbias, config.dbias)
+        recompute_dbias(call, saved, grads._replace(grad_out=grad_out), config.dbias)
     elif dbias is not None:
         computed(reduce_key_sums, key_sums, dbias)
 
