@@ -1,8 +1,8 @@
-"""Read the loops of a compiled kernel from its machine code: what one iteration of each executes.
+"""Read the machine code of a compiled kernel: its instructions, and what one iteration of each of its loops executes.
 
 The SM 9.0 backward kernels ask in every iteration whether rows are so large that they need exact statistics. That path loads
-from global memory, and nothing else in these loops does, unless it tests a mask. So an iteration is counted without the blocks
-that load from global memory: its fast path. A loop that cannot be gone through without such a load has no fast path.
+many numbers from global memory. So an iteration is counted without the blocks that do: its fast path. A loop that cannot be
+gone through without such loads, like one that tests segments, has no fast path.
 """
 
 from __future__ import annotations
@@ -23,25 +23,19 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);")
 _JUMP = re.compile(r"\bBRA\b.*\((\.L_x_\d+)\)")
 _OPCODE = re.compile(r"(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]*)")
 _ENDS = ("BRA", "EXIT", "RET", "BRX", "JMP")
+_MANY = 8  # loads of a block; the next tile of a list is one
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop that multiplies matrices: its instructions by their full names, such as "BAR.SYNC.DEFER_BLOCKING"."""
+    """One loop that multiplies matrices, as numbers of instructions by their full names (`opcodes`)."""
 
-    fast: Counter[str]  # of an iteration that loads nothing from global memory; empty where there is no such iteration
+    fast: Counter[str]  # of an iteration without the blocks that load much; empty where there is no such iteration
     every: Counter[str]  # of all blocks of the loop
 
-    def count(self, *names: str) -> int:
-        """Return how many instructions of the fast path have one of these names, or one that continues it after a dot."""
-        return _count(self.fast, names)
 
-    def count_all(self, *names: str) -> int:
-        """Return the same of all blocks."""
-        return _count(self.every, names)
-
-
-def _count(found: Counter[str], names: tuple[str, ...]) -> int:
+def count(found: Counter[str], *names: str) -> int:
+    """Return how many instructions have one of these names, or a name that continues one of them after a dot."""
     return sum(times for name, times in found.items() if any(f"{name}.".startswith(f"{each}.") for each in names))
 
 
@@ -53,6 +47,11 @@ def disassemble(cubin: bytes) -> str:
         return subprocess.run([str(_NVDISASM), "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
+def opcodes(sass: str) -> Counter[str]:
+    """Count all instructions by their full names, such as "LDG.E.128.STRONG.GPU"."""
+    return Counter(_opcode(instruction) for instruction in _parsed(sass)[0])
+
+
 def product_loops(sass: str, least: int) -> list[Loop]:
     """Return the innermost loops with at least `least` matrix instructions (HGMMA), in the order of the code."""
     code, labels = _parsed(sass)
@@ -62,7 +61,7 @@ def product_loops(sass: str, least: int) -> list[Loop]:
     found = []
     for head, latch in _innermost(code, labels, blocks, least):
         inside = _around(head, latch, follow, set(blocks))
-        quiet = {b for b in inside if not any(_opcode(code[k]).startswith("LDG") for k in blocks[b])}
+        quiet = {b for b in inside if sum(_opcode(code[k]).startswith("LDG") for k in blocks[b]) < _MANY}
         fast = _around(head, latch, follow, quiet) if {head, latch} <= quiet else set()
         found.append(Loop(*(Counter(_opcode(code[k]) for b in some for k in blocks[b]) for some in (fast, inside))))
     return found
