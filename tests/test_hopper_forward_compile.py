@@ -114,6 +114,7 @@ def _compile(case: str) -> dict:
         "BM": block_m, "BN": block_n, "D": columns, "STAGES": row.config.stages, "Q_STAGES": row.config.query_stages,
         "MASK": mask, "BIAS": bias, "HAS_LO": "window" in words, "HAS_HI": bool({"causal", "window", "segments"} & set(words)),
         "SOFTCAP": "softcap" in words, "HIDDEN": "hidden" in words, "WHOLE": "whole" in words,
+        "NATURAL": bias != "none" or "natural" in words,
     }  # fmt: skip
     optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
     optional |= {} if mask == "band" else {"lists": "*i32"}

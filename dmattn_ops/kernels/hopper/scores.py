@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language import PropagateNan as _PropagateNan
 
 from dmattn_ops.kernels.hopper.gluon_compat import warpgroup_mma, warpgroup_mma_wait
 
+ALL_NAN = gl.constexpr(_PropagateNan.ALL)
 NO_BIAS = gl.constexpr(0)
 KEY_BIAS = gl.constexpr(1)  # one value per key
 FULL_BIAS = gl.constexpr(2)  # one per query and key
@@ -151,25 +153,31 @@ def rounded_exponents(s, minus_lse, added, scales, BIAS: gl.constexpr, SOFTCAP: 
 
 
 @gluon.jit
-def exact_exponents(s, first, second, added, scales, BIAS: gl.constexpr, SOFTCAP: gl.constexpr):
+def exact_exponents(
+    s, first, second, added, scales, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, NATURAL: gl.constexpr
+):  # fmt: skip
     """Return log2 of P and the derivative of the soft cap, with the pair of the row statistics: P adds up to 1 at any size.
 
-    With a bias `added` (one per key, or a full one) all is in natural units, rounded as in the forward.
+    NATURAL: all is in natural units, rounded as in the forward; always so with a bias `added` (one per key, or a full one).
     """
     LOG2E: gl.constexpr = 1.4426950408889634
     LN2: gl.constexpr = 0.6931471805599453
     slope = 1.0
     if SOFTCAP:
         capped, slope = softened(s, scales)
-        if BIAS == NO_BIAS:
+        if not NATURAL:
             x = (capped * scales.cap - first) - second
+        elif BIAS == NO_BIAS:
+            x = ((capped * (scales.cap * LN2) - first) - second) * LOG2E
         else:
             x = (((capped * (scales.cap * LN2) + added) - first) - second) * LOG2E
-    elif BIAS == NO_BIAS:
+    elif not NATURAL:
         x = gl.fma(s, scales.factor, -first) - second
+    elif BIAS == NO_BIAS:
+        x = ((gl.fma(s, scales.softmax, 0.0) - first) - second) * LOG2E
     else:
         x = ((gl.fma(s, scales.softmax, added) - first) - second) * LOG2E
-    return gl.where(x > 0.0, 0.0, x), slope  # NaN stays
+    return gl.minimum(x, 0.0, propagate_nan=ALL_NAN), slope
 
 
 @gluon.jit

@@ -284,7 +284,8 @@ def head_loop(
     i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits, rows,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
     LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
-    HAS_Q_SEG: gl.constexpr, HIDDEN: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr, EXACT: gl.constexpr,
+    HAS_Q_SEG: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     """Take all steps of `width` query heads from `head` on: first the tiles that need no test, then the others.
 
@@ -306,7 +307,7 @@ def head_loop(
         added = step_bias(bias, head, key_bias, own_keys[:, None], queries_at, exact, BIAS)
         dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, (added, head, own_keys[:, None], queries_at, bias),
                             exact, row + (t % width) * rows + m * BM, (keys, keys), (keys, keys), queries, keys,
-                            C, BM, D, DV, dtype, 0, BIAS, SOFTCAP, HAS_LO, HIDDEN, TWO_PHASE, EXACT)  # fmt: skip
+                            C, BM, D, DV, dtype, 0, BIAS, SOFTCAP, HAS_LO, HIDDEN, NATURAL, TWO_PHASE, EXACT)  # fmt: skip
         i += 1
     k_seg = keys
     if LISTS == SEGMENT_LISTS:
@@ -358,7 +359,8 @@ def head_loop(
         added = step_bias(bias, head, key_bias, own_keys[:, None], queries_at, exact, BIAS)
         dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, (added, head, own_keys[:, None], queries_at, bias),
                             exact, row + (t % width) * rows + m * BM, (d_lo, d_hi), words, q_seg,
-                            k_seg, C, BM, D, DV, dtype, 1 + LISTS, BIAS, SOFTCAP, HAS_LO, HIDDEN, TWO_PHASE, EXACT)  # fmt: skip
+                            k_seg, C, BM, D, DV, dtype, 1 + LISTS, BIAS, SOFTCAP, HAS_LO,
+                            HIDDEN, NATURAL, TWO_PHASE, EXACT)  # fmt: skip
         i += 1
     store_key_sums(bias, head, own_keys, gl.max(sums, 1), BIAS)
     return i, dk, dv
@@ -369,24 +371,24 @@ def heads_loops(
     i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits, rows,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
     LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
-    HAS_Q_SEG: gl.constexpr, HIDDEN: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr,
+    HAS_Q_SEG: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr,
 ):  # fmt: skip
     """Do `head_loop`: one pair of loops that ask whether they need exact statistics, or two where registers are short."""
     if BIAS == FULL_BIAS or SOFTCAP:
         if exact.needed != 0:
             i, dk, dv = head_loop(
                 i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits,
-                rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, TWO_PHASE, DOWNWARDS,
+                rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
                 ALWAYS)  # fmt: skip
         else:
             i, dk, dv = head_loop(
                 i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits,
-                rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, TWO_PHASE, DOWNWARDS,
+                rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
                 NEVER)  # fmt: skip
     else:
         i, dk, dv = head_loop(
             i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits,
-            rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, TWO_PHASE, DOWNWARDS,
+            rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
             ASK)  # fmt: skip
     return i, dk, dv
 
@@ -396,7 +398,8 @@ def consume_block(
     i, turn, place, consumed,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
     dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
-    HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, HIDDEN: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
+    HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
     DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of 64 keys of a block, summed over the query heads of the group, and make half of each dq tile."""
@@ -455,7 +458,8 @@ def consume_block(
             i, dk, dv = heads_loops(
                 i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile,
                 kv_head * group + g, width, limits, rows,
-                C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, TWO_PHASE, DOWNWARDS)  # fmt: skip
+                C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG,
+                HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS)  # fmt: skip
             record += list_step
             row += rows
             bits += bits_step
@@ -468,7 +472,7 @@ def consume_block(
         numbers = KeyNumbers(bits, bits_row, q_segments, k_segments, start, end, hidden_from, hidden_to)
         i, dk, dv = heads_loops(
             i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, kv_head, width, limits, rows,
-            C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, TWO_PHASE, DOWNWARDS)  # fmt: skip
+            C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS)  # fmt: skip
     last_dq(i, tiles, barriers, k_empty.index(k_buffer), C, BM, TWO_PHASE)
     # dv leaves through this consumer's half of V, dk through its piece of dq (16 KB hold 64 x 128 values of 16 bits)
     v_c = v_s.index(v_half)
@@ -488,7 +492,8 @@ def consumer(
     consumed, flags, n_flags, dq_out, cleared, work,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
     dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
-    HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, HIDDEN: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
+    HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
     DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Work through the program's blocks as consumer `C`, then write dq."""
@@ -512,7 +517,7 @@ def consumer(
     while tile >= 0:
         i = consume_block(
             i, turn, (tile, batch, kv_head), consumed, C, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
-            HAS_LO, HAS_Q_SEG, HIDDEN, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)  # fmt: skip
+            HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)  # fmt: skip
         turn += 1
         tile, batch, kv_head = receive(turn, work)
     finish(turn + 1, dq_out, work, C, D)
@@ -532,7 +537,8 @@ def backward_kernel(
     scale, scale_log2, cap, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi,
     heads_per_group, first_ranks, ranks_in_row, tiles_at_once, n_heads, n_flags, total,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LISTS: gl.constexpr,
-    BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, HIDDEN: gl.constexpr,
+    BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr,
     GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv `[B, Sk, Hkv, D]`, add to the dq workspace, and write dq `[B, Sq, H, D]` from it.
@@ -619,9 +625,9 @@ def backward_kernel(
     reduced = (pieces_desc, dq_s, made, dq_empty, counters, walked)
     gl.warp_specialize([
         (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 0, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
-                    HAS_LO, HAS_Q_SEG, HIDDEN, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
+                    HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
         (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 1, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
-                    HAS_LO, HAS_Q_SEG, HIDDEN, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
+                    HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
         (producer, (produced, tickets, blocks_done, order, work, BM, BN, D, DV, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
                     INTERLEAVED)),
         (reducer, (reduced, blocks_done, work, 0, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import arch
-from dmattn_ops.call import Call, Gradients, Saved, bias_kind, is_whole
+from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward
 from dmattn_ops.kernels.hopper.arguments import (
     bias_places,
@@ -157,7 +157,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         out, grad_out, lse, lse_tail, grad_lse, room, accumulator, *counts,
         *out.stride()[:3], *grad_out.stride()[:3], *lse.stride(), *lse_tail.stride(), *grad_lse_strides,
         seqlen_q, heads, rows, total, dim_v, BLOCK=block_rows, DV=tile_dv, D=tile_d, TICKETS=TICKETS,
-        NATURAL=bias is not None, num_warps=8,
+        NATURAL=in_natural_units(call), num_warps=8,
     )  # fmt: skip
     kind, has_q_segments, numbers, strides = _mask_arguments(mask, accumulator, heads, kv_heads)
     key_sums = room_for_key_sums(bias, query, seqlen_k)
@@ -177,7 +177,8 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         total // block_rows, total,
         BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
         BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=options.band_lo > -UNBOUNDED,
-        HAS_Q_SEG=has_q_segments, HIDDEN=mask.hidden_from is not None, GROUPED=heads != kv_heads, ORDERED=options.deterministic,
+        HAS_Q_SEG=has_q_segments, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
+        GROUPED=heads != kv_heads, ORDERED=options.deterministic,
         TWO_PHASE=config.variant == "two_phase", INTERLEAVED=interleaved, num_warps=4,
     )  # fmt: skip
     if dbias is not None and bias_kind(bias) == "full":

@@ -19,8 +19,7 @@ NEVER = tl.constexpr(3.0e38)  # the statistic of rows that give nothing: P = 0, 
 def row_statistics(lse, tail, NATURAL: tl.constexpr):
     """Return (minus lse in log2 units, first and second of its pair, whether the pair is needed) of rows.
 
-    NATURAL: the pair is in natural units, for scores with a bias; else in log2 units. Where the pair is needed the first
-    result is 0: nothing adds it to a score, but kernels multiply it by 0, and log2(e) times the lowest float32 is -inf.
+    NATURAL: the pair is in natural units, for scores with a bias; else in log2 units.
     """
     given = lse != float("-inf")
     lse = tl.where(given, lse, 0.0)
@@ -34,8 +33,11 @@ def row_statistics(lse, tail, NATURAL: tl.constexpr):
     else:
         first = anchor
         second = rest
+    rounded = anchor + rest
+    finite = tl.minimum(tl.maximum(rounded, 0.0 - NEVER), NEVER)  # 0 times it is 0
+    rounded = tl.where(rounded == rounded, finite, rounded)  # NaN stays
     return (
-        tl.where(given, tl.where(large, 0.0, 0.0 - (anchor + rest)), 0.0 - NEVER),
+        tl.where(given, 0.0 - rounded, 0.0 - NEVER),
         tl.where(given, first, NEVER),
         tl.where(given, second, 0.0),
         large,

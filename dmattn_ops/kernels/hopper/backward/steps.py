@@ -117,29 +117,30 @@ def pair_of(exact, row, BM: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def exact_step(
-    s, bias, exact, row, scales, BM: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, layout: gl.constexpr
+    s, bias, exact, row, scales, BM: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, NATURAL: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """Return what `exact_exponents` does for a query tile; a full bias is loaded now, since no registers keep it."""
     added, head, keys, queries, all_bias = bias
     if BIAS == FULL_BIAS:
         added = full_bias(all_bias, head, keys, queries)
     first, second = pair_of(exact, row, BM, layout)
-    return exact_exponents(s, first[None, :], second[None, :], added, scales, BIAS, SOFTCAP)
+    return exact_exponents(s, first[None, :], second[None, :], added, scales, BIAS, SOFTCAP, NATURAL)
 
 
 @gluon.jit
 def exponents(
     s, minus_lse, bias, exact, row, scales, BM: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
-    STARTED: gl.constexpr, EXACT: gl.constexpr, layout: gl.constexpr,
+    NATURAL: gl.constexpr, STARTED: gl.constexpr, EXACT: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Return log2 of P and the derivative of the soft cap of a query tile, from its products `s`."""
     if EXACT == ASK:
         if exact.needed != 0:
-            x, slope = exact_step(s, bias, exact, row, scales, BM, BIAS, SOFTCAP, layout)
+            x, slope = exact_step(s, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, layout)
         else:
             x, slope = rounded_exponents(s, minus_lse[None, :], bias[0], scales, BIAS, SOFTCAP, STARTED)
     elif EXACT == ALWAYS:
-        x, slope = exact_step(s, bias, exact, row, scales, BM, BIAS, SOFTCAP, layout)
+        x, slope = exact_step(s, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, layout)
     else:
         x, slope = rounded_exponents(s, minus_lse[None, :], bias[0], scales, BIAS, SOFTCAP, STARTED)
     return x, slope
@@ -150,7 +151,7 @@ def step(
     i, dk, dv, sums, tiles, barriers, scales, bias, exact, row, band, words, q_seg, k_seg,
     C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
     MASK: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HIDDEN: gl.constexpr,
-    TWO_PHASE: gl.constexpr, EXACT: gl.constexpr,
+    NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     """Add query tile `i` to dk `[64, D]`, dv `[64, DV]` and the sums of dS; hand out dq of the step before.
 
@@ -195,7 +196,7 @@ def step(
         s = first_scores(bias[0], BM, BIAS)
         s = warpgroup_mma(k_c, q.permute((1, 0)), s, use_acc=BIAS == FULL_BIAS, is_async=True)
         dp, s = warpgroup_mma_wait(0, deps=(dp, s))
-        x, slope = exponents(s, minus_lse, bias, exact, row, scales, BM, BIAS, SOFTCAP, False, EXACT, by_query)
+        x, slope = exponents(s, minus_lse, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, False, EXACT, by_query)
         p = gl.exp2(x)
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, HIDDEN, SL)
         pa = gl.convert_layout(p.to(dtype), PA)
@@ -225,7 +226,7 @@ def step(
         s = warpgroup_mma(k_c, q.permute((1, 0)), start, is_async=True)
         dp = warpgroup_mma(v_c, do.permute((1, 0)), zero_s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        x, _ = exponents(s, minus_lse, bias, exact, row, scales, BM, BIAS, False, True, EXACT, by_query)
+        x, _ = exponents(s, minus_lse, bias, exact, row, scales, BM, BIAS, False, NATURAL, True, EXACT, by_query)
         p = gl.exp2(x)
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, HIDDEN, SL)
         pa = gl.convert_layout(p.to(dtype), PA)

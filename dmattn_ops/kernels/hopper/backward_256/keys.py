@@ -141,7 +141,7 @@ def producer(maps, k_map, v_map, smem, block, view, mask, D: gl.constexpr, LISTS
 @gluon.jit
 def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, select, D: gl.constexpr, dtype: gl.constexpr,
             LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr, HAS_LOW: gl.constexpr,
-            HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
+            HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     b = i & 1
@@ -157,7 +157,7 @@ def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, s
             added = full_bias(bias, head, keys[:, None], queries[None, :])
         at = row + gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
         first = gl.load(exact.first + at)[None, :]
-        x, slope = exact_exponents(s, first, gl.load(exact.second + at)[None, :], added, scales, BIAS, SOFTCAP)
+        x, slope = exact_exponents(s, first, gl.load(exact.second + at)[None, :], added, scales, BIAS, SOFTCAP, NATURAL)
     else:
         x, slope = rounded_exponents(s, minus_lse[None, :], added, scales, BIAS, SOFTCAP, False)
     p = gl.exp2(x)
@@ -177,7 +177,7 @@ def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, s
 @gluon.jit
 def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, D: gl.constexpr, dtype: gl.constexpr,
                 LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
-                HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
+                HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Make P of every step, and accumulate dv over every query head of the group."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -198,7 +198,7 @@ def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_f
             added = step_bias(bias, head, key_bias, keys[:, None], rows[None, :], exact, BIAS)
             row = block.stat_row + head * block.stat_rows + at * STEP
             dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, no_test(keys), D, dtype, LISTS, BIAS,
-                         SOFTCAP, False, HAS_LOW, HAS_HIGH, HIDDEN)  # fmt: skip
+                         SOFTCAP, False, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
             i += 1
         if PARTIAL:
             numbers = load_row_numbers(here, keys, block.seqlen_k, LISTS, HIDDEN, True)
@@ -211,7 +211,7 @@ def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_f
                 added = step_bias(bias, head, key_bias, keys[:, None], rows[None, :], exact, BIAS)
                 row = block.stat_row + head * block.stat_rows + at * STEP
                 dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, select, D, dtype, LISTS, BIAS,
-                             SOFTCAP, True, HAS_LOW, HAS_HIGH, HIDDEN)  # fmt: skip
+                             SOFTCAP, True, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
                 i += 1
     k = smem.k.index(0)
     k.store(dv.to(dtype))  # only this consumer reads K, and it is done
@@ -314,7 +314,7 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, stats, fla
                 mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, kv_heads, group, seqlen_q,
                 seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, D: gl.constexpr,
                 LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
-                HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
+                HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads."""
     dtype: gl.constexpr = q_map.dtype
     filled, smem = allocate(stat_map, q_map, D)
@@ -341,7 +341,7 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, stats, fla
     exact = Exact(0, stats + 2 * total.to(gl.int64), stats + 3 * total.to(gl.int64))
     gl.warp_specialize([
         (dv_consumer, (smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, D, dtype, LISTS, BIAS, SOFTCAP,
-                       PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN)),
+                       PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)),
         (dk_consumer, (smem, dk_map, block, view, mask, bias, scale, D, dtype, LISTS, BIAS, HIDDEN)),
         (producer, ((q_map, o_map, stat_map), k_map, v_map, filled, block, view, mask, D, LISTS, PARTIAL, HIDDEN)),
     ], [4, 1], [216, 40])  # fmt: skip

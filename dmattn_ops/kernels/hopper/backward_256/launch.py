@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Saved, bias_kind, is_whole
+from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward256
 from dmattn_ops.kernels.hopper.arguments import (
     bias_places,
@@ -115,7 +115,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     total = batch * heads * rows
     room = workspace(query, STATISTICS * total + -(-total // STAT_ROWS // 4))
     stats, flags = room[: STATISTICS * total].view(STATISTICS, total), room[STATISTICS * total :].view(torch.int8)
-    _statistics(grad_out, grad_lse, saved, stats, flags, rows, width, bias is not None)
+    _statistics(grad_out, grad_lse, saved, stats, flags, rows, width, in_natural_units(call))
     scales = options.softmax_scale, *score_factors(options)
     scores = {"BIAS": BIAS_KINDS[bias_kind(bias)], "SOFTCAP": options.softcap > 0}
     places = bias_places(bias, heads)
@@ -132,7 +132,8 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         keys_kernel, (batch * kv_heads * blocks,),
         *maps, plain_map(stats, (2, total), (1, STEP)), dk_map, dv_map, stats, flags, *numbers,
         bias, key_sums, *strides, *places, *scales, kv_heads, *sizes, batch * kv_heads, n_flags, total,
-        D=width, LISTS=kind, **scores, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, HIDDEN=hidden, num_warps=4,
+        D=width, LISTS=kind, **scores, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, HIDDEN=hidden,
+        NATURAL=in_natural_units(call), num_warps=4,
     )  # fmt: skip
     kind, numbers, strides = _mask_arguments(mask.row_tiles, mask.row_bits, mask, heads, seqlen_q, stats)
     partial = uneven or seqlen_k % STEP != 0
@@ -140,7 +141,8 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         queries_kernel, (batch * heads * (rows // TILE),),
         *maps, dq_map, stats, flags, *numbers, bias, *strides,
         *places, *scales, heads, *sizes, batch * heads, n_flags, total,
-        D=width, LISTS=kind, **scores, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, HIDDEN=hidden, num_warps=4,
+        D=width, LISTS=kind, **scores, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, HIDDEN=hidden,
+        NATURAL=in_natural_units(call), num_warps=4,
     )  # fmt: skip
     if dbias is not None and bias_kind(bias) == "full":
         recompute_dbias(call, saved, grads._replace(grad_out=grad_out), config.dbias)

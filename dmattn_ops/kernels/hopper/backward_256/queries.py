@@ -142,7 +142,7 @@ class Rows(NamedTuple):
 @gluon.jit
 def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, select, C: gl.constexpr, D: gl.constexpr,
             dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr,
-            HAS_LOW: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
+            HAS_LOW: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     b = i & 1
@@ -164,7 +164,9 @@ def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, 
         if BIAS == FULL_BIAS:
             added = full_bias(bias, head, keys[None, :], queries[:, None])
         first = gl.load(exact.first + queries)[:, None]
-        x, slope = exact_exponents(s, first, gl.load(exact.second + queries)[:, None], added, scales, BIAS, SOFTCAP)
+        x, slope = exact_exponents(
+            s, first, gl.load(exact.second + queries)[:, None], added, scales, BIAS, SOFTCAP, NATURAL
+        )
     else:
         x, slope = rounded_exponents(s, rows.minus_lse[:, None], added, scales, BIAS, SOFTCAP, False)
     p = gl.exp2(x) * slope
@@ -182,7 +184,7 @@ def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, 
 @gluon.jit
 def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr,
              LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
-             HAS_LOW: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
+             HAS_LOW: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Accumulate dq of queries `C * 64 ...` of the block."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -199,7 +201,7 @@ def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.con
         columns = full_step(t, view, n_partial, LISTS) * STEP + keys
         added = step_bias(block.bias, block.head, keys, columns[None, :], queries[:, None], exact, BIAS)
         dq = dq_step(i, dq, smem, rows, scales, exact, added, block.bias, block.head, queries, columns, no_test(queries), C, D,
-                     dtype, LISTS, BIAS, SOFTCAP, False, HAS_LOW, HIDDEN)  # fmt: skip
+                     dtype, LISTS, BIAS, SOFTCAP, False, HAS_LOW, HIDDEN, NATURAL)  # fmt: skip
         i += 1
     if PARTIAL:
         numbers = load_row_numbers(view, queries, block.seqlen_q, LISTS, HIDDEN, False)
@@ -211,7 +213,7 @@ def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.con
             columns = at * STEP + keys
             added = step_bias(block.bias, block.head, keys, columns[None, :], queries[:, None], exact, BIAS)
             dq = dq_step(i, dq, smem, rows, scales, exact, added, block.bias, block.head, queries, columns, select, C, D,
-                         dtype, LISTS, BIAS, SOFTCAP, True, HAS_LOW, HIDDEN)  # fmt: skip
+                         dtype, LISTS, BIAS, SOFTCAP, True, HAS_LOW, HIDDEN, NATURAL)  # fmt: skip
             i += 1
     q = smem.q.index(C)
     q.store((dq * scales.softmax).to(dtype))  # only this consumer reads this half of Q, and it is done
@@ -259,7 +261,7 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, stats, flags, lists, bits
                    mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, heads, group,
                    seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total,
                    D: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
-                   HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
+                   HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Write dq; one program for each 128 queries of each of `n_heads` heads."""
     dtype: gl.constexpr = q_map.dtype
     # registers per thread: segments take 16 more of a consumer's, at the cost of one word that the producer spills
@@ -290,8 +292,8 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, stats, flags, lists, bits
     block = Block(batch, head, head // group, tile, seqlen_q, lse, delta, bias)
     gl.warp_specialize([
         (consumer, (smem, dq_map, block, view, scales, exact, flags, n_flags, 0, D, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW,
-                    HIDDEN)),
+                    HIDDEN, NATURAL)),
         (consumer, (smem, dq_map, block, view, scales, exact, flags, n_flags, 1, D, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW,
-                    HIDDEN)),
+                    HIDDEN, NATURAL)),
         (producer, (q_map, k_map, v_map, o_map, filled, block, view, D, LISTS, BIAS, PARTIAL)),
     ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip
