@@ -117,7 +117,7 @@ def _for_kernels(call: Call) -> Call:
     """Return a call whose tensors kernels can walk: contiguous last dimensions, and masks without strides of their own."""
     query, key, value = _rows(call.query), _rows(call.key), _rows(call.value)
     bias = call.bias if call.bias is None else _rows(call.bias)
-    mask = Mask(*[_contiguous(part) for part in call.mask[:-1]], call.mask.at_most)
+    mask = Mask._make([*map(_contiguous, call.mask[:-1]), call.mask.at_most])
     sink = call.sink if call.sink is None else call.sink.contiguous()
     return call._replace(
         query=query, key=key, value=value, bias=bias, mask=mask, sink=sink, seed=_contiguous(call.seed)

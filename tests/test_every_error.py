@@ -5,10 +5,10 @@ import inspect
 import itertools
 import sys
 
-from dmattn_ops import api, masks, validation
+from dmattn_ops import api, bands, block_mask, masks, require, tile_mask, validation
 from tests import test_errors, test_mask_errors, test_operator_errors
 
-MODULES = (api, masks, validation)
+MODULES = (api, bands, block_mask, masks, require, tile_mask, validation)
 STATED = (
     test_errors.test_a_wrong_call_is_refused_in_words,
     test_errors.test_a_wrong_packed_call_is_refused_in_words,
@@ -19,6 +19,8 @@ STATED = (
     test_mask_errors.test_prepare_mask_refuses_in_words,
     test_mask_errors.test_a_mask_prepared_for_other_lengths_is_refused,
     test_mask_errors.test_what_is_no_mask_is_refused,
+    test_mask_errors.test_a_part_outside_of_a_mask_is_refused,
+    test_mask_errors.test_dynamic_mask_refuses_in_words,
 )
 
 

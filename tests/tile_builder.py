@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops.problem import HEADER, TILE, WORD_BITS, Tiles
+from dmattn_ops.problem import HEADER, TILE, WORD_BITS, Mask
 
 
 def pad_to_tiles(keep: Tensor) -> Tensor:
@@ -22,10 +22,16 @@ def tile_states(keep: Tensor) -> Tensor:
     return tiles.any(-1).int() + (tiles.all(-1) & tiles.any(-1)).int()
 
 
+def pad_records(states: Tensor) -> Tensor:
+    """Pad tile states `[Bm, Hm, R, C]` with empty rows to two: lists have at least so many records."""
+    return torch.nn.functional.pad(states, (0, 0, 0, max(0, 2 - states.shape[-2])))
+
+
 def build_lists(states: Tensor, capacity: int | None = None) -> Tensor:
-    """Turn tile states `[Bm, Hm, R, C]` into records `[Bm, Hm, R, 4 + capacity]`; unspecified words hold -7."""
+    """Turn tile states `[Bm, Hm, R, C]` into records `[Bm, Hm, max(R, 2), 4 + capacity]`; unspecified words hold -7."""
+    states = pad_records(states)
     batch, heads, rows, columns = states.shape
-    capacity = columns if capacity is None else capacity
+    capacity = max(2, columns) if capacity is None else capacity
     lists = torch.full((batch, heads, rows, HEADER + capacity), -7, dtype=torch.int32)
     work = states.ne(0).sum(-1)
     for b in range(batch):
@@ -46,13 +52,13 @@ def pack_bits(keep: Tensor) -> Tensor:
     return torch.where(total >= 1 << 31, total - (1 << 32), total).int()
 
 
-def build_tiles(keep: Tensor) -> Tiles:
+def build_tiles(keep: Tensor) -> Mask:
     """Build lists and bits of `keep` (bool, `[Bm, Hm, Sq, Sk]`); bits that nobody may read are inverted."""
     states = tile_states(keep)
     spread = states.eq(1).repeat_interleave(TILE, -2).repeat_interleave(TILE, -1)
     padded = pad_to_tiles(keep)
     padded = torch.where(spread, padded, ~padded)
-    return Tiles(
+    return Mask(
         row_tiles=build_lists(states),
         col_tiles=build_lists(states.mT),
         row_bits=pack_bits(padded),
@@ -60,10 +66,10 @@ def build_tiles(keep: Tensor) -> Tiles:
     )
 
 
-def build_segment_tiles(keep: Tensor, q_segments: Tensor | None, k_segments: Tensor) -> Tiles:
+def build_segment_tiles(keep: Tensor, q_segments: Tensor | None, k_segments: Tensor) -> Mask:
     """Build the lists of `keep` and pass the segments along; full tiles are those in which every pair is kept."""
     states = tile_states(keep)
-    return Tiles(
+    return Mask(
         row_tiles=build_lists(states),
         col_tiles=build_lists(states.mT),
         q_segments=q_segments,
