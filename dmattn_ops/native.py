@@ -1,4 +1,4 @@
-"""Launchers of the C++ CPU kernels (`csrc/cpu`): the four functions of every device, and whether they exist here.
+"""Launchers of the C++ CPU kernels (`csrc/cpu`): the functions that every device has, and whether they exist here.
 
 The extension is optional and loaded at the first question, never built here. Results do not depend on timing: equal
 inputs give bitwise equal outputs for a given number of threads, and for all numbers up to 8.
@@ -102,3 +102,18 @@ def list_tiles(
     """Write the lists (DESIGN.md) of segment ids `[B or 1, Sq]` and `[B or 1, heads or 1, Sk]` inside the band."""
     _require()
     torch.ops.dmattn_native.list_tiles(q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles)
+
+
+def lifetimes(
+    scores: Tensor,
+    documents: Tensor | None,
+    keep: int,
+    keep_first: int,
+    keep_last: int,
+    is_causal: bool,
+    start: Tensor,
+    end: Tensor,
+) -> None:
+    """Write the queries `[start, end)` that see each key `[B, Hm, S]` (definition: `dmattn_ops.selection`)."""
+    _require()
+    torch.ops.dmattn_native.lifetimes(scores, documents, keep, keep_first, keep_last, is_causal, start, end)
