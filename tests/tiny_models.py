@@ -1,4 +1,7 @@
-"""Models of transformers with a few thousand random parameters, in float64, and what is compared of them."""
+"""Models of transformers with a few thousand random parameters, and what is compared of them.
+
+In float32: in float64 their eager attention makes NaN of rows that see nothing, since its softmax is in float32.
+"""
 
 import torch
 import transformers
@@ -16,6 +19,7 @@ _SIZES = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
+    "tie_word_embeddings": False,
     "initializer_range": 0.3,  # attention that looks at something
 }
 _MIXED = ["sliding_attention", "full_attention"]
@@ -55,18 +59,17 @@ def t5():
 
 
 def drawn(model):
-    """The model in float64, with what starts at zero drawn too."""
-    model = model.double().eval()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # others take no float64
+    """The model, with what starts at zero drawn too."""
+    model.eval()
     for name, parameter in model.named_parameters():
         if name.endswith((".sinks", ".A")):
             torch.nn.init.normal_(parameter)
     return model
 
 
-def tokens(*shape):
-    return torch.randint(2, VOCABULARY, shape)
+def tokens(batch, length):
+    """Rows of different tokens: equal ones have equal values in Doge's first layer, and equal scores are kept at will."""
+    return torch.stack([torch.randperm(VOCABULARY - 2)[:length] + 2 for _ in range(batch)])
 
 
 def under(model, implementation):
@@ -85,9 +88,9 @@ def logits_and_gradients(model, rows, **inputs):
 
 
 def assert_same(ours, theirs):
-    """Compare logits and gradients that were computed in float64, but for rotary embeddings and norms in float32."""
-    torch.testing.assert_close(ours[0], theirs[0], atol=1e-5, rtol=1e-5)
+    """Compare logits and gradients."""
+    torch.testing.assert_close(ours[0], theirs[0], atol=2e-5, rtol=1e-4)
     assert ours[1].keys() == theirs[1].keys()
     scale = max(gradient.abs().max() for gradient in theirs[1].values())
     for name, gradient in theirs[1].items():
-        torch.testing.assert_close(ours[1][name], gradient, atol=1e-5 * scale, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+        assert (ours[1][name] - gradient).abs().max() <= 2e-5 * scale, name
