@@ -42,12 +42,14 @@ class KeyScores(nn.Module):
         """Return scores, float32 `[B, Hkv, S]`, of values `[B, S, Hkv, Dv]`: ranks of rounded scores would be ties."""
         with torch.autocast(value.device.type, enabled=False):
             weight, offset = self.dt_proj.weight.float(), self.dt_proj.bias
-            steps = F.linear(value.flatten(2).float(), weight, None if offset is None else offset.float())
-            scores = torch.exp(self.A.float() * F.softplus(steps))
+            steps = weight @ value.flatten(2).float().transpose(1, 2)  # keys last, as masks and biases want them
+            if offset is not None:
+                steps = steps + offset.float().unsqueeze(-1)
+            scores = torch.exp(self.A.float().unsqueeze(-1) * F.softplus(steps))
             if self.slope is not None:
-                position = torch.arange(value.shape[1], device=value.device).unsqueeze(-1)
-                scores = scores + self.slope.float() * position
-        return scores.transpose(1, 2)
+                position = torch.arange(value.shape[1], device=value.device)
+                scores = scores + self.slope.float().unsqueeze(-1) * position
+        return scores
 
     def extra_repr(self) -> str:
         """Say how many heads there are."""

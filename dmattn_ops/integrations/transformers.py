@@ -157,7 +157,7 @@ def make_mask(
         return attention_mask
     function = masking_utils.causal_mask_function if mask_function is None else mask_function
     as_tensor = getattr(config, "model_type", None) in TENSOR_MASKS
-    joined = function.__qualname__.startswith("and_masks.") and function.__module__ == masking_utils.__name__
+    joined = function.__code__ is _code_of_joined_masks()
     both_ways = function is masking_utils.bidirectional_mask_function or "allow_is_bidirectional_skip" in others
     known = function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function) or joined
     if as_tensor or use_vmap or not known:
@@ -191,6 +191,14 @@ def make_mask(
         device=device,
         **window,
     )
+
+
+@torch.compiler.assume_constant_result
+def _code_of_joined_masks() -> Any:
+    """Return the code that all functions made by `and_masks` share: it tells them from a model's own."""
+    from transformers import masking_utils
+
+    return masking_utils.and_masks().__code__
 
 
 def _of_keys(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
