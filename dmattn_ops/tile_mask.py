@@ -21,8 +21,8 @@ class TileMask:
     There are three kinds. Bits and segments have `row_tiles` and `col_tiles`, lists of the 128 x 128 tiles in which something
     is visible; what is visible inside them say `row_bits` and `col_bits`, or `q_segments`, `k_segments` and the band.
     Intervals show key `j` to the queries `start[j] <= i < end[j]` but for `hidden_from[j] <= i < hidden_to[j]`, inside the
-    band. Registered as a pytree: it may be an argument or a result of compiled and exported functions, whose lengths stay
-    dynamic, since they are the shape of `lengths`.
+    band; without `start` from the first query on. Registered as a pytree: it may be an argument or a result of compiled and
+    exported functions, whose lengths stay dynamic, since they are the shape of `lengths`.
     """
 
     lengths: Tensor  # [Sq, Sk, 0]: has no elements
@@ -69,7 +69,7 @@ class TileMask:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """`(Bm, Hm, Sq, Sk)`: `Bm` and `Hm` are 1 where the mask is the same for all."""
-        leading = self.start if self.row_tiles is None else self.row_tiles
+        leading = self.end if self.row_tiles is None else self.row_tiles
         assert leading is not None
         return (leading.shape[0], leading.shape[1], self.seqlen_q, self.seqlen_k)
 
@@ -226,7 +226,7 @@ def from_segments(segments: Segments, seqlen_q: int, seqlen_k: int, band: Band) 
 
 
 def from_intervals(
-    intervals: tuple[Tensor, Tensor],
+    intervals: tuple[Tensor | None, Tensor],
     hidden: tuple[Tensor, Tensor] | None,
     at_most: int | None,
     seqlen_q: int,
@@ -236,7 +236,7 @@ def from_intervals(
     start, end = intervals
     hidden_from, hidden_to = (None, None) if hidden is None else hidden
     return TileMask(
-        lengths_of(start, seqlen_q, start.shape[-1]),
+        lengths_of(end, seqlen_q, end.shape[-1]),
         start=start,
         end=end,
         hidden_from=hidden_from,

@@ -8,7 +8,6 @@ that a tracer does not know becomes a check at run time. Values are read on the 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -159,24 +158,6 @@ def mask_parts(
     return batch, heads
 
 
-def offset_values(query: Tensor, key: Tensor, lengths: Varlen) -> None:
-    """Refuse offsets that do not describe the packed tensors. Reads them, so only for tensors on the CPU."""
-    for letter, name, packed, cu_seqlens, longest in (
-        ("q", "query", query, lengths.cu_seqlens_q, lengths.max_seqlen_q),
-        ("k", "key", key, lengths.cu_seqlens_k, lengths.max_seqlen_k),
-    ):
-        values = cu_seqlens.tolist()
-        total, widest = packed.shape[0], max((b - a for a, b in pairwise(values)), default=0)
-        if values[0] != 0 or values[-1] != total:
-            raise ValueError(
-                f"cu_seqlens_{letter} must go from 0 to the length of {name}, {total}, got {values[0]} to {values[-1]}"
-            )
-        if values != sorted(values):
-            raise ValueError(f"cu_seqlens_{letter} must not decrease, got {values}")
-        if widest > longest:
-            raise ValueError(f"max_seqlen_{letter} must be at least the longest sequence, {widest}, got {longest}")
-
-
 def query_key_value(query: Tensor, key: Tensor, value: Tensor, rank: int) -> None:
     """Refuse shapes that do not belong together, and dtypes, devices and head dimensions that no kernel takes.
 
@@ -325,14 +306,6 @@ def mask_lengths(of_mask_q: int, of_mask_k: int, seqlen_q: int, seqlen_k: int) -
         )
 
 
-def contiguous_runs(name: str, ids: Tensor) -> None:
-    """Refuse ids of which one returns after another. Reads them, so only for tensors on the CPU."""
-    from dmattn_ops import layout
-
-    if not layout.is_one_run_each(ids):
-        raise ValueError(f"{name} must be contiguous runs of equal ids, got an id that returns after another one")
-
-
 # Pieces.
 
 
@@ -386,22 +359,23 @@ def _mask(mask: Mask, batch: int, heads: int, heads_kv: int, seqlen_q: int, seql
     """Refuse tensors of a mask in which a kernel could read out of bounds; what lists hold is trusted."""
     rows, cols, words = ceil_div(seqlen_q, TILE), ceil_div(seqlen_k, TILE), TILE // WORD_BITS
     leading = (1, batch), (1, heads_kv, heads)
-    kinds = (mask.row_bits, mask.k_segments, mask.start)
+    kinds = (mask.row_bits, mask.k_segments, mask.end)
     if sum(part is not None for part in kinds) != 1:
-        raise ValueError("a mask must have either row_bits and col_bits, or k_segments, or start and end")
+        raise ValueError("a mask must have either row_bits and col_bits, or k_segments, or end")
     if mask.q_segments is not None and mask.k_segments is None:
         raise ValueError("a mask with q_segments must have k_segments")
-    if mask.start is not None:
+    if mask.end is not None:
         if mask.row_tiles is not None or mask.col_tiles is not None:
             raise ValueError("a mask by start and end must not have lists of tiles")
-        _require_part("start", mask.start, where, *leading, (seqlen_k,))
         _require_part("end", mask.end, where, *leading, (seqlen_k,))
+        if mask.start is not None:
+            _require_part("start", mask.start, where, *leading, (seqlen_k,))
         if mask.hidden_from is not None or mask.hidden_to is not None:
             _require_part("hidden_from", mask.hidden_from, where, *leading, (seqlen_k,))
             _require_part("hidden_to", mask.hidden_to, where, *leading, (seqlen_k,))
         return
-    if mask.hidden_from is not None or mask.hidden_to is not None or mask.end is not None:
-        raise ValueError("a mask with end, hidden_from or hidden_to must have start")
+    if mask.hidden_from is not None or mask.hidden_to is not None or mask.start is not None:
+        raise ValueError("a mask with start, hidden_from or hidden_to must have end")
     _require_list("row_tiles", mask.row_tiles, where, *leading, (tile_records(seqlen_q),))
     _require_list("col_tiles", mask.col_tiles, where, *leading, (tile_records(seqlen_k),))
     if mask.row_bits is not None:

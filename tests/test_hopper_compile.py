@@ -32,6 +32,7 @@ ALLOWED = {
     "d64 full full-bias": 52, "d64 bits full-bias": 168, "d128 full full-bias": 20, "d128 bits full-bias": 56,
     "d64 causal softcap": 232, "d128 causal softcap": 16, "d64 grouped causal interleaved": 16,
     "d128 grouped causal interleaved": 0,
+    "d64 intervals": 264, "d128 intervals": 112, "d64 hidden intervals": 400, "d128 hidden intervals": 300,
     "d64 full softcap key-bias": 2700,
     "d128 full softcap key-bias": 484, "d128 causal softcap key-bias": 484, "d64 causal key-bias ordered": 20,
 }  # fmt: skip
@@ -228,44 +229,54 @@ def _stand_in_parameters(launched: list) -> None:
 def _compile(case: str, launched: list) -> dict:
     import torch
 
-    from dmattn_ops import arch, config
+    from dmattn_ops import arch, config, resolve
+    from dmattn_ops.call import Call, Gradients, Saved
     from dmattn_ops.kernels.hopper.backward import launch as hopper_backward
     from dmattn_ops.kernels.launching import launch, plan
-    from dmattn_ops.problem import UNBOUNDED, Options, Tiles
+    from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, plain_options
 
     words = case.split()
     dim = int(words[0][1:])
     dtype = torch.float16 if "float16" in words else torch.bfloat16
-    batch, seqlen, heads, kv_heads = 2, 512, 4, 2 if words[1] in ("grouped", "bits", "segments") else 4
+    batch, seqlen, heads, kv_heads = 2, 512, 4, 2 if {"grouped", "bits", "segments", "intervals"} & set(words) else 4
     query, grad_out = (torch.empty(batch, seqlen, heads, dim, dtype=dtype) for _ in range(2))
     key, value = (torch.empty(batch, seqlen, kv_heads, dim, dtype=dtype) for _ in range(2))
     lse = torch.empty(batch, heads, seqlen)
     lists = torch.empty(batch, heads, 4, 8, dtype=torch.int32)
-    tiles = Tiles()
+    mask = NO_MASK
     if "bits" in words:
-        tiles = Tiles(lists, lists, None, torch.empty(batch, heads, 512, 16, dtype=torch.int32))
+        mask = Mask(lists, lists, None, torch.empty(batch, heads, 512, 16, dtype=torch.int32))
     elif "segments" in words:
         ids = torch.empty(batch, seqlen, dtype=torch.int32)
-        tiles = Tiles(lists, lists, q_segments=ids, k_segments=ids[:, None].expand(batch, heads, seqlen).contiguous())
+        mask = Mask(lists, lists, q_segments=ids, k_segments=ids[:, None].expand(batch, heads, seqlen).contiguous())
+    elif "intervals" in words:
+        numbers = torch.empty(batch, kv_heads, seqlen, dtype=torch.int32)
+        hidden = (numbers, numbers) if "hidden" in words else (None, None)
+        mask = Mask(lists, lists, start=numbers, end=numbers, hidden_from=hidden[0], hidden_to=hidden[1])
     low = -100 if "window" in words or "segments" in words else -UNBOUNDED
     high = UNBOUNDED if "full" in words else 0
-    options = Options(low, high, dim**-0.5, 30.0 if "softcap" in words else 0.0, 0.0, "ordered" in words)
+    softcap = 30.0 if "softcap" in words else 0.0
+    options = plain_options(dim**-0.5, low, high, softcap=softcap, deterministic="ordered" in words)
     bias = None
     if "key-bias" in words or "full-bias" in words:
         bias = torch.empty(1, kv_heads, 1 if "key-bias" in words else seqlen, seqlen)
-    assert hopper_backward.refusals(query, key, value, bias, tiles, None, None, options) == []
+    call = Call(query, key, value, bias, mask, None, None, None, options)
+    assert hopper_backward.refusals(call) == []
     row = next(row for row in config.BACKWARD if row.kernel == "hopper" and row.dim >= dim)
     cache = 0 if "interleaved" in words else arch.KNOWN[90].l2_bytes
     arch.physical = lambda device: replace(arch.KNOWN[90], l2_bytes=cache)
     launched.clear()
     launch._compiled.clear()  # what was compiled here cannot be launched
-    grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
-    with launch.recording((grad_out, query, key, value, lse, bias, *tiles)) as made:
-        hopper_backward.backward(
-            grad_out, None, query, key, value, grad_out, lse, bias, tiles, None, None, options, *grads, None, row.config
-        )
+    outputs = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    saved, grads = Saved(grad_out, lse, lse.clone()), Gradients(grad_out, None, *outputs, None)
+    made_for = resolve.backward_config(row.config, call, saved, grads)
+    inputs = [
+        part for part in dict.fromkeys((grad_out, query, key, value, *saved[1:], bias, *mask[:-1])) if part is not None
+    ]
+    with launch.recording(inputs) as made:
+        hopper_backward.backward(call, saved, grads, made_for)
     assert len(launched) == 2
-    steps = made.plan(grads, 0).steps
+    steps = made.plan(outputs, 0).steps
     packed = [step.packed is not None for step in steps if isinstance(step, plan.Relaunch)]
     return _report(launched[1]) | {"laid_out": packed}
 

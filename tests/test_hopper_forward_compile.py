@@ -101,13 +101,18 @@ def _compile(case: str) -> dict:
 
     signature = dict.fromkeys(SCALARS, "i32") | dict.fromkeys(("lse_b", "lse_h", "lists_b", "lists_h"), "i64")
     signature |= dict.fromkeys(("bias_b", "bias_h", "bias_q"), "i64")
-    signature |= dict.fromkeys(("scale", "cap", "cap_inner"), "fp32") | {"lse": "*fp32", "lse_tail": "*fp32", "counter": "*i32"}
+    signature |= dict.fromkeys(("scale", "cap", "cap_inner"), "fp32") | {
+        "lse": "*fp32",
+        "lse_tail": "*fp32",
+        "counter": "*i32",
+    }
     signature |= {name: boxes(64, columns, "bf16") for name in ("q_desc", "o_desc")}
     signature |= {name: boxes(block_n, columns, "bf16") for name in ("k_desc", "v_desc")}
     constants = {
         "BM": block_m, "BN": block_n, "D": columns, "STAGES": row.config.stages, "Q_STAGES": row.config.query_stages,
         "MASK": mask, "BIAS": bias, "HAS_LO": "window" in words, "HAS_HI": words[0] in ("causal", "window", "segments"),
         "SOFTCAP": "softcap" in words, "HIDDEN": "hidden" in words, "WHOLE": "whole" in words,
+        "NATURAL": bias != "none" or "natural" in words,
     }  # fmt: skip
     optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
     optional |= {} if mask == "band" else {"lists": "*i32"}

@@ -22,14 +22,14 @@ def tile_states(keep: Tensor) -> Tensor:
     return tiles.any(-1).int() + (tiles.all(-1) & tiles.any(-1)).int()
 
 
-def pad_records(states: Tensor) -> Tensor:
-    """Pad tile states `[Bm, Hm, R, C]` with empty rows to two: lists have at least so many records."""
+def with_second_record(states: Tensor) -> Tensor:
+    """Add rows of empty tiles until there are two: lists have two records for short sequences as well."""
     return torch.nn.functional.pad(states, (0, 0, 0, max(0, 2 - states.shape[-2])))
 
 
 def build_lists(states: Tensor, capacity: int | None = None) -> Tensor:
-    """Turn tile states `[Bm, Hm, R, C]` into records `[Bm, Hm, max(R, 2), 4 + capacity]`; unspecified words hold -7."""
-    states = pad_records(states)
+    """Turn tile states `[Bm, Hm, R, C]` into records `[Bm, Hm, max(2, R), 4 + capacity]`; unspecified words hold -7."""
+    states = with_second_record(states)
     batch, heads, rows, columns = states.shape
     capacity = max(2, columns) if capacity is None else capacity
     lists = torch.full((batch, heads, rows, HEADER + capacity), -7, dtype=torch.int32)

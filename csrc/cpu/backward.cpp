@@ -12,8 +12,6 @@
 namespace dmattn {
 namespace {
 
-constexpr double kLog2e = 1.4426950408889634;
-
 template <typename T>
 class BackwardWorker {
  public:
@@ -79,7 +77,7 @@ class BackwardWorker {
 
   void store_row(const T* source, double factor, int64_t n, char* target) const {
     if (has_acc_)
-      math_.store(source, static_cast<T>(factor), n, target, problem_.query.element);
+      math_.store(source, in_range<T>(factor), n, target, problem_.query.element);
     else
       std::memset(target, 0, static_cast<size_t>(n * element_size(problem_.query.element)));
   }
@@ -92,15 +90,15 @@ class BackwardWorker {
           false, grad_scores_.data(), kTile);
     const T factor = finish_scores(work);
     Bits keep;
-    if (problem_.dropout.active) {
-      dropout_bits(problem_.dropout, work.pair.batch * problem_.heads + work.head, work.query_tile * kTile,
-                   work.valid_queries, work.key_tile * kTile, turned_bits_.data());
+    if (const Dropout& dropout = problem_.dropout) {
+      dropout_bits(dropout, dropout.seed(work.pair.batch, work.head), work.query_tile * kTile, work.valid_queries,
+                   work.key_tile * kTile, turned_bits_.data());
       bit_math().transpose(turned_bits_.data(), kTileWords, keep_.data(), kTileWords);
       keep = {keep_.data(), kTileWords};
     }
     math_.gradient_step(scores_.data(), grad_scores_.data(), work.rows, work.cols, factor, visible, keep,
-                        static_cast<T>(problem_.dropout.keep_factor),
-                        {wave_.lse2(work.query_slot), wave_.delta(work.query_slot)});
+                        static_cast<T>(problem_.dropout.scale),
+                        {wave_.lse(work.query_slot), wave_.lse_tail(work.query_slot), wave_.delta(work.query_slot)});
     gemm_(work.rows, value_width, work.cols, scores_.data(), kTile, wave_.grad_rows(work.query_slot), value_width,
           has_acc_, dv_.data(), value_width);
     if (call_.dbias.data) add_bias_gradient(work);
@@ -115,12 +113,11 @@ class BackwardWorker {
     has_acc_ = true;
   }
 
-  // Softcap and bias; returns the factor that turns the stored scores into base-2 logits.
+  // Softcap and bias; returns the factor that the stored scores are still to be multiplied by.
   T finish_scores(const Work& work) {
-    double factor = problem_.scale;
+    T factor = in_range<T>(problem_.scale);
     if (problem_.softcap != 0) {
-      math_.cap(scores_.data(), work.rows, work.cols, static_cast<T>(factor), static_cast<T>(problem_.softcap),
-                slope_.data());
+      math_.cap(scores_.data(), work.rows, work.cols, softcap_, slope_.data());
       factor = 1;
     }
     if (problem_.bias) {
@@ -131,17 +128,17 @@ class BackwardWorker {
       std::fill(bias_.data(), bias_.at(kTile * kTile), T(0));
       if (bias.row_stride == 0) {
         math_.load(at, bias.element, work.valid_keys, bias_.data());
-        math_.add_row_bias(scores_.data(), work.rows, work.cols, static_cast<T>(factor), bias_.data());
+        math_.add_row_bias(scores_.data(), work.rows, work.cols, factor, bias_.data());
       } else {
         for (int64_t r = 0; r < work.valid_queries; ++r)
           math_.load(at + r * bias.row_stride, bias.element, work.valid_keys, bias_.at(r * kTile));
         math_.transpose(bias_.data(), kTile, work.cols, work.rows, turned_.data(), kTile);
-        math_.add_bias(scores_.data(), work.rows, work.cols, static_cast<T>(factor), turned_.data(),
+        math_.add_bias(scores_.data(), work.rows, work.cols, factor, turned_.data(),
                        sizeof(T) == 8 ? Element::f64 : Element::f32, kTile * int64_t{sizeof(T)});
       }
       factor = 1;
     }
-    return static_cast<T>(factor * kLog2e);
+    return factor;
   }
 
   // dbias += dS, over the bias's own shape; only this item touches these elements.
@@ -161,6 +158,7 @@ class BackwardWorker {
   const BackwardWave<T>& wave_;
   const Gemm& gemm_;
   const TileMath<T>& math_ = tile_math<T>();
+  const SoftCap<T> softcap_ = softcap_of<T>(problem_);
   Buffer<T> scores_{kTile * kTile}, grad_scores_{kTile * kTile};
   Buffer<T> slope_{problem_.softcap != 0 ? kTile * kTile : 0};
   Buffer<T> bias_{problem_.bias ? kTile * kTile : 0}, turned_{problem_.bias ? kTile * kTile : 0};

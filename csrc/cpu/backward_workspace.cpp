@@ -7,7 +7,6 @@
 namespace dmattn {
 namespace {
 
-constexpr double kLog2e = 1.4426950408889634;
 constexpr int64_t kPartialBytes = int64_t{256} << 20;  // of all partial dq of a wave
 // Items per wave at least, where there are enough key tiles: results are the same for every number of threads up to
 // half of it.
@@ -15,7 +14,7 @@ constexpr int64_t kItems = 16;
 
 // Elements of a query slot without dq.
 int64_t slot_size(const Problem& problem) {
-  return 2 * (padded_width(problem.dim) + padded_width(problem.value_dim) + 1) * kTile;
+  return (2 * (padded_width(problem.dim) + padded_width(problem.value_dim)) + 3) * kTile;
 }
 
 std::vector<std::vector<int64_t>> make_groups(const Wave& wave, bool per_batch, bool per_kv_head) {
@@ -50,7 +49,8 @@ BackwardCall<T>::BackwardCall(const Problem& problem, const Gradients& gradients
       dq(rows_of(gradients.dq)),
       dk(rows_of(gradients.dk)),
       dv(rows_of(gradients.dv)),
-      lse(per_query_of<T>(gradients.lse)) {
+      lse(per_query_of<T>(gradients.lse)),
+      lse_tail(per_query_of<T>(gradients.lse_tail)) {
   constexpr at::ScalarType compute = c10::CppTypeToScalarType<T>::value;
   if (gradients.grad_lse.has_value()) {
     TORCH_CHECK_TYPE(gradients.grad_lse->scalar_type() == compute, "grad_lse must have the dtype of lse");
@@ -109,12 +109,14 @@ void BackwardWave<T>::fill_slot(const BackwardCall<T>& call, const QueryTile& ti
   const int64_t slot = pair.query_slot(tile.head_in_group, tile.tile);
   pack_rows<T>(call.problem.query, pair.batch, first, valid, head, query_rows(slot));
   pack_rows<T>(call.grad_out, pair.batch, first, valid, head, grad_rows(slot));
-  T *lse_at = lse2(slot), *delta_at = delta(slot);
+  T *lse_at = lse(slot), *tail_at = lse_tail(slot), *delta_at = delta(slot);
   std::fill(lse_at, lse_at + kTile, std::numeric_limits<T>::infinity());
+  std::fill(tail_at, tail_at + kTile, T(0));
   for (int64_t r = 0; r < valid; ++r) {
     const T lse = call.lse.at(pair.batch, head, first + r);
     if (lse != -std::numeric_limits<T>::infinity()) {
-      lse_at[r] = static_cast<T>(lse * kLog2e);
+      lse_at[r] = lse;
+      tail_at[r] = call.lse_tail.at(pair.batch, head, first + r);
       continue;
     }
     // An empty row gives nothing to anybody, not even 0 * NaN.
@@ -154,7 +156,7 @@ void BackwardWave<T>::write_dq(const BackwardCall<T>& call) const {
       for (int64_t r = 0; r < valid; ++r) {
         char* target = call.dq.at(pair.batch, first + r, head);
         if (sum)
-          math.store(sum + r * width, static_cast<T>(call.problem.scale), call.problem.dim, target, call.dq.element);
+          math.store(sum + r * width, in_range<T>(call.problem.scale), call.problem.dim, target, call.dq.element);
         else
           std::memset(target, 0, static_cast<size_t>(call.problem.dim * element_size(call.dq.element)));
       }

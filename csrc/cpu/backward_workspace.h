@@ -26,7 +26,7 @@ template <typename T>
 struct BackwardCall {
   const Problem& problem;
   Rows grad_out, out, dq, dk, dv;
-  PerQuery<T> lse, grad_lse;
+  PerQuery<T> lse, lse_tail, grad_lse;
   BiasGradient<T> dbias;
 
   // `sums` receives the accumulator of dbias: dbias itself where its dtype and layout allow.
@@ -53,8 +53,9 @@ class BackwardWave {
   T* query_columns(int64_t slot) const { return query_rows(slot) + kTile * width; }
   T* grad_rows(int64_t slot) const { return query_columns(slot) + kTile * width; }
   T* grad_columns(int64_t slot) const { return grad_rows(slot) + kTile * value_width; }
-  T* lse2(int64_t slot) const { return grad_columns(slot) + kTile * value_width; }
-  T* delta(int64_t slot) const { return lse2(slot) + kTile; }
+  T* lse(int64_t slot) const { return grad_columns(slot) + kTile * value_width; }  // +inf for empty rows
+  T* lse_tail(int64_t slot) const { return lse(slot) + kTile; }
+  T* delta(int64_t slot) const { return lse_tail(slot) + kTile; }
   T* dq(int64_t chunk, int64_t slot) const {
     return storage_.at(query_slots_ * slot_size_ + (chunk * query_slots_ + slot) * kTile * width);
   }

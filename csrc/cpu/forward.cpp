@@ -13,7 +13,26 @@
 namespace dmattn {
 namespace {
 
-constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
+// lse rounded to T, and what that rounding lost: together max + log(sum).
+template <typename T>
+std::pair<T, T> split_lse(T max, T sum) {
+  const double log_sum = std::log(double{sum}), total = max + log_sum, added = total - max;
+  const double lost = (max - (total - added)) + (log_sum - added);  // of the sum of two numbers (Knuth)
+  const T lse = static_cast<T>(total);
+  return {lse, static_cast<T>((total - lse) + lost)};
+}
+
+// Where the rows of a call go.
+template <typename T>
+struct Outputs {
+  Rows out;
+  PerQuery<T> lse, lse_tail, row_max;  // row_max has no data where nobody asked
+
+  explicit Outputs(const Results& results)
+      : out(rows_of(results.out)), lse(per_query_of<T>(results.lse)), lse_tail(per_query_of<T>(results.lse_tail)) {
+    if (results.row_max.has_value()) row_max = per_query_of<T>(*results.row_max);
+  }
+};
 
 // Keys transposed and values of a wave: [slots][width + value_width][kTile].
 template <typename T>
@@ -76,9 +95,9 @@ template <typename T>
 class ForwardWorker {
  public:
   // `panels` is null where keys are read once, and so not packed beforehand.
-  ForwardWorker(const Problem& problem, const Wave& wave, const Panels<T>* panels, const Gemm& gemm, const Rows& out,
-                const PerQuery<T>& lse)
-      : problem_(problem), wave_(wave), panels_(panels), gemm_(gemm), out_(out), lse_(lse) {}
+  ForwardWorker(const Problem& problem, const Wave& wave, const Panels<T>* panels, const Gemm& gemm,
+                const Outputs<T>& outputs)
+      : problem_(problem), wave_(wave), panels_(panels), gemm_(gemm), outputs_(outputs) {}
   ~ForwardWorker() { gemm_.release(); }
 
   void operator()(int64_t item) {
@@ -87,8 +106,10 @@ class ForwardWorker {
     const int64_t head = pair.kv_head * problem_.group + work.head_in_group;
     const Sequence& sequence = problem_.sequence(pair.batch);
     const Side side = query_side(problem_, pair.batch, head);
-    // Longest first: the lists say which tile that is; a causal band gives its last tiles the most work.
-    const int64_t tile = side.records ? side.records[work.tile * side.record_words] : pair.q_tiles - 1 - work.tile;
+    // Longest first: the lists say which tile that is (a single one has an empty record beside its own); a causal band
+    // gives its last tiles the most work.
+    const bool ranked = side.records && pair.q_tiles > 1;
+    const int64_t tile = ranked ? side.records[work.tile * side.record_words] : pair.q_tiles - 1 - work.tile;
     const int64_t first = tile * kTile, valid = std::min(kTile, sequence.q_length - first);
     rows_ = padded_extent(valid);
     std::fill(max_, max_ + kTile, -std::numeric_limits<T>::infinity());
@@ -123,23 +144,23 @@ class ForwardWorker {
       math_.transpose(columns_.data(), kTile, cols, rows_, scores_.data(), kTile);
       values = rows_or_packed<T>(problem_.value, pair.batch, row, valid_keys, pair.kv_head, value_rows_.data());
     }
-    double factor = problem_.scale;
+    T factor = in_range<T>(problem_.scale);
     if (problem_.softcap != 0) {
-      math_.cap(scores_.data(), rows_, cols, static_cast<T>(factor), static_cast<T>(problem_.softcap), nullptr);
+      math_.cap(scores_.data(), rows_, cols, softcap_, nullptr);
       factor = 1;
     }
     if (problem_.bias) {
       const Bias& bias = problem_.bias;
       const int64_t bias_head = broadcast_head(head, problem_.heads, bias.heads);
       const char* at = bias.at(pair.batch, bias_head, tile * kTile, sequence.k_start + first_key);
-      math_.add_bias(scores_.data(), valid, valid_keys, static_cast<T>(factor), at, bias.element, bias.row_stride);
+      math_.add_bias(scores_.data(), valid, valid_keys, factor, at, bias.element, bias.row_stride);
       factor = 1;
     }
-    math_.softmax_step(scores_.data(), rows_, cols, static_cast<T>(factor * kLog2e), visible,
+    math_.softmax_step(scores_.data(), rows_, cols, factor, visible,
                        {max_, sum_, acc_.data(), value_width_, has_acc_});
-    if (problem_.dropout.active) {
-      dropout_bits(problem_.dropout, pair.batch * problem_.heads + head, tile * kTile, valid, first_key, keep_.data());
-      math_.drop(scores_.data(), rows_, cols, {keep_.data(), kTileWords}, static_cast<T>(problem_.dropout.keep_factor));
+    if (const Dropout& dropout = problem_.dropout) {
+      dropout_bits(dropout, dropout.seed(pair.batch, head), tile * kTile, valid, first_key, keep_.data());
+      math_.drop(scores_.data(), rows_, cols, {keep_.data(), kTileWords}, static_cast<T>(dropout.scale));
     }
     gemm_(rows_, value_width_, cols, scores_.data(), kTile, values.data, values.stride, has_acc_, acc_.data(),
           value_width_);
@@ -151,9 +172,11 @@ class ForwardWorker {
     for (int64_t r = 0; r < valid; ++r) {
       const bool empty = sum_[r] == 0;
       math_.store(acc_.at(r * value_width_), empty ? T(0) : 1 / sum_[r], problem_.value_dim,
-                  out_.at(batch, first_row + r, head), out_.element);
-      lse_.at(batch, head, first_row + r) =
-          empty ? -std::numeric_limits<T>::infinity() : static_cast<T>(max_[r] * kLn2 + std::log(double{sum_[r]}));
+                  outputs_.out.at(batch, first_row + r, head), outputs_.out.element);
+      const auto [lse, tail] = empty ? std::pair<T, T>{-std::numeric_limits<T>::infinity(), 0} : split_lse(max_[r], sum_[r]);
+      outputs_.lse.at(batch, head, first_row + r) = lse;
+      outputs_.lse_tail.at(batch, head, first_row + r) = tail;
+      if (outputs_.row_max.data) outputs_.row_max.at(batch, head, first_row + r) = max_[r];
     }
   }
 
@@ -161,8 +184,8 @@ class ForwardWorker {
   const Wave& wave_;
   const Panels<T>* panels_;
   const Gemm& gemm_;
-  const Rows& out_;
-  const PerQuery<T>& lse_;
+  const Outputs<T>& outputs_;
+  const SoftCap<T> softcap_ = softcap_of<T>(problem_);
   const TileMath<T>& math_ = tile_math<T>();
   const int64_t width_ = padded_width(problem_.dim), value_width_ = padded_width(problem_.value_dim);
   Buffer<T> query_{kTile * width_}, scores_{kTile * kTile}, acc_{kTile * value_width_};
@@ -177,13 +200,14 @@ class ForwardWorker {
 };
 
 template <typename T>
-void run(const Problem& problem, const at::Tensor& out, const at::Tensor& lse) {
+void run(const Problem& problem, const Results& results) {
   if (!problem.covers_everything) {
-    out.zero_();
-    lse.fill_(-std::numeric_limits<double>::infinity());
+    results.out.zero_();
+    results.lse_tail.zero_();
+    results.lse.fill_(-std::numeric_limits<double>::infinity());
+    if (results.row_max.has_value()) results.row_max->fill_(-std::numeric_limits<double>::infinity());
   }
-  const Rows out_rows = rows_of(out);
-  const PerQuery<T> lse_rows = per_query_of<T>(lse);
+  const Outputs<T> outputs(results);
   const int64_t widths = padded_width(problem.dim) + padded_width(problem.value_dim);
   const bool packed = !reads_keys_once(problem);
   const Gemm gemm;
@@ -192,20 +216,21 @@ void run(const Problem& problem, const at::Tensor& out, const at::Tensor& lse) {
     if (packed) fill_panels(problem, wave, panels.emplace(problem, wave));
     const Panels<T>* const given = packed ? &*panels : nullptr;
     for_each_item(static_cast<int64_t>(wave.query_tiles.size()), [&] {
-      return [worker = std::make_unique<ForwardWorker<T>>(problem, wave, given, gemm, out_rows, lse_rows)](
-                 int64_t item) { (*worker)(item); };
+      return [worker = std::make_unique<ForwardWorker<T>>(problem, wave, given, gemm, outputs)](int64_t item) {
+        (*worker)(item);
+      };
     });
   }
 }
 
 }  // namespace
 
-void forward(const Arguments& arguments, const at::Tensor& out, const at::Tensor& lse) {
+void forward(const Arguments& arguments, const Results& results) {
   const Problem problem = make_problem(arguments);
   if (problem.query.element == Element::f64)
-    run<double>(problem, out, lse);
+    run<double>(problem, results);
   else
-    run<float>(problem, out, lse);
+    run<float>(problem, results);
 }
 
 }  // namespace dmattn

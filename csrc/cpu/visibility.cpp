@@ -131,12 +131,22 @@ bool Side::build_bits(int64_t tile, int64_t other, uint32_t* words) const {
   return any != 0;
 }
 
-void dropout_bits(const Dropout& dropout, int64_t batch_head, int64_t first_query, int64_t queries, int64_t first_key,
+void dropout_bits(const Dropout& dropout, uint64_t seed, int64_t first_query, int64_t queries, int64_t first_key,
                   uint32_t* words) {
   const BitMath& math = bit_math();
+  const int64_t key = dropout.k_origin + first_key;
+  const auto group = static_cast<uint32_t>(key >> 2), skipped = static_cast<uint32_t>(key & 3);
   for (int64_t r = 0; r < queries; ++r) {
-    math.philox_keep(dropout.seed, static_cast<uint32_t>(first_query + r), static_cast<uint32_t>(batch_head),
-                     static_cast<uint32_t>(first_key), dropout.drop_below, words + r * kTileWords);
+    uint32_t* const row = words + r * kTileWords;
+    const auto query = static_cast<uint32_t>(dropout.q_origin + first_query + r);
+    math.philox_keep(seed, query, group, dropout.drop_below, row);
+    if (skipped == 0) continue;
+    uint32_t next[kTileWords];
+    math.philox_keep(seed, query, group + kTile / 4, dropout.drop_below, next);
+    for (int64_t w = 0; w < kTileWords; ++w) {
+      const uint32_t after = w + 1 < kTileWords ? row[w + 1] : next[0];
+      row[w] = row[w] >> skipped | after << (32 - skipped);
+    }
   }
   std::fill(words + queries * kTileWords, words + kTile * kTileWords, 0u);
 }

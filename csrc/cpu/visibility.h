@@ -38,9 +38,9 @@ struct Side {
 Side query_side(const Problem& problem, int64_t batch, int64_t head);
 Side key_side(const Problem& problem, int64_t batch, int64_t head);
 
-// Keep bits of dropout for 128 keys from `first_key` (a multiple of 128), one row of kTileWords words per query; rows
-// from `queries` to kTile are 0.
-void dropout_bits(const Dropout& dropout, int64_t batch_head, int64_t first_query, int64_t queries, int64_t first_key,
+// Keep bits of dropout for kTile keys from `first_key`, one row of kTileWords words per query; rows from `queries` to
+// kTile are 0. Queries and keys count from the first one of their sequence.
+void dropout_bits(const Dropout& dropout, uint64_t seed, int64_t first_query, int64_t queries, int64_t first_key,
                   uint32_t* words);
 
 // Bits [first, last) of the four words of a row.

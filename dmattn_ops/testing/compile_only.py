@@ -1,7 +1,7 @@
 """Compile a Triton or Gluon kernel for any NVIDIA architecture, without a GPU, and read what came out.
 
-What a compiler lets pass and a GPU does not is read here too: shared memory over the limit, a kernel that is only
-`trap;`, wgmma that ptxas serialized (warnings C7510 to C7515), loops that go on with a value of their first turn.
+It also finds what compiles but cannot run, or not well: more shared memory than a block can have, a kernel that consists of
+`trap;`, wgmma instructions that ptxas serialized (warnings C7510 to C7515), and loop bounds that are never updated (`carried.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dmattn_ops.testing.carried import stale_bounds
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-# How matrices are multiplied, by what PTX calls it; without matrix instructions, kernels with products have many of "fma".
+# Names of the matrix instructions in PTX. A kernel with products but without any of these has many "fma" instructions.
 _PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
 _MANY = 256
 _SERIALIZED = tuple(f"C751{last}" for last in range(6))  # warnings of ptxas that wgmma run one after the other
@@ -59,7 +59,7 @@ class Resources:
 
     @property
     def faults(self) -> str:
-        """Return what must not be there: serialized wgmma, a kernel that traps, stale bounds, too much tensor memory."""
+        """Return what is wrong with a compiled kernel: serialized wgmma, a trap, stale loop bounds, too much tensor memory."""
         named = [warning for warning in self.warnings if warning in _SERIALIZED]
         named += ["trap"] * self.traps + ["stale bound"] * self.stale
         named += [f"tensor memory {self.tensor_memory}"] * (self.tensor_memory > 512)
@@ -94,7 +94,7 @@ def compile_only(
 
 
 def read_resources(compiled: Any, sm: int, log: str = "") -> Resources:
-    """Read a kernel compiled for `sm`; `log` is what `ptxas -v` said of it, else it is assembled again to hear that."""
+    """Return what a kernel compiled for `sm` takes. `log` is the output of `ptxas -v`; without it, ptxas runs again."""
     code = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
