@@ -38,6 +38,7 @@ ARROWS = {
     "block_mask": ("problem", "bands", "layout", "meta", "tile_mask"),
     "choose": ("problem", "arch", "config"),
     "call": ("problem", "choose"),
+    "selection": (),
     "native": ("problem", "call"),
     "packing": ("problem", "call"),
     "reference": ("problem", "layout", "meta", "call"),
