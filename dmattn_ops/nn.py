@@ -112,7 +112,12 @@ class DynamicMaskAttention(nn.Module):
         self.scores = KeyScores(kv_heads, head_dim, bias=bias, recency=recency)
 
     def forward(
-        self, hidden: Tensor, *, documents: Tensor | None = None, padding: Tensor | None = None, positions: Tensor | None = None
+        self,
+        hidden: Tensor,
+        *,
+        documents: Tensor | None = None,
+        padding: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Attend, `[B, S, dim]` to `[B, S, dim]`.
 

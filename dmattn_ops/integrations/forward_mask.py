@@ -63,7 +63,9 @@ class ForwardMask:
         """Return the mask on another device: models spread over several move the inputs of their layers."""
         names = ("offset", "documents", "padding", "prepared")
         parts = {name: getattr(self, name) for name in names}
-        moved = {name: part.to(device, non_blocking=non_blocking) for name, part in parts.items() if hasattr(part, "to")}
+        moved = {
+            name: part.to(device, non_blocking=non_blocking) for name, part in parts.items() if hasattr(part, "to")
+        }
         return replace(self, **moved)
 
     def intervals(self, device: torch.device) -> Interval:

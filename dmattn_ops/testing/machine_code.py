@@ -55,8 +55,12 @@ def opcodes(sass: str) -> Counter[str]:
 def product_loops(sass: str, least: int) -> list[Loop]:
     """Return the innermost loops with at least `least` matrix instructions (HGMMA), in the order of the code."""
     code, labels = _parsed(sass)
-    starts = sorted({0, *labels.values(), *(k + 1 for k, each in enumerate(code) if _opcode(each).split(".")[0] in _ENDS)})
-    blocks = {start: range(start, end) for start, end in zip(starts, [*starts[1:], len(code)], strict=True) if start < end}
+    starts = sorted(
+        {0, *labels.values(), *(k + 1 for k, each in enumerate(code) if _opcode(each).split(".")[0] in _ENDS)}
+    )
+    blocks = {
+        start: range(start, end) for start, end in zip(starts, [*starts[1:], len(code)], strict=True) if start < end
+    }
     follow = {start: _following(code, block, labels, blocks) for start, block in blocks.items()}
     found = []
     for head, latch in _innermost(code, labels, blocks, least):
