@@ -43,7 +43,7 @@ class Specialization:
     """What a compiled kernel depends on besides its row; `str()` names what is there, such as "causal bits dropout"."""
 
     band: str = ""  # "", "causal" (a limit on the right alone), "window"
-    mask: str = ""  # "", "bits", "segments", "key segments" (of keys alone)
+    mask: str = ""  # "", "bits", "segments", "key segments" (of keys alone), "intervals", "hidden intervals"
     bias: str = (
         ""  # "", "key bias", "bias" (a value for each query and key), "broadcast bias" (that, for several heads)
     )
@@ -78,10 +78,12 @@ def specialization(call: Call) -> Specialization:
     query, key, value, bias, tiles, _, _, varlen, options = call
     band = "window" if options.band_lo > -UNBOUNDED else "causal" if options.band_hi < UNBOUNDED else ""
     mask = ""
-    if tiles.row_bits is not None:
+    if tiles.kind == "bits":
         band, mask = "", "bits"
-    elif tiles.k_segments is not None:
+    elif tiles.kind == "segments":
         mask = "key segments" if tiles.q_segments is None else "segments"
+    elif tiles.kind == "intervals":
+        mask = "intervals" if tiles.hidden_from is None else "hidden intervals"
     seqlen_q = query.shape[-3] if varlen is None else varlen.max_seqlen_q
     dtype = str(query.dtype).removeprefix("torch.")
     if query.dtype == torch.float32 and float32_precision() == "tf32":

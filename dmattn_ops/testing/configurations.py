@@ -18,8 +18,6 @@ from dmattn_ops.resources import Specialization
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 KERNELS = ("portable", "hopper", "hopper256")
 DIRECTIONS = {"forward": config.FORWARD, "backward": config.BACKWARD}
-ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-KERNELS = ("portable", "hopper", "hopper256")
 COMMON_DIM = 256  # wider heads are swept for the least and the most alone
 SEQLEN, HEADS, GROUP = 512, 24, 4  # enough blocks that forwards share no walk, and no more than an SM each on SM 9.0
 _Portable = config.PortableForward | config.PortableBackward
@@ -40,6 +38,8 @@ PORTABLE = (
     replace(CAUSAL, dropout=True),
     EVERYTHING,
     replace(EVERYTHING, band="causal", mask="segments"),
+    replace(CAUSAL, mask="intervals"),
+    replace(EVERYTHING, band="causal", mask="hidden intervals"),
 )
 PORTABLE_FORWARD = (replace(EVERYTHING, decode=True),)
 PORTABLE_BACKWARD = (replace(EVERYTHING, bias="broadcast bias"),)
@@ -187,11 +187,14 @@ def make_call(wanted: Specialization, width: int) -> Call:
 
 
 def _make_tiles(wanted: Specialization, seqlen_q: int) -> Mask:
-    """Return lists with bits or segments `[1, H, ...]`."""
+    """Return lists with bits or segments `[1, H, ...]`, or intervals."""
     if not wanted.mask:
         return NO_MASK
     q_segments = torch.empty(1, seqlen_q, dtype=torch.int32) if wanted.mask == "segments" else None
     k_segments = torch.empty(1, HEADS, SEQLEN, dtype=torch.int32)
+    if wanted.mask.endswith("intervals"):
+        start, end, *hidden = (torch.empty_like(k_segments) for _ in range(4 if "hidden" in wanted.mask else 2))
+        return Mask(start=start, end=end, **dict(zip(("hidden_from", "hidden_to"), hidden, strict=False)))
     if wanted.varlen:
         return Mask(k_segments=k_segments)
     if wanted.mask == "bits":
