@@ -14,8 +14,8 @@ import pytest
 import torch
 from native_calls import (
     FREE,
-    NO_MASK,
     Call,
+    asked,
     band_keep,
     blocky,
     check,
@@ -26,11 +26,13 @@ from native_calls import (
     per_head,
     philox_keep,
     plain,
+    run_forward,
 )
 from torch import Tensor
 
-from dmattn_ops import meta, native
-from dmattn_ops.problem import UNBOUNDED, Tiles, Varlen
+from dmattn_ops import call as calls
+from dmattn_ops import native
+from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, Varlen
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"THE C++ KERNELS ARE NOT TESTED: {native.reason()}")
 
@@ -108,14 +110,15 @@ def test_zero_lengths(lengths):
     assert dk.eq(0).all()
     assert dv.eq(0).all()
     empty = torch.ones(1, 1, *lengths, dtype=torch.bool)
-    assert packed(empty, lengths[0], batch=1, heads=1).row_tiles.shape[2] == min(1, lengths[0])
+    lists = packed(empty, lengths[0], batch=1, heads=1).row_tiles
+    assert lists[..., 1:4].eq(0).all() if 0 in lengths else lists.shape[2] == 2
 
 
 def test_results_do_not_depend_on_timing_or_threads():
     keep = blocky((1, 2, 900, 700), torch.Generator().manual_seed(0))
     call = masked(plain(900, 700), keep)
     call.bias = torch.randn(1, 1, 900, 700)
-    call.dropout_p, call.seed = 0.2, torch.tensor([99])
+    call.dropout_p, call.seed = 0.2, torch.tensor([[99]])
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -131,11 +134,11 @@ def test_results_do_not_depend_on_timing_or_threads():
 def test_dropout_follows_philox():
     # With scores 0, values that single out one key show its probability: kept / (n (1 - p)).
     call = plain(200, 150, heads=1)
-    call.scale, call.dropout_p, call.seed = 0.0, 0.3, torch.tensor([-(1 << 62) + 12345])
+    call.scale, call.dropout_p, call.seed = 0.0, 0.3, torch.tensor([[-(1 << 62) + 12345]])
     call.value = torch.eye(150).view(1, 150, 1, 150)
     call.grad_out = torch.zeros(1, 200, 1, 150)
     out = launch(call)[0]
-    kept = philox_keep(int(call.seed) & (1 << 64) - 1, 1, 1, 200, 150, 0.3)
+    kept = philox_keep(call.seed, (1, 1, 200, 150), 0.3)
     torch.testing.assert_close(out[0, :, 0], kept[0, 0] / (150 * 0.7))
 
 
@@ -157,11 +160,12 @@ def test_variable_lengths_equal_each_sequence_alone(features, dtype, top_left):
     band = (-100, 3) if "band" in features else FREE
     key_keep = torch.rand(2, sum(lengths_k), generator=generator) < 0.6 if "keys" in features else None
     bias = torch.randn(4, sum(lengths_k), generator=generator).to(dtype) if "bias" in features else None
-    tiles = NO_MASK if key_keep is None else Tiles(k_segments=key_keep.int().sub(1).unsqueeze(0))
-    call = Call(query, key, value, torch.ones(0), bias, tiles, torch.tensor([5]), band, grad_out=grad_out)
+    mask = NO_MASK if key_keep is None else Mask(k_segments=key_keep.int().sub(1).unsqueeze(0))
+    seed = torch.arange(4).view(4, 1)  # one for each sequence
+    call = Call(query, key, value, torch.ones(0), bias, mask, seed, band, grad_out=grad_out)
     call.dropout_p, call.softcap = 0.2 * ("dropout" in features), 2.0 * ("softcap" in features)
     actual = launch(call, Varlen(*offsets, 300, 300, top_left))
-    dropout = philox_keep(5, 4, 4, 300, 300, call.dropout_p)
+    dropout = philox_keep(seed, (4, 4, 300, 300), call.dropout_p)
     for b in range(4):
         rows, cols = (slice(int(x[b]), int(x[b + 1])) for x in offsets)
         seqlen_q, seqlen_k = lengths_q[b], lengths_k[b]
@@ -196,13 +200,12 @@ def test_a_packed_gradient_is_written_through_views():
     keep = torch.ones(2, 2, 150, 150, dtype=torch.bool)
     call = Call(query, key, value, keep, grad_out=torch.randn(2, 150, 2, 16))
     call.grad_lse = torch.ones(()).expand(2, 2, 150)
-    out, lse = meta.forward_outputs(query, value)
-    common = (None, NO_MASK, None, None, call.options)
-    native.forward(query, key, value, *common, out, lse)
+    result = run_forward(call)
     gradient = torch.full_like(qkv, math.nan)
-    saved = (query, key, value, out, lse)
-    native.backward(call.grad_out, call.grad_lse, *saved, *common, *gradient.unbind(2), None)
-    check(call, [out, lse, *gradient.unbind(2), None])
+    saved = calls.Saved(result.out, result.lse, result.lse_tail)
+    wanted = calls.Gradients(call.grad_out, call.grad_lse, *gradient.unbind(2), None)
+    native.backward(asked(call), saved, wanted, None)
+    check(call, [result.out, result.lse, *gradient.unbind(2), None])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -212,8 +215,7 @@ def test_every_16_bit_value_passes_unchanged_through_one_key(dtype):
     query = torch.zeros(256, 1, 1, 8, dtype=dtype)
     keep = torch.ones(256, 1, 1, 1, dtype=torch.bool)
     call = Call(query, query, value, keep, grad_out=torch.zeros_like(value))
-    out, lse = meta.forward_outputs(query, value)
-    native.forward(query, query, value, None, NO_MASK, None, None, call.options, out, lse)
+    out = run_forward(call).out
     rest = value.isfinite()
     assert torch.equal(out[rest], value[rest])
     assert torch.equal(out.isnan(), value.isnan())

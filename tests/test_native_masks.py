@@ -46,6 +46,9 @@ def brute_force(keep: Tensor) -> tuple[list[list[int]], list[list[int]]]:
 def check_lists(lists: Tensor, keep: Tensor) -> None:
     """Compare the lists `[rows, 4 + capacity]` of one head with a dense `keep` `[own, other]`."""
     partial, full = brute_force(keep)
+    if len(partial) == 1:  # at least two records, the second one empty
+        partial.append([])
+        full.append([])
     work = [len(p) + len(f) for p, f in zip(partial, full, strict=True)]
     assert lists.shape[0] == len(work)
     ranked = sorted(range(len(work)), key=lambda tile: -work[tile])

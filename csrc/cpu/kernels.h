@@ -5,10 +5,14 @@
 
 namespace dmattn {
 
-void forward(const Arguments& arguments, const at::Tensor& out, const at::Tensor& lse);
+struct Results {
+  const at::Tensor &out, &lse, &lse_tail;
+  const MaybeTensor& row_max;
+};
+void forward(const Arguments& arguments, const Results& results);
 
 struct Gradients {
-  const at::Tensor &grad_out, &out, &lse;
+  const at::Tensor &out, &lse, &lse_tail, &grad_out;
   const MaybeTensor& grad_lse;
   const at::Tensor &dq, &dk, &dv;
   const MaybeTensor& dbias;

@@ -35,11 +35,12 @@ struct Grid {
   TileClass& at(int64_t q_tile, int64_t k_tile) { return classes[q_tile * k_tiles + k_tile]; }
 };
 
-// Write the records of one axis: `own` tiles whose classes lie `own_step` apart, each over `other` tiles.
+// Write `count` records of one axis: of `own` tiles whose classes lie `own_step` apart, each over `other` tiles, and empty
+// ones behind them.
 void write_records(const TileClass* classes, int64_t own, int64_t own_step, int64_t other, int64_t other_step,
-                   int32_t* records, int64_t record_words) {
+                   int32_t* records, int64_t count, int64_t record_words) {
   const int64_t capacity = record_words - 4;
-  std::vector<int64_t> work(static_cast<size_t>(own)), ranked(static_cast<size_t>(own));
+  std::vector<int64_t> work(static_cast<size_t>(count)), ranked(static_cast<size_t>(count));
   for (int64_t t = 0; t < own; ++t) {
     int32_t* record = records + t * record_words;
     int64_t total = 0;
@@ -57,7 +58,8 @@ void write_records(const TileClass* classes, int64_t own, int64_t own_step, int6
   }
   std::iota(ranked.begin(), ranked.end(), 0);
   std::stable_sort(ranked.begin(), ranked.end(), [&](int64_t a, int64_t b) { return work[a] > work[b]; });
-  for (int64_t r = 0; r < own; ++r) records[r * record_words] = static_cast<int32_t>(ranked[r]);
+  for (int64_t t = own; t < count; ++t) std::fill_n(records + t * record_words, 4, 0);
+  for (int64_t r = 0; r < count; ++r) records[r * record_words] = static_cast<int32_t>(ranked[r]);
 }
 
 void check_output(const at::Tensor& tensor) {
@@ -68,15 +70,16 @@ void check_output(const at::Tensor& tensor) {
 void write_lists(std::vector<Grid>& grids, const at::Tensor& row_tiles, const at::Tensor& col_tiles) {
   int32_t* rows = row_tiles.data_ptr<int32_t>();
   int32_t* cols = col_tiles.data_ptr<int32_t>();
+  const int64_t row_records = row_tiles.size(2), col_records = col_tiles.size(2);
   const int64_t row_words = row_tiles.size(3), col_words = col_tiles.size(3);
   for_each_item(static_cast<int64_t>(grids.size()), [&] {
     return [&](int64_t item) {
       const Grid& grid = grids[item];
       const TileClass* classes = grid.classes.data();
-      write_records(classes, grid.q_tiles, grid.k_tiles, grid.k_tiles, 1, rows + item * grid.q_tiles * row_words,
-                    row_words);
-      write_records(classes, grid.k_tiles, 1, grid.q_tiles, grid.k_tiles, cols + item * grid.k_tiles * col_words,
-                    col_words);
+      write_records(classes, grid.q_tiles, grid.k_tiles, grid.k_tiles, 1, rows + item * row_records * row_words,
+                    row_records, row_words);
+      write_records(classes, grid.k_tiles, 1, grid.q_tiles, grid.k_tiles, cols + item * col_records * col_words,
+                    col_records, col_words);
     };
   });
 }
@@ -215,7 +218,7 @@ void pack_mask(const at::Tensor& mask, const MaybeTensor& q_segments, const Mayb
                const at::Tensor& row_bits, const at::Tensor& col_bits) {
   for (const at::Tensor* tensor : {&row_tiles, &col_tiles, &row_bits, &col_bits}) check_output(*tensor);
   const int64_t batch = row_tiles.size(0), heads = row_tiles.size(1), seqlen_k = mask.size(3);
-  const int64_t q_tiles = row_tiles.size(2), k_tiles = col_tiles.size(2);
+  const int64_t q_tiles = ceil_div(seqlen_q, kTile), k_tiles = ceil_div(seqlen_k, kTile);
   const at::Tensor q_ids = ids_of(q_segments), k_ids = ids_of(k_segments);
   const MaskReader reader(mask, heads);
   const Band band = Band::from(band_lo, band_hi);
@@ -238,7 +241,7 @@ void list_tiles(const MaybeTensor& q_segments, const at::Tensor& k_segments, int
                 int64_t band_hi, const at::Tensor& row_tiles, const at::Tensor& col_tiles) {
   for (const at::Tensor* tensor : {&row_tiles, &col_tiles}) check_output(*tensor);
   const int64_t batch = row_tiles.size(0), heads = row_tiles.size(1), seqlen_k = k_segments.size(-1);
-  const int64_t q_tiles = row_tiles.size(2), k_tiles = col_tiles.size(2);
+  const int64_t q_tiles = ceil_div(seqlen_q, kTile), k_tiles = ceil_div(seqlen_k, kTile);
   const at::Tensor q_ids = ids_of(q_segments), k_ids = ids_of(k_segments);
   const Band band = Band::from(band_lo, band_hi);
   std::vector<Grid> grids(static_cast<size_t>(batch * heads), Grid(q_tiles, k_tiles));

@@ -88,8 +88,44 @@ void add_sequences(Problem& problem, const Arguments& arguments) {
   }
 }
 
+void add_dropout(Problem& problem, const Arguments& arguments) {
+  TORCH_CHECK_VALUE(arguments.drop_below >= 0 && arguments.drop_below <= int64_t{1} << 24,
+                    "drop_below must be an integer from 0 to 2^24, got ", arguments.drop_below);
+  if (arguments.drop_below == 0) return;
+  Dropout& dropout = problem.dropout;
+  TORCH_CHECK_VALUE(arguments.seed.has_value(), "dropout needs a seed");
+  const at::Tensor& seed = *arguments.seed;
+  TORCH_CHECK_VALUE(seed.dim() == 2 && (seed.size(0) == 1 || seed.size(0) == problem.batch) &&
+                        (seed.size(1) == 1 || seed.size(1) == problem.heads),
+                    "seed must have shape (", problem.batch, " or 1, ", problem.heads, " or 1), got ", seed.sizes());
+  TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "seed must be int64, got ", seed.scalar_type());
+  const at::Tensor seeds = seed.contiguous();
+  const int64_t* first = seeds.const_data_ptr<int64_t>();
+  dropout.seeds.assign(first, first + seeds.numel());
+  dropout.seed_batches = seeds.size(0);
+  dropout.seed_heads = seeds.size(1);
+  dropout.drop_below = static_cast<uint32_t>(arguments.drop_below);
+  dropout.scale = arguments.dropout_scale;
+  dropout.q_origin = arguments.q_origin;
+  dropout.k_origin = arguments.k_origin;
+}
+
 at::Tensor contiguous_or_none(const MaybeTensor& tensor, at::ScalarType dtype) {
   return tensor.has_value() ? tensor->to(dtype).contiguous() : at::Tensor();
+}
+
+void add_intervals(Problem& problem, const Arguments& arguments) {
+  if (!arguments.start.has_value()) return;
+  const MaskTensors& mask = problem.mask;
+  const int64_t batch = mask.start.size(0), heads = mask.start.size(1), keys = mask.start.size(2);
+  const auto part = [&](const at::Tensor& tensor, int64_t index) {
+    return tensor.defined() ? tensor.const_data_ptr<int32_t>() + index * keys : nullptr;
+  };
+  problem.interval_heads = heads;
+  for (int64_t index = 0; index < batch * heads; ++index)
+    problem.intervals.emplace_back(part(mask.start, index), part(mask.end, index), part(mask.hidden_from, index),
+                                   part(mask.hidden_to, index), keys, arguments.query.size(1));
+  if (arguments.at_most.has_value()) check_promise(problem, *arguments.at_most);
 }
 
 }  // namespace
@@ -119,15 +155,14 @@ Problem make_problem(const Arguments& arguments) {
   problem.mask.col_bits = contiguous_or_none(arguments.col_bits, at::kInt);
   problem.mask.q_segments = contiguous_or_none(arguments.q_segments, at::kLong);
   problem.mask.k_segments = contiguous_or_none(arguments.k_segments, at::kLong);
+  problem.mask.start = contiguous_or_none(arguments.start, at::kInt);
+  problem.mask.end = contiguous_or_none(arguments.end, at::kInt);
+  problem.mask.hidden_from = contiguous_or_none(arguments.hidden_from, at::kInt);
+  problem.mask.hidden_to = contiguous_or_none(arguments.hidden_to, at::kInt);
   problem.scale = arguments.softmax_scale;
   problem.softcap = arguments.softcap;
-  if (arguments.dropout_p > 0) {
-    TORCH_CHECK_VALUE(arguments.seed.has_value(), "dropout needs a seed");
-    problem.dropout.active = true;
-    problem.dropout.seed = static_cast<uint64_t>(arguments.seed->flatten().select(0, 0).item<int64_t>());
-    problem.dropout.drop_below = static_cast<uint32_t>(arguments.drop_below);
-    problem.dropout.keep_factor = arguments.dropout_p < 1 ? 1 / (1 - arguments.dropout_p) : 0;
-  }
+  add_dropout(problem, arguments);
+  add_intervals(problem, arguments);
   return problem;
 }
 

@@ -4,12 +4,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <new>
 #include <optional>
 #include <vector>
 
+#include "intervals.h"
 #include "tile_math.h"
 
 namespace dmattn {
@@ -77,16 +79,22 @@ struct Bias {
   }
 };
 
-// A mask (DESIGN.md): tile lists, bits and segments; each may be missing.
+// A mask (DESIGN.md): tile lists, bits, segments and intervals; each may be missing.
 struct MaskTensors {
-  at::Tensor row_tiles, col_tiles, row_bits, col_bits, q_segments, k_segments;
+  at::Tensor row_tiles, col_tiles, row_bits, col_bits, q_segments, k_segments, start, end, hidden_from, hidden_to;
 };
 
 struct Dropout {
-  uint64_t seed = 0;
-  uint32_t drop_below = 0;  // 24-bit threshold of problem.py
-  double keep_factor = 1;
-  bool active = false;
+  std::vector<uint64_t> seeds;  // [1 or B, 1 or H]
+  int64_t seed_batches = 1, seed_heads = 1;
+  uint32_t drop_below = 0;  // 24-bit threshold of problem.py; 0 drops nothing
+  double scale = 1;         // of the weights that are kept
+  int64_t q_origin = 0, k_origin = 0;
+
+  explicit operator bool() const { return drop_below > 0; }
+  uint64_t seed(int64_t batch, int64_t head) const {
+    return seeds[(seed_batches == 1 ? 0 : batch) * seed_heads + (seed_heads == 1 ? 0 : head)];
+  }
 };
 
 struct Problem {
@@ -96,27 +104,54 @@ struct Problem {
   Rows query, key, value;
   Bias bias;
   MaskTensors mask;
+  std::vector<Intervals> intervals;  // [1 or B, heads of the mask], of the tensors in `mask`
+  int64_t interval_heads = 0;
   Dropout dropout;
   double scale, softcap;
 
   const Sequence& sequence(int64_t batch_index) const { return sequences[batch_index]; }
+  // The place in `intervals` of a query head, and those intervals; null where the mask has none.
+  int64_t interval_head(int64_t batch_index, int64_t head) const {
+    const bool shared = static_cast<int64_t>(intervals.size()) == interval_heads;
+    return (shared ? 0 : batch_index * interval_heads) + head * interval_heads / heads;
+  }
+  const Intervals* intervals_of(int64_t batch_index, int64_t head) const {
+    return intervals.empty() ? nullptr : &intervals[interval_head(batch_index, head)];
+  }
 };
 
 // The arguments that forward and backward share, in the order of the operators' schemas.
 struct Arguments {
   const at::Tensor &query, &key, &value;
-  const MaybeTensor &bias, &row_tiles, &col_tiles, &row_bits, &col_bits, &q_segments, &k_segments, &seed, &cu_seqlens_q,
-      &cu_seqlens_k;
+  const MaybeTensor &bias, &row_tiles, &col_tiles, &row_bits, &col_bits, &q_segments, &k_segments, &start, &end,
+      &hidden_from, &hidden_to;
+  std::optional<int64_t> at_most;
+  const MaybeTensor &seed, &cu_seqlens_q, &cu_seqlens_k;
   bool top_left;
-  int64_t band_lo, band_hi;
-  double softmax_scale, softcap, dropout_p;
+  int64_t band_lo, band_hi, q_origin, k_origin;
+  double softmax_scale, softcap;
   int64_t drop_below;
+  double dropout_scale;
 };
 
 Element element_of(const at::Tensor& tensor);
 Rows rows_of(const at::Tensor& tensor);
 Bias bias_of(const at::Tensor& tensor);
 Problem make_problem(const Arguments& arguments);
+
+// `x` as a finite T of its sign, where it is finite.
+template <typename T>
+T in_range(double x) {
+  constexpr double largest = std::numeric_limits<T>::max();
+  return static_cast<T>(std::isfinite(x) ? std::clamp(x, -largest, largest) : x);
+}
+
+// Zeros where the call has no soft cap.
+template <typename T>
+SoftCap<T> softcap_of(const Problem& problem) {
+  if (problem.softcap == 0) return {};
+  return {in_range<T>(problem.scale), in_range<T>(problem.scale / problem.softcap), in_range<T>(problem.softcap)};
+}
 
 template <typename T>
 PerQuery<T> per_query_of(const at::Tensor& tensor) {

@@ -23,7 +23,7 @@ struct Bits {
   int64_t stride = 0;
 };
 
-// Running softmax of a tile of queries: out = acc / sum, lse = ln 2 * max + ln(sum). `max` is in base-2 units.
+// Running softmax of a tile of queries: out = acc / sum, lse = max + ln(sum).
 template <typename T>
 struct Softmax {
   T* max;
@@ -33,11 +33,19 @@ struct Softmax {
   bool has_acc;  // false before the first tile: acc is then uninitialised
 };
 
-// What the backward knows of each query of a tile: lse * log2(e) (+inf where the row is empty), and delta.
+// What the backward knows of each query of a tile. P = exp((score - lse) - lse_tail), subtracted in this order: their sum
+// would be rounded at the size of the scores. lse is +inf where the row is empty.
 template <typename T>
 struct QueryStatistics {
-  const T* lse2;
+  const T* lse;
+  const T* lse_tail;
   const T* delta;
+};
+
+// softcap * tanh(scale / softcap * product), with every number brought inside the range of T.
+template <typename T>
+struct SoftCap {
+  T scale, inner, cap;  // inner = scale / cap
 };
 
 template <typename T>
@@ -48,10 +56,11 @@ struct TileMath {
   // target[c, r] = source[r, c]; rows and cols are multiples of 16.
   void (*transpose)(const T* source, int64_t source_stride, int64_t rows, int64_t cols, T* target,
                     int64_t target_stride);
-  // scores = softcap * tanh(scale / softcap * scores); slope (may be null) = 1 - tanh^2.
-  void (*cap)(T* scores, int64_t rows, int64_t cols, T scale, T softcap, T* slope);
-  // scores = factor * scores + bias, over `valid_rows` x `valid_cols` elements; row_stride in bytes (0: the same row).
-  void (*add_bias)(T* scores, int64_t valid_rows, int64_t valid_cols, T factor, const void* bias, Element element,
+  // scores = cap * tanh(inner * scores); slope (may be null) = 1 - tanh^2.
+  void (*cap)(T* scores, int64_t rows, int64_t cols, const SoftCap<T>& softcap, T* slope);
+  // scores = factor * scores + bias, rounded once, over `rows` x `cols` elements, of which `valid_cols` have a bias;
+  // row_stride in bytes (0: the same row).
+  void (*add_bias)(T* scores, int64_t rows, int64_t valid_cols, T factor, const void* bias, Element element,
                    int64_t row_stride);
   // scores = factor * scores + bias[row].
   void (*add_row_bias)(T* scores, int64_t rows, int64_t cols, T factor, const T* bias);
@@ -62,11 +71,14 @@ struct TileMath {
   // scores become probabilities (after dropout), grad_probs becomes P * (dP - delta). Rows are keys, columns queries.
   void (*gradient_step)(T* scores, T* grad_probs, int64_t rows, int64_t cols, T factor, Bits visible, Bits keep,
                         T keep_factor, const QueryStatistics<T>& statistics);
+  // A value of 0 stays 0, also beside NaN.
   void (*multiply)(T* values, const T* factors, int64_t rows, int64_t cols);
   void (*add)(T* target, const T* source, int64_t n);
   void (*add_row_sums)(T* target, const T* values, int64_t valid_rows, int64_t cols);
   // target[c] = sum over rows of left[r, c] * right[r, c].
   void (*column_dots)(const T* left, const T* right, int64_t rows, int64_t cols, T* target);
+  // Whether `n` values, a multiple of 16, hold neither infinity nor NaN.
+  bool (*finite)(const T* values, int64_t n);
 };
 
 struct BitMath {
@@ -76,10 +88,12 @@ struct BitMath {
   void (*nonzero)(const char* row, int64_t stride, int64_t size, uint64_t significant, int64_t n, uint32_t* words);
   // target bit (c, r) = source bit (r, c) for a 128 x 128 tile; strides in words.
   void (*transpose)(const uint32_t* source, int64_t source_stride, uint32_t* target, int64_t target_stride);
-  // Dropout of one query over 128 keys from `first_key` (a multiple of 4): bit c is set where key first_key + c is
+  // Dropout of one query over 128 keys in groups of four from `first_group`: bit c is set where key 4 first_group + c is
   // kept.
-  void (*philox_keep)(uint64_t seed, uint32_t query, uint32_t batch_head, uint32_t first_key, uint32_t threshold,
-                      uint32_t* words);
+  void (*philox_keep)(uint64_t seed, uint32_t query, uint32_t first_group, uint32_t threshold, uint32_t* words);
+  // The same for the 128 keys at `positions`.
+  void (*philox_keep_at)(uint64_t seed, uint32_t query, const uint32_t* positions, uint32_t threshold,
+                         uint32_t* words);
 };
 
 // The best instruction set this processor has, as torch sees it (ATEN_CPU_CAPABILITY is respected).

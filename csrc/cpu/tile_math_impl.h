@@ -93,33 +93,41 @@ void transpose(const T* source, int64_t source_stride, int64_t rows, int64_t col
 // ---- scores ----
 
 template <typename T>
-void cap(T* scores, int64_t rows, int64_t cols, T scale, T softcap, T* slope) {
-  const T inner = scale / softcap;
+void cap(T* scores, int64_t rows, int64_t cols, const SoftCap<T>& softcap, T* slope) {
+  constexpr T linear = Constants<T>::linear_tanh;
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = 0; c < cols; c += kLanes<T>) {
       T* at = scores + r * kTile + c;
-      const Vec<T> t = tanh_vector<T>(load_vector<T>(at) * inner);
-      store_vector<T>(at, t * softcap);
+      const Vec<T> product = load_vector<T>(at), x = product * softcap.inner;
+      const Vec<T> t = tanh_vector<T>(x);
+      // A cap far above the scores makes x denormal, so that it has lost its digits.
+      store_vector<T>(at, (x < linear) & (x > -linear) ? product * softcap.scale : t * softcap.cap);
       if (slope) store_vector<T>(slope + r * kTile + c, 1 - t * t);
     }
   }
 }
 
 template <typename T>
-void add_bias(T* scores, int64_t valid_rows, int64_t valid_cols, T factor, const void* bias, Element element,
+void add_bias(T* scores, int64_t rows, int64_t valid_cols, T factor, const void* bias, Element element,
               int64_t row_stride) {
-  T row[kTile];
-  for (int64_t r = 0; r < valid_rows; ++r) {
+  T row[kTile] = {};
+  for (int64_t r = 0; r < rows; ++r) {
     if (r == 0 || row_stride != 0) load<T>(static_cast<const char*>(bias) + r * row_stride, element, valid_cols, row);
-    T* at = scores + r * kTile;
-    for (int64_t c = 0; c < valid_cols; ++c) at[c] = at[c] * factor + row[c];
+    for (int64_t c = 0; c < valid_cols; c += kLanes<T>) {
+      T* at = scores + r * kTile + c;
+      store_vector<T>(at, multiply_add<T>(load_vector<T>(at), splat<T>(factor), load_vector<T>(row + c)));
+    }
   }
 }
 
 template <typename T>
 void add_row_bias(T* scores, int64_t rows, int64_t cols, T factor, const T* bias) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < cols; ++c) scores[r * kTile + c] = scores[r * kTile + c] * factor + bias[r];
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; c += kLanes<T>) {
+      T* at = scores + r * kTile + c;
+      store_vector<T>(at, multiply_add<T>(load_vector<T>(at), splat<T>(factor), splat<T>(bias[r])));
+    }
+  }
 }
 
 template <typename T, bool Masked>
@@ -134,7 +142,7 @@ DMATTN_INLINE void softmax_rows(T* scores, int64_t cols, T factor, const uint32_
       T* at = scores + r * kTile + c;
       Vec<T> x = load_vector<T>(at) * factor;
       if constexpr (Masked) x = selected<T>(words + r * stride, c) ? x : lowest;
-      store_vector<T>(at, x);  // rounded here: a fused multiply-subtract below would not give exp2(0) for the maximum
+      store_vector<T>(at, x);  // rounded here, as in the backward: exp(0) for the maximum
       best = x > best ? x : best;
     }
     store_vector<T>(block + r * n, best);
@@ -142,8 +150,8 @@ DMATTN_INLINE void softmax_rows(T* scores, int64_t cols, T factor, const uint32_
   const Vec<T> old = load_vector<T>(max);
   const Vec<T> seen = row_maxima<T>(block);
   const Vec<T> now = seen > old ? seen : old;
-  const Vec<T> reference = now == lowest ? Vec<T>{} : now;  // a row without keys so far: exp2(-inf - 0) is 0, not NaN
-  const Vec<T> rescale = exp2_vector<T>(old - reference);
+  const Vec<T> reference = now == lowest ? Vec<T>{} : now;  // a row without keys so far: exp(-inf - 0) is 0, not NaN
+  const Vec<T> rescale = exp_vector<T>(old - reference);
   T shift[n];
   store_vector<T>(shift, reference);
   store_vector<T>(max, now);
@@ -152,13 +160,13 @@ DMATTN_INLINE void softmax_rows(T* scores, int64_t cols, T factor, const uint32_
     Vec<T> total{};
     for (int64_t c = 0; c < cols; c += n) {
       T* at = scores + r * kTile + c;
-      const Vec<T> p = exp2_vector<T>(load_vector<T>(at) - shift[r]);
+      const Vec<T> p = exp_vector<T>(load_vector<T>(at) - shift[r]);
       store_vector<T>(at, p);
       total += p;
     }
     store_vector<T>(block + r * n, total);
   }
-  store_vector<T>(sum, load_vector<T>(sum) * rescale + row_sums<T>(block));
+  store_vector<T>(sum, multiply_add<T>(load_vector<T>(sum), rescale, row_sums<T>(block)));
 }
 
 template <typename T>
@@ -200,7 +208,9 @@ DMATTN_INLINE void gradient_rows(T* scores, T* grad_probs, int64_t rows, int64_t
     for (int64_t c = 0; c < cols; c += kLanes<T>) {
       T* at = scores + r * kTile + c;
       T* grad_at = grad_probs + r * kTile + c;
-      Vec<T> p = exp2_vector<T>(load_vector<T>(at) * factor - load_vector<T>(statistics.lse2 + c));
+      const Vec<T> score = load_vector<T>(at) * factor;  // rounded as in the forward
+      const Vec<T> x = (score - load_vector<T>(statistics.lse + c)) - load_vector<T>(statistics.lse_tail + c);
+      const Vec<T> p = exp_vector<T>(x > 0 ? Vec<T>{} : x);  // rounding may not make a weight larger than 1
       Vec<T> grad = load_vector<T>(grad_at), dropped = p;
       if constexpr (Dropped) {
         const IntVec<T> kept = selected<T>(keep.words + r * keep.stride, c);
@@ -229,8 +239,13 @@ void gradient_step(T* scores, T* grad_probs, int64_t rows, int64_t cols, T facto
 
 template <typename T>
 void multiply(T* values, const T* factors, int64_t rows, int64_t cols) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < cols; ++c) values[r * kTile + c] *= factors[r * kTile + c];
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; c += kLanes<T>) {
+      T* at = values + r * kTile + c;
+      const Vec<T> value = load_vector<T>(at);
+      store_vector<T>(at, value == 0 ? Vec<T>{} : value * load_vector<T>(factors + r * kTile + c));
+    }
+  }
 }
 
 template <typename T>
@@ -262,9 +277,16 @@ void column_dots(const T* left, const T* right, int64_t rows, int64_t cols, T* t
   for (int64_t c = 0; c < cols; c += kLanes<T>) {
     Vec<T> total{};
     for (int64_t r = 0; r < rows; ++r)
-      total += load_vector<T>(left + r * kTile + c) * load_vector<T>(right + r * kTile + c);
+      total = multiply_add_exactly<T>(load_vector<T>(left + r * kTile + c), load_vector<T>(right + r * kTile + c), total);
     store_vector<T>(target + c, total);
   }
+}
+
+template <typename T>
+bool finite(const T* values, int64_t n) {
+  Vec<T> total{};  // stays 0, unless something times 0 is NaN
+  for (int64_t k = 0; k < n; k += kLanes<T>) total += load_vector<T>(values + k) * T(0);
+  return lanes_total<T>(total) == 0;
 }
 
 // ---- bits ----
@@ -325,15 +347,12 @@ void transpose_bits(const uint32_t* source, int64_t source_stride, uint32_t* tar
   }
 }
 
-// Philox4x32-10: one call for four neighbouring keys, 32 calls side by side.
-void philox_keep(uint64_t seed, uint32_t query, uint32_t batch_head, uint32_t first_key, uint32_t threshold,
-                 uint32_t* words) {
-  constexpr int calls = kTile / 4;
-  uint32_t x[4][calls];
+// Philox4x32-10, `calls` of them side by side, of the counters (x[0], query, 0, 0); x receives the four words of each.
+template <int calls>
+DMATTN_INLINE void philox(uint64_t seed, uint32_t query, uint32_t (*x)[calls]) {
   for (int k = 0; k < calls; ++k) {
-    x[0][k] = (first_key >> 2) + static_cast<uint32_t>(k);
     x[1][k] = query;
-    x[2][k] = batch_head;
+    x[2][k] = 0;
     x[3][k] = 0;
   }
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
@@ -346,6 +365,14 @@ void philox_keep(uint64_t seed, uint32_t query, uint32_t batch_head, uint32_t fi
       x[3][k] = static_cast<uint32_t>(a);
     }
   }
+}
+
+// One call for four neighbouring keys.
+void philox_keep(uint64_t seed, uint32_t query, uint32_t first_group, uint32_t threshold, uint32_t* words) {
+  constexpr int calls = kTile / 4;
+  uint32_t x[4][calls];
+  for (int k = 0; k < calls; ++k) x[0][k] = first_group + static_cast<uint32_t>(k);
+  philox<calls>(seed, query, x);
   for (int w = 0; w < kTileWords; ++w) {
     uint32_t word = 0;
     for (int k = 0; k < 8; ++k)
@@ -354,10 +381,22 @@ void philox_keep(uint64_t seed, uint32_t query, uint32_t batch_head, uint32_t fi
   }
 }
 
+void philox_keep_at(uint64_t seed, uint32_t query, const uint32_t* positions, uint32_t threshold, uint32_t* words) {
+  uint32_t x[4][kTile];
+  for (int k = 0; k < kTile; ++k) x[0][k] = positions[k] >> 2;
+  philox<kTile>(seed, query, x);
+  for (int w = 0; w < kTileWords; ++w) {
+    uint32_t word = 0;
+    for (int k = 0; k < 32; ++k) word |= uint32_t{(x[positions[32 * w + k] & 3][32 * w + k] >> 8) >= threshold} << k;
+    words[w] = word;
+  }
+}
+
 template <typename T>
 constexpr TileMath<T> make_tile_math() {
-  return {load<T>, store<T>,         transpose<T>, cap<T>, add_bias<T>,     add_row_bias<T>, softmax_step<T>,
-          drop<T>, gradient_step<T>, multiply<T>,  add<T>, add_row_sums<T>, column_dots<T>};
+  return {load<T>,         store<T>, transpose<T>,     cap<T>,      add_bias<T>, add_row_bias<T>,
+          softmax_step<T>, drop<T>,  gradient_step<T>, multiply<T>, add<T>,      add_row_sums<T>,
+          column_dots<T>,  finite<T>};
 }
 
 }  // namespace
@@ -368,7 +407,7 @@ extern const TileMath<double> math_f64;
 extern const BitMath bits;
 constinit const TileMath<float> math_f32 = make_tile_math<float>();
 constinit const TileMath<double> math_f64 = make_tile_math<double>();
-constinit const BitMath bits = {equal_ids, nonzero, transpose_bits, philox_keep};
+constinit const BitMath bits = {equal_ids, nonzero, transpose_bits, philox_keep, philox_keep_at};
 }  // namespace DMATTN_ISA
 
 }  // namespace dmattn

@@ -7,6 +7,12 @@
 #include <type_traits>
 #include <utility>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 namespace dmattn {
 namespace {
 
@@ -41,6 +47,43 @@ DMATTN_INLINE Vec<T> splat(T x) {
   return x - Vec<T>{};
 }
 
+// a * b + c, rounded once where the processor has an instruction for it. Written out, because compilers contract products
+// and sums or leave them alone as they and their options like, and because the forward and the backward must round a
+// score alike.
+template <typename T>
+DMATTN_INLINE Vec<T> multiply_add(Vec<T> a, Vec<T> b, Vec<T> c) {
+#if defined(__x86_64__) && VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4)
+    return (Vec<T>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  else
+    return (Vec<T>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__x86_64__) && VECTOR_BYTES == 32
+  if constexpr (sizeof(T) == 4)
+    return (Vec<T>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  else
+    return (Vec<T>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(__aarch64__)
+  if constexpr (sizeof(T) == 4)
+    return (Vec<T>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+  else
+    return (Vec<T>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// a * b + c rounded once on every processor, slowly where it has no instruction for it.
+template <typename T>
+DMATTN_INLINE Vec<T> multiply_add_exactly(Vec<T> a, Vec<T> b, Vec<T> c) {
+#if defined(__x86_64__) && VECTOR_BYTES == 16
+  for (int k = 0; k < kLanes<T>; ++k)
+    c[k] = sizeof(T) == 4 ? static_cast<T>(__builtin_fmaf(a[k], b[k], c[k])) : __builtin_fma(a[k], b[k], c[k]);
+  return c;
+#else
+  return multiply_add<T>(a, b, c);
+#endif
+}
+
 template <typename T>
 struct Constants;
 
@@ -49,7 +92,9 @@ struct Constants<float> {
   static constexpr int mantissa = 23;
   static constexpr int32_t one_bits = 127 << 23;
   static constexpr float round_magic = 12582912.0f;  // 1.5 * 2^23
-  static constexpr float exp2_floor = -126.0f;
+  static constexpr float exp_floor = -87.33654f;  // ln(2^-126)
+  static constexpr float largest = 3.40282347e+38f;
+  static constexpr float linear_tanh = 0x1p-12f;  // below it tanh(x) rounds to x
   static constexpr float log2e = 1.44269504f;
   // 2^f on [-0.5, 0.5], minimax of the relative error: 1.9e-9
   static constexpr float exp2[] = {1.0f,           0.693147206f,   0.240226469f,   0.0555032878f,
@@ -61,7 +106,9 @@ struct Constants<double> {
   static constexpr int mantissa = 52;
   static constexpr int64_t one_bits = int64_t{1023} << 52;
   static constexpr double round_magic = 6755399441055744.0;  // 1.5 * 2^52
-  static constexpr double exp2_floor = -1022.0;
+  static constexpr double exp_floor = -708.39641853226408;  // ln(2^-1022)
+  static constexpr double largest = 1.7976931348623157e+308;
+  static constexpr double linear_tanh = 0x1p-27;
   static constexpr double log2e = 1.4426950408889634;
   // ln(2)^k / k!, whose remainder on [-0.5, 0.5] is 2e-16
   static constexpr double exp2[] = {1.0,
@@ -79,19 +126,29 @@ struct Constants<double> {
                                     2.5678435993488205e-11};
 };
 
-// 2^x for x < 128 (1024): 0 below the smallest normal number and for -inf, NaN for NaN.
+// e^x for x < 88 (709): 0 below the logarithm of the smallest normal number and for -inf, NaN for NaN, 1 for 0.
 template <typename T>
-DMATTN_INLINE Vec<T> exp2_vector(Vec<T> x) {
+DMATTN_INLINE Vec<T> exp_vector(Vec<T> x) {
   using C = Constants<T>;
   constexpr int terms = sizeof(C::exp2) / sizeof(T);
-  const Vec<T> rounded = x + C::round_magic;  // the low mantissa bits now hold round(x)
-  const Vec<T> f = x - (rounded - C::round_magic);
+  const Vec<T> log2e = splat<T>(C::log2e);
+  const Vec<T> rounded = multiply_add<T>(x, log2e, splat<T>(C::round_magic));  // the low bits now hold round(x log2(e))
+  const Vec<T> n = rounded - C::round_magic, f = multiply_add<T>(x, log2e, -n);
   Vec<T> poly = splat<T>(C::exp2[terms - 1]);
 #pragma GCC unroll 16
-  for (int k = terms - 2; k >= 0; --k) poly = poly * f + C::exp2[k];
+  for (int k = terms - 2; k >= 0; --k) poly = multiply_add<T>(poly, f, splat<T>(C::exp2[k]));
+#if defined(__x86_64__) && VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4)
+    return (Vec<T>)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(C::exp_floor), _CMP_NLT_UQ),
+                                          (__m512)poly, (__m512)n);
+  else
+    return (Vec<T>)_mm512_maskz_scalef_pd(_mm512_cmp_pd_mask((__m512d)x, _mm512_set1_pd(C::exp_floor), _CMP_NLT_UQ),
+                                          (__m512d)poly, (__m512d)n);
+#else
   const IntVec<T> power = ((IntVec<T>)rounded << C::mantissa) + C::one_bits;
   const Vec<T> result = poly * (Vec<T>)power;
-  return x < C::exp2_floor ? Vec<T>{} : result;
+  return x < C::exp_floor ? Vec<T>{} : result;
+#endif
 }
 
 // tanh, after Cephes: a polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel.
@@ -99,7 +156,7 @@ template <typename T>
 DMATTN_INLINE Vec<T> tanh_vector(Vec<T> x) {
   const Vec<T> magnitude = x < 0 ? -x : x;
   const Vec<T> clamped = magnitude > 20 ? splat<T>(20) : magnitude;
-  const Vec<T> far = 1 - 2 / (exp2_vector<T>(clamped * (2 * Constants<T>::log2e)) + 1);
+  const Vec<T> far = 1 - 2 / (exp_vector<T>(clamped * 2) + 1);
   const Vec<T> z = x * x;
   Vec<T> near;
   if constexpr (sizeof(T) == 4) {

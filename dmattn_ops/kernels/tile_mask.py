@@ -1,11 +1,13 @@
 """Masks on CUDA: read a dense mask once, and write the lists and bits of its tiles (layout: DESIGN.md).
 
-`pack_mask` is two launches: pack (a program for four tiles) and lists (a few programs); ranks are a third above 128
-tiles a side. `list_tiles` begins with the ranges of segments in each tile instead. Outputs are contiguous.
+`pack_mask` launches two kernels: one packs bits and classifies tiles (a program for every four tiles), one writes the lists
+from the classes. Above 128 tiles a side a third kernel sorts the lists by their length. `list_tiles` first computes the
+range of the segment ids in each tile, and the same kernel writes the lists from the ranges. Outputs are contiguous.
 
-A program packs 2 x 2 tiles so that it writes whole sectors of 32 bytes of both orientations: a tile alone writes
-halves, and took 1.6 times the time for random masks. H200, triton 3.6, 2026-11-20, mask bytes over the time of all
-launches in a CUDA graph, bool [2, 8, 8192, 8192]: random 3.31 TB/s, 128-blocks 4.26 (a copy reads and writes 4.22).
+A program packs 2 x 2 tiles, so that it writes whole sectors of 32 bytes in both orientations. A program for one tile would
+write half sectors; it took 1.6 times as long for random masks. H200, triton 3.6, 2026-11-20, bytes of the mask over the
+time of all launches in a CUDA graph, bool [2, 8, 8192, 8192]: random 3.31 TB/s, 128-blocks 4.26 (a copy reads and writes 4.22).
+In the functions below, `own` are the tiles of the side whose lists are written, `other` those of the other side.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ _HULL = tl.constexpr(HULL)
 _BYTES = (torch.bool, torch.uint8, torch.int8)
 _LONGEST_ROW = 1 << 26  # bytes from row to row with which the words of a tile have 32-bit offsets
 _LISTS = 16  # lists that one program writes
-_RANKED_TILES = 128  # up to here a program that writes lists can rank all tiles of a side
+_RANKED_TILES = 128  # up to this many tiles a side, the program that writes the lists also sorts them by length
 _RANGE_TILES = 8  # tiles of segments in a program of `_segment_ranges`
 
 
 @triton.jit
 def _load_aligned(tile, stride_q, row, rows_left, columns_left):
-    """Load bytes [16, 8, 64 words]; every word is loaded whole: rows begin and end at multiples of 16 bytes."""
+    """Load bytes [16, 8, 64 words] of rows that begin and end at multiples of 16 bytes, so that every word is loaded whole."""
     word = tl.arange(0, 64)[None, None, :]
     inside = (row < rows_left) & (word < columns_left // 4)
     words = tile.to(tl.pointer_type(tl.uint32), bitcast=True) + row * (stride_q // 4) + word
@@ -71,7 +73,7 @@ def _load_tail(last, tail):
 
 @triton.jit
 def _from_byte(word, n):
-    """Move a word's bytes up by `n`, 0 to 4: in two shifts, because no shift by 32 is defined."""
+    """Shift a word up by `n` bytes, 0 to 4. Two shifts are needed, because a shift by 32 bits is not defined."""
     half = (4 * n).to(tl.uint32)
     return (word << half) << half
 
@@ -161,7 +163,7 @@ def _pack_row_of_tiles(
         if not ALIGNED:
             if columns_left < 2 * _TILE:
                 flags &= _between_bytes(tl.zeros([16, 8, 64], tl.int32), columns_left - column)
-        # Bits 7, 15, 23 and 31 move to 28..31; no two partial products meet, so nothing carries.
+        # This product moves bits 7, 15, 23 and 31 to bits 28 to 31. No two partial products overlap, so there is no carry.
         nibbles = (flags * 0x204081) >> 28
         places = (4 * (tl.arange(0, 64) % 8)[None, None, :]).to(tl.uint32)
         words = tl.sum(tl.reshape(nibbles << places, [16, 8, 8, 8]), axis=3)
@@ -241,7 +243,7 @@ def _write_ranges(segments, ranges, program, seqlen, tiles, count, TILES: tl.con
 
 @triton.jit
 def _classes_by_map(classes, own, other, own_count, other_count, is_row, col_count):
-    """Load classes [OWN, OTHER] of one matrix; `is_row` says that a row's tiles are wanted, not a column's."""
+    """Load the classes [OWN, OTHER] of one matrix. `is_row`: lists of query tiles are written, otherwise lists of key tiles."""
     row = tl.where(is_row, own[:, None], other[None, :])
     col = tl.where(is_row, other[None, :], own[:, None])
     inside = (own < own_count)[:, None] & (other < other_count)[None, :]
@@ -253,7 +255,7 @@ def _classes_by_range(
     own_ranges, other_ranges, own, other, own_count, other_count, own_length, other_length, is_row,
     band_lo, band_hi, HAS_Q_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Classify tiles [OWN, OTHER] by the ranges of their segments and the band; queries without segments are all 0."""
+    """Classify tiles [OWN, OTHER] by the ranges of their segment ids and the band. Queries without segments have id 0."""
     own_read = (own < own_count) & (HAS_Q_SEGMENTS | (is_row == 0))
     other_read = (other < other_count) & (HAS_Q_SEGMENTS | (is_row != 0))
     own_low = tl.load(own_ranges + 2 * own, own_read, other=0)[:, None]

@@ -80,17 +80,17 @@ def test_head_dimensions_above_256(dim: int, dtype: torch.dtype, mask: str) -> N
     ids=["one query", "dropout", "bits", "keys", "packed", "empty"],
 )
 def test_programs_that_share_the_keys_of_few_queries(problem: Problem) -> None:
-    forward = PortableForward(16, 64, 4, 2, sm_count=40)
+    forward = PortableForward(16, 64, 4, 2, per_sm=2)
     longest = max(problem.lengths_k or (problem.seqlen_k,))
-    assert portable_forward.split_count(len(problem.lengths_q or (0,)) * problem.heads, longest, forward) > 1
+    assert portable_forward.split_count(len(problem.lengths_q or (0,)) * problem.heads, longest, forward, 40) > 1
     check(problem, forward=forward)
 
 
 def test_enough_programs_share_nothing() -> None:
-    row = PortableForward(64, 64, 4, 2, sm_count=132)
-    assert portable_forward.split_count(67, 1 << 20, row) == 1
-    assert portable_forward.split_count(1, 256, row) == 1
-    assert portable_forward.split_count(1, 1 << 20, row) == 264
+    row = PortableForward(64, 64, 4, 2, per_sm=2)
+    assert portable_forward.split_count(67, 1 << 20, row, 132) == 1
+    assert portable_forward.split_count(1, 256, row, 132) == 1
+    assert portable_forward.split_count(1, 1 << 20, row, 132) == 264
 
 
 def test_dropout_does_not_depend_on_blocks() -> None:

@@ -1,4 +1,4 @@
-"""What the portable kernels are launched with: strides, broadcasts and switches of one problem."""
+"""The arguments of the portable kernels: strides, broadcast dimensions and compile-time switches of one call."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from dmattn_ops.call import Call, bias_kind
 from dmattn_ops.problem import UNBOUNDED, Mask, Options, dropout_scale, dropout_threshold, float32_precision
 
-# Tensors of rows `[B, S, heads, D]`. ALIGNED says all that a load needs of their addresses, so that one compiled kernel
-# serves all their strides and storage offsets.
+# Tensors of rows `[B, S, heads, D]`. Loads need to know of their addresses only whether they are ALIGNED, so their strides
+# are not specialized: one compiled kernel serves all strides and storage offsets.
 ROW_TENSORS = ("query", "key", "value", "out", "grad_out", "dq", "dk", "dv")
 ROW_STATISTICS = ("lse", "lse_tail", "row_max", "grad_lse")
 # Scalars that no address depends on, or whose alignment buys nothing: one compiled kernel serves all their values.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops import problem
+from dmattn_ops import arch, problem
 from dmattn_ops.call import Call, Result, rows_are_aligned
 from dmattn_ops.config import PortableForward
 from dmattn_ops.kernels.interval_lists import listed
@@ -391,12 +391,12 @@ def share_logs(lse, lse_tail, shares, stride, splits, base, WITH_TAIL: tl.conste
     return logs
 
 
-def split_count(programs: int, longest_k: int, config: PortableForward) -> int:
-    """Return how many programs share one walk: enough to fill `config.sm_count` SMs, each with some steps to do."""
-    if 2 * programs > config.sm_count:
+def split_count(programs: int, longest_k: int, config: PortableForward, num_sms: int) -> int:
+    """Return how many programs share one walk: enough to fill the multiprocessors, each with some steps to do."""
+    if 2 * programs > num_sms:
         return 1
     steps = ceil_div(longest_k, config.block_n)
-    return max(1, min(config.per_sm * config.sm_count // programs, steps // SPLIT_STEPS))
+    return max(1, min(config.per_sm * num_sms // programs, steps // SPLIT_STEPS))
 
 
 def forward(call: Call, result: Result, config: PortableForward) -> None:
@@ -416,7 +416,12 @@ def forward(call: Call, result: Result, config: PortableForward) -> None:
     arguments = shared_arguments(call, size)
     arguments |= list_arguments(mask.row_tiles, mask.row_bits, size.heads)
     arguments |= {"ALIGNED": aligned, "SIGN": factor_sign(call), "ROW_MAX": result.row_max is not None}
-    splits = split_count(ceil_div(size.longest_q, config.block_m) * size.heads * size.batch, size.longest_k, config)
+    splits = split_count(
+        ceil_div(size.longest_q, config.block_m) * size.heads * size.batch,
+        size.longest_k,
+        config,
+        arch.physical(call.query.device).num_sms,
+    )
     if splits == 1:
         _launch(arguments, result, (programs, 1), blocks, config)
         return

@@ -84,15 +84,17 @@ def load_full_bias(
 
 
 @gluon.jit
-def add_bias(s, added, key_bias, scale, BIAS: gl.constexpr):
-    """Return scores with a full bias or one per key, in natural units; without a bias they stay as they are.
+def add_bias(s, added, key_bias, scale, BIAS: gl.constexpr, NATURAL: gl.constexpr):
+    """Return scores with a full bias or one per key; they stay products where they are neither biased nor NATURAL.
 
     One rounding, as in the backward: where biases are large, two would not give the same scores there.
     """
     if BIAS == "key":
-        s = gl.fma(s, gl.zeros_like(s) + scale, gl.zeros_like(s) + key_bias[None, :])
+        s = gl.fma(s, scale, key_bias[None, :])
     elif BIAS == "full":
-        s = gl.fma(s, gl.zeros_like(s) + scale, added.to(gl.float32))
+        s = gl.fma(s, scale, added.to(gl.float32))
+    elif NATURAL:
+        s = gl.fma(s, scale, 0.0)
     return s
 
 
@@ -134,8 +136,11 @@ def load_numbers(pointer, key, seqlen_k, WHOLE: gl.constexpr):
 
 @gluon.jit
 def inside(q_at, begin, end):
-    """Return where `begin <= q_at < end`, by one comparison: before its interval a query is far behind it, unsigned."""
-    length = gl.maximum(end - begin, 0)
+    """Return where `begin <= q_at < end`, by one comparison: before its interval a query is far behind it, unsigned.
+
+    True for all int32: a length may take all 32 bits.
+    """
+    length = gl.maximum(end, begin) - begin
     return (q_at - begin[None, :]).to(gl.uint32, bitcast=True) < length.to(gl.uint32, bitcast=True)[None, :]
 
 
@@ -208,7 +213,7 @@ def advance(
     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, key_numbers, visible, bias_rows,
     C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     MASKED: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
-    HIDDEN: gl.constexpr, WHOLE: gl.constexpr, dtype: gl.constexpr,
+    HIDDEN: gl.constexpr, WHOLE: gl.constexpr, NATURAL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Add tile `i`, whose P are given, to acc, and compute the P of tile `i + 1`."""
     ROWS: gl.constexpr = 64
@@ -234,10 +239,10 @@ def advance(
         s, acc = warpgroup_mma_wait(0, deps=(s, acc))
     s = soften(s, softcap, SOFTCAP)
     added = load_full_bias(i + 1, lists, visible, bias_rows, BN, MASK, MASKED, BIAS)
-    s = add_bias(s, added, key_bias, scale, BIAS)
+    s = add_bias(s, added, key_bias, scale, BIAS, NATURAL)
     if MASKED:
         s = hide(s, i + 1, hidden, lists, key_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN, WHOLE)
-    p, top, total, factor = softmax_next(s, top, total, scale, dtype, BIAS != "none", not OVERLAP, BN)
+    p, top, total, factor = softmax_next(s, top, total, scale, dtype, NATURAL, not OVERLAP, BN)
     p = gl.convert_layout(p, LEFT)
     if OVERLAP:
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -259,7 +264,7 @@ def consume(
     lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
-    SOFTCAP: gl.constexpr, HIDDEN: gl.constexpr, WHOLE: gl.constexpr, dtype: gl.constexpr,
+    SOFTCAP: gl.constexpr, HIDDEN: gl.constexpr, WHOLE: gl.constexpr, NATURAL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 queries of each piece of work: those from `C * 64` of its tile."""
     ROWS: gl.constexpr = 64
@@ -368,22 +373,22 @@ def consume(
                 release_queries(turn - 1, q_empty, Q_STAGES)
             s = soften(warpgroup_mma_wait(0, deps=(s,)), softcap, SOFTCAP)
             added = load_full_bias(first, lists, visible, bias_rows, BN, MASK, True, BIAS)
-            s = add_bias(s, added, key_bias, scale, BIAS)
+            s = add_bias(s, added, key_bias, scale, BIAS, NATURAL)
             s = hide(s, first, hidden, lists, own_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN, WHOLE)
             mbarrier.arrive(k_empty.index(b), count=1)
-            p, top, total = softmax_first(s, total, scale, dtype, BIAS != "none", BN)
+            p, top, total = softmax_first(s, total, scale, dtype, NATURAL, BN)
             p = gl.convert_layout(p, LEFT)
             tested = gl.minimum(gl.maximum(masked, first + 1), n) - 1
             for i in range(first, tested):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
-                    bias_rows, C, NC, BN, D, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, dtype,
+                    bias_rows, C, NC, BN, D, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype,
                 )  # fmt: skip
                 step += 1
             for i in range(tested, n - 1):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
-                    bias_rows, C, NC, BN, D, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, dtype,
+                    bias_rows, C, NC, BN, D, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype,
                 )  # fmt: skip
                 step += 1
             b = step % STAGES
@@ -400,7 +405,7 @@ def consume(
         q.store(acc.to(dtype))
         fence_async_shared()
         tma_store(o_desc, [batch, h, q_first, 0], queries.index(slot * NC + C))
-        row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, BIAS != "none")
+        row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, NATURAL)
         at = batch.to(gl.int64) * lse_b + h.to(gl.int64) * lse_h + q_first + row
         gl.store(lse + at, row_lse, mask=q_first + row < seqlen_q)
         gl.store(lse_tail + at, row_tail, mask=q_first + row < seqlen_q)
@@ -430,11 +435,11 @@ def forward_kernel(
     bias_b, bias_h, bias_q, bias_group,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
-    HIDDEN: gl.constexpr, WHOLE: gl.constexpr,
+    HIDDEN: gl.constexpr, WHOLE: gl.constexpr, NATURAL: gl.constexpr,
 ):  # fmt: skip
     """Write out, lse and lse_tail for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H).
 
-    `scale`, `cap` and `cap_inner` are in log2 units without a bias, in natural ones with it. `k_segments`, or `start`, `end`
+    `scale`, `cap` and `cap_inner` are in log2 units, or NATURAL ones. `k_segments`, or `start`, `end`
     and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and `segments_kh`.
     """
     ROWS: gl.constexpr = 64
@@ -478,21 +483,21 @@ def forward_kernel(
     rows = (lse_b, lse_h, segments_b, segments_kb, segments_kh, segment_group)
     if NC == 2:
         gl.warp_specialize([
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN, D,
-                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, dtype)),
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN, D,
-                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN,
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN,
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
             (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN, D,
-                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, dtype)),
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN, D,
-                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, dtype)),
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 2, NC, BM, BN, D,
-                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN,
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN,
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 2, NC, BM, BN,
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
             (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import arch
-from dmattn_ops.call import Call, Result, bias_kind
-from dmattn_ops.config import SM_COUNT, HopperForward
+from dmattn_ops.call import Call, Result, bias_kind, in_natural_units
+from dmattn_ops.config import HopperForward
 from dmattn_ops.kernels.hopper.arguments import bias_places, listed, score_factors
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.launching.launch import computed, launch
@@ -46,7 +46,7 @@ def refusals(call: Call, needs_max: bool) -> list[str]:
         reasons.append("takes positive scales only")
     batch, seqlen_q, heads, _ = query.shape
     blocks = batch * heads * -(-seqlen_q // TILE)
-    if 4 * blocks <= SM_COUNT[90] and key.shape[1] >= _LONG_WALK:
+    if 4 * blocks <= arch.physical(query.device).num_sms and key.shape[1] >= _LONG_WALK:
         reasons.append(f"{blocks} blocks of queries leave most SMs idle, where shares of {key.shape[1]} keys do not")
     if tiles.k_segments is not None and tiles.row_tiles is None:
         reasons.append("takes segments with their lists of tiles only")
@@ -119,7 +119,8 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
     num_sms = arch.physical(query.device).num_sms
     factor, cap = score_factors(options)
     scale, cap_inner = (1.0, factor) if cap else (factor, 0.0)
-    if bias is not None:  # natural units
+    natural = in_natural_units(call)
+    if natural:
         scale, cap = (1.0, options.softcap) if cap else (options.softmax_scale, 0.0)
     # where every block has one piece of work, nothing is drawn
     counter = computed(_counter, query.device) if items > num_sms else lse.view(torch.int32)
@@ -132,5 +133,5 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         _HEADS_IN_L2 if has_hi or kind != "band" else 1, items, lo, hi, *lse.stride()[:2], *strides, *bias_places(bias, heads),
         BM=block_m, BN=block_n, D=columns, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,
         BIAS=bias_kind(bias), HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, HIDDEN=mask.hidden_from is not None,
-        WHOLE=kind == "intervals" and seqlen_k % TILE == 0, num_warps=4,
+        WHOLE=kind == "intervals" and seqlen_k % TILE == 0, NATURAL=natural, num_warps=4,
     )  # fmt: skip

@@ -138,14 +138,16 @@ def exponent(s, top, scale, NATURAL: gl.constexpr):
     if NATURAL:
         x = (s - top) * LOG2E
     else:
-        x = gl.fma(s, scale + gl.zeros_like(s), -top)
+        x = gl.fma(s, scale, -top)
     return x
 
 
 @gluon.jit
 def softmax_first(s, state, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, BN: gl.constexpr):
     """Return (P, top, total) of a row's first tile of scores `[64, BN]`; `state` has the layout of top and total."""
-    LOWEST: gl.constexpr = -3.4028234663852886e38 if NATURAL else -3.0e38  # finite: a row without keys gives 0 and not NaN
+    LOWEST: gl.constexpr = (
+        -3.4028234663852886e38 if NATURAL else -3.0e38
+    )  # finite: a row without keys gives 0 and not NaN
     peak = gl.max(gl.max(gl.max(by_lane(s, BN), 3), 1), 1)
     if not NATURAL:
         peak = gl.ceil(peak * scale)

@@ -1,8 +1,8 @@
 """What the SM 9.0 forward works on and in which order: pieces of work, the key tiles of each, and the warp that loads them.
 
-`MASK` is "band" (and no mask at all), "bits", "segments" or "intervals"; `BIAS` is "none", "key" (a value per key) or "full" (one per
-query and key). Constants are local to the functions: a launch compares every
-global that a kernel reads, at 2 us each.
+`MASK` is "band" (and no mask at all), "bits", "segments" or "intervals"; `BIAS` is "none", "key" (a value per key) or "full"
+(one per query and key). Constants are local to the functions: a launch compares every global that a kernel reads, at 2 us
+each.
 """
 
 from __future__ import annotations
