@@ -51,9 +51,7 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     known = {"stat_map": tensor_map(gl.float32, [1, 64], plain), "stats": "*fp32", "flags": "*i8", "bits": "*i64"}
     known |= {"bias": "*bf16", "key_sums": "*fp32"}
-    known |= dict.fromkeys(
-        ("lists", "q_segments", "k_segments", "start", "end", "hidden_from", "hidden_to"), "*i32"
-    )
+    known |= dict.fromkeys(("lists", "q_segments", "k_segments", "start", "end", "hidden_from", "hidden_to"), "*i32")
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -110,7 +108,9 @@ def test_it_fits_an_sm_without_spills_or_serialized_products(kernel, constants, 
     assert found["HGMMA"] == expected
     assert found["UTMALDG"] >= 4
     assert found["UTMASTG"] == 2
-    assert not found["RED"] + found["REDG"] + found["ATOM"] + found["ATOMG"], "results must not depend on the order of blocks"
+    assert not found["RED"] + found["REDG"] + found["ATOM"] + found["ATOMG"], (
+        "results must not depend on the order of blocks"
+    )
 
 
 def inputs(dtype=torch.bfloat16, dim=192, dim_v=160, heads=4):

@@ -56,7 +56,9 @@ def product_loops(sass: str, least: int) -> list[Loop]:
     code, labels = _parsed(sass)
     ends = (k + 1 for k, each in enumerate(code) if _opcode(each).split(".")[0] in _ENDS)
     starts = sorted({0, *labels.values(), *ends})
-    blocks = {start: range(start, end) for start, end in zip(starts, [*starts[1:], len(code)], strict=True) if start < end}
+    blocks = {
+        start: range(start, end) for start, end in zip(starts, [*starts[1:], len(code)], strict=True) if start < end
+    }
     follow = {start: _following(code, block, labels, blocks) for start, block in blocks.items()}
     products = {start: sum(_opcode(code[k]).startswith("HGMMA") for k in block) for start, block in blocks.items()}
     bodies = {edge: _between(*edge, follow) for edge in _back_edges(follow)}
