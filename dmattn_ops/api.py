@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import autograd, masks, require, validation
+from dmattn_ops import autograd, masks, require, validation, values
 from dmattn_ops.bands import Band, CausalFrom, Window, band_of
 from dmattn_ops.problem import Varlen
 from dmattn_ops.tile_mask import TileMask
@@ -217,7 +217,7 @@ def flash_dmattn_varlen_func(
         varlen = Varlen(cu_seqlens_q, cu_seqlens_k, *lengths, top_left)
         validation.varlen_tensors(query, key, value, bias, mask, sink, varlen)
         if not query.is_cuda and not is_compiling():
-            validation.offset_values(query, key, varlen)
+            values.offsets(query, key, varlen)
     seed = dropout_seed(query, cu_seqlens_q.shape[0] - 1) if dropout_p != 0.0 else None
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, bias, mask, sink, seed)
     numbers = (*lengths, band.lo, band.hi, 0, 0, top_left, *scalars, same_bits)

@@ -81,6 +81,27 @@ def intervals_mask(mask: Mask, seqlen_q: int) -> Tensor:
     return keep
 
 
+def keys_seen(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int) -> Tensor:
+    """Return how many keys each query sees by intervals inside the band, int64 `[Bm, Hm, Sq]`, in O(Sq + Sk)."""
+    assert mask.end is not None
+    keys = torch.arange(mask.end.shape[-1], device=mask.end.device).expand(mask.end.shape)
+    low, high = keys - band_hi, torch.minimum(mask.end, keys - band_lo + 1)
+    if mask.start is not None:
+        low = torch.maximum(low, mask.start)
+    seen = _covered(low, high, seqlen_q)
+    if mask.hidden_from is not None and mask.hidden_to is not None:
+        seen = seen - _covered(torch.maximum(low, mask.hidden_from), torch.minimum(high, mask.hidden_to), seqlen_q)
+    return seen
+
+
+def _covered(low: Tensor, high: Tensor, size: int) -> Tensor:
+    """Return how many of the ranges `low .. high - 1`, `[..., n]`, hold each of `size` places: `[..., size]`."""
+    low, high = low.clamp(0, size), high.clamp(0, size)
+    some = (low < high).long()
+    steps = torch.zeros((*low.shape[:-1], size + 1), dtype=torch.int64, device=low.device)
+    return steps.scatter_add(-1, low, some).scatter_add(-1, high, -some).cumsum(-1)[..., :-1]
+
+
 def interval_tiles(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     """Return which tiles the hulls of intervals and the band let kernels visit, bool `[Bm, Hm, nQ, nK]`.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import layout, require, validation
+from dmattn_ops import layout, require, validation, values
 from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of
 from dmattn_ops.block_mask import from_block_mask
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask
@@ -132,7 +132,7 @@ def dynamic_mask(
         scores = scores.float()
     validation.selection(scores, documents, keep, keep_first, keep_last, is_causal)
     if documents is not None and not documents.is_cuda and not is_compiling():
-        validation.contiguous_runs("documents", documents)
+        values.contiguous_runs("documents", documents)
     start, end = torch.ops.dmattn.key_lifetimes(scores.detach(), documents, keep, keep_first, keep_last, is_causal)
     at_most = keep + keep_first + keep_last
     if type(at_most) is int:
@@ -224,10 +224,9 @@ def _lengths(
             "prepare_mask needs a mask, documents or intervals; causal and window conditions alone need no mask"
         )
     _fitting_documents(mask, of_queries, of_keys, known_q, seqlen_k)
-    if intervals is not None and intervals[0].shape[-1] != seqlen_k:
-        raise ValueError(
-            f"intervals must have {seqlen_k} keys as the mask or the documents have, got {intervals[0].shape[-1]}"
-        )
+    if intervals is not None and not require.same(intervals[0].shape[-1], seqlen_k):
+        keys, expected = require.size_text(intervals[0].shape[-1]), require.size_text(seqlen_k)
+        raise ValueError(f"intervals must have {expected} keys as the mask or the documents have, got {keys}")
     if known_q is None:
         if seqlen_q is None:
             raise ValueError(
@@ -236,11 +235,12 @@ def _lengths(
             )
         if isinstance(seqlen_q, bool) or not isinstance(seqlen_q, (int, torch.SymInt)):
             raise TypeError(f"seqlen_q must be an int, got {type(seqlen_q).__name__}")
-        if seqlen_q < 0:
+        if type(seqlen_q) is int and seqlen_q < 0:
             raise ValueError(f"seqlen_q must not be negative, got {seqlen_q}")
         return seqlen_q, seqlen_k
-    if seqlen_q is not None and seqlen_q != known_q:
-        raise ValueError(f"seqlen_q must be {known_q}, as the mask or the documents have it, got {seqlen_q}")
+    if seqlen_q is not None and not require.same(seqlen_q, known_q):
+        expected, given = require.size_text(known_q), require.size_text(seqlen_q)
+        raise ValueError(f"seqlen_q must be {expected}, as the mask or the documents have it, got {given}")
     return known_q, seqlen_k
 
 
@@ -271,17 +271,20 @@ def _fitting_documents(
         return
     if isinstance(mask, Tensor):
         require.device("documents", of_keys, mask.device)
-        batches = {mask.shape[0], of_queries.shape[0], of_keys.shape[0]} - {1}
-        if len(batches) > 1:
-            raise ValueError(f"documents must have shape ({mask.shape[0]}|1, {seqlen_k}), got {tuple(of_keys.shape)}")
-    if seqlen_k != of_keys.shape[1]:
-        raise ValueError(f"documents must have shape (B|1, {seqlen_k}), got {tuple(of_keys.shape)}")
-    if known_q != of_queries.shape[1]:
+    parts = [part for part in (mask, of_queries, of_keys) if isinstance(part, Tensor)]
+    batch = require.wider(part.shape[0] for part in parts)
+    for ids in (of_keys, of_queries):
+        require.sizes("documents", ids, (1, batch), (ids.shape[1],))
+    if not require.same(seqlen_k, of_keys.shape[1]):
         raise ValueError(
-            f"mask must have as many queries as documents has, got {known_q} and {of_queries.shape[1]}"
-            if of_queries is not of_keys
-            else f"mask must have as many queries as keys where documents are given, got {known_q} and {seqlen_k}"
+            f"documents must have shape (B|1, {require.size_text(seqlen_k)}), got {require.text(of_keys.shape)}"
         )
+    assert known_q is not None
+    if not require.same(known_q, of_queries.shape[1]):
+        got = f"got {require.size_text(known_q)} and {require.size_text(of_queries.shape[1])}"
+        if of_queries is of_keys:
+            raise ValueError(f"mask must have as many queries as keys where documents are given, {got}")
+        raise ValueError(f"mask must have as many queries as documents has, {got}")
 
 
 def _tensor_lengths(mask: Tensor, known_q: int | None) -> tuple[int | None, int]:
@@ -289,14 +292,15 @@ def _tensor_lengths(mask: Tensor, known_q: int | None) -> tuple[int | None, int]
     if mask.dim() == 2:
         return known_q, mask.shape[1]
     if mask.dim() != 4:
-        raise ValueError(f"mask must have shape (B|1, H|Hkv|1, Sq|1, Sk) or (B|1, Sk), got {tuple(mask.shape)}")
-    return (known_q if mask.shape[2] == 1 else mask.shape[2]), mask.shape[3]
+        raise ValueError(f"mask must have shape (B|1, H|Hkv|1, Sq|1, Sk) or (B|1, Sk), got {require.text(mask.shape)}")
+    return (known_q if require.known_equal(mask.shape[2], 1) else mask.shape[2]), mask.shape[3]
 
 
 def _narrowed(mask: Tensor) -> Tensor:
     """Cut expanded dimensions back to 1, so that what they repeat is read once."""
     for dim in range(mask.dim() - 1):
-        if mask.shape[dim] > 1 and mask.stride(dim) == 0:
+        repeated = require.known_equal(mask.stride(dim), 0)
+        if repeated and not any(require.known_equal(mask.shape[dim], size) for size in (0, 1)):
             mask = mask.narrow(dim, 0, 1)
     return mask
 
@@ -324,15 +328,37 @@ def _with_intervals(
     if mask is None and documents is None:
         return made
     if mask is None and isinstance(documents, Tensor) and not documents.is_cuda and not is_compiling():
+        require.sizes("documents", documents, _choices(made.shape[0], documents.shape[0]), (documents.shape[1],))
         clipped = _clipped_to_runs(intervals, documents)
         if clipped is not None:
             return from_intervals(clipped, hidden, at_most, seqlen_q, band)
-    keep = made.to_dense()
-    if mask is None:
-        return from_dense(keep, _segments(documents, None), seqlen_q, band)
-    return from_dense(
-        keep & prepare_mask(mask, documents=documents, seqlen_q=seqlen_q).to_dense(), (None, None), seqlen_q, band
+    keep = _both(made, prepare_mask(mask, documents=documents, seqlen_q=seqlen_q))
+    packed = from_dense(keep, (None, None), seqlen_q, band)
+    if at_most is not None and not keep.is_cuda and not is_compiling():
+        values.promise(at_most, packed.to_dense().sum(-1))
+    return packed
+
+
+def _both(intervals: TileMask, others: TileMask) -> Tensor:
+    """Return where both show a key, bool `[B|1, Hm, Sq, Sk]`; one with heads of keys says the same to all of their queries."""
+    (batch, heads, *_), (other_batch, other_heads, *_) = intervals.shape, others.shape
+    if other_batch not in _choices(batch, other_batch):
+        raise ValueError(
+            f"intervals must have the batch of the mask and the documents, {other_batch}, or 1, got {batch}"
+        )
+    most = max(heads, other_heads)
+    if most % heads or most % other_heads:
+        raise ValueError(f"intervals must have the heads of the mask, {other_heads}, of keys or 1, got {heads}")
+    one, other = (
+        part.to_dense().repeat_interleave(most // own, dim=1) if own > 1 else part.to_dense()
+        for part, own in ((intervals, heads), (others, other_heads))
     )
+    return one & other
+
+
+def _choices(batch: int, other: int) -> tuple[int, ...]:
+    """Return what `other` may be beside a batch that is not 1."""
+    return (other,) if batch == 1 else (1, batch)
 
 
 def _clipped_to_runs(intervals: Pair, documents: Tensor) -> Pair | None:
@@ -371,7 +397,7 @@ def _numbered(documents: Documents, doubled: bool) -> tuple[Tensor, Tensor]:
     if of_queries is of_keys:
         numbers = _ranks(of_keys.contiguous())
         return numbers, numbers
-    batch = max(of_queries.shape[0], of_keys.shape[0])
+    batch = require.wider((of_queries.shape[0], of_keys.shape[0]))
     both = torch.cat([ids.to(torch.int64).expand(batch, -1) for ids in (of_queries, of_keys)], dim=1)
     ranks = _ranks(both)
     return ranks[:, : of_queries.shape[1]].contiguous(), ranks[:, of_queries.shape[1] :].contiguous()

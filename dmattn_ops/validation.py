@@ -8,7 +8,6 @@ that a tracer does not know becomes a check at run time. Values are read on the 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -159,24 +158,6 @@ def mask_parts(
     return batch, heads
 
 
-def offset_values(query: Tensor, key: Tensor, lengths: Varlen) -> None:
-    """Refuse offsets that do not describe the packed tensors. Reads them, so only for tensors on the CPU."""
-    for letter, name, packed, cu_seqlens, longest in (
-        ("q", "query", query, lengths.cu_seqlens_q, lengths.max_seqlen_q),
-        ("k", "key", key, lengths.cu_seqlens_k, lengths.max_seqlen_k),
-    ):
-        values = cu_seqlens.tolist()
-        total, widest = packed.shape[0], max((b - a for a, b in pairwise(values)), default=0)
-        if values[0] != 0 or values[-1] != total:
-            raise ValueError(
-                f"cu_seqlens_{letter} must go from 0 to the length of {name}, {total}, got {values[0]} to {values[-1]}"
-            )
-        if values != sorted(values):
-            raise ValueError(f"cu_seqlens_{letter} must not decrease, got {values}")
-        if widest > longest:
-            raise ValueError(f"max_seqlen_{letter} must be at least the longest sequence, {widest}, got {longest}")
-
-
 def query_key_value(query: Tensor, key: Tensor, value: Tensor, rank: int) -> None:
     """Refuse shapes that do not belong together, and dtypes, devices and head dimensions that no kernel takes.
 
@@ -323,14 +304,6 @@ def mask_lengths(of_mask_q: int, of_mask_k: int, seqlen_q: int, seqlen_k: int) -
             f"mask must be prepared for query length {require.size_text(seqlen_q)} and key length {require.size_text(seqlen_k)}, "
             f"got {require.size_text(of_mask_q)} and {require.size_text(of_mask_k)}"
         )
-
-
-def contiguous_runs(name: str, ids: Tensor) -> None:
-    """Refuse ids of which one returns after another. Reads them, so only for tensors on the CPU."""
-    from dmattn_ops import layout
-
-    if not layout.is_one_run_each(ids):
-        raise ValueError(f"{name} must be contiguous runs of equal ids, got an id that returns after another one")
 
 
 # Pieces.

@@ -81,7 +81,7 @@ PREPARE = {
     "documents of another batch": (
         {"mask": keep(3, 4), "documents": IDS},
         ValueError,
-        "documents must have shape (3|1, 4), got (2, 4)",
+        "documents must have shape (3 or 1, 4), got (2, 4)",
     ),
     "documents elsewhere": (
         {"mask": KEEP, "documents": IDS.to("meta")},
@@ -152,6 +152,26 @@ PREPARE = {
         {"intervals": (EVERY, EVERY), "hidden": (EVERY.to("meta"), EVERY), "seqlen_q": 4},
         ValueError,
         "from_ of hidden must be on cpu like query, got meta",
+    ),
+    "intervals of another batch": (
+        {"intervals": (EVERY.expand(3, 1, 4), EVERY), "mask": keep(2, 4), "seqlen_q": 4},
+        ValueError,
+        "intervals must have the batch of the mask and the documents, 2, or 1, got 3",
+    ),
+    "intervals of other heads": (
+        {"intervals": (EVERY.expand(1, 3, 4), EVERY), "mask": keep(1, 2, 4, 4), "seqlen_q": 4},
+        ValueError,
+        "intervals must have the heads of the mask, 2, of keys or 1, got 3",
+    ),
+    "documents of another batch than intervals": (
+        {"intervals": (EVERY.expand(3, 1, 4), EVERY), "documents": IDS},
+        ValueError,
+        "documents must have shape (3 or 1, 4), got (2, 4)",
+    ),
+    "broken promise": (
+        {"intervals": (EVERY, EVERY + 4), "mask": keep(1, 4), "at_most": 3, "seqlen_q": 4},
+        ValueError,
+        "at_most must be at least the most keys that a query sees, 4, got 3",
     ),
     "intervals of other keys": (
         {"intervals": (EVERY, EVERY), "mask": keep(2, 5), "seqlen_q": 4},

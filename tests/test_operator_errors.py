@@ -56,7 +56,7 @@ OPERATOR = {
     "lists alone": (
         {"row_tiles": lists(), "col_tiles": lists()},
         ValueError,
-        "a mask must have either row_bits and col_bits, or k_segments, or start and end",
+        "a mask must have either row_bits and col_bits, or k_segments, or end",
     ),
     "segments too short": (
         {**SEGMENTS, "k_segments": torch.zeros(1, 1, 100, dtype=torch.int32)},
@@ -90,17 +90,17 @@ OPERATOR = {
     "two kinds": (
         {**SEGMENTS, **EVERY},
         ValueError,
-        "a mask must have either row_bits and col_bits, or k_segments, or start and end",
+        "a mask must have either row_bits and col_bits, or k_segments, or end",
     ),
     "intervals without ends": (
         {"start": EVERY["start"]},
         ValueError,
-        "end must be a tensor where other parts of the mask are, got None",
+        "a mask must have either row_bits and col_bits, or k_segments, or end",
     ),
-    "ends without intervals": (
-        {**SEGMENTS, "end": EVERY["end"]},
+    "hidden without intervals": (
+        {**SEGMENTS, "hidden_from": EVERY["end"]},
         ValueError,
-        "a mask with end, hidden_from or hidden_to must have start",
+        "a mask with start, hidden_from or hidden_to must have end",
     ),
     "intervals with lists": (
         {**EVERY, "row_tiles": lists()},

@@ -22,6 +22,8 @@ from dmattn_ops.problem import HEADER, TILE
 
 _TILE = tl.constexpr(TILE)
 _HEADER = tl.constexpr(HEADER)
+HULL = 6  # words of the hull of a tile of keys (`interval_lists.py`)
+_HULL = tl.constexpr(HULL)
 _BYTES = (torch.bool, torch.uint8, torch.int8)
 _LONGEST_ROW = 1 << 26  # bytes from row to row with which the words of a tile have 32-bit offsets
 _LISTS = 16  # lists that one program writes
@@ -274,6 +276,36 @@ def _classes_by_range(
     return listed.to(tl.int32) + full.to(tl.int32)
 
 
+@triton.jit
+def _hull_word(hulls, word, own, other, own_count, other_count, is_row):
+    """Load a word of the hulls of the keys' tiles, which are the `other` ones where rows are wanted: [OWN, OTHER]."""
+    of_own = tl.load(hulls + _HULL * own + word, (own < own_count) & (is_row == 0), other=0)
+    of_other = tl.load(hulls + _HULL * other + word, (other < other_count) & (is_row != 0), other=0)
+    return tl.where(is_row, of_other[None, :], of_own[:, None])
+
+
+@triton.jit
+def _classes_by_hull(
+    hulls, own, other, own_count, other_count, is_row, seqlen_q, seqlen_k, band_lo, band_hi
+):  # fmt: skip
+    """Classify tiles [OWN, OTHER] by the hulls of the keys' intervals (`interval_lists.py`) and the band."""
+    q_first = tl.where(is_row, own[:, None], other[None, :]) * _TILE
+    k_first = tl.where(is_row, other[None, :], own[:, None]) * _TILE
+    q_last, k_last = tl.minimum(q_first + _TILE, seqlen_q) - 1, tl.minimum(k_first + _TILE, seqlen_k) - 1
+    nearest, farthest = k_first - q_last, k_last - q_first
+    listed = (own < own_count)[:, None] & (other < other_count)[None, :]
+    listed = listed & (band_lo <= band_hi) & (farthest >= band_lo) & (nearest <= band_hi)
+    listed = listed & (q_last >= _hull_word(hulls, 0, own, other, own_count, other_count, is_row))
+    listed = listed & (q_first < _hull_word(hulls, 1, own, other, own_count, other_count, is_row))
+    full = listed & (nearest >= band_lo) & (farthest <= band_hi)
+    full = full & (q_last - q_first == _TILE - 1) & (k_last - k_first == _TILE - 1)
+    full = full & (q_first >= _hull_word(hulls, 2, own, other, own_count, other_count, is_row))
+    full = full & (q_last < _hull_word(hulls, 3, own, other, own_count, other_count, is_row))
+    hidden = q_last >= _hull_word(hulls, 4, own, other, own_count, other_count, is_row)
+    hidden = hidden & (q_first < _hull_word(hulls, 5, own, other, own_count, other_count, is_row))
+    return listed.to(tl.int32) + (full & (hidden == 0)).to(tl.int32)
+
+
 @triton.jit(
     do_not_specialize=["seqlen_q", "seqlen_k", "band_lo", "band_hi", "heads", "row_records", "col_records",
                        "row_width", "col_width", "q_tiles", "q_ranges_b", "k_ranges_b", "k_ranges_h"]
@@ -282,7 +314,7 @@ def _lists(
     source, row_tiles, col_tiles,
     seqlen_q, seqlen_k, band_lo, band_hi, heads, row_records, col_records, row_width, col_width,
     q_tiles, q_ranges_b, k_ranges_b, k_ranges_h,
-    BY_RANGE: tl.constexpr, HAS_Q_SEGMENTS: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, RANKED: tl.constexpr,
+    SOURCE: tl.constexpr, HAS_Q_SEGMENTS: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """Write the lists of `OWN` tiles of a side, and their places in the order by work where `RANKED` records are all.
 
@@ -304,12 +336,15 @@ def _lists(
     records = tl.where(is_row, row_records, col_records)
     lists += matrix.to(tl.int64) * records * width
     own = block * OWN + tl.arange(0, OWN)
-    if BY_RANGE:
+    if SOURCE == "ranges":
         b, h = (matrix // heads).to(tl.int64), (matrix % heads).to(tl.int64)
         q_offset = b * q_ranges_b
         k_offset = q_tiles + b * k_ranges_b + h * k_ranges_h
         own_source = source + 2 * tl.where(is_row, q_offset, k_offset)
         other_source = source + 2 * tl.where(is_row, k_offset, q_offset)
+    elif SOURCE == "hulls":
+        own_source = source + matrix.to(tl.int64) * col_count * _HULL
+        other_source = own_source
     else:
         own_source = source + matrix.to(tl.int64) * row_count * col_count
         other_source = own_source
@@ -324,11 +359,15 @@ def _lists(
     full = tl.zeros([OWN], tl.int32)
     for at in range(start, end, OTHER):
         other = at + tl.arange(0, OTHER)
-        if BY_RANGE:
+        if SOURCE == "ranges":
             kinds = _classes_by_range(
                 own_source, other_source, own, other, own_count, other_count, own_length, other_length, is_row,
                 band_lo, band_hi, HAS_Q_SEGMENTS,
             )  # fmt: skip
+        elif SOURCE == "hulls":
+            kinds = _classes_by_hull(
+                own_source, own, other, own_count, other_count, is_row, seqlen_q, seqlen_k, band_lo, band_hi
+            )
         else:
             kinds = _classes_by_map(own_source, own, other, own_count, other_count, is_row, col_count)
         partial += tl.sum((kinds == 1).to(tl.int32), axis=1)
@@ -344,11 +383,15 @@ def _lists(
     next_full = partial
     for at in range(start, end, OTHER):
         other = at + tl.arange(0, OTHER)
-        if BY_RANGE:
+        if SOURCE == "ranges":
             kinds = _classes_by_range(
                 own_source, other_source, own, other, own_count, other_count, own_length, other_length, is_row,
                 band_lo, band_hi, HAS_Q_SEGMENTS,
             )  # fmt: skip
+        elif SOURCE == "hulls":
+            kinds = _classes_by_hull(
+                own_source, own, other, own_count, other_count, is_row, seqlen_q, seqlen_k, band_lo, band_hi
+            )
         else:
             kinds = _classes_by_map(own_source, own, other, own_count, other_count, is_row, col_count)
         ones = (kinds == 1).to(tl.int32) + ((kinds == 2).to(tl.int32) << 16)  # both counts in one scan
@@ -438,7 +481,7 @@ def pack_mask(
             *strides, extent, _stride(q_segments, 0), _stride(k_segments, 0), _stride(k_segments, 1),
             ALIGNED=aligned, HAS_Q_SEGMENTS=q_segments is not None, HAS_K_SEGMENTS=k_segments is not None, num_warps=8,
         )  # fmt: skip
-    _write_lists(classes, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, None)
+    write_lists(classes, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, "classes")
 
 
 def list_tiles(
@@ -470,10 +513,10 @@ def list_tiles(
         0 if k_segments.shape[0] == 1 else k_segments.shape[1] * col_count,
         0 if k_segments.shape[1] == 1 else col_count,
     )
-    _write_lists(ranges, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, strides)
+    write_lists(ranges, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, "ranges", strides)
 
 
-def _write_lists(
+def write_lists(
     source: Tensor,
     seqlen_q: int,
     seqlen_k: int,
@@ -481,21 +524,22 @@ def _write_lists(
     band_hi: int,
     row_tiles: Tensor,
     col_tiles: Tensor,
-    range_strides: tuple[int, int, int, int] | None,
+    made_from: str,
+    range_strides: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> None:
-    """Write the lists from classes `[Bm * Hm, nQ, nK]`, or from ranges of segments where these have strides."""
+    """Write the lists from "classes" `[Bm * Hm, nQ, nK]`, "hulls" `[Bm * Hm, nK, 6]`, or "ranges" of segments."""
     batch, heads, row_records, row_width = row_tiles.shape
     col_records, col_width = col_tiles.shape[2:]
     longest = max(row_records, col_records)
-    ranked = 0 if range_strides is not None or longest > _RANKED_TILES else 64 if longest <= 64 else _RANKED_TILES
+    ranked = 0 if made_from != "classes" or longest > _RANKED_TILES else 64 if longest <= 64 else _RANKED_TILES
     blocks = triton.cdiv(row_records, _LISTS) + triton.cdiv(col_records, _LISTS)
     if not batch * heads * blocks:
         return
-    q_tiles, *strides = range_strides or (0, 0, 0, 0)
+    q_tiles, *strides = range_strides
     launch(
         _lists, (batch * heads * blocks,), source, row_tiles, col_tiles,
         seqlen_q, seqlen_k, band_lo, band_hi, heads, row_records, col_records, row_width, col_width, q_tiles, *strides,
-        BY_RANGE=range_strides is not None, HAS_Q_SEGMENTS=q_tiles > 0,
+        SOURCE=made_from, HAS_Q_SEGMENTS=q_tiles > 0,
         OWN=_LISTS, OTHER=64 if ranked else 128, RANKED=ranked, num_warps=16 if ranked > 64 else 8,
     )  # fmt: skip
     if not ranked:

@@ -33,7 +33,8 @@ _LISTED = 256
 _BORN = 1024
 _BUCKETS = 32  # at most: deaths are told apart by 128 queries, by 256 in epochs of more than 31 tiles, and so on
 _COPIED = 32768  # bytes of rows that a program copies at once
-_SUMMED = 2048  # elements of rows that a program sums
+# Elements of rows that a program of one warp sums. Its loop is as long as its longest-lived key: few keys, many programs.
+_SUMMED = 512
 
 
 class Slots(NamedTuple):
@@ -229,7 +230,7 @@ def _sum(
     assert slots.offsets is not None and slots.places is not None, "planned without an inverse"
     batch, seqlen_k, _, width = target.shape
     padded = triton.next_power_of_2(max(1, width))
-    keys = max(4, min(256, _SUMMED // padded))
+    keys = max(1, min(256, _SUMMED // padded))
     blocks = triton.cdiv(seqlen_k, keys)
     if not target.numel():
         return
@@ -240,7 +241,7 @@ def _sum(
         broadcast_stride(slots.places, 0), broadcast_stride(slots.places, 1), slot_group,
         target.stride(0), target.stride(1), target.stride(2), first_head, heads, packed.shape[0] // batch, group,
         seqlen_k, slots.places.shape[2], blocks,
-        KEYS=keys, WIDTH=width, PADDED=padded, ALIGNED=rows_are_aligned(packed, target), ADD=add, num_warps=4,
+        KEYS=keys, WIDTH=width, PADDED=padded, ALIGNED=rows_are_aligned(packed, target), ADD=add, num_warps=1,
     )  # fmt: skip
 
 

@@ -146,11 +146,12 @@ def probabilities(products, bias, factors, log_sum, log_rest, NATURAL: tl.conste
     A product that was rounded in another way than in the forward moves a large score by more than the 0 that it should
     not pass: then a probability is 1. A NaN stays one.
     """
+    # Times -1, and not negated: Triton subtracts from 0, which is an instruction that no other one absorbs.
     if NATURAL:
         score = tl.fma(products, factors.factor, bias)
-        exponent = tl.fma(score - log_sum, LOG2E, -log_rest)
+        exponent = tl.fma(score - log_sum, LOG2E, log_rest * -1.0)
     else:
-        exponent = tl.fma(products, factors.factor * LOG2E, -log_sum) - log_rest
+        exponent = tl.fma(products, factors.factor * LOG2E, log_sum * -1.0) - log_rest
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 

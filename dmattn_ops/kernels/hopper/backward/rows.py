@@ -12,6 +12,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGE = tl.constexpr(4096.0)  # from here on float32 holds lse with an error of more than 2 ** -12
+HUGE = tl.constexpr(2.0e38)  # times log2(e) this is finite
 NEVER = tl.constexpr(3.0e38)  # the statistic of rows that give nothing: P = 0, and 0 times it is 0
 
 
@@ -24,8 +25,10 @@ def row_statistics(lse, tail, NATURAL: tl.constexpr):
     given = lse != float("-inf")
     lse = tl.where(given, lse, 0.0)
     factor = tl.full(lse.shape, LOG2E, tl.float32)
-    anchor = tl.fma(lse, factor, tl.zeros_like(lse))  # a product would be contracted with what follows
-    rest = tl.fma(tail, factor, tl.fma(lse, factor, -anchor))
+    bounded = tl.minimum(tl.maximum(lse, 0.0 - HUGE), HUGE)  # so that nothing below is infinite
+    bounded = tl.where(lse == lse, bounded, lse)  # NaN stays
+    anchor = tl.fma(bounded, factor, tl.zeros_like(lse))  # a product would be contracted with what follows
+    rest = tl.fma(tail, factor, tl.fma(bounded, factor, -anchor))
     large = given & ((tl.abs(lse) > LARGE) | (tl.abs(tail) > LARGE))
     if NATURAL:
         first = lse
@@ -33,11 +36,8 @@ def row_statistics(lse, tail, NATURAL: tl.constexpr):
     else:
         first = anchor
         second = rest
-    rounded = anchor + rest
-    finite = tl.minimum(tl.maximum(rounded, 0.0 - NEVER), NEVER)  # 0 times it is 0
-    rounded = tl.where(rounded == rounded, finite, rounded)  # NaN stays
     return (
-        tl.where(given, 0.0 - rounded, 0.0 - NEVER),
+        tl.where(given, 0.0 - (anchor + rest), 0.0 - NEVER),
         tl.where(given, first, NEVER),
         tl.where(given, second, 0.0),
         large,
