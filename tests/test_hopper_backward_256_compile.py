@@ -43,6 +43,7 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
         return f"tensordesc<{name}{block},{layout!r}>"
 
     constants = {"D": 256, "BIAS": 0, "SOFTCAP": False, "HAS_LOW": True, "HAS_HIGH": True, "HIDDEN": False} | constants
+    constants["NATURAL"] = constants["BIAS"] != 0
     absent = {"bias": constants["BIAS"] == 0, "key_sums": kernel is keys_kernel and constants["BIAS"] != 1}
     constants |= {name: None for name, holds in absent.items() if holds}
     block = [1, 64, 1, constants["D"]]

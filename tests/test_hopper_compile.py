@@ -34,6 +34,7 @@ ALLOWED = {
     "d64 causal softcap": 232, "d128 causal softcap": 16, "d64 grouped causal interleaved": 16,
     "d128 grouped causal interleaved": 0,
     "d64 intervals": 264, "d128 intervals": 112, "d64 hidden intervals": 400, "d128 hidden intervals": 300,
+    "d64 intervals key-bias": 400, "d128 intervals key-bias": 400, "d64 window intervals": 400,
     "d64 full softcap key-bias": 2700,
     "d128 full softcap key-bias": 484, "d128 causal softcap key-bias": 484, "d64 causal key-bias ordered": 20,
 }  # fmt: skip

@@ -1,17 +1,17 @@
 """Read the machine code of a compiled kernel: its instructions, and what one iteration of each of its loops executes.
 
-The SM 9.0 backward kernels ask in every iteration whether rows are so large that they need exact statistics. That path loads
-many numbers from global memory. So an iteration is counted without the blocks that do: its fast path. A loop that cannot be
-gone through without such loads, like one that tests segments, has no fast path.
+The SM 9.0 backward kernels ask in every iteration whether rows are so large that they need exact statistics, and loops wait
+for barriers in loops of their own. So an iteration is counted along the shortest way through its loop: what it executes where
+no row is large, and nothing has to be waited for.
 """
 
 from __future__ import annotations
 
+import heapq
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,18 +20,17 @@ import triton
 _NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 _LABEL = re.compile(r"(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);")
-_JUMP = re.compile(r"\bBRA\b.*\((\.L_x_\d+)\)")
+_TARGET = re.compile(r"\.L_x_\d+")
 _OPCODE = re.compile(r"(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]*)")
 _ENDS = ("BRA", "EXIT", "RET", "BRX", "JMP")
-_MANY = 8  # loads of a block; the next tile of a list is one
 
 
 @dataclass(frozen=True)
 class Loop:
     """One loop that multiplies matrices, as numbers of instructions by their full names (`opcodes`)."""
 
-    fast: Counter[str]  # of an iteration without the blocks that load much; empty where there is no such iteration
-    every: Counter[str]  # of all blocks of the loop
+    fast: Counter[str]  # along the shortest way through the loop
+    every: Counter[str]  # of all its blocks
 
 
 def count(found: Counter[str], *names: str) -> int:
@@ -55,19 +54,21 @@ def opcodes(sass: str) -> Counter[str]:
 def product_loops(sass: str, least: int) -> list[Loop]:
     """Return the innermost loops with at least `least` matrix instructions (HGMMA), in the order of the code."""
     code, labels = _parsed(sass)
-    starts = sorted(
-        {0, *labels.values(), *(k + 1 for k, each in enumerate(code) if _opcode(each).split(".")[0] in _ENDS)}
-    )
+    ends = (k + 1 for k, each in enumerate(code) if _opcode(each).split(".")[0] in _ENDS)
+    starts = sorted({0, *labels.values(), *ends})
     blocks = {
         start: range(start, end) for start, end in zip(starts, [*starts[1:], len(code)], strict=True) if start < end
     }
     follow = {start: _following(code, block, labels, blocks) for start, block in blocks.items()}
+    products = {start: sum(_opcode(code[k]).startswith("HGMMA") for k in block) for start, block in blocks.items()}
+    bodies = {edge: _between(*edge, follow) for edge in _back_edges(follow)}
+    bodies = {edge: body for edge, body in bodies.items() if sum(products[block] for block in body) >= least}
+    heads = {head for head, _ in bodies}
     found = []
-    for head, latch in _innermost(code, labels, blocks, least):
-        inside = _around(head, latch, follow, set(blocks))
-        quiet = {b for b in inside if sum(_opcode(code[k]).startswith("LDG") for k in blocks[b]) < _MANY}
-        fast = _around(head, latch, follow, quiet) if {head, latch} <= quiet else set()
-        found.append(Loop(*(Counter(_opcode(code[k]) for b in some for k in blocks[b]) for some in (fast, inside))))
+    for (head, latch), body in sorted(bodies.items()):
+        if body & heads == {head}:
+            ways = (_shortest(head, latch, follow, blocks), body)
+            found.append(Loop(*(Counter(_opcode(code[k]) for block in way for k in blocks[block]) for way in ways)))
     return found
 
 
@@ -91,49 +92,56 @@ def _opcode(instruction: str) -> str:
 def _following(code: list[str], block: range, labels: dict[str, int], blocks: dict[int, range]) -> list[int]:
     """Return the blocks that may follow one."""
     last = code[block[-1]]
-    jump, name = _JUMP.search(last), _opcode(last).split(".")[0]
-    found = [labels[jump[1]]] if jump and jump[1] in labels else []
-    falls = name not in _ENDS or last.startswith("@") or " P" in last.split("`")[0]
-    if falls and block.stop in blocks:
+    name = _opcode(last).split(".")[0]
+    targets = _TARGET.findall(last) if name in _ENDS else []
+    found = [labels[target] for target in targets if target in labels]
+    if name not in _ENDS or last.startswith("@") or " P" in last.split("`")[0]:
         found.append(block.stop)
     return [each for each in found if each in blocks]
 
 
-def _innermost(
-    code: list[str], labels: dict[str, int], blocks: dict[int, range], least: int
-) -> Iterable[tuple[int, int]]:
-    """Return (first block, block that jumps back) of the innermost loops with enough matrix instructions."""
-    place = {k: start for start, block in blocks.items() for k in block}
-    spans = []
-    for end, instruction in enumerate(code):
-        jump = _JUMP.search(instruction)
-        if jump and labels.get(jump[1], end + 1) <= end:
-            start = labels[jump[1]]
-            if sum(_opcode(each).startswith("HGMMA") for each in code[start : end + 1]) >= least:
-                spans.append((start, end))
-    for start, end in spans:
-        if not any((a, b) != (start, end) and start <= a and b <= end for a, b in spans):
-            yield start, place[end]
+def _back_edges(follow: dict[int, list[int]]) -> list[tuple[int, int]]:
+    """Return (first block, block that jumps back to it) of every loop: all ways to the second go through the first."""
+    entered = {each for after in follow.values() for each in after}
+    roots = [block for block in follow if block not in entered or block == 0]
+    found = []
+    for latch, after in follow.items():
+        for head in after:
+            if head <= latch and latch not in _reached([root for root in roots if root != head], head, follow):
+                found.append((head, latch))
+    return found
 
 
-def _around(head: int, latch: int, follow: dict[int, list[int]], allowed: set[int]) -> set[int]:
-    """Return the blocks on paths from `head` to `latch` through `allowed` ones, that do not go through `head` again."""
+def _between(head: int, latch: int, follow: dict[int, list[int]]) -> set[int]:
+    """Return the blocks on all ways from `head` to `latch`."""
     before: dict[int, list[int]] = {}
     for block, after in follow.items():
         for each in after:
             before.setdefault(each, []).append(block)
-    ahead = _reached(head, latch, follow, allowed)
-    return ahead & _reached(latch, head, before, allowed) if latch in ahead else set()
+    return (_reached([head], latch, follow) & _reached([latch], head, before)) | {head, latch}
 
 
-def _reached(start: int, stop: int, edges: dict[int, list[int]], allowed: set[int]) -> set[int]:
-    found, pending = {start}, [start]
+def _reached(starts: list[int], without: int, edges: dict[int, list[int]]) -> set[int]:
+    """Return the blocks that ways from `starts` reach which end at `without`; it is not among them."""
+    found = set(starts) - {without}
+    pending = list(found)
     while pending:
-        block = pending.pop()
-        if block == stop:
-            continue
-        for each in edges.get(block, ()):
-            if each in allowed and each not in found:
-                found.add(each)
-                pending.append(each)
+        new = [each for each in edges.get(pending.pop(), ()) if each not in found and each != without]
+        found.update(new)
+        pending += new
     return found
+
+
+def _shortest(head: int, latch: int, follow: dict[int, list[int]], blocks: dict[int, range]) -> list[int]:
+    """Return the blocks of the way from `head` to `latch` with the fewest instructions."""
+    queue = [(len(blocks[head]), [head])]
+    seen = set()
+    while queue:
+        length, way = heapq.heappop(queue)
+        if way[-1] == latch:
+            return way
+        if way[-1] not in seen:
+            seen.add(way[-1])
+            for each in follow[way[-1]]:
+                heapq.heappush(queue, (length + len(blocks[each]), [*way, each]))
+    raise ValueError(f"no way from instruction {head} to {latch}")

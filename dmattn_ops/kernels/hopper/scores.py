@@ -118,26 +118,28 @@ def first_scores(added, N: gl.constexpr, BIAS: gl.constexpr):
 
 
 @gluon.jit
-def softened(s, scales):
+def softened(s, scales, SOFTCAP: gl.constexpr):
     """Return (scores under a soft cap over the cap, their derivative), as the forward has them, from products `s`.
 
-    tanh(x) = 1 - 2 / (exp(2 x) + 1).
+    tanh(x) = 1 - 2 / (exp(2 x) + 1). Without a soft cap the products stay as they are.
     """
-    share = 1.0 / (gl.exp2(s * scales.factor) + 1.0)
-    return 1.0 - 2.0 * share, 4.0 * share * (1.0 - share)
+    slope = 1.0
+    if SOFTCAP:
+        share = 1.0 / (gl.exp2(s * scales.factor) + 1.0)
+        s = 1.0 - 2.0 * share
+        slope = 4.0 * share * (1.0 - share)
+    return s, slope
 
 
 @gluon.jit
 def rounded_exponents(s, minus_lse, added, scales, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STARTED: gl.constexpr):
-    """Return log2 of P and the derivative of the soft cap, with lse rounded to log2 units.
+    """Return log2 of P from what `softened` returns, with lse rounded to log2 units.
 
     STARTED: the products began with lse already taken off, divided by the factor.
     """
     LOG2E: gl.constexpr = 1.4426950408889634
-    slope = 1.0
     if SOFTCAP:
-        capped, slope = softened(s, scales)
-        x = capped * scales.cap
+        x = s * scales.cap
         if BIAS == KEY_BIAS:
             x = x + added * LOG2E
         x = x + minus_lse
@@ -149,35 +151,33 @@ def rounded_exponents(s, minus_lse, added, scales, BIAS: gl.constexpr, SOFTCAP: 
         x = s * scales.factor
     else:
         x = gl.fma(s, scales.factor, minus_lse)
-    return x, slope
+    return x
 
 
 @gluon.jit
 def exact_exponents(
     s, first, second, added, scales, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, NATURAL: gl.constexpr
 ):  # fmt: skip
-    """Return log2 of P and the derivative of the soft cap, with the pair of the row statistics: P adds up to 1 at any size.
+    """Return log2 of P from what `softened` returns, with the pair of the row statistics: P adds up to 1 at any size.
 
     NATURAL: all is in natural units, rounded as in the forward; always so with a bias `added` (one per key, or a full one).
     """
     LOG2E: gl.constexpr = 1.4426950408889634
     LN2: gl.constexpr = 0.6931471805599453
-    slope = 1.0
     if SOFTCAP:
-        capped, slope = softened(s, scales)
         if not NATURAL:
-            x = (capped * scales.cap - first) - second
+            x = (s * scales.cap - first) - second
         elif BIAS == NO_BIAS:
-            x = ((capped * (scales.cap * LN2) - first) - second) * LOG2E
+            x = ((s * (scales.cap * LN2) - first) - second) * LOG2E
         else:
-            x = (((capped * (scales.cap * LN2) + added) - first) - second) * LOG2E
+            x = (((s * (scales.cap * LN2) + added) - first) - second) * LOG2E
     elif not NATURAL:
         x = gl.fma(s, scales.factor, -first) - second
     elif BIAS == NO_BIAS:
         x = ((gl.fma(s, scales.softmax, 0.0) - first) - second) * LOG2E
     else:
         x = ((gl.fma(s, scales.softmax, added) - first) - second) * LOG2E
-    return gl.minimum(x, 0.0, propagate_nan=ALL_NAN), slope
+    return gl.minimum(x, 0.0, propagate_nan=ALL_NAN)
 
 
 @gluon.jit

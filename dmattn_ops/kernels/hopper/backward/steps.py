@@ -21,6 +21,7 @@ from dmattn_ops.kernels.hopper.scores import (
     first_scores,
     full_bias,
     rounded_exponents,
+    softened,
 )
 
 # Kinds of masks that a step can meet
@@ -134,15 +135,16 @@ def exponents(
     NATURAL: gl.constexpr, STARTED: gl.constexpr, EXACT: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Return log2 of P and the derivative of the soft cap of a query tile, from its products `s`."""
+    s, slope = softened(s, scales, SOFTCAP)
     if EXACT == ASK:
         if exact.needed != 0:
-            x, slope = exact_step(s, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, layout)
+            x = exact_step(s, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, layout)
         else:
-            x, slope = rounded_exponents(s, minus_lse[None, :], bias[0], scales, BIAS, SOFTCAP, STARTED)
+            x = rounded_exponents(s, minus_lse[None, :], bias[0], scales, BIAS, SOFTCAP, STARTED)
     elif EXACT == ALWAYS:
-        x, slope = exact_step(s, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, layout)
+        x = exact_step(s, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, layout)
     else:
-        x, slope = rounded_exponents(s, minus_lse[None, :], bias[0], scales, BIAS, SOFTCAP, STARTED)
+        x = rounded_exponents(s, minus_lse[None, :], bias[0], scales, BIAS, SOFTCAP, STARTED)
     return x, slope
 
 

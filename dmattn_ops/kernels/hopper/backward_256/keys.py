@@ -57,6 +57,7 @@ from dmattn_ops.kernels.hopper.scores import (
     full_bias,
     load_key_bias,
     rounded_exponents,
+    softened,
     step_bias,
     store_key_sums,
 )
@@ -152,14 +153,15 @@ def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, s
     s = first_scores(added, STEP, BIAS)
     s = warpgroup_mma(k, smem.q.index(b).permute((1, 0)), s, use_acc=BIAS == FULL_BIAS, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
+    s, slope = softened(s, scales, SOFTCAP)
     if exact.needed != 0:
         if BIAS == FULL_BIAS:
             added = full_bias(bias, head, keys[:, None], queries[None, :])
         at = row + gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
         first = gl.load(exact.first + at)[None, :]
-        x, slope = exact_exponents(s, first, gl.load(exact.second + at)[None, :], added, scales, BIAS, SOFTCAP, NATURAL)
+        x = exact_exponents(s, first, gl.load(exact.second + at)[None, :], added, scales, BIAS, SOFTCAP, NATURAL)
     else:
-        x, slope = rounded_exponents(s, minus_lse[None, :], added, scales, BIAS, SOFTCAP, False)
+        x = rounded_exponents(s, minus_lse[None, :], added, scales, BIAS, SOFTCAP, False)
     p = gl.exp2(x)
     if TEST:
         p = visible(p, keys, select, LISTS, HAS_LOW, HAS_HIGH, HIDDEN, True, SL)

@@ -56,6 +56,7 @@ from dmattn_ops.kernels.hopper.scores import (
     full_bias,
     head_of,
     rounded_exponents,
+    softened,
     step_bias,
 )
 
@@ -137,6 +138,8 @@ class Rows(NamedTuple):
 
     minus_lse: Any
     delta: Any
+    first: Any  # of the pair, where there is a soft cap
+    second: Any
 
 
 @gluon.jit
@@ -160,15 +163,16 @@ def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, 
     v = smem.v.index(zero_at)
     dp = warpgroup_mma(smem.o.index(C + zero_at), v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
-    if exact.needed != 0:
+    s, slope = softened(s, scales, SOFTCAP)
+    if SOFTCAP:  # across a branch, the slope would be kept beside the exponents: no registers are left for it
+        x = exact_exponents(s, rows.first[:, None], rows.second[:, None], added, scales, BIAS, SOFTCAP, NATURAL)
+    elif exact.needed != 0:
         if BIAS == FULL_BIAS:
             added = full_bias(bias, head, keys[None, :], queries[:, None])
         first = gl.load(exact.first + queries)[:, None]
-        x, slope = exact_exponents(
-            s, first, gl.load(exact.second + queries)[:, None], added, scales, BIAS, SOFTCAP, NATURAL
-        )
+        x = exact_exponents(s, first, gl.load(exact.second + queries)[:, None], added, scales, BIAS, SOFTCAP, NATURAL)
     else:
-        x, slope = rounded_exponents(s, rows.minus_lse[:, None], added, scales, BIAS, SOFTCAP, False)
+        x = rounded_exponents(s, rows.minus_lse[:, None], added, scales, BIAS, SOFTCAP, False)
     p = gl.exp2(x) * slope
     if TEST:
         p = visible(p, queries, select, LISTS, HAS_LOW, True, HIDDEN, False, SL)
@@ -192,7 +196,12 @@ def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.con
     row = (block.tile * 2 + C) * STEP
     queries = row + gl.arange(0, STEP, layout=gl.SliceLayout(1, SL))
     keys = gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
-    rows = Rows(gl.load(block.lse + queries), gl.load(block.delta + queries))
+    first = queries
+    second = queries
+    if SOFTCAP:
+        first = gl.load(exact.first + queries)
+        second = gl.load(exact.second + queries)
+    rows = Rows(gl.load(block.lse + queries), gl.load(block.delta + queries), first, second)
     exact = Exact(any_flag(flags, n_flags), exact.first, exact.second)
     n_full, n_partial = count_steps(view, LISTS)
     mbarrier.wait(smem.qo_full, 0)

@@ -440,7 +440,8 @@ def forward_kernel(
     """Write out, lse and lse_tail for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H).
 
     `scale`, `cap` and `cap_inner` are in log2 units, or NATURAL ones. `k_segments`, or `start`, `end`
-    and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and `segments_kh`.
+    and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and `segments_kh`. WHOLE: the number of
+    keys and these strides are multiples of TILE.
     """
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
