@@ -18,8 +18,8 @@ ROOT = PACKAGE.parent
 # module, but for meta. testing may import everything.
 ARROWS = {
     "problem": (),
-    "require": (),
     "environment": (),
+    "require": (),
     "recording": (),
     "selection": (),
     "version": (),
@@ -46,7 +46,7 @@ ARROWS = {
     "sinks": ("recording", "call"),
     "tuning": ("problem", "environment", "arch", "shared_files", "config", "choose", "call"),
     "validation": ("problem", "require", "meta", "call"),
-    "kernels": ("problem", "recording", "selection", "arch", "config", "call", "packing"),
+    "kernels": ("problem", "recording", "selection", "meta", "arch", "config", "call", "packing"),
     "cost": ("problem", "arch", "config", "tuning"),
     "dispatch": (
         "environment",
@@ -61,10 +61,10 @@ ARROWS = {
         "sinks",
         "tuning",
     ),
+    "arguments": ("require", "bands", "tile_mask", "validation"),
     "masks": ("problem", "require", "bands", "layout", "tile_mask", "values", "block_mask", "validation"),
     "meta.fakes": ("problem", "require", "meta", "ops", "call", "validation"),
-    "api": ("problem", "require", "bands", "tile_mask", "values", "autograd", "validation", "masks"),
-    "implementations": ("problem", "layout", "meta", "ops", "plans", "values", "call", "dispatch", "meta.fakes"),
+    "api": ("problem", "bands", "tile_mask", "values", "autograd", "validation", "arguments", "masks"),
     "explain": (
         "problem",
         "bands",
@@ -76,8 +76,8 @@ ARROWS = {
         "resources",
         "validation",
         "dispatch",
+        "arguments",
         "masks",
-        "api",
     ),
     "tune": (
         "problem",
@@ -92,9 +92,10 @@ ARROWS = {
         "tuning",
         "cost",
         "dispatch",
+        "arguments",
         "masks",
-        "api",
     ),
+    "implementations": ("problem", "layout", "meta", "ops", "plans", "values", "call", "dispatch", "meta.fakes"),
 }
 
 ROOMS = {"kernels", "selection", "packing", "distributed", "integrations", "compat", "nn"}
