@@ -133,7 +133,7 @@ def flash_dmattn_func(
             forward-mode derivatives; RuntimeError for a second derivative.
     """
     if unknown:
-        validation.unknown_names("flash_dmattn_func", unknown)
+        arguments.unknown_names("flash_dmattn_func", unknown)
     (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
@@ -208,7 +208,7 @@ def flash_dmattn_qkvpacked_func(
         ValueError, TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
     if unknown:
-        validation.unknown_names("flash_dmattn_qkvpacked_func", unknown)
+        arguments.unknown_names("flash_dmattn_qkvpacked_func", unknown)
     (qkv,), bias, sink = arguments.prepared_inputs(5, bias, sink, qkv=qkv)
     validation.packed_qkv(qkv)
     batch, seqlen, _, heads, _ = qkv.shape
@@ -304,7 +304,7 @@ def flash_dmattn_varlen_func(
         ValueError, TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
     if unknown:
-        validation.unknown_names("flash_dmattn_varlen_func", unknown)
+        arguments.unknown_names("flash_dmattn_varlen_func", unknown)
     (query, key, value), bias, sink = arguments.prepared_inputs(3, bias, sink, query=query, key=key, value=value)
     validation.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     validation.integers(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)

@@ -227,37 +227,6 @@ def _beyond_float32(number: float) -> str:
 # Types and choices, checked by the public functions.
 
 
-_NAMES_ELSEWHERE = {
-    "causal": "is_causal",
-    "attn_mask": "mask (bool) or bias (additive)",
-    "attention_mask": "mask (bool) or bias (additive)",
-    "block_mask": "mask, as prepare_mask returns it",
-    "attn_bias": "bias",
-    "scale": "softmax_scale",
-    "sm_scale": "softmax_scale",
-    "window": "window_size",
-    "dropout": "dropout_p",
-    "logits_soft_cap": "softcap",
-    "sinks": "sink",
-    "s_aux": "sink",
-    "return_attn_probs": "return_lse",
-    "q": "query",
-    "k": "key",
-    "v": "value",
-}
-
-
-def unknown_names(function: str, unknown: dict[str, Any]) -> None:
-    """Refuse arguments that a function does not have; name its own where other libraries call it so."""
-    name = next(iter(unknown))
-    known = _NAMES_ELSEWHERE.get(name)
-    if name == "enable_gqa":
-        hint = ": heads of key and value are grouped where they are fewer than those of query"
-    else:
-        hint = "" if known is None else f": here it is called {known}"
-    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
-
-
 def tensors(**arguments: Any) -> None:
     """Refuse arguments that are not tensors."""
     for name, argument in arguments.items():

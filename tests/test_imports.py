@@ -20,9 +20,9 @@ ARROWS = {
     "problem": (),
     "environment": (),
     "require": (),
+    "version": (),
     "recording": (),
     "selection": (),
-    "version": (),
     "bands": ("problem",),
     "layout": ("problem",),
     "meta": ("problem",),
@@ -64,6 +64,7 @@ ARROWS = {
     "arguments": ("require", "bands", "tile_mask", "validation"),
     "masks": ("problem", "require", "bands", "layout", "tile_mask", "values", "block_mask", "validation"),
     "meta.fakes": ("problem", "require", "meta", "ops", "call", "validation"),
+    "backend": ("version", "arch", "native", "dispatch"),
     "api": ("problem", "bands", "tile_mask", "values", "autograd", "validation", "arguments", "masks"),
     "explain": (
         "problem",
