@@ -16,17 +16,24 @@ else
   READY := build/ready$(subst /,-,$(shell $(PYTHON) -c 'import sys; print(sys.prefix)'))
 endif
 
+# An environment is ready for one torch: the stamp is a copy of torch's version file, and goes where torch changed since.
+TORCH_VERSION = $(shell $(PY) -c 'from importlib.util import find_spec as find; \
+  print(find("torch").origin.replace("__init__", "version"))' 2>/dev/null)
+ifneq ($(wildcard $(READY)),)
+  $(shell cmp -s '$(TORCH_VERSION)' '$(READY)' || rm -f '$(READY)')
+endif
+
 .PHONY: help setup train test test-cpu test-interpreter test-gpu lint sweep bench clean
 
-help: ## list the targets
+help: ## list the targets (times are those of two cores)
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-setup: $(READY) ## make the environment and build the package
+setup: $(READY) ## make the environment and build the package (1 minute, and the time to download torch)
 
-train: $(READY) ## train a small language model with dynamic-mask attention (ARGS="--steps 100 ...")
-	$(PY) examples/train.py $(ARGS)
+train: $(READY) ## train a small language model with dynamic-mask attention (about 5 minutes; ARGS="--steps 100 ...")
+	@$(PY) examples/train.py $(ARGS)
 
-test: test-cpu test-interpreter ## run all tests that need no GPU
+test: test-cpu test-interpreter ## run all tests that need no GPU (10 to 20 minutes)
 
 # One worker for each core where pytest-xdist is installed, whole files to each: tests of a file share what is costly to make.
 # Two threads in each worker: some tests compare numbers of threads.
@@ -75,27 +82,37 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 
 .venv/torch:
-	python3 -m venv .venv
-	torch='torch>=2.11'; \
+	@echo "making the environment .venv"
+	@python3 -m venv .venv
+	@torch='torch>=2.11'; \
 	if ! command -v nvidia-smi >/dev/null; then \
 	  reach='import urllib.request; urllib.request.urlopen("$(CPU_INDEX)/", timeout=10)'; \
 	  if .venv/bin/python -c "$$reach" 2>/dev/null; then more="--extra-index-url $(CPU_INDEX)"; fi; \
 	  cpu=$$($(PIP) index versions torch $$more 2>/dev/null | grep -oE '[0-9.]+\+cpu' | head -n 1 || true); \
 	  torch=$${cpu:+torch==$$cpu}; torch=$${torch:-torch>=2.11}; \
 	fi; \
-	echo "installing $$torch"; \
+	echo "installing $$torch (a minute or more)"; \
 	case $$torch in *+cpu) test $$(uname) != Linux || more="$$more $(TRITON)";; esac; \
 	$(PIP) install --quiet "$$torch" 'setuptools>=77' $$more
-	touch $@
+	@touch $@
+
+# What is built is for this torch alone; other environments' libraries stay beside it (setup.py). Where a library could not
+# be built, the package works without it, slowly on the CPU: then it says why.
+define MARK_READY
+@$(PY) -c 'from dmattn_ops import native; print("ready" if native.available() else f"SLOW ON THE CPU: {native.reason()}")'
+@mkdir -p $(@D) && cp '$(TORCH_VERSION)' $@
+endef
 
 .venv/ready: .venv/torch $(SOURCES)
-	$(PIP) install --quiet -e '.[test,train]' --no-build-isolation
-	touch $@
+	@echo "installing what tests and training need, and building the C++ kernels (half a minute)"
+	@$(PIP) install --quiet -e '.[test,train]' --no-build-isolation
+	$(MARK_READY)
 
 build/ready%: $(SOURCES)
 	@$(PY) -c 'import torch' || { echo "$(PY) has no torch: leave PYTHON out, and make will build .venv"; exit 1; }
-	$(PY) -m pip install --quiet -e . --no-build-isolation --no-deps || { \
+	@echo "installing into the environment of $(PY), and building the C++ kernels for its torch (half a minute)"
+	@$(PY) -m pip install --quiet -e . --no-build-isolation --no-deps || { \
 	  echo "Could not install into the environment of $(PY) (is it writable, with setuptools >= 77?)."; \
 	  echo "Use one of your own: python3 -m venv --system-site-packages DIR, then make PYTHON=DIR/bin/python"; \
 	  exit 1; }
-	mkdir -p build && touch $@
+	$(MARK_READY)

@@ -1,19 +1,46 @@
 """Build the optional C++ extension `dmattn_ops._native` (CPU kernels); everything else is in pyproject.toml.
 
-Without a compiler, or without torch at build time, the package installs without it, and `native.reason()` says so.
+The library's name carries the version of the torch that it was built for (`_native-torch2.13.0+cpu.<suffix>`), so that
+environments with different versions can share one checkout; `dmattn_ops/native.py` takes the one that fits. What the
+compiler writes is kept in `build/native-torch<version>-<key>`, where the key stands for torch's place, the compiler and
+its flags: installing again compiles again exactly where one of these or a source changed.
+
+Torch is found without being imported, and not only on `sys.path`: where pip isolates the build, the torch of the
+environment that pip installs into is used, and only where that has none, one is fetched.
+
+Without a compiler or torch the package installs without the extension, and `native.reason()` says so.
 """
 
 from __future__ import annotations
 
 import glob
+import hashlib
+import importlib.util
 import os
+import re
+import runpy
+import shutil
+import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import setuptools
+
+if int(setuptools.__version__.split(".")[0]) < 77:  # what pyproject.toml asks for, which only isolated builds read
+    raise SystemExit(
+        f"dmattn_ops: building needs setuptools 77 or newer, and {setuptools.__version__} is installed: upgrade it"
+        " (pip install --upgrade setuptools), or leave out --no-build-isolation"
+    )
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
-from setuptools.modified import newer_group
+from setuptools.errors import BaseError, CCompilerError
 
+OLDEST_TORCH = (2, 11)
 FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wno-psabi"]
 MATH_FLAGS = ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 # at::parallel_for is a template: without OpenMP here it runs on one thread. Apple's compiler has none.
@@ -21,45 +48,143 @@ OPENMP_FLAGS = [] if sys.platform == "darwin" else ["-fopenmp"]
 LINK_FLAGS = ["-Wl,-undefined,dynamic_lookup"] if sys.platform == "darwin" else ["-fopenmp"]
 
 
+def say(message: str) -> None:
+    """Write one line to the build log (pip shows it with -v)."""
+    print(f"dmattn_ops: {message}", file=sys.stderr, flush=True)
+
+
+class Torch(NamedTuple):
+    """An installed torch: its version, as in `torch.__version__`, and its folder."""
+
+    version: str
+    folder: Path
+
+
+def find_torch() -> Torch | None:
+    """Return the torch to build for: the one that can be imported here, else the one of the environment.
+
+    An isolated build imports nothing that is installed, but pip runs it with the interpreter of the environment that it
+    installs into; started without pip's variables, this finds what will be imported there.
+    """
+    here = importlib.util.find_spec("torch")
+    origin = here.origin if here else _origin_in_environment()
+    if not origin or not (path := Path(origin).with_name("version.py")).exists():
+        return None
+    found = Torch(runpy.run_path(str(path))["__version__"], path.parent)
+    numbers = re.match(r"(\d+)\.(\d+)", found.version)
+    if numbers and (int(numbers[1]), int(numbers[2])) >= OLDEST_TORCH:
+        return found
+    say(f"torch {found.version} in {found.folder} is too old: 2.11 or newer is needed")
+    return None
+
+
+def _origin_in_environment() -> str:
+    """Return the file that `import torch` would load in a plain start of this interpreter, "" where there is none."""
+    code = "import importlib.util; found = importlib.util.find_spec('torch'); print(found and found.origin or '')"
+    done = subprocess.run([sys.executable, "-E", "-c", code], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def compile_jobs(sources: int) -> int:
+    """Return how many sources to compile at a time: `MAX_JOBS`, or one for each processor."""
+    processors, wanted = os.cpu_count() or 1, os.environ.get("MAX_JOBS", "").strip()
+    if wanted and not wanted.isdecimal():
+        say(f"MAX_JOBS={wanted!r} is not a number, so {processors} sources are compiled at a time")
+        wanted = ""
+    return max(1, min(sources, int(wanted or processors)))
+
+
+def digest(parts: Iterable[str]) -> str:
+    """Return a key of a sequence of texts."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+TORCH = find_torch()
+
+
+class Build(build):
+    """Forget modules that an earlier wheel was made of: setuptools would put them into this one."""
+
+    def run(self) -> None:
+        shutil.rmtree(Path(self.build_lib, "dmattn_ops"), ignore_errors=True)
+        super().run()
+
+
 class BuildNative(build_ext):
-    """Compile the sources side by side (`MAX_JOBS` at a time), then let setuptools link them."""
+    """Compile and link where the result is kept, then copy it to where setuptools expects the extension."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return the file's name with torch's version in it."""
+        folder, name = os.path.split(super().get_ext_filename(fullname))
+        stem, suffix = name.split(".", 1)
+        return os.path.join(folder, f"{stem}-torch{TORCH.version}.{suffix}" if TORCH else name)
 
     def build_extension(self, ext: Extension) -> None:
-        """Build `ext` unless it is newer than everything it depends on."""
-        target = self.get_ext_fullpath(ext.name)
-        if not (self.force or newer_group([*ext.sources, *ext.depends], target, "newer")):
+        """Build `ext` unless the kept one was made of the same sources; say so where that fails."""
+        compiler = self.compiler.compiler_so_cxx
+        if shutil.which(compiler[0]) is None:
+            say(f"THE C++ KERNELS ARE NOT BUILT: there is no C++ compiler here ({compiler[0]} was not found)")
             return
-        jobs = max(1, min(len(ext.sources), int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))))
-        with ThreadPoolExecutor(jobs) as pool:
-            objects = list(pool.map(lambda source: self._compile(ext, source), ext.sources))
-        ext.sources, ext.extra_objects = [], objects
-        super().build_extension(ext)
-
-    def _compile(self, ext: Extension, source: str) -> str:
-        [built] = self.compiler.compile(
-            [source], self.build_temp, include_dirs=ext.include_dirs, extra_postargs=ext.extra_compile_args
+        key = digest([str(TORCH.folder), *compiler, *ext.extra_compile_args, *ext.extra_link_args])[:8]
+        folder = Path(self.get_finalized_command("build").build_base, f"native-torch{TORCH.version}-{key}")
+        target = Path(self.get_ext_fullpath(ext.name))
+        kept, stamp = folder / target.name, folder / f"{target.name}.sources"
+        # By content: times tell nothing where files were copied, or torch was installed by a link into a cache.
+        sources = digest(
+            Path(path).read_bytes().hex() for path in [*ext.sources, *ext.depends, TORCH.folder / "version.py"]
         )
-        return built
+        if self.force or not kept.exists() or not stamp.exists() or stamp.read_text() != sources:
+            say(f"compiling the C++ kernels for torch {TORCH.version} in {TORCH.folder}")
+            try:
+                self._link(ext, self._compile(ext, folder), kept)
+            except (BaseError, CCompilerError) as error:
+                say(f"THE C++ KERNELS ARE NOT BUILT: {error}")
+                return
+            stamp.write_text(sources)
+        else:
+            say(f"the C++ kernels for torch {TORCH.version} in {TORCH.folder} are built already")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(kept, target)  # with the time of now: setuptools copies what is newer into an editable package
+
+    def _compile(self, ext: Extension, folder: Path) -> list[str]:
+        def compiled(source: str) -> str:
+            options = {"include_dirs": ext.include_dirs, "extra_postargs": ext.extra_compile_args}
+            [built] = self.compiler.compile([source], str(folder), **options)
+            return built
+
+        with ThreadPoolExecutor(compile_jobs(len(ext.sources))) as pool:
+            return list(pool.map(compiled, ext.sources))
+
+    def _link(self, ext: Extension, objects: list[str], kept: Path) -> None:
+        """Link beside the place and move there, so that a build that is interrupted leaves no half a library."""
+        partial = kept.with_suffix(".partial")
+        self.compiler.link_shared_object(
+            objects,
+            str(partial),
+            libraries=ext.libraries,
+            library_dirs=ext.library_dirs,
+            extra_postargs=ext.extra_link_args,
+            target_lang="c++",
+        )
+        os.replace(partial, kept)
 
 
 def extensions() -> list[Extension]:
     """Return the extension, or nothing where it cannot be built."""
-    try:
-        import torch
-        from torch.utils import cpp_extension
-    except ImportError:
-        print("dmattn_ops: torch is missing at build time, so the CPU kernels are not built", file=sys.stderr)
+    if TORCH is None:
+        say("THE C++ KERNELS ARE NOT BUILT: there is no torch here to build for; install torch first, then this again")
         return []
     if sys.platform == "win32":
-        print("dmattn_ops: the CPU kernels need GCC or Clang, so they are not built here", file=sys.stderr)
+        say("THE C++ KERNELS ARE NOT BUILT: they need GCC or Clang")
         return []
+    include = TORCH.folder / "include"
     return [
         Extension(
             "dmattn_ops._native",
             sources=sorted(glob.glob("csrc/cpu/*.cpp")),
             depends=[*sorted(glob.glob("csrc/cpu/*.h")), "setup.py"],
-            include_dirs=cpp_extension.include_paths(),
-            library_dirs=[os.path.join(os.path.dirname(torch.__file__), "lib")],
+            include_dirs=[str(include), str(include / "torch/csrc/api/include")],
+            library_dirs=[str(TORCH.folder / "lib")],
             libraries=["c10", "torch_cpu"],
             extra_compile_args=[*FLAGS, *MATH_FLAGS, *OPENMP_FLAGS],
             extra_link_args=LINK_FLAGS,
@@ -69,4 +194,19 @@ def extensions() -> list[Extension]:
     ]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative})
+def description() -> str:
+    """Return README.md as package indexes show it: without images and links to files, which lie in the repository only."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    text = re.sub(r"^!\[[^]]*\]\((?!https:)[^)]*\)\n\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"\[([^]]+)\]\((?!https:)[^)]*\)", r"\1", text)
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build": Build, "build_ext": BuildNative},
+    long_description=description(),
+    long_description_content_type="text/markdown",
+    # An isolated build asks what it needs by running egg_info. It needs a torch of its own only where the environment has
+    # none: pip then fetches the same one twice, to build with and to install.
+    setup_requires=["torch>=2.11"] if TORCH is None and "egg_info" in sys.argv else [],
+)

@@ -1,4 +1,4 @@
-"""What the choice for the architecture is worth: dispatched kernels against SM 8.0's configuration forced on the same GPU.
+"""How much the kernels for this architecture gain: dispatched kernels against those for SM 8.0, forced on the same GPU.
 
 Lengths from 1024 to 32768 at about 16384 tokens and a model width of 2048; causal, full, and under a mask of random blocks of
 128 x 128, shared by batch and heads, that keeps half of them.

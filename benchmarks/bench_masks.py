@@ -1,8 +1,8 @@
 """Attention under a dense bool mask against flex_attention and torch's attention with the same mask.
 
-`--table patterns`: many kinds of masks at one size. `--table proportional`: blocks of 128 x 128 at rising density and
-a mask that keeps everything, against no mask: how near the time comes to the part of the work that is left. `--table
-elements`: random elements, so that every tile is partly visible, against no mask: what testing bits costs.
+`--table patterns`: many kinds of masks at one size. `--table proportional`: random blocks of 128 x 128 at several densities,
+and a mask that keeps everything, against no mask. It shows whether time falls in proportion to the density. `--table
+elements`: random elements, so that every tile is partial, against no mask. It shows what testing bits costs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a call costs besides its main kernels: host time, memory, and the kernels that only move bytes.
+"""The costs of a call beside its main kernels: time on the host, memory, and the kernels that only move bytes.
 
 Host time is that of a forward and backward at B1 S128 H1 D64, without a mask and with a prepared one (torch's SDPA gets
 it as a tensor), eager and (on a GPU) compiled with CUDA graphs: many calls in a row and no synchronisation between

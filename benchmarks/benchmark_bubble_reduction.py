@@ -1,8 +1,8 @@
 """How much of a masked tile's time is saved: four patterns of masks at five sparsities.
 
-Each mask runs through this library, through torch's attention and through flex_attention; the same kernels without
-the mask are the time that is to be saved from. `saved` is the part of that dense time which the mask takes away,
-forward and backward together; `bubble` is the part of the time left that the mask's density alone does not explain.
+Each mask runs through this library, through torch's attention and through flex_attention. The baseline is the time of this
+library's own kernels without a mask. `saved` is the part of that time which the mask saves, forward and backward together.
+`bubble` is the part of the remaining time that the density of the mask does not explain.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The implementations that benchmarks compare: each takes the same problem in its own favourite layout.
+"""The implementations that benchmarks compare. Each gets the same problem in the memory layout that it prefers.
 
 An implementation is a function of a `Problem` that returns a `Run`; it raises `Unavailable` where it cannot take part.
 """

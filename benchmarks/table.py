@@ -38,7 +38,7 @@ def default_output(device: str, what: str) -> Path:
 
 
 def _runs(problem: Problem, names: Iterable[str]) -> dict[str, Run]:
-    """Set up those that can run the problem; a peer's failure is told and left out, one of ours is raised."""
+    """Set up what can run the problem. A peer that fails is reported and left out; a failure of this library is raised."""
     runs = {}
     for name in names:
         try:

@@ -1,9 +1,9 @@
 """Time functions against each other in one process, and write what came out to a file.
 
-A GPU that was busy is slower than one that rested (its clock follows power and heat), so the functions take turns: in
-each round every one runs for a moment after 0.1 s of rest, and medians over the rounds are compared. Kernels are timed as
-`triton.testing.do_bench` times them: each call by itself, after its inputs were pushed out of the L2 cache. The GPU waits
-before the first of them, so that the host runs ahead and a short kernel is not timed by how fast Python launches it.
+A GPU that has been busy is slower than one that has rested, because its clock follows power and heat. So the functions take
+turns: in each round every function runs for a short time after 0.1 s of rest, and medians over the rounds are compared.
+Kernels are timed as `triton.testing.do_bench` does it: each call by itself, after the L2 cache was overwritten. The GPU
+first waits, so that the host can launch ahead; otherwise short kernels would be timed by how fast Python launches them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 IDLE_SECONDS = 0.1
 ROUND_SECONDS = {"cuda": 0.02, "cpu": 0.1}  # repeats fill this time in each round
-AHEAD_CYCLES = 600_000  # of the GPU for each call that the host runs ahead: 0.3 ms
+AHEAD_CYCLES = 600_000  # cycles that the GPU waits for each call that the host launches ahead: 0.3 ms
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 PACKAGES = ("torch", "triton", "dmattn-ops", "flash-attn-4", "numpy")
 
@@ -70,7 +70,7 @@ class Gauge:
 
 
 def elapsed_ms(function: Callable[[], object], repeats: int, device: str, gauge: Gauge | None = None) -> float:
-    """Return the milliseconds of one call, the mean over `repeats` calls in a row: whoever is slower, host or GPU."""
+    """Return the milliseconds of one call, the mean over `repeats` calls in a row: of the host or the GPU, whichever is slower."""
     if device == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import autograd, masks, validation
+from dmattn_ops import autograd, masks, require, validation, values
 from dmattn_ops.bands import Band, CausalFrom, Window, band_of
 from dmattn_ops.problem import Varlen
 from dmattn_ops.tile_mask import TileMask
@@ -92,14 +92,14 @@ def flash_dmattn_func(
         NotImplementedError: where no kernel takes the call (float64 on CUDA, a head dimension above 1024), and for
             forward-mode derivatives; RuntimeError for a second derivative.
     """
-    (query, key, value), bias = prepared_inputs(4, bias, query=query, key=key, value=value)
+    (query, key, value), bias, sink = prepared_inputs(4, bias, sink, query=query, key=key, value=value)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
     band, scalars = read_numbers(*given)
     same_bits = switches(deterministic, return_lse, return_max)
     fits = mask is None or _fits(mask, query, key, band)
     if not fits or dropout_p != 0.0:  # these paths launch work before the operator validates
-        validation.dense_tensors(query, key, value, bias)
+        validation.dense_tensors(query, key, value, bias, sink)
         check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
     (*parts, at_most), *limits = masks.resolve(mask, band, seqlen_q, seqlen_k)
     seed = dropout_seed(query) if dropout_p != 0.0 else None
@@ -139,7 +139,7 @@ def flash_dmattn_qkvpacked_func(
     Raises:
         ValueError, TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
-    (qkv,), bias = prepared_inputs(5, bias, qkv=qkv)
+    (qkv,), bias, sink = prepared_inputs(5, bias, sink, qkv=qkv)
     validation.packed_qkv(qkv)
     batch, seqlen, _, heads, _ = qkv.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
@@ -147,7 +147,7 @@ def flash_dmattn_qkvpacked_func(
     same_bits = switches(deterministic, return_lse, return_max)
     if mask is not None or dropout_p != 0.0:
         query, key, value = qkv.unbind(2)
-        validation.dense_tensors(query, key, value, bias)
+        validation.dense_tensors(query, key, value, bias, sink)
         check_mask(mask, qkv, (1, batch), (1, heads), (1, seqlen), (seqlen,))
     (*parts, at_most), *limits = masks.resolve(mask, band, seqlen, seqlen)
     seed = dropout_seed(qkv.select(2, 0)) if dropout_p != 0.0 else None
@@ -202,7 +202,7 @@ def flash_dmattn_varlen_func(
     Raises:
         ValueError, TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
-    (query, key, value), bias = prepared_inputs(3, bias, query=query, key=key, value=value)
+    (query, key, value), bias, sink = prepared_inputs(3, bias, sink, query=query, key=key, value=value)
     validation.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     validation.integers(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if mask is not None:
@@ -215,16 +215,18 @@ def flash_dmattn_varlen_func(
     top_left = causal_from != "bottom_right"
     if dropout_p != 0.0:
         varlen = Varlen(cu_seqlens_q, cu_seqlens_k, *lengths, top_left)
-        validation.varlen_tensors(query, key, value, bias, mask, varlen)
+        validation.varlen_tensors(query, key, value, bias, mask, sink, varlen)
         if not query.is_cuda and not is_compiling():
-            validation.offset_values(query, key, varlen)
+            values.offsets(query, key, varlen)
     seed = dropout_seed(query, cu_seqlens_q.shape[0] - 1) if dropout_p != 0.0 else None
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, bias, mask, sink, seed)
     numbers = (*lengths, band.lo, band.hi, 0, 0, top_left, *scalars, same_bits)
     return _call("varlen_forward", tensors, numbers, return_lse, return_max)
 
 
-def prepared_inputs(rank: int, bias: Tensor | None, **tensors: Tensor) -> tuple[list[Tensor], Tensor | None]:
+def prepared_inputs(
+    rank: int, bias: Tensor | None, sink: Tensor | None, **tensors: Tensor
+) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
     """Refuse what is no tensor of that rank, cast for autocast, and copy where the last dimension is not contiguous."""
     prepared, strided = list(tensors.values()), False
     for tensor in prepared:
@@ -234,25 +236,28 @@ def prepared_inputs(rank: int, bias: Tensor | None, **tensors: Tensor) -> tuple[
             strided = True
     if bias is not None:
         validation.tensors(bias=bias)
+    if sink is not None:
+        validation.tensors(sink=sink)
     first = prepared[0]
     device_type = "cuda" if first.is_cuda else "cpu" if first.is_cpu else None
     if device_type is not None and torch.is_autocast_enabled(device_type):
         dtype, strided = torch.get_autocast_dtype(device_type), True
         prepared = [_cast(tensor, dtype) for tensor in prepared]
-        if bias is not None and bias.dtype != torch.float32:
-            bias = _cast(bias, dtype)
+        bias, sink = (
+            each if each is None or each.dtype == torch.float32 else _cast(each, dtype) for each in (bias, sink)
+        )
     if strided:
         prepared = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in prepared]
     if bias is not None and bias.dim() > 0 and bias.stride(-1) != 1:
         bias = bias.contiguous()
-    return prepared, bias
+    return prepared, bias, sink
 
 
 def _refuse(rank: int, tensors: dict[str, Tensor]) -> None:
     """Refuse the first that is no tensor of that rank."""
     for name, tensor in tensors.items():
         validation.tensors(**{name: tensor})
-        validation.require_rank(name, tensor, rank)
+        require.rank(name, tensor, rank)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -281,8 +286,8 @@ def check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int,
         raise TypeError(f"mask must be a tensor or come from prepare_mask, got {type(mask).__name__}")
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
-    validation.require_sizes("mask", mask, *sizes)
-    validation.require_device("mask", mask, query.device)
+    require.sizes("mask", mask, *sizes, axes=require.AXES)
+    require.device("mask", mask, query.device)
 
 
 Numbers = tuple[Band, tuple[float | None, float, float]]

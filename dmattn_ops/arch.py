@@ -1,11 +1,13 @@
 """What the GPU is: the only module that asks the driver.
 
 `DMATTN_ARCH=8.6` in the environment (read at each call) dispatches calls on a GPU as that architecture would, its shared
-memory included, and makes `explain` tell of it wherever the tensors lie. Calls on the CPU run there all the same.
+memory included, and makes `explain` tell of it wherever the tensors lie. Calls on the CPU run there all the same. 8.6, 86, sm_86
+and sm86 are the same; a value that names no architecture is a ValueError before any kernel starts.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -60,20 +62,21 @@ def nearest(sm: int) -> Arch:
     return KNOWN[max((known for known in KNOWN if known <= sm), default=min(KNOWN))]
 
 
+_VERSION = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.ASCII | re.IGNORECASE)
+
+
 @lru_cache(maxsize=32)
 def parse(version: str, named: str = environment.ARCHITECTURE) -> Arch:
-    """Return the architecture that a version such as "8.6" names; ValueError where it names none.
+    """Return the architecture that a version such as "8.6", "86" or "sm_86" names; ValueError where it names none.
 
     `named` is what the message calls it: the variable, or the argument that it came by.
     """
     if not isinstance(version, str):
         raise TypeError(f"{named} must be a string such as '9.0', got {type(version).__name__}")
-    major, _, minor = version.strip().removeprefix("sm_").partition(".")
-    if not (major.isascii() and major.isdigit() and minor.isascii() and minor.isdigit() and len(minor) == 1):
-        raise ValueError(f"{named} must be a compute capability such as 8.6 or 9.0, got {version!r}")
-    sm = int(major) * 10 + int(minor)
+    found = _VERSION.fullmatch(version.strip())
+    sm = 0 if found is None else int(found[1] + found[2])
     if sm < min(KNOWN):
-        raise ValueError(f"{named} must be one of {_versions()} or newer, got {version!r}")
+        raise ValueError(f"{named} must be one of {_versions()}, or newer, also as 90, sm_90 or sm90, got {version!r}")
     return replace(nearest(sm), sm=sm, emulated=True)
 
 
@@ -107,7 +110,12 @@ def current(device: torch.device) -> Arch:
 
 
 def physical(device: torch.device) -> Arch:
-    """Return the architecture of the device itself, whatever `DMATTN_ARCH` says."""
+    """Return the architecture of the device itself, whatever `DMATTN_ARCH` says.
+
+    For tensors on no GPU (what `explain` is asked about, what an interpreter runs) it is that of the known SM 9.0.
+    """
+    if device.type != "cuda":
+        return KNOWN[90]
     return _of_device(device.index if device.index is not None else torch.cuda.current_device())
 
 

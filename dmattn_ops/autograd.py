@@ -105,10 +105,10 @@ def register_public(library: Library) -> None:
         def backward(
             ctx: Any, *grads: Tensor | None, like: Differentiable = of, call: Any = backward_op
         ) -> tuple[Any, ...]:
-            needed = ctx.needs_input_grad
-            needs = (needed[like.places[-2]], needed[like.places[-1]])
+            given = len(ctx.needs_input_grad)  # defaults at the end are left out
+            needs = tuple([place < given and ctx.needs_input_grad[place] for place in like.places[-2:]])
             found = _backward(like, call, ctx.saved_tensors, ctx.numbers, needs, *grads[:2])
-            return _placed(like, found, needs, len(needed))
+            return _placed(like, found, needs, len(like.signature.names))[:given]
 
         torch.library.register_autograd(f"{library.ns}::{name}", backward, setup_context=setup_context, lib=library)
         torch.library.register_autograd(

@@ -84,6 +84,15 @@ def bias_kind(bias: Tensor | None) -> str:
     return "key" if bias.dim() == 2 or bias.shape[2] == 1 else "full"
 
 
+def in_natural_units(call: Call) -> bool:
+    """Return whether the CUDA kernels compute a call's scores in natural units instead of products times log2(e).
+
+    That costs an instruction for each score, and is right for any finite ones: a bias may be the lowest float32, which times
+    log2(e) is -inf, and what products times a large scale lose by rounding would be a factor of more than 2 ** 127.
+    """
+    return call.bias is not None or abs(call.options.softmax_scale) > 64.0 or call.options.softcap > 2.0**60
+
+
 def is_whole(bias: Tensor | None, query: Tensor) -> bool:
     """Return whether a bias has an element for every score; the portable kernels write its gradient as they go."""
     return bias_kind(bias) == "full" and bias.shape[:2] == (query.shape[0], query.shape[-2])  # type: ignore[union-attr]

@@ -6,21 +6,22 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from dmattn_ops.arch import KNOWN
+
 
 @dataclass(frozen=True, slots=True)
 class PortableForward:
     """Plain Triton forward: a program owns `block_m` queries and walks keys in steps of `block_n`.
 
-    Where fewer programs than `sm_count` would run, several share one walk over the keys, so that each SM has `per_sm` of
-    them; 0 never splits.
+    Where there are fewer programs than multiprocessors, several share one walk over the keys, so that each multiprocessor
+    has `per_sm` of them; 0 never splits.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    sm_count: int = 0
-    per_sm: int = 2
+    per_sm: int = 0
     short: PortableForward | None = None  # for calls with no more queries than its `block_m` (decoding)
     unaligned: PortableForward | None = None  # for rows that are not whole pieces of 16 bytes
     pairwise: PortableForward | None = (
@@ -227,7 +228,7 @@ _PAIRWISE: dict[tuple[tuple[int, ...], int], tuple[_Blocks, _Blocks, _Blocks]] =
     ((100,), 64): ((64, 64, 4, 3), (64, 64, 8, 2), (64, 64, 4, 2)),
     ((100,), 128): ((128, 64, 8, 3), (64, 128, 8, 2), (64, 64, 8, 2)),
 }
-SM_COUNT = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
+_PER_SM = 2  # programs on one SM, where the keys of few queries are shared
 
 
 def _portable_forward(sm: int, dim: int, itemsize: int, blocks: _Blocks) -> PortableForward:
@@ -236,10 +237,10 @@ def _portable_forward(sm: int, dim: int, itemsize: int, blocks: _Blocks) -> Port
     unaligned, pairwise = _unaligned(sm, dim, itemsize), _pairwise(sm, dim, itemsize)
     return PortableForward(
         *blocks,
-        SM_COUNT[sm],
-        short=PortableForward(*short[0], SM_COUNT[sm], short[1]) if short else None,
-        unaligned=PortableForward(*unaligned[0], SM_COUNT[sm]) if unaligned else None,
-        pairwise=PortableForward(*pairwise[0], SM_COUNT[sm]) if pairwise and pairwise[0] != blocks else None,
+        _PER_SM,
+        short=PortableForward(*short[0], short[1]) if short else None,
+        unaligned=PortableForward(*unaligned[0], _PER_SM) if unaligned else None,
+        pairwise=PortableForward(*pairwise[0], _PER_SM) if pairwise and pairwise[0] != blocks else None,
     )
 
 
@@ -287,7 +288,7 @@ def _portable_config(
 # Plain torch operations, the last row of every architecture: for SM 7.5, and for head dimensions that no tile fits.
 _LEGACY = tuple(
     Row(sm, 1024, 4, 0, "Legacy", "reference", Whole(), evidence="plain torch operations, where no kernel fits")
-    for sm in (75, *SM_COUNT)
+    for sm in KNOWN
 )
 HOPPER_FORWARD = (
     Row(

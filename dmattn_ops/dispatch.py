@@ -7,7 +7,6 @@ end here: no kernel sees a tensor without elements.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from dataclasses import replace
 from functools import cache
@@ -17,10 +16,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from dmattn_ops import arch, choose, config, environment, reference, resolve, sinks, tuning
+from dmattn_ops import arch, choose, config, environment, packing, reference, resolve, sinks, tuning
 from dmattn_ops.arch import Arch
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.choose import Choice, Demand
+from dmattn_ops.recording import computed
 
 _FORWARD = {
     "hopper": "dmattn_ops.kernels.hopper.forward.launch",
@@ -114,6 +114,31 @@ def _with_config(choice: Choice, made: config.Config) -> Choice:
     return choice._replace(row=replace(choice.row, config=made))
 
 
+def packing_of(call: Call, on: Arch | None = None, needs_max: bool = False) -> tuple[packing.Packing | None, list[str]]:
+    """Return how the keys of a call are packed, or every reason why they are not."""
+    if call.mask.kind != "intervals" or call.mask.row_tiles is not None:
+        return None, []
+    if not call.query.is_cuda and on is None:
+        return None, ["the CPU kernels pack keys themselves"]
+    reasons = packing.reasons_against(call)
+    if needs_max:
+        reasons.append("the largest score of each row is asked for")
+    if on is not None and on.sm < config.OLDEST_TRITON:
+        reasons.append(f"there are no kernels for {on}")
+    if reasons:
+        return None, reasons
+    made = packing.packing_for(call)
+    return made, [] if made is not None else ["the mask keeps too many keys for packing to pay"]
+
+
+def _with_start(call: Call) -> Call:
+    """Return a call whose intervals have a start."""
+    mask = call.mask
+    if mask.end is None or mask.start is not None:
+        return call
+    return call._replace(mask=mask._replace(start=computed(torch.zeros_like, mask.end)))
+
+
 def forward(call: Call, result: Result) -> None:
     """Write out, lse, lse_tail and, where it is asked for, row_max."""
     if call.query.numel() == 0 or call.key.numel() == 0:
@@ -124,10 +149,18 @@ def forward(call: Call, result: Result) -> None:
                 statistic.fill_(-math.inf)
         return
     tuning.record(call)
-    choice = forward_choice(call, result)
-    _launcher(_FORWARD[choice.row.kernel]).forward(call, result, choice.row.config)
+    packed, _ = packing_of(call, _forced(call), result.row_max is not None)
+    if packed is not None:
+        _launcher("dmattn_ops.kernels.packing.attention").forward(call, result, packed, _run_forward)
+    else:
+        _run_forward(_with_start(call), result)
     if call.sink is not None:
         sinks.take_share(call.sink, result)
+
+
+def _run_forward(call: Call, result: Result) -> None:
+    choice = forward_choice(call, result)
+    _launcher(_FORWARD[choice.row.kernel]).forward(call, result, choice.row.config)
 
 
 def backward(call: Call, saved: Saved, grads: Gradients, dsink: Tensor | None) -> None:
@@ -142,10 +175,22 @@ def backward(call: Call, saved: Saved, grads: Gradients, dsink: Tensor | None) -
         if dsink is not None:
             sinks.gradient(call, saved, grads.grad_out, dsink)
         saved, grads = sinks.with_share(call.sink, saved, grads)
+    packed, _ = packing_of(call, _forced(call))
+    if packed is not None:
+        _launcher("dmattn_ops.kernels.packing.attention").backward(call, saved, grads, packed, _run_backward)
+    else:
+        _run_backward(_with_start(call), saved, grads)
+
+
+def _run_backward(call: Call, saved: Saved, grads: Gradients) -> None:
     choice = backward_choice(call, saved, grads)
     if environment.profiles_backward():
-        sys.stderr.write(profile_line(choice, call.demand) + "\n")
+        environment.tell(profile_line(choice, call.demand))
     _launcher(_BACKWARD[choice.row.kernel]).backward(call, saved, grads, choice.row.config)
+
+
+def _forced(call: Call) -> Arch | None:
+    return arch.current(call.query.device) if call.query.is_cuda else None
 
 
 def profile_line(choice: Choice, demand: Demand) -> str:

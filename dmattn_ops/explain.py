@@ -91,8 +91,8 @@ def explain(
         ValueError, TypeError: as `flash_dmattn_func`, and for an `arch` that is none.
         NotImplementedError: with every reason where no kernel takes the call.
     """
-    (query, key, value), bias = api.prepared_inputs(4, bias, query=query, key=key, value=value)
-    validation.dense_tensors(query, key, value, bias)
+    (query, key, value), bias, sink = api.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
+    validation.dense_tensors(query, key, value, bias, sink)
     (batch, seqlen_q, heads, dim), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
     band, (scale, softcap, dropout_p) = api.read_numbers(*given)

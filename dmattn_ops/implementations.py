@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import dispatch, meta, ops, plans, validation
+from dmattn_ops import dispatch, layout, meta, ops, plans, values
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.meta import fakes
 from dmattn_ops.problem import Mask
@@ -84,6 +84,10 @@ def key_lifetimes(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _forward(call: Call, needs_max: bool) -> tuple[Tensor, ...]:
+    options, at_most = call.options, call.mask.at_most
+    if at_most is not None and call.mask.kind == "intervals" and not call.query.is_cuda:
+        seen = layout.keys_seen(call.mask, options.band_lo, options.band_hi, call.query.shape[1])
+        values.promise(at_most, seen)
     outputs = meta.forward_outputs(call.query, call.value, needs_max)
     out, lse, lse_tail, row_max = outputs
     _launch(
@@ -117,7 +121,7 @@ def _for_kernels(call: Call) -> Call:
     """Return a call whose tensors kernels can walk: contiguous last dimensions, and masks without strides of their own."""
     query, key, value = _rows(call.query), _rows(call.key), _rows(call.value)
     bias = call.bias if call.bias is None else _rows(call.bias)
-    mask = Mask(*[_contiguous(part) for part in call.mask[:-1]], call.mask.at_most)
+    mask = Mask._make([*map(_contiguous, call.mask[:-1]), call.mask.at_most])
     sink = call.sink if call.sink is None else call.sink.contiguous()
     return call._replace(
         query=query, key=key, value=value, bias=bias, mask=mask, sink=sink, seed=_contiguous(call.seed)
@@ -148,7 +152,7 @@ def _varlen_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
     call, read = fakes.varlen_call(name, arguments)
     assert call.varlen is not None
     if not call.query.is_cuda:
-        validation.offset_values(call.query, call.key, call.varlen)
+        values.offsets(call.query, call.key, call.varlen)
     offsets = call.varlen.cu_seqlens_q.contiguous(), call.varlen.cu_seqlens_k.contiguous()
     varlen = call.varlen._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
     mask = call.mask

@@ -71,12 +71,35 @@ def segments_mask(q_segments: Tensor | None, k_segments: Tensor) -> Tensor:
 
 def intervals_mask(mask: Mask, seqlen_q: int) -> Tensor:
     """Return where intervals show keys `[Bm, Hm, Sk]` to queries: bool `[Bm, Hm, Sq, Sk]`."""
-    assert mask.start is not None and mask.end is not None
-    rows = torch.arange(seqlen_q, device=mask.start.device).unsqueeze(-1)
-    keep = (rows >= mask.start.unsqueeze(-2)) & (rows < mask.end.unsqueeze(-2))
+    assert mask.end is not None
+    rows = torch.arange(seqlen_q, device=mask.end.device).unsqueeze(-1)
+    keep = rows < mask.end.unsqueeze(-2)
+    if mask.start is not None:
+        keep = keep & (rows >= mask.start.unsqueeze(-2))
     if mask.hidden_from is not None and mask.hidden_to is not None:
         keep = keep & ~((rows >= mask.hidden_from.unsqueeze(-2)) & (rows < mask.hidden_to.unsqueeze(-2)))
     return keep
+
+
+def keys_seen(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int) -> Tensor:
+    """Return how many keys each query sees by intervals inside the band, int64 `[Bm, Hm, Sq]`, in O(Sq + Sk)."""
+    assert mask.end is not None
+    keys = torch.arange(mask.end.shape[-1], device=mask.end.device).expand(mask.end.shape)
+    low, high = keys - band_hi, torch.minimum(mask.end, keys - band_lo + 1)
+    if mask.start is not None:
+        low = torch.maximum(low, mask.start)
+    seen = _covered(low, high, seqlen_q)
+    if mask.hidden_from is not None and mask.hidden_to is not None:
+        seen = seen - _covered(torch.maximum(low, mask.hidden_from), torch.minimum(high, mask.hidden_to), seqlen_q)
+    return seen
+
+
+def _covered(low: Tensor, high: Tensor, size: int) -> Tensor:
+    """Return how many of the ranges `low .. high - 1`, `[..., n]`, hold each of `size` places: `[..., size]`."""
+    low, high = low.clamp(0, size), high.clamp(0, size)
+    some = (low < high).long()
+    steps = torch.zeros((*low.shape[:-1], size + 1), dtype=torch.int64, device=low.device)
+    return steps.scatter_add(-1, low, some).scatter_add(-1, high, -some).cumsum(-1)[..., :-1]
 
 
 def interval_tiles(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -84,20 +107,21 @@ def interval_tiles(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen
 
     The hull of a tile of keys goes from the first query that sees one of them to the last.
     """
-    assert mask.start is not None and mask.end is not None
-    seen = mask.start < mask.end
-    low, _ = _tile_ranges(torch.where(seen, mask.start, seqlen_q))
+    assert mask.end is not None
+    start = torch.zeros_like(mask.end) if mask.start is None else mask.start
+    seen = start < mask.end
+    low, _ = _tile_ranges(torch.where(seen, start, seqlen_q))
     _, high = _tile_ranges(torch.where(seen, mask.end, 0))
-    q_first, q_last = (end.unsqueeze(-1) for end in _tile_ends(seqlen_q, mask.start.device))
-    k_first, k_last = _tile_ends(seqlen_k, mask.start.device)
+    q_first, q_last = (end.unsqueeze(-1) for end in _tile_ends(seqlen_q, start.device))
+    k_first, k_last = _tile_ends(seqlen_k, start.device)
     inside = (k_last - q_first >= band_lo) & (k_first - q_last <= band_hi)
     return inside & (q_last >= low.unsqueeze(-2)) & (q_first < high.unsqueeze(-2))
 
 
 def dense(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     """Return the mask as bool `[Bm, Hm, Sq, Sk]`; a tile is what its list says it is."""
-    if mask.start is not None:
-        return intervals_mask(mask, seqlen_q) & band_mask(band_lo, band_hi, seqlen_q, seqlen_k, mask.start.device)
+    if mask.end is not None:
+        return intervals_mask(mask, seqlen_q) & band_mask(band_lo, band_hi, seqlen_q, seqlen_k, mask.end.device)
     partial = None
     if mask.k_segments is not None:
         band = band_mask(band_lo, band_hi, seqlen_q, seqlen_k, mask.k_segments.device)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import layout, validation
-from dmattn_ops.bands import Band, CausalFrom, Window, band_of, shifted
-from dmattn_ops.meta import list_capacity, tile_records
-from dmattn_ops.problem import NO_MASK, TILE, Mask
-from dmattn_ops.tile_mask import Segments, TileMask, from_dense, from_intervals, from_segments, lengths_of
+from dmattn_ops import layout, require, validation, values
+from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of
+from dmattn_ops.block_mask import from_block_mask
+from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask
+from dmattn_ops.tile_mask import Segments, TileMask, from_dense, from_intervals, from_segments
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _NARROW_INTEGERS = (torch.uint8, torch.int8, torch.int16)  # twice any of these fits int32
 _INTEGERS = (*_NARROW_INTEGERS, torch.int32, torch.int64)
-_CHUNK = 1 << 24  # elements of a BlockMask that are evaluated at a time: 16 MiB of bool and a few times that in between
 Documents = Tensor | tuple[Tensor, Tensor]
 Pair = tuple[Tensor, Tensor]
 
@@ -69,7 +66,11 @@ def prepare_mask(
     validation.visibility(is_causal, causal_from, window_size)
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
-    _check_intervals(intervals, hidden, at_most)
+    _promised(at_most, intervals)
+    if intervals is not None:
+        intervals, hidden = _equal_intervals(intervals, hidden)
+    elif hidden is not None:
+        raise ValueError("hidden needs intervals, got None")
     seqlen_q, seqlen_k = _lengths(mask, documents, intervals, seqlen_q)
     band = band_of(is_causal, causal_from, window_size)
     if intervals is not None:
@@ -78,7 +79,7 @@ def prepare_mask(
         return _from_tensor(_narrowed(mask), documents, seqlen_q, band)
     segments = _segments(documents, None)
     if mask is not None:
-        return _from_block_mask(mask, segments, band)
+        return from_block_mask(mask, segments, band)
     return from_segments(segments, seqlen_q, seqlen_k, band)
 
 
@@ -120,14 +121,25 @@ def dynamic_mask(
     validation.tensors(scores=scores)
     validation.flags(is_causal=is_causal)
     validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
-    validation.selection(scores, documents, keep, keep_first, keep_last, is_causal)
     if documents is not None:
-        validation.require_dtype("documents", documents, *_INTEGERS)
-        if not documents.is_cuda and not is_compiling():
-            validation.contiguous_runs("documents", documents)
+        validation.tensors(documents=documents)
+        require.dtype("documents", documents, *_INTEGERS)
+    if queries is not None and not (isinstance(queries, (tuple, list)) and len(queries) == 2):
+        raise TypeError(f"queries must be a pair (start, stop), got {queries!r}")
+    if queries is not None and scores.dim() > 0:
+        require.part("queries", *queries, scores.shape[-1])
+    if scores.is_floating_point() and scores.dtype not in validation.DTYPES:
+        scores = scores.float()
+    validation.selection(scores, documents, keep, keep_first, keep_last, is_causal)
+    if documents is not None and not documents.is_cuda and not is_compiling():
+        values.contiguous_runs("documents", documents)
     start, end = torch.ops.dmattn.key_lifetimes(scores.detach(), documents, keep, keep_first, keep_last, is_causal)
     at_most = keep + keep_first + keep_last
-    made = from_intervals((start, end), None, at_most, scores.shape[-1])
+    if type(at_most) is int:
+        at_most = min(at_most, UNBOUNDED)  # what an operator can take
+    # A causal mask shows a key from its own query on, which the band says: kernels may then pack its keys.
+    visible, band = ((None, end), Band(hi=0)) if is_causal else ((start, end), NO_BAND)
+    made = from_intervals(visible, None, at_most, scores.shape[-1], band)
     return made if queries is None else made.queries(*queries)
 
 
@@ -149,29 +161,43 @@ def resolve(mask: Tensor | TileMask | None, band: Band, seqlen_q: int, seqlen_k:
     return mask.mask, *mask.band.limits(seqlen_q, seqlen_k)
 
 
-def _check_intervals(intervals: Pair | None, hidden: Pair | None, at_most: int | None) -> None:
-    """Refuse intervals that are not pairs of int32 `[B|1, Hm, Sk]`."""
-    if hidden is not None and intervals is None:
-        raise ValueError("hidden needs intervals, got None")
-    if at_most is not None:
-        validation.integers(at_most=at_most)
-        if intervals is None:
-            raise ValueError("at_most needs intervals, got None")
-        if type(at_most) is int and at_most < 0:
-            raise ValueError(f"at_most must not be negative, got {at_most}")
-    for name, pair in (("intervals", intervals), ("hidden", hidden)):
+def _promised(at_most: int | None, intervals: Pair | None) -> None:
+    """Refuse a promise that is no number, or stands alone."""
+    if at_most is None:
+        return
+    validation.integers(at_most=at_most)
+    if intervals is None:
+        raise ValueError("at_most needs intervals, got None")
+    if type(at_most) is int and at_most < 0:
+        raise ValueError(f"at_most must not be negative, got {at_most}")
+
+
+def _equal_intervals(intervals: Pair, hidden: Pair | None) -> tuple[Pair, Pair | None]:
+    """Refuse what is no pair of int32 `[B|1, Hm, Sk]`; return copies of one shape."""
+    parts: dict[str, Tensor] = {}
+    for name, pair, ends in (("intervals", intervals, ("start", "end")), ("hidden", hidden, ("from_", "to"))):
         if pair is None:
             continue
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"{name} must be a pair of tensors, got {type(pair).__name__}")
-        ends = ("start", "end") if name == "intervals" else ("from_", "to")
-        for end, part in zip(ends, pair, strict=True):
-            validation.tensors(**{end: part})
-            validation.require_rank(f"{end} of {name}", part, 3)
-            validation.require_dtype(f"{end} of {name}", part, torch.int32)
-            assert intervals is not None
-            validation.require_shape(f"{end} of {name}", part, tuple(intervals[0].shape))
-            validation.require_device(f"{end} of {name}", part, intervals[0].device)
+            got = type(pair).__name__ if isinstance(pair, Tensor) else f"a {type(pair).__name__} of {len(pair)}"
+            raise TypeError(f"{name} must be a pair of tensors, got {got}")
+        parts |= {f"{end} of {name}": part for end, part in zip(ends, pair, strict=True)}
+    for name, part in parts.items():
+        validation.tensors(**{name: part})
+        require.rank(name, part, 3)
+        require.dtype(name, part, torch.int32)
+        require.device(name, part, intervals[0].device)
+    sizes = [require.wider(part.shape[dim] for part in parts.values()) for dim in (0, 1)]
+    shape = (*sizes, intervals[0].shape[-1])
+    for name, part in parts.items():
+        require.sizes(name, part, (1, sizes[0]), (1, sizes[1]), shape[2:])
+    start, end, *others = (_own(part.expand(shape)) for part in parts.values())
+    return (start, end), (others[0], others[1]) if others else None
+
+
+def _own(part: Tensor) -> Tensor:
+    """Return a contiguous copy, which later changes of `part` do not reach; a graph needs none for that."""
+    return part.contiguous() if is_compiling() else part.clone(memory_format=torch.contiguous_format)
 
 
 def _lengths(
@@ -194,22 +220,27 @@ def _lengths(
     elif intervals is not None:
         seqlen_k = intervals[0].shape[-1]
     else:
-        raise ValueError("prepare_mask needs a mask or documents; causal and window conditions alone need no mask")
-    _fitting_documents(mask, of_queries, of_keys, known_q, seqlen_k)
-    if intervals is not None and intervals[0].shape[-1] != seqlen_k:
         raise ValueError(
-            f"intervals must have {seqlen_k} keys as the mask or the documents have, got {intervals[0].shape[-1]}"
+            "prepare_mask needs a mask, documents or intervals; causal and window conditions alone need no mask"
         )
+    _fitting_documents(mask, of_queries, of_keys, known_q, seqlen_k)
+    if intervals is not None and not require.same(intervals[0].shape[-1], seqlen_k):
+        keys, expected = require.size_text(intervals[0].shape[-1]), require.size_text(seqlen_k)
+        raise ValueError(f"intervals must have {expected} keys as the mask or the documents have, got {keys}")
     if known_q is None:
         if seqlen_q is None:
-            raise ValueError("seqlen_q must be given for a mask without a query dimension, got None")
+            raise ValueError(
+                "seqlen_q must be given (1 for decoding) for intervals, for padding [B, Sk] and for a mask whose query dimension"
+                " is 1, got None; a mask of queries and keys has four dimensions"
+            )
         if isinstance(seqlen_q, bool) or not isinstance(seqlen_q, (int, torch.SymInt)):
             raise TypeError(f"seqlen_q must be an int, got {type(seqlen_q).__name__}")
-        if seqlen_q < 0:
+        if type(seqlen_q) is int and seqlen_q < 0:
             raise ValueError(f"seqlen_q must not be negative, got {seqlen_q}")
         return seqlen_q, seqlen_k
-    if seqlen_q is not None and seqlen_q != known_q:
-        raise ValueError(f"seqlen_q must be {known_q}, as the mask or the documents have it, got {seqlen_q}")
+    if seqlen_q is not None and not require.same(seqlen_q, known_q):
+        expected, given = require.size_text(known_q), require.size_text(seqlen_q)
+        raise ValueError(f"seqlen_q must be {expected}, as the mask or the documents have it, got {given}")
     return known_q, seqlen_k
 
 
@@ -222,9 +253,9 @@ def _document_ids(documents: Documents | None) -> tuple[Tensor | None, Tensor | 
         raise TypeError(f"documents must be ids or a pair of ids, got {len(pair)} of them")
     for ids in pair:
         validation.tensors(documents=ids)
-        validation.require_rank("documents", ids, 2)
-        validation.require_dtype("documents", ids, *_INTEGERS)
-    validation.require_device("documents", pair[1], pair[0].device)
+        require.rank("documents", ids, 2)
+        require.dtype("documents", ids, *_INTEGERS)
+    require.device("documents", pair[1], pair[0].device)
     return pair[0], pair[1]
 
 
@@ -239,18 +270,21 @@ def _fitting_documents(
     if of_queries is None or of_keys is None:
         return
     if isinstance(mask, Tensor):
-        validation.require_device("documents", of_keys, mask.device)
-        batches = {mask.shape[0], of_queries.shape[0], of_keys.shape[0]} - {1}
-        if len(batches) > 1:
-            raise ValueError(f"documents must have shape ({mask.shape[0]}|1, {seqlen_k}), got {tuple(of_keys.shape)}")
-    if seqlen_k != of_keys.shape[1]:
-        raise ValueError(f"documents must have shape (B|1, {seqlen_k}), got {tuple(of_keys.shape)}")
-    if known_q != of_queries.shape[1]:
+        require.device("documents", of_keys, mask.device)
+    parts = [part for part in (mask, of_queries, of_keys) if isinstance(part, Tensor)]
+    batch = require.wider(part.shape[0] for part in parts)
+    for ids in (of_keys, of_queries):
+        require.sizes("documents", ids, (1, batch), (ids.shape[1],))
+    if not require.same(seqlen_k, of_keys.shape[1]):
         raise ValueError(
-            f"mask must have as many queries as documents has, got {known_q} and {of_queries.shape[1]}"
-            if of_queries is not of_keys
-            else f"mask must have as many queries as keys where documents are given, got {known_q} and {seqlen_k}"
+            f"documents must have shape (B|1, {require.size_text(seqlen_k)}), got {require.text(of_keys.shape)}"
         )
+    assert known_q is not None
+    if not require.same(known_q, of_queries.shape[1]):
+        got = f"got {require.size_text(known_q)} and {require.size_text(of_queries.shape[1])}"
+        if of_queries is of_keys:
+            raise ValueError(f"mask must have as many queries as keys where documents are given, {got}")
+        raise ValueError(f"mask must have as many queries as documents has, {got}")
 
 
 def _tensor_lengths(mask: Tensor, known_q: int | None) -> tuple[int | None, int]:
@@ -258,14 +292,15 @@ def _tensor_lengths(mask: Tensor, known_q: int | None) -> tuple[int | None, int]
     if mask.dim() == 2:
         return known_q, mask.shape[1]
     if mask.dim() != 4:
-        raise ValueError(f"mask must have shape (B|1, H|Hkv|1, Sq|1, Sk) or (B|1, Sk), got {tuple(mask.shape)}")
-    return (known_q if mask.shape[2] == 1 else mask.shape[2]), mask.shape[3]
+        raise ValueError(f"mask must have shape (B|1, H|Hkv|1, Sq|1, Sk) or (B|1, Sk), got {require.text(mask.shape)}")
+    return (known_q if require.known_equal(mask.shape[2], 1) else mask.shape[2]), mask.shape[3]
 
 
 def _narrowed(mask: Tensor) -> Tensor:
     """Cut expanded dimensions back to 1, so that what they repeat is read once."""
     for dim in range(mask.dim() - 1):
-        if mask.shape[dim] > 1 and mask.stride(dim) == 0:
+        repeated = require.known_equal(mask.stride(dim), 0)
+        if repeated and not any(require.known_equal(mask.shape[dim], size) for size in (0, 1)):
             mask = mask.narrow(dim, 0, 1)
     return mask
 
@@ -293,15 +328,37 @@ def _with_intervals(
     if mask is None and documents is None:
         return made
     if mask is None and isinstance(documents, Tensor) and not documents.is_cuda and not is_compiling():
+        require.sizes("documents", documents, _choices(made.shape[0], documents.shape[0]), (documents.shape[1],))
         clipped = _clipped_to_runs(intervals, documents)
         if clipped is not None:
             return from_intervals(clipped, hidden, at_most, seqlen_q, band)
-    keep = made.to_dense()
-    if mask is None:
-        return from_dense(keep, _segments(documents, None), seqlen_q, band)
-    return from_dense(
-        keep & prepare_mask(mask, documents=documents, seqlen_q=seqlen_q).to_dense(), (None, None), seqlen_q, band
+    keep = _both(made, prepare_mask(mask, documents=documents, seqlen_q=seqlen_q))
+    packed = from_dense(keep, (None, None), seqlen_q, band)
+    if at_most is not None and not keep.is_cuda and not is_compiling():
+        values.promise(at_most, packed.to_dense().sum(-1))
+    return packed
+
+
+def _both(intervals: TileMask, others: TileMask) -> Tensor:
+    """Return where both show a key, bool `[B|1, Hm, Sq, Sk]`; one with heads of keys says the same to all of their queries."""
+    (batch, heads, *_), (other_batch, other_heads, *_) = intervals.shape, others.shape
+    if other_batch not in _choices(batch, other_batch):
+        raise ValueError(
+            f"intervals must have the batch of the mask and the documents, {other_batch}, or 1, got {batch}"
+        )
+    most = max(heads, other_heads)
+    if most % heads or most % other_heads:
+        raise ValueError(f"intervals must have the heads of the mask, {other_heads}, of keys or 1, got {heads}")
+    one, other = (
+        part.to_dense().repeat_interleave(most // own, dim=1) if own > 1 else part.to_dense()
+        for part, own in ((intervals, heads), (others, other_heads))
     )
+    return one & other
+
+
+def _choices(batch: int, other: int) -> tuple[int, ...]:
+    """Return what `other` may be beside a batch that is not 1."""
+    return (other,) if batch == 1 else (1, batch)
 
 
 def _clipped_to_runs(intervals: Pair, documents: Tensor) -> Pair | None:
@@ -340,7 +397,7 @@ def _numbered(documents: Documents, doubled: bool) -> tuple[Tensor, Tensor]:
     if of_queries is of_keys:
         numbers = _ranks(of_keys.contiguous())
         return numbers, numbers
-    batch = max(of_queries.shape[0], of_keys.shape[0])
+    batch = require.wider((of_queries.shape[0], of_keys.shape[0]))
     both = torch.cat([ids.to(torch.int64).expand(batch, -1) for ids in (of_queries, of_keys)], dim=1)
     ranks = _ranks(both)
     return ranks[:, : of_queries.shape[1]].contiguous(), ranks[:, of_queries.shape[1] :].contiguous()
@@ -353,72 +410,3 @@ def _ranks(ids: Tensor) -> Tensor:
     changes = (ordered != before).cumsum(-1, dtype=torch.int32)
     numbers = changes - changes[:, :1]
     return torch.zeros_like(numbers).scatter(-1, order, numbers)
-
-
-def _from_block_mask(mask: BlockMask, segments: Segments, band: Band) -> TileMask:
-    """Evaluate a BlockMask in chunks of query tiles, and join what each chunk packs into."""
-    *leading, seqlen_q, seqlen_k = mask.shape
-    limits = band.limits(seqlen_q, seqlen_k)
-    rows = TILE * max(1, _CHUNK // (TILE * max(1, math.prod(leading) * seqlen_k)))
-    visible = _visible_in_blocks(mask)
-    chunks = []
-    for start in range(0, max(seqlen_q, 1), rows):
-        stop = min(start + rows, seqlen_q)
-        queries = None if segments[0] is None else segments[0][:, start:stop]
-        moved = (shifted(limit, start) for limit in limits)
-        chunks.append(torch.ops.dmattn.pack_mask(visible(start, stop), queries, segments[1], stop - start, *moved))
-    row_tiles, _, row_bits, col_bits = zip(*chunks, strict=True)
-    columns = (seqlen_k + TILE - 1) // TILE
-    pieces = [layout.classes_from_lists(lists, columns) for lists in row_tiles]
-    tiles = [-(-(min(start + rows, seqlen_q) - start) // TILE) for start in range(0, max(seqlen_q, 1), rows)]
-    classes = torch.cat([piece[..., :count, :] for piece, count in zip(pieces, tiles, strict=True)], dim=-2)
-    return TileMask(
-        _lists(classes, seqlen_q, columns, limits),
-        _lists(classes.transpose(-1, -2), seqlen_k, classes.shape[-2], limits),
-        torch.cat(row_bits, dim=-2),
-        torch.cat(col_bits, dim=-1),
-        *(None,) * 6,
-        lengths_of(row_bits[0], seqlen_q, seqlen_k),
-        None,
-        *band,
-    )
-
-
-def _lists(classes: Tensor, seqlen: int, columns: int, limits: tuple[int, int]) -> Tensor:
-    """Return the lists of `seqlen` positions whose tiles see `columns` tiles of the other side, by their classes."""
-    capacity = list_capacity(max(2, columns), *limits)
-    return layout.lists_from_classes(classes, tile_records(seqlen), capacity)
-
-
-def _visible_in_blocks(mask: BlockMask) -> Callable[[int, int], Tensor]:
-    """Return a function from a range of queries to what a BlockMask shows them: bool `[B|1, H|1, stop - start, Sk]`."""
-    from torch.nn.attention.flex_attention import create_mask
-
-    *leading, _, seqlen_k = mask.shape
-    batch, heads = (1,) * (2 - len(leading)) + tuple(leading)
-    device = mask.kv_indices.device
-    block_q, block_k = mask.BLOCK_SIZE
-    blocks = (batch, heads, -1, (seqlen_k + block_k - 1) // block_k)
-    partial = _listed_blocks(mask.kv_num_blocks, mask.kv_indices, blocks[-1]).reshape(blocks)
-    full = None
-    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        full = _listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, blocks[-1]).reshape(blocks)
-    columns = torch.arange(seqlen_k, device=device) // block_k
-
-    def visible(start: int, stop: int) -> Tensor:
-        rows = torch.arange(start, stop, device=device).unsqueeze(-1) // block_q
-        inside = create_mask(
-            lambda b, h, i, j: mask.mask_mod(b, h, i + start, j), batch, heads, stop - start, seqlen_k, device
-        )
-        keep = partial[:, :, rows, columns] & inside
-        return keep if full is None else keep | full[:, :, rows, columns]
-
-    return visible
-
-
-def _listed_blocks(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Return bool `[..., rows, columns]`: the blocks that the first `counts` of `indices [..., rows, slots]` name."""
-    slot = torch.arange(indices.shape[-1], device=indices.device)
-    target = torch.where(slot < counts.unsqueeze(-1), indices, columns).long()
-    listed = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
-    return listed.scatter(-1, target, True)[..., :columns]

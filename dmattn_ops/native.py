@@ -1,6 +1,7 @@
-"""Launchers of the C++ CPU kernels (`csrc/cpu`): the four functions of every device, and whether they exist here.
+"""Launchers of the C++ CPU kernels (`csrc/cpu`): the functions that every device has, and whether they exist here.
 
-The extension is optional and loaded at the first question, never built here. Results do not depend on timing: equal
+The extension is optional and loaded at the first question, never built here. A folder may hold libraries for several
+versions of torch and of Python, as a checkout does that serves several environments. Results do not depend on timing: equal
 inputs give bitwise equal outputs for a given number of threads, and for all numbers up to 8.
 """
 
@@ -9,6 +10,10 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import pathlib
+import re
+import shutil
+import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,6 +21,10 @@ from torch import Tensor
 
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.problem import dropout_scale, dropout_threshold
+
+PREFIX = "_native-torch"  # of the libraries' names; then come torch's version and Python's suffix (setup.py)
+_FOLDER = pathlib.Path(__file__).parent
+_RELEASE = re.compile(r"\d+\.\d+\.\d+(\+[\w.]+)?")
 
 
 def available() -> bool:
@@ -25,22 +34,55 @@ def available() -> bool:
 
 @functools.cache
 def reason() -> str:
-    """Return why the extension cannot be used, or an empty string where it can."""
-    folder = pathlib.Path(__file__).parent
-    suffixes = importlib.machinery.EXTENSION_SUFFIXES
-    paths = [path for suffix in suffixes if (path := folder / f"_native{suffix}").exists()]
-    if not paths:
-        return (
-            "the extension dmattn_ops._native is not built: installing does it where torch and a C++ compiler are found"
-        )
+    """Return why the extension cannot be used and what to do, or an empty string where it can."""
+    running, suffix = str(torch.__version__), importlib.machinery.EXTENSION_SUFFIXES[0]
+    files = {path.name.removeprefix(PREFIX): path for path in sorted(_FOLDER.glob(f"{PREFIX}*"))}
+    built = {name.removesuffix(suffix): path for name, path in files.items() if name.endswith(suffix)}
+    version = fitting(running, built)
+    if version is None:
+        only = f", only for {', '.join(files)}" if files else ""
+        return f"the C++ kernels are not built for torch {running} and this Python{only}: {_remedy()}"
+    name = built[version].name
     try:
-        torch.ops.load_library(str(paths[0]))
+        torch.ops.load_library(str(built[version]))
         built_for = torch.ops.dmattn_native.built_for()
     except (OSError, RuntimeError, AttributeError) as error:
-        return f"the extension {paths[0].name} does not load: {error}"
-    if built_for.split("+")[0] != torch.__version__.split("+")[0]:
-        return f"the extension {paths[0].name} was built for torch {built_for}, not {torch.__version__}"
+        return f"the C++ kernels in {name} do not load ({error}): {_remedy()}"
+    if _numbers(built_for) != _numbers(version):
+        return f"the C++ kernels in {name} were built for torch {built_for}: {_remedy()}"
     return ""
+
+
+def fitting(running: str, built: Collection[str]) -> str | None:
+    """Return which of the versions of torch that libraries were built for fits the running one, None where none does.
+
+    The same version comes first, then the same release for another device (2.13.0+cpu and 2.13.0+cu130 have one source),
+    then the latest patch of the same minor release: what the compiler sees of 2.12.0 and 2.12.1, and of 2.14.0 and 2.14.1,
+    differs in the version alone, while 1200 headers differ between 2.12 and 2.14. The loader resolves all symbols at once,
+    so that one that a patch took away is an error here and not a crash later. Of nightly and development builds, whose
+    interface changes from day to day, only the very same one fits.
+    """
+    candidates = [version for version in built if _RELEASE.fullmatch(version)] if _RELEASE.fullmatch(running) else []
+    same_minor = [version for version in candidates if _numbers(version)[:2] == _numbers(running)[:2]]
+    latest_first = sorted(same_minor, key=lambda version: (_numbers(version), version), reverse=True)
+    same_release = [version for version in latest_first if _numbers(version) == _numbers(running)]
+    exact = [version for version in built if version == running]
+    return next(iter(exact + same_release + latest_first), None)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def _remedy() -> str:
+    """Return what to do where no library fits."""
+    if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
+        return "install a C++ compiler (GCC or Clang), and then this package again"
+    if (_FOLDER.parent / "setup.py").exists():
+        command = f"{sys.executable} -m pip install --no-build-isolation --no-deps -e {_FOLDER.parent}"
+    else:
+        command = "pip install --force-reinstall --no-deps --no-cache-dir DMATTN_OPS"
+    return f"`{command}` builds them, or says with -v what is missing"
 
 
 def _require() -> None:
@@ -102,3 +144,18 @@ def list_tiles(
     """Write the lists (DESIGN.md) of segment ids `[B or 1, Sq]` and `[B or 1, heads or 1, Sk]` inside the band."""
     _require()
     torch.ops.dmattn_native.list_tiles(q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles)
+
+
+def lifetimes(
+    scores: Tensor,
+    documents: Tensor | None,
+    keep: int,
+    keep_first: int,
+    keep_last: int,
+    is_causal: bool,
+    start: Tensor,
+    end: Tensor,
+) -> None:
+    """Write the queries `[start, end)` that see each key `[B, Hm, S]` (definition: `dmattn_ops.selection`)."""
+    _require()
+    torch.ops.dmattn_native.lifetimes(scores, documents, keep, keep_first, keep_last, is_causal, start, end)

@@ -41,7 +41,8 @@ class Mask(NamedTuple):
     """A mask as operators and kernels take it (layout: DESIGN.md); all None where there is none.
 
     One of three kinds says what is visible: bits, segments, or intervals of queries for each key. Lists of tiles stand
-    beside bits and segments. `at_most` is a promise: no query sees more keys of a head.
+    beside bits and segments. Without `start`, intervals begin at the first query, and so where the band begins: those of a
+    causal dynamic mask. `at_most` is a promise: no query sees more keys of a head.
     """
 
     row_tiles: Tensor | None = None
@@ -63,7 +64,7 @@ class Mask(NamedTuple):
             return "bits"
         if self.k_segments is not None:
             return "segments"
-        return "none" if self.start is None else "intervals"
+        return "none" if self.end is None else "intervals"
 
 
 MASK_TENSORS = Mask._fields[:-1]

@@ -30,6 +30,9 @@ class Recorder(Protocol):
     def launches(self, compiled: Any, grid: tuple[int, ...], arguments: list[Any]) -> None:
         """Note that a kernel is launched; `arguments` are those of its Python function."""
 
+    def gives_up(self) -> None:
+        """Note that the call cannot be repeated."""
+
     def looking_away(self) -> AbstractContextManager[None]:
         """Let operators change tensors meanwhile."""
 
@@ -60,3 +63,9 @@ def workspace(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> 
     if thread.recorder is not None:
         thread.recorder.allocates(made)
     return made
+
+
+def do_not_repeat() -> None:
+    """Say that a recorded call must run in full each time: it frees workspaces on the way, which a plan would keep."""
+    if thread.recorder is not None:
+        thread.recorder.gives_up()

@@ -56,8 +56,7 @@ def attention(
     lse = torch.logsumexp(scores.masked_fill(empty, 0.0), dim=-1, keepdim=True)
     probabilities = torch.exp(scores.masked_fill(empty, -math.inf) - lse)
     if dropout_keep is not None:
-        scale = 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
-        probabilities = probabilities * dropout_keep * scale
+        probabilities = probabilities * dropout_keep * dropout_scale(dropout_p)
     out = torch.einsum("bhij,bjhd->bihd", probabilities.to(value.dtype), value)
     return out, lse.masked_fill(empty, -math.inf).squeeze(-1)
 

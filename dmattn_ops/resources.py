@@ -17,12 +17,12 @@ from torch import Tensor
 
 from dmattn_ops.call import Call, bias_kind, is_whole, rows_are_aligned
 from dmattn_ops.config import Config, Row
-from dmattn_ops.problem import UNBOUNDED, float32_precision
+from dmattn_ops.problem import UNBOUNDED, Mask, float32_precision
 
 TABLES = Path(__file__).parent / "resource_tables"
 SOURCE = "source"  # in a row beside its specializations: a digest of its kernels
 DECODE = 16  # queries up to which portable forwards have blocks of their own
-_AT_RUN_TIME = ("sm_count", "per_sm", "heads_per_group", "ordered_heads")  # fields that no compiled kernel depends on
+_AT_RUN_TIME = ("per_sm", "heads_per_group", "ordered_heads")  # fields that no compiled kernel depends on
 _WIDTHS = {"hopper256": (64, 128, 256)}  # kernels that compile for several head dimensions in one row
 
 
@@ -43,7 +43,7 @@ class Specialization:
     """What a compiled kernel depends on besides its row; `str()` names what is there, such as "causal bits dropout"."""
 
     band: str = ""  # "", "causal" (a limit on the right alone), "window"
-    mask: str = ""  # "", "bits", "segments", "key segments" (of keys alone)
+    mask: str = ""  # "", "bits", "segments", "key segments" (of keys alone), "intervals", "hidden intervals"
     bias: str = (
         ""  # "", "key bias", "bias" (a value for each query and key), "broadcast bias" (that, for several heads)
     )
@@ -75,31 +75,35 @@ _IGNORED: dict[tuple[str, str], tuple[str, ...]] = {  # by kernel and direction:
 
 def specialization(call: Call) -> Specialization:
     """Return the specialization of a call."""
-    query, key, value, bias, tiles, _, _, varlen, options = call
+    query, key, bias, options = call.query, call.key, call.bias, call.options
     band = "window" if options.band_lo > -UNBOUNDED else "causal" if options.band_hi < UNBOUNDED else ""
-    mask = ""
-    if tiles.row_bits is not None:
-        band, mask = "", "bits"
-    elif tiles.k_segments is not None:
-        mask = "key segments" if tiles.q_segments is None else "segments"
-    seqlen_q = query.shape[-3] if varlen is None else varlen.max_seqlen_q
+    if call.mask.kind == "bits":
+        band = ""
     dtype = str(query.dtype).removeprefix("torch.")
     if query.dtype == torch.float32 and float32_precision() == "tf32":
         dtype = "tf32"
     return Specialization(
         band,
-        mask,
+        _mask_kind(call.mask),
         _bias_kind(bias, query),
         bias is not None and bias.dtype != query.dtype,
         options.softcap != 0,
         options.dropout_p > 0,
         query.shape[-2] != key.shape[-2],
-        varlen is not None,
-        seqlen_q <= DECODE,
-        not rows_are_aligned(query, key, value),
+        call.varlen is not None,
+        call.demand.seqlen_q <= DECODE,
+        not rows_are_aligned(query, key, call.value),
         options.deterministic,
         dtype,
     )
+
+
+def _mask_kind(mask: Mask) -> str:
+    if mask.kind == "segments":
+        return "key segments" if mask.q_segments is None else "segments"
+    if mask.kind == "intervals":
+        return "intervals" if mask.hidden_from is None else "hidden intervals"
+    return "" if mask.kind == "none" else mask.kind
 
 
 def _bias_kind(bias: Tensor | None, query: Tensor) -> str:
@@ -124,7 +128,7 @@ def widths(row: Row) -> tuple[int, ...]:
 
 
 def entry(row: Row, direction: str, width: int) -> str:
-    """Return the name in a table of a row with the configuration that runs, such as `dispatch.as_run` returns."""
+    """Return the name in a table of a row with the configuration that runs, as `dispatch` chooses it."""
     place = f"SM{row.sm // 10}.{row.sm % 10} {direction} {row.kernel} D{width} {row.itemsize * 8}-bit"
     blocks = (f"{name}={value}" for name, value in settings(row.config).items() if name not in _AT_RUN_TIME)
     return f"{place} {' '.join(blocks)}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmattn_ops import layout
+from dmattn_ops import layout, require
 from dmattn_ops.bands import NO_BAND, Band
 from dmattn_ops.problem import MASK_TENSORS, TILE, UNBOUNDED, Mask
 
@@ -21,21 +21,21 @@ class TileMask:
     There are three kinds. Bits and segments have `row_tiles` and `col_tiles`, lists of the 128 x 128 tiles in which something
     is visible; what is visible inside them say `row_bits` and `col_bits`, or `q_segments`, `k_segments` and the band.
     Intervals show key `j` to the queries `start[j] <= i < end[j]` but for `hidden_from[j] <= i < hidden_to[j]`, inside the
-    band. Registered as a pytree: it may be an argument or a result of compiled and exported functions, whose lengths stay
-    dynamic, since they are the shape of `lengths`.
+    band; without `start` from the first query on. Registered as a pytree: it may be an argument or a result of compiled and
+    exported functions, whose lengths stay dynamic, since they are the shape of `lengths`.
     """
 
-    row_tiles: Tensor | None
-    col_tiles: Tensor | None
-    row_bits: Tensor | None
-    col_bits: Tensor | None
-    q_segments: Tensor | None
-    k_segments: Tensor | None
-    start: Tensor | None
-    end: Tensor | None
-    hidden_from: Tensor | None
-    hidden_to: Tensor | None
     lengths: Tensor  # [Sq, Sk, 0]: has no elements
+    row_tiles: Tensor | None = None
+    col_tiles: Tensor | None = None
+    row_bits: Tensor | None = None
+    col_bits: Tensor | None = None
+    q_segments: Tensor | None = None
+    k_segments: Tensor | None = None
+    start: Tensor | None = None
+    end: Tensor | None = None
+    hidden_from: Tensor | None = None
+    hidden_to: Tensor | None = None
     at_most: int | None = None
     band_lo: int = -UNBOUNDED
     band_hi: int = UNBOUNDED
@@ -44,7 +44,7 @@ class TileMask:
     @property
     def mask(self) -> Mask:
         """The tensors as the operators take them."""
-        return Mask(*[getattr(self, name) for name in MASK_TENSORS], self.at_most)
+        return Mask._make([*[getattr(self, name) for name in MASK_TENSORS], self.at_most])
 
     @property
     def band(self) -> Band:
@@ -69,7 +69,7 @@ class TileMask:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """`(Bm, Hm, Sq, Sk)`: `Bm` and `Hm` are 1 where the mask is the same for all."""
-        leading = self.start if self.row_tiles is None else self.row_tiles
+        leading = self.end if self.row_tiles is None else self.row_tiles
         assert leading is not None
         return (leading.shape[0], leading.shape[1], self.seqlen_q, self.seqlen_k)
 
@@ -103,9 +103,9 @@ class TileMask:
         A band that is folded in is shifted. A causal condition that a call adds is aligned by the lengths of the part: fold
         it in before, or pass the diagonal as `causal_from`.
         """
-        start, stop = _range(start, stop, self.seqlen_q, "queries")
+        require.part("queries", start, stop, self.seqlen_q)
         if self.kind == "intervals":
-            moved = {
+            moved: dict[str, Tensor | None] = {
                 name: (part - start).clamp_(0, stop - start)
                 for name, part in self._parts("start", "end", "hidden_from", "hidden_to")
             }
@@ -116,7 +116,7 @@ class TileMask:
 
     def keys(self, start: int, stop: int) -> TileMask:
         """Return the mask of keys `start` to `stop - 1`. A band that is folded in is shifted, as by `queries`."""
-        start, stop = _range(start, stop, self.seqlen_k, "keys")
+        require.part("keys", start, stop, self.seqlen_k)
         names = ("k_segments", "start", "end", "hidden_from", "hidden_to")
         moved = {name: part[..., start:stop].contiguous() for name, part in self._parts(*names)}
         band = self.band.moved(-start, self.seqlen_q, self.seqlen_k)
@@ -168,20 +168,22 @@ class TileMask:
         return [(name, part) for name in names if (part := getattr(self, name)) is not None]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TileMask:
-        names = (field.name for field in fields(self))
-        return replace(self, **{name: function(part) for name, part in self._parts(*names) if isinstance(part, Tensor)})
+        return self._with({name: function(part) for name, part in self._parts("lengths", *MASK_TENSORS)})
+
+    def _with(self, changes: dict[str, Any]) -> TileMask:
+        return replace(self, **changes)
 
     def _indexed(self, dim: int, start: int, stop: int) -> TileMask:
         size = self.shape[dim]
         if size == 1:
             return self
-        start, stop = _range(start, stop, size, ("batch", "heads")[dim])
+        require.part(("batch", "heads")[dim], start, stop, size)
 
         def index(part: Tensor) -> Tensor:
             return part if part.shape[dim] == 1 else part.narrow(dim, start, stop - start).contiguous()
 
         kept = {name: index(part) for name, part in self._parts(*MASK_TENSORS) if name != "q_segments" or dim == 0}
-        return replace(self, **kept)
+        return self._with(kept)
 
     def _part(
         self, moved: dict[str, Any], band: Band, seqlen_q: int, seqlen_k: int, of_dense: Callable[[Tensor], Tensor]
@@ -189,7 +191,7 @@ class TileMask:
         """Return the mask of `seqlen_q` queries and `seqlen_k` keys that `moved` tensors, or a part of the dense mask, describe."""
         if self.kind == "intervals":
             lengths = self.lengths.new_empty((seqlen_q, seqlen_k, 0))
-            return replace(self, **moved, lengths=lengths, **_band_fields(band))
+            return self._with({**moved, "lengths": lengths, **band_fields(band)})
         if self.kind == "segments":
             segments = moved.get("q_segments", self.q_segments), moved.get("k_segments", self.k_segments)
             return from_segments(segments, seqlen_q, seqlen_k, band)
@@ -211,21 +213,20 @@ def from_dense(mask: Tensor, segments: Segments, seqlen_q: int, band: Band) -> T
     """Pack a mask `[Bm, Hm, Sq, Sk]`, with segments and band folded in."""
     seqlen_k = mask.shape[-1]
     lists_and_bits = torch.ops.dmattn.pack_mask(mask, *segments, seqlen_q, *band.limits(seqlen_q, seqlen_k))
-    nothing = (None,) * (len(MASK_TENSORS) - len(lists_and_bits))
-    return TileMask(*lists_and_bits, *nothing, lengths_of(mask, seqlen_q, seqlen_k), None, *band)
+    return TileMask(lengths_of(mask, seqlen_q, seqlen_k), *lists_and_bits, **band_fields(band))
 
 
 def from_segments(segments: Segments, seqlen_q: int, seqlen_k: int, band: Band) -> TileMask:
     """List the tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]` inside the band."""
     queries, keys = segments
     assert keys is not None
-    lists = torch.ops.dmattn.list_tiles(queries, keys, seqlen_q, *band.limits(seqlen_q, seqlen_k))
+    row_tiles, col_tiles = torch.ops.dmattn.list_tiles(queries, keys, seqlen_q, *band.limits(seqlen_q, seqlen_k))
     lengths = lengths_of(keys, seqlen_q, seqlen_k)
-    return TileMask(*lists, None, None, queries, keys, None, None, None, None, lengths, None, *band)
+    return TileMask(lengths, row_tiles, col_tiles, q_segments=queries, k_segments=keys, **band_fields(band))
 
 
 def from_intervals(
-    intervals: tuple[Tensor, Tensor],
+    intervals: tuple[Tensor | None, Tensor],
     hidden: tuple[Tensor, Tensor] | None,
     at_most: int | None,
     seqlen_q: int,
@@ -234,18 +235,17 @@ def from_intervals(
     """Return the mask that shows key `j` to the queries of an interval, `[B|1, Hm, Sk]`, less those of a hidden one."""
     start, end = intervals
     hidden_from, hidden_to = (None, None) if hidden is None else hidden
-    nothing = (None,) * 6
-    lengths = lengths_of(start, seqlen_q, start.shape[-1])
-    return TileMask(*nothing, start, end, hidden_from, hidden_to, lengths, at_most, *band)
+    return TileMask(
+        lengths_of(end, seqlen_q, end.shape[-1]),
+        start=start,
+        end=end,
+        hidden_from=hidden_from,
+        hidden_to=hidden_to,
+        at_most=at_most,
+        **band_fields(band),
+    )
 
 
-def _band_fields(band: Band) -> dict[str, Any]:
+def band_fields(band: Band) -> dict[str, Any]:
+    """Return a band as the fields of a `TileMask`."""
     return {"band_lo": band.lo, "band_hi": band.hi, "from_bottom_right": band.bottom_right}
-
-
-def _range(start: int, stop: int, size: int, name: str) -> tuple[int, int]:
-    """Refuse a range that does not lie in `size` positions."""
-    known = all(type(number) is int for number in (start, stop, size))
-    if known and not 0 <= start <= stop <= size:
-        raise ValueError(f"{name} must be a range inside 0 to {size}, got {start} to {stop}")
-    return start, stop

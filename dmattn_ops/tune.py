@@ -339,10 +339,15 @@ def tune_shapes(
     store: bool = True,
     table: bool = False,
 ) -> list[Result]:
-    """Tune each case among the shapes, that of the most work first, print what is found, and store it in the cache."""
+    """Tune each case among the shapes, that of the most work first, print what is found, and store it in the cache.
+
+    Where the cache cannot be written to, tuning goes on and tries again after the next case. `NotStored`, at the end, if
+    something was found that is not stored.
+    """
     tasks = [(shape, direction) for shape in sorted(shapes, key=_work, reverse=True) for direction in directions]
     progress = Progress(len(tasks))
     results: dict[Case, Result] = {}
+    pending = _Pending()
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where Triton launches
         for shape, direction in tasks:
             task = prepare(direction, shape, device, on)
@@ -354,10 +359,36 @@ def tune_shapes(
                 found = results[task.case] = tune(task, candidates, measure, progress.show)
                 if store:
                     entry = tuning.entry_of(task.row, found.config, found.own_ms, found.ms, date.today().isoformat())
-                    tuning.merge(tuning.place(device, task.on), {task.case: entry})
-                    plans.forget()
+                    pending.add(tuning.place(device, task.on), task.case, entry)
                 progress.finish(found.table() if table else str(found))
+    if pending.failure is not None:
+        raise NotStored(str(pending.failure)) from pending.failure
     return list(results.values())
+
+
+class NotStored(OSError):
+    """Something was found, and the cache cannot be written to."""
+
+
+class _Pending:
+    """What was found and is not stored yet, and why."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, dict[Case, tuning.Entry]] = {}
+        self.failure: OSError | None = None
+
+    def add(self, at: str, case: Case, entry: tuning.Entry) -> None:
+        """Store an entry of a place with those that could not be stored before."""
+        self.entries.setdefault(at, {})[case] = entry
+        try:
+            for place in list(self.entries):
+                tuning.merge(place, self.entries[place])
+                del self.entries[place]
+        except OSError as error:
+            self.failure = error
+        else:
+            self.failure = None
+            plans.forget()
 
 
 def _work(shape: Shape) -> float:
@@ -376,18 +407,24 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("tuning needs a GPU: the kernels of the CPU have no configurations")
+    store = not options.dry_run
     try:
         shapes = [parse_shape(text) for text in options.shape]
         shapes += tuning.read_record(options.recorded) if options.recorded else []
+        with tuning.locked() if store else nullcontext():  # to know before anything is measured
+            pass
     except (ValueError, OSError) as error:
         parser.error(str(error))
     device = torch.device("cuda", torch.cuda.current_device())
     directions = (options.direction,) if options.direction else DIRECTIONS
-    store = not options.dry_run
-    tune_shapes(
-        shapes or [parse_shape(text) for text in DEFAULT_SHAPES], device, directions,
-        candidates=options.candidates, store=store, table=options.table,
-    )  # fmt: skip
+    try:
+        tune_shapes(
+            shapes or [parse_shape(text) for text in DEFAULT_SHAPES], device, directions,
+            candidates=options.candidates, store=store, table=options.table,
+        )  # fmt: skip
+    except NotStored as error:
+        print(f"not all of it is stored: {error}", file=sys.stderr)
+        return 1
     if store:
         print(f"written: {tuning.path()}")
     return 0

@@ -5,26 +5,28 @@ A JSON file in `DMATTN_CACHE_DIR` (`$XDG_CACHE_HOME/dmattn_ops`, else `~/.cache/
     {"version": 1, "places": {<place>: {<case>: {"own": {...}, "tuned": {...}, "own_ms": 1.0, "tuned_ms": 0.9, "date": ...}}}}
 
 A place is a GPU and a compiler, whatever the driver; a case is a class of calls. An entry counts only while the row still
-is what the entry was measured against, and only with values that `config.parts` offers for that row.
+is what the entry was measured against, and only with values that `config.parts` offers for that row. So a file of anybody
+can make a call slower, not wrong, and one that cannot be used costs a warning. A folder named by `DMATTN_CACHE_DIR` may be
+shared: whoever can list it can read the cache, and whoever can write to it can tune for all (`shared_files.py`).
 `DMATTN_RECORD=FILE` appends one line for each new shape that a kernel is chosen for: what tuning can be told to tune.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import date as Date
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from dmattn_ops import arch, config
+from dmattn_ops import arch, config, environment, shared_files
 from dmattn_ops.arch import Arch
 from dmattn_ops.call import Call
 from dmattn_ops.choose import Choice, Demand
@@ -33,8 +35,12 @@ from dmattn_ops.problem import UNBOUNDED
 
 VERSION = 1
 FOLDER = "DMATTN_CACHE_DIR"
-RECORD = "DMATTN_RECORD"
+OLD = "tuned.json.old"
+MAX_BYTES = 16 << 20  # of a cache: an entry has 500
+LOCK_SECONDS = 20.0  # a writer holds the lock for some milliseconds
 SEQLEN_TIERS = (8192, 4096, 0)
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+MASKS = ("none", "bits", "segments", "intervals")
 Entry = dict[str, Any]
 Places = dict[str, dict[str, Entry]]
 
@@ -95,30 +101,41 @@ def case_of(direction: str, row: Row, on: Arch, demand: Demand, masked: bool, de
 @lru_cache(maxsize=64)
 def place(device: torch.device, on: Arch) -> str:
     """Return the GPU and the compiler that entries hold for."""
-    import triton
+    try:
+        from triton import __version__ as version
+    except ImportError:
+        version = "missing"
+    return f"{arch.name(device)} as {on}, {on.num_sms} SMs, Triton {version}"
 
-    return f"{arch.name(device)} as {on}, {on.num_sms} SMs, Triton {triton.__version__}"
 
-
-def path() -> Path:
-    """Return where the cache lies."""
-    folder = os.environ.get(FOLDER)
-    if folder:
-        return Path(folder) / "tuned.json"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dmattn_ops" / "tuned.json"
+def path() -> Path | None:
+    """Return where the cache lies, None where the environment names no folder and the user has no home."""
+    named = os.environ.get(FOLDER)
+    if named:
+        return Path(os.path.expanduser(named)) / "tuned.json"
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():  # its specification has such values ignored
+        try:
+            caches = Path.home() / ".cache"
+        except RuntimeError:  # HOME is unset, and the user has no name: in containers
+            return None
+    return caches / "dmattn_ops" / "tuned.json"
 
 
 @cache
 def entries() -> Places:
     """Return what the cache holds, read once; nothing, with one warning, where it cannot be used."""
-    try:
-        return _read()
-    except ValueError as error:
-        warnings.warn(
-            f"dmattn_ops ignores its tuned configurations: {path()} {error}. `python -m dmattn_ops.tune` writes it anew.",
-            stacklevel=2,
-        )
+    file = path()
+    if file is None:
         return {}
+    try:
+        return _read(file)
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}. {FOLDER} names another folder."
+    except ValueError as error:
+        reason = f"{error}. `python -m dmattn_ops.tune` writes it anew, and keeps this one as {OLD}."
+    environment.warn_once(f"dmattn_ops ignores its tuned configurations: {file} {reason}")
+    return {}
 
 
 def forget() -> None:
@@ -126,20 +143,18 @@ def forget() -> None:
     entries.cache_clear()
 
 
-def _read() -> Places:
-    """Return what the file holds; ValueError where it is damaged or of another version."""
+def _read(file: Path) -> Places:
+    """Return what the file holds; OSError where it cannot be read, ValueError where it is damaged or of another version."""
     try:
-        content = json.loads(path().read_bytes())
+        content = json.loads(shared_files.read(file, MAX_BYTES))
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:  # also bytes that are no text, and endless brackets
         raise ValueError("is damaged") from error
     if not isinstance(content, dict) or "version" not in content:
         raise ValueError("is damaged")
     if content["version"] != VERSION:
-        raise ValueError(f"has version {content['version']!r}, not {VERSION}")
+        raise ValueError(f"has another version than {VERSION}")
     places: Any = content.get("places")
     if not _is_nested(places, 2):
         raise ValueError("is damaged")
@@ -151,34 +166,34 @@ def _is_nested(value: Any, levels: int) -> bool:
     return isinstance(value, dict) and (levels == 0 or all(_is_nested(each, levels - 1) for each in value.values()))
 
 
+@contextmanager
+def locked() -> Iterator[tuple[shared_files.Folder, Path]]:
+    """Hold the cache for writing; OSError where it has no place, cannot be written to, or another process keeps it."""
+    file = path()
+    if file is None:
+        raise FileNotFoundError(
+            f"there is no home directory to keep tuned configurations in: name a folder by {FOLDER}"
+        )
+    shared = bool(os.environ.get(FOLDER))
+    with shared_files.opened(file.parent, shared) as folder, folder.locked("tuned.lock", LOCK_SECONDS):
+        yield folder, file
+
+
 def merge(at: str, found: dict[Case, Entry]) -> None:
-    """Write entries of one place beside what others wrote: under a lock, and replaced as a whole, so that readers need none."""
-    target = path()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_suffix(".lock")):
+    """Write entries of one place beside what others wrote: under a lock, and replaced as a whole, so that readers need none.
+
+    A file that is damaged, no cache, or of another version is kept as `OLD`. OSError: see `locked`.
+    """
+    with locked() as (folder, file):
+        folder.remove_leftovers(file.name)
         try:
-            places = _read()
+            places = _read(file)
         except ValueError:
+            folder.set_aside(file.name, OLD)
             places = {}
         places[at] = places.get(at, {}) | {str(case): entry for case, entry in found.items()}
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix="tuned-", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump({"version": VERSION, "places": places}, file, indent=1, sort_keys=True)
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        folder.replace(file.name, json.dumps({"version": VERSION, "places": places}, indent=1, sort_keys=True).encode())
     forget()
-
-
-@contextmanager
-def _locked(lock: Path) -> Iterator[None]:
-    import fcntl  # not on Windows, where no kernel is tuned
-
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def entry_of(row: Row, tuned: Config, own_ms: float, tuned_ms: float, date: str) -> Entry:
@@ -199,7 +214,13 @@ def _fields(row: Row, of: Config) -> dict[str, Any]:
 def tuned_config(row: Row, on: Arch, entry: Entry) -> Config | None:
     """Return the configuration that an entry holds for a row, None unless it is valid there and another than the row's."""
     values, own = entry.get("tuned"), _fields(row, row.config)
-    if entry.get("own") != own or not isinstance(values, dict) or set(values) != set(own) or values == own:
+    if (
+        entry.get("own") != own
+        or not _has_evidence(entry)
+        or not isinstance(values, dict)
+        or set(values) != set(own)
+        or values == own
+    ):
         return None
     made = row.config
     for part in config.parts(row):
@@ -208,6 +229,18 @@ def tuned_config(row: Row, on: Arch, entry: Entry) -> Config | None:
             return None
         made = part.put(made, part.values[part.values.index(wanted)])  # 4 and not 4.0, True and not 1
     return made
+
+
+def _has_evidence(entry: Entry) -> bool:
+    """Return whether an entry says when it was measured and how fast: `explain` prints it."""
+    times = (entry.get("own_ms"), entry.get("tuned_ms"))
+    if not all(isinstance(time, int | float) and 0.0 <= time < math.inf for time in times):
+        return False
+    try:
+        Date.fromisoformat(entry.get("date", ""))
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def tuned(choice: Choice, direction: str, demand: Demand, masked: bool, deterministic: bool, at: str) -> Choice:
@@ -251,19 +284,27 @@ def shape_of(call: Call) -> Shape:
 
 
 _recorded: set[tuple[str, Shape]] = set()
+_unusable: set[str] = set()  # names of files that could not be appended to
 
 
 def record(call: Call) -> None:
-    """Append the shape of a call to the file that `DMATTN_RECORD` names, if any, once in a process."""
-    file = os.environ.get(RECORD)
-    if not file:
+    """Append the shape of a call to the file that `DMATTN_RECORD` names, if any, once in a process.
+
+    Where that is impossible, it is said once, and nothing more is recorded there.
+    """
+    file = environment.record_file()
+    if file is None or file in _unusable:
         return
     shape = shape_of(call)
     if (file, shape) in _recorded:
         return
     _recorded.add((file, shape))
-    with open(file, "a") as lines:
-        lines.write(json.dumps(asdict(shape)) + "\n")
+    try:
+        shared_files.append(Path(file), json.dumps(asdict(shape)))
+    except (OSError, ValueError) as error:
+        _unusable.add(file)
+        reason = error.strerror if isinstance(error, OSError) else error
+        environment.warn_once(f"dmattn_ops records no shapes: {environment.RECORD} is {file!r}, and {reason}")
 
 
 def read_record(file: Path) -> list[Shape]:
@@ -271,9 +312,22 @@ def read_record(file: Path) -> list[Shape]:
     shapes: dict[Shape, None] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
-            fields = json.loads(line)
-            bias = fields.get("bias")
-            shapes[Shape(**{**fields, "bias": None if bias is None else tuple(bias)})] = None
-        except (ValueError, TypeError, AttributeError) as error:
+            shapes[_shape(json.loads(line))] = None
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"line {number} of {file} is no recorded shape: {line[:100]!r}") from error
     return list(shapes)
+
+
+def _shape(recorded: Any) -> Shape:
+    """Return the shape that a line of a record holds; ValueError, TypeError or AttributeError where it holds none."""
+    bias = recorded.get("bias")
+    shape = Shape(**{**recorded, "bias": None if bias is None else tuple(bias)})
+    for field in fields(Shape):
+        found = getattr(shape, field.name)
+        if field.name != "bias" and type(found) is not type(field.default):
+            raise TypeError(f"{field.name} is {found!r}")
+    if not all(type(size) is int for size in shape.bias or ()):
+        raise TypeError(f"bias is {shape.bias!r}")
+    if shape.dtype not in DTYPES or shape.mask not in MASKS:
+        raise ValueError(f"{shape.dtype!r} or {shape.mask!r} is unknown")
+    return shape

@@ -8,13 +8,12 @@ that a tracer does not know becomes a check at run time. Values are read on the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dmattn_ops import require
 from dmattn_ops.call import Call
 from dmattn_ops.meta import ceil_div, lse_dtype, tile_records
 from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS, Mask, Varlen
@@ -30,13 +29,15 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 # The calls, checked by the operators.
 
 
-def dense_tensors(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> None:
-    """Refuse what is not query `[B, Sq, H, D]`, key `[B, Sk, Hkv, D]`, value `[B, Sk, Hkv, Dv]` and their bias."""
+def dense_tensors(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sink: Tensor | None) -> None:
+    """Refuse what is not query `[B, Sq, H, D]`, key `[B, Sk, Hkv, D]`, value `[B, Sk, Hkv, Dv]`, and their bias and sink."""
     query_key_value(query, key, value, 4)
     if bias is not None:
         (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
         require_broadcast("bias", bias, batch, heads, heads_kv, seqlen_q, seqlen_k)
         _require_bias_dtype(bias, query)
+    if sink is not None:
+        _require_sink(sink, query)
 
 
 def dense_call(call: Call) -> None:
@@ -44,44 +45,54 @@ def dense_call(call: Call) -> None:
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = call.query.shape, call.key.shape
     if any(part is not None for part in call.mask[:-1]):
         _mask(call.mask, batch, heads, heads_kv, seqlen_q, seqlen_k, call.query.device)
-    _numbers_sink_and_seed(call, batch)
+    _numbers_and_seed(call, batch)
 
 
 def varlen_tensors(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, lengths: Varlen
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    lengths: Varlen,
 ) -> None:
     """Refuse what is not packed query `[total_q, H, D]`, key `[total_k, Hkv, D]`, value and what belongs to them."""
     query_key_value(query, key, value, 3)
     where, heads, (total_k, heads_kv, _) = query.device, query.shape[1], key.shape
     for name, cu_seqlens in (("cu_seqlens_q", lengths.cu_seqlens_q), ("cu_seqlens_k", lengths.cu_seqlens_k)):
-        require_dtype(name, cu_seqlens, torch.int32)
-        require_device(name, cu_seqlens, where)
-        if cu_seqlens.dim() != 1 or _known_equal(cu_seqlens.shape[0], 0):
-            raise ValueError(f"{name} must have shape (batch + 1,), got {_text(cu_seqlens.shape)}")
-    require_shape("cu_seqlens_k", lengths.cu_seqlens_k, (lengths.cu_seqlens_q.shape[0],))
+        require.dtype(name, cu_seqlens, torch.int32)
+        require.device(name, cu_seqlens, where)
+        if cu_seqlens.dim() != 1 or require.known_equal(cu_seqlens.shape[0], 0):
+            raise ValueError(f"{name} must have shape (batch + 1,), got {require.text(cu_seqlens.shape)}")
+    require.shape("cu_seqlens_k", lengths.cu_seqlens_k, (lengths.cu_seqlens_q.shape[0],))
     for name, longest in (("max_seqlen_q", lengths.max_seqlen_q), ("max_seqlen_k", lengths.max_seqlen_k)):
         if type(longest) is int and longest < 0:
             raise ValueError(f"{name} must not be negative, got {longest}")
     if mask is not None:
-        require_sizes("mask", mask, (1, heads_kv, heads), (total_k,))
-        require_device("mask", mask, where)
+        require.sizes("mask", mask, (1, heads_kv, heads), (total_k,), axes=require.PACKED_AXES)
+        require.device("mask", mask, where)
     if bias is not None:
-        require_sizes("bias", bias, (1, heads_kv, heads), (total_k,))
+        require.sizes("bias", bias, (1, heads_kv, heads), (total_k,), axes=require.PACKED_AXES)
         _require_bias_dtype(bias, query)
+    if sink is not None:
+        _require_sink(sink, query)
 
 
 def varlen_call(call: Call) -> None:
     """Refuse what does not fit the tensors of a packed call."""
     assert call.varlen is not None
-    _numbers_sink_and_seed(call, call.varlen.cu_seqlens_q.shape[0] - 1)
+    _numbers_and_seed(call, call.varlen.cu_seqlens_q.shape[0] - 1)
 
 
 def packed_qkv(qkv: Tensor) -> None:
     """Refuse what is no packed query, key and value `[B, S, 3, H, D]`."""
-    require_rank("qkv", qkv, 5)
+    require.rank("qkv", qkv, 5)
     batch, seqlen, three, heads, dim = qkv.shape
-    if not _same(three, 3):
-        raise ValueError(f"qkv must have shape {_text((batch, seqlen, 3, heads, dim))}, got {_text(qkv.shape)}")
+    if not require.same(three, 3):
+        raise ValueError(
+            f"qkv must have shape {require.text((batch, seqlen, 3, heads, dim))}, got {require.text(qkv.shape)}"
+        )
 
 
 def gradients(given: Any, query: Tensor, out_shape: tuple[int, ...], row_shape: tuple[int, ...]) -> None:
@@ -100,16 +111,19 @@ def selection(
     scores: Tensor, documents: Tensor | None, keep: int, keep_first: int, keep_last: int, is_causal: bool
 ) -> int:
     """Refuse what `key_lifetimes` cannot take; return the batch of its results."""
-    require_rank("scores", scores, 3)
-    require_dtype("scores", scores, *DTYPES)
+    require.rank("scores", scores, 3)
+    require.dtype("scores", scores, *DTYPES)
     batch, _, seqlen = scores.shape
     if documents is not None:
-        require_rank("documents", documents, 2)
-        require_sizes(
-            "documents", documents, (1, batch) if not _known_equal(batch, 1) else (documents.shape[0],), (seqlen,)
+        require.rank("documents", documents, 2)
+        require.sizes(
+            "documents",
+            documents,
+            (1, batch) if not require.known_equal(batch, 1) else (documents.shape[0],),
+            (seqlen,),
         )
-        require_device("documents", documents, scores.device)
-        batch = _wider((batch, documents.shape[0]))
+        require.device("documents", documents, scores.device)
+        batch = require.wider((batch, documents.shape[0]))
     for name, count in (("keep", keep), ("keep_first", keep_first), ("keep_last", keep_last)):
         if type(count) is int and count < 0:
             raise ValueError(f"{name} must not be negative, got {count}")
@@ -128,38 +142,20 @@ def mask_parts(
     where = parts[0].device
     for name, part, rank in (("mask", mask, 4), ("q_segments", q_segments, 2), ("k_segments", k_segments, 3)):
         if part is not None:
-            require_rank(name, part, rank)
-            require_device(name, part, where)
+            require.rank(name, part, rank)
+            require.device(name, part, where)
             if rank != 4:
-                require_dtype(name, part, torch.int32)
+                require.dtype(name, part, torch.int32)
     by_head = [part for part in (mask, k_segments) if part is not None]
-    batch, heads = _wider(part.shape[0] for part in parts), _wider(part.shape[1] for part in by_head)
+    batch, heads = require.wider(part.shape[0] for part in parts), require.wider(part.shape[1] for part in by_head)
     batches, own_heads, seqlen_k = (1, batch), (1, heads), by_head[0].shape[-1]
     if mask is not None:
-        require_sizes("mask", mask, batches, own_heads, (1, seqlen_q), (seqlen_k,))
+        require.sizes("mask", mask, batches, own_heads, (1, seqlen_q), (seqlen_k,), axes=require.AXES)
     if q_segments is not None:
-        require_sizes("q_segments", q_segments, batches, (seqlen_q,))
+        require.sizes("q_segments", q_segments, batches, (seqlen_q,))
     if k_segments is not None:
-        require_sizes("k_segments", k_segments, batches, own_heads, (seqlen_k,))
+        require.sizes("k_segments", k_segments, batches, own_heads, (seqlen_k,))
     return batch, heads
-
-
-def offset_values(query: Tensor, key: Tensor, lengths: Varlen) -> None:
-    """Refuse offsets that do not describe the packed tensors. Reads them, so only for tensors on the CPU."""
-    for letter, name, packed, cu_seqlens, longest in (
-        ("q", "query", query, lengths.cu_seqlens_q, lengths.max_seqlen_q),
-        ("k", "key", key, lengths.cu_seqlens_k, lengths.max_seqlen_k),
-    ):
-        values = cu_seqlens.tolist()
-        total, widest = packed.shape[0], max((b - a for a, b in pairwise(values)), default=0)
-        if values[0] != 0 or values[-1] != total:
-            raise ValueError(
-                f"cu_seqlens_{letter} must go from 0 to the length of {name}, {total}, got {values[0]} to {values[-1]}"
-            )
-        if values != sorted(values):
-            raise ValueError(f"cu_seqlens_{letter} must not decrease, got {values}")
-        if widest > longest:
-            raise ValueError(f"max_seqlen_{letter} must be at least the longest sequence, {widest}, got {longest}")
 
 
 def query_key_value(query: Tensor, key: Tensor, value: Tensor, rank: int) -> None:
@@ -170,22 +166,22 @@ def query_key_value(query: Tensor, key: Tensor, value: Tensor, rank: int) -> Non
     of_query, of_key, of_value = query.shape, key.shape, value.shape
     if not len(of_query) == len(of_key) == len(of_value) == rank:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            require_rank(name, tensor, rank)
+            require.rank(name, tensor, rank)
     if (
-        _traced(query) or _traced(key) or _traced(value) or not of_query == of_key == of_value
+        require.traced(query) or require.traced(key) or require.traced(value) or not of_query == of_key == of_value
     ):  # equal shapes need no closer look
         like_query, like_key = (*of_query[:-3], *of_key[-3:-1], of_query[-1]), (*of_key[:-1], of_value[-1])
-        if not _matches(key, like_query) or not _matches(value, like_key):
+        if not require.matches(key, like_query) or not require.matches(value, like_key):
             _refuse_key_or_value(of_query, of_key, of_value)
     heads, dim, heads_kv, dim_v = of_query[-2], of_query[-1], of_key[-2], of_value[-1]
     own, where = query.dtype, query.device
     if key.dtype is not own or value.dtype is not own or own not in DTYPES:
-        require_dtype("query", query, *DTYPES)
-        require_dtype("key", key, own)
-        require_dtype("value", value, own)
+        require.dtype("query", query, *DTYPES)
+        require.dtype("key", key, own)
+        require.dtype("value", value, own)
     if key.device != where or value.device != where:
-        require_device("key", key, where)
-        require_device("value", value, where)
+        require.device("key", key, where)
+        require.device("value", value, where)
     for name, length in (("query", of_query[-3]), ("key", of_key[-3])):
         if type(length) is int and length >= UNBOUNDED:
             raise ValueError(f"{name} must have fewer than {UNBOUNDED} positions, got {length}")
@@ -224,7 +220,8 @@ def scalars(softmax_scale: float | None, softcap: float, dropout_p: float) -> No
 
 def _beyond_float32(number: float) -> str:
     """Return what a message adds for a number that only float64 can hold."""
-    return ", which float32 cannot hold" if 0.0 < abs(number) < math.inf else ""
+    beyond = 0.0 < abs(number) < _SMALLEST or _LARGEST < abs(number) < math.inf
+    return ", which float32 cannot hold" if beyond else ""
 
 
 # Types and choices, checked by the public functions.
@@ -302,77 +299,37 @@ def keep_mask(mask: Tensor) -> None:
 
 def mask_lengths(of_mask_q: int, of_mask_k: int, seqlen_q: int, seqlen_k: int) -> None:
     """Refuse a prepared mask for other lengths."""
-    if not (_same(of_mask_q, seqlen_q) and _same(of_mask_k, seqlen_k)):
+    if not (require.same(of_mask_q, seqlen_q) and require.same(of_mask_k, seqlen_k)):
         raise ValueError(
-            f"mask must be prepared for query length {_size_text(seqlen_q)} and key length {_size_text(seqlen_k)}, "
-            f"got {_size_text(of_mask_q)} and {_size_text(of_mask_k)}"
+            f"mask must be prepared for query length {require.size_text(seqlen_q)} and key length {require.size_text(seqlen_k)}, "
+            f"got {require.size_text(of_mask_q)} and {require.size_text(of_mask_k)}"
         )
 
 
-def contiguous_runs(name: str, ids: Tensor) -> None:
-    """Refuse ids of which one returns after another. Reads them, so only for tensors on the CPU."""
-    from dmattn_ops import layout
-
-    if not layout.is_one_run_each(ids):
-        raise ValueError(f"{name} must be contiguous runs of equal ids, got an id that returns after another one")
-
-
-# Pieces, also for `masks.py`.
-
-
-def require_rank(name: str, tensor: Tensor, rank: int) -> None:
-    """Refuse another number of dimensions."""
-    if tensor.dim() != rank:
-        raise ValueError(f"{name} must have {rank} dimensions, got {tensor.dim()}, shape {_text(tensor.shape)}")
-
-
-def require_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
-    """Refuse another shape."""
-    if not _matches(tensor, expected):
-        raise ValueError(f"{name} must have shape {_text(expected)}, got {_text(tensor.shape)}")
-
-
-def require_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
-    """Refuse another dtype, with a TypeError."""
-    if tensor.dtype not in allowed:
-        raise TypeError(f"{name} must have dtype {' or '.join(map(str, dict.fromkeys(allowed)))}, got {tensor.dtype}")
-
-
-def require_device(name: str, tensor: Any, expected: torch.device) -> None:
-    """Refuse another device than the query's."""
-    if tensor.device != expected:
-        raise ValueError(f"{name} must be on {expected} like query, got {tensor.device}")
-
-
-def require_sizes(name: str, tensor: Any, *choices: tuple[int, ...]) -> None:
-    """Refuse a tensor or a TileMask in whose shape a size is not one of its choices."""
-    sizes = tensor.shape
-    if len(sizes) != len(choices) or not all(map(_one_of, sizes, choices)):
-        allowed = [" or ".join(dict.fromkeys([_size_text(size) for size in reversed(sizes)])) for sizes in choices]
-        raise ValueError(f"{name} must have shape ({', '.join(allowed)}), got {_text(tensor.shape)}")
+# Pieces.
 
 
 def require_broadcast(
     name: str, tensor: Tensor, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int
 ) -> None:
     """Refuse a mask or bias that is not `[B|1, H|Hkv|1, Sq|1, Sk]`."""
-    require_sizes(name, tensor, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
+    require.sizes(name, tensor, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,), axes=require.AXES)
 
 
 def _require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> None:
-    if tensor.dtype is not dtype or tensor.device != where or not _matches(tensor, shape):
-        require_shape(name, tensor, shape)
-        require_dtype(name, tensor, dtype)
-        require_device(name, tensor, where)
+    if tensor.dtype is not dtype or tensor.device != where or not require.matches(tensor, shape):
+        require.shape(name, tensor, shape)
+        require.dtype(name, tensor, dtype)
+        require.device(name, tensor, where)
 
 
 def _require_bias_dtype(bias: Tensor, query: Tensor) -> None:
-    require_device("bias", bias, query.device)
+    require.device("bias", bias, query.device)
     if bias.dtype != query.dtype:
-        require_dtype("bias", bias, query.dtype, torch.float32)
+        require.dtype("bias", bias, query.dtype, torch.float32)
 
 
-def _numbers_sink_and_seed(call: Call, batch: int) -> None:
+def _numbers_and_seed(call: Call, batch: int) -> None:
     options, where, heads = call.options, call.query.device, call.query.shape[-2]
     scalars(options.softmax_scale, options.softcap, options.dropout_p)
     for name, origin in (("q_origin", options.q_origin), ("k_origin", options.k_origin)):
@@ -380,13 +337,11 @@ def _numbers_sink_and_seed(call: Call, batch: int) -> None:
             raise ValueError(f"{name} must be between 0 and {UNBOUNDED - 1}, got {origin}")
     if call.mask.at_most is not None and type(call.mask.at_most) is int and call.mask.at_most < 0:
         raise ValueError(f"at_most must not be negative, got {call.mask.at_most}")
-    if call.sink is not None:
-        _require_sink(call.sink, call.query)
     seed, dropout_p = call.seed, options.dropout_p
     if seed is not None:
-        require_sizes("seed", seed, (1, batch), (1, heads))
-        require_dtype("seed", seed, torch.int64)
-        require_device("seed", seed, where)
+        require.sizes("seed", seed, (1, batch), (1, heads))
+        require.dtype("seed", seed, torch.int64)
+        require.device("seed", seed, where)
     elif not isinstance(dropout_p, float) or dropout_p > 0.0:
         raise ValueError(
             f"seed must be an int64 tensor of shape (1, 1) or more where dropout_p is {dropout_p}, got None"
@@ -394,32 +349,33 @@ def _numbers_sink_and_seed(call: Call, batch: int) -> None:
 
 
 def _require_sink(sink: Tensor, query: Tensor) -> None:
-    require_shape("sink", sink, (query.shape[-2],))
-    require_device("sink", sink, query.device)
+    require.shape("sink", sink, (query.shape[-2],))
+    require.device("sink", sink, query.device)
     if sink.dtype != query.dtype:
-        require_dtype("sink", sink, query.dtype, torch.float32)
+        require.dtype("sink", sink, query.dtype, torch.float32)
 
 
 def _mask(mask: Mask, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, where: torch.device) -> None:
     """Refuse tensors of a mask in which a kernel could read out of bounds; what lists hold is trusted."""
     rows, cols, words = ceil_div(seqlen_q, TILE), ceil_div(seqlen_k, TILE), TILE // WORD_BITS
     leading = (1, batch), (1, heads_kv, heads)
-    kinds = (mask.row_bits, mask.k_segments, mask.start)
+    kinds = (mask.row_bits, mask.k_segments, mask.end)
     if sum(part is not None for part in kinds) != 1:
-        raise ValueError("a mask must have either row_bits and col_bits, or k_segments, or start and end")
+        raise ValueError("a mask must have either row_bits and col_bits, or k_segments, or end")
     if mask.q_segments is not None and mask.k_segments is None:
         raise ValueError("a mask with q_segments must have k_segments")
-    if mask.start is not None:
+    if mask.end is not None:
         if mask.row_tiles is not None or mask.col_tiles is not None:
             raise ValueError("a mask by start and end must not have lists of tiles")
-        _require_part("start", mask.start, where, *leading, (seqlen_k,))
         _require_part("end", mask.end, where, *leading, (seqlen_k,))
+        if mask.start is not None:
+            _require_part("start", mask.start, where, *leading, (seqlen_k,))
         if mask.hidden_from is not None or mask.hidden_to is not None:
             _require_part("hidden_from", mask.hidden_from, where, *leading, (seqlen_k,))
             _require_part("hidden_to", mask.hidden_to, where, *leading, (seqlen_k,))
         return
-    if mask.hidden_from is not None or mask.hidden_to is not None or mask.end is not None:
-        raise ValueError("a mask with end, hidden_from or hidden_to must have start")
+    if mask.hidden_from is not None or mask.hidden_to is not None or mask.start is not None:
+        raise ValueError("a mask with start, hidden_from or hidden_to must have end")
     _require_list("row_tiles", mask.row_tiles, where, *leading, (tile_records(seqlen_q),))
     _require_list("col_tiles", mask.col_tiles, where, *leading, (tile_records(seqlen_k),))
     if mask.row_bits is not None:
@@ -441,10 +397,10 @@ def _require_list(name: str, lists: Tensor | None, where: torch.device, *choices
 def _require_part(name: str, part: Tensor | None, where: torch.device, *choices: tuple[int, ...]) -> None:
     if part is None:
         raise ValueError(f"{name} must be a tensor where other parts of the mask are, got None")
-    require_sizes(name, part, *choices)
+    require.sizes(name, part, *choices)
     if part.dtype is not torch.int32 or part.device != where:
-        require_dtype(name, part, torch.int32)
-        require_device(name, part, where)
+        require.dtype(name, part, torch.int32)
+        require.device(name, part, where)
 
 
 def _refuse_key_or_value(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> None:
@@ -455,58 +411,4 @@ def _refuse_key_or_value(query: tuple[int, ...], key: tuple[int, ...], value: tu
     for name, sizes, last in (("key", key, query[-1]), ("value", value, value[-1])):
         expected = (*query[:-3], *agreed, last)
         if tuple(sizes) != expected:
-            raise ValueError(f"{name} must have shape {_text(expected)}, got {_text(sizes)}")
-
-
-# Sizes, known or not: a tracer's unknown size is assumed right and checked at run time.
-
-
-def _traced(tensor: Tensor) -> bool:
-    """Return whether a size may be a symbol, which a comparison would turn into a guard."""
-    return tensor._has_symbolic_sizes_strides
-
-
-def _matches(tensor: Tensor, expected: tuple[int, ...]) -> bool:
-    if not _traced(tensor):
-        return tensor.shape == expected
-    return tensor.dim() == len(expected) and all(map(_same, tensor.shape, expected))
-
-
-def _same(actual: int, expected: int) -> bool:
-    if type(actual) is int and type(expected) is int:
-        return actual == expected
-    from torch.fx.experimental.symbolic_shapes import expect_true
-
-    return expect_true(actual == expected)
-
-
-def _known_equal(actual: int, expected: int) -> bool:
-    if type(actual) is int and type(expected) is int:
-        return actual == expected
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return guard_or_false(actual == expected)
-
-
-def _one_of(actual: int, choices: tuple[int, ...]) -> bool:
-    if type(actual) is int and type(choices[-1]) is int:
-        for choice in choices:  # noqa: SIM110 - a generator costs as much again, `in` makes Dynamo look for the same object
-            if actual == choice:
-                return True
-        return False
-    return any(_known_equal(actual, choice) for choice in choices[:-1]) or _same(actual, choices[-1])
-
-
-def _wider(sizes: Iterable[int]) -> int:
-    """Return the first size that is not 1, or 1."""
-    return next((size for size in sizes if not _known_equal(size, 1)), 1)
-
-
-def _text(sizes: Iterable[int]) -> str:
-    texts = [_size_text(size) for size in sizes]
-    return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
-
-
-def _size_text(size: Any) -> str:
-    traced = isinstance(size, torch.SymInt) and not torch.compiler.is_dynamo_compiling()
-    return f"{int(size)}" if traced and size.node.has_hint() else f"{size}"
+            raise ValueError(f"{name} must have shape {require.text(expected)}, got {require.text(sizes)}")

@@ -3,8 +3,8 @@
 The mask is the one of Trainable Dynamic Mask Sparse Attention (arXiv 2508.02124): each key gets a score from its value,
 each query sees the `keep` keys with the highest scores among its own causal prefix, and the score is also added to the
 attention scores, so that the network learns which keys are worth keeping. A learned slope over positions (as in ALiBi,
-arXiv 2108.12409) is part of the score: without it nothing favours near keys, and the model of the defaults reached a
-validation loss of 1.99 instead of 1.66 nats per byte in 300 steps.
+arXiv 2108.12409) is part of the score: without it nothing favours near keys, and 4 layers of 192 reached a validation
+loss of 1.99 instead of 1.66 nats per byte in 300 steps of 8 sequences of 256 bytes.
 
 Letters: `B` batch, `S` sequence length, `H` query heads, `Hkv` key/value heads, `D` head dimension.
 """

@@ -3,6 +3,7 @@
 `python examples/train.py` learns the source of Python's standard library; `--data FILE` any other text, `--resume`
 goes on where the last run stopped, `--compare sdpa` trains the same model again through torch's own attention. What it
 writes goes to `--out`: a checkpoint and, where matplotlib is installed, the loss curve and a picture of the masks.
+Ctrl-C stops after the step that runs, saves, and says how to go on.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import pickle
+import shlex
+import signal
 import sys
+import threading
 import time
 import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +30,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-from corpus import Text, batch, from_file, standard_library, unigram_entropy
+import benefit
+import settings
+from corpus import Text, batch, unigram_entropy
 from model import ByteModel, ModelConfig, attend_dmattn, attend_sdpa
+from pictures import draw_pictures
+from settings import Plan, SettingError
 
 try:
     from tqdm import tqdm
@@ -33,21 +43,7 @@ except ImportError:
     tqdm = None
 
 ATTENTIONS = {"dmattn": attend_dmattn, "sdpa": attend_sdpa}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run does: with the model's sizes and the text, this decides every number that comes out."""
-
-    steps: int = 400
-    batch: int = 8
-    rate: float = 2e-3
-    warm_up: int = 30
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    validate_every: int = 50
-    validation_batches: int = 8
-    seed: int = 0
+INTERRUPTED = 128 + signal.SIGINT  # the exit status of a program that Ctrl-C ended
 
 
 @dataclass
@@ -96,7 +92,7 @@ class Trainer:
         vectors = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.95), fused=True)
-        self.step, self.history = 0, History()
+        self.step, self.saved, self.history = 0, 0, History()
         self.recorder = GraphRecorder()
         self.loss = torch.compile(self.model.loss, fullgraph=True, backend=self.recorder)
 
@@ -130,18 +126,12 @@ class Trainer:
         return torch.stack(losses).mean().item()
 
     @torch.no_grad()
-    def masks(self) -> list[Tensor]:
-        """Return each layer's mask `[Hkv, S, S]` for one held-out window, the causal condition included."""
+    def masks(self, count: int = 1) -> list[Tensor]:
+        """Return each layer's mask `[count, Hkv, S, S]` for held-out windows, the causal condition included."""
         masks: list[Tensor] = []
         with self.autocast():
-            self.model(self.draw(self.text.validation, -1)[0][:1], masks)
-        return [mask[0].tril() for mask in masks]
-
-    def density(self) -> float:
-        """Return which part of all causal (query, key) pairs the masks keep."""
-        masks = self.masks()
-        seqlen = masks[0].shape[-1]
-        return sum(mask.sum().item() / len(mask) for mask in masks) / (len(masks) * seqlen * (seqlen + 1) / 2)
+            self.model(self.draw(self.text.validation, -1)[0][:count], masks)
+        return [mask.tril() for mask in masks]
 
     def save(self, path: Path) -> None:
         """Write everything that the next step depends on, all at once."""
@@ -156,15 +146,19 @@ class Trainer:
         partial = path.with_suffix(".partial")
         torch.save(state, partial)
         os.replace(partial, path)
+        self.saved = self.step
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint; the next steps give the same bits as without the interruption."""
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        if state["settings"] != self.settings():
-            raise ValueError(f"{path} was written with {state['settings']}, this run has {self.settings()}")
+        state = load_state(path, self.device)
+        if state["settings"]["text"] != self.settings()["text"]:
+            raise SettingError(f"{path} was written with another text: give the same --data")
+        if state["step"] > self.plan.steps:
+            raise SettingError(f"{path} is at step {state['step']} already, beyond --steps {self.plan.steps}")
         self.step, self.history = state["step"], History(**state["history"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.saved = self.step
 
     def settings(self) -> dict[str, Any]:
         """Return all that decides a run: sizes, plan and a checksum of the text."""
@@ -172,13 +166,52 @@ class Trainer:
         return {"model": asdict(self.model.config), "plan": asdict(self.plan), "text": checksum}
 
 
+def load_state(path: Path, device: str) -> dict[str, Any]:
+    """Read what `Trainer.save` wrote."""
+    refusal = SettingError(f"{path} is not a checkpoint of this program")
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise refusal from error
+    if not (isinstance(state, dict) and {"settings", "step", "history", "model", "optimizer"} <= state.keys()):
+        raise refusal
+    return state
+
+
 class Facts(NamedTuple):
-    """What a run measured: tokens per second after warm-up, seconds of warm-up, density of the masks, recompiles."""
+    """What a run measured: tokens per second after warm-up, seconds of warm-up, share of skipped tiles, recompiles."""
 
     speed: float
     warm_up: float
-    density: float
+    skipped: float
     recompiles: int
+
+
+class StopRequest:
+    """Ctrl-C, kept until the step that runs is over; where a trainer has nothing to save, it acts at once.
+
+    A second one acts at once in any case.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.asked = trainer, False
+
+    def __enter__(self) -> StopRequest:
+        self.listens = threading.current_thread() is threading.main_thread()
+        if self.listens:
+            self.before = signal.signal(signal.SIGINT, self.ask)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.listens:
+            signal.signal(signal.SIGINT, self.before)
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        """Note a request to stop."""
+        if self.asked or self.trainer.step == self.trainer.saved:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("\nstopping after this step (Ctrl-C again: at once, without saving)", flush=True)
 
 
 class Progress:
@@ -201,35 +234,47 @@ class Progress:
             self.bar.close()
 
 
-def fit(trainer: Trainer, label: str, checkpoint: Path | None = None, until: int | None = None) -> Facts:
-    """Train to the plan's end (or to step `until`), validating and saving on the way."""
+def fit(
+    trainer: Trainer,
+    label: str,
+    checkpoint: Path | None = None,
+    until: int | None = None,
+    stop: StopRequest | None = None,
+) -> Facts:
+    """Train to the plan's end, to step `until` or until asked to stop, validating and saving on the way."""
     plan, history, first = trainer.plan, trainer.history, trainer.step
     until = plan.steps if until is None else until
-    progress = Progress(until, first, label)
+    print(f"{label}: compiling the model (about a minute on two cores, less where it was compiled before)", flush=True)
     began = time.perf_counter()
-    validation, density = trainer.validate(), trainer.density()
+    validation, skipped = trainer.validate(), benefit.tiles_skipped(trainer.masks())
     if first == 0:
         history.validation.append((0, validation))
     speed, seconds, warm_up, graphs = 0.0, 0.0, 0.0, 0
-    while trainer.step < until:
+    progress: Progress | None = None
+    while trainer.step < until and not (stop and stop.asked):
         start = time.perf_counter()
         loss = trainer.train_step()
-        if trainer.step == first + 1:  # a validation and a step have run: all that is needed is compiled
+        if not math.isfinite(loss):
+            raise SettingError(f"the loss is {loss} at step {trainer.step}: try a smaller --rate than {plan.rate}")
+        if progress is None:  # a validation and a step have run: all that is needed is compiled
             graphs, warm_up = counters["stats"]["unique_graphs"], time.perf_counter() - began
+            print(f"{label}: compiled in {warm_up:.0f} s", flush=True)
+            progress = Progress(until, first, label)
         else:
             seconds += time.perf_counter() - start
             speed = (trainer.step - first - 1) * plan.batch * trainer.model.config.seqlen / seconds
         if trainer.step % plan.validate_every == 0 or trainer.step == plan.steps:
-            validation, density = trainer.validate(), trainer.density()
+            validation, skipped = trainer.validate(), benefit.tiles_skipped(trainer.masks())
             history.validation.append((trainer.step, validation))
             scores = f"loss {loss:.3f}, validation {validation:.3f}"
-            progress.note(f"{label} step {trainer.step}: {scores}, {speed:,.0f} tokens/s, mask {density:.1%}")
+            progress.note(f"{label} step {trainer.step}: {scores}, {speed:,.0f} tokens/s, tiles skipped {skipped:.0%}")
             if checkpoint is not None:
                 trainer.save(checkpoint)
-        progress.update({"loss": f"{loss:.3f}", "tokens/s": f"{speed:,.0f}", "mask": f"{density:.1%}"})
-    progress.close()
+        progress.update({"loss": f"{loss:.3f}", "tokens/s": f"{speed:,.0f}", "tiles skipped": f"{skipped:.0%}"})
+    if progress is not None:
+        progress.close()
     recompiles = counters["stats"]["unique_graphs"] - graphs if trainer.step > first else 0
-    return Facts(speed, warm_up, density, recompiles)
+    return Facts(speed, warm_up, skipped, recompiles)
 
 
 @torch.no_grad()
@@ -246,37 +291,6 @@ def sample(trainer: Trainer, prompt: bytes, length: int) -> str:
     return bytes(written).decode(errors="replace")
 
 
-def draw_pictures(trainers: dict[str, Trainer], entropy: float, out: Path) -> list[Path]:
-    """Draw the loss curves and the masks of one layer's heads; nothing where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        return []
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, trainer in trainers.items():
-        axes.plot(
-            range(1, trainer.step + 1), trainer.history.train, alpha=0.4, linewidth=0.8, label=f"{name}, training"
-        )
-        axes.plot(*zip(*trainer.history.validation, strict=True), marker="o", markersize=3, label=f"{name}, validation")
-    axes.axhline(entropy, color="grey", linestyle=":", label="entropy of single bytes")
-    axes.set(xlabel="step", ylabel="loss, nats per byte")
-    axes.legend()
-    figure.savefig(out / "loss.png", dpi=150)
-
-    trainer = next(iter(trainers.values()))
-    heads = trainer.masks()[len(trainer.model.blocks) // 2]
-    figure, panels = plt.subplots(1, len(heads), figsize=(4 * len(heads), 4.3), layout="constrained", squeeze=False)
-    for index, (panel, mask) in enumerate(zip(panels[0], heads, strict=True)):
-        panel.imshow(mask.cpu().numpy(), cmap="binary", interpolation="nearest")
-        panel.set(title=f"key head {index}", xlabel="key", ylabel="query")
-    figure.suptitle(f"Keys that each query sees, layer {len(trainer.model.blocks) // 2}")
-    figure.savefig(out / "mask.png", dpi=150)
-    return [out / "loss.png", out / "mask.png"]
-
-
 def report(trainer: Trainer, facts: Facts, entropy: float) -> None:
     """Print what happened, from the compiler's own counters and the graphs it was given."""
     validation = trainer.history.validation
@@ -287,7 +301,15 @@ def report(trainer: Trainer, facts: Facts, entropy: float) -> None:
     print(
         f"speed           {facts.speed:,.0f} tokens/s, after {facts.warm_up:.0f} s for compilation and the first step"
     )
-    print(f"mask            {facts.density:.1%} of the causal pairs visible")
+    config, dtype = trainer.model.config, torch.bfloat16 if trainer.device == "cuda" else torch.float32
+    print(
+        f"tiles skipped   {facts.skipped:.0%} of those that causal attention visits, 128 x 128 (query, key) pairs each"
+    )
+    masked, causal = benefit.measure(config, trainer.masks(trainer.plan.batch), dtype)
+    print(
+        f"attention       {1e3 * masked:.1f} ms a step with the masks, {1e3 * causal:.1f} ms without:"
+        f" {causal / masked:.2f} times as fast"
+    )
     print(f"compilation     {breaks} graph breaks, {facts.recompiles} recompiles after warm-up")
     print(f"backward graph  {backward or 'not compiled in this run'}")
 
@@ -298,70 +320,67 @@ def compare(config: ModelConfig, plan: Plan, text: Text, device: str, ours: Trai
     theirs = Trainer(config, plan, text, device, "sdpa")
     fit(theirs, "sdpa", until=ours.step)
     train = max(abs(a - b) for a, b in zip(ours.history.train, theirs.history.train, strict=True))
-    pairs = zip(ours.history.validation, theirs.history.validation, strict=True)
-    validation = max(abs(a[1] - b[1]) for a, b in pairs)
+    # A run that was resumed with more steps validated at its first end as well.
+    ours_at, theirs_at = dict(ours.history.validation), dict(theirs.history.validation)
+    validation = max(abs(ours_at[step] - loss) for step, loss in theirs_at.items() if step in ours_at)
     print(f"dmattn and sdpa differ by at most {train:.2e} in a step's loss, {validation:.2e} in a validation")
     return theirs
 
 
-def defaults(device: str) -> tuple[ModelConfig, Plan]:
-    """Return sizes that take two CPU cores about two minutes, or that give a GPU something to do."""
-    if device == "cuda":
-        return ModelConfig(8, 768, 12, 4, keep=512, seqlen=2048), Plan(600, 8, 1e-3, warm_up=60, validate_every=100)
-    return ModelConfig(), Plan()
+def how_to_resume(options: argparse.Namespace) -> str:
+    """Return the command that goes on with a run; what it does not name, it takes from the checkpoint."""
+    here = Path.cwd()
+
+    def short(path: Path) -> str:
+        return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+    command = [short(Path(sys.executable)), short(Path(__file__).resolve()), "--resume"]
+    standard = settings.parse([])
+    for name in ("data", "out", "device", "compare"):
+        if getattr(options, name) != getattr(standard, name):
+            command += [f"--{name}", str(getattr(options, name))]
+    return shlex.join(command + ["--deterministic"] * options.deterministic)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a file to learn instead of the standard library's source")
-    parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder for checkpoint and pictures")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument("--compare", choices=["sdpa"], help="train again through torch's attention and compare")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--deterministic", action="store_true", help="repeatable bit for bit, as on a CPU always")
-    parser.add_argument("--stop-at", type=int, help="stop at this step, as an interruption would")
-    for name in (
-        "layers",
-        "dim",
-        "heads",
-        "kv_heads",
-        "keep",
-        "seqlen",
-        "steps",
-        "batch",
-        "warm_up",
-        "validate_every",
-        "seed",
-    ):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    parser.add_argument("--rate", type=float, help="highest learning rate")
-    return parser.parse_args(arguments)
-
-
-def override(values: ModelConfig | Plan, options: argparse.Namespace) -> dict:
-    """Return the fields of `values`, replaced by what the command line gives."""
-    given = {name: getattr(options, name, None) for name in asdict(values)}
-    return {name: value if given[name] is None else given[name] for name, value in asdict(values).items()}
+def run(trainer: Trainer, checkpoint: Path, options: argparse.Namespace) -> Facts:
+    """Train and save; where Ctrl-C ends it, say what is kept and how to go on, and end the program."""
+    try:
+        with StopRequest(trainer) as stop:
+            facts = fit(trainer, "dmattn", checkpoint, options.stop_at, stop)
+            trainer.save(checkpoint)
+        if not stop.asked:
+            return facts
+    except KeyboardInterrupt:
+        if trainer.saved == 0:
+            print("\nstopped; nothing was saved")
+            raise SystemExit(INTERRUPTED) from None
+    print(f"\nstopped: {checkpoint} holds step {trainer.saved} of {trainer.plan.steps}")
+    print(f"go on with: {how_to_resume(options)}")
+    raise SystemExit(INTERRUPTED)
 
 
 def main(arguments: list[str]) -> dict[str, Trainer]:
     """Train as the command line says; return the trainers by the name of their attention."""
-    options = parse(arguments)
+    options = settings.parse(arguments, __doc__)
+    checkpoint = settings.checkpoint_path(options)
+    stored = load_state(checkpoint, "cpu")["settings"] if options.resume else None
+    config, plan = settings.chosen(options, stored)
+    settings.refuse_what_cannot_work(config, plan, options)
+    text = settings.read_text(options.data, config.seqlen)
+    settings.make_folder(options.out)
     # Without this, Inductor adds up the gradient of the embedding with atomics, on the CPU too.
     torch.use_deterministic_algorithms(options.deterministic or options.device == "cpu")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks of deterministic runs
-    config, plan = defaults(options.device)
-    config, plan = ModelConfig(**override(config, options)), Plan(**override(plan, options))
-    text = from_file(options.data) if options.data else standard_library()
     entropy = unigram_entropy(text.validation)
     trainer = Trainer(config, plan, text, options.device, "dmattn")
-    checkpoint = options.out / "checkpoint.pt"
     if options.resume:
         trainer.load(checkpoint)
+        if trainer.step >= (options.stop_at or plan.steps) and not options.compare:
+            raise SettingError(f"{checkpoint} is at step {trainer.step} already: give a larger --steps to go on")
+        print(f"resumed from {checkpoint} at step {trainer.step} of {plan.steps}")
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     print(f"{parameters / 1e6:.1f} M parameters, {len(text.train) / 1e6:.1f} MB of text, on {options.device}")
-    facts = fit(trainer, "dmattn", checkpoint, options.stop_at)
-    trainer.save(checkpoint)
+    facts = run(trainer, checkpoint, options)
     print(f"\n{sample(trainer, b'def ', 300)}\n")
     trainers = {"dmattn": trainer}
     report(trainer, facts, entropy)
@@ -372,5 +391,16 @@ def main(arguments: list[str]) -> dict[str, Trainer]:
     return trainers
 
 
+def command() -> None:
+    """Run `main` on the command line's arguments; end with one line where a setting cannot work."""
+    try:
+        main(sys.argv[1:])
+    except SettingError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command()

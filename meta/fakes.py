@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import meta, ops, validation
+from dmattn_ops import meta, ops, require, validation
 from dmattn_ops.call import Call
 from dmattn_ops.problem import NO_MASK, Varlen
 
@@ -84,7 +84,7 @@ def dense_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
         query, key, value = read.qkv.unbind(2)
     else:
         query, key, value = read.query, read.key, read.value
-    validation.dense_tensors(query, key, value, read.bias)
+    validation.dense_tensors(query, key, value, read.bias, read.sink)
     options = ops.options_of(read, query.shape[-1])
     call = Call(query, key, value, read.bias, ops.mask_of(read), read.sink, read.seed, None, options)
     validation.dense_call(call)
@@ -97,10 +97,10 @@ def dense_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
 def varlen_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
     """Read the arguments of an operator for variable lengths; like `dense_call`. Its mask `[H|Hkv|1, total_k]` is in `read`."""
     read = ops.SIGNATURES[name].read(arguments)
-    validation.require_rank("query", read.query, 3)
+    require.rank("query", read.query, 3)
     offsets = read.cu_seqlens_q, read.cu_seqlens_k
     varlen = Varlen(*offsets, read.max_seqlen_q, read.max_seqlen_k, read.top_left)
-    validation.varlen_tensors(read.query, read.key, read.value, read.bias, read.mask, varlen)
+    validation.varlen_tensors(read.query, read.key, read.value, read.bias, read.mask, read.sink, varlen)
     options = ops.options_of(read, read.query.shape[-1])
     call = Call(read.query, read.key, read.value, read.bias, NO_MASK, read.sink, read.seed, varlen, options)
     validation.varlen_call(call)

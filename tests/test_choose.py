@@ -82,7 +82,9 @@ def test_when_every_kernel_refuses_the_error_names_every_reason():
         choose.choose(config.FORWARD, arch.KNOWN[80], demand, lambda kernel: ["first reason", "second reason"])
 
 
-@pytest.mark.parametrize("version", ["", "nine", "9", "9.", "9.0.1", "9.x", "-9.0", "5.2"])
+@pytest.mark.parametrize(
+    "version", ["", "nine", "9", "9.", "9.0.1", "9.x", "-9.0", "5.2", "52", "sm_", "sm__90", "9000", "٩.٠"]
+)
 def test_a_version_that_names_no_architecture_is_refused(version):
     with pytest.raises(ValueError, match=r"DMATTN_ARCH must be .*got '" + re.escape(version)):
         arch.parse(version)
@@ -99,7 +101,16 @@ def test_the_environment_names_the_architecture_of_every_gpu(monkeypatch):
     assert arch.forced() is None
 
 
-@pytest.mark.parametrize("version", ["nine", "86", "5.2"])
+@pytest.mark.parametrize("version", ["8.6", "86", "sm_86", "sm86", " 8.6 ", "SM8.6"])
+def test_an_architecture_has_several_spellings(version, monkeypatch):
+    query = torch.randn(1, 8, 1, 16)
+    monkeypatch.setenv("DMATTN_ARCH", version)
+    assert arch.current(torch.device("cuda", 0)) == arch.parse("8.6")
+    assert dmattn_ops.explain(query, query, query).forward.arch == "SM8.6"
+    assert arch.parse("100").sm == arch.parse("10.0").sm == 100
+
+
+@pytest.mark.parametrize("version", ["nine", "9", "5.2"])
 def test_a_wrong_architecture_is_refused_by_the_name_that_it_came_by(version, monkeypatch):
     query = torch.randn(1, 8, 1, 16)
     with pytest.raises(ValueError, match=f"^arch must be .*got '{version}'"):
@@ -205,6 +216,13 @@ def test_few_blocks_of_queries_over_many_keys_share_their_walk(heads, seqlen_q, 
     launch = dmattn_ops.explain(query, key, key, arch="9.0").forward
     assert launch.kernel == kernel
     assert any("leave most SMs idle" in reason for reason in launch.passed_over) == (kernel == "portable")
+
+
+def test_the_device_itself_says_how_many_multiprocessors_there_are_to_fill(monkeypatch):
+    query, key = (torch.empty(1, size, 33, 128, dtype=torch.bfloat16) for size in (128, 4096))
+    assert dmattn_ops.explain(query, key, key, arch="9.0").forward.kernel == "portable"  # H100 SXM, H200: 132
+    monkeypatch.setattr(arch, "physical", lambda device: replace(arch.KNOWN[90], num_sms=114))  # H100 PCIe
+    assert dmattn_ops.explain(query, key, key, arch="9.0").forward.kernel == "hopper"
 
 
 def run(code, **environment):

@@ -93,12 +93,12 @@ DENSE = {
     "bias shape": (
         {"bias": tensor(B, H, S, 64)},
         ValueError,
-        "bias must have shape (2 or 1, 4 or 1, 128 or 1, 128), got (2, 4, 128, 64)",
+        "bias must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (2, 4, 128, 64)",
     ),
     "bias of groups": (
         {"bias": tensor(B, 3, 1, S), "key": tensor(B, S, 2, D), "value": tensor(B, S, 2, D)},
         ValueError,
-        "bias must have shape (2 or 1, 4 or 2 or 1, 128 or 1, 128), got (2, 3, 1, 128)",
+        "bias must have shape (batch 2 or 1, heads 4 or 2 or 1, queries 128 or 1, keys 128), got (2, 3, 1, 128)",
     ),
     "bias dtype": (
         {"bias": tensor(1, 1, S, S, dtype=torch.float16)},
@@ -108,18 +108,18 @@ DENSE = {
     "bias rank": (
         {"bias": tensor(S, S)},
         ValueError,
-        "bias must have shape (2 or 1, 4 or 1, 128 or 1, 128), got (128, 128)",
+        "bias must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (128, 128)",
     ),
     "no bias": ({"bias": 1.0}, TypeError, "bias must be a tensor, got float"),
     "mask shape": (
         {"mask": MASK[:, :, :100]},
         ValueError,
-        "mask must have shape (2 or 1, 4 or 1, 128 or 1, 128), got (2, 1, 100, 128)",
+        "mask must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (2, 1, 100, 128)",
     ),
     "mask keys": (
         {"mask": MASK[..., :100]},
         ValueError,
-        "mask must have shape (2 or 1, 4 or 1, 128 or 1, 128), got (2, 1, 128, 100)",
+        "mask must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (2, 1, 128, 100)",
     ),
     "mask device": ({"mask": MASK.to("meta")}, ValueError, "mask must be on cpu like query, got meta"),
     "no mask": ({"mask": "causal"}, TypeError, "mask must be a tensor or come from prepare_mask, got str"),
@@ -131,7 +131,7 @@ DENSE = {
     "prepared mask": (
         {"mask": dmattn_ops.prepare_mask(torch.ones(3, 1, S, S, dtype=torch.bool))},
         ValueError,
-        "mask must have shape (2 or 1, 4 or 1, 128 or 1, 128), got (3, 1, 128, 128)",
+        "mask must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (3, 1, 128, 128)",
     ),
     "left": (
         {"window_size": (-1, None)},
@@ -148,13 +148,33 @@ DENSE = {
     "alignment": (
         {"causal_from": "center"},
         ValueError,
-        "causal_from must be 'bottom_right' or 'top_left', got 'center'",
+        "causal_from must be 'bottom_right' or 'top_left', got 'center'; an integer is the diagonal itself",
+    ),
+    "alignment type": (
+        {"causal_from": True},
+        ValueError,
+        "causal_from must be 'bottom_right' or 'top_left', got True; an integer is the diagonal itself",
+    ),
+    "diagonal": (
+        {"causal_from": -(1 << 30)},
+        ValueError,
+        "causal_from must be between -1073741823 and 1073741823, got -1073741824",
     ),
     "causal": ({"is_causal": 1}, TypeError, "is_causal must be a bool, got int"),
     "infinite scale": ({"softmax_scale": float("inf")}, ValueError, "softmax_scale must be finite, got inf"),
     "nan scale": ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite, got nan"),
     "scale type": ({"softmax_scale": "1"}, TypeError, "softmax_scale must be a number, got str"),
     "softcap": ({"softcap": -1.0}, ValueError, "softcap must be finite and not negative, got -1.0"),
+    "tiny softcap": (
+        {"softcap": 1e-60},
+        ValueError,
+        "softcap must be finite and not negative, got 1e-60, which float32 cannot hold",
+    ),
+    "scale beyond float32": (
+        {"softmax_scale": 1e39},
+        ValueError,
+        "softmax_scale must be finite, got 1e+39, which float32 cannot hold",
+    ),
     "scale beyond floats": (
         {"softmax_scale": 1 << 2000},
         ValueError,
@@ -165,6 +185,21 @@ DENSE = {
     "negative dropout": ({"dropout_p": -1}, ValueError, "dropout_p must be between 0 and 1, got -1.0"),
     "deterministic": ({"deterministic": "yes"}, TypeError, "deterministic must be a bool, got str"),
     "return_lse": ({"return_lse": 1}, TypeError, "return_lse must be a bool, got int"),
+    "return_max": ({"return_max": 0}, TypeError, "return_max must be a bool, got int"),
+    "additive mask": (
+        {"mask": MASK.float()},
+        TypeError,
+        "mask must have dtype bool (True keeps) or an integer dtype (non-zero keeps), got dtype torch.float32: pass an"
+        " additive mask of 0 and -inf as bias=, and one of zeros and ones as mask != 0",
+    ),
+    "sink type": ({"sink": 1.0}, TypeError, "sink must be a tensor, got float"),
+    "sink shape": ({"sink": tensor(1)}, ValueError, "sink must have shape (4,), got (1,)"),
+    "sink dtype": (
+        {"sink": tensor(H, dtype=torch.float64)},
+        TypeError,
+        "sink must have dtype torch.float32, got torch.float64",
+    ),
+    "sink device": ({"sink": tensor(H, device="meta")}, ValueError, "sink must be on cpu like query, got meta"),
 }
 
 
@@ -175,7 +210,10 @@ def test_a_wrong_call_is_refused_in_words(name):
         dmattn_ops.flash_dmattn_func(**dense(**changes))
 
 
-COMPILED = ("key length", "heads", "wide", "dtype of key", "bias shape", "mask shape", "right", "softcap", "dropout")
+COMPILED = (
+    "key length", "heads", "wide", "dtype of key", "bias shape", "mask shape", "right", "softcap", "dropout", "additive mask",
+    "sink shape",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -237,9 +275,9 @@ VARLEN = {
     "longest type": ({"max_seqlen_k": torch.tensor(78)}, TypeError, "max_seqlen_k must be an int, got Tensor"),
     "query": ({"query": tensor(1, S, H, D)}, ValueError, "query must have 3 dimensions, got 4, shape (1, 128, 4, 64)"),
     "value": ({"value": tensor(127, H, D)}, ValueError, "value must have shape (128, 4, 64), got (127, 4, 64)"),
-    "mask": ({"mask": torch.ones(2, S)}, ValueError, "mask must have shape (4 or 1, 128), got (2, 128)"),
+    "mask": ({"mask": MASK[:, 0, 0]}, ValueError, "mask must have shape (heads 4 or 1, keys 128), got (2, 128)"),
     "mask type": ({"mask": True}, TypeError, "mask must be a tensor, got bool"),
-    "bias": ({"bias": tensor(4, 127)}, ValueError, "bias must have shape (4 or 1, 128), got (4, 127)"),
+    "bias": ({"bias": tensor(4, 127)}, ValueError, "bias must have shape (heads 4 or 1, keys 128), got (4, 127)"),
     "bias dtype": (
         {"bias": tensor(4, S, dtype=torch.int8)},
         TypeError,
@@ -315,7 +353,7 @@ def test_nothing_the_caller_owns_is_modified():
     inputs = call_inputs.qkv(heads_kv=2, layout="strided")
     bias, mask = call_inputs.random_bias(1, 4, 33, 33), call_inputs.random_mask(2, 1, 33, 33)
     prepared = dmattn_ops.prepare_mask(mask)
-    owned = [*inputs, bias, mask, *(part for part in prepared.tiles if part is not None)]
+    owned = [*inputs, bias, mask, *(part for part in prepared.mask[:-1] if part is not None)]
     before = [(part.detach().clone(), part._version) for part in owned]
     for given in (mask, prepared):
         out = dmattn_ops.flash_dmattn_func(*inputs, given, bias, is_causal=True, dropout_p=0.2)

@@ -5,10 +5,10 @@ import inspect
 import itertools
 import sys
 
-from dmattn_ops import api, masks, validation
+from dmattn_ops import api, bands, block_mask, masks, require, tile_mask, validation, values
 from tests import test_errors, test_mask_errors, test_operator_errors
 
-MODULES = (api, masks, validation)
+MODULES = (api, bands, block_mask, masks, require, tile_mask, validation, values)
 STATED = (
     test_errors.test_a_wrong_call_is_refused_in_words,
     test_errors.test_a_wrong_packed_call_is_refused_in_words,
@@ -19,6 +19,8 @@ STATED = (
     test_mask_errors.test_prepare_mask_refuses_in_words,
     test_mask_errors.test_a_mask_prepared_for_other_lengths_is_refused,
     test_mask_errors.test_what_is_no_mask_is_refused,
+    test_mask_errors.test_a_part_outside_of_a_mask_is_refused,
+    test_mask_errors.test_dynamic_mask_refuses_in_words,
 )
 
 
@@ -32,9 +34,9 @@ def raises(module):
 def run(test):
     """Call a test with each combination of its parameters."""
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
-    for values in itertools.product(*(mark.args[1] for mark in marks)):
+    for chosen in itertools.product(*(mark.args[1] for mark in marks)):
         arguments = {}
-        for mark, value in zip(marks, values, strict=True):
+        for mark, value in zip(marks, chosen, strict=True):
             names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
             arguments |= dict(zip(map(str.strip, names), value if len(names) > 1 else (value,), strict=True))
         test(**arguments)

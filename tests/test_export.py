@@ -8,7 +8,7 @@ import torch
 from torch.export import Dim
 
 import dmattn_ops
-from dmattn_ops.masks import TileMask
+from dmattn_ops import TileMask
 from tests import block, call_inputs
 
 BATCH, SEQLEN = Dim("batch", min=2, max=64), Dim("seqlen", min=129, max=1 << 16)

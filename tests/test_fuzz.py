@@ -26,7 +26,26 @@ def test_a_seed_always_draws_the_same_problem(seed: int) -> None:
     assert draw(seed) == draw(seed)
 
 
-@pytest.mark.parametrize("result", range(2))
+def test_problems_try_everything_that_a_call_may_ask_for() -> None:
+    drawn = [draw(seed) for seed in range(CASES)]
+    for name in (
+        "mask",
+        "documents",
+        "intervals",
+        "bias",
+        "softcap",
+        "dropout_p",
+        "sink",
+        "maximum",
+        "prepared",
+        "promise",
+    ):
+        tried = {getattr(problem, name) for problem in drawn}
+        assert len(tried) > 1, name
+    assert {problem.intervals for problem in drawn} == {"", "random", "lives", "hidden"}
+
+
+@pytest.mark.parametrize("result", range(3))
 def test_the_check_notices_a_small_error(result: int, monkeypatch: pytest.MonkeyPatch) -> None:
     correct = dmattn_ops.flash_dmattn_func
 
@@ -37,7 +56,7 @@ def test_the_check_notices_a_small_error(result: int, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(dmattn_ops, "flash_dmattn_func", slightly_wrong)
     with pytest.raises(AssertionError, match="over the budget"):
-        check(Problem(seqlen_q=64, seqlen_k=64, heads=2))
+        check(Problem(seqlen_q=64, seqlen_k=64, heads=2, maximum=True))
 
 
 def test_a_gradient_that_cancels_gets_the_room_of_its_rounding_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +78,11 @@ def test_a_gradient_that_cancels_gets_the_room_of_its_rounding_and_no_more(monke
 
 
 def test_no_rounding_makes_room_for_what_is_not_finite() -> None:
-    right = [torch.ones(2, dtype=torch.float64)] * 3
-    wrong = [*right[:2], torch.tensor([1.0, math.nan])]
-    assert not oracle.compare(Problem(), right, right, right, lambda: [math.inf])
+    right = dict.fromkeys(("out", "lse", "dq"), torch.ones(2, dtype=torch.float64))
+    wrong = {**right, "dq": torch.tensor([1.0, math.nan])}
+    assert not oracle.compare(Problem(), right, right, right, lambda: {"dq": math.inf})
     with pytest.raises(AssertionError, match="dq: error inf"):
-        oracle.compare(Problem(), wrong, right, right, lambda: [math.inf])
+        oracle.compare(Problem(), wrong, right, right, lambda: {"dq": math.inf})
 
 
 def test_shrink_keeps_what_makes_a_problem_fail() -> None:

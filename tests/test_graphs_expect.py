@@ -26,35 +26,47 @@ def test_schemas():
         """\
 dmattn::forward(Tensor query, Tensor key, Tensor value, Tensor? bias=None, Tensor? row_tiles=None, Tensor?
     col_tiles=None, Tensor? row_bits=None, Tensor? col_bits=None, Tensor? q_segments=None, Tensor? k_segments=None,
-    Tensor? seed=None, SymInt band_lo=-1073741824, SymInt band_hi=1073741824, float? softmax_scale=None, float
-    softcap=0., float dropout_p=0., bool deterministic=False) -> (Tensor out, Tensor lse)
+    Tensor? start=None, Tensor? end=None, Tensor? hidden_from=None, Tensor? hidden_to=None, Tensor? sink=None,
+    Tensor? seed=None, SymInt band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0,
+    SymInt? at_most=None, float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False,
+    bool needs_max=False) -> (Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)
 dmattn::backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
-    Tensor? bias=None, Tensor? row_tiles=None, Tensor? col_tiles=None, Tensor? row_bits=None, Tensor? col_bits=None,
-    Tensor? q_segments=None, Tensor? k_segments=None, Tensor? seed=None, SymInt band_lo=-1073741824, SymInt
-    band_hi=1073741824, float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False,
-    bool needs_dbias=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)
+    Tensor lse_tail, Tensor? bias=None, Tensor? row_tiles=None, Tensor? col_tiles=None, Tensor? row_bits=None,
+    Tensor? col_bits=None, Tensor? q_segments=None, Tensor? k_segments=None, Tensor? start=None, Tensor? end=None,
+    Tensor? hidden_from=None, Tensor? hidden_to=None, Tensor? sink=None, Tensor? seed=None, SymInt
+    band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0, SymInt? at_most=None,
+    float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False, bool
+    needs_dbias=False, bool needs_dsink=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)
 dmattn::qkvpacked_forward(Tensor qkv, Tensor? bias=None, Tensor? row_tiles=None, Tensor? col_tiles=None, Tensor?
-    row_bits=None, Tensor? col_bits=None, Tensor? q_segments=None, Tensor? k_segments=None, Tensor? seed=None,
-    SymInt band_lo=-1073741824, SymInt band_hi=1073741824, float? softmax_scale=None, float softcap=0., float
-    dropout_p=0., bool deterministic=False) -> (Tensor out, Tensor lse)
-dmattn::qkvpacked_backward(Tensor grad_out, Tensor? grad_lse, Tensor qkv, Tensor out, Tensor lse, Tensor? bias=None,
-    Tensor? row_tiles=None, Tensor? col_tiles=None, Tensor? row_bits=None, Tensor? col_bits=None, Tensor?
-    q_segments=None, Tensor? k_segments=None, Tensor? seed=None, SymInt band_lo=-1073741824, SymInt
-    band_hi=1073741824, float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False,
-    bool needs_dbias=False) -> (Tensor dqkv, Tensor dbias)
-dmattn::varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt
-    max_seqlen_q, SymInt max_seqlen_k, Tensor? bias=None, Tensor? mask=None, Tensor? seed=None, bool top_left=False,
-    SymInt band_lo=-1073741824, SymInt band_hi=1073741824, float? softmax_scale=None, float softcap=0., float
-    dropout_p=0., bool deterministic=False) -> (Tensor out, Tensor lse)
+    row_bits=None, Tensor? col_bits=None, Tensor? q_segments=None, Tensor? k_segments=None, Tensor? start=None,
+    Tensor? end=None, Tensor? hidden_from=None, Tensor? hidden_to=None, Tensor? sink=None, Tensor? seed=None, SymInt
+    band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0, SymInt? at_most=None,
+    float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False, bool needs_max=False)
+    -> (Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)
+dmattn::qkvpacked_backward(Tensor grad_out, Tensor? grad_lse, Tensor qkv, Tensor out, Tensor lse, Tensor lse_tail,
+    Tensor? bias=None, Tensor? row_tiles=None, Tensor? col_tiles=None, Tensor? row_bits=None, Tensor? col_bits=None,
+    Tensor? q_segments=None, Tensor? k_segments=None, Tensor? start=None, Tensor? end=None, Tensor?
+    hidden_from=None, Tensor? hidden_to=None, Tensor? sink=None, Tensor? seed=None, SymInt band_lo=-1073741824,
+    SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0, SymInt? at_most=None, float?
+    softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False, bool needs_dbias=False, bool
+    needs_dsink=False) -> (Tensor dqkv, Tensor dbias, Tensor dsink)
+dmattn::varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor?
+    bias, Tensor? mask, Tensor? sink, Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt
+    band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0, bool top_left=False,
+    float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False, bool needs_max=False)
+    -> (Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)
 dmattn::varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out,
-    Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor?
-    bias=None, Tensor? mask=None, Tensor? seed=None, bool top_left=False, SymInt band_lo=-1073741824, SymInt
-    band_hi=1073741824, float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False,
-    bool needs_dbias=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)
+    Tensor lse, Tensor lse_tail, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? bias, Tensor? mask, Tensor? sink,
+    Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt band_lo=-1073741824, SymInt band_hi=1073741824,
+    SymInt q_origin=0, SymInt k_origin=0, bool top_left=False, float? softmax_scale=None, float softcap=0., float
+    dropout_p=0., bool deterministic=False, bool needs_dbias=False, bool needs_dsink=False) -> (Tensor dq, Tensor
+    dk, Tensor dv, Tensor dbias, Tensor dsink)
 dmattn::pack_mask(Tensor mask, Tensor? q_segments, Tensor? k_segments, SymInt seqlen_q, SymInt band_lo=-1073741824,
     SymInt band_hi=1073741824) -> (Tensor row_tiles, Tensor col_tiles, Tensor row_bits, Tensor col_bits)
 dmattn::list_tiles(Tensor? q_segments, Tensor k_segments, SymInt seqlen_q, SymInt band_lo=-1073741824, SymInt
-    band_hi=1073741824) -> (Tensor row_tiles, Tensor col_tiles)""",
+    band_hi=1073741824) -> (Tensor row_tiles, Tensor col_tiles)
+dmattn::key_lifetimes(Tensor scores, Tensor? documents, SymInt keep, SymInt keep_first=0, SymInt keep_last=0, bool
+    is_causal=True) -> (Tensor start, Tensor end)""",
     )
 
 
@@ -77,6 +89,7 @@ def calls():
     prepared = dmattn_ops.prepare_mask(mask)
     qkv = torch.stack(call_inputs.qkv(), dim=2).detach().requires_grad_()
     rows, lengths = call_inputs.packed([5, 9], [7, 8])
+    rows_from, rows_to = torch.zeros(1, 1, 33, dtype=torch.int32), torch.full((1, 1, 33), 30, dtype=torch.int32)
     causal = functools.partial(attention, is_causal=True)
     return {
         "plain": (attention, inputs),
@@ -94,6 +107,17 @@ def calls():
         ),
         "dropout": (functools.partial(attention, dropout_p=0.1), inputs),
         "lse": (functools.partial(attention, return_lse=True), inputs),
+        "sink and maximum": (
+            lambda q, k, v, s: attention(q, k, v, sink=s, return_max=True)[:1],
+            (*call_inputs.qkv(), torch.randn(4, requires_grad=True)),
+        ),
+        "intervals": (attention, (*inputs, dmattn_ops.prepare_mask(intervals=(rows_from, rows_to), seqlen_q=33))),
+        "intervals inside": (
+            lambda q, k, v, start, end: attention(
+                q, k, v, dmattn_ops.prepare_mask(intervals=(start, end), seqlen_q=33), is_causal=True
+            ),
+            (*inputs, rows_from, rows_to),
+        ),
         "qkvpacked": (functools.partial(dmattn_ops.flash_dmattn_qkvpacked_func, is_causal=True), (qkv,)),
         "varlen": (packed_call, (*rows, *lengths[:2], call_inputs.random_mask(1, 15))),
     }
@@ -123,6 +147,9 @@ prepared inside: dmattn.pack_mask.default dmattn.forward.default | dmattn.backwa
 two layers, one mask: dmattn.forward.default dmattn.forward.default | dmattn.backward.default dmattn.backward.default
 dropout: dmattn.forward.default | dmattn.backward.default
 lse: dmattn.forward.default | dmattn.backward.default
+sink and maximum: dmattn.forward.default | dmattn.backward.default
+intervals: dmattn.forward.default | dmattn.backward.default
+intervals inside: dmattn.forward.default | dmattn.backward.default
 qkvpacked: dmattn.qkvpacked_forward.default | dmattn.qkvpacked_backward.default
 varlen: dmattn.varlen_forward.default | dmattn.varlen_backward.default""",
     )

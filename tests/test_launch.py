@@ -353,7 +353,7 @@ def test_a_key_holds_all_that_a_plan_depends_on(monkeypatch):
 
 @pytest.fixture
 def doubling(libcuda, monkeypatch):
-    """An operator `double_forward(x, y, factor) -> out, lse`, and how often it was computed in full."""
+    """An operator `double_forward(x, y, factor) -> out, lse, lse_tail`, and how often it was computed in full."""
     monkeypatch.setattr(plans, "may_repeat", lambda tensor: True)
     monkeypatch.setattr(plans, "enter_thread", lambda: None)
     monkeypatch.setattr(plan, "_current_device", lambda: -1)  # what a CPU tensor says
@@ -363,19 +363,22 @@ def doubling(libcuda, monkeypatch):
 
     def double_forward(x, y, factor):
         computed.append("forward")
-        out, lse = torch.empty_like(x), torch.empty_like(y)
+        out, lse, lse_tail = torch.empty_like(x), torch.empty_like(y), torch.empty_like(y)
         launch.launch(kernel, (1,), x, y, 1, 1, 1, factor, 1)
         launch.launch(kernel, (1,), out, lse, 1, 1, 1, factor, 1)
-        return out, lse
+        return out, lse, lse_tail
 
-    def double_backward(grad_out, grad_lse, x, out, lse, y, factor, needs_dbias):
+    def double_backward(grad_out, grad_lse, x, out, lse, lse_tail, y, factor, needs_dbias, needs_dsink):
         computed.append("backward")
         dx, dbias = torch.empty_like(x), torch.empty(0)
         launch.launch(kernel, (1,), grad_out, dx, 1, 1, 1, factor, 1)
         return dx, dbias
 
-    forward = plans.planned(double_forward, ops.Layout(slice(2, 2), slice(2, 2)))
-    return computed, forward, plans.planned(double_backward, ops.Layout(slice(6, 6), slice(6, 6)))
+    def planned(function, tensors):
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        return plans.planned(function, ops.Signature(names, tensors, (), None))
+
+    return computed, planned(double_forward, 2), planned(double_backward, 7)
 
 
 def addresses(libcuda):
@@ -389,16 +392,15 @@ def test_a_second_call_of_a_signature_repeats_the_first(doubling, libcuda):
         assert forward(x, x, 0.5)[1] is None
     assert len(computed) == 2
     x, y = aligned(8), aligned(8)
-    (out, lse), origin = forward(x, y, 0.5)  # the first one had the same tensor twice
+    (out, lse, tail), origin = forward(x, y, 0.5)  # the first one had the same tensor twice
     assert addresses(libcuda) == [(x.data_ptr(), y.data_ptr()), (out.data_ptr(), lse.data_ptr())]
-    assert out.shape == lse.shape == (8,)
-    assert origin.addresses == [tensor.data_ptr() for tensor in (x, y, out, lse)]
+    assert out.shape == lse.shape == tail.shape == (8,)
+    assert origin.addresses == [tensor.data_ptr() for tensor in (x, y, out, lse, tail)]
     forward(x, y, 0.25)
     forward(aligned(16), aligned(16), 0.5)
     assert len(computed) == 4
-    (out, lse), origin = forward(aligned(9)[1:], y, 0.5)  # no plan for this alignment
-    assert (out.shape, lse.shape, origin) == ((8,), (8,), None)
-    assert len(computed) == 5
+    (out, lse, tail), origin = forward(aligned(9)[1:], y, 0.5)  # no plan for this alignment
+    assert (out.shape, lse.shape, origin, len(computed)) == ((8,), (8,), None, 5)
 
 
 def test_a_backward_is_found_through_its_forward(doubling, libcuda, monkeypatch):
@@ -406,27 +408,27 @@ def test_a_backward_is_found_through_its_forward(doubling, libcuda, monkeypatch)
     x, y, grad_out = aligned(8), aligned(8), aligned(8)
     for _ in range(2):
         forward(x, y, 0.5)
-    (out, lse), origin = forward(x, y, 0.5)
-    saved = (x, y, out, lse)
-    rest = ("double_backward", 1, grad_out, None)
-    assert origin.backward(*rest, saved, False) is None  # not computed yet
+    (out, lse, tail), origin = forward(x, y, 0.5)
+    saved = (x, y, out, lse, tail)
+    rest, none = ("double_backward", 1, grad_out, None), (False, False)
+    assert origin.backward(*rest, saved, none) is None  # not computed yet
     for _ in range(2):
-        backward(grad_out, None, x, out, lse, y, 0.5, False)
+        backward(grad_out, None, x, out, lse, tail, y, 0.5, False, False)
     libcuda.launches.clear()
-    dx, dbias = origin.backward(*rest, saved, False)
+    dx, dbias = origin.backward(*rest, saved, none)
     assert addresses(libcuda) == [(grad_out.data_ptr(), dx.data_ptr())]
     assert dbias.numel() == 0
     assert list(origin.plan.backwards.values()) == [plans._plans[key] for key in plans._plans if key[0] == rest[0]]
-    assert origin.backward(*rest, (x.clone(), y, out, lse), False) is None  # a hook brought it back elsewhere
-    assert origin.backward(*rest, saved, True) is None
+    assert origin.backward(*rest, (x.clone(), y, out, lse, tail), none) is None  # a hook brought it back elsewhere
+    assert origin.backward(*rest, saved, (True, False)) is None
     monkeypatch.setenv("DMATTN_ARCH", "8.6")
-    assert origin.backward(*rest, saved, False) is None
+    assert origin.backward(*rest, saved, none) is None
     monkeypatch.delenv("DMATTN_ARCH")
     monkeypatch.setenv("FLASH_DMATTN_PROFILE_BACKWARD", "1")
-    assert origin.backward(*rest, saved, False) is None
-    calls = len(computed)
-    assert backward(grad_out, None, x, out, lse, y, 0.5, False)[1] is None
-    assert len(computed) == calls + 1  # each tells its choice
+    assert origin.backward(*rest, saved, none) is None
+    computed.clear()
+    assert backward(grad_out, None, x, out, lse, tail, y, 0.5, *none)[1] is None
+    assert computed == ["backward"]  # each tells its choice
 
 
 def test_plans_are_bounded(doubling, monkeypatch):
@@ -436,5 +438,4 @@ def test_plans_are_bounded(doubling, monkeypatch):
     for size in range(1, 9):
         for _ in range(2):
             forward(aligned(4 * size), aligned(4), 0.5)
-        assert len(plans._plans) <= 3
-        assert len(plans._seen) <= 4
+        assert len(plans._plans) <= 3 and len(plans._seen) <= 4

@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import dmattn_ops
 from dmattn_ops import dispatch, plans
-from dmattn_ops.problem import UNBOUNDED, Tiles
+from dmattn_ops.call import Call
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -20,18 +20,19 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Every tensor of lists, bits, segments and offsets that kernels are given."""
+    """Every tensor of lists, bits, segments, intervals, offsets, seeds and float16 sinks that kernels are given."""
     seen: list[torch.Tensor] = []
+    given_dtypes = (torch.int32, torch.int64, torch.float16)
 
     def watch(name: str) -> None:
         launch = getattr(dispatch, name)
 
         def watched(*arguments):
-            for argument in arguments:
-                parts = argument if isinstance(argument, Tiles) else [argument]
-                if type(argument).__name__ == "Varlen":
-                    parts = argument[:2]
-                seen.extend(part for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.int32)
+            parts = list(arguments)
+            if isinstance(arguments[0], Call):
+                call = arguments[0]
+                parts = [*call.mask, call.seed, call.sink, *(call.varlen or ())]
+            seen.extend(part for part in parts if isinstance(part, torch.Tensor) and part.dtype in given_dtypes)
             return launch(*arguments)
 
         monkeypatch.setattr(dispatch, name, watched)
@@ -48,7 +49,7 @@ def test_kernels_are_given_contiguous_masks_whatever_they_come_from(given: list[
     dense = strided(torch.rand(2, 2, 200, 200) < 0.5)
     for mask in (padding[:, None, None], dense, dmattn_ops.prepare_mask(dense, documents=documents)):
         prepared = mask if isinstance(mask, dmattn_ops.TileMask) else dmattn_ops.prepare_mask(mask, seqlen_q=200)
-        assert all(part is None or part.is_contiguous() for part in prepared.tiles)  # not to be copied at each call
+        assert all(part is None or part.is_contiguous() for part in prepared.mask[:-1])  # not to be copied at each call
         for parts in (prepared, mask):
             dmattn_ops.flash_dmattn_func(query, query, query, parts).sum().backward()
     dmattn_ops.prepare_mask(documents=documents)
@@ -80,19 +81,23 @@ def test_only_the_default_stream_keeps_a_counter_of_tickets(monkeypatch: pytest.
 
 def test_operators_take_lists_and_segments_of_any_strides(given: list[torch.Tensor]) -> None:
     query = torch.randn(1, 200, 2, 16)
+    ends = (torch.randint(0, 200, (1, 2, 200), dtype=torch.int32) for _ in range(4))
     prepared = dmattn_ops.prepare_mask(torch.rand(1, 2, 200, 200) < 0.5)
-    near = list(prepared.tiles)
-    far = [None if part is None else strided(part) for part in near]
-    rest = (None, -UNBOUNDED, UNBOUNDED, None, 0.0, 0.0, False)
-    one, other = (torch.ops.dmattn.forward(query, query, query, None, *parts, *rest)[0] for parts in (near, far))
-    assert torch.equal(one, other)
+    by_key = dmattn_ops.prepare_mask(intervals=(next(ends), next(ends)), hidden=(next(ends), next(ends)), seqlen_q=200)
+    rest = {"sink": strided(torch.randn(2)), "seed": strided(torch.tensor([[3, 4]])), "dropout_p": 0.5}
+    for mask in (prepared.mask, by_key.mask):
+        near = list(mask[:-1])
+        far = [None if part is None else strided(part) for part in near]
+        one, other = (torch.ops.dmattn.forward(query, query, query, None, *parts, **rest)[0] for parts in (near, far))
+        assert torch.equal(one, other)
+    assert len(given) > 10
     assert all(part.is_contiguous() for part in given)
 
 
 def test_a_backward_is_repeated_only_for_the_layout_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "enter_thread", lambda: None)
     query = torch.randn(1, 4, 4, 8)
-    saved = (query, query, query, None, query, torch.zeros(1, 4, 4))
+    saved = (query, query, query, None, query, torch.zeros(1, 4, 4), torch.zeros(1, 4, 4))
     ran: list[str] = []
     origin = plans.Origin(
         SimpleNamespace(backwards={}), [0 if tensor is None else tensor.data_ptr() for tensor in saved], ()
@@ -100,14 +105,14 @@ def test_a_backward_is_repeated_only_for_the_layout_that_it_was_made_for(monkeyp
     plan = SimpleNamespace(run=lambda tensors, addresses: ran.append("plan") or ((), []))
     call = ("backward", 3, query, None)
     monkeypatch.setattr(plans, "_plans", {})
-    assert origin.backward(*call, saved, False) is None
+    assert origin.backward(*call, saved, (False, False)) is None
     monkeypatch.setattr(plans, "key", lambda *_: "key")
     monkeypatch.setattr(plans, "_plans", {"key": plan})
-    assert origin.backward(*call, saved, False) == () and ran == ["plan"]
+    assert origin.backward(*call, saved, (False, False)) == () and ran == ["plan"]
     monkeypatch.setattr(plans, "_plans", {})
-    assert origin.backward(*call, saved, False) == ()  # found by its layout
+    assert origin.backward(*call, saved, (False, False)) == ()  # found by its layout
     transposed = (query.transpose(1, 2), *saved[1:])  # at the same address
-    assert origin.backward(*call, transposed, False) is None
+    assert origin.backward(*call, transposed, (False, False)) is None
 
 
 def test_a_subclass_in_any_place_meets_the_dispatcher() -> None:

@@ -6,57 +6,85 @@ import pytest
 import torch
 
 from dmattn_ops import masks
-from dmattn_ops.masks import prepare_mask
-from dmattn_ops.problem import UNBOUNDED
+from dmattn_ops.bands import NO_BAND
+from dmattn_ops.masks import dynamic_mask, prepare_mask
 
-ONES, IDS = torch.ones(2, 4), torch.ones(2, 4, dtype=torch.int32)
+KEEP, IDS, EVERY = torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4, dtype=torch.int32), torch.zeros(1, 1, 4).int()
 FIT = "mask must have shape (B|1, H|Hkv|1, Sq|1, Sk) or (B|1, Sk), got (2, 3, 4)"
-QUERIES = "seqlen_q must be given for a mask without a query dimension, got None"
+QUERIES = (
+    "seqlen_q must be given (1 for decoding) for intervals, for padding [B, Sk] and for a mask whose query dimension is 1,"
+    " got None; a mask of queries and keys has four dimensions"
+)
+OTHER_DTYPES = "pass an additive mask of 0 and -inf as bias=, and one of zeros and ones as mask != 0"
+INTEGERS = "torch.uint8 or torch.int8 or torch.int16 or torch.int32 or torch.int64"
+
+
+def keep(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.bool)
+
 
 PREPARE = {
     "nothing": (
         {},
         ValueError,
-        "prepare_mask needs a mask or documents; causal and window conditions alone need no mask",
+        "prepare_mask needs a mask, documents or intervals; causal and window conditions alone need no mask",
     ),
     "type": ({"mask": [[1]]}, TypeError, "mask must be a tensor, a BlockMask or None, got list"),
-    "rank": ({"mask": torch.ones(2, 3, 4)}, ValueError, FIT),
-    "padding without queries": ({"mask": ONES}, ValueError, QUERIES),
-    "keys without queries": ({"mask": torch.ones(2, 1, 1, 4)}, ValueError, QUERIES),
+    "additive": (
+        {"mask": torch.zeros(1, 1, 4, 4)},
+        TypeError,
+        "mask must have dtype bool (True keeps) or an integer dtype (non-zero keeps), got dtype torch.float32: "
+        + OTHER_DTYPES,
+    ),
+    "differentiable": (
+        {"mask": torch.zeros(1, 1, 4, 4, requires_grad=True)},
+        TypeError,
+        "mask must have dtype bool (True keeps) or an integer dtype (non-zero keeps), got requires_grad=True: "
+        + OTHER_DTYPES,
+    ),
+    "rank": ({"mask": keep(2, 3, 4)}, ValueError, FIT),
+    "padding without queries": ({"mask": KEEP}, ValueError, QUERIES),
+    "keys without queries": ({"mask": keep(2, 1, 1, 4)}, ValueError, QUERIES),
+    "intervals without queries": ({"intervals": (EVERY, EVERY)}, ValueError, QUERIES),
     "other queries": (
-        {"mask": torch.ones(2, 1, 3, 4), "seqlen_q": 4},
+        {"mask": keep(2, 1, 3, 4), "seqlen_q": 4},
         ValueError,
         "seqlen_q must be 3, as the mask or the documents have it, got 4",
     ),
-    "documents type": ({"documents": [1]}, TypeError, "documents must be a tensor, got list"),
+    "documents type": ({"documents": 1}, TypeError, "documents must be a tensor, got int"),
+    "documents of three": (
+        {"documents": (IDS,) * 3},
+        TypeError,
+        "documents must be ids or a pair of ids, got 3 of them",
+    ),
     "documents rank": (
         {"documents": IDS[0]},
         ValueError,
         "documents must have 2 dimensions, got 1, shape (4,)",
     ),
-    "documents dtype": (
-        {"documents": ONES},
-        TypeError,
-        "documents must have dtype torch.uint8 or torch.int8 or torch.int16 or torch.int32 or torch.int64,"
-        " got torch.float32",
-    ),
+    "documents dtype": ({"documents": KEEP}, TypeError, f"documents must have dtype {INTEGERS}, got torch.bool"),
     "documents of other keys": (
-        {"mask": torch.ones(2, 5), "documents": IDS},
+        {"mask": keep(2, 5), "documents": IDS},
         ValueError,
         "documents must have shape (B|1, 5), got (2, 4)",
     ),
-    "documents of other queries": (
-        {"mask": torch.ones(2, 1, 3, 4), "documents": IDS},
+    "documents of as many queries as keys": (
+        {"mask": keep(2, 1, 3, 4), "documents": IDS},
         ValueError,
         "mask must have as many queries as keys where documents are given, got 3 and 4",
     ),
-    "documents of another batch": (
-        {"mask": torch.ones(3, 4), "documents": IDS},
+    "documents of other queries": (
+        {"mask": keep(2, 1, 3, 4), "documents": (IDS, IDS.clone())},
         ValueError,
-        "documents must have shape (3|1, 4), got (2, 4)",
+        "mask must have as many queries as documents has, got 3 and 4",
+    ),
+    "documents of another batch": (
+        {"mask": keep(3, 4), "documents": IDS},
+        ValueError,
+        "documents must have shape (3 or 1, 4), got (2, 4)",
     ),
     "documents elsewhere": (
-        {"mask": ONES, "documents": IDS.to("meta")},
+        {"mask": KEEP, "documents": IDS.to("meta")},
         ValueError,
         "documents must be on cpu like query, got meta",
     ),
@@ -65,17 +93,90 @@ PREPARE = {
         ValueError,
         "seqlen_q must be 4, as the mask or the documents have it, got 5",
     ),
-    "negative": ({"mask": ONES, "seqlen_q": -1}, ValueError, "seqlen_q must not be negative, got -1"),
-    "no length": ({"mask": ONES, "seqlen_q": 2.0}, TypeError, "seqlen_q must be an int, got float"),
+    "negative": ({"mask": KEEP, "seqlen_q": -1}, ValueError, "seqlen_q must not be negative, got -1"),
+    "no length": ({"mask": KEEP, "seqlen_q": 2.0}, TypeError, "seqlen_q must be an int, got float"),
     "window": (
-        {"mask": torch.ones(1, 1, 2, 2), "window_size": (-1, None)},
+        {"mask": keep(1, 1, 2, 2), "window_size": (-1, None)},
         ValueError,
         "window_size left must not be negative (None is unlimited), got -1",
     ),
     "alignment": (
-        {"mask": torch.ones(1, 1, 2, 2), "causal_from": "left"},
+        {"mask": keep(1, 1, 2, 2), "causal_from": "left"},
         ValueError,
-        "causal_from must be 'bottom_right' or 'top_left', got 'left'",
+        "causal_from must be 'bottom_right' or 'top_left', got 'left'; an integer is the diagonal itself",
+    ),
+    "hidden alone": ({"hidden": (EVERY, EVERY)}, ValueError, "hidden needs intervals, got None"),
+    "promise alone": ({"mask": KEEP, "at_most": 3}, ValueError, "at_most needs intervals, got None"),
+    "promise type": ({"intervals": (EVERY, EVERY), "at_most": 3.0}, TypeError, "at_most must be an int, got float"),
+    "negative promise": (
+        {"intervals": (EVERY, EVERY), "at_most": -1},
+        ValueError,
+        "at_most must not be negative, got -1",
+    ),
+    "interval type": (
+        {"intervals": EVERY, "seqlen_q": 4},
+        TypeError,
+        "intervals must be a pair of tensors, got Tensor",
+    ),
+    "interval of one": (
+        {"intervals": (EVERY,), "seqlen_q": 4},
+        TypeError,
+        "intervals must be a pair of tensors, got a tuple of 1",
+    ),
+    "interval parts": (
+        {"intervals": (EVERY, [4]), "seqlen_q": 4},
+        TypeError,
+        "end of intervals must be a tensor, got list",
+    ),
+    "interval rank": (
+        {"intervals": (EVERY[0], EVERY), "seqlen_q": 4},
+        ValueError,
+        "start of intervals must have 3 dimensions, got 2, shape (1, 4)",
+    ),
+    "interval dtype": (
+        {"intervals": (EVERY, EVERY.long()), "seqlen_q": 4},
+        TypeError,
+        "end of intervals must have dtype torch.int32, got torch.int64",
+    ),
+    "interval keys": (
+        {"intervals": (EVERY, EVERY[..., 1:]), "seqlen_q": 4},
+        ValueError,
+        "end of intervals must have shape (1, 1, 4), got (1, 1, 3)",
+    ),
+    "interval batch": (
+        {"intervals": (EVERY.expand(2, 1, 4), EVERY), "hidden": (EVERY, EVERY.expand(3, 1, 4)), "seqlen_q": 4},
+        ValueError,
+        "to of hidden must have shape (2 or 1, 1, 4), got (3, 1, 4)",
+    ),
+    "interval elsewhere": (
+        {"intervals": (EVERY, EVERY), "hidden": (EVERY.to("meta"), EVERY), "seqlen_q": 4},
+        ValueError,
+        "from_ of hidden must be on cpu like query, got meta",
+    ),
+    "intervals of another batch": (
+        {"intervals": (EVERY.expand(3, 1, 4), EVERY), "mask": keep(2, 4), "seqlen_q": 4},
+        ValueError,
+        "intervals must have the batch of the mask and the documents, 2, or 1, got 3",
+    ),
+    "intervals of other heads": (
+        {"intervals": (EVERY.expand(1, 3, 4), EVERY), "mask": keep(1, 2, 4, 4), "seqlen_q": 4},
+        ValueError,
+        "intervals must have the heads of the mask, 2, of keys or 1, got 3",
+    ),
+    "documents of another batch than intervals": (
+        {"intervals": (EVERY.expand(3, 1, 4), EVERY), "documents": IDS},
+        ValueError,
+        "documents must have shape (3 or 1, 4), got (2, 4)",
+    ),
+    "broken promise": (
+        {"intervals": (EVERY, EVERY + 4), "mask": keep(1, 4), "at_most": 3, "seqlen_q": 4},
+        ValueError,
+        "at_most must be at least the most keys that a query sees, 4, got 3",
+    ),
+    "intervals of other keys": (
+        {"intervals": (EVERY, EVERY), "mask": keep(2, 5), "seqlen_q": 4},
+        ValueError,
+        "intervals must have 5 keys as the mask or the documents have, got 4",
     ),
 }
 
@@ -88,13 +189,68 @@ def test_prepare_mask_refuses_in_words(name: str):
 
 
 def test_a_mask_prepared_for_other_lengths_is_refused():
-    prepared = prepare_mask(torch.ones(1, 1, 20, 30))
+    prepared = prepare_mask(keep(1, 1, 20, 30))
     words = "mask must be prepared for query length 21 and key length 30, got 20 and 30"
     with pytest.raises(ValueError, match=f"^{words}$"):
-        masks.resolve(prepared, -UNBOUNDED, UNBOUNDED, 21, 30)
+        masks.resolve(prepared, NO_BAND, 21, 30)
 
 
 def test_what_is_no_mask_is_refused():
     words = "mask must be a 4-D tensor or come from prepare_mask, got list"
     with pytest.raises(TypeError, match=f"^{words}$"):
-        masks.resolve([1], -UNBOUNDED, UNBOUNDED, 21, 30)  # type: ignore[arg-type]
+        masks.resolve([1], NO_BAND, 21, 30)  # type: ignore[arg-type]
+
+
+PARTS = {
+    "behind": (lambda mask: mask.queries(3, 21), "queries must be a range inside 0 to 20, got 3 to 21"),
+    "before": (lambda mask: mask.keys(-1, 2), "keys must be a range inside 0 to 30, got -1 to 2"),
+    "backwards": (lambda mask: mask.heads(2, 1), "heads must be a range inside 0 to 3, got 2 to 1"),
+    "sequences": (lambda mask: mask.batch(0, 3), "batch must be a range inside 0 to 2, got 0 to 3"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_outside_of_a_mask_is_refused(name: str):
+    part, words = PARTS[name]
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        part(prepare_mask(keep(2, 3, 20, 30)))
+
+
+SCORES = torch.zeros(2, 1, 4)
+DYNAMIC = {
+    "type": ({"scores": [1.0]}, TypeError, "scores must be a tensor, got list"),
+    "rank": ({"scores": SCORES[0]}, ValueError, "scores must have 3 dimensions, got 2, shape (1, 4)"),
+    "dtype": (
+        {"scores": SCORES.int()},
+        TypeError,
+        "scores must have dtype torch.float16 or torch.bfloat16 or torch.float32 or torch.float64, got torch.int32",
+    ),
+    "keep": ({"keep": 1.5}, TypeError, "keep must be an int, got float"),
+    "negative": ({"keep": -1}, ValueError, "keep must not be negative, got -1"),
+    "negative first": ({"keep_first": -2}, ValueError, "keep_first must not be negative, got -2"),
+    "negative last": ({"keep_last": -3}, ValueError, "keep_last must not be negative, got -3"),
+    "last without order": (
+        {"keep_last": 1, "is_causal": False},
+        ValueError,
+        "keep_last must be 0 where is_causal is False, got 1",
+    ),
+    "causal": ({"is_causal": 1}, TypeError, "is_causal must be a bool, got int"),
+    "documents rank": ({"documents": IDS[0]}, ValueError, "documents must have 2 dimensions, got 1, shape (4,)"),
+    "documents shape": ({"documents": IDS[:, 1:]}, ValueError, "documents must have shape (2 or 1, 4), got (2, 3)"),
+    "documents type": ({"documents": [1]}, TypeError, "documents must be a tensor, got list"),
+    "documents dtype": ({"documents": KEEP}, TypeError, f"documents must have dtype {INTEGERS}, got torch.bool"),
+    "documents that return": (
+        {"documents": torch.tensor([[1, 2, 2, 1]])},
+        ValueError,
+        "documents must be contiguous runs of equal ids, got an id that returns after another one",
+    ),
+    "queries": ({"queries": (3, 5)}, ValueError, "queries must be a range inside 0 to 4, got 3 to 5"),
+    "queries type": ({"queries": 3}, TypeError, "queries must be a pair (start, stop), got 3"),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_dynamic_mask_refuses_in_words(name: str):
+    changes, error, words = DYNAMIC[name]
+    with pytest.raises(error, match=f"^{re.escape(words)}$"):
+        dynamic_mask(**{"scores": SCORES, "keep": 2, **changes})

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from dmattn_ops import flash_dmattn_func, flash_dmattn_varlen_func, masks
-from dmattn_ops.masks import TileMask, prepare_mask
+from dmattn_ops.bands import band_of
+from dmattn_ops.masks import prepare_mask
+from dmattn_ops.tile_mask import TileMask
 
 
 def random_keep(*shape: int) -> Tensor:
@@ -39,9 +41,9 @@ def test_prepare_mask_compiles_without_breaks_and_without_recompiling_over_sizes
     def function(mask: Tensor, documents: Tensor) -> tuple[TileMask, Tensor]:
         seqlen = documents.shape[1]
         prepared = prepared_by(kind, mask, documents, seqlen)
-        band = masks.band(True, "bottom_right", (None, None), seqlen, seqlen)
-        tiles, *_ = masks.resolve(prepared, *band, seqlen, seqlen)
-        return prepared, tiles.row_tiles[..., 1:3].sum()
+        band = band_of(True, "bottom_right", (None, None))
+        resolved, *_ = masks.resolve(prepared, band, seqlen, seqlen)
+        return prepared, resolved.row_tiles[..., 1:3].sum()
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     for batch, heads, seqlen in ((2, 3, 600), (5, 4, 333), (4, 2, 256), (3, 5, 1000)):
@@ -60,9 +62,9 @@ def test_a_prepared_mask_is_an_argument_of_compiled_functions(rows: str):
 
     def function(mask: TileMask, query: Tensor) -> tuple[Tensor, Tensor]:
         seqlen = query.shape[1]
-        band = masks.band(True, "bottom_right", (None, None), seqlen, seqlen)
-        tiles, *_ = masks.resolve(mask, *band, seqlen, seqlen)
-        return tiles.row_tiles[..., 1:3].sum(), mask.density()
+        band = band_of(True, "bottom_right", (None, None))
+        resolved, *_ = masks.resolve(mask, band, seqlen, seqlen)
+        return resolved.row_tiles[..., 1:3].sum(), mask.density()
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     for batch, heads, seqlen in ((2, 3, 600), (5, 4, 333), (4, 2, 256), (3, 5, 1000)):

@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import dmattn_ops
+from dmattn_ops.problem import NO_MASK
 from tests import call_inputs
 
 UTILITIES = (
@@ -19,20 +20,31 @@ dmattn = torch.ops.dmattn
 
 
 def dense(layout="bshd", dtype=torch.float32, requires_grad=True, mask=None, bias=None, **keywords):
-    """The tensors that `forward` takes first: query, key, value, bias and a mask as its parts."""
+    """The tensors that `forward` takes first: query, key, value, bias and the parts of a mask; and keywords."""
     shapes = {"batch": 2, "seqlen_q": 5, "seqlen_k": 7, "heads": 4, "heads_kv": 2, "dim": 8, "dim_v": 12}
     inputs = call_inputs.qkv(**shapes, dtype=dtype, layout=layout, requires_grad=requires_grad)
-    tiles = [None] * 6
+    parts = NO_MASK[:-1]
     if mask == "bits":
-        tiles = dmattn_ops.prepare_mask(call_inputs.random_mask(2, 1, 5, 7)).tiles
+        parts = dmattn_ops.prepare_mask(call_inputs.random_mask(2, 1, 5, 7)).mask[:-1]
     elif mask == "segments":
-        tiles = dmattn_ops.prepare_mask(call_inputs.random_mask(1, 2, 1, 7), seqlen_q=5).tiles
+        parts = dmattn_ops.prepare_mask(call_inputs.random_mask(1, 2, 1, 7), seqlen_q=5).mask[:-1]
+    elif mask == "intervals":
+        parts = intervals()[:-1]
     if bias is not None:
         bias = call_inputs.random_bias(*bias, dtype=dtype, requires_grad=requires_grad)
-    return (*inputs, bias, *tiles), keywords
+    return (*inputs, bias, *parts), keywords
 
 
-SEED = torch.tensor([7])
+def intervals():
+    """A mask of 5 queries and 7 keys."""
+    ends = [
+        torch.randint(0, 6, (1, 2, 7), generator=torch.Generator().manual_seed(n), dtype=torch.int32) for n in (4, 5)
+    ]
+    hidden = torch.full_like(ends[0], 2), torch.full_like(ends[0], 3)
+    return dmattn_ops.prepare_mask(intervals=tuple(ends), hidden=hidden, seqlen_q=5).mask
+
+
+SEED = torch.tensor([[7]])
 DENSE = {
     "plain": {},
     "bhsd": {"layout": "bhsd", "band_hi": 2},
@@ -42,6 +54,9 @@ DENSE = {
     "bfloat16": {"dtype": torch.bfloat16, "bias": (1, 2, 5, 7), "mask": "bits"},
     "float16, inference": {"dtype": torch.float16, "requires_grad": False},
     "segments": {"mask": "segments", "band_hi": 2, "softcap": 2.0, "softmax_scale": 0.3},
+    "intervals": {"mask": "intervals", "band_lo": -2, "at_most": 7},
+    "sink": {"sink": torch.tensor([0.5, -1.0, 0.0, 2.0]), "needs_max": True},
+    "origins": {"seed": torch.arange(8).view(2, 4), "dropout_p": 0.3, "q_origin": 4, "k_origin": 9},
     "dropout": {"seed": SEED, "dropout_p": 0.5, "deterministic": True},
 }
 
@@ -52,13 +67,15 @@ def test_dense_forward(name):
     opcheck(dmattn.forward.default, arguments, keywords, test_utils=UTILITIES)
 
 
-@pytest.mark.parametrize("name", ["plain", "bhsd", "sbhd, bits", "strided", "bfloat16", "dropout"])
+@pytest.mark.parametrize("name", ["plain", "bhsd", "sbhd, bits", "strided", "bfloat16", "intervals", "sink", "dropout"])
 def test_dense_backward(name):
-    (query, key, value, bias, *tiles), keywords = dense(**{**DENSE[name], "requires_grad": False})
-    out, lse = dmattn.forward(query, key, value, bias, *tiles, **keywords)
-    for grad_lse, needs_dbias in ((None, bias is not None), (torch.ones_like(lse), False)):
-        arguments = (torch.ones_like(out), grad_lse, query, key, value, out, lse, bias, *tiles)
-        keywords["needs_dbias"] = needs_dbias
+    (query, key, value, *others), keywords = dense(**{**DENSE[name], "requires_grad": False})
+    outputs = dmattn.forward(query, key, value, *others, **keywords)
+    keywords.pop("needs_max", None)
+    for grad_lse, needs in ((None, True), (torch.ones_like(outputs[1]), False)):
+        arguments = (torch.ones_like(outputs[0]), grad_lse, query, key, value, *outputs[:3], *others)
+        keywords["needs_dbias"] = needs and others[0] is not None
+        keywords["needs_dsink"] = needs and "sink" in keywords
         opcheck(dmattn.backward.default, arguments, keywords, test_utils=UTILITIES)
 
 
@@ -69,12 +86,12 @@ def test_packed_projections(strided):
     arguments = (
         qkv,
         call_inputs.random_bias(1, 2, 5, 5),
-        *dmattn_ops.prepare_mask(call_inputs.random_mask(2, 1, 5, 5)).tiles,
+        *dmattn_ops.prepare_mask(call_inputs.random_mask(2, 1, 5, 5)).mask[:-1],
     )
     opcheck(dmattn.qkvpacked_forward.default, arguments, test_utils=UTILITIES)
     with torch.no_grad():
-        out, lse = dmattn.qkvpacked_forward(*arguments)
-        saved = (torch.ones_like(out), None, arguments[0].detach(), out, lse, arguments[1].detach(), *arguments[2:])
+        saved = dmattn.qkvpacked_forward(*arguments)[:3]
+        saved = (torch.ones_like(saved[0]), None, arguments[0].detach(), *saved, arguments[1].detach(), *arguments[2:])
     opcheck(dmattn.qkvpacked_backward.default, saved, {"needs_dbias": True}, test_utils=UTILITIES)
 
 
@@ -82,12 +99,16 @@ def test_packed_projections(strided):
 def test_packed_sequences(masked):
     rows, lengths = call_inputs.packed([3, 0, 5], [4, 2, 6], heads_kv=2, dim=8)
     bias, mask = (call_inputs.random_bias(4, 12), call_inputs.random_mask(2, 12)) if masked else (None, None)
+    sink = torch.randn(4) if masked else None
+    numbers = lengths[2:]
     keywords = {"band_hi": 0, "top_left": masked}
-    opcheck(dmattn.varlen_forward.default, (*rows, *lengths, bias, mask), keywords, test_utils=UTILITIES)
-    rows, bias = [row.detach() for row in rows], bias if bias is None else bias.detach()
-    out, lse = dmattn.varlen_forward(*rows, *lengths, bias, mask, **keywords)
-    saved = (torch.ones_like(out), torch.ones_like(lse), *rows, out, lse, *lengths, bias, mask)
-    keywords["needs_dbias"] = masked
+    others = (*lengths[:2], bias, mask, sink, None, *numbers)
+    opcheck(dmattn.varlen_forward.default, (*rows, *others), {**keywords, "needs_max": masked}, test_utils=UTILITIES)
+    rows = [row.detach() for row in rows]
+    others = tuple(part.detach() if isinstance(part, torch.Tensor) else part for part in others)
+    out, lse, lse_tail, _ = dmattn.varlen_forward(*rows, *others, **keywords)
+    saved = (torch.ones_like(out), torch.ones_like(lse), *rows, out, lse, lse_tail, *others)
+    keywords |= {"needs_dbias": masked, "needs_dsink": masked}
     opcheck(dmattn.varlen_backward.default, saved, keywords, test_utils=UTILITIES)
 
 
@@ -114,12 +135,14 @@ def test_fakes_have_the_shapes_strides_and_dtypes_of_real_outputs(layout, dtype)
 
     def everything(query, key, value, bias, mask, grad):
         tiles = dmattn.pack_mask(mask, None, None, 5)
-        out, lse = dmattn.forward(query, key, value, bias, *tiles)
-        grads = dmattn.backward(grad, lse, query, key, value, out, lse, bias, *tiles, needs_dbias=True)
+        sink = query[0, 0, :, 0].contiguous()
+        outputs = dmattn.forward(query, key, value, bias, *tiles, sink=sink, needs_max=True)
+        saved = (query, key, value, *outputs[:3], bias, *tiles)
+        grads = dmattn.backward(grad, outputs[1], *saved, sink=sink, needs_dbias=True, needs_dsink=True)
         qkv = torch.stack((query, query, query), dim=2).transpose(3, 4).contiguous().transpose(3, 4)
-        packed_out, packed_lse = dmattn.qkvpacked_forward(qkv)
-        packed = dmattn.qkvpacked_backward(packed_out, None, qkv, packed_out, packed_lse)
-        return *tiles, out, lse, *grads, packed_out, packed_lse, *packed
+        packed = dmattn.qkvpacked_forward(qkv)
+        packed_grads = dmattn.qkvpacked_backward(packed[0], None, qkv, *packed[:3])
+        return *tiles, *outputs, *grads, *packed, *packed_grads
 
     real = everything(query, key, value, bias, mask, grad)
     with FakeTensorMode() as mode:

@@ -9,7 +9,7 @@ from dmattn_ops.problem import UNBOUNDED
 from tests.test_errors import DENSE, VARLEN, B, D, H, S, dense, int32, packed, tensor
 
 
-def lists(rows=1, width=5, dtype=torch.int32):
+def lists(rows=2, width=6, dtype=torch.int32):
     return torch.zeros(1, 1, rows, width, dtype=dtype)
 
 
@@ -20,15 +20,16 @@ BITS = {
     "col_bits": torch.zeros(1, 1, 128, 4, dtype=torch.int32),
 }
 SEGMENTS = {"row_tiles": lists(), "col_tiles": lists(), "k_segments": torch.zeros(1, 1, S, dtype=torch.int32)}
+EVERY = {name: torch.zeros(1, 1, S, dtype=torch.int32) for name in ("start", "end")}
 # What a direct call of the operator must not pass on to a kernel, beyond what is in DENSE.
 OPERATOR = {
     "lists too short": (
         {**BITS, "row_tiles": lists(0)},
         ValueError,
-        "row_tiles must have shape (2 or 1, 4 or 1, 1, 5), got (1, 1, 0, 5)",
+        "row_tiles must have shape (2 or 1, 4 or 1, 2, 6), got (1, 1, 0, 6)",
     ),
     "lists too narrow": (
-        {**BITS, "col_tiles": lists(1, 3)},
+        {**BITS, "col_tiles": lists(2, 3)},
         ValueError,
         "col_tiles must have a last dimension of at least 4, got 3",
     ),
@@ -55,7 +56,7 @@ OPERATOR = {
     "lists alone": (
         {"row_tiles": lists(), "col_tiles": lists()},
         ValueError,
-        "a mask must have either row_bits and col_bits, or k_segments",
+        "a mask must have either row_bits and col_bits, or k_segments, or end",
     ),
     "segments too short": (
         {**SEGMENTS, "k_segments": torch.zeros(1, 1, 100, dtype=torch.int32)},
@@ -75,10 +76,47 @@ OPERATOR = {
     "no seed": (
         {"dropout_p": 0.5},
         ValueError,
-        "seed must be an int64 tensor of shape (1,) where dropout_p is 0.5, got None",
+        "seed must be an int64 tensor of shape (1, 1) or more where dropout_p is 0.5, got None",
     ),
-    "seed shape": ({"seed": torch.zeros(0, dtype=torch.int64)}, ValueError, "seed must have shape (1,), got (0,)"),
-    "seed dtype": ({"seed": torch.zeros(1)}, TypeError, "seed must have dtype torch.int64, got torch.float32"),
+    "seed shape": (
+        {"seed": torch.zeros(2, 3, dtype=torch.int64)},
+        ValueError,
+        "seed must have shape (2 or 1, 4 or 1), got (2, 3)",
+    ),
+    "seed dtype": ({"seed": torch.zeros(1, 1)}, TypeError, "seed must have dtype torch.int64, got torch.float32"),
+    "origin": ({"q_origin": -1}, ValueError, "q_origin must be between 0 and 1073741823, got -1"),
+    "far origin": ({"k_origin": 1 << 30}, ValueError, "k_origin must be between 0 and 1073741823, got 1073741824"),
+    "promise": ({**EVERY, "at_most": -1}, ValueError, "at_most must not be negative, got -1"),
+    "two kinds": (
+        {**SEGMENTS, **EVERY},
+        ValueError,
+        "a mask must have either row_bits and col_bits, or k_segments, or end",
+    ),
+    "intervals without ends": (
+        {"start": EVERY["start"]},
+        ValueError,
+        "a mask must have either row_bits and col_bits, or k_segments, or end",
+    ),
+    "hidden without intervals": (
+        {**SEGMENTS, "hidden_from": EVERY["end"]},
+        ValueError,
+        "a mask with start, hidden_from or hidden_to must have end",
+    ),
+    "intervals with lists": (
+        {**EVERY, "row_tiles": lists()},
+        ValueError,
+        "a mask by start and end must not have lists of tiles",
+    ),
+    "intervals too short": (
+        {**EVERY, "end": EVERY["end"][..., 1:]},
+        ValueError,
+        "end must have shape (2 or 1, 4 or 1, 128), got (1, 1, 127)",
+    ),
+    "hidden by one end": (
+        {**EVERY, "hidden_to": EVERY["end"]},
+        ValueError,
+        "hidden_from must be a tensor where other parts of the mask are, got None",
+    ),
 }
 
 
@@ -104,9 +142,10 @@ def test_the_operator_refuses_wrong_tensors_in_the_same_words(name):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_packed_operators_refuse_the_same(name, direction):
     changes, error, words = VARLEN[name]
-    call = packed(**changes)
+    call = {"bias": None, "mask": None, "sink": None, "seed": None, **packed(**changes)}
     if direction == "backward":
-        call |= {"grad_out": tensor(S, H, D), "grad_lse": None, "out": tensor(S, H, D), "lse": tensor(H, S)}
+        call |= {"grad_out": tensor(S, H, D), "grad_lse": None, "out": tensor(S, H, D)}
+        call |= {name: tensor(H, S) for name in ("lse", "lse_tail")}
     with pytest.raises(error, match=re.escape(words)):
         getattr(torch.ops.dmattn, f"varlen_{direction}")(**call)
 
@@ -122,12 +161,14 @@ def test_the_packed_operators_refuse_the_same(name, direction):
         ),
         ({"grad_lse": tensor(B, H, 1)}, ValueError, "grad_lse must have shape (2, 4, 128), got (2, 4, 1)"),
         ({"lse": tensor(B, H, 1)}, ValueError, "lse must have shape (2, 4, 128), got (2, 4, 1)"),
+        ({"lse_tail": tensor(B, H, 1)}, ValueError, "lse_tail must have shape (2, 4, 128), got (2, 4, 1)"),
         ({"out": tensor(B, 1, H, D)}, ValueError, "out must have shape (2, 128, 4, 64), got (2, 1, 4, 64)"),
         ({"key": tensor(B, 1, H, D)}, ValueError, "key must have shape (2, 128, 4, 64), got (2, 1, 4, 64)"),
     ],
 )
 def test_the_backward_operator_refuses_what_does_not_belong_together(changes, error, words):
-    saved = {"grad_out": tensor(B, S, H, D), "grad_lse": None, "out": tensor(B, S, H, D), "lse": tensor(B, H, S)}
+    saved = {"grad_out": tensor(B, S, H, D), "grad_lse": None, "out": tensor(B, S, H, D)}
+    saved |= {name: tensor(B, H, S) for name in ("lse", "lse_tail")}
     with pytest.raises(error, match=re.escape(words)):
         torch.ops.dmattn.backward(
             **dense(**saved, **changes) if not changes.keys() & saved.keys() else dense(**{**saved, **changes})
@@ -137,7 +178,12 @@ def test_the_backward_operator_refuses_what_does_not_belong_together(changes, er
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ((tensor(1, 1, 9, 9), None, None, 8), ValueError, "mask must have shape (1, 1, 8 or 1, 9), got (1, 1, 9, 9)"),
+        (
+            (tensor(1, 1, 9, 9), None, None, 8),
+            ValueError,
+            "mask must have shape (batch 1, heads 1, queries 8 or 1, keys 9), got (1, 1, 9, 9)",
+        ),
+        ((tensor(1, 1, 1, 9), None, None, -1), ValueError, "seqlen_q must not be negative, got -1"),
         ((tensor(9, 9), None, None, 9), ValueError, "mask must have 4 dimensions, got 2, shape (9, 9)"),
         (
             (tensor(1, 1, 9, 9), int32(*range(9))[None, None], None, 9),

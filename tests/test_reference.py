@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import layout, meta, reference
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen, dropout_threshold
+from dmattn_ops.call import Call, Gradients, Result, Saved
+from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, Varlen, dropout_threshold, plain_options
 
 FAR = UNBOUNDED
 SCALE = 0.3
@@ -51,11 +52,21 @@ def test_philox_gives_the_published_answers():
 
 @pytest.mark.parametrize("seed", [0, -1, 123456789012345, -(1 << 63)])
 def test_dropout_keeps_what_philox_says(seed: int):
-    kept = reference.philox_keep(torch.tensor([seed]), 2, 3, 5, 11, 0.3, "cpu")
-    key = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
-    for b, h, i, j in torch.cartesian_prod(*map(torch.arange, (2, 3, 5, 11))).tolist():
-        word = philox([j >> 2, i, b * 3 + h, 0], key)[j & 3]
-        assert kept[b, h, i, j].item() == (word >> 8 >= dropout_threshold(0.3))
+    kept = reference.philox_keep(torch.tensor([[seed], [7]]), 5, 11, 0.3)
+    for b, i, j in torch.cartesian_prod(*map(torch.arange, (2, 5, 11))).tolist():
+        own = (seed, 7)[b]
+        word = philox([j >> 2, i, 0, 0], [own & 0xFFFFFFFF, own >> 32 & 0xFFFFFFFF])[j & 3]
+        assert kept[b, 0, i, j].item() == (word >> 8 >= dropout_threshold(0.3))
+
+
+@pytest.mark.parametrize("q_origin", [0, 3, 1 << 29])
+@pytest.mark.parametrize("k_origin", [0, 1, 2, 3, 4, 7, (1 << 29) + 1])
+def test_a_part_of_a_sequence_drops_what_the_whole_drops(q_origin: int, k_origin: int):
+    seed = torch.tensor([[5, -9]])
+    starts = max(0, q_origin - 3), max(0, k_origin - 7)
+    whole = reference.philox_keep(seed, q_origin + 6 - starts[0], k_origin + 9 - starts[1], 0.4, *starts)
+    part = reference.philox_keep(seed, 6, 9, 0.4, q_origin, k_origin)
+    assert torch.equal(part, whole[..., q_origin - starts[0] :, k_origin - starts[1] :])
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=repr)
@@ -66,29 +77,30 @@ def test_forward_and_backward_agree_with_autograd_through_the_formula(problem: t
     shapes += [] if bias_shape is None else [bias_shape]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     query, key, value, bias = (*inputs, None)[:4]
-    options = Options(*band, SCALE, softcap, dropout_p, False)
-    seed, tiles = torch.tensor([77]), Tiles()
+    options = plain_options(SCALE, *band, softcap=softcap, dropout_p=dropout_p)
+    seed, masked = torch.randint(1 << 60, (max(batch, 1), heads)), NO_MASK
     keep = layout.band_mask(*band, seqlen_q, seqlen_k, None)[None, None]
     if mask_shape:
         mask = torch.rand(mask_shape) < 0.6
         mask[..., :1, :] = False  # the first query sees nothing
         packed = meta.pack_mask_outputs(mask, *mask_shape[:2], seqlen_q, *band)
         reference.pack_mask(mask, None, None, seqlen_q, *band, *packed)
-        tiles, keep = Tiles(*packed), keep & mask
-    dropped = reference.philox_keep(seed, batch, heads, seqlen_q, seqlen_k, dropout_p, "cpu") if dropout_p else None
+        masked, keep = Mask(*packed), keep & mask
+    dropped = reference.philox_keep(seed[:batch], seqlen_q, seqlen_k, dropout_p) if dropout_p else None
     expected_out, expected_lse = reference.attention(
         query, key, value, keep, bias,
         softmax_scale=SCALE, softcap=softcap, dropout_keep=dropped, dropout_p=dropout_p,
     )  # fmt: skip
-    out, lse = poisoned(expected_out, expected_lse)
-    reference.forward(query, key, value, bias, tiles, seed, None, options, out, lse)
+    call = Call(query, key, value, bias, masked, None, seed, None, options)
+    out, lse, tail = poisoned(expected_out, expected_lse, expected_lse)
+    reference.forward(call, Result(out, lse, tail, None), None)
     torch.testing.assert_close(out, expected_out)
     torch.testing.assert_close(lse, expected_lse)
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
     expected = torch.autograd.grad(finite_loss(expected_out, expected_lse, grad_out, grad_lse), inputs)
     grads = poisoned(*inputs)
-    saved = (query, key, value, out, lse, bias, tiles, seed, None, options)
-    reference.backward(grad_out, grad_lse, *saved, *(grads if bias is not None else [*grads, None]))
+    given = Gradients(grad_out, grad_lse, *(grads if bias is not None else [*grads, None]))
+    reference.backward(call, Saved(out, lse, tail), given, None)
     for one, other in zip(grads, expected, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -104,17 +116,18 @@ def test_packed_sequences_agree_with_one_call_each(bias_heads: int, top_left: bo
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     query, key, value, bias = inputs
     keep = torch.rand(2, total_k) < 0.7
-    tiles, seed = Tiles(k_segments=(keep.int() - 1)[None]), torch.tensor([5])
-    options, varlen = Options(-50, 3, SCALE, 0.0, 0.25, False), Varlen(starts_q, starts_k, 130, 200, top_left)
-    out, lse = poisoned(query, torch.zeros(4, total_q, dtype=torch.float64))
-    reference.forward(query, key, value, bias, tiles, seed, varlen, options, out, lse)
+    masked, seed = Mask(k_segments=(keep.int() - 1)[None]), torch.randint(1 << 60, (len(lengths), 4))
+    options, varlen = plain_options(SCALE, -50, 3, dropout_p=0.25), Varlen(starts_q, starts_k, 130, 200, top_left)
+    call = Call(query, key, value, bias, masked, None, seed, varlen, options)
+    out, lse, tail = poisoned(query, *[torch.zeros(4, total_q, dtype=torch.float64)] * 2)
+    reference.forward(call, Result(out, lse, tail, None), None)
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
     grads = poisoned(*inputs)
-    reference.backward(grad_out, grad_lse, query, key, value, out, lse, bias, tiles, seed, varlen, options, *grads)
+    reference.backward(call, Saved(out, lse, tail), Gradients(grad_out, grad_lse, *grads), None)
     assert torch.all(out[-2:] == 0)
     assert torch.all(lse[:, -2:] == -math.inf)
     loss = torch.zeros((), dtype=torch.float64)
-    dropped = reference.philox_keep(seed, len(lengths), 4, 130, 200, 0.25, "cpu")
+    dropped = reference.philox_keep(seed, 130, 200, 0.25)
     for b, (seqlen_q, seqlen_k) in enumerate(lengths):
         rows, cols = slice(int(starts_q[b]), int(starts_q[b + 1])), slice(int(starts_k[b]), int(starts_k[b + 1]))
         shift = 0 if top_left else seqlen_k - seqlen_q
@@ -140,15 +153,15 @@ def test_nan_and_infinity_behind_the_mask_reach_nothing():
     grad_out = torch.randn(1, 300, 2, 8)
     packed = meta.pack_mask_outputs(keep, 1, 1, 300, -FAR, FAR)
     reference.pack_mask(keep, None, None, 300, -FAR, FAR, *packed)
-    options = Options(-FAR, FAR, SCALE, 0.0, 0.0, False)
+    options = plain_options(SCALE)
 
     def run(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grad_out: Tensor) -> list[Tensor]:
-        out, lse = poisoned(query, torch.zeros(1, 2, 300))
-        reference.forward(query, key, value, bias, Tiles(*packed), None, None, options, out, lse)
+        call = Call(query, key, value, bias, Mask(*packed), None, None, None, options)
+        out, lse, tail, peak = poisoned(query, *[torch.zeros(1, 2, 300)] * 3)
+        reference.forward(call, Result(out, lse, tail, peak), None)
         grads = poisoned(query, key, value, bias)
-        saved = (query, key, value, out, lse, bias, Tiles(*packed), None, None, options)
-        reference.backward(grad_out, None, *saved, *grads)
-        return [out, lse, *grads]
+        reference.backward(call, Saved(out, lse, tail), Gradients(grad_out, None, *grads), None)
+        return [out, lse, *grads, tail, peak]
 
     expected = run(query, key, value, bias.nan_to_num(0), grad_out)
     key[:, 140:200], value[:, 200:280], query[:, 5], grad_out[:, 5] = math.nan, math.inf, math.nan, math.nan
@@ -159,3 +172,5 @@ def test_nan_and_infinity_behind_the_mask_reach_nothing():
     assert torch.all(actual[1][..., 5] == -math.inf)
     assert torch.all(actual[3][:, 140:280] == 0)
     assert torch.all(actual[4][:, 140:280] == 0)
+    assert torch.all(actual[-2][..., 5] == 0)
+    assert torch.all(actual[-1][..., 5] == -math.inf)

@@ -12,7 +12,8 @@ import torch
 
 import dmattn_ops
 from dmattn_ops import arch, config, resources
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles
+from dmattn_ops.call import Call
+from dmattn_ops.problem import NO_MASK, Mask, plain_options
 from dmattn_ops.resources import Specialization, Usage
 
 OLDEST = "3.6.0"
@@ -217,7 +218,7 @@ def test_every_row_for_triton_is_reached(configurations):
 def test_a_call_that_is_made_for_a_specialization_has_it(configurations):
     for lines in configurations.units((90,), configurations.KERNELS).values():
         for unit in lines.values():
-            assert resources.specialization(*configurations.make_call(unit.wanted, unit.width)) == unit.wanted
+            assert resources.specialization(configurations.make_call(unit.wanted, unit.width)) == unit.wanted
 
 
 def test_every_launch_of_a_call_is_recorded_each_time_it_is_compiled(configurations):
@@ -285,25 +286,33 @@ def test_compiling_again_gives_the_frozen_figures(configurations, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------- names and look-ups
-def call(dtype=torch.bfloat16, bias=None, tiles=Tiles(), heads_k=4, options=None, seqlen=256, dim=64):  # noqa: B008
+def call(dtype=torch.bfloat16, bias=None, mask=NO_MASK, heads_k=4, options=None, seqlen=256, dim=64):
     query = torch.empty(2, seqlen, 4, dim, dtype=dtype)
     key = torch.empty(2, 256, heads_k, dim, dtype=dtype)
-    options = options or Options(-UNBOUNDED, UNBOUNDED, 0.1, 0.0, 0.0, False)
-    return query, key, key, bias, tiles, None, None, options
+    return Call(query, key, key, bias, mask, None, None, None, options or plain_options(0.1))
 
 
 def test_a_specialization_names_what_is_there():
-    assert str(resources.specialization(*call())) == "full"
-    causal = Options(-UNBOUNDED, 0, 0.1, 30.0, 0.5, False)
+    assert str(resources.specialization(call())) == "full"
+    causal = plain_options(0.1, band_hi=0, softcap=30.0, dropout_p=0.5)
     bias = torch.empty(1, 1, 256, 256)
-    assert str(resources.specialization(*call(bias=bias, heads_k=2, options=causal))) == (
+    assert str(resources.specialization(call(bias=bias, heads_k=2, options=causal))) == (
         "causal float32 broadcast bias softcap dropout grouped"
     )
     bits = torch.empty(2, 4, 256, 8, dtype=torch.int32)
-    assert str(resources.specialization(*call(tiles=Tiles(bits, bits, bits, bits), options=causal))) == (
+    assert str(resources.specialization(call(mask=Mask(bits, bits, bits, bits), options=causal))) == (
         "bits softcap dropout"
     )
-    assert str(resources.specialization(*call(seqlen=1, dim=63))) == "decode unaligned"
+    ends = torch.empty(1, 1, 256, dtype=torch.int32)
+    for mask, name in (
+        (Mask(start=ends, end=ends), "causal intervals"),
+        (Mask(start=ends, end=ends, hidden_from=ends, hidden_to=ends), "causal hidden intervals"),
+        (Mask(bits, bits, k_segments=ends), "causal key segments"),
+        (Mask(bits, bits, q_segments=ends[0], k_segments=ends), "causal segments"),
+    ):
+        options = plain_options(0.1, band_hi=0)
+        assert str(resources.specialization(call(mask=mask, options=options))) == name
+    assert str(resources.specialization(call(seqlen=1, dim=63))) == "decode unaligned"
 
 
 def test_a_kernel_ignores_what_it_is_told_at_run_time():

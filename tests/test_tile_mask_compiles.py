@@ -6,7 +6,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from dmattn_ops.kernels import tile_mask  # noqa: E402
+from dmattn_ops.kernels import interval_lists, tile_mask  # noqa: E402
 from dmattn_ops.testing.compile_only import compile_only  # noqa: E402
 
 ARCHITECTURES = (80, 90, 120)
@@ -34,14 +34,28 @@ def test_pack_compiles(sm: int, aligned: bool, segments: bool):
 
 
 @pytest.mark.parametrize(
-    ("by_range", "ranked", "warps"), [(False, 64, 8), (False, 128, 16), (False, 0, 8), (True, 0, 8)]
+    ("source", "ranked", "warps"),
+    [("classes", 64, 8), ("classes", 128, 16), ("classes", 0, 8), ("ranges", 0, 8), ("hulls", 0, 8)],
 )
 @pytest.mark.parametrize("sm", ARCHITECTURES)
-def test_lists_compile(sm: int, by_range: bool, ranked: int, warps: int):
-    constants = {"BY_RANGE": by_range, "HAS_Q_SEGMENTS": by_range, "OWN": 16, "RANKED": ranked}
+def test_lists_compile(sm: int, source: str, ranked: int, warps: int):
+    constants = {"SOURCE": source, "HAS_Q_SEGMENTS": source == "ranges", "OWN": 16, "RANKED": ranked}
     constants["OTHER"] = 64 if ranked else 128
-    pointers = {**dict.fromkeys(LISTED, "*i32"), "source": "*i32" if by_range else "*i8"}
+    pointers = {**dict.fromkeys(LISTED, "*i32"), "source": "*i8" if source == "classes" else "*i32"}
     kernel = tile_mask._lists
     found = compile_only(kernel, signature(kernel, pointers, constants), constants, LISTED, sm, num_warps=warps)
+    assert found.spill_bytes == 0
+    assert not found.traps
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_hulls_of_intervals_compile(sm: int, hidden: bool):
+    tensors = ("start", "end", "hidden_from", "hidden_to", "hulls")
+    kernel = interval_lists._write_hulls
+    constants = {"HIDDEN": hidden, "TILES": 8}
+    found = compile_only(
+        kernel, signature(kernel, dict.fromkeys(tensors, "*i32"), constants), constants, tensors, sm, num_warps=4
+    )
     assert found.spill_bytes == 0
     assert not found.traps

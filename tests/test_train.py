@@ -2,14 +2,23 @@
 
 import contextlib
 import io
+import math
+import re
+import shlex
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import benefit
+import settings
 import train
 from corpus import batch, from_file, standard_library, unigram_entropy
 from model import ByteModel, ModelConfig, keep_best
+from settings import CHECKPOINT, SettingError
 
 TINY = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, keep=24, seqlen=96)
 SIZES = ["--layers=2", "--dim=32", "--heads=4", "--kv-heads=2", "--keep=24", "--seqlen=96", "--batch=4"]
@@ -120,15 +129,229 @@ def test_resumed_run_continues_bit_for_bit(finished, text_file, tmp_path):
         assert torch.equal(parameter, resumed.model.state_dict()[name]), name
 
 
-def test_resume_refuses_a_checkpoint_of_another_run(finished, text_file):
-    with pytest.raises(ValueError, match="was written with"):
-        train.main([*RUN, "--steps=13", f"--data={text_file}", f"--out={finished[0]}", "--resume"])
-
-
 def test_run_ends_with_the_facts_of_its_compilation(finished):
     assert "0 graph breaks, 0 recompiles after warm-up" in finished[2]
     assert f"{TINY.layers} x dmattn.backward.default" in finished[2]
     assert "dmattn and sdpa differ by at most" in finished[2]
+
+
+def test_run_says_that_it_compiles_and_what_the_masks_save(finished):
+    lines = finished[2].splitlines()
+    assert [line.split(" (")[0] for line in lines if "compil" in line][:1] == ["dmattn: compiling the model"]
+    assert any(line.startswith("dmattn: compiled in ") for line in lines)
+    assert any(
+        line.startswith("dmattn step 24: ") and line.endswith("tiles skipped 0%") for line in lines
+    )  # of one tile
+    [attention] = [line for line in lines if line.startswith("attention ")]
+    times = r"attention +(\S+) ms a step with the masks, (\S+) ms without: (\S+) times as fast"
+    assert all(float(number) > 0 for number in re.fullmatch(times, attention).groups())
+
+
+def test_share_of_skipped_tiles_is_counted_against_causal_attention():
+    everything = torch.ones(1, 2, 512, 512, dtype=torch.bool).tril()
+    near = everything.triu(-100)  # two tiles in each row of tiles but the first: 7 of 10
+    assert benefit.tiles_skipped([everything]) == pytest.approx(0)
+    assert benefit.tiles_skipped([near]) == pytest.approx(0.3)
+    assert benefit.tiles_skipped([everything, near]) == pytest.approx(0.15)
+    assert benefit.tiles_skipped([near[..., :300, :300]]) == pytest.approx(1 / 6)  # the last tiles are not whole
+
+
+def refusal(arguments):
+    """Return the one line that a run is refused with."""
+    with pytest.raises(SettingError) as error:
+        train.main([str(argument) for argument in arguments])
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--layers=0"], "--layers must be 1 or more, got 0"),
+        (["--dim=0"], "--dim must be 1 or more"),
+        (["--heads=5"], "--dim 32 is not a multiple of --heads 5"),
+        (["--kv-heads=3"], "--heads 4 is not a multiple of --kv-heads 3"),
+        (["--kv-heads=-2"], "--kv-heads must be 1 or more, got -2"),
+        (["--dim=36"], "make heads of 9, which must be even"),
+        (["--dim=2048"], "make heads of 512, which must be even for rotary positions and at most 256"),
+        (["--keep=0"], "--keep must be 1 or more, got 0"),
+        (["--seqlen=0"], "--seqlen must be 1 or more"),
+        (["--steps=0"], "--steps must be 1 or more, got 0"),
+        (["--batch=0"], "--batch must be 1 or more"),
+        (["--validate-every=0"], "--validate-every must be 1 or more"),
+        (["--warm-up=-1"], "--warm-up must not be negative, got -1"),
+        (["--rate=nan"], "--rate must be positive and finite, got nan"),
+        (["--rate=0"], "--rate must be positive and finite, got 0.0"),
+        (["--seed=-1"], "--seed must lie between 0 and"),
+        (["--stop-at=99"], "--stop-at must lie between 1 and --steps 24, got 99"),
+        (["--steps=many"], "argument --steps: invalid int value: 'many'"),
+        (["--stride=2"], "unrecognized arguments: --stride=2"),
+        (["--resume", "--overwrite"], "not allowed with argument"),
+        (["--resume"], "--resume needs .*checkpoint.pt, which does not exist"),
+        (["--data=missing.txt"], "--data missing.txt cannot be read: No such file"),
+        (["--data=."], "--data . cannot be read: Is a directory"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_any_work(arguments, told, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "Trainer", None)
+    out = tmp_path / "out"
+    line = refusal([*RUN, "--steps=24", f"--data={text_file}", f"--out={out}", *arguments])
+    assert re.search(told, line), line
+    assert not out.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_device_that_is_not_there_is_refused(text_file, tmp_path):
+    assert "--device cuda needs a GPU" in refusal([*RUN, "--device=cuda", f"--data={text_file}", f"--out={tmp_path}"])
+
+
+@pytest.mark.parametrize("size", [0, 1, 96, 969])
+def test_text_without_a_sequence_to_validate_with_is_refused(size, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_bytes(b"x" * size)
+    line = refusal([*RUN, f"--data={path}", f"--out={tmp_path / 'out'}"])
+    assert line.endswith(f"has {size} bytes, and --seqlen 96 needs 970 (a tenth is held out)")
+
+
+def test_the_shortest_text_that_is_not_refused_has_a_batch(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_bytes(b"x" * 970)
+    for part in settings.read_text(path, 96):
+        assert batch(part, 2, 96, 0)[0].shape == (2, 96)
+
+
+@pytest.mark.parametrize("where", ["file", "file/below"])
+def test_a_folder_that_cannot_be_written_to_is_refused(where, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "Trainer", None)
+    (tmp_path / "file").write_text("not a folder")
+    line = refusal([*RUN, f"--data={text_file}", f"--out={tmp_path / where}"])
+    assert line.startswith(f"--out {tmp_path / where} cannot be written to: ")
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("left", [CHECKPOINT, "loss.png", "mask.png"])
+def test_earlier_results_are_never_overwritten_unasked(left, text_file, tmp_path):
+    (tmp_path / left).write_bytes(b"hours of work")
+    line = refusal([*RUN, "--steps=1", f"--data={text_file}", f"--out={tmp_path}"])
+    assert line.startswith(f"{tmp_path} holds an earlier run ({left})")
+    assert all(option in line for option in ("--resume", "--overwrite", "--out"))
+    assert contents(tmp_path) == {left: b"hours of work"}
+
+
+def test_earlier_results_are_overwritten_where_that_is_asked_for(text_file, tmp_path):
+    (tmp_path / CHECKPOINT).write_bytes(b"hours of work")
+    train.main([*RUN, "--steps=1", f"--data={text_file}", f"--out={tmp_path}", "--overwrite"])
+    assert train.load_state(tmp_path / CHECKPOINT, "cpu")["step"] == 1
+
+
+@pytest.mark.parametrize("written", [b"", b"no checkpoint", {"weights": 1}])
+def test_a_file_that_is_no_checkpoint_is_refused(written, text_file, tmp_path):
+    path = tmp_path / CHECKPOINT
+    path.write_bytes(written) if isinstance(written, bytes) else torch.save(written, path)
+    line = refusal([*RUN, f"--data={text_file}", f"--out={tmp_path}", "--resume"])
+    assert line == f"{path} is not a checkpoint of this program"
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--layers=3"], "was written with --layers 2, not --layers 3: only --steps may change"),
+        (["--rate=0.5", "--keep=9"], "with --keep 24, --rate 0.01, not --keep 9, --rate 0.5: only --steps may change"),
+        (["--steps=13"], "checkpoint.pt is at step 24 already, beyond --steps 13"),
+        ([], "checkpoint.pt is at step 24 already: give a larger --steps to go on"),
+    ],
+)
+def test_resume_names_what_differs(arguments, told, finished, text_file):
+    before = contents(finished[0])
+    line = refusal([*RUN, f"--data={text_file}", f"--out={finished[0]}", "--resume", *arguments])
+    assert line.endswith(told)
+    assert contents(finished[0]) == before
+
+
+def test_resume_refuses_another_text(finished):
+    line = refusal([*RUN, "--steps=30", f"--out={finished[0]}", "--resume"])
+    assert line.endswith("was written with another text: give the same --data")
+
+
+def test_a_run_is_resumed_with_its_own_settings_and_more_steps(finished, text_file, tmp_path):
+    (tmp_path / CHECKPOINT).write_bytes((finished[0] / CHECKPOINT).read_bytes())
+    trainer = train.main(["--resume", "--steps=30", f"--data={text_file}", f"--out={tmp_path}", "--device=cpu"])[
+        "dmattn"
+    ]
+    assert trainer.model.config == TINY
+    assert trainer.step == 30
+    assert trainer.history.train[:24] == finished[1]["dmattn"].history.train
+    assert [step for step, _ in trainer.history.validation] == [0, 8, 16, 24, 30]
+    assert trainer.optimizer.param_groups[0]["lr"] == train.learning_rate(29, trainer.plan)
+
+
+def interrupt_in_step(monkeypatch, step, times=1):
+    """Let Ctrl-C arrive, `times` times, while a trainer takes its step number `step`."""
+    take = train.Trainer.train_step
+
+    def train_step(trainer):
+        if trainer.step == step - 1:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        return take(trainer)
+
+    monkeypatch.setattr(train.Trainer, "train_step", train_step)
+
+
+def test_an_interrupted_run_is_saved_and_says_how_to_resume(finished, text_file, tmp_path, monkeypatch, capsys):
+    handler = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, 11)
+        with pytest.raises(SystemExit) as stopped:
+            train.main([*RUN, "--steps=24", f"--data={text_file}", f"--out={tmp_path}"])
+    assert stopped.value.code == 130
+    assert signal.getsignal(signal.SIGINT) is handler
+    *_, held, how = capsys.readouterr().out.splitlines()
+    assert held == f"stopped: {tmp_path / CHECKPOINT} holds step 11 of 24"
+    _, script, *arguments = shlex.split(how.removeprefix("go on with: "))
+    assert script.endswith("examples/train.py")
+    resumed = train.main([*arguments, "--device=cpu"])["dmattn"]
+    assert resumed.history == finished[1]["dmattn"].history
+    for name, parameter in finished[1]["dmattn"].model.state_dict().items():
+        assert torch.equal(parameter, resumed.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("step, times, kept", [(1, 1, 0), (4, 2, 0), (11, 2, 8)])
+def test_a_run_that_stops_at_once_keeps_the_last_checkpoint(
+    step, times, kept, text_file, tmp_path, monkeypatch, capsys
+):
+    """A second Ctrl-C, or the first where nothing is to be saved, may leave a step half done: that is never saved."""
+    interrupt_in_step(monkeypatch, step, times)
+    with pytest.raises(SystemExit) as stopped:
+        train.main([*RUN, "--steps=24", f"--data={text_file}", f"--out={tmp_path}"])
+    assert stopped.value.code == 130
+    printed = capsys.readouterr().out
+    if kept:
+        assert f"holds step {kept} of 24" in printed
+        assert train.load_state(tmp_path / CHECKPOINT, "cpu")["step"] == kept
+    else:
+        assert printed.splitlines()[-1] == "stopped; nothing was saved"
+        assert contents(tmp_path) == {}
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(loss, text_file, tmp_path, monkeypatch):
+    take = train.Trainer.train_step
+    monkeypatch.setattr(train.Trainer, "train_step", lambda self: loss if take(self) and self.step == 8 else 5.0)
+    line = refusal([*RUN, "--steps=24", f"--data={text_file}", f"--out={tmp_path}"])
+    assert line == f"the loss is {loss} at step 8: try a smaller --rate than 0.01"
+    assert contents(tmp_path) == {}
+
+
+def test_the_program_ends_with_one_line_and_no_traceback():
+    command = [sys.executable, train.__file__, "--heads=5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "train.py: --dim 192 is not a multiple of --heads 5\n"
+    assert done.stdout == ""
 
 
 def test_a_recompile_is_counted(text_file):

@@ -21,13 +21,11 @@ class Kernels:
         self.launched = []
         self.breaks = lambda made: None
 
-    def forward(self, *arguments):
-        *_, out, lse, made = arguments
-        self._write(made, out, lse)
+    def forward(self, call, result, made):
+        self._write(made, result.out, result.lse)
 
-    def backward(self, *arguments):
-        *_, dq, dk, dv, _, made = arguments
-        self._write(made, dq, dk, dv)
+    def backward(self, call, saved, grads, made):
+        self._write(made, grads.dq, grads.dk, grads.dv)
 
     def _write(self, made, *outputs):
         self.launched.append(made)
@@ -150,7 +148,7 @@ def test_each_case_is_tuned_once_for_its_heaviest_shape_and_stored(kernels, caps
     }
     assert "tuned as forward portable D64" in capsys.readouterr().out
     demand = shapes[0].demand
-    choice = dispatch.forward_choice(results[0].task.call, arch.KNOWN[86])
+    choice = dispatch.offered("forward", results[0].task.call, arch.KNOWN[86])
     assert tuning.tuned(choice, "forward", demand, False, False, PLACE).row.config == results[0].config
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import arch, choose, config, tuning
+from dmattn_ops import arch, choose, config, environment, tuning
 from dmattn_ops.choose import Demand
 
 PLACE = "Some GPU as SM8.6, 84 SMs, Triton 3.6.0"
@@ -215,7 +215,7 @@ def test_several_processes_write_at_once_and_nothing_is_lost(folder):
 
 def test_a_run_records_each_shape_once(folder, monkeypatch):
     file = folder / "shapes.jsonl"
-    monkeypatch.setenv(tuning.RECORD, str(file))
+    monkeypatch.setenv(environment.RECORD, str(file))
     query = torch.randn(2, 40, 4, 16)
     key = torch.randn(2, 50, 2, 16)
     for _ in range(2):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops.problem import HEADER, TILE, WORD_BITS, Tiles
+from dmattn_ops import layout
+from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS, Mask
 
 
 def pad_to_tiles(keep: Tensor) -> Tensor:
@@ -22,10 +23,16 @@ def tile_states(keep: Tensor) -> Tensor:
     return tiles.any(-1).int() + (tiles.all(-1) & tiles.any(-1)).int()
 
 
+def with_second_record(states: Tensor) -> Tensor:
+    """Add rows of empty tiles until there are two: lists have two records for short sequences as well."""
+    return torch.nn.functional.pad(states, (0, 0, 0, max(0, 2 - states.shape[-2])))
+
+
 def build_lists(states: Tensor, capacity: int | None = None) -> Tensor:
-    """Turn tile states `[Bm, Hm, R, C]` into records `[Bm, Hm, R, 4 + capacity]`; unspecified words hold -7."""
+    """Turn tile states `[Bm, Hm, R, C]` into records `[Bm, Hm, max(2, R), 4 + capacity]`; unspecified words hold -7."""
+    states = with_second_record(states)
     batch, heads, rows, columns = states.shape
-    capacity = columns if capacity is None else capacity
+    capacity = max(2, columns) if capacity is None else capacity
     lists = torch.full((batch, heads, rows, HEADER + capacity), -7, dtype=torch.int32)
     work = states.ne(0).sum(-1)
     for b in range(batch):
@@ -46,13 +53,13 @@ def pack_bits(keep: Tensor) -> Tensor:
     return torch.where(total >= 1 << 31, total - (1 << 32), total).int()
 
 
-def build_tiles(keep: Tensor) -> Tiles:
+def build_tiles(keep: Tensor) -> Mask:
     """Build lists and bits of `keep` (bool, `[Bm, Hm, Sq, Sk]`); bits that nobody may read are inverted."""
     states = tile_states(keep)
     spread = states.eq(1).repeat_interleave(TILE, -2).repeat_interleave(TILE, -1)
     padded = pad_to_tiles(keep)
     padded = torch.where(spread, padded, ~padded)
-    return Tiles(
+    return Mask(
         row_tiles=build_lists(states),
         col_tiles=build_lists(states.mT),
         row_bits=pack_bits(padded),
@@ -60,12 +67,27 @@ def build_tiles(keep: Tensor) -> Tiles:
     )
 
 
-def build_segment_tiles(keep: Tensor, q_segments: Tensor | None, k_segments: Tensor) -> Tiles:
+def build_segment_tiles(keep: Tensor, q_segments: Tensor | None, k_segments: Tensor) -> Mask:
     """Build the lists of `keep` and pass the segments along; full tiles are those in which every pair is kept."""
     states = tile_states(keep)
-    return Tiles(
+    return Mask(
         row_tiles=build_lists(states),
         col_tiles=build_lists(states.mT),
         q_segments=q_segments,
         k_segments=k_segments,
     )
+
+
+def build_interval_tiles(
+    start: Tensor,
+    end: Tensor,
+    hidden_from: Tensor | None = None,
+    hidden_to: Tensor | None = None,
+    *,
+    seqlen_q: int,
+    band: tuple[int, int] = (-UNBOUNDED, UNBOUNDED),
+) -> Mask:
+    """Build the lists of intervals `[Bm, Hm, Sk]` inside a band; full tiles are those in which every pair is visible."""
+    shown = Mask(start=start, end=end, hidden_from=hidden_from, hidden_to=hidden_to)
+    states = tile_states(layout.dense(shown, *band, seqlen_q, start.shape[-1]))
+    return shown._replace(row_tiles=build_lists(states), col_tiles=build_lists(states.mT))

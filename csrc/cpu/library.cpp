@@ -3,6 +3,7 @@
 #include <torch/version.h>
 
 #include "kernels.h"
+#include "selection.h"
 
 namespace {
 
@@ -70,4 +71,8 @@ TORCH_LIBRARY(dmattn_native, library) {
       "list_tiles(Tensor? q_segments, Tensor k_segments, int seqlen_q, int band_lo, int band_hi, "
       "Tensor(a!) row_tiles, Tensor(b!) col_tiles) -> ()",
       &dmattn::list_tiles);
+  library.def(
+      "lifetimes(Tensor scores, Tensor? documents, int keep, int keep_first, int keep_last, bool is_causal, "
+      "Tensor(a!) start, Tensor(b!) end) -> ()",
+      &dmattn::lifetimes);
 }

@@ -1,11 +1,13 @@
 """Masks on CUDA: read a dense mask once, and write the lists and bits of its tiles (layout: DESIGN.md).
 
-`pack_mask` is two launches: pack (a program for four tiles) and lists (a few programs); ranks are a third above 128
-tiles a side. `list_tiles` begins with the ranges of segments in each tile instead. Outputs are contiguous.
+`pack_mask` launches two kernels: one packs bits and classifies tiles (a program for every four tiles), one writes the lists
+from the classes. Above 128 tiles a side a third kernel sorts the lists by their length. `list_tiles` first computes the
+range of the segment ids in each tile, and the same kernel writes the lists from the ranges. Outputs are contiguous.
 
-A program packs 2 x 2 tiles so that it writes whole sectors of 32 bytes of both orientations: a tile alone writes
-halves, and took 1.6 times the time for random masks. H200, triton 3.6, 2026-11-20, mask bytes over the time of all
-launches in a CUDA graph, bool [2, 8, 8192, 8192]: random 3.31 TB/s, 128-blocks 4.26 (a copy reads and writes 4.22).
+A program packs 2 x 2 tiles, so that it writes whole sectors of 32 bytes in both orientations. A program for one tile would
+write half sectors; it took 1.6 times as long for random masks. H200, triton 3.6, 2026-11-20, bytes of the mask over the
+time of all launches in a CUDA graph, bool [2, 8, 8192, 8192]: random 3.31 TB/s, 128-blocks 4.26 (a copy reads and writes 4.22).
+In the functions below, `own` are the tiles of the side whose lists are written, `other` those of the other side.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ from dmattn_ops.problem import HEADER, TILE
 
 _TILE = tl.constexpr(TILE)
 _HEADER = tl.constexpr(HEADER)
+HULL = 6  # words of the hull of a tile of keys (`interval_lists.py`)
+_HULL = tl.constexpr(HULL)
 _BYTES = (torch.bool, torch.uint8, torch.int8)
 _LONGEST_ROW = 1 << 26  # bytes from row to row with which the words of a tile have 32-bit offsets
 _LISTS = 16  # lists that one program writes
-_RANKED_TILES = 128  # up to here a program that writes lists can rank all tiles of a side
+_RANKED_TILES = 128  # up to this many tiles a side, the program that writes the lists also sorts them by length
 _RANGE_TILES = 8  # tiles of segments in a program of `_segment_ranges`
 
 
 @triton.jit
 def _load_aligned(tile, stride_q, row, rows_left, columns_left):
-    """Load bytes [16, 8, 64 words]; every word is loaded whole: rows begin and end at multiples of 16 bytes."""
+    """Load bytes [16, 8, 64 words] of rows that begin and end at multiples of 16 bytes, so that every word is loaded whole."""
     word = tl.arange(0, 64)[None, None, :]
     inside = (row < rows_left) & (word < columns_left // 4)
     words = tile.to(tl.pointer_type(tl.uint32), bitcast=True) + row * (stride_q // 4) + word
@@ -69,7 +73,7 @@ def _load_tail(last, tail):
 
 @triton.jit
 def _from_byte(word, n):
-    """Move a word's bytes up by `n`, 0 to 4: in two shifts, because no shift by 32 is defined."""
+    """Shift a word up by `n` bytes, 0 to 4. Two shifts are needed, because a shift by 32 bits is not defined."""
     half = (4 * n).to(tl.uint32)
     return (word << half) << half
 
@@ -159,7 +163,7 @@ def _pack_row_of_tiles(
         if not ALIGNED:
             if columns_left < 2 * _TILE:
                 flags &= _between_bytes(tl.zeros([16, 8, 64], tl.int32), columns_left - column)
-        # Bits 7, 15, 23 and 31 move to 28..31; no two partial products meet, so nothing carries.
+        # This product moves bits 7, 15, 23 and 31 to bits 28 to 31. No two partial products overlap, so there is no carry.
         nibbles = (flags * 0x204081) >> 28
         places = (4 * (tl.arange(0, 64) % 8)[None, None, :]).to(tl.uint32)
         words = tl.sum(tl.reshape(nibbles << places, [16, 8, 8, 8]), axis=3)
@@ -239,7 +243,7 @@ def _write_ranges(segments, ranges, program, seqlen, tiles, count, TILES: tl.con
 
 @triton.jit
 def _classes_by_map(classes, own, other, own_count, other_count, is_row, col_count):
-    """Load classes [OWN, OTHER] of one matrix; `is_row` says that a row's tiles are wanted, not a column's."""
+    """Load the classes [OWN, OTHER] of one matrix. `is_row`: lists of query tiles are written, otherwise lists of key tiles."""
     row = tl.where(is_row, own[:, None], other[None, :])
     col = tl.where(is_row, other[None, :], own[:, None])
     inside = (own < own_count)[:, None] & (other < other_count)[None, :]
@@ -251,7 +255,7 @@ def _classes_by_range(
     own_ranges, other_ranges, own, other, own_count, other_count, own_length, other_length, is_row,
     band_lo, band_hi, HAS_Q_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Classify tiles [OWN, OTHER] by the ranges of their segments and the band; queries without segments are all 0."""
+    """Classify tiles [OWN, OTHER] by the ranges of their segment ids and the band. Queries without segments have id 0."""
     own_read = (own < own_count) & (HAS_Q_SEGMENTS | (is_row == 0))
     other_read = (other < other_count) & (HAS_Q_SEGMENTS | (is_row != 0))
     own_low = tl.load(own_ranges + 2 * own, own_read, other=0)[:, None]
@@ -272,19 +276,53 @@ def _classes_by_range(
     return listed.to(tl.int32) + full.to(tl.int32)
 
 
+@triton.jit
+def _hull_word(hulls, word, own, other, own_count, other_count, is_row):
+    """Load a word of the hulls of the keys' tiles, which are the `other` ones where rows are wanted: [OWN, OTHER]."""
+    of_own = tl.load(hulls + _HULL * own + word, (own < own_count) & (is_row == 0), other=0)
+    of_other = tl.load(hulls + _HULL * other + word, (other < other_count) & (is_row != 0), other=0)
+    return tl.where(is_row, of_other[None, :], of_own[:, None])
+
+
+@triton.jit
+def _classes_by_hull(
+    hulls, own, other, own_count, other_count, is_row, seqlen_q, seqlen_k, band_lo, band_hi
+):  # fmt: skip
+    """Classify tiles [OWN, OTHER] by the hulls of the keys' intervals (`interval_lists.py`) and the band."""
+    q_first = tl.where(is_row, own[:, None], other[None, :]) * _TILE
+    k_first = tl.where(is_row, other[None, :], own[:, None]) * _TILE
+    q_last, k_last = tl.minimum(q_first + _TILE, seqlen_q) - 1, tl.minimum(k_first + _TILE, seqlen_k) - 1
+    nearest, farthest = k_first - q_last, k_last - q_first
+    listed = (own < own_count)[:, None] & (other < other_count)[None, :]
+    listed = listed & (band_lo <= band_hi) & (farthest >= band_lo) & (nearest <= band_hi)
+    listed = listed & (q_last >= _hull_word(hulls, 0, own, other, own_count, other_count, is_row))
+    listed = listed & (q_first < _hull_word(hulls, 1, own, other, own_count, other_count, is_row))
+    full = listed & (nearest >= band_lo) & (farthest <= band_hi)
+    full = full & (q_last - q_first == _TILE - 1) & (k_last - k_first == _TILE - 1)
+    full = full & (q_first >= _hull_word(hulls, 2, own, other, own_count, other_count, is_row))
+    full = full & (q_last < _hull_word(hulls, 3, own, other, own_count, other_count, is_row))
+    hidden = q_last >= _hull_word(hulls, 4, own, other, own_count, other_count, is_row)
+    hidden = hidden & (q_first < _hull_word(hulls, 5, own, other, own_count, other_count, is_row))
+    return listed.to(tl.int32) + (full & (hidden == 0)).to(tl.int32)
+
+
 @triton.jit(
-    do_not_specialize=["seqlen_q", "seqlen_k", "band_lo", "band_hi", "heads", "row_count", "col_count",
+    do_not_specialize=["seqlen_q", "seqlen_k", "band_lo", "band_hi", "heads", "row_records", "col_records",
                        "row_width", "col_width", "q_tiles", "q_ranges_b", "k_ranges_b", "k_ranges_h"]
 )  # fmt: skip
 def _lists(
     source, row_tiles, col_tiles,
-    seqlen_q, seqlen_k, band_lo, band_hi, heads, row_count, col_count, row_width, col_width,
+    seqlen_q, seqlen_k, band_lo, band_hi, heads, row_records, col_records, row_width, col_width,
     q_tiles, q_ranges_b, k_ranges_b, k_ranges_h,
-    BY_RANGE: tl.constexpr, HAS_Q_SEGMENTS: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, RANKED: tl.constexpr,
+    SOURCE: tl.constexpr, HAS_Q_SEGMENTS: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Write the lists of `OWN` tiles of a side, and their places in the order by work where `RANKED` tiles are all."""
-    row_blocks = tl.cdiv(row_count, OWN)
-    blocks = row_blocks + tl.cdiv(col_count, OWN)
+    """Write the lists of `OWN` tiles of a side, and their places in the order by work where `RANKED` records are all.
+
+    A side has a record for each of its tiles, and at least two: the records of no tile are empty.
+    """
+    row_count, col_count = tl.cdiv(seqlen_q, _TILE), tl.cdiv(seqlen_k, _TILE)
+    row_blocks = tl.cdiv(row_records, OWN)
+    blocks = row_blocks + tl.cdiv(col_records, OWN)
     matrix = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     is_row = block < row_blocks
@@ -295,14 +333,18 @@ def _lists(
     lists = row_tiles
     if not is_row:
         lists = col_tiles
-    lists += matrix.to(tl.int64) * own_count * width
+    records = tl.where(is_row, row_records, col_records)
+    lists += matrix.to(tl.int64) * records * width
     own = block * OWN + tl.arange(0, OWN)
-    if BY_RANGE:
-        b, h = matrix // heads, matrix % heads
+    if SOURCE == "ranges":
+        b, h = (matrix // heads).to(tl.int64), (matrix % heads).to(tl.int64)
         q_offset = b * q_ranges_b
         k_offset = q_tiles + b * k_ranges_b + h * k_ranges_h
         own_source = source + 2 * tl.where(is_row, q_offset, k_offset)
         other_source = source + 2 * tl.where(is_row, k_offset, q_offset)
+    elif SOURCE == "hulls":
+        own_source = source + matrix.to(tl.int64) * col_count * _HULL
+        other_source = own_source
     else:
         own_source = source + matrix.to(tl.int64) * row_count * col_count
         other_source = own_source
@@ -317,18 +359,22 @@ def _lists(
     full = tl.zeros([OWN], tl.int32)
     for at in range(start, end, OTHER):
         other = at + tl.arange(0, OTHER)
-        if BY_RANGE:
+        if SOURCE == "ranges":
             kinds = _classes_by_range(
                 own_source, other_source, own, other, own_count, other_count, own_length, other_length, is_row,
                 band_lo, band_hi, HAS_Q_SEGMENTS,
             )  # fmt: skip
+        elif SOURCE == "hulls":
+            kinds = _classes_by_hull(
+                own_source, own, other, own_count, other_count, is_row, seqlen_q, seqlen_k, band_lo, band_hi
+            )
         else:
             kinds = _classes_by_map(own_source, own, other, own_count, other_count, is_row, col_count)
         partial += tl.sum((kinds == 1).to(tl.int32), axis=1)
         full += tl.sum((kinds == 2).to(tl.int32), axis=1)
 
     record = lists + own.to(tl.int64) * width
-    mine = own < own_count
+    mine = own < records
     tl.store(record + 1, partial, mine)
     tl.store(record + 2, full, mine)
     tl.store(record + 3, tl.zeros([OWN], tl.int32), mine)
@@ -337,11 +383,15 @@ def _lists(
     next_full = partial
     for at in range(start, end, OTHER):
         other = at + tl.arange(0, OTHER)
-        if BY_RANGE:
+        if SOURCE == "ranges":
             kinds = _classes_by_range(
                 own_source, other_source, own, other, own_count, other_count, own_length, other_length, is_row,
                 band_lo, band_hi, HAS_Q_SEGMENTS,
             )  # fmt: skip
+        elif SOURCE == "hulls":
+            kinds = _classes_by_hull(
+                own_source, own, other, own_count, other_count, is_row, seqlen_q, seqlen_k, band_lo, band_hi
+            )
         else:
             kinds = _classes_by_map(own_source, own, other, own_count, other_count, is_row, col_count)
         ones = (kinds == 1).to(tl.int32) + ((kinds == 2).to(tl.int32) << 16)  # both counts in one scan
@@ -357,7 +407,7 @@ def _lists(
         every, other = tl.arange(0, RANKED), tl.arange(0, RANKED)
         kinds = _classes_by_map(own_source, every, other, own_count, other_count, is_row, col_count)
         work = tl.sum((kinds != 0).to(tl.int32), axis=1)
-        place = _work_before(partial + full, own, work, every, own_count)
+        place = _work_before(partial + full, own, work, every, records)
         tl.store(lists + place.to(tl.int64) * width, own, mine)
 
 
@@ -369,31 +419,33 @@ def _work_before(work, tile, other_work, other, count):
     return tl.sum(((more | tie) & (other < count)[None, :]).to(tl.int32), axis=1)
 
 
-@triton.jit(do_not_specialize=["row_count", "col_count", "row_width", "col_width"])
-def _ranks(row_tiles, col_tiles, row_count, col_count, row_width, col_width, OWN: tl.constexpr, OTHER: tl.constexpr):
+@triton.jit(do_not_specialize=["row_records", "col_records", "row_width", "col_width"])
+def _ranks(
+    row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN: tl.constexpr, OTHER: tl.constexpr
+):
     """Write word 0 of the records: the tiles of a side, those with the most work first."""
-    row_blocks = tl.cdiv(row_count, OWN)
-    blocks = row_blocks + tl.cdiv(col_count, OWN)
+    row_blocks = tl.cdiv(row_records, OWN)
+    blocks = row_blocks + tl.cdiv(col_records, OWN)
     matrix = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     is_row = block < row_blocks
     block = tl.where(is_row, block, block - row_blocks)
-    count = tl.where(is_row, row_count, col_count)
+    records = tl.where(is_row, row_records, col_records)
     width = tl.where(is_row, row_width, col_width)
     lists = row_tiles
     if not is_row:
         lists = col_tiles
-    lists += matrix.to(tl.int64) * count * width
+    lists += matrix.to(tl.int64) * records * width
     own = block * OWN + tl.arange(0, OWN)
     record = lists + own.to(tl.int64) * width
-    work = tl.load(record + 1, own < count, other=0) + tl.load(record + 2, own < count, other=0)
+    work = tl.load(record + 1, own < records, other=0) + tl.load(record + 2, own < records, other=0)
     place = tl.zeros([OWN], tl.int32)
-    for at in range(0, count, OTHER):
+    for at in range(0, records, OTHER):
         other = at + tl.arange(0, OTHER)
         others = lists + other.to(tl.int64) * width
-        other_work = tl.load(others + 1, other < count, other=0) + tl.load(others + 2, other < count, other=0)
-        place += _work_before(work, own, other_work, other, count)
-    tl.store(lists + place.to(tl.int64) * width, own, own < count)
+        other_work = tl.load(others + 1, other < records, other=0) + tl.load(others + 2, other < records, other=0)
+        place += _work_before(work, own, other_work, other, records)
+    tl.store(lists + place.to(tl.int64) * width, own, own < records)
 
 
 def pack_mask(
@@ -409,8 +461,9 @@ def pack_mask(
     col_bits: Tensor,
 ) -> None:
     """Write the lists and bits of a dense mask `[Bm, Hm, Sq or 1, Sk]` where segments and band hold too."""
-    batch, heads, row_count, _ = row_tiles.shape
-    col_count, seqlen_k = col_tiles.shape[2], mask.shape[3]
+    batch, heads = row_tiles.shape[:2]
+    seqlen_k = mask.shape[3]
+    row_count, col_count = triton.cdiv(seqlen_q, TILE), triton.cdiv(seqlen_k, TILE)
     mask = _as_bytes(mask)
     strides = [0 if size == 1 else stride for size, stride in zip(mask.shape[:3], mask.stride(), strict=False)]
     extent = 1 + sum((size - 1) * stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
@@ -428,7 +481,7 @@ def pack_mask(
             *strides, extent, _stride(q_segments, 0), _stride(k_segments, 0), _stride(k_segments, 1),
             ALIGNED=aligned, HAS_Q_SEGMENTS=q_segments is not None, HAS_K_SEGMENTS=k_segments is not None, num_warps=8,
         )  # fmt: skip
-    _write_lists(classes, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, None)
+    write_lists(classes, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, "classes")
 
 
 def list_tiles(
@@ -441,7 +494,8 @@ def list_tiles(
     col_tiles: Tensor,
 ) -> None:
     """Write the lists of `[B|1, Sq]` and `[B|1, Hm, Sk]` segments inside the band."""
-    row_count, col_count, seqlen_k = row_tiles.shape[2], col_tiles.shape[2], k_segments.shape[2]
+    seqlen_k = k_segments.shape[2]
+    row_count, col_count = triton.cdiv(seqlen_q, TILE), triton.cdiv(seqlen_k, TILE)
     q_tiles = 0 if q_segments is None else q_segments.shape[0] * row_count
     k_tiles = k_segments.shape[0] * k_segments.shape[1] * col_count
     ranges = workspace(k_segments, q_tiles + k_tiles, 2, dtype=torch.int32)
@@ -459,10 +513,10 @@ def list_tiles(
         0 if k_segments.shape[0] == 1 else k_segments.shape[1] * col_count,
         0 if k_segments.shape[1] == 1 else col_count,
     )
-    _write_lists(ranges, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, strides)
+    write_lists(ranges, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, "ranges", strides)
 
 
-def _write_lists(
+def write_lists(
     source: Tensor,
     seqlen_q: int,
     seqlen_k: int,
@@ -470,29 +524,37 @@ def _write_lists(
     band_hi: int,
     row_tiles: Tensor,
     col_tiles: Tensor,
-    range_strides: tuple[int, int, int, int] | None,
+    made_from: str,
+    range_strides: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> None:
-    """Write the lists from classes `[Bm * Hm, nQ, nK]`, or from ranges of segments where these have strides."""
-    batch, heads, row_count, row_width = row_tiles.shape
-    col_count, col_width = col_tiles.shape[2:]
-    longest = max(row_count, col_count)
-    ranked = 0 if range_strides is not None or longest > _RANKED_TILES else 64 if longest <= 64 else _RANKED_TILES
-    blocks = triton.cdiv(row_count, _LISTS) + triton.cdiv(col_count, _LISTS)
+    """Write the lists from "classes" `[Bm * Hm, nQ, nK]`, "hulls" `[Bm * Hm, nK, 6]`, or "ranges" of segments."""
+    batch, heads, row_records, row_width = row_tiles.shape
+    col_records, col_width = col_tiles.shape[2:]
+    longest = max(row_records, col_records)
+    ranked = 0 if made_from != "classes" or longest > _RANKED_TILES else 64 if longest <= 64 else _RANKED_TILES
+    blocks = triton.cdiv(row_records, _LISTS) + triton.cdiv(col_records, _LISTS)
     if not batch * heads * blocks:
         return
-    q_tiles, *strides = range_strides or (0, 0, 0, 0)
+    q_tiles, *strides = range_strides
     launch(
         _lists, (batch * heads * blocks,), source, row_tiles, col_tiles,
-        seqlen_q, seqlen_k, band_lo, band_hi, heads, row_count, col_count, row_width, col_width, q_tiles, *strides,
-        BY_RANGE=range_strides is not None, HAS_Q_SEGMENTS=q_tiles > 0,
+        seqlen_q, seqlen_k, band_lo, band_hi, heads, row_records, col_records, row_width, col_width, q_tiles, *strides,
+        SOURCE=made_from, HAS_Q_SEGMENTS=q_tiles > 0,
         OWN=_LISTS, OTHER=64 if ranked else 128, RANKED=ranked, num_warps=16 if ranked > 64 else 8,
     )  # fmt: skip
     if not ranked:
-        blocks = triton.cdiv(row_count, 64) + triton.cdiv(col_count, 64)
-        launch(
-            _ranks, (batch * heads * blocks,),
-            row_tiles, col_tiles, row_count, col_count, row_width, col_width, OWN=64, OTHER=128, num_warps=4,
-        )  # fmt: skip
+        rank_tiles(row_tiles, col_tiles)
+
+
+def rank_tiles(row_tiles: Tensor, col_tiles: Tensor) -> None:
+    """Write word 0 of all records, `[Bm, Hm, tiles, width]`, whose lists are written: longest lists first."""
+    batch, heads, row_records, row_width = row_tiles.shape
+    col_records, col_width = col_tiles.shape[2:]
+    blocks = triton.cdiv(row_records, 64) + triton.cdiv(col_records, 64)
+    launch(
+        _ranks, (batch * heads * blocks,),
+        row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN=64, OTHER=128, num_warps=4,
+    )  # fmt: skip
 
 
 def _as_bytes(mask: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Find inner loops of a Gluon kernel whose bounds stay those of the outer loop's first turn.
+"""Find Gluon kernels in which triton 3.6 loses the updates of a loop bound.
 
-Gluon's inliner in triton 3.6 takes a value that a `for` carries for dead where only bounds of inner loops read it: its
-updates vanish, and the kernel goes on with the first value. A `while` carries every value, and triton 3.9 has no such case:
+Gluon's inliner in triton 3.6 treats a variable that a `for` loop updates as dead if only the bounds of inner loops read it.
+The updates are dropped, and every iteration of the outer loop uses the first value. A `while` loop is compiled correctly,
+and so are all loops with triton 3.9. An example that goes wrong:
 
     n = gl.load(counts)
     for g in range(groups):
@@ -33,11 +34,11 @@ class _Loop:
     line: str
     indent: int
     carried: list[str]
-    inner_bounds: set[str] = field(default_factory=set)  # what bounds of loops inside are computed from
+    inner_bounds: set[str] = field(default_factory=set)  # the values that bounds of inner loops are computed from
 
 
 def stale_bounds(source: str, sm: int) -> list[str]:
-    """Return the loops of a Gluon kernel's IR, as Python wrote it, that keep what bounds of their inner loops come from."""
+    """Return the loops of a Gluon kernel's IR, before any pass, that lose the updates of a bound of an inner loop."""
     sources: dict[str, list[str]] = {}  # of each value
     around: list[_Loop] = []
     found = []

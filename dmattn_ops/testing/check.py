@@ -13,22 +13,32 @@ from torch import Tensor
 
 import dmattn_ops
 from dmattn_ops import api, reference
-from dmattn_ops.testing.inputs import Inputs, Part, laid_out, make_inputs, make_varlen_inputs
-from dmattn_ops.testing.oracle import NAMES, SAMPLES, attend, compare, masked_scores, rounding_loss
+from dmattn_ops.testing.inputs import (
+    Inputs,
+    Part,
+    band_keep,
+    intervals_keep,
+    laid_out,
+    make_inputs,
+    make_varlen_inputs,
+)  # fmt: skip
+from dmattn_ops.testing.oracle import SAMPLES, STATISTICS, attend, compare, masked_scores, rounding_loss
 from dmattn_ops.testing.problem import DTYPES, Problem
+
+Results = dict[str, Tensor]  # out, lse, row_max where it is asked for, and gradients: dq, dk, dv, dbias, dsink
 
 
 def check(
     problem: Problem,
     device: str = "cpu",
     repeats: int = 1,
-    run: Callable[[Callable[[], list[Tensor]]], list[Tensor]] | None = None,
+    run: Callable[[Callable[[], Results]], Results] | None = None,
 ) -> bool:
-    """Run one problem `repeats` times; AssertionError where a result leaves the budget or is not exactly 0 where it must be.
+    """Run one problem `repeats` times; AssertionError where a result is over the error budget, or not exactly 0 where it must be.
 
-    Return whether a gradient was over the budget by no more than what rounding leaves of a sum that cancels.
+    Return whether a gradient was over the budget, but by no more than the rounding errors of a sum whose terms cancel.
 
-    `run` is given the function that computes out, lse and the gradients, and returns what it computed: a test that wants
+    `run` is given the function that computes the outputs and the gradients, and returns what it computed: a test that wants
     the call to happen inside a captured graph passes its own; without one, the problem says in which thread and stream.
     """
     varlen = problem.variant == "varlen"
@@ -37,7 +47,7 @@ def check(
     expected = _definition(problem, inputs, torch.float64, dropout_keep)
     eager = _definition(problem, inputs, DTYPES[problem.dtype], dropout_keep)
     rounding = cache(partial(_rounding, problem, inputs, dropout_keep))
-    first: list[Tensor] | None = None
+    first: Results | None = None
     cancelled = False
     for _ in range(repeats):
         torch.manual_seed(problem.seed)
@@ -46,14 +56,14 @@ def check(
             cancelled |= compare(problem, actual, expected, eager, rounding)
             _check_exact_zeros(problem, inputs, actual)
             if problem.deterministic and first is not None:
-                for name, one, other in zip(NAMES, first, actual, strict=False):
-                    assert torch.equal(one, other), f"{name} changed between runs although deterministic=True"
+                for name, one in first.items():
+                    assert torch.equal(one, actual[name]), f"{name} changed between runs although deterministic=True"
             first = first or actual
     return cancelled
 
 
-def _placed(problem: Problem, device: str, call: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
-    """Return the results of a call in the place that the problem names: each result is a list of tensors."""
+def _placed(problem: Problem, device: str, call: Callable[[], Results]) -> list[Results]:
+    """Run a call in the threads and on the stream that the problem names; return the results of each."""
     if problem.place == "stream" and device != "cpu":
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -62,7 +72,7 @@ def _placed(problem: Problem, device: str, call: Callable[[], list[Tensor]]) -> 
         torch.cuda.current_stream().wait_stream(stream)
         return [results]
     if problem.place == "threads":
-        # Both would draw from one generator: where there is dropout, one thread at a time.
+        # Both threads would draw from the same generator, so with dropout they run one after the other.
         threads = 1 if problem.dropout_p else 2
         with ThreadPoolExecutor(threads) as pool:
             return [future.result() for future in [pool.submit(call) for _ in range(threads)]]
@@ -74,49 +84,57 @@ def _dropout_keep(problem: Problem, inputs: Inputs) -> Tensor | None:
     if not problem.dropout_p:
         return None
     torch.manual_seed(problem.seed)
-    seed = api.dropout_seed(inputs.query.device)
-    sizes = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
-    return reference.philox_keep(seed, *sizes, problem.dropout_p, inputs.query.device)
+    seed = api.dropout_seed(inputs.query, problem.batch if problem.variant == "varlen" else None)
+    return reference.philox_keep(seed, problem.seqlen_q, problem.seqlen_k, problem.dropout_p)
 
 
-def _leaves(inputs: Inputs, dtype: torch.dtype | None) -> list[Tensor]:
-    tensors = [inputs.query, inputs.key, inputs.value] + ([inputs.bias] if inputs.bias is not None else [])
-    return [(t if dtype is None else t.to(dtype)).detach().requires_grad_() for t in tensors]
+def _leaves(inputs: Inputs, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return what has gradients, by the name of its gradient."""
+    tensors = {"dq": inputs.query, "dk": inputs.key, "dv": inputs.value, "dbias": inputs.bias, "dsink": inputs.sink}
+    return {
+        name: (tensor if dtype is None else tensor.to(dtype)).detach().requires_grad_()
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
 
 
 def _parts(
-    problem: Problem, inputs: Inputs, leaves: list[Tensor], dropout_keep: Tensor | None
+    problem: Problem, inputs: Inputs, leaves: dict[str, Tensor], dropout_keep: Tensor | None
 ) -> Iterator[tuple[Part, Tensor, Tensor, Tensor | None]]:
     """Yield each sequence of a problem with its scores, its values and what dropout keeps of it."""
     for part in inputs.parts:
-        q, k, v = (leaf[where] for leaf, where in zip(leaves, (part.queries, part.keys, part.keys), strict=False))
-        bias = leaves[3][part.bias] if inputs.bias is not None else None
+        q, k, v = leaves["dq"][part.queries], leaves["dk"][part.keys], leaves["dv"][part.keys]
+        bias = leaves["dbias"][part.bias] if "dbias" in leaves else None
         dropped = None if dropout_keep is None else dropout_keep[part.batch, :, : q.shape[1], : k.shape[1]]
         yield part, masked_scores(q, k, part.keep, bias, problem), v, dropped
 
 
-def _definition(problem: Problem, inputs: Inputs, dtype: torch.dtype, dropout_keep: Tensor | None) -> list[Tensor]:
-    """Return [out, lse, dq, dk, dv, dbias] of the definition evaluated in `dtype`, sequence by sequence."""
+def _definition(problem: Problem, inputs: Inputs, dtype: torch.dtype, dropout_keep: Tensor | None) -> Results:
+    """Return the outputs and gradients of the definition evaluated in `dtype`, sequence by sequence."""
     leaves = _leaves(inputs, dtype)
-    outs, lses = [], []
+    outs, lses, peaks = [], [], []
     for part, score, value, dropped in _parts(problem, inputs, leaves, dropout_keep):
-        out, lse, _ = attend(score, value, part.keep, problem, dropped)
+        out, lse, _ = attend(score, value, part.keep, problem, dropped, leaves.get("dsink"))
         outs.append(out)
         lses.append(lse)
+        peaks.append(score.detach().amax(-1) if score.shape[-1] else lse.detach())
     out, lse = torch.cat(outs, inputs.joined[0]), torch.cat(lses, inputs.joined[1])
     loss = (out * inputs.grad_out.view_as(out).to(dtype)).sum()
     if problem.lse_grad:
         seen = lse.detach() > float("-inf")
         loss = loss + torch.where(seen, torch.where(seen, lse, 0) * inputs.grad_lse.view_as(lse).to(lse.dtype), 0).sum()
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    return [out.detach().view_as(inputs.grad_out), lse.detach().view_as(inputs.grad_lse), *grads]
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    results = {"out": out.detach().view_as(inputs.grad_out), "lse": lse.detach().view_as(inputs.grad_lse)}
+    if problem.maximum:
+        results["row_max"] = torch.cat(peaks, inputs.joined[1]).view_as(inputs.grad_lse)
+    return results | dict(zip(leaves, grads, strict=True))
 
 
-def _rounding(problem: Problem, inputs: Inputs, dropout_keep: Tensor | None) -> list[float]:
-    """Return the norms of what unavoidable rounding errors do to dq, dk, dv and dbias."""
+def _rounding(problem: Problem, inputs: Inputs, dropout_keep: Tensor | None) -> dict[str, float]:
+    """Return the norms of what unavoidable rounding errors do to the gradients."""
     leaves = _leaves(inputs, torch.float64)
     generator = torch.Generator(inputs.query.device).manual_seed(problem.seed)
-    squares = [0.0] * len(leaves)
+    squares = dict.fromkeys(leaves, 0.0)
     for _ in range(SAMPLES):
         losses = [
             rounding_loss(
@@ -126,13 +144,15 @@ def _rounding(problem: Problem, inputs: Inputs, dropout_keep: Tensor | None) -> 
                 part.keep,
                 problem,
                 dropped,
+                leaves.get("dsink"),
                 generator,
             )
             for part, score, value, dropped in _parts(problem, inputs, leaves, dropout_keep)
         ]
-        gradients = torch.autograd.grad(sum(losses), leaves, allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]
-        squares = [square + gradient.square().sum().item() for square, gradient in zip(squares, gradients, strict=True)]
-    return [math.sqrt(square / SAMPLES) for square in squares]
+        gradients = torch.autograd.grad(sum(losses), list(leaves.values()), allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]
+        for name, gradient in zip(leaves, gradients, strict=True):
+            squares[name] += gradient.square().sum().item()
+    return {name: math.sqrt(square / SAMPLES) for name, square in squares.items()}
 
 
 def _keywords(problem: Problem) -> dict:
@@ -145,66 +165,93 @@ def _keywords(problem: Problem) -> dict:
         "dropout_p": problem.dropout_p,
         "deterministic": problem.deterministic,
         "return_lse": True,
+        "return_max": problem.maximum,
     }
 
 
-def _with_gradients(problem: Problem, inputs: Inputs, leaves: list[Tensor], out: Tensor, lse: Tensor) -> list[Tensor]:
-    outputs, grads = [out], [inputs.grad_out]
-    if problem.lse_grad:
-        outputs, grads = [out, lse], [inputs.grad_out, inputs.grad_lse]
+def _with_gradients(
+    problem: Problem, inputs: Inputs, leaves: dict[str, Tensor], outputs: tuple[Tensor, ...]
+) -> Results:
+    """Return outputs and gradients by name."""
+    count = 2 if problem.lse_grad else 1
+    given = (outputs[:count], list(leaves.values()), [inputs.grad_out, inputs.grad_lse][:count])
     if problem.place == "backward thread":
         with ThreadPoolExecutor(1) as pool:
-            gradients = pool.submit(torch.autograd.grad, outputs, leaves, grads).result()
+            gradients = pool.submit(lambda: torch.autograd.grad(*given)).result()
     else:
-        gradients = torch.autograd.grad(outputs, leaves, grads)
-    return [out.detach(), lse.detach(), *gradients]
+        gradients = torch.autograd.grad(*given)
+    results = {name: output.detach() for name, output in zip(STATISTICS, outputs, strict=False)}
+    return results | dict(zip(leaves, gradients, strict=True))
 
 
 def _compiled(problem: Problem, function: Callable) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=True) if problem.compiled else function
 
 
-def _dense_results(problem: Problem, inputs: Inputs) -> list[Tensor]:
-    """Return [out, lse, dq, dk, dv, dbias] of `flash_dmattn_func` or `flash_dmattn_qkvpacked_func`."""
+def _prepared(problem: Problem, inputs: Inputs, keywords: dict) -> Tensor | dmattn_ops.TileMask | None:
+    """Return the mask that a call of a problem is given."""
+    if not (problem.documents or inputs.intervals or (problem.prepared and inputs.mask is not None)):
+        return inputs.mask
+    folded = problem.seed % 2 == 1
+    band = {name: keywords[name] for name in ("is_causal", "causal_from", "window_size")} if folded else {}
+    seqlen_q = None if problem.documents else problem.seqlen_q
+    intervals = tuple(inputs.intervals[:2]) or None
+    hidden = tuple(inputs.intervals[2:]) or None
+    at_most = None
+    if intervals is not None and problem.promise:
+        keep = intervals_keep(inputs.intervals, problem.seqlen_q)
+        keep = keep & band_keep(problem, problem.seqlen_q, problem.seqlen_k).to(keep.device) if folded else keep
+        at_most = int(keep.sum(-1).max()) if keep.numel() else 0
+    return dmattn_ops.prepare_mask(
+        inputs.mask,
+        documents=inputs.documents,
+        intervals=intervals,  # type: ignore[arg-type]
+        hidden=hidden,  # type: ignore[arg-type]
+        at_most=at_most,
+        seqlen_q=seqlen_q,
+        **band,
+    )
+
+
+def _dense_results(problem: Problem, inputs: Inputs) -> Results:
+    """Return what `flash_dmattn_func` or `flash_dmattn_qkvpacked_func` computes."""
     leaves = _leaves(inputs, None)
     keywords = _keywords(problem)
-    mask: Tensor | dmattn_ops.TileMask | None = inputs.mask
-    if (problem.prepared and mask is not None) or problem.documents:
-        band = (
-            {name: keywords[name] for name in ("is_causal", "causal_from", "window_size")} if problem.seed % 2 else {}
-        )
-        seqlen_q = None if problem.documents else problem.seqlen_q
-        mask = dmattn_ops.prepare_mask(inputs.mask, documents=inputs.documents, seqlen_q=seqlen_q, **band)
+    mask = _prepared(problem, inputs, keywords)
     function: Callable = dmattn_ops.flash_dmattn_func
-    tensors = tuple(leaves[:3])
+    tensors = tuple(leaves[name] for name in ("dq", "dk", "dv"))
     if problem.variant == "qkvpacked":
         function = dmattn_ops.flash_dmattn_qkvpacked_func
-        parts = torch.cat([leaf.detach() for leaf in leaves[:3]], 2)
+        parts = torch.cat([tensor.detach() for tensor in tensors], 2)
         layout = problem.layout if problem.layout != "expanded" else "bshd"  # the parts are expanded already
         qkv = laid_out(parts, layout).unflatten(2, (3, problem.heads)).requires_grad_()
-        tensors, leaves = (qkv,), [qkv, *leaves[3:]]
-    bias = leaves[-1] if inputs.bias is not None else None
-    results = _with_gradients(problem, inputs, leaves, *_compiled(problem, function)(*tensors, mask, bias, **keywords))
-    if problem.variant == "qkvpacked":
-        results = [*results[:2], *results[2].unbind(2), *results[3:]]
+        tensors = (qkv,)
+        leaves = {"dqkv": qkv} | {name: leaf for name, leaf in leaves.items() if name in ("dbias", "dsink")}
+    keywords["sink"] = leaves.get("dsink")
+    outputs = _compiled(problem, function)(*tensors, mask, leaves.get("dbias"), **keywords)
+    results = _with_gradients(problem, inputs, leaves, outputs)
+    if "dqkv" in results:
+        results |= dict(zip(("dq", "dk", "dv"), results.pop("dqkv").unbind(2), strict=True))
     return results
 
 
-def _varlen_results(problem: Problem, inputs: Inputs) -> list[Tensor]:
-    """Return [out, lse, dq, dk, dv, dbias] of `flash_dmattn_varlen_func`."""
+def _varlen_results(problem: Problem, inputs: Inputs) -> Results:
+    """Return what `flash_dmattn_varlen_func` computes."""
     leaves = _leaves(inputs, None)
-    bias = leaves[3] if inputs.bias is not None else None
     function = _compiled(problem, dmattn_ops.flash_dmattn_varlen_func)
     assert inputs.offsets is not None
-    out, lse = function(
-        *leaves[:3], *inputs.offsets, problem.seqlen_q, problem.seqlen_k, inputs.mask, bias, **_keywords(problem)
+    lengths = (*inputs.offsets, problem.seqlen_q, problem.seqlen_k)
+    tensors = [leaves[name] for name in ("dq", "dk", "dv")]
+    keywords = {**_keywords(problem), "sink": leaves.get("dsink")}
+    return _with_gradients(
+        problem, inputs, leaves, function(*tensors, *lengths, inputs.mask, leaves.get("dbias"), **keywords)
     )
-    return _with_gradients(problem, inputs, leaves, out, lse)
 
 
-def _check_exact_zeros(problem: Problem, inputs: Inputs, actual: list[Tensor]) -> None:
+def _check_exact_zeros(problem: Problem, inputs: Inputs, actual: Results) -> None:
     """Assert that rows without a key, and keys without a query, are exactly 0 and not merely small."""
-    out, _, dq, dk, dv = (tensor if tensor.ndim > 3 else tensor[None] for tensor in actual[:5])
+    found = (actual[name] for name in ("out", "dq", "dk", "dv"))
+    out, dq, dk, dv = (tensor if tensor.ndim > 3 else tensor[None] for tensor in found)
     for part in inputs.parts:
         empty = ~part.keep.any(-1).transpose(1, 2)  # [B, Sq, H]
         assert not out[part.queries_4d][empty].any(), "out of a row with no visible key is not 0"

@@ -1,7 +1,7 @@
 """Compile a Triton or Gluon kernel for any NVIDIA architecture, without a GPU, and read what came out.
 
-What a compiler lets pass and a GPU does not is read here too: shared memory over the limit, a kernel that is only
-`trap;`, wgmma that ptxas serialized (warnings C7510 to C7515), loops that go on with a value of their first turn.
+It also finds what compiles but cannot run, or not well: more shared memory than a block can have, a kernel that consists of
+`trap;`, wgmma instructions that ptxas serialized (warnings C7510 to C7515), and loop bounds that are never updated (`carried.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from dmattn_ops.arch import Arch
 from dmattn_ops.resources import Usage
 from dmattn_ops.testing.carried import stale_bounds
+from dmattn_ops.testing.machine_code import disassemble, opcodes
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-# How matrices are multiplied, by what PTX calls it; without matrix instructions, kernels with products have many of "fma".
+# Names of the matrix instructions in PTX. A kernel with products but without any of these has many "fma" instructions.
 _PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
 _MANY = 256
 _SERIALIZED = tuple(f"C751{last}" for last in range(6))  # warnings of ptxas that wgmma run one after the other
@@ -41,7 +42,7 @@ class Resources:
     spill_bytes: int
     shared_memory: int
     threads: int
-    warnings: tuple[str, ...]  # of ptxas, C75xx
+    warnings: tuple[str, ...]  # of ptxas, C75xx: C7510 to C7515: serialized wgmma, C7519: an added arrive
     traps: bool
     stale: bool  # a Gluon kernel in which an inner loop's bound stays what it was (see `carried`)
     tensor_memory: int  # columns; SM 10.0 has 512
@@ -49,18 +50,27 @@ class Resources:
     cubin: bytes = field(repr=False)
 
     @cached_property
+    def machine_code(self) -> str:
+        """The disassembled kernel; `machine_code` has functions that read it."""
+        return disassemble(self.cubin)
+
+    @cached_property
     def opcodes(self) -> Counter[str]:
-        """Count the instructions of the machine code by name."""
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(self.cubin)
-            file.flush()
-            sass = _run(_TOOLS / "nvdisasm", "-c", file.name)
-        return Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ +)?([A-Z0-9]+)", sass, re.MULTILINE))
+        """The number of instructions by name, without what follows a dot."""
+        found: Counter[str] = Counter()
+        for name, times in opcodes(self.machine_code).items():
+            found[name.split(".")[0]] += times
+        return found
+
+    @property
+    def serialized(self) -> list[str]:
+        """The warnings that wgmma instructions run one after the other."""
+        return [warning for warning in self.warnings if warning in _SERIALIZED]
 
     @property
     def faults(self) -> str:
-        """Return what must not be there: serialized wgmma, a kernel that traps, stale bounds, too much tensor memory."""
-        named = [warning for warning in self.warnings if warning in _SERIALIZED]
+        """What is wrong with a compiled kernel: serialized wgmma, a trap, stale loop bounds, too much tensor memory."""
+        named = self.serialized
         named += ["trap"] * self.traps + ["stale bound"] * self.stale
         named += [f"tensor memory {self.tensor_memory}"] * (self.tensor_memory > 512)
         return " ".join(named)
@@ -94,7 +104,7 @@ def compile_only(
 
 
 def read_resources(compiled: Any, sm: int, log: str = "") -> Resources:
-    """Read a kernel compiled for `sm`; `log` is what `ptxas -v` said of it, else it is assembled again to hear that."""
+    """Return what a kernel compiled for `sm` takes. `log` is the output of `ptxas -v`; without it, ptxas runs again."""
     code = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from dmattn_ops import arch, choose, config, dispatch, meta, resolve, resources, validation
 from dmattn_ops.call import Call, Gradients, Result, Saved
-from dmattn_ops.choose import Choice, Demand
+from dmattn_ops.choose import Demand
 from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Mask, Varlen, plain_options
 from dmattn_ops.resources import Specialization
 
@@ -82,8 +82,7 @@ class Unit(NamedTuple):
     @property
     def entry(self) -> str:
         """The name in a table of the blocks that the call runs with: rows share some."""
-        ran = dispatch.as_run(Choice(None, self.row, ()), make_call(self.wanted, self.width)).row
-        return resources.entry(ran, self.direction, self.width)
+        return resources.entry(replace(self.row, config=arguments(self)[-1]), self.direction, self.width)
 
     @property
     def line(self) -> str:
@@ -187,7 +186,7 @@ def make_call(wanted: Specialization, width: int) -> Call:
 
 
 def _make_tiles(wanted: Specialization, seqlen_q: int) -> Mask:
-    """Return lists with bits or segments `[1, H, ...]`."""
+    """Return lists with bits or segments, or intervals, `[1, H, ...]`."""
     if not wanted.mask:
         return NO_MASK
     q_segments = torch.empty(1, seqlen_q, dtype=torch.int32) if wanted.mask == "segments" else None
@@ -197,19 +196,26 @@ def _make_tiles(wanted: Specialization, seqlen_q: int) -> Mask:
     if wanted.mask == "bits":
         mask = torch.empty(1, HEADS, seqlen_q, SEQLEN, dtype=torch.bool)
         return Mask(*meta.pack_mask_outputs(mask, 1, HEADS, seqlen_q, -UNBOUNDED, UNBOUNDED))
+    if wanted.mask.endswith("intervals"):
+        shown, hidden = Mask(start=k_segments, end=k_segments.clone()), k_segments.clone()
+        return shown._replace(hidden_from=hidden, hidden_to=hidden.clone()) if "hidden" in wanted.mask else shown
     lists = meta.list_tiles_outputs(k_segments, 1, HEADS, seqlen_q, SEQLEN, -UNBOUNDED, UNBOUNDED)
     return Mask(*lists, q_segments=q_segments, k_segments=k_segments)
 
 
 def launch(unit: Unit) -> None:
     """Launch a unit's row for its call."""
+    getattr(unit.launcher, unit.direction)(*arguments(unit))
+
+
+def arguments(unit: Unit) -> tuple[Any, ...]:
+    """Return what the launcher of a unit's row is given for its call; the last is the configuration that runs."""
     call = make_call(unit.wanted, unit.width)
     out, lse, lse_tail, _ = meta.forward_outputs(call.query, call.value, False)
     if unit.direction == "forward":
         result = Result(out, lse, lse_tail, None)
-        unit.launcher.forward(call, result, resolve.forward_config(unit.row.config, call, result))
-        return
+        return call, result, resolve.forward_config(unit.row.config, call, result)
     dq, dk, dv, dbias, _ = meta.backward_outputs(call.query, call.key, call.value, call.bias, None)
     saved = Saved(out, lse, lse_tail)
     grads = Gradients(torch.empty_like(out), torch.empty_like(lse), dq, dk, dv, None if call.bias is None else dbias)
-    unit.launcher.backward(call, saved, grads, resolve.backward_config(unit.row.config, call, saved, grads))
+    return call, saved, grads, resolve.backward_config(unit.row.config, call, saved, grads)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmattn_ops.testing.problem import DTYPES, Problem, Random
 
-MASK_DTYPES = {"bool": torch.bool, "uint8": torch.uint8, "int64": torch.int64, "float32": torch.float32}
+MASK_DTYPES = {"bool": torch.bool, "uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64}
 ALL = slice(None)
 
 
@@ -37,6 +37,8 @@ class Inputs:
     mask: Tensor | None
     bias: Tensor | None
     documents: Tensor | None
+    intervals: list[Tensor]  # start and end, and what is hidden, int32 [B|1, heads, Sk]
+    sink: Tensor | None
     grad_out: Tensor
     grad_lse: Tensor
     parts: list[Part]
@@ -82,8 +84,32 @@ def _draw_mask(problem: Problem, shape: tuple[int, ...], random: Random) -> Tens
     return keep
 
 
+def _draw_intervals(problem: Problem, heads: int, random: Random) -> list[Tensor]:
+    """Draw start and end of the queries that see each key `[B|1, heads, Sk]`, and those of hidden ones where asked for."""
+    shape = (problem.batch if "b" in problem.intervals_shape else 1, heads, problem.seqlen_k)
+
+    def ends() -> list[Tensor]:
+        drawn = torch.randint(-3, problem.seqlen_q + 4, (2, *shape), generator=random.generator, dtype=torch.int32)
+        return [drawn.amin(0), drawn.amax(0)] if random.chance(0.7) else list(drawn)
+
+    if problem.intervals == "lives":
+        start = torch.arange(problem.seqlen_k, dtype=torch.int32).expand(shape).contiguous()
+        longest = random.of(1, 20, 100, max(problem.seqlen_q, 1))
+        return [start, start + torch.randint(0, longest, shape, generator=random.generator, dtype=torch.int32)]
+    return ends() + (ends() if problem.intervals == "hidden" else [])
+
+
+def intervals_keep(ends: list[Tensor], seqlen_q: int) -> Tensor:
+    """Return the `[B|1, heads, Sq, Sk]` bool tensor of intervals, from their definition."""
+    i = torch.arange(seqlen_q, device=ends[0].device)[:, None]
+    inside = [
+        (i >= low[..., None, :]) & (i < high[..., None, :]) for low, high in zip(ends[::2], ends[1::2], strict=True)
+    ]
+    return inside[0] & ~inside[1] if len(inside) == 2 else inside[0]
+
+
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """Return the same values of a `[B, S, H, D]` tensor in another memory layout; what lies between them is NaN."""
+    """Return the values of a `[B, S, H, D]` tensor in another memory layout, with NaN in the memory between them."""
     if layout == "bhsd":
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "sliced":
@@ -124,7 +150,7 @@ class _Normal:
 
 def _as_mask(keep: Tensor, problem: Problem, device: str) -> Tensor:
     mask = keep.to(MASK_DTYPES[problem.mask_dtype]).to(device)
-    return mask * -0.25 if problem.mask_dtype == "float32" else mask  # any non-zero value keeps
+    return mask * -3 if problem.mask_dtype == "int32" else mask  # any non-zero value keeps
 
 
 def make_inputs(problem: Problem, device: str) -> Inputs:
@@ -151,6 +177,10 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
         ids = ids.sort(-1).values if random.chance(0.6) else ids
         keep &= (ids[:, None, :, None] == ids[:, None, None, :]).expand_as(keep)
         documents = ids.to(device)
+    ends: list[Tensor] = []
+    if problem.intervals:
+        ends = _draw_intervals(problem, extent(problem.intervals_shape)[1], random)
+        keep &= per_query_head(intervals_keep(ends, sq), problem.heads)
     if problem.bias:
         bias = normal(*extent(problem.bias_shape), wide=problem.bias_float32)
         if problem.nan_bias:
@@ -158,7 +188,16 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
     query, key, value = (laid_out(tensor, problem.layout) for tensor in (query, key, value))
     whole = Part((ALL,), (ALL,), (ALL,), (ALL,), (ALL,), ALL, keep.to(device))
     grad_out, grad_lse = normal(batch, sq, problem.heads, problem.dim_v), normal(batch, problem.heads, sq, wide=True)
-    return Inputs(query, key, value, mask, bias, documents, grad_out, grad_lse, [whole])
+    ends, sink = [end.to(device) for end in ends], _draw_sink(problem, normal)
+    return Inputs(query, key, value, mask, bias, documents, ends, sink, grad_out, grad_lse, [whole])
+
+
+def _draw_sink(problem: Problem, normal: _Normal) -> Tensor | None:
+    if not problem.sink:
+        return None
+    sink = normal(problem.heads, scale=2.0, wide=problem.sink == "float32")
+    sink[: problem.seed % 3 == 0] = float("-inf")  # of the first head: no sink
+    return sink
 
 
 def _draw_lengths(random: Random, batch: int, longest: int) -> list[int]:
@@ -215,4 +254,5 @@ def make_varlen_inputs(problem: Problem, device: str) -> Inputs:
         ]
     grad_out, grad_lse = normal(total_q, problem.heads, problem.dim_v), normal(problem.heads, total_q, wide=True)
     offsets = tuple(ends.to(torch.int32).to(device) for ends in (ends_q, ends_k))
-    return Inputs(query, key, value, mask, bias, None, grad_out, grad_lse, parts, (1, 2), offsets)  # type: ignore[arg-type]
+    sink = _draw_sink(problem, normal)
+    return Inputs(query, key, value, mask, bias, None, [], sink, grad_out, grad_lse, parts, (1, 2), offsets)  # type: ignore[arg-type]

@@ -36,6 +36,11 @@ class Problem:
     mask_dtype: str = "bool"
     prepared: bool = False  # through prepare_mask
     documents: bool = False
+    intervals: str = (
+        ""  # "", random, lives (from the key's own query on), hidden (random ones, and hidden parts of them)
+    )
+    intervals_shape: str = ""
+    promise: bool = False  # at_most is given with the intervals
     bias: bool = False
     bias_shape: str = "bhq"
     bias_float32: bool = False
@@ -48,6 +53,8 @@ class Problem:
     softcap: float = 0.0
     dropout_p: float = 0.0
     deterministic: bool = False
+    sink: str = ""  # "", own (the dtype of query), float32
+    maximum: bool = False
     magnitude: float = 1.0
     lse_grad: bool = False
     compiled: bool = False
@@ -55,7 +62,7 @@ class Problem:
 
 
 class Kernel(NamedTuple):
-    """What the kernels of a problem are compiled for; sizes, strides and values are free."""
+    """The features of a problem that its kernels are compiled for. Sizes, strides and values do not belong to them."""
 
     variant: str
     dtype: str
@@ -67,6 +74,8 @@ class Kernel(NamedTuple):
     padded: bool  # the number of keys is a multiple of 16
     mask: str  # "", keys (without a query dimension) or full
     documents: bool
+    intervals: str  # "", shown, hidden
+    maximum: bool
     bias: str  # like mask
     bias_float32: bool
     banded: bool
@@ -84,8 +93,8 @@ class Kernel(NamedTuple):
 def draw(seed: int, device: str = "cpu") -> Problem:
     """Draw a problem; the same seed gives the same problem on every machine.
 
-    On a GPU, where kernels take seconds to compile, seeds that differ by a multiple of `KERNELS` (and share their ten
-    thousands) agree in what these are compiled for.
+    On a GPU, where kernels take seconds to compile, seeds of the same ten thousand that differ by a multiple of `KERNELS` give
+    problems with the same compiled kernels.
     """
     random = Random(seed)
     on_gpu = device != "cpu"
@@ -97,6 +106,7 @@ def draw(seed: int, device: str = "cpu") -> Problem:
         seqlen_q = random.of(1, 2, 16, random.below(17))
     seqlen_k = random.of(0, 1, 3, 65, 128, 255, random.below(longest), random.below(longest), 4 * random.below(longest))
     same = packed or kernel.documents or random.chance(0.5)
+    by_key = {"": "", "shown": random.of("random", "lives"), "hidden": "hidden"}[kernel.intervals]
     seqlen_k = seqlen_q if same else seqlen_k
     seqlen_k = (seqlen_k + 15) // 16 * 16 if kernel.padded else seqlen_k | on_gpu
     heads_k = random.of(1, 1, 2, 3)
@@ -117,9 +127,12 @@ def draw(seed: int, device: str = "cpu") -> Problem:
         layout=layout,
         mask=random.of("random", "random", "block", "block", "rows", "keys", "none") if kernel.mask else "",
         mask_shape=_draw_shape(kernel.mask, dense, random),
-        mask_dtype=random.of("bool", "bool", "bool", "uint8", "int64", "float32"),
+        mask_dtype=random.of("bool", "bool", "bool", "uint8", "int64", "int32"),
         prepared=dense and random.chance(0.4),
         documents=kernel.documents,
+        intervals=by_key,
+        intervals_shape=random.of("bh", "b", "k", ""),
+        promise=random.chance(0.5),
         bias=bool(kernel.bias),
         bias_shape=_draw_shape(kernel.bias, dense, random),
         bias_float32=kernel.bias_float32,
@@ -132,6 +145,8 @@ def draw(seed: int, device: str = "cpu") -> Problem:
         softcap=random.of(5.0, 30.0) if kernel.softcap else 0.0,
         dropout_p=random.of(0.1, 0.5, 1.0) if kernel.dropout else 0.0,
         deterministic=random.chance(0.2),
+        sink=random.of("", "", "own", "float32"),
+        maximum=kernel.maximum,
         magnitude=random.of(1.0, 1.0, 1.0, 0.1, 3.0),
         lse_grad=random.chance(0.3),
         place=random.of("", "", "", "stream", "threads", "backward thread"),
@@ -140,7 +155,7 @@ def draw(seed: int, device: str = "cpu") -> Problem:
 
 @lru_cache(maxsize=8)
 def _kernels_for_gpu(block: int) -> tuple[Kernel, ...]:
-    """Draw the kernels of ten thousand problems: of several candidates, the one with the most pairs not tried yet."""
+    """Draw the kernels of ten thousand problems. Each is the one of several candidates with the most untried pairs of features."""
     random = Random(-1 - block)
     chosen: list[Kernel] = []
     tried: set[tuple] = set()
@@ -154,10 +169,11 @@ def _kernels_for_gpu(block: int) -> tuple[Kernel, ...]:
 
 
 def _plain(kernel: Kernel, random: Random) -> Kernel:
-    """Return what the kernels of SM 9.0 take, of which few candidates are."""
+    """Return a variant of the candidate that the kernels for SM 9.0 take, because few random candidates are."""
     dim = random.of(40, 64, 64, 96, 128, 128, 192, 256)
     kernel = kernel._replace(dtype=random.of("float16", "bfloat16"), dim=dim, dim_v=dim, aligned=True, short=False)
-    return kernel._replace(variant="dense" if kernel.variant == "varlen" else kernel.variant, bias="", dropout=False)
+    variant = "dense" if kernel.variant == "varlen" else kernel.variant
+    return kernel._replace(variant=variant, bias="", dropout=False, maximum=False)
 
 
 def _draw_kernel(random: Random, on_gpu: bool) -> Kernel:
@@ -179,6 +195,8 @@ def _draw_kernel(random: Random, on_gpu: bool) -> Kernel:
         padded=random.chance(0.4),
         mask=random.of("", "keys", "full", "full") if dense else random.of("", "keys"),
         documents=dense and random.chance(0.15),
+        intervals=random.of("", "", "", "", "shown", "hidden") if dense else "",
+        maximum=random.chance(0.2),
         bias=random.of("", "keys", "full" if dense else "keys") if random.chance(0.7) else "",
         bias_float32=random.chance(0.4),
         banded=random.chance(0.6),

@@ -56,7 +56,7 @@ class Driver(DriverBase):
 
 
 class _Compiled:
-    """What a launch returns to a launcher that keeps it: launching it again is recorded, and runs nothing."""
+    """Stands for a compiled kernel that a launcher keeps: launching it again is recorded and runs nothing."""
 
     def __init__(self, record: Callable[[], None]) -> None:
         self.record = record

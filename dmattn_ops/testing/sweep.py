@@ -1,8 +1,8 @@
 """Compile every configuration that dispatch can return, for every architecture, without a GPU; write or verify the tables.
 
-`python -m dmattn_ops.testing.sweep` compiles what the package's table for the installed Triton holds and fails where a
-figure differs; `--write` freezes what was found instead. Calls go through the launchers themselves, so that what is compiled
-is what would run.
+`python -m dmattn_ops.testing.sweep` compiles every entry of the package's table for the installed version of Triton, and fails
+if a figure differs from the table. `--write` writes the figures to the table instead. Calls go through the launchers
+themselves, so that exactly what would run is compiled.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _targets(node: ast.Assign) -> set[str]:
 
 
 def _dump(node: ast.stmt) -> str:
-    """Return a statement as text, whatever its layout, comments and docstring."""
+    """Return a statement as text that does not depend on its layout, comments and docstring."""
     if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
         del node.body[0]
     return ast.dump(node)

@@ -1,4 +1,4 @@
-"""Random problems in processes of their own: one that crashes or hangs costs its problem, not the run."""
+"""Run random problems in separate processes: a problem that crashes or hangs its process does not end the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from dmattn_ops.testing.check import check, refused, shrink
 from dmattn_ops.testing.problem import KERNELS, Problem, draw
 
-SILENCE = 150.0  # seconds without a line after which a worker is taken to hang; its kernels compile in a tenth of that
+SILENCE = 150.0  # a worker that prints nothing for this many seconds counts as hanging; compiling takes a tenth of that
 ALONE = 120.0  # seconds that one problem may take in a process of its own
 REPORTED = 100  # problems between two lines of progress
 _BEGIN, _CANCELLED, _FAILED, _ALIVE = "begin ", "cancelled", "FAILED ", "shrinking"
@@ -31,7 +31,7 @@ def breaks_the_context(error: Exception) -> bool:
 
 
 class Prober:
-    """Tells whether a problem fails otherwise than by being refused; in new processes once this one is unusable."""
+    """Tells whether a problem fails, where being refused is no failure. Once CUDA is unusable in this process, it uses new ones."""
 
     def __init__(self, device: str, unusable: bool = False) -> None:
         self.device, self.unusable = device, unusable
@@ -110,7 +110,7 @@ class _Tally:
 def run(seeds: range, device: str, repeats: int, jobs: int) -> tuple[int, int]:
     """Check the problems of `seeds` in `jobs` processes and print those that fail.
 
-    Return how many failed, and how many were over the budget by what rounding leaves of a sum that cancels.
+    Return how many failed, and how many were over the budget only by the rounding errors of a sum whose terms cancel.
 
     Every process takes each `jobs`-th seed. On a GPU, `jobs` is lowered to a divisor of `KERNELS`: then no two processes
     compile the same kernels (see `draw`).

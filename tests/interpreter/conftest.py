@@ -53,6 +53,17 @@ def multiply_bfloat16() -> None:
     InterpreterBuilder.create_dot = multiply_widened
 
 
+def fuse_multiplication_and_addition() -> None:
+    """Let the interpreter round `fma` once, as GPUs do: Triton 3.6 rounds the product as well."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data
+        return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+    InterpreterBuilder.create_fma = create_fma
+
+
 class StrictMemory:
     """The interpreter's loads and stores, each checked to lie inside a tensor that the launch was given."""
 
@@ -112,3 +123,4 @@ def pytest_pycollect_makemodule(module_path: Any, parent: Any) -> None:
 if INTERPRETED:
     count_loops_by_scalars()
     multiply_bfloat16()
+    fuse_multiplication_and_addition()

@@ -8,7 +8,7 @@ from torch import Tensor
 _M = 0xFFFFFFFF
 
 
-def philox(seed: int, counters: list[Tensor]) -> list[Tensor]:
+def philox(seed: Tensor, counters: list[Tensor]) -> list[Tensor]:
     """Philox4x32-10 on int64 tensors that hold 32-bit words (Salmon et al., 2011)."""
     c0, c1, c2, c3 = counters
     k0, k1 = seed & _M, (seed >> 32) & _M
@@ -28,12 +28,13 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     return ((middle & 0xFFFF) << 16) | (low & 0xFFFF), middle >> 16
 
 
-def dropout_keep(seed: int, dropout_p: float, batch: int, heads: int, rows: int, columns: int) -> Tensor:
-    """Return which elements `[B, H, Sq, Sk]` dropout keeps."""
-    stream = torch.arange(batch * heads).view(batch, heads, 1, 1).expand(batch, heads, rows, columns)
-    i = torch.arange(rows).view(1, 1, rows, 1).expand_as(stream)
-    j = torch.arange(columns).view(1, 1, 1, columns).expand_as(stream)
-    words = torch.stack(philox(seed, [j >> 2, i, stream, torch.zeros_like(i)]), -1)
+def dropout_keep(seed: Tensor, dropout_p: float, rows: range, columns: range) -> Tensor:
+    """Return which elements dropout keeps of queries and keys at these positions, for seeds `[B|1, H|1]`: `[B|1, H|1, Sq, Sk]`."""
+    shape = (*seed.shape, len(rows), len(columns))
+    i = torch.tensor(rows).view(1, 1, -1, 1).expand(shape)
+    j = torch.tensor(columns).view(1, 1, 1, -1).expand(shape)
+    zero = torch.zeros_like(i)
+    words = torch.stack(philox(seed[..., None, None], [j >> 2, i, zero, zero]), -1)
     word = words.gather(-1, (j & 3).unsqueeze(-1)).squeeze(-1)
     return (word >> 8) >= round(dropout_p * 2**24)
 
@@ -53,8 +54,11 @@ def attention(
     softcap: float = 0.0,
     dropped: Tensor | None = None,
     dropout_p: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Return out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`; differentiable; `keep` and `bias` as 4-D with 1, Hkv or H heads."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out `[B, Sq, H, Dv]`, lse and the largest scores `[B, H, Sq]`, the first two differentiable.
+
+    `keep` and `bias` are 4-D with 1, Hkv or H heads.
+    """
     heads = query.shape[2]
     q = query.transpose(1, 2)
     k = spread_heads(key, heads, 2).transpose(1, 2)
@@ -67,14 +71,14 @@ def attention(
     scores = torch.where(spread_heads(keep, heads, 1), scores, float("-inf"))
     if scores.shape[-1] == 0:
         lse = scores.new_full(scores.shape[:-1], float("-inf"))
-        return (scores @ v).transpose(1, 2), lse
+        return (scores @ v).transpose(1, 2), lse, lse.clone()
     empty = (scores == float("-inf")).all(-1)
     safe = torch.where(empty.unsqueeze(-1), 0.0, scores)
     lse = torch.where(empty, float("-inf"), torch.logsumexp(safe, -1))
     p = torch.where(empty.unsqueeze(-1), 0.0, torch.softmax(safe, -1)).to(v.dtype)
     if dropped is not None:
         p = p * dropped.to(p.dtype) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
-    return (p @ v).transpose(1, 2), lse
+    return (p @ v).transpose(1, 2), lse, scores.detach().amax(-1)
 
 
 def error(ours: Tensor, truth: Tensor) -> float:

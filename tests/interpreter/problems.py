@@ -7,12 +7,13 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.config import PortableBackward, PortableForward
 from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
-from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles, Varlen
+from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Mask, Options, Varlen, plain_options
 from tests.interpreter import oracle
-from tests.tile_builder import build_segment_tiles, build_tiles, tile_states
+from tests.tile_builder import build_lists, build_segment_tiles, build_tiles, tile_states
 
 FORWARD = PortableForward(64, 64, 4, 2)
 BACKWARD = PortableBackward(64, 64, 4, 2, 64, 64, 4, 2)
@@ -20,7 +21,12 @@ BACKWARD = PortableBackward(64, 64, 4, 2, 64, 64, 4, 2)
 
 @dataclass(frozen=True)
 class Problem:
-    """One call. `mask` is none, bits, segments (documents), keys (one keep bit per key) or band (lists of the band)."""
+    """One call.
+
+    `mask` is none, bits, segments (documents), keys (one keep bit per key), band (lists of the band), lifetimes (intervals
+    of queries from the diagonal on, as of a dynamic mask), intervals (any, without lists), or hidden (intervals with hidden
+    ones inside, and lists).
+    """
 
     seed: int = 0
     batch: int = 1
@@ -43,7 +49,11 @@ class Problem:
     softcap: float = 0.0
     scale: float = 0.25
     dropout_p: float = 0.0
+    seeds: tuple[int, int] = (1, 1)  # sizes of their batch and head dimensions
+    q_origin: int = 0
+    k_origin: int = 0
     grad_lse: bool = False
+    needs_max: bool = True
     transposed: bool = False
     lengths_q: tuple[int, ...] | None = None  # packed sequences
     lengths_k: tuple[int, ...] | None = None
@@ -71,13 +81,13 @@ def band(rows: int, columns: int, low: int, high: int, shift: int = 0) -> Tensor
     return (distance >= low) & (distance <= high)
 
 
-def build_mask(problem: Problem, generator: torch.Generator) -> tuple[Tensor, Tiles]:
+def build_mask(problem: Problem, generator: torch.Generator) -> tuple[Tensor, Mask]:
     """Return what the mask and the band keep `[Bm, Hm, Sq, Sk]`, and the tensors that say so."""
     p = problem
     inside = band(p.seqlen_q, p.seqlen_k, p.band_lo, p.band_hi)[None, None]
     shape = (p.mask_batch, p.mask_heads)
     if p.mask == "none":
-        return inside, Tiles()
+        return inside, NO_MASK
     if p.mask == "bits":
         keep = torch.rand(*shape, p.seqlen_q, p.seqlen_k, generator=generator) < p.density
         # Whole tiles of both kinds, and rows and keys that see nothing.
@@ -97,10 +107,50 @@ def build_mask(problem: Problem, generator: torch.Generator) -> tuple[Tensor, Ti
         k_segments = torch.where(kept, 0, -1).int()
         keep = kept[:, :, None, :] & inside
         return keep, build_segment_tiles(keep, None, k_segments)
+    if p.mask in ("lifetimes", "intervals", "hidden"):
+        intervals = draw_intervals(p, generator)
+        keep = intervals_keep(intervals, p.seqlen_q) & inside
+        if p.mask == "intervals":
+            return keep, intervals
+        states = tile_states(keep)
+        return keep, intervals._replace(row_tiles=build_lists(states), col_tiles=build_lists(states.mT))
     q_segments = torch.sort(torch.randint(0, 3, (p.mask_batch, p.seqlen_q), generator=generator)).values.int()
     k_segments = torch.sort(torch.randint(0, 3, (*shape, p.seqlen_k), generator=generator)).values.int()
     keep = (q_segments[:, None, :, None] == k_segments[:, :, None, :]) & inside
     return keep, build_segment_tiles(keep, q_segments, k_segments)
+
+
+def draw_intervals(problem: Problem, generator: torch.Generator) -> Mask:
+    """Return intervals of queries for each key, `[Bm, Hm, Sk]`; some are empty, and some reach past the ends."""
+    p = problem
+    shape = (p.mask_batch, p.mask_heads, p.seqlen_k)
+
+    def integers(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    start = torch.arange(p.seqlen_k, dtype=torch.int32).expand(shape).contiguous()
+    if p.mask != "lifetimes":
+        start = integers(-20, max(1, p.seqlen_q))
+    lasting = torch.where(integers(0, 3) == 0, p.seqlen_q, integers(-2, max(1, p.seqlen_q // 2)))
+    whole = torch.arange(p.seqlen_k) // TILE == 1  # a tile of keys that every query sees, or every later one
+    if p.mask != "lifetimes":
+        start = torch.where(whole, 0, start)
+    end = torch.where(whole, p.seqlen_q + 7, start + lasting)
+    if p.mask != "hidden":
+        return Mask(start=start, end=end)
+    hidden_from = integers(-5, max(1, p.seqlen_q))
+    hidden_to = torch.where(whole, hidden_from - 1, hidden_from + integers(-3, 60))
+    return Mask(start=start, end=end, hidden_from=hidden_from, hidden_to=hidden_to)
+
+
+def intervals_keep(mask: Mask, seqlen_q: int) -> Tensor:
+    """Return what intervals show, by definition: `[Bm, Hm, Sq, Sk]`."""
+    assert mask.start is not None and mask.end is not None
+    i = torch.arange(seqlen_q)[:, None]
+    keep = (mask.start[:, :, None] <= i) & (i < mask.end[:, :, None])
+    if mask.hidden_from is not None and mask.hidden_to is not None:
+        keep = keep & ~((mask.hidden_from[:, :, None] <= i) & (i < mask.hidden_to[:, :, None]))
+    return keep
 
 
 def build_bias(problem: Problem, generator: torch.Generator) -> Tensor | None:
@@ -130,7 +180,7 @@ class Case:
     grad_out: Tensor
     grad_lse: Tensor | None
     keep: Tensor
-    tiles: Tiles
+    mask: Mask
     seed: Tensor
     varlen: Varlen | None
     options: Options
@@ -140,11 +190,14 @@ def build(problem: Problem) -> Case:
     """Draw the tensors of a problem from its seed."""
     p = problem
     generator = torch.Generator().manual_seed(p.seed)
-    options = Options(p.band_lo, p.band_hi, p.scale, p.softcap, p.dropout_p, True)
-    seed = torch.tensor([0x1234_5678_9ABC_DEF0 + p.seed], dtype=torch.int64)
+    options = plain_options(
+        p.scale, p.band_lo, p.band_hi, softcap=p.softcap, dropout_p=p.dropout_p, deterministic=True,
+        q_origin=p.q_origin, k_origin=p.k_origin,
+    )  # fmt: skip
+    seed = 0x1234_5678_9ABC_DEF0 + p.seed + 0x1_0000_0003 * torch.arange(p.seeds[0] * p.seeds[1]).view(p.seeds)
     if p.lengths_q is not None:
         return _build_packed(p, generator, options, seed)
-    keep, tiles = build_mask(p, generator)
+    keep, mask = build_mask(p, generator)
     bias = build_bias(p, generator)
     if bias is not None and p.mask != "none":  # masked elements may hold anything
         seen = oracle.spread_heads(keep, p.heads, 1).expand(p.batch, p.heads, p.seqlen_q, p.seqlen_k)
@@ -160,7 +213,7 @@ def build(problem: Problem) -> Case:
         grad_out=draw((*lead, p.seqlen_q, p.heads, p.value_dim), p, generator),
         grad_lse=torch.randn(*lead, p.heads, p.seqlen_q, generator=generator) if p.grad_lse else None,
         keep=keep,
-        tiles=tiles,
+        mask=mask,
         seed=seed,
         varlen=None,
         options=options,
@@ -175,10 +228,10 @@ def _build_packed(p: Problem, generator: torch.Generator, options: Options, seed
     cu_k = torch.tensor([5, *p.lengths_k]).cumsum(0).int()
     total_q, total_k = int(cu_q[-1]) + 4, int(cu_k[-1]) + 4
     keep = torch.ones(p.mask_heads, total_k, dtype=torch.bool)
-    tiles = Tiles()
+    mask = NO_MASK
     if p.mask == "keys":
         keep = torch.rand(p.mask_heads, total_k, generator=generator) < p.density
-        tiles = Tiles(k_segments=torch.where(keep, 0, -1).int())
+        mask = Mask(k_segments=torch.where(keep, 0, -1).int())
     bias = None
     if p.bias is not None:
         bias = torch.randn(p.bias[1], total_k, generator=generator).to(p.bias_dtype or p.dtype)
@@ -190,7 +243,7 @@ def _build_packed(p: Problem, generator: torch.Generator, options: Options, seed
         grad_out=draw((total_q, p.heads, p.value_dim), p, generator),
         grad_lse=torch.randn(p.heads, total_q, generator=generator) if p.grad_lse else None,
         keep=keep,
-        tiles=tiles,
+        mask=mask,
         seed=seed,
         varlen=Varlen(cu_q, cu_k, max(p.lengths_q) + 3, max(p.lengths_k) + 3, p.top_left),
         options=options,
@@ -206,22 +259,23 @@ def expected(problem: Problem, case: Case, dtype: torch.dtype) -> dict[str, Tens
         leaves["bias"] = case.bias.detach().clone().requires_grad_()
     bias = leaves.get("bias")
     call = {"scale": p.scale, "softcap": p.softcap, "dropout_p": p.dropout_p}
-    seed = int(case.seed)
     if case.varlen is None:
         dropped = None
         if p.dropout_p:
-            dropped = oracle.dropout_keep(seed, p.dropout_p, p.batch, p.heads, p.seqlen_q, p.seqlen_k)
-        out, lse = oracle.attention(
+            dropped = oracle.dropout_keep(case.seed, p.dropout_p, *positions(p, p.seqlen_q, p.seqlen_k))
+        out, lse, row_max = oracle.attention(
             leaves["query"], leaves["key"], leaves["value"], bias, case.keep, dropped=dropped, **call
         )
     else:
         out = torch.zeros(case.grad_out.shape, dtype=dtype)
         lse = torch.full((p.heads, out.shape[0]), float("-inf"), dtype=dtype)
+        row_max = lse.clone()
         cu_q, cu_k = case.varlen.cu_seqlens_q.tolist(), case.varlen.cu_seqlens_k.tolist()
         every = None
         if p.dropout_p:
             longest = (case.varlen.max_seqlen_q, case.varlen.max_seqlen_k)
-            every = oracle.dropout_keep(seed, p.dropout_p, len(cu_q) - 1, p.heads, *longest)
+            every = oracle.dropout_keep(case.seed, p.dropout_p, *positions(p, *longest))
+            every = every.expand(len(cu_q) - 1, -1, -1, -1)
         for index in range(len(cu_q) - 1):
             a, b = slice(cu_q[index], cu_q[index + 1]), slice(cu_k[index], cu_k[index + 1])
             n, m = a.stop - a.start, b.stop - b.start
@@ -229,10 +283,11 @@ def expected(problem: Problem, case: Case, dtype: torch.dtype) -> dict[str, Tens
             part = None if bias is None else bias[None, :, None, b]
             dropped = None if every is None else every[index : index + 1, :, :n, :m]
             one = [leaves[name][None, s] for name, s in (("query", a), ("key", b), ("value", b))]
-            part_out, part_lse = oracle.attention(*one, part, keep, dropped=dropped, **call)
+            part_out, part_lse, part_max = oracle.attention(*one, part, keep, dropped=dropped, **call)
             out = out.index_put((torch.arange(a.start, a.stop),), part_out[0])
             place = (torch.arange(p.heads)[:, None], torch.arange(a.start, a.stop)[None])
             lse = lse.index_put(place, part_lse[0].to(dtype))
+            row_max = row_max.index_put(place, part_max[0].to(dtype))
     grads = [case.grad_out.to(dtype)]
     outputs = [out]
     if case.grad_lse is not None:
@@ -243,12 +298,18 @@ def expected(problem: Problem, case: Case, dtype: torch.dtype) -> dict[str, Tens
     gradients = torch.autograd.grad(
         [o for o, _ in pairs], list(leaves.values()), [g for _, g in pairs], allow_unused=True
     )
-    result = {"out": out.detach(), "lse": lse.detach()}
+    result = {"out": out.detach(), "lse": lse.detach(), "row_max": row_max}
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
         result["d" + {"query": "q", "key": "k", "value": "v"}.get(name, name)] = (
             torch.zeros_like(leaf) if gradient is None else gradient
         )
     return result
+
+
+def positions(problem: Problem, seqlen_q: int, seqlen_k: int) -> tuple[range, range]:
+    """Return the positions of queries and keys in the whole sequence."""
+    p = problem
+    return range(p.q_origin, p.q_origin + seqlen_q), range(p.k_origin, p.k_origin + seqlen_k)
 
 
 def run(
@@ -274,7 +335,8 @@ def run(
     bias = case.bias
     if bias is not None and device != "cpu":
         bias = torch.empty_strided(bias.shape, bias.stride(), dtype=bias.dtype, device=device).copy_(bias)
-    tiles = Tiles(*(on(t) for t in case.tiles))
+    tensors = (None if t is None else on(t) for t in case.mask[:-1])
+    mask = Mask(*tensors, case.mask.at_most)
     seed = on(case.seed) if p.dropout_p else None
     varlen = case.varlen
     if varlen is not None:
@@ -283,19 +345,25 @@ def run(
         rows(tuple(t.shape), t.dtype, device, p.transposed) for t in (case.grad_out, case.query, case.key, case.value)
     )
     lse_shape = (p.batch, p.heads, p.seqlen_q) if varlen is None else (p.heads, case.query.shape[0])
-    lse = torch.full((*lse_shape[:-1], lse_shape[-1] + 5), float("nan"), device=device)[..., : lse_shape[-1]]
+    lse, lse_tail, row_max = (
+        torch.full((*lse_shape[:-1], lse_shape[-1] + spare), float("nan"), device=device)[..., : lse_shape[-1]]
+        for spare in (5, 3, 1)
+    )
     dbias = None
     if bias is not None and p.needs_dbias:
         dbias = torch.full(bias.shape, float("nan"), dtype=bias.dtype, device=device)
-    shared = (bias, tiles, seed, varlen, case.options)
-    portable_forward.forward(query, key, value, *shared, out, lse, forward)
-    portable_backward.backward(
-        grad_out, on(case.grad_lse), query, key, value, out, lse, *shared, dq, dk, dv, dbias, backward
-    )
+    call = Call(query, key, value, bias, mask, None, seed, varlen, case.options)
+    portable_forward.forward(call, Result(out, lse, lse_tail, row_max if p.needs_max else None), forward)
+    grads = Gradients(grad_out, on(case.grad_lse), dq, dk, dv, dbias)
+    portable_backward.backward(call, Saved(out, lse, lse_tail), grads, backward)
     for view in (out, dq, dk, dv):
         written = int((~view._base.isnan()).sum())
         assert written <= view.numel(), "wrote outside of an output"
     results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    assert lse_tail.isfinite().all() or not lse.isfinite().all()
+    assert (lse_tail[lse == float("-inf")] == 0).all()
+    if p.needs_max:
+        results["row_max"] = row_max
     if dbias is not None:
         results["dbias"] = dbias
     return results
@@ -304,7 +372,7 @@ def run(
 def hide_unseen(problem: Problem, case: Case, query: Tensor, key: Tensor, value: Tensor) -> None:
     """Put NaN into keys and queries whose tiles are all empty: nobody may touch them."""
     p = problem
-    if case.tiles.row_tiles is None or 0 in (p.seqlen_q, p.seqlen_k):
+    if case.mask.row_tiles is None or 0 in (p.seqlen_q, p.seqlen_k):
         return
     states = tile_states(case.keep).amax((0, 1))
     empty_keys = states.amax(0).eq(0).repeat_interleave(TILE)[: p.seqlen_k].to(key.device)
@@ -320,7 +388,7 @@ def check(
     forward: PortableForward = FORWARD,
     backward: PortableBackward = BACKWARD,
 ) -> None:
-    """Assert `err(ours) <= 2 err(eager in the same dtype) + eps` for out, lse and every gradient, and exact zeros."""
+    """Assert `err(ours) <= 2 err(eager in the same dtype) + eps` for all outputs and gradients, and exact zeros."""
     case = build(problem)
     truth = expected(problem, case, torch.float64)
     eager = expected(problem, case, problem.dtype)

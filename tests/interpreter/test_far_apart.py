@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
 from dmattn_ops.problem import UNBOUNDED
@@ -31,11 +32,11 @@ def test_far_inputs_and_outputs(place: str, mask: str) -> None:
     assert case.bias is not None
     # the rows of the bias lie as far apart
     bias = far_apart([case.bias.transpose(1, 2)], "rows")[0].transpose(1, 2)
-    lse = torch.full((batch, heads, seqlen), float("nan"))
+    lse, lse_tail = (torch.full((batch, heads, seqlen), float("nan")) for _ in range(2))
     dbias = torch.full(bias.shape, float("nan"), dtype=bias.dtype)
-    shared = (bias, case.tiles, None, None, case.options)
-    portable_forward.forward(query, key, value, *shared, out, lse, FORWARD)
-    portable_backward.backward(grad_out, None, query, key, value, out, lse, *shared, dq, dk, dv, dbias, BACKWARD)
+    call = Call(query, key, value, bias, case.mask, None, None, None, case.options)
+    portable_forward.forward(call, Result(out, lse, lse_tail, None), FORWARD)
+    portable_backward.backward(call, Saved(out, lse, lse_tail), Gradients(grad_out, None, dq, dk, dv, dbias), BACKWARD)
     truth, eager = expected(problem, case, torch.float64), expected(problem, case, problem.dtype)
     for name, tensor in {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias}.items():
         limit = 2 * oracle.error(eager[name], truth[name]) + oracle.EPSILON[problem.dtype]

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from dmattn_ops import config
+from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.config import PortableBackward, PortableForward
 from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen
+from dmattn_ops.problem import NO_MASK, Varlen, plain_options
 from tests.interpreter import oracle
 from tests.interpreter.cases import NASTY, random_problem
 from tests.interpreter.problems import BACKWARD, FORWARD, Problem, build, check, run
@@ -79,17 +80,17 @@ def test_head_dimensions_above_256(dim: int, dtype: torch.dtype, mask: str) -> N
     ids=["one query", "dropout", "bits", "keys", "packed", "empty"],
 )
 def test_programs_that_share_the_keys_of_few_queries(problem: Problem) -> None:
-    forward = PortableForward(16, 64, 4, 2, sm_count=40)
+    forward = PortableForward(16, 64, 4, 2, per_sm=2)
     longest = max(problem.lengths_k or (problem.seqlen_k,))
-    assert portable_forward.split_count(len(problem.lengths_q or (0,)) * problem.heads, longest, forward) > 1
+    assert portable_forward.split_count(len(problem.lengths_q or (0,)) * problem.heads, longest, forward, 40) > 1
     check(problem, forward=forward)
 
 
 def test_enough_programs_share_nothing() -> None:
-    row = PortableForward(64, 64, 4, 2, sm_count=132)
-    assert portable_forward.split_count(67, 1 << 20, row) == 1
-    assert portable_forward.split_count(1, 256, row) == 1
-    assert portable_forward.split_count(1, 1 << 20, row) == 264
+    row = PortableForward(64, 64, 4, 2, per_sm=2)
+    assert portable_forward.split_count(67, 1 << 20, row, 132) == 1
+    assert portable_forward.split_count(1, 256, row, 132) == 1
+    assert portable_forward.split_count(1, 1 << 20, row, 132) == 264
 
 
 def test_dropout_does_not_depend_on_blocks() -> None:
@@ -160,30 +161,29 @@ def test_strides_of_a_packed_gradient_are_kept() -> None:
     case = build(problem)
     packed = torch.full((1, 100, 3, 2, 16), float("nan"))
     dq, dk, dv = packed.unbind(2)
-    out, lse = torch.empty(1, 100, 2, 16), torch.empty(1, 2, 100)
-    shared = (None, Tiles(), None, None, Options(-UNBOUNDED, UNBOUNDED, 0.25, 0.0, 0.0, True))
-    portable_forward.forward(case.query, case.key, case.value, *shared, out, lse, FORWARD)
-    portable_backward.backward(
-        case.grad_out, None, case.query, case.key, case.value, out, lse, *shared, dq, dk, dv, None, BACKWARD
-    )
+    out, lse, lse_tail = torch.empty(1, 100, 2, 16), torch.empty(1, 2, 100), torch.empty(1, 2, 100)
+    call = Call(case.query, case.key, case.value, None, NO_MASK, None, None, None, plain_options(0.25))
+    portable_forward.forward(call, Result(out, lse, lse_tail, None), FORWARD)
+    grads = Gradients(case.grad_out, None, dq, dk, dv, None)
+    portable_backward.backward(call, Saved(out, lse, lse_tail), grads, BACKWARD)
     ours = run(problem, case)
     assert torch.equal(packed, torch.stack([ours["dq"], ours["dk"], ours["dv"]], 2))
 
 
 def test_a_read_outside_of_the_tensors_is_noticed() -> None:
     query, key, value = torch.randn(1, 8, 1, 16), torch.randn(1, 80, 1, 16), torch.randn(1, 64, 1, 16)
-    out, lse = torch.empty(1, 8, 1, 16), torch.empty(1, 1, 8)
-    options = Options(-UNBOUNDED, UNBOUNDED, 0.25, 0.0, 0.0, True)
+    result = Result(torch.empty(1, 8, 1, 16), torch.empty(1, 1, 8), torch.empty(1, 1, 8), None)
+    call = Call(query, key, value, None, NO_MASK, None, None, None, plain_options(0.25))
     with pytest.raises(Exception, match="outside of its tensors"):
-        portable_forward.forward(query, key, value, None, Tiles(), None, None, options, out, lse, FORWARD)
+        portable_forward.forward(call, result, FORWARD)
 
 
 def test_the_check_notices_a_small_error(monkeypatch: pytest.MonkeyPatch) -> None:
     correct = portable_backward.backward
 
-    def slightly_wrong(*arguments: object) -> None:
-        correct(*arguments)
-        arguments[-4].mul_(1.001)  # dk
+    def slightly_wrong(call: Call, saved: Saved, grads: Gradients, row: PortableBackward) -> None:
+        correct(call, saved, grads, row)
+        grads.dk.mul_(1.001)
 
     monkeypatch.setattr(portable_backward, "backward", slightly_wrong)
     with pytest.raises(AssertionError, match="dk: error"):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
-from dmattn_ops.call import bias_kind
-from dmattn_ops.kernels.launching.launch import computed, workspace
+from dmattn_ops.call import Call, bias_kind
+from dmattn_ops.kernels.launching.launch import workspace
 from dmattn_ops.kernels.portable.arguments import bias_arguments
 from dmattn_ops.problem import Options
 
@@ -23,6 +21,18 @@ def score_factors(options: Options) -> tuple[float, float]:
     return (2.0 * LOG2E * scale / cap, cap * LOG2E) if cap else (scale * LOG2E, 0.0)
 
 
+def listed(call: Call) -> Call:
+    """Return a call whose mask has lists of tiles: those of intervals are made for this call alone."""
+    mask, options = call.mask, call.options
+    if mask.kind != "intervals" or mask.row_tiles is not None:
+        return call
+    from dmattn_ops.kernels.interval_lists import interval_lists
+
+    sizes = call.query.shape[1], call.key.shape[1]
+    row_tiles, col_tiles = interval_lists(mask, options.band_lo, options.band_hi, *sizes)
+    return call._replace(mask=mask._replace(row_tiles=row_tiles, col_tiles=col_tiles))
+
+
 def bias_places(bias: Tensor | None, heads: int) -> tuple[int, int, int, int]:
     """Return a bias's strides of batch, head and query, and how many query heads read one of its heads."""
     known = bias_arguments(bias, heads)
@@ -34,13 +44,3 @@ def room_for_key_sums(bias: Tensor | None, query: Tensor, seqlen_k: int) -> Tens
     if bias_kind(bias) != "key":
         return None
     return workspace(query, query.shape[0], query.shape[2], seqlen_k)
-
-
-def unpadded_statistics(stats: Tensor, batch: int, heads: int, rows: int, seqlen_q: int) -> list[Tensor]:
-    """Return lse in bits and delta `[B, H, Sq]` of a workspace that begins with both, `rows` for each head."""
-    return [computed(_unpadded, stats, part, (batch, heads, rows), seqlen_q) for part in range(2)]
-
-
-def _unpadded(stats: Tensor, part: int, shape: tuple[int, int, int], seqlen_q: int) -> Tensor:
-    size = math.prod(shape)
-    return stats.view(-1)[part * size : (part + 1) * size].view(shape)[:, :, :seqlen_q].contiguous()

@@ -6,13 +6,32 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language import PropagateNan as _PropagateNan
 
 from dmattn_ops.kernels.hopper.gluon_compat import warpgroup_mma, warpgroup_mma_wait
 
+ALL_NAN = gl.constexpr(_PropagateNan.ALL)
 NO_BIAS = gl.constexpr(0)
 KEY_BIAS = gl.constexpr(1)  # one value per key
 FULL_BIAS = gl.constexpr(2)  # one per query and key
 BIAS_KINDS = {"none": 0, "key": 1, "full": 2}  # for launchers
+
+
+class Scales(NamedTuple):
+    """What products are multiplied by."""
+
+    factor: Any  # to scores in log2 units; with a soft cap to an exponent (`hopper.arguments.score_factors`)
+    cap: Any  # the soft cap in log2 units
+    unscale: Any  # 1 / factor
+    softmax: Any  # to scores in natural units
+
+
+class Exact(NamedTuple):
+    """The pairs of the row statistics (`hopper.backward.rows`), and whether some row of the call needs them."""
+
+    needed: Any
+    first: Any  # of all rows
+    second: Any
 
 
 class Bias(NamedTuple):
@@ -46,25 +65,45 @@ def finite_or_lowest(bias):
 
 @gluon.jit
 def load_key_bias(bias, head, keys, BIAS: gl.constexpr):
-    """Return the bias of `keys` for a query head in log2 units, as the scores are; without one per key anything."""
-    LOG2E: gl.constexpr = 1.4426950408889634
+    """Return the bias of `keys` for a query head; without one per key anything."""
     if BIAS == KEY_BIAS:
         added = gl.load(head_of(bias, head) + keys, mask=keys < bias.seqlen_k, other=0.0)
-        return finite_or_lowest(added.to(gl.float32)) * LOG2E
+        return finite_or_lowest(added.to(gl.float32))
     else:
         return keys
 
 
 @gluon.jit
-def step_bias(bias, head, key_bias, keys, queries, BIAS: gl.constexpr):
+def any_flag(flags, count):
+    """Return whether one of `count` bytes is not 0."""
+    AT_ONCE: gl.constexpr = 512
+    PLACES: gl.constexpr = gl.BlockedLayout([AT_ONCE // 32 // gl.num_warps()], [32], [gl.num_warps()], [0])
+    at = gl.arange(0, AT_ONCE, layout=PLACES)
+    found = gl.zeros([AT_ONCE], gl.int32, layout=PLACES)
+    for first in range(0, count, AT_ONCE):
+        found = found | gl.load(flags + first + at, mask=first + at < count, other=0).to(gl.int32)
+    return gl.max(found, 0)
+
+
+@gluon.jit
+def full_bias(bias, head, keys, queries):
+    """Return a full bias of `keys` and `queries`, one of them a column, in natural units."""
+    inside = (keys < bias.seqlen_k) & (queries < bias.seqlen_q)
+    at = head_of(bias, head) + queries.to(gl.int64) * bias.query + keys
+    return finite_or_lowest(gl.load(at, mask=inside, other=0.0).to(gl.float32))
+
+
+@gluon.jit
+def step_bias(bias, head, key_bias, keys, queries, exact, BIAS: gl.constexpr):
     """Return what a step adds to its scores: `key_bias`, or a full bias of `keys` and `queries`, one of them a column.
 
-    A full bias is in the units of the products before the scale (see `first_scores`).
+    A full bias is in the units of the products before the scale (see `first_scores`), and 0 where it is added to the scores.
     """
     if BIAS == FULL_BIAS:
-        inside = (keys < bias.seqlen_k) & (queries < bias.seqlen_q)
-        at = head_of(bias, head) + queries.to(gl.int64) * bias.query + keys
-        return finite_or_lowest(gl.load(at, mask=inside, other=0.0).to(gl.float32)) * bias.factor
+        added = full_bias(bias, head, keys, queries) * bias.factor
+        if exact.needed != 0:
+            added = gl.zeros_like(added)
+        return added
     else:
         return key_bias
 
@@ -79,23 +118,66 @@ def first_scores(added, N: gl.constexpr, BIAS: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(s, lse, key_bias, scales, BIAS: gl.constexpr, SOFTCAP: gl.constexpr):
-    """Return (P, derivative of the soft cap) from products `s`, and lse and the bias of the keys in log2 units.
+def softened(s, scales):
+    """Return (scores under a soft cap over the cap, their derivative), as the forward has them, from products `s`.
 
-    `scales` begins with the factor of `s`, and the cap in log2 units. Without a cap the derivative is 1.
+    tanh(x) = 1 - 2 / (exp(2 x) + 1).
     """
-    factor = scales[0]
-    cap = scales[1]
+    share = 1.0 / (gl.exp2(s * scales.factor) + 1.0)
+    return 1.0 - 2.0 * share, 4.0 * share * (1.0 - share)
+
+
+@gluon.jit
+def rounded_exponents(s, minus_lse, added, scales, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, STARTED: gl.constexpr):
+    """Return log2 of P and the derivative of the soft cap, with lse rounded to log2 units.
+
+    STARTED: the products began with lse already taken off, divided by the factor.
+    """
+    LOG2E: gl.constexpr = 1.4426950408889634
     slope = 1.0
-    if SOFTCAP:  # as the forward computes it: tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        share = 1.0 / (gl.exp2(s * factor) + 1.0)
-        slope = 4.0 * share * (1.0 - share)
-        s = cap - 2.0 * cap * share - lse
+    if SOFTCAP:
+        capped, slope = softened(s, scales)
+        x = capped * scales.cap
+        if BIAS == KEY_BIAS:
+            x = x + added * LOG2E
+        x = x + minus_lse
+    elif BIAS == KEY_BIAS:
+        x = gl.fma(s, scales.factor, added * LOG2E)
+        if not STARTED:
+            x = x + minus_lse
+    elif STARTED:
+        x = s * scales.factor
     else:
-        s = s * factor - lse
-    if BIAS == KEY_BIAS:
-        s = s + key_bias
-    return gl.exp2(s), slope
+        x = gl.fma(s, scales.factor, minus_lse)
+    return x, slope
+
+
+@gluon.jit
+def exact_exponents(
+    s, first, second, added, scales, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, NATURAL: gl.constexpr
+):  # fmt: skip
+    """Return log2 of P and the derivative of the soft cap, with the pair of the row statistics: P adds up to 1 at any size.
+
+    NATURAL: all is in natural units, rounded as in the forward; always so with a bias `added` (one per key, or a full one).
+    """
+    LOG2E: gl.constexpr = 1.4426950408889634
+    LN2: gl.constexpr = 0.6931471805599453
+    slope = 1.0
+    if SOFTCAP:
+        capped, slope = softened(s, scales)
+        if not NATURAL:
+            x = (capped * scales.cap - first) - second
+        elif BIAS == NO_BIAS:
+            x = ((capped * (scales.cap * LN2) - first) - second) * LOG2E
+        else:
+            x = (((capped * (scales.cap * LN2) + added) - first) - second) * LOG2E
+    elif not NATURAL:
+        x = gl.fma(s, scales.factor, -first) - second
+    elif BIAS == NO_BIAS:
+        x = ((gl.fma(s, scales.softmax, 0.0) - first) - second) * LOG2E
+    else:
+        x = ((gl.fma(s, scales.softmax, added) - first) - second) * LOG2E
+    return gl.minimum(x, 0.0, propagate_nan=ALL_NAN), slope
 
 
 @gluon.jit

@@ -114,6 +114,10 @@ class Recording:
         self.watch = _Watch()
         self.steps: list[Callable[[_Names], Any]] = []
 
+    def gives_up(self) -> None:
+        """Note that the call cannot be repeated."""
+        self.watch.changes = True
+
     def looking_away(self) -> AbstractContextManager[None]:
         """Let operators change tensors meanwhile."""
         return self.watch.looking_away()

@@ -1,23 +1,24 @@
-"""What the portable kernels are launched with: strides, broadcasts and switches of one problem."""
+"""The arguments of the portable kernels: strides, broadcast dimensions and compile-time switches of one call."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dmattn_ops.call import Call, bias_kind
-from dmattn_ops.problem import UNBOUNDED, Mask, dropout_scale, dropout_threshold, float32_precision
+from dmattn_ops.problem import UNBOUNDED, Mask, Options, dropout_scale, dropout_threshold, float32_precision
 
-# Tensors of rows `[B, S, heads, D]`. ALIGNED says all that a load needs of their addresses, so that one compiled kernel
-# serves all their strides and storage offsets.
+# Tensors of rows `[B, S, heads, D]`. Loads need to know of their addresses only whether they are ALIGNED, so their strides
+# are not specialized: one compiled kernel serves all strides and storage offsets.
 ROW_TENSORS = ("query", "key", "value", "out", "grad_out", "dq", "dk", "dv")
+ROW_STATISTICS = ("lse", "lse_tail", "row_max", "grad_lse")
 # Scalars that no address depends on, or whose alignment buys nothing: one compiled kernel serves all their values.
 UNSPECIALIZED = (
     *(f"{name}_{dim}" for name in ROW_TENSORS for dim in "bsh"),
-    *(f"{name}_{dim}" for name in ("lse", "grad_lse", "tiles", "bits", "k_segments") for dim in "bh"),
+    *(f"{name}_{dim}" for name in ROW_STATISTICS for dim in "bh"),
+    *(f"{name}_{dim}" for name in ("tiles", "bits", "keys", "seed") for dim in "bh"),
     "grad_lse_s",
     "out_split",
     "lse_split",
@@ -40,8 +41,10 @@ UNSPECIALIZED = (
     "band_hi",
     "bias_group",
     "mask_group",
-    "segment_group",
+    "key_group",
     "threshold",
+    "q_origin",
+    "k_origin",
     "tiles_r",
     "bits_r",
     "q_segments_b",
@@ -79,8 +82,10 @@ def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
     return {f"{name}_b": strides[0], f"{name}_s": strides[1], f"{name}_h": strides[2]}
 
 
-def lse_strides(name: str, tensor: Tensor) -> dict[str, int]:
-    """Return the strides `<name>_b`, `_h` of `[B, H, S]`, or of packed `[H, total]`."""
+def statistic_strides(name: str, tensor: Tensor | None) -> dict[str, int]:
+    """Return the strides `<name>_b`, `_h` of `[B, H, S]`, or of packed `[H, total]`; zeros for None."""
+    if tensor is None:
+        return {f"{name}_b": 0, f"{name}_h": 0}
     strides = tensor.stride()
     if tensor.dim() == 2:
         return {f"{name}_b": 0, f"{name}_h": strides[0]}
@@ -97,19 +102,11 @@ def group_size(heads: int, tensor_heads: int) -> int:
     return max(1, heads // max(1, tensor_heads))
 
 
+_LEAST_CAP, _GREATEST_CAP = 1e-37, 3e38  # normal numbers of float32
+
 _NO_BIAS: dict[str, Any] = {"bias": None, "bias_b": 0, "bias_h": 0, "bias_q": 0, "bias_k": 0, "bias_group": 1}
 _NO_LISTS: dict[str, Any] = {"tiles": None, "tiles_b": 0, "tiles_h": 0, "tiles_r": 0, "mask_group": 1, "LISTED": False}
-_NO_BITS: dict[str, Any] = {"bits": None, "bits_b": 0, "bits_h": 0, "bits_r": 0, "BITS": False}
-_NO_SEGMENTS: dict[str, Any] = {
-    "q_segments": None,
-    "k_segments": None,
-    "q_segments_b": 0,
-    "k_segments_b": 0,
-    "k_segments_h": 0,
-    "segment_group": 1,
-    "SEGMENTS": False,
-    "QUERY_SEGMENTS": False,
-}
+_NO_BITS: dict[str, Any] = {"bits": None, "bits_b": 0, "bits_h": 0, "bits_r": 0}
 
 
 def bias_arguments(bias: Tensor | None, heads: int) -> dict[str, Any]:
@@ -127,7 +124,7 @@ def bias_arguments(bias: Tensor | None, heads: int) -> dict[str, Any]:
     }
 
 
-def mask_arguments(tiles: Tensor | None, bits: Tensor | None, heads: int) -> dict[str, Any]:
+def list_arguments(tiles: Tensor | None, bits: Tensor | None, heads: int) -> dict[str, Any]:
     """Return the arguments of the lists and bits of one side: `row_*` for owned queries, `col_*` for owned keys."""
     lists = _NO_LISTS
     if tiles is not None:
@@ -139,33 +136,65 @@ def mask_arguments(tiles: Tensor | None, bits: Tensor | None, heads: int) -> dic
             "mask_group": group_size(heads, tiles.shape[1]),
             "LISTED": True,
         }
-    words = _NO_BITS
-    if bits is not None:
-        words = {
-            "bits": bits,
-            "bits_b": broadcast_stride(bits, 0),
-            "bits_h": broadcast_stride(bits, 1),
-            "bits_r": bits.stride(2),
-            "BITS": True,
-        }
-    return lists | words
+    if bits is None:
+        return lists | _NO_BITS
+    return lists | {
+        "bits": bits,
+        "bits_b": broadcast_stride(bits, 0),
+        "bits_h": broadcast_stride(bits, 1),
+        "bits_r": bits.stride(2),
+    }
 
 
-def segment_arguments(tiles: Mask, heads: int) -> dict[str, Any]:
-    """Return the arguments of the segments: `[B|1, Sq]` or packed `[total_q]`, `[B|1, Hm, Sk]` or packed `[Hm, total_k]`."""
-    queries, keys = tiles.q_segments, tiles.k_segments
-    if keys is None or tiles.row_bits is not None:
-        return _NO_SEGMENTS
+def mask_arguments(mask: Mask, heads: int) -> dict[str, Any]:
+    """Return the arguments of a mask that both sides share: what it says of each query and key, and its kind.
+
+    Segments are `[B|1, Sq]` or packed `[total_q]`, and `[B|1, Hm, Sk]` or packed `[Hm, total_k]`; intervals `[B|1, Hm, Sk]`.
+    """
+    kind, queries = mask.kind, mask.q_segments
+    if kind != "segments":
+        queries = None
+    keys = {"segments": mask.k_segments, "intervals": mask.start}.get(kind)
     return {
         "q_segments": queries,
-        "k_segments": keys,
         "q_segments_b": 0 if queries is None or queries.dim() == 1 else broadcast_stride(queries, 0),
-        "k_segments_b": 0 if keys.dim() == 2 else broadcast_stride(keys, 0),
-        "k_segments_h": broadcast_stride(keys, -2),
-        "segment_group": group_size(heads, keys.shape[-2]),
-        "SEGMENTS": True,
+        "k_segments": mask.k_segments if kind == "segments" else None,
+        "start": mask.start,
+        "end": mask.end,
+        "hidden_from": mask.hidden_from,
+        "hidden_to": mask.hidden_to,
+        "keys_b": 0 if keys is None or keys.dim() == 2 else broadcast_stride(keys, 0),
+        "keys_h": 0 if keys is None else broadcast_stride(keys, -2),
+        "key_group": 1 if keys is None else group_size(heads, keys.shape[-2]),
+        "MASK": kind,
         "QUERY_SEGMENTS": queries is not None,
+        "HIDDEN": mask.hidden_from is not None,
     }
+
+
+def dropout_arguments(call: Call) -> dict[str, Any]:
+    """Return the arguments of dropout: seeds `[B|1, H|1]`, and where queries and keys are counted from."""
+    options, seed = call.options, call.seed
+    dropped = options.dropout_p > 0 and seed is not None
+    return {
+        "seed": seed if dropped else None,
+        "seed_b": 0 if seed is None else broadcast_stride(seed, 0),
+        "seed_h": 0 if seed is None else broadcast_stride(seed, 1),
+        "threshold": dropout_threshold(options.dropout_p),
+        "rescale": dropout_scale(options.dropout_p),
+        "q_origin": options.q_origin,
+        "k_origin": options.k_origin,
+        "DROPOUT": dropped,
+        "WHOLE_GROUPS": options.k_origin % 4 == 0,
+    }
+
+
+def factor_arguments(options: Options) -> dict[str, float]:
+    """Return what products are multiplied by before and after the soft cap; without one by `factor` alone."""
+    if options.softcap == 0:
+        return {"ratio": 1.0, "factor": float(options.softmax_scale)}
+    cap = min(max(options.softcap, _LEAST_CAP), _GREATEST_CAP)
+    return {"ratio": options.softmax_scale / cap, "factor": cap}
 
 
 def padded(width: int) -> int:
@@ -176,7 +205,6 @@ def padded(width: int) -> int:
 def shared_arguments(call: Call, size: Extent) -> dict[str, Any]:
     """Return the arguments that every kernel takes, except for the lists and bits of its side."""
     query, key, value, bias, varlen, options = call.query, call.key, call.value, call.bias, call.varlen, call.options
-    dropped = options.dropout_p > 0
     return {
         "query": query,
         "key": key,
@@ -185,10 +213,9 @@ def shared_arguments(call: Call, size: Extent) -> dict[str, Any]:
         **row_strides("key", key),
         **row_strides("value", value),
         **bias_arguments(bias, size.heads),
-        **segment_arguments(call.mask, size.heads),
-        "seed": call.seed if dropped else None,
-        "threshold": dropout_threshold(options.dropout_p),
-        "rescale": dropout_scale(options.dropout_p),
+        **mask_arguments(call.mask, size.heads),
+        **dropout_arguments(call),
+        **factor_arguments(options),
         "cu_seqlens_q": None if varlen is None else varlen.cu_seqlens_q,
         "cu_seqlens_k": None if varlen is None else varlen.cu_seqlens_k,
         "heads": size.heads,
@@ -198,8 +225,6 @@ def shared_arguments(call: Call, size: Extent) -> dict[str, Any]:
         "longest_k": size.longest_k,
         "band_lo": options.band_lo,
         "band_hi": options.band_hi,
-        "softmax_scale": float(options.softmax_scale),
-        "softcap": float(options.softcap),
         "HEAD_DIM": query.shape[-1],
         "VALUE_DIM": value.shape[-1],
         "PADDED_HEAD": padded(query.shape[-1]),
@@ -210,7 +235,6 @@ def shared_arguments(call: Call, size: Extent) -> dict[str, Any]:
         "BANDED": options.band_lo > -UNBOUNDED or options.band_hi < UNBOUNDED,
         "BIAS": bias_kind(bias),
         "SOFTCAP": options.softcap != 0,
-        "DROPOUT": dropped,
         "PRECISION": float32_precision() if query.dtype == torch.float32 else "tf32",
     }
 
@@ -220,6 +244,12 @@ def ceil_div(size: int, divisor: int) -> int:
     return -(-size // divisor)
 
 
-def is_positive(scale: float) -> bool:
-    """Return whether a scale may be taken out of a maximum."""
-    return scale > 0 and math.isfinite(scale)
+def factor_sign(call: Call) -> int:
+    """Return the sign of what products are multiplied by without a bias: largest scores are sought among the products.
+
+    Factors below the least normal float32 count as 0.
+    """
+    factor = factor_arguments(call.options)["factor"]
+    if call.bias is not None:
+        return 1
+    return 0 if abs(factor) < _LEAST_CAP else 1 if factor > 0 else -1

@@ -1,7 +1,7 @@
-"""The gradient of a bias that is broadcast: sums of dS, without atomics and without a `[B, H, Sq, Sk]` tensor.
+"""The gradient of a bias that several batches or heads share: sums of dS, without atomics or a `[B, H, Sq, Sk]` tensor.
 
-A bias per key sums columns that the dk/dv kernel has written for each head. A bias with queries has a kernel here: a
-program owns one block of the bias and recomputes dS for every batch and head that reads it.
+For a bias per key, the dk/dv kernel has written sums over the queries of each head, and they are added up here. For a bias
+with a query dimension, each program computes one block of dbias: it recomputes dS for every batch and head that reads it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops import problem
-from dmattn_ops.call import Call, is_pairwise, rows_are_aligned
+from dmattn_ops.call import Call, Gradients, Saved, is_pairwise, rows_are_aligned
 from dmattn_ops.config import PortableBackward
 from dmattn_ops.kernels.launching.launch import computed, launch
 from dmattn_ops.kernels.portable.arguments import (
@@ -24,24 +24,17 @@ from dmattn_ops.kernels.portable.arguments import (
     broadcast_stride,
     ceil_div,
     extent,
-    mask_arguments,
-    row_strides,
-    shared_arguments,
+    list_arguments,
 )
-from dmattn_ops.kernels.portable.primitives import (
-    HEADER,
-    TILE,
-    head_offset,
-    head_rows,
-    load_rows,
-    load_statistics,
-    segment_ids,
-    store_block,
-)
-from dmattn_ops.kernels.portable.queries import step_gradient
+from dmattn_ops.kernels.portable.places import HEADER, TILE, Place, head_offset, head_rows
+from dmattn_ops.kernels.portable.primitives import Features, Rows, Shape, load_rows, store_scores
+from dmattn_ops.kernels.portable.queries import load_queries, step_gradient
+from dmattn_ops.kernels.portable.scores import Bias, Dropout, Factors
+from dmattn_ops.kernels.portable.statistics import gradient_arguments
+from dmattn_ops.kernels.portable.visibility import MaskArrays, mask_of_head
 from dmattn_ops.problem import Mask
 
-ENTRIES = 128  # entries of a list that are marked at once
+ENTRIES = 128  # list entries that one iteration marks
 
 
 @triton.jit(do_not_specialize=["tiles_r", "key_tiles"])
@@ -58,61 +51,6 @@ def mark_kernel(tiles, states, tiles_r, key_tiles, ENTRIES: tl.constexpr):
         tl.store(states + program * key_tiles + tile, state, mask=entries < count)
 
 
-@triton.jit
-def member_gradient(
-    query,
-    grad_out,
-    rows,
-    keys,
-    start_k,
-    mask,
-    bias,
-    numbers,
-    dropout,
-    SHAPE: tl.constexpr,
-    MASK: tl.constexpr,
-    QUERY_SEGMENTS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
-    """Return dS `[BLOCK_M, BLOCK_N]` of one batch and head."""
-    BLOCK_M: tl.constexpr = SHAPE[0]
-    BLOCK_N: tl.constexpr = SHAPE[1]
-    log_sum, delta, q_segments, start_q, length_q = rows
-    key, key_s, value, value_s, _, length_k = keys
-    q = load_rows(query[0], start_q, query[1], length_q, BLOCK_M, SHAPE[2], SHAPE[4], SHAPE[6], True)
-    do = load_rows(grad_out[0], start_q, grad_out[1], length_q, BLOCK_M, SHAPE[3], SHAPE[5], SHAPE[6], True)
-    k = load_rows(key, start_k, key_s, length_k, BLOCK_N, SHAPE[2], SHAPE[4], SHAPE[6], PARTIAL)
-    v = load_rows(value, start_k, value_s, length_k, BLOCK_N, SHAPE[3], SHAPE[5], SHAPE[6], PARTIAL)
-    q_ids = segment_ids(q_segments, start_q, length_q, BLOCK_M, QUERY_SEGMENTS)
-    row_log_sum = load_statistics(log_sum, start_q, length_q, float("inf"), BLOCK_M, True)
-    row_delta = load_statistics(delta, start_q, length_q, 0.0, BLOCK_M, True)
-    owned = (start_q, length_q, q_ids, row_log_sum, row_delta)
-    ds, _ = step_gradient(
-        q,
-        do,
-        k,
-        v,
-        start_k,
-        keys,
-        owned,
-        mask,
-        bias,
-        numbers,
-        dropout,
-        SHAPE,
-        MASK,
-        "full",
-        SOFTCAP,
-        DROPOUT,
-        PRECISION,
-        PARTIAL,
-    )
-    return ds
-
-
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def dbias_kernel(
     query,
@@ -121,12 +59,17 @@ def dbias_kernel(
     bias,
     grad_out,
     log_sum,
+    log_rest,
     delta,
     dbias,
     states,
     bits,
     q_segments,
     k_segments,
+    start,
+    end,
+    hidden_from,
+    hidden_to,
     seed,
     query_b,
     query_s,
@@ -157,9 +100,15 @@ def dbias_kernel(
     bits_r,
     mask_group,
     q_segments_b,
-    k_segments_b,
-    k_segments_h,
-    segment_group,
+    keys_b,
+    keys_h,
+    key_group,
+    seed_b,
+    seed_h,
+    threshold,
+    rescale,
+    q_origin,
+    k_origin,
     blocks,
     key_blocks,
     dbias_heads,
@@ -169,10 +118,8 @@ def dbias_kernel(
     seqlen_k,
     band_lo,
     band_hi,
-    softmax_scale,
-    softcap,
-    threshold,
-    rescale,
+    ratio,
+    factor,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -182,80 +129,69 @@ def dbias_kernel(
     ALIGNED: tl.constexpr,
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
-    BITS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    MASK: tl.constexpr,
     QUERY_SEGMENTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
     BANDED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Write one block of dbias: the sum of dS over `batches` batches and `bias_group` heads."""
+    shape: tl.constexpr = Shape(BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
+    features: tl.constexpr = Features(
+        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, "full", SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
+    )
+    arrays = MaskArrays(
+        bits, bits_b, bits_h, bits_r, mask_group, q_segments, q_segments_b,
+        k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
+    )  # fmt: skip
     program = tl.program_id(0)
     start_k = program % key_blocks * BLOCK_N
     start_q = (program // key_blocks) % blocks * BLOCK_M
     first_head = (program // key_blocks // blocks) % dbias_heads * bias_group
     first_batch = program // key_blocks // blocks // dbias_heads
-    SHAPE: tl.constexpr = (BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
-    MASK: tl.constexpr = (BITS, SEGMENTS, BANDED)
     in_band = (start_k + BLOCK_N > start_q + band_lo) & (start_k < start_q + BLOCK_M + band_hi)
     zero = tl.full((), 0, tl.int32)
-    seed_value = 0
-    if DROPOUT:
-        seed_value = tl.load(seed)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for member in tl.range(batches * bias_group):
         batch = first_batch + member // bias_group
         head = first_head + member % bias_group
+        place = Place(batch, batch, head, zero, seqlen_q, zero, seqlen_k, zero)
         if LISTED:
-            place = head_offset(batch, head // mask_group, states_b, states_h) + start_k // TILE
-            state = tl.load(states + place + (start_q // TILE).to(tl.int64) * states_q).to(tl.int32)
+            at = head_offset(batch, head // mask_group, states_b, states_h) + start_k // TILE
+            state = tl.load(states + at + (start_q // TILE).to(tl.int64) * states_q).to(tl.int32)
         else:
             state = in_band.to(tl.int32)
-        head_bits = 0
-        head_q_segments = 0
-        head_k_segments = 0
-        if BITS:
-            head_bits = bits + head_offset(batch, head // mask_group, bits_b, bits_h)
-        if QUERY_SEGMENTS:
-            head_q_segments = q_segments + batch.to(tl.int64) * q_segments_b
-        if SEGMENTS:
-            head_k_segments = k_segments + head_offset(batch, head // segment_group, k_segments_b, k_segments_h)
-        head_key = head_rows(key, batch, head // GROUP, zero, key_b, key_s, key_h)
-        head_value = head_rows(value, batch, head // GROUP, zero, value_b, value_s, value_h)
+        mask = mask_of_head(arrays, place, head, band_lo, band_hi, features)
+        dropout = Dropout(0, threshold, rescale, q_origin, k_origin)
+        if DROPOUT:
+            head_seed = tl.load(seed + head_offset(batch, head, seed_b, seed_h))
+            dropout = Dropout(head_seed, threshold, rescale, q_origin, k_origin)
+        head_query = Rows(head_rows(query, batch, head, zero, query_b, query_s, query_h), query_s)
+        head_grad_out = Rows(head_rows(grad_out, batch, head, zero, grad_out_b, grad_out_s, grad_out_h), grad_out_s)
+        head_key = Rows(head_rows(key, batch, head // GROUP, zero, key_b, key_s, key_h), key_s)
+        head_value = Rows(head_rows(value, batch, head // GROUP, zero, value_b, value_s, value_h), value_s)
+        head_bias = Bias(bias + head_offset(batch, head // bias_group, bias_b, bias_h), bias_q, bias_k)
         statistics = (batch.to(tl.int64) * heads + head) * seqlen_q
         for PARTIAL in tl.static_range(2):
             if state == 2 - PARTIAL:
-                total += member_gradient(
-                    (head_rows(query, batch, head, zero, query_b, query_s, query_h), query_s),
-                    (head_rows(grad_out, batch, head, zero, grad_out_b, grad_out_s, grad_out_h), grad_out_s),
-                    (log_sum + statistics, delta + statistics, head_q_segments, start_q, seqlen_q),
-                    (head_key, key_s, head_value, value_s, head_k_segments, seqlen_k),
-                    start_k,
-                    (head_bits, bits_r, band_lo, band_hi),
-                    (bias + head_offset(batch, head // bias_group, bias_b, bias_h), bias_q, bias_k),
-                    (softmax_scale, softcap),
-                    (seed_value, threshold, rescale, batch * heads + head),
-                    SHAPE,
-                    MASK,
-                    QUERY_SEGMENTS,
-                    SOFTCAP,
-                    DROPOUT,
-                    PRECISION,
+                queries = load_queries(
+                    head_query, head_grad_out, log_sum + statistics, log_rest + statistics, delta + statistics,
+                    start_q, place, mask, shape, features,
+                )  # fmt: skip
+                k = load_rows(head_key, start_k, seqlen_k, BLOCK_N, HEAD_DIM, PADDED_HEAD, ALIGNED, PARTIAL)
+                v = load_rows(head_value, start_k, seqlen_k, BLOCK_N, VALUE_DIM, PADDED_VALUE, ALIGNED, PARTIAL)
+                ds, _ = step_gradient(
+                    queries, k, v, start_k, place, mask, head_bias, Factors(ratio, factor), dropout, shape, features,
                     PARTIAL,
-                )
-    store_block(
-        dbias + head_offset(first_batch, first_head // bias_group, dbias_b, dbias_h),
-        dbias_q,
-        dbias_k,
-        start_q,
-        start_k,
-        seqlen_q,
-        seqlen_k,
-        total,
-        BLOCK_M,
-        BLOCK_N,
-    )
+                )  # fmt: skip
+                total += ds
+    store_scores(
+        dbias + head_offset(first_batch, first_head // bias_group, dbias_b, dbias_h), dbias_q, dbias_k,
+        start_q, start_k, seqlen_q, seqlen_k, total, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
 def reduce_key_sums(key_sums: Tensor, dbias: Tensor) -> Tensor:
@@ -282,24 +218,18 @@ def _empty_states(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_zeros(shape, dtype=torch.int8)
 
 
-def recompute_dbias(
-    call: Call, grad_out: Tensor, log_sum: Tensor, delta: Tensor, dbias: Tensor, config: PortableBackward
-) -> None:
-    """Write dbias `[B|1, H|Hkv|1, Sq, Sk]` beside kernels that leave it out.
-
-    log_sum and delta `[B, H, Sq]` are the rows' lse in base 2 and delta, +inf and 0 in empty rows.
-    """
+def recompute_dbias(call: Call, saved: Saved, grads: Gradients, config: PortableBackward) -> None:
+    """Write dbias `[B|1, H|Hkv|1, Sq, Sk]` beside kernels that leave it out."""
+    assert grads.dbias is not None
     size = extent(call)
-    aligned = rows_are_aligned(call.query, call.key, call.value, grad_out)
-    arguments = shared_arguments(call, size)
-    arguments |= {"grad_out": grad_out, **row_strides("grad_out", grad_out), "log_sum": log_sum, "delta": delta}
-    arguments["ALIGNED"] = aligned
+    aligned = rows_are_aligned(call.query, call.key, call.value, grads.grad_out)
+    arguments = gradient_arguments(call, saved, grads, size) | {"ALIGNED": aligned}
     config = config.for_call(aligned, is_pairwise(call.bias, call.options))
-    broadcast_dbias(arguments, call.mask, size, dbias, config)
+    broadcast_dbias(arguments, call.mask, size, grads.dbias, config)
 
 
 def broadcast_dbias(
-    arguments: dict[str, Any], tiles: Mask, size: Extent, dbias: Tensor, config: PortableBackward
+    arguments: dict[str, Any], mask: Mask, size: Extent, dbias: Tensor, config: PortableBackward
 ) -> None:
     """Write dbias `[B|1, H|Hkv|1, Sq, Sk]`: a program for each of its blocks."""
     blocks = ceil_div(size.seqlen_q, config.dq_block_m)
@@ -307,10 +237,10 @@ def broadcast_dbias(
     programs = blocks * key_blocks * dbias.shape[0] * dbias.shape[1]
     if programs == 0:
         return
-    mask = mask_arguments(tiles.row_tiles, tiles.row_bits, size.heads)
-    states = None if tiles.row_tiles is None else mark_tiles(tiles.row_tiles, ceil_div(size.seqlen_k, problem.TILE))
+    lists = list_arguments(mask.row_tiles, mask.row_bits, size.heads)
+    states = None if mask.row_tiles is None else mark_tiles(mask.row_tiles, ceil_div(size.seqlen_k, problem.TILE))
     wanted = dbias_kernel.arg_names
-    given = {name: value for name, value in (arguments | mask).items() if name in wanted}
+    given = {name: value for name, value in (arguments | lists).items() if name in wanted}
     launch(
         dbias_kernel,
         (programs,),

@@ -1,7 +1,7 @@
-"""Forward in plain Triton, for every GPU from SM 8.0: a program owns queries and walks keys.
+"""Forward in plain Triton, for every GPU from SM 8.0: each program computes a block of queries and walks the keys.
 
-Where too few queries fill the GPU (decoding), several programs share the walk of one block of queries, and a second
-kernel merges their outputs.
+Where there are too few queries to fill the GPU (decoding), several programs share the walk of one block of queries, and a
+second kernel merges their outputs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops import problem
+from dmattn_ops import arch, problem
 from dmattn_ops.call import Call, Result, rows_are_aligned
 from dmattn_ops.config import PortableForward
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
@@ -21,35 +21,41 @@ from dmattn_ops.kernels.portable.arguments import (
     UNSPECIALIZED,
     ceil_div,
     extent,
-    is_positive,
-    lse_strides,
-    mask_arguments,
+    factor_sign,
+    list_arguments,
     padded,
     row_strides,
     shared_arguments,
+    statistic_strides,
 )
-from dmattn_ops.kernels.portable.primitives import (
-    LN2,
-    LOG2E,
+from dmattn_ops.kernels.portable.places import (
     TILE,
-    dropout_keep,
+    Lengths,
     head_offset,
     head_rows,
-    load_bias,
-    load_key_bias,
-    load_rows,
     owned_start,
-    scores,
-    segment_ids,
-    sequences,
-    store_rows,
-    visibility,
-    walk,
+    part_of,
+    place_of,
+    plan_walk,
     walked_start,
 )
+from dmattn_ops.kernels.portable.primitives import Features, Rows, Shape, load_rows, store_rows
+from dmattn_ops.kernels.portable.scores import (
+    LN2,
+    LOG2E,
+    Bias,
+    Dropout,
+    Factors,
+    capped,
+    dropout_keep,
+    load_bias,
+    load_key_bias,
+    lse_terms,
+)
+from dmattn_ops.kernels.portable.visibility import MaskArrays, key_marks, mask_of_head, query_marks, visibility
 
-SPLIT_STEPS = 4  # a share of fewer steps costs more in merging than it gains
-MERGED = 16  # shares that the merging kernel reads at once
+SPLIT_STEPS = 4  # dividing the keys into shares of fewer steps costs more for merging than it saves
+MERGED = 16  # shares that the merging kernel reads in one iteration
 
 
 @triton.jit
@@ -58,62 +64,74 @@ def attend(
     peak,
     total,
     q,
-    keys,
+    key,
+    value,
     part,
     begin,
     end,
-    owned,
+    start_q,
+    place,
+    q_marks,
     mask,
     bias,
-    numbers,
+    factors,
     dropout,
-    SHAPE: tl.constexpr,
-    MASK: tl.constexpr,
-    LISTED: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    LATE_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    shape: tl.constexpr,
+    features: tl.constexpr,
+    SIGN: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Add steps `begin ... end` of one part of the walk to the running softmax `(acc, peak, total)`, base 2."""
-    BLOCK_M: tl.constexpr = SHAPE[0]
-    BLOCK_N: tl.constexpr = SHAPE[1]
-    key, key_s, value, value_s, k_segments, length_k = keys
-    start_q, length_q, q_ids = owned
-    bias_pointer, bias_q, bias_k = bias
+    """Add steps `begin ... end` of one part of the walk to the running softmax `(acc, peak, total)`.
+
+    `peak` is the largest score, with a bias in natural units, else in units of log2. `SIGN` is that of the factor: where
+    it is positive, the largest score is that of the largest product.
+    """
+    BLOCK_M: tl.constexpr = shape.block_m
+    BLOCK_N: tl.constexpr = shape.block_n
+    NATURAL: tl.constexpr = features.bias != "none"
+    unit = factors.factor * LOG2E
+    if SIGN < 0:
+        unit = -unit
+    if SIGN == 0:
+        unit = 1.0
     for step in tl.range(begin, end):
-        start = walked_start(part, step, BLOCK_N, LISTED)
-        k = load_rows(key, start, key_s, length_k, BLOCK_N, SHAPE[2], SHAPE[4], SHAPE[6], PARTIAL)
-        raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if LATE_SCALE:
-            score = raw
-            unit = numbers[0] * LOG2E
-        else:
-            extra = 0.0
-            if BIAS == "key":
-                extra = load_key_bias(bias_pointer, start, bias_k, length_k, BLOCK_N)[None, :]
-            elif BIAS == "full":
-                extra = load_bias(
-                    bias_pointer, bias_q, bias_k, start_q, start, length_q, length_k, BLOCK_M, BLOCK_N, PARTIAL
-                )
-            score, _ = scores(raw, extra, numbers, SOFTCAP, BIAS)
-            unit = 1.0
+        start = walked_start(part, step, BLOCK_N, features.listed)
+        k = load_rows(key, start, place.length_k, BLOCK_N, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL)
+        score, _ = capped(tl.dot(q, tl.trans(k), input_precision=features.precision), factors, features)
+        if SIGN < 0:
+            score = -score
+        if SIGN == 0:
+            score = score * 0.0
+        if features.bias == "key":
+            score = tl.fma(score, factors.factor, load_key_bias(bias, start, place.length_k, BLOCK_N)[None, :])
+        if features.bias == "full":
+            added = load_bias(bias, start_q, start, place.length_q, place.length_k, BLOCK_M, BLOCK_N, False, PARTIAL)
+            score = tl.fma(score, factors.factor, added)
         if PARTIAL:
-            k_ids = segment_ids(k_segments, start, length_k, BLOCK_N, MASK[1])
-            visible = visibility(mask, q_ids, k_ids, start_q, start, length_k, BLOCK_M, BLOCK_N, MASK)
+            k_marks = key_marks(mask, start, place.length_k, BLOCK_N, features)
+            visible = visibility(
+                mask, q_marks, k_marks, start_q, start, place.length_k, BLOCK_M, BLOCK_N, False, features
+            )
             score = tl.where(visible, score, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1) * unit)
-        # A row that has seen nothing but -inf keeps its peak there; subtracting it would make NaN.
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        p = tl.exp2(score * unit - base[:, None])
-        shrink = tl.exp2(peak - base)
+        # A row whose scores are all -inf so far has a peak of -inf; subtracting that from -inf would give NaN.
+        if NATURAL:
+            new_peak = tl.maximum(peak, tl.max(score, 1))
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            p = tl.exp2((score - base[:, None]) * LOG2E)
+            shrink = tl.exp2((peak - base) * LOG2E)
+        else:
+            new_peak = tl.maximum(peak, tl.max(score, 1) * unit)
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            p = tl.exp2(tl.fma(score, unit, base[:, None] * -1.0))
+            shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(p, 1)
-        if DROPOUT:
-            p = tl.where(dropout_keep(dropout, start_q, start, BLOCK_M, BLOCK_N), p, 0.0)
-        v = load_rows(value, start, value_s, length_k, BLOCK_N, SHAPE[3], SHAPE[5], SHAPE[6], PARTIAL)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        if features.dropout:
+            keep = dropout_keep(dropout, start_q, start, BLOCK_M, BLOCK_N, features.whole_groups)
+            p = tl.where(keep, p, 0.0)
+        v = load_rows(
+            value, start, place.length_k, BLOCK_N, shape.value_dim, shape.padded_value, shape.aligned, PARTIAL
+        )
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=features.precision)
         peak = new_peak
     return acc, peak, total
 
@@ -126,10 +144,16 @@ def forward_kernel(
     bias,
     out,
     lse,
+    lse_tail,
+    row_max,
     tiles,
     bits,
     q_segments,
     k_segments,
+    start,
+    end,
+    hidden_from,
+    hidden_to,
     seed,
     cu_seqlens_q,
     cu_seqlens_k,
@@ -148,6 +172,10 @@ def forward_kernel(
     out_split,
     lse_b,
     lse_h,
+    lse_tail_b,
+    lse_tail_h,
+    row_max_b,
+    row_max_h,
     lse_split,
     bias_b,
     bias_h,
@@ -162,9 +190,15 @@ def forward_kernel(
     bits_r,
     mask_group,
     q_segments_b,
-    k_segments_b,
-    k_segments_h,
-    segment_group,
+    keys_b,
+    keys_h,
+    key_group,
+    seed_b,
+    seed_h,
+    threshold,
+    rescale,
+    q_origin,
+    k_origin,
     blocks,
     heads,
     seqlen_q,
@@ -173,10 +207,8 @@ def forward_kernel(
     longest_k,
     band_lo,
     band_hi,
-    softmax_scale,
-    softcap,
-    threshold,
-    rescale,
+    ratio,
+    factor,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -188,110 +220,104 @@ def forward_kernel(
     VARLEN: tl.constexpr,
     TOP_LEFT: tl.constexpr,
     LISTED: tl.constexpr,
-    BITS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    MASK: tl.constexpr,
     QUERY_SEGMENTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
     BANDED: tl.constexpr,
     BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
-    LATE_SCALE: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SIGN: tl.constexpr,
+    ROW_MAX: tl.constexpr,
 ):
-    """Write out and lse of one block of queries, or of one share of its walk (`program_id(1)`)."""
+    """Write out and the statistics of one block of queries, or of one share of its walk (`program_id(1)` says which)."""
+    shape: tl.constexpr = Shape(BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
+    features: tl.constexpr = Features(
+        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, BIAS, SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
+    )
+    lengths = Lengths(seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
+    arrays = MaskArrays(
+        bits, bits_b, bits_h, bits_r, mask_group, q_segments, q_segments_b,
+        k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
+    )  # fmt: skip
     program = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
-    head = (program // blocks) % heads
-    batch = program // blocks // heads
-    row, q_begin, length_q, k_begin, length_k, shift = sequences(
-        cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, longest_q, longest_k, VARLEN, TOP_LEFT
-    )
+    place = place_of(program, blocks, heads, lengths, VARLEN, TOP_LEFT)
+    head = place.head
     if LISTED:
-        tiles += head_offset(row, head // mask_group, tiles_b, tiles_h)
+        tiles += head_offset(place.batch, head // mask_group, tiles_b, tiles_h)
     start_q = owned_start(tiles, tiles_r, program % blocks, blocks, BLOCK_M, LISTED, True)
-    if start_q >= length_q:
+    if start_q >= place.length_q:
         return
 
-    query = head_rows(query, row, head, q_begin, query_b, query_s, query_h)
-    key = head_rows(key, row, head // GROUP, k_begin, key_b, key_s, key_h)
-    value = head_rows(value, row, head // GROUP, k_begin, value_b, value_s, value_h)
-    out = head_rows(out, row, head, q_begin, out_b, out_s, out_h) + split.to(tl.int64) * out_split
-    lse += head_offset(row, head, lse_b, lse_h) + split.to(tl.int64) * lse_split + q_begin
+    query = Rows(head_rows(query, place.batch, head, place.q_begin, query_b, query_s, query_h), query_s)
+    key = Rows(head_rows(key, place.batch, head // GROUP, place.k_begin, key_b, key_s, key_h), key_s)
+    value = Rows(head_rows(value, place.batch, head // GROUP, place.k_begin, value_b, value_s, value_h), value_s)
     record = 0
     if LISTED:
         record = tiles + (start_q // TILE).to(tl.int64) * tiles_r
-    if BITS:
-        bits += head_offset(row, head // mask_group, bits_b, bits_h)
-    if QUERY_SEGMENTS:
-        q_segments += row.to(tl.int64) * q_segments_b + q_begin
-    if SEGMENTS:
-        k_segments += head_offset(row, head // segment_group, k_segments_b, k_segments_h) + k_begin
+    head_bias = Bias(0, 0, 0)
     if BIAS != "none":
-        bias = head_rows(bias, row, head // bias_group, k_begin, bias_b, bias_k, bias_h)
-    seed_value = 0
+        head_bias = Bias(
+            head_rows(bias, place.batch, head // bias_group, place.k_begin, bias_b, bias_k, bias_h), bias_q, bias_k
+        )
+    dropout = Dropout(0, threshold, rescale, q_origin, k_origin)
     if DROPOUT:
-        seed_value = tl.load(seed)
+        head_seed = tl.load(seed + head_offset(place.sequence, head, seed_b, seed_h))
+        dropout = Dropout(head_seed, threshold, rescale, q_origin, k_origin)
 
-    SHAPE: tl.constexpr = (BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
-    MASK: tl.constexpr = (BITS, SEGMENTS, BANDED)
-    low = band_lo + shift
-    high = band_hi + shift
-    last_q = tl.minimum(start_q + BLOCK_M, length_q) - 1
-    n_full, full_first, n_partial, partial_first, left, gap = walk(
-        record, start_q, last_q, low, high, length_k, BLOCK_N, LISTED, SEGMENTS
-    )
-    q = load_rows(query, start_q, query_s, length_q, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
-    q_ids = segment_ids(q_segments, start_q, length_q, BLOCK_M, QUERY_SEGMENTS)
+    mask = mask_of_head(arrays, place, head, band_lo + place.shift, band_hi + place.shift, features)
+    last_q = tl.minimum(start_q + BLOCK_M, place.length_q) - 1
+    TEST_ALL: tl.constexpr = MASK == "segments" or MASK == "intervals"
+    plan = plan_walk(record, start_q, last_q, mask.low, mask.high, place.length_k, BLOCK_N, LISTED, TEST_ALL)
+    q = load_rows(query, start_q, place.length_q, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
+    q_marks = query_marks(mask, start_q, place.length_q, BLOCK_M, features)
     acc = tl.zeros((BLOCK_M, PADDED_VALUE), tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     for PARTIAL in tl.static_range(2):
-        steps = n_partial if PARTIAL else n_full
-        share = (steps + splits - 1) // splits
-        begin = tl.minimum(split * share, steps)
+        part = part_of(plan, PARTIAL)
+        share = (part.steps + splits - 1) // splits
+        begin = tl.minimum(split * share, part.steps)
+        end_of_share = tl.minimum(begin + share, part.steps)
         acc, peak, total = attend(
-            acc,
-            peak,
-            total,
-            q,
-            (key, key_s, value, value_s, k_segments, length_k),
-            (record, partial_first, left, gap) if PARTIAL else (record, full_first, 0, 0),
-            begin,
-            tl.minimum(begin + share, steps),
-            (start_q, length_q, q_ids),
-            (bits, bits_r, low, high),
-            (bias, bias_q, bias_k),
-            (softmax_scale, softcap),
-            (seed_value, threshold, rescale, batch * heads + head),
-            SHAPE,
-            MASK,
-            LISTED,
-            BIAS,
-            SOFTCAP,
-            DROPOUT,
-            LATE_SCALE,
-            PRECISION,
-            PARTIAL,
-        )
+            acc, peak, total, q, key, value, part, begin, end_of_share, start_q, place, q_marks, mask,
+            head_bias, Factors(ratio, factor), dropout, shape, features, SIGN, PARTIAL,
+        )  # fmt: skip
 
     empty = total == 0.0
-    factor = 1.0 / tl.where(empty, 1.0, total)
+    scale = 1.0 / tl.where(empty, 1.0, total)
     if DROPOUT:
-        factor *= rescale
-    acc = tl.where(empty[:, None], 0.0, acc * factor[:, None])
-    store_rows(out, start_q, out_s, length_q, acc, BLOCK_M, VALUE_DIM, PADDED_VALUE, ALIGNED)
+        scale *= rescale
+    acc = tl.where(empty[:, None], 0.0, acc * scale[:, None])
+    out = head_rows(out, place.batch, head, place.q_begin, out_b, out_s, out_h) + split.to(tl.int64) * out_split
+    store_rows(Rows(out, out_s), start_q, place.length_q, acc, BLOCK_M, VALUE_DIM, PADDED_VALUE, ALIGNED)
     rows = start_q + tl.arange(0, BLOCK_M)
-    log_sum = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
-    tl.store(lse + rows, log_sum.to(lse.dtype.element_ty), mask=rows < length_q)
+    inside = rows < place.length_q
+    first = split.to(tl.int64) * lse_split + place.q_begin
+    row_lse, row_tail = lse_terms(peak, total, BIAS != "none")
+    tl.store(lse + head_offset(place.batch, head, lse_b, lse_h) + first + rows, row_lse, mask=inside)
+    tl.store(lse_tail + head_offset(place.batch, head, lse_tail_b, lse_tail_h) + first + rows, row_tail, mask=inside)
+    if ROW_MAX:
+        largest = tl.where(total == total, peak, float("nan"))
+        if BIAS == "none":
+            largest *= LN2
+        tl.store(row_max + head_offset(place.batch, head, row_max_b, row_max_h) + first + rows, largest, mask=inside)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def merge_kernel(
     shares,
     share_lse,
+    share_tail,
+    share_max,
     out,
     lse,
+    lse_tail,
+    row_max,
     share_stride,
     lse_stride,
     out_b,
@@ -299,6 +325,10 @@ def merge_kernel(
     out_h,
     lse_b,
     lse_h,
+    lse_tail_b,
+    lse_tail_h,
+    row_max_b,
+    row_max_h,
     heads,
     seqlen_q,
     splits,
@@ -306,94 +336,132 @@ def merge_kernel(
     PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    ROW_MAX: tl.constexpr,
 ):
-    """Merge the shares `[splits, B, Sq, H, Dv]` of one row, weighted by `exp(lse - lse of all)`."""
+    """Merge the shares `[splits, B, Sq, H, Dv]` of one row, weighted by exp of their lse less that of all."""
     program = tl.program_id(0)
     head = program % heads
     position = (program // heads) % seqlen_q
     batch = (program // heads // seqlen_q).to(tl.int64)
-    share_lse += (batch * heads + head) * seqlen_q + position
+    row = (batch * heads + head) * seqlen_q + position
     shares += program.to(tl.int64) * WIDTH
 
-    every = tl.arange(0, SPLITS).to(tl.int64)
-    logs = tl.load(share_lse + every * lse_stride, mask=every < splits, other=float("-inf"))
-    peak = tl.max(logs, 0)
+    every = tl.arange(0, SPLITS)
+    peak = tl.max(share_logs(share_lse + row, share_tail + row, every, lse_stride, splits, 0.0, False), 0)
     empty = peak == float("-inf")
     base = tl.where(empty, 0.0, peak)
-    total = tl.sum(tl.exp2((logs - base) * LOG2E), 0)
+    above = share_logs(share_lse + row, share_tail + row, every, lse_stride, splits, base, True)
+    top = tl.where(empty, 0.0, tl.max(above, 0))  # not 0: the largest lse may have lost more than another
+    total = tl.sum(tl.exp2((above - top) * LOG2E), 0)
 
     columns = tl.arange(0, PADDED)
     acc = tl.zeros((PADDED,), tl.float32)
     for first in tl.range(0, SPLITS, AT_ONCE):
-        some = (first + tl.arange(0, AT_ONCE)).to(tl.int64)
-        some_logs = tl.load(share_lse + some * lse_stride, mask=some < splits, other=float("-inf"))
-        weight = tl.exp2((some_logs - base) * LOG2E)
-        # A share without weight may never have been written.
+        some = first + tl.arange(0, AT_ONCE)
+        some_above = share_logs(share_lse + row, share_tail + row, some, lse_stride, splits, base, True)
+        weight = tl.exp2((some_above - top) * LOG2E)
+        # The output of a share whose weight is 0 may never have been written.
         written = (weight != 0.0)[:, None] & (columns < WIDTH)[None, :]
-        block = tl.load(shares + some[:, None] * share_stride + columns[None, :], mask=written, other=0.0)
-        acc += tl.sum(block * weight[:, None], 0)
+        pointers = shares + some.to(tl.int64)[:, None] * share_stride + columns[None, :]
+        acc += tl.sum(tl.load(pointers, mask=written, other=0.0) * weight[:, None], 0)
     acc = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))
-    out += batch * out_b + position.to(tl.int64) * out_s + head.to(tl.int64) * out_h
+    out += head_offset(batch, head, out_b, out_h) + position.to(tl.int64) * out_s
     tl.store(out + columns, acc.to(out.dtype.element_ty), mask=columns < WIDTH)
-    log_sum = tl.where(empty, float("-inf"), base + tl.log2(tl.where(empty, 1.0, total)) * LN2)
-    tl.store(lse + batch * lse_b + head.to(tl.int64) * lse_h + position, log_sum.to(lse.dtype.element_ty))
+    rest = top + tl.log2(tl.where(empty, 1.0, total)) * LN2
+    row_lse = base + rest
+    row_tail = (base - row_lse) + rest
+    tl.store(lse + head_offset(batch, head, lse_b, lse_h) + position, tl.where(empty, float("-inf"), row_lse))
+    tl.store(lse_tail + head_offset(batch, head, lse_tail_b, lse_tail_h) + position, tl.where(empty, 0.0, row_tail))
+    if ROW_MAX:
+        largest = tl.max(
+            tl.load(share_max + row + every.to(tl.int64) * lse_stride, mask=every < splits, other=float("-inf")), 0
+        )
+        largest = tl.where(total == total, largest, float("nan"))
+        tl.store(row_max + head_offset(batch, head, row_max_b, row_max_h) + position, largest)
 
 
-def split_count(programs: int, longest_k: int, config: PortableForward) -> int:
-    """Return how many programs share one walk: enough to fill `config.sm_count` SMs, each with some steps to do."""
-    if 2 * programs > config.sm_count:
+@triton.jit
+def share_logs(lse, lse_tail, shares, stride, splits, base, WITH_TAIL: tl.constexpr):
+    """Return lse of the shares less `base`, and with what it lost; -inf for those that saw nothing or were not written."""
+    places = shares.to(tl.int64) * stride
+    logs = tl.load(lse + places, mask=shares < splits, other=float("-inf"))
+    if WITH_TAIL:
+        logs = (logs - base) + tl.load(lse_tail + places, mask=logs != float("-inf"), other=0.0)
+    return logs
+
+
+def split_count(programs: int, longest_k: int, config: PortableForward, num_sms: int) -> int:
+    """Return how many programs share one walk: enough to fill the multiprocessors, each with some steps to do."""
+    if 2 * programs > num_sms:
         return 1
     steps = ceil_div(longest_k, config.block_n)
-    return max(1, min(config.per_sm * config.sm_count // programs, steps // SPLIT_STEPS))
+    return max(1, min(config.per_sm * num_sms // programs, steps // SPLIT_STEPS))
 
 
 def forward(call: Call, result: Result, config: PortableForward) -> None:
-    """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]` (packed: `[total_q, H, Dv]`, `[H, total_q]`)."""
-    query, tiles, out, lse = call.query, call.mask, result.out, result.lse
+    """Write out `[B, Sq, H, Dv]`, and lse, lse_tail and row_max `[B, H, Sq]` (packed: `[total_q, H, Dv]`, `[H, total_q]`)."""
+    mask = call.mask
     size = extent(call)
-    aligned = rows_are_aligned(query, call.key, call.value, out)
+    aligned = rows_are_aligned(call.query, call.key, call.value, result.out)
     if call.varlen is not None:  # rows that belong to no sequence
-        computed(Tensor.zero_, out)
-        computed(Tensor.fill_, lse, float("-inf"))
+        computed(Tensor.zero_, result.out)
+        _empty_statistics(result)
     blocks = ceil_div(size.longest_q, config.block_m)
-    if tiles.row_tiles is not None:
-        blocks = tiles.row_tiles.shape[2] * (problem.TILE // config.block_m)
+    if mask.row_tiles is not None:
+        blocks = mask.row_tiles.shape[2] * (problem.TILE // config.block_m)
     programs = blocks * size.heads * size.batch
     if programs == 0:
         return
     arguments = shared_arguments(call, size)
-    arguments |= mask_arguments(tiles.row_tiles, tiles.row_bits, size.heads)
-    arguments["ALIGNED"] = aligned
-    arguments["LATE_SCALE"] = (
-        call.bias is None and call.options.softcap == 0 and is_positive(call.options.softmax_scale)
+    arguments |= list_arguments(mask.row_tiles, mask.row_bits, size.heads)
+    arguments |= {"ALIGNED": aligned, "SIGN": factor_sign(call), "ROW_MAX": result.row_max is not None}
+    splits = split_count(
+        ceil_div(size.longest_q, config.block_m) * size.heads * size.batch,
+        size.longest_k,
+        config,
+        arch.physical(call.query.device).num_sms,
     )
-    splits = split_count(ceil_div(size.longest_q, config.block_m) * size.heads * size.batch, size.longest_k, config)
     if splits == 1:
-        _launch(arguments, out, lse, (programs, 1), blocks, config)
+        _launch(arguments, result, (programs, 1), blocks, config)
         return
-    shares = workspace(query, splits, *out.shape)
-    share_lse = workspace(query, splits, *lse.shape)
+    shares = Result(*[None if part is None else workspace(call.query, splits, *part.shape) for part in result])
     if call.varlen is not None:
-        computed(Tensor.fill_, share_lse, float("-inf"))
-    arguments["ALIGNED"] = aligned and rows_are_aligned(shares)
-    _launch(arguments, shares, share_lse, (programs, splits), blocks, config)
-    _merge(shares, share_lse, out, lse)
+        _empty_statistics(shares)
+    arguments["ALIGNED"] = aligned and rows_are_aligned(shares.out)
+    _launch(arguments, shares, (programs, splits), blocks, config)
+    _merge(shares, result)
+
+
+def _empty_statistics(result: Result) -> None:
+    """Write the statistics of rows without visible keys."""
+    computed(Tensor.fill_, result.lse, float("-inf"))
+    computed(Tensor.zero_, result.lse_tail)
+    if result.row_max is not None:
+        computed(Tensor.fill_, result.row_max, float("-inf"))
+
+
+def _statistics(result: Result) -> dict[str, Any]:
+    """Return the statistics of a result and their strides, as arguments."""
+    named = {"lse": result.lse, "lse_tail": result.lse_tail, "row_max": result.row_max}
+    strides = [statistic_strides(name, tensor) for name, tensor in named.items()]
+    return named | strides[0] | strides[1] | strides[2]
 
 
 def _launch(
-    arguments: dict[str, Any], out: Tensor, lse: Tensor, grid: tuple[int, int], blocks: int, config: PortableForward
+    arguments: dict[str, Any], result: Result, grid: tuple[int, int], blocks: int, config: PortableForward
 ) -> None:
-    """Launch the kernel for out `[B, Sq, H, Dv]`, or for shares of it `[splits, B, Sq, H, Dv]`."""
-    shared = grid[1] > 1
+    """Launch the kernel for a result, or for shares of one: `[splits, B, Sq, H, Dv]` and `[splits, B, H, Sq]`."""
+    one, strides = result, {"out_split": 0, "lse_split": 0}
+    if grid[1] > 1:
+        one = Result(*[None if part is None else part[0] for part in result])
+        strides = {"out_split": result.out.stride(0), "lse_split": result.lse.stride(0)}
     launch(
         forward_kernel,
         grid,
-        out=out,
-        lse=lse,
-        **row_strides("out", out[0] if shared else out),
-        **lse_strides("lse", lse[0] if shared else lse),
-        out_split=out.stride(0) if shared else 0,
-        lse_split=lse.stride(0) if shared else 0,
+        out=result.out,
+        **row_strides("out", one.out),
+        **strides,
+        **_statistics(one) | {"lse": result.lse, "lse_tail": result.lse_tail, "row_max": result.row_max},
         blocks=blocks,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -403,26 +471,28 @@ def _launch(
     )
 
 
-def _merge(shares: Tensor, share_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+def _merge(shares: Result, result: Result) -> None:
     """Launch the merging of shares `[splits, B, Sq, H, Dv]` and `[splits, B, H, Sq]`."""
-    splits = shares.shape[0]
+    splits, width = shares.out.shape[0], result.out.shape[-1]
     launch(
         merge_kernel,
-        (shares[0].numel() // out.shape[-1],),
-        shares,
-        share_lse,
-        out,
-        lse,
-        share_stride=shares.stride(0),
-        lse_stride=share_lse.stride(0),
-        **row_strides("out", out),
-        **lse_strides("lse", lse),
-        heads=out.shape[-2],
-        seqlen_q=out.shape[-3],
+        (shares.out[0].numel() // width,),
+        shares.out,
+        shares.lse,
+        shares.lse_tail,
+        shares.row_max,
+        result.out,
+        share_stride=shares.out.stride(0),
+        lse_stride=shares.lse.stride(0),
+        **row_strides("out", result.out),
+        **_statistics(result),
+        heads=result.out.shape[-2],
+        seqlen_q=result.out.shape[-3],
         splits=splits,
-        WIDTH=out.shape[-1],
-        PADDED=padded(out.shape[-1]),
+        WIDTH=width,
+        PADDED=padded(width),
         SPLITS=max(MERGED, triton.next_power_of_2(splits)),
         AT_ONCE=MERGED,
+        ROW_MAX=result.row_max is not None,
         num_warps=4,
     )

@@ -1,167 +1,124 @@
-"""dk and dv in plain Triton: a program owns keys and walks the queries of every head that reads them.
+"""dk and dv in plain Triton: each program computes a block of keys and walks the queries of every head that reads it.
 
-Blocks are transposed, `[keys, queries]`, so that the probabilities are an operand of both products as they are.
+Scores are computed transposed, `[keys, queries]`, so that P and dS can be the left operand of the products for dv and dk
+without another transposition.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
-from dmattn_ops.kernels.portable.primitives import (
+from dmattn_ops.kernels.portable.places import (
     TILE,
-    dropout_keep,
+    Lengths,
     head_offset,
     head_rows,
-    load_bias,
-    load_key_bias,
-    load_rows,
-    load_statistics,
     owned_start,
-    score_gradient,
-    scores,
-    segment_ids,
-    sequences,
-    store_rows,
-    visibility,
-    walk,
+    part_of,
+    place_of,
+    plan_walk,
     walked_start,
 )
+from dmattn_ops.kernels.portable.primitives import Features, Rows, Shape, load_rows, load_statistics, store_rows
+from dmattn_ops.kernels.portable.scores import (
+    Bias,
+    Dropout,
+    Factors,
+    capped,
+    dropout_keep,
+    load_bias,
+    load_key_bias,
+    probabilities,
+    score_gradient,
+)
+from dmattn_ops.kernels.portable.visibility import MaskArrays, key_marks, mask_of_head, query_marks, visibility
+
+
+class Queries(NamedTuple):
+    """The queries of one head, which are walked."""
+
+    query: Any  # Rows
+    grad_out: Any  # Rows
+    log_sum: Any
+    log_rest: Any
+    delta: Any
+
+
+class Keys(NamedTuple):
+    """A block of keys, which is owned."""
+
+    k: Any
+    v: Any
+    start: Any
+
+
+class Sums(NamedTuple):
+    """What is gathered for a block of keys."""
+
+    dk: Any
+    dv: Any
+    ds: Any  # the sum of dS over the queries of one head
 
 
 @triton.jit
 def gather_queries(
-    dk,
-    dv,
-    key_sum,
-    k,
-    v,
-    queries,
-    part,
-    steps,
-    owned,
-    mask,
-    bias,
-    numbers,
-    dropout,
-    SHAPE: tl.constexpr,
-    MASK: tl.constexpr,
-    LISTED: tl.constexpr,
-    QUERY_SEGMENTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KEY_SUMS: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
-    """Add the queries of one part of the walk to `(dk, dv, key_sum)`."""
-    BLOCK_M: tl.constexpr = SHAPE[0]
-    BLOCK_N: tl.constexpr = SHAPE[1]
-    query, query_s, grad_out, grad_out_s, log_sum, delta, q_segments, length_q = queries
-    start_k, length_k, k_ids = owned
-    bias_pointer, bias_q, bias_k = bias
+    sums, keys, queries, part, place, k_marks, mask, bias, factors, dropout, shape: tl.constexpr, features: tl.constexpr,
+    KEY_SUMS: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Add the queries of one part of the walk to the sums."""
+    BLOCK_M: tl.constexpr = shape.block_m
+    BLOCK_N: tl.constexpr = shape.block_n
+    dk, dv, key_sum = sums.dk, sums.dv, sums.ds
     key_bias = 0.0
-    if BIAS == "key":
-        key_bias = load_key_bias(bias_pointer, start_k, bias_k, length_k, BLOCK_N)[:, None]
-    for step in tl.range(steps):
-        start = walked_start(part, step, BLOCK_M, LISTED)
-        q = load_rows(query, start, query_s, length_q, BLOCK_M, SHAPE[2], SHAPE[4], SHAPE[6], PARTIAL)
-        row_log_sum = load_statistics(log_sum, start, length_q, float("inf"), BLOCK_M, PARTIAL)
-        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        extra = key_bias
-        if BIAS == "full":
-            extra = load_bias(
-                bias_pointer, bias_k, bias_q, start_k, start, length_k, length_q, BLOCK_N, BLOCK_M, PARTIAL
-            )
-        score, slope = scores(raw, extra, numbers, SOFTCAP, BIAS)
-        p = tl.exp2(score - row_log_sum[None, :])
+    if features.bias == "key":
+        key_bias = load_key_bias(bias, keys.start, place.length_k, BLOCK_N)[:, None]
+    for step in tl.range(part.steps):
+        start = walked_start(part, step, BLOCK_M, features.listed)
+        q = load_rows(
+            queries.query, start, place.length_q, BLOCK_M, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL
+        )
+        log_sum = load_statistics(queries.log_sum, start, place.length_q, float("inf"), BLOCK_M, PARTIAL)
+        log_rest = load_statistics(queries.log_rest, start, place.length_q, 0.0, BLOCK_M, PARTIAL)
+        products, slope = capped(tl.dot(keys.k, tl.trans(q), input_precision=features.precision), factors, features)
+        added = key_bias
+        if features.bias == "full":
+            added = load_bias(bias, start, keys.start, place.length_q, place.length_k, BLOCK_M, BLOCK_N, True, PARTIAL)
+        p = probabilities(products, added, factors, log_sum[None, :], log_rest[None, :], features.bias != "none")
         if PARTIAL:
-            q_ids = segment_ids(q_segments, start, length_q, BLOCK_M, QUERY_SEGMENTS)
-            visible = visibility(mask, k_ids, q_ids, start_k, start, length_q, BLOCK_N, BLOCK_M, MASK)
+            q_marks = query_marks(mask, start, place.length_q, BLOCK_M, features)
+            visible = visibility(
+                mask, q_marks, k_marks, keys.start, start, place.length_q, BLOCK_N, BLOCK_M, True, features
+            )
             p = tl.where(visible, p, 0.0)
         keep = True
         kept_p = p
-        if DROPOUT:
-            keep = tl.trans(dropout_keep(dropout, start, start_k, BLOCK_M, BLOCK_N))
+        if features.dropout:
+            keep = tl.trans(dropout_keep(dropout, start, keys.start, BLOCK_M, BLOCK_N, features.whole_groups))
             kept_p = tl.where(keep, p, 0.0)
-        do = load_rows(grad_out, start, grad_out_s, length_q, BLOCK_M, SHAPE[3], SHAPE[5], SHAPE[6], PARTIAL)
-        dv = tl.dot(kept_p.to(do.dtype), do, dv, input_precision=PRECISION)
-        row_delta = load_statistics(delta, start, length_q, 0.0, BLOCK_M, PARTIAL)
-        grad_p = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        ds = score_gradient(p, grad_p, row_delta[None, :], keep, dropout, DROPOUT)
-        if KEY_SUMS:
-            key_sum += tl.sum(ds, 1)
-        if SOFTCAP:
-            ds *= slope
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv, key_sum
-
-
-@triton.jit
-def gather_head(
-    dk,
-    dv,
-    k,
-    v,
-    queries,
-    record,
-    owned,
-    mask,
-    bias,
-    numbers,
-    dropout,
-    key_sums,
-    SHAPE: tl.constexpr,
-    MASK: tl.constexpr,
-    LISTED: tl.constexpr,
-    QUERY_SEGMENTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KEY_SUMS: tl.constexpr,
-):
-    """Add one query head to `(dk, dv)`, and write its sums of dS over the queries."""
-    BLOCK_N: tl.constexpr = SHAPE[1]
-    start_k, length_k, _ = owned
-    _, _, low, high = mask
-    last_k = tl.minimum(start_k + BLOCK_N, length_k) - 1
-    n_full, full_first, n_partial, partial_first, left, gap = walk(
-        record, start_k, last_k, low, high, queries[7], SHAPE[0], LISTED, MASK[1]
-    )
-    key_sum = tl.zeros((BLOCK_N,), tl.float32)
-    for PARTIAL in tl.static_range(2):
-        dk, dv, key_sum = gather_queries(
-            dk,
-            dv,
-            key_sum,
-            k,
-            v,
-            queries,
-            (record, partial_first, left, gap) if PARTIAL else (record, full_first, 0, 0),
-            n_partial if PARTIAL else n_full,
-            owned,
-            mask,
-            bias,
-            numbers,
-            dropout,
-            SHAPE,
-            MASK,
-            LISTED,
-            QUERY_SEGMENTS,
-            BIAS,
-            SOFTCAP,
-            DROPOUT,
-            PRECISION,
-            KEY_SUMS,
+        do = load_rows(
+            queries.grad_out,
+            start,
+            place.length_q,
+            BLOCK_M,
+            shape.value_dim,
+            shape.padded_value,
+            shape.aligned,
             PARTIAL,
         )
-    if KEY_SUMS:
-        keys = start_k + tl.arange(0, BLOCK_N)
-        tl.store(key_sums + keys, key_sum, mask=keys < length_k)
-    return dk, dv
+        dv = tl.dot(kept_p.to(do.dtype), do, dv, input_precision=features.precision)
+        delta = load_statistics(queries.delta, start, place.length_q, 0.0, BLOCK_M, PARTIAL)
+        grad_p = tl.dot(keys.v, tl.trans(do), input_precision=features.precision)
+        ds = score_gradient(p, grad_p, delta[None, :], keep, dropout, features.dropout)
+        if KEY_SUMS:
+            key_sum += tl.sum(ds, 1)
+        if features.softcap:
+            ds *= slope
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=features.precision)
+    return Sums(dk, dv, key_sum)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
@@ -172,6 +129,7 @@ def keys_kernel(
     bias,
     grad_out,
     log_sum,
+    log_rest,
     delta,
     dk,
     dv,
@@ -180,6 +138,10 @@ def keys_kernel(
     bits,
     q_segments,
     k_segments,
+    start,
+    end,
+    hidden_from,
+    hidden_to,
     seed,
     cu_seqlens_q,
     cu_seqlens_k,
@@ -214,9 +176,15 @@ def keys_kernel(
     bits_r,
     mask_group,
     q_segments_b,
-    k_segments_b,
-    k_segments_h,
-    segment_group,
+    keys_b,
+    keys_h,
+    key_group,
+    seed_b,
+    seed_h,
+    threshold,
+    rescale,
+    q_origin,
+    k_origin,
     blocks,
     heads,
     seqlen_q,
@@ -225,10 +193,9 @@ def keys_kernel(
     longest_k,
     band_lo,
     band_hi,
+    ratio,
+    factor,
     softmax_scale,
-    softcap,
-    threshold,
-    rescale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -240,105 +207,91 @@ def keys_kernel(
     VARLEN: tl.constexpr,
     TOP_LEFT: tl.constexpr,
     LISTED: tl.constexpr,
-    BITS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    MASK: tl.constexpr,
     QUERY_SEGMENTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
     BANDED: tl.constexpr,
     BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr,
     PRECISION: tl.constexpr,
     KEY_SUMS: tl.constexpr,
 ):
     """Write dk and dv of one block of keys of one key head, and the sums of dS over the queries `[B, H, Sk]`."""
-    program = tl.program_id(0)
-    kv_heads = heads // GROUP
-    kv_head = (program // blocks) % kv_heads
-    batch = program // blocks // kv_heads
-    row, q_begin, length_q, k_begin, length_k, shift = sequences(
-        cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, longest_q, longest_k, VARLEN, TOP_LEFT
+    shape: tl.constexpr = Shape(BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
+    features: tl.constexpr = Features(
+        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, BIAS, SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
     )
+    lengths = Lengths(seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
+    arrays = MaskArrays(
+        bits, bits_b, bits_h, bits_r, mask_group, q_segments, q_segments_b,
+        k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
+    )  # fmt: skip
+    program = tl.program_id(0)
+    place = place_of(program, blocks, heads // GROUP, lengths, VARLEN, TOP_LEFT)
+    kv_head = place.head
     ranking = 0
     if LISTED:
-        ranking = tiles + head_offset(row, kv_head * GROUP // mask_group, tiles_b, tiles_h)
+        ranking = tiles + head_offset(place.batch, kv_head * GROUP // mask_group, tiles_b, tiles_h)
     start_k = owned_start(ranking, tiles_r, program % blocks, blocks, BLOCK_N, LISTED, False)
-    if start_k >= length_k:
+    if start_k >= place.length_k:
         return
 
-    key = head_rows(key, row, kv_head, k_begin, key_b, key_s, key_h)
-    value = head_rows(value, row, kv_head, k_begin, value_b, value_s, value_h)
-    k = load_rows(key, start_k, key_s, length_k, BLOCK_N, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
-    v = load_rows(value, start_k, value_s, length_k, BLOCK_N, VALUE_DIM, PADDED_VALUE, ALIGNED, True)
+    key = Rows(head_rows(key, place.batch, kv_head, place.k_begin, key_b, key_s, key_h), key_s)
+    value = Rows(head_rows(value, place.batch, kv_head, place.k_begin, value_b, value_s, value_h), value_s)
+    k = load_rows(key, start_k, place.length_k, BLOCK_N, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
+    v = load_rows(value, start_k, place.length_k, BLOCK_N, VALUE_DIM, PADDED_VALUE, ALIGNED, True)
+    keys = Keys(k, v, start_k)
+    last_k = tl.minimum(start_k + BLOCK_N, place.length_k) - 1
+    low, high = -(band_hi + place.shift), -(band_lo + place.shift)
+    TEST_ALL: tl.constexpr = MASK == "segments" or MASK == "intervals"
     key_grad = tl.zeros((BLOCK_N, PADDED_HEAD), tl.float32)
     value_grad = tl.zeros((BLOCK_N, PADDED_VALUE), tl.float32)
-    SHAPE: tl.constexpr = (BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
-    MASK: tl.constexpr = (BITS, SEGMENTS, BANDED)
-    seed_value = 0
-    if DROPOUT:
-        seed_value = tl.load(seed)
 
     for member in tl.range(GROUP):
         head = kv_head * GROUP + member
-        head_query = head_rows(query, row, head, q_begin, query_b, query_s, query_h)
-        head_grad_out = head_rows(grad_out, row, head, q_begin, grad_out_b, grad_out_s, grad_out_h)
-        every_head = row.to(tl.int64) * heads + head
-        statistics = every_head * seqlen_q + q_begin
-        record = 0
-        head_bits = 0
-        head_q_segments = 0
-        head_k_segments = 0
-        head_bias = 0
-        head_sums = 0
-        if LISTED:
-            record = tiles + head_offset(row, head // mask_group, tiles_b, tiles_h)
-            record += (start_k // TILE).to(tl.int64) * tiles_r
-        if BITS:
-            head_bits = bits + head_offset(row, head // mask_group, bits_b, bits_h)
-        if QUERY_SEGMENTS:
-            head_q_segments = q_segments + row.to(tl.int64) * q_segments_b + q_begin
-        if SEGMENTS:
-            head_k_segments = k_segments + head_offset(row, head // segment_group, k_segments_b, k_segments_h) + k_begin
-        if BIAS != "none":
-            head_bias = head_rows(bias, row, head // bias_group, k_begin, bias_b, bias_k, bias_h)
-        if KEY_SUMS:
-            head_sums = key_sums + every_head * seqlen_k + k_begin
-        k_ids = segment_ids(head_k_segments, start_k, length_k, BLOCK_N, SEGMENTS)
-        key_grad, value_grad = gather_head(
-            key_grad,
-            value_grad,
-            k,
-            v,
-            (
-                head_query,
-                query_s,
-                head_grad_out,
-                grad_out_s,
-                log_sum + statistics,
-                delta + statistics,
-                head_q_segments,
-                length_q,
-            ),
-            record,
-            (start_k, length_k, k_ids),
-            (head_bits, bits_r, -(band_hi + shift), -(band_lo + shift)),
-            (head_bias, bias_q, bias_k),
-            (softmax_scale, softcap),
-            (seed_value, threshold, rescale, batch * heads + head),
-            head_sums,
-            SHAPE,
-            MASK,
-            LISTED,
-            QUERY_SEGMENTS,
-            BIAS,
-            SOFTCAP,
-            DROPOUT,
-            PRECISION,
-            KEY_SUMS,
+        every_head = place.batch.to(tl.int64) * heads + head
+        statistics = every_head * seqlen_q + place.q_begin
+        queries = Queries(
+            Rows(head_rows(query, place.batch, head, place.q_begin, query_b, query_s, query_h), query_s),
+            Rows(head_rows(grad_out, place.batch, head, place.q_begin, grad_out_b, grad_out_s, grad_out_h), grad_out_s),
+            log_sum + statistics,
+            log_rest + statistics,
+            delta + statistics,
         )
+        record = 0
+        if LISTED:
+            record = tiles + head_offset(place.batch, head // mask_group, tiles_b, tiles_h)
+            record += (start_k // TILE).to(tl.int64) * tiles_r
+        head_bias = Bias(0, 0, 0)
+        if BIAS != "none":
+            head_bias = Bias(
+                head_rows(bias, place.batch, head // bias_group, place.k_begin, bias_b, bias_k, bias_h), bias_q, bias_k
+            )
+        dropout = Dropout(0, threshold, rescale, q_origin, k_origin)
+        if DROPOUT:
+            head_seed = tl.load(seed + head_offset(place.sequence, head, seed_b, seed_h))
+            dropout = Dropout(head_seed, threshold, rescale, q_origin, k_origin)
+        mask = mask_of_head(arrays, place, head, low, high, features)
+        k_marks = key_marks(mask, start_k, place.length_k, BLOCK_N, features)
+        plan = plan_walk(record, start_k, last_k, low, high, place.length_q, BLOCK_M, LISTED, TEST_ALL)
+        sums = Sums(key_grad, value_grad, tl.zeros((BLOCK_N,), tl.float32))
+        for PARTIAL in tl.static_range(2):
+            sums = gather_queries(
+                sums, keys, queries, part_of(plan, PARTIAL), place, k_marks, mask, head_bias,
+                Factors(ratio, factor), dropout, shape, features, KEY_SUMS, PARTIAL,
+            )  # fmt: skip
+        if KEY_SUMS:
+            rows = start_k + tl.arange(0, BLOCK_N)
+            head_sums = key_sums + every_head * seqlen_k + place.k_begin
+            tl.store(head_sums + rows, sums.ds, mask=rows < place.length_k)
+        key_grad = sums.dk
+        value_grad = sums.dv
 
     if DROPOUT:
         value_grad *= rescale
-    dk = head_rows(dk, row, kv_head, k_begin, dk_b, dk_s, dk_h)
-    dv = head_rows(dv, row, kv_head, k_begin, dv_b, dv_s, dv_h)
-    store_rows(dk, start_k, dk_s, length_k, key_grad * softmax_scale, BLOCK_N, HEAD_DIM, PADDED_HEAD, ALIGNED)
-    store_rows(dv, start_k, dv_s, length_k, value_grad, BLOCK_N, VALUE_DIM, PADDED_VALUE, ALIGNED)
+    dk = Rows(head_rows(dk, place.batch, kv_head, place.k_begin, dk_b, dk_s, dk_h), dk_s)
+    dv = Rows(head_rows(dv, place.batch, kv_head, place.k_begin, dv_b, dv_s, dv_h), dv_s)
+    store_rows(dk, start_k, place.length_k, key_grad * softmax_scale, BLOCK_N, HEAD_DIM, PADDED_HEAD, ALIGNED)
+    store_rows(dv, start_k, place.length_k, value_grad, BLOCK_N, VALUE_DIM, PADDED_VALUE, ALIGNED)

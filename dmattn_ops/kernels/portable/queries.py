@@ -1,137 +1,131 @@
-"""dq in plain Triton: a program owns queries and walks keys; it also writes dS where a bias has no broadcast dimension."""
+"""dq in plain Triton: each program computes a block of queries and walks the keys.
+
+It also writes dS, where each of its elements is the gradient of one element of a bias.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
-from dmattn_ops.kernels.portable.primitives import (
+from dmattn_ops.kernels.portable.places import (
     TILE,
-    dropout_keep,
+    Lengths,
     head_offset,
     head_rows,
-    load_bias,
-    load_key_bias,
-    load_rows,
-    load_statistics,
     owned_start,
-    score_gradient,
-    scores,
-    segment_ids,
-    sequences,
-    store_block,
-    store_rows,
-    visibility,
-    walk,
+    part_of,
+    place_of,
+    plan_walk,
     walked_start,
 )
+from dmattn_ops.kernels.portable.primitives import (
+    Features,
+    Rows,
+    Shape,
+    load_rows,
+    load_statistics,
+    store_rows,
+    store_scores,
+)
+from dmattn_ops.kernels.portable.scores import (
+    Bias,
+    Dropout,
+    Factors,
+    capped,
+    dropout_keep,
+    load_bias,
+    load_key_bias,
+    probabilities,
+    score_gradient,
+)
+from dmattn_ops.kernels.portable.visibility import MaskArrays, key_marks, mask_of_head, query_marks, visibility
+
+
+class Queries(NamedTuple):
+    """A block of queries and what the gradient of its scores needs of it."""
+
+    q: Any
+    grad_out: Any
+    log_sum: Any
+    log_rest: Any
+    delta: Any
+    marks: Any
+    start: Any
+
+
+@triton.jit
+def load_queries(
+    query, grad_out, log_sum, log_rest, delta, start_q, place, mask, shape: tl.constexpr, features: tl.constexpr
+):  # fmt: skip
+    """Load a block of queries. Past the end, rows have probabilities of 0."""
+    BLOCK_M: tl.constexpr = shape.block_m
+    end = place.length_q
+    q = load_rows(query, start_q, end, BLOCK_M, shape.head_dim, shape.padded_head, shape.aligned, True)
+    do = load_rows(grad_out, start_q, end, BLOCK_M, shape.value_dim, shape.padded_value, shape.aligned, True)
+    row_log_sum = load_statistics(log_sum, start_q, end, float("inf"), BLOCK_M, True)
+    row_log_rest = load_statistics(log_rest, start_q, end, 0.0, BLOCK_M, True)
+    row_delta = load_statistics(delta, start_q, end, 0.0, BLOCK_M, True)
+    return Queries(
+        q, do, row_log_sum, row_log_rest, row_delta, query_marks(mask, start_q, end, BLOCK_M, features), start_q
+    )
 
 
 @triton.jit
 def step_gradient(
-    q,
-    do,
-    k,
-    v,
-    start,
-    keys,
-    owned,
-    mask,
-    bias,
-    numbers,
-    dropout,
-    SHAPE: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
-    """Return dS of the keys `start ...`, and the derivative of the softcap."""
-    BLOCK_M: tl.constexpr = SHAPE[0]
-    BLOCK_N: tl.constexpr = SHAPE[1]
-    _, _, _, _, k_segments, length_k = keys
-    start_q, length_q, q_ids, log_sum, delta = owned
-    bias_pointer, bias_q, bias_k = bias
-    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    extra = 0.0
-    if BIAS == "key":
-        extra = load_key_bias(bias_pointer, start, bias_k, length_k, BLOCK_N)[None, :]
-    elif BIAS == "full":
-        extra = load_bias(bias_pointer, bias_q, bias_k, start_q, start, length_q, length_k, BLOCK_M, BLOCK_N, PARTIAL)
-    score, slope = scores(raw, extra, numbers, SOFTCAP, BIAS)
-    p = tl.exp2(score - log_sum[:, None])
+    queries, k, v, start, place, mask, bias, factors, dropout, shape: tl.constexpr, features: tl.constexpr, PARTIAL: tl.constexpr
+):  # fmt: skip
+    """Return dS of the keys `start ...`, and the derivative of the soft cap."""
+    BLOCK_M: tl.constexpr = shape.block_m
+    BLOCK_N: tl.constexpr = shape.block_n
+    products, slope = capped(tl.dot(queries.q, tl.trans(k), input_precision=features.precision), factors, features)
+    added = 0.0
+    if features.bias == "key":
+        added = load_key_bias(bias, start, place.length_k, BLOCK_N)[None, :]
+    if features.bias == "full":
+        added = load_bias(bias, queries.start, start, place.length_q, place.length_k, BLOCK_M, BLOCK_N, False, PARTIAL)
+    p = probabilities(
+        products, added, factors, queries.log_sum[:, None], queries.log_rest[:, None], features.bias != "none"
+    )
     if PARTIAL:
-        k_ids = segment_ids(k_segments, start, length_k, BLOCK_N, MASK[1])
-        visible = visibility(mask, q_ids, k_ids, start_q, start, length_k, BLOCK_M, BLOCK_N, MASK)
+        k_marks = key_marks(mask, start, place.length_k, BLOCK_N, features)
+        visible = visibility(
+            mask, queries.marks, k_marks, queries.start, start, place.length_k, BLOCK_M, BLOCK_N, False, features
+        )
         p = tl.where(visible, p, 0.0)
     keep = True
-    if DROPOUT:
-        keep = dropout_keep(dropout, start_q, start, BLOCK_M, BLOCK_N)
-    grad_p = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    return score_gradient(p, grad_p, delta[:, None], keep, dropout, DROPOUT), slope
+    if features.dropout:
+        keep = dropout_keep(dropout, queries.start, start, BLOCK_M, BLOCK_N, features.whole_groups)
+    grad_p = tl.dot(queries.grad_out, tl.trans(v), input_precision=features.precision)
+    return score_gradient(p, grad_p, queries.delta[:, None], keep, dropout, features.dropout), slope
 
 
 @triton.jit
 def gather_keys(
-    dq,
-    q,
-    do,
-    keys,
-    part,
-    steps,
-    owned,
-    mask,
-    bias,
-    dbias,
-    numbers,
-    dropout,
-    SHAPE: tl.constexpr,
-    MASK: tl.constexpr,
-    LISTED: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STORE_DBIAS: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
+    dq, queries, key, value, part, place, mask, bias, dbias, factors, dropout, shape: tl.constexpr, features: tl.constexpr,
+    STORE_DBIAS: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
     """Add the keys of one part of the walk to dq, and store their dS where `STORE_DBIAS`."""
-    BLOCK_M: tl.constexpr = SHAPE[0]
-    BLOCK_N: tl.constexpr = SHAPE[1]
-    key, key_s, value, value_s, _, length_k = keys
-    for step in tl.range(steps):
-        start = walked_start(part, step, BLOCK_N, LISTED)
-        k = load_rows(key, start, key_s, length_k, BLOCK_N, SHAPE[2], SHAPE[4], SHAPE[6], PARTIAL)
-        v = load_rows(value, start, value_s, length_k, BLOCK_N, SHAPE[3], SHAPE[5], SHAPE[6], PARTIAL)
-        ds, slope = step_gradient(
-            q,
-            do,
-            k,
-            v,
-            start,
-            keys,
-            owned,
-            mask,
-            bias,
-            numbers,
-            dropout,
-            SHAPE,
-            MASK,
-            BIAS,
-            SOFTCAP,
-            DROPOUT,
-            PRECISION,
-            PARTIAL,
+    BLOCK_M: tl.constexpr = shape.block_m
+    BLOCK_N: tl.constexpr = shape.block_n
+    for step in tl.range(part.steps):
+        start = walked_start(part, step, BLOCK_N, features.listed)
+        k = load_rows(key, start, place.length_k, BLOCK_N, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL)
+        v = load_rows(
+            value, start, place.length_k, BLOCK_N, shape.value_dim, shape.padded_value, shape.aligned, PARTIAL
         )
+        ds, slope = step_gradient(queries, k, v, start, place, mask, bias, factors, dropout, shape, features, PARTIAL)
         if STORE_DBIAS:
-            dbias_pointer, dbias_q, dbias_k = dbias
-            store_block(dbias_pointer, dbias_q, dbias_k, owned[0], start, owned[1], length_k, ds, BLOCK_M, BLOCK_N)
-        if SOFTCAP:
+            store_scores(
+                dbias.start, dbias.query_stride, dbias.key_stride, queries.start, start,
+                place.length_q, place.length_k, ds, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        if features.softcap:
             ds *= slope
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=features.precision)
     return dq
 
 
@@ -143,6 +137,7 @@ def queries_kernel(
     bias,
     grad_out,
     log_sum,
+    log_rest,
     delta,
     dq,
     dbias,
@@ -150,6 +145,10 @@ def queries_kernel(
     bits,
     q_segments,
     k_segments,
+    start,
+    end,
+    hidden_from,
+    hidden_to,
     seed,
     cu_seqlens_q,
     cu_seqlens_k,
@@ -185,9 +184,15 @@ def queries_kernel(
     bits_r,
     mask_group,
     q_segments_b,
-    k_segments_b,
-    k_segments_h,
-    segment_group,
+    keys_b,
+    keys_h,
+    key_group,
+    seed_b,
+    seed_h,
+    threshold,
+    rescale,
+    q_origin,
+    k_origin,
     blocks,
     heads,
     seqlen_q,
@@ -196,10 +201,9 @@ def queries_kernel(
     longest_k,
     band_lo,
     band_hi,
+    ratio,
+    factor,
     softmax_scale,
-    softcap,
-    threshold,
-    rescale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -211,88 +215,72 @@ def queries_kernel(
     VARLEN: tl.constexpr,
     TOP_LEFT: tl.constexpr,
     LISTED: tl.constexpr,
-    BITS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    MASK: tl.constexpr,
     QUERY_SEGMENTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
     BANDED: tl.constexpr,
     BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr,
     PRECISION: tl.constexpr,
     STORE_DBIAS: tl.constexpr,
 ):
     """Write dq of one block of queries."""
-    program = tl.program_id(0)
-    head = (program // blocks) % heads
-    batch = program // blocks // heads
-    row, q_begin, length_q, k_begin, length_k, shift = sequences(
-        cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, longest_q, longest_k, VARLEN, TOP_LEFT
+    shape: tl.constexpr = Shape(BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
+    features: tl.constexpr = Features(
+        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, BIAS, SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
     )
+    lengths = Lengths(seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
+    arrays = MaskArrays(
+        bits, bits_b, bits_h, bits_r, mask_group, q_segments, q_segments_b,
+        k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
+    )  # fmt: skip
+    program = tl.program_id(0)
+    place = place_of(program, blocks, heads, lengths, VARLEN, TOP_LEFT)
+    head = place.head
     if LISTED:
-        tiles += head_offset(row, head // mask_group, tiles_b, tiles_h)
+        tiles += head_offset(place.batch, head // mask_group, tiles_b, tiles_h)
     start_q = owned_start(tiles, tiles_r, program % blocks, blocks, BLOCK_M, LISTED, True)
-    if start_q >= length_q:
+    if start_q >= place.length_q:
         return
 
-    query = head_rows(query, row, head, q_begin, query_b, query_s, query_h)
-    grad_out = head_rows(grad_out, row, head, q_begin, grad_out_b, grad_out_s, grad_out_h)
-    key = head_rows(key, row, head // GROUP, k_begin, key_b, key_s, key_h)
-    value = head_rows(value, row, head // GROUP, k_begin, value_b, value_s, value_h)
-    dq = head_rows(dq, row, head, q_begin, dq_b, dq_s, dq_h)
-    statistics = (row.to(tl.int64) * heads + head) * seqlen_q + q_begin
+    query = Rows(head_rows(query, place.batch, head, place.q_begin, query_b, query_s, query_h), query_s)
+    grad_out = Rows(
+        head_rows(grad_out, place.batch, head, place.q_begin, grad_out_b, grad_out_s, grad_out_h), grad_out_s
+    )
+    key = Rows(head_rows(key, place.batch, head // GROUP, place.k_begin, key_b, key_s, key_h), key_s)
+    value = Rows(head_rows(value, place.batch, head // GROUP, place.k_begin, value_b, value_s, value_h), value_s)
+    statistics = (place.batch.to(tl.int64) * heads + head) * seqlen_q + place.q_begin
     record = 0
     if LISTED:
         record = tiles + (start_q // TILE).to(tl.int64) * tiles_r
-    if BITS:
-        bits += head_offset(row, head // mask_group, bits_b, bits_h)
-    if QUERY_SEGMENTS:
-        q_segments += row.to(tl.int64) * q_segments_b + q_begin
-    if SEGMENTS:
-        k_segments += head_offset(row, head // segment_group, k_segments_b, k_segments_h) + k_begin
+    head_bias = Bias(0, 0, 0)
     if BIAS != "none":
-        bias = head_rows(bias, row, head // bias_group, k_begin, bias_b, bias_k, bias_h)
+        head_bias = Bias(
+            head_rows(bias, place.batch, head // bias_group, place.k_begin, bias_b, bias_k, bias_h), bias_q, bias_k
+        )
+    head_dbias = Bias(0, 0, 0)
     if STORE_DBIAS:
-        dbias += head_offset(row, head, dbias_b, dbias_h)
-    seed_value = 0
+        head_dbias = Bias(dbias + head_offset(place.batch, head, dbias_b, dbias_h), dbias_q, dbias_k)
+    dropout = Dropout(0, threshold, rescale, q_origin, k_origin)
     if DROPOUT:
-        seed_value = tl.load(seed)
+        head_seed = tl.load(seed + head_offset(place.sequence, head, seed_b, seed_h))
+        dropout = Dropout(head_seed, threshold, rescale, q_origin, k_origin)
 
-    low = band_lo + shift
-    high = band_hi + shift
-    last_q = tl.minimum(start_q + BLOCK_M, length_q) - 1
-    n_full, full_first, n_partial, partial_first, left, gap = walk(
-        record, start_q, last_q, low, high, length_k, BLOCK_N, LISTED, SEGMENTS
-    )
-    q = load_rows(query, start_q, query_s, length_q, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
-    do = load_rows(grad_out, start_q, grad_out_s, length_q, BLOCK_M, VALUE_DIM, PADDED_VALUE, ALIGNED, True)
-    row_log_sum = load_statistics(log_sum + statistics, start_q, length_q, float("inf"), BLOCK_M, True)
-    row_delta = load_statistics(delta + statistics, start_q, length_q, 0.0, BLOCK_M, True)
-    q_ids = segment_ids(q_segments, start_q, length_q, BLOCK_M, QUERY_SEGMENTS)
-    SHAPE: tl.constexpr = (BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
-    MASK: tl.constexpr = (BITS, SEGMENTS, BANDED)
+    mask = mask_of_head(arrays, place, head, band_lo + place.shift, band_hi + place.shift, features)
+    last_q = tl.minimum(start_q + BLOCK_M, place.length_q) - 1
+    TEST_ALL: tl.constexpr = MASK == "segments" or MASK == "intervals"
+    plan = plan_walk(record, start_q, last_q, mask.low, mask.high, place.length_k, BLOCK_N, LISTED, TEST_ALL)
+    queries = load_queries(
+        query, grad_out, log_sum + statistics, log_rest + statistics, delta + statistics, start_q, place, mask,
+        shape, features,
+    )  # fmt: skip
     query_grad = tl.zeros((BLOCK_M, PADDED_HEAD), tl.float32)
     for PARTIAL in tl.static_range(2):
         query_grad = gather_keys(
-            query_grad,
-            q,
-            do,
-            (key, key_s, value, value_s, k_segments, length_k),
-            (record, partial_first, left, gap) if PARTIAL else (record, full_first, 0, 0),
-            n_partial if PARTIAL else n_full,
-            (start_q, length_q, q_ids, row_log_sum, row_delta),
-            (bits, bits_r, low, high),
-            (bias, bias_q, bias_k),
-            (dbias, dbias_q, dbias_k),
-            (softmax_scale, softcap),
-            (seed_value, threshold, rescale, batch * heads + head),
-            SHAPE,
-            MASK,
-            LISTED,
-            BIAS,
-            SOFTCAP,
-            DROPOUT,
-            PRECISION,
-            STORE_DBIAS,
-            PARTIAL,
-        )
-    store_rows(dq, start_q, dq_s, length_q, query_grad * softmax_scale, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED)
+            query_grad, queries, key, value, part_of(plan, PARTIAL), place, mask, head_bias, head_dbias,
+            Factors(ratio, factor), dropout, shape, features, STORE_DBIAS, PARTIAL,
+        )  # fmt: skip
+    dq = Rows(head_rows(dq, place.batch, head, place.q_begin, dq_b, dq_s, dq_h), dq_s)
+    store_rows(dq, start_q, place.length_q, query_grad * softmax_scale, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED)

@@ -9,14 +9,17 @@ dq and has no query tile: stages, phases and buffers follow from the count. A pr
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.backward.finish import finish, hand_out, ignore
 from dmattn_ops.kernels.hopper.backward.order import await_turn, count, turn_of
-from dmattn_ops.kernels.hopper.backward.steps import last_dq, step
+from dmattn_ops.kernels.hopper.backward.steps import ALWAYS, ASK, NEVER, last_dq, step
 from dmattn_ops.kernels.hopper.backward.walk import (
     BIT_LISTS,
+    INTERVAL_LISTS,
     NO_LISTS,
     SEGMENT_LISTS,
     full_tile,
@@ -36,9 +39,13 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     tma_store,
 )
 from dmattn_ops.kernels.hopper.scores import (
+    FULL_BIAS,
     KEY_BIAS,
     NO_BIAS,
     Bias,
+    Exact,
+    Scales,
+    any_flag,
     load_key_bias,
     no_key_sums,
     step_bias,
@@ -251,18 +258,43 @@ def load_words(bits, keys, bits_row, m, BM: gl.constexpr):
     return low, high
 
 
+class KeyNumbers(NamedTuple):
+    """Pointers to the numbers that a mask gives to the queries and keys of one head."""
+
+    bits: Any
+    bits_row: Any
+    q_segments: Any
+    k_segments: Any
+    start: Any
+    end: Any
+    hidden_from: Any
+    hidden_to: Any
+
+
+@gluon.jit
+def query_range(begin, end, keys_at, inside, first, last):
+    """Return the first and the last query `[64]` of an interval of each key, inside `first` and `last`; any int32 may be an end."""
+    low = gl.maximum(gl.load(begin + keys_at, mask=inside, other=1), first)
+    high = gl.minimum(gl.maximum(gl.load(end + keys_at, mask=inside, other=0), 0) - 1, last)
+    return low, high
+
+
 @gluon.jit
 def head_loop(
-    i, dk, dv, tiles, barriers, scales, bias, mask, record, span, tile, head, width, seqlen_q, seqlen_k, band_lo, band_hi,
+    i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits, rows,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
     LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
-    HAS_Q_SEG: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr,
+    HAS_Q_SEG: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
-    """Take all steps of `width` query heads from `head` on: first the tiles that need no test, then the others."""
+    """Take all steps of `width` query heads from `head` on: first the tiles that need no test, then the others.
+
+    `row` is where the queries of `head` begin among all rows, of which each head has `rows`.
+    """
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     by_key: gl.constexpr = gl.SliceLayout(1, SL)
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
-    bits, bits_row, q_segments, k_segments = mask
+    seqlen_q, seqlen_k, band_lo, band_hi = limits
     keys = C * 64 + gl.arange(0, 64, layout=by_key)
     queries = gl.arange(0, BM, layout=by_query)
     own_keys = tile * BN + keys
@@ -270,44 +302,94 @@ def head_loop(
     sums = no_key_sums()
     n_full, n_partial = head_steps(record, span, LISTS, BM)
     for t in range(n_full * width):
-        rows = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS) * BM + queries
-        added = step_bias(bias, head, key_bias, own_keys[:, None], rows[None, :], BIAS)
-        dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, added, (keys, keys), (keys, keys), queries, keys,
-                            C, BM, D, DV, dtype, 0, BIAS, SOFTCAP, HAS_LO, TWO_PHASE)  # fmt: skip
+        m = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
+        queries_at = (m * BM + queries)[None, :]
+        added = step_bias(bias, head, key_bias, own_keys[:, None], queries_at, exact, BIAS)
+        dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, (added, head, own_keys[:, None], queries_at, bias),
+                            exact, row + (t % width) * rows + m * BM, (keys, keys), (keys, keys), queries, keys,
+                            C, BM, D, DV, dtype, 0, BIAS, SOFTCAP, HAS_LO, HIDDEN, NATURAL, TWO_PHASE, EXACT)  # fmt: skip
         i += 1
     k_seg = keys
     if LISTS == SEGMENT_LISTS:
-        k_seg = gl.load(k_segments + tile * BN + keys, mask=tile * BN + keys < seqlen_k, other=-1)
+        k_seg = gl.load(numbers.k_segments + own_keys, mask=own_keys < seqlen_k, other=-1)
+    seen_lo = keys
+    seen_hi = keys
+    hidden_lo = keys
+    hidden_hi = keys
+    if LISTS == INTERVAL_LISTS:  # the queries that see a key: its interval inside the band
+        inside = own_keys < seqlen_k
+        seen_lo, seen_hi = query_range(
+            numbers.start, numbers.end, own_keys, inside, own_keys - band_hi, own_keys - band_lo
+        )
+        if HIDDEN:
+            hidden_lo, hidden_hi = query_range(
+                numbers.hidden_from, numbers.hidden_to, own_keys, inside, 0, seqlen_q
+            )  # fmt: skip
     # tiles and words are loaded a step ahead: ptxas tests the words before the first product, which would wait for them
     ahead = partial_tile(0, record, n_partial, span, LISTS, BM, DOWNWARDS)
     ahead_lo = keys
     ahead_hi = keys
     if LISTS == BIT_LISTS:
-        ahead_lo, ahead_hi = load_words(bits, keys, bits_row, ahead, BM)
+        ahead_lo, ahead_hi = load_words(numbers.bits, keys, numbers.bits_row, ahead, BM)
     after = partial_tile(1 // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
     for t in range(n_partial * width):
         m = ahead
         ahead = after
         d_lo = ahead_lo
         d_hi = ahead_hi
+        words = (d_lo, d_hi)
         if LISTS == BIT_LISTS:
-            ahead_lo, ahead_hi = load_words(bits, keys, bits_row, ahead, BM)
+            ahead_lo, ahead_hi = load_words(numbers.bits, keys, numbers.bits_row, ahead, BM)
         after = partial_tile((t + 2) // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
         q_seg = queries
-        if LISTS != BIT_LISTS:
+        if LISTS == INTERVAL_LISTS:
+            d_lo = seen_lo - m * BM
+            d_hi = seen_hi - m * BM
+            words = (hidden_lo - m * BM, hidden_hi - m * BM)
+        elif LISTS != BIT_LISTS:
             shift = tile * BN - m * BM
-            d_lo = gl.where(tile * BN + keys < seqlen_k, keys + (shift - band_hi), BM)
+            d_lo = gl.where(own_keys < seqlen_k, keys + (shift - band_hi), BM)
             if HAS_LO:
                 d_hi = keys + (shift - band_lo)
             if LISTS == SEGMENT_LISTS:
                 q_seg = queries * 0
                 if HAS_Q_SEG:
-                    q_seg = gl.load(q_segments + m * BM + queries, mask=m * BM + queries < seqlen_q, other=-2)
-        added = step_bias(bias, head, key_bias, own_keys[:, None], (m * BM + queries)[None, :], BIAS)
-        dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, added, (d_lo, d_hi), (d_lo, d_hi), q_seg,
-                            k_seg, C, BM, D, DV, dtype, 1 + LISTS, BIAS, SOFTCAP, HAS_LO, TWO_PHASE)  # fmt: skip
+                    q_seg = gl.load(numbers.q_segments + m * BM + queries, mask=m * BM + queries < seqlen_q, other=-2)
+        queries_at = (m * BM + queries)[None, :]
+        added = step_bias(bias, head, key_bias, own_keys[:, None], queries_at, exact, BIAS)
+        dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, (added, head, own_keys[:, None], queries_at, bias),
+                            exact, row + (t % width) * rows + m * BM, (d_lo, d_hi), words, q_seg,
+                            k_seg, C, BM, D, DV, dtype, 1 + LISTS, BIAS, SOFTCAP, HAS_LO,
+                            HIDDEN, NATURAL, TWO_PHASE, EXACT)  # fmt: skip
         i += 1
     store_key_sums(bias, head, own_keys, gl.max(sums, 1), BIAS)
+    return i, dk, dv
+
+
+@gluon.jit
+def heads_loops(
+    i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits, rows,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
+    LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
+    HAS_Q_SEG: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr,
+):  # fmt: skip
+    """Do `head_loop`: one pair of loops that ask whether they need exact statistics, or two where registers are short."""
+    if BIAS == FULL_BIAS or SOFTCAP:
+        if exact.needed != 0:
+            i, dk, dv = head_loop(
+                i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits,
+                rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
+                ALWAYS)  # fmt: skip
+        else:
+            i, dk, dv = head_loop(
+                i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits,
+                rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
+                NEVER)  # fmt: skip
+    else:
+        i, dk, dv = head_loop(
+            i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits,
+            rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
+            ASK)  # fmt: skip
     return i, dk, dv
 
 
@@ -316,23 +398,21 @@ def consume_block(
     i, turn, place, consumed,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
     dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
-    HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
+    HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
     DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of 64 keys of a block, summed over the query heads of the group, and make half of each dq tile."""
     KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     DK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, all_bias, bias_b = consumed
+    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, all_bias, bias_b, exact, rows = consumed
     q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones = shared
     q_full, made, read, dq_empties = signals
     k_full, k_empty, v_full, v_empty = kv_signals
     dk_desc, dv_desc = maps
-    scale, factors = scales
-    scale_log2, cap = factors
-    scales = (scale_log2, cap, -1.0 / scale_log2)
     seqlen_q, seqlen_k, band_lo, band_hi = limits
-    lists, bits, q_segments, k_segments = masks
+    lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to = masks
     of_lists, bits_b, bits_kv, bits_row, q_segments_b, k_segments_b, k_segments_kv = strides
     list_step, bits_step, k_segments_step, kv_heads, group = steps
     tile, batch, kv_head = place
@@ -343,6 +423,13 @@ def consume_block(
     elif LISTS == SEGMENT_LISTS:
         q_segments += batch.to(gl.int64) * q_segments_b
         k_segments += batch.to(gl.int64) * k_segments_b + kv_head.to(gl.int64) * k_segments_kv
+    elif LISTS == INTERVAL_LISTS:
+        of_head = batch.to(gl.int64) * k_segments_b + kv_head.to(gl.int64) * k_segments_kv
+        start += of_head
+        end += of_head
+        if HIDDEN:
+            hidden_from += of_head
+            hidden_to += of_head
     bias_start = all_bias.start
     key_sums = all_bias.sums
     if BIAS != NO_BIAS:
@@ -364,20 +451,28 @@ def consume_block(
     mbarrier.wait(k_full.index(k_buffer), (turn // K_BUFFERS) & 1)
     mbarrier.wait(v_full.index(turn & 1), (turn >> 1) & 1)
     rounds, width = rounds_of(group, INTERLEAVED)
+    row = (batch * kv_heads + kv_head) * group * rows
     if GROUPED:
         for g in range(rounds):
-            i, dk, dv = head_loop(
-                i, dk, dv, tiles, barriers, scales, bias, (bits, bits_row, q_segments, k_segments), record, span, tile,
-                kv_head * group + g, width, seqlen_q, seqlen_k, band_lo, band_hi,
-                C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, TWO_PHASE, DOWNWARDS)  # fmt: skip
+            numbers = KeyNumbers(bits, bits_row, q_segments, k_segments, start, end, hidden_from, hidden_to)
+            i, dk, dv = heads_loops(
+                i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile,
+                kv_head * group + g, width, limits, rows,
+                C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG,
+                HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS)  # fmt: skip
             record += list_step
+            row += rows
             bits += bits_step
             k_segments += k_segments_step
+            start += k_segments_step
+            end += k_segments_step
+            hidden_from += k_segments_step
+            hidden_to += k_segments_step
     else:
-        i, dk, dv = head_loop(
-            i, dk, dv, tiles, barriers, scales, bias, (bits, bits_row, q_segments, k_segments), record, span, tile, kv_head,
-            width, seqlen_q, seqlen_k, band_lo, band_hi, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO,
-            HAS_Q_SEG, TWO_PHASE, DOWNWARDS)  # fmt: skip
+        numbers = KeyNumbers(bits, bits_row, q_segments, k_segments, start, end, hidden_from, hidden_to)
+        i, dk, dv = heads_loops(
+            i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, kv_head, width, limits, rows,
+            C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS)  # fmt: skip
     last_dq(i, tiles, barriers, k_empty.index(k_buffer), C, BM, TWO_PHASE)
     # dv leaves through this consumer's half of V, dk through its piece of dq (16 KB hold 64 x 128 values of 16 bits)
     v_c = v_s.index(v_half)
@@ -386,7 +481,7 @@ def consume_block(
     at = [batch, tile * BN + C * 64, kv_head, 0]
     tma_store(dv_desc, at, reinterpret(v_c, dtype, [1, 64, 1, DV], dv_desc.layout))
     mbarrier.wait(dq_empties.index(C), i & 1)
-    reinterpret(dq_c, dtype, [64, D], DK).store((dk * scale).to(dtype))
+    reinterpret(dq_c, dtype, [64, D], DK).store((dk * scales.softmax).to(dtype))
     fence_async_shared()
     tma_store(dk_desc, at, reinterpret(dq_c, dtype, [1, 64, 1, D], dk_desc.layout))
     return i + 1
@@ -394,15 +489,21 @@ def consume_block(
 
 @gluon.jit
 def consumer(
-    consumed, dq_out, cleared, work,
+    consumed, flags, n_flags, dq_out, cleared, work,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
     dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
-    HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
+    HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
     DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Work through the program's blocks as consumer `C`, then write dq."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    _, _, _, _, _, ds_s, _, ones = consumed[0]
+    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, bias_b, exact, rows = consumed
+    _, _, _, _, _, ds_s, _, ones = shared
+    needed = any_flag(flags, n_flags)
+    exact = Exact(needed, exact.first, exact.second)
+    scales = Scales(scales.factor, scales.cap, gl.where(needed != 0, 0.0, scales.unscale), scales.softmax)
+    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, bias_b, exact, rows)
     if BIAS == KEY_BIAS:
         ones.index(0).store(gl.full([8, BM], 1.0, dtype, layout=gl.BlockedLayout([1, 8], [4, 8], [1, 4], [1, 0])))
     # dS of the step before the first one is zero
@@ -416,39 +517,42 @@ def consumer(
     while tile >= 0:
         i = consume_block(
             i, turn, (tile, batch, kv_head), consumed, C, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
-            HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)  # fmt: skip
+            HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)  # fmt: skip
         turn += 1
         tile, batch, kv_head = receive(turn, work)
     finish(turn + 1, dq_out, work, C, D)
 
 
 _NUMBERS = ("bias_b", "bias_h", "bias_group", "kv_heads", "group", "n_heads")
-_NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once")
+_NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once", "n_flags")
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stat_desc, pieces_desc, dq_desc, dk_desc, dv_desc, accumulator,
-    tickets, blocks_done, counters,
-    lists, bits, q_segments, k_segments, bias, key_sums,
+    tickets, blocks_done, counters, flags, statistics,
+    lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to, bias, key_sums,
     list_b, list_kv, list_step, list_width, bits_b, bits_kv, bits_step, bits_row,
     q_segments_b, k_segments_b, k_segments_kv, k_segments_step, bias_b, bias_h, bias_q, bias_group,
     scale, scale_log2, cap, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi,
-    heads_per_group, first_ranks, ranks_in_row, tiles_at_once, n_heads,
+    heads_per_group, first_ranks, ranks_in_row, tiles_at_once, n_heads, n_flags, total,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LISTS: gl.constexpr,
-    BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr, GROUPED: gl.constexpr,
-    TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr,
+    GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv `[B, Sk, Hkv, D]`, add to the dq workspace, and write dq `[B, Sq, H, D]` from it.
 
     Grid: one program per SM, at most as many as blocks (key tiles of a key head) and tiles of dq together. All counts start
     as int32 0: `tickets` are two, of blocks and of draws of dq; `blocks_done` has one for each key head of each batch.
 
-    `_b` strides step a batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128.
+    `statistics` are the four of all `total` rows as `hopper.backward.rows` writes them, and `flags` its `n_flags` flags.
+    `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to` share the strides of `k_segments`. `_b` strides step a
+    batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128.
     `bits` are the 64-bit words of `col_bits`. ORDERED (not with lists): `counters`, one for each piece of dq, give
     the additions a fixed order. INTERLEAVED (not with lists, nor with a bias): the query heads of a group take turns at
     each query tile, so that blocks that started together read the same ones at the same time. With a bias per key the sums
-    of dS over a head's queries go to `key_sums` `[B, H, Sk]`. `scale_log2` and `cap` are described in `probabilities`.
+    of dS over a head's queries go to `key_sums` `[B, H, Sk]`. `scale_log2` and `cap` are described in `Scales`.
     """
     dtype: gl.constexpr = q_desc.dtype
     DOWNWARDS: gl.constexpr = ORDERED or INTERLEAVED
@@ -506,12 +610,13 @@ def backward_kernel(
     signals = (q_full, made, read, dq_empty)
     kv_signals = (k_full, k_empty, v_full, v_empty)
     maps = (dk_desc, dv_desc)
-    masks = (lists, bits, q_segments, k_segments)
+    masks = (lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to)
     strides = (of_lists, bits_b, bits_kv, bits_row, q_segments_b, k_segments_b, k_segments_kv)
     steps = (list_step, bits_step, k_segments_step, kv_heads, group)
-    scales = (scale, (scale_log2, cap))
+    scales = Scales(scale_log2, cap, 1.0 / scale_log2, scale)
+    exact = Exact(0, statistics + 2 * total.to(gl.int64), statistics + 3 * total.to(gl.int64))
     bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_q, seqlen_k)
-    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, bias_b)
+    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, bias_b, exact, rows)
     walked = (lists, of_lists, list_step, limits, kv_heads, group, rows)
     maps = (q_desc, do_desc, stat_desc)
     stages = (q4, o4, stat3, q_full, read)
@@ -519,10 +624,10 @@ def backward_kernel(
     dq_out = (accumulator, dq_s, dq_desc, scale, kv_heads * group, rows)
     reduced = (pieces_desc, dq_s, made, dq_empty, counters, walked)
     gl.warp_specialize([
-        (consumer, (consumed, dq_out, cleared, work, 0, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
-                    HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
-        (consumer, (consumed, dq_out, cleared, work, 1, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
-                    HAS_LO, HAS_Q_SEG, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
+        (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 0, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
+                    HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
+        (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 1, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
+                    HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
         (producer, (produced, tickets, blocks_done, order, work, BM, BN, D, DV, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
                     INTERLEAVED)),
         (reducer, (reduced, blocks_done, work, 0, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import arch
-from dmattn_ops.call import Call, Gradients, Saved, bias_kind, is_whole
+from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward
 from dmattn_ops.kernels.hopper.arguments import (
     bias_places,
+    listed,
     room_for_key_sums,
     score_factors,
-    unpadded_statistics,
 )
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
@@ -28,12 +28,13 @@ HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the no
 RANKS_IN_ROW = 5
 PIECE = 64 * 64  # elements of dq that one consumer makes in a step
 TICKETS = 4  # two counts of what programs have drawn, and what follows is aligned
+STATISTICS = 4  # of a row: lse, delta and the pair (`rows.py`)
 TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
 
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why this kernel cannot take the request; none means that `backward` will."""
-    query, key, value, bias, tiles, _, _, varlen, options = call
+    query, key, value, bias, mask, _, _, varlen, options = call
     dim, dim_v = query.shape[-1], value.shape[-1]
     reasons = {
         "variable lengths": varlen is not None,
@@ -41,7 +42,7 @@ def refusals(call: Call) -> list[str]:
         "a bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
         "a bias with queries and a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
         "dropout": options.dropout_p > 0.0,
-        "deterministic accumulation of dq over listed tiles": options.deterministic and tiles.col_tiles is not None,
+        "deterministic accumulation of dq over listed tiles": options.deterministic and mask.kind != "none",
         f"dtype {query.dtype}": query.dtype not in (torch.bfloat16, torch.float16),
         f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
         f"head dimensions {dim} and {dim_v} that are no multiples of 8": dim % 8 != 0 or dim_v % 8 != 0,
@@ -63,21 +64,30 @@ def _steps(tensor: Tensor, heads: int, kv_heads: int) -> tuple[int, int, int]:
     return batch, head * (heads // kv_heads), head
 
 
-def _mask_arguments(tiles: Mask, unused: Tensor, heads: int, kv_heads: int) -> tuple[int, bool, tuple]:
-    """Return the kind of lists, whether queries have segments, and the kernel's mask tensors and strides."""
-    if tiles.col_tiles is None:
-        return 0, False, (unused, unused, unused, unused, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    lists = tiles.col_tiles
+def _mask_arguments(mask: Mask, unused: Tensor, heads: int, kv_heads: int) -> tuple[int, bool, tuple, tuple]:
+    """Return the kind of lists, whether queries have segments, the kernel's mask tensors, and their strides.
+
+    Tensors that a kind does not have are `unused`, so that no kernel is compiled for their absence.
+    """
+    if mask.col_tiles is None:
+        return 0, False, (unused,) * 8, (0,) * 12
+    lists = mask.col_tiles
     of_lists = (*_steps(lists, heads, kv_heads), lists.shape[-1])
-    if tiles.col_bits is not None:
-        bits = tiles.col_bits.view(torch.int64)
+    if mask.col_bits is not None:
+        bits = mask.col_bits.view(torch.int64)
         of_bits = (*_steps(bits, heads, kv_heads), bits.shape[-1])
-        return 1, False, (lists, bits, unused, unused, *of_lists, *of_bits, 0, 0, 0, 0)
-    q_segments, k_segments = tiles.q_segments, tiles.k_segments
-    q_batch = q_segments.stride(0) if q_segments is not None and q_segments.shape[0] > 1 else 0
-    of_segments = (q_batch, *_steps(k_segments, heads, kv_heads))
-    queries = unused if q_segments is None else q_segments
-    return 2, q_segments is not None, (lists, unused, queries, k_segments, *of_lists, 0, 0, 0, 0, *of_segments)
+        return 1, False, (lists, bits, *(unused,) * 6), (*of_lists, *of_bits, 0, 0, 0, 0)
+    if mask.start is not None:
+        hidden = (unused if part is None else part for part in (mask.hidden_from, mask.hidden_to))
+        intervals = (mask.start, mask.end, *hidden)
+        strides = (*of_lists, 0, 0, 0, 0, 0, *_steps(mask.start, heads, kv_heads))
+        return 3, False, (lists, unused, unused, unused, *intervals), strides
+    queries, keys = mask.q_segments, mask.k_segments
+    assert keys is not None
+    q_batch = queries.stride(0) if queries is not None and queries.shape[0] > 1 else 0
+    strides = (*of_lists, 0, 0, 0, 0, q_batch, *_steps(keys, heads, kv_heads))
+    tensors = (lists, unused, unused if queries is None else queries, keys, *(unused,) * 4)
+    return 2, queries is not None, tensors, strides
 
 
 def _interleaved(query: Tensor, key: Tensor, bias: Tensor | None, tiles: Mask, options: Options) -> bool:
@@ -110,13 +120,16 @@ def _order(
 def _workspace(query: Tensor, total: int, dim: int, row_blocks: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Return a float32 workspace for `total` rows, and where in it dq and the counts begin.
 
-    It holds lse and delta of every row, dq in pieces of 64 x 64, then int32 counts: what programs have drawn, the blocks of
-    each key head that are done (no more heads than `row_blocks`), and the additions to each piece, all aligned.
+    It holds four statistics of every row, dq in pieces of 64 x 64, then int32 counts: what programs have drawn, the blocks
+    of each key head that are done (no more heads than `row_blocks`), and the additions to each piece; then a byte for each
+    of `row_blocks`; all aligned.
     """
-    for_heads = -(-row_blocks // 4) * 4
-    room = workspace(query, total * (2 + dim) + TICKETS + for_heads + total * dim // PIECE)
-    counts = room[total * (2 + dim) :].view(torch.int32)
-    return room, room[2 * total :], (counts, counts[TICKETS:], counts[TICKETS + for_heads :])
+    for_heads, for_pieces = -(-row_blocks // 4) * 4, -(-(total * dim // PIECE) // 4) * 4
+    of_rows = total * (STATISTICS + dim)
+    room = workspace(query, of_rows + TICKETS + for_heads + for_pieces + -(-row_blocks // 4))
+    counts = room[of_rows:].view(torch.int32)
+    flags = counts[TICKETS + for_heads + for_pieces :].view(torch.int8)
+    return room, room[STATISTICS * total :], (counts, counts[TICKETS:], counts[TICKETS + for_heads :], flags)
 
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward) -> None:
@@ -124,9 +137,10 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
 
     dq, dk and dv must be such that a tensor map describes them (`mappable`), as the inputs are.
     """
-    query, key, value, bias, tiles, options = call.query, call.key, call.value, call.bias, call.mask, call.options
+    call = listed(call)
+    query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     grad_out, grad_lse, dq, dk, dv, dbias = grads
-    out, lse, _ = saved
+    out, lse, lse_tail = saved
     batch, seqlen_q, heads, dim = query.shape
     seqlen_k, kv_heads = key.shape[1], key.shape[2]
     block_m, block_n, dim_v = config.block_m, config.block_n, value.shape[-1]
@@ -140,32 +154,34 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
     grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     launch(
         prepare_kernel, (total // block_rows,),
-        out, grad_out, lse, grad_lse, room, accumulator, *counts,
-        *out.stride()[:3], *grad_out.stride()[:3], *lse.stride(), *grad_lse_strides,
-        seqlen_q, heads, rows, total, dim_v, BLOCK=block_rows, DV=tile_dv, D=tile_d, TICKETS=TICKETS, num_warps=8,
+        out, grad_out, lse, lse_tail, grad_lse, room, accumulator, *counts,
+        *out.stride()[:3], *grad_out.stride()[:3], *lse.stride(), *lse_tail.stride(), *grad_lse_strides,
+        seqlen_q, heads, rows, total, dim_v, BLOCK=block_rows, DV=tile_dv, D=tile_d, TICKETS=TICKETS,
+        NATURAL=in_natural_units(call), num_warps=8,
     )  # fmt: skip
-    kind, has_q_segments, mask = _mask_arguments(tiles, accumulator, heads, kv_heads)
+    kind, has_q_segments, numbers, strides = _mask_arguments(mask, accumulator, heads, kv_heads)
     key_sums = room_for_key_sums(bias, query, seqlen_k)
     blocks_per_head, dq_tiles, sms = -(-seqlen_k // block_n), total // TILE, arch.physical(query.device).num_sms
-    interleaved = _interleaved(query, key, bias, tiles, options)
-    order = _order(blocks_per_head, interleaved, tiles, options, config, sms)
+    interleaved = _interleaved(query, key, bias, mask, options)
+    order = _order(blocks_per_head, interleaved, mask, options, config, sms)
     tiles_at_once = max(1, min(TILES_AT_ONCE, dq_tiles // sms))
     launch(
         backward_kernel, (min(batch * kv_heads * blocks_per_head + dq_tiles, sms),),
         rows_map(query, block_m, tile_d), rows_map(key, block_n, tile_d), rows_map(value, 64, tile_dv),
         rows_map(grad_out, block_m, tile_dv), plain_map(room, (2, total), (2, block_m)),
-        plain_map(room, (total * tile_d // 256, 256), (16, 256), offset=8 * total),
-        rows_map(dq, 64, tile_d), rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), accumulator, *counts,
-        *mask[:4], bias, key_sums, *mask[4:],
+        plain_map(room, (total * tile_d // 256, 256), (16, 256), offset=4 * STATISTICS * total),
+        rows_map(dq, 64, tile_d), rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), accumulator, *counts, room,
+        *numbers, bias, key_sums, *strides,
         *bias_places(bias, heads), options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
         seqlen_q, seqlen_k, rows, options.band_lo, options.band_hi, *order, tiles_at_once, batch * kv_heads,
+        total // block_rows, total,
         BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
         BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=options.band_lo > -UNBOUNDED,
-        HAS_Q_SEG=has_q_segments, GROUPED=heads != kv_heads, ORDERED=options.deterministic,
+        HAS_Q_SEG=has_q_segments, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
+        GROUPED=heads != kv_heads, ORDERED=options.deterministic,
         TWO_PHASE=config.variant == "two_phase", INTERLEAVED=interleaved, num_warps=4,
     )  # fmt: skip
     if dbias is not None and bias_kind(bias) == "full":
-        statistics = unpadded_statistics(room, batch, heads, rows, seqlen_q)
-        recompute_dbias(call, grad_out, *statistics, dbias, config.dbias)
+        recompute_dbias(call, saved, grads._replace(grad_out=grad_out), config.dbias)
     elif dbias is not None:
         computed(reduce_key_sums, key_sums, dbias)

@@ -1,4 +1,9 @@
-"""Row work before the SM 9.0 backward: statistics, a zeroed accumulator and counters."""
+"""Row work before the SM 9.0 backward kernels: statistics, a zeroed accumulator and counters.
+
+A statistic of a row is held twice. Rounded: minus lse in log2 units, which one addition takes from a score. And as a pair,
+whose difference from a score is exact where lse is too large to be rounded: P = exp2((score - first) - second). Kernels use
+the pairs where a flag says that some row of the call needs them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,37 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LARGE = tl.constexpr(4096.0)  # from here on float32 holds lse with an error of more than 2 ** -12
+HUGE = tl.constexpr(2.0e38)  # times log2(e) this is finite
+NEVER = tl.constexpr(3.0e38)  # the statistic of rows that give nothing: P = 0, and 0 times it is 0
+
+
+@triton.jit
+def row_statistics(lse, tail, NATURAL: tl.constexpr):
+    """Return (minus lse in log2 units, first and second of its pair, whether the pair is needed) of rows.
+
+    NATURAL: the pair is in natural units, for scores with a bias; else in log2 units.
+    """
+    given = lse != float("-inf")
+    lse = tl.where(given, lse, 0.0)
+    factor = tl.full(lse.shape, LOG2E, tl.float32)
+    bounded = tl.minimum(tl.maximum(lse, 0.0 - HUGE), HUGE)  # so that nothing below is infinite
+    bounded = tl.where(lse == lse, bounded, lse)  # NaN stays
+    anchor = tl.fma(bounded, factor, tl.zeros_like(lse))  # a product would be contracted with what follows
+    rest = tl.fma(tail, factor, tl.fma(bounded, factor, -anchor))
+    large = given & ((tl.abs(lse) > LARGE) | (tl.abs(tail) > LARGE))
+    if NATURAL:
+        first = lse
+        second = tail
+    else:
+        first = anchor
+        second = rest
+    return (
+        tl.where(given, 0.0 - (anchor + rest), 0.0 - NEVER),
+        tl.where(given, first, NEVER),
+        tl.where(given, second, 0.0),
+        large,
+    )
 
 
 @triton.jit
@@ -13,12 +49,14 @@ def prepare_kernel(
     out,
     grad_out,
     lse,
+    lse_tail,
     grad_lse,
     stats,
     accumulator,
     tickets,
     blocks_done,
     counters,
+    flags,
     out_b,
     out_s,
     out_h,
@@ -28,6 +66,9 @@ def prepare_kernel(
     lse_b,
     lse_h,
     lse_s,
+    tail_b,
+    tail_h,
+    tail_s,
     glse_b,
     glse_h,
     glse_s,
@@ -40,8 +81,12 @@ def prepare_kernel(
     DV: tl.constexpr,
     D: tl.constexpr,
     TICKETS: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):
-    """Write lse (base 2) and delta of BLOCK rows, +inf and 0 where nothing may flow; zero their pieces of dq.
+    """Write the statistics of BLOCK rows, so that P is 0 where nothing may flow; zero their pieces of dq.
+
+    `stats` `[4, total_rows]` are minus lse (rounded, in log2 units), delta, and the pair; `flags` says for each program whether a
+    row of its needs the pair.
 
     Counts become 0 too: TICKETS tickets, `counters` of pieces, of which BLOCK rows are two, and `blocks_done` of key heads, of
     which there are no more than programs.
@@ -62,12 +107,16 @@ def prepare_kernel(
     g = tl.load(at_grad, mask=mask, other=0.0)
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     value = tl.load(lse + batch * lse_b + head * lse_h + row64 * lse_s, mask=inside, other=float("-inf"))
-    empty = value == float("-inf")
+    tail = tl.load(lse_tail + batch * tail_b + head * tail_h + row64 * tail_s, mask=inside, other=0.0)
+    minus_lse, first, second, large = row_statistics(value, tail, NATURAL)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + batch * glse_b + head * glse_h + row64 * glse_s, mask=inside, other=0.0)
     at = bh.to(tl.int64) * rows + row
-    tl.store(stats + at, tl.where(empty, float("inf"), value * LOG2E))
-    tl.store(stats + total_rows + at, tl.where(empty, 0.0, delta))
+    tl.store(stats + at, minus_lse)
+    tl.store(stats + total_rows + at, tl.where(value == float("-inf"), 0.0, delta))
+    tl.store(stats + 2 * total_rows + at, first)
+    tl.store(stats + 3 * total_rows + at, second)
+    tl.store(flags + block, tl.max(large.to(tl.int32), 0).to(tl.int8))
     zero = accumulator + (bh.to(tl.int64) * rows + start) * D
     tl.store(zero + tl.arange(0, BLOCK * D), tl.zeros([BLOCK * D], tl.float32))
     if block == 0:

@@ -16,9 +16,11 @@ from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
     KEY_BIAS,
     add_key_sums,
+    exact_exponents,
     finish_key_sums,
     first_scores,
-    probabilities,
+    full_bias,
+    rounded_exponents,
 )
 
 # Kinds of masks that a step can meet
@@ -26,6 +28,12 @@ UNMASKED = gl.constexpr(0)
 BAND = gl.constexpr(1)
 BITS = gl.constexpr(2)
 SEGMENTS = gl.constexpr(3)
+INTERVALS = gl.constexpr(4)
+
+# Whether a step takes the pairs of the row statistics: where the flag says so, or what loops of their own were compiled for
+NEVER = gl.constexpr(0)
+ALWAYS = gl.constexpr(1)
+ASK = gl.constexpr(2)
 
 # The workspace holds a 64 x 64 piece of dq in the order of the accumulator's registers, so that a thread stores 16
 # bytes at a time without bank conflicts (the 128-byte swizzle costs twice the wavefronts). What each bit of an offset
@@ -49,6 +57,13 @@ def keep_band(p, band, HAS_LO: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def drop_band(p, band, layout: gl.constexpr):
+    """Keep `p[key, query]` but where `band[0][key] <= query <= band[1][key]`."""
+    col = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    return gl.where((col >= band[0][:, None]) & (col <= band[1][:, None]), 0.0, p)
+
+
+@gluon.jit
 def keep_bits(p, words, layout: gl.constexpr):
     """Keep `p[key, query]` where bit `query` of the key's 64-bit words is set, else 0."""
     col = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
@@ -60,10 +75,19 @@ def keep_bits(p, words, layout: gl.constexpr):
 
 
 @gluon.jit
-def keep_visible(p, band, words, q_seg, k_seg, MASK: gl.constexpr, HAS_LO: gl.constexpr, layout: gl.constexpr):
-    """Return `p` with 0 where the mask hides the pair; dS follows since it is a multiple of `p`."""
+def keep_visible(
+    p, band, words, q_seg, k_seg, MASK: gl.constexpr, HAS_LO: gl.constexpr, HIDDEN: gl.constexpr, layout: gl.constexpr
+):
+    """Return `p` with 0 where the mask hides the pair; dS follows since it is a multiple of `p`.
+
+    `words` are a key's 64-bit words, or the queries from and to which it is hidden.
+    """
     if MASK == BITS:
         p = keep_bits(p, words, layout)
+    elif MASK == INTERVALS:
+        p = keep_band(p, band, True, layout)
+        if HIDDEN:
+            p = drop_band(p, words, layout)
     elif MASK != UNMASKED:
         p = keep_band(p, band, HAS_LO, layout)
         if MASK == SEGMENTS:
@@ -83,10 +107,51 @@ def dq_operands(ds_s, keys, b, C: gl.constexpr, BM: gl.constexpr):
 
 
 @gluon.jit
+def pair_of(exact, row, BM: gl.constexpr, layout: gl.constexpr):
+    """Return the pairs `[BM]` of the statistics of rows from `row` on."""
+    at = row + gl.arange(
+        0, BM, layout=layout
+    )  # in one index, or the compiler keeps a pointer of each lane in registers
+    return gl.load(exact.first + at), gl.load(exact.second + at)
+
+
+@gluon.jit
+def exact_step(
+    s, bias, exact, row, scales, BM: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, NATURAL: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Return what `exact_exponents` does for a query tile; a full bias is loaded now, since no registers keep it."""
+    added, head, keys, queries, all_bias = bias
+    if BIAS == FULL_BIAS:
+        added = full_bias(all_bias, head, keys, queries)
+    first, second = pair_of(exact, row, BM, layout)
+    return exact_exponents(s, first[None, :], second[None, :], added, scales, BIAS, SOFTCAP, NATURAL)
+
+
+@gluon.jit
+def exponents(
+    s, minus_lse, bias, exact, row, scales, BM: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
+    NATURAL: gl.constexpr, STARTED: gl.constexpr, EXACT: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Return log2 of P and the derivative of the soft cap of a query tile, from its products `s`."""
+    if EXACT == ASK:
+        if exact.needed != 0:
+            x, slope = exact_step(s, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, layout)
+        else:
+            x, slope = rounded_exponents(s, minus_lse[None, :], bias[0], scales, BIAS, SOFTCAP, STARTED)
+    elif EXACT == ALWAYS:
+        x, slope = exact_step(s, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, layout)
+    else:
+        x, slope = rounded_exponents(s, minus_lse[None, :], bias[0], scales, BIAS, SOFTCAP, STARTED)
+    return x, slope
+
+
+@gluon.jit
 def step(
-    i, dk, dv, sums, tiles, barriers, scales, bias, band, words, q_seg, k_seg,
+    i, dk, dv, sums, tiles, barriers, scales, bias, exact, row, band, words, q_seg, k_seg,
     C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
-    MASK: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, TWO_PHASE: gl.constexpr,
+    MASK: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HIDDEN: gl.constexpr,
+    NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     """Add query tile `i` to dk `[64, D]`, dv `[64, DV]` and the sums of dS; hand out dq of the step before.
 
@@ -98,6 +163,8 @@ def step(
     barrier of the warp group before it and another before the next access to shared memory. Best at D 128.
     Otherwise the exponentials overlap dP, and dq's way out overlaps dk: best at D 64, where exponentials weigh double.
     There lse is S's initial accumulator (over the scale): read from shared memory after S, it would wait for dP.
+
+    `row` is where the tile's queries lie among all rows, and `bias` what `step_bias` returned and what it took.
     """
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -108,7 +175,6 @@ def step(
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
     q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s, ones, k_buffer, v_half = tiles
     q_full, made, read, dq_empty = barriers
-    scale_log2, _, unscale = scales
     zero_s = gl.zeros([64, BM], gl.float32, layout=SL)
     zero_q = gl.zeros([64, 64], gl.float32, layout=QL)
     b = i & 1
@@ -123,15 +189,16 @@ def step(
     other_made = made.index((1 - C) * 2 + (b ^ 1))
     made_before = ((i - 1) >> 1) & 1
     mbarrier.wait(q_full.index(b), (i >> 1) & 1)
-    lse = stat_s.index(b * 2).reshape([BM]).load(by_query)  # loads wait behind matrix instructions already issued
+    minus_lse = stat_s.index(b * 2).reshape([BM]).load(by_query)  # loads wait behind matrix instructions already issued
     if TWO_PHASE:
         minus_delta = zero_s - stat_s.index(b * 2 + 1).reshape([BM]).load(by_query)[None, :]
         dp = warpgroup_mma(v_c, do.permute((1, 0)), minus_delta, is_async=True)
-        s = first_scores(bias, BM, BIAS)
+        s = first_scores(bias[0], BM, BIAS)
         s = warpgroup_mma(k_c, q.permute((1, 0)), s, use_acc=BIAS == FULL_BIAS, is_async=True)
         dp, s = warpgroup_mma_wait(0, deps=(dp, s))
-        p, slope = probabilities(s, lse[None, :], bias, scales, BIAS, SOFTCAP)
-        p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, SL)
+        x, slope = exponents(s, minus_lse, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, False, EXACT, by_query)
+        p = gl.exp2(x)
+        p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, HIDDEN, SL)
         pa = gl.convert_layout(p.to(dtype), PA)
         if SOFTCAP:  # now, so that the slope takes no registers during the product
             raw = (p * dp).to(dtype)
@@ -153,17 +220,15 @@ def step(
         fence_async_shared()
         mbarrier.arrive(made.index(C * 2 + b), count=1)
     else:
-        first = zero_s + (lse * unscale)[None, :]
+        start = zero_s + (minus_lse * scales.unscale)[None, :]  # unscale is 0 where pairs are needed
         if BIAS == FULL_BIAS:
-            first = first + bias
-        s = warpgroup_mma(k_c, q.permute((1, 0)), first, is_async=True)
+            start = start + bias[0]
+        s = warpgroup_mma(k_c, q.permute((1, 0)), start, is_async=True)
         dp = warpgroup_mma(v_c, do.permute((1, 0)), zero_s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        s = s * scale_log2
-        if BIAS == KEY_BIAS:
-            s = s + bias
-        p = gl.exp2(s)
-        p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, SL)
+        x, _ = exponents(s, minus_lse, bias, exact, row, scales, BM, BIAS, False, NATURAL, True, EXACT, by_query)
+        p = gl.exp2(x)
+        p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, HIDDEN, SL)
         pa = gl.convert_layout(p.to(dtype), PA)
         # the block boundary of this wait keeps ptxas from hoisting the wait for dP above the exponentials
         mbarrier.wait(other_made, made_before)

@@ -14,6 +14,7 @@ TILE = gl.constexpr(_TILE)
 NO_LISTS = gl.constexpr(0)
 BIT_LISTS = gl.constexpr(1)
 SEGMENT_LISTS = gl.constexpr(2)
+INTERVAL_LISTS = gl.constexpr(3)
 
 
 @gluon.jit

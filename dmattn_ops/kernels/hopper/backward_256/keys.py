@@ -21,14 +21,15 @@ from dmattn_ops.kernels.hopper.backward_256.walk import (
     NO_LISTS,
     STEP,
     Mask,
-    Select,
+    at_batch,
     band_view,
     block_of,
     count_steps,
     full_step,
     head_view,
-    load_row_segments,
+    load_row_numbers,
     load_select,
+    no_test,
     partial_step,
     ranked_tile,
     visible,
@@ -48,16 +49,21 @@ from dmattn_ops.kernels.hopper.scores import (
     KEY_BIAS,
     NO_BIAS,
     Bias,
+    Exact,
+    Scales,
+    any_flag,
+    exact_exponents,
     first_scores,
+    full_bias,
     load_key_bias,
-    probabilities,
+    rounded_exponents,
     step_bias,
     store_key_sums,
 )
 
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
-    "bias_b bias_h bias_q bias_group kv_heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads"
+    "bias_b bias_h bias_q bias_group kv_heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags"
 ).split()
 
 
@@ -112,7 +118,8 @@ def load_step(i, at, head, maps, smem, block, D: gl.constexpr):
 
 
 @gluon.jit
-def producer(maps, k_map, v_map, smem, block, view, mask, D: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr):
+def producer(maps, k_map, v_map, smem, block, view, mask, D: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr,
+             HIDDEN: gl.constexpr):  # fmt: skip
     """Load the block's keys once and then every step of every query head."""
     mbarrier.expect(smem.kv_full, STEP * D * 4)
     tma_load(k_map, [block.batch, block.tile * STEP, block.kv_head, 0], smem.kv_full, smem.k.index(0))
@@ -120,7 +127,7 @@ def producer(maps, k_map, v_map, smem, block, view, mask, D: gl.constexpr, LISTS
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
-        here = head_view(view, mask, block.tile // 2, head, LISTS)
+        here = head_view(view, mask, block.tile // 2, head, LISTS, HIDDEN)
         n_full, n_partial = count_steps(here, LISTS)
         for t in range(n_full):
             load_step(i, full_step(t, here, n_partial, LISTS), head, maps, smem, block, D)
@@ -132,22 +139,30 @@ def producer(maps, k_map, v_map, smem, block, view, mask, D: gl.constexpr, LISTS
 
 
 @gluon.jit
-def dv_step(i, dv, smem, scales, added, select, D: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr,
-            BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr, HAS_LOW: gl.constexpr,
-            HAS_HIGH: gl.constexpr):  # fmt: skip
+def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, select, D: gl.constexpr, dtype: gl.constexpr,
+            LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr, HAS_LOW: gl.constexpr,
+            HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     b = i & 1
     phase = (i >> 1) & 1
     k = smem.k.index(i >> 30)  # 0, but not for the compiler, which would keep descriptors of all of K in registers
     mbarrier.wait(smem.q_full.index(b), phase)
-    lse = smem.lse.index(b).reshape([STEP]).load(gl.SliceLayout(0, SL))  # behind a product it would wait for that
+    minus_lse = smem.lse.index(b).reshape([STEP]).load(gl.SliceLayout(0, SL))  # behind a product it would wait for that
     s = first_scores(added, STEP, BIAS)
     s = warpgroup_mma(k, smem.q.index(b).permute((1, 0)), s, use_acc=BIAS == FULL_BIAS, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
-    p, slope = probabilities(s, lse[None, :], added, scales, BIAS, SOFTCAP)
+    if exact.needed != 0:
+        if BIAS == FULL_BIAS:
+            added = full_bias(bias, head, keys[:, None], queries[None, :])
+        at = row + gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
+        first = gl.load(exact.first + at)[None, :]
+        x, slope = exact_exponents(s, first, gl.load(exact.second + at)[None, :], added, scales, BIAS, SOFTCAP, NATURAL)
+    else:
+        x, slope = rounded_exponents(s, minus_lse[None, :], added, scales, BIAS, SOFTCAP, False)
+    p = gl.exp2(x)
     if TEST:
-        p = visible(p, select, LISTS, HAS_LOW, HAS_HIGH, SL)
+        p = visible(p, keys, select, LISTS, HAS_LOW, HAS_HIGH, HIDDEN, True, SL)
     p16 = p.to(dtype)
     smem.p.index(b).store((p * slope).to(dtype))  # dS follows with the slope since it is a multiple of P
     mbarrier.arrive(smem.p_full.index(b), count=1)
@@ -160,38 +175,43 @@ def dv_step(i, dv, smem, scales, added, select, D: gl.constexpr, dtype: gl.const
 
 
 @gluon.jit
-def dv_consumer(smem, dv_map, block, view, mask, bias, scales, D: gl.constexpr, dtype: gl.constexpr,
+def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, D: gl.constexpr, dtype: gl.constexpr,
                 LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
-                HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):  # fmt: skip
+                HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Make P of every step, and accumulate dv over every query head of the group."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dv = gl.zeros([STEP, D], gl.float32, layout=VL)
     keys = block.tile * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, SL))
     queries = gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
-    no_test = Select(keys, keys, keys, keys, keys)
+    exact = Exact(any_flag(flags, n_flags), exact.first, exact.second)
     mbarrier.wait(smem.kv_full, 0)
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
-        here = head_view(view, mask, block.tile // 2, head, LISTS)
+        here = head_view(view, mask, block.tile // 2, head, LISTS, HIDDEN)
         key_bias = load_key_bias(bias, head, keys, BIAS)[:, None]
         n_full, n_partial = count_steps(here, LISTS)
         for t in range(n_full):
-            rows = full_step(t, here, n_partial, LISTS) * STEP + queries
-            added = step_bias(bias, head, key_bias, keys[:, None], rows[None, :], BIAS)
-            dv = dv_step(i, dv, smem, scales, added, no_test, D, dtype, LISTS, BIAS, SOFTCAP, False, HAS_LOW, HAS_HIGH)
+            at = full_step(t, here, n_partial, LISTS)
+            rows = at * STEP + queries
+            added = step_bias(bias, head, key_bias, keys[:, None], rows[None, :], exact, BIAS)
+            row = block.stat_row + head * block.stat_rows + at * STEP
+            dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, no_test(keys), D, dtype, LISTS, BIAS,
+                         SOFTCAP, False, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
             i += 1
         if PARTIAL:
-            segments = load_row_segments(here, keys, block.seqlen_k, LISTS)
+            numbers = load_row_numbers(here, keys, block.seqlen_k, LISTS, HIDDEN, True)
             coming = partial_step(0, here, n_partial, LISTS)
             for t in range(n_partial):
                 at = coming
                 coming = partial_step(t + 1, here, n_partial, LISTS)  # loaded early: loads of the test depend on it
-                select = load_select(at, here, keys, segments, LISTS, HAS_HIGH, SL)
-                added = step_bias(bias, head, key_bias, keys[:, None], (at * STEP + queries)[None, :], BIAS)
-                dv = dv_step(i, dv, smem, scales, added, select, D, dtype, LISTS, BIAS, SOFTCAP, True,
-                             HAS_LOW, HAS_HIGH)  # fmt: skip
+                select = load_select(at, here, keys, numbers, LISTS, HAS_HIGH, HIDDEN, True, SL)
+                rows = at * STEP + queries
+                added = step_bias(bias, head, key_bias, keys[:, None], rows[None, :], exact, BIAS)
+                row = block.stat_row + head * block.stat_rows + at * STEP
+                dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, select, D, dtype, LISTS, BIAS,
+                             SOFTCAP, True, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
                 i += 1
     k = smem.k.index(0)
     k.store(dv.to(dtype))  # only this consumer reads K, and it is done
@@ -228,7 +248,7 @@ def dk_step(i, dk, sums, smem, D: gl.constexpr, dtype: gl.constexpr, BIAS: gl.co
 
 @gluon.jit
 def dk_consumer(smem, dk_map, block, view, mask, bias, scale, D: gl.constexpr, dtype: gl.constexpr,
-                LISTS: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+                LISTS: gl.constexpr, BIAS: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
     """Accumulate dk over every query head of the group, and sums of dS of each. P = 0 is all that a mask is here."""
     BY_KEY: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
     keys = block.tile * STEP + gl.arange(0, STEP, layout=BY_KEY)
@@ -237,7 +257,7 @@ def dk_consumer(smem, dk_map, block, view, mask, bias, scale, D: gl.constexpr, d
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
-        here = head_view(view, mask, block.tile // 2, head, LISTS)
+        here = head_view(view, mask, block.tile // 2, head, LISTS, HIDDEN)
         n_full, n_partial = count_steps(here, LISTS)
         sums = gl.zeros([STEP], gl.float32, layout=BY_KEY)
         for _ in range(n_full + n_partial):
@@ -288,12 +308,13 @@ def allocate(stat_map, row_map, D: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
-def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, lists, bits, q_segments, k_segments,
+def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, stats, flags, lists, bits, q_segments, k_segments,
+                start, end, hidden_from, hidden_to,
                 bias, key_sums, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                 mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, kv_heads, group, seqlen_q,
-                seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, D: gl.constexpr, LISTS: gl.constexpr,
-                BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
-                HAS_HIGH: gl.constexpr):  # fmt: skip
+                seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, D: gl.constexpr,
+                LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
+                HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads."""
     dtype: gl.constexpr = q_map.dtype
     filled, smem = allocate(stat_map, q_map, D)
@@ -304,10 +325,11 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, lists, bit
     kv_head = index - batch * kv_heads
     mask = Mask(lists + batch.to(gl.int64) * list_b, bits + batch.to(gl.int64) * bits_b,
                 k_segments + batch.to(gl.int64) * k_segments_b, q_segments + batch.to(gl.int64) * q_segments_b,
-                list_h, list_width, bits_h, bits_row, k_segments_h, 0, mask_group, segment_group)  # fmt: skip
+                list_h, list_width, bits_h, bits_row, k_segments_h, 0, mask_group, segment_group,
+                at_batch(start, end, hidden_from, hidden_to, batch, k_segments_b, LISTS, HIDDEN))  # fmt: skip
     if LISTS != NO_LISTS:
         tile = ranked_tile(tile // 2, mask, kv_head * group) * 2 + (tile & 1)
-    # queries past the end have lse = inf, which makes P = 0: no test of theirs is needed
+    # queries past the end have a statistic that makes P = 0: no test of theirs is needed
     view = band_view(mask, tile * STEP, STEP, seqlen_k, -band_hi, -band_lo, seqlen_q, False)
     block = Block(batch, kv_head, group, tile, seqlen_k, batch * kv_heads * group * stat_rows, stat_rows)
     if BIAS != NO_BIAS:
@@ -315,9 +337,11 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, lists, bit
     if BIAS == KEY_BIAS:
         key_sums += batch.to(gl.int64) * (kv_heads * group) * seqlen_k
     bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_q, seqlen_k)
+    scales = Scales(scale_log2, cap, 0.0, scale)
+    exact = Exact(0, stats + 2 * total.to(gl.int64), stats + 3 * total.to(gl.int64))
     gl.warp_specialize([
-        (dv_consumer, (smem, dv_map, block, view, mask, bias, (scale_log2, cap), D, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW,
-                       HAS_HIGH)),
-        (dk_consumer, (smem, dk_map, block, view, mask, bias, scale, D, dtype, LISTS, BIAS)),
-        (producer, ((q_map, o_map, stat_map), k_map, v_map, filled, block, view, mask, D, LISTS, PARTIAL)),
+        (dv_consumer, (smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, D, dtype, LISTS, BIAS, SOFTCAP,
+                       PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)),
+        (dk_consumer, (smem, dk_map, block, view, mask, bias, scale, D, dtype, LISTS, BIAS, HIDDEN)),
+        (producer, ((q_map, o_map, stat_map), k_map, v_map, filled, block, view, mask, D, LISTS, PARTIAL, HIDDEN)),
     ], [4, 1], [216, 40])  # fmt: skip

@@ -22,14 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Saved, bias_kind, is_whole
+from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward256
 from dmattn_ops.kernels.hopper.arguments import (
     bias_places,
+    listed,
     room_for_key_sums,
     score_factors,
-    unpadded_statistics,
 )
+from dmattn_ops.kernels.hopper.backward.rows import row_statistics
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
@@ -41,6 +42,7 @@ from dmattn_ops.problem import TILE, UNBOUNDED, Mask
 WIDTHS = (64, 128, 256)  # what the tensor maps pad head dimensions to
 STEP = 64
 STAT_ROWS = 64  # rows of a statistics program
+STATISTICS = 4  # of a row: lse, delta and the pair
 
 
 def refusals(call: Call) -> list[str]:
@@ -63,11 +65,15 @@ def refusals(call: Call) -> list[str]:
 
 
 def _mask_arguments(
-    lists: Tensor | None, bits: Tensor | None, tiles: Mask, heads: int, seqlen_q: int, placeholder: Tensor
-) -> tuple[int, list[Any]]:
-    """Return the kind of one side's mask, and its pointers, strides and numbers of query heads per mask head."""
+    lists: Tensor | None, bits: Tensor | None, mask: Mask, heads: int, seqlen_q: int, placeholder: Tensor
+) -> tuple[int, list[Any], list[int]]:
+    """Return the kind of one side's mask, its pointers, and its strides and numbers of query heads per mask head.
+
+    Pointers that a kind does not have are the placeholder, so that no kernel is compiled for their absence.
+    """
+    no_intervals = [placeholder] * 4
     if lists is None:
-        return 0, [placeholder] * 4 + [0] * 9 + [1, 1]
+        return 0, [placeholder] * 4 + no_intervals, [0] * 9 + [1, 1]
 
     def strides(tensor: Tensor) -> list[int]:
         return [tensor.stride(dim) if tensor.shape[dim] > 1 else 0 for dim in range(2)]
@@ -76,13 +82,19 @@ def _mask_arguments(
     group = heads // lists.shape[1]
     if bits is not None:
         words = bits.view(torch.int64)  # of 64 rows or columns each: what one step tests
-        pointers = [lists, words, placeholder, placeholder]
-        return 1, [*pointers, *list_strides, *strides(words), words.shape[-1], 0, 0, 0, group, 1]
-    keys = tiles.k_segments
-    queries = computed(_zeros, keys, (1, seqlen_q)) if tiles.q_segments is None else tiles.q_segments
-    pointers = [lists, placeholder, queries, keys]
+        of_bits = [*strides(words), words.shape[-1]]
+        return 1, [lists, words, placeholder, placeholder, *no_intervals], [*list_strides, *of_bits, 0, 0, 0, group, 1]
+    if mask.start is not None:
+        hidden = [placeholder if part is None else part for part in (mask.hidden_from, mask.hidden_to)]
+        intervals = [mask.start, mask.end, *hidden]
+        sizes = [*list_strides, 0, 0, 0, 0, *strides(mask.start), group, heads // mask.start.shape[1]]
+        return 3, [lists, placeholder, placeholder, placeholder, *intervals], sizes
+    keys = mask.k_segments
+    assert keys is not None
+    queries = computed(_zeros, keys, (1, seqlen_q)) if mask.q_segments is None else mask.q_segments
     queries_b = queries.stride(0) if queries.shape[0] > 1 else 0
-    return 2, [*pointers, *list_strides, 0, 0, 0, queries_b, *strides(keys), group, heads // keys.shape[1]]
+    sizes = [*list_strides, 0, 0, 0, queries_b, *strides(keys), group, heads // keys.shape[1]]
+    return 2, [lists, placeholder, queries, keys, *no_intervals], sizes
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -91,74 +103,83 @@ def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256) -> None:
     """Write dq, dk and dv of `[B, S, heads, D]` tensors that `refusals` accepts, and dbias unless it is None."""
-    query, key, value, bias, tiles, options = call.query, call.key, call.value, call.bias, call.mask, call.options
+    call = listed(call)
+    query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     grad_out, grad_lse, dq, dk, dv, dbias = grads
-    out, lse, _ = saved
     batch, seqlen_q, heads, _ = query.shape
     seqlen_k, kv_heads = key.shape[1], key.shape[2]
     width = next(width for width in WIDTHS if width >= max(query.shape[-1], value.shape[-1]))
     if not mappable(grad_out):  # an expanded gradient, such as that of out.sum()
         grad_out = computed(Tensor.contiguous, grad_out)
     rows = -(-seqlen_q // TILE) * TILE
-    stats = workspace(query, 2, batch * heads * rows)
-    _statistics(grad_out, grad_lse, out, lse, stats, rows, width)
+    total = batch * heads * rows
+    room = workspace(query, STATISTICS * total + -(-total // STAT_ROWS // 4))
+    stats, flags = room[: STATISTICS * total].view(STATISTICS, total), room[STATISTICS * total :].view(torch.int8)
+    _statistics(grad_out, grad_lse, saved, stats, flags, rows, width, in_natural_units(call))
     scales = options.softmax_scale, *score_factors(options)
     scores = {"BIAS": BIAS_KINDS[bias_kind(bias)], "SOFTCAP": options.softcap > 0}
     places = bias_places(bias, heads)
     key_sums = room_for_key_sums(bias, query, seqlen_k)
     has_lo, has_hi = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
-    uneven = has_lo or has_hi or tiles.row_tiles is not None
+    uneven = has_lo or has_hi or mask.row_tiles is not None
     group = config.heads_per_group if uneven else 1
     *maps, dq_map, dk_map, dv_map = (rows_map(t, STEP, width) for t in (query, key, value, grad_out, dq, dk, dv))
     sizes = heads // kv_heads, seqlen_q, seqlen_k, rows, options.band_lo, options.band_hi, group
-    kind, mask = _mask_arguments(tiles.col_tiles, tiles.col_bits, tiles, heads, seqlen_q, stats)
+    kind, numbers, strides = _mask_arguments(mask.col_tiles, mask.col_bits, mask, heads, seqlen_q, stats)
     blocks = -(-seqlen_k // STEP) if kind == 0 else -(-seqlen_k // TILE) * 2
+    n_flags, hidden = total // STAT_ROWS, mask.hidden_from is not None
     launch(
         keys_kernel, (batch * kv_heads * blocks,),
-        *maps, plain_map(stats, (2, batch * heads * rows), (1, STEP)), dk_map, dv_map, *mask[:4],
-        bias, key_sums, *mask[4:], *places, *scales, kv_heads, *sizes, batch * kv_heads,
-        D=width, LISTS=kind, **scores, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, num_warps=4,
+        *maps, plain_map(stats, (2, total), (1, STEP)), dk_map, dv_map, stats, flags, *numbers,
+        bias, key_sums, *strides, *places, *scales, kv_heads, *sizes, batch * kv_heads, n_flags, total,
+        D=width, LISTS=kind, **scores, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, HIDDEN=hidden,
+        NATURAL=in_natural_units(call), num_warps=4,
     )  # fmt: skip
-    kind, mask = _mask_arguments(tiles.row_tiles, tiles.row_bits, tiles, heads, seqlen_q, stats)
+    kind, numbers, strides = _mask_arguments(mask.row_tiles, mask.row_bits, mask, heads, seqlen_q, stats)
     partial = uneven or seqlen_k % STEP != 0
     launch(
         queries_kernel, (batch * heads * (rows // TILE),),
-        *maps, dq_map, stats, *mask[:4], bias, *mask[4:],
-        *places, *scales, heads, *sizes, batch * heads,
-        D=width, LISTS=kind, **scores, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, num_warps=4,
+        *maps, dq_map, stats, flags, *numbers, bias, *strides,
+        *places, *scales, heads, *sizes, batch * heads, n_flags, total,
+        D=width, LISTS=kind, **scores, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, HIDDEN=hidden,
+        NATURAL=in_natural_units(call), num_warps=4,
     )  # fmt: skip
     if dbias is not None and bias_kind(bias) == "full":
-        statistics = unpadded_statistics(stats, batch, heads, rows, seqlen_q)
-        recompute_dbias(call, grad_out, *statistics, dbias, config.dbias)
+        recompute_dbias(call, saved, grads._replace(grad_out=grad_out), config.dbias)
     elif dbias is not None:
         computed(reduce_key_sums, key_sums, dbias)
 
 
 def _statistics(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, stats: Tensor, rows: int, width: int
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    saved: Saved,
+    stats: Tensor,
+    flags: Tensor,
+    rows: int,
+    width: int,
+    natural: bool,
 ) -> None:
-    """Fill stats `[2, B * H * rows]`: lse in bits, and delta."""
+    """Fill stats `[4, B * H * rows]` as `hopper.backward.rows` says, and a flag for each program."""
+    out, lse, lse_tail = saved
     _, seqlen_q, heads, dim = out.shape
-    strides = [
-        *out.stride()[:3],
-        *grad_out.stride()[:3],
-        *lse.stride(),
-        *(lse if grad_lse is None else grad_lse).stride(),
-    ]
+    of_grad_lse = (lse if grad_lse is None else grad_lse).stride()
+    strides = [*out.stride()[:3], *grad_out.stride()[:3], *lse.stride(), *lse_tail.stride(), *of_grad_lse]
     launch(
         statistics_kernel, (stats.shape[1] // STAT_ROWS,),
-        out, grad_out, lse, grad_lse, stats, *strides,
-        seqlen_q, heads, rows, stats.shape[1], dim, BLOCK=STAT_ROWS, WIDTH=width, num_warps=8,
+        out, grad_out, lse, lse_tail, grad_lse, stats, flags, *strides,
+        seqlen_q, heads, rows, stats.shape[1], dim, BLOCK=STAT_ROWS, WIDTH=width, NATURAL=natural, num_warps=8,
     )  # fmt: skip
 
 
 @triton.jit
 def statistics_kernel(
-    out, grad_out, lse, grad_lse, stats,
-    out_b, out_s, out_h, grad_b, grad_s, grad_h, lse_b, lse_h, lse_s, grad_lse_b, grad_lse_h, grad_lse_s,
-    seqlen_q, heads, rows, total_rows, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    out, grad_out, lse, lse_tail, grad_lse, stats, flags,
+    out_b, out_s, out_h, grad_b, grad_s, grad_h, lse_b, lse_h, lse_s, tail_b, tail_h, tail_s,
+    grad_lse_b, grad_lse_h, grad_lse_s,
+    seqlen_q, heads, rows, total_rows, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
-    """Write lse in bits and delta of BLOCK rows of one head; where a row is empty or past the end inf and 0: P = 0."""
+    """Write the statistics of BLOCK rows of one head; where a row is empty or past the end such that P = 0."""
     block = tl.program_id(0)
     index = block // (rows // BLOCK)
     row = (block - index * (rows // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
@@ -174,9 +195,13 @@ def statistics_kernel(
     g = tl.load(grad_out + at[:, None] * grad_s + column[None, :], mask=mask, other=0.0)
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     value = tl.load(lse + batch * lse_b + head * lse_h + at * lse_s, mask=inside, other=float("-inf"))
-    empty = value == float("-inf")
+    tail = tl.load(lse_tail + batch * tail_b + head * tail_h + at * tail_s, mask=inside, other=0.0)
+    minus_lse, first, second, large = row_statistics(value, tail, NATURAL)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + batch * grad_lse_b + head * grad_lse_h + at * grad_lse_s, mask=inside, other=0.0)
     to = stats + index.to(tl.int64) * rows + row
-    tl.store(to, tl.where(empty, float("inf"), value * 1.4426950408889634))
-    tl.store(to + total_rows, tl.where(empty, 0.0, delta))
+    tl.store(to, minus_lse)
+    tl.store(to + total_rows, tl.where(value == float("-inf"), 0.0, delta))
+    tl.store(to + 2 * total_rows, first)
+    tl.store(to + 3 * total_rows, second)
+    tl.store(flags + block, tl.max(large.to(tl.int32), 0).to(tl.int8))

@@ -19,14 +19,15 @@ from dmattn_ops.kernels.hopper.backward_256.walk import (
     SEGMENTS,
     STEP,
     Mask,
-    Select,
+    at_batch,
     band_view,
     block_of,
     count_steps,
     full_step,
     head_view,
-    load_row_segments,
+    load_row_numbers,
     load_select,
+    no_test,
     partial_step,
     ranked_tile,
     visible,
@@ -46,15 +47,21 @@ from dmattn_ops.kernels.hopper.scores import (
     KEY_BIAS,
     NO_BIAS,
     Bias,
+    Exact,
+    Scales,
+    any_flag,
+    exact_exponents,
+    finite_or_lowest,
     first_scores,
+    full_bias,
     head_of,
-    probabilities,
+    rounded_exponents,
     step_bias,
 )
 
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
-    "bias_b bias_h bias_q bias_group heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads"
+    "bias_b bias_h bias_q bias_group heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags"
 ).split()
 
 
@@ -81,7 +88,7 @@ class Block(NamedTuple):
     kv_head: Any
     tile: Any  # in units of 128 queries
     seqlen_q: Any
-    lse: Any  # statistics of query 0 of the head; padded with rows of lse = inf and delta = 0
+    lse: Any  # statistics of query 0 of the head; rows past the end have such that P = 0 and delta = 0
     delta: Any
     bias: Any
 
@@ -98,7 +105,7 @@ def load_step(i, at, k_map, v_map, smem, block, D: gl.constexpr, BIAS: gl.conste
     mbarrier.expect(k_full, STEP * D * 2)
     tma_load(k_map, [block.batch, at * STEP, block.kv_head, 0], k_full, smem.k.index(b))
     if BIAS == KEY_BIAS:
-        smem.bias.index(b).store(added.to(gl.float32) * 1.4426950408889634)
+        smem.bias.index(b).store(finite_or_lowest(added.to(gl.float32)))
         mbarrier.arrive(k_full, count=1)
     mbarrier.wait(smem.v_empty, (i & 1) ^ 1)
     mbarrier.expect(smem.v_full, STEP * D * 2)
@@ -125,9 +132,17 @@ def producer(q_map, k_map, v_map, o_map, smem, block, view, D: gl.constexpr, LIS
             i += 1
 
 
+class Rows(NamedTuple):
+    """The statistics of a consumer's queries."""
+
+    minus_lse: Any
+    delta: Any
+
+
 @gluon.jit
-def dq_step(i, dq, smem, lse, delta, scales, added, select, C: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr,
-            LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr, HAS_LOW: gl.constexpr):  # fmt: skip
+def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, select, C: gl.constexpr, D: gl.constexpr,
+            dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr,
+            HAS_LOW: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     b = i & 1
@@ -145,13 +160,21 @@ def dq_step(i, dq, smem, lse, delta, scales, added, select, C: gl.constexpr, D: 
     v = smem.v.index(zero_at)
     dp = warpgroup_mma(smem.o.index(C + zero_at), v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
-    p, slope = probabilities(s, lse[:, None], added, scales, BIAS, SOFTCAP)
-    p = p * slope
+    if exact.needed != 0:
+        if BIAS == FULL_BIAS:
+            added = full_bias(bias, head, keys[None, :], queries[:, None])
+        first = gl.load(exact.first + queries)[:, None]
+        x, slope = exact_exponents(
+            s, first, gl.load(exact.second + queries)[:, None], added, scales, BIAS, SOFTCAP, NATURAL
+        )
+    else:
+        x, slope = rounded_exponents(s, rows.minus_lse[:, None], added, scales, BIAS, SOFTCAP, False)
+    p = gl.exp2(x) * slope
     if TEST:
-        p = visible(p, select, LISTS, HAS_LOW, True, SL)
+        p = visible(p, queries, select, LISTS, HAS_LOW, True, HIDDEN, False, SL)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(smem.v_empty, count=1)
-    ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), gl.DotOperandLayout(0, QL, 2))
+    ds = gl.convert_layout((p * (dp - rows.delta[:, None])).to(dtype), gl.DotOperandLayout(0, QL, 2))
     dq = warpgroup_mma(ds, k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(smem.k_empty.index(b), count=1)
@@ -159,9 +182,9 @@ def dq_step(i, dq, smem, lse, delta, scales, added, select, C: gl.constexpr, D: 
 
 
 @gluon.jit
-def consumer(smem, dq_map, block, view, scale, scales, C: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr,
+def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr,
              LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
-             HAS_LOW: gl.constexpr):  # fmt: skip
+             HAS_LOW: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Accumulate dq of queries `C * 64 ...` of the block."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -169,31 +192,31 @@ def consumer(smem, dq_map, block, view, scale, scales, C: gl.constexpr, D: gl.co
     row = (block.tile * 2 + C) * STEP
     queries = row + gl.arange(0, STEP, layout=gl.SliceLayout(1, SL))
     keys = gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
-    no_test = Select(queries, queries, queries, queries, queries)
-    lse = gl.load(block.lse + queries)
-    delta = gl.load(block.delta + queries)
+    rows = Rows(gl.load(block.lse + queries), gl.load(block.delta + queries))
+    exact = Exact(any_flag(flags, n_flags), exact.first, exact.second)
     n_full, n_partial = count_steps(view, LISTS)
     mbarrier.wait(smem.qo_full, 0)
     i = 0
     for t in range(n_full):
         columns = full_step(t, view, n_partial, LISTS) * STEP + keys
-        added = step_bias(block.bias, block.head, keys, columns[None, :], queries[:, None], BIAS)
-        dq = dq_step(i, dq, smem, lse, delta, scales, added, no_test, C, D, dtype, LISTS, BIAS, SOFTCAP, False, HAS_LOW)
+        added = step_bias(block.bias, block.head, keys, columns[None, :], queries[:, None], exact, BIAS)
+        dq = dq_step(i, dq, smem, rows, scales, exact, added, block.bias, block.head, queries, columns, no_test(queries), C, D,
+                     dtype, LISTS, BIAS, SOFTCAP, False, HAS_LOW, HIDDEN, NATURAL)  # fmt: skip
         i += 1
     if PARTIAL:
-        segments = load_row_segments(view, queries, block.seqlen_q, LISTS)
+        numbers = load_row_numbers(view, queries, block.seqlen_q, LISTS, HIDDEN, False)
         coming = partial_step(0, view, n_partial, LISTS)
         for t in range(n_partial):
             at = coming
             coming = partial_step(t + 1, view, n_partial, LISTS)  # loaded early: loads of the test depend on it
-            select = load_select(at, view, queries, segments, LISTS, True, SL)
-            added = step_bias(block.bias, block.head, keys, (at * STEP + keys)[None, :], queries[:, None], BIAS)
-            dq = dq_step(
-                i, dq, smem, lse, delta, scales, added, select, C, D, dtype, LISTS, BIAS, SOFTCAP, True, HAS_LOW
-            )
+            select = load_select(at, view, queries, numbers, LISTS, True, HIDDEN, False, SL)
+            columns = at * STEP + keys
+            added = step_bias(block.bias, block.head, keys, columns[None, :], queries[:, None], exact, BIAS)
+            dq = dq_step(i, dq, smem, rows, scales, exact, added, block.bias, block.head, queries, columns, select, C, D,
+                         dtype, LISTS, BIAS, SOFTCAP, True, HAS_LOW, HIDDEN, NATURAL)  # fmt: skip
             i += 1
     q = smem.q.index(C)
-    q.store((dq * scale).to(dtype))  # only this consumer reads this half of Q, and it is done
+    q.store((dq * scales.softmax).to(dtype))  # only this consumer reads this half of Q, and it is done
     fence_async_shared()
     tma_store(dq_map, [block.batch, row, block.head, 0], reinterpret(q, dtype, [1, STEP, 1, D], dq_map.layout))
     tma.store_wait(pendings=0)
@@ -232,12 +255,13 @@ def allocate(row_map, D: gl.constexpr, BIAS: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
-def queries_kernel(q_map, k_map, v_map, o_map, dq_map, stats, lists, bits, q_segments, k_segments,
+def queries_kernel(q_map, k_map, v_map, o_map, dq_map, stats, flags, lists, bits, q_segments, k_segments, start, end,
+                   hidden_from, hidden_to,
                    bias, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                    mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, heads, group,
-                   seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, D: gl.constexpr,
-                   LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
-                   HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):  # fmt: skip
+                   seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total,
+                   D: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
+                   HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Write dq; one program for each 128 queries of each of `n_heads` heads."""
     dtype: gl.constexpr = q_map.dtype
     # registers per thread: segments take 16 more of a consumer's, at the cost of one word that the producer spills
@@ -250,21 +274,26 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, stats, lists, bits, q_seg
     head = index - batch * heads
     mask = Mask(lists + batch.to(gl.int64) * list_b, bits + batch.to(gl.int64) * bits_b,
                 q_segments + batch.to(gl.int64) * q_segments_b, k_segments + batch.to(gl.int64) * k_segments_b,
-                list_h, list_width, bits_h, bits_row, 0, k_segments_h, mask_group, segment_group)  # fmt: skip
+                list_h, list_width, bits_h, bits_row, 0, k_segments_h, mask_group, segment_group,
+                at_batch(start, end, hidden_from, hidden_to, batch, k_segments_b, LISTS, HIDDEN))  # fmt: skip
     if LISTS != NO_LISTS:
         tile = ranked_tile(tile, mask, head)
     elif HAS_HIGH:
         tile = n_tiles - 1 - tile  # the last queries see the most keys
     view = band_view(mask, tile * 2 * STEP, 2 * STEP, seqlen_q, band_lo, band_hi, seqlen_k, True)
-    view = head_view(view, mask, tile, head, LISTS)
+    view = head_view(view, mask, tile, head, LISTS, HIDDEN)
     lse = stats + index.to(gl.int64) * stat_rows
     if BIAS != NO_BIAS:
         bias += batch.to(gl.int64) * bias_b
     bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, bias, seqlen_q, seqlen_k)
     delta = lse + n_heads.to(gl.int64) * stat_rows
+    scales = Scales(scale_log2, cap, 0.0, scale)
+    exact = Exact(0, lse + 2 * total.to(gl.int64), lse + 3 * total.to(gl.int64))
     block = Block(batch, head, head // group, tile, seqlen_q, lse, delta, bias)
     gl.warp_specialize([
-        (consumer, (smem, dq_map, block, view, scale, (scale_log2, cap), 0, D, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW)),
-        (consumer, (smem, dq_map, block, view, scale, (scale_log2, cap), 1, D, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW)),
+        (consumer, (smem, dq_map, block, view, scales, exact, flags, n_flags, 0, D, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW,
+                    HIDDEN, NATURAL)),
+        (consumer, (smem, dq_map, block, view, scales, exact, flags, n_flags, 1, D, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW,
+                    HIDDEN, NATURAL)),
         (producer, (q_map, k_map, v_map, o_map, filled, block, view, D, LISTS, BIAS, PARTIAL)),
     ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip

@@ -13,9 +13,19 @@ from triton.experimental.gluon import language as gl
 
 STEP = gl.constexpr(64)  # columns of a step; a tile of a list is two steps
 HEADER = gl.constexpr(4)
-NO_LISTS = gl.constexpr(0)  # kinds of masks: the band alone, bits, or segments
+NO_LISTS = gl.constexpr(0)  # kinds of masks: the band alone, bits, segments, or intervals
 BITS = gl.constexpr(1)
 SEGMENTS = gl.constexpr(2)
+INTERVALS = gl.constexpr(3)
+
+
+class Intervals(NamedTuple):
+    """The queries that see each key, at one batch or head: from `start` to `end` but for `hidden_from` to `hidden_to`."""
+
+    start: Any
+    end: Any
+    hidden_from: Any
+    hidden_to: Any
 
 
 class Mask(NamedTuple):
@@ -33,6 +43,7 @@ class Mask(NamedTuple):
     column_segments_head: Any
     group: Any
     segment_group: Any
+    intervals: Any
 
 
 class View(NamedTuple):
@@ -42,6 +53,7 @@ class View(NamedTuple):
     bits: Any  # of row 0
     row_segments: Any
     column_segments: Any
+    intervals: Any
     bits_row: Any
     low: Any  # row r sees column c iff r + low <= c <= r + high
     high: Any
@@ -53,13 +65,41 @@ class View(NamedTuple):
 
 
 class Select(NamedTuple):
-    """The test of one step: columns low ... high of each row, or 64 bits, or equal segments and low ... high."""
+    """The test of one step: columns low ... high of each row, or 64 bits, or equal segments and low ... high.
+
+    Of intervals, columns low ... high but for drop_low ... drop_high where rows are keys; else low ... high, and rows
+    begin ... end - 1 of each column but for drop_low ... drop_high - 1.
+    """
 
     low: Any
     high: Any
     words: Any
     row_segments: Any
     column_segments: Any
+    begin: Any
+    end: Any
+    drop_low: Any
+    drop_high: Any
+
+
+@gluon.jit
+def no_test(rows):
+    """Return what stands for a test where there is none."""
+    return Select(rows, rows, rows, rows, rows, rows, rows, rows, rows)
+
+
+@gluon.jit
+def at_batch(
+    start, end, hidden_from, hidden_to, batch, stride, LISTS: gl.constexpr, HIDDEN: gl.constexpr
+):  # fmt: skip
+    """Return the intervals of a batch, of which there are some only where LISTS says so."""
+    if LISTS == INTERVALS:
+        start += batch.to(gl.int64) * stride
+        end += batch.to(gl.int64) * stride
+        if HIDDEN:
+            hidden_from += batch.to(gl.int64) * stride
+            hidden_to += batch.to(gl.int64) * stride
+    return Intervals(start, end, hidden_from, hidden_to)
 
 
 @gluon.jit
@@ -92,12 +132,12 @@ def band_view(mask, row, ROWS: gl.constexpr, n_rows, low, high, columns, TEST_EN
         full_stop = gl.minimum(full_stop, columns)
     full_first = gl.minimum(gl.maximum((gl.maximum(last + low, 0) + STEP - 1) // STEP, first), end)
     full_end = gl.maximum(gl.minimum(full_stop // STEP, end), full_first)
-    return View(mask.lists, mask.bits, mask.row_segments, mask.column_segments, mask.bits_row, low, high, columns,
+    return View(mask.lists, mask.bits, mask.row_segments, mask.column_segments, mask.intervals, mask.bits_row, low, high, columns,
                 first, full_first, full_end, end)  # fmt: skip
 
 
 @gluon.jit
-def head_view(view, mask, tile, head, LISTS: gl.constexpr):
+def head_view(view, mask, tile, head, LISTS: gl.constexpr, HIDDEN: gl.constexpr):
     """View tile `tile` of 128 rows of query head `head`."""
     record = view.record
     bits = view.bits
@@ -112,7 +152,16 @@ def head_view(view, mask, tile, head, LISTS: gl.constexpr):
         segment_head = (head // mask.segment_group).to(gl.int64)
         row_segments = mask.row_segments + segment_head * mask.row_segments_head
         column_segments = mask.column_segments + segment_head * mask.column_segments_head
-    return View(record, bits, row_segments, column_segments, view.bits_row, view.low, view.high, view.columns,
+    intervals = view.intervals
+    if LISTS == INTERVALS:
+        of_head = (head // mask.segment_group).to(gl.int64) * (mask.row_segments_head + mask.column_segments_head)
+        hidden_from = intervals.hidden_from
+        hidden_to = intervals.hidden_to
+        if HIDDEN:
+            hidden_from += of_head
+            hidden_to += of_head
+        intervals = Intervals(intervals.start + of_head, intervals.end + of_head, hidden_from, hidden_to)
+    return View(record, bits, row_segments, column_segments, intervals, view.bits_row, view.low, view.high, view.columns,
                 view.first, view.full_first, view.full_end, view.end)  # fmt: skip
 
 
@@ -149,37 +198,83 @@ def partial_step(t, view, n_partial, LISTS: gl.constexpr):
     return at
 
 
+class RowNumbers(NamedTuple):
+    """What is loaded of a block's rows once: segments, or, where rows are keys, their intervals of queries."""
+
+    segments: Any
+    low: Any
+    high: Any
+    drop_low: Any
+    drop_high: Any
+
+
 @gluon.jit
-def load_row_segments(view, rows, n_rows, LISTS: gl.constexpr):
-    """Return the segments of `rows`, or `rows` where there are none."""
+def load_row_numbers(view, rows, n_rows, LISTS: gl.constexpr, HIDDEN: gl.constexpr, KEYS: gl.constexpr):
+    """Return the numbers of `rows`; KEYS: whether rows are keys. Intervals of keys are cut to the band."""
     segments = rows
+    low = rows
+    high = rows
+    drop_low = rows
+    drop_high = rows
     if LISTS == SEGMENTS:
         segments = gl.load(view.row_segments + rows, mask=rows < n_rows, other=-1)
-    return segments
+    elif LISTS == INTERVALS and KEYS:
+        inside = rows < n_rows  # 0 below: any int32 may be an end, and nothing that is computed from it overflows
+        low = gl.maximum(gl.load(view.intervals.start + rows, mask=inside, other=1), rows + view.low)
+        high = gl.minimum(gl.maximum(gl.load(view.intervals.end + rows, mask=inside, other=0), 0) - 1, rows + view.high)
+        if HIDDEN:
+            drop_low = gl.maximum(gl.load(view.intervals.hidden_from + rows, mask=inside, other=0), 0)
+            drop_high = gl.maximum(gl.load(view.intervals.hidden_to + rows, mask=inside, other=0), 0) - 1
+    return RowNumbers(segments, low, high, drop_low, drop_high)
 
 
 @gluon.jit
-def load_select(at, view, rows, row_segments, LISTS: gl.constexpr, HAS_HIGH: gl.constexpr, layout: gl.constexpr):
-    """Return the test of step `at` for scores of `layout`."""
+def load_select(
+    at, view, rows, numbers, LISTS: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, KEYS: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Return the test of step `at` for scores of `layout`; KEYS: whether rows are keys."""
     column = at * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))
     low = rows
     high = rows
     words = rows
     column_segments = column
+    begin = column
+    end = column
+    drop_low = rows
+    drop_high = rows
     if LISTS == BITS:
         words = gl.load(view.bits + rows.to(gl.int64) * view.bits_row + at)
+    elif LISTS == INTERVALS and KEYS:
+        low = numbers.low - at * STEP
+        high = numbers.high - at * STEP
+        if HIDDEN:
+            drop_low = numbers.drop_low - at * STEP
+            drop_high = numbers.drop_high - at * STEP
     else:
         low = rows + (view.low - at * STEP)
         if HAS_HIGH:
             high = gl.minimum(rows + view.high, view.columns - 1) - at * STEP
     if LISTS == SEGMENTS:
         column_segments = gl.load(view.column_segments + column, mask=column < view.columns, other=-2)
-    return Select(low, high, words, row_segments, column_segments)
+    if LISTS == INTERVALS and not KEYS:
+        inside = column < view.columns
+        begin = gl.load(view.intervals.start + column, mask=inside, other=0)
+        end = gl.load(view.intervals.end + column, mask=inside, other=0)
+        drop_low = begin
+        drop_high = begin
+        if HIDDEN:
+            drop_low = gl.load(view.intervals.hidden_from + column, mask=inside, other=0)
+            drop_high = gl.load(view.intervals.hidden_to + column, mask=inside, other=0)
+    return Select(low, high, words, numbers.segments, column_segments, begin, end, drop_low, drop_high)
 
 
 @gluon.jit
-def visible(p, select, LISTS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, layout: gl.constexpr):
-    """Return `p[row, column]` where the row sees the column, else 0."""
+def visible(
+    p, rows, select, LISTS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr,
+    KEYS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Return `p[row, column]` where the row sees the column, else 0; KEYS: whether rows are keys."""
     column = gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))[None, :]
     lane = column & 6  # the part of a column that depends on the lane: what is left is known when compiling
     if LISTS == BITS:
@@ -187,10 +282,17 @@ def visible(p, select, LISTS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.
         half = gl.where(column < 32, words.to(gl.int32), (words >> 32).to(gl.int32))
         p = gl.where(((half >> lane) & (1 << (column & 25))) != 0, p, 0.0)
     else:
-        if HAS_LOW:
+        if HAS_LOW or (LISTS == INTERVALS and KEYS):
             p = gl.where(column - lane >= select.low[:, None] - lane, p, 0.0)
-        if HAS_HIGH:
+        if HAS_HIGH or (LISTS == INTERVALS and KEYS):
             p = gl.where(column - lane <= select.high[:, None] - lane, p, 0.0)
+    if LISTS == INTERVALS and not KEYS:
+        row = rows[:, None]
+        p = gl.where((row >= select.begin[None, :]) & (row < select.end[None, :]), p, 0.0)
+        if HIDDEN:
+            p = gl.where((row >= select.drop_low[None, :]) & (row < select.drop_high[None, :]), 0.0, p)
+    if LISTS == INTERVALS and KEYS and HIDDEN:
+        p = gl.where((column >= select.drop_low[:, None]) & (column <= select.drop_high[:, None]), 0.0, p)
     if LISTS == SEGMENTS:
         p = gl.where(select.row_segments[:, None] == select.column_segments[None, :], p, 0.0)
     return p

@@ -19,7 +19,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.forward.softmax import rescale, row_of, softmax_first, softmax_next, state_of
+from dmattn_ops.kernels.hopper.forward.softmax import rescale, row_of, softmax_first, softmax_next, state_of, statistics
 from dmattn_ops.kernels.hopper.forward.walk import (
     band_tile,
     band_tiles,
@@ -39,7 +39,7 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
 
 @gluon.jit
 def soften(s, softcap, SOFTCAP: gl.constexpr):
-    """Return scores after the soft cap, in log2 units: `softcap` is (cap * log2 e, 2 log2 e scale / cap)."""
+    """Return scores after the soft cap, in the units of `cap`: `softcap` is (cap, 2 log2 e scale / cap without units)."""
     if SOFTCAP:
         cap, inner = softcap
         s = cap - 2.0 * cap / (gl.exp2(s * inner) + 1.0)
@@ -48,7 +48,7 @@ def soften(s, softcap, SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def stored_bias(step, biases, BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr):
-    """Return the bias `[BN]` of a step's keys, times log2 e, or 0 where there is none per key.
+    """Return the bias `[BN]` of a step's keys, or 0 where there is none per key.
 
     Call it before the product of the same step is issued, like `hidden_words`.
     """
@@ -84,23 +84,18 @@ def load_full_bias(
 
 
 @gluon.jit
-def add_bias(s, added, key_bias, scale, BIAS: gl.constexpr):
-    """Return scores with a full bias or one per key, in log2 units; without a bias they stay as they are."""
-    LOG2E: gl.constexpr = 1.4426950408889634
+def add_bias(s, added, key_bias, scale, BIAS: gl.constexpr, NATURAL: gl.constexpr):
+    """Return scores with a full bias or one per key; they stay products where they are neither biased nor NATURAL.
+
+    One rounding, as in the backward: where biases are large, two would not give the same scores there.
+    """
     if BIAS == "key":
-        s = s * scale + key_bias[None, :]
+        s = gl.fma(s, scale, key_bias[None, :])
     elif BIAS == "full":
-        s = s * scale + added.to(gl.float32) * LOG2E
+        s = gl.fma(s, scale, added.to(gl.float32))
+    elif NATURAL:
+        s = gl.fma(s, scale, 0.0)
     return s
-
-
-@gluon.jit
-def scale_left(scale, BIAS: gl.constexpr):
-    """Return what scores are still to be multiplied by: 1 where `add_bias` has done it."""
-    if BIAS == "none":
-        return scale
-    else:
-        return 1.0
 
 
 @gluon.jit
@@ -130,8 +125,46 @@ def hidden_words(
 
 
 @gluon.jit
+def load_numbers(pointer, key, seqlen_k, WHOLE: gl.constexpr):
+    """Return a number of each key, 0 past the end; WHOLE: no tile reaches past it, so that pairs are loaded at once."""
+    if WHOLE:
+        numbers = gl.load(pointer + key)
+    else:
+        numbers = gl.load(pointer + key, mask=key < seqlen_k, other=0)
+    return numbers
+
+
+@gluon.jit
+def inside(q_at, begin, end):
+    """Return where `begin <= q_at < end`, by one comparison: before its interval a query is far behind it, unsigned.
+
+    True for all int32: a length may take all 32 bits.
+    """
+    length = gl.maximum(end, begin) - begin
+    return (q_at - begin[None, :]).to(gl.uint32, bitcast=True) < length.to(gl.uint32, bitcast=True)[None, :]
+
+
+@gluon.jit
+def seen_intervals(
+    first, q_at, key_numbers, seqlen_k, BN: gl.constexpr, HIDDEN: gl.constexpr, WHOLE: gl.constexpr
+):  # fmt: skip
+    """Return which keys of a tile from `first` on the intervals show to queries `q_at`, a column: bool `[64, BN]`."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    _, start, end, hidden_from, hidden_to = key_numbers
+    key = first + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
+    keep = inside(q_at, load_numbers(start, key, seqlen_k, WHOLE), load_numbers(end, key, seqlen_k, WHOLE))
+    if HIDDEN:
+        hidden = inside(
+            q_at, load_numbers(hidden_from, key, seqlen_k, WHOLE), load_numbers(hidden_to, key, seqlen_k, WHOLE)
+        )
+        keep = keep & (hidden == 0)
+    return keep
+
+
+@gluon.jit
 def hide(
-    s, i, hidden, lists, k_segments, visible, BN: gl.constexpr, MASK: gl.constexpr, HAS_LO: gl.constexpr
+    s, i, hidden, lists, key_numbers, visible, BN: gl.constexpr, MASK: gl.constexpr, HAS_LO: gl.constexpr,
+    HAS_HI: gl.constexpr, HIDDEN: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Return scores `[64, BN]` of the `i`-th tile of the walk with what is invisible at -inf."""
     ROWS: gl.constexpr = 64
@@ -156,26 +189,31 @@ def hide(
         return gl.convert_layout(scores, SCORES, assert_trivial=True)
     else:
         column = gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
-        if MASK == "segments":
-            first = list_tile(lists, record, i, n, TILE // BN) * BN
-        else:
+        if MASK == "band":
             first = band_tile(i, begin, end, full_begin, full_end) * BN
+        else:
+            first = list_tile(lists, record, i, n, TILE // BN) * BN
+        if MASK == "intervals":
+            keep = seen_intervals(first, q_segment[:, None], key_numbers, seqlen_k, BN, HIDDEN, WHOLE)
         # (column & 6) is the lane's share of the column, the rest a constant of the register
-        keep = (q_hi - first)[:, None] - (column & 6)[None, :] >= (column & ~6)[None, :]
+        if MASK != "intervals":
+            keep = (q_hi - first)[:, None] - (column & 6)[None, :] >= (column & ~6)[None, :]
+        elif HAS_HI:
+            keep = keep & ((q_hi - first)[:, None] - (column & 6)[None, :] >= (column & ~6)[None, :])
         if HAS_LO:
             keep = keep & ((q_lo - first)[:, None] - (column & 6)[None, :] <= (column & ~6)[None, :])
         if MASK == "segments":
-            segment = gl.load(k_segments + first + column, mask=first + column < seqlen_k, other=-2)
+            segment = gl.load(key_numbers[0] + first + column, mask=first + column < seqlen_k, other=-2)
             keep = keep & (q_segment[:, None] == segment[None, :])
         return gl.where(keep, s, float("-inf"))
 
 
 @gluon.jit
 def advance(
-    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, k_segments, visible, bias_rows,
+    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, key_numbers, visible, bias_rows,
     C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-    MASKED: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, SOFTCAP: gl.constexpr,
-    dtype: gl.constexpr,
+    MASKED: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
+    HIDDEN: gl.constexpr, WHOLE: gl.constexpr, NATURAL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Add tile `i`, whose P are given, to acc, and compute the P of tile `i + 1`."""
     ROWS: gl.constexpr = 64
@@ -201,10 +239,10 @@ def advance(
         s, acc = warpgroup_mma_wait(0, deps=(s, acc))
     s = soften(s, softcap, SOFTCAP)
     added = load_full_bias(i + 1, lists, visible, bias_rows, BN, MASK, MASKED, BIAS)
-    s = add_bias(s, added, key_bias, scale, BIAS)
+    s = add_bias(s, added, key_bias, scale, BIAS, NATURAL)
     if MASKED:
-        s = hide(s, i + 1, hidden, lists, k_segments, visible, BN, MASK, HAS_LO)
-    p, top, total, factor = softmax_next(s, top, total, scale_left(scale, BIAS), dtype, not OVERLAP, BN)
+        s = hide(s, i + 1, hidden, lists, key_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN, WHOLE)
+    p, top, total, factor = softmax_next(s, top, total, scale, dtype, NATURAL, not OVERLAP, BN)
     p = gl.convert_layout(p, LEFT)
     if OVERLAP:
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -223,13 +261,12 @@ def release_queries(turn, q_empty, Q_STAGES: gl.constexpr):
 
 @gluon.jit
 def consume(
-    lse, lists, q_segments, k_segments, bias, o_desc, work, rows, scales, bias_places,
+    lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
-    SOFTCAP: gl.constexpr, dtype: gl.constexpr,
+    SOFTCAP: gl.constexpr, HIDDEN: gl.constexpr, WHOLE: gl.constexpr, NATURAL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 queries of each piece of work: those from `C * 64` of its tile."""
-    LN2: gl.constexpr = 0.6931471805599453
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -287,7 +324,7 @@ def consume(
         else:
             n = n_partial + gl.sum(gl.where(slots == 3, parts, 0), 0) * PER_TILE
             masked = n_partial
-            if MASK == "segments" or BIAS == "full":
+            if MASK != "bits" or BIAS == "full":
                 lists_b, lists_h, width, mask_group = masks
                 list_first = batch.to(gl.int64) * lists_b + (h // mask_group).to(gl.int64) * lists_h
                 record = list_first + tile.to(gl.int64) * width
@@ -297,14 +334,26 @@ def consume(
                 else:
                     own = q_segments + batch.to(gl.int64) * segments_b + q_first
                     q_segment = gl.load(own + row, mask=q_first + row < seqlen_q, other=-3)
+            if MASK == "intervals":
+                q_segment = q_first + row
+            if MASK != "bits":
                 k_head = batch.to(gl.int64) * segments_kb + (h // segment_group).to(gl.int64) * segments_kh
         q_hi = gl.zeros([ROWS], gl.int32, layout=ROW) + (seqlen_k - 1)
         if HAS_HI:
             q_hi = gl.minimum(q_first + row + hi, seqlen_k - 1)
         q_lo = q_first + row + lo
-        own_segments = k_segments
+        k_segments, start, stop, hidden_from, hidden_to = key_numbers
         if MASK == "segments":
-            own_segments = k_segments + k_head
+            k_segments += k_head
+        if MASK == "intervals":
+            if WHOLE:
+                k_head = k_head // TILE * TILE  # for the compiler, which is not told of the strides
+            start += k_head
+            stop += k_head
+            if HIDDEN:
+                hidden_from += k_head
+                hidden_to += k_head
+        own_numbers = (k_segments, start, stop, hidden_from, hidden_to)
         bias_rows = bias
         if BIAS == "full":  # rows past the end read the last one and are never written
             own_bias = bias_of_head(bias, bias_places, batch, h)
@@ -324,22 +373,22 @@ def consume(
                 release_queries(turn - 1, q_empty, Q_STAGES)
             s = soften(warpgroup_mma_wait(0, deps=(s,)), softcap, SOFTCAP)
             added = load_full_bias(first, lists, visible, bias_rows, BN, MASK, True, BIAS)
-            s = add_bias(s, added, key_bias, scale, BIAS)
-            s = hide(s, first, hidden, lists, own_segments, visible, BN, MASK, HAS_LO)
+            s = add_bias(s, added, key_bias, scale, BIAS, NATURAL)
+            s = hide(s, first, hidden, lists, own_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN, WHOLE)
             mbarrier.arrive(k_empty.index(b), count=1)
-            p, top, total = softmax_first(s, total, scale_left(scale, BIAS), dtype, BN)
+            p, top, total = softmax_first(s, total, scale, dtype, NATURAL, BN)
             p = gl.convert_layout(p, LEFT)
             tested = gl.minimum(gl.maximum(masked, first + 1), n) - 1
             for i in range(first, tested):
                 acc, p, top, total = advance(
-                    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
-                    bias_rows, C, NC, BN, D, STAGES, MASK, True, BIAS, HAS_LO, SOFTCAP, dtype,
+                    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
+                    bias_rows, C, NC, BN, D, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype,
                 )  # fmt: skip
                 step += 1
             for i in range(tested, n - 1):
                 acc, p, top, total = advance(
-                    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_segments, visible,
-                    bias_rows, C, NC, BN, D, STAGES, MASK, False, BIAS, HAS_LO, SOFTCAP, dtype,
+                    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
+                    bias_rows, C, NC, BN, D, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype,
                 )  # fmt: skip
                 step += 1
             b = step % STAGES
@@ -356,10 +405,10 @@ def consume(
         q.store(acc.to(dtype))
         fence_async_shared()
         tma_store(o_desc, [batch, h, q_first, 0], queries.index(slot * NC + C))
-        row_top = row_of(top, ROW, False)
-        value = gl.where(row_total == 0.0, float("-inf"), (row_top + gl.log2(row_total)) * LN2)
-        lse_row = lse + batch.to(gl.int64) * lse_b + h.to(gl.int64) * lse_h + q_first
-        gl.store(lse_row + row, value, mask=q_first + row < seqlen_q)
+        row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, NATURAL)
+        at = batch.to(gl.int64) * lse_b + h.to(gl.int64) * lse_h + q_first + row
+        gl.store(lse + at, row_lse, mask=q_first + row < seqlen_q)
+        gl.store(lse_tail + at, row_tail, mask=q_first + row < seqlen_q)
         if Q_STAGES == 1:  # else when the next piece is under way
             release_queries(turn, q_empty, Q_STAGES)
         turn += 1
@@ -379,14 +428,20 @@ SCALARS = (
 
 @gluon.jit(do_not_specialize=SCALARS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, bits_desc, lse, lists, q_segments, k_segments, bias, counter, scale, cap, cap_inner,
+    q_desc, k_desc, v_desc, o_desc, bits_desc, lse, lse_tail, lists, q_segments, k_segments, start, end, hidden_from,
+    hidden_to, bias, counter, scale, cap, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, lo, hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
     bias_b, bias_h, bias_q, bias_group,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
+    HIDDEN: gl.constexpr, WHOLE: gl.constexpr, NATURAL: gl.constexpr,
 ):  # fmt: skip
-    """Write out and lse for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H)."""
+    """Write out, lse and lse_tail for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H).
+
+    `scale`, `cap` and `cap_inner` are in log2 units, or NATURAL ones. `k_segments`, or `start`, `end`
+    and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and `segments_kh`.
+    """
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
     dtype: gl.constexpr = q_desc.dtype
@@ -424,24 +479,25 @@ def forward_kernel(
     scales = (scale, cap, cap_inner)
     work = (smem, bars, sizes, band, masks)
     bias_places = (bias_b, bias_h, bias_q, bias_group)
+    key_numbers = (k_segments, start, end, hidden_from, hidden_to)
     rows = (lse_b, lse_h, segments_b, segments_kb, segments_kh, segment_group)
     if NC == 2:
         gl.warp_specialize([
-            (consume, (lse, lists, q_segments, k_segments, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN, D,
-                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, dtype)),
-            (consume, (lse, lists, q_segments, k_segments, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN, D,
-                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN,
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN,
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
             (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (lse, lists, q_segments, k_segments, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN, D,
-                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, dtype)),
-            (consume, (lse, lists, q_segments, k_segments, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN, D,
-                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, dtype)),
-            (consume, (lse, lists, q_segments, k_segments, bias, o_desc, work, rows, scales, bias_places, 2, NC, BM, BN, D,
-                       STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN,
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN,
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 2, NC, BM, BN,
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
             (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

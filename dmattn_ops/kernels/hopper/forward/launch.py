@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import arch
-from dmattn_ops.call import Call, Result, bias_kind
-from dmattn_ops.config import SM_COUNT, HopperForward
-from dmattn_ops.kernels.hopper.arguments import bias_places, score_factors
+from dmattn_ops.call import Call, Result, bias_kind, in_natural_units
+from dmattn_ops.config import HopperForward
+from dmattn_ops.kernels.hopper.arguments import bias_places, listed, score_factors
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.launching.launch import computed, launch
 from dmattn_ops.kernels.launching.plan import raw_stream
@@ -46,7 +46,7 @@ def refusals(call: Call, needs_max: bool) -> list[str]:
         reasons.append("takes positive scales only")
     batch, seqlen_q, heads, _ = query.shape
     blocks = batch * heads * -(-seqlen_q // TILE)
-    if 4 * blocks <= SM_COUNT[90] and key.shape[1] >= _LONG_WALK:
+    if 4 * blocks <= arch.physical(query.device).num_sms and key.shape[1] >= _LONG_WALK:
         reasons.append(f"{blocks} blocks of queries leave most SMs idle, where shares of {key.shape[1]} keys do not")
     if tiles.k_segments is not None and tiles.row_tiles is None:
         reasons.append("takes segments with their lists of tiles only")
@@ -82,32 +82,36 @@ def _broadcast(tensor: Tensor) -> tuple[int, int]:
     return (tensor.stride(0) if tensor.shape[0] > 1 else 0, tensor.stride(1) if tensor.shape[1] > 1 else 0)
 
 
-def _mask_arguments(tiles: Mask, heads: int) -> tuple[str, tuple[object, ...], tuple[int, ...]]:
-    """Return the kind of mask, (bits, lists, query segments, key segments), and their strides and groups."""
-    if tiles.row_tiles is None:
-        return "band", (None, None, None, None), (0, 0, 0, 1, 0, 0, 0, 0, 0, 1)
-    lists = tiles.row_tiles
+def _mask_arguments(mask: Mask, heads: int) -> tuple[tuple[object, ...], tuple[int, ...]]:
+    """Return (bits, lists, query segments, key segments, intervals) of a mask, and their strides and groups."""
+    if mask.row_tiles is None:
+        return (None,) * 8, (0, 0, 0, 1, 0, 0, 0, 0, 0, 1)
+    lists = mask.row_tiles
     listed = (*_broadcast(lists), lists.shape[-1], heads // lists.shape[1])
-    if tiles.row_bits is not None:
-        bits = tiles.row_bits
+    if mask.row_bits is not None:
+        bits = mask.row_bits
         flags = (int(bits.shape[0] > 1), int(bits.shape[1] > 1))
-        return "bits", (mask_map(bits, _ROWS, TILE // 32), lists, None, None), (*listed, *flags, 0, 0, 0, 1)
-    queries, keys = tiles.q_segments, tiles.k_segments
+        return (mask_map(bits, _ROWS, TILE // 32), lists, *(None,) * 6), (*listed, *flags, 0, 0, 0, 1)
+    queries, keys = mask.q_segments, mask.start if mask.k_segments is None else mask.k_segments
+    assert keys is not None
     query_stride = 0 if queries is None or queries.shape[0] == 1 else queries.stride(0)
     strides = (query_stride, *_broadcast(keys), heads // keys.shape[1])
-    return "segments", (None, lists, queries, keys), (*listed, 0, 0, *strides)
+    numbers = (mask.k_segments, mask.start, mask.end, mask.hidden_from, mask.hidden_to)
+    return (None, lists, queries, *numbers), (*listed, 0, 0, *strides)
 
 
 def forward(call: Call, result: Result, config: HopperForward) -> None:
     """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`; what cannot be taken is in `refusals`."""
-    query, key, value, bias, tiles, options = call.query, call.key, call.value, call.bias, call.mask, call.options
+    call = listed(call)
+    query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     out, lse = result.out, result.lse
     batch, seqlen_q, heads, dim = query.shape
     seqlen_k, kv_heads = key.shape[1:3]
     columns = head_tile(dim)
-    kind, mask, strides = _mask_arguments(tiles, heads)
+    kind = "band" if mask.kind == "none" else mask.kind
+    (bits, *numbers), strides = _mask_arguments(mask, heads)
     block_m, block_n, rows = config.block_m, config.block_n, _ROWS
-    # lists hold the band of bits already; segments test it
+    # lists hold the band of bits already; segments and intervals test it
     lo, hi = (-UNBOUNDED, UNBOUNDED) if kind == "bits" else options[:2]
     has_lo, has_hi = lo > -UNBOUNDED, hi < UNBOUNDED
     blocks = -(-seqlen_q // block_m)
@@ -115,16 +119,19 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
     num_sms = arch.physical(query.device).num_sms
     factor, cap = score_factors(options)
     scale, cap_inner = (1.0, factor) if cap else (factor, 0.0)
-    bits, lists, q_segments, k_segments = mask
+    natural = in_natural_units(call)
+    if natural:
+        scale, cap = (1.0, options.softcap) if cap else (options.softmax_scale, 0.0)
     # where every block has one piece of work, nothing is drawn
     counter = computed(_counter, query.device) if items > num_sms else lse.view(torch.int32)
     launch(
         forward_kernel, (min(items, num_sms),),
         head_rows_map(query, rows, columns), head_rows_map(key, block_n, columns), head_rows_map(value, block_n, columns),
-        head_rows_map(out, rows, columns), bits, lse, lists, q_segments, k_segments, bias,
+        head_rows_map(out, rows, columns), bits, lse, result.lse_tail, *numbers, bias,
         counter, scale, cap, cap_inner,
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
         _HEADS_IN_L2 if has_hi or kind != "band" else 1, items, lo, hi, *lse.stride()[:2], *strides, *bias_places(bias, heads),
         BM=block_m, BN=block_n, D=columns, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,
-        BIAS=bias_kind(bias), HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, num_warps=4,
+        BIAS=bias_kind(bias), HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, HIDDEN=mask.hidden_from is not None,
+        WHOLE=kind == "intervals" and seqlen_k % TILE == 0, NATURAL=natural, num_warps=4,
     )  # fmt: skip

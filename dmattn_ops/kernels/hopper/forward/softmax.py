@@ -4,8 +4,12 @@ A tile's P are first computed with the maxima that are known (`top`), at the pac
 unless one is far too large; then their sum is too. So a warp looks for new maxima, and computes its P again, only where
 a sum is over `2 ** 10`: mostly never after a row's first tile. P may thus exceed 1, which costs floating point nothing.
 
-State of a row is held as `[64, 4]`: one value in each of the four lanes that share the row. `top`, in log2 units, is the
-same in all four and a whole number, so that rescaling is exact; `total` is a lane's part of the sum, added up at the end.
+State of a row is held as `[64, 4]`: one value in each of the four lanes that share the row. `top` is the same in all four;
+`total` is a lane's part of the sum, added up at the end.
+
+Scores without a bias come as products, in log2 units once they are multiplied by `scale`; `top` is then a whole number, so
+that rescaling is exact. With a bias (NATURAL) scores and `top` are in natural units, because 1.44 times the lowest float32,
+which padding masks add, would be -inf; P costs one instruction more there.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def redo_code(count, half_precision, earlier):
+def redo_code(count, half_precision, earlier, natural):
     """Return PTX that computes the `count` P of a thread again, if a sum of any thread of the warp is too large.
 
     Outputs: P in pairs, P of the tile's `earlier` half in pairs (to be rescaled), then top, total and factor of what was
@@ -29,6 +33,7 @@ def redo_code(count, half_precision, earlier):
     )
     score, part, before, scale = ([f"${2 * sum(sizes) + j * count + k}" for k in range(count)] for j in range(4))
     limit = "0f44800000"  # 2 ** 10
+    LOG2E = "0f3FB8AA3B"
     lines = [
         "{ .reg .pred p, q; .reg .f32 a, b, m0, m1, t0, t1; .reg .b32 h0, h1;",
         f"setp.gtu.f32 p, {part[0]}, {limit}; setp.gtu.or.f32 p, {part[2]}, {limit}, p;",  # true for NaN
@@ -40,16 +45,22 @@ def redo_code(count, half_precision, earlier):
         lines.append(f"max.f32 {m}, {own[0]}, {own[1]};")
         lines += [f"max.f32 {m}, {m}, {one};" for one in own[2:]]
         lines += [f"shfl.sync.bfly.b32 a, {m}, {lane}, 0x1f, 0xffffffff; max.f32 {m}, {m}, a;" for lane in (2, 1)]
+        rounded = "" if natural else f"mul.f32 {m}, {m}, {scale[0]}; cvt.rpi.f32.f32 {m}, {m}; "
+        in_log2 = f"mul.f32 a, a, {LOG2E}; " if natural else ""
         lines += [
-            f"mul.f32 {m}, {m}, {scale[0]}; cvt.rpi.f32.f32 {m}, {m}; max.f32 {m}, {m}, {top[first]};",
-            f"sub.f32 a, {top[first]}, {m}; ex2.approx.ftz.f32 {factor[first]}, a; mov.f32 {top[first]}, {m};",
+            f"{rounded}max.f32 {m}, {m}, {top[first]};",
+            f"sub.f32 a, {top[first]}, {m}; {in_log2}ex2.approx.ftz.f32 {factor[first]}, a; mov.f32 {top[first]}, {m};",
             f"mul.f32 t{row}, {before[first]}, {factor[first]}; neg.f32 {m}, {m};",
             f"cvt.rn.{half_precision}x2.f32 h{row}, {factor[first]}, {factor[first]};",
         ]
     for k in range(0, count, 2):
         row = (k >> 1) & 1
         for name, one in (("a", score[k]), ("b", score[k + 1])):
-            lines.append(f"fma.rn.f32 {name}, {one}, {scale[0]}, m{row}; ex2.approx.ftz.f32 {name}, {name};")
+            if natural:
+                lines.append(f"add.f32 {name}, {one}, m{row}; mul.f32 {name}, {name}, {LOG2E};")
+            else:
+                lines.append(f"fma.rn.f32 {name}, {one}, {scale[0]}, m{row};")
+            lines.append(f"ex2.approx.ftz.f32 {name}, {name};")
             lines.append(f"add.f32 t{row}, t{row}, {name};")
         lines.append(f"cvt.rn.{half_precision}x2.f32 {pairs[k // 2]}, b, a;")
     lines += [f"mul.rn.{half_precision}x2 {pair}, {pair}, h{k & 1};" for k, pair in enumerate(others)]
@@ -121,27 +132,44 @@ def halves(s, BN: gl.constexpr):
 
 
 @gluon.jit
-def softmax_first(s, state, scale, dtype: gl.constexpr, BN: gl.constexpr):
+def exponent(s, top, scale, NATURAL: gl.constexpr):
+    """Return scores relative to `top` in log2 units."""
+    LOG2E: gl.constexpr = 1.4426950408889634
+    if NATURAL:
+        x = (s - top) * LOG2E
+    else:
+        x = gl.fma(s, scale, -top)
+    return x
+
+
+@gluon.jit
+def softmax_first(s, state, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, BN: gl.constexpr):
     """Return (P, top, total) of a row's first tile of scores `[64, BN]`; `state` has the layout of top and total."""
-    LOWEST: gl.constexpr = -3.0e38  # finite, so that a row without keys gives 0 and not NaN
+    LOWEST: gl.constexpr = (
+        -3.4028234663852886e38 if NATURAL else -3.0e38
+    )  # finite: a row without keys gives 0 and not NaN
     peak = gl.max(gl.max(gl.max(by_lane(s, BN), 3), 1), 1)
-    top = gl.expand_dims(gl.maximum(gl.ceil(peak * scale), LOWEST), 1)
+    if not NATURAL:
+        peak = gl.ceil(peak * scale)
+    top = gl.expand_dims(gl.maximum(peak, LOWEST), 1)
     top, _ = gl.broadcast(top, state_of(s, BN))
-    p = gl.exp2(s * scale - over_columns(top, BN))
+    p = gl.exp2(exponent(s, over_columns(top, BN), scale, NATURAL))
     top = gl.convert_layout(top, state.type.layout, assert_trivial=True)
     total = gl.convert_layout(sum_of_lane(p, BN), state.type.layout, assert_trivial=True)
     return p.to(dtype), top, total
 
 
 @gluon.jit
-def speculate(s, earlier, top, total, scale, dtype: gl.constexpr, EARLIER: gl.constexpr, BN: gl.constexpr):
+def speculate(
+    s, earlier, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, EARLIER: gl.constexpr, BN: gl.constexpr
+):
     """Return (P, P of an earlier half, top, total, factor of what was summed before) of further scores `[64, BN]`."""
     COUNT: gl.constexpr = BN // 2  # P of a thread
     KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
-    CODE: gl.constexpr = redo_code(COUNT, KIND, EARLIER)
+    CODE: gl.constexpr = redo_code(COUNT, KIND, EARLIER, NATURAL)
     OPERANDS: gl.constexpr = redo_operands(COUNT, EARLIER)
     tops = over_columns(top, BN)
-    p = gl.exp2(s * scale - tops)
+    p = gl.exp2(exponent(s, tops, scale, NATURAL))
     part = sum_of_lane(p, BN)
     totals, parts, before = over_columns(total + part, BN), over_columns(part, BN), over_columns(total, BN)
     p = p.to(dtype)
@@ -160,20 +188,44 @@ def speculate(s, earlier, top, total, scale, dtype: gl.constexpr, EARLIER: gl.co
 
 
 @gluon.jit
-def softmax_next(s, top, total, scale, dtype: gl.constexpr, IN_HALVES: gl.constexpr, BN: gl.constexpr):
+def softmax_next(
+    s, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, IN_HALVES: gl.constexpr, BN: gl.constexpr
+):
     """Return (P, top, total, factor of what was summed before) of a further tile of scores `[64, BN]`.
 
     In halves, the scores of a half are given up before the P of the other exist: 16 registers less.
     """
     if IN_HALVES:
         left, right = halves(s, BN)
-        p_left, _, top, total, factor = speculate(left, 0, top, total, scale, dtype, False, BN // 2)
-        p_right, p_left, top, total, again = speculate(right, p_left, top, total, scale, dtype, True, BN // 2)
+        p_left, _, top, total, factor = speculate(left, 0, top, total, scale, dtype, NATURAL, False, BN // 2)
+        p_right, p_left, top, total, again = speculate(
+            right, p_left, top, total, scale, dtype, NATURAL, True, BN // 2
+        )  # fmt: skip
         p = gl.join(p_left, p_right).permute([0, 2, 1]).reshape([64, BN])
         factor = factor * again
     else:
-        p, _, top, total, factor = speculate(s, 0, top, total, scale, dtype, False, BN)
+        p, _, top, total, factor = speculate(s, 0, top, total, scale, dtype, NATURAL, False, BN)
     return p, top, total, factor
+
+
+@gluon.jit
+def statistics(top, total, NATURAL: gl.constexpr):
+    """Return (lse, lse_tail) of rows, -inf and 0 where no key is visible: what `Result` says of them."""
+    LN2: gl.constexpr = 0.6931471805599453
+    LOG2E: gl.constexpr = 1.4426950408889634
+    empty = total == 0.0
+    log_total = gl.log2(total)
+    if NATURAL:
+        log_total = log_total * LN2
+        lse = top + log_total
+        tail = (top - lse) + log_total
+    else:
+        lse = (top + log_total) * LN2
+        zero = gl.zeros_like(lse)
+        factor = zero + LOG2E
+        anchor = gl.fma(lse, factor, zero)  # a product would be contracted into the subtraction
+        tail = ((top - anchor) - gl.fma(lse, factor, -anchor) + log_total) * LN2
+    return gl.where(empty, float("-inf"), lse), gl.where(empty, 0.0, tail)
 
 
 @gluon.jit

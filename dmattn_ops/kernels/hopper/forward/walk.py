@@ -1,8 +1,8 @@
 """What the SM 9.0 forward works on and in which order: pieces of work, the key tiles of each, and the warp that loads them.
 
-`MASK` is "band" (and no mask at all), "bits" or "segments"; `BIAS` is "none", "key" (a value per key) or "full" (one per
-query and key). Constants are local to the functions: a launch compares every
-global that a kernel reads, at 2 us each.
+`MASK` is "band" (and no mask at all), "bits", "segments" or "intervals"; `BIAS` is "none", "key" (a value per key) or "full"
+(one per query and key). Constants are local to the functions: a launch compares every global that a kernel reads, at 2 us
+each.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ def load_keys(
     """Load key tile `j`, with the mask bits of the block's queries and its bias, as step `step` of this block."""
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
-    LOG2E: gl.constexpr = 1.4426950408889634
     b = step % STAGES
     if BIAS == "key":  # on its way while the stage becomes free
         key = j * BN + gl.arange(0, BN, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -114,7 +113,7 @@ def load_keys(
         mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes)
     tma_load(k_desc, [batch, kv_head, j * BN, 0], k_full.index(b), keys.index(b))
     if BIAS == "key":
-        biases.index(b).store(added.to(gl.float32) * LOG2E)
+        biases.index(b).store(added.to(gl.float32))
         mbarrier.arrive(k_full.index(b), count=1)
 
 

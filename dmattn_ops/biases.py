@@ -1,0 +1,118 @@
+"""Biases of positions: ALiBi (Press et al., arXiv 2108.12409) and T5's buckets of distances (Raffel et al., arXiv 1910.10683).
+
+ALiBi adds `-slope * |distance|`, where query `i` has the position `i + Sk - Sq`. Where no key behind the diagonal is
+visible, that is `slope * j` less a number of each row, and a softmax does not change when a row moves: so a causal call
+takes `alibi_of_keys`, one number for each key, and only lse is off, by what `alibi_lse` returns. Numbers are rounded to
+float32: at 65536 keys and a slope of 0.5 by up to 0.002.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
+    """Return ALiBi's slopes, float32 `[H]`: `2^(-8 / H)`, `2^(-16 / H)` ... for a power of two of heads, as its authors have it."""
+    if heads < 1:
+        raise ValueError(f"heads must be positive, got {heads}")
+    power = 1 << (heads.bit_length() - 1)
+    exponents = [8 * (head + 1) / power for head in range(power)]
+    exponents += [4 * (2 * head + 1) / power for head in range(heads - power)]
+    return torch.tensor([2.0**-exponent for exponent in exponents], device=device)
+
+
+def alibi_of_keys(slopes: Tensor, seqlen_k: int) -> Tensor:
+    """Return ALiBi for causal calls, a `bias` `[B|1, H, 1, Sk]`, from slopes `[H]` or `[B, H]`: 0 at the last key."""
+    before_last = torch.arange(1 - seqlen_k, 1, device=slopes.device)
+    return _of_heads(slopes)[:, :, None, None] * before_last
+
+
+def alibi_lse(slopes: Tensor, seqlen_q: int) -> Tensor:
+    """Return what lse lacks after a causal call with `alibi_of_keys`: `[B|1, H, Sq]`."""
+    before_last = torch.arange(seqlen_q - 1, -1, -1, device=slopes.device)
+    return _of_heads(slopes)[:, :, None] * before_last
+
+
+def alibi_of_distances(slopes: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return ALiBi for calls that are not causal, a `bias` `[B|1, H, Sq, Sk]`."""
+    return _of_heads(slopes)[:, :, None, None] * -_distances(seqlen_q, seqlen_k, slopes.device).abs()
+
+
+def alibi_of_packed_keys(slopes: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    """Return ALiBi for causal calls of packed sequences, a `bias` `[H, total_k]`; slopes are `[H]` or `[B, H]`."""
+    sequence, before_last = _places(cu_seqlens, total)
+    return -_of_places(slopes, sequence) * before_last
+
+
+def alibi_packed_lse(slopes: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    """Return what lse lacks after a causal call with `alibi_of_packed_keys`: `[H, total_q]`, by the offsets of queries."""
+    sequence, before_last = _places(cu_seqlens, total)
+    return _of_places(slopes, sequence) * before_last
+
+
+def t5_buckets(
+    seqlen_q: int,
+    seqlen_k: int,
+    buckets: int = 32,
+    max_distance: int = 128,
+    *,
+    bidirectional: bool = True,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Return T5's bucket of each distance, int64 `[Sq, Sk]`: exact ones for near keys, logarithmic ones up to `max_distance`.
+
+    Half of the buckets are for keys behind the query where `bidirectional`; else those all lie in bucket 0.
+    """
+    behind = _distances(seqlen_q, seqlen_k, device)
+    first: Tensor | int = 0
+    if bidirectional:
+        buckets //= 2
+        first = (behind > 0) * buckets
+        distance = behind.abs()
+    else:
+        distance = (-behind).clamp(min=0)
+    exact = buckets // 2
+    ratio = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
+    far = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
+    return first + torch.where(distance < exact, distance, far)
+
+
+def t5_bias(
+    weight: Tensor, seqlen_q: int, seqlen_k: int, max_distance: int = 128, *, bidirectional: bool = True
+) -> Tensor:
+    """Return T5's `bias` `[1, H, Sq, Sk]`, differentiable, from one number for each bucket and head, `[buckets, H]`."""
+    found = t5_buckets(
+        seqlen_q, seqlen_k, weight.shape[0], max_distance, bidirectional=bidirectional, device=weight.device
+    )
+    return torch.nn.functional.embedding(found, weight).permute(2, 0, 1).unsqueeze(0)
+
+
+def _of_heads(slopes: Tensor) -> Tensor:
+    """Return slopes `[H]` or `[B, H]` as float32 `[B|1, H]`."""
+    if slopes.dim() not in (1, 2):
+        raise ValueError(f"slopes must have shape (H,) or (B, H), got {tuple(slopes.shape)}")
+    return slopes.float().reshape(-1, slopes.shape[-1])
+
+
+def _distances(seqlen_q: int, seqlen_k: int, device: torch.device | str | None) -> Tensor:
+    """Return the position of each key less that of each query, `[Sq, Sk]`, aligned in the bottom right corner."""
+    queries = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=device)
+    return torch.arange(seqlen_k, device=device) - queries.unsqueeze(-1)
+
+
+def _places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Return the sequence of each packed position, and how many of it follow: both `[total]`."""
+    place = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.bucketize(place, cu_seqlens[1:], right=True).clamp(max=cu_seqlens.shape[0] - 2)
+    return sequence, cu_seqlens[1:][sequence] - 1 - place
+
+
+def _of_places(slopes: Tensor, sequence: Tensor) -> Tensor:
+    """Return the slopes of packed positions, `[H, total]`."""
+    slopes = _of_heads(slopes)
+    if slopes.shape[0] == 1:
+        return slopes.transpose(0, 1).expand(-1, sequence.shape[0])
+    return slopes[sequence].transpose(0, 1)

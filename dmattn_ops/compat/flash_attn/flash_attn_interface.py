@@ -1,0 +1,248 @@
+"""The functions of flash-attn 2 (2.8): dense, packed and variable lengths, over those of this library.
+
+Translated: window sizes of -1 are unlimited; rows without a visible key have an lse of +inf; `deterministic=False` is what
+it says, whatever torch's switch is. Beyond flash-attn: float32 and float64, any head dimension, unequal ones of key and
+value, gradients through lse, and dropout's mask does not depend on the GPU.
+
+ALiBi adds `-slope * |i + Sk - Sq - j|` to scores. Where no key behind the diagonal is visible that is `slope * j` less a
+number of each row, which softmax does not see: a bias of each key, with lse moved back. Without causality it is a
+`[B|1, H, Sq, Sk]` bias, in memory too. `slope * j` is rounded to float32: at 65536 keys and a slope of 0.5 by up to 0.002.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmattn_ops import api, biases
+from dmattn_ops.bands import Window, band_of
+from dmattn_ops.compat import weights
+
+WindowSize = tuple[int, int]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Compute attention, called as flash-attn 2 is called.
+
+    Args:
+        q: with shape `[B, Sq, H, D]`.
+        k, v: with shape `[B, Sk, Hkv, D]`.
+        dropout_p: probability with which a weight is dropped.
+        softmax_scale: factor of the scores; None is `1 / sqrt(D)`.
+        causal: whether keys behind the diagonal, which ends in the bottom right corner, are hidden.
+        window_size: `(left, right)` of the diagonal; -1 is unlimited.
+        softcap: 0 is off; else scores become `softcap * tanh(score / softcap)`.
+        alibi_slopes: float32 `[H]` or `[B, H]`, see above.
+        deterministic: whether the backward gives the same bits each time.
+        return_attn_probs: for tests: whether to return `(out, softmax_lse, S_dmask)`. With dropout, `S_dmask` are the weights,
+            negative where they were dropped, `[B, H, Sq, Sk]` rounded up to 128; without, it is empty.
+    """
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    bias = None
+    if alibi_slopes is not None:
+        by_key = options["is_causal"] or options["window_size"][1] == 0
+        if by_key:
+            bias = biases.alibi_of_keys(alibi_slopes, k.shape[1])
+        else:
+            bias = biases.alibi_of_distances(alibi_slopes, q.shape[1], k.shape[1])
+        bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
+
+    def attend() -> Any:
+        return api.flash_dmattn_func(q, k, v, bias=bias, **options, return_lse=True)
+
+    if not return_attn_probs:
+        return attend()[0]
+    (out, lse), seed = weights.with_dropout_seed(q, None, attend) if dropout_p else (attend(), None)
+    probabilities = q.new_empty(0)
+    if seed is not None:
+        band = band_of(options["is_causal"], "bottom_right", options["window_size"])
+        probabilities = weights.dense_weights(
+            q, k, lse, band=band, scale=softmax_scale, softcap=softcap, bias=bias, seed=seed, dropout_p=dropout_p
+        )
+    if alibi_slopes is not None and bias is not None and bias.shape[2] == 1:
+        lse = lse + biases.alibi_lse(alibi_slopes, q.shape[1])
+    return out, torch.where(lse == -torch.inf, torch.inf, lse), probabilities
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Compute `flash_attn_func` of keys and values in one tensor, `[B, Sk, 2, Hkv, D]`."""
+    rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, *kv.unbind(2), dropout_p, *rest)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Compute `flash_attn_func` of one tensor, `[B, S, 3, H, D]`; its gradient is written without copies."""
+    if alibi_slopes is not None or return_attn_probs:
+        rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+        return flash_attn_func(*qkv.unbind(2), dropout_p, *rest)
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    return api.flash_dmattn_qkvpacked_func(qkv, **options)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Compute attention of packed sequences, called as flash-attn 2 is called.
+
+    Args:
+        q: with shape `[total_q, H, D]`.
+        k, v: with shape `[total_k, Hkv, D]`.
+        cu_seqlens_q, cu_seqlens_k: int32 `[B + 1]`.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_func`; `softmax_lse` is `[H, total_q]`.
+
+    Raises:
+        NotImplementedError: for a `block_table` (paged keys), and for ALiBi without causality.
+    """
+    if block_table is not None:
+        raise NotImplementedError("block_table is not supported: keys and values must not be paged")
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    bias = None
+    if alibi_slopes is not None:
+        if not options["is_causal"] and options["window_size"][1] != 0:
+            raise NotImplementedError(
+                "alibi_slopes with variable lengths are supported for causal attention only: without it the bias is not one of"
+                " each key"
+            )
+        bias = biases.alibi_of_packed_keys(alibi_slopes, cu_seqlens_k, k.shape[0])
+        bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
+
+    def attend() -> Any:
+        lengths = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+        return api.flash_dmattn_varlen_func(q, k, v, *lengths, bias=bias, **options, return_lse=True)
+
+    if not return_attn_probs:
+        return attend()[0]
+    batch = cu_seqlens_q.shape[0] - 1
+    (out, lse), seed = weights.with_dropout_seed(q, batch, attend) if dropout_p else (attend(), None)
+    probabilities = q.new_empty(0)
+    if seed is not None:
+        band = band_of(options["is_causal"], "bottom_right", options["window_size"])
+        probabilities = weights.varlen_weights(
+            q,
+            k,
+            lse,
+            (cu_seqlens_q, cu_seqlens_k),
+            band=band,
+            scale=softmax_scale,
+            softcap=softcap,
+            bias=bias,
+            seed=seed,
+            dropout_p=dropout_p,
+        )
+    if alibi_slopes is not None:
+        lse = lse + biases.alibi_packed_lse(alibi_slopes, cu_seqlens_q, q.shape[0])
+    return out, torch.where(lse == -torch.inf, torch.inf, lse), probabilities
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Compute `flash_attn_varlen_func` of keys and values in one tensor, `[total_k, 2, Hkv, D]`."""
+    rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return flash_attn_varlen_func(q, *kv.unbind(1), *lengths, dropout_p, *rest)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Compute `flash_attn_varlen_func` of one tensor, `[total, 3, H, D]`."""
+    rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(*qkv.unbind(1), *lengths, dropout_p, *rest)
+
+
+def _options(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """Return the keywords of this library's functions."""
+    left, right = (None if limit < 0 else int(limit) for limit in window_size)
+    window: Window = (left, right)
+    return {
+        "dropout_p": dropout_p,
+        "softmax_scale": softmax_scale,
+        "is_causal": bool(causal),
+        "window_size": window,
+        "softcap": softcap,
+        "deterministic": bool(deterministic),
+    }

@@ -1,0 +1,1 @@
+"""Masks and padding of flash_dmattn 1.2.2."""

@@ -1,0 +1,1 @@
+"""Adapters for libraries that call attention: `dmattn_ops.integrations.transformers`."""

@@ -1,0 +1,69 @@
+"""Dynamic masks for a model of transformers that has none: scores of keys from their values, learned beside its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmattn_ops.integrations.forward_mask import ForwardMask
+from dmattn_ops.nn import KeyScores
+from dmattn_ops.tile_mask import TileMask
+
+
+class DynamicMask(nn.Module):
+    """What one attention layer keeps: its parameters score the keys, `keep` of which each query sees."""
+
+    def __init__(
+        self, heads: int, head_dim: int, keep: int, keep_first: int, keep_last: int, recency: float | None
+    ) -> None:
+        super().__init__()
+        self.scores = KeyScores(heads, head_dim, recency=recency)
+        self.keep, self.keep_first, self.keep_last = keep, keep_first, keep_last
+
+    def select(self, value: Tensor, mask: Any) -> tuple[TileMask, Tensor]:
+        """Return the mask for values `[B, Sk, Hkv, D]` beside a mask of the forward, and the scores as a bias."""
+        if not isinstance(mask, ForwardMask):
+            raise NotImplementedError(f"dynamic masks take masks made by transformers beside them, got {type(mask).__name__}")
+        scores = self.scores(value)
+        return mask.with_best(scores.detach(), self.keep, self.keep_first, self.keep_last), scores.unsqueeze(2)
+
+    def extra_repr(self) -> str:
+        """Say what is kept."""
+        return f"keep={self.keep}, keep_first={self.keep_first}, keep_last={self.keep_last}"
+
+
+def add_dynamic_masks(
+    model: nn.Module, keep: int, *, keep_first: int = 0, keep_last: int = 0, recency: float | None = 1e-4
+) -> nn.Module:
+    """Give each attention layer of a model of transformers a dynamic mask, in place, and return the model.
+
+    The model must attend through `attn_implementation="dmattn"`. Each layer gets a submodule `dynamic_mask`, so that the
+    parameters train, move and are saved with the model; load them after calling this. Layers with a sliding window are
+    left as they are. Scores start equal but for `recency`, a slope over positions, so that near keys are kept first and the
+    attention scores hardly change: with `keep` of a sequence's length or more the model is what it was, but for that slope.
+
+    Args:
+        model: any of transformers whose attention layers have `v_proj` and `head_dim`.
+        keep, keep_first, keep_last: as in `dynamic_mask`.
+        recency: where the slope starts; None is without one.
+
+    Raises:
+        ValueError: where no such layer is found.
+    """
+    layers = [module for module in model.modules() if _is_attention(module)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no attention layer with v_proj and head_dim outside of sliding windows")
+    for layer in layers:
+        weight: Tensor = layer.v_proj.weight  # type: ignore[union-attr,assignment]
+        heads = layer.v_proj.out_features // layer.head_dim  # type: ignore[union-attr,operator]
+        made = DynamicMask(heads, layer.head_dim, keep, keep_first, keep_last, recency)  # type: ignore[arg-type]
+        layer.dynamic_mask = made.to(device=weight.device, dtype=torch.float32)
+    return model
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Return whether a module is a layer of attention over the whole sequence."""
+    names = ("layer_idx", "v_proj", "head_dim")
+    return all(hasattr(module, name) for name in names) and getattr(module, "sliding_window", None) is None

@@ -1,0 +1,283 @@
+"""Models of transformers (5.x) through these kernels: `register()`, then `attn_implementation="dmattn"`.
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="dmattn")
+
+or `replace_attention_with_flash_dmattn(model)` for a model that is there already. Masks are made once in a forward, as
+`ForwardMask`. Masks that a model or a user made as tensors are taken too: bool ones, and additive ones, of which what is
+not above `finfo.min` is hidden, and the rest is a bias that learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dmattn_ops import api
+from dmattn_ops.integrations import forward_mask
+from dmattn_ops.integrations.dynamic_masks import DynamicMask, add_dynamic_masks
+from dmattn_ops.integrations.forward_mask import ForwardMask
+from dmattn_ops.masks import prepare_mask
+from dmattn_ops.tile_mask import TileMask
+
+__all__ = [
+    "DynamicMask",
+    "ForwardMask",
+    "add_dynamic_masks",
+    "attention_forward",
+    "make_mask",
+    "register",
+    "replace_attention_with_flash_dmattn",
+]
+
+TENSOR_MASKS = {"doge"}  # model types whose own code computes with the mask: they get it as a bool tensor
+
+_prepared: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from mask tensors to what was made of them, and of which version
+
+
+def register(name: str = "dmattn") -> None:
+    """Make `name` an `attn_implementation` of transformers: the attention, and the masks that it wants."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, make_mask)
+
+
+def replace_attention_with_flash_dmattn(model: nn.Module, name: str = "dmattn") -> nn.Module:
+    """Let a model of transformers attend through these kernels, and return it. Its weights stay as they are."""
+    register(name)
+    model.set_attn_implementation(name)  # type: ignore[operator]
+    return model
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: ForwardMask | TileMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of one layer: what `AttentionInterface` calls.
+
+    Args:
+        module: asked for `is_causal` where that is None, and for a `dynamic_mask` (see `add_dynamic_masks`).
+        query: with shape `[B, H, Sq, D]`.
+        key, value: with shape `[B, Hkv, Sk, D]`.
+        attention_mask: what `make_mask` or `prepare_mask` returned, a tensor `[B|1, H|Hkv|1, Sq|1, Sk]` (bool, or additive),
+            padding `[B, Sk]`, or None: then a causal layer starts its diagonal in the top left corner, and a single query
+            sees everything.
+        dropout, scaling, softcap: as in `flash_dmattn_func`.
+        sliding_window: how many keys a query sees, its own included. Masks say that themselves.
+        is_causal: whether to be causal where there is no mask.
+        s_aux: sinks, `[H]`.
+        position_bias: with shape `[B|1, H, Sq, Sk]`.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences of a batch of 1.
+
+    Returns:
+        out with shape `[B, Sq, H, Dv]`, and None for the weights.
+    """
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "sink": s_aux}
+    bias = None if position_bias is None else position_bias[..., : key.shape[1]]
+    mask = attention_mask
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+        mask = _by_convention(mask, query, key, causal, sliding_window)
+    elif isinstance(mask, Tensor):
+        mask, additive = _of_tensor(mask, query.shape[1], key.shape[1])
+        bias = _sum(bias, additive)
+    selector: Any = getattr(module, "dynamic_mask", None)
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None and isinstance(mask, ForwardMask) and mask.documents is None:
+        if selector is None and bias is None and not mask.dense:
+            offsets, lengths = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+            return _packed(mask, (query, key, value), offsets, lengths, options), None
+        mask = _with_documents(mask, cu_seq_lens_k, key.device)
+    if selector is not None:
+        mask, scores = selector.select(value, mask)
+        bias = _sum(bias, scores)
+    if isinstance(mask, ForwardMask):
+        if mask.prepared is None:
+            options |= mask.keywords
+        mask = mask.prepared
+    if bias is not None and bias.dtype not in (query.dtype, torch.float32):
+        bias = bias.to(query.dtype)
+    return api.flash_dmattn_func(query, key, value, mask, bias, **options), None  # type: ignore[return-value]
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Any = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **others: Any,
+) -> Any:
+    """Make what the layers of one forward get as their mask: what `AttentionMaskInterface` calls.
+
+    Args:
+        batch_size, q_length, kv_length: how many sequences, queries and keys.
+        q_offset, kv_offset: where the first query and the first key stand.
+        mask_function: says of a sequence, a head, a query and a key whether it is visible; None is causal.
+        attention_mask: padding, bool `[B, keys]`; or a mask that was made before, which is returned.
+        local_size: how many keys a query sees in a sliding window or a chunk, its own included.
+        allow_is_causal_skip: False where the mask function is something more than causal or sliding.
+        use_vmap: True where it holds a function of the model's own.
+        device: where to make the mask.
+        config: of the model.
+        others: say whether the mask looks both ways.
+    """
+    from transformers import masking_utils
+
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        return attention_mask
+    function = masking_utils.causal_mask_function if mask_function is None else mask_function
+    as_tensor = getattr(config, "model_type", None) in TENSOR_MASKS
+    joined = function.__code__ is _code_of_joined_masks()
+    both_ways = function is masking_utils.bidirectional_mask_function or "allow_is_bidirectional_skip" in others
+    known = function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function) or joined
+    if as_tensor or use_vmap or not known:
+        keep = masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        return keep if as_tensor else forward_mask.make_dense(keep)
+    device, documents = torch.device(device), None
+    sliding = local_size is not None and getattr(config, "attention_chunk_size", None) is None
+    if joined and not both_ways and not (sliding and (allow_is_causal_skip or q_length == 1)):
+        documents = forward_mask.runs_of(function, batch_size, kv_length, kv_offset, device)
+    window = {}
+    if local_size is not None:
+        window = {"left": local_size, "right": local_size} if both_ways else {"left": local_size - 1}
+    return forward_mask.make(
+        q_length,
+        kv_length,
+        q_offset - kv_offset,
+        is_causal=not both_ways,
+        documents=documents,
+        padding=_of_keys(attention_mask, kv_length, kv_offset),
+        device=device,
+        **window,
+    )
+
+
+@torch.compiler.assume_constant_result
+def _code_of_joined_masks() -> Any:
+    """Return the code that all functions made by `and_masks` share: it tells them from a model's own."""
+    from transformers import masking_utils
+
+    return masking_utils.and_masks().__code__
+
+
+def _of_keys(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+    """Return padding bool `[B, Sk]` of the keys from `kv_offset` on; those that it does not know are not there."""
+    if padding is None:
+        return None
+    missing = max(0, kv_offset + kv_length - padding.shape[1])
+    return torch.nn.functional.pad(padding != 0, (0, missing))[:, kv_offset : kv_offset + kv_length]
+
+
+def _by_convention(
+    padding: Tensor | None, query: Tensor, key: Tensor, causal: bool, sliding_window: int | None
+) -> ForwardMask:
+    """Return the mask of a layer that was given none, or only padding `[B, Sk]`."""
+    q_length, kv_length = query.shape[1], key.shape[1]
+    return forward_mask.make(
+        q_length,
+        kv_length,
+        kv_length - 1 if q_length == 1 else 0,
+        is_causal=causal,
+        left=sliding_window - 1 if causal and sliding_window is not None else None,
+        padding=_of_keys(padding, kv_length, 0),
+        device=query.device,
+    )
+
+
+def _of_tensor(mask: Tensor, q_length: int, kv_length: int) -> tuple[TileMask, Tensor | None]:
+    """Return what a mask `[B|1, Hm, Sq|1, Sk]` shows, prepared once for all layers, and the bias that an additive one is."""
+    cut = mask if mask.shape[-1] == kv_length else mask[..., :kv_length]
+    additive = cut if mask.is_floating_point() else None
+    traced = is_compiling() or mask.is_inference()
+    state = (kv_length, None if traced else mask._version)
+    known = None if traced else _prepared.get(mask)
+    if known is not None and known[0] == state:
+        return known[1], additive
+    keep = cut if additive is None else cut.detach() > torch.finfo(mask.dtype).min
+    made = prepare_mask(keep, seqlen_q=q_length)
+    if not traced:
+        _prepared[mask] = (state, made)
+    return made, additive
+
+
+def _packed(
+    mask: ForwardMask,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    offsets: tuple[Tensor, Tensor],
+    lengths: tuple[int | None, int | None],
+    options: dict[str, Any],
+) -> Tensor:
+    """Attend in packed sequences whose offsets the mask did not know."""
+    query, key, value = (part.flatten(0, 1) for part in tensors)
+    longest = [total if length is None else int(length) for length, total in zip(lengths, mask.shape[2:], strict=True)]
+    keep = None if mask.padding is None else mask.padding.reshape(1, -1)
+    out = api.flash_dmattn_varlen_func(
+        query,
+        key,
+        value,
+        offsets[0].to(torch.int32),
+        offsets[1].to(torch.int32),
+        *longest,
+        mask=keep,
+        is_causal=mask.is_causal,
+        window_size=(mask.left, mask.right),
+        **options,
+    )
+    return out.unflatten(0, tensors[0].shape[:2])  # type: ignore[union-attr]
+
+
+def _with_documents(mask: ForwardMask, offsets: Tensor, device: torch.device) -> ForwardMask:
+    """Return the mask with the documents that offsets `[N + 1]` tell."""
+    if mask.dense:
+        raise NotImplementedError("cu_seq_lens beside a mask function of a model's own: pass position_ids instead")
+    places = torch.arange(mask.kv_length, device=device)
+    documents = torch.bucketize(places, offsets[1:], right=True)[None].to(torch.int32)
+    known = replace(mask, documents=documents)
+    return replace(known, prepared=prepare_mask(intervals=known.intervals(device), seqlen_q=mask.q_length, **mask.keywords))
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return first if second is None else second
+    return first + second

@@ -1,0 +1,108 @@
+"""Lists of tiles for a mask of intervals, made for one call: the mask itself holds O(S), and its lists are O(S^2 / 128^2).
+
+1. `_write_hulls` reads the intervals once, and writes six numbers for each tile of 128 keys, its hull;
+2. the kernel that lists tiles (`tile_mask.py`) classifies pairs of tiles by hulls and the band.
+
+A hull says which queries see
+
+```
+first, end             at least one of the tile's keys: from the least start to the greatest end
+full_first, full_end   all of its 128 keys, but for hidden ones; full_end is 0 where a key is never seen
+hidden_first, hidden_end   any hidden interval of its keys; all are before hidden_first where there is none
+```
+
+So a tile that is listed may show nothing, and a full one shows everything: lists may be longer than they must, never shorter.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dmattn_ops import problem
+from dmattn_ops.kernels.launching.launch import computed, launch, workspace
+from dmattn_ops.kernels.tile_mask import HULL, write_lists
+from dmattn_ops.meta import list_capacity, tile_records
+from dmattn_ops.problem import HEADER, Mask
+
+_TILE = tl.constexpr(problem.TILE)
+_HULL = tl.constexpr(HULL)
+_TILES = 8  # of keys in a program
+_LAST = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=["seqlen_k", "tiles", "col_count", "heads", "stride_b", "stride_h"])
+def _write_hulls(
+    start, end, hidden_from, hidden_to, hulls, seqlen_k, tiles, col_count, heads, stride_b, stride_h,
+    HIDDEN: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Write the hulls of `TILES` tiles of keys, of which each matrix has `col_count`."""
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    mine = tile < tiles
+    matrix = (tile // col_count).to(tl.int64)
+    key = (tile % col_count * _TILE)[:, None] + tl.arange(0, _TILE)[None, :]
+    place = (matrix // heads * stride_b + matrix % heads * stride_h)[:, None] + key
+    inside = mine[:, None] & (key < seqlen_k)
+    first, behind = tl.load(start + place, inside, other=0), tl.load(end + place, inside, other=0)
+    seen = first < behind
+    hull = hulls + tile.to(tl.int64) * _HULL
+    tl.store(hull, tl.min(tl.where(seen, first, _LAST), axis=1), mine)
+    tl.store(hull + 1, tl.max(tl.where(seen, behind, 0), axis=1), mine)
+    tl.store(hull + 2, tl.max(tl.where(seen, first, 0), axis=1), mine)
+    tl.store(hull + 3, tl.min(tl.where(seen, behind, 0), axis=1), mine)
+    hidden_first = tl.full([TILES], _LAST, tl.int32)
+    hidden_behind = tl.zeros([TILES], tl.int32)
+    if HIDDEN:
+        first, behind = tl.load(hidden_from + place, inside, other=0), tl.load(hidden_to + place, inside, other=0)
+        some = first < behind
+        hidden_first = tl.min(tl.where(some, first, _LAST), axis=1)
+        hidden_behind = tl.max(tl.where(some, behind, 0), axis=1)
+    tl.store(hull + 4, hidden_first, mine)
+    tl.store(hull + 5, hidden_behind, mine)
+
+
+def interval_lists(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
+    """Return row_tiles and col_tiles `[Bm, Hm, records, 4 + capacity]` of intervals `[Bm, Hm, Sk]` inside a band.
+
+    They are workspaces of one call. The tensors of the mask must be laid out alike (`laid_out_alike`).
+    """
+    assert mask.start is not None
+    start = mask.start
+    batch, heads = start.shape[:2]
+    rows, cols = tile_records(seqlen_q), tile_records(seqlen_k)
+    row_width = HEADER + list_capacity(cols, band_lo, band_hi)
+    col_width = HEADER + list_capacity(rows, band_lo, band_hi)
+    row_tiles = workspace(start, batch, heads, rows, row_width, dtype=torch.int32)
+    col_tiles = workspace(start, batch, heads, cols, col_width, dtype=torch.int32)
+    col_count = triton.cdiv(seqlen_k, problem.TILE)
+    tiles = batch * heads * col_count
+    hulls = workspace(start, batch * heads, col_count, HULL, dtype=torch.int32)
+    if tiles:
+        launch(
+            _write_hulls, (triton.cdiv(tiles, _TILES),),
+            start, mask.end, mask.hidden_from, mask.hidden_to, hulls,
+            seqlen_k, tiles, col_count, heads, start.stride(0), start.stride(1),
+            HIDDEN=mask.hidden_from is not None, TILES=_TILES, num_warps=4,
+        )  # fmt: skip
+    write_lists(hulls, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, "hulls")
+    return row_tiles, col_tiles
+
+
+def laid_out_alike(mask: Mask) -> Mask:
+    """Return a mask of intervals whose tensors have the same shape and strides, the last one 1: kernels take one set."""
+    names = ("start", "end", "hidden_from", "hidden_to")
+    parts = {name: part for name in names if (part := getattr(mask, name)) is not None}
+    layouts = {(tuple(part.shape), part.stride()) for part in parts.values()}
+    if len(layouts) == 1 and next(iter(layouts))[1][-1] == 1:
+        return mask
+    sizes = [max(part.shape[dim] for part in parts.values()) for dim in range(3)]
+    copies = {name: computed(_repeated, part, sizes[0], sizes[1]) for name, part in parts.items()}
+    return mask._replace(**copies)
+
+
+def _repeated(part: Tensor, batch: int, heads: int) -> Tensor:
+    """Return a contiguous copy `[batch, heads, Sk]` of `[batch|1, a divisor of heads, Sk]`."""
+    repeated = part.repeat_interleave(heads // part.shape[1], dim=1)
+    return repeated.expand(batch, -1, -1).contiguous()

@@ -1,0 +1,110 @@
+"""Attention under a mask that keeps few keys: copy the keys of each epoch side by side, and run on the copies.
+
+The launchers of packed calls are given as functions, so that dispatch chooses them as for any call. Keys are packed anew in
+the backward: nothing packed is kept between the two. Heads go in passes, each in a workspace of bounded size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dmattn_ops.call import Call, Gradients, Result, Saved
+from dmattn_ops.kernels.packing.launch import (
+    Slots,
+    gather_bias,
+    gather_rows,
+    plan_slots,
+    spoil_rows,
+    sum_bias,
+    sum_rows,
+)
+from dmattn_ops.packing import Epochs, Packing
+from dmattn_ops.problem import UNBOUNDED, Mask
+from dmattn_ops.recording import computed, do_not_repeat, workspace
+
+Forward = Callable[[Call, Result], None]
+Backward = Callable[[Call, Saved, Gradients], None]
+
+
+class Pass(NamedTuple):
+    """A range of heads that is packed at a time."""
+
+    first: int  # packed head
+    count: int
+    queries: slice  # the query heads that read them
+
+
+def forward(call: Call, result: Result, packing: Packing, run: Forward) -> None:
+    """Write out, lse and lse_tail by `run` on packed keys; NaN where more keys are visible than `at_most` promises."""
+    for part in _passes(call, packing):
+        slots = _slots(call, packing.epochs, part, packing, inverse=False)
+        of = part.queries
+        written = Result(result.out[:, :, of], result.lse[:, of], result.lse_tail[:, of], None)
+        run(_packed_call(call, packing, part, slots), written)
+        for rows in written[:2]:
+            spoil_rows(rows, slots)
+
+
+def backward(call: Call, saved: Saved, grads: Gradients, packing: Packing, run: Backward) -> None:
+    """Write dq, dk, dv and, where it is given, dbias by `run` on packed keys, whose gradients are summed by key."""
+    passes = list(_passes(call, packing))
+    for number, part in enumerate(passes):
+        slots = _slots(call, packing.epochs, part, packing, inverse=True)
+        of, packed = part.queries, _packed_call(call, packing, part, slots)
+        dk, dv = (workspace(of_key, *of_key.shape, dtype=of_key.dtype) for of_key in (packed.key, packed.value))
+        dbias = None
+        if grads.dbias is not None:
+            assert packed.bias is not None
+            dbias = workspace(packed.bias, *packed.bias.shape, dtype=packed.bias.dtype)
+        grad_lse = None if grads.grad_lse is None else grads.grad_lse[:, of]
+        known = Saved(saved.out[:, :, of], saved.lse[:, of], saved.lse_tail[:, of])
+        run(packed, known, Gradients(grads.grad_out[:, :, of], grad_lse, grads.dq[:, :, of], dk, dv, dbias))
+        for gradient, target in ((dk, grads.dk), (dv, grads.dv)):
+            sum_rows(gradient, slots, target, part.first, packing.group)
+        if dbias is not None and grads.dbias is not None:
+            heads = call.query.shape[2]
+            shared = number > 0 and grads.dbias.shape[1] == 1
+            sum_bias(dbias, slots, grads.dbias, heads, of.start, of.stop - of.start, add=shared)
+
+
+def _passes(call: Call, packing: Packing) -> Iterator[Pass]:
+    """Return the ranges of packed heads; more than one are not repeated from a plan, which would keep all workspaces."""
+    readers = call.query.shape[2] // packing.heads  # query heads that read one packed head
+    if packing.heads_per_pass < packing.heads:
+        do_not_repeat()
+    for first in range(0, packing.heads, packing.heads_per_pass):
+        count = min(packing.heads_per_pass, packing.heads - first)
+        yield Pass(first, count, slice(first * readers, (first + count) * readers))
+
+
+def _slots(call: Call, cut: Epochs, part: Pass, packing: Packing, *, inverse: bool) -> Slots:
+    mask, options = call.mask, call.options
+    assert mask.end is not None
+    start = computed(_zeros, mask.end)
+    shared = mask.end.shape[1] == 1
+    first, count = (0, 1) if shared else (part.first, part.count)
+    return plan_slots(
+        start, mask.end, cut, call.query.shape[1], options.band_lo, options.band_hi, first, count, inverse=inverse
+    )
+
+
+def _zeros(end: Tensor) -> Tensor:
+    """Return the start of intervals that begin with the band, `[1, 1, Sk]`."""
+    return end.new_zeros((1, 1, end.shape[2]))
+
+
+def _packed_call(call: Call, packing: Packing, part: Pass, slots: Slots) -> Call:
+    """Return the call on the copies of one pass."""
+    key = gather_rows(call.key, slots, part.count, part.first, packing.group)
+    value = gather_rows(call.value, slots, part.count, part.first, packing.group)
+    bias = call.bias
+    if bias is not None:
+        of = part.queries
+        bias = gather_bias(bias, slots, call.query.shape[2], of.start, of.stop - of.start)
+    mask = Mask(row_tiles=slots.row_tiles, col_tiles=slots.col_tiles, start=slots.start, end=slots.end)
+    options = call.options._replace(band_lo=-UNBOUNDED, band_hi=UNBOUNDED)
+    query = call.query[:, :, part.queries]
+    return call._replace(query=query, key=key, value=value, bias=bias, mask=mask, options=options)

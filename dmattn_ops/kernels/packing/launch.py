@@ -1,0 +1,274 @@
+"""Pack keys, and sum what their slots got. What is decided from sizes stands in `dmattn_ops.packing`.
+
+1. `plan_slots` finds the keys of each epoch and lists tiles (with `inverse=True` where sums are to follow);
+2. `gather_rows` copies key and value into their slots, `gather_bias` a bias per key;
+3. attention runs on the copies, with `Slots.row_tiles`, `Slots.col_tiles`, `Slots.start` and `Slots.end` as its mask;
+4. `spoil_rows` writes NaN into the rows of out and lse for which the promise `at_most` did not hold;
+5. `sum_rows` and `sum_bias` turn the gradients of slots into those of keys.
+
+`Hp` packed heads are the key heads where the mask has one head or one for each key head, else the query heads. All of this
+works on a range of them, so that one workspace after the other serves a few heads. Nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+
+from dmattn_ops.call import rows_are_aligned
+from dmattn_ops.kernels.launching.launch import launch, workspace
+from dmattn_ops.kernels.packing.lists import list_blocks, list_query_tiles
+from dmattn_ops.kernels.packing.rows import gather_kernel, spoil_kernel, sum_kernel
+from dmattn_ops.kernels.packing.slots import count_chunks, count_places, list_alive, place_keys
+from dmattn_ops.kernels.portable.arguments import broadcast_stride
+from dmattn_ops.kernels.tile_mask import rank_tiles
+from dmattn_ops.packing import Epochs
+from dmattn_ops.problem import HEADER, TILE
+
+_SCANNED = 4096  # keys that a program looks through at once
+_COUNTED = 1024
+_LISTED = 256
+_BORN = 1024
+_BUCKETS = 32  # at most: deaths are told apart by 128 queries, by 256 in epochs of more than 31 tiles, and so on
+_COPIED = 32768  # bytes of rows that a program copies at once
+# Elements of rows that a program of one warp sums. Its loop is as long as its longest-lived key: few keys, many programs.
+_SUMMED = 512
+
+
+class Slots(NamedTuple):
+    """Where the keys of a mask lie in their packed copies; the heads are those of a range, or the mask's only one.
+
+    Unused slots have no key (-1) and an empty interval (0, 0). Blocks of 128 slots that no list names have no defined rows.
+    """
+
+    keys: Tensor  # [Bm, Hm, slots] int32: the key of each slot
+    start: Tensor  # [Bm, Hm, slots] int32: the queries of its epoch that see it
+    end: Tensor  # [Bm, Hm, slots] int32
+    row_tiles: Tensor  # [Bm, Hm, nQ, 4 + blocks of slots of an epoch] int32
+    col_tiles: Tensor  # [Bm, Hm, slots / 128, 4 + query tiles of an epoch] int32
+    broken: Tensor  # [Bm, Hm, epochs] int32: not 0 where an epoch began with more keys than it has slots for
+    offsets: Tensor | None  # [Bm, Hm, Sk + 1] int32: where the slots of a key begin in `places`
+    places: Tensor | None  # [Bm, Hm, slots] int32: the slots of each key, in ascending order of epochs
+    epoch: int  # queries
+
+
+def plan_slots(
+    start: Tensor,
+    end: Tensor,
+    cut: Epochs,
+    seqlen_q: int,
+    band_lo: int,
+    band_hi: int,
+    first_head: int,
+    heads: int,
+    *,
+    inverse: bool,
+) -> Slots:
+    """Find the keys `[B|1, H|Hkv|1, Sk]` with `start <= i < end`, inside the band, of each epoch; list their tiles.
+
+    `heads` heads from `first_head` on: packed heads, or 0 and 1 where the mask has one head. `band_hi` says where keys
+    are born: the diagonal of a causal mask, also where the mask's `start` says the same. `inverse`: `sum_rows` is to follow.
+    """
+    batch, mask_heads = (max(start.shape[dim], end.shape[dim]) for dim in (0, 1))
+    seqlen_k, shape = start.shape[2], (batch, heads)
+    keys, starts, ends = (_integers(start, *shape, cut.slots) for _ in range(3))
+    found, broken = (_integers(start, *shape, cut.number) for _ in range(2))
+    listed = _integers(start, *shape, cut.number, cut.old_slots)
+    offsets = _integers(start, *shape, seqlen_k + 1) if inverse else None
+    places = _integers(start, *shape, cut.slots) if inverse else None
+    mask = [
+        broadcast_stride(start, 0), broadcast_stride(start, 1), mask_heads // max(1, start.shape[1]),
+        broadcast_stride(end, 0), broadcast_stride(end, 1), mask_heads // max(1, end.shape[1]),
+        first_head, heads,
+    ]  # fmt: skip
+    matrices = batch * heads
+    band = (seqlen_q, seqlen_k, band_lo, band_hi)
+    if inverse and matrices:
+        chunks = triton.cdiv(seqlen_k + 1, _COUNTED)
+        totals = _integers(start, *shape, chunks)
+        grid, own = (matrices * chunks,), (*mask, chunks, cut.length)
+        launch(count_chunks, grid, start, end, totals, *own, *band, KEYS=_COUNTED, num_warps=4)
+        launch(
+            count_places, grid, start, end, totals, offsets, places, *own, cut.slots, *band, KEYS=_COUNTED, num_warps=4
+        )
+    if matrices * cut.number:
+        bucket = TILE * triton.cdiv(cut.length // TILE, _BUCKETS - 1)
+        buckets = triton.next_power_of_2(triton.cdiv(cut.length, bucket) + 1)
+        own = (*mask, cut.number, cut.length, cut.old_slots)
+        launch(
+            list_alive, (matrices * cut.number,), start, end, listed, found, *own, *band, KEYS=_SCANNED, num_warps=16
+        )
+        launch(
+            place_keys, (matrices * cut.number,),
+            start, end, listed, found, keys, starts, ends, broken, offsets, places, *own, cut.born_slots, *band, bucket,
+            INVERSE=inverse, LISTED=_LISTED, BUCKETS=buckets, BORN=_BORN, num_warps=8,
+        )  # fmt: skip
+    row_tiles, col_tiles = _list_tiles(starts, ends, cut, seqlen_q)
+    return Slots(keys, starts, ends, row_tiles, col_tiles, broken, offsets, places, cut.length)
+
+
+def _list_tiles(starts: Tensor, ends: Tensor, cut: Epochs, seqlen_q: int) -> tuple[Tensor, Tensor]:
+    """Return the lists of the query tiles and of the blocks of slots."""
+    batch, heads, slots = starts.shape
+    per_epoch, block_count = cut.slots_per_epoch // TILE, slots // TILE
+    epoch_tiles, row_count = cut.length // TILE, triton.cdiv(seqlen_q, TILE)
+    row_tiles = _integers(starts, batch, heads, row_count, HEADER + per_epoch)
+    col_tiles = _integers(starts, batch, heads, block_count, HEADER + epoch_tiles)
+    hulls = _integers(starts, batch, heads, block_count, 4)
+    matrices = batch * heads
+    if matrices * block_count:
+        launch(
+            list_query_tiles, (matrices * triton.cdiv(block_count, 8),),
+            starts, ends, hulls, col_tiles, block_count, col_tiles.shape[3], BLOCKS=8, TILES=16, num_warps=4,
+        )  # fmt: skip
+    if matrices * row_count:
+        launch(
+            list_blocks, (matrices * cut.number * triton.cdiv(epoch_tiles, 8),),
+            hulls, row_tiles, per_epoch, cut.number, epoch_tiles, row_count, row_tiles.shape[3],
+            OWN=8, OTHER=32, num_warps=1,
+        )  # fmt: skip
+        rank_tiles(row_tiles, col_tiles)
+    return row_tiles, col_tiles
+
+
+def gather_rows(source: Tensor, slots: Slots, heads: int, first_head: int, group: int) -> Tensor:
+    """Return the rows `[B, slots, heads, D]` of the keys in each slot, of `[B, Sk, Hkv, D]` with any leading strides.
+
+    `group` packed heads copy one key head. Unused slots in a block that a list names are 0.
+    """
+    packed = workspace(source, source.shape[0], slots.keys.shape[2], heads, source.shape[3], dtype=source.dtype)
+    _gather(source, slots, packed, first_head, group, 1)
+    return packed
+
+
+def gather_bias(bias: Tensor, slots: Slots, heads: int, first_head: int, count: int) -> Tensor:
+    """Return the bias `[B', H', 1, slots]` of slots, of a bias `[B|1, H|Hkv|1, 1, Sk]`.
+
+    It is for `count` query heads of `heads`, from `first_head` on. B' and H' are 1 where neither bias nor mask has more.
+    """
+    bias_heads = _bias_heads(bias.shape[1], slots.keys.shape[1], heads, first_head, count)
+    batch = max(bias.shape[0], slots.keys.shape[0])
+    packed = workspace(bias, batch, bias_heads.packed, 1, slots.keys.shape[2], dtype=bias.dtype)
+    _gather(_as_rows(bias), slots, _as_rows(packed), bias_heads.first_source, bias_heads.group, bias_heads.slot_group)
+    return packed
+
+
+def sum_rows(packed: Tensor, slots: Slots, target: Tensor, first_head: int, group: int) -> None:
+    """Write the sums over slots of `[B, slots, heads, D]` into the key heads of `[B, Sk, Hkv, D]` that they copy.
+
+    The packed heads from `first_head` on are whole groups of `group`. Sums are float32, over the heads of a group and
+    then over epochs in ascending order, and rounded once. Keys without a slot get exact zeros.
+    """
+    heads = packed.shape[2] // group
+    _sum(packed, slots, target, first_head // group, heads, group, 1, add=False)
+
+
+def sum_bias(
+    packed: Tensor, slots: Slots, target: Tensor, heads: int, first_head: int, count: int, *, add: bool = False
+) -> None:
+    """Write the sums over slots of a gradient `[B', H', 1, slots]` into a bias's `[B|1, H|Hkv|1, 1, Sk]`.
+
+    `add`: into what is there, for a bias that several ranges of heads share.
+    """
+    bias_heads = _bias_heads(target.shape[1], slots.keys.shape[1], heads, first_head, count)
+    into = bias_heads.first_source // bias_heads.group
+    _sum(
+        _as_rows(packed), slots, _as_rows(target), into, bias_heads.packed // bias_heads.group, bias_heads.group,
+        bias_heads.slot_group, add=add,
+    )  # fmt: skip
+
+
+def spoil_rows(rows: Tensor, slots: Slots) -> None:
+    """Write NaN into those rows of `[B, Sq, heads, D]`, or of statistics `[B, heads, Sq]`, whose epoch broke the promise.
+
+    The heads are query heads of the range that `slots` was planned for.
+    """
+    if rows.dim() == 3:
+        rows = rows.transpose(1, 2)[..., None]
+    batch, seqlen_q, heads, width = rows.shape
+    padded, broken = triton.next_power_of_2(max(1, width)), slots.broken
+    if not rows.numel():
+        return
+    launch(
+        spoil_kernel, (batch * heads * broken.shape[2],), broken, rows,
+        broadcast_stride(broken, 0), broadcast_stride(broken, 1), max(1, heads // broken.shape[1]),
+        rows.stride(0), rows.stride(1), rows.stride(2), heads, broken.shape[2], slots.epoch, seqlen_q,
+        ROWS=max(1, 2048 // padded), WIDTH=width, PADDED=padded, num_warps=4,
+    )  # fmt: skip
+
+
+def _gather(source: Tensor, slots: Slots, packed: Tensor, first_head: int, source_group: int, slot_group: int) -> None:
+    """Copy rows into slots: packed head `h` reads head `(first_head + h) // source_group`, slots of `h // slot_group`."""
+    batch, count, heads, width = packed.shape
+    padded, blocks = triton.next_power_of_2(max(1, width)), count // TILE
+    if not packed.numel():
+        return
+    launch(
+        gather_kernel, (batch * heads * blocks,), source, slots.keys, packed,
+        broadcast_stride(source, 0), source.stride(1), broadcast_stride(source, 2), source_group,
+        broadcast_stride(slots.keys, 0), broadcast_stride(slots.keys, 1), slot_group,
+        packed.stride(0), packed.stride(1), packed.stride(2), first_head, heads, blocks,
+        ROWS=max(8, min(TILE, _COPIED // (padded * source.element_size()))),
+        WIDTH=width, PADDED=padded, ALIGNED=rows_are_aligned(source, packed), num_warps=4,
+    )  # fmt: skip
+
+
+def _sum(
+    packed: Tensor,
+    slots: Slots,
+    target: Tensor,
+    first_head: int,
+    heads: int,
+    group: int,
+    slot_group: int,
+    *,
+    add: bool,
+) -> None:
+    """Sum slots of `heads * group` packed heads into `heads` heads of the target, from `first_head` on."""
+    assert slots.offsets is not None and slots.places is not None, "planned without an inverse"
+    batch, seqlen_k, _, width = target.shape
+    padded = triton.next_power_of_2(max(1, width))
+    keys = max(1, min(256, _SUMMED // padded))
+    blocks = triton.cdiv(seqlen_k, keys)
+    if not target.numel():
+        return
+    launch(
+        sum_kernel, (batch * heads * blocks,), packed, slots.offsets, slots.places, target,
+        broadcast_stride(packed, 0), packed.stride(1), broadcast_stride(packed, 2),
+        broadcast_stride(slots.offsets, 0), broadcast_stride(slots.offsets, 1),
+        broadcast_stride(slots.places, 0), broadcast_stride(slots.places, 1), slot_group,
+        target.stride(0), target.stride(1), target.stride(2), first_head, heads, packed.shape[0] // batch, group,
+        seqlen_k, slots.places.shape[2], blocks,
+        KEYS=keys, WIDTH=width, PADDED=padded, ALIGNED=rows_are_aligned(packed, target), ADD=add, num_warps=1,
+    )  # fmt: skip
+
+
+class _BiasHeads(NamedTuple):
+    """How the heads of a packed bias, of the bias and of the slots correspond."""
+
+    packed: int
+    first_source: int  # in units of packed heads
+    group: int  # packed heads that read one head of the bias
+    slot_group: int  # packed heads that lie in the slots of one head
+
+
+def _bias_heads(bias_heads: int, slot_heads: int, heads: int, first_head: int, count: int) -> _BiasHeads:
+    """Give a packed bias the heads that tell apart those of the bias and those of the slots."""
+    if bias_heads == 1:
+        return _BiasHeads(slot_heads, 0, slot_heads, 1)
+    shared = heads // bias_heads  # query heads that share a head of the bias
+    unit = min(shared, count // slot_heads)
+    packed = count // unit
+    return _BiasHeads(packed, first_head // unit, shared // unit, packed // slot_heads)
+
+
+def _as_rows(bias: Tensor) -> Tensor:
+    """View `[B, heads, 1, S]` as rows `[B, S, heads, 1]`."""
+    return bias.permute(0, 3, 1, 2)
+
+
+def _integers(like: Tensor, *shape: int) -> Tensor:
+    """Return uninitialised int32."""
+    return workspace(like, *shape, dtype=like.dtype)

@@ -1,0 +1,185 @@
+"""Where a program of the portable kernels works: its sequence and head, the rows that it owns, and those that it walks.
+
+A program *owns* the rows of one side and *walks* the other in steps: queries own and keys are walked in the forward and
+in dq, keys own and queries are walked in dk/dv. Everything here is written in these two words, so that each kernel uses
+the same code; blocks are `[owned, walked]` throughout.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from dmattn_ops import problem
+
+TILE = tl.constexpr(problem.TILE)
+HEADER = tl.constexpr(problem.HEADER)
+
+
+class Lengths(NamedTuple):
+    """The lengths of a call: totals and upper bounds where sequences are packed, else the same twice."""
+
+    seqlen_q: Any
+    seqlen_k: Any
+    longest_q: Any
+    longest_k: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+
+
+class Place(NamedTuple):
+    """The head and the sequence of a program, and where the sequence begins in packed tensors."""
+
+    sequence: Any
+    batch: Any  # index of the batch dimension: 0 where sequences are packed
+    head: Any
+    q_begin: Any
+    length_q: Any
+    k_begin: Any
+    length_k: Any
+    shift: Any  # what a packed sequence adds to the limits of the band
+
+
+class Walk(NamedTuple):
+    """The steps of a walk, `STEP` rows each, in two parts.
+
+    ```
+    band of a block:   . . [partial: left steps][full: gap steps][partial: the rest] . .
+    ```
+    `partial_first` and `full_first` count steps too: from row 0 without lists, from a record's first entry with them.
+    """
+
+    record: Any  # of the list, where there are lists
+    n_full: Any
+    full_first: Any
+    n_partial: Any
+    partial_first: Any
+    left: Any
+    gap: Any
+
+
+class Part(NamedTuple):
+    """Steps of a walk that are all full, or all to be tested."""
+
+    record: Any
+    steps: Any
+    first: Any
+    left: Any
+    gap: Any
+
+
+@triton.jit
+def place_of(program, blocks, heads, lengths, VARLEN: tl.constexpr, TOP_LEFT: tl.constexpr):
+    """Return the place of a program: the blocks of a head follow each other, then come heads, then sequences."""
+    head = (program // blocks) % heads
+    sequence = program // blocks // heads
+    zero = tl.full((), 0, tl.int32)
+    batch = sequence
+    q_begin, length_q, k_begin, length_k, shift = zero, lengths.seqlen_q, zero, lengths.seqlen_k, zero
+    if VARLEN:
+        batch = zero
+        q_begin, length_q = packed_sequence(lengths.cu_seqlens_q, sequence, lengths.seqlen_q, lengths.longest_q)
+        k_begin, length_k = packed_sequence(lengths.cu_seqlens_k, sequence, lengths.seqlen_k, lengths.longest_k)
+        if not TOP_LEFT:
+            shift = length_k - length_q
+    return Place(sequence, batch, head, q_begin, length_q, k_begin, length_k, shift)
+
+
+@triton.jit
+def packed_sequence(cu_seqlens, index, total, longest):
+    """Return the begin and the length of a packed sequence; offsets that lie outside of the tensor are pulled in."""
+    begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + index), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens + index + 1), begin), total)
+    return begin, tl.minimum(end - begin, longest)
+
+
+@triton.jit
+def head_offset(batch, head, stride_b, stride_h):
+    """Return where one head of a tensor with a batch dimension begins."""
+    return batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+
+
+@triton.jit
+def head_rows(pointer, batch, head, begin, stride_b, stride_s, stride_h):
+    """Return where row `begin` of one head of `[B, S, heads, D]` lies."""
+    return pointer + head_offset(batch, head, stride_b, stride_h) + begin.to(tl.int64) * stride_s
+
+
+@triton.jit
+def owned_start(tiles, tile_stride, block, blocks, BLOCK: tl.constexpr, LISTED: tl.constexpr, DESCENDING: tl.constexpr):
+    """Return the first row of the `block`-th program of a head: programs take the longest walks first."""
+    if LISTED:
+        per_tile: tl.constexpr = TILE // BLOCK
+        tile = tl.load(tiles + (block // per_tile).to(tl.int64) * tile_stride)
+        start = (tile * per_tile + block % per_tile) * BLOCK
+    elif DESCENDING:
+        start = (blocks - 1 - block) * BLOCK
+    else:
+        start = block * BLOCK
+    return start
+
+
+@triton.jit
+def plan_walk(
+    record,
+    first_owned,
+    last_owned,
+    low,
+    high,
+    length,
+    STEP: tl.constexpr,
+    LISTED: tl.constexpr,
+    TEST_ALL: tl.constexpr,
+):
+    """Plan the walk of rows `first_owned ... last_owned`.
+
+    Walked row `w` is inside the band of owned row `o` iff `o + low <= w <= o + high`. `TEST_ALL`: the mask hides more.
+    """
+    zero = tl.full((), 0, tl.int32)
+    if LISTED:
+        per_tile: tl.constexpr = TILE // STEP
+        n_partial = tl.load(record + 1) * per_tile
+        n_full = tl.load(record + 2) * per_tile
+        partial_first = zero
+        full_first = n_partial
+        left = zero
+        gap = zero
+    else:
+        partial_first = tl.maximum(first_owned + low, 0) // STEP
+        end = tl.maximum((tl.minimum(last_owned + high + 1, length) + STEP - 1) // STEP, partial_first)
+        if TEST_ALL:
+            full_first = end
+            n_full = zero
+        else:
+            full_first = (tl.maximum(last_owned + low, 0) + STEP - 1) // STEP
+            full_first = tl.minimum(tl.maximum(full_first, partial_first), end)
+            full_end = tl.maximum(tl.minimum(first_owned + high + 1, length), 0) // STEP
+            n_full = tl.maximum(tl.minimum(full_end, end) - full_first, 0)
+        left = full_first - partial_first
+        gap = n_full
+        n_partial = end - partial_first - n_full
+    return Walk(record, n_full, full_first, n_partial, partial_first, left, gap)
+
+
+@triton.jit
+def part_of(plan, PARTIAL: tl.constexpr):
+    """Return the steps of a walk that are to be tested, or those that are full."""
+    if PARTIAL:
+        part = Part(plan.record, plan.n_partial, plan.partial_first, plan.left, plan.gap)
+    else:
+        part = Part(plan.record, plan.n_full, plan.full_first, 0, 0)
+    return part
+
+
+@triton.jit
+def walked_start(part, step, STEP: tl.constexpr, LISTED: tl.constexpr):
+    """Return the first row of step `step` of a part."""
+    if LISTED:
+        per_tile: tl.constexpr = TILE // STEP
+        entry = part.first + step
+        start = (tl.load(part.record + HEADER + entry // per_tile) * per_tile + entry % per_tile) * STEP
+    else:
+        start = (part.first + step + tl.where(step < part.left, 0, part.gap)) * STEP
+    return start

@@ -1,0 +1,197 @@
+"""From products of queries and keys to probabilities and the gradient of scores, and dropout, in the portable kernels.
+
+Without a bias scores are counted in units of log2, so that one fused multiplication and addition turns a product into the
+exponent of a probability. A bias may be as large as float32 allows, and times log2(e) would overflow: with one, scores are
+in natural units.
+
+A probability is `exp(score - log_sum)`, and the logarithm of a row's sum is kept in two numbers: `log_sum`, rounded, and
+`log_rest`, what it lost (and what a sink adds). A score of 1e9 is rounded to a multiple of 64, and so is the logarithm
+beside it: only the difference of the two, taken before `log_rest` is subtracted, is small and exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Factors(NamedTuple):
+    """What products are multiplied by: `ratio` before the soft cap, `factor` after it, or alone where there is none."""
+
+    ratio: Any
+    factor: Any
+
+
+class Bias(NamedTuple):
+    """The bias of one head: where query 0 and key 0 lie."""
+
+    start: Any
+    query_stride: Any
+    key_stride: Any
+
+
+class Dropout(NamedTuple):
+    """The dropout of one head: queries and keys are counted from the origins."""
+
+    seed: Any
+    threshold: Any
+    rescale: Any
+    q_origin: Any
+    k_origin: Any
+
+
+@triton.jit
+def tanh(x):
+    """Return tanh to a few units in the last place; a series near 0, where the quotient would cancel."""
+    square = x * x
+    series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    quotient = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -quotient, quotient))
+
+
+@triton.jit
+def capped(products, factors, features: tl.constexpr):
+    """Return what `factors.factor` is to multiply, and the derivative of the soft cap (1 without one)."""
+    slope = 1.0
+    if features.softcap:
+        products = tanh(products * factors.ratio)
+        slope = 1.0 - products * products
+    return products, slope
+
+
+@triton.jit
+def load_bias(
+    bias,
+    query_first,
+    key_first,
+    query_end,
+    key_end,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    KEYS_OWNED: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
+    """Load the bias of a step as float32, `[KEYS, QUERIES]` where keys are owned, else `[QUERIES, KEYS]`.
+
+    `CHECKED`: the step may reach past the end of the walked side.
+    """
+    queries = query_first + tl.arange(0, QUERIES)
+    keys = key_first + tl.arange(0, KEYS)
+    query_offsets, key_offsets = queries.to(tl.int64) * bias.query_stride, keys.to(tl.int64) * bias.key_stride
+    if KEYS_OWNED:
+        pointers = bias.start + key_offsets[:, None] + query_offsets[None, :]
+        inside = (keys < key_end)[:, None]
+        if CHECKED:
+            inside = inside & (queries < query_end)[None, :]
+    else:
+        pointers = bias.start + query_offsets[:, None] + key_offsets[None, :]
+        inside = (queries < query_end)[:, None]
+        if CHECKED:
+            inside = inside & (keys < key_end)[None, :]
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_key_bias(bias, key_first, key_end, KEYS: tl.constexpr):
+    """Load the bias `[KEYS]` of keys `key_first ...` as float32."""
+    keys = key_first + tl.arange(0, KEYS)
+    return tl.load(bias.start + keys.to(tl.int64) * bias.key_stride, mask=keys < key_end, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def log_terms(lse, lse_tail, NATURAL: tl.constexpr):
+    """Return `log_sum` and `log_rest` of rows, in the units of their scores; +inf and 0 where a row is empty.
+
+    So a probability of an empty row is 0, whatever the score. `log_rest` is in units of log2 either way.
+    """
+    empty = lse == float("-inf")
+    if NATURAL:
+        log_sum = lse
+        log_rest = lse_tail * LOG2E
+    else:
+        log_sum = tl.fma(lse, LOG2E, 0.0)  # rounded by itself: not as a part of what follows
+        log_rest = tl.fma(lse, LOG2E, -log_sum) + lse_tail * LOG2E
+    return tl.where(empty, float("inf"), log_sum), tl.where(empty, 0.0, log_rest)
+
+
+@triton.jit
+def lse_terms(peak, total, NATURAL: tl.constexpr):
+    """Return `lse` and `lse_tail` of rows whose largest score is `peak` and whose sum of exp(score - peak) is `total`.
+
+    `log_terms` turns them into numbers that add up to `peak + log(total)` again.
+    """
+    empty = total == 0.0
+    log_total = tl.log2(tl.where(empty, 1.0, total))
+    if NATURAL:
+        rest = log_total * LN2
+        lse = peak + rest
+        tail = (peak - lse) + rest
+    else:
+        lse = (peak + log_total) * LN2
+        log_sum = tl.fma(lse, LOG2E, 0.0)
+        tail = ((peak - log_sum) - tl.fma(lse, LOG2E, -log_sum) + log_total) * LN2
+    return tl.where(empty, float("-inf"), lse), tl.where(empty, 0.0, tail)
+
+
+@triton.jit
+def probabilities(products, bias, factors, log_sum, log_rest, NATURAL: tl.constexpr):
+    """Return the probabilities of products that `capped` returned, between 0 and 1.
+
+    A product that was rounded in another way than in the forward moves a large score by more than the 0 that it should
+    not pass: then a probability is 1. A NaN stays one.
+    """
+    # Times -1, and not negated: Triton subtracts from 0, which is an instruction that no other one absorbs.
+    if NATURAL:
+        score = tl.fma(products, factors.factor, bias)
+        exponent = tl.fma(score - log_sum, LOG2E, log_rest * -1.0)
+    else:
+        exponent = tl.fma(products, factors.factor * LOG2E, log_sum * -1.0) - log_rest
+    return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def score_gradient(p, grad_p, delta, keep, dropout, DROPOUT: tl.constexpr):
+    """Return the gradient of the scores: `p * (grad_p - delta)`, where `grad_p` passes through dropout."""
+    if DROPOUT:
+        grad_p = tl.where(keep, grad_p * dropout.rescale, 0.0)
+    return p * (grad_p - delta)
+
+
+@triton.jit
+def dropout_keep(
+    dropout, query_first, key_first, QUERIES: tl.constexpr, KEYS: tl.constexpr, WHOLE_GROUPS: tl.constexpr
+):
+    """Return which elements `[QUERIES, KEYS]` dropout keeps: Philox4x32-10 at (key // 4, query, 0, 0), word key % 4.
+
+    So the four words of one evaluation serve four neighbouring keys. Where the origin of the keys is no multiple of 4
+    (not `WHOLE_GROUPS`), a block begins inside a group of four, and every key has an evaluation of its own.
+    """
+    queries = dropout.q_origin + query_first + tl.arange(0, QUERIES)
+    first = dropout.k_origin + key_first
+    limit = dropout.threshold.to(tl.uint32)
+    if WHOLE_GROUPS:
+        GROUPS: tl.constexpr = KEYS // 4
+        zeros = tl.zeros((QUERIES, GROUPS), tl.int32)
+        groups = first // 4 + tl.arange(0, GROUPS)
+        word0, word1, word2, word3 = tl.philox(
+            dropout.seed, zeros + groups[None, :], zeros + queries[:, None], zeros, zeros
+        )
+        even = tl.join(((word0 >> 8) >= limit).to(tl.int8), ((word2 >> 8) >= limit).to(tl.int8))
+        odd = tl.join(((word1 >> 8) >= limit).to(tl.int8), ((word3 >> 8) >= limit).to(tl.int8))
+        keep = tl.reshape(tl.join(even, odd), (QUERIES, KEYS)) != 0
+    else:
+        zeros = tl.zeros((QUERIES, KEYS), tl.int32)
+        keys = first + tl.arange(0, KEYS)
+        word0, word1, word2, word3 = tl.philox(
+            dropout.seed, zeros + (keys // 4)[None, :], zeros + queries[:, None], zeros, zeros
+        )
+        place = (keys % 4)[None, :]
+        word = tl.where(place < 2, tl.where(place == 0, word0, word1), tl.where(place == 2, word2, word3))
+        keep = (word >> 8) >= limit
+    return keep

@@ -1,0 +1,144 @@
+"""The statistics of the rows that the gradient kernels read: the logarithm of each row's sum, and delta."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dmattn_ops.call import Call, Gradients, Saved, rows_are_aligned
+from dmattn_ops.kernels.launching.launch import launch, workspace
+from dmattn_ops.kernels.portable.arguments import (
+    ROW_TENSORS,
+    UNSPECIALIZED,
+    Extent,
+    ceil_div,
+    padded,
+    row_strides,
+    shared_arguments,
+    statistic_strides,
+)
+from dmattn_ops.kernels.portable.places import head_offset, head_rows
+from dmattn_ops.kernels.portable.primitives import Rows, load_rows
+from dmattn_ops.kernels.portable.scores import log_terms
+
+STATISTICS_ROWS = 32
+
+
+class RowStatistics(NamedTuple):
+    """float32 `[B, H, Sq]`, or `[1, H, total_q]` where sequences are packed (`scores.log_terms`)."""
+
+    log_sum: Tensor
+    log_rest: Tensor
+    delta: Tensor
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
+def statistics_kernel(
+    grad_out,
+    out,
+    lse,
+    lse_tail,
+    grad_lse,
+    log_sum,
+    log_rest,
+    delta,
+    grad_out_b,
+    grad_out_s,
+    grad_out_h,
+    out_b,
+    out_s,
+    out_h,
+    lse_b,
+    lse_h,
+    lse_tail_b,
+    lse_tail_h,
+    grad_lse_b,
+    grad_lse_h,
+    grad_lse_s,
+    heads,
+    seqlen_q,
+    blocks,
+    ROWS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LSE_GRADIENT: tl.constexpr,
+    NATURAL: tl.constexpr,
+):
+    """Write delta = rowsum(grad_out * out) - grad_lse, 0 in empty rows, and the logarithm of the rows' sums."""
+    program = tl.program_id(0)
+    head = (program % heads).to(tl.int64)
+    batch = (program // heads // blocks).to(tl.int64)
+    start = (program // heads) % blocks * ROWS
+    zero = tl.full((), 0, tl.int32)
+    grad_out = Rows(head_rows(grad_out, batch, head, zero, grad_out_b, grad_out_s, grad_out_h), grad_out_s)
+    out = Rows(head_rows(out, batch, head, zero, out_b, out_s, out_h), out_s)
+    rows = start + tl.arange(0, ROWS)
+    inside = rows < seqlen_q
+    gradient = load_rows(grad_out, start, seqlen_q, ROWS, VALUE_DIM, PADDED_VALUE, ALIGNED, True).to(tl.float32)
+    output = load_rows(out, start, seqlen_q, ROWS, VALUE_DIM, PADDED_VALUE, ALIGNED, True).to(tl.float32)
+    row_delta = tl.sum(gradient * output, 1)
+    if LSE_GRADIENT:
+        grad_lse += head_offset(batch, head, grad_lse_b, grad_lse_h)
+        row_delta -= tl.load(grad_lse + rows.to(tl.int64) * grad_lse_s, mask=inside, other=0.0).to(tl.float32)
+    row_lse = tl.load(lse + head_offset(batch, head, lse_b, lse_h) + rows, mask=inside, other=0.0)
+    row_tail = tl.load(lse_tail + head_offset(batch, head, lse_tail_b, lse_tail_h) + rows, mask=inside, other=0.0)
+    row_log_sum, row_log_rest = log_terms(row_lse, row_tail, NATURAL)
+    statistics = (batch * heads + head) * seqlen_q + rows
+    tl.store(log_sum + statistics, row_log_sum, mask=inside)
+    tl.store(log_rest + statistics, row_log_rest, mask=inside)
+    tl.store(delta + statistics, tl.where(row_lse == float("-inf"), 0.0, row_delta), mask=inside)
+
+
+def gradient_arguments(call: Call, saved: Saved, grads: Gradients, size: Extent) -> dict[str, Any]:
+    """Return the arguments that the kernels of all gradients share; computes the statistics of the rows."""
+    aligned = rows_are_aligned(grads.grad_out, saved.out)
+    return {
+        **shared_arguments(call, size),
+        "grad_out": grads.grad_out,
+        **row_strides("grad_out", grads.grad_out),
+        **row_statistics(call, saved, grads, aligned)._asdict(),
+        "softmax_scale": float(call.options.softmax_scale),
+    }
+
+
+def row_statistics(call: Call, saved: Saved, grads: Gradients, aligned: bool) -> RowStatistics:
+    """Compute the statistics of a call's rows; `aligned` says that rows of out and grad_out are."""
+    out, grad_lse = saved.out, grads.grad_lse
+    heads, seqlen_q = out.shape[-2], out.shape[-3]
+    batch = out.shape[0] if out.dim() == 4 else 1
+    statistics = RowStatistics(*[workspace(call.query, batch, heads, seqlen_q) for _ in RowStatistics._fields])
+    blocks = ceil_div(seqlen_q, STATISTICS_ROWS)
+    programs = batch * heads * blocks
+    if programs == 0:
+        return statistics
+    launch(
+        statistics_kernel,
+        (programs,),
+        grads.grad_out,
+        out,
+        saved.lse,
+        saved.lse_tail,
+        grad_lse,
+        *statistics,
+        **row_strides("grad_out", grads.grad_out),
+        **row_strides("out", out),
+        **statistic_strides("lse", saved.lse),
+        **statistic_strides("lse_tail", saved.lse_tail),
+        **statistic_strides("grad_lse", grad_lse),
+        grad_lse_s=0 if grad_lse is None else grad_lse.stride(-1),
+        heads=heads,
+        seqlen_q=seqlen_q,
+        blocks=blocks,
+        ROWS=STATISTICS_ROWS,
+        VALUE_DIM=out.shape[-1],
+        PADDED_VALUE=padded(out.shape[-1]),
+        ALIGNED=aligned,
+        LSE_GRADIENT=grad_lse is not None,
+        NATURAL=call.bias is not None,
+        num_warps=4,
+    )
+    return statistics

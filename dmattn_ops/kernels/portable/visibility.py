@@ -1,0 +1,158 @@
+"""What a mask shows inside a step of the portable kernels: bits, segments or intervals, the band, and the ends."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from dmattn_ops import problem
+from dmattn_ops.kernels.portable.places import head_offset
+
+WORD_BITS = tl.constexpr(problem.WORD_BITS)
+
+
+class MaskArrays(NamedTuple):
+    """The tensors of a mask with their strides. Segments and intervals of keys share theirs."""
+
+    bits: Any
+    bits_b: Any
+    bits_h: Any
+    bits_r: Any
+    group: Any  # query heads that share a head of the lists and bits
+    q_segments: Any
+    q_segments_b: Any
+    k_segments: Any
+    start: Any
+    end: Any
+    hidden_from: Any
+    hidden_to: Any
+    keys_b: Any
+    keys_h: Any
+    key_group: Any
+
+
+class HeadMask(NamedTuple):
+    """The mask of one head of one sequence, and the band: owned `o` meets walked `w` iff `o + low <= w <= o + high`."""
+
+    bits: Any
+    bits_r: Any
+    q_segments: Any
+    k_segments: Any
+    start: Any
+    end: Any
+    hidden_from: Any
+    hidden_to: Any
+    low: Any
+    high: Any
+
+
+class Marks(NamedTuple):
+    """What a mask says of some rows: segments of either side, or the interval of queries that see each key."""
+
+    segment: Any
+    start: Any
+    end: Any
+    hidden_from: Any
+    hidden_to: Any
+
+
+@triton.jit
+def mask_of_head(arrays, place, head, low, high, features: tl.constexpr):
+    """Return the mask of a query head."""
+    bits, q_segments, k_segments, start, end, hidden_from, hidden_to = 0, 0, 0, 0, 0, 0, 0
+    keys = head_offset(place.batch, head // arrays.key_group, arrays.keys_b, arrays.keys_h) + place.k_begin
+    if features.mask == "bits":
+        bits = arrays.bits + head_offset(place.batch, head // arrays.group, arrays.bits_b, arrays.bits_h)
+    if features.query_segments:
+        q_segments = arrays.q_segments + place.batch.to(tl.int64) * arrays.q_segments_b + place.q_begin
+    if features.mask == "segments":
+        k_segments = arrays.k_segments + keys
+    if features.mask == "intervals":
+        start, end = arrays.start + keys, arrays.end + keys
+        if features.hidden:
+            hidden_from, hidden_to = arrays.hidden_from + keys, arrays.hidden_to + keys
+    return HeadMask(bits, arrays.bits_r, q_segments, k_segments, start, end, hidden_from, hidden_to, low, high)
+
+
+@triton.jit
+def query_marks(mask, first, end, QUERIES: tl.constexpr, features: tl.constexpr):
+    """Load the marks of queries `first ...`: their segments, 0 where there are none."""
+    segment = tl.zeros((QUERIES,), tl.int32)
+    if features.query_segments:
+        queries = first + tl.arange(0, QUERIES)
+        segment = tl.load(mask.q_segments + queries, mask=queries < end, other=0)
+    return Marks(segment, 0, 0, 0, 0)
+
+
+@triton.jit
+def key_marks(mask, first, end, KEYS: tl.constexpr, features: tl.constexpr):
+    """Load the marks of keys `first ...`: their segments, or their intervals."""
+    keys = first + tl.arange(0, KEYS)
+    inside = keys < end
+    segment, start, stop, hidden_from, hidden_to = 0, 0, 0, 0, 0
+    if features.mask == "segments":
+        segment = tl.load(mask.k_segments + keys, mask=inside, other=0)
+    if features.mask == "intervals":
+        start = tl.load(mask.start + keys, mask=inside, other=0)
+        stop = tl.load(mask.end + keys, mask=inside, other=0)
+        if features.hidden:
+            hidden_from = tl.load(mask.hidden_from + keys, mask=inside, other=0)
+            hidden_to = tl.load(mask.hidden_to + keys, mask=inside, other=0)
+    return Marks(segment, start, stop, hidden_from, hidden_to)
+
+
+@triton.jit
+def visibility(
+    mask,
+    queries,
+    keys,
+    owned_first,
+    walked_first,
+    walked_end,
+    OWNED: tl.constexpr,
+    WALKED: tl.constexpr,
+    KEYS_OWNED: tl.constexpr,
+    features: tl.constexpr,
+):
+    """Return which pairs `[OWNED, WALKED]` of a partial step may meet: by bits alone, or by marks, band and end."""
+    owned = owned_first + tl.arange(0, OWNED)
+    walked = walked_first + tl.arange(0, WALKED)
+    if features.mask == "bits":
+        # A word holds 32 walked rows. One column of words at a time keeps the block in the layout of the scores: a
+        # [OWNED, words, 32] tensor would have to pass through shared memory.
+        words = mask.bits + owned.to(tl.int64) * mask.bits_r + walked_first // WORD_BITS
+        word = tl.broadcast_to(tl.load(words)[:, None], (OWNED, WALKED))
+        for index in tl.static_range(1, WALKED // WORD_BITS):
+            within = tl.arange(0, WALKED) // WORD_BITS == index
+            word = tl.where(within[None, :], tl.load(words + index)[:, None], word)
+        visible = ((word >> (walked % WORD_BITS)[None, :]) & 1) != 0
+    else:
+        visible = tl.broadcast_to((walked < walked_end)[None, :], (OWNED, WALKED))
+        if features.banded:
+            distance = walked[None, :] - owned[:, None]
+            visible = visible & (distance >= mask.low) & (distance <= mask.high)
+        if features.mask == "segments":
+            if KEYS_OWNED:
+                visible = visible & (keys.segment[:, None] == queries.segment[None, :])
+            else:
+                visible = visible & (queries.segment[:, None] == keys.segment[None, :])
+        if features.mask == "intervals":
+            if KEYS_OWNED:
+                visible = visible & in_interval(walked[None, :], keys.start[:, None], keys.end[:, None])
+                if features.hidden:
+                    hidden = in_interval(walked[None, :], keys.hidden_from[:, None], keys.hidden_to[:, None])
+                    visible = visible & (hidden == 0)
+            else:
+                visible = visible & in_interval(owned[:, None], keys.start[None, :], keys.end[None, :])
+                if features.hidden:
+                    hidden = in_interval(owned[:, None], keys.hidden_from[None, :], keys.hidden_to[None, :])
+                    visible = visible & (hidden == 0)
+    return visible
+
+
+@triton.jit
+def in_interval(query, start, end):
+    """Return whether `start <= query < end`."""
+    return (query >= start) & (query < end)

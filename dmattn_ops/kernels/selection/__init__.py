@@ -1,0 +1,1 @@
+"""Lifetimes of keys in Triton; the launcher is `launch.lifetimes`."""

@@ -1,0 +1,108 @@
+"""The keys that are among the best where a chunk begins, found in the sorted runs of the chunks before it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dmattn_ops.kernels.selection.keys import NO_KEY
+
+
+@triton.jit
+def split_runs(keys, run, low, high, count):
+    """Return `low <= split <= high`, `count` in all above `low`, with every key before a split better than every one behind.
+
+    Run `r` holds ascending keys at `keys + run[r] + low[r]` to `high[r] - 1`; `count` is at most what all hold. Bisects
+    the keys' values, which are different from each other; each value is looked up in what is left of every run.
+    """
+    left = tl.where(count == tl.sum(high - low), 0, count)
+    low = tl.where(left == count, low, high)
+    some = low < high
+    under = tl.min(tl.load(keys + run + low, some, other=NO_KEY), axis=0) - 1
+    upper = tl.max(tl.load(keys + run + high - 1, some, other=0), axis=0)
+    while (left > 0) & (upper - under > 1):
+        pivot = under + ((upper - under) >> 1)
+        first, last = low, high
+        longest = tl.max(high - low, axis=0)
+        while longest > 0:
+            middle = (first + last) >> 1
+            better = tl.load(keys + run + middle, first < last, other=NO_KEY) <= pivot
+            first = tl.where(better, middle + 1, first)
+            last = tl.where(better, last, middle)
+            longest = longest >> 1
+        found = tl.sum(first - low, axis=0)
+        below = found <= left
+        low = tl.where(below, first, low)
+        high = tl.where(below, high, first)
+        under = tl.where(below, pivot, under)
+        upper = tl.where(below, upper, pivot)
+        left = tl.where(below, left - found, left)
+    return low
+
+
+@triton.jit
+def worst_of_best(keys, run, low, high, best, MOST: tl.constexpr):
+    """Return the ranges of the runs that hold the worst MOST, or all if they are fewer, of the `best` best keys."""
+    split = split_runs(keys, run, low, high, best)
+    # What is further than MOST from the split in its own run is not among them.
+    near = tl.maximum(low, split - MOST)
+    return split_runs(keys, run, near, split, tl.maximum(best - MOST, 0) - tl.sum(near - low, axis=0)), split
+
+
+@triton.jit
+def _hides(first, origin, keep, CHUNK: tl.constexpr):
+    """Return whether keys from before a chunk, of a document that began at `first`, may leave the best inside it."""
+    return (first < origin) & (origin - first > keep - CHUNK)
+
+
+@triton.jit(do_not_specialize=["size", "heads", "bounds_b", "keep"])
+def find_alive(
+    coarse_runs, bounds, pieces, size, heads, bounds_b, keep,
+    CHUNK: tl.constexpr, RUNS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Write `pieces` `[rows, chunks - 1, 2, RUNS]` of all chunks but the first: which keys of each earlier run.
+
+    They are the worst CHUNK of the best `keep`: keys number `pieces[1]` and on, of which `pieces[0]` are in earlier runs.
+    """
+    later = size // CHUNK - 1
+    row = (tl.program_id(0) // later).to(tl.int64)
+    chunk = tl.program_id(0) % later + 1
+    origin = chunk * CHUNK
+    first = 0
+    if HAS_DOCUMENTS:
+        first = tl.load(bounds + row // heads * bounds_b + origin)
+    if _hides(first, origin, keep, CHUNK):
+        lane = tl.arange(0, RUNS)
+        run = lane * CHUNK
+        low = tl.where(lane < chunk, tl.minimum(tl.maximum(first - run, 0), CHUNK), CHUNK)
+        high = tl.zeros([RUNS], tl.int32) + CHUNK
+        low, high = worst_of_best(coarse_runs + row * size, run, low, high, tl.minimum(origin - first, keep), CHUNK)
+        length = high - low
+        piece = pieces + tl.program_id(0).to(tl.int64) * 2 * RUNS + lane
+        tl.store(piece, tl.cumsum(length, 0) - length)
+        tl.store(piece + RUNS, low)
+
+
+@triton.jit(do_not_specialize=["size", "heads", "bounds_b", "keep"])
+def sort_alive(
+    coarse_runs, bounds, pieces, keys, size, heads, bounds_b, keep,
+    CHUNK: tl.constexpr, RUNS: tl.constexpr, LOG_RUNS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Gather and sort what `find_alive` found, into the second half of `keys` `[rows, chunks, 2, CHUNK]`."""
+    later = size // CHUNK - 1
+    row = (tl.program_id(0) // later).to(tl.int64)
+    origin = (tl.program_id(0) % later + 1) * CHUNK
+    first = 0
+    if HAS_DOCUMENTS:
+        first = tl.load(bounds + row // heads * bounds_b + origin)
+    if _hides(first, origin, keep, CHUNK):
+        slot = tl.arange(0, CHUNK)
+        inside = slot < tl.minimum(origin - first, keep)
+        piece = pieces + tl.program_id(0).to(tl.int64) * 2 * RUNS
+        run = tl.zeros([CHUNK], tl.int32)  # the last one that begins at the slot or before it
+        for step in tl.static_range(LOG_RUNS):
+            further = run + (RUNS >> (step + 1))
+            run = tl.where(tl.load(piece + further) <= slot, further, run)
+        index = tl.load(piece + RUNS + run) + slot - tl.load(piece + run)
+        key = tl.load(coarse_runs + row * size + run * CHUNK + index, inside, other=NO_KEY)
+        tl.store(keys + (row * size + origin) * 2 + CHUNK + slot, tl.sort(key))

@@ -1,0 +1,158 @@
+"""Launch the kernels that find for how long each key of a dynamic mask is visible (definition: `dmattn_ops.selection`).
+
+Let T be the worst of the best `keep` keys of a document up to a position: it only gets better, and the keys that leave
+the best between two positions are those between their two T. So the row is cut twice, into chunks and into spans of 128:
+
+1. `sort_runs` sorts the keys of each chunk and of each span.
+2. `find_alive`: for the begin of each chunk, where T splits the sorted chunks before it, by bisection.
+3. `sort_alive` gathers and sorts the worst of the best there, as many as the chunk can replace.
+4. `write_deaths`: for each span, where T splits these and the sorted spans of the chunk before it; of the worst 128 of the
+   best there, and of its own 128 keys, it finds the deaths by comparing them with its own keys.
+
+A row of one chunk needs 1 and 4 only. With documents, two small launches (`documents`) come first. Programs depend on
+nothing but earlier launches; nothing is added atomically, and every number written is exact, so it is the same each time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from dmattn_ops.kernels.launching.launch import computed, launch, workspace
+from dmattn_ops.kernels.selection.alive import find_alive, sort_alive
+from dmattn_ops.kernels.selection.deaths import write_deaths
+from dmattn_ops.kernels.selection.documents import find_changes, write_bounds
+from dmattn_ops.kernels.selection.keys import sort_runs
+from dmattn_ops.selection.order import ranks
+
+FINE = 128
+# Chunks of positions by the longest row that they serve: chunks are sorted whole, and their begins search all before them.
+CHUNKS = ((1 << 16, 1024), (1 << 18, 2048))
+LONGEST_CHUNK = 4096
+LONGEST_ROW = 1 << 24  # a chunk's begin searches 4096 runs; positions leave keys room for a bit
+SPAN = 1024  # positions of documents in a program
+
+_KINDS = {torch.float32: ("fp32", torch.int32), torch.bfloat16: ("bf16", torch.int16), torch.float16: ("fp16", None)}
+
+
+def lifetimes(
+    scores: Tensor,
+    documents: Tensor | None,
+    keep: int,
+    keep_first: int,
+    keep_last: int,
+    is_causal: bool,
+    start: Tensor,
+    end: Tensor,
+) -> None:
+    """Write the queries `[start, end)` that see each key `[B, Hm, S]` (definition: `dmattn_ops.selection`)."""
+    if start.shape[2] > LONGEST_ROW:
+        raise NotImplementedError(f"the kernels of dynamic masks take at most {LONGEST_ROW} keys, got {start.shape[2]}")
+    chunk = next((chunk for longest, chunk in CHUNKS if start.shape[2] <= longest), LONGEST_CHUNK)
+    lifetimes_in_chunks(scores, documents, keep, keep_first, keep_last, is_causal, start, end, chunk, FINE, SPAN)
+
+
+def lifetimes_in_chunks(
+    scores: Tensor,
+    documents: Tensor | None,
+    keep: int,
+    keep_first: int,
+    keep_last: int,
+    is_causal: bool,
+    start: Tensor,
+    end: Tensor,
+    chunk: int,
+    fine: int,
+    span: int,
+) -> None:
+    """As `lifetimes`, with powers of two as the lengths that rows are cut into: `fine >= 32`, `chunk >= 2 * fine`."""
+    batch, heads, seqlen = start.shape
+    rows, chunks = batch * heads, triton.cdiv(seqlen, chunk)
+    if rows * chunks == 0:
+        return
+    keep, keep_first, keep_last = (min(number, seqlen) for number in (keep, keep_first, keep_last))
+    scores, kind = _readable(scores)
+    bounds = scores if documents is None else _bounds(documents, span)
+    size, bits = chunks * chunk, max(1, (seqlen - 1).bit_length())
+    scores_b, scores_h = (0 if scores.shape[dim] == 1 else scores.stride(dim) for dim in (0, 1))
+    bounds_b = 0 if documents is None or documents.shape[0] == 1 else 2 * seqlen
+    several = chunks > 1
+    keys = workspace(scores, rows, chunks, 2, chunk, dtype=torch.int64)
+    coarse_runs = workspace(scores, rows, size, dtype=torch.int64) if several else keys
+    launch(
+        sort_runs, (rows * chunks,), scores, bounds, keys, coarse_runs, start, end,
+        seqlen, size, bits, heads, scores_b, scores_h, bounds_b,
+        CHUNK=chunk, FINE=fine, LOG_CHUNK=chunk.bit_length() - 1, KIND=kind,
+        HAS_DOCUMENTS=documents is not None, COARSE=several, IS_CAUSAL=is_causal, num_warps=sorting_warps(chunk),
+    )  # fmt: skip
+    if keep == seqlen:
+        return
+    if several:
+        log_runs = _log_runs(chunks - 1)
+        pieces = workspace(scores, rows, chunks - 1, 2, 1 << log_runs, dtype=torch.int32)
+        programs, shared = (rows * (chunks - 1),), (size, heads, bounds_b, keep)
+        launch(
+            find_alive, programs, coarse_runs, bounds, pieces, *shared,
+            CHUNK=chunk, RUNS=1 << log_runs, HAS_DOCUMENTS=documents is not None, num_warps=finding_warps(1 << log_runs),
+        )  # fmt: skip
+        launch(
+            sort_alive, programs, coarse_runs, bounds, pieces, keys, *shared, CHUNK=chunk, RUNS=1 << log_runs,
+            LOG_RUNS=log_runs, HAS_DOCUMENTS=documents is not None, num_warps=sorting_warps(chunk),
+        )  # fmt: skip
+    spans = rows * triton.cdiv(seqlen, fine)
+    launch(
+        write_deaths, (spans,), scores, bounds, keys, end,
+        seqlen, size, bits, heads, scores_b, scores_h, bounds_b, keep, keep_first, keep_last,
+        CHUNK=chunk, FINE=fine, KIND=kind, HAS_DOCUMENTS=documents is not None, IS_CAUSAL=is_causal,
+        num_warps=deaths_warps(spans),
+    )  # fmt: skip
+
+
+def _readable(scores: Tensor) -> tuple[Tensor, str]:
+    """Return scores as `load_keys` reads them, with a contiguous last dimension, and their kind."""
+    if scores.dtype == torch.float64:
+        return computed(ranks, scores), "rank"
+    if scores.stride(2) != 1 and scores.shape[2] != 1:
+        scores = computed(Tensor.contiguous, scores)
+    kind, bits = _KINDS[scores.dtype]
+    return scores if bits is None else scores.view(bits), kind
+
+
+def _bounds(documents: Tensor, span: int) -> Tensor:
+    """Return where the documents of all positions begin and end, `[B or 1, 2, S]`."""
+    if documents.stride(1) != 1 and documents.shape[1] != 1:
+        documents = computed(Tensor.contiguous, documents)
+    batch, seqlen = documents.shape
+    spans = triton.cdiv(seqlen, span)
+    changes = workspace(documents, batch, 2, spans, dtype=torch.int32)
+    bounds = workspace(documents, batch, 2, seqlen, dtype=torch.int32)
+    launch(
+        find_changes, (batch * spans,), documents, changes, seqlen, spans, documents.stride(0), SPAN=span, num_warps=4
+    )
+    launch(
+        write_bounds, (batch * spans,), documents, changes, bounds, seqlen, spans, documents.stride(0),
+        SPAN=span, MANY=256, num_warps=4,
+    )  # fmt: skip
+    return bounds
+
+
+def sorting_warps(chunk: int) -> int:
+    """Return the warps that sort a chunk: four of 1024 keys, eight of more (16 for 4096 spill)."""
+    return 4 if chunk <= 1024 else 8
+
+
+def finding_warps(runs: int) -> int:
+    """Return the warps that search so many runs: four runs a thread."""
+    return min(8, max(1, runs // 128))
+
+
+def deaths_warps(programs: int) -> int:
+    """Return the warps that find the deaths of a span: one, since a search is not shared, where that fills a GPU."""
+    return 1 if programs >= 1024 else 4
+
+
+def _log_runs(count: int) -> int:
+    """Return the logarithm of a power of four, at least 16, that is not below `count`: few, because each is a kernel."""
+    log = max(4, (count - 1).bit_length())
+    return log + log % 2

@@ -1,0 +1,182 @@
+"""Modules: `KeyScores`, what each key is worth, and `DynamicMaskAttention`, a layer that attends to the best keys.
+
+Source: Trainable Dynamic Mask Sparse Attention, Shi et al., arXiv 2508.02124. Letters: `B` batch, `S` length, `H` query heads,
+`Hkv` key and value heads, `D` head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dmattn_ops.api import flash_dmattn_func
+from dmattn_ops.masks import dynamic_mask, prepare_mask
+from dmattn_ops.tile_mask import TileMask
+
+
+class KeyScores(nn.Module):
+    """What each key is worth, from its value: `exp(A * softplus(dt_proj(value)))`, one number for each key head.
+
+    Parameters have the names of the paper's model, Doge: `A` `[Hkv]`, zeros at first, and `dt_proj`, a linear layer from the
+    values of all heads. With `recency`, a learned slope for each head adds `slope * position`; it starts at `recency`.
+    Nothing else favours near keys, and while `A` is 0 all keys are worth the same, of which the earliest count as the best.
+    A slope needs no distance to the query: a softmax does not change when all scores of a row move.
+
+    Args:
+        heads: `Hkv`.
+        head_dim: dimension of values.
+        bias: whether `dt_proj` has a bias.
+        recency: where the slope starts; None is without.
+    """
+
+    def __init__(self, heads: int, head_dim: int, *, bias: bool = False, recency: float | None = None) -> None:
+        super().__init__()
+        self.A = nn.Parameter(torch.zeros(heads))
+        self.dt_proj = nn.Linear(heads * head_dim, heads, bias=bias)
+        self.slope = None if recency is None else nn.Parameter(torch.full((heads,), float(recency)))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Return scores, float32 `[B, Hkv, S]`, of values `[B, S, Hkv, Dv]`: ranks of rounded scores would be ties."""
+        with torch.autocast(value.device.type, enabled=False):
+            weight, offset = self.dt_proj.weight.float(), self.dt_proj.bias
+            steps = weight @ value.flatten(2).float().transpose(1, 2)  # keys last, as masks and biases want them
+            if offset is not None:
+                steps = steps + offset.float().unsqueeze(-1)
+            scores = torch.exp(self.A.float().unsqueeze(-1) * F.softplus(steps))
+            if self.slope is not None:
+                position = torch.arange(value.shape[1], device=value.device)
+                scores = scores + self.slope.float().unsqueeze(-1) * position
+        return scores
+
+    def extra_repr(self) -> str:
+        """Say how many heads there are."""
+        return f"heads={self.A.shape[0]}"
+
+
+class DynamicMaskAttention(nn.Module):
+    """Self-attention in which each query sees the `keep` keys of its prefix with the best scores, learned from the values.
+
+    The scores are added to the attention scores as well: that trains them. `keep_first` and `keep_last` keys are seen beside
+    (see `dynamic_mask`). Memory is O(S), and attention costs what is kept.
+
+    Args:
+        dim: of the inputs and outputs.
+        heads: `H`.
+        kv_heads: `Hkv`; None is `H`.
+        head_dim: `D`; None is `dim // heads`.
+        keep: how many of the best keys a query sees.
+        keep_first: how many keys at the start of its document a query sees in any case.
+        keep_last: how many keys, up to its own, a query sees in any case.
+        bias: whether the projections have biases.
+        rotary_base: base of rotary position embeddings (Su et al., arXiv 2104.09864); None is without.
+        recency: where a learned slope over positions starts (see `KeyScores`); None is without.
+        dropout: probability with which attention weights are dropped in training.
+        is_causal: if False, every query sees the best keys of the whole sequence.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        keep: int,
+        keep_first: int = 0,
+        keep_last: int = 0,
+        bias: bool = False,
+        rotary_base: float | None = 10000.0,
+        recency: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool = True,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads % kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+        if head_dim is None and dim % heads:
+            raise ValueError(f"dim must be a multiple of heads, or head_dim given, got {dim} and {heads}")
+        head_dim = dim // heads if head_dim is None else head_dim
+        if rotary_base is not None and head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.keep, self.keep_first, self.keep_last = keep, keep_first, keep_last
+        self.rotary_base, self.dropout, self.is_causal = rotary_base, dropout, is_causal
+        self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * head_dim, dim, bias=bias)
+        self.scores = KeyScores(kv_heads, head_dim, bias=bias, recency=recency)
+
+    def forward(
+        self, hidden: Tensor, *, documents: Tensor | None = None, padding: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Attend, `[B, S, dim]` to `[B, S, dim]`.
+
+        Args:
+            hidden: with shape `[B, S, dim]`.
+            documents: ids `[B|1, S]` in contiguous runs: a query sees its own document only.
+            padding: bool `[B, S]`, False for what is no key; queries there see what others do.
+            positions: `[B|1, S]`, of rotary embeddings; None counts from 0.
+        """
+        query = self.q_proj(hidden).unflatten(-1, (self.heads, self.head_dim))
+        key = self.k_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
+        value = self.v_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.rotary_base is not None:
+            turns = _turns(hidden, positions, self.head_dim, self.rotary_base)
+            query, key = _turned(query, *turns), _turned(key, *turns)
+        scores = self.scores(value)
+        out = flash_dmattn_func(
+            query,
+            key,
+            value,
+            self.mask(scores, documents=documents, padding=padding),
+            scores.unsqueeze(2),
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.o_proj(cast(Tensor, out).flatten(2))
+
+    def mask(self, scores: Tensor, *, documents: Tensor | None = None, padding: Tensor | None = None) -> TileMask:
+        """Return the mask that scores `[B, Hkv, S]` make."""
+        if padding is not None:
+            scores = scores.masked_fill(~padding.unsqueeze(1), -torch.inf)
+        made = dynamic_mask(
+            scores,
+            self.keep,
+            keep_first=self.keep_first,
+            keep_last=self.keep_last,
+            documents=documents,
+            is_causal=self.is_causal,
+        )
+        if padding is None:
+            return made
+        assert made.start is not None and made.end is not None
+        end = torch.where(padding.unsqueeze(1), made.end, 0)
+        start = made.start.expand_as(end).contiguous()
+        return prepare_mask(intervals=(start, end), at_most=made.at_most, seqlen_q=made.seqlen_q)
+
+    def extra_repr(self) -> str:
+        """Say what is kept."""
+        return (
+            f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, keep={self.keep},"
+            f" keep_first={self.keep_first}, keep_last={self.keep_last}, is_causal={self.is_causal}"
+        )
+
+
+def _turns(hidden: Tensor, positions: Tensor | None, dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the rotary angles, float32 `[B|1, S, 1, D / 2]`."""
+    if positions is None:
+        positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+    frequency = base ** -(torch.arange(0, dim, 2, device=hidden.device, dtype=torch.float32) / dim)
+    angle = positions[..., None, None].float() * frequency
+    return angle.cos(), angle.sin()
+
+
+def _turned(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn the pairs of `[B, S, heads, D]`, a half beside the other."""
+    cosine, sine = cosine.to(tensor.dtype), sine.to(tensor.dtype)
+    left, right = tensor.chunk(2, dim=-1)
+    return torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1)

@@ -1,0 +1,195 @@
+"""Whether keys are packed, into how many slots, and for how many heads at a time: from sizes alone.
+
+A mask that keeps at most `at_most` keys of each query, scattered over the sequence, has no empty 128 x 128 tile. But if
+queries are cut into epochs, the keys that one epoch sees fit into little more than `at_most` slots. Copied there side
+by side (`kernels/packing`), they cost attention what is kept instead of what is there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dmattn_ops.call import Call, is_pairwise
+from dmattn_ops.problem import TILE
+
+LEAST_EPOCH = 512  # shorter ones cost more to look for keys than they save: that work grows with the number of epochs
+WORKSPACE = 4 << 30  # bytes that the copies of one pass may take
+
+# What the estimate of `pays` is made of, in the time that one head needs for a 128 x 128 tile, forward and backward, in a
+# launch that fills an H200 (41 ns: 1.375 and 4.05 us of one of 132 SMs, D 128, bfloat16).
+_WASTE = 1.2  # tiles listed over visible pairs: 1.07 to 1.21 over models of scores, S 8k to 128k, at_most 1k and 2k
+_PARTIAL = 1.25  # time of a packed tile, with its share of starts, ends and tests, over one of a dense causal call
+_TILE_ENDS = 1.0  # blocks that an epoch ends with are seldom filled
+_VISIBLE_BIRTHS = 0.2  # keys that are visible at all: few where the sequence is much longer than what is kept
+_COPIES = 3.0  # copying a block of slots twice and summing its gradients once: 400 KB at 3.5 TB/s
+_LAUNCHES = 1500.0  # 60 us: finding the keys, and a dozen launches more
+_MARGIN = 1.25  # the estimate has to win by this much
+
+
+class Epochs(NamedTuple):
+    """How queries are cut, and how many slots each epoch has: for keys older than the epoch, and for those born in it."""
+
+    length: int  # queries; a multiple of 128
+    number: int
+    old_slots: int
+    born_slots: int
+
+    @property
+    def slots_per_epoch(self) -> int:
+        """Return the slots of one epoch."""
+        return self.old_slots + self.born_slots
+
+    @property
+    def slots(self) -> int:
+        """Return the slots of one head: the packed number of keys."""
+        return self.number * self.slots_per_epoch
+
+
+def refusals(at_most: int | None, from_position: bool, hidden: bool, pairwise: bool, varlen: bool) -> list[str]:
+    """Return why keys cannot be packed; empty where they can.
+
+    `from_position`: every key that is seen at all is seen from its position on the diagonal on, or from the first query
+    if that is later (a causal dynamic mask), or the mask is the same for all queries. Otherwise nothing bounds how many
+    keys become visible in one epoch. `hidden`: intervals have a second interval hidden inside. `pairwise`: a bias
+    or dropout depends on the pair of query and key, whose position a slot does not have.
+    """
+    reasons = []
+    if at_most is None:
+        reasons.append("nothing says how many keys a query sees at most (at_most)")
+    if not from_position:
+        reasons.append("keys become visible at other queries than their own position")
+    if hidden:
+        reasons.append("intervals have hidden intervals inside")
+    if pairwise:
+        reasons.append("dropout or a bias with a query dimension depends on positions of keys")
+    if varlen:
+        reasons.append("sequences are packed (varlen)")
+    return reasons
+
+
+class Packing(NamedTuple):
+    """How the keys of one call are packed."""
+
+    epochs: Epochs
+    heads: int  # packed heads: the key heads, or the query heads where the mask tells them apart
+    group: int  # packed heads that copy one key head
+    heads_per_pass: int
+
+
+def reasons_against(call: Call) -> list[str]:
+    """Return why the keys of a call with intervals cannot be packed; empty where they can."""
+    mask = call.mask
+    pairwise = is_pairwise(call.bias, call.options)
+    return refusals(mask.at_most, mask.start is None, mask.hidden_from is not None, pairwise, call.varlen is not None)
+
+
+def packing_for(call: Call) -> Packing | None:
+    """Return how the keys of a call that nothing speaks against are packed; None where that does not pay."""
+    mask, options, demand = call.mask, call.options, call.demand
+    assert mask.end is not None and mask.at_most is not None
+    key_heads, mask_heads = call.key.shape[2], mask.end.shape[1]
+    heads = key_heads if mask_heads in (1, key_heads) else demand.heads
+    at_most, band_hi = min(mask.at_most, demand.seqlen_k), min(options.band_hi, demand.seqlen_k)
+    sizes = Sizes(
+        demand.batch, demand.heads, heads, demand.seqlen_q, demand.seqlen_k, at_most, options.band_lo, band_hi
+    )
+    if not pays(sizes):
+        return None
+    group = heads // key_heads
+    length = epoch_length(demand.seqlen_q, demand.seqlen_k, at_most, band_hi, demand.heads // heads)
+    cut = epochs(demand.seqlen_q, demand.seqlen_k, at_most, band_hi, length)
+    row_bytes = 2 * (demand.dim + demand.dim_v) * demand.itemsize  # copies of key and value, and their gradients
+    return Packing(cut, heads, group, heads_per_pass(demand.batch, heads, group, cut.slots, row_bytes))
+
+
+def epoch_length(seqlen_q: int, seqlen_k: int, at_most: int, band_hi: int, group: int) -> int:
+    """Return how many queries an epoch has: a multiple of 128. `group` query heads share one packed head.
+
+    About as many as keys are kept, since then as many keys are born in an epoch as it begins with: listed tiles are 1.14
+    times the ideal (S 32k, 1024 kept; 1.19 with epochs twice as long). Longer epochs save copies, which weigh more where
+    no group shares them, so that epochs are twice as long there. Where no key is born behind the first query, one epoch
+    is all.
+    """
+    whole = _round_up(max(seqlen_q, 1))
+    if band_hi >= seqlen_k:
+        return whole
+    kept = _round_up(max(1, min(at_most, seqlen_k)))
+    return min(whole, max(LEAST_EPOCH, kept if group > 1 else 2 * kept))
+
+
+def epochs(seqlen_q: int, seqlen_k: int, at_most: int, band_hi: int, length: int) -> Epochs:
+    """Cut queries into epochs of `length`, a multiple of 128, with room for what may be visible in each.
+
+    The capacity is the same for all epochs. A key is born at query `key - band_hi`; behind that limit none is.
+    """
+    if length <= 0 or length % TILE:
+        raise ValueError(f"an epoch must be a positive multiple of {TILE} queries, got {length}")
+    old_slots = _round_up(min(at_most, seqlen_k))
+    born_slots = min(length, _round_up(max(0, seqlen_k - band_hi)))
+    return Epochs(length, -(-seqlen_q // length), old_slots, born_slots)
+
+
+class Sizes(NamedTuple):
+    """What the estimate knows of a call; `packed_heads` are the heads of the packed copies."""
+
+    batch: int
+    heads: int
+    packed_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    at_most: int
+    band_lo: int
+    band_hi: int
+
+
+def pays(sizes: Sizes) -> bool:
+    """Return whether forward and backward are expected to take less time with packed keys than without.
+
+    Measured on an H200 (B1 D128 bfloat16, forward and backward without finding and copying keys, against dense causal):
+    S 8192 with 1024 kept and H 32/8 3.0 times as fast, S 32768 with 1024 kept 11.6 (H 8/8: 10.8), with 2048 kept 6.5,
+    S 131072 with 2048 kept and H 4/1 25.9. The estimate says 2.3, 9.2 (8.2), 5.1 and 19.6, finding and copying included.
+    """
+    return _MARGIN * packed_cost(sizes) < dense_cost(sizes)
+
+
+def dense_cost(sizes: Sizes) -> float:
+    """Estimate the time without packing, in tiles: all that the band does not rule out."""
+    return sizes.batch * sizes.heads * _tiles(sizes, sizes.seqlen_k)
+
+
+def packed_cost(sizes: Sizes) -> float:
+    """Estimate the time with packing, in the same unit."""
+    group = max(1, sizes.heads // max(1, sizes.packed_heads))
+    kept = _round_up(max(1, min(sizes.at_most, sizes.seqlen_k)))
+    length = epoch_length(sizes.seqlen_q, sizes.seqlen_k, sizes.at_most, sizes.band_hi, group)
+    attention = _tiles(sizes, sizes.at_most) * _WASTE * _PARTIAL + -(-sizes.seqlen_q // TILE) * _TILE_ENDS
+    blocks = -(-sizes.seqlen_q // length) * (kept + length * _VISIBLE_BIRTHS) / TILE
+    return sizes.batch * (sizes.heads * attention + sizes.packed_heads * blocks * _COPIES) + _LAUNCHES
+
+
+def heads_per_pass(
+    batch: int, packed_heads: int, group: int, slots: int, row_bytes: int, limit: int = WORKSPACE
+) -> int:
+    """Return for how many packed heads at a time there is room: a multiple of `group`, and at least one group.
+
+    `row_bytes` are those of everything that one slot has: the copies of key and value, and their gradients. `group`
+    packed heads copy one key head, whose gradient is their sum: they stay together.
+    """
+    fitting = limit // max(1, batch * slots * row_bytes)
+    return min(packed_heads, max(group, fitting // group * group))
+
+
+def _tiles(sizes: Sizes, at_most: int) -> float:
+    """Return the tiles of 128 x 128 that hold as many pairs as the band lets a head have, at most `at_most` a query."""
+    samples = min(64, sizes.seqlen_q)
+    pairs = 0
+    for sample in range(samples):
+        query = (2 * sample + 1) * sizes.seqlen_q // (2 * samples)
+        seen = min(sizes.seqlen_k, query + sizes.band_hi + 1) - max(0, query + sizes.band_lo)
+        pairs += min(at_most, max(0, seen))
+    return pairs * sizes.seqlen_q / (max(1, samples) * TILE * TILE)
+
+
+def _round_up(size: int) -> int:
+    """Round up to whole tiles."""
+    return -(-size // TILE) * TILE

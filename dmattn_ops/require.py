@@ -1,0 +1,110 @@
+"""What an argument must be: rank, shape, dtype, device. A size that a tracer does not know becomes a check at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AXES = ("batch", "heads", "queries", "keys")  # of masks and biases
+PACKED_AXES = ("heads", "keys")  # of those of packed sequences
+
+
+def rank(name: str, tensor: Tensor, expected: int) -> None:
+    """Refuse another number of dimensions."""
+    if tensor.dim() != expected:
+        raise ValueError(f"{name} must have {expected} dimensions, got {tensor.dim()}, shape {text(tensor.shape)}")
+
+
+def shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    """Refuse another shape."""
+    if not matches(tensor, expected):
+        raise ValueError(f"{name} must have shape {text(expected)}, got {text(tensor.shape)}")
+
+
+def dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
+    """Refuse another dtype, with a TypeError."""
+    if tensor.dtype not in allowed:
+        raise TypeError(f"{name} must have dtype {' or '.join(map(str, dict.fromkeys(allowed)))}, got {tensor.dtype}")
+
+
+def device(name: str, tensor: Any, expected: torch.device) -> None:
+    """Refuse another device than the query's."""
+    if tensor.device != expected:
+        raise ValueError(f"{name} must be on {expected} like query, got {tensor.device}")
+
+
+def sizes(name: str, tensor: Any, *choices: tuple[int, ...], axes: tuple[str, ...] = ()) -> None:
+    """Refuse a tensor or a TileMask in whose shape a size is not one of its choices; `axes` names the dimensions."""
+    given = tensor.shape
+    if len(given) == len(choices) and all(map(_one_of, given, choices)):
+        return
+    allowed = [" or ".join(dict.fromkeys([size_text(size) for size in reversed(of_axis)])) for of_axis in choices]
+    if axes:
+        allowed = [f"{axis} {size}" for axis, size in zip(axes, allowed, strict=True)]
+    raise ValueError(f"{name} must have shape ({', '.join(allowed)}), got {text(given)}")
+
+
+def part(name: str, start: int, stop: int, size: int) -> None:
+    """Refuse a range of positions that does not lie in `size` of them."""
+    known = all(type(number) is int for number in (start, stop, size))
+    if known and not 0 <= start <= stop <= size:
+        raise ValueError(f"{name} must be a range inside 0 to {size}, got {start} to {stop}")
+
+
+def traced(tensor: Tensor) -> bool:
+    """Return whether a size may be a symbol, which a comparison would turn into a guard."""
+    return tensor._has_symbolic_sizes_strides
+
+
+def matches(tensor: Tensor, expected: tuple[int, ...]) -> bool:
+    """Return whether a tensor has that shape."""
+    if not traced(tensor):
+        return tensor.shape == expected
+    return tensor.dim() == len(expected) and all(map(same, tensor.shape, expected))
+
+
+def same(actual: int, expected: int) -> bool:
+    """Return whether sizes are equal; of those that a tracer does not know, assume it and check it at run time."""
+    if type(actual) is int and type(expected) is int:
+        return actual == expected
+    from torch.fx.experimental.symbolic_shapes import expect_true
+
+    return expect_true(actual == expected)
+
+
+def known_equal(actual: int, expected: int) -> bool:
+    """Return whether sizes are equal, as far as that is known."""
+    if type(actual) is int and type(expected) is int:
+        return actual == expected
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(actual == expected)
+
+
+def _one_of(actual: int, choices: tuple[int, ...]) -> bool:
+    if type(actual) is int and type(choices[-1]) is int:
+        for choice in choices:  # noqa: SIM110 - a generator costs as much again, `in` makes Dynamo look for the same object
+            if actual == choice:
+                return True
+        return False
+    return any(known_equal(actual, choice) for choice in choices[:-1]) or same(actual, choices[-1])
+
+
+def wider(sizes: Iterable[int]) -> int:
+    """Return the first size that is not 1, or 1."""
+    return next((size for size in sizes if not known_equal(size, 1)), 1)
+
+
+def text(sizes: Iterable[int]) -> str:
+    """Return a shape as messages show it."""
+    texts = [size_text(size) for size in sizes]
+    return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
+
+
+def size_text(size: Any) -> str:
+    """Return a size as messages show it: the number where a tracer's symbol stands for one."""
+    traced = isinstance(size, torch.SymInt) and not torch.compiler.is_dynamo_compiling()
+    return f"{int(size)}" if traced and size.node.has_hint() else f"{size}"

@@ -1,0 +1,3 @@
+"""The package's version, written here only: pyproject.toml reads it without importing the package."""
+
+__version__ = "0.2.0"

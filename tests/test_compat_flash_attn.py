@@ -1,0 +1,248 @@
+"""flash-attn 2 by the calls of its own tests: a reference in float32, every function, window sizes, dropout, ALiBi."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import dmattn_ops.compat.flash_attn as flash_attn
+from dmattn_ops.compat.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from dmattn_ops.compat.flash_attn.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
+from dmattn_ops.compat.flash_attn.flash_attn_interface import flash_attn_func as of_interface
+
+B, H, HKV, D = 2, 4, 2, 16
+EVERYTHING = (-1, -1)
+
+
+def attention_ref(q, k, v, window_size=EVERYTHING, slopes=None, softcap=0.0, kept=None, dropout_p=0.0, scale=None):
+    """Attention, lse and weights as the reference of flash-attn's tests computes them, from the bottom right corner."""
+    dtype = q.dtype
+    q, k, v = (part.float().transpose(1, 2) for part in (q, k, v))
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows, columns = scores.shape[-2:]
+    distance = torch.arange(columns) - (torch.arange(rows).unsqueeze(-1) + columns - rows)
+    if slopes is not None:
+        scores = scores - slopes.reshape(-1, slopes.shape[-1], 1, 1) * distance.abs()
+    left, right = window_size
+    hidden = torch.zeros(rows, columns, dtype=torch.bool)
+    hidden |= (distance < -left) if left >= 0 else False
+    hidden |= (distance > right) if right >= 0 else False
+    scores = scores.masked_fill(hidden, -math.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.softmax(scores, dim=-1).masked_fill(hidden.all(-1, keepdim=True), 0.0)
+    dropped = weights if kept is None else weights * kept / (1 - dropout_p)
+    return (dropped @ v).transpose(1, 2).to(dtype), lse, weights
+
+
+def inputs(seqlen_q, seqlen_k, heads_kv=HKV, dtype=torch.float32):
+    q = torch.randn(B, seqlen_q, H, D, dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(B, seqlen_k, heads_kv, D, dtype=dtype, requires_grad=True) for _ in range(2))
+    return q, k, v
+
+
+def same_gradients(output, expected, leaves):
+    target = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(output, leaves, target), torch.autograd.grad(expected, leaves, target), atol=3e-5, rtol=3e-4
+    )
+
+
+@pytest.mark.parametrize("lengths", [(33, 33), (5, 40), (40, 5), (1, 40)])
+@pytest.mark.parametrize("window_size", [EVERYTHING, (7, 3), (0, 0), (-1, 4), (4, -1)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_dense(lengths, window_size, causal, softcap):
+    q, k, v = inputs(*lengths)
+    out, lse, s_dmask = flash_attn_func(
+        q, k, v, 0.0, causal=causal, window_size=window_size, softcap=softcap, return_attn_probs=True
+    )
+    window = (window_size[0], 0) if causal else window_size
+    expected, log_sums, _ = attention_ref(q, k, v, window, softcap=softcap)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, log_sums.where(log_sums != -math.inf, math.inf))
+    assert s_dmask.numel() == 0
+    if log_sums.isfinite().all():
+        same_gradients(out, expected, (q, k, v))
+
+
+def test_rows_without_a_visible_key_have_an_lse_of_plus_infinity():
+    q, k, v = inputs(40, 5)
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert (lse[..., :35] == math.inf).all()
+    assert lse[..., 35:].isfinite().all()
+    assert out[:, :35].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_dropout_is_told_by_the_signs_of_s_dmask(causal):
+    q, k, v = inputs(40, 33)
+    out, _, s_dmask = flash_attn_func(q, k, v, 0.3, causal=causal, return_attn_probs=True)
+    assert s_dmask.shape == (B, H, 128, 128)
+    window = (-1, 0) if causal else EVERYTHING
+    kept = s_dmask[..., :40, :33] >= 0
+    expected, _, weights = attention_ref(q, k, v, window, kept=kept, dropout_p=0.3)
+    torch.testing.assert_close(s_dmask[..., :40, :33].abs(), weights)
+    torch.testing.assert_close(out, expected)
+    same_gradients(out, expected, (q, k, v))
+    shown = weights > 0
+    share = ((~kept) & shown).sum() / shown.sum()
+    assert 0.26 < share < 0.34
+
+
+def test_asking_for_weights_draws_what_is_drawn_without_asking():
+    q, k, v = inputs(20, 20)
+    torch.manual_seed(5)
+    first, then = flash_attn_func(q, k, v, 0.5), torch.rand(3)
+    torch.manual_seed(5)
+    again, then_again = flash_attn_func(q, k, v, 0.5, return_attn_probs=True)[0], torch.rand(3)
+    assert torch.equal(first, again)
+    assert torch.equal(then, then_again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("per_sequence", [False, True])
+@pytest.mark.parametrize("lengths", [(33, 33), (5, 40)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_alibi(causal, lengths, per_sequence, dtype):
+    q, k, v = inputs(*lengths, dtype=dtype)
+    slopes = torch.rand(B, H) * 0.3 if per_sequence else torch.rand(H) * 0.3
+    out, lse, _ = flash_attn_func(q, k, v, causal=causal, alibi_slopes=slopes, return_attn_probs=True)
+    expected, log_sums, _ = attention_ref(q, k, v, (-1, 0) if causal else EVERYTHING, slopes)
+    loose = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(out, expected, **loose)
+    torch.testing.assert_close(lse, log_sums)
+    if dtype == torch.float32:
+        same_gradients(out, expected, (q, k, v))
+
+
+def test_packed_tensors():
+    qkv = torch.randn(B, 33, 3, H, D, requires_grad=True)
+    expected = attention_ref(*qkv.unbind(2), (5, 0))[0]
+    out = flash_attn_qkvpacked_func(qkv, 0.0, causal=True, window_size=(5, -1))
+    torch.testing.assert_close(out, expected)
+    same_gradients(out, expected, [qkv])
+    asked = flash_attn_qkvpacked_func(qkv, causal=True, window_size=(5, -1), return_attn_probs=True)
+    torch.testing.assert_close(asked[0], expected)
+    slopes = torch.rand(H)
+    out = flash_attn_qkvpacked_func(qkv, causal=True, alibi_slopes=slopes)
+    torch.testing.assert_close(out, attention_ref(*qkv.unbind(2), (-1, 0), slopes)[0])
+    q, kv = torch.randn(B, 7, H, D), torch.randn(B, 33, 2, HKV, D, requires_grad=True)
+    expected = attention_ref(q, *kv.unbind(2), (-1, 0))[0]
+    out = flash_attn_kvpacked_func(q, kv, causal=True)
+    torch.testing.assert_close(out, expected)
+    same_gradients(out, expected, [kv])
+
+
+def generate_random_padding_mask(max_seqlen, batch_size):
+    lengths = torch.randint(1, max_seqlen + 1, (batch_size, 1))
+    return torch.arange(max_seqlen) < lengths
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_variable_lengths_of_padded_tensors(dropout_p, alibi):
+    q, k, v = inputs(19, 33)
+    mask_q, mask_k = generate_random_padding_mask(19, B), generate_random_padding_mask(33, B)
+    mask_q[0], mask_k[0] = True, True
+    packed_q, indices_q, offsets_q, longest_q, _ = unpad_input(q, mask_q)
+    packed_k, _, offsets_k, longest_k, _ = unpad_input(k, mask_k)
+    packed_v, *_ = unpad_input(v, mask_k)
+    slopes = torch.rand(B, H) * 0.2 if alibi else None
+    out, lse, s_dmask = flash_attn_varlen_func(
+        packed_q,
+        packed_k,
+        packed_v,
+        offsets_q,
+        offsets_k,
+        longest_q,
+        longest_k,
+        dropout_p,
+        causal=True,
+        alibi_slopes=slopes,
+        return_attn_probs=True,
+    )
+    padded = pad_input(out, indices_q, B, 19)
+    parts = []
+    for number in range(B):
+        rows, columns = int(mask_q[number].sum()), int(mask_k[number].sum())
+        kept = None if not dropout_p else s_dmask[number : number + 1, :, :rows, :columns] >= 0
+        expected, log_sums, _ = attention_ref(
+            *(q[number : number + 1, :rows], k[number : number + 1, :columns], v[number : number + 1, :columns]),
+            (-1, 0),
+            None if slopes is None else slopes[number : number + 1],
+            kept=kept,
+            dropout_p=dropout_p,
+        )
+        part = lse[:, offsets_q[number] : offsets_q[number + 1]]
+        torch.testing.assert_close(part, log_sums[0].where(log_sums[0] != -math.inf, math.inf))
+        parts.append(F.pad(expected, (0, 0, 0, 0, 0, 19 - rows)))
+    expected = torch.cat(parts)
+    torch.testing.assert_close(padded, expected)
+    if lse.isfinite().all():
+        same_gradients(padded, expected, (q, k, v))
+
+
+def test_variable_lengths_of_packed_tensors():
+    offsets = torch.tensor([0, 4, 4, 15], dtype=torch.int32)
+    qkv = torch.randn(15, 3, H, D, requires_grad=True)
+    expected = flash_attn_varlen_func(*qkv.unbind(1), offsets, offsets, 11, 11, causal=True)
+    single = attention_ref(*(part[None, 4:] for part in qkv.unbind(1)), (-1, 0))[0]
+    torch.testing.assert_close(expected[None, 4:], single)
+    out = flash_attn_varlen_qkvpacked_func(qkv, offsets, 11, 0.0, causal=True)
+    assert torch.equal(out, expected)
+    out = flash_attn_varlen_kvpacked_func(qkv[:, 0], qkv[:, 1:], offsets, offsets, 11, 11, causal=True)
+    assert torch.equal(out, expected)
+    with pytest.raises(NotImplementedError, match="causal attention only"):
+        flash_attn_varlen_qkvpacked_func(qkv, offsets, 11, alibi_slopes=torch.rand(H))
+    with pytest.raises(NotImplementedError, match="block_table"):
+        flash_attn_varlen_func(*qkv.unbind(1), offsets, offsets, 11, 11, block_table=torch.zeros(1, 1))
+
+
+def test_signatures_are_those_of_flash_attn():
+    last = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"]
+    last.append("return_attn_probs")
+    lengths = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+    of = {
+        "flash_attn_func": ["q", "k", "v", *last],
+        "flash_attn_kvpacked_func": ["q", "kv", *last],
+        "flash_attn_qkvpacked_func": ["qkv", *last],
+        "flash_attn_varlen_func": ["q", "k", "v", *lengths, *last, "block_table"],
+        "flash_attn_varlen_kvpacked_func": ["q", "kv", *lengths, *last],
+        "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen", *last],
+    }
+    assert set(of) == set(flash_attn.__all__)
+    for name, parameters in of.items():
+        assert list(inspect.signature(getattr(flash_attn, name)).parameters) == parameters
+    assert of_interface is flash_attn_func
+
+
+def test_padding_helpers_of_flash_attn_index_flattened_tensors():
+    rows = torch.randn(6, 3, requires_grad=True)
+    indices = torch.tensor([4, 1])
+    assert torch.equal(index_first_axis(rows, indices), rows[[4, 1]])
+    put = index_put_first_axis(rows[:2], indices, 6)
+    assert put.shape == (6, 3)
+    assert torch.equal(put[4], rows[0])
+    assert put[0].count_nonzero() == 0
+    [gradient] = torch.autograd.grad(put.sum(), rows)
+    assert gradient.sum(1).tolist() == [3, 3, 0, 0, 0, 0]
+
+
+def test_dense_calls_compile_as_a_whole():
+    q, k, v = inputs(33, 33)
+    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
+    expected = flash_attn_func(q, k, v, causal=True, alibi_slopes=torch.full((H,), 0.1), window_size=(9, -1))
+    out = compiled(q, k, v, causal=True, alibi_slopes=torch.full((H,), 0.1), window_size=(9, -1))
+    torch.testing.assert_close(out, expected)

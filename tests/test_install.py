@@ -1,0 +1,384 @@
+"""Installing: what is built is kept by torch's version and place, environments share a checkout, and failures say what to do.
+
+The environments are made up: a torch of one version file, and a compiler that writes down how it was called.
+"""
+
+import importlib.machinery
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+
+from dmattn_ops import native
+from dmattn_ops.version import __version__
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the C++ kernels are not built on Windows")
+
+ROOT = Path(__file__).parent.parent
+SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
+COMPILER = """#!/bin/sh
+echo "$@" >> {log}
+while [ $# -gt 1 ]; do test "$1" = -o && out=$2; shift; done
+{then}
+"""
+
+
+class Checkout:
+    """A copy of what a build reads, and how to build there with a made-up torch and compiler."""
+
+    def __init__(self, folder):
+        self.folder, self.log, self.compiler = folder / "checkout", folder / "compiled", folder / "c++"
+        self.folder.mkdir()
+        for name in ("setup.py", "pyproject.toml", "Makefile", "MANIFEST.in", "README.md", "DESIGN.md", "LICENSE"):
+            shutil.copy(ROOT / name, self.folder)
+        for name in ("csrc", "meta", "dmattn_ops"):
+            left = shutil.ignore_patterns("*.so", "__pycache__")
+            shutil.copytree(ROOT / name, self.folder / name, symlinks=True, ignore=left)
+        self.write_compiler()
+
+    def write_compiler(self, then='echo built > "$out"'):
+        self.compiler.write_text(COMPILER.format(log=self.log, then=then))
+        self.compiler.chmod(0o755)
+
+    def run(self, *command, python=(sys.executable,), path=(), **variables):
+        """Run Python in the checkout with `path` before its other folders; return what it printed."""
+        compilers = {"CC": self.compiler, "CXX": self.compiler}
+        linkers = dict.fromkeys(("LDSHARED", "LDCXXSHARED"), f"{self.compiler} -shared")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), **compilers, **linkers, **variables}
+        done = subprocess.run(
+            [*python, *command],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    def install(self, *path, **keywords):
+        """Install for development, as `pip install -e` does, and return what the build log says."""
+        hook = "from setuptools import build_meta; build_meta.build_editable('wheels')"
+        return self.run("-c", hook, path=path, **keywords)
+
+    def libraries(self):
+        return sorted(path.name for path in (self.folder / "dmattn_ops").glob("_native*"))
+
+    def compiled(self):
+        """Return how many sources were compiled since the last question."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return sum(" -c " in line for line in lines)
+
+
+SOURCES = len(list((ROOT / "csrc" / "cpu").glob("*.cpp")))
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+@pytest.fixture
+def make_torch(tmp_path):
+    def make(version, folder="torch"):
+        package = tmp_path / folder / "torch"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "version.py").write_text(f"__version__ = '{version}'\n")
+        return package.parent
+
+    return make
+
+
+@pytest.fixture
+def only_setuptools(tmp_path):
+    """A folder to import setuptools from, and nothing else of this environment."""
+    folder = tmp_path / "setuptools_only"
+    folder.mkdir()
+    packages = Path(setuptools.__file__).parent.parent
+    for name in ("setuptools", "_distutils_hack", f"setuptools-{setuptools.__version__}.dist-info"):
+        (folder / name).symlink_to(packages / name)
+    return folder
+
+
+@pytest.fixture
+def empty_environment(tmp_path):
+    """The interpreter of a new virtual environment without packages."""
+    venv.create(tmp_path / "empty", symlinks=True)
+    return tmp_path / "empty" / "bin" / "python"
+
+
+def library(version):
+    return f"_native-torch{version}{SUFFIX}"
+
+
+def test_another_torch_builds_again_and_leaves_what_others_use(checkout, make_torch):
+    older, newer = make_torch("2.13.0+cpu", "older"), make_torch("2.14.0+cu130", "newer")
+    assert f"compiling the C++ kernels for torch 2.13.0+cpu in {older / 'torch'}" in checkout.install(older)
+    assert checkout.compiled() == SOURCES
+    checkout.install(newer)
+    assert checkout.compiled() == SOURCES
+    assert checkout.libraries() == [library("2.13.0+cpu"), library("2.14.0+cu130")]
+    assert f"the C++ kernels for torch 2.13.0+cpu in {older / 'torch'} are built already" in checkout.install(older)
+    assert checkout.compiled() == 0
+
+
+def test_the_same_version_in_another_place_builds_again(checkout, make_torch):
+    here, there = make_torch("2.13.0", "here"), make_torch("2.13.0", "there")
+    for torch_folder, compiled in ((here, SOURCES), (there, SOURCES), (here, 0), (there, 0)):
+        checkout.install(torch_folder)
+        assert checkout.compiled() == compiled
+    assert checkout.libraries() == [library("2.13.0")]
+
+
+@pytest.mark.parametrize("changed", ["csrc/cpu/library.cpp", "csrc/cpu/problem.h", "setup.py", "torch", "flags"])
+def test_what_changed_since_is_built_again_whatever_its_time_says(changed, checkout, make_torch):
+    folder = make_torch("2.13.0")
+    checkout.install(folder)
+    assert checkout.compiled() == SOURCES
+    path = folder / "torch" / "version.py" if changed == "torch" else checkout.folder / changed
+    variables = {"CXX": f"{checkout.compiler} -DANOTHER"} if changed == "flags" else {}
+    if changed != "flags":
+        comment = "//" if changed.startswith("csrc") else "#"
+        path.write_text(f"{path.read_text()}{comment} another line\n")
+        os.utime(path, (0, 0))
+    checkout.install(folder, **variables)
+    assert checkout.compiled() == SOURCES
+    checkout.install(folder, **variables)
+    assert checkout.compiled() == 0
+
+
+def test_a_wheel_holds_the_library_of_its_torch_and_no_module_of_an_earlier_wheel(checkout, make_torch):
+    gone = checkout.folder / "dmattn_ops" / "gone.py"
+    gone.touch()
+    checkout.run("setup.py", "-q", "bdist_wheel", "-d", "first", path=[make_torch("2.13.0", "older")])
+    gone.unlink()
+    checkout.run("setup.py", "-q", "bdist_wheel", "-d", "second", path=[make_torch("2.14.0", "newer")])
+    held = []
+    for name in ("first", "second"):
+        [wheel] = (checkout.folder / name).glob("*.whl")
+        assert wheel.name.startswith(f"dmattn_ops-{__version__}-")
+        held.append(set(zipfile.ZipFile(wheel).namelist()))
+    first, second = held
+    assert second - first == {f"dmattn_ops/{library('2.14.0')}"}
+    assert first - second == {f"dmattn_ops/{library('2.13.0')}", "dmattn_ops/gone.py"}
+    assert {"dmattn_ops/py.typed", "dmattn_ops/meta/__init__.py", "dmattn_ops/kernels/tile_mask.py"} <= second
+    assert any(name.startswith("dmattn_ops/resource_tables/") for name in second)
+    assert {name.split("/")[0] for name in second} == {"dmattn_ops", f"dmattn_ops-{__version__}.dist-info"}
+
+
+def test_an_isolated_build_is_for_the_torch_of_its_environment(checkout, only_setuptools):
+    """Pip isolates a build by starting the environment's interpreter without its packages: so does -S."""
+    hook = "from setuptools import build_meta as b; print(b.get_requires_for_build_wheel()); b.build_editable('wheels')"
+    printed = checkout.run("-S", "-c", hook, path=[only_setuptools])
+    assert "[]\n" in printed
+    assert f"compiling the C++ kernels for torch {torch.__version__} in {Path(torch.__file__).parent}\n" in printed
+    assert checkout.libraries() == [library(torch.__version__)]
+
+
+@pytest.mark.parametrize("version, asked", [(None, ["torch>=2.11"]), ("2.10.1", ["torch>=2.11"]), ("2.11.0", [])])
+def test_a_torch_is_fetched_only_where_the_environment_has_none_that_will_do(
+    version, asked, checkout, make_torch, only_setuptools, empty_environment
+):
+    path = [only_setuptools] if version is None else [only_setuptools, make_torch(version)]
+    hook = "from setuptools import build_meta; print(build_meta.get_requires_for_build_wheel())"
+    printed = checkout.run("-c", hook, python=[empty_environment], path=path)
+    assert f"{asked}\n" in printed
+    assert ("torch 2.10.1" in printed and "is too old: 2.11 or newer is needed" in printed) == (version == "2.10.1")
+
+
+def test_without_torch_the_package_installs_and_says_what_is_missing(checkout, only_setuptools, empty_environment):
+    printed = checkout.install(only_setuptools, python=[empty_environment])
+    told = "THE C++ KERNELS ARE NOT BUILT: there is no torch here to build for; install torch first, then this again"
+    assert told in printed
+    assert checkout.libraries() == []
+
+
+def test_a_source_distribution_that_was_made_without_torch_holds_the_sources(
+    checkout, only_setuptools, empty_environment
+):
+    checkout.run("setup.py", "-q", "sdist", python=[empty_environment], path=[only_setuptools])
+    [archive] = (checkout.folder / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.split("/", 1)[-1] for name in files.getnames()}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")}
+    assert sources | {"setup.py", "pyproject.toml", "dmattn_ops/meta/__init__.py"} <= names
+
+
+def told(printed):
+    """Return the lines that the build log has from us."""
+    return [line.removeprefix("dmattn_ops: ") for line in printed.splitlines() if line.startswith("dmattn_ops: ")]
+
+
+def test_without_a_compiler_the_package_installs_and_says_so(checkout, make_torch):
+    lines = told(checkout.install(make_torch("2.13.0"), CXX="/nowhere/g++"))
+    assert lines == ["THE C++ KERNELS ARE NOT BUILT: there is no C++ compiler here (/nowhere/g++ was not found)"]
+    assert checkout.libraries() == []
+
+
+def test_where_compiling_fails_the_package_installs_and_says_so(checkout, make_torch):
+    folder = make_torch("2.13.0")
+    checkout.write_compiler(then="echo 'error: no such header' >&2; exit 1")
+    printed = checkout.install(folder)
+    assert "error: no such header" in printed
+    assert told(printed)[-1].startswith("THE C++ KERNELS ARE NOT BUILT: ")
+    assert checkout.libraries() == []
+    checkout.write_compiler()
+    checkout.install(folder)
+    assert checkout.libraries() == [library("2.13.0")]
+
+
+@pytest.mark.parametrize("jobs", ["foo", "-2", "1.5", "0", " 3 ", ""])
+def test_a_wrong_number_of_jobs_does_not_stop_the_build(jobs, checkout, make_torch):
+    lines = told(checkout.install(make_torch("2.13.0"), MAX_JOBS=jobs))
+    assert any(line.startswith(f"MAX_JOBS={jobs!r} is not a number") for line in lines) == (
+        jobs in ("foo", "-2", "1.5")
+    )
+    assert checkout.compiled() == SOURCES
+
+
+def test_an_old_setuptools_is_refused_in_one_line(checkout, tmp_path):
+    (tmp_path / "old" / "setuptools").mkdir(parents=True)
+    (tmp_path / "old" / "setuptools" / "__init__.py").write_text("__version__ = '65.5.0'\n")
+    with pytest.raises(
+        AssertionError, match=r"needs setuptools 77 or newer, and 65\.5\.0 is installed: upgrade it"
+    ) as error:
+        checkout.run("setup.py", "--version", path=[tmp_path / "old"])
+    assert "Traceback" not in str(error.value)
+
+
+def test_the_version_is_written_once(checkout, make_torch):
+    assert checkout.run("setup.py", "--version", path=[make_torch("2.13.0")]).split()[-1] == __version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)
+    assert __version__ not in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_is_ready_for_the_torch_that_was_there(checkout, make_torch, empty_environment):
+    folder, prefix = make_torch("2.13.0"), empty_environment.parent.parent
+    version = folder / "torch" / "version.py"
+    stamp = checkout.folder / "build" / f"ready{prefix}".replace("/", "-")
+    stamp.parent.mkdir()
+
+    def steps():
+        command = ["make", "-n", "setup", f"PYTHON={empty_environment}"]
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        return subprocess.run(
+            command, cwd=checkout.folder, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert f"cp '{version}'" in steps()
+    shutil.copy(version, stamp)
+    assert "Nothing to be done" in steps()
+    version.write_text("__version__ = '2.14.0'\n")
+    os.utime(version, (0, 0))  # a package manager may keep the time of the release
+    assert "pip install" in steps()
+
+
+BUILT = ["2.12.0+cpu", "2.13.0+cpu", "2.13.1", "2.13.10+cpu", "2.14.0a0+git1234", "2.15.0.dev20261101+cpu"]
+
+
+@pytest.mark.parametrize(
+    "running, fitting",
+    [
+        ("2.13.0+cpu", "2.13.0+cpu"),
+        ("2.13.0+cu130", "2.13.0+cpu"),
+        ("2.13.0", "2.13.0+cpu"),
+        ("2.13.1+cpu", "2.13.1"),
+        ("2.13.2", "2.13.10+cpu"),
+        ("2.12.1", "2.12.0+cpu"),
+        ("2.11.0", None),
+        ("2.14.0", None),
+        ("2.14.1", None),
+        ("3.13.0", None),
+        ("2.14.0a0+git1234", "2.14.0a0+git1234"),
+        ("2.14.0a0+git5678", None),
+        ("2.13.0a0+git1234", None),
+        ("2.15.0.dev20261101+cpu", "2.15.0.dev20261101+cpu"),
+        ("2.15.0.dev20261102+cpu", None),
+        ("2.15.0", None),
+    ],
+)
+def test_a_library_serves_its_own_minor_release_of_torch(running, fitting):
+    for built in (BUILT, BUILT[::-1]):
+        assert native.fitting(running, built) == fitting
+    assert native.fitting(running, []) is None
+
+
+@pytest.fixture
+def reason(tmp_path, monkeypatch):
+    """Return `native.reason` of a folder with files of these names."""
+
+    def ask(*names):
+        for name in names:
+            (tmp_path / name).write_text("not a library")
+        monkeypatch.setattr(native, "_FOLDER", tmp_path)
+        return native.reason.__wrapped__()
+
+    return ask
+
+
+def test_where_only_other_libraries_lie_it_says_which_and_what_to_do(reason, tmp_path):
+    others = ["_native-torch1.0.0+cpu.cpython-27-other.so", library("1.0.1")]
+    text = reason(*others, f"_native{SUFFIX}")
+    assert text.startswith(
+        f"the C++ kernels are not built for torch {torch.__version__} and this Python, only for 1.0.0"
+    )
+    assert all(name.removeprefix("_native-torch") in text for name in others)
+    assert "pip install --force-reinstall --no-deps --no-cache-dir" in text
+    (tmp_path.parent / "setup.py").touch()
+    assert (
+        f"`{sys.executable} -m pip install --no-build-isolation --no-deps -e {tmp_path.parent}` builds them" in reason()
+    )
+
+
+def test_without_a_library_and_a_compiler_it_asks_for_a_compiler(reason, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    text = reason()
+    assert text.endswith("and this Python: install a C++ compiler (GCC or Clang), and then this package again")
+
+
+def test_a_library_that_does_not_load_is_a_reason_and_no_crash(reason):
+    text = reason(library(torch.__version__))
+    assert text.startswith(f"the C++ kernels in {library(torch.__version__)} do not load (")
+
+
+@pytest.mark.skipif(not native.available(), reason=f"THE C++ KERNELS ARE NOT TESTED: {native.reason()}")
+@pytest.mark.parametrize("local", ["", "+another"])
+def test_a_library_of_the_same_release_loads_and_a_renamed_one_does_not(local, tmp_path):
+    release = torch.__version__.split("+")[0]
+    if re.fullmatch(r"\d+\.\d+\.\d+", release) is None:
+        pytest.skip("a development build of torch takes its own library only")
+    major, minor, patch = map(int, release.split("."))
+    answers = []
+    for version in (f"{release}{local}", f"{major}.{minor}.{patch + 1}"):
+        (tmp_path / version).mkdir()
+        built = next(ROOT.glob(f"dmattn_ops/_native-torch{release}*{SUFFIX}"))
+        shutil.copy(built, tmp_path / version / library(version))
+        code = (
+            "import json, pathlib, sys; from dmattn_ops import native;"
+            "native._FOLDER = pathlib.Path(sys.argv[1]); print(json.dumps(native.reason()))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / version],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        answers.append(json.loads(done.stdout.splitlines()[-1]))
+    assert answers[0] == ""
+    assert f"were built for torch {release}" in answers[1]

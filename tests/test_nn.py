@@ -1,0 +1,177 @@
+"""Modules: against the same written out in plain torch, compiled, exported, and what they refuse."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dmattn_ops.nn import DynamicMaskAttention, KeyScores
+
+B, S, DIM, H, HKV = 2, 33, 32, 4, 2
+D = DIM // H
+
+
+def layer(**more):
+    made = DynamicMaskAttention(DIM, H, HKV, **{"keep": 5, **more})
+    for name, parameter in made.named_parameters():
+        if name in ("scores.A", "scores.slope"):
+            nn.init.normal_(parameter)
+    return made
+
+
+def rotated(tensor, base, positions):
+    """Rotary embeddings as complex numbers: one half of the dimensions real, the other imaginary."""
+    turn = torch.polar(torch.ones(()), positions[..., None] * base ** -(torch.arange(0, D, 2) / D))
+    real, imaginary = tensor.chunk(2, dim=-1)
+    turned = torch.complex(real, imaginary) * turn[:, :, None]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def written_out(made, hidden, documents=None, padding=None, positions=None):
+    """The layer in plain torch: sort what each query may see, keep the best."""
+    query, key, value = (
+        projection(hidden).unflatten(-1, (-1, D)) for projection in (made.q_proj, made.k_proj, made.v_proj)
+    )
+    positions = torch.arange(S)[None] if positions is None else positions
+    if made.rotary_base is not None:
+        query, key = (rotated(part, made.rotary_base, positions) for part in (query, key))
+    steps = value.flatten(2) @ made.scores.dt_proj.weight.T
+    if made.scores.dt_proj.bias is not None:
+        steps = steps + made.scores.dt_proj.bias
+    scores = torch.exp(made.scores.A * torch.log1p(torch.exp(steps)))
+    if made.scores.slope is not None:
+        scores = scores + made.scores.slope * torch.arange(S)[:, None]
+    scores = scores.transpose(1, 2)
+    allowed = torch.ones(hidden.shape[0], S, S, dtype=torch.bool)
+    if made.is_causal:
+        allowed = allowed.tril()
+    if documents is not None:
+        allowed = allowed & (documents[:, :, None] == documents[:, None, :])
+    first = torch.zeros_like(allowed)
+    for b in range(hidden.shape[0]):
+        for i in range(S):
+            first[b, i, allowed[b, i].nonzero().flatten()[: made.keep_first]] = True
+    distance = torch.arange(S)[:, None] - torch.arange(S)
+    last = (distance >= 0) & (distance < made.keep_last) & allowed
+    if padding is not None:
+        allowed = allowed & padding[:, None, :]
+    ranked = scores[:, :, None].detach().masked_fill(~allowed[:, None], -math.inf)
+    best = ranked >= ranked.sort(dim=-1, descending=True).values[..., min(made.keep, S) - 1 :][..., :1]
+    best = best & (made.keep > 0)
+    seen = (best | first[:, None] | last[:, None]) & allowed[:, None]
+    attention = torch.einsum("bihgd,bjhd->bhgij", query.unflatten(2, (HKV, -1)), key) / math.sqrt(D)
+    attention = (attention + scores[:, :, None, None]).masked_fill(~seen[:, :, None], -math.inf)
+    weights = attention.softmax(-1).nan_to_num()
+    out = torch.einsum("bhgij,bjhd->bihgd", weights, value)
+    return made.o_proj(out.flatten(2))
+
+
+def same(made, **inputs):
+    hidden = torch.randn(B, S, DIM, requires_grad=True)
+    leaves = [hidden, *made.parameters()]
+    out, expected = made(hidden, **inputs), written_out(made, hidden, **inputs)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    target = torch.randn_like(out)
+    ours, theirs = (torch.autograd.grad(result, leaves, target) for result in (out, expected))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    assert all(gradient.abs().max() > 0 for gradient in ours)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"keep_first": 2, "keep_last": 3},
+        {"keep": 100},
+        {"keep": 0, "keep_last": 4},
+        {"is_causal": False, "keep_first": 1},
+        {"rotary_base": None, "bias": True},
+        {"recency": 0.1},
+    ],
+    ids=str,
+)
+def test_attends_as_written_out(more):
+    same(layer(**more))
+
+
+def test_documents_padding_and_positions():
+    documents = torch.tensor([[0] * 10 + [1] * 23, [3] * 33])
+    positions = torch.cat([torch.arange(10), torch.arange(23)])[None]
+    same(layer(keep_first=1, keep_last=2), documents=documents, positions=positions)
+    padding = torch.arange(S) >= torch.tensor([[0], [6]])
+    same(layer(keep_first=1, keep_last=2), padding=padding)
+
+
+def test_key_scores_are_the_formula_of_the_paper_in_float32():
+    scores = KeyScores(HKV, D, bias=True)
+    nn.init.normal_(scores.A)
+    value = torch.randn(B, S, HKV, D)
+    expected = torch.exp(scores.A * F.softplus(scores.dt_proj(value.flatten(2)))).transpose(1, 2)
+    torch.testing.assert_close(scores(value), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scores(value), scores(value.clone()))
+        assert scores(value.bfloat16()).dtype == torch.float32
+    assert set(scores.state_dict()) == {"A", "dt_proj.weight", "dt_proj.bias"}
+    assert scores.bfloat16()(value.bfloat16()).dtype == torch.float32
+
+
+def test_without_scores_learned_yet_recency_keeps_the_nearest_keys():
+    made = DynamicMaskAttention(DIM, H, HKV, keep=4, recency=1e-3)
+    mask = made.mask(made.scores(torch.randn(B, S, HKV, D))).to_dense()
+    distance = torch.arange(S)[:, None] - torch.arange(S)
+    assert torch.equal(mask[0, 0], (distance >= 0) & (distance < 4))
+
+
+def test_dropout_acts_in_training_only():
+    made, hidden = layer(dropout=0.5), torch.randn(B, S, DIM)
+    torch.manual_seed(1)
+    first = made(hidden)
+    torch.manual_seed(1)
+    assert torch.equal(made(hidden), first)
+    assert not torch.allclose(made(hidden), first)
+    made.eval()
+    assert torch.equal(made(hidden), made(hidden))
+
+
+def test_compiles_as_a_whole_and_for_other_lengths():
+    made = layer(keep_last=2, recency=0.1)
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module
+
+    compiled = torch.compile(made, fullgraph=True, dynamic=True, backend=backend)
+    for seqlen in (S, 20, 140):
+        hidden = torch.randn(B, seqlen, DIM)
+        torch.testing.assert_close(compiled(hidden), made(hidden))
+    assert len(graphs) == 1
+    hidden = torch.randn(B, S, DIM)
+    trained = torch.compile(made, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(made(hidden).square().sum(), list(made.parameters()))
+    gradients = torch.autograd.grad(trained(hidden).square().sum(), list(made.parameters()))
+    torch.testing.assert_close(gradients, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_exports_with_any_length():
+    made = layer().eval()
+    lengths = {"hidden": {1: torch.export.Dim("length", min=2, max=4096)}}
+    program = torch.export.export(made, (torch.randn(B, S, DIM),), dynamic_shapes=lengths)
+    for seqlen in (S, 7, 200):
+        hidden = torch.randn(B, seqlen, DIM)
+        torch.testing.assert_close(program.module()(hidden), made(hidden))
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="heads must be a multiple of kv_heads, got 4 and 3"):
+        DynamicMaskAttention(DIM, 4, 3, keep=1)
+    with pytest.raises(ValueError, match="dim must be a multiple of heads"):
+        DynamicMaskAttention(30, 4, keep=1)
+    with pytest.raises(ValueError, match="head_dim must be even"):
+        DynamicMaskAttention(DIM, 4, head_dim=7, keep=1)
+    DynamicMaskAttention(DIM, 4, head_dim=7, keep=1, rotary_base=None)
+    with pytest.raises(ValueError, match="keep"):
+        DynamicMaskAttention(DIM, 4, keep=-1)(torch.randn(1, 3, DIM))
+    assert "keep=5" in repr(layer())

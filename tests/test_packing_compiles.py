@@ -1,0 +1,143 @@
+"""The Triton kernels that pack keys compile for each architecture without spilling, and move 16 bytes at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import torch  # noqa: E402
+
+from dmattn_ops.kernels.launching import launch as launching  # noqa: E402
+from dmattn_ops.kernels.packing import launch, lists, rows, slots  # noqa: E402
+from dmattn_ops.packing import epochs  # noqa: E402
+from dmattn_ops.problem import UNBOUNDED  # noqa: E402
+from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
+from dmattn_ops.testing.stand_in import compiled_launches  # noqa: E402
+
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+STRIDES = ("start_b", "start_h", "end_b", "end_h")
+
+
+def compiled(
+    kernel: triton.JITFunction, pointers: dict[str, str], constants: dict, aligned: tuple, sm: int, warps: int
+):
+    """Compile a kernel whose pointers and strides `aligned` are multiples of 16, and see that it is sound."""
+    signature = {name: pointers.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    found: Resources = compile_only(kernel, signature, constants, (*pointers, *aligned), sm, num_warps=warps)
+    assert found.spill_bytes == 0
+    assert not found.traps
+    return found
+
+
+def mask_pointers(*names: str) -> dict[str, str]:
+    return dict.fromkeys(("starts", "ends", *names), "*i32")
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_finding_keys_compiles(sm: int):
+    found = compiled(slots.list_alive, mask_pointers("listed", "found"), {"KEYS": 4096}, STRIDES, sm, 16)
+    # 4096 starts and ends are 32 KiB, 4 loads of 16 bytes for 512 threads; the last block, which ends anywhere, takes 16
+    assert found.opcodes["LDG"] == 4 + 16
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("buckets", [2, 16, 32])
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_placing_keys_compiles(sm: int, buckets: int, inverse: bool):
+    constants = {"INVERSE": inverse, "LISTED": 256, "BUCKETS": buckets, "BORN": 1024}
+    constants |= {} if inverse else {"offsets": None, "places": None}
+    names = ("listed", "found", "slot_keys", "slot_starts", "slot_ends", "broken")
+    pointers = mask_pointers(*names, *(("offsets", "places") if inverse else ()))
+    compiled(slots.place_keys, pointers, constants, STRIDES, sm, 8)
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_counting_slots_compiles(sm: int):
+    compiled(slots.count_chunks, mask_pointers("totals"), {"KEYS": 1024}, STRIDES, sm, 4)
+    compiled(slots.count_places, mask_pointers("totals", "offsets", "places"), {"KEYS": 1024}, STRIDES, sm, 4)
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_lists_compile(sm: int):
+    pointers = dict.fromkeys(("slot_starts", "slot_ends", "hulls", "col_tiles"), "*i32")
+    compiled(lists.list_query_tiles, pointers, {"BLOCKS": 8, "TILES": 16}, (), sm, 4)
+    pointers = dict.fromkeys(("hulls", "row_tiles"), "*i32")
+    compiled(lists.list_blocks, pointers, {"OWN": 8, "OTHER": 32}, (), sm, 1)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "copied"),
+    [(128, "bf16", 128), (64, "fp16", 128), (40, "bf16", 128), (256, "fp32", 32), (1, "fp32", 128)],
+)
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_copies_compile(sm: int, width: int, dtype: str, copied: int):
+    padded = triton.next_power_of_2(width)
+    constants = {"ROWS": copied, "WIDTH": width, "PADDED": padded, "ALIGNED": width > 1}
+    pointers = {"source": f"*{dtype}", "slot_keys": "*i32", "target": f"*{dtype}"}
+    found = compiled(rows.gather_kernel, pointers, constants, (), sm, 4)
+    if width == 128:
+        assert found.opcodes["STG"] == 16  # 32 KiB by 128 threads, 16 bytes each
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "add"),  # only sums of a bias per key are added to what is there
+    [
+        (128, "bf16", False),
+        (64, "fp16", False),
+        (40, "fp32", False),
+        (256, "fp32", False),
+        (1, "fp32", False),
+        (1, "bf16", True),
+    ],
+)
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_sums_compile(sm: int, width: int, dtype: str, add: bool):
+    padded = triton.next_power_of_2(width)
+    keys = min(256, 2048 // padded)
+    constants = {"KEYS": keys, "WIDTH": width, "PADDED": padded, "ALIGNED": width > 1, "ADD": add}
+    pointers = {"source": "*fp32", "offsets": "*i32", "places": "*i32", "target": f"*{dtype}"}
+    found = compiled(rows.sum_kernel, pointers, constants, (), sm, 4)
+    if width == 128:
+        assert found.opcodes["STG"] == 2  # 4 KiB by 128 threads, 16 bytes each
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_spoiling_rows_compiles(sm: int):
+    for width, dtype in ((128, "bf16"), (256, "fp32"), (1, "fp32")):
+        constants = {"ROWS": 2048 // width, "WIDTH": width, "PADDED": width}
+        compiled(rows.spoil_kernel, {"broken": "*i32", "target": f"*{dtype}"}, constants, (), sm, 4)
+
+
+def pack(seqlen: int, at_most: int, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> None:
+    """Pack what a forward and a backward of two of four key heads need, and hand everything back."""
+    cut = epochs(seqlen, seqlen, at_most, 0, 512)
+    made = launch.plan_slots(inputs["start"], inputs["end"], cut, seqlen, -UNBOUNDED, 0, 2, 2, inverse=True)
+    key = launch.gather_rows(inputs["key"], made, 2, 2, 1)
+    bias = launch.gather_bias(inputs["bias"], made, 8, 4, 4)
+    launch.spoil_rows(outputs["out"][:, :, 4:], made)
+    launch.spoil_rows(outputs["lse"][:, 4:], made)
+    launch.sum_rows(key, made, outputs["dk"], 2, 1)
+    launch.sum_bias(bias, made, outputs["dbias"], 8, 4, 4)
+
+
+def test_what_is_launched_can_be_repeated_and_is_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launching, "Relaunch", lambda compiled, grid, arguments: (grid, arguments))
+    compiled = []
+    with compiled_launches(90) as launches:
+        for seqlen, at_most in ((4096, 256), (4096 + 160, 272), (8192, 1008)):
+            inputs = {name: torch.empty(1, 4, seqlen, dtype=torch.int32) for name in ("start", "end")}
+            inputs |= {"key": torch.empty(1, seqlen, 4, 64), "bias": torch.empty(1, 8, 1, seqlen)}
+            outputs = {"out": torch.empty(1, seqlen, 8, 64), "lse": torch.empty(1, 8, seqlen)}
+            outputs |= {"dk": torch.empty(1, seqlen, 4, 64), "dbias": torch.empty(1, 8, 1, seqlen)}
+            with launching.recording(list(inputs.values())) as recorded:
+                pack(seqlen, at_most, inputs, outputs)
+            names = launching._Names()
+            for tensor in (*inputs.values(), *outputs.values()):
+                names.add(tensor)
+            steps = [step(names) for step in recorded.steps]  # LookupError where a plan could not be made
+            assert not recorded.watch.changes
+            assert len([step for step in steps if isinstance(step, tuple) and len(step) == 2]) == len(launches) == 13
+            compiled.append([(made.kernel, made.compiled.hash) for made in launches])
+            launches.clear()
+    assert compiled[0] == compiled[1] == compiled[2]

@@ -1,0 +1,77 @@
+"""The Triton kernels of lifetimes compile for each architecture without spilling."""
+
+from __future__ import annotations
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from dmattn_ops.kernels.selection import alive, deaths, documents, keys, launch  # noqa: E402
+from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
+
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+CHUNKS = (*(chunk for _, chunk in launch.CHUNKS), launch.LONGEST_CHUNK)
+SCORES = {"fp32": "*i32", "bf16": "*i16", "fp16": "*fp16", "rank": "*i32"}
+WIDE = ("coarse_runs", "keys")  # 64-bit
+
+
+def compiled(kernel: triton.JITFunction, sm: int, num_warps: int, **constants: object) -> Resources:
+    """Compile a kernel; addresses are multiples of 16 as PyTorch allocates them, numbers anything."""
+    numbers = {"seqlen", "size", "spans", "bits", "heads", "keep", "keep_first", "keep_last"}
+    numbers |= {"scores_b", "scores_h", "bounds_b", "ids_b"}
+    types = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            continue
+        types[name] = "i32" if name in numbers else "*i64" if name in WIDE else "*i32"
+    if "scores" in types:
+        types["scores"] = SCORES[str(constants["KIND"])]
+    if "ids" in types:
+        types["ids"] = "*i64"
+    pointers = tuple(name for name, kind in types.items() if kind.startswith("*") and name != "scores")
+    return compile_only(kernel, types, constants, pointers, sm, num_warps=num_warps)
+
+
+def check(found: Resources) -> None:
+    assert found.spill_bytes == 0
+    assert not found.traps
+    assert found.shared_memory <= 48 << 10  # what every GPU gives without asking
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_runs_are_sorted_without_spilling(sm: int, chunk: int, has_documents: bool):
+    kind = {1024: "bf16", 2048: "fp16", 4096: "fp32"}[chunk]
+    constants = {"CHUNK": chunk, "FINE": launch.FINE, "LOG_CHUNK": chunk.bit_length() - 1, "KIND": kind}
+    constants |= {"HAS_DOCUMENTS": has_documents, "COARSE": True, "IS_CAUSAL": not has_documents}
+    check(compiled(keys.sort_runs, sm, launch.sorting_warps(chunk), **constants))
+
+
+@pytest.mark.parametrize("runs", [16, 64, 256, 1024])
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_the_best_at_each_chunk_are_found_without_spilling(sm: int, runs: int):
+    constants = {"CHUNK": launch.LONGEST_CHUNK if runs > 64 else 1024, "RUNS": runs, "HAS_DOCUMENTS": runs > 16}
+    check(compiled(alive.find_alive, sm, launch.finding_warps(runs), **constants))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_the_best_at_each_chunk_are_sorted_without_spilling(sm: int, chunk: int):
+    constants = {"CHUNK": chunk, "RUNS": 256, "LOG_RUNS": 8, "HAS_DOCUMENTS": True}
+    check(compiled(alive.sort_alive, sm, launch.sorting_warps(chunk), **constants))
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize(("chunk", "kind"), [*zip(CHUNKS, ("bf16", "fp16", "fp32"), strict=True), (1024, "rank")])
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_deaths_are_written_without_spilling(sm: int, chunk: int, kind: str, has_documents: bool):
+    constants = {"CHUNK": chunk, "FINE": launch.FINE, "KIND": kind, "HAS_DOCUMENTS": has_documents, "IS_CAUSAL": True}
+    for programs in (1, 1 << 20):
+        check(compiled(deaths.write_deaths, sm, launch.deaths_warps(programs), **constants))
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_bounds_of_documents_are_found_without_spilling(sm: int):
+    check(compiled(documents.find_changes, sm, 4, SPAN=launch.SPAN))
+    check(compiled(documents.write_bounds, sm, 4, SPAN=launch.SPAN, MANY=256))

@@ -1,0 +1,249 @@
+"""Models of transformers through `attn_implementation="dmattn"` against `eager`: logits, gradients and generated tokens."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from tiny_models import DECODERS, assert_same, decoder, logits_and_gradients, t5, tokens, under  # noqa: E402
+from transformers import DynamicCache, StaticCache, masking_utils  # noqa: E402
+from transformers.modeling_outputs import ModelOutput  # noqa: E402
+
+import dmattn_ops.integrations.transformers as integration  # noqa: E402
+
+B, S = 2, 19
+integration.register()
+names = pytest.mark.parametrize("name", DECODERS)
+
+
+def padding_of(side):
+    keep = torch.ones(B, S, dtype=torch.int64)
+    if side is not None:
+        keep[0, slice(None, 5) if side == "left" else slice(-5, None)] = 0
+    return keep
+
+
+@names
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_logits_and_gradients(name, side):
+    model, ids, keep = decoder(name), tokens(B, S), padding_of(side)
+    inputs = {"input_ids": ids, "attention_mask": keep}
+    theirs = logits_and_gradients(under(model, "eager"), keep.bool(), **inputs)
+    ours = logits_and_gradients(under(model, "dmattn"), keep.bool(), **inputs)
+    assert_same(ours, theirs)
+    assert theirs[0].std() > 0.1
+
+
+@pytest.mark.parametrize("name", sorted(DECODERS.keys() - {"gpt_oss"}))  # which does not look for packing in positions
+def test_packed_sequences_are_those_alone(name):
+    model, ids = under(decoder(name), "dmattn"), tokens(1, S)
+    positions = torch.cat([torch.arange(7), torch.arange(S - 7)])[None]
+    rows = torch.ones(1, S, dtype=torch.bool)
+    ours = logits_and_gradients(model, rows, input_ids=ids, position_ids=positions, use_cache=False)
+    with torch.no_grad():
+        alone = torch.cat([model(part).logits for part in ids.split([7, S - 7], dim=1)], dim=1)
+    torch.testing.assert_close(ours[0], alone[0], atol=5e-5, rtol=1e-4)
+    theirs = logits_and_gradients(under(model, "eager"), rows, input_ids=ids, position_ids=positions, use_cache=False)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_offsets_of_packed_sequences_are_enough(name):
+    model, ids = under(decoder(name), "dmattn"), tokens(1, S)
+    positions = torch.cat([torch.arange(7), torch.arange(S - 7)])[None]
+    offsets = torch.tensor([0, 7, S], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": S - 7, "max_length_k": S - 7}
+    with torch.no_grad():
+        expected = torch.cat([model(part).logits for part in ids.split([7, S - 7], dim=1)], dim=1)
+        both = model(ids, position_ids=positions, use_cache=False, **lengths).logits
+        with_mask = model(ids, torch.ones_like(ids), position_ids=positions, use_cache=False, **lengths).logits
+    torch.testing.assert_close(both, expected, atol=5e-5, rtol=1e-4)
+    torch.testing.assert_close(with_mask, expected, atol=5e-5, rtol=1e-4)
+
+
+@names
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_greedy_generation_token_by_token(name, cache):
+    model, ids, keep = decoder(name), tokens(B, S), padding_of("left")
+    found = {}
+    for implementation in ("eager", "dmattn"):
+        found[implementation] = under(model, implementation).generate(
+            ids,
+            attention_mask=keep,
+            max_new_tokens=10,
+            do_sample=False,
+            cache_implementation=cache,
+            disable_compile=True,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+    assert torch.equal(found["eager"].sequences, found["dmattn"].sequences)
+    for theirs, ours in zip(found["eager"].scores, found["dmattn"].scores, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-4)
+
+
+@names
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@torch.no_grad()
+def test_a_prefill_in_chunks_and_a_cache_longer_than_the_prompt(name, kind):
+    model, ids = under(decoder(name), "dmattn"), tokens(B, S)
+    whole = model(ids, use_cache=False).logits
+    model = under(model, "dmattn")
+    cache = DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=32)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split([11, 5, 1, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=5e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_without_a_mask_the_diagonal_starts_top_left_and_a_single_query_sees_everything():
+    layer = torch.nn.Module()
+    query, key = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8)
+    out, _ = integration.attention_forward(layer, query, key, key, None)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    out, _ = integration.attention_forward(layer, query[:, :, :1], key, key, None)
+    expected = torch.nn.functional.scaled_dot_product_attention(query[:, :, :1], key, key)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    out, _ = integration.attention_forward(layer, query[:, :, :1], key, key, None, sliding_window=2)
+    expected = torch.nn.functional.scaled_dot_product_attention(query[:, :, :1], key[:, :, -2:], key[:, :, -2:])
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    out, _ = integration.attention_forward(layer, query, key, key, None, is_causal=False)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, key)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    out, _ = integration.attention_forward(layer, query, key, key, torch.tensor([[0, 1, 1, 1, 1, 1, 0]]), is_causal=False)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key[:, :, 1:6], key[:, :, 1:6])
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+
+
+def test_layers_of_a_forward_share_one_mask(monkeypatch):
+    model, ids, keep = decoder("gemma3"), tokens(B, S), padding_of("left")
+    made, seen = [], []
+    make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["dmattn"]
+    attend = transformers.AttentionInterface._global_mapping["dmattn"]
+
+    def count(*arguments, **keywords):
+        made.append(make(*arguments, **keywords))
+        return made[-1]
+
+    def note(module, query, key, value, mask, **keywords):
+        seen.append(mask)
+        return attend(module, query, key, value, mask, **keywords)
+
+    transformers.AttentionMaskInterface.register("counted", count)
+    transformers.AttentionInterface.register("counted", note)
+    under(model, "counted")(ids, attention_mask=keep)
+    assert len(made) == 2  # sliding and full
+    assert all(mask.prepared is not None for mask in made)
+    assert {id(mask) for mask in seen} == {id(mask) for mask in made}
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks_that_users_make_are_prepared_once_for_all_layers(kind, monkeypatch):
+    model, ids = decoder("llama"), tokens(B, S)
+    visible = (torch.rand(B, 1, S, S) < 0.5).tril() | torch.eye(S, dtype=torch.bool)
+    least = torch.finfo(torch.float32).min
+    additive = torch.where(visible, torch.randn(B, 1, S, S), least)
+    if kind == "bool":
+        additive = torch.where(visible, 0.0, least)
+    calls = []
+    prepare = integration.prepare_mask
+    monkeypatch.setattr(integration, "prepare_mask", lambda *a, **k: calls.append(1) or prepare(*a, **k))
+    rows = torch.ones(B, S, dtype=torch.bool)
+    theirs = logits_and_gradients(under(model, "eager"), rows, input_ids=ids, attention_mask=additive)
+    given = visible if kind == "bool" else additive
+    ours = logits_and_gradients(under(model, "dmattn"), rows, input_ids=ids, attention_mask=given)
+    assert_same(ours, theirs)
+    assert len(calls) == 1
+    given[:, :, 3, 1] = ~given[:, :, 3, 1] if kind == "bool" else least  # changed in place: prepared again
+    additive[:, :, 3, 1] = torch.where(given[:, :, 3, 1], 0.0, least) if kind == "bool" else least
+    again = logits_and_gradients(model, rows, input_ids=ids, attention_mask=given)
+    assert len(calls) == 2
+    assert_same(again, logits_and_gradients(under(model, "eager"), rows, input_ids=ids, attention_mask=additive))
+
+
+def test_t5_with_position_biases():
+    model = t5()
+    keep = padding_of("right")
+    inputs = {"input_ids": tokens(B, S), "attention_mask": keep, "decoder_input_ids": tokens(B, 11)}
+    rows = torch.ones(B, 11, dtype=torch.bool)
+    theirs = logits_and_gradients(under(model, "eager"), rows, **inputs)
+    ours = logits_and_gradients(under(model, "dmattn"), rows, **inputs)
+    assert_same(ours, theirs)
+    learned = [name for name in ours[1] if "relative_attention_bias" in name]
+    assert len(learned) == 2
+    assert all(ours[1][name].abs().max() > 0 for name in learned)
+    generated = {
+        implementation: under(model, implementation).generate(
+            inputs["input_ids"], attention_mask=keep, max_new_tokens=8, do_sample=False
+        )
+        for implementation in ("eager", "dmattn")
+    }
+    assert torch.equal(generated["eager"], generated["dmattn"])
+
+
+def test_an_encoder_that_looks_both_ways():
+    config = transformers.ModernBertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, pad_token_id=0,
+        local_attention=6, global_attn_every_n_layers=2, initializer_range=0.3, attention_dropout=0.0,
+    )  # fmt: skip
+    model = transformers.ModernBertForMaskedLM(config).eval()
+    ids, keep = tokens(B, S), padding_of("right")
+    inputs = {"input_ids": ids, "attention_mask": keep}
+    theirs = logits_and_gradients(under(model, "eager"), keep.bool(), **inputs)
+    assert_same(logits_and_gradients(under(model, "dmattn"), keep.bool(), **inputs), theirs)
+
+
+def test_chunked_attention_of_llama_4():
+    config = transformers.Llama4TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, attention_chunk_size=6, moe_layers=[], pad_token_id=0,
+        num_local_experts=1, bos_token_id=1, eos_token_id=None, layer_types=["chunked_attention", "full_attention"],
+        initializer_range=0.3, no_rope_layers=[1, 0],
+    )  # fmt: skip
+    model = transformers.Llama4ForCausalLM(config).eval()
+    for side in (None, "left"):
+        ids, keep = tokens(B, S), padding_of(side)
+        inputs = {"input_ids": ids, "attention_mask": keep}
+        theirs = logits_and_gradients(under(model, "eager"), keep.bool(), **inputs)
+        assert_same(logits_and_gradients(under(model, "dmattn"), keep.bool(), **inputs), theirs)
+
+
+def test_dropout_of_the_configuration_acts_in_training_only():
+    model, ids = under(decoder("llama"), "dmattn"), tokens(B, S)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with torch.no_grad():
+        still = model(ids).logits
+        model.train()
+        torch.manual_seed(3)
+        first = model(ids).logits
+        torch.manual_seed(3)
+        again = model(ids).logits
+        model.eval()
+        assert torch.equal(model(ids).logits, still)
+    assert torch.equal(first, again)
+    assert (first - still).abs().max() > 1e-3
+
+
+def test_replacing_attention_of_a_model_that_is_there():
+    model, ids = decoder("qwen3"), tokens(B, S)
+    with torch.no_grad():
+        expected = under(model, "eager")(ids).logits
+        assert integration.replace_attention_with_flash_dmattn(model) is model
+        assert model.config._attn_implementation == "dmattn"
+        torch.testing.assert_close(model(ids).logits, expected, atol=5e-5, rtol=1e-4)
+
+
+def test_gradient_checkpointing_and_autocast():
+    model, ids = decoder("llama").float(), tokens(B, S)
+    rows = torch.ones(B, S, dtype=torch.bool)
+    plain = logits_and_gradients(under(model, "dmattn"), rows, input_ids=ids, attention_mask=padding_of("left"))
+    model.gradient_checkpointing_enable()
+    model.train()
+    again = logits_and_gradients(model, rows, input_ids=ids, attention_mask=padding_of("left"))
+    assert_same(again, plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids).logits
+    assert isinstance(model(ids), ModelOutput)
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.float(), model(ids).logits, atol=0.4, rtol=0.1)
