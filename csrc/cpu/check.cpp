@@ -8,6 +8,19 @@
 #include <string>
 
 namespace dmattn {
+
+void check_memory(const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.defined(), name, " must be a tensor");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.device().is_cpu(), name,
+                    " must be a strided tensor on the CPU, got ", tensor.layout(), " on ", tensor.device());
+  TORCH_CHECK_VALUE(!tensor.is_neg() && !tensor.is_conj(), name, " must not be a lazily negated view");
+  if (tensor.numel() == 0) return;
+  const size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                                                         static_cast<size_t>(tensor.storage_offset()));
+  TORCH_CHECK_VALUE(tensor.storage().nbytes() >= needed, name, " needs ", needed, " bytes of memory, but its storage holds ",
+                    tensor.storage().nbytes());
+}
+
 namespace {
 
 constexpr int64_t kHeader = 4;                       // words of a record before its indices
@@ -39,19 +52,6 @@ std::string text_of(const Shape& shape) {
   std::string text;
   for (const Size& size : shape) text += (text.empty() ? "" : ", ") + size.text();
   return "(" + text + ")";
-}
-
-// A strided tensor on the CPU whose memory holds all that its sizes and strides name.
-void check_memory(const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.defined(), name, " must be a tensor");
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.device().is_cpu(), name,
-                    " must be a strided tensor on the CPU, got ", tensor.layout(), " on ", tensor.device());
-  TORCH_CHECK_VALUE(!tensor.is_neg() && !tensor.is_conj(), name, " must not be a lazily negated view");
-  if (tensor.numel() == 0) return;
-  const size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
-                                                         static_cast<size_t>(tensor.storage_offset()));
-  TORCH_CHECK_VALUE(tensor.storage().nbytes() >= needed, name, " needs ", needed, " bytes of memory, but its storage holds ",
-                    tensor.storage().nbytes());
 }
 
 void check_shape(const char* name, const at::Tensor& tensor, const Shape& shape) {

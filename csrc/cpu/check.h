@@ -6,6 +6,9 @@
 
 namespace dmattn {
 
+// A strided tensor on the CPU whose memory holds all that its sizes and strides name.
+void check_memory(const char* name, const at::Tensor& tensor);
+
 // The arguments that forward and backward share. Contents of lists are checked by the side that walks them.
 void check_arguments(const Arguments& arguments);
 void check_results(const Arguments& arguments, const Results& results);
