@@ -17,6 +17,12 @@ ROOT = PACKAGE.parent
 # What a module imports from the package when it is imported, no more and no less, as in DESIGN.md; a folder counts as one
 # module, but for meta. testing may import everything.
 ARROWS = {
+    "biases": (),
+    "flex": ("problem", "layout", "tile_mask"),
+    "sdpa": ("problem", "bands", "masks"),
+    "nn": ("tile_mask", "masks", "api"),
+    "compat": ("problem", "bands", "layout", "tile_mask", "reference", "masks", "api", "biases"),
+    "integrations": ("layout", "tile_mask", "masks", "api", "nn"),
     "problem": (),
     "require": (),
     "environment": (),
@@ -38,7 +44,6 @@ ARROWS = {
     "block_mask": ("problem", "bands", "layout", "meta", "tile_mask"),
     "choose": ("problem", "arch", "config"),
     "call": ("problem", "choose"),
-    "selection": (),
     "native": ("problem", "call"),
     "packing": ("problem", "call"),
     "reference": ("problem", "layout", "meta", "call"),
@@ -98,7 +103,7 @@ ARROWS = {
     ),
 }
 
-ROOMS = {"kernels", "selection", "packing", "distributed", "integrations", "compat", "nn"}
+ROOMS = {"kernels", "selection", "packing", "distributed", "integrations", "compat", "nn", "sdpa"}
 
 
 def module_of(path):

@@ -110,7 +110,9 @@ def test_without_a_mask_the_diagonal_starts_top_left_and_a_single_query_sees_eve
     out, _ = integration.attention_forward(layer, query, key, key, None, is_causal=False)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, key)
     torch.testing.assert_close(out.transpose(1, 2), expected)
-    out, _ = integration.attention_forward(layer, query, key, key, torch.tensor([[0, 1, 1, 1, 1, 1, 0]]), is_causal=False)
+    out, _ = integration.attention_forward(
+        layer, query, key, key, torch.tensor([[0, 1, 1, 1, 1, 1, 0]]), is_causal=False
+    )
     expected = torch.nn.functional.scaled_dot_product_attention(query, key[:, :, 1:6], key[:, :, 1:6])
     torch.testing.assert_close(out.transpose(1, 2), expected)
 

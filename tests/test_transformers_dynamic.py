@@ -121,7 +121,9 @@ def test_a_model_is_hardly_changed_at_first_and_keeps_near_keys():
 def test_parameters_are_saved_with_the_model(tmp_path):
     model, ids = under(sparse("llama"), "dmattn"), tokens(B, S)
     torch.save(model.state_dict(), tmp_path / "weights")
-    again = integration.add_dynamic_masks(copy.deepcopy(under(decoder("llama"), "dmattn")), KEEP, keep_first=FIRST, keep_last=LAST)
+    again = integration.add_dynamic_masks(
+        copy.deepcopy(under(decoder("llama"), "dmattn")), KEEP, keep_first=FIRST, keep_last=LAST
+    )
     again.load_state_dict(torch.load(tmp_path / "weights"))
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)

@@ -46,7 +46,9 @@ def padding_of(kind, keys):
         return None
     places = torch.arange(keys)
     lengths = torch.tensor([0, 3, keys - 1])[:, None]
-    return {"left": places >= lengths, "right": places < keys - lengths, "all": torch.ones(B, keys, dtype=torch.bool)}[kind]
+    return {"left": places >= lengths, "right": places < keys - lengths, "all": torch.ones(B, keys, dtype=torch.bool)}[
+        kind
+    ]
 
 
 def same(lengths, function, padding, local_size=None, config=CONFIG, **flags):
@@ -135,7 +137,9 @@ def test_functions_of_a_models_own_are_evaluated(name, padding):
     same(lengths, odd, given)
 
 
-@pytest.mark.parametrize("creator", ["create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"])
+@pytest.mark.parametrize(
+    "creator", ["create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"]
+)
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_functions_that_models_call_make_the_same(creator, packed):
     config = SimpleNamespace(

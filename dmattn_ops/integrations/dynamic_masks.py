@@ -25,7 +25,9 @@ class DynamicMask(nn.Module):
     def select(self, value: Tensor, mask: Any) -> tuple[TileMask, Tensor]:
         """Return the mask for values `[B, Sk, Hkv, D]` beside a mask of the forward, and the scores as a bias."""
         if not isinstance(mask, ForwardMask):
-            raise NotImplementedError(f"dynamic masks take masks made by transformers beside them, got {type(mask).__name__}")
+            raise NotImplementedError(
+                f"dynamic masks take masks made by transformers beside them, got {type(mask).__name__}"
+            )
         scores = self.scores(value)
         return mask.with_best(scores.detach(), self.keep, self.keep_first, self.keep_last), scores.unsqueeze(2)
 
@@ -54,7 +56,9 @@ def add_dynamic_masks(
     """
     layers = [module for module in model.modules() if _is_attention(module)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no attention layer with v_proj and head_dim outside of sliding windows")
+        raise ValueError(
+            f"{type(model).__name__} has no attention layer with v_proj and head_dim outside of sliding windows"
+        )
     for layer in layers:
         weight: Tensor = layer.v_proj.weight  # type: ignore[union-attr,assignment]
         heads = layer.v_proj.out_features // layer.head_dim  # type: ignore[union-attr,operator]

@@ -38,7 +38,9 @@ __all__ = [
 
 TENSOR_MASKS = {"doge"}  # model types whose own code computes with the mask: they get it as a bool tensor
 
-_prepared: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from mask tensors to what was made of them, and of which version
+_prepared: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # from mask tensors to what was made of them, and of which version
 
 
 def register(name: str = "dmattn") -> None:
@@ -105,7 +107,12 @@ def attention_forward(
         mask, additive = _of_tensor(mask, query.shape[1], key.shape[1])
         bias = _sum(bias, additive)
     selector: Any = getattr(module, "dynamic_mask", None)
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None and isinstance(mask, ForwardMask) and mask.documents is None:
+    if (
+        cu_seq_lens_q is not None
+        and cu_seq_lens_k is not None
+        and isinstance(mask, ForwardMask)
+        and mask.documents is None
+    ):
         if selector is None and bias is None and not mask.dense:
             offsets, lengths = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
             return _packed(mask, (query, key, value), offsets, lengths, options), None
@@ -274,7 +281,9 @@ def _with_documents(mask: ForwardMask, offsets: Tensor, device: torch.device) ->
     places = torch.arange(mask.kv_length, device=device)
     documents = torch.bucketize(places, offsets[1:], right=True)[None].to(torch.int32)
     known = replace(mask, documents=documents)
-    return replace(known, prepared=prepare_mask(intervals=known.intervals(device), seqlen_q=mask.q_length, **mask.keywords))
+    return replace(
+        known, prepared=prepare_mask(intervals=known.intervals(device), seqlen_q=mask.q_length, **mask.keywords)
+    )
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:

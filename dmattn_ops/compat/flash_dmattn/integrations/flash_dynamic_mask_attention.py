@@ -69,7 +69,10 @@ def flash_dynamic_mask_attention_forward(
     }
     if attention_mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         packed = (part.flatten(0, 1) for part in (query, key, value))
-        lengths = (seqlen_q if max_length_q is None else max_length_q, seqlen_k if max_length_k is None else max_length_k)
+        lengths = (
+            seqlen_q if max_length_q is None else max_length_q,
+            seqlen_k if max_length_k is None else max_length_k,
+        )
         out = api.flash_dmattn_varlen_func(*packed, cu_seq_lens_q, cu_seq_lens_k, *lengths, **options)
         return out.unflatten(0, (query.shape[0], -1)), None  # type: ignore[union-attr]
     documents = None
