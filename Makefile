@@ -28,12 +28,12 @@ endif
 help: ## list the targets (times are those of two cores)
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-setup: $(READY) ## make the environment and build the package (1 minute, and what downloading torch takes)
+setup: $(READY) ## make the environment and build the package (1 minute, and the time to download torch)
 
-train: $(READY) ## train a small language model with dynamic-mask attention (TRAINTIME; ARGS="--steps 100 ...")
+train: $(READY) ## train a small language model with dynamic-mask attention (about 5 minutes; ARGS="--steps 100 ...")
 	@$(PY) examples/train.py $(ARGS)
 
-test: test-cpu test-interpreter ## run all tests that need no GPU (10 to 15 minutes)
+test: test-cpu test-interpreter ## run all tests that need no GPU (10 to 20 minutes)
 
 # One worker for each core where pytest-xdist is installed, whole files to each: tests of a file share what is costly to make.
 # Two threads in each worker: some tests compare numbers of threads.

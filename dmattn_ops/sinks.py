@@ -2,7 +2,8 @@
 
 With `g = sigmoid(lse - sink)`, the share that is left for the keys, `out` is `g` times attention without the sink, and the
 probabilities are those of a softmax whose logarithm of a sum is `lse - log(g)`. So every backward kernel serves a call with
-sinks: it is given that sum, through `lse_tail`. The gradient of a sink is `-(1 - g) * (grad_out . out)`, summed.
+sinks: it is given that sum, through `lse_tail`. Where lse has a gradient too, which is one of probabilities without the sink,
+it is given `g * grad_out` instead. The gradient of a sink is `-(1 - g) * (grad_out . out)`, summed.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from torch.nn.functional import logsigmoid
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.recording import computed
 
-_LEAST_SHARE = 1e-30  # of the keys, where the gradient of lse is divided by it
-
 
 def take_share(sink: Tensor, result: Result) -> None:
     """Multiply out by the share of the keys, in place."""
@@ -24,10 +23,9 @@ def take_share(sink: Tensor, result: Result) -> None:
 
 def with_share(sink: Tensor, saved: Saved, grads: Gradients) -> tuple[Saved, Gradients]:
     """Return what a backward kernel is given, so that it computes with the share of the keys."""
-    saved = saved._replace(lse_tail=computed(_tail_with_share, saved.lse, saved.lse_tail, sink))
     if grads.grad_lse is not None:
-        grads = grads._replace(grad_lse=computed(_over_share, grads.grad_lse, saved.lse, sink))
-    return saved, grads
+        return saved, grads._replace(grad_out=computed(_scaled_rows, grads.grad_out, saved.lse, sink))
+    return saved._replace(lse_tail=computed(_tail_with_share, saved.lse, saved.lse_tail, sink)), grads
 
 
 def gradient(call: Call, saved: Saved, grad_out: Tensor, dsink: Tensor) -> None:
@@ -42,15 +40,20 @@ def _log_odds(lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def _scale_rows(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    return out.mul_(torch.sigmoid(_log_odds(lse, sink)).transpose(-1, -2).unsqueeze(-1))
+    return out.mul_(_share_of_rows(lse, sink))
+
+
+def _scaled_rows(grad_out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    return (grad_out * _share_of_rows(lse, sink)).to(grad_out.dtype)
+
+
+def _share_of_rows(lse: Tensor, sink: Tensor) -> Tensor:
+    """Return the share of the keys, like rows `[.., heads, 1]` of out."""
+    return torch.sigmoid(_log_odds(lse, sink)).transpose(-1, -2).unsqueeze(-1)
 
 
 def _tail_with_share(lse: Tensor, lse_tail: Tensor, sink: Tensor) -> Tensor:
     return torch.where(lse == -torch.inf, lse_tail, lse_tail - logsigmoid(_log_odds(lse, sink)))
-
-
-def _over_share(grad_lse: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    return grad_lse / torch.sigmoid(_log_odds(lse, sink)).clamp_min(_LEAST_SHARE)
 
 
 def _sink_gradient(dsink: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

@@ -3,77 +3,64 @@
 from __future__ import annotations
 
 import inspect
-import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", minversion="3.6")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from dmattn_ops import arch, config, meta  # noqa: E402
+from dmattn_ops.call import Call, Gradients, Saved  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256 import launch as hopper_backward_256  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel  # noqa: E402
 from dmattn_ops.kernels.launching import tensor_maps  # noqa: E402
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles, Varlen  # noqa: E402
-from dmattn_ops.testing.carried import stale_bounds  # noqa: E402
-from tests.tile_builder import build_segment_tiles, build_tiles  # noqa: E402
+from dmattn_ops.problem import NO_MASK, Mask, Varlen, plain_options  # noqa: E402
+from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
+from tests.tile_builder import build_interval_tiles, build_segment_tiles, build_tiles  # noqa: E402
 
-PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-FULL, BAND, BITS, SEGMENTS = (
+FULL, BAND, BITS, SEGMENTS, INTERVALS = (
     {"LISTS": 0, "PARTIAL": False},
     {"LISTS": 0, "PARTIAL": True},
     {"LISTS": 1, "PARTIAL": True},
     {"LISTS": 2, "PARTIAL": True},
+    {"LISTS": 3, "PARTIAL": True},
 )
+HIDDEN = {"HIDDEN": True}
 KEY_BIAS = {"BIAS": 1}
 CHANGES = (KEY_BIAS, {"BIAS": 2}, {"SOFTCAP": True})
 CONFIG = config.HOPPER_BACKWARD_256
-EVERYTHING = Options(-UNBOUNDED, UNBOUNDED, 0.1, 0.0, 0.0, False)
+EVERYTHING = plain_options(0.1)
 
 
-def compile_kernel(kernel, dtype=gl.bfloat16, **constants):
-    """Compile for SM 9.0; return the kernel and what ptxas says of it."""
+def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
+    """Compile for SM 9.0."""
 
     def tensor_map(element, block, layout):
         name = {gl.bfloat16: "bf16", gl.float16: "fp16", gl.float32: "fp32"}[element]
         return f"tensordesc<{name}{block},{layout!r}>"
 
-    constants = {"D": 256, "BIAS": 0, "SOFTCAP": False, "HAS_LOW": True, "HAS_HIGH": True} | constants
+    constants = {"D": 256, "BIAS": 0, "SOFTCAP": False, "HAS_LOW": True, "HAS_HIGH": True, "HIDDEN": False} | constants
     absent = {"bias": constants["BIAS"] == 0, "key_sums": kernel is keys_kernel and constants["BIAS"] != 1}
     constants |= {name: None for name, holds in absent.items() if holds}
     block = [1, 64, 1, constants["D"]]
     rows = tensor_map(dtype, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    known = {"stat_map": tensor_map(gl.float32, [1, 64], plain), "stats": "*fp32", "bits": "*i64"}
+    known = {"stat_map": tensor_map(gl.float32, [1, 64], plain), "stats": "*fp32", "flags": "*i8", "bits": "*i64"}
     known |= {"bias": "*bf16", "key_sums": "*fp32"}
-    known |= dict.fromkeys(("lists", "q_segments", "k_segments"), "*i32")
+    known |= dict.fromkeys(("lists", "q_segments", "k_segments", "start", "end", "hidden_from", "hidden_to"), "*i32")
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_map"):
+            continue
+        if name.endswith("_map"):
             signature[name] = known.get(name, rows)
         else:
             signature[name] = known.get(name, "fp32" if name.startswith(("scale", "cap")) else "i32")
-    at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
-    source = GluonASTSource(fn=kernel, signature=signature, constexprs=at, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    said = subprocess.run(
-        [PTXAS, "-v", "--gpu-name=sm_90a", "-o", "/dev/null", "-"],
-        input=made.asm["ptx"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return made, said.stderr
+    aligned = tuple(name for name, kind in signature.items() if kind[0] == "*")
+    return compile_only(kernel, signature, constants, aligned, 90, num_warps=4)
 
 
 # Spilled bytes, none of them inside a step: with segments or a bias the dv consumer spills what it keeps across query
@@ -91,6 +78,12 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants):
         (queries_kernel, BITS, 0),
         (queries_kernel, BITS | {"dtype": gl.float16}, 0),
         (queries_kernel, SEGMENTS, 4),
+        (keys_kernel, INTERVALS, 0),
+        (keys_kernel, INTERVALS | HIDDEN, 0),
+        (queries_kernel, INTERVALS, 0),
+        (queries_kernel, INTERVALS | HIDDEN, 0),
+        (keys_kernel, INTERVALS | KEY_BIAS, 0),
+        (queries_kernel, INTERVALS | KEY_BIAS, 0),
         (keys_kernel, FULL | KEY_BIAS, 8),
         (keys_kernel, SEGMENTS | KEY_BIAS, 40),
         (queries_kernel, SEGMENTS | KEY_BIAS, 16),
@@ -100,22 +93,23 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants):
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
 def test_it_fits_an_sm_without_spills_or_serialized_products(kernel, constants, spilled):
-    made, said = compile_kernel(kernel, **constants)
-    assert made.metadata.shared <= CONFIG.shared_memory <= arch.KNOWN[90].shared_memory
-    assert not re.findall(r"C75\d\d.*", said), "ptxas serializes matrix products"
-    assert stale_bounds(made.asm["source"], 90) == []
-    assert sum(map(int, re.findall(r"(\d+) bytes spill stores", said))) <= spilled
-    ptx = made.asm["ptx"]
+    made = compile_kernel(kernel, **constants)
+    assert made.shared_memory <= CONFIG.shared_memory <= arch.KNOWN[90].shared_memory
+    assert made.faults == ""
+    assert made.spill_bytes <= spilled
+    found = made.opcodes
     loops = 2 if constants["PARTIAL"] else 1
     scores, gradient = constants.get("D", 256) // 16, 4  # instructions of a product of one step
     if kernel is keys_kernel:  # the dk consumer has one loop for steps with and without a test
         expected = (loops + 1) * (scores + gradient)
     else:
         expected = loops * 2 * (2 * scores + gradient)
-    assert len(re.findall(r"wgmma\.mma_async\S+", ptx)) == expected
-    assert "cp.async.bulk.tensor.4d.shared" in ptx
-    assert "cp.async.bulk.tensor.4d.global" in ptx
-    assert not re.findall(r"\b(?:red|atom)\.\S+", ptx), "results must not depend on the order of blocks"
+    assert found["HGMMA"] == expected
+    assert found["UTMALDG"] >= 4
+    assert found["UTMASTG"] == 2
+    assert not found["RED"] + found["REDG"] + found["ATOM"] + found["ATOMG"], (
+        "results must not depend on the order of blocks"
+    )
 
 
 def inputs(dtype=torch.bfloat16, dim=192, dim_v=160, heads=4):
@@ -127,7 +121,7 @@ def inputs(dtype=torch.bfloat16, dim=192, dim_v=160, heads=4):
 
 
 def reasons(query, key, value, bias=None, varlen=None, options=EVERYTHING):
-    return hopper_backward_256.refusals(query, key, value, bias, Tiles(), None, varlen, options)
+    return hopper_backward_256.refusals(Call(query, key, value, bias, NO_MASK, None, None, varlen, options))
 
 
 def test_it_takes_16_bit_heads_up_to_256_wide():
@@ -184,13 +178,12 @@ def launched(monkeypatch):
     return kernels
 
 
-def launch(query, key, value, tiles=Tiles(), options=EVERYTHING, grad_out=None):  # noqa: B008 - a tuple
-    out, lse = meta.forward_outputs(query, value)
-    grads = meta.backward_outputs(query, key, value, None, False)
-    grad_out = out if grad_out is None else grad_out
-    call = (grad_out, None, query, key, value, out, lse, None, tiles, None, None, options, *grads[:3], None)
-    hopper_backward_256.backward(*call, CONFIG.config)
-    return grads
+def launch(query, key, value, mask=NO_MASK, options=EVERYTHING, grad_out=None):
+    out, lse, lse_tail, _ = meta.forward_outputs(query, value, False)
+    dq, dk, dv, *_ = meta.backward_outputs(query, key, value, None, None)
+    call = Call(query, key, value, None, mask, None, None, None, options)
+    grads = Gradients(out if grad_out is None else grad_out, None, dq, dk, dv, None)
+    hopper_backward_256.backward(call, Saved(out, lse, lse_tail), grads, CONFIG.config)
 
 
 def test_each_kernel_gets_an_argument_for_every_parameter_and_a_grid_that_covers_the_problem(launched):
@@ -202,6 +195,12 @@ def test_each_kernel_gets_an_argument_for_every_parameter_and_a_grid_that_covers
     }
     for kernel in launched.values():
         assert len(kernel.arguments) == len(kernel.signature.parameters)
+    rows = 2 * 4 * 384
+    for name in ("keys_kernel", "queries_kernel"):
+        arguments = launched[name].arguments
+        assert (arguments["total"], arguments["n_flags"]) == (rows, rows // 64)
+        assert arguments["stats"].numel() == 4 * rows and arguments["flags"].numel() >= rows // 64
+        assert arguments["flags"].data_ptr() == arguments["stats"].data_ptr() + 16 * rows  # no flag is a statistic
     assert launched["keys_kernel"].arguments["PARTIAL"] is False
     assert launched["queries_kernel"].arguments["PARTIAL"] is True  # 411 keys end inside a step
     launch(*inputs(), options=EVERYTHING._replace(band_hi=0))
@@ -214,7 +213,7 @@ def test_each_kernel_gets_an_argument_for_every_parameter_and_a_grid_that_covers
 def test_lists_and_bits_are_read_with_the_strides_of_their_own_heads(launched, batch, heads):
     keep = torch.rand(batch, heads, 333, 411) < 0.5
     tiles = build_tiles(keep)
-    launch(*inputs(), tiles=tiles)
+    launch(*inputs(), mask=tiles)
     assert launched["keys_kernel"].grid == (2 * 2 * 8,)  # both halves of four tiles
     for name, lists, bits in (
         ("keys_kernel", tiles.col_tiles, tiles.col_bits),
@@ -231,10 +230,28 @@ def test_lists_and_bits_are_read_with_the_strides_of_their_own_heads(launched, b
             assert (arguments[list_name], arguments[bits_name]) == expected
 
 
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (2, 2), (2, 4)])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_intervals_are_read_with_the_strides_of_their_own_heads(launched, batch, heads, hidden):
+    ends = [torch.randint(0, 334, (batch, heads, 411), dtype=torch.int32) for _ in range(4)]
+    mask = build_interval_tiles(*ends[: 4 if hidden else 2], seqlen_q=333)
+    launch(*inputs(), mask=mask)
+    for name, lists in (("keys_kernel", mask.col_tiles), ("queries_kernel", mask.row_tiles)):
+        arguments = launched[name].arguments
+        assert (arguments["LISTS"], arguments["HIDDEN"], arguments["PARTIAL"]) == (3, hidden, True)
+        assert arguments["lists"] is lists
+        found = [arguments[part] for part in ("start", "end", "hidden_from", "hidden_to")]
+        assert all(one is other for one, other in zip(found, ends[: 4 if hidden else 2], strict=False))
+        assert arguments["mask_group"] == arguments["segment_group"] == 4 // heads
+        strides = 0 if batch == 1 else heads * 411, 0 if heads == 1 else 411
+        assert (arguments["k_segments_b"], arguments["k_segments_h"]) == strides
+        assert arguments["q_segments_b"] == 0
+
+
 def test_segments_that_queries_lack_are_zero(launched):
     key_segments = -(torch.rand(2, 2, 411) < 0.4).int()
     keep = (key_segments == 0).unsqueeze(2).expand(2, 2, 333, 411)
-    launch(*inputs(), tiles=build_segment_tiles(keep, None, key_segments))
+    launch(*inputs(), mask=build_segment_tiles(keep, None, key_segments))
     arguments = launched["queries_kernel"].arguments
     assert arguments["LISTS"] == 2
     assert arguments["segment_group"] == 2

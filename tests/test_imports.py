@@ -26,6 +26,7 @@ ARROWS = {
     "problem": (),
     "require": (),
     "environment": (),
+    "biases": (),
     "recording": (),
     "selection": (),
     "version": (),
@@ -52,7 +53,7 @@ ARROWS = {
     "sinks": ("recording", "call"),
     "tuning": ("problem", "environment", "arch", "shared_files", "config", "choose", "call"),
     "validation": ("problem", "require", "meta", "call"),
-    "kernels": ("problem", "recording", "selection", "arch", "config", "call", "packing"),
+    "kernels": ("problem", "recording", "selection", "meta", "arch", "config", "call", "packing"),
     "cost": ("problem", "arch", "config", "tuning"),
     "dispatch": (
         "environment",
@@ -70,6 +71,9 @@ ARROWS = {
     "masks": ("problem", "require", "bands", "layout", "tile_mask", "values", "block_mask", "validation"),
     "meta.fakes": ("problem", "require", "meta", "ops", "call", "validation"),
     "api": ("problem", "require", "bands", "tile_mask", "values", "autograd", "validation", "masks"),
+    "nn": ("tile_mask", "masks", "api"),
+    "compat": ("problem", "biases", "bands", "layout", "tile_mask", "reference", "masks", "api"),
+    "integrations": ("layout", "tile_mask", "masks", "api", "nn"),
     "implementations": ("problem", "layout", "meta", "ops", "plans", "values", "call", "dispatch", "meta.fakes"),
     "explain": (
         "problem",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops.problem import HEADER, TILE, WORD_BITS, Mask
+from dmattn_ops import layout
+from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS, Mask
 
 
 def pad_to_tiles(keep: Tensor) -> Tensor:
@@ -75,3 +76,18 @@ def build_segment_tiles(keep: Tensor, q_segments: Tensor | None, k_segments: Ten
         q_segments=q_segments,
         k_segments=k_segments,
     )
+
+
+def build_interval_tiles(
+    start: Tensor,
+    end: Tensor,
+    hidden_from: Tensor | None = None,
+    hidden_to: Tensor | None = None,
+    *,
+    seqlen_q: int,
+    band: tuple[int, int] = (-UNBOUNDED, UNBOUNDED),
+) -> Mask:
+    """Build the lists of intervals `[Bm, Hm, Sk]` inside a band; full tiles are those in which every pair is visible."""
+    shown = Mask(start=start, end=end, hidden_from=hidden_from, hidden_to=hidden_to)
+    states = tile_states(layout.dense(shown, *band, seqlen_q, start.shape[-1]))
+    return shown._replace(row_tiles=build_lists(states), col_tiles=build_lists(states.mT))

@@ -1,13 +1,8 @@
-// Backward: five products per tile, scores held transposed ([keys][queries]), so that dk and dv need no transposition
-// and only dS is turned, for dq. One item owns some key tiles of some pairs: it writes their dk and dv, and its own
-// partial dq; partials are added in a fixed order afterwards. No atomics: results do not depend on timing.
-#include "kernels.h"
-
-#include <cmath>
-
+// Backward: one item owns some key tiles of some pairs: it writes their dk and dv, and its own partial dq; partials are
+// added in a fixed order afterwards. No atomics: results do not depend on timing.
 #include "backward_workspace.h"
-#include "gemm.h"
-#include "visibility.h"
+#include "differentiate.h"
+#include "packed.h"
 
 namespace dmattn {
 namespace {
@@ -16,8 +11,7 @@ template <typename T>
 class BackwardWorker {
  public:
   BackwardWorker(const BackwardCall<T>& call, const BackwardWave<T>& wave, const Gemm& gemm)
-      : call_(call), problem_(call.problem), wave_(wave), gemm_(gemm) {}
-  ~BackwardWorker() { gemm_.release(); }
+      : call_(call), problem_(call.problem), wave_(wave), differentiate_(call.problem, gemm) {}
 
   void operator()(int64_t item) {
     const int64_t chunk = item % wave_.chunks;
@@ -29,13 +23,6 @@ class BackwardWorker {
   }
 
  private:
-  struct Work {
-    const Pair& pair;
-    int64_t head, query_slot, query_tile, key_tile;
-    int64_t valid_queries, valid_keys;
-    int64_t rows, cols;  // padded extents: keys and queries
-  };
-
   void own_tile(const Pair& pair, int64_t tile, int64_t chunk) {
     const Sequence& sequence = problem_.sequence(pair.batch);
     const int64_t valid_keys = std::min(kTile, sequence.k_length - tile * kTile);
@@ -47,24 +34,16 @@ class BackwardWorker {
       for (const TileRef& other : tiles_) {
         Bits visible;
         if (!other.full && !side.tile_bits(tile, other.index, visible_.data(), visible)) continue;
-        const int64_t valid_queries = std::min(kTile, sequence.q_length - other.index * kTile);
-        const Work work{pair,
-                        head,
-                        pair.query_slot(g, other.index),
-                        other.index,
-                        tile,
-                        valid_queries,
-                        valid_keys,
-                        padded_extent(valid_keys),
-                        padded_extent(valid_queries)};
         if (!has_keys_) pack_keys(pair, tile, valid_keys);
-        visit(work, visible, chunk);
+        visit(pair, g, other.index, tile, visible, chunk);
       }
     }
     for (int64_t r = 0; r < valid_keys; ++r) {
       const int64_t row = sequence.k_start + tile * kTile + r;
-      store_row(dk_.at(r * wave_.width), problem_.scale, problem_.dim, call_.dk.at(pair.batch, row, pair.kv_head));
-      store_row(dv_.at(r * wave_.value_width), 1, problem_.value_dim, call_.dv.at(pair.batch, row, pair.kv_head));
+      store_gradient<T>(has_acc_ ? dk_.at(r * wave_.width) : nullptr, in_range<T>(problem_.scale), call_.dk,
+                        pair.batch, row, pair.kv_head);
+      store_gradient<T>(has_acc_ ? dv_.at(r * wave_.value_width) : nullptr, 1, call_.dv, pair.batch, row,
+                        pair.kv_head);
     }
   }
 
@@ -73,109 +52,65 @@ class BackwardWorker {
     pack_rows<T>(problem_.key, pair.batch, first, valid_keys, pair.kv_head, key_.data());
     pack_rows<T>(problem_.value, pair.batch, first, valid_keys, pair.kv_head, value_.data());
     has_keys_ = true;
+    finite_ = rows_are_finite(key_.data(), valid_keys, wave_.width);
   }
 
-  void store_row(const T* source, double factor, int64_t n, char* target) const {
-    if (has_acc_)
-      math_.store(source, in_range<T>(factor), n, target, problem_.query.element);
-    else
-      std::memset(target, 0, static_cast<size_t>(n * element_size(problem_.query.element)));
-  }
-
-  void visit(const Work& work, const Bits& visible, int64_t chunk) {
-    const int64_t width = wave_.width, value_width = wave_.value_width;
-    gemm_(work.rows, work.cols, width, key_.data(), width, wave_.query_columns(work.query_slot), kTile, false,
-          scores_.data(), kTile);
-    gemm_(work.rows, work.cols, value_width, value_.data(), value_width, wave_.grad_columns(work.query_slot), kTile,
-          false, grad_scores_.data(), kTile);
-    const T factor = finish_scores(work);
-    Bits keep;
-    if (const Dropout& dropout = problem_.dropout) {
-      dropout_bits(dropout, dropout.seed(work.pair.batch, work.head), work.query_tile * kTile, work.valid_queries,
-                   work.key_tile * kTile, turned_bits_.data());
-      bit_math().transpose(turned_bits_.data(), kTileWords, keep_.data(), kTileWords);
-      keep = {keep_.data(), kTileWords};
-    }
-    math_.gradient_step(scores_.data(), grad_scores_.data(), work.rows, work.cols, factor, visible, keep,
-                        static_cast<T>(problem_.dropout.scale),
-                        {wave_.lse(work.query_slot), wave_.lse_tail(work.query_slot), wave_.delta(work.query_slot)});
-    gemm_(work.rows, value_width, work.cols, scores_.data(), kTile, wave_.grad_rows(work.query_slot), value_width,
-          has_acc_, dv_.data(), value_width);
-    if (call_.dbias.data) add_bias_gradient(work);
-    if (problem_.softcap != 0) math_.multiply(grad_scores_.data(), slope_.data(), work.rows, work.cols);
-    gemm_(work.rows, width, work.cols, grad_scores_.data(), kTile, wave_.query_rows(work.query_slot), width, has_acc_,
-          dk_.data(), width);
-    math_.transpose(grad_scores_.data(), kTile, work.rows, work.cols, scores_.data(), kTile);
-    uint8_t& touched = wave_.touched(chunk, work.query_slot);
-    gemm_(work.cols, width, work.rows, scores_.data(), kTile, key_.data(), width, touched != 0,
-          wave_.dq(chunk, work.query_slot), width);
+  void visit(const Pair& pair, int64_t head_in_group, int64_t query_tile, int64_t key_tile, const Bits& visible,
+             int64_t chunk) {
+    const Sequence& sequence = problem_.sequence(pair.batch);
+    const int64_t head = pair.kv_head * problem_.group + head_in_group;
+    const int64_t slot = pair.query_slot(head_in_group, query_tile);
+    uint8_t& touched = wave_.touched(chunk, slot);
+    const TilePair<T> tiles{.batch = pair.batch,
+                            .head = head,
+                            .first_query = query_tile * kTile,
+                            .queries = std::min(kTile, sequence.q_length - query_tile * kTile),
+                            .keys = std::min(kTile, sequence.k_length - key_tile * kTile),
+                            .positions = {.first = key_tile * kTile},
+                            .panel = wave_.panel(slot),
+                            .key = key_.data(),
+                            .value = value_.data(),
+                            .dk = dk_.data(),
+                            .dv = dv_.data(),
+                            .dq = wave_.dq(chunk, slot),
+                            .has_keys = has_acc_,
+                            .has_dq = touched != 0,
+                            .finite_keys = finite_,
+                            .finite_queries = wave_.finite(slot) != 0,
+                            .bias = bias_of_tile(pair.batch, head, query_tile, sequence.k_start + key_tile * kTile)};
+    differentiate_(tiles, visible);
     touched = 1;
     has_acc_ = true;
   }
 
-  // Softcap and bias; returns the factor that the stored scores are still to be multiplied by.
-  T finish_scores(const Work& work) {
-    T factor = in_range<T>(problem_.scale);
-    if (problem_.softcap != 0) {
-      math_.cap(scores_.data(), work.rows, work.cols, softcap_, slope_.data());
-      factor = 1;
+  TileBias<T> bias_of_tile(int64_t batch, int64_t head, int64_t query_tile, int64_t first_key) const {
+    TileBias<T> tile;
+    if (const Bias& bias = problem_.bias) {
+      const int64_t bias_head = broadcast_head(head, problem_.heads, bias.heads);
+      tile.bias = bias.at(batch, bias_head, query_tile * kTile, first_key);
+      tile.element = bias.element;
+      tile.row_stride = bias.row_stride;
     }
-    if (problem_.bias) {
-      const Bias& bias = problem_.bias;
-      const int64_t head = broadcast_head(work.head, problem_.heads, bias.heads);
-      const int64_t first_key = problem_.sequence(work.pair.batch).k_start + work.key_tile * kTile;
-      const char* at = bias.at(work.pair.batch, head, work.query_tile * kTile, first_key);
-      std::fill(bias_.data(), bias_.at(kTile * kTile), T(0));
-      if (bias.row_stride == 0) {
-        math_.load(at, bias.element, work.valid_keys, bias_.data());
-        math_.add_row_bias(scores_.data(), work.rows, work.cols, factor, bias_.data());
-      } else {
-        for (int64_t r = 0; r < work.valid_queries; ++r)
-          math_.load(at + r * bias.row_stride, bias.element, work.valid_keys, bias_.at(r * kTile));
-        math_.transpose(bias_.data(), kTile, work.cols, work.rows, turned_.data(), kTile);
-        math_.add_bias(scores_.data(), work.rows, work.cols, factor, turned_.data(),
-                       sizeof(T) == 8 ? Element::f64 : Element::f32, kTile * int64_t{sizeof(T)});
-      }
-      factor = 1;
+    if (const BiasGradient<T>& dbias = call_.dbias; dbias.data) {
+      tile.grad = dbias.at(batch, broadcast_head(head, problem_.heads, dbias.heads), query_tile * kTile, first_key);
+      tile.grad_row_stride = dbias.row_stride;
     }
-    return factor;
-  }
-
-  // dbias += dS, over the bias's own shape; only this item touches these elements.
-  void add_bias_gradient(const Work& work) {
-    const BiasGradient<T>& dbias = call_.dbias;
-    const int64_t head = broadcast_head(work.head, problem_.heads, dbias.heads);
-    const int64_t first_key = problem_.sequence(work.pair.batch).k_start + work.key_tile * kTile;
-    T* at = dbias.at(work.pair.batch, head, work.query_tile * kTile, first_key);
-    if (dbias.row_stride == 0) return math_.add_row_sums(at, grad_scores_.data(), work.valid_keys, work.cols);
-    math_.transpose(grad_scores_.data(), kTile, work.rows, work.cols, turned_.data(), kTile);
-    for (int64_t r = 0; r < work.valid_queries; ++r)
-      math_.add(at + r * dbias.row_stride, turned_.at(r * kTile), work.valid_keys);
+    return tile;
   }
 
   const BackwardCall<T>& call_;
   const Problem& problem_;
   const BackwardWave<T>& wave_;
-  const Gemm& gemm_;
-  const TileMath<T>& math_ = tile_math<T>();
-  const SoftCap<T> softcap_ = softcap_of<T>(problem_);
-  Buffer<T> scores_{kTile * kTile}, grad_scores_{kTile * kTile};
-  Buffer<T> slope_{problem_.softcap != 0 ? kTile * kTile : 0};
-  Buffer<T> bias_{problem_.bias ? kTile * kTile : 0}, turned_{problem_.bias ? kTile * kTile : 0};
+  Differentiate<T> differentiate_;
   Buffer<T> key_{kTile * wave_.width}, value_{kTile * wave_.value_width};
   Buffer<T> dk_{kTile * wave_.width}, dv_{kTile * wave_.value_width};
-  Buffer<uint32_t> visible_{kTile * kTileWords}, keep_{kTile * kTileWords}, turned_bits_{kTile * kTileWords};
+  Buffer<uint32_t> visible_{kTile * kTileWords};
   std::vector<TileRef> tiles_;
-  bool has_acc_ = false, has_keys_ = false;
+  bool has_acc_ = false, has_keys_ = false, finite_ = true;
 };
 
 template <typename T>
-void run(const Problem& problem, const Gradients& gradients) {
-  if (!problem.covers_everything)
-    for (const at::Tensor* gradient : {&gradients.dq, &gradients.dk, &gradients.dv}) gradient->zero_();
-  at::Tensor dbias_sums;
-  const BackwardCall<T> call(problem, gradients, dbias_sums);
-  const Gemm gemm;
+void run_by_tiles(const BackwardCall<T>& call, const Gemm& gemm) {
   for (const Wave& part : BackwardWave<T>::cut(call)) {
     const BackwardWave<T> wave(call, part);
     wave.fill(call);
@@ -185,6 +120,19 @@ void run(const Problem& problem, const Gradients& gradients) {
     });
     wave.write_dq(call);
   }
+}
+
+template <typename T>
+void run(const Problem& problem, const Gradients& gradients) {
+  if (!problem.covers_everything)
+    for (const at::Tensor* gradient : {&gradients.dq, &gradients.dk, &gradients.dv}) gradient->zero_();
+  at::Tensor dbias_sums;
+  const BackwardCall<T> call(problem, gradients, dbias_sums);
+  const Gemm gemm;
+  if (const auto packing = plan_packing(problem))
+    backward_packed<T>(call, *packing, gemm);
+  else
+    run_by_tiles<T>(call, gemm);
   if (dbias_sums.defined() && !dbias_sums.is_same(*gradients.dbias)) gradients.dbias->copy_(dbias_sums);
 }
 

@@ -12,11 +12,6 @@ constexpr int64_t kPartialBytes = int64_t{256} << 20;  // of all partial dq of a
 // half of it.
 constexpr int64_t kItems = 16;
 
-// Elements of a query slot without dq.
-int64_t slot_size(const Problem& problem) {
-  return (2 * (padded_width(problem.dim) + padded_width(problem.value_dim)) + 3) * kTile;
-}
-
 std::vector<std::vector<int64_t>> make_groups(const Wave& wave, bool per_batch, bool per_kv_head) {
   std::map<std::pair<int64_t, int64_t>, std::vector<int64_t>> groups;
   for (size_t index = 0; index < wave.pairs.size(); ++index) {
@@ -73,7 +68,8 @@ BackwardCall<T>::BackwardCall(const Problem& problem, const Gradients& gradients
 
 template <typename T>
 std::vector<Wave> BackwardWave<T>::cut(const BackwardCall<T>& call) {
-  const int64_t elements = slot_size(call.problem) + padded_width(call.problem.dim) * kTile;
+  const int64_t width = padded_width(call.problem.dim), value_width = padded_width(call.problem.value_dim);
+  const int64_t elements = QueryPanel<T>::size(width, value_width) + width * kTile;
   return make_waves(call.problem, elements * int64_t{sizeof(T)}, 0);
 }
 
@@ -86,52 +82,54 @@ BackwardWave<T>::BackwardWave(const BackwardCall<T>& call, const Wave& wave)
       chunks(make_chunks(wave, static_cast<int64_t>(groups.size()),
                          static_cast<int64_t>(wave.query_tiles.size()) * kTile * width * int64_t{sizeof(T)})),
       query_slots_(static_cast<int64_t>(wave.query_tiles.size())),
-      slot_size_(slot_size(call.problem)),
+      slot_size_(QueryPanel<T>::size(width, value_width)),
       storage_(query_slots_ * (slot_size_ + chunks * kTile * width)),
-      touched_(static_cast<size_t>(chunks * query_slots_)) {}
+      touched_(static_cast<size_t>(chunks * query_slots_)),
+      finite_(static_cast<size_t>(query_slots_)) {}
+
+template <typename T>
+bool QueryPanel<T>::fill(const BackwardCall<T>& call, int64_t batch, int64_t head, int64_t tile, T* scratch) const {
+  constexpr T infinity = std::numeric_limits<T>::infinity();
+  const Sequence& sequence = call.problem.sequence(batch);
+  const int64_t offset = tile * kTile, valid = std::min(kTile, sequence.q_length - offset);
+  const int64_t first = sequence.q_start + offset;
+  const int64_t width = padded_width(call.problem.dim), value_width = padded_width(call.problem.value_dim);
+  pack_rows<T>(call.problem.query, batch, first, valid, head, rows);
+  pack_rows<T>(call.grad_out, batch, first, valid, head, grad_rows);
+  std::fill(lse, lse + kTile, infinity);
+  std::fill(lse_tail, lse_tail + kTile, T(0));
+  for (int64_t r = 0; r < valid; ++r) {
+    const T whole = call.lse.at(batch, head, first + r);
+    if (whole != -infinity) {
+      lse[r] = whole;
+      lse_tail[r] = call.lse_tail.at(batch, head, first + r);
+      continue;
+    }
+    // An empty row gives nothing to anybody, not even 0 * NaN.
+    std::fill(rows + r * width, rows + (r + 1) * width, T(0));
+    std::fill(grad_rows + r * value_width, grad_rows + (r + 1) * value_width, T(0));
+  }
+  pack_columns<T>(rows, valid, width, columns);
+  pack_columns<T>(grad_rows, valid, value_width, grad_columns);
+  pack_rows<T>(call.out, batch, first, valid, head, scratch);
+  pack_columns<T>(scratch, valid, value_width, scratch + kTile * value_width);
+  tile_math<T>().column_dots(grad_columns, scratch + kTile * value_width, value_width, padded_extent(valid), delta);
+  for (int64_t r = 0; r < valid; ++r)
+    if (call.grad_lse.data && lse[r] != infinity) delta[r] -= call.grad_lse.at(batch, head, first + r);
+  return rows_are_finite(rows, valid, width) && rows_are_finite(grad_rows, valid, value_width);
+}
 
 template <typename T>
 void BackwardWave<T>::fill(const BackwardCall<T>& call) const {
   for_each_item(query_slots_, [&] {
-    return [&, out_tile = std::make_unique<Buffer<T>>(2 * kTile * value_width)](int64_t item) {
-      fill_slot(call, wave.query_tiles[item], out_tile->data());
+    return [&, scratch = std::make_unique<Buffer<T>>(2 * kTile * value_width)](int64_t item) {
+      const QueryTile& tile = wave.query_tiles[item];
+      const Pair& pair = wave.pairs[tile.pair];
+      const int64_t head = pair.kv_head * call.problem.group + tile.head_in_group;
+      const int64_t slot = pair.query_slot(tile.head_in_group, tile.tile);
+      finite_[slot] = panel(slot).fill(call, pair.batch, head, tile.tile, scratch->data());
     };
   });
-}
-
-template <typename T>
-void BackwardWave<T>::fill_slot(const BackwardCall<T>& call, const QueryTile& tile, T* out_tile) const {
-  const Pair& pair = wave.pairs[tile.pair];
-  const Sequence& sequence = call.problem.sequence(pair.batch);
-  const int64_t offset = tile.tile * kTile, valid = std::min(kTile, sequence.q_length - offset);
-  const int64_t first = sequence.q_start + offset;
-  const int64_t head = pair.kv_head * call.problem.group + tile.head_in_group;
-  const int64_t slot = pair.query_slot(tile.head_in_group, tile.tile);
-  pack_rows<T>(call.problem.query, pair.batch, first, valid, head, query_rows(slot));
-  pack_rows<T>(call.grad_out, pair.batch, first, valid, head, grad_rows(slot));
-  T *lse_at = lse(slot), *tail_at = lse_tail(slot), *delta_at = delta(slot);
-  std::fill(lse_at, lse_at + kTile, std::numeric_limits<T>::infinity());
-  std::fill(tail_at, tail_at + kTile, T(0));
-  for (int64_t r = 0; r < valid; ++r) {
-    const T lse = call.lse.at(pair.batch, head, first + r);
-    if (lse != -std::numeric_limits<T>::infinity()) {
-      lse_at[r] = lse;
-      tail_at[r] = call.lse_tail.at(pair.batch, head, first + r);
-      continue;
-    }
-    // An empty row gives nothing to anybody, not even 0 * NaN.
-    std::fill(query_rows(slot) + r * width, query_rows(slot) + (r + 1) * width, T(0));
-    std::fill(grad_rows(slot) + r * value_width, grad_rows(slot) + (r + 1) * value_width, T(0));
-  }
-  pack_columns<T>(query_rows(slot), valid, width, query_columns(slot));
-  pack_columns<T>(grad_rows(slot), valid, value_width, grad_columns(slot));
-  pack_rows<T>(call.out, pair.batch, first, valid, head, out_tile);
-  pack_columns<T>(out_tile, valid, value_width, out_tile + kTile * value_width);
-  tile_math<T>().column_dots(grad_columns(slot), out_tile + kTile * value_width, value_width, padded_extent(valid),
-                             delta_at);
-  for (int64_t r = 0; r < valid; ++r)
-    if (call.grad_lse.data && lse_at[r] != std::numeric_limits<T>::infinity())
-      delta_at[r] -= call.grad_lse.at(pair.batch, head, first + r);
 }
 
 template <typename T>
@@ -153,19 +151,17 @@ void BackwardWave<T>::write_dq(const BackwardCall<T>& call) const {
         else
           sum = dq(chunk, item);
       }
-      for (int64_t r = 0; r < valid; ++r) {
-        char* target = call.dq.at(pair.batch, first + r, head);
-        if (sum)
-          math.store(sum + r * width, in_range<T>(call.problem.scale), call.problem.dim, target, call.dq.element);
-        else
-          std::memset(target, 0, static_cast<size_t>(call.problem.dim * element_size(call.dq.element)));
-      }
+      for (int64_t r = 0; r < valid; ++r)
+        store_gradient<T>(sum ? sum + r * width : nullptr, in_range<T>(call.problem.scale), call.dq, pair.batch,
+                          first + r, head);
     };
   });
 }
 
 template struct BackwardCall<float>;
 template struct BackwardCall<double>;
+template struct QueryPanel<float>;
+template struct QueryPanel<double>;
 template class BackwardWave<float>;
 template class BackwardWave<double>;
 

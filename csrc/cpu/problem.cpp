@@ -114,6 +114,20 @@ at::Tensor contiguous_or_none(const MaybeTensor& tensor, at::ScalarType dtype) {
   return tensor.has_value() ? tensor->to(dtype).contiguous() : at::Tensor();
 }
 
+void add_intervals(Problem& problem, const Arguments& arguments) {
+  if (!arguments.start.has_value()) return;
+  const MaskTensors& mask = problem.mask;
+  const int64_t batch = mask.start.size(0), heads = mask.start.size(1), keys = mask.start.size(2);
+  const auto part = [&](const at::Tensor& tensor, int64_t index) {
+    return tensor.defined() ? tensor.const_data_ptr<int32_t>() + index * keys : nullptr;
+  };
+  problem.interval_heads = heads;
+  for (int64_t index = 0; index < batch * heads; ++index)
+    problem.intervals.emplace_back(part(mask.start, index), part(mask.end, index), part(mask.hidden_from, index),
+                                   part(mask.hidden_to, index), keys, arguments.query.size(1));
+  if (arguments.at_most.has_value()) check_promise(problem, *arguments.at_most);
+}
+
 }  // namespace
 
 Problem make_problem(const Arguments& arguments) {
@@ -148,6 +162,7 @@ Problem make_problem(const Arguments& arguments) {
   problem.scale = arguments.softmax_scale;
   problem.softcap = arguments.softcap;
   add_dropout(problem, arguments);
+  add_intervals(problem, arguments);
   return problem;
 }
 

@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "intervals.h"
 #include "tile_math.h"
 
 namespace dmattn {
@@ -103,10 +104,20 @@ struct Problem {
   Rows query, key, value;
   Bias bias;
   MaskTensors mask;
+  std::vector<Intervals> intervals;  // [1 or B, heads of the mask], of the tensors in `mask`
+  int64_t interval_heads = 0;
   Dropout dropout;
   double scale, softcap;
 
   const Sequence& sequence(int64_t batch_index) const { return sequences[batch_index]; }
+  // The place in `intervals` of a query head, and those intervals; null where the mask has none.
+  int64_t interval_head(int64_t batch_index, int64_t head) const {
+    const bool shared = static_cast<int64_t>(intervals.size()) == interval_heads;
+    return (shared ? 0 : batch_index * interval_heads) + head * interval_heads / heads;
+  }
+  const Intervals* intervals_of(int64_t batch_index, int64_t head) const {
+    return intervals.empty() ? nullptr : &intervals[interval_head(batch_index, head)];
+  }
 };
 
 // The arguments that forward and backward share, in the order of the operators' schemas.

@@ -71,11 +71,14 @@ struct TileMath {
   // scores become probabilities (after dropout), grad_probs becomes P * (dP - delta). Rows are keys, columns queries.
   void (*gradient_step)(T* scores, T* grad_probs, int64_t rows, int64_t cols, T factor, Bits visible, Bits keep,
                         T keep_factor, const QueryStatistics<T>& statistics);
+  // A value of 0 stays 0, also beside NaN.
   void (*multiply)(T* values, const T* factors, int64_t rows, int64_t cols);
   void (*add)(T* target, const T* source, int64_t n);
   void (*add_row_sums)(T* target, const T* values, int64_t valid_rows, int64_t cols);
   // target[c] = sum over rows of left[r, c] * right[r, c].
   void (*column_dots)(const T* left, const T* right, int64_t rows, int64_t cols, T* target);
+  // Whether `n` values, a multiple of 16, hold neither infinity nor NaN.
+  bool (*finite)(const T* values, int64_t n);
 };
 
 struct BitMath {
@@ -88,6 +91,9 @@ struct BitMath {
   // Dropout of one query over 128 keys in groups of four from `first_group`: bit c is set where key 4 first_group + c is
   // kept.
   void (*philox_keep)(uint64_t seed, uint32_t query, uint32_t first_group, uint32_t threshold, uint32_t* words);
+  // The same for the 128 keys at `positions`.
+  void (*philox_keep_at)(uint64_t seed, uint32_t query, const uint32_t* positions, uint32_t threshold,
+                         uint32_t* words);
 };
 
 // The best instruction set this processor has, as torch sees it (ATEN_CPU_CAPABILITY is respected).

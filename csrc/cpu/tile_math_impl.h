@@ -239,8 +239,13 @@ void gradient_step(T* scores, T* grad_probs, int64_t rows, int64_t cols, T facto
 
 template <typename T>
 void multiply(T* values, const T* factors, int64_t rows, int64_t cols) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < cols; ++c) values[r * kTile + c] *= factors[r * kTile + c];
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; c += kLanes<T>) {
+      T* at = values + r * kTile + c;
+      const Vec<T> value = load_vector<T>(at);
+      store_vector<T>(at, value == 0 ? Vec<T>{} : value * load_vector<T>(factors + r * kTile + c));
+    }
+  }
 }
 
 template <typename T>
@@ -275,6 +280,13 @@ void column_dots(const T* left, const T* right, int64_t rows, int64_t cols, T* t
       total = multiply_add_exactly<T>(load_vector<T>(left + r * kTile + c), load_vector<T>(right + r * kTile + c), total);
     store_vector<T>(target + c, total);
   }
+}
+
+template <typename T>
+bool finite(const T* values, int64_t n) {
+  Vec<T> total{};  // stays 0, unless something times 0 is NaN
+  for (int64_t k = 0; k < n; k += kLanes<T>) total += load_vector<T>(values + k) * T(0);
+  return lanes_total<T>(total) == 0;
 }
 
 // ---- bits ----
@@ -335,12 +347,10 @@ void transpose_bits(const uint32_t* source, int64_t source_stride, uint32_t* tar
   }
 }
 
-// Philox4x32-10: one call for four neighbouring keys, 32 calls side by side.
-void philox_keep(uint64_t seed, uint32_t query, uint32_t first_group, uint32_t threshold, uint32_t* words) {
-  constexpr int calls = kTile / 4;
-  uint32_t x[4][calls];
+// Philox4x32-10, `calls` of them side by side, of the counters (x[0], query, 0, 0); x receives the four words of each.
+template <int calls>
+DMATTN_INLINE void philox(uint64_t seed, uint32_t query, uint32_t (*x)[calls]) {
   for (int k = 0; k < calls; ++k) {
-    x[0][k] = first_group + static_cast<uint32_t>(k);
     x[1][k] = query;
     x[2][k] = 0;
     x[3][k] = 0;
@@ -355,6 +365,14 @@ void philox_keep(uint64_t seed, uint32_t query, uint32_t first_group, uint32_t t
       x[3][k] = static_cast<uint32_t>(a);
     }
   }
+}
+
+// One call for four neighbouring keys.
+void philox_keep(uint64_t seed, uint32_t query, uint32_t first_group, uint32_t threshold, uint32_t* words) {
+  constexpr int calls = kTile / 4;
+  uint32_t x[4][calls];
+  for (int k = 0; k < calls; ++k) x[0][k] = first_group + static_cast<uint32_t>(k);
+  philox<calls>(seed, query, x);
   for (int w = 0; w < kTileWords; ++w) {
     uint32_t word = 0;
     for (int k = 0; k < 8; ++k)
@@ -363,10 +381,22 @@ void philox_keep(uint64_t seed, uint32_t query, uint32_t first_group, uint32_t t
   }
 }
 
+void philox_keep_at(uint64_t seed, uint32_t query, const uint32_t* positions, uint32_t threshold, uint32_t* words) {
+  uint32_t x[4][kTile];
+  for (int k = 0; k < kTile; ++k) x[0][k] = positions[k] >> 2;
+  philox<kTile>(seed, query, x);
+  for (int w = 0; w < kTileWords; ++w) {
+    uint32_t word = 0;
+    for (int k = 0; k < 32; ++k) word |= uint32_t{(x[positions[32 * w + k] & 3][32 * w + k] >> 8) >= threshold} << k;
+    words[w] = word;
+  }
+}
+
 template <typename T>
 constexpr TileMath<T> make_tile_math() {
-  return {load<T>, store<T>,         transpose<T>, cap<T>, add_bias<T>,     add_row_bias<T>, softmax_step<T>,
-          drop<T>, gradient_step<T>, multiply<T>,  add<T>, add_row_sums<T>, column_dots<T>};
+  return {load<T>,         store<T>, transpose<T>,     cap<T>,      add_bias<T>, add_row_bias<T>,
+          softmax_step<T>, drop<T>,  gradient_step<T>, multiply<T>, add<T>,      add_row_sums<T>,
+          column_dots<T>,  finite<T>};
 }
 
 }  // namespace
@@ -377,7 +407,7 @@ extern const TileMath<double> math_f64;
 extern const BitMath bits;
 constinit const TileMath<float> math_f32 = make_tile_math<float>();
 constinit const TileMath<double> math_f64 = make_tile_math<double>();
-constinit const BitMath bits = {equal_ids, nonzero, transpose_bits, philox_keep};
+constinit const BitMath bits = {equal_ids, nonzero, transpose_bits, philox_keep, philox_keep_at};
 }  // namespace DMATTN_ISA
 
 }  // namespace dmattn

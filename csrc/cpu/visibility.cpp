@@ -41,6 +41,7 @@ Side query_side(const Problem& problem, int64_t batch, int64_t head) {
   side.own_length = sequence.q_length;
   side.other_length = sequence.k_length;
   side.band = sequence.band;
+  side.intervals = problem.intervals_of(batch, head);
   side.own_ids = segment_row(problem.mask.q_segments, batch, head, problem.heads, sequence.q_start);
   side.other_ids = segment_row(problem.mask.k_segments, batch, head, problem.heads, sequence.k_start);
   add_lists(side, problem.mask.row_tiles, problem.mask.row_bits, batch, head, problem.heads);
@@ -52,6 +53,7 @@ Side key_side(const Problem& problem, int64_t batch, int64_t head) {
   std::swap(side.own_length, side.other_length);
   std::swap(side.own_ids, side.other_ids);
   side.band = side.band.transposed();
+  side.own_is_keys = true;
   add_lists(side, problem.mask.col_tiles, problem.mask.col_bits, batch, head, problem.heads);
   return side;
 }
@@ -78,9 +80,32 @@ void Side::visible_tiles(int64_t tile, std::vector<TileRef>& tiles) const {
     for (int64_t k = 0; k < total; ++k) tiles.push_back({record[4 + k], k >= partial});
     return;
   }
+  if (intervals) return interval_tiles(tile, tiles);
   const auto [first, last] = band_tiles(tile);
   for (int64_t other = first; other < last; ++other)
     tiles.push_back({other, !has_segments() && inside_band(tile, other)});
+}
+
+void Side::interval_tiles(int64_t tile, std::vector<TileRef>& tiles) const {
+  auto [first, last] = band_tiles(tile);
+  if (own_is_keys) {
+    const auto [first_seen, last_seen] = intervals->query_tiles(tile);
+    first = std::max(first, first_seen);
+    last = std::min(last, last_seen);
+  }
+  for (int64_t other = first; other < last; ++other) {
+    const Intervals::Kind kind = own_is_keys ? intervals->kind(tile, other) : intervals->kind(other, tile);
+    if (kind == Intervals::Kind::empty) continue;
+    tiles.push_back({other, kind == Intervals::Kind::full && inside_band(tile, other)});
+  }
+}
+
+bool Side::interval_bits(int64_t tile, int64_t other, uint32_t* words) const {
+  if (own_is_keys) return intervals->key_rows(tile, other, band.transposed(), words);
+  uint32_t by_key[kTile * kTileWords];
+  if (!intervals->key_rows(other, tile, band, by_key)) return false;
+  bit_math().transpose(by_key, kTileWords, words, kTileWords);
+  return true;
 }
 
 bool Side::tile_bits(int64_t tile, int64_t other, uint32_t* scratch, Bits& result) const {
@@ -101,6 +126,7 @@ void range_bits(int64_t first, int64_t last, uint32_t* words) {
 }
 
 bool Side::build_bits(int64_t tile, int64_t other, uint32_t* words) const {
+  if (intervals) return interval_bits(tile, other, words);
   const int64_t first_own = tile * kTile, first_other = other * kTile;
   const int64_t rows = std::min(kTile, own_length - first_own), cols = std::min(kTile, other_length - first_other);
   const BitMath& math = bit_math();
@@ -131,10 +157,27 @@ bool Side::build_bits(int64_t tile, int64_t other, uint32_t* words) const {
   return any != 0;
 }
 
-void dropout_bits(const Dropout& dropout, uint64_t seed, int64_t first_query, int64_t queries, int64_t first_key,
-                  uint32_t* words) {
+namespace {
+
+// The same for keys that lie anywhere: a generator call for each.
+void scattered_dropout_bits(const Dropout& dropout, uint64_t seed, int64_t first_query, int64_t queries,
+                            const KeyPositions& keys, uint32_t* words) {
   const BitMath& math = bit_math();
-  const int64_t key = dropout.k_origin + first_key;
+  uint32_t positions[kTile] = {};
+  for (int64_t c = 0; c < keys.count; ++c) positions[c] = static_cast<uint32_t>(dropout.k_origin + keys.pieces[c].key);
+  for (int64_t r = 0; r < queries; ++r)
+    math.philox_keep_at(seed, static_cast<uint32_t>(dropout.q_origin + first_query + r), positions, dropout.drop_below,
+                        words + r * kTileWords);
+}
+
+}  // namespace
+
+void dropout_bits(const Dropout& dropout, uint64_t seed, int64_t first_query, int64_t queries,
+                  const KeyPositions& keys, uint32_t* words) {
+  std::fill(words + queries * kTileWords, words + kTile * kTileWords, 0u);
+  if (keys.pieces) return scattered_dropout_bits(dropout, seed, first_query, queries, keys, words);
+  const BitMath& math = bit_math();
+  const int64_t key = dropout.k_origin + keys.first;
   const auto group = static_cast<uint32_t>(key >> 2), skipped = static_cast<uint32_t>(key & 3);
   for (int64_t r = 0; r < queries; ++r) {
     uint32_t* const row = words + r * kTileWords;
@@ -148,7 +191,6 @@ void dropout_bits(const Dropout& dropout, uint64_t seed, int64_t first_query, in
       row[w] = row[w] >> skipped | after << (32 - skipped);
     }
   }
-  std::fill(words + queries * kTileWords, words + kTile * kTileWords, 0u);
 }
 
 }  // namespace dmattn

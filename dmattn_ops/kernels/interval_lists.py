@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops import problem
+from dmattn_ops.call import Call
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.tile_mask import HULL, write_lists
 from dmattn_ops.meta import list_capacity, tile_records
@@ -30,6 +31,7 @@ from dmattn_ops.problem import HEADER, Mask
 _TILE = tl.constexpr(problem.TILE)
 _HULL = tl.constexpr(HULL)
 _TILES = 8  # of keys in a program
+_LONGEST_LISTS = 1 << 29  # words of both lists, 2 GiB: 128 heads of 180k queries and keys
 _LAST = tl.constexpr(0x7FFFFFFF)
 
 
@@ -88,6 +90,25 @@ def interval_lists(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen
         )  # fmt: skip
     write_lists(hulls, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, "hulls")
     return row_tiles, col_tiles
+
+
+def listed(call: Call) -> Call:
+    """Return a call whose mask of intervals has lists of tiles; other calls, and one with too long lists, as they are.
+
+    Where the lists would take more than `_LONGEST_LISTS` words, kernels walk the band, and test every tile in it.
+    """
+    if call.mask.kind != "intervals":
+        return call
+    mask, options = laid_out_alike(call.mask), call.options
+    if mask.row_tiles is None:
+        assert mask.start is not None
+        lengths = call.query.shape[1], call.key.shape[1]
+        rows, cols = (tile_records(length) for length in lengths)
+        width = list_capacity(cols, options.band_lo, options.band_hi) + HEADER
+        if 2 * mask.start.shape[0] * mask.start.shape[1] * rows * width <= _LONGEST_LISTS:
+            row_tiles, col_tiles = interval_lists(mask, options.band_lo, options.band_hi, *lengths)
+            mask = mask._replace(row_tiles=row_tiles, col_tiles=col_tiles)
+    return call._replace(mask=mask)
 
 
 def laid_out_alike(mask: Mask) -> Mask:

@@ -24,6 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from dmattn_ops.arch import Arch
 from dmattn_ops.resources import Usage
 from dmattn_ops.testing.carried import stale_bounds
+from dmattn_ops.testing.machine_code import disassemble, opcodes
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -41,7 +42,7 @@ class Resources:
     spill_bytes: int
     shared_memory: int
     threads: int
-    warnings: tuple[str, ...]  # of ptxas, C75xx
+    warnings: tuple[str, ...]  # of ptxas, C75xx: C7510 to C7515: serialized wgmma, C7519: an added arrive
     traps: bool
     stale: bool  # a Gluon kernel in which an inner loop's bound stays what it was (see `carried`)
     tensor_memory: int  # columns; SM 10.0 has 512
@@ -49,18 +50,27 @@ class Resources:
     cubin: bytes = field(repr=False)
 
     @cached_property
+    def machine_code(self) -> str:
+        """The disassembled kernel; `machine_code` has functions that read it."""
+        return disassemble(self.cubin)
+
+    @cached_property
     def opcodes(self) -> Counter[str]:
-        """Count the instructions of the machine code by name."""
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(self.cubin)
-            file.flush()
-            sass = _run(_TOOLS / "nvdisasm", "-c", file.name)
-        return Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ +)?([A-Z0-9]+)", sass, re.MULTILINE))
+        """The number of instructions by name, without what follows a dot."""
+        found: Counter[str] = Counter()
+        for name, times in opcodes(self.machine_code).items():
+            found[name.split(".")[0]] += times
+        return found
+
+    @property
+    def serialized(self) -> list[str]:
+        """The warnings that wgmma instructions run one after the other."""
+        return [warning for warning in self.warnings if warning in _SERIALIZED]
 
     @property
     def faults(self) -> str:
-        """Return what is wrong with a compiled kernel: serialized wgmma, a trap, stale loop bounds, too much tensor memory."""
-        named = [warning for warning in self.warnings if warning in _SERIALIZED]
+        """What is wrong with a compiled kernel: serialized wgmma, a trap, stale loop bounds, too much tensor memory."""
+        named = self.serialized
         named += ["trap"] * self.traps + ["stale bound"] * self.stale
         named += [f"tensor memory {self.tensor_memory}"] * (self.tensor_memory > 512)
         return " ".join(named)

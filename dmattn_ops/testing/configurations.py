@@ -18,8 +18,6 @@ from dmattn_ops.resources import Specialization
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 KERNELS = ("portable", "hopper", "hopper256")
 DIRECTIONS = {"forward": config.FORWARD, "backward": config.BACKWARD}
-ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-KERNELS = ("portable", "hopper", "hopper256")
 COMMON_DIM = 256  # wider heads are swept for the least and the most alone
 SEQLEN, HEADS, GROUP = 512, 24, 4  # enough blocks that forwards share no walk, and no more than an SM each on SM 9.0
 _Portable = config.PortableForward | config.PortableBackward
@@ -40,6 +38,8 @@ PORTABLE = (
     replace(CAUSAL, dropout=True),
     EVERYTHING,
     replace(EVERYTHING, band="causal", mask="segments"),
+    replace(CAUSAL, mask="intervals"),
+    replace(EVERYTHING, band="causal", mask="hidden intervals"),
 )
 PORTABLE_FORWARD = (replace(EVERYTHING, decode=True),)
 PORTABLE_BACKWARD = (replace(EVERYTHING, bias="broadcast bias"),)

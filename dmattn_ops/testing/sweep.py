@@ -43,7 +43,11 @@ def compile_unit(unit: Unit) -> dict[str, Usage]:
     sm = unit.row.sm
     with compiled_launches(sm) as launches:
         launch(unit)
-    return {each.kernel: read_resources(each.compiled, sm, each.log).usage(arch.KNOWN[sm]) for each in launches}
+    return {
+        each.kernel: read_resources(each.compiled, sm, each.log).usage(arch.KNOWN[sm])
+        for each in launches
+        if not each.kernel.startswith("_")  # those of masks, which list tiles for the call
+    }
 
 
 def sweep(todo: Todo, jobs: int, say: Callable[[str], None]) -> tuple[Rows, list[str]]:

@@ -32,6 +32,20 @@ NASTY = {
     "documents that differ per head": Problem(mask="segments", mask_heads=2, batch=2, mask_batch=2),
     "keys kept by one bit each": Problem(mask="keys", seqlen_q=130, seqlen_k=300, mask_heads=2),
     "lists of a band alone": Problem(mask="band", seqlen_q=300, seqlen_k=300, band_lo=-130, band_hi=0),
+    "intervals of a dynamic mask, with lists": Problem(mask="lifetimes", seqlen_q=300, seqlen_k=300, mask_heads=2),
+    "intervals of a dynamic mask under a band": Problem(
+        mask="lifetimes", heads=4, mask_heads=2, seqlen_q=200, seqlen_k=260, band_hi=60, grad_lse=True
+    ),
+    "intervals without lists, batches apart": Problem(
+        mask="intervals", batch=2, mask_batch=2, seqlen_q=130, seqlen_k=290, bias=(2, 2, 130)
+    ),
+    "intervals without lists, grouped heads": Problem(
+        mask="intervals", heads=4, kv_heads=2, mask_heads=4, bias=(1, 2, 1), dtype=torch.bfloat16
+    ),
+    "intervals with hidden ones": Problem(mask="hidden", mask_heads=2, seqlen_q=300, seqlen_k=300, bias=(1, 1, 300)),
+    "intervals with hidden ones under a band": Problem(
+        mask="hidden", seqlen_q=140, seqlen_k=270, band_lo=-90, band_hi=90
+    ),
     "bias per key, grouped heads": Problem(heads=4, bias=(1, 2, 1), dtype=torch.bfloat16, bias_dtype=torch.float32),
     "bias of every element": Problem(bias=(1, 2, 100), mask="bits"),
     "bias of every element under a band": Problem(bias=(1, 2, 100), band_hi=0),
@@ -44,9 +58,17 @@ NASTY = {
     "negative scale": Problem(scale=-0.5, band_hi=0),
     "scale 0": Problem(scale=0.0, mask="bits"),
     "dropout": Problem(dropout_p=0.25, batch=2, seqlen_q=70, seqlen_k=90),
+    "dropout with a seed for each batch and head": Problem(
+        dropout_p=0.4, batch=2, heads=4, seeds=(2, 4), seqlen_q=70, seqlen_k=90, bias=(1, 1, 70)
+    ),
+    "dropout of a part of a sequence": Problem(dropout_p=0.4, q_origin=37, k_origin=64, seeds=(1, 2), band_hi=10),
+    "dropout of a part that begins inside a group of four keys": Problem(
+        dropout_p=0.4, q_origin=5, k_origin=1003, seeds=(1, 2), bias=(1, 2, 1)
+    ),
     "dropout of everything": Problem(dropout_p=1.0, grad_lse=True),
     "value dimension of its own": Problem(head_dim=24, value_dim=40),
     "dimension 1": Problem(head_dim=1, value_dim=1),
+    "nobody asks for the largest scores": Problem(needs_max=False, seqlen_q=40),
     "float16": Problem(dtype=torch.float16, head_dim=40, value_dim=40),
     "bfloat16": Problem(dtype=torch.bfloat16, head_dim=40, value_dim=40, transposed=True),
     "no keys": Problem(seqlen_k=0, grad_lse=True),
@@ -55,6 +77,9 @@ NASTY = {
     "packed": Problem(lengths_q=(30, 0, 100, 1), lengths_k=(64, 10, 0, 130), grad_lse=True),
     "packed, causal": Problem(lengths_q=(30, 100, 140), lengths_k=(64, 100, 70), band_hi=0),
     "packed, causal from the top left": Problem(lengths_q=(30, 100), lengths_k=(64, 70), band_hi=0, top_left=True),
+    "packed, with a seed for each sequence and head": Problem(
+        lengths_q=(30, 100, 20), lengths_k=(64, 170, 0), seeds=(3, 4), heads=4, dropout_p=0.3, k_origin=2, q_origin=9
+    ),
     "packed, with masked and biased keys": Problem(
         lengths_q=(30, 100), lengths_k=(64, 170), mask="keys", mask_heads=2, bias=(1, 1, 1), heads=4, dropout_p=0.2
     ),
@@ -82,7 +107,7 @@ def random_problem(seed: int) -> Problem:
         dropout_p=r.choice([0.0, 0.0, 0.0, 0.3, 1.0]),
         grad_lse=r.random() < 0.4,
         transposed=r.random() < 0.5,
-        mask=r.choice(["none", "bits", "bits", "segments", "keys", "band"]),
+        mask=r.choice(["none", "bits", "bits", "segments", "keys", "band", "lifetimes", "intervals", "hidden"]),
         mask_batch=r.choice([1, batch]),
         mask_heads=r.choice([1, kv_heads, heads]),
     )
@@ -91,6 +116,9 @@ def random_problem(seed: int) -> Problem:
         [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, offset), (offset - 50, offset + 20), (offset, UNBOUNDED)]
     )
     p = replace(p, band_lo=low, band_hi=high)
+    if p.dropout_p:
+        origins = {"q_origin": r.choice([0, 7]), "k_origin": r.choice([0, 128, 41])}
+        p = replace(p, seeds=(r.choice([1, batch]), r.choice([1, heads])), **origins)
     if r.random() < 0.5:
         sizes = (r.choice([1, batch]), r.choice([1, kv_heads, heads]), r.choice([1, p.seqlen_q]))
         p = replace(p, bias=sizes, bias_dtype=r.choice([None, torch.float32]), bias_last_stride=r.choice([1, 1, 2]))
@@ -98,6 +126,7 @@ def random_problem(seed: int) -> Problem:
         lengths = tuple(r.choice([0, 1, 30, 64, 150]) for _ in range(r.choice([1, 3])))
         others = tuple(r.choice([0, 1, 30, 65, 140]) for _ in lengths)
         p = replace(p, lengths_q=lengths, lengths_k=others, mask="keys" if p.mask == "keys" else "none", batch=1)
+        p = replace(p, seeds=(1, p.seeds[1]))
         p = replace(p, top_left=r.random() < 0.5, band_lo=r.choice([-UNBOUNDED, -40]), band_hi=r.choice([0, UNBOUNDED]))
         p = replace(p, bias=None if p.bias is None else (1, p.bias[1], 1))
     return p

@@ -35,22 +35,26 @@ def count_loops_by_scalars() -> None:
     interpreter._patch_lang_tensor = patch_and_mend
 
 
-def multiply_bfloat16() -> None:
-    """Let the interpreter multiply bfloat16 matrices: Triton 3.6 multiplies their bit patterns, as integers."""
+def multiply_exactly() -> None:
+    """Let the interpreter add the products of matrices in float64, and round once.
+
+    Then a score is the same number whatever the shapes of blocks and their orientation are, as on GPUs. Triton 3.6
+    multiplies the bit patterns of bfloat16, as integers.
+    """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    multiply = InterpreterBuilder.create_dot
-
     def widen(matrix: Any) -> Any:
-        if matrix.dtype.scalar != tl.bfloat16:
-            return matrix
-        return TensorHandle((matrix.data.astype("uint32") << 16).view("float32"), tl.float32)
+        data = matrix.data
+        if matrix.dtype.scalar == tl.bfloat16:
+            data = (data.astype("uint32") << 16).view("float32")
+        return data.astype(np.float64)
 
-    def multiply_widened(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return multiply(self, widen(a), widen(b), *rest)
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        product = np.matmul(widen(a), widen(b)) + d.data
+        return TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
 
-    InterpreterBuilder.create_dot = multiply_widened
+    InterpreterBuilder.create_dot = create_dot
 
 
 def fuse_multiplication_and_addition() -> None:
@@ -122,5 +126,5 @@ def pytest_pycollect_makemodule(module_path: Any, parent: Any) -> None:
 
 if INTERPRETED:
     count_loops_by_scalars()
-    multiply_bfloat16()
+    multiply_exactly()
     fuse_multiplication_and_addition()

@@ -102,7 +102,8 @@ def group_size(heads: int, tensor_heads: int) -> int:
     return max(1, heads // max(1, tensor_heads))
 
 
-_LEAST_CAP, _GREATEST_CAP = 1e-37, 3e38  # normal numbers of float32
+# A soft cap whose quotients by scores are normal numbers of float32; beyond it the cap shows in no score.
+_LEAST_CAP, _GREATEST_CAP = 1e-37, 1e25
 
 _NO_BIAS: dict[str, Any] = {"bias": None, "bias_b": 0, "bias_h": 0, "bias_q": 0, "bias_k": 0, "bias_group": 1}
 _NO_LISTS: dict[str, Any] = {"tiles": None, "tiles_b": 0, "tiles_h": 0, "tiles_r": 0, "mask_group": 1, "LISTED": False}

@@ -15,6 +15,7 @@ from torch import Tensor
 from dmattn_ops import problem
 from dmattn_ops.call import Call, Gradients, Saved, bias_kind, is_whole, rows_are_aligned
 from dmattn_ops.config import PortableBackward
+from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.portable.arguments import (
     Extent,
@@ -32,6 +33,7 @@ from dmattn_ops.problem import Mask
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: PortableBackward) -> None:
     """Write dq, dk, dv and, unless it is None, dbias, each in its input's shape."""
+    call = listed(call)
     query, bias, mask, varlen, dbias = call.query, call.bias, call.mask, call.varlen, grads.dbias
     size = extent(call)
     if varlen is not None:  # rows that belong to no sequence

@@ -16,6 +16,7 @@ from torch import Tensor
 from dmattn_ops import problem
 from dmattn_ops.call import Call, Gradients, Saved, is_pairwise, rows_are_aligned
 from dmattn_ops.config import PortableBackward
+from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.launching.launch import computed, launch
 from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
@@ -221,6 +222,7 @@ def _empty_states(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 def recompute_dbias(call: Call, saved: Saved, grads: Gradients, config: PortableBackward) -> None:
     """Write dbias `[B|1, H|Hkv|1, Sq, Sk]` beside kernels that leave it out."""
     assert grads.dbias is not None
+    call = listed(call)
     size = extent(call)
     aligned = rows_are_aligned(call.query, call.key, call.value, grads.grad_out)
     arguments = gradient_arguments(call, saved, grads, size) | {"ALIGNED": aligned}

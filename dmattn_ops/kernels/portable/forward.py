@@ -15,6 +15,7 @@ from torch import Tensor
 from dmattn_ops import arch, problem
 from dmattn_ops.call import Call, Result, rows_are_aligned
 from dmattn_ops.config import PortableForward
+from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
@@ -400,8 +401,8 @@ def split_count(programs: int, longest_k: int, config: PortableForward, num_sms:
 
 def forward(call: Call, result: Result, config: PortableForward) -> None:
     """Write out `[B, Sq, H, Dv]`, and lse, lse_tail and row_max `[B, H, Sq]` (packed: `[total_q, H, Dv]`, `[H, total_q]`)."""
-    mask = call.mask
-    size = extent(call)
+    call = listed(call)
+    mask, size = call.mask, extent(call)
     aligned = rows_are_aligned(call.query, call.key, call.value, result.out)
     if call.varlen is not None:  # rows that belong to no sequence
         computed(Tensor.zero_, result.out)

@@ -273,9 +273,9 @@ class KeyNumbers(NamedTuple):
 
 @gluon.jit
 def query_range(begin, end, keys_at, inside, first, last):
-    """Return the first and the last query `[64]` of an interval of each key, inside `first` and `last`."""
+    """Return the first and the last query `[64]` of an interval of each key, inside `first` and `last`; any int32 may be an end."""
     low = gl.maximum(gl.load(begin + keys_at, mask=inside, other=1), first)
-    high = gl.minimum(gl.load(end + keys_at, mask=inside, other=0) - 1, last)
+    high = gl.minimum(gl.maximum(gl.load(end + keys_at, mask=inside, other=0), 0) - 1, last)
     return low, high
 
 

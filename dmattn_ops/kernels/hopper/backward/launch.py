@@ -34,7 +34,7 @@ TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why this kernel cannot take the request; none means that `backward` will."""
-    query, key, value, bias, tiles, _, _, varlen, options = call
+    query, key, value, bias, mask, _, _, varlen, options = call
     dim, dim_v = query.shape[-1], value.shape[-1]
     reasons = {
         "variable lengths": varlen is not None,
@@ -42,7 +42,7 @@ def refusals(call: Call) -> list[str]:
         "a bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
         "a bias with queries and a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
         "dropout": options.dropout_p > 0.0,
-        "deterministic accumulation of dq over listed tiles": options.deterministic and tiles.col_tiles is not None,
+        "deterministic accumulation of dq over listed tiles": options.deterministic and mask.kind != "none",
         f"dtype {query.dtype}": query.dtype not in (torch.bfloat16, torch.float16),
         f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
         f"head dimensions {dim} and {dim_v} that are no multiples of 8": dim % 8 != 0 or dim_v % 8 != 0,

@@ -219,12 +219,12 @@ def load_row_numbers(view, rows, n_rows, LISTS: gl.constexpr, HIDDEN: gl.constex
     if LISTS == SEGMENTS:
         segments = gl.load(view.row_segments + rows, mask=rows < n_rows, other=-1)
     elif LISTS == INTERVALS and KEYS:
-        inside = rows < n_rows
+        inside = rows < n_rows  # 0 below: any int32 may be an end, and nothing that is computed from it overflows
         low = gl.maximum(gl.load(view.intervals.start + rows, mask=inside, other=1), rows + view.low)
-        high = gl.minimum(gl.load(view.intervals.end + rows, mask=inside, other=0) - 1, rows + view.high)
+        high = gl.minimum(gl.maximum(gl.load(view.intervals.end + rows, mask=inside, other=0), 0) - 1, rows + view.high)
         if HIDDEN:
-            drop_low = gl.load(view.intervals.hidden_from + rows, mask=inside, other=0)
-            drop_high = gl.load(view.intervals.hidden_to + rows, mask=inside, other=0) - 1
+            drop_low = gl.maximum(gl.load(view.intervals.hidden_from + rows, mask=inside, other=0), 0)
+            drop_high = gl.maximum(gl.load(view.intervals.hidden_to + rows, mask=inside, other=0), 0) - 1
     return RowNumbers(segments, low, high, drop_low, drop_high)
 
 

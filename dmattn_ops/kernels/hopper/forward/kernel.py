@@ -136,8 +136,11 @@ def load_numbers(pointer, key, seqlen_k, WHOLE: gl.constexpr):
 
 @gluon.jit
 def inside(q_at, begin, end):
-    """Return where `begin <= q_at < end`, by one comparison: before its interval a query is far behind it, unsigned."""
-    length = gl.maximum(end - begin, 0)
+    """Return where `begin <= q_at < end`, by one comparison: before its interval a query is far behind it, unsigned.
+
+    True for all int32: a length may take all 32 bits.
+    """
+    length = gl.maximum(end, begin) - begin
     return (q_at - begin[None, :]).to(gl.uint32, bitcast=True) < length.to(gl.uint32, bitcast=True)[None, :]
 
 

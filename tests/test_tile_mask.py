@@ -1,0 +1,311 @@
+"""`TileMask` of every kind: parts, copies, files, pytrees; and what `prepare_mask` makes of intervals and pairs of documents."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import dmattn_ops
+from dmattn_ops import TileMask, dynamic_mask, prepare_mask
+from dmattn_ops.bands import Band
+
+BATCH, HEADS, SQ, SK = 2, 3, 190, 310
+BANDS = {
+    "": {},
+    "causal": {"is_causal": True},
+    "causal from the top": {"is_causal": True, "causal_from": "top_left"},
+    "window": {"window_size": (70, 20)},
+    "diagonal": {"is_causal": True, "causal_from": 33, "window_size": (90, None)},
+}
+PARTS = ((0, 190), (0, 1), (5, 128), (128, 190), (60, 60), (189, 190))
+
+
+def random_keep(*shape: int) -> Tensor:
+    return torch.rand(shape) < 0.6
+
+
+def random_ends(*shape: int, queries: int = SQ) -> tuple[Tensor, Tensor]:
+    start, end = torch.randint(-5, queries + 5, (2, *shape), dtype=torch.int32)
+    return start, end
+
+
+def shown(start: Tensor, end: Tensor, queries: int) -> Tensor:
+    """Return which queries lie in the interval of each key, bool `[.., queries, keys]`."""
+    rows = torch.arange(queries)[:, None]
+    return (rows >= start[..., None, :]) & (rows < end[..., None, :])
+
+
+def band_of(queries: int, keys: int, is_causal=False, causal_from="bottom_right", window_size=(None, None)) -> Tensor:
+    """Return the causal and window conditions, dense, as the contract words them."""
+    off = {"bottom_right": keys - queries, "top_left": 0}.get(causal_from, causal_from)
+    distance = torch.arange(keys)[None, :] - torch.arange(queries)[:, None] - off
+    left, right = window_size
+    keep = torch.ones(queries, keys, dtype=torch.bool)
+    keep &= distance <= 0 if is_causal else True
+    keep &= distance >= -left if left is not None else True
+    return keep & (distance <= right if right is not None else True)
+
+
+def bits(**band) -> tuple[TileMask, Tensor]:
+    keep = random_keep(BATCH, HEADS, SQ, SK)
+    return prepare_mask(keep, **band), keep
+
+
+def padding(**band) -> tuple[TileMask, Tensor]:
+    keep = random_keep(BATCH, SK)
+    return prepare_mask(keep, seqlen_q=SQ, **band), keep[:, None, None]
+
+
+def by_head(**band) -> tuple[TileMask, Tensor]:
+    keep = random_keep(1, HEADS, 1, SK)
+    return prepare_mask(keep, seqlen_q=SQ, **band), keep
+
+
+def documents(**band) -> tuple[TileMask, Tensor]:
+    ids = torch.randint(-2, 3, (BATCH, SK)).sort(-1).values
+    return prepare_mask(documents=ids, **band), ids[:, None, :, None] == ids[:, None, None]
+
+
+def pair(**band) -> tuple[TileMask, Tensor]:
+    of_queries, of_keys = torch.randint(-2, 3, (1, SQ)) * (1 << 40), torch.randint(-2, 3, (BATCH, SK)) * (1 << 40)
+    return prepare_mask(documents=(of_queries, of_keys), **band), of_queries[:, None, :, None] == of_keys[:, None, None]
+
+
+def intervals(**band) -> tuple[TileMask, Tensor]:
+    ends = random_ends(BATCH, HEADS, SK)
+    return prepare_mask(intervals=ends, seqlen_q=SQ, at_most=SK, **band), shown(*ends, SQ)
+
+
+def hidden(**band) -> tuple[TileMask, Tensor]:
+    ends, gap = random_ends(BATCH, 1, SK), random_ends(1, HEADS, SK)
+    made = prepare_mask(intervals=ends, hidden=gap, seqlen_q=SQ, **band)
+    return made, shown(*ends, SQ) & ~shown(*gap, SQ)
+
+
+def best(**band) -> tuple[TileMask, Tensor]:
+    scores = torch.randn(BATCH, HEADS, SK)
+    made = dynamic_mask(scores, 40, keep_first=2, keep_last=3)
+    return made.also(dmattn_ops.bands.band_of(**{**DEFAULT, **band})), made.to_dense()
+
+
+DEFAULT = {"is_causal": False, "causal_from": "bottom_right", "window_size": (None, None)}
+KINDS = {
+    "bits": bits, "padding": padding, "by head": by_head, "documents": documents, "pair": pair, "intervals": intervals,
+    "hidden": hidden, "best": best,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_the_dense_mask_inside_its_band(kind: str, band: str):
+    made, keep = KINDS[kind](**BANDS[band])
+    queries, keys = made.shape[2:]
+    expected = (keep & band_of(queries, keys, **BANDS[band])).expand(*made.shape)
+    assert torch.equal(made.to_dense(), expected)
+    assert made.kind == {"bits": "bits", "intervals": "intervals", "hidden": "intervals", "best": "intervals"}.get(
+        kind, "segments"
+    )
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_a_mask_are_parts_of_the_dense_one(kind: str, band: str):
+    made, _ = KINDS[kind](**BANDS[band])
+    dense = made.to_dense()
+    batch, heads, _, keys = made.shape
+    for start, stop in PARTS:
+        assert torch.equal(made.queries(start, stop).to_dense(), dense[:, :, start:stop])
+        assert torch.equal(made.keys(start, stop).to_dense(), dense[..., start:stop])
+        both = made.keys(start, keys).queries(0, stop)
+        assert torch.equal(both.to_dense(), dense[:, :, :stop, start:])
+        assert torch.equal(both.keys(1, both.shape[3]).to_dense(), dense[:, :, :stop, start + 1 :])
+    for size, part, dim in ((batch, made.batch, 0), (heads, made.heads, 1)):
+        if size == 1:
+            assert part(0, 1) is made and part(3, 9) is made
+            continue
+        for start, stop in ((0, size), (0, 1), (1, size), (1, 1)):
+            assert torch.equal(part(start, stop).to_dense(), dense.narrow(dim, start, stop - start))
+            assert torch.equal(
+                part(start, stop).queries(7, 150).to_dense(), dense.narrow(dim, start, stop - start)[:, :, 7:150]
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_under_a_part_is_a_part_of_attention(kind: str):
+    made, _ = KINDS[kind](**BANDS["causal from the top"])
+    _, _, queries, keys = made.shape
+    query, key = torch.randn(BATCH, queries, HEADS, 8), torch.randn(BATCH, keys, HEADS, 8)
+    whole = dmattn_ops.flash_dmattn_func(query, key, key, made)
+    chunks = [made.queries(start, min(start + 70, queries)) for start in range(0, queries, 70)]
+    outs = [
+        dmattn_ops.flash_dmattn_func(rows, key, key, chunk)
+        for rows, chunk in zip(query.split(70, 1), chunks, strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(outs, 1), whole)
+    one = dmattn_ops.flash_dmattn_func(query[1:], key[1:], key[1:], made.batch(1, 2) if made.shape[0] > 1 else made)
+    torch.testing.assert_close(one, whole[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_adds_its_band_to_every_kind(kind: str):
+    made, _ = KINDS[kind](**BANDS["window"])
+    queries, keys = made.shape[2:]
+    added = made.also(Band(-100, 5, True))
+    expected = made.to_dense() & band_of(queries, keys, window_size=(100, 5))
+    assert torch.equal(added.to_dense(), expected)
+    query, key = torch.randn(BATCH, queries, HEADS, 8), torch.randn(BATCH, keys, HEADS, 8)
+    asked = dmattn_ops.flash_dmattn_func(query, key, key, made, window_size=(100, 5))
+    torch.testing.assert_close(asked, dmattn_ops.flash_dmattn_func(query, key, key, expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_files_and_trees_hold_the_same_mask(kind: str):
+    made, _ = KINDS[kind](**BANDS["causal"])
+    file = io.BytesIO()
+    torch.save({"mask": made}, file)
+    file.seek(0)
+    leaves, spec = pytree.tree_flatten(made)
+    again = {
+        "copy": copy.copy(made),
+        "deep copy": copy.deepcopy(made),
+        "pickle": pickle.loads(pickle.dumps(made)),
+        "file": torch.load(file, weights_only=True)["mask"],
+        "tree": pytree.tree_unflatten(leaves, spec),
+        "clone": made.clone(),
+        "device": made.to("cpu"),
+    }
+    for name, other in again.items():
+        assert isinstance(other, TileMask), name
+        assert repr(other) == repr(made), name
+        assert torch.equal(other.to_dense(), made.to_dense()), name
+        shared = {t.data_ptr() for t in other.mask[:-1] if t is not None} & {
+            t.data_ptr() for t in made.mask[:-1] if t is not None
+        }
+        assert bool(shared) == (name in ("copy", "tree", "device")), name
+
+
+def test_a_saved_mask_loads_in_a_process_that_imported_the_library(tmp_path):
+    made, _ = hidden(**BANDS["diagonal"])
+    torch.save((made, made.to_dense()), tmp_path / "mask.pt")
+    code = "import sys, torch, dmattn_ops; mask, dense = torch.load(sys.argv[1]); assert torch.equal(mask.to_dense(), dense)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "mask.pt")], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_moves_to_another_device_whole(kind: str):
+    made, _ = KINDS[kind]()
+    moved = made.to("meta")
+    assert moved.device.type == "meta" and moved.shape == made.shape and moved.nbytes == made.nbytes
+    assert all(part is None or part.is_meta for part in moved.mask[:-1])
+    assert made.to(torch.device("cpu"), non_blocking=True).device.type == "cpu"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_density_and_nbytes_are_exact(kind: str):
+    made, _ = KINDS[kind](**BANDS["causal"])
+    tensors = [part for part in made.mask[:-1] if part is not None]
+    assert made.nbytes == sum(part.numel() * 4 for part in tensors)
+    dense = torch.nn.functional.pad(made.to_dense(), (0, -made.shape[3] % 128, 0, -made.shape[2] % 128))
+    batch, heads, rows, columns = dense.shape
+    tiles = dense.view(batch, heads, rows // 128, 128, columns // 128, 128).any(-1).any(3)
+    visited = made.density()
+    assert visited.dtype == torch.float32 and visited.shape == ()
+    least = tiles.float().mean()
+    if made.kind == "bits":
+        assert visited == least
+    assert least <= visited <= 1
+
+
+def test_intervals_take_linear_memory_of_their_own():
+    start, end = random_ends(1, 2, 5000)
+    made = prepare_mask(intervals=(start, end), seqlen_q=5000, window_size=(100, 0))
+    assert made.nbytes == 2 * 2 * 5000 * 4
+    dense = made.to_dense()
+    start.fill_(7)
+    assert torch.equal(made.to_dense(), dense)
+
+
+def test_ends_of_intervals_broadcast_to_each_other():
+    start, end = random_ends(BATCH, 1, SK)[0], random_ends(1, HEADS, SK)[1]
+    made = prepare_mask(intervals=(start, end), seqlen_q=SQ)
+    assert torch.equal(made.to_dense(), shown(*torch.broadcast_tensors(start, end), SQ))
+
+
+@pytest.mark.parametrize("sorted_ids", [True, False])
+def test_documents_beside_intervals_stay_intervals_where_each_is_one_run(sorted_ids: bool):
+    ids = torch.randint(0, 5, (BATCH, SK))
+    ids = ids.sort(-1).values if sorted_ids else ids
+    ends = random_ends(1, HEADS, SK, queries=SK)
+    made = prepare_mask(intervals=ends, documents=ids, is_causal=True)
+    assert made.kind == ("intervals" if sorted_ids else "bits")
+    same = ids[:, None, :, None] == ids[:, None, None]
+    assert torch.equal(made.to_dense(), shown(*ends, SK) & same & band_of(SK, SK, is_causal=True))
+    assert torch.equal(made.batch(1, 2).queries(3, 200).to_dense(), made.to_dense()[1:, :, 3:200])
+
+
+def test_a_mask_beside_intervals_makes_bits_of_both():
+    ends, keep = random_ends(BATCH, 4, SK), random_keep(1, 2, SQ, SK)  # heads of keys beside those of queries
+    made = prepare_mask(keep, intervals=ends, is_causal=True)
+    expected = shown(*ends, SQ) & keep.repeat_interleave(2, 1) & band_of(SQ, SK, is_causal=True)
+    assert made.kind == "bits" and torch.equal(made.to_dense(), expected)
+    alone = prepare_mask(random_keep(BATCH, SK), intervals=ends, seqlen_q=SQ)
+    assert alone.shape == (BATCH, 4, SQ, SK)
+
+
+@pytest.mark.parametrize("band", ["", "causal", "window"])
+def test_a_broken_promise_raises_on_the_cpu_and_a_kept_one_does_not(band: str):
+    start, end = random_ends(1, 2, SK)
+    gap = random_ends(1, 2, SK)
+    for hidden_ends in (None, gap):
+        made = prepare_mask(intervals=(start, end), hidden=hidden_ends, seqlen_q=SQ, **BANDS[band])
+        most = int(made.to_dense().sum(-1).max())
+        query, key = torch.randn(1, SQ, 2, 8), torch.randn(1, SK, 2, 8)
+        for at_most in (most, most - 1):
+            promised = prepare_mask(
+                intervals=(start, end), hidden=hidden_ends, at_most=at_most, seqlen_q=SQ, **BANDS[band]
+            )
+            if at_most == most:
+                out = dmattn_ops.flash_dmattn_func(query, key, key, promised)
+                assert torch.equal(out, dmattn_ops.flash_dmattn_func(query, key, key, made))
+                continue
+            words = f"at_most must be at least the most keys that a query sees, {most}, got {at_most}"
+            with pytest.raises(ValueError, match=words):
+                dmattn_ops.flash_dmattn_func(query, key, key, promised)
+
+
+@pytest.mark.parametrize("causal_from", [0, 120, -17, 500, -300])
+def test_the_diagonal_may_be_given_as_a_number(causal_from: int):
+    keep = random_keep(1, 1, SQ, SK)
+    query, key = torch.randn(1, SQ, 2, 8), torch.randn(1, SK, 2, 8)
+    call = {"is_causal": True, "causal_from": causal_from, "window_size": (60, None)}
+    expected = keep & band_of(SQ, SK, **call)
+    assert torch.equal(prepare_mask(keep, **call).to_dense(), expected)
+    out = dmattn_ops.flash_dmattn_func(query, key, key, keep, **call)
+    torch.testing.assert_close(out, dmattn_ops.flash_dmattn_func(query, key, key, expected))
+    if causal_from in (0, SK - SQ):
+        name = "top_left" if causal_from == 0 else "bottom_right"
+        assert torch.equal(dmattn_ops.flash_dmattn_func(query, key, key, keep, **{**call, "causal_from": name}), out)
+
+
+def test_a_chunk_that_is_causal_at_its_call_is_given_its_own_diagonal():
+    keep = random_keep(1, 1, SK, SK)
+    query = torch.randn(1, SK, 2, 8)
+    made = prepare_mask(keep)
+    whole = dmattn_ops.flash_dmattn_func(query, query, query, made, is_causal=True)
+    for start in range(0, SK, 100):
+        rows = slice(start, min(start + 100, SK))
+        out = dmattn_ops.flash_dmattn_func(
+            query[:, rows], query, query, made.queries(rows.start, rows.stop), is_causal=True, causal_from=start
+        )
+        torch.testing.assert_close(out, whole[:, rows])
