@@ -40,7 +40,11 @@ def to_block_mask(mask: TileMask, heads: int | None = None) -> BlockMask:
         classes = classes.repeat_interleave(group, dim=1)
     listed = [_listed(classes == kind) for kind in (layout.PARTIAL, layout.FULL)]
     return BlockMask.from_kv_blocks(
-        *listed[0], *listed[1], BLOCK_SIZE=TILE, mask_mod=mask_mod(mask, group), seq_lengths=(mask.seqlen_q, mask.seqlen_k)
+        *listed[0],
+        *listed[1],
+        BLOCK_SIZE=TILE,
+        mask_mod=mask_mod(mask, group),
+        seq_lengths=(mask.seqlen_q, mask.seqlen_k),
     )
 
 
@@ -61,7 +65,8 @@ def mask_mod(mask: TileMask, group: int = 1) -> MaskMod:
     row_bits, q_segments, k_segments = mask.row_bits, mask.q_segments, mask.k_segments
 
     def pick(part: Tensor, b: Tensor, h: Tensor, *place: Tensor) -> Tensor:
-        return part[b if part.shape[0] > 1 else 0, h // group if part.shape[1] > 1 else 0, *place]
+        own = (b if part.shape[0] > 1 else 0, h // group if part.shape[1] > 1 else 0)
+        return part[own + place]
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         inside = j - i >= lo if lo > -UNBOUNDED else j >= 0

@@ -17,12 +17,6 @@ ROOT = PACKAGE.parent
 # What a module imports from the package when it is imported, no more and no less, as in DESIGN.md; a folder counts as one
 # module, but for meta. testing may import everything.
 ARROWS = {
-    "biases": (),
-    "flex": ("problem", "layout", "tile_mask"),
-    "sdpa": ("problem", "bands", "masks"),
-    "nn": ("tile_mask", "masks", "api"),
-    "compat": ("problem", "bands", "layout", "tile_mask", "reference", "masks", "api", "biases"),
-    "integrations": ("layout", "tile_mask", "masks", "api", "nn"),
     "problem": (),
     "require": (),
     "environment": (),
@@ -71,6 +65,8 @@ ARROWS = {
     "masks": ("problem", "require", "bands", "layout", "tile_mask", "values", "block_mask", "validation"),
     "meta.fakes": ("problem", "require", "meta", "ops", "call", "validation"),
     "api": ("problem", "require", "bands", "tile_mask", "values", "autograd", "validation", "masks"),
+    "flex": ("problem", "layout", "tile_mask"),
+    "sdpa": ("problem", "bands", "masks"),
     "nn": ("tile_mask", "masks", "api"),
     "compat": ("problem", "biases", "bands", "layout", "tile_mask", "reference", "masks", "api"),
     "integrations": ("layout", "tile_mask", "masks", "api", "nn"),
