@@ -231,8 +231,9 @@ def flash_attn_varlen_kvpacked_func(
         deterministic,
         return_attn_probs,
     )
-    lengths: tuple[Any, ...] = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, key, value, *lengths, dropout_p, *rest)
+    return flash_attn_varlen_func(
+        q, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, *rest
+    )
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -259,8 +260,7 @@ def flash_attn_varlen_qkvpacked_func(
         deterministic,
         return_attn_probs,
     )
-    lengths: tuple[Any, ...] = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(query, key, value, *lengths, dropout_p, *rest)
+    return flash_attn_varlen_func(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, *rest)
 
 
 def _options(
