@@ -33,7 +33,9 @@ MOST_CHARACTERS = 4_000_000  # of the text that a tokenizer reads
 def arguments(given: list[str] | None) -> argparse.Namespace:
     """Read and check the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a causal language model; none is a small one of random weights")
+    parser.add_argument(
+        "--model", type=Path, help="folder of a causal language model; none is a small one of random weights"
+    )
     parser.add_argument("--data", type=Path, help="text file; none is the source of Python's standard library")
     parser.add_argument("--out", type=Path, help="folder for the result; it must be empty")
     parser.add_argument("--keep", type=int, default=64, help="best keys that a query sees")
@@ -42,8 +44,12 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seqlen", type=int, default=256)
-    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate of the weights; scores learn ten times as fast")
-    parser.add_argument("--only-masks", action="store_true", help="train the scores alone, and leave the weights as they are")
+    parser.add_argument(
+        "--rate", type=float, default=3e-4, help="learning rate of the weights; scores learn ten times as fast"
+    )
+    parser.add_argument(
+        "--only-masks", action="store_true", help="train the scores alone, and leave the weights as they are"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(given)
@@ -119,7 +125,9 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def parameter_groups(model: nn.Module, rate: float, only_masks: bool) -> list[dict[str, Any]]:
     """Return what the optimizer trains: scores ten times as fast as weights, which were learned before."""
-    of_masks = {id(part) for module in model.modules() if isinstance(module, DynamicMask) for part in module.parameters()}
+    of_masks = {
+        id(part) for module in model.modules() if isinstance(module, DynamicMask) for part in module.parameters()
+    }
     scores = [part for part in model.parameters() if id(part) in of_masks]
     weights = [part for part in model.parameters() if id(part) not in of_masks]
     for part in weights:

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-import finetune_sparse  # noqa: E402
+import finetune_sparse
 
 TINY = ["--steps=12", "--batch=2", "--seqlen=64", "--keep=8", "--keep-first=1", "--keep-last=4", "--device=cpu"]
 
