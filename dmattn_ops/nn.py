@@ -6,6 +6,7 @@ Source: Trainable Dynamic Mask Sparse Attention, Shi et al., arXiv 2508.02124. L
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmattn_ops.api import flash_dmattn_func
-from dmattn_ops.masks import dynamic_mask, prepare_mask
+from dmattn_ops.masks import dynamic_mask
 from dmattn_ops.tile_mask import TileMask
 
 
@@ -158,10 +159,8 @@ class DynamicMaskAttention(nn.Module):
         )
         if padding is None:
             return made
-        assert made.start is not None and made.end is not None
-        end = torch.where(padding.unsqueeze(1), made.end, 0)
-        start = made.start.expand_as(end).contiguous()
-        return prepare_mask(intervals=(start, end), at_most=made.at_most, seqlen_q=made.seqlen_q)
+        assert made.end is not None
+        return replace(made, end=torch.where(padding.unsqueeze(1), made.end, 0))
 
     def extra_repr(self) -> str:
         """Say what is kept."""

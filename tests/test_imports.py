@@ -65,6 +65,8 @@ ARROWS = {
     "masks": ("problem", "require", "bands", "layout", "tile_mask", "values", "block_mask", "validation"),
     "meta.fakes": ("problem", "require", "meta", "ops", "call", "validation"),
     "api": ("problem", "require", "bands", "tile_mask", "values", "autograd", "validation", "masks"),
+    "flex": ("problem", "layout", "tile_mask"),
+    "sdpa": ("problem", "bands", "masks"),
     "nn": ("tile_mask", "masks", "api"),
     "compat": ("problem", "biases", "bands", "layout", "tile_mask", "reference", "masks", "api"),
     "integrations": ("layout", "tile_mask", "masks", "api", "nn"),
@@ -112,7 +114,7 @@ ARROWS = {
     ),
 }
 
-ROOMS = {"kernels", "selection", "packing", "distributed", "integrations", "compat", "nn"}
+ROOMS = {"kernels", "selection", "packing", "distributed", "integrations", "compat", "nn", "sdpa"}
 
 
 def module_of(path):
