@@ -1,7 +1,8 @@
 """Compile the SM 9.0 backward without a GPU, as its own launcher does, and read what ptxas made of it.
 
-A child process stands in for the driver (target SM 9.0, nothing is launched) and reports spilled registers, warnings,
-shared memory and instructions. `DMATTN_COMPILE_ALL=1` compiles every configuration instead of a few.
+A child process stands in for the driver (target SM 9.0, nothing is launched) and reports spilled registers, serialized matrix
+instructions, shared memory, and the instructions of the kernel and of its loops. `DMATTN_COMPILE_ALL=1` compiles every
+configuration instead of a few.
 """
 
 from __future__ import annotations
@@ -20,30 +21,36 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_LIMIT = 232448
-# Bytes stored to the stack, the larger of triton 3.6 and 3.9: counters and addresses kept around the loops, and in loops
-# with a test the words of the step ahead or the rows' limits. Loops without a test of the cases in CLEAN do not touch it.
+# Bytes moved to or from the stack with triton 3.6.0: counters and addresses kept around the loops, the exact statistics that a
+# branch of each step loads where rows are large, and in loops with a test the words of the step ahead or the rows' limits.
+# With a full bias or a soft cap there are loops of their own for exact statistics; most of their bytes are spilled there.
 ALLOWED = {
-    "d64 full": 16, "d64 causal": 16, "d64 window": 16, "d64 grouped causal": 16, "d64 bits": 136, "d64 segments": 264,
-    "d128 full": 12, "d128 causal": 12, "d128 window": 16, "d128 grouped causal": 12, "d128 bits": 52, "d128 segments": 112,
-    "d128 float16 causal": 12,
-    "d64 full ordered": 16, "d64 causal ordered": 16, "d64 window ordered": 40, "d64 grouped causal ordered": 0,
-    "d128 full ordered": 4, "d128 causal ordered": 4, "d128 window ordered": 0, "d128 grouped causal ordered": 8,
-    "d64 full key-bias": 28, "d64 causal key-bias": 28, "d64 bits key-bias": 268, "d64 segments key-bias": 576,
-    "d128 full key-bias": 76, "d128 causal key-bias": 76, "d128 bits key-bias": 124, "d128 segments key-bias": 232,
-    "d64 full full-bias": 52, "d64 bits full-bias": 168, "d128 full full-bias": 20, "d128 bits full-bias": 56,
-    "d64 causal softcap": 232, "d128 causal softcap": 16, "d64 grouped causal interleaved": 16,
-    "d128 grouped causal interleaved": 0,
-    "d64 intervals": 264, "d128 intervals": 112, "d64 hidden intervals": 400, "d128 hidden intervals": 300,
-    "d64 intervals key-bias": 400, "d128 intervals key-bias": 400, "d64 window intervals": 400,
-    "d64 full softcap key-bias": 2700,
-    "d128 full softcap key-bias": 484, "d128 causal softcap key-bias": 484, "d64 causal key-bias ordered": 20,
+    "d64 full": 60, "d64 causal": 60, "d64 window": 64, "d64 grouped causal": 76, "d64 bits": 212, "d64 segments": 1352,
+    "d128 full": 20, "d128 causal": 20, "d128 window": 20, "d128 grouped causal": 20, "d128 bits": 152, "d128 segments": 184,
+    "d128 float16 causal": 20,
+    "d64 full ordered": 32, "d64 causal ordered": 32, "d64 window ordered": 28, "d64 grouped causal ordered": 60,
+    "d128 full ordered": 16, "d128 causal ordered": 16, "d128 window ordered": 12, "d128 grouped causal ordered": 12,
+    "d64 full key-bias": 92, "d64 causal key-bias": 92, "d64 bits key-bias": 604, "d64 segments key-bias": 1760,
+    "d128 full key-bias": 72, "d128 causal key-bias": 72, "d128 bits key-bias": 188, "d128 segments key-bias": 984,
+    "d64 full full-bias": 2476, "d64 bits full-bias": 3028, "d128 full full-bias": 1044, "d128 bits full-bias": 1472,
+    "d64 causal softcap": 1520, "d128 causal softcap": 432, "d64 grouped causal interleaved": 68,
+    "d128 grouped causal interleaved": 12,
+    "d64 intervals": 176, "d64 window intervals": 176, "d64 hidden intervals": 896, "d64 intervals key-bias": 540,
+    "d128 intervals": 120, "d128 hidden intervals": 264, "d128 intervals key-bias": 164,
+    "d64 full softcap key-bias": 3936, "d128 full softcap key-bias": 1124, "d128 causal softcap key-bias": 1124,
+    "d64 causal key-bias ordered": 152,
 }  # fmt: skip
-CLEAN = tuple(case for case in ALLOWED if not {"bits", "segments", "full-bias", "softcap"} & set(case.split()))
-IN_LOOPS = {"d64 causal key-bias ordered": 1}  # with triton 3.9
+# Instructions of a step without a test that move them, on its fast path; none where a case is not named.
+IN_LOOPS = {
+    "d64 bits": 4, "d64 segments": 8, "d64 hidden intervals": 4, "d64 bits key-bias": 4, "d64 segments key-bias": 9,
+    "d64 intervals key-bias": 6, "d64 causal key-bias ordered": 3, "d64 causal softcap": 72,
+    "d64 full softcap key-bias": 169, "d128 segments key-bias": 8, "d128 full softcap key-bias": 16,
+    "d128 causal softcap key-bias": 16,
+}  # fmt: skip
+LISTED = {"bits", "segments", "intervals"}
 NO_REGISTERS = ("d64 full softcap key-bias", "d128 full softcap key-bias", "d128 causal softcap key-bias")
 QUICK = ("d64 full", "d128 causal", "d128 bits", "d64 causal ordered", "d64 full key-bias", "d128 bits key-bias")
 CASES = tuple(ALLOWED) if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
-SERIALIZED = re.compile(r"C751[0-5]")
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +133,9 @@ def test_plans_lay_parameters_out_as_the_kernels_have_them(case: str, reports: d
 
 # --------------------------------------------------------------------------------------------------- the child process
 def _plain_loops(sass: str, exponentials: int) -> list[dict[str, int]]:
-    """Return counts of the loops that multiply matrices and compare nothing: what a step without a mask executes.
+    """Return counts of the loops that multiply matrices, test nothing and load no row: what a step without a mask executes.
 
-    Of loops that ask whether rows need exact statistics it is what they do where no row does (`machine_code`).
+    Of loops that ask whether rows need exact statistics it is what they execute where no row does (`machine_code`).
     """
     from dmattn_ops.testing.machine_code import count, product_loops
 
@@ -136,7 +143,7 @@ def _plain_loops(sass: str, exponentials: int) -> list[dict[str, int]]:
         {name: count(loop.fast, name) for name in ("HGMMA", "BAR", "LDG", "ISETP", "MUFU.EX2", "LDL", "STL")}
         for loop in product_loops(sass, 32)
     ]
-    return [loop for loop in counts if loop["MUFU.EX2"] == exponentials and loop["ISETP"] <= 8]
+    return [loop for loop in counts if loop["MUFU.EX2"] == exponentials and loop["ISETP"] <= 8 and loop["LDG"] <= 1]
 
 
 def _report(compiled, log: str, exponentials: int) -> dict:

@@ -128,7 +128,8 @@ def _compile(case: str) -> dict:
     aligned += ("bias_b", "bias_h", "bias_q")
     found = compile_only(forward_kernel, signature | optional, constants, aligned, 90, num_warps=4)
     return {
-        "faults": found.faults, "spilled": found.spill_bytes, "shared": found.shared_memory, "opcodes": dict(found.opcodes) | {"HMMA": found.opcodes["HMMA"]},
+        "faults": found.faults, "spilled": found.spill_bytes, "shared": found.shared_memory,
+        "opcodes": dict(found.opcodes) | {"HMMA": found.opcodes["HMMA"]},
     }  # fmt: skip
 
 

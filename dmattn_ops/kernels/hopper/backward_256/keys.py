@@ -177,17 +177,13 @@ def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, s
 
 
 @gluon.jit
-def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, D: gl.constexpr, dtype: gl.constexpr,
-                LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
-                HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
-    """Make P of every step, and accumulate dv over every query head of the group."""
+def dv_loops(dv, smem, block, view, mask, bias, scales, exact, D: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr,
+             BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
+             HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
+    """Make P of every step, and add to dv over every query head of the group."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
-    VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dv = gl.zeros([STEP, D], gl.float32, layout=VL)
     keys = block.tile * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, SL))
     queries = gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
-    exact = Exact(any_flag(flags, n_flags), exact.first, exact.second)
-    mbarrier.wait(smem.kv_full, 0)
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
@@ -215,6 +211,28 @@ def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_f
                 dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, select, D, dtype, LISTS, BIAS,
                              SOFTCAP, True, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
                 i += 1
+    return dv
+
+
+@gluon.jit
+def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, D: gl.constexpr, dtype: gl.constexpr,
+                LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
+                HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
+    """Make P of every step, and dv: with a full bias in loops of their own for exact statistics, else in loops that ask."""
+    VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dv = gl.zeros([STEP, D], gl.float32, layout=VL)
+    needed = any_flag(flags, n_flags)
+    mbarrier.wait(smem.kv_full, 0)
+    if BIAS == FULL_BIAS:
+        if needed != 0:
+            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(1, exact.first, exact.second), D, dtype, LISTS,
+                          BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
+        else:
+            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(0, exact.first, exact.second), D, dtype, LISTS,
+                          BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
+    else:
+        dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(needed, exact.first, exact.second), D, dtype, LISTS,
+                      BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
     k = smem.k.index(0)
     k.store(dv.to(dtype))  # only this consumer reads K, and it is done
     fence_async_shared()
