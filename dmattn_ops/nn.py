@@ -7,7 +7,6 @@ Source: Trainable Dynamic Mask Sparse Attention, Shi et al., arXiv 2508.02124. L
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -143,7 +142,7 @@ class DynamicMaskAttention(nn.Module):
             scores.unsqueeze(2),
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self.o_proj(cast(Tensor, out).flatten(2))
+        return self.o_proj(out.flatten(2))
 
     def mask(self, scores: Tensor, *, documents: Tensor | None = None, padding: Tensor | None = None) -> TileMask:
         """Return the mask that scores `[B, Hkv, S]` make."""

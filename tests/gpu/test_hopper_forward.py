@@ -205,7 +205,8 @@ def test_nan_behind_the_ends_never_arrives() -> None:
 
 def test_refusals_name_every_reason() -> None:
     query, key, value = (draw(1, 64, 2, 64).float() for _ in range(3))
-    call = (query, key, value, None, Tiles(k_segments=query), None, None, Options(0, 0, -1.0, 0.0, 0.5, False))
-    reasons = hopper_forward.refusals(*call)
+    options = plain_options(-1.0, 0, 0, dropout_p=0.5)
+    call = Call(query, key, value, None, Mask(k_segments=query), None, None, None, options)
+    reasons = hopper_forward.refusals(call, False)
     assert len(reasons) == 4
     assert any("float32" in reason for reason in reasons)
