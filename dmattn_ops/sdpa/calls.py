@@ -108,7 +108,7 @@ def sdpa_forward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out `[B, H, Sq, Dv]`, lse and the state of dropout of `[B, heads, S, D]`, from the top left corner."""
-    bias, mask = _mask_of(bias, is_causal, narrow=True)
+    bias, mask = _mask_of(bias, query.shape[2], is_causal, narrow=True)
     state = new_state(query, dropout_p)
     band = band_of(is_causal, "top_left", (None, None)) if is_causal else NO_BAND
     query, key, value = (_rows(part).transpose(1, 2) for part in (query, key, value))
@@ -126,7 +126,7 @@ def sdpa_backward(
     needs_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value `[B, heads, S, D]` and of the bias."""
-    bias, mask = _mask_of(bias, is_causal, narrow=not needs_dbias)
+    bias, mask = _mask_of(bias, tensors[0].shape[2], is_causal, narrow=not needs_dbias)
     band = band_of(is_causal, "top_left", (None, None)) if is_causal else NO_BAND
     *heads_first, lse = tensors
     seqlen_first = (_rows(part).transpose(1, 2) for part in heads_first)
@@ -135,7 +135,7 @@ def sdpa_backward(
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dbias if needs_dbias else None
 
 
-def _mask_of(bias: Tensor | None, is_causal: bool, *, narrow: bool) -> tuple[Tensor | None, Mask]:
+def _mask_of(bias: Tensor | None, seqlen_q: int, is_causal: bool, *, narrow: bool) -> tuple[Tensor | None, Mask]:
     """Return an additive mask as a bias, without the dimensions it repeats if `narrow`, and what it does not hide, packed."""
     if bias is None or bias.numel() == 0:
         return None, NO_MASK
@@ -145,8 +145,7 @@ def _mask_of(bias: Tensor | None, is_causal: bool, *, narrow: bool) -> tuple[Ten
     for dim in range(3):
         if shown.shape[dim] > 1 and shown.stride(dim) == 0:
             shown = shown.narrow(dim, 0, 1)
-    keep, rows = shown > -torch.inf, bias.shape[2]
-    prepared = prepare_mask(keep, seqlen_q=rows, is_causal=is_causal, causal_from="top_left").mask
+    prepared = prepare_mask(shown > -torch.inf, seqlen_q=seqlen_q, is_causal=is_causal, causal_from="top_left").mask
     return _rows(shown if narrow else bias), prepared
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
-from dmattn_ops import arch, config  # noqa: E402
+from dmattn_ops import arch, config, resolve  # noqa: E402
 from dmattn_ops.call import Call, Gradients, Saved  # noqa: E402
 from dmattn_ops.kernels.hopper.backward import launch as hopper_backward  # noqa: E402
 from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Mask, plain_options  # noqa: E402
@@ -98,8 +98,8 @@ def check(
     got = outputs or tuple(torch.empty_like(x) for x in (query, key, value))
     for gradient in got:
         gradient.fill_(math.nan)
-    row = configuration(dim)
-    hopper_backward.backward(call, saved(out.to(dtype), lse), Gradients(grad_out, grad_lse, *got, None), row)
+    grads, given = Gradients(grad_out, grad_lse, *got, None), saved(out.to(dtype), lse)
+    hopper_backward.backward(call, given, grads, resolve.backward_config(configuration(dim), call, given, grads))
     for name, mine, reference in zip(("dq", "dk", "dv"), got, want, strict=True):
         error = (mine.double() - reference).norm() / reference.norm().clamp_min(1e-20)
         assert error < (tolerance or ROUNDING[dtype]), f"{name}: {error:.2e}"

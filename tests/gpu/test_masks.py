@@ -36,7 +36,7 @@ EDGES = {
 }
 
 
-def replayed(results: Callable[[], list[Tensor]]) -> list[Tensor]:
+def replayed(results: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Capture the call with its gradients, spoil what the capture left, and replay it twice."""
     results()  # compiles
     torch.cuda.synchronize()
@@ -44,7 +44,7 @@ def replayed(results: Callable[[], list[Tensor]]) -> list[Tensor]:
     with torch.cuda.graph(graph):
         captured = results()
     for _ in range(2):
-        for tensor in captured:
+        for tensor in captured.values():
             tensor.fill_(float("nan"))
         graph.replay()
     torch.cuda.synchronize()

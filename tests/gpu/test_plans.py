@@ -72,7 +72,7 @@ def test_repeated_calls_of_sequences():
 
 def test_masks_are_prepared_again_from_other_memory():
     mask = torch.rand(2, 2, 300, 333, device="cuda") < 0.5
-    for given in (mask, mask.float(), mask[:, :, :1]):
+    for given in (mask, mask.int(), mask[:, :, :1]):
         for _ in range(4):
             held = given.clone()
             assert torch.equal(

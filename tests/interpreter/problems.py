@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from dmattn_ops import resolve
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.config import PortableBackward, PortableForward
 from dmattn_ops.kernels.portable import backward as portable_backward
@@ -353,9 +354,15 @@ def run(
     if bias is not None and p.needs_dbias:
         dbias = torch.full(bias.shape, float("nan"), dtype=bias.dtype, device=device)
     call = Call(query, key, value, bias, mask, None, seed, varlen, case.options)
-    portable_forward.forward(call, Result(out, lse, lse_tail, row_max if p.needs_max else None), forward)
-    grads = Gradients(grad_out, on(case.grad_lse), dq, dk, dv, dbias)
-    portable_backward.backward(call, Saved(out, lse, lse_tail), grads, backward)
+    result = Result(out, lse, lse_tail, row_max if p.needs_max else None)
+    saved, grads = Saved(out, lse, lse_tail), Gradients(grad_out, on(case.grad_lse), dq, dk, dv, dbias)
+    if (
+        device != "cpu"
+    ):  # of a row's configurations, as dispatch does: some need aligned rows, or more memory than there is
+        forward = resolve.forward_config(forward, call, result)
+        backward = resolve.backward_config(backward, call, saved, grads)
+    portable_forward.forward(call, result, forward)
+    portable_backward.backward(call, saved, grads, backward)
     for view in (out, dq, dk, dv):
         written = int((~view._base.isnan()).sum())
         assert written <= view.numel(), "wrote outside of an output"
