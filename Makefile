@@ -23,7 +23,7 @@ ifneq ($(wildcard $(READY)),)
   $(shell cmp -s '$(TORCH_VERSION)' '$(READY)' || rm -f '$(READY)')
 endif
 
-.PHONY: help setup train test test-cpu test-interpreter test-gpu lint sweep bench clean
+.PHONY: help setup train test test-cpu test-interpreter test-gpu lint sweep sanitize bench clean
 
 help: ## list the targets (times are those of two cores)
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -59,6 +59,10 @@ sweep: $(READY) ## compile every configuration and compare with the frozen table
 	$(PY) -m dmattn_ops.testing.sweep
 	$(PY) -m pytest tests --ignore=tests/interpreter -m "slow and not gpu"
 	$(PY) -m dmattn_ops.testing --cases 2000 $(ARGS)
+
+sanitize: $(READY) ## run the tests of the C++ kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
+	csrc/sanitize.sh address $(PY) $(ARGS)
+	csrc/sanitize.sh thread $(PY) $(ARGS)
 
 bench: $(READY) ## measure against the peers; results go to benchmarks/results
 	@$(PY) -c 'import pynvml' 2>/dev/null || echo "without nvidia-ml-py, clock and power are left out"

@@ -1,14 +1,22 @@
 """Flash Dynamic Mask Attention: exact attention for PyTorch that skips what the mask hides, on CUDA and CPU."""
 
+from importlib import import_module
+from typing import Any
+
 from dmattn_ops import flops, implementations  # noqa: F401 - registered with torch when imported
 from dmattn_ops.api import flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func
+from dmattn_ops.backend import BackendInfo, backend_info
 from dmattn_ops.explain import Explanation, explain
 from dmattn_ops.masks import dynamic_mask, prepare_mask
 from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.version import __version__
 
 __all__ = [
+    "BackendInfo",
     "Explanation",
     "TileMask",
+    "__version__",
+    "backend_info",
     "dynamic_mask",
     "explain",
     "flash_dmattn_func",
@@ -16,3 +24,19 @@ __all__ = [
     "flash_dmattn_varlen_func",
     "prepare_mask",
 ]
+
+# Reached as attributes, and imported when they are.
+_MODULES = ("biases", "compat", "distributed", "flex", "integrations", "nn", "sdpa")
+_PLACES = {"activate": "sdpa", "activated": "sdpa", "deactivate": "sdpa"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"dmattn_ops.{name}")
+    if name in _PLACES:
+        return getattr(import_module(f"dmattn_ops.{_PLACES[name]}"), name)
+    raise AttributeError(f"module 'dmattn_ops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_PLACES})

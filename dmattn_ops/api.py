@@ -9,19 +9,20 @@ above 256 the results are exact, but no kernel was made fast there).
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import autograd, masks, require, validation, values
-from dmattn_ops.bands import Band, CausalFrom, Window, band_of
+from dmattn_ops import arguments, autograd, masks, validation, values
+from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.problem import Varlen
 from dmattn_ops.tile_mask import TileMask
 
-_SEED_END = (1 << 63) - 1
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it since Python 3.11
+
 _OPERATORS = {
     "forward": torch.ops.dmattn.forward.default,
     "qkvpacked_forward": torch.ops.dmattn.qkvpacked_forward.default,
@@ -29,6 +30,44 @@ _OPERATORS = {
 }
 
 
+class _Keywords(TypedDict, total=False):
+    """What every function takes by name besides `return_lse` and `return_max`, which tell what is returned."""
+
+    is_causal: bool
+    causal_from: CausalFrom
+    window_size: Window
+    softmax_scale: float | None
+    softcap: float
+    dropout_p: float
+    deterministic: bool | None
+    sink: Tensor | None
+
+
+@overload
+def flash_dmattn_func(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
+    *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_dmattn_func(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
+    *, return_lse: Literal[True], return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_dmattn_func(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
+    *, return_lse: Literal[False] = ..., return_max: Literal[True], **keywords: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_dmattn_func(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
+    *, return_lse: Literal[True], return_max: Literal[True], **keywords: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_dmattn_func(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
+    *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_Keywords],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_dmattn_func(
     query: Tensor,
     key: Tensor,
@@ -46,6 +85,7 @@ def flash_dmattn_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     return_max: bool = False,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute attention, `dropout(softmax(score)) @ value`, over the keys that each query sees.
 
@@ -92,21 +132,48 @@ def flash_dmattn_func(
         NotImplementedError: where no kernel takes the call (float64 on CUDA, a head dimension above 1024), and for
             forward-mode derivatives; RuntimeError for a second derivative.
     """
-    (query, key, value), bias, sink = prepared_inputs(4, bias, sink, query=query, key=key, value=value)
+    if unknown:
+        arguments.unknown_names("flash_dmattn_func", unknown)
+    (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
-    band, scalars = read_numbers(*given)
-    same_bits = switches(deterministic, return_lse, return_max)
-    fits = mask is None or _fits(mask, query, key, band)
+    band, scalars = arguments.read_numbers(*given)
+    same_bits = arguments.switches(deterministic, return_lse, return_max)
+    fits = mask is None or arguments.fits(mask, query, key, band)
     if not fits or dropout_p != 0.0:  # these paths launch work before the operator validates
         validation.dense_tensors(query, key, value, bias, sink)
-        check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
+        arguments.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
     (*parts, at_most), *limits = masks.resolve(mask, band, seqlen_q, seqlen_k)
-    seed = dropout_seed(query) if dropout_p != 0.0 else None
+    seed = arguments.dropout_seed(query) if dropout_p != 0.0 else None
     tensors = (query, key, value, bias, *parts, sink, seed)
     return _call("forward", tensors, (*limits, 0, 0, at_most, *scalars, same_bits), return_lse, return_max)
 
 
+@overload
+def flash_dmattn_qkvpacked_func(
+    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
+    *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_dmattn_qkvpacked_func(
+    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
+    *, return_lse: Literal[True], return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_dmattn_qkvpacked_func(
+    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
+    *, return_lse: Literal[False] = ..., return_max: Literal[True], **keywords: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_dmattn_qkvpacked_func(
+    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
+    *, return_lse: Literal[True], return_max: Literal[True], **keywords: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_dmattn_qkvpacked_func(
+    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
+    *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_Keywords],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_dmattn_qkvpacked_func(
     qkv: Tensor,
     mask: Tensor | TileMask | None = None,
@@ -122,6 +189,7 @@ def flash_dmattn_qkvpacked_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     return_max: bool = False,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute self-attention of query, key and value in one tensor, without copies. Its gradient is one tensor too.
 
@@ -139,22 +207,54 @@ def flash_dmattn_qkvpacked_func(
     Raises:
         ValueError, TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
-    (qkv,), bias, sink = prepared_inputs(5, bias, sink, qkv=qkv)
+    if unknown:
+        arguments.unknown_names("flash_dmattn_qkvpacked_func", unknown)
+    (qkv,), bias, sink = arguments.prepared_inputs(5, bias, sink, qkv=qkv)
     validation.packed_qkv(qkv)
     batch, seqlen, _, heads, _ = qkv.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
-    band, scalars = read_numbers(*given)
-    same_bits = switches(deterministic, return_lse, return_max)
+    band, scalars = arguments.read_numbers(*given)
+    same_bits = arguments.switches(deterministic, return_lse, return_max)
     if mask is not None or dropout_p != 0.0:
         query, key, value = qkv.unbind(2)
         validation.dense_tensors(query, key, value, bias, sink)
-        check_mask(mask, qkv, (1, batch), (1, heads), (1, seqlen), (seqlen,))
+        arguments.check_mask(mask, qkv, (1, batch), (1, heads), (1, seqlen), (seqlen,))
     (*parts, at_most), *limits = masks.resolve(mask, band, seqlen, seqlen)
-    seed = dropout_seed(qkv.select(2, 0)) if dropout_p != 0.0 else None
+    seed = arguments.dropout_seed(qkv.select(2, 0)) if dropout_p != 0.0 else None
     tensors = (qkv, bias, *parts, sink, seed)
     return _call("qkvpacked_forward", tensors, (*limits, 0, 0, at_most, *scalars, same_bits), return_lse, return_max)
 
 
+@overload
+def flash_dmattn_varlen_func(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
+    *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_dmattn_varlen_func(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
+    *, return_lse: Literal[True], return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_dmattn_varlen_func(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
+    *, return_lse: Literal[False] = ..., return_max: Literal[True], **keywords: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_dmattn_varlen_func(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
+    *, return_lse: Literal[True], return_max: Literal[True], **keywords: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_dmattn_varlen_func(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
+    *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_Keywords],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_dmattn_varlen_func(
     query: Tensor,
     key: Tensor,
@@ -176,6 +276,7 @@ def flash_dmattn_varlen_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     return_max: bool = False,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute attention of sequences of different lengths, packed one behind the other, each to itself.
 
@@ -202,15 +303,17 @@ def flash_dmattn_varlen_func(
     Raises:
         ValueError, TypeError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
-    (query, key, value), bias, sink = prepared_inputs(3, bias, sink, query=query, key=key, value=value)
+    if unknown:
+        arguments.unknown_names("flash_dmattn_varlen_func", unknown)
+    (query, key, value), bias, sink = arguments.prepared_inputs(3, bias, sink, query=query, key=key, value=value)
     validation.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     validation.integers(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if mask is not None:
         validation.tensors(mask=mask)
         validation.keep_mask(mask)
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
-    band, scalars = read_numbers(*given)  # relative to the diagonal of each sequence
-    same_bits = switches(deterministic, return_lse, return_max)
+    band, scalars = arguments.read_numbers(*given)  # relative to the diagonal of each sequence
+    same_bits = arguments.switches(deterministic, return_lse, return_max)
     lengths = (max_seqlen_q, max_seqlen_k)
     top_left = causal_from != "bottom_right"
     if dropout_p != 0.0:
@@ -218,150 +321,22 @@ def flash_dmattn_varlen_func(
         validation.varlen_tensors(query, key, value, bias, mask, sink, varlen)
         if not query.is_cuda and not is_compiling():
             values.offsets(query, key, varlen)
-    seed = dropout_seed(query, cu_seqlens_q.shape[0] - 1) if dropout_p != 0.0 else None
+    seed = arguments.dropout_seed(query, cu_seqlens_q.shape[0] - 1) if dropout_p != 0.0 else None
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, bias, mask, sink, seed)
     numbers = (*lengths, band.lo, band.hi, 0, 0, top_left, *scalars, same_bits)
     return _call("varlen_forward", tensors, numbers, return_lse, return_max)
-
-
-def prepared_inputs(
-    rank: int, bias: Tensor | None, sink: Tensor | None, **tensors: Tensor
-) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """Refuse what is no tensor of that rank, cast for autocast, and copy where the last dimension is not contiguous."""
-    prepared, strided = list(tensors.values()), False
-    for tensor in prepared:
-        if not isinstance(tensor, Tensor) or tensor.dim() != rank:
-            _refuse(rank, tensors)
-        if tensor.stride(-1) != 1:
-            strided = True
-    if bias is not None:
-        validation.tensors(bias=bias)
-    if sink is not None:
-        validation.tensors(sink=sink)
-    first = prepared[0]
-    device_type = "cuda" if first.is_cuda else "cpu" if first.is_cpu else None
-    if device_type is not None and torch.is_autocast_enabled(device_type):
-        dtype, strided = torch.get_autocast_dtype(device_type), True
-        prepared = [_cast(tensor, dtype) for tensor in prepared]
-        bias, sink = (
-            each if each is None or each.dtype == torch.float32 else _cast(each, dtype) for each in (bias, sink)
-        )
-    if strided:
-        prepared = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in prepared]
-    if bias is not None and bias.dim() > 0 and bias.stride(-1) != 1:
-        bias = bias.contiguous()
-    return prepared, bias, sink
-
-
-def _refuse(rank: int, tensors: dict[str, Tensor]) -> None:
-    """Refuse the first that is no tensor of that rank."""
-    for name, tensor in tensors.items():
-        validation.tensors(**{name: tensor})
-        require.rank(name, tensor, rank)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-
-
-def _fits(mask: Tensor | TileMask, query: Tensor, key: Tensor, band: Band) -> bool:
-    """Return whether a prepared mask fits for certain, and is taken as it is, so that it takes no closer look."""
-    if type(mask) is not TileMask or is_compiling():
-        return False
-    of_mask, (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = mask.shape, query.shape, key.shape
-    return (
-        of_mask[2:] == (seqlen_q, seqlen_k)
-        and of_mask[0] in (1, batch)
-        and of_mask[1] in (1, heads, heads_kv)
-        and mask.lengths.get_device() == query.get_device()
-        and band.contains(mask.band)
-    )
-
-
-def check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int, ...]) -> None:
-    """Refuse a mask that does not broadcast to `[B, H, Sq, Sk]`, or lies elsewhere."""
-    if mask is None:
-        return
-    if not isinstance(mask, (Tensor, TileMask)):
-        raise TypeError(f"mask must be a tensor or come from prepare_mask, got {type(mask).__name__}")
-    if isinstance(mask, Tensor):
-        validation.keep_mask(mask)
-    require.sizes("mask", mask, *sizes, axes=require.AXES)
-    require.device("mask", mask, query.device)
-
-
-Numbers = tuple[Band, tuple[float | None, float, float]]
-
-
-def read_numbers(*given: Any) -> Numbers:
-    """Refuse types and values; return the band, and scale, softcap and dropout as the operators take them.
-
-    `given` is causal, where from, window, scale, softcap, dropout. What was seen before is looked up.
-    """
-    window_size = given[2]
-    if not is_compiling() and type(window_size) is tuple and len(window_size) == 2:
-        try:
-            return _known_numbers(*window_size, *given)
-        except TypeError:  # what cannot be looked up (a traced number, say), or is to be refused
-            pass
-    return _new_numbers(*given)
-
-
-def _new_numbers(
-    is_causal: bool,
-    causal_from: CausalFrom,
-    window_size: Window,
-    softmax_scale: float | None,
-    softcap: float,
-    dropout_p: float,
-) -> Numbers:
-    validation.visibility(is_causal, causal_from, window_size)
-    if softmax_scale is not None:
-        softmax_scale = validation.number("softmax_scale", softmax_scale)
-    softcap, dropout_p = validation.number("softcap", softcap), validation.number("dropout_p", dropout_p)
-    if not is_compiling():  # a tracer may not know them yet; the operators check what it knows
-        validation.scalars(softmax_scale, softcap, dropout_p)
-    return band_of(is_causal, causal_from, window_size), (softmax_scale, softcap, dropout_p)
-
-
-@lru_cache(maxsize=1024, typed=True)  # typed: 1 is no bool; so the window's limits are given by themselves as well
-def _known_numbers(left: int | None, right: int | None, *given: Any) -> Numbers:
-    return _new_numbers(*given)
-
-
-def switches(deterministic: bool | None, return_lse: bool, return_max: bool) -> bool:
-    """Return whether results must be the same each time; refuse other types of the three."""
-    if not isinstance(return_lse, bool) or not isinstance(return_max, bool):
-        validation.flags(return_lse=return_lse, return_max=return_max)
-    if deterministic is None:
-        return torch.are_deterministic_algorithms_enabled()
-    if not isinstance(deterministic, bool):
-        validation.flags(deterministic=deterministic)
-    return deterministic
-
-
-def dropout_seed(query: Tensor, batch: int | None = None) -> Tensor:
-    """Draw the seeds of one call's dropout, int64 `[B, H]`, one for each sequence and head.
-
-    A tensor, so that graphs, checkpoints and compilers see it; drawn like a part of `query [B, Sq, H, D]`, so that it is
-    sharded as that is. For packed sequences, `query [total_q, H, D]`, `batch` is their number.
-    """
-    if batch is not None:
-        return torch.randint(_SEED_END, (batch, query.shape[-2]), dtype=torch.int64, device=query.device)
-    like = query.detach()[:, :1, :, 0].sum(1)  # [B, H], also where there are no positions
-    return torch.randint_like(like, _SEED_END, dtype=torch.int64)
 
 
 def _call(
     name: str, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], return_lse: bool, return_max: bool
 ) -> Tensor | tuple[Tensor, ...]:
     """Call an operator; in plain eager mode its derivative directly, which saves one way through the dispatcher."""
-    arguments = (*tensors, *numbers, return_max)
+    given = (*tensors, *numbers, return_max)
     directly = autograd.kernels.get(name)
-    if directly is not None and autograd.callable_directly(*arguments):
-        out, lse, _, row_max = directly(*arguments)
+    if directly is not None and autograd.callable_directly(*given):
+        out, lse, _, row_max = directly(*given)
     else:
-        out, lse, _, row_max = _OPERATORS[name](*arguments)
+        out, lse, _, row_max = _OPERATORS[name](*given)
     if not return_lse and not return_max:
         return out
     return (out, *((lse,) if return_lse else ()), *((row_max,) if return_max else ()))

@@ -36,6 +36,7 @@ _BACKWARD = {
     "reference": "dmattn_ops.reference",
 }
 _NEEDS = {"hopper": 90, "hopper256": 90}  # kernels that run on one architecture only
+GPU_KERNELS = ("hopper", "hopper256", "portable")  # fastest first
 
 
 @cache
@@ -60,15 +61,12 @@ def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = Tr
         return Choice(None, config.CPU[cpu_kernels()], ())
 
     def refusals(kernel: str) -> list[str]:
-        needed = _NEEDS.get(kernel)
-        if needed is None:
+        if kernel not in _NEEDS:
             return []
-        if call.query.is_cuda and arch.physical(call.query.device).sm != needed:
-            return [f"runs on SM {needed // 10}.{needed % 10} only"]
-        try:
-            launcher = import_module(kernels[kernel])
-        except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may have another one
-            return [f"needs another Triton: {error}"]
+        reason = _reason_against(kernel, kernels, arch.physical(call.query.device) if call.query.is_cuda else None)
+        if reason:
+            return [reason]
+        launcher = import_module(kernels[kernel])
         return launcher.refusals(call, needs_max) if direction == "forward" else launcher.refusals(call)
 
     choice = choose.choose(rows, on or arch.current(call.query.device), call.demand, refusals)
@@ -79,6 +77,29 @@ def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = Tr
     place = tuning.place(call.query.device, choice.arch)
     masked = call.mask.row_tiles is not None
     return tuning.tuned(choice, direction, call.demand, masked, call.options.deterministic, place)
+
+
+def missing_kernels(on: Arch) -> dict[str, str]:
+    """Return the kernels that do not run on a GPU, each with the reason."""
+    found = {}
+    for kernel in GPU_KERNELS:
+        by_direction = (_reason_against(kernel, kernels, on) for kernels in (_FORWARD, _BACKWARD) if kernel in kernels)
+        found[kernel] = next(filter(None, by_direction), "")
+    return {kernel: reason for kernel, reason in found.items() if reason}
+
+
+def _reason_against(kernel: str, kernels: dict[str, str], on: Arch | None) -> str:
+    """Return why a kernel does not run on a GPU, or is not there at all; empty where it does and is."""
+    needed = _NEEDS.get(kernel)
+    if needed is not None and on is not None and on.sm != needed:
+        return f"runs on SM {needed // 10}.{needed % 10} only"
+    if on is not None and on.sm < config.OLDEST_TRITON:
+        return f"needs SM {config.OLDEST_TRITON // 10}.{config.OLDEST_TRITON % 10} or newer"
+    try:
+        import_module(kernels[kernel])
+    except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may have another one
+        return f"needs another Triton: {error}"
+    return ""
 
 
 @cache

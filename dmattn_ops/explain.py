@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import api, dispatch, masks, meta, resources, validation
 from dmattn_ops import arch as architectures
+from dmattn_ops import arguments, dispatch, masks, meta, resources, validation
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.choose import Choice
@@ -91,14 +91,14 @@ def explain(
         ValueError, TypeError: as `flash_dmattn_func`, and for an `arch` that is none.
         NotImplementedError: with every reason where no kernel takes the call.
     """
-    (query, key, value), bias, sink = api.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
+    (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
     validation.dense_tensors(query, key, value, bias, sink)
     (batch, seqlen_q, heads, dim), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
-    band, (scale, softcap, dropout_p) = api.read_numbers(*given)
-    api.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
+    band, (scale, softcap, dropout_p) = arguments.read_numbers(*given)
+    arguments.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
     parts, lo, hi = masks.resolve(mask, band, seqlen_q, seqlen_k)
-    same_bits = api.switches(deterministic, return_lse, return_max)
+    same_bits = arguments.switches(deterministic, return_lse, return_max)
     options = plain_options(
         dim**-0.5 if scale is None else scale, lo, hi, softcap=softcap, dropout_p=dropout_p, deterministic=same_bits
     )

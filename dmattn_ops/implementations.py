@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import dispatch, layout, meta, ops, plans, values
+from dmattn_ops import dispatch, environment, layout, meta, ops, plans, values
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.meta import fakes
-from dmattn_ops.problem import Mask
+from dmattn_ops.problem import TILE, Mask
 
 
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -83,11 +83,27 @@ def key_lifetimes(*arguments: Any) -> tuple[Tensor, ...]:
     return outputs
 
 
+def _reads_values(tensor: Tensor) -> bool:
+    """Return whether a call on the tensor's device refuses what tensors hold: always on a CPU, on request on a GPU."""
+    return not tensor.is_cuda or environment.checks()
+
+
+def _check_values(call: Call) -> None:
+    """Refuse lists that name tiles which do not exist, and a promise `at_most` that a query breaks."""
+    mask, options = call.mask, call.options
+    if call.query.numel() == 0 or call.key.numel() == 0 or not _reads_values(call.query):
+        return
+    if (
+        call.query.is_cuda and mask.row_tiles is not None and mask.col_tiles is not None
+    ):  # the CPU kernels check their own
+        values.lists("row_tiles", mask.row_tiles, meta.ceil_div(call.key.shape[1], TILE))
+        values.lists("col_tiles", mask.col_tiles, meta.ceil_div(call.query.shape[1], TILE))
+    if mask.at_most is not None and mask.kind == "intervals":
+        values.promise(mask.at_most, layout.keys_seen(mask, options.band_lo, options.band_hi, call.query.shape[1]))
+
+
 def _forward(call: Call, needs_max: bool) -> tuple[Tensor, ...]:
-    options, at_most = call.options, call.mask.at_most
-    if at_most is not None and call.mask.kind == "intervals" and not call.query.is_cuda:
-        seen = layout.keys_seen(call.mask, options.band_lo, options.band_hi, call.query.shape[1])
-        values.promise(at_most, seen)
+    _check_values(call)
     outputs = meta.forward_outputs(call.query, call.value, needs_max)
     out, lse, lse_tail, row_max = outputs
     _launch(
@@ -104,6 +120,8 @@ def _backward(call: Call, read: Any) -> tuple[Tensor, ...]:
 
 def _launch_backward(call: Call, read: Any, outputs: tuple[Tensor, ...]) -> None:
     """Launch a backward; `outputs` are dq, dk, dv, dbias and dsink, the last two empty where they are not asked for."""
+    if call.query.is_cuda:  # on a CPU the forward did
+        _check_values(call)
     dq, dk, dv, dbias, dsink = outputs
     of_bias, of_sink = _asked(call, read)
     saved = Saved(_rows(read.out), _rows(read.lse), _rows(read.lse_tail))
@@ -151,7 +169,7 @@ def _varlen_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
     """Read a packed call; its mask of keys becomes segments `[1, Hm, total_k]`: 0 keep, -1 drop."""
     call, read = fakes.varlen_call(name, arguments)
     assert call.varlen is not None
-    if not call.query.is_cuda:
+    if _reads_values(call.query):
         values.offsets(call.query, call.key, call.varlen)
     offsets = call.varlen.cu_seqlens_q.contiguous(), call.varlen.cu_seqlens_k.contiguous()
     varlen = call.varlen._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])

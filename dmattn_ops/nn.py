@@ -6,14 +6,14 @@ Source: Trainable Dynamic Mask Sparse Attention, Shi et al., arXiv 2508.02124. L
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmattn_ops.api import flash_dmattn_func
-from dmattn_ops.masks import dynamic_mask, prepare_mask
+from dmattn_ops.masks import dynamic_mask
 from dmattn_ops.tile_mask import TileMask
 
 
@@ -142,7 +142,7 @@ class DynamicMaskAttention(nn.Module):
             scores.unsqueeze(2),
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self.o_proj(cast(Tensor, out).flatten(2))
+        return self.o_proj(out.flatten(2))
 
     def mask(self, scores: Tensor, *, documents: Tensor | None = None, padding: Tensor | None = None) -> TileMask:
         """Return the mask that scores `[B, Hkv, S]` make."""
@@ -158,10 +158,8 @@ class DynamicMaskAttention(nn.Module):
         )
         if padding is None:
             return made
-        assert made.start is not None and made.end is not None
-        end = torch.where(padding.unsqueeze(1), made.end, 0)
-        start = made.start.expand_as(end).contiguous()
-        return prepare_mask(intervals=(start, end), at_most=made.at_most, seqlen_q=made.seqlen_q)
+        assert made.end is not None
+        return replace(made, end=torch.where(padding.unsqueeze(1), made.end, 0))
 
     def extra_repr(self) -> str:
         """Say what is kept."""

@@ -142,8 +142,8 @@ def forget() -> None:
 
 
 def may_repeat(tensor: Tensor) -> bool:
-    """Return whether kernels for the tensor's device make plans."""
-    return tensor.is_cuda
+    """Return whether a call that begins with the tensor may be repeated: on a GPU, unless each call is to be checked."""
+    return tensor.is_cuda and not environment.checks()
 
 
 def key(name: str, tensors: _Tensors, numbers: tuple[Any, ...]) -> Hashable:
@@ -158,7 +158,7 @@ def key(name: str, tensors: _Tensors, numbers: tuple[Any, ...]) -> Hashable:
 def _switches(tensor: Tensor | None) -> tuple[Any, ...]:
     """Return what is set outside of a call that begins with a tensor."""
     tf32 = float32_precision() if tensor is not None and tensor.dtype is torch.float32 else None
-    return environment.architecture(), tf32
+    return environment.architecture(), environment.record_file(), tf32
 
 
 def _make(found: Hashable, device: int, tensors: _Tensors, function: _Computation) -> tuple[Tensor, ...]:

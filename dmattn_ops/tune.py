@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops import api, config, cost, dispatch, masks, meta, plans, resolve, tuning
+from dmattn_ops import arguments, config, cost, dispatch, masks, meta, plans, resolve, tuning
 from dmattn_ops.arch import Arch
 from dmattn_ops.bands import Band
 from dmattn_ops.call import Call, Gradients, Saved
@@ -157,7 +157,7 @@ def make_call(shape: Shape, device: torch.device) -> Call:
     key = rows(shape.seqlen_k, shape.kv_heads, shape.dim)
     value = rows(shape.seqlen_k, shape.kv_heads, shape.dim_v)
     bias = None if shape.bias is None else torch.randn(_bias_shape(shape), device=device, dtype=dtype)
-    seed = api.dropout_seed(query) if shape.dropout_p else None
+    seed = arguments.dropout_seed(query) if shape.dropout_p else None
     varlen = None
     if shape.varlen:
         sequences = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)

@@ -1,13 +1,14 @@
-"""What is refused for the values that a tensor holds: reads them, so only for tensors on the CPU."""
+"""What is refused for the values that a tensor holds. Reading them waits for a GPU: there only with `DMATTN_CHECK=1`."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from dmattn_ops import layout
-from dmattn_ops.problem import Varlen
+from dmattn_ops.problem import HEADER, Varlen
 
 
 def offsets(query: Tensor, key: Tensor, lengths: Varlen) -> None:
@@ -39,3 +40,17 @@ def promise(at_most: int, seen: Tensor) -> None:
     most = int(seen.max()) if seen.numel() else 0
     if most > at_most:
         raise ValueError(f"at_most must be at least the most keys that a query sees, {most}, got {at_most}")
+
+
+def lists(name: str, records: Tensor, tiles: int) -> None:
+    """Refuse lists of tiles `[..., rows, 4 + capacity]` that are no lists of the numbers 0 to `tiles - 1`."""
+    ranked, partial, full, indices = records[..., 0], records[..., 1], records[..., 2], records[..., HEADER:]
+    rows, capacity = records.shape[-2], indices.shape[-1]
+    order = torch.arange(rows, device=records.device)
+    if bool((ranked.sort(-1).values != order).any()):
+        raise ValueError(f"word 0 of the records of {name} must name each of {rows} rows once")
+    if bool(((partial < 0) | (full < 0) | (partial.long() + full > capacity)).any()):
+        raise ValueError(f"each record of {name} must list between 0 and {capacity} tiles")
+    listed = torch.arange(capacity, device=records.device) < (partial + full).unsqueeze(-1)
+    if bool((listed & ((indices < 0) | (indices >= tiles))).any()):
+        raise ValueError(f"{name} must list tiles from 0 to {tiles - 1}, got another number")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +42,7 @@ class ModelConfig:
 
 def attend_dmattn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
     """Attend with `flash_dmattn_func`: out `[B, S, H, D]` for mask `[B, Hkv, S, S]` and bias `[B, Hkv, 1, S]`."""
-    return cast(Tensor, flash_dmattn_func(query, key, value, mask, bias, is_causal=True))
+    return flash_dmattn_func(query, key, value, mask, bias, is_causal=True)
 
 
 def attend_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor) -> Tensor:

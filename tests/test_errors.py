@@ -192,6 +192,18 @@ DENSE = {
         "mask must have dtype bool (True keeps) or an integer dtype (non-zero keeps), got dtype torch.float32: pass an"
         " additive mask of 0 and -inf as bias=, and one of zeros and ones as mask != 0",
     ),
+    "causal elsewhere": (
+        {"causal": True},
+        TypeError,
+        "flash_dmattn_func() got an unexpected keyword argument 'causal': here it is called is_causal",
+    ),
+    "grouped elsewhere": (
+        {"enable_gqa": True},
+        TypeError,
+        "flash_dmattn_func() got an unexpected keyword argument 'enable_gqa': heads of key and value are grouped where they"
+        " are fewer than those of query",
+    ),
+    "unknown": ({"no": 1}, TypeError, "flash_dmattn_func() got an unexpected keyword argument 'no'"),
     "sink type": ({"sink": 1.0}, TypeError, "sink must be a tensor, got float"),
     "sink shape": ({"sink": tensor(1)}, ValueError, "sink must have shape (4,), got (1,)"),
     "sink dtype": (
@@ -277,6 +289,11 @@ VARLEN = {
     "value": ({"value": tensor(127, H, D)}, ValueError, "value must have shape (128, 4, 64), got (127, 4, 64)"),
     "mask": ({"mask": MASK[:, 0, 0]}, ValueError, "mask must have shape (heads 4 or 1, keys 128), got (2, 128)"),
     "mask type": ({"mask": True}, TypeError, "mask must be a tensor, got bool"),
+    "scale elsewhere": (
+        {"scale": 1.0},
+        TypeError,
+        "flash_dmattn_varlen_func() got an unexpected keyword argument 'scale': here it is called softmax_scale",
+    ),
     "bias": ({"bias": tensor(4, 127)}, ValueError, "bias must have shape (heads 4 or 1, keys 128), got (4, 127)"),
     "bias dtype": (
         {"bias": tensor(4, S, dtype=torch.int8)},

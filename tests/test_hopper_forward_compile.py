@@ -129,6 +129,7 @@ def _compile(case: str) -> dict:
     found = compile_only(forward_kernel, signature | optional, constants, aligned, 90, num_warps=4)
     return {
         "faults": found.faults, "spilled": found.spill_bytes, "shared": found.shared_memory,
+
         "opcodes": dict(found.opcodes) | {"HMMA": found.opcodes["HMMA"]},
     }  # fmt: skip
 

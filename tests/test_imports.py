@@ -18,12 +18,12 @@ ROOT = PACKAGE.parent
 # module, but for meta. testing may import everything.
 ARROWS = {
     "problem": (),
-    "require": (),
     "environment": (),
+    "require": (),
+    "version": (),
     "biases": (),
     "recording": (),
     "selection": (),
-    "version": (),
     "bands": ("problem",),
     "layout": ("problem",),
     "meta": ("problem",),
@@ -37,6 +37,7 @@ ARROWS = {
     "flops": ("bands", "ops"),
     "config": ("arch",),
     "block_mask": ("problem", "bands", "layout", "meta", "tile_mask"),
+    "flex": ("problem", "layout", "tile_mask"),
     "choose": ("problem", "arch", "config"),
     "call": ("problem", "choose"),
     "native": ("problem", "call"),
@@ -62,13 +63,11 @@ ARROWS = {
         "sinks",
         "tuning",
     ),
+    "arguments": ("require", "bands", "tile_mask", "validation"),
     "masks": ("problem", "require", "bands", "layout", "tile_mask", "values", "block_mask", "validation"),
     "meta.fakes": ("problem", "require", "meta", "ops", "call", "validation"),
-    "api": ("problem", "require", "bands", "tile_mask", "values", "autograd", "validation", "masks"),
-    "nn": ("tile_mask", "masks", "api"),
-    "compat": ("problem", "biases", "bands", "layout", "tile_mask", "reference", "masks", "api"),
-    "integrations": ("layout", "tile_mask", "masks", "api", "nn"),
-    "implementations": ("problem", "layout", "meta", "ops", "plans", "values", "call", "dispatch", "meta.fakes"),
+    "backend": ("version", "arch", "native", "dispatch"),
+    "api": ("problem", "bands", "tile_mask", "values", "autograd", "validation", "arguments", "masks"),
     "explain": (
         "problem",
         "bands",
@@ -80,9 +79,10 @@ ARROWS = {
         "resources",
         "validation",
         "dispatch",
+        "arguments",
         "masks",
-        "api",
     ),
+    "sdpa": ("problem", "bands", "masks"),
     "tune": (
         "problem",
         "bands",
@@ -96,12 +96,27 @@ ARROWS = {
         "tuning",
         "cost",
         "dispatch",
+        "arguments",
         "masks",
-        "api",
     ),
+    "implementations": (
+        "problem",
+        "environment",
+        "layout",
+        "meta",
+        "ops",
+        "plans",
+        "values",
+        "call",
+        "dispatch",
+        "meta.fakes",
+    ),
+    "compat": ("problem", "biases", "bands", "layout", "tile_mask", "reference", "arguments", "masks", "api"),
+    "nn": ("tile_mask", "masks", "api"),
+    "integrations": ("layout", "tile_mask", "masks", "api", "nn"),
 }
 
-ROOMS = {"kernels", "selection", "packing", "distributed", "integrations", "compat", "nn"}
+ROOMS = {"kernels", "selection", "packing", "distributed", "integrations", "compat", "nn", "sdpa"}
 
 
 def module_of(path):

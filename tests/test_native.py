@@ -74,8 +74,6 @@ def test_nan_gradient_of_an_empty_row_stays_there():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [1, 8, 33, 64, 128, 256, 300, 512, 1024])
 def test_one_visible_key_gives_its_value_and_no_gradient_to_the_score(dim, dtype):
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        pytest.skip("delta and dP agree bit by bit only where both use fused multiply-add")
     generator = torch.Generator().manual_seed(dim)
     query, value, grad_out = (torch.randn(2, 40, 2, dim, generator=generator).to(dtype) for _ in range(3))
     keep = torch.eye(40, dtype=torch.bool).view(1, 1, 40, 40)
@@ -236,9 +234,65 @@ def test_without_onednn_the_same_budget_holds():
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_other_instruction_sets_hold_the_same_budget(capability):
     # The instruction set is chosen once in a process.
-    chosen = "random_problems and (0 or 7) or pack_mask and 1 or 16_bit or dropout_follows"
-    files = [__file__, str(pathlib.Path(__file__).with_name("test_native_masks.py"))]
+    chosen = (
+        "random_problems and (0 or 7) or pack_mask and 1 or 16_bit or dropout_follows or one_visible_key or dynamic"
+        " or random_intervals and 3 or large_constant or add_up or soft_caps"
+    )
+    names = ("test_native_masks.py", "test_native_intervals.py", "test_native_scores.py")
+    files = [__file__, *(str(pathlib.Path(__file__).with_name(name)) for name in names)]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, "-k", chosen]
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize("layout", ["expanded", "overlapping", "far"])
+def test_rows_that_overlap_or_lie_far_apart_are_read_right(layout, dtype, onednn, tmp_path):
+    # Decoding takes rows from where they lie if a product can.
+    generator = torch.Generator().manual_seed(0)
+    query, grad_out = (torch.randn(1, 5, 1, 16, generator=generator).to(dtype) for _ in range(2))
+    key, value = (torch.randn(1, 64, 1, 16, generator=generator).to(dtype) for _ in range(2))
+    if layout == "expanded":
+        value = value[:, :1].expand(key.shape)
+    elif layout == "overlapping":
+        key, value = (x.flatten().as_strided((1, 64, 1, 16), (0, 4, 0, 1)) for x in (key, value))
+    else:  # beyond an int, in a sparse file: the pages between two rows take no room
+        key, stride = key[:, :16], (1 << 31) + 16
+        rows = torch.from_file(str(tmp_path / "rows"), shared=True, size=15 * stride + 16, dtype=dtype)
+        value = rows.as_strided(key.shape, (0, stride, 0, 1)).copy_(value[:, :16])
+    keep = torch.ones(1, 1, 5, key.shape[1], dtype=torch.bool)
+    torch._C._set_mkldnn_enabled(onednn)  # the public switch warns about TF32
+    try:
+        check(Call(query, key, value, keep, grad_out=grad_out))
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+
+
+@pytest.mark.parametrize("kind", ["bits", "decoding", "softcap"])
+def test_nan_at_an_element_that_is_hidden_in_a_visible_tile_never_arrives(kind):
+    keep = torch.rand(1, 2, 300, 260, generator=torch.Generator().manual_seed(0)) < 0.5
+    keep[..., 7] = keep[:, :, 11] = False
+    call = plain()
+    if kind == "decoding":
+        keep = keep[:, :, :100]
+        call = dataclasses.replace(
+            call, query=call.query[:, :100], grad_out=call.grad_out[:, :100], keep=call.keep[:, :, :100]
+        )
+    call.softcap = 2.0 * (kind == "softcap")
+    call = masked(call, keep)
+    clean = launch(call)
+    call.key[:, 7] = call.value[:, 7] = math.nan
+    call.query[:, 11] = call.grad_out[:, 11] = math.inf
+    for before, after in zip(clean[:5], launch(call)[:5], strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+
+
+def test_nan_at_a_visible_value_reaches_the_queries_that_see_it_and_no_others():
+    keep = torch.rand(1, 2, 300, 260, generator=torch.Generator().manual_seed(0)) < 0.5
+    call = masked(plain(), keep)
+    call.value[:, 7] = math.nan
+    out = run_forward(call).out
+    assert torch.equal(out.isnan().all(-1), keep[..., 7].transpose(1, 2))
+    assert torch.equal(out.isnan().any(-1), keep[..., 7].transpose(1, 2))

@@ -272,6 +272,6 @@ def test_dropout_depends_on_seed_and_position_alone(packed: bool):
 
 def test_seeds_of_one_call_differ_between_sequences_and_heads():
     query = torch.zeros(3, 8, 4, 16)
-    seeds = dmattn_ops.api.dropout_seed(query)
+    seeds = dmattn_ops.arguments.dropout_seed(query)
     assert seeds.shape == (3, 4) and seeds.dtype == torch.int64 and len(set(seeds.flatten().tolist())) == 12
-    assert dmattn_ops.api.dropout_seed(query[0], 5).shape == (5, 4)
+    assert dmattn_ops.arguments.dropout_seed(query[0], 5).shape == (5, 4)

@@ -91,3 +91,8 @@ def build_interval_tiles(
     shown = Mask(start=start, end=end, hidden_from=hidden_from, hidden_to=hidden_to)
     states = tile_states(layout.dense(shown, *band, seqlen_q, start.shape[-1]))
     return shown._replace(row_tiles=build_lists(states), col_tiles=build_lists(states.mT))
+
+
+def on_gpu(mask: Mask) -> Mask:
+    """Return a mask whose tensors lie on the GPU."""
+    return Mask._make([part.cuda() if isinstance(part, Tensor) else part for part in mask])

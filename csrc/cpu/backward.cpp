@@ -1,6 +1,7 @@
 // Backward: one item owns some key tiles of some pairs: it writes their dk and dv, and its own partial dq; partials are
 // added in a fixed order afterwards. No atomics: results do not depend on timing.
 #include "backward_workspace.h"
+#include "check.h"
 #include "differentiate.h"
 #include "packed.h"
 
@@ -140,6 +141,8 @@ void run(const Problem& problem, const Gradients& gradients) {
 
 void backward(const Arguments& arguments, const Gradients& gradients) {
   const Problem problem = make_problem(arguments);
+  check_gradients(arguments, gradients);
+  check_column_lists(arguments);
   if (problem.query.element == Element::f64)
     run<double>(problem, gradients);
   else

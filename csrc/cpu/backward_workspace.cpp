@@ -47,10 +47,7 @@ BackwardCall<T>::BackwardCall(const Problem& problem, const Gradients& gradients
       lse(per_query_of<T>(gradients.lse)),
       lse_tail(per_query_of<T>(gradients.lse_tail)) {
   constexpr at::ScalarType compute = c10::CppTypeToScalarType<T>::value;
-  if (gradients.grad_lse.has_value()) {
-    TORCH_CHECK_TYPE(gradients.grad_lse->scalar_type() == compute, "grad_lse must have the dtype of lse");
-    grad_lse = per_query_of<T>(*gradients.grad_lse);
-  }
+  if (gradients.grad_lse.has_value()) grad_lse = per_query_of<T>(*gradients.grad_lse);
   if (!gradients.dbias.has_value() || !problem.bias) return;
   const at::Tensor& target = *gradients.dbias;
   const bool direct = target.scalar_type() == compute && target.is_contiguous();

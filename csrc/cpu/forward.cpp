@@ -2,6 +2,7 @@
 #include <optional>
 
 #include "attend.h"
+#include "check.h"
 #include "packed.h"
 #include "schedule.h"
 
@@ -156,6 +157,8 @@ void run(const Problem& problem, const Results& results) {
 
 void forward(const Arguments& arguments, const Results& results) {
   const Problem problem = make_problem(arguments);
+  check_results(arguments, results);
+  check_row_lists(arguments);
   if (problem.query.element == Element::f64)
     run<double>(problem, results);
   else

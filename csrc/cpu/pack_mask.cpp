@@ -6,6 +6,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "check.h"
 #include "schedule.h"
 #include "visibility.h"
 
@@ -60,11 +61,6 @@ void write_records(const TileClass* classes, int64_t own, int64_t own_step, int6
   std::stable_sort(ranked.begin(), ranked.end(), [&](int64_t a, int64_t b) { return work[a] > work[b]; });
   for (int64_t t = own; t < count; ++t) std::fill_n(records + t * record_words, 4, 0);
   for (int64_t r = 0; r < count; ++r) records[r * record_words] = static_cast<int32_t>(ranked[r]);
-}
-
-void check_output(const at::Tensor& tensor) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kInt, "lists and bits must be int32");
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), "lists and bits must be contiguous");
 }
 
 void write_lists(std::vector<Grid>& grids, const at::Tensor& row_tiles, const at::Tensor& col_tiles) {
@@ -216,7 +212,7 @@ at::Tensor ids_of(const MaybeTensor& segments) {
 void pack_mask(const at::Tensor& mask, const MaybeTensor& q_segments, const MaybeTensor& k_segments, int64_t seqlen_q,
                int64_t band_lo, int64_t band_hi, const at::Tensor& row_tiles, const at::Tensor& col_tiles,
                const at::Tensor& row_bits, const at::Tensor& col_bits) {
-  for (const at::Tensor* tensor : {&row_tiles, &col_tiles, &row_bits, &col_bits}) check_output(*tensor);
+  check_mask_arguments(&mask, q_segments, k_segments, seqlen_q, {row_tiles, col_tiles, &row_bits, &col_bits});
   const int64_t batch = row_tiles.size(0), heads = row_tiles.size(1), seqlen_k = mask.size(3);
   const int64_t q_tiles = ceil_div(seqlen_q, kTile), k_tiles = ceil_div(seqlen_k, kTile);
   const at::Tensor q_ids = ids_of(q_segments), k_ids = ids_of(k_segments);
@@ -239,7 +235,7 @@ void pack_mask(const at::Tensor& mask, const MaybeTensor& q_segments, const Mayb
 
 void list_tiles(const MaybeTensor& q_segments, const at::Tensor& k_segments, int64_t seqlen_q, int64_t band_lo,
                 int64_t band_hi, const at::Tensor& row_tiles, const at::Tensor& col_tiles) {
-  for (const at::Tensor* tensor : {&row_tiles, &col_tiles}) check_output(*tensor);
+  check_mask_arguments(nullptr, q_segments, k_segments, seqlen_q, {row_tiles, col_tiles});
   const int64_t batch = row_tiles.size(0), heads = row_tiles.size(1), seqlen_k = k_segments.size(-1);
   const int64_t q_tiles = ceil_div(seqlen_q, kTile), k_tiles = ceil_div(seqlen_k, kTile);
   const at::Tensor q_ids = ids_of(q_segments), k_ids = ids_of(k_segments);

@@ -84,7 +84,8 @@ bool per_key(const Bias& bias) { return !bias || bias.row_stride == 0; }
 }  // namespace
 
 std::optional<Packing> plan_packing(const Problem& problem) {
-  if (problem.intervals.empty() || !per_key(problem.bias)) return std::nullopt;
+  if (problem.intervals.empty() || problem.batch == 0 || problem.heads == 0 || !per_key(problem.bias))
+    return std::nullopt;
   const Sequence& sequence = problem.sequence(0);
   const int64_t queries = sequence.q_length;
   Packing packing;

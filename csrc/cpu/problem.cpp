@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "check.h"
+
 namespace dmattn {
 
 Element element_of(const at::Tensor& tensor) {
@@ -48,14 +50,16 @@ Bias bias_of(const at::Tensor& tensor) {
 
 namespace {
 
-// Start and end of each sequence, kept inside the tensor whatever the offsets say.
+// Start and length of each sequence, inside the tensor and behind the one before, whatever the offsets say.
 std::vector<std::pair<int64_t, int64_t>> ranges(const at::Tensor& cu_seqlens, int64_t total) {
   const at::Tensor offsets = cu_seqlens.to(at::kLong).contiguous();
   const int64_t* at = offsets.const_data_ptr<int64_t>();
   std::vector<std::pair<int64_t, int64_t>> result;
+  int64_t end = 0;
   for (int64_t b = 0; b + 1 < offsets.numel(); ++b) {
-    const int64_t start = std::clamp<int64_t>(at[b], 0, total);
-    result.emplace_back(start, std::clamp<int64_t>(at[b + 1], start, total) - start);
+    const int64_t start = std::clamp<int64_t>(at[b], end, total);
+    end = std::clamp<int64_t>(at[b + 1], start, total);
+    result.emplace_back(start, end - start);
   }
   return result;
 }
@@ -78,7 +82,6 @@ void add_sequences(Problem& problem, const Arguments& arguments) {
   }
   const auto q = ranges(*arguments.cu_seqlens_q, arguments.query.size(0));
   const auto k = ranges(*arguments.cu_seqlens_k, arguments.key.size(0));
-  TORCH_CHECK_VALUE(q.size() == k.size(), "cu_seqlens_q and cu_seqlens_k must have the same length");
   problem.batch = static_cast<int64_t>(q.size());
   problem.covers_everything = covers(q, arguments.query.size(0)) && covers(k, arguments.key.size(0));
   for (size_t b = 0; b < q.size(); ++b) {
@@ -89,17 +92,9 @@ void add_sequences(Problem& problem, const Arguments& arguments) {
 }
 
 void add_dropout(Problem& problem, const Arguments& arguments) {
-  TORCH_CHECK_VALUE(arguments.drop_below >= 0 && arguments.drop_below <= int64_t{1} << 24,
-                    "drop_below must be an integer from 0 to 2^24, got ", arguments.drop_below);
   if (arguments.drop_below == 0) return;
   Dropout& dropout = problem.dropout;
-  TORCH_CHECK_VALUE(arguments.seed.has_value(), "dropout needs a seed");
-  const at::Tensor& seed = *arguments.seed;
-  TORCH_CHECK_VALUE(seed.dim() == 2 && (seed.size(0) == 1 || seed.size(0) == problem.batch) &&
-                        (seed.size(1) == 1 || seed.size(1) == problem.heads),
-                    "seed must have shape (", problem.batch, " or 1, ", problem.heads, " or 1), got ", seed.sizes());
-  TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "seed must be int64, got ", seed.scalar_type());
-  const at::Tensor seeds = seed.contiguous();
+  const at::Tensor seeds = arguments.seed->contiguous();
   const int64_t* first = seeds.const_data_ptr<int64_t>();
   dropout.seeds.assign(first, first + seeds.numel());
   dropout.seed_batches = seeds.size(0);
@@ -131,16 +126,12 @@ void add_intervals(Problem& problem, const Arguments& arguments) {
 }  // namespace
 
 Problem make_problem(const Arguments& arguments) {
+  check_arguments(arguments);
   Problem problem;
   problem.varlen = arguments.cu_seqlens_q.has_value();
   problem.batch = problem.varlen ? 0 : arguments.query.size(0);
   problem.heads = arguments.query.size(-2);
   problem.kv_heads = arguments.key.size(-2);
-  TORCH_CHECK_VALUE(problem.kv_heads > 0 && problem.heads % problem.kv_heads == 0,
-                    "the number of query heads must be a multiple of the number of key heads");
-  TORCH_CHECK_TYPE(arguments.query.scalar_type() == arguments.key.scalar_type() &&
-                       arguments.query.scalar_type() == arguments.value.scalar_type(),
-                   "query, key and value must have the same dtype");
   problem.group = problem.heads / problem.kv_heads;
   problem.query = rows_of(arguments.query);
   problem.key = rows_of(arguments.key);

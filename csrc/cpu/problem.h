@@ -33,7 +33,10 @@ struct Band {
   int64_t hi = kNoLimit;
 
   static Band from(int64_t band_lo, int64_t band_hi, int64_t offset = 0) {
-    return {band_lo <= -kUnbounded ? -kNoLimit : band_lo + offset, band_hi >= kUnbounded ? kNoLimit : band_hi + offset};
+    return {limit(band_lo, offset), limit(band_hi, offset)};
+  }
+  static int64_t limit(int64_t value, int64_t offset) {
+    return value <= -kUnbounded ? -kNoLimit : value >= kUnbounded ? kNoLimit : value + offset;
   }
   Band transposed() const { return {-hi, -lo}; }
 };

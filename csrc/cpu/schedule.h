@@ -6,6 +6,12 @@
 #include <atomic>
 #include <vector>
 
+#if defined(__SANITIZE_THREAD__)
+#include <exception>
+#include <mutex>
+#include <thread>
+#endif
+
 #include "problem.h"
 
 namespace dmattn {
@@ -44,12 +50,37 @@ struct Wave {
 // Cut all pairs into waves of at most kWaveBytes (at least one pair each), given the bytes of one slot of each kind.
 std::vector<Wave> make_waves(const Problem& problem, int64_t query_slot_bytes, int64_t key_slot_bytes);
 
+// Call f() on each of `threads` threads.
+template <typename F>
+void on_threads(int64_t threads, const F& f) {
+#if defined(__SANITIZE_THREAD__)
+  // ThreadSanitizer does not know how OpenMP's threads wait for each other.
+  std::vector<std::thread> started;
+  std::exception_ptr failure;
+  std::mutex guard;
+  for (int64_t t = 0; t < threads; ++t) {
+    started.emplace_back([&] {
+      try {
+        f();
+      } catch (...) {
+        const std::lock_guard<std::mutex> lock(guard);
+        failure = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : started) thread.join();
+  if (failure) std::rethrow_exception(failure);
+#else
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { f(); });
+#endif
+}
+
 // Call worker() on each thread, then its result with every item in [0, items), each taken by the thread that is free
 // first. What an item writes may not depend on which thread runs it.
 template <typename MakeWorker>
 void for_each_item(int64_t items, const MakeWorker& make_worker) {
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(items, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+  on_threads(std::min<int64_t>(items, at::get_num_threads()), [&] {
     auto worker = make_worker();
     for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) worker(item);
   });

@@ -8,6 +8,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "check.h"
 #include "schedule.h"
 
 namespace dmattn {
@@ -112,6 +113,10 @@ void select(const T* scores, int64_t stride, const Document& document, const Rul
 
 void check(const at::Tensor& scores, const MaybeTensor& documents, const Rule& rule, const at::Tensor& start,
            const at::Tensor& end) {
+  check_memory("scores", scores);
+  check_memory("start", start);
+  check_memory("end", end);
+  if (documents.has_value()) check_memory("documents", *documents);
   TORCH_CHECK_VALUE(scores.dim() == 3, "scores must have 3 dimensions, got ", scores.dim());
   const int64_t seqlen = scores.size(2);
   TORCH_CHECK_VALUE(seqlen <= std::numeric_limits<int32_t>::max(), "scores have too many keys: ", seqlen);

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import api, layout, reference
+from dmattn_ops import arguments, layout, reference
 from dmattn_ops.bands import Band
 from dmattn_ops.problem import TILE
 
@@ -19,7 +19,7 @@ def with_dropout_seed(query: Tensor, batch: int | None, attend: Callable[[], Any
     result = attend()
     after = _generator_state(query)
     _set_generator_state(query, before)
-    seed = api.dropout_seed(query, batch)
+    seed = arguments.dropout_seed(query, batch)
     _set_generator_state(query, after)
     return result, seed
 

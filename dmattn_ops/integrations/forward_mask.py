@@ -102,12 +102,12 @@ class ForwardMask:
             documents=self.documents,
             is_causal=self.is_causal,
         )
-        assert best.start is not None and best.end is not None
+        assert best.end is not None
         start, end = self.intervals(scores.device)
-        both = (
-            torch.maximum(start, (best.start - self.offset).clamp(0, self.q_length)).to(torch.int32),
-            torch.minimum(end, (best.end - self.offset).clamp(0, self.q_length)).to(torch.int32),
-        )
+        end = torch.minimum(end, (best.end - self.offset).clamp(0, self.q_length))
+        if best.start is not None:  # else it is causal, as these intervals are
+            start = torch.maximum(start, (best.start - self.offset).clamp(0, self.q_length))
+        both = start.to(torch.int32), end.to(torch.int32)
         return prepare_mask(intervals=both, at_most=best.at_most, seqlen_q=self.q_length)
 
 

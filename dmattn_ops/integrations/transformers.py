@@ -98,7 +98,7 @@ def attention_forward(
     """
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "sink": s_aux}
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "sink": s_aux}
     bias = None if position_bias is None else position_bias[..., : key.shape[1]]
     mask = attention_mask
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
@@ -257,16 +257,18 @@ def _packed(
 ) -> Tensor:
     """Attend in packed sequences whose offsets the mask did not know."""
     query, key, value = (part.flatten(0, 1) for part in tensors)
-    longest = [total if length is None else int(length) for length, total in zip(lengths, mask.shape[2:], strict=True)]
-    keep = None if mask.padding is None else mask.padding.reshape(1, -1)
+    longest_q, longest_k = (
+        int(total) if length is None else int(length) for length, total in zip(lengths, mask.shape[2:], strict=True)
+    )
     out = api.flash_dmattn_varlen_func(
         query,
         key,
         value,
         offsets[0].to(torch.int32),
         offsets[1].to(torch.int32),
-        *longest,
-        mask=keep,
+        longest_q,
+        longest_k,
+        None if mask.padding is None else mask.padding.reshape(1, -1),
         is_causal=mask.is_causal,
         window_size=(mask.left, mask.right),
         **options,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
-from dmattn_ops import api, reference
+from dmattn_ops import arguments, reference
 from dmattn_ops.testing.inputs import (
     Inputs,
     Part,
@@ -84,7 +84,7 @@ def _dropout_keep(problem: Problem, inputs: Inputs) -> Tensor | None:
     if not problem.dropout_p:
         return None
     torch.manual_seed(problem.seed)
-    seed = api.dropout_seed(inputs.query, problem.batch if problem.variant == "varlen" else None)
+    seed = arguments.dropout_seed(inputs.query, problem.batch if problem.variant == "varlen" else None)
     return reference.philox_keep(seed, problem.seqlen_q, problem.seqlen_k, problem.dropout_p)
 
 

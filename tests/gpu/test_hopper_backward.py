@@ -14,9 +14,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
 from dmattn_ops import arch, config  # noqa: E402
+from dmattn_ops.call import Call, Gradients, Saved  # noqa: E402
 from dmattn_ops.kernels.hopper.backward import launch as hopper_backward  # noqa: E402
-from dmattn_ops.problem import TILE, UNBOUNDED, Options, Tiles  # noqa: E402
-from tests.tile_builder import build_lists, build_tiles, tile_states  # noqa: E402
+from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Mask, plain_options  # noqa: E402
+from tests.tile_builder import build_lists, build_tiles, on_gpu, tile_states  # noqa: E402
 
 LENGTHS = [(512, 512), (300, 300), (200, 333), (333, 200), (1, 77), (129, 1), (5000, 100)]
 BANDS = [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0), (-60, 20), (5, 40), (-UNBOUNDED, -30)]
@@ -32,6 +33,12 @@ def in_band(seqlen_q: int, seqlen_k: int, band: tuple[int, int]) -> Tensor:
     """Return which keys each query sees, `[1, 1, Sq, Sk]`."""
     i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None]
     return ((j >= i + band[0]) & (j <= i + band[1]))[None, None]
+
+
+def saved(out: Tensor, lse: Tensor) -> Saved:
+    """Return what a backward is given for out and an exact lse: lse in two parts."""
+    rounded = lse.float()
+    return Saved(out, rounded, (lse - rounded).nan_to_num(0.0).float())
 
 
 def draw(batch: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
@@ -66,7 +73,7 @@ def expected(inputs: tuple[Tensor, ...], visible: Tensor, scale: float, grad_lse
 def check(
     batch: int, seqlens: tuple[int, int], heads: tuple[int, int], dim: int,
     band: tuple[int, int] = (-UNBOUNDED, UNBOUNDED), *,
-    dtype: torch.dtype = torch.bfloat16, keep: Tensor | None = None, tiles: Tiles | None = None,
+    dtype: torch.dtype = torch.bfloat16, keep: Tensor | None = None, tiles: Mask = NO_MASK,
     with_grad_lse: bool = False, deterministic: bool = False,
     inputs: tuple[Tensor, ...] | None = None, outputs: tuple[Tensor, ...] | None = None, tolerance: float | None = None,
     scale: float | None = None,
@@ -85,17 +92,14 @@ def check(
     grad_lse = torch.randn(batch, n_heads, seqlen_q, device="cuda") if with_grad_lse else None
     scale = dim**-0.5 if scale is None else scale
     out, lse, want = expected(inputs, visible.cuda(), scale, grad_lse)
-    tiles = Tiles() if tiles is None else Tiles(*(None if t is None else t.cuda() for t in tiles))
-    options = Options(*band, scale, 0.0, 0.0, deterministic)
-    assert hopper_backward.refusals(query, key, value, None, tiles, None, None, options) == []
+    options = plain_options(scale, *band, deterministic=deterministic)
+    call = Call(query, key, value, None, on_gpu(tiles), None, None, None, options)
+    assert hopper_backward.refusals(call) == []
     got = outputs or tuple(torch.empty_like(x) for x in (query, key, value))
     for gradient in got:
         gradient.fill_(math.nan)
     row = configuration(dim)
-    hopper_backward.backward(
-        grad_out, grad_lse, query, key, value, out.to(dtype), lse.float(), None, tiles, None, None, options,
-        *got, None, row,
-    )  # fmt: skip
+    hopper_backward.backward(call, saved(out.to(dtype), lse), Gradients(grad_out, grad_lse, *got, None), row)
     for name, mine, reference in zip(("dq", "dk", "dv"), got, want, strict=True):
         error = (mine.double() - reference).norm() / reference.norm().clamp_min(1e-20)
         assert error < (tolerance or ROUNDING[dtype]), f"{name}: {error:.2e}"
@@ -158,8 +162,8 @@ def test_query_heads_that_take_turns(dim: int, seqlens: tuple[int, int], program
     limited(num_sms=programs, l2_bytes=0)
     off = seqlens[1] - seqlens[0]
     assert hopper_backward._interleaved(
-        draw(1, 1, 6, dim, torch.bfloat16), draw(1, 1, 2, dim, torch.bfloat16), None, Tiles(),
-        Options(-UNBOUNDED, off, 1.0, 0.0, 0.0, False),
+        draw(1, 1, 6, dim, torch.bfloat16), draw(1, 1, 2, dim, torch.bfloat16), None, NO_MASK,
+        plain_options(1.0, -UNBOUNDED, off),
     )  # fmt: skip
     check(2, seqlens, (6, 2), dim, (-UNBOUNDED, off), with_grad_lse=True)
 
@@ -190,7 +194,7 @@ def test_segments_inside_a_band(dim: int, mask_heads: int, with_queries: bool) -
     band = (-UNBOUNDED, 100)
     keep = (ids[:, None, :, None] == k_segments[:, :, None]) & in_band(300, 400, band)
     lists = build_lists(tile_states(keep).mT)
-    tiles = Tiles(row_tiles=lists, col_tiles=lists, q_segments=q_segments, k_segments=k_segments)
+    tiles = Mask(row_tiles=lists, col_tiles=lists, q_segments=q_segments, k_segments=k_segments)
     check(2, (300, 400), (4, 2), dim, band, keep=keep, tiles=tiles)
 
 
@@ -224,12 +228,11 @@ def test_keys_of_unlisted_tiles_may_hold_nan(dim: int) -> None:
     dirty_value[:, 128:256] = math.inf
     out, lse, _ = expected((query, key, value, grad_out), keep.cuda(), dim**-0.5, None)
     got = tuple(torch.full_like(x, math.nan) for x in (query, key, value))
-    tiles = Tiles(*(None if t is None else t.cuda() for t in build_tiles(keep)))
-    options = Options(-UNBOUNDED, UNBOUNDED, dim**-0.5, 0.0, 0.0, False)
+    tiles = on_gpu(build_tiles(keep))
+    call = Call(query, dirty_key, dirty_value, None, tiles, None, None, None, plain_options(dim**-0.5))
     hopper_backward.backward(
-        grad_out, None, query, dirty_key, dirty_value, out.bfloat16(), lse.float(), None, tiles, None, None, options,
-        *got, None, configuration(dim),
-    )  # fmt: skip
+        call, saved(out.bfloat16(), lse), Gradients(grad_out, None, *got, None), configuration(dim)
+    )
     for mine, reference in zip(got[1:], clean[1:], strict=True):
         assert torch.equal(mine, reference)
     assert got[0].isfinite().all()

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import config
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles
-from tests.tile_builder import build_segment_tiles, build_tiles
+from dmattn_ops.call import Call, Gradients, Saved
+from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, plain_options
+from tests.tile_builder import build_segment_tiles, build_tiles, on_gpu
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
-UNMASKED, NOTHING = Tiles(), slice(0)
+NOTHING = slice(0)
 EPS = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -70,11 +71,11 @@ def derivatives(query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, gra
     if grad_lse is not None:
         total = total + (lse * grad_lse.double()).masked_fill(empty, 0.0).sum()
     found = torch.autograd.grad(total, (q, k, v))
-    return out.detach().to(query.dtype), lse.detach().masked_fill(empty, -math.inf).float(), found
+    return out.detach().to(query.dtype), lse.detach().masked_fill(empty, -math.inf), found
 
 
 def check(
-    case: Case, tiles: Tiles = UNMASKED, keep: Tensor | None = None, poison: slice = NOTHING, repeats: int = 3
+    case: Case, tiles: Mask = NO_MASK, keep: Tensor | None = None, poison: slice = NOTHING, repeats: int = 3
 ) -> None:
     """Launch a few times into NaN, and compare; keys and values of `poison` are NaN for the launches alone."""
     from dmattn_ops.kernels.hopper.backward_256 import launch as hopper_backward_256
@@ -88,14 +89,15 @@ def check(
     seen = visible(case, keep)
     out, lse, expected = derivatives(*drawn, grad_lse, seen)
     key[:, poison] = value[:, poison] = math.nan
-    tiles = Tiles(*(None if part is None else part.cuda() for part in tiles))
-    options = Options(case.lo, case.hi, 1 / math.sqrt(case.dim), 0.0, 0.0, True)
-    assert hopper_backward_256.refusals(query, key, value, None, tiles, None, None, options) == []
+    options = plain_options(1 / math.sqrt(case.dim), case.lo, case.hi, deterministic=True)
+    call = Call(query, key, value, None, on_gpu(tiles), None, None, None, options)
+    assert hopper_backward_256.refusals(call) == []
+    saved = Saved(out, lse.float(), (lse - lse.float()).nan_to_num(0.0).float())
     first = None
     for _ in range(repeats):
         grads = [torch.full_like(tensor, math.nan) for tensor in (query, key, value)]
-        call = (grad_out, grad_lse, query, key, value, out, lse, None, tiles, None, None, options, *grads, None)
-        hopper_backward_256.backward(*call, config.HOPPER_BACKWARD_256.config)
+        gradients = Gradients(grad_out, grad_lse, *grads, None)
+        hopper_backward_256.backward(call, saved, gradients, config.HOPPER_BACKWARD_256.config)
         first = first or grads
         assert all(torch.equal(one, other) for one, other in zip(first, grads, strict=True)), "results changed"
     for name, actual, exact in zip(("dq", "dk", "dv"), first, expected, strict=True):

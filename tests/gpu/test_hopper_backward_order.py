@@ -12,8 +12,9 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
+from dmattn_ops.call import Call, Gradients, Saved  # noqa: E402
 from dmattn_ops.kernels.hopper.backward import launch as hopper_backward  # noqa: E402
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles  # noqa: E402
+from dmattn_ops.problem import NO_MASK, UNBOUNDED, plain_options  # noqa: E402
 from tests.gpu.test_hopper_backward import BANDS, LENGTHS, check, configuration, draw  # noqa: E402
 
 FULL, CAUSAL, WINDOW = (-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0), (-300, 200)
@@ -39,14 +40,13 @@ def launcher(seqlens: tuple[int, int], heads: tuple[int, int], dim: int, band: t
     query, grad_out, out = (draw(2, seqlens[0], heads[0], dim, torch.bfloat16) for _ in range(3))
     key, value = (draw(2, seqlens[1], heads[1], dim, torch.bfloat16) for _ in range(2))
     lse = torch.full((2, heads[0], seqlens[0]), math.log(seqlens[1]) + 0.5, device="cuda")
-    options = Options(*band, dim**-0.5, 0.0, 0.0, True)
+    options = plain_options(dim**-0.5, *band, deterministic=True)
+    call = Call(query, key, value, None, NO_MASK, None, None, None, options)
+    saved = Saved(out, lse, torch.zeros_like(lse))
 
     def launch() -> tuple[Tensor, ...]:
         gradients = tuple(torch.full_like(x, math.nan) for x in (query, key, value))
-        hopper_backward.backward(
-            grad_out, None, query, key, value, out, lse, None, Tiles(), None, None, options,
-            *gradients, None, configuration(dim),
-        )  # fmt: skip
+        hopper_backward.backward(call, saved, Gradients(grad_out, None, *gradients, None), configuration(dim))
         return gradients
 
     return launch

@@ -13,9 +13,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
 from dmattn_ops import config  # noqa: E402
+from dmattn_ops.call import Call, Result  # noqa: E402
 from dmattn_ops.kernels.hopper.forward import launch as hopper_forward  # noqa: E402
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles  # noqa: E402
-from tests.tile_builder import build_lists, build_tiles, tile_states  # noqa: E402
+from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, plain_options  # noqa: E402
+from tests.tile_builder import build_lists, build_tiles, on_gpu, tile_states  # noqa: E402
 
 DIMS = [64, 128, 256]
 LENGTHS = [(512, 512), (640, 640), (333, 517), (517, 333), (1, 300), (100, 77), (700, 1)]
@@ -36,19 +37,22 @@ def in_band(seqlen_q: int, seqlen_k: int, band: tuple[int, int]) -> Tensor:
 def launch(
     inputs: tuple[Tensor, Tensor, Tensor],
     band: tuple[int, int] = (-UNBOUNDED, UNBOUNDED),
-    tiles: Tiles | None = None,
+    tiles: Mask = NO_MASK,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Run the launcher with dispatch's configuration on outputs full of NaN."""
     query, _, value = inputs
     out = query.new_full((*query.shape[:3], value.shape[-1]), math.nan)
     lse = query.new_full((query.shape[0], query.shape[2], query.shape[1]), math.nan, dtype=torch.float32)
-    call = (*inputs, None, tiles or Tiles(), None, None, Options(*band, query.shape[-1] ** -0.5, softcap, 0.0, False))
-    assert hopper_forward.refusals(*call) == []
+    tail = torch.full_like(lse, math.nan)
+    options = plain_options(query.shape[-1] ** -0.5, *band, softcap=softcap)
+    call = Call(*inputs, None, tiles, None, None, None, options)
+    assert hopper_forward.refusals(call, False) == []
     dim = max(query.shape[-1], value.shape[-1])
     row = next(row for row in config.FORWARD if row.kernel == "hopper" and row.dim >= dim)
-    hopper_forward.forward(*call, out, lse, row.config)
-    return out, lse
+    hopper_forward.forward(call, Result(out, lse, tail, None), row.config)
+    assert (tail.nan_to_num().abs() < 1).all()
+    return out, lse + tail.masked_fill(lse == -math.inf, 0.0)
 
 
 def compare(
@@ -145,7 +149,7 @@ def test_bits_of_any_heads_and_density(dim: int, mask_heads: int, density: float
     keep[:, :, 128:256, 128:256] = True  # a full tile
     keep[:, :, 256:384, :128] = False  # an empty one
     inputs = draw(batch, seqlen_q, 4, dim), draw(batch, seqlen_k, 2, dim), draw(batch, seqlen_k, 2, dim)
-    tiles = Tiles(*(None if tensor is None else tensor.cuda() for tensor in build_tiles(keep)))
+    tiles = on_gpu(build_tiles(keep))
     visible = keep.cuda().repeat_interleave(4 // mask_heads, 1)
     first = launch(inputs, (-UNBOUNDED, 3), tiles)  # the lists hold the band already: this one must be ignored
     compare(first, inputs, visible)
@@ -169,7 +173,7 @@ def test_segments_inside_a_band(dim: int, band: tuple[int, int], documents: bool
         keys = -torch.randint(0, 2, (batch, heads, seqlen), dtype=torch.int32)
     visible = (queries[:, None, :, None] == keys[:, :, None]).cuda() & in_band(seqlen, seqlen, band)
     lists = build_lists(tile_states(visible.cpu())).cuda()
-    tiles = Tiles(lists, None, None, None, queries.cuda() if documents else None, keys.cuda())
+    tiles = Mask(row_tiles=lists, q_segments=queries.cuda() if documents else None, k_segments=keys.cuda())
     inputs = draw(batch, seqlen, heads, dim), draw(batch, seqlen, heads, dim), draw(batch, seqlen, heads, dim)
     compare(launch(inputs, band, tiles), inputs, visible)
 
@@ -201,7 +205,8 @@ def test_nan_behind_the_ends_never_arrives() -> None:
 
 def test_refusals_name_every_reason() -> None:
     query, key, value = (draw(1, 64, 2, 64).float() for _ in range(3))
-    call = (query, key, value, None, Tiles(k_segments=query), None, None, Options(0, 0, -1.0, 0.0, 0.5, False))
-    reasons = hopper_forward.refusals(*call)
+    options = plain_options(-1.0, 0, 0, dropout_p=0.5)
+    call = Call(query, key, value, None, Mask(k_segments=query), None, None, None, options)
+    reasons = hopper_forward.refusals(call, False)
     assert len(reasons) == 4
     assert any("float32" in reason for reason in reasons)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dmattn_ops import arch, config
+from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.config import PortableBackward, PortableForward
 
 pytestmark = pytest.mark.gpu
@@ -14,7 +15,7 @@ if not torch.cuda.is_available():
 
 from dmattn_ops.kernels.portable import backward as portable_backward  # noqa: E402
 from dmattn_ops.kernels.portable import forward as portable_forward  # noqa: E402
-from dmattn_ops.problem import UNBOUNDED, Options, Tiles  # noqa: E402
+from dmattn_ops.problem import NO_MASK, plain_options  # noqa: E402
 from tests.interpreter.cases import NASTY, PORTABLE_ROWS, of_row, random_problem, row_id  # noqa: E402
 from tests.interpreter.problems import Problem, build, check, run  # noqa: E402
 
@@ -124,17 +125,16 @@ def test_offsets_beyond_31_bits() -> None:
     query = wide[:, :, -dim:].view(batch, seqlen, heads, dim).normal_()
     key, value = (wide[:, -512:, n * dim : (n + 1) * dim].view(batch, 512, heads, dim).normal_() for n in (0, 1))
     out, lse = torch.empty_like(query, memory_format=torch.contiguous_format), torch.empty(2, 1, seqlen, device="cuda")
-    options = Options(-UNBOUNDED, UNBOUNDED, 0.125, 0.0, 0.0, True)
+    call = Call(query, key, value, None, NO_MASK, None, None, None, plain_options(0.125, deterministic=True))
+    tail = torch.empty_like(lse)
     row = portable_row(config.FORWARD, dim, 2)
-    portable_forward.forward(query, key, value, None, Tiles(), None, None, options, out, lse, row)
+    portable_forward.forward(call, Result(out, lse, tail, None), row)
     last = slice(seqlen - 300, seqlen)
     scores = (query[1, last, 0].double() @ key[1, :, 0].double().T) * 0.125
     truth = scores.softmax(-1) @ value[1, :, 0].double()
     assert (out[1, last, 0].double() - truth).norm() / truth.norm() < 0.01
     backward_row = portable_row(config.BACKWARD, dim, 2)
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
-    portable_backward.backward(
-        out, None, query, key, value, out, lse, None, Tiles(), None, None, options, dq, dk, dv, None, backward_row
-    )
+    portable_backward.backward(call, Saved(out, lse, tail), Gradients(out, None, dq, dk, dv, None), backward_row)
     assert dq[1, last].isfinite().all()
     assert dk.isfinite().all()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dmattn_ops import layout, meta
-from dmattn_ops.problem import UNBOUNDED, Tiles
+from dmattn_ops.problem import UNBOUNDED, Mask
 from tests.mask_cases import EVERYTHING, NAMED, Case, check_list_tiles, check_pack_mask, definition, draw, segments
 
 pytestmark = [
@@ -57,7 +57,7 @@ def test_pack_mask_of_more_than_two_to_the_31_elements():
     outputs = meta.pack_mask_outputs(mask, 2, 1, seqlen, *EVERYTHING)
     launchers().pack_mask(mask, None, None, seqlen, *EVERYTHING, *outputs)
     assert outputs[0][0, 0, :, 1:3].sum() == 0
-    last = Tiles(*(part[1:] for part in outputs))
+    last = Mask(*(part[1:] for part in outputs))
     assert torch.equal(layout.dense(last, *EVERYTHING, seqlen, seqlen)[0, 0, -500:, -500:], mask[1, 0, -500:, -500:])
 
 
@@ -83,7 +83,7 @@ def test_mask_launchers_replay_in_a_cuda_graph_with_fresh_values():
         keys.copy_(segments(2, 1, 500, "cuda"))
         graph.replay()
         keep = definition(mask, None, None, 500, -100, 50)
-        assert torch.equal(layout.dense(Tiles(*packed), -100, 50, 500, 512), keep)
+        assert torch.equal(layout.dense(Mask(*packed), -100, 50, 500, 512), keep)
         keep = definition(None, None, keys, 500, -100, 50)
-        tiles = Tiles(listed[0], listed[1], None, None, None, keys)
+        tiles = Mask(*listed, k_segments=keys)
         assert torch.equal(layout.dense(tiles, -100, 50, 500, 500), keep)

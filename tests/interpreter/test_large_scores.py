@@ -21,7 +21,7 @@ from tests.interpreter.problems import BACKWARD, FORWARD, Case, Problem, build, 
 
 pytestmark = pytest.mark.usefixtures("strict_memory")
 LOWEST = torch.finfo(torch.float32).min
-SHARED = PortableForward(16, 16, 4, 1, sm_count=40)  # programs share the keys of few queries
+SHARED = PortableForward(16, 16, 4, 1, per_sm=2)  # programs share the keys of few queries
 
 
 def results(
@@ -131,11 +131,18 @@ def test_a_nan_in_a_visible_bias_reaches_its_row_and_no_other() -> None:
 
 @pytest.mark.parametrize("forward", [FORWARD, SHARED], ids=["", "shared"])
 @pytest.mark.parametrize("softcap", [0.0, 1e6], ids=["", "softcap"])
-@pytest.mark.parametrize("scale", [1e3, 1e6, -1e6, 1e8], ids=str)
-def test_probabilities_of_large_scores_add_up_to_one(scale: float, softcap: float, forward: PortableForward) -> None:
+@pytest.mark.parametrize(
+    ("scale", "size"),
+    [(1e3, 1), (-1e6, 1), (1e8, 1), (1e30, 1), (0.25, 1e3), (0.25, 1e6), (-0.25, 1e6), (50.0, 1e6)],
+    ids=str,
+)
+def test_probabilities_of_large_scores_add_up_to_one(
+    scale: float, size: float, softcap: float, forward: PortableForward
+) -> None:
     """With grad_out 1 and value 1 everywhere, dv is the sum of a key's probabilities, and all of them add up to the rows."""
     problem = Problem(seqlen_q=16, scale=scale, softcap=softcap)
     case = build(problem)
+    case.query *= size
     case.key[:, 70:] = case.key[:, :70]  # pairs of equal scores
     ones = torch.ones_like(case.grad_out)
     ours = results(as_call(case, value=torch.ones_like(case.value)), ones, forward)

@@ -91,8 +91,17 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Compute `flash_attn_func` of keys and values in one tensor, `[B, Sk, 2, Hkv, D]`."""
-    rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, *kv.unbind(2), dropout_p, *rest)
+    key, value = kv.unbind(2)
+    rest: tuple[Any, ...] = (
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn_func(q, key, value, dropout_p, *rest)
 
 
 def flash_attn_qkvpacked_func(
@@ -108,8 +117,17 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """Compute `flash_attn_func` of one tensor, `[B, S, 3, H, D]`; its gradient is written without copies."""
     if alibi_slopes is not None or return_attn_probs:
-        rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-        return flash_attn_func(*qkv.unbind(2), dropout_p, *rest)
+        query, key, value = qkv.unbind(2)
+        rest: tuple[Any, ...] = (
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+        )
+        return flash_attn_func(query, key, value, dropout_p, *rest)
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     return api.flash_dmattn_qkvpacked_func(qkv, **options)
 
@@ -203,9 +221,19 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Compute `flash_attn_varlen_func` of keys and values in one tensor, `[total_k, 2, Hkv, D]`."""
-    rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, *kv.unbind(1), *lengths, dropout_p, *rest)
+    key, value = kv.unbind(1)
+    rest: tuple[Any, ...] = (
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn_varlen_func(
+        q, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, *rest
+    )
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -222,9 +250,17 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Compute `flash_attn_varlen_func` of one tensor, `[total, 3, H, D]`."""
-    rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(*qkv.unbind(1), *lengths, dropout_p, *rest)
+    query, key, value = qkv.unbind(1)
+    rest: tuple[Any, ...] = (
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return flash_attn_varlen_func(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, *rest)
 
 
 def _options(

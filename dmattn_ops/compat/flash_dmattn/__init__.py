@@ -18,7 +18,11 @@ CUDA_AVAILABLE = True
 TRITON_AVAILABLE = True
 FLEX_AVAILABLE = True
 
-_FUNCTIONS = {"cuda": flash_dmattn_func, "triton": triton_dmattn_func, "flex": flex_dmattn_func}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "cuda": flash_dmattn_func,
+    "triton": triton_dmattn_func,
+    "flex": flex_dmattn_func,
+}
 
 __all__ = [
     "CUDA_AVAILABLE",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops.call import Call, bias_kind
+from dmattn_ops.call import Call, bias_kind, in_natural_units
 from dmattn_ops.problem import UNBOUNDED, Mask, Options, dropout_scale, dropout_threshold, float32_precision
 
 # Tensors of rows `[B, S, heads, D]`. Loads need to know of their addresses only whether they are ALIGNED, so their strides
@@ -235,6 +235,7 @@ def shared_arguments(call: Call, size: Extent) -> dict[str, Any]:
         "TOP_LEFT": varlen is not None and varlen.top_left,
         "BANDED": options.band_lo > -UNBOUNDED or options.band_hi < UNBOUNDED,
         "BIAS": bias_kind(bias),
+        "NATURAL": in_natural_units(call),
         "SOFTCAP": options.softcap != 0,
         "PRECISION": float32_precision() if query.dtype == torch.float32 else "tf32",
     }
@@ -246,11 +247,11 @@ def ceil_div(size: int, divisor: int) -> int:
 
 
 def factor_sign(call: Call) -> int:
-    """Return the sign of what products are multiplied by without a bias: largest scores are sought among the products.
+    """Return the sign of what products are multiplied by in units of log2: largest scores are sought among the products.
 
     Factors below the least normal float32 count as 0.
     """
     factor = factor_arguments(call.options)["factor"]
-    if call.bias is not None:
+    if in_natural_units(call):
         return 1
     return 0 if abs(factor) < _LEAST_CAP else 1 if factor > 0 else -1

@@ -142,7 +142,7 @@ def dbias_kernel(
     """Write one block of dbias: the sum of dS over `batches` batches and `bias_group` heads."""
     shape: tl.constexpr = Shape(BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
     features: tl.constexpr = Features(
-        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, "full", SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
+        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, "full", True, SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
     )
     arrays = MaskArrays(
         bits, bits_b, bits_h, bits_r, mask_group, q_segments, q_segments_b,

@@ -84,12 +84,11 @@ def attend(
 ):
     """Add steps `begin ... end` of one part of the walk to the running softmax `(acc, peak, total)`.
 
-    `peak` is the largest score, with a bias in natural units, else in units of log2. `SIGN` is that of the factor: where
-    it is positive, the largest score is that of the largest product.
+    `peak` is the largest score. `SIGN` is that of the factor in units of log2: where it is positive, the largest score is
+    that of the largest product.
     """
     BLOCK_M: tl.constexpr = shape.block_m
     BLOCK_N: tl.constexpr = shape.block_n
-    NATURAL: tl.constexpr = features.bias != "none"
     unit = factors.factor * LOG2E
     if SIGN < 0:
         unit = -unit
@@ -103,6 +102,8 @@ def attend(
             score = -score
         if SIGN == 0:
             score = score * 0.0
+        if features.natural and features.bias == "none":
+            score = tl.fma(score, factors.factor, 0.0)
         if features.bias == "key":
             score = tl.fma(score, factors.factor, load_key_bias(bias, start, place.length_k, BLOCK_N)[None, :])
         if features.bias == "full":
@@ -115,7 +116,7 @@ def attend(
             )
             score = tl.where(visible, score, float("-inf"))
         # A row whose scores are all -inf so far has a peak of -inf; subtracting that from -inf would give NaN.
-        if NATURAL:
+        if features.natural:
             new_peak = tl.maximum(peak, tl.max(score, 1))
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             p = tl.exp2((score - base[:, None]) * LOG2E)
@@ -226,6 +227,7 @@ def forward_kernel(
     HIDDEN: tl.constexpr,
     BANDED: tl.constexpr,
     BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
     WHOLE_GROUPS: tl.constexpr,
@@ -236,7 +238,7 @@ def forward_kernel(
     """Write out and the statistics of one block of queries, or of one share of its walk (`program_id(1)` says which)."""
     shape: tl.constexpr = Shape(BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
     features: tl.constexpr = Features(
-        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, BIAS, SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
+        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, BIAS, NATURAL, SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
     )
     lengths = Lengths(seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
     arrays = MaskArrays(
@@ -299,12 +301,12 @@ def forward_kernel(
     rows = start_q + tl.arange(0, BLOCK_M)
     inside = rows < place.length_q
     first = split.to(tl.int64) * lse_split + place.q_begin
-    row_lse, row_tail = lse_terms(peak, total, BIAS != "none")
+    row_lse, row_tail = lse_terms(peak, total, NATURAL)
     tl.store(lse + head_offset(place.batch, head, lse_b, lse_h) + first + rows, row_lse, mask=inside)
     tl.store(lse_tail + head_offset(place.batch, head, lse_tail_b, lse_tail_h) + first + rows, row_tail, mask=inside)
     if ROW_MAX:
         largest = tl.where(total == total, peak, float("nan"))
-        if BIAS == "none":
+        if not NATURAL:
             largest *= LN2
         tl.store(row_max + head_offset(place.batch, head, row_max_b, row_max_h) + first + rows, largest, mask=inside)
 

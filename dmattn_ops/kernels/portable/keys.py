@@ -87,7 +87,7 @@ def gather_queries(
         added = key_bias
         if features.bias == "full":
             added = load_bias(bias, start, keys.start, place.length_q, place.length_k, BLOCK_M, BLOCK_N, True, PARTIAL)
-        p = probabilities(products, added, factors, log_sum[None, :], log_rest[None, :], features.bias != "none")
+        p = probabilities(products, added, factors, log_sum[None, :], log_rest[None, :], features.natural)
         if PARTIAL:
             q_marks = query_marks(mask, start, place.length_q, BLOCK_M, features)
             visible = visibility(
@@ -212,6 +212,7 @@ def keys_kernel(
     HIDDEN: tl.constexpr,
     BANDED: tl.constexpr,
     BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
     WHOLE_GROUPS: tl.constexpr,
@@ -221,7 +222,7 @@ def keys_kernel(
     """Write dk and dv of one block of keys of one key head, and the sums of dS over the queries `[B, H, Sk]`."""
     shape: tl.constexpr = Shape(BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
     features: tl.constexpr = Features(
-        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, BIAS, SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
+        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, BIAS, NATURAL, SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
     )
     lengths = Lengths(seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
     arrays = MaskArrays(

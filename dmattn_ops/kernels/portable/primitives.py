@@ -29,6 +29,7 @@ class Features(NamedTuple):
     hidden: Any  # intervals have a hidden one
     banded: Any
     bias: Any  # "none", "key" or "full"
+    natural: Any  # scores are in natural units, not in those of log2
     softcap: Any
     dropout: Any
     whole_groups: Any  # of four keys that share an evaluation of Philox

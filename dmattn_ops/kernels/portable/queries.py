@@ -87,9 +87,7 @@ def step_gradient(
         added = load_key_bias(bias, start, place.length_k, BLOCK_N)[None, :]
     if features.bias == "full":
         added = load_bias(bias, queries.start, start, place.length_q, place.length_k, BLOCK_M, BLOCK_N, False, PARTIAL)
-    p = probabilities(
-        products, added, factors, queries.log_sum[:, None], queries.log_rest[:, None], features.bias != "none"
-    )
+    p = probabilities(products, added, factors, queries.log_sum[:, None], queries.log_rest[:, None], features.natural)
     if PARTIAL:
         k_marks = key_marks(mask, start, place.length_k, BLOCK_N, features)
         visible = visibility(
@@ -220,6 +218,7 @@ def queries_kernel(
     HIDDEN: tl.constexpr,
     BANDED: tl.constexpr,
     BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
     WHOLE_GROUPS: tl.constexpr,
@@ -229,7 +228,7 @@ def queries_kernel(
     """Write dq of one block of queries."""
     shape: tl.constexpr = Shape(BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
     features: tl.constexpr = Features(
-        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, BIAS, SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
+        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, BIAS, NATURAL, SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
     )
     lengths = Lengths(seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
     arrays = MaskArrays(

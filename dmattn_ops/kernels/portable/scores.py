@@ -1,8 +1,8 @@
 """From products of queries and keys to probabilities and the gradient of scores, and dropout, in the portable kernels.
 
-Without a bias scores are counted in units of log2, so that one fused multiplication and addition turns a product into the
-exponent of a probability. A bias may be as large as float32 allows, and times log2(e) would overflow: with one, scores are
-in natural units.
+Most calls count scores in units of log2, so that one fused multiplication and addition turns a product into the exponent
+of a probability. A bias may be as large as float32 allows, and times log2(e) would overflow: with one, and where the scale
+is large, scores are in natural units (`call.in_natural_units`).
 
 A probability is `exp(score - log_sum)`, and the logarithm of a row's sum is kept in two numbers: `log_sum`, rounded, and
 `log_rest`, what it lost (and what a sink adds). A score of 1e9 is rounded to a multiple of 64, and so is the logarithm

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Saved, rows_are_aligned
+from dmattn_ops.call import Call, Gradients, Saved, in_natural_units, rows_are_aligned
 from dmattn_ops.kernels.launching.launch import launch, workspace
 from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
@@ -138,7 +138,7 @@ def row_statistics(call: Call, saved: Saved, grads: Gradients, aligned: bool) ->
         PADDED_VALUE=padded(out.shape[-1]),
         ALIGNED=aligned,
         LSE_GRADIENT=grad_lse is not None,
-        NATURAL=call.bias is not None,
+        NATURAL=in_natural_units(call),
         num_warps=4,
     )
     return statistics

@@ -68,12 +68,17 @@ def flash_dynamic_mask_attention_forward(
         "sink": s_aux,
     }
     if attention_mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        packed = (part.flatten(0, 1) for part in (query, key, value))
-        lengths = (
+        packed_q, packed_k, packed_v = (part.flatten(0, 1) for part in (query, key, value))
+        out = api.flash_dmattn_varlen_func(
+            packed_q,
+            packed_k,
+            packed_v,
+            cu_seq_lens_q,
+            cu_seq_lens_k,
             seqlen_q if max_length_q is None else max_length_q,
             seqlen_k if max_length_k is None else max_length_k,
+            **options,
         )
-        out = api.flash_dmattn_varlen_func(*packed, cu_seq_lens_q, cu_seq_lens_k, *lengths, **options)
         return out.unflatten(0, (query.shape[0], -1)), None  # type: ignore[union-attr]
     documents = None
     if attention_mask is not None and attention_mask.dim() == 2:
@@ -86,13 +91,14 @@ def flash_dynamic_mask_attention_forward(
         documents = begun, begun
     bias = None if attention_bias is None else fitting("attention_bias", attention_bias, seqlen_k)
     best = keep_window_size if window_size is None else window_size
-    mask: Tensor | TileMask | None = None if documents is not None else attention_mask
+    keep = None if documents is not None else attention_mask
     if bias is not None and best is not None and seqlen_k > best:
         allowed = None if attention_mask is None else attention_mask != 0
         least = torch.finfo(bias.dtype).min
-        mask = create_mask(bias, allowed, query.shape[0], seqlen_q, seqlen_k, best, least)
+        keep = create_mask(bias, allowed, query.shape[0], seqlen_q, seqlen_k, best, least)
+    mask: Tensor | TileMask | None = keep
     if documents is not None:
-        mask = prepare_mask(mask, documents=documents)
+        mask = prepare_mask(keep, documents=documents)
     out = api.flash_dmattn_func(query, key, value, mask, bias, **options)
     return out, None  # type: ignore[return-value]
 

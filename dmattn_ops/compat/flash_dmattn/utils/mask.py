@@ -46,7 +46,7 @@ def create_mask(
     min_dtype: float,
     block_size: int | None = None,
 ) -> Tensor:
-    """Return `dynamic_mask`, where `attention_mask` may also be padding: bool `[B, key_len]` or, of the last keys, `[B, query_len]`."""
+    """Return `dynamic_mask`; `attention_mask` may be padding, bool `[B, key_len]` or, of the last keys, `[B, query_len]`."""
     if attention_mask is not None and attention_mask.dim() == 2:
         given = attention_mask.shape[-1]
         if given not in (key_len, query_len):

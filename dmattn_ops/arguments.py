@@ -1,0 +1,175 @@
+"""What the public functions make of their arguments before they call an operator: cast, read, refuse, draw seeds."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from dmattn_ops import require, validation
+from dmattn_ops.bands import Band, CausalFrom, Window, band_of
+from dmattn_ops.tile_mask import TileMask
+
+_SEED_END = (1 << 63) - 1
+
+
+_NAMES_ELSEWHERE = {
+    "causal": "is_causal",
+    "attn_mask": "mask (bool) or bias (additive)",
+    "attention_mask": "mask (bool) or bias (additive)",
+    "block_mask": "mask, as prepare_mask returns it",
+    "attn_bias": "bias",
+    "scale": "softmax_scale",
+    "sm_scale": "softmax_scale",
+    "window": "window_size",
+    "dropout": "dropout_p",
+    "logits_soft_cap": "softcap",
+    "sinks": "sink",
+    "s_aux": "sink",
+    "return_attn_probs": "return_lse",
+    "q": "query",
+    "k": "key",
+    "v": "value",
+}
+
+
+def unknown_names(function: str, unknown: dict[str, Any]) -> None:
+    """Refuse arguments that a function does not have; name its own where other libraries call it so."""
+    name = next(iter(unknown))
+    known = _NAMES_ELSEWHERE.get(name)
+    if name == "enable_gqa":
+        hint = ": heads of key and value are grouped where they are fewer than those of query"
+    else:
+        hint = "" if known is None else f": here it is called {known}"
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def prepared_inputs(
+    rank: int, bias: Tensor | None, sink: Tensor | None, **tensors: Tensor
+) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    """Refuse what is no tensor of that rank, cast for autocast, and copy where the last dimension is not contiguous."""
+    prepared, strided = list(tensors.values()), False
+    for tensor in prepared:
+        if not isinstance(tensor, Tensor) or tensor.dim() != rank:
+            _refuse(rank, tensors)
+        if tensor.stride(-1) != 1:
+            strided = True
+    if bias is not None:
+        validation.tensors(bias=bias)
+    if sink is not None:
+        validation.tensors(sink=sink)
+    first = prepared[0]
+    device_type = "cuda" if first.is_cuda else "cpu" if first.is_cpu else None
+    if device_type is not None and torch.is_autocast_enabled(device_type):
+        dtype, strided = torch.get_autocast_dtype(device_type), True
+        prepared = [_cast(tensor, dtype) for tensor in prepared]
+        bias, sink = (
+            each if each is None or each.dtype == torch.float32 else _cast(each, dtype) for each in (bias, sink)
+        )
+    if strided:
+        prepared = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in prepared]
+    if bias is not None and bias.dim() > 0 and bias.stride(-1) != 1:
+        bias = bias.contiguous()
+    return prepared, bias, sink
+
+
+def _refuse(rank: int, tensors: dict[str, Tensor]) -> None:
+    """Refuse the first that is no tensor of that rank."""
+    for name, tensor in tensors.items():
+        validation.tensors(**{name: tensor})
+        require.rank(name, tensor, rank)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+def fits(mask: Tensor | TileMask, query: Tensor, key: Tensor, band: Band) -> bool:
+    """Return whether a prepared mask fits for certain, and is taken as it is, so that it takes no closer look."""
+    if type(mask) is not TileMask or is_compiling():
+        return False
+    of_mask, (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = mask.shape, query.shape, key.shape
+    return (
+        of_mask[2:] == (seqlen_q, seqlen_k)
+        and of_mask[0] in (1, batch)
+        and of_mask[1] in (1, heads, heads_kv)
+        and mask.lengths.get_device() == query.get_device()
+        and band.contains(mask.band)
+    )
+
+
+def check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int, ...]) -> None:
+    """Refuse a mask that does not broadcast to `[B, H, Sq, Sk]`, or lies elsewhere."""
+    if mask is None:
+        return
+    if not isinstance(mask, (Tensor, TileMask)):
+        raise TypeError(f"mask must be a tensor or come from prepare_mask, got {type(mask).__name__}")
+    if isinstance(mask, Tensor):
+        validation.keep_mask(mask)
+    require.sizes("mask", mask, *sizes, axes=require.AXES)
+    require.device("mask", mask, query.device)
+
+
+Numbers = tuple[Band, tuple[float | None, float, float]]
+
+
+def read_numbers(*given: Any) -> Numbers:
+    """Refuse types and values; return the band, and scale, softcap and dropout as the operators take them.
+
+    `given` is causal, where from, window, scale, softcap, dropout. What was seen before is looked up.
+    """
+    window_size = given[2]
+    if not is_compiling() and type(window_size) is tuple and len(window_size) == 2:
+        try:
+            return _known_numbers(*window_size, *given)
+        except TypeError:  # what cannot be looked up (a traced number, say), or is to be refused
+            pass
+    return _new_numbers(*given)
+
+
+def _new_numbers(
+    is_causal: bool,
+    causal_from: CausalFrom,
+    window_size: Window,
+    softmax_scale: float | None,
+    softcap: float,
+    dropout_p: float,
+) -> Numbers:
+    validation.visibility(is_causal, causal_from, window_size)
+    if softmax_scale is not None:
+        softmax_scale = validation.number("softmax_scale", softmax_scale)
+    softcap, dropout_p = validation.number("softcap", softcap), validation.number("dropout_p", dropout_p)
+    if not is_compiling():  # a tracer may not know them yet; the operators check what it knows
+        validation.scalars(softmax_scale, softcap, dropout_p)
+    return band_of(is_causal, causal_from, window_size), (softmax_scale, softcap, dropout_p)
+
+
+@lru_cache(maxsize=1024, typed=True)  # typed: 1 is no bool; so the window's limits are given by themselves as well
+def _known_numbers(left: int | None, right: int | None, *given: Any) -> Numbers:
+    return _new_numbers(*given)
+
+
+def switches(deterministic: bool | None, return_lse: bool, return_max: bool) -> bool:
+    """Return whether results must be the same each time; refuse other types of the three."""
+    if not isinstance(return_lse, bool) or not isinstance(return_max, bool):
+        validation.flags(return_lse=return_lse, return_max=return_max)
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(deterministic, bool):
+        validation.flags(deterministic=deterministic)
+    return deterministic
+
+
+def dropout_seed(query: Tensor, batch: int | None = None) -> Tensor:
+    """Draw the seeds of one call's dropout, int64 `[B, H]`, one for each sequence and head.
+
+    A tensor, so that graphs, checkpoints and compilers see it; drawn like a part of `query [B, Sq, H, D]`, so that it is
+    sharded as that is. For packed sequences, `query [total_q, H, D]`, `batch` is their number.
+    """
+    if batch is not None:
+        return torch.randint(_SEED_END, (batch, query.shape[-2]), dtype=torch.int64, device=query.device)
+    like = query.detach()[:, :1, :, 0].sum(1)  # [B, H], also where there are no positions
+    return torch.randint_like(like, _SEED_END, dtype=torch.int64)

@@ -1,0 +1,95 @@
+"""Masks for flex_attention: a `TileMask` as a `BlockMask`. The way back is `prepare_mask(block_mask)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dmattn_ops import layout
+from dmattn_ops.problem import TILE, UNBOUNDED, WORD_BITS
+from dmattn_ops.tile_mask import TileMask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def to_block_mask(mask: TileMask, heads: int | None = None) -> BlockMask:
+    """Return a mask as flex_attention takes it, in blocks of 128 x 128, with the tiles that our kernels would visit.
+
+    Args:
+        mask: of `[Bm, Hm, Sq, Sk]`.
+        heads: `H` of the queries, where the mask has one head for each key head: flex_attention wants one for each query head.
+
+    Raises:
+        ValueError: where `heads` is no multiple of the mask's heads.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    classes = tile_classes(mask)
+    own = mask.shape[1]
+    group = 1
+    if heads is not None and own > 1:
+        if heads % own:
+            raise ValueError(f"heads must be a multiple of {own}, the heads of the mask, got {heads}")
+        group = heads // own
+        classes = classes.repeat_interleave(group, dim=1)
+    listed = [_listed(classes == kind) for kind in (layout.PARTIAL, layout.FULL)]
+    return BlockMask.from_kv_blocks(
+        *listed[0],
+        *listed[1],
+        BLOCK_SIZE=TILE,
+        mask_mod=mask_mod(mask, group),
+        seq_lengths=(mask.seqlen_q, mask.seqlen_k),
+    )
+
+
+def tile_classes(mask: TileMask) -> Tensor:
+    """Return the class of each tile, `[Bm, Hm, nQ, nK]`: `layout.EMPTY`, `PARTIAL` or `FULL`; of intervals none is full."""
+    if mask.row_tiles is None:
+        limits = mask.band.limits(mask.seqlen_q, mask.seqlen_k)
+        visited = layout.interval_tiles(mask.mask, *limits, mask.seqlen_q, mask.seqlen_k)
+        return torch.where(visited, layout.PARTIAL, layout.EMPTY)
+    rows, columns = (-(-length // TILE) for length in (mask.seqlen_q, mask.seqlen_k))
+    return layout.classes_from_lists(mask.row_tiles, columns)[..., :rows, :]
+
+
+def mask_mod(mask: TileMask, group: int = 1) -> MaskMod:
+    """Return a function that says of a sequence, a head, a query and a key whether it is visible."""
+    lo, hi = mask.band.limits(mask.seqlen_q, mask.seqlen_k)
+    start, end, hidden_from, hidden_to = mask.start, mask.end, mask.hidden_from, mask.hidden_to
+    row_bits, q_segments, k_segments = mask.row_bits, mask.q_segments, mask.k_segments
+
+    def pick(part: Tensor, b: Tensor, h: Tensor, *place: Tensor) -> Tensor:
+        own = (b if part.shape[0] > 1 else 0, h // group if part.shape[1] > 1 else 0)
+        return part[own + place]
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        inside = j - i >= lo if lo > -UNBOUNDED else j >= 0
+        if hi < UNBOUNDED:
+            inside = inside & (j - i <= hi)
+        if row_bits is not None:
+            return inside & ((pick(row_bits, b, h, i, j // WORD_BITS) >> (j % WORD_BITS)) & 1 != 0)
+        if k_segments is not None:
+            own = 0 if q_segments is None else q_segments[b if q_segments.shape[0] > 1 else 0, i]
+            return inside & (pick(k_segments, b, h, j) == own)
+        if start is not None:
+            inside = inside & (i >= pick(start, b, h, j))
+        if end is not None:
+            inside = inside & (i < pick(end, b, h, j))
+        if hidden_from is None or hidden_to is None:
+            return inside
+        return inside & ~((i >= pick(hidden_from, b, h, j)) & (i < pick(hidden_to, b, h, j)))
+
+    return visible
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many of each row's tiles are chosen, and their indices first, int32."""
+    counts = chosen.sum(-1, dtype=torch.int32)
+    order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return counts, order.to(torch.int32).contiguous()
