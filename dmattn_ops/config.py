@@ -312,18 +312,18 @@ _DBIAS = {
 }
 HOPPER_BACKWARD = (
     Row(
-        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16, _DBIAS[64]), 232352,
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16, _DBIAS[64]), 232384,
         "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 520 / 609, full 584 / 617 TFLOP/s; 1.05 times FA4"
         "; deterministic takes 2 to 12% longer",
     ),
     Row(
-        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8, _DBIAS[128]), 232352,
+        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8, _DBIAS[128]), 232368,
         "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 583 / 684, full 656 / 695 TFLOP/s; 1.02 times FA4"
         "; deterministic takes 7 to 8% longer",
     ),
 )  # fmt: skip
 HOPPER_BACKWARD_256 = Row(
-    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256]), 230384,
+    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256]), 230416,
     "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
 )  # fmt: skip
 BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *_portable(1), *_LEGACY)
