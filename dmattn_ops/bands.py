@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from dmattn_ops.problem import UNBOUNDED
+from dmattn_ops.require import certainly
 
 CausalFrom = Literal["bottom_right", "top_left"] | int
 Window = tuple[int | None, int | None]
@@ -81,4 +82,4 @@ def shifted(limit: int, by: int) -> int:
 
 
 def _is_unbounded(limit: int) -> bool:
-    return isinstance(limit, int) and abs(limit) >= UNBOUNDED
+    return certainly(abs(limit) >= UNBOUNDED)

@@ -135,8 +135,8 @@ def dynamic_mask(
         values.contiguous_runs("documents", documents)
     start, end = torch.ops.dmattn.key_lifetimes(scores.detach(), documents, keep, keep_first, keep_last, is_causal)
     at_most = keep + keep_first + keep_last
-    if type(at_most) is int:
-        at_most = min(at_most, UNBOUNDED)  # what an operator can take
+    if require.certainly(at_most > UNBOUNDED):
+        at_most = UNBOUNDED  # what an operator can take
     # A causal mask shows a key from its own query on, which the band says: kernels may then pack its keys.
     visible, band = ((None, end), Band(hi=0)) if is_causal else ((start, end), NO_BAND)
     made = from_intervals(visible, None, at_most, scores.shape[-1], band)
@@ -168,7 +168,7 @@ def _promised(at_most: int | None, intervals: Pair | None) -> None:
     validation.integers(at_most=at_most)
     if intervals is None:
         raise ValueError("at_most needs intervals, got None")
-    if type(at_most) is int and at_most < 0:
+    if require.certainly(at_most < 0):
         raise ValueError(f"at_most must not be negative, got {at_most}")
 
 
@@ -235,7 +235,7 @@ def _lengths(
             )
         if isinstance(seqlen_q, bool) or not isinstance(seqlen_q, (int, torch.SymInt)):
             raise TypeError(f"seqlen_q must be an int, got {type(seqlen_q).__name__}")
-        if type(seqlen_q) is int and seqlen_q < 0:
+        if require.certainly(seqlen_q < 0):
             raise ValueError(f"seqlen_q must not be negative, got {seqlen_q}")
         return seqlen_q, seqlen_k
     if seqlen_q is not None and not require.same(seqlen_q, known_q):

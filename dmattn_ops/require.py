@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 AXES = ("batch", "heads", "queries", "keys")  # of masks and biases
 PACKED_AXES = ("heads", "keys")  # of those of packed sequences
@@ -49,8 +50,7 @@ def sizes(name: str, tensor: Any, *choices: tuple[int, ...], axes: tuple[str, ..
 
 def part(name: str, start: int, stop: int, size: int) -> None:
     """Refuse a range of positions that does not lie in `size` of them."""
-    known = all(type(number) is int for number in (start, stop, size))
-    if known and not 0 <= start <= stop <= size:
+    if certainly(start < 0) or certainly(stop < start) or certainly(size < stop):
         raise ValueError(f"{name} must be a range inside 0 to {size}, got {start} to {stop}")
 
 
@@ -64,6 +64,15 @@ def matches(tensor: Tensor, expected: tuple[int, ...]) -> bool:
     if not traced(tensor):
         return tensor.shape == expected
     return tensor.dim() == len(expected) and all(map(same, tensor.shape, expected))
+
+
+def certainly(condition: bool) -> bool:
+    """Return whether a condition on numbers holds, whatever a tracer does not know of them; makes no guard of it."""
+    if type(condition) is bool and not is_dynamo_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def same(actual: int, expected: int) -> bool:
@@ -106,5 +115,5 @@ def text(sizes: Iterable[int]) -> str:
 
 def size_text(size: Any) -> str:
     """Return a size as messages show it: the number where a tracer's symbol stands for one."""
-    traced = isinstance(size, torch.SymInt) and not torch.compiler.is_dynamo_compiling()
+    traced = isinstance(size, torch.SymInt) and not is_dynamo_compiling()
     return f"{int(size)}" if traced and size.node.has_hint() else f"{size}"

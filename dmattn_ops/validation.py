@@ -67,7 +67,7 @@ def varlen_tensors(
             raise ValueError(f"{name} must have shape (batch + 1,), got {require.text(cu_seqlens.shape)}")
     require.shape("cu_seqlens_k", lengths.cu_seqlens_k, (lengths.cu_seqlens_q.shape[0],))
     for name, longest in (("max_seqlen_q", lengths.max_seqlen_q), ("max_seqlen_k", lengths.max_seqlen_k)):
-        if type(longest) is int and longest < 0:
+        if require.certainly(longest < 0):
             raise ValueError(f"{name} must not be negative, got {longest}")
     if mask is not None:
         require.sizes("mask", mask, (1, heads_kv, heads), (total_k,), axes=require.PACKED_AXES)
@@ -125,9 +125,9 @@ def selection(
         require.device("documents", documents, scores.device)
         batch = require.wider((batch, documents.shape[0]))
     for name, count in (("keep", keep), ("keep_first", keep_first), ("keep_last", keep_last)):
-        if type(count) is int and count < 0:
+        if require.certainly(count < 0):
             raise ValueError(f"{name} must not be negative, got {count}")
-    if not is_causal and not (type(keep_last) is int and keep_last == 0):
+    if not is_causal and not require.certainly(keep_last == 0):
         raise ValueError(f"keep_last must be 0 where is_causal is False, got {keep_last}")
     return batch
 
@@ -136,7 +136,7 @@ def mask_parts(
     mask: Tensor | None, q_segments: Tensor | None, k_segments: Tensor | None, seqlen_q: int
 ) -> tuple[int, int]:
     """Refuse parts of a mask that do not fit each other; return the batch and the heads of the whole."""
-    if type(seqlen_q) is int and seqlen_q < 0:
+    if require.certainly(seqlen_q < 0):
         raise ValueError(f"seqlen_q must not be negative, got {seqlen_q}")
     parts = [part for part in (mask, q_segments, k_segments) if part is not None]
     where = parts[0].device
@@ -183,7 +183,7 @@ def query_key_value(query: Tensor, key: Tensor, value: Tensor, rank: int) -> Non
         require.device("key", key, where)
         require.device("value", value, where)
     for name, length in (("query", of_query[-3]), ("key", of_key[-3])):
-        if type(length) is int and length >= UNBOUNDED:
+        if require.certainly(length >= UNBOUNDED):
             raise ValueError(f"{name} must have fewer than {UNBOUNDED} positions, got {length}")
     if dim == 0 or dim_v == 0:
         raise ValueError(f"query and value must have a last dimension of at least 1, got {dim} and {dim_v}")
@@ -273,7 +273,7 @@ def visibility(is_causal: bool, causal_from: str | int, window_size: tuple[int |
             raise ValueError(
                 f"causal_from must be 'bottom_right' or 'top_left', got {causal_from!r}; an integer is the diagonal itself"
             )
-    elif type(causal_from) is int and abs(causal_from) >= UNBOUNDED:
+    elif require.certainly(abs(causal_from) >= UNBOUNDED):
         raise ValueError(f"causal_from must be between {1 - UNBOUNDED} and {UNBOUNDED - 1}, got {causal_from}")
     if window_size == (None, None):
         return
@@ -333,9 +333,9 @@ def _numbers_and_seed(call: Call, batch: int) -> None:
     options, where, heads = call.options, call.query.device, call.query.shape[-2]
     scalars(options.softmax_scale, options.softcap, options.dropout_p)
     for name, origin in (("q_origin", options.q_origin), ("k_origin", options.k_origin)):
-        if type(origin) is int and not 0 <= origin < UNBOUNDED:
+        if require.certainly(origin < 0) or require.certainly(origin >= UNBOUNDED):
             raise ValueError(f"{name} must be between 0 and {UNBOUNDED - 1}, got {origin}")
-    if call.mask.at_most is not None and type(call.mask.at_most) is int and call.mask.at_most < 0:
+    if call.mask.at_most is not None and require.certainly(call.mask.at_most < 0):
         raise ValueError(f"at_most must not be negative, got {call.mask.at_most}")
     seed, dropout_p = call.seed, options.dropout_p
     if seed is not None:
@@ -390,7 +390,7 @@ def _mask(mask: Mask, batch: int, heads: int, heads_kv: int, seqlen_q: int, seql
 def _require_list(name: str, lists: Tensor | None, where: torch.device, *choices: tuple[int, ...]) -> None:
     width = HEADER if lists is None or lists.dim() != 4 else lists.shape[3]
     _require_part(name, lists, where, *choices, (width,))
-    if type(width) is int and width < HEADER:
+    if require.certainly(width < HEADER):
         raise ValueError(f"{name} must have a last dimension of at least {HEADER}, got {width}")
 
 
