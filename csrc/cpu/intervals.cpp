@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "problem.h"
+#include "schedule.h"
 #include "visibility.h"
 
 namespace dmattn {
@@ -125,11 +126,14 @@ int64_t most_visible(const std::vector<Piece>& pieces, int64_t queries) {
 
 void check_promise(const Problem& problem, int64_t at_most) {
   if (problem.batch == 0) return;
-  for (const Intervals& head : problem.intervals) {
-    const int64_t most = most_visible(head.pieces(problem.sequence(0).band), head.queries());
-    TORCH_CHECK_VALUE(most <= at_most, "at_most promised that no query sees more than ", at_most,
-                      " keys of a head, but one sees ", most);
-  }
+  for_each_item(static_cast<int64_t>(problem.intervals.size()), [&] {
+    return [&](int64_t index) {
+      const Intervals& head = problem.intervals[index];
+      const int64_t most = most_visible(head.pieces(problem.sequence(0).band), head.queries());
+      TORCH_CHECK_VALUE(most <= at_most, "at_most promised that no query sees more than ", at_most,
+                        " keys of a head, but one sees ", most);
+    };
+  });
 }
 
 }  // namespace dmattn

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "schedule.h"
+
 namespace dmattn {
 namespace {
 
@@ -10,7 +12,7 @@ namespace {
 constexpr int64_t kRowsToGather = 96;
 constexpr double kWorthwhile = 1.2;
 constexpr int64_t kItems = 16;  // at least, where there are enough queries, whatever the number of threads
-constexpr int64_t kLongestEpoch = 2048;
+constexpr int64_t kLengths[] = {256, 512, 1024, 2048};  // of epochs
 
 // Elements of scores that the tiles of a mask of intervals hold, as it is.
 int64_t area_of_tiles(const Intervals& head, const Band& band) {
@@ -25,12 +27,24 @@ int64_t area_of_tiles(const Intervals& head, const Band& band) {
   return tiles * kTile * kTile;
 }
 
-// Keys that epochs of `length` queries gather.
-int64_t gathered_keys(const std::vector<Piece>& pieces, int64_t length) {
-  int64_t keys = 0;
-  for (const Piece& piece : pieces) keys += (piece.last - 1) / length - piece.first / length + 1;
-  return keys;
-}
+// What one head of intervals costs: elements of its tiles, its keys, and the keys that epochs of each length gather.
+struct Costs {
+  int64_t area = 0, keys = 0;
+  std::vector<int64_t> gathered;
+
+  Costs() = default;
+  Costs(const Intervals& head, const Band& band, const std::vector<int64_t>& lengths)
+      : area(area_of_tiles(head, band)), keys(head.keys()), gathered(lengths.size(), 0) {
+    for (const Piece& piece : head.pieces(band))
+      for (size_t k = 0; k < lengths.size(); ++k)
+        gathered[k] += (piece.last - 1) / lengths[k] - piece.first / lengths[k] + 1;
+  }
+  void add(const Costs& other) {
+    area += other.area;
+    keys += other.keys;
+    for (size_t k = 0; k < gathered.size(); ++k) gathered[k] += other.gathered[k];
+  }
+};
 
 void add_blocks(Epochs& epochs, std::vector<Piece>& chosen, int64_t first_query, int64_t last_query, int64_t& row) {
   for (size_t first = 0; first < chosen.size(); first += kTile) {
@@ -86,30 +100,35 @@ bool per_key(const Bias& bias) { return !bias || bias.row_stride == 0; }
 std::optional<Packing> plan_packing(const Problem& problem) {
   if (problem.intervals.empty() || problem.batch == 0 || problem.heads == 0 || !per_key(problem.bias))
     return std::nullopt;
-  const Sequence& sequence = problem.sequence(0);
-  const int64_t queries = sequence.q_length;
+  const Band& band = problem.sequence(0).band;
+  const int64_t queries = problem.sequence(0).q_length;
   Packing packing;
   packing.heads_of_unit = problem.interval_heads == problem.heads ? 1 : problem.group;
+  const int64_t to_gather = kRowsToGather / packing.heads_of_unit;
   const int64_t units = problem.batch * problem.heads / packing.heads_of_unit;
-  std::vector<std::vector<Piece>> pieces;
-  int64_t area = 0;
-  for (const Intervals& head : problem.intervals) {
-    pieces.push_back(head.pieces(sequence.band));
-    area += area_of_tiles(head, sequence.band) + head.keys() * kRowsToGather / packing.heads_of_unit;
-  }
-  double best = static_cast<double>(area) / kWorthwhile;
-  for (int64_t length = 2 * kTile; length <= kLongestEpoch; length *= 2) {
-    if (length > 2 * kTile && units * ceil_div(queries, length) < kItems) break;
-    int64_t keys = 0;
-    for (const auto& head : pieces) keys += gathered_keys(head, length);
-    const double work = static_cast<double>(keys) * static_cast<double>(length + kRowsToGather / packing.heads_of_unit);
+  std::vector<int64_t> lengths{kLengths[0]};
+  for (const int64_t length : kLengths)
+    if (length > lengths.back() && units * ceil_div(queries, length) >= kItems) lengths.push_back(length);
+  const auto heads = static_cast<int64_t>(problem.intervals.size());
+  std::vector<Costs> costs(problem.intervals.size());
+  for_each_item(heads, [&] { return [&](int64_t head) { costs[head] = Costs(problem.intervals[head], band, lengths); }; });
+  Costs total = costs[0];
+  for (int64_t head = 1; head < heads; ++head) total.add(costs[head]);
+  double best = static_cast<double>(total.area + total.keys * to_gather) / kWorthwhile;
+  for (size_t k = 0; k < lengths.size(); ++k) {
+    const double work = static_cast<double>(total.gathered[k]) * static_cast<double>(lengths[k] + to_gather);
     if (work >= best) continue;
     best = work;
-    packing.length = length;
+    packing.length = lengths[k];
   }
   if (packing.length == 0) return std::nullopt;
   packing.epochs = ceil_div(queries, packing.length);
-  for (const auto& head : pieces) packing.heads.push_back(cut_into_epochs(head, queries, packing.length));
+  packing.heads.resize(problem.intervals.size());
+  for_each_item(heads, [&] {
+    return [&](int64_t head) {
+      packing.heads[head] = cut_into_epochs(problem.intervals[head].pieces(band), queries, packing.length);
+    };
+  });
   return packing;
 }
 
