@@ -139,25 +139,24 @@ def test_layers_of_a_forward_share_one_mask(monkeypatch):
     assert {id(mask) for mask in seen} == {id(mask) for mask in made}
 
 
-@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize("kind", ["bool", "zeros", "biases"])
 def test_masks_that_users_make_are_prepared_once_for_all_layers(kind, monkeypatch):
     model, ids = decoder("llama"), tokens(B, S)
     visible = (torch.rand(B, 1, S, S) < 0.5).tril() | torch.eye(S, dtype=torch.bool)
     least = torch.finfo(torch.float32).min
-    additive = torch.where(visible, torch.randn(B, 1, S, S), least)
-    if kind == "bool":
-        additive = torch.where(visible, 0.0, least)
+    additive = torch.where(visible, torch.randn(B, 1, S, S) if kind == "biases" else torch.zeros(()), least)
+    given = visible if kind == "bool" else additive.clone()
     calls = []
     prepare = integration.prepare_mask
     monkeypatch.setattr(integration, "prepare_mask", lambda *a, **k: calls.append(1) or prepare(*a, **k))
     rows = torch.ones(B, S, dtype=torch.bool)
     theirs = logits_and_gradients(under(model, "eager"), rows, input_ids=ids, attention_mask=additive)
-    given = visible if kind == "bool" else additive
     ours = logits_and_gradients(under(model, "dmattn"), rows, input_ids=ids, attention_mask=given)
     assert_same(ours, theirs)
     assert len(calls) == 1
-    given[:, :, 3, 1] = ~given[:, :, 3, 1] if kind == "bool" else least  # changed in place: prepared again
-    additive[:, :, 3, 1] = torch.where(given[:, :, 3, 1], 0.0, least) if kind == "bool" else least
+    given[:, :, 3, 1] = False if kind == "bool" else least  # changed in place: prepared again
+    given[:, :, 4, 1] = True if kind == "bool" else 0.0
+    additive[:, :, 3, 1], additive[:, :, 4, 1] = least, 0.0
     again = logits_and_gradients(model, rows, input_ids=ids, attention_mask=given)
     assert len(calls) == 2
     assert_same(again, logits_and_gradients(under(model, "eager"), rows, input_ids=ids, attention_mask=additive))

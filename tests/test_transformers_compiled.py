@@ -23,7 +23,7 @@ def fresh():
 
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=slow) for name in ("gemma2", "gemma3", "gpt_oss", "qwen3", "doge"))]
+    "name", ["llama", *(pytest.param(name, marks=slow) for name in ("gemma2", "gemma3", "gpt_oss", "qwen3"))]
 )
 def test_a_compiled_forward_and_backward(name, kind):
     model = under(decoder(name), "dmattn")
@@ -38,6 +38,17 @@ def test_a_compiled_forward_and_backward(name, kind):
     expected = logits_and_gradients(model, rows, **inputs)
     model.compile(fullgraph=True, backend="aot_eager")
     assert_same(logits_and_gradients(model, rows, **inputs), expected)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_doge_compiles_forward():  # with any attention, aot_eager fails in the backward of Doge's softplus
+    model, ids = under(decoder("doge"), "dmattn"), tokens(B, S)
+    keep = torch.ones(B, S, dtype=torch.int64)
+    keep[0, :5] = 0
+    expected = model(ids, attention_mask=keep, use_cache=False).logits
+    model.compile(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(model(ids, attention_mask=keep, use_cache=False).logits, expected)
 
 
 @pytest.mark.slow
