@@ -1,5 +1,5 @@
-// Backward over gathered keys: one item is an epoch of the query heads that share its keys. It writes dq of its queries;
-// dk and dv of gathered keys are added up afterwards, in the order of the items.
+// Backward over gathered keys: one item is an epoch of the query heads that share its keys. It writes dq of its
+// queries; dk and dv of gathered keys are added up afterwards, in the order of the items.
 #include "differentiate.h"
 #include "packed.h"
 #include "schedule.h"

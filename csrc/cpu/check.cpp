@@ -17,8 +17,8 @@ void check_memory(const char* name, const at::Tensor& tensor) {
   if (tensor.numel() == 0) return;
   const size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
                                                          static_cast<size_t>(tensor.storage_offset()));
-  TORCH_CHECK_VALUE(tensor.storage().nbytes() >= needed, name, " needs ", needed, " bytes of memory, but its storage holds ",
-                    tensor.storage().nbytes());
+  TORCH_CHECK_VALUE(tensor.storage().nbytes() >= needed, name, " needs ", needed,
+                    " bytes of memory, but its storage holds ", tensor.storage().nbytes());
 }
 
 namespace {

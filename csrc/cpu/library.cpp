@@ -57,7 +57,8 @@ std::string built_for() { return TORCH_VERSION; }
 
 TORCH_LIBRARY(dmattn_native, library) {
   library.def("built_for() -> str", &built_for);
-  library.def("forward(" DMATTN_CALL ", Tensor(a!) out, Tensor(b!) lse, Tensor(c!) lse_tail, Tensor(d!)? row_max) -> ()",
+  library.def("forward(" DMATTN_CALL
+              ", Tensor(a!) out, Tensor(b!) lse, Tensor(c!) lse_tail, Tensor(d!)? row_max) -> ()",
               &forward);
   library.def("backward(" DMATTN_CALL
               ", Tensor out, Tensor lse, Tensor lse_tail, Tensor grad_out, Tensor? grad_lse, Tensor(a!) dq, "

@@ -36,8 +36,8 @@ struct Grid {
   TileClass& at(int64_t q_tile, int64_t k_tile) { return classes[q_tile * k_tiles + k_tile]; }
 };
 
-// Write `count` records of one axis: of `own` tiles whose classes lie `own_step` apart, each over `other` tiles, and empty
-// ones behind them.
+// Write `count` records of one axis: of `own` tiles whose classes lie `own_step` apart, each over `other` tiles, and
+// empty ones behind them.
 void write_records(const TileClass* classes, int64_t own, int64_t own_step, int64_t other, int64_t other_step,
                    int32_t* records, int64_t count, int64_t record_words) {
   const int64_t capacity = record_words - 4;

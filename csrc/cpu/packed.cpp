@@ -53,7 +53,8 @@ void add_blocks(Epochs& epochs, std::vector<Piece>& chosen, int64_t first_query,
                 first_query, first_query, last_query};
     for (size_t index = first; index < last; ++index) {
       const Piece& piece = chosen[index];
-      const int64_t begin = std::max<int64_t>(piece.first, first_query), end = std::min<int64_t>(piece.last, last_query);
+      const int64_t begin = std::max<int64_t>(piece.first, first_query);
+      const int64_t end = std::min<int64_t>(piece.last, last_query);
       block.any_first = std::min(block.any_first, begin);
       block.any_last = std::max(block.any_last, end);
       block.all_first = std::max(block.all_first, begin);
@@ -111,7 +112,9 @@ std::optional<Packing> plan_packing(const Problem& problem) {
     if (length > lengths.back() && units * ceil_div(queries, length) >= kItems) lengths.push_back(length);
   const auto heads = static_cast<int64_t>(problem.intervals.size());
   std::vector<Costs> costs(problem.intervals.size());
-  for_each_item(heads, [&] { return [&](int64_t head) { costs[head] = Costs(problem.intervals[head], band, lengths); }; });
+  for_each_item(heads, [&] {
+    return [&](int64_t head) { costs[head] = Costs(problem.intervals[head], band, lengths); };
+  });
   Costs total = costs[0];
   for (int64_t head = 1; head < heads; ++head) total.add(costs[head]);
   double best = static_cast<double>(total.area + total.keys * to_gather) / kWorthwhile;

@@ -1,7 +1,7 @@
 // Masks of intervals whose keys lie scattered, such as dynamic masks: no tile of 128 x 128 is empty, though each query
-// sees few keys. So queries are cut into epochs, and for each epoch the keys that it sees are gathered side by side, those
-// that it sees from its start sorted by their last query, and then the others by their first one. The tiles of gathered
-// keys are few and mostly full.
+// sees few keys. So queries are cut into epochs, and for each epoch the keys that it sees are gathered side by side:
+// those that it sees from its start sorted by their last query, and then the others by their first one. The tiles of
+// gathered keys are few and mostly full.
 #pragma once
 
 #include <optional>

@@ -33,8 +33,8 @@ struct Softmax {
   bool has_acc;  // false before the first tile: acc is then uninitialised
 };
 
-// What the backward knows of each query of a tile. P = exp((score - lse) - lse_tail), subtracted in this order: their sum
-// would be rounded at the size of the scores. lse is +inf where the row is empty.
+// What the backward knows of each query of a tile. P = exp((score - lse) - lse_tail), subtracted in this order: their
+// sum would be rounded at the size of the scores. lse is +inf where the row is empty.
 template <typename T>
 struct QueryStatistics {
   const T* lse;
@@ -88,8 +88,8 @@ struct BitMath {
   void (*nonzero)(const char* row, int64_t stride, int64_t size, uint64_t significant, int64_t n, uint32_t* words);
   // target bit (c, r) = source bit (r, c) for a 128 x 128 tile; strides in words.
   void (*transpose)(const uint32_t* source, int64_t source_stride, uint32_t* target, int64_t target_stride);
-  // Dropout of one query over 128 keys in groups of four from `first_group`: bit c is set where key 4 first_group + c is
-  // kept.
+  // Dropout of one query over 128 keys in groups of four from `first_group`: bit c is set where key
+  // 4 first_group + c is kept.
   void (*philox_keep)(uint64_t seed, uint32_t query, uint32_t first_group, uint32_t threshold, uint32_t* words);
   // The same for the 128 keys at `positions`.
   void (*philox_keep_at)(uint64_t seed, uint32_t query, const uint32_t* positions, uint32_t threshold,

@@ -277,7 +277,8 @@ void column_dots(const T* left, const T* right, int64_t rows, int64_t cols, T* t
   for (int64_t c = 0; c < cols; c += kLanes<T>) {
     Vec<T> total{};
     for (int64_t r = 0; r < rows; ++r)
-      total = multiply_add_exactly<T>(load_vector<T>(left + r * kTile + c), load_vector<T>(right + r * kTile + c), total);
+      total =
+          multiply_add_exactly<T>(load_vector<T>(left + r * kTile + c), load_vector<T>(right + r * kTile + c), total);
     store_vector<T>(target + c, total);
   }
 }

@@ -47,9 +47,9 @@ DMATTN_INLINE Vec<T> splat(T x) {
   return x - Vec<T>{};
 }
 
-// a * b + c, rounded once where the processor has an instruction for it. Written out, because compilers contract products
-// and sums or leave them alone as they and their options like, and because the forward and the backward must round a
-// score alike.
+// a * b + c, rounded once where the processor has an instruction for it. Written out, because compilers contract
+// products and sums or leave them alone as they and their options like, and because the forward and the backward must
+// round a score alike.
 template <typename T>
 DMATTN_INLINE Vec<T> multiply_add(Vec<T> a, Vec<T> b, Vec<T> c) {
 #if defined(__x86_64__) && VECTOR_BYTES == 64
