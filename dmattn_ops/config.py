@@ -296,7 +296,7 @@ HOPPER_FORWARD = (
         "H200, 2026-11-21, bf16, B4 H32 S4096: 495 / 599 TFLOP/s causal / full, cuDNN 424 / 475; 128 queries 454 / 491",
     ),
     Row(
-        90, 128, 2, 0, "LargeBlock", "hopper", HopperForward(128, 128, 2, 2), 202248,
+        90, 128, 2, 0, "LargeBlock", "hopper", HopperForward(128, 128, 2, 2), 202264,
         "H200, 2026-11-21, bf16, B4 H16 S4096: 666 / 756 TFLOP/s causal / full, cuDNN 566 / 663; 192 x 64 650 / 759",
     ),
     Row(

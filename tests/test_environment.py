@@ -1,6 +1,5 @@
 """Variables of the environment: how they are read, and that nonsense in them costs a call one warning at most."""
 
-import importlib.util
 import io
 import os
 import subprocess
@@ -193,16 +192,3 @@ except ValueError as error:
     said = [line for line in done.stderr.splitlines() if "UserWarning" in line and "plain torch operations" not in line]
     named = ("DMATTN_RECORD", "FLASH_DMATTN_PROFILE_BACKWARD", "tuned configurations", "DMATTN_CHECK")
     assert len(said) == len(named) and all(any(name in line for line in said) for name in named), done.stderr
-
-
-@pytest.mark.parametrize(("value", "jobs"), [("", None), ("many", None), ("3", 3), ("0", 1), ("-2", 1), ("99999", 8)])
-def test_the_build_takes_a_number_of_jobs_or_its_own(value, jobs, monkeypatch, capsys):
-    setuptools = pytest.importorskip("setuptools")
-    monkeypatch.setattr(setuptools, "setup", lambda **keywords: None)
-    monkeypatch.chdir(ROOT)
-    spec = importlib.util.spec_from_file_location("setup_of_dmattn_ops", ROOT / "setup.py")
-    setup = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(setup)
-    monkeypatch.setenv("MAX_JOBS", value)
-    assert setup.jobs(8) == (jobs or max(1, min(8, os.cpu_count() or 1)))
-    assert ("MAX_JOBS must be a number" in capsys.readouterr().err) == (value == "many")

@@ -6,7 +6,7 @@ import itertools
 import sys
 
 from dmattn_ops import api, arguments, bands, block_mask, masks, require, tile_mask, validation, values
-from tests import test_errors, test_mask_errors, test_operator_errors
+from tests import test_checks, test_errors, test_mask_errors, test_operator_errors
 
 MODULES = (api, arguments, bands, block_mask, masks, require, tile_mask, validation, values)
 STATED = (
@@ -21,6 +21,7 @@ STATED = (
     test_mask_errors.test_what_is_no_mask_is_refused,
     test_mask_errors.test_a_part_outside_of_a_mask_is_refused,
     test_mask_errors.test_dynamic_mask_refuses_in_words,
+    test_checks.test_a_list_with_one_wrong_number_is_refused,
 )
 
 

@@ -94,11 +94,8 @@ def flash_dynamic_mask_attention_forward(
     keep = None if documents is not None else attention_mask
     if bias is not None and best is not None and seqlen_k > best:
         allowed = None if attention_mask is None else attention_mask != 0
-        least = torch.finfo(bias.dtype).min
-        keep = create_mask(bias, allowed, query.shape[0], seqlen_q, seqlen_k, best, least)
-    mask: Tensor | TileMask | None = keep
-    if documents is not None:
-        mask = prepare_mask(keep, documents=documents)
+        keep = create_mask(bias, allowed, query.shape[0], seqlen_q, seqlen_k, best, torch.finfo(bias.dtype).min)
+    mask: Tensor | TileMask | None = keep if documents is None else prepare_mask(keep, documents=documents)
     out = api.flash_dmattn_func(query, key, value, mask, bias, **options)
     return out, None  # type: ignore[return-value]
 
