@@ -336,6 +336,8 @@ def _call(
     if directly is not None and autograd.callable_directly(*given):
         out, lse, _, row_max = directly(*given)
     else:
+        if not is_compiling() and not autograd.kernels:
+            autograd.refuse_tangents(given)  # derivatives as torch publicly registers them would drop these
         out, lse, _, row_max = _OPERATORS[name](*given)
     if not return_lse and not return_max:
         return out

@@ -10,12 +10,12 @@ from __future__ import annotations
 from ast import literal_eval
 from collections import namedtuple
 from collections.abc import Callable
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
+from dmattn_ops.privates import below_autograd as below_autograd
 from dmattn_ops.problem import MASK_TENSORS, UNBOUNDED, Mask, Options
 
 
@@ -62,7 +62,6 @@ library = torch.library.Library("dmattn", "DEF")
 for _name, _schema in SCHEMAS.items():
     library.define(_name + _schema, tags=_TAGS)
 
-below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)
 Planned = Callable[..., tuple[Any, Any]]
 implementations: dict[
     str, Planned
