@@ -3,6 +3,10 @@
 In every schema the tensors come first and the numbers behind them, and every argument has a name that means the same in
 all of them. Where an argument stands is read from the schema (`SIGNATURES`), never counted. Later versions append
 arguments with defaults: a program exported by an earlier one must load.
+
+A policy of selective checkpointing is asked about overloads: compare with `torch.ops.dmattn.forward.default`, not with the
+packet `torch.ops.dmattn.forward`. To save are the forward operators, and `pack_mask`, `list_tiles` and `key_lifetimes`, which
+give a mask in few bytes.
 """
 
 from __future__ import annotations

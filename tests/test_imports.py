@@ -64,7 +64,7 @@ ARROWS = {
         "sinks",
         "tuning",
     ),
-    "arguments": ("require", "bands", "tile_mask", "validation"),
+    "arguments": ("environment", "require", "bands", "tile_mask", "validation"),
     "masks": ("problem", "require", "bands", "layout", "tile_mask", "values", "block_mask", "validation"),
     "meta.fakes": ("problem", "require", "meta", "ops", "call", "validation"),
     "backend": ("version", "arch", "native", "dispatch"),

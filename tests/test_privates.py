@@ -6,6 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch.autograd import forward_ad
+
+import dmattn_ops
+from dmattn_ops import autograd, privates
 
 SHORT_CUTS = (
     "torch._C._dispatch_keys",
@@ -22,13 +27,12 @@ NEEDED = (
 )
 REPLACED = (
     "torch._C._any_requires_grad",
-    "torch.autograd.forward_ad._current_level",
     "torch.Tensor._has_symbolic_sizes_strides",
 )
 # Each name is taken away in a process of its own, a copy of one that has imported torch. torch itself uses some of them,
 # and finds them in its own modules again: what is taken away is what the package finds when it is imported.
 CODE = """
-import json, operator, os, sys, traceback, warnings
+import inspect, json, operator, os, sys, traceback, warnings
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import make_dual, dual_level, unpack_dual
@@ -70,11 +74,15 @@ def wrong(dmattn_ops):
 
 def child(name):
     if name:
-        place, _, attribute = name.rpartition(".")
-        delattr(operator.attrgetter(place.removeprefix("torch").lstrip("."))(torch) if place != "torch" else torch, attribute)
+        place, _, attribute = name.removeprefix("torch.").rpartition(".")
+        holder = operator.attrgetter(place)(torch)
+        taken = inspect.getattr_static(holder, attribute)
+        delattr(holder, attribute)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         import dmattn_ops
+    if name:
+        setattr(holder, attribute, taken)
     said = [str(warning.message) for warning in caught if "dmattn_ops" in str(warning.message)]
     errors = [words(lambda: call(dmattn_ops)) for call in (second, tangent, wrong)]
     return {"results": results(dmattn_ops), "errors": errors, "said": said, "short": dmattn_ops.privates.has_short_cuts,
@@ -127,6 +135,19 @@ def test_a_lost_name_that_derivatives_need_is_told_with_what_is_lost(without: di
     (words,) = without[name]["said"]
     assert name in words and "torch.func is not supported" in words
     assert not without[name]["needed"]
+
+
+def test_without_the_level_of_forward_mode_every_tensor_is_looked_at(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(forward_ad, "_current_level")
+    assert privates.forward_level() == 0
+    query = torch.randn(1, 4, 2, 8, requires_grad=True)
+    autograd.refuse_tangents((query, None, 1))  # no dual tensors outside of a level
+    monkeypatch.undo()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(query, query)
+        monkeypatch.setattr(privates, "forward_level", lambda: 0)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            dmattn_ops.flash_dmattn_func(dual, query, query)
 
 
 @pytest.mark.parametrize("name", ["", *REPLACED])
