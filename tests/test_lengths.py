@@ -34,7 +34,8 @@ def drawn(batch: int, seqlen: int, *names: str) -> dict[str, Tensor]:
     return {name: every[name] for name in names}
 
 
-SHAPES = {"dense": (0, 2, 3), "padding": (0, 1), "documents": (0, 1), "others": (0, 1), "start": (0, 2), "end": (0, 2), "scores": (0, 2)}  # fmt: skip
+AXES = {"dense": (0, 2, 3), "padding": (0, 1), "documents": (0, 1), "others": (0, 1), "scores": (0, 2)}
+AXES |= dict.fromkeys(("start", "end"), (0, 2))  # of batch, and of the length
 Maker = Callable[..., "Tensor | TileMask"]
 # what each kind of mask is made of, and how, from the length of the queries
 KINDS: dict[str, tuple[tuple[str, ...], Maker]] = {
@@ -131,7 +132,7 @@ def test_a_mask_is_an_input_of_one_graph_for_every_length(kind: str):
 def exported_sizes(kind: str, dim: Callable[[str], object]) -> tuple[dict, dict]:
     """Return the dynamic dimensions of a model's inputs."""
     batch, seqlen = dim("batch"), dim("seqlen")
-    of_parts = {name: {axis: batch if axis == 0 else seqlen for axis in SHAPES[name]} for name in KINDS[kind][0]}
+    of_parts = {name: {axis: batch if axis == 0 else seqlen for axis in AXES[name]} for name in KINDS[kind][0]}
     return {0: batch, 1: seqlen}, of_parts
 
 
