@@ -332,7 +332,7 @@ def flash_dmattn_varlen_func(
 def _call(
     name: str, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], return_lse: bool, return_max: bool
 ) -> Tensor | tuple[Tensor, ...]:
-    """Call an operator; in plain eager mode its derivative directly, which saves one way through the dispatcher."""
+    """Call an operator. In plain eager mode its autograd kernel is called directly, which saves one pass through the dispatcher."""
     given = (*tensors, *numbers, return_max)
     directly = autograd.kernels.get(name)
     if directly is not None and autograd.callable_directly(*given):
