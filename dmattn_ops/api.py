@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import arguments, autograd, masks, validation, values
+from dmattn_ops import arguments, autograd, masks, sharded, validation, values
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.problem import Varlen
 from dmattn_ops.tile_mask import TileMask
@@ -336,7 +336,11 @@ def _call(
     if directly is not None and autograd.callable_directly(*given):
         out, lse, _, row_max = directly(*given)
     else:
-        out, lse, _, row_max = _OPERATORS[name](*given)
+        try:
+            out, lse, _, row_max = _OPERATORS[name](*given)
+        except RuntimeError:
+            sharded.refuse_mixture(autograd.OPERATORS[name].signature.names, tensors)
+            raise
     if not return_lse and not return_max:
         return out
     return (out, *((lse,) if return_lse else ()), *((row_max,) if return_max else ()))
