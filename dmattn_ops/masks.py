@@ -332,7 +332,8 @@ def _with_intervals(
         return made
     if mask is None and isinstance(documents, Tensor) and not documents.is_cuda and not is_compiling():
         require.sizes("documents", documents, _choices(made.shape[0], documents.shape[0]), (documents.shape[1],))
-        clipped = _clipped_to_runs(intervals, documents)
+        with sharded.constants_beside(documents):
+            clipped = _clipped_to_runs(intervals, documents)
         if clipped is not None:
             return from_intervals(clipped, hidden, at_most, seqlen_q, band)
     keep = _both(made, prepare_mask(mask, documents=documents, seqlen_q=seqlen_q))

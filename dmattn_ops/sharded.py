@@ -6,6 +6,7 @@ Nothing here imports `torch.distributed.tensor`, which takes half a second, unle
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +32,15 @@ def load_rules(*arguments: Any) -> None:
             register_sharding_rules()
 
 
+def constants_beside(tensor: Tensor) -> AbstractContextManager[None]:
+    """Let plain tensors that are the same on all ranks (positions, zeros) meet this one, if it is a DTensor."""
+    if type(tensor) is Tensor or not is_sharded(tensor):
+        return nullcontext()
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    return implicit_replication()
+
+
 def seed(query: Tensor, batch: int) -> Tensor:
     """Draw the seeds of dropout, int64 `[batch, H]`, for a query that is a DTensor and has `H` heads before its last dimension."""
     from dmattn_ops.distributed.sharding import sharded_seed
@@ -42,7 +52,9 @@ def refuse_mixture(names: Sequence[str], arguments: Sequence[Any]) -> None:
     """Refuse plain tensors beside DTensors: whether every rank holds the same, or its own part, only the caller knows."""
     given = [(name, each) for name, each in zip(names, arguments, strict=False) if isinstance(each, Tensor)]
     sharded, plain = (
-        list(dict.fromkeys("mask" if name in MASK_TENSORS else name for name, each in given if is_sharded(each) is kind))
+        list(
+            dict.fromkeys("mask" if name in MASK_TENSORS else name for name, each in given if is_sharded(each) is kind)
+        )
         for kind in (True, False)
     )
     if not sharded or not plain:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.experimental import implicit_replication
 
 from dmattn_ops import (
+    TileMask,
     dynamic_mask,
     flash_dmattn_func,
     flash_dmattn_qkvpacked_func,
@@ -36,6 +37,7 @@ BESIDE = {
     "documents": {"documents": "bs"},
     "documents and a mask of keys": {"documents": "bs", "mask": "b11s"},
     "intervals": {"start": "bgs"},
+    "intervals in documents": {"start": "bgs", "documents": "bs"},
     "bias of keys": {"bias": "bg1s"},
     "bias for all": {"bias": "11ss"},
     "bias for all sequences": {"bias": "1hss"},
@@ -80,6 +82,7 @@ def mesh_of(*sizes: int) -> DeviceMesh:
 
 def tensors_of(case: Case) -> dict[str, Tensor]:
     """Return the tensors of a call by their names, the gradients of out and lse among them."""
+    torch.manual_seed(0)
     sizes = {"b": case.batch, "h": case.heads, "g": case.heads_kv, "s": case.length, "d": DIM, "1": 1, "3": 3}
     packed = case.kind.startswith("packed sequences")
     shapes = {"query": "bshd", "key": "bsgd", "value": "bsgd", "grad_out": "bshd", "grad_lse": "bhs"}
@@ -150,11 +153,11 @@ def call(kind: str, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     elif "dynamic" in kind:
         bias = given["scores"]
         mask = dynamic_mask(bias.squeeze(2), 24, keep_first=2, keep_last=8, documents=given.get("documents"))
-    elif "documents" in kind:
+    elif kind.startswith("documents"):
         mask = prepare_mask(mask, documents=given["documents"])
-    elif kind == "intervals":
-        start = given["start"]
-        mask = prepare_mask(intervals=(start, start + length // 2), seqlen_q=length)
+    elif "start" in given:
+        intervals = given["start"], given["start"] + length // 2
+        mask = prepare_mask(intervals=intervals, documents=given.get("documents"), seqlen_q=length)
     return flash_dmattn_func(query, key, value, mask, bias, **keywords)
 
 
@@ -261,11 +264,23 @@ def operators_called_directly() -> float:
     return relative(got.full_tensor(), expected)
 
 
-def dense_of_prepared() -> list[bool]:
-    """Return whether prepared masks of DTensors are the masks that they were made of, on all ranks together."""
+def masks_of_dtensors() -> list[bool]:
+    """Return whether masks prepared from DTensors, and their densities, are those prepared on one device."""
     mesh, found = mesh_of(), []
-    whole = tensors_of(Case("dense mask", ["heads"]))["mask"]
-    for placement in (Replicate(), Shard(0), Shard(1)):
-        made = prepare_mask(distribute_tensor(whole, mesh, [placement]))
-        found.append(torch.equal(made.to_dense().full_tensor(), whole))
+    given = tensors_of(Case("dense mask", ["heads"])) | tensors_of(Case("dynamic mask with documents", ["heads"]))
+
+    def made(given: dict[str, Tensor]) -> list[TileMask]:
+        scores, documents = given["scores"].squeeze(2), given["documents"]
+        return [
+            prepare_mask(given["mask"], window_size=(50, 0)),
+            prepare_mask(documents=documents),
+            dynamic_mask(scores, 20, keep_last=4),
+            dynamic_mask(scores, 20, documents=documents).queries(20, 60),
+        ]
+
+    for split in ("none", "batch", "heads"):
+        parts = {name: shard(name, tensor, mesh, [split]) for name, tensor in given.items()}
+        for one, other in zip(made(parts), made(given), strict=True):
+            found.append(torch.equal(one.to_dense().full_tensor(), other.to_dense()))
+            found.append(torch.allclose(one.density().full_tensor(), other.density()))
     return found

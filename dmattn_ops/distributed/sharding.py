@@ -124,7 +124,7 @@ def _heads_stay_together(tensors: dict[str, Any], axes: Axes, choices: list[_Cho
     if choices[-1].axis != HEADS:
         return True
     by_heads = choices[-1].placements
-    counts = [spec.shape[by_heads[name].dim] for name, spec in tensors.items() if isinstance(by_heads[name], Shard)]
+    counts = [tensors[name].shape[place.dim] for name, place in by_heads.items() if isinstance(place, Shard)]
     specs = {name: spec for name, spec in tensors.items() if spec is not None}
     mesh = next(iter(specs.values())).mesh
     sizes = [mesh.size(dim) for dim in range(mesh.ndim)]
