@@ -142,9 +142,7 @@ def main() -> None:
     on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     if on_gpus:
         torch.cuda.set_device(local)
-    mesh = init_device_mesh(
-        "cuda" if on_gpus else "cpu", (world // tensor, tensor), mesh_dim_names=("data", "tensor")
-    )
+    mesh = init_device_mesh("cuda" if on_gpus else "cpu", (world // tensor, tensor), mesh_dim_names=("data", "tensor"))
 
     torch.manual_seed(0)  # on all ranks alike: they start from the same model
     model = Model().to(mesh.device_type)
