@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,7 +115,10 @@ def ddp(compiled: bool) -> float:
     """Return the error of DDP; buckets are so small that its optimizer splits the graph between blocks."""
     torch._dynamo.reset()
     model = model_of()
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = (
+        20_000  # what DDP's optimizer of graphs begins with; by default all is one bucket
+    )
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.04)
     return apart(model, own_tokens(), torch.compile(wrapped, backend="aot_eager") if compiled else wrapped)
 
 
@@ -157,6 +161,34 @@ def forwards_under_checkpoints(dtensor: bool) -> tuple[int, int]:
         with saving(operators):
             found.append(forwards(model, tokens_of()))
     return found[0], found[1]
+
+
+def transformers_llama() -> tuple[float, float]:
+    """Return the errors of the logits and gradients of a Llama of transformers under its tensor-parallel plan."""
+    import tiny_models
+
+    from dmattn_ops.integrations.transformers import register
+
+    register()
+    expected = tiny_models.decoder("llama")
+    model = copy.deepcopy(expected)
+    for each in (expected, model):
+        each.set_attn_implementation("dmattn")
+        each.to(ranks.device())
+    plan = {
+        name.replace("layers.", "model.layers.", 1): {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}[style]()
+        for name, style in model.config.base_model_tp_plan.items()
+    }
+    parallelize_module(model, mesh_of(), plan)
+    tokens = tokens_of()[:, :40]
+    padding = torch.ones_like(tokens)
+    padding[1, :7] = 0
+    found = [each(tokens, attention_mask=padding, labels=tokens) for each in (expected, model)]
+    for each in found:
+        each.loss.backward()
+    wanted, got = gradients(expected), gradients(model)
+    errors = [relative(got[name], wanted[name]) for name in wanted]
+    return relative(found[1].logits.detach(), found[0].logits.detach()), max(errors)
 
 
 def key_heads_that_do_not_divide() -> None:

@@ -45,6 +45,11 @@ def test_selective_checkpoints_save_attention(two_ranks, dtensor):
     assert two_ranks(cases.forwards_under_checkpoints, dtensor) == [(layers, 2 * layers)] * 2
 
 
+def test_transformers_tensor_parallel_plan(two_ranks):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    assert max(max(errors) for errors in two_ranks(cases.transformers_llama, limit=120.0)) < CLOSE
+
+
 def test_key_heads_that_do_not_divide_raise_on_every_rank(two_ranks):
     failures = two_ranks.failures(cases.key_heads_that_do_not_divide)
     assert [failure.message for failure in failures] == ["1 key heads do not divide over 2 ranks"] * 2
