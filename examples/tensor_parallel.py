@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -97,10 +97,11 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, *, dtensor: bool = False) ->
     """
     split = partial(ColwiseParallel, use_local_output=not dtensor)
     for block in model.blocks:
-        attention = block.attention
-        if attention.score.out_features % mesh.size():
-            raise ValueError(f"{attention.score.out_features} key heads do not divide over {mesh.size()} ranks")
-        plan = {f"attention.{name}": split() for name in ("query", "key", "value", "score")}
+        assert isinstance(block, Block)
+        kv_heads = block.attention.score.out_features
+        if kv_heads % mesh.size():
+            raise ValueError(f"{kv_heads} key heads do not divide over {mesh.size()} ranks")
+        plan: dict[str, ParallelStyle] = {f"attention.{name}": split() for name in ("query", "key", "value", "score")}
         plan |= {"attention.out": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(block, mesh, plan)
 
