@@ -52,7 +52,8 @@ def prepared_inputs(
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
     """Refuse what is no tensor of that rank, cast for autocast, and copy where the last dimension is not contiguous."""
     prepared, strided = list(tensors.values()), False
-    sharded.load_rules(prepared[0])
+    if type(prepared[0]) is not Tensor:
+        sharded.load_rules(prepared[0])
     for tensor in prepared:
         if not isinstance(tensor, Tensor) or tensor.dim() != rank:
             _refuse(rank, tensors)

@@ -252,16 +252,21 @@ def plain_mask_replicated_implicitly() -> float:
         return relative(plain_mask(prepared=False).full_tensor(), expected)
 
 
-def operators_called_directly() -> float:
-    """Return the error of `torch.ops.dmattn.forward` on DTensors."""
+def operators_called_directly() -> list[float]:
+    """Return the errors of `torch.ops.dmattn.forward` on DTensors, with seeds of dropout split as lse is, and for all heads."""
     import dmattn_ops.distributed  # noqa: F401 - registers the rules
 
-    mesh, case = mesh_of(), Case("plain", ["heads"])
-    whole = tensors_of(case)
-    names = ("query", "key", "value")
-    expected = torch.ops.dmattn.forward(*[whole[name] for name in names])[0]
-    got = torch.ops.dmattn.forward(*[shard(name, whole[name], mesh, case.split) for name in names])[0]
-    return relative(got.full_tensor(), expected)
+    mesh, whole = mesh_of(), tensors_of(Case("plain", ["heads"]))
+    found = []
+    for shape in ((2, 4), (1, 4), (2, 1), (1, 1)):
+        seed = torch.randint(1 << 62, shape, device=ranks.device())
+        given = {name: whole[name] for name in ("query", "key", "value")} | {"seed": seed}
+        expected = torch.ops.dmattn.forward(**given, dropout_p=0.4)[0]
+        for split in ("heads", "batch"):
+            parts = {name: shard(name, tensor, mesh, [split]) for name, tensor in given.items()}
+            got = torch.ops.dmattn.forward(**parts, dropout_p=0.4)[0]
+            found.append(relative(got.full_tensor(), expected))
+    return found
 
 
 def masks_of_dtensors() -> list[bool]:
