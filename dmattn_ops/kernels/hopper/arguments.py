@@ -1,10 +1,12 @@
-"""What the launchers of the SM 9.0 kernels pass alike: the numbers of scores and of a bias."""
+"""What the launchers of the SM 9.0 kernels do alike: lists for intervals, the numbers of scores and of a bias."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from dmattn_ops.call import bias_kind
+from dmattn_ops.kernels.interval_lists import listed as listed
+from dmattn_ops.kernels.interval_lists import too_long as too_long
 from dmattn_ops.kernels.launching.launch import workspace
 from dmattn_ops.kernels.portable.arguments import bias_arguments
 from dmattn_ops.problem import Options

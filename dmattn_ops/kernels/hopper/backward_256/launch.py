@@ -24,12 +24,11 @@ from torch import Tensor
 
 from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward256
-from dmattn_ops.kernels.hopper.arguments import bias_places, room_for_key_sums, score_factors
+from dmattn_ops.kernels.hopper.arguments import bias_places, listed, room_for_key_sums, score_factors, too_long
 from dmattn_ops.kernels.hopper.backward.rows import row_statistics
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
-from dmattn_ops.kernels.interval_lists import listed, too_long
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
 from dmattn_ops.kernels.portable.dbias import recompute_dbias, reduce_key_sums
