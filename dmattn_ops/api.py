@@ -136,6 +136,8 @@ def flash_dmattn_func(
         arguments.unknown_names("flash_dmattn_func", unknown)
     (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
+    if heads_kv > arguments.MANY_HEADS:
+        arguments.warn_of_swapped_dimensions(key)
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
     band, scalars = arguments.read_numbers(*given)
     same_bits = arguments.switches(deterministic, return_lse, return_max)
@@ -336,6 +338,8 @@ def _call(
     if directly is not None and autograd.callable_directly(*given):
         out, lse, _, row_max = directly(*given)
     else:
+        if not is_compiling() and not autograd.kernels:
+            autograd.refuse_tangents(given)  # derivatives as torch publicly registers them would drop these
         try:
             out, lse, _, row_max = _OPERATORS[name](*given)
         except RuntimeError:

@@ -354,10 +354,18 @@ def _both(intervals: TileMask, others: TileMask) -> Tensor:
     if most % heads or most % other_heads:
         raise ValueError(f"intervals must have the heads of the mask, {other_heads}, of keys or 1, got {heads}")
     one, other = (
-        part.to_dense().repeat_interleave(most // own, dim=1) if own > 1 else part.to_dense()
-        for part, own in ((intervals, heads), (others, other_heads))
+        keep.repeat_interleave(most // own, dim=1) if own > 1 else keep
+        for keep, own in ((intervals.to_dense(), heads), (_dense(others), other_heads))
     )
     return one & other
+
+
+def _dense(others: TileMask) -> Tensor:
+    """Return `others.to_dense()`, of segments without their lists, which say nothing more, and whose reading exporters guard."""
+    if others.k_segments is None:
+        return others.to_dense()
+    unlisted = others.mask._replace(row_tiles=None, col_tiles=None)
+    return layout.dense(unlisted, *others.band.limits(*others.shape[2:]), *others.shape[2:])
 
 
 def _choices(batch: int, other: int) -> tuple[int, ...]:

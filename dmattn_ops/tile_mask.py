@@ -74,6 +74,11 @@ class TileMask:
         return (leading.shape[0], leading.shape[1], self.seqlen_q, self.seqlen_k)
 
     @property
+    def ndim(self) -> int:
+        """4, like a mask that is a tensor: models of transformers ask it."""
+        return 4
+
+    @property
     def device(self) -> torch.device:
         """Where the tensors lie."""
         return self.lengths.device
