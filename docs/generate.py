@@ -149,7 +149,20 @@ def compiled() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-BLOCKS = {"schemas": schemas, "budget": budget, "compiled": compiled}
+def sources() -> str:
+    """Return what the result files whose tables `performance.md` shows say of themselves."""
+    shown = readme_tables.MARKED.finditer((DOCS / "performance.md").read_text(encoding="utf-8"))
+    lines = [["file", "machine", "date", "dmattn_ops", "torch", "command"], ["---"] * 6]
+    for name in sorted({found[2] for found in shown}):
+        made = json.loads((readme_tables.RESULTS / name).read_text())
+        versions = [made["versions"][library] for library in ("dmattn-ops", "torch")]
+        machine = made.get("gpu") or made.get("cpu") or "CPU"
+        link = f"[{name}](../benchmarks/results/{name})"
+        lines.append([link, machine, made["date"], *versions, f"`{made['command']}`"])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+BLOCKS = {"schemas": schemas, "budget": budget, "compiled": compiled, "sources": sources}
 
 
 def filled(text: str) -> str:
