@@ -15,6 +15,7 @@ import os
 import pickle
 import shlex
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -118,6 +119,17 @@ class Trainer:
         self.step += 1
         self.history.train.append(loss.item())
         return self.history.train[-1]
+
+    def trial_seconds(self) -> float:
+        """Return how long forward and backward of a step take; nothing is learned."""
+        began = time.perf_counter()
+        with self.autocast():
+            loss = self.loss(*self.draw(self.text.train, self.plan.seed))
+        loss.backward()
+        self.optimizer.zero_grad()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -297,16 +309,16 @@ def sample(trainer: Trainer, prompt: bytes, length: int) -> str:
     return bytes(written).decode(errors="replace")
 
 
-def dense_speed(config: ModelConfig, plan: Plan, text: Text, device: str) -> float:
-    """Return tokens per second of the same model with dense causal attention, over `plan.dense_steps` steps."""
-    print(f"dense: compiling the model, and {plan.dense_steps} steps with dense causal attention", flush=True)
-    torch._dynamo.reset()
-    trainer = Trainer(config, plan, text, device, "dense")
-    trainer.train_step()  # compiles; its loss, like that of every step, waits for the device
-    began = time.perf_counter()
-    for _ in range(plan.dense_steps):
-        trainer.train_step()
-    return plan.dense_steps * plan.batch * config.seqlen / (time.perf_counter() - began)
+def print_dense_speed(trainer: Trainer) -> None:
+    """Time steps of a trained model in turns with those of the same model with dense causal attention; print both speeds."""
+    plan, config = trainer.plan, trainer.model.config
+    print(f"dense: compiling the model with dense causal attention, then {plan.dense_steps} steps of both in turns")
+    dense = Trainer(config, plan, trainer.text, trainer.device, "dense")
+    rounds = [[each.trial_seconds() for each in (trainer, dense)] for _ in range(1 + plan.dense_steps)][1:]
+    masked, causal = (statistics.median(times) for times in zip(*rounds, strict=True))  # without the first: it compiles
+    speeds = (f"{plan.batch * config.seqlen / seconds:,.0f}" for seconds in (masked, causal))
+    print("dense causal    {} tokens/s with the masks, {} with".format(*speeds), end=" ")
+    print(f"dense causal attention: {causal / masked:.2f} times as fast")
 
 
 def report(trainer: Trainer, facts: Facts, entropy: float) -> None:
@@ -404,9 +416,8 @@ def main(arguments: list[str]) -> dict[str, Trainer]:
     print(f"\n{sample(trainer, b'def ', 300)}\n")
     trainers = {"dmattn": trainer}
     report(trainer, facts, entropy)
-    if plan.dense_steps and facts.speed:  # a run that took a single step has no speed
-        dense = dense_speed(config, plan, text, options.device)
-        print(f"dense causal    {dense:,.0f} tokens/s: the masks make a step {facts.speed / dense:.2f} times as fast")
+    if plan.dense_steps:
+        print_dense_speed(trainer)
     if options.compare:
         trainers["sdpa"] = compare(config, plan, text, options.device, trainer)
     for path in draw_pictures(trainers, entropy, options.out):

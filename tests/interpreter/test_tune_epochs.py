@@ -1,0 +1,47 @@
+"""Tuning the length of epochs with the kernels themselves: every length has to compute what the rule's own does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dmattn_ops import arch, dispatch, packing, tune, tune_epochs
+from dmattn_ops.call import Call, Gradients, Result, Saved
+
+ON = arch.KNOWN[86]
+
+
+@pytest.fixture(autouse=True)
+def portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run calls on the CPU as SM 8.6 would."""
+
+    def forward(call: Call, result: Result) -> None:
+        row = dispatch.forward_choice(call, result, ON, tuned=False).row
+        dispatch.launcher("forward", row.kernel).forward(call, result, row.config)
+
+    def backward(call: Call, saved: Saved, grads: Gradients) -> None:
+        row = dispatch.backward_choice(call, saved, grads, ON, tuned=False).row
+        dispatch.launcher("backward", row.kernel).backward(call, saved, grads, row.config)
+
+    monkeypatch.setattr(dispatch, "_run_forward", forward)
+    monkeypatch.setattr(dispatch, "_run_backward", backward)
+
+
+@pytest.mark.parametrize("direction", tune.DIRECTIONS)
+def test_all_lengths_of_epochs_agree_and_the_fastest_is_taken(direction: str) -> None:
+    shape = tune.parse_shape("H2 Hkv1 S400 D16 float16 keep40")
+    task = tune_epochs.prepare(direction, shape, torch.device("cpu"), ON)
+    assert task is not None and task.own == 0
+    result = tune_epochs.tune(task, lambda functions: {length: 1000.0 - length for length in functions})
+    assert result.refused == {} and set(result.milliseconds) == {0, 256, 384, 512} and result.length == 512
+
+
+@pytest.mark.parametrize("direction", tune.DIRECTIONS)
+def test_configurations_are_tuned_on_packed_keys(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "pays", lambda sizes: True)
+    shape = tune.parse_shape("H2 Hkv1 S300 D16 float16 keep40")
+    task = tune.prepare(direction, shape, torch.device("cpu"), ON)
+    assert task is not None and task.call.mask.row_tiles is not None and task.case.masked
+    assert task.shape.seqlen_k == 384 + 128 == task.call.key.shape[1]
+    result = tune.tune(task, 1, measure=lambda functions: {key: 10.0 - i for i, key in enumerate(functions)})
+    assert [trial.refused for trial in result.trials] == [""] * len(result.trials)
