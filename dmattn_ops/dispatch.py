@@ -194,7 +194,7 @@ def forward(call: Call, result: Result) -> None:
                 statistic.fill_(-math.inf)
         return
     tuning.record(call)
-    run_forward(call, result, packing_of("forward", call, _forced(call), result.row_max is not None)[0])
+    run_forward(call, result, packing_of("forward", call, architecture_of(call), result.row_max is not None)[0])
     if call.sink is not None:
         sinks.take_share(call.sink, result)
 
@@ -224,7 +224,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, dsink: Tensor | None) -
         if dsink is not None:
             sinks.gradient(call, saved, grads.grad_out, dsink)
         saved, grads = sinks.with_share(call.sink, saved, grads)
-    run_backward(call, saved, grads, packing_of("backward", call, _forced(call))[0])
+    run_backward(call, saved, grads, packing_of("backward", call, architecture_of(call))[0])
 
 
 def run_backward(call: Call, saved: Saved, grads: Gradients, packed: packing.Packing | None) -> None:
@@ -242,7 +242,8 @@ def _run_backward(call: Call, saved: Saved, grads: Gradients) -> None:
     _launcher(_BACKWARD[choice.row.kernel]).backward(call, saved, grads, choice.row.config)
 
 
-def _forced(call: Call) -> Arch | None:
+def architecture_of(call: Call) -> Arch | None:
+    """Return what a call is dispatched for; None is the CPU."""
     return arch.current(call.query.device) if call.query.is_cuda else None
 
 
