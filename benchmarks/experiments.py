@@ -60,7 +60,7 @@ def limited(seconds: float) -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise OutOfTime(f"took longer than {seconds:.0f} s")
+        raise OutOfTime(f"took longer than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
