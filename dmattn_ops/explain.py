@@ -196,8 +196,11 @@ def _as_packed(call: Call, packed: Packing) -> Call:
     col_tiles = integers(cut.slots // TILE, HEADER + cut.length // TILE)
     mask = Mask(row_tiles, col_tiles, start=integers(cut.slots), end=integers(cut.slots))
     if bias is not None:
-        bias_heads = 1 if max(bias.shape[1], mask_shape[1]) == 1 else count
-        bias = torch.empty(bias.shape[0], bias_heads, 1, cut.slots, dtype=bias.dtype, device="meta")
+        told_apart = readers // min(
+            heads // bias.shape[1], readers // mask_shape[1]
+        )  # heads of the bias, or of the slots
+        bias_shape = (max(bias.shape[0], end.shape[0]), mask_shape[1] if bias.shape[1] == 1 else told_apart)
+        bias = torch.empty(*bias_shape, 1, cut.slots, dtype=bias.dtype, device="meta")
     return call._replace(
         query=call.query[:, :, :readers],
         key=copy(call.key),

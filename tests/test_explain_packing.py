@@ -9,7 +9,7 @@ import dmattn_ops
 from dmattn_ops import arch, dispatch, packing, tuning
 from dmattn_ops.call import Call
 from dmattn_ops.explain import explain
-from dmattn_ops.problem import plain_options
+from dmattn_ops.problem import UNBOUNDED, plain_options
 
 PLACE = "Some GPU"
 HEADS, KV_HEADS, DIM = 8, 2, 64
@@ -54,6 +54,28 @@ def test_what_is_shown_is_what_dispatch_gives_the_launcher():
         decided, _ = dispatch.packing_of(direction, call, arch.KNOWN[90])
         shown = getattr(explain(query, key, value, mask, arch="9.0"), direction).packing.packing
         assert shown == decided is not None
+
+
+def test_each_direction_shows_its_own_decision_and_kernels_are_chosen_for_that_call(monkeypatch):
+    seen = {}
+    decide, choose = dispatch.packing_of, {way: getattr(dispatch, f"{way}_choice") for way in ("forward", "backward")}
+
+    def packing_of(direction, *arguments):
+        made, reasons = decide(direction, *arguments)
+        return made._replace(evidence=f"of the {direction}"), reasons
+
+    def choice(direction, call, *arguments):
+        seen[direction] = call
+        return choose[direction](call, *arguments)
+
+    monkeypatch.setattr(dispatch, "packing_of", packing_of)
+    for direction in choose:
+        monkeypatch.setattr(dispatch, f"{direction}_choice", lambda *given, way=direction: choice(way, *given))
+    for direction, launch in zip(choose, launches(8192, dynamic(8192, 512)), strict=True):
+        assert str(launch.packing).endswith(f"; of the {direction}")
+        call = seen[direction]
+        assert call.key.shape == call.value.shape == (1, 16 * 1024, KV_HEADS, DIM)
+        assert call.mask.row_tiles.shape == (1, KV_HEADS, 64, 4 + 8) and call.options.band_hi == UNBOUNDED
 
 
 @pytest.mark.parametrize(
