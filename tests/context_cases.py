@@ -105,7 +105,11 @@ def conditions(case: Case, rows: int, columns: int, device: torch.device) -> tup
     if name == "tiles":
         mask = prepare_mask(torch.rand(1, heads, rows, columns, device=device) > 0.5, **causal)
         return mask, mask, {}, {}
-    ids = torch.bucketize(torch.arange(columns, device=device), torch.tensor(sorted({columns // 7, columns // 3, columns - 9}), device=device), right=True)
+    ids = torch.bucketize(
+        torch.arange(columns, device=device),
+        torch.tensor(sorted({columns // 7, columns // 3, columns - 9}), device=device),
+        right=True,
+    )
     if name == "documents":
         ids = ids.unsqueeze(0).repeat(case.batch, 1)
         mask = prepare_mask(documents=ids, **causal)
@@ -115,7 +119,9 @@ def conditions(case: Case, rows: int, columns: int, device: torch.device) -> tup
         mask = prepare_mask(keep, documents=ids, **causal)
         return mask, shard_sequence(keep, **cut), {"documents": shard_sequence(ids, **cut)}, keywords
     assert name == "cu_seqlens", name
-    offsets = torch.tensor([0, *sorted({columns // 7, columns // 3, columns - 9}), columns], dtype=torch.int32, device=device)
+    offsets = torch.tensor(
+        [0, *sorted({columns // 7, columns // 3, columns - 9}), columns], dtype=torch.int32, device=device
+    )
     return prepare_mask(documents=ids.unsqueeze(0), **causal), None, {"cu_seqlens": offsets}, keywords
 
 
@@ -165,12 +171,19 @@ def on_ranks(problem: Problem, case: Case) -> tuple[tuple[Tensor, ...], list[Ten
     cut = {"group": None, "layout": case.layout, "method": case.method}
     more, mask = dict(problem.more), problem.part
     if case.prepared:
-        folded = {name: problem.keywords[name] for name in ("is_causal", "window_size", "causal_from") if name in problem.keywords}
+        folded = {
+            name: problem.keywords[name]
+            for name in ("is_causal", "window_size", "causal_from")
+            if name in problem.keywords
+        }
         lengths = {"seqlen_q": case.length} if "cu_seqlens" in more else {}
         mask = prepare_context_mask(mask, **cut, **more, **folded, **lengths, read_documents=case.seed % 2 == 0)
         more = {}
-    attend = torch.compile(context_parallel_attention, fullgraph=True) if case.compiled else context_parallel_attention
-    torch.manual_seed(5 + 0 * dist.get_rank())
+    attend = context_parallel_attention
+    if case.compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, fullgraph=True, dynamic=False)
+    torch.manual_seed(5)
     outputs = attend(*qkv, mask, bias, sink=sink, return_lse=True, return_max=True, **cut, **more, **problem.keywords)
     grad = shard_sequence(problem.grad, None, layout=case.layout)
     return outputs, gradients(outputs, grad, grad.sum(-1).transpose(1, 2).to(outputs[1].dtype), own)

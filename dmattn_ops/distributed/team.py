@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +20,27 @@ _all_gather: Any = (
     getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 )  # the name until torch 2.12
 _all_to_all: Any = functional.all_to_all_single  # takes the name of a group as well, whatever it declares
+
+
+class Traffic:
+    """Bytes that this rank received of others in the collectives of this package, eager, since recording began."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+
+_recording: list[Traffic] = []
+
+
+@contextmanager
+def record_traffic() -> Iterator[Traffic]:
+    """Count the bytes that this rank receives, inside `with record_traffic() as traffic`."""
+    traffic = Traffic()
+    _recording.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _recording.remove(traffic)
 
 
 class Team(NamedTuple):
@@ -53,11 +78,15 @@ def team_of(group: Group | None) -> Team:
 
 def start_all_gather(rows: Tensor, team: Team) -> Tensor:
     """Start to collect rows `[n, ...]` of all ranks, `[size * n, ...]` by rank; see `arrived`."""
+    if _recording:
+        _note((team.size - 1) * rows.nbytes)
     return _all_gather(rows.contiguous(), 0, team.name)
 
 
 def start_all_to_all(rows: Tensor, receive: list[int], send: list[int], team: Team) -> Tensor:
     """Start to send `send[r]` rows to each rank `r` and to receive `receive[r]` from it; see `arrived`."""
+    if _recording:
+        _note((sum(receive) - receive[team.rank]) * _row_bytes(rows))
     return _all_to_all(rows.contiguous(), receive, send, team.name)
 
 
@@ -77,7 +106,7 @@ def same_on_all(tensor: Tensor, team: Team) -> Tensor:
     """Return the tensor of the first rank of the group."""
     if team.size == 1:
         return tensor
-    return arrived(_all_gather(tensor.contiguous().unsqueeze(0), 0, team.name))[0]
+    return arrived(start_all_gather(tensor.unsqueeze(0), team))[0]
 
 
 def all_ranks(rows: Tensor, team: Team) -> Tensor:
@@ -86,3 +115,13 @@ def all_ranks(rows: Tensor, team: Team) -> Tensor:
     if rows.dtype == torch.bool:
         return all_ranks(rows.to(torch.uint8), team).bool()
     return rows if team.size == 1 else arrived(start_all_gather(rows, team))
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return math.prod(rows.shape[1:]) * rows.element_size()
+
+
+def _note(received: int) -> None:
+    if not is_compiling():
+        for traffic in _recording:
+            traffic.received += received

@@ -39,7 +39,7 @@ class ToHeads(torch.autograd.Function):
         team, layout = ctx.of
         repeats = max(1, team.size // ctx.heads)
         grad = grads[0].to(ctx.wide) if repeats > 1 else grads[0]
-        back = _to_sequence(grad, team, layout)
+        back = to_sequence(grad, team, layout)
         if repeats > 1:
             back = back.unflatten(2, (ctx.heads, repeats)).sum(3).to(ctx.narrow)
         return None, None, None, back
@@ -51,7 +51,7 @@ class ToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, team: Team, layout: Layout, whole: Tensor) -> Tensor:
         ctx.of = team, layout
-        return _to_sequence(whole, team, layout)
+        return to_sequence(whole, team, layout)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -77,7 +77,8 @@ def to_heads(part: Tensor, team: Team, layout: Layout) -> Tensor:
     return in_order(found, layout, team.size, 0).movedim(0, 1)
 
 
-def _to_sequence(whole: Tensor, team: Team, layout: Layout) -> Tensor:
+def to_sequence(whole: Tensor, team: Team, layout: Layout) -> Tensor:
+    """Return `[B, s, heads, D]` of `[B, S, heads / N, D]`. Not differentiable."""
     batch, length, heads, dim = whole.shape
     rows = by_rank(whole.movedim(1, 0), layout, team.size, 0)
     found = _exchanged(rows, team).unflatten(0, (team.size, length // team.size))  # N, s, B, heads / N, D
