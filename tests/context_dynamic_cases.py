@@ -33,7 +33,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     slope: float = 0.0  # by how much scores rise over the sequence: late keys live
     documents: bool = False
-    compiled: bool = False
+    compiled: str = ""  # the backend of torch.compile
     sink: bool = False
     keywords: tuple[tuple[str, Any], ...] = ()
     seed: int = 0
@@ -90,7 +90,7 @@ def compare(case: Case) -> dict[str, float]:
     attend = dynamic_context_attention
     if case.compiled:
         torch._dynamo.reset()
-        attend = torch.compile(attend, fullgraph=True, dynamic=False)
+        attend = torch.compile(attend, fullgraph=True, dynamic=False, backend=case.compiled)
     own_ids = None if ids is None else shard_sequence(ids, None, layout="contiguous")
     torch.manual_seed(5)
     found = attend(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dmattn_ops import arguments, require, validation
 from dmattn_ops.bands import CausalFrom, Window
@@ -134,6 +135,7 @@ def context_parallel_attention(
 def _checked(named: dict[str, Any], team: Team, reduce_dtype: torch.dtype) -> _Request:
     """Refuse what does not fit; return the call."""
     query, key, value, bias, sink = (named[name] for name in ("query", "key", "value", "bias", "sink"))
+    plain(query=query, key=key, value=value, bias=bias)
     (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
     given = (
         named[name] for name in ("is_causal", "causal_from", "window_size", "softmax_scale", "softcap", "dropout_p")
@@ -165,6 +167,15 @@ def _checked(named: dict[str, Any], team: Team, reduce_dtype: torch.dtype) -> _R
     return _Request(
         query, key, value, bias, sink, team, layout, method, sight, numbers, named["return_max"], reduce_dtype
     )
+
+
+def plain(**tensors: Any) -> None:
+    """Refuse tensors that know of other ranks themselves."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise TypeError(
+                f"{name} must be the part of this rank, a plain tensor, got a DTensor: pass {name}.to_local()"
+            )
 
 
 def _check_mask(mask: Any, query: Tensor, key: Tensor, team: Team, layout: Layout, method: str, sight: Sight) -> None:

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dmattn_ops import arguments, require, validation
-from dmattn_ops.api import flash_dmattn_func
 from dmattn_ops.bands import Band
 from dmattn_ops.distributed import agreement
-from dmattn_ops.distributed.context_parallel import context_parallel_attention
+from dmattn_ops.distributed.context_parallel import context_parallel_attention, plain
 from dmattn_ops.distributed.team import Group, Team, all_ranks, arrived, start_all_to_all, team_of
 from dmattn_ops.distributed.ulysses import to_heads, to_sequence
 from dmattn_ops.masks import dynamic_mask
-from dmattn_ops.tile_mask import TileMask, from_intervals
+from dmattn_ops.problem import UNBOUNDED, Mask
+from dmattn_ops.tile_mask import from_intervals
 
 EXCHANGES = ("counts", "fixed")
 
@@ -119,6 +119,7 @@ def _check(named: dict[str, Any], team: Team) -> None:
     query, key, value, scores, bias, documents = (
         named[name] for name in ("query", "key", "value", "scores", "bias", "documents")
     )
+    plain(query=query, key=key, value=value, scores=scores, bias=bias)
     (query, key, value), bias, sink = arguments.prepared_inputs(
         4, bias, named["sink"], query=query, key=key, value=value
     )
@@ -185,8 +186,13 @@ def _attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Fetch what lives, and attend to it and to the own keys."""
     query, key, value, bias = tensors
-    (query, key, value), bias, _ = arguments.prepared_inputs(4, bias, None, query=query, key=key, value=value)
+    sink = keywords["sink"]
+    (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
     (batch, length, heads, _), (heads_kv, dim) = query.shape, key.shape[2:]
+    _, scalars = arguments.read_numbers(
+        False, "bottom_right", (None, None), keywords["softmax_scale"], keywords["softcap"], 0.0
+    )
+    numbers = (*scalars, arguments.switches(keywords["deterministic"], keywords["return_lse"], False))
     packed = heads if end.shape[1] == heads else heads_kv
     rows = torch.cat((key, value), -1)
     if packed != heads_kv:  # every query head has keys of its own
@@ -201,8 +207,12 @@ def _attention(
         of_keys = of_keys.permute(0, 2, 3, 1).flatten(1, 2).unsqueeze(2).contiguous()
     first = team.rank * length
     lives = (torch.cat((ends, end), -1) - first).clamp(0, length).to(torch.int32)
-    mask: TileMask = from_intervals((None, lives), None, at_most, length, Band(hi=fetch.slots))
-    return flash_dmattn_func(query, keys[..., :dim], keys[..., dim:], mask, of_keys, **keywords)  # type: ignore[return-value]
+    mask = Mask(end=lives, at_most=at_most)
+    out, lse, *_ = torch.ops.dmattn.forward.default(
+        query, keys[..., :dim], keys[..., dim:], of_keys, *mask[:-1], sink, None, -UNBOUNDED, fetch.slots, 0, 0,
+        at_most, *numbers,
+    )  # fmt: skip
+    return (out, lse) if keywords["return_lse"] else out
 
 
 def _bias_rows(bias: Tensor, batch: int, packed: int, heads: int) -> Tensor:

@@ -17,9 +17,7 @@ from dmattn_ops.distributed.sequence import Layout, Run, by_rank, in_order, runs
 from dmattn_ops.distributed.team import Team, arrived, start_all_gather, start_all_to_all
 
 Span = tuple[int, int]  # the first position, and the one after the last
-GATHER_ALL = (
-    0.6  # the needed share of the keys from which on all are gathered: one copy less, and NCCL's fastest collective
-)
+GATHER_ALL = 0.6  # the share of the keys of others that ranks need, from which on all are gathered: one copy less
 
 
 class KeyExchange(NamedTuple):
@@ -124,11 +122,11 @@ class KeyExchange(NamedTuple):
 
 def exchange_of(team: Team, layout: Layout, seqlen: int, seen: Sequence[Sequence[Span]]) -> KeyExchange:
     """Return the exchange by which every rank gets the spans that it sees."""
-    needed = tuple(_joined(spans) for spans in seen)
-    share = sum(stop - first for spans in needed for first, stop in spans) / max(1, team.size * seqlen)
-    if share >= GATHER_ALL:
-        needed = (((0, seqlen),),) * team.size
-    return KeyExchange(team, layout, seqlen, needed)
+    exchange = KeyExchange(team, layout, seqlen, tuple(_joined(spans) for spans in seen))
+    received = sum(exchange._replace(team=team._replace(rank=rank)).received() for rank in range(team.size))
+    if received >= GATHER_ALL * (team.size - 1) * seqlen:
+        return exchange._replace(needed=(((0, seqlen),),) * team.size)
+    return exchange
 
 
 def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
