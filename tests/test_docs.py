@@ -26,4 +26,4 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_guides_are_there():
-    assert {"transformers.md", "migrating.md", "module.md"} <= {page.name for page in GUIDES}
+    assert {"transformers.md", "migrating.md", "module.md", "distributed.md"} <= {page.name for page in GUIDES}
