@@ -146,9 +146,15 @@ def main() -> None:
         print("losses on one process: ", " ".join(f"{loss:.5f}" for loss in expected_losses))
         print("losses on all of them: ", " ".join(f"{loss:.5f}" for loss in losses))
         print(f"weights after {STEPS} steps differ by at most {apart:.1e}")
+    leave("" if apart < 1e-3 else "the weights differ")
+
+
+def leave(complaint: str) -> None:
+    """End the process at once: a thread of gloo may still want the interpreter while it is taken down, and abort."""
+    print(complaint, end="", flush=True)
+    dist.barrier()
     dist.destroy_process_group()
-    if apart > 1e-3:
-        raise SystemExit("the weights differ")
+    os._exit(1 if complaint else 0)
 
 
 if __name__ == "__main__":
