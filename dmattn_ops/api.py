@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from dmattn_ops import arguments, autograd, masks, validation, values
+from dmattn_ops import arguments, autograd, masks, sharded, validation, values
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.problem import Varlen
 from dmattn_ops.tile_mask import TileMask
@@ -138,6 +138,8 @@ def flash_dmattn_func(
         arguments.unknown_names("flash_dmattn_func", unknown)
     (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
+    if heads_kv > arguments.MANY_HEADS:
+        arguments.warn_of_swapped_dimensions(key)
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
     band, scalars = arguments.read_numbers(*given)
     same_bits = arguments.switches(deterministic, return_lse, return_max)
@@ -321,7 +323,7 @@ def flash_dmattn_varlen_func(
     if dropout_p != 0.0:
         varlen = Varlen(cu_seqlens_q, cu_seqlens_k, *lengths, top_left)
         validation.varlen_tensors(query, key, value, bias, mask, sink, varlen)
-        if not query.is_cuda and not is_compiling():
+        if not query.is_cuda and not is_compiling() and not sharded.is_sharded(cu_seqlens_q):
             values.offsets(query, key, varlen)
     seed = arguments.dropout_seed(query, cu_seqlens_q.shape[0] - 1) if dropout_p != 0.0 else None
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, bias, mask, sink, seed)
@@ -340,7 +342,13 @@ def _call(
     if directly is not None and autograd.callable_directly(*given):
         out, lse, _, row_max = directly(*given)
     else:
-        out, lse, _, row_max = _OPERATORS[name](*given)
+        if not is_compiling() and not autograd.kernels:
+            autograd.refuse_tangents(given)  # derivatives as torch publicly registers them would drop these
+        try:
+            out, lse, _, row_max = _OPERATORS[name](*given)
+        except RuntimeError:
+            sharded.refuse_mixture(autograd.OPERATORS[name].signature.names, tensors)
+            raise
     if not return_lse and not return_max:
         return out
     return (out, *((lse,) if return_lse else ()), *((row_max,) if return_max else ()))

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import require, validation
+from dmattn_ops import environment, require, sharded, validation
 from dmattn_ops.bands import Band, CausalFrom, Window, band_of
 from dmattn_ops.tile_mask import TileMask
 
 _SEED_END = (1 << 63) - 1
+MANY_HEADS = 128  # of keys; no model is known that has more
 
 
 _NAMES_ELSEWHERE = {
@@ -52,13 +53,16 @@ def prepared_inputs(
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
     """Refuse what is no tensor of that rank, cast for autocast, and copy where the last dimension is not contiguous."""
     prepared, strided = list(tensors.values()), False
+    if type(prepared[0]) is not Tensor:
+        sharded.load_rules(prepared[0])
     for tensor in prepared:
-        if not isinstance(tensor, Tensor) or tensor.dim() != rank:
+        if not isinstance(tensor, Tensor) or tensor.dim() != rank or not validation.is_dense(tensor):
             _refuse(rank, tensors)
         if tensor.stride(-1) != 1:
             strided = True
     if bias is not None:
         validation.tensors(bias=bias)
+        validation.dense("bias", bias)
     if sink is not None:
         validation.tensors(sink=sink)
     first = prepared[0]
@@ -80,6 +84,7 @@ def _refuse(rank: int, tensors: dict[str, Tensor]) -> None:
     """Refuse the first that is no tensor of that rank."""
     for name, tensor in tensors.items():
         validation.tensors(**{name: tensor})
+        validation.dense(name, tensor)
         require.rank(name, tensor, rank)
 
 
@@ -108,6 +113,16 @@ def fits(mask: Tensor | TileMask, query: Tensor, key: Tensor, band: Band) -> boo
         and mask.lengths.get_device() == query.get_device()
         and band.contains(mask.band)
     )
+
+
+def warn_of_swapped_dimensions(key: Tensor) -> None:
+    """Warn, once, of a key that looks like `[B, Hkv, Sk, D]`: of more heads than positions, and of very many."""
+    _, seqlen, heads, _ = key.shape
+    if heads > MANY_HEADS and seqlen < heads and not is_compiling():
+        environment.warn_once(
+            f"dmattn_ops: key of shape {require.text(key.shape)} is [B, S, heads, D] with {seqlen} positions and {heads} heads."
+            " If it is [B, heads, S, D], pass query, key and value as tensor.transpose(1, 2), which copies nothing."
+        )
 
 
 def check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int, ...]) -> None:
@@ -175,9 +190,11 @@ def switches(deterministic: bool | None, return_lse: bool, return_max: bool) -> 
 def dropout_seed(query: Tensor, batch: int | None = None) -> Tensor:
     """Draw the seeds of one call's dropout, int64 `[B, H]`, one for each sequence and head.
 
-    A tensor, so that graphs, checkpoints and compilers see it; drawn like a part of `query [B, Sq, H, D]`, so that it is
-    sharded as that is. For packed sequences, `query [total_q, H, D]`, `batch` is their number.
+    A tensor, so that graphs, checkpoints and compilers see it. For packed sequences, `query [total_q, H, D]`, `batch` is
+    their number.
     """
+    if sharded.is_sharded(query):
+        return sharded.seed(query, query.shape[0] if batch is None else batch)
     if batch is not None:
         return torch.randint(_SEED_END, (batch, query.shape[-2]), dtype=torch.int64, device=query.device)
     like = query.detach()[:, :1, :, 0].sum(1)  # [B, H], also where there are no positions

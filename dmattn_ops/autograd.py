@@ -2,14 +2,13 @@
 
 An operator has one kernel at the dispatcher's Autograd key, so that direct, compiled, exported and checkpointed calls
 and `torch.func` all meet the same derivative. `torch.library.register_autograd` would register such a kernel too, but
-its own drops tangents and fails under `torch.func` (pytorch#168393); it remains for a torch that has lost the private
-names used here, and `tests/test_autograd.py` holds both to the same gradients.
+its own drops tangents and fails under `torch.func` (pytorch#168393); it remains for a torch that lacks private names that
+are needed here (`privates.py`), and `tests/test_autograd.py` holds both to the same gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,27 +19,18 @@ from torch.compiler import is_compiling
 from torch.library import Library
 from torch.nn import Parameter
 
-from dmattn_ops import ops
+from dmattn_ops import ops, privates
 
-_SingleLevelFunction: Any = getattr(torch.autograd.function, "_SingleLevelFunction", None)
 # bound once: to look each of these up in torch takes as long as to call it
 _grad_enabled = torch.is_grad_enabled
-_any_requires_grad: Any = getattr(torch._C, "_any_requires_grad", None)
-_transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
-_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
-_function_modes: Any = getattr(torch._C, "_len_torch_function_stack", None)
-_tracing_state: Any = getattr(torch._C, "_get_tracing_state", None)
-_profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", None)
-_dispatch_keys: Any = getattr(torch._C, "_dispatch_keys", None)
+_any_requires_grad, _transforms_active = privates.any_requires_grad, privates.transforms_active
+_dispatch_modes, _function_modes = privates.dispatch_modes, privates.function_modes
+_tracing_state, _profiler_enabled = privates.tracing_state, privates.profiler_enabled
+_dispatch_keys = privates.dispatch_keys
 _Kernel = Callable[..., tuple[Tensor, ...]]
-HAS_PRIVATE_NAMES = ops.below_autograd is not nullcontext and None not in (
-    _SingleLevelFunction, _any_requires_grad, _transforms_active, _dispatch_modes, _function_modes, _tracing_state,
-    _profiler_enabled, _dispatch_keys, getattr(forward_ad, "_current_level", None),
-    getattr(forward_ad, "_set_fwd_grad_enabled", None),
-)  # fmt: skip
 
 
-class _Function(_SingleLevelFunction or Function):  # type: ignore[misc]
+class _Function(privates.single_level_function or Function):  # type: ignore[misc]
     """A Function whose `apply` does not start torch.func's levels: they have called the kernel, each at its turn."""
 
     @staticmethod
@@ -79,7 +69,8 @@ def register(library: Library) -> dict[str, _Kernel]:
 
     Returns what may be called instead of each forward operator where `callable_directly` says so.
     """
-    if not HAS_PRIVATE_NAMES:
+    privates.tell_what_is_lost()
+    if not privates.has_needed:
         register_public(library)
         return {}
     directly = {}
@@ -123,7 +114,8 @@ def callable_directly(*arguments: Any) -> bool:
     argument is a tensor.
     """
     return (
-        not is_compiling()
+        privates.has_short_cuts
+        and not is_compiling()
         and not _transforms_active()
         and _dispatch_modes() == 0
         and _function_modes() == 0
@@ -251,8 +243,7 @@ def _through_dispatcher(name: str) -> dict[str, ops.Planned]:
 
 def _may_need_gradient(arguments: tuple[Any, ...]) -> bool:
     """Return whether a gradient may be asked for; refuse forward-mode derivatives."""
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(arguments)
+    refuse_tangents(arguments)
     return _grad_enabled() and _any_requires_grad(*arguments)
 
 
@@ -270,7 +261,7 @@ def _in_function(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Call below a Function, which turned gradients off: for outer levels of torch.func, which see it, they are on."""
     if not _transforms_active():
         return call(*arguments)
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+    with torch.enable_grad(), privates.set_forward_mode(True):
         return call(*arguments)
 
 
@@ -321,7 +312,10 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
+def refuse_tangents(arguments: tuple[Any, ...]) -> None:
+    """Refuse forward-mode derivatives, which would be dropped."""
+    if privates.forward_level() < 0:
+        return
     for argument in arguments:
         if isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
             raise NotImplementedError("dmattn: attention has no forward-mode derivative (jvp, dual tensors)")

@@ -49,12 +49,17 @@ def lists_from_classes(classes: Tensor, records: int, capacity: int) -> Tensor:
 
 def classes_from_lists(lists: Tensor, columns: int) -> Tensor:
     """Return the map of classes, int8 `[..., rows, columns]`, that lists `[..., rows, 4 + capacity]` describe."""
-    partial, full, indices = lists[..., 1:2].long(), lists[..., 2:3].long(), lists[..., HEADER:].long()
-    slot = torch.arange(indices.shape[-1], device=lists.device)
-    classes = (slot < partial + full).to(torch.int8) + ((slot >= partial) & (slot < partial + full)).to(torch.int8)
-    target = torch.where(classes == EMPTY, columns, indices)  # unspecified slots go to a column that is cut off
+    return _spread(lists, columns)[..., :columns]
+
+
+def _spread(lists: Tensor, columns: int) -> Tensor:
+    """Return the map of classes with one more column, of unspecified content, so that no size is 1 for some lengths only."""
+    slot = torch.arange(lists.shape[-1] - HEADER, device=lists.device)
+    listed = slot < lists[..., 1:3].sum(-1, keepdim=True)
+    classes = listed.to(torch.int8) + (listed & (slot >= lists[..., 1:2])).to(torch.int8)
+    target = torch.where(listed, lists[..., HEADER:], columns).long()  # unspecified slots go to the column too many
     spread = torch.zeros((*lists.shape[:-1], columns + 1), dtype=torch.int8, device=lists.device)
-    return spread.scatter(-1, target, classes)[..., :columns]
+    return spread.scatter(-1, target, classes)
 
 
 def band_mask(band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int, device: torch.device | None) -> Tensor:
@@ -129,13 +134,16 @@ def dense(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) 
     elif mask.row_bits is not None:
         rows, columns = (torch.arange(size, device=mask.row_bits.device) for size in (seqlen_q, seqlen_k))
         words = mask.row_bits[..., rows.unsqueeze(-1), columns // WORD_BITS]
-        partial = (words >> (columns % WORD_BITS).to(torch.int32) & 1).bool()
+        shifted = torch.bitwise_right_shift(
+            words, (columns % WORD_BITS).to(torch.int32)
+        )  # `>>` of a DTensor does nothing
+        partial = (shifted & 1).bool()
     if partial is None:
         raise ValueError("a mask must hold bits, segments or intervals")
     if mask.row_tiles is None:
         return partial
     rows, columns = (torch.arange(size, device=partial.device) // TILE for size in (seqlen_q, seqlen_k))
-    classes = classes_from_lists(mask.row_tiles, (seqlen_k + TILE - 1) // TILE)[..., rows.unsqueeze(-1), columns]
+    classes = _spread(mask.row_tiles, (seqlen_k + TILE - 1) // TILE)[..., rows.unsqueeze(-1), columns]
     return (classes == FULL) | ((classes == PARTIAL) & partial)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import layout, require, validation, values
+from dmattn_ops import layout, require, sharded, validation, values
 from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of
 from dmattn_ops.block_mask import from_block_mask
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask
@@ -64,6 +64,7 @@ def prepare_mask(
         TypeError: for types and dtypes.
     """
     validation.visibility(is_causal, causal_from, window_size)
+    sharded.load_rules(mask, documents, intervals)
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
     _promised(at_most, intervals)
@@ -119,6 +120,7 @@ def dynamic_mask(
         TypeError: for types and dtypes.
     """
     validation.tensors(scores=scores)
+    sharded.load_rules(scores, documents)
     validation.flags(is_causal=is_causal)
     validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
     if documents is not None:
@@ -152,6 +154,7 @@ def resolve(mask: Tensor | TileMask | None, band: Band, seqlen_q: int, seqlen_k:
     if mask is None:
         return NO_MASK, *band.limits(seqlen_q, seqlen_k)
     if isinstance(mask, Tensor):
+        sharded.load_rules(mask)
         mask = _from_tensor(_narrowed(mask), None, seqlen_q, band)
     elif isinstance(mask, TileMask):
         validation.mask_lengths(mask.seqlen_q, mask.seqlen_k, seqlen_q, seqlen_k)
@@ -329,7 +332,8 @@ def _with_intervals(
         return made
     if mask is None and isinstance(documents, Tensor) and not documents.is_cuda and not is_compiling():
         require.sizes("documents", documents, _choices(made.shape[0], documents.shape[0]), (documents.shape[1],))
-        clipped = _clipped_to_runs(intervals, documents)
+        with sharded.constants_beside(documents):
+            clipped = _clipped_to_runs(intervals, documents)
         if clipped is not None:
             return from_intervals(clipped, hidden, at_most, seqlen_q, band)
     keep = _both(made, prepare_mask(mask, documents=documents, seqlen_q=seqlen_q))
@@ -350,10 +354,18 @@ def _both(intervals: TileMask, others: TileMask) -> Tensor:
     if most % heads or most % other_heads:
         raise ValueError(f"intervals must have the heads of the mask, {other_heads}, of keys or 1, got {heads}")
     one, other = (
-        part.to_dense().repeat_interleave(most // own, dim=1) if own > 1 else part.to_dense()
-        for part, own in ((intervals, heads), (others, other_heads))
+        keep.repeat_interleave(most // own, dim=1) if own > 1 else keep
+        for keep, own in ((intervals.to_dense(), heads), (_dense(others), other_heads))
     )
     return one & other
+
+
+def _dense(others: TileMask) -> Tensor:
+    """Return `others.to_dense()`, of segments without their lists, which say nothing more, and whose reading exporters guard."""
+    if others.k_segments is None:
+        return others.to_dense()
+    unlisted = others.mask._replace(row_tiles=None, col_tiles=None)
+    return layout.dense(unlisted, *others.band.limits(*others.shape[2:]), *others.shape[2:])
 
 
 def _choices(batch: int, other: int) -> tuple[int, ...]:

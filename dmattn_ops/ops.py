@@ -3,6 +3,10 @@
 In every schema the tensors come first and the numbers behind them, and every argument has a name that means the same in
 all of them. Where an argument stands is read from the schema (`SIGNATURES`), never counted. Later versions append
 arguments with defaults: a program exported by an earlier one must load.
+
+A policy of selective checkpointing is asked about overloads: compare with `torch.ops.dmattn.forward.default`, not with the
+packet `torch.ops.dmattn.forward`. To save are the forward operators, and `pack_mask`, `list_tiles` and `key_lifetimes`, which
+give a mask in few bytes.
 """
 
 from __future__ import annotations
@@ -10,12 +14,12 @@ from __future__ import annotations
 from ast import literal_eval
 from collections import namedtuple
 from collections.abc import Callable
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
+from dmattn_ops.privates import below_autograd as below_autograd
 from dmattn_ops.problem import MASK_TENSORS, UNBOUNDED, Mask, Options
 
 
@@ -62,7 +66,6 @@ library = torch.library.Library("dmattn", "DEF")
 for _name, _schema in SCHEMAS.items():
     library.define(_name + _schema, tags=_TAGS)
 
-below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)
 Planned = Callable[..., tuple[Any, Any]]
 implementations: dict[
     str, Planned

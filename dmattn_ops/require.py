@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+_SAYS_TRACED = hasattr(Tensor, "_has_symbolic_sizes_strides")  # else shapes tell, which takes longer
 AXES = ("batch", "heads", "queries", "keys")  # of masks and biases
 PACKED_AXES = ("heads", "keys")  # of those of packed sequences
 
@@ -56,7 +57,9 @@ def part(name: str, start: int, stop: int, size: int) -> None:
 
 def traced(tensor: Tensor) -> bool:
     """Return whether a size may be a symbol, which a comparison would turn into a guard."""
-    return tensor._has_symbolic_sizes_strides
+    if _SAYS_TRACED:
+        return tensor._has_symbolic_sizes_strides
+    return any(type(size) is not int for size in tensor.shape)
 
 
 def matches(tensor: Tensor, expected: tuple[int, ...]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import layout, require
+from dmattn_ops import layout, require, sharded
 from dmattn_ops.bands import NO_BAND, Band
 from dmattn_ops.problem import MASK_TENSORS, TILE, UNBOUNDED, Mask
 
@@ -74,6 +74,11 @@ class TileMask:
         return (leading.shape[0], leading.shape[1], self.seqlen_q, self.seqlen_k)
 
     @property
+    def ndim(self) -> int:
+        """4, like a mask that is a tensor: models of transformers ask it."""
+        return 4
+
+    @property
     def device(self) -> torch.device:
         """Where the tensors lie."""
         return self.lengths.device
@@ -87,7 +92,8 @@ class TileMask:
         """Return the share of the 128 x 128 tiles that kernels visit, a float32 scalar on the mask's device."""
         if self.row_tiles is None:
             limits = self.band.limits(self.seqlen_q, self.seqlen_k)
-            return layout.interval_tiles(self.mask, *limits, self.seqlen_q, self.seqlen_k).float().mean()
+            with sharded.constants_beside(self.lengths):
+                return layout.interval_tiles(self.mask, *limits, self.seqlen_q, self.seqlen_k).float().mean()
         batch, heads, _, _ = self.shape
         rows, columns = (max(1, -(-length // TILE)) for length in (self.seqlen_q, self.seqlen_k))
         return self.row_tiles[..., 1:3].sum(dtype=torch.float32) / max(1, batch * heads * rows * columns)
@@ -95,7 +101,8 @@ class TileMask:
     def to_dense(self) -> Tensor:
         """Return the mask as bool `[Bm, Hm, Sq, Sk]`."""
         limits = self.band.limits(self.seqlen_q, self.seqlen_k)
-        return layout.dense(self.mask, *limits, self.seqlen_q, self.seqlen_k)
+        with sharded.constants_beside(self.lengths):
+            return layout.dense(self.mask, *limits, self.seqlen_q, self.seqlen_k)
 
     def queries(self, start: int, stop: int) -> TileMask:
         """Return the mask of queries `start` to `stop - 1`: for chunked prefill, decoding and context parallelism.

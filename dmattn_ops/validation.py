@@ -234,6 +234,22 @@ def tensors(**arguments: Any) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(argument).__name__}")
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor is neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def dense(name: str, tensor: Tensor) -> None:
+    """Refuse sparse and nested tensors."""
+    if is_dense(tensor):
+        return
+    if tensor.is_nested:
+        raise TypeError(
+            f"{name} must be a dense tensor, got a nested one: pass its values and offsets to flash_dmattn_varlen_func"
+        )
+    raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+
+
 def flags(**arguments: Any) -> None:
     """Refuse arguments that are not bool."""
     for name, argument in arguments.items():
@@ -289,6 +305,7 @@ def visibility(is_causal: bool, causal_from: str | int, window_size: tuple[int |
 
 def keep_mask(mask: Tensor) -> None:
     """Refuse masks that could be meant as something else: additive ones, and such as require a gradient."""
+    dense("mask", mask)
     if mask.dtype.is_floating_point or mask.dtype.is_complex or mask.requires_grad:
         what = f"dtype {mask.dtype}" if not mask.requires_grad else "requires_grad=True"
         raise TypeError(

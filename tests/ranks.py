@@ -184,6 +184,7 @@ def _serve(tasks: Connection, rank: int, world: int, backend: str, folder: str) 
     faulthandler.register(signal.SIGUSR1, file=log)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes of Inductor's own beside
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if backend == "nccl":

@@ -275,6 +275,8 @@ def test_create_mask_takes_padding_and_smooths_blocks_by_majority():
     assert torch.equal(of_last, create_mask(bias, None, 2, 3, 7, window_size=3, min_dtype=least))
     smooth = create_mask(bias, None, 2, 3, 7, 3, least, block_size=3)
     assert smooth[0, 0, 0].tolist() == [True, True, True, False, False, False, False]
+    halves = create_mask(bias, None, 2, 3, 7, 3, least, block_size=2)  # half of a block is no majority
+    assert not halves.any()
     assert dynamic_mask(bias, None, 99, least).all()
     few = dynamic_mask(bias, torch.tensor([[[[True, *[False] * 6]]]]), 3, least)
     assert few.sum(-1).unique().tolist() == [1]

@@ -318,6 +318,22 @@ def test_a_memory_budget_repeats_cheap_operators_first():
     assert counts == [(0, True), (3, True)]
 
 
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+def test_a_mask_is_made_once_and_not_again_for_the_backward(budget):
+    def layers(query, key, value, scores, mask):
+        best, kept = dmattn_ops.dynamic_mask(scores, 20), dmattn_ops.prepare_mask(mask)
+        for _ in range(2):
+            query = (attention(query, key, value, best) * 2).sin().exp().cos()
+            query = (attention(query, key, value, kept) * 2).sin().exp().cos()
+        return attention(query, key, value, mask[:, :, :1])
+
+    scores, mask = torch.randn(2, 4, 256), call_inputs.random_mask(2, 1, 256, 256)
+    with functorch_config.patch(activation_memory_budget=budget):
+        forward, backward = graphs.captured(layers, *call_inputs.qkv(2, 256, 4, 64), scores, mask)
+    makers = {"dmattn.key_lifetimes.default", "dmattn.pack_mask.default", "dmattn.list_tiles.default"}
+    assert makers <= set(graphs.own_targets(forward)) and not makers & set(graphs.own_targets(backward))
+
+
 def brute_force_pairs(seqlen_q, seqlen_k, band_lo, band_hi):
     return sum(band_lo <= j - i <= band_hi for i in range(seqlen_q) for j in range(seqlen_k))
 

@@ -1,12 +1,14 @@
 """What the public functions refuse, with which type and in which words, eager and compiled."""
 
 import re
+import warnings
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dmattn_ops
+from dmattn_ops import environment
 from tests import call_inputs
 
 B, S, H, D = 2, 128, 4, 64
@@ -53,6 +55,31 @@ DENSE = {
         "the heads of query must be a multiple of the heads of key, got 4 and 3",
     ),
     "rank": ({"query": tensor(S, H, D)}, ValueError, "query must have 4 dimensions, got 3, shape (128, 4, 64)"),
+    "sparse": (
+        {"query": tensor(B, S, H, D).to_sparse()},
+        TypeError,
+        "query must be a dense tensor, got layout torch.sparse_coo",
+    ),
+    "nested": (
+        {"key": torch.nested.nested_tensor([tensor(5, H, D), tensor(3, H, D)], layout=torch.jagged)},
+        TypeError,
+        "key must be a dense tensor, got a nested one: pass its values and offsets to flash_dmattn_varlen_func",
+    ),
+    "nested, strided": (
+        {"value": torch.nested.nested_tensor([tensor(5, H, D), tensor(3, H, D)])},
+        TypeError,
+        "value must be a dense tensor, got a nested one: pass its values and offsets to flash_dmattn_varlen_func",
+    ),
+    "sparse mask": (
+        {"mask": MASK.to_sparse()},
+        TypeError,
+        "mask must be a dense tensor, got layout torch.sparse_coo",
+    ),
+    "sparse bias": (
+        {"bias": tensor(1, 1, S, S).to_sparse()},
+        TypeError,
+        "bias must be a dense tensor, got layout torch.sparse_coo",
+    ),
     "rank 0": ({"value": tensor()}, ValueError, "value must have 4 dimensions, got 0, shape ()"),
     "no dimension": (
         {"query": tensor(B, S, H, 0), "key": tensor(B, S, H, 0)},
@@ -332,6 +359,28 @@ def test_float64_on_cuda_names_every_reason():
             dmattn_ops.flash_dmattn_func(query, query, query)
     assert "at most 1024, got 1300" in str(caught.value)
     assert "on a CUDA device, got torch.float64" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "swapped"),
+    [
+        ((2, 8, 1024, 64), True),
+        ((1, 129, 130, 8), True),
+        ((2, 1024, 8, 64), False),
+        ((1, 1, 128, 64), False),
+        ((2, 200, 129, 8), False),
+    ],
+)
+def test_heads_in_the_place_of_positions_are_warned_of_once(shape, swapped, monkeypatch):
+    monkeypatch.setattr(environment, "_said", set())
+    query = torch.zeros(shape)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            dmattn_ops.flash_dmattn_func(query, query, query)
+    said = [str(warning.message) for warning in caught if "transpose(1, 2)" in str(warning.message)]
+    assert len(said) == swapped
+    assert not swapped or f"with {shape[1]} positions and {shape[2]} heads" in said[0]
 
 
 def test_a_refused_call_does_not_take_random_numbers_first():

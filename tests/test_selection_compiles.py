@@ -32,7 +32,7 @@ def compiled(kernel: triton.JITFunction, sm: int, num_warps: int, **constants: o
     return compile_only(kernel, types, constants, pointers, sm, num_warps=num_warps)
 
 
-SPILLED = 32  # bytes at most, of a few kernels that sort in registers
+SPILLED = 72  # bytes at most, of a few kernels that sort or search 4096 keys in registers
 
 
 def check(found: Resources) -> None:

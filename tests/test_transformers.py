@@ -10,6 +10,7 @@ from transformers import DynamicCache, StaticCache, masking_utils  # noqa: E402
 from transformers.modeling_outputs import ModelOutput  # noqa: E402
 
 import dmattn_ops.integrations.transformers as integration  # noqa: E402
+from dmattn_ops import prepare_mask  # noqa: E402
 
 B, S = 2, 19
 integration.register()
@@ -248,3 +249,16 @@ def test_gradient_checkpointing_and_autocast():
     assert isinstance(model(ids), ModelOutput)
     assert logits.dtype == torch.bfloat16
     torch.testing.assert_close(logits.float(), model(ids).logits, atol=0.4, rtol=0.1)
+
+
+@torch.no_grad()
+def test_a_prepared_mask_is_taken_as_a_models_mask():
+    model, ids = decoder("llama"), tokens(B, S)
+    documents = (torch.arange(S) // 8)[None]
+    visible = (documents[:, :, None] == documents[:, None, :]).tril()[:, None].expand(B, 1, S, S)
+    expected = under(model, "eager")(
+        ids, attention_mask=torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+    ).logits
+    mask = prepare_mask(documents=documents, is_causal=True)
+    found = under(model, "dmattn")(ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(found, expected, atol=5e-5, rtol=1e-4)

@@ -134,26 +134,44 @@ def test_functions_of_a_models_own_are_evaluated(name, padding):
 
     both = masking_utils.and_masks(masking_utils.causal_mask_function, odd)
     assert same(lengths, both, given, allow_is_causal_skip=False, use_vmap=True).dense
+    assert same(lengths, both, given).dense  # told by what it was made of
+    inside = masking_utils.and_masks(masking_utils.causal_mask_function, overlaid)
+    assert same(lengths, inside, given).dense
     same(lengths, odd, given)
 
 
-@pytest.mark.parametrize(
-    "creator", ["create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"]
-)
+CREATORS = ("causal", "sliding_window_causal", "chunked_causal", "bidirectional", "bidirectional_sliding_window")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_functions_that_models_call_make_the_same(creator, packed):
-    config = SimpleNamespace(
-        model_type="x", is_causal=True, sliding_window=4, attention_chunk_size=5 if "chunked" in creator else None
-    )
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2]]) if packed else None
-    arguments = (torch.zeros(2, 10, 0), None, None, positions)
-    made = {}
+@pytest.mark.parametrize("creator", CREATORS)
+def test_the_functions_that_models_call_make_the_same(creator, packed, compiled):
+    function = getattr(masking_utils, f"create_{creator}_mask")
     masking_utils.AttentionMaskInterface.register("dmattn-test", make_mask)
-    for implementation in ("sdpa", "dmattn-test"):
-        config._attn_implementation = implementation
-        keywords = {"allow_is_causal_skip": False} if implementation == "sdpa" else {}
-        made[implementation] = getattr(masking_utils, creator)(config, *arguments, **keywords)
-    assert torch.equal(dense(made["dmattn-test"]).expand_as(made["sdpa"]), made["sdpa"])
+    causal = "causal" in creator
+    skip = "allow_is_causal_skip" if causal else "allow_is_bidirectional_skip"
+    chunk = 5 if creator == "chunked_causal" else None
+    configs = {
+        implementation: SimpleNamespace(
+            model_type="x",
+            is_causal=True,
+            sliding_window=4,
+            attention_chunk_size=chunk,
+            _attn_implementation=implementation,
+        )
+        for implementation in ("sdpa", "dmattn-test")
+    }
+
+    def made_by(config, embeddings, positions, **keywords):
+        given = {"attention_mask": None, "past_key_values": None, "position_ids": positions}
+        return function(config, embeddings, **given, **keywords)
+
+    embeddings = torch.zeros(2, 10, 1)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2]]) if packed and causal else None
+    ours = torch.compile(made_by, fullgraph=True, backend="eager") if compiled else made_by
+    expected = made_by(configs["sdpa"], embeddings, positions, **{skip: False})
+    assert torch.equal(dense(ours(configs["dmattn-test"], embeddings, positions)).expand_as(expected), expected)
 
 
 def test_models_that_compute_with_their_mask_get_a_tensor():

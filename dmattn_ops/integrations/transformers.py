@@ -10,8 +10,9 @@ not above `finfo.min` is hidden, and the rest is a bias that learns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -164,10 +165,8 @@ def make_mask(
         return attention_mask
     function = masking_utils.causal_mask_function if mask_function is None else mask_function
     as_tensor = getattr(config, "model_type", None) in TENSOR_MASKS
-    joined = function.__code__ is _code_of_joined_masks()
-    both_ways = function is masking_utils.bidirectional_mask_function or "allow_is_bidirectional_skip" in others
-    known = function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function) or joined
-    if as_tensor or use_vmap or not known:
+    both_ways = _looks_both_ways(function, others)
+    if as_tensor or use_vmap or both_ways is None:
         keep = masking_utils.sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -183,7 +182,8 @@ def make_mask(
         return keep if as_tensor else forward_mask.make_dense(keep)
     device, documents = torch.device(device), None
     sliding = local_size is not None and getattr(config, "attention_chunk_size", None) is None
-    if joined and not both_ways and not (sliding and (allow_is_causal_skip or q_length == 1)):
+    plain = both_ways or function is masking_utils.causal_mask_function
+    if not plain and not (sliding and (allow_is_causal_skip or q_length == 1)):
         documents = forward_mask.runs_of(function, batch_size, kv_length, kv_offset, device)
     window = {}
     if local_size is not None:
@@ -198,6 +198,35 @@ def make_mask(
         device=device,
         **window,
     )
+
+
+def _looks_both_ways(function: Callable[..., Any], others: dict[str, Any]) -> bool | None:
+    """Return whether a mask function shows keys behind the query; None for what is not known to be one of transformers'."""
+    from transformers import masking_utils
+
+    causal, bidirectional = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
+    if function is causal or function is bidirectional:
+        return function is bidirectional
+    if function.__code__ is not _code_of_joined_masks():
+        return None
+    if is_compiling():  # a tracer cannot look into functions that it made
+        return "allow_is_bidirectional_skip" in others
+    parts = set(_parts_of(function))
+    theirs = all(part.__module__ == masking_utils.__name__ for part in parts)
+    overlaid = any(part.__qualname__.startswith(("or_masks.", "blockwise_overlay.")) for part in parts)
+    if not theirs or overlaid or (causal in parts) == (bidirectional in parts):
+        return None
+    return bidirectional in parts
+
+
+def _parts_of(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Yield the functions that a mask function was made of, itself included."""
+    yield function
+    for cell in function.__closure__ or ():
+        held = cell.cell_contents
+        for part in held if isinstance(held, tuple) else (held,):
+            if isinstance(part, FunctionType):
+                yield from _parts_of(part)
 
 
 @torch.compiler.assume_constant_result

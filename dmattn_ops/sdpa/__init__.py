@@ -79,7 +79,11 @@ def deactivate() -> None:
 
 @contextmanager
 def activated(*, masks: bool = False, report: Report | None = None) -> Iterator[None]:
-    """Let torch's attention on CUDA run here inside a block; afterwards, what was active before is active again."""
+    """Let torch's attention on CUDA run here inside a block; afterwards, what was active before is active again.
+
+    The backward of a call with dropout belongs into the same block: other kernels would drop other weights, as torch's own
+    would after `deactivate`.
+    """
     before, asked = registry.current_flash_attention_impl(), _asked
     activate(masks=masks, report=report)
     try:

@@ -1,0 +1,76 @@
+"""The private names of torch that derivatives use, and what becomes of calls where a torch lacks one.
+
+There are two gates. Without one of the names of `NEEDED`, derivatives are registered as torch publicly offers it
+(`autograd.register_public`). Without one of `SHORT_CUTS`, calls take their way through torch's dispatcher, which costs a few
+microseconds; results and errors stay the same. Either is told once, when the package is imported. `_any_requires_grad` and
+`_current_level` need no gate: what stands in for them does the same in more time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def _in_python(*arguments: Any) -> bool:
+    return any(isinstance(argument, Tensor) and argument.requires_grad for argument in arguments)
+
+
+any_requires_grad: Any = getattr(torch._C, "_any_requires_grad", _in_python)
+below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)
+single_level_function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", None)
+transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
+set_forward_mode: Any = getattr(forward_ad, "_set_fwd_grad_enabled", None)
+dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
+function_modes: Any = getattr(torch._C, "_len_torch_function_stack", None)
+tracing_state: Any = getattr(torch._C, "_get_tracing_state", None)
+profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", None)
+dispatch_keys: Any = getattr(torch._C, "_dispatch_keys", None)
+
+NEEDED = {
+    "torch._C._AutoDispatchBelowAutograd": None if below_autograd is nullcontext else below_autograd,
+    "torch._C._are_functorch_transforms_active": transforms_active,
+    "torch.autograd.forward_ad._set_fwd_grad_enabled": set_forward_mode,
+    "torch.autograd.function._SingleLevelFunction": single_level_function,
+}
+SHORT_CUTS = {
+    "torch._C._dispatch_keys": dispatch_keys,
+    "torch._C._get_tracing_state": tracing_state,
+    "torch._C._len_torch_dispatch_stack": dispatch_modes,
+    "torch._C._len_torch_function_stack": function_modes,
+    "torch.autograd._profiler_enabled": profiler_enabled,
+}
+
+
+def _lost(names: dict[str, Any]) -> list[str]:
+    return [name for name, found in names.items() if found is None]
+
+
+has_needed = not _lost(NEEDED)
+has_short_cuts = not _lost(SHORT_CUTS)
+
+
+def forward_level() -> int:
+    """Return the level of forward-mode derivatives, -1 outside of any; 0 where torch does not tell."""
+    return getattr(forward_ad, "_current_level", 0)
+
+
+def tell_what_is_lost() -> None:
+    """Warn once of the gates that are closed."""
+    if not has_needed:
+        warnings.warn(
+            f"dmattn_ops: torch {torch.__version__} lacks {', '.join(_lost(NEEDED))}. torch.func is not supported with it, and"
+            " torch.ops.dmattn.*, unlike the public functions, does not refuse forward-mode derivatives.",
+            stacklevel=2,
+        )
+    elif not has_short_cuts:
+        warnings.warn(
+            f"dmattn_ops: torch {torch.__version__} lacks {', '.join(_lost(SHORT_CUTS))}. Calls compute the same, but each takes"
+            " some microseconds more on the host.",
+            stacklevel=2,
+        )

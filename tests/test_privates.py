@@ -1,0 +1,171 @@
+"""A torch that lacks a private name: the same results, gradients and errors, and one warning that says what is lost."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
+
+import dmattn_ops
+from dmattn_ops import autograd, privates, require
+
+SHORT_CUTS = (
+    "torch._C._dispatch_keys",
+    "torch._C._get_tracing_state",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._C._len_torch_function_stack",
+    "torch.autograd._profiler_enabled",
+)
+NEEDED = (
+    "torch._C._AutoDispatchBelowAutograd",
+    "torch._C._are_functorch_transforms_active",
+    "torch.autograd.forward_ad._set_fwd_grad_enabled",
+    "torch.autograd.function._SingleLevelFunction",
+)
+REPLACED = ("torch._C._any_requires_grad",)
+# Each name is taken away in a process of its own, a copy of one that has imported torch. torch itself uses some of them,
+# and finds them in its own modules again: what is taken away is what the package finds when it is imported.
+CODE = """
+import inspect, json, operator, os, sys, traceback, warnings
+import torch
+from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
+from torch.autograd.forward_ad import make_dual, dual_level, unpack_dual
+
+def results(dmattn_ops):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 33, 4, 8, requires_grad=True) for _ in range(3))
+    bias, mask = torch.randn(1, 1, 33, 33, requires_grad=True), torch.rand(2, 1, 33, 33) < 0.7
+    leaves = (query, key, value, bias)
+    out, lse = dmattn_ops.flash_dmattn_func(query, key, value, mask, bias, is_causal=True, return_lse=True)
+    found = [out, lse, *torch.autograd.grad(out.sin().sum() + lse.sum(), leaves)]
+    with torch.no_grad():
+        found.append(dmattn_ops.flash_dmattn_func(query, key, value, mask))
+    found.append(torch.ops.dmattn.forward(query, key, value)[0])
+    qkv = torch.stack((query, key, value), 2).detach().requires_grad_()
+    found += torch.autograd.grad(dmattn_ops.flash_dmattn_qkvpacked_func(qkv).sin().sum(), qkv)
+    return [tensor.detach().double().sum().item() for tensor in found]
+
+def words(call):
+    try:
+        call()
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return type(error).__name__ + ": " + str(error)
+    return "nothing was raised"
+
+def second(dmattn_ops):
+    query = torch.randn(1, 4, 2, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(dmattn_ops.flash_dmattn_func(query, query, query).sum(), query, create_graph=True)
+    grad.sum().backward()
+
+def tangent(dmattn_ops):
+    query = torch.randn(1, 4, 2, 8)
+    with dual_level():
+        dmattn_ops.flash_dmattn_func(make_dual(query, query), query, query)
+
+def wrong(dmattn_ops):
+    query = torch.randn(1, 4, 2, 8)
+    dmattn_ops.flash_dmattn_func(query, query[:, 1:], query)
+
+def child(name):
+    if name:
+        place, _, attribute = name.removeprefix("torch.").rpartition(".")
+        holder = operator.attrgetter(place)(torch)
+        taken = inspect.getattr_static(holder, attribute)
+        delattr(holder, attribute)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import dmattn_ops
+    if name:
+        setattr(holder, attribute, taken)
+    said = [str(warning.message) for warning in caught if "dmattn_ops" in str(warning.message)]
+    errors = [words(lambda: call(dmattn_ops)) for call in (second, tangent, wrong)]
+    return {"results": results(dmattn_ops), "errors": errors, "said": said, "short": dmattn_ops.privates.has_short_cuts,
+            "needed": dmattn_ops.privates.has_needed}
+
+for name in json.loads(sys.argv[1]):
+    sys.stdout.flush()
+    if os.fork() == 0:
+        try:
+            line = child(name)
+        except BaseException:
+            line = {"failed": traceback.format_exc()}
+        print(json.dumps([name, line]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def without() -> dict:
+    """What a process finds without each name, and ("") with all of them."""
+    names = ["", *SHORT_CUTS, *NEEDED, *REPLACED]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # no threads before a process is copied
+    command = [sys.executable, "-W", "ignore", "-c", CODE, json.dumps(names)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert set(found) == set(names)
+    return found
+
+
+@pytest.mark.parametrize("name", [*SHORT_CUTS, *NEEDED, *REPLACED])
+def test_results_gradients_and_errors_stay_the_same(without: dict, name: str):
+    assert "failed" not in without[name], without[name]["failed"]
+    assert without[name]["results"] == without[""]["results"]
+    assert without[name]["errors"] == without[""]["errors"]
+    second, tangent, wrong = without[""]["errors"]
+    assert "no double backward" in second and "no forward-mode derivative" in tangent and "key must have shape" in wrong
+
+
+@pytest.mark.parametrize("name", SHORT_CUTS)
+def test_a_lost_short_cut_is_told_once_and_costs_no_more_than_time(without: dict, name: str):
+    (words,) = without[name]["said"]
+    assert name in words and "some microseconds more" in words
+    assert without[name]["needed"] and not without[name]["short"]
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_lost_name_that_derivatives_need_is_told_with_what_is_lost(without: dict, name: str):
+    (words,) = without[name]["said"]
+    assert name in words and "torch.func is not supported" in words
+    assert not without[name]["needed"]
+
+
+def test_without_the_level_of_forward_mode_every_tensor_is_looked_at(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(forward_ad, "_current_level")
+    assert privates.forward_level() == 0
+    monkeypatch.undo()
+    query = torch.randn(1, 4, 2, 8, requires_grad=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(query, query)
+        monkeypatch.setattr(privates, "forward_level", lambda: 0)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            dmattn_ops.flash_dmattn_func(dual, query, query)
+    autograd.refuse_tangents((query, None, 1))  # outside of a level there are none
+
+
+def test_without_the_word_of_a_tensor_its_shape_tells_whether_sizes_are_traced(monkeypatch: pytest.MonkeyPatch):
+    query, graphs = torch.randn(2, 40, 4, 8, requires_grad=True), []
+    for says in (True, False):
+        monkeypatch.setattr(require, "_SAYS_TRACED", says)
+        torch._dynamo.reset()
+        call = torch.compile(dmattn_ops.flash_dmattn_func, fullgraph=True, dynamic=True, backend="aot_eager")
+        for seqlen in (40, 33):
+            rows = torch.randn(2, seqlen, 4, 8, requires_grad=True)  # no view: a guard would ask for its base
+            out = call(rows, rows, rows, torch.ones(2, 1, seqlen, seqlen, dtype=torch.bool), is_causal=True)
+            assert torch.equal(out, dmattn_ops.flash_dmattn_func(rows, rows, rows, is_causal=True))
+        with pytest.raises(ValueError, match=r"key must have shape \(2, 40, 4, 8\), got \(2, 39, 4, 8\)"):
+            dmattn_ops.flash_dmattn_func(query, query[:, 1:], query)
+        graphs.append(counters["stats"]["unique_graphs"])
+        counters.clear()
+    assert graphs == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["", *REPLACED])
+def test_nothing_is_told_where_nothing_is_lost(without: dict, name: str):
+    assert without[name]["said"] == [] and without[name]["short"] and without[name]["needed"]
