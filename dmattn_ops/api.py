@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import functional
 
 from dmattn_ops import arguments, autograd, masks, sharded, validation, values
 from dmattn_ops.bands import CausalFrom, Window
@@ -23,6 +24,7 @@ from dmattn_ops.tile_mask import TileMask
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it since Python 3.11
 
+_SDPA = getattr(torch._C._nn, "scaled_dot_product_attention", None)  # as it is where nobody has replaced it
 _OPERATORS = {
     "forward": torch.ops.dmattn.forward.default,
     "qkvpacked_forward": torch.ops.dmattn.qkvpacked_forward.default,
@@ -333,6 +335,8 @@ def _call(
     name: str, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], return_lse: bool, return_max: bool
 ) -> Tensor | tuple[Tensor, ...]:
     """Call an operator. In plain eager mode its autograd kernel is called directly, which saves one pass through the dispatcher."""
+    if functional.scaled_dot_product_attention is not _SDPA:
+        arguments.refuse_shared_sequences(functional.scaled_dot_product_attention)
     given = (*tensors, *numbers, return_max)
     directly = autograd.kernels.get(name)
     if directly is not None and autograd.callable_directly(*given):

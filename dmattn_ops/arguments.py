@@ -92,6 +92,15 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
+def refuse_shared_sequences(attention: Any) -> None:
+    """Refuse a call inside torch's `context_parallel()`, which hands every rank a part of the sequence and says so to SDPA only."""
+    if str(getattr(attention, "__module__", "")).startswith("torch.distributed.tensor.experimental"):
+        raise RuntimeError(
+            "inside torch's context_parallel() a call would attend to this rank's part of the sequence only: call"
+            " dmattn_ops.distributed.context_parallel_attention with the same mesh as group, which is right there"
+        )
+
+
 def fits(mask: Tensor | TileMask, query: Tensor, key: Tensor, band: Band) -> bool:
     """Return whether a prepared mask fits for certain, and is taken as it is, so that it takes no closer look."""
     if type(mask) is not TileMask or is_compiling():
