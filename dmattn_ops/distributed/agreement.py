@@ -3,7 +3,8 @@
 In eager mode every call compares a fingerprint of its arguments over the ranks: 8 bytes through the group's CPU backend
 (gloo), from host to host, beside the GPU. A group without one, as `init_process_group("nccl")` makes it, compares only arguments
 that a rank has not seen before, through the GPU, so that it does not notice where one rank goes back to what it asked for
-earlier: initialise with "cpu:gloo,cuda:nccl", or no backend at all. `DMATTN_CONTEXT_CHECK=0` turns it off. Compiled graphs hold no such check.
+earlier: initialise with "cpu:gloo,cuda:nccl", or no backend at all. `DMATTN_CONTEXT_CHECK=0` turns it off. Compiled graphs
+hold no such check.
 """
 
 from __future__ import annotations
