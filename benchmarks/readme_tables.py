@@ -1,4 +1,4 @@
-"""Write the tables of README.md from result files: `python benchmarks/readme_tables.py`.
+"""Write the tables of README.md and of the documentation from result files: `python benchmarks/readme_tables.py`.
 
 A table stands between `<!-- results: FILE -->` and `<!-- end -->`, where FILE lies in benchmarks/results; `FILE 4096` takes
 only the rows whose case holds that word. Of a file of `bench_dynamic.py` or `bench_intervals.py`, `FILE PART` shows one part,
@@ -23,6 +23,7 @@ MARKED = re.compile(r"(<!-- results: (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)"
 NAMES = {
     "dmattn": "dmattn_ops",
     "dmattn-unmasked": "without the mask",
+    "dmattn-sm80": "portable kernels",
     "fa4": "FA4",
     "cudnn": "cuDNN",
     "flex": "flex_attention",
@@ -128,6 +129,23 @@ def summary_table(summary: list[Row]) -> str:
     return _table(heads, lines)
 
 
+def features_table(rows: list[Row]) -> str:
+    """Milliseconds of calls that differ in one feature, and in brackets how many times the first of them."""
+    lines = [
+        [row["case"], *(f"{row[f'{part}_ms']:.2f} ({row[f'{part}_ratio']:.2f}x)" for part in ("forward", "backward"))]
+        for row in rows
+    ]
+    return _table(["ms", "forward", "backward"], lines)
+
+
+def host_table(rows: list[Row]) -> str:
+    """Microseconds that the host takes for forward and backward of a call so small that the GPU takes none."""
+    cases = _by_case([row for row in rows if "call_us" in row])
+    names = _shown(cases)
+    lines = [[case, *(f"{found[name]['call_us']:.0f}" for name in names)] for case, found in cases.items()]
+    return _table(["us on the host", *(NAMES[name] for name in names)], lines)
+
+
 def dynamic_table(rows: list[Row]) -> str:
     """Milliseconds of the parts of a call with a dynamic mask, and how many times as long each other way takes."""
     cases = _by_case([row for row in rows if "missing" not in row])
@@ -191,6 +209,10 @@ def table(name: str, words: list[str]) -> str:
         if "published_tflops" in results:
             return intervals_table(rows, results["published_tflops"])
         return dynamic_table(rows)
+    if "forward_ratio" in results["rows"][0]:
+        return features_table([row for row in results["rows"] if set(words) <= set(row["case"].split())])
+    if "call_us" in results["rows"][0]:
+        return host_table(results["rows"])
     rows = [row for row in results["rows"] if all(word in row["case"].split() for word in words)]
     return (masks_table if any(row["prepare_ms"] for row in rows) else dense_table)(rows)
 
@@ -201,8 +223,8 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text()))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        page.write_text(filled(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -201,8 +201,8 @@ def flash_dmattn_qkvpacked_func(
         qkv: with shape `[B, S, 3, H, D]`: query, key and value.
         mask: with shape `[B|1, H|1, S|1, S]`, or what `prepare_mask` returned.
         bias: with shape `[B|1, H|1, S|1, S]`.
-        is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p, deterministic, sink, return_lse,
-            return_max: as in `flash_dmattn_func`.
+        is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p: as in `flash_dmattn_func`.
+        deterministic, sink, return_lse, return_max: as in `flash_dmattn_func`.
 
     Returns:
         out with shape `[B, S, H, D]`; with `return_lse` then lse, and with `return_max` then the largest score of each row,
@@ -334,7 +334,7 @@ def flash_dmattn_varlen_func(
 def _call(
     name: str, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], return_lse: bool, return_max: bool
 ) -> Tensor | tuple[Tensor, ...]:
-    """Call an operator; in plain eager mode its derivative directly, which saves one way through the dispatcher."""
+    """Call an operator. In plain eager mode its autograd kernel is called directly, which saves one pass through the dispatcher."""
     if functional.scaled_dot_product_attention is not _SDPA:
         arguments.refuse_shared_sequences(functional.scaled_dot_product_attention)
     given = (*tensors, *numbers, return_max)

@@ -98,7 +98,7 @@ def _reason_against(kernel: str, kernels: dict[str, str], on: Arch | None) -> st
         return f"needs SM {config.OLDEST_TRITON // 10}.{config.OLDEST_TRITON % 10} or newer"
     try:
         import_module(kernels[kernel])
-    except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may have another one
+    except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may lack names
         return f"needs another Triton: {error}"
     return ""
 

@@ -104,7 +104,9 @@ def explain(
     """Tell which kernels and configurations `flash_dmattn_func` would use for these arguments, and why. Runs no attention.
 
     Args:
-        query, key, value, mask, bias and the keywords: as in `flash_dmattn_func`.
+        query, key, value, mask, bias: as in `flash_dmattn_func`.
+        is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p: as in `flash_dmattn_func`.
+        deterministic, sink, return_lse, return_max: as in `flash_dmattn_func`.
         arch: a compute capability such as "8.6": explain as that GPU would run it; None is `DMATTN_ARCH` where that is
             set, else where `query` lies.
 

@@ -128,7 +128,7 @@ def _intervals(shape: Shape, device: torch.device) -> TileMask:
 
 
 def disagreement(attempt: Callable[[], None], outputs: list[Tensor], expected: list[Tensor]) -> str:
-    """Return why a configuration is no candidate: it does not launch, or computes something else; nothing if it is one."""
+    """Return why a configuration is not a candidate, because it does not launch or gives other results; else an empty string."""
     for tensor in outputs:
         tensor.fill_(math.nan)
     try:

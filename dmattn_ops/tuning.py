@@ -5,7 +5,7 @@ A JSON file in `DMATTN_CACHE_DIR` (`$XDG_CACHE_HOME/dmattn_ops`, else `~/.cache/
     {"version": 1, "places": {<place>: {<case>: {"own": {...}, "tuned": {...}, "own_ms": 1.0, "tuned_ms": 0.9, "date": ...}}}}
 
 Beside configurations of rows stand lengths of the epochs in which keys are packed (`packing.py`), 0 for keys as they lie.
-A place is a GPU and a compiler, whatever the driver; a case is a class of calls. An entry counts only while the row still
+A place is a GPU and a version of Triton; a case is a class of calls. An entry counts only while the row still
 is what the entry was measured against, and only with values that `config.parts` offers for that row. So a file of anybody
 can make a call slower, not wrong, and one that cannot be used costs a warning. A folder named by `DMATTN_CACHE_DIR` may be
 shared: whoever can list it can read the cache, and whoever can write to it can tune for all (`shared_files.py`).

@@ -102,7 +102,7 @@ def _interleaved(query: Tensor, key: Tensor, bias: Tensor | None, tiles: Mask, o
 def _order(
     blocks_per_head: int, interleaved: bool, tiles: Mask, options: Options, config: HopperBackward, sms: int
 ) -> tuple[int, int, int]:
-    """Return how blocks are numbered: heads_per_group, first_ranks and ranks_in_row of `hopper_backward_work.block_of`."""
+    """Return how blocks are numbered: heads_per_group, first_ranks and ranks_in_row of `work.block_of`."""
     if options.deterministic:
         return config.ordered_heads, 0, 1
     if interleaved:

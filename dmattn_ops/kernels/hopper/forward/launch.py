@@ -64,7 +64,7 @@ _counters: dict[int | None, Tensor] = {}  # of the default stream of each device
 
 
 def _counter(device: torch.device) -> Tensor:
-    """Return two zeros, which the kernel leaves zero: its ticket counter and how many blocks are through.
+    """Return a ticket counter and a count of finished blocks. Both are 0, and the kernel resets them to 0 at its end.
 
     Launches of the default stream run one after the other and so share them. Elsewhere each launch has its own: a captured
     graph may be replayed on any stream, and the stream that warms one up allocates from the graph's memory, where nothing
