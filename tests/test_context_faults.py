@@ -1,5 +1,6 @@
 """What goes wrong on one rank is an error on all that names the cause, and nobody waits for long."""
 
+import re
 import time
 from datetime import timedelta
 
@@ -229,7 +230,7 @@ def test_a_rank_that_dies_is_an_error_on_the_other(tmp_path):
     with ranks.Ranks(2) as processes, pytest.raises(ranks.RankError, match="ended"):
         processes(call_while_the_other_dies, str(path))
     seconds, _, message = path.read_text().partition(" ")
-    assert float(seconds) < 10 and "closed" in message.lower(), message
+    assert float(seconds) < 10 and re.search(r"closed|reset by peer|broken pipe", message, re.IGNORECASE), message
 
 
 def module_with_wrong_input():

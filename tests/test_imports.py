@@ -116,6 +116,7 @@ ARROWS = {
     "compat": ("problem", "biases", "layout", "bands", "tile_mask", "reference", "arguments", "masks", "api"),
     "distributed": (
         "problem",
+        "environment",
         "require",
         "ops",
         "layout",

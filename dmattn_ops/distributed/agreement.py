@@ -1,15 +1,15 @@
 """That all ranks ask for the same, before anything waits for a rank that asks for something else.
 
-In eager mode every call compares a fingerprint of its arguments over the ranks: 8 bytes through the group's CPU backend (gloo),
-beside the GPU, which takes about 0.1 ms of the host. A group without one, as `init_process_group("nccl")` makes it, compares only
-arguments that a rank has not seen before, through the GPU: initialise with "cpu:gloo,cuda:nccl", or no backend at all, for
-all of them. `DMATTN_CONTEXT_CHECK=0` turns it off. Compiled graphs hold no such check.
+In eager mode every call compares a fingerprint of its arguments over the ranks: 8 bytes through the group's CPU backend
+(gloo), from host to host, beside the GPU. A group without one, as `init_process_group("nccl")` makes it, compares only arguments
+that a rank has not seen before, through the GPU, so that it does not notice where one rank goes back to what it asked for
+earlier: initialise with "cpu:gloo,cuda:nccl", or no backend at all. `DMATTN_CONTEXT_CHECK=0` turns it off. Compiled graphs
+hold no such check.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dmattn_ops import environment
 from dmattn_ops.distributed.context_mask import ContextMask
 from dmattn_ops.distributed.team import Group, Team, process_group
 
@@ -27,7 +28,7 @@ _seen: set[tuple[str, int]] = set()
 
 def agreed(function: str, group: Group | None, team: Team, describe: Callable[[], dict[str, str]]) -> None:
     """Raise on every rank where `describe` raises on one, or returns different texts."""
-    if team.size == 1 or torch.compiler.is_compiling() or os.environ.get("DMATTN_CONTEXT_CHECK") == "0":
+    if team.size == 1 or torch.compiler.is_compiling() or not environment.compares_ranks():
         describe()
         return
     refusal: Exception | None = None
