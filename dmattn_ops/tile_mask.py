@@ -170,7 +170,8 @@ class TileMask:
 
     def _parts(self, *names: str) -> list[tuple[str, Tensor]]:
         """Return the tensors of these names that there are."""
-        return [(name, part) for name in names if (part := getattr(self, name)) is not None]
+        parts = [(name, getattr(self, name)) for name in names]
+        return [(name, part) for name, part in parts if part is not None]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TileMask:
         return self._with({name: function(part) for name, part in self._parts("lengths", *MASK_TENSORS)})
