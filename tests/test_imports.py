@@ -114,7 +114,7 @@ ARROWS = {
     ),
     "compat": ("problem", "biases", "layout", "bands", "tile_mask", "reference", "arguments", "masks", "api"),
     "nn": ("tile_mask", "masks", "api"),
-    "integrations": ("layout", "tile_mask", "masks", "api", "nn"),
+    "integrations": ("bands", "layout", "tile_mask", "masks", "api", "nn"),
 }
 
 ROOMS = {"kernels", "selection", "packing", "distributed", "integrations", "compat", "nn", "sdpa"}

@@ -110,6 +110,22 @@ def test_packed_calls_of_few_queries_equal_the_definition(strict_memory, seqlen:
         torch.testing.assert_close(found[name].double(), exact, rtol=1e-4, atol=1e-5)
 
 
+def test_keys_that_are_the_same_for_all_queries_are_packed_into_one_epoch(strict_memory):
+    """A dynamic mask that is not causal: what it keeps takes the place of all keys."""
+    torch.manual_seed(0)
+    end = torch.where(torch.rand(1, 2, 260) < 0.2, 300, 0).to(torch.int32)
+    query, key, value, grad_out = (
+        torch.randn(1, length, own, DIM) for length, own in ((300, 4), (260, 2), (260, 2), (300, 4))
+    )
+    call, kept = call_of(query, key, value, None, end, band_hi=UNBOUNDED), int((end > 0).sum(-1).max())
+    cut = epochs(300, 260, kept, 260, 384)
+    assert cut.slots == 128
+    found = compute(call, packed(cut, 2, 2, 1), grad_out)
+    visible = (end > 0)[:, :, None].expand(1, 2, 300, 260)
+    for name, exact in expected(call, visible, grad_out).items():
+        assert oracle.error(found[name], exact) < 3e-5, name
+
+
 def test_a_mask_that_shows_nothing_is_packed_into_a_block_that_no_list_names(strict_memory):
     """Queries 600 to 859 and keys 0 to 299 of a mask that keeps none: nothing is old, and nothing is born."""
     end = torch.zeros(1, 1, 300, dtype=torch.int32)
