@@ -11,9 +11,11 @@ SOURCES := pyproject.toml $(wildcard setup.py) $(shell find csrc -type f \( -nam
 ifeq ($(PYTHON),)
   PY := $(CURDIR)/.venv/bin/python
   READY := .venv/ready
+  DOCS_READY := .venv/docs
 else
   PY := $(PYTHON)
   READY := build/ready$(subst /,-,$(shell $(PYTHON) -c 'import sys; print(sys.prefix)'))
+  DOCS_READY := $(READY)
 endif
 
 # An environment is ready for one torch: the stamp is a copy of torch's version file, and goes where torch changed since.
@@ -23,7 +25,7 @@ ifneq ($(wildcard $(READY)),)
   $(shell cmp -s '$(TORCH_VERSION)' '$(READY)' || rm -f '$(READY)')
 endif
 
-.PHONY: help setup train test test-cpu test-interpreter test-gpu lint sweep sanitize bench clean
+.PHONY: help setup train test test-cpu test-interpreter test-gpu lint docs sweep sanitize bench clean
 
 help: ## list the targets (times are those of two cores)
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -55,6 +57,9 @@ lint: $(READY) ## check style and types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+docs: $(DOCS_READY) ## build the documentation into build/docs; a broken link or a page without a place is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 sweep: $(READY) ## compile every configuration and compare with the frozen tables, run the slow tests and random problems
 	$(PY) -m dmattn_ops.testing.sweep
 	$(PY) -m pytest tests --ignore=tests/interpreter -m "slow and not gpu"
@@ -73,6 +78,8 @@ bench: $(READY) ## measure against the peers; results go to benchmarks/results
 	$(PY) benchmarks/bench_architectures.py
 	$(PY) benchmarks/bench_features.py
 	$(PY) benchmarks/bench_overhead.py
+	$(PY) benchmarks/bench_dynamic.py --minutes 30
+	$(PY) benchmarks/bench_intervals.py --minutes 30
 	$(PY) benchmarks/benchmark_bubble_reduction.py
 
 clean: ## remove what was built, the environment included
@@ -111,6 +118,11 @@ endef
 	@echo "installing what tests and training need, and building the C++ kernels (half a minute)"
 	@$(PIP) install --quiet -e '.[test,train]' --no-build-isolation
 	$(MARK_READY)
+
+.venv/docs: .venv/ready
+	@echo "installing what builds the documentation"
+	@$(PIP) install --quiet -e '.[docs]' --no-build-isolation
+	@touch $@
 
 build/ready%: $(SOURCES)
 	@$(PY) -c 'import torch' || { echo "$(PY) has no torch: leave PYTHON out, and make will build .venv"; exit 1; }

@@ -84,7 +84,9 @@ class Run:
     grad_out: Tensor | None = None
 
 
-def _run(attend: Callable[[], Any], inputs: list[Tensor], grad_out: Tensor, prepare: Callable | None = None) -> Run:
+def recorded_run(
+    attend: Callable[[], Any], inputs: list[Tensor], grad_out: Tensor, prepare: Callable | None = None
+) -> Run:
     """Call once, and keep the graph, so that the backward is timed alone."""
     result = attend()
     out = result[0] if isinstance(result, tuple) else result
@@ -105,14 +107,14 @@ def dmattn(problem: Problem) -> Run:
         mask = prepare()
     query, key, value = inputs
     attend = functools.partial(dmattn_ops.flash_dmattn_func, query, key, value, mask, is_causal=problem.causal)
-    return _run(attend, inputs, grad_out, prepare)
+    return recorded_run(attend, inputs, grad_out, prepare)
 
 
 def dmattn_unmasked(problem: Problem) -> Run:
     """Run this library without the problem's mask: what the mask saves is against this."""
     inputs, grad_out = problem.leaves(heads_first=False)
     attend = functools.partial(dmattn_ops.flash_dmattn_func, *inputs, is_causal=problem.causal)
-    return _run(attend, inputs, grad_out)
+    return recorded_run(attend, inputs, grad_out)
 
 
 @contextmanager
@@ -158,7 +160,7 @@ def sdpa(problem: Problem) -> Run:
         is_causal=problem.causal and problem.mask is None,
         enable_gqa=problem.grouped,
     )
-    return _run(attend, inputs, grad_out)
+    return recorded_run(attend, inputs, grad_out)
 
 
 def cudnn(problem: Problem) -> Run:
@@ -186,7 +188,7 @@ def _sdpa_by(backend: SDPBackend, problem: Problem) -> Run:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(query, key, value, enable_gqa=problem.grouped, **mask)
 
-    return _run(attend, inputs, grad_out)
+    return recorded_run(attend, inputs, grad_out)
 
 
 def fa4(problem: Problem) -> Run:
@@ -198,11 +200,11 @@ def fa4(problem: Problem) -> Run:
     except ImportError as error:
         raise Unavailable(f"flash_attn.cute: {error}") from error
     inputs, grad_out = problem.leaves(heads_first=False)
-    return _run(functools.partial(flash_attn_func, *inputs, causal=problem.causal), inputs, grad_out)
+    return recorded_run(functools.partial(flash_attn_func, *inputs, causal=problem.causal), inputs, grad_out)
 
 
 @functools.cache
-def _compiled_flex() -> tuple[Callable, Callable]:
+def compiled_flex() -> tuple[Callable, Callable]:
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -213,7 +215,7 @@ def _compiled_flex() -> tuple[Callable, Callable]:
 
 def flex(problem: Problem) -> Run:
     """Run flex_attention, compiled; making its BlockMask is timed by itself, compiled too."""
-    attention, make_block_mask = _compiled_flex()
+    attention, make_block_mask = compiled_flex()
     inputs, grad_out = problem.leaves(heads_first=True)
     heads: int | None = problem.heads
     if problem.mask is not None:
@@ -238,7 +240,7 @@ def flex(problem: Problem) -> Run:
             tensor.requires_grad_(False)
         attend()
         return Run(attend, None, prepare if problem.mask is not None else None)
-    return _run(attend, inputs, grad_out, prepare if problem.mask is not None else None)
+    return recorded_run(attend, inputs, grad_out, prepare if problem.mask is not None else None)
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Problem], Run]] = {

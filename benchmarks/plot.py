@@ -1,7 +1,8 @@
 """Draw a result file: `python benchmarks/plot.py results.json picture.png`.
 
 Files with a mask's preparation show the whole time of a call (preparation, forward and backward); files without show
-the TFLOP/s of forward and backward; files with a summary, how many times as fast masks make a call, by density.
+the TFLOP/s of forward and backward; files with a summary, how many times as fast masks make a call, by density. Files of
+`bench_dynamic.py` show time over sequence length, dense and dynamic; those of `bench_intervals.py` TFLOP/s of each mask.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ COLOURS = {
     "dmattn": "#c0392b",
     "dmattn-unmasked": "#e59a90",
     "dmattn-sm80": "#8e44ad",
+    "dmattn-dense": "#34495e",
+    "dmattn-intervals": "#e59a90",
+    "fa4-dense": "#9ecae1",
     "fa4": "#2c7fb8",
     "cudnn": "#4daf4a",
     "flex": "#e6a817",
@@ -63,6 +67,10 @@ def draw(source: Path, picture: Path) -> None:
     results = json.loads(source.read_text())
     if "summary" in results:
         figure = _speed_ups(plt, results["summary"])
+    elif "published_tflops" in results:
+        figure = _rates_of_masks(plt, results["rows"])
+    elif "targets" in results:
+        figure = _times_over_length(plt, results["rows"])
     else:
         figure = _times_or_rates(plt, results["rows"])
     figure.suptitle(f"{results['gpu']}, {results['date']}, torch {results['versions']['torch']}")
@@ -96,6 +104,36 @@ def _speed_up(line: Row, peer: str) -> float | None:
     return line.get(f"{peer}_over_ours")
 
 
+def _times_over_length(plt: Any, rows: list[Row]) -> Any:
+    """Draw, log-log, the milliseconds of a whole call over its number of positions: dense, and with a dynamic mask."""
+    labels = {"dmattn": "dynamic mask, selection included", "dmattn-dense": "dense causal"}
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    shown = [row for row in rows if row["part"] == "lengths" and "missing" not in row]
+    for name, label in labels.items():
+        points = sorted((_length(row), row["whole_ms"]) for row in shown if row["implementation"] == name)
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", color=COLOURS[name], label=label)
+    kept = ", ".join(dict.fromkeys(row["case"].split(maxsplit=1)[1] for row in shown))
+    axes.set(xlabel="positions", ylabel="ms, forward + backward", yscale="log", title=kept)
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    return figure
+
+
+def _length(row: Row) -> int:
+    """Return the positions that a case such as "S8192 keep1024 H32/8" names."""
+    return int(row["case"].split()[0].removeprefix("S"))
+
+
+def _rates_of_masks(plt: Any, rows: list[Row]) -> Any:
+    """Draw TFLOP/s of forward and backward of each mask, at the part with the most masks (the first of them)."""
+    parts = [row["part"] for row in rows]
+    part = max(dict.fromkeys(parts), key=parts.count)
+    shown = [row for row in rows if row["part"] == part and "missing" not in row]
+    return _rates(plt, shown, 1.5 + 0.12 * len(shown))
+
+
 def _times_or_rates(plt: Any, rows: list[Row]) -> Any:
     masked = any(row["prepare_ms"] is not None for row in rows)
     height = 1.5 + 0.12 * len(rows)
@@ -104,12 +142,18 @@ def _times_or_rates(plt: Any, rows: list[Row]) -> Any:
         _bars(axes, rows, total_ms)
         axes.set_xlabel("milliseconds, mask work + forward + backward (less is better)")
     else:
-        figure, panels = plt.subplots(1, 2, figsize=(11, height), layout="constrained", sharey=True)
-        fast = any((row["forward_tflops"] or 0) > 1 for row in rows)
-        unit, factor = ("TFLOP/s", 1) if fast else ("GFLOP/s", 1000)
-        for axes, part in zip(panels, ("forward", "backward"), strict=True):
-            _bars(axes, rows, functools.partial(_rate, part=part, factor=factor))
-            axes.set(title=part, xlabel=f"{unit} (more is better)")
+        return _rates(plt, rows, height)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def _rates(plt: Any, rows: list[Row], height: float) -> Any:
+    figure, panels = plt.subplots(1, 2, figsize=(11, height), layout="constrained", sharey=True)
+    fast = any((row["forward_tflops"] or 0) > 1 for row in rows)
+    unit, factor = ("TFLOP/s", 1) if fast else ("GFLOP/s", 1000)
+    for axes, part in zip(panels, ("forward", "backward"), strict=True):
+        _bars(axes, rows, functools.partial(_rate, part=part, factor=factor))
+        axes.set(title=part, xlabel=f"{unit} (more is better)")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 

@@ -1,7 +1,8 @@
-"""Write the tables of README.md from result files: `python benchmarks/readme_tables.py`.
+"""Write the tables of README.md and of the documentation from result files: `python benchmarks/readme_tables.py`.
 
 A table stands between `<!-- results: FILE -->` and `<!-- end -->`, where FILE lies in benchmarks/results; `FILE 4096` takes
-only the rows whose case holds that word.
+only the rows whose case holds that word. Of a file of `bench_dynamic.py` or `bench_intervals.py`, `FILE PART` shows one part,
+and `FILE targets` what was meant to be reached.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ MARKED = re.compile(r"(<!-- results: (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)"
 NAMES = {
     "dmattn": "dmattn_ops",
     "dmattn-unmasked": "without the mask",
+    "dmattn-sm80": "portable kernels",
     "fa4": "FA4",
     "cudnn": "cuDNN",
     "flex": "flex_attention",
     "sdpa": "SDPA",
     "sdpa-efficient": "SDPA, memory-efficient",
+}
+DYNAMIC_NAMES = {
+    "dmattn-dense": "our dense causal",
+    "fa4-dense": "FA4, dense causal",
+    "flex": "flex_attention",
+    "fa4": "FA4 with block lists",
 }
 
 
@@ -121,11 +129,90 @@ def summary_table(summary: list[Row]) -> str:
     return _table(heads, lines)
 
 
+def features_table(rows: list[Row]) -> str:
+    """Milliseconds of calls that differ in one feature, and in brackets how many times the first of them."""
+    lines = [
+        [row["case"], *(f"{row[f'{part}_ms']:.2f} ({row[f'{part}_ratio']:.2f}x)" for part in ("forward", "backward"))]
+        for row in rows
+    ]
+    return _table(["ms", "forward", "backward"], lines)
+
+
+def host_table(rows: list[Row]) -> str:
+    """Microseconds that the host takes for forward and backward of a call so small that the GPU takes none."""
+    cases = _by_case([row for row in rows if "call_us" in row])
+    names = _shown(cases)
+    lines = [[case, *(f"{found[name]['call_us']:.0f}" for name in names)] for case, found in cases.items()]
+    return _table(["us on the host", *(NAMES[name] for name in names)], lines)
+
+
+def dynamic_table(rows: list[Row]) -> str:
+    """Milliseconds of the parts of a call with a dynamic mask, and how many times as long each other way takes."""
+    cases = _by_case([row for row in rows if "missing" not in row])
+    shown = [name for name in DYNAMIC_NAMES if any(name in case for case in cases.values())]
+    has_share = any("share" in case["dmattn"] for case in cases.values() if "dmattn" in case)
+
+    def line(case: str, found: dict[str, Row]) -> list[str]:
+        own = found["dmattn"]
+        cells = [case, *(f"{own[f'{part}_ms']:.3g}" for part in ("select", "forward", "backward", "whole"))]
+        if has_share:
+            cells.append(f"{own['share']:.0%}" if "share" in own else "")
+        others = (found.get(name) for name in shown)
+        ratios = (
+            "" if row is None else f"{row['whole_ms']:.3g} ({row['whole_ms'] / own['whole_ms']:.1f}x)" for row in others
+        )
+        return [*cells, *ratios]
+
+    heads = ["ms", "selection", "forward", "backward", "all of it"]
+    heads += ["not attention"] * has_share
+    lines = [line(case, found) for case, found in cases.items() if "dmattn" in found]
+    return _table([*heads, *(DYNAMIC_NAMES[name] for name in shown)], lines)
+
+
+def intervals_table(rows: list[Row], published: dict[str, list[float]]) -> str:
+    """TFLOP/s over non-empty tiles, the whole time, and how many times as long each peer takes."""
+    cases = _by_case([row for row in rows if "missing" not in row])
+    peers = [name for name in ("flex", "fa4") if any(name in case for case in cases.values())]
+    lines = []
+    for case, found in cases.items():
+        own = found["dmattn"]
+        rates = " / ".join(f"{own[part]:.0f}" for part in ("forward_tflops", "backward_tflops"))
+        known = published.get(own["mask"], []) if "S32768" in case.split() else []
+        theirs = " / ".join(f"{rate:.0f}" for rate in known)
+        others = (found.get(name) for name in peers)
+        ratios = (
+            "" if row is None else f"{row['whole_ms']:.3g} ({row['whole_ms'] / own['whole_ms']:.1f}x)" for row in others
+        )
+        lines.append([case, rates, theirs, f"{own['whole_ms']:.3g}", *ratios])
+    heads = ["mask", "TFLOP/s forward / backward", "FlashMask's own figures", "ms, mask work included"]
+    return _table([*heads, *(DYNAMIC_NAMES[name] for name in peers)], lines)
+
+
+def targets_table(targets: list[Row]) -> str:
+    """What was meant to be reached, and what was measured."""
+    lines = [
+        [row["target"], *(f"{row[name]:.3g}" if name in row else "" for name in ("must", "aim", "measured"))]
+        for row in targets
+    ]
+    return _table(["", "must", "aim", "measured"], lines)
+
+
 def table(name: str, words: list[str]) -> str:
     """Return the table of one result file."""
     results = json.loads((RESULTS / name).read_text())
     if "summary" in results:
         return summary_table(results["summary"])
+    if "targets" in results:
+        if words == ["targets"]:
+            return targets_table(results["targets"])
+        rows = [row for row in results["rows"] if {row["part"], *row["case"].split()} >= set(words)]
+        if "published_tflops" in results:
+            return intervals_table(rows, results["published_tflops"])
+        return dynamic_table(rows)
+    if "forward_ratio" in results["rows"][0]:
+        return features_table([row for row in results["rows"] if set(words) <= set(row["case"].split())])
+    if "call_us" in results["rows"][0]:
+        return host_table(results["rows"])
     rows = [row for row in results["rows"] if all(word in row["case"].split() for word in words)]
     return (masks_table if any(row["prepare_ms"] for row in rows) else dense_table)(rows)
 
@@ -136,8 +223,8 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text()))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        page.write_text(filled(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterable
 from datetime import date
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -160,17 +160,20 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_results(path: Path, rows: Iterable[dict], device: str, gauge: Gauge) -> None:
-    """Write one result file: where, when and how it was measured, then a row for each case and implementation."""
-    results = {
+def result_facts(device: str) -> dict[str, Any]:
+    """Return where, when and how results are measured."""
+    return {
         "gpu": processor(device),
         "date": date.today().isoformat(),
         "versions": versions(),
         "command": shlex.join(["python", *sys.argv]),
         "mode": "interleaved",
-        **gauge.facts(),
-        "rows": list(rows),
     }
+
+
+def write_results(path: Path, rows: Iterable[dict], device: str, gauge: Gauge) -> None:
+    """Write one result file: where, when and how it was measured, then a row for each case and implementation."""
+    results = {**result_facts(device), **gauge.facts(), "rows": list(rows)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"written: {path}")

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import functional
 
-from dmattn_ops import arguments, autograd, masks, validation, values
+from dmattn_ops import arguments, autograd, masks, sharded, validation, values
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.problem import Varlen
 from dmattn_ops.tile_mask import TileMask
@@ -23,6 +24,7 @@ from dmattn_ops.tile_mask import TileMask
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it since Python 3.11
 
+_SDPA = getattr(torch._C._nn, "scaled_dot_product_attention", None)  # as it is where nobody has replaced it
 _OPERATORS = {
     "forward": torch.ops.dmattn.forward.default,
     "qkvpacked_forward": torch.ops.dmattn.qkvpacked_forward.default,
@@ -199,8 +201,8 @@ def flash_dmattn_qkvpacked_func(
         qkv: with shape `[B, S, 3, H, D]`: query, key and value.
         mask: with shape `[B|1, H|1, S|1, S]`, or what `prepare_mask` returned.
         bias: with shape `[B|1, H|1, S|1, S]`.
-        is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p, deterministic, sink, return_lse,
-            return_max: as in `flash_dmattn_func`.
+        is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p: as in `flash_dmattn_func`.
+        deterministic, sink, return_lse, return_max: as in `flash_dmattn_func`.
 
     Returns:
         out with shape `[B, S, H, D]`; with `return_lse` then lse, and with `return_max` then the largest score of each row,
@@ -321,7 +323,7 @@ def flash_dmattn_varlen_func(
     if dropout_p != 0.0:
         varlen = Varlen(cu_seqlens_q, cu_seqlens_k, *lengths, top_left)
         validation.varlen_tensors(query, key, value, bias, mask, sink, varlen)
-        if not query.is_cuda and not is_compiling():
+        if not query.is_cuda and not is_compiling() and not sharded.is_sharded(cu_seqlens_q):
             values.offsets(query, key, varlen)
     seed = arguments.dropout_seed(query, cu_seqlens_q.shape[0] - 1) if dropout_p != 0.0 else None
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, bias, mask, sink, seed)
@@ -332,7 +334,9 @@ def flash_dmattn_varlen_func(
 def _call(
     name: str, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], return_lse: bool, return_max: bool
 ) -> Tensor | tuple[Tensor, ...]:
-    """Call an operator; in plain eager mode its derivative directly, which saves one way through the dispatcher."""
+    """Call an operator. In plain eager mode its autograd kernel is called directly, which saves one pass through the dispatcher."""
+    if functional.scaled_dot_product_attention is not _SDPA:
+        arguments.refuse_shared_sequences(functional.scaled_dot_product_attention)
     given = (*tensors, *numbers, return_max)
     directly = autograd.kernels.get(name)
     if directly is not None and autograd.callable_directly(*given):
@@ -340,7 +344,11 @@ def _call(
     else:
         if not is_compiling() and not autograd.kernels:
             autograd.refuse_tangents(given)  # derivatives as torch publicly registers them would drop these
-        out, lse, _, row_max = _OPERATORS[name](*given)
+        try:
+            out, lse, _, row_max = _OPERATORS[name](*given)
+        except RuntimeError:
+            sharded.refuse_mixture(autograd.OPERATORS[name].signature.names, tensors)
+            raise
     if not return_lse and not return_max:
         return out
     return (out, *((lse,) if return_lse else ()), *((row_max,) if return_max else ()))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import environment, require, validation
+from dmattn_ops import environment, require, sharded, validation
 from dmattn_ops.bands import Band, CausalFrom, Window, band_of
 from dmattn_ops.tile_mask import TileMask
 
@@ -53,6 +53,8 @@ def prepared_inputs(
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
     """Refuse what is no tensor of that rank, cast for autocast, and copy where the last dimension is not contiguous."""
     prepared, strided = list(tensors.values()), False
+    if type(prepared[0]) is not Tensor:
+        sharded.load_rules(prepared[0])
     for tensor in prepared:
         if not isinstance(tensor, Tensor) or tensor.dim() != rank or not validation.is_dense(tensor):
             _refuse(rank, tensors)
@@ -88,6 +90,15 @@ def _refuse(rank: int, tensors: dict[str, Tensor]) -> None:
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+def refuse_shared_sequences(attention: Any) -> None:
+    """Refuse a call inside torch's `context_parallel()`, which hands every rank a part of the sequence and says so to SDPA only."""
+    if str(getattr(attention, "__module__", "")).startswith("torch.distributed.tensor.experimental"):
+        raise RuntimeError(
+            "inside torch's context_parallel() a call would attend to this rank's part of the sequence only: call"
+            " dmattn_ops.distributed.context_parallel_attention with the same mesh as group, which is right there"
+        )
 
 
 def fits(mask: Tensor | TileMask, query: Tensor, key: Tensor, band: Band) -> bool:
@@ -179,9 +190,11 @@ def switches(deterministic: bool | None, return_lse: bool, return_max: bool) -> 
 def dropout_seed(query: Tensor, batch: int | None = None) -> Tensor:
     """Draw the seeds of one call's dropout, int64 `[B, H]`, one for each sequence and head.
 
-    A tensor, so that graphs, checkpoints and compilers see it; drawn like a part of `query [B, Sq, H, D]`, so that it is
-    sharded as that is. For packed sequences, `query [total_q, H, D]`, `batch` is their number.
+    A tensor, so that graphs, checkpoints and compilers see it. For packed sequences, `query [total_q, H, D]`, `batch` is
+    their number.
     """
+    if sharded.is_sharded(query):
+        return sharded.seed(query, query.shape[0] if batch is None else batch)
     if batch is not None:
         return torch.randint(_SEED_END, (batch, query.shape[-2]), dtype=torch.int64, device=query.device)
     like = query.detach()[:, :1, :, 0].sum(1)  # [B, H], also where there are no positions

@@ -1,4 +1,4 @@
-"""Derivatives of the operators: reverse mode, once. Whatever else is asked raises; nothing is silently zero.
+"""Derivatives of the operators: first derivatives in reverse mode. Any other derivative raises; none is silently zero.
 
 An operator has one kernel at the dispatcher's Autograd key, so that direct, compiled, exported and checkpointed calls
 and `torch.func` all meet the same derivative. `torch.library.register_autograd` would register such a kernel too, but
@@ -31,7 +31,7 @@ _Kernel = Callable[..., tuple[Tensor, ...]]
 
 
 class _Function(privates.single_level_function or Function):  # type: ignore[misc]
-    """A Function whose `apply` does not start torch.func's levels: they have called the kernel, each at its turn."""
+    """A Function whose `apply` starts no levels of torch.func, which has called the kernel once for each level."""
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
@@ -108,10 +108,10 @@ def register_public(library: Library) -> None:
 
 
 def callable_directly(*arguments: Any) -> bool:
-    """Return whether nothing would see the difference if an operator were called with these without the dispatcher.
+    """Return whether the dispatcher may be bypassed for a call with these arguments, of which the first is a tensor.
 
-    That is so in plain eager mode, on plain tensors; it saves 4 us of 20 in a forward and as much in a backward. The first
-    argument is a tensor.
+    It may in plain eager mode with plain tensors, where nothing else needs to see the call. This saves 4 us of 20 in a forward
+    and as much in a backward.
     """
     return (
         privates.has_short_cuts
@@ -139,7 +139,7 @@ def _all_plain(arguments: tuple[Any, ...]) -> bool:
 
 
 def _has_memory(grad: Tensor | None) -> bool:
-    """Return whether a gradient is neither a batch of them, as of `is_grads_batched`, nor zeros without memory."""
+    """Return whether a gradient is an ordinary tensor: no batch from `is_grads_batched`, and no zero tensor without memory."""
     return grad is None or _dispatch_keys(grad).raw_repr() in _usual_keys(grad.get_device())
 
 
@@ -161,7 +161,7 @@ def _forward_kernels(name: str, backward_name: str, of: Differentiable) -> tuple
     nothing = (None,) * (of.primals + 4)
 
     class Attention(_Function):
-        """Takes the arguments as one, which autograd does not look into, and again those that have derivatives."""
+        """Takes all arguments as one tuple, which autograd does not inspect, and those with derivatives once more on their own."""
 
         @staticmethod
         def forward(
@@ -258,7 +258,7 @@ def _apply(function: Any, *arguments: Any) -> Any:
 
 
 def _in_function(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call below a Function, which turned gradients off: for outer levels of torch.func, which see it, they are on."""
+    """Call an operator inside a Function. It turned gradients off; for outer levels of torch.func they are turned on again."""
     if not _transforms_active():
         return call(*arguments)
     with torch.enable_grad(), privates.set_forward_mode(True):

@@ -65,7 +65,7 @@ def candidates(
 ) -> tuple[tuple[config.Row, ...], tuple[PassedOver, ...]]:
     """Return the rows that suit an architecture and a problem, best first, and the others of that architecture.
 
-    An architecture that no row names gets the rows of the nearest older one: conservative, since it has no less.
+    An architecture without rows of its own gets those of the nearest older one, since it has at least the same resources.
     """
     known = {row.sm for row in rows}
     family = max((sm for sm in known if sm <= nearest(arch.sm).sm), default=min(known))

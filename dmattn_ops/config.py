@@ -23,10 +23,9 @@ class PortableForward:
     num_stages: int
     per_sm: int = 0
     short: PortableForward | None = None  # for calls with no more queries than its `block_m` (decoding)
-    unaligned: PortableForward | None = None  # for rows that are not whole pieces of 16 bytes
-    pairwise: PortableForward | None = (
-        None  # for a number to each query and key: a bias, which is buffered too, or dropout
-    )
+    unaligned: PortableForward | None = None  # for rows that do not start at multiples of 16 bytes
+    # For calls with a number for each pair of query and key: a full bias, which is buffered like keys, or dropout.
+    pairwise: PortableForward | None = None
 
     def for_call(self, aligned: bool, pairwise: bool, queries: int) -> PortableForward:
         """Return the configuration that a call runs with."""
@@ -77,7 +76,7 @@ class HopperBackward:
     """Gluon backward for SM 9.0: a block owns `block_n` keys and walks queries in steps of `block_m`.
 
     `variant` is the order of a step: "overlapped" or "two_phase" (`kernels/hopper/backward/steps.py`). `ordered_heads` are
-    the key heads side by side in a deterministic call: the more, the less blocks wait for one another, and share L2.
+    the key heads that run side by side in a deterministic call: with more of them blocks wait less, but share less of L2.
     `dbias` is for the gradient of a bias with queries, which a portable kernel computes.
     """
 
@@ -94,7 +93,7 @@ class HopperBackward256:
 
     block_m: int
     block_n: int
-    heads_per_group: int  # heads that take turns where blocks differ in length: longest first, and few enough for L2
+    heads_per_group: int  # few enough for L2; the blocks of a group start longest first
     dbias: PortableBackward | None = None  # for the gradient of a bias with queries
 
 
@@ -109,7 +108,7 @@ class Whole:
 Config = PortableForward | PortableBackward | HopperForward | HopperBackward | HopperBackward256 | Whole
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # rows are told apart by identity: look-ups hash a hundred of them
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: look-ups would hash all fields of a hundred rows
 class Row:
     """One launch configuration and what it is for. Rows are tried in order: the first that suits is taken."""
 
@@ -375,7 +374,7 @@ def _part(name: str, fields: tuple[str, ...], config: Config, tried: tuple[tuple
 
 
 def parts(row: Row) -> tuple[Part, ...]:
-    """Return what tuning may change about a row, kernel by kernel; nothing where there is only one way."""
+    """Return what tuning may change about a row, kernel by kernel; nothing if there is only one configuration."""
     config = row.config
     if isinstance(config, PortableForward):
         return (_part("out", _BLOCKS, config),)

@@ -1,7 +1,8 @@
 """Predict the cycles of a kernel with given blocks, well enough to rank candidates: tiles, waves, bytes and flops.
 
-A program owns rows (queries; keys in dk/dv) and walks the others in steps. A step takes what the programs side by side on
-a multiprocessor ask of the busiest of tensor cores, ALUs, shared memory and L2, and what they do not hide of the rest.
+A program computes a block of rows (queries, or keys in dk/dv) and loops over the other side in steps. The time of a step is that
+of the busiest unit of a multiprocessor (tensor cores, ALUs, shared memory or L2) for all programs that share it, plus the
+part of the other units' time that is not hidden behind it.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def predict(part: Part, values: tuple[Any, ...], row: Row, on: Arch, shape: Shap
 
 
 def _registers(shape: Shape, kernel: _Kernel, blocks: _Blocks) -> float:
-    """Return the registers that a thread would like to have: above 255 in 142 of 150 compiled candidates as they spilled."""
+    """Return the registers that a thread needs. Whether these exceed 255 agreed with spills in 142 of 150 compiled candidates."""
     accumulators = blocks.owned * (kernel.sums[0] * _padded(shape.dim) + kernel.sums[1] * _padded(shape.dim_v))
     scores = kernel.tiles * blocks.owned * blocks.walked
     operand = blocks.walked * max(_padded(shape.dim), _padded(shape.dim_v))  # on its way to shared memory

@@ -36,6 +36,7 @@ _BACKWARD = {
     "native": "dmattn_ops.native",
     "reference": "dmattn_ops.reference",
 }
+PACKED = "dmattn_ops.kernels.packing.attention"
 _NEEDS = {"hopper": 90, "hopper256": 90}  # kernels that run on one architecture only
 GPU_KERNELS = ("hopper", "hopper256", "portable")  # fastest first
 
@@ -98,7 +99,7 @@ def _reason_against(kernel: str, kernels: dict[str, str], on: Arch | None) -> st
         return f"needs SM {config.OLDEST_TRITON // 10}.{config.OLDEST_TRITON % 10} or newer"
     try:
         import_module(kernels[kernel])
-    except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may have another one
+    except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may lack names
         return f"needs another Triton: {error}"
     return ""
 
@@ -136,24 +137,47 @@ def _with_config(choice: Choice, made: config.Config) -> Choice:
     return choice._replace(row=replace(choice.row, config=made))
 
 
-def packing_of(call: Call, on: Arch | None = None, needs_max: bool = False) -> tuple[packing.Packing | None, list[str]]:
-    """Return how the keys of a call are packed, or every reason why they are not."""
+def packing_of(
+    direction: str, call: Call, on: Arch | None = None, needs_max: bool = False, tuned: bool = True
+) -> tuple[packing.Packing | None, list[str]]:
+    """Return how the keys of a call are packed, or every reason why they are not; neither where nothing is kept by key.
+
+    With `tuned`, the length of an epoch comes from the user's cache where it has one for such calls.
+    """
     if call.mask.kind != "intervals" or call.mask.row_tiles is not None:
         return None, []
+    reasons = reasons_against_packing(call, on, needs_max)
+    if reasons:
+        return None, reasons
+    sizes = packing.sizes_of(call)
+    length, evidence = packing.epoch_by_sizes(sizes), ""
+    if tuned and on is not None and call.query.is_cuda and tuning.entries():
+        place = tuning.place(call.query.device, on)
+        length, evidence = tuning.tuned_epoch(direction, call, sizes, length, place)
+    made = packing.packing_for(call, length)
+    if made is None:
+        return None, [evidence or "the mask keeps too many keys for packing to pay"]
+    return made._replace(evidence=evidence), []
+
+
+def reasons_against_packing(call: Call, on: Arch | None, needs_max: bool = False) -> list[str]:
+    """Return why the keys of a call with intervals cannot be packed, whether or not that would pay; empty where they can."""
     if not call.query.is_cuda and on is None:
-        return None, ["the CPU kernels pack keys themselves"]
+        return ["the CPU kernels gather the keys that each epoch of queries sees, where that pays"]
     reasons = packing.reasons_against(call)
     if needs_max:
         reasons.append("the largest score of each row is asked for")
     if on is not None and on.sm < config.OLDEST_TRITON:
         reasons.append(f"there are no kernels for {on}")
-    if reasons:
-        return None, reasons
-    made = packing.packing_for(call)
-    return made, [] if made is not None else ["the mask keeps too many keys for packing to pay"]
+    return reasons
 
 
-def _with_start(call: Call) -> Call:
+def first_packed(call: Call, packed: packing.Packing) -> Call:
+    """Return the call on packed keys that kernels get for the heads of the first pass."""
+    return _launcher(PACKED).first_pass(call, packed)
+
+
+def with_start(call: Call) -> Call:
     """Return a call whose intervals have a start."""
     mask = call.mask
     if mask.end is None or mask.start is not None:
@@ -171,13 +195,17 @@ def forward(call: Call, result: Result) -> None:
                 statistic.fill_(-math.inf)
         return
     tuning.record(call)
-    packed, _ = packing_of(call, _forced(call), result.row_max is not None)
-    if packed is not None:
-        _launcher("dmattn_ops.kernels.packing.attention").forward(call, result, packed, _run_forward)
-    else:
-        _run_forward(_with_start(call), result)
+    run_forward(call, result, packing_of("forward", call, architecture_of(call), result.row_max is not None)[0])
     if call.sink is not None:
         sinks.take_share(call.sink, result)
+
+
+def run_forward(call: Call, result: Result, packed: packing.Packing | None) -> None:
+    """Write the outputs of a call without sinks, its keys packed as they are said to be."""
+    if packed is not None:
+        _launcher(PACKED).forward(call, result, packed, _run_forward)
+    else:
+        _run_forward(with_start(call), result)
 
 
 def _run_forward(call: Call, result: Result) -> None:
@@ -197,12 +225,16 @@ def backward(call: Call, saved: Saved, grads: Gradients, dsink: Tensor | None) -
         if dsink is not None:
             sinks.gradient(call, saved, grads.grad_out, dsink)
         saved, grads = sinks.with_share(call.sink, saved, grads)
-    packed, _ = packing_of(call, _forced(call))
+    run_backward(call, saved, grads, packing_of("backward", call, architecture_of(call))[0])
+
+
+def run_backward(call: Call, saved: Saved, grads: Gradients, packed: packing.Packing | None) -> None:
+    """Write the gradients of a call without sinks, its keys packed as they are said to be."""
     run = _telling(call.demand) if environment.profiles_backward() else _run_backward
     if packed is not None:
-        _launcher("dmattn_ops.kernels.packing.attention").backward(call, saved, grads, packed, run)
+        _launcher(PACKED).backward(call, saved, grads, packed, run)
     else:
-        run(_with_start(call), saved, grads)
+        run(with_start(call), saved, grads)
 
 
 def _run_backward(call: Call, saved: Saved, grads: Gradients) -> None:
@@ -225,7 +257,8 @@ def _telling(demand: Demand) -> Callable[[Call, Saved, Gradients], None]:
     return run
 
 
-def _forced(call: Call) -> Arch | None:
+def architecture_of(call: Call) -> Arch | None:
+    """Return what a call is dispatched for; None is the CPU."""
     return arch.current(call.query.device) if call.query.is_cuda else None
 
 

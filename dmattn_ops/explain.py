@@ -11,12 +11,33 @@ from torch import Tensor
 
 from dmattn_ops import arch as architectures
 from dmattn_ops import arguments, dispatch, masks, meta, resources, validation
+from dmattn_ops.arch import Arch
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.choose import Choice
-from dmattn_ops.problem import UNBOUNDED, Mask, plain_options
+from dmattn_ops.packing import Packing
+from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, Mask, plain_options
 from dmattn_ops.resources import Usage
 from dmattn_ops.tile_mask import TileMask
+
+
+@dataclass(frozen=True)
+class KeyPacking:
+    """Whether the keys that a mask of intervals keeps are packed: copied side by side for each epoch of queries."""
+
+    packing: Packing | None  # what the launcher obeys
+    reasons: tuple[str, ...]  # why keys are not packed
+
+    def __str__(self) -> str:
+        if self.packing is None:
+            return f"keys are not packed beforehand: {'; '.join(self.reasons)}"
+        cut, heads, at_a_time = self.packing.epochs, self.packing.heads, self.packing.heads_per_pass
+        order = "all at a time" if at_a_time >= heads else f"{at_a_time} at a time"
+        text = (
+            f"keys are packed in {cut.number} epochs of {cut.length} queries, {cut.slots_per_epoch} slots each,"
+            f" for {heads} heads, {order}"
+        )
+        return f"{text}; {self.packing.evidence}" if self.packing.evidence else text
 
 
 @dataclass(frozen=True)
@@ -32,6 +53,7 @@ class Launch:
     swept: str  # what the table compiled: specialization and Triton's version
     evidence: str
     passed_over: dict[str, tuple[str, ...]]  # from a reason to the rows that it ruled out
+    packing: KeyPacking | None  # None where the mask has no intervals
 
     def __str__(self) -> str:
         settings = ", ".join(f"{name}={value}" for name, value in self.configuration.items())
@@ -39,6 +61,8 @@ class Launch:
         if self.resources is not None:
             lines += [f"    {name}: {_usage_text(usage)}" for name, usage in self.resources.items()]
             lines.append(f"    (compiled for {self.swept})")
+        if self.packing is not None:
+            lines.append(f"    {self.packing}")
         if self.evidence:
             lines.append(f"    because: {self.evidence}")
         lines += [f"    not {', '.join(rows)}: {reason}" for reason, rows in self.passed_over.items()]
@@ -80,7 +104,9 @@ def explain(
     """Tell which kernels and configurations `flash_dmattn_func` would use for these arguments, and why. Runs no attention.
 
     Args:
-        query, key, value, mask, bias and the keywords: as in `flash_dmattn_func`.
+        query, key, value, mask, bias: as in `flash_dmattn_func`.
+        is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p: as in `flash_dmattn_func`.
+        deterministic, sink, return_lse, return_max: as in `flash_dmattn_func`.
         arch: a compute capability such as "8.6": explain as that GPU would run it; None is `DMATTN_ARCH` where that is
             set, else where `query` lies.
 
@@ -104,10 +130,9 @@ def explain(
     )
     call = Call(query, key, value, bias, parts, sink, None, None, options)
     on = architectures.parse(arch, "arch") if arch is not None else architectures.forced()
-    result, saved, grads = _tensors(call, return_max)
     return Explanation(
-        _launch("forward", dispatch.forward_choice(call, result, on), call),
-        _launch("backward", dispatch.backward_choice(call, saved, grads, on), call),
+        _launch("forward", call, on, return_max),
+        _launch("backward", call, on, False),
         _mask_text(parts),
         _band_text(lo, hi),
     )
@@ -125,7 +150,16 @@ def _tensors(call: Call, needs_max: bool) -> tuple[Result, Saved, Gradients]:
     return Result(out, lse, lse_tail, row_max if needs_max else None), Saved(out, lse, lse_tail), grads
 
 
-def _launch(direction: str, choice: Choice, call: Call) -> Launch:
+def _launch(direction: str, call: Call, on: Arch | None, needs_max: bool) -> Launch:
+    device = architectures.current(call.query.device) if call.query.is_cuda else None
+    packed, reasons = dispatch.packing_of(direction, call, on or device, needs_max)
+    is_kept_by_key = packed is not None or bool(reasons)
+    call = dispatch.with_start(call) if packed is None else _as_packed(call, packed)
+    result, saved, grads = _tensors(call, needs_max)
+    if direction == "forward":
+        choice = dispatch.forward_choice(call, result, on)
+    else:
+        choice = dispatch.backward_choice(call, saved, grads, on)
     row = choice.row
     found, swept = _resources(direction, choice, call)
     passed_over: dict[str, tuple[str, ...]] = {}
@@ -141,6 +175,41 @@ def _launch(direction: str, choice: Choice, call: Call) -> Launch:
         swept,
         row.evidence,
         passed_over,
+        KeyPacking(packed, tuple(reasons)) if is_kept_by_key else None,
+    )
+
+
+def _as_packed(call: Call, packed: Packing) -> Call:
+    """Return the call that kernels get for the heads of one pass, without memory: on the slots of packed keys."""
+    cut, count = packed.epochs, packed.heads_per_pass
+    batch, seqlen_q, heads, _ = call.query.shape
+    end, bias = call.mask.end, call.bias
+    assert end is not None
+    mask_shape = (end.shape[0], 1 if end.shape[1] == 1 else count)
+    readers = count * heads // packed.heads
+
+    def copy(of: Tensor) -> Tensor:
+        return torch.empty(batch, cut.slots, count, of.shape[3], dtype=of.dtype, device="meta")
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(*mask_shape, *shape, dtype=torch.int32, device="meta")
+
+    row_tiles = integers(-(-seqlen_q // TILE), HEADER + cut.slots_per_epoch // TILE)
+    col_tiles = integers(cut.slots // TILE, HEADER + cut.length // TILE)
+    mask = Mask(row_tiles, col_tiles, start=integers(cut.slots), end=integers(cut.slots))
+    if bias is not None:
+        told_apart = readers // min(
+            heads // bias.shape[1], readers // mask_shape[1]
+        )  # heads of the bias, or of the slots
+        bias_shape = (max(bias.shape[0], end.shape[0]), mask_shape[1] if bias.shape[1] == 1 else told_apart)
+        bias = torch.empty(*bias_shape, 1, cut.slots, dtype=bias.dtype, device="meta")
+    return call._replace(
+        query=call.query[:, :, :readers],
+        key=copy(call.key),
+        value=copy(call.value),
+        bias=bias,
+        mask=mask,
+        options=call.options._replace(band_lo=-UNBOUNDED, band_hi=UNBOUNDED),
     )
 
 
@@ -174,7 +243,8 @@ def _mask_text(mask: Mask) -> str:
     return {
         "bits": "listed 128 x 128 tiles; full ones without a test, partial ones by bits",
         "segments": "listed 128 x 128 tiles; full ones without a test, partial ones by segment ids and band",
-        "intervals": "an interval of queries for each key; tiles outside of the intervals of their keys are passed over",
+        "intervals": "an interval of queries for each key; tiles outside of the intervals of their keys are passed over,"
+        " unless keys are packed",
         "none": "none: the tiles inside the band, without lists",
     }[mask.kind]
 

@@ -1,7 +1,7 @@
 """How many floating point operations the operators count for, in `FlopCounterMode` and for activation memory budgets.
 
-A multiplication and an addition are 2. Counted are the pairs of query and key that the band lets see each other: exact
-for causal and windowed attention, an upper bound where a mask hides more (what is inside a mask lies on the device).
+A multiplication and an addition count as 2. Pairs of query and key inside the band are counted. This is exact for causal and
+windowed attention, and an upper bound where a mask hides more, because the contents of a mask are on the device.
 """
 
 from __future__ import annotations

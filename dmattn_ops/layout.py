@@ -134,7 +134,10 @@ def dense(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) 
     elif mask.row_bits is not None:
         rows, columns = (torch.arange(size, device=mask.row_bits.device) for size in (seqlen_q, seqlen_k))
         words = mask.row_bits[..., rows.unsqueeze(-1), columns // WORD_BITS]
-        partial = (words >> (columns % WORD_BITS).to(torch.int32) & 1).bool()
+        shifted = torch.bitwise_right_shift(
+            words, (columns % WORD_BITS).to(torch.int32)
+        )  # `>>` of a DTensor does nothing
+        partial = (shifted & 1).bool()
     if partial is None:
         raise ValueError("a mask must hold bits, segments or intervals")
     if mask.row_tiles is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import layout, require, validation, values
+from dmattn_ops import layout, require, sharded, validation, values
 from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of
 from dmattn_ops.block_mask import from_block_mask
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask
@@ -64,6 +64,7 @@ def prepare_mask(
         TypeError: for types and dtypes.
     """
     validation.visibility(is_causal, causal_from, window_size)
+    sharded.load_rules(mask, documents, intervals)
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
     _promised(at_most, intervals)
@@ -119,6 +120,7 @@ def dynamic_mask(
         TypeError: for types and dtypes.
     """
     validation.tensors(scores=scores)
+    sharded.load_rules(scores, documents)
     validation.flags(is_causal=is_causal)
     validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
     if documents is not None:
@@ -154,6 +156,7 @@ def resolve(mask: Tensor | TileMask | None, band: Band, seqlen_q: int, seqlen_k:
     if mask is None:
         return NO_MASK, *band.limits(seqlen_q, seqlen_k)
     if isinstance(mask, Tensor):
+        sharded.load_rules(mask)
         mask = _from_tensor(_narrowed(mask), None, seqlen_q, band)
     elif isinstance(mask, TileMask):
         validation.mask_lengths(mask.seqlen_q, mask.seqlen_k, seqlen_q, seqlen_k)
@@ -331,7 +334,8 @@ def _with_intervals(
         return made
     if mask is None and isinstance(documents, Tensor) and not documents.is_cuda and not is_compiling():
         require.sizes("documents", documents, _choices(made.shape[0], documents.shape[0]), (documents.shape[1],))
-        clipped = _clipped_to_runs(intervals, documents)
+        with sharded.constants_beside(documents):
+            clipped = _clipped_to_runs(intervals, documents)
         if clipped is not None:
             return from_intervals(clipped, hidden, at_most, seqlen_q, band)
     keep = _both(made, prepare_mask(mask, documents=documents, seqlen_q=seqlen_q))

@@ -1,6 +1,6 @@
 """Launchers of the C++ CPU kernels (`csrc/cpu`): the functions that every device has, and whether they exist here.
 
-The extension is optional and loaded at the first question, never built here. A folder may hold libraries for several
+The extension is optional: loaded at the first use, never built here. A folder may hold libraries for several
 versions of torch and of Python, as a checkout does that serves several environments. Results do not depend on timing: equal
 inputs give bitwise equal outputs for a given number of threads, and for all numbers up to 8.
 """

@@ -74,6 +74,7 @@ class Packing(NamedTuple):
     heads: int  # packed heads: the key heads, or the query heads where the mask tells them apart
     group: int  # packed heads that copy one key head
     heads_per_pass: int
+    evidence: str = ""  # why epochs have this length, where sizes alone do not say so
 
 
 def reasons_against(call: Call) -> list[str]:
@@ -83,23 +84,49 @@ def reasons_against(call: Call) -> list[str]:
     return refusals(mask.at_most, mask.start is None, mask.hidden_from is not None, pairwise, call.varlen is not None)
 
 
-def packing_for(call: Call) -> Packing | None:
-    """Return how the keys of a call that nothing speaks against are packed; None where that does not pay."""
+def sizes_of(call: Call) -> Sizes:
+    """Return what decides about packing the keys of a call that nothing speaks against."""
     mask, options, demand = call.mask, call.options, call.demand
     assert mask.end is not None and mask.at_most is not None
     key_heads, mask_heads = call.key.shape[2], mask.end.shape[1]
     heads = key_heads if mask_heads in (1, key_heads) else demand.heads
     at_most, band_hi = min(mask.at_most, demand.seqlen_k), min(options.band_hi, demand.seqlen_k)
-    sizes = Sizes(
-        demand.batch, demand.heads, heads, demand.seqlen_q, demand.seqlen_k, at_most, options.band_lo, band_hi
-    )
+    return Sizes(demand.batch, demand.heads, heads, demand.seqlen_q, demand.seqlen_k, at_most, options.band_lo, band_hi)
+
+
+def epoch_by_sizes(sizes: Sizes) -> int:
+    """Return how many queries an epoch has, by the rule from sizes alone; 0 where packing is not expected to pay."""
     if not pays(sizes):
+        return 0
+    group = sizes.heads // sizes.packed_heads
+    return epoch_length(sizes.seqlen_q, sizes.seqlen_k, sizes.at_most, sizes.band_hi, group)
+
+
+def offered_epochs(sizes: Sizes) -> tuple[int, ...]:
+    """Return the lengths of epochs that tuning may choose from, ascending: around that of the rule, and 0 for not packed."""
+    group = sizes.heads // sizes.packed_heads
+    length = epoch_length(sizes.seqlen_q, sizes.seqlen_k, sizes.at_most, sizes.band_hi, group)
+    if sizes.band_hi >= sizes.seqlen_k:
+        return 0, length
+    whole = _round_up(max(1, sizes.seqlen_q))
+    near = {min(whole, _round_up(length * part // 4)) for part in (2, 3, 4, 6, 8)}
+    return (0, *sorted(near))
+
+
+def packing_for(call: Call, length: int | None = None) -> Packing | None:
+    """Return how the keys of a call that nothing speaks against are packed in epochs of `length`; None where it is 0.
+
+    None as the length is that of the rule (`epoch_by_sizes`).
+    """
+    sizes, demand = sizes_of(call), call.demand
+    length = epoch_by_sizes(sizes) if length is None else length
+    if length == 0:
         return None
-    group = heads // key_heads
-    length = epoch_length(demand.seqlen_q, demand.seqlen_k, at_most, band_hi, demand.heads // heads)
-    cut = epochs(demand.seqlen_q, demand.seqlen_k, at_most, band_hi, length)
+    group = sizes.packed_heads // call.key.shape[2]
+    cut = epochs(sizes.seqlen_q, sizes.seqlen_k, sizes.at_most, sizes.band_hi, length)
     row_bytes = 2 * (demand.dim + demand.dim_v) * demand.itemsize  # copies of key and value, and their gradients
-    return Packing(cut, heads, group, heads_per_pass(demand.batch, heads, group, cut.slots, row_bytes))
+    passes = heads_per_pass(demand.batch, sizes.packed_heads, group, cut.slots, row_bytes)
+    return Packing(cut, sizes.packed_heads, group, passes)
 
 
 def epoch_length(seqlen_q: int, seqlen_k: int, at_most: int, band_hi: int, group: int) -> int:

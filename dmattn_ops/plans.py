@@ -1,4 +1,4 @@
-"""What was worked out for a call's shapes, kept for the next call of the same: refusals, the choice, the launches.
+"""Repeat the launches of an earlier call with the same shapes, without validating and choosing kernels again.
 
 A plan is found under everything that it depends on: shape, strides, dtype and device of each tensor, the numbers of the
 call, and what the environment and torch's switches say. No tensor is kept. Plans are for CUDA tensors; kernels make them
@@ -22,14 +22,14 @@ MAX_SEEN = 4096
 SAVED_OUTPUTS = 3  # out, lse and lse_tail, which a forward saves behind its inputs
 MAX_BACKWARDS = 16  # of one forward: layouts of grad_out, and switches
 _plans: dict[Hashable, Any] = {}  # None where a call of that key cannot be repeated
-_seen: dict[Hashable, None] = {}  # keys that came once: to make a plan pays from the second time on
+_seen: dict[Hashable, None] = {}  # keys seen once: a plan is made at the second call
 _Tensors = tuple[Tensor | None, ...]
 _Sequence = TypeVar("_Sequence", tuple[Any, ...], list[Any])
 _Computation = Callable[..., tuple[Tensor, ...]]
 
 
 class _Thread(threading.local):
-    """What a thread has been through."""
+    """State of one thread."""
 
     has_context = False
 
@@ -40,8 +40,8 @@ _thread = _Thread()
 def enter_thread() -> None:
     """Give this thread CUDA's context, which tensor maps are encoded in.
 
-    The runtime does so at a thread's first call that needs one: memory out of torch's cache is none, nor are launches
-    through the driver.
+    The CUDA runtime makes the context current at a thread's first call that needs it. Taking memory from torch's cache and
+    launching through the driver are no such calls, so it is done here.
     """
     if not _thread.has_context:
         torch.cuda.is_current_stream_capturing()
@@ -66,8 +66,8 @@ class Origin(NamedTuple):
     ) -> tuple[Tensor, ...] | None:
         """Repeat the backward `name`; None where it has no plan yet.
 
-        Tensors at the addresses of the forward's, with their strides, are taken for the forward's own: autograd has checked
-        their versions. What a hook made of them may lie where they did, in another layout.
+        Saved tensors with the addresses and strides of the forward's tensors are those tensors: autograd has checked their
+        versions. Strides are compared because a saved-tensor hook may return a tensor at the same address in another layout.
         """
         enter_thread()
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in saved]
@@ -165,7 +165,7 @@ def _make(found: Hashable, device: int, tensors: _Tensors, function: _Computatio
     """Compute in full, and keep a plan of what was launched where it can be repeated."""
     from dmattn_ops.kernels.launching.launch import recording
 
-    # a plan tells tensors apart: one that is given twice becomes two
+    # a plan identifies tensors by identity, so a tensor that is passed twice becomes two views
     distinct = tuple(
         tensor if tensor is None or not any(tensor is other for other in tensors[:index]) else tensor.view_as(tensor)
         for index, tensor in enumerate(tensors)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import layout, require
+from dmattn_ops import layout, require, sharded
 from dmattn_ops.bands import NO_BAND, Band
 from dmattn_ops.problem import MASK_TENSORS, TILE, UNBOUNDED, Mask
 
@@ -92,7 +92,8 @@ class TileMask:
         """Return the share of the 128 x 128 tiles that kernels visit, a float32 scalar on the mask's device."""
         if self.row_tiles is None:
             limits = self.band.limits(self.seqlen_q, self.seqlen_k)
-            return layout.interval_tiles(self.mask, *limits, self.seqlen_q, self.seqlen_k).float().mean()
+            with sharded.constants_beside(self.lengths):
+                return layout.interval_tiles(self.mask, *limits, self.seqlen_q, self.seqlen_k).float().mean()
         batch, heads, _, _ = self.shape
         rows, columns = (max(1, -(-length // TILE)) for length in (self.seqlen_q, self.seqlen_k))
         return self.row_tiles[..., 1:3].sum(dtype=torch.float32) / max(1, batch * heads * rows * columns)
@@ -100,7 +101,8 @@ class TileMask:
     def to_dense(self) -> Tensor:
         """Return the mask as bool `[Bm, Hm, Sq, Sk]`."""
         limits = self.band.limits(self.seqlen_q, self.seqlen_k)
-        return layout.dense(self.mask, *limits, self.seqlen_q, self.seqlen_k)
+        with sharded.constants_beside(self.lengths):
+            return layout.dense(self.mask, *limits, self.seqlen_q, self.seqlen_k)
 
     def queries(self, start: int, stop: int) -> TileMask:
         """Return the mask of queries `start` to `stop - 1`: for chunked prefill, decoding and context parallelism.
@@ -170,8 +172,8 @@ class TileMask:
 
     def _parts(self, *names: str) -> list[tuple[str, Tensor]]:
         """Return the tensors of these names that there are."""
-        parts = [(name, getattr(self, name)) for name in names]
-        return [(name, part) for name, part in parts if part is not None]
+        found = [(name, getattr(self, name)) for name in names]
+        return [(name, part) for name, part in found if part is not None]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TileMask:
         return self._with({name: function(part) for name, part in self._parts("lengths", *MASK_TENSORS)})

@@ -1,8 +1,10 @@
 """Measure configurations on this GPU and keep those that are faster than the rows' own: `python -m dmattn_ops.tune`.
 
     python -m dmattn_ops.tune --shape "B4 H32 S4096 D128 causal" --shape "B1 H16 Hkv4 S16384 D64 masked"
+    python -m dmattn_ops.tune --shape "B1 H32 Hkv8 S32768 D128 keep1024"
     DMATTN_RECORD=shapes.jsonl python train.py; python -m dmattn_ops.tune --recorded shapes.jsonl
 
+Of dynamic masks, the length of the epochs comes first in which keys are packed, and whether to pack them (`tune_epochs.py`).
 What is found goes to the cache that dispatch reads (`tuning.py`). Nothing else ever tunes: no call of the library does.
 A model (`cost.py`) ranks the candidates, so that few are compiled. Each has to agree with the row's own configuration.
 """
@@ -11,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -25,26 +24,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops import arguments, config, cost, dispatch, masks, meta, plans, resolve, tuning
+from dmattn_ops import config, cost, dispatch, meta, plans, resolve, tune_epochs, tuning
 from dmattn_ops.arch import Arch
-from dmattn_ops.bands import Band
 from dmattn_ops.call import Call, Gradients, Saved
 from dmattn_ops.call import Result as Outputs
 from dmattn_ops.config import Config, Part, Row
-from dmattn_ops.problem import NO_MASK, Mask, Varlen, plain_options
-from dmattn_ops.tile_mask import TileMask
-from dmattn_ops.tuning import Case, Shape
+from dmattn_ops.tune_calls import MARGIN, Measure, disagreement, interleaved, make_call, parse_shape
+from dmattn_ops.tuning import Case, EpochCase, Shape
 
 DIRECTIONS = ("forward", "backward")
 CANDIDATES = 6  # of each kernel, besides the row's own
-MARGIN = 0.98  # of the time of the row's own that a candidate must stay under: smaller gains are noise
-ROUNDS, ROUND_MS, IDLE_SECONDS = 5, 6.0, 0.005
-TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 4e-3}  # relative L2; float32 may use TF32
-DOCUMENTS = 4  # in a sequence of a shape with segments
 DEFAULT_SHAPES = ("B4 H32 S4096 D64 causal", "B4 H16 S4096 D128 causal", "B1 H16 S1024 D64 causal")
 
 Launch = Callable[[Config], None]
-Measure = Callable[[dict[Any, Callable[[], None]]], dict[Any, float]]
 
 
 class Trial(NamedTuple):
@@ -106,86 +98,13 @@ class Progress:
     def finish(self, text: str) -> None:
         """Count one more as done, and print what came out."""
         self.done += 1
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        """Print what came out of a part."""
         if self.shown:
             sys.stderr.write("\r\033[K")
         print(text, flush=True)
-
-
-def parse_shape(text: str) -> Shape:
-    """Return the shape that words such as "B4 H32 Hkv8 S4096 D128 bfloat16 causal masked deterministic" name; or ValueError."""
-    numbers = {
-        "B": "batch",
-        "H": "heads",
-        "Hkv": "kv_heads",
-        "S": "seqlen_q",
-        "Sk": "seqlen_k",
-        "D": "dim",
-        "Dv": "dim_v",
-    }
-    fields: dict[str, Any] = {}
-    causal = False
-    for word in text.split():
-        letters = word.rstrip("0123456789")
-        if letters in numbers and letters != word:
-            fields[numbers[letters]] = int(word[len(letters) :])
-        elif word in ("float16", "bfloat16", "float32"):
-            fields["dtype"] = word
-        elif word in ("causal", "masked", "deterministic", "varlen"):
-            causal |= word == "causal"
-            fields |= {} if word == "causal" else {"mask": "bits"} if word == "masked" else {word: True}
-        else:
-            raise ValueError(f"a shape consists of words such as B4 H32 S4096 D128 causal, got {word!r}")
-    fields.setdefault("kv_heads", fields.get("heads", 1))
-    fields.setdefault("seqlen_k", fields.get("seqlen_q", Shape.seqlen_q))
-    fields.setdefault("dim_v", fields.get("dim", Shape.dim))
-    shape = Shape(**fields)
-    if not causal:
-        return shape
-    # bands of packed sequences begin at the diagonal of each
-    return replace(shape, band_hi=0 if shape.varlen else shape.seqlen_k - shape.seqlen_q)
-
-
-def make_call(shape: Shape, device: torch.device) -> Call:
-    """Return a call of that shape on random data; masks keep half of the elements, or four documents."""
-    dtype = getattr(torch, shape.dtype)
-
-    def rows(seqlen: int, heads: int, dim: int) -> Tensor:
-        tensor = torch.randn(shape.batch, seqlen, heads, dim, device=device, dtype=dtype)
-        return tensor.flatten(0, 1) if shape.varlen else tensor
-
-    query = rows(shape.seqlen_q, shape.heads, shape.dim)
-    key = rows(shape.seqlen_k, shape.kv_heads, shape.dim)
-    value = rows(shape.seqlen_k, shape.kv_heads, shape.dim_v)
-    bias = None if shape.bias is None else torch.randn(_bias_shape(shape), device=device, dtype=dtype)
-    seed = arguments.dropout_seed(query) if shape.dropout_p else None
-    varlen = None
-    if shape.varlen:
-        sequences = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
-        offsets = sequences * shape.seqlen_q, sequences * shape.seqlen_k
-        varlen = Varlen(*offsets, shape.seqlen_q, shape.seqlen_k, False)
-    mask, lo, hi = _mask(shape, device)
-    options = plain_options(
-        shape.dim**-0.5, lo, hi, softcap=shape.softcap, dropout_p=shape.dropout_p, deterministic=shape.deterministic
-    )
-    return Call(query, key, value, bias, mask, None, seed, varlen, options)
-
-
-def _bias_shape(shape: Shape) -> tuple[int, ...]:
-    assert shape.bias is not None
-    return (*shape.bias[:-1], shape.batch * shape.seqlen_k) if shape.varlen else shape.bias
-
-
-def _mask(shape: Shape, device: torch.device) -> tuple[Mask, int, int]:
-    """Return the tensors of a mask like the shape's, and the band to call with."""
-    lo, hi, seqlen_q, seqlen_k = shape.band_lo, shape.band_hi, shape.seqlen_q, shape.seqlen_k
-    mask: Tensor | TileMask | None = None
-    if shape.mask == "bits":
-        mask = torch.rand(1, 1, seqlen_q, seqlen_k, device=device) < 0.5
-    elif shape.mask == "segments" and seqlen_q == seqlen_k:
-        mask = masks.prepare_mask(documents=torch.arange(seqlen_k, device=device)[None] * DOCUMENTS // seqlen_k)
-    elif shape.mask == "segments":
-        mask = torch.rand(1, 1, 1, seqlen_k, device=device) < 0.5
-    return (NO_MASK, lo, hi) if shape.varlen else masks.resolve(mask, Band(lo, hi), seqlen_q, seqlen_k)
 
 
 class Task(NamedTuple):
@@ -202,6 +121,10 @@ class Task(NamedTuple):
 def prepare(direction: str, shape: Shape, device: torch.device, on: Arch | None = None) -> Task | None:
     """Return what to tune for one direction of a shape, as `on` dispatches it; None where its row leaves no choice."""
     call = make_call(shape, device)
+    packed, _ = dispatch.packing_of(direction, call, tune_epochs.architecture(device, on))
+    if packed is not None:  # kernels get packed keys
+        call = dispatch.first_packed(call, packed)
+        shape = tuning.shape_of(call)
     choice = dispatch.offered(direction, call, on, tuned=False)
     if choice.arch is None or not config.parts(choice.row):
         return None
@@ -254,7 +177,7 @@ def tune(
         for values in tried:
             show(f"{task.case} {part.name} {values}")
             attempt = partial(launch, part.put(best, values))
-            refused[values] = _disagreement(attempt, outputs, expected)
+            refused[values] = disagreement(attempt, outputs, expected)
             if not refused[values]:
                 usable[values] = attempt
         times = measure(usable)
@@ -276,58 +199,6 @@ def _ranked(part: Part, task: Task, count: int) -> dict[tuple[Any, ...], float]:
     return {values: predicted[values] for values in (own, *(ranked[:count] if count else ranked))}
 
 
-def _disagreement(attempt: Callable[[], None], outputs: list[Tensor], expected: list[Tensor]) -> str:
-    """Return why a configuration is no candidate: it does not launch, or computes something else; nothing if it is one."""
-    for tensor in outputs:
-        tensor.fill_(math.nan)
-    try:
-        attempt()
-    except Exception as error:  # of a compiler, of a launch, for want of memory
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-    for found, truth in zip(outputs, expected, strict=True):
-        finite = truth.isfinite()
-        difference = (found.float() - truth.float()).where(finite, 0.0).norm()
-        limit = TOLERANCE[truth.dtype] * truth.float().where(finite, 0.0).norm() + 1e-6
-        if not torch.equal(found.isfinite(), finite) or not difference <= limit:
-            return "other results than the row's own"
-    return ""
-
-
-def interleaved(functions: dict[Any, Callable[[], None]]) -> dict[Any, float]:
-    """Return the milliseconds on the GPU of each function: the median over rounds in which all take turns, after a rest each.
-
-    Launches are replayed from CUDA graphs: for few tiles, the host takes longer to launch a kernel than the GPU to run it.
-    """
-    captured = {key: _captured(run) for key, run in functions.items()}
-    times: dict[Any, list[float]] = {key: [] for key in functions}
-    for _ in range(ROUNDS):
-        for key, (graph, repeats) in captured.items():
-            time.sleep(IDLE_SECONDS)
-            times[key].append(_elapsed_ms(graph.replay) / repeats)
-    return {key: statistics.median(values) for key, values in times.items()}
-
-
-def _captured(run: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Return a graph that launches a function as often as fills a round, and how often that is; it must have run before."""
-    repeats = max(1, min(50, int(ROUND_MS / max(_elapsed_ms(run), 1e-3))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            run()
-    graph.replay()
-    return graph, repeats
-
-
-def _elapsed_ms(run: Callable[[], None]) -> float:
-    """Return the milliseconds between the events before and after a call."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
-
-
 def tune_shapes(
     shapes: Iterable[Shape],
     device: torch.device,
@@ -347,9 +218,17 @@ def tune_shapes(
     tasks = [(shape, direction) for shape in sorted(shapes, key=_work, reverse=True) for direction in directions]
     progress = Progress(len(tasks))
     results: dict[Case, Result] = {}
+    lengths: set[EpochCase] = set()
     pending = _Pending()
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where Triton launches
         for shape, direction in tasks:
+            length = tune_epochs.prepare(direction, shape, device, on)
+            if length is not None and length.case not in lengths:
+                lengths.add(length.case)
+                chosen = tune_epochs.tune(length, measure, progress.show)
+                if store:
+                    pending.add(tuning.place(device, length.on), length.case, chosen.entry(date.today().isoformat()))
+                progress.note(chosen.table() if table else str(chosen))
             task = prepare(direction, shape, device, on)
             if task is None:
                 progress.finish(f"{direction} of {shape}: nothing to tune")
@@ -374,10 +253,10 @@ class _Pending:
     """What was found and is not stored yet, and why."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, dict[Case, tuning.Entry]] = {}
+        self.entries: dict[str, dict[Case | EpochCase, tuning.Entry]] = {}
         self.failure: OSError | None = None
 
-    def add(self, at: str, case: Case, entry: tuning.Entry) -> None:
+    def add(self, at: str, case: Case | EpochCase, entry: tuning.Entry) -> None:
         """Store an entry of a place with those that could not be stored before."""
         self.entries.setdefault(at, {})[case] = entry
         try:
@@ -398,7 +277,12 @@ def _work(shape: Shape) -> float:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", action="append", default=[], help='such as "B4 H32 Hkv8 S4096 D128 causal masked"')
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        help='such as "B4 H32 Hkv8 S4096 D128 causal masked"; keep1024 is a dynamic mask',
+    )
     parser.add_argument("--recorded", type=Path, help="a file that DMATTN_RECORD wrote")
     parser.add_argument("--direction", choices=DIRECTIONS, help="only this one")
     parser.add_argument("--candidates", type=int, default=CANDIDATES, help="tried of each kernel; 0 is all")

@@ -4,7 +4,8 @@ A JSON file in `DMATTN_CACHE_DIR` (`$XDG_CACHE_HOME/dmattn_ops`, else `~/.cache/
 
     {"version": 1, "places": {<place>: {<case>: {"own": {...}, "tuned": {...}, "own_ms": 1.0, "tuned_ms": 0.9, "date": ...}}}}
 
-A place is a GPU and a compiler, whatever the driver; a case is a class of calls. An entry counts only while the row still
+Beside configurations of rows stand lengths of the epochs in which keys are packed (`packing.py`), 0 for keys as they lie.
+A place is a GPU and a version of Triton; a case is a class of calls. An entry counts only while the row still
 is what the entry was measured against, and only with values that `config.parts` offers for that row. So a file of anybody
 can make a call slower, not wrong, and one that cannot be used costs a warning. A folder named by `DMATTN_CACHE_DIR` may be
 shared: whoever can list it can read the cache, and whoever can write to it can tune for all (`shared_files.py`).
@@ -31,7 +32,8 @@ from dmattn_ops.arch import Arch
 from dmattn_ops.call import Call
 from dmattn_ops.choose import Choice, Demand
 from dmattn_ops.config import Config, Row
-from dmattn_ops.problem import UNBOUNDED
+from dmattn_ops.packing import Sizes, offered_epochs
+from dmattn_ops.problem import TILE, UNBOUNDED
 
 VERSION = 1
 FOLDER = "DMATTN_CACHE_DIR"
@@ -47,7 +49,7 @@ Places = dict[str, dict[str, Entry]]
 
 @dataclass(frozen=True)
 class Shape:
-    """One call without its data: what tuning needs to make another like it. Masks: none, bits or segments."""
+    """One call without its data: what tuning needs to make another like it. Masks: none, bits, segments or intervals."""
 
     batch: int = 1
     heads: int = 1
@@ -65,6 +67,8 @@ class Shape:
     dropout_p: float = 0.0
     deterministic: bool = False
     varlen: bool = False
+    mask_heads: int = 1  # of intervals
+    at_most: int = -1  # keys that a query sees of intervals, as was promised; -1 is no promise
 
     @property
     def demand(self) -> Demand:
@@ -89,6 +93,59 @@ class Case(NamedTuple):
         words = [self.direction, self.kernel, f"D{self.dim}", f"{self.bits} bits", f"S{self.seqlen}+"]
         flags = {"few tiles": self.few, "masked": self.masked, "deterministic": self.deterministic}
         return " ".join(words + [name for name, holds in flags.items() if holds])
+
+
+class EpochCase(NamedTuple):
+    """Calls that share one tuned length of epochs."""
+
+    direction: str
+    width: int  # of the wider head dimension
+    bits: int
+    keys: int  # fewest keys, a power of two
+    heads: int  # packed heads of all sequences, a power of two
+    group: int  # query heads that read one packed head
+    kept: int  # keys that a query sees at most, rounded up to a tile
+    deterministic: bool
+
+    def __str__(self) -> str:
+        words = [self.direction, "epochs", f"D{self.width}", f"{self.bits} bits", f"S{self.keys}+"]
+        words += [f"H{self.heads}+", f"group {self.group}", f"kept {self.kept}"]
+        return " ".join(words + ["deterministic"] * self.deterministic)
+
+
+def epoch_case(direction: str, call: Call, sizes: Sizes) -> EpochCase:
+    """Return the class of a call whose keys may be packed."""
+    demand, group = call.demand, sizes.heads // sizes.packed_heads
+    keys, heads = (1 << (max(1, size).bit_length() - 1) for size in (sizes.seqlen_k, sizes.batch * sizes.packed_heads))
+    kept = -(-sizes.at_most // TILE) * TILE
+    deterministic = call.options.deterministic
+    return EpochCase(direction, demand.width, 8 * demand.itemsize, keys, heads, group, kept, deterministic)
+
+
+def tuned_epoch(direction: str, call: Call, sizes: Sizes, own: int, at: str) -> tuple[int, str]:
+    """Return the cached length of epochs of a call's case at a place and where it is from, or the rule's `own` and nothing."""
+    entry = entries().get(at, {}).get(str(epoch_case(direction, call, sizes)))
+    if entry is None or entry.get("own") != {"epoch": own} or not _has_evidence(entry):
+        return own, ""
+    values = entry.get("tuned")
+    length = values.get("epoch") if isinstance(values, dict) and len(values) == 1 else None
+    if type(length) is not int or length == own or length not in offered_epochs(sizes):
+        return own, ""
+    return length, (
+        f"tuned: {entry['tuned_ms']} ms {epochs_text(length)}, {entry['own_ms']} ms {epochs_text(own)}"
+        f" ({at}, {entry['date']})"
+    )
+
+
+def epochs_text(length: int) -> str:
+    """Return how keys lie, in words, for a length of epochs."""
+    return f"in epochs of {length} queries" if length else "with keys as they lie"
+
+
+def epoch_entry(own: int, tuned: int, own_ms: float, tuned_ms: float, date: str) -> Entry:
+    """Return the entry that makes epochs of `tuned` queries take the place of the rule's."""
+    lengths = {"own": {"epoch": own}, "tuned": {"epoch": tuned}}
+    return {**lengths, "own_ms": round(own_ms, 4), "tuned_ms": round(tuned_ms, 4), "date": date}
 
 
 def case_of(direction: str, row: Row, on: Arch, demand: Demand, masked: bool, deterministic: bool) -> Case:
@@ -179,7 +236,7 @@ def locked() -> Iterator[tuple[shared_files.Folder, Path]]:
         yield folder, file
 
 
-def merge(at: str, found: dict[Case, Entry]) -> None:
+def merge(at: str, found: dict[Case | EpochCase, Entry]) -> None:
     """Write entries of one place beside what others wrote: under a lock, and replaced as a whole, so that readers need none.
 
     A file that is damaged, no cache, or of another version is kept as `OLD`. OSError: see `locked`.
@@ -280,6 +337,8 @@ def shape_of(call: Call) -> Shape:
         dropout_p=options.dropout_p,
         deterministic=options.deterministic,
         varlen=call.varlen is not None,
+        mask_heads=1 if call.mask.end is None else call.mask.end.shape[1],
+        at_most=-1 if call.mask.at_most is None else call.mask.at_most,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a call refuses: every message names the argument, what was expected and what was got.
+"""Validation: every message names the argument, what was expected and what was got.
 
 Shapes, dtypes and devices are checked where the operators allocate (`meta/fakes.py`), so that eager, compiled, exported
 and direct `torch.ops.dmattn.*` calls refuse the same; types and choices are checked by the public functions. A size

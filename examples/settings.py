@@ -20,6 +20,7 @@ from model import ModelConfig
 CHECKPOINT = "checkpoint.pt"
 PICTURES = ("loss.png", "mask.png")
 LARGEST_HEAD = 256
+LONGEST_DENSE = 16384  # bytes of a sequence whose mask torch's own attention gets as one number for each pair of bytes
 
 
 class SettingError(ValueError):
@@ -39,9 +40,10 @@ class Plan:
     validate_every: int = 50
     validation_batches: int = 8
     seed: int = 0
+    dense_steps: int = 0  # of the same model with dense causal attention, afterwards, to compare the speed
 
 
-def defaults(device: str) -> tuple[ModelConfig, Plan]:
+def standard(device: str) -> tuple[ModelConfig, Plan]:
     """Return sizes that take two CPU cores a few minutes, or that give a GPU something to do.
 
     Both have sequences of many tiles of 128: the masks leave whole tiles empty, which is what saves time.
@@ -49,6 +51,21 @@ def defaults(device: str) -> tuple[ModelConfig, Plan]:
     if device == "cuda":
         return ModelConfig(8, 768, 12, 4, keep=512, seqlen=2048), Plan(600, 8, 1e-3, warm_up=60, validate_every=100)
     return ModelConfig(seqlen=1024), Plan(batch=2)
+
+
+def long(device: str) -> tuple[ModelConfig, Plan]:
+    """Return sizes whose attention would take nearly all of the time if it were dense.
+
+    On a GPU 131072 bytes a sequence, of which a query sees 2048, in about 60 GB; on a CPU 8192, of which it sees 512.
+    """
+    if device == "cuda":
+        config = ModelConfig(8, 1024, 8, 2, keep=2048, seqlen=131072)
+        return config, Plan(200, 1, 1e-3, warm_up=20, validate_every=50, validation_batches=2, dense_steps=3)
+    config = ModelConfig(2, keep=512, seqlen=8192)
+    return config, Plan(40, 1, warm_up=5, validate_every=20, validation_batches=2, dense_steps=3)
+
+
+PRESETS = {"standard": standard, "long": long}
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,6 +85,11 @@ def parse(arguments: list[str], description: str | None = None) -> argparse.Name
     earlier.add_argument("--overwrite", action="store_true", help="replace what an earlier run left in --out")
     parser.add_argument("--compare", choices=["sdpa"], help="train again through torch's attention and compare")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="sizes where no option gives others; long: sequences of 131072 bytes on a GPU, 8192 on a CPU",
+    )
     parser.add_argument("--deterministic", action="store_true", help="repeatable bit for bit, as on a CPU always")
     parser.add_argument("--stop-at", type=int, help="stop at this step, as an interruption would")
     for name, meaning in {
@@ -82,6 +104,7 @@ def parse(arguments: list[str], description: str | None = None) -> argparse.Name
         "warm_up": "steps until the highest learning rate",
         "validate_every": "steps from one validation and checkpoint to the next",
         "seed": "decides the first weights and the order of the text",
+        "dense_steps": "steps of the same model with dense causal attention, to compare the speed",
     }.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=meaning)
     parser.add_argument("--rate", type=float, help="highest learning rate")
@@ -93,13 +116,15 @@ def _option(name: str) -> str:
 
 
 def chosen(options: argparse.Namespace, stored: dict[str, Any] | None) -> tuple[ModelConfig, Plan]:
-    """Return the sizes and the plan: what the command line gives, else the checkpoint's settings, else the defaults.
+    """Return the sizes and the plan: what the command line gives, else the checkpoint's settings, else the preset's.
 
     A checkpoint fixes all but the number of steps.
     """
-    config, plan = (asdict(values) for values in defaults(options.device))
+    config, plan = (asdict(values) for values in PRESETS[options.preset or "standard"](options.device))
     if stored is not None:
-        config, plan = dict(stored["model"]), dict(stored["plan"])
+        if options.preset:
+            raise SettingError(f"--preset {options.preset} does nothing with --resume: the checkpoint holds the sizes")
+        config, plan = dict(stored["model"]), asdict(Plan()) | stored["plan"]
     given = {name: value for name in (*config, *plan) if (value := getattr(options, name, None)) is not None}
     if stored is not None:
         fixed = {**config, **plan}
@@ -119,8 +144,9 @@ def refuse_what_cannot_work(config: ModelConfig, plan: Plan, options: argparse.N
     for name in ("layers", "dim", "heads", "kv_heads", "keep", "seqlen", "steps", "batch", "validate_every"):
         if given[name] < 1:
             raise SettingError(f"{_option(name)} must be 1 or more, got {given[name]}")
-    if plan.warm_up < 0:
-        raise SettingError(f"--warm-up must not be negative, got {plan.warm_up}")
+    for name in ("warm_up", "dense_steps"):
+        if given[name] < 0:
+            raise SettingError(f"{_option(name)} must not be negative, got {given[name]}")
     if not 0 <= plan.seed < 1 << 31:
         raise SettingError(f"--seed must lie between 0 and 2^31 - 1, got {plan.seed}")
     if not (math.isfinite(plan.rate) and plan.rate > 0):
@@ -134,6 +160,11 @@ def refuse_what_cannot_work(config: ModelConfig, plan: Plan, options: argparse.N
         raise SettingError(f"{sizes}, which must be even for rotary positions and at most {LARGEST_HEAD}")
     if options.stop_at is not None and not 1 <= options.stop_at <= plan.steps:
         raise SettingError(f"--stop-at must lie between 1 and --steps {plan.steps}, got {options.stop_at}")
+    if options.compare and config.seqlen > LONGEST_DENSE:
+        needed = f"{plan.batch * config.heads * config.seqlen**2 * 4 / 1e9:.0f} GB"
+        raise SettingError(
+            f"--compare {options.compare} needs a mask of {needed} at --seqlen {config.seqlen}, and takes {LONGEST_DENSE} at most"
+        )
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device cuda needs a GPU that torch can see, and there is none")
 

@@ -1,8 +1,9 @@
 """Train a small language model with dynamic-mask attention under `torch.compile(fullgraph=True)`.
 
 `python examples/train.py` learns the source of Python's standard library; `--data FILE` any other text, `--resume`
-goes on where the last run stopped, `--compare sdpa` trains the same model again through torch's own attention. What it
-writes goes to `--out`: a checkpoint and, where matplotlib is installed, the loss curve and a picture of the masks.
+goes on where the last run stopped, `--compare sdpa` trains the same model again through torch's own attention.
+`--preset long` trains on long sequences, 131072 bytes each on a GPU, and says how fast dense causal attention would be. What
+a run writes goes to `--out`: a checkpoint and, where matplotlib is installed, the loss curve and a picture of the masks.
 Ctrl-C stops after the step that runs, saves, and says how to go on.
 """
 
@@ -14,6 +15,7 @@ import os
 import pickle
 import shlex
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -33,7 +35,8 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 import benefit
 import settings
 from corpus import Text, batch, unigram_entropy
-from model import ByteModel, ModelConfig, attend_dmattn, attend_sdpa
+from dmattn_ops import TileMask, dynamic_mask
+from model import ByteModel, ModelConfig, attend_dense, attend_dmattn, attend_sdpa
 from pictures import draw_pictures
 from settings import Plan, SettingError
 
@@ -42,7 +45,7 @@ try:
 except ImportError:
     tqdm = None
 
-ATTENTIONS = {"dmattn": attend_dmattn, "sdpa": attend_sdpa}
+ATTENTIONS = {"dmattn": attend_dmattn, "sdpa": attend_sdpa, "dense": attend_dense}
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of a program that Ctrl-C ended
 
 
@@ -117,6 +120,17 @@ class Trainer:
         self.history.train.append(loss.item())
         return self.history.train[-1]
 
+    def trial_seconds(self) -> float:
+        """Return how long forward and backward of a step take; nothing is learned."""
+        began = time.perf_counter()
+        with self.autocast():
+            loss = self.loss(*self.draw(self.text.train, self.plan.seed))
+        loss.backward()
+        self.optimizer.zero_grad()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
     @torch.no_grad()
     def validate(self) -> float:
         """Return the mean loss over fixed windows of the held-out text."""
@@ -126,12 +140,16 @@ class Trainer:
         return torch.stack(losses).mean().item()
 
     @torch.no_grad()
-    def masks(self, count: int = 1) -> list[Tensor]:
-        """Return each layer's mask `[count, Hkv, S, S]` for held-out windows, the causal condition included."""
-        masks: list[Tensor] = []
+    def scores(self, count: int = 1) -> list[Tensor]:
+        """Return what each layer's keys are worth, `[count, Hkv, S]`, in held-out windows."""
+        scores: list[Tensor] = []
         with self.autocast():
-            self.model(self.draw(self.text.validation, -1)[0][:count], masks)
-        return [mask.tril() for mask in masks]
+            self.model(self.draw(self.text.validation, -1)[0][:count], scores)
+        return scores
+
+    def masks(self, count: int = 1) -> list[TileMask]:
+        """Return each layer's mask `[count, Hkv, S, S]` for held-out windows, the causal condition included."""
+        return [dynamic_mask(score, self.model.config.keep) for score in self.scores(count)]
 
     def save(self, path: Path) -> None:
         """Write everything that the next step depends on, all at once."""
@@ -179,7 +197,7 @@ def load_state(path: Path, device: str) -> dict[str, Any]:
 
 
 class Facts(NamedTuple):
-    """What a run measured: tokens per second after warm-up, seconds of warm-up, share of skipped tiles, recompiles."""
+    """What a run measured: tokens per second after warm-up, seconds of warm-up, share of empty tiles, recompiles."""
 
     speed: float
     warm_up: float
@@ -291,6 +309,18 @@ def sample(trainer: Trainer, prompt: bytes, length: int) -> str:
     return bytes(written).decode(errors="replace")
 
 
+def print_dense_speed(trainer: Trainer) -> None:
+    """Time steps of a trained model in turns with those of the same model with dense causal attention; print both speeds."""
+    plan, config = trainer.plan, trainer.model.config
+    print(f"dense: compiling the model with dense causal attention, then {plan.dense_steps} steps of both in turns")
+    dense = Trainer(config, plan, trainer.text, trainer.device, "dense")
+    rounds = [[each.trial_seconds() for each in (trainer, dense)] for _ in range(1 + plan.dense_steps)][1:]
+    masked, causal = (statistics.median(times) for times in zip(*rounds, strict=True))  # without the first: it compiles
+    speeds = (f"{plan.batch * config.seqlen / seconds:,.0f}" for seconds in (masked, causal))
+    print("dense causal    {} tokens/s with the masks, {} with".format(*speeds), end=" ")
+    print(f"dense causal attention: {causal / masked:.2f} times as fast")
+
+
 def report(trainer: Trainer, facts: Facts, entropy: float) -> None:
     """Print what happened, from the compiler's own counters and the graphs it was given."""
     validation = trainer.history.validation
@@ -305,7 +335,9 @@ def report(trainer: Trainer, facts: Facts, entropy: float) -> None:
     print(
         f"tiles skipped   {facts.skipped:.0%} of those that causal attention visits, 128 x 128 (query, key) pairs each"
     )
-    masked, causal = benefit.measure(config, trainer.masks(trainer.plan.batch), dtype)
+    scores = trainer.scores(trainer.plan.batch)
+    print(f"packing         {benefit.how_keys_are_read(config, scores[0], dtype)}")
+    masked, causal = benefit.measure(config, scores, dtype)
     print(
         f"attention       {1e3 * masked:.1f} ms a step with the masks, {1e3 * causal:.1f} ms without:"
         f" {causal / masked:.2f} times as fast"
@@ -336,7 +368,7 @@ def how_to_resume(options: argparse.Namespace) -> str:
 
     command = [short(Path(sys.executable)), short(Path(__file__).resolve()), "--resume"]
     standard = settings.parse([])
-    for name in ("data", "out", "device", "compare"):
+    for name in ("data", "out", "device", "compare"):  # the checkpoint knows the rest
         if getattr(options, name) != getattr(standard, name):
             command += [f"--{name}", str(getattr(options, name))]
     return shlex.join(command + ["--deterministic"] * options.deterministic)
@@ -384,6 +416,8 @@ def main(arguments: list[str]) -> dict[str, Trainer]:
     print(f"\n{sample(trainer, b'def ', 300)}\n")
     trainers = {"dmattn": trainer}
     report(trainer, facts, entropy)
+    if plan.dense_steps:
+        print_dense_speed(trainer)
     if options.compare:
         trainers["sdpa"] = compare(config, plan, text, options.device, trainer)
     for path in draw_pictures(trainers, entropy, options.out):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import ranks
 import torch
 
 import dmattn_ops
@@ -55,6 +56,13 @@ def attention() -> Iterator[Attention]:
     with torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000):
         yield Attention()
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[ranks.Ranks]:
+    """Two processes of one group, for all tests of a file: `two_ranks(function, *arguments)` returns results by rank."""
+    with ranks.Ranks(2) as processes:
+        yield processes
 
 
 @pytest.fixture(autouse=True)

@@ -159,6 +159,22 @@ def test_without_gluon_portable_kernels_take_the_call(monkeypatch):
     assert any("needs another Triton" in reason for reason in launch.passed_over)
 
 
+def test_intervals_whose_lists_would_be_too_long_are_left_to_kernels_that_need_none(monkeypatch):
+    interval_lists = pytest.importorskip("dmattn_ops.kernels.interval_lists")
+    start = torch.zeros(1, 1, 512, dtype=torch.int32)
+    mask = dmattn_ops.prepare_mask(intervals=(start, start + 300), seqlen_q=512)
+    for dim, kernel in ((64, "hopper"), (256, "hopper256")):
+        query = torch.randn(1, 512, 4, dim, dtype=torch.bfloat16)
+        with monkeypatch.context() as patch:
+            found = dmattn_ops.explain(query, query, query, mask, arch="9.0")
+            assert (found.forward.kernel, found.backward.kernel) == ("hopper", kernel)
+            patch.setattr(interval_lists, "_LONGEST_LISTS", 0)
+            found = dmattn_ops.explain(query, query, query, mask, arch="9.0")
+        for launch in (found.forward, found.backward):
+            assert launch.kernel == "portable"
+            assert any("lists of tiles" in reason and "too long" in reason for reason in launch.passed_over)
+
+
 def test_explain_follows_the_environment_unless_it_is_told_an_architecture(monkeypatch):
     query = torch.randn(1, 8, 1, 16)
     monkeypatch.setenv("DMATTN_ARCH", "8.6")

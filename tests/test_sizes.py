@@ -23,7 +23,7 @@ FILE_EXCEPTIONS = {"dmattn_ops/kernels/hopper/backward/kernel.py": 640, "dmattn_
 
 PYTHON = sorted(
     path
-    for folder in ("dmattn_ops", "meta", "benchmarks", "examples", "tests")
+    for folder in ("dmattn_ops", "meta", "benchmarks", "docs", "examples", "tests")
     for path in (ROOT / folder).rglob("*.py")
 )
 CPP = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".cpp", ".h"})

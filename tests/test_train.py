@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ import benefit
 import settings
 import train
 from corpus import batch, from_file, standard_library, unigram_entropy
-from model import ByteModel, ModelConfig, keep_best
+from dmattn_ops import dynamic_mask, prepare_mask
+from model import ByteModel, ModelConfig, attend_dmattn
 from settings import CHECKPOINT, SettingError
 
 TINY = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, keep=24, seqlen=96)
@@ -53,14 +55,31 @@ def finished(text_file, tmp_path_factory):
     return out, trainers, printed.getvalue()
 
 
-@pytest.mark.parametrize("keep", [1, 5, 40])
-def test_each_query_keeps_the_best_keys_of_its_own_prefix(keep):
-    score = torch.randint(0, 9, (2, 3, 40), generator=torch.Generator().manual_seed(keep)).float()  # with ties
-    kept = keep_best(score, keep).tril()
-    for row, scores in zip(kept.flatten(0, 1), score.flatten(0, 1), strict=True):
-        for query in range(40):
-            prefix = sorted(range(query + 1), key=lambda key: (-scores[key], key))
-            assert sorted(prefix[:keep]) == row[query].nonzero().flatten().tolist()
+@pytest.mark.parametrize("keep", [1, 5, 96])
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_query_of_the_model_keeps_the_best_keys_of_its_own_prefix(keep, tied):
+    """By the definition: of equal scores the earlier key is better, and no later key counts."""
+    seen = []
+
+    def attend(query, key, value, mask, bias):
+        seen.append((mask.to_dense(), bias[:, :, 0]))
+        return attend_dmattn(query, key, value, mask, bias)
+
+    torch.manual_seed(keep)
+    model = ByteModel(replace(TINY, keep=keep), attend)
+    for block in model.blocks if tied else ():
+        exact = block.attention.score
+        block.attention.score = lambda value, exact=exact: (4 * exact(value)).round()
+    with torch.no_grad():
+        model(torch.randint(0, 256, (2, TINY.seqlen)))
+    assert len(seen) == TINY.layers
+    for mask, score in seen:
+        assert mask.shape == (2, TINY.kv_heads, TINY.seqlen, TINY.seqlen)
+        assert (score[..., None] == score[..., None, :]).sum() > score.numel() or not tied
+        for row, scores in zip(mask.flatten(0, 1), score.flatten(0, 1).tolist(), strict=True):
+            for query in range(TINY.seqlen):
+                prefix = sorted(range(query + 1), key=lambda key: (-scores[key], key))
+                assert sorted(prefix[:keep]) == row[query].nonzero().flatten().tolist()
 
 
 def test_bytes_of_the_future_never_change_logits_of_the_past():
@@ -84,8 +103,9 @@ def test_the_mask_follows_the_data():
         model(torch.randint(0, 256, (1, TINY.seqlen)), first)
         model(torch.randint(0, 256, (1, TINY.seqlen)), second)
     assert len(first) == TINY.layers
-    assert not torch.equal(first[0], second[0])
-    assert (first[0].tril().sum(-1) == torch.arange(1, TINY.seqlen + 1).clamp(max=TINY.keep)).all()
+    one, other = (dynamic_mask(scores[0], TINY.keep).to_dense() for scores in (first, second))
+    assert not torch.equal(one, other)
+    assert (one.sum(-1) == torch.arange(1, TINY.seqlen + 1).clamp(max=TINY.keep)).all()
 
 
 def test_score_learns_through_the_bias():
@@ -150,10 +170,13 @@ def test_run_says_that_it_compiles_and_what_the_masks_save(finished):
 def test_share_of_skipped_tiles_is_counted_against_causal_attention():
     everything = torch.ones(1, 2, 512, 512, dtype=torch.bool).tril()
     near = everything.triu(-100)  # two tiles in each row of tiles but the first: 7 of 10
+    everything, near, short = map(prepare_mask, (everything, near, near[..., :300, :300]))
     assert benefit.tiles_skipped([everything]) == pytest.approx(0)
     assert benefit.tiles_skipped([near]) == pytest.approx(0.3)
     assert benefit.tiles_skipped([everything, near]) == pytest.approx(0.15)
-    assert benefit.tiles_skipped([near[..., :300, :300]]) == pytest.approx(1 / 6)  # the last tiles are not whole
+    assert benefit.tiles_skipped([short]) == pytest.approx(1 / 6)  # the last tiles are not whole
+    latest = dynamic_mask(torch.arange(512.0).expand(1, 2, -1), 101)  # the best are the latest: the same tiles
+    assert benefit.tiles_skipped([latest]) == pytest.approx(0.3)
 
 
 def refusal(arguments):
@@ -179,6 +202,12 @@ def refusal(arguments):
         (["--steps=0"], "--steps must be 1 or more, got 0"),
         (["--batch=0"], "--batch must be 1 or more"),
         (["--validate-every=0"], "--validate-every must be 1 or more"),
+        (["--dense-steps=-1"], "--dense-steps must not be negative, got -1"),
+        (["--preset=short"], "argument --preset: invalid choice: 'short'"),
+        (
+            ["--preset=long", "--compare=sdpa", "--seqlen=20000"],
+            "--compare sdpa needs a mask of 26 GB at --seqlen 20000",
+        ),
         (["--warm-up=-1"], "--warm-up must not be negative, got -1"),
         (["--rate=nan"], "--rate must be positive and finite, got nan"),
         (["--rate=0"], "--rate must be positive and finite, got 0.0"),
@@ -269,6 +298,11 @@ def test_resume_names_what_differs(arguments, told, finished, text_file):
     line = refusal([*RUN, f"--data={text_file}", f"--out={finished[0]}", "--resume", *arguments])
     assert line.endswith(told)
     assert contents(finished[0]) == before
+
+
+def test_resume_refuses_a_preset(finished, text_file):
+    line = refusal([*RUN, f"--data={text_file}", f"--out={finished[0]}", "--resume", "--preset=long"])
+    assert line == "--preset long does nothing with --resume: the checkpoint holds the sizes"
 
 
 def test_resume_refuses_another_text(finished):

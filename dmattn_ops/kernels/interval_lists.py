@@ -92,22 +92,31 @@ def interval_lists(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen
     return row_tiles, col_tiles
 
 
-def listed(call: Call) -> Call:
-    """Return a call whose mask of intervals has lists of tiles; other calls, and one with too long lists, as they are.
+def too_long(call: Call) -> bool:
+    """Return whether the lists that intervals need would take more than `_LONGEST_LISTS` words."""
+    mask, options = call.mask, call.options
+    if mask.kind != "intervals" or mask.row_tiles is not None:
+        return False
+    parts = (mask.start, mask.end, mask.hidden_from, mask.hidden_to)
+    batch, heads = (max(part.shape[dim] for part in parts if part is not None) for dim in (0, 1))
+    rows, cols = tile_records(call.query.shape[1]), tile_records(call.key.shape[1])
+    words = rows * (list_capacity(cols, options.band_lo, options.band_hi) + HEADER)
+    words += cols * (list_capacity(rows, options.band_lo, options.band_hi) + HEADER)
+    return batch * heads * words > _LONGEST_LISTS
 
-    Where the lists would take more than `_LONGEST_LISTS` words, kernels walk the band, and test every tile in it.
+
+def listed(call: Call) -> Call:
+    """Return a call whose mask of intervals has lists of tiles, made for this call; other calls as they are.
+
+    Where the lists would be too long, kernels that can walk the band instead, and test every tile in it.
     """
     if call.mask.kind != "intervals":
         return call
     mask, options = laid_out_alike(call.mask), call.options
-    if mask.row_tiles is None:
-        assert mask.start is not None
+    if mask.row_tiles is None and not too_long(call):
         lengths = call.query.shape[1], call.key.shape[1]
-        rows, cols = (tile_records(length) for length in lengths)
-        width = list_capacity(cols, options.band_lo, options.band_hi) + HEADER
-        if 2 * mask.start.shape[0] * mask.start.shape[1] * rows * width <= _LONGEST_LISTS:
-            row_tiles, col_tiles = interval_lists(mask, options.band_lo, options.band_hi, *lengths)
-            mask = mask._replace(row_tiles=row_tiles, col_tiles=col_tiles)
+        row_tiles, col_tiles = interval_lists(mask, options.band_lo, options.band_hi, *lengths)
+        mask = mask._replace(row_tiles=row_tiles, col_tiles=col_tiles)
     return call._replace(mask=mask)
 
 

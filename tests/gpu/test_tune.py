@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import tune, tuning
+from dmattn_ops import packing, tune, tune_epochs, tuning
 from dmattn_ops.testing import Problem, check
 
 pytestmark = pytest.mark.gpu
@@ -40,4 +40,25 @@ def test_a_short_tuning_run_with_the_real_clock(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "rank correlation" in out and str(tmp_path) in out
     assert len(tuning.entries()) == 1
+    tuning.forget()
+
+
+def test_tuned_lengths_of_epochs_are_used_and_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(tuning.FOLDER, str(tmp_path))
+    tuning.forget()
+    device = torch.device("cuda", torch.cuda.current_device())
+    shape = tune.parse_shape("B1 H8 Hkv2 S8192 D64 keep512")
+    task = tune_epochs.prepare("forward", shape, device)
+    others = [length for length in packing.offered_epochs(task.sizes) if length not in (0, task.own)]
+    result = tune_epochs.tune(task, lambda functions: {length: 1.0 + (length != others[-1]) for length in functions})
+    assert result.refused == {} and result.length == others[-1]
+    tuning.merge(tuning.place(device, task.on), {task.case: result.entry("2026-11-22")})
+    query, key, scores = (
+        torch.randn(shape, device=device) for shape in ((1, 8192, 8, 64), (1, 8192, 2, 64), (1, 2, 8192))
+    )
+    query, key = query.bfloat16(), key.bfloat16()
+    shown = dmattn_ops.explain(query, key, key, dmattn_ops.dynamic_mask(scores, 512)).forward.packing
+    assert shown.packing.epochs.length == others[-1] and "tuned: " in str(shown)
+    assert tune.main(["--shape", "B1 H8 Hkv2 S8192 D64 keep512", "--candidates", "1"]) == 0  # with the real clock
+    assert "epochs D64 16 bits S8192+ H2+ group 4 kept 512" in capsys.readouterr().out
     tuning.forget()

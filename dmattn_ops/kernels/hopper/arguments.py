@@ -1,11 +1,12 @@
-"""What the launchers of the SM 9.0 kernels pass alike: the numbers of scores and of a bias."""
+"""What the launchers of the SM 9.0 kernels do alike: lists for intervals, the numbers of scores and of a bias."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from dmattn_ops.call import Call, bias_kind
-from dmattn_ops.kernels.interval_lists import interval_lists, laid_out_alike
+from dmattn_ops.call import bias_kind
+from dmattn_ops.kernels.interval_lists import listed as listed
+from dmattn_ops.kernels.interval_lists import too_long as too_long
 from dmattn_ops.kernels.launching.launch import workspace
 from dmattn_ops.kernels.portable.arguments import bias_arguments
 from dmattn_ops.problem import Options
@@ -20,18 +21,6 @@ def score_factors(options: Options) -> tuple[float, float]:
     """
     scale, cap = options.softmax_scale, options.softcap
     return (2.0 * LOG2E * scale / cap, cap * LOG2E) if cap else (scale * LOG2E, 0.0)
-
-
-def listed(call: Call) -> Call:
-    """Return a call whose mask has lists of tiles: those of intervals are made for this call alone, whatever they take."""
-    if call.mask.kind != "intervals":
-        return call
-    mask, options = laid_out_alike(call.mask), call.options
-    if mask.row_tiles is None:
-        sizes = call.query.shape[1], call.key.shape[1]
-        row_tiles, col_tiles = interval_lists(mask, options.band_lo, options.band_hi, *sizes)
-        mask = mask._replace(row_tiles=row_tiles, col_tiles=col_tiles)
-    return call._replace(mask=mask)
 
 
 def bias_places(bias: Tensor | None, heads: int) -> tuple[int, int, int, int]:

@@ -110,7 +110,7 @@ def step_bias(bias, head, key_bias, keys, queries, exact, BIAS: gl.constexpr):
 
 @gluon.jit
 def first_scores(added, N: gl.constexpr, BIAS: gl.constexpr):
-    """Return what the products of scores `[64, N]` are added to: a full bias, which so takes no registers of its own."""
+    """Return the initial accumulator of scores `[64, N]`: a full bias, which then needs no registers of its own, or zeros."""
     if BIAS == FULL_BIAS:
         return added
     else:

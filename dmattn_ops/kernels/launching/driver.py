@@ -1,7 +1,7 @@
 """The few CUDA driver functions that launch a compiled kernel again, called through ctypes: no headers, no compiler.
 
 A call costs 0.3 us of Python besides what the driver takes; parsing the 100 arguments of a kernel with tensor maps in
-Triton's own launcher takes 10 times that. Whoever has no such driver gets None and launches through Triton.
+Triton's own launcher takes 10 times that. If the driver is too old, `driver()` returns None and Triton launches.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def encode_map(
 
 
 class Launch(NamedTuple):
-    """A kernel, its parameters and a stream: never written again, so that threads may launch it at the same time."""
+    """A kernel, its parameters and a stream. It never changes, so that several threads may launch it at the same time."""
 
     run: Callable[[], int]  # returns 0 or a CUresult
     memory: list[Any]  # that parameters lie in

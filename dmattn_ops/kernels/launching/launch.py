@@ -86,7 +86,7 @@ def _argument(argument: Any) -> Any:
 
 
 class _Watch(TorchDispatchMode):
-    """Notices operators that change a tensor: a plan would leave them out."""
+    """A dispatch mode that notices operators that change a tensor, since a plan would not repeat them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Watch(TorchDispatchMode):
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Let operators change what they like."""
+        """Allow operators that change tensors, because the recorder knows of them."""
         before, self.looks = self.looks, False
         try:
             yield

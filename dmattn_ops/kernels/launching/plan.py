@@ -117,7 +117,8 @@ class Stage(NamedTuple):
     def prepare(self, found: tuple[int, ...], addresses: list[int], stream: int) -> list[Ready]:
         """Return the launches with tensors at `addresses`, and keep them where the driver can do them all.
 
-        The newest make room: of more sets than there is room for, in a cycle, most are then still found.
+        When the cache is full the newest entry is replaced. If more sets of addresses than fit recur in a cycle, most of them
+        are still found that way, where replacing the oldest would find none.
         """
         made = [relaunch.at(addresses, stream) for relaunch in self.launches]
         if all(
@@ -208,7 +209,7 @@ def _value(reference: Any, addresses: list[int]) -> Any:
 
 
 def _hooked() -> bool:
-    """Return whether someone (a profiler such as Proton) asked Triton to be told of each launch."""
+    """Return whether launch hooks are installed in Triton, for example by the profiler Proton."""
     runtime = knobs.runtime
     entering, leaving = runtime.launch_enter_hook, runtime.launch_exit_hook
     return (entering is not None and bool(getattr(entering, "calls", True))) or (

@@ -78,6 +78,12 @@ def _backward_pass(call: Call, saved: Saved, grads: Gradients, packing: Packing,
         sum_bias(dbias, slots, grads.dbias, call.query.shape[2], of.start, of.stop - of.start, add=shared)
 
 
+def first_pass(call: Call, packing: Packing) -> Call:
+    """Return the call on packed keys that kernels get for the heads of the first pass: what tuning measures them with."""
+    part = next(_passes(call, packing))
+    return _packed_call(call, packing, part, _slots(call, packing.epochs, part, packing, inverse=False))
+
+
 def _passes(call: Call, packing: Packing) -> Iterator[Pass]:
     """Return the ranges of packed heads; more than one are not repeated from a plan, which would keep all workspaces."""
     readers = call.query.shape[2] // packing.heads  # query heads that read one packed head

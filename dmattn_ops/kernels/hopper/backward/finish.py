@@ -1,8 +1,8 @@
 """How the SM 9.0 backward ends: programs that find no more blocks turn the sums in the workspace into dq.
 
-A kernel behind this one would wait for the last block, and so would the SMs that have none. Here a counter of each key head
-says how many of its blocks have added all they have, twice, since each has two reducers; a tile of dq waits for those of its
-head alone. When tiles are drawn all blocks have been, by programs that are running: nobody waits for what cannot proceed.
+A separate kernel would start only after the last block, while SMs without blocks are idle. Here a counter for each key head
+says how many reducers have added all that their block contributes (two for each block), and a tile of dq waits for the blocks
+of its own head only. Tiles are drawn after all blocks have been drawn, by programs that are running, so nothing can deadlock.
 
 Additions are TMA's: a reducer waits until they are complete, fences the async proxy, and counts with a release; a producer's
 acquire of the count, its arrival at the barrier of `announce` and `receive` order the consumers' loads behind them.
@@ -20,7 +20,7 @@ from dmattn_ops.problem import TILE as _TILE
 TILE = gl.constexpr(_TILE)
 
 # The workspace as it lies in memory: a thread loads 16 bytes at a time, and gets what it would hold of an accumulator of
-# 64 queries x D columns (`hopper_backward_steps.FRAGMENT`)
+# 64 queries x D columns (`steps.FRAGMENT`)
 _REGISTERS = [[1], [2], [512], [1024], [2048]]
 _LANES = [[4], [8], [16], [32], [64]]
 _WARPS = [[128], [256]]

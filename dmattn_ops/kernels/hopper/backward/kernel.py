@@ -4,7 +4,7 @@ Five partitions: two consumers of 64 keys each (4 warps, 240 registers) that kee
 heads of the group, one warp that loads by TMA, and two that add each consumer's share of dq to the workspace by TMA.
 They count the steps of all blocks of a program in one sequence, in which the step after a block's last hands out its last
 dq and has no query tile: stages, phases and buffers follow from the count. A program that finds no more blocks turns to
-`hopper_backward_finish`.
+`finish.py`.
 """
 
 from __future__ import annotations

@@ -8,12 +8,7 @@ from torch import Tensor
 from dmattn_ops import arch
 from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward
-from dmattn_ops.kernels.hopper.arguments import (
-    bias_places,
-    listed,
-    room_for_key_sums,
-    score_factors,
-)
+from dmattn_ops.kernels.hopper.arguments import bias_places, listed, room_for_key_sums, score_factors, too_long
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
@@ -47,6 +42,7 @@ def refusals(call: Call) -> list[str]:
         f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
         f"head dimensions {dim} and {dim_v} that are no multiples of 8": dim % 8 != 0 or dim_v % 8 != 0,
         f"head dimensions {dim} and {dim_v} of different tiles": (dim <= 64) != (dim_v <= 64),
+        "intervals whose lists of tiles would be too long": varlen is None and too_long(call),
     }
     found = [f"the SM 9.0 backward does not support {name}" for name, holds in reasons.items() if holds]
     if varlen is None:
@@ -106,7 +102,7 @@ def _interleaved(query: Tensor, key: Tensor, bias: Tensor | None, tiles: Mask, o
 def _order(
     blocks_per_head: int, interleaved: bool, tiles: Mask, options: Options, config: HopperBackward, sms: int
 ) -> tuple[int, int, int]:
-    """Return how blocks are numbered: heads_per_group, first_ranks and ranks_in_row of `hopper_backward_work.block_of`."""
+    """Return how blocks are numbered: heads_per_group, first_ranks and ranks_in_row of `work.block_of`."""
     if options.deterministic:
         return config.ordered_heads, 0, 1
     if interleaved:

@@ -157,8 +157,8 @@ def step(
 ):  # fmt: skip
     """Add query tile `i` to dk `[64, D]`, dv `[64, DV]` and the sums of dS; hand out dq of the step before.
 
-    dq lags by one step, so that the consumers never wait for each other's dS of the same step; what a consumer says at
-    the end of step `i - 1` also says that it has read dS of `i - 2`, so two buffers are enough.
+    dq is computed one step late, so that the consumers never wait for each other's dS of the same step. A consumer's arrive at
+    the end of step `i - 1` also signals that it has read dS of step `i - 2`, so two buffers are enough.
 
     TWO_PHASE: dP and S, then exponentials and dS, then dv, dk, dq back to back; -delta is dP's initial accumulator.
     Fewest registers, no shared-memory read behind a matrix instruction, and one arrive: in triton 3.6 each costs a
@@ -182,7 +182,8 @@ def step(
     b = i & 1
     q = q_s.index(b)
     do = do_s.index(b)
-    unknown = i >> 30  # 0, but not for the compiler, which would keep descriptors of all of K and V in registers
+    # Always 0, but the compiler cannot know that: it would keep descriptors of all of K and V in registers.
+    unknown = i >> 30
     if BIAS == KEY_BIAS:
         ones = ones.index(unknown)
     keys = k_s.index(unknown + k_buffer)
@@ -263,7 +264,7 @@ def last_dq(i, tiles, barriers, k_empty, C: gl.constexpr, BM: gl.constexpr, TWO_
     _, _, _, ds_s, dq_c, k_s, _, _, k_buffer, _ = tiles
     q_full, made, read, dq_empty = barriers
     b = i & 1
-    mbarrier.wait(q_full.index(b), (i >> 1) & 1)  # holds nothing: what is said below must not overtake the producer
+    mbarrier.wait(q_full.index(b), (i >> 1) & 1)  # no data: the wait keeps the arrives below behind the producer
     mbarrier.wait(made.index((1 - C) * 2 + (b ^ 1)), ((i - 1) >> 1) & 1)
     zero_q = gl.zeros([64, 64], gl.float32, layout=QL)
     ds_before, k_dq = dq_operands(ds_s, k_s.index((i >> 30) + k_buffer), b, C, BM)

@@ -67,7 +67,7 @@ def record_of(place, lists, of_lists):
 def announce(turn, place, work):
     """Tell the receivers a program's `turn`-th block: `place` is that of `place_of`, a tile of -1 ends the blocks.
 
-    Tiles of dq follow in the same way (`hopper_backward_finish`), until another -1.
+    Tiles of dq follow in the same way (`finish.py`), until another -1.
     """
     PARTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     places, full, empty = work

@@ -269,7 +269,7 @@ def dk_step(i, dk, sums, smem, D: gl.constexpr, dtype: gl.constexpr, BIAS: gl.co
 @gluon.jit
 def dk_consumer(smem, dk_map, block, view, mask, bias, scale, D: gl.constexpr, dtype: gl.constexpr,
                 LISTS: gl.constexpr, BIAS: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
-    """Accumulate dk over every query head of the group, and sums of dS of each. P = 0 is all that a mask is here."""
+    """Accumulate dk over every query head of the group, and sums of dS of each. P is 0 at hidden pairs."""
     BY_KEY: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
     keys = block.tile * STEP + gl.arange(0, STEP, layout=BY_KEY)
     dk = gl.zeros([STEP, D], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))

@@ -24,12 +24,7 @@ from torch import Tensor
 
 from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward256
-from dmattn_ops.kernels.hopper.arguments import (
-    bias_places,
-    listed,
-    room_for_key_sums,
-    score_factors,
-)
+from dmattn_ops.kernels.hopper.arguments import bias_places, listed, room_for_key_sums, score_factors, too_long
 from dmattn_ops.kernels.hopper.backward.rows import row_statistics
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
@@ -58,6 +53,7 @@ def refusals(call: Call) -> list[str]:
         "takes no bias with queries at a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
         "takes no softcap with a bias": bias is not None and options.softcap != 0,
         "takes no dropout": options.dropout_p != 0,
+        "takes intervals with lists of tiles, which would be too long here": varlen is None and too_long(call),
     }
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         wrong[f"{name} is not aligned to 16 bytes in start and strides {tensor.stride()}"] = not mappable(tensor)

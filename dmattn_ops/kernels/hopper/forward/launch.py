@@ -8,7 +8,7 @@ from torch import Tensor
 from dmattn_ops import arch
 from dmattn_ops.call import Call, Result, bias_kind, in_natural_units
 from dmattn_ops.config import HopperForward
-from dmattn_ops.kernels.hopper.arguments import bias_places, listed, score_factors
+from dmattn_ops.kernels.hopper.arguments import bias_places, listed, score_factors, too_long
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.launching.launch import computed, launch
 from dmattn_ops.kernels.launching.plan import raw_stream
@@ -50,6 +50,8 @@ def refusals(call: Call, needs_max: bool) -> list[str]:
         reasons.append(f"{blocks} blocks of queries leave most SMs idle, where shares of {key.shape[1]} keys do not")
     if tiles.k_segments is not None and tiles.row_tiles is None:
         reasons.append("takes segments with their lists of tiles only")
+    if too_long(call):
+        reasons.append("takes intervals with lists of tiles, which would be too long here")
     return reasons
 
 
@@ -62,7 +64,7 @@ _counters: dict[int | None, Tensor] = {}  # of the default stream of each device
 
 
 def _counter(device: torch.device) -> Tensor:
-    """Return two zeros, which the kernel leaves zero: its ticket counter and how many blocks are through.
+    """Return a ticket counter and a count of finished blocks. Both are 0, and the kernel resets them to 0 at its end.
 
     Launches of the default stream run one after the other and so share them. Elsewhere each launch has its own: a captured
     graph may be replayed on any stream, and the stream that warms one up allocates from the graph's memory, where nothing

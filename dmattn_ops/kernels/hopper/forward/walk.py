@@ -215,7 +215,7 @@ def produce(
     piece.index(slot).store(gl.full([4], -1, gl.int32, layout=PIECE))
     mbarrier.arrive(q_full.index(slot), count=1)
     if items > blocks:
-        # the last block out leaves the counters as it found them
+        # the last block to finish resets the counters to 0
         done = gl.atomic_add(counter + 1, 1, sem="relaxed")
         if done == blocks - 1:
             gl.store(counter, 0)

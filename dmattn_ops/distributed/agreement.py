@@ -1,0 +1,86 @@
+"""That all ranks ask for the same, before anything waits for a rank that asks for something else.
+
+In eager mode every call compares a fingerprint of its arguments over the ranks: 8 bytes through the group's CPU backend (gloo),
+beside the GPU, which takes about 0.1 ms of the host. A group without one, as `init_process_group("nccl")` makes it, compares only
+arguments that a rank has not seen before, through the GPU: initialise with "cpu:gloo,cuda:nccl", or no backend at all, for
+all of them. `DMATTN_CONTEXT_CHECK=0` turns it off. Compiled graphs hold no such check.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmattn_ops.distributed.context_mask import ContextMask
+from dmattn_ops.distributed.team import Group, Team, process_group
+
+_REFUSALS = (ValueError, TypeError, NotImplementedError)
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until torch 2.12
+_seen: set[tuple[str, int]] = set()
+
+
+def agreed(function: str, group: Group | None, team: Team, describe: Callable[[], dict[str, str]]) -> None:
+    """Raise on every rank where `describe` raises on one, or returns different texts."""
+    if team.size == 1 or torch.compiler.is_compiling() or os.environ.get("DMATTN_CONTEXT_CHECK") == "0":
+        describe()
+        return
+    refusal: Exception | None = None
+    try:
+        texts = describe()
+    except _REFUSALS as error:
+        refusal, texts = error, {"refused": f"{type(error).__name__}: {error}"}
+    own = _fingerprint(function, texts)
+    members = process_group(group)
+    on_cpu = "cpu:" in dist.get_backend_config(members)
+    if not on_cpu and (team.name, own) in _seen:
+        return
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    mine = torch.tensor([own], dtype=torch.int64, device=device)
+    all_of_them = torch.empty(team.size, dtype=torch.int64, device=device)
+    _all_gather(all_of_them, mine, group=members)
+    if refusal is None and all_of_them.tolist() == [own] * team.size:
+        _seen.add((team.name, own))
+        return
+    gathered: list[Any] = [None] * team.size
+    dist.all_gather_object(gathered, texts, group=members)
+    if refusal is not None:
+        raise refusal
+    raise ValueError(_difference(function, gathered))
+
+
+def text_of(argument: Any) -> str:
+    """Return what ranks must have in common of an argument."""
+    if isinstance(argument, ContextMask):
+        return f"{argument!r} {argument.spans}"
+    if isinstance(argument, Tensor):
+        grad = ", requires_grad" if argument.requires_grad else ""
+        return f"{tuple(argument.shape)} {argument.dtype} on {argument.device.type}{grad}"
+    return repr(argument)
+
+
+def _fingerprint(function: str, texts: dict[str, str]) -> int:
+    text = "\n".join([function, *(f"{name}={value}" for name, value in texts.items())])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _difference(function: str, gathered: list[dict[str, str]]) -> str:
+    """Return which argument differs, and how."""
+    for rank, texts in enumerate(gathered):
+        if "refused" in texts:
+            return f"{function} was refused on rank {rank} of the group: {texts['refused']}"
+    first = gathered[0]
+    for rank, texts in enumerate(gathered[1:], 1):
+        for name in dict.fromkeys([*first, *texts]):
+            one, other = first.get(name, "None"), texts.get(name, "None")
+            if one != other:
+                return (
+                    f"all ranks of a group must call {function} with the same shapes and choices: {name} is {one} on rank 0"
+                    f" and {other} on rank {rank}"
+                )
+    return f"all ranks of a group must call the same function: {function} here, another one elsewhere"

@@ -1,0 +1,326 @@
+"""The rank's share of a mask: `prepare_context_mask`, and what a call makes of a plain one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmattn_ops import require, validation
+from dmattn_ops.bands import CausalFrom, Window
+from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
+from dmattn_ops.distributed.pieces import Piece, Sight, Spans, sight_of, spans_of
+from dmattn_ops.distributed.sequence import Layout, check_length, in_order, runs
+from dmattn_ops.distributed.team import Group, Team, all_ranks, team_of
+from dmattn_ops.distributed.ulysses import own_heads, to_heads
+from dmattn_ops.layout import is_one_run_each
+from dmattn_ops.layout import runs as runs_of_ids
+from dmattn_ops.masks import Documents, prepare_mask
+from dmattn_ops.tile_mask import TileMask
+
+METHODS = ("all_gather", "ulysses", "ring")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ContextMask:
+    """A rank's share of a mask, made by `prepare_context_mask` once and used by many layers."""
+
+    parts: tuple[TileMask, ...]  # of each piece that the rank computes, in their order
+    team: Team
+    layout: Layout
+    method: str
+    sight: Sight
+    spans: Spans
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the tensors take."""
+        return sum(part.nbytes for part in self.parts)
+
+    def __repr__(self) -> str:
+        lengths = f"seqlen_q={self.sight.seqlen_q}, seqlen_k={self.sight.seqlen_k}"
+        kind = self.parts[0].kind if self.parts else "empty"
+        return f"ContextMask(kind={kind}, method={self.method!r}, layout={self.layout!r}, {lengths}, ranks={self.team.size})"
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> ContextMask:
+        """Return the mask on another device."""
+        parts = tuple(part.to(device, non_blocking) for part in self.parts)
+        return ContextMask(parts, self.team, self.layout, self.method, self.sight, self.spans)
+
+
+class Work(NamedTuple):
+    """What each rank computes of a call: rectangles, and for the ring how many of them belong to each of its steps."""
+
+    pieces: tuple[Piece, ...]
+    per_step: tuple[int, ...]
+    exchange: KeyExchange | None  # for all_gather
+
+    def steps(self) -> tuple[tuple[Piece, ...], ...]:
+        """Return the pieces of each step."""
+        found, first = [], 0
+        for count in self.per_step:
+            found.append(self.pieces[first : first + count])
+            first += count
+        return tuple(found)
+
+
+class Source(NamedTuple):
+    """A mask of the whole sequence, as far as this rank has to know it, before it is cut into pieces."""
+
+    mask: (
+        Tensor | TileMask | None
+    )  # per key `[B|1, Hm, 1, Sk]`, rows of this rank `[B|1, Hm, rows, Sk]`, or of everything
+    documents: tuple[Tensor, Tensor] | None  # of all queries and of all keys
+
+    @property
+    def nothing(self) -> bool:
+        """Whether only causal and window conditions hide keys."""
+        return self.mask is None and self.documents is None
+
+
+def prepare_context_mask(
+    mask: Tensor | TileMask | None = None,
+    *,
+    group: Group | None,
+    documents: Documents | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqlen_q: int | None = None,
+    layout: Layout = "head_tail",
+    method: str = "all_gather",
+    is_causal: bool = False,
+    causal_from: CausalFrom = "bottom_right",
+    window_size: Window = (None, None),
+    read_documents: bool = False,
+) -> ContextMask:
+    """Do this rank's share of the work of a mask once, to use it for many layers, forward and backward.
+
+    All ranks of the group must call it, with the same shapes: what describes keys is gathered. Conditions that the call
+    asks again hold as well.
+
+    Args:
+        mask: which keys to keep, of the keys that this rank holds, `[B|1, H|Hkv|1, 1, s]` or `[B|1, s]`; or what its queries see
+            of all keys, `[B|1, H|Hkv|1, s, Sk]`, keys in the order of the sequence; or a `TileMask` of the whole sequence, the same
+            on every rank, of which this rank's share is cut: the way for dynamic masks and intervals.
+        group: the ranks that share the sequence: a process group, a mesh of one dimension, or None for the default group.
+        documents: integer ids `[B|1, s]` of the positions that this rank holds, or a pair (of queries, of keys).
+        cu_seqlens: instead of documents, offsets int32 `[n + 1]` of packed sequences in the whole sequence, the same on
+            every rank; the batch is then 1.
+        seqlen_q: the length of this rank's queries, where it is not that of its keys and no argument tells it.
+        layout: how the sequence is dealt to the ranks, see `shard_sequence`.
+        method: "all_gather", "ulysses" or "ring": the call that uses the mask must name the same.
+        is_causal, causal_from, window_size: as in `flash_dmattn_func`, for the lengths of the whole sequence.
+        read_documents: read on the host where documents end (one wait for the device), so that only keys of documents that
+            a rank has queries of travel. Ids must be in one piece each. The numbers become part of a compiled graph: use
+            it in eager mode, or where all batches have the same documents.
+
+    Raises:
+        ValueError, TypeError: as `prepare_mask`, and for lengths that do not fit the layout.
+    """
+    team = team_of(group)
+    validation.visibility(is_causal, causal_from, window_size)
+    check_choice(method, METHODS)
+    length_q, length_k = _lengths(mask, documents, cu_seqlens, seqlen_q, team)
+    sight = sight_of(is_causal, causal_from, window_size, length_q * team.size, length_k * team.size)
+    check_length("the queries", length_q, layout, team.size)
+    check_length("the keys", length_k, layout, team.size)
+    source = source_of(mask, documents, cu_seqlens, team, layout, method, sight)
+    if source.nothing:
+        raise ValueError(
+            "prepare_context_mask needs a mask, documents or cu_seqlens; causal and window conditions alone need no mask"
+        )
+    spans = spans_of(sight, layout, team.size)
+    if read_documents and source.documents is not None:
+        spans = _spans_of_documents(source.documents, spans, layout, team.size)
+    work = work_of(method, sight, spans, layout, team)
+    return ContextMask(parts_of(source, sight, work.pieces), team, layout, method, sight, spans)
+
+
+def check_choice(method: str, choices: tuple[str, ...]) -> None:
+    """Refuse a method that there is not."""
+    if method not in choices:
+        raise ValueError(f"method must be one of {', '.join(map(repr, choices))}, got {method!r}")
+
+
+def work_of(method: str, sight: Sight, spans: Spans, layout: Layout, team: Team) -> Work:
+    """Return what this rank computes, given the keys that each run of queries of each rank may see."""
+    if method == "ulysses":
+        return Work((Piece(0, 0, sight.seqlen_q, 0, 0, sight.seqlen_k, 0),), (1,), None)
+    own = runs(layout, team.size, team.rank, sight.seqlen_q // team.size)
+    if method == "all_gather":
+        exchange = exchange_of(team, layout, sight.seqlen_k, spans)
+        pieces = []
+        for number, (run, (first, stop)) in enumerate(zip(own, spans[team.rank], strict=True)):
+            place = exchange.place(first) if first < stop else 0
+            pieces.append(Piece(number, run.local, run.length, run.origin, place, stop - first, first))
+        return Work(tuple(pieces), (len(pieces),), exchange)
+    of_ranks = [
+        [_ring_step(rank, step, sight, spans, layout, team.size) for step in range(team.size)]
+        for rank in range(team.size)
+    ]
+    last = max(step for step in range(team.size) if step == 0 or any(steps[step] for steps in of_ranks))
+    steps = of_ranks[team.rank][: last + 1]
+    return Work(tuple(piece for step in steps for piece in step), tuple(len(step) for step in steps), None)
+
+
+def _ring_step(rank: int, step: int, sight: Sight, spans: Spans, layout: Layout, size: int) -> list[Piece]:
+    """Return what a rank computes with the keys of the rank `step` before it."""
+    own, length = runs(layout, size, rank, sight.seqlen_q // size), sight.seqlen_k // size
+    found = []
+    for number, (first, stop) in enumerate(spans[rank]):
+        for theirs in runs(layout, size, (rank - step) % size, length):
+            low, high = max(first, theirs.origin), min(stop, theirs.origin + theirs.length)
+            if low >= high:
+                continue
+            run = own[number]
+            column = theirs.local + low - theirs.origin
+            found.append(Piece(number, run.local, run.length, run.origin, column, high - low, low))
+    return found
+
+
+def source_of(
+    mask: Tensor | TileMask | None,
+    documents: Documents | None,
+    cu_seqlens: Tensor | None,
+    team: Team,
+    layout: Layout,
+    method: str,
+    sight: Sight,
+) -> Source:
+    """Return what this rank has to know of a mask. Gathers what describes keys: all ranks call it alike."""
+    ids: tuple[Tensor, Tensor] | None = None
+    if cu_seqlens is not None:
+        places = torch.arange(sight.seqlen_k, device=cu_seqlens.device)
+        of_all = torch.bucketize(places, cu_seqlens[1:], right=True, out_int32=True).unsqueeze(0)
+        ids = of_all, of_all
+    elif documents is not None:
+        pair = documents if isinstance(documents, (tuple, list)) else (documents, documents)
+        of_queries = _whole(pair[0], 1, team, layout)
+        ids = of_queries, of_queries if pair[1] is pair[0] else _whole(pair[1], 1, team, layout)
+    if isinstance(mask, Tensor):
+        mask = _whole_tensor(mask, team, layout, method, sight)
+    elif mask is not None and ids is not None:
+        raise ValueError("documents stand beside a TileMask: fold them into it with prepare_mask(documents=...)")
+    elif mask is not None and method == "ulysses":
+        mask = mask.heads(*_bounds(own_heads(mask.shape[1], team), mask.shape[1]))
+    return Source(mask, ids)
+
+
+def parts_of(source: Source, sight: Sight, pieces: tuple[Piece, ...]) -> tuple[TileMask, ...]:
+    """Return the mask of each piece, with the band folded in."""
+    return tuple(_part(source, sight, piece) for piece in pieces)
+
+
+def _part(source: Source, sight: Sight, piece: Piece) -> TileMask:
+    queries, keys = (piece.query, piece.query + piece.rows), (piece.key, piece.key + piece.columns)
+    mask = source.mask
+    if isinstance(mask, TileMask):
+        if queries != (0, mask.seqlen_q):
+            mask = mask.queries(*queries)
+        if keys != (0, mask.seqlen_k):
+            mask = mask.keys(*keys)
+        return mask.also(sight.band(piece.query, piece.key))
+    if mask is not None:
+        rows = slice(None) if mask.shape[2] == 1 else slice(piece.row, piece.row + piece.rows)
+        mask = mask[:, :, rows, slice(*keys)]
+    documents = None
+    if source.documents is not None:
+        documents = source.documents[0][:, slice(*queries)], source.documents[1][:, slice(*keys)]
+    known = documents is not None or (mask is not None and mask.shape[2] != 1)
+    return prepare_mask(
+        mask,
+        documents=documents,
+        seqlen_q=None if known else piece.rows,
+        is_causal=sight.is_causal,
+        causal_from=sight.diagonal + piece.query - piece.key,
+        window_size=sight.window,
+    )
+
+
+def _whole_tensor(mask: Tensor, team: Team, layout: Layout, method: str, sight: Sight) -> Tensor:
+    """Return a mask of keys for all keys; one of this rank's rows as it is, or for Ulysses all rows of the rank's heads."""
+    if mask.dim() == 2:
+        mask = mask[:, None, None, :]
+    mask = mask != 0
+    per_key = is_per_key(mask, sight.seqlen_k, team.size)
+    if per_key:
+        mask = _whole(mask, 3, team, layout)
+    if method != "ulysses":
+        return mask
+    heads = mask.shape[1]
+    if per_key or heads == 1:
+        return mask[:, own_heads(heads, team)] if per_key else _whole(mask, 2, team, layout)
+    rows = mask.transpose(1, 2).to(torch.uint8)
+    if heads < team.size:
+        rows = rows.repeat_interleave(team.size // heads, 2)
+    return to_heads(rows, team, layout).transpose(1, 2).bool()
+
+
+def is_per_key(tensor: Tensor, seqlen_k: int, size: int) -> bool:
+    """Return whether a mask or a bias is one of the keys that a rank holds."""
+    return tensor.shape[2] == 1 and tensor.shape[3] * size == seqlen_k
+
+
+def _whole(part: Tensor, dim: int, team: Team, layout: Layout) -> Tensor:
+    """Return what all ranks hold of a tensor, in the order of the sequence."""
+    return in_order(all_ranks(part.movedim(dim, 0), team), layout, team.size, 0).movedim(0, dim)
+
+
+def _bounds(own: slice, size: int) -> tuple[int, int]:
+    return (0, size) if own.start is None else (own.start, own.stop)
+
+
+def _lengths(
+    mask: Tensor | TileMask | None,
+    documents: Documents | None,
+    cu_seqlens: Tensor | None,
+    seqlen_q: int | None,
+    team: Team,
+) -> tuple[int, int]:
+    """Return how many queries and keys this rank holds."""
+    if isinstance(mask, TileMask):
+        return mask.seqlen_q // team.size, mask.seqlen_k // team.size
+    if isinstance(documents, (tuple, list)):
+        return documents[0].shape[1], documents[1].shape[1]
+    if documents is not None:
+        return documents.shape[1], documents.shape[1]
+    if isinstance(mask, Tensor):
+        validation.keep_mask(mask)
+        if mask.dim() not in (2, 4):
+            raise ValueError(
+                "mask must have shape (B|1, H|Hkv|1, 1, s), (B|1, s) or (B|1, H|Hkv|1, s, Sk), got "
+                + require.text(mask.shape)
+            )
+        if mask.dim() == 4 and (mask.shape[2] != 1 or mask.shape[3] == team.size):
+            return mask.shape[2], mask.shape[3] // team.size
+        length = mask.shape[-1]
+        return (length if seqlen_q is None else seqlen_q), length
+    if cu_seqlens is not None and seqlen_q is not None:
+        return seqlen_q, seqlen_q
+    raise ValueError(
+        "prepare_context_mask needs a mask or documents, or cu_seqlens with seqlen_q; causal and window conditions alone"
+        " need no mask"
+    )
+
+
+def _spans_of_documents(documents: tuple[Tensor, Tensor], spans: Spans, layout: Layout, size: int) -> Spans:
+    """Return spans that end with the documents of their queries. Reads where documents end, once."""
+    ids, of_keys = documents
+    if ids is not of_keys or not is_one_run_each(ids):
+        return spans
+    first, stop = runs_of_ids(ids)
+    by_rank = [runs(layout, size, rank, ids.shape[1] // size) for rank in range(size)]
+    flat = [run for own in by_rank for run in own if run.length]
+    low = torch.stack([first[:, run.origin].amin() for run in flat])
+    high = torch.stack([stop[:, run.origin + run.length - 1].amax() for run in flat])
+    ends = iter(torch.stack((low, high), 1).tolist())
+    return tuple(
+        tuple(_both(span, next(ends)) if run.length else span for run, span in zip(own, of_rank, strict=True))
+        for own, of_rank in zip(by_rank, spans, strict=True)
+    )
+
+
+def _both(span: tuple[int, int], other: list[int]) -> tuple[int, int]:
+    first = max(span[0], other[0])
+    return first, max(first, min(span[1], other[1]))

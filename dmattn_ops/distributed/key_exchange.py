@@ -1,0 +1,169 @@
+"""Which keys each rank needs of the others, and how they come and their gradients go home.
+
+All of it follows from sizes, the band and the layout, so that every rank knows what every other one sends and receives.
+Where most keys are needed by most ranks, all are gathered; otherwise (windows, documents) only those that are needed travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmattn_ops.distributed.sequence import Layout, Run, by_rank, in_order, runs
+from dmattn_ops.distributed.team import Team, arrived, start_all_gather, start_all_to_all
+
+Span = tuple[int, int]  # the first position, and the one after the last
+GATHER_ALL = 0.6  # the share of the keys of others that ranks need, from which on all are gathered: one copy less
+
+
+class KeyExchange(NamedTuple):
+    """What each rank needs: spans of the sequence of keys, ascending and apart, which lie behind each other in its buffer."""
+
+    team: Team
+    layout: Layout
+    seqlen: int
+    needed: tuple[tuple[Span, ...], ...]
+
+    @property
+    def gathers_all(self) -> bool:
+        """Whether every rank receives all keys."""
+        return all(spans == ((0, self.seqlen),) for spans in self.needed)
+
+    @property
+    def length(self) -> int:
+        """The keys in this rank's buffer."""
+        return sum(stop - first for first, stop in self.needed[self.team.rank])
+
+    def received(self) -> int:
+        """Return how many keys this rank receives from others."""
+        own = sum(length for _, length in self._blocks(self.team.rank, self.team.rank))
+        return self.length - own
+
+    def place(self, key: int) -> int:
+        """Return where a key lies in this rank's buffer."""
+        before = 0
+        for first, stop in self.needed[self.team.rank]:
+            if first <= key <= stop:
+                return before + key - first
+            before += stop - first
+        raise ValueError(f"key {key} is not among {self.needed[self.team.rank]}")
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Start to fetch, of rows `[keys of this rank, ...]`, those that each rank needs."""
+        if self.gathers_all:
+            return start_all_gather(rows, self.team)
+        send, parts = [], []
+        for rank in range(self.team.size):
+            blocks = self._blocks(self.team.rank, rank)
+            send.append(sum(length for _, length in blocks))
+            parts += [rows.narrow(0, self._local(first), length) for first, length in blocks]
+        receive = [sum(length for _, length in self._blocks(owner, self.team.rank)) for owner in range(self.team.size)]
+        return start_all_to_all(torch.cat(parts) if parts else rows[:0], receive, send, self.team)
+
+    def finish(self, started: Tensor) -> Tensor:
+        """Return the buffer `[length, ...]`, in the order of the sequence."""
+        rows = arrived(started)
+        if self.gathers_all:
+            return in_order(rows, self.layout, self.team.size, 0)
+        blocks = self._incoming()
+        parts = dict(zip(blocks, rows.split([length for _, length in blocks]), strict=True))
+        return torch.cat([parts[block] for block in sorted(blocks)]) if blocks else rows
+
+    def start_back(self, grads: Tensor) -> Tensor:
+        """Start to send the gradients of a buffer to the ranks that its keys came from."""
+        team = self.team
+        if self.gathers_all:
+            each = [grads.shape[0] // team.size] * team.size
+            return start_all_to_all(by_rank(grads, self.layout, team.size, 0), each, each, team)
+        blocks = self._incoming()
+        ordered = sorted(blocks)
+        parts = dict(zip(ordered, grads.split([length for _, length in ordered]), strict=True))
+        send = [sum(length for _, length in self._blocks(owner, team.rank)) for owner in range(team.size)]
+        receive = [sum(length for _, length in self._blocks(team.rank, rank)) for rank in range(team.size)]
+        rows = torch.cat([parts[block] for block in blocks]) if blocks else grads
+        return start_all_to_all(rows, receive, send, team)
+
+    def finish_back(self, started: Tensor) -> Tensor:
+        """Return the sum of the gradients of this rank's keys, added in the order of the ranks."""
+        rows, team = arrived(started), self.team
+        if self.gathers_all:
+            return rows.unflatten(0, (team.size, rows.shape[0] // team.size)).sum(0)
+        sent = [block for rank in range(team.size) for block in self._blocks(team.rank, rank)]
+        parts = rows.split([length for _, length in sent])
+        placed = [(self._local(first), part) for (first, _), part in zip(sent, parts, strict=True)]
+        return added(placed, self.seqlen // team.size, 0, rows)
+
+    def _incoming(self) -> list[tuple[int, int]]:
+        """Return the blocks that this rank receives, by owner."""
+        return [block for owner in range(self.team.size) for block in self._blocks(owner, self.team.rank)]
+
+    def _blocks(self, owner: int, rank: int) -> list[tuple[int, int]]:
+        """Return start and length of the parts of the sequence that `owner` holds and `rank` needs, ascending."""
+        found = []
+        for run in self._runs(owner):
+            for first, stop in self.needed[rank]:
+                low, high = max(first, run.origin), min(stop, run.origin + run.length)
+                if low < high:
+                    found.append((low, high - low))
+        return sorted(found)
+
+    def _local(self, key: int) -> int:
+        """Return where this rank holds a key."""
+        run = next(run for run in self._runs(self.team.rank) if run.origin <= key < run.origin + run.length)
+        return run.local + key - run.origin
+
+    def _runs(self, rank: int) -> tuple[Run, ...]:
+        return runs(self.layout, self.team.size, rank, self.seqlen // self.team.size)
+
+
+def exchange_of(team: Team, layout: Layout, seqlen: int, seen: Sequence[Sequence[Span]]) -> KeyExchange:
+    """Return the exchange by which every rank gets the spans that it sees."""
+    exchange = KeyExchange(team, layout, seqlen, tuple(_joined(spans) for spans in seen))
+    received = sum(exchange._replace(team=team._replace(rank=rank)).received() for rank in range(team.size))
+    if received >= GATHER_ALL * (team.size - 1) * seqlen:
+        return exchange._replace(needed=(((0, seqlen),),) * team.size)
+    return exchange
+
+
+def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Return the union of spans, ascending and apart."""
+    found: list[Span] = []
+    for first, stop in sorted(spans):
+        if first >= stop:
+            continue
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((first, stop))
+    return tuple(found)
+
+
+def added(parts: Sequence[tuple[int, Tensor]], length: int, dim: int, like: Tensor) -> Tensor:
+    """Return the sum of parts that begin at places of a tensor of `length` along `dim`, zero where there are none.
+
+    Parts are added in their order, as `like` is: every stretch between two ends by itself, and then all are joined. Adding
+    in place into slices makes a chain of nested scatters of a graph, for which Inductor takes exponential time.
+    """
+    ends = [(place, place + part.shape[dim]) for place, part in parts]
+    cuts = sorted({0, length, *(end for pair in ends for end in pair)})
+    stretches = []
+    for low, high in pairwise(cuts):
+        covering = [
+            part.narrow(dim, low - first, high - low)
+            for (first, stop), (_, part) in zip(ends, parts, strict=True)
+            if first <= low and high <= stop
+        ]
+        if not covering:
+            shape = list(like.shape)
+            shape[dim] = high - low
+            stretches.append(like.new_zeros(shape))
+            continue
+        total = covering[0].to(like.dtype)
+        for part in covering[1:]:
+            total = total + part
+        stretches.append(total)
+    return torch.cat(stretches, dim) if stretches else like.narrow(dim, 0, 0)

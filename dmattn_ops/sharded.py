@@ -1,0 +1,71 @@
+"""What the public functions do for DTensors: load the sharding rules, draw seeds, and say what to do about plain tensors.
+
+Nothing here imports `torch.distributed.tensor`, which takes half a second, unless there is a DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from dmattn_ops.problem import MASK_TENSORS
+
+
+def is_sharded(argument: Any) -> bool:
+    """Return whether this is a DTensor."""
+    return isinstance(argument, Tensor) and hasattr(argument, "device_mesh")
+
+
+def load_rules(*arguments: Any) -> None:
+    """Let the operators take DTensors, if one is among the arguments or in a tuple or list there."""
+    for argument in arguments:
+        if type(argument) is Tensor or argument is None:
+            continue
+        if isinstance(argument, (tuple, list)):
+            load_rules(*argument)
+        elif is_sharded(argument):
+            from dmattn_ops.distributed.sharding import register_sharding_rules
+
+            register_sharding_rules()
+
+
+def constants_beside(tensor: Tensor) -> AbstractContextManager[None]:
+    """Let plain tensors that are the same on all ranks (positions, zeros) meet this one, if it is a DTensor."""
+    if type(tensor) is Tensor or not is_sharded(tensor):
+        return nullcontext()
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    return implicit_replication()
+
+
+def seed(query: Tensor, batch: int) -> Tensor:
+    """Draw the seeds of dropout, int64 `[batch, H]`, for a query that is a DTensor and has `H` heads before its last dimension."""
+    from dmattn_ops.distributed.sharding import sharded_seed
+
+    return sharded_seed(query, batch)  # type: ignore[arg-type]
+
+
+def refuse_mixture(names: Sequence[str], arguments: Sequence[Any]) -> None:
+    """Refuse plain tensors beside DTensors: whether every rank holds the same, or its own part, only the caller knows."""
+    given = [(name, each) for name, each in zip(names, arguments, strict=False) if isinstance(each, Tensor)]
+    sharded, plain = (
+        list(
+            dict.fromkeys("mask" if name in MASK_TENSORS else name for name, each in given if is_sharded(each) is kind)
+        )
+        for kind in (True, False)
+    )
+    if not sharded or not plain:
+        return
+    prepared = " (prepare a mask from a DTensor)" if "mask" in plain else ""
+    raise TypeError(
+        f"{', '.join(sharded)} {_are(sharded, 'DTensor')}, but {', '.join(plain)} {_are(plain, 'plain tensor')}: make all of"
+        " them DTensors, by DTensor.from_local(tensor, query.device_mesh, [Replicate()]) where every rank holds the same, or by"
+        f" distribute_tensor(tensor, query.device_mesh, placements){prepared}"
+    )
+
+
+def _are(names: list[str], what: str) -> str:
+    return f"is a {what}" if len(names) == 1 else f"are {what}s"

@@ -1,0 +1,53 @@
+"""What mkdocs is told about links: some documents of the repository are pages too, and its other files have none.
+
+`CHANGELOG.md`, `CONTRIBUTING.md` and `DESIGN.md` lie where people look for them in a repository, and become pages of the
+site; a link to `README.md` leads to the first page. A link to any other file of the repository, such as an example, becomes plain
+text, unless mkdocs.yml has a `repo_url`: then it leads there. Links that lead nowhere stay as they are, and mkdocs reports them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "DESIGN.md": "design.md"}
+LINK = re.compile(r"(?<!!)\[([^]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that lie outside of `docs`."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Return a page whose links lead to pages of the site."""
+    sources = {name: ROOT / source for source, name in PAGES.items()}
+    own = sources.get(page.file.src_uri, ROOT / "docs" / page.file.src_uri)
+
+    def led(link: re.Match[str]) -> str:
+        text, target, anchor = link[1], link[2], link[3] or ""
+        place = Path(os.path.normpath(own.parent / target))
+        if ":" in target or not place.exists() or not place.is_relative_to(ROOT):
+            return link[0]
+        name = place.relative_to(ROOT).as_posix()
+        if name == "README.md":
+            site = "index.md"
+        elif name in PAGES:
+            site = PAGES[name]
+        elif name.startswith("docs/") and place.is_file():
+            site = name.removeprefix("docs/")
+        elif config.repo_url:
+            return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{name}{anchor})"
+        else:
+            return text
+        from_page = os.path.relpath(site, os.path.dirname(page.file.src_uri) or ".")
+        return f"[{text}]({Path(from_page).as_posix()}{anchor})"
+
+    return LINK.sub(led, markdown)

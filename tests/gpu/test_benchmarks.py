@@ -1,0 +1,41 @@
+"""The benchmarks of dynamic masks and intervals in small on a GPU: peers take part or say why not, and packing is timed."""
+
+import json
+
+import pytest
+
+import bench_dynamic
+import bench_intervals
+from bench_dynamic import Shape
+
+pytestmark = pytest.mark.gpu
+
+
+def test_dynamic_masks_are_measured_with_packing_and_memory(tmp_path, monkeypatch):
+    packed = Shape(32, 8, 8192, 512, 64)
+    monkeypatch.setattr(
+        bench_dynamic, "TINY", {"heads32": [packed], "lengths": [packed], "peers": [Shape(4, 2, 1024, 64, 64)]}
+    )
+    monkeypatch.setattr(bench_dynamic, "PARTS", ("heads32", "lengths", "peers"))
+    output = tmp_path / "results.json"
+    rows = bench_dynamic.main(["--tiny", "--rounds=1", "--seconds=300", f"--output={output}"])
+    own = [row for row in rows if row["implementation"] == "dmattn"]
+    assert len(own) == 3 and all(row["peak_bytes"] > row["workspace_bytes"] for row in own)
+    for row in own[:2]:
+        assert 0 < row["pack_forward_ms"] < row["forward_ms"] and 0 < row["pack_backward_ms"] < row["backward_ms"]
+        assert 0 < row["share"] < 1
+    named = {row["implementation"]: row for row in rows if row["part"] == "peers"}
+    assert {"flex", "fa4", "fa4-dense"} <= named.keys()
+    assert named["flex"].get("missing") is None and named["flex"]["prepare_ms"] > 0
+    assert json.loads(output.read_text())["rows"] == rows
+
+
+def test_masks_of_intervals_are_measured_beside_the_peers(tmp_path):
+    arguments = ["--tiny", "--rounds=1", "--seconds=300", "--rows", "8192", "--masks", "global + sliding", "document"]
+    rows = bench_intervals.main([*arguments, f"--output={tmp_path / 'results.json'}"])
+    named = {(row["mask"], row["implementation"]): row for row in rows}
+    for mask in ("global + sliding", "document"):
+        assert named[mask, "dmattn"]["forward_tflops"] > 0
+        assert named[mask, "flex"].get("missing") is None
+        assert (mask, "fa4") in named
+    assert ("document", "dmattn-intervals") in named

@@ -1,0 +1,296 @@
+"""Context parallelism on two ranks, and some of it on four, equals one process: out, lse, the maximum and all gradients."""
+
+import context_cases
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from context_cases import Case, assert_equal
+from torch.distributed.device_mesh import init_device_mesh
+
+from dmattn_ops.distributed import (
+    context_parallel_attention,
+    record_traffic,
+    sequence_positions,
+    shard_sequence,
+    unshard_sequence,
+)
+from dmattn_ops.distributed.context_parallel import chosen_method, head_groups
+from dmattn_ops.distributed.key_exchange import exchange_of
+from dmattn_ops.distributed.pieces import Statistics, merged, sight_of, spans_of
+from dmattn_ops.distributed.team import Team
+
+METHODS = ("all_gather", "ulysses", "ring")
+CAUSAL = ("is_causal", True)
+WINDOW = ("window_size", (40, 3))
+SLIDING = ("window_size", (33, None))
+KINDS = {
+    "nothing": Case(),
+    "causal": Case(keywords=(CAUSAL,)),
+    "window": Case(keywords=(WINDOW,)),
+    "sliding": Case(keywords=(CAUSAL, SLIDING), bias="key1"),
+    "padding": Case("padding", batch=2, keywords=(CAUSAL,)),
+    "mask of keys, of each key head": Case("keys/k", batch=2, bias="bkeyq"),
+    "dense": Case("dense", keywords=(CAUSAL,), bias="fullk"),
+    "dense, of each key head": Case("dense/k", bias="full1"),
+    "dense, of each head": Case("dense/q", batch=2, keywords=(SLIDING,), bias="bfullq"),
+    "dynamic": Case("dynamic/k", batch=2, bias="keyk"),
+    "intervals": Case("intervals/q", keywords=(WINDOW,)),
+    "tiles": Case("tiles/k", keywords=(CAUSAL,)),
+    "documents": Case("documents", batch=2, keywords=(CAUSAL,)),
+    "documents and padding": Case("padded_documents", bias="keyq"),
+    "packed sequences": Case("cu_seqlens", keywords=(CAUSAL, SLIDING)),
+}
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    with ranks.Ranks(4) as processes:
+        yield processes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", ["head_tail", "contiguous", (1, 4, 2, 0, 3, 5)], ids=str)
+def test_every_kind_of_mask_equals_one_process(two_ranks, kind, method, layout):
+    assert_equal(two_ranks(context_cases.compare, KINDS[kind]._replace(method=method, layout=layout)))
+
+
+@pytest.mark.parametrize("kind", [kind for kind, case in KINDS.items() if case.kind != "none"])
+@pytest.mark.parametrize("method", METHODS)
+def test_prepared_masks_equal_plain_ones(two_ranks, kind, method):
+    for seed in (0, 1):  # even: where documents end is read
+        case = KINDS[kind]._replace(method=method, prepared=True, seed=seed)
+        assert_equal(two_ranks(context_cases.compare, case))
+
+
+@pytest.mark.parametrize("kind", ["sliding", "dense, of each key head", "dynamic", "documents and padding"])
+@pytest.mark.parametrize("method", METHODS)
+def test_four_ranks_with_two_key_heads_equal_one_process(four_ranks, kind, method):
+    for layout in ("head_tail", "contiguous"):
+        assert_equal(four_ranks(context_cases.compare, KINDS[kind]._replace(method=method, layout=layout, length=48)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(keywords=(CAUSAL, ("dropout_p", 0.3)), batch=2),
+        Case("documents", keywords=(CAUSAL, ("dropout_p", 0.2)), bias="keyk"),
+        Case("keys/q", keywords=(("softcap", 3.0), ("softmax_scale", 0.7)), sink=True),
+        Case("dense", keywords=(CAUSAL,), sink=True, dim=24, dim_v=40),
+        Case(keywords=(CAUSAL,), heads=6, heads_kv=2, dim=8, dim_v=8, length=50),
+        Case(keywords=(CAUSAL,), heads=4, heads_kv=1),
+        Case("padding", keywords=(CAUSAL,), dtype=torch.float64, bias="full1"),
+        Case(keywords=(CAUSAL,), dtype=torch.bfloat16, length=200, dim=64, dim_v=64),
+        Case("keys", keywords=(WINDOW,), dtype=torch.bfloat16, length=200, dim=64, dim_v=64, bias="keyk"),
+    ],
+    ids=["dropout", "dropout and documents", "soft cap and sink", "sink and sizes", "six heads", "one key head", "float64",
+         "bfloat16", "bfloat16 and bias"],
+)  # fmt: skip
+def test_every_option_equals_one_process(two_ranks, method, case):
+    if case.dtype == torch.float64 and ranks.backend_for(2) == "nccl":
+        pytest.skip("float64 runs on the CPU only")
+    assert_equal(two_ranks(context_cases.compare, case._replace(method=method)), case.dtype)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("causal_from", ["bottom_right", "top_left", -40, 25])
+@pytest.mark.parametrize("keys", [32, 160])
+def test_keys_of_another_length_are_aligned_to_either_corner(two_ranks, method, causal_from, keys):
+    keywords = (CAUSAL, SLIDING, ("causal_from", causal_from))
+    for layout in ("head_tail", "contiguous"):
+        case = Case(method=method, layout=layout, keywords=keywords, length_k=keys, bias="keyk")
+        assert_equal(two_ranks(context_cases.compare, case))
+
+
+@pytest.mark.parametrize(
+    "kind", ["causal", "dense, of each key head", "mask of keys, of each key head", "dense, of each head"]
+)
+@pytest.mark.parametrize("heads_kv", [2, 4])
+def test_heads_that_travel_in_groups_equal_one_process(two_ranks, kind, heads_kv):
+    case = KINDS[kind]._replace(heads=8, heads_kv=heads_kv)
+    assert_equal(two_ranks(context_cases.compare_in_groups_of_heads, case))
+    dropped = case._replace(keywords=(*case.keywords, ("dropout_p", 0.3)))
+    assert_equal(two_ranks(context_cases.compare_in_groups_of_heads, dropped))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_with_scores_of_a_million_equal_one_process(two_ranks, method):
+    case = Case(method=method, keywords=(CAUSAL,), large=1e6, dtype=torch.float32)
+    errors = two_ranks(context_cases.compare, case)
+    assert max(error[name] for error in errors for name in ("out", "lse", "row_max", "dv")) < 3e-5
+    # the rows' weights are 0 or 1, so that gradients of scores vanish but for rounding: compare what does not
+    assert max(error["dq"] for error in errors) < 1e-3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_deterministic_calls_repeat_bit_for_bit(two_ranks, method):
+    case = Case("documents", method=method, keywords=(CAUSAL, ("deterministic", True)), bias="keyk", heads_kv=1)
+    assert two_ranks(context_cases.repeat, case, 3) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        (Case(keywords=(CAUSAL, ("dropout_p", 0.2))), "inductor"),
+        (KINDS["sliding"], "aot_eager"),
+        (KINDS["documents"]._replace(prepared=True, sink=True), "aot_eager"),
+        (KINDS["dense, of each key head"], "aot_eager"),
+        (KINDS["packed sequences"], "aot_eager"),
+        (KINDS["dynamic"]._replace(layout="contiguous"), "aot_eager"),
+    ],
+    ids=["inductor", "sliding", "documents", "dense", "packed sequences", "dynamic"],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_calls_equal_one_process(two_ranks, method, case, backend):
+    if backend == "inductor":
+        case = case._replace(keywords=case.keywords[:1])  # Inductor draws other random numbers than eager mode
+    assert_equal(two_ranks(context_cases.compare, case._replace(method=method, compiled=backend), limit=180))
+
+
+def random_case(seed):
+    def pick(*choices):
+        return choices[int(torch.randint(len(choices), ()))]
+
+    torch.manual_seed(seed)
+    kind = pick(
+        "none", "padding", "keys/q", "dense/1", "dense/k", "dynamic/1", "intervals/k", "documents", "padded_documents"
+    )
+    heads_kv, group = pick((1, 4), (2, 2), (2, 1), (4, 1), (4, 2))
+    length = 2 * int(torch.randint(5, 90, ()))
+    left, right = (int(torch.randint(0, 3 * length, ())) for _ in range(2))
+    keywords = [("is_causal", pick(True, False)), ("window_size", pick((None, None), (left, None), (left, right)))]
+    keywords += [("softcap", pick(0.0, 2.0)), ("dropout_p", pick(0.0, 0.0, 0.4))]
+    batch = 1 if kind == "padded_documents" else pick(1, 2)
+    return Case(
+        kind, method=pick(*METHODS), layout=pick("head_tail", "contiguous", (3, 0, 1, 2)), batch=batch, heads=heads_kv * group,
+        heads_kv=heads_kv, length=length, dim=pick(3, 16, 40), dim_v=pick(5, 16, 64), prepared=kind != "none" and pick(True, False),
+        bias=pick("none", "key1", "bkeyk", "fullq", "full1"), keywords=tuple(keywords), sink=pick(True, False), seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_calls_equal_one_process(two_ranks, seed):
+    case = random_case(seed)
+    if case.method == "ulysses" and case.heads % 2:
+        case = case._replace(method="ring")
+    assert_equal(two_ranks(context_cases.compare, case))
+
+
+def positions_and_parts(layout):
+    whole = torch.arange(2 * 48 * 3.0, requires_grad=True)
+    tensor = whole.view(2, 48, 3)
+    part = shard_sequence(tensor, None, layout=layout)
+    back = unshard_sequence(part, None, layout=layout)
+    factor = torch.arange(2 * 48 * 3.0).view(2, 48, 3) * (1 + dist.get_rank())
+    (back * factor).sum().backward()
+    positions = sequence_positions(48, None, layout=layout)
+    return torch.equal(back, tensor), torch.equal(part, tensor[:, positions]), whole.grad, positions
+
+
+@pytest.mark.parametrize(
+    ("layout", "first", "second"),
+    [
+        ("contiguous", range(24), range(24, 48)),
+        ("head_tail", [*range(12), *range(36, 48)], range(12, 36)),
+        ((3, 0, 2, 1), [*range(36, 48), *range(12)], [*range(24, 36), *range(12, 24)]),
+    ],
+)
+def test_parts_of_a_sequence_come_back_and_so_do_their_gradients(two_ranks, layout, first, second):
+    found = two_ranks(positions_and_parts, layout)
+    assert [each[:2] for each in found] == [(True, True)] * 2
+    assert [each[3].tolist() for each in found] == [list(first), list(second)]
+    # each rank's share of the gradient lies at its own positions, and holds what both ranks' losses gave
+    total = sum(each[2] for each in found).view(2, 48, 3)
+    assert torch.equal(total, 3 * torch.arange(2 * 48 * 3.0).view(2, 48, 3))
+    assert not found[0][2].view(2, 48, 3)[:, list(second)].any()
+
+
+def call_in_groups():
+    """Return whether calls on a mesh of one dimension, a subgroup of one rank and the default group are right."""
+    mesh = init_device_mesh(ranks.device().type, (2,), mesh_dim_names=("cp",))
+    query, key = torch.randn(2, 1, 64, 2, 16, device=ranks.device())
+    own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = context_parallel_attention(query, key, key, group=own, is_causal=True)
+    parts = [shard_sequence(tensor, mesh) for tensor in (query, key)]
+    together = context_parallel_attention(parts[0], parts[1], parts[1], group=mesh["cp"], is_causal=True)
+    return torch.allclose(unshard_sequence(together, mesh["cp"]), alone, atol=1e-5)
+
+
+def test_groups_are_meshes_subgroups_or_the_default(two_ranks):
+    assert two_ranks(call_in_groups) == [True, True]
+
+
+def traffic_of_a_window(layout):
+    part = torch.randn(1, 256, 2, 16, device=ranks.device())
+    with record_traffic() as traffic:
+        context_parallel_attention(part, part, part, group=None, layout=layout, is_causal=True, window_size=(63, None))
+    return traffic.received
+
+
+def test_only_keys_inside_the_window_travel(two_ranks):
+    row = 2 * (16 + 16) * 4
+    assert two_ranks(traffic_of_a_window, "contiguous") == [0, 63 * row]
+    # chunks of 128: rank 0 holds 0 and 3, rank 1 holds 1 and 2
+    assert two_ranks(traffic_of_a_window, "head_tail") == [63 * row, 63 * row]
+
+
+def exchange_on(size, layout, length, **conditions):
+    sight = sight_of(
+        conditions.get("is_causal", False), "bottom_right", conditions.get("window", (None, None)), length, length
+    )
+    return exchange_of(Team("", 0, size), layout, length, spans_of(sight, layout, size)), sight
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "heads", "heads_kv", "causal_window", "method"),
+    [
+        (4, 131072, 32, 8, None, "all_gather"),  # grouped heads: few keys travel
+        (8, 131072, 32, 32, None, "ulysses"),  # as many key heads: a part of all heads is less than all keys
+        (8, 131072, 30, 30, None, "all_gather"),  # heads that cannot be dealt
+        (8, 1048576, 30, 30, None, "ring"),  # gathered keys would fill 16 GB
+        (8, 1048576, 32, 32, (4095, None), "all_gather"),  # a window needs few keys
+    ],
+)
+def test_the_method_is_chosen_by_what_travels_and_what_fits(size, length, heads, heads_kv, causal_window, method):
+    layout = "contiguous" if causal_window else "head_tail"
+    _, sight = exchange_on(size, layout, length, is_causal=True, window=causal_window or (None, None))
+    query, key = (
+        torch.empty(1, length // size, count, 128, dtype=torch.bfloat16, device="meta") for count in (heads, heads_kv)
+    )
+    assert chosen_method(query, key, key, None, None, sight, layout, Team("", 0, size)) == method
+
+
+def test_keys_travel_in_groups_of_heads_where_they_are_many():
+    exchange, _ = exchange_on(4, "head_tail", 131072, is_causal=True)
+    key = torch.empty(1, 32768, 8, 128, dtype=torch.bfloat16, device="meta")
+    assert head_groups(exchange, key, key) == 4
+    assert head_groups(exchange, key[:, :, :6], key[:, :, :6]) == 2
+    assert head_groups(exchange, key[:, :, :1, :8], key[:, :, :1, :8]) == 1
+
+
+def test_merging_keeps_what_rounding_lse_loses():
+    scores = torch.randn(7, 64, dtype=torch.float64) * 3 + 1e9
+    values = torch.randn(64, 5, dtype=torch.float64)
+
+    def statistics(of):
+        lse = scores[:, of].logsumexp(-1)
+        rounded = lse.float()
+        out = scores[:, of].softmax(-1) @ values[of]
+        rows = (rounded, (lse - rounded.double()).float(), scores[:, of].amax(-1).float())
+        return Statistics(out.float()[None, :, None], *[row[None, None] for row in rows])
+
+    parts = [statistics(slice(first, first + 16)) for first in range(0, 64, 16)]
+    found, expected = parts[0], statistics(slice(0, 64))
+    for part in parts[1:]:
+        found = merged(found, part)
+    torch.testing.assert_close(found.out, expected.out, atol=1e-5, rtol=1e-5)
+    both = [each.lse.double() + each.lse_tail.double() for each in (found, expected)]
+    assert (both[0] - both[1]).abs().max() < 1e-5  # float32 alone is off by up to 32 here
+    nothing = Statistics(
+        torch.zeros(1, 7, 1, 5), *[torch.full((1, 1, 7), -torch.inf), torch.zeros(1, 1, 7)], parts[0].row_max * 0
+    )
+    for one, other in ((parts[0], nothing), (nothing, parts[0])):
+        assert torch.equal(merged(one, other).out, parts[0].out) and torch.equal(merged(one, other).lse, parts[0].lse)
+    assert torch.equal(merged(nothing, nothing).lse, nothing.lse) and not merged(nothing, nothing).out.any()
