@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -229,17 +230,31 @@ def backward(call: Call, saved: Saved, grads: Gradients, dsink: Tensor | None) -
 
 def run_backward(call: Call, saved: Saved, grads: Gradients, packed: packing.Packing | None) -> None:
     """Write the gradients of a call without sinks, its keys packed as they are said to be."""
+    run = _telling(call.demand) if environment.profiles_backward() else _run_backward
     if packed is not None:
-        _launcher(PACKED).backward(call, saved, grads, packed, _run_backward)
+        _launcher(PACKED).backward(call, saved, grads, packed, run)
     else:
-        _run_backward(with_start(call), saved, grads)
+        run(with_start(call), saved, grads)
 
 
 def _run_backward(call: Call, saved: Saved, grads: Gradients) -> None:
     choice = backward_choice(call, saved, grads)
-    if environment.profiles_backward():
-        environment.tell(profile_line(choice, call.demand))
     _launcher(_BACKWARD[choice.row.kernel]).backward(call, saved, grads, choice.row.config)
+
+
+def _telling(demand: Demand) -> Callable[[Call, Saved, Gradients], None]:
+    """Return `_run_backward` that tells its choice: in one line for a call, also where packed keys go in several passes."""
+    told = False
+
+    def run(call: Call, saved: Saved, grads: Gradients) -> None:
+        nonlocal told
+        choice = backward_choice(call, saved, grads)
+        if not told:
+            environment.tell(profile_line(choice, demand))
+        told = True
+        _launcher(_BACKWARD[choice.row.kernel]).backward(call, saved, grads, choice.row.config)
+
+    return run
 
 
 def architecture_of(call: Call) -> Arch | None:

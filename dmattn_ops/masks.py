@@ -139,8 +139,10 @@ def dynamic_mask(
     at_most = keep + keep_first + keep_last
     if require.certainly(at_most > UNBOUNDED):
         at_most = UNBOUNDED  # what an operator can take
-    # A causal mask shows a key from its own query on, which the band says: kernels may then pack its keys.
-    visible, band = ((None, end), Band(hi=0)) if is_causal else ((start, end), NO_BAND)
+    # Keys that are shown at all are shown from their own query on, which the band says, or from the first one where no
+    # document begins later: kernels may then pack them.
+    visible = (None, end) if is_causal or documents is None else (start, end)
+    band = Band(hi=0) if is_causal else NO_BAND
     made = from_intervals(visible, None, at_most, scores.shape[-1], band)
     return made if queries is None else made.queries(*queries)
 

@@ -147,13 +147,14 @@ def epoch_length(seqlen_q: int, seqlen_k: int, at_most: int, band_hi: int, group
 def epochs(seqlen_q: int, seqlen_k: int, at_most: int, band_hi: int, length: int) -> Epochs:
     """Cut queries into epochs of `length`, a multiple of 128, with room for what may be visible in each.
 
-    The capacity is the same for all epochs. A key is born at query `key - band_hi`; behind that limit none is.
+    The capacity is the same for all epochs, and at least a tile: no kernel takes a call without keys. A key is born at
+    query `key - band_hi`; behind that limit none is.
     """
     if length <= 0 or length % TILE:
         raise ValueError(f"an epoch must be a positive multiple of {TILE} queries, got {length}")
     old_slots = _round_up(min(at_most, seqlen_k))
     born_slots = min(length, _round_up(max(0, seqlen_k - band_hi)))
-    return Epochs(length, -(-seqlen_q // length), old_slots, born_slots)
+    return Epochs(length, -(-seqlen_q // length), max(old_slots, TILE - born_slots), born_slots)
 
 
 class Sizes(NamedTuple):

@@ -113,7 +113,7 @@ class TileMask:
         require.part("queries", start, stop, self.seqlen_q)
         if self.kind == "intervals":
             moved: dict[str, Tensor | None] = {
-                name: (part - start).clamp_(0, stop - start)
+                name: part.clamp(start, stop).sub_(start)  # in this order: any int32 may be an end
                 for name, part in self._parts("start", "end", "hidden_from", "hidden_to")
             }
         else:

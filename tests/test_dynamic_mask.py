@@ -10,7 +10,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import dmattn_ops
-from dmattn_ops import dynamic_mask, flash_dmattn_func, prepare_mask
+from dmattn_ops import dynamic_mask, flash_dmattn_func, masks, packing, prepare_mask
+from dmattn_ops.bands import band_of
+from dmattn_ops.call import Call
+from dmattn_ops.problem import plain_options
 from tests import call_inputs
 
 
@@ -100,6 +103,21 @@ def test_rows_of_the_mask_are_its_rows(is_causal: bool):
         rows = dynamic_mask(scores, 20, keep_first=2, is_causal=is_causal, queries=(start, stop))
         assert torch.equal(rows.to_dense(), whole.to_dense()[:, :, start:stop])
         assert torch.equal(rows.to_dense(), whole.queries(start, stop).to_dense())
+
+
+@pytest.mark.parametrize("of_call", [False, True])
+def test_keys_that_are_the_same_for_all_queries_may_be_packed(of_call: bool):
+    """The call may add a causal condition: keys are then born on its diagonal."""
+    made = dynamic_mask(torch.randn(1, 2, 300), 20, is_causal=False)
+    mask, low, high = masks.resolve(made, band_of(of_call, "bottom_right", (None, None)), 300, 300)
+    query = torch.randn(1, 300, 2, 8)
+    call = Call(query, query, query, None, mask, None, None, None, plain_options(1.0, low, high))
+    assert packing.reasons_against(call) == []
+    kept = made.to_dense()
+    assert (kept.sum(-1) == 20).all() and torch.equal(kept, kept[:, :, :1].expand_as(kept))
+    ids = torch.arange(300)[None] // 100
+    apart = dynamic_mask(torch.randn(1, 2, 300), 20, is_causal=False, documents=ids)
+    assert (apart.to_dense().sum(-1) == 20).all() and apart.start is not None
 
 
 def test_attention_under_the_mask_is_that_of_the_dense_one_with_its_gradients():

@@ -127,7 +127,7 @@ ARROWS = {
         "masks",
     ),
     "nn": ("tile_mask", "masks", "api"),
-    "integrations": ("layout", "tile_mask", "masks", "api", "nn"),
+    "integrations": ("bands", "layout", "tile_mask", "masks", "api", "nn"),
 }
 
 ROOMS = {"kernels", "selection", "packing", "distributed", "integrations", "compat", "nn", "sdpa"}

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from dmattn_ops import flash_dmattn_func, flash_dmattn_varlen_func, masks
 from dmattn_ops.bands import band_of
-from dmattn_ops.masks import prepare_mask
+from dmattn_ops.masks import dynamic_mask, prepare_mask
 from dmattn_ops.tile_mask import TileMask
 
 
@@ -93,6 +93,26 @@ def test_offsets_become_documents_in_a_compiled_function():
         torch.testing.assert_close(compiled(query[None], cu_seqlens)[0], expected)
         frames.append(counter.frame_count)
     assert frames == frames[:1] * 3, "recompiled"
+
+
+def test_parts_of_a_mask_are_taken_in_one_graph_for_all_lengths():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(scores: Tensor, chunk: Tensor) -> list[Tensor]:
+        first, stop = chunk.shape[0], 2 * chunk.shape[0]
+        rows = dynamic_mask(scores, 5, queries=(first, stop))
+        start = torch.zeros(scores.shape, dtype=torch.int32)
+        made = prepare_mask(intervals=(start + 3, start + 40), seqlen_q=scores.shape[2])
+        part = made.queries(first, stop).keys(first, stop).batch(0, 1).heads(0, 1).clone()
+        return [rows.to_dense(), part.to_dense()]
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for seqlen, first in ((40, 10), (64, 7), (90, 30)):
+        given = torch.randn(2, 3, seqlen), torch.zeros(first)
+        for one, other in zip(compiled(*given), function(*given), strict=True):
+            assert torch.equal(one, other)
+    assert counter.frame_count == 1
 
 
 class Prepares(torch.nn.Module):

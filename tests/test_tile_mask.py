@@ -309,3 +309,14 @@ def test_a_chunk_that_is_causal_at_its_call_is_given_its_own_diagonal():
             query[:, rows], query, query, made.queries(rows.start, rows.stop), is_causal=True, causal_from=start
         )
         torch.testing.assert_close(out, whole[:, rows])
+
+
+def test_any_int32_may_be_an_end_of_parts():
+    least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+    ends = torch.tensor([least, -1, 0, 15, most], dtype=torch.int32)
+    start, end, hidden_from, hidden_to = (
+        every.reshape(1, 1, -1) for every in torch.meshgrid(ends, ends, ends, ends, indexing="ij")
+    )
+    made = dmattn_ops.prepare_mask(intervals=(start, end), hidden=(hidden_from, hidden_to), seqlen_q=30)
+    assert torch.equal(made.queries(10, 20).to_dense(), made.to_dense()[:, :, 10:20])
+    assert torch.equal(made.queries(10, 20).keys(7, 600).to_dense(), made.to_dense()[:, :, 10:20, 7:600])

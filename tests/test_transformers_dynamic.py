@@ -11,6 +11,7 @@ from tiny_models import assert_same, decoder, logits_and_gradients, tokens, unde
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
 import dmattn_ops.integrations.transformers as integration  # noqa: E402
+from dmattn_ops.integrations import forward_mask  # noqa: E402
 
 B, S, KEEP, FIRST, LAST = 2, 19, 5, 1, 2
 integration.register()
@@ -103,6 +104,19 @@ def test_documents_choose_for_themselves():
     lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 12, "max_length_k": 12}
     by_offsets = model(ids, torch.ones_like(ids), position_ids=positions, use_cache=False, **lengths).logits
     torch.testing.assert_close(by_offsets, alone, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("side", "packed"), [(None, False), ("left", False), (None, True)])
+def test_keys_of_the_masks_may_be_packed(side, packed):
+    """Kernels pack keys that begin on the diagonal, which the band says: padding and documents only end them."""
+    module = next(part for part in sparse("llama").modules() if isinstance(part, integration.DynamicMask))
+    keep = None if side is None else padding_of(side).bool()
+    documents = (torch.arange(S)[None] >= 7).int() if packed else None
+    device = torch.device("cpu")
+    given = forward_mask.make(S, S, 0, is_causal=True, padding=keep, documents=documents, device=device)
+    made, _ = module.select(torch.randn(B, S, 2, 8), given)
+    assert made.mask.start is None and made.mask.at_most == KEEP + FIRST + LAST
+    assert made.band.limits(S, S)[1] == 0 and (made.to_dense().sum(-1) <= made.mask.at_most).all()
 
 
 @torch.no_grad()

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dmattn_ops import layout
+from dmattn_ops.bands import NO_BAND, Band
 from dmattn_ops.masks import dynamic_mask, prepare_mask
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.tile_mask import TileMask, from_intervals
 
 Interval = tuple[Tensor, Tensor]  # of queries for each key: int32 [B|1, H|1, Sk], from and to
 
@@ -105,7 +106,12 @@ class ForwardMask:
         assert best.end is not None
         start, end = self.intervals(scores.device)
         end = torch.minimum(end, (best.end - self.offset).clamp(0, self.q_length))
-        if best.start is not None:  # else it is causal, as these intervals are
+        right = 0 if self.is_causal else self.right
+        if isinstance(self.offset, (int, torch.SymInt)) and (self.documents is None or right == 0):
+            # the band says where each key begins, so that kernels may pack the keys
+            band = NO_BAND if right is None else Band(hi=self.offset + right)
+            return from_intervals((None, end.to(torch.int32)), None, best.at_most, self.q_length, band)
+        if best.start is not None:  # else the band begins later
             start = torch.maximum(start, (best.start - self.offset).clamp(0, self.q_length))
         both = start.to(torch.int32), end.to(torch.int32)
         return prepare_mask(intervals=both, at_most=best.at_most, seqlen_q=self.q_length)

@@ -115,8 +115,9 @@ class Recording:
         self.steps: list[Callable[[_Names], Any]] = []
 
     def gives_up(self) -> None:
-        """Note that the call cannot be repeated."""
+        """Note that the call cannot be repeated, and let go of its tensors: it may free workspaces on its way."""
         self.watch.changes = True
+        self.steps.clear()
 
     def looking_away(self) -> AbstractContextManager[None]:
         """Let operators change tensors meanwhile."""
@@ -129,7 +130,7 @@ class Recording:
             names.add(made)
             return Allocate(TensorLayout.of(made))
 
-        self.steps.append(step)
+        self._note(step)
 
     def computes(self, function: Callable[..., Tensor], arguments: tuple[Any, ...], made: Tensor) -> None:
         """Note that a tensor is computed."""
@@ -139,7 +140,7 @@ class Recording:
             names.add(made)
             return Compute(function, references)
 
-        self.steps.append(step)
+        self._note(step)
 
     def launches(self, compiled: Any, grid: tuple[int, ...], arguments: list[Any]) -> None:
         """Note that a kernel is launched; `arguments` are those of its Python function."""
@@ -147,7 +148,12 @@ class Recording:
         def step(names: _Names) -> Relaunch:
             return Relaunch(compiled, grid, [names.reference(argument) for argument in arguments])
 
-        self.steps.append(step)
+        self._note(step)
+
+    def _note(self, step: Callable[[_Names], Any]) -> None:
+        """Keep a step, and so its tensors, unless the call cannot be repeated any more."""
+        if not self.watch.changes:
+            self.steps.append(step)
 
     def plan(self, outputs: Sequence[Tensor], device: int) -> Plan | None:
         """Return the plan of the call that returned `outputs`; None where it launched nothing, or cannot be repeated."""

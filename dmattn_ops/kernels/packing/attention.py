@@ -40,34 +40,42 @@ class Pass(NamedTuple):
 def forward(call: Call, result: Result, packing: Packing, run: Forward) -> None:
     """Write out, lse and lse_tail by `run` on packed keys; NaN where more keys are visible than `at_most` promises."""
     for part in _passes(call, packing):
-        slots = _slots(call, packing.epochs, part, packing, inverse=False)
-        of = part.queries
-        written = Result(result.out[:, :, of], result.lse[:, of], result.lse_tail[:, of], None)
-        run(_packed_call(call, packing, part, slots), written)
-        for rows in written[:2]:
-            spoil_rows(rows, slots)
+        _forward_pass(call, result, packing, part, run)
+
+
+def _forward_pass(call: Call, result: Result, packing: Packing, part: Pass, run: Forward) -> None:
+    """Write what `forward` does for the heads of one pass, whose workspaces are free again at its end."""
+    slots = _slots(call, packing.epochs, part, packing, inverse=False)
+    out, lse, lse_tail = _heads(result.out, 2, part), _heads(result.lse, 1, part), _heads(result.lse_tail, 1, part)
+    run(_packed_call(call, packing, part, slots), Result(out, lse, lse_tail, None))
+    for rows in (out, lse):
+        spoil_rows(rows, slots)
 
 
 def backward(call: Call, saved: Saved, grads: Gradients, packing: Packing, run: Backward) -> None:
     """Write dq, dk, dv and, where it is given, dbias by `run` on packed keys, whose gradients are summed by key."""
-    passes = list(_passes(call, packing))
-    for number, part in enumerate(passes):
-        slots = _slots(call, packing.epochs, part, packing, inverse=True)
-        of, packed = part.queries, _packed_call(call, packing, part, slots)
-        dk, dv = (workspace(of_key, *of_key.shape, dtype=of_key.dtype) for of_key in (packed.key, packed.value))
-        dbias = None
-        if grads.dbias is not None:
-            assert packed.bias is not None
-            dbias = workspace(packed.bias, *packed.bias.shape, dtype=packed.bias.dtype)
-        grad_lse = None if grads.grad_lse is None else grads.grad_lse[:, of]
-        known = Saved(saved.out[:, :, of], saved.lse[:, of], saved.lse_tail[:, of])
-        run(packed, known, Gradients(grads.grad_out[:, :, of], grad_lse, grads.dq[:, :, of], dk, dv, dbias))
-        for gradient, target in ((dk, grads.dk), (dv, grads.dv)):
-            sum_rows(gradient, slots, target, part.first, packing.group)
-        if dbias is not None and grads.dbias is not None:
-            heads = call.query.shape[2]
-            shared = number > 0 and grads.dbias.shape[1] == 1
-            sum_bias(dbias, slots, grads.dbias, heads, of.start, of.stop - of.start, add=shared)
+    for part in _passes(call, packing):
+        _backward_pass(call, saved, grads, packing, part, run)
+
+
+def _backward_pass(call: Call, saved: Saved, grads: Gradients, packing: Packing, part: Pass, run: Backward) -> None:
+    """Write what `backward` does for the heads of one pass, whose workspaces are free again at its end."""
+    slots = _slots(call, packing.epochs, part, packing, inverse=True)
+    packed = _packed_call(call, packing, part, slots)
+    dk, dv = (workspace(of_key, *of_key.shape, dtype=of_key.dtype) for of_key in (packed.key, packed.value))
+    dbias = None
+    if grads.dbias is not None:
+        assert packed.bias is not None
+        dbias = workspace(packed.bias, *packed.bias.shape, dtype=packed.bias.dtype)
+    grad_lse = None if grads.grad_lse is None else _heads(grads.grad_lse, 1, part)
+    known = Saved(_heads(saved.out, 2, part), _heads(saved.lse, 1, part), _heads(saved.lse_tail, 1, part))
+    grad_out, dq = _heads(grads.grad_out, 2, part), _heads(grads.dq, 2, part)
+    run(packed, known, Gradients(grad_out, grad_lse, dq, dk, dv, dbias))
+    for gradient, target in ((dk, grads.dk), (dv, grads.dv)):
+        sum_rows(gradient, slots, target, part.first, packing.group)
+    if dbias is not None and grads.dbias is not None:
+        of, shared = part.queries, part.first > 0 and grads.dbias.shape[1] == 1
+        sum_bias(dbias, slots, grads.dbias, call.query.shape[2], of.start, of.stop - of.start, add=shared)
 
 
 def first_pass(call: Call, packing: Packing) -> Call:
@@ -97,6 +105,16 @@ def _slots(call: Call, cut: Epochs, part: Pass, packing: Packing, *, inverse: bo
     )
 
 
+def _heads(tensor: Tensor, dim: int, part: Pass) -> Tensor:
+    """Return the query heads of a pass, along dimension `dim`.
+
+    All of them are the tensor itself: a plan cannot tell of which tensor another view is one where query, key and value
+    share their memory, as parts of one projection do.
+    """
+    first, count = part.queries.start, part.queries.stop - part.queries.start
+    return tensor if count == tensor.shape[dim] else tensor.narrow(dim, first, count)
+
+
 def _zeros(end: Tensor) -> Tensor:
     """Return the start of intervals that begin with the band, `[1, 1, Sk]`."""
     return end.new_zeros((1, 1, end.shape[2]))
@@ -112,5 +130,5 @@ def _packed_call(call: Call, packing: Packing, part: Pass, slots: Slots) -> Call
         bias = gather_bias(bias, slots, call.query.shape[2], of.start, of.stop - of.start)
     mask = Mask(row_tiles=slots.row_tiles, col_tiles=slots.col_tiles, start=slots.start, end=slots.end)
     options = call.options._replace(band_lo=-UNBOUNDED, band_hi=UNBOUNDED)
-    query = call.query[:, :, part.queries]
+    query = _heads(call.query, 2, part)
     return call._replace(query=query, key=key, value=value, bias=bias, mask=mask, options=options)
