@@ -133,8 +133,6 @@ def dynamic_mask(
     if scores.is_floating_point() and scores.dtype not in validation.DTYPES:
         scores = scores.float()
     validation.selection(scores, documents, keep, keep_first, keep_last, is_causal)
-    if documents is not None and not documents.is_cuda and not is_compiling():
-        values.contiguous_runs("documents", documents)
     start, end = torch.ops.dmattn.key_lifetimes(scores.detach(), documents, keep, keep_first, keep_last, is_causal)
     at_most = keep + keep_first + keep_last
     if require.certainly(at_most > UNBOUNDED):
@@ -236,8 +234,7 @@ def _lengths(
                 "seqlen_q must be given (1 for decoding) for intervals, for padding [B, Sk] and for a mask whose query dimension"
                 " is 1, got None; a mask of queries and keys has four dimensions"
             )
-        if isinstance(seqlen_q, bool) or not isinstance(seqlen_q, (int, torch.SymInt)):
-            raise TypeError(f"seqlen_q must be an int, got {type(seqlen_q).__name__}")
+        require.integer("seqlen_q", seqlen_q)
         if require.certainly(seqlen_q < 0):
             raise ValueError(f"seqlen_q must not be negative, got {seqlen_q}")
         return seqlen_q, seqlen_k

@@ -139,6 +139,33 @@ def test_parts_of_a_mask_are_parts_of_the_dense_one(kind: str, band: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_parts_and_copies_of_a_mask_compile_as_one_graph(kind: str):
+    made, _ = KINDS[kind](**BANDS["window"])
+
+    def cut(mask: TileMask, stop: int) -> list[Tensor]:
+        parts = (mask.queries(3, stop), mask.keys(3, stop), mask.keys(0, stop).queries(2, stop), mask.batch(0, 1))
+        return [part.to_dense() for part in (*parts, mask.heads(0, 1), mask.clone(), mask.to("cpu"))]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(cut, fullgraph=True, dynamic=True, backend="aot_eager")
+    for stop in (100, 150):
+        for part, expected in zip(compiled(made, stop), cut(made, stop), strict=True):
+            assert torch.equal(part, expected)
+
+
+def test_the_rows_of_a_dynamic_mask_compile_as_one_graph():
+    def rows(scores: Tensor) -> Tensor:
+        seqlen = scores.shape[-1]
+        return dynamic_mask(scores, 5, queries=(seqlen // 2, seqlen)).to_dense()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(rows, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seqlen in (70, 200):
+        scores = torch.randn(2, 3, seqlen)
+        assert torch.equal(compiled(scores), dynamic_mask(scores, 5).to_dense()[:, :, seqlen // 2 :])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_attention_under_a_part_is_a_part_of_attention(kind: str):
     made, _ = KINDS[kind](**BANDS["causal from the top"])
     _, _, queries, keys = made.shape
