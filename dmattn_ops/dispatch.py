@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -229,16 +230,27 @@ def backward(call: Call, saved: Saved, grads: Gradients, dsink: Tensor | None) -
 
 def run_backward(call: Call, saved: Saved, grads: Gradients, packed: packing.Packing | None) -> None:
     """Write the gradients of a call without sinks, its keys packed as they are said to be."""
+    run = _telling_once(call.demand) if environment.profiles_backward() else _run_backward
     if packed is not None:
-        _launcher(PACKED).backward(call, saved, grads, packed, _run_backward)
+        _launcher(PACKED).backward(call, saved, grads, packed, run)
     else:
-        _run_backward(with_start(call), saved, grads)
+        run(with_start(call), saved, grads)
 
 
-def _run_backward(call: Call, saved: Saved, grads: Gradients) -> None:
+def _telling_once(demand: Demand) -> Callable[[Call, Saved, Gradients], None]:
+    """Return what runs a backward and tells its choice once: packed keys may take several passes over the heads."""
+    left = [demand]
+
+    def run(call: Call, saved: Saved, grads: Gradients) -> None:
+        _run_backward(call, saved, grads, left.pop() if left else None)
+
+    return run
+
+
+def _run_backward(call: Call, saved: Saved, grads: Gradients, told_of: Demand | None = None) -> None:
     choice = backward_choice(call, saved, grads)
-    if environment.profiles_backward():
-        environment.tell(profile_line(choice, call.demand))
+    if told_of is not None:
+        environment.tell(profile_line(choice, told_of))
     _launcher(_BACKWARD[choice.row.kernel]).backward(call, saved, grads, choice.row.config)
 
 

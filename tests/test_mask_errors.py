@@ -280,5 +280,5 @@ def test_compiled_documents_that_return_are_refused_on_the_cpu_too():
         lambda ids: dynamic_mask(SCORES, 2, documents=ids).to_dense(), fullgraph=True, backend="aot_eager"
     )
     assert compiled(torch.tensor([[1, 1, 2, 2]])).any()
-    with pytest.raises(ValueError, match="^documents must be contiguous runs of equal ids"):
+    with pytest.raises(ValueError, match="documents must be contiguous runs of equal ids"):
         compiled(torch.tensor([[1, 2, 2, 1]]))
