@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dmattn_ops import masks
+from dmattn_ops import flash_dmattn_func, masks
 from dmattn_ops.bands import NO_BAND
 from dmattn_ops.masks import dynamic_mask, prepare_mask
 
@@ -95,6 +95,11 @@ PREPARE = {
         "seqlen_q must be 4, as the mask or the documents have it, got 5",
     ),
     "negative": ({"mask": KEEP, "seqlen_q": -1}, ValueError, "seqlen_q must not be negative, got -1"),
+    "as many queries": (
+        {"mask": KEEP, "seqlen_q": 1 << 70},
+        ValueError,
+        f"seqlen_q must be less than {1 << 30}, got {1 << 70}",
+    ),
     "no length": ({"mask": KEEP, "seqlen_q": 2.0}, TypeError, "seqlen_q must be an int, got float"),
     "window": (
         {"mask": keep(1, 1, 2, 2), "window_size": (-1, None)},
@@ -282,3 +287,13 @@ def test_compiled_documents_that_return_are_refused_on_the_cpu_too():
     assert compiled(torch.tensor([[1, 1, 2, 2]])).any()
     with pytest.raises(ValueError, match="documents must be contiguous runs of equal ids"):
         compiled(torch.tensor([[1, 2, 2, 1]]))
+
+
+def test_counts_beyond_every_length_hide_nothing():
+    scores, ends = torch.randn(1, 1, 9), torch.tensor([0, 9], dtype=torch.int32).view(2, 1, 1, 1).expand(2, 1, 1, 9)
+    made = dynamic_mask(scores, 1 << 70, keep_first=1 << 64, keep_last=1 << 63)
+    assert torch.equal(made.to_dense()[0, 0], torch.ones(9, 9).tril().bool())
+    query = torch.randn(1, 9, 1, 4)
+    shown = prepare_mask(intervals=(ends[0], ends[1]), at_most=1 << 70, seqlen_q=9)
+    whole = flash_dmattn_func(query, query, query)
+    torch.testing.assert_close(flash_dmattn_func(query, query, query, shown), whole)
