@@ -114,7 +114,6 @@ ARROWS = {
         "meta.fakes",
     ),
     "compat": ("problem", "biases", "layout", "bands", "tile_mask", "reference", "arguments", "masks", "api"),
-<<<<<<< HEAD
     "distributed": (
         "problem",
         "environment",
@@ -127,10 +126,7 @@ ARROWS = {
         "arguments",
         "masks",
     ),
-    "nn": ("tile_mask", "masks", "api"),
-=======
     "nn": ("require", "tile_mask", "masks", "api"),
->>>>>>> 26dee7c (Padding of a module may be integers, and is refused in words otherwise)
     "integrations": ("layout", "tile_mask", "masks", "api", "nn"),
 }
 
