@@ -323,7 +323,7 @@ def flash_dmattn_varlen_func(
     if dropout_p != 0.0:
         varlen = Varlen(cu_seqlens_q, cu_seqlens_k, *lengths, top_left)
         validation.varlen_tensors(query, key, value, bias, mask, sink, varlen)
-        if not query.is_cuda and not is_compiling() and not sharded.is_sharded(cu_seqlens_q):
+        if values.on_the_host(cu_seqlens_q) and not sharded.is_sharded(cu_seqlens_q):
             values.offsets(query, key, varlen)
     seed = arguments.dropout_seed(query, cu_seqlens_q.shape[0] - 1) if dropout_p != 0.0 else None
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, bias, mask, sink, seed)

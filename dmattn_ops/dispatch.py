@@ -230,31 +230,28 @@ def backward(call: Call, saved: Saved, grads: Gradients, dsink: Tensor | None) -
 
 def run_backward(call: Call, saved: Saved, grads: Gradients, packed: packing.Packing | None) -> None:
     """Write the gradients of a call without sinks, its keys packed as they are said to be."""
-    run = _telling(call.demand) if environment.profiles_backward() else _run_backward
+    run = _telling_once(call.demand) if environment.profiles_backward() else _run_backward
     if packed is not None:
         _launcher(PACKED).backward(call, saved, grads, packed, run)
     else:
         run(with_start(call), saved, grads)
 
 
-def _run_backward(call: Call, saved: Saved, grads: Gradients) -> None:
-    choice = backward_choice(call, saved, grads)
-    _launcher(_BACKWARD[choice.row.kernel]).backward(call, saved, grads, choice.row.config)
-
-
-def _telling(demand: Demand) -> Callable[[Call, Saved, Gradients], None]:
-    """Return `_run_backward` that tells its choice: in one line for a call, also where packed keys go in several passes."""
-    told = False
+def _telling_once(demand: Demand) -> Callable[[Call, Saved, Gradients], None]:
+    """Return what runs a backward and tells its choice once: packed keys may take several passes over the heads."""
+    left = [demand]
 
     def run(call: Call, saved: Saved, grads: Gradients) -> None:
-        nonlocal told
-        choice = backward_choice(call, saved, grads)
-        if not told:
-            environment.tell(profile_line(choice, demand))
-        told = True
-        _launcher(_BACKWARD[choice.row.kernel]).backward(call, saved, grads, choice.row.config)
+        _run_backward(call, saved, grads, left.pop() if left else None)
 
     return run
+
+
+def _run_backward(call: Call, saved: Saved, grads: Gradients, told_of: Demand | None = None) -> None:
+    choice = backward_choice(call, saved, grads)
+    if told_of is not None:
+        environment.tell(profile_line(choice, told_of))
+    _launcher(_BACKWARD[choice.row.kernel]).backward(call, saved, grads, choice.row.config)
 
 
 def architecture_of(call: Call) -> Arch | None:

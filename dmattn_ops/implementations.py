@@ -79,6 +79,8 @@ def key_lifetimes(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute start and end of the queries that see each key, from scores `[B|1, Hm, S]`."""
     outputs = fakes.key_lifetimes(*arguments)
     scores, documents, *numbers = ops.SIGNATURES["key_lifetimes"].fill(arguments)
+    if documents is not None and _reads_values(documents):
+        values.contiguous_runs("documents", documents)
     _launch(scores, dispatch.lifetimes, _rows(scores), _contiguous(documents), *numbers, *outputs)
     return outputs
 

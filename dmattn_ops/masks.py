@@ -68,6 +68,7 @@ def prepare_mask(
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
     _promised(at_most, intervals)
+    at_most = at_most if at_most is None else _countable(at_most)
     if intervals is not None:
         intervals, hidden = _equal_intervals(intervals, hidden)
     elif hidden is not None:
@@ -132,13 +133,10 @@ def dynamic_mask(
         require.part("queries", *queries, scores.shape[-1])
     if scores.is_floating_point() and scores.dtype not in validation.DTYPES:
         scores = scores.float()
+    keep, keep_first, keep_last = _countable(keep), _countable(keep_first), _countable(keep_last)
     validation.selection(scores, documents, keep, keep_first, keep_last, is_causal)
-    if documents is not None and not documents.is_cuda and not is_compiling():
-        values.contiguous_runs("documents", documents)
     start, end = torch.ops.dmattn.key_lifetimes(scores.detach(), documents, keep, keep_first, keep_last, is_causal)
-    at_most = keep + keep_first + keep_last
-    if require.certainly(at_most > UNBOUNDED):
-        at_most = UNBOUNDED  # what an operator can take
+    at_most = _countable(keep + keep_first + keep_last)
     # Keys that are shown at all are shown from their own query on, which the band says, or from the first one where no
     # document begins later: kernels may then pack them.
     visible = (None, end) if is_causal or documents is None else (start, end)
@@ -175,6 +173,11 @@ def _promised(at_most: int | None, intervals: Pair | None) -> None:
         raise ValueError("at_most needs intervals, got None")
     if require.certainly(at_most < 0):
         raise ValueError(f"at_most must not be negative, got {at_most}")
+
+
+def _countable(count: int) -> int:
+    """Return a count of keys as the operators take it: there are never as many keys as the largest."""
+    return UNBOUNDED if require.certainly(count > UNBOUNDED) else count
 
 
 def _equal_intervals(intervals: Pair, hidden: Pair | None) -> tuple[Pair, Pair | None]:
@@ -238,10 +241,11 @@ def _lengths(
                 "seqlen_q must be given (1 for decoding) for intervals, for padding [B, Sk] and for a mask whose query dimension"
                 " is 1, got None; a mask of queries and keys has four dimensions"
             )
-        if isinstance(seqlen_q, bool) or not isinstance(seqlen_q, (int, torch.SymInt)):
-            raise TypeError(f"seqlen_q must be an int, got {type(seqlen_q).__name__}")
+        require.integer("seqlen_q", seqlen_q)
         if require.certainly(seqlen_q < 0):
             raise ValueError(f"seqlen_q must not be negative, got {seqlen_q}")
+        if require.certainly(seqlen_q >= UNBOUNDED):
+            raise ValueError(f"seqlen_q must be less than {UNBOUNDED}, got {seqlen_q}")
         return seqlen_q, seqlen_k
     if seqlen_q is not None and not require.same(seqlen_q, known_q):
         expected, given = require.size_text(known_q), require.size_text(seqlen_q)
@@ -332,7 +336,7 @@ def _with_intervals(
     made = from_intervals(intervals, hidden, at_most, seqlen_q, band)
     if mask is None and documents is None:
         return made
-    if mask is None and isinstance(documents, Tensor) and not documents.is_cuda and not is_compiling():
+    if mask is None and isinstance(documents, Tensor) and values.on_the_host(documents):
         require.sizes("documents", documents, _choices(made.shape[0], documents.shape[0]), (documents.shape[1],))
         with sharded.constants_beside(documents):
             clipped = _clipped_to_runs(intervals, documents)
@@ -340,7 +344,7 @@ def _with_intervals(
             return from_intervals(clipped, hidden, at_most, seqlen_q, band)
     keep = _both(made, prepare_mask(mask, documents=documents, seqlen_q=seqlen_q))
     packed = from_dense(keep, (None, None), seqlen_q, band)
-    if at_most is not None and not keep.is_cuda and not is_compiling():
+    if at_most is not None and values.on_the_host(keep):
         values.promise(at_most, packed.to_dense().sum(-1))
     return packed
 

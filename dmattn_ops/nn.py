@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmattn_ops import require
 from dmattn_ops.api import flash_dmattn_func
 from dmattn_ops.masks import dynamic_mask
 from dmattn_ops.tile_mask import TileMask
@@ -124,7 +125,7 @@ class DynamicMaskAttention(nn.Module):
         Args:
             hidden: with shape `[B, S, dim]`.
             documents: ids `[B|1, S]` in contiguous runs: a query sees its own document only.
-            padding: bool `[B, S]`, False for what is no key; queries there see what others do.
+            padding: `[B|1, S]`, bool or integer, False or 0 for what is no key; queries there see what others do.
             positions: `[B|1, S]`, of rotary embeddings; None counts from 0.
         """
         query = self.q_proj(hidden).unflatten(-1, (self.heads, self.head_dim))
@@ -147,7 +148,9 @@ class DynamicMaskAttention(nn.Module):
     def mask(self, scores: Tensor, *, documents: Tensor | None = None, padding: Tensor | None = None) -> TileMask:
         """Return the mask that scores `[B, Hkv, S]` make."""
         if padding is not None:
-            scores = scores.masked_fill(~padding.unsqueeze(1), -torch.inf)
+            require.dtype("padding", padding, torch.bool, torch.uint8, torch.int32, torch.int64)
+            require.sizes("padding", padding, (1, scores.shape[0]), (scores.shape[2],))
+            scores = scores.masked_fill((padding == 0).unsqueeze(1), -torch.inf)
         made = dynamic_mask(
             scores,
             self.keep,
@@ -159,7 +162,7 @@ class DynamicMaskAttention(nn.Module):
         if padding is None:
             return made
         assert made.end is not None
-        return replace(made, end=torch.where(padding.unsqueeze(1), made.end, 0))
+        return replace(made, end=torch.where((padding != 0).unsqueeze(1), made.end, 0))
 
     def extra_repr(self) -> str:
         """Say what is kept."""

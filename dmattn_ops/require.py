@@ -49,8 +49,16 @@ def sizes(name: str, tensor: Any, *choices: tuple[int, ...], axes: tuple[str, ..
     raise ValueError(f"{name} must have shape ({', '.join(allowed)}), got {text(given)}")
 
 
+def integer(name: str, argument: Any) -> None:
+    """Refuse what is not a Python (or traced) integer."""
+    if isinstance(argument, bool) or not isinstance(argument, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type_text(argument)}")
+
+
 def part(name: str, start: int, stop: int, size: int) -> None:
     """Refuse a range of positions that does not lie in `size` of them."""
+    integer(f"the start of {name}", start)
+    integer(f"the stop of {name}", stop)
     if certainly(start < 0) or certainly(stop < start) or certainly(size < stop):
         raise ValueError(f"{name} must be a range inside 0 to {size}, got {start} to {stop}")
 
@@ -120,3 +128,9 @@ def size_text(size: Any) -> str:
     """Return a size as messages show it: the number where a tracer's symbol stands for one."""
     traced = isinstance(size, torch.SymInt) and not is_dynamo_compiling()
     return f"{int(size)}" if traced and size.node.has_hint() else f"{size}"
+
+
+def type_text(argument: Any) -> str:
+    """Return a type as messages show it: numpy's bool is no bool."""
+    name = type(argument).__name__
+    return f"numpy.{name}" if type(argument).__module__ == "numpy" else name

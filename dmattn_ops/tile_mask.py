@@ -172,8 +172,8 @@ class TileMask:
 
     def _parts(self, *names: str) -> list[tuple[str, Tensor]]:
         """Return the tensors of these names that there are."""
-        found = [(name, getattr(self, name)) for name in names]
-        return [(name, part) for name, part in found if part is not None]
+        named = [(name, getattr(self, name)) for name in names]
+        return [(name, part) for name, part in named if part is not None]  # Dynamo cannot read what `:=` binds in here
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TileMask:
         return self._with({name: function(part) for name, part in self._parts("lengths", *MASK_TENSORS)})

@@ -231,7 +231,7 @@ def tensors(**arguments: Any) -> None:
     """Refuse arguments that are not tensors."""
     for name, argument in arguments.items():
         if not isinstance(argument, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(argument).__name__}")
+            raise TypeError(f"{name} must be a tensor, got {require.type_text(argument)}")
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -254,14 +254,13 @@ def flags(**arguments: Any) -> None:
     """Refuse arguments that are not bool."""
     for name, argument in arguments.items():
         if not isinstance(argument, bool):
-            raise TypeError(f"{name} must be a bool, got {type(argument).__name__}")
+            raise TypeError(f"{name} must be a bool, got {require.type_text(argument)}")
 
 
 def integers(**arguments: Any) -> None:
     """Refuse arguments that are not Python (or traced) integers."""
     for name, argument in arguments.items():
-        if isinstance(argument, bool) or not isinstance(argument, (int, torch.SymInt)):
-            raise TypeError(f"{name} must be an int, got {type(argument).__name__}")
+        require.integer(name, argument)
 
 
 def number(name: str, argument: Any) -> Any:
@@ -269,7 +268,7 @@ def number(name: str, argument: Any) -> Any:
     if isinstance(argument, (float, torch.SymFloat)):
         return argument
     if isinstance(argument, bool) or not isinstance(argument, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be a number, got {type(argument).__name__}")
+        raise TypeError(f"{name} must be a number, got {require.type_text(argument)}")
     try:
         return argument * 1.0
     except OverflowError:

@@ -6,9 +6,20 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from dmattn_ops import layout
 from dmattn_ops.problem import HEADER, Varlen
+
+
+def on_the_host(tensor: Tensor) -> bool:
+    """Return whether there are values that can be read without waiting for a device: not while tracing, of fakes or under vmap."""
+    if not tensor.is_cpu or is_compiling():
+        return False
+    try:
+        return tensor.untyped_storage().device.type == "cpu"  # a fake's is on the meta device
+    except (NotImplementedError, RuntimeError):  # batches of vmap have none
+        return False
 
 
 def offsets(query: Tensor, key: Tensor, lengths: Varlen) -> None:

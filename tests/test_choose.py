@@ -5,14 +5,17 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
 import dmattn_ops
-from dmattn_ops import arch, choose, config
+from dmattn_ops import arch, choose, config, dispatch
+from dmattn_ops.call import Call, Gradients, Saved
 from dmattn_ops.choose import Demand
+from dmattn_ops.problem import Mask, plain_options
 
 LINE = re.compile(
     r"FLASH_DMATTN_PROFILE: HeadDim=\d+, Arch=(SM\d+\.\d|CPU), SeqQ=\d+, SeqK=\d+, Batch=\d+,"
@@ -274,6 +277,32 @@ def test_the_profile_is_read_at_each_call_and_works_in_threads_and_compiled_code
         FLASH_DMATTN_PROFILE_BACKWARD="",
     )
     assert len(LINE.findall(done.stderr)) == 2, done.stderr
+
+
+def test_a_backward_of_packed_keys_in_passes_prints_one_line_of_the_call_as_it_was_asked(monkeypatch, capfd):
+    batch, seqlen, heads = 1, 6, 4
+    row = torch.zeros(batch, heads, seqlen)
+    ran = []
+
+    def in_passes(call, saved, grads, packed, run):
+        for head in range(heads):
+            run(call._replace(query=call.query[:, :, head : head + 1], key=torch.zeros(batch, 900, 1, 8)), saved, grads)
+
+    launchers = {
+        dispatch.PACKED: in_passes,
+        "dmattn_ops.native": lambda call, *_: ran.append(call),
+    }
+    monkeypatch.setenv("FLASH_DMATTN_PROFILE_BACKWARD", "1")
+    monkeypatch.setattr(dispatch, "packing_of", lambda *_, **__: ("packed", []))
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda: "native")
+    monkeypatch.setattr(dispatch, "_launcher", lambda module: SimpleNamespace(backward=launchers[module]))
+    query = torch.zeros(batch, seqlen, heads, 8)
+    mask = Mask(end=torch.zeros(1, 1, seqlen, dtype=torch.int32), at_most=2)
+    call = Call(query, query, query, None, mask, None, None, None, plain_options(1.0))
+    dispatch.backward(call, Saved(query, row, row), Gradients(query, None, query, query, query, None), None)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(ran) == heads
+    assert len(lines) == 1 and LINE.fullmatch(lines[0]) and "SeqQ=6, SeqK=6, Batch=1" in lines[0], lines
 
 
 def test_the_choices_are_these():

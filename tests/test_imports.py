@@ -126,7 +126,7 @@ ARROWS = {
         "arguments",
         "masks",
     ),
-    "nn": ("tile_mask", "masks", "api"),
+    "nn": ("require", "tile_mask", "masks", "api"),
     "integrations": ("bands", "layout", "tile_mask", "masks", "api", "nn"),
 }
 

@@ -2,10 +2,11 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
-from dmattn_ops import masks
+from dmattn_ops import flash_dmattn_func, masks
 from dmattn_ops.bands import NO_BAND
 from dmattn_ops.masks import dynamic_mask, prepare_mask
 
@@ -94,6 +95,11 @@ PREPARE = {
         "seqlen_q must be 4, as the mask or the documents have it, got 5",
     ),
     "negative": ({"mask": KEEP, "seqlen_q": -1}, ValueError, "seqlen_q must not be negative, got -1"),
+    "as many queries": (
+        {"mask": KEEP, "seqlen_q": 1 << 70},
+        ValueError,
+        f"seqlen_q must be less than {1 << 30}, got {1 << 70}",
+    ),
     "no length": ({"mask": KEEP, "seqlen_q": 2.0}, TypeError, "seqlen_q must be an int, got float"),
     "window": (
         {"mask": keep(1, 1, 2, 2), "window_size": (-1, None)},
@@ -216,6 +222,21 @@ def test_a_part_outside_of_a_mask_is_refused(name: str):
         part(prepare_mask(keep(2, 3, 20, 30)))
 
 
+@pytest.mark.parametrize("cut", ["queries", "keys", "batch", "heads"])
+def test_a_part_that_is_no_range_of_ints_is_refused(cut: str):
+    dense, intervals = prepare_mask(keep(2, 3, 20, 30)), dynamic_mask(torch.zeros(2, 3, 20), 4)
+    for mask in (dense, intervals):
+        for start, stop, words in (
+            (0.0, 1, f"the start of {cut} must be an int, got float"),
+            (0, 1.5, f"the stop of {cut} must be an int, got float"),
+            (False, 1, f"the start of {cut} must be an int, got bool"),
+            (0, None, f"the stop of {cut} must be an int, got NoneType"),
+            (0, np.int64(1), f"the stop of {cut} must be an int, got numpy.int64"),
+        ):
+            with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
+                getattr(mask, cut)(start, stop)
+
+
 SCORES = torch.zeros(2, 1, 4)
 DYNAMIC = {
     "type": ({"scores": [1.0]}, TypeError, "scores must be a tensor, got list"),
@@ -246,6 +267,8 @@ DYNAMIC = {
     ),
     "queries": ({"queries": (3, 5)}, ValueError, "queries must be a range inside 0 to 4, got 3 to 5"),
     "queries type": ({"queries": 3}, TypeError, "queries must be a pair (start, stop), got 3"),
+    "queries that are no ints": ({"queries": (0.0, 2)}, TypeError, "the start of queries must be an int, got float"),
+    "numpy's bool": ({"is_causal": np.bool_(True)}, TypeError, "is_causal must be a bool, got numpy.bool"),
 }
 
 
@@ -254,3 +277,23 @@ def test_dynamic_mask_refuses_in_words(name: str):
     changes, error, words = DYNAMIC[name]
     with pytest.raises(error, match=f"^{re.escape(words)}$"):
         dynamic_mask(**{"scores": SCORES, "keep": 2, **changes})
+
+
+def test_compiled_documents_that_return_are_refused_on_the_cpu_too():
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda ids: dynamic_mask(SCORES, 2, documents=ids).to_dense(), fullgraph=True, backend="aot_eager"
+    )
+    assert compiled(torch.tensor([[1, 1, 2, 2]])).any()
+    with pytest.raises(ValueError, match="documents must be contiguous runs of equal ids"):
+        compiled(torch.tensor([[1, 2, 2, 1]]))
+
+
+def test_counts_beyond_every_length_hide_nothing():
+    scores, ends = torch.randn(1, 1, 9), torch.tensor([0, 9], dtype=torch.int32).view(2, 1, 1, 1).expand(2, 1, 1, 9)
+    made = dynamic_mask(scores, 1 << 70, keep_first=1 << 64, keep_last=1 << 63)
+    assert torch.equal(made.to_dense()[0, 0], torch.ones(9, 9).tril().bool())
+    query = torch.randn(1, 9, 1, 4)
+    shown = prepare_mask(intervals=(ends[0], ends[1]), at_most=1 << 70, seqlen_q=9)
+    whole = flash_dmattn_func(query, query, query)
+    torch.testing.assert_close(flash_dmattn_func(query, query, query, shown), whole)

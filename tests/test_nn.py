@@ -104,6 +104,16 @@ def test_documents_padding_and_positions():
     same(layer(keep_first=1, keep_last=2), padding=padding)
 
 
+def test_padding_of_integers_is_that_of_bools_and_no_other():
+    made, hidden, keep = layer(), torch.randn(B, S, DIM), torch.rand(B, S) < 0.6
+    for numbers in (keep.long(), 2 * keep.int(), keep.byte()):
+        assert torch.equal(made(hidden, padding=numbers), made(hidden, padding=keep))
+    with pytest.raises(TypeError, match=r"^padding must have dtype torch.bool or .*, got torch.float32$"):
+        made(hidden, padding=keep.float())
+    with pytest.raises(ValueError, match=r"^padding must have shape \(2 or 1, 33\), got \(2, 32\)$"):
+        made(hidden, padding=keep[:, 1:])
+
+
 def test_key_scores_are_the_formula_of_the_paper_in_float32():
     scores = KeyScores(HKV, D, bias=True)
     nn.init.normal_(scores.A)

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import dmattn_ops
@@ -136,6 +137,72 @@ def test_parts_of_a_mask_are_parts_of_the_dense_one(kind: str, band: str):
             assert torch.equal(
                 part(start, stop).queries(7, 150).to_dense(), dense.narrow(dim, start, stop - start)[:, :, 7:150]
             )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_and_copies_of_a_mask_compile_as_one_graph(kind: str):
+    made, _ = KINDS[kind](**BANDS["window"])
+
+    def cut(mask: TileMask, stop: int) -> list[Tensor]:
+        parts = (mask.queries(3, stop), mask.keys(3, stop), mask.keys(0, stop).queries(2, stop), mask.batch(0, 1))
+        return [part.to_dense() for part in (*parts, mask.heads(0, 1), mask.clone(), mask.to("cpu"))]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(cut, fullgraph=True, dynamic=True, backend="aot_eager")
+    for stop in (100, 150):
+        for part, expected in zip(compiled(made, stop), cut(made, stop), strict=True):
+            assert torch.equal(part, expected)
+
+
+def call_with_joined_masks(device: str) -> list[Tensor]:
+    """Call with masks whose values the CPU reads where it can."""
+    ends = (
+        torch.zeros(2, 1, 40, dtype=torch.int32, device=device),
+        torch.ones(2, 1, 40, dtype=torch.int32, device=device),
+    )
+    ids = torch.zeros(1, 40, dtype=torch.int64, device=device)
+    query, offsets = torch.zeros(2, 40, 1, 4, device=device), torch.zeros(3, dtype=torch.int32, device=device)
+    joined = (
+        prepare_mask(intervals=ends, documents=ids, at_most=40),
+        prepare_mask(ids, intervals=ends, at_most=40, seqlen_q=40),
+        dynamic_mask(torch.zeros(2, 1, 40, device=device), 3, documents=ids),
+    )
+    packed = dmattn_ops.flash_dmattn_varlen_func(*[query[0]] * 3, offsets, offsets, 40, 40, dropout_p=0.5)
+    return [*(dmattn_ops.flash_dmattn_func(query, query, query, mask) for mask in joined), packed]
+
+
+def test_shapes_alone_are_computed_on_the_meta_device_and_of_fakes():
+    shapes = [torch.Size((2, 40, 1, 4))] * 3 + [torch.Size((40, 1, 4))]
+    with FakeTensorMode():
+        fakes = call_with_joined_masks("cpu")
+    for outs in (call_with_joined_masks("meta"), fakes):
+        assert [out.shape for out in outs] == shapes
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_masks_are_made_in_batches_of_vmap():
+    ids, (start, end) = torch.randint(0, 2, (3, 1, 40)).sort(-1).values, random_ends(3, 1, 2, 40, queries=40)
+    scores = torch.randn(3, 1, 2, 40)
+
+    def joined(ids: Tensor, start: Tensor, end: Tensor, scores: Tensor) -> Tensor:
+        made = prepare_mask(intervals=(start, end), documents=ids, at_most=40)
+        return made.to_dense() & dynamic_mask(scores, 5, documents=ids).to_dense()
+
+    batch = torch.vmap(joined)(ids, start, end, scores)
+    for number, dense in enumerate(batch):
+        assert torch.equal(dense, joined(ids[number], start[number], end[number], scores[number]))
+
+
+def test_the_rows_of_a_dynamic_mask_compile_as_one_graph():
+    def rows(scores: Tensor) -> Tensor:
+        seqlen = scores.shape[-1]
+        return dynamic_mask(scores, 5, queries=(seqlen // 2, seqlen)).to_dense()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(rows, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seqlen in (70, 200):
+        scores = torch.randn(2, 3, seqlen)
+        assert torch.equal(compiled(scores), dynamic_mask(scores, 5).to_dense()[:, :, seqlen // 2 :])
 
 
 @pytest.mark.parametrize("kind", KINDS)

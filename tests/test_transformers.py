@@ -163,6 +163,16 @@ def test_masks_that_users_make_are_prepared_once_for_all_layers(kind, monkeypatc
     assert_same(again, logits_and_gradients(under(model, "eager"), rows, input_ids=ids, attention_mask=additive))
 
 
+def test_a_mask_without_queries_serves_any_number_of_them():
+    keep = torch.rand(B, 1, 1, S) < 0.6
+    key = torch.randn(B, 2, S, 8)
+    for queries in (S, 3, 1, S):  # of an encoder, and of what attends to it
+        query = torch.randn(B, 2, queries, 8)
+        out, _ = integration.attention_forward(torch.nn.Module(), query, key, key, keep)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, attn_mask=keep)
+        torch.testing.assert_close(out.transpose(1, 2), expected)
+
+
 def test_t5_with_position_biases():
     model = t5()
     keep = padding_of("right")

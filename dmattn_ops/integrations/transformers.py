@@ -266,7 +266,7 @@ def _of_tensor(mask: Tensor, q_length: int, kv_length: int) -> tuple[TileMask, T
     cut = mask if mask.shape[-1] == kv_length else mask[..., :kv_length]
     additive = cut if mask.is_floating_point() else None
     traced = is_compiling() or mask.is_inference()
-    state = (kv_length, None if traced else mask._version)
+    state = (q_length, kv_length, None if traced else mask._version)
     known = None if traced else _prepared.get(mask)
     if known is not None and known[0] == state:
         return known[1], additive
