@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import layout
 from dmattn_ops.problem import HEADER, Varlen
 
 
@@ -41,9 +40,17 @@ def offsets(query: Tensor, key: Tensor, lengths: Varlen) -> None:
 
 
 def contiguous_runs(name: str, ids: Tensor) -> None:
-    """Refuse ids of which one returns after another."""
-    if not layout.is_one_run_each(ids):
-        raise ValueError(f"{name} must be contiguous runs of equal ids, got an id that returns after another one")
+    """Refuse ids `[B, S]` of which one returns after another."""
+    ordered, order = torch.sort(ids, dim=-1, stable=True)
+    returns = (ordered[:, 1:] == ordered[:, :-1]) & (order[:, 1:] != order[:, :-1] + 1)
+    if not returns.any():
+        return
+    places = torch.where(returns, order[:, 1:], ids.shape[1])
+    position, row = min((int(position), row) for row, position in enumerate(places.amin(-1).tolist()))
+    raise ValueError(
+        f"{name} must be contiguous runs of equal ids, got id {int(ids[row, position])}, which returns at position"
+        f" {position} of row {row} after another one"
+    )
 
 
 def promise(at_most: int, seen: Tensor) -> None:

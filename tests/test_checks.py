@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import dmattn_ops
 from dmattn_ops import environment, layout, plans, values
 
 
@@ -79,3 +80,18 @@ def test_a_gpu_refuses_wrong_lists_and_broken_promises_when_it_is_told_to_check(
     flash_dmattn_func(query, query, query, kept, is_causal=True)
     with pytest.raises(ValueError, match="at_most must be at least the most keys that a query sees"):
         flash_dmattn_func(query, query, query, replace(kept, at_most=63), is_causal=True)
+
+
+def test_a_call_where_another_attention_shares_the_sequence_is_refused_in_words():
+    def elsewhere(*arguments):
+        raise AssertionError("not called")
+
+    elsewhere.__module__ = "torch.distributed.tensor.experimental._context_parallel"
+    query, functional = torch.randn(1, 4, 2, 8), torch.nn.functional
+    before, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, elsewhere
+    try:
+        with pytest.raises(RuntimeError, match="attend to this rank's part of the sequence only: call"):
+            dmattn_ops.flash_dmattn_func(query, query, query)
+    finally:
+        functional.scaled_dot_product_attention = before
+    dmattn_ops.flash_dmattn_func(query, query, query)

@@ -352,21 +352,6 @@ def test_a_wrong_packed_projection_is_refused_in_words(shape, words):
             torch.ops.dmattn.qkvpacked_forward(tensor(*shape))
 
 
-def test_a_call_where_another_attention_shares_the_sequence_is_refused_in_words():
-    def elsewhere(*arguments):
-        raise AssertionError("not called")
-
-    elsewhere.__module__ = "torch.distributed.tensor.experimental._context_parallel"
-    query, functional = torch.randn(1, 4, 2, 8), torch.nn.functional
-    before, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, elsewhere
-    try:
-        with pytest.raises(RuntimeError, match="attend to this rank's part of the sequence only: call"):
-            dmattn_ops.flash_dmattn_func(query, query, query)
-    finally:
-        functional.scaled_dot_product_attention = before
-    dmattn_ops.flash_dmattn_func(query, query, query)
-
-
 def test_float64_on_cuda_names_every_reason():
     with FakeTensorMode():
         query = torch.empty(1, 2, 1, 1300, dtype=torch.float64, device="cuda")

@@ -13,7 +13,7 @@ STATED = (
     test_errors.test_a_wrong_call_is_refused_in_words,
     test_errors.test_a_wrong_packed_call_is_refused_in_words,
     test_errors.test_a_wrong_packed_projection_is_refused_in_words,
-    test_errors.test_a_call_where_another_attention_shares_the_sequence_is_refused_in_words,
+    test_checks.test_a_call_where_another_attention_shares_the_sequence_is_refused_in_words,
     test_operator_errors.test_the_operator_refuses_what_would_read_out_of_bounds,
     test_operator_errors.test_the_backward_operator_refuses_what_does_not_belong_together,
     test_operator_errors.test_the_mask_operator_refuses_parts_that_do_not_fit,

@@ -33,7 +33,7 @@ ARROWS = {
     "shared_files": ("environment",),
     "bands": ("problem", "require"),
     "ops": ("problem", "privates"),
-    "values": ("problem", "layout"),
+    "values": ("problem",),
     "config": ("arch",),
     "tile_mask": ("problem", "require", "layout", "sharded", "bands"),
     "autograd": ("privates", "ops"),

@@ -263,7 +263,7 @@ DYNAMIC = {
     "documents that return": (
         {"documents": torch.tensor([[1, 2, 2, 1]])},
         ValueError,
-        "documents must be contiguous runs of equal ids, got an id that returns after another one",
+        "documents must be contiguous runs of equal ids, got id 1, which returns at position 3 of row 0 after another one",
     ),
     "queries": ({"queries": (3, 5)}, ValueError, "queries must be a range inside 0 to 4, got 3 to 5"),
     "queries type": ({"queries": 3}, TypeError, "queries must be a pair (start, stop), got 3"),

@@ -24,9 +24,9 @@ from selection_cases import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn_ops import native
+from dmattn_ops import native, values
 from dmattn_ops.selection import reference
-from dmattn_ops.selection.order import check_in_one_piece, places, ranks
+from dmattn_ops.selection.order import places, ranks
 
 needs_native = pytest.mark.skipif(not native.available(), reason=f"THE C++ KERNELS ARE NOT TESTED: {native.reason()}")
 LAUNCHERS = [
@@ -208,16 +208,19 @@ def test_ranks_count_the_different_better_scores():
 
 def test_documents_in_one_piece_pass():
     for seed in range(50):
-        check_in_one_piece(draw_documents(3, 30, random.Random(seed)))
-    check_in_one_piece(torch.zeros(2, 0, dtype=torch.int64))
+        values.contiguous_runs("documents", draw_documents(3, 30, random.Random(seed)))
+    values.contiguous_runs("documents", torch.zeros(2, 0, dtype=torch.int64))
 
 
 def test_documents_that_return_are_named():
     documents = torch.tensor([[1, 1, 2, 2, 3, 1], [5, 6, 5, 6, 7, 7]])
-    with pytest.raises(ValueError, match="documents must be contiguous: id 5 returns at position 2 of row 1 after"):
-        check_in_one_piece(documents)
-    with pytest.raises(ValueError, match="id 1 returns at position 5 of row 0"):
-        check_in_one_piece(documents[:1].to(torch.int16))
+    with pytest.raises(
+        ValueError,
+        match="documents must be contiguous runs of equal ids, got id 5, which returns at position 2 of row 1",
+    ):
+        values.contiguous_runs("documents", documents)
+    with pytest.raises(ValueError, match="got id 1, which returns at position 5 of row 0"):
+        values.contiguous_runs("documents", documents[:1].to(torch.int16))
 
 
 @pytest.mark.parametrize("change", ["keep", "scores", "documents"])

@@ -1,4 +1,4 @@
-"""The order of scores as integers, with plain torch operations; and documents that are not in one piece."""
+"""The order of scores as integers, with plain torch operations."""
 
 from __future__ import annotations
 
@@ -26,17 +26,3 @@ def ranks(scores: Tensor) -> Tensor:
     steps = torch.zeros_like(values, dtype=torch.int32)
     steps[..., 1:] = values[..., 1:] != values[..., :-1]
     return torch.empty_like(steps).scatter_(-1, order, steps.cumsum(-1, dtype=torch.int32))
-
-
-def check_in_one_piece(documents: Tensor) -> None:
-    """Raise ValueError where an id of `[B, S]` returns after another one. Reads values: for tensors on the CPU."""
-    ids, order = torch.sort(documents, dim=-1, stable=True)
-    returns = (ids[:, 1:] == ids[:, :-1]) & (order[:, 1:] != order[:, :-1] + 1)
-    if not returns.any():
-        return
-    places_of_returns = torch.where(returns, order[:, 1:], documents.shape[1])
-    position, row = min((int(position), row) for row, position in enumerate(places_of_returns.amin(-1).tolist()))
-    raise ValueError(
-        f"documents must be contiguous: id {int(documents[row, position])} returns at position {position} of row {row}"
-        " after another id"
-    )
