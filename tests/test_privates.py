@@ -154,6 +154,7 @@ def test_without_the_word_of_a_tensor_its_shape_tells_whether_sizes_are_traced(m
     for says in (True, False):
         monkeypatch.setattr(require, "_SAYS_TRACED", says)
         torch._dynamo.reset()
+        counters.clear()
         call = torch.compile(dmattn_ops.flash_dmattn_func, fullgraph=True, dynamic=True, backend="aot_eager")
         for seqlen in (40, 33):
             rows = torch.randn(2, seqlen, 4, 8, requires_grad=True)  # no view: a guard would ask for its base
@@ -162,7 +163,6 @@ def test_without_the_word_of_a_tensor_its_shape_tells_whether_sizes_are_traced(m
         with pytest.raises(ValueError, match=r"key must have shape \(2, 40, 4, 8\), got \(2, 39, 4, 8\)"):
             dmattn_ops.flash_dmattn_func(query, query[:, 1:], query)
         graphs.append(counters["stats"]["unique_graphs"])
-        counters.clear()
     assert graphs == [1, 1]
 
 
