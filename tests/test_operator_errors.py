@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from dmattn_ops import validation
 from dmattn_ops.problem import UNBOUNDED
 from tests.test_errors import DENSE, VARLEN, B, D, H, S, dense, int32, packed, tensor
 
@@ -134,6 +135,8 @@ def test_the_operator_refuses_wrong_tensors_in_the_same_words(name):
     changes, error, words = DENSE[name]
     if any(not isinstance(change, torch.Tensor) for change in changes.values()):
         error, words = RuntimeError, "bias"  # the dispatcher's own words
+    if any(isinstance(change, torch.Tensor) and not validation.is_dense(change) for change in changes.values()):
+        error, words = NotImplementedError, "dmattn"  # the dispatcher's own words too
     with pytest.raises(error, match=re.escape(words)):
         torch.ops.dmattn.forward(**dense(**changes))
 
