@@ -23,11 +23,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+import dmattn_ops
+
 IDLE_SECONDS = 0.1
 ROUND_SECONDS = {"cuda": 0.02, "cpu": 0.1}  # repeats fill this time in each round
 AHEAD_CYCLES = 600_000  # cycles that the GPU waits for each call that the host launches ahead: 0.3 ms
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
-PACKAGES = ("torch", "triton", "dmattn-ops", "flash-attn-4", "numpy")
+PACKAGES = ("torch", "triton", "flash-attn-4", "numpy")
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -154,6 +156,7 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     found["torch"] = torch.__version__  # metadata leaves out what the build adds
+    found["dmattn-ops"] = dmattn_ops.__version__  # of the source that ran, whatever was installed
     if torch.cuda.is_available():
         found["cuda"] = torch.version.cuda or ""
         found["cudnn"] = str(torch.backends.cudnn.version())
