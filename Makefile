@@ -25,7 +25,7 @@ ifneq ($(wildcard $(READY)),)
   $(shell cmp -s '$(TORCH_VERSION)' '$(READY)' || rm -f '$(READY)')
 endif
 
-.PHONY: help setup train test test-cpu test-interpreter test-gpu lint docs sweep sanitize bench clean
+.PHONY: help setup train test test-cpu test-interpreter test-gpu lint docs sweep sanitize sanitize-address sanitize-thread bench clean
 
 help: ## list the targets (times are those of two cores)
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -65,9 +65,14 @@ sweep: $(READY) ## compile every configuration and compare with the frozen table
 	$(PY) -m pytest tests --ignore=tests/interpreter -m "slow and not gpu"
 	$(PY) -m dmattn_ops.testing --cases 2000 $(ARGS)
 
-sanitize: $(READY) ## run the tests of the C++ kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
-	csrc/sanitize.sh address $(PY) $(ARGS)
-	csrc/sanitize.sh thread $(PY) $(ARGS)
+sanitize: export DMATTN_SANITIZE_CASES ?= 2000
+sanitize: sanitize-address sanitize-thread ## run the tests of the C++ kernels and random problems under sanitizers (20 minutes)
+
+sanitize-address: $(READY) ## the same with AddressSanitizer and UndefinedBehaviorSanitizer alone, and fewer problems (4 minutes)
+	csrc/sanitize.sh address $(PY) $(WORKERS) $(ARGS)
+
+sanitize-thread: $(READY)
+	csrc/sanitize.sh thread $(PY) $(WORKERS) $(ARGS)
 
 bench: $(READY) ## measure against the peers; results go to benchmarks/results
 	@$(PY) -c 'import pynvml' 2>/dev/null || echo "without nvidia-ml-py, clock and power are left out"
