@@ -15,7 +15,6 @@ from torch.compiler import is_compiling
 from dmattn_ops.distributed.context_bias import BiasPlan
 from dmattn_ops.distributed.key_exchange import KeyExchange, added
 from dmattn_ops.distributed.pieces import (
-    NO_TENSORS,
     Numbers,
     Piece,
     Statistics,
@@ -24,6 +23,7 @@ from dmattn_ops.distributed.pieces import (
     forward,
     joined,
     of_rows,
+    visible_at,
 )
 
 
@@ -41,11 +41,7 @@ class Plan(NamedTuple):
 
     def visible(self, masks: tuple[Tensor | None, ...], group: int, place: int) -> Visible:
         """Return what is visible in a piece; `masks` are the tensors of all pieces of all groups."""
-        if not masks:
-            return Visible(NO_TENSORS, *self.limits[place])
-        width = len(NO_TENSORS)
-        first = (group * len(self.pieces) + place) * width
-        return Visible(masks[first : first + width], *self.limits[place])
+        return visible_at(group * len(self.pieces) + place, self.limits[place], masks)
 
 
 class AllGather(torch.autograd.Function):

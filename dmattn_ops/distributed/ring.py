@@ -17,7 +17,6 @@ from torch.compiler import is_compiling
 from dmattn_ops.distributed.context_bias import BiasPlan
 from dmattn_ops.distributed.key_exchange import added
 from dmattn_ops.distributed.pieces import (
-    NO_TENSORS,
     Numbers,
     Piece,
     Statistics,
@@ -28,6 +27,7 @@ from dmattn_ops.distributed.pieces import (
     merged,
     no_keys,
     of_rows,
+    visible_at,
     widened,
 )
 from dmattn_ops.distributed.sequence import Run
@@ -56,9 +56,7 @@ class RingPlan(NamedTuple):
 
     def visible(self, masks: tuple[Tensor | None, ...], number: int) -> Visible:
         """Return what is visible in a piece."""
-        width = len(NO_TENSORS)
-        tensors = masks[number * width : (number + 1) * width] if masks else NO_TENSORS
-        return Visible(tensors, *self.limits[number])
+        return visible_at(number, self.limits[number], masks)
 
 
 class Ring(torch.autograd.Function):

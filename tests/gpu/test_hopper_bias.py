@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
-from dmattn_ops import dispatch, flash_dmattn_func, plans  # noqa: E402
+from dmattn_ops import flash_dmattn_func  # noqa: E402
 from dmattn_ops.testing import check  # noqa: E402
 from dmattn_ops.testing.problem import Problem  # noqa: E402
 
@@ -21,23 +21,6 @@ PER_PAIR = ["q", "bq", "hq", "bkq", "bhq"]
 GROUPED = Problem(
     variant="dense", dtype="bfloat16", batch=2, heads=4, heads_k=2, seqlen_q=333, seqlen_k=517, bias=True, lse_grad=True
 )
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that launches were given to, in order; plans of other tests are forgotten."""
-    plans._plans.clear()
-    plans._seen.clear()
-    names: list[str] = []
-    choose = dispatch.choose.choose
-
-    def noted(*arguments):
-        choice = choose(*arguments)
-        names.append(choice.row.kernel)
-        return choice
-
-    monkeypatch.setattr(dispatch.choose, "choose", noted)
-    return names
 
 
 def run(taken: list[str], dim: int, backward: str | None = None, **changes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,11 +9,12 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
-from dmattn_ops import dispatch, plans
+from dmattn_ops import dispatch
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.problem import plain_options
 from dmattn_ops.testing import Problem, check
 from dmattn_ops.testing.oracle import EPS, relative_error
+from tests.replays import replayed
 
 pytestmark = pytest.mark.gpu
 HOPPER = pytest.mark.skipif(
@@ -47,45 +47,13 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The kernels that launches were given to; plans of other tests are forgotten."""
-    plans._plans.clear()
-    plans._seen.clear()
-    names: set[str] = set()
-    choose = dispatch.choose.choose
-
-    def noted(*arguments):
-        choice = choose(*arguments)
-        names.add(choice.row.kernel)
-        return choice
-
-    monkeypatch.setattr(dispatch.choose, "choose", noted)
-    return names
-
-
-def replayed(results: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Capture the call with its gradients, spoil what the capture left, and replay it twice."""
-    results()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = results()
-    for _ in range(2):
-        for tensor in captured.values():
-            tensor.fill_(float("nan"))
-        graph.replay()
-    torch.cuda.synchronize()
-    return captured
-
-
 @HOPPER
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 @pytest.mark.parametrize("dim", DIMS)
 def test_out_and_gradients_stay_within_the_budget(taken, dim: int, kind: Problem, dtype: str) -> None:
     check(replace(kind, dim=dim, dim_v=dim, dtype=dtype), "cuda", repeats=3)
-    assert taken & {"hopper", "hopper256"}
+    assert {*taken} & {"hopper", "hopper256"}
 
 
 @HOPPER

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 
 import dmattn_ops
 from dmattn_ops.testing import Problem, check
+from tests.replays import replayed
 
 pytestmark = pytest.mark.gpu
 
@@ -34,21 +34,6 @@ EDGES = {
     "prepared": replace(BASE, prepared=True, is_causal=True),
     "float32": replace(BASE, dtype="float32"),
 }
-
-
-def replayed(results: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Capture the call with its gradients, spoil what the capture left, and replay it twice."""
-    results()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = results()
-    for _ in range(2):
-        for tensor in captured.values():
-            tensor.fill_(float("nan"))
-        graph.replay()
-    torch.cuda.synchronize()
-    return captured
 
 
 @pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES.keys())
