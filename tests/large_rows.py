@@ -82,10 +82,15 @@ def rounding(rows: Rows, out: Tensor, weights: Tensor) -> dict[str, float]:
 
 
 def check(rows: Rows, found: list[Tensor]) -> None:
-    """Assert `err <= 2 err(eager in the same dtype) + eps` of every result, and that all are finite."""
+    """Assert `err <= 2 err(eager in the same dtype) + eps` of every result, and that all are finite.
+
+    Where that dtype cannot hold the bias (float16 ends at 65504), it is eager attention in float32, whose rounding of such
+    scores is that of the kernels.
+    """
     dtype = rows.grad_out.dtype
     exact, weights = definition(rows, torch.float64)
-    eager, _ = definition(rows, dtype)
+    held = all(leaf.detach().to(dtype).isfinite().all() for leaf in rows.leaves)
+    eager, _ = definition(rows, dtype if held else torch.float32)
     room = rounding(rows, exact[0], weights)
     for name, mine, right, plain in zip(NAMES, found, exact, eager, strict=False):
         assert mine.isfinite().all(), f"{name} is not finite"

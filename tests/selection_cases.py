@@ -63,7 +63,8 @@ def draw_documents(batch: int, seqlen: int, pick: random.Random) -> Tensor:
         while len(row) < seqlen:
             row += [names.pop()] * pick.randint(1, longest)
         rows.append(row[:seqlen])
-    return torch.tensor(rows, dtype=pick.choice((torch.int32, torch.int64, torch.int16)))
+    dtypes = (torch.int32, torch.int64, torch.int16) if seqlen < 1 << 15 else (torch.int32, torch.int64)
+    return torch.tensor(rows, dtype=pick.choice(dtypes))
 
 
 def draw(seed: int, longest: int, batches: tuple[int, ...] = (1, 2, 3)) -> Case:

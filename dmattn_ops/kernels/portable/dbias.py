@@ -196,14 +196,15 @@ def dbias_kernel(
 
 
 def reduce_key_sums(key_sums: Tensor, dbias: Tensor) -> Tensor:
-    """Sum `[B, H, Sk]` into dbias `[B|1, H|Hkv|1, 1, Sk]`, or `[1, H, total_k]` into `[H|Hkv|1, total_k]`."""
+    """Sum `[B, H, Sk]` into dbias `[B|1, H|Hkv|1, 1, Sk]`, or `[1, H, total_k]` into `[H|Hkv|1, total_k]`; return dbias."""
     if dbias.numel() == 0:
         return dbias
     target = dbias[None] if dbias.dim() == 2 else dbias[:, :, 0]
     batch, heads, seqlen_k = key_sums.shape
     grouped = key_sums.view(batch, target.shape[1], heads // target.shape[1], seqlen_k)
     summed = grouped.sum(2) if grouped.shape[2] != 1 else grouped[:, :, 0]
-    return target.copy_(summed.sum(0, keepdim=True) if target.shape[0] != batch else summed)
+    target.copy_(summed.sum(0, keepdim=True) if target.shape[0] != batch else summed)
+    return dbias
 
 
 def mark_tiles(tiles: Tensor, key_tiles: int) -> Tensor:
