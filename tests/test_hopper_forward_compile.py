@@ -18,9 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_LIMIT = 232448
 KINDS = (
     "full", "causal", "window", "softcap", "bits", "segments", "window segments", "intervals", "causal intervals",
-    "window intervals", "hidden intervals", "causal hidden intervals", "whole intervals", "whole causal intervals",
-    "whole hidden intervals",
-    *(f"{mask} key-bias" for mask in ("full", "causal", "softcap", "bits", "segments", "intervals", "whole intervals")),
+    "window intervals", "hidden intervals", "causal hidden intervals",
+    *(f"{mask} key-bias" for mask in ("full", "causal", "softcap", "bits", "segments", "intervals")),
     *(f"{mask} full-bias" for mask in ("full", "bits", "intervals")),
 )  # fmt: skip
 # Bytes moved to or from the stack (triton 3.6): counters and limits of rows, kept around the loops beside 200 registers of
@@ -113,8 +112,7 @@ def _compile(case: str) -> dict:
     constants = {
         "BM": block_m, "BN": block_n, "D": columns, "STAGES": row.config.stages, "Q_STAGES": row.config.query_stages,
         "MASK": mask, "BIAS": bias, "HAS_LO": "window" in words, "HAS_HI": bool({"causal", "window", "segments"} & set(words)),
-        "SOFTCAP": "softcap" in words, "HIDDEN": "hidden" in words, "WHOLE": "whole" in words,
-        "NATURAL": bias != "none" or "natural" in words,
+        "SOFTCAP": "softcap" in words, "HIDDEN": "hidden" in words, "NATURAL": bias != "none" or "natural" in words,
     }  # fmt: skip
     optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
     optional |= {} if mask == "band" else {"lists": "*i32"}

@@ -81,25 +81,29 @@ def test_copies_compile(sm: int, width: int, dtype: str, copied: int):
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "add"),  # only sums of a bias per key are added to what is there
+    ("width", "second", "dtype", "add"),  # only sums of a bias per key are alone, and added to what is there
     [
-        (128, "bf16", False),
-        (64, "fp16", False),
-        (40, "fp32", False),
-        (256, "fp32", False),
-        (1, "fp32", False),
-        (1, "bf16", True),
+        (128, 128, "bf16", False),
+        (64, 64, "fp16", False),
+        (64, 40, "fp32", False),
+        (256, 256, "fp32", False),
+        (1, 0, "fp32", False),
+        (1, 0, "bf16", True),
     ],
 )
 @pytest.mark.parametrize("sm", ARCHITECTURES)
-def test_sums_compile(sm: int, width: int, dtype: str, add: bool):
-    padded = triton.next_power_of_2(width)
-    keys = min(256, 2048 // padded)
-    constants = {"KEYS": keys, "WIDTH": width, "PADDED": padded, "ALIGNED": width > 1, "ADD": add}
+def test_sums_compile(sm: int, width: int, second: int, dtype: str, add: bool):
+    padded, keys = triton.next_power_of_2(width), max(1, min(256, 512 // triton.next_power_of_2(width)))
+    constants = {"KEYS": keys, "WIDTH": width, "PADDED": padded, "SECOND_WIDTH": second or width}
+    constants |= {"SECOND_PADDED": triton.next_power_of_2(second or width), "ALIGNED": width > 1, "ADD": add}
     pointers = {"source": "*fp32", "offsets": "*i32", "places": "*i32", "target": f"*{dtype}"}
-    found = compiled(rows.sum_kernel, pointers, constants, (), sm, 4)
-    if width == 128:
-        assert found.opcodes["STG"] == 2  # 4 KiB by 128 threads, 16 bytes each
+    if second:
+        pointers |= {"second_source": "*fp32", "second_target": f"*{dtype}"}
+    else:
+        constants |= {"second_source": None, "second_target": None}
+    found = compiled(rows.sum_kernel, pointers, constants, (), sm, 1)
+    if width == second == 128:
+        assert found.opcodes["STG"] == 4  # twice 1 KiB by 32 threads, 16 bytes each
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)
@@ -113,11 +117,11 @@ def pack(seqlen: int, at_most: int, inputs: dict[str, torch.Tensor], outputs: di
     """Pack what a forward and a backward of two of four key heads need, and hand everything back."""
     cut = epochs(seqlen, seqlen, at_most, 0, 512)
     made = launch.plan_slots(inputs["start"], inputs["end"], cut, seqlen, -UNBOUNDED, 0, 2, 2, inverse=True)
-    key = launch.gather_rows(inputs["key"], made, 2, 2, 1)
+    key, value = (launch.gather_rows(inputs[name], made, 2, 2, 1) for name in ("key", "value"))
     bias = launch.gather_bias(inputs["bias"], made, 8, 4, 4)
     launch.spoil_rows(outputs["out"][:, :, 4:], made)
     launch.spoil_rows(outputs["lse"][:, 4:], made)
-    launch.sum_rows(key, made, outputs["dk"], 2, 1)
+    launch.sum_rows((key, value), made, (outputs["dk"], outputs["dv"]), 2, 1)
     launch.sum_bias(bias, made, outputs["dbias"], 8, 4, 4)
 
 
@@ -127,9 +131,11 @@ def test_what_is_launched_can_be_repeated_and_is_compiled_once_for_all_lengths(m
     with compiled_launches(90) as launches:
         for seqlen, at_most in ((4096, 256), (4096 + 160, 272), (8192, 1008)):
             inputs = {name: torch.empty(1, 4, seqlen, dtype=torch.int32) for name in ("start", "end")}
-            inputs |= {"key": torch.empty(1, seqlen, 4, 64), "bias": torch.empty(1, 8, 1, seqlen)}
+            inputs |= {name: torch.empty(1, seqlen, 4, 64) for name in ("key", "value")}
+            inputs["bias"] = torch.empty(1, 8, 1, seqlen)
             outputs = {"out": torch.empty(1, seqlen, 8, 64), "lse": torch.empty(1, 8, seqlen)}
-            outputs |= {"dk": torch.empty(1, seqlen, 4, 64), "dbias": torch.empty(1, 8, 1, seqlen)}
+            outputs |= {name: torch.empty(1, seqlen, 4, 64) for name in ("dk", "dv")}
+            outputs["dbias"] = torch.empty(1, 8, 1, seqlen)
             with launching.recording(list(inputs.values())) as recorded:
                 pack(seqlen, at_most, inputs, outputs)
             names = launching._Names()
@@ -137,7 +143,7 @@ def test_what_is_launched_can_be_repeated_and_is_compiled_once_for_all_lengths(m
                 names.add(tensor)
             steps = [step(names) for step in recorded.steps]  # LookupError where a plan could not be made
             assert not recorded.watch.changes
-            assert len([step for step in steps if isinstance(step, tuple) and len(step) == 2]) == len(launches) == 13
+            assert len([step for step in steps if isinstance(step, tuple) and len(step) == 2]) == len(launches) == 14
             compiled.append([(made.kernel, made.compiled.hash) for made in launches])
             launches.clear()
     assert compiled[0] == compiled[1] == compiled[2]

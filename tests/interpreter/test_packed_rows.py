@@ -78,7 +78,7 @@ def test_slots_are_summed_in_float32_and_rounded_once(mask_batch, mask_heads, he
     named = named_blocks(slots).expand(2, packed_heads, -1).transpose(1, 2)
     packed[~named] = float("nan")
     sums = random_rows(2, 600, kv_heads, width, dtype=dtype, layout=layout).fill_(float("nan"))
-    launch.sum_rows(packed, slots, sums, 0, group)
+    launch.sum_rows((packed,), slots, (sums,), 0, group)
     expected = torch.zeros(2, 600, kv_heads, width, dtype=torch.float64)
     in_order = torch.zeros(2, 600, kv_heads, width)
     for b, h in np.ndindex(2, packed_heads):
@@ -105,12 +105,12 @@ def test_ranges_of_heads_give_what_all_heads_give():
         torch.full((2, 600, 2, 16), torch.nan),
     )
     whole = launch.gather_rows(rows, slots, 4, 0, 2)
-    launch.sum_rows(whole, slots, sums, 0, 2)
+    launch.sum_rows((whole,), slots, (sums,), 0, 2)
     for first in (0, 2):
         part = launch.plan_slots(start, end, cut, 600, -UNBOUNDED, 0, first, 2, inverse=True)
         packed = launch.gather_rows(rows, part, 2, first, 2)
         assert torch.equal(packed.nan_to_num(9), whole[:, :, first : first + 2].nan_to_num(9))
-        launch.sum_rows(packed, part, parts, first, 2)
+        launch.sum_rows((packed,), part, (parts,), first, 2)
     assert torch.equal(sums, parts)
 
 
@@ -266,8 +266,7 @@ def test_attention_on_packed_keys_equals_dense_attention(seqlen, keep, length, m
             dv_slots[b, :, head] += of_slots[1]
             dbias_slots[b, h * packed_bias.shape[1] // heads, 0] += of_slots[2]
         dk, dv, dbias = (torch.full_like(part, torch.nan, dtype=torch.float32) for part in (k, v, bias))
-        launch.sum_rows(dk_slots, slots, dk, 0, group)
-        launch.sum_rows(dv_slots, slots, dv, 0, group)
+        launch.sum_rows((dk_slots, dv_slots), slots, (dk, dv), 0, group)
         launch.sum_bias(dbias_slots, slots, dbias, heads, 0, heads)
     for got, exact in ((dk, k.grad), (dv, v.grad), (dbias, bias.grad)):
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)

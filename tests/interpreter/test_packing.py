@@ -142,7 +142,7 @@ def test_sums_of_a_broken_promise_leave_out_what_has_no_slot():
     _, _, slots, cut = broken_plan(60)
     packed = torch.randn(1, cut.slots, 2, 8)
     sums = torch.full((1, 700, 2, 8), torch.nan)
-    launch.sum_rows(packed, slots, sums, 0, 1)
+    launch.sum_rows((packed,), slots, (sums,), 0, 1)
     for head in range(2):
         live = slots.keys[0, head] >= 0
         expected = torch.zeros(700, 8).index_add_(0, slots.keys[0, head, live].long(), packed[0, live, head])
@@ -155,7 +155,7 @@ def test_any_numbers_stay_inside_of_memory(fill: tuple[int, int]):
     start, end = (torch.full((1, 1, 700), number, dtype=torch.int32) for number in fill)
     slots, _ = plan(start, end, 10, 128, 700)
     rows = launch.gather_rows(torch.randn(1, 700, 1, 8), slots, 1, 0, 1)
-    launch.sum_rows(rows, slots, torch.empty(1, 700, 1, 8), 0, 1)
+    launch.sum_rows((rows,), slots, (torch.empty(1, 700, 1, 8),), 0, 1)
     live = slots.keys[slots.keys >= 0]
     assert (live < 700).all() and (slots.keys >= -1).all()
 

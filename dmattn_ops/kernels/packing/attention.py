@@ -71,8 +71,7 @@ def _backward_pass(call: Call, saved: Saved, grads: Gradients, packing: Packing,
     known = Saved(_heads(saved.out, 2, part), _heads(saved.lse, 1, part), _heads(saved.lse_tail, 1, part))
     grad_out, dq = _heads(grads.grad_out, 2, part), _heads(grads.dq, 2, part)
     run(packed, known, Gradients(grad_out, grad_lse, dq, dk, dv, dbias))
-    for gradient, target in ((dk, grads.dk), (dv, grads.dv)):
-        sum_rows(gradient, slots, target, part.first, packing.group)
+    sum_rows((dk, dv), slots, (grads.dk, grads.dv), part.first, packing.group)
     if dbias is not None and grads.dbias is not None:
         of, shared = part.queries, part.first > 0 and grads.dbias.shape[1] == 1
         sum_bias(dbias, slots, grads.dbias, call.query.shape[2], of.start, of.stop - of.start, add=shared)

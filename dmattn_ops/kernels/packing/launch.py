@@ -12,6 +12,7 @@ works on a range of them, so that one workspace after the other serves a few hea
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import triton
@@ -72,12 +73,15 @@ def plan_slots(
     are born: the diagonal of a causal mask, also where the mask's `start` says the same. `inverse`: `sum_rows` is to follow.
     """
     batch, mask_heads = (max(start.shape[dim], end.shape[dim]) for dim in (0, 1))
-    seqlen_k, shape = start.shape[2], (batch, heads)
-    keys, starts, ends = (_integers(start, *shape, cut.slots) for _ in range(3))
-    found, broken = (_integers(start, *shape, cut.number) for _ in range(2))
-    listed = _integers(start, *shape, cut.number, cut.old_slots)
-    offsets = _integers(start, *shape, seqlen_k + 1) if inverse else None
-    places = _integers(start, *shape, cut.slots) if inverse else None
+    seqlen_k, chunks = start.shape[2], triton.cdiv(start.shape[2] + 1, _COUNTED)
+    of_slots, of_epochs, blocks = (cut.slots,), (cut.number,), cut.slots // TILE
+    room = _integers(
+        start, (batch, heads), of_slots, of_slots, of_slots, of_epochs, of_epochs, (cut.number, cut.old_slots),
+        (triton.cdiv(seqlen_q, TILE), HEADER + cut.slots_per_epoch // TILE), (blocks, HEADER + cut.length // TILE),
+        (blocks, 4), *(((seqlen_k + 1,), of_slots, (chunks,)) if inverse else ()),
+    )  # fmt: skip
+    keys, starts, ends, found, broken, listed, row_tiles, col_tiles, hulls = room[:9]
+    offsets, places, totals = room[9:] if inverse else (None, None, None)
     mask = [
         broadcast_stride(start, 0), broadcast_stride(start, 1), mask_heads // max(1, start.shape[1]),
         broadcast_stride(end, 0), broadcast_stride(end, 1), mask_heads // max(1, end.shape[1]),
@@ -86,8 +90,6 @@ def plan_slots(
     matrices = batch * heads
     band = (seqlen_q, seqlen_k, band_lo, band_hi)
     if inverse and matrices:
-        chunks = triton.cdiv(seqlen_k + 1, _COUNTED)
-        totals = _integers(start, *shape, chunks)
         grid, own = (matrices * chunks,), (*mask, chunks, cut.length)
         launch(count_chunks, grid, start, end, totals, *own, *band, KEYS=_COUNTED, num_warps=4)
         launch(
@@ -105,19 +107,14 @@ def plan_slots(
             start, end, listed, found, keys, starts, ends, broken, offsets, places, *own, cut.born_slots, *band, bucket,
             INVERSE=inverse, LISTED=_LISTED, BUCKETS=buckets, BORN=_BORN, num_warps=8,
         )  # fmt: skip
-    row_tiles, col_tiles = _list_tiles(starts, ends, cut, seqlen_q)
+    _list_tiles(starts, ends, hulls, row_tiles, col_tiles, cut)
     return Slots(keys, starts, ends, row_tiles, col_tiles, broken, offsets, places, cut.length)
 
 
-def _list_tiles(starts: Tensor, ends: Tensor, cut: Epochs, seqlen_q: int) -> tuple[Tensor, Tensor]:
-    """Return the lists of the query tiles and of the blocks of slots."""
-    batch, heads, slots = starts.shape
-    per_epoch, block_count = cut.slots_per_epoch // TILE, slots // TILE
-    epoch_tiles, row_count = cut.length // TILE, triton.cdiv(seqlen_q, TILE)
-    row_tiles = _integers(starts, batch, heads, row_count, HEADER + per_epoch)
-    col_tiles = _integers(starts, batch, heads, block_count, HEADER + epoch_tiles)
-    hulls = _integers(starts, batch, heads, block_count, 4)
-    matrices = batch * heads
+def _list_tiles(starts: Tensor, ends: Tensor, hulls: Tensor, row_tiles: Tensor, col_tiles: Tensor, cut: Epochs) -> None:
+    """Write the lists of the query tiles and of the blocks of slots."""
+    matrices, block_count = starts.shape[0] * starts.shape[1], col_tiles.shape[2]
+    per_epoch, epoch_tiles, row_count = cut.slots_per_epoch // TILE, cut.length // TILE, row_tiles.shape[2]
     if matrices * block_count:
         launch(
             list_query_tiles, (matrices * triton.cdiv(block_count, 8),),
@@ -130,7 +127,6 @@ def _list_tiles(starts: Tensor, ends: Tensor, cut: Epochs, seqlen_q: int) -> tup
             OWN=8, OTHER=32, num_warps=1,
         )  # fmt: skip
         rank_tiles(row_tiles, col_tiles)
-    return row_tiles, col_tiles
 
 
 def gather_rows(source: Tensor, slots: Slots, heads: int, first_head: int, group: int) -> Tensor:
@@ -155,14 +151,17 @@ def gather_bias(bias: Tensor, slots: Slots, heads: int, first_head: int, count: 
     return packed
 
 
-def sum_rows(packed: Tensor, slots: Slots, target: Tensor, first_head: int, group: int) -> None:
+def sum_rows(
+    packed: tuple[Tensor, ...], slots: Slots, targets: tuple[Tensor, ...], first_head: int, group: int
+) -> None:
     """Write the sums over slots of `[B, slots, heads, D]` into the key heads of `[B, Sk, Hkv, D]` that they copy.
 
-    The packed heads from `first_head` on are whole groups of `group`. Sums are float32, over the heads of a group and
-    then over epochs in ascending order, and rounded once. Keys without a slot get exact zeros.
+    One or two such tensors and their targets, with dimensions D of their own. The packed heads from `first_head` on are whole
+    groups of `group`. Sums are float32, over the heads of a group and then over epochs in ascending order, and rounded once.
+    Keys without a slot get exact zeros.
     """
-    heads = packed.shape[2] // group
-    _sum(packed, slots, target, first_head // group, heads, group, 1, add=False)
+    heads = packed[0].shape[2] // group
+    _sum(packed, slots, targets, first_head // group, heads, group, 1, add=False)
 
 
 def sum_bias(
@@ -175,8 +174,8 @@ def sum_bias(
     bias_heads = _bias_heads(target.shape[1], slots.keys.shape[1], heads, first_head, count)
     into = bias_heads.first_source // bias_heads.group
     _sum(
-        _as_rows(packed), slots, _as_rows(target), into, bias_heads.packed // bias_heads.group, bias_heads.group,
-        bias_heads.slot_group, add=add,
+        (_as_rows(packed),), slots, (_as_rows(target),), into, bias_heads.packed // bias_heads.group,
+        bias_heads.group, bias_heads.slot_group, add=add,
     )  # fmt: skip
 
 
@@ -216,9 +215,9 @@ def _gather(source: Tensor, slots: Slots, packed: Tensor, first_head: int, sourc
 
 
 def _sum(
-    packed: Tensor,
+    packed: tuple[Tensor, ...],
     slots: Slots,
-    target: Tensor,
+    targets: tuple[Tensor, ...],
     first_head: int,
     heads: int,
     group: int,
@@ -226,23 +225,33 @@ def _sum(
     *,
     add: bool,
 ) -> None:
-    """Sum slots of `heads * group` packed heads into `heads` heads of the target, from `first_head` on."""
+    """Sum slots of `heads * group` packed heads into `heads` heads of one or two targets, from `first_head` on."""
     assert slots.offsets is not None and slots.places is not None, "planned without an inverse"
-    batch, seqlen_k, _, width = target.shape
-    padded = triton.next_power_of_2(max(1, width))
-    keys = max(1, min(256, _SUMMED // padded))
-    blocks = triton.cdiv(seqlen_k, keys)
-    if not target.numel():
+    used = [pair for pair in zip(packed, targets, strict=True) if pair[1].numel()]
+    if not used:
         return
+    source, target = used[0]
+    second, second_target = used[1] if len(used) > 1 else (None, None)
+    batch, seqlen_k = target.shape[:2]
+    widths = [of.shape[3] for _, of in used]
+    padded = [triton.next_power_of_2(width) for width in widths]
+    keys = max(1, min(256, _SUMMED // max(padded)))
+    blocks = triton.cdiv(seqlen_k, keys)
     launch(
-        sum_kernel, (batch * heads * blocks,), packed, slots.offsets, slots.places, target,
-        broadcast_stride(packed, 0), packed.stride(1), broadcast_stride(packed, 2),
+        sum_kernel, (batch * heads * blocks,), source, second, slots.offsets, slots.places, target, second_target,
+        *_source_strides(source), *((0, 0, 0) if second is None else _source_strides(second)),
         broadcast_stride(slots.offsets, 0), broadcast_stride(slots.offsets, 1),
         broadcast_stride(slots.places, 0), broadcast_stride(slots.places, 1), slot_group,
-        target.stride(0), target.stride(1), target.stride(2), first_head, heads, packed.shape[0] // batch, group,
-        seqlen_k, slots.places.shape[2], blocks,
-        KEYS=keys, WIDTH=width, PADDED=padded, ALIGNED=rows_are_aligned(packed, target), ADD=add, num_warps=1,
+        *target.stride()[:3], *((0, 0, 0) if second_target is None else second_target.stride()[:3]),
+        first_head, heads, source.shape[0] // batch, group, seqlen_k, slots.places.shape[2], blocks,
+        KEYS=keys, WIDTH=widths[0], PADDED=padded[0], SECOND_WIDTH=widths[-1], SECOND_PADDED=padded[-1],
+        ALIGNED=all(rows_are_aligned(*pair) for pair in used), ADD=add, num_warps=1,
     )  # fmt: skip
+
+
+def _source_strides(packed: Tensor) -> tuple[int, int, int]:
+    """Return the strides of batch, slots and heads; 0 where a dimension is broadcast."""
+    return broadcast_stride(packed, 0), packed.stride(1), broadcast_stride(packed, 2)
 
 
 class _BiasHeads(NamedTuple):
@@ -269,6 +278,12 @@ def _as_rows(bias: Tensor) -> Tensor:
     return bias.permute(0, 3, 1, 2)
 
 
-def _integers(like: Tensor, *shape: int) -> Tensor:
-    """Return uninitialised int32."""
-    return workspace(like, *shape, dtype=like.dtype)
+def _integers(like: Tensor, leading: tuple[int, ...], *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Return uninitialised int32 of the shapes `leading + shape`, each at a multiple of 16 bytes of one workspace."""
+    sizes = [math.prod(leading + shape) for shape in shapes]
+    room = workspace(like, sum(-(-size // 4) * 4 for size in sizes), dtype=like.dtype)
+    parts, begin = [], 0
+    for shape, size in zip(shapes, sizes, strict=True):
+        parts.append(room[begin : begin + size].view(leading + shape))
+        begin += -(-size // 4) * 4
+    return parts

@@ -9,7 +9,8 @@ from dmattn_ops import problem
 
 TILE = tl.constexpr(problem.TILE)
 UNSPECIALIZED = (
-    *(f"{name}_{dim}" for name in ("source", "target", "slot", "offsets", "places", "broken") for dim in "bsh"),
+    *(f"{name}_{dim}" for name in ("source", "second_source", "target", "second_target", "slot", "offsets", "places", "broken")
+      for dim in "bsh"),
     "source_group", "slot_group", "first_head", "heads", "blocks", "slots", "group_b", "group_h", "epochs", "epoch",
     "seqlen_q", "seqlen_k",
 )  # fmt: skip
@@ -60,35 +61,64 @@ def _place(places, begin, index, count, capacity):
     return tl.load(places + place, (index < count) & (place >= 0) & (place < capacity), other=-1)
 
 
+@triton.jit
+def _sum_pointers(target, b, h, key, inside, strides, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return where the rows of keys of a head lie, and which of their elements there are."""
+    written = tl.broadcast_to(inside[:, None], [inside.shape[0], PADDED])
+    if WIDTH != PADDED:
+        written = written & (tl.arange(0, PADDED) < WIDTH)[None, :]
+    target += b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]
+    return _row_pointers(target, key, strides[1], PADDED, ALIGNED), written
+
+
+@triton.jit
+def _slot_rows(source, b, h, slot, used, strides, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return rows of a head of slots in float32, zeros where none is used."""
+    added = tl.broadcast_to(used[:, None], [used.shape[0], PADDED])
+    if WIDTH != PADDED:
+        added = added & (tl.arange(0, PADDED) < WIDTH)[None, :]
+    rows = source + b * strides[0] + h.to(tl.int64) * strides[2]
+    return tl.load(_row_pointers(rows, slot, strides[1], PADDED, ALIGNED), added, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def sum_kernel(
-    source, offsets, places, target,
-    source_b, source_s, source_h, offsets_b, offsets_h, places_b, places_h, slot_group, target_b, target_s, target_h,
+    source, second_source, offsets, places, target, second_target,
+    source_b, source_s, source_h, second_source_b, second_source_s, second_source_h,
+    offsets_b, offsets_h, places_b, places_h, slot_group,
+    target_b, target_s, target_h, second_target_b, second_target_s, second_target_h,
     first_head, heads, group_b, group_h, seqlen_k, slots, blocks,
-    KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr, ADD: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SECOND_WIDTH: tl.constexpr,
+    SECOND_PADDED: tl.constexpr, ALIGNED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Write, for `KEYS` keys, the sums of the rows of their slots: over batch and heads of a group, then over epochs.
 
-    Sums are float32, in this order, and rounded once. `ADD`: they begin with what the target holds.
+    Sums are float32, in this order, and rounded once. `ADD`: they begin with what the target holds. A second tensor of
+    the same slots, where there is one (not None), is summed beside the first, so that twice as many loads are on their way.
     """
     block = tl.program_id(0) % blocks
     h = tl.program_id(0) // blocks % heads
     b = tl.program_id(0) // blocks // heads
     key = block * KEYS + tl.arange(0, KEYS)
     inside = key < seqlen_k
-    written = tl.broadcast_to(inside[:, None], [KEYS, PADDED])
-    if WIDTH != PADDED:
-        written = written & (tl.arange(0, PADDED) < WIDTH)[None, :]
-    target += b.to(tl.int64) * target_b + (first_head + h).to(tl.int64) * target_h
-    outputs = _row_pointers(target, key, target_s, PADDED, ALIGNED)
+    source_strides = (source_b, source_s, source_h)
+    outputs, written = _sum_pointers(
+        target, b, first_head + h, key, inside, (target_b, target_s, target_h), WIDTH, PADDED, ALIGNED
+    )
     if ADD:
         total = tl.load(outputs, written, other=0.0).to(tl.float32)
     else:
         total = tl.zeros([KEYS, PADDED], tl.float32)
+    if second_source is not None:
+        second_strides = (second_source_b, second_source_s, second_source_h)
+        second_outputs, second_written = _sum_pointers(
+            second_target, b, first_head + h, key, inside, (second_target_b, second_target_s, second_target_h),
+            SECOND_WIDTH, SECOND_PADDED, ALIGNED,
+        )  # fmt: skip
+        second_total = tl.zeros([KEYS, SECOND_PADDED], tl.float32)
     for member in range(group_b * group_h):
         source_batch = (b * group_b + member // group_h).to(tl.int64)
         source_head = h * group_h + member % group_h
-        rows = source + source_batch * source_b + source_head.to(tl.int64) * source_h
         slot_head = (source_head // slot_group).to(tl.int64)
         own_offsets = offsets + source_batch * offsets_b + slot_head * offsets_h + key
         own_places = places + source_batch * places_b + slot_head * places_h
@@ -98,12 +128,17 @@ def sum_kernel(
         for index in range(tl.max(count, axis=0)):
             following = _place(own_places, begin, index + 1, count, slots)  # on its way while the rows are added
             used = (slot >= 0) & (slot < slots)
-            added = tl.broadcast_to(used[:, None], [KEYS, PADDED])
-            if WIDTH != PADDED:
-                added = added & (tl.arange(0, PADDED) < WIDTH)[None, :]
-            total += tl.load(_row_pointers(rows, slot, source_s, PADDED, ALIGNED), added, other=0.0).to(tl.float32)
+            added = _slot_rows(source, source_batch, source_head, slot, used, source_strides, WIDTH, PADDED, ALIGNED)
+            if second_source is not None:
+                second_total += _slot_rows(
+                    second_source, source_batch, source_head, slot, used, second_strides,
+                    SECOND_WIDTH, SECOND_PADDED, ALIGNED,
+                )  # fmt: skip
+            total += added
             slot = following
     tl.store(outputs, total.to(target.dtype.element_ty), written)
+    if second_source is not None:
+        tl.store(second_outputs, second_total.to(second_target.dtype.element_ty), second_written)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -67,7 +67,7 @@ def load_full_bias(
     TILE: gl.constexpr = 128
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     if BIAS == "full":
-        _, _, _, begin, end, full_begin, full_end, record, _, n, seqlen_k = visible
+        _, _, _, begin, end, full_begin, full_end, record, _, n, seqlen_k, _ = visible
         if MASK == "band":
             first = band_tile(i, begin, end, full_begin, full_end) * BN
         else:
@@ -125,51 +125,38 @@ def hidden_words(
 
 
 @gluon.jit
-def load_numbers(pointer, key, seqlen_k, WHOLE: gl.constexpr):
-    """Return a number of each key, 0 past the end; WHOLE: no tile reaches past it, so that pairs are loaded at once."""
-    if WHOLE:
-        numbers = gl.load(pointer + key)
-    else:
-        numbers = gl.load(pointer + key, mask=key < seqlen_k, other=0)
-    return numbers
+def seen_ranges(step, ranges, hidden, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr):
+    """Return which of the block's queries see the keys of a step, as `load_keys` stored it; `hidden` for other masks.
 
-
-@gluon.jit
-def inside(q_at, begin, end):
-    """Return where `begin <= q_at < end`, by one comparison: before its interval a query is far behind it, unsigned.
-
-    True for all int32: a length may take all 32 bits.
+    Call it before the product of the same step is issued, like `hidden_words`.
     """
-    length = gl.maximum(end, begin) - begin
-    return (q_at - begin[None, :]).to(gl.uint32, bitcast=True) < length.to(gl.uint32, bitcast=True)[None, :]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    if MASK == "intervals" and MASKED:
+        return ranges.index(step % STAGES).load(gl.SliceLayout(0, SCORES))
+    else:
+        return hidden
 
 
 @gluon.jit
-def seen_intervals(
-    first, q_at, key_numbers, seqlen_k, BN: gl.constexpr, HIDDEN: gl.constexpr, WHOLE: gl.constexpr
-):  # fmt: skip
-    """Return which keys of a tile from `first` on the intervals show to queries `q_at`, a column: bool `[64, BN]`."""
+def not_dropped(first, q_at, key_numbers, seqlen_k, BN: gl.constexpr):
+    """Return where keys of a tile from `first` on are not hidden from queries `q_at`, a column: bool `[64, BN]`."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    _, start, end, hidden_from, hidden_to = key_numbers
+    _, hidden_from, hidden_to = key_numbers
     key = first + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
-    keep = inside(q_at, load_numbers(start, key, seqlen_k, WHOLE), load_numbers(end, key, seqlen_k, WHOLE))
-    if HIDDEN:
-        hidden = inside(
-            q_at, load_numbers(hidden_from, key, seqlen_k, WHOLE), load_numbers(hidden_to, key, seqlen_k, WHOLE)
-        )
-        keep = keep & (hidden == 0)
-    return keep
+    begin = gl.load(hidden_from + key, mask=key < seqlen_k, other=0)
+    end = gl.load(hidden_to + key, mask=key < seqlen_k, other=0)
+    return (q_at < begin[None, :]) | (q_at >= end[None, :])
 
 
 @gluon.jit
 def hide(
     s, i, hidden, lists, key_numbers, visible, BN: gl.constexpr, MASK: gl.constexpr, HAS_LO: gl.constexpr,
-    HAS_HI: gl.constexpr, HIDDEN: gl.constexpr, WHOLE: gl.constexpr,
+    HAS_HI: gl.constexpr, HIDDEN: gl.constexpr,
 ):  # fmt: skip
     """Return scores `[64, BN]` of the `i`-th tile of the walk with what is invisible at -inf."""
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
-    q_lo, q_hi, q_segment, begin, end, full_begin, full_end, record, n_partial, n, seqlen_k = visible
+    q_lo, q_hi, q_segment, begin, end, full_begin, full_end, record, n_partial, n, seqlen_k, tile_first = visible
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     if MASK == "bits":
         # a thread's columns are 8 k + 2 (lane & 3) + {0, 1}: shifts per word, then constants
@@ -194,7 +181,11 @@ def hide(
         else:
             first = list_tile(lists, record, i, n, TILE // BN) * BN
         if MASK == "intervals":
-            keep = seen_intervals(first, q_segment[:, None], key_numbers, seqlen_k, BN, HIDDEN, WHOLE)
+            # one comparison: a query before the range is far behind it as an unsigned number
+            ahead = (q_segment[:, None] - (hidden & 0xFFFF)[None, :]).to(gl.uint32, bitcast=True)
+            keep = ahead < (hidden >> 16).to(gl.uint32, bitcast=True)[None, :]
+            if HIDDEN:
+                keep = keep & not_dropped(first, q_segment[:, None] + tile_first, key_numbers, seqlen_k, BN)
         # (column & 6) is the lane's share of the column, the rest a constant of the register
         if MASK != "intervals":
             keep = (q_hi - first)[:, None] - (column & 6)[None, :] >= (column & ~6)[None, :]
@@ -213,7 +204,7 @@ def advance(
     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, key_numbers, visible, bias_rows,
     C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     MASKED: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
-    HIDDEN: gl.constexpr, WHOLE: gl.constexpr, NATURAL: gl.constexpr, dtype: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Add tile `i`, whose P are given, to acc, and compute the P of tile `i + 1`."""
     ROWS: gl.constexpr = 64
@@ -221,7 +212,7 @@ def advance(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    queries, keys, values, words, biases, piece = smem
+    queries, keys, values, words, biases, ranges, piece = smem
     q_full, q_empty, k_full, k_empty, v_full = bars
     b = step % STAGES
     b_next = (step + 1) % STAGES
@@ -229,6 +220,7 @@ def advance(
     mbarrier.wait(k_full.index(b_next), ((step + 1) // STAGES) & 1)
     mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
     hidden = hidden_words(i + 1, step + 1, words, visible[8], C, NC, BN, STAGES, MASK, MASKED)
+    hidden = seen_ranges(step + 1, ranges, hidden, BN, STAGES, MASK, MASKED)
     key_bias = stored_bias(step + 1, biases, BN, STAGES, BIAS)
     empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
     s = warpgroup_mma(q, k_next, empty, use_acc=False, is_async=True)
@@ -241,7 +233,7 @@ def advance(
     added = load_full_bias(i + 1, lists, visible, bias_rows, BN, MASK, MASKED, BIAS)
     s = add_bias(s, added, key_bias, scale, BIAS, NATURAL)
     if MASKED:
-        s = hide(s, i + 1, hidden, lists, key_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN, WHOLE)
+        s = hide(s, i + 1, hidden, lists, key_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN)
     p, top, total, factor = softmax_next(s, top, total, scale, dtype, NATURAL, not OVERLAP, BN)
     p = gl.convert_layout(p, LEFT)
     if OVERLAP:
@@ -264,7 +256,7 @@ def consume(
     lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
-    SOFTCAP: gl.constexpr, HIDDEN: gl.constexpr, WHOLE: gl.constexpr, NATURAL: gl.constexpr, dtype: gl.constexpr,
+    SOFTCAP: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 queries of each piece of work: those from `C * 64` of its tile."""
     ROWS: gl.constexpr = 64
@@ -278,7 +270,7 @@ def consume(
     PIECE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     PER_TILE: gl.constexpr = TILE // BN
     smem, bars, sizes, band, masks = work
-    queries, keys, values, words, biases, piece = smem
+    queries, keys, values, words, biases, ranges, piece = smem
     q_full, q_empty, k_full, k_empty, v_full = bars
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items = sizes
     lo, hi = band
@@ -335,30 +327,25 @@ def consume(
                     own = q_segments + batch.to(gl.int64) * segments_b + q_first
                     q_segment = gl.load(own + row, mask=q_first + row < seqlen_q, other=-3)
             if MASK == "intervals":
-                q_segment = q_first + row
+                q_segment = C * ROWS + row
             if MASK != "bits":
                 k_head = batch.to(gl.int64) * segments_kb + (h // segment_group).to(gl.int64) * segments_kh
         q_hi = gl.zeros([ROWS], gl.int32, layout=ROW) + (seqlen_k - 1)
         if HAS_HI:
             q_hi = gl.minimum(q_first + row + hi, seqlen_k - 1)
         q_lo = q_first + row + lo
-        k_segments, start, stop, hidden_from, hidden_to = key_numbers
+        k_segments, hidden_from, hidden_to = key_numbers
         if MASK == "segments":
             k_segments += k_head
-        if MASK == "intervals":
-            if WHOLE:
-                k_head = k_head // TILE * TILE  # for the compiler, which is not told of the strides
-            start += k_head
-            stop += k_head
-            if HIDDEN:
-                hidden_from += k_head
-                hidden_to += k_head
-        own_numbers = (k_segments, start, stop, hidden_from, hidden_to)
+        if HIDDEN:
+            hidden_from += k_head
+            hidden_to += k_head
+        own_numbers = (k_segments, hidden_from, hidden_to)
         bias_rows = bias
         if BIAS == "full":  # rows past the end read the last one and are never written
             own_bias = bias_of_head(bias, bias_places, batch, h)
             bias_rows = own_bias + gl.minimum(q_first + row, seqlen_q - 1).to(gl.int64) * bias_places[2]
-        visible = (q_lo, q_hi, q_segment, begin, end, full_begin, full_end, record, n_partial, n, seqlen_k)
+        visible = (q_lo, q_hi, q_segment, begin, end, full_begin, full_end, record, n_partial, n, seqlen_k, block_first)
         acc = gl.zeros([ROWS, D], gl.float32, layout=OUT)
         total = state_of(gl.zeros([ROWS, STATE_COLUMNS], gl.float32, layout=STATE_LAYOUT), STATE_COLUMNS)
         top = total
@@ -367,6 +354,7 @@ def consume(
             mbarrier.wait(k_full.index(b), (step // STAGES) & 1)
             k_first = keys.index(b).reshape([BN, D]).permute((1, 0))
             hidden = hidden_words(first, step, words, n_partial, C, NC, BN, STAGES, MASK, True)
+            hidden = seen_ranges(step, ranges, hidden, BN, STAGES, MASK, True)
             key_bias = stored_bias(step, biases, BN, STAGES, BIAS)
             s = warpgroup_mma(q, k_first, empty, use_acc=False, is_async=True)
             if Q_STAGES > 1:
@@ -374,7 +362,7 @@ def consume(
             s = soften(warpgroup_mma_wait(0, deps=(s,)), softcap, SOFTCAP)
             added = load_full_bias(first, lists, visible, bias_rows, BN, MASK, True, BIAS)
             s = add_bias(s, added, key_bias, scale, BIAS, NATURAL)
-            s = hide(s, first, hidden, lists, own_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN, WHOLE)
+            s = hide(s, first, hidden, lists, own_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN)
             mbarrier.arrive(k_empty.index(b), count=1)
             p, top, total = softmax_first(s, total, scale, dtype, NATURAL, BN)
             p = gl.convert_layout(p, LEFT)
@@ -382,13 +370,13 @@ def consume(
             for i in range(first, tested):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
-                    bias_rows, C, NC, BN, D, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype,
+                    bias_rows, C, NC, BN, D, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype,
                 )  # fmt: skip
                 step += 1
             for i in range(tested, n - 1):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
-                    bias_rows, C, NC, BN, D, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype,
+                    bias_rows, C, NC, BN, D, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype,
                 )  # fmt: skip
                 step += 1
             b = step % STAGES
@@ -435,13 +423,12 @@ def forward_kernel(
     bias_b, bias_h, bias_q, bias_group,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
-    HIDDEN: gl.constexpr, WHOLE: gl.constexpr, NATURAL: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr,
 ):  # fmt: skip
     """Write out, lse and lse_tail for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H).
 
     `scale`, `cap` and `cap_inner` are in log2 units, or NATURAL ones. `k_segments`, or `start`, `end`
-    and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and `segments_kh`. WHOLE: the number of
-    keys and these strides are multiples of TILE.
+    and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and `segments_kh`.
     """
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
@@ -457,6 +444,9 @@ def forward_kernel(
     biases = 0
     if BIAS == "key":
         biases = gl.allocate_shared_memory(gl.float32, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ranges = 0
+    if MASK == "intervals":
+        ranges = gl.allocate_shared_memory(gl.int32, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     piece = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
@@ -467,11 +457,11 @@ def forward_kernel(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=NC)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=2 if BIAS == "key" else 1)
+        mbarrier.init(k_full.index(i), count=2 if BIAS == "key" or MASK == "intervals" else 1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=NC)
     fence_async_shared()
-    smem = (queries, keys, values, words, biases, piece)
+    smem = (queries, keys, values, words, biases, ranges, piece)
     bars = (q_full, q_empty, k_full, k_empty, v_full)
     sizes = (seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items)
     band = (lo, hi)
@@ -480,25 +470,28 @@ def forward_kernel(
     scales = (scale, cap, cap_inner)
     work = (smem, bars, sizes, band, masks)
     bias_places = (bias_b, bias_h, bias_q, bias_group)
-    key_numbers = (k_segments, start, end, hidden_from, hidden_to)
+    key_numbers = (k_segments, hidden_from, hidden_to)
+    number_places = (segments_kb, segments_kh, segment_group)
     rows = (lse_b, lse_h, segments_b, segments_kb, segments_kh, segment_group)
     if NC == 2:
         gl.warp_specialize([
             (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN,
-                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype)),
             (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN,
-                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
-            (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN,
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype)),
+            (produce, (q_desc, k_desc, v_desc, bits_desc, lists, start, end, counter, bias, work, broadcast, number_places,
+                       bias_places, BM, BN,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN,
-                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype)),
             (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN,
-                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype)),
             (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 2, NC, BM, BN,
-                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
-            (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN,
+                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype)),
+            (produce, (q_desc, k_desc, v_desc, bits_desc, lists, start, end, counter, bias, work, broadcast, number_places,
+                       bias_places, BM, BN,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

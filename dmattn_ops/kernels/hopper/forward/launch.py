@@ -122,7 +122,6 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
     factor, cap = score_factors(options)
     scale, cap_inner = (1.0, factor) if cap else (factor, 0.0)
     natural = in_natural_units(call)
-    whole = kind == "intervals" and all(number % TILE == 0 for number in (seqlen_k, *strides[7:9]))
     if natural:
         scale, cap = (1.0, options.softcap) if cap else (options.softmax_scale, 0.0)
     # where every block has one piece of work, nothing is drawn
@@ -136,5 +135,5 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         _HEADS_IN_L2 if has_hi or kind != "band" else 1, items, lo, hi, *lse.stride()[:2], *strides, *bias_places(bias, heads),
         BM=block_m, BN=block_n, D=columns, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,
         BIAS=bias_kind(bias), HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, HIDDEN=mask.hidden_from is not None,
-        WHOLE=whole, NATURAL=natural, num_warps=4,
+        NATURAL=natural, num_warps=4,
     )  # fmt: skip

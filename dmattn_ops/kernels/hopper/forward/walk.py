@@ -93,16 +93,25 @@ def bias_of_head(bias, places, batch, h):
 @gluon.jit
 def load_keys(
     k_desc, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, bits_b, bits_h, q_first,
-    biases, key_bias, seqlen_k,
+    biases, key_bias, ranges, of_keys, tile_first, seqlen_k,
     NC: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Load key tile `j`, with the mask bits of the block's queries and its bias, as step `step` of this block."""
+    """Load key tile `j`, with what the mask says of the block's queries and its bias, as step `step` of this block.
+
+    `ranges` takes, for each key, which of the block's queries from `tile_first` on see it: the first one, and how many.
+    """
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
+    BLOCK: gl.constexpr = NC * ROWS
     b = step % STAGES
+    KEYS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    key = j * BN + gl.arange(0, BN, layout=KEYS)
     if BIAS == "key":  # on its way while the stage becomes free
-        key = j * BN + gl.arange(0, BN, layout=gl.BlockedLayout([1], [32], [1], [0]))
         added = gl.load(key_bias + key, mask=key < seqlen_k, other=0.0)
+    if MASK == "intervals":
+        start, end = of_keys
+        begin = gl.load(start + key, mask=key < seqlen_k, other=0)
+        stop = gl.load(end + key, mask=key < seqlen_k, other=0)
     mbarrier.wait(k_empty.index(b), ((step // STAGES) & 1) ^ 1)
     if MASK == "bits":
         mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes + NC * bits_desc.block_type.nbytes)
@@ -114,12 +123,19 @@ def load_keys(
     tma_load(k_desc, [batch, kv_head, j * BN, 0], k_full.index(b), keys.index(b))
     if BIAS == "key":
         biases.index(b).store(added.to(gl.float32))
+    if MASK == "intervals":
+        # at least 0 before anything is taken away: limits may be any int32
+        begin = gl.minimum(gl.maximum(begin, tile_first) - tile_first, BLOCK)
+        stop = gl.minimum(gl.maximum(stop, tile_first) - tile_first, BLOCK)
+        stop = gl.maximum(stop, begin)
+        ranges.index(b).store(begin | ((stop - begin) << 16))
+    if BIAS == "key" or MASK == "intervals":
         mbarrier.arrive(k_full.index(b), count=1)
 
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, bits_desc, lists, counter, bias, work, broadcast, bias_places,
+    q_desc, k_desc, v_desc, bits_desc, lists, starts, ends, counter, bias, work, broadcast, number_places, bias_places,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, NC: gl.constexpr,
     MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
 ):  # fmt: skip
@@ -130,7 +146,7 @@ def produce(
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
     smem, bars, sizes, band, masks = work
-    queries, keys, values, words, biases, piece = smem
+    queries, keys, values, words, biases, ranges, piece = smem
     q_full, q_empty, k_full, k_empty, v_full = bars
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items = sizes
     lo, hi = band
@@ -165,6 +181,11 @@ def produce(
         key_bias = bias
         if BIAS == "key":
             key_bias = bias_of_head(bias, bias_places, batch, h)
+        of_keys = (starts, ends)
+        if MASK == "intervals":
+            numbers_b, numbers_h, numbers_group = number_places
+            of_head = batch.to(gl.int64) * numbers_b + (h // numbers_group).to(gl.int64) * numbers_h
+            of_keys = (starts + of_head, ends + of_head)
         j = 0
         j_next = 0
         if n > 0:
@@ -175,7 +196,7 @@ def produce(
                 j = band_tile(0, begin, end, full_begin, full_end)
             load_keys(
                 k_desc, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, mb, mh, q_first,
-                biases, key_bias, seqlen_k, NC, BN, STAGES, MASK, BIAS,
+                biases, key_bias, ranges, of_keys, q_first, seqlen_k, NC, BN, STAGES, MASK, BIAS,
             )  # fmt: skip
         # the next piece, while the first tiles of this one are on their way
         following = items
@@ -194,7 +215,7 @@ def produce(
                     j = band_tile(i + 1, begin, end, full_begin, full_end)
                 load_keys(
                     k_desc, bits_desc, keys, words, k_full, k_empty, step + 1, j, batch, kv_head, mb, mh, q_first,
-                    biases, key_bias, seqlen_k, NC, BN, STAGES, MASK, BIAS,
+                    biases, key_bias, ranges, of_keys, q_first, seqlen_k, NC, BN, STAGES, MASK, BIAS,
                 )  # fmt: skip
             b = step % STAGES
             if step >= STAGES:
