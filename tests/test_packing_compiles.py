@@ -39,6 +39,10 @@ def test_finding_keys_compiles(sm: int):
     found = compiled(slots.list_alive, mask_pointers("listed", "found"), {"KEYS": 4096}, STRIDES, sm, 16)
     # 4096 starts and ends are 32 KiB, 4 loads of 16 bytes for 512 threads; the last block, which ends anywhere, takes 16
     assert found.opcodes["LDG"] == 4 + 16
+    pointers = mask_pointers("listed", "found")
+    del pointers["starts"]
+    found = compiled(slots.list_alive, pointers, {"KEYS": 4096, "starts": None}, STRIDES, sm, 16)
+    assert found.opcodes["LDG"] == 2 + 8  # ends alone
 
 
 @pytest.mark.parametrize("inverse", [False, True])

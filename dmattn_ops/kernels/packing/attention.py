@@ -23,7 +23,7 @@ from dmattn_ops.kernels.packing.launch import (
 )
 from dmattn_ops.packing import Epochs, Packing
 from dmattn_ops.problem import UNBOUNDED, Mask
-from dmattn_ops.recording import computed, do_not_repeat, workspace
+from dmattn_ops.recording import do_not_repeat, workspace
 
 Forward = Callable[[Call, Result], None]
 Backward = Callable[[Call, Saved, Gradients], None]
@@ -96,11 +96,10 @@ def _passes(call: Call, packing: Packing) -> Iterator[Pass]:
 def _slots(call: Call, cut: Epochs, part: Pass, packing: Packing, *, inverse: bool) -> Slots:
     mask, options = call.mask, call.options
     assert mask.end is not None
-    start = computed(_zeros, mask.end)
     shared = mask.end.shape[1] == 1
     first, count = (0, 1) if shared else (part.first, part.count)
     return plan_slots(
-        start, mask.end, cut, call.query.shape[1], options.band_lo, options.band_hi, first, count, inverse=inverse
+        mask.start, mask.end, cut, call.query.shape[1], options.band_lo, options.band_hi, first, count, inverse=inverse
     )
 
 
@@ -112,11 +111,6 @@ def _heads(tensor: Tensor, dim: int, part: Pass) -> Tensor:
     """
     first, count = part.queries.start, part.queries.stop - part.queries.start
     return tensor if count == tensor.shape[dim] else tensor.narrow(dim, first, count)
-
-
-def _zeros(end: Tensor) -> Tensor:
-    """Return the start of intervals that begin with the band, `[1, 1, Sk]`."""
-    return end.new_zeros((1, 1, end.shape[2]))
 
 
 def _packed_call(call: Call, packing: Packing, part: Pass, slots: Slots) -> Call:

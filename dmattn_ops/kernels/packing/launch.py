@@ -56,7 +56,7 @@ class Slots(NamedTuple):
 
 
 def plan_slots(
-    start: Tensor,
+    start: Tensor | None,
     end: Tensor,
     cut: Epochs,
     seqlen_q: int,
@@ -69,24 +69,21 @@ def plan_slots(
 ) -> Slots:
     """Find the keys `[B|1, H|Hkv|1, Sk]` with `start <= i < end`, inside the band, of each epoch; list their tiles.
 
+    `start` is None where intervals begin with the band.
     `heads` heads from `first_head` on: packed heads, or 0 and 1 where the mask has one head. `band_hi` says where keys
     are born: the diagonal of a causal mask, also where the mask's `start` says the same. `inverse`: `sum_rows` is to follow.
     """
-    batch, mask_heads = (max(start.shape[dim], end.shape[dim]) for dim in (0, 1))
-    seqlen_k, chunks = start.shape[2], triton.cdiv(start.shape[2] + 1, _COUNTED)
+    batch, mask_heads = (max(end.shape[dim], 1 if start is None else start.shape[dim]) for dim in (0, 1))
+    seqlen_k, chunks = end.shape[2], triton.cdiv(end.shape[2] + 1, _COUNTED)
     of_slots, of_epochs, blocks = (cut.slots,), (cut.number,), cut.slots // TILE
     room = _integers(
-        start, (batch, heads), of_slots, of_slots, of_slots, of_epochs, of_epochs, (cut.number, cut.old_slots),
+        end, (batch, heads), of_slots, of_slots, of_slots, of_epochs, of_epochs, (cut.number, cut.old_slots),
         (triton.cdiv(seqlen_q, TILE), HEADER + cut.slots_per_epoch // TILE), (blocks, HEADER + cut.length // TILE),
         (blocks, 4), *(((seqlen_k + 1,), of_slots, (chunks,)) if inverse else ()),
     )  # fmt: skip
     keys, starts, ends, found, broken, listed, row_tiles, col_tiles, hulls = room[:9]
     offsets, places, totals = room[9:] if inverse else (None, None, None)
-    mask = [
-        broadcast_stride(start, 0), broadcast_stride(start, 1), mask_heads // max(1, start.shape[1]),
-        broadcast_stride(end, 0), broadcast_stride(end, 1), mask_heads // max(1, end.shape[1]),
-        first_head, heads,
-    ]  # fmt: skip
+    mask = [*_head_places(start, mask_heads), *_head_places(end, mask_heads), first_head, heads]
     matrices = batch * heads
     band = (seqlen_q, seqlen_k, band_lo, band_hi)
     if inverse and matrices:
@@ -109,6 +106,13 @@ def plan_slots(
         )  # fmt: skip
     _list_tiles(starts, ends, hulls, row_tiles, col_tiles, cut)
     return Slots(keys, starts, ends, row_tiles, col_tiles, broken, offsets, places, cut.length)
+
+
+def _head_places(limits: Tensor | None, mask_heads: int) -> tuple[int, int, int]:
+    """Return the strides of batch and heads of `[B|1, heads|1, Sk]`, and how many heads of the mask share one of it."""
+    if limits is None:
+        return 0, 0, 1
+    return broadcast_stride(limits, 0), broadcast_stride(limits, 1), mask_heads // max(1, limits.shape[1])
 
 
 def _list_tiles(starts: Tensor, ends: Tensor, hulls: Tensor, row_tiles: Tensor, col_tiles: Tensor, cut: Epochs) -> None:

@@ -30,13 +30,20 @@ def mask_head(pointer, b, h, stride_b, stride_h, group):
 
 @triton.jit
 def lifetime(starts, ends, key, inside, seqlen_q, band_lo, band_hi, CHECKED: tl.constexpr):
-    """Return the first query that sees each key, and the one behind the last; no query sees it where start >= end."""
+    """Return the first query that sees each key, and the one behind the last; no query sees it where start >= end.
+
+    `starts` is None where every key is visible from where the band begins.
+    """
+    start = tl.maximum(key - band_hi, 0)
+    if starts is not None:
+        if CHECKED:
+            start = tl.maximum(tl.load(starts + key, inside, other=0), start)
+        else:
+            start = tl.maximum(tl.load(starts + key), start)
     if CHECKED:
-        start = tl.load(starts + key, inside, other=0)
         end = tl.load(ends + key, inside, other=0)
     else:
-        start, end = tl.load(starts + key), tl.load(ends + key)
-    start = tl.maximum(tl.maximum(start, key - band_hi), 0)
+        end = tl.load(ends + key)
     end = tl.minimum(tl.minimum(end, key - band_lo + 1), seqlen_q)
     return start, end
 
@@ -83,7 +90,8 @@ def list_alive(
     matrix = tl.program_id(0) % matrices
     e = epochs - 1 - tl.program_id(0) // matrices
     b, h = matrix // heads, matrix % heads + first_head
-    starts = mask_head(starts, b, h, start_b, start_h, start_group)
+    if starts is not None:
+        starts = mask_head(starts, b, h, start_b, start_h, start_group)
     ends = mask_head(ends, b, h, end_b, end_h, end_group)
     record = matrix.to(tl.int64) * epochs + e
     listed += record * old_slots
@@ -151,7 +159,8 @@ def place_keys(
     """
     matrix, e = tl.program_id(0) // epochs, tl.program_id(0) % epochs
     b, h = matrix // heads, matrix % heads + first_head
-    starts = mask_head(starts, b, h, start_b, start_h, start_group)
+    if starts is not None:
+        starts = mask_head(starts, b, h, start_b, start_h, start_group)
     ends = mask_head(ends, b, h, end_b, end_h, end_group)
     record = matrix.to(tl.int64) * epochs + e
     listed += record * old_slots
@@ -219,7 +228,8 @@ def count_chunks(
     """Count the slots of all keys of a chunk of `KEYS` keys. A program is one chunk."""
     matrix, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     b, h = matrix // heads, matrix % heads + first_head
-    starts = mask_head(starts, b, h, start_b, start_h, start_group)
+    if starts is not None:
+        starts = mask_head(starts, b, h, start_b, start_h, start_group)
     ends = mask_head(ends, b, h, end_b, end_h, end_group)
     key = chunk * KEYS + tl.arange(0, KEYS)
     count = _epochs_of_chunk(starts, ends, key, seqlen_q, seqlen_k, band_lo, band_hi, epoch)
@@ -239,7 +249,8 @@ def count_places(
     """
     matrix, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     b, h = matrix // heads, matrix % heads + first_head
-    starts = mask_head(starts, b, h, start_b, start_h, start_group)
+    if starts is not None:
+        starts = mask_head(starts, b, h, start_b, start_h, start_group)
     ends = mask_head(ends, b, h, end_b, end_h, end_group)
     totals += matrix.to(tl.int64) * chunks
     offsets += matrix.to(tl.int64) * (seqlen_k + 1)
