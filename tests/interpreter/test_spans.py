@@ -1,4 +1,4 @@
-"""Spans of packed sequences, in the interpreter: against masks made from their definition, and for offsets that describe nothing."""
+"""Spans of packed sequences, in the interpreter: against masks of their definition, and for offsets that describe nothing."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ def test_no_span_reaches_out_of_the_tensors_whatever_the_offsets_are(seed: int) 
     wrong = torch.randint(-400, 700, (2, 6), generator=generator, dtype=torch.int32)
     wrong[0, seed % 6], wrong[1, seed % 5] = (LAST, -LAST) if seed % 2 else (-LAST, LAST)
     broken = call.varlen._replace(cu_seqlens_q=wrong[0], cu_seqlens_k=wrong[1])
-    for (made, _), own, other in zip(both_sides(call._replace(varlen=broken), 128), (200, 300), (300, 200), strict=True):
+    for (made, _), own, other in zip(
+        both_sides(call._replace(varlen=broken), 128), (200, 300), (300, 200), strict=True
+    ):
         starts, ends = made.starts[:own], made.ends[:own]
         assert bool(((starts >= 0) & (starts <= ends) & (ends <= other)).all())
         assert bool(((made.tiles[:, 1] >= 0) & (made.tiles[:, 2] <= other)).all())
