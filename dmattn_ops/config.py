@@ -291,7 +291,7 @@ _LEGACY = tuple(
 )
 HOPPER_FORWARD = (
     Row(
-        90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2), 115116,
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2), 115180,
         "H200, 2026-11-21, bf16, B4 H32 S4096: 495 / 599 TFLOP/s causal / full, cuDNN 424 / 475; 128 queries 454 / 491",
     ),
     Row(

@@ -17,7 +17,7 @@ from dmattn_ops.kernels.hopper.backward_256 import launch as hopper_backward_256
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel  # noqa: E402
 from dmattn_ops.kernels.launching import tensor_maps  # noqa: E402
-from dmattn_ops.problem import NO_MASK, Varlen, plain_options  # noqa: E402
+from dmattn_ops.problem import NO_MASK, Mask, Varlen, plain_options  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
 from tests.tile_builder import build_interval_tiles, build_segment_tiles, build_tiles  # noqa: E402
 
@@ -28,6 +28,7 @@ FULL, BAND, BITS, SEGMENTS, INTERVALS = (
     {"LISTS": 2, "PARTIAL": True},
     {"LISTS": 3, "PARTIAL": True},
 )
+SPANS = {"LISTS": 4, "PARTIAL": True, "HAS_LOW": False, "HAS_HIGH": False}
 HIDDEN = {"HIDDEN": True}
 KEY_BIAS, FULL_BIAS, SOFTCAP = {"BIAS": 1}, {"BIAS": 2}, {"SOFTCAP": True}
 CONFIG = config.HOPPER_BACKWARD_256
@@ -78,6 +79,12 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
         (queries_kernel, BITS, 0),
         (queries_kernel, BITS | {"dtype": gl.float16}, 0),
         (queries_kernel, SEGMENTS, 116),
+        (keys_kernel, SPANS, 0),
+        (queries_kernel, SPANS, 0),
+        (keys_kernel, SPANS | KEY_BIAS, 8),
+        (queries_kernel, SPANS | KEY_BIAS, 16),
+        (keys_kernel, SPANS | SOFTCAP, 88),
+        (queries_kernel, SPANS | SOFTCAP, 0),
         (keys_kernel, INTERVALS, 0),
         (keys_kernel, INTERVALS | HIDDEN, 104),
         (queries_kernel, INTERVALS, 432),
@@ -143,18 +150,21 @@ def test_it_refuses_with_every_reason():
     query, key, value = inputs(dim=132, dim_v=128)
     offsets = torch.zeros(3, dtype=torch.int32)
     options = EVERYTHING._replace(softcap=2.0, dropout_p=0.5)
-    found = reasons(
-        query.float(), key, value, bias=value, varlen=Varlen(offsets, offsets, 1, 1, False), options=options
-    )
+    found = reasons(query.float(), key, value, bias=value, options=options)
     for word in (
         "float32",
         "multiples of 8",
-        "variable lengths",
         "softcap with a bias",
         "dropout",
         "key is not aligned",
     ):
         assert any(word in reason for reason in found), word
+    packed = Call(query[0], key[0], value[0], None, Mask(k_segments=offsets[None, None]), None, None,
+                  Varlen(offsets, offsets, 1, 1, False), options)  # fmt: skip
+    assert any(
+        "softcap with a bias, or with a mask of packed keys" in reason
+        for reason in hopper_backward_256.refusals(packed)
+    )
     assert any("over 256" in reason for reason in reasons(*inputs(dim=264, dim_v=128)))
     query, key, value = inputs()
     shifted, expanded = query[..., 4:-4], value[:, :1].expand(-1, 411, -1, -1)

@@ -39,17 +39,22 @@ ALLOWED = {
     "d128 intervals": 120, "d128 hidden intervals": 264, "d128 intervals key-bias": 164,
     "d64 full softcap key-bias": 3936, "d128 full softcap key-bias": 1124, "d128 causal softcap key-bias": 1124,
     "d64 causal key-bias ordered": 152,
+    "d64 varlen": 20, "d128 varlen": 60, "d64 grouped varlen": 136, "d128 grouped varlen": 132, "d64 varlen key-bias": 260,
+    "d128 varlen key-bias": 68, "d64 varlen softcap": 1428, "d128 varlen softcap": 432,
 }  # fmt: skip
 # Instructions of a step without a test that move them, on its fast path; none where a case is not named.
 IN_LOOPS = {
     "d64 bits": 4, "d64 segments": 8, "d64 hidden intervals": 4, "d64 bits key-bias": 4, "d64 segments key-bias": 9,
     "d64 intervals key-bias": 6, "d64 causal key-bias ordered": 3, "d64 causal softcap": 72,
     "d64 full softcap key-bias": 169, "d128 segments key-bias": 8, "d128 full softcap key-bias": 16,
-    "d128 causal softcap key-bias": 16,
+    "d128 causal softcap key-bias": 16, "d64 varlen key-bias": 4, "d64 varlen softcap": 58,
 }  # fmt: skip
 LISTED = {"bits", "segments", "intervals"}
 NO_REGISTERS = ("d64 full softcap key-bias", "d128 full softcap key-bias", "d128 causal softcap key-bias")
-QUICK = ("d64 full", "d128 causal", "d128 bits", "d64 causal ordered", "d64 full key-bias", "d128 bits key-bias")
+QUICK = (
+    "d64 full", "d128 causal", "d128 bits", "d64 causal ordered", "d64 full key-bias", "d128 bits key-bias", "d64 varlen",
+    "d128 varlen",
+)  # fmt: skip
 CASES = tuple(ALLOWED) if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
 
 
@@ -128,7 +133,7 @@ def test_sums_of_dq_are_loaded_16_bytes_at_a_time(case: str, reports: dict[str, 
 
 @pytest.mark.parametrize("case", CASES)
 def test_plans_lay_parameters_out_as_the_kernels_have_them(case: str, reports: dict[str, dict]) -> None:
-    assert reports[case]["laid_out"] == [True, True]
+    assert reports[case]["laid_out"] == [True] * (3 if "varlen" in case else 2)  # spans have a kernel of their own
 
 
 # --------------------------------------------------------------------------------------------------- the child process
@@ -218,7 +223,7 @@ def _compile(case: str, launched: list) -> dict:
     from dmattn_ops.call import Call, Gradients, Saved
     from dmattn_ops.kernels.hopper.backward import launch as hopper_backward
     from dmattn_ops.kernels.launching import launch, plan
-    from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, plain_options
+    from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, Varlen, plain_options
 
     words = case.split()
     dim = int(words[0][1:])
@@ -245,7 +250,13 @@ def _compile(case: str, launched: list) -> dict:
     bias = None
     if "key-bias" in words or "full-bias" in words:
         bias = torch.empty(1, kv_heads, 1 if "key-bias" in words else seqlen, seqlen)
-    call = Call(query, key, value, bias, mask, None, None, None, options)
+    varlen, of_lengths = None, []
+    if "varlen" in words:
+        query, key, value, grad_out, lse = query[0], key[0], value[0], grad_out[0], lse[0]
+        bias = None if bias is None else bias[0, :, 0]
+        of_lengths = [torch.tensor([0, 200, seqlen], dtype=torch.int32) for _ in range(2)]
+        varlen = Varlen(*of_lengths, 312, 312, False)
+    call = Call(query, key, value, bias, mask, None, None, varlen, options)
     assert hopper_backward.refusals(call) == []
     row = next(row for row in config.BACKWARD if row.kernel == "hopper" and row.dim >= dim)
     cache = 0 if "interleaved" in words else arch.KNOWN[90].l2_bytes
@@ -256,15 +267,17 @@ def _compile(case: str, launched: list) -> dict:
     saved, grads = Saved(grad_out, lse, lse.clone()), Gradients(grad_out, None, *outputs, None)
     made_for = resolve.backward_config(row.config, call, saved, grads)
     inputs = [
-        part for part in dict.fromkeys((grad_out, query, key, value, *saved[1:], bias, *mask[:-1])) if part is not None
+        part
+        for part in dict.fromkeys((grad_out, query, key, value, *saved[1:], bias, *mask[:-1], *of_lengths))
+        if part is not None
     ]
     with launch.recording(inputs) as made:
         hopper_backward.backward(call, saved, grads, made_for)
-    assert len(launched) == 2
+    assert len(launched) == (2 if varlen is None else 3)
     steps = made.plan(outputs, 0).steps
     packed = [step.packed is not None for step in steps if isinstance(step, plan.Relaunch)]
     exponentials = (64 if dim == 64 else 32) * (2 if "softcap" in words else 1)  # of a thread in a step
-    return _report(*launched[1], exponentials) | {"laid_out": packed}
+    return _report(*launched[-1], exponentials) | {"laid_out": packed}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_LIMIT = 232448
 KINDS = (
     "full", "causal", "window", "softcap", "bits", "segments", "window segments", "intervals", "causal intervals",
-    "window intervals", "hidden intervals", "causal hidden intervals",
+    "window intervals", "hidden intervals", "causal hidden intervals", "spans", "spans softcap", "spans key-bias",
     *(f"{mask} key-bias" for mask in ("full", "causal", "softcap", "bits", "segments", "intervals")),
     *(f"{mask} full-bias" for mask in ("full", "bits", "intervals")),
 )  # fmt: skip
@@ -33,8 +33,13 @@ ALLOWED = {
     "d128 full full-bias": 36, "d128 bits full-bias": 216, "d256 full key-bias": 52, "d256 causal key-bias": 20,
     "d256 softcap key-bias": 56, "d256 bits key-bias": 56, "d256 segments key-bias": 260, "d256 full full-bias": 132,
     "d256 bits full-bias": 264,
+    "d128 spans": 24, "d128 spans softcap": 16, "d128 spans key-bias": 28, "d256 spans": 32, "d256 spans softcap": 40,
+    "d256 spans key-bias": 52,
 }  # fmt: skip
-QUICK = ("d64 causal", "d128 full", "d128 bits", "d256 causal", "d64 causal key-bias", "d128 bits key-bias")
+QUICK = (
+    "d64 causal", "d128 full", "d128 bits", "d256 causal", "d64 causal key-bias", "d128 bits key-bias", "d64 spans",
+    "d128 spans",
+)  # fmt: skip
 EVERY = tuple(f"d{dim} {kind}" for dim in (64, 128, 256) for kind in KINDS if dim != 64 or "full-bias" not in kind)
 CASES = EVERY if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
 
@@ -73,7 +78,7 @@ def test_shared_memory_is_what_the_configuration_says(case: str, reports: dict[s
 def test_products_run_on_the_tensor_cores_and_tiles_move_by_tma(case: str, reports: dict[str, dict]) -> None:
     found = reports[case]["opcodes"]
     dim, kind = case.split(" ", 1)
-    consumers = 3 if dim == "d64" and kind in ("full", "causal", "window", "softcap") else 2
+    consumers = 3 if dim == "d64" and kind in ("full", "causal", "window", "softcap", "spans", "spans softcap") else 2
     keys = 64 if dim == "d256" else 128
     # the first scores, the two loops with both products, the last product
     assert found["HGMMA"] == consumers * 3 * (int(dim[1:]) // 16 + keys // 16)
@@ -92,9 +97,9 @@ def _compile(case: str) -> dict:
     dim, *words = case.split()
     columns = int(dim[1:])
     row = next(row for row in config.FORWARD if row.kernel == "hopper" and row.dim == columns)
-    mask = next((kind for kind in ("bits", "segments", "intervals") if kind in words), "band")
+    mask = next((kind for kind in ("bits", "segments", "intervals", "spans") if kind in words), "band")
     bias = next((word.removesuffix("-bias") for word in words if word.endswith("-bias")), "none")
-    block_m, block_n = row.config.block_m if mask == "band" and bias == "none" else 128, row.config.block_n
+    block_m, block_n = row.config.block_m if mask in ("band", "spans") and bias == "none" else 128, row.config.block_n
 
     def boxes(rows: int, width: int, dtype: str) -> str:
         layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.int32 if dtype == "i32" else gl.bfloat16)
@@ -111,13 +116,14 @@ def _compile(case: str) -> dict:
     signature |= {name: boxes(block_n, columns, "bf16") for name in ("k_desc", "v_desc")}
     constants = {
         "BM": block_m, "BN": block_n, "D": columns, "STAGES": row.config.stages, "Q_STAGES": row.config.query_stages,
-        "MASK": mask, "BIAS": bias, "HAS_LO": "window" in words, "HAS_HI": bool({"causal", "window", "segments"} & set(words)),
+        "MASK": mask, "BIAS": bias, "HAS_LO": bool({"window", "spans"} & set(words)),
+        "HAS_HI": bool({"causal", "window", "segments", "spans"} & set(words)),
         "SOFTCAP": "softcap" in words, "HIDDEN": "hidden" in words, "NATURAL": bias != "none" or "natural" in words,
     }  # fmt: skip
     optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
     optional |= {} if mask == "band" else {"lists": "*i32"}
     optional |= {"q_segments": "*i32", "k_segments": "*i32"} if mask == "segments" else {}
-    optional |= {"start": "*i32", "end": "*i32"} if mask == "intervals" else {}
+    optional |= {"start": "*i32", "end": "*i32"} if mask in ("intervals", "spans") else {}
     optional |= {"hidden_from": "*i32", "hidden_to": "*i32"} if "hidden" in words else {}
     optional |= {} if bias == "none" else {"bias": "*bf16"}
     every = {"bits_desc", "lists", "q_segments", "k_segments", "start", "end", "hidden_from", "hidden_to", "bias"}

@@ -48,6 +48,7 @@ UNALIGNED = (
     replace(EVERYTHING, unaligned=True),
 )  # where such rows have blocks of their own
 WINDOW = Specialization(band="window")
+VARLEN = Specialization(varlen=True)
 HOPPER = (
     PLAIN,
     CAUSAL,
@@ -68,6 +69,13 @@ HOPPER = (
     replace(CAUSAL, grouped=True),
     replace(BITS, grouped=True),
     replace(SEGMENTS, grouped=True),
+    VARLEN,
+    replace(VARLEN, dtype="float16"),
+    replace(VARLEN, softcap=True),
+    replace(VARLEN, bias="key bias"),
+    replace(VARLEN, bias="key bias", wide_bias=True),
+    replace(VARLEN, deterministic=True),
+    replace(VARLEN, grouped=True),
 )
 
 

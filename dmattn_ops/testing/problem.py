@@ -172,8 +172,7 @@ def _plain(kernel: Kernel, random: Random) -> Kernel:
     """Return a variant of the candidate that the kernels for SM 9.0 take, because few random candidates are."""
     dim = random.of(40, 64, 64, 96, 128, 128, 192, 256)
     kernel = kernel._replace(dtype=random.of("float16", "bfloat16"), dim=dim, dim_v=dim, aligned=True, short=False)
-    variant = "dense" if kernel.variant == "varlen" else kernel.variant
-    return kernel._replace(variant=variant, bias="", dropout=False, maximum=False)
+    return kernel._replace(bias="", dropout=False, maximum=False)
 
 
 def _draw_kernel(random: Random, on_gpu: bool) -> Kernel:

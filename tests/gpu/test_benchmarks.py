@@ -6,6 +6,8 @@ import pytest
 
 import bench_dynamic
 import bench_intervals
+import bench_rows
+import varlen_rows
 from bench_dynamic import Shape
 
 pytestmark = pytest.mark.gpu
@@ -39,3 +41,14 @@ def test_masks_of_intervals_are_measured_beside_the_peers(tmp_path):
         assert named[mask, "flex"].get("missing") is None
         assert (mask, "fa4") in named
     assert ("document", "dmattn-intervals") in named
+
+
+def test_rows_of_packed_sequences_are_measured_beside_the_peers(tmp_path, monkeypatch):
+    monkeypatch.setattr(varlen_rows, "LENGTHS", {"small": (70, 300, 1, 130)})
+    monkeypatch.setattr(varlen_rows, "SHAPES", (("small", 4, 4, 64, (1.0, 1.0)), ("small", 4, 2, 128, (0.0, 0.0))))
+    rows = bench_rows.main(["--rounds=1", "--only=varlen", f"--output={tmp_path / 'results.json'}"])
+    assert len(rows) == 2
+    for row in rows:
+        assert row["forward_ms"] > 0 and row["backward_ms"] > 0 and {"fa4"} <= row["forward_peers_ms"].keys()
+    assert rows[1]["forward_held"] and rows[1]["backward_held"]
+    assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows

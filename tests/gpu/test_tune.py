@@ -10,12 +10,13 @@ from dmattn_ops.testing import Problem, check
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("variant", ["dense", "varlen"])  # the architecture's own kernels, and the portable ones
-def test_a_tuned_configuration_is_used_and_agrees_with_the_oracle(variant, tmp_path, monkeypatch):
+# the architecture's own kernels, and with float32 the portable ones
+@pytest.mark.parametrize(("variant", "dtype"), [("dense", "bfloat16"), ("varlen", "bfloat16"), ("varlen", "float32")])
+def test_a_tuned_configuration_is_used_and_agrees_with_the_oracle(variant, dtype, tmp_path, monkeypatch):
     monkeypatch.setenv(tuning.FOLDER, str(tmp_path))
     tuning.forget()
     device = torch.device("cuda", torch.cuda.current_device())
-    shape = tune.parse_shape(f"B2 H4 S256 D64 {'varlen' if variant == 'varlen' else ''}")
+    shape = tune.parse_shape(f"B2 H4 S256 D64 {dtype} {'varlen' if variant == 'varlen' else ''}")
 
     def last_is_fastest(functions):
         return {key: 10.0 - place for place, key in enumerate(functions)}
@@ -28,7 +29,7 @@ def test_a_tuned_configuration_is_used_and_agrees_with_the_oracle(variant, tmp_p
         text = str(dmattn_ops.explain(query, query, query))
         assert text.count("tuned: ") == sum(result.config != result.task.row.config for result in results)
     check(
-        Problem(variant=variant, dtype="bfloat16", batch=2, heads=4, heads_k=4, seqlen_q=256, seqlen_k=256, dim=64, dim_v=64),
+        Problem(variant=variant, dtype=dtype, batch=2, heads=4, heads_k=4, seqlen_q=256, seqlen_k=256, dim=64, dim_v=64),
         "cuda",
     )  # fmt: skip
     tuning.forget()

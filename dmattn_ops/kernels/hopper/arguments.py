@@ -1,17 +1,102 @@
-"""What the launchers of the SM 9.0 kernels do alike: lists for intervals, the numbers of scores and of a bias."""
+"""What the launchers of the SM 9.0 kernels do alike: sizes, lists for intervals, the numbers of scores and of a bias.
+
+To these kernels packed sequences are one long sequence, in which each query sees a span of keys (`kernels/spans.py`).
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from dmattn_ops.call import bias_kind
+from dmattn_ops import arch
+from dmattn_ops.call import Call, bias_kind
 from dmattn_ops.kernels.interval_lists import listed as listed
 from dmattn_ops.kernels.interval_lists import too_long as too_long
-from dmattn_ops.kernels.launching.launch import workspace
+from dmattn_ops.kernels.launching.launch import computed, workspace
 from dmattn_ops.kernels.portable.arguments import bias_arguments
-from dmattn_ops.problem import Options
+from dmattn_ops.kernels.spans import Spans
+from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Options
 
 LOG2E = 1.4426950408889634
+_LEAST_HEADS = 4  # side by side: with fewer, what they save in L2 is less than the noise
+FEW_QUERIES = TILE // 2  # of a sequence: several share a block, which walks the keys of all of them for each
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call; those of packed sequences are of one batch, as long as all of them."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    kv_heads: int
+
+
+def sizes_of(call: Call) -> Sizes:
+    """Read the sizes of `[B, S, heads, D]`, or of packed `[total, heads, D]`."""
+    *batch, seqlen_q, heads, _ = call.query.shape
+    return Sizes(batch[0] if batch else 1, seqlen_q, call.key.shape[-3], heads, call.key.shape[-2])
+
+
+def row_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of batch, row and head of `[B, S, heads, D]`, or of packed `[total, heads, D]`."""
+    return (0, *tensor.stride()[:2]) if tensor.dim() == 3 else tensor.stride()[:3]
+
+
+def statistic_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of batch, head and row of `[B, H, S]`, or of packed `[H, total]`."""
+    return (0, *tensor.stride()) if tensor.dim() == 2 else tensor.stride()
+
+
+def key_numbers_as_bias(call: Call) -> Call:
+    """Return a call of packed sequences whose mask of keys is part of its bias; other calls as they are."""
+    kept = call.mask.k_segments
+    if call.varlen is None or kept is None:
+        return call
+    return call._replace(bias=computed(_hidden_bias, kept, call.bias), mask=NO_MASK)
+
+
+def _hidden_bias(kept: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a bias `[Hm, total_k]` that is -inf where `[1, Hm, total_k]` does not hold 0, and `bias` elsewhere, or 0."""
+    hidden = kept[0] != 0
+    if bias is None:
+        return torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
+    heads = max(hidden.shape[0], bias.shape[0])
+    hidden, bias = (part.repeat_interleave(heads // part.shape[0], 0) for part in (hidden, bias))
+    return bias.masked_fill(hidden, -torch.inf)
+
+
+def band_of(call: Call) -> tuple[int, int]:
+    """Return the limits of the band that kernels test: none where spans hold them."""
+    return call.options[:2] if call.varlen is None else (-UNBOUNDED, UNBOUNDED)
+
+
+def span_arguments(spans: Spans, unused: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the mask tensors of kernels: lists, bits, segments of queries and of keys, start, end, and hidden ones."""
+    return (spans.tiles, unused, unused, unused, spans.starts, spans.ends, unused, unused)
+
+
+def heads_side_by_side(of_head: int, heads: int, device: torch.device) -> int:
+    """Return how many heads work side by side where sequences differ in length: all, or as many as read what L2 holds.
+
+    `of_head` is how many bytes the blocks of one head share. The more heads at once, the less is left to do when the longest
+    blocks of the last ones begin.
+    """
+    at_once = max(_LEAST_HEADS, arch.physical(device).l2_bytes // max(1, of_head))
+    return -(-heads // -(-heads // at_once))
+
+
+def spans_refusals(call: Call) -> list[str]:
+    """Return why spans do not serve a call of packed sequences; none for other calls."""
+    varlen = call.varlen
+    if varlen is None or varlen.max_seqlen_q > FEW_QUERIES or varlen.max_seqlen_k <= 2 * TILE:
+        return []
+    return [
+        f"sequences of at most {varlen.max_seqlen_q} queries would share blocks that walk up to {varlen.max_seqlen_k}"
+        " keys of each"
+    ]
 
 
 def score_factors(options: Options) -> tuple[float, float]:
@@ -29,8 +114,9 @@ def bias_places(bias: Tensor | None, heads: int) -> tuple[int, int, int, int]:
     return known["bias_b"], known["bias_h"], known["bias_q"], known["bias_group"]
 
 
-def room_for_key_sums(bias: Tensor | None, query: Tensor, seqlen_k: int) -> Tensor | None:
+def room_for_key_sums(call: Call) -> Tensor | None:
     """Return room `[B, H, Sk]` for the sums of dS over the queries of each head, where the bias is one per key."""
-    if bias_kind(bias) != "key":
+    if bias_kind(call.bias) != "key":
         return None
-    return workspace(query, query.shape[0], query.shape[2], seqlen_k)
+    sizes = sizes_of(call)
+    return workspace(call.query, sizes.batch, sizes.heads, sizes.seqlen_k)

@@ -51,12 +51,15 @@ def mappable(tensor: Tensor) -> bool:
 
 
 def rows_map(tensor: Tensor, rows: int, width: int) -> Map:
-    """Map `[B, S, heads, D]` in boxes of `rows` x `width` of a head; past S or D it reads 0 and writes nothing."""
+    """Map `[B, S, heads, D]`, or packed `[S, heads, D]` as one batch, in boxes of `rows` x `width` of a head.
+
+    Past S or D it reads 0 and writes nothing.
+    """
     return _map(tensor, (0, 1, 2, 3), (1, rows, 1, width))
 
 
 def head_rows_map(tensor: Tensor, rows: int, width: int) -> Map:
-    """Map `[B, S, heads, D]` as `[B, heads, S, D]` in boxes of `rows` x `width`; past S or D it reads 0, writes nothing."""
+    """Map what `rows_map` does as `[B, heads, S, D]`."""
     return _map(tensor, (0, 2, 1, 3), (1, 1, rows, width))
 
 
@@ -71,7 +74,9 @@ def plain_map(base: Tensor, shape: tuple[int, int], block: tuple[int, int], offs
 
 
 def _map(tensor: Tensor, order: tuple[int, ...], block: tuple[int, ...]) -> Map:
-    sizes, strides = tensor.shape, tensor.stride()
+    sizes, strides = tuple(tensor.shape), tensor.stride()
+    if tensor.dim() < len(order):
+        sizes, strides = (1, *sizes), (0, *strides)
     # the stride of a dimension of size 1 may be anything: take one that a tensor map accepts
     steps = tuple(strides[dim] if sizes[dim] > 1 else 1024 for dim in order[:-1])
     return Map(tensor, 0, tensor.dtype, tuple(sizes[dim] for dim in order), (*steps, 1), block)

@@ -16,12 +16,13 @@ from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.backward.finish import finish, hand_out, ignore
 from dmattn_ops.kernels.hopper.backward.order import await_turn, count, turn_of
-from dmattn_ops.kernels.hopper.backward.steps import ALWAYS, ASK, NEVER, last_dq, step
+from dmattn_ops.kernels.hopper.backward.steps import ALWAYS, ASK, INTERVALS, NEVER, last_dq, step
 from dmattn_ops.kernels.hopper.backward.walk import (
     BIT_LISTS,
     INTERVAL_LISTS,
     NO_LISTS,
     SEGMENT_LISTS,
+    SPANS,
     full_tile,
     head_steps,
     partial_tile,
@@ -112,7 +113,7 @@ def produce_block(
     lists, of_lists, list_step, limits, kv_heads, group, rows = walked
     tile, batch, kv_head = place
     record = record_of(place, lists, of_lists)
-    span = span_of(tile, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
+    span = span_of(tile, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
     rounds, width = rounds_of(group, INTERLEAVED)
     n_full, n_partial = head_steps(record, span, LISTS, BM)  # before the wait for K's buffer, which hides the loads
     load_block(turn, place, kv_maps, kv_buffers, BN, D, DV, K_BUFFERS)
@@ -198,7 +199,7 @@ def reduce_block(
     tile, batch, kv_head = place
     order = (counters, tile, limits[2])
     record = record_of(place, lists, of_lists)
-    span = span_of(tile, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
+    span = span_of(tile, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
     dq_c = dq_s.index(C)
     dq_empty = dq_empties.index(C)
     # the piece of the step before the block's first one: zeros, belongs nowhere
@@ -294,6 +295,7 @@ def head_loop(
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     by_key: gl.constexpr = gl.SliceLayout(1, SL)
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
+    TEST: gl.constexpr = INTERVALS if LISTS == SPANS else 1 + LISTS
     seqlen_q, seqlen_k, band_lo, band_hi = limits
     keys = C * 64 + gl.arange(0, 64, layout=by_key)
     queries = gl.arange(0, BM, layout=by_query)
@@ -316,7 +318,7 @@ def head_loop(
     seen_hi = keys
     hidden_lo = keys
     hidden_hi = keys
-    if LISTS == INTERVAL_LISTS:  # the queries that see a key: its interval inside the band
+    if LISTS == INTERVAL_LISTS or LISTS == SPANS:  # the queries that see a key: its interval inside the band
         inside = own_keys < seqlen_k
         seen_lo, seen_hi = query_range(
             numbers.start, numbers.end, own_keys, inside, own_keys - band_hi, own_keys - band_lo
@@ -342,7 +344,7 @@ def head_loop(
             ahead_lo, ahead_hi = load_words(numbers.bits, keys, numbers.bits_row, ahead, BM)
         after = partial_tile((t + 2) // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
         q_seg = queries
-        if LISTS == INTERVAL_LISTS:
+        if LISTS == INTERVAL_LISTS or LISTS == SPANS:
             d_lo = seen_lo - m * BM
             d_hi = seen_hi - m * BM
             words = (hidden_lo - m * BM, hidden_hi - m * BM)
@@ -359,7 +361,7 @@ def head_loop(
         added = step_bias(bias, head, key_bias, own_keys[:, None], queries_at, exact, BIAS)
         dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, (added, head, own_keys[:, None], queries_at, bias),
                             exact, row + (t % width) * rows + m * BM, (d_lo, d_hi), words, q_seg,
-                            k_seg, C, BM, D, DV, dtype, 1 + LISTS, BIAS, SOFTCAP, HAS_LO,
+                            k_seg, C, BM, D, DV, dtype, TEST, BIAS, SOFTCAP, HAS_LO,
                             HIDDEN, NATURAL, TWO_PHASE, EXACT)  # fmt: skip
         i += 1
     store_key_sums(bias, head, own_keys, gl.max(sums, 1), BIAS)
@@ -417,7 +419,7 @@ def consume_block(
     list_step, bits_step, k_segments_step, kv_heads, group = steps
     tile, batch, kv_head = place
     record = record_of(place, lists, of_lists)
-    span = span_of(tile, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
+    span = span_of(tile, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
     if LISTS == BIT_LISTS:
         bits += batch.to(gl.int64) * bits_b + kv_head.to(gl.int64) * bits_kv + tile.to(gl.int64) * BN * bits_row
     elif LISTS == SEGMENT_LISTS:
@@ -547,7 +549,8 @@ def backward_kernel(
     as int32 0: `tickets` are two, of blocks and of draws of dq; `blocks_done` has one for each key head of each batch.
 
     `statistics` are the four of all `total` rows as `hopper.backward.rows` writes them, and `flags` its `n_flags` flags.
-    `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to` share the strides of `k_segments`. `_b` strides step a
+    `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to` share the strides of `k_segments`; of SPANS, `lists` are the
+    records of key tiles. `_b` strides step a
     batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128.
     `bits` are the 64-bit words of `col_bits`. ORDERED (not with lists): `counters`, one for each piece of dq, give
     the additions a fixed order. INTERLEAVED (not with lists, nor with a bias): the query heads of a group take turns at

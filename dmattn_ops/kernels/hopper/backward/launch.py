@@ -8,13 +8,27 @@ from torch import Tensor
 from dmattn_ops import arch
 from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward
-from dmattn_ops.kernels.hopper.arguments import bias_places, listed, room_for_key_sums, score_factors, too_long
+from dmattn_ops.kernels.hopper.arguments import (
+    band_of,
+    bias_places,
+    heads_side_by_side,
+    key_numbers_as_bias,
+    listed,
+    room_for_key_sums,
+    row_strides,
+    score_factors,
+    sizes_of,
+    span_arguments,
+    statistic_strides,
+    too_long,
+)
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
 from dmattn_ops.kernels.portable.dbias import recompute_dbias, reduce_key_sums
+from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import TILE, UNBOUNDED, Mask, Options
 
 MAX_DIM = 128
@@ -25,6 +39,7 @@ PIECE = 64 * 64  # elements of dq that one consumer makes in a step
 TICKETS = 4  # two counts of what programs have drawn, and what follows is aligned
 STATISTICS = 4  # of a row: lse, delta and the pair (`rows.py`)
 TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
+_SPANS = 4  # the kind of mask that packed sequences have in the kernel (`walk.py`)
 
 
 def refusals(call: Call) -> list[str]:
@@ -32,12 +47,12 @@ def refusals(call: Call) -> list[str]:
     query, key, value, bias, mask, _, _, varlen, options = call
     dim, dim_v = query.shape[-1], value.shape[-1]
     reasons = {
-        "variable lengths": varlen is not None,
         "a bias with queries under a soft cap": bias_kind(bias) == "full" and options.softcap != 0.0,
         "a bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
         "a bias with queries and a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
         "dropout": options.dropout_p > 0.0,
         "deterministic accumulation of dq over listed tiles": options.deterministic and mask.kind != "none",
+        "deterministic accumulation of dq of variable lengths": options.deterministic and varlen is not None,
         f"dtype {query.dtype}": query.dtype not in (torch.bfloat16, torch.float16),
         f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
         f"head dimensions {dim} and {dim_v} that are no multiples of 8": dim % 8 != 0 or dim_v % 8 != 0,
@@ -45,10 +60,8 @@ def refusals(call: Call) -> list[str]:
         "intervals whose lists of tiles would be too long": varlen is None and too_long(call),
     }
     found = [f"the SM 9.0 backward does not support {name}" for name, holds in reasons.items() if holds]
-    if varlen is None:
-        named = (("query", query), ("key", key), ("value", value))
-        found += [f"{name}: TMA needs 16-byte aligned data and strides" for name, t in named if not mappable(t)]
-    return found
+    named = (("query", query), ("key", key), ("value", value))
+    return found + [f"{name}: TMA needs 16-byte aligned data and strides" for name, t in named if not mappable(t)]
 
 
 def _steps(tensor: Tensor, heads: int, kv_heads: int) -> tuple[int, int, int]:
@@ -86,30 +99,40 @@ def _mask_arguments(mask: Mask, unused: Tensor, heads: int, kv_heads: int) -> tu
     return 2, queries is not None, tensors, strides
 
 
-def _interleaved(query: Tensor, key: Tensor, bias: Tensor | None, tiles: Mask, options: Options) -> bool:
+def _interleaved(call: Call) -> bool:
     """Return whether the query heads of a group take turns at each query tile, which costs up to 3%.
 
     Under a causal mask the blocks of a key head have different lengths, so that head by head they drift apart; what they
     then read and add to, all of a group's query, grad_out and dq, should stay in L2.
     """
-    _, seqlen_q, heads, dim = query.shape
-    of_group = heads // key.shape[2] * seqlen_q * dim * (2 * query.itemsize + 4)
-    causal = options.band_hi < UNBOUNDED and options.band_lo == -UNBOUNDED
-    takes = causal and not options.deterministic and bias is None and tiles.col_tiles is None
-    return takes and heads != key.shape[2] and of_group > arch.physical(query.device).l2_bytes
+    _, seqlen_q, _, heads, kv_heads = sizes_of(call)
+    options = call.options
+    of_group = heads // kv_heads * seqlen_q * _bytes_of_row(call)
+    causal = options.band_hi < UNBOUNDED and options.band_lo == -UNBOUNDED and call.varlen is None
+    takes = causal and not options.deterministic and call.bias is None and call.mask.col_tiles is None
+    return takes and heads != kv_heads and of_group > arch.physical(call.query.device).l2_bytes
+
+
+def _bytes_of_row(call: Call) -> int:
+    """Return the bytes of a query in query and grad_out, and of its sum of dq, taken as wide as query."""
+    return call.query.shape[-1] * (2 * call.query.itemsize + 4)
 
 
 def _order(
-    blocks_per_head: int, interleaved: bool, tiles: Mask, options: Options, config: HopperBackward, sms: int
+    call: Call, blocks_per_head: int, interleaved: bool, options: Options, config: HopperBackward, sms: int
 ) -> tuple[int, int, int]:
     """Return how blocks are numbered: heads_per_group, first_ranks and ranks_in_row of `work.block_of`."""
+    if call.varlen is not None:
+        _, _, _, heads, kv_heads = sizes_of(call)
+        of_group = heads // kv_heads * call.demand.seqlen_q * _bytes_of_row(call)
+        return heads_side_by_side(of_group, kv_heads, call.query.device), 0, 1
     if options.deterministic:
         return config.ordered_heads, 0, 1
     if interleaved:
         # as many of a head start together as it has SMs, where about as many shorter ones are left to even out the ends
         first = sms // HEADS_PER_GROUP
         return HEADS_PER_GROUP, first if blocks_per_head > 1.8 * first else 0, RANKS_IN_ROW
-    equal = tiles.col_tiles is None and options.band_lo == -UNBOUNDED and options.band_hi == UNBOUNDED
+    equal = call.mask.col_tiles is None and options.band_lo == -UNBOUNDED and options.band_hi == UNBOUNDED
     return HEADS_PER_GROUP, 0, blocks_per_head if equal else 1  # blocks of the same length: head by head
 
 
@@ -129,17 +152,16 @@ def _workspace(query: Tensor, total: int, dim: int, row_blocks: int) -> tuple[Te
 
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward) -> None:
-    """Write dq, dk, dv of `[B, S, heads, D]` inputs and dbias unless it is None; `refusals` must have named no reason.
+    """Write dq, dk, dv of inputs that are dense or packed, and dbias unless it is None; `refusals` must have named no reason.
 
     dq, dk and dv must be such that a tensor map describes them (`mappable`), as the inputs are.
     """
-    call = listed(call)
+    call = key_numbers_as_bias(listed(call))
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     grad_out, grad_lse, dq, dk, dv, dbias = grads
     out, lse, lse_tail = saved
-    batch, seqlen_q, heads, dim = query.shape
-    seqlen_k, kv_heads = key.shape[1], key.shape[2]
-    block_m, block_n, dim_v = config.block_m, config.block_n, value.shape[-1]
+    batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
+    block_m, block_n, dim, dim_v = config.block_m, config.block_n, query.shape[-1], value.shape[-1]
     tile_d, tile_dv = (64 if size <= 64 else 128 for size in (dim, dim_v))
     if not mappable(grad_out):
         grad_out = computed(Tensor.contiguous, grad_out)
@@ -147,19 +169,24 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
     total = batch * heads * rows
     block_rows = 8192 // tile_d
     room, accumulator, counts = _workspace(query, total, tile_d, total // block_rows)
-    grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
+    grad_lse_strides = (0, 0, 0) if grad_lse is None else statistic_strides(grad_lse)
     launch(
         prepare_kernel, (total // block_rows,),
         out, grad_out, lse, lse_tail, grad_lse, room, accumulator, *counts,
-        *out.stride()[:3], *grad_out.stride()[:3], *lse.stride(), *lse_tail.stride(), *grad_lse_strides,
+        *row_strides(out), *row_strides(grad_out), *statistic_strides(lse), *statistic_strides(lse_tail),
+        *grad_lse_strides,
         seqlen_q, heads, rows, total, dim_v, BLOCK=block_rows, DV=tile_dv, D=tile_d, TICKETS=TICKETS,
         NATURAL=in_natural_units(call), num_warps=8,
     )  # fmt: skip
-    kind, has_q_segments, numbers, strides = _mask_arguments(mask, accumulator, heads, kv_heads)
-    key_sums = room_for_key_sums(bias, query, seqlen_k)
+    if call.varlen is None:
+        kind, has_q_segments, numbers, strides = _mask_arguments(mask, accumulator, heads, kv_heads)
+    else:
+        numbers = span_arguments(spans_of(call, block_n, of_keys=True), accumulator)
+        kind, has_q_segments, strides = _SPANS, False, (0, 0, 0, WORDS, *(0,) * 8)
+    key_sums = room_for_key_sums(call)
     blocks_per_head, dq_tiles, sms = -(-seqlen_k // block_n), total // TILE, arch.physical(query.device).num_sms
-    interleaved = _interleaved(query, key, bias, mask, options)
-    order = _order(blocks_per_head, interleaved, mask, options, config, sms)
+    interleaved, (band_lo, band_hi) = _interleaved(call), band_of(call)
+    order = _order(call, blocks_per_head, interleaved, options, config, sms)
     tiles_at_once = max(1, min(TILES_AT_ONCE, dq_tiles // sms))
     launch(
         backward_kernel, (min(batch * kv_heads * blocks_per_head + dq_tiles, sms),),
@@ -169,10 +196,10 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         rows_map(dq, 64, tile_d), rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), accumulator, *counts, room,
         *numbers, bias, key_sums, *strides,
         *bias_places(bias, heads), options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
-        seqlen_q, seqlen_k, rows, options.band_lo, options.band_hi, *order, tiles_at_once, batch * kv_heads,
+        seqlen_q, seqlen_k, rows, band_lo, band_hi, *order, tiles_at_once, batch * kv_heads,
         total // block_rows, total,
         BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
-        BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=options.band_lo > -UNBOUNDED,
+        BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=band_lo > -UNBOUNDED,
         HAS_Q_SEG=has_q_segments, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
         GROUPED=heads != kv_heads, ORDERED=options.deterministic,
         TWO_PHASE=config.variant == "two_phase", INTERLEAVED=interleaved, num_warps=4,

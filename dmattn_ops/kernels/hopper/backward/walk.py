@@ -15,6 +15,7 @@ NO_LISTS = gl.constexpr(0)
 BIT_LISTS = gl.constexpr(1)
 SEGMENT_LISTS = gl.constexpr(2)
 INTERVAL_LISTS = gl.constexpr(3)
+SPANS = gl.constexpr(4)  # no list, but a record for each key tile says which query tiles see it (`kernels/spans.py`)
 
 
 @gluon.jit
@@ -39,13 +40,25 @@ def band_tiles(tile, seqlen_q, seqlen_k, band_lo, band_hi, BM: gl.constexpr, BN:
 
 
 @gluon.jit
+def recorded_tiles(record, BM: gl.constexpr):
+    """Return (first, full_first, full_end, end) as `band_tiles` does, from the record of a key tile."""
+    first = gl.load(record + 1) // BM
+    end = gl.maximum((gl.load(record + 2) + BM - 1) // BM, first)
+    full_first = gl.maximum(gl.minimum((gl.load(record + 3) + BM - 1) // BM, end), first)
+    return first, full_first, gl.maximum(gl.minimum(gl.load(record + 4) // BM, end), full_first), end
+
+
+@gluon.jit
 def span_of(
-    tile, limits, LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr
-):
+    tile, record, limits, LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr,
+):  # fmt: skip
     """Return the query tiles of a key tile as `band_tiles` or `downward_span` does, zeros where lists are walked."""
     seqlen_q, seqlen_k, band_lo, band_hi = limits
     span = (0, 0, 0, 0)
-    if LISTS == NO_LISTS:
+    if LISTS == SPANS:
+        span = recorded_tiles(record, BM)
+    elif LISTS == NO_LISTS:
         span = band_tiles(tile, seqlen_q, seqlen_k, band_lo, band_hi, BM, BN)
         if DOWNWARDS:
             span = downward_span(span, HAS_LO)
@@ -64,7 +77,7 @@ def rounds_of(group, INTERLEAVED: gl.constexpr):
 def head_steps(record, span, LISTS: gl.constexpr, BM: gl.constexpr):
     """Return (steps without a test, steps with one) of one query head."""
     first, full_first, full_end, end = span
-    if LISTS == NO_LISTS:
+    if LISTS == NO_LISTS or LISTS == SPANS:
         n_full = full_end - full_first
         n_partial = end - first - n_full
     else:
@@ -77,7 +90,7 @@ def head_steps(record, span, LISTS: gl.constexpr, BM: gl.constexpr):
 def full_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constexpr, DOWNWARDS: gl.constexpr):
     """Return the query tile of the `t`-th step without a test."""
     R: gl.constexpr = TILE // BM
-    if LISTS == NO_LISTS:
+    if LISTS == NO_LISTS or LISTS == SPANS:
         m = span[1] + t
         if DOWNWARDS:
             m = span[2] - 1 - t
@@ -90,7 +103,7 @@ def full_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constexpr,
 def partial_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constexpr, DOWNWARDS: gl.constexpr):
     """Return the query tile of the `t`-th step with a test; anything where there is no such step."""
     R: gl.constexpr = TILE // BM
-    if LISTS == NO_LISTS:
+    if LISTS == NO_LISTS or LISTS == SPANS:
         first, full_first, full_end, _ = span
         before = full_first - first
         m = gl.where(t < before, first + t, full_end + t - before)

@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.backward_256.walk import (
     NO_LISTS,
+    SPANS,
     STEP,
     Mask,
     at_batch,
@@ -99,6 +100,12 @@ class Block(NamedTuple):
 
 
 @gluon.jit
+def record_of(tile, LISTS: gl.constexpr):
+    """Return which record is that of 64 keys: lists are of 128."""
+    return tile if LISTS == SPANS else tile // 2
+
+
+@gluon.jit
 def load_step(i, at, head, maps, smem, block, D: gl.constexpr):
     """Fill stage `i & 1` with the queries of step `at`: query and lse, grad_out and delta."""
     q_map, o_map, stat_map = maps
@@ -128,7 +135,7 @@ def producer(maps, k_map, v_map, smem, block, view, mask, D: gl.constexpr, LISTS
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
-        here = head_view(view, mask, block.tile // 2, head, LISTS, HIDDEN)
+        here = head_view(view, mask, record_of(block.tile, LISTS), head, LISTS, HIDDEN)
         n_full, n_partial = count_steps(here, LISTS)
         for t in range(n_full):
             load_step(i, full_step(t, here, n_partial, LISTS), head, maps, smem, block, D)
@@ -187,7 +194,7 @@ def dv_loops(dv, smem, block, view, mask, bias, scales, exact, D: gl.constexpr, 
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
-        here = head_view(view, mask, block.tile // 2, head, LISTS, HIDDEN)
+        here = head_view(view, mask, record_of(block.tile, LISTS), head, LISTS, HIDDEN)
         key_bias = load_key_bias(bias, head, keys, BIAS)[:, None]
         n_full, n_partial = count_steps(here, LISTS)
         for t in range(n_full):
@@ -277,7 +284,7 @@ def dk_consumer(smem, dk_map, block, view, mask, bias, scale, D: gl.constexpr, d
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
-        here = head_view(view, mask, block.tile // 2, head, LISTS, HIDDEN)
+        here = head_view(view, mask, record_of(block.tile, LISTS), head, LISTS, HIDDEN)
         n_full, n_partial = count_steps(here, LISTS)
         sums = gl.zeros([STEP], gl.float32, layout=BY_KEY)
         for _ in range(n_full + n_partial):
@@ -335,11 +342,14 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, stats, fla
                 seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, D: gl.constexpr,
                 LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
                 HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
-    """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads."""
+    """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads.
+
+    Of SPANS, `lists` are records of 64 keys, `start` and `end` the spans of keys.
+    """
     dtype: gl.constexpr = q_map.dtype
     filled, smem = allocate(stat_map, q_map, D)
     n_tiles = (seqlen_k + 2 * STEP - 1) // (2 * STEP)
-    n_blocks = (seqlen_k + STEP - 1) // STEP if LISTS == NO_LISTS else n_tiles * 2
+    n_blocks = (seqlen_k + STEP - 1) // STEP if LISTS == NO_LISTS or LISTS == SPANS else n_tiles * 2
     tile, index = block_of(gl.program_id(0), n_blocks, n_heads, heads_per_group)
     batch = index // kv_heads
     kv_head = index - batch * kv_heads
@@ -347,7 +357,9 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, stats, fla
                 k_segments + batch.to(gl.int64) * k_segments_b, q_segments + batch.to(gl.int64) * q_segments_b,
                 list_h, list_width, bits_h, bits_row, k_segments_h, 0, mask_group, segment_group,
                 at_batch(start, end, hidden_from, hidden_to, batch, k_segments_b, LISTS, HIDDEN))  # fmt: skip
-    if LISTS != NO_LISTS:
+    if LISTS == SPANS:
+        tile = ranked_tile(tile, mask, kv_head * group)
+    elif LISTS != NO_LISTS:
         tile = ranked_tile(tile // 2, mask, kv_head * group) * 2 + (tile & 1)
     # queries past the end have a statistic that makes P = 0: no test of theirs is needed
     view = band_view(mask, tile * STEP, STEP, seqlen_k, -band_hi, -band_lo, seqlen_q, False)

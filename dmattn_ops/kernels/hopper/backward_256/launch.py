@@ -24,7 +24,19 @@ from torch import Tensor
 
 from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward256
-from dmattn_ops.kernels.hopper.arguments import bias_places, listed, room_for_key_sums, score_factors, too_long
+from dmattn_ops.kernels.hopper.arguments import (
+    band_of,
+    bias_places,
+    key_numbers_as_bias,
+    listed,
+    room_for_key_sums,
+    row_strides,
+    score_factors,
+    sizes_of,
+    span_arguments,
+    statistic_strides,
+    too_long,
+)
 from dmattn_ops.kernels.hopper.backward.rows import row_statistics
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
@@ -32,26 +44,28 @@ from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
 from dmattn_ops.kernels.portable.dbias import recompute_dbias, reduce_key_sums
+from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import TILE, UNBOUNDED, Mask
 
 WIDTHS = (64, 128, 256)  # what the tensor maps pad head dimensions to
 STEP = 64
 STAT_ROWS = 64  # rows of a statistics program
 STATISTICS = 4  # of a row: lse, delta and the pair
+_SPANS = 4  # the kind of mask that packed sequences have in the kernels (`walk.py`)
 
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why these kernels don't take a request; empty where they do."""
     query, key, value, bias, tiles, _, _, varlen, options = call
     dims = query.shape[-1], value.shape[-1]
+    by_key = bias is not None or (varlen is not None and tiles.k_segments is not None)
     wrong = {
         f"elements are {query.dtype}, not float16 or bfloat16": query.dtype not in (torch.float16, torch.bfloat16),
         f"head dimensions {dims} are over {WIDTHS[-1]}": max(dims) > WIDTHS[-1],
         f"head dimensions {dims} are not multiples of 8": any(dim % 8 for dim in dims),
-        "takes no variable lengths": varlen is not None,
         "takes no bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
         "takes no bias with queries at a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
-        "takes no softcap with a bias": bias is not None and options.softcap != 0,
+        "takes no softcap with a bias, or with a mask of packed keys": by_key and options.softcap != 0,
         "takes no dropout": options.dropout_p != 0,
         "takes intervals with lists of tiles, which would be too long here": varlen is None and too_long(call),
     }
@@ -93,17 +107,28 @@ def _mask_arguments(
     return 2, [lists, placeholder, queries, keys, *no_intervals], sizes
 
 
+def _arguments_of(
+    call: Call, of_keys: bool, heads: int, seqlen_q: int, placeholder: Tensor
+) -> tuple[int, list[Any], list[int]]:
+    """Return what `_mask_arguments` does of one side: that of the keys' blocks, or of the queries'."""
+    mask = call.mask
+    if call.varlen is None:
+        parts = (mask.col_tiles, mask.col_bits) if of_keys else (mask.row_tiles, mask.row_bits)
+        return _mask_arguments(*parts, mask, heads, seqlen_q, placeholder)
+    spans = spans_of(call, STEP if of_keys else TILE, of_keys=of_keys)
+    return _SPANS, list(span_arguments(spans, placeholder)), [0, 0, WORDS, 0, 0, 0, 0, 0, 0, 1, 1]
+
+
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_zeros(shape)
 
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256) -> None:
-    """Write dq, dk and dv of `[B, S, heads, D]` tensors that `refusals` accepts, and dbias unless it is None."""
-    call = listed(call)
+    """Write dq, dk and dv of tensors that `refusals` accepts, dense or packed, and dbias unless it is None."""
+    call = key_numbers_as_bias(listed(call))
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     grad_out, grad_lse, dq, dk, dv, dbias = grads
-    batch, seqlen_q, heads, _ = query.shape
-    seqlen_k, kv_heads = key.shape[1], key.shape[2]
+    batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     width = next(width for width in WIDTHS if width >= max(query.shape[-1], value.shape[-1]))
     if not mappable(grad_out):  # an expanded gradient, such as that of out.sum()
         grad_out = computed(Tensor.contiguous, grad_out)
@@ -111,18 +136,19 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     total = batch * heads * rows
     room = workspace(query, STATISTICS * total + -(-total // STAT_ROWS // 4))
     stats, flags = room[: STATISTICS * total].view(STATISTICS, total), room[STATISTICS * total :].view(torch.int8)
-    _statistics(grad_out, grad_lse, saved, stats, flags, rows, width, in_natural_units(call))
+    _statistics(grad_out, grad_lse, saved, stats, flags, (seqlen_q, heads, rows), width, in_natural_units(call))
     scales = options.softmax_scale, *score_factors(options)
     scores = {"BIAS": BIAS_KINDS[bias_kind(bias)], "SOFTCAP": options.softcap > 0}
     places = bias_places(bias, heads)
-    key_sums = room_for_key_sums(bias, query, seqlen_k)
-    has_lo, has_hi = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
-    uneven = has_lo or has_hi or mask.row_tiles is not None
+    key_sums = room_for_key_sums(call)
+    band_lo, band_hi = band_of(call)
+    has_lo, has_hi = band_lo > -UNBOUNDED, band_hi < UNBOUNDED
+    uneven = has_lo or has_hi or mask.row_tiles is not None or call.varlen is not None
     group = config.heads_per_group if uneven else 1
     *maps, dq_map, dk_map, dv_map = (rows_map(t, STEP, width) for t in (query, key, value, grad_out, dq, dk, dv))
-    sizes = heads // kv_heads, seqlen_q, seqlen_k, rows, options.band_lo, options.band_hi, group
-    kind, numbers, strides = _mask_arguments(mask.col_tiles, mask.col_bits, mask, heads, seqlen_q, stats)
-    blocks = -(-seqlen_k // STEP) if kind == 0 else -(-seqlen_k // TILE) * 2
+    sizes = heads // kv_heads, seqlen_q, seqlen_k, rows, band_lo, band_hi, group
+    kind, numbers, strides = _arguments_of(call, True, heads, seqlen_q, stats)
+    blocks = -(-seqlen_k // STEP) if kind in (0, _SPANS) else -(-seqlen_k // TILE) * 2
     n_flags, hidden = total // STAT_ROWS, mask.hidden_from is not None
     launch(
         keys_kernel, (batch * kv_heads * blocks,),
@@ -131,7 +157,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         D=width, LISTS=kind, **scores, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, HIDDEN=hidden,
         NATURAL=in_natural_units(call), num_warps=4,
     )  # fmt: skip
-    kind, numbers, strides = _mask_arguments(mask.row_tiles, mask.row_bits, mask, heads, seqlen_q, stats)
+    kind, numbers, strides = _arguments_of(call, False, heads, seqlen_q, stats)
     partial = uneven or seqlen_k % STEP != 0
     launch(
         queries_kernel, (batch * heads * (rows // TILE),),
@@ -152,19 +178,25 @@ def _statistics(
     saved: Saved,
     stats: Tensor,
     flags: Tensor,
-    rows: int,
+    sizes: tuple[int, int, int],
     width: int,
     natural: bool,
 ) -> None:
-    """Fill stats `[4, B * H * rows]` as `hopper.backward.rows` says, and a flag for each program."""
+    """Fill stats `[4, B * H * rows]` as `hopper.backward.rows` says, and a flag for each program.
+
+    `sizes` are those of queries, heads, and rows of a head in `stats`.
+    """
     out, lse, lse_tail = saved
-    _, seqlen_q, heads, dim = out.shape
-    of_grad_lse = (lse if grad_lse is None else grad_lse).stride()
-    strides = [*out.stride()[:3], *grad_out.stride()[:3], *lse.stride(), *lse_tail.stride(), *of_grad_lse]
+    statistics = (lse, lse_tail, lse if grad_lse is None else grad_lse)
+    strides = [
+        *row_strides(out),
+        *row_strides(grad_out),
+        *(step for each in statistics for step in statistic_strides(each)),
+    ]
     launch(
         statistics_kernel, (stats.shape[1] // STAT_ROWS,),
         out, grad_out, lse, lse_tail, grad_lse, stats, flags, *strides,
-        seqlen_q, heads, rows, stats.shape[1], dim, BLOCK=STAT_ROWS, WIDTH=width, NATURAL=natural, num_warps=8,
+        *sizes, stats.shape[1], out.shape[-1], BLOCK=STAT_ROWS, WIDTH=width, NATURAL=natural, num_warps=8,
     )  # fmt: skip
 
 

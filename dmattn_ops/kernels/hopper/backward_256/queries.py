@@ -271,7 +271,7 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, stats, flags, lists, bits
                    seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total,
                    D: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
                    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
-    """Write dq; one program for each 128 queries of each of `n_heads` heads."""
+    """Write dq; one program for each 128 queries of each of `n_heads` heads. Of SPANS, `start` and `end` are those of queries."""
     dtype: gl.constexpr = q_map.dtype
     # registers per thread: segments take 16 more of a consumer's, at the cost of one word that the producer spills
     CONSUMER: gl.constexpr = 240 if LISTS == SEGMENTS else 232

@@ -13,10 +13,11 @@ from triton.experimental.gluon import language as gl
 
 STEP = gl.constexpr(64)  # columns of a step; a tile of a list is two steps
 HEADER = gl.constexpr(4)
-NO_LISTS = gl.constexpr(0)  # kinds of masks: the band alone, bits, segments, or intervals
+NO_LISTS = gl.constexpr(0)  # kinds of masks: the band alone, bits, segments, intervals, or spans
 BITS = gl.constexpr(1)
 SEGMENTS = gl.constexpr(2)
 INTERVALS = gl.constexpr(3)
+SPANS = gl.constexpr(4)  # no list: a record says which columns a tile of rows sees, and each row has its own
 
 
 class Intervals(NamedTuple):
@@ -67,8 +68,8 @@ class View(NamedTuple):
 class Select(NamedTuple):
     """The test of one step: columns low ... high of each row, or 64 bits, or equal segments and low ... high.
 
-    Of intervals, columns low ... high but for drop_low ... drop_high where rows are keys; else low ... high, and rows
-    begin ... end - 1 of each column but for drop_low ... drop_high - 1.
+    Of spans, columns low ... high. Of intervals, the same but for drop_low ... drop_high where rows are keys; else
+    low ... high, and rows begin ... end - 1 of each column but for drop_low ... drop_high - 1.
     """
 
     low: Any
@@ -138,7 +139,7 @@ def band_view(mask, row, ROWS: gl.constexpr, n_rows, low, high, columns, TEST_EN
 
 @gluon.jit
 def head_view(view, mask, tile, head, LISTS: gl.constexpr, HIDDEN: gl.constexpr):
-    """View tile `tile` of 128 rows of query head `head`."""
+    """View the tile of rows that has record `tile`, of query head `head`."""
     record = view.record
     bits = view.bits
     row_segments = view.row_segments
@@ -161,14 +162,23 @@ def head_view(view, mask, tile, head, LISTS: gl.constexpr, HIDDEN: gl.constexpr)
             hidden_from += of_head
             hidden_to += of_head
         intervals = Intervals(intervals.start + of_head, intervals.end + of_head, hidden_from, hidden_to)
+    first = view.first
+    full_first = view.full_first
+    full_end = view.full_end
+    end = view.end
+    if LISTS == SPANS:
+        first = gl.load(record + 1) // STEP
+        end = gl.maximum((gl.load(record + 2) + STEP - 1) // STEP, first)
+        full_first = gl.maximum(gl.minimum((gl.load(record + 3) + STEP - 1) // STEP, end), first)
+        full_end = gl.maximum(gl.minimum(gl.load(record + 4) // STEP, end), full_first)
     return View(record, bits, row_segments, column_segments, intervals, view.bits_row, view.low, view.high, view.columns,
-                view.first, view.full_first, view.full_end, view.end)  # fmt: skip
+                first, full_first, full_end, end)  # fmt: skip
 
 
 @gluon.jit
 def count_steps(view, LISTS: gl.constexpr):
     """Return (steps without a test, steps with one)."""
-    if LISTS == NO_LISTS:
+    if LISTS == NO_LISTS or LISTS == SPANS:
         n_full = view.full_end - view.full_first
         n_partial = view.end - view.first - n_full
     else:
@@ -180,7 +190,7 @@ def count_steps(view, LISTS: gl.constexpr):
 @gluon.jit
 def full_step(t, view, n_partial, LISTS: gl.constexpr):
     """Return where the `t`-th step without a test is, in steps."""
-    if LISTS == NO_LISTS:
+    if LISTS == NO_LISTS or LISTS == SPANS:
         at = view.full_first + t
     else:
         at = gl.load(view.record + HEADER + (n_partial + t) // 2) * 2 + (t & 1)
@@ -190,7 +200,7 @@ def full_step(t, view, n_partial, LISTS: gl.constexpr):
 @gluon.jit
 def partial_step(t, view, n_partial, LISTS: gl.constexpr):
     """Return where the `t`-th step with a test is, in steps; any number past the last one."""
-    if LISTS == NO_LISTS:
+    if LISTS == NO_LISTS or LISTS == SPANS:
         before = view.full_first - view.first
         at = gl.where(t < before, view.first + t, view.full_end + t - before)
     else:
@@ -210,7 +220,7 @@ class RowNumbers(NamedTuple):
 
 @gluon.jit
 def load_row_numbers(view, rows, n_rows, LISTS: gl.constexpr, HIDDEN: gl.constexpr, KEYS: gl.constexpr):
-    """Return the numbers of `rows`; KEYS: whether rows are keys. Intervals of keys are cut to the band."""
+    """Return the numbers of `rows`; KEYS: whether rows are keys. Intervals of keys, and spans, are cut to the band."""
     segments = rows
     low = rows
     high = rows
@@ -218,7 +228,7 @@ def load_row_numbers(view, rows, n_rows, LISTS: gl.constexpr, HIDDEN: gl.constex
     drop_high = rows
     if LISTS == SEGMENTS:
         segments = gl.load(view.row_segments + rows, mask=rows < n_rows, other=-1)
-    elif LISTS == INTERVALS and KEYS:
+    elif (LISTS == INTERVALS and KEYS) or LISTS == SPANS:
         inside = rows < n_rows  # 0 below: any int32 may be an end, and nothing that is computed from it overflows
         low = gl.maximum(gl.load(view.intervals.start + rows, mask=inside, other=1), rows + view.low)
         high = gl.minimum(gl.maximum(gl.load(view.intervals.end + rows, mask=inside, other=0), 0) - 1, rows + view.high)
@@ -245,7 +255,7 @@ def load_select(
     drop_high = rows
     if LISTS == BITS:
         words = gl.load(view.bits + rows.to(gl.int64) * view.bits_row + at)
-    elif LISTS == INTERVALS and KEYS:
+    elif (LISTS == INTERVALS and KEYS) or LISTS == SPANS:
         low = numbers.low - at * STEP
         high = numbers.high - at * STEP
         if HIDDEN:
@@ -282,9 +292,9 @@ def visible(
         half = gl.where(column < 32, words.to(gl.int32), (words >> 32).to(gl.int32))
         p = gl.where(((half >> lane) & (1 << (column & 25))) != 0, p, 0.0)
     else:
-        if HAS_LOW or (LISTS == INTERVALS and KEYS):
+        if HAS_LOW or (LISTS == INTERVALS and KEYS) or LISTS == SPANS:
             p = gl.where(column - lane >= select.low[:, None] - lane, p, 0.0)
-        if HAS_HIGH or (LISTS == INTERVALS and KEYS):
+        if HAS_HIGH or (LISTS == INTERVALS and KEYS) or LISTS == SPANS:
             p = gl.where(column - lane <= select.high[:, None] - lane, p, 0.0)
     if LISTS == INTERVALS and not KEYS:
         row = rows[:, None]

@@ -68,7 +68,7 @@ def load_full_bias(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     if BIAS == "full":
         _, _, _, begin, end, full_begin, full_end, record, _, n, seqlen_k, _ = visible
-        if MASK == "band":
+        if MASK == "band" or MASK == "spans":
             first = band_tile(i, begin, end, full_begin, full_end) * BN
         else:
             first = list_tile(lists, record, i, n, TILE // BN) * BN
@@ -176,7 +176,7 @@ def hide(
         return gl.convert_layout(scores, SCORES, assert_trivial=True)
     else:
         column = gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
-        if MASK == "band":
+        if MASK == "band" or MASK == "spans":
             first = band_tile(i, begin, end, full_begin, full_end) * BN
         else:
             first = list_tile(lists, record, i, n, TILE // BN) * BN
@@ -244,6 +244,18 @@ def advance(
 
 
 @gluon.jit
+def pass_over(count, step, k_full, k_empty, v_full, STAGES: gl.constexpr):
+    """Give back the buffers of the next `count` tiles unread; return the step behind them."""
+    for _ in range(count):
+        b = step % STAGES
+        mbarrier.wait(k_full.index(b), (step // STAGES) & 1)
+        mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
+        mbarrier.arrive(k_empty.index(b), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
 def release_queries(turn, q_empty, Q_STAGES: gl.constexpr):
     """Give back the buffer of a turn's queries, once the output that was staged there has been read."""
     if turn >= 0:
@@ -267,7 +279,8 @@ def consume(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     STATE_COLUMNS: gl.constexpr = BN if NC == 2 else BN // 2
     STATE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STATE_COLUMNS, 16])
-    PIECE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    WORDS: gl.constexpr = 8 if MASK == "spans" else 4
+    PIECE: gl.constexpr = gl.BlockedLayout([WORDS], [32], [4], [0])
     PER_TILE: gl.constexpr = TILE // BN
     smem, bars, sizes, band, masks = work
     queries, keys, values, words, biases, ranges, piece = smem
@@ -277,7 +290,7 @@ def consume(
     lse_b, lse_h, segments_b, segments_kb, segments_kh, segment_group = rows
     scale, cap, cap_inner = scales
     softcap = (cap, cap_inner)
-    slots = gl.arange(0, 4, layout=PIECE)
+    slots = gl.arange(0, WORDS, layout=PIECE)
     row = gl.arange(0, ROWS, layout=ROW)
     empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
     turn = 0
@@ -294,7 +307,15 @@ def consume(
         block_first = tile * BM
         q_first = block_first + C * ROWS
         q = queries.index(slot * NC + C).reshape([ROWS, D])
-        begin, end, full_begin, full_end = band_tiles(block_first, seqlen_q, seqlen_k, lo, hi, BM, BN, HAS_LO, HAS_HI)
+        if MASK == "spans":
+            begin = gl.sum(gl.where(slots == 2, parts, 0), 0)
+            end = gl.sum(gl.where(slots == 3, parts, 0), 0)
+            full_begin = gl.sum(gl.where(slots == 4, parts, 0), 0)
+            full_end = gl.sum(gl.where(slots == 5, parts, 0), 0)
+        else:
+            begin, end, full_begin, full_end = band_tiles(
+                block_first, seqlen_q, seqlen_k, lo, hi, BM, BN, HAS_LO, HAS_HI
+            )  # fmt: skip
         first = 0
         record = head.to(gl.int64)
         q_segment = row
@@ -307,12 +328,12 @@ def consume(
             masked = gl.where(full_begin == begin, own_masked, masked)
             first = gl.minimum(gl.maximum(end - own_end, 0), end - full_end)
             first = gl.where(q_first >= seqlen_q, n, first)
-            for _ in range(first):
-                b = step % STAGES
-                mbarrier.wait(k_full.index(b), (step // STAGES) & 1)
-                mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
-                mbarrier.arrive(k_empty.index(b), count=1)
-                step += 1
+            step = pass_over(first, step, k_full, k_empty, v_full, STAGES)
+        elif MASK == "spans":
+            n = end - begin
+            masked = end - full_end + full_begin - begin
+            first = gl.where(q_first >= seqlen_q, n, 0)
+            step = pass_over(first, step, k_full, k_empty, v_full, STAGES)
         else:
             n = n_partial + gl.sum(gl.where(slots == 3, parts, 0), 0) * PER_TILE
             masked = n_partial
@@ -328,13 +349,17 @@ def consume(
                     q_segment = gl.load(own + row, mask=q_first + row < seqlen_q, other=-3)
             if MASK == "intervals":
                 q_segment = C * ROWS + row
-            if MASK != "bits":
+            if MASK == "segments" or MASK == "intervals":
                 k_head = batch.to(gl.int64) * segments_kb + (h // segment_group).to(gl.int64) * segments_kh
         q_hi = gl.zeros([ROWS], gl.int32, layout=ROW) + (seqlen_k - 1)
         if HAS_HI:
             q_hi = gl.minimum(q_first + row + hi, seqlen_k - 1)
         q_lo = q_first + row + lo
-        k_segments, hidden_from, hidden_to = key_numbers
+        k_segments, starts, ends, hidden_from, hidden_to = key_numbers
+        if MASK == "spans":
+            own_row = q_first + row
+            q_lo = gl.load(starts + own_row, mask=own_row < seqlen_q, other=0)
+            q_hi = gl.load(ends + own_row, mask=own_row < seqlen_q, other=0) - 1
         if MASK == "segments":
             k_segments += k_head
         if HIDDEN:
@@ -428,7 +453,8 @@ def forward_kernel(
     """Write out, lse and lse_tail for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H).
 
     `scale`, `cap` and `cap_inner` are in log2 units, or NATURAL ones. `k_segments`, or `start`, `end`
-    and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and `segments_kh`.
+    and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and `segments_kh`; of spans, `start` and `end`
+    are those of queries, and `lists` are records of `BM` of them.
     """
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
@@ -447,7 +473,8 @@ def forward_kernel(
     ranges = 0
     if MASK == "intervals":
         ranges = gl.allocate_shared_memory(gl.int32, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    piece = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    WORDS: gl.constexpr = 8 if MASK == "spans" else 4
+    piece = gl.allocate_shared_memory(gl.int32, [Q_STAGES, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -470,7 +497,7 @@ def forward_kernel(
     scales = (scale, cap, cap_inner)
     work = (smem, bars, sizes, band, masks)
     bias_places = (bias_b, bias_h, bias_q, bias_group)
-    key_numbers = (k_segments, hidden_from, hidden_to)
+    key_numbers = (k_segments, start, end, hidden_from, hidden_to)
     number_places = (segments_kb, segments_kh, segment_group)
     rows = (lse_b, lse_h, segments_b, segments_kb, segments_kh, segment_group)
     if NC == 2:

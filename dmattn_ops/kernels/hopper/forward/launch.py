@@ -8,11 +8,24 @@ from torch import Tensor
 from dmattn_ops import arch
 from dmattn_ops.call import Call, Result, bias_kind, in_natural_units
 from dmattn_ops.config import HopperForward
-from dmattn_ops.kernels.hopper.arguments import bias_places, listed, score_factors, too_long
+from dmattn_ops.kernels.hopper.arguments import (
+    band_of,
+    bias_places,
+    heads_side_by_side,
+    key_numbers_as_bias,
+    listed,
+    score_factors,
+    sizes_of,
+    span_arguments,
+    spans_refusals,
+    statistic_strides,
+    too_long,
+)
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.launching.launch import computed, launch
 from dmattn_ops.kernels.launching.plan import raw_stream
 from dmattn_ops.kernels.launching.tensor_maps import head_rows_map, mappable, mask_map
+from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import TILE, UNBOUNDED, Mask
 
 _ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction
@@ -23,9 +36,7 @@ _HEADS_IN_L2 = 4  # heads whose pieces alternate where pieces differ in length: 
 def refusals(call: Call, needs_max: bool) -> list[str]:
     """Return every reason why this kernel cannot take a call; none means that it can."""
     query, key, value, bias, tiles, _, _, varlen, options = call
-    if varlen is not None:
-        return ["takes no variable lengths"]
-    reasons = []
+    reasons = spans_refusals(call)
     if needs_max:
         reasons.append("does not keep the largest score of a row")
     if query.dtype not in (torch.bfloat16, torch.float16):
@@ -44,13 +55,13 @@ def refusals(call: Call, needs_max: bool) -> list[str]:
         reasons.append("takes no dropout")
     if options.softmax_scale <= 0.0:
         reasons.append("takes positive scales only")
-    batch, seqlen_q, heads, _ = query.shape
-    blocks = batch * heads * -(-seqlen_q // TILE)
-    if 4 * blocks <= arch.physical(query.device).num_sms and key.shape[1] >= _LONG_WALK:
-        reasons.append(f"{blocks} blocks of queries leave most SMs idle, where shares of {key.shape[1]} keys do not")
-    if tiles.k_segments is not None and tiles.row_tiles is None:
+    batch, seqlen_q, _, heads, _ = sizes_of(call)
+    blocks, longest_k = batch * heads * -(-seqlen_q // TILE), call.demand.seqlen_k
+    if 4 * blocks <= arch.physical(query.device).num_sms and longest_k >= _LONG_WALK:
+        reasons.append(f"{blocks} blocks of queries leave most SMs idle, where shares of {longest_k} keys do not")
+    if varlen is None and tiles.k_segments is not None and tiles.row_tiles is None:
         reasons.append("takes segments with their lists of tiles only")
-    if too_long(call):
+    if varlen is None and too_long(call):
         reasons.append("takes intervals with lists of tiles, which would be too long here")
     return reasons
 
@@ -84,6 +95,25 @@ def _broadcast(tensor: Tensor) -> tuple[int, int]:
     return (tensor.stride(0) if tensor.shape[0] > 1 else 0, tensor.stride(1) if tensor.shape[1] > 1 else 0)
 
 
+def _heads_at_once(call: Call, kind: str, has_hi: bool) -> int:
+    """Return how many heads take turns: those whose pieces differ in length, longest first, and still in L2."""
+    if call.varlen is None:
+        return _HEADS_IN_L2 if has_hi or kind != "band" else 1
+    _, _, _, heads, kv_heads = sizes_of(call)
+    of_key = (call.key.shape[-1] + call.value.shape[-1]) * call.key.element_size()
+    return heads // kv_heads * heads_side_by_side(call.demand.seqlen_k * of_key, kv_heads, call.query.device)
+
+
+def _kind_of_mask(call: Call, block_m: int, heads: int) -> tuple[str, tuple[object, ...], tuple[int, ...]]:
+    """Return the kernel's kind of mask, and what `_mask_arguments` does of it."""
+    if call.varlen is not None:
+        spans = spans_of(call, block_m, of_keys=False)
+        lists, bits, *others = span_arguments(spans, None)
+        return "spans", (bits, lists, *others), (0, 0, WORDS, 1, 0, 0, 0, 0, 0, 1)
+    kind = "band" if call.mask.kind == "none" else call.mask.kind
+    return kind, *_mask_arguments(call.mask, heads)
+
+
 def _mask_arguments(mask: Mask, heads: int) -> tuple[tuple[object, ...], tuple[int, ...]]:
     """Return (bits, lists, query segments, key segments, intervals) of a mask, and their strides and groups."""
     if mask.row_tiles is None:
@@ -103,19 +133,17 @@ def _mask_arguments(mask: Mask, heads: int) -> tuple[tuple[object, ...], tuple[i
 
 
 def forward(call: Call, result: Result, config: HopperForward) -> None:
-    """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`; what cannot be taken is in `refusals`."""
-    call = listed(call)
+    """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`, or those of packed sequences; what cannot be taken is in `refusals`."""
+    call = key_numbers_as_bias(listed(call))
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     out, lse = result.out, result.lse
-    batch, seqlen_q, heads, dim = query.shape
-    seqlen_k, kv_heads = key.shape[1:3]
-    columns = head_tile(dim)
-    kind = "band" if mask.kind == "none" else mask.kind
-    (bits, *numbers), strides = _mask_arguments(mask, heads)
+    batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
+    columns = head_tile(query.shape[-1])
     block_m, block_n, rows = config.block_m, config.block_n, _ROWS
-    # lists hold the band of bits already; segments and intervals test it
-    lo, hi = (-UNBOUNDED, UNBOUNDED) if kind == "bits" else options[:2]
-    has_lo, has_hi = lo > -UNBOUNDED, hi < UNBOUNDED
+    kind, (bits, *numbers), strides = _kind_of_mask(call, block_m, heads)
+    # lists hold the band of bits already, and spans theirs, which have two ends; segments and intervals test it
+    lo, hi = (-UNBOUNDED, UNBOUNDED) if kind == "bits" else band_of(call)
+    has_lo, has_hi = kind == "spans" or lo > -UNBOUNDED, kind == "spans" or hi < UNBOUNDED
     blocks = -(-seqlen_q // block_m)
     items = blocks * batch * heads
     num_sms = arch.physical(query.device).num_sms
@@ -132,7 +160,8 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         head_rows_map(out, rows, columns), bits, lse, result.lse_tail, *numbers, bias,
         counter, scale, cap, cap_inner,
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
-        _HEADS_IN_L2 if has_hi or kind != "band" else 1, items, lo, hi, *lse.stride()[:2], *strides, *bias_places(bias, heads),
+        _heads_at_once(call, kind, has_hi), items, lo, hi, *statistic_strides(lse)[:2], *strides,
+        *bias_places(bias, heads),
         BM=block_m, BN=block_n, D=columns, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,
         BIAS=bias_kind(bias), HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, HIDDEN=mask.hidden_from is not None,
         NATURAL=natural, num_warps=4,

@@ -1,7 +1,8 @@
 """What the SM 9.0 forward works on and in which order: pieces of work, the key tiles of each, and the warp that loads them.
 
-`MASK` is "band" (and no mask at all), "bits", "segments" or "intervals"; `BIAS` is "none", "key" (a value per key) or "full"
-(one per query and key). Constants are local to the functions: a launch compares every global that a kernel reads, at 2 us
+`MASK` is "band" (and no mask at all), "bits", "segments", "intervals" or "spans" (of packed sequences: each query sees keys that
+follow each other, `kernels/spans.py`); `BIAS` is "none", "key" (a value per key) or "full" (one per query and key).
+Constants are local to the functions: a launch compares every global that a kernel reads, at 2 us
 each.
 """
 
@@ -56,6 +57,16 @@ def band_tile(i, begin, end, full_begin, full_end):
 
 
 @gluon.jit
+def span_tiles(words, BN: gl.constexpr):
+    """Return (begin, end, full_begin, full_end) as `band_tiles` does, from the words of a tile's record."""
+    begin = words[0] // BN
+    end = gl.maximum((words[1] + BN - 1) // BN, begin)
+    full_begin = gl.minimum((words[2] + BN - 1) // BN, end)
+    full_begin = gl.maximum(full_begin, begin)
+    return begin, end, full_begin, gl.maximum(gl.minimum(words[3] // BN, end), full_begin)
+
+
+@gluon.jit
 def list_tile(lists, record, i, n, PER_TILE: gl.constexpr):
     """Return the `i`-th key tile (of `TILE / PER_TILE` keys) of a record; past its end the last one, never used."""
     HEADER: gl.constexpr = 4
@@ -63,24 +74,29 @@ def list_tile(lists, record, i, n, PER_TILE: gl.constexpr):
 
 
 @gluon.jit
-def take(item, lists, masks, tiles, heads, group, H, LISTS: gl.constexpr, REVERSED: gl.constexpr):
-    """Return (query tile, batch * head, offset of its record, n_partial, n_full) of a piece of work, longest first."""
+def take(item, lists, masks, tiles, heads, group, H, MASK: gl.constexpr, REVERSED: gl.constexpr):
+    """Return (query tile, batch * head, offset of its record, words 1 to 4 of that) of a piece of work, longest first.
+
+    Words 1 and 2 of a list are n_partial and n_full; words that a kind of mask does not have may be anything.
+    """
     rank, head = piece_of(item, tiles, heads, group)
     tile = rank
     record = rank.to(gl.int64)
-    n_partial = rank
-    n_full = rank
-    if LISTS:
+    words = (rank, rank, rank, rank)
+    if MASK != "band":
         lists_b, lists_h, width, mask_group = masks
         batch = head // H
         first = batch.to(gl.int64) * lists_b + ((head - batch * H) // mask_group).to(gl.int64) * lists_h
         tile = gl.load(lists + first + rank.to(gl.int64) * width)
         record = first + tile.to(gl.int64) * width
-        n_partial = gl.load(lists + record + 1)
-        n_full = gl.load(lists + record + 2)
+        at = lists + record
+        if MASK == "spans":
+            words = (gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4))
+        else:
+            words = (gl.load(at + 1), gl.load(at + 2), rank, rank)
     elif REVERSED:
         tile = tiles - 1 - rank
-    return tile, head, record, n_partial, n_full
+    return tile, head, record, words
 
 
 @gluon.jit
@@ -151,27 +167,36 @@ def produce(
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items = sizes
     lo, hi = band
     bits_b, bits_h, mask_group = broadcast
-    LISTS: gl.constexpr = MASK != "band"
+    LISTS: gl.constexpr = MASK != "band" and MASK != "spans"
+    WORDS: gl.constexpr = 8 if MASK == "spans" else 4
     PER_TILE: gl.constexpr = TILE // BN
-    PIECE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    slots = gl.arange(0, 4, layout=PIECE)
+    PIECE: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
+    slots = gl.arange(0, WORDS, layout=PIECE)
     blocks = gl.num_programs(0)
     item = gl.program_id(0)
     turn = 0
     step = 0
-    tile, head, record, n_partial, n_full = take(item, lists, masks, tiles, heads, group, H, LISTS, HAS_HI)
+    tile, head, record, words_of = take(item, lists, masks, tiles, heads, group, H, MASK, HAS_HI)
     while item < items:
         slot = turn % Q_STAGES
         batch = head // H
         h = head - batch * H
         kv_head = h // kv_group
         q_first = tile * BM
-        begin, end, full_begin, full_end = band_tiles(q_first, seqlen_q, seqlen_k, lo, hi, BM, BN, HAS_LO, HAS_HI)
+        if MASK == "spans":
+            begin, end, full_begin, full_end = span_tiles(words_of, BN)
+        else:
+            begin, end, full_begin, full_end = band_tiles(q_first, seqlen_q, seqlen_k, lo, hi, BM, BN, HAS_LO, HAS_HI)
         n = end - begin
         if LISTS:
-            n = (n_partial + n_full) * PER_TILE
+            n = (words_of[0] + words_of[1]) * PER_TILE
         mbarrier.wait(q_empty.index(slot), ((turn // Q_STAGES) & 1) ^ 1)
-        parts = gl.where(slots == 0, head, gl.where(slots == 1, tile, gl.where(slots == 2, n_partial, n_full)))
+        if MASK == "spans":
+            parts = gl.where(slots == 0, head, gl.where(slots == 1, tile, gl.where(slots == 2, begin, end)))
+            parts = gl.where(slots == 4, full_begin, gl.where(slots == 5, full_end, parts))
+        else:
+            n_partial, n_full, _, _ = words_of
+            parts = gl.where(slots == 0, head, gl.where(slots == 1, tile, gl.where(slots == 2, n_partial, n_full)))
         piece.index(slot).store(parts)
         mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes * NC)
         for c in gl.static_range(NC):
@@ -202,8 +227,8 @@ def produce(
         following = items
         if items > blocks:
             following = gl.atomic_add(counter, 1, sem="relaxed") + blocks
-        tile_2, head_2, record_2, n_partial_2, n_full_2 = take(
-            gl.minimum(following, items - 1), lists, masks, tiles, heads, group, H, LISTS, HAS_HI
+        tile_2, head_2, record_2, words_2 = take(
+            gl.minimum(following, items - 1), lists, masks, tiles, heads, group, H, MASK, HAS_HI
         )
         for i in range(n):
             j_value = j
@@ -229,11 +254,10 @@ def produce(
         tile = tile_2
         head = head_2
         record = record_2
-        n_partial = n_partial_2
-        n_full = n_full_2
+        words_of = words_2
     slot = turn % Q_STAGES
     mbarrier.wait(q_empty.index(slot), ((turn // Q_STAGES) & 1) ^ 1)
-    piece.index(slot).store(gl.full([4], -1, gl.int32, layout=PIECE))
+    piece.index(slot).store(gl.full([WORDS], -1, gl.int32, layout=PIECE))
     mbarrier.arrive(q_full.index(slot), count=1)
     if items > blocks:
         # the last block to finish resets the counters to 0
