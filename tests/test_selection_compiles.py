@@ -48,7 +48,7 @@ def test_runs_are_sorted_in_registers(sm: int, chunk: int, has_documents: bool):
     kind = {1024: "bf16", 2048: "fp16", 4096: "fp32"}[chunk]
     constants = {"CHUNK": chunk, "FINE": launch.FINE, "LOG_CHUNK": chunk.bit_length() - 1, "KIND": kind}
     constants |= {"HAS_DOCUMENTS": has_documents, "COARSE": True, "IS_CAUSAL": not has_documents}
-    check(compiled(keys.sort_runs, sm, launch.sorting_warps(chunk), **constants))
+    check(compiled(keys.sort_runs, sm, launch.SORTING_WARPS, **constants))
 
 
 @pytest.mark.parametrize("runs", [16, 64, 256, 1024])
@@ -62,7 +62,7 @@ def test_the_best_at_each_chunk_are_found_without_spilling(sm: int, runs: int):
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_the_best_at_each_chunk_are_sorted_in_registers(sm: int, chunk: int):
     constants = {"CHUNK": chunk, "RUNS": 256, "LOG_RUNS": 8, "HAS_DOCUMENTS": True}
-    check(compiled(alive.sort_alive, sm, launch.sorting_warps(chunk), **constants))
+    check(compiled(alive.sort_alive, sm, launch.SORTING_WARPS, **constants))
 
 
 @pytest.mark.parametrize("has_documents", [False, True])

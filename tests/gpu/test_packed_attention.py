@@ -112,7 +112,10 @@ def test_parts_of_one_projection_are_repeated_from_a_plan(packed_calls):
 
 
 def test_passes_give_what_one_gives_in_less_memory(packed_calls, monkeypatch: pytest.MonkeyPatch):
-    """The second call, at which a plan would be recorded, takes no more memory than the others."""
+    """The second call, at which a plan would be recorded, takes no more memory than the others.
+
+    Fewer heads at a time may take other blocks, so that passes and one pass only agree within the budget.
+    """
     torch.manual_seed(0)
     inputs = [torch.randn(1, 4096, 8, 128, device="cuda").bfloat16() for _ in range(3)]
     inputs.append(torch.randn(1, 8, 1, 4096, device="cuda"))
@@ -133,8 +136,8 @@ def test_passes_give_what_one_gives_in_less_memory(packed_calls, monkeypatch: py
     several = [peak() for _ in range(3)]
     assert packed_calls[-1].heads_per_pass == 1
     for found, _ in several:
-        for name, ours, at_once in zip(PARTS, found, whole, strict=True):
-            assert torch.equal(ours, at_once), name
+        check(found, inputs, mask.to_dense(), grad_out)
+        assert all(map(torch.equal, found, several[0][0]))
     peaks = [of_several for _, of_several in several]
     assert max(peaks) < 1.1 * min(peaks) and max(peaks) < of_whole
 

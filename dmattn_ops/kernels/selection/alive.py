@@ -12,18 +12,23 @@ from dmattn_ops.kernels.selection.keys import NO_KEY
 def split_runs(keys, run, low, high, count):
     """Return `low <= split <= high`, `count` in all above `low`, with every key before a split better than every one behind.
 
-    Run `r` holds ascending keys at `keys + run[r] + low[r]` to `high[r] - 1`; `count` is at most what all hold. Bisects
-    the keys' values, which are different from each other; each value is looked up in what is left of every run.
+    Run `r` holds at most 4096 ascending keys, `keys + run[r] + low[r]` to `high[r] - 1`; `count` is at most what all hold.
+    Each turn compares the middle key of a longest run with all runs, and at least one run is halved. Which one of equally
+    long runs it is changes like a random number, so that few turns suffice where keys of one run are all better than
+    those of the next, too.
     """
-    left = tl.where(count == tl.sum(high - low), 0, count)
-    low = tl.where(left == count, low, high)
-    some = low < high
-    under = tl.min(tl.load(keys + run + low, some, other=NO_KEY), axis=0) - 1
-    upper = tl.max(tl.load(keys + run + high - 1, some, other=0), axis=0)
-    while (left > 0) & (upper - under > 1):
-        pivot = under + ((upper - under) >> 1)
-        first, last = low, high
-        longest = tl.max(high - low, axis=0)
+    left, within = count, tl.sum(high - low, axis=0)
+    mixed = tl.arange(0, low.shape[0]).to(tl.uint32) * 2654435761
+    while (left > 0) & (within > left):
+        middle = (low + high) >> 1
+        middle_key = tl.load(keys + run + middle, low < high, other=-1)
+        weight = ((high - low) << 12) | (mixed >> 20).to(tl.int32)
+        heaviest = tl.max(weight, axis=0)
+        pivot = tl.max(tl.where(weight == heaviest, middle_key, -1), axis=0)
+        better = middle_key <= pivot
+        first = tl.where(better & (low < high), middle + 1, low)
+        last = tl.where(better, high, middle)
+        longest = heaviest >> 13
         while longest > 0:
             middle = (first + last) >> 1
             better = tl.load(keys + run + middle, first < last, other=NO_KEY) <= pivot
@@ -31,13 +36,13 @@ def split_runs(keys, run, low, high, count):
             last = tl.where(better, last, middle)
             longest = longest >> 1
         found = tl.sum(first - low, axis=0)
-        below = found <= left
+        below = found <= left  # the pivot itself counts, so that it goes in either case
         low = tl.where(below, first, low)
-        high = tl.where(below, high, first)
-        under = tl.where(below, pivot, under)
-        upper = tl.where(below, upper, pivot)
+        high = tl.where(below, high, tl.where(middle_key == pivot, first - 1, first))
         left = tl.where(below, left - found, left)
-    return low
+        within = tl.where(below, within - found, found - 1)
+        mixed += 39571431
+    return tl.where(left > 0, high, low)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ FINE = 128
 CHUNKS = ((1 << 16, 1024), (1 << 18, 2048))
 LONGEST_CHUNK = 4096
 LONGEST_ROW = 1 << 24  # a chunk's begin searches 4096 runs; positions leave keys room for a bit
+SORTING_WARPS = 8  # 4 for 1024 keys and 16 for 4096 spill on some architectures
 SPAN = 1024  # positions of documents in a program
 
 _KINDS = {torch.float32: ("fp32", torch.int32), torch.bfloat16: ("bf16", torch.int16), torch.float16: ("fp16", None)}
@@ -84,7 +85,7 @@ def lifetimes_in_chunks(
         sort_runs, (rows * chunks,), scores, bounds, keys, coarse_runs, start, end,
         seqlen, size, bits, heads, scores_b, scores_h, bounds_b,
         CHUNK=chunk, FINE=fine, LOG_CHUNK=chunk.bit_length() - 1, KIND=kind,
-        HAS_DOCUMENTS=documents is not None, COARSE=several, IS_CAUSAL=is_causal, num_warps=sorting_warps(chunk),
+        HAS_DOCUMENTS=documents is not None, COARSE=several, IS_CAUSAL=is_causal, num_warps=SORTING_WARPS,
     )  # fmt: skip
     if keep == seqlen:
         return
@@ -98,7 +99,7 @@ def lifetimes_in_chunks(
         )  # fmt: skip
         launch(
             sort_alive, programs, coarse_runs, bounds, pieces, keys, *shared, CHUNK=chunk, RUNS=1 << log_runs,
-            LOG_RUNS=log_runs, HAS_DOCUMENTS=documents is not None, num_warps=sorting_warps(chunk),
+            LOG_RUNS=log_runs, HAS_DOCUMENTS=documents is not None, num_warps=SORTING_WARPS,
         )  # fmt: skip
     spans = rows * triton.cdiv(seqlen, fine)
     launch(
@@ -137,14 +138,9 @@ def _bounds(documents: Tensor, span: int) -> Tensor:
     return bounds
 
 
-def sorting_warps(chunk: int) -> int:
-    """Return the warps that sort a chunk: four of 1024 keys, eight of more (16 for 4096 spill)."""
-    return 4 if chunk <= 1024 else 8
-
-
 def finding_warps(runs: int) -> int:
-    """Return the warps that search so many runs: four runs a thread."""
-    return min(8, max(1, runs // 128))
+    """Return the warps that search so many runs: two runs a thread up to 1024."""
+    return min(16, max(1, runs // 64))
 
 
 def deaths_warps(programs: int) -> int:
