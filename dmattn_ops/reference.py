@@ -95,7 +95,9 @@ def philox_keep(
             first & _LOW_WORD,
         ]
         bumps = ((bumps[0] + _PHILOX_WEYL[0]) & _LOW_WORD, (bumps[1] + _PHILOX_WEYL[1]) & _LOW_WORD)
-    words = torch.stack(counter, dim=-1).unflatten(-1, (2, 2))  # beside each other: of query i, of i + 8; of key j, of j + 8
+    words = torch.stack(counter, dim=-1).unflatten(
+        -1, (2, 2)
+    )  # beside each other: of query i, of i + 8; of key j, of j + 8
     words = words.unflatten(-3, (-1, 8)).unflatten(-5, (-1, 8))  # [..., rows / 8, 8, columns / 8, 8, 2, 2]
     words = words.movedim((-2, -1), (-5, -2)).flatten(-3).flatten(-4, -2)
     kept = words >= dropout_threshold(dropout_p)
