@@ -8,7 +8,7 @@ from torch import Tensor
 from dmattn_ops import arch
 from dmattn_ops.call import Call, Result, bias_kind, in_natural_units
 from dmattn_ops.config import HopperForward
-from dmattn_ops.kernels.hopper.arguments import bias_places, listed, score_factors, too_long
+from dmattn_ops.kernels.hopper.arguments import bias_places, dropout_arguments, dropout_refusals, listed, score_factors, too_long
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.launching.launch import computed, launch
 from dmattn_ops.kernels.launching.plan import raw_stream
@@ -40,8 +40,7 @@ def refusals(call: Call, needs_max: bool) -> list[str]:
             reasons.append(f"{name} is not aligned to 16 bytes in memory and strides")
     if bias_kind(bias) == "full" and head_tile(dim) == 64:
         reasons.append("takes no bias with queries for heads of 64: the portable kernel is faster")
-    if options.dropout_p > 0.0:
-        reasons.append("takes no dropout")
+    reasons += dropout_refusals(options)
     if options.softmax_scale <= 0.0:
         reasons.append("takes positive scales only")
     batch, seqlen_q, heads, _ = query.shape
@@ -125,16 +124,18 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
     whole = kind == "intervals" and all(number % TILE == 0 for number in (seqlen_k, *strides[7:9]))
     if natural:
         scale, cap = (1.0, options.softcap) if cap else (options.softmax_scale, 0.0)
+    seed, *dropping = dropout_arguments(call)
     # where every block has one piece of work, nothing is drawn
     counter = computed(_counter, query.device) if items > num_sms else lse.view(torch.int32)
     launch(
         forward_kernel, (min(items, num_sms),),
         head_rows_map(query, rows, columns), head_rows_map(key, block_n, columns), head_rows_map(value, block_n, columns),
         head_rows_map(out, rows, columns), bits, lse, result.lse_tail, *numbers, bias,
-        counter, scale, cap, cap_inner,
+        seed, counter, scale, cap, cap_inner,
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
         _HEADS_IN_L2 if has_hi or kind != "band" else 1, items, lo, hi, *lse.stride()[:2], *strides, *bias_places(bias, heads),
+        *dropping,
         BM=block_m, BN=block_n, D=columns, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,
         BIAS=bias_kind(bias), HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, HIDDEN=mask.hidden_from is not None,
-        WHOLE=whole, NATURAL=natural, num_warps=4,
+        WHOLE=whole, NATURAL=natural, DROPOUT=options.dropout_p > 0.0, num_warps=4,
     )  # fmt: skip
