@@ -32,62 +32,71 @@ def dropout_of_head(dropout, batch, head):
     return Dropout(seed, 0, 0, dropout.last, dropout.rescale, dropout.q_origin, dropout.k_origin)
 
 
-@gluon.jit
-def philox(word0, word1, word2, word3):
-    """Return the four words of Philox4x32-7 (Salmon et al. 2011) of a counter of uint32 words, under the key 0.
+@gluon.constexpr_function
+def philox_code(k, query, key, low, high):
+    """Return PTX of Philox4x32-7 (Salmon et al. 2011) of a counter, under the key 0; its words are in `w{k}0` to `w{k}3`.
 
-    What depends on a tile's rows alone is computed once for them: products of the first two rounds, and one of the third.
+    The compiler shares what evaluations of the same query have in common: products of the first two rounds and one of the third.
     """
-    for i in gl.static_range(7):
-        first = word0.to(gl.uint64) * 0xD2511F53
-        second = word2.to(gl.uint64) * 0xCD9E8D57
-        word0 = (second >> 32).to(gl.uint32) ^ word1 ^ (i * 0x9E3779B9 & 0xFFFFFFFF)
-        word1 = second.to(gl.uint32)
-        word2 = (first >> 32).to(gl.uint32) ^ word3 ^ (i * 0xBB67AE85 & 0xFFFFFFFF)
-        word3 = first.to(gl.uint32)
-    return word0, word1, word2, word3
+    word = [query, key, low, high]
+    lines = [f".reg .b32 {', '.join(f'w{k}{place}, h{k}{place}' for place in range(4))}; .reg .b64 p{k}, q{k};"]
+    for i in range(7):
+        lines.append(f"mul.wide.u32 p{k}, {word[0]}, 0xD2511F53; mul.wide.u32 q{k}, {word[2]}, 0xCD9E8D57;")
+        lines.append(f"mov.b64 {{h{k}3, h{k}0}}, p{k}; mov.b64 {{h{k}1, h{k}2}}, q{k};")
+        for to, other, product, weyl in ((0, 1, 2, 0x9E3779B9), (2, 3, 0, 0xBB67AE85)):
+            lines.append(f"lop3.b32 w{k}{to}, h{k}{product}, {word[other]}, 0x{i * weyl & 0xFFFFFFFF:08X}, 0x96;")
+        lines.append(f"mov.b32 w{k}1, h{k}1; mov.b32 w{k}3, h{k}3;")
+        word = [f"w{k}{place}" for place in range(4)]
+    return " ".join(lines)
+
+
+@gluon.constexpr_function
+def drop_code(queries_are_rows, packed):
+    """Return PTX that clears what dropout drops of eight neighbouring registers of a tile: of two evaluations of Philox.
+
+    A register's place is, in bits: column 1, row 8, column 8. Outputs: eight floats, or (`packed`) four pairs of 16 bits.
+    Inputs: the same, then eight each of row, column, low and high word of the seed, the greatest word that drops.
+    """
+    width = 4 if packed else 8
+    row, column, low, high, limit = (2 * width + 8 * k for k in range(5))
+    lines = ["{"] + [f"mov.b32 ${k}, ${width + k};" for k in range(width)]
+    for k in range(2):
+        positions = (f"${row}", f"${column + k}") if queries_are_rows else (f"${column + k}", f"${row}")
+        lines.append(philox_code(k, *positions, f"${low}", f"${high}"))
+        lines.append(f".reg .pred {', '.join(f'd{k}{place}' for place in range(4))};")
+        for place in range(4):
+            further = (place >> 1, place & 1) if queries_are_rows else (place & 1, place >> 1)  # by 8 in row and column
+            register = k + 2 * further[0] + 4 * further[1]
+            lines.append(f"setp.ls.u32 d{k}{place}, w{k}{place}, ${limit};")
+            if packed:
+                kept = "0x0000FFFF" if k else "0xFFFF0000"
+                lines.append(f"@d{k}{place} and.b32 ${register // 2}, ${register // 2}, {kept};")
+            else:
+                lines.append(f"@d{k}{place} mov.b32 ${register}, 0f00000000;")
+    return " ".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def drop_operands(packed):
+    """Return the constraints of `drop_code`."""
+    outputs = ["=r"] * 4 if packed else ["=f"] * 8
+    return ",".join([*outputs, *(str(k) for k in range(len(outputs))), *["r"] * 40])
 
 
 @gluon.jit
-def random_words(dropout, first_query, first_key, N: gl.constexpr, QUERIES_ARE_ROWS: gl.constexpr):
-    """Return the random words, uint32 `[64, N]`, of the tile whose first query and key these are, in an accumulator's layout."""
+def drop(p, dropout, first_query, first_key, N: gl.constexpr, QUERIES_ARE_ROWS: gl.constexpr, PACKED: gl.constexpr):
+    """Return P `[64, N]` of 16 (PACKED) or 32 bits with 0 where dropout drops it, from a tile's first query and key on."""
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    cube = gl.zeros([64, N], gl.int32, layout=TILE).reshape([4, 2, 8, N // 16, 2, 8])
-    GROUPS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, cube.type.layout))  # of [4, 8, N // 16, 8]
-    ROW_BLOCKS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, GROUPS)))
-    ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, GROUPS)))
-    COLUMN_BLOCKS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, GROUPS)))
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))
-    row_block = gl.arange(0, 4, layout=ROW_BLOCKS)[:, None, None, None] * 16
-    row = gl.arange(0, 8, layout=ROWS)[None, :, None, None]
-    column_block = gl.arange(0, N // 16, layout=COLUMN_BLOCKS)[None, None, :, None] * 16
-    column = gl.arange(0, 8, layout=COLUMNS)[None, None, None, :]
+    CODE: gl.constexpr = drop_code(QUERIES_ARE_ROWS, PACKED)
+    OPERANDS: gl.constexpr = drop_operands(PACKED)
+    p = gl.convert_layout(p, TILE, assert_trivial=True)
     first_query += dropout.q_origin
     first_key += dropout.k_origin
-    if QUERIES_ARE_ROWS:
-        query = first_query + row_block + row
-        key = first_key + column_block + column
-    else:
-        query = first_query + column_block + column
-        key = first_key + row_block + row
-    low = gl.zeros_like(query).to(gl.uint32) + dropout.seed.to(gl.uint32)
-    high = gl.zeros_like(query).to(gl.uint32) + (dropout.seed >> 32).to(gl.uint32)
-    word0, word1, word2, word3 = philox(query.to(gl.uint32), key.to(gl.uint32), low, high)
-    if QUERIES_ARE_ROWS:
-        words = gl.join(gl.join(word0, word2), gl.join(word1, word3))  # [..., row, column]
-    else:
-        words = gl.join(gl.join(word0, word1), gl.join(word2, word3))
-    words = words.permute([0, 4, 1, 2, 5, 3]).reshape([64, N])
-    return gl.convert_layout(words, TILE, assert_trivial=True)
-
-
-@gluon.jit
-def drop_pairs(p, dropout, first_query, first_key, N: gl.constexpr):
-    """Return P of 16 bits `[64, N]`, rows queries, with 0 where dropout drops it: an instruction clears half of a register."""
-    words = random_words(dropout, first_query, first_key, N, True)
-    limit = gl.full([64, N], 0, gl.uint32, layout=words.type.layout) + dropout.last.to(gl.uint32)
+    zeros = gl.zeros([64, N], gl.int32, layout=TILE)
+    row = zeros + (gl.where(QUERIES_ARE_ROWS, first_query, first_key) + gl.arange(0, 64, layout=gl.SliceLayout(1, TILE)))[:, None]
+    column = zeros + (gl.where(QUERIES_ARE_ROWS, first_key, first_query) + gl.arange(0, N, layout=gl.SliceLayout(0, TILE)))[None, :]
+    low = zeros + dropout.seed.to(gl.int32)
+    high = zeros + (dropout.seed >> 32).to(gl.int32)
     return gl.inline_asm_elementwise(
-        "{ .reg .pred low, high; setp.ls.u32 low, $2, $4; setp.ls.u32 high, $3, $5; mov.b32 $0, $1; "
-        "@low and.b32 $0, $0, 0xffff0000; @high and.b32 $0, $0, 0xffff; }",
-        "=r,r,r,r,r,r", [p, words, limit], p.dtype, is_pure=True, pack=2,
-    )  # fmt: skip
+        CODE, OPERANDS, [p, row, column, low, high, zeros + dropout.last], p.dtype, is_pure=True, pack=8
+    )

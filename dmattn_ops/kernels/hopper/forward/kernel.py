@@ -19,7 +19,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.dropout import Dropout, drop_pairs, dropout_of_head
+from dmattn_ops.kernels.hopper.dropout import Dropout, drop, dropout_of_head
 from dmattn_ops.kernels.hopper.forward.softmax import rescale, row_of, softmax_first, softmax_next, state_of, statistics
 from dmattn_ops.kernels.hopper.forward.walk import (
     band_tile,
@@ -248,7 +248,7 @@ def advance(
         s = hide(s, i + 1, hidden, lists, key_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN, WHOLE)
     p, top, total, factor = softmax_next(s, top, total, scale, dtype, NATURAL, not OVERLAP, BN)
     if DROPOUT:
-        p = drop_pairs(p, dropout, q_first, first_key(i + 1, lists, visible, BN, MASK), BN)
+        p = drop(p, dropout, q_first, first_key(i + 1, lists, visible, BN, MASK), BN, True, True)
     p = gl.convert_layout(p, LEFT)
     if OVERLAP:
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -388,7 +388,7 @@ def consume(
             mbarrier.arrive(k_empty.index(b), count=1)
             p, top, total = softmax_first(s, total, scale, dtype, NATURAL, BN)
             if DROPOUT:
-                p = drop_pairs(p, dropout, q_first, first_key(first, lists, visible, BN, MASK), BN)
+                p = drop(p, dropout, q_first, first_key(first, lists, visible, BN, MASK), BN, True, True)
             p = gl.convert_layout(p, LEFT)
             tested = gl.minimum(gl.maximum(masked, first + 1), n) - 1
             for i in range(first, tested):
