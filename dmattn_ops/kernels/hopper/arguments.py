@@ -9,7 +9,7 @@ from dmattn_ops.kernels.interval_lists import listed as listed
 from dmattn_ops.kernels.interval_lists import too_long as too_long
 from dmattn_ops.kernels.launching.launch import workspace
 from dmattn_ops.kernels.portable import arguments as portable
-from dmattn_ops.problem import Options
+from dmattn_ops.problem import Options, dropout_scale
 
 LOG2E = 1.4426950408889634
 
@@ -42,6 +42,12 @@ def dropout_arguments(call: Call) -> tuple[Tensor | None, int, int, int, float, 
     names = ("seed", "seed_b", "seed_h", "last_dropped", "rescale", "q_origin", "k_origin")
     seed, seed_b, seed_h, last, rescale, q_origin, k_origin = (known[name] for name in names)
     return seed, seed_b, seed_h, last, rescale, q_origin, k_origin
+
+
+def delta_factor(options: Options) -> float:
+    """Return what the backward multiplies delta by: the share of weights that are kept, since all is rescaled at its end."""
+    rescale = dropout_scale(options.dropout_p)
+    return 1.0 / rescale if rescale else 0.0
 
 
 def dropout_refusals(options: Options) -> list[str]:

@@ -14,11 +14,11 @@ from triton.experimental.gluon import language as gl
 
 
 class Dropout(NamedTuple):
-    """The dropout of a call, or (with `seed` loaded) of one head; queries and keys are counted from the origins."""
+    """The dropout of a call, of one batch, or (with `seed` loaded) of one head; queries and keys are counted from the origins."""
 
-    seed: Any
-    seed_b: Any
-    seed_h: Any
+    seed: Any  # [B, H]
+    batch: Any  # stride
+    head: Any
     last: Any  # the greatest random word that drops its weight, as an int32
     rescale: Any
     q_origin: Any
@@ -26,9 +26,16 @@ class Dropout(NamedTuple):
 
 
 @gluon.jit
-def dropout_of_head(dropout, batch, head):
-    """Return the dropout of a query head, its seed loaded."""
-    seed = gl.load(dropout.seed + batch.to(gl.int64) * dropout.seed_b + head.to(gl.int64) * dropout.seed_h)
+def dropout_of_batch(dropout, batch):
+    """Return the dropout of a batch."""
+    seed = dropout.seed + batch.to(gl.int64) * dropout.batch
+    return Dropout(seed, 0, dropout.head, dropout.last, dropout.rescale, dropout.q_origin, dropout.k_origin)
+
+
+@gluon.jit
+def dropout_of_head(dropout, head):
+    """Return the dropout of a query head of a batch, its seed loaded."""
+    seed = gl.load(dropout.seed + head.to(gl.int64) * dropout.head)
     return Dropout(seed, 0, 0, dropout.last, dropout.rescale, dropout.q_origin, dropout.k_origin)
 
 

@@ -8,7 +8,16 @@ from torch import Tensor
 from dmattn_ops import arch
 from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward
-from dmattn_ops.kernels.hopper.arguments import bias_places, listed, room_for_key_sums, score_factors, too_long
+from dmattn_ops.kernels.hopper.arguments import (
+    bias_places,
+    delta_factor,
+    dropout_arguments,
+    dropout_refusals,
+    listed,
+    room_for_key_sums,
+    score_factors,
+    too_long,
+)
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
@@ -36,7 +45,6 @@ def refusals(call: Call) -> list[str]:
         "a bias with queries under a soft cap": bias_kind(bias) == "full" and options.softcap != 0.0,
         "a bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
         "a bias with queries and a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
-        "dropout": options.dropout_p > 0.0,
         "deterministic accumulation of dq over listed tiles": options.deterministic and mask.kind != "none",
         f"dtype {query.dtype}": query.dtype not in (torch.bfloat16, torch.float16),
         f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
@@ -45,6 +53,7 @@ def refusals(call: Call) -> list[str]:
         "intervals whose lists of tiles would be too long": varlen is None and too_long(call),
     }
     found = [f"the SM 9.0 backward does not support {name}" for name, holds in reasons.items() if holds]
+    found += [f"the SM 9.0 backward {reason}" for reason in dropout_refusals(options)]
     if varlen is None:
         named = (("query", query), ("key", key), ("value", value))
         found += [f"{name}: TMA needs 16-byte aligned data and strides" for name, t in named if not mappable(t)]
@@ -95,7 +104,7 @@ def _interleaved(query: Tensor, key: Tensor, bias: Tensor | None, tiles: Mask, o
     _, seqlen_q, heads, dim = query.shape
     of_group = heads // key.shape[2] * seqlen_q * dim * (2 * query.itemsize + 4)
     causal = options.band_hi < UNBOUNDED and options.band_lo == -UNBOUNDED
-    takes = causal and not options.deterministic and bias is None and tiles.col_tiles is None
+    takes = causal and not options.deterministic and bias is None and tiles.col_tiles is None and not options.dropout_p
     return takes and heads != key.shape[2] and of_group > arch.physical(query.device).l2_bytes
 
 
@@ -152,11 +161,12 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         prepare_kernel, (total // block_rows,),
         out, grad_out, lse, lse_tail, grad_lse, room, accumulator, *counts,
         *out.stride()[:3], *grad_out.stride()[:3], *lse.stride(), *lse_tail.stride(), *grad_lse_strides,
-        seqlen_q, heads, rows, total, dim_v, BLOCK=block_rows, DV=tile_dv, D=tile_d, TICKETS=TICKETS,
+        seqlen_q, heads, rows, total, dim_v, delta_factor(options), BLOCK=block_rows, DV=tile_dv, D=tile_d, TICKETS=TICKETS,
         NATURAL=in_natural_units(call), num_warps=8,
     )  # fmt: skip
     kind, has_q_segments, numbers, strides = _mask_arguments(mask, accumulator, heads, kv_heads)
     key_sums = room_for_key_sums(bias, query, seqlen_k)
+    seed, *dropping = dropout_arguments(call)
     blocks_per_head, dq_tiles, sms = -(-seqlen_k // block_n), total // TILE, arch.physical(query.device).num_sms
     interleaved = _interleaved(query, key, bias, mask, options)
     order = _order(blocks_per_head, interleaved, mask, options, config, sms)
@@ -167,15 +177,16 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         rows_map(grad_out, block_m, tile_dv), plain_map(room, (2, total), (2, block_m)),
         plain_map(room, (total * tile_d // 256, 256), (16, 256), offset=4 * STATISTICS * total),
         rows_map(dq, 64, tile_d), rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), accumulator, *counts, room,
-        *numbers, bias, key_sums, *strides,
-        *bias_places(bias, heads), options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
+        *numbers, bias, key_sums, seed, *strides,
+        *bias_places(bias, heads), *dropping, options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
         seqlen_q, seqlen_k, rows, options.band_lo, options.band_hi, *order, tiles_at_once, batch * kv_heads,
         total // block_rows, total,
         BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
         BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=options.band_lo > -UNBOUNDED,
         HAS_Q_SEG=has_q_segments, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
         GROUPED=heads != kv_heads, ORDERED=options.deterministic,
-        TWO_PHASE=config.variant == "two_phase", INTERLEAVED=interleaved, num_warps=4,
+        TWO_PHASE=config.variant == "two_phase", INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0,
+        num_warps=4,
     )  # fmt: skip
     if dbias is not None and bias_kind(bias) == "full":
         recompute_dbias(call, saved, grads._replace(grad_out=grad_out), config.dbias)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.dropout import Dropout, drop, dropout_of_head
+from dmattn_ops.kernels.hopper.dropout import Dropout, drop, dropout_of_batch, dropout_of_head
 from dmattn_ops.kernels.hopper.forward.softmax import rescale, row_of, softmax_first, softmax_next, state_of, statistics
 from dmattn_ops.kernels.hopper.forward.walk import (
     band_tile,
@@ -368,7 +368,7 @@ def consume(
         visible = (q_lo, q_hi, q_segment, begin, end, full_begin, full_end, record, n_partial, n, seqlen_k)
         dropout = dropouts
         if DROPOUT:
-            dropout = dropout_of_head(dropouts, batch, h)
+            dropout = dropout_of_head(dropout_of_batch(dropouts, batch), h)
         acc = gl.zeros([ROWS, D], gl.float32, layout=OUT)
         total = state_of(gl.zeros([ROWS, STATE_COLUMNS], gl.float32, layout=STATE_LAYOUT), STATE_COLUMNS)
         top = total
