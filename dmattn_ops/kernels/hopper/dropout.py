@@ -59,9 +59,10 @@ def philox_code(k, query, key, low, high):
 
 @gluon.constexpr_function
 def drop_code(queries_are_rows, packed):
-    """Return PTX that clears what dropout drops of eight neighbouring registers of a tile: of two evaluations of Philox.
+    """Return PTX for what dropout drops of eight neighbouring elements of a thread: those of two evaluations of Philox.
 
-    A register's place is, in bits: column 1, row 8, column 8. Outputs: eight floats, or (`packed`) four pairs of 16 bits.
+    An element's place is, in bits: column 1, row 8, column 8. Outputs: (`packed`) four pairs of 16 bits, of which what is
+    dropped is cleared, or eight floats, of which it is negated.
     Inputs: the same, then eight each of row, column, low and high word of the seed, the greatest word that drops.
     """
     width = 4 if packed else 8
@@ -79,7 +80,7 @@ def drop_code(queries_are_rows, packed):
                 kept = "0x0000FFFF" if k else "0xFFFF0000"
                 lines.append(f"@d{k}{place} and.b32 ${register // 2}, ${register // 2}, {kept};")
             else:
-                lines.append(f"@d{k}{place} mov.b32 ${register}, 0f00000000;")
+                lines.append(f"@d{k}{place} neg.f32 ${register}, ${register};")
     return " ".join([*lines, "}"])
 
 
@@ -91,19 +92,48 @@ def drop_operands(packed):
 
 
 @gluon.jit
-def drop(p, dropout, first_query, first_key, N: gl.constexpr, QUERIES_ARE_ROWS: gl.constexpr, PACKED: gl.constexpr):
-    """Return P `[64, N]` of 16 (PACKED) or 32 bits with 0 where dropout drops it, from a tile's first query and key on."""
+def _dropped(p, dropout, first_query, first_key, N: gl.constexpr, QUERIES_ARE_ROWS: gl.constexpr, PACKED: gl.constexpr):
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     CODE: gl.constexpr = drop_code(QUERIES_ARE_ROWS, PACKED)
     OPERANDS: gl.constexpr = drop_operands(PACKED)
     p = gl.convert_layout(p, TILE, assert_trivial=True)
-    first_query += dropout.q_origin
-    first_key += dropout.k_origin
     zeros = gl.zeros([64, N], gl.int32, layout=TILE)
-    row = zeros + (gl.where(QUERIES_ARE_ROWS, first_query, first_key) + gl.arange(0, 64, layout=gl.SliceLayout(1, TILE)))[:, None]
-    column = zeros + (gl.where(QUERIES_ARE_ROWS, first_key, first_query) + gl.arange(0, N, layout=gl.SliceLayout(0, TILE)))[None, :]
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, TILE))
+    columns = gl.arange(0, N, layout=gl.SliceLayout(0, TILE))
+    if QUERIES_ARE_ROWS:
+        rows += first_query + dropout.q_origin
+        columns += first_key + dropout.k_origin
+    else:
+        rows += first_key + dropout.k_origin
+        columns += first_query + dropout.q_origin
     low = zeros + dropout.seed.to(gl.int32)
     high = zeros + (dropout.seed >> 32).to(gl.int32)
-    return gl.inline_asm_elementwise(
-        CODE, OPERANDS, [p, row, column, low, high, zeros + dropout.last], p.dtype, is_pure=True, pack=8
-    )
+    operands = [p, zeros + rows[:, None], zeros + columns[None, :], low, high, zeros + dropout.last]
+    return gl.inline_asm_elementwise(CODE, OPERANDS, operands, p.dtype, is_pure=True, pack=8)
+
+
+@gluon.jit
+def drop(p, dropout, first_query, first_key, N: gl.constexpr):
+    """Return P of 16 bits `[64, N]`, whose rows are queries, with 0 where dropout drops it."""
+    return _dropped(p, dropout, first_query, first_key, N, True, True)
+
+
+@gluon.jit
+def mark_dropped(p, dropout, first_query, first_key, N: gl.constexpr, QUERIES_ARE_ROWS: gl.constexpr):
+    """Return P of 32 bits `[64, N]` with the sign of a minus where dropout drops it: no second tile of registers is needed."""
+    return _dropped(p, dropout, first_query, first_key, N, QUERIES_ARE_ROWS, False)
+
+
+@gluon.jit
+def kept(marked, dtype: gl.constexpr):
+    """Return P that is kept, in 16 bits, from what `mark_dropped` returns."""
+    KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
+    CODE: gl.constexpr = "cvt.rn.relu." + KIND + "x2.f32 $0, $2, $1;"
+    narrow = marked.to(dtype)  # for its type: the compiler leaves it out
+    return gl.inline_asm_elementwise(CODE, "=r,f,f", [marked], narrow.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def score_gradient(marked, dp, delta):
+    """Return the gradient of scores, over the factor that dropout rescales by: of kept P times dP, less P times delta."""
+    return gl.fma(gl.maximum(marked, 0.0), dp, -gl.abs(marked) * delta)

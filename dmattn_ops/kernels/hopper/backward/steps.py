@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.dropout import drop
+from dmattn_ops.kernels.hopper.dropout import kept, mark_dropped, score_gradient
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -199,29 +199,38 @@ def step(
     minus_lse = stat_s.index(b * 2).reshape([BM]).load(by_query)  # loads wait behind matrix instructions already issued
     if TWO_PHASE:
         delta = stat_s.index(b * 2 + 1).reshape([BM]).load(by_query)[None, :]
-        start = zero_s if DROPOUT else zero_s - delta
+        # registers hold delta or lse through the products: with dropout it is delta
+        STARTED: gl.constexpr = DROPOUT and not SOFTCAP
+        start = zero_s
+        if not DROPOUT:
+            start = zero_s - delta
         dp = warpgroup_mma(v_c, do.permute((1, 0)), start, use_acc=not DROPOUT, is_async=True)
         s = first_scores(bias[0], BM, BIAS)
-        s = warpgroup_mma(k_c, q.permute((1, 0)), s, use_acc=BIAS == FULL_BIAS, is_async=True)
+        if STARTED:
+            s = s + (minus_lse * scales.unscale)[None, :]  # unscale is 0 where pairs are needed
+        s = warpgroup_mma(k_c, q.permute((1, 0)), s, use_acc=STARTED or BIAS == FULL_BIAS, is_async=True)
         dp, s = warpgroup_mma_wait(0, deps=(dp, s))
-        x, slope = exponents(s, minus_lse, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, False, EXACT, by_query)
+        x, slope = exponents(s, minus_lse, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, STARTED, EXACT, by_query)
         p = gl.exp2(x)
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, HIDDEN, SL)
         if DROPOUT:
-            rest = p * delta
-            p = drop(p, dropout, corner[0], corner[1], BM, False, False)
-        pa = gl.convert_layout(p.to(dtype), PA)
-        if DROPOUT:
-            dp = gl.fma(p, dp, -rest)
-            p = zero_s + 1.0
-        if SOFTCAP:  # now, so that the slope takes no registers during the product
-            raw = (p * dp).to(dtype)
-            dp = dp * slope
-        mbarrier.wait(other_made, made_before)
-        dv = warpgroup_mma(pa, do, dv, is_async=True)
-        ds = (p * dp).to(dtype)
-        if not SOFTCAP:
-            raw = ds
+            p = mark_dropped(p, dropout, corner[0], corner[1], BM, False)
+            pa = gl.convert_layout(kept(p, dtype), PA)
+            ds = score_gradient(p, dp, delta)
+            raw = ds.to(dtype)
+            ds = (ds * slope).to(dtype) if SOFTCAP else raw
+            mbarrier.wait(other_made, made_before)
+            dv = warpgroup_mma(pa, do, dv, is_async=True)
+        else:
+            pa = gl.convert_layout(p.to(dtype), PA)
+            if SOFTCAP:  # now, so that the slope takes no registers during the product
+                raw = (p * dp).to(dtype)
+                dp = dp * slope
+            mbarrier.wait(other_made, made_before)
+            dv = warpgroup_mma(pa, do, dv, is_async=True)
+            ds = (p * dp).to(dtype)
+            if not SOFTCAP:
+                raw = ds
         dk = warpgroup_mma(gl.convert_layout(ds, SA), q, dk, is_async=True)
         ds_before, k_dq = dq_operands(ds_s, keys, b, C, BM)
         dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
@@ -243,16 +252,19 @@ def step(
         x, _ = exponents(s, minus_lse, bias, exact, row, scales, BM, BIAS, False, NATURAL, True, EXACT, by_query)
         p = gl.exp2(x)
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, HIDDEN, SL)
-        kept = p
         if DROPOUT:
-            kept = drop(p, dropout, corner[0], corner[1], BM, False, False)
-        pa = gl.convert_layout(kept.to(dtype), PA)
+            p = mark_dropped(p, dropout, corner[0], corner[1], BM, False)
+            pa = gl.convert_layout(kept(p, dtype), PA)
+        else:
+            pa = gl.convert_layout(p.to(dtype), PA)
         # the block boundary of this wait keeps ptxas from hoisting the wait for dP above the exponentials
         mbarrier.wait(other_made, made_before)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         delta = stat_s.index(b * 2 + 1).reshape([BM]).load(by_query)
-        ds = gl.fma(kept, dp, -p * delta[None, :]) if DROPOUT else p * (dp - delta[None, :])
-        ds = ds.to(dtype)
+        if DROPOUT:
+            ds = score_gradient(p, dp, delta[None, :]).to(dtype)
+        else:
+            ds = (p * (dp - delta[None, :])).to(dtype)
         dsa = gl.convert_layout(ds, SA)
         ds_s.index(b).slice(C * 64, 64, dim=0).store(ds)
         dv = warpgroup_mma(pa, do, dv, is_async=True)

@@ -248,7 +248,7 @@ def advance(
         s = hide(s, i + 1, hidden, lists, key_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN, WHOLE)
     p, top, total, factor = softmax_next(s, top, total, scale, dtype, NATURAL, not OVERLAP, BN)
     if DROPOUT:
-        p = drop(p, dropout, q_first, first_key(i + 1, lists, visible, BN, MASK), BN, True, True)
+        p = drop(p, dropout, q_first, first_key(i + 1, lists, visible, BN, MASK), BN)
     p = gl.convert_layout(p, LEFT)
     if OVERLAP:
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -388,7 +388,7 @@ def consume(
             mbarrier.arrive(k_empty.index(b), count=1)
             p, top, total = softmax_first(s, total, scale, dtype, NATURAL, BN)
             if DROPOUT:
-                p = drop(p, dropout, q_first, first_key(first, lists, visible, BN, MASK), BN, True, True)
+                p = drop(p, dropout, q_first, first_key(first, lists, visible, BN, MASK), BN)
             p = gl.convert_layout(p, LEFT)
             tested = gl.minimum(gl.maximum(masked, first + 1), n) - 1
             for i in range(first, tested):
