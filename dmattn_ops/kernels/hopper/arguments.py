@@ -53,4 +53,6 @@ def delta_factor(options: Options) -> float:
 def dropout_refusals(options: Options) -> list[str]:
     """Return every reason why dropout keeps the SM 9.0 kernels from a call."""
     begins_inside = any(origin % 16 for origin in (options.q_origin, options.k_origin))
-    return ["takes no dropout of positions that begin inside a block of 16"] * (options.dropout_p > 0.0 and begins_inside)
+    return ["takes no dropout of positions that begin inside a block of 16"] * (
+        options.dropout_p > 0.0 and begins_inside
+    )

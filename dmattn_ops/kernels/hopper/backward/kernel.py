@@ -417,7 +417,8 @@ def consume_block(
     KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     DK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, all_bias, bias_b, dropouts, exact, rows = consumed
+    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, all_bias, by_batch, exact, rows = consumed
+    bias_b, dropouts = by_batch
     q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones = shared
     q_full, made, read, dq_empties = signals
     k_full, k_empty, v_full, v_empty = kv_signals
@@ -516,12 +517,12 @@ def consumer(
 ):  # fmt: skip
     """Work through the program's blocks as consumer `C`, then write dq."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, bias_b, dropouts, exact, rows = consumed
+    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, by_batch, exact, rows = consumed
     _, _, _, _, _, ds_s, _, ones = shared
     needed = any_flag(flags, n_flags)
     exact = Exact(needed, exact.first, exact.second)
     scales = Scales(scales.factor, scales.cap, gl.where(needed != 0, 0.0, scales.unscale), scales.softmax)
-    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, bias_b, dropouts, exact, rows)
+    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, by_batch, exact, rows)
     if BIAS == KEY_BIAS:
         ones.index(0).store(gl.full([8, BM], 1.0, dtype, layout=gl.BlockedLayout([1, 8], [4, 8], [1, 4], [1, 0])))
     # dS of the step before the first one is zero
@@ -541,7 +542,8 @@ def consumer(
     finish(turn + 1, dq_out, work, C, D)
 
 
-_NUMBERS = ("bias_b", "bias_h", "bias_group", "seed_b", "seed_h", "last_dropped", "q_origin", "k_origin", "kv_heads", "group", "n_heads")
+_NUMBERS = ("bias_b", "bias_h", "bias_group", "kv_heads", "group", "n_heads")
+_NUMBERS += ("seed_b", "seed_h", "last_dropped", "q_origin", "k_origin")
 _NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once", "n_flags")
 
 
@@ -636,8 +638,8 @@ def backward_kernel(
     scales = Scales(scale_log2, cap, 1.0 / scale_log2, scale)
     exact = Exact(0, statistics + 2 * total.to(gl.int64), statistics + 3 * total.to(gl.int64))
     bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_q, seqlen_k)
-    dropouts = Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
-    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, bias_b, dropouts, exact, rows)
+    by_batch = (bias_b, Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin))
+    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, by_batch, exact, rows)
     dq_scale = scale
     if DROPOUT:
         dq_scale = scale * rescale

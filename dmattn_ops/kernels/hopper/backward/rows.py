@@ -86,8 +86,8 @@ def prepare_kernel(
 ):
     """Write the statistics of BLOCK rows, so that P is 0 where nothing may flow; zero their pieces of dq.
 
-    `stats` `[4, total_rows]` are minus lse (rounded, in log2 units), delta times `delta_factor`, and the pair; `flags` says for each program whether a
-    row of its needs the pair.
+    `stats` `[4, total_rows]` are minus lse (rounded, in log2 units), delta times `delta_factor`, and the pair; `flags` says for
+    each program whether a row of its needs the pair.
 
     Counts become 0 too: TICKETS tickets, `counters` of pieces, of which BLOCK rows are two, and `blocks_done` of key heads, of
     which there are no more than programs.

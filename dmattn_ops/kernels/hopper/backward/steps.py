@@ -210,7 +210,9 @@ def step(
             s = s + (minus_lse * scales.unscale)[None, :]  # unscale is 0 where pairs are needed
         s = warpgroup_mma(k_c, q.permute((1, 0)), s, use_acc=STARTED or BIAS == FULL_BIAS, is_async=True)
         dp, s = warpgroup_mma_wait(0, deps=(dp, s))
-        x, slope = exponents(s, minus_lse, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, STARTED, EXACT, by_query)
+        x, slope = exponents(
+            s, minus_lse, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, STARTED, EXACT, by_query
+        )
         p = gl.exp2(x)
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, HIDDEN, SL)
         if DROPOUT:

@@ -503,25 +503,25 @@ def forward_kernel(
     if NC == 2:
         gl.warp_specialize([
             (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
-                       dropouts, 0, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, DROPOUT,
-                       dtype)),
+                       dropouts, 0, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE,
+                       NATURAL, DROPOUT, dtype)),
             (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
-                       dropouts, 1, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, DROPOUT,
-                       dtype)),
+                       dropouts, 1, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE,
+                       NATURAL, DROPOUT, dtype)),
             (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
-                       dropouts, 0, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, DROPOUT,
-                       dtype)),
+                       dropouts, 0, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE,
+                       NATURAL, DROPOUT, dtype)),
             (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
-                       dropouts, 1, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, DROPOUT,
-                       dtype)),
+                       dropouts, 1, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE,
+                       NATURAL, DROPOUT, dtype)),
             (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
-                       dropouts, 2, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, DROPOUT,
-                       dtype)),
+                       dropouts, 2, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE,
+                       NATURAL, DROPOUT, dtype)),
             (produce, (q_desc, k_desc, v_desc, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

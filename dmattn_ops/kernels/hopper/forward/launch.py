@@ -8,7 +8,14 @@ from torch import Tensor
 from dmattn_ops import arch
 from dmattn_ops.call import Call, Result, bias_kind, in_natural_units
 from dmattn_ops.config import HopperForward
-from dmattn_ops.kernels.hopper.arguments import bias_places, dropout_arguments, dropout_refusals, listed, score_factors, too_long
+from dmattn_ops.kernels.hopper.arguments import (
+    bias_places,
+    dropout_arguments,
+    dropout_refusals,
+    listed,
+    score_factors,
+    too_long,
+)
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.launching.launch import computed, launch
 from dmattn_ops.kernels.launching.plan import raw_stream
