@@ -82,14 +82,20 @@ class Varlen(NamedTuple):
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """Return the integer of 24 bits below which a random word, shifted to 24 bits, drops its element."""
-    return round(dropout_p * (1 << 24))
+    """Return the integer, from 1 to 2^32, below which a random word of 32 bits drops its element; 0 without dropout."""
+    return max(round(dropout_p * (1 << 32)), int(dropout_p > 0))
+
+
+def last_dropped(dropout_p: float) -> int:
+    """Return the greatest word that drops its element, as kernels take it: its 32 bits as an int32. 0 without dropout."""
+    last = max(dropout_threshold(dropout_p) - 1, 0)
+    return last - (last >> 31 << 32)
 
 
 def dropout_scale(dropout_p: float) -> float:
-    """Return what kept weights are multiplied by: one over the probability, in steps of 2^-24, that one is kept."""
-    kept = (1 << 24) - dropout_threshold(dropout_p)
-    return (1 << 24) / kept if kept else 0.0
+    """Return what kept weights are multiplied by: one over the probability, in steps of 2^-32, that one is kept."""
+    kept = (1 << 32) - dropout_threshold(dropout_p)
+    return (1 << 32) / kept if kept else 0.0
 
 
 def float32_precision() -> str:

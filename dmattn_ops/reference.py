@@ -19,7 +19,7 @@ from dmattn_ops.problem import HEADER, Mask, Options, dropout_scale, dropout_thr
 
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
-_PHILOX_ROUNDS = 10
+_PHILOX_ROUNDS = 7
 _LOW_WORD = 0xFFFFFFFF
 _Index: TypeAlias = slice | tuple[int | slice, ...]
 
@@ -71,35 +71,46 @@ def visible(mask: Mask, options: Options, heads: int, seqlen_q: int, seqlen_k: i
 def philox_keep(
     seed: Tensor, seqlen_q: int, seqlen_k: int, dropout_p: float, q_origin: int = 0, k_origin: int = 0
 ) -> Tensor:
-    """Return which elements dropout keeps, bool `[*seed.shape, Sq, Sk]`, by Philox4x32-10 (Salmon et al. 2011).
+    """Return which elements dropout keeps, bool `[*seed.shape, Sq, Sk]`, by Philox4x32-7 (Salmon et al. 2011).
 
-    The key of the generator is the seed, its counter `(j // 4, i, 0, 0)` for the query at position `i` and the key at `j`;
-    keys `j % 4` take its four words. Positions start at the origins.
+    The query at position `i` and the key at `j` take word `2 * (i >> 3 & 1) + (j >> 3 & 1)` of the counter `(i & ~8, j & ~8,
+    low word of the seed, high word of the seed)` under the key 0: four pairs, eight rows and columns apart, share an
+    evaluation. Positions start at the origins.
     """
     device = seed.device
-    first_group = k_origin // 4
-    groups = torch.arange(first_group, (k_origin + seqlen_k + 3) // 4, device=device)
-    shape = (*seed.shape, seqlen_q, groups.shape[0])
-    counter = [
-        groups.expand(shape),
-        torch.arange(q_origin, q_origin + seqlen_q, device=device).unsqueeze(-1).expand(shape),
-        torch.zeros((), dtype=torch.int64, device=device).expand(shape),
-        torch.zeros((), dtype=torch.int64, device=device).expand(shape),
-    ]
+    (rows, skipped_rows), (columns, skipped_columns) = (
+        _first_of_pairs(origin, seqlen, device) for origin, seqlen in ((q_origin, seqlen_q), (k_origin, seqlen_k))
+    )
+    shape = (*seed.shape, rows.shape[0], columns.shape[0])
     low, high = (seed[..., None, None] >> shift & _LOW_WORD for shift in (0, 32))
+    counter = [part.expand(shape) for part in (rows[:, None], columns, low, high)]
+    bumps = (0, 0)
     for _ in range(_PHILOX_ROUNDS):
         # The product wraps modulo 2^64, which leaves the bits of both words right.
         first, second = _PHILOX_MULTIPLIERS[0] * counter[0], _PHILOX_MULTIPLIERS[1] * counter[2]
         counter = [
-            ((second >> 32) & _LOW_WORD) ^ counter[1] ^ low,
+            ((second >> 32) & _LOW_WORD) ^ counter[1] ^ bumps[0],
             second & _LOW_WORD,
-            ((first >> 32) & _LOW_WORD) ^ counter[3] ^ high,
+            ((first >> 32) & _LOW_WORD) ^ counter[3] ^ bumps[1],
             first & _LOW_WORD,
         ]
-        low, high = (low + _PHILOX_WEYL[0]) & _LOW_WORD, (high + _PHILOX_WEYL[1]) & _LOW_WORD
-    skipped = k_origin - 4 * first_group
-    words = torch.stack(counter, dim=-1).flatten(-2)[..., skipped : skipped + seqlen_k]
-    return (words >> 8) >= dropout_threshold(dropout_p)
+        bumps = ((bumps[0] + _PHILOX_WEYL[0]) & _LOW_WORD, (bumps[1] + _PHILOX_WEYL[1]) & _LOW_WORD)
+    words = torch.stack(counter, dim=-1).unflatten(
+        -1, (2, 2)
+    )  # beside each other: of query i, of i + 8; of key j, of j + 8
+    words = words.unflatten(-3, (-1, 8)).unflatten(-5, (-1, 8))  # [..., rows / 8, 8, columns / 8, 8, 2, 2]
+    words = words.movedim((-2, -1), (-5, -2)).flatten(-3).flatten(-4, -2)
+    kept = words >= dropout_threshold(dropout_p)
+    return kept[..., skipped_rows : skipped_rows + seqlen_q, skipped_columns : skipped_columns + seqlen_k]
+
+
+def _first_of_pairs(origin: int, length: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return the positions without bit 3 of the blocks of 16 that hold `length` positions from `origin` on, and how many
+    positions of the first block come before the origin.
+    """
+    begin = origin // 16 * 16
+    positions = torch.arange(begin, -(-(origin + length) // 16) * 16, device=device)
+    return positions[(positions & 8) == 0] & _LOW_WORD, origin - begin
 
 
 class _Sequence(NamedTuple):

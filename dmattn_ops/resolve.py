@@ -19,10 +19,11 @@ def forward_config(offered: config.Config, call: Call, result: Result) -> config
     if isinstance(offered, config.PortableForward):
         aligned = rows_are_aligned(call.query, call.key, call.value, result.out)
         return offered.for_call(aligned, is_pairwise(call.bias, call.options), call.demand.seqlen_q)
-    if isinstance(offered, config.HopperForward) and (call.mask.kind != "none" or call.bias is not None):
+    wide = call.mask.kind != "none" or call.bias is not None or call.options.dropout_p > 0.0 or call.varlen is not None
+    if isinstance(offered, config.HopperForward) and wide:
         return replace(
             offered, block_m=TILE
-        )  # lists name tiles of that height; a third consumer has no registers for a bias
+        )  # lists name tiles of that height; a third consumer has no registers for a bias or dropout
     return offered
 
 

@@ -63,15 +63,15 @@ def per_head(tensor: Tensor, heads: int) -> Tensor:
 def philox_keep(
     seed: Tensor, shape: tuple[int, int, int, int], dropout_p: float, origins: tuple[int, int] = (0, 0)
 ) -> Tensor:
-    """Philox4x32-10 as DESIGN.md states it, in numpy's uint64: bool `[B, H, Sq, Sk]` for seeds `[B or 1, H or 1]`."""
+    """Philox4x32-7 as DESIGN.md states it, in numpy's uint64: bool `[B, H, Sq, Sk]` for seeds `[B or 1, H or 1]`."""
     low = np.uint64(0xFFFFFFFF)
     seeds = seed.expand(shape[:2]).contiguous().numpy().view(np.uint64)[:, :, None, None]
     row, col = (first + np.arange(size) for first, size in zip(origins, shape[2:], strict=True))
     row, col = np.broadcast_to(row[:, None], shape), np.broadcast_to(col, shape)
-    nothing = np.zeros(shape, np.uint64)
-    words = [(col >> 2).astype(np.uint64), row.astype(np.uint64), nothing, nothing]
-    keys = [seeds & low, seeds >> np.uint64(32)]
-    for _ in range(10):
+    words = [(part & ~8).astype(np.uint64) for part in (row, col)]
+    words += [np.broadcast_to(part, shape) for part in (seeds & low, seeds >> np.uint64(32))]
+    keys = [np.uint64(0), np.uint64(0)]
+    for _ in range(7):
         first, second = np.uint64(0xD2511F53) * words[0], np.uint64(0xCD9E8D57) * words[2]
         shift = np.uint64(32)
         words = [
@@ -81,9 +81,8 @@ def philox_keep(
             first & low,
         ]
         keys = [(key + np.uint64(weyl)) & low for key, weyl in zip(keys, (0x9E3779B9, 0xBB67AE85), strict=True)]
-    chosen = np.choose(col & 3, words)
-    kept = (chosen >> np.uint64(8)) >= np.uint64(round(dropout_p * (1 << 24)))
-    return torch.from_numpy(kept)
+    chosen = np.choose(2 * (row >> 3 & 1) + (col >> 3 & 1), words)
+    return torch.from_numpy(chosen >= np.uint64(round(dropout_p * (1 << 32))))
 
 
 def formula(call: Call, dtype: torch.dtype, rounding: float = 0.0) -> list[Tensor | None]:
@@ -110,8 +109,8 @@ def formula(call: Call, dtype: torch.dtype, rounding: float = 0.0) -> list[Tenso
     lse = torch.logsumexp(scores.to(torch.promote_types(dtype, torch.float32)), -1)
     probs = torch.where(empty, 0.0, torch.softmax(scores, -1))
     if call.dropout_p:
-        kept = (1 << 24) - round(call.dropout_p * (1 << 24))  # in steps of 2^-24, as the words are compared
-        probs = torch.where(call.dropout_keep, probs * ((1 << 24) / kept), 0.0) if kept else probs * 0
+        kept = (1 << 32) - round(call.dropout_p * (1 << 32))  # in steps of 2^-32, as the words are compared
+        probs = torch.where(call.dropout_keep, probs * ((1 << 32) / kept), 0.0) if kept else probs * 0
     out = (probs.to(dtype) @ v).transpose(1, 2)
     lse = torch.where(empty.squeeze(-1), -math.inf, lse)
     total = (out.double() * call.grad_out.double()).sum()

@@ -21,6 +21,7 @@ KINDS = (
     "window intervals", "hidden intervals", "causal hidden intervals", "spans", "spans softcap", "spans key-bias",
     *(f"{mask} key-bias" for mask in ("full", "causal", "softcap", "bits", "segments", "intervals")),
     *(f"{mask} full-bias" for mask in ("full", "bits", "intervals")),
+    *(f"{mask} dropout" for mask in ("full", "causal", "softcap", "bits", "segments", "causal intervals", "causal key-bias")),
 )  # fmt: skip
 # Bytes moved to or from the stack (triton 3.6): counters and limits of rows, kept around the loops beside 200 registers of
 # accumulators and P; those of D 256 with a test or a cap also in its loop. Everything that is not named spills nothing.
@@ -35,10 +36,13 @@ ALLOWED = {
     "d256 bits full-bias": 264,
     "d128 spans": 24, "d128 spans softcap": 16, "d128 spans key-bias": 28, "d256 spans": 32, "d256 spans softcap": 40,
     "d256 spans key-bias": 52,
+    "d128 full dropout": 28, "d128 causal dropout": 28, "d128 softcap dropout": 32, "d128 bits dropout": 172,
+    "d128 segments dropout": 208, "d128 causal intervals dropout": 1044, "d128 causal key-bias dropout": 476,
+    "d256 bits dropout": 120, "d256 softcap dropout": 80, "d256 segments dropout": 116, "d256 causal intervals dropout": 400,
 }  # fmt: skip
 QUICK = (
     "d64 causal", "d128 full", "d128 bits", "d256 causal", "d64 causal key-bias", "d128 bits key-bias", "d64 spans",
-    "d128 spans",
+    "d128 spans", "d128 causal dropout", "d128 intervals",
 )  # fmt: skip
 EVERY = tuple(f"d{dim} {kind}" for dim in (64, 128, 256) for kind in KINDS if dim != 64 or "full-bias" not in kind)
 CASES = EVERY if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
@@ -78,7 +82,7 @@ def test_shared_memory_is_what_the_configuration_says(case: str, reports: dict[s
 def test_products_run_on_the_tensor_cores_and_tiles_move_by_tma(case: str, reports: dict[str, dict]) -> None:
     found = reports[case]["opcodes"]
     dim, kind = case.split(" ", 1)
-    consumers = 3 if dim == "d64" and kind in ("full", "causal", "window", "softcap", "spans", "spans softcap") else 2
+    consumers = 3 if dim == "d64" and kind in ("full", "causal", "window", "softcap") else 2
     keys = 64 if dim == "d256" else 128
     # the first scores, the two loops with both products, the last product
     assert found["HGMMA"] == consumers * 3 * (int(dim[1:]) // 16 + keys // 16)
@@ -99,7 +103,9 @@ def _compile(case: str) -> dict:
     row = next(row for row in config.FORWARD if row.kernel == "hopper" and row.dim == columns)
     mask = next((kind for kind in ("bits", "segments", "intervals", "spans") if kind in words), "band")
     bias = next((word.removesuffix("-bias") for word in words if word.endswith("-bias")), "none")
-    block_m, block_n = row.config.block_m if mask in ("band", "spans") and bias == "none" else 128, row.config.block_n
+    dropout = "dropout" in words
+    block_m = row.config.block_m if mask == "band" and bias == "none" and not dropout else 128
+    block_n = row.config.block_n
 
     def boxes(rows: int, width: int, dtype: str) -> str:
         layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.int32 if dtype == "i32" else gl.bfloat16)
@@ -107,7 +113,7 @@ def _compile(case: str) -> dict:
 
     signature = dict.fromkeys(SCALARS, "i32") | dict.fromkeys(("lse_b", "lse_h", "lists_b", "lists_h"), "i64")
     signature |= dict.fromkeys(("bias_b", "bias_h", "bias_q"), "i64")
-    signature |= dict.fromkeys(("scale", "cap", "cap_inner"), "fp32") | {
+    signature |= dict.fromkeys(("scale", "cap", "cap_inner", "rescale"), "fp32") | {
         "lse": "*fp32",
         "lse_tail": "*fp32",
         "counter": "*i32",
@@ -119,6 +125,7 @@ def _compile(case: str) -> dict:
         "MASK": mask, "BIAS": bias, "HAS_LO": bool({"window", "spans"} & set(words)),
         "HAS_HI": bool({"causal", "window", "segments", "spans"} & set(words)),
         "SOFTCAP": "softcap" in words, "HIDDEN": "hidden" in words, "NATURAL": bias != "none" or "natural" in words,
+        "DROPOUT": dropout,
     }  # fmt: skip
     optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
     optional |= {} if mask == "band" else {"lists": "*i32"}
@@ -126,7 +133,19 @@ def _compile(case: str) -> dict:
     optional |= {"start": "*i32", "end": "*i32"} if mask in ("intervals", "spans") else {}
     optional |= {"hidden_from": "*i32", "hidden_to": "*i32"} if "hidden" in words else {}
     optional |= {} if bias == "none" else {"bias": "*bf16"}
-    every = {"bits_desc", "lists", "q_segments", "k_segments", "start", "end", "hidden_from", "hidden_to", "bias"}
+    optional |= {"seed": "*i64"} if dropout else {}
+    every = {
+        "bits_desc",
+        "lists",
+        "q_segments",
+        "k_segments",
+        "start",
+        "end",
+        "hidden_from",
+        "hidden_to",
+        "bias",
+        "seed",
+    }
     constants |= dict.fromkeys(every - set(optional))
     aligned = tuple(name for name, kind in {**signature, **optional}.items() if kind.startswith("*"))
     aligned += ("bias_b", "bias_h", "bias_q")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmattn_ops import layout, meta, reference
 from dmattn_ops.call import Call, Gradients, Result, Saved
-from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, Varlen, dropout_threshold, plain_options
+from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, Varlen, dropout_threshold, last_dropped, plain_options
 
 FAR = UNBOUNDED
 SCALE = 0.3
@@ -27,9 +27,9 @@ PROBLEMS = [
 ]
 
 
-def philox(counter: list[int], key: list[int]) -> list[int]:
-    """Philox4x32-10 on Python integers."""
-    for _ in range(10):
+def philox(counter: list[int], key: list[int], rounds: int = 10) -> list[int]:
+    """Philox4x32 on Python integers."""
+    for _ in range(rounds):
         first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
         low = 0xFFFFFFFF
         counter = [second >> 32 ^ counter[1] ^ key[0], second & low, first >> 32 ^ counter[3] ^ key[1], first & low]
@@ -52,11 +52,52 @@ def test_philox_gives_the_published_answers():
 
 @pytest.mark.parametrize("seed", [0, -1, 123456789012345, -(1 << 63)])
 def test_dropout_keeps_what_philox_says(seed: int):
-    kept = reference.philox_keep(torch.tensor([[seed], [7]]), 5, 11, 0.3)
-    for b, i, j in torch.cartesian_prod(*map(torch.arange, (2, 5, 11))).tolist():
+    kept = reference.philox_keep(torch.tensor([[seed], [7]]), 18, 27, 0.3)
+    for b, i, j in torch.cartesian_prod(*map(torch.arange, (2, 18, 27))).tolist():
         own = (seed, 7)[b]
-        word = philox([j >> 2, i, 0, 0], [own & 0xFFFFFFFF, own >> 32 & 0xFFFFFFFF])[j & 3]
-        assert kept[b, 0, i, j].item() == (word >> 8 >= dropout_threshold(0.3))
+        words = philox([i & ~8, j & ~8, own & 0xFFFFFFFF, own >> 32 & 0xFFFFFFFF], [0, 0], rounds=7)
+        assert kept[b, 0, i, j].item() == (words[2 * (i >> 3 & 1) + (j >> 3 & 1)] >= dropout_threshold(0.3))
+
+
+@pytest.mark.parametrize("dropout_p", [0.003, 0.1, 0.5, 0.9])
+def test_what_dropout_keeps_looks_like_independent_draws(dropout_p: float):
+    """Seeds of which many bits are alike, and pairs of weights at every distance that kernels group or tile by."""
+    seeds = torch.tensor([[0, 1, 2, 1 << 32, (1 << 32) + 1, -1, -2, (1 << 63) - 1]])
+    kept = reference.philox_keep(seeds, 512, 512, dropout_p).double()
+    deviation = (kept - (1 - dropout_p)) / math.sqrt(dropout_p * (1 - dropout_p))
+
+    def in_deviations(sums: Tensor, count: int) -> Tensor:
+        return (sums / math.sqrt(count)).abs()
+
+    assert in_deviations(deviation.sum((-1, -2)), 512 * 512).max() < 5
+    assert in_deviations(deviation.sum(-1), 512).max() < 6  # of 4096 rows
+    assert in_deviations(deviation.sum(-2), 512).max() < 6
+    shifts = [0, 1, 2, 7, 8, 9, 15, 16, 24, 64, 128]
+    for rows in shifts:
+        for columns in shifts:
+            if rows == columns == 0:
+                continue
+            shifted = deviation[..., rows:, columns:] * deviation[..., : 512 - rows, : 512 - columns]
+            assert in_deviations(shifted.sum((-1, -2)), shifted[0, 0].numel()).max() < 6, (rows, columns)
+            mirrored = deviation[..., rows:, : 512 - columns] * deviation[..., : 512 - rows, columns:]
+            assert in_deviations(mirrored.sum((-1, -2)), mirrored[0, 0].numel()).max() < 6, (rows, columns)
+    between = torch.einsum("bhij,bgij->hg", deviation, deviation).fill_diagonal_(0)
+    assert in_deviations(between, 512 * 512).max() < 5
+    turned = torch.einsum("bhij,bgji->hg", deviation, deviation)
+    assert in_deviations(turned, 512 * 512).max() < 6
+
+
+def test_a_chance_too_small_for_32_bits_still_drops_and_one_of_1_drops_all():
+    assert [dropout_threshold(p) for p in (0.0, 1e-30, 2.0**-32, 0.5, 1 - 1e-16, 1.0)] == [
+        0,
+        1,
+        1,
+        1 << 31,
+        1 << 32,
+        1 << 32,
+    ]
+    assert [last_dropped(p) for p in (0.0, 1e-30, 0.5, 0.6, 1.0)] == [0, 0, (1 << 31) - 1, -1717986919, -1]
+    assert not reference.philox_keep(torch.tensor([[3]]), 200, 200, 1.0).any()
 
 
 @pytest.mark.parametrize("q_origin", [0, 3, 1 << 29])

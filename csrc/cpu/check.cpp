@@ -149,8 +149,8 @@ void check_numbers(const Arguments& a) {
   TORCH_CHECK_VALUE(std::isfinite(a.softmax_scale), "softmax_scale must be finite, got ", a.softmax_scale);
   TORCH_CHECK_VALUE(std::isfinite(a.softcap) && a.softcap >= 0, "softcap must be finite and at least 0, got ",
                     a.softcap);
-  TORCH_CHECK_VALUE(a.drop_below >= 0 && a.drop_below <= int64_t{1} << 24,
-                    "drop_below must be an integer from 0 to 2^24, got ", a.drop_below);
+  TORCH_CHECK_VALUE(a.drop_below >= 0 && a.drop_below <= int64_t{1} << 32,
+                    "drop_below must be an integer from 0 to 2^32, got ", a.drop_below);
   TORCH_CHECK_VALUE(std::isfinite(a.dropout_scale), "dropout_scale must be finite, got ", a.dropout_scale);
 }
 

@@ -99,7 +99,8 @@ void add_dropout(Problem& problem, const Arguments& arguments) {
   dropout.seeds.assign(first, first + seeds.numel());
   dropout.seed_batches = seeds.size(0);
   dropout.seed_heads = seeds.size(1);
-  dropout.drop_below = static_cast<uint32_t>(arguments.drop_below);
+  dropout.used = true;
+  dropout.last_dropped = static_cast<uint32_t>(arguments.drop_below - 1);
   dropout.scale = arguments.dropout_scale;
   dropout.q_origin = arguments.q_origin;
   dropout.k_origin = arguments.k_origin;

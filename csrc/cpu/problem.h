@@ -90,11 +90,12 @@ struct MaskTensors {
 struct Dropout {
   std::vector<uint64_t> seeds;  // [1 or B, 1 or H]
   int64_t seed_batches = 1, seed_heads = 1;
-  uint32_t drop_below = 0;  // 24-bit threshold of problem.py; 0 drops nothing
-  double scale = 1;         // of the weights that are kept
+  bool used = false;
+  uint32_t last_dropped = 0;  // the greatest random word that drops its weight
+  double scale = 1;           // of the weights that are kept
   int64_t q_origin = 0, k_origin = 0;
 
-  explicit operator bool() const { return drop_below > 0; }
+  explicit operator bool() const { return used; }
   uint64_t seed(int64_t batch, int64_t head) const {
     return seeds[(seed_batches == 1 ? 0 : batch) * seed_heads + (seed_heads == 1 ? 0 : head)];
   }

@@ -88,11 +88,12 @@ struct BitMath {
   void (*nonzero)(const char* row, int64_t stride, int64_t size, uint64_t significant, int64_t n, uint32_t* words);
   // target bit (c, r) = source bit (r, c) for a 128 x 128 tile; strides in words.
   void (*transpose)(const uint32_t* source, int64_t source_stride, uint32_t* target, int64_t target_stride);
-  // Dropout of one query over 128 keys in groups of four from `first_group`: bit c is set where key
-  // 4 first_group + c is kept.
-  void (*philox_keep)(uint64_t seed, uint32_t query, uint32_t first_group, uint32_t threshold, uint32_t* words);
-  // The same for the 128 keys at `positions`.
-  void (*philox_keep_at)(uint64_t seed, uint32_t query, const uint32_t* positions, uint32_t threshold,
+  // Dropout of `query`, whose bit 3 is 0, and of query + 8 over 128 keys from `first_key`, a multiple of 16: bit c is
+  // set where key first_key + c is kept.
+  void (*philox_keep)(uint64_t seed, uint32_t query, uint32_t first_key, uint32_t last_dropped, uint32_t* words,
+                      uint32_t* words_of_8_further);
+  // The same for any query and the 128 keys at `positions`.
+  void (*philox_keep_at)(uint64_t seed, uint32_t query, const uint32_t* positions, uint32_t last_dropped,
                          uint32_t* words);
 };
 

@@ -348,16 +348,17 @@ void transpose_bits(const uint32_t* source, int64_t source_stride, uint32_t* tar
   }
 }
 
-// Philox4x32-10, `calls` of them side by side, of the counters (x[0], query, 0, 0); x receives the four words of each.
+// Philox4x32-7 under the key 0, `calls` of them side by side, of the counters (query, x[1], seed); x receives the four
+// words of each, which are those of (query, key), (query, key + 8), (query + 8, key) and (query + 8, key + 8).
 template <int calls>
 DMATTN_INLINE void philox(uint64_t seed, uint32_t query, uint32_t (*x)[calls]) {
   for (int k = 0; k < calls; ++k) {
-    x[1][k] = query;
-    x[2][k] = 0;
-    x[3][k] = 0;
+    x[0][k] = query;
+    x[2][k] = static_cast<uint32_t>(seed);
+    x[3][k] = static_cast<uint32_t>(seed >> 32);
   }
-  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
+  uint32_t key0 = 0, key1 = 0;
+  for (int round = 0; round < 7; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
     for (int k = 0; k < calls; ++k) {
       const uint64_t a = uint64_t{0xD2511F53u} * x[0][k], b = uint64_t{0xCD9E8D57u} * x[2][k];
       x[0][k] = static_cast<uint32_t>(b >> 32) ^ x[1][k] ^ key0;
@@ -368,27 +369,32 @@ DMATTN_INLINE void philox(uint64_t seed, uint32_t query, uint32_t (*x)[calls]) {
   }
 }
 
-// One call for four neighbouring keys.
-void philox_keep(uint64_t seed, uint32_t query, uint32_t first_group, uint32_t threshold, uint32_t* words) {
-  constexpr int calls = kTile / 4;
+void philox_keep(uint64_t seed, uint32_t query, uint32_t first_key, uint32_t last_dropped, uint32_t* words,
+                 uint32_t* words_of_8_further) {
+  constexpr int calls = kTile / 2;
   uint32_t x[4][calls];
-  for (int k = 0; k < calls; ++k) x[0][k] = first_group + static_cast<uint32_t>(k);
+  for (int k = 0; k < calls; ++k) x[1][k] = first_key + static_cast<uint32_t>((k >> 3) * 16 + (k & 7));
   philox<calls>(seed, query, x);
   for (int w = 0; w < kTileWords; ++w) {
-    uint32_t word = 0;
-    for (int k = 0; k < 8; ++k)
-      for (int out = 0; out < 4; ++out) word |= uint32_t{(x[out][w * 8 + k] >> 8) >= threshold} << (4 * k + out);
+    uint32_t word = 0, further = 0;
+    for (int k = 0; k < 16; ++k) {
+      const int at = w * 16 + k, bit = (k >> 3) * 16 + (k & 7);
+      word |= uint32_t{x[0][at] > last_dropped} << bit | uint32_t{x[1][at] > last_dropped} << (bit + 8);
+      further |= uint32_t{x[2][at] > last_dropped} << bit | uint32_t{x[3][at] > last_dropped} << (bit + 8);
+    }
     words[w] = word;
+    words_of_8_further[w] = further;
   }
 }
 
-void philox_keep_at(uint64_t seed, uint32_t query, const uint32_t* positions, uint32_t threshold, uint32_t* words) {
+void philox_keep_at(uint64_t seed, uint32_t query, const uint32_t* positions, uint32_t last_dropped, uint32_t* words) {
   uint32_t x[4][kTile];
-  for (int k = 0; k < kTile; ++k) x[0][k] = positions[k] >> 2;
-  philox<kTile>(seed, query, x);
+  for (int k = 0; k < kTile; ++k) x[1][k] = positions[k] & ~8u;
+  philox<kTile>(seed, query & ~8u, x);
+  const uint32_t(*own)[kTile] = x + (query >> 2 & 2);
   for (int w = 0; w < kTileWords; ++w) {
     uint32_t word = 0;
-    for (int k = 0; k < 32; ++k) word |= uint32_t{(x[positions[32 * w + k] & 3][32 * w + k] >> 8) >= threshold} << k;
+    for (int k = 0; k < 32; ++k) word |= uint32_t{own[positions[32 * w + k] >> 3 & 1][32 * w + k] > last_dropped} << k;
     words[w] = word;
   }
 }

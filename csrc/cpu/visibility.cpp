@@ -166,7 +166,7 @@ void scattered_dropout_bits(const Dropout& dropout, uint64_t seed, int64_t first
   uint32_t positions[kTile] = {};
   for (int64_t c = 0; c < keys.count; ++c) positions[c] = static_cast<uint32_t>(dropout.k_origin + keys.pieces[c].key);
   for (int64_t r = 0; r < queries; ++r)
-    math.philox_keep_at(seed, static_cast<uint32_t>(dropout.q_origin + first_query + r), positions, dropout.drop_below,
+    math.philox_keep_at(seed, static_cast<uint32_t>(dropout.q_origin + first_query + r), positions, dropout.last_dropped,
                         words + r * kTileWords);
 }
 
@@ -178,17 +178,21 @@ void dropout_bits(const Dropout& dropout, uint64_t seed, int64_t first_query, in
   if (keys.pieces) return scattered_dropout_bits(dropout, seed, first_query, queries, keys, words);
   const BitMath& math = bit_math();
   const int64_t key = dropout.k_origin + keys.first;
-  const auto group = static_cast<uint32_t>(key >> 2), skipped = static_cast<uint32_t>(key & 3);
+  const auto skipped = static_cast<uint32_t>(key & 15);
   for (int64_t r = 0; r < queries; ++r) {
-    uint32_t* const row = words + r * kTileWords;
-    const auto query = static_cast<uint32_t>(dropout.q_origin + first_query + r);
-    math.philox_keep(seed, query, group, dropout.drop_below, row);
-    if (skipped == 0) continue;
-    uint32_t next[kTileWords];
-    math.philox_keep(seed, query, group + kTile / 4, dropout.drop_below, next);
-    for (int64_t w = 0; w < kTileWords; ++w) {
-      const uint32_t after = w + 1 < kTileWords ? row[w + 1] : next[0];
-      row[w] = row[w] >> skipped | after << (32 - skipped);
+    const int64_t query = dropout.q_origin + first_query + r;
+    const bool second = (query & 8) != 0;
+    if (second && r >= 8) continue;  // written with the query 8 before it
+    // 256 keys of both queries from the multiple of 16 before `key` on; the second tile only where `key` is none
+    uint32_t both[2][2 * kTileWords] = {};
+    for (int64_t tile = 0; tile <= (skipped != 0); ++tile)
+      math.philox_keep(seed, static_cast<uint32_t>(query & ~int64_t{8}),
+                       static_cast<uint32_t>(key - skipped + tile * kTile), dropout.last_dropped,
+                       both[0] + tile * kTileWords, both[1] + tile * kTileWords);
+    for (int64_t half = second; half < 2 && r + 8 * (half - second) < queries; ++half) {
+      uint32_t* const row = words + (r + 8 * (half - second)) * kTileWords;
+      for (int64_t w = 0; w < kTileWords; ++w)
+        row[w] = static_cast<uint32_t>((uint64_t{both[half][w + 1]} << 32 | both[half][w]) >> skipped);
     }
   }
 }

@@ -48,7 +48,7 @@ def attend(
         probability = probability * share[..., None]
     kept = probability
     if dropout_keep is not None:
-        kept_of_all = 1 - round(problem.dropout_p * 2**24) / 2**24  # probabilities are whole multiples of 2^-24
+        kept_of_all = 1 - round(problem.dropout_p * 2**32) / 2**32  # probabilities are whole multiples of 2^-32
         kept = torch.where(dropout_keep, probability * (1 / kept_of_all if kept_of_all else 0.0), 0)
     out = (kept.to(v.dtype) @ v).transpose(1, 2)
     return out, torch.where(empty[..., 0], float("-inf"), lse), probability

@@ -129,7 +129,7 @@ def test_passes_give_what_one_gives_in_less_memory(packed_calls, monkeypatch: py
         torch.cuda.synchronize()
         return found, torch.cuda.max_memory_allocated() - before
 
-    whole, of_whole = peak()
+    _, of_whole = peak()
     assert packed_calls[-1].heads_per_pass == 8
     plans.forget()
     monkeypatch.setattr(packing, "heads_per_pass", lambda *sizes: 1)

@@ -61,8 +61,8 @@ NASTY = {
     "dropout with a seed for each batch and head": Problem(
         dropout_p=0.4, batch=2, heads=4, seeds=(2, 4), seqlen_q=70, seqlen_k=90, bias=(1, 1, 70)
     ),
-    "dropout of a part of a sequence": Problem(dropout_p=0.4, q_origin=37, k_origin=64, seeds=(1, 2), band_hi=10),
-    "dropout of a part that begins inside a group of four keys": Problem(
+    "dropout of a part of a sequence": Problem(dropout_p=0.4, q_origin=48, k_origin=64, seeds=(1, 2), band_hi=10),
+    "dropout of a part that begins inside a block of 16 queries and keys": Problem(
         dropout_p=0.4, q_origin=5, k_origin=1003, seeds=(1, 2), bias=(1, 2, 1)
     ),
     "dropout of everything": Problem(dropout_p=1.0, grad_lse=True),

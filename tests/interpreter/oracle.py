@@ -8,11 +8,11 @@ from torch import Tensor
 _M = 0xFFFFFFFF
 
 
-def philox(seed: Tensor, counters: list[Tensor]) -> list[Tensor]:
-    """Philox4x32-10 on int64 tensors that hold 32-bit words (Salmon et al., 2011)."""
+def philox(counters: list[Tensor]) -> list[Tensor]:
+    """Philox4x32-7 of the key 0 on int64 tensors that hold 32-bit words (Salmon et al., 2011)."""
     c0, c1, c2, c3 = counters
-    k0, k1 = seed & _M, (seed >> 32) & _M
-    for _ in range(10):
+    k0, k1 = 0, 0
+    for _ in range(7):
         low0, high0 = _multiply(0xD2511F53, c0)
         low1, high1 = _multiply(0xCD9E8D57, c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
@@ -33,10 +33,10 @@ def dropout_keep(seed: Tensor, dropout_p: float, rows: range, columns: range) ->
     shape = (*seed.shape, len(rows), len(columns))
     i = torch.tensor(rows).view(1, 1, -1, 1).expand(shape)
     j = torch.tensor(columns).view(1, 1, 1, -1).expand(shape)
-    zero = torch.zeros_like(i)
-    words = torch.stack(philox(seed[..., None, None], [j >> 2, i, zero, zero]), -1)
-    word = words.gather(-1, (j & 3).unsqueeze(-1)).squeeze(-1)
-    return (word >> 8) >= round(dropout_p * 2**24)
+    low, high = (part[..., None, None].expand(shape) for part in (seed & _M, seed >> 32 & _M))
+    words = torch.stack(philox([i & ~8, j & ~8, low, high]), -1)
+    word = words.gather(-1, (2 * (i >> 3 & 1) + (j >> 3 & 1)).unsqueeze(-1)).squeeze(-1)
+    return word >= round(dropout_p * 2**32)
 
 
 def spread_heads(tensor: Tensor, heads: int, dim: int) -> Tensor:

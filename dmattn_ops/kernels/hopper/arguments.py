@@ -1,4 +1,4 @@
-"""What the launchers of the SM 9.0 kernels do alike: sizes, lists for intervals, the numbers of scores and of a bias.
+"""What the launchers of the SM 9.0 kernels do alike: sizes, lists for intervals, the numbers of scores, of a bias and of dropout.
 
 To these kernels packed sequences are one long sequence, in which each query sees a span of keys (`kernels/spans.py`).
 """
@@ -15,9 +15,9 @@ from dmattn_ops.call import Call, bias_kind
 from dmattn_ops.kernels.interval_lists import listed as listed
 from dmattn_ops.kernels.interval_lists import too_long as too_long
 from dmattn_ops.kernels.launching.launch import computed, workspace
-from dmattn_ops.kernels.portable.arguments import bias_arguments
+from dmattn_ops.kernels.portable import arguments as portable
 from dmattn_ops.kernels.spans import Spans
-from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Options
+from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Options, dropout_scale
 
 LOG2E = 1.4426950408889634
 _LEAST_HEADS = 4  # side by side: with fewer, what they save in L2 is less than the noise
@@ -110,7 +110,7 @@ def score_factors(options: Options) -> tuple[float, float]:
 
 def bias_places(bias: Tensor | None, heads: int) -> tuple[int, int, int, int]:
     """Return a bias's strides of batch, head and query, and how many query heads read one of its heads."""
-    known = bias_arguments(bias, heads)
+    known = portable.bias_arguments(bias, heads)
     return known["bias_b"], known["bias_h"], known["bias_q"], known["bias_group"]
 
 
@@ -120,3 +120,31 @@ def room_for_key_sums(call: Call) -> Tensor | None:
         return None
     sizes = sizes_of(call)
     return workspace(call.query, sizes.batch, sizes.heads, sizes.seqlen_k)
+
+
+def dropout_arguments(call: Call) -> tuple[Tensor | None, int, int, int, float, int, int]:
+    """Return the seeds, their strides, and what follows in `hopper.dropout.Dropout`."""
+    known = portable.dropout_arguments(call)
+    names = ("seed", "seed_b", "seed_h", "last_dropped", "rescale", "q_origin", "k_origin")
+    seed, seed_b, seed_h, last, rescale, q_origin, k_origin = (known[name] for name in names)
+    return seed, seed_b, seed_h, last, rescale, q_origin, k_origin
+
+
+def delta_factor(options: Options) -> float:
+    """Return what the backward multiplies delta by: the share of weights that are kept, since all is rescaled at its end."""
+    rescale = dropout_scale(options.dropout_p)
+    return 1.0 / rescale if rescale else 0.0
+
+
+def dropout_refusals(call: Call) -> list[str]:
+    """Return every reason why dropout keeps the SM 9.0 kernels from a call."""
+    options = call.options
+    if options.dropout_p == 0.0:
+        return []
+    reasons = {
+        "takes no dropout of positions that begin inside a block of 16": any(
+            origin % 16 for origin in (options.q_origin, options.k_origin)
+        ),
+        "takes no dropout of variable lengths": call.varlen is not None,
+    }
+    return [reason for reason, holds in reasons.items() if holds]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.call import Call, bias_kind, in_natural_units
-from dmattn_ops.problem import UNBOUNDED, Mask, Options, dropout_scale, dropout_threshold, float32_precision
+from dmattn_ops.problem import UNBOUNDED, Mask, Options, dropout_scale, float32_precision, last_dropped
 
 # Tensors of rows `[B, S, heads, D]`. Loads need to know of their addresses only whether they are ALIGNED, so their strides
 # are not specialized: one compiled kernel serves all strides and storage offsets.
@@ -42,7 +42,7 @@ UNSPECIALIZED = (
     "bias_group",
     "mask_group",
     "key_group",
-    "threshold",
+    "last_dropped",
     "q_origin",
     "k_origin",
     "tiles_r",
@@ -181,12 +181,12 @@ def dropout_arguments(call: Call) -> dict[str, Any]:
         "seed": seed if dropped else None,
         "seed_b": 0 if seed is None else broadcast_stride(seed, 0),
         "seed_h": 0 if seed is None else broadcast_stride(seed, 1),
-        "threshold": dropout_threshold(options.dropout_p),
+        "last_dropped": last_dropped(options.dropout_p),
         "rescale": dropout_scale(options.dropout_p),
         "q_origin": options.q_origin,
         "k_origin": options.k_origin,
         "DROPOUT": dropped,
-        "WHOLE_GROUPS": options.k_origin % 4 == 0,
+        "WHOLE_GROUPS": options.q_origin % 16 == 0 and options.k_origin % 16 == 0,
     }
 
 

@@ -27,10 +27,11 @@ from dmattn_ops.kernels.portable.arguments import (
     extent,
     list_arguments,
 )
+from dmattn_ops.kernels.portable.dropout import Dropout
 from dmattn_ops.kernels.portable.places import HEADER, TILE, Place, head_offset, head_rows
 from dmattn_ops.kernels.portable.primitives import Features, Rows, Shape, load_rows, store_scores
 from dmattn_ops.kernels.portable.queries import load_queries, step_gradient
-from dmattn_ops.kernels.portable.scores import Bias, Dropout, Factors
+from dmattn_ops.kernels.portable.scores import Bias, Factors
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
 from dmattn_ops.kernels.portable.visibility import MaskArrays, mask_of_head
 from dmattn_ops.problem import Mask
@@ -106,7 +107,7 @@ def dbias_kernel(
     key_group,
     seed_b,
     seed_h,
-    threshold,
+    last_dropped,
     rescale,
     q_origin,
     k_origin,
@@ -166,10 +167,10 @@ def dbias_kernel(
         else:
             state = in_band.to(tl.int32)
         mask = mask_of_head(arrays, place, head, band_lo, band_hi, features)
-        dropout = Dropout(0, threshold, rescale, q_origin, k_origin)
+        dropout = Dropout(0, last_dropped, rescale, q_origin, k_origin)
         if DROPOUT:
             head_seed = tl.load(seed + head_offset(batch, head, seed_b, seed_h))
-            dropout = Dropout(head_seed, threshold, rescale, q_origin, k_origin)
+            dropout = Dropout(head_seed, last_dropped, rescale, q_origin, k_origin)
         head_query = Rows(head_rows(query, batch, head, zero, query_b, query_s, query_h), query_s)
         head_grad_out = Rows(head_rows(grad_out, batch, head, zero, grad_out_b, grad_out_s, grad_out_h), grad_out_s)
         head_key = Rows(head_rows(key, batch, head // GROUP, zero, key_b, key_s, key_h), key_s)

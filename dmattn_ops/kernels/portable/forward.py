@@ -29,6 +29,7 @@ from dmattn_ops.kernels.portable.arguments import (
     shared_arguments,
     statistic_strides,
 )
+from dmattn_ops.kernels.portable.dropout import Dropout, dropout_keep
 from dmattn_ops.kernels.portable.places import (
     TILE,
     Lengths,
@@ -45,10 +46,8 @@ from dmattn_ops.kernels.portable.scores import (
     LN2,
     LOG2E,
     Bias,
-    Dropout,
     Factors,
     capped,
-    dropout_keep,
     load_bias,
     load_key_bias,
     lse_terms,
@@ -197,7 +196,7 @@ def forward_kernel(
     key_group,
     seed_b,
     seed_h,
-    threshold,
+    last_dropped,
     rescale,
     q_origin,
     k_origin,
@@ -267,10 +266,10 @@ def forward_kernel(
         head_bias = Bias(
             head_rows(bias, place.batch, head // bias_group, place.k_begin, bias_b, bias_k, bias_h), bias_q, bias_k
         )
-    dropout = Dropout(0, threshold, rescale, q_origin, k_origin)
+    dropout = Dropout(0, last_dropped, rescale, q_origin, k_origin)
     if DROPOUT:
         head_seed = tl.load(seed + head_offset(place.sequence, head, seed_b, seed_h))
-        dropout = Dropout(head_seed, threshold, rescale, q_origin, k_origin)
+        dropout = Dropout(head_seed, last_dropped, rescale, q_origin, k_origin)
 
     mask = mask_of_head(arrays, place, head, band_lo + place.shift, band_hi + place.shift, features)
     last_q = tl.minimum(start_q + BLOCK_M, place.length_q) - 1

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
+from dmattn_ops.kernels.portable.dropout import Dropout, dropout_keep
 from dmattn_ops.kernels.portable.places import (
     TILE,
     Lengths,
@@ -26,10 +27,8 @@ from dmattn_ops.kernels.portable.places import (
 from dmattn_ops.kernels.portable.primitives import Features, Rows, Shape, load_rows, load_statistics, store_rows
 from dmattn_ops.kernels.portable.scores import (
     Bias,
-    Dropout,
     Factors,
     capped,
-    dropout_keep,
     load_bias,
     load_key_bias,
     probabilities,
@@ -181,7 +180,7 @@ def keys_kernel(
     key_group,
     seed_b,
     seed_h,
-    threshold,
+    last_dropped,
     rescale,
     q_origin,
     k_origin,
@@ -270,10 +269,10 @@ def keys_kernel(
             head_bias = Bias(
                 head_rows(bias, place.batch, head // bias_group, place.k_begin, bias_b, bias_k, bias_h), bias_q, bias_k
             )
-        dropout = Dropout(0, threshold, rescale, q_origin, k_origin)
+        dropout = Dropout(0, last_dropped, rescale, q_origin, k_origin)
         if DROPOUT:
             head_seed = tl.load(seed + head_offset(place.sequence, head, seed_b, seed_h))
-            dropout = Dropout(head_seed, threshold, rescale, q_origin, k_origin)
+            dropout = Dropout(head_seed, last_dropped, rescale, q_origin, k_origin)
         mask = mask_of_head(arrays, place, head, low, high, features)
         k_marks = key_marks(mask, start_k, place.length_k, BLOCK_N, features)
         plan = plan_walk(record, start_k, last_k, low, high, place.length_q, BLOCK_M, LISTED, TEST_ALL)

@@ -32,7 +32,7 @@ class Features(NamedTuple):
     natural: Any  # scores are in natural units, not in those of log2
     softcap: Any
     dropout: Any
-    whole_groups: Any  # of four keys that share an evaluation of Philox
+    whole_groups: Any  # of four weights that share an evaluation of Philox
     precision: Any  # of products of float32
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
+from dmattn_ops.kernels.portable.dropout import Dropout, dropout_keep
 from dmattn_ops.kernels.portable.places import (
     TILE,
     Lengths,
@@ -33,10 +34,8 @@ from dmattn_ops.kernels.portable.primitives import (
 )
 from dmattn_ops.kernels.portable.scores import (
     Bias,
-    Dropout,
     Factors,
     capped,
-    dropout_keep,
     load_bias,
     load_key_bias,
     probabilities,
@@ -187,7 +186,7 @@ def queries_kernel(
     key_group,
     seed_b,
     seed_h,
-    threshold,
+    last_dropped,
     rescale,
     q_origin,
     k_origin,
@@ -262,10 +261,10 @@ def queries_kernel(
     head_dbias = Bias(0, 0, 0)
     if STORE_DBIAS:
         head_dbias = Bias(dbias + head_offset(place.batch, head, dbias_b, dbias_h), dbias_q, dbias_k)
-    dropout = Dropout(0, threshold, rescale, q_origin, k_origin)
+    dropout = Dropout(0, last_dropped, rescale, q_origin, k_origin)
     if DROPOUT:
         head_seed = tl.load(seed + head_offset(place.sequence, head, seed_b, seed_h))
-        dropout = Dropout(head_seed, threshold, rescale, q_origin, k_origin)
+        dropout = Dropout(head_seed, last_dropped, rescale, q_origin, k_origin)
 
     mask = mask_of_head(arrays, place, head, band_lo + place.shift, band_hi + place.shift, features)
     last_q = tl.minimum(start_q + BLOCK_M, place.length_q) - 1

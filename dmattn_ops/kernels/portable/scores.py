@@ -1,4 +1,4 @@
-"""From products of queries and keys to probabilities and the gradient of scores, and dropout, in the portable kernels.
+"""From products of queries and keys to probabilities and the gradient of scores, in the portable kernels.
 
 Most calls count scores in units of log2, so that one fused multiplication and addition turns a product into the exponent
 of a probability. A bias may be as large as float32 allows, and times log2(e) would overflow: with one, and where the scale
@@ -33,16 +33,6 @@ class Bias(NamedTuple):
     start: Any
     query_stride: Any
     key_stride: Any
-
-
-class Dropout(NamedTuple):
-    """The dropout of one head: queries and keys are counted from the origins."""
-
-    seed: Any
-    threshold: Any
-    rescale: Any
-    q_origin: Any
-    k_origin: Any
 
 
 @triton.jit
@@ -161,37 +151,3 @@ def score_gradient(p, grad_p, delta, keep, dropout, DROPOUT: tl.constexpr):
     if DROPOUT:
         grad_p = tl.where(keep, grad_p * dropout.rescale, 0.0)
     return p * (grad_p - delta)
-
-
-@triton.jit
-def dropout_keep(
-    dropout, query_first, key_first, QUERIES: tl.constexpr, KEYS: tl.constexpr, WHOLE_GROUPS: tl.constexpr
-):
-    """Return which elements `[QUERIES, KEYS]` dropout keeps: Philox4x32-10 at (key // 4, query, 0, 0), word key % 4.
-
-    So the four words of one evaluation serve four neighbouring keys. Where the origin of the keys is no multiple of 4
-    (not `WHOLE_GROUPS`), a block begins inside a group of four, and every key has an evaluation of its own.
-    """
-    queries = dropout.q_origin + query_first + tl.arange(0, QUERIES)
-    first = dropout.k_origin + key_first
-    limit = dropout.threshold.to(tl.uint32)
-    if WHOLE_GROUPS:
-        GROUPS: tl.constexpr = KEYS // 4
-        zeros = tl.zeros((QUERIES, GROUPS), tl.int32)
-        groups = first // 4 + tl.arange(0, GROUPS)
-        word0, word1, word2, word3 = tl.philox(
-            dropout.seed, zeros + groups[None, :], zeros + queries[:, None], zeros, zeros
-        )
-        even = tl.join(((word0 >> 8) >= limit).to(tl.int8), ((word2 >> 8) >= limit).to(tl.int8))
-        odd = tl.join(((word1 >> 8) >= limit).to(tl.int8), ((word3 >> 8) >= limit).to(tl.int8))
-        keep = tl.reshape(tl.join(even, odd), (QUERIES, KEYS)) != 0
-    else:
-        zeros = tl.zeros((QUERIES, KEYS), tl.int32)
-        keys = first + tl.arange(0, KEYS)
-        word0, word1, word2, word3 = tl.philox(
-            dropout.seed, zeros + (keys // 4)[None, :], zeros + queries[:, None], zeros, zeros
-        )
-        place = (keys % 4)[None, :]
-        word = tl.where(place < 2, tl.where(place == 0, word0, word1), tl.where(place == 2, word2, word3))
-        keep = (word >> 8) >= limit
-    return keep

@@ -30,6 +30,7 @@ from dmattn_ops.kernels.hopper.backward.walk import (
     span_of,
 )
 from dmattn_ops.kernels.hopper.backward.work import RECEIVERS, announce, place_of, receive, record_of
+from dmattn_ops.kernels.hopper.dropout import Dropout, dropout_of_batch, dropout_of_head
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -282,11 +283,12 @@ def query_range(begin, end, keys_at, inside, first, last):
 
 @gluon.jit
 def head_loop(
-    i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits, rows,
+    i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits, rows,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
     LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
     HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr, EXACT: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Take all steps of `width` query heads from `head` on: first the tiles that need no test, then the others.
 
@@ -302,6 +304,9 @@ def head_loop(
     own_keys = tile * BN + keys
     key_bias = load_key_bias(bias, head, own_keys, BIAS)[:, None]
     sums = no_key_sums()
+    dropout = dropouts
+    if DROPOUT:
+        dropout = dropout_of_head(dropouts, head)
     n_full, n_partial = head_steps(record, span, LISTS, BM)
     for t in range(n_full * width):
         m = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
@@ -309,7 +314,9 @@ def head_loop(
         added = step_bias(bias, head, key_bias, own_keys[:, None], queries_at, exact, BIAS)
         dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, (added, head, own_keys[:, None], queries_at, bias),
                             exact, row + (t % width) * rows + m * BM, (keys, keys), (keys, keys), queries, keys,
-                            C, BM, D, DV, dtype, 0, BIAS, SOFTCAP, HAS_LO, HIDDEN, NATURAL, TWO_PHASE, EXACT)  # fmt: skip
+                            dropout, (m * BM, tile * BN + C * 64),
+                            C, BM, D, DV, dtype, 0, BIAS, SOFTCAP, HAS_LO, HIDDEN, NATURAL, TWO_PHASE, EXACT,
+                            DROPOUT)  # fmt: skip
         i += 1
     k_seg = keys
     if LISTS == SEGMENT_LISTS:
@@ -361,37 +368,41 @@ def head_loop(
         added = step_bias(bias, head, key_bias, own_keys[:, None], queries_at, exact, BIAS)
         dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, (added, head, own_keys[:, None], queries_at, bias),
                             exact, row + (t % width) * rows + m * BM, (d_lo, d_hi), words, q_seg,
-                            k_seg, C, BM, D, DV, dtype, TEST, BIAS, SOFTCAP, HAS_LO,
-                            HIDDEN, NATURAL, TWO_PHASE, EXACT)  # fmt: skip
+                            k_seg, dropout, (m * BM, tile * BN + C * 64), C, BM, D, DV, dtype, TEST, BIAS, SOFTCAP, HAS_LO,
+                            HIDDEN, NATURAL, TWO_PHASE, EXACT, DROPOUT)  # fmt: skip
         i += 1
-    store_key_sums(bias, head, own_keys, gl.max(sums, 1), BIAS)
+    sums = gl.max(sums, 1)
+    if DROPOUT:
+        sums = sums * dropouts.rescale
+    store_key_sums(bias, head, own_keys, sums, BIAS)
     return i, dk, dv
 
 
 @gluon.jit
 def heads_loops(
-    i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits, rows,
+    i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits, rows,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
     LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
     HAS_Q_SEG: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Do `head_loop`: one pair of loops that ask whether they need exact statistics, or two where registers are short."""
     if BIAS == FULL_BIAS or SOFTCAP:
         if exact.needed != 0:
             i, dk, dv = head_loop(
-                i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits,
+                i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits,
                 rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
-                ALWAYS)  # fmt: skip
+                ALWAYS, DROPOUT)  # fmt: skip
         else:
             i, dk, dv = head_loop(
-                i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits,
+                i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits,
                 rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
-                NEVER)  # fmt: skip
+                NEVER, DROPOUT)  # fmt: skip
     else:
         i, dk, dv = head_loop(
-            i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits,
+            i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits,
             rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
-            ASK)  # fmt: skip
+            ASK, DROPOUT)  # fmt: skip
     return i, dk, dv
 
 
@@ -402,13 +413,14 @@ def consume_block(
     dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
-    DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
+    DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of 64 keys of a block, summed over the query heads of the group, and make half of each dq tile."""
     KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     DK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, all_bias, bias_b, exact, rows = consumed
+    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, all_bias, by_batch, exact, rows = consumed
+    bias_b, dropouts = by_batch
     q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones = shared
     q_full, made, read, dq_empties = signals
     k_full, k_empty, v_full, v_empty = kv_signals
@@ -441,6 +453,8 @@ def consume_block(
     bias = Bias(
         bias_start, all_bias.head, all_bias.group, all_bias.query, all_bias.factor, key_sums, seqlen_q, seqlen_k
     )
+    if DROPOUT:
+        dropouts = dropout_of_batch(dropouts, batch)
     k_buffer = turn % K_BUFFERS
     v_half = (turn & 1) * 2 + C
     dq_c = dq_s.index(C)
@@ -458,10 +472,10 @@ def consume_block(
         for g in range(rounds):
             numbers = KeyNumbers(bits, bits_row, q_segments, k_segments, start, end, hidden_from, hidden_to)
             i, dk, dv = heads_loops(
-                i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile,
+                i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile,
                 kv_head * group + g, width, limits, rows,
                 C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG,
-                HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS)  # fmt: skip
+                HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS, DROPOUT)  # fmt: skip
             record += list_step
             row += rows
             bits += bits_step
@@ -473,17 +487,22 @@ def consume_block(
     else:
         numbers = KeyNumbers(bits, bits_row, q_segments, k_segments, start, end, hidden_from, hidden_to)
         i, dk, dv = heads_loops(
-            i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, kv_head, width, limits, rows,
-            C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS)  # fmt: skip
+            i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, kv_head, width, limits,
+            rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
+            DROPOUT)  # fmt: skip
     last_dq(i, tiles, barriers, k_empty.index(k_buffer), C, BM, TWO_PHASE)
     # dv leaves through this consumer's half of V, dk through its piece of dq (16 KB hold 64 x 128 values of 16 bits)
+    dk_scale = scales.softmax
+    if DROPOUT:
+        dv = dv * dropouts.rescale
+        dk_scale = dk_scale * dropouts.rescale
     v_c = v_s.index(v_half)
     v_c.store(dv.to(dtype))
     fence_async_shared()
     at = [batch, tile * BN + C * 64, kv_head, 0]
     tma_store(dv_desc, at, reinterpret(v_c, dtype, [1, 64, 1, DV], dv_desc.layout))
     mbarrier.wait(dq_empties.index(C), i & 1)
-    reinterpret(dq_c, dtype, [64, D], DK).store((dk * scales.softmax).to(dtype))
+    reinterpret(dq_c, dtype, [64, D], DK).store((dk * dk_scale).to(dtype))
     fence_async_shared()
     tma_store(dk_desc, at, reinterpret(dq_c, dtype, [1, 64, 1, D], dk_desc.layout))
     return i + 1
@@ -496,16 +515,16 @@ def consumer(
     dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
-    DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
+    DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Work through the program's blocks as consumer `C`, then write dq."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, bias_b, exact, rows = consumed
+    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, by_batch, exact, rows = consumed
     _, _, _, _, _, ds_s, _, ones = shared
     needed = any_flag(flags, n_flags)
     exact = Exact(needed, exact.first, exact.second)
     scales = Scales(scales.factor, scales.cap, gl.where(needed != 0, 0.0, scales.unscale), scales.softmax)
-    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, bias_b, exact, rows)
+    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, by_batch, exact, rows)
     if BIAS == KEY_BIAS:
         ones.index(0).store(gl.full([8, BM], 1.0, dtype, layout=gl.BlockedLayout([1, 8], [4, 8], [1, 4], [1, 0])))
     # dS of the step before the first one is zero
@@ -519,13 +538,14 @@ def consumer(
     while tile >= 0:
         i = consume_block(
             i, turn, (tile, batch, kv_head), consumed, C, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
-            HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)  # fmt: skip
+            HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)  # fmt: skip
         turn += 1
         tile, batch, kv_head = receive(turn, work)
     finish(turn + 1, dq_out, work, C, D)
 
 
 _NUMBERS = ("bias_b", "bias_h", "bias_group", "kv_heads", "group", "n_heads")
+_NUMBERS += ("seed_b", "seed_h", "last_dropped", "q_origin", "k_origin")
 _NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once", "n_flags")
 
 
@@ -533,15 +553,17 @@ _NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once", 
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stat_desc, pieces_desc, dq_desc, dk_desc, dv_desc, accumulator,
     tickets, blocks_done, counters, flags, statistics,
-    lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to, bias, key_sums,
+    lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to, bias, key_sums, seed,
     list_b, list_kv, list_step, list_width, bits_b, bits_kv, bits_step, bits_row,
     q_segments_b, k_segments_b, k_segments_kv, k_segments_step, bias_b, bias_h, bias_q, bias_group,
+    seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     scale, scale_log2, cap, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi,
     heads_per_group, first_ranks, ranks_in_row, tiles_at_once, n_heads, n_flags, total,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LISTS: gl.constexpr,
     BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr,
     GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv `[B, Sk, Hkv, D]`, add to the dq workspace, and write dq `[B, Sq, H, D]` from it.
 
@@ -553,7 +575,7 @@ def backward_kernel(
     records of key tiles. `_b` strides step a
     batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128.
     `bits` are the 64-bit words of `col_bits`. ORDERED (not with lists): `counters`, one for each piece of dq, give
-    the additions a fixed order. INTERLEAVED (not with lists, nor with a bias): the query heads of a group take turns at
+    the additions a fixed order. INTERLEAVED (not with lists, nor with a bias or dropout): the query heads of a group take turns at
     each query tile, so that blocks that started together read the same ones at the same time. With a bias per key the sums
     of dS over a head's queries go to `key_sums` `[B, H, Sk]`. `scale_log2` and `cap` are described in `Scales`.
     """
@@ -619,18 +641,22 @@ def backward_kernel(
     scales = Scales(scale_log2, cap, 1.0 / scale_log2, scale)
     exact = Exact(0, statistics + 2 * total.to(gl.int64), statistics + 3 * total.to(gl.int64))
     bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_q, seqlen_k)
-    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, bias_b, exact, rows)
+    by_batch = (bias_b, Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin))
+    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, by_batch, exact, rows)
+    dq_scale = scale
+    if DROPOUT:
+        dq_scale = scale * rescale
     walked = (lists, of_lists, list_step, limits, kv_heads, group, rows)
     maps = (q_desc, do_desc, stat_desc)
     stages = (q4, o4, stat3, q_full, read)
     produced = ((k_desc, v_desc), (k4, v4, k_full, k_empty, v_full, v_empty), maps, stages, walked)
-    dq_out = (accumulator, dq_s, dq_desc, scale, kv_heads * group, rows)
+    dq_out = (accumulator, dq_s, dq_desc, dq_scale, kv_heads * group, rows)
     reduced = (pieces_desc, dq_s, made, dq_empty, counters, walked)
     gl.warp_specialize([
         (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 0, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
-                    HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
+                    HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)),
         (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 1, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
-                    HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
+                    HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)),
         (producer, (produced, tickets, blocks_done, order, work, BM, BN, D, DV, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
                     INTERLEAVED)),
         (reducer, (reduced, blocks_done, work, 0, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),

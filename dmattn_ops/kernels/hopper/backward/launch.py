@@ -11,6 +11,9 @@ from dmattn_ops.config import HopperBackward
 from dmattn_ops.kernels.hopper.arguments import (
     band_of,
     bias_places,
+    delta_factor,
+    dropout_arguments,
+    dropout_refusals,
     heads_side_by_side,
     key_numbers_as_bias,
     listed,
@@ -50,7 +53,7 @@ def refusals(call: Call) -> list[str]:
         "a bias with queries under a soft cap": bias_kind(bias) == "full" and options.softcap != 0.0,
         "a bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
         "a bias with queries and a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
-        "dropout": options.dropout_p > 0.0,
+        "dropout at a scale of 0": options.dropout_p > 0.0 and options.softmax_scale == 0.0,
         "deterministic accumulation of dq over listed tiles": options.deterministic and mask.kind != "none",
         "deterministic accumulation of dq of variable lengths": options.deterministic and varlen is not None,
         f"dtype {query.dtype}": query.dtype not in (torch.bfloat16, torch.float16),
@@ -60,6 +63,7 @@ def refusals(call: Call) -> list[str]:
         "intervals whose lists of tiles would be too long": varlen is None and too_long(call),
     }
     found = [f"the SM 9.0 backward does not support {name}" for name, holds in reasons.items() if holds]
+    found += [f"the SM 9.0 backward {reason}" for reason in dropout_refusals(call)]
     named = (("query", query), ("key", key), ("value", value))
     return found + [f"{name}: TMA needs 16-byte aligned data and strides" for name, t in named if not mappable(t)]
 
@@ -109,7 +113,8 @@ def _interleaved(call: Call) -> bool:
     options = call.options
     of_group = heads // kv_heads * seqlen_q * _bytes_of_row(call)
     causal = options.band_hi < UNBOUNDED and options.band_lo == -UNBOUNDED and call.varlen is None
-    takes = causal and not options.deterministic and call.bias is None and call.mask.col_tiles is None
+    plain = call.bias is None and call.mask.col_tiles is None and not options.dropout_p
+    takes = causal and not options.deterministic and plain
     return takes and heads != kv_heads and of_group > arch.physical(call.query.device).l2_bytes
 
 
@@ -175,7 +180,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         out, grad_out, lse, lse_tail, grad_lse, room, accumulator, *counts,
         *row_strides(out), *row_strides(grad_out), *statistic_strides(lse), *statistic_strides(lse_tail),
         *grad_lse_strides,
-        seqlen_q, heads, rows, total, dim_v, BLOCK=block_rows, DV=tile_dv, D=tile_d, TICKETS=TICKETS,
+        seqlen_q, heads, rows, total, dim_v, delta_factor(options), BLOCK=block_rows, DV=tile_dv, D=tile_d, TICKETS=TICKETS,
         NATURAL=in_natural_units(call), num_warps=8,
     )  # fmt: skip
     if call.varlen is None:
@@ -184,6 +189,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         numbers = span_arguments(spans_of(call, block_n, of_keys=True), accumulator)
         kind, has_q_segments, strides = _SPANS, False, (0, 0, 0, WORDS, *(0,) * 8)
     key_sums = room_for_key_sums(call)
+    seed, *dropping = dropout_arguments(call)
     blocks_per_head, dq_tiles, sms = -(-seqlen_k // block_n), total // TILE, arch.physical(query.device).num_sms
     interleaved, (band_lo, band_hi) = _interleaved(call), band_of(call)
     order = _order(call, blocks_per_head, interleaved, options, config, sms)
@@ -194,15 +200,16 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         rows_map(grad_out, block_m, tile_dv), plain_map(room, (2, total), (2, block_m)),
         plain_map(room, (total * tile_d // 256, 256), (16, 256), offset=4 * STATISTICS * total),
         rows_map(dq, 64, tile_d), rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), accumulator, *counts, room,
-        *numbers, bias, key_sums, *strides,
-        *bias_places(bias, heads), options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
+        *numbers, bias, key_sums, seed, *strides,
+        *bias_places(bias, heads), *dropping, options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
         seqlen_q, seqlen_k, rows, band_lo, band_hi, *order, tiles_at_once, batch * kv_heads,
         total // block_rows, total,
         BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
         BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=band_lo > -UNBOUNDED,
         HAS_Q_SEG=has_q_segments, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
         GROUPED=heads != kv_heads, ORDERED=options.deterministic,
-        TWO_PHASE=config.variant == "two_phase", INTERLEAVED=interleaved, num_warps=4,
+        TWO_PHASE=config.variant == "two_phase", INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0,
+        num_warps=4,
     )  # fmt: skip
     if dbias is not None and bias_kind(bias) == "full":
         recompute_dbias(call, saved, grads._replace(grad_out=grad_out), config.dbias)

@@ -77,6 +77,7 @@ def prepare_kernel(
     rows,
     total_rows,
     dim,
+    delta_factor,
     BLOCK: tl.constexpr,
     DV: tl.constexpr,
     D: tl.constexpr,
@@ -85,8 +86,8 @@ def prepare_kernel(
 ):
     """Write the statistics of BLOCK rows, so that P is 0 where nothing may flow; zero their pieces of dq.
 
-    `stats` `[4, total_rows]` are minus lse (rounded, in log2 units), delta, and the pair; `flags` says for each program whether a
-    row of its needs the pair.
+    `stats` `[4, total_rows]` are minus lse (rounded, in log2 units), delta times `delta_factor`, and the pair; `flags` says for
+    each program whether a row of its needs the pair.
 
     Counts become 0 too: TICKETS tickets, `counters` of pieces, of which BLOCK rows are two, and `blocks_done` of key heads, of
     which there are no more than programs.
@@ -113,7 +114,7 @@ def prepare_kernel(
         delta -= tl.load(grad_lse + batch * glse_b + head * glse_h + row64 * glse_s, mask=inside, other=0.0)
     at = bh.to(tl.int64) * rows + row
     tl.store(stats + at, minus_lse)
-    tl.store(stats + total_rows + at, tl.where(value == float("-inf"), 0.0, delta))
+    tl.store(stats + total_rows + at, tl.where(value == float("-inf"), 0.0, delta * delta_factor))
     tl.store(stats + 2 * total_rows + at, first)
     tl.store(stats + 3 * total_rows + at, second)
     tl.store(flags + block, tl.max(large.to(tl.int32), 0).to(tl.int8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.kernels.hopper.dropout import kept, mark_dropped, score_gradient
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -150,10 +151,10 @@ def exponents(
 
 @gluon.jit
 def step(
-    i, dk, dv, sums, tiles, barriers, scales, bias, exact, row, band, words, q_seg, k_seg,
+    i, dk, dv, sums, tiles, barriers, scales, bias, exact, row, band, words, q_seg, k_seg, dropout, corner,
     C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
     MASK: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HIDDEN: gl.constexpr,
-    NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, EXACT: gl.constexpr,
+    NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, EXACT: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Add query tile `i` to dk `[64, D]`, dv `[64, DV]` and the sums of dS; hand out dq of the step before.
 
@@ -167,6 +168,9 @@ def step(
     There lse is S's initial accumulator (over the scale): read from shared memory after S, it would wait for dP.
 
     `row` is where the tile's queries lie among all rows, and `bias` what `step_bias` returned and what it took.
+
+    DROPOUT: dv takes P of what is kept, dS is that times dP less P delta, and all is rescaled at the end: delta comes divided
+    by that factor. `corner` is the consumer's first query and key.
     """
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -194,23 +198,41 @@ def step(
     mbarrier.wait(q_full.index(b), (i >> 1) & 1)
     minus_lse = stat_s.index(b * 2).reshape([BM]).load(by_query)  # loads wait behind matrix instructions already issued
     if TWO_PHASE:
-        minus_delta = zero_s - stat_s.index(b * 2 + 1).reshape([BM]).load(by_query)[None, :]
-        dp = warpgroup_mma(v_c, do.permute((1, 0)), minus_delta, is_async=True)
+        delta = stat_s.index(b * 2 + 1).reshape([BM]).load(by_query)[None, :]
+        # registers hold delta or lse through the products: with dropout it is delta
+        STARTED: gl.constexpr = DROPOUT and not SOFTCAP
+        start = zero_s
+        if not DROPOUT:
+            start = zero_s - delta
+        dp = warpgroup_mma(v_c, do.permute((1, 0)), start, use_acc=not DROPOUT, is_async=True)
         s = first_scores(bias[0], BM, BIAS)
-        s = warpgroup_mma(k_c, q.permute((1, 0)), s, use_acc=BIAS == FULL_BIAS, is_async=True)
+        if STARTED:
+            s = s + (minus_lse * scales.unscale)[None, :]  # unscale is 0 where pairs are needed
+        s = warpgroup_mma(k_c, q.permute((1, 0)), s, use_acc=STARTED or BIAS == FULL_BIAS, is_async=True)
         dp, s = warpgroup_mma_wait(0, deps=(dp, s))
-        x, slope = exponents(s, minus_lse, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, False, EXACT, by_query)
+        x, slope = exponents(
+            s, minus_lse, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, STARTED, EXACT, by_query
+        )
         p = gl.exp2(x)
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, HIDDEN, SL)
-        pa = gl.convert_layout(p.to(dtype), PA)
-        if SOFTCAP:  # now, so that the slope takes no registers during the product
-            raw = (p * dp).to(dtype)
-            dp = dp * slope
-        mbarrier.wait(other_made, made_before)
-        dv = warpgroup_mma(pa, do, dv, is_async=True)
-        ds = (p * dp).to(dtype)
-        if not SOFTCAP:
-            raw = ds
+        if DROPOUT:
+            p = mark_dropped(p, dropout, corner[0], corner[1], BM, False)
+            pa = gl.convert_layout(kept(p, dtype), PA)
+            ds = score_gradient(p, dp, delta)
+            raw = ds.to(dtype)
+            ds = (ds * slope).to(dtype) if SOFTCAP else raw
+            mbarrier.wait(other_made, made_before)
+            dv = warpgroup_mma(pa, do, dv, is_async=True)
+        else:
+            pa = gl.convert_layout(p.to(dtype), PA)
+            if SOFTCAP:  # now, so that the slope takes no registers during the product
+                raw = (p * dp).to(dtype)
+                dp = dp * slope
+            mbarrier.wait(other_made, made_before)
+            dv = warpgroup_mma(pa, do, dv, is_async=True)
+            ds = (p * dp).to(dtype)
+            if not SOFTCAP:
+                raw = ds
         dk = warpgroup_mma(gl.convert_layout(ds, SA), q, dk, is_async=True)
         ds_before, k_dq = dq_operands(ds_s, keys, b, C, BM)
         dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
@@ -232,12 +254,19 @@ def step(
         x, _ = exponents(s, minus_lse, bias, exact, row, scales, BM, BIAS, False, NATURAL, True, EXACT, by_query)
         p = gl.exp2(x)
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, HIDDEN, SL)
-        pa = gl.convert_layout(p.to(dtype), PA)
+        if DROPOUT:
+            p = mark_dropped(p, dropout, corner[0], corner[1], BM, False)
+            pa = gl.convert_layout(kept(p, dtype), PA)
+        else:
+            pa = gl.convert_layout(p.to(dtype), PA)
         # the block boundary of this wait keeps ptxas from hoisting the wait for dP above the exponentials
         mbarrier.wait(other_made, made_before)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         delta = stat_s.index(b * 2 + 1).reshape([BM]).load(by_query)
-        ds = (p * (dp - delta[None, :])).to(dtype)
+        if DROPOUT:
+            ds = score_gradient(p, dp, delta[None, :]).to(dtype)
+        else:
+            ds = (p * (dp - delta[None, :])).to(dtype)
         dsa = gl.convert_layout(ds, SA)
         ds_s.index(b).slice(C * 64, 64, dim=0).store(ds)
         dv = warpgroup_mma(pa, do, dv, is_async=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.kernels.hopper.dropout import Dropout, drop, dropout_of_batch, dropout_of_head
 from dmattn_ops.kernels.hopper.forward.softmax import rescale, row_of, softmax_first, softmax_next, state_of, statistics
 from dmattn_ops.kernels.hopper.forward.walk import (
     band_tile,
@@ -60,19 +61,26 @@ def stored_bias(step, biases, BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.c
 
 
 @gluon.jit
+def first_key(i, lists, visible, BN: gl.constexpr, MASK: gl.constexpr):
+    """Return the first key of the `i`-th tile of the walk."""
+    TILE: gl.constexpr = 128
+    _, _, _, begin, end, full_begin, full_end, record, _, n, _, _ = visible
+    if MASK == "band" or MASK == "spans":
+        first = band_tile(i, begin, end, full_begin, full_end) * BN
+    else:
+        first = list_tile(lists, record, i, n, TILE // BN) * BN
+    return first
+
+
+@gluon.jit
 def load_full_bias(
     i, lists, visible, bias_rows, BN: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr, BIAS: gl.constexpr
 ):
     """Return the bias `[64, BN]` of the `i`-th tile as it lies in memory, or 0 where there is none per pair."""
-    TILE: gl.constexpr = 128
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     if BIAS == "full":
-        _, _, _, begin, end, full_begin, full_end, record, _, n, seqlen_k, _ = visible
-        if MASK == "band" or MASK == "spans":
-            first = band_tile(i, begin, end, full_begin, full_end) * BN
-        else:
-            first = list_tile(lists, record, i, n, TILE // BN) * BN
-        column = first + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
+        seqlen_k = visible[10]
+        column = first_key(i, lists, visible, BN, MASK) + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
         at = bias_rows[:, None] + column[None, :]
         if MASKED:  # full tiles end before the keys do
             added = gl.load(at, mask=(column < seqlen_k)[None, :], other=0.0)
@@ -155,8 +163,7 @@ def hide(
 ):  # fmt: skip
     """Return scores `[64, BN]` of the `i`-th tile of the walk with what is invisible at -inf."""
     ROWS: gl.constexpr = 64
-    TILE: gl.constexpr = 128
-    q_lo, q_hi, q_segment, begin, end, full_begin, full_end, record, n_partial, n, seqlen_k, tile_first = visible
+    q_lo, q_hi, q_segment, _, _, _, _, _, _, _, seqlen_k, tile_first = visible
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     if MASK == "bits":
         # a thread's columns are 8 k + 2 (lane & 3) + {0, 1}: shifts per word, then constants
@@ -176,10 +183,7 @@ def hide(
         return gl.convert_layout(scores, SCORES, assert_trivial=True)
     else:
         column = gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
-        if MASK == "band" or MASK == "spans":
-            first = band_tile(i, begin, end, full_begin, full_end) * BN
-        else:
-            first = list_tile(lists, record, i, n, TILE // BN) * BN
+        first = first_key(i, lists, visible, BN, MASK)
         if MASK == "intervals":
             # one comparison: a query before the range is far behind it as an unsigned number
             ahead = (q_segment[:, None] - (hidden & 0xFFFF)[None, :]).to(gl.uint32, bitcast=True)
@@ -201,10 +205,10 @@ def hide(
 
 @gluon.jit
 def advance(
-    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, key_numbers, visible, bias_rows,
+    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, key_numbers, visible, bias_rows, dropout, q_first,
     C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     MASKED: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
-    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, dtype: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Add tile `i`, whose P are given, to acc, and compute the P of tile `i + 1`."""
     ROWS: gl.constexpr = 64
@@ -235,6 +239,8 @@ def advance(
     if MASKED:
         s = hide(s, i + 1, hidden, lists, key_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN)
     p, top, total, factor = softmax_next(s, top, total, scale, dtype, NATURAL, not OVERLAP, BN)
+    if DROPOUT:
+        p = drop(p, dropout, q_first, first_key(i + 1, lists, visible, BN, MASK), BN)
     p = gl.convert_layout(p, LEFT)
     if OVERLAP:
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -265,10 +271,10 @@ def release_queries(turn, q_empty, Q_STAGES: gl.constexpr):
 
 @gluon.jit
 def consume(
-    lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
+    lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, dropouts,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
-    SOFTCAP: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, dtype: gl.constexpr,
+    SOFTCAP: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 queries of each piece of work: those from `C * 64` of its tile."""
     ROWS: gl.constexpr = 64
@@ -337,7 +343,7 @@ def consume(
         else:
             n = n_partial + gl.sum(gl.where(slots == 3, parts, 0), 0) * PER_TILE
             masked = n_partial
-            if MASK != "bits" or BIAS == "full":
+            if MASK != "bits" or BIAS == "full" or DROPOUT:
                 lists_b, lists_h, width, mask_group = masks
                 list_first = batch.to(gl.int64) * lists_b + (h // mask_group).to(gl.int64) * lists_h
                 record = list_first + tile.to(gl.int64) * width
@@ -371,6 +377,9 @@ def consume(
             own_bias = bias_of_head(bias, bias_places, batch, h)
             bias_rows = own_bias + gl.minimum(q_first + row, seqlen_q - 1).to(gl.int64) * bias_places[2]
         visible = (q_lo, q_hi, q_segment, begin, end, full_begin, full_end, record, n_partial, n, seqlen_k, block_first)
+        dropout = dropouts
+        if DROPOUT:
+            dropout = dropout_of_head(dropout_of_batch(dropouts, batch), h)
         acc = gl.zeros([ROWS, D], gl.float32, layout=OUT)
         total = state_of(gl.zeros([ROWS, STATE_COLUMNS], gl.float32, layout=STATE_LAYOUT), STATE_COLUMNS)
         top = total
@@ -390,18 +399,22 @@ def consume(
             s = hide(s, first, hidden, lists, own_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN)
             mbarrier.arrive(k_empty.index(b), count=1)
             p, top, total = softmax_first(s, total, scale, dtype, NATURAL, BN)
+            if DROPOUT:
+                p = drop(p, dropout, q_first, first_key(first, lists, visible, BN, MASK), BN)
             p = gl.convert_layout(p, LEFT)
             tested = gl.minimum(gl.maximum(masked, first + 1), n) - 1
             for i in range(first, tested):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
-                    bias_rows, C, NC, BN, D, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype,
+                    bias_rows, dropout, q_first,
+                    C, NC, BN, D, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT, dtype,
                 )  # fmt: skip
                 step += 1
             for i in range(tested, n - 1):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
-                    bias_rows, C, NC, BN, D, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype,
+                    bias_rows, dropout, q_first,
+                    C, NC, BN, D, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT, dtype,
                 )  # fmt: skip
                 step += 1
             b = step % STAGES
@@ -413,6 +426,8 @@ def consume(
             release_queries(turn - 1, q_empty, Q_STAGES)
         row_total = row_of(total, ROW, True)
         inverse = gl.where(row_total == 0.0, 0.0, 1.0 / row_total)
+        if DROPOUT:
+            inverse = inverse * dropouts.rescale
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
         # q is not needed any more: its place stages the output. TMA leaves out the rows and columns past the ends
         q.store(acc.to(dtype))
@@ -436,19 +451,20 @@ SCALARS = (
     "seqlen_q", "seqlen_k", "H", "kv_group", "heads", "tiles", "group", "items", "lo", "hi", "lse_b", "lse_h",
     "lists_b", "lists_h", "width", "mask_group", "bits_b", "bits_h",
     "segments_b", "segments_kb", "segments_kh", "segment_group", "bias_group",
+    "seed_b", "seed_h", "last_dropped", "q_origin", "k_origin",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=SCALARS)
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, bits_desc, lse, lse_tail, lists, q_segments, k_segments, start, end, hidden_from,
-    hidden_to, bias, counter, scale, cap, cap_inner,
+    hidden_to, bias, seed, counter, scale, cap, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, lo, hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
-    bias_b, bias_h, bias_q, bias_group,
+    bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
-    HIDDEN: gl.constexpr, NATURAL: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Write out, lse and lse_tail for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H).
 
@@ -500,24 +516,30 @@ def forward_kernel(
     key_numbers = (k_segments, start, end, hidden_from, hidden_to)
     number_places = (segments_kb, segments_kh, segment_group)
     rows = (lse_b, lse_h, segments_b, segments_kb, segments_kh, segment_group)
+    dropouts = Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
     if NC == 2:
         gl.warp_specialize([
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN,
-                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype)),
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN,
-                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
+                       dropouts, 0, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
+                       NATURAL, DROPOUT, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
+                       dropouts, 1, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
+                       NATURAL, DROPOUT, dtype)),
             (produce, (q_desc, k_desc, v_desc, bits_desc, lists, start, end, counter, bias, work, broadcast, number_places,
                        bias_places, BM, BN,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 0, NC, BM, BN,
-                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype)),
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 1, NC, BM, BN,
-                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype)),
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, 2, NC, BM, BN,
-                       D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
+                       dropouts, 0, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
+                       NATURAL, DROPOUT, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
+                       dropouts, 1, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
+                       NATURAL, DROPOUT, dtype)),
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
+                       dropouts, 2, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
+                       NATURAL, DROPOUT, dtype)),
             (produce, (q_desc, k_desc, v_desc, bits_desc, lists, start, end, counter, bias, work, broadcast, number_places,
                        bias_places, BM, BN,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),

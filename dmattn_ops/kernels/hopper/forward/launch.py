@@ -11,6 +11,8 @@ from dmattn_ops.config import HopperForward
 from dmattn_ops.kernels.hopper.arguments import (
     band_of,
     bias_places,
+    dropout_arguments,
+    dropout_refusals,
     heads_side_by_side,
     key_numbers_as_bias,
     listed,
@@ -51,8 +53,7 @@ def refusals(call: Call, needs_max: bool) -> list[str]:
             reasons.append(f"{name} is not aligned to 16 bytes in memory and strides")
     if bias_kind(bias) == "full" and head_tile(dim) == 64:
         reasons.append("takes no bias with queries for heads of 64: the portable kernel is faster")
-    if options.dropout_p > 0.0:
-        reasons.append("takes no dropout")
+    reasons += dropout_refusals(call)
     if options.softmax_scale <= 0.0:
         reasons.append("takes positive scales only")
     batch, seqlen_q, _, heads, _ = sizes_of(call)
@@ -152,17 +153,18 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
     natural = in_natural_units(call)
     if natural:
         scale, cap = (1.0, options.softcap) if cap else (options.softmax_scale, 0.0)
+    seed, *dropping = dropout_arguments(call)
     # where every block has one piece of work, nothing is drawn
     counter = computed(_counter, query.device) if items > num_sms else lse.view(torch.int32)
     launch(
         forward_kernel, (min(items, num_sms),),
         head_rows_map(query, rows, columns), head_rows_map(key, block_n, columns), head_rows_map(value, block_n, columns),
         head_rows_map(out, rows, columns), bits, lse, result.lse_tail, *numbers, bias,
-        counter, scale, cap, cap_inner,
+        seed, counter, scale, cap, cap_inner,
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
         _heads_at_once(call, kind, has_hi), items, lo, hi, *statistic_strides(lse)[:2], *strides,
-        *bias_places(bias, heads),
+        *bias_places(bias, heads), *dropping,
         BM=block_m, BN=block_n, D=columns, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,
         BIAS=bias_kind(bias), HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, HIDDEN=mask.hidden_from is not None,
-        NATURAL=natural, num_warps=4,
+        NATURAL=natural, DROPOUT=options.dropout_p > 0.0, num_warps=4,
     )  # fmt: skip

@@ -1,0 +1,76 @@
+"""Which weights dropout keeps, in the portable kernels: what `reference.philox_keep` states, for a block of queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Dropout(NamedTuple):
+    """The dropout of one head: queries and keys are counted from the origins."""
+
+    seed: Any
+    last_dropped: Any  # the greatest random word that drops its weight, as an int32
+    rescale: Any
+    q_origin: Any
+    k_origin: Any
+
+
+@triton.jit
+def philox(word0, word1, word2, word3):
+    """Return the four words of Philox4x32-7 (Salmon et al. 2011) of a counter of uint32 words, under the key 0.
+
+    A product of 64 bits is one instruction; with a known key, so are the two exclusive ors of each word.
+    """
+    for i in tl.static_range(7):
+        first = word0.to(tl.uint64) * 0xD2511F53
+        second = word2.to(tl.uint64) * 0xCD9E8D57
+        word0 = (second >> 32).to(tl.uint32) ^ word1 ^ (i * 0x9E3779B9 & 0xFFFFFFFF)
+        word1 = second.to(tl.uint32)
+        word2 = (first >> 32).to(tl.uint32) ^ word3 ^ (i * 0xBB67AE85 & 0xFFFFFFFF)
+        word3 = first.to(tl.uint32)
+    return word0, word1, word2, word3
+
+
+@triton.jit
+def without_bit_3(first, BLOCKS: tl.constexpr):
+    """Return `[BLOCKS, 8]`: of each block of 16 positions from `first` on, the eight without bit 3."""
+    return (first + 16 * tl.arange(0, BLOCKS)[:, None] + tl.arange(0, 8)[None, :]).to(tl.uint32)
+
+
+@triton.jit
+def dropout_keep(
+    dropout, query_first, key_first, QUERIES: tl.constexpr, KEYS: tl.constexpr, WHOLE_GROUPS: tl.constexpr
+):
+    """Return which elements `[QUERIES, KEYS]` dropout keeps.
+
+    Four elements, eight rows and columns apart, share an evaluation of Philox. Where the origins are no multiples of 16
+    (not `WHOLE_GROUPS`), a block begins inside such a group, and every element has an evaluation of its own.
+    """
+    first_query = dropout.q_origin + query_first
+    first_key = dropout.k_origin + key_first
+    low = dropout.seed.to(tl.uint32)
+    high = (dropout.seed >> 32).to(tl.uint32)
+    limit = dropout.last_dropped.to(tl.uint32)
+    if WHOLE_GROUPS:
+        zeros = tl.zeros((QUERIES // 16, 8, KEYS // 16, 8), tl.uint32)
+        queries = without_bit_3(first_query, QUERIES // 16)[:, :, None, None]
+        keys = without_bit_3(first_key, KEYS // 16)[None, None, :, :]
+        word0, word1, word2, word3 = philox(zeros + queries, zeros + keys, zeros + low, zeros + high)
+        upper = tl.join((word0 > limit).to(tl.int8), (word1 > limit).to(tl.int8))
+        lower = tl.join((word2 > limit).to(tl.int8), (word3 > limit).to(tl.int8))
+        both = tl.permute(tl.join(upper, lower), (0, 5, 1, 2, 4, 3))
+        keep = tl.reshape(both, (QUERIES, KEYS)) != 0
+    else:
+        zeros = tl.zeros((QUERIES, KEYS), tl.uint32)
+        queries = (first_query + tl.arange(0, QUERIES))[:, None]
+        keys = (first_key + tl.arange(0, KEYS))[None, :]
+        word0, word1, word2, word3 = philox(
+            zeros + (queries & ~8).to(tl.uint32), zeros + (keys & ~8).to(tl.uint32), zeros + low, zeros + high
+        )
+        upper = tl.where((keys & 8) == 0, word0, word1)
+        lower = tl.where((keys & 8) == 0, word2, word3)
+        keep = tl.where((queries & 8) == 0, upper, lower) > limit
+    return keep
