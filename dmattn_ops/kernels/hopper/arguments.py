@@ -12,6 +12,13 @@ from dmattn_ops.kernels.portable.arguments import bias_arguments
 from dmattn_ops.problem import Options
 
 LOG2E = 1.4426950408889634
+MAX_DIM = 256
+_PARTS = ((64, 0), (64, 16), (64, 32), (128, 0), (128, 16), (128, 32), (128, 64), (256, 0))
+
+
+def column_parts(dim: int) -> tuple[int, int]:
+    """Return the widths of one tile or two (else 0) that hold `dim` columns, as `columns.py` multiplies them."""
+    return next(parts for parts in _PARTS if sum(parts) >= dim)
 
 
 def score_factors(options: Options) -> tuple[float, float]:
