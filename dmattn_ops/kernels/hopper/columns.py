@@ -12,7 +12,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.gluon_compat import warpgroup_mma
+from dmattn_ops.kernels.hopper.gluon_compat import (
+    fence_async_shared,
+    reinterpret,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 
 @gluon.jit
@@ -45,10 +52,71 @@ def multiply(left, right, sums, use_acc):
 
 
 @gluon.jit
+def add_products(left, right, sums, SECOND: gl.constexpr):
+    """Start adding `left`, an operand for the first part, times each part of `right` to each part of the sums."""
+    first = warpgroup_mma(left, right[0], sums[0], is_async=True)
+    if SECOND > 0:
+        return (first, warpgroup_mma(as_operand(left, SECOND), right[1], sums[1], is_async=True))
+    else:
+        return (first,)
+
+
+@gluon.jit
+def await_products(sums, SECOND: gl.constexpr):
+    """Wait for all products, and return both parts of the sums of some."""
+    if SECOND > 0:
+        first, second = warpgroup_mma_wait(0, deps=(sums[0], sums[1]))
+        return (first, second)
+    else:
+        return (warpgroup_mma_wait(0, deps=(sums[0],)),)
+
+
+@gluon.jit
 def as_operand(left, WIDTH: gl.constexpr):
     """Return a tile `[64, ..]` in the registers in which it is multiplied by `WIDTH` columns."""
     PARENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     return gl.convert_layout(left, gl.DotOperandLayout(operand_index=0, parent=PARENT, k_width=2))
+
+
+@gluon.jit
+def allocate_rows(maps, n, ROWS: gl.constexpr, WIDTH: gl.constexpr, SECOND: gl.constexpr, dtype: gl.constexpr):
+    """Return buffers for `n` tiles of rows `[B, S, heads, D]` as TMA fills them, and as matrices."""
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
+    filled = gl.allocate_shared_memory(dtype, [n, 1, ROWS, 1, WIDTH], maps[0].layout)
+    matrix = reinterpret(filled, dtype, [n, ROWS, WIDTH], MATRIX)
+    if SECOND > 0:
+        MATRIX_2: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, SECOND], dtype)
+        second = gl.allocate_shared_memory(dtype, [n, 1, ROWS, 1, SECOND], maps[1].layout)
+        return (filled, second), (matrix, reinterpret(second, dtype, [n, ROWS, SECOND], MATRIX_2))
+    else:
+        return (filled,), (matrix,)
+
+
+@gluon.jit
+def load_rows(maps, batch, row, head, full, buffers, i, WIDTH: gl.constexpr):
+    """Load rows `row ...` of a head into the `i`-th buffer of each part."""
+    tma_load(maps[0], [batch, row, head, 0], full, buffers[0].index(i))
+    if len(maps) > 1:
+        tma_load(maps[1], [batch, row, head, WIDTH], full, buffers[1].index(i))
+
+
+@gluon.jit
+def store_rows(rows, buffer, map, place, WIDTH: gl.constexpr, ROOM: gl.constexpr, dtype: gl.constexpr):
+    """Start writing rows `[64, WIDTH]` of one part to `place`, through a buffer of as many rows that are `ROOM` wide."""
+    if WIDTH != ROOM:
+        buffer = reinterpret(buffer, dtype, [64, WIDTH], gl.NVMMASharedLayout.get_default_for([64, WIDTH], dtype))
+    buffer.store(rows.to(dtype))
+    fence_async_shared()
+    tma_store(map, place, reinterpret(buffer, dtype, [1, 64, 1, WIDTH], map.layout))
+
+
+@gluon.jit
+def buffer_at(buffers, i):
+    """Return the `i`-th of the buffers of each part."""
+    if len(buffers) > 1:
+        return (buffers[0].index(i), buffers[1].index(i))
+    else:
+        return (buffers[0].index(i),)
 
 
 @gluon.jit

@@ -19,7 +19,16 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.columns import as_operand, multiply, no_sums, pair, rows_of, transposed
+from dmattn_ops.kernels.hopper.columns import (
+    add_products,
+    as_operand,
+    await_products,
+    multiply,
+    no_sums,
+    pair,
+    rows_of,
+    transposed,
+)
 from dmattn_ops.kernels.hopper.forward.softmax import rescale, row_of, softmax_first, softmax_next, state_of, statistics
 from dmattn_ops.kernels.hopper.forward.walk import (
     band_tile,
@@ -211,27 +220,6 @@ def hide(
 
 
 @gluon.jit
-def add_values(p, values, acc, DV2: gl.constexpr):
-    """Start adding P times the values of a tile to acc."""
-    first = warpgroup_mma(p, values[0], acc[0], is_async=True)
-    if DV2 > 0:
-        second = warpgroup_mma(as_operand(p, DV2), values[1], acc[1], is_async=True)
-        return (first, second)
-    else:
-        return (first,)
-
-
-@gluon.jit
-def await_sums(acc, DV2: gl.constexpr):
-    """Wait for all products, and return acc."""
-    if DV2 > 0:
-        first, second = warpgroup_mma_wait(0, deps=(acc[0], acc[1]))
-        return (first, second)
-    else:
-        return (warpgroup_mma_wait(0, deps=(acc[0],)),)
-
-
-@gluon.jit
 def rescale_second(acc, factor, DV2: gl.constexpr):
     """Return the second part of acc times the factors of its rows, if there is one."""
     if DV2 > 0:
@@ -279,7 +267,7 @@ def advance(
     key_bias = stored_bias(step + 1, biases, BN, STAGES, BIAS)
     empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
     s = multiply(q, k_next, empty, False)
-    acc = add_values(p, rows_of(values, b, BN, DV, DV2), acc, DV2)
+    acc = add_products(p, rows_of(values, b, BN, DV, DV2), acc, DV2)
     if OVERLAP:
         s = warpgroup_mma_wait(2 if DV2 > 0 else 1, deps=(s,))
     elif DV2 > 0:
@@ -296,7 +284,7 @@ def advance(
     p, top, total, factor = softmax_next(s, top, total, scale, dtype, NATURAL, not OVERLAP, BN)
     p = as_operand(p, DV)
     if OVERLAP:
-        acc = await_sums(acc, DV2)
+        acc = await_products(acc, DV2)
     acc = pair(rescale(acc[0], factor, DV), rescale_second(acc, factor, DV2), DV2)
     mbarrier.arrive(k_empty.index(b_next), count=1)
     return acc, p, top, total
@@ -443,8 +431,8 @@ def consume(
                 step += 1
             b = step % STAGES
             mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
-            acc = add_values(p, rows_of(values, b, BN, DV, DV2), acc, DV2)
-            acc = await_sums(acc, DV2)
+            acc = add_products(p, rows_of(values, b, BN, DV, DV2), acc, DV2)
+            acc = await_products(acc, DV2)
             step += 1
         elif Q_STAGES > 1:
             release_queries(turn - 1, q_empty, Q_STAGES)
