@@ -120,6 +120,15 @@ def buffer_at(buffers, i):
 
 
 @gluon.jit
+def slice_rows(parts, first, count: gl.constexpr):
+    """Return `count` rows from `first` on of matrices."""
+    if len(parts) > 1:
+        return (parts[0].slice(first, count, dim=0), parts[1].slice(first, count, dim=0))
+    else:
+        return (parts[0].slice(first, count, dim=0),)
+
+
+@gluon.jit
 def rows_of(buffers, i, ROWS: gl.constexpr, WIDTH: gl.constexpr, SECOND: gl.constexpr):
     """Return the `i`-th of buffers `[n, 1, 1, ROWS, width]` as matrices."""
     first = buffers[0].index(i).reshape([ROWS, WIDTH])
