@@ -332,7 +332,7 @@ HOPPER_BACKWARD = (
     ),
 )  # fmt: skip
 HOPPER_BACKWARD_256 = Row(
-    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256]), 230416,
+    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256]), 231136,
     "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
 )  # fmt: skip
 BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *_portable(1), *_LEGACY)

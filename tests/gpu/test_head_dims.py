@@ -118,7 +118,9 @@ def compare(
     loss = (out * grad_out).sum()
     if grad_lse is not None:
         loss = loss + (lse.masked_fill(empty, 0.0) * grad_lse).sum()
-    wanted = dict(zip(("dq", "dk", "dv", "dbias"), torch.autograd.grad(loss, leaves), strict=False)) | {"out": out.detach()}
+    wanted = dict(zip(("dq", "dk", "dv", "dbias"), torch.autograd.grad(loss, leaves), strict=False)) | {
+        "out": out.detach()
+    }
     assert torch.equal(found["lse"] == -math.inf, empty)
     assert ((found["lse"].double() - lse.detach())[~empty].abs() <= 1e-3).all()
     of_out, of_gradients = ROUNDING[inputs[0].dtype]

@@ -8,7 +8,14 @@ from torch import Tensor
 from dmattn_ops import arch
 from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward
-from dmattn_ops.kernels.hopper.arguments import bias_places, column_parts, listed, room_for_key_sums, score_factors, too_long
+from dmattn_ops.kernels.hopper.arguments import (
+    bias_places,
+    column_parts,
+    listed,
+    room_for_key_sums,
+    score_factors,
+    too_long,
+)
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS

@@ -155,7 +155,9 @@ def store_gradient(sums, maps, buffers, spare, block, WIDTH: gl.constexpr, SECON
     if SECOND > ROOM_2:
         store_rows(sums[1], spare[1].index(0), maps[1], [block.batch, key, block.kv_head, WIDTH], SECOND, SECOND, dtype)
     elif SECOND > 0:
-        store_rows(sums[1], buffers[1].index(0), maps[1], [block.batch, key, block.kv_head, WIDTH], SECOND, ROOM_2, dtype)
+        store_rows(
+            sums[1], buffers[1].index(0), maps[1], [block.batch, key, block.kv_head, WIDTH], SECOND, ROOM_2, dtype
+        )
     tma.store_wait(pendings=0)
 
 

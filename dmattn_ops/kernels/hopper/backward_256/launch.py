@@ -24,7 +24,15 @@ from torch import Tensor
 
 from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward256
-from dmattn_ops.kernels.hopper.arguments import MAX_DIM, bias_places, column_parts, listed, room_for_key_sums, score_factors, too_long
+from dmattn_ops.kernels.hopper.arguments import (
+    MAX_DIM,
+    bias_places,
+    column_parts,
+    listed,
+    room_for_key_sums,
+    score_factors,
+    too_long,
+)
 from dmattn_ops.kernels.hopper.backward.rows import row_statistics
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
@@ -110,7 +118,16 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     total = batch * heads * rows
     room = workspace(query, STATISTICS * total + -(-total // STAT_ROWS // 4))
     stats, flags = room[: STATISTICS * total].view(STATISTICS, total), room[STATISTICS * total :].view(torch.int8)
-    _statistics(grad_out, grad_lse, saved, stats, flags, rows, 1 << (width_v + second_v - 1).bit_length(), in_natural_units(call))
+    _statistics(
+        grad_out,
+        grad_lse,
+        saved,
+        stats,
+        flags,
+        rows,
+        1 << (width_v + second_v - 1).bit_length(),
+        in_natural_units(call),
+    )
     scales = options.softmax_scale, *score_factors(options)
     scores = {"BIAS": BIAS_KINDS[bias_kind(bias)], "SOFTCAP": options.softcap > 0}
     places = bias_places(bias, heads)
