@@ -144,7 +144,8 @@ def _compile(case: str) -> dict:
     signature |= {"q_desc": boxes(64, columns, "bf16"), "o_desc": boxes(64, columns_v, "bf16")}
     signature |= {"k_desc": boxes(block_n, columns, "bf16"), "v_desc": boxes(block_n, columns_v, "bf16")}
     constants = {
-        "BM": block_m, "BN": block_n, "D": columns, "D2": second, "DV": columns_v, "DV2": second_v, "STAGES": row.config.stages, "Q_STAGES": row.config.query_stages,
+        "BM": block_m, "BN": block_n, "D": columns, "D2": second, "DV": columns_v, "DV2": second_v,
+        "STAGES": row.config.stages, "Q_STAGES": row.config.query_stages,
         "MASK": mask, "BIAS": bias, "HAS_LO": "window" in words, "HAS_HI": bool({"causal", "window", "segments"} & set(words)),
         "SOFTCAP": "softcap" in words, "HIDDEN": "hidden" in words, "WHOLE": "whole" in words,
         "NATURAL": bias != "none" or "natural" in words,

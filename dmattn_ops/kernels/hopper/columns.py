@@ -1,4 +1,4 @@
-"""The columns of a head in one tile or two, since a tile's sides are powers of two: 80 is 64 and 16, 96 is 64 and 32, 192 is 128 and 64.
+"""The columns of a head in one tile or two, since the sides of a tile are powers of two: 80 is 64 and 16, 192 is 128 and 64.
 
 Tiles, buffers of shared memory and accumulators of a head are tuples of one or two. A product over the columns (of queries
 and keys, of grad_out and values) adds both parts up in the same accumulator; one whose result has these columns (out and the

@@ -84,7 +84,7 @@ def hand_out(turn, tickets, blocks_done, work, n_blocks, n_heads, kv_heads, grou
 
 @gluon.jit
 def load_sums(accumulator, place, heads, rows, C: gl.constexpr, D: gl.constexpr, D2: gl.constexpr):
-    """Return consumer `C`'s 64 queries of a tile's sums, as accumulators `[64, D]` and `[64, D2]` hold them; those of tile 0 for -1.
+    """Return consumer `C`'s 64 queries of a tile's sums, as accumulators `[64, D]` and `[64, D2]` hold them; of tile 0 for -1.
 
     They come from L2: what was loaded for -1 may not have been complete.
     """

@@ -291,7 +291,8 @@ def query_range(begin, end, keys_at, inside, first, last):
 @gluon.jit
 def head_loop(
     i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits, rows,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
+    DV2: gl.constexpr, dtype: gl.constexpr,
     LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
     HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr, EXACT: gl.constexpr,
@@ -378,7 +379,8 @@ def head_loop(
 @gluon.jit
 def heads_loops(
     i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits, rows,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
+    DV2: gl.constexpr, dtype: gl.constexpr,
     LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
     HAS_Q_SEG: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr,
 ):  # fmt: skip
@@ -387,12 +389,14 @@ def heads_loops(
         if exact.needed != 0:
             i, dk, dv = head_loop(
                 i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits,
-                rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
+                rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE,
+                DOWNWARDS,
                 ALWAYS)  # fmt: skip
         else:
             i, dk, dv = head_loop(
                 i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, head, width, limits,
-                rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
+                rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE,
+                DOWNWARDS,
                 NEVER)  # fmt: skip
     else:
         i, dk, dv = head_loop(
@@ -479,7 +483,8 @@ def consume_block(
         numbers = KeyNumbers(bits, bits_row, q_segments, k_segments, start, end, hidden_from, hidden_to)
         i, dk, dv = heads_loops(
             i, dk, dv, tiles, barriers, scales, bias, exact, row, numbers, record, span, tile, kv_head, width, limits, rows,
-            C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS)  # fmt: skip
+            C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE,
+            DOWNWARDS)  # fmt: skip
     last_dq(i, tiles, barriers, k_empty.index(k_buffer), C, BM, D2, TWO_PHASE)
     # dv leaves through this consumer's half of V, dk through its piece of dq (16 KB hold 64 x 128 values of 16 bits)
     key = tile * BN + C * 64
@@ -634,9 +639,11 @@ def backward_kernel(
     reduced = (pieces_desc, dq_s, made, dq_empty, counters, walked)
     reduced_2 = (pair(pieces_desc, pieces2_desc, D2)[-1], dq_s, made, dq_empty, counters, walked)
     gl.warp_specialize([
-        (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 0, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
+        (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 0, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS,
+                    SOFTCAP,
                     HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
-        (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 1, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
+        (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 1, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS,
+                    SOFTCAP,
                     HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED)),
         (producer, (produced, tickets, blocks_done, order, work, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
                     INTERLEAVED)),

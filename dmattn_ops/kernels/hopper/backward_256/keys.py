@@ -47,7 +47,7 @@ from dmattn_ops.kernels.hopper.columns import (
     store_rows,
     transposed,
 )
-from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, mbarrier, tma, tma_load, warpgroup_mma_wait
+from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, tma, tma_load, warpgroup_mma_wait
 from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
     KEY_BIAS,
@@ -199,7 +199,8 @@ def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, s
 
 
 @gluon.jit
-def dv_loops(dv, smem, block, view, mask, bias, scales, exact, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr,
+def dv_loops(dv, smem, block, view, mask, bias, scales, exact, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
+             LISTS: gl.constexpr,
              BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
              HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Make P of every step, and add to dv over every query head of the group."""
@@ -357,12 +358,14 @@ def allocate(stat_map, q_map, o_map, D: gl.constexpr, D2: gl.constexpr, DV: gl.c
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
-def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2_map, v2_map, o2_map, dk2_map, dv2_map, stats, flags, lists, bits, q_segments, k_segments,
+def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2_map, v2_map, o2_map, dk2_map, dv2_map, stats,
+                flags, lists, bits, q_segments, k_segments,
                 start, end, hidden_from, hidden_to,
                 bias, key_sums, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                 mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, kv_heads, group, seqlen_q,
                 seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total,
-                D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
+                D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr,
+                BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
                 HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads."""
     dtype: gl.constexpr = q_map.dtype
@@ -390,9 +393,11 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
     scales = Scales(scale_log2, cap, 0.0, scale)
     exact = Exact(0, stats + 2 * total.to(gl.int64), stats + 3 * total.to(gl.int64))
     gl.warp_specialize([
-        (dv_consumer, (smem, pair(dv_map, dv2_map, DV2), block, view, mask, bias, scales, exact, flags, n_flags, D, D2, DV, DV2, dtype, LISTS,
+        (dv_consumer, (smem, pair(dv_map, dv2_map, DV2), block, view, mask, bias, scales, exact, flags, n_flags, D, D2, DV,
+                       DV2, dtype, LISTS,
                        BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)),
-        (dk_consumer, (smem, pair(dk_map, dk2_map, D2), block, view, mask, bias, scale, D, D2, DV, DV2, dtype, LISTS, BIAS, HIDDEN)),
+        (dk_consumer, (smem, pair(dk_map, dk2_map, D2), block, view, mask, bias, scale, D, D2, DV, DV2, dtype, LISTS, BIAS,
+            HIDDEN)),
         (producer, ((q_maps, o_maps, stat_map), pair(k_map, k2_map, D2), pair(v_map, v2_map, DV2), filled, block, view, mask, D, D2,
                     DV, DV2, LISTS, PARTIAL, HIDDEN)),
     ], [4, 1], [216, 40])  # fmt: skip

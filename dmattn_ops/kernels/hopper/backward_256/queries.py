@@ -45,7 +45,7 @@ from dmattn_ops.kernels.hopper.columns import (
     store_rows,
     transposed,
 )
-from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, tma, warpgroup_mma_wait
 from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
     KEY_BIAS,
@@ -149,7 +149,8 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, select, C: gl.constexpr, D: gl.constexpr,
-            D2: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr,
+            D2: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr,
+            SOFTCAP: gl.constexpr, TEST: gl.constexpr,
             HAS_LOW: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     b = i & 1
@@ -262,12 +263,14 @@ def allocate(q_map, o_map, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, 
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
-def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o2_map, dq2_map, stats, flags, lists, bits, q_segments, k_segments, start, end,
+def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o2_map, dq2_map, stats, flags, lists, bits,
+                   q_segments, k_segments, start, end,
                    hidden_from, hidden_to,
                    bias, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                    mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, heads, group,
                    seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total,
-                   D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
+                   D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr,
+                   BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
                    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Write dq; one program for each 128 queries of each of `n_heads` heads."""
     dtype: gl.constexpr = q_map.dtype
@@ -300,9 +303,11 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
     exact = Exact(0, lse + 2 * total.to(gl.int64), lse + 3 * total.to(gl.int64))
     block = Block(batch, head, head // group, tile, seqlen_q, lse, delta, bias)
     gl.warp_specialize([
-        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, 0, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW,
+        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, 0, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP,
+                    PARTIAL, HAS_LOW,
                     HIDDEN, NATURAL)),
-        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, 1, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW,
+        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, 1, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP,
+                    PARTIAL, HAS_LOW,
                     HIDDEN, NATURAL)),
         (producer, (q_maps, pair(k_map, k2_map, D2), pair(v_map, v2_map, DV2), o_maps, filled, block, view, D, D2, DV, DV2, LISTS,
                     BIAS, PARTIAL)),

@@ -43,7 +43,6 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     reinterpret,
     tma,
     tma_store,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -420,13 +419,15 @@ def consume(
             for i in range(first, tested):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
-                    bias_rows, C, NC, BN, D, D2, DV, DV2, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype,
+                    bias_rows, C, NC, BN, D, D2, DV, DV2, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE,
+                    NATURAL, dtype,
                 )  # fmt: skip
                 step += 1
             for i in range(tested, n - 1):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
-                    bias_rows, C, NC, BN, D, D2, DV, DV2, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype,
+                    bias_rows, C, NC, BN, D, D2, DV, DV2, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE,
+                    NATURAL, dtype,
                 )  # fmt: skip
                 step += 1
             b = step % STAGES
@@ -476,7 +477,8 @@ SCALARS = (
 
 @gluon.jit(do_not_specialize=SCALARS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, q2_desc, k2_desc, v2_desc, o2_desc, bits_desc, lse, lse_tail, lists, q_segments, k_segments, start, end, hidden_from,
+    q_desc, k_desc, v_desc, o_desc, q2_desc, k2_desc, v2_desc, o2_desc, bits_desc, lse, lse_tail, lists, q_segments,
+    k_segments, start, end, hidden_from,
     hidden_to, bias, counter, scale, cap, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, lo, hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
@@ -539,7 +541,8 @@ def forward_kernel(
                        D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
             (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places, 1, NC, BM, BN,
                        D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
-            (produce, (q_descs, k_descs, v_descs, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN, D, D2, DV, DV2,
+            (produce, (q_descs, k_descs, v_descs, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN, D, D2,
+                       DV, DV2,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
@@ -550,6 +553,7 @@ def forward_kernel(
                        D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
             (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places, 2, NC, BM, BN,
                        D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, WHOLE, NATURAL, dtype)),
-            (produce, (q_descs, k_descs, v_descs, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN, D, D2, DV, DV2,
+            (produce, (q_descs, k_descs, v_descs, bits_desc, lists, counter, bias, work, broadcast, bias_places, BM, BN, D, D2,
+                       DV, DV2,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -139,7 +139,8 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         counter, scale, cap, cap_inner,
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
         _HEADS_IN_L2 if has_hi or kind != "band" else 1, items, lo, hi, *lse.stride()[:2], *strides, *bias_places(bias, heads),
-        BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,
+        BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, STAGES=config.stages,
+        Q_STAGES=config.query_stages, MASK=kind,
         BIAS=bias_kind(bias), HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, HIDDEN=mask.hidden_from is not None,
         WHOLE=whole, NATURAL=natural, num_warps=4,
     )  # fmt: skip

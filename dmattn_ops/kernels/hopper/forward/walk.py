@@ -102,7 +102,8 @@ def load_parts(descs, batch, head, row, full, buffers, i, WIDTH: gl.constexpr):
 def load_keys(
     k_descs, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, bits_b, bits_h, q_first,
     biases, key_bias, seqlen_k,
-    NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
+    NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
     """Load key tile `j`, with the mask bits of the block's queries and its bias, as step `step` of this block."""
     ROWS: gl.constexpr = 64
