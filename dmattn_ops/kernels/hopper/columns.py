@@ -101,12 +101,19 @@ def load_rows(maps, batch, row, head, full, buffers, i, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(rows, buffer, map, place, WIDTH: gl.constexpr, ROOM: gl.constexpr, dtype: gl.constexpr):
-    """Start writing rows `[64, WIDTH]` of one part to `place`, through a buffer of as many rows that are `ROOM` wide."""
+def stage_rows(rows, factor, buffer, WIDTH: gl.constexpr, ROOM: gl.constexpr, dtype: gl.constexpr):
+    """Store rows `[64, WIDTH]` of one part, times a factor unless it is None, in a buffer of as many rows `ROOM` wide."""
     if WIDTH != ROOM:
         buffer = reinterpret(buffer, dtype, [64, WIDTH], gl.NVMMASharedLayout.get_default_for([64, WIDTH], dtype))
+    if factor is not None:
+        rows = rows * factor
     buffer.store(rows.to(dtype))
     fence_async_shared()
+
+
+@gluon.jit
+def send_rows(buffer, map, place, WIDTH: gl.constexpr, dtype: gl.constexpr):
+    """Start writing what `stage_rows` stored to `place`."""
     tma_store(map, place, reinterpret(buffer, dtype, [1, 64, 1, WIDTH], map.layout))
 
 

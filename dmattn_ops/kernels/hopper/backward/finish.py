@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.backward.work import announce, receive
-from dmattn_ops.kernels.hopper.columns import store_rows
+from dmattn_ops.kernels.hopper.columns import send_rows, stage_rows
 from dmattn_ops.kernels.hopper.gluon_compat import tma
 from dmattn_ops.problem import TILE as _TILE
 
@@ -120,10 +120,13 @@ def finish(turn, dq_out, work, C: gl.constexpr, D: gl.constexpr, D2: gl.constexp
         place = receive(turn, work)
         ahead = load_sums(accumulator, place, heads, rows, C, D, D2)
         tma.store_wait(pendings=0)
+        stage_rows(sums[0], scale, dq_c, D, 0, dtype)
         query = tile * TILE + C * 64
-        store_rows(sums[0] * scale, dq_c, dq_maps[0], [batch, query, head, 0], D, 0, dtype)
-        if D2 > 0:
-            store_rows(sums[1] * scale, dq_c.slice(8, 8, dim=0), dq_maps[1], [batch, query, head, D], D2, 0, dtype)
+        send_rows(dq_c, dq_maps[0], [batch, query, head, 0], D, dtype)
+        if D2 > 0:  # in the half that the first part leaves
+            half = dq_c.slice(8, 8, dim=0)
+            stage_rows(sums[1], scale, half, D2, 0, dtype)
+            send_rows(half, dq_maps[1], [batch, query, head, D], D2, dtype)
         sums = ahead
     tma.store_wait(pendings=0)
 

@@ -29,7 +29,7 @@ from dmattn_ops.kernels.hopper.backward.walk import (
     span_of,
 )
 from dmattn_ops.kernels.hopper.backward.work import RECEIVERS, announce, place_of, receive, record_of
-from dmattn_ops.kernels.hopper.columns import allocate_rows, load_rows, no_sums, pair, store_rows
+from dmattn_ops.kernels.hopper.columns import allocate_rows, load_rows, no_sums, pair, send_rows, stage_rows
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -487,15 +487,21 @@ def consume_block(
             DOWNWARDS)  # fmt: skip
     last_dq(i, tiles, barriers, k_empty.index(k_buffer), C, BM, D2, TWO_PHASE)
     # dv leaves through this consumer's half of V, dk through its piece of dq (16 KB hold 64 x 128 values of 16 bits)
+    v_c = v_s[0].index(v_half)
+    stage_rows(dv[0], None, v_c, DV, DV, dtype)
     key = tile * BN + C * 64
-    store_rows(dv[0], v_s[0].index(v_half), dv_desc[0], [batch, key, kv_head, 0], DV, DV, dtype)
+    send_rows(v_c, dv_desc[0], [batch, key, kv_head, 0], DV, dtype)
     if DV2 > 0:
-        store_rows(dv[1], v_s[1].index(v_half), dv_desc[1], [batch, key, kv_head, DV], DV2, DV2, dtype)
+        v2_c = v_s[1].index(v_half)
+        stage_rows(dv[1], None, v2_c, DV2, DV2, dtype)
+        send_rows(v2_c, dv_desc[1], [batch, key, kv_head, DV], DV2, dtype)
     mbarrier.wait(dq_empties.index(C), i & 1)
-    store_rows(dk[0] * scales.softmax, dq_c, dk_desc[0], [batch, key, kv_head, 0], D, 0, dtype)
+    stage_rows(dk[0], scales.softmax, dq_c, D, 0, dtype)
+    send_rows(dq_c, dk_desc[0], [batch, key, kv_head, 0], D, dtype)
     if D2 > 0:  # in the half that the first part leaves
         half = dq_c.slice(8, 8, dim=0)
-        store_rows(dk[1] * scales.softmax, half, dk_desc[1], [batch, key, kv_head, D], D2, 0, dtype)
+        stage_rows(dk[1], scales.softmax, half, D2, 0, dtype)
+        send_rows(half, dk_desc[1], [batch, key, kv_head, D], D2, dtype)
     return i + 1
 
 

@@ -44,7 +44,8 @@ from dmattn_ops.kernels.hopper.columns import (
     multiply,
     no_sums,
     pair,
-    store_rows,
+    send_rows,
+    stage_rows,
     transposed,
 )
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, tma, tma_load, warpgroup_mma_wait
@@ -144,21 +145,16 @@ def producer(maps, k_map, v_map, smem, block, view, mask, D: gl.constexpr, D2: g
 
 
 @gluon.jit
-def store_gradient(sums, maps, buffers, spare, block, WIDTH: gl.constexpr, SECOND: gl.constexpr, ROOM: gl.constexpr,
-                   ROOM_2: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
-    """Write dk or dv of the block's keys through buffers whose parts are `ROOM` and `ROOM_2` wide, or through the spare ones."""
-    key = block.tile * STEP
+def store_part(sums, factor, map, buffers, spare, block, PART: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr,
+               ROOM: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
+    """Start writing columns `FIRST ...` of dk or dv of the block's keys, through a buffer `ROOM` wide or the spare one."""
     if WIDTH <= ROOM:
-        store_rows(sums[0], buffers[0].index(0), maps[0], [block.batch, key, block.kv_head, 0], WIDTH, ROOM, dtype)
+        buffer = buffers[PART].index(0)
+        stage_rows(sums[PART], factor, buffer, WIDTH, ROOM, dtype)
     else:
-        store_rows(sums[0], spare[0].index(0), maps[0], [block.batch, key, block.kv_head, 0], WIDTH, WIDTH, dtype)
-    if SECOND > ROOM_2:
-        store_rows(sums[1], spare[1].index(0), maps[1], [block.batch, key, block.kv_head, WIDTH], SECOND, SECOND, dtype)
-    elif SECOND > 0:
-        store_rows(
-            sums[1], buffers[1].index(0), maps[1], [block.batch, key, block.kv_head, WIDTH], SECOND, ROOM_2, dtype
-        )
-    tma.store_wait(pendings=0)
+        buffer = spare[PART].index(0)
+        stage_rows(sums[PART], factor, buffer, WIDTH, WIDTH, dtype)
+    send_rows(buffer, map[PART], [block.batch, block.tile * STEP, block.kv_head, FIRST], WIDTH, dtype)
 
 
 @gluon.jit
@@ -257,7 +253,10 @@ def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_f
         dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(needed, exact.first, exact.second), DV, DV2, dtype, LISTS,
                       BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
     # only this consumer reads K, and it is done
-    store_gradient(dv, dv_map, smem.k, smem.spare, block, DV, DV2, D, D2, dtype)
+    store_part(dv, None, dv_map, smem.k, smem.spare, block, 0, 0, DV, D, dtype)
+    if DV2 > 0:
+        store_part(dv, None, dv_map, smem.k, smem.spare, block, 1, DV, DV2, D2, dtype)
+    tma.store_wait(pendings=0)
 
 
 @gluon.jit
@@ -303,7 +302,10 @@ def dk_consumer(smem, dk_map, block, view, mask, bias, scale, D: gl.constexpr, D
             i += 1
         store_key_sums(bias, head, keys, sums, BIAS)
     # only this consumer reads V, and it is done
-    store_gradient(scaled(dk, scale), dk_map, smem.v, smem.spare, block, D, D2, DV, DV2, dtype)
+    store_part(dk, scale, dk_map, smem.v, smem.spare, block, 0, 0, D, DV, dtype)
+    if D2 > 0:
+        store_part(dk, scale, dk_map, smem.v, smem.spare, block, 1, D, D2, DV2, dtype)
+    tma.store_wait(pendings=0)
 
 
 @gluon.jit
@@ -315,15 +317,6 @@ def allocate_spare(WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, dtype: gl.constex
         return gl.allocate_shared_memory(dtype, [1, STEP, WIDER], MATRIX)
     else:
         return 0
-
-
-@gluon.jit
-def scaled(parts, factor):
-    """Return all parts times a factor."""
-    if len(parts) > 1:
-        return (parts[0] * factor, parts[1] * factor)
-    else:
-        return (parts[0] * factor,)
 
 
 @gluon.jit

@@ -42,7 +42,8 @@ from dmattn_ops.kernels.hopper.columns import (
     multiply,
     no_sums,
     pair,
-    store_rows,
+    send_rows,
+    stage_rows,
     transposed,
 )
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, tma, warpgroup_mma_wait
@@ -229,9 +230,11 @@ def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.con
             i += 1
     # only this consumer reads this half of Q, and it is done
     q = buffer_at(smem.q, C)
-    store_rows(dq[0] * scales.softmax, q[0], dq_map[0], [block.batch, row, block.head, 0], D, D, dtype)
+    stage_rows(dq[0], scales.softmax, q[0], D, D, dtype)
+    send_rows(q[0], dq_map[0], [block.batch, row, block.head, 0], D, dtype)
     if D2 > 0:
-        store_rows(dq[1] * scales.softmax, q[1], dq_map[1], [block.batch, row, block.head, D], D2, D2, dtype)
+        stage_rows(dq[1], scales.softmax, q[1], D2, D2, dtype)
+        send_rows(q[1], dq_map[1], [block.batch, row, block.head, D], D2, dtype)
     tma.store_wait(pendings=0)
 
 

@@ -229,16 +229,17 @@ def rescale_second(acc, factor, DV2: gl.constexpr):
 
 @gluon.jit
 def store_part(
-    acc, inverse, buffer, o_desc, batch, h, q_first,
+    acc, inverse, q, buffer, o_desc, batch, h, q_first,
     FIRST: gl.constexpr, WIDTH: gl.constexpr, WIDTH_Q: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Write columns `FIRST ...` of out, through a buffer of queries that is at least as wide."""
+    """Write columns `FIRST ...` of out, through a buffer of queries, viewed as the matrix `q`, that is at least as wide."""
     ROWS: gl.constexpr = 64
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
     if WIDTH != WIDTH_Q:
         buffer = reinterpret(buffer, dtype, [1, 1, ROWS, WIDTH], o_desc.layout)
-    buffer.reshape([ROWS, WIDTH]).store(acc.to(dtype))
+        q = buffer.reshape([ROWS, WIDTH])
+    q.store(acc.to(dtype))
     fence_async_shared()
     tma_store(o_desc, [batch, h, q_first, FIRST], buffer)
 
@@ -441,9 +442,9 @@ def consume(
         inverse = gl.where(row_total == 0.0, 0.0, 1.0 / row_total)
         # q is not needed any more: its place stages the output. TMA leaves out the rows and columns past the ends
         at = slot * NC + C
-        store_part(acc[0], inverse, queries[0].index(at), o_descs[0], batch, h, q_first, 0, DV, D, dtype)
+        store_part(acc[0], inverse, q[0], queries[0].index(at), o_descs[0], batch, h, q_first, 0, DV, D, dtype)
         if DV2 > 0:
-            store_part(acc[1], inverse, queries[1].index(at), o_descs[1], batch, h, q_first, DV, DV2, D2, dtype)
+            store_part(acc[1], inverse, q[1], queries[1].index(at), o_descs[1], batch, h, q_first, DV, DV2, D2, dtype)
         row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, NATURAL)
         at = batch.to(gl.int64) * lse_b + h.to(gl.int64) * lse_h + q_first + row
         gl.store(lse + at, row_lse, mask=q_first + row < seqlen_q)
