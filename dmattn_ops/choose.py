@@ -98,6 +98,8 @@ def _mismatch(row: config.Row, arch: Arch, demand: Demand) -> str:
     """Return why a row does not suit, or nothing."""
     if demand.width > row.dim:
         return f"head dimension {demand.width} is wider"
+    if row.dim_v and demand.dim_v > row.dim_v:
+        return f"head dimension {demand.dim_v} of values is wider"
     if demand.itemsize > row.itemsize:
         return f"elements of {demand.itemsize} bytes are wider"
     if demand.seqlen_k < row.min_seqlen:

@@ -122,11 +122,13 @@ class Row:
     shared_memory: int = 0  # bytes of a block
     evidence: str = ""
     few_tiles: bool = False  # for calls with fewer tiles of 128 queries than there are multiprocessors, and only those
+    dim_v: int = 0  # widest head dimension of values, where that is narrower than `dim`
 
     @property
     def name(self) -> str:
         """A short name for reasons and tables."""
-        return f"{self.kernel} {self.tier} {self.config.block_m}x{self.config.block_n} (D <= {self.dim})"
+        widths = f"D <= {self.dim}, Dv <= {self.dim_v}" if self.dim_v else f"D <= {self.dim}"
+        return f"{self.kernel} {self.tier} {self.config.block_m}x{self.config.block_n} ({widths})"
 
     @property
     def takes_config(self) -> bool:
@@ -299,6 +301,14 @@ HOPPER_FORWARD = (
         "H200, 2026-11-21, bf16, B4 H16 S4096: 666 / 756 TFLOP/s causal / full, cuDNN 566 / 663; 192 x 64 650 / 759",
     ),
     Row(
+        90, 192, 2, 0, "LargeBlock", "hopper", HopperForward(128, 128, 2, 1), 218704,
+        "compiled only; as at D 128, whose keys are as many", dim_v=128,
+    ),
+    Row(
+        90, 192, 2, 0, "MediumBlock", "hopper", HopperForward(128, 64, 2, 2), 201848,
+        "compiled only; as at D 256, with room for two buffers of queries",
+    ),
+    Row(
         90, 256, 2, 0, "MediumBlock", "hopper", HopperForward(128, 64, 2, 1), 201712,
         "H200, 2026-11-21, bf16, 777 TFLOP/s at B4 H8 S4096, 786 at B1 H8 S16384 causal, cuDNN 720 and 646",
     ),
@@ -322,7 +332,7 @@ HOPPER_BACKWARD = (
     ),
 )  # fmt: skip
 HOPPER_BACKWARD_256 = Row(
-    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256]), 230416,
+    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256]), 231136,
     "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
 )  # fmt: skip
 BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *_portable(1), *_LEGACY)

@@ -19,12 +19,19 @@ def forward_config(offered: config.Config, call: Call, result: Result) -> config
     if isinstance(offered, config.PortableForward):
         aligned = rows_are_aligned(call.query, call.key, call.value, result.out)
         return offered.for_call(aligned, is_pairwise(call.bias, call.options), call.demand.seqlen_q)
-    wide = call.mask.kind != "none" or call.bias is not None or call.options.dropout_p > 0.0 or call.varlen is not None
-    if isinstance(offered, config.HopperForward) and wide:
-        return replace(
-            offered, block_m=TILE
-        )  # lists name tiles of that height; a third consumer has no registers for a bias or dropout
+    if isinstance(offered, config.HopperForward) and _takes_tiles_of_128(call):
+        return replace(offered, block_m=TILE)
     return offered
+
+
+def _takes_tiles_of_128(call: Call) -> bool:
+    """Return whether the SM 9.0 forward takes 128 queries at a time.
+
+    Lists name tiles of that height; a third consumer has no registers for a bias or dropout; packed sequences are faster
+    so (H200, D 64, 16 sequences of 64 to 3500: 0.119 ms, with 192 queries 0.144).
+    """
+    listed = call.mask.kind != "none" or call.varlen is not None
+    return listed or call.bias is not None or call.options.dropout_p > 0.0
 
 
 def backward_config(offered: config.Config, call: Call, saved: Saved, grads: Gradients) -> config.Config:

@@ -30,6 +30,7 @@ FULL, BAND, BITS, SEGMENTS, INTERVALS = (
 )
 SPANS = {"LISTS": 4, "PARTIAL": True, "HAS_LOW": False, "HAS_HIGH": False}
 HIDDEN = {"HIDDEN": True}
+MLA = {"D": 128, "D2": 64, "DV": 128}  # D 192, Dv 128
 KEY_BIAS, FULL_BIAS, SOFTCAP = {"BIAS": 1}, {"BIAS": 2}, {"SOFTCAP": True}
 CONFIG = config.HOPPER_BACKWARD_256
 EVERYTHING = plain_options(0.1)
@@ -42,12 +43,28 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
         name = {gl.bfloat16: "bf16", gl.float16: "fp16", gl.float32: "fp32"}[element]
         return f"tensordesc<{name}{block},{layout!r}>"
 
-    constants = {"D": 256, "BIAS": 0, "SOFTCAP": False, "HAS_LOW": True, "HAS_HIGH": True, "HIDDEN": False} | constants
+    constants = {
+        "D": 256,
+        "D2": 0,
+        "DV2": 0,
+        "BIAS": 0,
+        "SOFTCAP": False,
+        "HAS_LOW": True,
+        "HAS_HIGH": True,
+        "HIDDEN": False,
+    } | constants
+    constants = {"DV": constants["D"]} | constants
     constants["NATURAL"] = constants["BIAS"] != 0
     absent = {"bias": constants["BIAS"] == 0, "key_sums": kernel is keys_kernel and constants["BIAS"] != 1}
     constants |= {name: None for name, holds in absent.items() if holds}
-    block = [1, 64, 1, constants["D"]]
-    rows = tensor_map(dtype, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+
+    def rows(name):  # q2_map is the second part of q_map
+        of_values, second = name[:-4].rstrip("2") in ("v", "o", "dv"), "2" in name
+        width = constants[f"{'DV' if of_values else 'D'}{'2' if second else ''}"]
+        return tensor_map(dtype, block := [1, 64, 1, width], gl.NVMMASharedLayout.get_default_for(block, dtype))
+
+    seconds = [name for name in kernel.arg_names if name.endswith("2_map")]
+    constants |= {name: None for name in seconds if not constants["DV2" if name[:-5] in ("v", "o", "dv") else "D2"]}
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     known = {"stat_map": tensor_map(gl.float32, [1, 64], plain), "stats": "*fp32", "flags": "*i8", "bits": "*i64"}
     known |= {"bias": "*bf16", "key_sums": "*fp32"}
@@ -57,7 +74,7 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
         if name in constants:
             continue
         if name.endswith("_map"):
-            signature[name] = known.get(name, rows)
+            signature[name] = known[name] if name in known else rows(name)
         else:
             signature[name] = known.get(name, "fp32" if name.startswith(("scale", "cap")) else "i32")
     aligned = tuple(name for name, kind in signature.items() if kind[0] == "*")
@@ -101,6 +118,10 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
         (keys_kernel, BITS | SOFTCAP, 72),
         (queries_kernel, BITS | SOFTCAP, 0),
         *((kernel, SEGMENTS | {"D": width}, 0) for kernel in (keys_kernel, queries_kernel) for width in (64, 128)),
+        *((kernel, mask | MLA, 0) for kernel in (keys_kernel, queries_kernel) for mask in (FULL, BAND, BITS)),
+        *((kernel, BAND | {"D": 128, "D2": 32, "DV2": 32}, 0) for kernel in (keys_kernel, queries_kernel)),
+        (keys_kernel, BAND | {"D": 256, "DV": 128, "DV2": 64}, 0),
+        (queries_kernel, BAND | {"D": 64, "DV": 128, "DV2": 64}, 0),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
@@ -111,15 +132,18 @@ def test_it_fits_an_sm_without_spills_or_serialized_products(kernel, constants, 
     assert made.spill_bytes <= spilled
     found = made.opcodes
     loops = 2 if constants["PARTIAL"] else 1
-    scores, gradient = constants.get("D", 256) // 16, 4  # instructions of a product of one step
+    width = constants.get("D", 256)
+    second, width_v, second_v = constants.get("D2", 0), constants.get("DV", width), constants.get("DV2", 0)
+    # instructions of a product of one step: over columns, and of each part of them
+    s, dp, of_dv, of_dk = (width + second) // 16, (width_v + second_v) // 16, 8 if second_v else 4, 8 if second else 4
     if kernel is keys_kernel:  # the dk consumer has one loop for steps with and without a test
-        of_dv = loops * 2 if constants.get("BIAS") == 2 else loops  # loops of its own for exact statistics
-        expected = (of_dv + 1) * (scores + gradient)
+        dv_loops = loops * 2 if constants.get("BIAS") == 2 else loops  # loops of its own for exact statistics
+        expected = dv_loops * (s + of_dv) + dp + of_dk
     else:
-        expected = loops * 2 * (2 * scores + gradient)
+        expected = loops * 2 * (s + dp + of_dk)
     assert found["HGMMA"] == expected
     assert found["UTMALDG"] >= 4
-    assert found["UTMASTG"] == 2
+    assert found["UTMASTG"] == 2 + (2 * (second > 0) if kernel is queries_kernel else (second > 0) + (second_v > 0))
     assert not found["RED"] + found["REDG"] + found["ATOM"] + found["ATOMG"], (
         "results must not depend on the order of blocks"
     )

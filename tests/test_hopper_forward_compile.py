@@ -40,11 +40,19 @@ ALLOWED = {
     "d128 segments dropout": 208, "d128 causal intervals dropout": 1044, "d128 causal key-bias dropout": 476,
     "d256 bits dropout": 120, "d256 softcap dropout": 80, "d256 segments dropout": 116, "d256 causal intervals dropout": 400,
 }  # fmt: skip
+# Heads in two parts (`columns.py`), and values narrower than queries
+ALLOWED |= {
+    "d80 full": 8, "d80 causal": 8, "d96 full": 8, "d96 causal": 8, "d192/128 full": 24, "d192/128 causal": 36,
+    "d192/128 softcap": 36, "d192/128 bits": 20, "d64/128 full": 24, "d128/64 full": 16,
+}  # fmt: skip
+PARTS = ("d80 full", "d80 causal", "d96 full", "d96 bits", "d192 causal", "d192/128 full", "d192/128 causal",
+         "d192/128 softcap", "d192/128 bits", "d160 full", "d64/128 full", "d128/64 full", "d256/128 causal")  # fmt: skip
 QUICK = (
-    "d64 causal", "d128 full", "d128 bits", "d256 causal", "d64 causal key-bias", "d128 bits key-bias", "d64 spans",
-    "d128 spans", "d128 causal dropout", "d128 intervals",
+    "d80 full", "d192/128 causal", "d64 causal", "d128 full", "d128 bits", "d256 causal", "d64 causal key-bias",
+    "d128 bits key-bias", "d64 spans", "d128 spans", "d128 causal dropout", "d128 intervals",
 )  # fmt: skip
 EVERY = tuple(f"d{dim} {kind}" for dim in (64, 128, 256) for kind in KINDS if dim != 64 or "full-bias" not in kind)
+EVERY += PARTS
 CASES = EVERY if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
 
 
@@ -73,22 +81,37 @@ def test_spills_stay_within_what_is_known(case: str, reports: dict[str, dict]) -
 def test_shared_memory_is_what_the_configuration_says(case: str, reports: dict[str, dict]) -> None:
     from dmattn_ops import config
 
-    dim = int(case.split()[0][1:])
-    row = next(row for row in config.FORWARD if row.kernel == "hopper" and row.dim == dim)
+    row = _row(config, *_dims(case))
     assert reports[case]["shared"] <= row.shared_memory <= SHARED_LIMIT
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_products_run_on_the_tensor_cores_and_tiles_move_by_tma(case: str, reports: dict[str, dict]) -> None:
     found = reports[case]["opcodes"]
+    from dmattn_ops import config
+    from dmattn_ops.kernels.hopper.forward.launch import tiles_of
+
     dim, kind = case.split(" ", 1)
     consumers = 3 if dim == "d64" and kind in ("full", "causal", "window", "softcap") else 2
-    keys = 64 if dim == "d256" else 128
-    # the first scores, the two loops with both products, the last product
-    assert found["HGMMA"] == consumers * 3 * (int(dim[1:]) // 16 + keys // 16)
+    keys = _row(config, *_dims(case)).config.block_n
+    columns, columns_v = tiles_of(*_dims(case))
+    # the first scores, the two loops with both products, the last product; those with values for each part of them
+    assert found["HGMMA"] == consumers * 3 * (sum(columns) // 16 + keys // 16 * (2 if columns_v[1] else 1))
     assert found["UTMALDG"] >= consumers + 3
     assert found["UTMASTG"] >= consumers
     assert found["HMMA"] == 0
+
+
+def _dims(case: str) -> tuple[int, int]:
+    """Return the head dimensions that a case names: d192/128, or d64 for both."""
+    dim, _, dim_v = case.split()[0][1:].partition("/")
+    return int(dim), int(dim_v or dim)
+
+
+def _row(config, dim: int, dim_v: int):
+    """Return the row that head dimensions get."""
+    rows = (row for row in config.FORWARD if row.kernel == "hopper")
+    return next(row for row in rows if max(dim, dim_v) <= row.dim and dim_v <= (row.dim_v or row.dim))
 
 
 def _compile(case: str) -> dict:
@@ -96,11 +119,12 @@ def _compile(case: str) -> dict:
 
     from dmattn_ops import config
     from dmattn_ops.kernels.hopper.forward.kernel import SCALARS, forward_kernel
+    from dmattn_ops.kernels.hopper.forward.launch import tiles_of
     from dmattn_ops.testing.compile_only import compile_only
 
-    dim, *words = case.split()
-    columns = int(dim[1:])
-    row = next(row for row in config.FORWARD if row.kernel == "hopper" and row.dim == columns)
+    _, *words = case.split()
+    (columns, second), (columns_v, second_v) = tiles_of(*_dims(case))
+    row = _row(config, *_dims(case))
     mask = next((kind for kind in ("bits", "segments", "intervals", "spans") if kind in words), "band")
     bias = next((word.removesuffix("-bias") for word in words if word.endswith("-bias")), "none")
     dropout = "dropout" in words
@@ -118,16 +142,21 @@ def _compile(case: str) -> dict:
         "lse_tail": "*fp32",
         "counter": "*i32",
     }
-    signature |= {name: boxes(64, columns, "bf16") for name in ("q_desc", "o_desc")}
-    signature |= {name: boxes(block_n, columns, "bf16") for name in ("k_desc", "v_desc")}
+    signature |= {"q_desc": boxes(64, columns, "bf16"), "o_desc": boxes(64, columns_v, "bf16")}
+    signature |= {"k_desc": boxes(block_n, columns, "bf16"), "v_desc": boxes(block_n, columns_v, "bf16")}
     constants = {
-        "BM": block_m, "BN": block_n, "D": columns, "STAGES": row.config.stages, "Q_STAGES": row.config.query_stages,
+        "BM": block_m, "BN": block_n, "D": columns, "D2": second, "DV": columns_v, "DV2": second_v,
+        "STAGES": row.config.stages, "Q_STAGES": row.config.query_stages,
         "MASK": mask, "BIAS": bias, "HAS_LO": bool({"window", "spans"} & set(words)),
         "HAS_HI": bool({"causal", "window", "segments", "spans"} & set(words)),
         "SOFTCAP": "softcap" in words, "HIDDEN": "hidden" in words, "NATURAL": bias != "none" or "natural" in words,
         "DROPOUT": dropout,
     }  # fmt: skip
     optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
+    optional |= {"q2_desc": boxes(64, second, "bf16"), "k2_desc": boxes(block_n, second, "bf16")} if second else {}
+    optional |= (
+        {"v2_desc": boxes(block_n, second_v, "bf16"), "o2_desc": boxes(64, second_v, "bf16")} if second_v else {}
+    )
     optional |= {} if mask == "band" else {"lists": "*i32"}
     optional |= {"q_segments": "*i32", "k_segments": "*i32"} if mask == "segments" else {}
     optional |= {"start": "*i32", "end": "*i32"} if mask in ("intervals", "spans") else {}
@@ -135,6 +164,10 @@ def _compile(case: str) -> dict:
     optional |= {} if bias == "none" else {"bias": "*bf16"}
     optional |= {"seed": "*i64"} if dropout else {}
     every = {
+        "q2_desc",
+        "k2_desc",
+        "v2_desc",
+        "o2_desc",
         "bits_desc",
         "lists",
         "q_segments",

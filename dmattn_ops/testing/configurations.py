@@ -116,12 +116,12 @@ def reachable(rows: tuple[config.Row, ...], sm: int) -> list[config.Row]:
 
 def _demands(rows: tuple[config.Row, ...], on: arch.Arch) -> list[Demand]:
     """Return a demand for each place where a choice may change: where a row ends or begins."""
-    widths = sorted({min(row.dim, validation.MAX_HEAD_DIM) for row in rows})
+    widths = sorted({(min(row.dim, validation.MAX_HEAD_DIM), row.dim_v) for row in rows})
     lengths = sorted({max(row.min_seqlen, 1) for row in rows})
     return [
-        Demand(1, heads, TILE, keys, dim, dim, itemsize)
+        Demand(1, heads, TILE, keys, dim, dim_v or dim, itemsize)
         for itemsize in (2, 4)
-        for dim in widths
+        for dim, dim_v in widths
         for keys in lengths
         for heads in (1, on.num_sms)  # few tiles of queries, and one for each multiprocessor
     ]
@@ -146,7 +146,7 @@ def _specializations(direction: str, row: config.Row, width: int) -> tuple[Speci
         launcher = dispatch.launcher(direction, row.kernel)
         refusals = partial(launcher.refusals, needs_max=False) if direction == "forward" else launcher.refusals
         every = dict.fromkeys(resources.canonical(row.kernel, direction, each) for each in HOPPER)
-        return tuple(each for each in every if not refusals(make_call(each, width)))
+        return tuple(each for each in every if not refusals(make_call(each, width, row.dim_v)))
     if row.itemsize == 4:
         return tuple(replace(each, dtype="float32", wide_bias=False) for each in (CAUSAL, EVERYTHING))
     if row.dim > COMMON_DIM:
@@ -155,18 +155,22 @@ def _specializations(direction: str, row: config.Row, width: int) -> tuple[Speci
     return (*PORTABLE, *(PORTABLE_FORWARD if direction == "forward" else PORTABLE_BACKWARD), *own)
 
 
-def make_call(wanted: Specialization, width: int) -> Call:
-    """Return a call that has a specialization, its heads `width` wide. Its tensors lie on the CPU, uninitialised."""
+def make_call(wanted: Specialization, width: int, width_v: int = 0) -> Call:
+    """Return a call that has a specialization, its heads `width` wide, and its values `width_v` unless that is 0.
+
+    Its tensors lie on the CPU, uninitialised.
+    """
     dtype = _DTYPES[wanted.dtype]
     heads_k = HEADS // GROUP if wanted.grouped else HEADS
     seqlen_q = 8 if wanted.decode else SEQLEN
 
-    def rows(seqlen: int, heads: int) -> torch.Tensor:
+    def rows(seqlen: int, heads: int, width: int) -> torch.Tensor:
         if wanted.unaligned:  # a narrower head, so that columns have to be tested as well
             return torch.empty(1, seqlen, heads, width - 1, dtype=dtype)
         return torch.empty(1, seqlen, heads, width, dtype=dtype)
 
-    query, key, value = rows(seqlen_q, HEADS), rows(SEQLEN, heads_k), rows(SEQLEN, heads_k)
+    query, key = rows(seqlen_q, HEADS, width), rows(SEQLEN, heads_k, width)
+    value = rows(SEQLEN, heads_k, width_v or width)
     bias_shape = {
         "key bias": (1, HEADS, 1, SEQLEN),
         "bias": (1, HEADS, seqlen_q, SEQLEN),
@@ -218,7 +222,7 @@ def launch(unit: Unit) -> None:
 
 def arguments(unit: Unit) -> tuple[Any, ...]:
     """Return what the launcher of a unit's row is given for its call; the last is the configuration that runs."""
-    call = make_call(unit.wanted, unit.width)
+    call = make_call(unit.wanted, unit.width, unit.row.dim_v)
     out, lse, lse_tail, _ = meta.forward_outputs(call.query, call.value, False)
     if unit.direction == "forward":
         result = Result(out, lse, lse_tail, None)

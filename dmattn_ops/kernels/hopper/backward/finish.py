@@ -14,7 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.backward.work import announce, receive
-from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, reinterpret, tma, tma_store
+from dmattn_ops.kernels.hopper.columns import send_rows, stage_rows
+from dmattn_ops.kernels.hopper.gluon_compat import tma
 from dmattn_ops.problem import TILE as _TILE
 
 TILE = gl.constexpr(_TILE)
@@ -24,6 +25,8 @@ TILE = gl.constexpr(_TILE)
 _REGISTERS = [[1], [2], [512], [1024], [2048]]
 _LANES = [[4], [8], [16], [32], [64]]
 _WARPS = [[128], [256]]
+FLAT_16 = gl.constexpr(gl.DistributedLinearLayout(_REGISTERS[:3], _LANES, _WARPS, [], [1024]))
+FLAT_32 = gl.constexpr(gl.DistributedLinearLayout(_REGISTERS[:4], _LANES, _WARPS, [], [2048]))
 FLAT_64 = gl.constexpr(gl.DistributedLinearLayout(_REGISTERS, _LANES, _WARPS, [], [4096]))
 FLAT_128 = gl.constexpr(gl.DistributedLinearLayout([*_REGISTERS, [4096]], _LANES, _WARPS, [], [8192]))
 
@@ -80,39 +83,50 @@ def hand_out(turn, tickets, blocks_done, work, n_blocks, n_heads, kv_heads, grou
 
 
 @gluon.jit
-def load_sums(accumulator, place, heads, rows, C: gl.constexpr, D: gl.constexpr):
-    """Return consumer `C`'s 64 queries of a tile's sums `[64, D]`, as an accumulator holds them; those of tile 0 for -1.
+def load_sums(accumulator, place, heads, rows, C: gl.constexpr, D: gl.constexpr, D2: gl.constexpr):
+    """Return consumer `C`'s 64 queries of a tile's sums, as accumulators `[64, D]` and `[64, D2]` hold them; of tile 0 for -1.
 
     They come from L2: what was loaded for -1 may not have been complete.
     """
     FLAT: gl.constexpr = FLAT_64 if D == 64 else FLAT_128
     tile, batch, head = place
     row = (gl.maximum(batch, 0) * heads + gl.maximum(head, 0)).to(gl.int64) * rows + gl.maximum(tile, 0) * TILE + C * 64
-    x = gl.load(accumulator + row * D + gl.arange(0, 64 * D, layout=FLAT), cache_modifier=".cg")
+    x = gl.load(accumulator + row * (D + D2) + gl.arange(0, 64 * D, layout=FLAT), cache_modifier=".cg")
     # bits of the offset, highest first: columns 6, 3-5, rows 4-5, 0-2, columns 1-2, row 3, column 0
     x = x.reshape([D // 64, 8, 4, 8, 4, 2, 2]).permute([2, 5, 3, 0, 1, 4, 6]).reshape([64, D])
-    return gl.convert_layout(x, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), assert_trivial=True)
+    first = gl.convert_layout(x, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), assert_trivial=True)
+    if D2 > 0:
+        FLAT_2: gl.constexpr = FLAT_32 if D2 == 32 else FLAT_16
+        at = row * (D + D2) + 64 * D + gl.arange(0, 64 * D2, layout=FLAT_2)
+        y = gl.load(accumulator + at, cache_modifier=".cg")
+        y = y.reshape([D2 // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, D2])
+        second = gl.convert_layout(y, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D2, 16]), assert_trivial=True)
+        return (first, second)
+    else:
+        return (first,)
 
 
 @gluon.jit
-def finish(turn, dq_out, work, C: gl.constexpr, D: gl.constexpr):
+def finish(turn, dq_out, work, C: gl.constexpr, D: gl.constexpr, D2: gl.constexpr):
     """As consumer `C`, write its half of each tile of dq that the producer announces, through its piece of shared memory."""
-    accumulator, dq_s, dq_desc, scale, heads, rows = dq_out
+    accumulator, dq_s, dq_maps, scale, heads, rows = dq_out
     dq_c = dq_s.index(C)
-    dtype: gl.constexpr = dq_desc.dtype
-    OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
+    dtype: gl.constexpr = dq_maps[0].dtype
     place = receive(turn, work)
-    sums = load_sums(accumulator, place, heads, rows, C, D)
+    sums = load_sums(accumulator, place, heads, rows, C, D, D2)
     while place[0] >= 0:
         tile, batch, head = place
         turn += 1
         place = receive(turn, work)
-        ahead = load_sums(accumulator, place, heads, rows, C, D)
+        ahead = load_sums(accumulator, place, heads, rows, C, D, D2)
         tma.store_wait(pendings=0)
-        reinterpret(dq_c, dtype, [64, D], OUT).store((sums * scale).to(dtype))
-        fence_async_shared()
-        at = [batch, tile * TILE + C * 64, head, 0]
-        tma_store(dq_desc, at, reinterpret(dq_c, dtype, [1, 64, 1, D], dq_desc.layout))
+        stage_rows(sums[0], scale, dq_c, D, 0, dtype)
+        query = tile * TILE + C * 64
+        send_rows(dq_c, dq_maps[0], [batch, query, head, 0], D, dtype)
+        if D2 > 0:  # in the half that the first part leaves
+            half = dq_c.slice(8, 8, dim=0)
+            stage_rows(sums[1], scale, half, D2, 0, dtype)
+            send_rows(half, dq_maps[1], [batch, query, head, D], D2, dtype)
         sums = ahead
     tma.store_wait(pendings=0)
 

@@ -30,6 +30,7 @@ from dmattn_ops.kernels.hopper.backward.walk import (
     span_of,
 )
 from dmattn_ops.kernels.hopper.backward.work import RECEIVERS, announce, place_of, receive, record_of
+from dmattn_ops.kernels.hopper.columns import allocate_rows, load_rows, no_sums, pair, send_rows, stage_rows
 from dmattn_ops.kernels.hopper.dropout import Dropout, dropout_of_batch, dropout_of_head
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
@@ -38,7 +39,6 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     tma,
     tma_load,
     tma_reduce_add,
-    tma_store,
 )
 from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
@@ -68,22 +68,24 @@ def await_stage(i, read):
 
 
 @gluon.jit
-def load_step(i, m, maps, stages, batch, head, row, BM: gl.constexpr, BYTES: gl.constexpr):
+def load_step(i, m, maps, stages, batch, head, row, BM: gl.constexpr, BYTES: gl.constexpr,
+              D: gl.constexpr, DV: gl.constexpr):  # fmt: skip
     """Fill stage `i & 1` with query tile `m` of one head: query, grad_out, and the rows' lse and delta."""
     q_desc, do_desc, stat_desc = maps
     q_s, do_s, stat_s, q_full, read = stages
     b = await_stage(i, read)
     full = q_full.index(b)
     mbarrier.expect(full, BYTES)
-    tma_load(q_desc, [batch, m * BM, head, 0], full, q_s.index(b))
+    load_rows(q_desc, batch, m * BM, head, full, q_s, b, D)
     tma_load(stat_desc, [0, row + m * BM], full, stat_s.index(b))
-    tma_load(do_desc, [batch, m * BM, head, 0], full, do_s.index(b))
+    load_rows(do_desc, batch, m * BM, head, full, do_s, b, DV)
 
 
 @gluon.jit
 def load_block(
-    turn, place, maps, buffers, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr
-):
+    turn, place, maps, buffers,
+    BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, K_BUFFERS: gl.constexpr,
+):  # fmt: skip
     """Load V of a block, while the one before may still be at work, and K: where it has one buffer, when that is free."""
     k_desc, v_desc = maps
     k_s, v_s, k_full, k_empty, v_full, v_empty = buffers
@@ -92,24 +94,25 @@ def load_block(
     # at a block's start the consumers release the buffer of the block before, and so buffer 1 once before its first use
     mbarrier.wait(v_empty.index(b), (((turn + 1) >> 1) & 1) ^ 1)
     full = v_full.index(b)
-    mbarrier.expect(full, BN * DV * 2)
-    tma_load(v_desc, [batch, tile * BN, kv_head, 0], full, v_s.index(b * 2))
-    tma_load(v_desc, [batch, tile * BN + 64, kv_head, 0], full, v_s.index(b * 2 + 1))
+    mbarrier.expect(full, BN * (DV + DV2) * 2)
+    load_rows(v_desc, batch, tile * BN, kv_head, full, v_s, b * 2, DV)
+    load_rows(v_desc, batch, tile * BN + 64, kv_head, full, v_s, b * 2 + 1, DV)
     b = turn % K_BUFFERS
     mbarrier.wait(k_empty.index(b), ((turn // K_BUFFERS) & 1) ^ 1)
     full = k_full.index(b)
-    mbarrier.expect(full, BN * D * 2)
-    tma_load(k_desc, [batch, tile * BN, kv_head, 0], full, k_s.index(b))
+    mbarrier.expect(full, BN * (D + D2) * 2)
+    load_rows(k_desc, batch, tile * BN, kv_head, full, k_s, b, D)
 
 
 @gluon.jit
 def produce_block(
     i, turn, place, produced,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+    K_BUFFERS: gl.constexpr,
     LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Load K and V of a block, then a stage per step in the order in which the consumers take them."""
-    BYTES: gl.constexpr = BM * (D + DV) * 2 + 2 * BM * 4
+    BYTES: gl.constexpr = BM * (D + D2 + DV + DV2) * 2 + 2 * BM * 4
     kv_maps, kv_buffers, maps, stages, walked = produced
     lists, of_lists, list_step, limits, kv_heads, group, rows = walked
     tile, batch, kv_head = place
@@ -117,19 +120,19 @@ def produce_block(
     span = span_of(tile, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
     rounds, width = rounds_of(group, INTERLEAVED)
     n_full, n_partial = head_steps(record, span, LISTS, BM)  # before the wait for K's buffer, which hides the loads
-    load_block(turn, place, kv_maps, kv_buffers, BN, D, DV, K_BUFFERS)
+    load_block(turn, place, kv_maps, kv_buffers, BN, D, D2, DV, DV2, K_BUFFERS)
     g = 0
     while g < rounds:  # no `for`: Gluon of triton 3.6 forgets a carried value that only bounds of inner loops read
         first_head = kv_head * group + g
         for t in range(n_full * width):
             m = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
             head = first_head + t % width
-            load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES)
+            load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES, D, DV)
             i += 1
         for t in range(n_partial * width):
             m = partial_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
             head = first_head + t % width
-            load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES)
+            load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES, D, DV)
             i += 1
         g += 1
         if g < rounds:
@@ -141,7 +144,8 @@ def produce_block(
 @gluon.jit
 def producer(
     produced, tickets, blocks_done, order, work,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+    K_BUFFERS: gl.constexpr,
     LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Draw the program's blocks, announce them to the other partitions and load what they need; then hand out dq."""
@@ -155,7 +159,7 @@ def producer(
     while block < n_blocks * n_heads:
         place = place_of(block, order, kv_heads, lists, of_lists, LISTS != NO_LISTS)
         announce(turn, place, work)
-        i = produce_block(i, turn, place, produced, BM, BN, D, DV, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
+        i = produce_block(i, turn, place, produced, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
                           INTERLEAVED)  # fmt: skip
         b = await_stage(i, read)  # of `last_dq`
         mbarrier.arrive(q_full.index(b), count=1)
@@ -169,7 +173,7 @@ def producer(
 @gluon.jit
 def reduce_step(
     i, m, tile0, seen, pieces_desc, dq_c, made, dq_empty, order,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, HAS_LO: gl.constexpr, ORDERED: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D2: gl.constexpr, HAS_LO: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Add what consumer `C` made in step `i` to its piece of query tile `m` of the head that starts at `tile0`.
 
@@ -180,7 +184,10 @@ def reduce_step(
     if ORDERED:
         await_turn(counters + piece, turn_of(tile, m, band_lo, BM, BN, HAS_LO), seen)
     mbarrier.wait(made.index(C * 2 + (i & 1)), (i >> 1) & 1)
-    tma_reduce_add(pieces_desc, [piece * PIECE_ROWS, 0], dq_c)
+    first_row = piece * PIECE_ROWS
+    if D2 > 0:  # a piece of the first part, then one of the second
+        first_row = (tile0 + m) * (PIECE_ROWS + D2 // 4) + C * PIECE_ROWS
+    tma_reduce_add(pieces_desc, [first_row, 0], dq_c)
     tma.store_wait(pendings=0)
     mbarrier.arrive(dq_empty, count=1)
     if ORDERED:
@@ -191,7 +198,7 @@ def reduce_step(
 @gluon.jit
 def reduce_block(
     i, place, reduced,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LISTS: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D2: gl.constexpr, LISTS: gl.constexpr,
     HAS_LO: gl.constexpr, ORDERED: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Add consumer `C`'s 64 x 64 pieces of dq of a block to the workspace, in the order of its steps from `i` on."""
@@ -202,6 +209,8 @@ def reduce_block(
     record = record_of(place, lists, of_lists)
     span = span_of(tile, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
     dq_c = dq_s.index(C)
+    if D2 > 0 and C == 1:
+        dq_c = reinterpret(dq_c, gl.float32, [D2 // 4, 256], pieces_desc.layout)
     dq_empty = dq_empties.index(C)
     # the piece of the step before the block's first one: zeros, belongs nowhere
     mbarrier.wait(made.index(C * 2 + (i & 1)), (i >> 1) & 1)
@@ -216,13 +225,13 @@ def reduce_block(
             m = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
             seen = reduce_step(
                 i, m, (head + t % width) * (rows // BM), seen, pieces_desc, dq_c, made, dq_empty, order,
-                C, BM, BN, HAS_LO, ORDERED)  # fmt: skip
+                C, BM, BN, D2, HAS_LO, ORDERED)  # fmt: skip
             i += 1
         for t in range(n_partial * width):
             m = partial_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
             seen = reduce_step(
                 i, m, (head + t % width) * (rows // BM), seen, pieces_desc, dq_c, made, dq_empty, order,
-                C, BM, BN, HAS_LO, ORDERED)  # fmt: skip
+                C, BM, BN, D2, HAS_LO, ORDERED)  # fmt: skip
             i += 1
         record += list_step
     return i
@@ -231,7 +240,7 @@ def reduce_block(
 @gluon.jit
 def reducer(
     reduced, blocks_done, work,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LISTS: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D2: gl.constexpr, LISTS: gl.constexpr,
     HAS_LO: gl.constexpr, ORDERED: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Add consumer `C`'s pieces of dq of the program's blocks, and count the blocks."""
@@ -241,7 +250,7 @@ def reducer(
     turn = 0
     tile, batch, kv_head = receive(turn, work)
     while tile >= 0:
-        i = reduce_block(i, (tile, batch, kv_head), reduced, C, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS,
+        i = reduce_block(i, (tile, batch, kv_head), reduced, C, BM, BN, D2, LISTS, HAS_LO, ORDERED, DOWNWARDS,
                          INTERLEAVED)  # fmt: skip
         count(blocks_done + batch * kv_heads + kv_head, False)
         turn += 1
@@ -284,7 +293,8 @@ def query_range(begin, end, keys_at, inside, first, last):
 @gluon.jit
 def head_loop(
     i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits, rows,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+    dtype: gl.constexpr,
     LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
     HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr, EXACT: gl.constexpr,
@@ -315,7 +325,7 @@ def head_loop(
         dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, (added, head, own_keys[:, None], queries_at, bias),
                             exact, row + (t % width) * rows + m * BM, (keys, keys), (keys, keys), queries, keys,
                             dropout, (m * BM, tile * BN + C * 64),
-                            C, BM, D, DV, dtype, 0, BIAS, SOFTCAP, HAS_LO, HIDDEN, NATURAL, TWO_PHASE, EXACT,
+                            C, BM, D, D2, DV, DV2, dtype, 0, BIAS, SOFTCAP, HAS_LO, HIDDEN, NATURAL, TWO_PHASE, EXACT,
                             DROPOUT)  # fmt: skip
         i += 1
     k_seg = keys
@@ -368,7 +378,7 @@ def head_loop(
         added = step_bias(bias, head, key_bias, own_keys[:, None], queries_at, exact, BIAS)
         dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, (added, head, own_keys[:, None], queries_at, bias),
                             exact, row + (t % width) * rows + m * BM, (d_lo, d_hi), words, q_seg,
-                            k_seg, dropout, (m * BM, tile * BN + C * 64), C, BM, D, DV, dtype, TEST, BIAS, SOFTCAP, HAS_LO,
+                            k_seg, dropout, (m * BM, tile * BN + C * 64), C, BM, D, D2, DV, DV2, dtype, TEST, BIAS, SOFTCAP, HAS_LO,
                             HIDDEN, NATURAL, TWO_PHASE, EXACT, DROPOUT)  # fmt: skip
         i += 1
     sums = gl.max(sums, 1)
@@ -381,7 +391,8 @@ def head_loop(
 @gluon.jit
 def heads_loops(
     i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits, rows,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+    dtype: gl.constexpr,
     LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
     HAS_Q_SEG: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr,
     DROPOUT: gl.constexpr,
@@ -391,17 +402,17 @@ def heads_loops(
         if exact.needed != 0:
             i, dk, dv = head_loop(
                 i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits,
-                rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
-                ALWAYS, DROPOUT)  # fmt: skip
+                rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE,
+                DOWNWARDS, ALWAYS, DROPOUT)  # fmt: skip
         else:
             i, dk, dv = head_loop(
                 i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits,
-                rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
-                NEVER, DROPOUT)  # fmt: skip
+                rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE,
+                DOWNWARDS, NEVER, DROPOUT)  # fmt: skip
     else:
         i, dk, dv = head_loop(
             i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits,
-            rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
+            rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
             ASK, DROPOUT)  # fmt: skip
     return i, dk, dv
 
@@ -409,16 +420,14 @@ def heads_loops(
 @gluon.jit
 def consume_block(
     i, turn, place, consumed,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+    K_BUFFERS: gl.constexpr,
     dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
     DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of 64 keys of a block, summed over the query heads of the group, and make half of each dq tile."""
-    KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    DK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
     shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, all_bias, by_batch, exact, rows = consumed
     bias_b, dropouts = by_batch
     q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones = shared
@@ -460,8 +469,8 @@ def consume_block(
     dq_c = dq_s.index(C)
     tiles = (q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s, ones, k_buffer, v_half)
     barriers = (q_full, made, read, dq_empties.index(C))
-    dk = gl.zeros([64, D], gl.float32, layout=KL)
-    dv = gl.zeros([64, DV], gl.float32, layout=VL)
+    dk = no_sums(D, D2)
+    dv = no_sums(DV, DV2)
     tma.store_wait(pendings=0)  # dv and dk of the block before have left V's other buffer and dq's
     mbarrier.arrive(v_empty.index((turn & 1) ^ 1), count=1)
     mbarrier.wait(k_full.index(k_buffer), (turn // K_BUFFERS) & 1)
@@ -474,7 +483,7 @@ def consume_block(
             i, dk, dv = heads_loops(
                 i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile,
                 kv_head * group + g, width, limits, rows,
-                C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG,
+                C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG,
                 HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS, DROPOUT)  # fmt: skip
             record += list_step
             row += rows
@@ -488,30 +497,36 @@ def consume_block(
         numbers = KeyNumbers(bits, bits_row, q_segments, k_segments, start, end, hidden_from, hidden_to)
         i, dk, dv = heads_loops(
             i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, kv_head, width, limits,
-            rows, C, BM, BN, D, DV, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
+            rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
             DROPOUT)  # fmt: skip
-    last_dq(i, tiles, barriers, k_empty.index(k_buffer), C, BM, TWO_PHASE)
+    last_dq(i, tiles, barriers, k_empty.index(k_buffer), C, BM, D2, TWO_PHASE)
     # dv leaves through this consumer's half of V, dk through its piece of dq (16 KB hold 64 x 128 values of 16 bits)
-    dk_scale = scales.softmax
+    dk_scale, dv_scale = scales.softmax, None
     if DROPOUT:
-        dv = dv * dropouts.rescale
-        dk_scale = dk_scale * dropouts.rescale
-    v_c = v_s.index(v_half)
-    v_c.store(dv.to(dtype))
-    fence_async_shared()
-    at = [batch, tile * BN + C * 64, kv_head, 0]
-    tma_store(dv_desc, at, reinterpret(v_c, dtype, [1, 64, 1, DV], dv_desc.layout))
+        dk_scale, dv_scale = dk_scale * dropouts.rescale, dropouts.rescale
+    v_c = v_s[0].index(v_half)
+    stage_rows(dv[0], dv_scale, v_c, DV, DV, dtype)
+    key = tile * BN + C * 64
+    send_rows(v_c, dv_desc[0], [batch, key, kv_head, 0], DV, dtype)
+    if DV2 > 0:
+        v2_c = v_s[1].index(v_half)
+        stage_rows(dv[1], dv_scale, v2_c, DV2, DV2, dtype)
+        send_rows(v2_c, dv_desc[1], [batch, key, kv_head, DV], DV2, dtype)
     mbarrier.wait(dq_empties.index(C), i & 1)
-    reinterpret(dq_c, dtype, [64, D], DK).store((dk * dk_scale).to(dtype))
-    fence_async_shared()
-    tma_store(dk_desc, at, reinterpret(dq_c, dtype, [1, 64, 1, D], dk_desc.layout))
+    stage_rows(dk[0], dk_scale, dq_c, D, 0, dtype)
+    send_rows(dq_c, dk_desc[0], [batch, key, kv_head, 0], D, dtype)
+    if D2 > 0:  # in the half that the first part leaves
+        half = dq_c.slice(8, 8, dim=0)
+        stage_rows(dk[1], dk_scale, half, D2, 0, dtype)
+        send_rows(half, dk_desc[1], [batch, key, kv_head, D], D2, dtype)
     return i + 1
 
 
 @gluon.jit
 def consumer(
     consumed, flags, n_flags, dq_out, cleared, work,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, K_BUFFERS: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+    K_BUFFERS: gl.constexpr,
     dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
@@ -537,11 +552,11 @@ def consumer(
     tile, batch, kv_head = receive(turn, work)
     while tile >= 0:
         i = consume_block(
-            i, turn, (tile, batch, kv_head), consumed, C, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
+            i, turn, (tile, batch, kv_head), consumed, C, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
             HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)  # fmt: skip
         turn += 1
         tile, batch, kv_head = receive(turn, work)
-    finish(turn + 1, dq_out, work, C, D)
+    finish(turn + 1, dq_out, work, C, D, D2)
 
 
 _NUMBERS = ("bias_b", "bias_h", "bias_group", "kv_heads", "group", "n_heads")
@@ -551,7 +566,8 @@ _NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once", 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stat_desc, pieces_desc, dq_desc, dk_desc, dv_desc, accumulator,
+    q_desc, k_desc, v_desc, do_desc, stat_desc, pieces_desc, dq_desc, dk_desc, dv_desc,
+    q2_desc, k2_desc, v2_desc, do2_desc, pieces2_desc, dq2_desc, dk2_desc, dv2_desc, accumulator,
     tickets, blocks_done, counters, flags, statistics,
     lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to, bias, key_sums, seed,
     list_b, list_kv, list_step, list_width, bits_b, bits_kv, bits_step, bits_row,
@@ -559,7 +575,7 @@ def backward_kernel(
     seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     scale, scale_log2, cap, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi,
     heads_per_group, first_ranks, ranks_in_row, tiles_at_once, n_heads, n_flags, total,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, LISTS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr,
     BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr,
     GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr, INTERLEAVED: gl.constexpr,
@@ -582,18 +598,18 @@ def backward_kernel(
     dtype: gl.constexpr = q_desc.dtype
     DOWNWARDS: gl.constexpr = ORDERED or INTERLEAVED
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    K_BUFFERS: gl.constexpr = 2 if D == 64 and BIAS != KEY_BIAS else 1  # what shared memory has room for
-    q4 = gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], q_desc.layout)
-    o4 = gl.allocate_shared_memory(dtype, [2, 1, BM, 1, DV], do_desc.layout)
-    k4 = gl.allocate_shared_memory(dtype, [K_BUFFERS, 1, BN, 1, D], k_desc.layout)
-    v4 = gl.allocate_shared_memory(dtype, [4, 1, 64, 1, DV], v_desc.layout)  # two buffers, each in halves
+    # what shared memory has room for
+    NARROW: gl.constexpr = D == 64 if D2 == 0 else D + D2 + DV + DV2 <= 208
+    K_BUFFERS: gl.constexpr = 2 if NARROW and BIAS != KEY_BIAS else 1
+    q_descs, k_descs = pair(q_desc, q2_desc, D2), pair(k_desc, k2_desc, D2)
+    v_descs, do_descs = pair(v_desc, v2_desc, DV2), pair(do_desc, do2_desc, DV2)
+    q4, q_s = allocate_rows(q_descs, 2, BM, D, D2, dtype)
+    o4, do_s = allocate_rows(do_descs, 2, BM, DV, DV2, dtype)
+    k4, k_s = allocate_rows(k_descs, K_BUFFERS, BN, D, D2, dtype)
+    v4, v_s = allocate_rows(v_descs, 4, 64, DV, DV2, dtype)  # two buffers, each in halves
     stat3 = gl.allocate_shared_memory(gl.float32, [2, 2, BM], stat_desc.layout)
     ds_s = gl.allocate_shared_memory(dtype, [2, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dtype))
     dq_s = gl.allocate_shared_memory(gl.float32, [2, PIECE_ROWS, 256], pieces_desc.layout)
-    q_s = reinterpret(q4, dtype, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
-    do_s = reinterpret(o4, dtype, [2, BM, DV], gl.NVMMASharedLayout.get_default_for([BM, DV], dtype))
-    k_s = reinterpret(k4, dtype, [K_BUFFERS, BN, D], gl.NVMMASharedLayout.get_default_for([BN, D], dtype))
-    v_s = reinterpret(v4, dtype, [4, 64, DV], gl.NVMMASharedLayout.get_default_for([64, DV], dtype))
     stat_s = reinterpret(stat3, gl.float32, [4, 1, BM], stat_desc.layout)
     places = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     announced = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
@@ -634,7 +650,7 @@ def backward_kernel(
     shared = (q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones)
     signals = (q_full, made, read, dq_empty)
     kv_signals = (k_full, k_empty, v_full, v_empty)
-    maps = (dk_desc, dv_desc)
+    maps = (pair(dk_desc, dk2_desc, D2), pair(dv_desc, dv2_desc, DV2))
     masks = (lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to)
     strides = (of_lists, bits_b, bits_kv, bits_row, q_segments_b, k_segments_b, k_segments_kv)
     steps = (list_step, bits_step, k_segments_step, kv_heads, group)
@@ -647,18 +663,19 @@ def backward_kernel(
     if DROPOUT:
         dq_scale = scale * rescale
     walked = (lists, of_lists, list_step, limits, kv_heads, group, rows)
-    maps = (q_desc, do_desc, stat_desc)
+    maps = (q_descs, do_descs, stat_desc)
     stages = (q4, o4, stat3, q_full, read)
-    produced = ((k_desc, v_desc), (k4, v4, k_full, k_empty, v_full, v_empty), maps, stages, walked)
-    dq_out = (accumulator, dq_s, dq_desc, dq_scale, kv_heads * group, rows)
+    produced = ((k_descs, v_descs), (k4, v4, k_full, k_empty, v_full, v_empty), maps, stages, walked)
+    dq_out = (accumulator, dq_s, pair(dq_desc, dq2_desc, D2), dq_scale, kv_heads * group, rows)
     reduced = (pieces_desc, dq_s, made, dq_empty, counters, walked)
+    reduced_2 = (pair(pieces_desc, pieces2_desc, D2)[-1], dq_s, made, dq_empty, counters, walked)
     gl.warp_specialize([
-        (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 0, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
-                    HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)),
-        (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 1, BM, BN, D, DV, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
-                    HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)),
-        (producer, (produced, tickets, blocks_done, order, work, BM, BN, D, DV, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
+        (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 0, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS,
+                    SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)),
+        (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 1, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS,
+                    SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)),
+        (producer, (produced, tickets, blocks_done, order, work, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
                     INTERLEAVED)),
-        (reducer, (reduced, blocks_done, work, 0, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
-        (reducer, (reduced, blocks_done, work, 1, BM, BN, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
+        (reducer, (reduced, blocks_done, work, 0, BM, BN, D2, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
+        (reducer, (reduced_2, blocks_done, work, 1, BM, BN, D2, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
     ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

@@ -11,6 +11,7 @@ from dmattn_ops.config import HopperBackward
 from dmattn_ops.kernels.hopper.arguments import (
     band_of,
     bias_places,
+    column_parts,
     delta_factor,
     dropout_arguments,
     dropout_refusals,
@@ -38,7 +39,6 @@ MAX_DIM = 128
 HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10%
 # Interleaved: tiles of a head that start together read the same; rows of 3 to 8 differ by less than 1%, those of 1 cost 5%
 RANKS_IN_ROW = 5
-PIECE = 64 * 64  # elements of dq that one consumer makes in a step
 TICKETS = 4  # two counts of what programs have drawn, and what follows is aligned
 STATISTICS = 4  # of a row: lse, delta and the pair (`rows.py`)
 TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
@@ -59,7 +59,6 @@ def refusals(call: Call) -> list[str]:
         f"dtype {query.dtype}": query.dtype not in (torch.bfloat16, torch.float16),
         f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
         f"head dimensions {dim} and {dim_v} that are no multiples of 8": dim % 8 != 0 or dim_v % 8 != 0,
-        f"head dimensions {dim} and {dim_v} of different tiles": (dim <= 64) != (dim_v <= 64),
         "intervals whose lists of tiles would be too long": varlen is None and too_long(call),
     }
     found = [f"the SM 9.0 backward does not support {name}" for name, holds in reasons.items() if holds]
@@ -141,14 +140,23 @@ def _order(
     return HEADS_PER_GROUP, 0, blocks_per_head if equal else 1  # blocks of the same length: head by head
 
 
+def tiles_of(dim: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the widths of both parts of queries and keys, and of values.
+
+    The steps of 64 queries, for all but the narrowest heads, divide dq by its columns: in halves, or a part to each consumer.
+    """
+    parts, parts_v = column_parts(dim), column_parts(dim_v)
+    return (64, 16) if parts == (64, 0) != parts_v else parts, parts_v
+
+
 def _workspace(query: Tensor, total: int, dim: int, row_blocks: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Return a float32 workspace for `total` rows, and where in it dq and the counts begin.
 
-    It holds four statistics of every row, dq in pieces of 64 x 64, then int32 counts: what programs have drawn, the blocks
+    It holds four statistics of every row, dq in pieces of 64 queries, then int32 counts: what programs have drawn, the blocks
     of each key head that are done (no more heads than `row_blocks`), and the additions to each piece; then a byte for each
     of `row_blocks`; all aligned.
     """
-    for_heads, for_pieces = -(-row_blocks // 4) * 4, -(-(total * dim // PIECE) // 4) * 4
+    for_heads, for_pieces = -(-row_blocks // 4) * 4, -(-2 * row_blocks // 4) * 4
     of_rows = total * (STATISTICS + dim)
     room = workspace(query, of_rows + TICKETS + for_heads + for_pieces + -(-row_blocks // 4))
     counts = room[of_rows:].view(torch.int32)
@@ -167,21 +175,22 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
     out, lse, lse_tail = saved
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     block_m, block_n, dim, dim_v = config.block_m, config.block_n, query.shape[-1], value.shape[-1]
-    tile_d, tile_dv = (64 if size <= 64 else 128 for size in (dim, dim_v))
+    (width, second), (width_v, second_v) = tiles_of(dim, dim_v)
+    columns = width + second  # of dq
     if not mappable(grad_out):
         grad_out = computed(Tensor.contiguous, grad_out)
     rows = -(-seqlen_q // TILE) * TILE  # queries of a head in the workspaces
     total = batch * heads * rows
-    block_rows = 8192 // tile_d
-    room, accumulator, counts = _workspace(query, total, tile_d, total // block_rows)
+    block_rows = TILE if columns == 64 else TILE // 2  # two pieces of dq
+    room, accumulator, counts = _workspace(query, total, columns, total // block_rows)
     grad_lse_strides = (0, 0, 0) if grad_lse is None else statistic_strides(grad_lse)
     launch(
         prepare_kernel, (total // block_rows,),
         out, grad_out, lse, lse_tail, grad_lse, room, accumulator, *counts,
         *row_strides(out), *row_strides(grad_out), *statistic_strides(lse), *statistic_strides(lse_tail),
         *grad_lse_strides,
-        seqlen_q, heads, rows, total, dim_v, delta_factor(options), BLOCK=block_rows, DV=tile_dv, D=tile_d, TICKETS=TICKETS,
-        NATURAL=in_natural_units(call), num_warps=8,
+        seqlen_q, heads, rows, total, dim_v, delta_factor(options), BLOCK=block_rows, DV=64 if dim_v <= 64 else 128, D=width,
+        D2=second, TICKETS=TICKETS, NATURAL=in_natural_units(call), num_warps=8,
     )  # fmt: skip
     if call.varlen is None:
         kind, has_q_segments, numbers, strides = _mask_arguments(mask, accumulator, heads, kv_heads)
@@ -193,18 +202,24 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
     blocks_per_head, dq_tiles, sms = -(-seqlen_k // block_n), total // TILE, arch.physical(query.device).num_sms
     interleaved, (band_lo, band_hi) = _interleaved(call), band_of(call)
     order = _order(call, blocks_per_head, interleaved, options, config, sms)
+    pieces = total * columns // 256, 256  # rows of what adds to dq
     tiles_at_once = max(1, min(TILES_AT_ONCE, dq_tiles // sms))
     launch(
         backward_kernel, (min(batch * kv_heads * blocks_per_head + dq_tiles, sms),),
-        rows_map(query, block_m, tile_d), rows_map(key, block_n, tile_d), rows_map(value, 64, tile_dv),
-        rows_map(grad_out, block_m, tile_dv), plain_map(room, (2, total), (2, block_m)),
-        plain_map(room, (total * tile_d // 256, 256), (16, 256), offset=4 * STATISTICS * total),
-        rows_map(dq, 64, tile_d), rows_map(dk, 64, tile_d), rows_map(dv, 64, tile_dv), accumulator, *counts, room,
+        rows_map(query, block_m, width), rows_map(key, block_n, width), rows_map(value, 64, width_v),
+        rows_map(grad_out, block_m, width_v), plain_map(room, (2, total), (2, block_m)),
+        plain_map(room, pieces, (16, 256), offset=4 * STATISTICS * total),
+        rows_map(dq, 64, width), rows_map(dk, 64, width), rows_map(dv, 64, width_v),
+        rows_map(query, block_m, second) if second else None, rows_map(key, block_n, second) if second else None,
+        rows_map(value, 64, second_v) if second_v else None, rows_map(grad_out, block_m, second_v) if second_v else None,
+        plain_map(room, pieces, (second // 4, 256), offset=4 * STATISTICS * total) if second else None,
+        rows_map(dq, 64, second) if second else None, rows_map(dk, 64, second) if second else None,
+        rows_map(dv, 64, second_v) if second_v else None, accumulator, *counts, room,
         *numbers, bias, key_sums, seed, *strides,
         *bias_places(bias, heads), *dropping, options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
         seqlen_q, seqlen_k, rows, band_lo, band_hi, *order, tiles_at_once, batch * kv_heads,
         total // block_rows, total,
-        BM=block_m, BN=block_n, D=tile_d, DV=tile_dv, LISTS=kind,
+        BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, LISTS=kind,
         BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=band_lo > -UNBOUNDED,
         HAS_Q_SEG=has_q_segments, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
         GROUPED=heads != kv_heads, ORDERED=options.deterministic,

@@ -81,6 +81,7 @@ def prepare_kernel(
     BLOCK: tl.constexpr,
     DV: tl.constexpr,
     D: tl.constexpr,
+    D2: tl.constexpr,
     TICKETS: tl.constexpr,
     NATURAL: tl.constexpr,
 ):
@@ -118,8 +119,10 @@ def prepare_kernel(
     tl.store(stats + 2 * total_rows + at, first)
     tl.store(stats + 3 * total_rows + at, second)
     tl.store(flags + block, tl.max(large.to(tl.int32), 0).to(tl.int8))
-    zero = accumulator + (bh.to(tl.int64) * rows + start) * D
+    zero = accumulator + (bh.to(tl.int64) * rows + start) * (D + D2)
     tl.store(zero + tl.arange(0, BLOCK * D), tl.zeros([BLOCK * D], tl.float32))
+    if D2 > 0:
+        tl.store(zero + BLOCK * D + tl.arange(0, BLOCK * D2), tl.zeros([BLOCK * D2], tl.float32))
     if block == 0:
         tl.store(tickets + tl.arange(0, TICKETS), tl.zeros([TICKETS], tl.int32))
     tl.store(blocks_done + block, 0)

@@ -5,6 +5,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.kernels.hopper.columns import (
+    add_products,
+    as_operand,
+    await_products,
+    buffer_at,
+    multiply,
+    slice_rows,
+    transposed,
+)
 from dmattn_ops.kernels.hopper.dropout import kept, mark_dropped, score_gradient
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
@@ -40,11 +49,10 @@ ASK = gl.constexpr(2)
 # The workspace holds a 64 x 64 piece of dq in the order of the accumulator's registers, so that a thread stores 16
 # bytes at a time without bank conflicts (the 128-byte swizzle costs twice the wavefronts). What each bit of an offset
 # stands for, lowest first: [row, column].
-FRAGMENT = gl.constexpr(
-    gl.SharedLinearLayout(
-        [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]], [], 128
-    )
-)
+_FRAGMENT = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]]
+FRAGMENT = gl.constexpr(gl.SharedLinearLayout(_FRAGMENT, [], 128))
+FRAGMENT_32 = gl.constexpr(gl.SharedLinearLayout(_FRAGMENT[:11], [], 128))
+FRAGMENT_16 = gl.constexpr(gl.SharedLinearLayout(_FRAGMENT[:10], [], 128))
 
 
 @gluon.jit
@@ -99,13 +107,49 @@ def keep_visible(
 
 @gluon.jit
 def dq_operands(ds_s, keys, b, C: gl.constexpr, BM: gl.constexpr):
-    """Return (dS of the step before, K) as consumer `C` multiplies them: 64 queries by half of D, or its 64 by all of D."""
+    """Return (dS of the step before, K) as consumer `C` multiplies them: 64 queries by half of D or one part, or its 64 by all."""
     ds = ds_s.index(b ^ 1)
-    if BM == 128:
-        ds = ds.slice(C * 64, 64, dim=1)
+    if len(keys) > 1:
+        return ds.permute((1, 0)), keys[C]
+    elif BM == 128:
+        return ds.slice(C * 64, 64, dim=1).permute((1, 0)), keys[0]
     else:
-        keys = keys.slice(C * 64, 64, dim=1)
-    return ds.permute((1, 0)), keys
+        return ds.permute((1, 0)), keys[0].slice(C * 64, 64, dim=1)
+
+
+@gluon.jit
+def store_piece(dq, dq_c, WIDTH: gl.constexpr):
+    """Store a piece of dq `[64, WIDTH]` in the order of the workspace."""
+    ORDER: gl.constexpr = FRAGMENT if WIDTH == 64 else FRAGMENT_32 if WIDTH == 32 else FRAGMENT_16
+    reinterpret(dq_c, gl.float32, [64, WIDTH], ORDER).store(dq)
+
+
+@gluon.jit
+def await_all(dv, dk, dq):
+    """Wait for all products, and return these."""
+    if len(dv) > 1 and len(dk) > 1:
+        v1, v2, k1, k2, dq = warpgroup_mma_wait(0, deps=(dv[0], dv[1], dk[0], dk[1], dq))
+        return (v1, v2), (k1, k2), dq
+    elif len(dv) > 1:
+        v1, v2, k1, dq = warpgroup_mma_wait(0, deps=(dv[0], dv[1], dk[0], dq))
+        return (v1, v2), (k1,), dq
+    elif len(dk) > 1:
+        v1, k1, k2, dq = warpgroup_mma_wait(0, deps=(dv[0], dk[0], dk[1], dq))
+        return (v1,), (k1, k2), dq
+    else:
+        v1, k1, dq = warpgroup_mma_wait(0, deps=(dv[0], dk[0], dq))
+        return (v1,), (k1,), dq
+
+
+@gluon.jit
+def await_some(pending: gl.constexpr, parts, dq):
+    """Wait until `pending` groups of products are in flight, and return these."""
+    if len(parts) > 1:
+        first, second, dq = warpgroup_mma_wait(pending, deps=(parts[0], parts[1], dq))
+        return (first, second), dq
+    else:
+        first, dq = warpgroup_mma_wait(pending, deps=(parts[0], dq))
+        return (first,), dq
 
 
 @gluon.jit
@@ -152,8 +196,8 @@ def exponents(
 @gluon.jit
 def step(
     i, dk, dv, sums, tiles, barriers, scales, bias, exact, row, band, words, q_seg, k_seg, dropout, corner,
-    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, dtype: gl.constexpr,
-    MASK: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HIDDEN: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+    dtype: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HIDDEN: gl.constexpr,
     NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, EXACT: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Add query tile `i` to dk `[64, D]`, dv `[64, DV]` and the sums of dS; hand out dq of the step before.
@@ -173,26 +217,23 @@ def step(
     by that factor. `corner` is the consumer's first query and key.
     """
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    PA: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VL, k_width=2)
-    SA: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KL, k_width=2)
+    QW: gl.constexpr = D2 if D2 > 0 and C == 1 else 64  # columns of this consumer's dq
+    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QW, 16])
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
     q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s, ones, k_buffer, v_half = tiles
     q_full, made, read, dq_empty = barriers
     zero_s = gl.zeros([64, BM], gl.float32, layout=SL)
-    zero_q = gl.zeros([64, 64], gl.float32, layout=QL)
+    zero_q = gl.zeros([64, QW], gl.float32, layout=QL)
     b = i & 1
-    q = q_s.index(b)
-    do = do_s.index(b)
+    q = buffer_at(q_s, b)
+    do = buffer_at(do_s, b)
     # Always 0, but the compiler cannot know that: it would keep descriptors of all of K and V in registers.
     unknown = i >> 30
     if BIAS == KEY_BIAS:
         ones = ones.index(unknown)
-    keys = k_s.index(unknown + k_buffer)
-    k_c = keys.slice(C * 64, 64, dim=0)
-    v_c = v_s.index(unknown + v_half)
+    keys = buffer_at(k_s, unknown + k_buffer)
+    k_c = slice_rows(keys, C * 64, 64)
+    v_c = buffer_at(v_s, unknown + v_half)
     other_made = made.index((1 - C) * 2 + (b ^ 1))
     made_before = ((i - 1) >> 1) & 1
     mbarrier.wait(q_full.index(b), (i >> 1) & 1)
@@ -204,11 +245,11 @@ def step(
         start = zero_s
         if not DROPOUT:
             start = zero_s - delta
-        dp = warpgroup_mma(v_c, do.permute((1, 0)), start, use_acc=not DROPOUT, is_async=True)
+        dp = multiply(v_c, transposed(do), start, not DROPOUT)
         s = first_scores(bias[0], BM, BIAS)
         if STARTED:
             s = s + (minus_lse * scales.unscale)[None, :]  # unscale is 0 where pairs are needed
-        s = warpgroup_mma(k_c, q.permute((1, 0)), s, use_acc=STARTED or BIAS == FULL_BIAS, is_async=True)
+        s = multiply(k_c, transposed(q), s, STARTED or BIAS == FULL_BIAS)
         dp, s = warpgroup_mma_wait(0, deps=(dp, s))
         x, slope = exponents(
             s, minus_lse, bias, exact, row, scales, BM, BIAS, SOFTCAP, NATURAL, STARTED, EXACT, by_query
@@ -217,48 +258,48 @@ def step(
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, HIDDEN, SL)
         if DROPOUT:
             p = mark_dropped(p, dropout, corner[0], corner[1], BM, False)
-            pa = gl.convert_layout(kept(p, dtype), PA)
+            pa = as_operand(kept(p, dtype), DV)
             ds = score_gradient(p, dp, delta)
             raw = ds.to(dtype)
             ds = (ds * slope).to(dtype) if SOFTCAP else raw
             mbarrier.wait(other_made, made_before)
-            dv = warpgroup_mma(pa, do, dv, is_async=True)
+            dv = add_products(pa, do, dv, DV2)
         else:
-            pa = gl.convert_layout(p.to(dtype), PA)
+            pa = as_operand(p.to(dtype), DV)
             if SOFTCAP:  # now, so that the slope takes no registers during the product
                 raw = (p * dp).to(dtype)
                 dp = dp * slope
             mbarrier.wait(other_made, made_before)
-            dv = warpgroup_mma(pa, do, dv, is_async=True)
+            dv = add_products(pa, do, dv, DV2)
             ds = (p * dp).to(dtype)
             if not SOFTCAP:
                 raw = ds
-        dk = warpgroup_mma(gl.convert_layout(ds, SA), q, dk, is_async=True)
+        dk = add_products(as_operand(ds, D), q, dk, D2)
         ds_before, k_dq = dq_operands(ds_s, keys, b, C, BM)
         dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
         sums = add_key_sums(sums, raw, ones, BIAS)
-        dv, dk, dq = warpgroup_mma_wait(0, deps=(dv, dk, dq))
+        dv, dk, dq = await_all(dv, dk, dq)
         sums = finish_key_sums(sums, BIAS)
         ds_s.index(b).slice(C * 64, 64, dim=0).store(ds)
         mbarrier.wait(dq_empty, b ^ 1)
-        reinterpret(dq_c, gl.float32, [64, 64], FRAGMENT).store(dq)
+        store_piece(dq, dq_c, QW)
         fence_async_shared()
         mbarrier.arrive(made.index(C * 2 + b), count=1)
     else:
         start = zero_s + (minus_lse * scales.unscale)[None, :]  # unscale is 0 where pairs are needed
         if BIAS == FULL_BIAS:
             start = start + bias[0]
-        s = warpgroup_mma(k_c, q.permute((1, 0)), start, is_async=True)
-        dp = warpgroup_mma(v_c, do.permute((1, 0)), zero_s, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=(s,))
+        s = multiply(k_c, transposed(q), start, True)
+        dp = multiply(v_c, transposed(do), zero_s, False)
+        s = warpgroup_mma_wait(2 if DV2 > 0 else 1, deps=(s,))
         x, _ = exponents(s, minus_lse, bias, exact, row, scales, BM, BIAS, False, NATURAL, True, EXACT, by_query)
         p = gl.exp2(x)
         p = keep_visible(p, band, words, q_seg, k_seg, MASK, HAS_LO, HIDDEN, SL)
         if DROPOUT:
             p = mark_dropped(p, dropout, corner[0], corner[1], BM, False)
-            pa = gl.convert_layout(kept(p, dtype), PA)
+            pa = as_operand(kept(p, dtype), DV)
         else:
-            pa = gl.convert_layout(p.to(dtype), PA)
+            pa = as_operand(p.to(dtype), DV)
         # the block boundary of this wait keeps ptxas from hoisting the wait for dP above the exponentials
         mbarrier.wait(other_made, made_before)
         dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -267,42 +308,43 @@ def step(
             ds = score_gradient(p, dp, delta[None, :]).to(dtype)
         else:
             ds = (p * (dp - delta[None, :])).to(dtype)
-        dsa = gl.convert_layout(ds, SA)
+        dsa = as_operand(ds, D)
         ds_s.index(b).slice(C * 64, 64, dim=0).store(ds)
-        dv = warpgroup_mma(pa, do, dv, is_async=True)
+        dv = add_products(pa, do, dv, DV2)
         ds_before, k_dq = dq_operands(ds_s, keys, b, C, BM)
         dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
-        dk = warpgroup_mma(dsa, q, dk, is_async=True)
+        dk = add_products(dsa, q, dk, D2)
         sums = add_key_sums(sums, ds, ones, BIAS)
-        dv, dq = warpgroup_mma_wait(2 if BIAS == KEY_BIAS else 1, deps=(dv, dq))
+        dv, dq = await_some((2 if D2 > 0 else 1) + (1 if BIAS == KEY_BIAS else 0), dv, dq)
         mbarrier.wait(dq_empty, b ^ 1)
-        reinterpret(dq_c, gl.float32, [64, 64], FRAGMENT).store(dq)
+        store_piece(dq, dq_c, QW)
         fence_async_shared()
         mbarrier.arrive(made.index(C * 2 + b), count=1)
-        dk = warpgroup_mma_wait(0, deps=(dk,))
+        dk = await_products(dk, D2)
         sums = finish_key_sums(sums, BIAS)
         mbarrier.arrive(read.index(C * 2 + b), count=1)
     return dk, dv, sums
 
 
 @gluon.jit
-def last_dq(i, tiles, barriers, k_empty, C: gl.constexpr, BM: gl.constexpr, TWO_PHASE: gl.constexpr):
+def last_dq(i, tiles, barriers, k_empty, C: gl.constexpr, BM: gl.constexpr, D2: gl.constexpr, TWO_PHASE: gl.constexpr):
     """As step `i`, hand out dq of step `i - 1`, a block's last, and leave a dS of 0 for the next block's first."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    QW: gl.constexpr = D2 if D2 > 0 and C == 1 else 64
+    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QW, 16])
     _, _, _, ds_s, dq_c, k_s, _, _, k_buffer, _ = tiles
     q_full, made, read, dq_empty = barriers
     b = i & 1
     mbarrier.wait(q_full.index(b), (i >> 1) & 1)  # no data: the wait keeps the arrives below behind the producer
     mbarrier.wait(made.index((1 - C) * 2 + (b ^ 1)), ((i - 1) >> 1) & 1)
-    zero_q = gl.zeros([64, 64], gl.float32, layout=QL)
-    ds_before, k_dq = dq_operands(ds_s, k_s.index((i >> 30) + k_buffer), b, C, BM)
+    zero_q = gl.zeros([64, QW], gl.float32, layout=QL)
+    ds_before, k_dq = dq_operands(ds_s, buffer_at(k_s, (i >> 30) + k_buffer), b, C, BM)
     dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     ds_s.index(b).slice(C * 64, 64, dim=0).store(gl.zeros([64, BM], ds_s.dtype, layout=SL))
     mbarrier.arrive(k_empty, count=1)
     mbarrier.wait(dq_empty, b ^ 1)
-    reinterpret(dq_c, gl.float32, [64, 64], FRAGMENT).store(dq)
+    store_piece(dq, dq_c, QW)
     fence_async_shared()
     mbarrier.arrive(made.index(C * 2 + b), count=1)
     if not TWO_PHASE:

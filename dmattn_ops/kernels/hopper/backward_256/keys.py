@@ -35,16 +35,21 @@ from dmattn_ops.kernels.hopper.backward_256.walk import (
     ranked_tile,
     visible,
 )
-from dmattn_ops.kernels.hopper.gluon_compat import (
-    fence_async_shared,
-    mbarrier,
-    reinterpret,
-    tma,
-    tma_load,
-    tma_store,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+from dmattn_ops.kernels.hopper.columns import (
+    add_products,
+    allocate_rows,
+    as_operand,
+    await_products,
+    buffer_at,
+    load_rows,
+    multiply,
+    no_sums,
+    pair,
+    send_rows,
+    stage_rows,
+    transposed,
 )
+from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, tma, tma_load, warpgroup_mma_wait
 from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
     KEY_BIAS,
@@ -72,10 +77,11 @@ INTEGERS = (
 class Shared(NamedTuple):
     """Shared memory: two stages of queries, the block's keys, P on its way, and the barriers."""
 
-    q: Any  # [2, 64, D]
-    o: Any  # grad_out, [2, 64, D]
+    q: Any  # [2, 64, D], in parts (`columns.py`) as all of them
+    o: Any  # grad_out, [2, 64, DV]
     k: Any  # [1, 64, D]
     v: Any
+    spare: Any  # where the two differ in width: room for the wider one's gradient, which leaves through the other
     p: Any  # [2, 64, 64], rows are keys
     lse: Any  # [2, 1, 64]
     delta: Any
@@ -106,59 +112,71 @@ def record_of(tile, LISTS: gl.constexpr):
 
 
 @gluon.jit
-def load_step(i, at, head, maps, smem, block, D: gl.constexpr):
+def load_step(i, at, head, maps, smem, block, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr):
     """Fill stage `i & 1` with the queries of step `at`: query and lse, grad_out and delta."""
     q_map, o_map, stat_map = maps
     b = i & 1
     phase = ((i >> 1) & 1) ^ 1
     row = block.stat_row + head * block.stat_rows + at * STEP
-    BYTES: gl.constexpr = STEP * D * 2 + STEP * 4
     q_full = smem.q_full.index(b)
     o_full = smem.o_full.index(b)
     mbarrier.wait(smem.q_empty.index(b), phase)
-    mbarrier.expect(q_full, BYTES)
-    tma_load(q_map, [block.batch, at * STEP, head, 0], q_full, smem.q.index(b))
+    mbarrier.expect(q_full, STEP * (D + D2) * 2 + STEP * 4)
+    load_rows(q_map, block.batch, at * STEP, head, q_full, smem.q, b, D)
     tma_load(stat_map, [0, row], q_full, smem.lse.index(b))
     mbarrier.wait(smem.o_empty.index(b), phase)
-    mbarrier.expect(o_full, BYTES)
-    tma_load(o_map, [block.batch, at * STEP, head, 0], o_full, smem.o.index(b))
+    mbarrier.expect(o_full, STEP * (DV + DV2) * 2 + STEP * 4)
+    load_rows(o_map, block.batch, at * STEP, head, o_full, smem.o, b, DV)
     tma_load(stat_map, [1, row], o_full, smem.delta.index(b))
 
 
 @gluon.jit
-def producer(maps, k_map, v_map, smem, block, view, mask, D: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr,
-             HIDDEN: gl.constexpr):  # fmt: skip
+def producer(maps, k_map, v_map, smem, block, view, mask, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
+             DV2: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
     """Load the block's keys once and then every step of every query head."""
-    mbarrier.expect(smem.kv_full, STEP * D * 4)
-    tma_load(k_map, [block.batch, block.tile * STEP, block.kv_head, 0], smem.kv_full, smem.k.index(0))
-    tma_load(v_map, [block.batch, block.tile * STEP, block.kv_head, 0], smem.kv_full, smem.v.index(0))
+    mbarrier.expect(smem.kv_full, STEP * (D + D2 + DV + DV2) * 2)
+    load_rows(k_map, block.batch, block.tile * STEP, block.kv_head, smem.kv_full, smem.k, 0, D)
+    load_rows(v_map, block.batch, block.tile * STEP, block.kv_head, smem.kv_full, smem.v, 0, DV)
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
         here = head_view(view, mask, record_of(block.tile, LISTS), head, LISTS, HIDDEN)
         n_full, n_partial = count_steps(here, LISTS)
         for t in range(n_full):
-            load_step(i, full_step(t, here, n_partial, LISTS), head, maps, smem, block, D)
+            load_step(i, full_step(t, here, n_partial, LISTS), head, maps, smem, block, D, D2, DV, DV2)
             i += 1
         if PARTIAL:
             for t in range(n_partial):
-                load_step(i, partial_step(t, here, n_partial, LISTS), head, maps, smem, block, D)
+                load_step(i, partial_step(t, here, n_partial, LISTS), head, maps, smem, block, D, D2, DV, DV2)
                 i += 1
 
 
 @gluon.jit
-def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, select, D: gl.constexpr, dtype: gl.constexpr,
+def store_part(sums, factor, map, buffers, spare, block, PART: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr,
+               ROOM: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
+    """Start writing columns `FIRST ...` of dk or dv of the block's keys, through a buffer `ROOM` wide or the spare one."""
+    if WIDTH <= ROOM:
+        buffer = buffers[PART].index(0)
+        stage_rows(sums[PART], factor, buffer, WIDTH, ROOM, dtype)
+    else:
+        buffer = spare[PART].index(0)
+        stage_rows(sums[PART], factor, buffer, WIDTH, WIDTH, dtype)
+    send_rows(buffer, map[PART], [block.batch, block.tile * STEP, block.kv_head, FIRST], WIDTH, dtype)
+
+
+@gluon.jit
+def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, select, DV: gl.constexpr,
+            DV2: gl.constexpr, dtype: gl.constexpr,
             LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr, HAS_LOW: gl.constexpr,
             HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
-    VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     b = i & 1
     phase = (i >> 1) & 1
-    k = smem.k.index(i >> 30)  # 0, but not for the compiler, which would keep descriptors of all of K in registers
+    k = buffer_at(smem.k, i >> 30)  # 0, but not for the compiler, which would keep descriptors of all of K in registers
     mbarrier.wait(smem.q_full.index(b), phase)
     minus_lse = smem.lse.index(b).reshape([STEP]).load(gl.SliceLayout(0, SL))  # behind a product it would wait for that
     s = first_scores(added, STEP, BIAS)
-    s = warpgroup_mma(k, smem.q.index(b).permute((1, 0)), s, use_acc=BIAS == FULL_BIAS, is_async=True)
+    s = multiply(k, transposed(buffer_at(smem.q, b)), s, BIAS == FULL_BIAS)
     s = warpgroup_mma_wait(0, deps=(s,))
     s, slope = softened(s, scales, SOFTCAP)
     if exact.needed != 0:
@@ -177,14 +195,15 @@ def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, s
     mbarrier.arrive(smem.p_full.index(b), count=1)
     mbarrier.arrive(smem.q_empty.index(b), count=1)
     mbarrier.wait(smem.o_full.index(b), phase)
-    dv = warpgroup_mma(gl.convert_layout(p16, gl.DotOperandLayout(0, VL, 2)), smem.o.index(b), dv, is_async=True)
-    dv = warpgroup_mma_wait(0, deps=(dv,))
+    dv = add_products(as_operand(p16, DV), buffer_at(smem.o, b), dv, DV2)
+    dv = await_products(dv, DV2)
     mbarrier.arrive(smem.o_empty.index(b), count=1)
     return dv
 
 
 @gluon.jit
-def dv_loops(dv, smem, block, view, mask, bias, scales, exact, D: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr,
+def dv_loops(dv, smem, block, view, mask, bias, scales, exact, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
+             LISTS: gl.constexpr,
              BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
              HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Make P of every step, and add to dv over every query head of the group."""
@@ -202,7 +221,7 @@ def dv_loops(dv, smem, block, view, mask, bias, scales, exact, D: gl.constexpr, 
             rows = at * STEP + queries
             added = step_bias(bias, head, key_bias, keys[:, None], rows[None, :], exact, BIAS)
             row = block.stat_row + head * block.stat_rows + at * STEP
-            dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, no_test(keys), D, dtype, LISTS, BIAS,
+            dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, no_test(keys), DV, DV2, dtype, LISTS, BIAS,
                          SOFTCAP, False, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
             i += 1
         if PARTIAL:
@@ -215,71 +234,69 @@ def dv_loops(dv, smem, block, view, mask, bias, scales, exact, D: gl.constexpr, 
                 rows = at * STEP + queries
                 added = step_bias(bias, head, key_bias, keys[:, None], rows[None, :], exact, BIAS)
                 row = block.stat_row + head * block.stat_rows + at * STEP
-                dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, select, D, dtype, LISTS, BIAS,
+                dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, select, DV, DV2, dtype, LISTS, BIAS,
                              SOFTCAP, True, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
                 i += 1
     return dv
 
 
 @gluon.jit
-def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, D: gl.constexpr, dtype: gl.constexpr,
+def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, D: gl.constexpr, D2: gl.constexpr,
+                DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
                 LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
                 HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Make P of every step, and dv: with a full bias in loops of their own for exact statistics, else in loops that ask."""
-    VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dv = gl.zeros([STEP, D], gl.float32, layout=VL)
+    dv = no_sums(DV, DV2)
     needed = any_flag(flags, n_flags)
     mbarrier.wait(smem.kv_full, 0)
     if BIAS == FULL_BIAS:
         if needed != 0:
-            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(1, exact.first, exact.second), D, dtype, LISTS,
+            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(1, exact.first, exact.second), DV, DV2, dtype, LISTS,
                           BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
         else:
-            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(0, exact.first, exact.second), D, dtype, LISTS,
+            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(0, exact.first, exact.second), DV, DV2, dtype, LISTS,
                           BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
     else:
-        dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(needed, exact.first, exact.second), D, dtype, LISTS,
+        dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(needed, exact.first, exact.second), DV, DV2, dtype, LISTS,
                       BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
-    k = smem.k.index(0)
-    k.store(dv.to(dtype))  # only this consumer reads K, and it is done
-    fence_async_shared()
-    k4 = reinterpret(k, dtype, [1, STEP, 1, D], dv_map.layout)
-    tma_store(dv_map, [block.batch, block.tile * STEP, block.kv_head, 0], k4)
+    # only this consumer reads K, and it is done
+    store_part(dv, None, dv_map, smem.k, smem.spare, block, 0, 0, DV, D, dtype)
+    if DV2 > 0:
+        store_part(dv, None, dv_map, smem.k, smem.spare, block, 1, DV, DV2, D2, dtype)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
-def dk_step(i, dk, sums, smem, D: gl.constexpr, dtype: gl.constexpr, BIAS: gl.constexpr):
+def dk_step(i, dk, sums, smem, D: gl.constexpr, D2: gl.constexpr, dtype: gl.constexpr, BIAS: gl.constexpr):
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
-    KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     b = i & 1
     phase = (i >> 1) & 1
-    v = smem.v.index(i >> 30)  # as for K above
+    v = buffer_at(smem.v, i >> 30)  # as for K above
     mbarrier.wait(smem.o_full.index(b), phase)
     delta = smem.delta.index(b).reshape([STEP]).load(gl.SliceLayout(0, SL))
     dp = gl.zeros([STEP, STEP], gl.float32, layout=SL)
-    dp = warpgroup_mma(v, smem.o.index(b).permute((1, 0)), dp, use_acc=False, is_async=True)
+    dp = multiply(v, transposed(buffer_at(smem.o, b)), dp, False)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(smem.o_empty.index(b), count=1)
     mbarrier.wait(smem.p_full.index(b), phase)
     ds = smem.p.index(b).load(SL).to(gl.float32) * (dp - delta[None, :])
     if BIAS == KEY_BIAS:
         sums += gl.sum(ds, 1)
-    ds = gl.convert_layout(ds.to(dtype), gl.DotOperandLayout(0, KL, 2))
+    ds = as_operand(ds.to(dtype), D)
     mbarrier.wait(smem.q_full.index(b), phase)  # complete, since P is: makes what TMA wrote visible to this consumer
-    dk = warpgroup_mma(ds, smem.q.index(b), dk, is_async=True)
-    dk = warpgroup_mma_wait(0, deps=(dk,))
+    dk = add_products(ds, buffer_at(smem.q, b), dk, D2)
+    dk = await_products(dk, D2)
     mbarrier.arrive(smem.q_empty.index(b), count=1)  # frees P's buffer, too: the next P there needs the next queries
     return dk, sums
 
 
 @gluon.jit
-def dk_consumer(smem, dk_map, block, view, mask, bias, scale, D: gl.constexpr, dtype: gl.constexpr,
-                LISTS: gl.constexpr, BIAS: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
+def dk_consumer(smem, dk_map, block, view, mask, bias, scale, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
+                DV2: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
     """Accumulate dk over every query head of the group, and sums of dS of each. P is 0 at hidden pairs."""
     BY_KEY: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
     keys = block.tile * STEP + gl.arange(0, STEP, layout=BY_KEY)
-    dk = gl.zeros([STEP, D], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
+    dk = no_sums(D, D2)
     mbarrier.wait(smem.kv_full, 0)
     i = 0
     for g in range(block.group):
@@ -288,28 +305,38 @@ def dk_consumer(smem, dk_map, block, view, mask, bias, scale, D: gl.constexpr, d
         n_full, n_partial = count_steps(here, LISTS)
         sums = gl.zeros([STEP], gl.float32, layout=BY_KEY)
         for _ in range(n_full + n_partial):
-            dk, sums = dk_step(i, dk, sums, smem, D, dtype, BIAS)
+            dk, sums = dk_step(i, dk, sums, smem, D, D2, dtype, BIAS)
             i += 1
         store_key_sums(bias, head, keys, sums, BIAS)
-    v = smem.v.index(0)
-    v.store((dk * scale).to(dtype))  # only this consumer reads V, and it is done
-    fence_async_shared()
-    v4 = reinterpret(v, dtype, [1, STEP, 1, D], dk_map.layout)
-    tma_store(dk_map, [block.batch, block.tile * STEP, block.kv_head, 0], v4)
+    # only this consumer reads V, and it is done
+    store_part(dk, scale, dk_map, smem.v, smem.spare, block, 0, 0, D, DV, dtype)
+    if D2 > 0:
+        store_part(dk, scale, dk_map, smem.v, smem.spare, block, 1, D, D2, DV2, dtype)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
-def allocate(stat_map, row_map, D: gl.constexpr):
+def allocate_spare(WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, dtype: gl.constexpr):
+    """Return a buffer for the wider of dk and dv, which has no room where the other's operand lies."""
+    WIDER: gl.constexpr = WIDTH if WIDTH > WIDTH_V else WIDTH_V
+    if WIDTH != WIDTH_V:
+        MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, WIDER], dtype)
+        return gl.allocate_shared_memory(dtype, [1, STEP, WIDER], MATRIX)
+    else:
+        return 0
+
+
+@gluon.jit
+def allocate(stat_map, q_map, o_map, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr):
     """Return the buffers as TMA fills them (four dimensions) and as the tensor cores read them (two)."""
-    dtype: gl.constexpr = row_map.dtype
-    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, D], dtype)
+    dtype: gl.constexpr = q_map[0].dtype
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, STEP], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(dtype, [2, 1, STEP, 1, D], row_map.layout)
-    o = gl.allocate_shared_memory(dtype, [2, 1, STEP, 1, D], row_map.layout)
-    k = gl.allocate_shared_memory(dtype, [1, 1, STEP, 1, D], row_map.layout)
-    v = gl.allocate_shared_memory(dtype, [1, 1, STEP, 1, D], row_map.layout)
+    q, q2 = allocate_rows(q_map, 2, STEP, D, D2, dtype)
+    o, o2 = allocate_rows(o_map, 2, STEP, DV, DV2, dtype)
+    k, k2 = allocate_rows(q_map, 1, STEP, D, D2, dtype)
+    v, v2 = allocate_rows(o_map, 1, STEP, DV, DV2, dtype)
+    spare = (allocate_spare(D, DV, dtype), allocate_spare(D2, DV2, dtype))
     p = gl.allocate_shared_memory(dtype, [2, STEP, STEP], SCORES)
     lse = gl.allocate_shared_memory(gl.float32, [2, 1, STEP], stat_map.layout)
     delta = gl.allocate_shared_memory(gl.float32, [2, 1, STEP], stat_map.layout)
@@ -326,28 +353,27 @@ def allocate(stat_map, row_map, D: gl.constexpr):
         mbarrier.init(o_full.index(b), count=1)
         mbarrier.init(o_empty.index(b), count=2)
         mbarrier.init(p_full.index(b), count=1)
-    filled = Shared(q, o, k, v, p, lse, delta, kv_full, q_full, q_empty, o_full, o_empty, p_full)
-    q2 = reinterpret(q, dtype, [2, STEP, D], ROWS)
-    o2 = reinterpret(o, dtype, [2, STEP, D], ROWS)
-    k2 = reinterpret(k, dtype, [1, STEP, D], ROWS)
-    v2 = reinterpret(v, dtype, [1, STEP, D], ROWS)
-    return filled, Shared(q2, o2, k2, v2, p, lse, delta, kv_full, q_full, q_empty, o_full, o_empty, p_full)
+    filled = Shared(q, o, k, v, spare, p, lse, delta, kv_full, q_full, q_empty, o_full, o_empty, p_full)
+    return filled, Shared(q2, o2, k2, v2, spare, p, lse, delta, kv_full, q_full, q_empty, o_full, o_empty, p_full)
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
-def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, stats, flags, lists, bits, q_segments, k_segments,
+def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2_map, v2_map, o2_map, dk2_map, dv2_map, stats,
+                flags, lists, bits, q_segments, k_segments,
                 start, end, hidden_from, hidden_to,
                 bias, key_sums, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                 mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, kv_heads, group, seqlen_q,
-                seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, D: gl.constexpr,
-                LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
+                seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total,
+                D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr,
+                BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
                 HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads.
 
     Of SPANS, `lists` are records of 64 keys, `start` and `end` the spans of keys.
     """
     dtype: gl.constexpr = q_map.dtype
-    filled, smem = allocate(stat_map, q_map, D)
+    q_maps, o_maps = pair(q_map, q2_map, D2), pair(o_map, o2_map, DV2)
+    filled, smem = allocate(stat_map, q_maps, o_maps, D, D2, DV, DV2)
     n_tiles = (seqlen_k + 2 * STEP - 1) // (2 * STEP)
     n_blocks = (seqlen_k + STEP - 1) // STEP if LISTS == NO_LISTS or LISTS == SPANS else n_tiles * 2
     tile, index = block_of(gl.program_id(0), n_blocks, n_heads, heads_per_group)
@@ -372,8 +398,11 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, stats, fla
     scales = Scales(scale_log2, cap, 0.0, scale)
     exact = Exact(0, stats + 2 * total.to(gl.int64), stats + 3 * total.to(gl.int64))
     gl.warp_specialize([
-        (dv_consumer, (smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, D, dtype, LISTS, BIAS, SOFTCAP,
-                       PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)),
-        (dk_consumer, (smem, dk_map, block, view, mask, bias, scale, D, dtype, LISTS, BIAS, HIDDEN)),
-        (producer, ((q_map, o_map, stat_map), k_map, v_map, filled, block, view, mask, D, LISTS, PARTIAL, HIDDEN)),
+        (dv_consumer, (smem, pair(dv_map, dv2_map, DV2), block, view, mask, bias, scales, exact, flags, n_flags, D, D2, DV,
+                       DV2, dtype, LISTS,
+                       BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)),
+        (dk_consumer, (smem, pair(dk_map, dk2_map, D2), block, view, mask, bias, scale, D, D2, DV, DV2, dtype, LISTS, BIAS,
+            HIDDEN)),
+        (producer, ((q_maps, o_maps, stat_map), pair(k_map, k2_map, D2), pair(v_map, v2_map, DV2), filled, block, view, mask, D, D2,
+                    DV, DV2, LISTS, PARTIAL, HIDDEN)),
     ], [4, 1], [216, 40])  # fmt: skip

@@ -25,8 +25,10 @@ from torch import Tensor
 from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward256
 from dmattn_ops.kernels.hopper.arguments import (
+    MAX_DIM,
     band_of,
     bias_places,
+    column_parts,
     key_numbers_as_bias,
     listed,
     room_for_key_sums,
@@ -47,7 +49,6 @@ from dmattn_ops.kernels.portable.dbias import recompute_dbias, reduce_key_sums
 from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import TILE, UNBOUNDED, Mask
 
-WIDTHS = (64, 128, 256)  # what the tensor maps pad head dimensions to
 STEP = 64
 STAT_ROWS = 64  # rows of a statistics program
 STATISTICS = 4  # of a row: lse, delta and the pair
@@ -61,7 +62,7 @@ def refusals(call: Call) -> list[str]:
     by_key = bias is not None or (varlen is not None and tiles.k_segments is not None)
     wrong = {
         f"elements are {query.dtype}, not float16 or bfloat16": query.dtype not in (torch.float16, torch.bfloat16),
-        f"head dimensions {dims} are over {WIDTHS[-1]}": max(dims) > WIDTHS[-1],
+        f"head dimensions {dims} are over {MAX_DIM}": max(dims) > MAX_DIM,
         f"head dimensions {dims} are not multiples of 8": any(dim % 8 for dim in dims),
         "takes no bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
         "takes no bias with queries at a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
@@ -129,14 +130,15 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     grad_out, grad_lse, dq, dk, dv, dbias = grads
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
-    width = next(width for width in WIDTHS if width >= max(query.shape[-1], value.shape[-1]))
+    (width, second), (width_v, second_v) = column_parts(query.shape[-1]), column_parts(value.shape[-1])
     if not mappable(grad_out):  # an expanded gradient, such as that of out.sum()
         grad_out = computed(Tensor.contiguous, grad_out)
     rows = -(-seqlen_q // TILE) * TILE
     total = batch * heads * rows
     room = workspace(query, STATISTICS * total + -(-total // STAT_ROWS // 4))
     stats, flags = room[: STATISTICS * total].view(STATISTICS, total), room[STATISTICS * total :].view(torch.int8)
-    _statistics(grad_out, grad_lse, saved, stats, flags, (seqlen_q, heads, rows), width, in_natural_units(call))
+    columns_v = 1 << (width_v + second_v - 1).bit_length()
+    _statistics(grad_out, grad_lse, saved, stats, flags, (seqlen_q, heads, rows), columns_v, in_natural_units(call))
     scales = options.softmax_scale, *score_factors(options)
     scores = {"BIAS": BIAS_KINDS[bias_kind(bias)], "SOFTCAP": options.softcap > 0}
     places = bias_places(bias, heads)
@@ -145,25 +147,32 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     has_lo, has_hi = band_lo > -UNBOUNDED, band_hi < UNBOUNDED
     uneven = has_lo or has_hi or mask.row_tiles is not None or call.varlen is not None
     group = config.heads_per_group if uneven else 1
-    *maps, dq_map, dk_map, dv_map = (rows_map(t, STEP, width) for t in (query, key, value, grad_out, dq, dk, dv))
+    of_queries, of_values = (query, key, dq, dk), (value, grad_out, dv)
+    q_map, k_map, dq_map, dk_map = (rows_map(tensor, STEP, width) for tensor in of_queries)
+    v_map, o_map, dv_map = (rows_map(tensor, STEP, width_v) for tensor in of_values)
+    q2_map, k2_map, dq2_map, dk2_map = (rows_map(tensor, STEP, second) if second else None for tensor in of_queries)
+    v2_map, o2_map, dv2_map = (rows_map(tensor, STEP, second_v) if second_v else None for tensor in of_values)
+    maps, more_maps = (q_map, k_map, v_map, o_map), (q2_map, k2_map, v2_map, o2_map)
+    parts = {"D": width, "D2": second, "DV": width_v, "DV2": second_v}
     sizes = heads // kv_heads, seqlen_q, seqlen_k, rows, band_lo, band_hi, group
     kind, numbers, strides = _arguments_of(call, True, heads, seqlen_q, stats)
     blocks = -(-seqlen_k // STEP) if kind in (0, _SPANS) else -(-seqlen_k // TILE) * 2
     n_flags, hidden = total // STAT_ROWS, mask.hidden_from is not None
     launch(
         keys_kernel, (batch * kv_heads * blocks,),
-        *maps, plain_map(stats, (2, total), (1, STEP)), dk_map, dv_map, stats, flags, *numbers,
+        *maps, plain_map(stats, (2, total), (1, STEP)), dk_map, dv_map, *more_maps, dk2_map, dv2_map,
+        stats, flags, *numbers,
         bias, key_sums, *strides, *places, *scales, kv_heads, *sizes, batch * kv_heads, n_flags, total,
-        D=width, LISTS=kind, **scores, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, HIDDEN=hidden,
+        **parts, LISTS=kind, **scores, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, HIDDEN=hidden,
         NATURAL=in_natural_units(call), num_warps=4,
     )  # fmt: skip
     kind, numbers, strides = _arguments_of(call, False, heads, seqlen_q, stats)
     partial = uneven or seqlen_k % STEP != 0
     launch(
         queries_kernel, (batch * heads * (rows // TILE),),
-        *maps, dq_map, stats, flags, *numbers, bias, *strides,
+        *maps, dq_map, *more_maps, dq2_map, stats, flags, *numbers, bias, *strides,
         *places, *scales, heads, *sizes, batch * heads, n_flags, total,
-        D=width, LISTS=kind, **scores, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, HIDDEN=hidden,
+        **parts, LISTS=kind, **scores, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, HIDDEN=hidden,
         NATURAL=in_natural_units(call), num_warps=4,
     )  # fmt: skip
     if dbias is not None and bias_kind(bias) == "full":

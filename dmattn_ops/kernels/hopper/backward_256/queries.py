@@ -32,16 +32,21 @@ from dmattn_ops.kernels.hopper.backward_256.walk import (
     ranked_tile,
     visible,
 )
-from dmattn_ops.kernels.hopper.gluon_compat import (
-    fence_async_shared,
-    mbarrier,
-    reinterpret,
-    tma,
-    tma_load,
-    tma_store,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+from dmattn_ops.kernels.hopper.columns import (
+    add_products,
+    allocate_rows,
+    as_operand,
+    await_products,
+    buffer_at,
+    load_rows,
+    multiply,
+    no_sums,
+    pair,
+    send_rows,
+    stage_rows,
+    transposed,
 )
+from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, tma, warpgroup_mma_wait
 from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
     KEY_BIAS,
@@ -69,10 +74,10 @@ INTEGERS = (
 class Shared(NamedTuple):
     """Shared memory: the block's queries, two buffers of K, one of V, and the barriers."""
 
-    q: Any  # [2, 64, D]
-    o: Any  # grad_out, [2, 64, D]
+    q: Any  # [2, 64, D], in parts (`columns.py`) as all of them
+    o: Any  # grad_out, [2, 64, DV]
     k: Any  # [2, 64, D]
-    v: Any  # [1, 64, D]
+    v: Any  # [1, 64, DV]
     bias: Any  # of the keys in the buffers of K, [2, 64]
     qo_full: Any
     k_full: Any
@@ -95,7 +100,8 @@ class Block(NamedTuple):
 
 
 @gluon.jit
-def load_step(i, at, k_map, v_map, smem, block, D: gl.constexpr, BIAS: gl.constexpr):
+def load_step(i, at, k_map, v_map, smem, block, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+              BIAS: gl.constexpr):  # fmt: skip
     """Load the keys of step `at`."""
     b = i & 1
     if BIAS == KEY_BIAS:  # on its way while the buffer becomes free
@@ -103,33 +109,33 @@ def load_step(i, at, k_map, v_map, smem, block, D: gl.constexpr, BIAS: gl.conste
         added = gl.load(head_of(block.bias, block.head) + key, mask=key < block.bias.seqlen_k, other=0.0)
     k_full = smem.k_full.index(b)
     mbarrier.wait(smem.k_empty.index(b), ((i >> 1) & 1) ^ 1)
-    mbarrier.expect(k_full, STEP * D * 2)
-    tma_load(k_map, [block.batch, at * STEP, block.kv_head, 0], k_full, smem.k.index(b))
+    mbarrier.expect(k_full, STEP * (D + D2) * 2)
+    load_rows(k_map, block.batch, at * STEP, block.kv_head, k_full, smem.k, b, D)
     if BIAS == KEY_BIAS:
         smem.bias.index(b).store(finite_or_lowest(added.to(gl.float32)))
         mbarrier.arrive(k_full, count=1)
     mbarrier.wait(smem.v_empty, (i & 1) ^ 1)
-    mbarrier.expect(smem.v_full, STEP * D * 2)
-    tma_load(v_map, [block.batch, at * STEP, block.kv_head, 0], smem.v_full, smem.v.index(0))
+    mbarrier.expect(smem.v_full, STEP * (DV + DV2) * 2)
+    load_rows(v_map, block.batch, at * STEP, block.kv_head, smem.v_full, smem.v, 0, DV)
 
 
 @gluon.jit
-def producer(q_map, k_map, v_map, o_map, smem, block, view, D: gl.constexpr, LISTS: gl.constexpr,
-             BIAS: gl.constexpr, PARTIAL: gl.constexpr):  # fmt: skip
+def producer(q_map, k_map, v_map, o_map, smem, block, view, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
+             DV2: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, PARTIAL: gl.constexpr):  # fmt: skip
     """Load the block's queries once and then every step."""
-    mbarrier.expect(smem.qo_full, 4 * STEP * D * 2)
+    mbarrier.expect(smem.qo_full, 2 * STEP * (D + D2 + DV + DV2) * 2)
     for c in gl.static_range(2):
         row = (block.tile * 2 + c) * STEP
-        tma_load(q_map, [block.batch, row, block.head, 0], smem.qo_full, smem.q.index(c))
-        tma_load(o_map, [block.batch, row, block.head, 0], smem.qo_full, smem.o.index(c))
+        load_rows(q_map, block.batch, row, block.head, smem.qo_full, smem.q, c, D)
+        load_rows(o_map, block.batch, row, block.head, smem.qo_full, smem.o, c, DV)
     n_full, n_partial = count_steps(view, LISTS)
     i = 0
     for t in range(n_full):
-        load_step(i, full_step(t, view, n_partial, LISTS), k_map, v_map, smem, block, D, BIAS)
+        load_step(i, full_step(t, view, n_partial, LISTS), k_map, v_map, smem, block, D, D2, DV, DV2, BIAS)
         i += 1
     if PARTIAL:
         for t in range(n_partial):
-            load_step(i, partial_step(t, view, n_partial, LISTS), k_map, v_map, smem, block, D, BIAS)
+            load_step(i, partial_step(t, view, n_partial, LISTS), k_map, v_map, smem, block, D, D2, DV, DV2, BIAS)
             i += 1
 
 
@@ -144,25 +150,23 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, select, C: gl.constexpr, D: gl.constexpr,
-            dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr,
+            D2: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr,
+            SOFTCAP: gl.constexpr, TEST: gl.constexpr,
             HAS_LOW: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
-    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     b = i & 1
     zero_at = i >> 30  # 0, but not for the compiler: it would keep descriptors of shared memory in registers, and spill
-    k = smem.k.index(b)
+    k = buffer_at(smem.k, b)
     zero = gl.zeros([STEP, STEP], gl.float32, layout=SL)
     mbarrier.wait(smem.k_full.index(b), (i >> 1) & 1)
     if BIAS == KEY_BIAS:
         added = smem.bias.index(b).load(gl.SliceLayout(0, SL))[None, :]  # behind a product it would wait for that
     s = first_scores(added, STEP, BIAS)
-    s = warpgroup_mma(
-        smem.q.index(C + zero_at), k.permute((1, 0)), s, use_acc=BIAS == FULL_BIAS, is_async=True
-    )  # fmt: skip
+    s = multiply(buffer_at(smem.q, C + zero_at), transposed(k), s, BIAS == FULL_BIAS)
     mbarrier.wait(smem.v_full, i & 1)
-    v = smem.v.index(zero_at)
-    dp = warpgroup_mma(smem.o.index(C + zero_at), v.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    v = buffer_at(smem.v, zero_at)
+    dp = multiply(buffer_at(smem.o, C + zero_at), transposed(v), zero, False)
+    s = warpgroup_mma_wait(2 if DV2 > 0 else 1, deps=(s,))
     s, slope = softened(s, scales, SOFTCAP)
     if SOFTCAP:  # across a branch, the slope would be kept beside the exponents: no registers are left for it
         x = exact_exponents(s, rows.first[:, None], rows.second[:, None], added, scales, BIAS, SOFTCAP, NATURAL)
@@ -178,21 +182,21 @@ def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, 
         p = visible(p, queries, select, LISTS, HAS_LOW, True, HIDDEN, False, SL)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(smem.v_empty, count=1)
-    ds = gl.convert_layout((p * (dp - rows.delta[:, None])).to(dtype), gl.DotOperandLayout(0, QL, 2))
-    dq = warpgroup_mma(ds, k, dq, is_async=True)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
+    ds = as_operand((p * (dp - rows.delta[:, None])).to(dtype), D)
+    dq = add_products(ds, k, dq, D2)
+    dq = await_products(dq, D2)
     mbarrier.arrive(smem.k_empty.index(b), count=1)
     return dq
 
 
 @gluon.jit
-def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.constexpr, D: gl.constexpr, dtype: gl.constexpr,
+def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
+             DV2: gl.constexpr, dtype: gl.constexpr,
              LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
              HAS_LOW: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Accumulate dq of queries `C * 64 ...` of the block."""
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
-    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dq = gl.zeros([STEP, D], gl.float32, layout=QL)
+    dq = no_sums(D, D2)
     row = (block.tile * 2 + C) * STEP
     queries = row + gl.arange(0, STEP, layout=gl.SliceLayout(1, SL))
     keys = gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
@@ -210,7 +214,7 @@ def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.con
         columns = full_step(t, view, n_partial, LISTS) * STEP + keys
         added = step_bias(block.bias, block.head, keys, columns[None, :], queries[:, None], exact, BIAS)
         dq = dq_step(i, dq, smem, rows, scales, exact, added, block.bias, block.head, queries, columns, no_test(queries), C, D,
-                     dtype, LISTS, BIAS, SOFTCAP, False, HAS_LOW, HIDDEN, NATURAL)  # fmt: skip
+                     D2, DV2, dtype, LISTS, BIAS, SOFTCAP, False, HAS_LOW, HIDDEN, NATURAL)  # fmt: skip
         i += 1
     if PARTIAL:
         numbers = load_row_numbers(view, queries, block.seqlen_q, LISTS, HIDDEN, False)
@@ -222,25 +226,27 @@ def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.con
             columns = at * STEP + keys
             added = step_bias(block.bias, block.head, keys, columns[None, :], queries[:, None], exact, BIAS)
             dq = dq_step(i, dq, smem, rows, scales, exact, added, block.bias, block.head, queries, columns, select, C, D,
-                         dtype, LISTS, BIAS, SOFTCAP, True, HAS_LOW, HIDDEN, NATURAL)  # fmt: skip
+                         D2, DV2, dtype, LISTS, BIAS, SOFTCAP, True, HAS_LOW, HIDDEN, NATURAL)  # fmt: skip
             i += 1
-    q = smem.q.index(C)
-    q.store((dq * scales.softmax).to(dtype))  # only this consumer reads this half of Q, and it is done
-    fence_async_shared()
-    tma_store(dq_map, [block.batch, row, block.head, 0], reinterpret(q, dtype, [1, STEP, 1, D], dq_map.layout))
+    # only this consumer reads this half of Q, and it is done
+    q = buffer_at(smem.q, C)
+    stage_rows(dq[0], scales.softmax, q[0], D, D, dtype)
+    send_rows(q[0], dq_map[0], [block.batch, row, block.head, 0], D, dtype)
+    if D2 > 0:
+        stage_rows(dq[1], scales.softmax, q[1], D2, D2, dtype)
+        send_rows(q[1], dq_map[1], [block.batch, row, block.head, D], D2, dtype)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
-def allocate(row_map, D: gl.constexpr, BIAS: gl.constexpr):
+def allocate(q_map, o_map, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, BIAS: gl.constexpr):
     """Return the buffers as TMA fills them (four dimensions) and as the tensor cores read them (two)."""
-    dtype: gl.constexpr = row_map.dtype
-    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, D], dtype)
+    dtype: gl.constexpr = q_map[0].dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(dtype, [2, 1, STEP, 1, D], row_map.layout)
-    o = gl.allocate_shared_memory(dtype, [2, 1, STEP, 1, D], row_map.layout)
-    k = gl.allocate_shared_memory(dtype, [2, 1, STEP, 1, D], row_map.layout)
-    v = gl.allocate_shared_memory(dtype, [1, 1, STEP, 1, D], row_map.layout)
+    q, q2 = allocate_rows(q_map, 2, STEP, D, D2, dtype)
+    o, o2 = allocate_rows(o_map, 2, STEP, DV, DV2, dtype)
+    k, k2 = allocate_rows(q_map, 2, STEP, D, D2, dtype)
+    v, v2 = allocate_rows(o_map, 1, STEP, DV, DV2, dtype)
     bias = 0
     if BIAS == KEY_BIAS:
         bias = gl.allocate_shared_memory(gl.float32, [2, STEP], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -256,27 +262,27 @@ def allocate(row_map, D: gl.constexpr, BIAS: gl.constexpr):
     mbarrier.init(v_full, count=1)
     mbarrier.init(v_empty, count=2)
     filled = Shared(q, o, k, v, bias, qo_full, k_full, k_empty, v_full, v_empty)
-    q2 = reinterpret(q, dtype, [2, STEP, D], ROWS)
-    o2 = reinterpret(o, dtype, [2, STEP, D], ROWS)
-    k2 = reinterpret(k, dtype, [2, STEP, D], ROWS)
-    v2 = reinterpret(v, dtype, [1, STEP, D], ROWS)
     return filled, Shared(q2, o2, k2, v2, bias, qo_full, k_full, k_empty, v_full, v_empty)
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
-def queries_kernel(q_map, k_map, v_map, o_map, dq_map, stats, flags, lists, bits, q_segments, k_segments, start, end,
+def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o2_map, dq2_map, stats, flags, lists, bits,
+                   q_segments, k_segments, start, end,
                    hidden_from, hidden_to,
                    bias, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                    mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, heads, group,
                    seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total,
-                   D: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
+                   D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr,
+                   BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
                    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Write dq; one program for each 128 queries of each of `n_heads` heads. Of SPANS, `start` and `end` are those of queries."""
     dtype: gl.constexpr = q_map.dtype
     # registers per thread: segments take 16 more of a consumer's, at the cost of one word that the producer spills
     CONSUMER: gl.constexpr = 240 if LISTS == SEGMENTS else 232
     PRODUCER: gl.constexpr = 24 if LISTS == SEGMENTS else 40
-    filled, smem = allocate(q_map, D, BIAS)
+    q_maps, o_maps = pair(q_map, q2_map, D2), pair(o_map, o2_map, DV2)
+    dq_maps = pair(dq_map, dq2_map, D2)
+    filled, smem = allocate(q_maps, o_maps, D, D2, DV, DV2, BIAS)
     n_tiles = (seqlen_q + 2 * STEP - 1) // (2 * STEP)
     tile, index = block_of(gl.program_id(0), n_tiles, n_heads, heads_per_group)
     batch = index // heads
@@ -300,9 +306,12 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, stats, flags, lists, bits
     exact = Exact(0, lse + 2 * total.to(gl.int64), lse + 3 * total.to(gl.int64))
     block = Block(batch, head, head // group, tile, seqlen_q, lse, delta, bias)
     gl.warp_specialize([
-        (consumer, (smem, dq_map, block, view, scales, exact, flags, n_flags, 0, D, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW,
+        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, 0, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP,
+                    PARTIAL, HAS_LOW,
                     HIDDEN, NATURAL)),
-        (consumer, (smem, dq_map, block, view, scales, exact, flags, n_flags, 1, D, dtype, LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW,
+        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, 1, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP,
+                    PARTIAL, HAS_LOW,
                     HIDDEN, NATURAL)),
-        (producer, (q_map, k_map, v_map, o_map, filled, block, view, D, LISTS, BIAS, PARTIAL)),
+        (producer, (q_maps, pair(k_map, k2_map, D2), pair(v_map, v2_map, DV2), o_maps, filled, block, view, D, D2, DV, DV2, LISTS,
+                    BIAS, PARTIAL)),
     ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip

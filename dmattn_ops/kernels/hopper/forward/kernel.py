@@ -19,6 +19,16 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.kernels.hopper.columns import (
+    add_products,
+    as_operand,
+    await_products,
+    multiply,
+    no_sums,
+    pair,
+    rows_of,
+    transposed,
+)
 from dmattn_ops.kernels.hopper.dropout import Dropout, drop, dropout_of_batch, dropout_of_head
 from dmattn_ops.kernels.hopper.forward.softmax import rescale, row_of, softmax_first, softmax_next, state_of, statistics
 from dmattn_ops.kernels.hopper.forward.walk import (
@@ -31,9 +41,9 @@ from dmattn_ops.kernels.hopper.forward.walk import (
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     mbarrier,
+    reinterpret,
     tma,
     tma_store,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -204,9 +214,36 @@ def hide(
 
 
 @gluon.jit
+def rescale_second(acc, factor, DV2: gl.constexpr):
+    """Return the second part of acc times the factors of its rows, if there is one."""
+    if DV2 > 0:
+        return rescale(acc[1], factor, DV2)
+    else:
+        return 0
+
+
+@gluon.jit
+def store_part(
+    acc, inverse, q, buffer, o_desc, batch, h, q_first,
+    FIRST: gl.constexpr, WIDTH: gl.constexpr, WIDTH_Q: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Write columns `FIRST ...` of out, through a buffer of queries, viewed as the matrix `q`, that is at least as wide."""
+    ROWS: gl.constexpr = 64
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
+    if WIDTH != WIDTH_Q:
+        buffer = reinterpret(buffer, dtype, [1, 1, ROWS, WIDTH], o_desc.layout)
+        q = buffer.reshape([ROWS, WIDTH])
+    q.store(acc.to(dtype))
+    fence_async_shared()
+    tma_store(o_desc, [batch, h, q_first, FIRST], buffer)
+
+
+@gluon.jit
 def advance(
     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, key_numbers, visible, bias_rows, dropout, q_first,
-    C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+    C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
+    DV2: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     MASKED: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
@@ -214,25 +251,27 @@ def advance(
     ROWS: gl.constexpr = 64
     OVERLAP: gl.constexpr = NC == 2  # three have no registers for the P of two tiles
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     queries, keys, values, words, biases, ranges, piece = smem
     q_full, q_empty, k_full, k_empty, v_full = bars
     b = step % STAGES
     b_next = (step + 1) % STAGES
-    k_next = keys.index(b_next).reshape([BN, D]).permute((1, 0))
+    k_next = transposed(rows_of(keys, b_next, BN, D, D2))
     mbarrier.wait(k_full.index(b_next), ((step + 1) // STAGES) & 1)
     mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
     hidden = hidden_words(i + 1, step + 1, words, visible[8], C, NC, BN, STAGES, MASK, MASKED)
     hidden = seen_ranges(step + 1, ranges, hidden, BN, STAGES, MASK, MASKED)
     key_bias = stored_bias(step + 1, biases, BN, STAGES, BIAS)
     empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
-    s = warpgroup_mma(q, k_next, empty, use_acc=False, is_async=True)
-    acc = warpgroup_mma(p, values.index(b).reshape([BN, D]), acc, is_async=True)
+    s = multiply(q, k_next, empty, False)
+    acc = add_products(p, rows_of(values, b, BN, DV, DV2), acc, DV2)
     if OVERLAP:
-        s = warpgroup_mma_wait(1, deps=(s,))
+        s = warpgroup_mma_wait(2 if DV2 > 0 else 1, deps=(s,))
+    elif DV2 > 0:
+        s, first, second = warpgroup_mma_wait(0, deps=(s, acc[0], acc[1]))
+        acc = (first, second)
     else:
-        s, acc = warpgroup_mma_wait(0, deps=(s, acc))
+        s, first = warpgroup_mma_wait(0, deps=(s, acc[0]))
+        acc = (first,)
     s = soften(s, softcap, SOFTCAP)
     added = load_full_bias(i + 1, lists, visible, bias_rows, BN, MASK, MASKED, BIAS)
     s = add_bias(s, added, key_bias, scale, BIAS, NATURAL)
@@ -241,10 +280,10 @@ def advance(
     p, top, total, factor = softmax_next(s, top, total, scale, dtype, NATURAL, not OVERLAP, BN)
     if DROPOUT:
         p = drop(p, dropout, q_first, first_key(i + 1, lists, visible, BN, MASK), BN)
-    p = gl.convert_layout(p, LEFT)
+    p = as_operand(p, DV)
     if OVERLAP:
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-    acc = rescale(acc, factor, D)
+        acc = await_products(acc, DV2)
+    acc = pair(rescale(acc[0], factor, DV), rescale_second(acc, factor, DV2), DV2)
     mbarrier.arrive(k_empty.index(b_next), count=1)
     return acc, p, top, total
 
@@ -271,8 +310,9 @@ def release_queries(turn, q_empty, Q_STAGES: gl.constexpr):
 
 @gluon.jit
 def consume(
-    lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places, dropouts,
-    C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places, dropouts,
+    C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
+    DV2: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
     SOFTCAP: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
@@ -280,8 +320,6 @@ def consume(
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     STATE_COLUMNS: gl.constexpr = BN if NC == 2 else BN // 2
     STATE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STATE_COLUMNS, 16])
@@ -312,7 +350,7 @@ def consume(
         h = head - batch * H
         block_first = tile * BM
         q_first = block_first + C * ROWS
-        q = queries.index(slot * NC + C).reshape([ROWS, D])
+        q = rows_of(queries, slot * NC + C, ROWS, D, D2)
         if MASK == "spans":
             begin = gl.sum(gl.where(slots == 2, parts, 0), 0)
             end = gl.sum(gl.where(slots == 3, parts, 0), 0)
@@ -380,17 +418,17 @@ def consume(
         dropout = dropouts
         if DROPOUT:
             dropout = dropout_of_head(dropout_of_batch(dropouts, batch), h)
-        acc = gl.zeros([ROWS, D], gl.float32, layout=OUT)
+        acc = no_sums(DV, DV2)
         total = state_of(gl.zeros([ROWS, STATE_COLUMNS], gl.float32, layout=STATE_LAYOUT), STATE_COLUMNS)
         top = total
         if first < n:
             b = step % STAGES
             mbarrier.wait(k_full.index(b), (step // STAGES) & 1)
-            k_first = keys.index(b).reshape([BN, D]).permute((1, 0))
+            k_first = transposed(rows_of(keys, b, BN, D, D2))
             hidden = hidden_words(first, step, words, n_partial, C, NC, BN, STAGES, MASK, True)
             hidden = seen_ranges(step, ranges, hidden, BN, STAGES, MASK, True)
             key_bias = stored_bias(step, biases, BN, STAGES, BIAS)
-            s = warpgroup_mma(q, k_first, empty, use_acc=False, is_async=True)
+            s = multiply(q, k_first, empty, False)
             if Q_STAGES > 1:
                 release_queries(turn - 1, q_empty, Q_STAGES)
             s = soften(warpgroup_mma_wait(0, deps=(s,)), softcap, SOFTCAP)
@@ -401,26 +439,26 @@ def consume(
             p, top, total = softmax_first(s, total, scale, dtype, NATURAL, BN)
             if DROPOUT:
                 p = drop(p, dropout, q_first, first_key(first, lists, visible, BN, MASK), BN)
-            p = gl.convert_layout(p, LEFT)
+            p = as_operand(p, DV)
             tested = gl.minimum(gl.maximum(masked, first + 1), n) - 1
             for i in range(first, tested):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
                     bias_rows, dropout, q_first,
-                    C, NC, BN, D, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT, dtype,
+                    C, NC, BN, D, D2, DV, DV2, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT, dtype,
                 )  # fmt: skip
                 step += 1
             for i in range(tested, n - 1):
                 acc, p, top, total = advance(
                     i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
                     bias_rows, dropout, q_first,
-                    C, NC, BN, D, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT, dtype,
+                    C, NC, BN, D, D2, DV, DV2, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT, dtype,
                 )  # fmt: skip
                 step += 1
             b = step % STAGES
             mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
-            acc = warpgroup_mma(p, values.index(b).reshape([BN, D]), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+            acc = add_products(p, rows_of(values, b, BN, DV, DV2), acc, DV2)
+            acc = await_products(acc, DV2)
             step += 1
         elif Q_STAGES > 1:
             release_queries(turn - 1, q_empty, Q_STAGES)
@@ -428,11 +466,11 @@ def consume(
         inverse = gl.where(row_total == 0.0, 0.0, 1.0 / row_total)
         if DROPOUT:
             inverse = inverse * dropouts.rescale
-        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
         # q is not needed any more: its place stages the output. TMA leaves out the rows and columns past the ends
-        q.store(acc.to(dtype))
-        fence_async_shared()
-        tma_store(o_desc, [batch, h, q_first, 0], queries.index(slot * NC + C))
+        at = slot * NC + C
+        store_part(acc[0], inverse, q[0], queries[0].index(at), o_descs[0], batch, h, q_first, 0, DV, D, dtype)
+        if DV2 > 0:
+            store_part(acc[1], inverse, q[1], queries[1].index(at), o_descs[1], batch, h, q_first, DV, DV2, D2, dtype)
         row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, NATURAL)
         at = batch.to(gl.int64) * lse_b + h.to(gl.int64) * lse_h + q_first + row
         gl.store(lse + at, row_lse, mask=q_first + row < seqlen_q)
@@ -447,6 +485,16 @@ def consume(
     tma.store_wait(pendings=0)
 
 
+@gluon.jit
+def buffers(maps, n, ROWS: gl.constexpr, WIDTH: gl.constexpr, SECOND: gl.constexpr, dtype: gl.constexpr):
+    """Return shared memory for `n` tiles of each part."""
+    first = gl.allocate_shared_memory(dtype, [n, 1, 1, ROWS, WIDTH], maps[0].layout)
+    if SECOND > 0:
+        return (first, gl.allocate_shared_memory(dtype, [n, 1, 1, ROWS, SECOND], maps[1].layout))
+    else:
+        return (first,)
+
+
 SCALARS = (
     "seqlen_q", "seqlen_k", "H", "kv_group", "heads", "tiles", "group", "items", "lo", "hi", "lse_b", "lse_h",
     "lists_b", "lists_h", "width", "mask_group", "bits_b", "bits_h",
@@ -457,12 +505,14 @@ SCALARS = (
 
 @gluon.jit(do_not_specialize=SCALARS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, bits_desc, lse, lse_tail, lists, q_segments, k_segments, start, end, hidden_from,
+    q_desc, k_desc, v_desc, o_desc, q2_desc, k2_desc, v2_desc, o2_desc, bits_desc, lse, lse_tail, lists, q_segments,
+    k_segments, start, end, hidden_from,
     hidden_to, bias, seed, counter, scale, cap, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, lo, hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
     bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -477,9 +527,9 @@ def forward_kernel(
     dtype: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = BM // ROWS
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    queries = gl.allocate_shared_memory(dtype, [Q_STAGES * NC, 1, 1, ROWS, D], q_desc.layout)
-    keys = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k_desc.layout)
-    values = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], v_desc.layout)
+    queries = buffers((q_desc, q2_desc), Q_STAGES * NC, ROWS, D, D2, dtype)
+    keys = buffers((k_desc, k2_desc), STAGES, BN, D, D2, dtype)
+    values = buffers((v_desc, v2_desc), STAGES, BN, DV, DV2, dtype)
     words = 0
     if MASK == "bits":
         words = gl.allocate_shared_memory(gl.int32, [STAGES * NC, 1, 1, ROWS, TILE // 32], bits_desc.layout)
@@ -513,34 +563,36 @@ def forward_kernel(
     scales = (scale, cap, cap_inner)
     work = (smem, bars, sizes, band, masks)
     bias_places = (bias_b, bias_h, bias_q, bias_group)
+    q_descs, k_descs = pair(q_desc, q2_desc, D2), pair(k_desc, k2_desc, D2)
+    v_descs, o_descs = pair(v_desc, v2_desc, DV2), pair(o_desc, o2_desc, DV2)
     key_numbers = (k_segments, start, end, hidden_from, hidden_to)
     number_places = (segments_kb, segments_kh, segment_group)
     rows = (lse_b, lse_h, segments_b, segments_kb, segments_kh, segment_group)
     dropouts = Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
     if NC == 2:
         gl.warp_specialize([
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
-                       dropouts, 0, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
+                       dropouts, 0, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
                        NATURAL, DROPOUT, dtype)),
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
-                       dropouts, 1, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
+                       dropouts, 1, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
                        NATURAL, DROPOUT, dtype)),
-            (produce, (q_desc, k_desc, v_desc, bits_desc, lists, start, end, counter, bias, work, broadcast, number_places,
-                       bias_places, BM, BN,
+            (produce, (q_descs, k_descs, v_descs, bits_desc, lists, start, end, counter, bias, work, broadcast, number_places,
+                       bias_places, BM, BN, D, D2, DV, DV2,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
-                       dropouts, 0, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
+                       dropouts, 0, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
                        NATURAL, DROPOUT, dtype)),
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
-                       dropouts, 1, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
+                       dropouts, 1, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
                        NATURAL, DROPOUT, dtype)),
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_desc, work, rows, scales, bias_places,
-                       dropouts, 2, NC, BM, BN, D, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
+            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
+                       dropouts, 2, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
                        NATURAL, DROPOUT, dtype)),
-            (produce, (q_desc, k_desc, v_desc, bits_desc, lists, start, end, counter, bias, work, broadcast, number_places,
-                       bias_places, BM, BN,
+            (produce, (q_descs, k_descs, v_descs, bits_desc, lists, start, end, counter, bias, work, broadcast, number_places,
+                       bias_places, BM, BN, D, D2, DV, DV2,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -9,8 +9,10 @@ from dmattn_ops import arch
 from dmattn_ops.call import Call, Result, bias_kind, in_natural_units
 from dmattn_ops.config import HopperForward
 from dmattn_ops.kernels.hopper.arguments import (
+    MAX_DIM,
     band_of,
     bias_places,
+    column_parts,
     dropout_arguments,
     dropout_refusals,
     heads_side_by_side,
@@ -44,14 +46,12 @@ def refusals(call: Call, needs_max: bool) -> list[str]:
     if query.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"takes bfloat16 and float16, not {query.dtype}")
     dim, dim_v = query.shape[-1], value.shape[-1]
-    if dim % 8 or dim_v % 8 or max(dim, dim_v) > 256:
-        reasons.append(f"takes head dimensions that are multiples of 8 up to 256, not {dim} and {dim_v}")
-    elif head_tile(dim) != head_tile(dim_v):
-        reasons.append(f"head dimensions {dim} and {dim_v} need different tiles")
+    if dim % 8 or dim_v % 8 or max(dim, dim_v) > MAX_DIM:
+        reasons.append(f"takes head dimensions that are multiples of 8 up to {MAX_DIM}, not {dim} and {dim_v}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not mappable(tensor):
             reasons.append(f"{name} is not aligned to 16 bytes in memory and strides")
-    if bias_kind(bias) == "full" and head_tile(dim) == 64:
+    if bias_kind(bias) == "full" and max(dim, dim_v) <= 64:
         reasons.append("takes no bias with queries for heads of 64: the portable kernel is faster")
     reasons += dropout_refusals(call)
     if options.softmax_scale <= 0.0:
@@ -67,9 +67,14 @@ def refusals(call: Call, needs_max: bool) -> list[str]:
     return reasons
 
 
-def head_tile(dim: int) -> int:
-    """Return the width that a head dimension is padded to."""
-    return 64 if dim <= 64 else 128 if dim <= 128 else 256
+def tiles_of(dim: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the widths of both parts of queries and keys, and of values.
+
+    Each part of out leaves through the buffer of the same part of the queries, which is therefore as wide at least.
+    """
+    parts, parts_v = column_parts(dim), column_parts(dim_v)
+    fits = all(own <= other for own, other in zip(parts_v, parts, strict=True))
+    return parts if fits else parts_v, parts_v
 
 
 _counters: dict[int | None, Tensor] = {}  # of the default stream of each device
@@ -139,7 +144,7 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     out, lse = result.out, result.lse
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
-    columns = head_tile(query.shape[-1])
+    (width, second), (width_v, second_v) = tiles_of(query.shape[-1], value.shape[-1])
     block_m, block_n, rows = config.block_m, config.block_n, _ROWS
     kind, (bits, *numbers), strides = _kind_of_mask(call, block_m, heads)
     # lists hold the band of bits already, and spans theirs, which have two ends; segments and intervals test it
@@ -158,13 +163,16 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
     counter = computed(_counter, query.device) if items > num_sms else lse.view(torch.int32)
     launch(
         forward_kernel, (min(items, num_sms),),
-        head_rows_map(query, rows, columns), head_rows_map(key, block_n, columns), head_rows_map(value, block_n, columns),
-        head_rows_map(out, rows, columns), bits, lse, result.lse_tail, *numbers, bias,
+        head_rows_map(query, rows, width), head_rows_map(key, block_n, width), head_rows_map(value, block_n, width_v),
+        head_rows_map(out, rows, width_v), head_rows_map(query, rows, second) if second else None,
+        head_rows_map(key, block_n, second) if second else None, head_rows_map(value, block_n, second_v) if second_v else None,
+        head_rows_map(out, rows, second_v) if second_v else None, bits, lse, result.lse_tail, *numbers, bias,
         seed, counter, scale, cap, cap_inner,
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
         _heads_at_once(call, kind, has_hi), items, lo, hi, *statistic_strides(lse)[:2], *strides,
         *bias_places(bias, heads), *dropping,
-        BM=block_m, BN=block_n, D=columns, STAGES=config.stages, Q_STAGES=config.query_stages, MASK=kind,
+        BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, STAGES=config.stages,
+        Q_STAGES=config.query_stages, MASK=kind,
         BIAS=bias_kind(bias), HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, HIDDEN=mask.hidden_from is not None,
         NATURAL=natural, DROPOUT=options.dropout_p > 0.0, num_warps=4,
     )  # fmt: skip

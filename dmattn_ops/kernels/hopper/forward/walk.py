@@ -107,10 +107,19 @@ def bias_of_head(bias, places, batch, h):
 
 
 @gluon.jit
+def load_parts(descs, batch, head, row, full, buffers, i, WIDTH: gl.constexpr):
+    """Load rows `row ...` of a head into the `i`-th buffer of each part."""
+    tma_load(descs[0], [batch, head, row, 0], full, buffers[0].index(i))
+    if len(descs) > 1:
+        tma_load(descs[1], [batch, head, row, WIDTH], full, buffers[1].index(i))
+
+
+@gluon.jit
 def load_keys(
-    k_desc, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, bits_b, bits_h, q_first,
+    k_descs, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, bits_b, bits_h, q_first,
     biases, key_bias, ranges, of_keys, tile_first, seqlen_k,
-    NC: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
+    NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
     """Load key tile `j`, with what the mask says of the block's queries and its bias, as step `step` of this block.
 
@@ -119,6 +128,7 @@ def load_keys(
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
     BLOCK: gl.constexpr = NC * ROWS
+    BYTES: gl.constexpr = BN * (D + D2) * 2
     b = step % STAGES
     KEYS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     key = j * BN + gl.arange(0, BN, layout=KEYS)
@@ -130,13 +140,13 @@ def load_keys(
         stop = gl.load(end + key, mask=key < seqlen_k, other=0)
     mbarrier.wait(k_empty.index(b), ((step // STAGES) & 1) ^ 1)
     if MASK == "bits":
-        mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes + NC * bits_desc.block_type.nbytes)
+        mbarrier.expect(k_full.index(b), BYTES + NC * bits_desc.block_type.nbytes)
         for c in gl.static_range(NC):
             corner = [bits_b, bits_h, q_first + c * ROWS, j * BN // TILE * (TILE // 32)]
             tma_load(bits_desc, corner, k_full.index(b), words.index(b * NC + c))
     else:
-        mbarrier.expect(k_full.index(b), k_desc.block_type.nbytes)
-    tma_load(k_desc, [batch, kv_head, j * BN, 0], k_full.index(b), keys.index(b))
+        mbarrier.expect(k_full.index(b), BYTES)
+    load_parts(k_descs, batch, kv_head, j * BN, k_full.index(b), keys, b, D)
     if BIAS == "key":
         biases.index(b).store(added.to(gl.float32))
     if MASK == "intervals":
@@ -151,8 +161,9 @@ def load_keys(
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, bits_desc, lists, starts, ends, counter, bias, work, broadcast, number_places, bias_places,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, NC: gl.constexpr,
+    q_descs, k_descs, v_descs, bits_desc, lists, starts, ends, counter, bias, work, broadcast, number_places, bias_places,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
+    DV2: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, NC: gl.constexpr,
     MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
 ):  # fmt: skip
     """Take pieces of work, tell the consumers, load q, k, v, bits and the bias of keys.
@@ -198,9 +209,9 @@ def produce(
             n_partial, n_full, _, _ = words_of
             parts = gl.where(slots == 0, head, gl.where(slots == 1, tile, gl.where(slots == 2, n_partial, n_full)))
         piece.index(slot).store(parts)
-        mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes * NC)
+        mbarrier.expect(q_full.index(slot), BM * (D + D2) * 2)
         for c in gl.static_range(NC):
-            tma_load(q_desc, [batch, h, q_first + c * ROWS, 0], q_full.index(slot), queries.index(slot * NC + c))
+            load_parts(q_descs, batch, h, q_first + c * ROWS, q_full.index(slot), queries, slot * NC + c, D)
         mb = batch * bits_b
         mh = h // mask_group * bits_h
         key_bias = bias
@@ -220,8 +231,8 @@ def produce(
             else:
                 j = band_tile(0, begin, end, full_begin, full_end)
             load_keys(
-                k_desc, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, mb, mh, q_first,
-                biases, key_bias, ranges, of_keys, q_first, seqlen_k, NC, BN, STAGES, MASK, BIAS,
+                k_descs, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, mb, mh, q_first,
+                biases, key_bias, ranges, of_keys, q_first, seqlen_k, NC, BN, D, D2, STAGES, MASK, BIAS,
             )  # fmt: skip
         # the next piece, while the first tiles of this one are on their way
         following = items
@@ -239,15 +250,15 @@ def produce(
                 else:
                     j = band_tile(i + 1, begin, end, full_begin, full_end)
                 load_keys(
-                    k_desc, bits_desc, keys, words, k_full, k_empty, step + 1, j, batch, kv_head, mb, mh, q_first,
-                    biases, key_bias, ranges, of_keys, q_first, seqlen_k, NC, BN, STAGES, MASK, BIAS,
+                    k_descs, bits_desc, keys, words, k_full, k_empty, step + 1, j, batch, kv_head, mb, mh, q_first,
+                    biases, key_bias, ranges, of_keys, q_first, seqlen_k, NC, BN, D, D2, STAGES, MASK, BIAS,
                 )  # fmt: skip
             b = step % STAGES
             if step >= STAGES:
                 release = step + 1 - STAGES
                 mbarrier.wait(k_empty.index(release % STAGES), (release // STAGES) & 1)
-            mbarrier.expect(v_full.index(b), v_desc.block_type.nbytes)
-            tma_load(v_desc, [batch, kv_head, j_value * BN, 0], v_full.index(b), values.index(b))
+            mbarrier.expect(v_full.index(b), BN * (DV + DV2) * 2)
+            load_parts(v_descs, batch, kv_head, j_value * BN, v_full.index(b), values, b, DV)
             step += 1
         turn += 1
         item = following
