@@ -159,7 +159,10 @@ def make_mask(
         config: of the model.
         others: say whether the mask looks both ways.
     """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask  # torch 2.11 cannot trace `from transformers`
+    from transformers.masking_utils import (
+        causal_mask_function,
+        sdpa_mask,
+    )  # torch 2.11 cannot trace `from transformers`
 
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         return attention_mask
