@@ -194,14 +194,17 @@ except ValueError as error:
     assert len(said) == len(named) and all(any(name in line for line in said) for name in named), done.stderr
 
 
-def test_warnings_name_the_line_of_the_user(monkeypatch):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_warnings_name_the_line_of_the_user(compiled, monkeypatch):
+    attend = dmattn_ops.flash_dmattn_func
+    attend = torch.compile(attend, backend="aot_eager") if compiled else attend
     query = torch.randn(1, 4, 1, 8, requires_grad=True)
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "reason", lambda: "there is a reason")
     dispatch.cpu_kernels.cache_clear()
     try:
         with pytest.warns(UserWarning, match="slowly: there is a reason$") as said:
-            dmattn_ops.flash_dmattn_func(query, query, query)
+            attend(query, query, query)
     finally:
         dispatch.cpu_kernels.cache_clear()
     assert [warning.filename for warning in said] == [__file__]
