@@ -107,7 +107,7 @@ def experiment(part: str, sizes: Sizes, session: Session) -> list[Row]:
     torch.compiler.reset()  # models share their code, and a function is compiled for eight of them at most
     torch.manual_seed(0)
     model, batch = llama(sizes, device), batch_of(part, sizes, device)
-    steps: dict[str, Callable[[], Tensor]] = {}
+    steps: dict[str, Callable[[], object]] = {}
     losses: dict[str, float] = {}
     absent: list[Row] = []
     for name, attention in IMPLEMENTATIONS.items():

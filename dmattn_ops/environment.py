@@ -86,7 +86,11 @@ def warn_once(message: str) -> None:
 def warn(message: str) -> None:
     """Warn, and name the user's line: the innermost one that is not of this package or torch, nor of a graph, which has no name."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("dmattn_ops", "torch", ""):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "dmattn_ops",
+        "torch",
+        "",
+    ):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

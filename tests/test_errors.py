@@ -383,7 +383,9 @@ def test_heads_in_the_place_of_positions_are_warned_of_once(shape, swapped, monk
     assert not swapped or f"with {shape[1]} positions and {shape[2]} heads" in said[0]
 
 
-@pytest.mark.parametrize(("shape", "seqlen_q", "unclear"), [((64, 64), 64, True), ((64, 64), 32, False), ((1, 1), 1, False)])
+@pytest.mark.parametrize(
+    ("shape", "seqlen_q", "unclear"), [((64, 64), 64, True), ((64, 64), 32, False), ((1, 1), 1, False)]
+)
 def test_padding_that_may_be_meant_as_pairs_is_warned_of_once(shape, seqlen_q, unclear, monkeypatch):
     monkeypatch.setattr(environment, "_said", set())
     mask = torch.ones(shape, dtype=torch.bool)

@@ -20,7 +20,7 @@ CHOICE = re.compile(r"Choice=(\S+)")
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Dispatch calls on the CPU as an architecture would, and launch nothing: a function from the architecture to what launchers get."""
+    """A function that dispatches calls on the CPU as an architecture would, launches nothing, and returns what launchers get."""
     found, offered, load = {}, dispatch.offered, dispatch._launcher
 
     def launcher(name):
@@ -39,7 +39,9 @@ def launched(monkeypatch):
     def on(sm):
         found.clear()
         here = arch.KNOWN[sm]
-        monkeypatch.setattr(dispatch, "offered", lambda direction, call, on=None, *rest: offered(direction, call, here, *rest))
+        monkeypatch.setattr(
+            dispatch, "offered", lambda direction, call, on=None, *rest: offered(direction, call, here, *rest)
+        )
         monkeypatch.setattr(dispatch, "architecture_of", lambda call: here)
         return found
 
@@ -50,7 +52,9 @@ def launched(monkeypatch):
 def as_drawn(seed):
     """A random problem as arguments of a call; those that no GPU takes are drawn as others."""
     problem = draw(seed)
-    problem = replace(problem, dtype="bfloat16" if problem.dtype == "float64" else problem.dtype, compiled=False, nan_bias=False)
+    problem = replace(
+        problem, dtype="bfloat16" if problem.dtype == "float64" else problem.dtype, compiled=False, nan_bias=False
+    )
     return replace(problem, softmax_scale=0.0) if seed % 5 == 0 else problem
 
 

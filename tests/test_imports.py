@@ -38,6 +38,7 @@ ARROWS = {
     "tile_mask": ("problem", "require", "layout", "sharded", "bands"),
     "autograd": ("privates", "ops"),
     "flops": ("bands", "ops"),
+    "batching": ("ops",),
     "choose": ("problem", "arch", "config"),
     "block_mask": ("problem", "layout", "meta", "bands", "tile_mask"),
     "flex": ("problem", "layout", "tile_mask"),
