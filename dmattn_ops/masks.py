@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -74,8 +74,7 @@ def prepare_mask(
     elif hidden is not None:
         raise ValueError("hidden needs intervals, got None")
     seqlen_q, seqlen_k = _lengths(mask, documents, intervals, seqlen_q)
-    if isinstance(mask, Tensor) and mask.dim() == 2 and not is_compiling():
-        _warn_of_pairs(mask, seqlen_q)
+    _warn_of_pairs(mask, seqlen_q)
     band = band_of(is_causal, causal_from, window_size)
     if intervals is not None:
         return _with_intervals(intervals, hidden, at_most, mask, documents, seqlen_q, band)
@@ -307,14 +306,11 @@ def _tensor_lengths(mask: Tensor, known_q: int | None) -> tuple[int | None, int]
     return (known_q if require.known_equal(mask.shape[2], 1) else mask.shape[2]), mask.shape[3]
 
 
-def _warn_of_pairs(mask: Tensor, seqlen_q: int) -> None:
+def _warn_of_pairs(mask: Any, seqlen_q: int) -> None:
     """Warn, once, of padding `[B, Sk]` that may be meant as a mask `[Sq, Sk]`."""
-    sequences, keys = mask.shape
-    if 1 < keys == sequences == seqlen_q:
-        environment.warn_once(
-            f"dmattn_ops: mask of shape {require.text(mask.shape)} is padding [B, Sk] of {sequences} sequences. If it says which"
-            " query sees which key, [Sq, Sk], pass mask[None, None]."
-        )
+    if not is_compiling() and isinstance(mask, Tensor) and mask.shape == (seqlen_q, seqlen_q) and seqlen_q > 1:
+        text = f"dmattn_ops: mask of shape {require.text(mask.shape)} is padding [B, Sk] of {seqlen_q} sequences. If it says"
+        environment.warn_once(f"{text} which query sees which key, [Sq, Sk], pass mask[None, None].")
 
 
 def _narrowed(mask: Tensor) -> Tensor:

@@ -383,21 +383,6 @@ def test_heads_in_the_place_of_positions_are_warned_of_once(shape, swapped, monk
     assert not swapped or f"with {shape[1]} positions and {shape[2]} heads" in said[0]
 
 
-@pytest.mark.parametrize(
-    ("shape", "seqlen_q", "unclear"), [((64, 64), 64, True), ((64, 64), 32, False), ((1, 1), 1, False)]
-)
-def test_padding_that_may_be_meant_as_pairs_is_warned_of_once(shape, seqlen_q, unclear, monkeypatch):
-    monkeypatch.setattr(environment, "_said", set())
-    mask = torch.ones(shape, dtype=torch.bool)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            assert dmattn_ops.prepare_mask(mask, seqlen_q=seqlen_q).shape == (shape[0], 1, seqlen_q, shape[1])
-    said = [str(warning.message) for warning in caught if "pass mask[None, None]" in str(warning.message)]
-    assert len(said) == unclear
-    assert not unclear or dmattn_ops.prepare_mask(mask[None, None]).shape == (1, 1, *shape)
-
-
 def test_a_refused_call_does_not_take_random_numbers_first():
     torch.manual_seed(0)
     before = torch.get_rng_state()
