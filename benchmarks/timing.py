@@ -29,7 +29,7 @@ IDLE_SECONDS = 0.1
 ROUND_SECONDS = {"cuda": 0.02, "cpu": 0.1}  # repeats fill this time in each round
 AHEAD_CYCLES = 600_000  # cycles that the GPU waits for each call that the host launches ahead: 0.3 ms
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
-PACKAGES = ("torch", "triton", "flash-attn-4", "numpy")
+PACKAGES = ("torch", "triton", "transformers", "flash-attn-4", "numpy")
 
 Key = TypeVar("Key", bound=Hashable)
 

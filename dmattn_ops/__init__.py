@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from dmattn_ops import flops, implementations  # noqa: F401 - registered with torch when imported
+from dmattn_ops import batching, flops, implementations  # noqa: F401 - registered with torch when imported
 from dmattn_ops.api import flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func
 from dmattn_ops.backend import BackendInfo, backend_info
 from dmattn_ops.explain import Explanation, explain

@@ -55,9 +55,9 @@ class Band(NamedTuple):
         if self.contains(other):
             return other
         if self.bottom_right == other.bottom_right:
-            return Band(torch.sym_max(self.lo, other.lo), torch.sym_min(self.hi, other.hi), self.bottom_right)
+            return Band(_greater(self.lo, other.lo), _less(self.hi, other.hi), self.bottom_right)
         (lo, hi), (other_lo, other_hi) = self.limits(seqlen_q, seqlen_k), other.limits(seqlen_q, seqlen_k)
-        return Band(torch.sym_max(lo, other_lo), torch.sym_min(hi, other_hi))
+        return Band(_greater(lo, other_lo), _less(hi, other_hi))
 
 
 NO_BAND = Band()
@@ -83,3 +83,15 @@ def shifted(limit: int, by: int) -> int:
 
 def _is_unbounded(limit: int) -> bool:
     return certainly(abs(limit) >= UNBOUNDED)
+
+
+def _greater(lo: int, other: int) -> int:
+    """Return the narrower of two lower limits. The tracer of torch 2.11 takes no `sym_max` of plain numbers."""
+    if _is_unbounded(lo) or _is_unbounded(other):
+        return other if _is_unbounded(lo) else lo
+    return max(lo, other) if isinstance(lo, int) and isinstance(other, int) else torch.sym_max(lo, other)
+
+
+def _less(hi: int, other: int) -> int:
+    """Return the narrower of two upper limits."""
+    return -_greater(-hi, -other)

@@ -7,7 +7,6 @@ end here: no kernel sees a tensor without elements.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -48,11 +47,7 @@ def cpu_kernels() -> str:
 
     if native.available():
         return "native"
-    warnings.warn(
-        f"dmattn_ops runs on plain torch operations here, slowly: {native.reason()}. Install a C++ compiler and then"
-        " the package again, or a wheel that holds its C++ kernels.",
-        stacklevel=2,
-    )
+    environment.warn(f"dmattn_ops runs on plain torch operations here, slowly: {native.reason()}")
     return "reference"
 
 
@@ -106,10 +101,9 @@ def _reason_against(kernel: str, kernels: dict[str, str], on: Arch | None) -> st
 
 @cache
 def _warn_legacy(on: Arch, width: int, itemsize: int) -> None:
-    warnings.warn(
+    environment.warn(
         f"dmattn_ops has no kernels for {on} and head dimension {width} in {8 * itemsize} bits: plain torch operations"
-        " run there, slowly",
-        stacklevel=2,
+        " run there, slowly"
     )
 
 

@@ -80,7 +80,19 @@ def warn_once(message: str) -> None:
         if message in _said:
             return
         _said.add(message)
-    warnings.warn(message, stacklevel=3)
+    warn(message)
+
+
+def warn(message: str) -> None:
+    """Warn, and name the user's line: the innermost one that is not of this package or torch, nor of a graph, which has no name."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "dmattn_ops",
+        "torch",
+        "",
+    ):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def tell(line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -10,13 +11,13 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import arch as architectures
-from dmattn_ops import arguments, dispatch, masks, meta, resources, validation
+from dmattn_ops import arguments, dispatch, masks, meta, resources, validation, values
 from dmattn_ops.arch import Arch
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.choose import Choice
 from dmattn_ops.packing import Packing
-from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, Mask, plain_options
+from dmattn_ops.problem import HEADER, NO_MASK, TILE, UNBOUNDED, Mask, Options, Varlen, plain_options
 from dmattn_ops.resources import Usage
 from dmattn_ops.tile_mask import TileMask
 
@@ -99,14 +100,22 @@ def explain(
     sink: Tensor | None = None,
     return_lse: bool = False,
     return_max: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     arch: str | None = None,
 ) -> Explanation:
-    """Tell which kernels and configurations `flash_dmattn_func` would use for these arguments, and why. Runs no attention.
+    """Tell which kernels and configurations a call would use, and why. Runs no attention.
+
+    The call is one of `flash_dmattn_func`, or of `flash_dmattn_varlen_func` where `cu_seqlens_q` is given. For
+    `flash_dmattn_qkvpacked_func`, give the three parts, `qkv.unbind(2)`.
 
     Args:
-        query, key, value, mask, bias: as in `flash_dmattn_func`.
+        query, key, value, mask, bias: as in the function that is called.
         is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p: as in `flash_dmattn_func`.
         deterministic, sink, return_lse, return_max: as in `flash_dmattn_func`.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: all of them or none, as in `flash_dmattn_varlen_func`.
         arch: a compute capability such as "8.6": explain as that GPU would run it; None is `DMATTN_ARCH` where that is
             set, else where `query` lies.
 
@@ -117,25 +126,86 @@ def explain(
         ValueError, TypeError: as `flash_dmattn_func`, and for an `arch` that is none.
         NotImplementedError: with every reason where no kernel takes the call.
     """
-    (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
-    validation.dense_tensors(query, key, value, bias, sink)
-    (batch, seqlen_q, heads, dim), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
-    band, (scale, softcap, dropout_p) = arguments.read_numbers(*given)
-    arguments.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
-    parts, lo, hi = masks.resolve(mask, band, seqlen_q, seqlen_k)
     same_bits = arguments.switches(deterministic, return_lse, return_max)
-    options = plain_options(
-        dim**-0.5 if scale is None else scale, lo, hi, softcap=softcap, dropout_p=dropout_p, deterministic=same_bits
-    )
-    call = Call(query, key, value, bias, parts, sink, None, None, options)
+    packed = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    absent = [name for name, each in packed.items() if each is None]
+    if len(absent) == len(packed):
+        call = _dense_call(query, key, value, mask, bias, sink, given, same_bits)
+    elif absent:
+        raise ValueError(f"{absent[0]} must be given as well: packed sequences need {', '.join(packed)}, got None")
+    else:
+        varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal_from != "bottom_right")  # type: ignore[arg-type]
+        call = _varlen_call(query, key, value, mask, bias, sink, varlen, given, same_bits)
     on = architectures.parse(arch, "arch") if arch is not None else architectures.forced()
     return Explanation(
         _launch("forward", call, on, return_max),
         _launch("backward", call, on, False),
-        _mask_text(parts),
-        _band_text(lo, hi),
+        _mask_text(call),
+        _band_text(call),
     )
+
+
+def _dense_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | TileMask | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    given: tuple[Any, ...],
+    same_bits: bool,
+) -> Call:
+    """Return what dispatch gets from `flash_dmattn_func`; `given` are the numbers that `arguments.read_numbers` takes."""
+    (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
+    validation.dense_tensors(query, key, value, bias, sink)
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
+    band, scalars = arguments.read_numbers(*given)
+    arguments.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
+    parts, *limits = masks.resolve(mask, band, seqlen_q, seqlen_k)
+    return Call(query, key, value, bias, parts, sink, None, None, _options(query, limits, scalars, same_bits))
+
+
+def _varlen_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | TileMask | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    varlen: Varlen,
+    given: tuple[Any, ...],
+    same_bits: bool,
+) -> Call:
+    """Return what dispatch gets from `flash_dmattn_varlen_func`."""
+    (query, key, value), bias, sink = arguments.prepared_inputs(3, bias, sink, query=query, key=key, value=value)
+    validation.tensors(cu_seqlens_q=varlen.cu_seqlens_q, cu_seqlens_k=varlen.cu_seqlens_k)
+    validation.integers(max_seqlen_q=varlen.max_seqlen_q, max_seqlen_k=varlen.max_seqlen_k)
+    parts = NO_MASK
+    if mask is not None:
+        validation.tensors(mask=mask)
+        assert isinstance(mask, Tensor)
+        validation.keep_mask(mask)
+        parts = Mask(k_segments=torch.empty(1, *mask.shape, dtype=torch.int32, device="meta"))
+    validation.varlen_tensors(query, key, value, bias, mask, sink, varlen)
+    if values.on_the_host(varlen.cu_seqlens_q):
+        values.offsets(query, key, varlen)
+    band, scalars = arguments.read_numbers(*given)
+    options = _options(query, (band.lo, band.hi), scalars, same_bits)
+    return Call(query, key, value, bias, parts, sink, None, varlen, options)
+
+
+def _options(
+    query: Tensor, limits: Sequence[int], scalars: tuple[float | None, float, float], same_bits: bool
+) -> Options:
+    scale, softcap, dropout_p = scalars
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return plain_options(scale, *limits, softcap=softcap, dropout_p=dropout_p, deterministic=same_bits)
 
 
 def _tensors(call: Call, needs_max: bool) -> tuple[Result, Saved, Gradients]:
@@ -239,17 +309,25 @@ def _usage_text(usage: Usage) -> str:
     )
 
 
-def _mask_text(mask: Mask) -> str:
+def _mask_text(call: Call) -> str:
+    if call.varlen is not None:
+        kept = "" if call.mask.kind == "none" else ", each pair by segment ids"
+        return f"packed sequences: every tile of the band in each sequence, without lists{kept}"
     return {
         "bits": "listed 128 x 128 tiles; full ones without a test, partial ones by bits",
         "segments": "listed 128 x 128 tiles; full ones without a test, partial ones by segment ids and band",
         "intervals": "an interval of queries for each key; tiles outside of the intervals of their keys are passed over,"
         " unless keys are packed",
         "none": "none: the tiles inside the band, without lists",
-    }[mask.kind]
+    }[call.mask.kind]
 
 
-def _band_text(lo: int, hi: int) -> str:
+def _band_text(call: Call) -> str:
+    lo, hi = call.options.band_lo, call.options.band_hi
     left = "" if lo <= -UNBOUNDED else f"i {lo:+d} <= "
     right = "" if hi >= UNBOUNDED else f" <= i {hi:+d}"
-    return f"{left}j{right}" if left or right else "every key"
+    if not left and not right:
+        return "every key" if call.varlen is None else "every key of the query's own sequence"
+    if call.varlen is None:
+        return f"{left}j{right}"
+    return f"{left}j{right} in each sequence, j counted from its {'first' if call.varlen.top_left else 'last'} key"

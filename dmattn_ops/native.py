@@ -77,12 +77,12 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _remedy() -> str:
     """Return what to do where no library fits."""
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
-        return "install a C++ compiler (GCC or Clang), and then this package again"
+        return "install a C++ compiler (GCC or Clang) and then this package again, or a wheel of it that holds them for this torch"
     if (_FOLDER.parent / "setup.py").exists():
-        command = f"{sys.executable} -m pip install --no-build-isolation --no-deps -e {_FOLDER.parent}"
+        command, where = f"{sys.executable} -m pip install --no-build-isolation --no-deps -e {_FOLDER.parent}", ""
     else:
-        command = "pip install --force-reinstall --no-deps --no-cache-dir DMATTN_OPS"
-    return f"`{command}` builds them, or says with -v what is missing"
+        command, where = "pip install --force-reinstall --no-deps --no-cache-dir FOLDER", " in the FOLDER of a checkout"
+    return f"`{command}`{where} builds them, or says with -v what is missing"
 
 
 def _require() -> None:

@@ -154,6 +154,41 @@ def test_explain_reads_a_call_as_the_call_does(monkeypatch, tmp_path):
     assert not (tmp_path / "record").exists()
 
 
+def test_explain_takes_packed_sequences_and_says_what_the_launchers_get(monkeypatch):
+    query, key = torch.randn(300, 4, 64), torch.randn(300, 2, 64)
+    offsets = torch.tensor([0, 100, 300], dtype=torch.int32)
+    packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 200, "max_seqlen_k": 200}
+    keep = torch.rand(1, 300) > 0.5
+    chosen = []
+    for direction in ("forward", "backward"):
+        choose_one = getattr(dispatch, f"{direction}_choice")
+        monkeypatch.setattr(
+            dispatch,
+            f"{direction}_choice",
+            lambda *given, choose=choose_one: chosen.append(choose(*given)) or chosen[-1],
+        )
+    query.requires_grad_()
+    for causal_from, mask in (("bottom_right", None), ("top_left", keep)):
+        options = {"is_causal": True, "causal_from": causal_from}
+        told = dmattn_ops.explain(query, key, key, mask, **packed, **options)
+        chosen.clear()
+        dmattn_ops.flash_dmattn_varlen_func(query, key, key, mask=mask, **packed, **options).sum().backward()
+        assert [choice.label for choice in chosen] == [told.forward.choice, told.backward.choice]
+        assert (
+            told.visible == f"j <= i +0 in each sequence, j counted from its {'last' if mask is None else 'first'} key"
+        )
+        assert ("segment ids" in told.mask) == (mask is not None)
+    for arch_name, tier in (("9.0", "SM90"), ("8.0", "SM80")):
+        told = dmattn_ops.explain(query.detach().bfloat16(), key.bfloat16(), key.bfloat16(), **packed, arch=arch_name)
+        assert told.forward.choice.startswith(tier) and told.backward.choice.startswith(tier)
+    with pytest.raises(ValueError, match=r"^max_seqlen_k must be given as well"):
+        dmattn_ops.explain(query, key, key, **{**packed, "max_seqlen_k": None})
+    with pytest.raises(ValueError, match=r"^max_seqlen_q must be at least the longest sequence, 200, got 199"):
+        dmattn_ops.explain(query, key, key, **{**packed, "max_seqlen_q": 199})
+    with pytest.raises(ValueError, match=r"^query must have 4 dimensions, got 3"):
+        dmattn_ops.explain(query, key, key)
+
+
 def test_without_gluon_portable_kernels_take_the_call(monkeypatch):
     query = torch.randn(1, 256, 4, 64, dtype=torch.bfloat16)
     monkeypatch.setitem(sys.modules, "dmattn_ops.kernels.hopper.forward.launch", None)

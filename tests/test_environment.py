@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import environment, shared_files, tuning
+from dmattn_ops import dispatch, environment, native, shared_files, tuning
 from dmattn_ops.call import Call
 from dmattn_ops.problem import NO_MASK, Options
 from tests import hostile
@@ -192,3 +192,19 @@ except ValueError as error:
     said = [line for line in done.stderr.splitlines() if "UserWarning" in line and "plain torch operations" not in line]
     named = ("DMATTN_RECORD", "FLASH_DMATTN_PROFILE_BACKWARD", "tuned configurations", "DMATTN_CHECK")
     assert len(said) == len(named) and all(any(name in line for line in said) for name in named), done.stderr
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_warnings_name_the_line_of_the_user(compiled, monkeypatch):
+    attend = dmattn_ops.flash_dmattn_func
+    attend = torch.compile(attend, backend="aot_eager") if compiled else attend
+    query = torch.randn(1, 4, 1, 8, requires_grad=True)
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "reason", lambda: "there is a reason")
+    dispatch.cpu_kernels.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="slowly: there is a reason$") as said:
+            attend(query, query, query)
+    finally:
+        dispatch.cpu_kernels.cache_clear()
+    assert [warning.filename for warning in said] == [__file__]

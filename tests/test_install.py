@@ -347,7 +347,8 @@ def test_where_only_other_libraries_lie_it_says_which_and_what_to_do(reason, tmp
 def test_without_a_library_and_a_compiler_it_asks_for_a_compiler(reason, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     text = reason()
-    assert text.endswith("and this Python: install a C++ compiler (GCC or Clang), and then this package again")
+    ways = "install a C++ compiler (GCC or Clang) and then this package again, or a wheel of it that holds them for this torch"
+    assert text.endswith(f"and this Python: {ways}")
 
 
 def test_a_library_that_does_not_load_is_a_reason_and_no_crash(reason):

@@ -1,12 +1,13 @@
 """What `prepare_mask` and calls with a prepared mask refuse, in which words."""
 
 import re
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from dmattn_ops import flash_dmattn_func, masks
+from dmattn_ops import environment, flash_dmattn_func, masks
 from dmattn_ops.bands import NO_BAND
 from dmattn_ops.masks import dynamic_mask, prepare_mask
 
@@ -297,3 +298,18 @@ def test_counts_beyond_every_length_hide_nothing():
     shown = prepare_mask(intervals=(ends[0], ends[1]), at_most=1 << 70, seqlen_q=9)
     whole = flash_dmattn_func(query, query, query)
     torch.testing.assert_close(flash_dmattn_func(query, query, query, shown), whole)
+
+
+@pytest.mark.parametrize(
+    ("shape", "seqlen_q", "unclear"), [((64, 64), 64, True), ((64, 64), 32, False), ((1, 1), 1, False)]
+)
+def test_padding_that_may_be_meant_as_pairs_is_warned_of_once(shape, seqlen_q, unclear, monkeypatch):
+    monkeypatch.setattr(environment, "_said", set())
+    mask = torch.ones(shape, dtype=torch.bool)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert prepare_mask(mask, seqlen_q=seqlen_q).shape == (shape[0], 1, seqlen_q, shape[1])
+    said = [str(warning.message) for warning in caught if "pass mask[None, None]" in str(warning.message)]
+    assert len(said) == unclear
+    assert not unclear or prepare_mask(mask[None, None]).shape == (1, 1, *shape)

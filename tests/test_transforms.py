@@ -72,7 +72,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("error:There is a performance drop")  # asks to file an issue at torch
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("call", [attention_out, operator_out])
 def test_functional_transforms_equal_the_textbook_formula(name, call):

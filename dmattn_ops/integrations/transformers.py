@@ -159,15 +159,18 @@ def make_mask(
         config: of the model.
         others: say whether the mask looks both ways.
     """
-    from transformers import masking_utils
+    from transformers.masking_utils import (
+        causal_mask_function,
+        sdpa_mask,
+    )  # torch 2.11 cannot trace `from transformers`
 
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         return attention_mask
-    function = masking_utils.causal_mask_function if mask_function is None else mask_function
+    function = causal_mask_function if mask_function is None else mask_function
     as_tensor = getattr(config, "model_type", None) in TENSOR_MASKS
     both_ways = _looks_both_ways(function, others)
     if as_tensor or use_vmap or both_ways is None:
-        keep = masking_utils.sdpa_mask(
+        keep = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -182,7 +185,7 @@ def make_mask(
         return keep if as_tensor else forward_mask.make_dense(keep)
     device, documents = torch.device(device), None
     sliding = local_size is not None and getattr(config, "attention_chunk_size", None) is None
-    plain = both_ways or function is masking_utils.causal_mask_function
+    plain = both_ways or function is causal_mask_function
     if not plain and not (sliding and (allow_is_causal_skip or q_length == 1)):
         documents = forward_mask.runs_of(function, batch_size, kv_length, kv_offset, device)
     window = {}
@@ -202,9 +205,9 @@ def make_mask(
 
 def _looks_both_ways(function: Callable[..., Any], others: dict[str, Any]) -> bool | None:
     """Return whether a mask function shows keys behind the query; None for what is not known to be one of transformers'."""
-    from transformers import masking_utils
+    from transformers.masking_utils import bidirectional_mask_function as bidirectional
+    from transformers.masking_utils import causal_mask_function as causal
 
-    causal, bidirectional = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
     if function is causal or function is bidirectional:
         return function is bidirectional
     if function.__code__ is not _code_of_joined_masks():
@@ -212,7 +215,7 @@ def _looks_both_ways(function: Callable[..., Any], others: dict[str, Any]) -> bo
     if is_compiling():  # a tracer cannot look into functions that it made
         return "allow_is_bidirectional_skip" in others
     parts = set(_parts_of(function))
-    theirs = all(part.__module__ == masking_utils.__name__ for part in parts)
+    theirs = all(part.__module__ == causal.__module__ for part in parts)
     overlaid = any(part.__qualname__.startswith(("or_masks.", "blockwise_overlay.")) for part in parts)
     if not theirs or overlaid or (causal in parts) == (bidirectional in parts):
         return None
@@ -232,9 +235,9 @@ def _parts_of(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 @torch.compiler.assume_constant_result
 def _code_of_joined_masks() -> Any:
     """Return the code that all functions made by `and_masks` share: it tells them from a model's own."""
-    from transformers import masking_utils
+    from transformers.masking_utils import and_masks
 
-    return masking_utils.and_masks().__code__
+    return and_masks().__code__
 
 
 def _of_keys(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
