@@ -38,8 +38,9 @@ def attend(
     """Return out `[B, Sq, H, Dv]`, lse `[B, H, Sq]` without the sink, and the probabilities before dropout, differentiable."""
     v = value.transpose(1, 2).repeat_interleave(problem.heads // problem.heads_k, 1)
     empty = ~keep.any(-1, keepdim=True)
-    lse = torch.logsumexp(torch.where(empty, 0, score), -1)
-    probability = torch.where(keep, torch.exp(score - lse[..., None]), 0)
+    score = torch.where(empty, 0, score)
+    lse = _log_sum(score)
+    probability = torch.where(keep, torch.softmax(score, -1), 0)
     if sink is not None:
         seen = torch.where(empty[..., 0], 0, lse)
         share = torch.nn.functional.logsigmoid(
@@ -52,6 +53,14 @@ def attend(
         kept = torch.where(dropout_keep, probability * (1 / kept_of_all if kept_of_all else 0.0), 0)
     out = (kept.to(v.dtype) @ v).transpose(1, 2)
     return out, torch.where(empty[..., 0], float("-inf"), lse), probability
+
+
+def _log_sum(score: Tensor) -> Tensor:
+    """Return logsumexp of the last dimension, whose gradient adds up to 1 beside scores of any size; torch's does not."""
+    if score.shape[-1] == 0:
+        return torch.logsumexp(score, -1)
+    largest = score.detach().amax(-1, keepdim=True)
+    return largest[..., 0] + (score - largest).exp().sum(-1).log()
 
 
 def rounding_loss(
@@ -78,9 +87,8 @@ def rounding_loss(
         lengths = value.norm(dim=-1).transpose(1, 2).repeat_interleave(problem.heads // problem.heads_k, 1)
         of_product = grad_out.norm(dim=-1).transpose(1, 2)[..., None] * lengths[..., None, :]
         of_product *= min(torch.finfo(DTYPES[problem.dtype]).eps, torch.finfo(torch.float32).eps) / 2
-        noise = of_delta[..., None] * _signs(of_delta[..., None], generator) + of_product * _signs(
-            of_product, generator
-        )
+        alike = of_product[..., :1] if problem.rows == "one" else of_product  # one product, and one error, for all keys
+        noise = of_delta[..., None] * _signs(of_delta[..., None], generator) + of_product * _signs(alike, generator)
     return (probability * noise * torch.where(keep, score, 0)).sum()
 
 
