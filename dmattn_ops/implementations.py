@@ -188,13 +188,16 @@ def _varlen_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
 
 
 def _below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operator that autograd sees nothing of: it may be called directly, with inputs that require gradients.
+    """Return an operator that refuses tensors without memory, and of which autograd sees nothing.
+
+    So it may be called directly, with inputs that require gradients.
 
     A plan that repeats it needs no such care, and entering takes time.
     """
 
     @functools.wraps(operator)
     def below(*arguments: Any) -> Any:
+        values.memory(arguments)
         with ops.below_autograd():
             return operator(*arguments)
 

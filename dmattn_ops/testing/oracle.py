@@ -92,12 +92,17 @@ def rounding_loss(
         of_product *= min(dtype.eps, torch.finfo(torch.float32).eps) / 2
         if dtype.bits == 64:  # the truth is rounded like what is compared with it
             of_delta, of_product = 4 * of_delta, 4 * of_product
-        alike = of_product[..., :1] if problem.rows == "one" else of_product  # one product, and one error, for all keys
+        alike = of_product
+        if (
+            problem.rows == "one"
+        ):  # one product, and one error, for all keys: nothing averages what several roundings add up to
+            alike, of_product = of_product[..., :1], 3 * of_product
         noise = of_delta[..., None] * _signs(of_delta[..., None], generator) + of_product * _signs(alike, generator)
         by_row = of_delta * _signs(of_delta, generator)
     loss = (probability * noise * torch.where(keep, score, 0)).sum()
     if sink is not None:
-        loss = loss + (by_row * torch.sigmoid(sink[:, None] - lse).detach() * sink[:, None]).sum()
+        logit = torch.where(sink > float("-inf"), sink, 0)[:, None]
+        loss = loss + (by_row * torch.sigmoid(sink[:, None] - lse).detach() * logit).sum()
     return loss
 
 

@@ -174,7 +174,8 @@ def _far_from_usual(problem: Problem, on_gpu: bool, random: Random) -> Problem:
         extreme = random.of("rows", "keys", "all")
         value = max(random.of(-1e4, -1e9, -1e29, lowest, 1e9, 1e30), lowest)
         value = min(value, -lowest)
-    elif random.chance(0.1) and problem.dtype != "float64":  # its eps is no room for rounded scores
+    elif random.chance(0.1) and problem.dtype != "float64" and not problem.softcap:
+        # The eps of float64 is no room for rounded scores, and behind a soft cap the gradients of all of them are 0.
         steep = random.of(1e2, 1e3, 3e3) if problem.dtype == "float16" else random.of(1e3, 1e6, 1e9)
     problem = replace(problem, rows=rows, extreme=extreme, bias_value=value, steep=steep)
     if on_gpu:
