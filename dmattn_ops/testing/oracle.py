@@ -98,7 +98,9 @@ def rounding_loss(
         ):  # one product, and one error, for all keys: nothing averages what several roundings add up to
             alike, of_product = of_product[..., :1], 3 * of_product
         noise = of_delta[..., None] * _signs(of_delta[..., None], generator) + of_product * _signs(alike, generator)
-        by_row = of_delta * _signs(of_delta, generator)
+        of_lse = product.sum(-1).abs() * torch.where(lse.isfinite(), lse, 0).abs()
+        of_lse *= min(dtype.eps, torch.finfo(torch.float32).eps)  # of which the share of a sink is computed
+        by_row = (of_delta + of_lse) * _signs(of_delta, generator)
     loss = (probability * noise * torch.where(keep, score, 0)).sum()
     if sink is not None:
         logit = torch.where(sink > float("-inf"), sink, 0)[:, None]
