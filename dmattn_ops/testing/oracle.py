@@ -95,8 +95,9 @@ def rounding_loss(
         alike = of_product
         if (
             problem.rows == "one"
-        ):  # one product, and one error, for all keys: nothing averages what several roundings add up to
+        ):  # sums of equal numbers: each step rounds like the one before, and nothing averages it
             alike, of_product = of_product[..., :1], 3 * of_product
+            of_delta = (1 + keep.sum(-1) / 8) * of_delta
         noise = of_delta[..., None] * _signs(of_delta[..., None], generator) + of_product * _signs(alike, generator)
         of_lse = product.sum(-1).abs() * torch.where(lse.isfinite(), lse, 0).abs()
         of_lse *= min(dtype.eps, torch.finfo(torch.float32).eps)  # of which the share of a sink is computed
