@@ -100,8 +100,14 @@ def _check_values(call: Call) -> None:
     ):  # the CPU kernels check their own
         values.lists("row_tiles", mask.row_tiles, meta.ceil_div(call.key.shape[1], TILE))
         values.lists("col_tiles", mask.col_tiles, meta.ceil_div(call.query.shape[1], TILE))
-    if mask.at_most is not None and mask.kind == "intervals":
-        values.promise(mask.at_most, layout.keys_seen(mask, options.band_lo, options.band_hi, call.query.shape[1]))
+    if mask.at_most is None or mask.kind == "none":
+        return
+    seqlen_q, seqlen_k = call.query.shape[1], call.key.shape[1]
+    if mask.kind == "intervals":
+        seen = layout.keys_seen(mask, options.band_lo, options.band_hi, seqlen_q)
+    else:
+        seen = layout.dense(mask, options.band_lo, options.band_hi, seqlen_q, seqlen_k).sum(-1)
+    values.promise(mask.at_most, seen)
 
 
 def _forward(call: Call, needs_max: bool) -> tuple[Tensor, ...]:
@@ -182,13 +188,16 @@ def _varlen_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
 
 
 def _below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operator that autograd sees nothing of: it may be called directly, with inputs that require gradients.
+    """Return an operator that refuses tensors without memory, and of which autograd sees nothing.
+
+    So it may be called directly, with inputs that require gradients.
 
     A plan that repeats it needs no such care, and entering takes time.
     """
 
     @functools.wraps(operator)
     def below(*arguments: Any) -> Any:
+        values.memory(arguments)
         with ops.below_autograd():
             return operator(*arguments)
 

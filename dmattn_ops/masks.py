@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -349,11 +350,16 @@ def _with_intervals(
         with sharded.constants_beside(documents):
             clipped = _clipped_to_runs(intervals, documents)
         if clipped is not None:
+            if hidden is not None:  # the documents may have a batch where the intervals have none
+                hidden = hidden[0].expand_as(clipped[0]).contiguous(), hidden[1].expand_as(clipped[0]).contiguous()
             return from_intervals(clipped, hidden, at_most, seqlen_q, band)
     keep = _both(made, prepare_mask(mask, documents=documents, seqlen_q=seqlen_q))
     packed = from_dense(keep, (None, None), seqlen_q, band)
-    if at_most is not None and values.on_the_host(keep):
-        values.promise(at_most, packed.to_dense().sum(-1))
+    if at_most is None:
+        return packed
+    if not values.on_the_host(keep):  # of a graph or on a GPU: each call checks it, as it checks that of intervals
+        return replace(packed, at_most=at_most)
+    values.promise(at_most, packed.to_dense().sum(-1))
     return packed
 
 

@@ -138,6 +138,8 @@ def mask_parts(
     """Refuse parts of a mask that do not fit each other; return the batch and the heads of the whole."""
     if require.certainly(seqlen_q < 0):
         raise ValueError(f"seqlen_q must not be negative, got {seqlen_q}")
+    if require.certainly(seqlen_q >= UNBOUNDED):
+        raise ValueError(f"seqlen_q must be less than {UNBOUNDED}, got {seqlen_q}")
     parts = [part for part in (mask, q_segments, k_segments) if part is not None]
     where = parts[0].device
     for name, part, rank in (("mask", mask, 4), ("q_segments", q_segments, 2), ("k_segments", k_segments, 3)):

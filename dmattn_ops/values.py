@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,16 @@ def on_the_host(tensor: Tensor) -> bool:
         return tensor.untyped_storage().device.type == "cpu"  # a fake's is on the meta device
     except (NotImplementedError, RuntimeError):  # batches of vmap have none
         return False
+
+
+def memory(arguments: tuple[Any, ...]) -> None:
+    """Refuse tensors of a CPU whose memory was given back: `untyped_storage().resize_(0)`, which torch's own operators read."""
+    for tensor in arguments:
+        if not isinstance(tensor, Tensor) or not tensor.is_cpu or tensor.layout != torch.strided:
+            continue
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            shape = tuple(tensor.shape)
+            raise ValueError(f"a tensor of shape {shape} has no memory: its storage was resized to 0 bytes")
 
 
 def offsets(query: Tensor, key: Tensor, lengths: Varlen) -> None:

@@ -5,12 +5,15 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops.testing import Problem, check, draw, oracle, shrink, workers
+from dmattn_ops import native
+from dmattn_ops.call import Call, Saved
+from dmattn_ops.testing import Problem, check, draw, inputs, oracle, shrink, workers
 from dmattn_ops.testing.problem import KERNELS
 
 CASES = int(os.environ.get("DMATTN_FUZZ_CASES", "400"))
@@ -43,6 +46,61 @@ def test_problems_try_everything_that_a_call_may_ask_for() -> None:
         tried = {getattr(problem, name) for problem in drawn}
         assert len(tried) > 1, name
     assert {problem.intervals for problem in drawn} == {"", "random", "lives", "hidden"}
+    assert {problem.rows for problem in drawn} == {"", "one", "overlapping", "far"}
+    assert {problem.extreme for problem in drawn} == {"", "rows", "keys", "all"}
+    assert {problem.onednn for problem in drawn} == {True, False}
+    assert len({problem.bias_value for problem in drawn}) > 5 and len({problem.steep for problem in drawn}) > 4
+    assert {draw(seed).instructions for seed in range(0, 1000, 50)} == {"", "avx2", "default"}
+    assert {draw(seed, "cuda").instructions for seed in range(0, 1000, 50)} == {""}
+
+
+@pytest.mark.parametrize("rows", ["one", "overlapping", "far"])
+def test_rows_lie_as_a_problem_says_and_its_shape_stays(rows: str) -> None:
+    tensor = torch.randn(2, 5, 3, 16)
+    placed = inputs.placed(tensor, rows)
+    assert placed.shape == tensor.shape and placed.stride(3) == 1
+    if rows == "one":
+        assert placed.stride(1) == 0
+    elif rows == "overlapping":
+        assert placed.stride(2) < 16 and not torch.equal(placed, tensor)
+    else:
+        assert torch.equal(placed, tensor) and 4 * placed.stride(1) > 1 << 31
+
+
+def test_the_check_notices_probabilities_that_exceed_1_in_rows_of_a_large_bias(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without `lse_tail` the backward knows the logarithm of a row's sum to a multiple of 64 only."""
+    problem = Problem(
+        seqlen_q=64, seqlen_k=64, heads=2, bias=True, bias_float32=True, extreme="rows", bias_value=-1e9
+    )  # fmt: skip
+    check(problem)
+    correct = native.backward
+
+    def without_tail(call: Call, saved: Saved, *rest: object) -> None:
+        correct(call, saved._replace(lse_tail=torch.zeros_like(saved.lse_tail)), *rest)
+
+    monkeypatch.setattr(native, "backward", without_tail)
+    with pytest.raises(AssertionError, match="over the budget"):
+        check(problem)
+
+
+def test_problems_of_other_instructions_run_in_processes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written = "import os, sys; open(sys.argv[1], 'a').write(os.environ.get('ATEN_CPU_CAPABILITY', '') + sys.argv[2])"
+
+    def command(seeds: range, device: str, repeats: int) -> list[str]:
+        return [sys.executable, "-c", written, str(tmp_path / "seen"), f" {seeds.start} {seeds.stop}\n"]
+
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setattr(workers, "_command", command)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    workers.run(range(400, 800), "cpu", 1, jobs=1)
+    assert (tmp_path / "seen").read_text().splitlines() == [" 400 500", "avx2 500 750", "default 750 800"]
+    (tmp_path / "seen").unlink()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert "ATEN_CPU_CAPABILITY" not in workers.environment("avx2")
 
 
 @pytest.mark.parametrize("result", range(3))

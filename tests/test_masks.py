@@ -327,3 +327,14 @@ def test_density_counts_listed_tiles():
     keep = torch.zeros(1, 1, 300, 300, dtype=torch.bool)
     keep[0, 0, 299, 0] = keep[0, 0, :128, :128] = True
     assert prepare_mask(keep).density() == torch.tensor(2 / 9)
+
+
+def test_hidden_intervals_of_one_batch_stand_beside_documents_of_several():
+    start, seqlen = torch.zeros(1, 1, 20, dtype=torch.int32), 20
+    documents = torch.stack([torch.arange(seqlen) // size for size in (7, 3, 20)])
+    mask = prepare_mask(intervals=(start, start + seqlen), hidden=(start + 2, start + 5), documents=documents)
+    hidden = (torch.arange(seqlen) >= 2) & (torch.arange(seqlen) < 5)
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    assert torch.equal(mask.to_dense(), same & ~hidden[:, None])
+    query = torch.randn(3, seqlen, 2, 16)
+    assert flash_dmattn_func(query, query, query, mask)[:, 2:5].isfinite().all()

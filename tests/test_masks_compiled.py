@@ -147,3 +147,26 @@ def test_a_prepared_mask_is_an_argument_and_a_result_of_exported_programs(strict
     assert torch.equal(dense, other.to_dense())
     assert isinstance(result, TileMask)
     assert torch.equal(result.to_dense(), other.to_dense())
+
+
+@pytest.mark.parametrize("beside", ["mask", "documents", "returning documents"])
+def test_a_broken_promise_beside_a_mask_or_documents_is_an_error_in_compiled_calls_too(beside: str):
+    torch._dynamo.reset()
+    seqlen = 150
+    query = torch.randn(1, seqlen, 2, 16)
+    start = torch.zeros(1, 1, seqlen, dtype=torch.int32)
+    shown = {"mask": {"mask": torch.ones(1, 1, seqlen, seqlen, dtype=torch.bool)}}.get(beside)
+    ids = (torch.arange(seqlen) // 75 if beside == "documents" else torch.arange(seqlen) % 2)[None]
+    shown = shown or {"documents": ids}
+    most = 150 if beside == "mask" else 75
+
+    def call(query: Tensor, start: Tensor, shown: dict[str, Tensor], at_most: int) -> Tensor:
+        made = prepare_mask(intervals=(start, start + seqlen), at_most=at_most, seqlen_q=seqlen, **shown)
+        return flash_dmattn_func(query, query, query, made)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    expected = call(query, start, shown, most)
+    torch.testing.assert_close(compiled(query, start, shown, most), expected)
+    for function in (call, compiled):
+        with pytest.raises(ValueError, match=f"at_most must be at least the most keys that a query sees, {most}, got"):
+            function(query, start, shown, most - 1)

@@ -248,7 +248,7 @@ def test_other_instruction_sets_hold_the_same_budget(capability):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("onednn", [True, False])
-@pytest.mark.parametrize("layout", ["expanded", "overlapping", "far"])
+@pytest.mark.parametrize("layout", ["expanded", "overlapping", "apart", "far"])
 def test_rows_that_overlap_or_lie_far_apart_are_read_right(layout, dtype, onednn, tmp_path):
     # Decoding takes rows from where they lie if a product can.
     generator = torch.Generator().manual_seed(0)
@@ -258,8 +258,8 @@ def test_rows_that_overlap_or_lie_far_apart_are_read_right(layout, dtype, onednn
         value = value[:, :1].expand(key.shape)
     elif layout == "overlapping":
         key, value = (x.flatten().as_strided((1, 64, 1, 16), (0, 4, 0, 1)) for x in (key, value))
-    else:  # beyond an int, in a sparse file: the pages between two rows take no room
-        key, stride = key[:, :16], (1 << 31) + 16
+    else:  # a tile beyond an int, or already one row, in a sparse file: the pages between two rows take no room
+        key, stride = key[:, :16], (1 << 31) + 16 if layout == "far" else 143165632
         rows = torch.from_file(str(tmp_path / "rows"), shared=True, size=15 * stride + 16, dtype=dtype)
         value = rows.as_strided(key.shape, (0, stride, 0, 1)).copy_(value[:, :16])
     keep = torch.ones(1, 1, 5, key.shape[1], dtype=torch.bool)

@@ -187,6 +187,11 @@ def test_the_backward_operator_refuses_what_does_not_belong_together(changes, er
             "mask must have shape (batch 1, heads 1, queries 8 or 1, keys 9), got (1, 1, 9, 9)",
         ),
         ((tensor(1, 1, 1, 9), None, None, -1), ValueError, "seqlen_q must not be negative, got -1"),
+        (
+            (tensor(1, 1, 1, 9), None, None, 1 << 62),
+            ValueError,
+            "seqlen_q must be less than 1073741824, got 4611686018427387904",
+        ),
         ((tensor(9, 9), None, None, 9), ValueError, "mask must have 4 dimensions, got 2, shape (9, 9)"),
         (
             (tensor(1, 1, 9, 9), int32(*range(9))[None, None], None, 9),
@@ -213,6 +218,15 @@ def test_the_backward_operator_refuses_what_does_not_belong_together(changes, er
 def test_the_mask_operator_refuses_parts_that_do_not_fit(arguments, error, words):
     with pytest.raises(error, match=f"^{re.escape(words)}$"):
         torch.ops.dmattn.pack_mask(*arguments)
+
+
+def test_tensors_whose_memory_was_given_back_are_refused():
+    freed = torch.zeros(1, 1, S, dtype=torch.int32)
+    freed.untyped_storage().resize_(0)
+    for part in ("end", "start"):
+        mask = {name: torch.zeros(1, 1, S, dtype=torch.int32) for name in ("start", "end")} | {part: freed}
+        with pytest.raises(ValueError, match=r"a tensor of shape \(1, 1, 128\) has no memory: its storage was resized"):
+            torch.ops.dmattn.forward(**dense(**mask))
 
 
 def test_an_unlimited_band_is_the_default_of_the_operators():

@@ -56,8 +56,9 @@ RowTile<T> rows_or_packed(const Rows& source, int64_t batch, int64_t first_row, 
                           T* scratch) {
   constexpr Element own = sizeof(T) == 4 ? Element::f32 : Element::f64;
   const int64_t stride = source.row_stride / static_cast<int64_t>(sizeof(T));
-  // BLAS refuses rows that overlap and strides beyond an int.
-  const bool strided = stride >= source.width && stride <= std::numeric_limits<int>::max();
+  // BLAS refuses rows that overlap; oneDNN has no code for tiles whose first and last rows lie more than 2 GiB apart.
+  constexpr int64_t kFarthest = std::numeric_limits<int>::max() / (kTile * static_cast<int64_t>(sizeof(T)));
+  const bool strided = stride >= source.width && stride <= kFarthest;
   if (strided && source.element == own && source.width == padded_width(source.width) && valid == padded_extent(valid))
     return {reinterpret_cast<const T*>(source.at(batch, first_row, head)), stride};
   pack_rows<T>(source, batch, first_row, valid, head, scratch);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import torch
@@ -24,7 +25,11 @@ def main() -> int:
     if options.worker:
         return workers.work(range(*options.worker), options.device, options.repeats)
     if options.problem:
-        check(eval(options.problem, {"Problem": Problem}), options.device, options.repeats)
+        problem = eval(options.problem, {"Problem": Problem})
+        variables = workers.environment(problem.instructions)
+        if variables != dict(os.environ):
+            os.execve(sys.executable, [sys.executable, "-m", "dmattn_ops.testing", *sys.argv[1:]], variables)
+        check(problem, options.device, options.repeats)
         print("1 passed, 0 failed")
         return 0
     seeds = range(options.start, options.start + options.cases)

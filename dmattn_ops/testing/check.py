@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache, partial
 
@@ -25,6 +26,7 @@ from dmattn_ops.testing.inputs import (
 from dmattn_ops.testing.oracle import SAMPLES, STATISTICS, attend, compare, masked_scores, rounding_loss
 from dmattn_ops.testing.problem import DTYPES, Problem
 
+_KEPT = ("seed", "seqlen_q", "seqlen_k", "heads", "heads_k", "dtype", "instructions")  # while a problem is made simpler
 Results = dict[str, Tensor]  # out, lse, row_max where it is asked for, and gradients: dq, dk, dv, dbias, dsink
 
 
@@ -34,7 +36,9 @@ def check(
     repeats: int = 1,
     run: Callable[[Callable[[], Results]], Results] | None = None,
 ) -> bool:
-    """Run one problem `repeats` times; AssertionError where a result is over the error budget, or not exactly 0 where it must be.
+    """Run one problem `repeats` times, with the instructions that this process uses.
+
+    AssertionError where a result is over the error budget, or not exactly 0 where it must be.
 
     Return whether a gradient was over the budget, but by no more than the rounding errors of a sum whose terms cancel.
 
@@ -46,13 +50,17 @@ def check(
     dropout_keep = _dropout_keep(problem, inputs)
     expected = _definition(problem, inputs, torch.float64, dropout_keep)
     eager = _definition(problem, inputs, DTYPES[problem.dtype], dropout_keep)
+    if not eager["out"].isfinite().all():  # scores beyond its range: what float32 makes of them
+        eager = _definition(problem, inputs, torch.float32, dropout_keep)
     rounding = cache(partial(_rounding, problem, inputs, dropout_keep))
     first: Results | None = None
     cancelled = False
     for _ in range(repeats):
         torch.manual_seed(problem.seed)
         call = partial(_varlen_results if varlen else _dense_results, problem, inputs)
-        for actual in _placed(problem, device, call) if run is None else [run(call)]:
+        with _products(problem):
+            found = _placed(problem, device, call) if run is None else [run(call)]
+        for actual in found:
             cancelled |= compare(problem, actual, expected, eager, rounding)
             _check_exact_zeros(problem, inputs, actual)
             if problem.deterministic and first is not None:
@@ -60,6 +68,17 @@ def check(
                     assert torch.equal(one, actual[name]), f"{name} changed between runs although deterministic=True"
             first = first or actual
     return cancelled
+
+
+@contextmanager
+def _products(problem: Problem) -> Iterator[None]:
+    """Let the C++ kernels use oneDNN only where the problem says so."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(before and problem.onednn)  # the public switch warns about TF32
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def _placed(problem: Problem, device: str, call: Callable[[], Results]) -> list[Results]:
@@ -280,7 +299,7 @@ def _simpler(problem: Problem) -> Iterator[Problem]:
     defaults = Problem()
     for field in fields(Problem):
         value, default = getattr(problem, field.name), getattr(defaults, field.name)
-        if value != default and field.name not in ("seed", "seqlen_q", "seqlen_k", "heads", "heads_k", "dtype"):
+        if value != default and field.name not in _KEPT:
             yield replace(problem, **{field.name: default})
     if problem.heads_k > 1:
         yield replace(problem, heads_k=1, heads=problem.heads // problem.heads_k)

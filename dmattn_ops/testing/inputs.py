@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from dmattn_ops.testing.problem import DTYPES, Problem, Random
 
+_FAR = (1 << 31) + 64  # elements
 MASK_DTYPES = {"bool": torch.bool, "uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64}
 ALL = slice(None)
 
@@ -126,6 +128,35 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
     return tensor
 
 
+def placed(tensor: Tensor, rows: str) -> Tensor:
+    """Return keys or values `[B, S, heads, D]` whose rows share memory ("one", "overlapping": other values) or lie far apart."""
+    _, seqlen, heads, dim = tensor.shape
+    if tensor.numel() == 0:
+        return tensor
+    if rows == "one":
+        return tensor[:, :1].expand_as(tensor)
+    if rows == "overlapping":  # each begins 8 elements after the one before it, or what it takes to fit
+        step = min(8, dim)
+        return tensor.contiguous().flatten().as_strided(tensor.shape, (seqlen * heads * step, heads * step, step, 1))
+    if rows == "far":
+        spread = next((axis for axis in (1, 0, 2) if tensor.shape[axis] > 1), 1)
+        strides = list(tensor.contiguous().stride())
+        room = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+        distance = max(_FAR // max(1, tensor.shape[spread] - 1), room) // 64 * 64 + 64
+        strides[spread] = distance
+        elements = (tensor.shape[spread] - 1) * distance + room + 1
+        return _sparse(elements, tensor).as_strided(tensor.shape, strides).copy_(tensor)
+    return tensor
+
+
+def _sparse(elements: int, like: Tensor) -> Tensor:
+    """Return a flat tensor; on a CPU a sparse file, of which only what is written takes room."""
+    if like.device.type != "cpu":
+        return torch.empty(elements, dtype=like.dtype, device=like.device)
+    with tempfile.NamedTemporaryFile() as file:
+        return torch.from_file(file.name, shared=True, size=elements, dtype=like.dtype)
+
+
 def _seen(keep: Tensor, extent: tuple[int, ...], heads: int) -> Tensor:
     """Return which elements of a broadcast tensor of `extent` any query sees."""
     if extent[1] not in (1, heads):
@@ -163,7 +194,7 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
         heads = problem.heads if "h" in shape else problem.heads_k if "k" in shape else 1
         return batch if "b" in shape else 1, heads, sq if "q" in shape else 1, sk
 
-    query = normal(batch, sq, problem.heads, problem.dim, scale=problem.magnitude)
+    query = normal(batch, sq, problem.heads, problem.dim, scale=problem.magnitude * problem.steep)
     key = normal(batch, sk, problem.heads_k, problem.dim, scale=problem.magnitude)
     value = normal(batch, sk, problem.heads_k, problem.dim_v, scale=problem.magnitude)
     keep = band_keep(problem, sq, sk).expand(batch, problem.heads, sq, sk).clone()
@@ -182,14 +213,24 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
         ends = _draw_intervals(problem, extent(problem.intervals_shape)[1], random)
         keep &= per_query_head(intervals_keep(ends, sq), problem.heads)
     if problem.bias:
-        bias = normal(*extent(problem.bias_shape), wide=problem.bias_float32)
+        bias = _with_extremes(normal(*extent(problem.bias_shape), wide=problem.bias_float32), problem)
         if problem.nan_bias:
             bias = torch.where(_seen(keep, bias.shape, problem.heads).to(device), bias, float("nan"))
     query, key, value = (laid_out(tensor, problem.layout) for tensor in (query, key, value))
+    key, value = placed(key, problem.rows), placed(value, problem.rows)
     whole = Part((ALL,), (ALL,), (ALL,), (ALL,), (ALL,), ALL, keep.to(device))
     grad_out, grad_lse = normal(batch, sq, problem.heads, problem.dim_v), normal(batch, problem.heads, sq, wide=True)
     ends, sink = [end.to(device) for end in ends], _draw_sink(problem, normal)
     return Inputs(query, key, value, mask, bias, documents, ends, sink, grad_out, grad_lse, [whole])
+
+
+def _with_extremes(bias: Tensor, problem: Problem) -> Tensor:
+    """Give a bias the problem's large value where the problem says: in its first rows, at all keys but the first, or everywhere."""
+    if problem.extreme == "rows" and bias.dim() == 4:
+        bias[:, :, : max(1, bias.shape[2] // 3)] = problem.bias_value
+    elif problem.extreme:
+        bias[..., problem.extreme == "keys" :] = problem.bias_value
+    return bias
 
 
 def _draw_sink(problem: Problem, normal: _Normal) -> Tensor | None:
@@ -213,10 +254,11 @@ def make_varlen_inputs(problem: Problem, device: str) -> Inputs:
         for longest in (problem.seqlen_q, problem.seqlen_k)
     )
     total_q, total_k = int(ends_q[-1]), int(ends_k[-1])
-    query = normal(total_q, problem.heads, problem.dim, scale=problem.magnitude)
+    query = normal(total_q, problem.heads, problem.dim, scale=problem.magnitude * problem.steep)
     key = normal(total_k, problem.heads_k, problem.dim, scale=problem.magnitude)
     value = normal(total_k, problem.heads_k, problem.dim_v, scale=problem.magnitude)
     query, key, value = (laid_out(tensor[None], problem.layout)[0] for tensor in (query, key, value))
+    key, value = (placed(tensor[None], problem.rows)[0] for tensor in (key, value))
 
     def heads(shape: str) -> int:
         return problem.heads if "h" in shape else problem.heads_k if "k" in shape else 1
@@ -226,7 +268,7 @@ def make_varlen_inputs(problem: Problem, device: str) -> Inputs:
         drawn = _draw_mask(replace(problem, mask_shape=""), (1, heads(problem.mask_shape), 1, total_k), random)
         key_keep, mask = per_query_head(drawn, problem.heads), _as_mask(drawn[0, :, 0], problem, device)
     if problem.bias:
-        bias = normal(heads(problem.bias_shape), total_k, wide=problem.bias_float32)
+        bias = _with_extremes(normal(heads(problem.bias_shape), total_k, wide=problem.bias_float32), problem)
     parts = []
     for index, ((q0, q1), (k0, k1)) in enumerate(
         zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist()), strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 KERNELS = 40  # among 10000 problems for a GPU
 CANDIDATES = 24
+ALIKE = 250  # problems for a CPU in a row that use the same instructions, which a process chooses once
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -59,6 +60,12 @@ class Problem:
     lse_grad: bool = False
     compiled: bool = False
     place: str = ""  # "", stream (a second one), threads (two at once), backward thread (forward in this one)
+    rows: str = ""  # memory of keys and values: "", one (a single row for all), overlapping, far (beyond 2^31 elements)
+    extreme: str = ""  # where the bias is `bias_value`: "", rows (some whole ones), keys (all but the first), all
+    bias_value: float = 0.0
+    steep: float = 1.0  # what query is multiplied by: scores far from 0 without a bias
+    onednn: bool = True  # the C++ kernels may use its products
+    instructions: str = ""  # of the C++ kernels: "" (the best of this processor), avx2, default
 
 
 class Kernel(NamedTuple):
@@ -113,7 +120,7 @@ def draw(seed: int, device: str = "cpu") -> Problem:
     layout = random.of("bshd", "bshd", "bhsd", "expanded", "strided") if kernel.aligned else "sliced"
     is_causal, left, right = _draw_band(kernel.banded, longest // 2, random)
     from_top = random.chance(0.3) if dense else kernel.top_left
-    return Problem(
+    problem = Problem(
         seed=seed,
         variant=kernel.variant,
         dtype=kernel.dtype,
@@ -151,6 +158,34 @@ def draw(seed: int, device: str = "cpu") -> Problem:
         lse_grad=random.chance(0.3),
         place=random.of("", "", "", "stream", "threads", "backward thread"),
     )
+    return _far_from_usual(problem, on_gpu, Random(-1000 - seed))
+
+
+def _far_from_usual(problem: Problem, on_gpu: bool, random: Random) -> Problem:
+    """Draw what few callers do: rows that share memory or lie far apart, large scores, other instructions of the CPU.
+
+    On a GPU, none of this is a reason to compile more than what depends on the layout.
+    """
+    rows, extreme, value, steep = "", "", 0.0, 1.0
+    if problem.variant != "qkvpacked" and random.chance(0.15):
+        rows = random.of("one", "one", "overlapping", "overlapping", "far")
+    if problem.bias and random.chance(0.3):
+        lowest = torch.finfo(torch.float32 if problem.bias_float32 else DTYPES[problem.dtype]).min
+        extreme = random.of("rows", "keys", "all")
+        value = max(random.of(-1e4, -1e9, -1e29, lowest, 1e9, 1e30), lowest)
+        value = min(value, -lowest)
+    elif random.chance(0.1) and problem.dtype != "float64" and not problem.softcap:
+        # The eps of float64 is no room for rounded scores, and behind a soft cap the gradients of all of them are 0.
+        steep = random.of(1e2, 1e3, 3e3) if problem.dtype == "float16" else random.of(1e3, 1e6, 1e9)
+    problem = replace(problem, rows=rows, extreme=extreme, bias_value=value, steep=steep)
+    if on_gpu:
+        return problem
+    return replace(problem, onednn=random.chance(0.8), instructions=instructions(problem.seed))
+
+
+def instructions(seed: int) -> str:
+    """Return the instructions that a problem for a CPU asks for."""
+    return ("", "", "avx2", "default")[seed // ALIKE % 4]
 
 
 @lru_cache(maxsize=8)

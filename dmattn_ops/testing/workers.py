@@ -10,19 +10,30 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import torch
+
 from dmattn_ops.testing.check import check, refused, shrink
-from dmattn_ops.testing.problem import KERNELS, Problem, draw
+from dmattn_ops.testing.problem import ALIKE, KERNELS, Problem, draw, instructions
 
 SILENCE = 150.0  # a worker that prints nothing for this many seconds counts as hanging; compiling takes a tenth of that
 ALONE = 120.0  # seconds that one problem may take in a process of its own
 REPORTED = 100  # problems between two lines of progress
 _BEGIN, _CANCELLED, _FAILED, _ALIVE = "begin ", "cancelled", "FAILED ", "shrinking"
+CAPABILITY = "ATEN_CPU_CAPABILITY"
 _ALONE = """
 import sys
 from dmattn_ops.testing import Problem
 from dmattn_ops.testing.workers import Prober
 sys.exit(1 if Prober(sys.argv[2])(eval(sys.argv[1])) else 0)
 """
+
+
+def environment(wanted: str) -> dict[str, str]:
+    """Return the environment of a process whose C++ kernels use the `wanted` instructions, as far as the processor has them."""
+    best = torch.backends.cpu.get_cpu_capability()
+    if wanted == "default" or (wanted == "avx2" and best == "AVX512"):
+        return {**os.environ, CAPABILITY: wanted}
+    return dict(os.environ)
 
 
 def breaks_the_context(error: Exception) -> bool:
@@ -37,7 +48,7 @@ class Prober:
         self.device, self.unusable = device, unusable
 
     def __call__(self, problem: Problem) -> bool:
-        if self.unusable:
+        if self.unusable or environment(problem.instructions) != dict(os.environ):
             return self._fails_alone(problem)
         try:
             check(problem, self.device)
@@ -49,7 +60,8 @@ class Prober:
     def _fails_alone(self, problem: Problem) -> bool:
         command = [sys.executable, "-c", _ALONE, repr(problem), self.device]
         try:
-            return subprocess.run(command, capture_output=True, timeout=ALONE).returncode != 0
+            done = subprocess.run(command, capture_output=True, timeout=ALONE, env=environment(problem.instructions))
+            return done.returncode != 0
         except subprocess.TimeoutExpired:
             return True
 
@@ -125,13 +137,14 @@ def run(seeds: range, device: str, repeats: int, jobs: int) -> tuple[int, int]:
 
 
 def _supervise(seeds: range, device: str, repeats: int, jobs: int, tally: _Tally) -> None:
-    """Run a worker over `seeds`, and another one over the rest where it dies."""
+    """Run a worker over `seeds`, another one over the rest where it dies, and one for each of the instructions of a CPU."""
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
     while len(seeds):
         begun, failed = 0, False
-        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-        environment = {**os.environ, "OMP_NUM_THREADS": threads}
-        command = _command(seeds, device, repeats)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker:
+        part, wanted = _alike(seeds) if device == "cpu" else (seeds, "")
+        variables = {**environment(wanted), "OMP_NUM_THREADS": threads}
+        command = _command(part, device, repeats)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as worker:
             for line in _lines(worker):
                 if line.startswith(_BEGIN):
                     begun, failed = begun + 1, False
@@ -142,13 +155,21 @@ def _supervise(seeds: range, device: str, repeats: int, jobs: int, tally: _Tally
                     failed = True
                     tally.fail(line.rstrip())
         if worker.returncode == 0:
-            return
+            seeds = seeds[len(part) :]
+            continue
         seed = seeds[max(begun - 1, 0)]
         if not failed:
             problem = draw(seed, device)
             small = shrink(problem, Prober(device, unusable=True))
             tally.fail(_failure(seed, f"its process ended with {worker.returncode}", small))
         seeds = seeds[max(begun, 1) :]
+
+
+def _alike(seeds: range) -> tuple[range, str]:
+    """Return the first of `seeds`, as many as ask for the same instructions, and these."""
+    wanted = instructions(seeds[0])
+    end = (seeds[0] // ALIKE + 1) * ALIKE
+    return range(seeds.start, min(end, seeds.stop), seeds.step), wanted
 
 
 def _command(seeds: range, device: str, repeats: int) -> list[str]:

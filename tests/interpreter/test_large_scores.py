@@ -267,3 +267,49 @@ def test_a_scale_of_zero_weighs_every_visible_key_alike() -> None:
     mean = case.value.cumsum(1) / torch.arange(1, 21)[:, None, None]
     assert oracle.error(ours["out"], mean) < 1e-6
     assert (ours["row_max"] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("score", "scale", "dtype", "forward"),
+    [
+        (2e8, 0.25, torch.float16, FORWARD),
+        (3e8, 1.0, torch.float16, SHARED),
+        (1.5e9, 0.25, torch.float16, FORWARD),
+        (3e9, -0.3, torch.float16, FORWARD),
+        (1e6, 50.0, torch.float32, FORWARD),
+        (3e8, -0.3, torch.float32, FORWARD),
+        (1.5e9, 1.0, torch.float32, FORWARD),
+        (3e9, 0.25, torch.bfloat16, FORWARD),
+        (3e9, 50.0, torch.float32, SHARED),
+        (6e9, -0.3, torch.bfloat16, SHARED),
+        (6e9, 0.25, torch.float32, FORWARD),
+        (1e30, 0.25, torch.float32, FORWARD),
+        (1e38, -0.3, torch.bfloat16, FORWARD),
+        (1e38, 50.0, torch.float32, FORWARD),
+    ],
+    ids=str,
+)
+def test_rows_of_any_large_scores_stay_within_budget(
+    score: float, scale: float, dtype: torch.dtype, forward: PortableForward
+) -> None:
+    """Pairs of keys have equal scores; some rows of the same call have usual ones, and one begins far below 0."""
+    seqlen = 16 if forward is SHARED else 70
+    problem = Problem(seqlen_q=seqlen, scale=scale, dtype=dtype, band_hi=70)
+    case = build(problem)
+    largest = torch.finfo(dtype).max / 4
+    size = min((score / abs(scale) / 16) ** 0.5, largest)
+    case.query[:, ::2] = torch.where(case.query[:, ::2] < 0, -size, size).to(dtype)
+    case.key[:] = torch.where(case.key < 0, -1.0, 1.0) * (score / abs(scale) / 16 / size)
+    case.query[:, 1::2] = (case.query[:, 1::2].double() / case.key[0, 0, 0, 0].abs().item()).to(dtype)
+    case.query[:, 4] = (-case.key[0, 3].double() * (size / case.key[0, 0, 0, 0].abs().item())).to(dtype)  # below 0
+    case.key[:, 70:] = case.key[:, :70]
+    ours = results(as_call(case), case.grad_out, forward)
+    truth = expected(problem, case, torch.float64)
+    eager = expected(problem, case, torch.float32 if dtype == torch.float16 else dtype)  # float16 has no such scores
+    for name in ("out", "lse", "row_max", *(["dv"] if score < 8e9 else [])):
+        found, limit = oracle.error(ours[name], truth[name]), 2 * oracle.error(eager[name], truth[name])
+        assert found <= limit + oracle.EPSILON[dtype], f"{name}: error {found:.2e}, of eager {limit / 2:.2e}"
+    # Beyond that, two float32 numbers hold no logarithm in units of log2 to 2 ** -15: a probability may be any from 0 to 1.
+    assert (ours["dv"].abs().sum(1) <= 70 * case.grad_out.abs().sum(1)).all()
+    if dtype != torch.float16:
+        assert ours["dq"].isfinite().all() and ours["dk"].isfinite().all()

@@ -48,9 +48,12 @@ from dmattn_ops.kernels.portable.scores import (
     Bias,
     Factors,
     capped,
+    least_peak,
     load_bias,
     load_key_bias,
+    log2_unit,
     lse_terms,
+    row_units,
 )
 from dmattn_ops.kernels.portable.visibility import MaskArrays, key_marks, mask_of_head, query_marks, visibility
 
@@ -62,6 +65,7 @@ MERGED = 16  # shares that the merging kernel reads in one iteration
 def attend(
     acc,
     peak,
+    base,
     total,
     q,
     key,
@@ -81,18 +85,15 @@ def attend(
     SIGN: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Add steps `begin ... end` of one part of the walk to the running softmax `(acc, peak, total)`.
+    """Add steps `begin ... end` of one part of the walk to the running softmax `(acc, peak, base, total)`.
 
-    `peak` is the largest score. `SIGN` is that of the factor in units of log2: where it is positive, the largest score is
-    that of the largest product.
+    `peak` is the largest score in natural units, or the largest product; then `base` is what exponents are relative to
+    (`scores.row_units`). `SIGN` is that of the factor in units of log2: where it is positive, the largest score is that of
+    the largest product.
     """
     BLOCK_M: tl.constexpr = shape.block_m
     BLOCK_N: tl.constexpr = shape.block_n
-    unit = factors.factor * LOG2E
-    if SIGN < 0:
-        unit = -unit
-    if SIGN == 0:
-        unit = 1.0
+    unit = log2_unit(factors, SIGN)
     for step in tl.range(begin, end):
         start = walked_start(part, step, BLOCK_N, features.listed)
         k = load_rows(key, start, place.length_k, BLOCK_N, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL)
@@ -114,17 +115,18 @@ def attend(
                 mask, q_marks, k_marks, start_q, start, place.length_k, BLOCK_M, BLOCK_N, False, features
             )
             score = tl.where(visible, score, float("-inf"))
-        # A row whose scores are all -inf so far has a peak of -inf; subtracting that from -inf would give NaN.
+        new_peak = tl.maximum(peak, tl.max(score, 1))
         if features.natural:
-            new_peak = tl.maximum(peak, tl.max(score, 1))
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            p = tl.exp2((score - base[:, None]) * LOG2E)
-            shrink = tl.exp2((peak - base) * LOG2E)
+            # A row whose scores are all -inf so far has a peak of -inf; subtracting that from -inf would give NaN.
+            finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            p = tl.exp2((score - finite[:, None]) * LOG2E)
+            shrink = tl.exp2((peak - finite) * LOG2E)
         else:
-            new_peak = tl.maximum(peak, tl.max(score, 1) * unit)
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            p = tl.exp2(tl.fma(score, unit, base[:, None] * -1.0))
-            shrink = tl.exp2(peak - base)
+            units = row_units(new_peak, unit)
+            new_base = tl.fma(new_peak, units, 0.0)  # rounded by itself: not as a part of the difference below
+            p = tl.exp2(tl.fma(score, units[:, None], new_base[:, None] * -1.0))
+            shrink = tl.exp2(base - new_base)
+            base = new_base
         total = total * shrink + tl.sum(p, 1)
         if features.dropout:
             keep = dropout_keep(dropout, start_q, start, BLOCK_M, BLOCK_N, features.whole_groups)
@@ -134,7 +136,7 @@ def attend(
         )
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=features.precision)
         peak = new_peak
-    return acc, peak, total
+    return acc, peak, base, total
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
@@ -278,15 +280,20 @@ def forward_kernel(
     q = load_rows(query, start_q, place.length_q, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
     q_marks = query_marks(mask, start_q, place.length_q, BLOCK_M, features)
     acc = tl.zeros((BLOCK_M, PADDED_VALUE), tl.float32)
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    unit = log2_unit(Factors(ratio, factor), SIGN)
+    least = float("-inf")
+    if not NATURAL:
+        least = least_peak(unit)
+    peak = tl.full((BLOCK_M,), 0.0, tl.float32) + least
+    base = peak * row_units(peak, unit)
     total = tl.zeros((BLOCK_M,), tl.float32)
     for PARTIAL in tl.static_range(2):
         part = part_of(plan, PARTIAL)
         share = (part.steps + splits - 1) // splits
         begin = tl.minimum(split * share, part.steps)
         end_of_share = tl.minimum(begin + share, part.steps)
-        acc, peak, total = attend(
-            acc, peak, total, q, key, value, part, begin, end_of_share, start_q, place, q_marks, mask,
+        acc, peak, base, total = attend(
+            acc, peak, base, total, q, key, value, part, begin, end_of_share, start_q, place, q_marks, mask,
             head_bias, Factors(ratio, factor), dropout, shape, features, SIGN, PARTIAL,
         )  # fmt: skip
 
@@ -300,13 +307,14 @@ def forward_kernel(
     rows = start_q + tl.arange(0, BLOCK_M)
     inside = rows < place.length_q
     first = split.to(tl.int64) * lse_split + place.q_begin
-    row_lse, row_tail = lse_terms(peak, total, NATURAL)
+    row_lse, row_tail = lse_terms(peak, total, unit, NATURAL)
     tl.store(lse + head_offset(place.batch, head, lse_b, lse_h) + first + rows, row_lse, mask=inside)
     tl.store(lse_tail + head_offset(place.batch, head, lse_tail_b, lse_tail_h) + first + rows, row_tail, mask=inside)
     if ROW_MAX:
-        largest = tl.where(total == total, peak, float("nan"))
+        largest = peak
         if not NATURAL:
-            largest *= LN2
+            largest = tl.where(empty, float("-inf"), peak * unit * LN2)
+        largest = tl.where(total == total, largest, float("nan"))
         tl.store(row_max + head_offset(place.batch, head, row_max_b, row_max_h) + first + rows, largest, mask=inside)
 
 

@@ -18,6 +18,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LARGE = tl.constexpr(268435456.0)  # 2 ** 28
 
 
 class Factors(NamedTuple):
@@ -111,10 +112,43 @@ def log_terms(lse, lse_tail, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def lse_terms(peak, total, NATURAL: tl.constexpr):
-    """Return `lse` and `lse_tail` of rows whose largest score is `peak` and whose sum of exp(score - peak) is `total`.
+def log2_unit(factors, SIGN: tl.constexpr):
+    """Return what products are multiplied by in units of log2, positive: those of a negative factor are negated before.
 
-    `log_terms` turns them into numbers that add up to `peak + log(total)` again.
+    `SIGN` 0: the factor is too small to tell products apart, which are 0 then.
+    """
+    unit = factors.factor * LOG2E
+    if SIGN < 0:
+        unit = -unit
+    if SIGN == 0:
+        unit = tl.full((), 1.0, tl.float32)
+    return unit
+
+
+@triton.jit
+def row_units(peak, unit):
+    """Return what the products of each row are multiplied by: `unit`, and in rows of large scores a power of two.
+
+    An exponent is `product * unit - base`, rounded once, where `base` is `peak * unit`, rounded too. That moves all of a row's
+    exponents by the same number, which is small, and divided out in the end; but where a score is 2 ** 28 it may be 16, and
+    beyond that probabilities overflow, or all become 0. The product with a power of two is exact. It changes the weights of
+    other scores than the largest, which are 0 either way: they lie 16 or more below it, as float32 holds no closer ones.
+    """
+    upwards = (unit.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    return tl.where(tl.abs(peak) < LARGE / unit, unit, upwards.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def least_peak(unit):
+    """Return a product below all others, of which the product with any of a row's units is finite."""
+    return -1.7e38 / tl.maximum(unit, 1.0)
+
+
+@triton.jit
+def lse_terms(peak, total, unit, NATURAL: tl.constexpr):
+    """Return `lse` and `lse_tail` of rows from what `attend` found: their `peak`, and the sum of exp(score - peak).
+
+    `log_terms` turns them into numbers that add up to the logarithm of the sum of exp(score) again.
     """
     empty = total == 0.0
     log_total = tl.log2(tl.where(empty, 1.0, total))
@@ -123,9 +157,12 @@ def lse_terms(peak, total, NATURAL: tl.constexpr):
         lse = peak + rest
         tail = (peak - lse) + rest
     else:
-        lse = (peak + log_total) * LN2
+        top = tl.fma(peak, unit, 0.0)
+        # With a power of two, the sum is relative to the peak itself, and not to what rounding makes of it.
+        log_total += tl.where(tl.abs(peak) < LARGE / unit, 0.0, tl.fma(peak, unit, -top))
+        lse = (top + log_total) * LN2
         log_sum = tl.fma(lse, LOG2E, 0.0)
-        tail = ((peak - log_sum) - tl.fma(lse, LOG2E, -log_sum) + log_total) * LN2
+        tail = ((top - log_sum) - tl.fma(lse, LOG2E, -log_sum) + log_total) * LN2
     return tl.where(empty, float("-inf"), lse), tl.where(empty, 0.0, tail)
 
 

@@ -1,0 +1,267 @@
+"""Run a sample of calls that covers every kernel under NVIDIA's compute-sanitizer, and write what it found to a file.
+
+`python -m dmattn_ops.testing.memory_check --output memory_check.json` runs the calls once without it, which compiles the
+kernels, and once under each tool. `--tools memcheck` runs one of them; results of others stay in the file. Every tensor has
+memory of its own meanwhile, so that an access beside it is noticed. A kernel that no call launches is a failure too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dmattn_ops
+from dmattn_ops import dispatch, environment, packing, plans
+
+TOOLS = ("memcheck", "synccheck", "racecheck", "initcheck")
+KERNELS = Path(dispatch.__file__).parent / "kernels"
+SEQLEN, HEADS, KV_HEADS = 300, 4, 2
+_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+_LAUNCHED, _CALLS, _LINES = "launched ", "calls ", 40
+
+
+def launchable() -> set[str]:
+    """Return all kernels that the launchers name, as `module.function` below the package of the kernels."""
+    found = set()
+    for path in KERNELS.rglob("*.py"):
+        own = ".".join([dispatch.__package__ or "", *path.relative_to(KERNELS.parent).with_suffix("").parts])
+        tree = ast.parse(path.read_text())
+        origin = {node.name: own for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                origin |= {alias.name: node.module or "" for alias in node.names}
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "launch"
+                and node.args
+            ):
+                names = [each.id for each in ast.walk(node.args[0]) if isinstance(each, ast.Name)]
+                found |= {_name(origin[name], name) for name in names if name in origin}
+    return found
+
+
+def _name(module: str, function: str) -> str:
+    return f"{module.removeprefix('dmattn_ops.kernels.')}.{function}"
+
+
+def _inputs(device: str, dtype: torch.dtype, dim: int, seqlen_q: int = SEQLEN, seqlen_k: int = SEQLEN) -> list[Tensor]:
+    shapes = ((seqlen_q, HEADS), (seqlen_k, KV_HEADS), (seqlen_k, KV_HEADS))
+    return [torch.randn(1, *shape, dim, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def _step(tensors: list[Tensor], *arguments: Any, function: Callable[..., Any] | None = None, **keywords: Any) -> None:
+    """Run a call with its gradients."""
+    out = (function or dmattn_ops.flash_dmattn_func)(*tensors, *arguments, **keywords)
+    out = out[0] if isinstance(out, tuple) else out
+    leaves = [each for each in (*tensors, keywords.get("bias"), keywords.get("sink")) if each is not None]
+    torch.autograd.grad(out, [each for each in leaves if each.requires_grad], torch.randn_like(out))
+
+
+def _bias(device: str, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, requires_grad=True)
+
+
+def _kinds(device: str) -> dict[str, Callable[[], Any]]:
+    """Return the keywords of calls that differ in what kernels are compiled for."""
+    keep = torch.rand(1, KV_HEADS, SEQLEN, SEQLEN, device=device) < 0.5
+    keep[..., :128, :128] = True
+    documents = (torch.arange(SEQLEN, device=device) // 90)[None]
+    start = torch.arange(SEQLEN, device=device, dtype=torch.int32).expand(1, KV_HEADS, -1)
+    prepare: Any = dmattn_ops.prepare_mask
+    return {
+        "plain": dict,
+        "causal": lambda: {"is_causal": True, "return_max": True},
+        "window": lambda: {"window_size": (70, 3)},
+        "bits": lambda: {"mask": prepare(keep)},
+        "keys": lambda: {"mask": keep[:, :, :1]},
+        "documents": lambda: {"mask": prepare(documents=documents), "is_causal": True},
+        "intervals": lambda: {"mask": prepare(intervals=(start, start + 60), seqlen_q=SEQLEN), "is_causal": True},
+        "hidden": lambda: {
+            "mask": prepare(intervals=(start, start + 90), hidden=(start + 5, start + 9), seqlen_q=SEQLEN)
+        },
+        "key bias": lambda: {"bias": _bias(device, 1, KV_HEADS, 1, SEQLEN), "is_causal": True},
+        "bias": lambda: {"bias": _bias(device, 1, HEADS, SEQLEN, SEQLEN)},
+        "broadcast bias": lambda: {"bias": _bias(device, 1, 1, SEQLEN, SEQLEN), "mask": prepare(keep)},
+        "soft cap and sink": lambda: {"softcap": 5.0, "sink": _bias(device, HEADS)},
+        "dropout": lambda: {"dropout_p": 0.2},
+        "deterministic": lambda: {"deterministic": True, "is_causal": True},
+    }
+
+
+def sample(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield calls by name."""
+    for dim, dtype in ((64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16), (33, torch.float32)):
+        for name, keywords in _kinds(device).items():
+            yield f"D {dim} {name}", partial(_dense, device, dtype, dim, keywords)
+    for dtype in (torch.bfloat16, torch.float32):
+        yield f"decoding {dtype}", partial(_decoding, device, dtype)
+        yield f"packed sequences {dtype}", partial(_packed_sequences, device, dtype)
+    yield "in one tensor", partial(_in_one, device)
+    for dim in (64, 256):
+        yield f"packed keys D {dim}", partial(_packed_keys, device, dim, 40)
+        yield f"a broken promise D {dim}", partial(_packed_keys, device, dim, 5)
+    yield "documents of a dynamic mask", partial(_dynamic, device)
+
+
+def _dense(device: str, dtype: torch.dtype, dim: int, keywords: Callable[[], dict[str, Any]]) -> None:
+    _step(_inputs(device, dtype, dim), **keywords())
+
+
+def _decoding(device: str, dtype: torch.dtype) -> None:
+    _step(_inputs(device, dtype, 64, 1, 4000), is_causal=True)
+
+
+def _packed_sequences(device: str, dtype: torch.dtype) -> None:
+    offsets = torch.tensor([0, 100, 100, 297, SEQLEN], dtype=torch.int32, device=device)
+    tensors = [each.detach()[0].requires_grad_() for each in _inputs(device, dtype, 64)]
+    function = dmattn_ops.flash_dmattn_varlen_func
+    _step(tensors, offsets, offsets, SEQLEN, SEQLEN, function=function, is_causal=True)
+
+
+def _in_one(device: str) -> None:
+    qkv = torch.randn(1, SEQLEN, 3, HEADS, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    _step([qkv], function=dmattn_ops.flash_dmattn_qkvpacked_func, is_causal=True)
+
+
+def _packed_keys(device: str, dim: int, at_most: int) -> None:
+    """Pack the keys of a dynamic mask although there are few; on a GPU, a promise that is too small makes NaN."""
+    scores = torch.randn(1, KV_HEADS, 900, device=device)
+    mask = dmattn_ops.dynamic_mask(scores, 40)
+    pays, least = packing.pays, packing.LEAST_EPOCH
+    packing.pays, packing.LEAST_EPOCH = lambda sizes: True, 256
+    try:
+        if device != "cpu":  # which refuses a broken promise
+            mask = replace(mask, at_most=at_most)
+        bias = scores[:, :, None].clone().requires_grad_()
+        _step(_inputs(device, torch.bfloat16, dim, 900, 900), mask, is_causal=True, bias=bias)
+    finally:
+        packing.pays, packing.LEAST_EPOCH = pays, least
+
+
+def _dynamic(device: str) -> None:
+    for seqlen in (900, 5000):
+        documents = (torch.arange(seqlen, device=device) // 400)[None]
+        for more in ({}, {"documents": documents}, {"keep_first": 4, "keep_last": 20}, {"is_causal": False}):
+            dmattn_ops.dynamic_mask(torch.randn(2, KV_HEADS, seqlen, device=device), 30, **more)  # type: ignore[arg-type]
+
+
+def run_calls(device: str) -> set[str]:
+    """Run the sample; return the kernels that it launched."""
+    launched: set[str] = set()
+    if device != "cpu":
+        from triton.runtime.jit import JITFunction
+
+        run = JITFunction.run
+
+        def noted(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            launched.add(_name(self.fn.__module__, self.fn.__name__))
+            return run(self, *arguments, **keywords)
+
+        JITFunction.run = noted
+    calls = 0
+    for _, call in sample(device):
+        torch.manual_seed(calls)
+        call()
+        calls += 1
+    if device != "cpu":
+        torch.cuda.synchronize()
+    print(f"{_CALLS}{calls}")
+    print(f"{_LAUNCHED}{' '.join(sorted(launched))}")
+    return launched
+
+
+def under(tool: str | None, sanitizer: str, limit: float, device: str) -> dict[str, Any]:
+    """Run the sample in a process of its own, under a tool if one is named; return what is known of it."""
+    command = [sys.executable, "-m", "dmattn_ops.testing.memory_check", "--calls", "--device", device]
+    if tool is not None:
+        command = [sanitizer, "--tool", tool, "--target-processes", "all", "--error-exitcode", "99", *command]
+    variables = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    begun = time.time()
+    try:
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=limit, check=False)
+        text, status = done.stdout + done.stderr, done.returncode
+    except subprocess.TimeoutExpired as late:
+        text, status = str(late.stdout or b"", "utf8"), 124
+    lines = text.splitlines()
+    found = [int(one or other) for one, other in _SUMMARY.findall(text)]
+    launched = next((line.removeprefix(_LAUNCHED).split() for line in lines if line.startswith(_LAUNCHED)), [])
+    calls = next((int(line.removeprefix(_CALLS)) for line in lines if line.startswith(_CALLS)), 0)
+    return {
+        "errors": sum(found) if found or tool is None else None,  # None: the tool said nothing
+        "status": status, "calls": calls, "seconds": round(time.time() - begun, 1), "kernels": launched,
+        "said": [line for line in lines if line.startswith("=========") or "Error" in line][:_LINES],
+    }  # fmt: skip
+
+
+def is_clean(result: dict[str, Any]) -> bool:
+    """Return whether a run ended well, made all calls, and found nothing."""
+    return result["status"] == 0 and result["errors"] == 0 and result["calls"] > 0
+
+
+def main() -> int:
+    """Run what the arguments ask for; return the number of runs that are not clean, and of kernels that were not launched."""
+    parser = argparse.ArgumentParser(description="a sample of calls that covers every kernel under compute-sanitizer")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument(
+        "--output", type=Path, default=Path("memory_check.json"), help="a file; other tools' results stay"
+    )
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds for each run")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--sanitizer", default=shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    )
+    parser.add_argument("--calls", action="store_true", help="run the calls here, without a tool")
+    options = parser.parse_args()
+    if options.calls:
+        os.environ[environment.CHECK] = "0"
+        plans.forget()
+        run_calls(options.device)
+        return 0
+    if shutil.which(options.sanitizer) is None:
+        print(f"there is no {options.sanitizer}: compute-sanitizer is a part of the CUDA toolkit")
+        return 1
+    results = json.loads(options.output.read_text()) if options.output.exists() else {}
+    bad = 0
+    for tool in (None, *options.tools):
+        name = tool or "without a tool"
+        results[name] = under(tool, options.sanitizer, options.limit, options.device)
+        results[name] |= {
+            "torch": torch.__version__,
+            "device": _device_name(options.device),
+            "when": time.strftime("%F"),
+        }
+        if tool is None and options.device != "cpu":
+            results["not launched"] = sorted(launchable() - set(results[name]["kernels"]))
+            bad += len(results["not launched"])
+            print("not launched:", *results["not launched"])
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
+        clean = is_clean(results[name])
+        bad += not clean
+        summary = f"{results[name]['errors']} errors, {results[name]['calls']} calls, {results[name]['seconds']} s"
+        print(f"{name}: {'clean' if clean else 'NOT CLEAN'}, {summary}, status {results[name]['status']}", flush=True)
+    return bad
+
+
+def _device_name(device: str) -> str:
+    return "CPU" if device == "cpu" else torch.cuda.get_device_name()
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main() else 0)

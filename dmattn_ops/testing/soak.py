@@ -1,0 +1,193 @@
+"""Make calls of all kinds for a while: valid and refused ones, compiled, captured, in several threads and streams.
+
+`python -m dmattn_ops.testing.soak --seconds 480 --output soak.json` continues with the seeds after those of earlier runs in the
+file. Every valid call is a random problem and is checked like one; shapes change from call to call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dmattn_ops
+from dmattn_ops.testing import Problem, check, draw
+
+TOGETHER = 4  # threads, each with a stream of its own
+SILENCE = 300.0  # seconds after which a call counts as hanging
+REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError)
+Results = dict[str, Tensor]
+
+
+def refused_calls(device: str) -> list[Callable[[], Any]]:
+    """Return calls that must raise."""
+    query, key = (torch.randn(1, seqlen, heads, 16, device=device) for seqlen, heads in ((60, 4), (70, 2)))
+    library: Any = dmattn_ops
+    call, prepare, packed = library.flash_dmattn_func, library.prepare_mask, library.flash_dmattn_varlen_func
+
+    def offsets(*ends: int) -> Tensor:
+        return torch.tensor(ends, dtype=torch.int32, device=device)
+
+    one_less = torch.ones(1, 1, 60, 69, device=device)
+    return [
+        lambda: call(query, key[..., :8], key), lambda: call(query, key, key[:, :3]), lambda: call(query.double(), key, key),
+        lambda: call(query, key, key, one_less), lambda: call(query, key, key, bias=one_less),
+        lambda: call(query, key, key, dropout_p=1.5), lambda: call(query, key, key, softcap=float("nan")),
+        lambda: call(query, key, key, window_size=(-1, 0)), lambda: call(query, key, key, is_causal=1),
+        lambda: call(None, key, key), lambda: call(query.int(), key.int(), key.int()),
+        lambda: call(query, key, key, prepare(one_less)), lambda: prepare(torch.ones(3, 3, device=device)),
+        lambda: prepare(documents=torch.rand(1, 3, device=device)), lambda: call(query[..., :0], key, key),
+        lambda: packed(query[0], key[0], key[0], offsets(0, 60), offsets(0, 30, 70), 60, 70),
+        lambda: library.flash_dmattn_qkvpacked_func(torch.randn(1, 10, 2, 4, 16, device=device)),
+        lambda: torch.ops.dmattn.forward(query, key, key, None, offsets(1)),
+    ]  # fmt: skip
+
+
+def captured(results: Callable[[], Results]) -> Results:
+    """Return what a replay of a CUDA graph with the call and its gradients computes."""
+    results()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results()
+    for tensor in found.values():
+        tensor.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    return found
+
+
+class Soak:
+    """Calls one after the other, each drawn from the next seed.
+
+    Compiled and captured ones are without dropout, whose seeds a graph draws as it likes.
+    """
+
+    def __init__(self, device: str, seed: int) -> None:
+        self.device, self.seed = device, seed
+        self.done: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.begun = time.time()  # of the last call
+        self.refused = refused_calls(device)
+
+    def next_problem(self) -> Problem:
+        """Draw a problem."""
+        self.seed += 1
+        return replace(draw(self.seed, self.device), instructions="")
+
+    def step(self) -> None:
+        """Make one call, or several at once."""
+        self.begun = time.time()
+        chance = random.Random(self.seed).random()
+        if chance < 0.25:
+            self.seed += 1
+            self._refuse(self.refused[self.seed % len(self.refused)])
+        elif chance < 0.35:
+            # Without what belongs to the whole process: the seed of its random numbers, and a switch of torch.
+            drawn = [self.next_problem() for _ in range(TOGETHER)]
+            problems = [replace(each, dropout_p=0.0, onednn=True, place="stream") for each in drawn]
+            with ThreadPoolExecutor(TOGETHER) as pool:
+                list(pool.map(lambda problem: self._check("together", problem), problems))
+        elif chance < 0.4:
+            self._check("compiled", replace(self.next_problem(), compiled=True, dropout_p=0.0, place=""))
+        elif chance < 0.45 and self.device != "cpu":
+            self._check("captured", replace(self.next_problem(), dropout_p=0.0, place=""), captured)
+        else:
+            self._check("eager", self.next_problem())
+
+    def _check(self, kind: str, problem: Problem, run: Callable[..., Results] | None = None) -> None:
+        try:
+            check(problem, self.device, run=run)
+        except Exception as error:
+            self.wrong.append(f"{kind}: {type(error).__name__}: {' '.join(str(error).split())[:300]} | {problem!r}")
+            print(self.wrong[-1], flush=True)
+        self.done[kind] += 1
+
+    def _refuse(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except REFUSALS:
+            self.done["refused"] += 1
+            return
+        self.wrong.append(f"call {self.refused.index(call)} was not refused")
+        print(self.wrong[-1], flush=True)
+
+
+def _watch(soak: Soak) -> None:
+    """End the process where a call takes too long: a kernel that hangs is ended by nothing else."""
+    import faulthandler
+    import os
+
+    while True:
+        time.sleep(5)
+        if time.time() - soak.begun > SILENCE:
+            print(f"a call hangs, of seed {soak.seed}", flush=True)
+            faulthandler.dump_traceback()
+            os._exit(7)
+
+
+def run(seconds: float, device: str, seed: int) -> dict[str, Any]:
+    """Make calls for so many seconds; return what was done, what was wrong, and the seed to continue with."""
+    torch._dynamo.config.recompile_limit = 10_000  # type: ignore[assignment]
+    torch._dynamo.config.accumulated_recompile_limit = 10_000  # type: ignore[assignment]
+    soak = Soak(device, seed)
+    threading.Thread(target=_watch, args=(soak,), daemon=True).start()
+    begun = time.time()
+    soak.step()
+    held = [_held(device)]
+    while time.time() - begun < seconds:
+        soak.step()
+        held.append(_held(device))
+    return {
+        "device": torch.cuda.get_device_name() if device != "cpu" else "cpu", "torch": torch.__version__,
+        "seconds": round(time.time() - begun, 1), "first seed": seed, "next seed": soak.seed + 1,
+        "calls": dict(soak.done), "wrong": soak.wrong,
+        "MiB held between calls": {"first": held[0], "middle": held[len(held) // 2], "last": held[-1], "most": max(held)},
+        "peak MiB of the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }  # fmt: skip
+
+
+def _held(device: str) -> int:
+    """Return the MiB that tensors hold on the device; of a CPU, what the process holds."""
+    if device != "cpu":
+        return torch.cuda.memory_allocated() >> 20
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+
+
+def main() -> int:
+    """Run what the arguments ask for; return how many calls were wrong."""
+    parser = argparse.ArgumentParser(description="calls of all kinds for a while, each checked")
+    parser.add_argument("--seconds", type=float, default=480.0)
+    parser.add_argument("--start", type=int, help="the first seed; by default those of the file are continued")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--output", type=Path, default=Path("soak.json"), help="a list of runs, to which this one is added"
+    )
+    options = parser.parse_args()
+    runs = json.loads(options.output.read_text()) if options.output.exists() else []
+    start = options.start if options.start is not None else runs[-1]["next seed"] if runs else 500_000
+    runs.append(run(options.seconds, options.device, start))
+    options.output.write_text(json.dumps(runs, indent=1) + "\n")
+    total = sum(sum(each["calls"].values()) for each in runs)
+    print(json.dumps(runs[-1]))
+    print(
+        f"{total} calls in {sum(each['seconds'] for each in runs):.0f} s, {sum(len(each['wrong']) for each in runs)} wrong"
+    )
+    return len(runs[-1]["wrong"])
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main() else 0)
