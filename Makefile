@@ -25,7 +25,7 @@ ifneq ($(wildcard $(READY)),)
   $(shell cmp -s '$(TORCH_VERSION)' '$(READY)' || rm -f '$(READY)')
 endif
 
-.PHONY: help setup train test test-cpu test-interpreter test-gpu lint docs sweep sanitize sanitize-address sanitize-thread bench clean
+.PHONY: help setup train test test-cpu test-interpreter test-gpu lint docs sweep sanitize sanitize-address sanitize-thread memory-check soak bench clean
 
 help: ## list the targets (times are those of two cores)
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -73,6 +73,12 @@ sanitize-address: $(READY) ## the same with AddressSanitizer and UndefinedBehavi
 
 sanitize-thread: $(READY)
 	csrc/sanitize.sh thread $(PY) $(WORKERS) $(ARGS)
+
+memory-check: $(READY) ## run every kernel under compute-sanitizer on a GPU; results go to memory_check.json (20 minutes)
+	$(PY) -m dmattn_ops.testing.memory_check $(ARGS)
+
+soak: $(READY) ## make calls of all kinds for 8 minutes, each checked; results go to soak.json
+	$(PY) -m dmattn_ops.testing.soak $(ARGS)
 
 bench: $(READY) ## measure against the peers; results go to benchmarks/results
 	@$(PY) -c 'import pynvml' 2>/dev/null || echo "without nvidia-ml-py, clock and power are left out"
