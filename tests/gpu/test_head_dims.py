@@ -127,7 +127,9 @@ def compare(
     errors = {}
     for name, want in wanted.items():
         got = found[name].double() if name == "dbias" else found[name].double().transpose(1, 2)
-        errors[name] = ((got - want).norm() / want.norm().clamp_min(1e-20)).item()
+        # of a single key dq and dk are exactly 0: what is left is the rounding of out in delta
+        least = 1e-20 if key.shape[2] > 1 else 0.2 * grad_out.norm().item()
+        errors[name] = ((got - want).norm() / want.norm().clamp_min(least)).item()
         assert errors[name] < (of_out if name == "out" else of_gradients), f"{name}: {errors[name]:.2e}"
     seen = visible.expand(scores.shape)
     unseen = (~seen.any(2)).unflatten(1, (-1, group)).all(2).transpose(1, 2)

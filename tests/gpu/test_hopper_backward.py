@@ -161,10 +161,9 @@ def test_programs_that_take_many_listed_blocks(dim: int, programs: int, mask_hea
 def test_query_heads_that_take_turns(dim: int, seqlens: tuple[int, int], programs: int, limited) -> None:
     limited(num_sms=programs, l2_bytes=0)
     off = seqlens[1] - seqlens[0]
-    assert hopper_backward._interleaved(
-        draw(1, 1, 6, dim, torch.bfloat16), draw(1, 1, 2, dim, torch.bfloat16), None, NO_MASK,
-        plain_options(1.0, -UNBOUNDED, off),
-    )  # fmt: skip
+    query, key = (draw(1, 1, heads, dim, torch.bfloat16) for heads in (6, 2))
+    call = Call(query, key, key, None, NO_MASK, None, None, None, plain_options(1.0, -UNBOUNDED, off))
+    assert hopper_backward._interleaved(call)
     check(2, seqlens, (6, 2), dim, (-UNBOUNDED, off), with_grad_lse=True)
 
 

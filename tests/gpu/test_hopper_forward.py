@@ -205,7 +205,7 @@ def test_nan_behind_the_ends_never_arrives() -> None:
 
 def test_refusals_name_every_reason() -> None:
     query, key, value = (draw(1, 64, 2, 64).float() for _ in range(3))
-    options = plain_options(-1.0, 0, 0, dropout_p=0.5)
+    options = plain_options(-1.0, 0, 0, dropout_p=0.5)._replace(k_origin=8)
     call = Call(query, key, value, None, Mask(k_segments=query), None, None, None, options)
     reasons = hopper_forward.refusals(call, False)
     assert len(reasons) == 4

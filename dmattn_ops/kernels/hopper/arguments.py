@@ -21,7 +21,7 @@ from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Options, dropout_scale
 
 LOG2E = 1.4426950408889634
 MAX_DIM = 256
-_PARTS = ((64, 0), (64, 16), (64, 32), (128, 0), (128, 16), (128, 32), (128, 64), (256, 0))
+PARTS = ((64, 0), (64, 16), (64, 32), (128, 0), (128, 16), (128, 32), (128, 64), (256, 0))
 _LEAST_HEADS = 4  # side by side: with fewer, what they save in L2 is less than the noise
 FEW_QUERIES = TILE // 2  # of a sequence: several share a block, which walks the keys of all of them for each
 
@@ -103,7 +103,7 @@ def spans_refusals(call: Call) -> list[str]:
 
 def column_parts(dim: int) -> tuple[int, int]:
     """Return the widths of one tile or two (else 0) that hold `dim` columns, as `columns.py` multiplies them."""
-    return next(parts for parts in _PARTS if sum(parts) >= dim)
+    return next(parts for parts in PARTS if sum(parts) >= dim)
 
 
 def score_factors(options: Options) -> tuple[float, float]:

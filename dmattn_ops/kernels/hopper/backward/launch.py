@@ -33,7 +33,7 @@ from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
 from dmattn_ops.kernels.portable.dbias import recompute_dbias, reduce_key_sums
 from dmattn_ops.kernels.spans import WORDS, spans_of
-from dmattn_ops.problem import TILE, UNBOUNDED, Mask, Options
+from dmattn_ops.problem import TILE, UNBOUNDED, Mask, Options, dropout_scale
 
 MAX_DIM = 128
 HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10%
@@ -53,6 +53,7 @@ def refusals(call: Call) -> list[str]:
         "a bias with queries under a soft cap": bias_kind(bias) == "full" and options.softcap != 0.0,
         "a bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
         "a bias with queries and a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
+        "dropout of all weights": options.dropout_p > 0.0 and dropout_scale(options.dropout_p) == 0.0,
         "dropout at a scale of 0": options.dropout_p > 0.0 and options.softmax_scale == 0.0,
         "deterministic accumulation of dq over listed tiles": options.deterministic and mask.kind != "none",
         "deterministic accumulation of dq of variable lengths": options.deterministic and varlen is not None,

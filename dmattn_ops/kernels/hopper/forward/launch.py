@@ -10,6 +10,7 @@ from dmattn_ops.call import Call, Result, bias_kind, in_natural_units
 from dmattn_ops.config import HopperForward
 from dmattn_ops.kernels.hopper.arguments import (
     MAX_DIM,
+    PARTS,
     band_of,
     bias_places,
     column_parts,
@@ -72,9 +73,12 @@ def tiles_of(dim: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
     Each part of out leaves through the buffer of the same part of the queries, which is therefore as wide at least.
     """
-    parts, parts_v = column_parts(dim), column_parts(dim_v)
-    fits = all(own <= other for own, other in zip(parts_v, parts, strict=True))
-    return parts if fits else parts_v, parts_v
+    parts_v = column_parts(dim_v)
+    for parts in PARTS:
+        if sum(parts) >= dim and all(own <= other for own, other in zip(parts_v, parts, strict=True)):
+            return parts, parts_v
+    whole = column_parts(MAX_DIM)  # queries of more than 192 columns have one part only
+    return whole, whole
 
 
 _counters: dict[int | None, Tensor] = {}  # of the default stream of each device
