@@ -138,6 +138,18 @@ def features_table(rows: list[Row]) -> str:
     return _table(["ms", "forward", "backward"], lines)
 
 
+def rows_table(rows: list[Row]) -> str:
+    """Milliseconds of calls on which a peer was once ahead, those of the fastest peer, and its time over ours."""
+
+    def cell(row: Row, part: str) -> str:
+        peer = row[f"{part}_best_peer"]
+        theirs = f"{NAMES.get(peer, peer)} {row[f'{part}_peers_ms'][peer]:.3f}"
+        return f"{row[f'{part}_ms']:.3f}, {theirs} ({row[f'{part}_ratio']:.2f}x)"
+
+    lines = [[row["case"], *(cell(row, part) for part in ("forward", "backward"))] for row in rows]
+    return _table(["ms, of the fastest peer, and its time over ours", "forward", "backward"], lines)
+
+
 def host_table(rows: list[Row]) -> str:
     """Microseconds that the host takes for forward and backward of a call so small that the GPU takes none."""
     cases = _by_case([row for row in rows if "call_us" in row])
@@ -209,6 +221,8 @@ def table(name: str, words: list[str]) -> str:
         if "published_tflops" in results:
             return intervals_table(rows, results["published_tflops"])
         return dynamic_table(rows)
+    if "forward_must" in results["rows"][0]:
+        return rows_table(results["rows"])
     if "forward_ratio" in results["rows"][0]:
         return features_table([row for row in results["rows"] if set(words) <= set(row["case"].split())])
     if "call_us" in results["rows"][0]:

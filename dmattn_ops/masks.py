@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import environment, layout, require, sharded, validation, values
+from dmattn_ops import layout, require, sharded, validation, values
 from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of
 from dmattn_ops.block_mask import from_block_mask
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask
@@ -75,7 +75,7 @@ def prepare_mask(
     elif hidden is not None:
         raise ValueError("hidden needs intervals, got None")
     seqlen_q, seqlen_k = _lengths(mask, documents, intervals, seqlen_q)
-    _warn_of_pairs(mask, seqlen_q)
+    values.warn_of_pairs(mask, seqlen_q)
     band = band_of(is_causal, causal_from, window_size)
     if intervals is not None:
         return _with_intervals(intervals, hidden, at_most, mask, documents, seqlen_q, band)
@@ -305,13 +305,6 @@ def _tensor_lengths(mask: Tensor, known_q: int | None) -> tuple[int | None, int]
     if mask.dim() != 4:
         raise ValueError(f"mask must have shape (B|1, H|Hkv|1, Sq|1, Sk) or (B|1, Sk), got {require.text(mask.shape)}")
     return (known_q if require.known_equal(mask.shape[2], 1) else mask.shape[2]), mask.shape[3]
-
-
-def _warn_of_pairs(mask: Any, seqlen_q: int) -> None:
-    """Warn, once, of padding `[B, Sk]` that may be meant as a mask `[Sq, Sk]`."""
-    if not is_compiling() and isinstance(mask, Tensor) and mask.shape == (seqlen_q, seqlen_q) and seqlen_q > 1:
-        text = f"dmattn_ops: mask of shape {require.text(mask.shape)} is padding [B, Sk] of {seqlen_q} sequences. If it says"
-        environment.warn_once(f"{text} which query sees which key, [Sq, Sk], pass mask[None, None].")
 
 
 def _narrowed(mask: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from dmattn_ops import environment, require
 from dmattn_ops.problem import HEADER, Varlen
 
 
@@ -83,3 +84,10 @@ def lists(name: str, records: Tensor, tiles: int) -> None:
     listed = torch.arange(capacity, device=records.device) < (partial + full).unsqueeze(-1)
     if bool((listed & ((indices < 0) | (indices >= tiles))).any()):
         raise ValueError(f"{name} must list tiles from 0 to {tiles - 1}, got another number")
+
+
+def warn_of_pairs(mask: Any, seqlen_q: int) -> None:
+    """Warn, once, of padding `[B, Sk]` that may be meant as a mask `[Sq, Sk]`."""
+    if not is_compiling() and isinstance(mask, Tensor) and mask.shape == (seqlen_q, seqlen_q) and seqlen_q > 1:
+        text = f"dmattn_ops: mask of shape {require.text(mask.shape)} is padding [B, Sk] of {seqlen_q} sequences. If it says"
+        environment.warn_once(f"{text} which query sees which key, [Sq, Sk], pass mask[None, None].")

@@ -114,6 +114,12 @@ def _row(config, dim: int, dim_v: int):
     return next(row for row in rows if max(dim, dim_v) <= row.dim and dim_v <= (row.dim_v or row.dim))
 
 
+OPTIONAL = {
+    "q2_desc", "k2_desc", "v2_desc", "o2_desc", "bits_desc", "lists", "q_segments", "k_segments", "start", "end",
+    "hidden_from", "hidden_to", "bias", "seed",
+}  # fmt: skip
+
+
 def _compile(case: str) -> dict:
     from triton.experimental.gluon import language as gl
 
@@ -163,29 +169,12 @@ def _compile(case: str) -> dict:
     optional |= {"hidden_from": "*i32", "hidden_to": "*i32"} if "hidden" in words else {}
     optional |= {} if bias == "none" else {"bias": "*bf16"}
     optional |= {"seed": "*i64"} if dropout else {}
-    every = {
-        "q2_desc",
-        "k2_desc",
-        "v2_desc",
-        "o2_desc",
-        "bits_desc",
-        "lists",
-        "q_segments",
-        "k_segments",
-        "start",
-        "end",
-        "hidden_from",
-        "hidden_to",
-        "bias",
-        "seed",
-    }
-    constants |= dict.fromkeys(every - set(optional))
+    constants |= dict.fromkeys(OPTIONAL - set(optional))
     aligned = tuple(name for name, kind in {**signature, **optional}.items() if kind.startswith("*"))
     aligned += ("bias_b", "bias_h", "bias_q")
     found = compile_only(forward_kernel, signature | optional, constants, aligned, 90, num_warps=4)
     return {
         "faults": found.faults, "spilled": found.spill_bytes, "shared": found.shared_memory,
-
         "opcodes": dict(found.opcodes) | {"HMMA": found.opcodes["HMMA"]},
     }  # fmt: skip
 

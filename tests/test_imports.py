@@ -33,7 +33,7 @@ ARROWS = {
     "shared_files": ("environment",),
     "bands": ("problem", "require"),
     "ops": ("problem", "privates"),
-    "values": ("problem",),
+    "values": ("problem", "environment", "require"),
     "config": ("arch",),
     "tile_mask": ("problem", "require", "layout", "sharded", "bands"),
     "autograd": ("privates", "ops"),
@@ -70,7 +70,6 @@ ARROWS = {
     "masks": (
         "problem",
         "require",
-        "environment",
         "layout",
         "sharded",
         "bands",

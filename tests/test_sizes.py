@@ -18,8 +18,12 @@ FILE_LINES, KERNEL_FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 500, 60, 8
 # Packed sequences need both offsets and both lengths: one parameter more than the rest.
 PARAMETER_EXCEPTIONS = {"flash_dmattn_varlen_func": 9}
 
-# Longer than the house allows, by no more than this: the kernel's three roles, and the kernels of lists of every source.
-FILE_EXCEPTIONS = {"dmattn_ops/kernels/hopper/backward/kernel.py": 670, "dmattn_ops/kernels/tile_mask.py": 580}
+# Longer than the house allows, by no more than this: the roles of two kernels, and the kernels of lists of every source.
+FILE_EXCEPTIONS = {
+    "dmattn_ops/kernels/hopper/backward/kernel.py": 685,
+    "dmattn_ops/kernels/hopper/forward/kernel.py": 600,
+    "dmattn_ops/kernels/tile_mask.py": 580,
+}
 
 PYTHON = sorted(
     path
