@@ -33,7 +33,7 @@ else:
 def test_the_sample_names_kernels_of_every_folder() -> None:
     kernels = memory_check.launchable()
     folders = {name.split(".")[0] for name in kernels}
-    assert folders == {"portable", "hopper", "packing", "selection", "tile_mask", "interval_lists"}
+    assert folders == {"portable", "hopper", "packing", "selection", "tile_mask", "interval_lists", "spans"}
     assert {"hopper.forward.kernel.forward_kernel", "portable.forward.merge_kernel"} <= kernels and len(kernels) >= 33
 
 
