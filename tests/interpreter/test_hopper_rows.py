@@ -17,15 +17,17 @@ TICKETS = 4
 LOG2E = 1.4426950408889634
 
 
-def prepared(lse: Tensor, tail: Tensor, natural: bool, dim: int = 64) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def prepared(
+    lse: Tensor, tail: Tensor, natural: bool, dim: int = 64, second: int = 0
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Run the kernel for rows `[B, H, Sq]` with outputs full of NaN; return statistics `[4, B, H, rows]`, flags and sums."""
     batch, heads, seqlen = lse.shape
-    rows, block = -(-seqlen // TILE) * TILE, 8192 // dim
+    rows, block = -(-seqlen // TILE) * TILE, TILE if dim + second == 64 else TILE // 2
     total = batch * heads * rows
     out, grad_out = (torch.randn(batch, seqlen, heads, dim) for _ in range(2))
     stats = torch.full((4, total), math.nan)
     sums = {
-        "accumulator": torch.full((total * dim,), math.nan),
+        "accumulator": torch.full((total * (dim + second),), math.nan),
         "tickets": torch.full((TICKETS,), -1, dtype=torch.int32),
         "blocks_done": torch.full((total // block,), -1, dtype=torch.int32),
         "counters": torch.full((2 * total // block,), -1, dtype=torch.int32),
@@ -33,7 +35,7 @@ def prepared(lse: Tensor, tail: Tensor, natural: bool, dim: int = 64) -> tuple[T
     flags = torch.full((total // block,), -1, dtype=torch.int8)
     prepare_kernel[(total // block,)](
         out, grad_out, lse, tail, None, stats, *sums.values(), flags, *out.stride()[:3], *grad_out.stride()[:3],
-        *lse.stride(), *tail.stride(), 0, 0, 0, seqlen, heads, rows, total, dim, 0.75, BLOCK=block, DV=dim, D=dim,
+        *lse.stride(), *tail.stride(), 0, 0, 0, seqlen, heads, rows, total, dim, 0.75, BLOCK=block, DV=dim, D=dim, D2=second,
         TICKETS=TICKETS, NATURAL=natural,
     )  # fmt: skip
     delta = 0.75 * (out * grad_out).sum(-1).transpose(1, 2).masked_fill(lse == -math.inf, 0.0)
@@ -86,14 +88,14 @@ def test_nan_stays_nan_and_reaches_its_row_only() -> None:
         assert stats[part].isnan().nonzero().tolist() == [[0, 1, 100]]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_flags_name_the_blocks_with_large_rows_and_sums_and_counts_begin_at_zero(dim: int) -> None:
+@pytest.mark.parametrize(("dim", "second"), [(64, 0), (128, 0), (64, 16), (64, 32)])
+def test_flags_name_the_blocks_with_large_rows_and_sums_and_counts_begin_at_zero(dim: int, second: int) -> None:
     torch.manual_seed(0)
     lse, tail = torch.randn(2, 3, 300), torch.zeros(2, 3, 300)
     lse[0, 1, 299], tail[1, 2, 0] = 1e5, -5000.0
     lse[1, 0, 200] = -math.inf
-    stats, flags, sums = prepared(lse, tail, True, dim)
-    block = 8192 // dim
+    stats, flags, sums = prepared(lse, tail, True, dim, second)
+    block = 128 if dim + second == 64 else 64
     large = torch.nn.functional.pad((lse.abs() > 4096) & (lse != -math.inf) | (tail.abs() > 4096), (0, 84))
     assert torch.equal(flags.bool(), large.view(-1, block).any(-1))
     assert torch.equal(stats[2, :, :, :300][lse != -math.inf], lse[lse != -math.inf])
