@@ -31,14 +31,11 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     gauge, rows = Gauge(), []
     torch.manual_seed(0)
     output = chosen.output or default_output("cuda", "rows")
-    for case in (
-        case for cases in SOURCES for case in cases() if any(word in case.name for word in chosen.only or [""])
-    ):
+    wanted = chosen.only or [""]
+    for case in (case for cases in SOURCES for case in cases() if any(word in case.name for word in wanted)):
         rows.append(measure(case, chosen.rounds, gauge))
         print(text(rows[-1]), flush=True)
-        write_results(
-            output, rows, "cuda", gauge
-        )  # after each: peers compile for minutes, and a time-out loses one row
+        write_results(output, rows, "cuda", gauge, say=False)  # now, as peers compile for minutes and time may run out
         torch.cuda.empty_cache()
     for name in missed(rows):
         print(f"missed: {name}")
