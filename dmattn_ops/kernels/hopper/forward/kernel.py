@@ -1,8 +1,8 @@
 """SM 9.0 forward in Gluon: persistent blocks, each consumer warp group owns 64 queries and walks their keys.
 
 Partitions: two or three consumers (4 warps each) and one warp that takes work and loads it by TMA. A block draws its
-next piece of work (a tile of queries of one head) from a counter while the last one is computed, so that loading,
-storing and the ends of a walk overlap across pieces.
+next piece of work (a tile of queries of one head) from a counter when the last steps of this one are computed, so that
+loading, storing and the ends of a walk overlap across pieces.
 
 One step of a walk (`advance`) starts with P of a tile in registers and ends with P of the next:
 
@@ -46,14 +46,15 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     tma_store,
     warpgroup_mma_wait,
 )
+from dmattn_ops.kernels.hopper.scores import tanh
 
 
 @gluon.jit
 def soften(s, softcap, SOFTCAP: gl.constexpr):
-    """Return scores after the soft cap, in the units of `cap`: `softcap` is (cap, 2 log2 e scale / cap without units)."""
+    """Return scores after the soft cap, in the units of `cap`: `softcap` is (cap, scale / cap without units)."""
     if SOFTCAP:
         cap, inner = softcap
-        s = cap - 2.0 * cap / (gl.exp2(s * inner) + 1.0)
+        s = cap * tanh(s * inner)
     return s
 
 
