@@ -36,7 +36,9 @@ from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import TILE, UNBOUNDED, Mask, Options, dropout_scale
 
 MAX_DIM = 128
-HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10% of long calls
+HEADS_PER_GROUP = (
+    4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10% of long calls
+)
 FEW_ROUNDS = 4  # blocks for each SM, up to which all heads go side by side: the last blocks to start are short then
 # Interleaved: tiles of a head that start together read the same; rows of 3 to 8 differ by less than 1%, those of 1 cost 5%
 RANKS_IN_ROW = 5
