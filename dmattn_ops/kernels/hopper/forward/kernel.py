@@ -464,7 +464,7 @@ def consume(
         elif Q_STAGES > 1:
             release_queries(turn - 1, q_empty, Q_STAGES)
         row_total = row_of(total, ROW, True)
-        inverse = gl.where(row_total == 0.0, 0.0, 1.0 / row_total)
+        inverse = gl.where(row_total == 0.0, 0.0, 1.0 / gl.abs(row_total))
         if DROPOUT:
             inverse = inverse * dropouts.rescale
         # q is not needed any more: its place stages the output. TMA leaves out the rows and columns past the ends
@@ -472,7 +472,7 @@ def consume(
         store_part(acc[0], inverse, q[0], queries[0].index(at), o_descs[0], batch, h, q_first, 0, DV, D, dtype)
         if DV2 > 0:
             store_part(acc[1], inverse, q[1], queries[1].index(at), o_descs[1], batch, h, q_first, DV, DV2, D2, dtype)
-        row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, NATURAL)
+        row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, scale, NATURAL)
         at = batch.to(gl.int64) * lse_b + h.to(gl.int64) * lse_h + q_first + row
         gl.store(lse + at, row_lse, mask=q_first + row < seqlen_q)
         gl.store(lse_tail + at, row_tail, mask=q_first + row < seqlen_q)

@@ -8,8 +8,10 @@ State of a row is held as `[64, 4]`: one value in each of the four lanes that sh
 `total` is a lane's part of the sum, added up at the end.
 
 Scores without a bias come as products, in log2 units once they are multiplied by `scale`; `top` is then a whole number, so
-that rescaling is exact. With a bias (NATURAL) scores and `top` are in natural units, because 1.44 times the lowest float32,
-which padding masks add, would be -inf; P costs one instruction more there.
+that rescaling is exact. Beyond 2 ** 26 whole numbers are 8 and more apart, and no `top` is close to the largest score: a
+row of such scores (HUGE) has its largest product as `top`, and a negative total, and each of its tiles is computed again.
+With a bias (NATURAL) scores and `top` are in natural units, because 1.44 times the lowest float32, which padding masks add,
+would be -inf; P costs one instruction more there.
 """
 
 from __future__ import annotations
@@ -19,12 +21,37 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def redo_code(count, half_precision, earlier, natural):
+def new_tops(row, known, before, top, factor, scale):
+    """Return PTX that finds the top of a row, and the factor of what was summed under the `known` one, in log2 units.
+
+    Given is `m`, the tile's largest product. It leaves `sign` as that of the total (HUGE rows), `t`, the sum so far, and
+    `peak` and `m`, such that log2 of P is `(product - peak) * scale - m`.
+    """
+    HUGE = "0f4C800000"  # 2 ** 26
+    names = {"known": known, "before": before, "top": top, "factor": factor, "scale": scale}
+    code = """
+        mov.b32 sign@, {before}; setp.lt.s32 was, sign@, 0; abs.f32 t@, {before};
+        mul.f32 a, m@, {scale}; abs.f32 b, a; setp.gt.f32 huge, b, HUGE; setp.gt.and.f32 huge, a, {known}, huge;
+        or.pred huge, huge, was; cvt.rpi.f32.f32 a, a; max.f32 a, a, {known};
+        max.f32 peak@, m@, {known}; selp.f32 peak@, peak@, m@, was;
+        neg.f32 b, peak@; fma.rn.f32 b, b, {scale}, {known};
+        sub.f32 m@, {known}, peak@; mul.f32 m@, m@, {scale}; selp.f32 b, m@, b, was;
+        sub.f32 m@, {known}, a; selp.f32 b, b, m@, huge; ex2.approx.ftz.f32 {factor}, b;
+        selp.f32 {top}, peak@, a, huge; selp.f32 m@, 0f00000000, a, huge; selp.f32 peak@, peak@, 0f00000000, huge;
+        selp.b32 sign@, 0x80000000, 0, huge;
+    """
+    return code.replace("@", str(row)).replace("HUGE", HUGE).format(**names)
+
+
+@gluon.constexpr_function
+def redo_code(count, half_precision, earlier, natural, first):
     """Return PTX that computes the `count` P of a thread again, if a sum of any thread of the warp is too large.
 
     Outputs: P in pairs, P of the tile's `earlier` half in pairs (to be rescaled), then top, total and factor of what was
     summed before; inputs: the same, then scores, the sums of the new P, the totals without them, scale. Each is a tile:
     one operand for each P, those of a thread's two rows alternating in pairs, of which the first counts in row values.
+
+    `first`: of a row's first tile, where nothing was summed before; computed again if a warp has a HUGE row.
     """
     sizes = [count // 2, count // 2 if earlier else 0, count, count, count]
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
@@ -32,40 +59,54 @@ def redo_code(count, half_precision, earlier, natural):
         [f"${start + k}" for k in range(size)] for start, size in zip(starts, sizes, strict=True)
     )
     score, part, before, scale = ([f"${2 * sum(sizes) + j * count + k}" for k in range(count)] for j in range(4))
-    limit = "0f44800000"  # 2 ** 10
+    LIMIT = "0f44800000"  # 2 ** 10
+    HUGE = "0f4C800000"  # 2 ** 26
+    LOWEST = "0fFF61B1E6"  # -3.0e38, as in `softmax_first`
     LOG2E = "0f3FB8AA3B"
     lines = [
-        "{ .reg .pred p, q; .reg .f32 a, b, m0, m1, t0, t1; .reg .b32 h0, h1;",
-        f"setp.gtu.f32 p, {part[0]}, {limit}; setp.gtu.or.f32 p, {part[2]}, {limit}, p;",  # true for NaN
-        "vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni DONE;",
+        "{ .reg .pred p, q, huge, was; .reg .f32 a, b, m0, m1, t0, t1, peak0, peak1; .reg .b32 h0, h1, sign0, sign1;",
+        "setp.ne.u32 p, 0, 0;",
     ]
+    for row in (0, 2):
+        if first:
+            lines.append(
+                f"abs.f32 a, {top[row]}; setp.gt.f32 q, a, {HUGE}; setp.neu.and.f32 q, {top[row]}, {LOWEST}, q;"
+            )
+            lines.append("or.pred p, p, q;")
+        else:
+            lines.append(f"setp.gtu.or.f32 p, {part[row]}, {LIMIT}, p;")  # true for NaN
+            if not natural:
+                lines.append(f"mov.b32 sign0, {before[row]}; setp.lt.or.s32 p, sign0, 0, p;")
+    lines.append("vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni DONE;")
     for row in range(2):
-        first, m = 2 * row, f"m{row}"
+        at, m = 2 * row, f"m{row}"
         own = [score[k] for k in range(count) if (k >> 1) & 1 == row]
         lines.append(f"max.f32 {m}, {own[0]}, {own[1]};")
         lines += [f"max.f32 {m}, {m}, {one};" for one in own[2:]]
         lines += [f"shfl.sync.bfly.b32 a, {m}, {lane}, 0x1f, 0xffffffff; max.f32 {m}, {m}, a;" for lane in (2, 1)]
-        rounded = "" if natural else f"mul.f32 {m}, {m}, {scale[0]}; cvt.rpi.f32.f32 {m}, {m}; "
-        in_log2 = f"mul.f32 a, a, {LOG2E}; " if natural else ""
-        lines += [
-            f"{rounded}max.f32 {m}, {m}, {top[first]};",
-            f"sub.f32 a, {top[first]}, {m}; {in_log2}ex2.approx.ftz.f32 {factor[first]}, a; mov.f32 {top[first]}, {m};",
-            f"mul.f32 t{row}, {before[first]}, {factor[first]}; neg.f32 {m}, {m};",
-            f"cvt.rn.{half_precision}x2.f32 h{row}, {factor[first]}, {factor[first]};",
-        ]
+        known = LOWEST if first else top[at]
+        if natural:
+            lines.append(f"mov.f32 t{row}, {before[at]}; max.f32 {m}, {m}, {known}; sub.f32 a, {known}, {m};")
+            lines.append(f"mul.f32 a, a, {LOG2E}; ex2.approx.ftz.f32 {factor[at]}, a; mov.f32 {top[at]}, {m};")
+        else:
+            lines.append(new_tops(row, known, before[at], top[at], factor[at], scale[0]))
+        lines.append(f"mul.f32 t{row}, t{row}, {factor[at]}; neg.f32 {m}, {m};")
+        lines.append(f"cvt.rn.{half_precision}x2.f32 h{row}, {factor[at]}, {factor[at]};")
     for k in range(0, count, 2):
         row = (k >> 1) & 1
         for name, one in (("a", score[k]), ("b", score[k + 1])):
             if natural:
                 lines.append(f"add.f32 {name}, {one}, m{row}; mul.f32 {name}, {name}, {LOG2E};")
             else:
-                lines.append(f"fma.rn.f32 {name}, {one}, {scale[0]}, m{row};")
-            lines.append(f"ex2.approx.ftz.f32 {name}, {name};")
-            lines.append(f"add.f32 t{row}, t{row}, {name};")
+                lines.append(f"sub.f32 {name}, {one}, peak{row}; fma.rn.f32 {name}, {name}, {scale[0]}, m{row};")
+            lines.append(f"ex2.approx.ftz.f32 {name}, {name}; add.f32 t{row}, t{row}, {name};")
         lines.append(f"cvt.rn.{half_precision}x2.f32 {pairs[k // 2]}, b, a;")
     lines += [f"mul.rn.{half_precision}x2 {pair}, {pair}, h{k & 1};" for k, pair in enumerate(others)]
-    lines.append(f"mov.f32 {total[0]}, t0; mov.f32 {total[2]}, t1; DONE: }}")
-    return " ".join(lines)
+    for row in range(2):
+        if not natural:
+            lines.append(f"mov.b32 h0, t{row}; or.b32 h0, h0, sign{row}; mov.b32 t{row}, h0;")
+        lines.append(f"mov.f32 {total[2 * row]}, t{row};")
+    return " ".join([*lines, "DONE: }"])
 
 
 @gluon.constexpr_function
@@ -153,26 +194,29 @@ def softmax_first(s, state, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, B
         peak = gl.ceil(peak * scale)
     top = gl.expand_dims(gl.maximum(peak, LOWEST), 1)
     top, _ = gl.broadcast(top, state_of(s, BN))
-    p = gl.exp2(exponent(s, over_columns(top, BN), scale, NATURAL))
+    tops = over_columns(top, BN)
+    p = gl.exp2(exponent(s, tops, scale, NATURAL))
+    total = sum_of_lane(p, BN)
+    p = p.to(dtype)
+    if not NATURAL:
+        totals = over_columns(total, BN)
+        before = gl.zeros_like(s)
+        p, _, top, total, _ = computed_again(s, p, 0, tops, totals, totals, before, scale, False, False, True, BN)
     top = gl.convert_layout(top, state.type.layout, assert_trivial=True)
-    total = gl.convert_layout(sum_of_lane(p, BN), state.type.layout, assert_trivial=True)
-    return p.to(dtype), top, total
+    total = gl.convert_layout(total, state.type.layout, assert_trivial=True)
+    return p, top, total
 
 
 @gluon.jit
-def speculate(
-    s, earlier, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, EARLIER: gl.constexpr, BN: gl.constexpr
-):
-    """Return (P, P of an earlier half, top, total, factor of what was summed before) of further scores `[64, BN]`."""
+def computed_again(
+    s, p, earlier, tops, totals, parts, before, scale,
+    EARLIER: gl.constexpr, NATURAL: gl.constexpr, FIRST: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Return (P, P of an earlier half, top, total, factor of what was summed before) after `redo_code`."""
     COUNT: gl.constexpr = BN // 2  # P of a thread
-    KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
-    CODE: gl.constexpr = redo_code(COUNT, KIND, EARLIER, NATURAL)
+    KIND: gl.constexpr = "bf16" if p.dtype == gl.bfloat16 else "f16"
+    CODE: gl.constexpr = redo_code(COUNT, KIND, EARLIER, NATURAL, FIRST)
     OPERANDS: gl.constexpr = redo_operands(COUNT, EARLIER)
-    tops = over_columns(top, BN)
-    p = gl.exp2(exponent(s, tops, scale, NATURAL))
-    part = sum_of_lane(p, BN)
-    totals, parts, before = over_columns(total + part, BN), over_columns(part, BN), over_columns(total, BN)
-    p = p.to(dtype)
     ones = gl.full([64, BN], 1.0, gl.float32, layout=s.type.layout)
     if EARLIER:
         p, earlier, tops, totals, factors = gl.inline_asm_elementwise(
@@ -185,6 +229,18 @@ def speculate(
             (p.dtype, gl.float32, gl.float32, gl.float32), is_pure=False, pack=COUNT,
         )  # fmt: skip
     return p, earlier, state_of(tops, BN), state_of(totals, BN), state_of(factors, BN)
+
+
+@gluon.jit
+def speculate(
+    s, earlier, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, EARLIER: gl.constexpr, BN: gl.constexpr
+):
+    """Return (P, P of an earlier half, top, total, factor of what was summed before) of further scores `[64, BN]`."""
+    tops = over_columns(top, BN)
+    p = gl.exp2(exponent(s, tops, scale, NATURAL))
+    part = sum_of_lane(p, BN)
+    totals, parts, before = over_columns(total + part, BN), over_columns(part, BN), over_columns(total, BN)
+    return computed_again(s, p.to(dtype), earlier, tops, totals, parts, before, scale, EARLIER, NATURAL, False, BN)
 
 
 @gluon.jit
@@ -209,19 +265,23 @@ def softmax_next(
 
 
 @gluon.jit
-def statistics(top, total, NATURAL: gl.constexpr):
+def statistics(top, total, scale, NATURAL: gl.constexpr):
     """Return (lse, lse_tail) of rows, -inf and 0 where no key is visible: what `Result` says of them."""
     LN2: gl.constexpr = 0.6931471805599453
     LOG2E: gl.constexpr = 1.4426950408889634
     empty = total == 0.0
-    log_total = gl.log2(total)
+    log_total = gl.log2(gl.abs(total))
     if NATURAL:
         log_total = log_total * LN2
         lse = top + log_total
         tail = (top - lse) + log_total
     else:
+        zero = gl.zeros_like(top)
+        product = gl.fma(top, zero + scale, zero)
+        rest = gl.fma(top, zero + scale, -product)
+        log_total = gl.where(total < 0.0, rest + log_total, log_total)  # of a HUGE row
+        top = gl.where(total < 0.0, product, top)
         lse = (top + log_total) * LN2
-        zero = gl.zeros_like(lse)
         factor = zero + LOG2E
         anchor = gl.fma(lse, factor, zero)  # a product would be contracted into the subtraction
         tail = ((top - anchor) - gl.fma(lse, factor, -anchor) + log_total) * LN2
