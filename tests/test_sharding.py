@@ -77,7 +77,7 @@ def test_tensors_that_are_split_in_different_ways_are_redistributed(two_ranks, a
 
 
 @pytest.mark.parametrize("batch", [3, 1])
-@pytest.mark.parametrize("kind", ["mask of keys", "dynamic mask", "dropout", "bias for all"])
+@pytest.mark.parametrize("kind", ["mask of keys", "dynamic mask", "intervals in documents", "dropout", "bias for all"])
 def test_batches_that_do_not_divide_are_right(two_ranks, kind, batch):
     equal_to_one_device(two_ranks, Case(kind, ["batch"], batch=batch))
 

@@ -89,7 +89,7 @@ class Ring(torch.autograd.Function):
                 seen[piece.run] = True
             keys = arrived(ahead)
         whole = joined(rows, (1, 2))
-        out = whole.out.to(query.dtype)
+        out = whole.out if whole.out.dtype == query.dtype else whole.out.to(query.dtype)
         ctx.plan = plan
         ctx.save_for_backward(query, key, value, bias, biases, seed, out, whole.lse, whole.lse_tail, *masks)
         ctx.mark_non_differentiable(whole.row_max)
