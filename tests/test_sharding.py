@@ -20,7 +20,7 @@ def four_ranks() -> Iterator[ranks.Ranks]:
         yield processes
 
 
-def equal_to_one_device(processes, case, *sizes, limit=60.0):
+def equal_to_one_device(processes, case, *sizes, limit=ranks.LIMIT):
     """Check all tensors of a case on all ranks; return their placements."""
     for report in processes(cases.compare, case, *sizes, limit=limit):
         assert max(report.errors.values()) < CLOSE, report

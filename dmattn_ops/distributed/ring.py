@@ -89,6 +89,8 @@ class Ring(torch.autograd.Function):
                 seen[piece.run] = True
             keys = arrived(ahead)
         whole = joined(rows, (1, 2))
+        # `to` would return float32 as it is. A graph of torch 2.11 then has one tensor under two names among the results of
+        # this function, and takes the gradient of out for that of the other.
         out = whole.out if whole.out.dtype == query.dtype else whole.out.to(query.dtype)
         ctx.plan = plan
         ctx.save_for_backward(query, key, value, bias, biases, seed, out, whole.lse, whole.lse_tail, *masks)
