@@ -125,7 +125,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="problems small enough for a CPU")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=3, help=f"calls in each round; 1 where one takes {LONG_STEP:.0f} ms")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help=f"calls in each round; 1 where one takes {LONG_STEP:.0f} ms"
+    )
     parser.add_argument("--cases", nargs="+", choices=["causal", "documents", "window", "dynamic"])
     parser.add_argument("--runs", nargs="+", help=f"only implementations that begin with one of these, and {ONE_GPU}")
     parser.add_argument(

@@ -17,6 +17,7 @@ from dmattn_ops.distributed import (
     shard_sequence,
     unshard_sequence,
 )
+from dmattn_ops.distributed.context_mask import work_of
 from dmattn_ops.distributed.context_parallel import chosen_method, head_groups
 from dmattn_ops.distributed.key_exchange import exchange_of
 from dmattn_ops.distributed.pieces import Statistics, merged, sight_of, spans_of
@@ -325,6 +326,38 @@ def test_keys_travel_in_groups_of_heads_where_they_are_many():
     assert head_groups(exchange, key, key) == 4
     assert head_groups(exchange, key[:, :, :6], key[:, :, :6]) == 2
     assert head_groups(exchange, key[:, :, :1, :8], key[:, :, :1, :8]) == 1
+
+
+def shown(pieces, sight, rows, columns):
+    """Return what pieces show of a rank's queries and of the keys at hand; each pair at most once."""
+    seen = torch.zeros(rows, columns, dtype=torch.int64)
+    for piece in pieces:
+        limits = sight.band(piece.query, piece.key).limits(piece.rows, piece.columns)
+        distance = torch.arange(piece.columns) - torch.arange(piece.rows)[:, None]
+        inside = (distance >= limits[0]) & (distance <= limits[1])
+        seen[piece.row : piece.row + piece.rows, piece.column : piece.column + piece.columns] += inside
+    return seen
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("layout", ["head_tail", "contiguous", "dealt"])
+def test_pieces_of_a_ring_that_are_joined_show_the_same(size, layout):
+    chunk, joined = 3, 0
+    for diagonal in (0, 1, -1, 5, -17, 40):
+        if layout == "dealt":
+            layout = tuple(torch.randperm(2 * size).tolist())
+        length = 2 * chunk * size
+        sight = sight_of(True, diagonal, (None, None), length, length)
+        spans = spans_of(sight, layout, size)
+        for rank in range(size):
+            of = [work_of("ring", sight, spans, layout, Team("", rank, size), by_place=each) for each in (False, True)]
+            for apart, together in zip(*(work.steps() for work in of), strict=True):
+                rows = columns = 2 * chunk
+                assert torch.equal(shown(apart, sight, rows, columns), shown(together, sight, rows, columns))
+                joined += len(together) < len(apart)
+                if layout == "head_tail" and diagonal == 0:
+                    assert len(together) == 1
+    assert joined or layout == "contiguous"
 
 
 def test_merging_keeps_what_rounding_lse_loses():

@@ -26,7 +26,7 @@ from dmattn_ops.distributed.context_mask import (
 from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
 from dmattn_ops.distributed.pieces import Numbers, Piece, Sight, Spans, Visible, sight_of, spans_of, visible_by
 from dmattn_ops.distributed.ring import Ring, RingPlan
-from dmattn_ops.distributed.sequence import GatheredRows, Layout, check_length, in_order, runs
+from dmattn_ops.distributed.sequence import GatheredRows, Layout, check_length, in_order
 from dmattn_ops.distributed.team import Group, Team, same_on_all, team_of
 from dmattn_ops.masks import Documents
 from dmattn_ops.tile_mask import TileMask
@@ -254,8 +254,9 @@ def _attention(
         parts: tuple[TileMask | None, ...] = mask.parts
     else:
         spans = spans_of(of.sight, of.layout, of.team.size)
-        work = work_of(of.method, of.sight, spans, of.layout, of.team)
         source = source_of(mask, documents, cu_seqlens, of.team, of.layout, of.method, of.sight)
+        by_place = source.nothing and of.bias is None and of.numbers.dropout_p == 0.0
+        work = work_of(of.method, of.sight, spans, of.layout, of.team, by_place=by_place)
         parts = (None,) * len(work.pieces) if source.nothing else parts_of(source, of.sight, work.pieces)
     seed = None
     if of.numbers.dropout_p != 0.0:
@@ -292,9 +293,8 @@ def _by_ring(
     seen = [_visible(of, part, piece) for part, piece in zip(parts, work.pieces, strict=True)]
     everything = (((0, of.sight.seqlen_k),),) * of.team.size
     bias = BiasPlan(_is_per_key(of), KeyExchange(of.team, of.layout, of.sight.seqlen_k, everything), by_position=True)
-    own = runs(of.layout, of.team.size, of.team.rank, of.query.shape[1])
     limits = tuple(visible[1:] for visible in seen)
-    plan = RingPlan(of.team, bias, own, work.steps(), limits, of.numbers, of.needs_max, of.reduce_dtype)
+    plan = RingPlan(of.team, bias, of.query.shape[1], work.steps(), limits, of.numbers, of.needs_max, of.reduce_dtype)
     tensors = [tensor for visible in seen for tensor in visible.tensors]
     masks = tensors if any(tensor is not None for tensor in tensors) else []
     return Ring.apply(plan, of.query, of.key, of.value, of.bias, seed, *masks)
