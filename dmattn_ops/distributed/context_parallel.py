@@ -302,7 +302,7 @@ def _by_ring(
 
 def _by_heads(of: _Request, part: TileMask | None, seed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     team, layout, wide = of.team, of.layout, torch.promote_types(of.query.dtype, of.reduce_dtype)
-    query, key, value = (ulysses.ToHeads.apply(team, layout, wide, tensor) for tensor in (of.query, of.key, of.value))
+    query, key, value = ulysses.ToHeads.apply(team, layout, wide, of.query, of.key, of.value)
     piece = Piece(0, 0, of.sight.seqlen_q, 0, 0, of.sight.seqlen_k, 0)
     visible = _visible(of, part, piece)
     bias = None if of.bias is None else _bias_by_heads(of, of.bias)
@@ -312,11 +312,11 @@ def _by_heads(of: _Request, part: TileMask | None, seed: Tensor | None) -> tuple
         query, key, value, bias, *visible.tensors, None, seed, visible.band_lo, visible.band_hi, 0, 0, visible.at_most,
         *of.numbers, of.needs_max,
     )  # fmt: skip
-    out = ulysses.ToSequence.apply(team, layout, out)
-    lse = ulysses.ToSequence.apply(team, layout, lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+    out, lse = ulysses.ToSequence.apply(team, layout, out, lse.transpose(1, 2).unsqueeze(-1))
+    lse = lse.squeeze(-1).transpose(1, 2)
     if of.needs_max:
         row_max = row_max.detach().transpose(1, 2).unsqueeze(-1)
-        row_max = ulysses.ToSequence.apply(team, layout, row_max).squeeze(-1).transpose(1, 2)
+        row_max = ulysses.ToSequence.apply(team, layout, row_max)[0].squeeze(-1).transpose(1, 2)
     return out, lse, row_max
 
 
@@ -326,7 +326,7 @@ def _bias_by_heads(of: _Request, bias: Tensor) -> Tensor:
     own = ulysses.own_heads(bias.shape[1], team)
     wide = torch.promote_types(bias.dtype, of.reduce_dtype)
     if not _is_per_key(of) and bias.shape[1] != 1:
-        return ulysses.ToHeads.apply(team, layout, wide, bias.transpose(1, 2)).transpose(1, 2)
+        return ulysses.ToHeads.apply(team, layout, wide, bias.transpose(1, 2))[0].transpose(1, 2)
     dim = 3 if _is_per_key(of) else 2
     rows = GatheredRows.apply(team, wide, bias.movedim(dim, 0).to(wide))
     return in_order(rows, layout, team.size, 0).movedim(0, dim)[:, own].contiguous()
