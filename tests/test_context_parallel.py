@@ -21,7 +21,7 @@ from dmattn_ops.distributed.context_mask import work_of
 from dmattn_ops.distributed.context_parallel import chosen_method, head_groups
 from dmattn_ops.distributed.key_exchange import exchange_of
 from dmattn_ops.distributed.pieces import Statistics, merged, sight_of, spans_of
-from dmattn_ops.distributed.team import Team
+from dmattn_ops.distributed.team import Team, share_a_host
 
 METHODS = ("all_gather", "ulysses", "ring")
 CAUSAL = ("is_causal", True)
@@ -150,6 +150,11 @@ def test_compiled_calls_equal_one_process(two_ranks, method, case, backend):
     if backend == "inductor":
         case = case._replace(keywords=case.keywords[:1])  # Inductor draws other random numbers than eager mode
     assert_equal(two_ranks(context_cases.compare, case._replace(method=method, compiled=backend), limit=180))
+
+
+def test_a_compiled_call_chooses_its_method(two_ranks):
+    case = Case(keywords=(CAUSAL,), method="auto", compiled="aot_eager")
+    assert_equal(two_ranks(context_cases.compare, case, limit=180))
 
 
 class Returned(TorchFunctionMode):
@@ -302,30 +307,67 @@ def exchange_on(size, layout, length, **conditions):
 
 
 @pytest.mark.parametrize(
-    ("size", "length", "heads", "heads_kv", "causal_window", "method"),
+    ("size", "length", "heads", "heads_kv", "causal_window", "near", "method"),
     [
-        (4, 131072, 32, 8, None, "all_gather"),  # grouped heads: few keys travel
-        (8, 131072, 32, 32, None, "ulysses"),  # as many key heads: a part of all heads is less than all keys
-        (8, 131072, 30, 30, None, "all_gather"),  # heads that cannot be dealt
-        (8, 1048576, 30, 30, None, "ring"),  # gathered keys would fill 16 GB
-        (8, 1048576, 32, 32, (4095, None), "all_gather"),  # a window needs few keys
+        (4, 131072, 32, 8, None, False, "all_gather"),  # grouped heads: few keys travel
+        (4, 131072, 32, 8, None, True, "ulysses"),  # within a host 1.25 times as much does not matter
+        (2, 131072, 32, 8, None, True, "ulysses"),  # nor does 2.5 times as much
+        (2, 131072, 32, 1, None, True, "all_gather"),  # 17 times as much does
+        (8, 131072, 32, 32, None, False, "ulysses"),  # as many key heads: a part of all heads is less than all keys
+        (8, 131072, 30, 30, None, True, "all_gather"),  # heads that cannot be dealt
+        (8, 1048576, 30, 30, None, True, "ring"),  # gathered keys would fill 16 GB
+        (8, 1048576, 32, 32, (4095, None), True, "all_gather"),  # a window needs few keys
     ],
 )
-def test_the_method_is_chosen_by_what_travels_and_what_fits(size, length, heads, heads_kv, causal_window, method):
+def test_the_method_is_chosen_by_what_travels_and_what_fits(size, length, heads, heads_kv, causal_window, near, method):
     layout = "contiguous" if causal_window else "head_tail"
     _, sight = exchange_on(size, layout, length, is_causal=True, window=causal_window or (None, None))
     query, key = (
         torch.empty(1, length // size, count, 128, dtype=torch.bfloat16, device="meta") for count in (heads, heads_kv)
     )
-    assert chosen_method(query, key, key, None, None, sight, layout, Team("", 0, size)) == method
+    assert chosen_method(query, key, key, None, None, sight, layout, Team("", 0, size), near) == method
+
+
+def hosts_of_groups():
+    """Return whether groups share a host, where the launcher says nothing, two ranks a host and one a host."""
+    own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    found = []
+    for local in ("", "2", "1"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_WORLD_SIZE", local)
+            found.append((share_a_host(None), share_a_host(own)))
+    return found
+
+
+def test_ranks_share_a_host_where_the_launcher_says_so(two_ranks):
+    assert two_ranks(hosts_of_groups) == [[(False, False), (True, True), (False, True)]] * 2
+
+
+def calls_without_a_method(local):
+    part = torch.randn(1, 64, 4, 16, device=ranks.device())
+    with pytest.MonkeyPatch.context() as patch, record_traffic() as traffic:
+        patch.setenv("LOCAL_WORLD_SIZE", local)
+        context_parallel_attention(part, part, part, group=None, method="auto", is_causal=True)
+    return traffic.received
+
+
+def test_ranks_that_choose_different_methods_are_told(two_ranks):
+    assert len(set(two_ranks(calls_without_a_method, "2"))) == 1
+    for failure in two_ranks.failures(calls_of_a_host_that_is_another):
+        assert "method is 'ulysses' on rank 0 and 'all_gather' on rank 1" in failure.message
+
+
+def calls_of_a_host_that_is_another():
+    return calls_without_a_method("12"[1 - dist.get_rank()])
 
 
 def test_keys_travel_in_groups_of_heads_where_they_are_many():
     exchange, _ = exchange_on(4, "head_tail", 131072, is_causal=True)
-    key = torch.empty(1, 32768, 8, 128, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(1, 32768, 16, 128, dtype=torch.bfloat16, device="meta")
     assert head_groups(exchange, key, key) == 4
-    assert head_groups(exchange, key[:, :, :6], key[:, :, :6]) == 2
-    assert head_groups(exchange, key[:, :, :1, :8], key[:, :, :1, :8]) == 1
+    assert head_groups(exchange, key[:, :, :8], key[:, :, :8]) == 2
+    assert head_groups(exchange, key[:, :, :6], key[:, :, :6]) == 1
+    assert head_groups(exchange, key[:, :, :8, :2], key[:, :, :8, :2]) == 1
 
 
 def shown(pieces, sight, rows, columns):

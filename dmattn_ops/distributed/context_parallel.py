@@ -27,12 +27,18 @@ from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
 from dmattn_ops.distributed.pieces import Numbers, Piece, Sight, Spans, Visible, sight_of, spans_of, visible_by
 from dmattn_ops.distributed.ring import Ring, RingPlan
 from dmattn_ops.distributed.sequence import GatheredRows, Layout, check_length, in_order
-from dmattn_ops.distributed.team import Group, Team, same_on_all, team_of
+from dmattn_ops.distributed.team import Group, Team, same_on_all, share_a_host, team_of
 from dmattn_ops.masks import Documents
 from dmattn_ops.tile_mask import TileMask
 
 GATHERED_BYTES = 4 << 30  # of keys and values on one rank, from which on `auto` lets them travel in a ring instead
 PIPELINED_BYTES = 16 << 20  # of keys and values that a rank receives, from which on they travel in groups of heads
+GROUPED_HEADS = (
+    4  # key heads of a group, at least: kernels with fewer leave more SMs idle at their end, and read more often
+)
+# How many times the bytes of fetching may be exchanged by heads. Fetching is hidden behind computing, exchanging is not; but the
+# kernels of "ulysses" are those of one GPU. Within a host it was faster with 2.5 times the bytes (2 H200, 131072 positions).
+EXCHANGED_BETWEEN_HOSTS, EXCHANGED_IN_A_HOST = 0.5, 4.0
 
 
 class _Request(NamedTuple):
@@ -120,8 +126,9 @@ def context_parallel_attention(
     asked: list[_Request] = []
 
     def describe() -> dict[str, str]:
-        asked.append(_checked(named, team, reduce_dtype))
-        return {name: agreement.text_of(value) for name, value in named.items()}
+        asked.append(_checked(named, group, team, reduce_dtype))
+        texts = {name: agreement.text_of(value) for name, value in named.items()}
+        return texts | {"method": repr(asked[-1].method)}
 
     agreement.agreed("context_parallel_attention", group, team, describe)
     out, lse, row_max = _attention(asked[0], mask, documents, cu_seqlens)
@@ -132,7 +139,7 @@ def context_parallel_attention(
     return (out, *((lse,) if return_lse else ()), *((row_max,) if return_max else ()))
 
 
-def _checked(named: dict[str, Any], team: Team, reduce_dtype: torch.dtype) -> _Request:
+def _checked(named: dict[str, Any], group: Group | None, team: Team, reduce_dtype: torch.dtype) -> _Request:
     """Refuse what does not fit; return the call."""
     query, key, value, bias, sink = (named[name] for name in ("query", "key", "value", "bias", "sink"))
     plain(query=query, key=key, value=value, bias=bias)
@@ -151,7 +158,7 @@ def _checked(named: dict[str, Any], team: Team, reduce_dtype: torch.dtype) -> _R
     sight = sight_of(named["is_causal"], named["causal_from"], named["window_size"], whole_q, whole_k)
     check_choice(method, (*METHODS, "auto"))
     if method == "auto":
-        method = chosen_method(query, key, value, mask, bias, sight, layout, team)
+        method = chosen_method(query, key, value, mask, bias, sight, layout, team, share_a_host(group))
     if method == "ulysses" and (reasons := ulysses.refusals(query.shape[2], key.shape[2], team.size)):
         raise ValueError(f"method 'ulysses' cannot take this call: {'; '.join(reasons)}")
     if named["documents"] is not None and named["cu_seqlens"] is not None:
@@ -225,10 +232,12 @@ def chosen_method(
     sight: Sight,
     layout: Layout,
     team: Team,
+    near: bool,
 ) -> str:
-    """Return the method for a call, from its shapes: what sends the least, unless memory speaks for the ring.
+    """Return the method for a call, from its shapes and from whether the ranks are `near`, on one host.
 
-    Fetching overlaps with computing and exchanging heads does not, so that the latter has to send half as much.
+    Heads are exchanged where they can be dealt and where that sends few enough bytes, else keys are fetched; they travel in a
+    ring where those that are fetched would take too much memory.
     """
     (batch, length, heads, dim), (heads_kv, dim_v) = query.shape, value.shape[2:]
     exchange = exchange_of(team, layout, sight.seqlen_k, spans_of(sight, layout, team.size))
@@ -239,7 +248,7 @@ def chosen_method(
         of_keys = key.shape[1] * max(heads_kv, team.size) * (dim + dim_v)
         of_queries = length * heads * (dim + dim_v)
         exchanged = batch * (of_keys + of_queries) * key.element_size() * (team.size - 1) // team.size
-        if 2 * exchanged < fetched:
+        if exchanged < (EXCHANGED_IN_A_HOST if near else EXCHANGED_BETWEEN_HOSTS) * fetched:
             return "ulysses"
     return "ring" if exchange.length * per_key > GATHERED_BYTES else "all_gather"
 
@@ -353,7 +362,8 @@ def head_groups(exchange: KeyExchange, key: Tensor, value: Tensor) -> int:
     row = key.shape[0] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
     if exchange.received() * row < PIPELINED_BYTES:
         return 1
-    return next(groups for groups in (4, 2, 1) if key.shape[2] % groups == 0)
+    heads = key.shape[2]
+    return next((groups for groups in (4, 2) if heads % groups == 0 and heads // groups >= GROUPED_HEADS), 1)
 
 
 def share_of_keys(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
