@@ -44,14 +44,12 @@ def new_tops(row, known, before, top, factor, scale):
 
 
 @gluon.constexpr_function
-def redo_code(count, half_precision, earlier, natural, first):
+def redo_code(count, half_precision, earlier, natural):
     """Return PTX that computes the `count` P of a thread again, if a sum of any thread of the warp is too large.
 
     Outputs: P in pairs, P of the tile's `earlier` half in pairs (to be rescaled), then top, total and factor of what was
     summed before; inputs: the same, then scores, the sums of the new P, the totals without them, scale. Each is a tile:
     one operand for each P, those of a thread's two rows alternating in pairs, of which the first counts in row values.
-
-    `first`: of a row's first tile, where nothing was summed before; computed again if a warp has a HUGE row.
     """
     sizes = [count // 2, count // 2 if earlier else 0, count, count, count]
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
@@ -60,23 +58,15 @@ def redo_code(count, half_precision, earlier, natural, first):
     )
     score, part, before, scale = ([f"${2 * sum(sizes) + j * count + k}" for k in range(count)] for j in range(4))
     LIMIT = "0f44800000"  # 2 ** 10
-    HUGE = "0f4C800000"  # 2 ** 26
-    LOWEST = "0fFF61B1E6"  # -3.0e38, as in `softmax_first`
     LOG2E = "0f3FB8AA3B"
     lines = [
         "{ .reg .pred p, q, huge, was; .reg .f32 a, b, m0, m1, t0, t1, peak0, peak1; .reg .b32 h0, h1, sign0, sign1;",
         "setp.ne.u32 p, 0, 0;",
     ]
     for row in (0, 2):
-        if first:
-            lines.append(
-                f"abs.f32 a, {top[row]}; setp.gt.f32 q, a, {HUGE}; setp.neu.and.f32 q, {top[row]}, {LOWEST}, q;"
-            )
-            lines.append("or.pred p, p, q;")
-        else:
-            lines.append(f"setp.gtu.or.f32 p, {part[row]}, {LIMIT}, p;")  # true for NaN
-            if not natural:
-                lines.append(f"mov.b32 sign0, {before[row]}; setp.lt.or.s32 p, sign0, 0, p;")
+        lines.append(f"setp.gtu.or.f32 p, {part[row]}, {LIMIT}, p;")  # true for NaN
+        if not natural:
+            lines.append(f"mov.b32 sign0, {before[row]}; setp.lt.or.s32 p, sign0, 0, p;")
     lines.append("vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni DONE;")
     for row in range(2):
         at, m = 2 * row, f"m{row}"
@@ -84,7 +74,7 @@ def redo_code(count, half_precision, earlier, natural, first):
         lines.append(f"max.f32 {m}, {own[0]}, {own[1]};")
         lines += [f"max.f32 {m}, {m}, {one};" for one in own[2:]]
         lines += [f"shfl.sync.bfly.b32 a, {m}, {lane}, 0x1f, 0xffffffff; max.f32 {m}, {m}, a;" for lane in (2, 1)]
-        known = LOWEST if first else top[at]
+        known = top[at]
         if natural:
             lines.append(f"mov.f32 t{row}, {before[at]}; max.f32 {m}, {m}, {known}; sub.f32 a, {known}, {m};")
             lines.append(f"mul.f32 a, a, {LOG2E}; ex2.approx.ftz.f32 {factor[at]}, a; mov.f32 {top[at]}, {m};")
@@ -159,6 +149,13 @@ def over_columns(state, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def own_lanes(row, s, COLUMNS: gl.constexpr):
+    """Return `[64, 4]`: the value of each row, `[64]`, in all lanes that hold some of `s` `[64, COLUMNS]`."""
+    value, _ = gl.broadcast(gl.expand_dims(row, 1), state_of(s, COLUMNS))
+    return value
+
+
+@gluon.jit
 def sum_of_lane(p, COLUMNS: gl.constexpr):
     """Return `[64, 4]`: the sum over the columns of each lane."""
     return gl.sum(gl.sum(by_lane(p, COLUMNS), 3), 1)
@@ -189,34 +186,39 @@ def softmax_first(s, state, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, B
     LOWEST: gl.constexpr = (
         -3.4028234663852886e38 if NATURAL else -3.0e38
     )  # finite: a row without keys gives 0 and not NaN
+    HUGE: gl.constexpr = 67108864.0  # 2 ** 26, as in `new_tops`
     peak = gl.max(gl.max(gl.max(by_lane(s, BN), 3), 1), 1)
-    if not NATURAL:
-        peak = gl.ceil(peak * scale)
-    top = gl.expand_dims(gl.maximum(peak, LOWEST), 1)
-    top, _ = gl.broadcast(top, state_of(s, BN))
-    tops = over_columns(top, BN)
-    p = gl.exp2(exponent(s, tops, scale, NATURAL))
-    total = sum_of_lane(p, BN)
-    p = p.to(dtype)
-    if not NATURAL:
-        totals = over_columns(total, BN)
-        before = gl.zeros_like(s)
-        p, _, top, total, _ = computed_again(s, p, 0, tops, totals, totals, before, scale, False, False, True, BN)
+    if NATURAL:
+        top = own_lanes(gl.maximum(peak, LOWEST), s, BN)
+        p = gl.exp2(exponent(s, over_columns(top, BN), scale, NATURAL))
+        total = sum_of_lane(p, BN)
+    else:
+        huge = (gl.abs(peak * scale) > HUGE) & (peak * scale > LOWEST)
+        whole = gl.maximum(gl.ceil(peak * scale), LOWEST)
+        origin = over_columns(own_lanes(gl.where(huge, peak, 0.0), s, BN), BN)
+        offset = over_columns(own_lanes(gl.where(huge, 0.0, whole), s, BN), BN)
+        p = gl.exp2(gl.fma(s - origin, scale, -offset))
+        total = sum_of_lane(p, BN) * own_lanes(gl.where(huge, -1.0, 1.0), s, BN)
+        top = own_lanes(gl.where(huge, peak, whole), s, BN)
     top = gl.convert_layout(top, state.type.layout, assert_trivial=True)
     total = gl.convert_layout(total, state.type.layout, assert_trivial=True)
-    return p, top, total
+    return p.to(dtype), top, total
 
 
 @gluon.jit
-def computed_again(
-    s, p, earlier, tops, totals, parts, before, scale,
-    EARLIER: gl.constexpr, NATURAL: gl.constexpr, FIRST: gl.constexpr, BN: gl.constexpr,
-):  # fmt: skip
-    """Return (P, P of an earlier half, top, total, factor of what was summed before) after `redo_code`."""
+def speculate(
+    s, earlier, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, EARLIER: gl.constexpr, BN: gl.constexpr
+):
+    """Return (P, P of an earlier half, top, total, factor of what was summed before) of further scores `[64, BN]`."""
     COUNT: gl.constexpr = BN // 2  # P of a thread
-    KIND: gl.constexpr = "bf16" if p.dtype == gl.bfloat16 else "f16"
-    CODE: gl.constexpr = redo_code(COUNT, KIND, EARLIER, NATURAL, FIRST)
+    KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
+    CODE: gl.constexpr = redo_code(COUNT, KIND, EARLIER, NATURAL)
     OPERANDS: gl.constexpr = redo_operands(COUNT, EARLIER)
+    tops = over_columns(top, BN)
+    p = gl.exp2(exponent(s, tops, scale, NATURAL))
+    part = sum_of_lane(p, BN)
+    totals, parts, before = over_columns(total + part, BN), over_columns(part, BN), over_columns(total, BN)
+    p = p.to(dtype)
     ones = gl.full([64, BN], 1.0, gl.float32, layout=s.type.layout)
     if EARLIER:
         p, earlier, tops, totals, factors = gl.inline_asm_elementwise(
@@ -229,18 +231,6 @@ def computed_again(
             (p.dtype, gl.float32, gl.float32, gl.float32), is_pure=False, pack=COUNT,
         )  # fmt: skip
     return p, earlier, state_of(tops, BN), state_of(totals, BN), state_of(factors, BN)
-
-
-@gluon.jit
-def speculate(
-    s, earlier, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, EARLIER: gl.constexpr, BN: gl.constexpr
-):
-    """Return (P, P of an earlier half, top, total, factor of what was summed before) of further scores `[64, BN]`."""
-    tops = over_columns(top, BN)
-    p = gl.exp2(exponent(s, tops, scale, NATURAL))
-    part = sum_of_lane(p, BN)
-    totals, parts, before = over_columns(total + part, BN), over_columns(part, BN), over_columns(total, BN)
-    return computed_again(s, p.to(dtype), earlier, tops, totals, parts, before, scale, EARLIER, NATURAL, False, BN)
 
 
 @gluon.jit
