@@ -25,21 +25,17 @@ from dmattn_ops.kernels.hopper.backward_256.walk import (
     Mask,
     View,
     at_batch,
-    band_view,
-    block_of,
     head_view,
     load_row_numbers,
     load_select,
     visible,
 )
-from dmattn_ops.kernels.hopper.columns import allocate_rows, buffer_at, load_rows, multiply, pair, transposed
-from dmattn_ops.kernels.hopper.dropout import Dropout, dropout_of_batch, dropout_of_head, mark_dropped, score_gradient
+from dmattn_ops.kernels.hopper.columns import allocate_rows, buffer_at, load_rows, multiply, transposed
+from dmattn_ops.kernels.hopper.dropout import dropout_of_batch, dropout_of_head, mark_dropped, score_gradient
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, warpgroup_mma_wait
 from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
-    Bias,
     Exact,
-    Scales,
     any_flag,
     exact_exponents,
     finite_or_lowest,
@@ -104,6 +100,34 @@ class States(NamedTuple):
     head: Any
     query: Any
     group: Any  # query heads that share one
+
+
+@gluon.jit
+def allocate(maps, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, STAGES: gl.constexpr,
+             QUERY_BUFFERS: gl.constexpr):  # fmt: skip
+    """Return the buffers as TMA fills them (four dimensions) and as the tensor cores read them (two)."""
+    dtype: gl.constexpr = maps[0][0].dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q, q2 = allocate_rows(maps[0], 2 * QUERY_BUFFERS, STEP, D, D2, dtype)
+    o, o2 = allocate_rows(maps[3], 2 * QUERY_BUFFERS, STEP, DV, DV2, dtype)
+    k, k2 = allocate_rows(maps[1], STAGES, STEP, D, D2, dtype)
+    v, v2 = allocate_rows(maps[2], STAGES, STEP, DV, DV2, dtype)
+    q_full = gl.allocate_shared_memory(gl.int64, [QUERY_BUFFERS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [QUERY_BUFFERS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for b in gl.static_range(QUERY_BUFFERS):
+        mbarrier.init(q_full.index(b), count=1)
+        mbarrier.init(q_empty.index(b), count=2)
+    for b in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(b), count=1)
+        mbarrier.init(k_empty.index(b), count=2)
+        mbarrier.init(v_full.index(b), count=1)
+        mbarrier.init(v_empty.index(b), count=2)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    return Shared(q, o, k, v, *barriers), Shared(q2, o2, k2, v2, *barriers)
 
 
 @gluon.jit
@@ -232,7 +256,8 @@ def step(
     delta = gl.load(rows.delta + queries)
     TESTED: gl.constexpr = BANDED or LISTS != NO_LISTS
     if LISTS == BITS:
-        select = load_select(at, view, queries, load_row_numbers(view, queries, seqlen_q, LISTS, HIDDEN, False), LISTS, HAS_HIGH, HIDDEN, False, SCORES)
+        numbers = load_row_numbers(view, queries, seqlen_q, LISTS, HIDDEN, False)
+        select = load_select(at, view, queries, numbers, LISTS, HAS_HIGH, HIDDEN, False, SCORES)
     mbarrier.wait(smem.q_full.index(slot), queries_full)
     mbarrier.wait(smem.k_full.index(b), full)
     s = multiply(buffer_at(smem.q, slot * 2 + C), transposed(buffer_at(smem.k, b)), added, True)
@@ -311,7 +336,19 @@ def member_view(
     walk, batch, head, lists, bits, q_segments, k_segments, intervals, strides, LISTS: gl.constexpr, HIDDEN: gl.constexpr
 ):  # fmt: skip
     """Return what the program's queries see of a member."""
-    list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, group, segment_group = strides
+    (
+        list_b,
+        list_h,
+        list_width,
+        bits_b,
+        bits_h,
+        bits_row,
+        q_segments_b,
+        k_segments_b,
+        k_segments_h,
+        group,
+        segment_group,
+    ) = strides
     start, end, hidden_from, hidden_to = intervals
     at = batch.to(gl.int64)
     mask = Mask(
@@ -360,7 +397,9 @@ def consumer(
                 queries_full = 0
             lse = stats + (batch * heads + head).to(gl.int64) * stat_rows
             rows = Rows(lse, lse + total_rows, lse + 2 * total_rows, lse + 3 * total_rows)
-            view = member_view(walk, batch, head, lists, bits, q_segments, k_segments, intervals, strides, LISTS, HIDDEN)
+            view = member_view(
+                walk, batch, head, lists, bits, q_segments, k_segments, intervals, strides, LISTS, HIDDEN
+            )
             dropout = dropouts
             if DROPOUT:
                 dropout = dropout_of_head(dropout_of_batch(dropouts, batch), head)
@@ -385,96 +424,3 @@ def consumer(
         for c in gl.static_range(CHUNKS):
             at = block * CHUNKS + c
             store_sums(dbias, dbias_q, sums[c], dropouts.rescale, row, at, walk.seqlen_q, walk.seqlen_k, DROPOUT)
-
-
-INTEGERS = (
-    "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
-    "states_b states_h states_q states_group bias_group dbias_heads batches seed_b seed_h "
-    "last_dropped q_origin k_origin heads kv_group stat_rows band_lo band_hi heads_per_group n_sums splits n_flags"
-).split()
-
-
-@gluon.jit
-def allocate(maps, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, STAGES: gl.constexpr,
-             QUERY_BUFFERS: gl.constexpr):  # fmt: skip
-    """Return the buffers as TMA fills them (four dimensions) and as the tensor cores read them (two)."""
-    dtype: gl.constexpr = maps[0][0].dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q, q2 = allocate_rows(maps[0], 2 * QUERY_BUFFERS, STEP, D, D2, dtype)
-    o, o2 = allocate_rows(maps[3], 2 * QUERY_BUFFERS, STEP, DV, DV2, dtype)
-    k, k2 = allocate_rows(maps[1], STAGES, STEP, D, D2, dtype)
-    v, v2 = allocate_rows(maps[2], STAGES, STEP, DV, DV2, dtype)
-    q_full = gl.allocate_shared_memory(gl.int64, [QUERY_BUFFERS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [QUERY_BUFFERS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for b in gl.static_range(QUERY_BUFFERS):
-        mbarrier.init(q_full.index(b), count=1)
-        mbarrier.init(q_empty.index(b), count=2)
-    for b in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(b), count=1)
-        mbarrier.init(k_empty.index(b), count=2)
-        mbarrier.init(v_full.index(b), count=1)
-        mbarrier.init(v_empty.index(b), count=2)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    return Shared(q, o, k, v, *barriers), Shared(q2, o2, k2, v2, *barriers)
-
-
-@gluon.jit(do_not_specialize=INTEGERS)
-def shared_bias_kernel(
-    q_map, k_map, v_map, o_map, q2_map, k2_map, v2_map, o2_map, stats, flags,
-    lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to, states, bias, dbias, seed,
-    list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, mask_group, segment_group,
-    states_b, states_h, states_q, states_group, bias_b, bias_h, bias_q, dbias_b, dbias_h, dbias_q, bias_group, dbias_heads,
-    batches, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin, scale, scale_log2, heads, kv_group,
-    seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_sums, splits, blocks_of_split, n_flags, total,
-    D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr,
-    QUERY_BUFFERS: gl.constexpr, RESIDENT: gl.constexpr, LISTS: gl.constexpr, HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, DROPOUT: gl.constexpr,
-):  # fmt: skip
-    """Write dbias; a program for each 128 queries of each of `splits` parts of the keys of each of `n_sums` heads of dbias.
-
-    `stats` are the statistics of all `total` rows as `hopper.backward.rows` writes them, and `flags` its `n_flags` flags.
-    RESIDENT: there are as many QUERY_BUFFERS as members, and CHUNKS is 1; otherwise there are two.
-    """
-    BANDED: gl.constexpr = HAS_LOW or HAS_HIGH
-    maps = (pair(q_map, q2_map, D2), pair(k_map, k2_map, D2), pair(v_map, v2_map, DV2), pair(o_map, o2_map, DV2))
-    filled, smem = allocate(maps, D, D2, DV, DV2, STAGES, QUERY_BUFFERS)
-    n_tiles = (seqlen_q + 2 * STEP - 1) // (2 * STEP)
-    rank, index = block_of(gl.program_id(0), n_tiles * splits, n_sums, heads_per_group)
-    split = rank // n_tiles
-    tile = rank - split * n_tiles
-    if HAS_HIGH:
-        tile = n_tiles - 1 - tile  # the last queries see the most keys
-    batch = index // dbias_heads
-    head = index - batch * dbias_heads
-    members = Members(batch, head * bias_group, bias_group, batches * bias_group)
-    strides = (list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, mask_group,
-               segment_group)  # fmt: skip
-    intervals = (start, end, hidden_from, hidden_to)
-    numbers = Mask(lists, bits, q_segments, k_segments, list_h, list_width, bits_h, bits_row, 0, k_segments_h, mask_group,
-                   segment_group, at_batch(start, end, hidden_from, hidden_to, batch, 0, NO_LISTS, HIDDEN))  # fmt: skip
-    row = tile * 2 * STEP
-    view = band_view(numbers, row, 2 * STEP, seqlen_q, band_lo, band_hi, seqlen_k, False)
-    blocks = (seqlen_k + CHUNKS * STEP - 1) // (CHUNKS * STEP)
-    first = split * blocks_of_split
-    walk = Walk(row, first, gl.minimum(first + blocks_of_split, blocks), seqlen_q, seqlen_k, view)
-    of_states = States(states, states_b, states_h, states_q, states_group)
-    bias += batch.to(gl.int64) * bias_b + head.to(gl.int64) * bias_h
-    dbias += batch.to(gl.int64) * dbias_b + head.to(gl.int64) * dbias_h
-    total = total.to(gl.int64)
-    of_head = Bias(bias, 0, 1, bias_q, 1.0 / scale, bias, seqlen_q, seqlen_k)
-    scales = Scales(scale_log2, 0.0, 0.0, scale)
-    mask = (lists, bits, q_segments, k_segments, intervals, strides)
-    all_rows = (stats, heads, stat_rows, total)
-    dropouts = Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
-    exact = Exact(0, stats, stats)
-    gl.warp_specialize([
-        (consumer, (smem, walk, members, of_states, mask, all_rows, scales, exact, flags, n_flags, of_head, dropouts, dbias,
-                    dbias_q, 0, DV2, STAGES, CHUNKS, RESIDENT, LISTS, BANDED, HAS_LOW, HAS_HIGH, HIDDEN, DROPOUT)),
-        (consumer, (smem, walk, members, of_states, mask, all_rows, scales, exact, flags, n_flags, of_head, dropouts, dbias,
-                    dbias_q, 1, DV2, STAGES, CHUNKS, RESIDENT, LISTS, BANDED, HAS_LOW, HAS_HIGH, HIDDEN, DROPOUT)),
-        (producer, (maps, filled, walk, members, of_states, kv_group, D, D2, DV, DV2, STAGES, CHUNKS, RESIDENT, LISTS, BANDED)),
-    ], [4, 1], [232, 40])  # fmt: skip
