@@ -138,22 +138,20 @@ def member_after(batch, head, members):
 
 
 @gluon.jit
-def state_of(at, batch, head, walk, states, LISTS: gl.constexpr, BANDED: gl.constexpr):
+def state_of(at, batch, head, walk, states, CHUNKS: gl.constexpr, LISTS: gl.constexpr, BANDED: gl.constexpr):
     """Return the state of the program's queries and the 64 keys of step `at`, as in `States`."""
-    state = 2
     if LISTS != NO_LISTS:
         tile = states.start + batch.to(gl.int64) * states.batch + (head // states.group).to(gl.int64) * states.head
         tile += (walk.row // (2 * STEP)).to(gl.int64) * states.query + at // 2
-        state = gl.load(tile, mask=at * STEP < walk.seqlen_k, other=0).to(gl.int32)
-    else:
-        inside = at * STEP < walk.seqlen_k
-        if BANDED:
-            inside = inside & (at >= walk.view.first) & (at < walk.view.end)
-            whole = (at >= walk.view.full_first) & (at < walk.view.full_end)
-            state = gl.where(inside, gl.where(whole, 2, 1), 0)
-        else:
-            state = gl.where(inside, 2, 0)
-    return state
+        return gl.load(tile, mask=at * STEP < walk.seqlen_k, other=0).to(gl.int32)
+    elif BANDED:
+        inside = (at * STEP < walk.seqlen_k) & (at >= walk.view.first) & (at < walk.view.end)
+        whole = (at >= walk.view.full_first) & (at < walk.view.full_end)
+        return gl.where(inside, gl.where(whole, 2, 1), 0)
+    elif CHUNKS == 1:
+        return 2
+    else:  # the last chunks may be past the end
+        return gl.where(at * STEP < walk.seqlen_k, 2, 0)
 
 
 @gluon.jit
@@ -192,7 +190,7 @@ def producer(
         for m in range(members.count):
             shown = 0
             for c in gl.static_range(CHUNKS):
-                shown = shown | state_of(block * CHUNKS + c, batch, head, walk, states, LISTS, BANDED)
+                shown = shown | state_of(block * CHUNKS + c, batch, head, walk, states, CHUNKS, LISTS, BANDED)
             if shown != 0:
                 slot = turn & 1
                 wanted = True
@@ -211,7 +209,7 @@ def producer(
                 turn += 1
                 for c in gl.static_range(CHUNKS):
                     at = block * CHUNKS + c
-                    if state_of(at, batch, head, walk, states, LISTS, BANDED) != 0:
+                    if state_of(at, batch, head, walk, states, CHUNKS, LISTS, BANDED) != 0:
                         load_keys(i, at, batch, head // kv_group, maps, smem, BYTES, BYTES_V, D, DV, STAGES)
                         i += 1
             batch, head = member_after(batch, head, members)
@@ -405,7 +403,7 @@ def consumer(
                 dropout = dropout_of_head(dropout_of_batch(dropouts, batch), head)
             for c in gl.static_range(CHUNKS):
                 at = block * CHUNKS + c
-                state = state_of(at, batch, head, walk, states, LISTS, BANDED)
+                state = state_of(at, batch, head, walk, states, CHUNKS, LISTS, BANDED)
                 one = sums[c]
                 if state != 0:
                     if CHUNKS > 1:
