@@ -225,6 +225,15 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
+def in_view(at, walk, BANDED: gl.constexpr):
+    """Return whether the band shows something of the keys of step `at`."""
+    if BANDED:
+        return (at >= walk.view.first) & (at < walk.view.end)
+    else:
+        return True
+
+
+@gluon.jit
 def load_bias(bias, row, at, wanted):
     """Return the bias of a consumer's queries and the keys of step `at` as it lies in memory; zeros where it is not wanted."""
     queries = row + gl.arange(0, STEP, layout=gl.SliceLayout(1, PIECES))
@@ -377,13 +386,16 @@ def consumer(
     lists, bits, q_segments, k_segments, intervals, strides = mask
     i = 0
     turn = 0
-    ahead = load_bias(bias, row, walk.first, CHUNKS == 1)
+    # The bias of a step is loaded a step ahead, or with sums of all members before the next keys; where lists leave most steps
+    # out and members take turns, only when a step is taken.
+    AHEAD: gl.constexpr = CHUNKS == 1 or LISTS == NO_LISTS
+    ahead = load_bias(bias, row, walk.first * CHUNKS, AHEAD and in_view(walk.first * CHUNKS, walk, BANDED))
     for block in range(walk.first, walk.end):
         sums = no_sums(CHUNKS)
         added = sums[0]
         if CHUNKS == 1:
             added = starting_scores(ahead, bias, needed)
-            ahead = load_bias(bias, row, block + 1, block + 1 < walk.end)
+            ahead = load_bias(bias, row, block + 1, (block + 1 < walk.end) & in_view(block + 1, walk, BANDED))
         batch = members.batch
         head = members.head
         for m in range(members.count):
@@ -405,9 +417,17 @@ def consumer(
                 at = block * CHUNKS + c
                 state = state_of(at, batch, head, walk, states, CHUNKS, LISTS, BANDED)
                 one = sums[c]
+                loaded = ahead
+                if AHEAD and CHUNKS > 1:
+                    following = at + 1
+                    if c + 1 == CHUNKS:
+                        following = (block + (m + 1 == members.count).to(gl.int32)) * CHUNKS
+                    ahead = load_bias(bias, row, following, in_view(following, walk, BANDED))
                 if state != 0:
+                    if not AHEAD:
+                        loaded = load_bias(bias, row, at, True)
                     if CHUNKS > 1:
-                        added = starting_scores(load_bias(bias, row, at, True), bias, needed)
+                        added = starting_scores(loaded, bias, needed)
                     one = step(
                         i, at, one, added, smem, slot, queries_full, rows, queries, scales, exact, bias, state, view,
                         dropout, walk.seqlen_q, row, C, DV2, STAGES, LISTS, BANDED, HAS_LOW, HAS_HIGH, HIDDEN,
