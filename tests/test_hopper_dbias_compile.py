@@ -7,7 +7,7 @@ import torch
 
 triton = pytest.importorskip("triton", minversion="3.6")
 
-from dmattn_ops import arch, config, meta  # noqa: E402
+from dmattn_ops import arch, config, explain, meta  # noqa: E402
 from dmattn_ops.call import Call  # noqa: E402
 from dmattn_ops.kernels.hopper.arguments import listed  # noqa: E402
 from dmattn_ops.kernels.hopper.dbias import launch as shared_bias  # noqa: E402
@@ -137,3 +137,20 @@ def test_the_parts_of_the_keys_cover_all_blocks_and_fill_the_sms(programs: int, 
         assert splits == 1
     if programs == 1 and blocks <= shared_bias.MOST_SPLITS:
         assert splits == blocks
+
+
+@pytest.mark.parametrize(
+    ("dim", "shared", "told"),
+    [
+        (64, True, "a kernel of its own computes the gradient of the bias"),
+        (128, True, "a kernel of its own computes the gradient of the bias"),
+        (192, True, "the portable kernel computes the gradient of the bias: head dimensions (192, 192) are over 128"),
+        (128, False, ""),
+    ],
+)
+def test_explain_tells_which_kernel_computes_the_gradient_of_the_bias(dim: int, shared: bool, told: str) -> None:
+    rows = torch.empty(2, 512, 4, dim, dtype=torch.bfloat16)
+    bias = torch.empty(1, 4, 512 if shared else 1, 512)
+    backward = explain(rows, rows, rows, None, bias, arch="9.0").backward
+    assert len(backward.notes) == bool(told)
+    assert told in str(backward)

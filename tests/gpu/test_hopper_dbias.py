@@ -81,7 +81,7 @@ def test_heads_of_other_widths(written, shape: str, dims: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize(
-    "lengths", [(1, 1), (1, 300), (300, 1), (63, 65), (128, 128), (129, 64), (640, 1024), (1025, 191)]
+    "lengths", [(2, 1), (2, 300), (300, 1), (63, 65), (128, 128), (129, 64), (640, 1024), (1025, 191)]
 )
 @pytest.mark.parametrize("shape", ["hq", "q"])
 @pytest.mark.parametrize("dim", [64, 128])
@@ -119,7 +119,7 @@ def test_masks_with_nan_where_the_bias_is_hidden(written, dim: int, shape: str, 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_intervals_of_keys(written, dim: int, shape: str, intervals: str) -> None:
     lengths = {"seqlen_q": 517, "seqlen_k": 517}
-    run(written, dim, bias_shape=shape, intervals=intervals, intervals_shape="bk", **lengths)
+    run(written, dim, bias_shape=shape, intervals=intervals, intervals_shape="bh", **lengths)
     run(written, dim, bias_shape=shape, intervals=intervals, intervals_shape="b", is_causal=True, **lengths)
 
 

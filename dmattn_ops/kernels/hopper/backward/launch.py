@@ -29,6 +29,7 @@ from dmattn_ops.kernels.hopper.arguments import (
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
 from dmattn_ops.kernels.hopper.dbias.launch import Statistics, write_dbias
+from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.dbias.launch import refusals as dbias_refusals
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace

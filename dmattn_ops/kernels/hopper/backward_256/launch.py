@@ -44,6 +44,7 @@ from dmattn_ops.kernels.hopper.backward.rows import row_statistics
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
 from dmattn_ops.kernels.hopper.dbias.launch import Statistics, write_dbias
+from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.dbias.launch import refusals as dbias_refusals
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace

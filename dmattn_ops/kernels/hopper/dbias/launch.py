@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dmattn_ops import arch
-from dmattn_ops.call import Call
+from dmattn_ops.call import Call, bias_kind
 from dmattn_ops.config import HopperSharedBias
 from dmattn_ops.kernels.hopper.arguments import (
     bias_places,
@@ -124,6 +124,16 @@ def refusals(call: Call) -> list[str]:
     """Return every reason why a portable kernel has to write dbias instead."""
     dims = call.query.shape[-1], call.value.shape[-1]
     return [f"head dimensions {dims} are over {MAX_DIM}"] * (max(dims) > MAX_DIM)
+
+
+def notes(call: Call) -> list[str]:
+    """Return what `explain` tells of the gradient of a call's bias."""
+    if bias_kind(call.bias) != "full":
+        return []
+    reasons = refusals(call)
+    if reasons:
+        return [f"the portable kernel computes the gradient of the bias: {'; '.join(reasons)}"]
+    return ["a kernel of its own computes the gradient of the bias (shared_bias_kernel)"]
 
 
 def plan_of(members: int, columns: int, shared_memory: int, config: HopperSharedBias) -> Plan:
