@@ -334,6 +334,7 @@ _DBIAS = {
     for (sms, dim, itemsize), (_, keys, queries) in _PORTABLE.items()
     if 90 in sms and itemsize == 2
 }
+# Compiled only: registers hold the sums of two steps of keys side by side; with four, 1.1 KB are spilled.
 _SHARED_BIAS = HopperSharedBias(chunks=2, stages=4, heads_per_group=4)
 HOPPER_BACKWARD = (
     Row(
