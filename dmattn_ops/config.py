@@ -75,12 +75,25 @@ class HopperForward:
 
 
 @dataclass(frozen=True, slots=True)
+class HopperSharedBias:
+    """Gluon kernel for SM 9.0: the gradient of a bias with queries that several batches or heads share.
+
+    A program owns 128 queries and walks over keys in steps of 64. Where the queries of all batches and heads do not fit in
+    shared memory, it adds up `chunks` steps of keys side by side.
+    """
+
+    chunks: int
+    stages: int  # most buffers of keys and of values
+    heads_per_group: int  # as in `HopperBackward256`
+
+
+@dataclass(frozen=True, slots=True)
 class HopperBackward:
     """Gluon backward for SM 9.0: a block owns `block_n` keys and walks queries in steps of `block_m`.
 
     `variant` is the order of a step: "overlapped" or "two_phase" (`kernels/hopper/backward/steps.py`). `ordered_heads` are
     the key heads that run side by side in a deterministic call: with more of them blocks wait less, but share less of L2.
-    `dbias` is for the gradient of a bias with queries, which a portable kernel computes.
+    `shared_bias` is for the gradient of a bias with queries, `dbias` for that where a portable kernel computes it.
     """
 
     block_m: int
@@ -88,6 +101,7 @@ class HopperBackward:
     variant: str
     ordered_heads: int
     dbias: PortableBackward | None = None
+    shared_bias: HopperSharedBias | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +111,8 @@ class HopperBackward256:
     block_m: int
     block_n: int
     heads_per_group: int  # few enough for L2; the blocks of a group start longest first
-    dbias: PortableBackward | None = None  # for the gradient of a bias with queries
+    dbias: PortableBackward | None = None  # for the gradient of a bias with queries, and the same on SM 9.0
+    shared_bias: HopperSharedBias | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,20 +337,22 @@ _DBIAS = {
     for (sms, dim, itemsize), (_, keys, queries) in _PORTABLE.items()
     if 90 in sms and itemsize == 2
 }
+# Compiled only: registers hold the sums of two steps of keys side by side; with four, 1.1 KB are spilled.
+_SHARED_BIAS = HopperSharedBias(chunks=2, stages=4, heads_per_group=4)
 HOPPER_BACKWARD = (
     Row(
-        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16, _DBIAS[64]), 232384,
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16, _DBIAS[64], _SHARED_BIAS), 232384,
         "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 520 / 609, full 584 / 617 TFLOP/s; 1.05 times FA4"
         "; deterministic takes 2 to 12% longer",
     ),
     Row(
-        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8, _DBIAS[128]), 232368,
+        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8, _DBIAS[128], _SHARED_BIAS), 232368,
         "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 583 / 684, full 656 / 695 TFLOP/s; 1.02 times FA4"
         "; deterministic takes 7 to 8% longer",
     ),
 )  # fmt: skip
 HOPPER_BACKWARD_256 = Row(
-    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256]), 231136,
+    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256], _SHARED_BIAS), 231136,
     "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
 )  # fmt: skip
 BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *_portable(1), *_LEGACY)

@@ -305,6 +305,12 @@ def launcher(direction: str, kernel: str) -> ModuleType:
     return _launcher((_FORWARD if direction == "forward" else _BACKWARD)[kernel])
 
 
+def notes(direction: str, kernel: str, call: Call) -> list[str]:
+    """Return what a kernel's launcher tells of a call beside its configuration."""
+    tell = getattr(launcher(direction, kernel), "notes", None)
+    return [] if tell is None or direction == "forward" else tell(call)
+
+
 @cache
 def _launcher(module: str) -> ModuleType:
     return import_module(module)

@@ -55,6 +55,7 @@ class Launch:
     evidence: str
     passed_over: dict[str, tuple[str, ...]]  # from a reason to the rows that it ruled out
     packing: KeyPacking | None  # None where the mask has no intervals
+    notes: tuple[str, ...] = ()  # which kernel computes the gradient of a bias, where there is a choice
 
     def __str__(self) -> str:
         settings = ", ".join(f"{name}={value}" for name, value in self.configuration.items())
@@ -64,6 +65,7 @@ class Launch:
             lines.append(f"    (compiled for {self.swept})")
         if self.packing is not None:
             lines.append(f"    {self.packing}")
+        lines += [f"    {note}" for note in self.notes]
         if self.evidence:
             lines.append(f"    because: {self.evidence}")
         lines += [f"    not {', '.join(rows)}: {reason}" for reason, rows in self.passed_over.items()]
@@ -246,6 +248,7 @@ def _launch(direction: str, call: Call, on: Arch | None, needs_max: bool) -> Lau
         row.evidence,
         passed_over,
         KeyPacking(packed, tuple(reasons)) if is_kept_by_key else None,
+        tuple(dispatch.notes(direction, row.kernel, call)),
     )
 
 

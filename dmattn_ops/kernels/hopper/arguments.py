@@ -5,7 +5,7 @@ To these kernels packed sequences are one long sequence, in which each query see
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from dmattn_ops.kernels.interval_lists import too_long as too_long
 from dmattn_ops.kernels.launching.launch import computed, workspace
 from dmattn_ops.kernels.portable import arguments as portable
 from dmattn_ops.kernels.spans import Spans
-from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Options, dropout_scale
+from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Mask, Options, dropout_scale
 
 LOG2E = 1.4426950408889634
 MAX_DIM = 256
@@ -78,6 +78,43 @@ def band_of(call: Call) -> tuple[int, int]:
 def span_arguments(spans: Spans, unused: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the mask tensors of kernels: lists, bits, segments of queries and of keys, start, end, and hidden ones."""
     return (spans.tiles, unused, unused, unused, spans.starts, spans.ends, unused, unused)
+
+
+def mask_arguments(
+    lists: Tensor | None, bits: Tensor | None, mask: Mask, heads: int, seqlen_q: int, placeholder: Tensor
+) -> tuple[int, list[Any], list[int]]:
+    """Return the kind of one side's mask, its pointers, and its strides and numbers of query heads per mask head.
+
+    Pointers that a kind does not have are the placeholder, so that no kernel is compiled for their absence.
+    """
+    no_intervals = [placeholder] * 4
+    if lists is None:
+        return 0, [placeholder] * 4 + no_intervals, [0] * 9 + [1, 1]
+
+    def strides(tensor: Tensor) -> list[int]:
+        return [tensor.stride(dim) if tensor.shape[dim] > 1 else 0 for dim in range(2)]
+
+    list_strides = [*strides(lists), lists.shape[-1]]
+    group = heads // lists.shape[1]
+    if bits is not None:
+        words = bits.view(torch.int64)  # of 64 rows or columns each: what one step tests
+        of_bits = [*strides(words), words.shape[-1]]
+        return 1, [lists, words, placeholder, placeholder, *no_intervals], [*list_strides, *of_bits, 0, 0, 0, group, 1]
+    if mask.start is not None:
+        hidden = [placeholder if part is None else part for part in (mask.hidden_from, mask.hidden_to)]
+        intervals = [mask.start, mask.end, *hidden]
+        sizes = [*list_strides, 0, 0, 0, 0, *strides(mask.start), group, heads // mask.start.shape[1]]
+        return 3, [lists, placeholder, placeholder, placeholder, *intervals], sizes
+    keys = mask.k_segments
+    assert keys is not None
+    queries = computed(_zeros, keys, (1, seqlen_q)) if mask.q_segments is None else mask.q_segments
+    queries_b = queries.stride(0) if queries.shape[0] > 1 else 0
+    sizes = [*list_strides, 0, 0, 0, queries_b, *strides(keys), group, heads // keys.shape[1]]
+    return 2, [lists, placeholder, queries, keys, *no_intervals], sizes
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return like.new_zeros(shape)
 
 
 def heads_side_by_side(of_head: int, heads: int, device: torch.device) -> int:

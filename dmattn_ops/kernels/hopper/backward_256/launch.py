@@ -31,6 +31,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     column_parts,
     key_numbers_as_bias,
     listed,
+    mask_arguments,
     room_for_key_sums,
     row_strides,
     score_factors,
@@ -42,12 +43,15 @@ from dmattn_ops.kernels.hopper.arguments import (
 from dmattn_ops.kernels.hopper.backward.rows import row_statistics
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
+from dmattn_ops.kernels.hopper.dbias.launch import Statistics, write_dbias
+from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
+from dmattn_ops.kernels.hopper.dbias.launch import refusals as dbias_refusals
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
 from dmattn_ops.kernels.portable.dbias import recompute_dbias, reduce_key_sums
 from dmattn_ops.kernels.spans import WORDS, spans_of
-from dmattn_ops.problem import TILE, UNBOUNDED, Mask
+from dmattn_ops.problem import TILE, UNBOUNDED
 
 STEP = 64
 STAT_ROWS = 64  # rows of a statistics program
@@ -75,53 +79,16 @@ def refusals(call: Call) -> list[str]:
     return [reason for reason, applies in wrong.items() if applies]
 
 
-def _mask_arguments(
-    lists: Tensor | None, bits: Tensor | None, mask: Mask, heads: int, seqlen_q: int, placeholder: Tensor
-) -> tuple[int, list[Any], list[int]]:
-    """Return the kind of one side's mask, its pointers, and its strides and numbers of query heads per mask head.
-
-    Pointers that a kind does not have are the placeholder, so that no kernel is compiled for their absence.
-    """
-    no_intervals = [placeholder] * 4
-    if lists is None:
-        return 0, [placeholder] * 4 + no_intervals, [0] * 9 + [1, 1]
-
-    def strides(tensor: Tensor) -> list[int]:
-        return [tensor.stride(dim) if tensor.shape[dim] > 1 else 0 for dim in range(2)]
-
-    list_strides = [*strides(lists), lists.shape[-1]]
-    group = heads // lists.shape[1]
-    if bits is not None:
-        words = bits.view(torch.int64)  # of 64 rows or columns each: what one step tests
-        of_bits = [*strides(words), words.shape[-1]]
-        return 1, [lists, words, placeholder, placeholder, *no_intervals], [*list_strides, *of_bits, 0, 0, 0, group, 1]
-    if mask.start is not None:
-        hidden = [placeholder if part is None else part for part in (mask.hidden_from, mask.hidden_to)]
-        intervals = [mask.start, mask.end, *hidden]
-        sizes = [*list_strides, 0, 0, 0, 0, *strides(mask.start), group, heads // mask.start.shape[1]]
-        return 3, [lists, placeholder, placeholder, placeholder, *intervals], sizes
-    keys = mask.k_segments
-    assert keys is not None
-    queries = computed(_zeros, keys, (1, seqlen_q)) if mask.q_segments is None else mask.q_segments
-    queries_b = queries.stride(0) if queries.shape[0] > 1 else 0
-    sizes = [*list_strides, 0, 0, 0, queries_b, *strides(keys), group, heads // keys.shape[1]]
-    return 2, [lists, placeholder, queries, keys, *no_intervals], sizes
-
-
 def _arguments_of(
     call: Call, of_keys: bool, heads: int, seqlen_q: int, placeholder: Tensor
 ) -> tuple[int, list[Any], list[int]]:
-    """Return what `_mask_arguments` does of one side: that of the keys' blocks, or of the queries'."""
+    """Return what `mask_arguments` does of one side: that of the keys' blocks, or of the queries'."""
     mask = call.mask
     if call.varlen is None:
         parts = (mask.col_tiles, mask.col_bits) if of_keys else (mask.row_tiles, mask.row_bits)
-        return _mask_arguments(*parts, mask, heads, seqlen_q, placeholder)
+        return mask_arguments(*parts, mask, heads, seqlen_q, placeholder)
     spans = spans_of(call, STEP if of_keys else TILE, of_keys=of_keys)
     return _SPANS, list(span_arguments(spans, placeholder)), [0, 0, WORDS, 0, 0, 0, 0, 0, 0, 1, 1]
-
-
-def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return like.new_zeros(shape)
 
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256) -> None:
@@ -175,7 +142,9 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         **parts, LISTS=kind, **scores, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, HIDDEN=hidden,
         NATURAL=in_natural_units(call), num_warps=4,
     )  # fmt: skip
-    if dbias is not None and bias_kind(bias) == "full":
+    if dbias is not None and bias_kind(bias) == "full" and config.shared_bias is not None and not dbias_refusals(call):
+        write_dbias(call, grad_out, Statistics(stats, flags, rows, n_flags), dbias, config.shared_bias)
+    elif dbias is not None and bias_kind(bias) == "full":
         recompute_dbias(call, saved, grads._replace(grad_out=grad_out), config.dbias)
     elif dbias is not None:
         computed(reduce_key_sums, key_sums, dbias)

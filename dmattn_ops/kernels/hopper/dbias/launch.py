@@ -1,0 +1,192 @@
+"""The gradient of a bias with queries that batches or heads share, on SM 9.0: what is refused, the buffers, and the launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dmattn_ops import arch
+from dmattn_ops.call import Call, bias_kind
+from dmattn_ops.config import HopperSharedBias
+from dmattn_ops.kernels.hopper.arguments import (
+    bias_places,
+    column_parts,
+    dropout_arguments,
+    mask_arguments,
+    score_factors,
+    sizes_of,
+)
+from dmattn_ops.kernels.hopper.backward_256.walk import NO_LISTS, STEP, Mask, at_batch, band_view, block_of
+from dmattn_ops.kernels.hopper.columns import pair
+from dmattn_ops.kernels.hopper.dbias.steps import Members, States, Walk, allocate, consumer, producer
+from dmattn_ops.kernels.hopper.dropout import Dropout
+from dmattn_ops.kernels.hopper.scores import Bias, Exact, Scales
+from dmattn_ops.kernels.launching.launch import launch
+from dmattn_ops.kernels.launching.tensor_maps import rows_map
+from dmattn_ops.kernels.portable.arguments import broadcast_stride
+from dmattn_ops.kernels.portable.dbias import mark_tiles
+from dmattn_ops.problem import TILE, UNBOUNDED
+
+MAX_DIM = 128
+KEYS = STEP.value  # of a step
+SMALL_BUFFERS = 3072  # bytes of shared memory for barriers, and for what the compiler exchanges between warps
+LEAST_STAGES = 3  # buffers of keys and of values: with two, a step waits for its own loads
+PROLOGUE = 4  # blocks of keys in whose time a program begins and loads its queries
+MOST_SPLITS = 16
+INTEGERS = (
+    "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
+    "states_b states_h states_q states_group bias_group dbias_heads batches seed_b seed_h "
+    "last_dropped q_origin k_origin heads kv_group stat_rows band_lo band_hi heads_per_group n_sums splits "
+    "blocks_of_split n_flags total"
+).split()
+
+
+@gluon.jit(do_not_specialize=INTEGERS)
+def shared_bias_kernel(
+    q_map, k_map, v_map, o_map, q2_map, k2_map, v2_map, o2_map, stats, flags,
+    lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to, states, bias, dbias, seed,
+    list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, mask_group, segment_group,
+    states_b, states_h, states_q, states_group, bias_b, bias_h, bias_q, dbias_b, dbias_h, dbias_q, bias_group, dbias_heads,
+    batches, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin, scale, scale_log2, heads, kv_group,
+    seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_sums, splits, blocks_of_split, n_flags, total,
+    D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr,
+    QUERY_BUFFERS: gl.constexpr, RESIDENT: gl.constexpr, LISTS: gl.constexpr, HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
+    """Write dbias; a program for each 128 queries of each of `splits` parts of the keys of each of `n_sums` heads of dbias.
+
+    `stats` are the statistics of all `total` rows as `hopper.backward.rows` writes them, and `flags` its `n_flags` flags.
+    RESIDENT: there are as many QUERY_BUFFERS as members, and CHUNKS is 1; otherwise there are two.
+    """
+    BANDED: gl.constexpr = HAS_LOW or HAS_HIGH
+    maps = (pair(q_map, q2_map, D2), pair(k_map, k2_map, D2), pair(v_map, v2_map, DV2), pair(o_map, o2_map, DV2))
+    filled, smem = allocate(maps, D, D2, DV, DV2, STAGES, QUERY_BUFFERS)
+    n_tiles = (seqlen_q + 2 * STEP - 1) // (2 * STEP)
+    rank, index = block_of(gl.program_id(0), n_tiles * splits, n_sums, heads_per_group)
+    split = rank // n_tiles
+    tile = rank - split * n_tiles
+    if HAS_HIGH:
+        tile = n_tiles - 1 - tile  # the last queries see the most keys
+    batch = index // dbias_heads
+    head = index - batch * dbias_heads
+    members = Members(batch, head * bias_group, bias_group, batches * bias_group)
+    strides = (list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, mask_group,
+               segment_group)  # fmt: skip
+    intervals = (start, end, hidden_from, hidden_to)
+    numbers = Mask(lists, bits, q_segments, k_segments, list_h, list_width, bits_h, bits_row, 0, k_segments_h, mask_group,
+                   segment_group, at_batch(start, end, hidden_from, hidden_to, batch, 0, NO_LISTS, HIDDEN))  # fmt: skip
+    row = tile * 2 * STEP
+    view = band_view(numbers, row, 2 * STEP, seqlen_q, band_lo, band_hi, seqlen_k, False)
+    blocks = (seqlen_k + CHUNKS * STEP - 1) // (CHUNKS * STEP)
+    first = split * blocks_of_split
+    walk = Walk(row, first, gl.minimum(first + blocks_of_split, blocks), seqlen_q, seqlen_k, view)
+    of_states = States(states, states_b, states_h, states_q, states_group)
+    bias += batch.to(gl.int64) * bias_b + head.to(gl.int64) * bias_h
+    dbias += batch.to(gl.int64) * dbias_b + head.to(gl.int64) * dbias_h
+    total = total.to(gl.int64)
+    of_head = Bias(bias, 0, 1, bias_q, 1.0 / scale, bias, seqlen_q, seqlen_k)
+    scales = Scales(scale_log2, 0.0, 0.0, scale)
+    mask = (lists, bits, q_segments, k_segments, intervals, strides)
+    all_rows = (stats, heads, stat_rows, total)
+    dropouts = Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
+    exact = Exact(0, stats, stats)
+    gl.warp_specialize([
+        (consumer, (smem, walk, members, of_states, mask, all_rows, scales, exact, flags, n_flags, of_head, dropouts, dbias,
+                    dbias_q, 0, DV2, STAGES, CHUNKS, RESIDENT, LISTS, BANDED, HAS_LOW, HAS_HIGH, HIDDEN, DROPOUT)),
+        (consumer, (smem, walk, members, of_states, mask, all_rows, scales, exact, flags, n_flags, of_head, dropouts, dbias,
+                    dbias_q, 1, DV2, STAGES, CHUNKS, RESIDENT, LISTS, BANDED, HAS_LOW, HAS_HIGH, HIDDEN, DROPOUT)),
+        (producer, (maps, filled, walk, members, of_states, kv_group, D, D2, DV, DV2, STAGES, CHUNKS, RESIDENT, LISTS, BANDED)),
+    ], [4, 1], [232, 40])  # fmt: skip
+
+
+class Statistics(NamedTuple):
+    """Row statistics as `hopper.backward.rows` writes them, and a byte for each of some rows that says whether pairs are needed."""
+
+    rows: Tensor  # float32; [4, batch, heads, rows_of_head] from its start on
+    flags: Tensor
+    rows_of_head: int
+    n_flags: int
+
+
+class Plan(NamedTuple):
+    """How shared memory is used."""
+
+    resident: bool  # the queries of all members stay
+    query_buffers: int
+    stages: int
+    chunks: int
+
+
+def refusals(call: Call) -> list[str]:
+    """Return every reason why a portable kernel has to write dbias instead."""
+    dims = call.query.shape[-1], call.value.shape[-1]
+    return [f"head dimensions {dims} are over {MAX_DIM}"] * (max(dims) > MAX_DIM)
+
+
+def notes(call: Call) -> list[str]:
+    """Return what `explain` tells of the gradient of a call's bias."""
+    if bias_kind(call.bias) != "full":
+        return []
+    reasons = refusals(call)
+    if reasons:
+        return [f"the portable kernel computes the gradient of the bias: {'; '.join(reasons)}"]
+    return ["a kernel of its own computes the gradient of the bias (shared_bias_kernel)"]
+
+
+def plan_of(members: int, columns: int, shared_memory: int, config: HopperSharedBias) -> Plan:
+    """Return the buffers of a call whose bias has `members`; `columns` are those of a key and its value."""
+    room = shared_memory - SMALL_BUFFERS
+    of_queries, of_keys = 2 * KEYS * columns * 2, KEYS * columns * 2  # bytes
+    stages = (room - members * of_queries) // of_keys
+    if stages >= LEAST_STAGES:
+        return Plan(True, members, min(stages, config.stages), 1)
+    return Plan(False, 2, min((room - 2 * of_queries) // of_keys, config.stages), config.chunks)
+
+
+def parts_of_keys(programs: int, blocks: int, sms: int) -> int:
+    """Return in how many parts the blocks of keys are divided, so that `programs` times as many fill all SMs about equally."""
+
+    def time(splits: int) -> int:
+        return -(-programs * splits // sms) * (-(-blocks // splits) + PROLOGUE)
+
+    return min(range(1, max(1, min(blocks, MOST_SPLITS)) + 1), key=time)
+
+
+def write_dbias(call: Call, grad_out: Tensor, statistics: Statistics, dbias: Tensor, config: HopperSharedBias) -> None:
+    """Write dbias `[B|1, H|Hkv|1, Sq, Sk]` of a call that `refusals` accepts; `grad_out` must be mappable."""
+    query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
+    batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
+    (width, second), (width_v, second_v) = column_parts(query.shape[-1]), column_parts(value.shape[-1])
+    *places, group = bias_places(bias, heads)
+    batches = batch if dbias.shape[0] == 1 else 1
+    on = arch.physical(query.device)
+    plan = plan_of(batches * group, width + second + width_v + second_v, on.shared_memory, config)
+    kind, numbers, strides = mask_arguments(mask.row_tiles, mask.row_bits, mask, heads, seqlen_q, statistics.rows)
+    states, of_states = None, (0, 0, 0, 1)
+    if mask.row_tiles is not None:
+        states = mark_tiles(mask.row_tiles, -(-seqlen_k // TILE))
+        of_states = broadcast_stride(states, 0), broadcast_stride(states, 1), states.stride(2), heads // states.shape[1]
+    seed, *dropping = dropout_arguments(call)
+    has_low, has_high = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
+    equal = kind == 0 and not has_low and not has_high
+    sums, tiles, blocks = dbias.shape[0] * dbias.shape[1], -(-seqlen_q // TILE), -(-seqlen_k // (plan.chunks * KEYS))
+    splits = parts_of_keys(sums * tiles, blocks, on.num_sms)
+    tensors = query, key, value, grad_out
+    firsts = zip(tensors, (width, width, width_v, width_v), strict=True)
+    seconds = zip(tensors, (second, second, second_v, second_v), strict=True)
+    launch(
+        shared_bias_kernel, (sums * tiles * splits,),
+        *(rows_map(tensor, KEYS, wide) for tensor, wide in firsts),
+        *(rows_map(tensor, KEYS, wide) if wide else None for tensor, wide in seconds),
+        statistics.rows, statistics.flags, *numbers, states, bias, dbias, seed, *strides, *of_states,
+        *places, *dbias.stride()[:3], group, dbias.shape[1], batches, *dropping,
+        options.softmax_scale, score_factors(options)[0], heads, heads // kv_heads, seqlen_q, seqlen_k,
+        statistics.rows_of_head, options.band_lo, options.band_hi, 1 if equal else config.heads_per_group, sums, splits,
+        -(-blocks // splits), statistics.n_flags, batch * heads * statistics.rows_of_head,
+        D=width, D2=second, DV=width_v, DV2=second_v, STAGES=plan.stages, CHUNKS=plan.chunks,
+        QUERY_BUFFERS=plan.query_buffers, RESIDENT=plan.resident, LISTS=kind, HAS_LOW=has_low, HAS_HIGH=has_high,
+        HIDDEN=mask.hidden_from is not None, DROPOUT=options.dropout_p > 0.0, num_warps=4,
+    )  # fmt: skip
