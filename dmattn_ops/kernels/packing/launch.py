@@ -19,19 +19,20 @@ import triton
 from torch import Tensor
 
 from dmattn_ops.call import rows_are_aligned
-from dmattn_ops.kernels.launching.launch import launch, workspace
-from dmattn_ops.kernels.packing.lists import list_blocks, list_query_tiles
+from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.packing.rows import gather_kernel, spoil_kernel, sum_kernel
-from dmattn_ops.kernels.packing.slots import count_chunks, count_places, list_alive, place_keys
+from dmattn_ops.kernels.packing.slots import division_by, plan_epochs
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.tile_mask import rank_tiles
 from dmattn_ops.packing import Epochs
 from dmattn_ops.problem import HEADER, TILE
 
+PLANNING_WARPS = 16
 _SCANNED = 4096  # keys that a program looks through at once
-_COUNTED = 1024
-_LISTED = 256
-_BORN = 1024
+_LISTED = 1024  # old keys that it sorts at once
+_BORN = 2048  # keys born in an epoch that it looks through at once
+_BLOCKS = 32  # of slots that it lists the query tiles of at once
+_OWN, _OTHER = 64, 32  # query tiles whose blocks it lists at once, and how many of these
 _BUCKETS = 32  # at most: deaths are told apart by 128 queries, by 256 in epochs of more than 31 tiles, and so on
 _COPIED = 32768  # bytes of rows that a program copies at once
 # Elements of rows that a program of one warp sums. Its loop is as long as its longest-lived key: few keys, many programs.
@@ -74,37 +75,29 @@ def plan_slots(
     are born: the diagonal of a causal mask, also where the mask's `start` says the same. `inverse`: `sum_rows` is to follow.
     """
     batch, mask_heads = (max(end.shape[dim], 1 if start is None else start.shape[dim]) for dim in (0, 1))
-    seqlen_k, chunks = end.shape[2], triton.cdiv(end.shape[2] + 1, _COUNTED)
-    of_slots, of_epochs, blocks = (cut.slots,), (cut.number,), cut.slots // TILE
+    seqlen_k, matrices = end.shape[2], batch * heads
+    of_slots, of_epochs, of_old, blocks = (cut.slots,), (cut.number,), (cut.number, cut.old_slots), cut.slots // TILE
     room = _integers(
-        end, (batch, heads), of_slots, of_slots, of_slots, of_epochs, of_epochs, (cut.number, cut.old_slots),
+        end, (batch, heads), of_slots, of_slots, of_slots, of_epochs, of_old,
         (triton.cdiv(seqlen_q, TILE), HEADER + cut.slots_per_epoch // TILE), (blocks, HEADER + cut.length // TILE),
-        (blocks, 4), *(((seqlen_k + 1,), of_slots, (chunks,)) if inverse else ()),
+        (blocks, 4), *(((seqlen_k + 1,), of_slots, of_old) if inverse else ()),
     )  # fmt: skip
-    keys, starts, ends, found, broken, listed, row_tiles, col_tiles, hulls = room[:9]
-    offsets, places, totals = room[9:] if inverse else (None, None, None)
-    mask = [*_head_places(start, mask_heads), *_head_places(end, mask_heads), first_head, heads]
-    matrices = batch * heads
-    band = (seqlen_q, seqlen_k, band_lo, band_hi)
-    if inverse and matrices:
-        grid, own = (matrices * chunks,), (*mask, chunks, cut.length)
-        launch(count_chunks, grid, start, end, totals, *own, *band, KEYS=_COUNTED, num_warps=4)
-        launch(
-            count_places, grid, start, end, totals, offsets, places, *own, cut.slots, *band, KEYS=_COUNTED, num_warps=4
-        )
+    keys, starts, ends, broken, listed, row_tiles, col_tiles, hulls = room[:8]
+    offsets, places, listed_places = room[8:] if inverse else (None, None, None)
     if matrices * cut.number:
         bucket = TILE * triton.cdiv(cut.length // TILE, _BUCKETS - 1)
-        buckets = triton.next_power_of_2(triton.cdiv(cut.length, bucket) + 1)
-        own = (*mask, cut.number, cut.length, cut.old_slots)
         launch(
-            list_alive, (matrices * cut.number,), start, end, listed, found, *own, *band, KEYS=_SCANNED, num_warps=16
-        )
-        launch(
-            place_keys, (matrices * cut.number,),
-            start, end, listed, found, keys, starts, ends, broken, offsets, places, *own, cut.born_slots, *band, bucket,
-            INVERSE=inverse, LISTED=_LISTED, BUCKETS=buckets, BORN=_BORN, num_warps=8,
+            plan_epochs, (matrices * cut.number,),
+            start, end, listed, listed_places, keys, starts, ends, broken, hulls, row_tiles, col_tiles, offsets, places,
+            *_head_places(start, mask_heads), *_head_places(end, mask_heads), first_head, heads,
+            cut.number, cut.length, cut.old_slots, cut.born_slots, seqlen_q, seqlen_k, band_lo, band_hi,
+            bucket, *division_by(cut.length), row_tiles.shape[2], row_tiles.shape[3], col_tiles.shape[3],
+            INVERSE=inverse, KEYS=_SCANNED, LISTED=_LISTED, BORN=_BORN, BLOCKS=_BLOCKS, OWN=_OWN, OTHER=_OTHER,
+            BUCKETS=triton.next_power_of_2(triton.cdiv(cut.length, bucket) + 1), num_warps=PLANNING_WARPS,
         )  # fmt: skip
-    _list_tiles(starts, ends, hulls, row_tiles, col_tiles, cut)
+        rank_tiles(row_tiles, col_tiles)
+    elif offsets is not None:  # no queries: no key has a slot
+        computed(Tensor.zero_, offsets)
     return Slots(keys, starts, ends, row_tiles, col_tiles, broken, offsets, places, cut.length)
 
 
@@ -113,24 +106,6 @@ def _head_places(limits: Tensor | None, mask_heads: int) -> tuple[int, int, int]
     if limits is None:
         return 0, 0, 1
     return broadcast_stride(limits, 0), broadcast_stride(limits, 1), mask_heads // max(1, limits.shape[1])
-
-
-def _list_tiles(starts: Tensor, ends: Tensor, hulls: Tensor, row_tiles: Tensor, col_tiles: Tensor, cut: Epochs) -> None:
-    """Write the lists of the query tiles and of the blocks of slots."""
-    matrices, block_count = starts.shape[0] * starts.shape[1], col_tiles.shape[2]
-    per_epoch, epoch_tiles, row_count = cut.slots_per_epoch // TILE, cut.length // TILE, row_tiles.shape[2]
-    if matrices * block_count:
-        launch(
-            list_query_tiles, (matrices * triton.cdiv(block_count, 8),),
-            starts, ends, hulls, col_tiles, block_count, col_tiles.shape[3], BLOCKS=8, TILES=16, num_warps=4,
-        )  # fmt: skip
-    if matrices * row_count:
-        launch(
-            list_blocks, (matrices * cut.number * triton.cdiv(epoch_tiles, 8),),
-            hulls, row_tiles, per_epoch, cut.number, epoch_tiles, row_count, row_tiles.shape[3],
-            OWN=8, OTHER=32, num_warps=1,
-        )  # fmt: skip
-        rank_tiles(row_tiles, col_tiles)
 
 
 def gather_rows(source: Tensor, slots: Slots, heads: int, first_head: int, group: int) -> Tensor:
