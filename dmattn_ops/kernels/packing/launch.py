@@ -23,16 +23,16 @@ from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.packing.rows import gather_kernel, spoil_kernel, sum_kernel
 from dmattn_ops.kernels.packing.slots import division_by, plan_epochs
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
-from dmattn_ops.kernels.tile_mask import rank_tiles
+from dmattn_ops.kernels.tile_mask import RANKED_AT_ONCE, rank_blocks
 from dmattn_ops.packing import Epochs
 from dmattn_ops.problem import HEADER, TILE
 
-PLANNING_WARPS = 16
-_SCANNED = 4096  # keys that a program looks through at once
-_LISTED = 1024  # old keys that it sorts at once
-_BORN = 2048  # keys born in an epoch that it looks through at once
-_BLOCKS = 32  # of slots that it lists the query tiles of at once
-_OWN, _OTHER = 64, 32  # query tiles whose blocks it lists at once, and how many of these
+PLANNING_WARPS = 8
+_SCANNED = 2048  # keys that a program looks through at once
+_LISTED = 512  # old keys that it sorts at once
+_BORN = 1024  # keys born in an epoch that it looks through at once
+_BLOCKS = 16  # of slots that it lists the query tiles of at once
+_OWN, _OTHER = 16, 32  # query tiles whose blocks it lists at once, and how many of these
 _BUCKETS = 32  # at most: deaths are told apart by 128 queries, by 256 in epochs of more than 31 tiles, and so on
 _COPIED = 32768  # bytes of rows that a program copies at once
 # Elements of rows that a program of one warp sums. Its loop is as long as its longest-lived key: few keys, many programs.
@@ -93,9 +93,8 @@ def plan_slots(
             cut.number, cut.length, cut.old_slots, cut.born_slots, seqlen_q, seqlen_k, band_lo, band_hi,
             bucket, *division_by(cut.length), row_tiles.shape[2], row_tiles.shape[3], col_tiles.shape[3],
             INVERSE=inverse, KEYS=_SCANNED, LISTED=_LISTED, BORN=_BORN, BLOCKS=_BLOCKS, OWN=_OWN, OTHER=_OTHER,
-            BUCKETS=triton.next_power_of_2(triton.cdiv(cut.length, bucket) + 1), num_warps=PLANNING_WARPS,
+            PAIRS=triton.next_power_of_2(triton.cdiv(cut.length, bucket) // 2 + 1), num_warps=PLANNING_WARPS,
         )  # fmt: skip
-        rank_tiles(row_tiles, col_tiles)
     elif offsets is not None:  # no queries: no key has a slot
         computed(Tensor.zero_, offsets)
     return Slots(keys, starts, ends, row_tiles, col_tiles, broken, offsets, places, cut.length)
@@ -108,13 +107,18 @@ def _head_places(limits: Tensor | None, mask_heads: int) -> tuple[int, int, int]
     return broadcast_stride(limits, 0), broadcast_stride(limits, 1), mask_heads // max(1, limits.shape[1])
 
 
-def gather_rows(source: Tensor, slots: Slots, heads: int, first_head: int, group: int) -> Tensor:
-    """Return the rows `[B, slots, heads, D]` of the keys in each slot, of `[B, Sk, Hkv, D]` with any leading strides.
+def gather_rows(
+    sources: tuple[Tensor, ...], slots: Slots, heads: int, first_head: int, group: int
+) -> tuple[Tensor, ...]:
+    """Return the rows `[B, slots, heads, D]` of the keys in each slot, of one or two `[B, Sk, Hkv, D]`; rank `slots`' lists.
 
-    `group` packed heads copy one key head. Unused slots in a block that a list names are 0.
+    The sources have any leading strides and dimensions D of their own. `group` packed heads copy one key head. Unused slots
+    in a block that a list names are 0.
     """
-    packed = workspace(source, source.shape[0], slots.keys.shape[2], heads, source.shape[3], dtype=source.dtype)
-    _gather(source, slots, packed, first_head, group, 1)
+    packed = tuple(
+        workspace(of, of.shape[0], slots.keys.shape[2], heads, of.shape[3], dtype=of.dtype) for of in sources
+    )
+    _gather(sources, slots, packed, first_head, group, 1, rank=True)
     return packed
 
 
@@ -126,7 +130,10 @@ def gather_bias(bias: Tensor, slots: Slots, heads: int, first_head: int, count: 
     bias_heads = _bias_heads(bias.shape[1], slots.keys.shape[1], heads, first_head, count)
     batch = max(bias.shape[0], slots.keys.shape[0])
     packed = workspace(bias, batch, bias_heads.packed, 1, slots.keys.shape[2], dtype=bias.dtype)
-    _gather(_as_rows(bias), slots, _as_rows(packed), bias_heads.first_source, bias_heads.group, bias_heads.slot_group)
+    _gather(
+        (_as_rows(bias),), slots, (_as_rows(packed),), bias_heads.first_source, bias_heads.group, bias_heads.slot_group,
+        rank=False,
+    )  # fmt: skip
     return packed
 
 
@@ -158,38 +165,60 @@ def sum_bias(
     )  # fmt: skip
 
 
-def spoil_rows(rows: Tensor, slots: Slots) -> None:
-    """Write NaN into those rows of `[B, Sq, heads, D]`, or of statistics `[B, heads, Sq]`, whose epoch broke the promise.
+def spoil_rows(out: Tensor, lse: Tensor, slots: Slots) -> None:
+    """Write NaN into those rows of out `[B, Sq, heads, D]` and of lse `[B, heads, Sq]` whose epoch broke the promise.
 
     The heads are query heads of the range that `slots` was planned for.
     """
-    if rows.dim() == 3:
-        rows = rows.transpose(1, 2)[..., None]
-    batch, seqlen_q, heads, width = rows.shape
+    batch, seqlen_q, heads, width = out.shape
     padded, broken = triton.next_power_of_2(max(1, width)), slots.broken
-    if not rows.numel():
+    if not lse.numel():
         return
     launch(
-        spoil_kernel, (batch * heads * broken.shape[2],), broken, rows,
+        spoil_kernel, (batch * heads * broken.shape[2],), broken, out, lse,
         broadcast_stride(broken, 0), broadcast_stride(broken, 1), max(1, heads // broken.shape[1]),
-        rows.stride(0), rows.stride(1), rows.stride(2), heads, broken.shape[2], slots.epoch, seqlen_q,
+        *out.stride()[:3], lse.stride(0), lse.stride(2), lse.stride(1), heads, broken.shape[2], slots.epoch, seqlen_q,
         ROWS=max(1, 2048 // padded), WIDTH=width, PADDED=padded, num_warps=4,
     )  # fmt: skip
 
 
-def _gather(source: Tensor, slots: Slots, packed: Tensor, first_head: int, source_group: int, slot_group: int) -> None:
-    """Copy rows into slots: packed head `h` reads head `(first_head + h) // source_group`, slots of `h // slot_group`."""
-    batch, count, heads, width = packed.shape
-    padded, blocks = triton.next_power_of_2(max(1, width)), count // TILE
-    if not packed.numel():
+def _gather(
+    sources: tuple[Tensor, ...],
+    slots: Slots,
+    packed: tuple[Tensor, ...],
+    first_head: int,
+    source_group: int,
+    slot_group: int,
+    *,
+    rank: bool,
+) -> None:
+    """Copy rows into slots: packed head `h` reads head `(first_head + h) // source_group`, slots of `h // slot_group`.
+
+    `rank`: also write the order of the slots' lists.
+    """
+    used = [pair for pair in zip(sources, packed, strict=True) if pair[1].numel()]
+    if not used:
         return
+    source, target = used[0]
+    second, second_target = used[1] if len(used) > 1 else (None, None)
+    batch, count, heads, _ = target.shape
+    blocks, widths = count // TILE, [of.shape[3] for of, _ in used]
+    padded = [triton.next_power_of_2(width) for width in widths]
+    (matrices, row_records, row_width), (_, col_records, col_width) = (
+        (of.shape[0] * of.shape[1], *of.shape[2:]) for of in (slots.row_tiles, slots.col_tiles)
+    )
+    ranking = matrices * rank_blocks(row_records, col_records) if rank else 0
+    bytes_of_row = sum(padded) * source.element_size()
     launch(
-        gather_kernel, (batch * heads * blocks,), source, slots.keys, packed,
-        broadcast_stride(source, 0), source.stride(1), broadcast_stride(source, 2), source_group,
+        gather_kernel, (ranking + batch * heads * blocks,), source, second, slots.keys, target, second_target,
+        slots.row_tiles, slots.col_tiles,
+        *_source_strides(source), *_source_strides(second), source_group,
         broadcast_stride(slots.keys, 0), broadcast_stride(slots.keys, 1), slot_group,
-        packed.stride(0), packed.stride(1), packed.stride(2), first_head, heads, blocks,
-        ROWS=max(8, min(TILE, _COPIED // (padded * source.element_size()))),
-        WIDTH=width, PADDED=padded, ALIGNED=rows_are_aligned(source, packed), num_warps=4,
+        *target.stride()[:3], *((0, 0, 0) if second_target is None else second_target.stride()[:3]),
+        first_head, heads, blocks, ranking, row_records, col_records, row_width, col_width,
+        ROWS=max(8, min(TILE, _COPIED // triton.next_power_of_2(bytes_of_row))),
+        WIDTH=widths[0], PADDED=padded[0], SECOND_WIDTH=widths[-1], SECOND_PADDED=padded[-1],
+        ALIGNED=all(rows_are_aligned(*pair) for pair in used), RANKED=RANKED_AT_ONCE if rank else 0, num_warps=4,
     )  # fmt: skip
 
 
@@ -218,7 +247,7 @@ def _sum(
     blocks = triton.cdiv(seqlen_k, keys)
     launch(
         sum_kernel, (batch * heads * blocks,), source, second, slots.offsets, slots.places, target, second_target,
-        *_source_strides(source), *((0, 0, 0) if second is None else _source_strides(second)),
+        *_source_strides(source), *_source_strides(second),
         broadcast_stride(slots.offsets, 0), broadcast_stride(slots.offsets, 1),
         broadcast_stride(slots.places, 0), broadcast_stride(slots.places, 1), slot_group,
         *target.stride()[:3], *((0, 0, 0) if second_target is None else second_target.stride()[:3]),
@@ -228,8 +257,10 @@ def _sum(
     )  # fmt: skip
 
 
-def _source_strides(packed: Tensor) -> tuple[int, int, int]:
-    """Return the strides of batch, slots and heads; 0 where a dimension is broadcast."""
+def _source_strides(packed: Tensor | None) -> tuple[int, int, int]:
+    """Return the strides of batch, slots and heads; 0 where a dimension is broadcast, and of nothing."""
+    if packed is None:
+        return 0, 0, 0
     return broadcast_stride(packed, 0), packed.stride(1), broadcast_stride(packed, 2)
 
 

@@ -48,24 +48,25 @@ def mask_head(pointer, b, h, stride_b, stride_h, group):
 
 
 @triton.jit
-def lifetime(starts, ends, key, inside, band, CHECKED: tl.constexpr):
+def _limits(starts, ends, key, inside):
+    """Load end and, if there is one, start of the keys inside; a scalar `inside`, of all of them, leaves loads of 16 bytes whole."""
+    if starts is None:
+        return (tl.load(ends + key, inside, other=0),)
+    else:
+        return (tl.load(ends + key, inside, other=0), tl.load(starts + key, inside, other=0))
+
+
+@triton.jit
+def _lifetime(limits, key, band):
     """Return the first query that sees each key, and the one behind the last; no query sees it where start >= end.
 
-    `starts` is None where every key is visible from where the band begins. `band` is (seqlen_q, band_lo, band_hi).
+    Without limits of the start every key is visible from where the band, (seqlen_q, band_lo, band_hi), begins.
     """
     seqlen_q, band_lo, band_hi = band
     start = tl.maximum(key - band_hi, 0)
-    if starts is not None:
-        if CHECKED:
-            start = tl.maximum(tl.load(starts + key, inside, other=0), start)
-        else:
-            start = tl.maximum(tl.load(starts + key), start)
-    if CHECKED:
-        end = tl.load(ends + key, inside, other=0)
-    else:
-        end = tl.load(ends + key)
-    end = tl.minimum(tl.minimum(end, key - band_lo + 1), seqlen_q)
-    return start, end
+    if len(limits) > 1:
+        start = tl.maximum(limits[1], start)
+    return start, tl.minimum(tl.minimum(limits[0], key - band_lo + 1), seqlen_q)
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def _epochs_of(start, end, inside, magic, shift):
 
 @triton.jit
 def _list_block(
-    starts, ends, listed, listed_places, offsets, places, count, slots_before, key, limit, e, epoch, band, division,
+    limits, listed, listed_places, offsets, places, count, slots_before, key, limit, e, epoch, band, division,
     old_slots, capacity, CHECKED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """List the keys `[rows, 4]` of one block, all below `limit`, that are alive in epoch `e`.
@@ -88,7 +89,7 @@ def _list_block(
     """
     first, last = e * epoch, (e + 1) * epoch
     inside = key < limit
-    start, end = lifetime(starts, ends, key, inside, band, CHECKED)
+    start, end = _lifetime(limits, key, band)
     taken = (start < tl.minimum(end, last)) & (end > first)
     if CHECKED:
         taken = taken & inside
@@ -139,14 +140,18 @@ def _list_alive(
     whole = limit // KEYS * KEYS
     count = tl.full((), 0, tl.int32)
     slots_before = tl.full((), 0, tl.int32)
-    for at in range(0, whole, KEYS):  # without a test of the end, so that loads take 16 bytes
+    following = _limits(starts, ends, _keys_of_block(0, KEYS), whole > 0)
+    for at in range(0, whole, KEYS):
+        limits = following
+        following = _limits(starts, ends, _keys_of_block(at + KEYS, KEYS), at + KEYS < whole)  # on its way meanwhile
         count, slots_before = _list_block(
-            starts, ends, listed, listed_places, offsets, places, count, slots_before, _keys_of_block(at, KEYS), limit,
+            limits, listed, listed_places, offsets, places, count, slots_before, _keys_of_block(at, KEYS), limit,
             e, epoch, band, division, old_slots, capacity, False, INVERSE,
         )  # fmt: skip
     if whole < limit:
+        key = _keys_of_block(whole, KEYS)
         count, slots_before = _list_block(
-            starts, ends, listed, listed_places, offsets, places, count, slots_before, _keys_of_block(whole, KEYS), limit,
+            _limits(starts, ends, key, key < limit), listed, listed_places, offsets, places, count, slots_before, key, limit,
             e, epoch, band, division, old_slots, capacity, True, INVERSE,
         )  # fmt: skip
     return count, slots_before
@@ -176,50 +181,57 @@ def _clear_slots(slots, begin, end, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _by_death(end, last, inside, bucket, BUCKETS: tl.constexpr):
-    """Return `[keys, BUCKETS / 2]` ones in halves of words, which word is a key's and where in it, as a shift.
+def _bucket_of(end, last, bucket):
+    """Return the bucket of each key: 0 outlives the epoch, which ends at `last`; the next ones die ever earlier."""
+    return (last - tl.minimum(end, last) + bucket - 1) // bucket
 
-    Bucket 0 outlives the epoch, which ends at `last`; the next ones die ever earlier. Two buckets share a word, since
-    what is scanned at a time has less than 2^16 keys.
-    """
-    early = (last - tl.minimum(end, last) + bucket - 1) // bucket
-    half = (early & 1) * 16
-    mine = ((early >> 1)[:, None] == tl.arange(0, BUCKETS // 2)[None, :]) & inside[:, None]
-    return tl.where(mine, 1 << half[:, None], 0), mine, half
+
+@triton.jit
+def _by_pair(of, inside, PAIRS: tl.constexpr):
+    """Return which of `PAIRS` pairs of buckets each key `inside` is in: `[keys, PAIRS]`."""
+    return ((of >> 1)[:, None] == tl.arange(0, PAIRS)[None, :]) & inside[:, None]
 
 
 @triton.jit
 def _place_old(
     starts, ends, listed, listed_places, slots, places, count, e, epoch, band, bucket, first_slot, capacity,
-    LISTED: tl.constexpr, BUCKETS: tl.constexpr, INVERSE: tl.constexpr,
+    LISTED: tl.constexpr, PAIRS: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Write the slots of the `count` listed keys, sorted by counting: how many die in each `bucket` of queries, then where."""
+    """Write the slots of the `count` listed keys, sorted by counting: how many die in each `bucket` of queries, then where.
+
+    What is counted at a time has less than 2^16 keys, so that the counts of two buckets share a word.
+    """
     last = (e + 1) * epoch
-    even, odd = tl.zeros([BUCKETS // 2], tl.int32), tl.zeros([BUCKETS // 2], tl.int32)
+    even, odd = tl.zeros([PAIRS], tl.int32), tl.zeros([PAIRS], tl.int32)
     for at in range(0, count, LISTED):
         index = at + tl.arange(0, LISTED)
         key = tl.load(listed + index, index < count, other=0)
-        _, end = lifetime(None, ends, key, index < count, band, True)
-        ones, _, _ = _by_death(end, last, index < count, bucket, BUCKETS)
-        dying = tl.sum(ones, axis=0)
+        _, end = _lifetime(_limits(None, ends, key, index < count), key, band)
+        of = _bucket_of(end, last, bucket)
+        dying = tl.sum(tl.where(_by_pair(of, index < count, PAIRS), (1 + 65535 * (of & 1))[:, None], 0), axis=0)
         even += dying & 0xFFFF
         odd += dying >> 16
-    begin = tl.cumsum(even + odd, axis=0) - odd
-    begin_even, begin_odd = begin - even, begin
+    begin_odd = tl.cumsum(even + odd, axis=0) - odd
+    begin_even = begin_odd - even
     for at in range(0, count, LISTED):
         index = at + tl.arange(0, LISTED)
         inside = index < count
         key = tl.load(listed + index, inside, other=0)
-        start, end = lifetime(starts, ends, key, inside, band, True)
-        ones, mine, half = _by_death(end, last, inside, bucket, BUCKETS)
-        before = ((tl.cumsum(ones, axis=0) - ones) >> half[:, None]) & 0xFFFF
-        own_begin = tl.where(half[:, None] == 0, begin_even[None, :], begin_odd[None, :])
-        slot = tl.sum(tl.where(mine, own_begin + before, 0), axis=1)
         place = index
         if INVERSE:
             place = tl.load(listed_places + index, inside, other=-1)
+        start, end = _lifetime(_limits(starts, ends, key, inside), key, band)
+        of = _bucket_of(end, last, bucket)
+        mine = _by_pair(of, inside, PAIRS)
+        is_odd = (of & 1) != 0
+        slot = tl.sum(tl.where(mine, tl.where(is_odd[:, None], begin_odd[None, :], begin_even[None, :]), 0), axis=1)
+        one = tl.where(is_odd, 65536, 1)
+        for pair in range(tl.cdiv(epoch, bucket) // 2 + 1):
+            ones = tl.where(inside & ((of >> 1) == pair), one, 0)
+            before = tl.cumsum(ones, axis=0) - ones
+            slot += tl.where(ones != 0, tl.where(is_odd, before >> 16, before & 0xFFFF), 0)
         _write_slots(slots, slot, key, start, end, inside, places, place, e, epoch, first_slot, capacity, INVERSE)
-        dying = tl.sum(ones, axis=0)
+        dying = tl.sum(tl.where(mine, one[:, None], 0), axis=0)
         begin_even += dying & 0xFFFF
         begin_odd += dying >> 16
 
@@ -235,7 +247,7 @@ def _place_born(
         index = at + tl.arange(0, BORN)
         key = e * epoch + band[2] + index
         inside = (index < born_slots) & (key >= 0) & (key < seqlen_k)
-        start, end = lifetime(starts, ends, key, inside, band, True)
+        start, end = _lifetime(_limits(starts, ends, key, inside), key, band)
         taken = inside & (start < tl.minimum(end, last))
         ones = taken.to(tl.int32)
         place = index
@@ -265,7 +277,7 @@ def plan_epochs(
     offsets, places,
     start_b, start_h, start_group, end_b, end_h, end_group, first_head, heads, epochs, epoch, old_slots, born_slots,
     seqlen_q, seqlen_k, band_lo, band_hi, bucket, magic, shift, row_count, row_width, col_width,
-    INVERSE: tl.constexpr, KEYS: tl.constexpr, LISTED: tl.constexpr, BUCKETS: tl.constexpr, BORN: tl.constexpr,
+    INVERSE: tl.constexpr, KEYS: tl.constexpr, LISTED: tl.constexpr, PAIRS: tl.constexpr, BORN: tl.constexpr,
     BLOCKS: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
     """Write all slots of an epoch, whether the promise was broken in it, and the lists of its tiles but their order.
@@ -314,7 +326,7 @@ def plan_epochs(
     tl.debug_barrier()
     _place_old(
         starts, ends, listed, listed_places, slots, places, count, e, epoch, band, bucket, first_slot, capacity,
-        LISTED, BUCKETS, INVERSE,
+        LISTED, PAIRS, INVERSE,
     )  # fmt: skip
     tl.debug_barrier()
     blocks, epoch_tiles = per_epoch // 128, epoch // 128
