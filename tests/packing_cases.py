@@ -91,7 +91,9 @@ def plan(start: Tensor, end: Tensor, at_most: int, length: int, seqlen_q: int, b
     first, count = heads or (0, max(start.shape[1], end.shape[1]))
     slots = launch.plan_slots(start, end, cut, seqlen_q, *band, first, count, inverse=True)
     batch, planned = slots.keys.shape[:2]
-    launch.gather_rows((torch.zeros(batch, start.shape[2], planned, 1),), slots, planned, 0, 1)  # writes the lists' order
+    launch.gather_rows(
+        (torch.zeros(batch, start.shape[2], planned, 1),), slots, planned, 0, 1
+    )  # writes the lists' order
     return slots, cut
 
 

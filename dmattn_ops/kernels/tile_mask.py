@@ -425,9 +425,7 @@ def _ranks(
     row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN: tl.constexpr, OTHER: tl.constexpr
 ):
     """Write word 0 of the records: the tiles of a side, those with the most work first."""
-    rank_block(
-        tl.program_id(0), row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN, OTHER
-    )
+    rank_block(tl.program_id(0), row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN, OTHER)
 
 
 @triton.jit

@@ -158,7 +158,9 @@ def _list_alive(
 
 
 @triton.jit
-def _write_slots(slots, slot, key, start, end, inside, places, place, e, epoch, first_slot, capacity, INVERSE: tl.constexpr):
+def _write_slots(
+    slots, slot, key, start, end, inside, places, place, e, epoch, first_slot, capacity, INVERSE: tl.constexpr
+):
     """Write key, start and end of slots of an epoch, and in `places` where the key is found in this epoch."""
     slot_keys, slot_starts, slot_ends = slots
     first, last = e * epoch, (e + 1) * epoch
