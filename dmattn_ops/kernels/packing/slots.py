@@ -49,7 +49,7 @@ def mask_head(pointer, b, h, stride_b, stride_h, group):
 
 @triton.jit
 def _limits(starts, ends, key, inside):
-    """Load end and, if there is one, start of the keys inside; a scalar `inside`, of all of them, leaves loads of 16 bytes whole."""
+    """Load end and, if there is one, start of the keys inside; where that is a scalar, loads of 16 bytes stay whole."""
     if starts is None:
         return (tl.load(ends + key, inside, other=0),)
     else:
