@@ -196,9 +196,10 @@ def hide(
         column = gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
         first = first_key(i, lists, visible, BN, MASK)
         if MASK == "intervals":
-            # one comparison: a query before the range is far behind it as an unsigned number
-            ahead = (q_segment[:, None] - (hidden & 0xFFFF)[None, :]).to(gl.uint32, bitcast=True)
-            keep = ahead < (hidden >> 16).to(gl.uint32, bitcast=True)[None, :]
+            # Halves of a word: how far the query is behind the first that sees the key, and the last that does behind
+            # the query. One sign is set where it does not, whatever the lower half takes from the upper one
+            halves = (q_segment * 65535)[:, None] + hidden[None, :]
+            keep = (halves & -2147450880) == 0
             if HIDDEN:
                 keep = keep & not_dropped(first, q_segment[:, None] + tile_first, key_numbers, seqlen_k, BN)
         # (column & 6) is the lane's share of the column, the rest a constant of the register

@@ -123,7 +123,8 @@ def load_keys(
 ):  # fmt: skip
     """Load key tile `j`, with what the mask says of the block's queries and its bias, as step `step` of this block.
 
-    `ranges` takes, for each key, which of the block's queries from `tile_first` on see it: the first one, and how many.
+    `ranges` takes, for each key, which of the block's queries from `tile_first` on see it: the last one less 2^16 times the
+    first, to which `hide` adds queries times 2^16 - 1.
     """
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
@@ -153,8 +154,7 @@ def load_keys(
         # at least 0 before anything is taken away: limits may be any int32
         begin = gl.minimum(gl.maximum(begin, tile_first) - tile_first, BLOCK)
         stop = gl.minimum(gl.maximum(stop, tile_first) - tile_first, BLOCK)
-        stop = gl.maximum(stop, begin)
-        ranges.index(b).store(begin | ((stop - begin) << 16))
+        ranges.index(b).store(stop - 1 - begin * 65536)
     if BIAS == "key" or MASK == "intervals":
         mbarrier.arrive(k_full.index(b), count=1)
 
