@@ -7,7 +7,6 @@ import triton.language as tl
 
 from dmattn_ops.kernels.selection.keys import NO_KEY
 
-
 PIVOTS = tl.constexpr(4)  # that a turn compares all keys with, where lanes are left for them
 _COMPARED = tl.constexpr(2048)  # pairs of a pivot and a run at most
 
