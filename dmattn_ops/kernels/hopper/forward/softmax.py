@@ -21,26 +21,24 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def new_tops(row, known, before, top, factor, scale):
+def new_top(known, before, top, factor, scale):
     """Return PTX that finds the top of a row, and the factor of what was summed under the `known` one, in log2 units.
 
     Given is `m`, the tile's largest product. It leaves `sign` as that of the total (HUGE rows), `t`, the sum so far, and
-    `peak` and `m`, such that log2 of P is `(product - peak) * scale - m`.
+    `peak` and `m`, such that log2 of P is `(product - peak) * scale + m`.
     """
     HUGE = "0f4C800000"  # 2 ** 26
-    names = {"known": known, "before": before, "top": top, "factor": factor, "scale": scale}
-    code = """
-        mov.b32 sign@, {before}; setp.lt.s32 was, sign@, 0; abs.f32 t@, {before};
-        mul.f32 a, m@, {scale}; abs.f32 b, a; setp.gt.f32 huge, b, HUGE; setp.gt.and.f32 huge, a, {known}, huge;
+    return f"""
+        mov.b32 sign, {before}; setp.lt.s32 was, sign, 0; abs.f32 t, {before};
+        mul.f32 a, m, {scale}; abs.f32 b, a; setp.gt.f32 huge, b, {HUGE}; setp.gt.and.f32 huge, a, {known}, huge;
         or.pred huge, huge, was; cvt.rpi.f32.f32 a, a; max.f32 a, a, {known};
-        max.f32 peak@, m@, {known}; selp.f32 peak@, peak@, m@, was;
-        neg.f32 b, peak@; fma.rn.f32 b, b, {scale}, {known};
-        sub.f32 m@, {known}, peak@; mul.f32 m@, m@, {scale}; selp.f32 b, m@, b, was;
-        sub.f32 m@, {known}, a; selp.f32 b, b, m@, huge; ex2.approx.ftz.f32 {factor}, b;
-        selp.f32 {top}, peak@, a, huge; selp.f32 m@, 0f00000000, a, huge; selp.f32 peak@, peak@, 0f00000000, huge;
-        selp.b32 sign@, 0x80000000, 0, huge;
+        max.f32 peak, m, {known}; selp.f32 peak, peak, m, was;
+        neg.f32 b, peak; fma.rn.f32 b, b, {scale}, {known};
+        sub.f32 m, {known}, peak; mul.f32 m, m, {scale}; selp.f32 b, m, b, was;
+        sub.f32 m, {known}, a; selp.f32 b, b, m, huge; ex2.approx.ftz.f32 {factor}, b;
+        selp.f32 {top}, peak, a, huge; neg.f32 m, a; selp.f32 m, 0f00000000, m, huge; selp.f32 peak, peak, 0f00000000, huge;
+        selp.b32 sign, 0x80000000, 0, huge;
     """
-    return code.replace("@", str(row)).replace("HUGE", HUGE).format(**names)
 
 
 @gluon.constexpr_function
@@ -59,43 +57,40 @@ def redo_code(count, half_precision, earlier, natural):
     score, part, before, scale = ([f"${2 * sum(sizes) + j * count + k}" for k in range(count)] for j in range(4))
     LIMIT = "0f44800000"  # 2 ** 10
     LOG2E = "0f3FB8AA3B"
-    lines = [
-        "{ .reg .pred p, q, huge, was; .reg .f32 a, b, m0, m1, t0, t1, peak0, peak1; .reg .b32 h0, h1, sign0, sign1;",
-        "setp.ne.u32 p, 0, 0;",
-    ]
-    for row in (0, 2):
-        lines.append(f"setp.gtu.or.f32 p, {part[row]}, {LIMIT}, p;")  # true for NaN
+    lines = ["{ .reg .pred p, q, huge, was; .reg .f32 a, b, m, t, peak; .reg .b32 h, sign; setp.ne.u32 p, 0, 0;"]
+    for at in (0, 2):
+        lines.append(f"setp.gtu.or.f32 p, {part[at]}, {LIMIT}, p;")  # true for NaN
         if not natural:
-            lines.append(f"mov.b32 sign0, {before[row]}; setp.lt.or.s32 p, sign0, 0, p;")
+            lines.append(f"mov.b32 sign, {before[at]}; setp.lt.or.s32 p, sign, 0, p;")
     lines.append("vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni DONE;")
     for row in range(2):
-        at, m = 2 * row, f"m{row}"
-        own = [score[k] for k in range(count) if (k >> 1) & 1 == row]
-        lines.append(f"max.f32 {m}, {own[0]}, {own[1]};")
-        lines += [f"max.f32 {m}, {m}, {one};" for one in own[2:]]
-        lines += [f"shfl.sync.bfly.b32 a, {m}, {lane}, 0x1f, 0xffffffff; max.f32 {m}, {m}, a;" for lane in (2, 1)]
-        known = top[at]
+        at = 2 * row
+        own = [k for k in range(count) if (k >> 1) & 1 == row]
+        lines.append(f"max.f32 m, {score[own[0]]}, {score[own[1]]};")
+        lines += [f"max.f32 m, m, {score[k]};" for k in own[2:]]
+        lines += [f"shfl.sync.bfly.b32 a, m, {lane}, 0x1f, 0xffffffff; max.f32 m, m, a;" for lane in (2, 1)]
         if natural:
-            lines.append(f"mov.f32 t{row}, {before[at]}; max.f32 {m}, {m}, {known}; sub.f32 a, {known}, {m};")
-            lines.append(f"mul.f32 a, a, {LOG2E}; ex2.approx.ftz.f32 {factor[at]}, a; mov.f32 {top[at]}, {m};")
+            lines.append(f"mov.f32 t, {before[at]}; max.f32 m, m, {top[at]}; sub.f32 a, {top[at]}, m;")
+            lines.append(
+                f"mul.f32 a, a, {LOG2E}; ex2.approx.ftz.f32 {factor[at]}, a; mov.f32 {top[at]}, m; neg.f32 m, m;"
+            )
         else:
-            lines.append(new_tops(row, known, before[at], top[at], factor[at], scale[0]))
-        lines.append(f"mul.f32 t{row}, t{row}, {factor[at]}; neg.f32 {m}, {m};")
-        lines.append(f"cvt.rn.{half_precision}x2.f32 h{row}, {factor[at]}, {factor[at]};")
-    for k in range(0, count, 2):
-        row = (k >> 1) & 1
-        for name, one in (("a", score[k]), ("b", score[k + 1])):
-            if natural:
-                lines.append(f"add.f32 {name}, {one}, m{row}; mul.f32 {name}, {name}, {LOG2E};")
-            else:
-                lines.append(f"sub.f32 {name}, {one}, peak{row}; fma.rn.f32 {name}, {name}, {scale[0]}, m{row};")
-            lines.append(f"ex2.approx.ftz.f32 {name}, {name}; add.f32 t{row}, t{row}, {name};")
-        lines.append(f"cvt.rn.{half_precision}x2.f32 {pairs[k // 2]}, b, a;")
-    lines += [f"mul.rn.{half_precision}x2 {pair}, {pair}, h{k & 1};" for k, pair in enumerate(others)]
-    for row in range(2):
+            lines.append(new_top(top[at], before[at], top[at], factor[at], scale[0]))
+        lines.append(f"mul.f32 t, t, {factor[at]};")
+        for k in own[::2]:
+            for name, one in (("a", score[k]), ("b", score[k + 1])):
+                if natural:
+                    lines.append(f"add.f32 {name}, {one}, m; mul.f32 {name}, {name}, {LOG2E};")
+                else:
+                    lines.append(f"sub.f32 {name}, {one}, peak; fma.rn.f32 {name}, {name}, {scale[0]}, m;")
+                lines.append(f"ex2.approx.ftz.f32 {name}, {name}; add.f32 t, t, {name};")
+            lines.append(f"cvt.rn.{half_precision}x2.f32 {pairs[k // 2]}, b, a;")
         if not natural:
-            lines.append(f"mov.b32 h0, t{row}; or.b32 h0, h0, sign{row}; mov.b32 t{row}, h0;")
-        lines.append(f"mov.f32 {total[2 * row]}, t{row};")
+            lines.append("mov.b32 h, t; or.b32 h, h, sign; mov.b32 t, h;")
+        lines.append(f"mov.f32 {total[at]}, t;")
+        if earlier:
+            lines.append(f"cvt.rn.{half_precision}x2.f32 h, {factor[at]}, {factor[at]};")
+            lines += [f"mul.rn.{half_precision}x2 {others[k // 2]}, {others[k // 2]}, h;" for k in own[::2]]
     return " ".join([*lines, "DONE: }"])
 
 
@@ -186,7 +181,7 @@ def softmax_first(s, state, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, B
     LOWEST: gl.constexpr = (
         -3.4028234663852886e38 if NATURAL else -3.0e38
     )  # finite: a row without keys gives 0 and not NaN
-    HUGE: gl.constexpr = 67108864.0  # 2 ** 26, as in `new_tops`
+    HUGE: gl.constexpr = 67108864.0  # 2 ** 26, as in `new_top`
     peak = gl.max(gl.max(gl.max(by_lane(s, BN), 3), 1), 1)
     if NATURAL:
         top = own_lanes(gl.maximum(peak, LOWEST), s, BN)
