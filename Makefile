@@ -25,7 +25,7 @@ ifneq ($(wildcard $(READY)),)
   $(shell cmp -s '$(TORCH_VERSION)' '$(READY)' || rm -f '$(READY)')
 endif
 
-.PHONY: help setup train test test-cpu test-interpreter test-gpu lint docs sweep sanitize sanitize-address sanitize-thread memory-check soak bench clean
+.PHONY: help setup train test test-cpu test-interpreter test-gpu test-ranks lint docs sweep sanitize sanitize-address sanitize-thread memory-check soak bench clean
 
 help: ## list the targets (times are those of two cores)
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -51,6 +51,12 @@ test-interpreter: $(READY)
 
 test-gpu: $(READY) ## run the tests that need a GPU
 	$(PY) -m pytest tests --ignore=tests/interpreter -m gpu $(ARGS)
+
+OF_RANKS = ranks context_parallel context_dynamic context_models context_faults sharding parallelize
+
+# Without workers: each would see its share of the GPUs, and ranks that do not have one each run on the CPU, by gloo.
+test-ranks: $(READY) ## run the tests of several ranks, by NCCL where there is a GPU for each
+	$(PY) -m pytest $(OF_RANKS:%=tests/test_%.py) $(ARGS)
 
 lint: $(READY) ## check style and types
 	$(PY) -m ruff check .

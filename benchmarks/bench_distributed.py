@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 4 benchmarks/bench_distributed.py
 
 Every process has a GPU (NCCL), or runs on the CPU (gloo; `--tiny` makes the problems small enough for that). For each
-case one process computes the whole problem, then all of them share it. Milliseconds of preparing the mask, of the forward
-and of the backward are medians over the rounds, in which all cases take turns, of the slowest rank. Efficiency is the
-time of one GPU over that of N times N, all three parts included. TFLOP/s are those of one GPU, for the pairs that are
-visible. Bytes are what the rank that receives the most receives in a forward.
+case each process computes the whole problem, then all of them share it. Milliseconds of preparing the mask, of the forward
+and of the backward are medians over the rounds, in which all implementations take turns, of the slowest rank. Efficiency is
+the time of one GPU over that of N times N, all three parts included. TFLOP/s are those of one GPU, for the pairs that are
+visible. Bytes are what the rank that receives the most receives in a forward. The result file is written after every case.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ on_one: Any = flash_dmattn_func
 on_ranks: Any = context_parallel_attention
 dynamic_on_ranks: Any = dynamic_context_attention
 METHODS = ("all_gather", "ring", "ulysses")
+ONE_GPU = "one GPU"  # the run that efficiencies are of
+LONG_STEP = 100.0  # milliseconds from which on a step is repeated in rounds only: it lasts longer than what disturbs it
 
 
 class Sizes(NamedTuple):
@@ -94,18 +96,19 @@ def main() -> None:
         print(
             f"{'case':<20} {'implementation':<26} {'prepare':>9} {'forward':>9} {'backward':>9} ms, TFLOP/s a GPU, efficiency"
         )
-    for name in options.cases or cases:
-        for row in _measure(cases[name], sizes, options, device, gauge):
-            rows.append(row)
-            if dist.get_rank() == 0:
-                print(_line(row), flush=True)
+    output = options.output or default_output(device.type, f"distributed-{dist.get_world_size()}")
     rows.append(_bandwidth(sizes, device))
     if dist.get_rank() == 0:
         print(
-            f"all-gather {rows[-1]['all_gather_gb_s']} GB/s, all-to-all {rows[-1]['all_to_all_gb_s']} GB/s received a rank"
+            f"all-gather {rows[0]['all_gather_gb_s']} GB/s, all-to-all {rows[0]['all_to_all_gb_s']} GB/s received a rank"
         )
-        what = f"distributed-{dist.get_world_size()}"
-        write_results(options.output or default_output(device.type, what), rows, device.type, gauge)
+    for name in options.cases or cases:
+        began = time.perf_counter()
+        measured = _measure(cases[name], sizes, options, device, gauge)
+        rows += measured
+        if dist.get_rank() == 0:
+            print("\n".join(map(_line, measured)), f"({time.perf_counter() - began:.0f} s)", flush=True)
+            write_results(output, rows, device.type, gauge)
     _leave()
 
 
@@ -122,8 +125,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="problems small enough for a CPU")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=3, help="calls in each round")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help=f"calls in each round; 1 where one takes {LONG_STEP:.0f} ms"
+    )
     parser.add_argument("--cases", nargs="+", choices=["causal", "documents", "window", "dynamic"])
+    parser.add_argument("--runs", nargs="+", help=f"only implementations that begin with one of these, and {ONE_GPU}")
     parser.add_argument(
         "--output", type=Path, help="the result file; benchmarks/results/<date>-<device>-distributed-<N>.json"
     )
@@ -187,10 +193,16 @@ def _without_argument(call: Callable[[], Tensor]) -> Callable[[Any], Tensor]:
 def _banded_runs(sizes: Sizes, device: torch.device, conditions: dict[str, Any], layout: str) -> list[Run]:
     whole = _draw(sizes, device, sizes.seqlen)
     one, own = _leaves(whole), _parts(whole, layout)
-    runs = [Run("one GPU", one, _nothing, lambda _: on_one(*one, **conditions), True)]
+    runs = [Run(ONE_GPU, one, _nothing, lambda _: on_one(*one, **conditions), True)]
     for method in _methods(sizes):
         call = partial(on_ranks, *own, group=None, layout=layout, method=method, **conditions)
         runs.append(Run(method, own, _nothing, _without_argument(call), False))
+    if (
+        "ulysses" in _methods(sizes) and layout != "contiguous"
+    ):  # balanced in any case, and nothing has to be put in order
+        parts = _parts(whole, "contiguous")
+        call = partial(on_ranks, *parts, group=None, layout="contiguous", method="ulysses", **conditions)
+        runs.append(Run("ulysses, contiguous", parts, _nothing, _without_argument(call), False))
     return runs
 
 
@@ -202,7 +214,7 @@ def _document_runs(sizes: Sizes, device: torch.device, lengths: list[int]) -> li
     one = _leaves(whole)
     runs = [
         Run(
-            "one GPU",
+            ONE_GPU,
             one,
             lambda: prepare_mask(documents=ids, is_causal=True),
             lambda mask: on_one(*one, mask),
@@ -236,7 +248,7 @@ def _dynamic_runs(sizes: Sizes, device: torch.device) -> list[Run]:
         mask = dynamic_mask(one[3].detach(), sizes.keep)
         return on_one(*one[:3], mask, one[3].unsqueeze(2))
 
-    runs = [Run("one GPU", one, _nothing, alone, True)]
+    runs = [Run(ONE_GPU, one, _nothing, alone, True)]
     for exchange in ("counts", "fixed"):
         call = partial(dynamic_on_ranks, *own, sizes.keep, group=None, exchange=exchange)
         runs.append(Run(exchange, own, lambda: own[3].unsqueeze(2), call, False))
@@ -304,9 +316,13 @@ def _measure(case: Case, sizes: Sizes, options: argparse.Namespace, device: torc
     """Time all ways to compute a case, in turns; return a row for each."""
     runs: dict[str, Run] = {}
     times: dict[str, list[tuple[float, float, float]]] = {}
+    repeats: dict[str, int] = {}
     for run in case.runs():
+        if options.runs and not run.name.startswith((ONE_GPU, *options.runs)):
+            continue
         try:
             _step(run, device)  # compiles, and fills caches
+            repeats[run.name] = 1 if sum(_step(run, device)) >= LONG_STEP else options.repeats
         except Exception as refusal:
             if not run.name.startswith("torch"):
                 raise
@@ -316,7 +332,7 @@ def _measure(case: Case, sizes: Sizes, options: argparse.Namespace, device: torc
     for _ in range(options.rounds):
         for name, run in runs.items():
             time.sleep(0.1 if device.type == "cuda" else 0)
-            for _ in range(options.repeats):
+            for _ in range(repeats[name]):
                 times[name].append(_step(run, device))
             gauge.read()
     flops = 4 * sizes.heads * sizes.dim * case.pairs

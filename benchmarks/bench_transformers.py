@@ -65,7 +65,9 @@ def llama(sizes: Sizes, device: str) -> nn.Module:
         max_position_embeddings=2 * sizes.seqlen,
         use_cache=False,
     )
-    return LlamaForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    with torch.device(device):  # a CPU takes half a minute to draw the weights
+        model = LlamaForCausalLM(config)
+    return model.to(torch.bfloat16 if device == "cuda" else torch.float32)
 
 
 def batch_of(part: str, sizes: Sizes, device: str) -> dict[str, Tensor]:

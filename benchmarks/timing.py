@@ -174,9 +174,10 @@ def result_facts(device: str) -> dict[str, Any]:
     }
 
 
-def write_results(path: Path, rows: Iterable[dict], device: str, gauge: Gauge) -> None:
-    """Write one result file: where, when and how it was measured, then a row for each case and implementation."""
+def write_results(path: Path, rows: Iterable[dict], device: str, gauge: Gauge, *, say: bool = True) -> None:
+    """Write one result file, and say so: where, when and how it was measured, a row for each case and implementation."""
     results = {**result_facts(device), **gauge.facts(), "rows": list(rows)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written: {path}")
+    if say:
+        print(f"written: {path}")

@@ -62,13 +62,16 @@ class PortableBackward:
 class HopperForward:
     """Gluon forward for SM 9.0: consumers of 64 queries each share `block_m` queries, keys come in buffers of `block_n`.
 
-    Lists of tiles, and calls with a bias, are walked with 128 queries whatever `block_m` is.
+    Lists of tiles, and calls with a bias, are walked with 128 queries whatever `block_m` is; others too where they are done
+    sooner so (`resolve.py`).
     """
 
     block_m: int
     block_n: int
     stages: int  # buffers of keys and of values
     query_stages: int  # buffers of queries, which also stage the output
+    step: float = 1.0  # microseconds that `block_m` queries take for `block_n` keys
+    step_of_128: float = 1.0  # the same for 128 queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +311,7 @@ _LEGACY = tuple(
 )
 HOPPER_FORWARD = (
     Row(
-        90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2), 115116,
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2, 1.39, 1.13), 115116,
         "H200, 2026-11-21, bf16, B4 H32 S4096: 495 / 599 TFLOP/s causal / full, cuDNN 424 / 475; 128 queries 454 / 491",
     ),
     Row(

@@ -199,5 +199,5 @@ def runs(ids: Tensor) -> tuple[Tensor, Tensor]:
 def is_one_run_each(ids: Tensor) -> bool:
     """Return whether no id of `[B, S]` returns after another one. Reads the ids on the host."""
     ordered = ids.sort(-1).values
-    distinct = (ordered[:, 1:] != ordered[:, :-1]).sum(-1)
-    return bool(((ids[:, 1:] != ids[:, :-1]).sum(-1) == distinct).all())
+    repeated = (ordered[:, 1:] == ordered[:, :-1]).sum(-1)  # DTensor of torch 2.11 does not know !=
+    return bool(((ids[:, 1:] == ids[:, :-1]).sum(-1) == repeated).all())

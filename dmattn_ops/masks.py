@@ -388,7 +388,7 @@ def _choices(batch: int, other: int) -> tuple[int, ...]:
 
 def _clipped_to_runs(intervals: Pair, documents: Tensor) -> Pair | None:
     """Return intervals that end with the document of their key, or None where an id returns later. Reads the ids."""
-    first, last = layout.runs(documents)
+    first, last = sharded.row_by_row(layout.runs, documents)
     if not layout.is_one_run_each(documents):
         return None
     start, end = torch.broadcast_tensors(*intervals)
@@ -431,7 +431,7 @@ def _numbered(documents: Documents, doubled: bool) -> tuple[Tensor, Tensor]:
 def _ranks(ids: Tensor) -> Tensor:
     """Number the distinct ids of each row of `[B, S]` in ascending order, int32; no id is read on the host."""
     ordered, order = ids.sort(dim=-1)
-    before = ordered.roll(1, dims=-1)
-    changes = (ordered != before).cumsum(-1, dtype=torch.int32)
-    numbers = changes - changes[:, :1]
+    # DTensor of torch 2.11 knows neither roll nor !=; a slice that is one shorter would make length 2 a graph of its own
+    before = torch.cat((ordered[:, :1], ordered), dim=-1)[:, :-1]
+    numbers = (ordered > before).cumsum(-1, dtype=torch.int32)
     return torch.zeros_like(numbers).scatter(-1, order, numbers)

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dmattn_ops import config
+from dmattn_ops import arch, config
 from dmattn_ops.call import Call, Gradients, Result, Saved, is_pairwise, rows_are_aligned
-from dmattn_ops.problem import TILE
+from dmattn_ops.problem import TILE, UNBOUNDED
 
 
 def forward_config(offered: config.Config, call: Call, result: Result) -> config.Config:
@@ -19,9 +19,24 @@ def forward_config(offered: config.Config, call: Call, result: Result) -> config
     if isinstance(offered, config.PortableForward):
         aligned = rows_are_aligned(call.query, call.key, call.value, result.out)
         return offered.for_call(aligned, is_pairwise(call.bias, call.options), call.demand.seqlen_q)
-    if isinstance(offered, config.HopperForward) and _takes_tiles_of_128(call):
-        return replace(offered, block_m=TILE)
+    if isinstance(offered, config.HopperForward):
+        small = offered.block_m == TILE or _takes_tiles_of_128(call) or _ends_sooner_in_tiles_of_128(offered, call)
+        return replace(offered, block_m=TILE) if small else offered
     return offered
+
+
+def _ends_sooner_in_tiles_of_128(offered: config.HopperForward, call: Call) -> bool:
+    """Return whether the last multiprocessor is done sooner with smaller pieces, as it may be where each has few of them."""
+    sms = arch.physical(call.query.device).num_sms
+    demand, options = call.demand, call.options
+    causal = options.band_hi < UNBOUNDED and options.band_lo == -UNBOUNDED  # else pieces are equally long
+    times = []
+    for rows, step in ((offered.block_m, offered.step), (TILE, offered.step_of_128)):
+        tiles = -(-demand.seqlen_q // rows)
+        pieces = demand.batch * demand.heads * tiles
+        rounds = max(1.0, pieces * (tiles + 1) / (2 * tiles) / sms) if causal else -(-pieces // sms)
+        times.append(rounds * step)
+    return times[1] < times[0]
 
 
 def _takes_tiles_of_128(call: Call) -> bool:

@@ -22,7 +22,13 @@ from dmattn_ops.problem import UNBOUNDED, Mask, float32_precision
 TABLES = Path(__file__).parent / "resource_tables"
 SOURCE = "source"  # in a row beside its specializations: a digest of its kernels
 DECODE = 16  # queries up to which portable forwards have blocks of their own
-_AT_RUN_TIME = ("per_sm", "heads_per_group", "ordered_heads")  # fields that no compiled kernel depends on
+_AT_RUN_TIME = (
+    "per_sm",
+    "heads_per_group",
+    "ordered_heads",
+    "step",
+    "step_of_128",
+)  # fields that no compiled kernel depends on
 _WIDTHS = {"hopper256": (64, 128, 256)}  # kernels that compile for several head dimensions in one row
 
 

@@ -5,10 +5,11 @@ Nothing here imports `torch.distributed.tensor`, which takes half a second, unle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dmattn_ops.problem import MASK_TENSORS
@@ -46,6 +47,37 @@ def seed(query: Tensor, batch: int) -> Tensor:
     from dmattn_ops.distributed.sharding import sharded_seed
 
     return sharded_seed(query, batch)  # type: ignore[arg-type]
+
+
+def segments_of_queries(queries: Tensor | None, keys: Tensor, seqlen_q: int) -> Tensor | None:
+    """Return the segments of queries; beside keys that are a DTensor, zeros `[1, Sq]` where there are none, which say the same.
+
+    DTensor of torch 2.11 looks for the mesh in the first argument of an operator only.
+    """
+    if queries is not None or type(keys) is Tensor or not is_sharded(keys):
+        return queries
+    return keys.new_zeros((1, seqlen_q))
+
+
+def row_by_row(function: Callable[[Tensor], tuple[Tensor, ...]], rows: Tensor) -> tuple[Tensor, ...]:
+    """Return what a function makes of rows `[B, S]`, tensors of that shape; for a DTensor, each rank makes that of its rows.
+
+    The function may use operators that DTensor does not know (`cummax` in torch 2.11), and positions.
+    """
+    if type(rows) is Tensor or not is_sharded(rows):
+        return function(rows)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(rows, DTensor)
+    mesh, (batch, length) = rows.device_mesh, rows.shape
+    placements = [place if place.is_shard(0) else Replicate() for place in rows.placements]
+    own = rows.redistribute(placements=placements).to_local()
+    return tuple(
+        DTensor.from_local(
+            made.contiguous(), mesh, placements, run_check=False, shape=torch.Size((batch, length)), stride=(length, 1)
+        )
+        for made in function(own)
+    )
 
 
 def refuse_mixture(names: Sequence[str], arguments: Sequence[Any]) -> None:

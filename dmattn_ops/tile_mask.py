@@ -228,7 +228,8 @@ def from_segments(segments: Segments, seqlen_q: int, seqlen_k: int, band: Band) 
     """List the tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]` inside the band."""
     queries, keys = segments
     assert keys is not None
-    row_tiles, col_tiles = torch.ops.dmattn.list_tiles(queries, keys, seqlen_q, *band.limits(seqlen_q, seqlen_k))
+    listed = sharded.segments_of_queries(queries, keys, seqlen_q)
+    row_tiles, col_tiles = torch.ops.dmattn.list_tiles(listed, keys, seqlen_q, *band.limits(seqlen_q, seqlen_k))
     lengths = lengths_of(keys, seqlen_q, seqlen_k)
     return TileMask(lengths, row_tiles, col_tiles, q_segments=queries, k_segments=keys, **band_fields(band))
 

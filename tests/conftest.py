@@ -1,7 +1,8 @@
 """How tests call the public functions, and what is skipped where there is no GPU.
 
 `DMATTN_TEST_COMPILED=1` runs every test that takes the fixture `attention` through `torch.compile(fullgraph=True)`. With
-several GPUs, each worker of pytest-xdist sees one of them; tests that need two run without workers.
+several GPUs, each worker of pytest-xdist sees its share of them, at least one: tests of several ranks use NCCL where a
+worker has a GPU for each rank, and gloo on the CPU elsewhere. The last lines of a run on GPUs say which it was.
 """
 
 import faulthandler
@@ -22,12 +23,20 @@ HANGS = 240.0  # seconds after which a test on a GPU is taken to wait for a kern
 
 
 def share_gpus() -> None:
-    """Give a worker of pytest-xdist one GPU of several: processes that share one wait for each other."""
+    """Give a worker of pytest-xdist its share of several GPUs: processes that share one wait for each other."""
     worker, count = os.environ.get("PYTEST_XDIST_WORKER"), torch.cuda.device_count()
     if worker is None or count < 2:
         return
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[int(worker.removeprefix("gw")) % count]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    share = gpus_of_worker(int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]), count)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names.split(",")[number] for number in share)
+
+
+def gpus_of_worker(worker: int, workers: int, count: int) -> range:
+    """Return which of `count` GPUs one of `workers` uses: as many as every other, at least one."""
+    each = max(1, count // workers)
+    first = worker % (count // each) * each
+    return range(first, first + each)
 
 
 share_gpus()  # before anything starts CUDA
@@ -80,6 +89,17 @@ def no_hang(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.dump_traceback_later(HANGS, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say where tests of several ranks ran, if there are GPUs: NCCL needs one for each rank."""
+    count = torch.cuda.device_count()
+    workers = getattr(config.option, "numprocesses", None)
+    if not count or os.environ.get("PYTEST_XDIST_WORKER"):
+        return
+    seen = len(gpus_of_worker(0, workers, count)) if workers else count
+    used = ", ".join(f"{world} ranks by {ranks.backend_for(world, seen)}" for world in (2, 4))
+    terminalreporter.write_line(f"tests of several ranks: {used}; GPUs that a test process sees: {seen}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -237,11 +237,12 @@ def assert_equal(errors_of_ranks: list[dict[str, float]], dtype: torch.dtype = t
 
 def compare_in_groups_of_heads(case: Case) -> dict[str, float]:
     """Compare where key heads travel in groups, as those of long sequences do; runs on every rank."""
-    limit, context_parallel.PIPELINED_BYTES = context_parallel.PIPELINED_BYTES, 0
+    limits = context_parallel.PIPELINED_BYTES, context_parallel.GROUPED_HEADS
+    context_parallel.PIPELINED_BYTES, context_parallel.GROUPED_HEADS = 0, 1
     try:
         return compare(case)
     finally:
-        context_parallel.PIPELINED_BYTES = limit
+        context_parallel.PIPELINED_BYTES, context_parallel.GROUPED_HEADS = limits
 
 
 def repeat(case: Case, times: int) -> bool:

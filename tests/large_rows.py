@@ -26,10 +26,14 @@ class Rows(NamedTuple):
 
 def draw(
     device: str, dtype: torch.dtype, dim: int, *, bias: str = "", value: float = 0.0, scale: float | None = None,
-    softcap: float = 0.0, seqlen: int = 300,
+    softcap: float = 0.0, seqlen: int = 300, times: float = 1.0,
 ) -> Rows:  # fmt: skip
-    """Draw a call. `bias`: "rows" (20 whole rows are `value`), "keys" (all but one key are) or "all" (one per key, all are)."""
+    """Draw a call. `bias`: "rows" (20 whole rows are `value`), "keys" (all but one key are) or "all" (one per key, all are).
+
+    Every fifth query is `times` as large as the others.
+    """
     query, key, value_rows, grad_out = (torch.randn(1, seqlen, 2, dim, device=device).to(dtype) for _ in range(4))
+    query[:, ::5] *= times
     leaves = [query, key, value_rows]
     if bias:
         added = torch.zeros(1, 1, seqlen if bias == "rows" else 1, seqlen, device=device)

@@ -89,7 +89,12 @@ def visible_pairs(start: Tensor, end: Tensor, seqlen_q: int, band: tuple[int, in
 def plan(start: Tensor, end: Tensor, at_most: int, length: int, seqlen_q: int, band=(-UNBOUNDED, 0), heads=None):
     cut = epochs(seqlen_q, start.shape[2], at_most, band[1], length)
     first, count = heads or (0, max(start.shape[1], end.shape[1]))
-    return launch.plan_slots(start, end, cut, seqlen_q, *band, first, count, inverse=True), cut
+    slots = launch.plan_slots(start, end, cut, seqlen_q, *band, first, count, inverse=True)
+    batch, planned = slots.keys.shape[:2]
+    launch.gather_rows(
+        (torch.zeros(batch, start.shape[2], planned, 1),), slots, planned, 0, 1
+    )  # writes the lists' order
+    return slots, cut
 
 
 def lists(record: Tensor) -> tuple[list[int], list[int]]:

@@ -154,6 +154,24 @@ def test_explain_reads_a_call_as_the_call_does(monkeypatch, tmp_path):
     assert not (tmp_path / "record").exists()
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen", "causal", "rows"),
+    [
+        (1, 16, 2048, True, 128),  # 176 tiles of 192 for 132 multiprocessors: all wait for the longest
+        (1, 16, 2048, False, 128),  # two rounds of either size
+        (1, 8, 1000, True, 128),
+        (64, 12, 512, False, 192),
+        (4, 32, 4096, True, 192),
+    ],
+)
+def test_the_sm90_forward_takes_small_tiles_where_the_last_multiprocessor_is_done_sooner(
+    batch, heads, seqlen, causal, rows
+):
+    query = torch.empty(batch, seqlen, heads, 64, dtype=torch.bfloat16)
+    shown = str(dmattn_ops.explain(query, query, query, is_causal=causal, arch="9.0"))
+    assert f"block_m={rows}, block_n=128, stages=2" in shown
+
+
 def test_explain_takes_packed_sequences_and_says_what_the_launchers_get(monkeypatch):
     query, key = torch.randn(300, 4, 64), torch.randn(300, 2, 64)
     offsets = torch.tensor([0, 100, 300], dtype=torch.int32)

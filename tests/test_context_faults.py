@@ -115,6 +115,7 @@ def refused(what):
     """Return what kind of error a call raises, and its message."""
     query, key = part(), part(heads=2)
     documents = torch.zeros(1, 64, dtype=torch.int32, device=query.device)
+    scores, full = (torch.zeros(shape, device=query.device) for shape in ((1, 2, 64), (1, 1, 64, 64)))
     own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     mesh = init_device_mesh(query.device.type, (2, 1))
     whole = prepare_mask(documents=documents.repeat(1, 2))
@@ -130,10 +131,10 @@ def refused(what):
         "other method": lambda: context_parallel_attention(query, key, key, made, group=None, method="ring"),
         "whole mask": lambda: context_parallel_attention(query, key, key, whole, group=own),
         "documents twice": lambda: context_parallel_attention(query, key, key, whole, group=None, documents=documents),
-        "bias": lambda: context_parallel_attention(query, key, key, None, torch.zeros(1, 1, 64, 64), group=None),
+        "bias": lambda: context_parallel_attention(query, key, key, None, full, group=None),
         "dtensor": lambda: context_parallel_attention(DTensor.from_local(query, mesh, [Replicate()] * 2), key, key, group=None),
         "offsets": lambda: context_parallel_attention(
-            query, key, key, group=None, documents=documents, cu_seqlens=torch.tensor([0, 128])
+            query, key, key, group=None, documents=documents, cu_seqlens=torch.tensor([0, 128], device=query.device)
         ),
         "layout": lambda: shard_sequence(query, None, layout="zigzag"),
         "chunks": lambda: shard_sequence(query, None, layout=(0, 1, 1)),
@@ -141,10 +142,10 @@ def refused(what):
         "uneven part": lambda: unshard_sequence(query[:, :63], None),
         "nothing prepared": lambda: prepare_context_mask(group=None, is_causal=True),
         "balance": lambda: balanced_layout(whole, None, chunks_per_rank=5),
-        "keep": lambda: dynamic_context_attention(query, key, key, torch.zeros(1, 2, 64), -1, group=None),
-        "exchange": lambda: dynamic_context_attention(query, key, key, torch.zeros(1, 2, 64), 1, group=None, exchange="all"),
+        "keep": lambda: dynamic_context_attention(query, key, key, scores, -1, group=None),
+        "exchange": lambda: dynamic_context_attention(query, key, key, scores, 1, group=None, exchange="all"),
         "full bias": lambda: dynamic_context_attention(
-            query, key, key, torch.zeros(1, 2, 64), 1, torch.zeros(1, 1, 64, 64), group=None
+            query, key, key, scores, 1, full, group=None
         ),
     }  # fmt: skip
     try:

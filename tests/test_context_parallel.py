@@ -7,18 +7,21 @@ import torch
 import torch.distributed as dist
 from context_cases import Case, assert_equal
 from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
 
 from dmattn_ops.distributed import (
     context_parallel_attention,
+    dynamic_context_attention,
     record_traffic,
     sequence_positions,
     shard_sequence,
     unshard_sequence,
 )
+from dmattn_ops.distributed.context_mask import work_of
 from dmattn_ops.distributed.context_parallel import chosen_method, head_groups
 from dmattn_ops.distributed.key_exchange import exchange_of
 from dmattn_ops.distributed.pieces import Statistics, merged, sight_of, spans_of
-from dmattn_ops.distributed.team import Team
+from dmattn_ops.distributed.team import Team, share_a_host
 
 METHODS = ("all_gather", "ulysses", "ring")
 CAUSAL = ("is_causal", True)
@@ -149,6 +152,65 @@ def test_compiled_calls_equal_one_process(two_ranks, method, case, backend):
     assert_equal(two_ranks(context_cases.compare, case._replace(method=method, compiled=backend), limit=180))
 
 
+def test_a_compiled_call_chooses_its_method(two_ranks):
+    case = Case(keywords=(CAUSAL,), method="auto", compiled="aot_eager")
+    assert_equal(two_ranks(context_cases.compare, case, limit=180))
+
+
+class Returned(TorchFunctionMode):
+    """Keeps the tensors that an operation returned as it was given them, as `x.to(x.dtype)` does."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        waits = "wait_tensor" in str(func)  # returns another tensor while a graph is made
+        if isinstance(result, torch.Tensor) and not waits and any(result is each for each in args):
+            self.tensors.append(result)
+        return result
+
+
+def functions_that_return_what_an_operation_returned_unchanged():
+    """Return the autograd Functions that methods use, and those of which a result came unchanged out of an operation."""
+    seen, faulty = set(), set()
+
+    def watched(name, forward):
+        def watching(*arguments):
+            with Returned() as returned:
+                results = forward(*arguments)
+            each_result = results if isinstance(results, tuple) else (results,)
+            seen.add(name)
+            if any(one is other for one in each_result for other in returned.tensors):
+                faulty.add(name)
+            return results
+
+        return staticmethod(watching)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for function in torch.autograd.Function.__subclasses__():
+            if function.__module__.startswith("dmattn_ops."):
+                patch.setattr(function, "forward", watched(function.__name__, function.forward))
+        for method in METHODS:
+            for bias in ("keyk", "fullq"):
+                case = Case(method=method, keywords=(CAUSAL,), bias=bias)
+                context_cases.on_ranks(context_cases.build(case, dist.get_world_size()), case)
+        part = torch.randn(1, 32, 2, 16, device=ranks.device(), requires_grad=True)
+        scores = torch.randn(1, 4, 32, device=ranks.device(), requires_grad=True)
+        for exchange in ("counts", "fixed"):
+            query = part.repeat(1, 1, 2, 1)
+            dynamic_context_attention(query, part, part, scores, 8, scores.unsqueeze(2), group=None, exchange=exchange)
+    return seen, faulty
+
+
+def test_no_result_of_a_function_has_two_names_in_a_graph(two_ranks):
+    """With torch 2.11 gradients of such a result are lost: it returns all values of a Function, and the last of two counts."""
+    for seen, faulty in two_ranks(functions_that_return_what_an_operation_returned_unchanged):
+        assert seen == {"AllGather", "GatheredRows", "Repeated", "Ring", "ToHeads", "ToSequence", "WithFetched"}
+        assert not faulty
+
+
 def random_case(seed):
     def pick(*choices):
         return choices[int(torch.randint(len(choices), ()))]
@@ -179,11 +241,12 @@ def test_random_calls_equal_one_process(two_ranks, seed):
 
 
 def positions_and_parts(layout):
-    whole = torch.arange(2 * 48 * 3.0, requires_grad=True)
+    numbers = torch.arange(2 * 48 * 3.0, device=ranks.device())
+    whole = numbers.clone().requires_grad_()
     tensor = whole.view(2, 48, 3)
     part = shard_sequence(tensor, None, layout=layout)
     back = unshard_sequence(part, None, layout=layout)
-    factor = torch.arange(2 * 48 * 3.0).view(2, 48, 3) * (1 + dist.get_rank())
+    factor = numbers.view(2, 48, 3) * (1 + dist.get_rank())
     (back * factor).sum().backward()
     positions = sequence_positions(48, None, layout=layout)
     return torch.equal(back, tensor), torch.equal(part, tensor[:, positions]), whole.grad, positions
@@ -244,30 +307,99 @@ def exchange_on(size, layout, length, **conditions):
 
 
 @pytest.mark.parametrize(
-    ("size", "length", "heads", "heads_kv", "causal_window", "method"),
+    ("size", "length", "heads", "heads_kv", "causal_window", "near", "method"),
     [
-        (4, 131072, 32, 8, None, "all_gather"),  # grouped heads: few keys travel
-        (8, 131072, 32, 32, None, "ulysses"),  # as many key heads: a part of all heads is less than all keys
-        (8, 131072, 30, 30, None, "all_gather"),  # heads that cannot be dealt
-        (8, 1048576, 30, 30, None, "ring"),  # gathered keys would fill 16 GB
-        (8, 1048576, 32, 32, (4095, None), "all_gather"),  # a window needs few keys
+        (4, 131072, 32, 8, None, False, "all_gather"),  # grouped heads: few keys travel
+        (4, 131072, 32, 8, None, True, "ulysses"),  # within a host 1.25 times as much does not matter
+        (2, 131072, 32, 8, None, True, "ulysses"),  # nor does 2.5 times as much
+        (2, 131072, 32, 1, None, True, "all_gather"),  # 17 times as much does
+        (8, 131072, 32, 32, None, False, "ulysses"),  # as many key heads: a part of all heads is less than all keys
+        (8, 131072, 30, 30, None, True, "all_gather"),  # heads that cannot be dealt
+        (8, 1048576, 30, 30, None, True, "ring"),  # gathered keys would fill 16 GB
+        (8, 1048576, 32, 32, (4095, None), True, "all_gather"),  # a window needs few keys
     ],
 )
-def test_the_method_is_chosen_by_what_travels_and_what_fits(size, length, heads, heads_kv, causal_window, method):
+def test_the_method_is_chosen_by_what_travels_and_what_fits(size, length, heads, heads_kv, causal_window, near, method):
     layout = "contiguous" if causal_window else "head_tail"
     _, sight = exchange_on(size, layout, length, is_causal=True, window=causal_window or (None, None))
     query, key = (
         torch.empty(1, length // size, count, 128, dtype=torch.bfloat16, device="meta") for count in (heads, heads_kv)
     )
-    assert chosen_method(query, key, key, None, None, sight, layout, Team("", 0, size)) == method
+    assert chosen_method(query, key, key, None, None, sight, layout, Team("", 0, size), near) == method
+
+
+def hosts_of_groups():
+    """Return whether groups share a host, where the launcher says nothing, two ranks a host and one a host."""
+    own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    found = []
+    for local in ("", "2", "1"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_WORLD_SIZE", local)
+            found.append((share_a_host(None), share_a_host(own)))
+    return found
+
+
+def test_ranks_share_a_host_where_the_launcher_says_so(two_ranks):
+    assert two_ranks(hosts_of_groups) == [[(False, False), (True, True), (False, True)]] * 2
+
+
+def calls_without_a_method(local, length):
+    part = torch.randn(1, length, 4, 16, device=ranks.device())
+    with pytest.MonkeyPatch.context() as patch, record_traffic() as traffic:
+        patch.setenv("LOCAL_WORLD_SIZE", local)
+        context_parallel_attention(part, part, part, group=None, method="auto", is_causal=True)
+    return traffic.received
+
+
+def test_ranks_that_choose_different_methods_are_told(two_ranks):
+    assert len(set(two_ranks(calls_without_a_method, "2", 64))) == 1
+    for failure in two_ranks.failures(calls_of_a_host_that_is_another):
+        assert "method is 'ulysses' on rank 0 and 'all_gather' on rank 1" in failure.message
+
+
+def calls_of_a_host_that_is_another():
+    return calls_without_a_method("21"[dist.get_rank()], 96)  # of a length that ranks that only have NCCL compare
 
 
 def test_keys_travel_in_groups_of_heads_where_they_are_many():
     exchange, _ = exchange_on(4, "head_tail", 131072, is_causal=True)
-    key = torch.empty(1, 32768, 8, 128, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(1, 32768, 16, 128, dtype=torch.bfloat16, device="meta")
     assert head_groups(exchange, key, key) == 4
-    assert head_groups(exchange, key[:, :, :6], key[:, :, :6]) == 2
-    assert head_groups(exchange, key[:, :, :1, :8], key[:, :, :1, :8]) == 1
+    assert head_groups(exchange, key[:, :, :8], key[:, :, :8]) == 2
+    assert head_groups(exchange, key[:, :, :6], key[:, :, :6]) == 1
+    assert head_groups(exchange, key[:, :, :8, :2], key[:, :, :8, :2]) == 1
+
+
+def shown(pieces, sight, rows, columns):
+    """Return what pieces show of a rank's queries and of the keys at hand; each pair at most once."""
+    seen = torch.zeros(rows, columns, dtype=torch.int64)
+    for piece in pieces:
+        limits = sight.band(piece.query, piece.key).limits(piece.rows, piece.columns)
+        distance = torch.arange(piece.columns) - torch.arange(piece.rows)[:, None]
+        inside = (distance >= limits[0]) & (distance <= limits[1])
+        seen[piece.row : piece.row + piece.rows, piece.column : piece.column + piece.columns] += inside
+    return seen
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("layout", ["head_tail", "contiguous", "dealt"])
+def test_pieces_of_a_ring_that_are_joined_show_the_same(size, layout):
+    chunk, joined = 3, 0
+    for diagonal in (0, 1, -1, 5, -17, 40):
+        if layout == "dealt":
+            layout = tuple(torch.randperm(2 * size).tolist())
+        length = 2 * chunk * size
+        sight = sight_of(True, diagonal, (None, None), length, length)
+        spans = spans_of(sight, layout, size)
+        for rank in range(size):
+            of = [work_of("ring", sight, spans, layout, Team("", rank, size), by_place=each) for each in (False, True)]
+            for apart, together in zip(*(work.steps() for work in of), strict=True):
+                rows = columns = 2 * chunk
+                assert torch.equal(shown(apart, sight, rows, columns), shown(together, sight, rows, columns))
+                joined += len(together) < len(apart)
+                if layout == "head_tail" and diagonal == 0:
+                    assert len(together) == 1
+    assert joined or layout == "contiguous"
 
 
 def test_merging_keeps_what_rounding_lse_loses():

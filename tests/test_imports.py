@@ -46,7 +46,7 @@ ARROWS = {
     "native": ("problem", "call"),
     "packing": ("problem", "call"),
     "reference": ("problem", "layout", "meta", "call"),
-    "resolve": ("problem", "config", "call"),
+    "resolve": ("arch", "problem", "config", "call"),
     "resources": ("problem", "config", "call"),
     "sinks": ("recording", "call"),
     "tuning": ("problem", "environment", "arch", "shared_files", "config", "choose", "call", "packing"),

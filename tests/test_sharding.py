@@ -20,7 +20,7 @@ def four_ranks() -> Iterator[ranks.Ranks]:
         yield processes
 
 
-def equal_to_one_device(processes, case, *sizes, limit=60.0):
+def equal_to_one_device(processes, case, *sizes, limit=ranks.LIMIT):
     """Check all tensors of a case on all ranks; return their placements."""
     for report in processes(cases.compare, case, *sizes, limit=limit):
         assert max(report.errors.values()) < CLOSE, report
@@ -77,7 +77,7 @@ def test_tensors_that_are_split_in_different_ways_are_redistributed(two_ranks, a
 
 
 @pytest.mark.parametrize("batch", [3, 1])
-@pytest.mark.parametrize("kind", ["mask of keys", "dynamic mask", "dropout", "bias for all"])
+@pytest.mark.parametrize("kind", ["mask of keys", "dynamic mask", "intervals in documents", "dropout", "bias for all"])
 def test_batches_that_do_not_divide_are_right(two_ranks, kind, batch):
     equal_to_one_device(two_ranks, Case(kind, ["batch"], batch=batch))
 

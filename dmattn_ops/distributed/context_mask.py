@@ -12,7 +12,7 @@ from dmattn_ops import require, validation
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
 from dmattn_ops.distributed.pieces import Piece, Sight, Spans, sight_of, spans_of
-from dmattn_ops.distributed.sequence import Layout, check_length, in_order, runs
+from dmattn_ops.distributed.sequence import Layout, Run, check_length, in_order, runs
 from dmattn_ops.distributed.team import Group, Team, all_ranks, team_of
 from dmattn_ops.distributed.ulysses import own_heads, to_heads
 from dmattn_ops.layout import is_one_run_each
@@ -143,8 +143,11 @@ def check_choice(method: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"method must be one of {', '.join(map(repr, choices))}, got {method!r}")
 
 
-def work_of(method: str, sight: Sight, spans: Spans, layout: Layout, team: Team) -> Work:
-    """Return what this rank computes, given the keys that each run of queries of each rank may see."""
+def work_of(method: str, sight: Sight, spans: Spans, layout: Layout, team: Team, *, by_place: bool = False) -> Work:
+    """Return what this rank computes, given the keys that each run of queries of each rank may see.
+
+    `by_place` says that only where queries and keys lie decides what is visible, so that a ring may join pieces.
+    """
     if method == "ulysses":
         return Work((Piece(0, 0, sight.seqlen_q, 0, 0, sight.seqlen_k, 0),), (1,), None)
     own = runs(layout, team.size, team.rank, sight.seqlen_q // team.size)
@@ -161,6 +164,10 @@ def work_of(method: str, sight: Sight, spans: Spans, layout: Layout, team: Team)
     ]
     last = max(step for step in range(team.size) if step == 0 or any(steps[step] for steps in of_ranks))
     steps = of_ranks[team.rank][: last + 1]
+    if by_place:
+        length = sight.seqlen_k // team.size
+        theirs = [runs(layout, team.size, (team.rank - step) % team.size, length) for step in range(last + 1)]
+        steps = [in_one_piece(step, sight, own, of_step) for step, of_step in zip(steps, theirs, strict=True)]
     return Work(tuple(piece for step in steps for piece in step), tuple(len(step) for step in steps), None)
 
 
@@ -177,6 +184,36 @@ def _ring_step(rank: int, step: int, sight: Sight, spans: Spans, layout: Layout,
             column = theirs.local + low - theirs.origin
             found.append(Piece(number, run.local, run.length, run.origin, column, high - low, low))
     return found
+
+
+def in_one_piece(pieces: list[Piece], sight: Sight, own: tuple[Run, ...], theirs: tuple[Run, ...]) -> list[Piece]:
+    """Return one piece instead of several of a step of a ring, where its band shows the same; else these.
+
+    A rank's runs lie behind each other, as if nothing were between them. A causal band over them shows the same where what
+    lies between makes no difference: with layout "head_tail", in every step.
+    """
+    if len(pieces) < 2 or not sight.is_causal or sight.window != (None, None):
+        return pieces
+    row, column = min(piece.row for piece in pieces), min(piece.column for piece in pieces)
+    rows = max(piece.row + piece.rows for piece in pieces) - row
+    columns = max(piece.column + piece.columns for piece in pieces) - column
+    covered = [
+        [run for run in of_side if first <= run.local and run.local + run.length <= first + length]
+        for of_side, first, length in ((own, row, rows), (theirs, column, columns))
+    ]
+    if [sum(run.length for run in of_side) for of_side in covered] != [rows, columns]:
+        return pieces  # a piece ends inside a run
+    query, key = covered[0][0].origin, covered[1][0].origin
+    for of_queries in covered[0]:
+        for of_keys in covered[1]:
+            seen = (
+                sight.diagonal + of_queries.origin - of_keys.origin
+            )  # query i of the run sees its keys up to i + seen
+            by_one = sight.diagonal + query - key + (of_queries.local - row) - (of_keys.local - column)
+            least, most = -of_queries.length, of_keys.length - 1  # nothing is visible, and everything
+            if min(max(seen, least), most) != min(max(by_one, least), most):
+                return pieces
+    return [Piece(pieces[0].run, row, rows, query, column, columns, key)]
 
 
 def source_of(

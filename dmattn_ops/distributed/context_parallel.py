@@ -26,13 +26,19 @@ from dmattn_ops.distributed.context_mask import (
 from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
 from dmattn_ops.distributed.pieces import Numbers, Piece, Sight, Spans, Visible, sight_of, spans_of, visible_by
 from dmattn_ops.distributed.ring import Ring, RingPlan
-from dmattn_ops.distributed.sequence import GatheredRows, Layout, check_length, in_order, runs
-from dmattn_ops.distributed.team import Group, Team, same_on_all, team_of
+from dmattn_ops.distributed.sequence import GatheredRows, Layout, check_length, in_order
+from dmattn_ops.distributed.team import Group, Team, same_on_all, share_a_host, team_of
 from dmattn_ops.masks import Documents
 from dmattn_ops.tile_mask import TileMask
 
 GATHERED_BYTES = 4 << 30  # of keys and values on one rank, from which on `auto` lets them travel in a ring instead
 PIPELINED_BYTES = 16 << 20  # of keys and values that a rank receives, from which on they travel in groups of heads
+GROUPED_HEADS = (
+    4  # key heads of a group, at least: kernels with fewer leave more SMs idle at their end, and read more often
+)
+# How many times the bytes of fetching may be exchanged by heads. Fetching is hidden behind computing, exchanging is not; but the
+# kernels of "ulysses" are those of one GPU. Within a host it was faster with 2.5 times the bytes (2 H200, 131072 positions).
+EXCHANGED_BETWEEN_HOSTS, EXCHANGED_IN_A_HOST = 0.5, 4.0
 
 
 class _Request(NamedTuple):
@@ -120,8 +126,9 @@ def context_parallel_attention(
     asked: list[_Request] = []
 
     def describe() -> dict[str, str]:
-        asked.append(_checked(named, team, reduce_dtype))
-        return {name: agreement.text_of(value) for name, value in named.items()}
+        asked.append(_checked(named, group, team, reduce_dtype))
+        texts = {name: agreement.text_of(value) for name, value in named.items()}
+        return texts | {"method": repr(asked[-1].method)}
 
     agreement.agreed("context_parallel_attention", group, team, describe)
     out, lse, row_max = _attention(asked[0], mask, documents, cu_seqlens)
@@ -132,7 +139,7 @@ def context_parallel_attention(
     return (out, *((lse,) if return_lse else ()), *((row_max,) if return_max else ()))
 
 
-def _checked(named: dict[str, Any], team: Team, reduce_dtype: torch.dtype) -> _Request:
+def _checked(named: dict[str, Any], group: Group | None, team: Team, reduce_dtype: torch.dtype) -> _Request:
     """Refuse what does not fit; return the call."""
     query, key, value, bias, sink = (named[name] for name in ("query", "key", "value", "bias", "sink"))
     plain(query=query, key=key, value=value, bias=bias)
@@ -151,7 +158,7 @@ def _checked(named: dict[str, Any], team: Team, reduce_dtype: torch.dtype) -> _R
     sight = sight_of(named["is_causal"], named["causal_from"], named["window_size"], whole_q, whole_k)
     check_choice(method, (*METHODS, "auto"))
     if method == "auto":
-        method = chosen_method(query, key, value, mask, bias, sight, layout, team)
+        method = chosen_method(query, key, value, mask, bias, sight, layout, team, share_a_host(group))
     if method == "ulysses" and (reasons := ulysses.refusals(query.shape[2], key.shape[2], team.size)):
         raise ValueError(f"method 'ulysses' cannot take this call: {'; '.join(reasons)}")
     if named["documents"] is not None and named["cu_seqlens"] is not None:
@@ -225,10 +232,12 @@ def chosen_method(
     sight: Sight,
     layout: Layout,
     team: Team,
+    near: bool,
 ) -> str:
-    """Return the method for a call, from its shapes: what sends the least, unless memory speaks for the ring.
+    """Return the method for a call, from its shapes and from whether the ranks are `near`, on one host.
 
-    Fetching overlaps with computing and exchanging heads does not, so that the latter has to send half as much.
+    Heads are exchanged where they can be dealt and where that sends few enough bytes, else keys are fetched; they travel in a
+    ring where those that are fetched would take too much memory.
     """
     (batch, length, heads, dim), (heads_kv, dim_v) = query.shape, value.shape[2:]
     exchange = exchange_of(team, layout, sight.seqlen_k, spans_of(sight, layout, team.size))
@@ -239,7 +248,7 @@ def chosen_method(
         of_keys = key.shape[1] * max(heads_kv, team.size) * (dim + dim_v)
         of_queries = length * heads * (dim + dim_v)
         exchanged = batch * (of_keys + of_queries) * key.element_size() * (team.size - 1) // team.size
-        if 2 * exchanged < fetched:
+        if exchanged < (EXCHANGED_IN_A_HOST if near else EXCHANGED_BETWEEN_HOSTS) * fetched:
             return "ulysses"
     return "ring" if exchange.length * per_key > GATHERED_BYTES else "all_gather"
 
@@ -254,8 +263,9 @@ def _attention(
         parts: tuple[TileMask | None, ...] = mask.parts
     else:
         spans = spans_of(of.sight, of.layout, of.team.size)
-        work = work_of(of.method, of.sight, spans, of.layout, of.team)
         source = source_of(mask, documents, cu_seqlens, of.team, of.layout, of.method, of.sight)
+        by_place = source.nothing and of.bias is None and of.numbers.dropout_p == 0.0
+        work = work_of(of.method, of.sight, spans, of.layout, of.team, by_place=by_place)
         parts = (None,) * len(work.pieces) if source.nothing else parts_of(source, of.sight, work.pieces)
     seed = None
     if of.numbers.dropout_p != 0.0:
@@ -292,9 +302,8 @@ def _by_ring(
     seen = [_visible(of, part, piece) for part, piece in zip(parts, work.pieces, strict=True)]
     everything = (((0, of.sight.seqlen_k),),) * of.team.size
     bias = BiasPlan(_is_per_key(of), KeyExchange(of.team, of.layout, of.sight.seqlen_k, everything), by_position=True)
-    own = runs(of.layout, of.team.size, of.team.rank, of.query.shape[1])
     limits = tuple(visible[1:] for visible in seen)
-    plan = RingPlan(of.team, bias, own, work.steps(), limits, of.numbers, of.needs_max, of.reduce_dtype)
+    plan = RingPlan(of.team, bias, of.query.shape[1], work.steps(), limits, of.numbers, of.needs_max, of.reduce_dtype)
     tensors = [tensor for visible in seen for tensor in visible.tensors]
     masks = tensors if any(tensor is not None for tensor in tensors) else []
     return Ring.apply(plan, of.query, of.key, of.value, of.bias, seed, *masks)
@@ -302,7 +311,7 @@ def _by_ring(
 
 def _by_heads(of: _Request, part: TileMask | None, seed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     team, layout, wide = of.team, of.layout, torch.promote_types(of.query.dtype, of.reduce_dtype)
-    query, key, value = (ulysses.ToHeads.apply(team, layout, wide, tensor) for tensor in (of.query, of.key, of.value))
+    query, key, value = ulysses.ToHeads.apply(team, layout, wide, of.query, of.key, of.value)
     piece = Piece(0, 0, of.sight.seqlen_q, 0, 0, of.sight.seqlen_k, 0)
     visible = _visible(of, part, piece)
     bias = None if of.bias is None else _bias_by_heads(of, of.bias)
@@ -312,11 +321,11 @@ def _by_heads(of: _Request, part: TileMask | None, seed: Tensor | None) -> tuple
         query, key, value, bias, *visible.tensors, None, seed, visible.band_lo, visible.band_hi, 0, 0, visible.at_most,
         *of.numbers, of.needs_max,
     )  # fmt: skip
-    out = ulysses.ToSequence.apply(team, layout, out)
-    lse = ulysses.ToSequence.apply(team, layout, lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+    out, lse = ulysses.ToSequence.apply(team, layout, out, lse.transpose(1, 2).unsqueeze(-1))
+    lse = lse.squeeze(-1).transpose(1, 2)
     if of.needs_max:
         row_max = row_max.detach().transpose(1, 2).unsqueeze(-1)
-        row_max = ulysses.ToSequence.apply(team, layout, row_max).squeeze(-1).transpose(1, 2)
+        row_max = ulysses.ToSequence.apply(team, layout, row_max)[0].squeeze(-1).transpose(1, 2)
     return out, lse, row_max
 
 
@@ -326,7 +335,7 @@ def _bias_by_heads(of: _Request, bias: Tensor) -> Tensor:
     own = ulysses.own_heads(bias.shape[1], team)
     wide = torch.promote_types(bias.dtype, of.reduce_dtype)
     if not _is_per_key(of) and bias.shape[1] != 1:
-        return ulysses.ToHeads.apply(team, layout, wide, bias.transpose(1, 2)).transpose(1, 2)
+        return ulysses.ToHeads.apply(team, layout, wide, bias.transpose(1, 2))[0].transpose(1, 2)
     dim = 3 if _is_per_key(of) else 2
     rows = GatheredRows.apply(team, wide, bias.movedim(dim, 0).to(wide))
     return in_order(rows, layout, team.size, 0).movedim(0, dim)[:, own].contiguous()
@@ -353,7 +362,8 @@ def head_groups(exchange: KeyExchange, key: Tensor, value: Tensor) -> int:
     row = key.shape[0] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
     if exchange.received() * row < PIPELINED_BYTES:
         return 1
-    return next(groups for groups in (4, 2, 1) if key.shape[2] % groups == 0)
+    heads = key.shape[2]
+    return next((groups for groups in (4, 2) if heads % groups == 0 and heads // groups >= GROUPED_HEADS), 1)
 
 
 def share_of_keys(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:

@@ -166,4 +166,6 @@ def added(parts: Sequence[tuple[int, Tensor]], length: int, dim: int, like: Tens
         for part in covering[1:]:
             total = total + part
         stretches.append(total)
+    if len(stretches) == 1:
+        return stretches[0]
     return torch.cat(stretches, dim) if stretches else like.narrow(dim, 0, 0)

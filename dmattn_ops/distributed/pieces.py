@@ -100,8 +100,8 @@ def visible_by(mask: TileMask | None, band: Band, piece: Piece) -> Visible:
 
 
 class Statistics(NamedTuple):
-    """What is known of rows after some of their keys: out in float32 or wider, the logarithm of the sum of exp(score) as
-    `lse + lse_tail`, and the largest score (empty where it is not asked for)."""
+    """What is known of rows after some of their keys: out (in float32 or wider once parts were merged), the logarithm of the
+    sum of exp(score) as `lse + lse_tail`, and the largest score (empty where it is not asked for)."""
 
     out: Tensor
     lse: Tensor
@@ -147,7 +147,9 @@ def merged(old: Statistics, new: Statistics) -> Statistics:
     difference = (new.lse - old.lse) + (new.lse_tail - old.lse_tail)
     nothing = (old.lse == -torch.inf) & (new.lse == -torch.inf)
     difference = torch.where(nothing, 0.0, difference)
-    out = old.out * _like_out(torch.sigmoid(-difference)) + new.out * _like_out(torch.sigmoid(difference))
+    # out may be narrower: products with the weights are float32, without a copy in it
+    out = old.out * _like_out(torch.sigmoid(-difference))
+    out = torch.addcmul(out, new.out, _like_out(torch.sigmoid(difference)))
     ahead = difference > 0
     lse, tail = torch.where(ahead, new.lse, old.lse), torch.where(ahead, new.lse_tail, old.lse_tail)
     more = tail + torch.log1p(torch.exp(-difference.abs()))
@@ -158,28 +160,32 @@ def merged(old: Statistics, new: Statistics) -> Statistics:
     return Statistics(out, torch.where(nothing, lse, total), torch.where(nothing, tail, rest), row_max)
 
 
-def widened(rows: Statistics) -> Statistics:
-    """Return statistics whose out can be merged without rounding in between."""
-    return rows._replace(out=rows.out.to(rows.lse.dtype))
-
-
 def no_keys(query: Tensor, dim_v: int, needs_max: bool) -> Statistics:
     """Return the statistics of query rows `[B, n, H, D]` that have seen no key."""
     batch, length, heads, _ = query.shape
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     lse = query.new_full((batch, heads, length), -torch.inf, dtype=wide)
-    out = query.new_zeros((batch, length, heads, dim_v), dtype=wide)
+    out = query.new_zeros((batch, length, heads, dim_v))
     return Statistics(out, lse, torch.zeros_like(lse), lse.clone() if needs_max else lse.new_empty(0))
 
 
 def joined(parts: list[Statistics], dims: tuple[int, int]) -> Statistics:
     """Join statistics along a dimension of out and one of the others."""
+    if len(parts) == 1:
+        return parts[0]
     out = torch.cat([part.out for part in parts], dims[0])
     others: list[Any] = []
     for name in ("lse", "lse_tail", "row_max"):
         tensors = [getattr(part, name) for part in parts]
         others.append(tensors[0] if tensors[0].dim() == 1 else torch.cat(tensors, dims[1]))
     return Statistics(out, *others)
+
+
+def cut(rows: Statistics, first: int, length: int) -> Statistics:
+    """Return the statistics of neighbouring rows."""
+    out, *others = rows
+    parts = [other if other.dim() == 1 else other.narrow(2, first, length) for other in others]
+    return Statistics(out.narrow(1, first, length), *parts)
 
 
 def of_rows(rows: Statistics, piece: Piece, heads: slice = slice(None)) -> Statistics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -74,6 +75,14 @@ def team_of(group: Group | None) -> Team:
     """Return the ranks of a group."""
     found = process_group(group)
     return Team(found.group_name, dist.get_rank(found), dist.get_world_size(found))
+
+
+def share_a_host(group: Group | None) -> bool:
+    """Return whether the ranks of a group run on one host, as far as the launcher tells: torchrun sets LOCAL_WORLD_SIZE."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdigit() or int(local) == 0:
+        return False
+    return len({rank // int(local) for rank in dist.get_process_group_ranks(process_group(group))}) == 1
 
 
 def start_all_gather(rows: Tensor, team: Team) -> Tensor:

@@ -25,37 +25,49 @@ def refusals(heads: int, heads_kv: int, size: int) -> list[str]:
 class ToHeads(torch.autograd.Function):
     """From `[B, s, heads, D]` of a part of the sequence to `[B, S, heads / N, D]` of some heads, in the order of the sequence.
 
-    Where there are fewer key heads than ranks, several ranks get the same head, and their gradients are added in `wide`.
+    All tensors travel at once: while one is put in order, the next is on its way. Where there are fewer key heads than
+    ranks, several ranks get the same head, and their gradients are added in `wide`.
     """
 
     @staticmethod
-    def forward(ctx: Any, team: Team, layout: Layout, wide: torch.dtype, part: Tensor) -> Tensor:
-        ctx.of, ctx.wide, ctx.heads, ctx.narrow = (team, layout), wide, part.shape[2], part.dtype
-        repeats = max(1, team.size // part.shape[2])
-        return to_heads(part.repeat_interleave(repeats, 2) if repeats > 1 else part, team, layout)
+    def forward(ctx: Any, team: Team, layout: Layout, wide: torch.dtype, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.of, ctx.wide = (team, layout), wide
+        ctx.heads, ctx.narrow = [part.shape[2] for part in parts], [part.dtype for part in parts]
+        started = []
+        for part in parts:
+            repeats = max(1, team.size // part.shape[2])
+            started.append(_start_to_heads(part.repeat_interleave(repeats, 2) if repeats > 1 else part, team))
+        return tuple(_in_sequence(each, team, layout) for each in started)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         team, layout = ctx.of
-        repeats = max(1, team.size // ctx.heads)
-        grad = grads[0].to(ctx.wide) if repeats > 1 else grads[0]
-        back = to_sequence(grad, team, layout)
-        if repeats > 1:
-            back = back.unflatten(2, (ctx.heads, repeats)).sum(3).to(ctx.narrow)
-        return None, None, None, back
+        repeats = [max(1, team.size // heads) for heads in ctx.heads]
+        started = [
+            _start_to_sequence(grad.to(ctx.wide) if times > 1 else grad, team, layout)
+            for grad, times in zip(grads, repeats, strict=True)
+        ]
+        found = []
+        for each, times, heads, narrow in zip(started, repeats, ctx.heads, ctx.narrow, strict=True):
+            back = _of_all_heads(each, team)
+            found.append(back.unflatten(2, (heads, times)).sum(3).to(narrow) if times > 1 else back)
+        return None, None, None, *found
 
 
 class ToSequence(torch.autograd.Function):
-    """From `[B, S, heads / N, D]` of some heads to `[B, s, heads, D]` of a part of the sequence."""
+    """From `[B, S, heads / N, D]` of some heads to `[B, s, heads, D]` of a part of the sequence; all tensors travel at once."""
 
     @staticmethod
-    def forward(ctx: Any, team: Team, layout: Layout, whole: Tensor) -> Tensor:
+    def forward(ctx: Any, team: Team, layout: Layout, *wholes: Tensor) -> tuple[Tensor, ...]:
         ctx.of = team, layout
-        return to_sequence(whole, team, layout)
+        started = [_start_to_sequence(whole, team, layout) for whole in wholes]
+        return tuple(_of_all_heads(each, team) for each in started)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, to_heads(grads[0], *ctx.of)
+        team, layout = ctx.of
+        started = [_start_to_heads(grad, team) for grad in grads]
+        return None, None, *[_in_sequence(each, team, layout) for each in started]
 
 
 def own_heads(heads: int, team: Team) -> slice:
@@ -71,20 +83,38 @@ def own_heads(heads: int, team: Team) -> slice:
 
 def to_heads(part: Tensor, team: Team, layout: Layout) -> Tensor:
     """Return `[B, S, heads / N, D]` of `[B, s, heads, D]`, in the order of the sequence. Not differentiable."""
-    batch, length, heads, dim = part.shape
-    dealt = part.unflatten(2, (team.size, heads // team.size)).permute(2, 1, 0, 3, 4)  # N, s, B, heads / N, D
-    found = _exchanged(dealt.reshape(team.size * length, batch, heads // team.size, dim), team)
-    return in_order(found, layout, team.size, 0).movedim(0, 1)
+    return _in_sequence(_start_to_heads(part, team), team, layout)
 
 
 def to_sequence(whole: Tensor, team: Team, layout: Layout) -> Tensor:
     """Return `[B, s, heads, D]` of `[B, S, heads / N, D]`. Not differentiable."""
-    batch, length, heads, dim = whole.shape
-    rows = by_rank(whole.movedim(1, 0), layout, team.size, 0)
-    found = _exchanged(rows, team).unflatten(0, (team.size, length // team.size))  # N, s, B, heads / N, D
-    return found.permute(2, 1, 0, 3, 4).reshape(batch, length // team.size, team.size * heads, dim)
+    return _of_all_heads(_start_to_sequence(whole, team, layout), team)
 
 
-def _exchanged(rows: Tensor, team: Team) -> Tensor:
+def _start_to_heads(part: Tensor, team: Team) -> Tensor:
+    """Start to send each rank its heads of `[B, s, heads, D]`."""
+    batch, length, heads, dim = part.shape
+    dealt = part.unflatten(2, (team.size, heads // team.size)).permute(2, 1, 0, 3, 4)  # N, s, B, heads / N, D
+    return _start(dealt.reshape(team.size * length, batch, heads // team.size, dim), team)
+
+
+def _in_sequence(started: Tensor, team: Team, layout: Layout) -> Tensor:
+    """Return `[B, S, heads / N, D]` of what comes."""
+    return in_order(arrived(started), layout, team.size, 0).movedim(0, 1)
+
+
+def _start_to_sequence(whole: Tensor, team: Team, layout: Layout) -> Tensor:
+    """Start to send each rank its positions of `[B, S, heads / N, D]`."""
+    return _start(by_rank(whole.movedim(1, 0), layout, team.size, 0), team)
+
+
+def _of_all_heads(started: Tensor, team: Team) -> Tensor:
+    """Return `[B, s, heads, D]` of what comes."""
+    found = arrived(started)
+    found = found.unflatten(0, (team.size, found.shape[0] // team.size))  # N, s, B, heads / N, D
+    return found.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+def _start(rows: Tensor, team: Team) -> Tensor:
     each = [rows.shape[0] // team.size] * team.size
-    return arrived(start_all_to_all(rows, each, each, team))
+    return start_all_to_all(rows, each, each, team)

@@ -28,6 +28,7 @@ _BYTES = (torch.bool, torch.uint8, torch.int8)
 _LONGEST_ROW = 1 << 26  # bytes from row to row with which the words of a tile have 32-bit offsets
 _LISTS = 16  # lists that one program writes
 _RANKED_TILES = 128  # up to this many tiles a side, the program that writes the lists also sorts them by length
+RANKED_AT_ONCE = 64  # records that a program ranks
 _RANGE_TILES = 8  # tiles of segments in a program of `_segment_ranges`
 
 
@@ -424,10 +425,18 @@ def _ranks(
     row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN: tl.constexpr, OTHER: tl.constexpr
 ):
     """Write word 0 of the records: the tiles of a side, those with the most work first."""
+    rank_block(tl.program_id(0), row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN, OTHER)
+
+
+@triton.jit
+def rank_block(
+    index, row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN: tl.constexpr, OTHER: tl.constexpr
+):
+    """Write word 0 of the records of the `index`-th block of `OWN` tiles: first those of rows, then of columns."""
     row_blocks = tl.cdiv(row_records, OWN)
     blocks = row_blocks + tl.cdiv(col_records, OWN)
-    matrix = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
+    matrix = index // blocks
+    block = index % blocks
     is_row = block < row_blocks
     block = tl.where(is_row, block, block - row_blocks)
     records = tl.where(is_row, row_records, col_records)
@@ -550,11 +559,15 @@ def rank_tiles(row_tiles: Tensor, col_tiles: Tensor) -> None:
     """Write word 0 of all records, `[Bm, Hm, tiles, width]`, whose lists are written: longest lists first."""
     batch, heads, row_records, row_width = row_tiles.shape
     col_records, col_width = col_tiles.shape[2:]
-    blocks = triton.cdiv(row_records, 64) + triton.cdiv(col_records, 64)
     launch(
-        _ranks, (batch * heads * blocks,),
-        row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN=64, OTHER=128, num_warps=4,
+        _ranks, (batch * heads * rank_blocks(row_records, col_records),),
+        row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN=RANKED_AT_ONCE, OTHER=128, num_warps=4,
     )  # fmt: skip
+
+
+def rank_blocks(row_records: int, col_records: int) -> int:
+    """Return how many blocks `rank_block` has to rank of one matrix."""
+    return triton.cdiv(row_records, RANKED_AT_ONCE) + triton.cdiv(col_records, RANKED_AT_ONCE)
 
 
 def _as_bytes(mask: Tensor) -> Tensor:

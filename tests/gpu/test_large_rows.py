@@ -32,12 +32,22 @@ def test_a_large_bias(dim: int, value: float, bias: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", [1e3, 1e6, 1e8])
+@pytest.mark.parametrize("scale", [1e3, 1e6, 1e8, 1e10, 1e20])
 @pytest.mark.parametrize("dim", DIMS)
 def test_a_large_scale(dim: int, scale: float, dtype: torch.dtype) -> None:
     rows = draw("cuda", dtype, dim, scale=scale)
     check(rows, results(rows))
     assert all(each.isfinite().all() for each in results(rows, is_causal=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+@pytest.mark.parametrize("times", [1e3, 1e4])
+@pytest.mark.parametrize("dim", DIMS)
+def test_large_queries_beside_others(dim: int, times: float, scale: float, dtype: torch.dtype) -> None:
+    """Rows of scores of any size share warps with others, and grow or shrink over more than one tile of keys."""
+    rows = draw("cuda", dtype, dim, scale=scale, times=times)
+    check(rows, results(rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -58,7 +58,7 @@ def test_rows_are_gathered_as_index_select_does(mask_batch, mask_heads, heads, k
     packed_heads = heads if mask_heads == heads else kv_heads
     group = packed_heads // kv_heads
     rows = random_rows(2, 600, kv_heads, width, dtype=dtype, layout=layout)
-    packed = launch.gather_rows(rows, slots, packed_heads, 0, group)
+    (packed,) = launch.gather_rows((rows,), slots, packed_heads, 0, group)
     assert packed.shape == (2, cut.slots, packed_heads, width) and packed.dtype == dtype
     for b, h in np.ndindex(2, packed_heads):
         matrix = (b % mask_batch, h % mask_heads)
@@ -104,11 +104,11 @@ def test_ranges_of_heads_give_what_all_heads_give():
         torch.full((2, 600, 2, 16), torch.nan),
         torch.full((2, 600, 2, 16), torch.nan),
     )
-    whole = launch.gather_rows(rows, slots, 4, 0, 2)
+    (whole,) = launch.gather_rows((rows,), slots, 4, 0, 2)
     launch.sum_rows((whole,), slots, (sums,), 0, 2)
     for first in (0, 2):
         part = launch.plan_slots(start, end, cut, 600, -UNBOUNDED, 0, first, 2, inverse=True)
-        packed = launch.gather_rows(rows, part, 2, first, 2)
+        (packed,) = launch.gather_rows((rows,), part, 2, first, 2)
         assert torch.equal(packed.nan_to_num(9), whole[:, :, first : first + 2].nan_to_num(9))
         launch.sum_rows((packed,), part, (parts,), first, 2)
     assert torch.equal(sums, parts)
@@ -250,7 +250,7 @@ def test_attention_on_packed_keys_equals_dense_attention(seqlen, keep, length, m
     packed_heads = heads if mask_heads == heads else kv_heads
     group = packed_heads // kv_heads
     with torch.no_grad():
-        packed_k, packed_v = (launch.gather_rows(part, slots, packed_heads, 0, group) for part in (k, v))
+        packed_k, packed_v = launch.gather_rows((k, v), slots, packed_heads, 0, group)
         packed_bias = launch.gather_bias(bias, slots, heads, 0, heads)
         dk_slots, dv_slots = (torch.zeros_like(part) for part in (packed_k, packed_v))
         dbias_slots = torch.zeros(2, *packed_bias.shape[1:], dtype=torch.float64)  # bias and mask share none of it

@@ -154,7 +154,7 @@ def test_sums_of_a_broken_promise_leave_out_what_has_no_slot():
 def test_any_numbers_stay_inside_of_memory(fill: tuple[int, int]):
     start, end = (torch.full((1, 1, 700), number, dtype=torch.int32) for number in fill)
     slots, _ = plan(start, end, 10, 128, 700)
-    rows = launch.gather_rows(torch.randn(1, 700, 1, 8), slots, 1, 0, 1)
+    (rows,) = launch.gather_rows((torch.randn(1, 700, 1, 8),), slots, 1, 0, 1)
     launch.sum_rows((rows,), slots, (torch.empty(1, 700, 1, 8),), 0, 1)
     live = slots.keys[slots.keys >= 0]
     assert (live < 700).all() and (slots.keys >= -1).all()
@@ -164,8 +164,7 @@ def test_rows_of_broken_epochs_become_nan():
     _, _, slots, cut = broken_plan(60)
     out, lse = torch.randn(1, 700, 4, 5).transpose(1, 2).contiguous().transpose(1, 2), torch.randn(1, 4, 700)
     before = out.clone(), lse.clone()
-    launch.spoil_rows(out, slots)
-    launch.spoil_rows(lse, slots)
+    launch.spoil_rows(out, lse, slots)
     flagged = slots.broken[0].repeat_interleave(2, 0)[:, torch.arange(700) // cut.length] != 0
     assert flagged.any() and not flagged.all()
     assert out[0].transpose(0, 1)[flagged].isnan().all() and lse[0][flagged].isnan().all()

@@ -144,12 +144,11 @@ def column_parts(dim: int) -> tuple[int, int]:
 
 
 def score_factors(options: Options) -> tuple[float, float]:
-    """Return what products are multiplied by, and the soft cap or 0, both in log2 units.
-
-    With a cap the products become an exponent: cap * tanh(x) = cap - 2 cap / (exp2(product * factor) + 1).
+    """Return what products are multiplied by, to scores in log2 units, and 0; or, with a soft cap, to what tanh is taken of
+    (`scores.tanh`), and the cap in log2 units.
     """
     scale, cap = options.softmax_scale, options.softcap
-    return (2.0 * LOG2E * scale / cap, cap * LOG2E) if cap else (scale * LOG2E, 0.0)
+    return (scale / cap, cap * LOG2E) if cap else (scale * LOG2E, 0.0)
 
 
 def bias_places(bias: Tensor | None, heads: int) -> tuple[int, int, int, int]:

@@ -20,7 +20,7 @@ BIAS_KINDS = {"none": 0, "key": 1, "full": 2}  # for launchers
 class Scales(NamedTuple):
     """What products are multiplied by."""
 
-    factor: Any  # to scores in log2 units; with a soft cap to an exponent (`hopper.arguments.score_factors`)
+    factor: Any  # to scores in log2 units; with a soft cap to what tanh is taken of
     cap: Any  # the soft cap in log2 units
     unscale: Any  # 1 / factor
     softmax: Any  # to scores in natural units
@@ -118,16 +118,25 @@ def first_scores(added, N: gl.constexpr, BIAS: gl.constexpr):
 
 
 @gluon.jit
+def tanh(x):
+    """Return tanh by one instruction of the unit that also computes exponentials, with a relative error of up to 2 ** -11.
+
+    That is what rounding a score to float16 costs, once, and a fourth of what rounding it to bfloat16 costs. By exponentials
+    and a division tanh takes three such instructions, and with them the forward took 1.8 times as long (H200, D 128).
+    """
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def softened(s, scales, SOFTCAP: gl.constexpr):
     """Return (scores under a soft cap over the cap, their derivative), as the forward has them, from products `s`.
 
-    tanh(x) = 1 - 2 / (exp(2 x) + 1). Without a soft cap the products stay as they are.
+    Without a soft cap the products stay as they are.
     """
     slope = 1.0
     if SOFTCAP:
-        share = 1.0 / (gl.exp2(s * scales.factor) + 1.0)
-        s = 1.0 - 2.0 * share
-        slope = 4.0 * share * (1.0 - share)
+        s = tanh(s * scales.factor)
+        slope = 1.0 - s * s
     return s, slope
 
 

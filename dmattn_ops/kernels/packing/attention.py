@@ -48,8 +48,7 @@ def _forward_pass(call: Call, result: Result, packing: Packing, part: Pass, run:
     slots = _slots(call, packing.epochs, part, packing, inverse=False)
     out, lse, lse_tail = _heads(result.out, 2, part), _heads(result.lse, 1, part), _heads(result.lse_tail, 1, part)
     run(_packed_call(call, packing, part, slots), Result(out, lse, lse_tail, None))
-    for rows in (out, lse):
-        spoil_rows(rows, slots)
+    spoil_rows(out, lse, slots)
 
 
 def backward(call: Call, saved: Saved, grads: Gradients, packing: Packing, run: Backward) -> None:
@@ -115,8 +114,7 @@ def _heads(tensor: Tensor, dim: int, part: Pass) -> Tensor:
 
 def _packed_call(call: Call, packing: Packing, part: Pass, slots: Slots) -> Call:
     """Return the call on the copies of one pass."""
-    key = gather_rows(call.key, slots, part.count, part.first, packing.group)
-    value = gather_rows(call.value, slots, part.count, part.first, packing.group)
+    key, value = gather_rows((call.key, call.value), slots, part.count, part.first, packing.group)
     bias = call.bias
     if bias is not None:
         of = part.queries

@@ -19,19 +19,18 @@ import triton
 from torch import Tensor
 
 from dmattn_ops.call import rows_are_aligned
-from dmattn_ops.kernels.launching.launch import launch, workspace
-from dmattn_ops.kernels.packing.lists import list_blocks, list_query_tiles
+from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.packing.rows import gather_kernel, spoil_kernel, sum_kernel
-from dmattn_ops.kernels.packing.slots import count_chunks, count_places, list_alive, place_keys
+from dmattn_ops.kernels.packing.slots import division_by, plan_epochs
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
-from dmattn_ops.kernels.tile_mask import rank_tiles
+from dmattn_ops.kernels.tile_mask import RANKED_AT_ONCE, rank_blocks
 from dmattn_ops.packing import Epochs
 from dmattn_ops.problem import HEADER, TILE
 
-_SCANNED = 4096  # keys that a program looks through at once
-_COUNTED = 1024
-_LISTED = 256
-_BORN = 1024
+# What a program that plans an epoch works on at once: keys that it looks through, keys born in the epoch, blocks of slots
+# whose query tiles it lists, and tiles whose blocks it lists by so many.
+PLANNED = {"KEYS": 1024, "BORN": 1024, "BLOCKS": 16, "OWN": 16, "OTHER": 32}
+PLANNING_WARPS = 8  # 16 issue a third more instructions for 1024 keys; 2 programs fit a multiprocessor
 _BUCKETS = 32  # at most: deaths are told apart by 128 queries, by 256 in epochs of more than 31 tiles, and so on
 _COPIED = 32768  # bytes of rows that a program copies at once
 # Elements of rows that a program of one warp sums. Its loop is as long as its longest-lived key: few keys, many programs.
@@ -74,38 +73,34 @@ def plan_slots(
     are born: the diagonal of a causal mask, also where the mask's `start` says the same. `inverse`: `sum_rows` is to follow.
     """
     batch, mask_heads = (max(end.shape[dim], 1 if start is None else start.shape[dim]) for dim in (0, 1))
-    seqlen_k, chunks = end.shape[2], triton.cdiv(end.shape[2] + 1, _COUNTED)
-    of_slots, of_epochs, blocks = (cut.slots,), (cut.number,), cut.slots // TILE
+    seqlen_k, matrices = end.shape[2], batch * heads
+    of_slots, of_epochs, of_old, blocks = (cut.slots,), (cut.number,), (cut.number, cut.old_slots), cut.slots // TILE
     room = _integers(
-        end, (batch, heads), of_slots, of_slots, of_slots, of_epochs, of_epochs, (cut.number, cut.old_slots),
+        end, (batch, heads), of_slots, of_slots, of_slots, of_epochs, of_old,
         (triton.cdiv(seqlen_q, TILE), HEADER + cut.slots_per_epoch // TILE), (blocks, HEADER + cut.length // TILE),
-        (blocks, 4), *(((seqlen_k + 1,), of_slots, (chunks,)) if inverse else ()),
+        (blocks, 4), *(((seqlen_k + 1,), of_slots, of_old) if inverse else ()),
     )  # fmt: skip
-    keys, starts, ends, found, broken, listed, row_tiles, col_tiles, hulls = room[:9]
-    offsets, places, totals = room[9:] if inverse else (None, None, None)
-    mask = [*_head_places(start, mask_heads), *_head_places(end, mask_heads), first_head, heads]
-    matrices = batch * heads
-    band = (seqlen_q, seqlen_k, band_lo, band_hi)
-    if inverse and matrices:
-        grid, own = (matrices * chunks,), (*mask, chunks, cut.length)
-        launch(count_chunks, grid, start, end, totals, *own, *band, KEYS=_COUNTED, num_warps=4)
-        launch(
-            count_places, grid, start, end, totals, offsets, places, *own, cut.slots, *band, KEYS=_COUNTED, num_warps=4
-        )
+    keys, starts, ends, broken, listed, row_tiles, col_tiles, hulls = room[:8]
+    offsets, places, listed_places = room[8:] if inverse else (None, None, None)
     if matrices * cut.number:
         bucket = TILE * triton.cdiv(cut.length // TILE, _BUCKETS - 1)
-        buckets = triton.next_power_of_2(triton.cdiv(cut.length, bucket) + 1)
-        own = (*mask, cut.number, cut.length, cut.old_slots)
+        pairs = triton.next_power_of_2(triton.cdiv(cut.length, bucket) // 2 + 1)
         launch(
-            list_alive, (matrices * cut.number,), start, end, listed, found, *own, *band, KEYS=_SCANNED, num_warps=16
-        )
-        launch(
-            place_keys, (matrices * cut.number,),
-            start, end, listed, found, keys, starts, ends, broken, offsets, places, *own, cut.born_slots, *band, bucket,
-            INVERSE=inverse, LISTED=_LISTED, BUCKETS=buckets, BORN=_BORN, num_warps=8,
+            plan_epochs, (matrices * cut.number,),
+            start, end, listed, listed_places, keys, starts, ends, broken, hulls, row_tiles, col_tiles, offsets, places,
+            *_head_places(start, mask_heads), *_head_places(end, mask_heads), first_head, heads,
+            cut.number, cut.length, cut.old_slots, cut.born_slots, seqlen_q, seqlen_k, band_lo, band_hi,
+            bucket, *division_by(cut.length), row_tiles.shape[2], row_tiles.shape[3], col_tiles.shape[3],
+            INVERSE=inverse, LISTED=listed_at_once(pairs), PAIRS=pairs, **PLANNED, num_warps=PLANNING_WARPS,
         )  # fmt: skip
-    _list_tiles(starts, ends, hulls, row_tiles, col_tiles, cut)
+    elif offsets is not None:  # no queries: no key has a slot
+        computed(Tensor.zero_, offsets)
     return Slots(keys, starts, ends, row_tiles, col_tiles, broken, offsets, places, cut.length)
+
+
+def listed_at_once(pairs: int) -> int:
+    """Return how many old keys a program sorts at once into so many pairs of buckets, in the registers that it has."""
+    return min(512, 4096 // pairs)
 
 
 def _head_places(limits: Tensor | None, mask_heads: int) -> tuple[int, int, int]:
@@ -115,31 +110,18 @@ def _head_places(limits: Tensor | None, mask_heads: int) -> tuple[int, int, int]
     return broadcast_stride(limits, 0), broadcast_stride(limits, 1), mask_heads // max(1, limits.shape[1])
 
 
-def _list_tiles(starts: Tensor, ends: Tensor, hulls: Tensor, row_tiles: Tensor, col_tiles: Tensor, cut: Epochs) -> None:
-    """Write the lists of the query tiles and of the blocks of slots."""
-    matrices, block_count = starts.shape[0] * starts.shape[1], col_tiles.shape[2]
-    per_epoch, epoch_tiles, row_count = cut.slots_per_epoch // TILE, cut.length // TILE, row_tiles.shape[2]
-    if matrices * block_count:
-        launch(
-            list_query_tiles, (matrices * triton.cdiv(block_count, 8),),
-            starts, ends, hulls, col_tiles, block_count, col_tiles.shape[3], BLOCKS=8, TILES=16, num_warps=4,
-        )  # fmt: skip
-    if matrices * row_count:
-        launch(
-            list_blocks, (matrices * cut.number * triton.cdiv(epoch_tiles, 8),),
-            hulls, row_tiles, per_epoch, cut.number, epoch_tiles, row_count, row_tiles.shape[3],
-            OWN=8, OTHER=32, num_warps=1,
-        )  # fmt: skip
-        rank_tiles(row_tiles, col_tiles)
+def gather_rows(
+    sources: tuple[Tensor, ...], slots: Slots, heads: int, first_head: int, group: int
+) -> tuple[Tensor, ...]:
+    """Return the rows `[B, slots, heads, D]` of the keys in each slot, of one or two `[B, Sk, Hkv, D]`; rank `slots`' lists.
 
-
-def gather_rows(source: Tensor, slots: Slots, heads: int, first_head: int, group: int) -> Tensor:
-    """Return the rows `[B, slots, heads, D]` of the keys in each slot, of `[B, Sk, Hkv, D]` with any leading strides.
-
-    `group` packed heads copy one key head. Unused slots in a block that a list names are 0.
+    The sources have any leading strides and dimensions D of their own. `group` packed heads copy one key head. Unused slots
+    in a block that a list names are 0.
     """
-    packed = workspace(source, source.shape[0], slots.keys.shape[2], heads, source.shape[3], dtype=source.dtype)
-    _gather(source, slots, packed, first_head, group, 1)
+    packed = tuple(
+        workspace(of, of.shape[0], slots.keys.shape[2], heads, of.shape[3], dtype=of.dtype) for of in sources
+    )
+    _gather(sources, slots, packed, first_head, group, 1, rank=True)
     return packed
 
 
@@ -151,7 +133,10 @@ def gather_bias(bias: Tensor, slots: Slots, heads: int, first_head: int, count: 
     bias_heads = _bias_heads(bias.shape[1], slots.keys.shape[1], heads, first_head, count)
     batch = max(bias.shape[0], slots.keys.shape[0])
     packed = workspace(bias, batch, bias_heads.packed, 1, slots.keys.shape[2], dtype=bias.dtype)
-    _gather(_as_rows(bias), slots, _as_rows(packed), bias_heads.first_source, bias_heads.group, bias_heads.slot_group)
+    _gather(
+        (_as_rows(bias),), slots, (_as_rows(packed),), bias_heads.first_source, bias_heads.group, bias_heads.slot_group,
+        rank=False,
+    )  # fmt: skip
     return packed
 
 
@@ -183,38 +168,60 @@ def sum_bias(
     )  # fmt: skip
 
 
-def spoil_rows(rows: Tensor, slots: Slots) -> None:
-    """Write NaN into those rows of `[B, Sq, heads, D]`, or of statistics `[B, heads, Sq]`, whose epoch broke the promise.
+def spoil_rows(out: Tensor, lse: Tensor, slots: Slots) -> None:
+    """Write NaN into those rows of out `[B, Sq, heads, D]` and of lse `[B, heads, Sq]` whose epoch broke the promise.
 
     The heads are query heads of the range that `slots` was planned for.
     """
-    if rows.dim() == 3:
-        rows = rows.transpose(1, 2)[..., None]
-    batch, seqlen_q, heads, width = rows.shape
+    batch, seqlen_q, heads, width = out.shape
     padded, broken = triton.next_power_of_2(max(1, width)), slots.broken
-    if not rows.numel():
+    if not lse.numel():
         return
     launch(
-        spoil_kernel, (batch * heads * broken.shape[2],), broken, rows,
+        spoil_kernel, (batch * heads * broken.shape[2],), broken, out, lse,
         broadcast_stride(broken, 0), broadcast_stride(broken, 1), max(1, heads // broken.shape[1]),
-        rows.stride(0), rows.stride(1), rows.stride(2), heads, broken.shape[2], slots.epoch, seqlen_q,
+        *out.stride()[:3], lse.stride(0), lse.stride(2), lse.stride(1), heads, broken.shape[2], slots.epoch, seqlen_q,
         ROWS=max(1, 2048 // padded), WIDTH=width, PADDED=padded, num_warps=4,
     )  # fmt: skip
 
 
-def _gather(source: Tensor, slots: Slots, packed: Tensor, first_head: int, source_group: int, slot_group: int) -> None:
-    """Copy rows into slots: packed head `h` reads head `(first_head + h) // source_group`, slots of `h // slot_group`."""
-    batch, count, heads, width = packed.shape
-    padded, blocks = triton.next_power_of_2(max(1, width)), count // TILE
-    if not packed.numel():
+def _gather(
+    sources: tuple[Tensor, ...],
+    slots: Slots,
+    packed: tuple[Tensor, ...],
+    first_head: int,
+    source_group: int,
+    slot_group: int,
+    *,
+    rank: bool,
+) -> None:
+    """Copy rows into slots: packed head `h` reads head `(first_head + h) // source_group`, slots of `h // slot_group`.
+
+    `rank`: also write the order of the slots' lists.
+    """
+    used = [pair for pair in zip(sources, packed, strict=True) if pair[1].numel()]
+    if not used:
         return
+    source, target = used[0]
+    second, second_target = used[1] if len(used) > 1 else (None, None)
+    batch, count, heads, _ = target.shape
+    blocks, widths = count // TILE, [of.shape[3] for of, _ in used]
+    padded = [triton.next_power_of_2(width) for width in widths]
+    (matrices, row_records, row_width), (_, col_records, col_width) = (
+        (of.shape[0] * of.shape[1], *of.shape[2:]) for of in (slots.row_tiles, slots.col_tiles)
+    )
+    ranking = matrices * rank_blocks(row_records, col_records) if rank else 0
+    bytes_of_row = sum(padded) * source.element_size()
     launch(
-        gather_kernel, (batch * heads * blocks,), source, slots.keys, packed,
-        broadcast_stride(source, 0), source.stride(1), broadcast_stride(source, 2), source_group,
+        gather_kernel, (ranking + batch * heads * blocks,), source, second, slots.keys, target, second_target,
+        slots.row_tiles, slots.col_tiles,
+        *_source_strides(source), *_source_strides(second), source_group,
         broadcast_stride(slots.keys, 0), broadcast_stride(slots.keys, 1), slot_group,
-        packed.stride(0), packed.stride(1), packed.stride(2), first_head, heads, blocks,
-        ROWS=max(8, min(TILE, _COPIED // (padded * source.element_size()))),
-        WIDTH=width, PADDED=padded, ALIGNED=rows_are_aligned(source, packed), num_warps=4,
+        *target.stride()[:3], *((0, 0, 0) if second_target is None else second_target.stride()[:3]),
+        first_head, heads, blocks, ranking, row_records, col_records, row_width, col_width,
+        ROWS=max(8, min(TILE, _COPIED // triton.next_power_of_2(bytes_of_row))),
+        WIDTH=widths[0], PADDED=padded[0], SECOND_WIDTH=widths[-1], SECOND_PADDED=padded[-1],
+        ALIGNED=all(rows_are_aligned(*pair) for pair in used), RANKED=RANKED_AT_ONCE if rank else 0, num_warps=4,
     )  # fmt: skip
 
 
@@ -243,7 +250,7 @@ def _sum(
     blocks = triton.cdiv(seqlen_k, keys)
     launch(
         sum_kernel, (batch * heads * blocks,), source, second, slots.offsets, slots.places, target, second_target,
-        *_source_strides(source), *((0, 0, 0) if second is None else _source_strides(second)),
+        *_source_strides(source), *_source_strides(second),
         broadcast_stride(slots.offsets, 0), broadcast_stride(slots.offsets, 1),
         broadcast_stride(slots.places, 0), broadcast_stride(slots.places, 1), slot_group,
         *target.stride()[:3], *((0, 0, 0) if second_target is None else second_target.stride()[:3]),
@@ -253,8 +260,10 @@ def _sum(
     )  # fmt: skip
 
 
-def _source_strides(packed: Tensor) -> tuple[int, int, int]:
-    """Return the strides of batch, slots and heads; 0 where a dimension is broadcast."""
+def _source_strides(packed: Tensor | None) -> tuple[int, int, int]:
+    """Return the strides of batch, slots and heads; 0 where a dimension is broadcast, and of nothing."""
+    if packed is None:
+        return 0, 0, 0
     return broadcast_stride(packed, 0), packed.stride(1), broadcast_stride(packed, 2)
 
 

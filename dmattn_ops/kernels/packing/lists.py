@@ -13,21 +13,25 @@ from dmattn_ops import problem
 
 TILE = tl.constexpr(problem.TILE)
 HEADER = tl.constexpr(problem.HEADER)
-UNSPECIALIZED = ("blocks", "block_count", "per_epoch", "epochs", "epoch_tiles", "row_count", "row_width", "col_width")
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit
 def list_query_tiles(
-    slot_starts, slot_ends, hulls, col_tiles, block_count, col_width, BLOCKS: tl.constexpr, TILES: tl.constexpr
+    slot_starts, slot_ends, hulls, col_tiles, blocks, col_width, BLOCKS: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
-    """Write the lists of `BLOCKS` blocks of slots, and the ranges of query tiles that see them: all, and in full.
+    """Write the lists of the `blocks` blocks of slots of an epoch, and the ranges of query tiles that see them.
 
     A hull is `[first tile, behind the last, first full tile, behind the last full one]`.
     """
-    matrix = (tl.program_id(0) // tl.cdiv(block_count, BLOCKS)).to(tl.int64)
-    block = tl.program_id(0) % tl.cdiv(block_count, BLOCKS) * BLOCKS + tl.arange(0, BLOCKS)
-    mine = block < block_count
-    slot = (matrix * block_count + block)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    for at in range(0, blocks, BLOCKS):
+        _list_query_tiles(slot_starts, slot_ends, hulls, col_tiles, blocks, col_width, at + tl.arange(0, BLOCKS), TILES)
+
+
+@triton.jit
+def _list_query_tiles(slot_starts, slot_ends, hulls, col_tiles, blocks, col_width, block, TILES: tl.constexpr):
+    """Write the lists and hulls of some blocks `[blocks at once]` of an epoch."""
+    mine = block < blocks
+    slot = block[:, None] * TILE + tl.arange(0, TILE)[None, :]
     start = tl.load(slot_starts + slot, mine[:, None], other=0)
     end = tl.load(slot_ends + slot, mine[:, None], other=0)
     live = start < end
@@ -39,7 +43,7 @@ def list_query_tiles(
     none_full = full_behind <= full_first
     full_first = tl.where(none_full, behind, full_first)
     full_behind = tl.where(none_full, behind, full_behind)
-    hull = hulls + (matrix * block_count + block) * 4
+    hull = hulls + block * 4
     tl.store(hull, first, mine)
     tl.store(hull + 1, behind, mine)
     tl.store(hull + 2, full_first, mine)
@@ -47,10 +51,10 @@ def list_query_tiles(
 
     full = full_behind - full_first
     partial = behind - first - full
-    record = col_tiles + (matrix * block_count + block) * col_width
+    record = col_tiles + block * col_width
     tl.store(record + 1, partial, mine)
     tl.store(record + 2, full, mine)
-    tl.store(record + 3, tl.zeros([BLOCKS], tl.int32), mine)
+    tl.store(record + 3, tl.zeros_like(block), mine)
     for at in range(0, tl.max(behind - first, axis=0), TILES):
         index = at + tl.arange(0, TILES)[None, :]
         tile = first[:, None] + index
@@ -73,20 +77,23 @@ def _kinds(hulls, tile, block, blocks):
     return seen.to(tl.int32) + full.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit
 def list_blocks(
-    hulls, row_tiles, blocks, epochs, epoch_tiles, row_count, row_width, OWN: tl.constexpr, OTHER: tl.constexpr
+    hulls, row_tiles, blocks, e, epoch_tiles, row_count, row_width, OWN: tl.constexpr, OTHER: tl.constexpr
 ):  # fmt: skip
-    """Write the lists of `OWN` query tiles of one epoch, which has `blocks` blocks of slots."""
-    groups = tl.cdiv(epoch_tiles, OWN)
-    group = tl.program_id(0) % groups
-    e = tl.program_id(0) // groups % epochs
-    matrix = (tl.program_id(0) // groups // epochs).to(tl.int64)
-    own = group * OWN + tl.arange(0, OWN)
+    """Write the lists of the query tiles of epoch `e`, which has `blocks` blocks of slots, with these hulls."""
+    for at in range(0, epoch_tiles, OWN):
+        _list_blocks(hulls, row_tiles, blocks, e, at + tl.arange(0, OWN), epoch_tiles, row_count, row_width, OWN, OTHER)
+
+
+@triton.jit
+def _list_blocks(
+    hulls, row_tiles, blocks, e, own, epoch_tiles, row_count, row_width, OWN: tl.constexpr, OTHER: tl.constexpr
+):  # fmt: skip
+    """Write the lists of the `own` query tiles of an epoch."""
     tile = e * epoch_tiles + own
     mine = (own < epoch_tiles) & (tile < row_count)
-    hulls += (matrix * epochs + e) * blocks * 4
-    record = row_tiles + (matrix * row_count + tile) * row_width
+    record = row_tiles + tile.to(tl.int64) * row_width
     partial = tl.zeros([OWN], tl.int32)
     full = tl.zeros([OWN], tl.int32)
     for at in range(0, blocks, OTHER):

@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 
 from dmattn_ops import problem
+from dmattn_ops.kernels.tile_mask import rank_block
 
 TILE = tl.constexpr(problem.TILE)
 UNSPECIALIZED = (
     *(f"{name}_{dim}" for name in ("source", "second_source", "target", "second_target", "slot", "offsets", "places", "broken")
       for dim in "bsh"),
     "source_group", "slot_group", "first_head", "heads", "blocks", "slots", "group_b", "group_h", "epochs", "epoch",
-    "seqlen_q", "seqlen_k",
+    "seqlen_q", "seqlen_k", "ranking", "row_records", "col_records", "row_width", "col_width",
 )  # fmt: skip
 
 
@@ -25,33 +26,66 @@ def _row_pointers(pointer, row, stride, PADDED: tl.constexpr, ALIGNED: tl.conste
     return pointers
 
 
+@triton.jit
+def _copy_rows(
+    source, target, key, row, source_s, target_s, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Return the rows of keys, zeros where there is none, where they go, and which of their elements there are."""
+    inside = tl.broadcast_to((key >= 0)[:, None], [key.shape[0], PADDED])
+    written = tl.full([key.shape[0], PADDED], True, tl.int1)
+    if WIDTH != PADDED:
+        written = tl.broadcast_to((tl.arange(0, PADDED) < WIDTH)[None, :], [key.shape[0], PADDED])
+        inside = inside & written
+    copied = tl.load(_row_pointers(source, key, source_s, PADDED, ALIGNED), inside, other=0.0)
+    return copied, _row_pointers(target, row, target_s, PADDED, ALIGNED), written
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def gather_kernel(
-    source, slot_keys, target,
-    source_b, source_s, source_h, source_group, slot_b, slot_h, slot_group, target_b, target_s, target_h,
-    first_head, heads, blocks,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr,
+    source, second_source, slot_keys, target, second_target, row_tiles, col_tiles,
+    source_b, source_s, source_h, second_source_b, second_source_s, second_source_h, source_group,
+    slot_b, slot_h, slot_group,
+    target_b, target_s, target_h, second_target_b, second_target_s, second_target_h, first_head, heads, blocks,
+    ranking, row_records, col_records, row_width, col_width,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SECOND_WIDTH: tl.constexpr,
+    SECOND_PADDED: tl.constexpr, ALIGNED: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows of the keys of 128 slots; zeros for unused slots; nothing at all where no slot is used."""
-    block = tl.program_id(0) % blocks
-    h = tl.program_id(0) // blocks % heads
-    b = (tl.program_id(0) // blocks // heads).to(tl.int64)
-    slot_keys += b * slot_b + (h // slot_group).to(tl.int64) * slot_h + block.to(tl.int64) * TILE
-    if tl.max(tl.load(slot_keys + tl.arange(0, TILE)), axis=0) >= 0:
-        source += b * source_b + ((first_head + h) // source_group).to(tl.int64) * source_h
-        target += b * target_b + h.to(tl.int64) * target_h + block.to(tl.int64) * TILE * target_s
-        for at in tl.static_range(0, TILE, ROWS):
-            row = at + tl.arange(0, ROWS)
-            key = tl.load(slot_keys + row)
-            inside = tl.broadcast_to((key >= 0)[:, None], [ROWS, PADDED])
-            if WIDTH != PADDED:
-                inside = inside & (tl.arange(0, PADDED) < WIDTH)[None, :]
-            copied = tl.load(_row_pointers(source, key, source_s, PADDED, ALIGNED), inside, other=0.0)
-            pointers = _row_pointers(target, row, target_s, PADDED, ALIGNED)
-            if WIDTH != PADDED:
-                tl.store(pointers, copied, (tl.arange(0, PADDED) < WIDTH)[None, :])
-            else:
-                tl.store(pointers, copied)
+    """Copy the rows of the keys of 128 slots; zeros for unused slots; nothing at all where no slot is used.
+
+    A second tensor of the same keys, where there is one (not None), is copied beside the first. The first `ranking`
+    programs rank `RANKED` tiles each instead, which attention needs next as well and takes no launch this way.
+    """
+    if tl.program_id(0) < ranking:
+        if RANKED > 0:
+            rank_block(
+                tl.program_id(0), row_tiles, col_tiles, row_records, col_records, row_width, col_width, RANKED, RANKED
+            )
+    else:
+        index = tl.program_id(0) - ranking
+        block = index % blocks
+        h = index // blocks % heads
+        b = (index // blocks // heads).to(tl.int64)
+        slot_keys += b * slot_b + (h // slot_group).to(tl.int64) * slot_h + block.to(tl.int64) * TILE
+        if tl.max(tl.load(slot_keys + tl.arange(0, TILE)), axis=0) >= 0:
+            source_head, first_row = ((first_head + h) // source_group).to(tl.int64), block.to(tl.int64) * TILE
+            source += b * source_b + source_head * source_h
+            target += b * target_b + h.to(tl.int64) * target_h + first_row * target_s
+            if second_source is not None:
+                second_source += b * second_source_b + source_head * second_source_h
+                second_target += b * second_target_b + h.to(tl.int64) * second_target_h + first_row * second_target_s
+            for at in tl.static_range(0, TILE, ROWS):
+                row = at + tl.arange(0, ROWS)
+                key = tl.load(slot_keys + row)
+                copied, pointers, written = _copy_rows(
+                    source, target, key, row, source_s, target_s, WIDTH, PADDED, ALIGNED
+                )
+                if second_source is not None:  # both are on their way before one is written
+                    second_copied, second_pointers, second_written = _copy_rows(
+                        second_source, second_target, key, row, second_source_s, second_target_s,
+                        SECOND_WIDTH, SECOND_PADDED, ALIGNED,
+                    )  # fmt: skip
+                    tl.store(second_pointers, second_copied, second_written)
+                tl.store(pointers, copied, written)
 
 
 @triton.jit
@@ -141,20 +175,32 @@ def sum_kernel(
         tl.store(second_outputs, second_total.to(second_target.dtype.element_ty), second_written)
 
 
+@triton.jit
+def _spoil_rows(target, first, behind, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Write NaN into rows `first` to `behind - 1`."""
+    nan = tl.full([ROWS, PADDED], float("nan"), tl.float32).to(target.dtype.element_ty)
+    for at in range(first, behind, ROWS):
+        row = at + tl.arange(0, ROWS)
+        inside = (row < behind)[:, None] & (tl.arange(0, PADDED) < WIDTH)[None, :]
+        tl.store(_row_pointers(target, row, stride, PADDED, False), nan, inside)
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def spoil_kernel(
-    broken, target, broken_b, broken_h, slot_group, target_b, target_s, target_h, heads, epochs, epoch, seqlen_q,
+    broken, target, second_target, broken_b, broken_h, slot_group,
+    target_b, target_s, target_h, second_target_b, second_target_s, second_target_h, heads, epochs, epoch, seqlen_q,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Write NaN into the rows of the queries of an epoch in which the promise was broken. A program is one epoch."""
+    """Write NaN into the rows of the queries of an epoch in which the promise was broken. A program is one epoch.
+
+    The rows of the second tensor are single numbers.
+    """
     e = tl.program_id(0) % epochs
     h = tl.program_id(0) // epochs % heads
     b = (tl.program_id(0) // epochs // heads).to(tl.int64)
     if tl.load(broken + b * broken_b + (h // slot_group).to(tl.int64) * broken_h + e) != 0:
-        target += b * target_b + h.to(tl.int64) * target_h
-        nan = tl.full([ROWS, PADDED], float("nan"), tl.float32).to(target.dtype.element_ty)
         behind = tl.minimum((e + 1) * epoch, seqlen_q)
-        for at in range(e * epoch, behind, ROWS):
-            row = at + tl.arange(0, ROWS)
-            inside = (row < behind)[:, None] & (tl.arange(0, PADDED) < WIDTH)[None, :]
-            tl.store(_row_pointers(target, row, target_s, PADDED, False), nan, inside)
+        target += b * target_b + h.to(tl.int64) * target_h
+        _spoil_rows(target, e * epoch, behind, target_s, ROWS, WIDTH, PADDED)
+        second_target += b * second_target_b + h.to(tl.int64) * second_target_h
+        _spoil_rows(second_target, e * epoch, behind, second_target_s, ROWS * PADDED, 1, 1)

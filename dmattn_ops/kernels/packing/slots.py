@@ -1,4 +1,4 @@
-"""Which key lies in which slot: the kernels that find the keys of each epoch and order them.
+"""Which key lies in which slot, and which tiles meet: the kernel that plans each epoch.
 
 Queries are cut into epochs of `epoch` queries, and each epoch has slots of its own for the keys that it sees:
 
@@ -9,6 +9,9 @@ slots of an epoch:  | alive when the epoch begins, the longest-lived first, unus
 
 A key is born at its position on the diagonal, query `key - band_hi`, or is there from the first query on. Slots of keys
 that die within the same 128 queries lie together, so that whole blocks of 128 slots appear and vanish together.
+
+One program does all of this for one epoch, because a launch takes longer than most of the steps. A step reads what the one
+before wrote to memory, behind a barrier.
 """
 
 from __future__ import annotations
@@ -16,10 +19,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dmattn_ops.kernels.packing.lists import list_blocks, list_query_tiles
+
 UNSPECIALIZED = (
     "start_group", "end_group", "first_head", "heads", "epochs", "epoch", "old_slots", "born_slots",
-    "seqlen_q", "seqlen_k", "band_lo", "band_hi", "bucket", "chunks", "capacity",
+    "seqlen_q", "seqlen_k", "band_lo", "band_hi", "bucket", "magic", "shift", "row_count", "row_width", "col_width",
 )  # fmt: skip
+
+
+def division_by(epoch: int) -> tuple[int, int]:
+    """Return `magic` and `shift` with which `epoch_of` divides queries below 2^31 by a multiple of 128, exactly."""
+    tiles = epoch // 128
+    shift = tiles.bit_length() - 1
+    return -(-(1 << (30 + shift)) // tiles), shift
+
+
+@triton.jit
+def epoch_of(query, magic, shift):
+    """Return the epoch of each query, not negative: with `division_by`, since a division takes ten times as long."""
+    tile = query.to(tl.uint32) >> 7
+    return (tl.umulhi(tile << 2, tl.zeros_like(tile) + magic.to(tl.uint32)) >> shift.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
@@ -29,43 +48,77 @@ def mask_head(pointer, b, h, stride_b, stride_h, group):
 
 
 @triton.jit
-def lifetime(starts, ends, key, inside, seqlen_q, band_lo, band_hi, CHECKED: tl.constexpr):
+def _limits(starts, ends, key, inside):
+    """Load end and, if there is one, start of the keys inside; where that is a scalar, loads of 16 bytes stay whole."""
+    if starts is None:
+        return (tl.load(ends + key, inside, other=0),)
+    else:
+        return (tl.load(ends + key, inside, other=0), tl.load(starts + key, inside, other=0))
+
+
+@triton.jit
+def _lifetime(limits, key, band):
     """Return the first query that sees each key, and the one behind the last; no query sees it where start >= end.
 
-    `starts` is None where every key is visible from where the band begins.
+    Without limits of the start every key is visible from where the band, (seqlen_q, band_lo, band_hi), begins.
     """
+    seqlen_q, band_lo, band_hi = band
     start = tl.maximum(key - band_hi, 0)
-    if starts is not None:
-        if CHECKED:
-            start = tl.maximum(tl.load(starts + key, inside, other=0), start)
-        else:
-            start = tl.maximum(tl.load(starts + key), start)
-    if CHECKED:
-        end = tl.load(ends + key, inside, other=0)
-    else:
-        end = tl.load(ends + key)
-    end = tl.minimum(tl.minimum(end, key - band_lo + 1), seqlen_q)
-    return start, end
+    if len(limits) > 1:
+        start = tl.maximum(limits[1], start)
+    return start, tl.minimum(tl.minimum(limits[0], key - band_lo + 1), seqlen_q)
+
+
+@triton.jit
+def _epochs_of(start, end, inside, magic, shift):
+    """Return how many epochs see each key: 0 where none does, and where not `inside`."""
+    seen = inside & (start < end)
+    first, last = tl.where(seen, start, 0), tl.where(seen, end - 1, 0)
+    return tl.where(seen, epoch_of(last, magic, shift) - epoch_of(first, magic, shift) + 1, 0)
 
 
 @triton.jit
 def _list_block(
-    starts, ends, listed, count, key, limit, first, last, seqlen_q, band_lo, band_hi, old_slots, CHECKED: tl.constexpr
-):
-    """List the keys `[rows, 4]` of one block, all below `limit`, that are alive in the epoch; return the new count.
+    limits, listed, listed_places, offsets, places, count, slots_before, key, limit, e, epoch, band, division,
+    old_slots, capacity, CHECKED: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """List the keys `[rows, 4]` of one block, all below `limit`, that are alive in epoch `e`.
 
-    A thread has whole rows, so that only one number of each four takes part in the scan over the block.
+    Return the new count of them and, with INVERSE, of the slots that all keys so far have in all epochs. A thread has whole
+    rows, so that only one number of each four takes part in the scan over the block.
     """
-    start, end = lifetime(starts, ends, key, key < limit, seqlen_q, band_lo, band_hi, CHECKED)
+    first, last = e * epoch, (e + 1) * epoch
+    inside = key < limit
+    start, end = _lifetime(limits, key, band)
     taken = (start < tl.minimum(end, last)) & (end > first)
     if CHECKED:
-        taken = taken & (key < limit)
+        taken = taken & inside
     ones = taken.to(tl.int32)
     in_row = tl.sum(ones, axis=1)
-    before = tl.cumsum(in_row, axis=0) - in_row
+    if INVERSE:  # both numbers in one scan: a block has less than 2^40 slots
+        magic, shift = division
+        slots = _epochs_of(start, end, inside, magic, shift)
+        slots_in_row = tl.sum(slots, axis=1)
+        both = (in_row.to(tl.int64) << 40) | slots_in_row.to(tl.int64)
+        scanned = tl.cumsum(both, axis=0)
+        before = (scanned >> 40).to(tl.int32) - in_row
+        offset = slots_before + (scanned & 0xFFFFFFFF).to(tl.int32)[:, None] - slots_in_row[:, None]
+        offset += tl.cumsum(slots, axis=1) - slots
+        total = tl.sum(both, axis=0)
+        found = (total >> 40).to(tl.int32)
+        slots_before += (total & 0xFFFFFFFF).to(tl.int32)
+    else:
+        before = tl.cumsum(in_row, axis=0) - in_row
+        found = tl.sum(in_row, axis=0)
     rank = count + before[:, None] + tl.cumsum(ones, axis=1) - ones
     tl.store(listed + rank, key, taken & (rank < old_slots))
-    return count + tl.sum(in_row, axis=0)
+    if INVERSE:
+        place = offset + e - epoch_of(tl.where(taken, start, 0), magic, shift)
+        tl.store(listed_places + rank, place, taken & (rank < old_slots))
+        lost = taken & (rank >= old_slots) & (place >= 0) & (place < capacity)
+        tl.store(places + place, tl.full(place.shape, -1, tl.int32), lost)
+        tl.store(offsets + key, offset, inside & (e == 0))  # keys that are there from the first query on
+    return count + found, slots_before
 
 
 @triton.jit
@@ -74,48 +127,39 @@ def _keys_of_block(at, KEYS: tl.constexpr):
     return at + 4 * tl.arange(0, KEYS // 4)[:, None] + tl.arange(0, 4)[None, :]
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def list_alive(
-    starts, ends, listed, found,
-    start_b, start_h, start_group, end_b, end_h, end_group, first_head, heads, epochs, epoch, old_slots,
-    seqlen_q, seqlen_k, band_lo, band_hi,
-    KEYS: tl.constexpr,
+@triton.jit
+def _list_alive(
+    starts, ends, listed, listed_places, offsets, places, e, epoch, seqlen_k, band, division, old_slots, capacity,
+    KEYS: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """List, by index, the keys that are older than an epoch and alive in it, and count them. A program is one epoch.
+    """List, by index, the keys that are older than an epoch and alive in it; return how many, and the slots before the epoch.
 
-    Later epochs have more keys to look through, so that they come first. A promise that does not hold lets the count
-    exceed `old_slots`: keys beyond it are not listed.
+    A promise that does not hold lets the count exceed `old_slots`: keys beyond it are not listed, and -1 is their place.
     """
-    matrices = tl.num_programs(0) // epochs
-    matrix = tl.program_id(0) % matrices
-    e = epochs - 1 - tl.program_id(0) // matrices
-    b, h = matrix // heads, matrix % heads + first_head
-    if starts is not None:
-        starts = mask_head(starts, b, h, start_b, start_h, start_group)
-    ends = mask_head(ends, b, h, end_b, end_h, end_group)
-    record = matrix.to(tl.int64) * epochs + e
-    listed += record * old_slots
-    first = e * epoch
-    last = first + epoch
-    limit = tl.minimum(tl.maximum(first + band_hi, 0), seqlen_k)
+    limit = tl.minimum(tl.maximum(e * epoch + band[2], 0), seqlen_k)
     whole = limit // KEYS * KEYS
     count = tl.full((), 0, tl.int32)
-    for at in range(0, whole, KEYS):  # without a test of the end, so that loads take 16 bytes
-        count = _list_block(
-            starts, ends, listed, count, _keys_of_block(at, KEYS), limit, first, last,
-            seqlen_q, band_lo, band_hi, old_slots, False,
+    slots_before = tl.full((), 0, tl.int32)
+    following = _limits(starts, ends, _keys_of_block(0, KEYS), whole > 0)
+    for at in range(0, whole, KEYS):
+        limits = following
+        following = _limits(starts, ends, _keys_of_block(at + KEYS, KEYS), at + KEYS < whole)  # on its way meanwhile
+        count, slots_before = _list_block(
+            limits, listed, listed_places, offsets, places, count, slots_before, _keys_of_block(at, KEYS), limit,
+            e, epoch, band, division, old_slots, capacity, False, INVERSE,
         )  # fmt: skip
     if whole < limit:
-        count = _list_block(
-            starts, ends, listed, count, _keys_of_block(whole, KEYS), limit, first, last,
-            seqlen_q, band_lo, band_hi, old_slots, True,
+        key = _keys_of_block(whole, KEYS)
+        count, slots_before = _list_block(
+            _limits(starts, ends, key, key < limit), listed, listed_places, offsets, places, count, slots_before, key, limit,
+            e, epoch, band, division, old_slots, capacity, True, INVERSE,
         )  # fmt: skip
-    tl.store(found + record, count)
+    return count, slots_before
 
 
 @triton.jit
 def _write_slots(
-    slots, slot, key, start, end, inside, offsets, places, e, epoch, first_slot, capacity, INVERSE: tl.constexpr
+    slots, slot, key, start, end, inside, places, place, e, epoch, first_slot, capacity, INVERSE: tl.constexpr
 ):
     """Write key, start and end of slots of an epoch, and in `places` where the key is found in this epoch."""
     slot_keys, slot_starts, slot_ends = slots
@@ -124,7 +168,6 @@ def _write_slots(
     tl.store(slot_starts + slot, tl.maximum(start, first), inside)
     tl.store(slot_ends + slot, tl.minimum(end, last), inside)
     if INVERSE:
-        place = tl.load(offsets + key, inside, other=0) + e - start // epoch
         tl.store(places + place, first_slot + slot, inside & (place >= 0) & (place < capacity))
 
 
@@ -140,24 +183,114 @@ def _clear_slots(slots, begin, end, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _by_death(end, last, inside, bucket, KEYS: tl.constexpr, BUCKETS: tl.constexpr):
-    """Return `[KEYS, BUCKETS]` ones: bucket 0 outlives the epoch, which ends at `last`; the next ones die ever earlier."""
-    early = (last - tl.minimum(end, last) + bucket - 1) // bucket
-    return ((early[:, None] == tl.arange(0, BUCKETS)[None, :]) & inside[:, None]).to(tl.int32)
+def _bucket_of(end, last, bucket):
+    """Return the bucket of each key: 0 outlives the epoch, which ends at `last`; the next ones die ever earlier."""
+    return (last - tl.minimum(end, last) + bucket - 1) // bucket
+
+
+@triton.jit
+def _by_pair(of, inside, PAIRS: tl.constexpr):
+    """Return which of `PAIRS` pairs of buckets each key `inside` is in: `[keys, PAIRS]`."""
+    return ((of >> 1)[:, None] == tl.arange(0, PAIRS)[None, :]) & inside[:, None]
+
+
+@triton.jit
+def _place_old(
+    starts, ends, listed, listed_places, slots, places, count, e, epoch, band, bucket, first_slot, capacity,
+    LISTED: tl.constexpr, PAIRS: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """Write the slots of the `count` listed keys, sorted by counting: how many die in each `bucket` of queries, then where.
+
+    What is counted at a time has less than 2^16 keys, so that the counts of two buckets share a word.
+    """
+    last = (e + 1) * epoch
+    even, odd = tl.zeros([PAIRS], tl.int32), tl.zeros([PAIRS], tl.int32)
+    for at in range(0, count, LISTED):
+        index = at + tl.arange(0, LISTED)
+        key = tl.load(listed + index, index < count, other=0)
+        _, end = _lifetime(_limits(None, ends, key, index < count), key, band)
+        of = _bucket_of(end, last, bucket)
+        dying = tl.sum(tl.where(_by_pair(of, index < count, PAIRS), (1 + 65535 * (of & 1))[:, None], 0), axis=0)
+        even += dying & 0xFFFF
+        odd += dying >> 16
+    begin_odd = tl.cumsum(even + odd, axis=0) - odd
+    begin_even = begin_odd - even
+    for at in range(0, count, LISTED):
+        index = at + tl.arange(0, LISTED)
+        inside = index < count
+        key = tl.load(listed + index, inside, other=0)
+        place = index
+        if INVERSE:
+            place = tl.load(listed_places + index, inside, other=-1)
+        start, end = _lifetime(_limits(starts, ends, key, inside), key, band)
+        of = _bucket_of(end, last, bucket)
+        mine = _by_pair(of, inside, PAIRS)
+        is_odd = (of & 1) != 0
+        slot = tl.sum(tl.where(mine, tl.where(is_odd[:, None], begin_odd[None, :], begin_even[None, :]), 0), axis=1)
+        one = tl.where(is_odd, 65536, 1)
+        for pair in range(tl.cdiv(epoch, bucket) // 2 + 1):
+            ones = tl.where(inside & ((of >> 1) == pair), one, 0)
+            before = tl.cumsum(ones, axis=0) - ones
+            slot += tl.where(ones != 0, tl.where(is_odd, before >> 16, before & 0xFFFF), 0)
+        _write_slots(slots, slot, key, start, end, inside, places, place, e, epoch, first_slot, capacity, INVERSE)
+        dying = tl.sum(tl.where(mine, one[:, None], 0), axis=0)
+        begin_even += dying & 0xFFFF
+        begin_odd += dying >> 16
+
+
+@triton.jit
+def _place_born(
+    starts, ends, slots, offsets, places, used, slots_before, e, epoch, born_slots, seqlen_k, band, division, first_slot,
+    capacity, BORN: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """Write the slots of the keys born in an epoch, from slot `used` on; return the slot behind, and the slots of all so far."""
+    last = (e + 1) * epoch
+    for at in range(0, born_slots, BORN):
+        index = at + tl.arange(0, BORN)
+        key = e * epoch + band[2] + index
+        inside = (index < born_slots) & (key >= 0) & (key < seqlen_k)
+        start, end = _lifetime(_limits(starts, ends, key, inside), key, band)
+        taken = inside & (start < tl.minimum(end, last))
+        ones = taken.to(tl.int32)
+        place = index
+        if INVERSE:
+            magic, shift = division
+            count = _epochs_of(start, end, inside, magic, shift)
+            both = (ones.to(tl.int64) << 40) | count.to(tl.int64)
+            scanned = tl.cumsum(both, axis=0)
+            slot = used + (scanned >> 40).to(tl.int32) - ones
+            offset = slots_before + (scanned & 0xFFFFFFFF).to(tl.int32) - count
+            tl.store(offsets + key, offset, inside)
+            place = offset + e - epoch_of(tl.where(taken, start, 0), magic, shift)
+            total = tl.sum(both, axis=0)
+            found = (total >> 40).to(tl.int32)
+            slots_before += (total & 0xFFFFFFFF).to(tl.int32)
+        else:
+            slot = used + tl.cumsum(ones, axis=0) - ones
+            found = tl.sum(ones, axis=0)
+        _write_slots(slots, slot, key, start, end, taken, places, place, e, epoch, first_slot, capacity, INVERSE)
+        used += found
+    return used, slots_before
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def place_keys(
-    starts, ends, listed, found, slot_keys, slot_starts, slot_ends, broken, offsets, places,
+def plan_epochs(
+    starts, ends, listed, listed_places, slot_keys, slot_starts, slot_ends, broken, hulls, row_tiles, col_tiles,
+    offsets, places,
     start_b, start_h, start_group, end_b, end_h, end_group, first_head, heads, epochs, epoch, old_slots, born_slots,
-    seqlen_q, seqlen_k, band_lo, band_hi, bucket,
-    INVERSE: tl.constexpr, LISTED: tl.constexpr, BUCKETS: tl.constexpr, BORN: tl.constexpr,
+    seqlen_q, seqlen_k, band_lo, band_hi, bucket, magic, shift, row_count, row_width, col_width,
+    INVERSE: tl.constexpr, KEYS: tl.constexpr, LISTED: tl.constexpr, PAIRS: tl.constexpr, BORN: tl.constexpr,
+    BLOCKS: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
-    """Write all slots of an epoch, and whether the promise was broken in it. A program is one epoch.
+    """Write all slots of an epoch, whether the promise was broken in it, and the lists of its tiles but their order.
 
-    The old keys are sorted by counting: once to learn how many die in each `bucket` of queries, once to place them.
+    With INVERSE also `offsets` `[.., Sk + 1]`, how many slots all keys before each key have, of the keys that are born in the
+    epoch, and their slots and those of older keys in `places`. A program is one epoch; later epochs have more keys to look
+    through, so that they come first. `listed` and `listed_places` `[.., epochs, old_slots]` are for this program alone.
     """
-    matrix, e = tl.program_id(0) // epochs, tl.program_id(0) % epochs
+    matrices = tl.num_programs(0) // epochs
+    matrix = tl.program_id(0) % matrices
+    e = epochs - 1 - tl.program_id(0) // matrices
     b, h = matrix // heads, matrix % heads + first_head
     if starts is not None:
         starts = mask_head(starts, b, h, start_b, start_h, start_group)
@@ -168,102 +301,41 @@ def place_keys(
     capacity = epochs * per_epoch
     first_slot = e * per_epoch
     if INVERSE:
+        listed_places += record * old_slots
         offsets += matrix.to(tl.int64) * (seqlen_k + 1)
         places += matrix.to(tl.int64) * capacity
-    slots = (slot_keys + record * per_epoch, slot_starts + record * per_epoch, slot_ends + record * per_epoch)
-    first, last = e * epoch, (e + 1) * epoch
+    of_epoch = record * per_epoch
+    slots = (slot_keys + of_epoch, slot_starts + of_epoch, slot_ends + of_epoch)
+    band, division = (seqlen_q, band_lo, band_hi), (magic, shift)
 
-    total = tl.load(found + record)
-    tl.store(broken + record, (total > old_slots).to(tl.int32))
-    count = tl.minimum(total, old_slots)
-    dying = tl.zeros([BUCKETS], tl.int32)
-    for at in range(0, count, LISTED):
-        index = at + tl.arange(0, LISTED)
-        key = tl.load(listed + index, index < count, other=0)
-        _, end = lifetime(starts, ends, key, index < count, seqlen_q, band_lo, band_hi, True)
-        dying += tl.sum(_by_death(end, last, index < count, bucket, LISTED, BUCKETS), axis=0)
-    begin = tl.cumsum(dying, axis=0) - dying
-    for at in range(0, count, LISTED):
-        index = at + tl.arange(0, LISTED)
-        key = tl.load(listed + index, index < count, other=0)
-        start, end = lifetime(starts, ends, key, index < count, seqlen_q, band_lo, band_hi, True)
-        ones = _by_death(end, last, index < count, bucket, LISTED, BUCKETS)
-        before = begin[None, :] + tl.cumsum(ones, axis=0) - ones
-        slot = tl.sum(ones * before, axis=1)
-        _write_slots(
-            slots, slot, key, start, end, index < count, offsets, places, e, epoch, first_slot, capacity, INVERSE
-        )
-        begin += tl.sum(ones, axis=0)
+    found, slots_before = _list_alive(
+        starts, ends, listed, listed_places, offsets, places, e, epoch, seqlen_k, band, division, old_slots, capacity,
+        KEYS, INVERSE,
+    )  # fmt: skip
+    tl.store(broken + record, (found > old_slots).to(tl.int32))
+    count = tl.minimum(found, old_slots)
     _clear_slots(slots, count, old_slots, BORN)
-
-    used = old_slots
-    for at in range(0, born_slots, BORN):
-        index = at + tl.arange(0, BORN)
-        key = first + band_hi + index
-        inside = (index < born_slots) & (key >= 0) & (key < seqlen_k)
-        start, end = lifetime(starts, ends, key, inside, seqlen_q, band_lo, band_hi, True)
-        taken = inside & (start < tl.minimum(end, last))
-        ones = taken.to(tl.int32)
-        slot = used + tl.cumsum(ones, axis=0) - ones
-        _write_slots(slots, slot, key, start, end, taken, offsets, places, e, epoch, first_slot, capacity, INVERSE)
-        used += tl.sum(ones, axis=0)
+    used, slots_before = _place_born(
+        starts, ends, slots, offsets, places, old_slots, slots_before, e, epoch, born_slots, seqlen_k, band, division,
+        first_slot, capacity, BORN, INVERSE,
+    )  # fmt: skip
     _clear_slots(slots, used, per_epoch, BORN)
-
-
-@triton.jit
-def _epochs_of_chunk(starts, ends, key, seqlen_q, seqlen_k, band_lo, band_hi, epoch):
-    """Return how many epochs see each key; 0 past the last key."""
-    inside = key < seqlen_k
-    start, end = lifetime(starts, ends, key, inside, seqlen_q, band_lo, band_hi, True)
-    return tl.where(inside & (start < end), (end - 1) // epoch - start // epoch + 1, 0)
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def count_chunks(
-    starts, ends, totals,
-    start_b, start_h, start_group, end_b, end_h, end_group, first_head, heads, chunks, epoch,
-    seqlen_q, seqlen_k, band_lo, band_hi,
-    KEYS: tl.constexpr,
-):  # fmt: skip
-    """Count the slots of all keys of a chunk of `KEYS` keys. A program is one chunk."""
-    matrix, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    b, h = matrix // heads, matrix % heads + first_head
-    if starts is not None:
-        starts = mask_head(starts, b, h, start_b, start_h, start_group)
-    ends = mask_head(ends, b, h, end_b, end_h, end_group)
-    key = chunk * KEYS + tl.arange(0, KEYS)
-    count = _epochs_of_chunk(starts, ends, key, seqlen_q, seqlen_k, band_lo, band_hi, epoch)
-    tl.store(totals + matrix.to(tl.int64) * chunks + chunk, tl.sum(count, axis=0))
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def count_places(
-    starts, ends, totals, offsets, places,
-    start_b, start_h, start_group, end_b, end_h, end_group, first_head, heads, chunks, epoch, capacity,
-    seqlen_q, seqlen_k, band_lo, band_hi,
-    KEYS: tl.constexpr,
-):  # fmt: skip
-    """Write, `[.., Sk + 1]`, how many slots all keys before each key have. A program is a chunk of `KEYS` keys.
-
-    Places are filled with -1, which stays for keys that a broken promise leaves without a slot.
-    """
-    matrix, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    b, h = matrix // heads, matrix % heads + first_head
-    if starts is not None:
-        starts = mask_head(starts, b, h, start_b, start_h, start_group)
-    ends = mask_head(ends, b, h, end_b, end_h, end_group)
-    totals += matrix.to(tl.int64) * chunks
-    offsets += matrix.to(tl.int64) * (seqlen_k + 1)
-    places += matrix.to(tl.int64) * capacity
-    earlier = tl.zeros([KEYS], tl.int32)
-    for at in range(0, chunk, KEYS):
-        other = at + tl.arange(0, KEYS)
-        earlier += tl.load(totals + other, other < chunk, other=0)
-    begin = tl.sum(earlier, axis=0)
-    key = chunk * KEYS + tl.arange(0, KEYS)
-    count = _epochs_of_chunk(starts, ends, key, seqlen_q, seqlen_k, band_lo, band_hi, epoch)
-    tl.store(offsets + key, begin + tl.cumsum(count, axis=0) - count, key <= seqlen_k)
-    behind = tl.minimum(begin + tl.sum(count, axis=0), capacity)
-    for at in range(tl.maximum(begin, 0), behind, KEYS):
-        place = at + tl.arange(0, KEYS)
-        tl.store(places + place, tl.full([KEYS], -1, tl.int32), place < behind)
+    if INVERSE:
+        if e == epochs - 1:  # keys that no query sees, and the end
+            for at in range(tl.minimum(tl.maximum((e + 1) * epoch + band_hi, 0), seqlen_k), seqlen_k + 1, BORN):
+                key = at + tl.arange(0, BORN)
+                tl.store(offsets + key, tl.zeros([BORN], tl.int32) + slots_before, key <= seqlen_k)
+    tl.debug_barrier()
+    _place_old(
+        starts, ends, listed, listed_places, slots, places, count, e, epoch, band, bucket, first_slot, capacity,
+        LISTED, PAIRS, INVERSE,
+    )  # fmt: skip
+    tl.debug_barrier()
+    blocks, epoch_tiles = per_epoch // 128, epoch // 128
+    hulls += record * blocks * 4
+    list_query_tiles(
+        slots[1], slots[2], hulls, col_tiles + record * blocks * col_width, blocks, col_width, BLOCKS, OTHER
+    )
+    tl.debug_barrier()
+    row_tiles += matrix.to(tl.int64) * row_count * row_width
+    list_blocks(hulls, row_tiles, blocks, e, epoch_tiles, row_count, row_width, OWN, OTHER)

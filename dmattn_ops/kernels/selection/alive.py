@@ -7,41 +7,48 @@ import triton.language as tl
 
 from dmattn_ops.kernels.selection.keys import NO_KEY
 
+PIVOTS = tl.constexpr(4)  # that a turn compares all keys with, where lanes are left for them
+_COMPARED = tl.constexpr(2048)  # pairs of a pivot and a run at most
+
 
 @triton.jit
 def split_runs(keys, run, low, high, count):
     """Return `low <= split <= high`, `count` in all above `low`, with every key before a split better than every one behind.
 
     Run `r` holds at most 4096 ascending keys, `keys + run[r] + low[r]` to `high[r] - 1`; `count` is at most what all hold.
-    Each turn compares the middle key of a longest run with all runs, and at least one run is halved. Which one of equally
-    long runs it is changes like a random number, so that few turns suffice where keys of one run are all better than
-    those of the next, too.
+    Each turn compares all runs with keys of a longest one that divide it evenly, and leaves one of its parts. Which one of
+    equally long runs it is changes like a random number, so that few turns suffice where keys of one run are all better
+    than those of the next, too. A step of the searches waits for memory: some pivots at once take fewer steps than one.
     """
+    RUNS: tl.constexpr = low.shape[0]
+    PARTS: tl.constexpr = max(1, min(PIVOTS, _COMPARED // RUNS))
+    lane = tl.arange(0, RUNS)
+    part = tl.arange(0, PARTS)
     left, within = count, tl.sum(high - low, axis=0)
-    mixed = tl.arange(0, low.shape[0]).to(tl.uint32) * 2654435761
+    salt = tl.full((), 0x9E3779B9, tl.uint32)
     while (left > 0) & (within > left):
-        middle = (low + high) >> 1
-        middle_key = tl.load(keys + run + middle, low < high, other=-1)
-        weight = ((high - low) << 12) | (mixed >> 20).to(tl.int32)
-        heaviest = tl.max(weight, axis=0)
-        pivot = tl.max(tl.where(weight == heaviest, middle_key, -1), axis=0)
-        better = middle_key <= pivot
-        first = tl.where(better & (low < high), middle + 1, low)
-        last = tl.where(better, high, middle)
-        longest = heaviest >> 13
-        while longest > 0:
+        mixed = (salt >> 20).to(tl.int32)  # 12 bits: no lane has the same number as another
+        heaviest = tl.max(((high - low) << 12) | (lane ^ mixed), axis=0)
+        length, longest = heaviest >> 12, lane == ((heaviest & 4095) ^ mixed)
+        begin = tl.sum(tl.where(longest, run + low, 0), axis=0)
+        pivot = tl.load(keys + begin + (length * (2 * part + 1)) // (2 * PARTS))
+        first = tl.broadcast_to(low[:, None], [RUNS, PARTS])
+        last = tl.broadcast_to(high[:, None], [RUNS, PARTS])
+        steps = length
+        while steps > 0:
             middle = (first + last) >> 1
-            better = tl.load(keys + run + middle, first < last, other=NO_KEY) <= pivot
+            better = tl.load(keys + run[:, None] + middle, first < last, other=NO_KEY) <= pivot[None, :]
             first = tl.where(better, middle + 1, first)
             last = tl.where(better, last, middle)
-            longest = longest >> 1
-        found = tl.sum(first - low, axis=0)
+            steps = steps >> 1
+        found = tl.sum(first - low[:, None], axis=0)
         below = found <= left  # the pivot itself counts, so that it goes in either case
-        low = tl.where(below, first, low)
-        high = tl.where(below, high, tl.where(middle_key == pivot, first - 1, first))
-        left = tl.where(below, left - found, left)
-        within = tl.where(below, within - found, found - 1)
-        mixed += 39571431
+        behind = tl.where(below[None, :], high[:, None], first - longest[:, None].to(tl.int32))
+        left -= tl.max(tl.where(below, found, 0), axis=0)
+        low = tl.max(tl.where(below[None, :], first, low[:, None]), axis=1)
+        high = tl.min(behind, axis=1)
+        within = tl.sum(high - low, axis=0)
+        salt = salt * 1664525 + 1013904223
     return tl.where(left > 0, high, low)
 
 

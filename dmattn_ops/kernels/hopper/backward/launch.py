@@ -39,7 +39,10 @@ from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import TILE, UNBOUNDED, Mask, Options, dropout_scale
 
 MAX_DIM = 128
-HEADS_PER_GROUP = 4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10%
+HEADS_PER_GROUP = (
+    4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10% of long calls
+)
+FEW_ROUNDS = 4  # blocks for each SM, up to which all heads go side by side: the last blocks to start are short then
 # Interleaved: tiles of a head that start together read the same; rows of 3 to 8 differ by less than 1%, those of 1 cost 5%
 RANKS_IN_ROW = 5
 TICKETS = 4  # two counts of what programs have drawn, and what follows is aligned
@@ -140,8 +143,11 @@ def _order(
         # as many of a head start together as it has SMs, where about as many shorter ones are left to even out the ends
         first = sms // HEADS_PER_GROUP
         return HEADS_PER_GROUP, first if blocks_per_head > 1.8 * first else 0, RANKS_IN_ROW
-    equal = call.mask.col_tiles is None and options.band_lo == -UNBOUNDED and options.band_hi == UNBOUNDED
-    return HEADS_PER_GROUP, 0, blocks_per_head if equal else 1  # blocks of the same length: head by head
+    if call.mask.col_tiles is None and options.band_lo == -UNBOUNDED and options.band_hi == UNBOUNDED:
+        return HEADS_PER_GROUP, 0, blocks_per_head  # blocks of the same length: head by head
+    batch, _, _, _, kv_heads = sizes_of(call)
+    few = batch * kv_heads * blocks_per_head <= FEW_ROUNDS * sms
+    return batch * kv_heads if few else HEADS_PER_GROUP, 0, 1
 
 
 def tiles_of(dim: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:

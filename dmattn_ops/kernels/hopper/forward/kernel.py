@@ -1,8 +1,8 @@
 """SM 9.0 forward in Gluon: persistent blocks, each consumer warp group owns 64 queries and walks their keys.
 
 Partitions: two or three consumers (4 warps each) and one warp that takes work and loads it by TMA. A block draws its
-next piece of work (a tile of queries of one head) from a counter while the last one is computed, so that loading,
-storing and the ends of a walk overlap across pieces.
+next piece of work (a tile of queries of one head) from a counter when the last steps of this one are computed, so that
+loading, storing and the ends of a walk overlap across pieces.
 
 One step of a walk (`advance`) starts with P of a tile in registers and ends with P of the next:
 
@@ -46,14 +46,15 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     tma_store,
     warpgroup_mma_wait,
 )
+from dmattn_ops.kernels.hopper.scores import tanh
 
 
 @gluon.jit
 def soften(s, softcap, SOFTCAP: gl.constexpr):
-    """Return scores after the soft cap, in the units of `cap`: `softcap` is (cap, 2 log2 e scale / cap without units)."""
+    """Return scores after the soft cap, in the units of `cap`: `softcap` is (cap, scale / cap without units)."""
     if SOFTCAP:
         cap, inner = softcap
-        s = cap - 2.0 * cap / (gl.exp2(s * inner) + 1.0)
+        s = cap * tanh(s * inner)
     return s
 
 
@@ -195,9 +196,10 @@ def hide(
         column = gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
         first = first_key(i, lists, visible, BN, MASK)
         if MASK == "intervals":
-            # one comparison: a query before the range is far behind it as an unsigned number
-            ahead = (q_segment[:, None] - (hidden & 0xFFFF)[None, :]).to(gl.uint32, bitcast=True)
-            keep = ahead < (hidden >> 16).to(gl.uint32, bitcast=True)[None, :]
+            # Halves of a word: how far the query is behind the first that sees the key, and the last that does behind
+            # the query. One sign is set where it does not, whatever the lower half takes from the upper one
+            halves = (q_segment * 65535)[:, None] + hidden[None, :]
+            keep = (halves & -2147450880) == 0
             if HIDDEN:
                 keep = keep & not_dropped(first, q_segment[:, None] + tile_first, key_numbers, seqlen_k, BN)
         # (column & 6) is the lane's share of the column, the rest a constant of the register
@@ -463,7 +465,7 @@ def consume(
         elif Q_STAGES > 1:
             release_queries(turn - 1, q_empty, Q_STAGES)
         row_total = row_of(total, ROW, True)
-        inverse = gl.where(row_total == 0.0, 0.0, 1.0 / row_total)
+        inverse = gl.where(row_total == 0.0, 0.0, 1.0 / gl.abs(row_total))
         if DROPOUT:
             inverse = inverse * dropouts.rescale
         # q is not needed any more: its place stages the output. TMA leaves out the rows and columns past the ends
@@ -471,7 +473,7 @@ def consume(
         store_part(acc[0], inverse, q[0], queries[0].index(at), o_descs[0], batch, h, q_first, 0, DV, D, dtype)
         if DV2 > 0:
             store_part(acc[1], inverse, q[1], queries[1].index(at), o_descs[1], batch, h, q_first, DV, DV2, D2, dtype)
-        row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, NATURAL)
+        row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, scale, NATURAL)
         at = batch.to(gl.int64) * lse_b + h.to(gl.int64) * lse_h + q_first + row
         gl.store(lse + at, row_lse, mask=q_first + row < seqlen_q)
         gl.store(lse_tail + at, row_tail, mask=q_first + row < seqlen_q)

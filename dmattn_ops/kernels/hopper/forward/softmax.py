@@ -8,14 +8,39 @@ State of a row is held as `[64, 4]`: one value in each of the four lanes that sh
 `total` is a lane's part of the sum, added up at the end.
 
 Scores without a bias come as products, in log2 units once they are multiplied by `scale`; `top` is then a whole number, so
-that rescaling is exact. With a bias (NATURAL) scores and `top` are in natural units, because 1.44 times the lowest float32,
-which padding masks add, would be -inf; P costs one instruction more there.
+that rescaling is exact. Beyond 2 ** 26 whole numbers are 8 and more apart, and no `top` is close to the largest score: a
+row of such scores (HUGE) has its largest product as `top`, and a negative total, and each of its tiles is computed again.
+With a bias (NATURAL) scores and `top` are in natural units, because 1.44 times the lowest float32, which padding masks add,
+would be -inf; P costs one instruction more there.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def new_tops(row, known, before, top, factor, scale):
+    """Return PTX that finds the top of a row, and the factor of what was summed under the `known` one, in log2 units.
+
+    Given is `m`, the tile's largest product. It leaves `sign` as that of the total (HUGE rows), `t`, the sum so far, and
+    `peak` and `m`, such that log2 of P is `(product - peak) * scale - m`.
+    """
+    HUGE = "0f4C800000"  # 2 ** 26
+    names = {"known": known, "before": before, "top": top, "factor": factor, "scale": scale}
+    code = """
+        mov.b32 sign@, {before}; setp.lt.s32 was, sign@, 0; abs.f32 t@, {before};
+        mul.f32 a, m@, {scale}; abs.f32 b, a; setp.gt.f32 huge, b, HUGE; setp.gt.and.f32 huge, a, {known}, huge;
+        or.pred huge, huge, was; cvt.rpi.f32.f32 a, a; max.f32 a, a, {known};
+        max.f32 peak@, m@, {known}; selp.f32 peak@, peak@, m@, was;
+        neg.f32 b, peak@; fma.rn.f32 b, b, {scale}, {known};
+        sub.f32 m@, {known}, peak@; mul.f32 m@, m@, {scale}; selp.f32 b, m@, b, was;
+        sub.f32 m@, {known}, a; selp.f32 b, b, m@, huge; ex2.approx.ftz.f32 {factor}, b;
+        selp.f32 {top}, peak@, a, huge; selp.f32 m@, 0f00000000, a, huge; selp.f32 peak@, peak@, 0f00000000, huge;
+        selp.b32 sign@, 0x80000000, 0, huge;
+    """
+    return code.replace("@", str(row)).replace("HUGE", HUGE).format(**names)
 
 
 @gluon.constexpr_function
@@ -32,40 +57,46 @@ def redo_code(count, half_precision, earlier, natural):
         [f"${start + k}" for k in range(size)] for start, size in zip(starts, sizes, strict=True)
     )
     score, part, before, scale = ([f"${2 * sum(sizes) + j * count + k}" for k in range(count)] for j in range(4))
-    limit = "0f44800000"  # 2 ** 10
+    LIMIT = "0f44800000"  # 2 ** 10
     LOG2E = "0f3FB8AA3B"
     lines = [
-        "{ .reg .pred p, q; .reg .f32 a, b, m0, m1, t0, t1; .reg .b32 h0, h1;",
-        f"setp.gtu.f32 p, {part[0]}, {limit}; setp.gtu.or.f32 p, {part[2]}, {limit}, p;",  # true for NaN
-        "vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni DONE;",
+        "{ .reg .pred p, q, huge, was; .reg .f32 a, b, m0, m1, t0, t1, peak0, peak1; .reg .b32 h0, h1, sign0, sign1;",
+        "setp.ne.u32 p, 0, 0;",
     ]
+    for row in (0, 2):
+        lines.append(f"setp.gtu.or.f32 p, {part[row]}, {LIMIT}, p;")  # true for NaN
+        if not natural:
+            lines.append(f"mov.b32 sign0, {before[row]}; setp.lt.or.s32 p, sign0, 0, p;")
+    lines.append("vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni DONE;")
     for row in range(2):
-        first, m = 2 * row, f"m{row}"
+        at, m = 2 * row, f"m{row}"
         own = [score[k] for k in range(count) if (k >> 1) & 1 == row]
         lines.append(f"max.f32 {m}, {own[0]}, {own[1]};")
         lines += [f"max.f32 {m}, {m}, {one};" for one in own[2:]]
         lines += [f"shfl.sync.bfly.b32 a, {m}, {lane}, 0x1f, 0xffffffff; max.f32 {m}, {m}, a;" for lane in (2, 1)]
-        rounded = "" if natural else f"mul.f32 {m}, {m}, {scale[0]}; cvt.rpi.f32.f32 {m}, {m}; "
-        in_log2 = f"mul.f32 a, a, {LOG2E}; " if natural else ""
-        lines += [
-            f"{rounded}max.f32 {m}, {m}, {top[first]};",
-            f"sub.f32 a, {top[first]}, {m}; {in_log2}ex2.approx.ftz.f32 {factor[first]}, a; mov.f32 {top[first]}, {m};",
-            f"mul.f32 t{row}, {before[first]}, {factor[first]}; neg.f32 {m}, {m};",
-            f"cvt.rn.{half_precision}x2.f32 h{row}, {factor[first]}, {factor[first]};",
-        ]
+        known = top[at]
+        if natural:
+            lines.append(f"mov.f32 t{row}, {before[at]}; max.f32 {m}, {m}, {known}; sub.f32 a, {known}, {m};")
+            lines.append(f"mul.f32 a, a, {LOG2E}; ex2.approx.ftz.f32 {factor[at]}, a; mov.f32 {top[at]}, {m};")
+        else:
+            lines.append(new_tops(row, known, before[at], top[at], factor[at], scale[0]))
+        lines.append(f"mul.f32 t{row}, t{row}, {factor[at]}; neg.f32 {m}, {m};")
+        lines.append(f"cvt.rn.{half_precision}x2.f32 h{row}, {factor[at]}, {factor[at]};")
     for k in range(0, count, 2):
         row = (k >> 1) & 1
         for name, one in (("a", score[k]), ("b", score[k + 1])):
             if natural:
                 lines.append(f"add.f32 {name}, {one}, m{row}; mul.f32 {name}, {name}, {LOG2E};")
             else:
-                lines.append(f"fma.rn.f32 {name}, {one}, {scale[0]}, m{row};")
-            lines.append(f"ex2.approx.ftz.f32 {name}, {name};")
-            lines.append(f"add.f32 t{row}, t{row}, {name};")
+                lines.append(f"sub.f32 {name}, {one}, peak{row}; fma.rn.f32 {name}, {name}, {scale[0]}, m{row};")
+            lines.append(f"ex2.approx.ftz.f32 {name}, {name}; add.f32 t{row}, t{row}, {name};")
         lines.append(f"cvt.rn.{half_precision}x2.f32 {pairs[k // 2]}, b, a;")
     lines += [f"mul.rn.{half_precision}x2 {pair}, {pair}, h{k & 1};" for k, pair in enumerate(others)]
-    lines.append(f"mov.f32 {total[0]}, t0; mov.f32 {total[2]}, t1; DONE: }}")
-    return " ".join(lines)
+    for row in range(2):
+        if not natural:
+            lines.append(f"mov.b32 h0, t{row}; or.b32 h0, h0, sign{row}; mov.b32 t{row}, h0;")
+        lines.append(f"mov.f32 {total[2 * row]}, t{row};")
+    return " ".join([*lines, "DONE: }"])
 
 
 @gluon.constexpr_function
@@ -118,6 +149,13 @@ def over_columns(state, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def own_lanes(row, s, COLUMNS: gl.constexpr):
+    """Return `[64, 4]`: the value of each row, `[64]`, in all lanes that hold some of `s` `[64, COLUMNS]`."""
+    value, _ = gl.broadcast(gl.expand_dims(row, 1), state_of(s, COLUMNS))
+    return value
+
+
+@gluon.jit
 def sum_of_lane(p, COLUMNS: gl.constexpr):
     """Return `[64, 4]`: the sum over the columns of each lane."""
     return gl.sum(gl.sum(by_lane(p, COLUMNS), 3), 1)
@@ -148,14 +186,22 @@ def softmax_first(s, state, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, B
     LOWEST: gl.constexpr = (
         -3.4028234663852886e38 if NATURAL else -3.0e38
     )  # finite: a row without keys gives 0 and not NaN
+    HUGE: gl.constexpr = 67108864.0  # 2 ** 26, as in `new_tops`
     peak = gl.max(gl.max(gl.max(by_lane(s, BN), 3), 1), 1)
-    if not NATURAL:
-        peak = gl.ceil(peak * scale)
-    top = gl.expand_dims(gl.maximum(peak, LOWEST), 1)
-    top, _ = gl.broadcast(top, state_of(s, BN))
-    p = gl.exp2(exponent(s, over_columns(top, BN), scale, NATURAL))
+    if NATURAL:
+        top = own_lanes(gl.maximum(peak, LOWEST), s, BN)
+        p = gl.exp2(exponent(s, over_columns(top, BN), scale, NATURAL))
+        total = sum_of_lane(p, BN)
+    else:
+        huge = (gl.abs(peak * scale) > HUGE) & (peak * scale > LOWEST)
+        whole = gl.maximum(gl.ceil(peak * scale), LOWEST)
+        origin = over_columns(own_lanes(gl.where(huge, peak, 0.0), s, BN), BN)
+        offset = over_columns(own_lanes(gl.where(huge, 0.0, whole), s, BN), BN)
+        p = gl.exp2(gl.fma(s - origin, scale, -offset))
+        total = sum_of_lane(p, BN) * own_lanes(gl.where(huge, -1.0, 1.0), s, BN)
+        top = own_lanes(gl.where(huge, peak, whole), s, BN)
     top = gl.convert_layout(top, state.type.layout, assert_trivial=True)
-    total = gl.convert_layout(sum_of_lane(p, BN), state.type.layout, assert_trivial=True)
+    total = gl.convert_layout(total, state.type.layout, assert_trivial=True)
     return p.to(dtype), top, total
 
 
@@ -209,19 +255,23 @@ def softmax_next(
 
 
 @gluon.jit
-def statistics(top, total, NATURAL: gl.constexpr):
+def statistics(top, total, scale, NATURAL: gl.constexpr):
     """Return (lse, lse_tail) of rows, -inf and 0 where no key is visible: what `Result` says of them."""
     LN2: gl.constexpr = 0.6931471805599453
     LOG2E: gl.constexpr = 1.4426950408889634
     empty = total == 0.0
-    log_total = gl.log2(total)
+    log_total = gl.log2(gl.abs(total))
     if NATURAL:
         log_total = log_total * LN2
         lse = top + log_total
         tail = (top - lse) + log_total
     else:
+        zero = gl.zeros_like(top)
+        product = gl.fma(top, zero + scale, zero)
+        rest = gl.fma(top, zero + scale, -product)
+        log_total = gl.where(total < 0.0, rest + log_total, log_total)  # of a HUGE row
+        top = gl.where(total < 0.0, product, top)
         lse = (top + log_total) * LN2
-        zero = gl.zeros_like(lse)
         factor = zero + LOG2E
         anchor = gl.fma(lse, factor, zero)  # a product would be contracted into the subtraction
         tail = ((top - anchor) - gl.fma(lse, factor, -anchor) + log_total) * LN2
