@@ -338,7 +338,7 @@ _DBIAS = {
     if 90 in sms and itemsize == 2
 }
 # Compiled only: registers hold the sums of two steps of keys side by side; with four, 1.1 KB are spilled.
-_SHARED_BIAS = HopperSharedBias(chunks=2, stages=4, heads_per_group=4)
+_SHARED_BIAS = HopperSharedBias(chunks=1, stages=3, heads_per_group=4)
 HOPPER_BACKWARD = (
     Row(
         90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16, _DBIAS[64], _SHARED_BIAS), 232384,
