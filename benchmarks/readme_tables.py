@@ -143,6 +143,8 @@ def rows_table(rows: list[Row]) -> str:
 
     def cell(row: Row, part: str) -> str:
         peer = row[f"{part}_best_peer"]
+        if peer is None:
+            return f"{row[f'{part}_ms']:.3f}, no peer runs it"
         theirs = f"{NAMES.get(peer, peer)} {row[f'{part}_peers_ms'][peer]:.3f}"
         return f"{row[f'{part}_ms']:.3f}, {theirs} ({row[f'{part}_ratio']:.2f}x)"
 
@@ -222,7 +224,7 @@ def table(name: str, words: list[str]) -> str:
             return intervals_table(rows, results["published_tflops"])
         return dynamic_table(rows)
     if "forward_must" in results["rows"][0]:
-        return rows_table(results["rows"])
+        return rows_table([row for row in results["rows"] if all(word in row["case"] for word in words)])
     if "forward_ratio" in results["rows"][0]:
         return features_table([row for row in results["rows"] if set(words) <= set(row["case"].split())])
     if "call_us" in results["rows"][0]:

@@ -112,7 +112,8 @@ def flash_dmattn_func(
             `off`.
         window_size: `(left, right)`: key `j` must satisfy `i + off - left <= j <= i + off + right`; None is unlimited.
         softmax_scale: factor of the scores; None is `1 / sqrt(D)`.
-        softcap: 0 is off; else scores become `softcap * tanh(score / softcap)`.
+        softcap: 0 is off; else scores become `softcap * tanh(score / softcap)`. In 16 bits the kernels for SM 9.0 compute tanh
+            with a relative error of up to 2 ** -11, what rounding the score to float16 once costs.
         dropout_p: probability with which an attention weight is dropped; drawn from torch's generator of the device.
         deterministic: whether repeated calls give the same bits, forward and backward; None follows
             `torch.are_deterministic_algorithms_enabled()`.

@@ -95,7 +95,7 @@ def test_the_forward_drops_what_the_reference_drops(
     torch.testing.assert_close(found.double(), expected.double(), rtol=4e-3, atol=0)
 
 
-@pytest.mark.parametrize("dropout_p", CHANCES)
+@pytest.mark.parametrize("dropout_p", [chance for chance in CHANCES if dropout_scale(chance)])  # else portable
 @pytest.mark.parametrize("origins", ORIGINS, ids=str)
 @pytest.mark.parametrize("seqlens", LENGTHS, ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
@@ -114,7 +114,7 @@ def test_the_backward_drops_what_the_reference_drops(
     grads = backward_of(call, saved, singled_out(seqlen_q, heads, dim))
     found = grads.dv.view(2, seqlen_k, heads * dim)[..., :seqlen_q].mT.float()
     kept = kept_of(call)
-    assert torch.equal(found != 0, kept) or dropout_scale(dropout_p) == 0
+    assert torch.equal(found != 0, kept)
     expected = kept * (dropout_scale(dropout_p) / seqlen_k)
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-2, atol=0)
     assert not grads.dq.any()
