@@ -297,7 +297,7 @@ def _mask_kernels(device: torch.device) -> ModuleType:
         return _launcher(_FORWARD[cpu_kernels()])
     if arch.physical(device).sm < config.OLDEST_TRITON:
         return reference
-    return _launcher("dmattn_ops.kernels.tile_mask")
+    return _launcher("dmattn_ops.kernels.tile_mask.launch")
 
 
 def launcher(direction: str, kernel: str) -> ModuleType:

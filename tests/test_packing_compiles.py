@@ -10,7 +10,7 @@ import torch  # noqa: E402
 
 from dmattn_ops.kernels.launching import launch as launching  # noqa: E402
 from dmattn_ops.kernels.packing import launch, rows, slots  # noqa: E402
-from dmattn_ops.kernels.tile_mask import RANKED_AT_ONCE  # noqa: E402
+from dmattn_ops.kernels.tile_mask.ranks import RANKED_AT_ONCE  # noqa: E402
 from dmattn_ops.packing import epochs  # noqa: E402
 from dmattn_ops.problem import UNBOUNDED  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402

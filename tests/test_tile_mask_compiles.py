@@ -6,7 +6,8 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from dmattn_ops.kernels import interval_lists, tile_mask  # noqa: E402
+from dmattn_ops.kernels import interval_lists  # noqa: E402
+from dmattn_ops.kernels.tile_mask import lists, pack  # noqa: E402
 from dmattn_ops.testing.compile_only import compile_only  # noqa: E402
 
 ARCHITECTURES = (80, 90, 120)
@@ -25,7 +26,7 @@ def test_pack_compiles(sm: int, aligned: bool, segments: bool):
     constants = {"ALIGNED": aligned, "HAS_Q_SEGMENTS": segments, "HAS_K_SEGMENTS": segments}
     pointers = {**dict.fromkeys(PACKED, "*i32"), "mask": "*u8", "classes": "*i8"}
     multiples = (*PACKED, "seqlen_k", "stride_b", "stride_h", "stride_q") if aligned else PACKED[3:]
-    kernel = tile_mask._pack
+    kernel = pack.pack_tiles
     found = compile_only(kernel, signature(kernel, pointers, constants), constants, multiples, sm, num_warps=8)
     assert found.spill_bytes == 0
     assert not found.traps
@@ -42,7 +43,7 @@ def test_lists_compile(sm: int, source: str, ranked: int, warps: int):
     constants = {"SOURCE": source, "HAS_Q_SEGMENTS": source == "ranges", "OWN": 16, "RANKED": ranked}
     constants["OTHER"] = 64 if ranked else 128
     pointers = {**dict.fromkeys(LISTED, "*i32"), "source": "*i8" if source == "classes" else "*i32"}
-    kernel = tile_mask._lists
+    kernel = lists.list_tiles_kernel
     found = compile_only(kernel, signature(kernel, pointers, constants), constants, LISTED, sm, num_warps=warps)
     assert found.spill_bytes == 0
     assert not found.traps

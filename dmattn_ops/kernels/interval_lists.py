@@ -24,7 +24,8 @@ from torch import Tensor
 from dmattn_ops import problem
 from dmattn_ops.call import Call
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
-from dmattn_ops.kernels.tile_mask import HULL, write_lists
+from dmattn_ops.kernels.tile_mask.launch import write_lists
+from dmattn_ops.kernels.tile_mask.lists import HULL
 from dmattn_ops.meta import list_capacity, tile_records
 from dmattn_ops.problem import HEADER, Mask
 

@@ -17,7 +17,7 @@ BANDS = (EVERYTHING, (-UNBOUNDED, 0), (-130, 10), (5, 3), (-1000, -400))
 
 
 def launchers():
-    from dmattn_ops.kernels import tile_mask
+    from dmattn_ops.kernels.tile_mask import launch as tile_mask
 
     return tile_mask
 

@@ -23,7 +23,7 @@ from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.packing.rows import gather_kernel, spoil_kernel, sum_kernel
 from dmattn_ops.kernels.packing.slots import division_by, plan_epochs
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
-from dmattn_ops.kernels.tile_mask import RANKED_AT_ONCE, rank_blocks
+from dmattn_ops.kernels.tile_mask.ranks import RANKED_AT_ONCE, rank_blocks
 from dmattn_ops.packing import Epochs
 from dmattn_ops.problem import HEADER, TILE
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from dmattn_ops import problem
-from dmattn_ops.kernels.tile_mask import rank_block
+from dmattn_ops.kernels.tile_mask.ranks import rank_block
 
 TILE = tl.constexpr(problem.TILE)
 UNSPECIALIZED = (

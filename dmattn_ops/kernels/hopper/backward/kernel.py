@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.backward.finish import finish, hand_out, ignore
-from dmattn_ops.kernels.hopper.backward.order import await_turn, count, turn_of
+from dmattn_ops.kernels.hopper.backward.finish import finish
+from dmattn_ops.kernels.hopper.backward.movers import PIECE_ROWS, producer, reducer
 from dmattn_ops.kernels.hopper.backward.steps import ALWAYS, ASK, INTERVALS, NEVER, last_dq, step
 from dmattn_ops.kernels.hopper.backward.walk import (
     BIT_LISTS,
     INTERVAL_LISTS,
-    NO_LISTS,
     SEGMENT_LISTS,
     SPANS,
     full_tile,
@@ -29,16 +28,14 @@ from dmattn_ops.kernels.hopper.backward.walk import (
     rounds_of,
     span_of,
 )
-from dmattn_ops.kernels.hopper.backward.work import RECEIVERS, announce, place_of, receive, record_of
-from dmattn_ops.kernels.hopper.columns import allocate_rows, load_rows, no_sums, pair, send_rows, stage_rows
+from dmattn_ops.kernels.hopper.backward.work import RECEIVERS, receive, record_of
+from dmattn_ops.kernels.hopper.columns import allocate_rows, no_sums, pair, send_rows, stage_rows
 from dmattn_ops.kernels.hopper.dropout import Dropout, dropout_of_batch, dropout_of_head
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     mbarrier,
     reinterpret,
     tma,
-    tma_load,
-    tma_reduce_add,
 )
 from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
@@ -53,209 +50,6 @@ from dmattn_ops.kernels.hopper.scores import (
     step_bias,
     store_key_sums,
 )
-
-PIECE_ROWS = gl.constexpr(16)  # a 64 x 64 float32 piece of dq is 16 rows of 256 in the workspace
-
-
-@gluon.jit
-def await_stage(i, read):
-    """Wait until both consumers are done with stage `i & 1`; return it."""
-    b = i & 1
-    free = ((i >> 1) & 1) ^ 1
-    mbarrier.wait(read.index(b), free)
-    mbarrier.wait(read.index(b + 2), free)
-    return b
-
-
-@gluon.jit
-def load_step(i, m, maps, stages, batch, head, row, BM: gl.constexpr, BYTES: gl.constexpr,
-              D: gl.constexpr, DV: gl.constexpr):  # fmt: skip
-    """Fill stage `i & 1` with query tile `m` of one head: query, grad_out, and the rows' lse and delta."""
-    q_desc, do_desc, stat_desc = maps
-    q_s, do_s, stat_s, q_full, read = stages
-    b = await_stage(i, read)
-    full = q_full.index(b)
-    mbarrier.expect(full, BYTES)
-    load_rows(q_desc, batch, m * BM, head, full, q_s, b, D)
-    tma_load(stat_desc, [0, row + m * BM], full, stat_s.index(b))
-    load_rows(do_desc, batch, m * BM, head, full, do_s, b, DV)
-
-
-@gluon.jit
-def load_block(
-    turn, place, maps, buffers,
-    BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, K_BUFFERS: gl.constexpr,
-):  # fmt: skip
-    """Load V of a block, while the one before may still be at work, and K: where it has one buffer, when that is free."""
-    k_desc, v_desc = maps
-    k_s, v_s, k_full, k_empty, v_full, v_empty = buffers
-    tile, batch, kv_head = place
-    b = turn & 1
-    # at a block's start the consumers release the buffer of the block before, and so buffer 1 once before its first use
-    mbarrier.wait(v_empty.index(b), (((turn + 1) >> 1) & 1) ^ 1)
-    full = v_full.index(b)
-    mbarrier.expect(full, BN * (DV + DV2) * 2)
-    load_rows(v_desc, batch, tile * BN, kv_head, full, v_s, b * 2, DV)
-    load_rows(v_desc, batch, tile * BN + 64, kv_head, full, v_s, b * 2 + 1, DV)
-    b = turn % K_BUFFERS
-    mbarrier.wait(k_empty.index(b), ((turn // K_BUFFERS) & 1) ^ 1)
-    full = k_full.index(b)
-    mbarrier.expect(full, BN * (D + D2) * 2)
-    load_rows(k_desc, batch, tile * BN, kv_head, full, k_s, b, D)
-
-
-@gluon.jit
-def produce_block(
-    i, turn, place, produced,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
-    K_BUFFERS: gl.constexpr,
-    LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
-):  # fmt: skip
-    """Load K and V of a block, then a stage per step in the order in which the consumers take them."""
-    BYTES: gl.constexpr = BM * (D + D2 + DV + DV2) * 2 + 2 * BM * 4
-    kv_maps, kv_buffers, maps, stages, walked = produced
-    lists, of_lists, list_step, limits, kv_heads, group, rows = walked
-    tile, batch, kv_head = place
-    record = record_of(place, lists, of_lists)
-    span = span_of(tile, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
-    rounds, width = rounds_of(group, INTERLEAVED)
-    n_full, n_partial = head_steps(record, span, LISTS, BM)  # before the wait for K's buffer, which hides the loads
-    load_block(turn, place, kv_maps, kv_buffers, BN, D, D2, DV, DV2, K_BUFFERS)
-    g = 0
-    while g < rounds:  # no `for`: Gluon of triton 3.6 forgets a carried value that only bounds of inner loops read
-        first_head = kv_head * group + g
-        for t in range(n_full * width):
-            m = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
-            head = first_head + t % width
-            load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES, D, DV)
-            i += 1
-        for t in range(n_partial * width):
-            m = partial_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
-            head = first_head + t % width
-            load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES, D, DV)
-            i += 1
-        g += 1
-        if g < rounds:
-            record += list_step
-            n_full, n_partial = head_steps(record, span, LISTS, BM)
-    return i
-
-
-@gluon.jit
-def producer(
-    produced, tickets, blocks_done, order, work,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
-    K_BUFFERS: gl.constexpr,
-    LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
-):  # fmt: skip
-    """Draw the program's blocks, announce them to the other partitions and load what they need; then hand out dq."""
-    _, _, _, stages, walked = produced
-    _, _, _, q_full, read = stages
-    lists, of_lists, _, _, kv_heads, group, rows = walked
-    i = 0
-    turn = 0
-    n_blocks, n_heads, _, _, _, tiles_at_once = order
-    block = gl.atomic_add(tickets, 1, sem="relaxed")
-    while block < n_blocks * n_heads:
-        place = place_of(block, order, kv_heads, lists, of_lists, LISTS != NO_LISTS)
-        announce(turn, place, work)
-        i = produce_block(i, turn, place, produced, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
-                          INTERLEAVED)  # fmt: skip
-        b = await_stage(i, read)  # of `last_dq`
-        mbarrier.arrive(q_full.index(b), count=1)
-        i += 1
-        turn += 1
-        block = gl.atomic_add(tickets, 1, sem="relaxed")  # while the block's last query tile is multiplied
-    announce(turn, (-1, -1, -1), work)
-    hand_out(turn + 1, tickets + 1, blocks_done, work, n_blocks, n_heads, kv_heads, group, rows, tiles_at_once)
-
-
-@gluon.jit
-def reduce_step(
-    i, m, tile0, seen, pieces_desc, dq_c, made, dq_empty, order,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D2: gl.constexpr, HAS_LO: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
-    """Add what consumer `C` made in step `i` to its piece of query tile `m` of the head that starts at `tile0`.
-
-    `seen` is what the step before saw of this piece's counter; return what this one sees of the next step's.
-    """
-    counters, tile, band_lo = order
-    piece = (tile0 + m) * 2 + C
-    if ORDERED:
-        await_turn(counters + piece, turn_of(tile, m, band_lo, BM, BN, HAS_LO), seen)
-    mbarrier.wait(made.index(C * 2 + (i & 1)), (i >> 1) & 1)
-    first_row = piece * PIECE_ROWS
-    if D2 > 0:  # a piece of the first part, then one of the second
-        first_row = (tile0 + m) * (PIECE_ROWS + D2 // 4) + C * PIECE_ROWS
-    tma_reduce_add(pieces_desc, [first_row, 0], dq_c)
-    tma.store_wait(pendings=0)
-    mbarrier.arrive(dq_empty, count=1)
-    if ORDERED:
-        seen = count(counters + piece, True)
-    return seen
-
-
-@gluon.jit
-def reduce_block(
-    i, place, reduced,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D2: gl.constexpr, LISTS: gl.constexpr,
-    HAS_LO: gl.constexpr, ORDERED: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
-):  # fmt: skip
-    """Add consumer `C`'s 64 x 64 pieces of dq of a block to the workspace, in the order of its steps from `i` on."""
-    pieces_desc, dq_s, made, dq_empties, counters, walked = reduced
-    lists, of_lists, list_step, limits, kv_heads, group, rows = walked
-    tile, batch, kv_head = place
-    order = (counters, tile, limits[2])
-    record = record_of(place, lists, of_lists)
-    span = span_of(tile, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
-    dq_c = dq_s.index(C)
-    if D2 > 0 and C == 1:
-        dq_c = reinterpret(dq_c, gl.float32, [D2 // 4, 256], pieces_desc.layout)
-    dq_empty = dq_empties.index(C)
-    # the piece of the step before the block's first one: zeros, belongs nowhere
-    mbarrier.wait(made.index(C * 2 + (i & 1)), (i >> 1) & 1)
-    mbarrier.arrive(dq_empty, count=1)
-    i += 1
-    rounds, width = rounds_of(group, INTERLEAVED)
-    for g in range(rounds):
-        head = (batch * kv_heads + kv_head) * group + g
-        seen = -1
-        n_full, n_partial = head_steps(record, span, LISTS, BM)
-        for t in range(n_full * width):
-            m = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
-            seen = reduce_step(
-                i, m, (head + t % width) * (rows // BM), seen, pieces_desc, dq_c, made, dq_empty, order,
-                C, BM, BN, D2, HAS_LO, ORDERED)  # fmt: skip
-            i += 1
-        for t in range(n_partial * width):
-            m = partial_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
-            seen = reduce_step(
-                i, m, (head + t % width) * (rows // BM), seen, pieces_desc, dq_c, made, dq_empty, order,
-                C, BM, BN, D2, HAS_LO, ORDERED)  # fmt: skip
-            i += 1
-        record += list_step
-    return i
-
-
-@gluon.jit
-def reducer(
-    reduced, blocks_done, work,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D2: gl.constexpr, LISTS: gl.constexpr,
-    HAS_LO: gl.constexpr, ORDERED: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
-):  # fmt: skip
-    """Add consumer `C`'s pieces of dq of the program's blocks, and count the blocks."""
-    _, _, _, _, _, walked = reduced
-    _, _, _, _, kv_heads, _, _ = walked
-    i = 0
-    turn = 0
-    tile, batch, kv_head = receive(turn, work)
-    while tile >= 0:
-        i = reduce_block(i, (tile, batch, kv_head), reduced, C, BM, BN, D2, LISTS, HAS_LO, ORDERED, DOWNWARDS,
-                         INTERLEAVED)  # fmt: skip
-        count(blocks_done + batch * kv_heads + kv_head, False)
-        turn += 1
-        tile, batch, kv_head = receive(turn, work)
-    ignore(turn + 1, work)
 
 
 @gluon.jit

@@ -1,0 +1,1 @@
+"""Lists and bits of masks on a GPU."""
