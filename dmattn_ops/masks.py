@@ -378,7 +378,8 @@ def _dense(others: TileMask) -> Tensor:
     if others.k_segments is None:
         return others.to_dense()
     unlisted = others.mask._replace(row_tiles=None, col_tiles=None)
-    return layout.dense(unlisted, *others.band.limits(*others.shape[2:]), *others.shape[2:])
+    with sharded.constants_beside(others.lengths):
+        return layout.dense(unlisted, *others.band.limits(*others.shape[2:]), *others.shape[2:])
 
 
 def _choices(batch: int, other: int) -> tuple[int, ...]:

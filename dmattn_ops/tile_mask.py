@@ -157,13 +157,17 @@ class TileMask:
         return self._part({}, both, self.seqlen_q, self.seqlen_k, lambda dense: dense)
 
     def __repr__(self) -> str:
+        return self.text(str(self.device))
+
+    def text(self, device: str) -> str:
+        """Return the representation with another name of the device: ranks that hold the same mask have a device each."""
         band = ""
         if not self.band.unlimited:
             ends = ("" if abs(end) >= UNBOUNDED else f"{end:+d}" for end in self.band[:2])
             band = ", band=[{}..{}{}]".format(*ends, " from the bottom right" if self.from_bottom_right else "")
         most = "" if self.at_most is None else f", at_most={self.at_most}"
         return (
-            f"TileMask(shape={tuple(self.shape)}, kind={self.kind}{band}{most}, device={str(self.device)!r},"
+            f"TileMask(shape={tuple(self.shape)}, kind={self.kind}{band}{most}, device={device!r},"
             f" nbytes={self.nbytes})"
         )
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from dmattn_ops import environment
 from dmattn_ops.distributed.context_mask import ContextMask
 from dmattn_ops.distributed.team import Group, Team, process_group
+from dmattn_ops.tile_mask import TileMask
 
 _REFUSALS = (ValueError, TypeError, NotImplementedError)
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until torch 2.12
@@ -56,9 +57,13 @@ def agreed(function: str, group: Group | None, team: Team, describe: Callable[[]
 
 
 def text_of(argument: Any) -> str:
-    """Return what ranks must have in common of an argument."""
+    """Return what ranks must have in common of an argument: neither what tensors hold nor which GPU they lie on."""
     if isinstance(argument, ContextMask):
         return f"{argument!r} {argument.spans}"
+    if isinstance(argument, TileMask):
+        return argument.text(argument.device.type)
+    if isinstance(argument, (tuple, list)):
+        return f"({', '.join(map(text_of, argument))})"
     if isinstance(argument, Tensor):
         grad = ", requires_grad" if argument.requires_grad else ""
         return f"{tuple(argument.shape)} {argument.dtype} on {argument.device.type}{grad}"

@@ -20,6 +20,7 @@ Group = ProcessGroup | DeviceMesh
 _all_gather: Any = (
     getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 )  # the name until torch 2.12
+_TRAVELS_AS = {torch.bool: torch.uint8, torch.int16: torch.int32}
 _all_to_all: Any = functional.all_to_all_single  # takes the name of a group as well, whatever it declares
 
 
@@ -119,10 +120,10 @@ def same_on_all(tensor: Tensor, team: Team) -> Tensor:
 
 
 def all_ranks(rows: Tensor, team: Team) -> Tensor:
-    """Return rows `[n, ...]` of all ranks, by rank. Not differentiable; bool travels as bytes."""
+    """Return rows `[n, ...]` of all ranks, by rank. Not differentiable; dtypes that NCCL or gloo refuse travel as another."""
     rows = rows.detach()
-    if rows.dtype == torch.bool:
-        return all_ranks(rows.to(torch.uint8), team).bool()
+    if rows.dtype in _TRAVELS_AS:
+        return all_ranks(rows.to(_TRAVELS_AS[rows.dtype]), team).to(rows.dtype)
     return rows if team.size == 1 else arrived(start_all_gather(rows, team))
 
 
