@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import ranks
 import torch
 import torch.distributed as dist
+from far_away import values_out_of_reach
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -38,6 +40,10 @@ BESIDE = {
     "documents and a mask of keys": {"documents": "bs", "mask": "b11s"},
     "intervals": {"start": "bgs"},
     "intervals in documents": {"start": "bgs", "documents": "bs"},
+    "hidden intervals in documents": {"start": "bgs", "documents": "bs"},
+    "intervals in two kinds of documents": {"start": "bgs", "documents": "bs"},
+    "intervals and a mask": {"start": "bgs", "mask": "bhss"},
+    "intervals and a mask of keys": {"start": "b1s", "mask": "bg1s", "documents": "bs"},
     "bias of keys": {"bias": "bg1s"},
     "bias for all": {"bias": "11ss"},
     "bias for all sequences": {"bias": "1hss"},
@@ -55,7 +61,7 @@ BESIDE = {
 class Case(NamedTuple):
     """A kind of call, what is split over each dimension of the mesh ("batch", "heads", "length" or "none"), and sizes.
 
-    `apart` names tensors that are split in another way than the others.
+    `apart` names tensors that are split in another way than the others. With `far` the host reads no values, as on a GPU.
     """
 
     kind: str
@@ -66,6 +72,7 @@ class Case(NamedTuple):
     length: int = 160
     compiled: str | None = None
     apart: dict[str, Sequence[str]] = {}  # noqa: RUF012 - never changed
+    far: bool = False
 
 
 class Report(NamedTuple):
@@ -156,9 +163,21 @@ def call(kind: str, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     elif kind.startswith("documents"):
         mask = prepare_mask(mask, documents=given["documents"])
     elif "start" in given:
-        intervals = given["start"], given["start"] + length // 2
-        mask = prepare_mask(intervals=intervals, documents=given.get("documents"), seqlen_q=length)
+        mask = mask_of_intervals(kind, given, length)
     return flash_dmattn_func(query, key, value, mask, bias, **keywords)
+
+
+def mask_of_intervals(kind: str, given: dict[str, Any], length: int) -> TileMask:
+    """Prepare a mask of intervals and of what stands beside them."""
+    start, documents = given["start"], given.get("documents")
+    beside: dict[str, Any] = {"documents": documents, "seqlen_q": length}
+    if documents is not None and "two kinds" in kind:
+        beside["documents"] = documents, documents + documents % 2  # of queries and of keys
+    if "hidden" in kind:
+        beside["hidden"] = start + 5, start + 20
+    if "two kinds" in kind or "hidden" in kind:
+        beside["at_most"] = length
+    return prepare_mask(given.get("mask"), intervals=(start, start + length // 2), **beside)
 
 
 def outcome(case: Case, given: dict[str, Any], attend: Any) -> dict[str, Tensor]:
@@ -183,7 +202,9 @@ def compare(case: Case, *sizes: int) -> Report:
     if case.compiled is not None:
         torch._dynamo.reset()
         attend = torch.compile(call, fullgraph=True, backend=case.compiled)
-    expected, got = outcome(case, whole, call), outcome(case, parts, attend)
+    expected = outcome(case, whole, call)
+    with values_out_of_reach() if case.far else nullcontext():
+        got = outcome(case, parts, attend)
     placements = {name: tuple(tensor.placements) for name, tensor in got.items()}
     return Report({name: relative(each.full_tensor(), expected[name]) for name, each in got.items()}, placements)
 

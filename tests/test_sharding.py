@@ -37,6 +37,12 @@ def test_a_call_on_dtensors_equals_one_on_one_device(two_ranks, kind, split):
         assert placements["out"] == (stays[split],)
 
 
+@pytest.mark.parametrize("split", ["batch", "heads", "none"])
+@pytest.mark.parametrize("kind", [kind for kind, beside in BESIDE.items() if {"start", "documents"} & set(beside)])
+def test_masks_of_dtensors_whose_values_nobody_reads_equal_one_device(two_ranks, kind, split):
+    equal_to_one_device(two_ranks, Case(kind, [split], far=True))
+
+
 @pytest.mark.parametrize("split", ["batch", "heads"])
 def test_gradients_of_what_all_ranks_share_are_parts_of_a_sum(two_ranks, split):
     placements = equal_to_one_device(two_ranks, Case("bias for all", [split]))
