@@ -120,6 +120,10 @@ def conditions(case: Case, rows: int, columns: int, device: torch.device) -> tup
         ids = ids.unsqueeze(0).repeat(case.batch, 1)
         mask = prepare_mask(documents=ids, **causal)
         return mask, None, {"documents": shard_sequence(ids, **cut)}, keywords
+    if name == "two_kinds":  # of queries, and of keys
+        pair = tuple(each.to(torch.int16).unsqueeze(0) for each in (ids, ids // 2 * 2))
+        own = tuple(shard_sequence(each, **cut) for each in pair)
+        return prepare_mask(documents=pair, **causal), None, {"documents": own}, keywords
     if name == "padded_documents":
         ids, keep = ids.unsqueeze(0), torch.rand(case.batch, columns, device=device) > 0.2
         mask = prepare_mask(keep, documents=ids, **causal)

@@ -120,8 +120,9 @@ class Ranks:
         for connection in self._connections:
             connection.send_bytes(task)
         results = self._answers(limit)
-        kinds = {isinstance(result, Failure) for result in results}
-        if len(kinds) > 1:  # what the ranks told each other is no longer in step
+        failures = [result for result in results if isinstance(result, Failure)]
+        out_of_step = 0 < len(failures) < self.world  # in what the ranks told each other
+        if out_of_step or any("CUDA error" in failure.message for failure in failures):  # which a process keeps
             self.close()
         return results
 
@@ -195,9 +196,8 @@ def _serve(tasks: Connection, rank: int, world: int, backend: str, folder: str) 
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that nobody uses here changes what checkpoint() and Dynamo do
     store = dist.FileStore(f"{folder}/store", world)
     own = torch.device("cuda", rank) if backend == "nccl" else None
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=LIMIT), device_id=own
-    )
+    longer = timedelta(seconds=2 * LIMIT)  # so that `Ranks` ends ranks that wait, and says where they are
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=longer, device_id=own)
     dist.barrier()
     tasks.send_bytes(pickle.dumps(None))
     while True:

@@ -8,12 +8,14 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from dmattn_ops import prepare_mask
 from dmattn_ops.distributed import (
     ContextParallelAttention,
+    agreement,
     balanced_layout,
     context_parallel_attention,
     dynamic_context_attention,
@@ -21,6 +23,8 @@ from dmattn_ops.distributed import (
     shard_sequence,
     unshard_sequence,
 )
+from dmattn_ops.distributed.agreement import text_of
+from dmattn_ops.tile_mask import TileMask, lengths_of
 
 WITHOUT_GLOO = ranks.backend_for(2) == "nccl"
 
@@ -74,6 +78,7 @@ def differ(what):
     ],
 )
 def test_arguments_that_differ_are_an_error_on_every_rank(two_ranks, what, messages):
+    two_ranks(ranks.device)  # they have started
     began = time.monotonic()
     for failure in two_ranks.failures(differ, what):
         assert failure.kind == "ValueError"
@@ -93,6 +98,45 @@ def test_what_one_rank_refuses_is_an_error_on_every_rank(two_ranks, what, messag
     first, second = two_ranks.failures(differ, what)
     assert message in second.message
     assert "was refused on rank 1 of the group" in first.message and message in first.message
+
+
+def test_masks_on_a_gpu_of_each_rank_are_the_same_mask():
+    texts, representations = set(), set()
+    for number in range(2):
+        with FakeTensorMode():
+            ids = torch.zeros(1, 64, dtype=torch.int32, device=f"cuda:{number}")
+            mask = TileMask(lengths_of(ids, 64, 64), end=ids.unsqueeze(1), at_most=3, band_hi=0)
+        texts.add(text_of((mask, ids)))
+        representations.add(repr(mask))
+    assert len(representations) == 2 and len(texts) == 1, texts
+
+
+def compared_where_new():
+    """Return what a group without a CPU backend compares of four calls, and what it says of a fifth that differs."""
+    gathered, gather = [], agreement._all_gather
+
+    def counted(*tensors, **keywords):
+        gathered.append(tensors)
+        return gather(*tensors, **keywords)
+
+    query, before = part(72), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_has_cpu_backend", lambda members: False)
+        patch.setattr(agreement, "_own_gpu", ranks.device)
+        patch.setattr(agreement, "_all_gather", counted)
+        for scale in (0.1, 0.1, 0.2, 0.1):
+            context_parallel_attention(query, query, query, group=None, softmax_scale=scale)
+            before.append(len(gathered))
+        try:
+            context_parallel_attention(query, query, query, group=None, softmax_scale=0.3 + dist.get_rank())
+        except ValueError as error:
+            return before, str(error)
+
+
+def test_groups_without_a_cpu_backend_compare_what_is_new(two_ranks):
+    for compared, message in two_ranks(compared_where_new):
+        assert compared == [1, 1, 2, 2]
+        assert "softmax_scale is 0.3 on rank 0 and 1.3 on rank 1" in message
 
 
 def unchecked():

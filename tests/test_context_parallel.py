@@ -41,6 +41,7 @@ KINDS = {
     "intervals": Case("intervals/q", keywords=(WINDOW,)),
     "tiles": Case("tiles/k", keywords=(CAUSAL,)),
     "documents": Case("documents", batch=2, keywords=(CAUSAL,)),
+    "documents of queries and of keys": Case("two_kinds", keywords=(CAUSAL,)),
     "documents and padding": Case("padded_documents", bias="keyq"),
     "packed sequences": Case("cu_seqlens", keywords=(CAUSAL, SLIDING)),
 }

@@ -47,7 +47,7 @@ def test_selective_checkpoints_save_attention(two_ranks, dtensor):
 
 def test_transformers_tensor_parallel_plan(two_ranks):
     pytest.importorskip("transformers", reason="transformers is not installed")
-    assert max(max(errors) for errors in two_ranks(cases.transformers_llama, limit=120.0)) < CLOSE
+    assert max(max(errors) for errors in two_ranks(cases.transformers_llama, limit=240.0)) < CLOSE
 
 
 def test_key_heads_that_do_not_divide_raise_on_every_rank(two_ranks):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from dmattn_ops import environment
 from dmattn_ops.distributed.context_mask import ContextMask
@@ -39,10 +40,10 @@ def agreed(function: str, group: Group | None, team: Team, describe: Callable[[]
         refusal, texts = error, {"refused": f"{type(error).__name__}: {error}"}
     own = _fingerprint(function, texts)
     members = process_group(group)
-    on_cpu = "cpu:" in dist.get_backend_config(members)
-    if not on_cpu and (team.name, own) in _seen:
+    always = _has_cpu_backend(members)
+    if not always and (team.name, own) in _seen:
         return
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cpu") if always else _own_gpu()
     mine = torch.tensor([own], dtype=torch.int64, device=device)
     all_of_them = torch.empty(team.size, dtype=torch.int64, device=device)
     _all_gather(all_of_them, mine, group=members)
@@ -68,6 +69,14 @@ def text_of(argument: Any) -> str:
         grad = ", requires_grad" if argument.requires_grad else ""
         return f"{tuple(argument.shape)} {argument.dtype} on {argument.device.type}{grad}"
     return repr(argument)
+
+
+def _has_cpu_backend(members: ProcessGroup) -> bool:
+    return "cpu:" in dist.get_backend_config(members)
+
+
+def _own_gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _fingerprint(function: str, texts: dict[str, str]) -> int:
