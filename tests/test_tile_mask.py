@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 import dmattn_ops
 from dmattn_ops import TileMask, dynamic_mask, prepare_mask
 from dmattn_ops.bands import Band
+from tests.far_away import values_out_of_reach
 
 BATCH, HEADS, SQ, SK = 2, 3, 190, 310
 BANDS = {
@@ -319,6 +320,18 @@ def test_documents_beside_intervals_stay_intervals_where_each_is_one_run(sorted_
     same = ids[:, None, :, None] == ids[:, None, None]
     assert torch.equal(made.to_dense(), shown(*ends, SK) & same & band_of(SK, SK, is_causal=True))
     assert torch.equal(made.batch(1, 2).queries(3, 200).to_dense(), made.to_dense()[1:, :, 3:200])
+
+
+@pytest.mark.parametrize("promised", [False, True])
+def test_documents_beside_intervals_show_the_same_where_nobody_reads_their_ids(promised: bool):
+    ids = torch.randint(0, 5, (BATCH, SK)).sort(-1).values
+    ends, gap = random_ends(1, HEADS, SK, queries=SK), random_ends(1, HEADS, SK, queries=SK)
+    at_most = SK if promised else None
+    near = prepare_mask(intervals=ends, hidden=gap, documents=ids, at_most=at_most, is_causal=True)
+    with values_out_of_reach():
+        far = prepare_mask(intervals=ends, hidden=gap, documents=ids, at_most=at_most, is_causal=True)
+    assert (near.kind, far.kind, far.at_most) == ("intervals", "bits", at_most)
+    assert torch.equal(far.to_dense(), near.to_dense())
 
 
 def test_a_mask_beside_intervals_makes_bits_of_both():
