@@ -116,6 +116,7 @@ ARROWS = {
     "implementations": (
         "problem",
         "environment",
+        "recording",
         "layout",
         "meta",
         "plans",
