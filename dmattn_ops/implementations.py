@@ -150,9 +150,10 @@ def _for_kernels(call: Call) -> Call:
     """Return a call whose tensors kernels can walk: contiguous last dimensions, and lists, bits and segments without strides."""
     query, key, value = _rows(call.query), _rows(call.key), _rows(call.value)
     bias = call.bias if call.bias is None else _rows(call.bias)
-    lists_to_keys = [_contiguous(part) for part in call.mask[:_FIRST_INTERVAL]]
-    intervals = [part if part is None else _rows(part) for part in call.mask[_FIRST_INTERVAL:-1]]
-    mask = Mask._make([*lists_to_keys, *intervals, call.mask.at_most])
+    tensors = call.mask[:-1]
+    of_tiles = [_contiguous(part) for part in tensors[:_FIRST_INTERVAL]]
+    intervals = [part if part is None else _rows(part) for part in tensors[_FIRST_INTERVAL:]]
+    mask = Mask._make([*of_tiles, *intervals, call.mask.at_most])
     sink, seed = _contiguous(call.sink), _contiguous(call.seed)
     return call._replace(query=query, key=key, value=value, bias=bias, mask=mask, sink=sink, seed=seed)
 
