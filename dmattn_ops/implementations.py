@@ -16,6 +16,11 @@ from dmattn_ops import dispatch, environment, layout, meta, ops, plans, values
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.meta import fakes
 from dmattn_ops.problem import TILE, Mask
+from dmattn_ops.recording import computed
+
+_FIRST_INTERVAL = Mask._fields.index(
+    "start"
+)  # the tensors from there on are intervals, which kernels read by their strides
 
 
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -69,9 +74,7 @@ def list_tiles(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute row_tiles and col_tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]`."""
     outputs = fakes.list_tiles(*arguments)
     q_segments, k_segments, *numbers = ops.SIGNATURES["list_tiles"].fill(arguments)
-    _launch(
-        k_segments, dispatch.list_tiles, _contiguous(q_segments), k_segments.contiguous(), *numbers, *outputs
-    )  # fmt: skip
+    _launch(k_segments, dispatch.list_tiles, _contiguous(q_segments), _contiguous(k_segments), *numbers, *outputs)
     return outputs
 
 
@@ -144,14 +147,15 @@ def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _for_kernels(call: Call) -> Call:
-    """Return a call whose tensors kernels can walk: contiguous last dimensions, and masks without strides of their own."""
+    """Return a call whose tensors kernels can walk: contiguous last dimensions, and lists, bits and segments without strides."""
     query, key, value = _rows(call.query), _rows(call.key), _rows(call.value)
     bias = call.bias if call.bias is None else _rows(call.bias)
-    mask = Mask._make([*map(_contiguous, call.mask[:-1]), call.mask.at_most])
-    sink = call.sink if call.sink is None else call.sink.contiguous()
-    return call._replace(
-        query=query, key=key, value=value, bias=bias, mask=mask, sink=sink, seed=_contiguous(call.seed)
-    )
+    tensors = call.mask[:-1]
+    of_tiles = [_contiguous(part) for part in tensors[:_FIRST_INTERVAL]]
+    intervals = [part if part is None else _rows(part) for part in tensors[_FIRST_INTERVAL:]]
+    mask = Mask._make([*of_tiles, *intervals, call.mask.at_most])
+    sink, seed = _contiguous(call.sink), _contiguous(call.seed)
+    return call._replace(query=query, key=key, value=value, bias=bias, mask=mask, sink=sink, seed=seed)
 
 
 def _launch(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
@@ -165,12 +169,12 @@ def _launch(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
 
 def _rows(tensor: Tensor) -> Tensor:
     """Return the tensor with a contiguous last dimension, which kernels ask for: itself, or a copy."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if tensor.stride(-1) == 1 else computed(Tensor.contiguous, tensor)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     """Return a tensor of lists, bits, segments or offsets as kernels walk it: without strides of its own."""
-    return tensor if tensor is None else tensor.contiguous()
+    return tensor if tensor is None or tensor.is_contiguous() else computed(Tensor.contiguous, tensor)
 
 
 def _varlen_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:

@@ -116,6 +116,7 @@ ARROWS = {
     "implementations": (
         "problem",
         "environment",
+        "recording",
         "layout",
         "meta",
         "plans",
@@ -139,7 +140,7 @@ ARROWS = {
         "masks",
     ),
     "nn": ("require", "tile_mask", "masks", "api"),
-    "integrations": ("bands", "layout", "tile_mask", "masks", "api", "nn"),
+    "integrations": ("problem", "require", "layout", "meta", "bands", "tile_mask", "masks", "api", "nn"),
 }
 
 ROOMS = {"kernels", "selection", "packing", "distributed", "integrations", "compat", "nn", "sdpa"}

@@ -5,9 +5,12 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from functorch.compile import make_boxed_func  # noqa: E402
 from tiny_models import assert_same, decoder, logits_and_gradients, t5, tokens, under  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 import dmattn_ops.integrations.transformers as integration  # noqa: E402
+from dmattn_ops.ops import SIGNATURES  # noqa: E402
 
 B, S = 2, 19
 integration.register()
@@ -38,6 +41,35 @@ def test_a_compiled_forward_and_backward(name, kind):
     expected = logits_and_gradients(model, rows, **inputs)
     model.compile(fullgraph=True, backend="aot_eager")
     assert_same(logits_and_gradients(model, rows, **inputs), expected)
+
+
+@pytest.mark.parametrize("kind", ["causal", "padded", "packed"])
+def test_tiles_are_listed_once_for_all_layers_forward_and_backward(kind):
+    # while compiling, transformers always says which sequence each position belongs to, so that "causal" has a mask too
+    model = under(decoder("llama"), "dmattn")
+    inputs = {"input_ids": tokens(B, S), "use_cache": False}
+    if kind == "padded":
+        inputs["attention_mask"] = torch.ones(B, S, dtype=torch.int64)
+    if kind == "packed":
+        inputs["position_ids"] = torch.cat([torch.arange(7), torch.arange(S - 7)]).expand(B, -1)
+    called = []
+
+    def count(graph, _):
+        called.extend(node for node in graph.graph.nodes if str(node.target).startswith("dmattn."))
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=count, bw_compiler=count))
+    compiled(**inputs).logits.sum().backward()
+    layers = model.config.num_hidden_layers
+    names = [str(node.target) for node in called]
+    assert names.count("dmattn.list_tiles.default") == 1
+    assert names.count("dmattn.forward.default") == names.count("dmattn.backward.default") == layers > 1
+    assert len(names) == 1 + 2 * layers
+    for node in called:
+        if str(node.target) != "dmattn.list_tiles.default":
+            given = dict(zip(SIGNATURES[str(node.target).split(".")[1]].names, node.args, strict=False))
+            assert given["row_tiles"] is not None and given["col_tiles"] is not None
+            assert given["start"] is None and given["end"] is None
 
 
 @pytest.mark.slow

@@ -11,11 +11,13 @@ from types import SimpleNamespace  # noqa: E402
 
 from dmattn_ops import layout  # noqa: E402
 from dmattn_ops.bands import band_of  # noqa: E402
+from dmattn_ops.integrations import forward_mask  # noqa: E402
 from dmattn_ops.integrations.forward_mask import ForwardMask  # noqa: E402
 from dmattn_ops.integrations.transformers import make_mask  # noqa: E402
 
 B = 3
 CONFIG = SimpleNamespace(model_type="llama", attention_chunk_size=None)
+CHUNKED = SimpleNamespace(model_type="llama4_text", attention_chunk_size=5)
 LENGTHS = {  # q_length, kv_length, q_offset, kv_offset
     "whole": (12, 12, 0, 0),
     "one": (1, 1, 0, 0),
@@ -90,10 +92,9 @@ def test_chunks(name, padding):
     lengths = LENGTHS[name]
     given = padding_of(padding, lengths[1] + lengths[3])
     left = torch.zeros(B, dtype=torch.int64) if padding != "left" else (~given).sum(-1)
-    config = SimpleNamespace(model_type="llama4_text", attention_chunk_size=5)
     function = masking_utils.chunked_causal_mask_function(5, left)
-    same(lengths, function, given, 5, config)
-    same(lengths, function, given, 5, config, allow_is_causal_skip=False)
+    same(lengths, function, given, 5, CHUNKED)
+    same(lengths, function, given, 5, CHUNKED, allow_is_causal_skip=False)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -105,8 +106,36 @@ def test_packed_sequences(window):
         base = masking_utils.sliding_window_causal_mask_function(window)
     function = masking_utils.packed_sequence_compatibility_function(base, positions, ids)
     made = same((12, 12, 0, 0), function, None, window, allow_is_causal_skip=False)
-    assert made.prepared.kind == "intervals"
-    assert made.prepared.nbytes <= 2 * 4 * B * 12
+    assert made.prepared.kind == "segments"
+    assert made.prepared.row_tiles is not None
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_where_lists_of_tiles_would_be_long_masks_are_intervals_and_show_the_same(name, padding, monkeypatch):
+    lengths = LENGTHS[name]
+    given = padding_of(padding, lengths[1] + lengths[3])
+    left = torch.zeros(B, dtype=torch.int64) if padding != "left" else (~given).sum(-1)
+    chunks = masking_utils.chunked_causal_mask_function(5, left), given, 5, CHUNKED
+    sliding = masking_utils.sliding_window_causal_mask_function(4), given, 4
+    on_the_host = isinstance(lengths[2], int)
+    for longest, kind in ((None, "segments" if on_the_host else "intervals"), (0, "intervals")):
+        if longest is not None:
+            monkeypatch.setattr(forward_mask, "_LONGEST_LISTS", longest)
+        for described in (chunks, sliding):
+            made = same(lengths, *described).prepared
+            if made is not None:
+                assert made.kind == kind
+                assert kind == "segments" or made.nbytes <= 2 * 4 * B * lengths[1]
+
+
+def test_long_lists_are_told_by_lengths_batch_and_window():
+    def kind(batch, length, window=None):
+        padding = torch.ones(batch, length, dtype=torch.bool, device="meta")
+        lengths = ForwardMask(length, length, 0, True, window, None, None, padding)
+        return lengths.prepare(padding.device).prepared.kind
+
+    assert [kind(4, 131072), kind(16, 131072), kind(16, 131072, 4095)] == ["segments", "intervals", "segments"]
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])

@@ -1,8 +1,9 @@
 """What the queries of one forward of a model see: made once from what transformers describes, and shared by its layers.
 
-All of its usual masks (causal, sliding windows, padding on either side, packed sequences, chunks, bidirectional, caches) show
-each key to the queries of one interval. So a mask takes O(S) memory, and a cache's length may be a tensor that nobody reads.
-Other masks are evaluated and packed into bits.
+All of its usual masks (causal, sliding windows, padding on either side, packed sequences, chunks, bidirectional, caches) are a
+band of keys and one number for each query and key. They are prepared with lists of tiles, once for all layers, forward and
+backward. Each of these masks also shows each key to the queries of one interval: that takes O(S) memory where lists would be
+long, and a cache's length may be a tensor that nobody reads. Other masks are evaluated and packed into bits.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import layout
-from dmattn_ops.bands import NO_BAND, Band
+from dmattn_ops import layout, require
+from dmattn_ops.bands import NO_BAND, Band, band_of
 from dmattn_ops.masks import dynamic_mask, prepare_mask
-from dmattn_ops.tile_mask import TileMask, from_intervals
+from dmattn_ops.meta import list_capacity, tile_records
+from dmattn_ops.problem import HEADER
+from dmattn_ops.tile_mask import Segments, TileMask, from_intervals, from_segments
 
+_LONGEST_LISTS = 1 << 24  # words that the lists of one forward may take, 64 MiB: 8 sequences of 128k
 Interval = tuple[Tensor, Tensor]  # of queries for each key: int32 [B|1, H|1, Sk], from and to
 
 
@@ -68,6 +72,45 @@ class ForwardMask:
             name: part.to(device, non_blocking=non_blocking) for name, part in parts.items() if hasattr(part, "to")
         }
         return replace(self, **moved)
+
+    def prepare(self, device: torch.device) -> ForwardMask:
+        """Return the mask with what kernels read of its documents, its padding and its tensor of an offset.
+
+        Its tiles are listed here, where that takes little memory, so that no layer does it again.
+        """
+        segments = self._segments()
+        if segments is None or self._lists_are_long():
+            made = prepare_mask(intervals=self.intervals(device), seqlen_q=self.q_length, **self.keywords)
+        else:
+            made = from_segments(segments, self.q_length, self.kv_length, band_of(**self.keywords))
+        return replace(self, prepared=made)
+
+    def _segments(self) -> Segments | None:
+        """Return numbers `[B|1, Sq]` of queries and `[B|1, 1, Sk]` of keys that are equal where the query sees the key, inside
+        the band. None where it is not known in which documents queries stand.
+
+        A document has an even number where there is padding, and its padding the odd one behind it.
+        """
+        if not isinstance(self.offset, (int, torch.SymInt)):
+            return None
+        keep, documents = self.padding if self.padding is None else self.padding.unsqueeze(1), self.documents
+        if documents is None:
+            return None if keep is None else (None, keep.to(torch.int32) - 1)
+        last = self.offset + self.q_length
+        if not (require.certainly(self.offset >= 0) and require.certainly(last <= self.kv_length)):
+            return None
+        of_queries = documents[:, self.offset : last].contiguous()
+        if keep is None:
+            return of_queries, documents.unsqueeze(1).clone()
+        return 2 * of_queries, 2 * documents.unsqueeze(1) + (~keep).to(torch.int32)
+
+    def _lists_are_long(self) -> bool:
+        """Return whether lists of tiles are known to take more than `_LONGEST_LISTS` words."""
+        limits = band_of(**self.keywords).limits(self.q_length, self.kv_length)
+        rows, cols = tile_records(self.q_length), tile_records(self.kv_length)
+        words = rows * (HEADER + list_capacity(cols, *limits)) + cols * (HEADER + list_capacity(rows, *limits))
+        batch = require.wider(part.shape[0] for part in (self.documents, self.padding) if part is not None)
+        return require.certainly(batch * words > _LONGEST_LISTS)
 
     def intervals(self, device: torch.device) -> Interval:
         """Return the queries that each key is visible to, by everything but a `dense` mask."""
@@ -138,8 +181,7 @@ def make(
     made = ForwardMask(q_length, kv_length, offset, is_causal, left, right, documents, padding)
     if documents is None and padding is None and not isinstance(offset, Tensor):
         return made
-    prepared = prepare_mask(intervals=made.intervals(device), seqlen_q=q_length, **made.keywords)
-    return replace(made, prepared=prepared)
+    return made.prepare(device)
 
 
 def make_dense(keep: Tensor) -> ForwardMask:

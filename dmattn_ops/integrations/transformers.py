@@ -314,10 +314,7 @@ def _with_documents(mask: ForwardMask, offsets: Tensor, device: torch.device) ->
         raise NotImplementedError("cu_seq_lens beside a mask function of a model's own: pass position_ids instead")
     places = torch.arange(mask.kv_length, device=device)
     documents = torch.bucketize(places, offsets[1:], right=True)[None].to(torch.int32)
-    known = replace(mask, documents=documents)
-    return replace(
-        known, prepared=prepare_mask(intervals=known.intervals(device), seqlen_q=mask.q_length, **mask.keywords)
-    )
+    return replace(mask, documents=documents).prepare(device)
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
