@@ -32,6 +32,7 @@ from dmattn_ops.testing.configurations import ARCHITECTURES, KERNELS, Unit, laun
 PACKAGE = Path(resources.__file__).parent
 _KERNELS = "dmattn_ops.kernels."
 Todo = dict[str, dict[str, Unit]]  # by entry and line of a table
+_OF_LISTS = ("list_tiles_kernel", "rank_kernel")  # what lists the tiles of a mask for a call is not part of its row
 Rows = dict[str, dict[str, Any]]  # by entry: a digest of the source, and a line for each specialization
 
 
@@ -46,7 +47,7 @@ def compile_unit(unit: Unit) -> dict[str, Usage]:
     return {
         each.kernel: read_resources(each.compiled, sm, each.log).usage(arch.KNOWN[sm])
         for each in launches
-        if not each.kernel.startswith("_")  # those of masks, which list tiles for the call
+        if not each.kernel.startswith("_") and each.kernel not in _OF_LISTS
     }
 
 
