@@ -18,9 +18,8 @@ from dmattn_ops.meta import fakes
 from dmattn_ops.problem import TILE, Mask
 from dmattn_ops.recording import computed
 
-_FIRST_INTERVAL = Mask._fields.index(
-    "start"
-)  # the tensors from there on are intervals, which kernels read by their strides
+# Tensors of a mask from there on are intervals, which kernels read by their strides.
+_FIRST_INTERVAL = Mask._fields.index("start")
 
 
 def forward(*arguments: Any) -> tuple[Tensor, ...]:

@@ -115,7 +115,7 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
         (queries_kernel, BITS | KEY_BIAS, 44),
         (keys_kernel, BITS | FULL_BIAS, 36),
         (queries_kernel, BITS | FULL_BIAS, 564),
-        (keys_kernel, BITS | SOFTCAP, 72),
+        (keys_kernel, BITS | SOFTCAP, 76),
         (queries_kernel, BITS | SOFTCAP, 0),
         *((kernel, SEGMENTS | {"D": width}, 0) for kernel in (keys_kernel, queries_kernel) for width in (64, 128)),
         *((kernel, mask | MLA, 0) for kernel in (keys_kernel, queries_kernel) for mask in (FULL, BAND, BITS)),

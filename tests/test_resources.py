@@ -368,12 +368,14 @@ def test_explain_shows_no_figures_for_what_was_not_swept():
 def test_explain_names_the_blocks_that_run_for_this_call():
     query = torch.empty(1, 256, 4, 128, dtype=torch.bfloat16)
     plain = dmattn_ops.explain(query, query, query, arch="9.0")
-    mask = torch.ones(1, 1, 256, 256, dtype=torch.bool)
+    many = torch.empty(4, 4096, 16, 64, dtype=torch.bfloat16)
+    assert dmattn_ops.explain(many, many, many, arch="9.0").forward.configuration["block_m"] == 192
     narrow = query[..., :64].contiguous()
-    assert dmattn_ops.explain(narrow, narrow, narrow, arch="9.0").forward.configuration["block_m"] == 192
-    assert dmattn_ops.explain(narrow, narrow, narrow, mask, arch="9.0").forward.configuration["block_m"] == 128
-    bias = torch.empty(1, 4, 1, 256)
-    assert dmattn_ops.explain(narrow, narrow, narrow, bias=bias, arch="9.0").forward.configuration["block_m"] == 128
+    assert dmattn_ops.explain(narrow, narrow, narrow, arch="9.0").forward.configuration["block_m"] == 128
+    mask = torch.ones(1, 1, 4096, 4096, dtype=torch.bool)
+    assert dmattn_ops.explain(many, many, many, mask, arch="9.0").forward.configuration["block_m"] == 128
+    bias = torch.empty(1, 16, 1, 4096)
+    assert dmattn_ops.explain(many, many, many, bias=bias, arch="9.0").forward.configuration["block_m"] == 128
     biased = dmattn_ops.explain(query, query, query, bias=torch.empty(1, 4, 256, 256), arch="9.0")
     assert plain.backward.kernel == "hopper" and biased.backward.kernel == "portable"
     assert any("bias" in reason for reason in biased.backward.passed_over)
