@@ -197,9 +197,8 @@ def _banded_runs(sizes: Sizes, device: torch.device, conditions: dict[str, Any],
     for method in _methods(sizes):
         call = partial(on_ranks, *own, group=None, layout=layout, method=method, **conditions)
         runs.append(Run(method, own, _nothing, _without_argument(call), False))
-    if (
-        "ulysses" in _methods(sizes) and layout != "contiguous"
-    ):  # balanced in any case, and nothing has to be put in order
+    # balanced in any layout, and in this one nothing has to be put in order
+    if "ulysses" in _methods(sizes) and layout != "contiguous":
         parts = _parts(whole, "contiguous")
         call = partial(on_ranks, *parts, group=None, layout="contiguous", method="ulysses", **conditions)
         runs.append(Run("ulysses, contiguous", parts, _nothing, _without_argument(call), False))

@@ -23,7 +23,7 @@ scaled_dot_product_attention: Any = F.scaled_dot_product_attention
 
 
 class Shape(NamedTuple):
-    """A call: query `[B, Sq, H, D]`, key `[B, Sk, Hkv, D]`, value `[B, Sk, Hkv, Dv]`."""
+    """A call: query `[B, S, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`."""
 
     batch: int
     heads: int
@@ -32,7 +32,6 @@ class Shape(NamedTuple):
     causal: bool
     kv_heads: int | None = None
     dim_v: int | None = None
-    seqlen_k: int | None = None
     window: int | None = None  # keys before a query that it sees
 
     @property
@@ -40,9 +39,8 @@ class Shape(NamedTuple):
         """Return the shape in words."""
         heads = f"H{self.heads}" if self.kv_heads is None else f"H{self.heads}/{self.kv_heads}"
         dims = f"D{self.dim}" if self.dim_v is None else f"D{self.dim}/{self.dim_v}"
-        length = f"S{self.seqlen}" if self.seqlen_k is None else f"S{self.seqlen}/{self.seqlen_k}"
         band = "causal" if self.causal else "full"
-        return f"B{self.batch} {heads} {length} {dims} {band}" + (
+        return f"B{self.batch} {heads} S{self.seqlen} {dims} {band}" + (
             "" if self.window is None else f" window {self.window}"
         )
 
@@ -50,11 +48,10 @@ class Shape(NamedTuple):
         """Return query, key and value that want gradients, in the layout asked for, and the gradient of out."""
         generator = torch.Generator("cuda").manual_seed(0)
         kv_heads, dim_v = self.kv_heads or self.heads, self.dim_v or self.dim
-        seqlen_k = self.seqlen_k or self.seqlen
         shapes = (
             (self.batch, self.seqlen, self.heads, self.dim),
-            (self.batch, seqlen_k, kv_heads, self.dim),
-            (self.batch, seqlen_k, kv_heads, dim_v),
+            (self.batch, self.seqlen, kv_heads, self.dim),
+            (self.batch, self.seqlen, kv_heads, dim_v),
             (self.batch, self.seqlen, self.heads, dim_v),
         )
         drawn = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
@@ -87,8 +84,6 @@ def _fa4(shape: Shape, **options: Any) -> Run:
 def _sdpa(shape: Shape, backend: SDPBackend, **options: Any) -> Run:
     if shape.window is not None:
         raise Unavailable("torch's attention has no window")
-    if shape.causal and shape.seqlen_k not in (None, shape.seqlen):
-        raise Unavailable("torch aligns the diagonal to the upper left")
     inputs, grad_out = shape.leaves(heads_first=True)
 
     def attend() -> Tensor:

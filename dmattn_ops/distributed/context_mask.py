@@ -206,9 +206,8 @@ def in_one_piece(pieces: list[Piece], sight: Sight, own: tuple[Run, ...], theirs
     query, key = covered[0][0].origin, covered[1][0].origin
     for of_queries in covered[0]:
         for of_keys in covered[1]:
-            seen = (
-                sight.diagonal + of_queries.origin - of_keys.origin
-            )  # query i of the run sees its keys up to i + seen
+            # query i of the run sees its keys up to i + seen
+            seen = sight.diagonal + of_queries.origin - of_keys.origin
             by_one = sight.diagonal + query - key + (of_queries.local - row) - (of_keys.local - column)
             least, most = -of_queries.length, of_keys.length - 1  # nothing is visible, and everything
             if min(max(seen, least), most) != min(max(by_one, least), most):

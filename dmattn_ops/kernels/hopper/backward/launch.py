@@ -28,13 +28,11 @@ from dmattn_ops.kernels.hopper.arguments import (
 )
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
-from dmattn_ops.kernels.hopper.dbias.launch import Statistics, write_dbias
+from dmattn_ops.kernels.hopper.dbias.launch import Statistics, bias_gradient
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
-from dmattn_ops.kernels.hopper.dbias.launch import refusals as dbias_refusals
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
-from dmattn_ops.kernels.portable.dbias import recompute_dbias, reduce_key_sums
 from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import TILE, UNBOUNDED, Mask, Options, dropout_scale
 
@@ -236,9 +234,5 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         TWO_PHASE=config.variant == "two_phase", INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0,
         num_warps=4,
     )  # fmt: skip
-    if dbias is not None and bias_kind(bias) == "full" and config.shared_bias is not None and not dbias_refusals(call):
-        write_dbias(call, grad_out, Statistics(room, counts[-1], rows, total // block_rows), dbias, config.shared_bias)
-    elif dbias is not None and bias_kind(bias) == "full":
-        recompute_dbias(call, saved, grads._replace(grad_out=grad_out), config.dbias)
-    elif dbias is not None:
-        computed(reduce_key_sums, key_sums, dbias)
+    statistics = Statistics(room, counts[-1], rows, total // block_rows)
+    bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)

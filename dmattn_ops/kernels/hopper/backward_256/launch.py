@@ -43,13 +43,11 @@ from dmattn_ops.kernels.hopper.arguments import (
 from dmattn_ops.kernels.hopper.backward.rows import row_statistics
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
-from dmattn_ops.kernels.hopper.dbias.launch import Statistics, write_dbias
+from dmattn_ops.kernels.hopper.dbias.launch import Statistics, bias_gradient
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
-from dmattn_ops.kernels.hopper.dbias.launch import refusals as dbias_refusals
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
-from dmattn_ops.kernels.portable.dbias import recompute_dbias, reduce_key_sums
 from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import TILE, UNBOUNDED
 
@@ -142,12 +140,8 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         **parts, LISTS=kind, **scores, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, HIDDEN=hidden,
         NATURAL=in_natural_units(call), num_warps=4,
     )  # fmt: skip
-    if dbias is not None and bias_kind(bias) == "full" and config.shared_bias is not None and not dbias_refusals(call):
-        write_dbias(call, grad_out, Statistics(stats, flags, rows, n_flags), dbias, config.shared_bias)
-    elif dbias is not None and bias_kind(bias) == "full":
-        recompute_dbias(call, saved, grads._replace(grad_out=grad_out), config.dbias)
-    elif dbias is not None:
-        computed(reduce_key_sums, key_sums, dbias)
+    statistics = Statistics(stats, flags, rows, n_flags)
+    bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)
 
 
 def _statistics(

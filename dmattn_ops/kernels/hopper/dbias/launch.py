@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dmattn_ops import arch
-from dmattn_ops.call import Call, bias_kind
-from dmattn_ops.config import HopperSharedBias
+from dmattn_ops.call import Call, Gradients, Saved, bias_kind
+from dmattn_ops.config import HopperBackward, HopperBackward256, HopperSharedBias
 from dmattn_ops.kernels.hopper.arguments import (
     bias_places,
     column_parts,
@@ -24,10 +24,10 @@ from dmattn_ops.kernels.hopper.columns import pair
 from dmattn_ops.kernels.hopper.dbias.steps import Members, States, Walk, allocate, consumer, producer
 from dmattn_ops.kernels.hopper.dropout import Dropout
 from dmattn_ops.kernels.hopper.scores import Bias, Exact, Scales
-from dmattn_ops.kernels.launching.launch import launch
+from dmattn_ops.kernels.launching.launch import computed, launch
 from dmattn_ops.kernels.launching.tensor_maps import rows_map
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
-from dmattn_ops.kernels.portable.dbias import mark_tiles
+from dmattn_ops.kernels.portable.dbias import mark_tiles, recompute_dbias, reduce_key_sums
 from dmattn_ops.problem import TILE, UNBOUNDED
 
 MAX_DIM = 128
@@ -153,6 +153,29 @@ def parts_of_keys(programs: int, blocks: int, sms: int) -> int:
         return -(-programs * splits // sms) * (-(-blocks // splits) + PROLOGUE)
 
     return min(range(1, max(1, min(blocks, MOST_SPLITS)) + 1), key=time)
+
+
+def bias_gradient(
+    call: Call,
+    saved: Saved,
+    grads: Gradients,
+    statistics: Statistics,
+    key_sums: Tensor | None,
+    config: HopperBackward | HopperBackward256,
+) -> None:
+    """Write the gradient of a call's bias, if one is wanted: of one per key from `key_sums`, of one with queries by a kernel.
+
+    `grads.grad_out` must be mappable.
+    """
+    if grads.dbias is None:
+        return
+    if bias_kind(call.bias) != "full":
+        computed(reduce_key_sums, key_sums, grads.dbias)
+    elif config.shared_bias is not None and not refusals(call):
+        write_dbias(call, grads.grad_out, statistics, grads.dbias, config.shared_bias)
+    else:
+        assert config.dbias is not None
+        recompute_dbias(call, saved, grads, config.dbias)
 
 
 def write_dbias(call: Call, grad_out: Tensor, statistics: Statistics, dbias: Tensor, config: HopperSharedBias) -> None:
