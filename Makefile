@@ -54,9 +54,9 @@ test-gpu: $(READY) ## run the tests that need a GPU
 
 OF_RANKS = ranks context_parallel context_dynamic context_models context_faults sharding parallelize
 
-# Without workers: each would see its share of the GPUs, and ranks that do not have one each run on the CPU, by gloo.
-test-ranks: $(READY) ## run the tests of several ranks, by NCCL where there is a GPU for each
-	$(PY) -m pytest $(OF_RANKS:%=tests/test_%.py) $(ARGS)
+# Every worker sees all GPUs: with a share of them, ranks that do not have a GPU each would run on the CPU, by gloo.
+test-ranks: $(READY) ## run the tests of several ranks, by NCCL where there is a GPU for each; ARGS="-n 8" for 8 workers
+	DMATTN_TEST_ALL_GPUS=1 $(PY) -m pytest $(OF_RANKS:%=tests/test_%.py) $(ARGS)
 
 lint: $(READY) ## check style and types
 	$(PY) -m ruff check .

@@ -2,7 +2,8 @@
 
 `DMATTN_TEST_COMPILED=1` runs every test that takes the fixture `attention` through `torch.compile(fullgraph=True)`. With
 several GPUs, each worker of pytest-xdist sees its share of them, at least one: tests of several ranks use NCCL where a
-worker has a GPU for each rank, and gloo on the CPU elsewhere. The last lines of a run on GPUs say which it was.
+worker has a GPU for each rank, and gloo on the CPU elsewhere. `DMATTN_TEST_ALL_GPUS=1` lets every worker see all GPUs, so
+that tests of several ranks can be divided among workers. The last lines of a run on GPUs say which it was.
 """
 
 import faulthandler
@@ -19,13 +20,14 @@ import torch
 import dmattn_ops
 
 COMPILED = os.environ.get("DMATTN_TEST_COMPILED") == "1"
+ALL_GPUS = os.environ.get("DMATTN_TEST_ALL_GPUS") == "1"
 HANGS = 240.0  # seconds after which a test on a GPU is taken to wait for a kernel that never ends
 
 
 def share_gpus() -> None:
     """Give a worker of pytest-xdist its share of several GPUs: processes that share one wait for each other."""
     worker, count = os.environ.get("PYTEST_XDIST_WORKER"), torch.cuda.device_count()
-    if worker is None or count < 2:
+    if worker is None or count < 2 or ALL_GPUS:
         return
     names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     share = gpus_of_worker(int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]), count)
@@ -97,7 +99,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     workers = getattr(config.option, "numprocesses", None)
     if not count or os.environ.get("PYTEST_XDIST_WORKER"):
         return
-    seen = len(gpus_of_worker(0, workers, count)) if workers else count
+    seen = len(gpus_of_worker(0, workers, count)) if workers and not ALL_GPUS else count
     used = ", ".join(f"{world} ranks by {ranks.backend_for(world, seen)}" for world in (2, 4))
     terminalreporter.write_line(f"tests of several ranks: {used}; GPUs that a test process sees: {seen}")
 
