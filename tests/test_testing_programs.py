@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dmattn_ops
-from dmattn_ops.testing import memory_check, soak
+from dmattn_ops.testing import check, draw, memory_check, soak
+from dmattn_ops.testing.check import _dense_results, _varlen_results
+from dmattn_ops.testing.inputs import make_inputs, make_varlen_inputs
 
 PRETENDS = """#!{python}
 import subprocess, sys
@@ -97,3 +105,115 @@ def test_a_soak_notices_wrong_results_and_calls_that_are_not_refused(monkeypatch
     tried.refused = [lambda: torch.zeros(1)]
     tried._refuse(tried.refused[0])
     assert tried.wrong[1] == "call 0 was not refused"
+
+
+CAPTURED = (500_056, 500_126)  # captured calls that failed: the promise of their intervals was read inside the capture
+
+
+def _without_memory(inputs: Any, mode: FakeTensorMode) -> Any:
+    """Return inputs whose tensors have no values."""
+
+    def fake(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return mode.from_tensor(value)
+        return type(value)(fake(each) for each in value) if isinstance(value, (list, tuple)) else value
+
+    named = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name != "parts"}
+    return replace(inputs, **{name: fake(value) for name, value in named.items()})
+
+
+@pytest.mark.parametrize("seeds", [CAPTURED, range(500_000, 500_040)], ids=["that failed", "of every kernel"])
+def test_what_a_captured_call_runs_asks_for_no_value_of_a_tensor(seeds: tuple[int, ...] | range) -> None:
+    promises = 0
+    for seed in seeds:
+        problem = replace(draw(seed, "cuda"), instructions="", dropout_p=0.0, place="", rows="")
+        varlen = problem.variant == "varlen"
+        inputs = make_varlen_inputs(problem, "cpu") if varlen else make_inputs(problem, "cpu")
+        promises += inputs.at_most is not None
+        mode = FakeTensorMode()
+        results = _varlen_results if varlen else _dense_results
+        with mode:  # to ask for a value raises here, as it does in a capture
+            found = results(problem, _without_memory(inputs, mode))
+        assert found["out"].shape == inputs.grad_out.shape, problem
+    assert promises >= 2
+
+
+def test_a_problem_promises_what_its_intervals_show() -> None:
+    seen: dict[bool, int] = {}
+    for seed in range(40):
+        problem = replace(soak.Problem(), seed=seed, intervals="random", promise=True, is_causal=True, seqlen_q=9)
+        problem = replace(problem, seqlen_k=9)
+        inputs = make_inputs(problem, "cpu")
+        start, end = inputs.intervals
+        shown = [[int(start[0, 0, j]) <= i < int(end[0, 0, j]) for j in range(9)] for i in range(9)]
+        folded = seed % 2 == 1
+        most = max(sum(shown[i][j] and (j <= i or not folded) for j in range(9)) for i in range(9))
+        assert inputs.at_most == most
+        seen[folded] = seen.get(folded, 0) + most
+        check(problem)
+    assert 0 < seen[True] < seen[False], "a band that is folded in shows fewer"
+    assert make_inputs(replace(problem, promise=False), "cpu").at_most is None
+
+
+def _pretended_gpu(monkeypatch: pytest.MonkeyPatch, breaks: bool) -> list[str]:
+    """Let the names of torch that a capture takes write down that they were called; the capture fails where it `breaks`."""
+    said: list[str] = []
+
+    @contextmanager
+    def graph(_: Any) -> Any:
+        said.append("begin")
+        try:
+            yield
+        finally:
+            said.append("end")
+            if breaks:
+                raise RuntimeError("previous error during capture")
+
+    generator = SimpleNamespace(device="cpu", graphsafe_set_state=lambda state: said.append("new generator"))
+    pretended = {
+        "synchronize": lambda: said.append("synchronize"),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: said.append("replay")),
+        "current_stream": lambda: "first stream", "set_stream": lambda stream: said.append(f"back to the {stream}"),
+        "get_sync_debug_mode": lambda: 0, "set_sync_debug_mode": lambda mode: said.append(f"waiting: {mode}"), "graph": graph,
+        "default_generators": [generator], "current_device": lambda: 0,
+    }  # fmt: skip
+    for name, value in pretended.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(graphsafe_get_state=lambda: None))
+    return said
+
+
+def test_a_call_must_not_wait_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _pretended_gpu(monkeypatch, breaks=False)
+
+    def results() -> dict[str, Tensor]:
+        said.append("call")
+        return {"out": torch.zeros(2)}
+
+    assert soak.captured(results)["out"].isnan().all(), "nothing but a replay writes what is returned"
+    waits = ["synchronize", "waiting: error", "call", "waiting: 0", "synchronize"]
+    assert said == ["call", *waits, "begin", "call", "end", "replay", "synchronize"]
+
+
+def test_a_failed_capture_is_left_and_its_first_error_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    said = _pretended_gpu(monkeypatch, breaks=True)
+
+    def results() -> dict[str, Tensor]:
+        if said[-1:] == ["begin"]:
+            raise ValueError("read inside the capture")
+        return {"out": torch.zeros(2)}
+
+    tried = soak.Soak("cpu", 0)
+    monkeypatch.setattr(soak, "check", lambda problem, device, run: run(results))
+    for _ in range(soak.TRACEBACKS + 1):
+        tried._check("captured", soak.Problem(), soak.captured)
+    assert said[-3:] == ["end", "back to the first stream", "new generator"]
+    wrong = tried.wrong[0]
+    assert wrong.startswith("captured: ValueError at test_testing_programs.py:")
+    assert (
+        wrong.index("read inside the capture") < wrong.index("previous error during capture") < wrong.index("Problem(")
+    )
+    assert len(tried.wrong) == soak.TRACEBACKS + 1 and len(tried.tracebacks) == soak.TRACEBACKS
+    assert "in results" in tried.tracebacks[0] and tried.tracebacks[0] in capsys.readouterr().out
