@@ -145,8 +145,9 @@ def _order(
         return HEADS_PER_GROUP, first if blocks_per_head > 1.8 * first else 0, RANKS_IN_ROW
     if call.mask.col_tiles is None and options.band_lo == -UNBOUNDED and options.band_hi == UNBOUNDED:
         return HEADS_PER_GROUP, 0, blocks_per_head  # blocks of the same length: head by head
-    batch, _, _, _, kv_heads = sizes_of(call)
-    few = batch * kv_heads * blocks_per_head <= FEW_ROUNDS * sms
+    batch, seqlen_q, _, heads, kv_heads = sizes_of(call)
+    of_all = batch * heads * seqlen_q * _bytes_of_row(call)
+    few = batch * kv_heads * blocks_per_head <= FEW_ROUNDS * sms and of_all <= arch.physical(call.query.device).l2_bytes
     return batch * kv_heads if few else HEADS_PER_GROUP, 0, 1
 
 
