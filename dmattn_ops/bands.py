@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-import torch
-
 from dmattn_ops.problem import UNBOUNDED
-from dmattn_ops.require import certainly
+from dmattn_ops.require import certainly, larger
 
 CausalFrom = Literal["bottom_right", "top_left"] | int
 Window = tuple[int | None, int | None]
@@ -86,10 +84,10 @@ def _is_unbounded(limit: int) -> bool:
 
 
 def _greater(lo: int, other: int) -> int:
-    """Return the narrower of two lower limits. The tracer of torch 2.11 takes no `sym_max` of plain numbers."""
+    """Return the narrower of two lower limits."""
     if _is_unbounded(lo) or _is_unbounded(other):
         return other if _is_unbounded(lo) else lo
-    return max(lo, other) if isinstance(lo, int) and isinstance(other, int) else torch.sym_max(lo, other)
+    return larger(lo, other)
 
 
 def _less(hi: int, other: int) -> int:

@@ -113,6 +113,20 @@ def _one_of(actual: int, choices: tuple[int, ...]) -> bool:
     return any(known_equal(actual, choice) for choice in choices[:-1]) or same(actual, choices[-1])
 
 
+def larger(size: int, other: int) -> int:
+    """Return the larger number, without a guard where a tracer does not know it.
+
+    Dynamo takes a size that it traces for an int and gives Python's `max` a node in the graph, while in torch 2.11 it refuses
+    `torch.sym_max` of two plain numbers. Under fake tensors a traced size is a `torch.SymInt`, for which `max` would be a guard.
+    """
+    return max(size, other) if isinstance(size, int) and isinstance(other, int) else torch.sym_max(size, other)
+
+
+def smaller(size: int, other: int) -> int:
+    """Return the smaller number, as `larger` does."""
+    return min(size, other) if isinstance(size, int) and isinstance(other, int) else torch.sym_min(size, other)
+
+
 def wider(sizes: Iterable[int]) -> int:
     """Return the first size that is not 1, or 1."""
     return next((size for size in sizes if not known_equal(size, 1)), 1)

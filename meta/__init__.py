@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS
+from dmattn_ops.require import larger, smaller
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def tile_records(seqlen: int) -> int:
     The second one of a short sequence is empty. A dimension that is 1 for some lengths only would be a special case to
     compilers and exporters: one graph more, or a range of lengths that ends at 128.
     """
-    return torch.sym_max(2, ceil_div(seqlen, TILE))
+    return larger(2, ceil_div(seqlen, TILE))
 
 
 def list_capacity(tiles: int, band_lo: int, band_hi: int) -> int:
@@ -74,7 +75,7 @@ def list_capacity(tiles: int, band_lo: int, band_hi: int) -> int:
         if isinstance(limit, int) and abs(limit) >= UNBOUNDED:
             return tiles  # a symbolic minimum would be a guard that export cannot prove
     span = band_hi - band_lo + 1  # keys a single query sees; a tile of queries sees TILE - 1 more
-    return torch.sym_max(0, torch.sym_min(tiles, ceil_div(span + TILE - 1, TILE) + 1))
+    return larger(0, smaller(tiles, ceil_div(span + TILE - 1, TILE) + 1))
 
 
 def list_tiles_outputs(

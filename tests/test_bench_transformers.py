@@ -34,14 +34,15 @@ def test_a_tiny_run_writes_the_steps_of_all_parts_and_equal_losses(tmp_path):
         assert set(found) == set(bench_transformers.IMPLEMENTATIONS)
         assert "no backward on a CPU" in found["flex"]["missing"]
         assert found["sdpa"]["loss"] == pytest.approx(found["dmattn"]["loss"], rel=1e-4)
+        assert found["dmattn"]["graphs"] == found["sdpa"]["graphs"] == 1
         assert found["dmattn"]["times_dmattn"] == 1.0 and found["sdpa"]["step_ms"] > 0
 
 
 def test_an_implementation_with_another_loss_gets_no_time(tmp_path, monkeypatch):
     make = bench_transformers.step_of
 
-    def wrong(model, batch, whole, device):
-        step = make(model, batch, whole, device)
+    def wrong(model, batch, device):
+        step = make(model, batch, device)
         return (lambda: step() + 1) if model.config._attn_implementation == "sdpa" else step
 
     monkeypatch.setattr(bench_transformers, "step_of", wrong)
@@ -50,3 +51,15 @@ def test_an_implementation_with_another_loss_gets_no_time(tmp_path, monkeypatch)
     )
     [row] = [row for row in rows if row["implementation"] == "sdpa"]
     assert "step_ms" not in row and row["missing"].startswith("the loss is ")
+
+
+@pytest.mark.parametrize("part", bench_transformers.PARTS)
+@torch.no_grad()  # flex_attention has no backward on a CPU
+def test_a_model_with_flex_attention_is_compiled_too(part):
+    torch.compiler.reset()
+    sizes = bench_transformers.TINY
+    model, batch = bench_transformers.llama(sizes, "cpu"), bench_transformers.batch_of(part, sizes, "cpu")
+    model.set_attn_implementation("sdpa")
+    expected = model(**batch).loss
+    model.set_attn_implementation("flex_attention")
+    torch.testing.assert_close(bench_transformers.compiled(model, "cpu")(**batch).loss, expected)

@@ -26,7 +26,7 @@ ARROWS = {
     "recording": (),
     "selection": (),
     "layout": ("problem",),
-    "meta": ("problem",),
+    "meta": ("problem", "require"),
     "sharded": ("problem",),
     "arch": ("environment",),
     "plans": ("problem", "environment"),

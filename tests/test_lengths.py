@@ -11,6 +11,8 @@ from torch._dynamo.utils import counters
 from torch.export import Dim, ShapesCollection
 
 from dmattn_ops import TileMask, dynamic_mask, flash_dmattn_func, flash_dmattn_varlen_func, prepare_mask
+from dmattn_ops.bands import band_of
+from dmattn_ops.meta import list_capacity, tile_records
 from tests import call_inputs
 
 HEADS = 5
@@ -222,6 +224,26 @@ def test_errors_in_dynamic_graphs_name_sizes(name: str):
     with pytest.raises(Exception) as caught:
         compiled(torch.randn(3, 64, HEADS, 8), drawn(3, 64, "dense")["dense"])
     assert words in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("window", [20, None])
+def test_sizes_of_lists_are_computed_in_traced_code(dynamic: bool, window: int | None):
+    # integrations ask for them in code that Dynamo traces, where a length is a plain number or a symbol
+    def records_and_capacity(tensor: Tensor) -> Tensor:
+        rows, columns = (tile_records(seqlen) for seqlen in tensor.shape)
+        limits = band_of(True, "bottom_right", (window, None)).limits(*tensor.shape)
+        return tensor.new_empty((rows, list_capacity(columns, *limits)))
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(records_and_capacity, fullgraph=True, dynamic=dynamic, backend="eager")
+    shapes = (300, 1000), (200, 129), (2, 2)
+    capacities = (8, 2, 2) if window is None else (3, 2, 2)
+    for (seqlen_q, seqlen_k), capacity in zip(shapes, capacities, strict=True):
+        lengths = torch.empty(seqlen_q, seqlen_k)
+        assert compiled(lengths).shape == records_and_capacity(lengths).shape == (max(2, -(-seqlen_q // 128)), capacity)
+    assert counters["stats"]["unique_graphs"] == (1 if dynamic else 3)
 
 
 def test_packed_sequences_of_every_length_are_one_graph():

@@ -157,6 +157,13 @@ def sum_of_lane(p, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def largest(s, state, BN: gl.constexpr):
+    """Return `[64, 4]`, in the layout of `state`: the largest score of each lane."""
+    peak = gl.max(gl.max(by_lane(s, BN), 3), 1)
+    return gl.convert_layout(peak, state.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def halves(s, BN: gl.constexpr):
     """Return the left and the right half of a tile of scores `[64, BN]`."""
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
@@ -200,17 +207,50 @@ def softmax_first(s, state, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, B
     return p.to(dtype), top, total
 
 
+@gluon.constexpr_function
+def powers_code():
+    """Return PTX that computes `2 ** x` of four numbers: three with ex2, one with a polynomial; NaN stays NaN.
+
+    Of `x`, held at -126 at least, the nearest whole number goes into the exponent (adding 1.5 * 2 ** 23 leaves it in the last
+    bits), and a polynomial of degree 4 takes the rest, from -1/2 to 1/2, with a relative error under 3e-6.
+    """
+    highest, *others = "0f3C1CCBEA", "0f3D650A20", "0f3E76036D", "0f3F31706E", "0f3F7FFFF4"
+    steps = " ".join(f"fma.rn.f32 p, p, f, {each};" for each in others)
+    return (
+        "{ .reg .pred low, nan; .reg .f32 x, r, f, p; .reg .b32 e, b;"
+        " ex2.approx.ftz.f32 $0, $4; ex2.approx.ftz.f32 $1, $5; ex2.approx.ftz.f32 $2, $6;"
+        " max.f32 x, $7, 0fC2FC0000; add.rn.f32 r, x, 0f4B400000; sub.rn.f32 f, r, 0f4B400000; sub.rn.f32 f, x, f;"
+        f" mov.f32 p, {highest}; {steps}"
+        " mov.b32 e, r; shl.b32 e, e, 23; mov.b32 b, p; add.s32 b, b, e; mov.b32 p, b;"
+        " setp.lt.f32 low, $7, 0fC2FC0000; selp.f32 p, 0f00000000, p, low; setp.nan.f32 nan, $7, $7;"
+        " selp.f32 $3, $7, p, nan; }"
+    )
+
+
+@gluon.jit
+def powers(x, SHARED: gl.constexpr):
+    """Return `2 ** x`; SHARED: a quarter of them on the units of fused multiply-add, where tanh keeps the others busy."""
+    if SHARED:
+        y = gl.inline_asm_elementwise(
+            powers_code(), "=f,=f,=f,=f,f,f,f,f", [x], gl.float32, is_pure=True, pack=4
+        )  # fmt: skip
+    else:
+        y = gl.exp2(x)
+    return y
+
+
 @gluon.jit
 def speculate(
-    s, earlier, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, EARLIER: gl.constexpr, BN: gl.constexpr
-):
+    s, earlier, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, EARLIER: gl.constexpr,
+    SOFTCAP: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
     """Return (P, P of an earlier half, top, total, factor of what was summed before) of further scores `[64, BN]`."""
     COUNT: gl.constexpr = BN // 2  # P of a thread
     KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
     CODE: gl.constexpr = redo_code(COUNT, KIND, EARLIER, NATURAL)
     OPERANDS: gl.constexpr = redo_operands(COUNT, EARLIER)
     tops = over_columns(top, BN)
-    p = gl.exp2(exponent(s, tops, scale, NATURAL))
+    p = powers(exponent(s, tops, scale, NATURAL), SOFTCAP)
     part = sum_of_lane(p, BN)
     totals, parts, before = over_columns(total + part, BN), over_columns(part, BN), over_columns(total, BN)
     p = p.to(dtype)
@@ -230,22 +270,23 @@ def speculate(
 
 @gluon.jit
 def softmax_next(
-    s, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, IN_HALVES: gl.constexpr, BN: gl.constexpr
-):
+    s, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, IN_HALVES: gl.constexpr, SOFTCAP: gl.constexpr,
+    BN: gl.constexpr,
+):  # fmt: skip
     """Return (P, top, total, factor of what was summed before) of a further tile of scores `[64, BN]`.
 
     In halves, the scores of a half are given up before the P of the other exist: 16 registers less.
     """
     if IN_HALVES:
         left, right = halves(s, BN)
-        p_left, _, top, total, factor = speculate(left, 0, top, total, scale, dtype, NATURAL, False, BN // 2)
+        p_left, _, top, total, factor = speculate(left, 0, top, total, scale, dtype, NATURAL, False, SOFTCAP, BN // 2)
         p_right, p_left, top, total, again = speculate(
-            right, p_left, top, total, scale, dtype, NATURAL, True, BN // 2
+            right, p_left, top, total, scale, dtype, NATURAL, True, SOFTCAP, BN // 2
         )  # fmt: skip
         p = gl.join(p_left, p_right).permute([0, 2, 1]).reshape([64, BN])
         factor = factor * again
     else:
-        p, _, top, total, factor = speculate(s, 0, top, total, scale, dtype, NATURAL, False, BN)
+        p, _, top, total, factor = speculate(s, 0, top, total, scale, dtype, NATURAL, False, SOFTCAP, BN)
     return p, top, total, factor
 
 
@@ -271,6 +312,23 @@ def statistics(top, total, scale, NATURAL: gl.constexpr):
         anchor = gl.fma(lse, factor, zero)  # a product would be contracted into the subtraction
         tail = ((top - anchor) - gl.fma(lse, factor, -anchor) + log_total) * LN2
     return gl.where(empty, float("-inf"), lse), gl.where(empty, 0.0, tail)
+
+
+@gluon.jit
+def largest_of_rows(peak, total, scale, NATURAL: gl.constexpr):
+    """Return the largest score of rows, of which `peak` is the largest as it was computed: -inf where no key is visible."""
+    LN2: gl.constexpr = 0.6931471805599453
+    if not NATURAL:
+        peak = peak * (scale * LN2)
+    return gl.where(total == 0.0, float("-inf"), gl.where(total == total, peak, total))
+
+
+@gluon.jit
+def share_of_keys(lse, sink):
+    """Return the share of the softmax that a sink leaves to the keys of rows, 0 where no key is visible."""
+    LOG2E: gl.constexpr = 1.4426950408889634
+    share = 1.0 / (1.0 + gl.exp2((sink - lse) * LOG2E))
+    return gl.where(lse == float("-inf"), 0.0, share)
 
 
 @gluon.jit
