@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -17,12 +18,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dmattn_ops
-from dmattn_ops.testing import check, draw, memory_check, soak
+from dmattn_ops.testing import check, draw, memory_check, races, soak
 from dmattn_ops.testing.check import _dense_results, _varlen_results
 from dmattn_ops.testing.inputs import make_inputs, make_varlen_inputs
 
+KERNELS = races.KERNELS
 PRETENDS = """#!{python}
 import subprocess, sys
+if sys.argv[1] == "--version":
+    print("NVIDIA (R) Compute Sanitizer")
+    print("Version 2025.3.1.0 (build 1) (public-release)")
+    sys.exit(0)
 tool, command = sys.argv[2], sys.argv[sys.argv.index("--error-exitcode") + 2:]
 print("========= COMPUTE-SANITIZER")
 if tool == "memcheck":
@@ -32,7 +38,10 @@ if tool == "memcheck":
 if tool != "initcheck":
     print("calls 3")
 if tool == "racecheck":
-    print("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
+    print("========= Error: Race reported between Write access at backward_kernel+0x10580 in work.py:{line}")
+    print("=========     and Read access at backward_kernel+0x1850 in work.py:{read} [96 hazards]")
+    print("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)")
+    sys.exit(99)
 else:
     print("========= ERROR SUMMARY: 0 errors")
 """
@@ -54,7 +63,8 @@ def test_what_a_tool_says_stands_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     tool, output = tmp_path / "compute-sanitizer", tmp_path / "found.json"
-    tool.write_text(PRETENDS.format(python=sys.executable))
+    line, read = (_line_of("hopper/backward/work.py", text) for text in ("places.index(slot).store(", "parts = places"))
+    tool.write_text(PRETENDS.format(python=sys.executable, line=line, read=read))
     tool.chmod(0o755)
     arguments = ["", "--device", "cpu", "--sanitizer", str(tool), "--output", str(output)]
     monkeypatch.setattr(sys, "argv", arguments)
@@ -63,6 +73,8 @@ def test_what_a_tool_says_stands_in_the_file(
     assert found["memcheck"]["errors"] == 1 and found["memcheck"]["status"] == 99
     assert "Invalid __global__ read" in found["memcheck"]["said"][1]
     assert found["racecheck"]["errors"] == 0 and memory_check.is_clean(found["racecheck"])
+    assert found["racecheck"]["proven to be ordered"] == {"backward_kernel: a block's place": 96}
+    assert found["racecheck"]["version"] == "2025.3.1.0"
     assert memory_check.is_clean(found["synccheck"]) and not memory_check.is_clean(found["initcheck"])
     assert found["without a tool"]["calls"] == sum(1 for _ in memory_check.sample("cpu"))
     assert "memcheck: NOT CLEAN, 1 errors" in capsys.readouterr().out
@@ -70,6 +82,57 @@ def test_what_a_tool_says_stands_in_the_file(
     assert memory_check.main() == 0 and json.loads(output.read_text())["memcheck"]["errors"] == 1, (
         "others' results stay"
     )
+
+
+def _line_of(path: str, begins: str) -> int:
+    lines = (races.KERNELS / path).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(begins))
+
+
+@pytest.mark.parametrize("proof", races.PROOFS, ids=lambda proof: f"{proof.kernel} {proof.memory}")
+def test_every_proof_that_a_race_is_none_stands_in_the_source(
+    proof: races.Proof, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert proof.missing() == []
+    folder = tmp_path / proof.folder
+    monkeypatch.setattr(races, "KERNELS", tmp_path)
+    for chain in proof.chains:  # without any line of a chain, the proof does not hold
+        for file, text in chain:
+            shutil.copytree(KERNELS / proof.folder, folder, dirs_exist_ok=True)
+            lines = (folder / file).read_text().splitlines()
+            (folder / file).write_text("\n".join(line for line in lines if not line.strip().startswith(text)))
+            assert proof.missing(), text
+
+
+def test_a_race_counts_unless_its_two_lines_are_proven_to_be_ordered() -> None:
+    write = _line_of("hopper/forward/walk.py", "piece.index(slot).store(parts)")
+    read = _line_of("hopper/forward/kernel.py", "parts = piece.index(slot).load(PIECE)")
+    said = (
+        "========= Error: Race reported between {kind} access at {kernel}+0xc080 in walk.py:{write}\n"
+        "=========     and {other} access at {kernel}+0x310 in kernel.py:{read} [40 hazards]\n"
+        "=========     and {other} access at {kernel}+0xdb10 in kernel.py:{read} [56 hazards]\n"
+        "========= RACECHECK SUMMARY: {count} hazards displayed ({count} errors, 0 warnings)\n"
+    )
+    as_it_is: dict[str, Any] = {
+        "kind": "Write", "other": "Read", "kernel": "forward_kernel", "write": write, "read": read, "count": 1,
+    }  # fmt: skip
+    found = races.judge(said.format(**as_it_is))
+    assert found == ({"forward_kernel: a piece of work": 96}, [])
+    for change in (
+        {"write": write + 1},
+        {"read": read - 1},
+        {"kernel": "other_kernel"},
+        {"other": "Write"},
+        {"read": 10**6},
+    ):
+        found = races.judge(said.format(**{**as_it_is, **change}))
+        assert len(found.unproven) == 2 and not found.proven, change
+        assert memory_check.is_clean({"status": 99, "calls": 3, **found.as_result()}) is False
+    assert races.judge(said.format(**{**as_it_is, "count": 7})).unproven == ["6 of 7 reports were not printed"]
+    assert races.judge("========= Error: Race reported between Write access at somewhere").unproven, (
+        "what cannot be read"
+    )
+    assert races.judge("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)") == ({}, [])
 
 
 def test_without_the_tool_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
