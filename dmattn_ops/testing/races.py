@@ -1,9 +1,9 @@
 """Races that compute-sanitizer's racecheck reports in the kernels for SM 9.0: which of them are proven to be none, and by what.
 
-Racecheck until 2025.3 (CUDA 13.0) loses track of these kernels. NVIDIA's release notes name what was mended since: "multiple
-false-positives in racecheck involving mbarrier usage" (2025.4), "false positives in racecheck when using warpgroup-level
-synchronizations on Hopper" (2026.1), "potential false positives in racecheck when using mbarrier complete-tx operations" (2026.3).
-So it reports a pair of accesses in some blocks of a launch and not in others that run the same instructions.
+Racecheck 2025.3 (CUDA 13.0) reports pairs of accesses that barriers order, in some blocks of a launch and not in others that run
+the same instructions. NVIDIA's release notes say what was mended since: "multiple false-positives in racecheck involving mbarrier
+usage" (2025.4), "false positives in racecheck when using warpgroup-level synchronizations on Hopper" (2026.1), "potential false
+positives in racecheck when using mbarrier complete-tx operations" (2026.3).
 
 A proof names the lines of two accesses, and the chains of lines that order them: in each, an access, the arrival at a barrier
 behind it, the wait for that barrier, and the other access. It holds for what stands in the source now: where a line of a
