@@ -113,7 +113,8 @@ def _interleaved(call: Call) -> bool:
     """Return whether the query heads of a group take turns at each query tile, which costs up to 3%.
 
     Under a causal mask the blocks of a key head have different lengths, so that head by head they drift apart; what they
-    then read and add to, all of a group's query, grad_out and dq, should stay in L2.
+    then read and add to, all of a group's query, grad_out and dq, should stay in L2, beside that of other groups (H200, D 128,
+    B2 H32/4 S4096: 1.23 ms, and 1.35 head by head).
     """
     _, seqlen_q, _, heads, kv_heads = sizes_of(call)
     options = call.options
@@ -121,7 +122,7 @@ def _interleaved(call: Call) -> bool:
     causal = options.band_hi < UNBOUNDED and options.band_lo == -UNBOUNDED and call.varlen is None
     plain = call.bias is None and call.mask.col_tiles is None and not options.dropout_p
     takes = causal and not options.deterministic and plain
-    return takes and heads != kv_heads and of_group > arch.physical(call.query.device).l2_bytes
+    return takes and heads != kv_heads and 2 * of_group > arch.physical(call.query.device).l2_bytes
 
 
 def _bytes_of_row(call: Call) -> int:

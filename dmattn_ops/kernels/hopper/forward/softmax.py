@@ -207,50 +207,17 @@ def softmax_first(s, state, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, B
     return p.to(dtype), top, total
 
 
-@gluon.constexpr_function
-def powers_code():
-    """Return PTX that computes `2 ** x` of four numbers: three with ex2, one with a polynomial; NaN stays NaN.
-
-    Of `x`, held at -126 at least, the nearest whole number goes into the exponent (adding 1.5 * 2 ** 23 leaves it in the last
-    bits), and a polynomial of degree 4 takes the rest, from -1/2 to 1/2, with a relative error under 3e-6.
-    """
-    highest, *others = "0f3C1CCBEA", "0f3D650A20", "0f3E76036D", "0f3F31706E", "0f3F7FFFF4"
-    steps = " ".join(f"fma.rn.f32 p, p, f, {each};" for each in others)
-    return (
-        "{ .reg .pred low, nan; .reg .f32 x, r, f, p; .reg .b32 e, b;"
-        " ex2.approx.ftz.f32 $0, $4; ex2.approx.ftz.f32 $1, $5; ex2.approx.ftz.f32 $2, $6;"
-        " max.f32 x, $7, 0fC2FC0000; add.rn.f32 r, x, 0f4B400000; sub.rn.f32 f, r, 0f4B400000; sub.rn.f32 f, x, f;"
-        f" mov.f32 p, {highest}; {steps}"
-        " mov.b32 e, r; shl.b32 e, e, 23; mov.b32 b, p; add.s32 b, b, e; mov.b32 p, b;"
-        " setp.lt.f32 low, $7, 0fC2FC0000; selp.f32 p, 0f00000000, p, low; setp.nan.f32 nan, $7, $7;"
-        " selp.f32 $3, $7, p, nan; }"
-    )
-
-
-@gluon.jit
-def powers(x, SHARED: gl.constexpr):
-    """Return `2 ** x`; SHARED: a quarter of them on the units of fused multiply-add, where tanh keeps the others busy."""
-    if SHARED:
-        y = gl.inline_asm_elementwise(
-            powers_code(), "=f,=f,=f,=f,f,f,f,f", [x], gl.float32, is_pure=True, pack=4
-        )  # fmt: skip
-    else:
-        y = gl.exp2(x)
-    return y
-
-
 @gluon.jit
 def speculate(
-    s, earlier, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, EARLIER: gl.constexpr,
-    SOFTCAP: gl.constexpr, BN: gl.constexpr,
-):  # fmt: skip
+    s, earlier, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, EARLIER: gl.constexpr, BN: gl.constexpr
+):
     """Return (P, P of an earlier half, top, total, factor of what was summed before) of further scores `[64, BN]`."""
     COUNT: gl.constexpr = BN // 2  # P of a thread
     KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
     CODE: gl.constexpr = redo_code(COUNT, KIND, EARLIER, NATURAL)
     OPERANDS: gl.constexpr = redo_operands(COUNT, EARLIER)
     tops = over_columns(top, BN)
-    p = powers(exponent(s, tops, scale, NATURAL), SOFTCAP)
+    p = gl.exp2(exponent(s, tops, scale, NATURAL))
     part = sum_of_lane(p, BN)
     totals, parts, before = over_columns(total + part, BN), over_columns(part, BN), over_columns(total, BN)
     p = p.to(dtype)
@@ -270,23 +237,22 @@ def speculate(
 
 @gluon.jit
 def softmax_next(
-    s, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, IN_HALVES: gl.constexpr, SOFTCAP: gl.constexpr,
-    BN: gl.constexpr,
-):  # fmt: skip
+    s, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, IN_HALVES: gl.constexpr, BN: gl.constexpr
+):
     """Return (P, top, total, factor of what was summed before) of a further tile of scores `[64, BN]`.
 
     In halves, the scores of a half are given up before the P of the other exist: 16 registers less.
     """
     if IN_HALVES:
         left, right = halves(s, BN)
-        p_left, _, top, total, factor = speculate(left, 0, top, total, scale, dtype, NATURAL, False, SOFTCAP, BN // 2)
+        p_left, _, top, total, factor = speculate(left, 0, top, total, scale, dtype, NATURAL, False, BN // 2)
         p_right, p_left, top, total, again = speculate(
-            right, p_left, top, total, scale, dtype, NATURAL, True, SOFTCAP, BN // 2
+            right, p_left, top, total, scale, dtype, NATURAL, True, BN // 2
         )  # fmt: skip
         p = gl.join(p_left, p_right).permute([0, 2, 1]).reshape([64, BN])
         factor = factor * again
     else:
-        p, _, top, total, factor = speculate(s, 0, top, total, scale, dtype, NATURAL, False, SOFTCAP, BN)
+        p, _, top, total, factor = speculate(s, 0, top, total, scale, dtype, NATURAL, False, BN)
     return p, top, total, factor
 
 

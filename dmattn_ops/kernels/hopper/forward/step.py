@@ -248,7 +248,7 @@ def advance(
         s = hide(s, i + 1, hidden, lists, key_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN)
     if ROW_MAX:
         peak = gl.maximum(peak, largest(s, peak, BN))
-    p, top, total, factor = softmax_next(s, top, total, scale, dtype, NATURAL, not OVERLAP, SOFTCAP, BN)
+    p, top, total, factor = softmax_next(s, top, total, scale, dtype, NATURAL, not OVERLAP, BN)
     if DROPOUT:
         p = drop(p, dropout, q_first, first_key(i + 1, lists, visible, BN, MASK), BN)
     p = as_operand(p, DV)
