@@ -51,7 +51,7 @@ def cpu_kernels() -> str:
     return "reference"
 
 
-def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = True, needs_max: bool = False) -> Choice:
+def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = True) -> Choice:
     """Return the row that a launch uses, with all the configurations that it offers, or the one of the user's cache."""
     rows, kernels = (config.FORWARD, _FORWARD) if direction == "forward" else (config.BACKWARD, _BACKWARD)
     if not call.query.is_cuda and on is None:
@@ -63,8 +63,7 @@ def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = Tr
         reason = _reason_against(kernel, kernels, arch.physical(call.query.device) if call.query.is_cuda else None)
         if reason:
             return [reason]
-        launcher = import_module(kernels[kernel])
-        return launcher.refusals(call, needs_max) if direction == "forward" else launcher.refusals(call)
+        return import_module(kernels[kernel]).refusals(call)
 
     choice = choose.choose(rows, on or arch.current(call.query.device), call.demand, refusals)
     if choice.row.kernel == "reference":
@@ -112,7 +111,7 @@ def forward_choice(call: Call, result: Result, on: Arch | None = None, tuned: bo
 
     With `tuned`, a configuration from the user's cache takes the place of the row's own where there is one.
     """
-    choice = offered("forward", call, on, tuned, result.row_max is not None)
+    choice = offered("forward", call, on, tuned)
     return _with_config(choice, resolve.forward_config(choice.row.config, call, result))
 
 
@@ -190,42 +189,46 @@ def forward(call: Call, result: Result) -> None:
         return
     tuning.record(call)
     run_forward(call, result, packing_of("forward", call, architecture_of(call), result.row_max is not None)[0])
+
+
+def run_forward(call: Call, result: Result, packed: packing.Packing | None) -> None:
+    """Write the outputs of a call, its keys packed as they are said to be."""
+    if packed is None:
+        _run_forward(with_start(call), result)
+        return
+    _launcher(PACKED).forward(call._replace(sink=None), result, packed, _run_forward)
     if call.sink is not None:
         sinks.take_share(call.sink, result)
 
 
-def run_forward(call: Call, result: Result, packed: packing.Packing | None) -> None:
-    """Write the outputs of a call without sinks, its keys packed as they are said to be."""
-    if packed is not None:
-        _launcher(PACKED).forward(call, result, packed, _run_forward)
-    else:
-        _run_forward(with_start(call), result)
-
-
 def _run_forward(call: Call, result: Result) -> None:
     choice = forward_choice(call, result)
-    _launcher(_FORWARD[choice.row.kernel]).forward(call, result, choice.row.config)
+    launcher = _launcher(_FORWARD[choice.row.kernel])
+    launcher.forward(call, result, choice.row.config)
+    if call.sink is not None and not _takes_sinks(launcher):
+        sinks.take_share(call.sink, result)
 
 
-def backward(call: Call, saved: Saved, grads: Gradients, dsink: Tensor | None) -> None:
+def _takes_sinks(launcher: ModuleType) -> bool:
+    return getattr(launcher, "TAKES_SINKS", False)
+
+
+def backward(call: Call, saved: Saved, grads: Gradients) -> None:
     """Write dq, dk, dv and, where they are given, dbias and dsink."""
     if call.query.numel() == 0 or call.key.numel() == 0:
-        for gradient in (grads.dq, grads.dk, grads.dv, grads.dbias, dsink):
+        for gradient in (grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink):
             if gradient is not None:
                 gradient.zero_()
         return
     tuning.record(call)
-    if call.sink is not None:
-        if dsink is not None:
-            sinks.gradient(call, saved, grads.grad_out, dsink)
-        saved, grads = sinks.with_share(call.sink, saved, grads)
     run_backward(call, saved, grads, packing_of("backward", call, architecture_of(call))[0])
 
 
 def run_backward(call: Call, saved: Saved, grads: Gradients, packed: packing.Packing | None) -> None:
-    """Write the gradients of a call without sinks, its keys packed as they are said to be."""
+    """Write the gradients of a call, its keys packed as they are said to be."""
     run = _telling_once(call.demand) if environment.profiles_backward() else _run_backward
     if packed is not None:
+        call, saved, grads = sinks.without_sink(call, saved, grads)
         _launcher(PACKED).backward(call, saved, grads, packed, run)
     else:
         run(with_start(call), saved, grads)
@@ -245,7 +248,10 @@ def _run_backward(call: Call, saved: Saved, grads: Gradients, told_of: Demand | 
     choice = backward_choice(call, saved, grads)
     if told_of is not None:
         environment.tell(profile_line(choice, told_of))
-    _launcher(_BACKWARD[choice.row.kernel]).backward(call, saved, grads, choice.row.config)
+    launcher = _launcher(_BACKWARD[choice.row.kernel])
+    if grads.grad_lse is not None or not _takes_sinks(launcher):
+        call, saved, grads = sinks.without_sink(call, saved, grads)
+    launcher.backward(call, saved, grads, choice.row.config)
 
 
 def architecture_of(call: Call) -> Arch | None:

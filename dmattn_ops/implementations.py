@@ -136,8 +136,11 @@ def _launch_backward(call: Call, read: Any, outputs: tuple[Tensor, ...]) -> None
     of_bias, of_sink = _asked(call, read)
     saved = Saved(_rows(read.out), _rows(read.lse), _rows(read.lse_tail))
     grad_lse = None if read.grad_lse is None else _rows(read.grad_lse)
-    grads = Gradients(_rows(read.grad_out), grad_lse, dq, dk, dv, None if of_bias is None else dbias)
-    _launch(call.query, dispatch.backward, _for_kernels(call), saved, grads, None if of_sink is None else dsink)
+    grads = Gradients(
+        _rows(read.grad_out), grad_lse, dq, dk, dv,
+        None if of_bias is None else dbias, None if of_sink is None else dsink,
+    )  # fmt: skip
+    _launch(call.query, dispatch.backward, _for_kernels(call), saved, grads)
 
 
 def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -4,6 +4,9 @@ With `g = sigmoid(lse - sink)`, the share that is left for the keys, `out` is `g
 probabilities are those of a softmax whose logarithm of a sum is `lse - log(g)`. So every backward kernel serves a call with
 sinks: it is given that sum, through `lse_tail`. Where lse has a gradient too, which is one of probabilities without the sink,
 it is given `g * grad_out` instead. The gradient of a sink is `-(1 - g) * (grad_out . out)`, summed.
+
+CUDA kernels do this as they read and write the rows anyway (`kernels/sinks.py`). What is here does it with operators of
+torch: for the CPU, whose kernels take far longer than that, for packed keys, and where lse has a gradient.
 """
 
 from __future__ import annotations
@@ -21,17 +24,17 @@ def take_share(sink: Tensor, result: Result) -> None:
     computed(_scale_rows, result.out, result.lse, sink)
 
 
-def with_share(sink: Tensor, saved: Saved, grads: Gradients) -> tuple[Saved, Gradients]:
-    """Return what a backward kernel is given, so that it computes with the share of the keys."""
+def without_sink(call: Call, saved: Saved, grads: Gradients) -> tuple[Call, Saved, Gradients]:
+    """Write the gradient of the sinks; return what a backward that knows none is given to compute with the share of the keys."""
+    sink = call.sink
+    if sink is None:
+        return call, saved, grads
+    if grads.dsink is not None:
+        computed(_sink_gradient, grads.dsink, grads.grad_out, saved.out, saved.lse, sink)
+    call, grads = call._replace(sink=None), grads._replace(dsink=None)
     if grads.grad_lse is not None:
-        return saved, grads._replace(grad_out=computed(_scaled_rows, grads.grad_out, saved.lse, sink))
-    return saved._replace(lse_tail=computed(_tail_with_share, saved.lse, saved.lse_tail, sink)), grads
-
-
-def gradient(call: Call, saved: Saved, grad_out: Tensor, dsink: Tensor) -> None:
-    """Write the gradient of the sinks `[H]`."""
-    assert call.sink is not None
-    computed(_sink_gradient, dsink, grad_out, saved.out, saved.lse, call.sink)
+        return call, saved, grads._replace(grad_out=computed(_scaled_rows, grads.grad_out, saved.lse, sink))
+    return call, saved._replace(lse_tail=computed(_tail_with_share, saved.lse, saved.lse_tail, sink)), grads
 
 
 def _log_odds(lse: Tensor, sink: Tensor) -> Tensor:

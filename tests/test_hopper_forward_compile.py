@@ -21,6 +21,7 @@ KINDS = (
     "window intervals", "hidden intervals", "causal hidden intervals", "spans", "spans softcap", "spans key-bias",
     *(f"{mask} key-bias" for mask in ("full", "causal", "softcap", "bits", "segments", "intervals")),
     *(f"{mask} full-bias" for mask in ("full", "bits", "intervals")),
+    *(f"{mask} maximum" for mask in ("causal", "softcap", "bits", "full key-bias")), "causal sink",
     *(f"{mask} dropout" for mask in ("full", "causal", "softcap", "bits", "segments", "causal intervals", "causal key-bias")),
 )  # fmt: skip
 # Bytes moved to or from the stack (triton 3.6): counters and limits of rows, kept around the loops beside 200 registers of
@@ -116,7 +117,7 @@ def _row(config, dim: int, dim_v: int):
 
 OPTIONAL = {
     "q2_desc", "k2_desc", "v2_desc", "o2_desc", "bits_desc", "lists", "q_segments", "k_segments", "start", "end",
-    "hidden_from", "hidden_to", "bias", "seed",
+    "hidden_from", "hidden_to", "bias", "seed", "row_max", "sink",
 }  # fmt: skip
 
 
@@ -169,6 +170,8 @@ def _compile(case: str) -> dict:
     optional |= {"hidden_from": "*i32", "hidden_to": "*i32"} if "hidden" in words else {}
     optional |= {} if bias == "none" else {"bias": "*bf16"}
     optional |= {"seed": "*i64"} if dropout else {}
+    optional |= {"row_max": "*fp32"} if "maximum" in words else {}
+    optional |= {"sink": "*fp32"} if "sink" in words else {}
     constants |= dict.fromkeys(OPTIONAL - set(optional))
     aligned = tuple(name for name, kind in {**signature, **optional}.items() if kind.startswith("*"))
     aligned += ("bias_b", "bias_h", "bias_q")

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dmattn_ops
-from dmattn_ops.testing import memory_check, soak
+from dmattn_ops.testing import check, draw, memory_check, races, soak
+from dmattn_ops.testing.check import _dense_results, _varlen_results
+from dmattn_ops.testing.inputs import make_inputs, make_varlen_inputs
 
+KERNELS = races.KERNELS
 PRETENDS = """#!{python}
 import subprocess, sys
+if sys.argv[1] == "--version":
+    print("NVIDIA (R) Compute Sanitizer")
+    print("Version 2025.3.1.0 (build 1) (public-release)")
+    sys.exit(0)
 tool, command = sys.argv[2], sys.argv[sys.argv.index("--error-exitcode") + 2:]
 print("========= COMPUTE-SANITIZER")
 if tool == "memcheck":
@@ -24,7 +38,10 @@ if tool == "memcheck":
 if tool != "initcheck":
     print("calls 3")
 if tool == "racecheck":
-    print("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
+    print("========= Error: Race reported between Write access at backward_kernel+0x10580 in work.py:{line}")
+    print("=========     and Read access at backward_kernel+0x1850 in work.py:{read} [96 hazards]")
+    print("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)")
+    sys.exit(99)
 else:
     print("========= ERROR SUMMARY: 0 errors")
 """
@@ -46,7 +63,8 @@ def test_what_a_tool_says_stands_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     tool, output = tmp_path / "compute-sanitizer", tmp_path / "found.json"
-    tool.write_text(PRETENDS.format(python=sys.executable))
+    line, read = (_line_of("hopper/backward/work.py", text) for text in ("places.index(slot).store(", "parts = places"))
+    tool.write_text(PRETENDS.format(python=sys.executable, line=line, read=read))
     tool.chmod(0o755)
     arguments = ["", "--device", "cpu", "--sanitizer", str(tool), "--output", str(output)]
     monkeypatch.setattr(sys, "argv", arguments)
@@ -55,6 +73,8 @@ def test_what_a_tool_says_stands_in_the_file(
     assert found["memcheck"]["errors"] == 1 and found["memcheck"]["status"] == 99
     assert "Invalid __global__ read" in found["memcheck"]["said"][1]
     assert found["racecheck"]["errors"] == 0 and memory_check.is_clean(found["racecheck"])
+    assert found["racecheck"]["proven to be ordered"] == {"backward_kernel: a block's place": 96}
+    assert found["racecheck"]["version"] == "2025.3.1.0"
     assert memory_check.is_clean(found["synccheck"]) and not memory_check.is_clean(found["initcheck"])
     assert found["without a tool"]["calls"] == sum(1 for _ in memory_check.sample("cpu"))
     assert "memcheck: NOT CLEAN, 1 errors" in capsys.readouterr().out
@@ -68,6 +88,57 @@ def test_what_a_tool_says_stands_in_the_file(
     assert memory_check.main() == 0
     assert capsys.readouterr().out.startswith("racecheck: clean, 0 errors, 3 calls")  # nothing ran before
     assert json.loads(output.read_text())["without a tool"] == before["without a tool"]
+
+
+def _line_of(path: str, begins: str) -> int:
+    lines = (races.KERNELS / path).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(begins))
+
+
+@pytest.mark.parametrize("proof", races.PROOFS, ids=lambda proof: f"{proof.kernel} {proof.memory}")
+def test_every_proof_that_a_race_is_none_stands_in_the_source(
+    proof: races.Proof, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert proof.missing() == []
+    folder = tmp_path / proof.folder
+    monkeypatch.setattr(races, "KERNELS", tmp_path)
+    for chain in proof.chains:  # without any line of a chain, the proof does not hold
+        for file, text in chain:
+            shutil.copytree(KERNELS / proof.folder, folder, dirs_exist_ok=True)
+            lines = (folder / file).read_text().splitlines()
+            (folder / file).write_text("\n".join(line for line in lines if not line.strip().startswith(text)))
+            assert proof.missing(), text
+
+
+def test_a_race_counts_unless_its_two_lines_are_proven_to_be_ordered() -> None:
+    write = _line_of("hopper/forward/walk.py", "piece.index(slot).store(parts)")
+    read = _line_of("hopper/forward/kernel.py", "parts = piece.index(slot).load(PIECE)")
+    said = (
+        "========= Error: Race reported between {kind} access at {kernel}+0xc080 in walk.py:{write}\n"
+        "=========     and {other} access at {kernel}+0x310 in kernel.py:{read} [40 hazards]\n"
+        "=========     and {other} access at {kernel}+0xdb10 in kernel.py:{read} [56 hazards]\n"
+        "========= RACECHECK SUMMARY: {count} hazards displayed ({count} errors, 0 warnings)\n"
+    )
+    as_it_is: dict[str, Any] = {
+        "kind": "Write", "other": "Read", "kernel": "forward_kernel", "write": write, "read": read, "count": 1,
+    }  # fmt: skip
+    found = races.judge(said.format(**as_it_is))
+    assert found == ({"forward_kernel: a piece of work": 96}, [])
+    for change in (
+        {"write": write + 1},
+        {"read": read - 1},
+        {"kernel": "other_kernel"},
+        {"other": "Write"},
+        {"read": 10**6},
+    ):
+        found = races.judge(said.format(**{**as_it_is, **change}))
+        assert len(found.unproven) == 2 and not found.proven, change
+        assert memory_check.is_clean({"status": 99, "calls": 3, **found.as_result()}) is False
+    assert races.judge(said.format(**{**as_it_is, "count": 7})).unproven == ["6 of 7 reports were not printed"]
+    assert races.judge("========= Error: Race reported between Write access at somewhere").unproven, (
+        "what cannot be read"
+    )
+    assert races.judge("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)") == ({}, [])
 
 
 def test_without_the_tool_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -103,3 +174,115 @@ def test_a_soak_notices_wrong_results_and_calls_that_are_not_refused(monkeypatch
     tried.refused = [lambda: torch.zeros(1)]
     tried._refuse(tried.refused[0])
     assert tried.wrong[1] == "call 0 was not refused"
+
+
+CAPTURED = (500_056, 500_126)  # captured calls that failed: the promise of their intervals was read inside the capture
+
+
+def _without_memory(inputs: Any, mode: FakeTensorMode) -> Any:
+    """Return inputs whose tensors have no values."""
+
+    def fake(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return mode.from_tensor(value)
+        return type(value)(fake(each) for each in value) if isinstance(value, (list, tuple)) else value
+
+    named = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name != "parts"}
+    return replace(inputs, **{name: fake(value) for name, value in named.items()})
+
+
+@pytest.mark.parametrize("seeds", [CAPTURED, range(500_000, 500_040)], ids=["that failed", "of every kernel"])
+def test_what_a_captured_call_runs_asks_for_no_value_of_a_tensor(seeds: tuple[int, ...] | range) -> None:
+    promises = 0
+    for seed in seeds:
+        problem = replace(draw(seed, "cuda"), instructions="", dropout_p=0.0, place="", rows="")
+        varlen = problem.variant == "varlen"
+        inputs = make_varlen_inputs(problem, "cpu") if varlen else make_inputs(problem, "cpu")
+        promises += inputs.at_most is not None
+        mode = FakeTensorMode()
+        results = _varlen_results if varlen else _dense_results
+        with mode:  # to ask for a value raises here, as it does in a capture
+            found = results(problem, _without_memory(inputs, mode))
+        assert found["out"].shape == inputs.grad_out.shape, problem
+    assert promises >= 2
+
+
+def test_a_problem_promises_what_its_intervals_show() -> None:
+    seen: dict[bool, int] = {}
+    for seed in range(40):
+        problem = replace(soak.Problem(), seed=seed, intervals="random", promise=True, is_causal=True, seqlen_q=9)
+        problem = replace(problem, seqlen_k=9)
+        inputs = make_inputs(problem, "cpu")
+        start, end = inputs.intervals
+        shown = [[int(start[0, 0, j]) <= i < int(end[0, 0, j]) for j in range(9)] for i in range(9)]
+        folded = seed % 2 == 1
+        most = max(sum(shown[i][j] and (j <= i or not folded) for j in range(9)) for i in range(9))
+        assert inputs.at_most == most
+        seen[folded] = seen.get(folded, 0) + most
+        check(problem)
+    assert 0 < seen[True] < seen[False], "a band that is folded in shows fewer"
+    assert make_inputs(replace(problem, promise=False), "cpu").at_most is None
+
+
+def _pretended_gpu(monkeypatch: pytest.MonkeyPatch, breaks: bool) -> list[str]:
+    """Let the names of torch that a capture takes write down that they were called; the capture fails where it `breaks`."""
+    said: list[str] = []
+
+    @contextmanager
+    def graph(_: Any) -> Any:
+        said.append("begin")
+        try:
+            yield
+        finally:
+            said.append("end")
+            if breaks:
+                raise RuntimeError("previous error during capture")
+
+    generator = SimpleNamespace(device="cpu", graphsafe_set_state=lambda state: said.append("new generator"))
+    pretended = {
+        "synchronize": lambda: said.append("synchronize"),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: said.append("replay")),
+        "current_stream": lambda: "first stream", "set_stream": lambda stream: said.append(f"back to the {stream}"),
+        "get_sync_debug_mode": lambda: 0, "set_sync_debug_mode": lambda mode: said.append(f"waiting: {mode}"), "graph": graph,
+        "default_generators": [generator], "current_device": lambda: 0,
+    }  # fmt: skip
+    for name, value in pretended.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(graphsafe_get_state=lambda: None))
+    return said
+
+
+def test_a_call_must_not_wait_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _pretended_gpu(monkeypatch, breaks=False)
+
+    def results() -> dict[str, Tensor]:
+        said.append("call")
+        return {"out": torch.zeros(2)}
+
+    assert soak.captured(results)["out"].isnan().all(), "nothing but a replay writes what is returned"
+    waits = ["synchronize", "waiting: error", "call", "waiting: 0", "synchronize"]
+    assert said == ["call", *waits, "begin", "call", "end", "replay", "synchronize"]
+
+
+def test_a_failed_capture_is_left_and_its_first_error_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    said = _pretended_gpu(monkeypatch, breaks=True)
+
+    def results() -> dict[str, Tensor]:
+        if said[-1:] == ["begin"]:
+            raise ValueError("read inside the capture")
+        return {"out": torch.zeros(2)}
+
+    tried = soak.Soak("cpu", 0)
+    monkeypatch.setattr(soak, "check", lambda problem, device, run: run(results))
+    for _ in range(soak.TRACEBACKS + 1):
+        tried._check("captured", soak.Problem(), soak.captured)
+    assert said[-3:] == ["end", "back to the first stream", "new generator"]
+    wrong = tried.wrong[0]
+    assert wrong.startswith("captured: ValueError at test_testing_programs.py:")
+    assert (
+        wrong.index("read inside the capture") < wrong.index("previous error during capture") < wrong.index("Problem(")
+    )
+    assert len(tried.wrong) == soak.TRACEBACKS + 1 and len(tried.tracebacks) == soak.TRACEBACKS
+    assert "in results" in tried.tracebacks[0] and tried.tracebacks[0] in capsys.readouterr().out

@@ -17,8 +17,7 @@ from dmattn_ops import arguments, reference
 from dmattn_ops.testing.inputs import (
     Inputs,
     Part,
-    band_keep,
-    intervals_keep,
+    folds_band,
     laid_out,
     make_inputs,
     make_varlen_inputs,
@@ -43,7 +42,8 @@ def check(
     Return whether a gradient was over the budget, but by no more than the rounding errors of a sum whose terms cancel.
 
     `run` is given the function that computes the outputs and the gradients, and returns what it computed: a test that wants
-    the call to happen inside a captured graph passes its own; without one, the problem says in which thread and stream.
+    the call to happen inside a captured graph passes its own; without one, the problem says in which thread and stream. What that
+    function itself does, such as preparing the mask, must not wait for the GPU.
     """
     varlen = problem.variant == "varlen"
     inputs = make_varlen_inputs(problem, device) if varlen else make_inputs(problem, device)
@@ -211,22 +211,17 @@ def _prepared(problem: Problem, inputs: Inputs, keywords: dict) -> Tensor | dmat
     """Return the mask that a call of a problem is given."""
     if not (problem.documents or inputs.intervals or (problem.prepared and inputs.mask is not None)):
         return inputs.mask
-    folded = problem.seed % 2 == 1
-    band = {name: keywords[name] for name in ("is_causal", "causal_from", "window_size")} if folded else {}
+    of_band = ("is_causal", "causal_from", "window_size")
+    band = {name: keywords[name] for name in of_band} if folds_band(problem) else {}
     seqlen_q = None if problem.documents else problem.seqlen_q
     intervals = tuple(inputs.intervals[:2]) or None
     hidden = tuple(inputs.intervals[2:]) or None
-    at_most = None
-    if intervals is not None and problem.promise:
-        keep = intervals_keep(inputs.intervals, problem.seqlen_q)
-        keep = keep & band_keep(problem, problem.seqlen_q, problem.seqlen_k).to(keep.device) if folded else keep
-        at_most = int(keep.sum(-1).max()) if keep.numel() else 0
     return dmattn_ops.prepare_mask(
         inputs.mask,
         documents=inputs.documents,
         intervals=intervals,  # type: ignore[arg-type]
         hidden=hidden,  # type: ignore[arg-type]
-        at_most=at_most,
+        at_most=inputs.at_most,
         seqlen_q=seqlen_q,
         **band,
     )

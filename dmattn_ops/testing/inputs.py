@@ -46,6 +46,7 @@ class Inputs:
     parts: list[Part]
     joined: tuple[int, int] = (0, 0)  # dimensions of out and lse along which parts are joined
     offsets: tuple[Tensor, Tensor] | None = None
+    at_most: int | None = None  # of a problem that promises it: the most keys of a head that a query sees
 
 
 def per_query_head(tensor: Tensor, heads: int) -> Tensor:
@@ -108,6 +109,24 @@ def intervals_keep(ends: list[Tensor], seqlen_q: int) -> Tensor:
         (i >= low[..., None, :]) & (i < high[..., None, :]) for low, high in zip(ends[::2], ends[1::2], strict=True)
     ]
     return inside[0] & ~inside[1] if len(inside) == 2 else inside[0]
+
+
+def folds_band(problem: Problem) -> bool:
+    """Return whether a prepared mask takes the band of its problem in, so that the call adds what the mask has already."""
+    return problem.seed % 2 == 1
+
+
+def _promised(problem: Problem, ends: list[Tensor]) -> int | None:
+    """Return the most keys of a head that a query sees of intervals on the CPU, where the problem gives that promise.
+
+    It is read here and not where the mask is prepared: that may happen in a captured graph, which refuses to wait for a number.
+    """
+    if not ends or not problem.promise:
+        return None
+    keep = intervals_keep(ends, problem.seqlen_q)
+    if folds_band(problem):
+        keep = keep & band_keep(problem, problem.seqlen_q, problem.seqlen_k)
+    return int(keep.sum(-1).max()) if keep.numel() else 0
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
@@ -220,8 +239,9 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
     key, value = placed(key, problem.rows), placed(value, problem.rows)
     whole = Part((ALL,), (ALL,), (ALL,), (ALL,), (ALL,), ALL, keep.to(device))
     grad_out, grad_lse = normal(batch, sq, problem.heads, problem.dim_v), normal(batch, problem.heads, sq, wide=True)
+    at_most = _promised(problem, ends)
     ends, sink = [end.to(device) for end in ends], _draw_sink(problem, normal)
-    return Inputs(query, key, value, mask, bias, documents, ends, sink, grad_out, grad_lse, [whole])
+    return Inputs(query, key, value, mask, bias, documents, ends, sink, grad_out, grad_lse, [whole], at_most=at_most)
 
 
 def _with_extremes(bias: Tensor, problem: Problem) -> Tensor:

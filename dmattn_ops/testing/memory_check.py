@@ -3,7 +3,8 @@
 `python -m dmattn_ops.testing.memory_check --output memory_check.json` runs the calls once without it, which compiles the
 kernels, and once under each tool. `--tools memcheck` runs one of them; results of others stay in the file. `--compiled`
 leaves out the run without a tool, for kernels that an earlier run has compiled. Every tensor has memory of its own
-meanwhile, so that an access beside it is noticed. A kernel that no call launches is a failure too.
+meanwhile, so that an access beside it is noticed. A kernel that no call launches is a failure too. Races count unless
+`races.py` has a proof that barriers order them.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from torch import Tensor
 
 import dmattn_ops
 from dmattn_ops import dispatch, environment, packing, plans
+from dmattn_ops.testing import races
 
 TOOLS = ("memcheck", "synccheck", "racecheck", "initcheck")
 KERNELS = Path(dispatch.__file__).parent / "kernels"
 SEQLEN, HEADS, KV_HEADS = 300, 4, 2
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _LAUNCHED, _CALLS, _LINES = "launched ", "calls ", 40
+_FOUND = 99  # the exit status of a tool that found something
 
 
 def launchable() -> set[str]:
@@ -207,7 +210,9 @@ def under(tool: str | None, sanitizer: str, limit: float, device: str) -> dict[s
     """Run the sample in a process of its own, under a tool if one is named; return what is known of it."""
     command = [sys.executable, "-m", "dmattn_ops.testing.memory_check", "--calls", "--device", device]
     if tool is not None:
-        command = [sanitizer, "--tool", tool, "--target-processes", "all", "--error-exitcode", "99", *command]
+        limit_of_reports = ["--print-limit", "0"] if tool == "racecheck" else []  # all are to be compared with proofs
+        options = [*limit_of_reports, "--target-processes", "all", "--error-exitcode", str(_FOUND), *command]
+        command = [sanitizer, "--tool", tool, *options]
     variables = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     begun = time.time()
     try:
@@ -219,16 +224,20 @@ def under(tool: str | None, sanitizer: str, limit: float, device: str) -> dict[s
     found = [int(one or other) for one, other in _SUMMARY.findall(text)]
     launched = next((line.removeprefix(_LAUNCHED).split() for line in lines if line.startswith(_LAUNCHED)), [])
     calls = next((int(line.removeprefix(_CALLS)) for line in lines if line.startswith(_CALLS)), 0)
-    return {
+    result = {
         "errors": sum(found) if found or tool is None else None,  # None: the tool said nothing
         "status": status, "calls": calls, "seconds": round(time.time() - begun, 1), "kernels": launched,
         "said": [line for line in lines if line.startswith("=========") or "Error" in line][:_LINES],
     }  # fmt: skip
+    if tool == "racecheck" and found:
+        result |= races.judge(text).as_result() | {"version": races.version(sanitizer)}
+    return result
 
 
 def is_clean(result: dict[str, Any]) -> bool:
-    """Return whether a run ended well, made all calls, and found nothing."""
-    return result["status"] == 0 and result["errors"] == 0 and result["calls"] > 0
+    """Return whether a run ended well, made all calls, and found nothing but what is proven to be no error (`races.py`)."""
+    ended = (0, _FOUND) if result.get("proven to be ordered") else (0,)
+    return result["status"] in ended and result["errors"] == 0 and result["calls"] > 0
 
 
 def _options() -> argparse.Namespace:

@@ -13,6 +13,7 @@ import resource
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ import dmattn_ops
 from dmattn_ops.testing import Problem, check, draw
 
 TOGETHER = 4  # threads, each with a stream of its own
+TRACEBACKS = 5
 SILENCE = 300.0  # seconds after which a call counts as hanging
 REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError)
 Results = dict[str, Tensor]
@@ -57,17 +59,62 @@ def refused_calls(device: str) -> list[Callable[[], Any]]:
 
 
 def captured(results: Callable[[], Results]) -> Results:
-    """Return what a replay of a CUDA graph with the call and its gradients computes."""
+    """Return what a replay of a CUDA graph with the call and its gradients computes.
+
+    What waits for the GPU is found before the capture, where torch raises at the line that waits and nothing is left behind.
+    """
     results()  # compiles
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = results()
+    _without_waiting(results)
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            found = results()
+    except BaseException:
+        _leave_capture(stream)
+        raise
     for tensor in found.values():
         tensor.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
     return found
+
+
+def _without_waiting(results: Callable[[], Results]) -> None:
+    """Make the call and its gradients once; raise where torch waits for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _leave_capture(stream: torch.cuda.Stream) -> None:
+    """Undo what a failed capture leaves: its stream as the current one, and a generator that believes it is still captured.
+
+    `torch.cuda.graph` raises at the end of such a capture before it restores either; calls with dropout would then fail.
+    """
+    torch.cuda.set_stream(stream)
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(torch.Generator(generator.device).graphsafe_get_state())
+
+
+def first_of(error: BaseException) -> BaseException:
+    """Return the error that an error followed from: of a failed capture, what broke it, and not that it is broken."""
+    while True:
+        earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if earlier is None:
+            return error
+        error = earlier
+
+
+def _told(error: BaseException) -> str:
+    """Return an error in one line: its type, its message, and the line of the program that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{at}: {' '.join(str(error).split())[:300]}"
 
 
 class Soak:
@@ -80,8 +127,10 @@ class Soak:
         self.device, self.seed = device, seed
         self.done: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.tracebacks: list[str] = []  # of the first wrong calls, which may be the cause of later ones
         self.begun = time.time()  # of the last call
         self.refused = refused_calls(device)
+        self.lock = threading.Lock()
 
     def next_problem(self) -> Problem:
         """Draw a problem."""
@@ -112,8 +161,9 @@ class Soak:
         try:
             check(problem, self.device, run=run)
         except Exception as error:
-            self.wrong.append(f"{kind}: {type(error).__name__}: {' '.join(str(error).split())[:300]} | {problem!r}")
-            print(self.wrong[-1], flush=True)
+            first = first_of(error)
+            told = _told(error) if first is error else f"{_told(first)}, then {_told(error)}"
+            self._note(f"{kind}: {told} | {problem!r}", "".join(traceback.format_exception(error)))
         self.done[kind] += 1
 
     def _refuse(self, call: Callable[[], Any]) -> None:
@@ -122,8 +172,16 @@ class Soak:
         except REFUSALS:
             self.done["refused"] += 1
             return
-        self.wrong.append(f"call {self.refused.index(call)} was not refused")
-        print(self.wrong[-1], flush=True)
+        self._note(f"call {self.refused.index(call)} was not refused")
+
+    def _note(self, wrong: str, trace: str = "") -> None:
+        """Keep what was wrong; print it, and the traceback of the first ones."""
+        with self.lock:
+            self.wrong.append(wrong)
+            print(wrong, flush=True)
+            if trace and len(self.tracebacks) < TRACEBACKS:
+                self.tracebacks.append(trace)
+                print(trace, flush=True)
 
 
 def _watch(soak: Soak) -> None:
@@ -154,7 +212,7 @@ def run(seconds: float, device: str, seed: int) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if device != "cpu" else "cpu", "torch": torch.__version__,
         "seconds": round(time.time() - begun, 1), "first seed": seed, "next seed": soak.seed + 1,
-        "calls": dict(soak.done), "wrong": soak.wrong,
+        "calls": dict(soak.done), "wrong": soak.wrong, "tracebacks of the first": soak.tracebacks,
         "MiB held between calls": {"first": held[0], "middle": held[len(held) // 2], "last": held[-1], "most": max(held)},
         "peak MiB of the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }  # fmt: skip

@@ -18,9 +18,12 @@ LOG2E = 1.4426950408889634
 
 
 def prepared(
-    lse: Tensor, tail: Tensor, natural: bool, dim: int = 64, second: int = 0
+    lse: Tensor, tail: Tensor, natural: bool, dim: int = 64, second: int = 0, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Run the kernel for rows `[B, H, Sq]` with outputs full of NaN; return statistics `[4, B, H, rows]`, flags and sums."""
+    """Run the kernel for rows `[B, H, Sq]` with outputs full of NaN; return statistics `[4, B, H, rows]`, flags and sums.
+
+    With a sink, what the programs add to its gradient is held against the formula.
+    """
     batch, heads, seqlen = lse.shape
     rows, block = -(-seqlen // TILE) * TILE, TILE if dim + second == 64 else TILE // 2
     total = batch * heads * rows
@@ -33,12 +36,18 @@ def prepared(
         "counters": torch.full((2 * total // block,), -1, dtype=torch.int32),
     }
     flags = torch.full((total // block,), -1, dtype=torch.int8)
+    parts = None if sink is None else torch.full((total // block,), math.nan)
     prepare_kernel[(total // block,)](
-        out, grad_out, lse, tail, None, stats, *sums.values(), flags, *out.stride()[:3], *grad_out.stride()[:3],
+        out, grad_out, lse, tail, None, sink, parts, stats, *sums.values(), flags, *out.stride()[:3], *grad_out.stride()[:3],
         *lse.stride(), *tail.stride(), 0, 0, 0, seqlen, heads, rows, total, dim, 0.75, BLOCK=block, DV=dim, D=dim, D2=second,
         TICKETS=TICKETS, NATURAL=natural,
     )  # fmt: skip
     delta = 0.75 * (out * grad_out).sum(-1).transpose(1, 2).masked_fill(lse == -math.inf, 0.0)
+    if sink is not None:
+        assert parts is not None
+        taken = torch.sigmoid(sink[:, None] - lse).masked_fill(lse == -math.inf, 0.0)
+        expected = -(taken * delta / 0.75).sum((0, 2))
+        torch.testing.assert_close(parts.view(batch, heads, -1).sum((0, 2)), expected, rtol=1e-5, atol=1e-5)
     stats = stats.view(4, batch, heads, rows)
     torch.testing.assert_close(stats[1, :, :, :seqlen], delta, rtol=1e-5, atol=1e-5)
     assert not stats[1, :, :, seqlen:].any()
@@ -101,3 +110,15 @@ def test_flags_name_the_blocks_with_large_rows_and_sums_and_counts_begin_at_zero
     assert torch.equal(stats[2, :, :, :300][lse != -math.inf], lse[lse != -math.inf])
     for name, part in sums.items():
         assert not part.any(), name
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -40.0, 0.0, 3.0, 200.0])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_sink_is_a_part_of_the_sum(dim: int, sink: float) -> None:
+    lse = torch.randn(2, 3, 70) * 3
+    lse[:, :, 7] = -math.inf
+    logits = torch.tensor([sink, 0.5, sink])
+    stats, _, _ = prepared(lse, torch.zeros_like(lse), False, dim, sink=logits)
+    whole = torch.logaddexp(lse.double(), logits.double()[:, None].expand_as(lse))
+    whole = whole.masked_fill(lse == -math.inf, 3e38 / LOG2E)
+    torch.testing.assert_close(stats[0, :, :, :70], (-LOG2E * whole).float(), rtol=1e-5, atol=1e-5)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn_ops import sinks
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.config import PortableForward
 from dmattn_ops.kernels import interval_lists
@@ -25,28 +24,24 @@ LOWEST = torch.finfo(torch.float32).min
 SHARED = PortableForward(16, 16, 4, 1, per_sm=2)  # programs share the keys of few queries
 
 
-def results(
-    call: Call, grad_out: Tensor, forward: PortableForward = FORWARD, sink: Tensor | None = None
-) -> dict[str, Tensor]:
+def results(call: Call, grad_out: Tensor, forward: PortableForward = FORWARD) -> dict[str, Tensor]:
     """Run both directions of a dense call; `lse` is float64, with what lse itself lost."""
     batch, seqlen, heads, _ = call.query.shape
     out = torch.full((*call.query.shape[:3], call.value.shape[-1]), float("nan"), dtype=call.query.dtype)
     lse, tail, row_max = (torch.full((batch, heads, seqlen), float("nan")) for _ in range(3))
-    result = Result(out, lse, tail, row_max)
-    portable_forward.forward(call, result, forward)
-    saved, grads = Saved(out, lse, tail), gradients(call, grad_out)
-    if sink is not None:
-        sinks.take_share(sink, result)
-        saved, grads = sinks.with_share(sink, saved, grads)
-    portable_backward.backward(call, saved, grads, BACKWARD)
+    portable_forward.forward(call, Result(out, lse, tail, row_max), forward)
+    grads = gradients(call, grad_out)
+    portable_backward.backward(call, Saved(out, lse, tail), grads, BACKWARD)
     found = {"out": out, "lse": lse.double() + tail, "row_max": row_max, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
-    return found if grads.dbias is None else found | {"dbias": grads.dbias}
+    optional = {"dbias": grads.dbias, "dsink": grads.dsink}
+    return found | {name: tensor for name, tensor in optional.items() if tensor is not None}
 
 
 def gradients(call: Call, grad_out: Tensor) -> Gradients:
     """Return room for the gradients of a call, filled with NaN."""
     rooms = [
-        None if t is None else torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value, call.bias)
+        None if t is None else torch.full_like(t, float("nan"))
+        for t in (call.query, call.key, call.value, call.bias, call.sink)
     ]
     return Gradients(grad_out, None, *rooms)
 
@@ -181,20 +176,24 @@ def test_lse_and_its_tail_hold_the_number_of_equal_keys(bias: float | None) -> N
     )
 
 
+@pytest.mark.parametrize("forward", [FORWARD, SHARED], ids=["", "shared"])
 @pytest.mark.parametrize("sink", [-1e30, -30.0, 0.0, 5.0, 60.0, 1e30], ids=str)
-def test_a_sink_enters_the_backward_through_the_tail(sink: float) -> None:
-    problem = Problem(bias=(1, 2, 100), bias_dtype=torch.float32, band_hi=-5)
+def test_the_kernels_give_a_sink_its_share_and_its_gradient(sink: float, forward: PortableForward) -> None:
+    rows = 24 if forward is SHARED else 100
+    problem = Problem(seqlen_q=rows, bias=(1, 2, rows), bias_dtype=torch.float32, band_hi=-5)
     case = build(problem)
     assert case.bias is not None
     if sink > -1e9:  # it takes all of these rows
         case.bias[:, :, 20:24] = -1e9
     logits = torch.tensor([sink, sink / 2])
-    ours = results(as_call(case), case.grad_out, sink=logits)
-    leaves = [t.double().requires_grad_() for t in (case.query, case.key, case.value, case.bias)]
-    out, lse, _ = oracle.attention(*leaves, case.keep, problem.scale)
-    out = out * torch.sigmoid(lse - logits.double()[:, None]).mT[..., None]
+    ours = results(as_call(case, sink=logits), case.grad_out, forward)
+    leaves = [t.double().requires_grad_() for t in (case.query, case.key, case.value, case.bias, logits)]
+    *inputs, own = leaves
+    out, lse, _ = oracle.attention(*inputs, case.keep, problem.scale)
+    share = torch.sigmoid(torch.where(lse == -torch.inf, lse, lse - own[:, None]))
+    out = out * share.mT[..., None]
     for name, gradient in zip(
-        ("dq", "dk", "dv", "dbias"), torch.autograd.grad(out, leaves, case.grad_out.double()), strict=True
+        ("dq", "dk", "dv", "dbias", "dsink"), torch.autograd.grad(out, leaves, case.grad_out.double()), strict=True
     ):
         assert oracle.error(ours[name], gradient) < 1e-4, name
     assert oracle.error(ours["out"], out.detach()) < 1e-5

@@ -30,6 +30,8 @@ from dmattn_ops.kernels.portable.queries import queries_kernel
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
 from dmattn_ops.problem import Mask
 
+TAKES_SINKS = True
+
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: PortableBackward) -> None:
     """Write dq, dk, dv and, unless it is None, dbias, each in its input's shape."""

@@ -222,9 +222,9 @@ def _empty_states(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def recompute_dbias(call: Call, saved: Saved, grads: Gradients, config: PortableBackward) -> None:
-    """Write dbias `[B|1, H|Hkv|1, Sq, Sk]` beside kernels that leave it out."""
+    """Write dbias `[B|1, H|Hkv|1, Sq, Sk]` beside kernels that leave it out, and nothing else."""
     assert grads.dbias is not None
-    call = listed(call)
+    call, grads = listed(call), grads._replace(dsink=None)
     size = extent(call)
     aligned = rows_are_aligned(call.query, call.key, call.value, grads.grad_out)
     arguments = gradient_arguments(call, saved, grads, size) | {"ALIGNED": aligned}

@@ -56,7 +56,9 @@ from dmattn_ops.kernels.portable.scores import (
     row_units,
 )
 from dmattn_ops.kernels.portable.visibility import MaskArrays, key_marks, mask_of_head, query_marks, visibility
+from dmattn_ops.kernels.sinks import share_of_keys
 
+TAKES_SINKS = True
 SPLIT_STEPS = 4  # dividing the keys into shares of fewer steps costs more for merging than it saves
 MERGED = 16  # shares that the merging kernel reads in one iteration
 
@@ -149,6 +151,7 @@ def forward_kernel(
     lse,
     lse_tail,
     row_max,
+    sink,
     tiles,
     bits,
     q_segments,
@@ -301,13 +304,15 @@ def forward_kernel(
     scale = 1.0 / tl.where(empty, 1.0, total)
     if DROPOUT:
         scale *= rescale
+    row_lse, row_tail = lse_terms(peak, total, unit, NATURAL)
+    if sink is not None:
+        scale *= share_of_keys(tl.load(sink + head).to(tl.float32), row_lse)
     acc = tl.where(empty[:, None], 0.0, acc * scale[:, None])
     out = head_rows(out, place.batch, head, place.q_begin, out_b, out_s, out_h) + split.to(tl.int64) * out_split
     store_rows(Rows(out, out_s), start_q, place.length_q, acc, BLOCK_M, VALUE_DIM, PADDED_VALUE, ALIGNED)
     rows = start_q + tl.arange(0, BLOCK_M)
     inside = rows < place.length_q
     first = split.to(tl.int64) * lse_split + place.q_begin
-    row_lse, row_tail = lse_terms(peak, total, unit, NATURAL)
     tl.store(lse + head_offset(place.batch, head, lse_b, lse_h) + first + rows, row_lse, mask=inside)
     tl.store(lse_tail + head_offset(place.batch, head, lse_tail_b, lse_tail_h) + first + rows, row_tail, mask=inside)
     if ROW_MAX:
@@ -324,6 +329,7 @@ def merge_kernel(
     share_lse,
     share_tail,
     share_max,
+    sink,
     out,
     lse,
     lse_tail,
@@ -375,10 +381,12 @@ def merge_kernel(
         pointers = shares + some.to(tl.int64)[:, None] * share_stride + columns[None, :]
         acc += tl.sum(tl.load(pointers, mask=written, other=0.0) * weight[:, None], 0)
     acc = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))
-    out += head_offset(batch, head, out_b, out_h) + position.to(tl.int64) * out_s
-    tl.store(out + columns, acc.to(out.dtype.element_ty), mask=columns < WIDTH)
     rest = top + tl.log2(tl.where(empty, 1.0, total)) * LN2
     row_lse = base + rest
+    if sink is not None:
+        acc *= share_of_keys(tl.load(sink + head).to(tl.float32), tl.where(empty, float("-inf"), row_lse))
+    out += head_offset(batch, head, out_b, out_h) + position.to(tl.int64) * out_s
+    tl.store(out + columns, acc.to(out.dtype.element_ty), mask=columns < WIDTH)
     row_tail = (base - row_lse) + rest
     tl.store(lse + head_offset(batch, head, lse_b, lse_h) + position, tl.where(empty, float("-inf"), row_lse))
     tl.store(lse_tail + head_offset(batch, head, lse_tail_b, lse_tail_h) + position, tl.where(empty, 0.0, row_tail))
@@ -424,7 +432,12 @@ def forward(call: Call, result: Result, config: PortableForward) -> None:
         return
     arguments = shared_arguments(call, size)
     arguments |= list_arguments(mask.row_tiles, mask.row_bits, size.heads)
-    arguments |= {"ALIGNED": aligned, "SIGN": factor_sign(call), "ROW_MAX": result.row_max is not None}
+    arguments |= {
+        "sink": call.sink,
+        "ALIGNED": aligned,
+        "SIGN": factor_sign(call),
+        "ROW_MAX": result.row_max is not None,
+    }
     splits = split_count(
         ceil_div(size.longest_q, config.block_m) * size.heads * size.batch,
         size.longest_k,
@@ -437,9 +450,10 @@ def forward(call: Call, result: Result, config: PortableForward) -> None:
     shares = Result(*[None if part is None else workspace(call.query, splits, *part.shape) for part in result])
     if call.varlen is not None:
         _empty_statistics(shares)
+    arguments["sink"] = None  # which takes its share of all shares together
     arguments["ALIGNED"] = aligned and rows_are_aligned(shares.out)
     _launch(arguments, shares, (programs, splits), blocks, config)
-    _merge(shares, result)
+    _merge(shares, result, call.sink)
 
 
 def _empty_statistics(result: Result) -> None:
@@ -481,8 +495,8 @@ def _launch(
     )
 
 
-def _merge(shares: Result, result: Result) -> None:
-    """Launch the merging of shares `[splits, B, Sq, H, Dv]` and `[splits, B, H, Sq]`."""
+def _merge(shares: Result, result: Result, sink: Tensor | None) -> None:
+    """Launch the merging of shares `[splits, B, Sq, H, Dv]` and `[splits, B, H, Sq]`; `sink` `[H]` takes its share."""
     splits, width = shares.out.shape[0], result.out.shape[-1]
     launch(
         merge_kernel,
@@ -491,6 +505,7 @@ def _merge(shares: Result, result: Result) -> None:
         shares.lse,
         shares.lse_tail,
         shares.row_max,
+        sink,
         result.out,
         share_stride=shares.out.stride(0),
         lse_stride=shares.lse.stride(0),

@@ -23,6 +23,7 @@ from dmattn_ops.kernels.portable.arguments import (
 from dmattn_ops.kernels.portable.places import head_offset, head_rows
 from dmattn_ops.kernels.portable.primitives import Rows, load_rows
 from dmattn_ops.kernels.portable.scores import log_terms
+from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient, take_sink
 
 STATISTICS_ROWS = 32
 
@@ -42,6 +43,8 @@ def statistics_kernel(
     lse,
     lse_tail,
     grad_lse,
+    sink,
+    sink_parts,
     log_sum,
     log_rest,
     delta,
@@ -68,7 +71,10 @@ def statistics_kernel(
     LSE_GRADIENT: tl.constexpr,
     NATURAL: tl.constexpr,
 ):
-    """Write delta = rowsum(grad_out * out) - grad_lse, 0 in empty rows, and the logarithm of the rows' sums."""
+    """Write delta = rowsum(grad_out * out) - grad_lse, 0 in empty rows, and the logarithm of the rows' sums.
+
+    A `sink` `[heads]` is a part of the sums; `sink_parts` `[B, H, blocks]` are what adds up to its gradient.
+    """
     program = tl.program_id(0)
     head = (program % heads).to(tl.int64)
     batch = (program // heads // blocks).to(tl.int64)
@@ -86,6 +92,11 @@ def statistics_kernel(
         row_delta -= tl.load(grad_lse + rows.to(tl.int64) * grad_lse_s, mask=inside, other=0.0).to(tl.float32)
     row_lse = tl.load(lse + head_offset(batch, head, lse_b, lse_h) + rows, mask=inside, other=0.0)
     row_tail = tl.load(lse_tail + head_offset(batch, head, lse_tail_b, lse_tail_h) + rows, mask=inside, other=0.0)
+    if sink is not None:
+        row_tail, taken = take_sink(tl.load(sink + head).to(tl.float32), row_lse, row_tail)
+        if sink_parts is not None:
+            part = (batch * heads + head) * blocks + start // ROWS
+            tl.store(sink_parts + part, -tl.sum(tl.where(inside, taken * row_delta, 0.0), 0))
     row_log_sum, row_log_rest = log_terms(row_lse, row_tail, NATURAL)
     statistics = (batch * heads + head) * seqlen_q + rows
     tl.store(log_sum + statistics, row_log_sum, mask=inside)
@@ -115,6 +126,7 @@ def row_statistics(call: Call, saved: Saved, grads: Gradients, aligned: bool) ->
     programs = batch * heads * blocks
     if programs == 0:
         return statistics
+    sink_parts = parts_of_gradient(grads, programs)
     launch(
         statistics_kernel,
         (programs,),
@@ -123,6 +135,8 @@ def row_statistics(call: Call, saved: Saved, grads: Gradients, aligned: bool) ->
         saved.lse,
         saved.lse_tail,
         grad_lse,
+        call.sink,
+        sink_parts,
         *statistics,
         **row_strides("grad_out", grads.grad_out),
         **row_strides("out", out),
@@ -141,4 +155,5 @@ def row_statistics(call: Call, saved: Saved, grads: Gradients, aligned: bool) ->
         NATURAL=in_natural_units(call),
         num_warps=4,
     )
+    add_parts(sink_parts, batch, heads, grads)
     return statistics

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dmattn_ops.kernels.sinks import take_sink
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGE = tl.constexpr(4096.0)  # from here on float32 holds lse with an error of more than 2 ** -12
 HUGE = tl.constexpr(2.0e38)  # times log2(e) this is finite
@@ -51,6 +53,8 @@ def prepare_kernel(
     lse,
     lse_tail,
     grad_lse,
+    sink,
+    sink_parts,
     stats,
     accumulator,
     tickets,
@@ -87,6 +91,8 @@ def prepare_kernel(
 ):
     """Write the statistics of BLOCK rows, so that P is 0 where nothing may flow; zero their pieces of dq.
 
+    A `sink` `[heads]` is a part of the sums; `sink_parts` are what each program adds to the gradient of its head's.
+
     `stats` `[4, total_rows]` are minus lse (rounded, in log2 units), delta times `delta_factor`, and the pair; `flags` says for
     each program whether a row of its needs the pair.
 
@@ -110,6 +116,10 @@ def prepare_kernel(
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     value = tl.load(lse + batch * lse_b + head * lse_h + row64 * lse_s, mask=inside, other=float("-inf"))
     tail = tl.load(lse_tail + batch * tail_b + head * tail_h + row64 * tail_s, mask=inside, other=0.0)
+    if sink is not None:
+        tail, taken = take_sink(tl.load(sink + head).to(tl.float32), value, tail)
+        if sink_parts is not None:
+            tl.store(sink_parts + block, -tl.sum(taken * delta, 0))
     minus_lse, first, second, large = row_statistics(value, tail, NATURAL)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + batch * glse_b + head * glse_h + row64 * glse_s, mask=inside, other=0.0)

@@ -48,10 +48,12 @@ from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
+from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient, take_sink
 from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import TILE, UNBOUNDED
 
 STEP = 64
+TAKES_SINKS = True
 STAT_ROWS = 64  # rows of a statistics program
 STATISTICS = 4  # of a row: lse, delta and the pair
 _SPANS = 4  # the kind of mask that packed sequences have in the kernels (`walk.py`)
@@ -93,7 +95,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     """Write dq, dk and dv of tensors that `refusals` accepts, dense or packed, and dbias unless it is None."""
     call = key_numbers_as_bias(listed(call))
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
-    grad_out, grad_lse, dq, dk, dv, dbias = grads
+    grad_out, grad_lse, dq, dk, dv, _, _ = grads
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     (width, second), (width_v, second_v) = column_parts(query.shape[-1]), column_parts(value.shape[-1])
     if not mappable(grad_out):  # an expanded gradient, such as that of out.sum()
@@ -103,7 +105,12 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     room = workspace(query, STATISTICS * total + -(-total // STAT_ROWS // 4))
     stats, flags = room[: STATISTICS * total].view(STATISTICS, total), room[STATISTICS * total :].view(torch.int8)
     columns_v = 1 << (width_v + second_v - 1).bit_length()
-    _statistics(grad_out, grad_lse, saved, stats, flags, (seqlen_q, heads, rows), columns_v, in_natural_units(call))
+    sink_parts = parts_of_gradient(grads, total // STAT_ROWS)
+    _statistics(
+        grad_out, grad_lse, call.sink, sink_parts, saved, stats, flags, (seqlen_q, heads, rows), columns_v,
+        in_natural_units(call),
+    )  # fmt: skip
+    add_parts(sink_parts, batch, heads, grads)
     scales = options.softmax_scale, *score_factors(options)
     scores = {"BIAS": BIAS_KINDS[bias_kind(bias)], "SOFTCAP": options.softcap > 0}
     places = bias_places(bias, heads)
@@ -147,6 +154,8 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
 def _statistics(
     grad_out: Tensor,
     grad_lse: Tensor | None,
+    sink: Tensor | None,
+    sink_parts: Tensor | None,
     saved: Saved,
     stats: Tensor,
     flags: Tensor,
@@ -167,14 +176,14 @@ def _statistics(
     ]
     launch(
         statistics_kernel, (stats.shape[1] // STAT_ROWS,),
-        out, grad_out, lse, lse_tail, grad_lse, stats, flags, *strides,
+        out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, *strides,
         *sizes, stats.shape[1], out.shape[-1], BLOCK=STAT_ROWS, WIDTH=width, NATURAL=natural, num_warps=8,
     )  # fmt: skip
 
 
 @triton.jit
 def statistics_kernel(
-    out, grad_out, lse, lse_tail, grad_lse, stats, flags,
+    out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags,
     out_b, out_s, out_h, grad_b, grad_s, grad_h, lse_b, lse_h, lse_s, tail_b, tail_h, tail_s,
     grad_lse_b, grad_lse_h, grad_lse_s,
     seqlen_q, heads, rows, total_rows, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, NATURAL: tl.constexpr,
@@ -196,6 +205,10 @@ def statistics_kernel(
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     value = tl.load(lse + batch * lse_b + head * lse_h + at * lse_s, mask=inside, other=float("-inf"))
     tail = tl.load(lse_tail + batch * tail_b + head * tail_h + at * tail_s, mask=inside, other=0.0)
+    if sink is not None:
+        tail, taken = take_sink(tl.load(sink + head).to(tl.float32), value, tail)
+        if sink_parts is not None:
+            tl.store(sink_parts + block, -tl.sum(taken * delta, 0))
     minus_lse, first, second, large = row_statistics(value, tail, NATURAL)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + batch * grad_lse_b + head * grad_lse_h + at * grad_lse_s, mask=inside, other=0.0)

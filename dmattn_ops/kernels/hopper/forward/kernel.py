@@ -30,7 +30,15 @@ from dmattn_ops.kernels.hopper.columns import (
     transposed,
 )
 from dmattn_ops.kernels.hopper.dropout import Dropout, drop, dropout_of_batch, dropout_of_head
-from dmattn_ops.kernels.hopper.forward.softmax import row_of, softmax_first, state_of, statistics
+from dmattn_ops.kernels.hopper.forward.softmax import (
+    largest,
+    largest_of_rows,
+    row_of,
+    share_of_keys,
+    softmax_first,
+    state_of,
+    statistics,
+)
 from dmattn_ops.kernels.hopper.forward.step import (
     add_bias,
     advance,
@@ -96,7 +104,7 @@ def release_queries(turn, q_empty, Q_STAGES: gl.constexpr):
 
 @gluon.jit
 def consume(
-    lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places, dropouts,
+    lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places, dropouts,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
     DV2: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
@@ -112,6 +120,7 @@ def consume(
     WORDS: gl.constexpr = 8 if MASK == "spans" else 4
     PIECE: gl.constexpr = gl.BlockedLayout([WORDS], [32], [4], [0])
     PER_TILE: gl.constexpr = TILE // BN
+    ROW_MAX: gl.constexpr = row_max is not None
     smem, bars, sizes, band, masks = work
     queries, keys, values, words, biases, ranges, piece = smem
     q_full, q_empty, k_full, k_empty, v_full = bars
@@ -207,6 +216,7 @@ def consume(
         acc = no_sums(DV, DV2)
         total = state_of(gl.zeros([ROWS, STATE_COLUMNS], gl.float32, layout=STATE_LAYOUT), STATE_COLUMNS)
         top = total
+        peak = total
         if first < n:
             b = step % STAGES
             mbarrier.wait(k_full.index(b), (step // STAGES) & 1)
@@ -222,23 +232,27 @@ def consume(
             s = add_bias(s, added, key_bias, scale, BIAS, NATURAL)
             s = hide(s, first, hidden, lists, own_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN)
             mbarrier.arrive(k_empty.index(b), count=1)
+            if ROW_MAX:
+                peak = largest(s, total, BN)
             p, top, total = softmax_first(s, total, scale, dtype, NATURAL, BN)
             if DROPOUT:
                 p = drop(p, dropout, q_first, first_key(first, lists, visible, BN, MASK), BN)
             p = as_operand(p, DV)
             tested = gl.minimum(gl.maximum(masked, first + 1), n) - 1
             for i in range(first, tested):
-                acc, p, top, total = advance(
-                    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
+                acc, p, top, total, peak = advance(
+                    i, step, acc, p, top, total, peak, q, smem, bars, scale, softcap, lists, own_numbers, visible,
                     bias_rows, dropout, q_first,
-                    C, NC, BN, D, D2, DV, DV2, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT, dtype,
+                    C, NC, BN, D, D2, DV, DV2, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT,
+                    ROW_MAX, dtype,
                 )  # fmt: skip
                 step += 1
             for i in range(tested, n - 1):
-                acc, p, top, total = advance(
-                    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, own_numbers, visible,
+                acc, p, top, total, peak = advance(
+                    i, step, acc, p, top, total, peak, q, smem, bars, scale, softcap, lists, own_numbers, visible,
                     bias_rows, dropout, q_first,
-                    C, NC, BN, D, D2, DV, DV2, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT, dtype,
+                    C, NC, BN, D, D2, DV, DV2, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT,
+                    ROW_MAX, dtype,
                 )  # fmt: skip
                 step += 1
             b = step % STAGES
@@ -252,6 +266,9 @@ def consume(
         inverse = gl.where(row_total == 0.0, 0.0, 1.0 / gl.abs(row_total))
         if DROPOUT:
             inverse = inverse * dropouts.rescale
+        if sink is not None:
+            row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, scale, NATURAL)
+            inverse = inverse * share_of_keys(row_lse, gl.load(sink + h).to(gl.float32))
         # q is not needed any more: its place stages the output. TMA leaves out the rows and columns past the ends
         at = slot * NC + C
         store_part(acc[0], inverse, q[0], queries[0].index(at), o_descs[0], batch, h, q_first, 0, DV, D, dtype)
@@ -261,6 +278,9 @@ def consume(
         at = batch.to(gl.int64) * lse_b + h.to(gl.int64) * lse_h + q_first + row
         gl.store(lse + at, row_lse, mask=q_first + row < seqlen_q)
         gl.store(lse_tail + at, row_tail, mask=q_first + row < seqlen_q)
+        if ROW_MAX:
+            own_max = largest_of_rows(row_of(peak, ROW, False), row_total, scale, NATURAL)
+            gl.store(row_max + at, own_max, mask=q_first + row < seqlen_q)
         if Q_STAGES == 1:  # else when the next piece is under way
             release_queries(turn, q_empty, Q_STAGES)
         turn += 1
@@ -291,9 +311,8 @@ SCALARS = (
 
 @gluon.jit(do_not_specialize=SCALARS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, q2_desc, k2_desc, v2_desc, o2_desc, bits_desc, lse, lse_tail, lists, q_segments,
-    k_segments, start, end, hidden_from,
-    hidden_to, bias, seed, counter, scale, cap, cap_inner,
+    q_desc, k_desc, v_desc, o_desc, q2_desc, k2_desc, v2_desc, o2_desc, bits_desc, lse, lse_tail, row_max, sink, lists,
+    q_segments, k_segments, start, end, hidden_from, hidden_to, bias, seed, counter, scale, cap, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, lo, hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
     bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
@@ -303,6 +322,8 @@ def forward_kernel(
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Write out, lse and lse_tail for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H).
+
+    `row_max`, where it is given, is written too, and `sink` `[H]`, where it is given, takes its share of every softmax.
 
     `scale`, `cap` and `cap_inner` are in log2 units, or NATURAL ones. `k_segments`, or `start`, `end`
     and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and `segments_kh`; of spans, `start` and `end`
@@ -357,10 +378,10 @@ def forward_kernel(
     dropouts = Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
     if NC == 2:
         gl.warp_specialize([
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
+            (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 0, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
                        NATURAL, DROPOUT, dtype)),
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
+            (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 1, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
                        NATURAL, DROPOUT, dtype)),
             (produce, (q_descs, k_descs, v_descs, bits_desc, lists, start, end, counter, bias, work, broadcast, number_places,
@@ -369,13 +390,13 @@ def forward_kernel(
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
+            (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 0, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
                        NATURAL, DROPOUT, dtype)),
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
+            (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 1, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
                        NATURAL, DROPOUT, dtype)),
-            (consume, (lse, lse_tail, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
+            (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 2, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
                        NATURAL, DROPOUT, dtype)),
             (produce, (q_descs, k_descs, v_descs, bits_desc, lists, start, end, counter, bias, work, broadcast, number_places,

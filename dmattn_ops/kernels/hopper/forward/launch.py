@@ -33,18 +33,17 @@ from dmattn_ops.kernels.launching.tensor_maps import head_rows_map, mappable, ma
 from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import TILE, UNBOUNDED, Mask
 
+TAKES_SINKS = True  # the kernel multiplies out by the share that they leave
 _ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction
 _LONG_WALK = 4096  # keys from which on sharing a walk pays for merging the shares
 _HEADS_IN_L2 = 4  # heads whose pieces alternate where pieces differ in length: longest first, and still in L2
 _FEW_ROUNDS = 4  # pieces for each SM, up to which those of all heads alternate: the last ones to start are short then
 
 
-def refusals(call: Call, needs_max: bool) -> list[str]:
+def refusals(call: Call) -> list[str]:
     """Return every reason why this kernel cannot take a call; none means that it can."""
     query, key, value, bias, tiles, _, _, varlen, options = call
     reasons = spans_refusals(call)
-    if needs_max:
-        reasons.append("does not keep the largest score of a row")
     if query.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"takes bfloat16 and float16, not {query.dtype}")
     dim, dim_v = query.shape[-1], value.shape[-1]
@@ -175,7 +174,8 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         head_rows_map(query, rows, width), head_rows_map(key, block_n, width), head_rows_map(value, block_n, width_v),
         head_rows_map(out, rows, width_v), head_rows_map(query, rows, second) if second else None,
         head_rows_map(key, block_n, second) if second else None, head_rows_map(value, block_n, second_v) if second_v else None,
-        head_rows_map(out, rows, second_v) if second_v else None, bits, lse, result.lse_tail, *numbers, bias,
+        head_rows_map(out, rows, second_v) if second_v else None, bits, lse, result.lse_tail, result.row_max, call.sink,
+        *numbers, bias,
         seed, counter, scale, cap, cap_inner,
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
         _heads_at_once(call, kind, has_hi, items), items, lo, hi, *statistic_strides(lse)[:2], *strides,

@@ -157,6 +157,13 @@ def sum_of_lane(p, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def largest(s, state, BN: gl.constexpr):
+    """Return `[64, 4]`, in the layout of `state`: the largest score of each lane."""
+    peak = gl.max(gl.max(by_lane(s, BN), 3), 1)
+    return gl.convert_layout(peak, state.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def halves(s, BN: gl.constexpr):
     """Return the left and the right half of a tile of scores `[64, BN]`."""
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
@@ -271,6 +278,23 @@ def statistics(top, total, scale, NATURAL: gl.constexpr):
         anchor = gl.fma(lse, factor, zero)  # a product would be contracted into the subtraction
         tail = ((top - anchor) - gl.fma(lse, factor, -anchor) + log_total) * LN2
     return gl.where(empty, float("-inf"), lse), gl.where(empty, 0.0, tail)
+
+
+@gluon.jit
+def largest_of_rows(peak, total, scale, NATURAL: gl.constexpr):
+    """Return the largest score of rows, of which `peak` is the largest as it was computed: -inf where no key is visible."""
+    LN2: gl.constexpr = 0.6931471805599453
+    if not NATURAL:
+        peak = peak * (scale * LN2)
+    return gl.where(total == 0.0, float("-inf"), gl.where(total == total, peak, total))
+
+
+@gluon.jit
+def share_of_keys(lse, sink):
+    """Return the share of the softmax that a sink leaves to the keys of rows, 0 where no key is visible."""
+    LOG2E: gl.constexpr = 1.4426950408889634
+    share = 1.0 / (1.0 + gl.exp2((sink - lse) * LOG2E))
+    return gl.where(lse == float("-inf"), 0.0, share)
 
 
 @gluon.jit

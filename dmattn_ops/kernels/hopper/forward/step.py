@@ -18,7 +18,7 @@ from dmattn_ops.kernels.hopper.columns import (
     transposed,
 )
 from dmattn_ops.kernels.hopper.dropout import drop
-from dmattn_ops.kernels.hopper.forward.softmax import rescale, softmax_next
+from dmattn_ops.kernels.hopper.forward.softmax import largest, rescale, softmax_next
 from dmattn_ops.kernels.hopper.forward.walk import (
     band_tile,
     list_tile,
@@ -207,13 +207,16 @@ def rescale_second(acc, factor, DV2: gl.constexpr):
 
 @gluon.jit
 def advance(
-    i, step, acc, p, top, total, q, smem, bars, scale, softcap, lists, key_numbers, visible, bias_rows, dropout, q_first,
+    i, step, acc, p, top, total, peak, q, smem, bars, scale, softcap, lists, key_numbers, visible, bias_rows, dropout, q_first,
     C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
     DV2: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     MASKED: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
-    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, dtype: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, ROW_MAX: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Add tile `i`, whose P are given, to acc, and compute the P of tile `i + 1`."""
+    """Add tile `i`, whose P are given, to acc, and compute the P of tile `i + 1`.
+
+    `peak` are the largest scores that each lane has seen of its rows, kept where ROW_MAX asks for them.
+    """
     ROWS: gl.constexpr = 64
     OVERLAP: gl.constexpr = NC == 2  # three have no registers for the P of two tiles
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -243,6 +246,8 @@ def advance(
     s = add_bias(s, added, key_bias, scale, BIAS, NATURAL)
     if MASKED:
         s = hide(s, i + 1, hidden, lists, key_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN)
+    if ROW_MAX:
+        peak = gl.maximum(peak, largest(s, peak, BN))
     p, top, total, factor = softmax_next(s, top, total, scale, dtype, NATURAL, not OVERLAP, BN)
     if DROPOUT:
         p = drop(p, dropout, q_first, first_key(i + 1, lists, visible, BN, MASK), BN)
@@ -251,4 +256,4 @@ def advance(
         acc = await_products(acc, DV2)
     acc = pair(rescale(acc[0], factor, DV), rescale_second(acc, factor, DV2), DV2)
     mbarrier.arrive(k_empty.index(b_next), count=1)
-    return acc, p, top, total
+    return acc, p, top, total, peak

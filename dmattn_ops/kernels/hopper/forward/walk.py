@@ -115,9 +115,25 @@ def load_parts(descs, batch, head, row, full, buffers, i, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def prefetch_bias(bias, bias_q, j, q_first, seqlen_q, seqlen_k, BM: gl.constexpr, BN: gl.constexpr):
+    """Ask L2 for the bias of a block's queries and of key tile `j`, which the consumers will read a step or two later."""
+    LINE: gl.constexpr = 128 // (bias.dtype.element_ty.primitive_bitwidth // 8)  # elements
+    LINES: gl.constexpr = BN // LINE
+    KEYS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, 32, layout=KEYS)
+    column = gl.minimum(j * BN + lane % LINES * LINE, seqlen_k - 1)
+    for first in gl.static_range(0, BM, 32 // LINES):
+        row = gl.minimum(q_first + first + lane // LINES, seqlen_q - 1)
+        at = (bias + (row.to(gl.int64) * bias_q + column)).to(gl.int64, bitcast=True)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], gl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+
+
+@gluon.jit
 def load_keys(
     k_descs, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, bits_b, bits_h, q_first,
-    biases, key_bias, ranges, of_keys, tile_first, seqlen_k,
+    biases, key_bias, bias_q, ranges, of_keys, tile_first, seqlen_q, seqlen_k,
     NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     BIAS: gl.constexpr,
 ):  # fmt: skip
@@ -135,6 +151,8 @@ def load_keys(
     key = j * BN + gl.arange(0, BN, layout=KEYS)
     if BIAS == "key":  # on its way while the stage becomes free
         added = gl.load(key_bias + key, mask=key < seqlen_k, other=0.0)
+    if BIAS == "full":
+        prefetch_bias(key_bias, bias_q, j, q_first, seqlen_q, seqlen_k, BLOCK, BN)
     if MASK == "intervals":
         start, end = of_keys
         begin = gl.load(start + key, mask=key < seqlen_k, other=0)
@@ -231,7 +249,7 @@ def produce(
         mb = batch * bits_b
         mh = h // mask_group * bits_h
         key_bias = bias
-        if BIAS == "key":
+        if BIAS != "none":
             key_bias = bias_of_head(bias, bias_places, batch, h)
         of_keys = (starts, ends)
         if MASK == "intervals":
@@ -248,7 +266,7 @@ def produce(
                 j = band_tile(0, begin, end, full_begin, full_end)
             load_keys(
                 k_descs, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, mb, mh, q_first,
-                biases, key_bias, ranges, of_keys, q_first, seqlen_k, NC, BN, D, D2, STAGES, MASK, BIAS,
+                biases, key_bias, bias_places[2], ranges, of_keys, q_first, seqlen_q, seqlen_k, NC, BN, D, D2, STAGES, MASK, BIAS,
             )  # fmt: skip
         # Pieces of a causal mask differ in length, and the next one is taken near the end of this one, by whom is free first:
         # taken earlier, a long piece may wait behind another one (H200, D 64, B1 H16 S2048: 0.049 ms, and 0.032 so; D 128,
@@ -262,7 +280,7 @@ def produce(
                 following_j = band_tile(i + 1, begin, end, full_begin, full_end)
             load_keys(
                 k_descs, bits_desc, keys, words, k_full, k_empty, step + 1, following_j, batch, kv_head, mb, mh, q_first,
-                biases, key_bias, ranges, of_keys, q_first, seqlen_k, NC, BN, D, D2, STAGES, MASK, BIAS,
+                biases, key_bias, bias_places[2], ranges, of_keys, q_first, seqlen_q, seqlen_k, NC, BN, D, D2, STAGES, MASK, BIAS,
             )  # fmt: skip
             load_values(v_descs, values, v_full, k_empty, step, j, batch, kv_head, BN, DV, DV2, STAGES)
             j = following_j
@@ -283,7 +301,8 @@ def produce(
                     j = band_tile(i + 1, begin, end, full_begin, full_end)
                 load_keys(
                     k_descs, bits_desc, keys, words, k_full, k_empty, step + 1, j, batch, kv_head, mb, mh, q_first,
-                    biases, key_bias, ranges, of_keys, q_first, seqlen_k, NC, BN, D, D2, STAGES, MASK, BIAS,
+                    biases, key_bias, bias_places[2], ranges, of_keys, q_first, seqlen_q, seqlen_k,
+                    NC, BN, D, D2, STAGES, MASK, BIAS,
                 )  # fmt: skip
             load_values(v_descs, values, v_full, k_empty, step, j_value, batch, kv_head, BN, DV, DV2, STAGES)
             step += 1

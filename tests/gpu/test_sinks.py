@@ -1,0 +1,54 @@
+"""Sinks and the largest score of each row in the kernels of SM 9.0 and in the portable ones, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dmattn_ops.testing import Problem, check
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs an SM 9.0 device", allow_module_level=True)
+
+BASE = Problem(
+    seed=21, dtype="bfloat16", batch=2, heads=4, heads_k=4, seqlen_q=400, seqlen_k=520, sink="float32", maximum=True
+)
+CASES = {
+    "full": BASE,
+    "causal": replace(BASE, is_causal=True, seed=22),
+    "a window": replace(BASE, left=100, right=30, seed=23),
+    "a dense mask": replace(BASE, mask="random", mask_shape="bhq", seed=24),
+    "documents": replace(BASE, seqlen_k=400, documents=True, is_causal=True, seed=25),
+    "intervals": replace(BASE, seqlen_k=400, intervals="hidden", intervals_shape="bh", seed=26),
+    "grouped heads": replace(BASE, heads=8, heads_k=2, is_causal=True, seed=27),
+    "a bias per key": replace(BASE, bias=True, bias_shape="h", bias_float32=True, seed=28),
+    "a bias": replace(BASE, bias=True, bias_shape="hq", seed=29),
+    "a soft cap": replace(BASE, softcap=5.0, magnitude=2.0, is_causal=True, seed=30),
+    "dropout": replace(BASE, dropout_p=0.2, is_causal=True, seed=31),
+    "deterministic": replace(BASE, deterministic=True, is_causal=True, seed=32),
+    "a gradient of lse": replace(BASE, lse_grad=True, seed=33),
+    "packed sequences": replace(BASE, variant="varlen", batch=5, is_causal=True, seed=34),
+    "large scores": replace(BASE, softmax_scale=3.0, magnitude=3.0, seed=35),
+    "nothing visible": replace(BASE, mask="none", mask_shape="", seed=36),
+    "sinks in their own dtype": replace(BASE, sink="own", seed=37),
+    "no sink": replace(BASE, sink="", is_causal=True, seed=38),
+    "no maximum": replace(BASE, maximum=False, is_causal=True, seed=39),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_out_maximum_and_gradients_stay_within_the_budget(taken, dim: int, case: Problem) -> None:
+    check(replace(case, dim=dim, dim_v=dim), "cuda", repeats=3)
+    if not (dim == 64 and case.bias_shape == "hq"):  # where the portable kernel is faster
+        assert taken[0] == "hopper"
+
+
+@pytest.mark.parametrize(
+    "case", ["causal", "a dense mask", "grouped heads", "a bias", "packed sequences", "nothing visible"]
+)
+def test_the_portable_kernels_do_the_same(case: str) -> None:
+    check(replace(CASES[case], dim=64, dim_v=64, dtype="float32"), "cuda", repeats=3)

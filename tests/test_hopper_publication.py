@@ -1,0 +1,86 @@
+"""One thread arrives at a barrier for its partition: before it does, all threads meet behind their last access to shared memory.
+
+Without that, the arrival would publish the arriving thread's accesses alone, and a buffer could be filled again while others
+still read it. Triton puts the meeting there for `mbarrier.arrive`, but until 3.6 not for `mbarrier.expect`. The kernels are
+compiled for SM 9.0 without a GPU, and their PTX is read.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+
+from dmattn_ops.resources import Specialization
+from dmattn_ops.testing import configurations
+from dmattn_ops.testing.configurations import DIRECTIONS, Unit
+from dmattn_ops.testing.stand_in import compiled_launches
+
+_MEETING = re.compile(r"\b(bar\.sync|bar\.warp\.sync|barrier\.sync|barrier\.cta\.sync)\b")
+_ACCESS = re.compile(r"\b(ld|st|atom|red)\.shared|\b(ld|st)matrix\b")
+_STORE_OF_ALL = re.compile(r"^st\.shared\.v4\.b32")  # without a predicate: by every lane
+KERNELS = [
+    ("forward", "hopper", 64, Specialization(), "forward_kernel"),
+    ("forward", "hopper", 64, Specialization(band="causal", bias="key bias"), "forward_kernel"),
+    ("forward", "hopper", 128, Specialization(band="causal", mask="intervals"), "forward_kernel"),
+    ("forward", "hopper", 64, Specialization(band="causal", varlen=True), "forward_kernel"),
+    ("backward", "hopper", 64, Specialization(), "backward_kernel"),
+    ("backward", "hopper", 128, Specialization(band="causal", deterministic=True), "backward_kernel"),
+    ("backward", "hopper256", 256, Specialization(bias="key bias"), "keys_kernel"),
+    ("backward", "hopper256", 256, Specialization(bias="key bias"), "queries_kernel"),
+    ("backward", "hopper", 128, Specialization(bias="broadcast bias"), "shared_bias_kernel"),
+]
+
+
+@cache
+def _ptx(direction: str, kernel: str, width: int, wanted: Specialization) -> dict[str, str]:
+    """Return the PTX of every kernel that a call launches."""
+    row = next(row for row in DIRECTIONS[direction] if row.kernel == kernel and row.sm == 90 and row.dim >= width)
+    with compiled_launches(90) as launches:
+        configurations.launch(Unit(direction, row, width, wanted))
+    return {each.kernel: each.compiled.asm["ptx"] for each in launches}
+
+
+def unpublished(ptx: str) -> list[tuple[str, str]]:
+    """Return the arrivals behind accesses after which the threads do not meet: the arrival, and the first access."""
+    found, pending = [], []
+    for line in map(str.strip, ptx.splitlines()):
+        if _MEETING.search(line):
+            pending = []
+        elif "mbarrier.arrive" in line and pending:
+            found.append((line, pending[0]))
+        elif _ACCESS.search(line):
+            pending.append(line)
+    return found
+
+
+@pytest.mark.parametrize(("direction", "kernel", "width", "wanted", "name"), KERNELS)
+def test_threads_meet_before_one_of_them_arrives(
+    direction: str, kernel: str, width: int, wanted: Specialization, name: str
+) -> None:
+    ptx = _ptx(direction, kernel, width, wanted)[name]
+    found = unpublished(ptx)
+    # All lanes of the forward's producer store the same words of a piece of work (its layout has them all in each lane), the
+    # arriving one among them; the phase ends with a load that one lane issues when they have met.
+    pieces = [arrival for arrival, access in found if "arrive.expect_tx" in arrival and _STORE_OF_ALL.match(access)]
+    assert len(found) == len(pieces) <= (name == "forward_kernel"), found
+    assert ptx.count("mbarrier.arrive") >= 8
+    without = "\n".join(line for line in ptx.splitlines() if not _MEETING.search(line))
+    assert len(unpublished(without)) > 5, "the test would see it"
+
+
+@pytest.mark.parametrize(("direction", "kernel", "width", "wanted", "name"), KERNELS)
+def test_warps_read_their_partition_behind_a_meeting_of_the_block(
+    direction: str, kernel: str, width: int, wanted: Specialization, name: str
+) -> None:
+    lines = [line.strip() for line in _ptx(direction, kernel, width, wanted)[name].splitlines()]
+    code = [line for line in lines if line and not line.startswith((".loc", "//", "$L", "."))]
+    (read,) = [at for at, line in enumerate(code) if line.startswith("ld.shared.b8")]
+    assert "barrier.sync \t1;" in code[read - 3 : read], "all threads meet, then a warp reads"
+    meetings = [at for at, line in enumerate(code) if line == "barrier.sync \t1;"]
+    stores = [at for at, line in enumerate(code) if line.startswith("st.shared")]
+    address = code[stores[-1]][code[stores[-1]].index("[") : code[stores[-1]].index("]")]
+    first, last = (at for at in stores if address in code[at])
+    assert first < min(meetings), "written before the partitions start"
+    assert code[last + 1] == "barrier.sync \t1;" and code[last + 2].startswith("ret"), "and at the end"
