@@ -1,11 +1,9 @@
 """Plans: what a call launched is repeated with other addresses, through the driver or, where that may not be, Triton."""
 
-import ctypes
 import gc
 import struct
 import threading
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,86 +11,9 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 from dmattn_ops import ops, plans
 from dmattn_ops.kernels.launching import driver, launch, plan, tensor_maps
+from tests.launch_stand_ins import SIGNATURE, Compiled, Driver, Kernel
 
 STREAM = 0x5EED0
-SIZES = {"*fp32": 8, "*i64": 8, "i32": 4, "i64": 8, "fp32": 4}
-SIGNATURE = {
-    "x": "*fp32",
-    "y": "*fp32",
-    "size": "i32",
-    "step": "i64",
-    "one": "constexpr",
-    "scale": "fp32",
-    "W": "constexpr",
-}
-
-
-class Compiled:
-    """Stands in for Triton's compiled kernel: keeps what it is launched with."""
-
-    def __init__(self, signature, descriptors=()):
-        self.src = SimpleNamespace(signature=signature)
-        self.metadata = SimpleNamespace(
-            launch_cooperative_grid=False, launch_pdl=False, global_scratch_size=0, profile_scratch_size=0,
-            tensordesc_meta=list(descriptors),
-        )  # fmt: skip
-        self.packed_metadata, self.function = (4, 1, 4096), 0xF00
-        self.launches = []
-
-    def _init_handles(self):
-        pass
-
-    def __getitem__(self, grid):
-        return lambda *arguments, stream=None: self.launches.append((grid, arguments, stream))
-
-
-class Kernel:
-    """Stands in for a jitted function: keeps what it is called with."""
-
-    def __init__(self, compiled):
-        self.arg_names, self.compiled, self.calls = list(compiled.src.signature), compiled, []
-        self.params = [SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in self.arg_names]
-
-    def __getitem__(self, grid):
-        def call(**named):
-            self.calls.append((grid, named))
-            return self.compiled
-
-        return call
-
-
-class Driver:
-    """Stands in for libcuda: kernels with the parameters `sizes`; keeps what is launched and encoded."""
-
-    def __init__(self, sizes):
-        self.sizes, self.status, self.launches, self.encoded = sizes, 0, [], []
-        self.refused = 0  # questions about parameters that there are not
-        pointer = ctypes.c_void_p
-        launched = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(self._launch)
-        parameter = ctypes.CFUNCTYPE(
-            ctypes.c_int, pointer, ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
-        )(self._parameter)
-        self.functions = driver.Driver(launched, parameter, self._encode)
-
-    def _launch(self, config, function, parameters, extra):
-        fields = struct.unpack("=7I4xQQI", ctypes.string_at(config, 52))
-        places = (ctypes.c_void_p * len(self.sizes)).from_address(parameters)
-        values = [ctypes.string_at(place, size) for place, size in zip(places, self.sizes, strict=True)]
-        if self.status == 0:
-            self.launches.append((function, fields, values))
-        return self.status
-
-    def _parameter(self, function, index, offset, size):
-        if index >= len(self.sizes):
-            self.refused += 1
-            return 1
-        size[0] = self.sizes[index]
-        return 0
-
-    def _encode(self, place, dtype, rank, address, shape, strides, box, ones, interleave, swizzle, promotion, fill):
-        self.encoded.append((address.value, list(shape), list(strides)[:-1], list(box), swizzle))
-        ctypes.memmove(place, struct.pack("=Q", address.value), 8)
-        return 0
 
 
 @pytest.fixture
@@ -165,38 +86,6 @@ def test_a_kernel_is_looked_up_by_what_it_is_specialized_on(libcuda):
     assert call(x, width=32) == 7
     assert call(x, warps=8) == 8
     assert call(x) == 8
-
-
-PTX = """
-.visible .entry scale_param(
-	.param .u64 .ptr .global .align 16 scale_param_param_0,
-	.param .u64 .ptr .global .align 1 scale_param_param_1,
-	.param .u32 scale_param_param_2,
-	.param .align 64 .b8 scale_param_param_3[128]
-)
-.reqntid 128
-{
-	ld.param.b64 %rd1, [scale_param_param_0];
-	mov.b32 %r1, (%r2);
-"""
-
-
-@pytest.mark.parametrize(("asm", "refused"), [({"ptx": PTX}, 0), ({"ptx": ""}, 1), ({}, 1), (None, 1)])
-def test_the_driver_is_asked_for_no_parameter_that_the_ptx_does_not_declare(libcuda, asm, refused):
-    compiled, libcuda.sizes = Compiled({}), [8, 8, 4, 128]
-    if asm is not None:
-        compiled.asm = asm
-    assert plan._parameter_sizes(compiled) == [8, 8, 4, 128]
-    assert libcuda.refused == refused
-
-
-@pytest.mark.parametrize("declared", [6, 7, 8])
-def test_a_kernel_with_other_parameters_than_its_ptx_declares_goes_through_triton(libcuda, declared):
-    compiled = Compiled(SIGNATURE)
-    compiled.asm = {"ptx": f".entry kernel({'.param .u64 some, ' * declared})"}
-    made = record(scale_into(Kernel(compiled)), aligned(8), aligned(8))
-    made.run((aligned(8), aligned(8)))
-    assert (len(libcuda.launches), len(compiled.launches)) == ((0, 1) if declared == 6 else (1, 0))
 
 
 @pytest.mark.parametrize("reason", ["sizes", "driver", "error", "cluster", "scratch", "hook"])
