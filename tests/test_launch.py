@@ -66,6 +66,7 @@ class Driver:
 
     def __init__(self, sizes):
         self.sizes, self.status, self.launches, self.encoded = sizes, 0, [], []
+        self.refused = 0  # questions about parameters that there are not
         pointer = ctypes.c_void_p
         launched = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(self._launch)
         parameter = ctypes.CFUNCTYPE(
@@ -83,6 +84,7 @@ class Driver:
 
     def _parameter(self, function, index, offset, size):
         if index >= len(self.sizes):
+            self.refused += 1
             return 1
         size[0] = self.sizes[index]
         return 0
@@ -163,6 +165,38 @@ def test_a_kernel_is_looked_up_by_what_it_is_specialized_on(libcuda):
     assert call(x, width=32) == 7
     assert call(x, warps=8) == 8
     assert call(x) == 8
+
+
+PTX = """
+.visible .entry scale_param(
+	.param .u64 .ptr .global .align 16 scale_param_param_0,
+	.param .u64 .ptr .global .align 1 scale_param_param_1,
+	.param .u32 scale_param_param_2,
+	.param .align 64 .b8 scale_param_param_3[128]
+)
+.reqntid 128
+{
+	ld.param.b64 %rd1, [scale_param_param_0];
+	mov.b32 %r1, (%r2);
+"""
+
+
+@pytest.mark.parametrize(("asm", "refused"), [({"ptx": PTX}, 0), ({"ptx": ""}, 1), ({}, 1), (None, 1)])
+def test_the_driver_is_asked_for_no_parameter_that_the_ptx_does_not_declare(libcuda, asm, refused):
+    compiled, libcuda.sizes = Compiled({}), [8, 8, 4, 128]
+    if asm is not None:
+        compiled.asm = asm
+    assert plan._parameter_sizes(compiled) == [8, 8, 4, 128]
+    assert libcuda.refused == refused
+
+
+@pytest.mark.parametrize("declared", [6, 7, 8])
+def test_a_kernel_with_other_parameters_than_its_ptx_declares_goes_through_triton(libcuda, declared):
+    compiled = Compiled(SIGNATURE)
+    compiled.asm = {"ptx": f".entry kernel({'.param .u64 some, ' * declared})"}
+    made = record(scale_into(Kernel(compiled)), aligned(8), aligned(8))
+    made.run((aligned(8), aligned(8)))
+    assert (len(libcuda.launches), len(compiled.launches)) == ((0, 1) if declared == 6 else (1, 0))
 
 
 @pytest.mark.parametrize("reason", ["sizes", "driver", "error", "cluster", "scratch", "hook"])
