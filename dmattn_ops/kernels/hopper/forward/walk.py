@@ -151,7 +151,7 @@ def load_keys(
     key = j * BN + gl.arange(0, BN, layout=KEYS)
     if BIAS == "key":  # on its way while the stage becomes free
         added = gl.load(key_bias + key, mask=key < seqlen_k, other=0.0)
-    if BIAS == "full":
+    if BIAS == "full" and D + D2 <= 128:  # wider heads have no registers for it
         prefetch_bias(key_bias, bias_q, j, q_first, seqlen_q, seqlen_k, BLOCK, BN)
     if MASK == "intervals":
         start, end = of_keys
