@@ -41,7 +41,11 @@ SPILLS = (
         "the same, and the bias of a step: most of it in loops of their own for exact statistics",
     ),
     (r"(backward hopper256 D256|forward hopper D192) .*broadcast bias", 592, "the bias of a step, and words of a test"),
-    (r"forward hopper D(64|128|256) .*bits broadcast bias", 296, "the bias of a step, and words of a test"),
+    (
+        r"forward hopper D(64|128|256) .*bits broadcast bias",
+        372,
+        "the bias of a step, and words of a test; addresses of a bias that is asked for ahead",
+    ),
     (r"shared_bias_kernel", 88, "arguments around the loops, and words of a test"),
     (r"backward hopper256 D256 .*segments", 96, "what the consumer of dv keeps from one query head to the next"),
     (r"backward hopper256 D256 .*(softcap|key bias)", 88, "a slope or a bias beside the statistics, which are pairs"),

@@ -116,8 +116,8 @@ def load_parts(descs, batch, head, row, full, buffers, i, WIDTH: gl.constexpr):
 
 @gluon.jit
 def prefetch_bias(bias, bias_q, j, q_first, seqlen_q, seqlen_k, BM: gl.constexpr, BN: gl.constexpr):
-    """Ask L2 for the bias of a block's queries and of key tile `j`, which the consumers will read a step or two later."""
-    LINE: gl.constexpr = 128 // (bias.dtype.element_ty.primitive_bitwidth // 8)  # elements
+    """Ask L2 for the 16-bit bias of a block's queries and of key tile `j`, which the consumers will read a step or two later."""
+    LINE: gl.constexpr = 64  # elements of 16 bits
     LINES: gl.constexpr = BN // LINE
     KEYS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, 32, layout=KEYS)
@@ -151,7 +151,9 @@ def load_keys(
     key = j * BN + gl.arange(0, BN, layout=KEYS)
     if BIAS == "key":  # on its way while the stage becomes free
         added = gl.load(key_bias + key, mask=key < seqlen_k, other=0.0)
-    if BIAS == "full" and D + D2 <= 128:  # wider heads have no registers for it
+    if (
+        BIAS == "full" and D + D2 <= 128 and key_bias.dtype.element_ty.primitive_bitwidth == 16
+    ):  # else registers are short
         prefetch_bias(key_bias, bias_q, j, q_first, seqlen_q, seqlen_k, BLOCK, BN)
     if MASK == "intervals":
         start, end = of_keys
