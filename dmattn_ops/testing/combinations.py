@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
     dim: int
     dim_v: int
     group: int  # query heads of a key head
-    layout: str  # whole (rows lie at multiples of 16 bytes, as far as `dim` allows), sliced (they do not), repeated (they share memory)
+    layout: str  # whole (rows lie at multiples of 16 bytes, as far as `dim` allows), sliced (not so), repeated (they share memory)
     far: bool  # keys and values lie beyond 2^31 elements
     several: bool  # batches: dimensions of size 1 have strides of 0, which some kernels are compiled for
     several_heads: bool  # of keys
@@ -69,7 +69,7 @@ class Kernel(NamedTuple):
 
     @property
     def hopper(self) -> tuple[bool, bool]:
-        """Whether kernels for SM 9.0 are likely to take its forward and its backward: it steers what is picked, and decides nothing."""
+        """Whether kernels for SM 9.0 are likely to take its forward and its backward. It decides nothing but what is picked."""
         if not self.mapped or (self.variant == "varlen" and self.dropout):
             return False, False
         widest, of_queries = max(self.dim, self.dim_v), self.bias in ("full", "shared")
@@ -128,7 +128,7 @@ class Even(Random):
     """Draws what is rare nearly as often as what is common, so that few draws bring rare features together."""
 
     def chance(self, probability: float) -> bool:
-        return super().chance(min(max(probability, 0.2), 0.6))
+        return super().chance(min(max(probability, 0.1 if probability < 0.1 else 0.2), 0.6))
 
     def of(self, *options: Any) -> Any:
         return super().of(*dict.fromkeys(options))
@@ -140,7 +140,7 @@ def draw_kernel(random: Random, on_gpu: bool) -> Kernel:
     variant, dtype = random.of("dense", "dense", "dense", "dense", "varlen", "qkvpacked"), random.of(*dtypes)
     dim = random.of(1, 8, 16, 32, 40, 64, 64, 64, 80, 96, 128, 128, 144, 160, 192, 256, 1 + random.below(256))
     dim = random.of(320, 512, 1024, 257 + random.below(768)) if random.chance(0.05) else dim
-    other = random.of(1, 8, 32, 64, 128, 1 + random.below(256), 300)
+    other = random.of(1, 8, 32, 64, 128, 256, 1 + random.below(256), 300)
     dim_v = dim if variant == "qkvpacked" or random.chance(0.7) else other
     dense, packed = variant != "varlen", variant == "qkvpacked"
     layouts = ("whole", "whole", "whole", "sliced") if packed else ("whole", "whole", "whole", "sliced", "repeated")
@@ -185,9 +185,7 @@ def draw_kernel(random: Random, on_gpu: bool) -> Kernel:
     )
 
 
-def _draw_bias_shape(
-    bias: str, dense: bool, several: bool, several_heads: bool, group: int, random: Random
-) -> str:
+def _draw_bias_shape(bias: str, dense: bool, several: bool, several_heads: bool, group: int, random: Random) -> str:
     """Draw which dimensions a bias has: such that each score has an element of its own, or that some share one, as is asked."""
     if bias not in ("full", "shared"):
         return draw_shape(bias, dense, random)
@@ -230,7 +228,7 @@ def combinations(block: int) -> tuple[Kernel, ...]:
 
 
 def _covering_pairs(candidates: list[Kernel]) -> tuple[Kernel, ...]:
-    """Return some of the candidates that bring all pairs of features together that all of them do: always the one with most new ones."""
+    """Return some of the candidates, which bring as many pairs together as all: always the one with the most new pairs next."""
     places: dict[tuple, int] = {}
     masks = []  # a bit for each ordered pair
     for kernel in candidates:

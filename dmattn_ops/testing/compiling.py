@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Compiling:
-    """Kernels that this process compiled or found in Triton's cache, from when it `listen`s: names are digests of what decides them."""
+    """Kernels that this process compiled or found in Triton's cache, by a digest of what decides them, since it `listen`s."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

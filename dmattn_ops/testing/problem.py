@@ -113,7 +113,9 @@ def draw(seed: int, device: str = "cpu", kernel: Kernel | None = None) -> Proble
         causal_from="top_left" if from_top else "bottom_right",
         left=left,
         right=right,
-        softmax_scale=random.of(100.0, 1000.0) if kernel.natural else random.of(None, None, None, 0.3, 1.0 / kernel.dim),
+        softmax_scale=random.of(100.0, 1000.0)
+        if kernel.natural
+        else random.of(None, None, None, 0.3, 1.0 / kernel.dim),
         softcap=random.of(5.0, 30.0) if kernel.softcap else 0.0,
         dropout_p={"": 0.0, "some": random.of(0.1, 0.5), "all": 1.0}[kernel.dropout],
         deterministic=kernel.deterministic,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -169,7 +170,9 @@ class Tally:
         if self.worst:
             named = (f"{name} {margin:.2f} (seed {seed})" for name, (margin, seed) in self.worst.items())
             yield f"largest error over its budget: {', '.join(named)}"
-        by_rounding = f", {self.cancelled} of them with what rounding leaves of a sum that cancels" if self.cancelled else ""
+        by_rounding = (
+            f", {self.cancelled} of them with what rounding leaves of a sum that cancels" if self.cancelled else ""
+        )
         yield f"{self.cases - self.failures} passed{by_rounding}, {self.failures} failed"
 
 
@@ -184,7 +187,7 @@ def run(seeds: range, device: str, repeats: int, jobs: int) -> Tally:
 
 
 def parts_for_gpu(seeds: range) -> list[Part]:
-    """Divide seeds by what their kernels are compiled for, so that no two processes compile the same; what takes long comes first."""
+    """Divide seeds by what is compiled for them, so that no two processes compile the same; what takes long comes first."""
     parts = []
     for block in range(seeds.start // OF_A_BLOCK, -(-seeds.stop // OF_A_BLOCK)):
         first, end = block * OF_A_BLOCK, (block + 1) * OF_A_BLOCK
@@ -196,7 +199,7 @@ def parts_for_gpu(seeds: range) -> list[Part]:
 
 def parts_for_cpu(seeds: range, jobs: int) -> list[Part]:
     """Divide seeds by the instructions that they ask for, and these among processes."""
-    parts = []
+    parts: list[Part] = []
     for begin in range(seeds.start // ALIKE * ALIKE, seeds.stop, ALIKE):
         alike = range(max(begin, seeds.start), min(begin + ALIKE, seeds.stop))
         wanted = instructions(begin)
@@ -234,10 +237,8 @@ def _follow(worker: subprocess.Popen[str], seeds: range, device: str, tally: Tal
     """Let a worker check the problems of a part; return what is left of it where the worker dies, None where it did all."""
     begun, failed = 0, False
     assert worker.stdin is not None
-    try:
+    with contextlib.suppress(BrokenPipeError):  # it died at once
         print(seeds.start, seeds.stop, seeds.step, file=worker.stdin, flush=True)
-    except BrokenPipeError:
-        pass  # it died at once
     for line in _lines(worker):
         if line.startswith(_BEGIN):
             begun, failed = begun + 1, False
