@@ -170,7 +170,7 @@ def test_a_soak_notices_wrong_results_and_calls_that_are_not_refused(monkeypatch
     assert tried.wrong[1] == "call 0 was not refused"
 
 
-CAPTURED = (500_056, 500_126)  # captured calls that failed: the promise of their intervals was read inside the capture
+CAPTURED = (500_001, 500_012, 500_020)  # intervals with a promise, which must not be read inside the capture
 
 
 def _without_memory(inputs: Any, mode: FakeTensorMode) -> Any:
@@ -185,7 +185,7 @@ def _without_memory(inputs: Any, mode: FakeTensorMode) -> Any:
     return replace(inputs, **{name: fake(value) for name, value in named.items()})
 
 
-@pytest.mark.parametrize("seeds", [CAPTURED, range(500_000, 500_040)], ids=["that failed", "of every kernel"])
+@pytest.mark.parametrize("seeds", [CAPTURED, range(500_000, 500_040)], ids=["with a promise", "of every kernel"])
 def test_what_a_captured_call_runs_asks_for_no_value_of_a_tensor(seeds: tuple[int, ...] | range) -> None:
     promises = 0
     for seed in seeds:

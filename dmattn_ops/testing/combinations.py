@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-COMBINATIONS = 149
+COMBINATIONS = 127  # a prime, so that what a problem takes from its seed by itself differs among those of a combination
 OF_A_BLOCK = 10_000  # seeds in a row whose problems take the same combinations
 BLOCKS = 10  # after so many, the first combinations come again
 CANDIDATES = 6000  # among which pairs are covered
@@ -68,14 +68,18 @@ class Kernel(NamedTuple):
         return -_padded(self.dim)
 
     @property
+    def listed(self) -> bool:
+        """Whether kernels walk over lists of tiles."""
+        return self.variant == "varlen" or self.documents or self.mask != "" or self.intervals != ""
+
+    @property
     def hopper(self) -> tuple[bool, bool]:
         """Whether kernels for SM 9.0 are likely to take its forward and its backward. It decides nothing but what is picked."""
         if not self.mapped or (self.variant == "varlen" and self.dropout):
             return False, False
         widest, of_queries = max(self.dim, self.dim_v), self.bias in ("full", "shared")
-        listed = self.variant == "varlen" or self.documents or self.mask != "" or self.intervals != ""
         if widest <= 128:
-            refused = (of_queries and self.softcap) or self.dropout == "all" or (self.deterministic and listed)
+            refused = (of_queries and self.softcap) or self.dropout == "all" or (self.deterministic and self.listed)
         else:
             refused = (self.bias != "" and self.softcap) or self.dropout != ""
         return not of_queries or widest > 64, not refused and self.bias != "full"
@@ -84,7 +88,8 @@ class Kernel(NamedTuple):
     def cost(self) -> int:
         """About how long all of its kernels take to compile: the backward for SM 9.0 longest, and the forward for it next."""
         forward, backward = self.hopper
-        return 4 * (backward and max(self.dim, self.dim_v) <= 128) + 2 * backward + forward
+        narrow = backward and max(self.dim, self.dim_v) <= 128  # with lists, their sizes decide about the kernel
+        return 6 * narrow + 3 * (narrow and self.listed) + 2 * backward + forward
 
     def features(self) -> list[tuple[str, Any]]:
         """Return each feature by name. Head dimensions count as what tiles they need."""
