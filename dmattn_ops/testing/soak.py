@@ -156,7 +156,7 @@ class Ahead:
 def compile_ahead(device: str, first: int, step: int) -> None:
     """Run problems of each `step`-th combination, and print its number. What fails here fails again where it is checked."""
     for index in range(first, COMBINATIONS, step):
-        for seed in range(AHEAD):
+        for seed in range(AHEAD * index, AHEAD * (index + 1)):
             with contextlib.suppress(Exception):
                 check(draw(seed, device, combinations(0)[index]), device)
         print(index, flush=True)
