@@ -101,6 +101,22 @@ def masks_table(rows: list[Row]) -> str:
     return _table(["ms, mask work + forward + backward", *(NAMES[name] for name in names)], lines)
 
 
+def steps_table(rows: list[Row]) -> str:
+    """The time of a training step with each implementation, over ours, and how many graphs a forward is."""
+    lines = [
+        [
+            f"{row['part']}, {row['case']}",
+            NAMES[row["implementation"]],
+            f"{row['step_ms']:.1f}",
+            f"{row['times_dmattn']:.2f}x",
+            str(row["graphs"]),
+        ]
+        for row in rows
+        if "step_ms" in row
+    ]
+    return _table(["a training step", "attention", "ms", "over ours", "graphs"], lines)
+
+
 def summary_table(summary: list[Row]) -> str:
     """What each mask saves of the dense time, and the peers' times over ours."""
 
@@ -227,6 +243,8 @@ def table(name: str, words: list[str]) -> str:
         return rows_table([row for row in results["rows"] if all(word in row["case"] for word in words)])
     if "forward_ratio" in results["rows"][0]:
         return features_table([row for row in results["rows"] if set(words) <= set(row["case"].split())])
+    if "graphs" in results["rows"][0]:
+        return steps_table(results["rows"])
     if "call_us" in results["rows"][0]:
         return host_table(results["rows"])
     rows = [row for row in results["rows"] if all(word in row["case"].split() for word in words)]

@@ -352,7 +352,7 @@ def test_a_backward_of_packed_keys_in_passes_prints_one_line_of_the_call_as_it_w
     query = torch.zeros(batch, seqlen, heads, 8)
     mask = Mask(end=torch.zeros(1, 1, seqlen, dtype=torch.int32), at_most=2)
     call = Call(query, query, query, None, mask, None, None, None, plain_options(1.0))
-    dispatch.backward(call, Saved(query, row, row), Gradients(query, None, query, query, query, None), None)
+    dispatch.backward(call, Saved(query, row, row), Gradients(query, None, query, query, query, None))
     lines = capfd.readouterr().err.splitlines()
     assert len(ran) == heads
     assert len(lines) == 1 and LINE.fullmatch(lines[0]) and "SeqQ=6, SeqK=6, Batch=1" in lines[0], lines

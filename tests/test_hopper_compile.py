@@ -219,10 +219,11 @@ def _stand_in_parameters(launched: list) -> None:
 
     sizes = {"b8": 1, "u8": 1, "b32": 4, "u32": 4, "f32": 4, "b64": 8, "u64": 8}
 
-    def parameter_sizes(function: int) -> list[int]:
+    def parameter_sizes(function: int, declared: int | None) -> list[int]:
         ptx = launched[function][0].asm["ptx"]
-        declared = ptx[ptx.index(".entry") : ptx.index(".reqntid")]
-        found = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[\n]*(?:\[(\d+)\])?", declared)
+        head = ptx[ptx.index(".entry") : ptx.index(".reqntid")]
+        found = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[\n]*(?:\[(\d+)\])?", head)
+        assert declared == len(found)
         return [int(count) if count else sizes[kind] for kind, count in found]
 
     def take_handle(self: CompiledKernel) -> None:

@@ -83,6 +83,12 @@ def test_what_a_tool_says_stands_in_the_file(
     assert memory_check.main() == 0 and json.loads(output.read_text())["memcheck"]["errors"] == 1, (
         "others' results stay"
     )
+    assert "without a tool: clean" in capsys.readouterr().out
+    before = json.loads(output.read_text())
+    monkeypatch.setattr(sys, "argv", [*arguments, "--tools", "racecheck", "--compiled"])
+    assert memory_check.main() == 0
+    assert capsys.readouterr().out.startswith("racecheck: clean, 0 errors, 3 calls")  # nothing ran before
+    assert json.loads(output.read_text())["without a tool"] == before["without a tool"]
 
 
 def _line_of(path: str, begins: str) -> int:

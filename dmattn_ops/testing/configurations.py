@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -146,8 +145,7 @@ def units(sms: tuple[int, ...], kernels: tuple[str, ...]) -> dict[str, dict[str,
 def _specializations(direction: str, row: config.Row, width: int) -> tuple[Specialization, ...]:
     """Return what a row is compiled for."""
     if row.kernel != "portable":
-        launcher = dispatch.launcher(direction, row.kernel)
-        refusals = partial(launcher.refusals, needs_max=False) if direction == "forward" else launcher.refusals
+        refusals = dispatch.launcher(direction, row.kernel).refusals
         every = dict.fromkeys(resources.canonical(row.kernel, direction, each) for each in HOPPER)
         return tuple(each for each in every if not refusals(make_call(each, width, row.dim_v)))
     if row.itemsize == 4:

@@ -1,9 +1,10 @@
 """Run a sample of calls that covers every kernel under NVIDIA's compute-sanitizer, and write what it found to a file.
 
 `python -m dmattn_ops.testing.memory_check --output memory_check.json` runs the calls once without it, which compiles the
-kernels, and once under each tool. `--tools memcheck` runs one of them; results of others stay in the file. Every tensor has
-memory of its own meanwhile, so that an access beside it is noticed. A kernel that no call launches is a failure too. Races count
-unless `races.py` has a proof that barriers order them.
+kernels, and once under each tool. `--tools memcheck` runs one of them; results of others stay in the file. `--compiled`
+leaves out the run without a tool, for kernels that an earlier run has compiled. Every tensor has memory of its own
+meanwhile, so that an access beside it is noticed. A kernel that no call launches is a failure too. Races count unless
+`races.py` has a proof that barriers order them.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ def sample(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
     for dtype in (torch.bfloat16, torch.float32):
         yield f"decoding {dtype}", partial(_decoding, device, dtype)
         yield f"packed sequences {dtype}", partial(_packed_sequences, device, dtype)
+    yield "packed sequences of many tiles", partial(_many_tiles, device)
     yield "in one tensor", partial(_in_one, device)
     for dim in (64, 256):
         yield f"packed keys D {dim}", partial(_packed_keys, device, dim, 40)
@@ -131,11 +133,25 @@ def _decoding(device: str, dtype: torch.dtype) -> None:
     _step(_inputs(device, dtype, 64, 1, 4000), is_causal=True)
 
 
-def _packed_sequences(device: str, dtype: torch.dtype) -> None:
-    offsets = torch.tensor([0, 100, 100, 297, SEQLEN], dtype=torch.int32, device=device)
-    tensors = [each.detach()[0].requires_grad_() for each in _inputs(device, dtype, 64)]
+def _packed_sequences(device: str, dtype: torch.dtype, offsets: tuple[int, ...] = (0, 100, 100, 297, SEQLEN)) -> None:
+    total, places = offsets[-1], torch.tensor(offsets, dtype=torch.int32, device=device)
+    tensors = [each.detach()[0].requires_grad_() for each in _inputs(device, dtype, 64, total, total)]
     function = dmattn_ops.flash_dmattn_varlen_func
-    _step(tensors, offsets, offsets, SEQLEN, SEQLEN, function=function, is_causal=True)
+    _step(tensors, places, places, SEQLEN, SEQLEN, function=function, is_causal=True)
+
+
+def _many_tiles(device: str) -> None:
+    """Let a kernel of its own rank the tiles of packed sequences, although there are fewer than it is made for."""
+    offsets = tuple(100 * sequence + 90 * (sequence % 2) for sequence in range(171))
+    if device == "cpu":  # where there may be no Triton
+        return _packed_sequences(device, torch.bfloat16, offsets)
+    from dmattn_ops.kernels import spans
+
+    ranked, spans._RANKED = spans._RANKED, 0
+    try:
+        return _packed_sequences(device, torch.bfloat16, offsets)
+    finally:
+        spans._RANKED = ranked
 
 
 def _in_one(device: str) -> None:
@@ -224,10 +240,10 @@ def is_clean(result: dict[str, Any]) -> bool:
     return result["status"] in ended and result["errors"] == 0 and result["calls"] > 0
 
 
-def main() -> int:
-    """Run what the arguments ask for; return the number of runs that are not clean, and of kernels that were not launched."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="a sample of calls that covers every kernel under compute-sanitizer")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--compiled", action="store_true", help="kernels are compiled: no run without a tool before")
     parser.add_argument(
         "--output", type=Path, default=Path("memory_check.json"), help="a file; other tools' results stay"
     )
@@ -237,7 +253,12 @@ def main() -> int:
         "--sanitizer", default=shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     )
     parser.add_argument("--calls", action="store_true", help="run the calls here, without a tool")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run what the arguments ask for; return the number of runs that are not clean, and of kernels that were not launched."""
+    options = _options()
     if options.calls:
         os.environ[environment.CHECK] = "0"
         plans.forget()
@@ -247,8 +268,8 @@ def main() -> int:
         print(f"there is no {options.sanitizer}: compute-sanitizer is a part of the CUDA toolkit")
         return 1
     results = json.loads(options.output.read_text()) if options.output.exists() else {}
-    bad = 0
-    for tool in (None, *options.tools):
+    bad, runs = 0, options.tools if options.compiled else (None, *options.tools)
+    for number, tool in enumerate(runs):
         name = tool or "without a tool"
         results[name] = under(tool, options.sanitizer, options.limit, options.device)
         results[name] |= {
@@ -256,7 +277,7 @@ def main() -> int:
             "device": _device_name(options.device),
             "when": time.strftime("%F"),
         }
-        if tool is None and options.device != "cpu":
+        if number == 0 and options.device != "cpu":
             results["not launched"] = sorted(launchable() - set(results[name]["kernels"]))
             bad += len(results["not launched"])
             print("not launched:", *results["not launched"])

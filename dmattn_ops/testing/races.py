@@ -151,7 +151,13 @@ PROOFS = (
         (_PIECE, _LAST),
         (_FIRST_PIECE, _NEXT_PIECE),
         (
-            (_FREE, _PIECE, ("walk.py", "mbarrier.expect(q_full.index(slot), "), ("walk.py", "load_parts(q_descs, ")),
+            (
+                _FREE,
+                _PIECE,
+                ("walk.py", "meet()"),
+                ("walk.py", "mbarrier.expect(q_full.index(slot), "),
+                ("walk.py", "load_parts(q_descs, "),
+            ),
             (_FREE, _LAST, ("walk.py", "mbarrier.arrive(q_full.index(slot), count=1)")),
             (
                 ("kernel.py", "mbarrier.wait(q_full.index(0), 0)"),

@@ -43,12 +43,29 @@ def test_masks_of_intervals_are_measured_beside_the_peers(tmp_path):
     assert ("document", "dmattn-intervals") in named
 
 
-def test_rows_of_packed_sequences_are_measured_beside_the_peers(tmp_path, monkeypatch):
+def has_fa4():
+    """Return whether FlashAttention-4 is installed with all that it needs."""
+    try:
+        from flash_attn.cute import flash_attn_varlen_func  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def test_rows_of_packed_sequences_are_measured_beside_the_peers(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(varlen_rows, "LENGTHS", {"small": (70, 300, 1, 130)})
     monkeypatch.setattr(varlen_rows, "SHAPES", (("small", 4, 4, 64, (1.0, 1.0)), ("small", 4, 2, 128, (0.0, 0.0))))
     rows = bench_rows.main(["--rounds=1", "--only=varlen", f"--output={tmp_path / 'results.json'}"])
     assert len(rows) == 2
+    told = capsys.readouterr().err
     for row in rows:
-        assert row["forward_ms"] > 0 and row["backward_ms"] > 0 and {"fa4"} <= row["forward_peers_ms"].keys()
-    assert rows[1]["forward_held"] and rows[1]["backward_held"]
+        assert row["forward_ms"] > 0 and row["backward_ms"] > 0
+        for peer in ("fa4", "torch varlen_attn"):  # each was measured, or it is told why not
+            measured = {peer in row[f"{part}_peers_ms"] for part in ("forward", "backward")}
+            assert measured == {f"{peer} does not run {row['case']}: " not in told}
+        if has_fa4():
+            assert row["forward_peers_ms"]["fa4"] > 0
+    peers = bool(rows[1]["forward_peers_ms"])
+    assert rows[1]["forward_held"] is rows[1]["backward_held"] is (True if peers else None)
+    assert rows[0]["forward_peers_ms"]  # torch has an attention of packed sequences without grouped heads
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows

@@ -47,7 +47,7 @@ def forward_of(call: Call) -> Result:
     out = query.new_full((*query.shape[:3], call.value.shape[-1]), math.nan)
     lse = query.new_full((query.shape[0], query.shape[2], query.shape[1]), math.nan, dtype=torch.float32)
     result = Result(out, lse, torch.full_like(lse, math.nan), None)
-    assert hopper_forward.refusals(call, False) == []
+    assert hopper_forward.refusals(call) == []
     hopper_forward.forward(call, result, resolve.forward_config(row_of(config.FORWARD, query.shape[-1]), call, result))
     return result
 
@@ -201,5 +201,5 @@ def test_dq_in_a_fixed_order(taken, dim: int) -> None:
 def test_positions_that_begin_inside_a_block_of_16_are_refused() -> None:
     query = torch.zeros(2, 64, 1, 64, device="cuda").bfloat16()
     call = call_of(query, query, query, 0.1, (8, 0))
-    assert [reason for reason in hopper_forward.refusals(call, False) if "16" in reason]
+    assert [reason for reason in hopper_forward.refusals(call) if "16" in reason]
     assert [reason for reason in hopper_backward.refusals(call) if "16" in reason]

@@ -53,7 +53,7 @@ def launch(
     tail = torch.full_like(lse, math.nan)
     options = plain_options(query.shape[-1] ** -0.5, *band, softcap=softcap)
     call = Call(*inputs, None, tiles, None, None, None, options)
-    assert hopper_forward.refusals(call, False) == []
+    assert hopper_forward.refusals(call) == []
     dim = max(query.shape[-1], value.shape[-1])
     row = next(row for row in config.FORWARD if row.kernel == "hopper" and row.dim >= dim)
     result = Result(out, lse, tail, None)
@@ -230,6 +230,6 @@ def test_refusals_name_every_reason() -> None:
     query, key, value = (draw(1, 64, 2, 64).float() for _ in range(3))
     options = plain_options(-1.0, 0, 0, dropout_p=0.5)._replace(k_origin=8)
     call = Call(query, key, value, None, Mask(k_segments=query), None, None, None, options)
-    reasons = hopper_forward.refusals(call, False)
+    reasons = hopper_forward.refusals(call)
     assert len(reasons) == 4
     assert any("float32" in reason for reason in reasons)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.large_rows import LOWEST, check, draw, results
+from tests.large_rows import LOWEST, check, check_finite, draw, results
 
 pytestmark = pytest.mark.gpu
 DIMS = [64, 128, 256]
@@ -37,7 +37,7 @@ def test_a_large_bias(dim: int, value: float, bias: str, dtype: torch.dtype) -> 
 def test_a_large_scale(dim: int, scale: float, dtype: torch.dtype) -> None:
     rows = draw("cuda", dtype, dim, scale=scale)
     check(rows, results(rows))
-    assert all(each.isfinite().all() for each in results(rows, is_causal=True))
+    check_finite(rows, results(rows, is_causal=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

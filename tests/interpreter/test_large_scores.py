@@ -15,6 +15,7 @@ from dmattn_ops.kernels import interval_lists
 from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
 from dmattn_ops.problem import NO_MASK, Options, plain_options
+from tests import large_rows
 from tests.interpreter import oracle
 from tests.interpreter.problems import BACKWARD, FORWARD, Case, Problem, build, expected, run
 
@@ -122,6 +123,18 @@ def test_a_nan_in_a_visible_bias_reaches_its_row_and_no_other() -> None:
         assert ours[name][0, 3, 0].isnan().all()
         assert ours[name][0, torch.arange(20) != 3].isfinite().all()
     assert ours["row_max"][0, 0, 3].isnan()
+
+
+@pytest.mark.parametrize("scale", [1e8, 1e12, 1e20])
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_gradients_in_float16_are_infinite_only_where_rounding_may_make_them_so(scale: float) -> None:
+    """A query sees its best key only, so that gradients are 0, or what rounding dP and delta makes of them."""
+    rows = large_rows.draw("cpu", torch.float16, 64, scale=scale, seqlen=100)
+    query, key, value = (leaf.detach() for leaf in rows.leaves)
+    call = Call(query, key, value, None, NO_MASK, None, None, None, plain_options(scale, band_hi=0))
+    ours = results(call, rows.grad_out)
+    large_rows.check_finite(rows, [ours[name] for name in ("out", "lse", "dq", "dk", "dv")])
+    assert ours["dq"].isfinite().all() == (scale == 1e8)
 
 
 @pytest.mark.parametrize("forward", [FORWARD, SHARED], ids=["", "shared"])

@@ -6,6 +6,7 @@ Triton 3.9 renamed the TMA copies and gave the reduction a name; 3.6 has its low
 from __future__ import annotations
 
 from triton._C.libtriton import ir
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -18,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 __all__ = [
     "fence_async_shared",
     "mbarrier",
+    "meet",
     "reinterpret",
     "tma",
     "tma_load",
@@ -40,6 +42,9 @@ def _reduce_add(tensor_desc, coord, src, _semantic=None):
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
+
+meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+"""`meet()`: all threads of the partition are here, before one of them tells others what all have stored."""
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """`tma_load(tensor_desc, coord, barrier, result, pred=True)`: fill shared memory, completing on `barrier`."""

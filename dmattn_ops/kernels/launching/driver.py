@@ -45,12 +45,17 @@ def driver() -> Driver | None:
         return None
 
 
-def parameter_sizes(function: int) -> list[int]:
-    """Return the size in bytes of each parameter of a loaded kernel, as the driver knows it."""
+def parameter_sizes(function: int, declared: int | None = None) -> list[int]:
+    """Return the size in bytes of each parameter of a loaded kernel, as the driver knows it.
+
+    `declared` is their number. Where it is None, the driver is asked until it answers that there are no more: an error, which
+    harms nothing, but which compute-sanitizer reports.
+    """
     functions = driver()
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while functions is not None and len(sizes) < _MAX_PARAMETERS:
+    most = _MAX_PARAMETERS if declared is None else declared
+    while functions is not None and len(sizes) < most:
         index = ctypes.c_size_t(len(sizes))
         if functions.parameter(ctypes.c_void_p(function), index, ctypes.byref(offset), ctypes.byref(size)) != 0:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, reduce
 from operator import or_
@@ -15,6 +16,7 @@ from dmattn_ops.kernels.launching.driver import Packed, pack, parameter_sizes
 from dmattn_ops.kernels.launching.tensor_maps import Map
 
 MAX_READY = 128  # sets of addresses that each stage of a plan keeps launches for
+_ENTRY = re.compile(r"\.entry\s+[^(]*\(([^)]*)\)")  # a kernel's head in PTX, and the parameters in it
 ALIGNMENT = 16  # bytes that every address of a plan is a multiple of: what Triton specializes on
 _dynamo: Any = getattr(torch._C, "_dynamo", None)
 # as Inductor's own code allocates: 3 times as fast as torch.empty
@@ -247,7 +249,13 @@ def _packed(compiled: Any, grid: tuple[int, ...], references: list[Any]) -> Pack
 @lru_cache(maxsize=1024)
 def _parameter_sizes(compiled: Any) -> list[int]:
     """Return the sizes of a kernel's parameters: the driver takes 5 us for each of a hundred."""
-    return parameter_sizes(compiled.function)
+    return parameter_sizes(compiled.function, _declared(compiled))
+
+
+def _declared(compiled: Any) -> int | None:
+    """Return how many parameters the PTX of a kernel declares; None where there is no PTX to be read."""
+    entry = _ENTRY.search(getattr(compiled, "asm", {}).get("ptx", ""))
+    return None if entry is None else entry[1].count(".param")
 
 
 def _is_plain(compiled: Any) -> bool:

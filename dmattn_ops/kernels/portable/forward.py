@@ -304,15 +304,16 @@ def forward_kernel(
     scale = 1.0 / tl.where(empty, 1.0, total)
     if DROPOUT:
         scale *= rescale
-    row_lse, row_tail = lse_terms(peak, total, unit, NATURAL)
     if sink is not None:
-        scale *= share_of_keys(tl.load(sink + head).to(tl.float32), row_lse)
+        log_sum, _ = lse_terms(peak, total, unit, NATURAL)
+        scale *= share_of_keys(tl.load(sink + head).to(tl.float32), log_sum)
     acc = tl.where(empty[:, None], 0.0, acc * scale[:, None])
     out = head_rows(out, place.batch, head, place.q_begin, out_b, out_s, out_h) + split.to(tl.int64) * out_split
     store_rows(Rows(out, out_s), start_q, place.length_q, acc, BLOCK_M, VALUE_DIM, PADDED_VALUE, ALIGNED)
     rows = start_q + tl.arange(0, BLOCK_M)
     inside = rows < place.length_q
     first = split.to(tl.int64) * lse_split + place.q_begin
+    row_lse, row_tail = lse_terms(peak, total, unit, NATURAL)
     tl.store(lse + head_offset(place.batch, head, lse_b, lse_h) + first + rows, row_lse, mask=inside)
     tl.store(lse_tail + head_offset(place.batch, head, lse_tail_b, lse_tail_h) + first + rows, row_tail, mask=inside)
     if ROW_MAX:
@@ -381,12 +382,13 @@ def merge_kernel(
         pointers = shares + some.to(tl.int64)[:, None] * share_stride + columns[None, :]
         acc += tl.sum(tl.load(pointers, mask=written, other=0.0) * weight[:, None], 0)
     acc = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))
-    rest = top + tl.log2(tl.where(empty, 1.0, total)) * LN2
-    row_lse = base + rest
     if sink is not None:
-        acc *= share_of_keys(tl.load(sink + head).to(tl.float32), tl.where(empty, float("-inf"), row_lse))
+        log_sum = base + (top + tl.log2(tl.where(empty, 1.0, total)) * LN2)
+        acc *= share_of_keys(tl.load(sink + head).to(tl.float32), tl.where(empty, float("-inf"), log_sum))
     out += head_offset(batch, head, out_b, out_h) + position.to(tl.int64) * out_s
     tl.store(out + columns, acc.to(out.dtype.element_ty), mask=columns < WIDTH)
+    rest = top + tl.log2(tl.where(empty, 1.0, total)) * LN2
+    row_lse = base + rest
     row_tail = (base - row_lse) + rest
     tl.store(lse + head_offset(batch, head, lse_b, lse_h) + position, tl.where(empty, float("-inf"), row_lse))
     tl.store(lse_tail + head_offset(batch, head, lse_tail_b, lse_tail_h) + position, tl.where(empty, 0.0, row_tail))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, tma_load
+from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, meet, tma_load
 
 
 @gluon.jit
@@ -151,7 +151,7 @@ def load_keys(
     key = j * BN + gl.arange(0, BN, layout=KEYS)
     if BIAS == "key":  # on its way while the stage becomes free
         added = gl.load(key_bias + key, mask=key < seqlen_k, other=0.0)
-    if BIAS == "full":
+    if BIAS == "full" and D + D2 <= 128:  # wider heads have no registers for it
         prefetch_bias(key_bias, bias_q, j, q_first, seqlen_q, seqlen_k, BLOCK, BN)
     if MASK == "intervals":
         start, end = of_keys
@@ -243,6 +243,7 @@ def produce(
             n_partial, n_full, _, _ = words_of
             parts = gl.where(slots == 0, head, gl.where(slots == 1, tile, gl.where(slots == 2, n_partial, n_full)))
         piece.index(slot).store(parts)
+        meet()  # triton 3.6 lets threads meet before an arrival, but not before one that announces bytes
         mbarrier.expect(q_full.index(slot), BM * (D + D2) * 2)
         for c in gl.static_range(NC):
             load_parts(q_descs, batch, h, q_first + c * ROWS, q_full.index(slot), queries, slot * NC + c, D)
