@@ -14,7 +14,16 @@ import dmattn_ops
 from dmattn_ops import native
 from dmattn_ops.call import Call, Saved
 from dmattn_ops.testing import Problem, check, draw, inputs, oracle, shrink, workers
-from dmattn_ops.testing.problem import KERNELS
+from dmattn_ops.testing.combinations import (
+    BLOCKS,
+    COMBINATIONS,
+    OF_A_BLOCK,
+    Even,
+    Random,
+    block_of,
+    combinations,
+    draw_kernel,
+)
 
 CASES = int(os.environ.get("DMATTN_FUZZ_CASES", "400"))
 
@@ -88,10 +97,15 @@ def test_the_check_notices_probabilities_that_exceed_1_in_rows_of_a_large_bias(
 def test_problems_of_other_instructions_run_in_processes_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    written = "import os, sys; open(sys.argv[1], 'a').write(os.environ.get('ATEN_CPU_CAPABILITY', '') + sys.argv[2])"
+    written = """if True:
+        import os, sys
+        for line in sys.stdin:
+            start, stop, _ = line.split()
+            print(os.environ.get('ATEN_CPU_CAPABILITY', ''), start, stop, file=open(sys.argv[1], 'a'))
+            print('done [{}, {}]', flush=True)"""
 
-    def command(seeds: range, device: str, repeats: int) -> list[str]:
-        return [sys.executable, "-c", written, str(tmp_path / "seen"), f" {seeds.start} {seeds.stop}\n"]
+    def command(device: str, repeats: int) -> list[str]:
+        return [sys.executable, "-c", written, str(tmp_path / "seen")]
 
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     monkeypatch.setattr(workers, "_command", command)
@@ -153,26 +167,32 @@ def test_shrink_keeps_what_makes_a_problem_fail() -> None:
 
 WORKER = """
 import os, sys
-first, *_ = seeds = range(*map(int, sys.argv[1:]))
-for seed in seeds:
-    print("begin", seed, flush=True)
-    if seed == 4:
-        os.abort()
-    if seed == 7:
-        print("FAILED seed 7: CUDA error | Problem()", flush=True)
-        sys.exit(1)
+for line in sys.stdin:
+    for seed in range(*map(int, line.split())):
+        print("begin", seed, flush=True)
+        if seed == 4:
+            os.abort()
+        if seed == 7:
+            print("FAILED seed 7: CUDA error | Problem()", flush=True)
+            sys.exit(1)
+    print('done [{"k": 0.5}, {"out": [0.25, %d]}]' % seed, flush=True)
 """
 
 
 def test_a_worker_that_dies_costs_its_problem_only(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    def command(seeds: range, device: str, repeats: int) -> list[str]:
-        return [sys.executable, "-c", WORKER, str(seeds.start), str(seeds.stop), str(seeds.step)]
+    def command(device: str, repeats: int) -> list[str]:
+        return [sys.executable, "-c", WORKER]
 
     monkeypatch.setattr(workers, "_command", command)
     monkeypatch.setattr(workers.Prober, "__call__", lambda self, problem: self.unusable and problem.seqlen_k > 50)
-    assert workers.run(range(1, 11), "cpu", 1, jobs=2) == (2, 0)
+    tally = workers.run(range(1, 11), "cpu", 1, jobs=2)
+    assert (tally.failures, tally.cancelled, tally.begun) == (2, 0, 10)
+    assert tally.kernels == {"k": 1.0} and tally.worst["out"] == (0.25, 10)
+    first, second, last = tally.lines()
+    assert first == "1 kernels, 1 of them compiled in 1 s of all processes"
+    assert second == "largest error over its budget: out 0.25 (seed 10)" and last == "8 passed, 2 failed"
     printed = capfd.readouterr().out
     assert "FAILED seed 4: its process ended with -6" in printed and "FAILED seed 7: CUDA error" in printed
 
@@ -181,7 +201,7 @@ def test_a_worker_that_is_silent_is_killed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(workers, "_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
     monkeypatch.setattr(workers, "SILENCE", 0.5)
     monkeypatch.setattr(workers.Prober, "__call__", lambda self, problem: False)
-    assert workers.run(range(1), "cpu", 1, jobs=1) == (1, 0)
+    assert workers.run(range(1), "cpu", 1, jobs=1).failures == 1
 
 
 def test_candidates_run_in_new_processes_once_cuda_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,13 +214,81 @@ def test_candidates_run_in_new_processes_once_cuda_is_unusable(monkeypatch: pyte
     assert not prober(Problem()), "in a process of its own, nothing is broken"
 
 
-def test_problems_for_a_gpu_share_what_kernels_are_compiled_for() -> None:
-    drawn = [draw(seed, "cuda") for seed in range(100_000, 100_480)]
-    types = {
-        (p.variant, p.dtype, p.dim, p.dim_v, p.softcap > 0, p.dropout_p > 0, p.bias, p.bias_float32) for p in drawn
+def test_the_combinations_bring_all_pairs_together_that_a_call_may_have() -> None:
+    tried = set().union(*(kernel.pairs() for kernel in combinations(0)))
+    random = Even(20261123)
+    legal = set().union(*(draw_kernel(random, True).pairs() for _ in range(3000)))
+    assert legal <= tried and len(legal) > 3000, legal - tried
+    listed = {1, 8, 16, 32, 40, 64, 80, 96, 128, 144, 160, 192, 256, 320, 512, 1024}
+    assert listed <= {kernel.dim for kernel in combinations(0)}
+    assert len(set(combinations(0))) == len(combinations(0)) == COMBINATIONS
+    assert sum(all(kernel.hopper) for kernel in combinations(0)) > COMBINATIONS // 4
+
+
+def test_a_kernel_of_every_seed_can_be_any_that_a_call_may_ask_for() -> None:
+    """Pairs among common and rare draws alike: nothing is left out of the combinations because it is rare."""
+    random = Random(5)
+    common = set().union(*(draw_kernel(random, True).pairs() for _ in range(3000)))
+    assert common <= set().union(*(kernel.pairs() for kernel in combinations(0)))
+
+
+def test_every_run_takes_the_same_combinations_first_and_longer_ones_take_new_triples() -> None:
+    assert [block_of(seed) for seed in (0, 9_999, 100_000, 509_999)] == [0] * 4
+    assert block_of(10_000) == 1 and block_of(95_000) == 9 and block_of(110_000) == BLOCKS + 1
+    first, later = combinations(0), combinations(1)
+    known = set().union(*(kernel.triples() for kernel in first))
+    assert len(set(later)) == COMBINATIONS
+    assert len(set().union(*(kernel.triples() for kernel in later)) - known) > 1000
+    for seed in (3, 100_003, 500_003, 3 + COMBINATIONS):
+        assert draw(seed, "cuda").dim == first[3].dim
+    assert draw(OF_A_BLOCK + 3, "cuda").dim == later[3].dim
+
+
+GPU_DRAWN = {
+    "variant": {"dense", "varlen", "qkvpacked"}, "dtype": {"float32", "float16", "bfloat16"}, "batch": {0, 1, 2, 3},
+    "heads_k": {1, 2, 3}, "layout": {"bshd", "bhsd", "sliced", "strided", "expanded"},
+    "mask": {"", "random", "block", "rows", "keys", "none"}, "mask_shape": {"bhq", "bq", "q", "hq", "bkq", "bh", "b", "k", "", "h"},
+    "mask_dtype": {"bool", "uint8", "int64", "int32"}, "prepared": {True, False}, "documents": {True, False},
+    "intervals": {"", "random", "lives", "hidden"}, "intervals_shape": {"bh", "b", "k", ""}, "promise": {True, False},
+    "bias": {True, False}, "bias_shape": {"bhq", "bq", "q", "hq", "bkq", "bh", "b", "k", "", "h"}, "bias_float32": {True, False},
+    "nan_bias": {True, False}, "is_causal": {True, False}, "causal_from": {"top_left", "bottom_right"},
+    "softcap": {0.0, 5.0, 30.0}, "dropout_p": {0.0, 0.1, 0.5, 1.0}, "deterministic": {True, False},
+    "sink": {"", "own", "float32"}, "maximum": {True, False}, "magnitude": {1.0, 0.1, 3.0}, "lse_grad": {True, False},
+    "place": {"", "stream", "threads", "backward thread"}, "rows": {"", "one", "overlapping", "far"},
+    "extreme": {"", "rows", "keys", "all"},
+}  # fmt: skip
+
+
+def test_problems_for_a_gpu_share_kernels_and_still_take_every_value() -> None:
+    drawn = [draw(seed, "cuda") for seed in range(100_000, 100_000 + 12 * COMBINATIONS)]
+    assert len(set(drawn)) == len(drawn)
+    for name, values in GPU_DRAWN.items():
+        assert {getattr(problem, name) for problem in drawn} == values, name
+    assert {0, 1, 2, 17, 63, 64, 127, 128, 129, 256} <= {problem.seqlen_q for problem in drawn}
+    assert {0, 1, 3, 65, 128, 255} <= {problem.seqlen_k for problem in drawn}
+    assert {(p.is_causal, p.left is None, p.right is None) for p in drawn} >= {
+        (causal, left, right) for causal in (True, False) for left in (True, False) for right in (True, False)
     }
-    assert len(types) <= KERNELS and len(set(drawn)) == len(drawn)
-    assert len({(p.dtype, p.variant) for p in drawn}) == 9
+    assert {p.heads // p.heads_k for p in drawn} == {1, 2, 4} and max(p.seqlen_k for p in drawn) > 2000
+    assert {round(p.softmax_scale, 3) for p in drawn if p.softmax_scale} >= {0.3, 100.0, 1000.0}
+    alike: dict[int, set] = {}
+    for problem in drawn:
+        decides = (problem.variant, problem.dtype, problem.dim, problem.dim_v, problem.sink, problem.dropout_p > 0)
+        alike.setdefault(problem.seed % OF_A_BLOCK % COMBINATIONS, set()).add(decides)
+    assert len(alike) == COMBINATIONS and all(len(kinds) == 1 for kinds in alike.values())
+
+
+def test_what_shares_kernels_goes_to_one_process_and_what_compiles_longest_begins() -> None:
+    seeds = range(9_500, 21_000)
+    parts = workers.parts_for_gpu(seeds)
+    assert sorted(seed for part in parts for seed in part.seeds) == list(seeds)
+    groups = {(block_of(seed), seed % OF_A_BLOCK % COMBINATIONS) for seed in seeds}
+    assert len(parts) == len(groups) == 3 * COMBINATIONS
+    first, last = (
+        combinations(block_of(part.seeds[0]))[part.seeds[0] % OF_A_BLOCK % COMBINATIONS]
+        for part in (parts[0], parts[-1])
+    )
+    assert all(first.hopper) and not any(last.hopper)
 
 
 def test_a_printed_problem_reproduces_from_the_command_line() -> None:

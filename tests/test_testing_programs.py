@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import dmattn_ops
 from dmattn_ops.testing import check, draw, memory_check, races, soak
 from dmattn_ops.testing.check import _dense_results, _varlen_results
+from dmattn_ops.testing.combinations import COMBINATIONS, combinations
 from dmattn_ops.testing.inputs import make_inputs, make_varlen_inputs
 
 KERNELS = races.KERNELS
@@ -158,6 +159,48 @@ def test_a_soak_continues_with_the_seeds_of_its_file(tmp_path: Path) -> None:
     first, second = json.loads(output.read_text())
     assert second["first seed"] == first["next seed"] > first["first seed"] and not first["wrong"] + second["wrong"]
     assert sum(first["calls"].values()) >= 4 and " 0 wrong" in done.stdout
+    rates = second["calls per second, by quarter"]
+    assert f"{rates[0]} calls per second in the first quarter, {rates[3]} in the last" in done.stdout and max(rates) > 0
+
+
+def test_a_soak_adds_combinations_that_are_compiled_while_its_own_compiling_leaves_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(soak, "refused_calls", lambda device: [])
+    ready: list[int] = []
+    tried = soak.Soak("cuda", 500_000, ready)
+    tried.start -= 100
+
+    def taken() -> set[int]:
+        drawn = [tried.next_problem() for _ in range(60)]
+        features = {(kernel.dim, kernel.dim_v, kernel.dtype): index for index, kernel in enumerate(combinations(0))}
+        assert len({(problem.seqlen_q, problem.seqlen_k) for problem in drawn}) > 10
+        return {features[problem.dim, problem.dim_v, problem.dtype] for problem in drawn}
+
+    kinds = [(kernel.dim, kernel.dim_v, kernel.dtype) for kernel in combinations(0)]
+    alone = [index for index, kind in enumerate(kinds) if kinds.count(kind) == 1]
+    tried.compiling.seconds = 50.0
+    ready += alone[:3]
+    assert taken() == set(alone[:1]), "half of the time was spent compiling"
+    tried.compiling.seconds = 10.0
+    assert taken() == set(alone[:3])
+    ready.append(alone[3])
+    assert taken() == set(alone[:4])
+
+
+def test_other_processes_compile_ahead_whatever_a_problem_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    checked = []
+
+    def fails(problem: Any, device: str) -> None:
+        checked.append(problem)
+        raise AssertionError("over the budget")
+
+    monkeypatch.setattr(soak, "check", fails)
+    soak.compile_ahead("cuda", COMBINATIONS - 3, 2)
+    assert capsys.readouterr().out == f"{COMBINATIONS - 3}\n{COMBINATIONS - 1}\n"
+    assert len(set(checked)) == 2 * soak.AHEAD and checked[-1].dim == combinations(0)[-1].dim
 
 
 def test_a_soak_notices_wrong_results_and_calls_that_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +219,7 @@ def test_a_soak_notices_wrong_results_and_calls_that_are_not_refused(monkeypatch
     assert tried.wrong[1] == "call 0 was not refused"
 
 
-CAPTURED = (500_056, 500_126)  # captured calls that failed: the promise of their intervals was read inside the capture
+CAPTURED = (500_001, 500_012, 500_020)  # intervals with a promise, which must not be read inside the capture
 
 
 def _without_memory(inputs: Any, mode: FakeTensorMode) -> Any:
@@ -191,7 +234,7 @@ def _without_memory(inputs: Any, mode: FakeTensorMode) -> Any:
     return replace(inputs, **{name: fake(value) for name, value in named.items()})
 
 
-@pytest.mark.parametrize("seeds", [CAPTURED, range(500_000, 500_040)], ids=["that failed", "of every kernel"])
+@pytest.mark.parametrize("seeds", [CAPTURED, range(500_000, 500_040)], ids=["with a promise", "of every kernel"])
 def test_what_a_captured_call_runs_asks_for_no_value_of_a_tensor(seeds: tuple[int, ...] | range) -> None:
     promises = 0
     for seed in seeds:

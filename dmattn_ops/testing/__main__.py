@@ -20,10 +20,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=1, help="launches of each problem")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the problems")
     parser.add_argument("--problem", help="a line that an earlier failure printed")
-    parser.add_argument("--worker", type=int, nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return workers.work(range(*options.worker), options.device, options.repeats)
+        return workers.work(sys.stdin, options.device, options.repeats)
     if options.problem:
         problem = eval(options.problem, {"Problem": Problem})
         variables = workers.environment(problem.instructions)
@@ -33,10 +33,9 @@ def main() -> int:
         print("1 passed, 0 failed")
         return 0
     seeds = range(options.start, options.start + options.cases)
-    failures, cancelled = workers.run(seeds, options.device, options.repeats, options.jobs)
-    by_rounding = f", {cancelled} of them with what rounding leaves of a sum that cancels" if cancelled else ""
-    print(f"{options.cases - failures} passed{by_rounding}, {failures} failed")
-    return failures
+    tally = workers.run(seeds, options.device, options.repeats, options.jobs)
+    print(*tally.lines(), sep="\n")
+    return tally.failures
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ def check(
     device: str = "cpu",
     repeats: int = 1,
     run: Callable[[Callable[[], Results]], Results] | None = None,
+    margins: dict[str, float] | None = None,
 ) -> bool:
     """Run one problem `repeats` times, with the instructions that this process uses.
 
@@ -43,7 +44,8 @@ def check(
 
     `run` is given the function that computes the outputs and the gradients, and returns what it computed: a test that wants
     the call to happen inside a captured graph passes its own; without one, the problem says in which thread and stream. What that
-    function itself does, such as preparing the mask, must not wait for the GPU.
+    function itself does, such as preparing the mask, must not wait for the GPU. `margins` is given the largest error of each
+    result over its budget, where it has no larger one already.
     """
     varlen = problem.variant == "varlen"
     inputs = make_varlen_inputs(problem, device) if varlen else make_inputs(problem, device)
@@ -61,7 +63,7 @@ def check(
         with _products(problem):
             found = _placed(problem, device, call) if run is None else [run(call)]
         for actual in found:
-            cancelled |= compare(problem, actual, expected, eager, rounding)
+            cancelled |= compare(problem, actual, expected, eager, rounding, margins)
             _check_exact_zeros(problem, inputs, actual)
             if problem.deterministic and first is not None:
                 for name, one in first.items():

@@ -9,7 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dmattn_ops.testing.problem import DTYPES, Problem, Random
+from dmattn_ops.testing.combinations import Random
+from dmattn_ops.testing.problem import DTYPES, Problem
 
 _FAR = (1 << 31) + 64  # elements
 MASK_DTYPES = {"bool": torch.bool, "uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64}

@@ -136,12 +136,16 @@ def compare(
     expected: dict[str, Tensor],
     eager: dict[str, Tensor],
     rounding: Callable[[], dict[str, float]],
+    margins: dict[str, float] | None = None,
 ) -> bool:
     """Assert the budget `err(actual) <= 2 err(eager) + eps` for each result.
 
     A gradient over the budget is accepted if its error is within the unavoidable rounding errors of a sum whose terms cancel:
     `rounding` returns the norms of these, by gradient. Return whether a gradient needed this.
+
+    `margins` is given the largest error of each result so far, over what it may be.
     """
+    margins = {} if margins is None else margins
     assert actual.keys() == expected.keys()
     allowed: dict[str, float] = {}
     for name, ours in actual.items():
@@ -151,6 +155,7 @@ def compare(
         base = difference(plain, oracle)[0]
         budget = (2 * base if math.isfinite(base) else 0) + EPS[DTYPES[problem.dtype]] * norm
         if distance <= budget:
+            margins[name] = max(margins.get(name, 0.0), distance / budget if budget else 0.0)
             continue
         if not allowed and name not in STATISTICS:
             allowed = rounding()
@@ -161,4 +166,5 @@ def compare(
             f"{name}: error {distance * relative:.3g} over the budget {budget * relative:.3g} (eager {base * relative:.3g}, "
             f"with the rounding of out {room * relative:.3g})"
         )
+        margins[name] = max(margins.get(name, 0.0), distance / room)
     return bool(allowed)

@@ -2,14 +2,21 @@
 
 `python -m dmattn_ops.testing.soak --seconds 480 --output soak.json` continues with the seeds after those of earlier runs in the
 file. Every valid call is a random problem and is checked like one; shapes change from call to call.
+
+On a GPU, problems take the combinations that cover all pairs (`combinations.py`), and begin with few of them: `--jobs` other
+processes compile the kernels of one after the other into Triton's cache on disk. A combination is added once one of them is done
+with it, and while this process has compiled for less than `COMPILES` of its time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -26,8 +33,12 @@ from torch import Tensor
 
 import dmattn_ops
 from dmattn_ops.testing import Problem, check, draw
+from dmattn_ops.testing.combinations import COMBINATIONS, combinations
+from dmattn_ops.testing.compiling import Compiling
 
 TOGETHER = 4  # threads, each with a stream of its own
+COMPILES = 0.25
+AHEAD = 6  # problems of a combination for which kernels are compiled ahead: sizes decide about a few more of them
 TRACEBACKS = 5
 SILENCE = 300.0  # seconds after which a call counts as hanging
 REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError)
@@ -117,14 +128,52 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}{at}: {' '.join(str(error).split())[:300]}"
 
 
+class Ahead:
+    """Processes that compile the kernels of combinations, and which of these are done."""
+
+    def __init__(self, device: str, jobs: int) -> None:
+        self.done: list[int] = []
+        command = [sys.executable, "-m", "dmattn_ops.testing.soak", "--device", device, "--ahead"]
+        self.processes = [
+            subprocess.Popen([*command, str(first), str(jobs)], stdout=subprocess.PIPE, text=True)
+            for first in range(jobs)
+        ]
+        for process in self.processes:
+            threading.Thread(target=self._read, args=(process,), daemon=True).start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.done.append(int(line))
+
+    def end(self) -> None:
+        """End the processes, whatever they do."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def compile_ahead(device: str, first: int, step: int) -> None:
+    """Run problems of each `step`-th combination, and print its number. What fails here fails again where it is checked."""
+    for index in range(first, COMBINATIONS, step):
+        for seed in range(AHEAD * index, AHEAD * (index + 1)):
+            with contextlib.suppress(Exception):
+                check(draw(seed, device, combinations(0)[index]), device)
+        print(index, flush=True)
+
+
 class Soak:
     """Calls one after the other, each drawn from the next seed.
 
-    Compiled and captured ones are without dropout, whose seeds a graph draws as it likes.
+    Compiled and captured ones are without dropout, whose seeds a graph draws as it likes. On a GPU, problems take the
+    combinations that are `ready`, as far as compiling leaves time.
     """
 
-    def __init__(self, device: str, seed: int) -> None:
+    def __init__(self, device: str, seed: int, ready: list[int] | None = None) -> None:
         self.device, self.seed = device, seed
+        self.ready = list(range(COMBINATIONS)) if ready is None else ready
+        self.in_use = 1
+        self.compiling, self.start = Compiling(), time.time()
         self.done: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.tracebacks: list[str] = []  # of the first wrong calls, which may be the cause of later ones
@@ -135,7 +184,12 @@ class Soak:
     def next_problem(self) -> Problem:
         """Draw a problem."""
         self.seed += 1
-        return replace(draw(self.seed, self.device), instructions="")
+        if self.device == "cpu":
+            return replace(draw(self.seed, self.device), instructions="")
+        if self.in_use < len(self.ready) and self.compiling.seconds < COMPILES * (time.time() - self.start):
+            self.in_use += 1
+        ready = self.ready[: self.in_use] or [0]
+        return draw(self.seed, self.device, combinations(0)[ready[self.seed % len(ready)]])
 
     def step(self) -> None:
         """Make one call, or several at once."""
@@ -150,9 +204,9 @@ class Soak:
             problems = [replace(each, dropout_p=0.0, onednn=True, place="stream") for each in drawn]
             with ThreadPoolExecutor(TOGETHER) as pool:
                 list(pool.map(lambda problem: self._check("together", problem), problems))
-        elif chance < 0.4:
+        elif chance < 0.37:
             self._check("compiled", replace(self.next_problem(), compiled=True, dropout_p=0.0, place=""))
-        elif chance < 0.45 and self.device != "cpu":
+        elif chance < 0.42 and self.device != "cpu":
             self._check("captured", replace(self.next_problem(), dropout_p=0.0, place=""), captured)
         else:
             self._check("eager", self.next_problem())
@@ -164,6 +218,9 @@ class Soak:
             first = first_of(error)
             told = _told(error) if first is error else f"{_told(first)}, then {_told(error)}"
             self._note(f"{kind}: {told} | {problem!r}", "".join(traceback.format_exception(error)))
+        finally:
+            if problem.rows == "far" and self.device != "cpu":
+                torch.cuda.empty_cache()  # of gigabytes
         self.done[kind] += 1
 
     def _refuse(self, call: Callable[[], Any]) -> None:
@@ -187,7 +244,6 @@ class Soak:
 def _watch(soak: Soak) -> None:
     """End the process where a call takes too long: a kernel that hangs is ended by nothing else."""
     import faulthandler
-    import os
 
     while True:
         time.sleep(5)
@@ -197,22 +253,40 @@ def _watch(soak: Soak) -> None:
             os._exit(7)
 
 
-def run(seconds: float, device: str, seed: int) -> dict[str, Any]:
-    """Make calls for so many seconds; return what was done, what was wrong, and the seed to continue with."""
+def run(seconds: float, device: str, seed: int, jobs: int = 0) -> dict[str, Any]:
+    """Make calls for so many seconds, while `jobs` processes compile ahead; return what was done, and the seed to continue with."""
     torch._dynamo.config.recompile_limit = 10_000  # type: ignore[assignment]
     torch._dynamo.config.accumulated_recompile_limit = 10_000  # type: ignore[assignment]
-    soak = Soak(device, seed)
+    ahead = Ahead(device, jobs) if jobs and device != "cpu" else None
+    try:
+        return _run(Soak(device, seed, None if ahead is None else ahead.done), seconds)
+    finally:
+        if ahead is not None:
+            ahead.end()
+
+
+def _run(soak: Soak, seconds: float) -> dict[str, Any]:
+    """Make calls for so many seconds; return what was done, what was wrong, and the seed to continue with."""
+    device, seed = soak.device, soak.seed
+    if device != "cpu":
+        soak.compiling.listen()
     threading.Thread(target=_watch, args=(soak,), daemon=True).start()
-    begun = time.time()
-    soak.step()
-    held = [_held(device)]
-    while time.time() - begun < seconds:
+    begun = soak.start = time.time()
+    held: list[int] = []  # MiB
+    done: list[float] = []  # when each call ended
+    while not held or time.time() - begun < seconds:
         soak.step()
         held.append(_held(device))
+        done += [time.time() - begun] * (soak.done.total() - len(done))
+    took = time.time() - begun
+    by_quarter = [sum(took * quarter / 4 < at <= took * (quarter + 1) / 4 for at in done) for quarter in range(4)]
     return {
         "device": torch.cuda.get_device_name() if device != "cpu" else "cpu", "torch": torch.__version__,
-        "seconds": round(time.time() - begun, 1), "first seed": seed, "next seed": soak.seed + 1,
-        "calls": dict(soak.done), "wrong": soak.wrong, "tracebacks of the first": soak.tracebacks,
+        "seconds": round(took, 1), "first seed": seed, "next seed": soak.seed + 1,
+        "calls": dict(soak.done), "calls per second, by quarter": [round(4 * count / took, 1) for count in by_quarter],
+        "combinations": soak.in_use if device != "cpu" else "as drawn",
+        "kernels": len(soak.compiling.made), "seconds compiling": round(soak.compiling.seconds, 1),
+        "wrong": soak.wrong, "tracebacks of the first": soak.tracebacks,
         "MiB held between calls": {"first": held[0], "middle": held[len(held) // 2], "last": held[-1], "most": max(held)},
         "peak MiB of the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }  # fmt: skip
@@ -234,13 +308,22 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, default=Path("soak.json"), help="a list of runs, to which this one is added"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="processes that compile ahead"
+    )
+    parser.add_argument("--ahead", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.ahead:
+        compile_ahead(options.device, *options.ahead)
+        return 0
     runs = json.loads(options.output.read_text()) if options.output.exists() else []
     start = options.start if options.start is not None else runs[-1]["next seed"] if runs else 500_000
-    runs.append(run(options.seconds, options.device, start))
+    runs.append(run(options.seconds, options.device, start, options.jobs))
     options.output.write_text(json.dumps(runs, indent=1) + "\n")
     total = sum(sum(each["calls"].values()) for each in runs)
     print(json.dumps(runs[-1]))
+    first, *_, last = runs[-1]["calls per second, by quarter"]
+    print(f"{first} calls per second in the first quarter, {last} in the last")
     print(
         f"{total} calls in {sum(each['seconds'] for each in runs):.0f} s, {sum(len(each['wrong']) for each in runs)} wrong"
     )

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from dmattn_ops.testing.check import check, refused, shrink
-from dmattn_ops.testing.problem import ALIKE, KERNELS, Problem, draw, instructions
+from dmattn_ops.testing.combinations import COMBINATIONS, OF_A_BLOCK, combination
+from dmattn_ops.testing.compiling import Compiling
+from dmattn_ops.testing.problem import ALIKE, Problem, draw, instructions
 
 SILENCE = 150.0  # a worker that prints nothing for this many seconds counts as hanging; compiling takes a tenth of that
 ALONE = 120.0  # seconds that one problem may take in a process of its own
 REPORTED = 100  # problems between two lines of progress
-_BEGIN, _CANCELLED, _FAILED, _ALIVE = "begin ", "cancelled", "FAILED ", "shrinking"
+_BEGIN, _CANCELLED, _FAILED, _ALIVE, _DONE = "begin ", "cancelled", "FAILED ", "shrinking", "done "
 CAPABILITY = "ATEN_CPU_CAPABILITY"
 _ALONE = """
 import sys
@@ -66,41 +72,71 @@ class Prober:
             return True
 
 
-def work(seeds: range, device: str, repeats: int) -> int:
-    """Check the problems of `seeds`, naming each on a line before it begins; return 1 where CUDA became unusable."""
-    for seed in seeds:
-        print(f"{_BEGIN}{seed}", flush=True)
-        problem = draw(seed, device)
-        try:
-            if check(problem, device, repeats):
-                print(_CANCELLED, flush=True)
-        except Exception as error:
-            unusable = breaks_the_context(error)
-            prober = Prober(device, unusable)
+def work(parts: Iterable[str], device: str, repeats: int) -> int:
+    """Check the problems of each part, a line "start stop step" of seeds; return 1 where CUDA became unusable.
 
-            def probe(candidate: Problem, prober: Prober = prober) -> bool:
-                print(_ALIVE, flush=True)
-                return prober(candidate)
-
-            small = shrink(problem, probe)
-            print(_failure(seed, f"{type(error).__name__}: {error}", small), flush=True)
-            if unusable:
+    Each problem is named on a line before it begins. A last line says of a part what was compiled and how large errors were.
+    """
+    compiling = Compiling()
+    if device != "cpu":
+        compiling.listen()
+    for part in parts:
+        worst: dict[str, tuple[float, int]] = {}
+        for seed in range(*map(int, part.split())):
+            print(f"{_BEGIN}{seed}", flush=True)
+            margins: dict[str, float] = {}
+            if not _passes(seed, device, repeats, margins):
                 return 1
+            for name, margin in margins.items():
+                worst[name] = max(worst.get(name, (0.0, seed)), (margin, seed))
+        print(_DONE + json.dumps([compiling.taken(), worst]), flush=True)
     return 0
+
+
+def _passes(seed: int, device: str, repeats: int, margins: dict[str, float]) -> bool:
+    """Check the problem of a seed and print what was wrong; return False where CUDA became unusable."""
+    problem = draw(seed, device)
+    try:
+        if check(problem, device, repeats, margins=margins):
+            print(_CANCELLED, flush=True)
+    except Exception as error:
+        unusable = breaks_the_context(error)
+        prober = Prober(device, unusable)
+
+        def probe(candidate: Problem) -> bool:
+            print(_ALIVE, flush=True)
+            return prober(candidate)
+
+        small = shrink(problem, probe)
+        print(_failure(seed, f"{type(error).__name__}: {error}", small), flush=True)
+        return not unusable
+    finally:
+        if problem.rows == "far" and device != "cpu":
+            torch.cuda.empty_cache()  # gigabytes, which other processes need
+    return True
 
 
 def _failure(seed: int, reason: str, problem: Problem) -> str:
     return f"{_FAILED}seed {seed}: {' '.join(reason.split())[:300]} | {problem!r}"
 
 
+class Part(NamedTuple):
+    """Seeds that one process checks in a row."""
+
+    seeds: range
+    instructions: str = ""  # of a CPU
+
+
 @dataclass
-class _Tally:
+class Tally:
     """What all workers have done, and the lock that keeps their lines apart."""
 
     cases: int
     begun: int = 0
-    cancelled: int = 0
+    cancelled: int = 0  # over the budget only by the rounding errors of a sum whose terms cancel
     failures: int = 0
+    kernels: dict[str, float] = field(default_factory=dict)  # seconds that each compiled kernel took
+    worst: dict[str, tuple[float, int]] = field(default_factory=dict)  # error over budget by result, and the seed
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> None:
@@ -118,64 +154,112 @@ class _Tally:
             self.failures += 1
             print(line, flush=True)
 
+    def finish(self, kernels: dict[str, float], worst: dict[str, list]) -> None:
+        """Add what a worker says at the end of a part. Two processes may have compiled the same kernel."""
+        with self.lock:
+            for name, seconds in kernels.items():
+                self.kernels[name] = self.kernels.get(name, 0.0) + seconds
+            for name, (margin, seed) in worst.items():
+                self.worst[name] = max(self.worst.get(name, (0.0, seed)), (margin, seed))
 
-def run(seeds: range, device: str, repeats: int, jobs: int) -> tuple[int, int]:
-    """Check the problems of `seeds` in `jobs` processes and print those that fail.
-
-    Return how many failed, and how many were over the budget only by the rounding errors of a sum whose terms cancel.
-
-    Every process takes each `jobs`-th seed. On a GPU, `jobs` is lowered to a divisor of `KERNELS`: then no two processes
-    compile the same kernels (see `draw`).
-    """
-    if device != "cpu":
-        jobs = max(divisor for divisor in range(1, jobs + 1) if KERNELS % divisor == 0)
-    tally = _Tally(len(seeds))
-    shares = [seeds[first::jobs] for first in range(min(jobs, len(seeds)))]
-    with ThreadPoolExecutor(max(1, len(shares))) as pool:
-        list(pool.map(lambda share: _supervise(share, device, repeats, jobs, tally), shares))
-    return tally.failures, tally.cancelled
+    def lines(self) -> Iterator[str]:
+        """Yield what to print at the end."""
+        if self.kernels:
+            compiled = sum(seconds > 0 for seconds in self.kernels.values())
+            yield f"{len(self.kernels)} kernels, {compiled} of them compiled in {sum(self.kernels.values()):.0f} s of all processes"
+        if self.worst:
+            named = (f"{name} {margin:.2f} (seed {seed})" for name, (margin, seed) in self.worst.items())
+            yield f"largest error over its budget: {', '.join(named)}"
+        by_rounding = (
+            f", {self.cancelled} of them with what rounding leaves of a sum that cancels" if self.cancelled else ""
+        )
+        yield f"{self.cases - self.failures} passed{by_rounding}, {self.failures} failed"
 
 
-def _supervise(seeds: range, device: str, repeats: int, jobs: int, tally: _Tally) -> None:
-    """Run a worker over `seeds`, another one over the rest where it dies, and one for each of the instructions of a CPU."""
+def run(seeds: range, device: str, repeats: int, jobs: int) -> Tally:
+    """Check the problems of `seeds` in `jobs` processes and print those that fail."""
+    tally = Tally(len(seeds))
+    parts = deque(parts_for_cpu(seeds, jobs) if device == "cpu" else parts_for_gpu(seeds))
+    count = max(1, min(jobs, len(parts)))
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(lambda _: _supervise(parts, device, repeats, jobs, tally), range(count)))
+    return tally
+
+
+def parts_for_gpu(seeds: range) -> list[Part]:
+    """Divide seeds by what is compiled for them, so that no two processes compile the same; what takes long comes first."""
+    parts = []
+    for block in range(seeds.start // OF_A_BLOCK, -(-seeds.stop // OF_A_BLOCK)):
+        first, end = block * OF_A_BLOCK, (block + 1) * OF_A_BLOCK
+        low = max(first, seeds.start)
+        for start in range(low, min(low + COMBINATIONS, end, seeds.stop)):
+            parts.append(Part(range(start, min(end, seeds.stop), COMBINATIONS)))
+    return sorted(parts, key=lambda part: -combination(part.seeds[0]).cost)
+
+
+def parts_for_cpu(seeds: range, jobs: int) -> list[Part]:
+    """Divide seeds by the instructions that they ask for, and these among processes."""
+    parts: list[Part] = []
+    for begin in range(seeds.start // ALIKE * ALIKE, seeds.stop, ALIKE):
+        alike = range(max(begin, seeds.start), min(begin + ALIKE, seeds.stop))
+        wanted = instructions(begin)
+        if parts and parts[-1].instructions == wanted and jobs == 1:
+            alike = range(parts.pop().seeds.start, alike.stop)
+        parts += [Part(alike[first::jobs], wanted) for first in range(min(jobs, len(alike)))]
+    return parts
+
+
+def _supervise(parts: deque[Part], device: str, repeats: int, jobs: int, tally: Tally) -> None:
+    """Run a worker over parts until none are left; another one where it dies, or where other instructions are asked for."""
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-    while len(seeds):
-        begun, failed = 0, False
-        part, wanted = _alike(seeds) if device == "cpu" else (seeds, "")
+    part = _next(parts)
+    while part is not None:
+        wanted, died = part.instructions, False
         variables = {**environment(wanted), "OMP_NUM_THREADS": threads}
-        command = _command(part, device, repeats)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as worker:
-            for line in _lines(worker):
-                if line.startswith(_BEGIN):
-                    begun, failed = begun + 1, False
-                    tally.begin()
-                elif line.startswith(_CANCELLED):
-                    tally.cancel()
-                elif line.startswith(_FAILED):
-                    failed = True
-                    tally.fail(line.rstrip())
-        if worker.returncode == 0:
-            seeds = seeds[len(part) :]
-            continue
-        seed = seeds[max(begun - 1, 0)]
-        if not failed:
-            problem = draw(seed, device)
-            small = shrink(problem, Prober(device, unusable=True))
-            tally.fail(_failure(seed, f"its process ended with {worker.returncode}", small))
-        seeds = seeds[max(begun, 1) :]
+        command = _command(device, repeats)
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+        ) as worker:
+            while part is not None and part.instructions == wanted and not died:
+                rest = _follow(worker, part.seeds, device, tally)
+                died = rest is not None
+                part = part._replace(seeds=rest) if rest else _next(parts)
 
 
-def _alike(seeds: range) -> tuple[range, str]:
-    """Return the first of `seeds`, as many as ask for the same instructions, and these."""
-    wanted = instructions(seeds[0])
-    end = (seeds[0] // ALIKE + 1) * ALIKE
-    return range(seeds.start, min(end, seeds.stop), seeds.step), wanted
+def _next(parts: deque[Part]) -> Part | None:
+    try:
+        return parts.popleft()
+    except IndexError:
+        return None
 
 
-def _command(seeds: range, device: str, repeats: int) -> list[str]:
-    share = [str(bound) for bound in (seeds.start, seeds.stop, seeds.step)]
-    options = ["--device", device, "--repeats", str(repeats), "--worker", *share]
-    return [sys.executable, "-m", "dmattn_ops.testing", *options]
+def _follow(worker: subprocess.Popen[str], seeds: range, device: str, tally: Tally) -> range | None:
+    """Let a worker check the problems of a part; return what is left of it where the worker dies, None where it did all."""
+    begun, failed = 0, False
+    assert worker.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it died at once
+        print(seeds.start, seeds.stop, seeds.step, file=worker.stdin, flush=True)
+    for line in _lines(worker):
+        if line.startswith(_BEGIN):
+            begun, failed = begun + 1, False
+            tally.begin()
+        elif line.startswith(_CANCELLED):
+            tally.cancel()
+        elif line.startswith(_FAILED):
+            failed = True
+            tally.fail(line.rstrip())
+        elif line.startswith(_DONE):
+            tally.finish(*json.loads(line.removeprefix(_DONE)))
+            return None
+    seed, status = seeds[max(begun - 1, 0)], worker.wait()
+    if not failed:
+        small = shrink(draw(seed, device), Prober(device, unusable=True))
+        tally.fail(_failure(seed, f"its process ended with {status}", small))
+    return seeds[max(begun, 1) :]
+
+
+def _command(device: str, repeats: int) -> list[str]:
+    return [sys.executable, "-m", "dmattn_ops.testing", "--device", device, "--repeats", str(repeats), "--worker"]
 
 
 def _lines(worker: subprocess.Popen[str]) -> Iterator[str]:
