@@ -32,7 +32,8 @@ ALLOWED = {
     "d256 window segments": 136,
     "d64 segments key-bias": 24, "d128 full key-bias": 16,
     "d128 causal key-bias": 8, "d128 softcap key-bias": 32, "d128 bits key-bias": 60, "d128 segments key-bias": 348,
-    "d128 full full-bias": 112, "d128 bits full-bias": 332, "d128 intervals full-bias": 1032, "d256 full key-bias": 52, "d256 causal key-bias": 20,
+    "d128 full full-bias": 112, "d128 bits full-bias": 332, "d128 intervals full-bias": 1032,
+    "d256 full key-bias": 52, "d256 causal key-bias": 20,
     "d256 softcap key-bias": 56, "d256 bits key-bias": 56, "d256 segments key-bias": 260, "d256 full full-bias": 136,
     "d256 bits full-bias": 264, "d256 intervals full-bias": 872, "d128 intervals": 64, "d64 causal key-bias": 12,
     "d128 spans": 24, "d128 spans softcap": 16, "d128 spans key-bias": 28, "d256 spans": 32, "d256 spans softcap": 40,
@@ -55,7 +56,8 @@ PARTS = ("d80 full", "d80 causal", "d96 full", "d96 bits", "d192 causal", "d192/
          "d192/128 softcap", "d192/128 bits", "d160 full", "d64/128 full", "d128/64 full", "d256/128 causal")  # fmt: skip
 QUICK = (
     "d80 full", "d192/128 causal", "d64 causal", "d128 full", "d128 bits", "d256 causal", "d64 causal key-bias",
-    "d128 bits key-bias", "d128 causal maximum", "d64 causal sink", "d64 spans", "d128 spans", "d128 causal dropout", "d128 intervals",
+    "d128 bits key-bias", "d128 causal maximum", "d64 causal sink", "d64 spans", "d128 spans", "d128 causal dropout",
+    "d128 intervals",
 )  # fmt: skip
 EVERY = tuple(f"d{dim} {kind}" for dim in (64, 128, 256) for kind in KINDS if dim != 64 or "full-bias" not in kind)
 EVERY += PARTS
