@@ -380,8 +380,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(loss, text_file
     assert contents(tmp_path) == {}
 
 
-def test_the_program_ends_with_one_line_and_no_traceback():
-    command = [sys.executable, train.__file__, "--heads=5"]
+def test_the_program_ends_with_one_line_and_no_traceback(tmp_path):
+    command = [sys.executable, train.__file__, "--heads=5", f"--out={tmp_path / 'run'}"]  # there may be an earlier run
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr == "train.py: --dim 192 is not a multiple of --heads 5\n"
