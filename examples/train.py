@@ -197,11 +197,12 @@ def load_state(path: Path, device: str) -> dict[str, Any]:
 
 
 class Facts(NamedTuple):
-    """What a run measured: tokens per second after warm-up, seconds of warm-up, share of empty tiles, recompiles."""
+    """What a run measured: tokens per second after warm-up, seconds of it, share of empty tiles, graph breaks, recompiles."""
 
     speed: float
     warm_up: float
     skipped: float
+    breaks: int
     recompiles: int
 
 
@@ -263,7 +264,7 @@ def fit(
     plan, history, first = trainer.plan, trainer.history, trainer.step
     until = plan.steps if until is None else until
     print(f"{label}: compiling the model (about a minute on two cores, less where it was compiled before)", flush=True)
-    began = time.perf_counter()
+    began, breaks_before = time.perf_counter(), graph_breaks()
     validation, skipped = trainer.validate(), benefit.tiles_skipped(trainer.masks())
     if first == 0:
         history.validation.append((0, validation))
@@ -292,7 +293,12 @@ def fit(
     if progress is not None:
         progress.close()
     recompiles = counters["stats"]["unique_graphs"] - graphs if trainer.step > first else 0
-    return Facts(speed, warm_up, skipped, recompiles)
+    return Facts(speed, warm_up, skipped, graph_breaks() - breaks_before, recompiles)
+
+
+def graph_breaks() -> int:
+    """Return how often the compiler has divided a function of this process into several graphs."""
+    return sum(counters["graph_break"].values())
 
 
 @torch.no_grad()
@@ -324,7 +330,6 @@ def print_dense_speed(trainer: Trainer) -> None:
 def report(trainer: Trainer, facts: Facts, entropy: float) -> None:
     """Print what happened, from the compiler's own counters and the graphs it was given."""
     validation = trainer.history.validation
-    breaks = sum(counters["graph_break"].values())
     backward = ", ".join(f"{count} x {name}" for name, count in trainer.recorder.operators["backward"].items())
     print(f"loss            {validation[0][1]:.3f} -> {validation[-1][1]:.3f} nats per byte (validation)")
     print(f"unigram entropy {entropy:.3f} nats per byte of the validation text")
@@ -342,7 +347,7 @@ def report(trainer: Trainer, facts: Facts, entropy: float) -> None:
         f"attention       {1e3 * masked:.1f} ms a step with the masks, {1e3 * causal:.1f} ms without:"
         f" {causal / masked:.2f} times as fast"
     )
-    print(f"compilation     {breaks} graph breaks, {facts.recompiles} recompiles after warm-up")
+    print(f"compilation     {facts.breaks} graph breaks, {facts.recompiles} recompiles after warm-up")
     print(f"backward graph  {backward or 'not compiled in this run'}")
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 import benefit
 import settings
@@ -130,7 +129,7 @@ def test_every_layer_calls_the_backward_operator_in_the_compiled_graph(finished)
     operators = finished[1]["dmattn"].recorder.operators
     assert operators["backward"]["dmattn.backward.default"] == TINY.layers
     assert finished[1]["sdpa"].recorder.operators["backward"] == {}
-    assert sum(counters["graph_break"].values()) == 0
+    assert "0 graph breaks" in finished[2]
 
 
 def test_same_masks_through_torch_attention_give_the_same_curve(finished):
