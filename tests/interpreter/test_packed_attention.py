@@ -240,6 +240,6 @@ def test_a_packed_backward_tells_one_line_with_the_lengths_of_the_call(monkeypat
     monkeypatch.setattr(dispatch, "packing_of", lambda *given: (packing, []))
     launcher, silent = dispatch._launcher, SimpleNamespace(backward=lambda *given: None)
     monkeypatch.setattr(dispatch, "_launcher", lambda module: launcher(module) if "packing" in module else silent)
-    dispatch.backward(call, saved, grads, None)
+    dispatch.backward(call, saved, grads)
     (line,) = lines
     assert "SeqQ=300, SeqK=300, Batch=1, Choice=CPU_" in line
