@@ -141,5 +141,5 @@ def backward(call: Call, saved: Saved, grad_out: Tensor) -> list[Tensor]:
     """Return dq, dk and dv, which held NaN before."""
     found = [torch.full_like(each, float("nan")) for each in (call.query, call.key, call.value)]
     dbias = None if call.bias is None else torch.full_like(call.bias, float("nan"))
-    dispatch.backward(call, saved, Gradients(grad_out, None, *found, dbias), None)
+    dispatch.backward(call, saved, Gradients(grad_out, None, *found, dbias))
     return found

@@ -88,7 +88,7 @@ def spoiled(call: Call, grad_out: Tensor) -> dict[str, Tensor]:
     dispatch.forward(call, Result(out, lse, tail, None))
     grads = [torch.full_like(each, math.nan) for each in (query, call.key, call.value)]
     dbias = None if call.bias is None else torch.full_like(call.bias, math.nan)
-    dispatch.backward(call, Saved(out, lse, tail), Gradients(grad_out, None, *grads, dbias), None)
+    dispatch.backward(call, Saved(out, lse, tail), Gradients(grad_out, None, *grads, dbias))
     return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
