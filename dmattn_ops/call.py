@@ -5,8 +5,8 @@ A launcher is two functions, the same on every device:
     forward(call: Call, result: Result, config) -> None
     backward(call: Call, saved: Saved, grads: Gradients, config) -> None
 
-A launcher that serves calls with sinks says so (`TAKES_SINKS`); others get those without, and `sinks` does the rest.
-They write every element of their outputs, which arrive uninitialised. Tensors may have any strides with a contiguous last
+They write every element of their outputs, which arrive uninitialised. A launcher whose kernels serve sinks says so
+(`TAKES_SINKS`); others compute without them, and `sinks` does the rest. Tensors may have any strides with a contiguous last
 dimension. Dense tensors are `[B, S, heads, D]` with row statistics `[B, H, Sq]`; packed sequences (`call.varlen`) are
 `[total, heads, D]` with row statistics `[H, total_q]`.
 """

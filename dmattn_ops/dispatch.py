@@ -197,15 +197,14 @@ def run_forward(call: Call, result: Result, packed: packing.Packing | None) -> N
         _run_forward(with_start(call), result)
         return
     _launcher(PACKED).forward(call._replace(sink=None), result, packed, _run_forward)
-    if call.sink is not None:
-        sinks.take_share(call.sink, result)
+    sinks.take_share(call.sink, result)
 
 
 def _run_forward(call: Call, result: Result) -> None:
     choice = forward_choice(call, result)
     launcher = _launcher(_FORWARD[choice.row.kernel])
     launcher.forward(call, result, choice.row.config)
-    if call.sink is not None and not _takes_sinks(launcher):
+    if not _takes_sinks(launcher):
         sinks.take_share(call.sink, result)
 
 

@@ -110,7 +110,7 @@ def forward(call: Call, result: Result, config: Any) -> None:
 def backward(call: Call, saved: Saved, grads: Gradients, config: Any) -> None:
     """Write dq, dk, dv and, where it is given, dbias, each with its input's shape."""
     _require()
-    torch.ops.dmattn_native.backward(*_shared(call), *saved, *grads[:-1])
+    torch.ops.dmattn_native.backward(*_shared(call), *saved, *grads[:-1])  # all but dsink, which `sinks` writes
 
 
 def pack_mask(

@@ -19,9 +19,10 @@ from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.recording import computed
 
 
-def take_share(sink: Tensor, result: Result) -> None:
-    """Multiply out by the share of the keys, in place."""
-    computed(_scale_rows, result.out, result.lse, sink)
+def take_share(sink: Tensor | None, result: Result) -> None:
+    """Multiply out by the share of the keys, in place; without a sink they have all."""
+    if sink is not None:
+        computed(_scale_rows, result.out, result.lse, sink)
 
 
 def without_sink(call: Call, saved: Saved, grads: Gradients) -> tuple[Call, Saved, Gradients]:

@@ -183,7 +183,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
     """
     call = key_numbers_as_bias(listed(call))
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
-    grad_out, grad_lse, dq, dk, dv, _, _ = grads
+    grad_out, grad_lse, dq, dk, dv = grads[:5]
     out, lse, lse_tail = saved
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     block_m, block_n, dim, dim_v = config.block_m, config.block_n, query.shape[-1], value.shape[-1]

@@ -95,7 +95,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     """Write dq, dk and dv of tensors that `refusals` accepts, dense or packed, and dbias unless it is None."""
     call = key_numbers_as_bias(listed(call))
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
-    grad_out, grad_lse, dq, dk, dv, _, _ = grads
+    grad_out, grad_lse, dq, dk, dv = grads[:5]
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     (width, second), (width_v, second_v) = column_parts(query.shape[-1]), column_parts(value.shape[-1])
     if not mappable(grad_out):  # an expanded gradient, such as that of out.sum()
