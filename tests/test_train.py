@@ -20,6 +20,7 @@ from corpus import batch, from_file, standard_library, unigram_entropy
 from dmattn_ops import dynamic_mask, prepare_mask
 from model import ByteModel, ModelConfig, attend_dmattn
 from settings import CHECKPOINT, SettingError
+from trainer import learning_rate
 
 TINY = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, keep=24, seqlen=96)
 SIZES = ["--layers=2", "--dim=32", "--heads=4", "--kv-heads=2", "--keep=24", "--seqlen=96", "--batch=4"]
@@ -318,7 +319,7 @@ def test_a_run_is_resumed_with_its_own_settings_and_more_steps(finished, text_fi
     assert trainer.step == 30
     assert trainer.history.train[:24] == finished[1]["dmattn"].history.train
     assert [step for step, _ in trainer.history.validation] == [0, 8, 16, 24, 30]
-    assert trainer.optimizer.param_groups[0]["lr"] == train.learning_rate(29, trainer.plan)
+    assert trainer.optimizer.param_groups[0]["lr"] == learning_rate(29, trainer.plan)
 
 
 def interrupt_in_step(monkeypatch, step, times=1):
