@@ -118,6 +118,22 @@ def send_rows(buffer, map, place, WIDTH: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
+def stage_parts(parts, factor, buffers, WIDTH: gl.constexpr, SECOND: gl.constexpr, dtype: gl.constexpr):
+    """Do `stage_rows` for each part of rows, in buffers with room for it."""
+    stage_rows(parts[0], factor, buffers[0], WIDTH, 0, dtype)
+    if SECOND > 0:
+        stage_rows(parts[1], factor, buffers[1], SECOND, 0, dtype)
+
+
+@gluon.jit
+def send_parts(buffers, maps, batch, row, head, WIDTH: gl.constexpr, SECOND: gl.constexpr, dtype: gl.constexpr):
+    """Start writing rows `row ...` of a head, which `stage_parts` stored."""
+    send_rows(buffers[0], maps[0], [batch, row, head, 0], WIDTH, dtype)
+    if SECOND > 0:
+        send_rows(buffers[1], maps[1], [batch, row, head, WIDTH], SECOND, dtype)
+
+
+@gluon.jit
 def buffer_at(buffers, i):
     """Return the `i`-th of the buffers of each part."""
     if len(buffers) > 1:

@@ -1,10 +1,10 @@
 """SM 9.0 backward in Gluon: a block is 128 keys of a key head, which walk the query tiles that see them, head by head or in turns.
 
 Five partitions: two consumers of 64 keys each (4 warps, 240 registers) that keep dk and dv in registers over all query
-heads of the group, one warp that loads by TMA, and two that add each consumer's share of dq to the workspace by TMA.
-They count the steps of all blocks of a program in one sequence, in which the step after a block's last hands out its last
-dq and has no query tile: stages, phases and buffers follow from the count. A program that finds no more blocks turns to
-`finish.py`.
+heads of the group, one warp that loads by TMA, and two that add each consumer's share of dq to the workspace and write its
+dk and dv, by TMA. They count the steps of all blocks of a program in one sequence, in which a block's last step hands out
+dk, dv and the last dq, and has no query tile: stages, phases and buffers follow from the count. A program that finds no
+more blocks turns to `finish.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.backward.finish import finish
 from dmattn_ops.kernels.hopper.backward.movers import PIECE_ROWS, producer, reducer
-from dmattn_ops.kernels.hopper.backward.steps import ALWAYS, ASK, INTERVALS, NEVER, last_dq, step
+from dmattn_ops.kernels.hopper.backward.steps import ALWAYS, ASK, INTERVALS, NEVER, last_step, step
 from dmattn_ops.kernels.hopper.backward.walk import (
     BIT_LISTS,
     INTERVAL_LISTS,
@@ -29,13 +29,12 @@ from dmattn_ops.kernels.hopper.backward.walk import (
     span_of,
 )
 from dmattn_ops.kernels.hopper.backward.work import RECEIVERS, receive, record_of
-from dmattn_ops.kernels.hopper.columns import allocate_rows, no_sums, pair, send_rows, stage_rows
+from dmattn_ops.kernels.hopper.columns import allocate_rows, no_sums, pair
 from dmattn_ops.kernels.hopper.dropout import Dropout, dropout_of_batch, dropout_of_head
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     mbarrier,
     reinterpret,
-    tma,
 )
 from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
@@ -221,13 +220,12 @@ def consume_block(
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
     DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv of 64 keys of a block, summed over the query heads of the group, and make half of each dq tile."""
-    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, all_bias, by_batch, exact, rows = consumed
+    """Make dk and dv of 64 keys of a block, summed over the query heads of the group, and make half of each dq tile."""
+    shared, signals, kv_signals, masks, strides, steps, scales, limits, all_bias, by_batch, exact, rows = consumed
     bias_b, dropouts = by_batch
     q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones = shared
     q_full, made, read, dq_empties = signals
-    k_full, k_empty, v_full, v_empty = kv_signals
-    dk_desc, dv_desc = maps
+    k_full, k_empty, v_full = kv_signals
     seqlen_q, seqlen_k, band_lo, band_hi = limits
     lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to = masks
     of_lists, bits_b, bits_kv, bits_row, q_segments_b, k_segments_b, k_segments_kv = strides
@@ -259,14 +257,10 @@ def consume_block(
     if DROPOUT:
         dropouts = dropout_of_batch(dropouts, batch)
     k_buffer = turn % K_BUFFERS
-    v_half = (turn & 1) * 2 + C
-    dq_c = dq_s.index(C)
-    tiles = (q_s, do_s, stat_s, ds_s, dq_c, k_s, v_s, ones, k_buffer, v_half)
+    tiles = (q_s, do_s, stat_s, ds_s, dq_s.index(C), k_s, v_s, ones, k_buffer, (turn & 1) * 2 + C)
     barriers = (q_full, made, read, dq_empties.index(C))
     dk = no_sums(D, D2)
     dv = no_sums(DV, DV2)
-    tma.store_wait(pendings=0)  # dv and dk of the block before have left V's other buffer and dq's
-    mbarrier.arrive(v_empty.index((turn & 1) ^ 1), count=1)
     mbarrier.wait(k_full.index(k_buffer), (turn // K_BUFFERS) & 1)
     mbarrier.wait(v_full.index(turn & 1), (turn >> 1) & 1)
     rounds, width = rounds_of(group, INTERLEAVED)
@@ -293,32 +287,18 @@ def consume_block(
             i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, kv_head, width, limits,
             rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
             DROPOUT)  # fmt: skip
-    last_dq(i, tiles, barriers, k_empty.index(k_buffer), C, BM, D2, TWO_PHASE)
-    # dv leaves through this consumer's half of V, dk through its piece of dq (16 KB hold 64 x 128 values of 16 bits)
     dk_scale, dv_scale = scales.softmax, None
     if DROPOUT:
         dk_scale, dv_scale = dk_scale * dropouts.rescale, dropouts.rescale
-    v_c = v_s[0].index(v_half)
-    stage_rows(dv[0], dv_scale, v_c, DV, DV, dtype)
-    key = tile * BN + C * 64
-    send_rows(v_c, dv_desc[0], [batch, key, kv_head, 0], DV, dtype)
-    if DV2 > 0:
-        v2_c = v_s[1].index(v_half)
-        stage_rows(dv[1], dv_scale, v2_c, DV2, DV2, dtype)
-        send_rows(v2_c, dv_desc[1], [batch, key, kv_head, DV], DV2, dtype)
-    mbarrier.wait(dq_empties.index(C), i & 1)
-    stage_rows(dk[0], dk_scale, dq_c, D, 0, dtype)
-    send_rows(dq_c, dk_desc[0], [batch, key, kv_head, 0], D, dtype)
-    if D2 > 0:  # in the half that the first part leaves
-        half = dq_c.slice(8, 8, dim=0)
-        stage_rows(dk[1], dk_scale, half, D2, 0, dtype)
-        send_rows(half, dk_desc[1], [batch, key, kv_head, D], D2, dtype)
+    last_step(
+        i, dk, dv, dk_scale, dv_scale, tiles, barriers, k_empty.index(k_buffer), C, BM, D, D2, DV, DV2, dtype, TWO_PHASE
+    )
     return i + 1
 
 
 @gluon.jit
 def consumer(
-    consumed, flags, n_flags, dq_out, cleared, work,
+    consumed, flags, n_flags, dq_out, filled, work,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
     K_BUFFERS: gl.constexpr,
     dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -327,20 +307,17 @@ def consumer(
     DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Work through the program's blocks as consumer `C`, then write dq."""
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, by_batch, exact, rows = consumed
-    _, _, _, _, _, ds_s, _, ones = shared
+    shared, signals, kv_signals, masks, strides, steps, scales, limits, bias, by_batch, exact, rows = consumed
+    ones = shared[-1]
     needed = any_flag(flags, n_flags)
     exact = Exact(needed, exact.first, exact.second)
     scales = Scales(scales.factor, scales.cap, gl.where(needed != 0, 0.0, scales.unscale), scales.softmax)
-    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, by_batch, exact, rows)
+    consumed = (shared, signals, kv_signals, masks, strides, steps, scales, limits, bias, by_batch, exact, rows)
     if BIAS == KEY_BIAS:
         ones.index(0).store(gl.full([8, BM], 1.0, dtype, layout=gl.BlockedLayout([1, 8], [4, 8], [1, 4], [1, 0])))
-    # dS of the step before the first one is zero
-    ds_s.index(1).slice(C * 64, 64, dim=0).store(gl.zeros([64, BM], dtype, layout=SL))
-    fence_async_shared()
-    mbarrier.arrive(cleared, count=1)
-    mbarrier.wait(cleared, 0)
+        fence_async_shared()
+        mbarrier.arrive(filled, count=1)
+        mbarrier.wait(filled, 0)  # both consumers store the same ones
     i = 0
     turn = 0
     tile, batch, kv_head = receive(turn, work)
@@ -350,6 +327,8 @@ def consumer(
             HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)  # fmt: skip
         turn += 1
         tile, batch, kv_head = receive(turn, work)
+    _, _, _, dq_empties = signals
+    mbarrier.wait(dq_empties.index(C), (i - 1) & 1)  # the last piece has left
     finish(turn + 1, dq_out, work, C, D, D2)
 
 
@@ -413,10 +392,8 @@ def backward_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     v_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    cleared = gl.allocate_shared_memory(gl.int64, [1], BAR)
     made = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)  # [consumer, stage]: dS, and dq of the step before
     dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    mbarrier.init(cleared, count=2)
     for b in gl.static_range(2):
         mbarrier.init(announced.index(b), count=1)
         mbarrier.init(received.index(b), count=RECEIVERS)
@@ -434,7 +411,10 @@ def backward_kernel(
         for b in gl.static_range(4):
             mbarrier.init(read.index(b), count=1)
     ones = 0
+    filled = 0
     if BIAS == KEY_BIAS:
+        filled = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        mbarrier.init(filled, count=2)
         ones = gl.allocate_shared_memory(dtype, [1, 8, BM], gl.NVMMASharedLayout.get_default_for([8, BM], dtype))
 
     order = ((seqlen_k + BN - 1) // BN, n_heads, heads_per_group, first_ranks, ranks_in_row, tiles_at_once)
@@ -443,8 +423,7 @@ def backward_kernel(
     limits = (seqlen_q, seqlen_k, band_lo, band_hi)
     shared = (q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones)
     signals = (q_full, made, read, dq_empty)
-    kv_signals = (k_full, k_empty, v_full, v_empty)
-    maps = (pair(dk_desc, dk2_desc, D2), pair(dv_desc, dv2_desc, DV2))
+    kv_signals = (k_full, k_empty, v_full)
     masks = (lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to)
     strides = (of_lists, bits_b, bits_kv, bits_row, q_segments_b, k_segments_b, k_segments_kv)
     steps = (list_step, bits_step, k_segments_step, kv_heads, group)
@@ -452,7 +431,7 @@ def backward_kernel(
     exact = Exact(0, statistics + 2 * total.to(gl.int64), statistics + 3 * total.to(gl.int64))
     bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_q, seqlen_k)
     by_batch = (bias_b, Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin))
-    consumed = (shared, signals, kv_signals, maps, masks, strides, steps, scales, limits, bias, by_batch, exact, rows)
+    consumed = (shared, signals, kv_signals, masks, strides, steps, scales, limits, bias, by_batch, exact, rows)
     dq_scale = scale
     if DROPOUT:
         dq_scale = scale * rescale
@@ -461,15 +440,16 @@ def backward_kernel(
     stages = (q4, o4, stat3, q_full, read)
     produced = ((k_descs, v_descs), (k4, v4, k_full, k_empty, v_full, v_empty), maps, stages, walked)
     dq_out = (accumulator, dq_s, pair(dq_desc, dq2_desc, D2), dq_scale, kv_heads * group, rows)
-    reduced = (pieces_desc, dq_s, made, dq_empty, counters, walked)
-    reduced_2 = (pair(pieces_desc, pieces2_desc, D2)[-1], dq_s, made, dq_empty, counters, walked)
+    sent = (q_s, ds_s, v_s, v_empty, pair(dk_desc, dk2_desc, D2), pair(dv_desc, dv2_desc, DV2))
+    reduced = (pieces_desc, dq_s, made, dq_empty, counters, walked, sent)
+    reduced_2 = (pair(pieces_desc, pieces2_desc, D2)[-1], dq_s, made, dq_empty, counters, walked, sent)
     gl.warp_specialize([
-        (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 0, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS,
+        (consumer, (consumed, flags, n_flags, dq_out, filled, work, 0, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS,
                     SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)),
-        (consumer, (consumed, flags, n_flags, dq_out, cleared, work, 1, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS,
+        (consumer, (consumed, flags, n_flags, dq_out, filled, work, 1, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS,
                     SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)),
         (producer, (produced, tickets, blocks_done, order, work, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
                     INTERLEAVED)),
-        (reducer, (reduced, blocks_done, work, 0, BM, BN, D2, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
-        (reducer, (reduced_2, blocks_done, work, 1, BM, BN, D2, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
+        (reducer, (reduced, blocks_done, work, 0, BM, BN, D, D2, DV, DV2, dtype, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
+        (reducer, (reduced_2, blocks_done, work, 1, BM, BN, D, D2, DV, DV2, dtype, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
     ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.backward.finish import hand_out, ignore
 from dmattn_ops.kernels.hopper.backward.order import await_turn, count, turn_of
+from dmattn_ops.kernels.hopper.backward.steps import place_of_dk
 from dmattn_ops.kernels.hopper.backward.walk import (
     NO_LISTS,
     full_tile,
@@ -16,7 +17,7 @@ from dmattn_ops.kernels.hopper.backward.walk import (
     span_of,
 )
 from dmattn_ops.kernels.hopper.backward.work import announce, place_of, receive, record_of
-from dmattn_ops.kernels.hopper.columns import load_rows
+from dmattn_ops.kernels.hopper.columns import buffer_at, load_rows, send_parts
 from dmattn_ops.kernels.hopper.gluon_compat import (
     mbarrier,
     reinterpret,
@@ -53,21 +54,31 @@ def load_step(i, m, maps, stages, batch, head, row, BM: gl.constexpr, BYTES: gl.
 
 
 @gluon.jit
-def load_block(
-    turn, place, maps, buffers,
-    BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, K_BUFFERS: gl.constexpr,
-):  # fmt: skip
-    """Load V of a block, while the one before may still be at work, and K: where it has one buffer, when that is free."""
-    k_desc, v_desc = maps
-    k_s, v_s, k_full, k_empty, v_full, v_empty = buffers
+def await_sent(turn, v_empty):
+    """Wait until both reducers have sent dk and dv of a program's `turn`-th block; of the blocks before its first one at once."""
+    mbarrier.wait(v_empty.index(turn & 1), (turn >> 1) & 1)
+
+
+@gluon.jit
+def load_values(turn, place, maps, buffers, BN: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr):
+    """Load V of a block, while the one before may still be at work."""
+    _, v_desc = maps
+    _, v_s, _, _, v_full, v_empty = buffers
     tile, batch, kv_head = place
     b = turn & 1
-    # at a block's start the consumers release the buffer of the block before, and so buffer 1 once before its first use
-    mbarrier.wait(v_empty.index(b), (((turn + 1) >> 1) & 1) ^ 1)
+    await_sent(turn - 2, v_empty)
     full = v_full.index(b)
     mbarrier.expect(full, BN * (DV + DV2) * 2)
     load_rows(v_desc, batch, tile * BN, kv_head, full, v_s, b * 2, DV)
     load_rows(v_desc, batch, tile * BN + 64, kv_head, full, v_s, b * 2 + 1, DV)
+
+
+@gluon.jit
+def load_keys(turn, place, maps, buffers, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, K_BUFFERS: gl.constexpr):
+    """Load K of a block: where it has one buffer, when the block before is done with that."""
+    k_desc, _ = maps
+    k_s, _, k_full, k_empty, _, _ = buffers
+    tile, batch, kv_head = place
     b = turn % K_BUFFERS
     mbarrier.wait(k_empty.index(b), ((turn // K_BUFFERS) & 1) ^ 1)
     full = k_full.index(b)
@@ -82,7 +93,7 @@ def produce_block(
     K_BUFFERS: gl.constexpr,
     LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Load K and V of a block, then a stage per step in the order in which the consumers take them."""
+    """Load V and K of a block and a stage for each step, in the order in which consumers take them; return the next step."""
     BYTES: gl.constexpr = BM * (D + D2 + DV + DV2) * 2 + 2 * BM * 4
     kv_maps, kv_buffers, maps, stages, walked = produced
     lists, of_lists, list_step, limits, kv_heads, group, rows = walked
@@ -90,26 +101,36 @@ def produce_block(
     record = record_of(place, lists, of_lists)
     span = span_of(tile, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
     rounds, width = rounds_of(group, INTERLEAVED)
-    n_full, n_partial = head_steps(record, span, LISTS, BM)  # before the wait for K's buffer, which hides the loads
-    load_block(turn, place, kv_maps, kv_buffers, BN, D, D2, DV, DV2, K_BUFFERS)
+    n_full, n_partial = head_steps(record, span, LISTS, BM)  # before the waits, which hide the loads
+    load_values(turn, place, kv_maps, kv_buffers, BN, DV, DV2)
+    first_step = i
     g = 0
     while g < rounds:  # no `for`: Gluon of triton 3.6 forgets a carried value that only bounds of inner loops read
         first_head = kv_head * group + g
-        for t in range(n_full * width):
-            m = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
+        for t in range((n_full + n_partial) * width):
+            u = t // width
+            if u < n_full:
+                m = full_tile(u, record, n_partial, span, LISTS, BM, DOWNWARDS)
+            else:
+                m = partial_tile(u - n_full, record, n_partial, span, LISTS, BM, DOWNWARDS)
             head = first_head + t % width
-            load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES, D, DV)
-            i += 1
-        for t in range(n_partial * width):
-            m = partial_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
-            head = first_head + t % width
+            if i == first_step + 1:
+                # the first tile of queries is on its way while the block before makes its last dq of K; the second one takes
+                # the place where dk of that block lies
+                load_keys(turn, place, kv_maps, kv_buffers, BN, D, D2, K_BUFFERS)
+                await_sent(turn - 1, kv_buffers[-1])
             load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES, D, DV)
             i += 1
         g += 1
         if g < rounds:
             record += list_step
             n_full, n_partial = head_steps(record, span, LISTS, BM)
-    return i
+    if i < first_step + 2:
+        load_keys(turn, place, kv_maps, kv_buffers, BN, D, D2, K_BUFFERS)
+        await_sent(turn - 1, kv_buffers[-1])
+    b = await_stage(i, stages[-1])  # of `last_step`
+    mbarrier.arrive(stages[-2].index(b), count=1)
+    return i + 1
 
 
 @gluon.jit
@@ -120,8 +141,7 @@ def producer(
     LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Draw the program's blocks, announce them to the other partitions and load what they need; then hand out dq."""
-    _, _, _, stages, walked = produced
-    _, _, _, q_full, read = stages
+    walked = produced[-1]
     lists, of_lists, _, _, kv_heads, group, rows = walked
     i = 0
     turn = 0
@@ -132,9 +152,6 @@ def producer(
         announce(turn, place, work)
         i = produce_block(i, turn, place, produced, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
                           INTERLEAVED)  # fmt: skip
-        b = await_stage(i, read)  # of `last_dq`
-        mbarrier.arrive(q_full.index(b), count=1)
-        i += 1
         turn += 1
         block = gl.atomic_add(tickets, 1, sem="relaxed")  # while the block's last query tile is multiplied
     announce(turn, (-1, -1, -1), work)
@@ -167,13 +184,29 @@ def reduce_step(
 
 
 @gluon.jit
+def send_block(
+    i, turn, place, sent,
+    C: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Write dk and dv of consumer `C`'s 64 keys, which it handed out in the block's last step `i`, and release where they lay."""
+    q_s, ds_s, v_s, v_empty, dk_desc, dv_desc = sent
+    tile, batch, kv_head = place
+    key = tile * BN + C * 64
+    send_parts(buffer_at(v_s, (turn & 1) * 2 + C), dv_desc, batch, key, kv_head, DV, DV2, dtype)
+    send_parts(place_of_dk(i, q_s, ds_s, C, D2), dk_desc, batch, key, kv_head, D, D2, dtype)
+    tma.store_wait(pendings=0)
+    mbarrier.arrive(v_empty.index(turn & 1), count=1)
+
+
+@gluon.jit
 def reduce_block(
-    i, place, reduced,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D2: gl.constexpr, LISTS: gl.constexpr,
+    i, turn, place, reduced,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+    dtype: gl.constexpr, LISTS: gl.constexpr,
     HAS_LO: gl.constexpr, ORDERED: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Add consumer `C`'s 64 x 64 pieces of dq of a block to the workspace, in the order of its steps from `i` on."""
-    pieces_desc, dq_s, made, dq_empties, counters, walked = reduced
+    """Add consumer `C`'s 64 x 64 pieces of dq of a block to the workspace, in the order of its steps, and do `send_block`."""
+    pieces_desc, dq_s, made, dq_empties, counters, walked, sent = reduced
     lists, of_lists, list_step, limits, kv_heads, group, rows = walked
     tile, batch, kv_head = place
     order = (counters, tile, limits[2])
@@ -183,7 +216,7 @@ def reduce_block(
     if D2 > 0 and C == 1:
         dq_c = reinterpret(dq_c, gl.float32, [D2 // 4, 256], pieces_desc.layout)
     dq_empty = dq_empties.index(C)
-    # the piece of the step before the block's first one: zeros, belongs nowhere
+    # the piece of the step before the block's first one belongs nowhere
     mbarrier.wait(made.index(C * 2 + (i & 1)), (i >> 1) & 1)
     mbarrier.arrive(dq_empty, count=1)
     i += 1
@@ -205,24 +238,26 @@ def reduce_block(
                 C, BM, BN, D2, HAS_LO, ORDERED)  # fmt: skip
             i += 1
         record += list_step
+    send_block(i - 1, turn, place, sent, C, BN, D, D2, DV, DV2, dtype)
     return i
 
 
 @gluon.jit
 def reducer(
     reduced, blocks_done, work,
-    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D2: gl.constexpr, LISTS: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+    dtype: gl.constexpr, LISTS: gl.constexpr,
     HAS_LO: gl.constexpr, ORDERED: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Add consumer `C`'s pieces of dq of the program's blocks, and count the blocks."""
-    _, _, _, _, _, walked = reduced
+    """Add consumer `C`'s pieces of dq of the program's blocks, write its dk and dv, and count the blocks."""
+    _, _, _, _, _, walked, _ = reduced
     _, _, _, _, kv_heads, _, _ = walked
     i = 0
     turn = 0
     tile, batch, kv_head = receive(turn, work)
     while tile >= 0:
-        i = reduce_block(i, (tile, batch, kv_head), reduced, C, BM, BN, D2, LISTS, HAS_LO, ORDERED, DOWNWARDS,
-                         INTERLEAVED)  # fmt: skip
+        i = reduce_block(i, turn, (tile, batch, kv_head), reduced, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, HAS_LO, ORDERED,
+                         DOWNWARDS, INTERLEAVED)  # fmt: skip
         count(blocks_done + batch * kv_heads + kv_head, False)
         turn += 1
         tile, batch, kv_head = receive(turn, work)

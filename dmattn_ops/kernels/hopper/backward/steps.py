@@ -12,6 +12,7 @@ from dmattn_ops.kernels.hopper.columns import (
     buffer_at,
     multiply,
     slice_rows,
+    stage_parts,
     transposed,
 )
 from dmattn_ops.kernels.hopper.dropout import kept, mark_dropped, score_gradient
@@ -327,22 +328,43 @@ def step(
 
 
 @gluon.jit
-def last_dq(i, tiles, barriers, k_empty, C: gl.constexpr, BM: gl.constexpr, D2: gl.constexpr, TWO_PHASE: gl.constexpr):
-    """As step `i`, hand out dq of step `i - 1`, a block's last, and leave a dS of 0 for the next block's first."""
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+def place_of_dk(i, q_s, ds_s, C: gl.constexpr, D2: gl.constexpr):
+    """Return where a block's step `i`, its last, leaves consumer `C`'s dk: the step has no query tile and makes no dS."""
+    b = i & 1
+    if C == 0:
+        return buffer_at(q_s, b)
+    elif D2 > 0:
+        return (ds_s.index(b), ds_s.index(b).slice(64, 64, dim=0))
+    else:
+        return (ds_s.index(b),)
+
+
+@gluon.jit
+def last_step(
+    i, dk, dv, dk_scale, dv_scale, tiles, barriers, k_empty,
+    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
+    TWO_PHASE: gl.constexpr,
+):  # fmt: skip
+    """As step `i`, hand out a block's dk and dv, and dq of step `i - 1`, the last one with a query tile.
+
+    dv lies in this consumer's half of V, of which it alone read. The next block's first step makes a dq of what lies in place
+    of a dS here; it belongs to no step, and the reducer drops it.
+    """
     QW: gl.constexpr = D2 if D2 > 0 and C == 1 else 64
     QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QW, 16])
-    _, _, _, ds_s, dq_c, k_s, _, _, k_buffer, _ = tiles
+    q_s, _, _, ds_s, dq_c, k_s, v_s, _, k_buffer, v_half = tiles
     q_full, made, read, dq_empty = barriers
     b = i & 1
-    mbarrier.wait(q_full.index(b), (i >> 1) & 1)  # no data: the wait keeps the arrives below behind the producer
+    # no data: what lay in this step's stage and in the buffer of its dS has been read or sent, and arrivals stay in order
+    mbarrier.wait(q_full.index(b), (i >> 1) & 1)
     mbarrier.wait(made.index((1 - C) * 2 + (b ^ 1)), ((i - 1) >> 1) & 1)
     zero_q = gl.zeros([64, QW], gl.float32, layout=QL)
     ds_before, k_dq = dq_operands(ds_s, buffer_at(k_s, (i >> 30) + k_buffer), b, C, BM)
     dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    ds_s.index(b).slice(C * 64, 64, dim=0).store(gl.zeros([64, BM], ds_s.dtype, layout=SL))
     mbarrier.arrive(k_empty, count=1)
+    stage_parts(dv, dv_scale, buffer_at(v_s, v_half), DV, DV2, dtype)
+    stage_parts(dk, dk_scale, place_of_dk(i, q_s, ds_s, C, D2), D, D2, dtype)
     mbarrier.wait(dq_empty, b ^ 1)
     store_piece(dq, dq_c, QW)
     fence_async_shared()
