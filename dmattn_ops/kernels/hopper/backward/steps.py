@@ -34,6 +34,7 @@ from dmattn_ops.kernels.hopper.scores import (
     rounded_exponents,
     softened,
 )
+from dmattn_ops.kernels.hopper.words import word_of, words_between
 
 # Kinds of masks that a step can meet
 UNMASKED = gl.constexpr(0)
@@ -68,21 +69,36 @@ def keep_band(p, band, HAS_LO: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def drop_band(p, band, layout: gl.constexpr):
-    """Keep `p[key, query]` but where `band[0][key] <= query <= band[1][key]`."""
+def keep_bits(p, words, layout: gl.constexpr):
+    """Keep `p[key, query]` where bit `query` of the key's words of 32 bits is set, else 0."""
     col = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    return gl.where((col >= band[0][:, None]) & (col <= band[1][:, None]), 0.0, p)
+    return gl.where(((word_of(words, col) >> (col & 6)) & (1 << (col & 25))) != 0, p, 0.0)
 
 
 @gluon.jit
-def keep_bits(p, words, layout: gl.constexpr):
-    """Keep `p[key, query]` where bit `query` of the key's 64-bit words is set, else 0."""
-    col = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    word = gl.where(col < 32, words[0].to(gl.int32)[:, None], (words[0] >> 32).to(gl.int32)[:, None])
-    if p.shape[1] == 128:
-        high = gl.where(col < 96, words[1].to(gl.int32)[:, None], (words[1] >> 32).to(gl.int32)[:, None])
-        word = gl.where(col < 64, word, high)
-    return gl.where(((word >> (col & 6)) & (1 << (col & 25))) != 0, p, 0.0)
+def halves_of(words, COLUMNS: gl.constexpr):
+    """Return words of 32 bits from words of 64, of which those of more than 64 columns have two."""
+    low, high = words
+    if COLUMNS == 64:
+        return (low.to(gl.int32), (low >> 32).to(gl.int32))
+    else:
+        return (low.to(gl.int32), (low >> 32).to(gl.int32), high.to(gl.int32), (high >> 32).to(gl.int32))
+
+
+@gluon.jit
+def interval_bits(band, hidden, COLUMNS: gl.constexpr, HIDDEN: gl.constexpr):
+    """Return words of 32 bits, set from `band[0]` to `band[1]` but, where HIDDEN, not from `hidden[0]` to `hidden[1]`.
+
+    A bit for each column is half as many instructions as comparisons, which are with registers for both limits.
+    """
+    words = words_between(band[0], band[1], COLUMNS)
+    if HIDDEN:
+        less = words_between(hidden[0], hidden[1], COLUMNS)
+        if COLUMNS == 64:
+            words = (words[0] & ~less[0], words[1] & ~less[1])
+        else:
+            words = (words[0] & ~less[0], words[1] & ~less[1], words[2] & ~less[2], words[3] & ~less[3])
+    return words
 
 
 @gluon.jit
@@ -94,11 +110,9 @@ def keep_visible(
     `words` are a key's 64-bit words, or the queries from and to which it is hidden.
     """
     if MASK == BITS:
-        p = keep_bits(p, words, layout)
+        p = keep_bits(p, halves_of(words, p.shape[1]), layout)
     elif MASK == INTERVALS:
-        p = keep_band(p, band, True, layout)
-        if HIDDEN:
-            p = drop_band(p, words, layout)
+        p = keep_bits(p, interval_bits(band, words, p.shape[1], HIDDEN), layout)
     elif MASK != UNMASKED:
         p = keep_band(p, band, HAS_LO, layout)
         if MASK == SEGMENTS:
