@@ -138,14 +138,49 @@ def seen_ranges(step, ranges, hidden, BN: gl.constexpr, STAGES: gl.constexpr, MA
 
 
 @gluon.jit
-def not_dropped(first, q_at, key_numbers, seqlen_k, BN: gl.constexpr):
-    """Return where keys of a tile from `first` on are not hidden from queries `q_at`, a column: bool `[64, BN]`."""
+def show_between(s, low, column, high):
+    """Return scores with -inf where not `low <= column <= high`.
+
+    Both tests and the selection are one operation: the compiler would select twice, or make all tests first and run out of
+    predicates. So they are in `show_ranges` and `hide_between`.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred seen; setp.le.s32 seen, $1, $2; setp.le.and.s32 seen, $2, $3, seen; selp.b32 $0, $4, 0xff800000, seen; }",
+        "=r,r,r,r,r",
+        [low, column, high, s.to(gl.int32, bitcast=True)], gl.int32, is_pure=True, pack=1,
+    ).to(gl.float32, bitcast=True)  # fmt: skip
+
+
+@gluon.jit
+def show_ranges(s, query, ranges):
+    """Return scores `[64, BN]` with -inf where a key's range, as `load_keys` stored it, does not hold the query of the block.
+
+    Halves of a word: how far the query is behind the first that sees the key, and the last that does behind the query. One
+    sign is set where it does not, whatever the lower half takes from the upper one.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred seen; .reg .b32 both; add.s32 both, $1, $2; and.b32 both, both, 0x80008000; setp.eq.s32 seen, both, 0;"
+        " selp.b32 $0, $3, 0xff800000, seen; }",
+        "=r,r,r,r",
+        [(query * 65535)[:, None], ranges[None, :], s.to(gl.int32, bitcast=True)], gl.int32, is_pure=True, pack=1,
+    ).to(gl.float32, bitcast=True)  # fmt: skip
+
+
+@gluon.jit
+def hide_between(s, first, query, key_numbers, seqlen_k, BN: gl.constexpr):
+    """Return scores `[64, BN]` of keys from `first` on with -inf where a key is hidden from a query, a column of them."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     _, hidden_from, hidden_to = key_numbers
-    key = first + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
-    begin = gl.load(hidden_from + key, mask=key < seqlen_k, other=0)
-    end = gl.load(hidden_to + key, mask=key < seqlen_k, other=0)
-    return (q_at < begin[None, :]) | (q_at >= end[None, :])
+    key = gl.minimum(
+        first + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES)), seqlen_k - 1
+    )  # those behind it have no range
+    begin = gl.load(hidden_from + key)[None, :]
+    end = gl.load(hidden_to + key)[None, :]
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred seen; setp.lt.s32 seen, $1, $2; setp.ge.or.s32 seen, $1, $3, seen; selp.b32 $0, $4, 0xff800000, seen; }",
+        "=r,r,r,r,r",
+        [query, begin, end, s.to(gl.int32, bitcast=True)], gl.int32, is_pure=True, pack=1,
+    ).to(gl.float32, bitcast=True)  # fmt: skip
 
 
 @gluon.jit
@@ -176,24 +211,22 @@ def hide(
     else:
         column = gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
         first = first_key(i, lists, visible, BN, MASK)
-        if MASK == "intervals":
-            # Halves of a word: how far the query is behind the first that sees the key, and the last that does behind
-            # the query. One sign is set where it does not, whatever the lower half takes from the upper one
-            halves = (q_segment * 65535)[:, None] + hidden[None, :]
-            keep = (halves & -2147450880) == 0
-            if HIDDEN:
-                keep = keep & not_dropped(first, q_segment[:, None] + tile_first, key_numbers, seqlen_k, BN)
         # (column & 6) is the lane's share of the column, the rest a constant of the register
-        if MASK != "intervals":
-            keep = (q_hi - first)[:, None] - (column & 6)[None, :] >= (column & ~6)[None, :]
-        elif HAS_HI:
-            keep = keep & ((q_hi - first)[:, None] - (column & 6)[None, :] >= (column & ~6)[None, :])
-        if HAS_LO:
-            keep = keep & ((q_lo - first)[:, None] - (column & 6)[None, :] <= (column & ~6)[None, :])
+        lane, constant = (column & 6)[None, :], (column & ~6)[None, :]
+        if MASK == "intervals":
+            s = show_ranges(s, q_segment, hidden)
+            if HIDDEN:
+                s = hide_between(s, first, q_segment[:, None] + tile_first, key_numbers, seqlen_k, BN)
+        if HAS_LO and (HAS_HI or MASK != "intervals"):
+            s = show_between(s, (q_lo - first)[:, None] - lane, constant, (q_hi - first)[:, None] - lane)
+        elif HAS_LO:
+            s = gl.where((q_lo - first)[:, None] - lane <= constant, s, float("-inf"))
+        elif HAS_HI or MASK != "intervals":
+            s = gl.where((q_hi - first)[:, None] - lane >= constant, s, float("-inf"))
         if MASK == "segments":
             segment = gl.load(key_numbers[0] + first + column, mask=first + column < seqlen_k, other=-2)
-            keep = keep & (q_segment[:, None] == segment[None, :])
-        return gl.where(keep, s, float("-inf"))
+            s = gl.where(q_segment[:, None] == segment[None, :], s, float("-inf"))
+        return s
 
 
 @gluon.jit
