@@ -58,17 +58,6 @@ FRAGMENT_16 = gl.constexpr(gl.SharedLinearLayout(_FRAGMENT[:10], [], 128))
 
 
 @gluon.jit
-def keep_band(p, band, HAS_LO: gl.constexpr, layout: gl.constexpr):
-    """Keep `p[key, query]` where `band[0][key] <= query <= band[1][key]`, else 0."""
-    col = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    lane = col & 6  # what the lane adds to the column: without it the comparisons below are with constants
-    keep = (col - lane) >= (band[0][:, None] - lane)
-    if HAS_LO:
-        keep = keep & ((col - lane) <= (band[1][:, None] - lane))
-    return gl.where(keep, p, 0.0)
-
-
-@gluon.jit
 def keep_bits(p, words, layout: gl.constexpr):
     """Keep `p[key, query]` where bit `query` of the key's words of 32 bits is set, else 0."""
     col = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
@@ -114,7 +103,9 @@ def keep_visible(
     elif MASK == INTERVALS:
         p = keep_bits(p, interval_bits(band, words, p.shape[1], HIDDEN), layout)
     elif MASK != UNMASKED:
-        p = keep_band(p, band, HAS_LO, layout)
+        # without a lower end of the band, a key is seen by all queries from its first on
+        last = band[1] if HAS_LO else p.shape[1] - 1
+        p = keep_bits(p, interval_bits((band[0], last), words, p.shape[1], False), layout)
         if MASK == SEGMENTS:
             p = gl.where(q_seg[None, :] == k_seg[:, None], p, 0.0)
     return p
