@@ -390,17 +390,17 @@ def backward_kernel(
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    v_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    sent = gl.allocate_shared_memory(gl.int64, [1], BAR)  # dk and dv of a block
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     made = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)  # [consumer, stage]: dS, and dq of the step before
     dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    mbarrier.init(sent, count=2)
     for b in gl.static_range(2):
         mbarrier.init(announced.index(b), count=1)
         mbarrier.init(received.index(b), count=RECEIVERS)
         mbarrier.init(k_full.index(b), count=1)
         mbarrier.init(k_empty.index(b), count=2)
         mbarrier.init(v_full.index(b), count=1)
-        mbarrier.init(v_empty.index(b), count=2)
         mbarrier.init(q_full.index(b), count=1)
         mbarrier.init(dq_empty.index(b), count=1)
     for b in gl.static_range(4):
@@ -438,11 +438,11 @@ def backward_kernel(
     walked = (lists, of_lists, list_step, limits, kv_heads, group, rows)
     maps = (q_descs, do_descs, stat_desc)
     stages = (q4, o4, stat3, q_full, read)
-    produced = ((k_descs, v_descs), (k4, v4, k_full, k_empty, v_full, v_empty), maps, stages, walked)
+    produced = ((k_descs, v_descs), (k4, v4, k_full, k_empty, v_full, sent), maps, stages, walked)
     dq_out = (accumulator, dq_s, pair(dq_desc, dq2_desc, D2), dq_scale, kv_heads * group, rows)
-    sent = (q_s, ds_s, v_s, v_empty, pair(dk_desc, dk2_desc, D2), pair(dv_desc, dv2_desc, DV2))
-    reduced = (pieces_desc, dq_s, made, dq_empty, counters, walked, sent)
-    reduced_2 = (pair(pieces_desc, pieces2_desc, D2)[-1], dq_s, made, dq_empty, counters, walked, sent)
+    sending = (q_s, ds_s, v_s, sent, pair(dk_desc, dk2_desc, D2), pair(dv_desc, dv2_desc, DV2))
+    reduced = (pieces_desc, dq_s, made, dq_empty, counters, walked, sending)
+    reduced_2 = (pair(pieces_desc, pieces2_desc, D2)[-1], dq_s, made, dq_empty, counters, walked, sending)
     gl.warp_specialize([
         (consumer, (consumed, flags, n_flags, dq_out, filled, work, 0, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS,
                     SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)),

@@ -54,19 +54,12 @@ def load_step(i, m, maps, stages, batch, head, row, BM: gl.constexpr, BYTES: gl.
 
 
 @gluon.jit
-def await_sent(turn, v_empty):
-    """Wait until both reducers have sent dk and dv of a program's `turn`-th block; of the blocks before its first one at once."""
-    mbarrier.wait(v_empty.index(turn & 1), (turn >> 1) & 1)
-
-
-@gluon.jit
 def load_values(turn, place, maps, buffers, BN: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr):
-    """Load V of a block, while the one before may still be at work."""
+    """Load V of a block, while the one before may still be at work: its second step waited until this buffer was sent."""
     _, v_desc = maps
-    _, v_s, _, _, v_full, v_empty = buffers
+    _, v_s, _, _, v_full, _ = buffers
     tile, batch, kv_head = place
     b = turn & 1
-    await_sent(turn - 2, v_empty)
     full = v_full.index(b)
     mbarrier.expect(full, BN * (DV + DV2) * 2)
     load_rows(v_desc, batch, tile * BN, kv_head, full, v_s, b * 2, DV)
@@ -75,15 +68,16 @@ def load_values(turn, place, maps, buffers, BN: gl.constexpr, DV: gl.constexpr, 
 
 @gluon.jit
 def load_keys(turn, place, maps, buffers, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, K_BUFFERS: gl.constexpr):
-    """Load K of a block: where it has one buffer, when the block before is done with that."""
+    """Load K of a block: where it has one buffer, when the block before is done with that. Then wait until that one is sent."""
     k_desc, _ = maps
-    k_s, _, k_full, k_empty, _, _ = buffers
+    k_s, _, k_full, k_empty, _, sent = buffers
     tile, batch, kv_head = place
     b = turn % K_BUFFERS
     mbarrier.wait(k_empty.index(b), ((turn // K_BUFFERS) & 1) ^ 1)
     full = k_full.index(b)
     mbarrier.expect(full, BN * (D + D2) * 2)
     load_rows(k_desc, batch, tile * BN, kv_head, full, k_s, b, D)
+    mbarrier.wait(sent, (turn & 1) ^ 1)
 
 
 @gluon.jit
@@ -118,7 +112,6 @@ def produce_block(
                 # the first tile of queries is on its way while the block before makes its last dq of K; the second one takes
                 # the place where dk of that block lies
                 load_keys(turn, place, kv_maps, kv_buffers, BN, D, D2, K_BUFFERS)
-                await_sent(turn - 1, kv_buffers[-1])
             load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES, D, DV)
             i += 1
         g += 1
@@ -127,7 +120,6 @@ def produce_block(
             n_full, n_partial = head_steps(record, span, LISTS, BM)
     if i < first_step + 2:
         load_keys(turn, place, kv_maps, kv_buffers, BN, D, D2, K_BUFFERS)
-        await_sent(turn - 1, kv_buffers[-1])
     b = await_stage(i, stages[-1])  # of `last_step`
     mbarrier.arrive(stages[-2].index(b), count=1)
     return i + 1
@@ -185,17 +177,17 @@ def reduce_step(
 
 @gluon.jit
 def send_block(
-    i, turn, place, sent,
+    i, turn, place, sending,
     C: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of consumer `C`'s 64 keys, which it handed out in the block's last step `i`, and release where they lay."""
-    q_s, ds_s, v_s, v_empty, dk_desc, dv_desc = sent
+    q_s, ds_s, v_s, sent, dk_desc, dv_desc = sending
     tile, batch, kv_head = place
     key = tile * BN + C * 64
     send_parts(buffer_at(v_s, (turn & 1) * 2 + C), dv_desc, batch, key, kv_head, DV, DV2, dtype)
     send_parts(place_of_dk(i, q_s, ds_s, C, D2), dk_desc, batch, key, kv_head, D, D2, dtype)
     tma.store_wait(pendings=0)
-    mbarrier.arrive(v_empty.index(turn & 1), count=1)
+    mbarrier.arrive(sent, count=1)
 
 
 @gluon.jit
@@ -206,7 +198,7 @@ def reduce_block(
     HAS_LO: gl.constexpr, ORDERED: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Add consumer `C`'s 64 x 64 pieces of dq of a block to the workspace, in the order of its steps, and do `send_block`."""
-    pieces_desc, dq_s, made, dq_empties, counters, walked, sent = reduced
+    pieces_desc, dq_s, made, dq_empties, counters, walked, sending = reduced
     lists, of_lists, list_step, limits, kv_heads, group, rows = walked
     tile, batch, kv_head = place
     order = (counters, tile, limits[2])
@@ -238,7 +230,7 @@ def reduce_block(
                 C, BM, BN, D2, HAS_LO, ORDERED)  # fmt: skip
             i += 1
         record += list_step
-    send_block(i - 1, turn, place, sent, C, BN, D, D2, DV, DV2, dtype)
+    send_block(i - 1, turn, place, sending, C, BN, D, D2, DV, DV2, dtype)
     return i
 
 
