@@ -374,7 +374,7 @@ def _both(intervals: TileMask, others: TileMask) -> Tensor:
 
 
 def _dense(others: TileMask) -> Tensor:
-    """Return `others.to_dense()`, of segments without their lists, which say nothing more, and whose reading exporters guard."""
+    """Return `others.to_dense()`, of segments without reading their lists, which say nothing more."""
     if others.k_segments is None:
         return others.to_dense()
     unlisted = others.mask._replace(row_tiles=None, col_tiles=None)
