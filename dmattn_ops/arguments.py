@@ -166,8 +166,7 @@ def _new_numbers(
     if softmax_scale is not None:
         softmax_scale = validation.number("softmax_scale", softmax_scale)
     softcap, dropout_p = validation.number("softcap", softcap), validation.number("dropout_p", dropout_p)
-    if not is_compiling():  # a tracer may not know them yet; the operators check what it knows
-        validation.scalars(softmax_scale, softcap, dropout_p)
+    validation.scalars(softmax_scale, softcap, dropout_p)
     return band_of(is_causal, causal_from, window_size), (softmax_scale, softcap, dropout_p)
 
 

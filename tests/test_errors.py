@@ -1,5 +1,6 @@
 """What the public functions refuse, with which type and in which words, eager and compiled."""
 
+import inspect
 import re
 import warnings
 
@@ -264,6 +265,15 @@ def test_a_wrong_compiled_call_is_refused_in_the_same_words(name):
         compiled(**dense(**changes))
 
 
+@pytest.mark.parametrize("name", ("right", "nan scale", "softcap", "dropout", "mask shape", "additive mask"))
+def test_a_wrong_value_is_refused_with_the_same_type_where_graphs_may_break(name):
+    changes, error, words = DENSE[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(dmattn_ops.flash_dmattn_func, backend="eager")
+    with pytest.raises(error, match=f"^{re.escape(words)}$"):
+        compiled(**dense(**changes))
+
+
 def packed(**changes):
     offsets = torch.tensor([0, 50, 50, 128], dtype=torch.int32)
     rows = {name: tensor(S, H, D) for name in ("query", "key", "value")}
@@ -350,6 +360,39 @@ def test_a_wrong_packed_projection_is_refused_in_words(shape, words):
     if len(shape) == 5:
         with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
             torch.ops.dmattn.qkvpacked_forward(tensor(*shape))
+
+
+KEYWORDS = {
+    "is_causal": False,
+    "causal_from": "bottom_right",
+    "window_size": (None, None),
+    "softmax_scale": None,
+    "softcap": 0.0,
+    "dropout_p": 0.0,
+    "deterministic": None,
+    "sink": None,
+    "return_lse": False,
+    "return_max": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("flash_dmattn_func", "query key value mask bias"),
+        (
+            "flash_dmattn_varlen_func",
+            "query key value cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k mask bias",
+        ),
+        ("flash_dmattn_qkvpacked_func", "qkv mask bias"),
+    ],
+)
+def test_a_signature_tells_the_arguments_that_there_are(name, first):
+    parameters = inspect.signature(getattr(dmattn_ops, name)).parameters
+    positional = {each.name for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD}
+    assert list(parameters) == [*first.split(), *KEYWORDS]
+    assert positional == set(first.split())
+    assert {each: parameters[each].default for each in KEYWORDS} == KEYWORDS
 
 
 def test_float64_on_cuda_names_every_reason():
