@@ -1,6 +1,7 @@
 """Dynamic masks in models of transformers that have none: against the same in plain torch, cached and packed, and learning."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ integration.register()
 
 def sparse(name, keep=KEEP):
     """A model with dynamic masks whose scores say something."""
-    model = integration.add_dynamic_masks(decoder(name), keep, keep_first=FIRST, keep_last=LAST)
+    model = integration.add_dynamic_masks(under(decoder(name), "dmattn"), keep, keep_first=FIRST, keep_last=LAST)
     for module in model.modules():
         if isinstance(module, integration.DynamicMask):
             torch.nn.init.normal_(module.scores.A, std=0.3)  # larger scores leave one key alone
@@ -154,6 +155,31 @@ def test_it_learns():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_model_with_other_attention_is_told_that_its_masks_are_not_read():
+    words = r"^dmattn_ops: the model attends through 'sdpa', which does not read dynamic masks: call replace_attention"
+    with pytest.warns(UserWarning, match=words) as caught:
+        integration.add_dynamic_masks(under(decoder("llama"), "sdpa"), 3)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        integration.add_dynamic_masks(under(decoder("llama"), "dmattn"), 3)
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "message"),
+    [
+        ({"keep": 0.5}, TypeError, "keep must be an int, got float"),
+        ({"keep": -3}, ValueError, "keep must not be negative, got -3"),
+        ({"keep": 3, "keep_last": "8"}, TypeError, "keep_last must be an int, got str"),
+    ],
+)
+def test_wrong_numbers_of_keys_are_refused_before_a_model_is_changed(more, kind, message):
+    model = under(decoder("llama"), "dmattn")
+    with pytest.raises(kind, match=f"^{message}$"):
+        integration.add_dynamic_masks(model, **more)
+    assert not any(isinstance(module, integration.DynamicMask) for module in model.modules())
 
 
 def test_what_cannot_be_is_refused():
