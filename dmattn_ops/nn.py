@@ -130,7 +130,8 @@ class DynamicMaskAttention(nn.Module):
         Args:
             hidden: with shape `[B, S, dim]`.
             documents: ids `[B|1, S]` in contiguous runs: a query sees its own document only.
-            padding: `[B|1, S]`, bool or integer, False or 0 for what is no key; queries there see what others do.
+            padding: `[B|1, S]`, bool or integer, False or 0 for what is no key. Without documents, the first keys are those
+                behind the padding on the left.
             positions: `[B|1, S]` or `[S]`, of rotary embeddings; None counts from 0.
         """
         validation.tensors(hidden=hidden)
@@ -164,6 +165,8 @@ class DynamicMaskAttention(nn.Module):
             require.dtype("padding", padding, torch.bool, *validation.INTEGERS)
             require.sizes("padding", padding, (1, scores.shape[0]), (scores.shape[2],))
             scores = scores.masked_fill((padding == 0).unsqueeze(1), -torch.inf)
+            if documents is None and self.keep_first:
+                documents = behind_leading_padding(padding)
         made = dynamic_mask(
             scores,
             self.keep,
@@ -183,6 +186,15 @@ class DynamicMaskAttention(nn.Module):
             f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, keep={self.keep},"
             f" keep_first={self.keep_first}, keep_last={self.keep_last}, is_causal={self.is_causal}"
         )
+
+
+def behind_leading_padding(padding: Tensor) -> Tensor:
+    """Return ids `[B|1, S]` that are 0 before the first key of a sequence and 1 from there on, of `padding` `[B|1, S]`.
+
+    As documents of a dynamic mask they let the first keys begin behind padding on the left, so that a sequence sees what it
+    sees without padding.
+    """
+    return ((padding != 0).cumsum(-1) > 0).to(torch.int32)
 
 
 def _turns(hidden: Tensor, positions: Tensor | None, dim: int, base: float) -> tuple[Tensor, Tensor]:

@@ -51,8 +51,9 @@ def written_out(made, hidden, documents=None, padding=None, positions=None):
         allowed = allowed & (documents[:, :, None] == documents[:, None, :])
     first = torch.zeros_like(allowed)
     for b in range(hidden.shape[0]):
+        leading = 0 if padding is None or documents is not None else int(padding[b].int().argmax())
         for i in range(S):
-            first[b, i, allowed[b, i].nonzero().flatten()[: made.keep_first]] = True
+            first[b, i, allowed[b, i, leading:].nonzero().flatten()[: made.keep_first] + leading] = True
     distance = torch.arange(S)[:, None] - torch.arange(S)
     last = (distance >= 0) & (distance < made.keep_last) & allowed
     if padding is not None:
@@ -102,6 +103,15 @@ def test_documents_padding_and_positions():
     same(layer(keep_first=1, keep_last=2), documents=documents, positions=positions)
     padding = torch.arange(S) >= torch.tensor([[0], [6]])
     same(layer(keep_first=1, keep_last=2), padding=padding)
+
+
+def test_a_sequence_behind_padding_on_the_left_sees_what_it_sees_alone():
+    made, hidden = layer(keep_first=3, keep_last=2, rotary_base=None), torch.randn(1, S, DIM)
+    alone = made(hidden[:, 10:])
+    torch.testing.assert_close(made(hidden, padding=torch.arange(S)[None] >= 10)[:, 10:], alone)
+    holes = torch.arange(S) % 5 != 4  # padding between keys hides these keys, and no others
+    seen = made.mask(torch.randn(1, HKV, S), padding=holes[None]).to_dense()
+    assert seen[:, :, -1, :3].all() and not seen[..., ~holes].any()
 
 
 def test_padding_of_integers_is_that_of_bools_and_no_other():

@@ -39,7 +39,8 @@ def written_out(module, query, key, value, mask, scaling=None, **unused):
         ranked = scores[:, :, None].detach().masked_fill(~keep, -torch.inf)
         best = ranked >= ranked.topk(parts.keep, dim=-1).values[..., -1:]
         places = torch.arange(key.shape[2])
-        near = (places[:, None] - places < parts.keep_last) | (places < parts.keep_first)
+        begin = keep[:, :, -1:].int().argmax(-1, keepdim=True)  # of each sequence, behind padding on the left
+        near = (places[:, None] - places < parts.keep_last) | (places < begin + parts.keep_first)
         keep = keep & (best | near)
     scores, keep = (part.repeat_interleave(groups, dim=1) if part.shape[1] > 1 else part for part in (scores, keep))
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
@@ -155,6 +156,19 @@ def test_it_learns():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+@torch.no_grad()
+def test_padding_on_the_left_changes_nothing_also_while_generating():
+    model, ids = under(sparse("llama", keep=2), "dmattn"), tokens(1, S)
+    padded, keep = torch.cat([torch.zeros(1, 7, dtype=torch.int64), ids], 1), torch.ones(1, 7 + S, dtype=torch.int64)
+    keep[:, :7] = 0
+    positions = (keep.cumsum(1) - 1).clamp(min=0)
+    with_padding = model(padded, attention_mask=keep, position_ids=positions).logits[:, 7:]
+    torch.testing.assert_close(with_padding, model(ids).logits, atol=1e-4, rtol=1e-4)
+    more = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    generated = model.generate(padded, attention_mask=keep, **more)[:, 7:]
+    assert torch.equal(generated, model.generate(ids, attention_mask=torch.ones_like(ids), **more))
 
 
 def test_a_model_with_other_attention_is_told_that_its_masks_are_not_read():

@@ -232,5 +232,6 @@ def test_best_keys_are_chosen_among_those_that_the_mask_shows(keep, first, last)
             place = i + int(q_offset)
             shown = [j for j in range(place + 1) if given is None or given[b, j]]
             best = sorted(shown, key=lambda j: -scores[b, h, j])[:keep]
-            seen = {j for j in shown if j in best or j < first or place - j < last}
+            begin = 0 if given is None else int(given[b].int().argmax())  # behind padding on the left
+            seen = {j for j in shown if j in best or j < begin + first or place - j < last}
             assert set(made[b, h, i].nonzero().flatten().tolist()) == seen
