@@ -208,6 +208,14 @@ def test_models_that_compute_with_their_mask_get_a_tensor():
     assert torch.equal(mask, torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 1, 4, 4))
 
 
+def test_padding_of_another_rank_is_refused_in_words():
+    words = (
+        r"^attention_mask must be padding \[B, S\], or a mask \[B, 1, S, S\], bool or additive, got shape \(2, 4, 4\)$"
+    )
+    with pytest.raises(ValueError, match=words):
+        make_mask(2, 4, 4, attention_mask=torch.ones(2, 4, 4).tril())
+
+
 def test_a_mask_that_was_made_before_is_returned():
     mask = make_mask(2, 4, 4)
     assert mask.ndim == 4
