@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _NARROW_INTEGERS = (torch.uint8, torch.int8, torch.int16)  # twice any of these fits int32
-_INTEGERS = (*_NARROW_INTEGERS, torch.int32, torch.int64)
 Documents = Tensor | tuple[Tensor, Tensor]
 Pair = tuple[Tensor, Tensor]
 
@@ -128,7 +127,7 @@ def dynamic_mask(
     validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
     if documents is not None:
         validation.tensors(documents=documents)
-        require.dtype("documents", documents, *_INTEGERS)
+        require.dtype("documents", documents, *validation.INTEGERS)
     if queries is not None and not (isinstance(queries, (tuple, list)) and len(queries) == 2):
         raise TypeError(f"queries must be a pair (start, stop), got {queries!r}")
     if queries is not None and scores.dim() > 0:
@@ -162,7 +161,7 @@ def resolve(mask: Tensor | TileMask | None, band: Band, seqlen_q: int, seqlen_k:
         validation.mask_lengths(mask.seqlen_q, mask.seqlen_k, seqlen_q, seqlen_k)
         mask = mask.also(band)
     else:
-        raise TypeError(f"mask must be a 4-D tensor or come from prepare_mask, got {type(mask).__name__}")
+        raise TypeError(f"mask must be a 4-D tensor or come from prepare_mask, got {require.type_text(mask)}")
     return mask.mask, *mask.band.limits(seqlen_q, seqlen_k)
 
 
@@ -196,7 +195,7 @@ def _equal_intervals(intervals: Pair, hidden: Pair | None) -> tuple[Pair, Pair |
         validation.tensors(**{name: part})
         require.rank(name, part, 3)
         require.dtype(name, part, torch.int32)
-        require.device(name, part, intervals[0].device)
+        require.device(name, part, intervals[0].device, "start of intervals")
     sizes = [require.wider(part.shape[dim] for part in parts.values()) for dim in (0, 1)]
     shape = (*sizes, intervals[0].shape[-1])
     for name, part in parts.items():
@@ -223,7 +222,9 @@ def _lengths(
         from torch.nn.attention.flex_attention import BlockMask
 
         if not isinstance(mask, BlockMask):
-            raise TypeError(f"mask must be a tensor, a BlockMask or None, got {type(mask).__name__}")
+            raise TypeError(
+                f"mask must be a tensor, a BlockMask or None, got {require.type_text(mask)}{_way_out(mask)}"
+            )
         known_q, seqlen_k = mask.shape[-2:]
     elif known_k is not None:
         seqlen_k = known_k
@@ -255,6 +256,13 @@ def _lengths(
     return known_q, seqlen_k
 
 
+def _way_out(mask: Any) -> str:
+    """Return what to do with something that is no mask yet, or one already."""
+    if isinstance(mask, TileMask):
+        return ": a prepared mask goes to calls as it is, with further conditions beside it"
+    return ": create_block_mask of flex_attention makes a BlockMask of a function" if callable(mask) else ""
+
+
 def _document_ids(documents: Documents | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the ids of queries and of keys, `[B|1, S]`."""
     if documents is None:
@@ -265,8 +273,8 @@ def _document_ids(documents: Documents | None) -> tuple[Tensor | None, Tensor | 
     for ids in pair:
         validation.tensors(documents=ids)
         require.rank("documents", ids, 2)
-        require.dtype("documents", ids, *_INTEGERS)
-    require.device("documents", pair[1], pair[0].device)
+        require.dtype("documents", ids, *validation.INTEGERS)
+    require.device("documents of keys", pair[1], pair[0].device, "those of queries")
     return pair[0], pair[1]
 
 
@@ -281,7 +289,7 @@ def _fitting_documents(
     if of_queries is None or of_keys is None:
         return
     if isinstance(mask, Tensor):
-        require.device("documents", of_keys, mask.device)
+        require.device("documents", of_keys, mask.device, "mask")
     parts = [part for part in (mask, of_queries, of_keys) if isinstance(part, Tensor)]
     batch = require.wider(part.shape[0] for part in parts)
     for ids in (of_keys, of_queries):

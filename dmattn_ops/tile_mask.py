@@ -140,7 +140,7 @@ class TileMask:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TileMask:
         """Return the mask on another device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TileMask:
         """Return the mask in pinned memory."""

@@ -136,7 +136,19 @@ DENSE = {
     "bias rank": (
         {"bias": tensor(S, S)},
         ValueError,
-        "bias must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (128, 128)",
+        "bias must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (128, 128): a bias [Sq, Sk] is"
+        " passed as bias[None, None]",
+    ),
+    "bias without queries": (
+        {"bias": tensor(B, H, S)},
+        ValueError,
+        "bias must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (2, 4, 128): a number for each key,"
+        " [B, heads, Sk], is passed as bias.unsqueeze(2), and a bias [B, Sq, Sk] as bias[:, None]",
+    ),
+    "bool bias": (
+        {"bias": MASK},
+        TypeError,
+        "bias must have a floating-point dtype, got torch.bool: pass what is visible as mask=",
     ),
     "no bias": ({"bias": 1.0}, TypeError, "bias must be a tensor, got float"),
     "mask shape": (
@@ -148,6 +160,23 @@ DENSE = {
         {"mask": MASK[..., :100]},
         ValueError,
         "mask must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (2, 1, 128, 100)",
+    ),
+    "padding as a mask": (
+        {"mask": MASK[:, 0, 0]},
+        ValueError,
+        "mask must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (2, 128): padding [B, Sk] is passed"
+        " as prepare_mask(mask, seqlen_q=Sq), and a mask [Sq, Sk] as mask[None, None]",
+    ),
+    "mask without heads": (
+        {"mask": MASK[:, 0]},
+        ValueError,
+        "mask must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (2, 128, 128): a mask [B, Sq, Sk]"
+        " is passed as mask[:, None]",
+    ),
+    "array as a mask": (
+        {"mask": MASK.numpy()},
+        TypeError,
+        "mask must be a tensor or come from prepare_mask, got numpy.ndarray",
     ),
     "mask device": ({"mask": MASK.to("meta")}, ValueError, "mask must be on cpu like query, got meta"),
     "no mask": ({"mask": "causal"}, TypeError, "mask must be a tensor or come from prepare_mask, got str"),
@@ -317,6 +346,12 @@ VARLEN = {
         {"cu_seqlens_k": int32(0, 50, 50, 128).to("meta")},
         ValueError,
         "cu_seqlens_k must be on cpu like query, got meta",
+    ),
+    "lengths": (
+        {"cu_seqlens_q": int32(50, 78), "cu_seqlens_k": int32(50, 78)},
+        ValueError,
+        "cu_seqlens_q must go from 0 to the length of query, 128, got 50 to 78: lengths become offsets by"
+        " torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))",
     ),
     "type": ({"cu_seqlens_q": [0, 128]}, TypeError, "cu_seqlens_q must be a tensor, got list"),
     "longest": ({"max_seqlen_q": 77}, ValueError, "max_seqlen_q must be at least the longest sequence, 78, got 77"),

@@ -41,7 +41,7 @@ ARROWS = {
     "batching": ("ops",),
     "choose": ("problem", "arch", "config"),
     "block_mask": ("problem", "layout", "meta", "bands", "tile_mask"),
-    "flex": ("problem", "layout", "tile_mask"),
+    "flex": ("problem", "require", "layout", "tile_mask"),
     "call": ("problem", "choose"),
     "native": ("problem", "call"),
     "packing": ("problem", "call"),
@@ -136,11 +136,12 @@ ARROWS = {
         "bands",
         "tile_mask",
         "validation",
+        "values",
         "arguments",
         "masks",
     ),
-    "nn": ("require", "tile_mask", "masks", "api"),
-    "integrations": ("problem", "require", "layout", "meta", "bands", "tile_mask", "masks", "api", "nn"),
+    "nn": ("require", "validation", "tile_mask", "masks", "api"),
+    "integrations": ("problem", "environment", "require", "layout", "meta", "bands", "tile_mask", "masks", "api", "nn"),
 }
 
 ROOMS = {"kernels", "selection", "packing", "distributed", "integrations", "compat", "nn", "sdpa"}

@@ -277,6 +277,8 @@ def test_a_mask_moves_to_another_device_whole(kind: str):
     assert moved.device.type == "meta" and moved.shape == made.shape and moved.nbytes == made.nbytes
     assert all(part is None or part.is_meta for part in moved.mask[:-1])
     assert made.to(torch.device("cpu"), non_blocking=True).device.type == "cpu"
+    with pytest.raises(TypeError, match=r"to\(\)"):  # a mask has no floating-point numbers that a dtype could be for
+        made.to(torch.float16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
