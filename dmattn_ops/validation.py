@@ -334,16 +334,8 @@ def require_broadcast(
     name: str, tensor: Tensor, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int
 ) -> None:
     """Refuse a mask or bias that is not `[B|1, H|Hkv|1, Sq|1, Sk]`."""
-    require.sizes(
-        name,
-        tensor,
-        (1, batch),
-        (1, heads_kv, heads),
-        (1, seqlen_q),
-        (seqlen_k,),
-        axes=require.AXES,
-        hints=_BIASES_OF_OTHER_RANKS,
-    )
+    sizes = (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,)
+    require.sizes(name, tensor, *sizes, axes=require.AXES, hints=_BIASES_OF_OTHER_RANKS)
 
 
 def _require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> None:

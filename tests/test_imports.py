@@ -67,6 +67,7 @@ ARROWS = {
         "tuning",
     ),
     "arguments": ("environment", "require", "sharded", "bands", "tile_mask", "validation"),
+    "documents": ("require", "layout", "sharded", "tile_mask", "validation"),
     "masks": (
         "problem",
         "require",
@@ -76,6 +77,7 @@ ARROWS = {
         "values",
         "tile_mask",
         "block_mask",
+        "documents",
         "validation",
     ),
     "meta.fakes": ("problem", "require", "meta", "ops", "call", "validation"),
@@ -138,6 +140,7 @@ ARROWS = {
         "validation",
         "values",
         "arguments",
+        "documents",
         "masks",
     ),
     "nn": ("require", "validation", "tile_mask", "masks", "api"),

@@ -12,9 +12,10 @@ from dmattn_ops import require, validation
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
 from dmattn_ops.distributed.pieces import Piece, Sight, Spans, sight_of, spans_of
-from dmattn_ops.distributed.sequence import Layout, Run, check_length, check_offsets, id_pair, in_order, runs
+from dmattn_ops.distributed.sequence import Layout, Run, check_length, check_offsets, in_order, runs
 from dmattn_ops.distributed.team import Group, Team, all_ranks, team_of
 from dmattn_ops.distributed.ulysses import own_heads, to_heads
+from dmattn_ops.documents import id_pair
 from dmattn_ops.layout import is_one_run_each
 from dmattn_ops.layout import runs as runs_of_ids
 from dmattn_ops.masks import Documents, prepare_mask

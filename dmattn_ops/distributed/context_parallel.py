@@ -29,7 +29,7 @@ from dmattn_ops.distributed.pieces import Numbers, Piece, Sight, Spans, Visible,
 from dmattn_ops.distributed.ring import Ring, RingPlan
 from dmattn_ops.distributed.sequence import GatheredRows, Layout, check_ids, check_length, check_offsets, in_order
 from dmattn_ops.distributed.team import Group, Team, same_on_all, share_a_host, team_of
-from dmattn_ops.masks import Documents
+from dmattn_ops.documents import Documents
 from dmattn_ops.tile_mask import TileMask
 
 GATHERED_BYTES = 4 << 30  # of keys and values on one rank, from which on `auto` lets them travel in a ring instead

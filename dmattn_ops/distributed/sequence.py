@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dmattn_ops import require, validation, values
 from dmattn_ops.distributed.team import Group, Team, all_ranks, arrived, start_all_gather, start_all_to_all, team_of
+from dmattn_ops.documents import id_pair
 
 Layout = str | tuple[int, ...]
 LAYOUTS = ("head_tail", "contiguous")
@@ -66,17 +67,6 @@ def check_length(name: str, length: int, layout: Layout, size: int) -> None:
             f"the part of {name} that a rank holds must be a multiple of {each} positions with layout {layout!r}, got"
             f" {length}; pad the sequence and hide the padding by the mask"
         )
-
-
-def id_pair(documents: Any) -> tuple[Tensor, Tensor]:
-    """Return the ids of queries and of keys; refuse what is neither ids `[B|1, s]` nor a pair of them."""
-    pair = documents if isinstance(documents, (tuple, list)) else (documents, documents)
-    if len(pair) != 2:
-        raise TypeError(f"documents must be ids or a pair of ids, got {len(pair)} of them")
-    for ids in pair:
-        validation.tensors(documents=ids)
-        require.rank("documents", ids, 2)
-    return pair[0], pair[1]
 
 
 def check_ids(documents: Any, query: Tensor, key: Tensor, size: int) -> None:
