@@ -13,6 +13,9 @@ ifeq ($(PYTHON),)
   READY := .venv/ready
   DOCS_READY := .venv/docs
 else
+  ifeq ($(shell command -v '$(PYTHON)'),)
+    $(error PYTHON=$(PYTHON) is no program: name a Python that has torch, or leave PYTHON out and make will build .venv)
+  endif
   PY := $(PYTHON)
   READY := build/ready$(subst /,-,$(shell $(PYTHON) -c 'import sys; print(sys.prefix)'))
   DOCS_READY := $(READY)

@@ -9,6 +9,7 @@ above 256 the results are exact, but no kernel was made fast there).
 
 from __future__ import annotations
 
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -353,3 +354,14 @@ def _call(
     if not return_lse and not return_max:
         return out
     return (out, *((lse,) if return_lse else ()), *((row_max,) if return_max else ()))
+
+
+def _without_unknown(function: Any) -> None:
+    """Take `unknown` out of what `inspect.signature` tells: it is there to be refused with a hint, and is no argument."""
+    full = signature(function)
+    known = [each for each in full.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+    function.__signature__ = full.replace(parameters=known)
+
+
+for _function in (flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func):
+    _without_unknown(_function)

@@ -14,6 +14,10 @@ from dmattn_ops.bands import Band, CausalFrom, Window, band_of
 from dmattn_ops.tile_mask import TileMask
 
 _SEED_END = (1 << 63) - 1
+_MASKS_OF_OTHER_RANKS = {
+    2: "padding [B, Sk] is passed as prepare_mask(mask, seqlen_q=Sq), and a mask [Sq, Sk] as mask[None, None]",
+    3: "a mask [B, Sq, Sk] is passed as mask[:, None]",
+}
 MANY_HEADS = 128  # of keys; no model is known that has more
 
 
@@ -130,10 +134,10 @@ def check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int,
     if mask is None:
         return
     if not isinstance(mask, (Tensor, TileMask)):
-        raise TypeError(f"mask must be a tensor or come from prepare_mask, got {type(mask).__name__}")
+        raise TypeError(f"mask must be a tensor or come from prepare_mask, got {require.type_text(mask)}")
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
-    require.sizes("mask", mask, *sizes, axes=require.AXES)
+    require.sizes("mask", mask, *sizes, axes=require.AXES, hints=_MASKS_OF_OTHER_RANKS)
     require.device("mask", mask, query.device)
 
 
@@ -166,8 +170,7 @@ def _new_numbers(
     if softmax_scale is not None:
         softmax_scale = validation.number("softmax_scale", softmax_scale)
     softcap, dropout_p = validation.number("softcap", softcap), validation.number("dropout_p", dropout_p)
-    if not is_compiling():  # a tracer may not know them yet; the operators check what it knows
-        validation.scalars(softmax_scale, softcap, dropout_p)
+    validation.scalars(softmax_scale, softcap, dropout_p)
     return band_of(is_causal, causal_from, window_size), (softmax_scale, softcap, dropout_p)
 
 

@@ -325,10 +325,14 @@ def _mask_text(call: Call) -> str:
     }[call.mask.kind]
 
 
+def _diagonal(offset: int) -> str:
+    return f"i {'-' if offset < 0 else '+'} {abs(offset)}" if offset else "i"
+
+
 def _band_text(call: Call) -> str:
     lo, hi = call.options.band_lo, call.options.band_hi
-    left = "" if lo <= -UNBOUNDED else f"i {lo:+d} <= "
-    right = "" if hi >= UNBOUNDED else f" <= i {hi:+d}"
+    left = "" if lo <= -UNBOUNDED else f"{_diagonal(lo)} <= "
+    right = "" if hi >= UNBOUNDED else f" <= {_diagonal(hi)}"
     if not left and not right:
         return "every key" if call.varlen is None else "every key of the query's own sequence"
     if call.varlen is None:

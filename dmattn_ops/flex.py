@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dmattn_ops import layout
+from dmattn_ops import layout, require
 from dmattn_ops.problem import TILE, UNBOUNDED, WORD_BITS
 from dmattn_ops.tile_mask import TileMask
 
@@ -50,6 +50,7 @@ def to_block_mask(mask: TileMask, heads: int | None = None) -> BlockMask:
 
 def tile_classes(mask: TileMask) -> Tensor:
     """Return the class of each tile, `[Bm, Hm, nQ, nK]`: `layout.EMPTY`, `PARTIAL` or `FULL`; of intervals none is full."""
+    _require_prepared(mask)
     if mask.row_tiles is None:
         limits = mask.band.limits(mask.seqlen_q, mask.seqlen_k)
         visited = layout.interval_tiles(mask.mask, *limits, mask.seqlen_q, mask.seqlen_k)
@@ -60,6 +61,7 @@ def tile_classes(mask: TileMask) -> Tensor:
 
 def mask_mod(mask: TileMask, group: int = 1) -> MaskMod:
     """Return a function that says of a sequence, a head, a query and a key whether it is visible."""
+    _require_prepared(mask)
     lo, hi = mask.band.limits(mask.seqlen_q, mask.seqlen_k)
     start, end, hidden_from, hidden_to = mask.start, mask.end, mask.hidden_from, mask.hidden_to
     row_bits, q_segments, k_segments = mask.row_bits, mask.q_segments, mask.k_segments
@@ -86,6 +88,12 @@ def mask_mod(mask: TileMask, group: int = 1) -> MaskMod:
         return inside & ~((i >= pick(hidden_from, b, h, j)) & (i < pick(hidden_to, b, h, j)))
 
     return visible
+
+
+def _require_prepared(mask: object) -> None:
+    """Refuse what `prepare_mask` and `dynamic_mask` did not return."""
+    if not isinstance(mask, TileMask):
+        raise TypeError(f"mask must come from prepare_mask or dynamic_mask, got {require.type_text(mask)}")
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,16 +12,12 @@ from torch.compiler import is_compiling
 from dmattn_ops import layout, require, sharded, validation, values
 from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of
 from dmattn_ops.block_mask import from_block_mask
+from dmattn_ops.documents import Documents, Pair, clipped_to_runs, id_pair, require_fitting, segments_of
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask
-from dmattn_ops.tile_mask import Segments, TileMask, from_dense, from_intervals, from_segments
+from dmattn_ops.tile_mask import TileMask, from_dense, from_intervals, from_segments
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-_NARROW_INTEGERS = (torch.uint8, torch.int8, torch.int16)  # twice any of these fits int32
-_INTEGERS = (*_NARROW_INTEGERS, torch.int32, torch.int64)
-Documents = Tensor | tuple[Tensor, Tensor]
-Pair = tuple[Tensor, Tensor]
 
 
 def prepare_mask(
@@ -81,7 +77,7 @@ def prepare_mask(
         return _with_intervals(intervals, hidden, at_most, mask, documents, seqlen_q, band)
     if isinstance(mask, Tensor):
         return _from_tensor(_narrowed(mask), documents, seqlen_q, band)
-    segments = _segments(documents, None)
+    segments = segments_of(documents, None)
     if mask is not None:
         return from_block_mask(mask, segments, band)
     return from_segments(segments, seqlen_q, seqlen_k, band)
@@ -128,7 +124,7 @@ def dynamic_mask(
     validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
     if documents is not None:
         validation.tensors(documents=documents)
-        require.dtype("documents", documents, *_INTEGERS)
+        require.dtype("documents", documents, *validation.INTEGERS)
     if queries is not None and not (isinstance(queries, (tuple, list)) and len(queries) == 2):
         raise TypeError(f"queries must be a pair (start, stop), got {queries!r}")
     if queries is not None and scores.dim() > 0:
@@ -162,7 +158,7 @@ def resolve(mask: Tensor | TileMask | None, band: Band, seqlen_q: int, seqlen_k:
         validation.mask_lengths(mask.seqlen_q, mask.seqlen_k, seqlen_q, seqlen_k)
         mask = mask.also(band)
     else:
-        raise TypeError(f"mask must be a 4-D tensor or come from prepare_mask, got {type(mask).__name__}")
+        raise TypeError(f"mask must be a 4-D tensor or come from prepare_mask, got {require.type_text(mask)}")
     return mask.mask, *mask.band.limits(seqlen_q, seqlen_k)
 
 
@@ -196,7 +192,7 @@ def _equal_intervals(intervals: Pair, hidden: Pair | None) -> tuple[Pair, Pair |
         validation.tensors(**{name: part})
         require.rank(name, part, 3)
         require.dtype(name, part, torch.int32)
-        require.device(name, part, intervals[0].device)
+        require.device(name, part, intervals[0].device, "start of intervals")
     sizes = [require.wider(part.shape[dim] for part in parts.values()) for dim in (0, 1)]
     shape = (*sizes, intervals[0].shape[-1])
     for name, part in parts.items():
@@ -214,7 +210,7 @@ def _lengths(
     mask: Tensor | BlockMask | None, documents: Documents | None, intervals: Pair | None, seqlen_q: int | None
 ) -> tuple[int, int]:
     """Return Sq and Sk; refuse shapes and types that do not fit each other."""
-    of_queries, of_keys = _document_ids(documents)
+    of_queries, of_keys = (None, None) if documents is None else id_pair(documents)
     known_q: int | None = None if of_queries is None else of_queries.shape[1]
     known_k: int | None = None if of_keys is None else of_keys.shape[1]
     if isinstance(mask, Tensor):
@@ -223,7 +219,9 @@ def _lengths(
         from torch.nn.attention.flex_attention import BlockMask
 
         if not isinstance(mask, BlockMask):
-            raise TypeError(f"mask must be a tensor, a BlockMask or None, got {type(mask).__name__}")
+            raise TypeError(
+                f"mask must be a tensor, a BlockMask or None, got {require.type_text(mask)}{_way_out(mask)}"
+            )
         known_q, seqlen_k = mask.shape[-2:]
     elif known_k is not None:
         seqlen_k = known_k
@@ -233,7 +231,7 @@ def _lengths(
         raise ValueError(
             "prepare_mask needs a mask, documents or intervals; causal and window conditions alone need no mask"
         )
-    _fitting_documents(mask, of_queries, of_keys, known_q, seqlen_k)
+    require_fitting(mask, of_queries, of_keys, known_q, seqlen_k)
     if intervals is not None and not require.same(intervals[0].shape[-1], seqlen_k):
         keys, expected = require.size_text(intervals[0].shape[-1]), require.size_text(seqlen_k)
         raise ValueError(f"intervals must have {expected} keys as the mask or the documents have, got {keys}")
@@ -255,47 +253,11 @@ def _lengths(
     return known_q, seqlen_k
 
 
-def _document_ids(documents: Documents | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the ids of queries and of keys, `[B|1, S]`."""
-    if documents is None:
-        return None, None
-    pair = documents if isinstance(documents, (tuple, list)) else (documents, documents)
-    if len(pair) != 2:
-        raise TypeError(f"documents must be ids or a pair of ids, got {len(pair)} of them")
-    for ids in pair:
-        validation.tensors(documents=ids)
-        require.rank("documents", ids, 2)
-        require.dtype("documents", ids, *_INTEGERS)
-    require.device("documents", pair[1], pair[0].device)
-    return pair[0], pair[1]
-
-
-def _fitting_documents(
-    mask: Tensor | BlockMask | None,
-    of_queries: Tensor | None,
-    of_keys: Tensor | None,
-    known_q: int | None,
-    seqlen_k: int,
-) -> None:
-    """Refuse ids that do not fit the mask beside them."""
-    if of_queries is None or of_keys is None:
-        return
-    if isinstance(mask, Tensor):
-        require.device("documents", of_keys, mask.device)
-    parts = [part for part in (mask, of_queries, of_keys) if isinstance(part, Tensor)]
-    batch = require.wider(part.shape[0] for part in parts)
-    for ids in (of_keys, of_queries):
-        require.sizes("documents", ids, (1, batch), (ids.shape[1],))
-    if not require.same(seqlen_k, of_keys.shape[1]):
-        raise ValueError(
-            f"documents must have shape (B|1, {require.size_text(seqlen_k)}), got {require.text(of_keys.shape)}"
-        )
-    assert known_q is not None
-    if not require.same(known_q, of_queries.shape[1]):
-        got = f"got {require.size_text(known_q)} and {require.size_text(of_queries.shape[1])}"
-        if of_queries is of_keys:
-            raise ValueError(f"mask must have as many queries as keys where documents are given, {got}")
-        raise ValueError(f"mask must have as many queries as documents has, {got}")
+def _way_out(mask: Any) -> str:
+    """Return what to do with something that is no mask yet, or one already."""
+    if isinstance(mask, TileMask):
+        return ": a prepared mask goes to calls as it is, with further conditions beside it"
+    return ": create_block_mask of flex_attention makes a BlockMask of a function" if callable(mask) else ""
 
 
 def _tensor_lengths(mask: Tensor, known_q: int | None) -> tuple[int | None, int]:
@@ -321,8 +283,8 @@ def _from_tensor(mask: Tensor, documents: Documents | None, seqlen_q: int, band:
     if mask.dim() == 2:
         mask = mask[:, None, None, :]
     if mask.shape[2] == 1:
-        return from_segments(_segments(documents, mask.squeeze(2) != 0), seqlen_q, mask.shape[3], band)
-    return from_dense(mask, _segments(documents, None), seqlen_q, band)
+        return from_segments(segments_of(documents, mask.squeeze(2) != 0), seqlen_q, mask.shape[3], band)
+    return from_dense(mask, segments_of(documents, None), seqlen_q, band)
 
 
 def _with_intervals(
@@ -341,7 +303,7 @@ def _with_intervals(
     if mask is None and isinstance(documents, Tensor) and values.on_the_host(documents):
         require.sizes("documents", documents, _choices(made.shape[0], documents.shape[0]), (documents.shape[1],))
         with sharded.constants_beside(documents):
-            clipped = _clipped_to_runs(intervals, documents)
+            clipped = clipped_to_runs(intervals, documents)
         if clipped is not None:
             if hidden is not None:  # the documents may have a batch where the intervals have none
                 hidden = hidden[0].expand_as(clipped[0]).contiguous(), hidden[1].expand_as(clipped[0]).contiguous()
@@ -374,7 +336,7 @@ def _both(intervals: TileMask, others: TileMask) -> Tensor:
 
 
 def _dense(others: TileMask) -> Tensor:
-    """Return `others.to_dense()`, of segments without their lists, which say nothing more, and whose reading exporters guard."""
+    """Return `others.to_dense()`, of segments without reading their lists, which say nothing more."""
     if others.k_segments is None:
         return others.to_dense()
     unlisted = others.mask._replace(row_tiles=None, col_tiles=None)
@@ -385,54 +347,3 @@ def _dense(others: TileMask) -> Tensor:
 def _choices(batch: int, other: int) -> tuple[int, ...]:
     """Return what `other` may be beside a batch that is not 1."""
     return (other,) if batch == 1 else (1, batch)
-
-
-def _clipped_to_runs(intervals: Pair, documents: Tensor) -> Pair | None:
-    """Return intervals that end with the document of their key, or None where an id returns later. Reads the ids."""
-    first, last = sharded.row_by_row(layout.runs, documents)
-    if not layout.is_one_run_each(documents):
-        return None
-    start, end = torch.broadcast_tensors(*intervals)
-    start = torch.maximum(start, first.unsqueeze(1))
-    return start, torch.minimum(end.expand_as(start), last.unsqueeze(1))
-
-
-def _segments(documents: Documents | None, keep: Tensor | None) -> Segments:
-    """Return int32 segments `[B|1, Sq]` of queries and `[B|1, Hm, Sk]` of keys; `keep` is bool `[B|1, Hm, Sk]`.
-
-    With both, a dropped key gets an odd number next to its own document's even one: no query has it, and the range of
-    numbers in a tile of keys stays that of its documents. Both are contiguous, whatever they come from.
-    """
-    keep = keep if keep is None else keep.contiguous()
-    if documents is None:
-        return None, None if keep is None else keep.to(torch.int32) - 1
-    of_queries, of_keys = _numbered(documents, keep is not None)
-    if keep is None:
-        return of_queries, of_keys.unsqueeze(1).clone()
-    return 2 * of_queries, 2 * of_keys.unsqueeze(1) + (~keep).to(torch.int32)
-
-
-def _numbered(documents: Documents, doubled: bool) -> tuple[Tensor, Tensor]:
-    """Return ids `[B|1, Sq]` and `[B|1, Sk]` as int32 numbers, small enough to be `doubled`."""
-    of_queries, of_keys = documents if isinstance(documents, (tuple, list)) else (documents, documents)
-    narrow = all(
-        ids.dtype in _NARROW_INTEGERS or (not doubled and ids.dtype == torch.int32) for ids in (of_queries, of_keys)
-    )
-    if narrow:
-        return tuple(ids.to(torch.int32, copy=True).contiguous() for ids in (of_queries, of_keys))  # type: ignore[return-value]
-    if of_queries is of_keys:
-        numbers = _ranks(of_keys.contiguous())
-        return numbers, numbers
-    batch = require.wider((of_queries.shape[0], of_keys.shape[0]))
-    both = torch.cat([ids.to(torch.int64).expand(batch, -1) for ids in (of_queries, of_keys)], dim=1)
-    ranks = _ranks(both)
-    return ranks[:, : of_queries.shape[1]].contiguous(), ranks[:, of_queries.shape[1] :].contiguous()
-
-
-def _ranks(ids: Tensor) -> Tensor:
-    """Number the distinct ids of each row of `[B, S]` in ascending order, int32; no id is read on the host."""
-    ordered, order = ids.sort(dim=-1)
-    # DTensor of torch 2.11 knows neither roll nor !=; a slice that is one shorter would make length 2 a graph of its own
-    before = torch.cat((ordered[:, :1], ordered), dim=-1)[:, :-1]
-    numbers = (ordered > before).cumsum(-1, dtype=torch.int32)
-    return torch.zeros_like(numbers).scatter(-1, order, numbers)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmattn_ops import require
+from dmattn_ops import require, validation
 from dmattn_ops.api import flash_dmattn_func
 from dmattn_ops.masks import dynamic_mask
 from dmattn_ops.tile_mask import TileMask
@@ -96,6 +96,11 @@ class DynamicMaskAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
+        require.counts(keep=keep, keep_first=keep_first, keep_last=keep_last)
+        if not is_causal and keep_last:
+            raise ValueError(f"keep_last must be 0 where is_causal is False, got {keep_last}")
+        if heads < 1 or kv_heads < 1:
+            raise ValueError(f"heads and kv_heads must be at least 1, got {heads} and {kv_heads}")
         if heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         if head_dim is None and dim % heads:
@@ -125,9 +130,17 @@ class DynamicMaskAttention(nn.Module):
         Args:
             hidden: with shape `[B, S, dim]`.
             documents: ids `[B|1, S]` in contiguous runs: a query sees its own document only.
-            padding: `[B|1, S]`, bool or integer, False or 0 for what is no key; queries there see what others do.
-            positions: `[B|1, S]`, of rotary embeddings; None counts from 0.
+            padding: `[B|1, S]`, bool or integer, False or 0 for what is no key. Without documents, the first keys are those
+                behind the padding on the left.
+            positions: `[B|1, S]` or `[S]`, of rotary embeddings; None counts from 0.
         """
+        validation.tensors(hidden=hidden)
+        require.rank("hidden", hidden, 3)
+        if positions is not None:
+            validation.tensors(positions=positions)
+            if positions.dim() == 1:
+                positions = positions.unsqueeze(0)
+            require.sizes("positions", positions, (1, hidden.shape[0]), (hidden.shape[1],))
         query = self.q_proj(hidden).unflatten(-1, (self.heads, self.head_dim))
         key = self.k_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
         value = self.v_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
@@ -148,9 +161,12 @@ class DynamicMaskAttention(nn.Module):
     def mask(self, scores: Tensor, *, documents: Tensor | None = None, padding: Tensor | None = None) -> TileMask:
         """Return the mask that scores `[B, Hkv, S]` make."""
         if padding is not None:
-            require.dtype("padding", padding, torch.bool, torch.uint8, torch.int32, torch.int64)
+            validation.tensors(padding=padding)
+            require.dtype("padding", padding, torch.bool, *validation.INTEGERS)
             require.sizes("padding", padding, (1, scores.shape[0]), (scores.shape[2],))
             scores = scores.masked_fill((padding == 0).unsqueeze(1), -torch.inf)
+            if documents is None and self.keep_first:
+                documents = behind_leading_padding(padding)
         made = dynamic_mask(
             scores,
             self.keep,
@@ -170,6 +186,15 @@ class DynamicMaskAttention(nn.Module):
             f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, keep={self.keep},"
             f" keep_first={self.keep_first}, keep_last={self.keep_last}, is_causal={self.is_causal}"
         )
+
+
+def behind_leading_padding(padding: Tensor) -> Tensor:
+    """Return ids `[B|1, S]` that are 0 before the first key of a sequence and 1 from there on, of `padding` `[B|1, S]`.
+
+    As documents of a dynamic mask they let the first keys begin behind padding on the left, so that a sequence sees what it
+    sees without padding.
+    """
+    return ((padding != 0).cumsum(-1) > 0).to(torch.int32)
 
 
 def _turns(hidden: Tensor, positions: Tensor | None, dim: int, base: float) -> tuple[Tensor, Tensor]:

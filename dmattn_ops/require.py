@@ -32,27 +32,41 @@ def dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
         raise TypeError(f"{name} must have dtype {' or '.join(map(str, dict.fromkeys(allowed)))}, got {tensor.dtype}")
 
 
-def device(name: str, tensor: Any, expected: torch.device) -> None:
-    """Refuse another device than the query's."""
+def device(name: str, tensor: Any, expected: torch.device, like: str = "query") -> None:
+    """Refuse another device than that of the argument `like`."""
     if tensor.device != expected:
-        raise ValueError(f"{name} must be on {expected} like query, got {tensor.device}")
+        raise ValueError(f"{name} must be on {expected} like {like}, got {tensor.device}")
 
 
-def sizes(name: str, tensor: Any, *choices: tuple[int, ...], axes: tuple[str, ...] = ()) -> None:
-    """Refuse a tensor or a TileMask in whose shape a size is not one of its choices; `axes` names the dimensions."""
+def sizes(
+    name: str, tensor: Any, *choices: tuple[int, ...], axes: tuple[str, ...] = (), hints: dict[int, str] | None = None
+) -> None:
+    """Refuse a tensor or a TileMask in whose shape a size is not one of its choices.
+
+    `axes` names the dimensions, and `hints` says, by another number of dimensions, what to do with such a tensor.
+    """
     given = tensor.shape
     if len(given) == len(choices) and all(map(_one_of, given, choices)):
         return
     allowed = [" or ".join(dict.fromkeys([size_text(size) for size in reversed(of_axis)])) for of_axis in choices]
     if axes:
         allowed = [f"{axis} {size}" for axis, size in zip(axes, allowed, strict=True)]
-    raise ValueError(f"{name} must have shape ({', '.join(allowed)}), got {text(given)}")
+    hint = "" if hints is None or len(given) not in hints else f": {hints[len(given)]}"
+    raise ValueError(f"{name} must have shape ({', '.join(allowed)}), got {text(given)}{hint}")
 
 
 def integer(name: str, argument: Any) -> None:
     """Refuse what is not a Python (or traced) integer."""
     if isinstance(argument, bool) or not isinstance(argument, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {type_text(argument)}")
+
+
+def counts(**arguments: Any) -> None:
+    """Refuse what are no integers from 0 on."""
+    for name, count in arguments.items():
+        integer(name, count)
+        if certainly(count < 0):
+            raise ValueError(f"{name} must not be negative, got {count}")
 
 
 def part(name: str, start: int, stop: int, size: int) -> None:

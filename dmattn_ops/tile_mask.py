@@ -93,7 +93,8 @@ class TileMask:
         if self.row_tiles is None:
             limits = self.band.limits(self.seqlen_q, self.seqlen_k)
             with sharded.constants_beside(self.lengths):
-                return layout.interval_tiles(self.mask, *limits, self.seqlen_q, self.seqlen_k).float().mean()
+                tiles = layout.interval_tiles(self.mask, *limits, self.seqlen_q, self.seqlen_k)
+                return tiles.sum(dtype=torch.float32) / require.larger(1, tiles.numel())
         batch, heads, _, _ = self.shape
         rows, columns = (max(1, -(-length // TILE)) for length in (self.seqlen_q, self.seqlen_k))
         return self.row_tiles[..., 1:3].sum(dtype=torch.float32) / max(1, batch * heads * rows * columns)
@@ -139,7 +140,7 @@ class TileMask:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TileMask:
         """Return the mask on another device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TileMask:
         """Return the mask in pinned memory."""

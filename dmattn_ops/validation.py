@@ -20,8 +20,13 @@ from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS, Mask, Varlen
 
 MAX_HEAD_DIM = 1024
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # of masks, padding and ids
 ALIGNMENTS = ("bottom_right", "top_left")
 DEVICES = ("cpu", "cuda", "meta")  # meta computes shapes only
+_BIASES_OF_OTHER_RANKS = {
+    2: "a bias [Sq, Sk] is passed as bias[None, None]",
+    3: "a number for each key, [B, heads, Sk], is passed as bias.unsqueeze(2), and a bias [B, Sq, Sk] as bias[:, None]",
+}
 _LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -122,11 +127,9 @@ def selection(
             (1, batch) if not require.known_equal(batch, 1) else (documents.shape[0],),
             (seqlen,),
         )
-        require.device("documents", documents, scores.device)
+        require.device("documents", documents, scores.device, "scores")
         batch = require.wider((batch, documents.shape[0]))
-    for name, count in (("keep", keep), ("keep_first", keep_first), ("keep_last", keep_last)):
-        if require.certainly(count < 0):
-            raise ValueError(f"{name} must not be negative, got {count}")
+    require.counts(keep=keep, keep_first=keep_first, keep_last=keep_last)
     if not is_causal and not require.certainly(keep_last == 0):
         raise ValueError(f"keep_last must be 0 where is_causal is False, got {keep_last}")
     return batch
@@ -331,7 +334,8 @@ def require_broadcast(
     name: str, tensor: Tensor, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int
 ) -> None:
     """Refuse a mask or bias that is not `[B|1, H|Hkv|1, Sq|1, Sk]`."""
-    require.sizes(name, tensor, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,), axes=require.AXES)
+    sizes = (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,)
+    require.sizes(name, tensor, *sizes, axes=require.AXES, hints=_BIASES_OF_OTHER_RANKS)
 
 
 def _require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> None:
@@ -343,6 +347,8 @@ def _require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dty
 
 def _require_bias_dtype(bias: Tensor, query: Tensor) -> None:
     require.device("bias", bias, query.device)
+    if bias.dtype == torch.bool:
+        raise TypeError("bias must have a floating-point dtype, got torch.bool: pass what is visible as mask=")
     if bias.dtype != query.dtype:
         require.dtype("bias", bias, query.dtype, torch.float32)
 

@@ -43,16 +43,25 @@ def offsets(query: Tensor, key: Tensor, lengths: Varlen) -> None:
         ("q", "query", query, lengths.cu_seqlens_q, lengths.max_seqlen_q),
         ("k", "key", key, lengths.cu_seqlens_k, lengths.max_seqlen_k),
     ):
-        values = cu_seqlens.tolist()
-        total, widest = packed.shape[0], max((b - a for a, b in pairwise(values)), default=0)
-        if values[0] != 0 or values[-1] != total:
-            raise ValueError(
-                f"cu_seqlens_{letter} must go from 0 to the length of {name}, {total}, got {values[0]} to {values[-1]}"
-            )
-        if values != sorted(values):
-            raise ValueError(f"cu_seqlens_{letter} must not decrease, got {values}")
+        total = packed.shape[0]
+        values = offsets_of(f"cu_seqlens_{letter}", cu_seqlens, name, total)
+        widest = max((b - a for a, b in pairwise(values)), default=0)
         if widest > longest:
             raise ValueError(f"max_seqlen_{letter} must be at least the longest sequence, {widest}, got {longest}")
+
+
+def offsets_of(name: str, cu_seqlens: Tensor, of: str, total: int) -> list[int]:
+    """Return offsets that are not empty; refuse those that do not go from 0 to the length `total` of what they divide."""
+    values = cu_seqlens.tolist()
+    if not values or values[0] != 0 or values[-1] != total:
+        got = f"{values[0]} to {values[-1]}" if values else "none"
+        hint = ""
+        if sum(values) == total:
+            hint = ": lengths become offsets by torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
+        raise ValueError(f"{name} must go from 0 to the length of {of}, {total}, got {got}{hint}")
+    if values != sorted(values):
+        raise ValueError(f"{name} must not decrease, got {values}")
+    return values
 
 
 def contiguous_runs(name: str, ids: Tensor) -> None:

@@ -64,9 +64,11 @@ def tile_records(seqlen: int) -> int:
     """Return how many records a list of tiles has for `seqlen` positions: one for each tile, but at least two.
 
     The second one of a short sequence is empty. A dimension that is 1 for some lengths only would be a special case to
-    compilers and exporters: one graph more, or a range of lengths that ends at 128.
+    compilers and exporters: one graph more, or a range of lengths that ends at 128. Two and a number that is not negative,
+    not the larger of two numbers: from that, a tracer proves that a row of lists is shorter than all rows together, which
+    torch asks of every map of tiles; the exporter refuses the same as a guard that may not hold for every length.
     """
-    return larger(2, ceil_div(seqlen, TILE))
+    return 2 + larger(0, ceil_div(seqlen, TILE) - 2)
 
 
 def list_capacity(tiles: int, band_lo: int, band_hi: int) -> int:

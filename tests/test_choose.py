@@ -192,9 +192,7 @@ def test_explain_takes_packed_sequences_and_says_what_the_launchers_get(monkeypa
         chosen.clear()
         dmattn_ops.flash_dmattn_varlen_func(query, key, key, mask=mask, **packed, **options).sum().backward()
         assert [choice.label for choice in chosen] == [told.forward.choice, told.backward.choice]
-        assert (
-            told.visible == f"j <= i +0 in each sequence, j counted from its {'last' if mask is None else 'first'} key"
-        )
+        assert told.visible == f"j <= i in each sequence, j counted from its {'last' if mask is None else 'first'} key"
         assert ("segment ids" in told.mask) == (mask is not None)
     for arch_name, tier in (("9.0", "SM90"), ("8.0", "SM80")):
         told = dmattn_ops.explain(query.detach().bfloat16(), key.bfloat16(), key.bfloat16(), **packed, arch=arch_name)
@@ -249,6 +247,15 @@ def test_explain_names_both_directions_and_reads_well():
     assert explanation.backward.arch == "SM8.6" and explanation.backward.choice.startswith("SM86_")
     text = str(explanation)
     assert "forward" in text and "block_m=" in text and "j <= i" in text
+
+
+@pytest.mark.parametrize(
+    ("window_size", "said"),
+    [((None, None), "every key"), ((None, 0), "j <= i"), ((7, 3), "i - 7 <= j <= i + 3"), ((0, None), "i <= j")],
+)
+def test_explain_says_which_keys_a_window_shows(window_size, said):
+    query = torch.randn(1, 64, 2, 16)
+    assert dmattn_ops.explain(query, query, query, window_size=window_size).visible == said
 
 
 def test_a_deterministic_backward_on_hopper_orders_its_additions_unless_tiles_are_listed():

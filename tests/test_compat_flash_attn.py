@@ -77,6 +77,11 @@ def test_dense(lengths, window_size, causal, softcap):
         same_gradients(out, expected, (q, k, v))
 
 
+def test_a_window_of_none_is_unlimited_as_in_this_library():
+    q, k, v = inputs(20, 20)
+    assert torch.equal(flash_attn_func(q, k, v, window_size=(None, 3)), flash_attn_func(q, k, v, window_size=(-1, 3)))
+
+
 def test_rows_without_a_visible_key_have_an_lse_of_plus_infinity():
     q, k, v = inputs(40, 5)
     out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)

@@ -100,6 +100,138 @@ def test_what_one_rank_refuses_is_an_error_on_every_rank(two_ranks, what, messag
     assert "was refused on rank 1 of the group" in first.message and message in first.message
 
 
+IDS = torch.zeros(1, 128, dtype=torch.int32)  # of the whole sequence, of which each of two ranks holds 64 positions
+OFFSETS = torch.tensor([0, 40, 128], dtype=torch.int32)
+WRONG_PACKINGS = {
+    "ids of the whole sequence": (
+        {"documents": IDS},
+        ValueError,
+        "documents must be ids of the 64 positions that this rank holds, got 128: cut the ids of the whole sequence with"
+        " shard_sequence",
+    ),
+    "ids of too few positions": (
+        {"documents": IDS[:, :32]},
+        ValueError,
+        "documents must have shape (1, 64), got (1, 32)",
+    ),
+    "ids of other batches": (
+        {"documents": IDS[:, :64].expand(3, -1)},
+        ValueError,
+        "documents must have shape (1, 64), got (3, 64)",
+    ),
+    "ids without a batch": (
+        {"documents": IDS[0, :64]},
+        ValueError,
+        "documents must have 2 dimensions, got 1, shape (64,)",
+    ),
+    "a list of ids": ({"documents": [0] * 64}, TypeError, "documents must be ids or a pair of ids, got 64 of them"),
+    "a pair that is no tensors": ({"documents": (0, 1)}, TypeError, "documents must be a tensor, got int"),
+    "lengths": (
+        {"cu_seqlens": torch.tensor([40, 88], dtype=torch.int32)},
+        ValueError,
+        "cu_seqlens must go from 0 to the length of the whole sequence, 128, got 40 to 88: lengths become offsets by"
+        " torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))",
+    ),
+    "offsets of this rank": (
+        {"cu_seqlens": torch.tensor([0, 40, 64], dtype=torch.int32)},
+        ValueError,
+        "cu_seqlens must go from 0 to the length of the whole sequence, 128, got 0 to 64",
+    ),
+    "offsets that decrease": (
+        {"cu_seqlens": torch.tensor([0, 90, 40, 128], dtype=torch.int32)},
+        ValueError,
+        "cu_seqlens must not decrease, got [0, 90, 40, 128]",
+    ),
+    "no offsets": (
+        {"cu_seqlens": OFFSETS[:0]},
+        ValueError,
+        "cu_seqlens must go from 0 to the length of the whole sequence, 128, got none",
+    ),
+    "a list of offsets": ({"cu_seqlens": [0, 40, 128]}, TypeError, "cu_seqlens must be a tensor, got list"),
+    "floating-point offsets": (
+        {"cu_seqlens": OFFSETS.float()},
+        TypeError,
+        "cu_seqlens must have dtype torch.int32 or torch.int64, got torch.float32",
+    ),
+    "ids and offsets": (
+        {"documents": IDS[:, :64], "cu_seqlens": OFFSETS},
+        ValueError,
+        "documents and cu_seqlens say the same: give one of them",
+    ),
+    "ids beside a prepared mask": (
+        {"documents": IDS[:, :64], "mask": "prepared"},
+        ValueError,
+        "documents and cu_seqlens stand beside a ContextMask: pass them to prepare_context_mask",
+    ),
+    "offsets beside a prepared mask": (
+        {"cu_seqlens": OFFSETS, "mask": "prepared"},
+        ValueError,
+        "documents and cu_seqlens stand beside a ContextMask: pass them to prepare_context_mask",
+    ),
+}
+
+
+def with_packing(more):
+    """Call with documents or offsets that lie on the CPU, as the call does."""
+    query = torch.randn(1, 64, 2, 16)
+    if "mask" in more:
+        more = more | {"mask": prepare_context_mask(torch.ones(1, 64, dtype=torch.bool), group=None)}
+    return context_parallel_attention(query, query, query, group=None, **more)
+
+
+@pytest.mark.skipif(WITHOUT_GLOO, reason="ranks of NCCL hold no tensors on the CPU")
+@pytest.mark.parametrize(("more", "kind", "message"), WRONG_PACKINGS.values(), ids=WRONG_PACKINGS)
+def test_documents_and_offsets_that_do_not_fit_are_refused_in_words(two_ranks, more, kind, message):
+    for failure in two_ranks.failures(with_packing, more):
+        assert (failure.kind, failure.message) == (kind.__name__, message)
+
+
+def prepared_of(more):
+    return prepare_context_mask(group=None, **more)
+
+
+@pytest.mark.skipif(WITHOUT_GLOO, reason="ranks of NCCL hold no tensors on the CPU")
+@pytest.mark.parametrize(
+    ("more", "kind", "message"),
+    [
+        ({"documents": IDS[0]}, "ValueError", "documents must have 2 dimensions, got 1, shape (128,)"),
+        ({"documents": [1, 2]}, "TypeError", "documents must be a tensor, got int"),
+        (
+            {"cu_seqlens": torch.tensor([0, 64]), "seqlen_q": 64},
+            "ValueError",
+            "cu_seqlens must go from 0 to the length of the whole sequence, 128, got 0 to 64",
+        ),
+        (
+            {"documents": IDS[:, :64], "cu_seqlens": OFFSETS},
+            "ValueError",
+            "documents and cu_seqlens say the same: give one of them",
+        ),
+    ],
+    ids=["ids without a batch", "a list of ids", "offsets of this rank", "ids and offsets"],
+)
+def test_a_mask_is_not_prepared_of_documents_and_offsets_that_do_not_fit(two_ranks, more, kind, message):
+    for failure in two_ranks.failures(prepared_of, more):
+        assert (failure.kind, failure.message) == (kind, message)
+
+
+def cut(what):
+    if what == "a list":
+        return shard_sequence([1, 2, 3], None)
+    return shard_sequence(torch.randn(64, device=ranks.device()), None)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("a list", "tensor must be a tensor, got list"),
+        ("one dimension", "dim must be a dimension of tensor, whose shape is (64,), got 1"),
+    ],
+)
+def test_what_has_no_sequence_is_not_cut(two_ranks, what, message):
+    for failure in two_ranks.failures(cut, what):
+        assert failure.message == message
+
+
 def test_masks_on_a_gpu_of_each_rank_are_the_same_mask():
     texts, representations = set(), set()
     for number in range(2):

@@ -1,5 +1,6 @@
 """What the public functions refuse, with which type and in which words, eager and compiled."""
 
+import inspect
 import re
 import warnings
 
@@ -135,7 +136,19 @@ DENSE = {
     "bias rank": (
         {"bias": tensor(S, S)},
         ValueError,
-        "bias must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (128, 128)",
+        "bias must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (128, 128): a bias [Sq, Sk] is"
+        " passed as bias[None, None]",
+    ),
+    "bias without queries": (
+        {"bias": tensor(B, H, S)},
+        ValueError,
+        "bias must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (2, 4, 128): a number for each key,"
+        " [B, heads, Sk], is passed as bias.unsqueeze(2), and a bias [B, Sq, Sk] as bias[:, None]",
+    ),
+    "bool bias": (
+        {"bias": MASK},
+        TypeError,
+        "bias must have a floating-point dtype, got torch.bool: pass what is visible as mask=",
     ),
     "no bias": ({"bias": 1.0}, TypeError, "bias must be a tensor, got float"),
     "mask shape": (
@@ -147,6 +160,23 @@ DENSE = {
         {"mask": MASK[..., :100]},
         ValueError,
         "mask must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (2, 1, 128, 100)",
+    ),
+    "padding as a mask": (
+        {"mask": MASK[:, 0, 0]},
+        ValueError,
+        "mask must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (2, 128): padding [B, Sk] is passed"
+        " as prepare_mask(mask, seqlen_q=Sq), and a mask [Sq, Sk] as mask[None, None]",
+    ),
+    "mask without heads": (
+        {"mask": MASK[:, 0]},
+        ValueError,
+        "mask must have shape (batch 2 or 1, heads 4 or 1, queries 128 or 1, keys 128), got (2, 128, 128): a mask [B, Sq, Sk]"
+        " is passed as mask[:, None]",
+    ),
+    "array as a mask": (
+        {"mask": MASK.numpy()},
+        TypeError,
+        "mask must be a tensor or come from prepare_mask, got numpy.ndarray",
     ),
     "mask device": ({"mask": MASK.to("meta")}, ValueError, "mask must be on cpu like query, got meta"),
     "no mask": ({"mask": "causal"}, TypeError, "mask must be a tensor or come from prepare_mask, got str"),
@@ -264,92 +294,46 @@ def test_a_wrong_compiled_call_is_refused_in_the_same_words(name):
         compiled(**dense(**changes))
 
 
-def packed(**changes):
-    offsets = torch.tensor([0, 50, 50, 128], dtype=torch.int32)
-    rows = {name: tensor(S, H, D) for name in ("query", "key", "value")}
-    lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 78, "max_seqlen_k": 78}
-    return {**rows, **lengths, **changes}
+@pytest.mark.parametrize("name", ("right", "nan scale", "softcap", "dropout", "mask shape", "additive mask"))
+def test_a_wrong_value_is_refused_with_the_same_type_where_graphs_may_break(name):
+    changes, error, words = DENSE[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(dmattn_ops.flash_dmattn_func, backend="eager")
+    with pytest.raises(error, match=f"^{re.escape(words)}$"):
+        compiled(**dense(**changes))
 
 
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-VARLEN = {
-    "start": (
-        {"cu_seqlens_q": int32(1, 50, 50, 128)},
-        ValueError,
-        "cu_seqlens_q must go from 0 to the length of query, 128, got 1 to 128",
-    ),
-    "end": (
-        {"cu_seqlens_k": int32(0, 50, 50, 129)},
-        ValueError,
-        "cu_seqlens_k must go from 0 to the length of key, 128, got 0 to 129",
-    ),
-    "decrease": (
-        {"cu_seqlens_k": int32(0, 50, 49, 128)},
-        ValueError,
-        "cu_seqlens_k must not decrease, got [0, 50, 49, 128]",
-    ),
-    "batch": ({"cu_seqlens_k": int32(0, 128)}, ValueError, "cu_seqlens_k must have shape (4,), got (2,)"),
-    "rank": (
-        {"cu_seqlens_q": int32(0, 128)[None]},
-        ValueError,
-        "cu_seqlens_q must have shape (batch + 1,), got (1, 2)",
-    ),
-    "empty": ({"cu_seqlens_q": int32()}, ValueError, "cu_seqlens_q must have shape (batch + 1,), got (0,)"),
-    "dtype": (
-        {"cu_seqlens_q": torch.tensor([0, 50, 50, 128])},
-        TypeError,
-        "cu_seqlens_q must have dtype torch.int32, got torch.int64",
-    ),
-    "device": (
-        {"cu_seqlens_k": int32(0, 50, 50, 128).to("meta")},
-        ValueError,
-        "cu_seqlens_k must be on cpu like query, got meta",
-    ),
-    "type": ({"cu_seqlens_q": [0, 128]}, TypeError, "cu_seqlens_q must be a tensor, got list"),
-    "longest": ({"max_seqlen_q": 77}, ValueError, "max_seqlen_q must be at least the longest sequence, 78, got 77"),
-    "negative": ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must not be negative, got -1"),
-    "longest type": ({"max_seqlen_k": torch.tensor(78)}, TypeError, "max_seqlen_k must be an int, got Tensor"),
-    "query": ({"query": tensor(1, S, H, D)}, ValueError, "query must have 3 dimensions, got 4, shape (1, 128, 4, 64)"),
-    "value": ({"value": tensor(127, H, D)}, ValueError, "value must have shape (128, 4, 64), got (127, 4, 64)"),
-    "mask": ({"mask": MASK[:, 0, 0]}, ValueError, "mask must have shape (heads 4 or 1, keys 128), got (2, 128)"),
-    "mask type": ({"mask": True}, TypeError, "mask must be a tensor, got bool"),
-    "scale elsewhere": (
-        {"scale": 1.0},
-        TypeError,
-        "flash_dmattn_varlen_func() got an unexpected keyword argument 'scale': here it is called softmax_scale",
-    ),
-    "bias": ({"bias": tensor(4, 127)}, ValueError, "bias must have shape (heads 4 or 1, keys 128), got (4, 127)"),
-    "bias dtype": (
-        {"bias": tensor(4, S, dtype=torch.int8)},
-        TypeError,
-        "bias must have dtype torch.float32, got torch.int8",
-    ),
+KEYWORDS = {
+    "is_causal": False,
+    "causal_from": "bottom_right",
+    "window_size": (None, None),
+    "softmax_scale": None,
+    "softcap": 0.0,
+    "dropout_p": 0.0,
+    "deterministic": None,
+    "sink": None,
+    "return_lse": False,
+    "return_max": False,
 }
 
 
-@pytest.mark.parametrize("name", VARLEN)
-def test_a_wrong_packed_call_is_refused_in_words(name):
-    changes, error, words = VARLEN[name]
-    with pytest.raises(error, match=f"^{re.escape(words)}$"):
-        dmattn_ops.flash_dmattn_varlen_func(**packed(**changes))
-
-
 @pytest.mark.parametrize(
-    ("shape", "words"),
+    ("name", "first"),
     [
-        ((2, 9, 3, 16), "qkv must have 5 dimensions, got 4, shape (2, 9, 3, 16)"),
-        ((2, 9, 4, 3, 16), "qkv must have shape (2, 9, 3, 3, 16), got (2, 9, 4, 3, 16)"),
+        ("flash_dmattn_func", "query key value mask bias"),
+        (
+            "flash_dmattn_varlen_func",
+            "query key value cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k mask bias",
+        ),
+        ("flash_dmattn_qkvpacked_func", "qkv mask bias"),
     ],
 )
-def test_a_wrong_packed_projection_is_refused_in_words(shape, words):
-    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
-        dmattn_ops.flash_dmattn_qkvpacked_func(tensor(*shape))
-    if len(shape) == 5:
-        with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
-            torch.ops.dmattn.qkvpacked_forward(tensor(*shape))
+def test_a_signature_tells_the_arguments_that_there_are(name, first):
+    parameters = inspect.signature(getattr(dmattn_ops, name)).parameters
+    positional = {each.name for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD}
+    assert list(parameters) == [*first.split(), *KEYWORDS]
+    assert positional == set(first.split())
+    assert {each: parameters[each].default for each in KEYWORDS} == KEYWORDS
 
 
 def test_float64_on_cuda_names_every_reason():
@@ -409,7 +393,8 @@ def test_empty_sizes_are_no_error():
     assert not query.grad.any()
     assert bias.grad.shape == bias.shape
     rows = torch.randn(0, 2, 4, requires_grad=True)
-    for offsets in (int32(0), int32(0, 0, 0)):
+    for values in ((0,), (0, 0, 0)):
+        offsets = torch.tensor(values, dtype=torch.int32)
         out = dmattn_ops.flash_dmattn_varlen_func(rows, rows, rows, offsets, offsets, 0, 0)
         out.sum().backward()
         assert out.shape == rows.shape

@@ -6,13 +6,13 @@ import itertools
 import sys
 
 from dmattn_ops import api, arguments, bands, block_mask, masks, require, tile_mask, validation, values
-from tests import test_checks, test_errors, test_mask_errors, test_operator_errors
+from tests import test_checks, test_errors, test_errors_packed, test_mask_errors, test_operator_errors
 
 MODULES = (api, arguments, bands, block_mask, masks, require, tile_mask, validation, values)
 STATED = (
     test_errors.test_a_wrong_call_is_refused_in_words,
-    test_errors.test_a_wrong_packed_call_is_refused_in_words,
-    test_errors.test_a_wrong_packed_projection_is_refused_in_words,
+    test_errors_packed.test_a_wrong_packed_call_is_refused_in_words,
+    test_errors_packed.test_a_wrong_packed_projection_is_refused_in_words,
     test_checks.test_a_call_where_another_attention_shares_the_sequence_is_refused_in_words,
     test_operator_errors.test_the_operator_refuses_what_would_read_out_of_bounds,
     test_operator_errors.test_the_backward_operator_refuses_what_does_not_belong_together,

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from dmattn_ops import TileMask, dynamic_mask, flash_dmattn_func, prepare_mask
-from dmattn_ops.flex import mask_mod, to_block_mask
+from dmattn_ops.flex import mask_mod, tile_classes, to_block_mask
 
 B, H, HKV, S = 2, 4, 2, 300
 
@@ -83,3 +83,9 @@ def test_a_block_mask_of_flex_comes_back_as_it_was():
 def test_heads_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="heads must be a multiple of 2, the heads of the mask, got 3"):
         to_block_mask(MASKS["dynamic"](), heads=3)
+
+
+@pytest.mark.parametrize("function", [to_block_mask, tile_classes, mask_mod])
+def test_a_mask_that_is_not_prepared_is_refused(function):
+    with pytest.raises(TypeError, match=r"^mask must come from prepare_mask or dynamic_mask, got Tensor$"):
+        function(torch.ones(1, 1, 4, 4, dtype=torch.bool))

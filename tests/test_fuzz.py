@@ -149,6 +149,38 @@ def test_a_gradient_that_cancels_gets_the_room_of_its_rounding_and_no_more(monke
         check(problem)
 
 
+DROPPED = Problem(dtype="float16", seqlen_q=17, seqlen_k=64, magnitude=3.0, bias=True, dropout_p=1.0, lse_grad=True)
+BEYOND = replace(DROPPED, bias_float32=True, extreme="rows", bias_value=1e9)  # what float16 has
+
+
+@pytest.mark.parametrize("problem", [BEYOND, replace(BEYOND, bias_value=-1e9)], ids=["above", "below"])
+def test_scores_beyond_a_dtype_are_noticed_where_all_weights_are_dropped(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out is 0 then, in any precision. The gradients of lse are as good as float32 scores are: to multiples of 64."""
+    check(problem)
+    correct = dmattn_ops.flash_dmattn_func
+
+    def with_wrong_gradients(query: torch.Tensor, *rest: object, **keywords: object) -> object:
+        return correct(5 * query - 4 * query.detach(), *rest, **keywords)
+
+    monkeypatch.setattr(dmattn_ops, "flash_dmattn_func", with_wrong_gradients)
+    with pytest.raises(AssertionError, match=r"dq: error .* over the budget"):
+        check(problem)
+
+
+def test_dropped_weights_alone_make_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(DROPPED)
+    correct = dmattn_ops.flash_dmattn_func
+
+    def slightly_wrong(query: torch.Tensor, *rest: object, **keywords: object) -> object:
+        return correct(1.02 * query - 0.02 * query.detach(), *rest, **keywords)
+
+    monkeypatch.setattr(dmattn_ops, "flash_dmattn_func", slightly_wrong)
+    with pytest.raises(AssertionError, match=r"dq: error .* over the budget"):
+        check(DROPPED)
+
+
 def test_no_rounding_makes_room_for_what_is_not_finite() -> None:
     right = dict.fromkeys(("out", "lse", "dq"), torch.ones(2, dtype=torch.float64))
     wrong = {**right, "dq": torch.tensor([1.0, math.nan])}
@@ -163,6 +195,21 @@ def test_shrink_keeps_what_makes_a_problem_fail() -> None:
     )
     small = shrink(problem, lambda candidate: candidate.softcap > 0 and candidate.seqlen_k >= 20)
     assert small == Problem(seed=5, seqlen_k=25, softcap=5.0, seqlen_q=small.seqlen_q) and small.seqlen_q <= 8
+
+
+def test_a_shrunk_problem_has_a_bias_of_finite_numbers() -> None:
+    """A float32 bias of 1e9 is infinite in float16, whatever else a problem asks for."""
+    problem = replace(BEYOND, seed=5, seqlen_q=64, softcap=5.0)
+
+    def fails(candidate: Problem) -> bool:
+        bias = inputs.make_inputs(candidate, "cpu").bias
+        return bias is not None and not (bias.abs() < 100).all()
+
+    assert shrink(problem, fails) == replace(
+        BEYOND, seed=5, seqlen_q=4, seqlen_k=4, lse_grad=False, dropout_p=0.0, magnitude=1.0
+    )
+    ordinary = replace(problem, bias_value=1e4)
+    assert shrink(ordinary, fails).bias_float32 is False
 
 
 WORKER = """

@@ -41,7 +41,7 @@ ARROWS = {
     "batching": ("ops",),
     "choose": ("problem", "arch", "config"),
     "block_mask": ("problem", "layout", "meta", "bands", "tile_mask"),
-    "flex": ("problem", "layout", "tile_mask"),
+    "flex": ("problem", "require", "layout", "tile_mask"),
     "call": ("problem", "choose"),
     "native": ("problem", "call"),
     "packing": ("problem", "call"),
@@ -67,6 +67,7 @@ ARROWS = {
         "tuning",
     ),
     "arguments": ("environment", "require", "sharded", "bands", "tile_mask", "validation"),
+    "documents": ("require", "layout", "sharded", "tile_mask", "validation"),
     "masks": (
         "problem",
         "require",
@@ -76,6 +77,7 @@ ARROWS = {
         "values",
         "tile_mask",
         "block_mask",
+        "documents",
         "validation",
     ),
     "meta.fakes": ("problem", "require", "meta", "ops", "call", "validation"),
@@ -136,11 +138,13 @@ ARROWS = {
         "bands",
         "tile_mask",
         "validation",
+        "values",
         "arguments",
+        "documents",
         "masks",
     ),
-    "nn": ("require", "tile_mask", "masks", "api"),
-    "integrations": ("problem", "require", "layout", "meta", "bands", "tile_mask", "masks", "api", "nn"),
+    "nn": ("require", "validation", "tile_mask", "masks", "api"),
+    "integrations": ("problem", "environment", "require", "layout", "meta", "bands", "tile_mask", "masks", "api", "nn"),
 }
 
 ROOMS = {"kernels", "selection", "packing", "distributed", "integrations", "compat", "nn", "sdpa"}

@@ -287,6 +287,16 @@ def test_make_is_ready_for_the_torch_that_was_there(checkout, make_torch, empty_
     assert "pip install" in steps()
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_says_that_its_python_is_none():
+    done = subprocess.run(
+        ["make", "-n", "train", "PYTHON=/none"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "PYTHON=/none is no program: name a Python that has torch, or leave PYTHON out" in done.stderr
+    assert "bash" not in done.stderr
+
+
 BUILT = ["2.12.0+cpu", "2.13.0+cpu", "2.13.1", "2.13.10+cpu", "2.14.0a0+git1234", "2.15.0.dev20261101+cpu"]
 
 

@@ -88,8 +88,26 @@ PREPARE = {
     "documents elsewhere": (
         {"mask": KEEP, "documents": IDS.to("meta")},
         ValueError,
-        "documents must be on cpu like query, got meta",
+        "documents must be on cpu like mask, got meta",
     ),
+    "documents of keys elsewhere": (
+        {"documents": (IDS, IDS.to("meta"))},
+        ValueError,
+        "documents of keys must be on cpu like those of queries, got meta",
+    ),
+    "a prepared mask": (
+        {"mask": prepare_mask(documents=IDS)},
+        TypeError,
+        "mask must be a tensor, a BlockMask or None, got TileMask: a prepared mask goes to calls as it is, with further"
+        " conditions beside it",
+    ),
+    "a function": (
+        {"mask": lambda b, h, i, j: i >= j},
+        TypeError,
+        "mask must be a tensor, a BlockMask or None, got function: create_block_mask of flex_attention makes a BlockMask of a"
+        " function",
+    ),
+    "an array": ({"mask": np.ones((1, 4))}, TypeError, "mask must be a tensor, a BlockMask or None, got numpy.ndarray"),
     "documents and queries": (
         {"documents": IDS, "seqlen_q": 5},
         ValueError,
@@ -158,7 +176,7 @@ PREPARE = {
     "interval elsewhere": (
         {"intervals": (EVERY, EVERY), "hidden": (EVERY.to("meta"), EVERY), "seqlen_q": 4},
         ValueError,
-        "from_ of hidden must be on cpu like query, got meta",
+        "from_ of hidden must be on cpu like start of intervals, got meta",
     ),
     "intervals of another batch": (
         {"intervals": (EVERY.expand(3, 1, 4), EVERY), "mask": keep(2, 4), "seqlen_q": 4},

@@ -51,8 +51,9 @@ def written_out(made, hidden, documents=None, padding=None, positions=None):
         allowed = allowed & (documents[:, :, None] == documents[:, None, :])
     first = torch.zeros_like(allowed)
     for b in range(hidden.shape[0]):
+        leading = 0 if padding is None or documents is not None else int(padding[b].int().argmax())
         for i in range(S):
-            first[b, i, allowed[b, i].nonzero().flatten()[: made.keep_first]] = True
+            first[b, i, allowed[b, i, leading:].nonzero().flatten()[: made.keep_first] + leading] = True
     distance = torch.arange(S)[:, None] - torch.arange(S)
     last = (distance >= 0) & (distance < made.keep_last) & allowed
     if padding is not None:
@@ -104,14 +105,43 @@ def test_documents_padding_and_positions():
     same(layer(keep_first=1, keep_last=2), padding=padding)
 
 
+def test_a_sequence_behind_padding_on_the_left_sees_what_it_sees_alone():
+    made, hidden = layer(keep_first=3, keep_last=2, rotary_base=None), torch.randn(1, S, DIM)
+    alone = made(hidden[:, 10:])
+    torch.testing.assert_close(made(hidden, padding=torch.arange(S)[None] >= 10)[:, 10:], alone)
+    holes = torch.arange(S) % 5 != 4  # padding between keys hides these keys, and no others
+    seen = made.mask(torch.randn(1, HKV, S), padding=holes[None]).to_dense()
+    assert seen[:, :, -1, :3].all() and not seen[..., ~holes].any()
+
+
 def test_padding_of_integers_is_that_of_bools_and_no_other():
     made, hidden, keep = layer(), torch.randn(B, S, DIM), torch.rand(B, S) < 0.6
-    for numbers in (keep.long(), 2 * keep.int(), keep.byte()):
+    for numbers in (keep.long(), 2 * keep.int(), keep.short(), keep.byte(), -keep.char()):
         assert torch.equal(made(hidden, padding=numbers), made(hidden, padding=keep))
     with pytest.raises(TypeError, match=r"^padding must have dtype torch.bool or .*, got torch.float32$"):
         made(hidden, padding=keep.float())
     with pytest.raises(ValueError, match=r"^padding must have shape \(2 or 1, 33\), got \(2, 32\)$"):
         made(hidden, padding=keep[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "message"),
+    [
+        ({"hidden": torch.zeros(S, DIM)}, ValueError, r"hidden must have 3 dimensions, got 2, shape \(33, 32\)"),
+        ({"hidden": [[[0.0]]]}, TypeError, "hidden must be a tensor, got list"),
+        ({"padding": [[1] * S] * B}, TypeError, "padding must be a tensor, got list"),
+        ({"positions": [0] * S}, TypeError, "positions must be a tensor, got list"),
+        ({"positions": torch.arange(S + 1)}, ValueError, r"positions must have shape \(2 or 1, 33\), got \(1, 34\)"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_in_words(more, kind, message):
+    with pytest.raises(kind, match=f"^{message}$"):
+        layer()(**{"hidden": torch.zeros(B, S, DIM)} | more)
+
+
+def test_positions_of_one_sequence_hold_for_all():
+    made, hidden, positions = layer(), torch.randn(B, S, DIM), torch.arange(S) + 5
+    assert torch.equal(made(hidden, positions=positions), made(hidden, positions=positions[None]))
 
 
 def test_key_scores_are_the_formula_of_the_paper_in_float32():
@@ -182,6 +212,14 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="head_dim must be even"):
         DynamicMaskAttention(DIM, 4, head_dim=7, keep=1)
     DynamicMaskAttention(DIM, 4, head_dim=7, keep=1, rotary_base=None)
-    with pytest.raises(ValueError, match="keep"):
-        DynamicMaskAttention(DIM, 4, keep=-1)(torch.randn(1, 3, DIM))
+    with pytest.raises(ValueError, match=r"^heads and kv_heads must be at least 1, got 4 and 0$"):
+        DynamicMaskAttention(DIM, 4, 0, keep=1)
+    with pytest.raises(ValueError, match=r"^heads and kv_heads must be at least 1, got 0 and 0$"):
+        DynamicMaskAttention(DIM, 0, keep=1)
+    with pytest.raises(ValueError, match=r"^keep must not be negative, got -1$"):
+        DynamicMaskAttention(DIM, 4, keep=-1)
+    with pytest.raises(TypeError, match=r"^keep must be an int, got float$"):
+        DynamicMaskAttention(DIM, 4, keep=0.5)
+    with pytest.raises(ValueError, match=r"^keep_last must be 0 where is_causal is False, got 2$"):
+        DynamicMaskAttention(DIM, 4, keep=1, keep_last=2, is_causal=False)
     assert "keep=5" in repr(layer())

@@ -7,7 +7,8 @@ import torch
 
 from dmattn_ops import validation
 from dmattn_ops.problem import UNBOUNDED
-from tests.test_errors import DENSE, VARLEN, B, D, H, S, dense, int32, packed, tensor
+from tests.test_errors import DENSE, B, D, H, S, dense, tensor
+from tests.test_errors_packed import VARLEN, int32, packed
 
 
 def lists(rows=2, width=6, dtype=torch.int32):

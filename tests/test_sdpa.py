@@ -103,6 +103,15 @@ def test_a_block_restores_what_was_active(inactive):
     assert sdpa._asked == sdpa.Options(False, said.append)
 
 
+def test_wrong_switches_are_refused_before_anything_is_replaced(inactive):
+    with pytest.raises(TypeError, match=r"^masks must be a bool, got str$"):
+        dmattn_ops.activate(masks="yes")
+    words = "^report must be a function that takes a sentence, such as print, got bool$"
+    with pytest.raises(TypeError, match=words), dmattn_ops.activated(report=True):
+        pass
+    assert registry.current_flash_attention_impl() is None
+
+
 def test_activating_warns_of_nothing_and_leaves_nothing_behind(inactive):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -277,6 +277,8 @@ def test_a_mask_moves_to_another_device_whole(kind: str):
     assert moved.device.type == "meta" and moved.shape == made.shape and moved.nbytes == made.nbytes
     assert all(part is None or part.is_meta for part in moved.mask[:-1])
     assert made.to(torch.device("cpu"), non_blocking=True).device.type == "cpu"
+    with pytest.raises(TypeError, match=r"to\(\)"):  # a mask has no floating-point numbers that a dtype could be for
+        made.to(torch.float16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -400,3 +402,16 @@ def test_any_int32_may_be_an_end_of_parts():
     made = dmattn_ops.prepare_mask(intervals=(start, end), hidden=(hidden_from, hidden_to), seqlen_q=30)
     assert torch.equal(made.queries(10, 20).to_dense(), made.to_dense()[:, :, 10:20])
     assert torch.equal(made.queries(10, 20).keys(7, 600).to_dense(), made.to_dense()[:, :, 10:20, 7:600])
+
+
+def test_the_density_of_a_mask_without_pairs_is_zero():
+    nothing = torch.zeros(2, 1, 0, dtype=torch.int32)
+    ends = torch.zeros(2, 1, 5, dtype=torch.int32)
+    without_pairs = (
+        prepare_mask(intervals=(nothing, nothing), seqlen_q=4),
+        prepare_mask(intervals=(ends, ends), seqlen_q=0),
+        dynamic_mask(torch.zeros(0, 1, 5), 2),
+        prepare_mask(torch.ones(2, 1, 4, 0, dtype=torch.bool)),
+        prepare_mask(documents=torch.zeros(1, 0, dtype=torch.int64)),
+    )
+    assert [mask.density().item() for mask in without_pairs] == [0.0] * len(without_pairs)

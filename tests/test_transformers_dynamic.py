@@ -1,6 +1,7 @@
 """Dynamic masks in models of transformers that have none: against the same in plain torch, cached and packed, and learning."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ integration.register()
 
 def sparse(name, keep=KEEP):
     """A model with dynamic masks whose scores say something."""
-    model = integration.add_dynamic_masks(decoder(name), keep, keep_first=FIRST, keep_last=LAST)
+    model = integration.add_dynamic_masks(under(decoder(name), "dmattn"), keep, keep_first=FIRST, keep_last=LAST)
     for module in model.modules():
         if isinstance(module, integration.DynamicMask):
             torch.nn.init.normal_(module.scores.A, std=0.3)  # larger scores leave one key alone
@@ -38,7 +39,8 @@ def written_out(module, query, key, value, mask, scaling=None, **unused):
         ranked = scores[:, :, None].detach().masked_fill(~keep, -torch.inf)
         best = ranked >= ranked.topk(parts.keep, dim=-1).values[..., -1:]
         places = torch.arange(key.shape[2])
-        near = (places[:, None] - places < parts.keep_last) | (places < parts.keep_first)
+        begin = keep[:, :, -1:].int().argmax(-1, keepdim=True)  # of each sequence, behind padding on the left
+        near = (places[:, None] - places < parts.keep_last) | (places < begin + parts.keep_first)
         keep = keep & (best | near)
     scores, keep = (part.repeat_interleave(groups, dim=1) if part.shape[1] > 1 else part for part in (scores, keep))
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
@@ -154,6 +156,44 @@ def test_it_learns():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+@torch.no_grad()
+def test_padding_on_the_left_changes_nothing_also_while_generating():
+    model, ids = under(sparse("llama", keep=2), "dmattn"), tokens(1, S)
+    padded, keep = torch.cat([torch.zeros(1, 7, dtype=torch.int64), ids], 1), torch.ones(1, 7 + S, dtype=torch.int64)
+    keep[:, :7] = 0
+    positions = (keep.cumsum(1) - 1).clamp(min=0)
+    with_padding = model(padded, attention_mask=keep, position_ids=positions).logits[:, 7:]
+    torch.testing.assert_close(with_padding, model(ids).logits, atol=1e-4, rtol=1e-4)
+    more = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    generated = model.generate(padded, attention_mask=keep, **more)[:, 7:]
+    assert torch.equal(generated, model.generate(ids, attention_mask=torch.ones_like(ids), **more))
+
+
+def test_a_model_with_other_attention_is_told_that_its_masks_are_not_read():
+    words = r"^dmattn_ops: the model attends through 'sdpa', which does not read dynamic masks: call replace_attention"
+    with pytest.warns(UserWarning, match=words) as caught:
+        integration.add_dynamic_masks(under(decoder("llama"), "sdpa"), 3)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        integration.add_dynamic_masks(under(decoder("llama"), "dmattn"), 3)
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "message"),
+    [
+        ({"keep": 0.5}, TypeError, "keep must be an int, got float"),
+        ({"keep": -3}, ValueError, "keep must not be negative, got -3"),
+        ({"keep": 3, "keep_last": "8"}, TypeError, "keep_last must be an int, got str"),
+    ],
+)
+def test_wrong_numbers_of_keys_are_refused_before_a_model_is_changed(more, kind, message):
+    model = under(decoder("llama"), "dmattn")
+    with pytest.raises(kind, match=f"^{message}$"):
+        integration.add_dynamic_masks(model, **more)
+    assert not any(isinstance(module, integration.DynamicMask) for module in model.modules())
 
 
 def test_what_cannot_be_is_refused():

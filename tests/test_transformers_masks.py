@@ -208,6 +208,14 @@ def test_models_that_compute_with_their_mask_get_a_tensor():
     assert torch.equal(mask, torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 1, 4, 4))
 
 
+def test_padding_of_another_rank_is_refused_in_words():
+    words = (
+        r"^attention_mask must be padding \[B, S\], or a mask \[B, 1, S, S\], bool or additive, got shape \(2, 4, 4\)$"
+    )
+    with pytest.raises(ValueError, match=words):
+        make_mask(2, 4, 4, attention_mask=torch.ones(2, 4, 4).tril())
+
+
 def test_a_mask_that_was_made_before_is_returned():
     mask = make_mask(2, 4, 4)
     assert mask.ndim == 4
@@ -232,5 +240,6 @@ def test_best_keys_are_chosen_among_those_that_the_mask_shows(keep, first, last)
             place = i + int(q_offset)
             shown = [j for j in range(place + 1) if given is None or given[b, j]]
             best = sorted(shown, key=lambda j: -scores[b, h, j])[:keep]
-            seen = {j for j in shown if j in best or j < first or place - j < last}
+            begin = 0 if given is None else int(given[b].int().argmax())  # behind padding on the left
+            seen = {j for j in shown if j in best or j < begin + first or place - j < last}
             assert set(made[b, h, i].nonzero().flatten().tolist()) == seen

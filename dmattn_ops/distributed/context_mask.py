@@ -12,9 +12,10 @@ from dmattn_ops import require, validation
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
 from dmattn_ops.distributed.pieces import Piece, Sight, Spans, sight_of, spans_of
-from dmattn_ops.distributed.sequence import Layout, Run, check_length, in_order, runs
+from dmattn_ops.distributed.sequence import Layout, Run, check_length, check_offsets, in_order, runs
 from dmattn_ops.distributed.team import Group, Team, all_ranks, team_of
 from dmattn_ops.distributed.ulysses import own_heads, to_heads
+from dmattn_ops.documents import id_pair
 from dmattn_ops.layout import is_one_run_each
 from dmattn_ops.layout import runs as runs_of_ids
 from dmattn_ops.masks import Documents, prepare_mask
@@ -125,6 +126,9 @@ def prepare_context_mask(
     sight = sight_of(is_causal, causal_from, window_size, length_q * team.size, length_k * team.size)
     check_length("the queries", length_q, layout, team.size)
     check_length("the keys", length_k, layout, team.size)
+    refuse_two_packings(documents, cu_seqlens)
+    if cu_seqlens is not None:
+        check_offsets(cu_seqlens, sight.seqlen_k)
     source = source_of(mask, documents, cu_seqlens, team, layout, method, sight)
     if source.nothing:
         raise ValueError(
@@ -141,6 +145,12 @@ def check_choice(method: str, choices: tuple[str, ...]) -> None:
     """Refuse a method that there is not."""
     if method not in choices:
         raise ValueError(f"method must be one of {', '.join(map(repr, choices))}, got {method!r}")
+
+
+def refuse_two_packings(documents: Documents | None, cu_seqlens: Tensor | None) -> None:
+    """Refuse documents beside offsets."""
+    if documents is not None and cu_seqlens is not None:
+        raise ValueError("documents and cu_seqlens say the same: give one of them")
 
 
 def work_of(method: str, sight: Sight, spans: Spans, layout: Layout, team: Team, *, by_place: bool = False) -> Work:
@@ -231,7 +241,7 @@ def source_of(
         of_all = torch.bucketize(places, cu_seqlens[1:], right=True, out_int32=True).unsqueeze(0)
         ids = of_all, of_all
     elif documents is not None:
-        pair = documents if isinstance(documents, (tuple, list)) else (documents, documents)
+        pair = id_pair(documents)
         of_queries = _whole(pair[0], 1, team, layout)
         ids = of_queries, of_queries if pair[1] is pair[0] else _whole(pair[1], 1, team, layout)
     if isinstance(mask, Tensor):
@@ -317,10 +327,9 @@ def _lengths(
     """Return how many queries and keys this rank holds."""
     if isinstance(mask, TileMask):
         return mask.seqlen_q // team.size, mask.seqlen_k // team.size
-    if isinstance(documents, (tuple, list)):
-        return documents[0].shape[1], documents[1].shape[1]
     if documents is not None:
-        return documents.shape[1], documents.shape[1]
+        of_queries, of_keys = id_pair(documents)
+        return of_queries.shape[1], of_keys.shape[1]
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
         if mask.dim() not in (2, 4):

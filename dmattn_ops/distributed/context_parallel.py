@@ -20,15 +20,16 @@ from dmattn_ops.distributed.context_mask import (
     check_choice,
     is_per_key,
     parts_of,
+    refuse_two_packings,
     source_of,
     work_of,
 )
 from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
 from dmattn_ops.distributed.pieces import Numbers, Piece, Sight, Spans, Visible, sight_of, spans_of, visible_by
 from dmattn_ops.distributed.ring import Ring, RingPlan
-from dmattn_ops.distributed.sequence import GatheredRows, Layout, check_length, in_order
+from dmattn_ops.distributed.sequence import GatheredRows, Layout, check_ids, check_length, check_offsets, in_order
 from dmattn_ops.distributed.team import Group, Team, same_on_all, share_a_host, team_of
-from dmattn_ops.masks import Documents
+from dmattn_ops.documents import Documents
 from dmattn_ops.tile_mask import TileMask
 
 GATHERED_BYTES = 4 << 30  # of keys and values on one rank, from which on `auto` lets them travel in a ring instead
@@ -161,12 +162,18 @@ def _checked(named: dict[str, Any], group: Group | None, team: Team, reduce_dtyp
         method = chosen_method(query, key, value, mask, bias, sight, layout, team, share_a_host(group))
     if method == "ulysses" and (reasons := ulysses.refusals(query.shape[2], key.shape[2], team.size)):
         raise ValueError(f"method 'ulysses' cannot take this call: {'; '.join(reasons)}")
-    if named["documents"] is not None and named["cu_seqlens"] is not None:
-        raise ValueError("documents and cu_seqlens say the same: give one of them")
-    if named["cu_seqlens"] is not None and (query.shape[0] != 1 or length_q != length_k):
+    documents, cu_seqlens = named["documents"], named["cu_seqlens"]
+    refuse_two_packings(documents, cu_seqlens)
+    if isinstance(mask, ContextMask) and (documents is not None or cu_seqlens is not None):
+        raise ValueError("documents and cu_seqlens stand beside a ContextMask: pass them to prepare_context_mask")
+    if documents is not None:
+        check_ids(documents, query, key, team.size)
+    if cu_seqlens is not None and (query.shape[0] != 1 or length_q != length_k):
         raise ValueError(
             f"cu_seqlens needs batch 1 and as many queries as keys, got {query.shape[0]} and {length_q}, {length_k}"
         )
+    if cu_seqlens is not None:
+        check_offsets(cu_seqlens, sight.seqlen_k)
     _check_mask(mask, query, key, team, layout, method, sight)
     if bias is not None:
         _check_part("bias", bias, query, key, team)

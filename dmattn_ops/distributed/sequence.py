@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dmattn_ops import require, validation, values
 from dmattn_ops.distributed.team import Group, Team, all_ranks, arrived, start_all_gather, start_all_to_all, team_of
+from dmattn_ops.documents import id_pair
 
 Layout = str | tuple[int, ...]
 LAYOUTS = ("head_tail", "contiguous")
@@ -67,6 +69,28 @@ def check_length(name: str, length: int, layout: Layout, size: int) -> None:
         )
 
 
+def check_ids(documents: Any, query: Tensor, key: Tensor, size: int) -> None:
+    """Refuse ids of other positions than those that this rank holds of query and key."""
+    for ids, part in zip(id_pair(documents), (query, key), strict=True):
+        batch, length = query.shape[0], part.shape[1]
+        if size > 1 and require.certainly(ids.shape[1] == length * size):
+            raise ValueError(
+                f"documents must be ids of the {length} positions that this rank holds, got {ids.shape[1]}: cut the ids of"
+                " the whole sequence with shard_sequence"
+            )
+        require.sizes("documents", ids, (1, batch), (length,))
+        require.device("documents", ids, query.device)
+
+
+def check_offsets(cu_seqlens: Any, seqlen: int) -> None:
+    """Refuse what are no offsets of packed sequences in a whole sequence; their values are read on the CPU only."""
+    validation.tensors(cu_seqlens=cu_seqlens)
+    require.rank("cu_seqlens", cu_seqlens, 1)
+    require.dtype("cu_seqlens", cu_seqlens, torch.int32, torch.int64)
+    if values.on_the_host(cu_seqlens):
+        values.offsets_of("cu_seqlens", cu_seqlens, "the whole sequence", seqlen)
+
+
 def in_order(by_rank: Tensor, layout: Layout, size: int, dim: int) -> Tensor:
     """Put what ranks hold, one behind the other along `dim`, in the order of the sequence."""
     order = [number for own in chunks(layout, size) for number in own]
@@ -101,6 +125,7 @@ def shard_sequence(tensor: Tensor, group: Group | None, *, dim: int = 1, layout:
         ValueError: where the sequence cannot be cut into chunks of equal length.
     """
     team = team_of(group)
+    _require_dimension(tensor, dim)
     size = tensor.shape[dim]
     count = len(chunks(layout, team.size)[0]) * team.size
     if size % count:
@@ -118,6 +143,7 @@ def unshard_sequence(tensor: Tensor, group: Group | None, *, dim: int = 1, layou
     Differentiable: the gradients that all ranks have of the whole are added up, in float32 for narrower dtypes.
     """
     team = team_of(group)
+    _require_dimension(tensor, dim)
     check_length("tensor", tensor.shape[dim], layout, team.size)
     if not tensor.is_floating_point():
         return in_order(all_ranks(tensor.movedim(dim, 0), team), layout, team.size, 0).movedim(0, dim)
@@ -130,6 +156,13 @@ def sequence_positions(
 ) -> Tensor:
     """Return the positions, int64 `[seqlen / N]`, that this rank holds of a sequence: for rotary embeddings, labels and ids."""
     return shard_sequence(torch.arange(seqlen, device=device), group, dim=0, layout=layout)
+
+
+def _require_dimension(tensor: Any, dim: int) -> None:
+    """Refuse what is no tensor with a dimension `dim`."""
+    validation.tensors(tensor=tensor)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"dim must be a dimension of tensor, whose shape is {require.text(tensor.shape)}, got {dim}")
 
 
 class GatheredRows(torch.autograd.Function):

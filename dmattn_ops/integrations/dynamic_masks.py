@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmattn_ops import environment, require
 from dmattn_ops.integrations.forward_mask import ForwardMask
 from dmattn_ops.nn import KeyScores
 from dmattn_ops.tile_mask import TileMask
@@ -41,7 +42,8 @@ def add_dynamic_masks(
 ) -> nn.Module:
     """Give each attention layer of a model of transformers a dynamic mask, in place, and return the model.
 
-    The model must attend through `attn_implementation="dmattn"`. Each layer gets a submodule `dynamic_mask`, so that the
+    The model must attend through `attn_implementation="dmattn"`: other attention knows nothing of these masks, and a warning
+    says so. Each layer gets a submodule `dynamic_mask`, so that the
     parameters train, move and are saved with the model; load them after calling this. Layers with a sliding window are
     left as they are. Scores start equal but for `recency`, a slope over positions, so that near keys are kept first and the
     attention scores hardly change: with `keep` of a sequence's length or more the model is what it was, but for that slope.
@@ -52,8 +54,10 @@ def add_dynamic_masks(
         recency: where the slope starts; None is without one.
 
     Raises:
-        ValueError: where no such layer is found.
+        ValueError: where no such layer is found, and for negative numbers.
+        TypeError: for numbers of keys that are no integers.
     """
+    require.counts(keep=keep, keep_first=keep_first, keep_last=keep_last)
     layers = [module for module in model.modules() if _is_attention(module)]
     if not layers:
         raise ValueError(
@@ -64,7 +68,23 @@ def add_dynamic_masks(
         heads = layer.v_proj.out_features // layer.head_dim  # type: ignore[union-attr,operator]
         made = DynamicMask(heads, layer.head_dim, keep, keep_first, keep_last, recency)  # type: ignore[arg-type]
         layer.dynamic_mask = made.to(device=weight.device, dtype=torch.float32)
+    _warn_of_other_attention(layers)
     return model
+
+
+def _warn_of_other_attention(layers: list[nn.Module]) -> None:
+    """Warn where a layer attends through something that does not read its dynamic mask."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from dmattn_ops.integrations.transformers import attention_forward
+
+    chosen = {str(getattr(getattr(layer, "config", None), "_attn_implementation", None)) for layer in layers}
+    others = [repr(name) for name in sorted(chosen) if ALL_ATTENTION_FUNCTIONS.get(name) is not attention_forward]
+    if others:
+        environment.warn(
+            f"dmattn_ops: the model attends through {' and '.join(others)}, which does not read dynamic masks: call"
+            " replace_attention_with_flash_dmattn(model), or make it with attn_implementation='dmattn'"
+        )
 
 
 def _is_attention(module: nn.Module) -> bool:

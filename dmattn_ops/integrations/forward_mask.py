@@ -20,6 +20,7 @@ from dmattn_ops import layout, require
 from dmattn_ops.bands import NO_BAND, Band, band_of
 from dmattn_ops.masks import dynamic_mask, prepare_mask
 from dmattn_ops.meta import list_capacity, tile_records
+from dmattn_ops.nn import behind_leading_padding
 from dmattn_ops.problem import HEADER
 from dmattn_ops.tile_mask import Segments, TileMask, from_intervals, from_segments
 
@@ -130,20 +131,23 @@ class ForwardMask:
     def with_best(self, scores: Tensor, keep: int, keep_first: int, keep_last: int) -> TileMask:
         """Return the mask that shows the keys of the best scores `[B, H|Hkv|1, Sk]` as well as these conditions.
 
-        Padding is never among the best. See `dynamic_mask`.
+        Padding is never among the best, and the first keys are those behind the padding on the left. See `dynamic_mask`.
         """
         if self.dense:
             raise NotImplementedError(
                 "dynamic masks take causal, sliding, packed and padded ones beside them, but no mask function of a model's own"
             )
+        documents = self.documents
         if self.padding is not None:
             scores = scores.masked_fill(~self.padding.unsqueeze(1), -torch.inf)
+            if documents is None and keep_first:
+                documents = behind_leading_padding(self.padding)
         best = dynamic_mask(
             scores,
             keep,
             keep_first=keep_first,
             keep_last=keep_last if self.is_causal else 0,
-            documents=self.documents,
+            documents=documents,
             is_causal=self.is_causal,
         )
         assert best.end is not None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dmattn_ops import api
+from dmattn_ops import api, require
 from dmattn_ops.integrations import forward_mask
 from dmattn_ops.integrations.dynamic_masks import DynamicMask, add_dynamic_masks
 from dmattn_ops.integrations.forward_mask import ForwardMask
@@ -244,6 +244,11 @@ def _of_keys(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor |
     """Return padding bool `[B, Sk]` of the keys from `kv_offset` on; those that it does not know are not there."""
     if padding is None:
         return None
+    if padding.dim() != 2:
+        raise ValueError(
+            "attention_mask must be padding [B, S], or a mask [B, 1, S, S], bool or additive, got shape"
+            f" {require.text(padding.shape)}"
+        )
     missing = max(0, kv_offset + kv_length - padding.shape[1])
     return torch.nn.functional.pad(padding != 0, (0, missing))[:, kv_offset : kv_offset + kv_length]
 

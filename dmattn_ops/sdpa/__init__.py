@@ -66,6 +66,10 @@ def activate(*, masks: bool = False, report: Report | None = None) -> None:
         report: called with a sentence for each call that is left to torch's own kernel: `print`, or a logger's method.
     """
     global _asked
+    if not isinstance(masks, bool):
+        raise TypeError(f"masks must be a bool, got {type(masks).__name__}")
+    if report is not None and not callable(report):
+        raise TypeError(f"report must be a function that takes a sentence, such as print, got {type(report).__name__}")
     _asked = Options(masks, report)
     registry.register_flash_attention_impl(IMPLEMENTATION, register_fn=lambda: Replacement("CUDA", _asked))
     registry.activate_flash_attention_impl(IMPLEMENTATION)

@@ -272,7 +272,7 @@ def _options(
     deterministic: bool,
 ) -> dict[str, Any]:
     """Return the keywords of this library's functions."""
-    left, right = (None if limit < 0 else int(limit) for limit in window_size)
+    left, right = (None if limit is None or limit < 0 else int(limit) for limit in window_size)
     window: Window = (left, right)
     return {
         "dropout_p": dropout_p,

@@ -1,0 +1,110 @@
+"""Documents: ids that say which queries and keys belong together, checked, and as the segments of a mask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dmattn_ops import layout, require, sharded, validation
+from dmattn_ops.tile_mask import Segments
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+_NARROW_INTEGERS = (torch.uint8, torch.int8, torch.int16)  # twice any of these fits int32
+Documents = Tensor | tuple[Tensor, Tensor]
+Pair = tuple[Tensor, Tensor]
+
+
+def id_pair(documents: Any) -> tuple[Tensor, Tensor]:
+    """Return the ids of queries and of keys, `[B|1, S]`; refuse what is neither ids nor a pair of them."""
+    pair = documents if isinstance(documents, (tuple, list)) else (documents, documents)
+    if len(pair) != 2:
+        raise TypeError(f"documents must be ids or a pair of ids, got {len(pair)} of them")
+    for ids in pair:
+        validation.tensors(documents=ids)
+        require.rank("documents", ids, 2)
+        require.dtype("documents", ids, *validation.INTEGERS)
+    require.device("documents of keys", pair[1], pair[0].device, "those of queries")
+    return pair[0], pair[1]
+
+
+def require_fitting(
+    mask: Tensor | BlockMask | None,
+    of_queries: Tensor | None,
+    of_keys: Tensor | None,
+    known_q: int | None,
+    seqlen_k: int,
+) -> None:
+    """Refuse ids that do not fit the mask beside them."""
+    if of_queries is None or of_keys is None:
+        return
+    if isinstance(mask, Tensor):
+        require.device("documents", of_keys, mask.device, "mask")
+    parts = [part for part in (mask, of_queries, of_keys) if isinstance(part, Tensor)]
+    batch = require.wider(part.shape[0] for part in parts)
+    for ids in (of_keys, of_queries):
+        require.sizes("documents", ids, (1, batch), (ids.shape[1],))
+    if not require.same(seqlen_k, of_keys.shape[1]):
+        raise ValueError(
+            f"documents must have shape (B|1, {require.size_text(seqlen_k)}), got {require.text(of_keys.shape)}"
+        )
+    assert known_q is not None
+    if not require.same(known_q, of_queries.shape[1]):
+        got = f"got {require.size_text(known_q)} and {require.size_text(of_queries.shape[1])}"
+        if of_queries is of_keys:
+            raise ValueError(f"mask must have as many queries as keys where documents are given, {got}")
+        raise ValueError(f"mask must have as many queries as documents has, {got}")
+
+
+def clipped_to_runs(intervals: Pair, documents: Tensor) -> Pair | None:
+    """Return intervals that end with the document of their key, or None where an id returns later. Reads the ids."""
+    first, last = sharded.row_by_row(layout.runs, documents)
+    if not layout.is_one_run_each(documents):
+        return None
+    start, end = torch.broadcast_tensors(*intervals)
+    start = torch.maximum(start, first.unsqueeze(1))
+    return start, torch.minimum(end.expand_as(start), last.unsqueeze(1))
+
+
+def segments_of(documents: Documents | None, keep: Tensor | None) -> Segments:
+    """Return int32 segments `[B|1, Sq]` of queries and `[B|1, Hm, Sk]` of keys; `keep` is bool `[B|1, Hm, Sk]`.
+
+    With both, a dropped key gets an odd number next to its own document's even one: no query has it, and the range of
+    numbers in a tile of keys stays that of its documents. Both are contiguous, whatever they come from.
+    """
+    keep = keep if keep is None else keep.contiguous()
+    if documents is None:
+        return None, None if keep is None else keep.to(torch.int32) - 1
+    of_queries, of_keys = _numbered(documents, keep is not None)
+    if keep is None:
+        return of_queries, of_keys.unsqueeze(1).clone()
+    return 2 * of_queries, 2 * of_keys.unsqueeze(1) + (~keep).to(torch.int32)
+
+
+def _numbered(documents: Documents, doubled: bool) -> tuple[Tensor, Tensor]:
+    """Return ids `[B|1, Sq]` and `[B|1, Sk]` as int32 numbers, small enough to be `doubled`."""
+    of_queries, of_keys = documents if isinstance(documents, (tuple, list)) else (documents, documents)
+    narrow = all(
+        ids.dtype in _NARROW_INTEGERS or (not doubled and ids.dtype == torch.int32) for ids in (of_queries, of_keys)
+    )
+    if narrow:
+        return tuple(ids.to(torch.int32, copy=True).contiguous() for ids in (of_queries, of_keys))  # type: ignore[return-value]
+    if of_queries is of_keys:
+        numbers = _ranks(of_keys.contiguous())
+        return numbers, numbers
+    batch = require.wider((of_queries.shape[0], of_keys.shape[0]))
+    both = torch.cat([ids.to(torch.int64).expand(batch, -1) for ids in (of_queries, of_keys)], dim=1)
+    ranks = _ranks(both)
+    return ranks[:, : of_queries.shape[1]].contiguous(), ranks[:, of_queries.shape[1] :].contiguous()
+
+
+def _ranks(ids: Tensor) -> Tensor:
+    """Number the distinct ids of each row of `[B, S]` in ascending order, int32; no id is read on the host."""
+    ordered, order = ids.sort(dim=-1)
+    # DTensor of torch 2.11 knows neither roll nor !=; a slice that is one shorter would make length 2 a graph of its own
+    before = torch.cat((ordered[:, :1], ordered), dim=-1)[:, :-1]
+    numbers = (ordered > before).cumsum(-1, dtype=torch.int32)
+    return torch.zeros_like(numbers).scatter(-1, order, numbers)
