@@ -30,6 +30,7 @@ SMALL_KERNELS = ("statistics_kernel", "prepare_kernel", "merge_kernel", "mark_ke
 # Bytes that may be spilled, by what "row | specialization | kernel" matches, and why. Everything else spills nothing.
 SPILLS = (
     (r"forward hopper D(64|128|192|256) ", 220, "counters kept around the loops, beside 200 registers of accumulators"),
+    (r"forward hopper D256 .*window", 256, "the same, and both limits of the rows"),
     (
         r"backward hopper D(64|128) ",
         1520,
