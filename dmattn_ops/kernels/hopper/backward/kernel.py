@@ -333,7 +333,18 @@ def consumer(
 
 
 # Specialised on none of these, one kernel serves all lengths, bands and lists: a step with a test takes 0 to 3 instructions more.
-_NUMBERS = ("bias_b", "bias_h", "bias_group", "kv_heads", "group", "n_heads", "seqlen_q", "seqlen_k", "band_lo", "band_hi")
+_NUMBERS = (
+    "bias_b",
+    "bias_h",
+    "bias_group",
+    "kv_heads",
+    "group",
+    "n_heads",
+    "seqlen_q",
+    "seqlen_k",
+    "band_lo",
+    "band_hi",
+)
 _NUMBERS += ("list_b", "list_kv", "list_step")
 _NUMBERS += ("seed_b", "seed_h", "last_dropped", "q_origin", "k_origin")
 _NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once", "n_flags")

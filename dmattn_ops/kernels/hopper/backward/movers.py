@@ -10,11 +10,10 @@ from dmattn_ops.kernels.hopper.backward.order import await_turn, count, turn_of
 from dmattn_ops.kernels.hopper.backward.steps import place_of_dk
 from dmattn_ops.kernels.hopper.backward.walk import (
     NO_LISTS,
-    full_tile,
     head_steps,
-    partial_tile,
     rounds_of,
     span_of,
+    step_tile,
 )
 from dmattn_ops.kernels.hopper.backward.work import announce, place_of, receive, record_of
 from dmattn_ops.kernels.hopper.columns import buffer_at, load_rows, send_parts
@@ -102,11 +101,7 @@ def produce_block(
     while g < rounds:  # no `for`: Gluon of triton 3.6 forgets a carried value that only bounds of inner loops read
         first_head = kv_head * group + g
         for t in range((n_full + n_partial) * width):
-            u = t // width
-            if u < n_full:
-                m = full_tile(u, record, n_partial, span, LISTS, BM, DOWNWARDS)
-            else:
-                m = partial_tile(u - n_full, record, n_partial, span, LISTS, BM, DOWNWARDS)
+            m = step_tile(t // width, n_full, n_partial, record, span, LISTS, BM, DOWNWARDS)
             head = first_head + t % width
             if i == first_step + 1:
                 # the first tile of queries is on its way while the block before makes its last dq of K; the second one takes
@@ -151,43 +146,69 @@ def producer(
 
 
 @gluon.jit
+def first_row(m, tile0, C: gl.constexpr, D2: gl.constexpr):
+    """Return where in the workspace the piece of consumer `C` of query tile `m` begins, for the head that starts at `tile0`."""
+    row = ((tile0 + m) * 2 + C) * PIECE_ROWS
+    if D2 > 0:  # a piece of the first part, then one of the second
+        row = (tile0 + m) * (PIECE_ROWS + D2 // 4) + C * PIECE_ROWS
+    return row
+
+
+@gluon.jit
 def reduce_step(
     i, m, tile0, seen, pieces_desc, dq_c, made, dq_empty, order,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D2: gl.constexpr, HAS_LO: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Add what consumer `C` made in step `i` to its piece of query tile `m` of the head that starts at `tile0`.
 
-    `seen` is what the step before saw of this piece's counter; return what this one sees of the next step's.
+    In a block's first step `m` is -1: what it made belongs nowhere. `seen` is what the step before saw of this piece's counter;
+    return what this one sees of the next step's.
     """
     counters, tile, band_lo = order
-    piece = (tile0 + m) * 2 + C
+    counter = counters + (tile0 + m) * 2 + C
     if ORDERED:
-        await_turn(counters + piece, turn_of(tile, m, band_lo, BM, BN, HAS_LO), seen)
+        if m >= 0:
+            await_turn(counter, turn_of(tile, m, band_lo, BM, BN, HAS_LO), seen)
     mbarrier.wait(made.index(C * 2 + (i & 1)), (i >> 1) & 1)
-    first_row = piece * PIECE_ROWS
-    if D2 > 0:  # a piece of the first part, then one of the second
-        first_row = (tile0 + m) * (PIECE_ROWS + D2 // 4) + C * PIECE_ROWS
-    tma_reduce_add(pieces_desc, [first_row, 0], dq_c)
-    tma.store_wait(pendings=0)
+    if m >= 0:
+        tma_reduce_add(pieces_desc, [first_row(m, tile0, C, D2), 0], dq_c)
+        tma.store_wait(pendings=0)
     mbarrier.arrive(dq_empty, count=1)
     if ORDERED:
-        seen = count(counters + piece, True)
+        if m >= 0:
+            seen = count(counter, True)
     return seen
 
 
 @gluon.jit
-def send_block(
-    i, turn, place, sending,
-    C: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
+def reduce_last(
+    i, turn, m, tile0, seen, place, pieces_desc, dq_c, made, dq_empty, order, sending,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+    dtype: gl.constexpr, HAS_LO: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv of consumer `C`'s 64 keys, which it handed out in the block's last step `i`, and release where they lay."""
+    """Do `reduce_step` for a block's last step, and write dk and dv of consumer `C`'s 64 keys, which it handed out as well."""
     q_s, ds_s, v_s, sent, dk_desc, dv_desc = sending
-    tile, batch, kv_head = place
+    counters, tile, band_lo = order
+    _, batch, kv_head = place
     key = tile * BN + C * 64
+    counter = counters + (tile0 + m) * 2 + C
+    mbarrier.wait(made.index(C * 2 + (i & 1)), (i >> 1) & 1)
     send_parts(buffer_at(v_s, (turn & 1) * 2 + C), dv_desc, batch, key, kv_head, DV, DV2, dtype)
     send_parts(place_of_dk(i, q_s, ds_s, C, D2), dk_desc, batch, key, kv_head, D, D2, dtype)
+    if ORDERED:  # the next block does not wait for this one's turn
+        tma.store_wait(pendings=0)
+        mbarrier.arrive(sent, count=1)
+        if m >= 0:
+            await_turn(counter, turn_of(tile, m, band_lo, BM, BN, HAS_LO), seen)
+    if m >= 0:
+        tma_reduce_add(pieces_desc, [first_row(m, tile0, C, D2), 0], dq_c)
     tma.store_wait(pendings=0)
-    mbarrier.arrive(sent, count=1)
+    if not ORDERED:
+        mbarrier.arrive(sent, count=1)
+    mbarrier.arrive(dq_empty, count=1)
+    if ORDERED:
+        if m >= 0:
+            count(counter, False)
 
 
 @gluon.jit
@@ -197,7 +218,7 @@ def reduce_block(
     dtype: gl.constexpr, LISTS: gl.constexpr,
     HAS_LO: gl.constexpr, ORDERED: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Add consumer `C`'s 64 x 64 pieces of dq of a block to the workspace, in the order of its steps, and do `send_block`."""
+    """Add consumer `C`'s 64 x 64 pieces of dq of a block to the workspace, in the order of its steps, and write its dk and dv."""
     pieces_desc, dq_s, made, dq_empties, counters, walked, sending = reduced
     lists, of_lists, list_step, limits, kv_heads, group, rows = walked
     tile, batch, kv_head = place
@@ -208,30 +229,27 @@ def reduce_block(
     if D2 > 0 and C == 1:
         dq_c = reinterpret(dq_c, gl.float32, [D2 // 4, 256], pieces_desc.layout)
     dq_empty = dq_empties.index(C)
-    # the piece of the step before the block's first one belongs nowhere
-    mbarrier.wait(made.index(C * 2 + (i & 1)), (i >> 1) & 1)
-    mbarrier.arrive(dq_empty, count=1)
-    i += 1
     rounds, width = rounds_of(group, INTERLEAVED)
+    m = -1  # of the step before, whose dq a step hands out
+    tile0 = 0
+    seen = -1
     for g in range(rounds):
         head = (batch * kv_heads + kv_head) * group + g
-        seen = -1
         n_full, n_partial = head_steps(record, span, LISTS, BM)
-        for t in range(n_full * width):
-            m = full_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
+        for t in range((n_full + n_partial) * width):
             seen = reduce_step(
-                i, m, (head + t % width) * (rows // BM), seen, pieces_desc, dq_c, made, dq_empty, order,
-                C, BM, BN, D2, HAS_LO, ORDERED)  # fmt: skip
-            i += 1
-        for t in range(n_partial * width):
-            m = partial_tile(t // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
-            seen = reduce_step(
-                i, m, (head + t % width) * (rows // BM), seen, pieces_desc, dq_c, made, dq_empty, order,
-                C, BM, BN, D2, HAS_LO, ORDERED)  # fmt: skip
+                i, m, tile0, seen, pieces_desc, dq_c, made, dq_empty, order, C, BM, BN, D2, HAS_LO, ORDERED
+            )  # fmt: skip
+            if t == 0:  # it saw the counter of a piece of the head before
+                seen = -1
+            m = step_tile(t // width, n_full, n_partial, record, span, LISTS, BM, DOWNWARDS)
+            tile0 = (head + t % width) * (rows // BM)
             i += 1
         record += list_step
-    send_block(i - 1, turn, place, sending, C, BN, D, D2, DV, DV2, dtype)
-    return i
+    reduce_last(
+        i, turn, m, tile0, seen, place, pieces_desc, dq_c, made, dq_empty, order, sending, C, BM, BN, D, D2, DV, DV2, dtype,
+        HAS_LO, ORDERED)  # fmt: skip
+    return i + 1
 
 
 @gluon.jit

@@ -112,3 +112,13 @@ def partial_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constex
     else:
         m = gl.load(record + HEADER + t // R, mask=t < n_partial, other=0) * R + t % R
     return m
+
+
+@gluon.jit
+def step_tile(t, n_full, n_partial, record, span, LISTS: gl.constexpr, BM: gl.constexpr, DOWNWARDS: gl.constexpr):
+    """Return the query tile of the `t`-th step of a head: those without a test come first."""
+    if t < n_full:
+        m = full_tile(t, record, n_partial, span, LISTS, BM, DOWNWARDS)
+    else:
+        m = partial_tile(t - n_full, record, n_partial, span, LISTS, BM, DOWNWARDS)
+    return m
