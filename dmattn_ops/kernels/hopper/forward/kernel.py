@@ -342,7 +342,7 @@ def forward_kernel(
         words = gl.allocate_shared_memory(gl.int32, [STAGES * NC, 1, 1, ROWS, TILE // 32], bits_desc.layout)
     biases = 0
     if BIAS == "key":
-        biases = gl.allocate_shared_memory(gl.float32, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        biases = gl.allocate_shared_memory(bias.dtype.element_ty, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ranges = 0
     if MASK == "intervals":
         ranges = gl.allocate_shared_memory(gl.int32, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -169,7 +169,7 @@ def load_keys(
         mbarrier.expect(k_full.index(b), BYTES)
     load_parts(k_descs, batch, kv_head, j * BN, k_full.index(b), keys, b, D)
     if BIAS == "key":
-        biases.index(b).store(added.to(gl.float32))
+        biases.index(b).store(added)
     if MASK == "intervals":
         # at least 0 before anything is taken away: limits may be any int32
         begin = gl.minimum(gl.maximum(begin, tile_first) - tile_first, BLOCK)
