@@ -31,24 +31,24 @@ ALLOWED = {
     "d64 causal intervals dropout": 52, "d128 full": 8, "d128 window": 24, "d128 softcap": 8, "d128 bits": 8,
     "d128 segments": 84, "d128 window segments": 84, "d128 intervals": 64, "d128 causal intervals": 104,
     "d128 window intervals": 124, "d128 hidden intervals": 80, "d128 causal hidden intervals": 88, "d128 spans": 8,
-    "d128 spans softcap": 8, "d128 spans key-bias": 12, "d128 full key-bias": 8, "d128 causal key-bias": 16,
-    "d128 softcap key-bias": 16, "d128 bits key-bias": 60, "d128 segments key-bias": 156, "d128 intervals key-bias": 916,
+    "d128 spans softcap": 8, "d128 spans key-bias": 8, "d128 full key-bias": 8, "d128 causal key-bias": 32,
+    "d128 softcap key-bias": 16, "d128 bits key-bias": 8, "d128 segments key-bias": 128, "d128 intervals key-bias": 460,
     "d128 full full-bias": 112, "d128 bits full-bias": 332, "d128 intervals full-bias": 612, "d128 full dropout": 28,
     "d128 causal dropout": 24, "d128 softcap dropout": 36, "d128 bits dropout": 172, "d128 segments dropout": 240,
-    "d128 causal intervals dropout": 456, "d128 causal key-bias dropout": 488, "d256 full": 36, "d256 causal": 12,
+    "d128 causal intervals dropout": 456, "d128 causal key-bias dropout": 48, "d256 full": 36, "d256 causal": 12,
     "d256 window": 240, "d256 softcap": 32, "d256 bits": 20, "d256 segments": 128, "d256 window segments": 144,
     "d256 intervals": 20, "d256 causal intervals": 80, "d256 window intervals": 88, "d256 hidden intervals": 152,
-    "d256 causal hidden intervals": 156, "d256 spans": 32, "d256 spans softcap": 32, "d256 spans key-bias": 48,
-    "d256 full key-bias": 48, "d256 causal key-bias": 20, "d256 softcap key-bias": 56, "d256 bits key-bias": 44,
-    "d256 segments key-bias": 108, "d256 intervals key-bias": 260, "d256 full full-bias": 136, "d256 bits full-bias": 260,
+    "d256 causal hidden intervals": 156, "d256 spans": 32, "d256 spans softcap": 32, "d256 spans key-bias": 20,
+    "d256 full key-bias": 28, "d256 causal key-bias": 52, "d256 softcap key-bias": 36, "d256 bits key-bias": 20,
+    "d256 segments key-bias": 124, "d256 intervals key-bias": 64, "d256 full full-bias": 136, "d256 bits full-bias": 260,
     "d256 intervals full-bias": 528, "d256 full dropout": 160, "d256 causal dropout": 8, "d256 softcap dropout": 80,
     "d256 bits dropout": 128, "d256 segments dropout": 172, "d256 causal intervals dropout": 220,
-    "d256 causal key-bias dropout": 244,
+    "d256 causal key-bias dropout": 216,
 }  # fmt: skip
 # Where the largest score of each row is kept, and with a sink
 ALLOWED |= {
-    "d128 softcap maximum": 8, "d128 bits maximum": 8, "d128 full key-bias maximum": 24, "d256 causal maximum": 8,
-    "d256 softcap maximum": 28, "d256 bits maximum": 12, "d256 full key-bias maximum": 64, "d256 causal sink": 24,
+    "d128 softcap maximum": 8, "d128 bits maximum": 8, "d128 full key-bias maximum": 8, "d256 causal maximum": 8,
+    "d256 softcap maximum": 28, "d256 bits maximum": 12, "d256 full key-bias maximum": 36, "d256 causal sink": 24,
 }  # fmt: skip
 # Heads in two parts (`columns.py`), and values narrower than queries
 ALLOWED |= {
