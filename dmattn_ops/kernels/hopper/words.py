@@ -8,7 +8,10 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def ones_between(low, high, first):
-    """Return words of 32 bits, of which bit `i` says that `low <= first + i <= high`."""
+    """Return words of 32 bits, of which bit `i` says that `low <= first + i <= high`.
+
+    `high` is below the largest int32, and `low - first` does not overflow.
+    """
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 from, to;

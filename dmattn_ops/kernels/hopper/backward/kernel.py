@@ -332,20 +332,11 @@ def consumer(
     finish(turn + 1, dq_out, work, C, D, D2)
 
 
-# Specialised on none of these, one kernel serves all lengths, bands and lists: a step with a test takes 0 to 3 instructions more.
-_NUMBERS = (
-    "bias_b",
-    "bias_h",
-    "bias_group",
-    "kv_heads",
-    "group",
-    "n_heads",
-    "seqlen_q",
-    "seqlen_k",
-    "band_lo",
-    "band_hi",
-)
-_NUMBERS += ("list_b", "list_kv", "list_step")
+# One kernel serves all lengths, bands and lists: without what a multiple of 16 would tell, a step with a test takes 0 to 3
+# instructions more.
+_NUMBERS = ("bias_b", "bias_h", "bias_group", "kv_heads", "group", "n_heads")
+_NUMBERS += ("seqlen_q", "seqlen_k", "band_lo", "band_hi")
+_NUMBERS += ("list_b", "list_kv", "list_step", "list_width", "bits_b", "bits_kv", "bits_step", "bits_row")
 _NUMBERS += ("seed_b", "seed_h", "last_dropped", "q_origin", "k_origin")
 _NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once", "n_flags")
 
@@ -405,7 +396,8 @@ def backward_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     sent = gl.allocate_shared_memory(gl.int64, [1], BAR)  # dk and dv of a block
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    made = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)  # [consumer, stage]: dS, and dq of the step before
+    # [consumer, stage]: dS, and dq of the step before; in a block's last step dk and dv
+    made = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
     dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     mbarrier.init(sent, count=2)
     for b in gl.static_range(2):
@@ -429,6 +421,8 @@ def backward_kernel(
         filled = gl.allocate_shared_memory(gl.int64, [1], BAR)
         mbarrier.init(filled, count=2)
         ones = gl.allocate_shared_memory(dtype, [1, 8, BM], gl.NVMMASharedLayout.get_default_for([8, BM], dtype))
+
+    fence_async_shared()  # the barriers are there for TMA as well
 
     order = ((seqlen_k + BN - 1) // BN, n_heads, heads_per_group, first_ranks, ranks_in_row, tiles_at_once)
     of_lists = (list_b, list_kv, list_width)

@@ -1,4 +1,4 @@
-"""The warps of the SM 9.0 backward that move tiles: one loads them by TMA, two add to dq what the consumers hand out."""
+"""The warps of the SM 9.0 backward that move tiles by TMA: one loads them, two add to dq and write dk and dv."""
 
 from __future__ import annotations
 
@@ -240,8 +240,7 @@ def reduce_block(
             seen = reduce_step(
                 i, m, tile0, seen, pieces_desc, dq_c, made, dq_empty, order, C, BM, BN, D2, HAS_LO, ORDERED
             )  # fmt: skip
-            if t == 0:  # it saw the counter of a piece of the head before
-                seen = -1
+            seen = gl.where(t == 0, -1, seen)  # a head's first step saw a counter of the head before
             m = step_tile(t // width, n_full, n_partial, record, span, LISTS, BM, DOWNWARDS)
             tile0 = (head + t % width) * (rows // BM)
             i += 1
