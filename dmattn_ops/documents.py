@@ -20,7 +20,7 @@ Pair = tuple[Tensor, Tensor]
 
 def id_pair(documents: Any) -> tuple[Tensor, Tensor]:
     """Return the ids of queries and of keys, `[B|1, S]`; refuse what is neither ids nor a pair of them."""
-    pair = documents if isinstance(documents, (tuple, list)) else (documents, documents)
+    pair = _pair(documents)
     if len(pair) != 2:
         raise TypeError(f"documents must be ids or a pair of ids, got {len(pair)} of them")
     for ids in pair:
@@ -29,6 +29,10 @@ def id_pair(documents: Any) -> tuple[Tensor, Tensor]:
         require.dtype("documents", ids, *validation.INTEGERS)
     require.device("documents of keys", pair[1], pair[0].device, "those of queries")
     return pair[0], pair[1]
+
+
+def _pair(documents: Any) -> Any:
+    return documents if isinstance(documents, (tuple, list)) else (documents, documents)
 
 
 def require_fitting(
@@ -86,7 +90,7 @@ def segments_of(documents: Documents | None, keep: Tensor | None) -> Segments:
 
 def _numbered(documents: Documents, doubled: bool) -> tuple[Tensor, Tensor]:
     """Return ids `[B|1, Sq]` and `[B|1, Sk]` as int32 numbers, small enough to be `doubled`."""
-    of_queries, of_keys = documents if isinstance(documents, (tuple, list)) else (documents, documents)
+    of_queries, of_keys = _pair(documents)
     narrow = all(
         ids.dtype in _NARROW_INTEGERS or (not doubled and ids.dtype == torch.int32) for ids in (of_queries, of_keys)
     )

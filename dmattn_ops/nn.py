@@ -96,9 +96,7 @@ class DynamicMaskAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        require.counts(keep=keep, keep_first=keep_first, keep_last=keep_last)
-        if not is_causal and keep_last:
-            raise ValueError(f"keep_last must be 0 where is_causal is False, got {keep_last}")
+        validation.kept_keys(keep, keep_first, keep_last, is_causal)
         if heads < 1 or kv_heads < 1:
             raise ValueError(f"heads and kv_heads must be at least 1, got {heads} and {kv_heads}")
         if heads % kv_heads:
@@ -164,9 +162,7 @@ class DynamicMaskAttention(nn.Module):
             validation.tensors(padding=padding)
             require.dtype("padding", padding, torch.bool, *validation.INTEGERS)
             require.sizes("padding", padding, (1, scores.shape[0]), (scores.shape[2],))
-            scores = scores.masked_fill((padding == 0).unsqueeze(1), -torch.inf)
-            if documents is None and self.keep_first:
-                documents = behind_leading_padding(padding)
+            scores, documents = without_padding(scores, padding, documents, self.keep_first)
         made = dynamic_mask(
             scores,
             self.keep,
@@ -188,13 +184,18 @@ class DynamicMaskAttention(nn.Module):
         )
 
 
-def behind_leading_padding(padding: Tensor) -> Tensor:
-    """Return ids `[B|1, S]` that are 0 before the first key of a sequence and 1 from there on, of `padding` `[B|1, S]`.
+def without_padding(
+    scores: Tensor, padding: Tensor, documents: Tensor | None, keep_first: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return scores `[B, H, S]` and documents of a dynamic mask that has no padding (`[B|1, S]`, 0 there) among its keys.
 
-    As documents of a dynamic mask they let the first keys begin behind padding on the left, so that a sequence sees what it
-    sees without padding.
+    Where there are no documents, the padding on the left becomes one and the rest another, so that the first keys begin behind
+    it, and a sequence sees what it sees without padding.
     """
-    return ((padding != 0).cumsum(-1) > 0).to(torch.int32)
+    scores = scores.masked_fill((padding == 0).unsqueeze(1), -torch.inf)
+    if documents is None and keep_first:
+        documents = ((padding != 0).cumsum(-1) > 0).to(torch.int32)
+    return scores, documents
 
 
 def _turns(hidden: Tensor, positions: Tensor | None, dim: int, base: float) -> tuple[Tensor, Tensor]:

@@ -121,18 +121,19 @@ def selection(
     batch, _, seqlen = scores.shape
     if documents is not None:
         require.rank("documents", documents, 2)
-        require.sizes(
-            "documents",
-            documents,
-            (1, batch) if not require.known_equal(batch, 1) else (documents.shape[0],),
-            (seqlen,),
-        )
+        batches = (1, batch) if not require.known_equal(batch, 1) else (documents.shape[0],)
+        require.sizes("documents", documents, batches, (seqlen,))
         require.device("documents", documents, scores.device, "scores")
         batch = require.wider((batch, documents.shape[0]))
+    kept_keys(keep, keep_first, keep_last, is_causal)
+    return batch
+
+
+def kept_keys(keep: int, keep_first: int, keep_last: int, is_causal: bool) -> None:
+    """Refuse numbers of keys that no dynamic mask keeps."""
     require.counts(keep=keep, keep_first=keep_first, keep_last=keep_last)
     if not is_causal and not require.certainly(keep_last == 0):
         raise ValueError(f"keep_last must be 0 where is_causal is False, got {keep_last}")
-    return batch
 
 
 def mask_parts(

@@ -131,6 +131,15 @@ def test_the_check_notices_a_small_error(result: int, monkeypatch: pytest.Monkey
         check(Problem(seqlen_q=64, seqlen_k=64, heads=2, maximum=True))
 
 
+def multiply_the_gradient_of_query(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    correct = dmattn_ops.flash_dmattn_func
+
+    def wrong(query: torch.Tensor, *rest: object, **keywords: object) -> object:
+        return correct(factor * query - (factor - 1) * query.detach(), *rest, **keywords)
+
+    monkeypatch.setattr(dmattn_ops, "flash_dmattn_func", wrong)
+
+
 def test_a_gradient_that_cancels_gets_the_room_of_its_rounding_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """With few keys that have all the weight, dS is the small difference of dP and a delta that out's dtype rounds."""
     usual = Problem(
@@ -139,12 +148,7 @@ def test_a_gradient_that_cancels_gets_the_room_of_its_rounding_and_no_more(monke
     )  # fmt: skip
     problem = replace(usual, magnitude=3.0)
     assert check(problem) and not check(usual)
-    correct = dmattn_ops.flash_dmattn_func
-
-    def with_wrong_gradients(query: torch.Tensor, *rest: object, **keywords: object) -> object:
-        return correct(10 * query - 9 * query.detach(), *rest, **keywords)
-
-    monkeypatch.setattr(dmattn_ops, "flash_dmattn_func", with_wrong_gradients)
+    multiply_the_gradient_of_query(monkeypatch, 10)
     with pytest.raises(AssertionError, match="with the rounding of out"):
         check(problem)
 
@@ -159,24 +163,14 @@ def test_scores_beyond_a_dtype_are_noticed_where_all_weights_are_dropped(
 ) -> None:
     """Out is 0 then, in any precision. The gradients of lse are as good as float32 scores are: to multiples of 64."""
     check(problem)
-    correct = dmattn_ops.flash_dmattn_func
-
-    def with_wrong_gradients(query: torch.Tensor, *rest: object, **keywords: object) -> object:
-        return correct(5 * query - 4 * query.detach(), *rest, **keywords)
-
-    monkeypatch.setattr(dmattn_ops, "flash_dmattn_func", with_wrong_gradients)
+    multiply_the_gradient_of_query(monkeypatch, 5)
     with pytest.raises(AssertionError, match=r"dq: error .* over the budget"):
         check(problem)
 
 
 def test_dropped_weights_alone_make_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     check(DROPPED)
-    correct = dmattn_ops.flash_dmattn_func
-
-    def slightly_wrong(query: torch.Tensor, *rest: object, **keywords: object) -> object:
-        return correct(1.02 * query - 0.02 * query.detach(), *rest, **keywords)
-
-    monkeypatch.setattr(dmattn_ops, "flash_dmattn_func", slightly_wrong)
+    multiply_the_gradient_of_query(monkeypatch, 1.02)
     with pytest.raises(AssertionError, match=r"dq: error .* over the budget"):
         check(DROPPED)
 

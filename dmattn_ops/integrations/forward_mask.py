@@ -20,7 +20,7 @@ from dmattn_ops import layout, require
 from dmattn_ops.bands import NO_BAND, Band, band_of
 from dmattn_ops.masks import dynamic_mask, prepare_mask
 from dmattn_ops.meta import list_capacity, tile_records
-from dmattn_ops.nn import behind_leading_padding
+from dmattn_ops.nn import without_padding
 from dmattn_ops.problem import HEADER
 from dmattn_ops.tile_mask import Segments, TileMask, from_intervals, from_segments
 
@@ -139,9 +139,7 @@ class ForwardMask:
             )
         documents = self.documents
         if self.padding is not None:
-            scores = scores.masked_fill(~self.padding.unsqueeze(1), -torch.inf)
-            if documents is None and keep_first:
-                documents = behind_leading_padding(self.padding)
+            scores, documents = without_padding(scores, self.padding, documents, keep_first)
         best = dynamic_mask(
             scores,
             keep,
