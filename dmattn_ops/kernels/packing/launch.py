@@ -27,14 +27,14 @@ from dmattn_ops.kernels.tile_mask.ranks import RANKED_AT_ONCE, rank_blocks
 from dmattn_ops.packing import Epochs
 from dmattn_ops.problem import HEADER, TILE
 
-# What a program that plans an epoch works on at once: keys that it looks through, keys born in the epoch, blocks of slots
-# whose query tiles it lists, and tiles whose blocks it lists by so many.
-PLANNED = {"KEYS": 1024, "BORN": 1024, "BLOCKS": 16, "OWN": 16, "OTHER": 32}
+# What a program that plans an epoch works on at once: keys that it looks through, old keys that it sorts, keys born in the
+# epoch, blocks of slots whose query tiles it lists, and tiles whose blocks it lists by so many.
+PLANNED = {"KEYS": 1024, "LISTED": 1024, "BORN": 1024, "BLOCKS": 16, "OWN": 16, "OTHER": 32}
 PLANNING_WARPS = 8  # 16 issue a third more instructions for 1024 keys; 2 programs fit a multiprocessor
 _BUCKETS = 32  # at most: deaths are told apart by 128 queries, by 256 in epochs of more than 31 tiles, and so on
 _COPIED = 32768  # bytes of rows that a program copies at once
 # Elements of rows that a program of one warp sums. Its loop is as long as its longest-lived key: few keys, many programs.
-_SUMMED = 512
+_SUMMED = 256
 
 
 class Slots(NamedTuple):
@@ -84,23 +84,18 @@ def plan_slots(
     offsets, places, listed_places = room[8:] if inverse else (None, None, None)
     if matrices * cut.number:
         bucket = TILE * triton.cdiv(cut.length // TILE, _BUCKETS - 1)
-        pairs = triton.next_power_of_2(triton.cdiv(cut.length, bucket) // 2 + 1)
         launch(
             plan_epochs, (matrices * cut.number,),
             start, end, listed, listed_places, keys, starts, ends, broken, hulls, row_tiles, col_tiles, offsets, places,
             *_head_places(start, mask_heads), *_head_places(end, mask_heads), first_head, heads,
             cut.number, cut.length, cut.old_slots, cut.born_slots, seqlen_q, seqlen_k, band_lo, band_hi,
             bucket, *division_by(cut.length), row_tiles.shape[2], row_tiles.shape[3], col_tiles.shape[3],
-            INVERSE=inverse, LISTED=listed_at_once(pairs), PAIRS=pairs, **PLANNED, num_warps=PLANNING_WARPS,
+            INVERSE=inverse, BUCKETS=triton.next_power_of_2(triton.cdiv(cut.length, bucket) + 1), **PLANNED,
+            num_warps=PLANNING_WARPS,
         )  # fmt: skip
     elif offsets is not None:  # no queries: no key has a slot
         computed(Tensor.zero_, offsets)
     return Slots(keys, starts, ends, row_tiles, col_tiles, broken, offsets, places, cut.length)
-
-
-def listed_at_once(pairs: int) -> int:
-    """Return how many old keys a program sorts at once into so many pairs of buckets, in the registers that it has."""
-    return min(512, 4096 // pairs)
 
 
 def _head_places(limits: Tensor | None, mask_heads: int) -> tuple[int, int, int]:

@@ -25,6 +25,9 @@ UNSPECIALIZED = (
     "start_group", "end_group", "first_head", "heads", "epochs", "epoch", "old_slots", "born_slots",
     "seqlen_q", "seqlen_k", "band_lo", "band_hi", "bucket", "magic", "shift", "row_count", "row_width", "col_width",
 )  # fmt: skip
+COUNT_BITS = tl.constexpr(11)  # of how many keys of a bucket are sorted at once
+MOST_COUNTED = tl.constexpr((1 << 11) - 1)
+COUNTED_IN_WORD = tl.constexpr(63 // 11)
 
 
 def division_by(epoch: int) -> tuple[int, int]:
@@ -189,32 +192,38 @@ def _bucket_of(end, last, bucket):
 
 
 @triton.jit
-def _by_pair(of, inside, PAIRS: tl.constexpr):
-    """Return which of `PAIRS` pairs of buckets each key `inside` is in: `[keys, PAIRS]`."""
-    return ((of >> 1)[:, None] == tl.arange(0, PAIRS)[None, :]) & inside[:, None]
+def _rank_in_bucket(of, inside, buckets, LISTED: tl.constexpr):
+    """Return how many keys `inside` before each one are in the same of the `buckets` buckets.
+
+    Each scan counts in as many buckets as have room side by side in 64 bits.
+    """
+    tl.static_assert(LISTED <= MOST_COUNTED)
+    word, shift = of // COUNTED_IN_WORD, (of % COUNTED_IN_WORD * COUNT_BITS).to(tl.int64)
+    one = tl.full([LISTED], 1, tl.int64) << shift
+    rank = tl.zeros([LISTED], tl.int32)
+    for number in range(tl.cdiv(buckets, COUNTED_IN_WORD)):
+        mine = inside & (word == number)
+        ones = tl.where(mine, one, 0)
+        before = ((tl.cumsum(ones, axis=0) - ones) >> shift) & MOST_COUNTED
+        rank += tl.where(mine, before.to(tl.int32), 0)
+    return rank
 
 
 @triton.jit
 def _place_old(
     starts, ends, listed, listed_places, slots, places, count, e, epoch, band, bucket, first_slot, capacity,
-    LISTED: tl.constexpr, PAIRS: tl.constexpr, INVERSE: tl.constexpr,
+    LISTED: tl.constexpr, BUCKETS: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Write the slots of the `count` listed keys, sorted by counting: how many die in each `bucket` of queries, then where.
-
-    What is counted at a time has less than 2^16 keys, so that the counts of two buckets share a word.
-    """
+    """Write the slots of the `count` listed keys, sorted by counting: how many die in each `bucket` of queries, then where."""
     last = (e + 1) * epoch
-    even, odd = tl.zeros([PAIRS], tl.int32), tl.zeros([PAIRS], tl.int32)
+    dying = tl.zeros([BUCKETS], tl.int32)
     for at in range(0, count, LISTED):
         index = at + tl.arange(0, LISTED)
-        key = tl.load(listed + index, index < count, other=0)
-        _, end = _lifetime(_limits(None, ends, key, index < count), key, band)
-        of = _bucket_of(end, last, bucket)
-        dying = tl.sum(tl.where(_by_pair(of, index < count, PAIRS), (1 + 65535 * (of & 1))[:, None], 0), axis=0)
-        even += dying & 0xFFFF
-        odd += dying >> 16
-    begin_odd = tl.cumsum(even + odd, axis=0) - odd
-    begin_even = begin_odd - even
+        inside = index < count
+        key = tl.load(listed + index, inside, other=0)
+        _, end = _lifetime(_limits(None, ends, key, inside), key, band)
+        dying += tl.histogram(tl.where(inside, _bucket_of(end, last, bucket), 0), BUCKETS, mask=inside)
+    begin = tl.cumsum(dying, axis=0) - dying
     for at in range(0, count, LISTED):
         index = at + tl.arange(0, LISTED)
         inside = index < count
@@ -223,19 +232,10 @@ def _place_old(
         if INVERSE:
             place = tl.load(listed_places + index, inside, other=-1)
         start, end = _lifetime(_limits(starts, ends, key, inside), key, band)
-        of = _bucket_of(end, last, bucket)
-        mine = _by_pair(of, inside, PAIRS)
-        is_odd = (of & 1) != 0
-        slot = tl.sum(tl.where(mine, tl.where(is_odd[:, None], begin_odd[None, :], begin_even[None, :]), 0), axis=1)
-        one = tl.where(is_odd, 65536, 1)
-        for pair in range(tl.cdiv(epoch, bucket) // 2 + 1):
-            ones = tl.where(inside & ((of >> 1) == pair), one, 0)
-            before = tl.cumsum(ones, axis=0) - ones
-            slot += tl.where(ones != 0, tl.where(is_odd, before >> 16, before & 0xFFFF), 0)
+        of = tl.where(inside, _bucket_of(end, last, bucket), 0)
+        slot = tl.gather(begin, of, 0) + _rank_in_bucket(of, inside, tl.cdiv(epoch, bucket) + 1, LISTED)
         _write_slots(slots, slot, key, start, end, inside, places, place, e, epoch, first_slot, capacity, INVERSE)
-        dying = tl.sum(tl.where(mine, one[:, None], 0), axis=0)
-        begin_even += dying & 0xFFFF
-        begin_odd += dying >> 16
+        begin += tl.histogram(of, BUCKETS, mask=inside)
 
 
 @triton.jit
@@ -279,7 +279,7 @@ def plan_epochs(
     offsets, places,
     start_b, start_h, start_group, end_b, end_h, end_group, first_head, heads, epochs, epoch, old_slots, born_slots,
     seqlen_q, seqlen_k, band_lo, band_hi, bucket, magic, shift, row_count, row_width, col_width,
-    INVERSE: tl.constexpr, KEYS: tl.constexpr, LISTED: tl.constexpr, PAIRS: tl.constexpr, BORN: tl.constexpr,
+    INVERSE: tl.constexpr, KEYS: tl.constexpr, LISTED: tl.constexpr, BUCKETS: tl.constexpr, BORN: tl.constexpr,
     BLOCKS: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
     """Write all slots of an epoch, whether the promise was broken in it, and the lists of its tiles but their order.
@@ -328,7 +328,7 @@ def plan_epochs(
     tl.debug_barrier()
     _place_old(
         starts, ends, listed, listed_places, slots, places, count, e, epoch, band, bucket, first_slot, capacity,
-        LISTED, PAIRS, INVERSE,
+        LISTED, BUCKETS, INVERSE,
     )  # fmt: skip
     tl.debug_barrier()
     blocks, epoch_tiles = per_epoch // 128, epoch // 128
