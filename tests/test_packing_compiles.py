@@ -52,7 +52,9 @@ def test_planning_epochs_compiles(sm: int, inverse: bool, buckets: int):
     constants |= {} if inverse else dict.fromkeys(("listed_places", "offsets", "places"))
     warps = launch.PLANNING_WARPS
     found = compiled(slots.plan_epochs, pointers, constants, STRIDES, sm, warps, SPILLED)
-    assert found.registers <= 128  # two of 256 threads on a multiprocessor: epochs are often more than there are of these
+    assert (
+        found.registers <= 128
+    )  # two of 256 threads on a multiprocessor: epochs are often more than there are of these
     del pointers["starts"]
     without = compiled(slots.plan_epochs, pointers, {"starts": None, **constants}, STRIDES, sm, warps, SPILLED)
     # starts of 1024 keys, 4 a thread: a load of 16 bytes ahead of the loop, one in it, and 4 of the last block, which ends

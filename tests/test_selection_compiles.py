@@ -51,17 +51,12 @@ def test_runs_are_sorted_in_registers(sm: int, chunk: int, has_documents: bool):
     check(compiled(keys.sort_runs, sm, launch.SORTING_WARPS, **constants))
 
 
-@pytest.mark.parametrize("runs", [16, 64, 256, 1024])
+@pytest.mark.parametrize(
+    ("chunk", "runs"), [(1024, 16), (1024, 64), (2048, 256), (4096, 256), (4096, 1024), (4096, 4096)]
+)
 @pytest.mark.parametrize("sm", ARCHITECTURES)
-def test_the_best_at_each_chunk_are_found_without_spilling(sm: int, runs: int):
-    constants = {"CHUNK": launch.LONGEST_CHUNK if runs > 64 else 1024, "RUNS": runs, "HAS_DOCUMENTS": runs > 16}
-    check(compiled(alive.find_alive, sm, launch.finding_warps(runs), **constants))
-
-
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("sm", ARCHITECTURES)
-def test_the_best_at_each_chunk_are_sorted_in_registers(sm: int, chunk: int):
-    constants = {"CHUNK": chunk, "RUNS": 256, "LOG_RUNS": 8, "HAS_DOCUMENTS": True}
+def test_the_best_at_each_chunk_are_found_and_sorted_in_registers(sm: int, chunk: int, runs: int):
+    constants = {"CHUNK": chunk, "RUNS": runs, "LOG_RUNS": runs.bit_length() - 1, "HAS_DOCUMENTS": runs > 16}
     check(compiled(alive.sort_alive, sm, launch.SORTING_WARPS, **constants))
 
 

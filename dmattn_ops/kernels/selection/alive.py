@@ -68,53 +68,40 @@ def _hides(first, origin, keep, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["size", "heads", "bounds_b", "keep"])
-def find_alive(
-    coarse_runs, bounds, pieces, size, heads, bounds_b, keep,
-    CHUNK: tl.constexpr, RUNS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+def sort_alive(
+    coarse_runs, bounds, pieces, keys, size, heads, bounds_b, keep,
+    CHUNK: tl.constexpr, RUNS: tl.constexpr, LOG_RUNS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Write `pieces` `[rows, chunks - 1, 2, RUNS]` of all chunks but the first: which keys of each earlier run.
+    """Write, sorted, the keys that may leave the best inside a chunk, into the second half of `keys` `[rows, chunks, 2, CHUNK]`.
 
-    They are the worst CHUNK of the best `keep`: keys number `pieces[1]` and on, of which `pieces[0]` are in earlier runs.
+    They are the worst CHUNK of the best `keep` where the chunk begins. `pieces` `[rows, chunks - 1, 2, RUNS]` say which keys of
+    each earlier run they are, for all chunks but the first: number `pieces[1]` and on, of which `pieces[0]` are in earlier runs.
     """
     later = size // CHUNK - 1
     row = (tl.program_id(0) // later).to(tl.int64)
     chunk = tl.program_id(0) % later + 1
     origin = chunk * CHUNK
+    coarse_runs += row * size
     first = 0
     if HAS_DOCUMENTS:
         first = tl.load(bounds + row // heads * bounds_b + origin)
     if _hides(first, origin, keep, CHUNK):
+        best = tl.minimum(origin - first, keep)
+        pieces += tl.program_id(0).to(tl.int64) * 2 * RUNS
         lane = tl.arange(0, RUNS)
         run = lane * CHUNK
         low = tl.where(lane < chunk, tl.minimum(tl.maximum(first - run, 0), CHUNK), CHUNK)
         high = tl.zeros([RUNS], tl.int32) + CHUNK
-        low, high = worst_of_best(coarse_runs + row * size, run, low, high, tl.minimum(origin - first, keep), CHUNK)
+        low, high = worst_of_best(coarse_runs, run, low, high, best, CHUNK)
         length = high - low
-        piece = pieces + tl.program_id(0).to(tl.int64) * 2 * RUNS + lane
-        tl.store(piece, tl.cumsum(length, 0) - length)
-        tl.store(piece + RUNS, low)
-
-
-@triton.jit(do_not_specialize=["size", "heads", "bounds_b", "keep"])
-def sort_alive(
-    coarse_runs, bounds, pieces, keys, size, heads, bounds_b, keep,
-    CHUNK: tl.constexpr, RUNS: tl.constexpr, LOG_RUNS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-):  # fmt: skip
-    """Gather and sort what `find_alive` found, into the second half of `keys` `[rows, chunks, 2, CHUNK]`."""
-    later = size // CHUNK - 1
-    row = (tl.program_id(0) // later).to(tl.int64)
-    origin = (tl.program_id(0) % later + 1) * CHUNK
-    first = 0
-    if HAS_DOCUMENTS:
-        first = tl.load(bounds + row // heads * bounds_b + origin)
-    if _hides(first, origin, keep, CHUNK):
+        tl.store(pieces + lane, tl.cumsum(length, 0) - length)
+        tl.store(pieces + RUNS + lane, low)
+        tl.debug_barrier()
         slot = tl.arange(0, CHUNK)
-        inside = slot < tl.minimum(origin - first, keep)
-        piece = pieces + tl.program_id(0).to(tl.int64) * 2 * RUNS
-        run = tl.zeros([CHUNK], tl.int32)  # the last one that begins at the slot or before it
+        source = tl.zeros([CHUNK], tl.int32)  # the last piece that begins at the slot or before it
         for step in tl.static_range(LOG_RUNS):
-            further = run + (RUNS >> (step + 1))
-            run = tl.where(tl.load(piece + further) <= slot, further, run)
-        index = tl.load(piece + RUNS + run) + slot - tl.load(piece + run)
-        key = tl.load(coarse_runs + row * size + run * CHUNK + index, inside, other=NO_KEY)
+            further = source + (RUNS >> (step + 1))
+            source = tl.where(tl.load(pieces + further) <= slot, further, source)
+        index = tl.load(pieces + RUNS + source) + slot - tl.load(pieces + source)
+        key = tl.load(coarse_runs + source * CHUNK + index, slot < best, other=NO_KEY)
         tl.store(keys + (row * size + origin) * 2 + CHUNK + slot, tl.sort(key))

@@ -4,12 +4,12 @@ Let T be the worst of the best `keep` keys of a document up to a position: it on
 the best between two positions are those between their two T. So the row is cut twice, into chunks and into spans of 128:
 
 1. `sort_runs` sorts the keys of each chunk and of each span.
-2. `find_alive`: for the begin of each chunk, where T splits the sorted chunks before it, by bisection.
-3. `sort_alive` gathers and sorts the worst of the best there, as many as the chunk can replace.
-4. `write_deaths`: for each span, where T splits these and the sorted spans of the chunk before it; of the worst 128 of the
+2. `sort_alive`: for the begin of each chunk, where T splits the sorted chunks before it, by bisection; then it gathers and
+   sorts the worst of the best there, as many as the chunk can replace.
+3. `write_deaths`: for each span, where T splits these and the sorted spans of the chunk before it; of the worst 128 of the
    best there, and of its own 128 keys, it finds the deaths by comparing them with its own keys.
 
-A row of one chunk needs 1 and 4 only. With documents, two small launches (`documents`) come first. Programs depend on
+A row of one chunk needs 1 and 3 only. With documents, two small launches (`documents`) come first. Programs depend on
 nothing but earlier launches; nothing is added atomically, and every number written is exact, so it is the same each time.
 """
 
@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
-from dmattn_ops.kernels.selection.alive import find_alive, sort_alive
+from dmattn_ops.kernels.selection.alive import sort_alive
 from dmattn_ops.kernels.selection.deaths import write_deaths
 from dmattn_ops.kernels.selection.documents import find_changes, write_bounds
 from dmattn_ops.kernels.selection.keys import sort_runs
@@ -92,14 +92,10 @@ def lifetimes_in_chunks(
     if several:
         log_runs = _log_runs(chunks - 1)
         pieces = workspace(scores, rows, chunks - 1, 2, 1 << log_runs, dtype=torch.int32)
-        programs, shared = (rows * (chunks - 1),), (size, heads, bounds_b, keep)
         launch(
-            find_alive, programs, coarse_runs, bounds, pieces, *shared,
-            CHUNK=chunk, RUNS=1 << log_runs, HAS_DOCUMENTS=documents is not None, num_warps=finding_warps(1 << log_runs),
-        )  # fmt: skip
-        launch(
-            sort_alive, programs, coarse_runs, bounds, pieces, keys, *shared, CHUNK=chunk, RUNS=1 << log_runs,
-            LOG_RUNS=log_runs, HAS_DOCUMENTS=documents is not None, num_warps=SORTING_WARPS,
+            sort_alive, (rows * (chunks - 1),), coarse_runs, bounds, pieces, keys, size, heads, bounds_b, keep,
+            CHUNK=chunk, RUNS=1 << log_runs, LOG_RUNS=log_runs, HAS_DOCUMENTS=documents is not None,
+            num_warps=SORTING_WARPS,
         )  # fmt: skip
     spans = rows * triton.cdiv(seqlen, fine)
     launch(
@@ -136,11 +132,6 @@ def _bounds(documents: Tensor, span: int) -> Tensor:
         SPAN=span, MANY=256, num_warps=4,
     )  # fmt: skip
     return bounds
-
-
-def finding_warps(runs: int) -> int:
-    """Return the warps that search so many runs: two runs a thread up to 1024."""
-    return min(16, max(1, runs // 64))
 
 
 def deaths_warps(programs: int) -> int:
