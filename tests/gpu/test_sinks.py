@@ -32,6 +32,12 @@ CASES = {
     "a gradient of lse": replace(BASE, lse_grad=True, seed=33),
     "packed sequences": replace(BASE, variant="varlen", batch=5, is_causal=True, seed=34),
     "large scores": replace(BASE, softmax_scale=3.0, magnitude=3.0, seed=35),
+    "rows of the lowest bias": replace(
+        BASE, bias=True, bias_shape="hq", extreme="rows", bias_value=torch.finfo(torch.bfloat16).min, seed=40
+    ),
+    "keys of the lowest bias": replace(
+        BASE, bias=True, bias_shape="", extreme="rows", bias_value=torch.finfo(torch.bfloat16).min, seed=41
+    ),
     "nothing visible": replace(BASE, mask="none", mask_shape="", seed=36),
     "sinks in their own dtype": replace(BASE, sink="own", seed=37),
     "no sink": replace(BASE, sink="", is_causal=True, seed=38),

@@ -122,3 +122,24 @@ def test_a_sink_is_a_part_of_the_sum(dim: int, sink: float) -> None:
     whole = torch.logaddexp(lse.double(), logits.double()[:, None].expand_as(lse))
     whole = whole.masked_fill(lse == -math.inf, 3e38 / LOG2E)
     torch.testing.assert_close(stats[0, :, :, :70], (-LOG2E * whole).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+@pytest.mark.parametrize("sink", [0.0, -1e9, 1e9, -LOWEST, math.inf])
+@pytest.mark.parametrize(
+    ("lse", "natural"),
+    [*((lse, False) for lse in (0.0, 1e9, -1e9, -1e29)), *((lse, True) for lse in (0.0, 1e9, -1e9, LOWEST, -LOWEST))],
+)
+def test_a_sink_far_above_a_row_leaves_it_nothing_and_no_statistic_becomes_infinite(
+    lse: float, natural: bool, sink: float
+) -> None:
+    """Kernels multiply the rounded statistic by 0 where they take the pair, and infinity times 0 is NaN."""
+    stats, _, _ = prepared(torch.full((1, 1, 3), lse), torch.zeros(1, 1, 3), natural, sink=torch.tensor([sink]))
+    minus_lse, _, first, second = stats[:, 0, 0, :3].double()
+    assert minus_lse.isfinite().all()
+    assert first.isfinite().all()
+    unit = 1.0 if natural else torch.tensor(LOG2E).item()  # as float32 holds it
+    difference = (torch.tensor(lse).double() * unit - first) - second
+    found = torch.exp2(difference * (LOG2E if natural else 1.0))
+    share = torch.sigmoid(torch.tensor(lse, dtype=torch.float64) - sink)
+    torch.testing.assert_close(found, share.expand(3), rtol=1e-4, atol=0.0)

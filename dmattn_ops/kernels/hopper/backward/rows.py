@@ -32,6 +32,10 @@ def row_statistics(lse, tail, NATURAL: tl.constexpr):
     anchor = tl.fma(bounded, factor, tl.zeros_like(lse))  # a product would be contracted with what follows
     rest = tl.fma(tail, factor, tl.fma(bounded, factor, -anchor))
     large = given & ((tl.abs(lse) > LARGE) | (tl.abs(tail) > LARGE))
+    # A sink beside a row of finfo.min makes the tail as large as a float32: kernels that take the pair multiply the rounded
+    # statistic by 0, which must not be infinite either.
+    rounded = anchor + rest
+    rounded = tl.where(rounded == rounded, tl.minimum(tl.maximum(rounded, 0.0 - NEVER), NEVER), rounded)
     if NATURAL:
         first = lse
         second = tail
@@ -39,7 +43,7 @@ def row_statistics(lse, tail, NATURAL: tl.constexpr):
         first = anchor
         second = rest
     return (
-        tl.where(given, 0.0 - (anchor + rest), 0.0 - NEVER),
+        tl.where(given, 0.0 - rounded, 0.0 - NEVER),
         tl.where(given, first, NEVER),
         tl.where(given, second, 0.0),
         large,
