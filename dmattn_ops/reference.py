@@ -109,8 +109,8 @@ def _first_of_pairs(origin: int, length: int, device: torch.device) -> tuple[Ten
     positions of the first block come before the origin.
     """
     begin = origin // 16 * 16
-    positions = torch.arange(begin, -(-(origin + length) // 16) * 16, device=device)
-    return positions[(positions & 8) == 0] & _LOW_WORD, origin - begin
+    blocks = torch.arange(begin, -(-(origin + length) // 16) * 16, 16, device=device)
+    return (blocks[:, None] + torch.arange(8, device=device)).flatten() & _LOW_WORD, origin - begin
 
 
 class _Sequence(NamedTuple):
@@ -306,9 +306,12 @@ def _probabilities(scores: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _product(weights: Tensor, rows: Tensor) -> Tensor:
-    """Return `weights @ rows` in which a weight of 0 also drops NaN and infinity, as if that row had not been read."""
+    """Return `weights @ rows` in which a weight of 0 also drops NaN and infinity, as if that row had not been read.
+
+    Whether there are such rows is asked on a CPU only: elsewhere the host would wait for the answer.
+    """
     finite = rows.isfinite()
-    if finite.all():
+    if rows.device.type == "cpu" and finite.all():
         return weights @ rows
     reached = (weights != 0).to(rows.dtype) @ (~finite).to(rows.dtype) > 0
     return torch.where(reached, weights @ rows, weights @ rows.masked_fill(~finite, 0.0))

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import dmattn_ops
 from dmattn_ops import native
 from dmattn_ops.call import Call, Saved
 from dmattn_ops.testing import Problem, check, draw, inputs, oracle, shrink, workers
+from dmattn_ops.testing.check import Results
 from dmattn_ops.testing.combinations import (
     BLOCKS,
     COMBINATIONS,
@@ -178,9 +180,77 @@ def test_dropped_weights_alone_make_no_room(monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_rounding_makes_room_for_what_is_not_finite() -> None:
     right = dict.fromkeys(("out", "lse", "dq"), torch.ones(2, dtype=torch.float64))
     wrong = {**right, "dq": torch.tensor([1.0, math.nan])}
-    assert not oracle.compare(Problem(), right, right, right, lambda: {"dq": math.inf})
+    assert not oracle.compare(Problem(), right, right, right, lambda: {"dq": math.inf}, list)
     with pytest.raises(AssertionError, match="dq: error inf"):
-        oracle.compare(Problem(), wrong, right, right, lambda: {"dq": math.inf})
+        oracle.compare(Problem(), wrong, right, right, lambda: {"dq": math.inf}, list)
+
+
+FEW = {"seqlen_q": 22, "heads": 1, "heads_k": 1}
+LARGE = {
+    "fp32 tells apart what bf16 cannot": Problem(
+        seed=15725, dtype="bfloat16", seqlen_k=2368, dim=160, dim_v=16, bias=True, bias_shape="bhq", softmax_scale=0.3,
+        magnitude=3.0, extreme="keys", bias_value=1e9, **FEW,
+    ),
+    "a fused operation rounds once": Problem(
+        seed=501444, variant="varlen", batch=2, heads=12, heads_k=3, seqlen_q=32, seqlen_k=1913, dim=128, dim_v=128,
+        layout="expanded", mask="block", mask_shape="", mask_dtype="uint8", bias=True, bias_shape="k", bias_float32=True,
+        sink="float32", rows="one", steep=1e9, place="threads",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", LARGE.values(), ids=LARGE.keys())
+def test_keys_that_float32_cannot_tell_apart_share_a_row_as_any_rounding_may(problem: Problem) -> None:
+    """Both were over the budget: eager in the dtype of the inputs was nearer to the truth by chance."""
+
+    def wrong(call: Callable[[], Results]) -> Results:
+        results = call()
+        return {**results, "dv": 10 * results["dv"]}
+
+    check(problem)
+    with pytest.raises(AssertionError, match=r"dv: error .* over the budget"):
+        check(problem, run=wrong)
+
+
+def test_a_gradient_beyond_its_dtype_is_infinite_and_its_sign_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one key under a scale of 1000, whose gradient is 80,000: float16 ends at 65,504."""
+    problem = Problem(
+        seed=10419, dtype="float16", heads=4, heads_k=1, seqlen_q=257, seqlen_k=1, dim=16, dim_v=16, softmax_scale=1000.0,
+        lse_grad=True,
+    )  # fmt: skip
+    found: list[Results] = []
+
+    def kept(call: Callable[[], Results]) -> Results:
+        found.append(call())
+        return found[-1]
+
+    check(problem, run=kept)
+    assert found[0]["dk"].isinf().any()
+    for wrong in (lambda of: -of, lambda of: of.clamp(-3e4, 3e4), lambda of: of.masked_fill(of.isinf(), math.nan)):
+        with pytest.raises(AssertionError, match="dk: error"):
+            check(problem, run=lambda call, wrong=wrong: {**call(), "dk": wrong(found[0]["dk"])})
+
+
+@pytest.mark.parametrize("name", ["lse", "row_max"])
+def test_a_score_that_cancels_may_be_off_by_the_rounding_of_its_terms_and_no_more(name: str) -> None:
+    """A product and a bias of about 1 that leave 0.004: half a unit of their last place is much of that."""
+    problem = Problem(
+        seed=502001, variant="qkvpacked", heads=2, heads_k=2, seqlen_q=1, seqlen_k=1, dim=40, dim_v=40, documents=True,
+        intervals="hidden", intervals_shape="bh", bias=True, bias_shape="bq", is_causal=True, right=250, sink="own",
+        maximum=True, layout="sliced", mask_shape="k", mask_dtype="int32", nan_bias=True,
+    )  # fmt: skip
+
+    def moved(by: float) -> Callable[[Callable[[], Results]], Results]:
+        def run(call: Callable[[], Results]) -> Results:
+            results = call()
+            return {**results, name: results[name] + by}
+
+        return run
+
+    check(problem, run=moved(0.0))
+    check(problem, run=moved(2e-7))
+    with pytest.raises(AssertionError, match=f"{name}: error"):
+        check(problem, run=moved(1e-5))
 
 
 def test_shrink_keeps_what_makes_a_problem_fail() -> None:

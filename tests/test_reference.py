@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from dmattn_ops import layout, meta, reference
+from dmattn_ops import dynamic_mask, layout, meta, prepare_mask, reference
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, Varlen, dropout_threshold, last_dropped, plain_options
 
@@ -144,6 +145,38 @@ def test_forward_and_backward_agree_with_autograd_through_the_formula(problem: t
     reference.backward(call, Saved(out, lse, tail), given, None)
     for one, other in zip(grads, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+POSITIONS = torch.arange(70, dtype=torch.int32)
+KINDS = {
+    "none": lambda: NO_MASK,
+    "bits": lambda: prepare_mask(torch.rand(2, 1, 70, 70) < 0.5).mask,
+    "segments": lambda: prepare_mask(documents=torch.arange(70).expand(2, 70) // 9, is_causal=True).mask,
+    "intervals": lambda: prepare_mask(intervals=(POSITIONS[None, None], POSITIONS[None, None] + 9), seqlen_q=70).mask,
+    "a dynamic mask": lambda: dynamic_mask(torch.randn(2, 2, 70), 9).mask,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_a_dense_call_never_waits_for_its_device(monkeypatch: pytest.MonkeyPatch, kind: str, dropout_p: float):
+    """Tensors on the device "meta" have no elements: whoever asks for one on the host gets an error, as in a captured graph."""
+    mask = KINDS[kind]()
+    # Autocast does not know this device.
+    monkeypatch.setattr(torch, "autocast", lambda device, **options: contextlib.nullcontext())
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    tensors = {name: t.to("meta") for name, t in mask._asdict().items() if isinstance(t, Tensor)}
+    query, key, value = empty(2, 70, 4, 16), empty(2, 70, 2, 16), empty(2, 70, 2, 24)
+    bias, seed, sink = empty(1, 4, 1, 70), empty(2, 4, dtype=torch.int64), empty(4)
+    options = plain_options(SCALE, -UNBOUNDED, 0, softcap=5.0, dropout_p=dropout_p)
+    call = Call(query, key, value, bias, mask._replace(**tensors), sink, seed, None, options)
+    out, grad_out, lse, tail, highest, grad_lse = (*[empty(2, 70, 4, 24)] * 2, *[empty(2, 4, 70)] * 4)
+    reference.forward(call, Result(out, lse, tail, highest), None)
+    grads = Gradients(grad_out, grad_lse, *(torch.empty_like(leaf) for leaf in (query, key, value, bias, sink)))
+    reference.backward(call, Saved(out, lse, tail), grads, None)
 
 
 @pytest.mark.parametrize("top_left", [False, True])

@@ -22,7 +22,17 @@ from dmattn_ops.testing.inputs import (
     make_inputs,
     make_varlen_inputs,
 )  # fmt: skip
-from dmattn_ops.testing.oracle import SAMPLES, STATISTICS, attend, compare, masked_scores, rounding_loss
+from dmattn_ops.testing.oracle import (
+    SAMPLES,
+    STATISTICS,
+    WHOLE,
+    attend,
+    compare,
+    masked_scores,
+    rounded,
+    rounding_loss,
+    score_rounding,
+)
 from dmattn_ops.testing.problem import DTYPES, Problem
 
 _KEPT = ("seed", "seqlen_q", "seqlen_k", "heads", "heads_k", "dtype", "instructions")  # while a problem is made simpler
@@ -53,6 +63,7 @@ def check(
     expected = _definition(problem, inputs, torch.float64, dropout_keep)
     eager = _eager(problem, inputs, dropout_keep, expected)
     rounding = cache(partial(_rounding, problem, inputs, dropout_keep))
+    others = cache(partial(_others, problem, inputs, dropout_keep, expected))
     first: Results | None = None
     cancelled = False
     for _ in range(repeats):
@@ -61,7 +72,7 @@ def check(
         with _products(problem):
             found = _placed(problem, device, call) if run is None else [run(call)]
         for actual in found:
-            cancelled |= compare(problem, actual, expected, eager, rounding, margins)
+            cancelled |= compare(problem, actual, expected, eager, rounding, others, margins)
             _check_exact_zeros(problem, inputs, actual)
             if problem.deterministic and first is not None:
                 for name, one in first.items():
@@ -118,21 +129,40 @@ def _leaves(inputs: Inputs, dtype: torch.dtype | None) -> dict[str, Tensor]:
 
 
 def _parts(
-    problem: Problem, inputs: Inputs, leaves: dict[str, Tensor], dropout_keep: Tensor | None
+    problem: Problem,
+    inputs: Inputs,
+    leaves: dict[str, Tensor],
+    dropout_keep: Tensor | None,
+    rounding: torch.Generator | None = None,
 ) -> Iterator[tuple[Part, Tensor, Tensor, Tensor | None]]:
-    """Yield each sequence of a problem with its scores, its values and what dropout keeps of it."""
-    for part in inputs.parts:
+    """Yield each sequence of a problem with its scores, its values and what dropout keeps of it.
+
+    With `rounding`, scores are `rounded` to float32 after they are computed, and values are float32 too.
+    """
+    for part, bias in _biases(inputs, leaves):
         q, k, v = leaves["dq"][part.queries], leaves["dk"][part.keys], leaves["dv"][part.keys]
-        bias = leaves["dbias"][part.bias] if "dbias" in leaves else None
         dropped = None if dropout_keep is None else dropout_keep[part.batch, :, : q.shape[1], : k.shape[1]]
-        yield part, masked_scores(q, k, part.keep, bias, problem), v, dropped
+        score = masked_scores(q, k, part.keep, bias, problem)
+        if rounding is not None:
+            score, v = rounded(score, rounding), v.to(torch.float32)
+        yield part, score, v, dropped
 
 
-def _definition(problem: Problem, inputs: Inputs, dtype: torch.dtype, dropout_keep: Tensor | None) -> Results:
-    """Return the outputs and gradients of the definition evaluated in `dtype`, sequence by sequence."""
+def _definition(
+    problem: Problem,
+    inputs: Inputs,
+    dtype: torch.dtype,
+    dropout_keep: Tensor | None,
+    rounding: torch.Generator | None = None,
+) -> Results:
+    """Return the outputs and gradients of the definition evaluated in `dtype`, sequence by sequence.
+
+    With `rounding`, scores are `rounded` to float32, and everything behind them is computed in float32.
+    """
     leaves = _leaves(inputs, dtype)
     outs, lses, peaks = [], [], []
-    for part, score, value, dropped in _parts(problem, inputs, leaves, dropout_keep):
+    dtype = dtype if rounding is None else torch.float32
+    for part, score, value, dropped in _parts(problem, inputs, leaves, dropout_keep, rounding):
         out, lse, _ = attend(score, value, part.keep, problem, dropped, leaves.get("dsink"))
         outs.append(out)
         lses.append(lse)
@@ -162,8 +192,23 @@ def _eager(problem: Problem, inputs: Inputs, dropout_keep: Tensor | None, expect
     return eager if in_range else _definition(problem, inputs, torch.float32, dropout_keep)
 
 
+def _others(problem: Problem, inputs: Inputs, dropout_keep: Tensor | None, expected: Results) -> list[Results]:
+    """Return what is as good as eager and differs: none where float32 tells scores apart.
+
+    Float32 holds scores of 1e9 as multiples of 64. Which keys of such a row share its weight is then decided by where a
+    computation rounds: after each operation, or once as a fused multiplication and addition does, and of what product. Nobody
+    can do better, and eager in a narrower dtype, whose scores are all equal, may be nearer to the truth by chance.
+    """
+    lse = expected["lse"]
+    if not (lse.isfinite() & (lse.abs() > WHOLE)).any():
+        return []
+    generator = torch.Generator(lse.device).manual_seed(problem.seed)
+    once = [_definition(problem, inputs, torch.float64, dropout_keep, generator) for _ in range(SAMPLES)]
+    return [_definition(problem, inputs, torch.float32, dropout_keep), *once]
+
+
 def _rounding(problem: Problem, inputs: Inputs, dropout_keep: Tensor | None) -> dict[str, float]:
-    """Return the norms of what unavoidable rounding errors do to the gradients."""
+    """Return the norms of what unavoidable rounding errors do to the gradients, to lse and to the row maximum."""
     leaves = _leaves(inputs, torch.float64)
     generator = torch.Generator(inputs.query.device).manual_seed(problem.seed)
     squares = dict.fromkeys(leaves, 0.0)
@@ -184,7 +229,19 @@ def _rounding(problem: Problem, inputs: Inputs, dropout_keep: Tensor | None) -> 
         gradients = torch.autograd.grad(sum(losses), list(leaves.values()), allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]
         for name, gradient in zip(leaves, gradients, strict=True):
             squares[name] += gradient.square().sum().item()
-    return {name: math.sqrt(square / SAMPLES) for name, square in squares.items()}
+    found = {name: math.sqrt(square / SAMPLES) for name, square in squares.items()}
+    with torch.no_grad():
+        of_rows = [
+            score_rounding(leaves["dq"][part.queries], leaves["dk"][part.keys], part.keep, bias, problem).norm().item()
+            for part, bias in _biases(inputs, leaves)
+        ]
+    return found | dict.fromkeys(STATISTICS[1:], math.hypot(*of_rows))
+
+
+def _biases(inputs: Inputs, leaves: dict[str, Tensor]) -> Iterator[tuple[Part, Tensor | None]]:
+    """Yield each sequence of a problem with its bias."""
+    for part in inputs.parts:
+        yield part, leaves["dbias"][part.bias] if "dbias" in leaves else None
 
 
 def _keywords(problem: Problem) -> dict:

@@ -159,6 +159,8 @@ def compile_ahead(device: str, first: int, step: int) -> None:
         for seed in range(AHEAD * index, AHEAD * (index + 1)):
             with contextlib.suppress(Exception):
                 check(draw(seed, device, combinations(0)[index]), device)
+            if device != "cpu":
+                torch.cuda.empty_cache()  # gigabytes, which the calls that are checked need
         print(index, flush=True)
 
 

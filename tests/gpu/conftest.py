@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from dmattn_ops import dispatch, plans
+
+KEPT = 1 << 30  # bytes that a test process may keep for its next test: other processes use the same GPU
+
+
+@pytest.fixture(autouse=True)
+def memory_is_given_back() -> Iterator[None]:
+    """Give the memory of a large test back, so that many processes can share a GPU."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture
