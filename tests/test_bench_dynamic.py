@@ -323,7 +323,7 @@ def test_targets_are_read_from_the_rows_that_they_name():
         "share beside attention, H32/8": (0.1, "must"),
         "time of 131072 over 32768 positions": (4.1, "aim"),
         "a layer of 1048576 positions, s": (0.25, "must"),
-        "its workspace, GB": (20.0, "no"),
+        "its memory beyond outputs, gradients and a float32 dq, GB": (20.0, "no"),
     }
 
 
