@@ -55,7 +55,10 @@ def test_a_plan_launches_the_same_with_other_addresses(libcuda):
     ((grid, named),) = kernel.calls
     assert named.pop("x") is x
     assert named.pop("y").data_ptr() == y.data_ptr() + 16
-    assert (grid, named) == ((3, 2), {"size": 7, "step": 1 << 40, "one": 1, "scale": 0.5, "W": 64, "num_warps": 4})
+    assert (grid, named) == (
+        (3, 2),
+        {"size": 7, "step": 1 << 40, "one": 1, "scale": 0.5, "W": 64, "num_warps": 4, **launch.OPTIONS},
+    )
     for _ in range(3):
         x, y = aligned(8), aligned(8)
         assert made.run((x, y)) == ((), [x.data_ptr(), y.data_ptr()])

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from dmattn_ops.arch import Arch
+from dmattn_ops.kernels.launching.launch import OPTIONS
 from dmattn_ops.resources import Usage
 from dmattn_ops.testing.carried import stale_bounds
 from dmattn_ops.testing.machine_code import disassemble, opcodes
@@ -98,7 +99,7 @@ def compile_only(
             attrs={position[name]: [["tt.divisibility", 16]] for name in aligned},
         ),
         target=GPUTarget("cuda", sm, 32),
-        options=options,
+        options={**OPTIONS, **options},
     )
     return read_resources(compiled, sm)
 

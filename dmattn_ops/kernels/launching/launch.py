@@ -37,6 +37,9 @@ from dmattn_ops.recording import computed as computed
 from dmattn_ops.recording import thread
 from dmattn_ops.recording import workspace as workspace
 
+# Of all kernels: products and sums become one instruction, whatever an environment variable or a later Triton (3.10) makes the
+# default. The exponents of probabilities, and the registers that kernels fit into, depend on it.
+OPTIONS = {"enable_fp_fusion": True}
 _MAX_COMPILED = 1024
 _compiled: dict[tuple[Any, ...], Any] = {}  # kernels by what they are specialized on
 
@@ -53,7 +56,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) ->
     key = (kernel, *values, *[option for option in named.items() if option[0] not in names])
     compiled = _compiled.get(key)
     if compiled is None:
-        compiled = kernel[grid](**{name: _argument(value) for name, value in given.items()})
+        compiled = kernel[grid](**{name: _argument(value) for name, value in given.items()}, **OPTIONS)
         if len(_compiled) >= _MAX_COMPILED:
             _compiled.clear()
         _compiled[key] = compiled

@@ -19,6 +19,13 @@ NEVER = tl.constexpr(3.0e38)  # the statistic of rows that give nothing: P = 0, 
 
 
 @triton.jit
+def _within(x, limit):
+    """Return the nearest number from -limit to limit; NaN stays."""
+    nan: tl.constexpr = tl.PropagateNan.ALL
+    return tl.minimum(tl.maximum(x, 0.0 - limit, propagate_nan=nan), limit, propagate_nan=nan)
+
+
+@triton.jit
 def row_statistics(lse, tail, NATURAL: tl.constexpr):
     """Return (minus lse in log2 units, first and second of its pair, whether the pair is needed) of rows.
 
@@ -27,15 +34,13 @@ def row_statistics(lse, tail, NATURAL: tl.constexpr):
     given = lse != float("-inf")
     lse = tl.where(given, lse, 0.0)
     factor = tl.full(lse.shape, LOG2E, tl.float32)
-    bounded = tl.minimum(tl.maximum(lse, 0.0 - HUGE), HUGE)  # so that nothing below is infinite
-    bounded = tl.where(lse == lse, bounded, lse)  # NaN stays
+    bounded = _within(lse, HUGE)  # so that nothing below is infinite
     anchor = tl.fma(bounded, factor, tl.zeros_like(lse))  # a product would be contracted with what follows
     rest = tl.fma(tail, factor, tl.fma(bounded, factor, -anchor))
     large = given & ((tl.abs(lse) > LARGE) | (tl.abs(tail) > LARGE))
     # A sink beside a row of finfo.min makes the tail as large as a float32: kernels that take the pair multiply the rounded
     # statistic by 0, which must not be infinite either.
-    rounded = anchor + rest
-    rounded = tl.where(rounded == rounded, tl.minimum(tl.maximum(rounded, 0.0 - NEVER), NEVER), rounded)
+    rounded = _within(anchor + rest, NEVER)
     if NATURAL:
         first = lse
         second = tail
