@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-import torch  # noqa: E402
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import torch
+import triton
+import triton.language as tl
 
-from dmattn_ops.kernels.launching import launch  # noqa: E402
-from dmattn_ops.testing.stand_in import compiled_launches  # noqa: E402
+from dmattn_ops.kernels.launching import launch
+from dmattn_ops.testing.stand_in import compiled_launches
 
 
 def new_kernel() -> triton.JITFunction:
