@@ -342,7 +342,9 @@ def main(arguments: list[str]) -> list[Row]:
     if chosen.device == "cpu" and not chosen.tiny:
         raise SystemExit("bench_transformers.py needs a GPU; on a CPU it takes --tiny")
     try:
-        import dmattn_ops.integrations.transformers  # noqa: F401
+        from dmattn_ops.integrations.transformers import register
+
+        register()  # each process does so again
     except ImportError as error:
         raise SystemExit(f"bench_transformers.py needs transformers (pip install dmattn-ops[hf]): {error}") from error
     sizes = TINY if chosen.tiny else Sizes()

@@ -243,7 +243,7 @@ def table(name: str, words: list[str]) -> str:
         return rows_table([row for row in results["rows"] if all(word in row["case"] for word in words)])
     if "forward_ratio" in results["rows"][0]:
         return features_table([row for row in results["rows"] if set(words) <= set(row["case"].split())])
-    if "graphs" in results["rows"][0]:
+    if any("graphs" in row for row in results["rows"]):
         return steps_table(results["rows"])
     if "call_us" in results["rows"][0]:
         return host_table(results["rows"])

@@ -163,6 +163,13 @@ def test_a_process_that_trains_eagerly_gets_no_time(race):
     assert rows["dmattn"]["step_ms"] == 25.0
 
 
+def test_without_transformers_no_process_is_started(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(bench_transformers, "Worker", None)
+    with pytest.raises(SystemExit, match="needs transformers"):
+        bench_transformers.main(["--device", "cpu", "--tiny", "--output", str(tmp_path / "result.json")])
+
+
 def test_a_step_whose_profile_shows_no_optimizer_proves_nothing():
     with pytest.raises(RuntimeError, match="not known what ran"):
         bench_transformers.eager_calls(lambda: torch.ones(2).sum())
