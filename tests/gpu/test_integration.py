@@ -8,7 +8,9 @@ import torch
 from torch._dynamo.utils import counters
 
 import dmattn_ops
+from dmattn_ops.testing import Problem, check
 from dmattn_ops.testing.oracle import relative_error
+from dmattn_ops.testing.soak import captured
 from tests import call_inputs
 
 pytestmark = pytest.mark.gpu
@@ -176,3 +178,13 @@ def test_autocast():
         out, *grads = out_and_gradients(attention, tensors)
     assert out.dtype == torch.bfloat16
     assert {grad.dtype for grad in grads} == {torch.float32}
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_call_that_only_the_reference_computes_is_captured(with_bias: bool) -> None:
+    """Head dimensions beyond all kernels: the host must not wait for the GPU inside a graph, also where a hidden bias is NaN."""
+    problem = Problem(
+        dtype="float32", batch=2, heads=2, heads_k=2, seqlen_q=127, seqlen_k=127, dim=869, dim_v=869, softcap=5.0,
+        intervals="random", promise=True, sink="float32", maximum=True, nan_bias=with_bias, bias=with_bias,
+    )  # fmt: skip
+    check(problem, "cuda", run=captured)
