@@ -51,9 +51,7 @@ def test_runs_are_sorted_in_registers(sm: int, chunk: int, has_documents: bool):
     check(compiled(keys.sort_runs, sm, launch.SORTING_WARPS, **constants))
 
 
-@pytest.mark.parametrize(
-    ("chunk", "runs"), [(1024, 16), (1024, 64), (2048, 256), (4096, 256), (4096, 4096)]
-)
+@pytest.mark.parametrize(("chunk", "runs"), [(1024, 16), (1024, 64), (2048, 256), (4096, 256), (4096, 4096)])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_the_best_at_each_chunk_are_found_and_sorted_in_registers(sm: int, chunk: int, runs: int):
     constants = {"CHUNK": chunk, "RUNS": runs, "LOG_RUNS": runs.bit_length() - 1, "HAS_DOCUMENTS": runs > 16}
