@@ -98,7 +98,7 @@ NEWER_SPILLS = (
         "the same beside accumulators in two parts, or with words of a test and a bias at once",
     ),
     (r"SM9.0 forward hopper D256 .*(dropout|varlen)", 268, "the generator, or the limits of a sequence"),
-    (r"SM9.0 backward hopper256 D256 ", 320, "the same, in the kernel of dq"),
+    (r"SM9.0 backward hopper256 D256 ", 320, "limits of a test, or a bias, in the kernel of dq"),
     (r"SM9.0 backward hopper256 D256 .*broadcast bias", 1036, "the bias of a step, and words of a test"),
     (r"SM9.0 backward hopper256 D128 .*shared_bias_kernel", 120, "arguments around the loops"),
     (r"SM9.0 backward portable D256 16-bit", 1328, "one accumulator more than 3.6 keeps outside registers"),

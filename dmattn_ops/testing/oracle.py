@@ -172,8 +172,8 @@ def compare(
 ) -> bool:
     """Assert the budget `err(actual) <= 2 err(eager) + eps` for each result.
 
-    A result over the budget is compared with the `others` too: further ways to compute it that are as good as eager. It may be
-    off by `SLACK` times as much as these, since one row may make up all of an error. It is accepted as well if its error is
+    A result over the budget is compared with the `others` too: further ways to compute it that are as good as eager. Their
+    errors count `SLACK` times in the budget, since one row may make up all of an error. It is accepted as well if its error is
     within unavoidable rounding errors, of a sum whose terms cancel: `rounding` returns the norms of these, by name. Return
     whether a result needed the last.
 

@@ -25,9 +25,9 @@ UNSPECIALIZED = (
     "start_group", "end_group", "first_head", "heads", "epochs", "epoch", "old_slots", "born_slots",
     "seqlen_q", "seqlen_k", "band_lo", "band_hi", "bucket", "magic", "shift", "row_count", "row_width", "col_width",
 )  # fmt: skip
-COUNT_BITS = tl.constexpr(11)  # of how many keys of a bucket are sorted at once
-MOST_COUNTED = tl.constexpr((1 << 11) - 1)
-COUNTED_IN_WORD = tl.constexpr(63 // 11)
+COUNT_BITS = tl.constexpr(11)  # of the number of keys that one bucket may have among those sorted at once
+MOST_COUNTED = tl.constexpr((1 << COUNT_BITS.value) - 1)
+COUNTED_IN_WORD = tl.constexpr(63 // COUNT_BITS.value)
 
 
 def division_by(epoch: int) -> tuple[int, int]:
