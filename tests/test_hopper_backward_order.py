@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import FunctionType, SimpleNamespace
-
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
+
+from device_functions import on_integers
 
 from dmattn_ops.kernels.hopper.backward import finish as hopper_backward_finish
 from dmattn_ops.kernels.hopper.backward import order as hopper_backward_order
@@ -14,7 +14,6 @@ from dmattn_ops.kernels.hopper.backward import walk as hopper_backward_walk
 from dmattn_ops.kernels.hopper.backward import work as hopper_backward_work
 from dmattn_ops.problem import UNBOUNDED
 
-INTEGERS = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)
 BANDS = [
     (-UNBOUNDED, UNBOUNDED),
     (-UNBOUNDED, 0),
@@ -25,13 +24,6 @@ BANDS = [
 ]
 BANDS += [(150, 900), (-1, 1), (-900, -150), (0, 0)]
 LENGTHS = [(1536, 1536), (2000, 1200), (1200, 2000), (1, 777), (777, 1), (129, 129)]
-
-
-def on_integers(function):
-    """Return a device function as one on Python integers."""
-    source = function.fn
-    return FunctionType(source.__code__, {**source.__globals__, "gl": INTEGERS}, source.__name__, source.__defaults__)
-
 
 band_tiles = on_integers(hopper_backward_walk.band_tiles)
 downward_span = on_integers(hopper_backward_order.downward_span)

@@ -5,6 +5,7 @@ To these kernels packed sequences are one long sequence, in which each query see
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Mask, Options, dropout_
 LOG2E = 1.4426950408889634
 MAX_DIM = 256
 PARTS = ((64, 0), (64, 16), (64, 32), (128, 0), (128, 16), (128, 32), (128, 64), (256, 0))
-_LEAST_HEADS = 4  # side by side: with fewer, what they save in L2 is less than the noise
+LEAST_HEADS = 4  # side by side: with fewer, what they save in L2 is less than the noise
+_ROUNDS_OF_A_GROUP = 1.9  # blocks for each SM: its short ones then fill the time in which its longest ones run
 FEW_QUERIES = TILE // 2  # of a sequence: several share a block, which walks the keys of all of them for each
 
 
@@ -117,14 +119,26 @@ def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_zeros(shape)
 
 
-def heads_side_by_side(of_head: int, heads: int, device: torch.device) -> int:
+def heads_that_balance(ranks: int, heads: int, device: torch.device) -> int:
+    """Return how many heads a group has at least, so that SMs are busy to the end; each head has `ranks` blocks.
+
+    Groups follow each other, and in each the longest blocks come first. Those of the last group start when little else is left,
+    so that it has to have enough blocks. Simulated with causal blocks on 132 SMs, 1024 to 16384 positions and 8 to 256 heads,
+    SMs idle 1% of the time on average and 4% at most; with groups of four 3%, and 18% with 48 heads of 1500.
+    """
+    least = max(LEAST_HEADS, math.ceil(_ROUNDS_OF_A_GROUP * arch.physical(device).num_sms / max(1, ranks)))
+    fitting = (some for some in range(least, heads) if heads % some == 0 or heads % some >= least)
+    return next(fitting, heads)
+
+
+def heads_side_by_side(of_head: int, longest: int, heads: int, device: torch.device) -> int:
     """Return how many heads work side by side where sequences differ in length: all, or as many as read what L2 holds.
 
-    `of_head` is how many bytes the blocks of one head share. The more heads at once, the less is left to do when the longest
-    blocks of the last ones begin.
+    `of_head` is how many bytes the blocks of one head share, `longest` how many blocks its longest sequence has. The more heads
+    at once, the less is left to do when the longest blocks of the last ones begin.
     """
-    at_once = max(_LEAST_HEADS, arch.physical(device).l2_bytes // max(1, of_head))
-    return -(-heads // -(-heads // at_once))
+    at_once = max(LEAST_HEADS, arch.physical(device).l2_bytes // max(1, of_head))
+    return max(-(-heads // -(-heads // at_once)), heads_that_balance(longest, heads, device))
 
 
 def spans_refusals(call: Call) -> list[str]:

@@ -9,6 +9,7 @@ from dmattn_ops import arch
 from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
 from dmattn_ops.config import HopperBackward
 from dmattn_ops.kernels.hopper.arguments import (
+    LEAST_HEADS,
     band_of,
     bias_places,
     column_parts,
@@ -16,6 +17,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     dropout_arguments,
     dropout_refusals,
     heads_side_by_side,
+    heads_that_balance,
     key_numbers_as_bias,
     listed,
     room_for_key_sums,
@@ -39,9 +41,6 @@ from dmattn_ops.problem import TILE, UNBOUNDED, Mask, Options, dropout_scale
 
 TAKES_SINKS = True
 MAX_DIM = 128
-HEADS_PER_GROUP = (
-    4  # key heads side by side: 2 to 8 differ by less than the noise, all at once cost 3-10% of long calls
-)
 FEW_ROUNDS = 4  # blocks for each SM, up to which all heads go side by side: the last blocks to start are short then
 # Interleaved: tiles of a head that start together read the same; rows of 3 to 8 differ by less than 1%, those of 1 cost 5%
 RANKS_IN_ROW = 5
@@ -134,22 +133,28 @@ def _order(
     call: Call, blocks_per_head: int, interleaved: bool, options: Options, config: HopperBackward, sms: int
 ) -> tuple[int, int, int]:
     """Return how blocks are numbered: heads_per_group, first_ranks and ranks_in_row of `work.block_of`."""
+    device = call.query.device
+    batch, seqlen_q, _, heads, kv_heads = sizes_of(call)
     if call.varlen is not None:
-        _, _, _, heads, kv_heads = sizes_of(call)
         of_group = heads // kv_heads * call.demand.seqlen_q * _bytes_of_row(call)
-        return heads_side_by_side(of_group, kv_heads, call.query.device), 0, 1
+        longest = -(-call.demand.seqlen_k // config.block_n)
+        return heads_side_by_side(of_group, longest, kv_heads, device), 0, 1
     if options.deterministic:
         return config.ordered_heads, 0, 1
     if interleaved:
         # as many of a head start together as it has SMs, where about as many shorter ones are left to even out the ends
-        first = sms // HEADS_PER_GROUP
-        return HEADS_PER_GROUP, first if blocks_per_head > 1.8 * first else 0, RANKS_IN_ROW
+        first = sms // LEAST_HEADS
+        return LEAST_HEADS, first if blocks_per_head > 1.8 * first else 0, RANKS_IN_ROW
     if call.mask.col_tiles is None and options.band_lo == -UNBOUNDED and options.band_hi == UNBOUNDED:
-        return HEADS_PER_GROUP, 0, blocks_per_head  # blocks of the same length: head by head
-    batch, seqlen_q, _, heads, kv_heads = sizes_of(call)
-    of_all = batch * heads * seqlen_q * _bytes_of_row(call)
-    few = batch * kv_heads * blocks_per_head <= FEW_ROUNDS * sms and of_all <= arch.physical(call.query.device).l2_bytes
-    return batch * kv_heads if few else HEADS_PER_GROUP, 0, 1
+        return LEAST_HEADS, 0, blocks_per_head  # blocks of the same length: head by head
+    blocks, of_head = batch * kv_heads * blocks_per_head, seqlen_q * _bytes_of_row(call)
+    if blocks <= FEW_ROUNDS * sms and batch * heads * of_head <= arch.physical(device).l2_bytes:
+        return batch * kv_heads, 0, 1
+    causal = call.mask.col_tiles is None and options.band_lo == -UNBOUNDED
+    # heads that share keys read more, which L2 holds for fewer of them: then busy SMs are worth more only in short calls
+    if causal and (heads == kv_heads or blocks <= 2 * FEW_ROUNDS * sms):
+        return heads_that_balance(blocks_per_head, batch * kv_heads, device), 0, 1
+    return LEAST_HEADS, 0, 1
 
 
 def tiles_of(dim: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -9,6 +9,7 @@ from dmattn_ops import arch
 from dmattn_ops.call import Call, Result, bias_kind, in_natural_units
 from dmattn_ops.config import HopperForward
 from dmattn_ops.kernels.hopper.arguments import (
+    LEAST_HEADS,
     MAX_DIM,
     PARTS,
     band_of,
@@ -17,6 +18,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     dropout_arguments,
     dropout_refusals,
     heads_side_by_side,
+    heads_that_balance,
     key_numbers_as_bias,
     listed,
     score_factors,
@@ -36,7 +38,6 @@ from dmattn_ops.problem import TILE, UNBOUNDED, Mask
 TAKES_SINKS = True  # the kernel multiplies out by the share that they leave
 _ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction
 _LONG_WALK = 4096  # keys from which on sharing a walk pays for merging the shares
-_HEADS_IN_L2 = 4  # heads whose pieces alternate where pieces differ in length: longest first, and still in L2
 _FEW_ROUNDS = 4  # pieces for each SM, up to which those of all heads alternate: the last ones to start are short then
 
 
@@ -105,17 +106,24 @@ def _broadcast(tensor: Tensor) -> tuple[int, int]:
     return (tensor.stride(0) if tensor.shape[0] > 1 else 0, tensor.stride(1) if tensor.shape[1] > 1 else 0)
 
 
-def _heads_at_once(call: Call, kind: str, has_hi: bool, items: int) -> int:
-    """Return how many heads take turns: those whose pieces differ in length, longest first, and still in L2."""
-    batch, _, seqlen_k, heads, kv_heads = sizes_of(call)
+def _heads_at_once(call: Call, kind: str, has_lo: bool, has_hi: bool, block_m: int) -> int:
+    """Return how many heads take turns: where pieces of work differ in length, longest first, and still in L2."""
+    batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     of_key = (call.key.shape[-1] + call.value.shape[-1]) * call.key.element_size()
     device = arch.physical(call.query.device)
     if call.varlen is not None:
-        return heads // kv_heads * heads_side_by_side(call.demand.seqlen_k * of_key, kv_heads, call.query.device)
+        group = heads // kv_heads
+        longest = -(-call.demand.seqlen_q // block_m) * group
+        of_head = call.demand.seqlen_k * of_key
+        return group * heads_side_by_side(of_head, longest, kv_heads, call.query.device)
     if not has_hi and kind == "band":
         return 1
-    few = items <= _FEW_ROUNDS * device.num_sms and batch * kv_heads * seqlen_k * of_key <= device.l2_bytes // 2
-    return batch * heads if few else _HEADS_IN_L2
+    blocks = -(-seqlen_q // block_m)
+    few = batch * heads * blocks <= _FEW_ROUNDS * device.num_sms
+    if few and batch * kv_heads * seqlen_k * of_key <= device.l2_bytes // 2:
+        return batch * heads
+    causal = kind == "band" and not has_lo
+    return heads_that_balance(blocks, batch * heads, call.query.device) if causal else LEAST_HEADS
 
 
 def _kind_of_mask(call: Call, block_m: int, heads: int) -> tuple[str, tuple[object, ...], tuple[int, ...]]:
@@ -178,7 +186,7 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         *numbers, bias,
         seed, counter, scale, cap, cap_inner,
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
-        _heads_at_once(call, kind, has_hi, items), items, lo, hi, *statistic_strides(lse)[:2], *strides,
+        _heads_at_once(call, kind, has_lo, has_hi, block_m), items, lo, hi, *statistic_strides(lse)[:2], *strides,
         *bias_places(bias, heads), *dropping,
         BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, STAGES=config.stages,
         Q_STAGES=config.query_stages, MASK=kind,

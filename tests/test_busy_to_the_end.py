@@ -1,0 +1,93 @@
+"""The order in which the SM 9.0 kernels draw their blocks, simulated: SMs have work until the last blocks end."""
+
+from __future__ import annotations
+
+import heapq
+from statistics import mean
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from device_functions import on_integers
+
+from dmattn_ops.kernels.hopper import arguments
+from dmattn_ops.kernels.hopper.backward import work
+from dmattn_ops.kernels.hopper.forward import walk
+
+SMS = 132
+H200 = torch.device("cpu")  # where there is no GPU, calls are planned for this one
+STEP, END = 1.9, 5.0  # microseconds: of the backward's step of 64 queries, and of a block's begin and end (H200, D 128)
+PACKED = (3500, 1200, 800, 700, 600, 500, 400, 300, 250, 158, 150, 128, 100, 90, 64, 64)
+
+block_of = on_integers(work.block_of)
+piece_of = on_integers(walk.piece_of)
+
+
+def idle(costs: list[float], heads: int, side_by_side: int) -> float:
+    """Return the share of time that SMs have no block, of `heads` heads whose blocks cost this, longest first.
+
+    Whoever is free takes the block with the next number, as the kernels do.
+    """
+    numbered = [block_of(block, len(costs), heads, side_by_side, 0, 1) for block in range(len(costs) * heads)]
+    assert numbered == [piece_of(item, len(costs), heads, side_by_side) for item in range(len(numbered))]
+    free = [0.0] * SMS
+    for rank, _ in numbered:
+        heapq.heapreplace(free, free[0] + costs[rank])
+    return 1 - sum(costs) * heads / SMS / max(free)
+
+
+def causal(seqlen: int) -> list[float]:
+    """Return what the key tiles of a causal head cost."""
+    return [STEP * (-(-seqlen // 64) - 2 * tile) + END for tile in range(-(-seqlen // 128))]
+
+
+def packed(group: int) -> list[float]:
+    """Return what the key tiles of `PACKED` causal sequences cost a key head, longest first."""
+    ends = [sum(PACKED[: n + 1]) for n in range(len(PACKED))]
+    of_key = [next(end for end in ends if key < end) for key in range(ends[-1])]
+    spans = ((first, of_key[min(first + 127, ends[-1] - 1)]) for first in range(0, ends[-1], 128))
+    return sorted((STEP * group * (-(-end // 64) - first // 64) + END for first, end in spans), reverse=True)
+
+
+def causal_problems():
+    """Yield lengths and numbers of heads that make more than four rounds of blocks."""
+    for seqlen in (1024, 1500, 2048, 3000, 4096, 5480, 8192, 16384):
+        for heads in (8, 12, 24, 32, 40, 64, 96, 256):
+            if 4 * SMS < -(-seqlen // 128) * heads < 20000:
+                yield seqlen, heads
+
+
+def test_causal_blocks_leave_sms_idle_for_a_hundredth_of_the_time():
+    found = {
+        (seqlen, heads): idle(costs := causal(seqlen), heads, balanced(len(costs), heads))
+        for seqlen, heads in causal_problems()
+    }
+    assert max(found.values()) < 0.045, max(found, key=found.get)
+    assert mean(found.values()) < 0.011
+    four = [idle(causal(seqlen), heads, 4) for seqlen, heads in found]
+    assert max(four) > 0.12 and mean(four) > 0.025  # what groups of four heads cost
+
+
+def balanced(ranks: int, heads: int) -> int:
+    """Return how many heads go side by side on an H200."""
+    return arguments.heads_that_balance(ranks, heads, H200)
+
+
+@pytest.mark.parametrize(("heads", "group"), [(16, 1), (8, 4), (32, 1)])
+def test_packed_sequences_of_many_lengths_leave_sms_idle_for_a_fortieth_of_the_time(heads, group):
+    costs = packed(group)
+    of_head = group * max(PACKED) * 128 * 8
+    longest = -(-max(PACKED) // 128)
+    together = arguments.heads_side_by_side(of_head, longest, heads, H200)
+    assert idle(costs, heads, together) < 0.025
+    assert (heads, group) != (8, 4) or idle(costs, heads, 4) > 0.15  # as many heads as L2 holds
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 7, 16, 32, 63, 128, 1024])
+def test_a_group_is_never_empty_nor_larger_than_all_heads_and_the_last_one_is_not_small(ranks):
+    for heads in range(1, 300):
+        some = balanced(ranks, heads)
+        assert 1 <= some <= heads
+        assert heads % some == 0 or heads % some >= min(heads, 4)
