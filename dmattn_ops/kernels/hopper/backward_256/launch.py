@@ -29,6 +29,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     band_of,
     bias_places,
     column_parts,
+    heads_that_balance,
     key_numbers_as_bias,
     listed,
     mask_arguments,
@@ -91,6 +92,18 @@ def _arguments_of(
     return _SPANS, list(span_arguments(spans, placeholder)), [0, 0, WORDS, 0, 0, 0, 0, 0, 0, 1, 1]
 
 
+def _heads_side_by_side(call: Call, config: HopperBackward256, uneven: bool, heads: int, longest: int) -> int:
+    """Return how many of `heads` heads' blocks alternate: where they differ in length, longest first, and still in L2.
+
+    `longest` is how many blocks a head has, or those of the longest of packed sequences.
+    """
+    if not uneven:
+        return 1
+    if call.varlen is None and (call.mask.row_tiles is not None or call.options.band_lo > -UNBOUNDED):
+        return config.heads_per_group  # how their lengths differ is not known, or little
+    return max(config.heads_per_group, heads_that_balance(longest, heads, call.query.device))
+
+
 def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256) -> None:
     """Write dq, dk and dv of tensors that `refusals` accepts, dense or packed, and dbias unless it is None."""
     call = key_numbers_as_bias(listed(call))
@@ -118,7 +131,6 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     band_lo, band_hi = band_of(call)
     has_lo, has_hi = band_lo > -UNBOUNDED, band_hi < UNBOUNDED
     uneven = has_lo or has_hi or mask.row_tiles is not None or call.varlen is not None
-    group = config.heads_per_group if uneven else 1
     of_queries, of_values = (query, key, dq, dk), (value, grad_out, dv)
     q_map, k_map, dq_map, dk_map = (rows_map(tensor, STEP, width) for tensor in of_queries)
     v_map, o_map, dv_map = (rows_map(tensor, STEP, width_v) for tensor in of_values)
@@ -126,24 +138,27 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     v2_map, o2_map, dv2_map = (rows_map(tensor, STEP, second_v) if second_v else None for tensor in of_values)
     maps, more_maps = (q_map, k_map, v_map, o_map), (q2_map, k2_map, v2_map, o2_map)
     parts = {"D": width, "D2": second, "DV": width_v, "DV2": second_v}
-    sizes = heads // kv_heads, seqlen_q, seqlen_k, rows, band_lo, band_hi, group
+    sizes = heads // kv_heads, seqlen_q, seqlen_k, rows, band_lo, band_hi
     kind, numbers, strides = _arguments_of(call, True, heads, seqlen_q, stats)
     blocks = -(-seqlen_k // STEP) if kind in (0, _SPANS) else -(-seqlen_k // TILE) * 2
+    together = _heads_side_by_side(call, config, uneven, batch * kv_heads, -(-call.demand.seqlen_k // STEP))
     n_flags, hidden = total // STAT_ROWS, mask.hidden_from is not None
     launch(
         keys_kernel, (batch * kv_heads * blocks,),
         *maps, plain_map(stats, (2, total), (1, STEP)), dk_map, dv_map, *more_maps, dk2_map, dv2_map,
         stats, flags, *numbers,
-        bias, key_sums, *strides, *places, *scales, kv_heads, *sizes, batch * kv_heads, n_flags, total,
+        bias, key_sums, *strides, *places, *scales, kv_heads, *sizes, together, batch * kv_heads,
+        n_flags, total,
         **parts, LISTS=kind, **scores, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, HIDDEN=hidden,
         NATURAL=in_natural_units(call), num_warps=4,
     )  # fmt: skip
     kind, numbers, strides = _arguments_of(call, False, heads, seqlen_q, stats)
+    together = _heads_side_by_side(call, config, uneven, batch * heads, -(-call.demand.seqlen_q // TILE))
     partial = uneven or seqlen_k % STEP != 0
     launch(
         queries_kernel, (batch * heads * (rows // TILE),),
         *maps, dq_map, *more_maps, dq2_map, stats, flags, *numbers, bias, *strides,
-        *places, *scales, heads, *sizes, batch * heads, n_flags, total,
+        *places, *scales, heads, *sizes, together, batch * heads, n_flags, total,
         **parts, LISTS=kind, **scores, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, HIDDEN=hidden,
         NATURAL=in_natural_units(call), num_warps=4,
     )  # fmt: skip
