@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 TILE = 128  # granularity of TileMask in queries and in keys; independent of the kernels' own tiles
-HEADER = 4  # words before the indices of a tile list: ranked, n_partial, n_full, 0
+# Words before the indices of a tile list: ranked, n_partial, n_full, 0. The last one is 1 for a block of slots without keys
+# (`kernels/packing`), whose gradients nobody reads.
+HEADER = 4
 WORD_BITS = 32
 UNBOUNDED = 1 << 30  # a band limit that limits nothing
 

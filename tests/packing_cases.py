@@ -100,7 +100,6 @@ def plan(start: Tensor, end: Tensor, at_most: int, length: int, seqlen_q: int, b
 def lists(record: Tensor) -> tuple[list[int], list[int]]:
     partial, full = record[1].item(), record[2].item()
     entries = record[HEADER : HEADER + partial + full].tolist()
-    assert record[3] == 0
     assert entries[:partial] == sorted(entries[:partial]) and entries[partial:] == sorted(entries[partial:])
     return entries[:partial], entries[partial:]
 
@@ -151,6 +150,9 @@ def check_slots(slots: Slots, cut: Epochs, visible: Tensor) -> None:
         check_transposed(slots.row_tiles[matrix], slots.col_tiles[matrix])
         check_order(slots.row_tiles[matrix])
         check_order(slots.col_tiles[matrix])
+        assert (slots.row_tiles[matrix][:, 3] == 0).all()
+        without_keys = (slots.keys[matrix].view(-1, TILE) < 0).all(1)
+        assert torch.equal(slots.col_tiles[matrix][:, 3] != 0, without_keys)
         keys, start, end = (part[matrix] for part in (slots.keys, slots.start, slots.end))
         live = keys >= 0
         assert torch.equal(live, start < end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import random
 from statistics import mean
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("triton.experimental.gluon")
 from device_functions import on_integers
 
 from dmattn_ops.kernels.hopper import arguments
-from dmattn_ops.kernels.hopper.backward import work
+from dmattn_ops.kernels.hopper.backward import launch, work
 from dmattn_ops.kernels.hopper.forward import walk
 
 SMS = 132
@@ -51,6 +52,25 @@ def packed(group: int) -> list[float]:
     return sorted((STEP * group * (-(-end // 64) - first // 64) + END for first, end in spans), reverse=True)
 
 
+def slots(seqlen: int, keep: int, epoch: int, group: int) -> list[float]:
+    """Return what the blocks of slots with keys cost a key head, longest first, where `keep` keys of random scores are kept."""
+    scores, best, death = random.Random(0), [], [seqlen] * seqlen
+    for key in range(seqlen):
+        heapq.heappush(best, (scores.random(), key))
+        if len(best) > keep:
+            death[heapq.heappop(best)[1]] = key
+    costs = []
+    for first in range(0, seqlen, epoch):
+        behind = first + epoch
+        old = sorted((min(death[key], behind) for key in range(first) if death[key] > first), reverse=True)
+        lives = [(first, end) for end in old]
+        lives += [(key, min(death[key], behind)) for key in range(first, behind) if death[key] > key]
+        for block in (lives[at : at + 128] for at in range(0, len(lives), 128)):
+            begin, end = min(begin for begin, _ in block), max(end for _, end in block)
+            costs.append(STEP * group * (-(-end // 64) - begin // 64) + END)
+    return sorted(costs, reverse=True)
+
+
 def causal_problems():
     """Yield lengths and numbers of heads that make more than four rounds of blocks."""
     for seqlen in (1024, 1500, 2048, 3000, 4096, 5480, 8192, 16384):
@@ -83,6 +103,17 @@ def test_packed_sequences_of_many_lengths_leave_sms_idle_for_a_fortieth_of_the_t
     together = arguments.heads_side_by_side(of_head, longest, heads, H200)
     assert idle(costs, heads, together) < 0.025
     assert (heads, group) != (8, 4) or idle(costs, heads, 4) > 0.15  # as many heads as L2 holds
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "epoch", "heads", "group"), [(8192, 2048, 16, 1), (8192, 1024, 8, 4), (32768, 2048, 16, 1)]
+)
+def test_packed_keys_leave_sms_idle_for_a_thirtieth_of_the_time(seqlen, epoch, heads, group):
+    costs = slots(seqlen, 1024, epoch, group)
+    blocks = seqlen // epoch * (1024 + epoch) // 128  # with those without keys, which are passed over
+    assert len(costs) < 0.7 * blocks
+    together = arguments.heads_that_balance(blocks, heads, H200, launch.ROUNDS_OF_SHORT_LISTS)
+    assert idle(costs, heads, together) < 0.033
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 7, 16, 32, 63, 128, 1024])

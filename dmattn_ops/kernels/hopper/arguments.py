@@ -24,7 +24,7 @@ LOG2E = 1.4426950408889634
 MAX_DIM = 256
 PARTS = ((64, 0), (64, 16), (64, 32), (128, 0), (128, 16), (128, 32), (128, 64), (256, 0))
 LEAST_HEADS = 4  # side by side: with fewer, what they save in L2 is less than the noise
-_ROUNDS_OF_A_GROUP = 1.9  # blocks for each SM: its short ones then fill the time in which its longest ones run
+CAUSAL_ROUNDS = 1.9  # blocks of a group for each SM: the short ones then fill the time in which the longest ones run
 FEW_QUERIES = TILE // 2  # of a sequence: several share a block, which walks the keys of all of them for each
 
 
@@ -119,14 +119,14 @@ def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_zeros(shape)
 
 
-def heads_that_balance(ranks: int, heads: int, device: torch.device) -> int:
-    """Return how many heads a group has at least, so that SMs are busy to the end; each head has `ranks` blocks.
+def heads_that_balance(ranks: int, heads: int, device: torch.device, rounds: float = CAUSAL_ROUNDS) -> int:
+    """Return how many heads a group has, so that SMs are busy to the end: `ranks` blocks each, in all `rounds` for each SM.
 
     Groups follow each other, and in each the longest blocks come first. Those of the last group start when little else is left,
     so that it has to have enough blocks. Simulated with causal blocks on 132 SMs, 1024 to 16384 positions and 8 to 256 heads,
     SMs idle 1% of the time on average and 4% at most; with groups of four 3%, and 18% with 48 heads of 1500.
     """
-    least = max(LEAST_HEADS, math.ceil(_ROUNDS_OF_A_GROUP * arch.physical(device).num_sms / max(1, ranks)))
+    least = max(LEAST_HEADS, math.ceil(rounds * arch.physical(device).num_sms / max(1, ranks)))
     fitting = (some for some in range(least, heads) if heads % some == 0 or heads % some >= least)
     return next(fitting, heads)
 

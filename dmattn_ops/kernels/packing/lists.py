@@ -54,7 +54,7 @@ def _list_query_tiles(slot_starts, slot_ends, hulls, col_tiles, blocks, col_widt
     record = col_tiles + block * col_width
     tl.store(record + 1, partial, mine)
     tl.store(record + 2, full, mine)
-    tl.store(record + 3, tl.zeros_like(block), mine)
+    tl.store(record + 3, (first >= behind).to(tl.int32), mine)  # nobody reads what slots without keys get
     for at in range(0, tl.max(behind - first, axis=0), TILES):
         index = at + tl.arange(0, TILES)[None, :]
         tile = first[:, None] + index

@@ -37,13 +37,15 @@ from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
 from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient
 from dmattn_ops.kernels.spans import WORDS, spans_of
-from dmattn_ops.problem import TILE, UNBOUNDED, Mask, Options, dropout_scale
+from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, Mask, Options, dropout_scale
 
 TAKES_SINKS = True
 MAX_DIM = 128
 FEW_ROUNDS = 4  # blocks for each SM, up to which all heads go side by side: the last blocks to start are short then
 # Interleaved: tiles of a head that start together read the same; rows of 3 to 8 differ by less than 1%, those of 1 cost 5%
 RANKS_IN_ROW = 5
+# Where lists have room for few query tiles, blocks are about as long as each other; of packed keys' half may be without keys.
+ROUNDS_OF_SHORT_LISTS = 4.8
 TICKETS = 4  # two counts of what programs have drawn, and what follows is aligned
 STATISTICS = 4  # of a row: lse, delta and the pair (`rows.py`)
 TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
@@ -150,7 +152,10 @@ def _order(
     blocks, of_head = batch * kv_heads * blocks_per_head, seqlen_q * _bytes_of_row(call)
     if blocks <= FEW_ROUNDS * sms and batch * heads * of_head <= arch.physical(device).l2_bytes:
         return batch * kv_heads, 0, 1
-    causal = call.mask.col_tiles is None and options.band_lo == -UNBOUNDED
+    lists = call.mask.col_tiles
+    if lists is not None and call.mask.start is not None and 2 * TILE * (lists.shape[-1] - HEADER) <= seqlen_q:
+        return heads_that_balance(blocks_per_head, batch * kv_heads, device, ROUNDS_OF_SHORT_LISTS), 0, 1
+    causal = lists is None and options.band_lo == -UNBOUNDED
     # heads that share keys read more, which L2 holds for fewer of them: then busy SMs are worth more only in short calls
     if causal and (heads == kv_heads or blocks <= 2 * FEW_ROUNDS * sms):
         return heads_that_balance(blocks_per_head, batch * kv_heads, device), 0, 1

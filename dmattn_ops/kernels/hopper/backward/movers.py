@@ -9,6 +9,7 @@ from dmattn_ops.kernels.hopper.backward.finish import hand_out, ignore
 from dmattn_ops.kernels.hopper.backward.order import await_turn, count, turn_of
 from dmattn_ops.kernels.hopper.backward.steps import place_of_dk
 from dmattn_ops.kernels.hopper.backward.walk import (
+    INTERVAL_LISTS,
     NO_LISTS,
     head_steps,
     rounds_of,
@@ -136,10 +137,17 @@ def producer(
     block = gl.atomic_add(tickets, 1, sem="relaxed")
     while block < n_blocks * n_heads:
         place = place_of(block, order, kv_heads, lists, of_lists, LISTS != NO_LISTS)
-        announce(turn, place, work)
-        i = produce_block(i, turn, place, produced, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
-                          INTERLEAVED)  # fmt: skip
-        turn += 1
+        without_keys = 0
+        if LISTS == INTERVAL_LISTS:
+            without_keys = gl.load(record_of(place, lists, of_lists) + 3)
+        if without_keys != 0:
+            tile, batch, kv_head = place
+            gl.atomic_add(blocks_done + batch * kv_heads + kv_head, 2, sem="relaxed")  # as both reducers would
+        else:
+            announce(turn, place, work)
+            i = produce_block(i, turn, place, produced, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
+                              INTERLEAVED)  # fmt: skip
+            turn += 1
         block = gl.atomic_add(tickets, 1, sem="relaxed")  # while the block's last query tile is multiplied
     announce(turn, (-1, -1, -1), work)
     hand_out(turn + 1, tickets + 1, blocks_done, work, n_blocks, n_heads, kv_heads, group, rows, tiles_at_once)
