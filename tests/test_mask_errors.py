@@ -230,7 +230,7 @@ def test_a_mask_prepared_on_another_device_is_refused_by_its_own_name(kind: str)
     }[kind]
     assert prepared.kind == kind
     query = torch.randn(1, 4, 2, 8)
-    with pytest.raises(ValueError, match="^mask must be on cpu like query, got meta$"):
+    with pytest.raises(ValueError, match=r"^mask must be on cpu like query, got meta$"):
         flash_dmattn_func(query, query, query, prepared.to("meta"))
 
 
