@@ -115,6 +115,7 @@ def fits(mask: Tensor | TileMask, query: Tensor, key: Tensor, band: Band) -> boo
         and of_mask[0] in (1, batch)
         and of_mask[1] in (1, heads, heads_kv)
         and mask.lengths.get_device() == query.get_device()
+        and mask.lengths.is_cpu == query.is_cpu  # meta tensors have the same index as those of the CPU
         and band.contains(mask.band)
     )
 

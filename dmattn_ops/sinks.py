@@ -62,6 +62,7 @@ def _tail_with_share(lse: Tensor, lse_tail: Tensor, sink: Tensor) -> Tensor:
 
 def _sink_gradient(dsink: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     products = torch.linalg.vecdot(grad_out.to(lse.dtype), out.to(lse.dtype)).transpose(-1, -2)
-    taken = torch.sigmoid(-_log_odds(lse, sink))
+    taken = torch.sigmoid(-_log_odds(lse, sink)) * products
     rows = [dim for dim in range(lse.dim()) if dim != lse.dim() - 2]
-    return dsink.copy_((products * taken).sum(rows).neg_())
+    # An empty row gives nothing, not even where its grad_out is NaN, as behind a normalisation of its zeros.
+    return dsink.copy_(taken.masked_fill_(lse == -torch.inf, 0.0).sum(rows).neg_())

@@ -93,6 +93,7 @@ def varlen_call(call: Call) -> None:
 def packed_qkv(qkv: Tensor) -> None:
     """Refuse what is no packed query, key and value `[B, S, 3, H, D]`."""
     require.rank("qkv", qkv, 5)
+    require.dtype("qkv", qkv, *DTYPES)
     batch, seqlen, three, heads, dim = qkv.shape
     if not require.same(three, 3):
         raise ValueError(
@@ -285,15 +286,15 @@ def visibility(is_causal: bool, causal_from: str | int, window_size: tuple[int |
     """Refuse what does not describe a causal or window condition."""
     if not isinstance(is_causal, bool):
         flags(is_causal=is_causal)
-    if (
-        isinstance(causal_from, str)
-        or not isinstance(causal_from, (int, torch.SymInt))
-        or isinstance(causal_from, bool)
-    ):
+    if isinstance(causal_from, str):
         if causal_from not in ALIGNMENTS:
             raise ValueError(
                 f"causal_from must be 'bottom_right' or 'top_left', got {causal_from!r}; an integer is the diagonal itself"
             )
+    elif isinstance(causal_from, bool) or not isinstance(causal_from, (int, torch.SymInt)):
+        raise TypeError(
+            f"causal_from must be 'bottom_right', 'top_left' or an int, got {require.type_text(causal_from)}"
+        )
     elif require.certainly(abs(causal_from) >= UNBOUNDED):
         raise ValueError(f"causal_from must be between {1 - UNBOUNDED} and {UNBOUNDED - 1}, got {causal_from}")
     if window_size == (None, None):

@@ -207,10 +207,20 @@ DENSE = {
         ValueError,
         "causal_from must be 'bottom_right' or 'top_left', got 'center'; an integer is the diagonal itself",
     ),
-    "alignment type": (
+    "alignment bool": (
         {"causal_from": True},
-        ValueError,
-        "causal_from must be 'bottom_right' or 'top_left', got True; an integer is the diagonal itself",
+        TypeError,
+        "causal_from must be 'bottom_right', 'top_left' or an int, got bool",
+    ),
+    "alignment float": (
+        {"causal_from": 1.0},
+        TypeError,
+        "causal_from must be 'bottom_right', 'top_left' or an int, got float",
+    ),
+    "alignment missing": (
+        {"causal_from": None},
+        TypeError,
+        "causal_from must be 'bottom_right', 'top_left' or an int, got NoneType",
     ),
     "diagonal": (
         {"causal_from": -(1 << 30)},

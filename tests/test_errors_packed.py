@@ -107,3 +107,10 @@ def test_a_wrong_packed_projection_is_refused_in_words(shape, words):
     if len(shape) == 5:
         with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
             torch.ops.dmattn.qkvpacked_forward(tensor(*shape))
+
+
+def test_a_packed_projection_of_another_dtype_is_refused_by_its_own_name():
+    words = "^qkv must have dtype torch.float16 or torch.bfloat16 or torch.float32 or torch.float64, got torch.int32$"
+    for attend in (dmattn_ops.flash_dmattn_qkvpacked_func, torch.ops.dmattn.qkvpacked_forward):
+        with pytest.raises(TypeError, match=words):
+            attend(torch.zeros(2, 9, 3, 4, 16, dtype=torch.int32))

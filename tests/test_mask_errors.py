@@ -220,6 +220,20 @@ def test_a_mask_prepared_for_other_lengths_is_refused():
         masks.resolve(prepared, NO_BAND, 21, 30)
 
 
+@pytest.mark.parametrize("kind", ["bits", "segments", "intervals"])
+def test_a_mask_prepared_on_another_device_is_refused_by_its_own_name(kind: str):
+    ids = torch.zeros(1, 4, dtype=torch.int32)
+    prepared = {
+        "bits": prepare_mask(keep(1, 1, 4, 4)),
+        "segments": prepare_mask(documents=ids),
+        "intervals": prepare_mask(intervals=(EVERY, EVERY), seqlen_q=4),
+    }[kind]
+    assert prepared.kind == kind
+    query = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"^mask must be on cpu like query, got meta$"):
+        flash_dmattn_func(query, query, query, prepared.to("meta"))
+
+
 def test_what_is_no_mask_is_refused():
     words = "mask must be a 4-D tensor or come from prepare_mask, got list"
     with pytest.raises(TypeError, match=f"^{words}$"):

@@ -43,6 +43,25 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("bad", [float("nan"), INF])
+@pytest.mark.parametrize("with_lse", [False, True], ids=["out", "out and lse"])
+def test_gradients_of_empty_rows_that_are_not_finite_reach_no_sink(bad: float, with_lse: bool):
+    query, key, value = call_inputs.qkv()
+    sink = torch.zeros(query.shape[2], requires_grad=True)
+    keep = torch.ones(1, 1, query.shape[1], key.shape[1], dtype=torch.bool)
+    keep[:, :, 5:9] = False
+    out, lse = attention(query, key, value, keep, sink=sink, return_lse=True)
+    grads = []
+    for at_empty_rows in (0.0, bad):
+        grad_out, grad_lse = torch.ones_like(out), torch.ones_like(lse)
+        grad_out[:, 5:9], grad_lse[:, :, 5:9] = at_empty_rows, at_empty_rows
+        given = ([out, lse], [grad_out, grad_lse]) if with_lse else ([out], [grad_out])
+        grads.append(torch.autograd.grad(given[0], (query, key, value, sink), given[1], retain_graph=True))
+    for usual, beside in zip(*grads, strict=True):
+        torch.testing.assert_close(beside, usual, rtol=0, atol=0)
+    assert grads[0][-1].abs().min() > 0
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("sizes", [(0.5, -1.0, 2.0, 0.0), (-INF, 30.0, -30.0, 1e4)], ids=["usual", "extreme"])
 def test_a_sink_takes_its_share_of_the_softmax(name: str, sizes: tuple, attention):
