@@ -32,6 +32,12 @@ def take_sink(sink, lse, tail):
     return tl.where(given, tail + more, tail), tl.where(given, taken, 0.0)
 
 
+@triton.jit
+def part_of_gradient(taken, delta):
+    """Return what rows add to the gradient of their sink; nothing where it takes no share, whatever an empty row's delta is."""
+    return -tl.sum(tl.where(taken > 0.0, taken * delta, 0.0), 0)
+
+
 def parts_of_gradient(grads: Gradients, programs: int) -> Tensor | None:
     """Return a place for what each program adds to the gradient of its head's sink; None where nobody asks for that."""
     return None if grads.dsink is None else workspace(grads.grad_out, programs)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dmattn_ops import flash_dmattn_func
 from dmattn_ops.testing import Problem, check
 
 pytestmark = pytest.mark.gpu
@@ -58,3 +59,19 @@ def test_out_maximum_and_gradients_stay_within_the_budget(taken, dim: int, case:
 )
 def test_the_portable_kernels_do_the_same(case: str) -> None:
     check(replace(CASES[case], dim=64, dim_v=64, dtype="float32"), "cuda", repeats=3)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_gradients_of_empty_rows_that_are_not_numbers_reach_no_sink(dim: int) -> None:
+    query, key, value = (torch.randn(2, 300, 4, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    sink = torch.zeros(4, device="cuda", requires_grad=True)
+    keep = torch.ones(1, 1, 300, 300, dtype=torch.bool, device="cuda")
+    keep[:, :, 5:9] = False
+    out = flash_dmattn_func(query, key, value, keep, sink=sink)
+    found = []
+    for of_empty_rows in (0.0, float("nan")):
+        grad_out = torch.ones_like(out)
+        grad_out[:, 5:9] = of_empty_rows
+        found += torch.autograd.grad(out, sink, grad_out, retain_graph=True)
+    assert found[0].all()
+    assert torch.equal(*found)

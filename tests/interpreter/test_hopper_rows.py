@@ -28,6 +28,7 @@ def prepared(
     rows, block = -(-seqlen // TILE) * TILE, TILE if dim + second == 64 else TILE // 2
     total = batch * heads * rows
     out, grad_out = (torch.randn(batch, seqlen, heads, dim) for _ in range(2))
+    grad_out.transpose(1, 2)[lse == -math.inf] = math.nan  # of empty rows, to which nothing may flow
     stats = torch.full((4, total), math.nan)
     sums = {
         "accumulator": torch.full((total * (dim + second),), math.nan),

@@ -199,6 +199,17 @@ def test_the_kernels_give_a_sink_its_share_and_its_gradient(sink: float, forward
     assert oracle.error(ours["out"], out.detach()) < 1e-5
 
 
+def test_gradients_of_empty_rows_that_are_not_numbers_reach_no_sink() -> None:
+    case = build(Problem(band_hi=-5))
+    call = as_call(case, sink=torch.tensor([0.0, 3.0]))
+    found = []
+    for of_empty_rows in (0.0, math.nan):
+        case.grad_out[:, :5] = of_empty_rows
+        found.append(results(call, case.grad_out, FORWARD)["dsink"])
+    assert found[0].all()
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("scale", [0.25, 1e6], ids=str)
 @pytest.mark.parametrize("bias", [None, (1, 2, 100), (1, 1, 1)], ids=["", "full", "key"])
 @pytest.mark.parametrize("cut", [64, 51])

@@ -23,7 +23,7 @@ from dmattn_ops.kernels.portable.arguments import (
 from dmattn_ops.kernels.portable.places import head_offset, head_rows
 from dmattn_ops.kernels.portable.primitives import Rows, load_rows
 from dmattn_ops.kernels.portable.scores import log_terms
-from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient, take_sink
+from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
 
 STATISTICS_ROWS = 32
 
@@ -96,7 +96,7 @@ def statistics_kernel(
         row_tail, taken = take_sink(tl.load(sink + head).to(tl.float32), row_lse, row_tail)
         if sink_parts is not None:
             part = (batch * heads + head) * blocks + start // ROWS
-            tl.store(sink_parts + part, -tl.sum(tl.where(inside, taken * row_delta, 0.0), 0))
+            tl.store(sink_parts + part, part_of_gradient(tl.where(inside, taken, 0.0), row_delta))
     row_log_sum, row_log_rest = log_terms(row_lse, row_tail, NATURAL)
     statistics = (batch * heads + head) * seqlen_q + rows
     tl.store(log_sum + statistics, row_log_sum, mask=inside)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.sinks import take_sink
+from dmattn_ops.kernels.sinks import part_of_gradient, take_sink
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGE = tl.constexpr(4096.0)  # from here on float32 holds lse with an error of more than 2 ** -12
@@ -128,7 +128,7 @@ def prepare_kernel(
     if sink is not None:
         tail, taken = take_sink(tl.load(sink + head).to(tl.float32), value, tail)
         if sink_parts is not None:
-            tl.store(sink_parts + block, -tl.sum(taken * delta, 0))
+            tl.store(sink_parts + block, part_of_gradient(taken, delta))
     minus_lse, first, second, large = row_statistics(value, tail, NATURAL)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + batch * glse_b + head * glse_h + row64 * glse_s, mask=inside, other=0.0)

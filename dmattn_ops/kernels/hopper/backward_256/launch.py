@@ -49,7 +49,7 @@ from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
-from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient, take_sink
+from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
 from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import TILE, UNBOUNDED
 
@@ -223,7 +223,7 @@ def statistics_kernel(
     if sink is not None:
         tail, taken = take_sink(tl.load(sink + head).to(tl.float32), value, tail)
         if sink_parts is not None:
-            tl.store(sink_parts + block, -tl.sum(taken * delta, 0))
+            tl.store(sink_parts + block, part_of_gradient(taken, delta))
     minus_lse, first, second, large = row_statistics(value, tail, NATURAL)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + batch * grad_lse_b + head * grad_lse_h + at * grad_lse_s, mask=inside, other=0.0)
