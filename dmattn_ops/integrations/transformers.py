@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dmattn_ops import api, require
+from dmattn_ops import api, environment, require
 from dmattn_ops.integrations import forward_mask
 from dmattn_ops.integrations.dynamic_masks import DynamicMask, add_dynamic_masks
 from dmattn_ops.integrations.forward_mask import ForwardMask
@@ -37,7 +37,13 @@ __all__ = [
     "replace_attention_with_flash_dmattn",
 ]
 
-TENSOR_MASKS = {"doge"}  # model types whose own code computes with the mask: they get it as a bool tensor
+# model types whose own code computes with the mask: they get it as a bool tensor
+TENSOR_MASKS = {"axk2", "deepseek_v32", "doge", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text"}
+
+_REFUSED = {  # what some models ask of their attention, and what it means
+    "block_indices": "the blocks of keys that each query sees",
+    "sinks": "a sink for each query",
+}
 
 _prepared: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
@@ -53,9 +59,26 @@ def register(name: str = "dmattn") -> None:
 
 
 def replace_attention_with_flash_dmattn(model: nn.Module, name: str = "dmattn") -> nn.Module:
-    """Let a model of transformers attend through these kernels, and return it. Its weights stay as they are."""
+    """Let a model of transformers attend through these kernels, and return it. Its weights stay as they are.
+
+    Raises:
+        TypeError: for what is no model of transformers.
+        ValueError: for a model whose code does not let its attention be chosen.
+    """
     register(name)
+    if not hasattr(model, "set_attn_implementation"):
+        raise TypeError(
+            f"model must be one of transformers, with set_attn_implementation, got {type(model).__name__}: if it wraps such a"
+            " model, pass that"
+        )
     model.set_attn_implementation(name)  # type: ignore[operator]
+    parts = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    chosen = {str(getattr(part.config, "_attn_implementation", None)) for part in parts}
+    if name not in chosen:
+        raise ValueError(
+            f"{type(model).__name__} does not go through AttentionInterface of transformers, so that its attention stays"
+            f" {' and '.join(sorted(chosen))!r}: its own code would have to change"
+        )
     return model
 
 
@@ -76,7 +99,8 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
-    **unused: Any,
+    indices: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer: what `AttentionInterface` calls.
 
@@ -93,15 +117,22 @@ def attention_forward(
         s_aux: sinks, `[H]`.
         position_bias: with shape `[B|1, H, Sq, Sk]`.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences of a batch of 1.
+        indices: `[B, Sq, n]`: the only keys that each query sees, beside a mask tensor (sparse attention as in DeepSeek-V3.2).
+        others: are for other attention. Those that would change the result are refused.
 
     Returns:
         out with shape `[B, Sq, H, Dv]`, and None for the weights.
+
+    Raises:
+        NotImplementedError: for `block_indices`, for `sinks` that differ from query to query, and for `indices` beside a mask
+            that is no tensor.
     """
+    _check_others(others)
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "sink": s_aux}
     bias = None if position_bias is None else position_bias[..., : key.shape[1]]
-    mask = attention_mask
+    mask = attention_mask if indices is None else _among(attention_mask, indices, key.shape[1])
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         mask = _by_convention(mask, query, key, causal, sliding_window)
     elif isinstance(mask, Tensor):
@@ -267,6 +298,36 @@ def _by_convention(
         padding=_of_keys(padding, kv_length, 0),
         device=query.device,
     )
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    """Refuse what a model asks of its attention beyond what is computed here, and say that weights are not returned."""
+    for name, meaning in _REFUSED.items():
+        if others.get(name) is not None:
+            raise NotImplementedError(
+                f"{name}= ({meaning}) is not supported: let this model attend through 'eager' or 'sdpa'"
+            )
+    if others.get("output_attentions") and not is_compiling():
+        environment.warn_once(
+            "dmattn_ops: output_attentions=True is not followed, because attention weights are never computed: let the model"
+            " attend through 'eager' to get them"
+        )
+
+
+def _among(mask: Any, indices: Tensor, kv_length: int) -> Tensor:
+    """Return a mask tensor `[B|1, 1, Sq, Sk]` without the keys that are not among the `indices`, `[B, Sq, n]`."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        given = "padding" if isinstance(mask, Tensor) else type(mask).__name__
+        raise NotImplementedError(
+            f"indices= (the keys that each query sees) takes a mask tensor [B, 1, Sq, Sk] beside it, got {given}: add the"
+            " model's config.model_type to dmattn_ops.integrations.transformers.TENSOR_MASKS"
+        )
+    chosen = indices.new_zeros((*indices.shape[:2], kv_length), dtype=torch.bool)
+    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+    mask = mask[..., :kv_length]
+    if mask.is_floating_point():
+        return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+    return (mask != 0) & chosen
 
 
 def _of_tensor(mask: Tensor, q_length: int, kv_length: int) -> tuple[TileMask, Tensor | None]:
