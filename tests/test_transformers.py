@@ -5,7 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tiny_models import DECODERS, assert_same, decoder, logits_and_gradients, t5, tokens, under  # noqa: E402
+from tiny_models import DECODERS, assert_same, decoder, drawn, logits_and_gradients, t5, tokens, under  # noqa: E402
 from transformers import DynamicCache, StaticCache, masking_utils  # noqa: E402
 from transformers.modeling_outputs import ModelOutput  # noqa: E402
 
@@ -319,6 +319,24 @@ def test_a_model_that_chooses_its_keys_by_indices():
         inputs = {"input_ids": ids, "attention_mask": keep}
         theirs = logits_and_gradients(under(model, "eager"), keep.bool(), **inputs)
         assert_same(logits_and_gradients(under(model, "dmattn"), keep.bool(), **inputs), theirs)
+    found = [under(model, name).generate(**inputs, max_new_tokens=6, do_sample=False) for name in ("eager", "dmattn")]
+    assert torch.equal(*found)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek-V4")
+@pytest.mark.parametrize("side", [None, "left"])
+def test_a_model_that_adds_keys_and_their_mask(side):
+    config = transformers.DeepseekV4Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=8,
+        pad_token_id=0, bos_token_id=1, eos_token_id=None, n_routed_experts=2, num_experts_per_tok=1, sliding_window=7,
+        q_lora_rank=8, o_groups=2, o_lora_rank=8, index_n_heads=2, index_head_dim=8, index_topk=2, hc_mult=2,
+        moe_intermediate_size=16, layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}, initializer_range=0.3,
+    )  # fmt: skip
+    model, ids, keep = drawn(transformers.DeepseekV4ForCausalLM(config)), tokens(B, S), padding_of(side)
+    inputs = {"input_ids": ids, "attention_mask": keep}
+    theirs = logits_and_gradients(under(model, "eager"), keep.bool(), **inputs)
+    assert_same(logits_and_gradients(under(model, "dmattn"), keep.bool(), **inputs), theirs)
     found = [under(model, name).generate(**inputs, max_new_tokens=6, do_sample=False) for name in ("eager", "dmattn")]
     assert torch.equal(*found)
 

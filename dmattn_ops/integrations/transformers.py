@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dmattn_ops import api, environment, require
-from dmattn_ops.integrations import forward_mask
+from dmattn_ops import api, require
+from dmattn_ops.integrations import forward_mask, own_masks
 from dmattn_ops.integrations.dynamic_masks import DynamicMask, add_dynamic_masks
 from dmattn_ops.integrations.forward_mask import ForwardMask
+from dmattn_ops.integrations.own_masks import ADDITIVE_MASKS, TENSOR_MASKS
 from dmattn_ops.masks import prepare_mask
 from dmattn_ops.tile_mask import TileMask
 
@@ -36,14 +37,6 @@ __all__ = [
     "register",
     "replace_attention_with_flash_dmattn",
 ]
-
-# model types whose own code computes with the mask: they get it as a bool tensor
-TENSOR_MASKS = {"axk2", "deepseek_v32", "doge", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text"}
-
-_REFUSED = {  # what some models ask of their attention, and what it means
-    "block_indices": "the blocks of keys that each query sees",
-    "sinks": "a sink for each query",
-}
 
 _prepared: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
@@ -127,12 +120,12 @@ def attention_forward(
         NotImplementedError: for `block_indices`, for `sinks` that differ from query to query, and for `indices` beside a mask
             that is no tensor.
     """
-    _check_others(others)
+    own_masks.check_others(others)
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "sink": s_aux}
     bias = None if position_bias is None else position_bias[..., : key.shape[1]]
-    mask = attention_mask if indices is None else _among(attention_mask, indices, key.shape[1])
+    mask = attention_mask if indices is None else own_masks.among(attention_mask, indices, key.shape[1])
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         mask = _by_convention(mask, query, key, causal, sliding_window)
     elif isinstance(mask, Tensor):
@@ -154,6 +147,7 @@ def attention_forward(
         bias = _sum(bias, scores)
     if isinstance(mask, ForwardMask):
         if mask.prepared is None:
+            own_masks.check_length(mask, key.shape[1])
             options |= mask.keywords
         mask = mask.prepared
     if bias is not None and bias.dtype not in (query.dtype, torch.float32):
@@ -188,7 +182,7 @@ def make_mask(
         use_vmap: True where it holds a function of the model's own.
         device: where to make the mask.
         config: of the model.
-        others: say whether the mask looks both ways.
+        others: say whether the mask looks both ways, and the dtype of an additive one.
     """
     from transformers.masking_utils import (
         causal_mask_function,
@@ -198,7 +192,8 @@ def make_mask(
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         return attention_mask
     function = causal_mask_function if mask_function is None else mask_function
-    as_tensor = getattr(config, "model_type", None) in TENSOR_MASKS
+    model_type = getattr(config, "model_type", None)
+    as_tensor = model_type in TENSOR_MASKS or model_type in ADDITIVE_MASKS
     both_ways = _looks_both_ways(function, others)
     if as_tensor or use_vmap or both_ways is None:
         keep = sdpa_mask(
@@ -213,6 +208,9 @@ def make_mask(
             use_vmap=use_vmap,
             device=device,
         )
+        if model_type in ADDITIVE_MASKS:
+            dtype = others.get("dtype") or torch.get_default_dtype()
+            return torch.zeros_like(keep, dtype=dtype).masked_fill(~keep, torch.finfo(dtype).min)
         return keep if as_tensor else forward_mask.make_dense(keep)
     device, documents = torch.device(device), None
     sliding = local_size is not None and getattr(config, "attention_chunk_size", None) is None
@@ -298,36 +296,6 @@ def _by_convention(
         padding=_of_keys(padding, kv_length, 0),
         device=query.device,
     )
-
-
-def _check_others(others: dict[str, Any]) -> None:
-    """Refuse what a model asks of its attention beyond what is computed here, and say that weights are not returned."""
-    for name, meaning in _REFUSED.items():
-        if others.get(name) is not None:
-            raise NotImplementedError(
-                f"{name}= ({meaning}) is not supported: let this model attend through 'eager' or 'sdpa'"
-            )
-    if others.get("output_attentions") and not is_compiling():
-        environment.warn_once(
-            "dmattn_ops: output_attentions=True is not followed, because attention weights are never computed: let the model"
-            " attend through 'eager' to get them"
-        )
-
-
-def _among(mask: Any, indices: Tensor, kv_length: int) -> Tensor:
-    """Return a mask tensor `[B|1, 1, Sq, Sk]` without the keys that are not among the `indices`, `[B, Sq, n]`."""
-    if not isinstance(mask, Tensor) or mask.dim() != 4:
-        given = "padding" if isinstance(mask, Tensor) else type(mask).__name__
-        raise NotImplementedError(
-            f"indices= (the keys that each query sees) takes a mask tensor [B, 1, Sq, Sk] beside it, got {given}: add the"
-            " model's config.model_type to dmattn_ops.integrations.transformers.TENSOR_MASKS"
-        )
-    chosen = indices.new_zeros((*indices.shape[:2], kv_length), dtype=torch.bool)
-    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
-    mask = mask[..., :kv_length]
-    if mask.is_floating_point():
-        return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
-    return (mask != 0) & chosen
 
 
 def _of_tensor(mask: Tensor, q_length: int, kv_length: int) -> tuple[TileMask, Tensor | None]:
