@@ -34,9 +34,7 @@ def check_others(others: dict[str, Any]) -> None:
     """Refuse what a model asks of its attention beyond what is computed here, and say that weights are not returned."""
     for name, meaning in _REFUSED.items():
         if others.get(name) is not None:
-            raise NotImplementedError(
-                f"{name}= ({meaning}) is not supported: let this model attend through 'eager' or 'sdpa'"
-            )
+            raise NotImplementedError(f"{name}= ({meaning}) is not supported: let this model attend through 'eager'")
     if others.get("output_attentions") and not is_compiling():
         environment.warn_once(
             "dmattn_ops: output_attentions=True is not followed, because attention weights are never computed: let the model"
