@@ -6,6 +6,8 @@ Source: Trainable Dynamic Mask Sparse Attention, Shi et al., arXiv 2508.02124. L
 
 from __future__ import annotations
 
+import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -41,7 +43,7 @@ class KeyScores(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         """Return scores, float32 `[B, Hkv, S]`, of values `[B, S, Hkv, Dv]`: ranks of rounded scores would be ties."""
-        with torch.autocast(value.device.type, enabled=False):
+        with _without_autocast(value.device):
             weight, offset = self.dt_proj.weight.float(), self.dt_proj.bias
             steps = weight @ value.flatten(2).float().transpose(1, 2)  # keys last, as masks and biases want them
             if offset is not None:
@@ -106,6 +108,10 @@ class DynamicMaskAttention(nn.Module):
         head_dim = dim // heads if head_dim is None else head_dim
         if rotary_base is not None and head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+        if rotary_base is not None and not 0 < rotary_base < math.inf:
+            raise ValueError(f"rotary_base must be a positive number, or None, got {rotary_base}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.keep, self.keep_first, self.keep_last = keep, keep_first, keep_last
         self.rotary_base, self.dropout, self.is_causal = rotary_base, dropout, is_causal
@@ -182,6 +188,13 @@ class DynamicMaskAttention(nn.Module):
             f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, keep={self.keep},"
             f" keep_first={self.keep_first}, keep_last={self.keep_last}, is_causal={self.is_causal}"
         )
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context without autocast, which devices such as meta do not have."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def without_padding(

@@ -139,6 +139,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", action="store_true", help="keep only the results of attention of each block")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
+    if "WORLD_SIZE" not in os.environ:
+        parser.error(f"start it with torchrun: torchrun --nproc-per-node 2 {sys.argv[0]}")
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     tensor = options.tensor or world
     on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])

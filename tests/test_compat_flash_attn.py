@@ -251,3 +251,18 @@ def test_dense_calls_compile_as_a_whole():
     expected = flash_attn_func(q, k, v, causal=True, alibi_slopes=torch.full((H,), 0.1), window_size=(9, -1))
     out = compiled(q, k, v, causal=True, alibi_slopes=torch.full((H,), 0.1), window_size=(9, -1))
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (H - 1,), (B + 1, H), (H, 1), (B, H, 1)])
+def test_slopes_of_other_heads_or_sequences_are_refused(shape):
+    query = torch.randn(B, 6, H, D)
+    offsets = torch.arange(0, 6 * B + 1, 6, dtype=torch.int32)
+    packed = query.flatten(0, 1)
+    with pytest.raises(ValueError, match=r"^alibi_slopes must have shape \("):
+        flash_attn_func(query, query, query, causal=True, alibi_slopes=torch.rand(shape))
+    with pytest.raises(ValueError, match=r"^alibi_slopes must have shape \("):
+        flash_attn_varlen_func(
+            packed, packed, packed, offsets, offsets, 6, 6, causal=True, alibi_slopes=torch.rand(shape)
+        )
+    with pytest.raises(TypeError, match=r"^alibi_slopes must be a tensor, got list$"):
+        flash_attn_func(query, query, query, causal=True, alibi_slopes=[0.5] * H)

@@ -271,6 +271,9 @@ def test_create_mask_takes_padding_and_smooths_blocks_by_majority():
     keep = create_mask(bias, padding, 2, 3, 7, window_size=3, min_dtype=least)
     assert keep[0, 0, 0].tolist() == [True, False, True, False, True, False, False]
     assert keep[1, 0, 0].tolist() == [False, False, False, True, True, True, False]
+    assert torch.equal(
+        create_mask(bias, padding.long(), 2, 3, 7, window_size=3, min_dtype=least), keep
+    )  # as tokenizers have it
     of_last = create_mask(bias, padding[:, 4:], 2, 3, 7, window_size=3, min_dtype=least)
     assert torch.equal(of_last, create_mask(bias, None, 2, 3, 7, window_size=3, min_dtype=least))
     smooth = create_mask(bias, None, 2, 3, 7, 3, least, block_size=3)

@@ -223,3 +223,14 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"^keep_last must be 0 where is_causal is False, got 2$"):
         DynamicMaskAttention(DIM, 4, keep=1, keep_last=2, is_causal=False)
     assert "keep=5" in repr(layer())
+    for base in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=rf"^rotary_base must be a positive number, or None, got {base}$"):
+            DynamicMaskAttention(32, 4, keep=4, rotary_base=base)
+    for dropout in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=rf"^dropout must be between 0 and 1, got {dropout}$"):
+            DynamicMaskAttention(32, 4, keep=4, dropout=dropout)
+
+
+def test_shapes_can_be_asked_of_a_device_without_autocast():
+    layer = DynamicMaskAttention(32, 4, keep=4).to("meta")
+    assert layer(torch.empty(2, 9, 32, device="meta")).shape == (2, 9, 32)

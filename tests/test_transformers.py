@@ -5,12 +5,12 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tiny_models import DECODERS, assert_same, decoder, logits_and_gradients, t5, tokens, under  # noqa: E402
+from tiny_models import DECODERS, assert_same, decoder, drawn, logits_and_gradients, t5, tokens, under  # noqa: E402
 from transformers import DynamicCache, StaticCache, masking_utils  # noqa: E402
 from transformers.modeling_outputs import ModelOutput  # noqa: E402
 
 import dmattn_ops.integrations.transformers as integration  # noqa: E402
-from dmattn_ops import prepare_mask  # noqa: E402
+from dmattn_ops import environment, prepare_mask  # noqa: E402
 
 B, S = 2, 19
 integration.register()
@@ -244,6 +244,101 @@ def test_replacing_attention_of_a_model_that_is_there():
         assert integration.replace_attention_with_flash_dmattn(model) is model
         assert model.config._attn_implementation == "dmattn"
         torch.testing.assert_close(model(ids).logits, expected, atol=5e-5, rtol=1e-4)
+
+
+def test_a_model_that_cannot_be_switched_over_is_an_error():
+    config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model = transformers.FalconForCausalLM(config)
+    words = (
+        r"^FalconForCausalLM does not go through AttentionInterface of transformers, so that its attention stays 'sdpa'"
+    )
+    with pytest.raises(ValueError, match=words):
+        integration.replace_attention_with_flash_dmattn(model)
+    with pytest.raises(TypeError, match=r"^model must be one of transformers, .*, got Linear"):
+        integration.replace_attention_with_flash_dmattn(torch.nn.Linear(2, 2))
+
+
+def test_asking_for_attention_weights_is_answered_with_a_warning(monkeypatch):
+    monkeypatch.setattr(environment, "_said", set())
+    model, ids = under(decoder("llama"), "dmattn"), tokens(B, S)
+    with pytest.warns(
+        UserWarning, match=r"output_attentions=True is not followed, because attention weights are never"
+    ):
+        assert not model(ids, output_attentions=True).attentions
+
+
+def test_keys_chosen_by_indices_are_the_only_ones_beside_the_mask():
+    layer = torch.nn.Module()
+    query, key = torch.randn(B, 4, 5, 8), torch.randn(B, 2, 7, 8)
+    indices = torch.stack([torch.randperm(7)[:3] for _ in range(B * 5)]).view(B, 5, 3).int()
+    indices[..., 0] = 0  # every row sees a key
+    mask = torch.rand(B, 1, 5, 7) < 0.7
+    mask[..., 0] = True
+    chosen = torch.zeros(B, 1, 5, 7, dtype=torch.bool).scatter(-1, indices.long().unsqueeze(1), True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, key, attn_mask=mask & chosen, enable_gqa=True
+    )
+    additive = torch.zeros(B, 1, 5, 9).masked_fill(
+        ~torch.nn.functional.pad(mask, (0, 2)), torch.finfo(torch.float32).min
+    )
+    for given in (mask, additive):
+        out, _ = integration.attention_forward(layer, query, key, key, given, indices=indices)
+        torch.testing.assert_close(out.transpose(1, 2), expected)
+    for given, got in (
+        (None, "NoneType"),
+        (torch.ones(B, 7), "padding"),
+        (integration.make_mask(B, 5, 7), "ForwardMask"),
+    ):
+        words = rf"^indices= .* takes a mask tensor \[B, 1, Sq, Sk\] beside it, got {got}: .*TENSOR_MASKS"
+        with pytest.raises(NotImplementedError, match=words):
+            integration.attention_forward(layer, query, key, key, given, indices=indices)
+
+
+@pytest.mark.parametrize("name", ["block_indices", "sinks"])
+def test_what_would_change_the_result_is_refused_instead_of_ignored(name):
+    query = torch.randn(1, 2, 5, 8)
+    with pytest.raises(
+        NotImplementedError, match=rf"^{name}= .* is not supported: let this model attend through 'eager'"
+    ):
+        integration.attention_forward(torch.nn.Module(), query, query, query, None, **{name: torch.zeros(1, 2, 5, 1)})
+    integration.attention_forward(torch.nn.Module(), query, query, query, None, **{name: None})
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV32Config"), reason="this transformers has no DeepSeek-V3.2")
+def test_a_model_that_chooses_its_keys_by_indices():
+    config = transformers.DeepseekV32Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0,
+        num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6,
+        n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1, moe_intermediate_size=16, n_shared_experts=1,
+        first_k_dense_replace=1, index_n_heads=2, index_head_dim=8, index_topk=4, initializer_range=0.3,
+        bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    model, ids = transformers.DeepseekV32ForCausalLM(config).eval(), tokens(B, S)
+    for side in (None, "left"):
+        keep = padding_of(side)
+        inputs = {"input_ids": ids, "attention_mask": keep}
+        theirs = logits_and_gradients(under(model, "eager"), keep.bool(), **inputs)
+        assert_same(logits_and_gradients(under(model, "dmattn"), keep.bool(), **inputs), theirs)
+    found = [under(model, name).generate(**inputs, max_new_tokens=6, do_sample=False) for name in ("eager", "dmattn")]
+    assert torch.equal(*found)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek-V4")
+@pytest.mark.parametrize("side", [None, "left"])
+def test_a_model_that_adds_keys_and_their_mask(side):
+    config = transformers.DeepseekV4Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=8,
+        pad_token_id=0, bos_token_id=1, eos_token_id=None, n_routed_experts=2, num_experts_per_tok=1, sliding_window=7,
+        q_lora_rank=8, o_groups=2, o_lora_rank=8, index_n_heads=2, index_head_dim=8, index_topk=2, hc_mult=2,
+        moe_intermediate_size=16, layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}, initializer_range=0.3,
+    )  # fmt: skip
+    model, ids, keep = drawn(transformers.DeepseekV4ForCausalLM(config)), tokens(B, S), padding_of(side)
+    inputs = {"input_ids": ids, "attention_mask": keep}
+    theirs = logits_and_gradients(under(model, "eager"), keep.bool(), **inputs)
+    assert_same(logits_and_gradients(under(model, "dmattn"), keep.bool(), **inputs), theirs)
+    found = [under(model, name).generate(**inputs, max_new_tokens=6, do_sample=False) for name in ("eager", "dmattn")]
+    assert torch.equal(*found)
 
 
 def test_gradient_checkpointing_and_autocast():

@@ -13,7 +13,7 @@ from dmattn_ops import layout  # noqa: E402
 from dmattn_ops.bands import band_of  # noqa: E402
 from dmattn_ops.integrations import forward_mask  # noqa: E402
 from dmattn_ops.integrations.forward_mask import ForwardMask  # noqa: E402
-from dmattn_ops.integrations.transformers import make_mask  # noqa: E402
+from dmattn_ops.integrations.transformers import attention_forward, make_mask  # noqa: E402
 
 B = 3
 CONFIG = SimpleNamespace(model_type="llama", attention_chunk_size=None)
@@ -206,6 +206,23 @@ def test_the_functions_that_models_call_make_the_same(creator, packed, compiled)
 def test_models_that_compute_with_their_mask_get_a_tensor():
     mask = make_mask(2, 4, 4, config=SimpleNamespace(model_type="doge"))
     assert torch.equal(mask, torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 1, 4, 4))
+
+
+def test_models_that_add_to_their_mask_get_an_additive_one():
+    padding = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
+    config = SimpleNamespace(model_type="deepseek_v4")
+    mask = make_mask(2, 4, 4, attention_mask=padding, config=config, dtype=torch.bfloat16)
+    visible = torch.ones(4, 4, dtype=torch.bool).tril() & padding[:, None, None]
+    assert mask.dtype == torch.bfloat16
+    assert torch.equal(mask == 0, visible)
+    assert torch.equal(mask == torch.finfo(torch.bfloat16).min, ~visible)
+
+
+def test_keys_that_a_mask_does_not_know_of_are_refused():
+    query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
+    words = r"^the model attends to 6 keys, and its mask was made for 4: add its config.model_type to .*TENSOR_MASKS"
+    with pytest.raises(ValueError, match=words):
+        attention_forward(torch.nn.Module(), query, key, key, make_mask(2, 4, 4))
 
 
 def test_padding_of_another_rank_is_refused_in_words():

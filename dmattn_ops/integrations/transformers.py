@@ -21,9 +21,10 @@ from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dmattn_ops import api, require
-from dmattn_ops.integrations import forward_mask
+from dmattn_ops.integrations import forward_mask, own_masks
 from dmattn_ops.integrations.dynamic_masks import DynamicMask, add_dynamic_masks
 from dmattn_ops.integrations.forward_mask import ForwardMask
+from dmattn_ops.integrations.own_masks import ADDITIVE_MASKS, TENSOR_MASKS
 from dmattn_ops.masks import prepare_mask
 from dmattn_ops.tile_mask import TileMask
 
@@ -36,8 +37,6 @@ __all__ = [
     "register",
     "replace_attention_with_flash_dmattn",
 ]
-
-TENSOR_MASKS = {"doge"}  # model types whose own code computes with the mask: they get it as a bool tensor
 
 _prepared: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
@@ -53,9 +52,26 @@ def register(name: str = "dmattn") -> None:
 
 
 def replace_attention_with_flash_dmattn(model: nn.Module, name: str = "dmattn") -> nn.Module:
-    """Let a model of transformers attend through these kernels, and return it. Its weights stay as they are."""
+    """Let a model of transformers attend through these kernels, and return it. Its weights stay as they are.
+
+    Raises:
+        TypeError: for what is no model of transformers.
+        ValueError: for a model whose code does not let its attention be chosen.
+    """
     register(name)
+    if not hasattr(model, "set_attn_implementation"):
+        raise TypeError(
+            f"model must be one of transformers, with set_attn_implementation, got {type(model).__name__}: if it wraps such a"
+            " model, pass that"
+        )
     model.set_attn_implementation(name)  # type: ignore[operator]
+    parts = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    chosen = {str(getattr(part.config, "_attn_implementation", None)) for part in parts}
+    if name not in chosen:
+        raise ValueError(
+            f"{type(model).__name__} does not go through AttentionInterface of transformers, so that its attention stays"
+            f" {' and '.join(sorted(chosen))!r}: its own code would have to change"
+        )
     return model
 
 
@@ -76,7 +92,8 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
-    **unused: Any,
+    indices: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer: what `AttentionInterface` calls.
 
@@ -93,15 +110,22 @@ def attention_forward(
         s_aux: sinks, `[H]`.
         position_bias: with shape `[B|1, H, Sq, Sk]`.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences of a batch of 1.
+        indices: `[B, Sq, n]`: the only keys that each query sees, beside a mask tensor (sparse attention as in DeepSeek-V3.2).
+        others: are for other attention. Those that would change the result are refused.
 
     Returns:
         out with shape `[B, Sq, H, Dv]`, and None for the weights.
+
+    Raises:
+        NotImplementedError: for `block_indices`, for `sinks` that differ from query to query, and for `indices` beside a mask
+            that is no tensor.
     """
+    own_masks.check_others(others)
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "sink": s_aux}
     bias = None if position_bias is None else position_bias[..., : key.shape[1]]
-    mask = attention_mask
+    mask = attention_mask if indices is None else own_masks.among(attention_mask, indices, key.shape[1])
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         mask = _by_convention(mask, query, key, causal, sliding_window)
     elif isinstance(mask, Tensor):
@@ -123,6 +147,7 @@ def attention_forward(
         bias = _sum(bias, scores)
     if isinstance(mask, ForwardMask):
         if mask.prepared is None:
+            own_masks.check_length(mask, key.shape[1])
             options |= mask.keywords
         mask = mask.prepared
     if bias is not None and bias.dtype not in (query.dtype, torch.float32):
@@ -157,7 +182,7 @@ def make_mask(
         use_vmap: True where it holds a function of the model's own.
         device: where to make the mask.
         config: of the model.
-        others: say whether the mask looks both ways.
+        others: say whether the mask looks both ways, and the dtype of an additive one.
     """
     from transformers.masking_utils import (
         causal_mask_function,
@@ -167,7 +192,8 @@ def make_mask(
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         return attention_mask
     function = causal_mask_function if mask_function is None else mask_function
-    as_tensor = getattr(config, "model_type", None) in TENSOR_MASKS
+    model_type = getattr(config, "model_type", None)
+    as_tensor = model_type in TENSOR_MASKS or model_type in ADDITIVE_MASKS
     both_ways = _looks_both_ways(function, others)
     if as_tensor or use_vmap or both_ways is None:
         keep = sdpa_mask(
@@ -182,6 +208,9 @@ def make_mask(
             use_vmap=use_vmap,
             device=device,
         )
+        if model_type in ADDITIVE_MASKS:
+            dtype = others.get("dtype") or torch.get_default_dtype()
+            return torch.zeros_like(keep, dtype=dtype).masked_fill(~keep, torch.finfo(dtype).min)
         return keep if as_tensor else forward_mask.make_dense(keep)
     device, documents = torch.device(device), None
     sliding = local_size is not None and getattr(config, "attention_chunk_size", None) is None

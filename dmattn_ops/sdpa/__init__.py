@@ -59,6 +59,8 @@ _asked = Options()
 def activate(*, masks: bool = False, report: Report | None = None) -> None:
     """Let torch's attention on CUDA run here, until `deactivate` or another implementation is activated.
 
+    It holds for the whole process, all threads included. Calls on the CPU stay with torch, and are not reported.
+
     Args:
         masks: whether calls with an `attn_mask` run here too. torch has then made a bias `[B|1, H|1, Sq, Sk]` of the mask, of
             which what is -inf is packed into tiles at every call, forward and backward: tiles without a visible key are

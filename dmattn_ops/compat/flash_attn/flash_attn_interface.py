@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import api, biases
+from dmattn_ops import api, biases, require
 from dmattn_ops.bands import Window, band_of
 from dmattn_ops.compat import weights
 
@@ -54,6 +54,7 @@ def flash_attn_func(
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     bias = None
     if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, q.shape[0], q.shape[2])
         by_key = options["is_causal"] or options["window_size"][1] == 0
         if by_key:
             bias = biases.alibi_of_keys(alibi_slopes, k.shape[1])
@@ -168,6 +169,7 @@ def flash_attn_varlen_func(
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     bias = None
     if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[1])
         if not options["is_causal"] and options["window_size"][1] != 0:
             raise NotImplementedError(
                 "alibi_slopes with variable lengths are supported for causal attention only: without it the bias is not one of"
@@ -261,6 +263,16 @@ def flash_attn_varlen_qkvpacked_func(
         return_attn_probs,
     )
     return flash_attn_varlen_func(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, *rest)
+
+
+def _check_slopes(slopes: Tensor, batch: int, heads: int) -> None:
+    """Refuse slopes that are not `[H]` or `[B|1, H]`: others could be taken for them, sequence by sequence."""
+    if not isinstance(slopes, Tensor):
+        raise TypeError(f"alibi_slopes must be a tensor, got {type(slopes).__name__}")
+    if slopes.dim() == 1:
+        require.shape("alibi_slopes", slopes, (heads,))
+    else:
+        require.sizes("alibi_slopes", slopes, (1, batch), (heads,))
 
 
 def _options(

@@ -21,7 +21,7 @@ def dynamic_mask(
 
     Args:
         attention_bias: with shape `[B|1, H|Hkv|1, Sq|1, Sk]`.
-        attention_mask: bool, broadcast to the bias: what may be kept at all.
+        attention_mask: bool or integer, broadcast to the bias: what may be kept at all.
         window_size: how many elements of a row are kept; all where there are no more.
         min_dtype: the number that marks what is masked; it is never kept.
         block_size: if given, each whole block of so many keys is kept or not, by majority.
@@ -30,7 +30,7 @@ def dynamic_mask(
         raise ValueError(f"block_size must be a positive integer, got {block_size}.")
     scores = attention_bias.detach()
     if attention_mask is not None:
-        scores = torch.where(attention_mask, scores, min_dtype)
+        scores = torch.where(attention_mask != 0, scores, min_dtype)
     best = scores.topk(min(window_size, scores.shape[-1]), dim=-1, sorted=False)
     keep = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best.indices, best.values != min_dtype)
     return keep if block_size is None or block_size == 1 else _by_majority(keep, int(block_size))
@@ -46,7 +46,7 @@ def create_mask(
     min_dtype: float,
     block_size: int | None = None,
 ) -> Tensor:
-    """Return `dynamic_mask`; `attention_mask` may be padding, bool `[B, key_len]` or, of the last keys, `[B, query_len]`."""
+    """Return `dynamic_mask`; `attention_mask` may be padding, `[B, key_len]` or, of the last keys, `[B, query_len]`."""
     if attention_mask is not None and attention_mask.dim() == 2:
         given = attention_mask.shape[-1]
         if given not in (key_len, query_len):
@@ -54,7 +54,7 @@ def create_mask(
                 f"attention_mask shape {attention_mask.shape} is not compatible with key_len {key_len} or query_len {query_len}."
             )
         before = 0 if given == key_len else max(0, key_len - query_len)
-        attention_mask = torch.nn.functional.pad(attention_mask, (before, 0), value=True)
+        attention_mask = torch.nn.functional.pad(attention_mask != 0, (before, 0), value=True)
         attention_mask = attention_mask.view(batch_size, 1, 1, -1)
     return dynamic_mask(attention_bias, attention_mask, window_size, min_dtype, block_size)
 
