@@ -6,6 +6,8 @@ It also finds what compiles but cannot run, or not well: more shared memory than
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
@@ -16,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from dmattn_ops.arch import Arch
@@ -104,17 +106,25 @@ def compile_only(
     return read_resources(compiled, sm)
 
 
+def _log_of_assembling(code: str, sm: int) -> str:
+    """Return what ptxas says of PTX, with the options that this Triton gives it: they decide about spills."""
+    target = GPUTarget("cuda", sm, 32)
+    backend = make_backend(target)
+    with contextlib.redirect_stdout(io.StringIO()) as said, knobs.nvidia.scope():
+        knobs.nvidia.dump_ptxas_log = True
+        backend.make_cubin(code, {}, backend.parse_options({"arch": f"sm{sm}", **OPTIONS}), sm)
+    return said.getvalue()
+
+
 def read_resources(compiled: Any, sm: int, log: str = "") -> Resources:
     """Return what a kernel compiled for `sm` takes. `log` is the output of `ptxas -v`; without it, ptxas runs again."""
     code = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
-        cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
+        cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
         usage = _run(_TOOLS / "cuobjdump", "-res-usage", cubin)
-        if "spill stores" not in log:
-            ptx.write_text(code)
-            name = f"--gpu-name={sm_arch_from_capability(sm)}"
-            log = _run(get_ptxas(sm).path, "-v", name, ptx, "-o", Path(folder, "kernel.o"))
+    if "spill stores" not in log:
+        log = _log_of_assembling(code, sm)
     registers = re.search(r"REG:(\d+)", usage)
     if registers is None or "spill stores" not in log:
         raise RuntimeError(f"cuobjdump or ptxas said nothing of use: {usage[:200]} {log[:200]}")

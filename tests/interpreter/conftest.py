@@ -68,6 +68,25 @@ def fuse_multiplication_and_addition() -> None:
     InterpreterBuilder.create_fma = create_fma
 
 
+def take_masks_of_integers() -> None:
+    """Let the interpreter load and store where a mask is not 0: in Triton 3.9 a mask of two comparisons may be of integers."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def as_bool(mask: Any) -> Any:
+        return TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    def create_masked_load(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
+        return load(self, pointers, as_bool(mask), *more)
+
+    def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+        return store(self, pointers, value, as_bool(mask), *more)
+
+    InterpreterBuilder.create_masked_load = create_masked_load
+    InterpreterBuilder.create_masked_store = create_masked_store
+
+
 class StrictMemory:
     """The interpreter's loads and stores, each checked to lie inside a tensor that the launch was given."""
 
@@ -128,3 +147,4 @@ if INTERPRETED:
     count_loops_by_scalars()
     multiply_exactly()
     fuse_multiplication_and_addition()
+    take_masks_of_integers()
