@@ -44,15 +44,23 @@ class KeyScores(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         """Return scores, float32 `[B, Hkv, S]`, of values `[B, S, Hkv, Dv]`: ranks of rounded scores would be ties."""
         with _without_autocast(value.device):
-            weight, offset = self.dt_proj.weight.float(), self.dt_proj.bias
-            steps = weight @ value.flatten(2).float().transpose(1, 2)  # keys last, as masks and biases want them
-            if offset is not None:
-                steps = steps + offset.float().unsqueeze(-1)
+            steps = self._steps(value.flatten(2))
             scores = torch.exp(self.A.float().unsqueeze(-1) * F.softplus(steps))
             if self.slope is not None:
                 position = torch.arange(value.shape[1], device=value.device)
                 scores = scores + self.slope.float().unsqueeze(-1) * position
         return scores
+
+    def _steps(self, values: Tensor) -> Tensor:
+        """Return `dt_proj` of values `[B, S, Hkv * Dv]` as float32 `[B, Hkv, S]`: keys last, as masks and biases want them.
+
+        The layer itself works in float32. A module that has taken its place, such as an adapter, is called as it is.
+        """
+        projection = self.dt_proj
+        if type(projection) is not nn.Linear:
+            return projection(values).float().transpose(1, 2).contiguous()
+        steps = projection.weight.float() @ values.float().transpose(1, 2)
+        return steps if projection.bias is None else steps + projection.bias.float().unsqueeze(-1)
 
     def extra_repr(self) -> str:
         """Say how many heads there are."""

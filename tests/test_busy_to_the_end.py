@@ -11,11 +11,10 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from device_functions import on_integers
-
 from dmattn_ops.kernels.hopper import arguments
 from dmattn_ops.kernels.hopper.backward import launch, work
 from dmattn_ops.kernels.hopper.forward import walk
+from tests.device_functions import on_integers
 
 SMS = 132
 H200 = torch.device("cpu")  # where there is no GPU, calls are planned for this one

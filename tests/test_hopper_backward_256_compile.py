@@ -19,6 +19,7 @@ from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel  # noq
 from dmattn_ops.kernels.launching import tensor_maps  # noqa: E402
 from dmattn_ops.problem import NO_MASK, Mask, Varlen, plain_options  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
+from tests.spills import bytes_at_most  # noqa: E402
 from tests.tile_builder import build_interval_tiles, build_segment_tiles, build_tiles  # noqa: E402
 
 FULL, BAND, BITS, SEGMENTS, INTERVALS = (
@@ -129,7 +130,7 @@ def test_it_fits_an_sm_without_spills_or_serialized_products(kernel, constants, 
     made = compile_kernel(kernel, **constants)
     assert made.shared_memory <= CONFIG.shared_memory <= arch.KNOWN[90].shared_memory
     assert made.faults == ""
-    assert made.spill_bytes <= spilled
+    assert made.spill_bytes <= bytes_at_most(spilled)
     found = made.opcodes
     loops = 2 if constants["PARTIAL"] else 1
     width = constants.get("D", 256)

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.spills import bytes_at_most, moves_at_most
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_LIMIT = 232448
 # Bytes moved to or from the stack with triton 3.6.0: counters and addresses kept around the loops, the exact statistics that a
@@ -93,7 +95,7 @@ def test_no_loop_forgets_what_it_carries(case: str, reports: dict[str, dict]) ->
 
 @pytest.mark.parametrize("case", CASES)
 def test_spills_stay_within_what_is_known(case: str, reports: dict[str, dict]) -> None:
-    assert reports[case]["spilled"] <= ALLOWED[case]
+    assert reports[case]["spilled"] <= bytes_at_most(ALLOWED[case])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -117,7 +119,7 @@ def test_loops_without_a_test_hold_five_products_and_few_barriers_and_touch_no_s
         assert loop["HGMMA"] == {80: 2 * 5 + 24, 96: 2 * 6 + 24}.get(int(case.split()[0][1:]), 32) + sums
         assert loop["BAR"] <= (5 if case.startswith("d64") else 4 if case.startswith(("d80", "d96")) else 3)
         assert loop["LDG"] <= (1 if LISTED & set(case.split()) else 0)  # which tile is next, for statistics of its rows
-        assert loop["LDL"] + loop["STL"] <= IN_LOOPS.get(case, 0)
+        assert loop["LDL"] + loop["STL"] <= moves_at_most(IN_LOOPS.get(case, 0))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.spills import bytes_at_most
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_LIMIT = 232448
 KINDS = (
@@ -85,7 +87,7 @@ def test_no_matrix_instruction_is_serialized_and_no_bound_is_stale(case: str, re
 
 @pytest.mark.parametrize("case", CASES)
 def test_spills_stay_within_what_is_known(case: str, reports: dict[str, dict]) -> None:
-    assert reports[case]["spilled"] <= ALLOWED.get(case, 0)
+    assert reports[case]["spilled"] <= bytes_at_most(ALLOWED.get(case, 0))
 
 
 @pytest.mark.parametrize("case", CASES)

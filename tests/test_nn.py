@@ -157,6 +157,36 @@ def test_key_scores_are_the_formula_of_the_paper_in_float32():
     assert scores.bfloat16()(value.bfloat16()).dtype == torch.float32
 
 
+class Adapter(nn.Module):
+    """A linear layer with a learned change beside it, as adapters put it; its weight is that of the layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.change = base, nn.Linear(base.in_features, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.base(values) + self.change(values)
+
+
+def test_a_module_in_place_of_the_scores_layer_is_called_and_trained():
+    scores = KeyScores(2, 8)
+    nn.init.ones_(scores.A)
+    value = torch.randn(1, 9, 2, 8)
+    of_layer = scores(value)
+    scores.dt_proj = Adapter(scores.dt_proj)
+    found = scores(value)
+    assert found.is_contiguous() and found.dtype == torch.float32
+    assert not torch.equal(found, of_layer)
+    found.sum().backward()
+    assert scores.dt_proj.change.weight.grad.abs().sum() > 0
+    nn.init.zeros_(scores.dt_proj.change.weight)
+    torch.testing.assert_close(scores(value), of_layer)
+
+
 def test_without_scores_learned_yet_recency_keeps_the_nearest_keys():
     made = DynamicMaskAttention(DIM, H, HKV, keep=4, recency=1e-3)
     mask = made.mask(made.scores(torch.randn(B, S, HKV, D))).to_dense()
