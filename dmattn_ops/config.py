@@ -110,7 +110,7 @@ class HopperBackward256:
 
     block_m: int
     block_n: int
-    heads_per_group: int  # at least, and few enough for L2; the blocks of a group start longest first
+    heads_per_group: int  # few enough for L2, more where SMs would idle at the end; longest blocks first
     dbias: PortableBackward | None = None  # for the gradient of a bias with queries, and the same on SM 9.0
     shared_bias: HopperSharedBias | None = None
 

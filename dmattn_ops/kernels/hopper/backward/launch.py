@@ -44,7 +44,8 @@ MAX_DIM = 128
 FEW_ROUNDS = 4  # blocks for each SM, up to which all heads go side by side: the last blocks to start are short then
 # Interleaved: tiles of a head that start together read the same; rows of 3 to 8 differ by less than 1%, those of 1 cost 5%
 RANKS_IN_ROW = 5
-# Where lists have room for few query tiles, blocks are about as long as each other; of packed keys' half may be without keys.
+# Blocks for each SM in a group of heads, where no list has room for more than half of the query tiles. Such blocks are about
+# as long as each other, and up to half of those of packed keys have no keys at all.
 ROUNDS_OF_SHORT_LISTS = 4.8
 TICKETS = 4  # two counts of what programs have drawn, and what follows is aligned
 STATISTICS = 4  # of a row: lse, delta and the pair (`rows.py`)
