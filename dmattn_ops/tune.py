@@ -29,7 +29,7 @@ from dmattn_ops.arch import Arch
 from dmattn_ops.call import Call, Gradients, Saved
 from dmattn_ops.call import Result as Outputs
 from dmattn_ops.config import Config, Part, Row
-from dmattn_ops.tune_calls import MARGIN, Measure, disagreement, interleaved, make_call, parse_shape
+from dmattn_ops.tune_calls import MARGIN, Measure, disagreement, interleaved, make_call, parse_shape, written
 from dmattn_ops.tuning import Case, EpochCase, Shape
 
 DIRECTIONS = ("forward", "backward")
@@ -167,8 +167,7 @@ def tune(
     """
     row, measure = task.row, measure or interleaved
     launch, outputs = _launch(task)
-    launch(row.config)
-    expected = [tensor.clone() for tensor in outputs]
+    expected = written(partial(launch, row.config), outputs)
     best, trials = row.config, []
     for part in config.parts(row):
         usable: dict[tuple[Any, ...], Callable[[], None]] = {}

@@ -127,10 +127,24 @@ def _intervals(shape: Shape, device: torch.device) -> TileMask:
     return masks.prepare_mask(intervals=(start, start + length), seqlen_q=seqlen_q)
 
 
-def disagreement(attempt: Callable[[], None], outputs: list[Tensor], expected: list[Tensor]) -> str:
-    """Return why a configuration is not a candidate, because it does not launch or gives other results; else an empty string."""
+def written(run: Callable[[], None], outputs: list[Tensor]) -> list[Tensor]:
+    """Return copies of what a run writes to the outputs: NaN where it writes nothing, as in slots of packed keys that hold none."""
+    _poison(outputs)
+    run()
+    return [tensor.clone() for tensor in outputs]
+
+
+def _poison(outputs: list[Tensor]) -> None:
     for tensor in outputs:
         tensor.fill_(math.nan)
+
+
+def disagreement(attempt: Callable[[], None], outputs: list[Tensor], expected: list[Tensor]) -> str:
+    """Return why a configuration is not a candidate, because it does not launch or gives other results; else an empty string.
+
+    `expected` is what the row's own wrote (`written`): what that leaves unwritten must stay so.
+    """
+    _poison(outputs)
     try:
         attempt()
     except Exception as error:  # of a compiler, of a launch, for want of memory

@@ -17,7 +17,7 @@ from dmattn_ops import arch, dispatch, meta, packing, tuning
 from dmattn_ops.arch import Arch
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.packing import Sizes
-from dmattn_ops.tune_calls import MARGIN, Measure, disagreement, interleaved, make_call
+from dmattn_ops.tune_calls import MARGIN, Measure, disagreement, interleaved, make_call, written
 from dmattn_ops.tuning import EpochCase, Shape
 
 
@@ -84,9 +84,9 @@ def tune(
 ) -> EpochResult:
     """Find the length of epochs with which a task takes the least time; `measure` and `show` as in `dmattn_ops.tune`."""
     run, outputs = _runs(task)
-    run(task.own)
-    expected = [tensor.clone() for tensor in outputs]
-    usable: dict[int, Callable[[], None]] = {task.own: partial(run, task.own)}
+    own = partial(run, task.own)
+    expected = written(own, outputs)
+    usable: dict[int, Callable[[], None]] = {task.own: own}
     refused: dict[int, str] = {}
     for length in packing.offered_epochs(task.sizes):
         show(f"{task.case} {tuning.epochs_text(length)}")

@@ -134,6 +134,13 @@ def test_what_a_kernel_leaves_unwritten_is_found(kernels):
     assert all(trial.refused for trial in result.trials[1:])
 
 
+def test_what_the_own_configuration_leaves_unwritten_too_is_no_difference(kernels):
+    task = prepared("B1 H2 S64 D64")
+    kernels._write = lambda made, *outputs: [o[:, :48].fill_(2.0) for o in outputs]  # as of packed keys
+    result = tune.tune(task, measure=measured_by(lambda made: 1.0))
+    assert len(result.trials) > 1 and not any(trial.refused for trial in result.trials)
+
+
 def test_each_case_is_tuned_once_for_its_heaviest_shape_and_stored(kernels, capsys):
     shapes = [parse_shape(text) for text in ("B1 H2 S64 D64", "B1 H2 S96 D64", "B1 H2 S64 D64 masked")]
     clock = measured_by(lambda made: 1.0 / made.num_stages)

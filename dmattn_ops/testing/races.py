@@ -114,6 +114,8 @@ _PIECE = ("walk.py", "piece.index(slot).store(parts)")
 _LAST = ("walk.py", "piece.index(slot).store(gl.full([WORDS], -1, gl.int32, layout=PIECE))")
 _FIRST_PIECE = ("kernel.py", "parts = piece.index(0).load(PIECE)")
 _NEXT_PIECE = ("kernel.py", "parts = piece.index(slot).load(PIECE)")
+# Words that only the loop uses: of both loads, LLVM makes one at the head of the loop.
+_WORDS = ("kernel.py", "batch = head // H")
 _BIAS = ("walk.py", "biases.index(b).store(added)")
 _RANGE = ("walk.py", "ranges.index(b).store(stop - 1 - begin * 65536)")
 _KEYS_FREE = ("walk.py", "mbarrier.wait(k_empty.index(b), ((step // STAGES) & 1) ^ 1)")
@@ -149,7 +151,7 @@ PROOFS = (
         "forward_kernel",
         _FORWARD,
         (_PIECE, _LAST),
-        (_FIRST_PIECE, _NEXT_PIECE),
+        (_FIRST_PIECE, _NEXT_PIECE, _WORDS),
         (
             (
                 _FREE,
@@ -162,6 +164,7 @@ PROOFS = (
             (
                 ("kernel.py", "mbarrier.wait(q_full.index(0), 0)"),
                 _FIRST_PIECE,
+                _WORDS,
                 ("kernel.py", "release_queries(turn - 1, "),
             ),
             (("kernel.py", "mbarrier.wait(q_full.index(slot), (turn // Q_STAGES) & 1)"), _NEXT_PIECE),

@@ -112,10 +112,7 @@ def _heads_at_once(call: Call, kind: str, has_lo: bool, has_hi: bool, block_m: i
     of_key = (call.key.shape[-1] + call.value.shape[-1]) * call.key.element_size()
     device = arch.physical(call.query.device)
     if call.varlen is not None:
-        group = heads // kv_heads
-        longest = -(-call.demand.seqlen_q // block_m) * group
-        of_head = call.demand.seqlen_k * of_key
-        return group * heads_side_by_side(of_head, longest, kv_heads, call.query.device)
+        return heads // kv_heads * heads_side_by_side(call.demand.seqlen_k * of_key, kv_heads, call.query.device)
     if not has_hi and kind == "band":
         return 1
     blocks = -(-seqlen_q // block_m)
