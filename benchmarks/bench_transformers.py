@@ -12,13 +12,15 @@ models run it too, and with fullgraph=True Dynamo compiles nothing that compiled
 
 **What is measured** is how many steps a second a model trains: a sample is the mean over at least `STEPS` steps in a row that
 take about `SAMPLE_SECONDS`, after `IDLE_SECONDS` of rest. A single step after a rest would measure how long the first launches
-take. The processes have equal weights and take turns, one sample each in every round; the others wait meanwhile. After the last
-round one more step is profiled: an implementation that calls an operator which no compiled graph calls (`EAGER`) gets no time.
+take. The processes have equal weights. They compile at the same time, and then take turns, one sample each in every round, while
+the others wait. After the last round one more step is profiled: an implementation that calls an operator which no compiled graph
+calls (`EAGER`) gets no time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -215,13 +217,20 @@ class Worker:
         )
 
     def ask(self, name: str, *arguments: Any) -> Row:
-        """Return what the process answers. Raise RuntimeError where it fails or ends; `OutOfTime` may end the waiting."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
+        """Put a question, and return the answer; see `answer`."""
+        self.put(name, *arguments)
+        return self.answer()
+
+    def put(self, name: str, *arguments: Any) -> None:
+        """Put a question, and do not wait. Of a process that has ended, `answer` tells."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
             print(json.dumps([name, *arguments]), file=self.process.stdin, flush=True)
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+
+    def answer(self) -> Row:
+        """Return what the process answers. Raise RuntimeError where it fails or ends; `OutOfTime` may end the waiting."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"its process ended with exit status {self.process.wait()}")
         answer = json.loads(line)
@@ -272,8 +281,10 @@ class Race:
             worker.stop()
 
     def start(self) -> dict[str, Row]:
-        """Have each compile its model; return the facts of those whose first loss is that of dmattn."""
-        facts = self.each(lambda name: self.workers[name].ask("first"))
+        """Have all compile their models at once; return the facts of those whose first loss is that of dmattn."""
+        for worker in self.workers.values():
+            worker.put("first")
+        facts = self.each(lambda name: self.workers[name].answer())
         expected = facts["dmattn"]["loss"]
         if not math.isfinite(expected):
             raise RuntimeError(f"the loss with dmattn is {expected}")

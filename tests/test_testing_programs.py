@@ -47,6 +47,18 @@ else:
     print("========= ERROR SUMMARY: 0 errors")
 """
 
+SHARES = """#!{python}
+import os, signal, sys
+first, step = sys.argv[-2:]
+assert step == "3"
+if first == "1" and "{broken}" == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if first != "1" or "{broken}" == "None":
+    print("calls 7")
+    print(f"launched a b{{first}}")
+    print("========= ERROR SUMMARY: 0 errors")
+"""
+
 
 def test_the_sample_names_kernels_of_every_folder() -> None:
     kernels = memory_check.launchable()
@@ -67,7 +79,7 @@ def test_what_a_tool_says_stands_in_the_file(
     line, read = (_line_of("hopper/backward/work.py", text) for text in ("places.index(slot).store(", "parts = places"))
     tool.write_text(PRETENDS.format(python=sys.executable, line=line, read=read))
     tool.chmod(0o755)
-    arguments = ["", "--device", "cpu", "--sanitizer", str(tool), "--output", str(output)]
+    arguments = ["", "--device", "cpu", "--sanitizer", str(tool), "--output", str(output), "--jobs", "1"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert memory_check.main() == 2  # memcheck found an error, and under initcheck no call was made
     found = json.loads(output.read_text())
@@ -89,6 +101,21 @@ def test_what_a_tool_says_stands_in_the_file(
     assert memory_check.main() == 0
     assert capsys.readouterr().out.startswith("racecheck: clean, 0 errors, 3 calls")  # nothing ran before
     assert json.loads(output.read_text())["without a tool"] == before["without a tool"]
+
+
+@pytest.mark.parametrize(("broken", "status", "errors"), [(None, 0, 0), ("killed", -9, None), ("silent", 0, None)])
+def test_processes_that_share_the_calls_count_as_one_run(
+    broken: str | None, status: int, errors: int | None, tmp_path: Path
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(SHARES.format(python=sys.executable, broken=broken))
+    tool.chmod(0o755)
+    found = memory_check.under("memcheck", str(tool), 60.0, "cpu", jobs=3)
+    assert found["status"] == status and found["errors"] == errors
+    assert found["kernels"] == ["a", "b0", *([] if broken else ["b1"]), "b2"] and found["calls"] == (
+        14 if broken else 21
+    )
+    assert memory_check.is_clean(found) == (broken is None)
 
 
 def _line_of(path: str, begins: str) -> int:

@@ -2,9 +2,9 @@
 
 `python -m dmattn_ops.testing.memory_check --output memory_check.json` runs the calls once without it, which compiles the
 kernels, and once under each tool. `--tools memcheck` runs one of them; results of others stay in the file. `--compiled`
-leaves out the run without a tool, for kernels that an earlier run has compiled. Every tensor has memory of its own
-meanwhile, so that an access beside it is noticed. A kernel that no call launches is a failure too. Races count unless
-`races.py` has a proof that barriers order them.
+leaves out the run without a tool, for kernels that an earlier run has compiled. `--jobs` processes share the calls. Every
+tensor has memory of its own meanwhile, so that an access beside it is noticed. A kernel that no call launches is a failure
+too. Races count unless `races.py` has a proof that barriers order them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -181,8 +182,8 @@ def _dynamic(device: str) -> None:
             dmattn_ops.dynamic_mask(torch.randn(2, KV_HEADS, seqlen, device=device), 30, **more)  # type: ignore[arg-type]
 
 
-def run_calls(device: str) -> set[str]:
-    """Run the sample; return the kernels that it launched."""
+def run_calls(device: str, first: int = 0, step: int = 1) -> set[str]:
+    """Run each `step`-th call of the sample from the `first` on; return the kernels that they launched."""
     launched: set[str] = set()
     if device != "cpu":
         from triton.runtime.jit import JITFunction
@@ -195,10 +196,11 @@ def run_calls(device: str) -> set[str]:
 
         JITFunction.run = noted
     calls = 0
-    for _, call in sample(device):
-        torch.manual_seed(calls)
-        call()
-        calls += 1
+    for number, (_, call) in enumerate(sample(device)):
+        if number % step == first:
+            torch.manual_seed(number)
+            call()
+            calls += 1
     if device != "cpu":
         torch.cuda.synchronize()
     print(f"{_CALLS}{calls}")
@@ -206,27 +208,41 @@ def run_calls(device: str) -> set[str]:
     return launched
 
 
-def under(tool: str | None, sanitizer: str, limit: float, device: str) -> dict[str, Any]:
-    """Run the sample in a process of its own, under a tool if one is named; return what is known of it."""
-    command = [sys.executable, "-m", "dmattn_ops.testing.memory_check", "--calls", "--device", device]
+def _share(command: list[str], limit: float) -> tuple[str, int]:
+    """Run a process with a part of the calls; return what it printed and its exit status."""
+    variables = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=limit, check=False)
+        return done.stdout + done.stderr, done.returncode
+    except subprocess.TimeoutExpired as late:
+        return str(late.stdout or b"", "utf8"), 124
+
+
+def under(tool: str | None, sanitizer: str, limit: float, device: str, jobs: int = 1) -> dict[str, Any]:
+    """Run the sample in processes of its own, under a tool if one is named; return what is known of it.
+
+    What a tool says counts as nothing unless it says it of every process.
+    """
+    command = [sys.executable, "-m", "dmattn_ops.testing.memory_check", "--device", device]
     if tool is not None:
         limit_of_reports = ["--print-limit", "0"] if tool == "racecheck" else []  # all are to be compared with proofs
         options = [*limit_of_reports, "--target-processes", "all", "--error-exitcode", str(_FOUND), *command]
         command = [sanitizer, "--tool", tool, *options]
-    variables = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     begun = time.time()
-    try:
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=limit, check=False)
-        text, status = done.stdout + done.stderr, done.returncode
-    except subprocess.TimeoutExpired as late:
-        text, status = str(late.stdout or b"", "utf8"), 124
+    with ThreadPoolExecutor(jobs) as pool:
+        commands = [[*command, "--calls", str(first), str(jobs)] for first in range(jobs)]
+        shares = list(pool.map(lambda each: _share(each, limit), commands))
+    text, statuses = "\n".join(said for said, _ in shares), [status for _, status in shares]
+    status = next(
+        (each for each in statuses if each not in (0, _FOUND)), max(statuses)
+    )  # a crash counts more than a find
     lines = text.splitlines()
     found = [int(one or other) for one, other in _SUMMARY.findall(text)]
-    launched = next((line.removeprefix(_LAUNCHED).split() for line in lines if line.startswith(_LAUNCHED)), [])
-    calls = next((int(line.removeprefix(_CALLS)) for line in lines if line.startswith(_CALLS)), 0)
+    launched = [line.removeprefix(_LAUNCHED).split() for line in lines if line.startswith(_LAUNCHED)]
     result = {
-        "errors": sum(found) if found or tool is None else None,  # None: the tool said nothing
-        "status": status, "calls": calls, "seconds": round(time.time() - begun, 1), "kernels": launched,
+        "errors": sum(found) if len(found) >= jobs or tool is None else None,
+        "status": status, "calls": sum(int(line.removeprefix(_CALLS)) for line in lines if line.startswith(_CALLS)),
+        "seconds": round(time.time() - begun, 1), "kernels": sorted(set().union(*launched)),
         "said": [line for line in lines if line.startswith("=========") or "Error" in line][:_LINES],
     }  # fmt: skip
     if tool == "racecheck" and found:
@@ -252,7 +268,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--sanitizer", default=shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     )
-    parser.add_argument("--calls", action="store_true", help="run the calls here, without a tool")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=max(1, min(8, (os.cpu_count() or 1) // 2)),
+        help="processes that share the calls: compiling takes minutes in one, and initcheck longer",
+    )
+    parser.add_argument("--calls", type=int, nargs=2, help=argparse.SUPPRESS)  # run these here, without a tool
     return parser.parse_args()
 
 
@@ -262,7 +284,7 @@ def main() -> int:
     if options.calls:
         os.environ[environment.CHECK] = "0"
         plans.forget()
-        run_calls(options.device)
+        run_calls(options.device, *options.calls)
         return 0
     if shutil.which(options.sanitizer) is None:
         print(f"there is no {options.sanitizer}: compute-sanitizer is a part of the CUDA toolkit")
@@ -271,7 +293,7 @@ def main() -> int:
     bad, runs = 0, options.tools if options.compiled else (None, *options.tools)
     for number, tool in enumerate(runs):
         name = tool or "without a tool"
-        results[name] = under(tool, options.sanitizer, options.limit, options.device)
+        results[name] = under(tool, options.sanitizer, options.limit, options.device, options.jobs)
         results[name] |= {
             "torch": torch.__version__,
             "device": _device_name(options.device),
