@@ -44,21 +44,21 @@ class Differentiable(NamedTuple):
     primals: int  # query, key and value, or qkv: the first arguments
     places: tuple[int, ...]  # of primals, bias and sink, among the arguments of the forward
     signature: ops.Signature
-    shared_numbers: int  # how many numbers, from the first, the backward takes too
 
 
 def _differentiable(name: str) -> Differentiable:
     signature, backward = ops.SIGNATURES[name], ops.SIGNATURES[name.replace("forward", "backward")]
     primals = tuple(argument for argument in ("query", "key", "value", "qkv") if argument in signature.names)
     places = tuple(signature.names.index(argument) for argument in (*primals, "bias", "sink"))
-    shared = [argument for argument in signature.names[signature.tensors :] if argument in backward.names]
+    tensors, numbers = signature.split(signature.names)
+    before, appended = signature.around_needs(numbers)
     count = len(primals)
     expected = (
-        *("grad_out", "grad_lse"), *primals, *("out", "lse", "lse_tail"), *signature.names[count : signature.tensors],
-        *shared, *("needs_dbias", "needs_dsink"),
+        *("grad_out", "grad_lse"), *primals, *("out", "lse", "lse_tail"), *tensors[count:],
+        *before, *("needs_dbias", "needs_dsink"), *appended,
     )  # fmt: skip
     assert backward.names == expected, f"the schema of the backward of {name} must follow the forward's"
-    return Differentiable(count, places, signature, len(shared))
+    return Differentiable(count, places, signature)
 
 
 OPERATORS = {name: _differentiable(name) for name in ("forward", "qkvpacked_forward", "varlen_forward")}
@@ -267,7 +267,7 @@ def _in_function(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 def _save(ctx: Any, of: Differentiable, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     tensors, numbers = of.signature.split(arguments)
-    ctx.numbers = numbers[: of.shared_numbers]
+    ctx.numbers = of.signature.around_needs(numbers)
     out, lse, lse_tail, row_max = outputs
     ctx.save_for_backward(*tensors, out, lse, lse_tail)
     ctx.mark_non_differentiable(lse_tail, row_max)
@@ -278,19 +278,23 @@ def _backward(
     of: Differentiable,
     call: Callable[..., Any],
     saved: tuple[Any, ...],
-    numbers: tuple[Any, ...],
+    numbers: tuple[tuple[Any, ...], tuple[Any, ...]],
     needs: tuple[bool, ...],
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
 ) -> tuple[Tensor, ...] | None:
-    """Return the gradients of the primals, dbias and dsink; None where nothing flows."""
+    """Return the gradients of the primals, dbias and dsink; None where nothing flows.
+
+    `numbers` are those before `needs_max` in the forward's schema, and those behind it.
+    """
     if grad_out is None and grad_lse is None:
         return None
     *tensors, out, lse, lse_tail = saved
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     primals, others = tensors[: of.primals], tensors[of.primals :]
-    return call(grad_out, grad_lse, *primals, out, lse, lse_tail, *others, *numbers, *needs)
+    before, appended = numbers
+    return call(grad_out, grad_lse, *primals, out, lse, lse_tail, *others, *before, *needs, *appended)
 
 
 def _placed(

@@ -1,8 +1,9 @@
 """The operators `torch.ops.dmattn.*`: the only place that holds a schema. What arguments mean: `problem.py`, `call.py`.
 
 In every schema the tensors come first and the numbers behind them, and every argument has a name that means the same in
-all of them. Where an argument stands is read from the schema (`SIGNATURES`), never counted. Later versions append
-arguments with defaults: a program exported by an earlier one must load.
+all of them. Where an argument stands is read from the schema (`SIGNATURES`), never counted. A program exported by an earlier
+version must load, and names arguments by their places: so a new number is appended behind `needs_...`, with a default, to the
+forward and to the backward (`APPENDED`), and a new tensor makes a new overload of the operators, beside `default`.
 
 A policy of selective checkpointing is asked about overloads: compare with `torch.ops.dmattn.forward.default`, not with the
 packet `torch.ops.dmattn.forward`. To save are the forward operators, and `pack_mask`, `list_tiles` and `key_lifetimes`, which
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from ast import literal_eval
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -40,8 +41,9 @@ VARLEN_TENSORS = (
     f"{OFFSETS}, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? seed"  # no defaults before numbers without
 )
 VARLEN_NUMBERS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {BAND}, {ORIGINS}, bool top_left=False, {SCALARS}"
-MAX = "bool needs_max=False"
-NEEDS = "bool needs_dbias=False, bool needs_dsink=False"
+APPENDED = ""  # what versions after 0.2.0 added, such as ", float temperature=1.0"
+MAX = f"bool needs_max=False{APPENDED}"
+NEEDS = f"bool needs_dbias=False, bool needs_dsink=False{APPENDED}"
 OUTPUTS = "(Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)"
 QKV_GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
 LISTS = "Tensor row_tiles, Tensor col_tiles"
@@ -84,6 +86,7 @@ class Signature(NamedTuple):
 
     names: tuple[str, ...]
     tensors: int  # how many of them, from the first, are tensors
+    needs: slice  # where among the numbers those stand that say which outputs are needed
     defaults: tuple[Any, ...]  # of all arguments; None where there is none
     reader: Any  # a named tuple of the arguments
 
@@ -99,6 +102,10 @@ class Signature(NamedTuple):
         """Return the tensors (or None) and the numbers among `arguments`."""
         return arguments[: self.tensors], arguments[self.tensors :]
 
+    def around_needs(self, numbers: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the numbers before those that say what is needed, and those behind them, which were appended later."""
+        return numbers[: self.needs.start], numbers[self.needs.stop :]
+
 
 def _signature(name: str) -> Signature:
     types, names, defaults = [], [], []
@@ -109,7 +116,15 @@ def _signature(name: str) -> Signature:
         names.append(argument_name)
         defaults.append(literal_eval(default.capitalize()) if default else None)
     assert types == sorted(types, reverse=True), f"{name}: tensors come first"
-    return Signature(tuple(names), sum(types), tuple(defaults), namedtuple(name, names))
+    needs = place_of_needs(names[sum(types) :])
+    return Signature(tuple(names), sum(types), needs, tuple(defaults), namedtuple(name, names))
+
+
+def place_of_needs(numbers: Sequence[str]) -> slice:
+    """Return where among the names of numbers those stand, in a row, that say what is needed; behind all if there are none."""
+    are_needs = [number.startswith("needs_") for number in numbers]
+    first = are_needs.index(True) if any(are_needs) else len(numbers)
+    return slice(first, first + sum(are_needs))
 
 
 SIGNATURES = {name: _signature(name) for name in SCHEMAS}

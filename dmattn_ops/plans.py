@@ -53,7 +53,7 @@ class Origin(NamedTuple):
 
     plan: Any
     addresses: list[int]  # of the forward's inputs and outputs
-    numbers: tuple[Any, ...]  # those that the backward takes too
+    numbers: tuple[tuple[Any, ...], tuple[Any, ...]]  # those of the forward, before `needs_max` and behind it
 
     def backward(
         self,
@@ -79,7 +79,8 @@ class Origin(NamedTuple):
         found = (grad_out.shape, grad_out.stride(), of_lse, strides, needs, *_switches(grad_out))
         plan = self.plan.backwards.get(found)
         if plan is None:
-            plan = _plans.get(key(name, tensors, (*self.numbers, *needs)))
+            before, appended = self.numbers
+            plan = _plans.get(key(name, tensors, (*before, *needs, *appended)))
             if plan is None:
                 return None
             if len(self.plan.backwards) >= MAX_BACKWARDS:
@@ -98,11 +99,10 @@ def _in_backward(saved: _Sequence, primals: int) -> _Sequence:
 def planned(function: _Computation, signature: Any) -> Callable[..., tuple[Any, Origin | None]]:
     """Return what computes the operator `function`, with a plan where there is one, and the origin of its backward.
 
-    `signature` says which arguments are tensors.
+    `signature` says which arguments are tensors, and which say what is needed.
     """
     name = function.__name__
     is_backward = name.endswith("backward")
-    in_backward = len(signature.names) - signature.tensors - (signature.names[-1] == "needs_max")
 
     def call(*arguments: Any) -> tuple[Any, Origin | None]:
         on = arguments[1] if arguments[0] is None else arguments[0]
@@ -117,7 +117,7 @@ def planned(function: _Computation, signature: Any) -> Callable[..., tuple[Any, 
         if plan is not None:
             ran = plan.run(tensors)
             if ran is not None:
-                return ran[0], Origin(plan, ran[1][: len(tensors) + SAVED_OUTPUTS], numbers[:in_backward])
+                return ran[0], Origin(plan, ran[1][: len(tensors) + SAVED_OUTPUTS], signature.around_needs(numbers))
         if found in _plans or _is_new(found):
             return function(*arguments), None
         return _make(found, on.get_device(), tensors, lambda distinct: function(*distinct, *numbers)), None

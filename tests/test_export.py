@@ -110,6 +110,66 @@ assert torch.equal(prepared(*inputs, dmattn_ops.prepare_mask(mask, is_causal=Tru
     assert done.returncode == 0, done.stderr
 
 
+LATER = """
+import sys
+from importlib.machinery import PathFinder, SourceFileLoader
+
+class Loader(SourceFileLoader):
+    def get_code(self, name):
+        text = self.get_source(name)
+        assert text.count('APPENDED = ""') == 1
+        return compile(text.replace('APPENDED = ""', 'APPENDED = ", float warmth=1.0, int? age=None"'), self.path, "exec")
+
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == "dmattn_ops.ops":
+            spec = PathFinder.find_spec(name, path)
+            spec.loader = Loader(spec.loader.name, spec.loader.path)
+            return spec
+
+sys.meta_path.insert(0, Finder)
+import torch, dmattn_ops
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Calls(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function is torch.ops.dmattn.backward.default:
+            seen.append(dmattn_ops.ops.SIGNATURES["backward"].read(arguments))
+        return function(*arguments, **(keywords or {}))
+
+seen = []
+folder = sys.argv[1]
+inputs, expected, gradients = torch.load(f"{folder}/inputs.pt")
+leaves = [tensor.requires_grad_() for tensor in inputs[:3]]
+def check(out, warmth, age):
+    assert torch.equal(out, expected)
+    with Calls():
+        found = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert all(map(torch.equal, found, gradients))
+    read = seen.pop()
+    assert (read.needs_dbias, read.needs_dsink, read.warmth, read.age) == (False, False, warmth, age)
+check(torch.export.load(f"{folder}/masked.pt2").module()(*leaves, *inputs[3:]), 1.0, None)
+call = lambda: dmattn_ops.flash_dmattn_func(*leaves, inputs[3], inputs[4], is_causal=True, window_size=(64, 0))
+check(call(), 1.0, None)
+check(torch.compile(call, fullgraph=True, backend="aot_eager")(), 1.0, None)
+prepared = dmattn_ops.prepare_mask(inputs[3], is_causal=True, window_size=(64, 0))
+lists = {name: getattr(prepared, name) for name in ("row_tiles", "col_tiles", "row_bits", "col_bits")}
+check(torch.ops.dmattn.forward(*leaves, inputs[4], **lists, band_lo=-64, band_hi=0, warmth=0.5, age=3)[0], 0.5, 3)
+"""
+
+
+def test_a_saved_program_trains_with_a_version_that_appended_numbers(tmp_path):
+    inputs = masked_inputs(3, 140)
+    program = torch.export.export(Masked(), inputs, dynamic_shapes=tuple(SIZES))
+    torch.export.save(program, tmp_path / "masked.pt2")
+    leaves = [tensor.requires_grad_() for tensor in inputs[:3]]
+    out = Masked()(*inputs)
+    gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    torch.save(([tensor.detach() for tensor in inputs], out.detach(), gradients), tmp_path / "inputs.pt")
+    done = subprocess.run([sys.executable, "-c", LATER, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_a_compiled_package_runs_where_the_library_is_imported(tmp_path):
     with torch.no_grad():

@@ -100,7 +100,7 @@ def test_a_backward_is_repeated_only_for_the_layout_that_it_was_made_for(monkeyp
     saved = (query, query, query, None, query, torch.zeros(1, 4, 4), torch.zeros(1, 4, 4))
     ran: list[str] = []
     origin = plans.Origin(
-        SimpleNamespace(backwards={}), [0 if tensor is None else tensor.data_ptr() for tensor in saved], ()
+        SimpleNamespace(backwards={}), [0 if tensor is None else tensor.data_ptr() for tensor in saved], ((), ())
     )
     plan = SimpleNamespace(run=lambda tensors, addresses: ran.append("plan") or ((), []))
     call = ("backward", 3, query, None)
