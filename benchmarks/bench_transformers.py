@@ -12,9 +12,9 @@ models run it too, and with fullgraph=True Dynamo compiles nothing that compiled
 
 **What is measured** is how many steps a second a model trains: a sample is the mean over at least `STEPS` steps in a row that
 take about `SAMPLE_SECONDS`, after `IDLE_SECONDS` of rest. A single step after a rest would measure how long the first launches
-take. The processes have equal weights. They compile at the same time, and then take turns, one sample each in every round, while
-the others wait. After the last round one more step is profiled: an implementation that calls an operator which no compiled graph
-calls (`EAGER`) gets no time.
+take. The processes have equal weights. They compile at the same time, so that what a compiler times is disturbed by the others,
+and then take turns, one sample each in every round, while the others wait. After the last round one more step is profiled: an
+implementation that calls an operator which no compiled graph calls (`EAGER`) gets no time.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class Worker:
     def stop(self) -> None:
         """End the process, whatever it does."""
         self.process.kill()
-        with self.process:  # closes the pipes and waits
+        with contextlib.suppress(BrokenPipeError), self.process:  # closes the pipes and waits
             pass
 
 

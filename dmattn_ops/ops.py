@@ -2,7 +2,7 @@
 
 In every schema the tensors come first and the numbers behind them, and every argument has a name that means the same in
 all of them. Where an argument stands is read from the schema (`SIGNATURES`), never counted. A program exported by an earlier
-version must load, and names arguments by their places: so a new number is appended behind `needs_...`, with a default, to the
+version must load, and passes arguments by position: so a new number is appended behind `needs_...`, with a default, to the
 forward and to the backward (`APPENDED`), and a new tensor makes a new overload of the operators, beside `default`.
 
 A policy of selective checkpointing is asked about overloads: compare with `torch.ops.dmattn.forward.default`, not with the
@@ -124,7 +124,9 @@ def place_of_needs(numbers: Sequence[str]) -> slice:
     """Return where among the names of numbers those stand, in a row, that say what is needed; behind all if there are none."""
     are_needs = [number.startswith("needs_") for number in numbers]
     first = are_needs.index(True) if any(are_needs) else len(numbers)
-    return slice(first, first + sum(are_needs))
+    end = first + sum(are_needs)
+    assert all(are_needs[first:end]), "what says which outputs are needed stands in a row"
+    return slice(first, end)
 
 
 SIGNATURES = {name: _signature(name) for name in SCHEMAS}

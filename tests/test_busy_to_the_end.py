@@ -11,9 +11,12 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from dmattn_ops import config
+from dmattn_ops.call import Call
 from dmattn_ops.kernels.hopper import arguments
 from dmattn_ops.kernels.hopper.backward import launch, work
 from dmattn_ops.kernels.hopper.forward import walk
+from dmattn_ops.problem import NO_MASK, plain_options
 from tests.device_functions import on_integers
 
 SMS = 132
@@ -92,6 +95,27 @@ def test_causal_blocks_leave_sms_idle_for_a_hundredth_of_the_time():
 def balanced(ranks: int, heads: int) -> int:
     """Return how many heads go side by side on an H200."""
     return arguments.heads_that_balance(ranks, heads, H200)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "seqlen", "together"),
+    [
+        (4, 16, 16, 2048, 16),  # 16 blocks a head: 16 heads have 1.9 blocks for each SM
+        (4, 16, 16, 4096, 8),
+        (4, 32, 8, 2048, 16),
+        (4, 32, 8, 2176, 4),  # heads that share keys: 17 blocks are too many
+        (2, 32, 8, 4096, 4),
+        (32, 32, 8, 2048, 4),  # and so are 4096 of all heads
+        (1, 8, 8, 512, 8),  # few blocks: all heads
+    ],
+)
+def test_how_many_heads_of_a_causal_backward_go_side_by_side(batch, heads, kv_heads, seqlen, together):
+    query, key = (torch.empty(1, dtype=torch.bfloat16).expand(batch, seqlen, count, 128) for count in (heads, kv_heads))
+    options = plain_options(128**-0.5, band_hi=0)
+    call = Call(query, key, key, None, NO_MASK, None, None, None, options)
+    (row,) = (row for row in config.BACKWARD if row.kernel == "hopper" and row.dim == 128)
+    blocks = -(-seqlen // row.config.block_n)
+    assert launch._order(call, blocks, False, options, row.config, SMS) == (together, 0, 1)
 
 
 @pytest.mark.parametrize(("heads", "at_most"), [(16, 0.025), (32, 0.05)])

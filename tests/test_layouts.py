@@ -100,14 +100,16 @@ def test_a_backward_is_repeated_only_for_the_layout_that_it_was_made_for(monkeyp
     saved = (query, query, query, None, query, torch.zeros(1, 4, 4), torch.zeros(1, 4, 4))
     ran: list[str] = []
     origin = plans.Origin(
-        SimpleNamespace(backwards={}), [0 if tensor is None else tensor.data_ptr() for tensor in saved], ((), ())
+        SimpleNamespace(backwards={}), [0 if tensor is None else tensor.data_ptr() for tensor in saved], ((0.5,), (7,))
     )
     plan = SimpleNamespace(run=lambda tensors, addresses: ran.append("plan") or ((), []))
     call = ("backward", 3, query, None)
     monkeypatch.setattr(plans, "_plans", {})
     assert origin.backward(*call, saved, (False, False)) is None
-    monkeypatch.setattr(plans, "key", lambda *_: "key")
-    monkeypatch.setattr(plans, "_plans", {"key": plan})
+    monkeypatch.setattr(plans, "key", lambda name, tensors, numbers: numbers)
+    monkeypatch.setattr(
+        plans, "_plans", {(0.5, False, False, 7): plan}
+    )  # what is appended stands behind what is needed
     assert origin.backward(*call, saved, (False, False)) == () and ran == ["plan"]
     monkeypatch.setattr(plans, "_plans", {})
     assert origin.backward(*call, saved, (False, False)) == ()  # found by its layout

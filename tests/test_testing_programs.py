@@ -49,6 +49,8 @@ else:
 
 SHARES = """#!{python}
 import os, signal, sys
+if sys.argv[1] == "--version":
+    sys.exit(0)
 first, step = sys.argv[-2:]
 assert step == "3"
 if first == "1" and "{broken}" == "killed":
@@ -56,8 +58,20 @@ if first == "1" and "{broken}" == "killed":
 if first != "1" or "{broken}" == "None":
     print("calls 7")
     print(f"launched a b{{first}}")
-    print("========= ERROR SUMMARY: 0 errors")
+    print("========= RACECHECK SUMMARY: 0 hazards" if "racecheck" in sys.argv else "========= ERROR SUMMARY: 0 errors")
 """
+
+
+def test_a_process_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    inner = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
+    outer = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {inner!r}])"
+    said, status = memory_check._share([sys.executable, "-c", outer], 5.0)
+    assert (said, status) == ("begun\n", 124)
+    assert (
+        not Path(f"/proc/{note.read_text()}/cmdline").exists()
+        or not Path(f"/proc/{note.read_text()}/cmdline").read_bytes()
+    )
 
 
 def test_the_sample_names_kernels_of_every_folder() -> None:
@@ -103,14 +117,22 @@ def test_what_a_tool_says_stands_in_the_file(
     assert json.loads(output.read_text())["without a tool"] == before["without a tool"]
 
 
+@pytest.mark.parametrize("tool_name", ["memcheck", "racecheck", None])
 @pytest.mark.parametrize(("broken", "status", "errors"), [(None, 0, 0), ("killed", -9, None), ("silent", 0, None)])
 def test_processes_that_share_the_calls_count_as_one_run(
-    broken: str | None, status: int, errors: int | None, tmp_path: Path
+    tool_name: str | None,
+    broken: str | None,
+    status: int,
+    errors: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(SHARES.format(python=sys.executable, broken=broken))
     tool.chmod(0o755)
-    found = memory_check.under("memcheck", str(tool), 60.0, "cpu", jobs=3)
+    if tool_name is None:
+        monkeypatch.setattr(sys, "executable", str(tool))
+    found = memory_check.under(tool_name, str(tool), 60.0, "cpu", jobs=3)
     assert found["status"] == status and found["errors"] == errors
     assert found["kernels"] == ["a", "b0", *([] if broken else ["b1"]), "b2"] and found["calls"] == (
         14 if broken else 21

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -211,17 +213,20 @@ def run_calls(device: str, first: int = 0, step: int = 1) -> set[str]:
 def _share(command: list[str], limit: float) -> tuple[str, int]:
     """Run a process with a part of the calls; return what it printed and its exit status."""
     variables = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=variables, start_new_session=True, **pipes)
     try:
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=limit, check=False)
-        return done.stdout + done.stderr, done.returncode
-    except subprocess.TimeoutExpired as late:
-        return str(late.stdout or b"", "utf8"), 124
+        return process.communicate(timeout=limit)[0], process.returncode
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the tool, and the Python that it runs
+        return process.communicate()[0], 124
 
 
 def under(tool: str | None, sanitizer: str, limit: float, device: str, jobs: int = 1) -> dict[str, Any]:
     """Run the sample in processes of its own, under a tool if one is named; return what is known of it.
 
-    What a tool says counts as nothing unless it says it of every process.
+    That there are no errors is known only where the tool says so of every process, each of which told how many calls it made.
     """
     command = [sys.executable, "-m", "dmattn_ops.testing.memory_check", "--device", device]
     if tool is not None:
@@ -233,19 +238,20 @@ def under(tool: str | None, sanitizer: str, limit: float, device: str, jobs: int
         commands = [[*command, "--calls", str(first), str(jobs)] for first in range(jobs)]
         shares = list(pool.map(lambda each: _share(each, limit), commands))
     text, statuses = "\n".join(said for said, _ in shares), [status for _, status in shares]
-    status = next(
-        (each for each in statuses if each not in (0, _FOUND)), max(statuses)
-    )  # a crash counts more than a find
+    # a crash counts more than a find
+    status = next((each for each in statuses if each not in (0, _FOUND)), max(statuses))
     lines = text.splitlines()
     found = [int(one or other) for one, other in _SUMMARY.findall(text)]
+    calls = [int(line.removeprefix(_CALLS)) for line in lines if line.startswith(_CALLS)]
     launched = [line.removeprefix(_LAUNCHED).split() for line in lines if line.startswith(_LAUNCHED)]
+    known = len(calls) == jobs and (tool is None or len(found) >= jobs)
     result = {
-        "errors": sum(found) if len(found) >= jobs or tool is None else None,
-        "status": status, "calls": sum(int(line.removeprefix(_CALLS)) for line in lines if line.startswith(_CALLS)),
-        "seconds": round(time.time() - begun, 1), "kernels": sorted(set().union(*launched)),
+        "errors": sum(found) or (0 if known else None),
+        "status": status, "calls": sum(calls), "seconds": round(time.time() - begun, 1),
+        "kernels": sorted(set().union(*launched)),
         "said": [line for line in lines if line.startswith("=========") or "Error" in line][:_LINES],
     }  # fmt: skip
-    if tool == "racecheck" and found:
+    if tool == "racecheck" and known:
         result |= races.judge(text).as_result() | {"version": races.version(sanitizer)}
     return result
 

@@ -92,16 +92,18 @@ def _arguments_of(
     return _SPANS, list(span_arguments(spans, placeholder)), [0, 0, WORDS, 0, 0, 0, 0, 0, 0, 1, 1]
 
 
-def _heads_side_by_side(call: Call, config: HopperBackward256, uneven: bool, heads: int, longest: int) -> int:
+def _heads_side_by_side(call: Call, config: HopperBackward256, uneven: bool, heads: int, blocks: int) -> int:
     """Return how many of `heads` heads' blocks alternate: where they differ in length, longest first, and still in L2.
 
-    `longest` is how many blocks a head has, or those of the longest of packed sequences.
+    `blocks` is how many a head has. How their lengths differ is known of causal calls alone; heads that share keys and packed
+    sequences read more, and are left as they were (measured up to D 128: `_order` of the other backward).
     """
     if not uneven:
         return 1
-    if call.varlen is None and (call.mask.row_tiles is not None or call.options.band_lo > -UNBOUNDED):
-        return config.heads_per_group  # how their lengths differ is not known, or little
-    return max(config.heads_per_group, heads_that_balance(longest, heads, call.query.device))
+    causal = call.varlen is None and call.mask.row_tiles is None and call.options.band_lo == -UNBOUNDED
+    if not causal or call.query.shape[2] != call.key.shape[2]:
+        return config.heads_per_group
+    return max(config.heads_per_group, heads_that_balance(blocks, heads, call.query.device))
 
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256) -> None:
@@ -141,7 +143,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     sizes = heads // kv_heads, seqlen_q, seqlen_k, rows, band_lo, band_hi
     kind, numbers, strides = _arguments_of(call, True, heads, seqlen_q, stats)
     blocks = -(-seqlen_k // STEP) if kind in (0, _SPANS) else -(-seqlen_k // TILE) * 2
-    together = _heads_side_by_side(call, config, uneven, batch * kv_heads, -(-call.demand.seqlen_k // STEP))
+    together = _heads_side_by_side(call, config, uneven, batch * kv_heads, blocks)
     n_flags, hidden = total // STAT_ROWS, mask.hidden_from is not None
     launch(
         keys_kernel, (batch * kv_heads * blocks,),
@@ -153,7 +155,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         NATURAL=in_natural_units(call), num_warps=4,
     )  # fmt: skip
     kind, numbers, strides = _arguments_of(call, False, heads, seqlen_q, stats)
-    together = _heads_side_by_side(call, config, uneven, batch * heads, -(-call.demand.seqlen_q // TILE))
+    together = _heads_side_by_side(call, config, uneven, batch * heads, rows // TILE)
     partial = uneven or seqlen_k % STEP != 0
     launch(
         queries_kernel, (batch * heads * (rows // TILE),),
