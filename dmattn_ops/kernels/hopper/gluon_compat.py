@@ -1,10 +1,14 @@
 """The Gluon names that SM 9.0 kernels use, the same for triton 3.6 and later.
 
-Triton 3.9 renamed the TMA copies and gave the reduction a name; 3.6 has its lowering but no Python function.
+Triton 3.9 renamed the TMA copies and gave the reduction a name; 3.6 has its lowering but no Python function. Triton 3.8 alone
+refuses views of shared memory that are smaller than what they view, and views of a slice.
 """
 
 from __future__ import annotations
 
+import math
+
+import triton
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -17,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 __all__ = [
+    "VIEWS_ARE_WHOLE",
     "fence_async_shared",
     "mbarrier",
     "meet",
@@ -29,12 +34,27 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
+VIEWS_ARE_WHOLE = triton.__version__.startswith("3.8.")
+
 
 @builtin
 def reinterpret(descriptor, dtype, shape, layout, _semantic=None):
     """View shared memory as another dtype, shape and layout that take no more room."""
     view = descriptor.reinterpret if hasattr(descriptor, "reinterpret") else descriptor._reinterpret
-    return view(dtype, shape, layout, _semantic=_semantic)
+    times = _times(descriptor, _plain(dtype), [_plain(size) for size in _plain(shape)]) if VIEWS_ARE_WHOLE else 1
+    if times == 1:
+        return view(dtype, shape, layout, _semantic=_semantic)
+    return view(dtype, [times, *_plain(shape)], layout, _semantic=_semantic).index(0, _semantic=_semantic)
+
+
+def _plain(value):
+    return value.value if isinstance(value, gl.constexpr) else value
+
+
+def _times(descriptor, dtype, shape):
+    """Return how often a view fits into shared memory."""
+    own = math.prod(descriptor.shape) * descriptor.dtype.primitive_bitwidth
+    return own // (math.prod(shape) * dtype.primitive_bitwidth)
 
 
 @builtin

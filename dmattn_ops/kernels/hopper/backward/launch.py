@@ -32,6 +32,7 @@ from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
 from dmattn_ops.kernels.hopper.dbias.launch import Statistics, bias_gradient
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
+from dmattn_ops.kernels.hopper.gluon_compat import VIEWS_ARE_WHOLE
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
@@ -69,6 +70,8 @@ def refusals(call: Call) -> list[str]:
         f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
         f"head dimensions {dim} and {dim_v} that are no multiples of 8": dim % 8 != 0 or dim_v % 8 != 0,
         "intervals whose lists of tiles would be too long": varlen is None and too_long(call),
+        f"head dimensions {dim} and {dim_v} in two parts with triton 3.8": VIEWS_ARE_WHOLE
+        and _in_two_parts(dim, dim_v),
     }
     found = [f"the SM 9.0 backward does not support {name}" for name, holds in reasons.items() if holds]
     found += [f"the SM 9.0 backward {reason}" for reason in dropout_refusals(call)]
@@ -163,6 +166,11 @@ def _order(
     if causal and (heads == kv_heads or short):
         return heads_that_balance(blocks_per_head, batch * kv_heads, device), 0, 1
     return LEAST_HEADS, 0, 1
+
+
+def _in_two_parts(dim: int, dim_v: int) -> bool:
+    """Return whether columns of query or of value are two tiles, whose second one is a slice of shared memory."""
+    return max(dim, dim_v) <= MAX_DIM and any(second > 0 for _, second in tiles_of(dim, dim_v))
 
 
 def tiles_of(dim: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:
