@@ -87,6 +87,21 @@ def take_masks_of_integers() -> None:
     InterpreterBuilder.create_masked_store = create_masked_store
 
 
+def take_constants_of_tensors() -> None:
+    """Let the interpreter take what a constant and a tensor give, which in Triton 3.8 is a constant that holds a tensor."""
+    from triton import language as tl
+    from triton.language.semantic import TritonSemantic
+
+    to_tensor = TritonSemantic.to_tensor
+
+    def unwrapped(self: Any, value: Any, *more: Any, **named: Any) -> Any:
+        if isinstance(value, tl.constexpr) and isinstance(value.value, tl.tensor):
+            value = value.value
+        return to_tensor(self, value, *more, **named)
+
+    TritonSemantic.to_tensor = unwrapped
+
+
 class StrictMemory:
     """The interpreter's loads and stores, each checked to lie inside a tensor that the launch was given."""
 
@@ -148,3 +163,4 @@ if INTERPRETED:
     multiply_exactly()
     fuse_multiplication_and_addition()
     take_masks_of_integers()
+    take_constants_of_tensors()
