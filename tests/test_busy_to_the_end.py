@@ -118,11 +118,17 @@ def test_how_many_heads_of_a_causal_backward_go_side_by_side(batch, heads, kv_he
     assert launch._order(call, blocks, False, options, row.config, SMS) == (together, 0, 1)
 
 
-@pytest.mark.parametrize(("heads", "at_most"), [(16, 0.025), (32, 0.05)])
-def test_packed_sequences_of_many_lengths_leave_sms_idle_for_little_of_the_time(heads, at_most):
-    costs = packed(1)
-    together = arguments.heads_side_by_side(max(PACKED) * 128 * 8, heads, H200)
-    assert idle(costs, heads, together) < at_most
+@pytest.mark.parametrize(("heads", "group"), [(16, 1), (8, 4), (32, 1)])
+def test_packed_sequences_of_many_lengths_leave_sms_idle_for_a_fortieth_of_the_time_where_l2_holds_enough(heads, group):
+    costs = packed(group)
+    together = arguments.heads_side_by_side(group * max(PACKED) * 128 * 8, heads, H200)
+    if (heads, group) == (
+        8,
+        4,
+    ):  # four heads fill L2; all eight, which would be idle for less, took 3% longer on an H200
+        assert together == 4 and idle(costs, heads, 4) > 0.15 and idle(costs, heads, heads) < 0.025
+    else:
+        assert idle(costs, heads, together) < 0.025
 
 
 @pytest.mark.parametrize(

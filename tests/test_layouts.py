@@ -107,9 +107,8 @@ def test_a_backward_is_repeated_only_for_the_layout_that_it_was_made_for(monkeyp
     monkeypatch.setattr(plans, "_plans", {})
     assert origin.backward(*call, saved, (False, False)) is None
     monkeypatch.setattr(plans, "key", lambda name, tensors, numbers: numbers)
-    monkeypatch.setattr(
-        plans, "_plans", {(0.5, False, False, 7): plan}
-    )  # what is appended stands behind what is needed
+    # what is appended stands behind what is needed
+    monkeypatch.setattr(plans, "_plans", {(0.5, False, False, 7): plan})
     assert origin.backward(*call, saved, (False, False)) == () and ran == ["plan"]
     monkeypatch.setattr(plans, "_plans", {})
     assert origin.backward(*call, saved, (False, False)) == ()  # found by its layout

@@ -43,7 +43,7 @@ from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, Mask, Options, dropout_s
 TAKES_SINKS = True
 MAX_DIM = 128
 FEW_ROUNDS = 4  # blocks for each SM, up to which all heads go side by side: the last blocks to start are short then
-# Interleaved: tiles of a head that start together read the same; rows of 3 to 8 differ by less than 1%, those of 1 cost 5%
+# Interleaved: tiles of a head that start together read the same; rows of 3 to 8 differ by 1%, those of 1 cost 1 to 15%
 RANKS_IN_ROW = 5
 # Blocks for each SM in a group of heads, where no list has room for more than half of the query tiles. Such blocks are about
 # as long as each other, and up to half of those of packed keys have no keys at all.
