@@ -2,8 +2,9 @@
 
 B1 D128 bfloat16; H32 without groups, H8 for the longest. In one process and in turns: milliseconds of mask work, forward and
 backward, and TFLOP/s over the 128 x 128 tiles in which something is visible (backward: 2.5 times the operations of the
-forward). `dmattn` takes each mask as a user would write it (a flag, documents, intervals), `dmattn-intervals` all as
-intervals. The peers get predicates and lists of blocks by `create_block_mask`, which counts. `--rows` chooses lengths.
+forward). `dmattn` takes each mask as a user would write it (a flag, documents, intervals, how many keys are left at most),
+`dmattn-intervals` all as intervals. The peers get predicates and lists of blocks by `create_block_mask`, which counts.
+`--rows` chooses lengths.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ def as_intervals(call: Attention, mask: IntervalMask) -> Run:
 
 
 def as_written(call: Attention, name: str, mask: IntervalMask) -> Run | None:
-    """Run this library with the mask as flags or documents; None where it is neither."""
+    """Run this library with the mask as flags, documents or a number of kept keys; None where it is neither."""
+    if mask.at_most is not None:
+        kept: dict[str, Any] = {"intervals": (None, mask.end), "at_most": mask.at_most, "seqlen_q": call.query.shape[1]}
+        prepare = functools.partial(dmattn_ops.prepare_mask, **kept, is_causal=True)
+        attend = functools.partial(dmattn_ops.flash_dmattn_func, *call.leaves, prepare())
+        return recorded_run(attend, [*call.leaves], call.grad_out, prepare)
     attend = functools.partial(dmattn_ops.flash_dmattn_func, *call.leaves, is_causal=mask.causal)
     if mask.documents is not None:
         prepare = functools.partial(dmattn_ops.prepare_mask, documents=mask.documents, is_causal=mask.causal)

@@ -28,6 +28,9 @@ class IntervalMask(NamedTuple):
     causal: bool = False  # nothing but the diagonal
     window: int | None = None  # nothing but the diagonal and a window of so many earlier keys
     documents: Tensor | None = None  # ids [1, S]: nothing but documents, and the diagonal where `causal`
+    at_most: int | None = (
+        None  # no query sees more keys; each is seen from the diagonal on, and `start` says nothing more
+    )
 
 
 class Layout(NamedTuple):
@@ -178,7 +181,7 @@ def random_eviction(seqlen: int, device: str) -> IntervalMask:
     key = torch.arange(seqlen, device=device)
     end = torch.full_like(key, seqlen)
     end[gone] = half + torch.arange(half, device=device)
-    return _mask(key, end, lambda b, h, i, j: (i >= j) & (i < end[j]), key)
+    return _mask(key, end, lambda b, h, i, j: (i >= j) & (i < end[j]), key, at_most=half)
 
 
 MASKS: dict[str, Callable[[int, str], IntervalMask]] = {

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _NARROW_INTEGERS = (torch.uint8, torch.int8, torch.int16)  # twice any of these fits int32
 Documents = Tensor | tuple[Tensor, Tensor]
 Pair = tuple[Tensor, Tensor]
+Intervals = tuple[Tensor | None, Tensor]  # start and end; without a start, nothing but a band says where a key begins
 
 
 def id_pair(documents: Any) -> tuple[Tensor, Tensor]:
@@ -63,14 +64,14 @@ def require_fitting(
         raise ValueError(f"mask must have as many queries as documents has, {got}")
 
 
-def clipped_to_runs(intervals: Pair, documents: Tensor) -> Pair | None:
+def clipped_to_runs(intervals: Intervals, documents: Tensor) -> Pair | None:
     """Return intervals that end with the document of their key, or None where an id returns later. Reads the ids."""
     first, last = sharded.row_by_row(layout.runs, documents)
     if not layout.is_one_run_each(documents):
         return None
-    start, end = torch.broadcast_tensors(*intervals)
-    start = torch.maximum(start, first.unsqueeze(1))
-    return start, torch.minimum(end.expand_as(start), last.unsqueeze(1))
+    start, end = intervals
+    first, last = first.unsqueeze(1), torch.minimum(end, last.unsqueeze(1))
+    return first.expand_as(last) if start is None else torch.maximum(start, first), last
 
 
 def segments_of(documents: Documents | None, keep: Tensor | None) -> Segments:

@@ -110,7 +110,8 @@ def _covered(low: Tensor, high: Tensor, size: int) -> Tensor:
 def interval_tiles(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     """Return which tiles the hulls of intervals and the band let kernels visit, bool `[Bm, Hm, nQ, nK]`.
 
-    The hull of a tile of keys goes from the first query that sees one of them to the last.
+    The hull of a tile of keys goes from the first query that sees one of them to the last; queries from which all of them
+    are hidden do not visit it.
     """
     assert mask.end is not None
     start = torch.zeros_like(mask.end) if mask.start is None else mask.start
@@ -120,7 +121,13 @@ def interval_tiles(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen
     q_first, q_last = (end.unsqueeze(-1) for end in _tile_ends(seqlen_q, start.device))
     k_first, k_last = _tile_ends(seqlen_k, start.device)
     inside = (k_last - q_first >= band_lo) & (k_first - q_last <= band_hi)
-    return inside & (q_last >= low.unsqueeze(-2)) & (q_first < high.unsqueeze(-2))
+    inside = inside & (q_last >= low.unsqueeze(-2)) & (q_first < high.unsqueeze(-2))
+    if mask.hidden_from is None or mask.hidden_to is None:
+        return inside
+    hides = mask.hidden_from < mask.hidden_to
+    _, first = _tile_ranges(torch.where(seen, torch.where(hides, mask.hidden_from, seqlen_q), 0))
+    behind, _ = _tile_ranges(torch.where(seen, torch.where(hides, mask.hidden_to, 0), seqlen_q))
+    return inside & ~((q_first >= first.unsqueeze(-2)) & (q_last < behind.unsqueeze(-2)))
 
 
 def dense(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:

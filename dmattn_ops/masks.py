@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from dmattn_ops import layout, require, sharded, validation, values
 from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of
 from dmattn_ops.block_mask import from_block_mask
-from dmattn_ops.documents import Documents, Pair, clipped_to_runs, id_pair, require_fitting, segments_of
+from dmattn_ops.documents import Documents, Intervals, Pair, clipped_to_runs, id_pair, require_fitting, segments_of
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask
 from dmattn_ops.tile_mask import TileMask, from_dense, from_intervals, from_segments
 
@@ -24,7 +24,7 @@ def prepare_mask(
     mask: Tensor | BlockMask | None = None,
     *,
     documents: Documents | None = None,
-    intervals: Pair | None = None,
+    intervals: Intervals | None = None,
     hidden: Pair | None = None,
     at_most: int | None = None,
     seqlen_q: int | None = None,
@@ -49,7 +49,8 @@ def prepare_mask(
             131072) without a window, and `O(S)` with one: documents of at most `L` keys may add
             `window_size=(L - 1, L - 1)`, which hides nothing.
         intervals: `(start, end)`, int32 `[B|1, H|Hkv|1, Sk]` each: query `i` sees key `j` iff `start <= i < end`;
-            `start >= end` hides the key. Takes O(S) memory and needs `seqlen_q`.
+            `start >= end` hides the key. With None as `start`, a key is seen from the first query on that a causal
+            condition or a window lets see it: only then can keys be packed. Takes O(S) memory and needs `seqlen_q`.
         hidden: `(from_, to)`, like `intervals`, which it needs: query `i` does not see key `j` where `from_ <= i < to`.
         at_most: a promise that no query sees more keys of a head, after everything that is given here: keys may then be
             packed (see `dynamic_mask`). A broken promise raises on the CPU; on a GPU the queries concerned get NaN.
@@ -162,7 +163,7 @@ def resolve(mask: Tensor | TileMask | None, band: Band, seqlen_q: int, seqlen_k:
     return mask.mask, *mask.band.limits(seqlen_q, seqlen_k)
 
 
-def _promised(at_most: int | None, intervals: Pair | None) -> None:
+def _promised(at_most: int | None, intervals: Intervals | None) -> None:
     """Refuse a promise that is no number, or stands alone."""
     if at_most is None:
         return
@@ -178,9 +179,9 @@ def _countable(count: int) -> int:
     return UNBOUNDED if require.certainly(count > UNBOUNDED) else count
 
 
-def _equal_intervals(intervals: Pair, hidden: Pair | None) -> tuple[Pair, Pair | None]:
-    """Refuse what is no pair of int32 `[B|1, Hm, Sk]`; return copies of one shape."""
-    parts: dict[str, Tensor] = {}
+def _equal_intervals(intervals: Intervals, hidden: Pair | None) -> tuple[Intervals, Pair | None]:
+    """Refuse what is no pair of int32 `[B|1, Hm, Sk]`; return copies of one shape. A start may be None."""
+    parts: dict[str, Any] = {}
     for name, pair, ends in (("intervals", intervals, ("start", "end")), ("hidden", hidden, ("from_", "to"))):
         if pair is None:
             continue
@@ -188,17 +189,21 @@ def _equal_intervals(intervals: Pair, hidden: Pair | None) -> tuple[Pair, Pair |
             got = type(pair).__name__ if isinstance(pair, Tensor) else f"a {type(pair).__name__} of {len(pair)}"
             raise TypeError(f"{name} must be a pair of tensors, got {got}")
         parts |= {f"{end} of {name}": part for end, part in zip(ends, pair, strict=True)}
+    if intervals[0] is None:
+        del parts["start of intervals"]
+    first = next(iter(parts))
     for name, part in parts.items():
         validation.tensors(**{name: part})
         require.rank(name, part, 3)
         require.dtype(name, part, torch.int32)
-        require.device(name, part, intervals[0].device, "start of intervals")
+        require.device(name, part, parts[first].device, first)
     sizes = [require.wider(part.shape[dim] for part in parts.values()) for dim in (0, 1)]
-    shape = (*sizes, intervals[0].shape[-1])
+    shape = (*sizes, parts[first].shape[-1])
     for name, part in parts.items():
         require.sizes(name, part, (1, sizes[0]), (1, sizes[1]), shape[2:])
-    start, end, *others = (_own(part.expand(shape)) for part in parts.values())
-    return (start, end), (others[0], others[1]) if others else None
+    own = {name: _own(part.expand(shape)) for name, part in parts.items()}
+    others = None if hidden is None else (own["from_ of hidden"], own["to of hidden"])
+    return (own.get("start of intervals"), own["end of intervals"]), others
 
 
 def _own(part: Tensor) -> Tensor:
@@ -207,7 +212,7 @@ def _own(part: Tensor) -> Tensor:
 
 
 def _lengths(
-    mask: Tensor | BlockMask | None, documents: Documents | None, intervals: Pair | None, seqlen_q: int | None
+    mask: Tensor | BlockMask | None, documents: Documents | None, intervals: Intervals | None, seqlen_q: int | None
 ) -> tuple[int, int]:
     """Return Sq and Sk; refuse shapes and types that do not fit each other."""
     of_queries, of_keys = (None, None) if documents is None else id_pair(documents)
@@ -226,14 +231,14 @@ def _lengths(
     elif known_k is not None:
         seqlen_k = known_k
     elif intervals is not None:
-        seqlen_k = intervals[0].shape[-1]
+        seqlen_k = intervals[1].shape[-1]
     else:
         raise ValueError(
             "prepare_mask needs a mask, documents or intervals; causal and window conditions alone need no mask"
         )
     require_fitting(mask, of_queries, of_keys, known_q, seqlen_k)
-    if intervals is not None and not require.same(intervals[0].shape[-1], seqlen_k):
-        keys, expected = require.size_text(intervals[0].shape[-1]), require.size_text(seqlen_k)
+    if intervals is not None and not require.same(intervals[1].shape[-1], seqlen_k):
+        keys, expected = require.size_text(intervals[1].shape[-1]), require.size_text(seqlen_k)
         raise ValueError(f"intervals must have {expected} keys as the mask or the documents have, got {keys}")
     if known_q is None:
         if seqlen_q is None:
@@ -288,7 +293,7 @@ def _from_tensor(mask: Tensor, documents: Documents | None, seqlen_q: int, band:
 
 
 def _with_intervals(
-    intervals: Pair,
+    intervals: Intervals,
     hidden: Pair | None,
     at_most: int | None,
     mask: Tensor | BlockMask | None,

@@ -17,13 +17,19 @@ WORKSPACE = 4 << 30  # bytes that the copies of one pass may take
 
 # What the estimate of `pays` is made of, in the time that one head needs for a 128 x 128 tile, forward and backward, in a
 # launch that fills an H200 (41 ns: 1.375 and 4.05 us of one of 132 SMs, D 128, bfloat16).
-_WASTE = 1.2  # tiles listed over visible pairs: 1.07 to 1.21 over models of scores, S 8k to 128k, at_most 1k and 2k
-_PARTIAL = 1.25  # time of a packed tile, with its share of starts, ends and tests, over one of a dense causal call
+_PACKED = 1.05  # time of the pairs that are visible over that of as many in a dense causal call
+_ENDS = 3.6  # and more where few tiles are kept: lists end in tiles that are seldom filled, and those are tested
+_MOST = 1.5  # of both, measured with 1024 keys kept; with 2048 it is 1.2 to 1.3
 _TILE_ENDS = 1.0  # blocks that an epoch ends with are seldom filled
 _VISIBLE_BIRTHS = 0.2  # keys that are visible at all: few where the sequence is much longer than what is kept
 _COPIES = 3.0  # copying a block of slots twice and summing its gradients once: 400 KB at 3.5 TB/s
-_LAUNCHES = 1500.0  # 60 us: finding the keys, and a dozen launches more
-_MARGIN = 1.25  # the estimate has to win by this much
+_LAUNCHES = 400.0  # 16 us: a dozen launches
+_PLANNED = 60.0  # 2.5 us: what the program that plans the last epoch does with 1024 keys, forward and backward
+_LEAST_PLANNED = 1100.0  # no plan is made faster
+_MARGIN = 1.15  # the estimate has to win by this much
+_LONG_EPOCH = (
+    4096  # from this length on, copies of twice as many epochs cost less than tiles that are listed for longer
+)
 
 
 class Epochs(NamedTuple):
@@ -134,14 +140,15 @@ def epoch_length(seqlen_q: int, seqlen_k: int, at_most: int, band_hi: int, group
 
     About as many as keys are kept, since then as many keys are born in an epoch as it begins with: listed tiles are 1.14
     times the ideal (S 32k, 1024 kept; 1.19 with epochs twice as long). Longer epochs save copies, which weigh more where
-    no group shares them, so that epochs are twice as long there. Where no key is born behind the first query, one epoch
-    is all.
+    no group shares them, so that epochs are twice as long there, unless they are long anyway. Where no key is born
+    behind the first query, one epoch is all.
     """
     whole = _round_up(max(seqlen_q, 1))
     if band_hi >= seqlen_k:
         return whole
     kept = _round_up(max(1, min(at_most, seqlen_k)))
-    return min(whole, max(LEAST_EPOCH, kept if group > 1 else 2 * kept))
+    twice = group == 1 and kept < _LONG_EPOCH
+    return min(whole, max(LEAST_EPOCH, 2 * kept if twice else kept))
 
 
 def epochs(seqlen_q: int, seqlen_k: int, at_most: int, band_hi: int, length: int) -> Epochs:
@@ -173,9 +180,9 @@ class Sizes(NamedTuple):
 def pays(sizes: Sizes) -> bool:
     """Return whether forward and backward are expected to take less time with packed keys than without.
 
-    Measured on an H200 (B1 D128 bfloat16, forward and backward without finding and copying keys, against dense causal):
-    S 8192 with 1024 kept and H 32/8 3.0 times as fast, S 32768 with 1024 kept 11.6 (H 8/8: 10.8), with 2048 kept 6.5,
-    S 131072 with 2048 kept and H 4/1 25.9. The estimate says 2.3, 9.2 (8.2), 5.1 and 19.6, finding and copying included.
+    Measured on an H200 (B1 D128 bfloat16, selection, forward and backward, against dense causal), H 32/8 and H 16/16:
+    S 8192 with 1024 kept 2.5 and 1.9 times as fast, S 32768 with 1024 kept 10.3 and 8.0, with 2048 kept 6.1 and 5.1,
+    S 131072 with 2048 kept 27.7 and 23.4. The estimate says 2.3 and 2.0, 9.1 and 8.2, 5.8 and 5.4, 22.9 and 21.4.
     """
     return _MARGIN * packed_cost(sizes) < dense_cost(sizes)
 
@@ -190,9 +197,12 @@ def packed_cost(sizes: Sizes) -> float:
     group = max(1, sizes.heads // max(1, sizes.packed_heads))
     kept = _round_up(max(1, min(sizes.at_most, sizes.seqlen_k)))
     length = epoch_length(sizes.seqlen_q, sizes.seqlen_k, sizes.at_most, sizes.band_hi, group)
-    attention = _tiles(sizes, sizes.at_most) * _WASTE * _PARTIAL + -(-sizes.seqlen_q // TILE) * _TILE_ENDS
-    blocks = -(-sizes.seqlen_q // length) * (kept + length * _VISIBLE_BIRTHS) / TILE
-    return sizes.batch * (sizes.heads * attention + sizes.packed_heads * blocks * _COPIES) + _LAUNCHES
+    factor = min(_MOST, _PACKED + _ENDS * TILE / kept)
+    attention = _tiles(sizes, sizes.at_most) * factor + -(-sizes.seqlen_q // TILE) * _TILE_ENDS
+    births = max(_VISIBLE_BIRTHS, min(1.0, sizes.at_most / max(1, sizes.seqlen_k)))
+    blocks = -(-sizes.seqlen_q // length) * (kept + length * births) / TILE
+    planning = max(_LEAST_PLANNED, _PLANNED * (sizes.seqlen_k + 4 * kept + 2 * length) / 1024)
+    return sizes.batch * (sizes.heads * attention + sizes.packed_heads * blocks * _COPIES) + planning + _LAUNCHES
 
 
 def heads_per_pass(

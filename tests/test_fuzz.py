@@ -56,7 +56,7 @@ def test_problems_try_everything_that_a_call_may_ask_for() -> None:
     ):
         tried = {getattr(problem, name) for problem in drawn}
         assert len(tried) > 1, name
-    assert {problem.intervals for problem in drawn} == {"", "random", "lives", "hidden"}
+    assert {problem.intervals for problem in drawn} == {"", "random", "lives", "ends", "hidden"}
     assert {problem.rows for problem in drawn} == {"", "one", "overlapping", "far"}
     assert {problem.extreme for problem in drawn} == {"", "rows", "keys", "all"}
     assert {problem.onednn for problem in drawn} == {True, False}
@@ -363,7 +363,7 @@ GPU_DRAWN = {
     "heads_k": {1, 2, 3}, "layout": {"bshd", "bhsd", "sliced", "strided", "expanded"},
     "mask": {"", "random", "block", "rows", "keys", "none"}, "mask_shape": {"bhq", "bq", "q", "hq", "bkq", "bh", "b", "k", "", "h"},
     "mask_dtype": {"bool", "uint8", "int64", "int32"}, "prepared": {True, False}, "documents": {True, False},
-    "intervals": {"", "random", "lives", "hidden"}, "intervals_shape": {"bh", "b", "k", ""}, "promise": {True, False},
+    "intervals": {"", "random", "lives", "ends", "hidden"}, "intervals_shape": {"bh", "b", "k", ""}, "promise": {True, False},
     "bias": {True, False}, "bias_shape": {"bhq", "bq", "q", "hq", "bkq", "bh", "b", "k", "", "h"}, "bias_float32": {True, False},
     "nan_bias": {True, False}, "is_causal": {True, False}, "causal_from": {"top_left", "bottom_right"},
     "softcap": {0.0, 5.0, 30.0}, "dropout_p": {0.0, 0.1, 0.5, 1.0}, "deterministic": {True, False},

@@ -54,6 +54,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Maker]] = {
     "documents and padding": (
         ("documents", "padding"), lambda seqlen, documents, padding: prepare_mask(padding, documents=documents),
     ),
+    "ends": (("end",), lambda seqlen, end: prepare_mask(intervals=(None, end), seqlen_q=seqlen)),
     "intervals": (("start", "end"), lambda seqlen, start, end: prepare_mask(intervals=(start, end), seqlen_q=seqlen)),
     "hidden": (
         ("start", "end"),

@@ -153,6 +153,16 @@ PREPARE = {
         TypeError,
         "end of intervals must be a tensor, got list",
     ),
+    "interval without an end": (
+        {"intervals": (EVERY, None), "seqlen_q": 4},
+        TypeError,
+        "end of intervals must be a tensor, got NoneType",
+    ),
+    "interval without a start": (
+        {"intervals": (None, EVERY), "hidden": (EVERY, EVERY.to("meta")), "seqlen_q": 4},
+        ValueError,
+        "to of hidden must be on cpu like end of intervals, got meta",
+    ),
     "interval rank": (
         {"intervals": (EVERY[0], EVERY), "seqlen_q": 4},
         ValueError,

@@ -25,6 +25,7 @@ def causal(seqlen: int, at_most: int, heads: int = 32, packed_heads: int = 8, ba
 def test_an_epoch_is_about_as_long_as_what_is_kept():
     assert epoch_length(32768, 32768, 1000, 0, group=4) == 1024
     assert epoch_length(32768, 32768, 1024, 0, group=1) == 2048
+    assert epoch_length(32768, 32768, 16384, 0, group=1) == 16384
     assert epoch_length(32768, 32768, 1, 0, group=4) == LEAST_EPOCH
     assert epoch_length(700, 700, 600, 0, group=1) == 768  # no longer than all queries
     assert epoch_length(700, 9000, 64, UNBOUNDED, group=4) == 768  # no key is born later: one epoch
@@ -58,13 +59,22 @@ def test_packing_pays_where_far_fewer_keys_are_kept_than_there_are():
         causal(32768, 2048),
         causal(32768, 1024, 8),
         causal(1 << 20, 2048),
+        causal(32768, 16384),  # half of the keys: a quarter of the pairs is saved
+        causal(131072, 65536, 8, 8),
     ):
         assert pays(sizes)
     assert pays(causal(131072, 2048, 4, 1))
 
 
 def test_packing_does_not_pay_for_what_is_dense_or_short():
-    for sizes in (causal(32768, 16384), causal(2048, 512), causal(1024, 64), causal(4096, 512, 8), causal(0, 0)):
+    for sizes in (
+        causal(8192, 4096),
+        causal(32768, 24576),
+        causal(2048, 512),
+        causal(1024, 64),
+        causal(4096, 512, 8),
+        causal(0, 0),
+    ):
         assert not pays(sizes)
     window = causal(32768, 1024)._replace(band_lo=-1500)
     assert not pays(window) and dense_cost(window) < dense_cost(causal(32768, 1024)) / 8

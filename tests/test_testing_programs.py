@@ -37,7 +37,10 @@ if tool == "memcheck":
     print("========= ERROR SUMMARY: 1 error")
     sys.exit(99)
 if tool != "initcheck":
-    print("calls 3")
+    print("begins one\\nends 0.5 one\\nbegins two\\nends 2.5 two\\nbegins three\\nends 0.1 three\\ncalls 3")
+else:
+    assert sys.argv[sys.argv.index("--show-backtrace") + 1] == "device"
+    print("begins one\\nends 0.5 one\\nbegins two")
 if tool == "racecheck":
     print("========= Error: Race reported between Write access at backward_kernel+0x10580 in work.py:{line}")
     print("=========     and Read access at backward_kernel+0x1850 in work.py:{read} [96 hazards]")
@@ -56,6 +59,7 @@ assert step == "3"
 if first == "1" and "{broken}" == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if first != "1" or "{broken}" == "None":
+    print("\\n".join(f"begins {{number}}\\nends 0.1 {{number}}" for number in range(7)))
     print("calls 7")
     print(f"launched a b{{first}}")
     print("========= RACECHECK SUMMARY: 0 hazards" if "racecheck" in sys.argv else "========= ERROR SUMMARY: 0 errors")
@@ -83,7 +87,10 @@ def test_the_sample_names_kernels_of_every_folder() -> None:
 
 def test_every_call_of_the_sample_is_a_valid_one(capsys: pytest.CaptureFixture) -> None:
     memory_check.run_calls("cpu")
-    assert capsys.readouterr().out.startswith(f"calls {sum(1 for _ in memory_check.sample('cpu'))}\n")
+    lines, names = capsys.readouterr().out.splitlines(), [name for name, _ in memory_check.sample("cpu")]
+    assert [line.removeprefix("begins ") for line in lines[: 2 * len(names) : 2]] == names
+    assert [line.split(" ", 2)[2] for line in lines[1 : 2 * len(names) : 2]] == names
+    assert lines[2 * len(names)] == f"calls {len(names)}"
 
 
 def test_what_a_tool_says_stands_in_the_file(
@@ -103,6 +110,8 @@ def test_what_a_tool_says_stands_in_the_file(
     assert found["racecheck"]["proven to be ordered"] == {"backward_kernel: a block's place": 96}
     assert found["racecheck"]["version"] == "2025.3.1.0"
     assert memory_check.is_clean(found["synccheck"]) and not memory_check.is_clean(found["initcheck"])
+    assert found["synccheck"]["slowest"] == ["2.5 s two", "0.5 s one", "0.1 s three"]
+    assert found["synccheck"]["did not end"] == [] and found["initcheck"]["did not end"] == ["two"]
     assert found["without a tool"]["calls"] == sum(1 for _ in memory_check.sample("cpu"))
     assert "memcheck: NOT CLEAN, 1 errors" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", [*arguments, "--tools", "racecheck"])

@@ -86,6 +86,11 @@ def intervals(**band) -> tuple[TileMask, Tensor]:
     return prepare_mask(intervals=ends, seqlen_q=SQ, at_most=SK, **band), shown(*ends, SQ)
 
 
+def ends(**band) -> tuple[TileMask, Tensor]:
+    end = random_ends(BATCH, HEADS, SK)[1]
+    return prepare_mask(intervals=(None, end), seqlen_q=SQ, at_most=SK, **band), shown(torch.zeros_like(end), end, SQ)
+
+
 def hidden(**band) -> tuple[TileMask, Tensor]:
     ends, gap = random_ends(BATCH, 1, SK), random_ends(1, HEADS, SK)
     made = prepare_mask(intervals=ends, hidden=gap, seqlen_q=SQ, **band)
@@ -101,7 +106,7 @@ def best(**band) -> tuple[TileMask, Tensor]:
 DEFAULT = {"is_causal": False, "causal_from": "bottom_right", "window_size": (None, None)}
 KINDS = {
     "bits": bits, "padding": padding, "by head": by_head, "documents": documents, "pair": pair, "intervals": intervals,
-    "hidden": hidden, "best": best,
+    "ends": ends, "hidden": hidden, "best": best,
 }  # fmt: skip
 
 
@@ -112,9 +117,8 @@ def test_every_kind_is_the_dense_mask_inside_its_band(kind: str, band: str):
     queries, keys = made.shape[2:]
     expected = (keep & band_of(queries, keys, **BANDS[band])).expand(*made.shape)
     assert torch.equal(made.to_dense(), expected)
-    assert made.kind == {"bits": "bits", "intervals": "intervals", "hidden": "intervals", "best": "intervals"}.get(
-        kind, "segments"
-    )
+    of_keys = ("intervals", "ends", "hidden", "best")
+    assert made.kind == ("bits" if kind == "bits" else "intervals" if kind in of_keys else "segments")
 
 
 @pytest.mark.parametrize("band", BANDS)
@@ -322,6 +326,28 @@ def test_documents_beside_intervals_stay_intervals_where_each_is_one_run(sorted_
     same = ids[:, None, :, None] == ids[:, None, None]
     assert torch.equal(made.to_dense(), shown(*ends, SK) & same & band_of(SK, SK, is_causal=True))
     assert torch.equal(made.batch(1, 2).queries(3, 200).to_dense(), made.to_dense()[1:, :, 3:200])
+
+
+def test_intervals_without_a_start_end_with_documents_and_beside_masks():
+    ids = torch.randint(0, 5, (BATCH, SK)).sort(-1).values
+    end, keep = random_ends(1, HEADS, SK, queries=SK)[1], random_keep(BATCH, 1, SK, SK)
+    expected = shown(torch.zeros_like(end), end, SK)
+    same = ids[:, None, :, None] == ids[:, None, None]
+    made = prepare_mask(intervals=(None, end), documents=ids, window_size=(50, 20))
+    assert made.kind == "intervals"
+    assert torch.equal(made.to_dense(), expected & same & band_of(SK, SK, window_size=(50, 20)))
+    assert torch.equal(prepare_mask(keep, intervals=(None, end)).to_dense(), expected & keep)
+    gap = random_ends(BATCH, 1, SK, queries=SK)
+    made = prepare_mask(intervals=(None, end), hidden=gap, seqlen_q=SK)
+    assert torch.equal(made.to_dense(), expected & ~shown(*gap, SK))
+
+
+def test_intervals_without_a_start_make_a_causal_mask_that_packs_as_a_dynamic_one():
+    scores = torch.randn(1, 2, 300)
+    best = dynamic_mask(scores, 40)
+    made = prepare_mask(intervals=(None, best.end), at_most=40, seqlen_q=300, is_causal=True)
+    assert made.start is None and best.start is None
+    assert torch.equal(made.to_dense(), best.to_dense())
 
 
 @pytest.mark.parametrize("promised", [False, True])

@@ -1,6 +1,6 @@
 """Lists of tiles for a mask of intervals, made for one call: the mask itself holds O(S), and its lists are O(S^2 / 128^2).
 
-1. `_write_hulls` reads the intervals once, and writes six numbers for each tile of 128 keys, its hull;
+1. `_write_hulls` reads the intervals once, and writes eight numbers for each tile of 128 keys, its hull;
 2. the kernel that lists tiles (`tile_mask.py`) classifies pairs of tiles by hulls and the band.
 
 A hull says which queries see
@@ -8,10 +8,12 @@ A hull says which queries see
 ```
 first, end             at least one of the tile's keys: from the least start to the greatest end
 full_first, full_end   all of its 128 keys, but for hidden ones; full_end is 0 where a key is never seen
-hidden_first, hidden_end   any hidden interval of its keys; all are before hidden_first where there is none
+some_first, some_end   not all of its keys: from the least hidden_from to the greatest hidden_to
+none_first, none_end   none of its keys, because every key that is seen at all is hidden from them
 ```
 
-So a tile that is listed may show nothing, and a full one shows everything: lists may be longer than they must, never shorter.
+where a range that ends before it begins holds no query. So a tile that is listed may show nothing, and a full one shows
+everything: lists may be longer than they must, never shorter.
 """
 
 from __future__ import annotations
@@ -55,15 +57,20 @@ def _write_hulls(
     tl.store(hull + 1, tl.max(tl.where(seen, behind, 0), axis=1), mine)
     tl.store(hull + 2, tl.max(tl.where(seen, first, 0), axis=1), mine)
     tl.store(hull + 3, tl.min(tl.where(seen, behind, 0), axis=1), mine)
-    hidden_first = tl.full([TILES], _LAST, tl.int32)
-    hidden_behind = tl.zeros([TILES], tl.int32)
+    some_first = tl.full([TILES], _LAST, tl.int32)
+    some_behind = tl.zeros([TILES], tl.int32)
+    none_first, none_behind = some_first, some_behind
     if HIDDEN:
         first, behind = tl.load(hidden_from + place, inside, other=0), tl.load(hidden_to + place, inside, other=0)
-        some = first < behind
-        hidden_first = tl.min(tl.where(some, first, _LAST), axis=1)
-        hidden_behind = tl.max(tl.where(some, behind, 0), axis=1)
-    tl.store(hull + 4, hidden_first, mine)
-    tl.store(hull + 5, hidden_behind, mine)
+        hides = first < behind
+        some_first = tl.min(tl.where(hides, first, _LAST), axis=1)
+        some_behind = tl.max(tl.where(hides, behind, 0), axis=1)
+        none_first = tl.max(tl.where(seen, tl.where(hides, first, _LAST), 0), axis=1)
+        none_behind = tl.min(tl.where(seen, tl.where(hides, behind, 0), _LAST), axis=1)
+    tl.store(hull + 4, some_first, mine)
+    tl.store(hull + 5, some_behind, mine)
+    tl.store(hull + 6, none_first, mine)
+    tl.store(hull + 7, none_behind, mine)
 
 
 def interval_lists(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:

@@ -284,7 +284,9 @@ def _prepared(problem: Problem, inputs: Inputs, keywords: dict) -> Tensor | dmat
     of_band = ("is_causal", "causal_from", "window_size")
     band = {name: keywords[name] for name in of_band} if folds_band(problem) else {}
     seqlen_q = None if problem.documents else problem.seqlen_q
-    intervals = tuple(inputs.intervals[:2]) or None
+    intervals: tuple[Tensor | None, ...] | None = tuple(inputs.intervals[:2]) or None
+    if problem.intervals == "ends":
+        intervals = (None, inputs.intervals[1])
     hidden = tuple(inputs.intervals[2:]) or None
     return dmattn_ops.prepare_mask(
         inputs.mask,

@@ -100,7 +100,15 @@ def _draw_intervals(problem: Problem, heads: int, random: Random) -> list[Tensor
         start = torch.arange(problem.seqlen_k, dtype=torch.int32).expand(shape).contiguous()
         longest = random.of(1, 20, 100, max(problem.seqlen_q, 1))
         return [start, start + torch.randint(0, longest, shape, generator=random.generator, dtype=torch.int32)]
-    return ends() + (ends() if problem.intervals == "hidden" else [])
+    if problem.intervals == "ends":
+        start = torch.zeros(shape, dtype=torch.int32)
+        return [start, torch.randint(-3, problem.seqlen_q + 4, shape, generator=random.generator, dtype=torch.int32)]
+    if problem.intervals == "hidden":
+        shown, hidden = ends(), ends()
+        if Random(-2000 - problem.seed).chance(0.5):  # the same queries from all keys: from whole tiles
+            hidden = [part[..., :1].expand(shape).contiguous() for part in hidden]
+        return shown + hidden
+    return ends()
 
 
 def intervals_keep(ends: list[Tensor], seqlen_q: int) -> Tensor:

@@ -38,7 +38,12 @@ TOOLS = ("memcheck", "synccheck", "racecheck", "initcheck")
 KERNELS = Path(dispatch.__file__).parent / "kernels"
 SEQLEN, HEADS, KV_HEADS = 300, 4, 2
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
-_LAUNCHED, _CALLS, _LINES = "launched ", "calls ", 40
+_LAUNCHED, _CALLS, _BEGINS, _ENDS, _LINES = "launched ", "calls ", "begins ", "ends ", 40
+_REPORTS = {  # all races are to be compared with proofs; of the rest some reports are enough, and the stacks of hosts take long
+    "racecheck": ("--print-limit", "0"),
+    "initcheck": ("--print-limit", "100", "--show-backtrace", "device"),
+}
+_SLOWEST = 5
 _FOUND = 99  # the exit status of a tool that found something
 
 
@@ -198,13 +203,16 @@ def run_calls(device: str, first: int = 0, step: int = 1) -> set[str]:
 
         JITFunction.run = noted
     calls = 0
-    for number, (_, call) in enumerate(sample(device)):
+    for number, (name, call) in enumerate(sample(device)):
         if number % step == first:
+            print(f"{_BEGINS}{name}", flush=True)
+            begun = time.perf_counter()
             torch.manual_seed(number)
             call()
+            if device != "cpu":
+                torch.cuda.synchronize()
+            print(f"{_ENDS}{time.perf_counter() - begun:.1f} {name}", flush=True)
             calls += 1
-    if device != "cpu":
-        torch.cuda.synchronize()
     print(f"{_CALLS}{calls}")
     print(f"{_LAUNCHED}{' '.join(sorted(launched))}")
     return launched
@@ -230,8 +238,7 @@ def under(tool: str | None, sanitizer: str, limit: float, device: str, jobs: int
     """
     command = [sys.executable, "-m", "dmattn_ops.testing.memory_check", "--device", device]
     if tool is not None:
-        limit_of_reports = ["--print-limit", "0"] if tool == "racecheck" else []  # all are to be compared with proofs
-        options = [*limit_of_reports, "--target-processes", "all", "--error-exitcode", str(_FOUND), *command]
+        options = [*_REPORTS.get(tool, ()), "--target-processes", "all", "--error-exitcode", str(_FOUND), *command]
         command = [sanitizer, "--tool", tool, *options]
     begun = time.time()
     with ThreadPoolExecutor(jobs) as pool:
@@ -244,10 +251,16 @@ def under(tool: str | None, sanitizer: str, limit: float, device: str, jobs: int
     found = [int(one or other) for one, other in _SUMMARY.findall(text)]
     calls = [int(line.removeprefix(_CALLS)) for line in lines if line.startswith(_CALLS)]
     launched = [line.removeprefix(_LAUNCHED).split() for line in lines if line.startswith(_LAUNCHED)]
+    ended = [line.removeprefix(_ENDS).split(" ", 1) for line in lines if line.startswith(_ENDS)]
+    open_calls = {line.removeprefix(_BEGINS) for line in lines if line.startswith(_BEGINS)} - {
+        name for _, name in ended
+    }
+    slowest = sorted(((float(seconds), name) for seconds, name in ended), reverse=True)[:_SLOWEST]
     known = len(calls) == jobs and (tool is None or len(found) >= jobs)
     result = {
         "errors": sum(found) or (0 if known else None),
-        "status": status, "calls": sum(calls), "seconds": round(time.time() - begun, 1),
+        "status": status, "calls": len(ended), "seconds": round(time.time() - begun, 1),
+        "did not end": sorted(open_calls), "slowest": [f"{seconds} s {name}" for seconds, name in slowest],
         "kernels": sorted(set().union(*launched)),
         "said": [line for line in lines if line.startswith("=========") or "Error" in line][:_LINES],
     }  # fmt: skip
@@ -314,6 +327,8 @@ def main() -> int:
         bad += not clean
         summary = f"{results[name]['errors']} errors, {results[name]['calls']} calls, {results[name]['seconds']} s"
         print(f"{name}: {'clean' if clean else 'NOT CLEAN'}, {summary}, status {results[name]['status']}", flush=True)
+        if results[name]["did not end"]:
+            print(f"{name}: did not end:", ", ".join(results[name]["did not end"]), flush=True)
     return bad
 
 

@@ -34,9 +34,8 @@ class Problem:
     mask_dtype: str = "bool"
     prepared: bool = False  # through prepare_mask
     documents: bool = False
-    intervals: str = (
-        ""  # "", random, lives (from the key's own query on), hidden (random ones, and hidden parts of them)
-    )
+    # "", random, lives (from the key's own query on), ends (no start), hidden (random ones, and hidden parts of them)
+    intervals: str = ""
     intervals_shape: str = ""
     promise: bool = False  # at_most is given with the intervals
     bias: bool = False
@@ -81,7 +80,7 @@ def draw(seed: int, device: str = "cpu", kernel: Kernel | None = None) -> Proble
     heads_k = random.of(2, 3) if kernel.several_heads else 1
     heads = heads_k * kernel.group
     seqlen_q, seqlen_k = _draw_lengths(kernel, longest, on_gpu, random)
-    by_key = {"": "", "shown": random.of("random", "lives"), "hidden": "hidden"}[kernel.intervals]
+    by_key = {"": "", "shown": random.of("random", "lives", "ends"), "hidden": "hidden"}[kernel.intervals]
     is_causal, left, right = _draw_band(kernel.band, longest // 2, random)
     from_top = random.chance(0.3) if dense else kernel.top_left
     layout, rows = _draw_layout(kernel, heads, random)

@@ -95,6 +95,18 @@ def test_packed_calls_in_float32_stay_within_the_budget(packed_calls):
     assert packed_calls
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_half_of_the_keys_that_leave_one_by_one(packed_calls, dim: int):
+    """Intervals that begin on the diagonal, with a promise, need no dynamic mask to be packed."""
+    inputs, half = draw(dim), SEQLEN // 2
+    end = torch.full((1, 1, SEQLEN), SEQLEN, dtype=torch.int32, device="cuda")
+    end[..., torch.randperm(half, device="cuda")] = half + torch.arange(half, dtype=torch.int32, device="cuda")
+    mask = dmattn_ops.prepare_mask(intervals=(None, end), at_most=half, seqlen_q=SEQLEN, is_causal=True)
+    grad_out = torch.randn_like(inputs[0])
+    check(step(inputs, mask, grad_out), inputs, mask.to_dense().expand(-1, 2, -1, -1), grad_out)
+    assert packed_calls and packed_calls[0].epochs.length >= 512
+
+
 def test_parts_of_one_projection_are_repeated_from_a_plan(packed_calls):
     """Query, key and value share their memory, as the parts of most models' projections do."""
     inputs = draw(64)

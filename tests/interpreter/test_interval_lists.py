@@ -64,6 +64,30 @@ def test_a_hidden_interval_makes_the_tiles_that_it_meets_partial() -> None:
     assert torch.equal(listed[0, 0], expected)
 
 
+def test_tiles_that_all_keys_are_hidden_from_are_not_listed() -> None:
+    """A window on both sides, and 16 keys and queries that see everything; one key of a tile is seen by nobody."""
+    seqlen, window = 1300, 200
+    key = torch.arange(seqlen, dtype=torch.int32)[None, None]
+    first = key < 16
+    end = torch.where(first, seqlen, (key + window).clamp(max=seqlen)).int()
+    end[..., 700] = 0
+    hidden_to = torch.where(first, 0, (key - window + 1).clamp(min=16)).int()
+    hidden_from = torch.where(first, 0, 16).int()
+    mask = Mask(start=torch.zeros_like(end), end=end, hidden_from=hidden_from, hidden_to=hidden_to)
+    listed = check(mask, seqlen, seqlen, (-UNBOUNDED, UNBOUNDED))
+    shows = tile_states(intervals_keep(mask, seqlen)) > 0
+    assert torch.equal(listed > 0, shows), "lists are as short as they can be"
+    assert shows.float().mean() < 0.6
+
+
+def test_a_tile_with_a_key_that_is_never_hidden_stays() -> None:
+    zero = torch.zeros(1, 1, 384, dtype=torch.int32)
+    hidden_to = torch.full_like(zero, 384)
+    hidden_to[..., 130] = 0
+    listed = check(Mask(start=zero, end=zero + 384, hidden_from=zero, hidden_to=hidden_to), 384, 384, BANDS[0])
+    assert torch.equal(listed[0, 0], torch.tensor([[0, 1, 0]] * 3))
+
+
 def test_documents_as_intervals_list_the_tiles_of_their_own() -> None:
     start = torch.tensor([0, 256]).repeat_interleave(256).int()[None, None]
     listed = check(Mask(start=start, end=start + 256), 512, 512, (-UNBOUNDED, 0))

@@ -85,6 +85,20 @@ def test_a_mask_that_is_the_same_for_all_queries_takes_one_epoch():
     check_slots(slots, cut, visible_pairs(start, end, 400, (-UNBOUNDED, UNBOUNDED)))
 
 
+def test_old_keys_that_leave_one_by_one_fill_more_than_one_block_of_those_sorted_at_once():
+    seqlen, half = 4100, 2050
+    end = torch.full((1, 1, seqlen), seqlen, dtype=torch.int32)
+    gone = torch.randperm(half, generator=torch.Generator().manual_seed(0))
+    end[..., gone] = half + torch.arange(half, dtype=torch.int32)
+    start = torch.arange(seqlen, dtype=torch.int32)[None, None]
+    visible = visible_pairs(start, end, seqlen, (-UNBOUNDED, 0))
+    assert visible.sum(-1).max() == half
+    slots, cut = plan(start, end, half, 2048, seqlen)
+    check_slots(slots, cut, visible)
+    listed = (slots.row_tiles[..., 1] + slots.row_tiles[..., 2]).sum() * TILE * TILE
+    assert listed < 1.15 * visible.sum(), "a quarter of what is causal is saved"
+
+
 def test_a_range_of_heads_is_planned_alone():
     case = CASES[1]
     start, end = lifetimes(case)

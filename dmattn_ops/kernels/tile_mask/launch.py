@@ -107,7 +107,7 @@ def write_lists(
     made_from: str,
     range_strides: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> None:
-    """Write the lists from "classes" `[Bm * Hm, nQ, nK]`, "hulls" `[Bm * Hm, nK, 6]`, or "ranges" of segments."""
+    """Write the lists from "classes" `[Bm * Hm, nQ, nK]`, "hulls" `[Bm * Hm, nK, 8]`, or "ranges" of segments."""
     batch, heads, row_records, row_width = row_tiles.shape
     col_records, col_width = col_tiles.shape[2:]
     longest = max(row_records, col_records)

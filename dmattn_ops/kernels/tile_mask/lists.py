@@ -13,7 +13,7 @@ from dmattn_ops.problem import HEADER, TILE
 
 _TILE = tl.constexpr(TILE)
 _HEADER = tl.constexpr(HEADER)
-HULL = 6  # words of the hull of a tile of keys (`interval_lists.py`)
+HULL = 8  # words of the hull of a tile of keys (`interval_lists.py`)
 _HULL = tl.constexpr(HULL)
 
 
@@ -101,9 +101,12 @@ def _classes_by_hull(
     full = full & (q_last - q_first == _TILE - 1) & (k_last - k_first == _TILE - 1)
     full = full & (q_first >= _hull_word(hulls, 2, own, other, own_count, other_count, is_row))
     full = full & (q_last < _hull_word(hulls, 3, own, other, own_count, other_count, is_row))
-    hidden = q_last >= _hull_word(hulls, 4, own, other, own_count, other_count, is_row)
-    hidden = hidden & (q_first < _hull_word(hulls, 5, own, other, own_count, other_count, is_row))
-    return listed.to(tl.int32) + (full & (hidden == 0)).to(tl.int32)
+    some = q_last >= _hull_word(hulls, 4, own, other, own_count, other_count, is_row)
+    some = some & (q_first < _hull_word(hulls, 5, own, other, own_count, other_count, is_row))
+    none = q_first >= _hull_word(hulls, 6, own, other, own_count, other_count, is_row)
+    none = none & (q_last < _hull_word(hulls, 7, own, other, own_count, other_count, is_row))
+    listed = listed & (none == 0)
+    return listed.to(tl.int32) + (listed & full & (some == 0)).to(tl.int32)
 
 
 @triton.jit(
