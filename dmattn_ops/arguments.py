@@ -11,7 +11,8 @@ from torch.compiler import is_compiling
 
 from dmattn_ops import environment, require, sharded, validation
 from dmattn_ops.bands import Band, CausalFrom, Window, band_of
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.problem import Mask
+from dmattn_ops.tile_mask import TileMask, read
 
 _SEED_END = (1 << 63) - 1
 _MASKS_OF_OTHER_RANKS = {
@@ -60,7 +61,12 @@ def prepared_inputs(
     if type(prepared[0]) is not Tensor:
         sharded.load_rules(prepared[0])
     for tensor in prepared:
-        if not isinstance(tensor, Tensor) or tensor.dim() != rank or not validation.is_dense(tensor):
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.dim() != rank
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+        ):
             _refuse(rank, tensors)
         if tensor.stride(-1) != 1:
             strided = True
@@ -105,19 +111,22 @@ def refuse_shared_sequences(attention: Any) -> None:
         )
 
 
-def fits(mask: Tensor | TileMask, query: Tensor, key: Tensor, band: Band) -> bool:
-    """Return whether a prepared mask fits for certain, and is taken as it is, so that it takes no closer look."""
+def taken_as_it_is(mask: Tensor | TileMask, query: Tensor, key: Tensor, band: Band) -> tuple[Mask, int, int] | None:
+    """Return a prepared mask that fits for certain and hides what `band` hides, as the operators take it; None for others."""
     if type(mask) is not TileMask or is_compiling():
-        return False
-    of_mask, (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = mask.shape, query.shape, key.shape
-    return (
-        of_mask[2:] == (seqlen_q, seqlen_k)
-        and of_mask[0] in (1, batch)
-        and of_mask[1] in (1, heads, heads_kv)
-        and mask.lengths.get_device() == query.get_device()
-        and mask.lengths.is_cpu == query.is_cpu  # meta tensors have the same index as those of the CPU
-        and band.contains(mask.band)
+        return None
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
+    known = read(mask)
+    of_batch, of_heads, *lengths = known.shape
+    fits = (
+        lengths == [seqlen_q, seqlen_k]
+        and of_batch in (1, batch)
+        and of_heads in (1, heads, heads_kv)
+        and known.device == query.get_device()
+        and known.on_cpu == query.is_cpu  # meta tensors have the same index as those of the CPU
+        and band.contains(known.band)
     )
+    return known.taken if fits else None
 
 
 def warn_of_swapped_dimensions(key: Tensor) -> None:

@@ -27,6 +27,7 @@ _any_requires_grad, _transforms_active = privates.any_requires_grad, privates.tr
 _dispatch_modes, _function_modes = privates.dispatch_modes, privates.function_modes
 _tracing_state, _profiler_enabled = privates.tracing_state, privates.profiler_enabled
 _dispatch_keys = privates.dispatch_keys
+_NO_TENSORS = frozenset((type(None), bool, int, float))
 _Kernel = Callable[..., tuple[Tensor, ...]]
 
 
@@ -92,6 +93,7 @@ def register_public(library: Library) -> None:
             ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, like: Differentiable = of
         ) -> None:
             _save(ctx, like, inputs, output)
+            ctx.mark_non_differentiable(*output[2:])
 
         def backward(
             ctx: Any, *grads: Tensor | None, like: Differentiable = of, call: Any = backward_op
@@ -133,7 +135,7 @@ def _all_plain(arguments: tuple[Any, ...]) -> bool:
         if kind is Tensor or kind is Parameter:
             if argument.is_neg():
                 return False
-        elif isinstance(argument, Tensor):
+        elif kind not in _NO_TENSORS and isinstance(argument, Tensor):
             return False
     return True
 
@@ -153,11 +155,13 @@ def _usual_keys(device: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def _forward_kernels(name: str, backward_name: str, of: Differentiable) -> tuple[_Kernel, _Kernel]:
+def _forward_kernels(
+    name: str, backward_name: str, of: Differentiable
+) -> tuple[_Kernel, Callable[..., tuple[Any, ...]]]:
     """Return what computes an operator and its derivative for the dispatcher, and without it."""
     backward_op = _operator(backward_name)
     _, backward_directly = _backward_kernels(backward_name)
-    fill = of.signature.fill
+    fill, place_of_max = of.signature.fill, of.signature.names.index("needs_max")
     nothing = (None,) * (of.primals + 4)
 
     class Attention(_Function):
@@ -169,6 +173,7 @@ def _forward_kernels(name: str, backward_name: str, of: Differentiable) -> tuple
         ) -> tuple[Tensor, ...]:
             outputs, ctx.origin = _in_function(call, arguments)
             _save(ctx, of, arguments, outputs)
+            ctx.mark_non_differentiable(*outputs[2:])
             return outputs
 
         @staticmethod
@@ -177,7 +182,8 @@ def _forward_kernels(name: str, backward_name: str, of: Differentiable) -> tuple
         ) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors  # once: under checkpointing each access computes them again
             needs, origin = tuple(ctx.needs_input_grad[-2:]), ctx.origin
-            direct = callable_directly(*saved, grad_out, grad_lse) and _has_memory(grad_out) and _has_memory(grad_lse)
+            given = [tensor for tensor in (*saved, grad_out, grad_lse) if tensor is not None]
+            direct = callable_directly(*given) and _has_memory(grad_out) and _has_memory(grad_lse)
             grads = None
             if direct and origin is not None and grad_out is not None and not _grad_enabled():
                 grads = origin.backward(backward_name, of.primals, grad_out, grad_lse, saved, needs)
@@ -193,16 +199,37 @@ def _forward_kernels(name: str, backward_name: str, of: Differentiable) -> tuple
                 *[grad if need else None for grad, need in zip(grads[-2:], needs, strict=True)],
             )
 
-    def computed_by(calls: dict[str, ops.Planned]) -> _Kernel:
-        def kernel(*arguments: Any) -> tuple[Tensor, ...]:
-            arguments = fill(arguments)
-            if not _may_need_gradient(arguments):
-                return calls[name](*arguments)[0]
-            return _apply(Attention, calls[name], arguments, *[arguments[place] for place in of.places])
+    class OutAndLse(Attention):
+        """The same without lse_tail, which only the backward takes, and row_max: autograd takes a microsecond for each output."""
 
-        return kernel
+        @staticmethod
+        def forward(
+            ctx: Any, call: Callable[..., Any], arguments: tuple[Any, ...], *differentiable: Tensor | None
+        ) -> tuple[Tensor, ...]:
+            outputs, ctx.origin = call(*arguments)
+            _save(ctx, of, arguments, outputs)
+            return outputs[:2]
 
-    return computed_by(_through_dispatcher(name)), computed_by(ops.implementations)
+    def through_dispatcher(*arguments: Any) -> tuple[Tensor, ...]:
+        arguments = fill(arguments)
+        if not _may_need_gradient(arguments):
+            return by_dispatcher(*arguments)[0]
+        return _apply(Attention, by_dispatcher, arguments, *[arguments[place] for place in of.places])
+
+    def directly(arguments: tuple[Any, ...], compute: ops.Planned | None = None) -> tuple[Any, ...]:
+        """Compute outputs where `callable_directly`, by `compute` or in the usual way.
+
+        lse_tail is None where autograd has it, and row_max may be None where it is not needed.
+        """
+        arguments, compute = fill(arguments), compute or ops.implementations[name]
+        if not _may_need_gradient(arguments):
+            return compute(*arguments)[0]
+        kind = Attention if arguments[place_of_max] else OutAndLse
+        found = kind.apply(compute, arguments, *[arguments[place] for place in of.places])
+        return found if arguments[place_of_max] else (*found, None, None)
+
+    by_dispatcher = _through_dispatcher(name)[name]
+    return through_dispatcher, directly
 
 
 def _backward_kernels(name: str) -> tuple[_Kernel, _Kernel]:
@@ -268,9 +295,7 @@ def _in_function(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 def _save(ctx: Any, of: Differentiable, arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
     tensors, numbers = of.signature.split(arguments)
     ctx.numbers = of.signature.around_needs(numbers)
-    out, lse, lse_tail, row_max = outputs
-    ctx.save_for_backward(*tensors, out, lse, lse_tail)
-    ctx.mark_non_differentiable(lse_tail, row_max)
+    ctx.save_for_backward(*tensors, *outputs[:3])  # out, lse and lse_tail
     ctx.set_materialize_grads(False)
 
 

@@ -22,6 +22,7 @@ MAX_SEEN = 4096
 SAVED_OUTPUTS = 3  # out, lse and lse_tail, which a forward saves behind its inputs
 MAX_BACKWARDS = 16  # of one forward: layouts of grad_out, and switches
 _plans: dict[Hashable, Any] = {}  # None where a call of that key cannot be repeated
+_repeats: dict[Hashable, Repeat] = {}  # by what a public function is given (`repeats.py`)
 _seen: dict[Hashable, None] = {}  # keys seen once: a plan is made at the second call
 _Tensors = tuple[Tensor | None, ...]
 _Sequence = TypeVar("_Sequence", tuple[Any, ...], list[Any])
@@ -64,7 +65,7 @@ class Origin(NamedTuple):
         saved: _Tensors,
         needs: tuple[bool, ...],
     ) -> tuple[Tensor, ...] | None:
-        """Repeat the backward `name`; None where it has no plan yet.
+        """Repeat the backward `name`; None where it has no plan yet. Gradients that are not needed are None.
 
         Saved tensors with the addresses and strides of the forward's tensors are those tensors: autograd has checked their
         versions. Strides are compared because a saved-tensor hook may return a tensor at the same address in another layout.
@@ -75,8 +76,8 @@ class Origin(NamedTuple):
             return None
         tensors = (grad_out, grad_lse, *_in_backward(saved, primals))
         of_lse = None if grad_lse is None else grad_lse.stride()
-        strides = tuple([None if tensor is None else tensor.stride() for tensor in saved])
-        found = (grad_out.shape, grad_out.stride(), of_lse, strides, needs, *_switches(grad_out))
+        strides = tuple([tensor.stride() for tensor in saved if tensor is not None])
+        found = (grad_out.shape, grad_out.stride(), of_lse, strides, needs, *switches(grad_out))
         plan = self.plan.backwards.get(found)
         if plan is None:
             before, appended = self.numbers
@@ -87,8 +88,42 @@ class Origin(NamedTuple):
                 self.plan.backwards.clear()
             self.plan.backwards[found] = plan
         gradients = [grad_out.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr()]
-        ran = plan.run(tensors, gradients + _in_backward(addresses, primals))
+        ran = plan.run(tensors, gradients + _in_backward(addresses, primals), all_outputs=False)
         return None if ran is None else ran[0]
+
+
+class Repeat(NamedTuple):
+    """The plan of a forward, in the form of an operator that may be called directly; a row_max that is not needed is None."""
+
+    plan: Any
+    numbers: tuple[Any, ...]  # of the operator
+    around_needs: tuple[tuple[Any, ...], tuple[Any, ...]]
+    compute: Callable[..., tuple[Any, Origin | None]]  # for tensors at addresses that the plan does not take
+
+    def __call__(self, *arguments: Any) -> tuple[Any, Origin | None]:
+        """Run the plan with the arguments of the operator."""
+        tensors = arguments[: -len(self.numbers)]
+        enter_thread()
+        ran = self.plan.run(tensors, all_outputs=False)
+        if ran is None:
+            return self.compute(*arguments)
+        return ran[0], Origin(self.plan, ran[1][: len(tensors) + SAVED_OUTPUTS], self.around_needs)
+
+
+def repeat(found: Hashable) -> Repeat | None:
+    """Return what was remembered."""
+    return _repeats.get(found)
+
+
+def remember(
+    found: Hashable, name: str, tensors: _Tensors, numbers: tuple[Any, ...], compute: Any, around_needs: Any
+) -> None:
+    """Let the plan of a forward, if there is one, be found under another key as well, which says all that its own one does."""
+    plan = _plans.get(key(name, tensors, numbers))
+    if plan is not None:
+        if len(_repeats) >= MAX_PLANS:
+            _repeats.clear()
+        _repeats[found] = Repeat(plan, numbers, around_needs, compute)
 
 
 def _in_backward(saved: _Sequence, primals: int) -> _Sequence:
@@ -138,6 +173,7 @@ def _is_new(found: Hashable) -> bool:
 def forget() -> None:
     """Drop all plans: what the next call would launch may have changed."""
     _plans.clear()
+    _repeats.clear()
     _seen.clear()
 
 
@@ -148,14 +184,20 @@ def may_repeat(tensor: Tensor) -> bool:
 
 def key(name: str, tensors: _Tensors, numbers: tuple[Any, ...]) -> Hashable:
     """Return what the plan of an operator depends on."""
-    described = [
-        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
-        for tensor in tensors
-    ]
-    return (name, *described, numbers, *_switches(tensors[0]))
+    return (name, *described(tensors), numbers, *switches(tensors[0]))
 
 
-def _switches(tensor: Tensor | None) -> tuple[Any, ...]:
+def described(tensors: _Tensors) -> tuple[tuple[Any, ...] | None, ...]:
+    """Return what a plan depends on of each tensor."""
+    return tuple(
+        [
+            None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+            for tensor in tensors
+        ]
+    )
+
+
+def switches(tensor: Tensor | None) -> tuple[Any, ...]:
     """Return what is set outside of a call that begins with a tensor."""
     tf32 = float32_precision() if tensor is not None and tensor.dtype is torch.float32 else None
     return environment.architecture(), environment.record_file(), tf32

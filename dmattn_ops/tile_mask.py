@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -209,6 +210,29 @@ class TileMask:
             segments = moved.get("q_segments", self.q_segments), moved.get("k_segments", self.k_segments)
             return from_segments(segments, seqlen_q, seqlen_k, band)
         return from_dense(of_dense(self.to_dense()), (None, None), seqlen_q, band)
+
+
+class Read(NamedTuple):
+    """What a call in eager mode reads of a mask, which never changes: to read it anew takes longer than a launch."""
+
+    shape: tuple[int, int, int, int]
+    device: int  # index; -1 of the CPU and of meta tensors
+    on_cpu: bool
+    band: Band
+    taken: tuple[Mask, int, int]  # as the operators take it
+
+
+_read: WeakKeyDictionary[TileMask, Read] = WeakKeyDictionary()
+
+
+def read(mask: TileMask) -> Read:
+    """Return what a call in eager mode reads of a mask; it was read when the mask was used first."""
+    found = _read.get(mask)
+    if found is None:
+        band, lengths = mask.band, mask.lengths
+        taken = (mask.mask, *band.limits(mask.seqlen_q, mask.seqlen_k))
+        found = _read[mask] = Read(mask.shape, lengths.get_device(), lengths.is_cpu, band, taken)
+    return found
 
 
 torch.export.register_dataclass(TileMask, serialized_type_name="dmattn_ops.TileMask")

@@ -69,6 +69,15 @@ def attention() -> Iterator[Attention]:
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What calls launch on an H200, without one (`hopper_launches.py`)."""
+    from tests.hopper_launches import pretended_launches
+
+    with pretended_launches(monkeypatch) as made:
+        yield made
+
+
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[ranks.Ranks]:
     """Two processes of one group, for all tests of a file: `two_ranks(function, *arguments)` returns results by rank."""

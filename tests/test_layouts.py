@@ -102,7 +102,7 @@ def test_a_backward_is_repeated_only_for_the_layout_that_it_was_made_for(monkeyp
     origin = plans.Origin(
         SimpleNamespace(backwards={}), [0 if tensor is None else tensor.data_ptr() for tensor in saved], ((0.5,), (7,))
     )
-    plan = SimpleNamespace(run=lambda tensors, addresses: ran.append("plan") or ((), []))
+    plan = SimpleNamespace(run=lambda tensors, addresses, all_outputs: ran.append("plan") or ((), []))
     call = ("backward", 3, query, None)
     monkeypatch.setattr(plans, "_plans", {})
     assert origin.backward(*call, saved, (False, False)) is None

@@ -7,41 +7,13 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 import dmattn_ops
-from dmattn_ops import arch, dispatch, implementations, ops, plans
+from dmattn_ops import ops, plans
 from dmattn_ops.kernels.launching import plan
 from dmattn_ops.problem import NO_MASK, UNBOUNDED
-from dmattn_ops.testing.stand_in import compiled_launches
 
 B, S, H, HKV, D = 2, 384, 4, 2, 128
 ATTENTION = {"forward": ["forward_kernel"], "backward": ["prepare_kernel", "backward_kernel"]}
 PREPARES = 3  # launches that list tiles
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """What calls launch: tensors on the CPU are taken for tensors of an H200, and plans are made for them."""
-    forward = dispatch.launcher("forward", "hopper")
-    here, offered = arch.KNOWN[90], dispatch.offered
-    monkeypatch.setattr(plans, "may_repeat", lambda tensor: True)
-    monkeypatch.setattr(plans, "enter_thread", lambda: None)
-    monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(plans, "_seen", {})
-    monkeypatch.setattr(plan, "_current_device", lambda: -1)  # what a CPU tensor says
-    monkeypatch.setattr(plan, "raw_stream", lambda device: 0)
-    monkeypatch.setattr(plan, "allocate", lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2]))
-    monkeypatch.setattr(forward, "raw_stream", lambda device: 0)
-    monkeypatch.setattr(forward, "_counters", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(implementations, "_reads_values", lambda tensor: False)
-    monkeypatch.setattr(dispatch, "architecture_of", lambda call: here)
-    monkeypatch.setattr(
-        dispatch, "offered", lambda direction, call, on=None, *rest: offered(direction, call, here, *rest)
-    )
-    monkeypatch.setattr(
-        dispatch, "_mask_kernels", lambda device: dispatch._launcher("dmattn_ops.kernels.tile_mask.launch")
-    )
-    with compiled_launches(90) as made:
-        yield made
 
 
 def causal():

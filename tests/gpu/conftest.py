@@ -23,8 +23,7 @@ def memory_is_given_back() -> Iterator[None]:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that launches were given to, in order; plans of other tests are forgotten."""
-    plans._plans.clear()
-    plans._seen.clear()
+    plans.forget()
     names: list[str] = []
     choose = dispatch.choose.choose
 

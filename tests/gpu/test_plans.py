@@ -26,8 +26,7 @@ def padding():
 
 @pytest.fixture(autouse=True)
 def no_plans():
-    plans._plans.clear()
-    plans._seen.clear()
+    plans.forget()
 
 
 def check_repeated(call, *inputs):
@@ -50,7 +49,7 @@ def check_repeated(call, *inputs):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_repeated_calls_are_those_of_the_first(dim, mask):
     prepared = None if mask is None else mask()
-    plans._plans.clear()
+    plans.forget()
     tensors = [draw(2, 300, 4, dim) for _ in range(3)]
     check_repeated(lambda *qkv: dmattn_ops.flash_dmattn_func(*qkv, prepared), *tensors)
 

@@ -62,24 +62,28 @@ class Plan:
         self, device: int, outputs: list[TensorLayout], steps: Sequence[Allocate | Compute | Relaunch]
     ) -> None:
         self.device, self.outputs, self.steps = device, outputs, steps
+        self.with_elements = [None if 0 in layout.shape else layout for layout in outputs]
         self.stages = _stages(steps)
         self.backwards: dict[Hashable, Plan] = {}  # of what this forward computed
 
     def run(
-        self, inputs: tuple[Tensor | None, ...], addresses: list[int] | None = None
-    ) -> tuple[tuple[Tensor, ...], list[int]] | None:
+        self, inputs: tuple[Tensor | None, ...], addresses: list[int] | None = None, *, all_outputs: bool = True
+    ) -> tuple[tuple[Any, ...], list[int]] | None:
         """Launch everything on the current stream of the plan's device.
 
         Returns outputs, and the addresses of inputs (which the caller may know) and outputs; None, with no kernel of
-        the plan launched, for other alignments.
+        the plan launched, for other alignments. Without `all_outputs`, those that have no elements are None.
         """
         if addresses is None:
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
         if _current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self.run(inputs, addresses)
-        outputs = tuple([allocate(*layout) for layout in self.outputs])
-        known = addresses + [output.data_ptr() for output in outputs]
+                return self.run(inputs, addresses, all_outputs=all_outputs)
+        if all_outputs:
+            outputs: tuple[Any, ...] = tuple([allocate(*layout) for layout in self.outputs])
+        else:
+            outputs = tuple([None if layout is None else allocate(*layout) for layout in self.with_elements])
+        known = addresses + [0 if output is None else output.data_ptr() for output in outputs]
         tensors, places = [*inputs, *outputs], known.copy()
         stream, through_driver = raw_stream(self.device), not _hooked()
         for stage in self.stages:

@@ -1,0 +1,188 @@
+"""Calls that repeat an earlier one skip what was decided for it, and nothing else: for SM 9.0, without a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+import dmattn_ops
+from dmattn_ops import arguments, plans
+
+B, S, H, D = 2, 256, 2, 64
+
+
+def draw(*shape, dtype=torch.bfloat16):
+    return torch.randn(*(shape or (B, S, H, D)), dtype=dtype)
+
+
+def qkv(dtype=torch.bfloat16):
+    return [draw(dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+def documents(**band):
+    return dmattn_ops.prepare_mask(documents=torch.arange(S).expand(B, S) // 100, **band)
+
+
+@pytest.fixture
+def longer_ways(launches, monkeypatch):
+    """How many calls were looked at in full."""
+    found, prepared_inputs = [], arguments.prepared_inputs
+
+    def noted(*given, **named):
+        found.append(len(found))
+        return prepared_inputs(*given, **named)
+
+    monkeypatch.setattr(arguments, "prepared_inputs", noted)
+    return found
+
+
+def launched(launches, *given, **named):
+    """Return what a call launches, and its outputs."""
+    before = len(launches)
+    outputs = dmattn_ops.flash_dmattn_func(*given, **named)
+    return [launch.kernel for launch in launches[before:]], outputs
+
+
+@pytest.mark.parametrize(("masked", "is_causal"), [(False, True), (True, False), (True, True)])
+def test_later_calls_take_the_short_way_and_launch_the_same(launches, longer_ways, masked, is_causal):
+    mask = documents(is_causal=is_causal) if masked else None
+    ways = [launched(launches, *qkv(), mask, is_causal=is_causal) for _ in range(6)]
+    assert len(longer_ways) == 2 and len(plans._repeats) == 1, "one call is seen, one makes a plan"
+    assert all(kernels == ways[0][0] for kernels, _ in ways)
+    assert all(out.shape == (B, S, H, D) and out.requires_grad for _, out in ways)
+
+
+def test_gradients_flow_on_the_short_way(launches, longer_ways):
+    for _ in range(6):
+        leaves = qkv()
+        out, lse = dmattn_ops.flash_dmattn_func(*leaves, return_lse=True)
+        before = len(launches)
+        grads = torch.autograd.grad((out, lse), leaves, (draw(), torch.randn(B, H, S)))
+        assert [grad.shape for grad in grads] == [(B, S, H, D)] * 3 and len(launches) > before
+    assert len(longer_ways) == 2
+    with torch.no_grad():
+        assert not dmattn_ops.flash_dmattn_func(*qkv()).requires_grad
+
+
+@pytest.mark.parametrize(("return_lse", "return_max"), [(False, False), (True, False), (False, True), (True, True)])
+def test_what_is_asked_for_is_returned(longer_ways, return_lse, return_max):
+    for _ in range(5):
+        outputs = dmattn_ops.flash_dmattn_func(*qkv(), return_lse=return_lse, return_max=return_max)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        assert [tuple(each.shape) for each in outputs] == [(B, S, H, D), *[(B, H, S)] * (return_lse + return_max)]
+    assert len(longer_ways) == 2
+
+
+def test_other_calls_are_looked_at_in_full(longer_ways, monkeypatch):
+    """Each differs in one thing from a call that may be repeated."""
+
+    def call(*tensors, mask=None, **named):
+        before = len(longer_ways)
+        dmattn_ops.flash_dmattn_func(*(tensors or qkv()), mask, **named)
+        return len(longer_ways) > before
+
+    for _ in range(4):
+        call()
+    assert not call()
+    assert call(*qkv(torch.float16)) and call(*[draw(B, S - 1, H, D) for _ in range(3)])
+    assert call(*[draw(B, H, S, D).transpose(1, 2) for _ in range(3)])
+    assert call(is_causal=True) and call(window_size=(3, None)) and call(softmax_scale=1.0) and call(softcap=5.0)
+    assert call(deterministic=True) and call(return_max=True) and call(dropout_p=0.5)
+    assert call(bias=torch.zeros(1, 1, 1, S)) and call(sink=torch.zeros(H))
+    assert call(mask=documents()) and call(mask=torch.ones(1, 1, 1, S, dtype=torch.bool))
+    assert call(*[torch.nn.Parameter(tensor.detach()) for tensor in qkv()]) is False
+    strided = torch.randn(B, S, H, 2 * D).bfloat16()[..., ::2]
+    for _ in range(4):
+        assert call(strided, *qkv()[1:]), "it is copied each time"
+    monkeypatch.setenv("DMATTN_ARCH", "9.0")
+    assert call()
+    monkeypatch.delenv("DMATTN_ARCH")
+    assert not call()
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    assert call()
+
+
+def test_masks_that_differ_in_numbers_alone_are_told_apart(longer_ways):
+    ends = torch.arange(S, dtype=torch.int32)[None, None] + 60
+    masks = [
+        dmattn_ops.prepare_mask(intervals=(None, ends), seqlen_q=S, **named)
+        for named in (
+            {},
+            {"at_most": 70},
+            {"is_causal": True},
+            {"is_causal": True, "at_most": 90},
+            {"window_size": (9, 0)},
+        )
+    ]
+    for mask in masks:
+        before = len(longer_ways)
+        for _ in range(6):
+            dmattn_ops.flash_dmattn_func(*qkv(), mask)
+        assert len(longer_ways) == before + 2
+    assert len(plans._repeats) == len(masks)
+    numbers = [repeat.numbers[:5] for repeat in plans._repeats.values()]
+    assert len(set(numbers)) == len(masks)
+
+
+def test_a_condition_beside_a_mask_makes_another_mask_at_each_call(longer_ways):
+    mask = documents()
+    for number in range(1, 5):
+        dmattn_ops.flash_dmattn_func(*qkv(), mask, is_causal=True)
+        assert len(longer_ways) == number and not plans._repeats
+
+
+def test_what_is_refused_is_refused_after_a_call_that_was_not(longer_ways):
+    for _ in range(5):
+        dmattn_ops.flash_dmattn_func(*qkv())
+        dmattn_ops.flash_dmattn_func(*qkv(), is_causal=True)
+    for named in (
+        {"is_causal": 1},
+        {"softcap": "0"},
+        {"return_lse": 1},
+        {"deterministic": 0},
+        {"window_size": (True, None)},
+    ):
+        with pytest.raises(TypeError):
+            dmattn_ops.flash_dmattn_func(*qkv(), **named)
+    query, key, value = qkv()
+    for wrong in ((None, key, value), (query, key.to_sparse(), value), (query, [1], value)):
+        with pytest.raises(TypeError):
+            dmattn_ops.flash_dmattn_func(*wrong)
+    for wrong in ((query[0], key, value), (query, key[:, :5], value), (query, key, value[:1])):
+        with pytest.raises(ValueError, match="must have"):
+            dmattn_ops.flash_dmattn_func(*wrong)
+    with pytest.raises(ValueError, match="mask must"):
+        dmattn_ops.flash_dmattn_func(
+            query, key, value, dmattn_ops.prepare_mask(torch.ones(1, 1, 9, S, dtype=torch.bool))
+        )
+
+
+def test_an_address_without_alignment_is_computed_in_full(launches, longer_ways):
+    for _ in range(5):
+        dmattn_ops.flash_dmattn_func(*qkv())
+    room = torch.randn(B * S * H * D + 1).bfloat16()[1:].view(B, S, H, D)
+    before = len(launches)
+    out = dmattn_ops.flash_dmattn_func(room, *qkv()[1:])
+    assert out.shape == (B, S, H, D) and len(launches) > before
+
+
+def test_repeats_are_bounded_and_forgotten(longer_ways, monkeypatch):
+    monkeypatch.setattr(plans, "MAX_PLANS", 3)
+    for length in range(S, S - 8, -1):
+        for _ in range(4):
+            dmattn_ops.flash_dmattn_func(*[draw(B, length, H, D) for _ in range(3)])
+        assert 0 < len(plans._repeats) <= 3
+    plans.forget()
+    assert not plans._repeats
+
+
+def test_tensor_modes_and_transforms_take_the_longer_way(longer_ways):
+    for _ in range(5):
+        dmattn_ops.flash_dmattn_func(*qkv())
+    before = len(longer_ways)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(draw(), draw())
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            dmattn_ops.flash_dmattn_func(dual, draw(), draw())
+    with torch.profiler.profile():
+        dmattn_ops.flash_dmattn_func(*qkv())
+    assert len(longer_ways) > before
