@@ -28,9 +28,8 @@ class IntervalMask(NamedTuple):
     causal: bool = False  # nothing but the diagonal
     window: int | None = None  # nothing but the diagonal and a window of so many earlier keys
     documents: Tensor | None = None  # ids [1, S]: nothing but documents, and the diagonal where `causal`
-    at_most: int | None = (
-        None  # no query sees more keys; each is seen from the diagonal on, and `start` says nothing more
-    )
+    # no query sees more keys; each is seen from the diagonal on, and `start` says nothing more
+    at_most: int | None = None
 
 
 class Layout(NamedTuple):

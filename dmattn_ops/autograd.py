@@ -116,7 +116,8 @@ def callable_directly(*arguments: Any) -> bool:
     and as much in a backward.
     """
     return (
-        privates.has_short_cuts
+        privates.has_needed
+        and privates.has_short_cuts
         and not is_compiling()
         and not _transforms_active()
         and _dispatch_modes() == 0
@@ -124,11 +125,11 @@ def callable_directly(*arguments: Any) -> bool:
         and _tracing_state() is None
         and not _profiler_enabled()
         and (arguments[0].is_cuda or arguments[0].is_cpu)
-        and _all_plain(arguments)
+        and all_plain(arguments)
     )
 
 
-def _all_plain(arguments: tuple[Any, ...]) -> bool:
+def all_plain(arguments: tuple[Any, ...]) -> bool:
     """Return whether no tensor among the arguments is of a subclass, or a view that is to be negated."""
     for argument in arguments:
         kind = type(argument)
@@ -200,7 +201,11 @@ def _forward_kernels(
             )
 
     class OutAndLse(Attention):
-        """The same without lse_tail, which only the backward takes, and row_max: autograd takes a microsecond for each output."""
+        """The same without lse_tail and row_max: autograd takes a microsecond for each output.
+
+        lse_tail is saved for the backward all the same. Nobody else has it, so that nobody can write to it, and there is no second
+        derivative in which it would have a part.
+        """
 
         @staticmethod
         def forward(
@@ -219,7 +224,7 @@ def _forward_kernels(
     def directly(arguments: tuple[Any, ...], compute: ops.Planned | None = None) -> tuple[Any, ...]:
         """Compute outputs where `callable_directly`, by `compute` or in the usual way.
 
-        lse_tail is None where autograd has it, and row_max may be None where it is not needed.
+        lse_tail is None where it is saved for a backward, and row_max may be None where it is not needed.
         """
         arguments, compute = fill(arguments), compute or ops.implementations[name]
         if not _may_need_gradient(arguments):

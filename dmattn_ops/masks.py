@@ -50,7 +50,8 @@ def prepare_mask(
             `window_size=(L - 1, L - 1)`, which hides nothing.
         intervals: `(start, end)`, int32 `[B|1, H|Hkv|1, Sk]` each: query `i` sees key `j` iff `start <= i < end`;
             `start >= end` hides the key. With None as `start`, a key is seen from the first query on that a causal
-            condition or a window lets see it: only then can keys be packed. Takes O(S) memory and needs `seqlen_q`.
+            condition or a window lets see it: only then, and without documents, can keys be packed. Takes O(S) memory and
+            needs `seqlen_q`.
         hidden: `(from_, to)`, like `intervals`, which it needs: query `i` does not see key `j` where `from_ <= i < to`.
         at_most: a promise that no query sees more keys of a head, after everything that is given here: keys may then be
             packed (see `dynamic_mask`). A broken promise raises on the CPU; on a GPU the queries concerned get NaN.

@@ -17,19 +17,21 @@ WORKSPACE = 4 << 30  # bytes that the copies of one pass may take
 
 # What the estimate of `pays` is made of, in the time that one head needs for a 128 x 128 tile, forward and backward, in a
 # launch that fills an H200 (41 ns: 1.375 and 4.05 us of one of 132 SMs, D 128, bfloat16).
-_PACKED = 1.05  # time of the pairs that are visible over that of as many in a dense causal call
-_ENDS = 3.6  # and more where few tiles are kept: lists end in tiles that are seldom filled, and those are tested
-_MOST = 1.5  # of both, measured with 1024 keys kept; with 2048 it is 1.2 to 1.3
+# The time of visible pairs over that of as many in a dense causal call is `_PACKED + _ENDS / tiles`, for `tiles` of 128 kept
+# keys, and at most `_MOST`: lists end in tiles that are seldom filled, and those are tested. Measured 1.3 to 1.5 with 1024
+# keys kept, 1.2 to 1.3 with 2048.
+_PACKED = 1.05
+_ENDS = 3.6
+_MOST = 1.5
 _TILE_ENDS = 1.0  # blocks that an epoch ends with are seldom filled
 _VISIBLE_BIRTHS = 0.2  # keys that are visible at all: few where the sequence is much longer than what is kept
 _COPIES = 3.0  # copying a block of slots twice and summing its gradients once: 400 KB at 3.5 TB/s
 _LAUNCHES = 400.0  # 16 us: a dozen launches
 _PLANNED = 60.0  # 2.5 us: what the program that plans the last epoch does with 1024 keys, forward and backward
-_LEAST_PLANNED = 1100.0  # no plan is made faster
+_LEAST_PLANNED = 1100.0  # 45 us: two plans of short sequences, forward and backward
 _MARGIN = 1.15  # the estimate has to win by this much
-_LONG_EPOCH = (
-    4096  # from this length on, copies of twice as many epochs cost less than tiles that are listed for longer
-)
+# Epochs of at least so many queries are not made twice as long: that would save fewer copies than it adds tiles.
+_LONG_EPOCH = 4096
 
 
 class Epochs(NamedTuple):

@@ -1,8 +1,9 @@
 """Plain eager calls of `flash_dmattn_func` that repeat an earlier one: from what it is given to the plan in one look-up.
 
-A call with a bias, a sink, dropout or autocast, with tensors that are to be copied, or with a mask that is not prepared or
-hides less than the call takes the longer way, on which everything is looked at. What that way decides for other calls
-follows from what is compared here: types, layouts and devices of tensors, numbers as `arguments` read them, and switches.
+A call takes this way only if shape, strides, dtype and device of every tensor, those of the mask included, all numbers and all
+switches equal those of an earlier call, and if its tensors are plain ones: everything that the longer way would decide follows
+from these. Calls with a bias, a sink, dropout or autocast, with tensors that have to be copied, and with a mask that is not
+prepared or hides less than the call asks for always take the longer way.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from dmattn_ops.tile_mask import TileMask, read
 
 _PLAIN = (Tensor, Parameter)
 _NAME = "forward"
-_described: WeakKeyDictionary[TileMask, Hashable] = WeakKeyDictionary()
+_NOT_PLAIN = "not plain"
+_described: WeakKeyDictionary[TileMask, Hashable] = (
+    WeakKeyDictionary()
+)  # `_NOT_PLAIN` for masks that are never repeated
 
 
 def signature_of(
@@ -31,7 +35,8 @@ def signature_of(
 ) -> Hashable | None:
     """Return what tells a call from others, None for a call that is not plain; `numbers` are those beside the band."""
     if (
-        type(query) not in _PLAIN
+        _NAME not in autograd.kernels  # of a torch without some private names
+        or type(query) not in _PLAIN
         or type(key) not in _PLAIN
         or type(value) not in _PLAIN
         or not plans.may_repeat(query)
@@ -45,6 +50,8 @@ def signature_of(
             if type(mask) is not TileMask or taken_as_it_is(mask, query, key, band) is None:
                 return None
             of_mask = _described.get(mask) or _describe(mask)
+            if of_mask == _NOT_PLAIN:
+                return None
         return (plans.described((query, key, value)), of_mask, band, numbers, plans.switches(query))
     except (RuntimeError, ValueError):  # sparse and nested tensors have no strides; tensors of other ranks
         return None
@@ -54,6 +61,9 @@ def _describe(mask: TileMask) -> Hashable:
     """Return what a plan depends on of a mask, and keep it: a mask never changes."""
     known = read(mask)
     tensors, *limits = known.taken
+    if not autograd.all_plain((mask.lengths, *tensors)):  # a DTensor, say, has no memory that a kernel could read
+        _described[mask] = _NOT_PLAIN
+        return _NOT_PLAIN
     found = _described[mask] = (plans.described(tensors[:-1]), tensors.at_most, known.band, *limits)
     return found
 

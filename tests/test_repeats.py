@@ -1,11 +1,19 @@
 """Calls that repeat an earlier one skip what was decided for it, and nothing else: for SM 9.0, without a GPU."""
 
+import contextlib
+from dataclasses import replace
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton.experimental.gluon")
 import dmattn_ops
-from dmattn_ops import arguments, plans
+from dmattn_ops import arguments, autograd, plans
+from dmattn_ops.kernels.launching import plan
+from dmattn_ops.meta import fakes
 
 B, S, H, D = 2, 256, 2, 64
 
@@ -42,6 +50,36 @@ def launched(launches, *given, **named):
     return [launch.kernel for launch in launches[before:]], outputs
 
 
+def places(monkeypatch):
+    """Return what each plan is run with, the addresses of its inputs by their names, as calls are made."""
+    found, run = [], plan.Plan.run
+
+    def noted(self, inputs, *given, **named):
+        found.append([None if each is None else each.data_ptr() for each in inputs])
+        return run(self, inputs, *given, **named)
+
+    monkeypatch.setattr(plan.Plan, "run", noted)
+    return found
+
+
+def test_every_tensor_reaches_its_place_on_the_short_way(launches, longer_ways, monkeypatch):
+    """Key and value differ from each other, and both ways of the forward and of the backward hand over the same."""
+    found, mask = places(monkeypatch), documents()
+    for _ in range(2):
+        leaves = qkv()
+        torch.autograd.grad(dmattn_ops.flash_dmattn_func(*leaves, mask), leaves, draw())
+    found.clear()
+    leaves, grad_out = qkv(), draw()
+    out = dmattn_ops.flash_dmattn_func(*leaves, mask)
+    assert len(longer_ways) == 2
+    own = [leaf.data_ptr() for leaf in leaves]
+    of_mask = [None if part is None else part.data_ptr() for part in mask.mask[:-1]]
+    assert found == [[*own, None, *of_mask, None, None]]
+    torch.autograd.grad(out, leaves, grad_out)
+    (backward,) = found[1:]
+    assert backward[:6] == [grad_out.data_ptr(), None, *own, out.data_ptr()] and backward[8:] == found[0][3:]
+
+
 @pytest.mark.parametrize(("masked", "is_causal"), [(False, True), (True, False), (True, True)])
 def test_later_calls_take_the_short_way_and_launch_the_same(launches, longer_ways, masked, is_causal):
     mask = documents(is_causal=is_causal) if masked else None
@@ -51,14 +89,20 @@ def test_later_calls_take_the_short_way_and_launch_the_same(launches, longer_way
     assert all(out.shape == (B, S, H, D) and out.requires_grad for _, out in ways)
 
 
-def test_gradients_flow_on_the_short_way(launches, longer_ways):
+def test_gradients_flow_on_the_short_way(launches, longer_ways, monkeypatch):
+    in_full, dense_call = [], fakes.dense_call
+
+    def noted(name, given):
+        in_full.append(name)
+        return dense_call(name, given)
+
+    monkeypatch.setattr(fakes, "dense_call", noted)
     for _ in range(6):
         leaves = qkv()
         out, lse = dmattn_ops.flash_dmattn_func(*leaves, return_lse=True)
-        before = len(launches)
         grads = torch.autograd.grad((out, lse), leaves, (draw(), torch.randn(B, H, S)))
-        assert [grad.shape for grad in grads] == [(B, S, H, D)] * 3 and len(launches) > before
-    assert len(longer_ways) == 2
+        assert [grad.shape for grad in grads] == [(B, S, H, D)] * 3
+    assert len(longer_ways) == 2 and in_full.count("backward") == 2
     with torch.no_grad():
         assert not dmattn_ops.flash_dmattn_func(*qkv()).requires_grad
 
@@ -175,14 +219,72 @@ def test_repeats_are_bounded_and_forgotten(longer_ways, monkeypatch):
     assert not plans._repeats
 
 
-def test_tensor_modes_and_transforms_take_the_longer_way(longer_ways):
+class Nothing(TorchDispatchMode):
+    """A dispatch mode that changes nothing."""
+
+    def __torch_dispatch__(self, operator, types, given=(), named=None):
+        return operator(*given, **(named or {}))
+
+
+class NothingOfFunctions(TorchFunctionMode):
+    """A function mode that changes nothing."""
+
+    def __torch_function__(self, function, types, given=(), named=None):
+        return function(*given, **(named or {}))
+
+
+CONTEXTS = {
+    "a dispatch mode": Nothing,
+    "a function mode": NothingOfFunctions,
+    "the profiler": torch.profiler.profile,
+    "autocast": lambda: torch.autocast("cuda", torch.bfloat16),
+}
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_where_others_look_on_calls_are_looked_at_in_full(longer_ways, monkeypatch, context):
     for _ in range(5):
         dmattn_ops.flash_dmattn_func(*qkv())
-    before = len(longer_ways)
+    assert len(longer_ways) == 2
+    if context == "autocast":
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    with contextlib.nullcontext() if context == "autocast" else CONTEXTS[context]():
+        dmattn_ops.flash_dmattn_func(*qkv())
+    assert len(longer_ways) == 3
+
+
+def test_tangents_are_refused_on_the_short_way(longer_ways):
+    for _ in range(5):
+        dmattn_ops.flash_dmattn_func(*qkv())
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(draw(), draw())
         with pytest.raises(NotImplementedError, match="forward-mode"):
             dmattn_ops.flash_dmattn_func(dual, draw(), draw())
-    with torch.profiler.profile():
-        dmattn_ops.flash_dmattn_func(*qkv())
-    assert len(longer_ways) > before
+
+
+def test_masks_of_other_tensors_never_take_the_short_way(longer_ways):
+    """The memory of a subclass may not be its own; it is described like a plain tensor of the same shape."""
+
+    class Wrapped(torch.Tensor):
+        pass
+
+    end = torch.full((1, 1, S), S, dtype=torch.int32)
+    for _ in range(5):
+        dmattn_ops.flash_dmattn_func(*qkv(), dmattn_ops.prepare_mask(intervals=(None, end), seqlen_q=S))
+    before = len(longer_ways)
+    plain = dmattn_ops.prepare_mask(intervals=(None, end), seqlen_q=S)
+    wrapped = replace(plain, end=plain.end.as_subclass(Wrapped))
+    fake = replace(plain, end=FakeTensorMode().from_tensor(plain.end))
+    for mask in (wrapped, fake):
+        for _ in range(2):
+            with contextlib.suppress(Exception):  # on the longer way each meets what is meant for it
+                dmattn_ops.flash_dmattn_func(*qkv(), mask)
+    assert len(longer_ways) == before + 4
+
+
+def test_a_torch_without_private_names_repeats_nothing(longer_ways, monkeypatch):
+    monkeypatch.setattr(autograd, "kernels", {})
+    for number in range(1, 5):
+        dmattn_ops.flash_dmattn_func(*qkv(), return_max=True)
+        assert len(longer_ways) == number

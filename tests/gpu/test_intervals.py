@@ -13,6 +13,7 @@ from dmattn_ops import dispatch
 from dmattn_ops.call import Call, Gradients, Result, Saved
 from dmattn_ops.problem import plain_options
 from dmattn_ops.testing import Problem, check
+from dmattn_ops.testing.inputs import make_inputs
 from dmattn_ops.testing.oracle import EPS, relative_error
 from tests.replays import replayed
 
@@ -36,6 +37,9 @@ KINDS = {
     "hidden parts, whole tiles": replace(BASE, intervals="hidden", seqlen_k=640, intervals_shape="h"),
     "a window on top": replace(BASE, seqlen_q=600, seqlen_k=600, left=150, right=30),
     "hidden from whole tiles": replace(BASE, intervals="hidden", seed=12, seqlen_q=1200, seqlen_k=640),
+    "hidden from whole tiles, causal": replace(
+        BASE, intervals="hidden", seed=12, seqlen_q=1200, seqlen_k=640, is_causal=True
+    ),
     "a window on top of hidden parts": replace(BASE, intervals="hidden", left=99, is_causal=True),
     "from the top left": replace(BASE, is_causal=True, causal_from="top_left"),
     "one query": replace(BASE, seqlen_q=1),
@@ -64,6 +68,16 @@ def test_deterministic_calls_repeat_bit_for_bit_and_end(taken, dim: int, kind: s
     """The fixed order of additions that narrower heads have without lists would wait for tiles that no list names."""
     check(replace(KINDS[kind], dim=dim, dim_v=dim, deterministic=True), "cuda", repeats=5)
     assert "hopper256" in taken
+
+
+def test_a_problem_hides_whole_tiles() -> None:
+    """So that calls of "hidden from whole tiles" walk lists from which tiles are missing."""
+    inputs = make_inputs(KINDS["hidden from whole tiles"], "cuda")
+    start, end, *hidden = inputs.intervals
+    shown, less = (
+        dmattn_ops.prepare_mask(intervals=(start, end), hidden=gap, seqlen_q=1200) for gap in (None, tuple(hidden))
+    )
+    assert less.density() < 0.9 * shown.density()
 
 
 @HOPPER
