@@ -160,9 +160,35 @@ def _forward_kernels(
     name: str, backward_name: str, of: Differentiable
 ) -> tuple[_Kernel, Callable[..., tuple[Any, ...]]]:
     """Return what computes an operator and its derivative for the dispatcher, and without it."""
+    fill, place_of_max = of.signature.fill, of.signature.names.index("needs_max")
+    whole, short = _forward_functions(backward_name, of)
+    by_dispatcher = _through_dispatcher(name)[name]
+
+    def through_dispatcher(*arguments: Any) -> tuple[Tensor, ...]:
+        arguments = fill(arguments)
+        if not _may_need_gradient(arguments):
+            return by_dispatcher(*arguments)[0]
+        return _apply(whole, by_dispatcher, arguments, *[arguments[place] for place in of.places])
+
+    def directly(arguments: tuple[Any, ...], compute: ops.Planned | None = None) -> tuple[Any, ...]:
+        """Compute outputs where `callable_directly`, by `compute` or in the usual way.
+
+        lse_tail is None where it is saved for a backward, and row_max may be None where it is not needed.
+        """
+        arguments, compute = fill(arguments), compute or ops.implementations[name]
+        if not _may_need_gradient(arguments):
+            return compute(*arguments)[0]
+        kind = whole if arguments[place_of_max] else short
+        found = kind.apply(compute, arguments, *[arguments[place] for place in of.places])
+        return found if arguments[place_of_max] else (*found, None, None)
+
+    return through_dispatcher, directly
+
+
+def _forward_functions(backward_name: str, of: Differentiable) -> tuple[Any, Any]:
+    """Return the Function of an operator with all of its outputs, and that with the first two."""
     backward_op = _operator(backward_name)
     _, backward_directly = _backward_kernels(backward_name)
-    fill, place_of_max = of.signature.fill, of.signature.names.index("needs_max")
     nothing = (None,) * (of.primals + 4)
 
     class Attention(_Function):
@@ -215,26 +241,7 @@ def _forward_kernels(
             _save(ctx, of, arguments, outputs)
             return outputs[:2]
 
-    def through_dispatcher(*arguments: Any) -> tuple[Tensor, ...]:
-        arguments = fill(arguments)
-        if not _may_need_gradient(arguments):
-            return by_dispatcher(*arguments)[0]
-        return _apply(Attention, by_dispatcher, arguments, *[arguments[place] for place in of.places])
-
-    def directly(arguments: tuple[Any, ...], compute: ops.Planned | None = None) -> tuple[Any, ...]:
-        """Compute outputs where `callable_directly`, by `compute` or in the usual way.
-
-        lse_tail is None where it is saved for a backward, and row_max may be None where it is not needed.
-        """
-        arguments, compute = fill(arguments), compute or ops.implementations[name]
-        if not _may_need_gradient(arguments):
-            return compute(*arguments)[0]
-        kind = Attention if arguments[place_of_max] else OutAndLse
-        found = kind.apply(compute, arguments, *[arguments[place] for place in of.places])
-        return found if arguments[place_of_max] else (*found, None, None)
-
-    by_dispatcher = _through_dispatcher(name)[name]
-    return through_dispatcher, directly
+    return Attention, OutAndLse
 
 
 def _backward_kernels(name: str) -> tuple[_Kernel, _Kernel]:

@@ -328,28 +328,6 @@ def test_documents_beside_intervals_stay_intervals_where_each_is_one_run(sorted_
     assert torch.equal(made.batch(1, 2).queries(3, 200).to_dense(), made.to_dense()[1:, :, 3:200])
 
 
-def test_intervals_without_a_start_end_with_documents_and_beside_masks():
-    ids = torch.randint(0, 5, (BATCH, SK)).sort(-1).values
-    end, keep = random_ends(1, HEADS, SK, queries=SK)[1], random_keep(BATCH, 1, SK, SK)
-    expected = shown(torch.zeros_like(end), end, SK)
-    same = ids[:, None, :, None] == ids[:, None, None]
-    made = prepare_mask(intervals=(None, end), documents=ids, window_size=(50, 20))
-    assert made.kind == "intervals"
-    assert torch.equal(made.to_dense(), expected & same & band_of(SK, SK, window_size=(50, 20)))
-    assert torch.equal(prepare_mask(keep, intervals=(None, end)).to_dense(), expected & keep)
-    gap = random_ends(BATCH, 1, SK, queries=SK)
-    made = prepare_mask(intervals=(None, end), hidden=gap, seqlen_q=SK)
-    assert torch.equal(made.to_dense(), expected & ~shown(*gap, SK))
-
-
-def test_intervals_without_a_start_make_a_causal_mask_that_packs_as_a_dynamic_one():
-    scores = torch.randn(1, 2, 300)
-    best = dynamic_mask(scores, 40)
-    made = prepare_mask(intervals=(None, best.end), at_most=40, seqlen_q=300, is_causal=True)
-    assert made.start is None and best.start is None
-    assert torch.equal(made.to_dense(), best.to_dense())
-
-
 @pytest.mark.parametrize("promised", [False, True])
 def test_documents_beside_intervals_show_the_same_where_nobody_reads_their_ids(promised: bool):
     ids = torch.randint(0, 5, (BATCH, SK)).sort(-1).values
