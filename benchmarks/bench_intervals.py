@@ -30,26 +30,26 @@ TINY = {"8192": (256, 2), "32768": (384, 2), "131072": (512, 1)}
 TARGET_LENGTH = "32768"
 
 
-def as_intervals(call: Attention, mask: IntervalMask) -> Run:
-    """Run this library with the mask as intervals."""
-    prepare = functools.partial(
-        dmattn_ops.prepare_mask, intervals=(mask.start, mask.end), hidden=mask.hidden, seqlen_q=call.query.shape[1]
-    )
+def _prepared(call: Attention, **keywords: Any) -> Run:
+    """Run this library with what `prepare_mask` makes of these arguments."""
+    prepare = functools.partial(dmattn_ops.prepare_mask, **keywords)
     attend = functools.partial(dmattn_ops.flash_dmattn_func, *call.leaves, prepare())
     return recorded_run(attend, [*call.leaves], call.grad_out, prepare)
+
+
+def as_intervals(call: Attention, mask: IntervalMask) -> Run:
+    """Run this library with the mask as intervals."""
+    return _prepared(call, intervals=(mask.start, mask.end), hidden=mask.hidden, seqlen_q=call.query.shape[1])
 
 
 def as_written(call: Attention, name: str, mask: IntervalMask) -> Run | None:
     """Run this library with the mask as flags, documents or a number of kept keys; None where it is neither."""
     if mask.at_most is not None:
-        kept: dict[str, Any] = {"intervals": (None, mask.end), "at_most": mask.at_most, "seqlen_q": call.query.shape[1]}
-        prepare = functools.partial(dmattn_ops.prepare_mask, **kept, is_causal=True)
-        attend = functools.partial(dmattn_ops.flash_dmattn_func, *call.leaves, prepare())
-        return recorded_run(attend, [*call.leaves], call.grad_out, prepare)
-    attend = functools.partial(dmattn_ops.flash_dmattn_func, *call.leaves, is_causal=mask.causal)
+        kept = {"at_most": mask.at_most, "seqlen_q": call.query.shape[1]}
+        return _prepared(call, intervals=(None, mask.end), is_causal=True, **kept)
     if mask.documents is not None:
-        prepare = functools.partial(dmattn_ops.prepare_mask, documents=mask.documents, is_causal=mask.causal)
-        return recorded_run(functools.partial(attend, mask=prepare()), [*call.leaves], call.grad_out, prepare)
+        return _prepared(call, documents=mask.documents, is_causal=mask.causal)
+    attend = functools.partial(dmattn_ops.flash_dmattn_func, *call.leaves, is_causal=mask.causal)
     if mask.window is not None:
         attend = functools.partial(attend, window_size=(mask.window - 1, None))
     elif not (mask.causal or name == "full"):

@@ -61,12 +61,7 @@ def prepared_inputs(
     if type(prepared[0]) is not Tensor:
         sharded.load_rules(prepared[0])
     for tensor in prepared:
-        if (
-            not isinstance(tensor, Tensor)
-            or tensor.dim() != rank
-            or tensor.layout is not torch.strided
-            or tensor.is_nested
-        ):
+        if not isinstance(tensor, Tensor) or tensor.dim() != rank or not validation.is_dense(tensor):
             _refuse(rank, tensors)
         if tensor.stride(-1) != 1:
             strided = True

@@ -24,10 +24,8 @@ from dmattn_ops.tile_mask import TileMask, read
 
 _PLAIN = (Tensor, Parameter)
 _NAME = "forward"
-_NOT_PLAIN = "not plain"
-_described: WeakKeyDictionary[TileMask, Hashable] = (
-    WeakKeyDictionary()
-)  # `_NOT_PLAIN` for masks that are never repeated
+_NOT_PLAIN = "not plain"  # stands in place of the description of a mask whose calls are never repeated
+_described: WeakKeyDictionary[TileMask, Hashable] = WeakKeyDictionary()
 
 
 def signature_of(
