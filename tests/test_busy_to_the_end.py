@@ -101,7 +101,8 @@ def balanced(ranks: int, heads: int) -> int:
     ("batch", "heads", "kv_heads", "seqlen", "together"),
     [
         (4, 16, 16, 2048, 16),  # 16 blocks a head: 16 heads have 1.9 blocks for each SM
-        (4, 16, 16, 4096, 8),
+        (2, 16, 16, 4096, 8),
+        (4, 16, 16, 4096, 4),  # 15 blocks for each SM: what the last group leaves idle is little
         (4, 32, 8, 2048, 16),
         (4, 32, 8, 2176, 4),  # heads that share keys: 17 blocks are too many
         (2, 32, 8, 4096, 4),

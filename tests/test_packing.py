@@ -70,14 +70,45 @@ def test_packing_does_not_pay_for_what_is_dense_or_short():
     for sizes in (
         causal(8192, 4096),
         causal(32768, 24576),
-        causal(2048, 512),
-        causal(1024, 64),
-        causal(4096, 512, 8),
+        causal(1024, 64, 8, 8),
+        causal(1024, 128, 32, 32),
+        causal(512, 64),
         causal(0, 0),
     ):
         assert not pays(sizes)
     window = causal(32768, 1024)._replace(band_lo=-1500)
     assert not pays(window) and dense_cost(window) < dense_cost(causal(32768, 1024)) / 8
+
+
+# S, keep, heads and key heads; ms of forward and backward with packed keys and with keys as they lie: one H200, B1 D128 bf16
+NEAR_THE_BOUNDARY = (
+    (1024, 128, 32, 32, 0.140, 0.151),
+    (2048, 128, 8, 8, 0.105, 0.166),
+    (2048, 128, 32, 32, 0.221, 0.367),
+    (2048, 512, 32, 8, 0.260, 0.432),
+    (4096, 512, 8, 8, 0.186, 0.307),
+    (4096, 1024, 16, 16, 0.409, 0.540),
+    (4096, 1024, 32, 8, 0.589, 0.963),
+    (8192, 1024, 2, 2, 0.194, 0.447),
+    (8192, 1024, 8, 2, 0.373, 1.381),
+    (8192, 2048, 4, 4, 0.383, 0.517),
+    (8192, 2048, 8, 8, 0.625, 0.925),
+    (8192, 3072, 16, 16, 1.445, 1.680),
+    (8192, 3072, 32, 8, 2.269, 3.244),
+    (8192, 4096, 32, 32, 2.953, 3.244),
+    (16384, 2048, 2, 2, 0.397, 0.929),
+    (16384, 4096, 4, 4, 0.955, 1.611),
+    (16384, 8192, 32, 32, 10.119, 11.999),
+    (32768, 16384, 8, 8, 9.839, 11.674),
+    (32768, 16384, 16, 16, 19.039, 23.356),
+    (32768, 16384, 32, 8, 37.269, 48.153),
+    (32768, 16384, 32, 32, 37.623, 47.455),
+)
+
+
+@pytest.mark.parametrize(("seqlen", "keep", "heads", "kv_heads", "packed", "lying"), NEAR_THE_BOUNDARY)
+def test_packing_pays_where_it_was_measured_to_save_a_seventh(seqlen, keep, heads, kv_heads, packed, lying):
+    assert pays(causal(seqlen, keep, heads, kv_heads)) == (lying > 1.15 * packed)
 
 
 def test_the_estimate_is_close_to_what_was_measured():
