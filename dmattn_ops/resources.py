@@ -26,6 +26,7 @@ _AT_RUN_TIME = (
     "per_sm",
     "heads_per_group",
     "ordered_heads",
+    "ordered_causal_heads",
     "step",
     "step_of_128",
 )  # fields that no compiled kernel depends on

@@ -119,6 +119,17 @@ def test_how_many_heads_of_a_causal_backward_go_side_by_side(batch, heads, kv_he
     assert launch._order(call, blocks, False, options, row.config, SMS) == (together, 0, 1)
 
 
+@pytest.mark.parametrize(("dim", "causal", "full"), [(64, 32, 16), (128, 8, 8)])
+def test_more_heads_of_a_deterministic_causal_backward_go_side_by_side(dim, causal, full):
+    """Measured in time of the whole: 128 heads of 4096 at D 64 causal 1.40 ms with 32, 1.44 with 16; full, 5% more with 32."""
+    tensor = torch.empty(1, dtype=torch.bfloat16).expand(4, 4096, 32, dim)
+    (row,) = (row for row in config.BACKWARD if row.kernel == "hopper" and row.dim == dim)
+    for band, together in (({"band_hi": 0}, causal), ({}, full), ({"band_hi": 0, "band_lo": -700}, full)):
+        options = plain_options(dim**-0.5, deterministic=True, **band)
+        call = Call(tensor, tensor, tensor, None, NO_MASK, None, None, None, options)
+        assert launch._order(call, 32, False, options, row.config, SMS) == (together, 0, 1)
+
+
 @pytest.mark.parametrize(("heads", "group"), [(16, 1), (8, 4), (32, 1)])
 def test_packed_sequences_of_many_lengths_leave_sms_idle_for_a_fortieth_of_the_time_where_l2_holds_enough(heads, group):
     costs = packed(group)

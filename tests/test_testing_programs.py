@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dmattn_ops
+from dmattn_ops import meta
+from dmattn_ops.kernels.packing import attention
 from dmattn_ops.testing import check, draw, memory_check, races, soak
 from dmattn_ops.testing.check import _dense_results, _varlen_results
 from dmattn_ops.testing.combinations import COMBINATIONS, combinations
@@ -91,6 +94,28 @@ def test_every_call_of_the_sample_is_a_valid_one(capsys: pytest.CaptureFixture) 
     assert [line.removeprefix("begins ") for line in lines[: 2 * len(names) : 2]] == names
     assert [line.split(" ", 2)[2] for line in lines[1 : 2 * len(names) : 2]] == names
     assert lines[2 * len(names)] == f"calls {len(names)}"
+
+
+def test_outputs_are_filled_under_initcheck_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """initcheck does not see what tensor maps store, and would report every load of it."""
+    commands = []
+    monkeypatch.setattr(memory_check, "_share", lambda command, limit: commands.append(command) or ("", 0))
+    for tool in (*memory_check.TOOLS, None):
+        memory_check.under(tool, "compute-sanitizer", 1.0, "cuda")
+    assert [command[2] for command in commands if "--filled" in command] == ["initcheck"]
+    allocated = [getattr(import_module(module), name) for module, name in memory_check.FILLED]
+    query = torch.full((1, 40, 2, 8), torch.nan)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
+    try:
+        assert meta.forward_outputs(query, query, True)[0].isnan().all()
+        with memory_check.filled_outputs():
+            made = [*meta.forward_outputs(query, query, True), *meta.backward_outputs(query, query, query, None, None)]
+            made += [*meta.qkvpacked_backward_outputs(query, None, None), attention.workspace(query, 3, 5)]
+        assert all((tensor == 0).all() for tensor in made)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert allocated == [getattr(import_module(module), name) for module, name in memory_check.FILLED]
 
 
 def test_what_a_tool_says_stands_in_the_file(

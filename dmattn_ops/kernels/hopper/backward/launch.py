@@ -144,8 +144,9 @@ def _order(
     if call.varlen is not None:
         of_group = heads // kv_heads * call.demand.seqlen_q * _bytes_of_row(call)
         return heads_side_by_side(of_group, kv_heads, device), 0, 1
+    causal = options.band_lo == -UNBOUNDED and options.band_hi < UNBOUNDED
     if options.deterministic:
-        return config.ordered_heads, 0, 1
+        return config.ordered_causal_heads if causal else config.ordered_heads, 0, 1
     if interleaved:
         # as many of a head start together as it has SMs, where about as many shorter ones are left to even out the ends
         first = sms // LEAST_HEADS
@@ -158,13 +159,12 @@ def _order(
     lists = call.mask.col_tiles
     if lists is not None and call.mask.start is not None and 2 * TILE * (lists.shape[-1] - HEADER) <= seqlen_q:
         return heads_that_balance(blocks_per_head, batch * kv_heads, device, ROUNDS_OF_SHORT_LISTS), 0, 1
-    causal = lists is None and options.band_lo == -UNBOUNDED
     # Where there are many groups, what the last one leaves idle is little, and L2 holds more of fewer heads: 256 heads of 2048 took
     # 2 to 4% less in groups of four at D 64, 128 heads of 4096 took 1%, and at D 128 up to 1%. Query heads that share keys
     # read more: then busy SMs are worth more only where blocks of eight key heads fit the SMs at once. With 32 query
     # and 8 key heads, four sequences of 2048 took 5% less, and one or two of 4096 took 3% more.
     shared = heads != kv_heads and 2 * LEAST_HEADS * blocks_per_head > sms
-    if causal and blocks <= 2 * FEW_ROUNDS * sms and not shared:
+    if causal and lists is None and blocks <= 2 * FEW_ROUNDS * sms and not shared:
         return heads_that_balance(blocks_per_head, batch * kv_heads, device), 0, 1
     return LEAST_HEADS, 0, 1
 
