@@ -91,9 +91,8 @@ class HopperSharedBias:
 class HopperBackward:
     """Gluon backward for SM 9.0: a block owns `block_n` keys and walks queries in steps of `block_m`.
 
-    `variant` is the order of a step: "overlapped" or "two_phase" (`kernels/hopper/backward/steps.py`). `ordered_heads` are
-    the key heads that run side by side in a deterministic call, `ordered_causal_heads` those of a causal one, whose blocks differ
-    in length: with more of them blocks wait less, but share less of L2.
+    `variant` is the order of a step: "overlapped" or "two_phase" (`kernels/hopper/backward/steps.py`). `ordered_heads` are the
+    key heads side by side in a deterministic call (a causal one has others): with more, blocks wait less, but share less of L2.
     `shared_bias` is for the gradient of a bias with queries, `dbias` for that where a portable kernel computes it.
     """
 

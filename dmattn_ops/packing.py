@@ -30,8 +30,8 @@ _LAUNCHES = 400.0  # 16 us: a dozen launches
 _PLANNED = 60.0  # 2.5 us: what the program that plans the last epoch does with 1024 keys, forward and backward
 _LEAST_PLANNED = 1100.0  # 45 us: two plans of short sequences, forward and backward
 _MARGIN = 1.15  # the estimate has to win by this much
-# Keys as they lie: tiles are found in lists and tested, and the lists are made first, of both sides (66 us). Measured, in graphs:
-# 1.09 to 1.12 times dense attention from 16384 positions on, and 0.07 to 0.25 ms more from 1024 to 8192.
+# Keys as they lie: tiles are found in lists and tested, and the lists are made first, of both sides (66 us). Measured, in CUDA
+# graphs: 1.09 to 1.12 times dense attention with 16384 keys kept, and 0.1 to 0.6 ms beyond these 1.09 from 1024 to 8192 positions.
 _LISTED = 1.09
 _LISTS = 1600.0
 # Epochs of at least so many queries are not made twice as long: that would save fewer copies than it adds tiles.
@@ -189,7 +189,7 @@ def pays(sizes: Sizes) -> bool:
     Measured on an H200 (B1 D128 bfloat16, selection, forward and backward, against dense causal), H 32/8 and H 16/16:
     S 8192 with 1024 kept 2.5 and 1.9 times as fast, S 32768 with 1024 kept 10.3 and 8.0, with 2048 kept 6.1 and 5.1,
     S 131072 with 2048 kept 27.7 and 23.4. The estimate says 2.3 and 2.0, 9.1 and 8.2, 5.8 and 5.4, 22.9 and 21.4.
-    Where little is gained, both ways were measured for 21 sizes (S 1024 to 32768, 2 to 32 heads, an eighth to half of the keys
+    Where little is gained, both ways were measured for 21 sizes (S 1024 to 32768, 2 to 32 heads, a sixteenth to half of the keys
     kept): packing was 1.08 to 3.7 times as fast in all, and 1.16 at least in the 19 for which this function says so.
     """
     return _MARGIN * packed_cost(sizes) < listed_cost(sizes)
