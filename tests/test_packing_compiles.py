@@ -17,8 +17,7 @@ from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E40
 from dmattn_ops.testing.stand_in import compiled_launches  # noqa: E402
 from tests.spills import bytes_at_most  # noqa: E402
 
-# SM 8.6 and 8.9 have the registers and instructions of 8.0 and 12.0, and are left to `make sweep`.
-ARCHITECTURES = (80, *(pytest.param(sm, marks=pytest.mark.slow) for sm in (86, 89)), 90, 100, 120)
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 STRIDES = ("start_b", "start_h", "end_b", "end_h")
 SPILLED = 24  # bytes at most, of planning: ptxas keeps two programs on a multiprocessor at this price
 

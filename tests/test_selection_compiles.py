@@ -9,8 +9,7 @@ triton = pytest.importorskip("triton")
 from dmattn_ops.kernels.selection import alive, deaths, documents, keys, launch  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
 
-# SM 8.6 and 8.9 have the registers and instructions of 8.0 and 12.0, and are left to `make sweep`.
-ARCHITECTURES = (80, *(pytest.param(sm, marks=pytest.mark.slow) for sm in (86, 89)), 90, 100, 120)
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 CHUNKS = (*(chunk for _, chunk in launch.CHUNKS), launch.LONGEST_CHUNK)
 SCORES = {"fp32": "*i32", "bf16": "*i16", "fp16": "*fp16", "rank": "*i32"}
 WIDE = ("coarse_runs", "keys")  # 64-bit
