@@ -91,8 +91,8 @@ class HopperSharedBias:
 class HopperBackward:
     """Gluon backward for SM 9.0: a block owns `block_n` keys and walks queries in steps of `block_m`.
 
-    `variant` is the order of a step: "overlapped" or "two_phase" (`kernels/hopper/backward/steps.py`). `ordered_heads` are the
-    key heads side by side in a deterministic call (a causal one has others): with more, blocks wait less, but share less of L2.
+    `variant` is the order of a step, "overlapped" or "two_phase" (`kernels/hopper/backward/steps.py`). A deterministic call runs
+    `ordered_heads` key heads side by side, a causal one `ordered_causal_heads`: with more, blocks wait less but share less of L2.
     `shared_bias` is for the gradient of a bias with queries, `dbias` for that where a portable kernel computes it.
     """
 

@@ -121,7 +121,7 @@ def test_how_many_heads_of_a_causal_backward_go_side_by_side(batch, heads, kv_he
 
 @pytest.mark.parametrize(("dim", "causal", "full"), [(64, 32, 16), (128, 8, 8)])
 def test_more_heads_of_a_deterministic_causal_backward_go_side_by_side(dim, causal, full):
-    """Measured in time of the whole: 128 heads of 4096 at D 64 causal 1.40 ms with 32, 1.44 with 16; full, 5% more with 32."""
+    """At D 64 a causal backward of 128 heads took 1.40 ms with 32 side by side and 1.44 with 16; a full one 5% more with 32."""
     tensor = torch.empty(1, dtype=torch.bfloat16).expand(4, 4096, 32, dim)
     (row,) = (row for row in config.BACKWARD if row.kernel == "hopper" and row.dim == dim)
     for band, together in (({"band_hi": 0}, causal), ({}, full), ({"band_hi": 0, "band_lo": -700}, full)):

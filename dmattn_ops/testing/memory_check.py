@@ -28,6 +28,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -45,8 +46,8 @@ _REPORTS = {  # all races are to be compared with proofs; of the rest some repor
     "racecheck": ("--print-limit", "0"),
     "initcheck": ("--print-limit", "100", "--show-backtrace", "device"),
 }
-# What allocates the tensors that SM 9.0 kernels store through tensor maps, as (module, function). On an H200 initcheck made 480,212
-# reports in 31 of the calls; those that it was asked to show were of the load of `out` before the backward.
+# The functions that allocate what SM 9.0 kernels store through tensor maps, by module and name. Without this, initcheck made
+# 480,212 reports in 31 of the calls on an H200; the ones that it printed were all of one load: that of `out` before the backward.
 FILLED = (
     ("dmattn_ops.meta", "forward_outputs"),
     ("dmattn_ops.meta", "backward_outputs"),
@@ -181,15 +182,11 @@ def _packed_keys(device: str, dim: int, at_most: int) -> None:
     """Pack the keys of a dynamic mask although there are few; on a GPU, a promise that is too small makes NaN."""
     scores = torch.randn(1, KV_HEADS, 900, device=device)
     mask = dmattn_ops.dynamic_mask(scores, 40)
-    pays, least = packing.pays, packing.LEAST_EPOCH
-    packing.pays, packing.LEAST_EPOCH = lambda sizes: True, 256
-    try:
-        if device != "cpu":  # which refuses a broken promise
-            mask = replace(mask, at_most=at_most)
-        bias = scores[:, :, None].clone().requires_grad_()
+    if device != "cpu":  # which refuses a broken promise
+        mask = replace(mask, at_most=at_most)
+    bias = scores[:, :, None].clone().requires_grad_()
+    with patch.multiple(packing, pays=lambda sizes: True, LEAST_EPOCH=256):
         _step(_inputs(device, torch.bfloat16, dim, 900, 900), mask, is_causal=True, bias=bias)
-    finally:
-        packing.pays, packing.LEAST_EPOCH = pays, least
 
 
 def _dynamic(device: str) -> None:
@@ -204,10 +201,8 @@ def filled_outputs() -> Iterator[None]:
     """Let what is named in `FILLED` allocate zeros."""
     with contextlib.ExitStack() as undo:
         for module, name in FILLED:
-            place: Any = import_module(module)
-            allocate = getattr(place, name)
-            undo.callback(setattr, place, name, allocate)
-            setattr(place, name, partial(_zeros, allocate))
+            place = import_module(module)
+            undo.enter_context(patch.object(place, name, partial(_zeros, getattr(place, name))))
         yield
 
 

@@ -160,7 +160,7 @@ def _order(
     if lists is not None and call.mask.start is not None and 2 * TILE * (lists.shape[-1] - HEADER) <= seqlen_q:
         return heads_that_balance(blocks_per_head, batch * kv_heads, device, ROUNDS_OF_SHORT_LISTS), 0, 1
     # Where there are many groups, what the last one leaves idle is little, and L2 holds more of fewer heads: 256 heads of 2048 took
-    # 2 to 4% less in groups of four at D 64, 128 heads of 4096 took 1%, and at D 128 up to 1%. Query heads that share keys
+    # 4% less in groups of four at D 64, 128 heads of 4096 took 1%, and at D 128 256 heads of 2048 1%. Query heads that share keys
     # read more: then busy SMs are worth more only where blocks of eight key heads fit the SMs at once. With 32 query
     # and 8 key heads, four sequences of 2048 took 5% less, and one or two of 4096 took 3% more.
     shared = heads != kv_heads and 2 * LEAST_HEADS * blocks_per_head > sms
