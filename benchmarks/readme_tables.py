@@ -176,6 +176,10 @@ def host_table(rows: list[Row]) -> str:
     return _table(["us on the host", *(NAMES[name] for name in names)], lines)
 
 
+def _ms(time: float) -> str:
+    return f"{time:.3g}" if time < 1000 else f"{time:.0f}"
+
+
 def dynamic_table(rows: list[Row]) -> str:
     """Milliseconds of the parts of a call with a dynamic mask, and how many times as long each other way takes."""
     cases = _by_case([row for row in rows if "missing" not in row])
@@ -189,7 +193,8 @@ def dynamic_table(rows: list[Row]) -> str:
             cells.append(f"{own['share']:.0%}" if "share" in own else "")
         others = (found.get(name) for name in shown)
         ratios = (
-            "" if row is None else f"{row['whole_ms']:.3g} ({row['whole_ms'] / own['whole_ms']:.1f}x)" for row in others
+            "" if row is None else f"{_ms(row['whole_ms'])} ({row['whole_ms'] / own['whole_ms']:.1f}x)"
+            for row in others
         )
         return [*cells, *ratios]
 
@@ -211,7 +216,8 @@ def intervals_table(rows: list[Row], published: dict[str, list[float]]) -> str:
         theirs = " / ".join(f"{rate:.0f}" for rate in known)
         others = (found.get(name) for name in peers)
         ratios = (
-            "" if row is None else f"{row['whole_ms']:.3g} ({row['whole_ms'] / own['whole_ms']:.1f}x)" for row in others
+            "" if row is None else f"{_ms(row['whole_ms'])} ({row['whole_ms'] / own['whole_ms']:.1f}x)"
+            for row in others
         )
         lines.append([case, rates, theirs, f"{own['whole_ms']:.3g}", *ratios])
     heads = ["mask", "TFLOP/s forward / backward", "FlashMask's own figures", "ms, mask work included"]

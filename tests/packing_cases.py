@@ -6,7 +6,6 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,18 +13,6 @@ from dmattn_ops.kernels.packing import launch
 from dmattn_ops.kernels.packing.launch import Slots
 from dmattn_ops.packing import Epochs, epochs
 from dmattn_ops.problem import HEADER, TILE, UNBOUNDED
-
-POISON = 0x5A5A5A5A
-
-
-def poison_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill what arrives uninitialised with NaN, and with integers that lie outside of everything."""
-    plain = launch.workspace
-
-    def poisoned(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
-        return plain(like, *shape, dtype=dtype).fill_(float("nan") if dtype.is_floating_point else POISON)
-
-    monkeypatch.setattr(launch, "workspace", poisoned)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,11 @@ if sys.argv[1] == "--version":
 tool, command = sys.argv[2], sys.argv[sys.argv.index("--error-exitcode") + 2:]
 print("========= COMPUTE-SANITIZER")
 if tool == "memcheck":
-    print("========= Invalid __global__ read of size 4 bytes")
+    print("begins one")
+    print("========= Invalid __global__ read of size 4 bytes\\n=========     at backward_kernel+0x1850 in work.py:12")
+    print("=========     by thread (32,0,0) in block (8,0,0)\\n=========     Address 0x7ff74886cd00\\n========= ")
+    print("begins two\\n========= Uninitialized __global__ memory read of size 16 bytes")
+    print("=========     at void at::native::reduce_kernel<(int)128, at::Sum<float, float>>(T3)+0xaeb0\\n========= ")
     print("========= ERROR SUMMARY: 1 error")
     sys.exit(99)
 if tool != "initcheck":
@@ -109,7 +113,7 @@ def test_outputs_are_filled_under_initcheck_alone(monkeypatch: pytest.MonkeyPatc
     torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
     try:
         assert meta.forward_outputs(query, query, True)[0].isnan().all()
-        with memory_check.filled_outputs():
+        with memory_check.filled(memory_check.FILLED):
             made = [*meta.forward_outputs(query, query, True), *meta.backward_outputs(query, query, query, None, None)]
             made += [*meta.qkvpacked_backward_outputs(query, None, None), attention.workspace(query, 3, 5)]
         assert all((tensor == 0).all() for tensor in made)
@@ -131,6 +135,11 @@ def test_what_a_tool_says_stands_in_the_file(
     found = json.loads(output.read_text())
     assert found["memcheck"]["errors"] == 1 and found["memcheck"]["status"] == 99
     assert "Invalid __global__ read" in found["memcheck"]["said"][1]
+    assert found["memcheck"]["sites"] == {
+        "one: Invalid __global__ read of size 4 bytes at backward_kernel in work.py:12": 1,
+        "two: Uninitialized __global__ memory read of size 16 bytes at at::native::reduce_kernel": 1,
+    }
+    assert found["synccheck"]["sites"] == found["racecheck"]["sites"] == {}
     assert found["racecheck"]["errors"] == 0 and memory_check.is_clean(found["racecheck"])
     assert found["racecheck"]["proven to be ordered"] == {"backward_kernel: a block's place": 96}
     assert found["racecheck"]["version"] == "2025.3.1.0"

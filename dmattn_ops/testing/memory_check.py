@@ -6,6 +6,7 @@ leaves out the run without a tool, for kernels that an earlier run has compiled.
 tensor has memory of its own meanwhile, so that an access beside it is noticed. A kernel that no call launches is a failure
 too. Races count unless `races.py` has a proof that barriers order them. Under initcheck, outputs are filled before kernels write
 them: the tool does not see what tensor maps store (`FILLED`), and tests with outputs full of NaN say whether all is written.
+`sites` in the file says of each call which lines of which kernels were reported, and how often.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -42,9 +44,11 @@ KERNELS = Path(dispatch.__file__).parent / "kernels"
 SEQLEN, HEADS, KV_HEADS = 300, 4, 2
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _LAUNCHED, _CALLS, _BEGINS, _ENDS, _LINES = "launched ", "calls ", "begins ", "ends ", 40
-_REPORTS = {  # all races are to be compared with proofs; of the rest some reports are enough, and the stacks of hosts take long
+_REPORT = re.compile(r"========= (?! |ERROR SUMMARY|RACECHECK|COMPUTE-SANITIZER)(.+)")
+_PLACE = re.compile(r"=========     at (?:void )?([\w.:]+).*?(?: in (\S+))?$")
+_REPORTS = {  # all races are to be compared with proofs; of the rest many are enough, and the stacks of hosts take long
     "racecheck": ("--print-limit", "0"),
-    "initcheck": ("--print-limit", "100", "--show-backtrace", "device"),
+    "initcheck": ("--print-limit", "20000", "--show-backtrace", "device"),
 }
 # The functions that allocate what SM 9.0 kernels store through tensor maps, by module and name. Without this, initcheck made
 # 480,212 reports in 31 of the calls on an H200; the ones that it printed were all of one load: that of `out` before the backward.
@@ -53,6 +57,12 @@ FILLED = (
     ("dmattn_ops.meta", "backward_outputs"),
     ("dmattn_ops.meta", "qkvpacked_backward_outputs"),
     ("dmattn_ops.kernels.packing.attention", "workspace"),  # gradients of packed keys
+)
+# Sums of dS by slot. The SM 9.0 backward passes over blocks of slots without keys; their sums are added up over heads like all
+# others, by an operator of torch, and nothing reads what comes of that.
+OF_SLOTS = (
+    ("dmattn_ops.kernels.hopper.backward.launch", "room_for_key_sums"),
+    ("dmattn_ops.kernels.hopper.backward_256.launch", "room_for_key_sums"),
 )
 _SLOWEST = 5
 _FOUND = 99  # the exit status of a tool that found something
@@ -185,7 +195,8 @@ def _packed_keys(device: str, dim: int, at_most: int) -> None:
     if device != "cpu":  # which refuses a broken promise
         mask = replace(mask, at_most=at_most)
     bias = scores[:, :, None].clone().requires_grad_()
-    with patch.multiple(packing, pays=lambda sizes: True, LEAST_EPOCH=256):
+    unseen = OF_SLOTS if device != "cpu" else ()
+    with patch.multiple(packing, pays=lambda sizes: True, LEAST_EPOCH=256), filled(unseen):
         _step(_inputs(device, torch.bfloat16, dim, 900, 900), mask, is_causal=True, bias=bias)
 
 
@@ -197,10 +208,10 @@ def _dynamic(device: str) -> None:
 
 
 @contextlib.contextmanager
-def filled_outputs() -> Iterator[None]:
-    """Let what is named in `FILLED` allocate zeros."""
+def filled(functions: Iterable[tuple[str, str]]) -> Iterator[None]:
+    """Let functions, named by module and name, allocate zeros."""
     with contextlib.ExitStack() as undo:
-        for module, name in FILLED:
+        for module, name in functions:
             place = import_module(module)
             undo.enter_context(patch.object(place, name, partial(_zeros, getattr(place, name))))
         yield
@@ -208,7 +219,7 @@ def filled_outputs() -> Iterator[None]:
 
 def _zeros(allocate: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     made = allocate(*arguments, **keywords)
-    for tensor in (made,) if isinstance(made, Tensor) else made:
+    for tensor in (made,) if isinstance(made, Tensor) else made or ():
         tensor.zero_()
     return made
 
@@ -255,6 +266,21 @@ def _share(command: list[str], limit: float) -> tuple[str, int]:
         return process.communicate()[0], 124
 
 
+def _sites(text: str) -> Counter[str]:
+    """Count what a process's tool reported, by the call that ran, what is wrong, and where: the innermost function and line."""
+    found: Counter[str] = Counter()
+    call, wrong = "before the first call", ""
+    for line in text.splitlines():
+        if line.startswith(_BEGINS):
+            call = line.removeprefix(_BEGINS)
+        elif report := _REPORT.match(line):
+            wrong = report[1]
+        elif wrong and (place := _PLACE.match(line)):
+            found[f"{call}: {wrong} at {' in '.join(filter(None, place.groups()))}"] += 1
+            wrong = ""
+    return found
+
+
 def under(tool: str | None, sanitizer: str, limit: float, device: str, jobs: int = 1) -> dict[str, Any]:
     """Run the sample in processes of its own, under a tool if one is named; return what is known of it.
 
@@ -286,6 +312,7 @@ def under(tool: str | None, sanitizer: str, limit: float, device: str, jobs: int
         "status": status, "calls": len(ended), "seconds": round(time.time() - begun, 1),
         "did not end": sorted(open_calls), "slowest": [f"{seconds} s {name}" for seconds, name in slowest],
         "kernels": sorted(set().union(*launched)),
+        "sites": dict(sum((_sites(said) for said, _ in shares), Counter()).most_common()),
         "said": [line for line in lines if line.startswith("=========") or "Error" in line][:_LINES],
     }  # fmt: skip
     if tool == "racecheck" and known:
@@ -318,7 +345,7 @@ def _options() -> argparse.Namespace:
         help="processes that share the calls: compiling takes minutes in one, and initcheck longer",
     )
     parser.add_argument("--calls", type=int, nargs=2, help=argparse.SUPPRESS)  # run these here, without a tool
-    parser.add_argument("--filled", action="store_true", help=argparse.SUPPRESS)  # with `filled_outputs`
+    parser.add_argument("--filled", action="store_true", help=argparse.SUPPRESS)  # with `FILLED`
     return parser.parse_args()
 
 
@@ -328,7 +355,7 @@ def main() -> int:
     if options.calls:
         os.environ[environment.CHECK] = "0"
         plans.forget()
-        with filled_outputs() if options.filled else contextlib.nullcontext():
+        with filled(FILLED if options.filled else ()):
             run_calls(options.device, *options.calls)
         return 0
     if shutil.which(options.sanitizer) is None:

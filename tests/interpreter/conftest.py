@@ -102,8 +102,21 @@ def take_constants_of_tensors() -> None:
     TritonSemantic.to_tensor = unwrapped
 
 
+# What memory holds that nobody has written yet, by the size of an element: NaN as a floating-point number, and outside of
+# everything as an integer. A single byte has no value that says so.
+UNWRITTEN = {2: 0x7FFA, 4: 0x7FFA_5A5A, 8: 0x7FFA_5A5A_5A5A_5A5A}
+
+
+def mark_unwritten(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill new memory such that `StrictMemory` knows that nobody wrote it; return it."""
+    size = tensor.element_size()
+    if size in UNWRITTEN:
+        tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).fill_(UNWRITTEN[size])
+    return tensor
+
+
 class StrictMemory:
-    """The interpreter's loads and stores, each checked to lie inside a tensor that the launch was given."""
+    """The interpreter's loads and stores, each checked to lie inside a tensor of the launch, and loads to be of written memory."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
@@ -127,8 +140,13 @@ class StrictMemory:
         assert inside.all(), f"{self.kernel} touches memory outside of its tensors"
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        self.check(pointers, mask, np.dtype(dtype).itemsize)
-        return self.memory.load(pointers, mask, other, dtype)
+        size = np.dtype(dtype).itemsize
+        self.check(pointers, mask, size)
+        loaded = self.memory.load(pointers, mask, other, dtype)
+        if size in UNWRITTEN:
+            unwritten = np.asarray(loaded).view(f"u{size}") == UNWRITTEN[size]
+            assert not (unwritten & np.asarray(mask).astype(bool)).any(), f"{self.kernel} reads what nobody wrote"
+        return loaded
 
     def store(self, pointers: Any, value: Any, mask: Any) -> Any:
         self.check(pointers, mask, np.asarray(value).dtype.itemsize)
@@ -137,7 +155,7 @@ class StrictMemory:
 
 @pytest.fixture
 def strict_memory(monkeypatch: pytest.MonkeyPatch) -> StrictMemory:
-    """Fail a test whose kernels touch memory outside of the tensors that they were given."""
+    """Fail a test whose kernels touch memory outside of the tensors that they were given, or read what nobody wrote."""
     from triton.runtime import interpreter
 
     strict = StrictMemory(interpreter._interpreter)
@@ -149,6 +167,10 @@ def strict_memory(monkeypatch: pytest.MonkeyPatch) -> StrictMemory:
 
     monkeypatch.setattr(interpreter, "_interpreter", strict)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_strictly)
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda *arguments, **named: mark_unwritten(new_empty(*arguments, **named))
+    )
     return strict
 
 

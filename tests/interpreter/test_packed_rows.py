@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -19,16 +17,11 @@ from tests.packing_cases import (
     lists,
     named_blocks,
     plan,
-    poison_workspaces,
     sparse_mask,
     visible_pairs,
 )
 
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch, strict_memory: Any) -> None:
-    """Nothing is read that was not written, or lies outside of the tensors of a launch."""
-    poison_workspaces(monkeypatch)
+pytestmark = pytest.mark.usefixtures("strict_memory")
 
 
 def random_rows(*shape: int, dtype: torch.dtype = torch.float32, layout: str = "contiguous") -> Tensor:

@@ -11,6 +11,8 @@ from tests.mask_cases import EVERYTHING, NAMED, Case, check_list_tiles, check_pa
 BANDS = (EVERYTHING, (-130, 10), (5, 3), (-1000, -400))
 CASES = [case for case in NAMED if case.dtype in (torch.bool, torch.uint8, torch.int8, torch.bfloat16)]
 
+pytestmark = pytest.mark.usefixtures("strict_memory")
+
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_pack_mask_writes_lists_and_bits_of_nasty_masks(case: Case):
