@@ -20,7 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dmattn_ops
 from dmattn_ops import meta
+from dmattn_ops.call import Call
+from dmattn_ops.kernels.hopper.backward import launch as backward_launch
 from dmattn_ops.kernels.packing import attention
+from dmattn_ops.kernels.packing import launch as packing_launch
+from dmattn_ops.problem import Mask, plain_options
 from dmattn_ops.testing import check, draw, memory_check, races, soak
 from dmattn_ops.testing.check import _dense_results, _varlen_results
 from dmattn_ops.testing.combinations import COMBINATIONS, combinations
@@ -109,6 +113,7 @@ def test_outputs_are_filled_under_initcheck_alone(monkeypatch: pytest.MonkeyPatc
     assert [command[2] for command in commands if "--filled" in command] == ["initcheck"]
     allocated = [getattr(import_module(module), name) for module, name in memory_check.FILLED]
     query = torch.full((1, 40, 2, 8), torch.nan)
+    call = Call(query, query, query, None, Mask(), None, None, None, plain_options(1.0))
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
     try:
@@ -117,6 +122,10 @@ def test_outputs_are_filled_under_initcheck_alone(monkeypatch: pytest.MonkeyPatc
             made = [*meta.forward_outputs(query, query, True), *meta.backward_outputs(query, query, query, None, None)]
             made += [*meta.qkvpacked_backward_outputs(query, None, None), attention.workspace(query, 3, 5)]
         assert all((tensor == 0).all() for tensor in made)
+        with memory_check.filled(memory_check.OF_SLOTS):
+            assert backward_launch.room_for_key_sums(call) is None
+            assert not backward_launch.room_for_key_sums(call._replace(bias=query[:, :1, :, 0][:, None])).any()
+            assert (packing_launch.workspace(query, 3, dtype=torch.int32) != 0).all()
     finally:
         torch.use_deterministic_algorithms(False)
     assert allocated == [getattr(import_module(module), name) for module, name in memory_check.FILLED]

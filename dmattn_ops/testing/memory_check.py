@@ -58,9 +58,10 @@ FILLED = (
     ("dmattn_ops.meta", "qkvpacked_backward_outputs"),
     ("dmattn_ops.kernels.packing.attention", "workspace"),  # gradients of packed keys
 )
-# Sums of dS by slot. The SM 9.0 backward passes over blocks of slots without keys; their sums are added up over heads like all
-# others, by an operator of torch, and nothing reads what comes of that.
+# Rows, biases and sums of dS by slot. Of blocks of slots without keys nobody writes them: the D 256 backward loads such a bias and
+# uses nothing of it, and torch adds up such sums over heads, of which nobody reads what comes of it.
 OF_SLOTS = (
+    ("dmattn_ops.kernels.packing.launch", "workspace"),
     ("dmattn_ops.kernels.hopper.backward.launch", "room_for_key_sums"),
     ("dmattn_ops.kernels.hopper.backward_256.launch", "room_for_key_sums"),
 )
@@ -209,7 +210,7 @@ def _dynamic(device: str) -> None:
 
 @contextlib.contextmanager
 def filled(functions: Iterable[tuple[str, str]]) -> Iterator[None]:
-    """Let functions, named by module and name, allocate zeros."""
+    """Let functions, named by module and name, allocate zeros; not integers, which are slots and lists."""
     with contextlib.ExitStack() as undo:
         for module, name in functions:
             place = import_module(module)
@@ -220,7 +221,8 @@ def filled(functions: Iterable[tuple[str, str]]) -> Iterator[None]:
 def _zeros(allocate: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     made = allocate(*arguments, **keywords)
     for tensor in (made,) if isinstance(made, Tensor) else made or ():
-        tensor.zero_()
+        if tensor.is_floating_point():
+            tensor.zero_()
     return made
 
 
