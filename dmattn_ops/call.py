@@ -105,6 +105,20 @@ def is_pairwise(bias: Tensor | None, options: Options) -> bool:
     return bias_kind(bias) == "full" or options.dropout_p > 0
 
 
+def mappable(tensor: Tensor) -> bool:
+    """Return whether TMA can address `tensor`: start and strides in whole 16 bytes, the last dimension contiguous."""
+    step = 16 // tensor.element_size()
+    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    aligned = all(size == 1 or (stride > 0 and stride % step == 0) for size, stride in outer)
+    inner = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+    return aligned and inner and tensor.data_ptr() % 16 == 0
+
+
+def bias_fits_tiles(bias: Tensor | None) -> bool:
+    """Return whether a bias has queries, and TMA can load it in tiles of 16 bits."""
+    return bias_kind(bias) == "full" and bias.element_size() == 2 and mappable(bias)  # type: ignore[union-attr, arg-type]
+
+
 def rows_are_aligned(*tensors: Tensor) -> bool:
     """Return whether every row of `[.., S, heads, D]` starts at a multiple of 16 bytes and is one long."""
     offsets = 0

@@ -70,6 +70,7 @@ class HopperForward:
     block_n: int
     stages: int  # buffers of keys and of values
     query_stages: int  # buffers of queries, which also stage the output
+    bias_tiles: bool = False  # a bias with queries comes by TMA, as keys do
     step: float = 1.0  # microseconds that `block_m` queries take for `block_n` keys
     step_of_128: float = 1.0  # the same for 128 queries
 
@@ -101,6 +102,9 @@ class HopperBackward:
     variant: str
     ordered_heads: int
     ordered_causal_heads: int
+    step: float  # microseconds of a step
+    ends: float  # microseconds of a block's begin and end
+    shares: int = 1  # blocks for each `block_n` keys, which divide the queries
     dbias: PortableBackward | None = None
     shared_bias: HopperSharedBias | None = None
 
@@ -312,7 +316,7 @@ _LEGACY = tuple(
 )
 HOPPER_FORWARD = (
     Row(
-        90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2, 1.39, 1.13), 115116,
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2, step=1.39, step_of_128=1.13), 115116,
         "H200, 2026-11-21, bf16, B4 H32 S4096: 495 / 599 TFLOP/s causal / full, cuDNN 424 / 475; 128 queries 454 / 491",
     ),
     Row(
@@ -342,12 +346,14 @@ _DBIAS = {
 _SHARED_BIAS = HopperSharedBias(chunks=1, stages=3, heads_per_group=4)
 HOPPER_BACKWARD = (
     Row(
-        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16, 32, _DBIAS[64], _SHARED_BIAS), 232384,
+        90, 64, 2, 0, "LargeBlock", "hopper",
+        HopperBackward(128, 128, "overlapped", 16, 32, 2.36, 5.0, dbias=_DBIAS[64], shared_bias=_SHARED_BIAS), 232384,
         "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 520 / 609, full 584 / 617 TFLOP/s; 1.05 times FA4"
         "; deterministic takes 2% longer, causal 6 to 8%",
     ),
     Row(
-        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8, 8, _DBIAS[128], _SHARED_BIAS), 232368,
+        90, 128, 2, 0, "MediumBlock", "hopper",
+        HopperBackward(64, 128, "two_phase", 8, 8, 1.94, 5.5, dbias=_DBIAS[128], shared_bias=_SHARED_BIAS), 232368,
         "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 583 / 684, full 656 / 695 TFLOP/s; 1.02 times FA4"
         "; deterministic takes 7 to 8% longer",
     ),

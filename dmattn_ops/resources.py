@@ -29,6 +29,8 @@ _AT_RUN_TIME = (
     "ordered_causal_heads",
     "step",
     "step_of_128",
+    "ends",
+    "shares",
 )  # fields that no compiled kernel depends on
 _WIDTHS = {"hopper256": (64, 128, 256)}  # kernels that compile for several head dimensions in one row
 

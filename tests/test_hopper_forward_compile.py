@@ -23,6 +23,7 @@ KINDS = (
     "window intervals", "hidden intervals", "causal hidden intervals", "spans", "spans softcap", "spans key-bias",
     *(f"{mask} key-bias" for mask in ("full", "causal", "softcap", "bits", "segments", "intervals")),
     *(f"{mask} full-bias" for mask in ("full", "bits", "intervals")),
+    *(f"{mask} tiles-bias" for mask in ("full", "causal", "softcap", "segments", "intervals")),
     *(f"{mask} maximum" for mask in ("causal", "softcap", "bits", "full key-bias")), "causal sink",
     *(f"{mask} dropout" for mask in ("full", "causal", "softcap", "bits", "segments", "causal intervals", "causal key-bias")),
 )  # fmt: skip
@@ -129,7 +130,7 @@ def _row(config, dim: int, dim_v: int):
 
 
 OPTIONAL = {
-    "q2_desc", "k2_desc", "v2_desc", "o2_desc", "bits_desc", "lists", "q_segments", "k_segments", "start", "end",
+    "q2_desc", "k2_desc", "v2_desc", "o2_desc", "bits_desc", "bias_desc", "lists", "q_segments", "k_segments", "start", "end",
     "hidden_from", "hidden_to", "bias", "seed", "row_max", "sink",
 }  # fmt: skip
 
@@ -166,13 +167,14 @@ def _compile(case: str) -> dict:
     signature |= {"k_desc": boxes(block_n, columns, "bf16"), "v_desc": boxes(block_n, columns_v, "bf16")}
     constants = {
         "BM": block_m, "BN": block_n, "D": columns, "D2": second, "DV": columns_v, "DV2": second_v,
-        "STAGES": row.config.stages, "Q_STAGES": row.config.query_stages,
+        "STAGES": row.config.stages, "Q_STAGES": 1 if bias == "tiles" and columns == 128 else row.config.query_stages,
         "MASK": mask, "BIAS": bias, "HAS_LO": bool({"window", "spans"} & set(words)),
         "HAS_HI": bool({"causal", "window", "segments", "spans"} & set(words)),
         "SOFTCAP": "softcap" in words, "HIDDEN": "hidden" in words, "NATURAL": bias != "none" or "natural" in words,
         "DROPOUT": dropout,
     }  # fmt: skip
     optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
+    optional |= {"bias_desc": boxes(64, block_n, "bf16")} if bias == "tiles" else {}
     optional |= {"q2_desc": boxes(64, second, "bf16"), "k2_desc": boxes(block_n, second, "bf16")} if second else {}
     optional |= (
         {"v2_desc": boxes(block_n, second_v, "bf16"), "o2_desc": boxes(64, second_v, "bf16")} if second_v else {}

@@ -17,15 +17,18 @@ def compiled(kernel: triton.JITFunction, constants: dict[str, int | bool]) -> Re
     return compile_only(kernel, signature, constants, aligned, 90, num_warps=4)
 
 
-@pytest.mark.parametrize("ranked", [0, 16, spans._RANKED])
+@pytest.mark.parametrize(("ranked", "chunk"), [(0, 0), (16, 0), (16, 8), (spans._RANKED, 0), (spans._RANKED, 16)])
 @pytest.mark.parametrize("rows", [64, 128, 192])
-def test_writing_spans_compiles(rows: int, ranked: int) -> None:
+def test_writing_spans_compiles(rows: int, ranked: int, chunk: int) -> None:
     padded = triton.next_power_of_2(rows)
-    constants = {"ROWS": rows, "PADDED": padded, "KEYS": True, "TOP_LEFT": False, "RANKED": ranked}
+    constants = {
+        "ROWS": rows, "PADDED": padded, "KEYS": True, "TOP_LEFT": False, "RANKED": ranked, "CHUNK": chunk,
+    }  # fmt: skip
     found = compiled(spans._write_spans, constants)
     assert found.spill_bytes == 0 and not found.traps and found.registers <= 255
 
 
-def test_ranking_many_tiles_compiles() -> None:
-    found = compiled(spans._rank_tiles, {"OWN": 64, "OTHER": 128})
+@pytest.mark.parametrize("chunk", [0, 16, 128])
+def test_ranking_many_tiles_compiles(chunk: int) -> None:
+    found = compiled(spans._rank_tiles, {"OWN": max(64, chunk), "OTHER": 128, "CHUNK": chunk})
     assert found.spill_bytes == 0 and not found.traps

@@ -14,7 +14,9 @@ word   0        1       2     3            4          5      6, 7
 
 `begin` to `end` holds the spans of all rows of the tile, and rows `full_begin` to `full_end` lie in each of them, where that is not
 empty. Rows behind the last query are passed over; behind the last key they have an empty span, so that tiles there are tested.
-Word 0 of record `r` does not belong to tile `r`: it names the tile with the `r`-th most work, as in the lists of masks.
+Word 0 of record `r` does not belong to tile `r`: it names the tile that comes `r`-th. Tiles come in chunks of tiles that lie
+next to each other, so that L2 holds what those read that run at the same time: first the chunk with the longest tile, and inside
+a chunk the tiles with the most work. Without chunks they come by their work alone, as in the lists of masks.
 
 Whatever the offsets are, no span reaches out of the tensors: a row is only given a sequence that it lies in.
 """
@@ -36,6 +38,7 @@ _WORDS = tl.constexpr(WORDS)
 _UNIT = tl.constexpr(64)  # rows of the other side that count as one piece of work
 _LAST = tl.constexpr(0x7FFFFFFF)
 _RANKED = 1024  # up to this many tiles, each program ranks its own: that is faster than another launch
+_OWN, _OTHERS = 64, 128  # tiles that a program of that launch ranks, and with how many at a time it compares them
 
 
 class Spans(NamedTuple):
@@ -119,11 +122,23 @@ def _work_of_tiles(tile, sides, ROWS: tl.constexpr, TOP_LEFT: tl.constexpr):
 
 
 @triton.jit
-def _tiles_before(work, tile, other_work, other, tiles):
-    """Count the `other` tiles that come before each `tile`: those with more work, or as much and a lower number."""
-    more = other_work[None, :] > work[:, None]
-    tie = (other_work[None, :] == work[:, None]) & (other[None, :] < tile[:, None])
-    return tl.sum(((more | tie) & (other < tiles)[None, :]).to(tl.int32), axis=1)
+def _chunk_of(tile, work, N: tl.constexpr, CHUNK: tl.constexpr):
+    """Return (the most work of a tile of the same chunk, the chunk) of `N` tiles that follow each other, 0 without chunks."""
+    if CHUNK == 0:
+        most, chunk = work * 0, tile * 0
+    else:
+        most = tl.max(tl.reshape(work, [N // CHUNK, CHUNK]), axis=1)
+        most = tl.broadcast_to(most[:, None], [N // CHUNK, CHUNK])
+        most, chunk = tl.reshape(most, [N]), tile // CHUNK
+    return most, chunk
+
+
+@triton.jit
+def _comes_before(most, chunk, work, tile, other_most, other_chunk, other_work, other):
+    """Return whether the other tile comes first: its chunk has a longer tile, or it has more work; ties go by number."""
+    sooner = (other_work > work) | ((other_work == work) & (other < tile))
+    sooner = (other_chunk < chunk) | ((other_chunk == chunk) & sooner)
+    return (other_most > most) | ((other_most == most) & sooner)
 
 
 @triton.jit(
@@ -133,7 +148,7 @@ def _tiles_before(work, tile, other_work, other, tiles):
 def _write_spans(
     cu_own, cu_other, starts, ends, records, sequences, first_step, own_total, other_total, own_longest, other_longest,
     low, high, tiles, ROWS: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, TOP_LEFT: tl.constexpr,
-    RANKED: tl.constexpr,
+    RANKED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the spans of a tile of `ROWS` rows and its record; word 0 of another one, where `RANKED` tiles are all."""
     sides = _Sides(
@@ -162,29 +177,39 @@ def _write_spans(
     if RANKED:
         other = tl.arange(0, RANKED)
         work = _work_of_tiles(other, sides, ROWS, TOP_LEFT)
+        most, chunk = _chunk_of(other, work, RANKED, CHUNK)
         own = tl.sum(tl.where(other == tile, work, 0), axis=0)
-        before = (work > own) | ((work == own) & (other < tile))
+        own_most = tl.sum(tl.where(other == tile, most, 0), axis=0)
+        own_chunk = tl.sum(tl.where(other == tile, chunk, 0), axis=0)
+        before = _comes_before(own_most, own_chunk, own, tile, most, chunk, work, other)
         rank = tl.sum((before & (other < tiles)).to(tl.int32), axis=0)
         tl.store(records + rank * _WORDS, tile)
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _rank_tiles(records, tiles, OWN: tl.constexpr, OTHER: tl.constexpr):
-    """Write word 0 of the records: the tiles, those with the most work first."""
+def _rank_tiles(records, tiles, OWN: tl.constexpr, OTHER: tl.constexpr, CHUNK: tl.constexpr):
+    """Write word 0 of the records: the tiles in their order."""
     tile = tl.program_id(0) * OWN + tl.arange(0, OWN)
     work = tl.load(records + tile * _WORDS + 5, tile < tiles, other=0)
+    most, chunk = _chunk_of(tile, work, OWN, CHUNK)
     rank = tl.zeros([OWN], tl.int32)
     for at in range(0, tiles, OTHER):
         other = at + tl.arange(0, OTHER)
         other_work = tl.load(records + other * _WORDS + 5, other < tiles, other=0)
-        rank += _tiles_before(work, tile, other_work, other, tiles)
+        other_most, other_chunk = _chunk_of(other, other_work, OTHER, CHUNK)
+        before = _comes_before(
+            most[:, None], chunk[:, None], work[:, None], tile[:, None],
+            other_most[None, :], other_chunk[None, :], other_work[None, :], other[None, :],
+        )  # fmt: skip
+        rank += tl.sum((before & (other < tiles)[None, :]).to(tl.int32), axis=1)
     tl.store(records + rank * _WORDS, tile, tile < tiles)
 
 
-def spans_of(call: Call, rows: int, *, of_keys: bool) -> Spans:
+def spans_of(call: Call, rows: int, *, of_keys: bool, chunk: int = 0) -> Spans:
     """Return the spans of the queries of a call of packed sequences, or of its keys, with a record for each `rows` of them.
 
-    They are workspaces of one call.
+    `chunk`, a power of two, is how many tiles a chunk has that comes before others do; 0 orders all tiles by their work. They
+    are workspaces of one call.
     """
     varlen, options = call.varlen, call.options
     assert varlen is not None
@@ -199,12 +224,17 @@ def spans_of(call: Call, rows: int, *, of_keys: bool) -> Spans:
     made = workspace(call.query, 2 * room + tiles * WORDS, dtype=torch.int32)
     spans = Spans(made, made[room:], made[2 * room :].view(tiles, WORDS))
     ranked = max(16, triton.next_power_of_2(tiles)) if tiles <= _RANKED else 0
+    chunk = chunk if 1 < chunk < tiles else 0
     launch(
         _write_spans, (tiles,), cu_own, cu_other, *spans,
         sequences, 1 << sequences.bit_length() >> 1, total, other_total, min(longest, total), min(other_longest, other_total),
         low, high, tiles,
-        ROWS=rows, PADDED=triton.next_power_of_2(rows), KEYS=of_keys, TOP_LEFT=varlen.top_left, RANKED=ranked, num_warps=4,
+        ROWS=rows, PADDED=triton.next_power_of_2(rows), KEYS=of_keys, TOP_LEFT=varlen.top_left, RANKED=ranked,
+        CHUNK=chunk if ranked else 0, num_warps=4,
     )  # fmt: skip
     if not ranked:
-        launch(_rank_tiles, (triton.cdiv(tiles, 64),), spans.tiles, tiles, OWN=64, OTHER=128, num_warps=4)
+        chunk = min(chunk, _OTHERS)
+        at_once = max(_OWN, chunk)
+        constants = {"OWN": at_once, "OTHER": _OTHERS, "CHUNK": chunk}
+        launch(_rank_tiles, (triton.cdiv(tiles, at_once),), spans.tiles, tiles, **constants, num_warps=4)
     return spans

@@ -21,10 +21,11 @@ def work_of(columns: Tensor) -> int:
     return seen[-1] // 64 - seen[0] // 64 + 1 if seen else 0
 
 
-def check_tiles(made: Spans, keep: Tensor, rows: int, of_keys: bool, exact: bool = False) -> None:
+def check_tiles(made: Spans, keep: Tensor, rows: int, of_keys: bool, exact: bool = False, chunk: int = 0) -> None:
     """Compare spans and records with `keep`, which says what each row sees, `[rows of this side, of the other]`.
 
-    Where programs rank their own tiles, they know what the first and the last rows of others see.
+    Where programs rank their own tiles, they know what the first and the last rows of others see. Chunks of `chunk` tiles come
+    one after the other, the one with the longest tile first.
     """
     total = keep.shape[0]
     columns = torch.arange(keep.shape[1])
@@ -46,7 +47,9 @@ def check_tiles(made: Spans, keep: Tensor, rows: int, of_keys: bool, exact: bool
             assert full_end <= full_begin or not of_tile.any()
         assert record[5] == work_of(of_tile.any(0))
         ranked_by.append(record[5] if exact else work_of(of_tile[[0, -1]].any(0)))
-    expected = sorted(range(len(ranked_by)), key=lambda tile: (-ranked_by[tile], tile))
+    chunk = chunk or len(ranked_by)
+    most = [max(ranked_by[tile // chunk * chunk :][:chunk]) for tile in range(len(ranked_by))]
+    expected = sorted(range(len(ranked_by)), key=lambda tile: (-most[tile], tile // chunk, -ranked_by[tile], tile))
     assert made.tiles[:, 0].tolist() == expected
 
 
@@ -69,6 +72,25 @@ def test_many_tiles_are_ranked_by_a_kernel_of_their_own(monkeypatch: pytest.Monk
     problem = Packed((700, *draw_packed(seed).lengths_q, 300), (500, *draw_packed(seed).lengths_k, 700), is_causal=True)
     for made, of_keys in both_sides(problem.call(), 64):
         check_tiles(made, problem.keep().mT if of_keys else problem.keep(), 64, of_keys, exact=True)
+
+
+@pytest.mark.parametrize("ranked", [1024, 2], ids=["each tile", "a kernel"])
+@pytest.mark.parametrize("chunk", [2, 8, 16, 64])
+@pytest.mark.parametrize("seed", range(4))
+def test_chunks_of_tiles_come_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, seed: int, chunk: int, ranked: int
+) -> None:
+    monkeypatch.setattr(spans, "_RANKED", ranked)
+    monkeypatch.setattr(spans, "_OWN", 4)
+    monkeypatch.setattr(spans, "_OTHERS", 8)
+    lengths = (150, *draw_packed(seed).lengths_q, 700, 64, 300, 64)
+    problem = Packed(lengths, lengths, is_causal=True)
+    for of_keys in (False, True):
+        made = spans_of(problem.call(), 64, of_keys=of_keys, chunk=chunk)
+        exact = len(made.tiles) > ranked
+        of_chunk = min(chunk, 8) if exact else chunk
+        keep = problem.keep().mT if of_keys else problem.keep()
+        check_tiles(made, keep, 64, of_keys, exact, 0 if chunk >= len(made.tiles) else of_chunk)
 
 
 def test_the_longest_of_very_uneven_sequences_comes_first() -> None:

@@ -137,8 +137,22 @@ def heads_side_by_side(of_head: int, heads: int, device: torch.device) -> int:
     `of_head` is how many bytes the blocks of one head share. The more heads at once, the less is left to do when the longest
     blocks of the last ones begin; but with more than L2 holds, a group of as many as keep all SMs busy took 3% longer.
     """
-    at_once = max(LEAST_HEADS, arch.physical(device).l2_bytes // max(1, of_head))
+    return even_groups(heads, max(LEAST_HEADS, arch.physical(device).l2_bytes // max(1, of_head)))
+
+
+def even_groups(heads: int, at_once: int) -> int:
+    """Return how many heads a group has, at most `at_once`, so that groups are about as large as each other."""
     return -(-heads // -(-heads // at_once))
+
+
+def chunk_of_tiles(heads: int, rounds: float, device: torch.device) -> int:
+    """Return how many tiles of packed sequences a chunk has (`kernels/spans.py`): a power of two.
+
+    `heads` go side by side, and their blocks of a chunk are at most `rounds` for each SM: what they read of sequences stays in L2,
+    and one chunk follows another without a pause.
+    """
+    tiles = rounds * arch.physical(device).num_sms / heads
+    return 1 << int(math.log2(max(1.0, tiles)))
 
 
 def spans_refusals(call: Call) -> list[str]:

@@ -41,15 +41,6 @@ class _Address(NamedTuple):
         return self.pointer
 
 
-def mappable(tensor: Tensor) -> bool:
-    """Return whether TMA can address `tensor`: start and strides in whole 16 bytes, the last dimension contiguous."""
-    step = 16 // tensor.element_size()
-    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    aligned = all(size == 1 or (stride > 0 and stride % step == 0) for size, stride in outer)
-    inner = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
-    return aligned and inner and tensor.data_ptr() % 16 == 0
-
-
 def rows_map(tensor: Tensor, rows: int, width: int) -> Map:
     """Map `[B, S, heads, D]`, or packed `[S, heads, D]` as one batch, in boxes of `rows` x `width` of a head.
 
@@ -63,9 +54,12 @@ def head_rows_map(tensor: Tensor, rows: int, width: int) -> Map:
     return _map(tensor, (0, 2, 1, 3), (1, 1, rows, width))
 
 
-def mask_map(bits: Tensor, rows: int, words: int) -> Map:
-    """Map mask words `[Bm, Hm, rows, words]` in boxes of `rows` x `words` of a head."""
-    return _map(bits, (0, 1, 2, 3), (1, 1, rows, words))
+def pairs_map(tensor: Tensor, rows: int, columns: int) -> Map:
+    """Map what has a number for pairs of queries and keys, or a word for several keys, in boxes of `rows` x `columns` of a head.
+
+    It is `[B|1, heads, rows, columns]`: mask words or a bias.
+    """
+    return _map(tensor, (0, 1, 2, 3), (1, 1, rows, columns))
 
 
 def plain_map(base: Tensor, shape: tuple[int, int], block: tuple[int, int], offset: int = 0) -> Map:

@@ -28,7 +28,7 @@ from dmattn_ops.kernels.hopper.backward.walk import (
     rounds_of,
     span_of,
 )
-from dmattn_ops.kernels.hopper.backward.work import RECEIVERS, receive, record_of
+from dmattn_ops.kernels.hopper.backward.work import RECEIVERS, receive, record_of, split_place
 from dmattn_ops.kernels.hopper.columns import allocate_rows, no_sums, pair
 from dmattn_ops.kernels.hopper.dropout import Dropout, dropout_of_batch, dropout_of_head
 from dmattn_ops.kernels.hopper.gluon_compat import (
@@ -101,7 +101,7 @@ def head_loop(
     by_key: gl.constexpr = gl.SliceLayout(1, SL)
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
     TEST: gl.constexpr = INTERVALS if LISTS == SPANS else 1 + LISTS
-    seqlen_q, seqlen_k, band_lo, band_hi = limits
+    seqlen_q, seqlen_k, band_lo, band_hi, _ = limits
     keys = C * 64 + gl.arange(0, 64, layout=by_key)
     queries = gl.arange(0, BM, layout=by_query)
     own_keys = tile * BN + keys
@@ -226,13 +226,14 @@ def consume_block(
     q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones = shared
     q_full, made, read, dq_empties = signals
     k_full, k_empty, v_full = kv_signals
-    seqlen_q, seqlen_k, band_lo, band_hi = limits
+    seqlen_q, seqlen_k, band_lo, band_hi, shares = limits
     lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to = masks
     of_lists, bits_b, bits_kv, bits_row, q_segments_b, k_segments_b, k_segments_kv = strides
     list_step, bits_step, k_segments_step, kv_heads, group = steps
+    place, share = split_place(place, shares)
     tile, batch, kv_head = place
     record = record_of(place, lists, of_lists)
-    span = span_of(tile, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
+    span = span_of(tile, share, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
     if LISTS == BIT_LISTS:
         bits += batch.to(gl.int64) * bits_b + kv_head.to(gl.int64) * bits_kv + tile.to(gl.int64) * BN * bits_row
     elif LISTS == SEGMENT_LISTS:
@@ -351,7 +352,7 @@ def backward_kernel(
     q_segments_b, k_segments_b, k_segments_kv, k_segments_step, bias_b, bias_h, bias_q, bias_group,
     seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     scale, scale_log2, cap, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi,
-    heads_per_group, first_ranks, ranks_in_row, tiles_at_once, n_heads, n_flags, total,
+    heads_per_group, first_ranks, ranks_in_row, tiles_at_once, n_heads, n_flags, shares, total,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr,
     BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr,
@@ -370,7 +371,9 @@ def backward_kernel(
     `bits` are the 64-bit words of `col_bits`. ORDERED (not with lists): `counters`, one for each piece of dq, give
     the additions a fixed order. INTERLEAVED (not with lists, nor with a bias or dropout): the query heads of a group take turns at
     each query tile, so that blocks that started together read the same ones at the same time. With a bias per key the sums
-    of dS over a head's queries go to `key_sums` `[B, H, Sk]`. `scale_log2` and `cap` are described in `Scales`.
+    of dS over a head's queries go to `key_sums` `[B, H, Sk]`. `shares` (not with lists, ORDERED, or a bias per key), if not None,
+    are how many blocks a key tile has: they divide its query tiles, and dk and dv `[B * shares, Sk, Hkv, D]` are to be added up
+    (`shares.py`). `scale_log2` and `cap` are described in `Scales`.
     """
     dtype: gl.constexpr = q_desc.dtype
     DOWNWARDS: gl.constexpr = ORDERED or INTERLEAVED
@@ -424,10 +427,13 @@ def backward_kernel(
 
     fence_async_shared()  # the barriers are there for TMA as well
 
-    order = ((seqlen_k + BN - 1) // BN, n_heads, heads_per_group, first_ranks, ranks_in_row, tiles_at_once)
+    n_blocks = (seqlen_k + BN - 1) // BN
+    if shares is not None:
+        n_blocks *= shares
+    order = (n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_row, tiles_at_once)
     of_lists = (list_b, list_kv, list_width)
     work = (places, announced, received)
-    limits = (seqlen_q, seqlen_k, band_lo, band_hi)
+    limits = (seqlen_q, seqlen_k, band_lo, band_hi, shares)
     shared = (q_s, do_s, k_s, v_s, stat_s, ds_s, dq_s, ones)
     signals = (q_full, made, read, dq_empty)
     kv_signals = (k_full, k_empty, v_full)

@@ -16,7 +16,7 @@ from dmattn_ops.kernels.hopper.backward.walk import (
     span_of,
     step_tile,
 )
-from dmattn_ops.kernels.hopper.backward.work import announce, place_of, receive, record_of
+from dmattn_ops.kernels.hopper.backward.work import announce, place_of, receive, record_of, split_place
 from dmattn_ops.kernels.hopper.columns import buffer_at, load_rows, send_parts
 from dmattn_ops.kernels.hopper.gluon_compat import (
     mbarrier,
@@ -91,9 +91,10 @@ def produce_block(
     BYTES: gl.constexpr = BM * (D + D2 + DV + DV2) * 2 + 2 * BM * 4
     kv_maps, kv_buffers, maps, stages, walked = produced
     lists, of_lists, list_step, limits, kv_heads, group, rows = walked
+    place, share = split_place(place, limits[4])
     tile, batch, kv_head = place
     record = record_of(place, lists, of_lists)
-    span = span_of(tile, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
+    span = span_of(tile, share, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
     rounds, width = rounds_of(group, INTERLEAVED)
     n_full, n_partial = head_steps(record, span, LISTS, BM)  # before the waits, which hide the loads
     load_values(turn, place, kv_maps, kv_buffers, BN, DV, DV2)
@@ -130,13 +131,13 @@ def producer(
 ):  # fmt: skip
     """Draw the program's blocks, announce them to the other partitions and load what they need; then hand out dq."""
     walked = produced[-1]
-    lists, of_lists, _, _, kv_heads, group, rows = walked
+    lists, of_lists, _, limits, kv_heads, group, rows = walked
     i = 0
     turn = 0
     n_blocks, n_heads, _, _, _, tiles_at_once = order
     block = gl.atomic_add(tickets, 1, sem="relaxed")
     while block < n_blocks * n_heads:
-        place = place_of(block, order, kv_heads, lists, of_lists, LISTS != NO_LISTS)
+        place = place_of(block, order, kv_heads, limits[4], lists, of_lists, LISTS != NO_LISTS)
         without_keys = 0
         if LISTS == INTERVAL_LISTS:
             without_keys = gl.load(record_of(place, lists, of_lists) + 3)
@@ -194,7 +195,10 @@ def reduce_last(
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
     dtype: gl.constexpr, HAS_LO: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Do `reduce_step` for a block's last step, and write dk and dv of consumer `C`'s 64 keys, which it handed out as well."""
+    """Do `reduce_step` for a block's last step, and write dk and dv of consumer `C`'s 64 keys, which it handed out as well.
+
+    Those of a share have their own batch.
+    """
     q_s, ds_s, v_s, sent, dk_desc, dv_desc = sending
     counters, tile, band_lo = order
     _, batch, kv_head = place
@@ -229,10 +233,11 @@ def reduce_block(
     """Add consumer `C`'s 64 x 64 pieces of dq of a block to the workspace, in the order of its steps, and write its dk and dv."""
     pieces_desc, dq_s, made, dq_empties, counters, walked, sending = reduced
     lists, of_lists, list_step, limits, kv_heads, group, rows = walked
-    tile, batch, kv_head = place
+    own, share = split_place(place, limits[4])
+    tile, batch, kv_head = own
     order = (counters, tile, limits[2])
-    record = record_of(place, lists, of_lists)
-    span = span_of(tile, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
+    record = record_of(own, lists, of_lists)
+    span = span_of(tile, share, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
     dq_c = dq_s.index(C)
     if D2 > 0 and C == 1:
         dq_c = reinterpret(dq_c, gl.float32, [D2 // 4, 256], pieces_desc.layout)
@@ -268,14 +273,15 @@ def reducer(
 ):  # fmt: skip
     """Add consumer `C`'s pieces of dq of the program's blocks, write its dk and dv, and count the blocks."""
     _, _, _, _, _, walked, _ = reduced
-    _, _, _, _, kv_heads, _, _ = walked
+    _, _, _, limits, kv_heads, _, _ = walked
     i = 0
     turn = 0
     tile, batch, kv_head = receive(turn, work)
     while tile >= 0:
         i = reduce_block(i, turn, (tile, batch, kv_head), reduced, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, HAS_LO, ORDERED,
                          DOWNWARDS, INTERLEAVED)  # fmt: skip
-        count(blocks_done + batch * kv_heads + kv_head, False)
+        place, _ = split_place((tile, batch, kv_head), limits[4])
+        count(blocks_done + place[1] * kv_heads + place[2], False)
         turn += 1
         tile, batch, kv_head = receive(turn, work)
     ignore(turn + 1, work)

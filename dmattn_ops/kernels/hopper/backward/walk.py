@@ -49,17 +49,33 @@ def recorded_tiles(record, BM: gl.constexpr):
 
 
 @gluon.jit
+def share_of_tiles(span, share, shares):
+    """Return the `share`-th of equal shares of the query tiles of a span; shares follow each other."""
+    first, full_first, full_end, end = span
+    tiles = end - first
+    begin = first + tiles * share // shares
+    stop = first + tiles * (share + 1) // shares
+    full_first = gl.minimum(gl.maximum(full_first, begin), stop)
+    return begin, full_first, gl.minimum(gl.maximum(full_end, begin), stop), stop
+
+
+@gluon.jit
 def span_of(
-    tile, record, limits, LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, BM: gl.constexpr,
+    tile, share, record, limits, LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr,
 ):  # fmt: skip
-    """Return the query tiles of a key tile as `band_tiles` or `downward_span` does, zeros where lists are walked."""
-    seqlen_q, seqlen_k, band_lo, band_hi = limits
+    """Return the query tiles of a block as `band_tiles` or `downward_span` does, zeros where lists are walked.
+
+    Where key tiles have several blocks each, they are those of its `share`.
+    """
+    seqlen_q, seqlen_k, band_lo, band_hi, shares = limits
     span = (0, 0, 0, 0)
     if LISTS == SPANS:
         span = recorded_tiles(record, BM)
     elif LISTS == NO_LISTS:
         span = band_tiles(tile, seqlen_q, seqlen_k, band_lo, band_hi, BM, BN)
+        if shares is not None:
+            span = share_of_tiles(span, share, shares)
         if DOWNWARDS:
             span = downward_span(span, HAS_LO)
     return span

@@ -44,15 +44,33 @@ def block_of(block, n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_ro
 
 
 @gluon.jit
-def place_of(block, order, kv_heads, lists, of_lists, LISTED: gl.constexpr):
-    """Return (key tile, batch, key head) of a block; with LISTED the lists say which tile has which rank."""
+def place_of(block, order, kv_heads, shares, lists, of_lists, LISTED: gl.constexpr):
+    """Return (key tile, batch, key head) of a block; with LISTED the lists say which tile has which rank.
+
+    Where key tiles have `shares` blocks each, the second is the batch times them, plus the share (`split_place`).
+    """
     n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_row, _ = order
     tile, kv_index = block_of(block, n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_row)
     batch = kv_index // kv_heads
     kv_head = kv_index - batch * kv_heads
+    if shares is not None:
+        rank = tile
+        tile = rank // shares
+        batch = batch * shares + rank - tile * shares
     if LISTED:
         tile = gl.load(record_of((tile, batch, kv_head), lists, of_lists))
     return tile, batch, kv_head
+
+
+@gluon.jit
+def split_place(place, shares):
+    """Return ((key tile, batch, key head), share) from what `place_of` returns."""
+    share = 0
+    if shares is not None:
+        tile, batch, kv_head = place
+        share = batch % shares
+        place = (tile, batch // shares, kv_head)
+    return place, share
 
 
 @gluon.jit

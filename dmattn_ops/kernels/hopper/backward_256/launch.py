@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole
+from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole, mappable
 from dmattn_ops.config import HopperBackward256
 from dmattn_ops.kernels.hopper.arguments import (
     MAX_DIM,
@@ -48,7 +48,7 @@ from dmattn_ops.kernels.hopper.dbias.launch import Statistics, bias_gradient
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
-from dmattn_ops.kernels.launching.tensor_maps import mappable, plain_map, rows_map
+from dmattn_ops.kernels.launching.tensor_maps import plain_map, rows_map
 from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
 from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import TILE, UNBOUNDED

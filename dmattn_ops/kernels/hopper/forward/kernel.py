@@ -223,13 +223,13 @@ def consume(
             k_first = transposed(rows_of(keys, b, BN, D, D2))
             hidden = hidden_words(first, step, words, n_partial, C, NC, BN, STAGES, MASK, True)
             hidden = seen_ranges(step, ranges, hidden, BN, STAGES, MASK, True)
-            key_bias = stored_bias(step, biases, BN, STAGES, BIAS)
+            stored = stored_bias(step, biases, C, NC, BN, STAGES, BIAS)
             s = multiply(q, k_first, empty, False)
             if Q_STAGES > 1:
                 release_queries(turn - 1, q_empty, Q_STAGES)
             s = soften(warpgroup_mma_wait(0, deps=(s,)), softcap, SOFTCAP)
             added = load_full_bias(first, lists, visible, bias_rows, BN, MASK, True, BIAS)
-            s = add_bias(s, added, key_bias, scale, BIAS, NATURAL)
+            s = add_bias(s, added, stored, scale, BIAS, NATURAL)
             s = hide(s, first, hidden, lists, own_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN)
             mbarrier.arrive(k_empty.index(b), count=1)
             if ROW_MAX:
@@ -311,7 +311,7 @@ SCALARS = (
 
 @gluon.jit(do_not_specialize=SCALARS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, q2_desc, k2_desc, v2_desc, o2_desc, bits_desc, lse, lse_tail, row_max, sink, lists,
+    q_desc, k_desc, v_desc, o_desc, q2_desc, k2_desc, v2_desc, o2_desc, bits_desc, bias_desc, lse, lse_tail, row_max, sink, lists,
     q_segments, k_segments, start, end, hidden_from, hidden_to, bias, seed, counter, scale, cap, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, lo, hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
@@ -343,6 +343,8 @@ def forward_kernel(
     biases = 0
     if BIAS == "key":
         biases = gl.allocate_shared_memory(bias.dtype.element_ty, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if BIAS == "tiles":
+        biases = gl.allocate_shared_memory(bias_desc.dtype, [STAGES * NC, 1, 1, ROWS, BN], bias_desc.layout)
     ranges = 0
     if MASK == "intervals":
         ranges = gl.allocate_shared_memory(gl.int32, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -372,6 +374,7 @@ def forward_kernel(
     bias_places = (bias_b, bias_h, bias_q, bias_group)
     q_descs, k_descs = pair(q_desc, q2_desc, D2), pair(k_desc, k2_desc, D2)
     v_descs, o_descs = pair(v_desc, v2_desc, DV2), pair(o_desc, o2_desc, DV2)
+    pair_descs = (bits_desc, bias_desc)
     key_numbers = (k_segments, start, end, hidden_from, hidden_to)
     number_places = (segments_kb, segments_kh, segment_group)
     rows = (lse_b, lse_h, segments_b, segments_kb, segments_kh, segment_group)
@@ -384,7 +387,7 @@ def forward_kernel(
             (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 1, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
                        NATURAL, DROPOUT, dtype)),
-            (produce, (q_descs, k_descs, v_descs, bits_desc, lists, start, end, counter, bias, work, broadcast, number_places,
+            (produce, (q_descs, k_descs, v_descs, pair_descs, lists, start, end, counter, bias, work, broadcast, number_places,
                        bias_places, BM, BN, D, D2, DV, DV2,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
@@ -399,7 +402,7 @@ def forward_kernel(
             (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 2, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
                        NATURAL, DROPOUT, dtype)),
-            (produce, (q_descs, k_descs, v_descs, bits_desc, lists, start, end, counter, bias, work, broadcast, number_places,
+            (produce, (q_descs, k_descs, v_descs, pair_descs, lists, start, end, counter, bias, work, broadcast, number_places,
                        bias_places, BM, BN, D, D2, DV, DV2,
                        STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -40,14 +40,18 @@ def soften(s, softcap, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
-def stored_bias(step, biases, BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr):
-    """Return the bias `[BN]` of a step's keys in its own dtype, which takes half the registers if that has 16 bits; 0 without one.
+def stored_bias(
+    step, biases, C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr
+):
+    """Return the bias of a step's keys, `[BN]` or in tiles `[64, BN]`, in its own dtype; 0 where shared memory holds none.
 
-    Call it before the product of the same step is issued, like `hidden_words`.
+    A dtype of 16 bits takes half the registers. Call it before the product of the same step is issued, like `hidden_words`.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     if BIAS == "key":
         return biases.index(step % STAGES).load(gl.SliceLayout(0, SCORES))
+    elif BIAS == "tiles":
+        return biases.index((step % STAGES) * NC + C).reshape([64, BN]).load(SCORES)
     else:
         return 0
 
@@ -68,7 +72,7 @@ def first_key(i, lists, visible, BN: gl.constexpr, MASK: gl.constexpr):
 def load_full_bias(
     i, lists, visible, bias_rows, BN: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr, BIAS: gl.constexpr
 ):
-    """Return the bias `[64, BN]` of the `i`-th tile as it lies in memory, or 0 where there is none per pair."""
+    """Return the bias `[64, BN]` of the `i`-th tile from memory, or 0 where there is none per pair, or shared memory has it."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     if BIAS == "full":
         seqlen_k = visible[10]
@@ -84,13 +88,26 @@ def load_full_bias(
 
 
 @gluon.jit
-def add_bias(s, added, key_bias, scale, BIAS: gl.constexpr, NATURAL: gl.constexpr):
+def widened(x):
+    """Return pairs of 16-bit floats as float32, an instruction each: the compiler takes three for two of bfloat16."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
+def add_bias(s, added, stored, scale, BIAS: gl.constexpr, NATURAL: gl.constexpr):
     """Return scores with a full bias or one per key; they stay products where they are neither biased nor NATURAL.
 
     One rounding, as in the backward: where biases are large, two would not give the same scores there.
     """
     if BIAS == "key":
-        s = gl.fma(s, scale, key_bias.to(gl.float32)[None, :])
+        s = gl.fma(s, scale, widened(stored)[None, :])
+    elif BIAS == "tiles":
+        s = gl.fma(s, scale, widened(stored))
     elif BIAS == "full":
         s = gl.fma(s, scale, added.to(gl.float32))
     elif NATURAL:
@@ -262,7 +279,7 @@ def advance(
     mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
     hidden = hidden_words(i + 1, step + 1, words, visible[8], C, NC, BN, STAGES, MASK, MASKED)
     hidden = seen_ranges(step + 1, ranges, hidden, BN, STAGES, MASK, MASKED)
-    key_bias = stored_bias(step + 1, biases, BN, STAGES, BIAS)
+    stored = stored_bias(step + 1, biases, C, NC, BN, STAGES, BIAS)
     empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
     s = multiply(q, k_next, empty, False)
     acc = add_products(p, rows_of(values, b, BN, DV, DV2), acc, DV2)
@@ -276,7 +293,7 @@ def advance(
         acc = (first,)
     s = soften(s, softcap, SOFTCAP)
     added = load_full_bias(i + 1, lists, visible, bias_rows, BN, MASK, MASKED, BIAS)
-    s = add_bias(s, added, key_bias, scale, BIAS, NATURAL)
+    s = add_bias(s, added, stored, scale, BIAS, NATURAL)
     if MASKED:
         s = hide(s, i + 1, hidden, lists, key_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN)
     if ROW_MAX:

@@ -132,13 +132,14 @@ def prefetch_bias(bias, bias_q, j, q_first, seqlen_q, seqlen_k, BM: gl.constexpr
 
 @gluon.jit
 def load_keys(
-    k_descs, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, bits_b, bits_h, q_first,
+    k_descs, pair_descs, keys, words, k_full, k_empty, step, j, batch, kv_head, corners, q_first,
     biases, key_bias, bias_q, ranges, of_keys, tile_first, seqlen_q, seqlen_k,
     NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     BIAS: gl.constexpr,
 ):  # fmt: skip
     """Load key tile `j`, with what the mask says of the block's queries and its bias, as step `step` of this block.
 
+    `pair_descs` are the maps of mask words and of a bias in tiles, and `corners` the batch and head of each.
     `ranges` takes, for each key, which of the block's queries from `tile_first` on see it: the last one less 2^16 times the
     first, to which `hide` adds queries times 2^16 - 1.
     """
@@ -147,6 +148,8 @@ def load_keys(
     BLOCK: gl.constexpr = NC * ROWS
     BYTES: gl.constexpr = BN * (D + D2) * 2
     b = step % STAGES
+    bits_desc, bias_desc = pair_descs
+    bits_b, bits_h, bias_b, bias_h = corners
     KEYS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     key = j * BN + gl.arange(0, BN, layout=KEYS)
     if BIAS == "key":  # on its way while the stage becomes free
@@ -160,13 +163,16 @@ def load_keys(
         begin = gl.load(start + key, mask=key < seqlen_k, other=0)
         stop = gl.load(end + key, mask=key < seqlen_k, other=0)
     mbarrier.wait(k_empty.index(b), ((step // STAGES) & 1) ^ 1)
-    if MASK == "bits":
-        mbarrier.expect(k_full.index(b), BYTES + NC * bits_desc.block_type.nbytes)
-        for c in gl.static_range(NC):
+    OF_BITS: gl.constexpr = NC * bits_desc.block_type.nbytes if MASK == "bits" else 0
+    OF_BIAS: gl.constexpr = NC * bias_desc.block_type.nbytes if BIAS == "tiles" else 0
+    mbarrier.expect(k_full.index(b), BYTES + OF_BITS + OF_BIAS)
+    for c in gl.static_range(NC):
+        if MASK == "bits":
             corner = [bits_b, bits_h, q_first + c * ROWS, j * BN // TILE * (TILE // 32)]
             tma_load(bits_desc, corner, k_full.index(b), words.index(b * NC + c))
-    else:
-        mbarrier.expect(k_full.index(b), BYTES)
+        if BIAS == "tiles":
+            corner = [bias_b, bias_h, q_first + c * ROWS, j * BN]
+            tma_load(bias_desc, corner, k_full.index(b), biases.index(b * NC + c))
     load_parts(k_descs, batch, kv_head, j * BN, k_full.index(b), keys, b, D)
     if BIAS == "key":
         biases.index(b).store(added)
@@ -195,7 +201,7 @@ def load_values(
 
 @gluon.jit
 def produce(
-    q_descs, k_descs, v_descs, bits_desc, lists, starts, ends, counter, bias, work, broadcast, number_places, bias_places,
+    q_descs, k_descs, v_descs, pair_descs, lists, starts, ends, counter, bias, work, broadcast, number_places, bias_places,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
     DV2: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, NC: gl.constexpr,
     MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
@@ -249,8 +255,9 @@ def produce(
         mbarrier.expect(q_full.index(slot), BM * (D + D2) * 2)
         for c in gl.static_range(NC):
             load_parts(q_descs, batch, h, q_first + c * ROWS, q_full.index(slot), queries, slot * NC + c, D)
-        mb = batch * bits_b
-        mh = h // mask_group * bits_h
+        bias_b, bias_h, _, bias_group = bias_places
+        # heads of a bias of one head are one group
+        corners = (batch * bits_b, h // mask_group * bits_h, gl.where(bias_b > 0, batch, 0), h // bias_group)
         key_bias = bias
         if BIAS != "none":
             key_bias = bias_of_head(bias, bias_places, batch, h)
@@ -268,7 +275,7 @@ def produce(
             else:
                 j = band_tile(0, begin, end, full_begin, full_end)
             load_keys(
-                k_descs, bits_desc, keys, words, k_full, k_empty, step, j, batch, kv_head, mb, mh, q_first,
+                k_descs, pair_descs, keys, words, k_full, k_empty, step, j, batch, kv_head, corners, q_first,
                 biases, key_bias, bias_places[2], ranges, of_keys, q_first, seqlen_q, seqlen_k, NC, BN, D, D2, STAGES, MASK, BIAS,
             )  # fmt: skip
         # Pieces of a causal mask differ in length, and the next one is taken near the end of this one, by whom is free first:
@@ -282,7 +289,7 @@ def produce(
             else:
                 following_j = band_tile(i + 1, begin, end, full_begin, full_end)
             load_keys(
-                k_descs, bits_desc, keys, words, k_full, k_empty, step + 1, following_j, batch, kv_head, mb, mh, q_first,
+                k_descs, pair_descs, keys, words, k_full, k_empty, step + 1, following_j, batch, kv_head, corners, q_first,
                 biases, key_bias, bias_places[2], ranges, of_keys, q_first, seqlen_q, seqlen_k, NC, BN, D, D2, STAGES, MASK, BIAS,
             )  # fmt: skip
             load_values(v_descs, values, v_full, k_empty, step, j, batch, kv_head, BN, DV, DV2, STAGES)
@@ -303,7 +310,7 @@ def produce(
                 else:
                     j = band_tile(i + 1, begin, end, full_begin, full_end)
                 load_keys(
-                    k_descs, bits_desc, keys, words, k_full, k_empty, step + 1, j, batch, kv_head, mb, mh, q_first,
+                    k_descs, pair_descs, keys, words, k_full, k_empty, step + 1, j, batch, kv_head, corners, q_first,
                     biases, key_bias, bias_places[2], ranges, of_keys, q_first, seqlen_q, seqlen_k,
                     NC, BN, D, D2, STAGES, MASK, BIAS,
                 )  # fmt: skip
