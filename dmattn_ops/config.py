@@ -13,8 +13,7 @@ from dmattn_ops.arch import KNOWN
 class PortableForward:
     """Plain Triton forward: a program owns `block_m` queries and walks keys in steps of `block_n`.
 
-    Where there are fewer programs than multiprocessors, several share one walk over the keys, so that each multiprocessor
-    has `per_sm` of them; 0 never splits.
+    Where there are fewer programs than multiprocessors, several share a walk, so that each of those has `per_sm`; 0 never splits.
     """
 
     block_m: int
@@ -62,8 +61,7 @@ class PortableBackward:
 class HopperForward:
     """Gluon forward for SM 9.0: consumers of 64 queries each share `block_m` queries, keys come in buffers of `block_n`.
 
-    Lists of tiles, and calls with a bias, are walked with 128 queries whatever `block_m` is; others too where they are done
-    sooner so (`resolve.py`).
+    Calls with lists or a bias take 128 queries whatever `block_m` is; others too where they are done sooner so (`resolve.py`).
     """
 
     block_m: int
@@ -102,8 +100,8 @@ class HopperBackward:
     variant: str
     ordered_heads: int
     ordered_causal_heads: int
-    step: float  # microseconds of a step
-    ends: float  # microseconds of a block's begin and end
+    step: float  # microseconds of a step, and
+    ends: float  # of a block's begin and end
     shares: int = 1  # blocks for each `block_n` keys, which divide the queries
     dbias: PortableBackward | None = None
     shared_bias: HopperSharedBias | None = None
@@ -310,17 +308,15 @@ def _portable_config(
 
 
 # Plain torch operations, the last row of every architecture: for SM 7.5, and for head dimensions that no tile fits.
-_LEGACY = tuple(
-    Row(sm, 1024, 4, 0, "Legacy", "reference", Whole(), evidence="plain torch operations, where no kernel fits")
-    for sm in KNOWN
-)
+_LEGACY = tuple(Row(sm, 1024, 4, 0, "Legacy", "reference", Whole(), evidence="plain torch operations, where no kernel fits")
+                for sm in KNOWN)  # fmt: skip
 HOPPER_FORWARD = (
     Row(
-        90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2, step=1.39, step_of_128=1.13), 115116,
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2, step=1.39, step_of_128=1.13), 168472,
         "H200, 2026-11-21, bf16, B4 H32 S4096: 495 / 599 TFLOP/s causal / full, cuDNN 424 / 475; 128 queries 454 / 491",
     ),
     Row(
-        90, 128, 2, 0, "LargeBlock", "hopper", HopperForward(128, 128, 2, 2), 202264,
+        90, 128, 2, 0, "LargeBlock", "hopper", HopperForward(128, 128, 2, 2), 229888,
         "H200, 2026-11-21, bf16, B4 H16 S4096: 666 / 756 TFLOP/s causal / full, cuDNN 566 / 663; 192 x 64 650 / 759",
     ),
     Row(
@@ -343,23 +339,21 @@ _DBIAS = {
     if 90 in sms and itemsize == 2
 }
 # H200, 2026-11-23, bf16, S4096 H16 D128 full: B2 0.94 ms (four buffers 0.97), B4 1.75 ms (two steps of keys at once 3.36).
-_SHARED_BIAS = HopperSharedBias(chunks=1, stages=3, heads_per_group=4)
+_SHARED = HopperSharedBias(chunks=1, stages=3, heads_per_group=4)
 HOPPER_BACKWARD = (
     Row(
-        90, 64, 2, 0, "LargeBlock", "hopper",
-        HopperBackward(128, 128, "overlapped", 16, 32, 2.36, 5.0, dbias=_DBIAS[64], shared_bias=_SHARED_BIAS), 232384,
-        "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 520 / 609, full 584 / 617 TFLOP/s; 1.05 times FA4"
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16, 32, 2.36, 5.0, 1, _DBIAS[64], _SHARED),
+        232384, "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 520 / 609, full 584 / 617 TFLOP/s; 1.05 times FA4"
         "; deterministic takes 2% longer, causal 6 to 8%",
     ),
     Row(
-        90, 128, 2, 0, "MediumBlock", "hopper",
-        HopperBackward(64, 128, "two_phase", 8, 8, 1.94, 5.5, dbias=_DBIAS[128], shared_bias=_SHARED_BIAS), 232368,
-        "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 583 / 684, full 656 / 695 TFLOP/s; 1.02 times FA4"
+        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8, 8, 1.94, 5.5, 1, _DBIAS[128], _SHARED),
+        232368, "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 583 / 684, full 656 / 695 TFLOP/s; 1.02 times FA4"
         "; deterministic takes 7 to 8% longer",
     ),
 )  # fmt: skip
 HOPPER_BACKWARD_256 = Row(
-    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256], _SHARED_BIAS), 231136,
+    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256], _SHARED), 231136,
     "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
 )  # fmt: skip
 BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *_portable(1), *_LEGACY)

@@ -37,8 +37,8 @@ def forward_config(offered: config.Config, call: Call, result: Result) -> config
 def _with_bias_tiles(offered: config.HopperForward, call: Call) -> config.HopperForward:
     """Return a configuration whose bias comes in tiles, where shared memory has room, if need be with fewer buffers of queries."""
     columns = next((columns for columns in _COLUMNS if call.demand.width <= columns), None)
-    if columns is None or not bias_fits_tiles(call.bias):
-        return offered
+    if columns is None or not bias_fits_tiles(call.bias) or (call.mask.kind == "intervals" and columns > 64):
+        return offered  # intervals of wide heads leave no registers for a tile
     tiles = (
         offered.stages * offered.block_m * (2 * offered.block_n + (_BYTES_OF_BITS if call.mask.kind == "bits" else 0))
     )

@@ -23,7 +23,7 @@ KINDS = (
     "window intervals", "hidden intervals", "causal hidden intervals", "spans", "spans softcap", "spans key-bias",
     *(f"{mask} key-bias" for mask in ("full", "causal", "softcap", "bits", "segments", "intervals")),
     *(f"{mask} full-bias" for mask in ("full", "bits", "intervals")),
-    *(f"{mask} tiles-bias" for mask in ("full", "causal", "softcap", "segments", "intervals")),
+    *(f"{mask} tiles-bias" for mask in ("full", "causal", "softcap", "segments")),
     *(f"{mask} maximum" for mask in ("causal", "softcap", "bits", "full key-bias")), "causal sink",
     *(f"{mask} dropout" for mask in ("full", "causal", "softcap", "bits", "segments", "causal intervals", "causal key-bias")),
 )  # fmt: skip
@@ -58,14 +58,20 @@ ALLOWED |= {
     "d80 full": 8, "d80 causal": 8, "d96 full": 16, "d96 bits": 24, "d192/128 full": 16, "d192/128 causal": 28,
     "d192/128 softcap": 16, "d192/128 bits": 20, "d64/128 full": 8, "d96 causal": 8,
 }  # fmt: skip
+ALLOWED |= {  # a bias in tiles
+    "d64 bits tiles-bias": 8, "d64 intervals tiles-bias": 96, "d64 segments tiles-bias": 108, "d96 bits tiles-bias": 24,
+    "d128 full tiles-bias": 64, "d128 causal tiles-bias": 104, "d128 softcap tiles-bias": 64, "d128 segments tiles-bias": 224,
+}  # fmt: skip
 PARTS = ("d80 full", "d80 causal", "d96 full", "d96 bits", "d192 causal", "d192/128 full", "d192/128 causal",
-         "d192/128 softcap", "d192/128 bits", "d160 full", "d64/128 full", "d128/64 full", "d256/128 causal")  # fmt: skip
+         "d192/128 softcap", "d192/128 bits", "d64 bits tiles-bias", "d64 intervals tiles-bias", "d96 bits tiles-bias",
+         "d160 full", "d64/128 full", "d128/64 full", "d256/128 causal")  # fmt: skip
 QUICK = (
     "d80 full", "d192/128 causal", "d64 causal", "d128 full", "d128 bits", "d256 causal", "d64 causal key-bias",
     "d128 bits key-bias", "d128 causal maximum", "d64 causal sink", "d64 spans", "d128 spans", "d128 causal dropout",
-    "d128 intervals",
+    "d128 intervals", "d64 full tiles-bias", "d128 causal tiles-bias",
 )  # fmt: skip
-EVERY = tuple(f"d{dim} {kind}" for dim in (64, 128, 256) for kind in KINDS if dim != 64 or "full-bias" not in kind)
+WITHOUT = {64: "full-bias", 128: "none", 256: "tiles-bias"}  # kinds that no call makes of a head dimension
+EVERY = tuple(f"d{dim} {kind}" for dim, without in WITHOUT.items() for kind in KINDS if without not in kind)
 EVERY += PARTS
 CASES = EVERY if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
 

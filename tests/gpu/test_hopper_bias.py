@@ -26,7 +26,7 @@ GROUPED = Problem(
 def run(taken: list[str], dim: int, backward: str | None = None, **changes) -> None:
     """Compare one problem with the oracle, the third time from its plan, and see that SM 9.0 kernels took it."""
     check(replace(GROUPED, **({"dim": dim, "dim_v": dim} | changes)), "cuda", repeats=3)
-    slow = dim == 64 and "q" in changes.get("bias_shape", "")  # each pair's own bias, too slow there
+    slow = dim == 64 and "q" in changes.get("bias_shape", "")  # a bias with queries whose rows TMA cannot load
     assert set(taken[::2]) == {"portable" if slow else "hopper"}
     assert set(taken[1::2]) == {backward or ("hopper" if dim <= 128 else "hopper256")}
 
@@ -62,6 +62,33 @@ def test_nan_in_the_bias_of_keys_that_no_query_sees(
 @pytest.mark.parametrize("dim", DIMS)
 def test_a_bias_per_key_under_masks_with_nan_where_it_is_hidden(taken, dim: int, mask: str, mask_shape: str) -> None:
     run(taken, dim, bias_shape="bk", nan_bias=True, mask=mask, mask_shape=mask_shape, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"is_causal": True, "causal_from": "top_left"},
+        {"left": 90, "right": 3},
+        {"mask": "block", "mask_shape": "bkq"},
+        {"documents": True, "is_causal": True},
+        {"intervals": "random", "is_causal": True},
+        {"softcap": 5.0, "magnitude": 3.0, "dtype": "float16"},
+        {"dropout_p": 0.3},
+        {"sink": "float32", "maximum": True},
+        {"nan_bias": True, "is_causal": True, "dtype": "float16"},
+        {"seqlen_q": 1, "seqlen_k": 8},
+        {"seqlen_q": 1000, "seqlen_k": 72},
+    ],
+    ids=lambda changes: " ".join(f"{name}={value}" for name, value in changes.items()) or "full",
+)
+@pytest.mark.parametrize("shape", ["q", "bq", "kq"])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_a_bias_that_comes_in_tiles(taken, dim: int, shape: str, changes: dict) -> None:
+    """Rows of whole pieces of 16 bytes: the forward for SM 9.0 takes them at every head dimension up to 128."""
+    sizes = {"dim": dim, "dim_v": dim, "seqlen_k": 520, "bias_shape": shape}
+    check(replace(GROUPED, **(sizes | changes)), "cuda", repeats=3)
+    assert set(taken[::2]) == {"hopper"}
 
 
 @pytest.mark.parametrize("shape", PER_PAIR)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
-from dmattn_ops import dispatch
+from dmattn_ops import dispatch, plans
 from dmattn_ops.call import Call, Gradients, Result, Saved
+from dmattn_ops.kernels.hopper.backward import launch as hopper_backward
+from dmattn_ops.kernels.hopper.forward import launch as hopper_forward
 from dmattn_ops.problem import NO_MASK, Mask, Varlen, plain_options
 from dmattn_ops.testing import Problem, check
 from dmattn_ops.testing.oracle import relative_error
@@ -55,6 +57,19 @@ def test_out_and_gradients_stay_within_the_budget(taken, dim: int, case: Problem
     check(replace(case, dim=dim, dim_v=dim, dtype=dtype), "cuda", repeats=3)
     assert taken[0] == "hopper"
     assert taken[-1] == ("portable" if dim == 256 and case.softcap and (case.bias or case.mask) else _backward(dim))
+
+
+@pytest.mark.parametrize("chunk", [2, 8])
+@pytest.mark.parametrize("case", ["causal", "many short sequences", "grouped heads", "a bias per key"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles_in_chunks_stay_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch, taken, dim: int, case: str, chunk: int
+) -> None:
+    for launcher in (hopper_forward, hopper_backward):
+        monkeypatch.setattr(launcher, "chunk_of_tiles", lambda heads, rounds, device: chunk)
+    check(replace(CASES[case], dim=dim, dim_v=dim), "cuda", repeats=2)
+    assert taken == ["hopper"] * len(taken)
+    plans.forget()
 
 
 def _backward(dim: int) -> str:

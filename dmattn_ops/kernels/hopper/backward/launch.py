@@ -40,7 +40,7 @@ from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import plain_map, rows_map
 from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient
 from dmattn_ops.kernels.spans import WORDS, spans_of
-from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, Mask, Options, dropout_scale
+from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, Options, dropout_scale
 
 TAKES_SINKS = True
 MAX_DIM = 128
@@ -94,11 +94,16 @@ def _steps(tensor: Tensor, heads: int, kv_heads: int) -> tuple[int, int, int]:
     return batch, head * (heads // kv_heads), head
 
 
-def _mask_arguments(mask: Mask, unused: Tensor, heads: int, kv_heads: int) -> tuple[int, bool, tuple, tuple]:
+def _mask_arguments(call: Call, unused: Tensor, block_n: int) -> tuple[int, bool, tuple, tuple]:
     """Return the kind of lists, whether queries have segments, the kernel's mask tensors, and their strides.
 
     Tensors that a kind does not have are `unused`, so that no kernel is compiled for their absence.
     """
+    mask, (_, _, _, heads, kv_heads) = call.mask, sizes_of(call)
+    if call.varlen is not None:
+        chunk = chunk_of_tiles(even_groups(kv_heads, PACKED_HEADS), ROUNDS_OF_CHUNKS, call.query.device)
+        numbers = span_arguments(spans_of(call, block_n, of_keys=True, chunk=chunk), unused)
+        return _SPANS, False, numbers, (0, 0, 0, WORDS, *(0,) * 8)
     if mask.col_tiles is None:
         return 0, False, (unused,) * 8, (0,) * 12
     lists = mask.col_tiles
@@ -233,13 +238,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         D2=second, TICKETS=TICKETS, NATURAL=in_natural_units(call), num_warps=8,
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
-    if call.varlen is None:
-        kind, has_q_segments, numbers, strides = _mask_arguments(mask, accumulator, heads, kv_heads)
-    else:
-        at_once = even_groups(kv_heads, PACKED_HEADS)
-        chunk = chunk_of_tiles(at_once, ROUNDS_OF_CHUNKS, query.device)
-        numbers = span_arguments(spans_of(call, block_n, of_keys=True, chunk=chunk), accumulator)
-        kind, has_q_segments, strides = _SPANS, False, (0, 0, 0, WORDS, *(0,) * 8)
+    kind, has_q_segments, numbers, strides = _mask_arguments(call, accumulator, block_n)
     key_sums = room_for_key_sums(call)
     seed, *dropping = dropout_arguments(call)
     blocks_per_head, dq_tiles, sms = -(-seqlen_k // block_n), total // TILE, arch.physical(query.device).num_sms
