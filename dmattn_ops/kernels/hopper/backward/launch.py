@@ -47,9 +47,10 @@ MAX_DIM = 128
 FEW_ROUNDS = 4  # blocks for each SM, up to which all heads go side by side: the last blocks to start are short then
 # Interleaved: tiles of a head that start together read the same; rows of 3 to 8 differ by 1%, those of 1 cost 1 to 15%
 RANKS_IN_ROW = 5
-# Blocks for each SM in a group of heads, where no list has room for more than half of the query tiles. Such blocks are about
-# as long as each other, and up to half of those of packed keys have no keys at all.
-ROUNDS_OF_SHORT_LISTS = 4.8
+# Where no list has room for more than half of the query tiles, as of packed keys: the share of L2 that may be taken by what a group
+# of heads reads and adds to. Such blocks are about as long as each other, so that few heads keep SMs busy (H200, 2026-11-24,
+# bf16, D 128, 8192 positions with 1024 kept: 16 heads two by two 0.501 ms, eight by eight 0.514; 32 that share 8 0.801, 0.831).
+SHARE_OF_SHORT_LISTS = 0.4
 # Of packed sequences (H200, 2026-11-24, bf16, 16 heads of D 128): 24 sequences of 64 to 2000 take 1.01 ms, and 1.53 with all heads
 # and all tiles by their work; four heads at once take 0.99, but 1 to 6% more where one sequence is much longer than the others.
 PACKED_HEADS = 8
@@ -168,7 +169,9 @@ def _order(
         return batch * kv_heads, 0, 1
     lists = call.mask.col_tiles
     if lists is not None and call.mask.start is not None and 2 * TILE * (lists.shape[-1] - HEADER) <= seqlen_q:
-        return heads_that_balance(blocks_per_head, batch * kv_heads, device, ROUNDS_OF_SHORT_LISTS), 0, 1
+        of_group = heads // kv_heads * of_head
+        at_once = int(SHARE_OF_SHORT_LISTS * arch.physical(device).l2_bytes / of_group)
+        return even_groups(batch * kv_heads, max(1, at_once)), 0, 1
     # Where there are many groups, what the last one leaves idle is little, and L2 holds more of fewer heads: 256 heads of 2048 took
     # 4% less in groups of four at D 64, 128 heads of 4096 took 1%, and at D 128 256 heads of 2048 1%. Query heads that share keys
     # read more: then busy SMs are worth more only where blocks of eight key heads fit the SMs at once. With 32 query

@@ -42,6 +42,9 @@ _LONG_WALK = 4096  # keys from which on sharing a walk pays for merging the shar
 # Of packed sequences, for each SM and key head of a chunk (H200, 2026-11-24, bf16, 16 heads of D 128: 24 sequences of 64 to 2000
 # take 0.356 ms, and 0.422 with all tiles by their work)
 _ROUNDS_OF_CHUNKS = 2.0
+# Of intervals, pieces for each SM in a group of heads (H200, 2026-11-24, bf16, 16 heads of D 128, 8192 positions with 1024 kept:
+# eight heads at a time take 0.200 ms, four 0.206)
+_ROUNDS_OF_INTERVALS = 3.8
 _FEW_ROUNDS = 4  # pieces for each SM, up to which those of all heads alternate: the last ones to start are short then
 
 
@@ -135,6 +138,8 @@ def _heads_at_once(call: Call, kind: str, has_lo: bool, has_hi: bool, block_m: i
     few = batch * heads * blocks <= _FEW_ROUNDS * device.num_sms
     if few and batch * kv_heads * seqlen_k * of_key <= device.l2_bytes // 2:
         return batch * heads
+    if kind == "intervals":
+        return heads_that_balance(blocks, batch * heads, call.query.device, _ROUNDS_OF_INTERVALS)
     causal = kind == "band" and not has_lo
     return heads_that_balance(blocks, batch * heads, call.query.device) if causal else LEAST_HEADS
 
