@@ -114,6 +114,8 @@ def _shapes() -> Iterator[Case]:
         ("short", Shape(1, 16, 2048, 64, True), (1.0, 1.0)),
         ("short", Shape(1, 8, 1000, 64, True), (1.0, 1.0)),
         ("short", Shape(64, 12, 512, 64, False), (1.0, 1.0)),
+        ("few blocks", Shape(1, 32, 1024, 128, True, kv_heads=8), (0.95, 0.95)),
+        ("few blocks", Shape(1, 2, 4096, 128, True), (0.95, 0.95)),
         ("long", Shape(1, 16, 16384, 128, True), (1.0, 1.03)),
         ("long", Shape(1, 4, 131072, 128, True), (1.0, 1.03)),
     ):

@@ -15,8 +15,14 @@ from peers import Run, Unavailable, recorded_run
 from rows import Case
 
 UNEVEN = (3500, 1200, 800, 700, 600, 500, 400, 300, 250, 158, 150, 128, 100, 90, 64, 64)  # 9004 in all
+# 26,200 in all, drawn at random
+MIXED = (
+    634, 776, 313, 1651, 1720, 840, 416, 1717, 765, 1843, 1370, 1979, 1737, 585, 282, 1925, 1431, 1302, 1104, 1620,
+    1276, 93, 87, 734,
+)  # fmt: skip
 LENGTHS = {
     "16 of 64 to 3500": UNEVEN,
+    "24 of 64 to 2000": MIXED,
     "one of 60000 beside 1000 of 50": (*(50,) * 500, 60000, *(50,) * 500),
     "4096 of 64": (64,) * 4096,
 }
@@ -24,6 +30,7 @@ SHAPES = (  # which lengths, query heads, key heads, head dimension; what must h
     ("16 of 64 to 3500", 16, 16, 128, (1.0, 1.0)),
     ("16 of 64 to 3500", 32, 8, 128, (1.0, 1.0)),
     ("16 of 64 to 3500", 16, 16, 64, (1.0, 1.0)),
+    ("24 of 64 to 2000", 16, 16, 128, (1.0, 1.0)),
     ("one of 60000 beside 1000 of 50", 2, 2, 128, (0.95, 0.95)),
     ("4096 of 64", 8, 8, 128, (0.95, 0.95)),
 )
