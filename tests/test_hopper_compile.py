@@ -49,6 +49,7 @@ ALLOWED = {
     "d128 full key-bias dropout": 308, "d128 causal softcap dropout": 2492, "d128 full full-bias dropout": 2284,
     "d80 full": 12, "d80 causal": 12, "d96 full": 36, "d96 causal": 36, "d96 causal ordered": 24, "d96 bits": 96,
     "d96 causal key-bias": 56, "d96 causal softcap": 20, "d80 causal softcap": 36,
+    "d64 causal shares": 8, "d128 causal shares": 36,
 }  # fmt: skip
 # Instructions of a step without a test that move them, on its fast path; none where a case is not named.
 IN_LOOPS = {
@@ -64,7 +65,7 @@ LISTED = {"bits", "segments", "intervals"}
 NO_REGISTERS = ("d64 full softcap key-bias", "d128 full softcap key-bias", "d128 causal softcap key-bias")
 QUICK = (
     "d64 full", "d96 causal", "d128 causal", "d128 bits", "d64 causal ordered", "d64 full key-bias", "d128 bits key-bias",
-    "d64 varlen", "d128 varlen", "d128 causal dropout", "d128 intervals",
+    "d64 varlen", "d128 varlen", "d128 causal dropout", "d128 intervals", "d64 causal shares",
 )  # fmt: skip
 CASES = tuple(ALLOWED) if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
 
@@ -149,7 +150,8 @@ def test_sums_of_dq_are_loaded_16_bytes_at_a_time(case: str, reports: dict[str, 
 
 @pytest.mark.parametrize("case", CASES)
 def test_plans_lay_parameters_out_as_the_kernels_have_them(case: str, reports: dict[str, dict]) -> None:
-    assert reports[case]["laid_out"] == [True] * (3 if "varlen" in case else 2)  # spans have a kernel of their own
+    launches = 3 if "varlen" in case or "shares" in case else 2  # spans, and sums of shares, have a kernel of their own
+    assert reports[case]["laid_out"] == [True] * launches
 
 
 # --------------------------------------------------------------------------------------------------- the child process
@@ -290,7 +292,8 @@ def _compile(case: str, launched: list) -> dict:
     launch._compiled.clear()  # what was compiled here cannot be launched
     outputs = [torch.empty_like(tensor) for tensor in (query, key, value)]
     saved, grads = Saved(grad_out, lse, lse.clone()), Gradients(grad_out, None, *outputs, None)
-    made_for = resolve.backward_config(row.config, call, saved, grads)
+    shares = 3 if "shares" in words else 1
+    made_for = replace(resolve.backward_config(row.config, call, saved, grads), shares=shares)
     inputs = [
         part
         for part in dict.fromkeys((grad_out, query, key, value, *saved[1:], bias, seed, *mask[:-1], *of_lengths))
@@ -298,11 +301,12 @@ def _compile(case: str, launched: list) -> dict:
     ]
     with launch.recording(inputs) as made:
         hopper_backward.backward(call, saved, grads, made_for)
-    assert len(launched) == (2 if varlen is None else 3)
+    assert len(launched) == (2 if varlen is None and shares == 1 else 3)
+    main_kernel = launched[-1 if shares == 1 else -2]  # before the one that adds up shares
     steps = made.plan(outputs, 0).steps
     packed = [step.packed is not None for step in steps if isinstance(step, plan.Relaunch)]
     elements = 64 if dim == 64 else 32  # of a thread in a step
-    return _report(*launched[-1], elements, elements * ("dropout" in words)) | {"laid_out": packed}
+    return _report(*main_kernel, elements, elements * ("dropout" in words)) | {"laid_out": packed}
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ ALLOWED = {
     "d128 segments": 84, "d128 window segments": 84, "d128 intervals": 64, "d128 causal intervals": 104,
     "d128 window intervals": 124, "d128 hidden intervals": 80, "d128 causal hidden intervals": 88, "d128 spans": 8,
     "d128 spans softcap": 8, "d128 spans key-bias": 8, "d128 full key-bias": 8, "d128 causal key-bias": 32,
-    "d128 softcap key-bias": 16, "d128 bits key-bias": 8, "d128 segments key-bias": 128, "d128 intervals key-bias": 460,
+    "d128 softcap key-bias": 16, "d128 bits key-bias": 8, "d128 segments key-bias": 128, "d128 intervals key-bias": 468,
     "d128 full full-bias": 112, "d128 bits full-bias": 332, "d128 intervals full-bias": 612, "d128 full dropout": 28,
     "d128 causal dropout": 24, "d128 softcap dropout": 36, "d128 bits dropout": 172, "d128 segments dropout": 240,
     "d128 causal intervals dropout": 456, "d128 causal key-bias dropout": 48, "d256 full": 36, "d256 causal": 12,
@@ -59,7 +59,8 @@ ALLOWED |= {
     "d192/128 softcap": 16, "d192/128 bits": 20, "d64/128 full": 8, "d96 causal": 8,
 }  # fmt: skip
 ALLOWED |= {  # a bias in tiles
-    "d64 bits tiles-bias": 8, "d64 intervals tiles-bias": 96, "d64 segments tiles-bias": 108, "d96 bits tiles-bias": 24,
+    "d64 causal tiles-bias": 8, "d64 bits tiles-bias": 8, "d64 intervals tiles-bias": 96, "d64 segments tiles-bias": 108,
+    "d96 bits tiles-bias": 24,
     "d128 full tiles-bias": 64, "d128 causal tiles-bias": 104, "d128 softcap tiles-bias": 64, "d128 segments tiles-bias": 224,
 }  # fmt: skip
 PARTS = ("d80 full", "d80 causal", "d96 full", "d96 bits", "d192 causal", "d192/128 full", "d192/128 causal",

@@ -25,7 +25,13 @@ SHARED_MEMORY = {
     100: 232448,
     120: 101376,
 }  # bytes of a block, with opt-in
-SMALL_KERNELS = ("statistics_kernel", "prepare_kernel", "merge_kernel", "mark_kernel")  # no products
+SMALL_KERNELS = (
+    "statistics_kernel",
+    "prepare_kernel",
+    "merge_kernel",
+    "mark_kernel",
+    "add_shares_kernel",
+)  # no products
 
 # Bytes that may be spilled, by what "row | specialization | kernel" matches, and why. Everything else spills nothing.
 SPILLS = (
