@@ -302,11 +302,10 @@ def _compile(case: str, launched: list) -> dict:
     with launch.recording(inputs) as made:
         hopper_backward.backward(call, saved, grads, made_for)
     assert len(launched) == (2 if varlen is None and shares == 1 else 3)
-    main_kernel = launched[-1 if shares == 1 else -2]  # before the one that adds up shares
     steps = made.plan(outputs, 0).steps
     packed = [step.packed is not None for step in steps if isinstance(step, plan.Relaunch)]
     elements = 64 if dim == 64 else 32  # of a thread in a step
-    return _report(*main_kernel, elements, elements * ("dropout" in words)) | {"laid_out": packed}
+    return _report(*launched[-1 if shares == 1 else -2], elements, elements * ("dropout" in words)) | {"laid_out": packed}
 
 
 if __name__ == "__main__":
