@@ -305,7 +305,9 @@ def _compile(case: str, launched: list) -> dict:
     steps = made.plan(outputs, 0).steps
     packed = [step.packed is not None for step in steps if isinstance(step, plan.Relaunch)]
     elements = 64 if dim == 64 else 32  # of a thread in a step
-    return _report(*launched[-1 if shares == 1 else -2], elements, elements * ("dropout" in words)) | {"laid_out": packed}
+    return _report(*launched[-1 if shares == 1 else -2], elements, elements * ("dropout" in words)) | {
+        "laid_out": packed
+    }
 
 
 if __name__ == "__main__":
