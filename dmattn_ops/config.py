@@ -13,7 +13,7 @@ from dmattn_ops.arch import KNOWN
 class PortableForward:
     """Plain Triton forward: a program owns `block_m` queries and walks keys in steps of `block_n`.
 
-    Where there are fewer programs than multiprocessors, several share a walk, so that each of those has `per_sm`; 0 never splits.
+    Where there are fewer programs than multiprocessors, they share walks over the keys: `per_sm` on each; 0 never splits.
     """
 
     block_m: int

@@ -62,7 +62,7 @@ def refusals(call: Call) -> list[str]:
             reasons.append(f"{name} is not aligned to 16 bytes in memory and strides")
     if bias_kind(bias) == "full" and max(dim, dim_v) <= 64 and not bias_fits_tiles(bias):
         reasons.append(
-            "takes biases with queries for heads of 64 that have 16 bits and are aligned: else portable is faster"
+            "takes a bias with queries for heads of 64 only in 16 bits and aligned rows: else portable is faster"
         )
     reasons += dropout_refusals(call)
     if options.softmax_scale <= 0.0:

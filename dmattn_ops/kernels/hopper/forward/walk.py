@@ -1,7 +1,7 @@
 """What the SM 9.0 forward works on and in which order: pieces of work, the key tiles of each, and the warp that loads them.
 
 `MASK` is "band" (and no mask at all), "bits", "segments", "intervals" or "spans" (of packed sequences: each query sees keys that
-follow each other, `kernels/spans.py`); `BIAS` is "none", "key" (a value per key) or "full" (one per query and key).
+follow each other, `kernels/spans.py`); `BIAS` is "none", "key" (one per key), "full" (one per pair) or "tiles" (that, by TMA).
 Constants are local to the functions: a launch compares every global that a kernel reads, at 2 us
 each.
 """
