@@ -116,3 +116,45 @@ def test_tiles_of_packed_sequences_that_go_together(heads: int, rounds: float, t
     from dmattn_ops.kernels.hopper.arguments import chunk_of_tiles
 
     assert chunk_of_tiles(heads, rounds, torch.device("cpu")) == tiles
+
+
+def test_shares_of_a_span_are_all_of_its_tiles_once() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from dmattn_ops.kernels.hopper.backward import walk
+    from tests.device_functions import on_integers
+
+    share_of_tiles = on_integers(walk.share_of_tiles)
+    for span in ((0, 2, 9, 9), (3, 5, 11, 14), (0, 0, 1, 1), (4, 4, 4, 4), (2, 10, 10, 10)):
+        first, full_first, full_end, end = span
+        for shares in (1, 2, 3, 8):
+            parts = [share_of_tiles(span, share, shares) for share in range(shares)]
+            walked = [range(part[0], part[3]) for part in parts]
+            assert [tile for tiles in walked for tile in tiles] == list(range(first, end))
+            assert max(map(len, walked)) - min(map(len, walked)) <= 1
+            full = [tile for part in parts for tile in range(part[1], part[2])]
+            assert full == list(range(full_first, full_end))
+            assert all(part[0] <= part[1] <= part[2] <= part[3] for part in parts)
+
+
+def test_each_share_of_a_key_tile_is_one_block() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from dmattn_ops.kernels.hopper.backward import work
+    from tests.device_functions import on_integers
+
+    tiles, batch, kv_heads, shares = 5, 2, 3, 4
+    place_of = on_integers(work.place_of, block_of=on_integers(work.block_of))
+    split_place = on_integers(work.split_place)
+    order = (tiles * shares, batch * kv_heads, 4, 0, 1, 1)
+    found = set()
+    for block in range(tiles * shares * batch * kv_heads):
+        place = place_of(block, order, kv_heads, shares, None, None, False)
+        own, share = split_place(place, shares)
+        assert place[1] == own[1] * shares + share  # where its dk and dv lie
+        found.add((*own, share))
+    assert found == {
+        (tile, b, head, share)
+        for tile in range(tiles)
+        for b in range(batch)
+        for head in range(kv_heads)
+        for share in range(shares)
+    }
