@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from dmattn_ops import arch, config
@@ -90,9 +91,11 @@ def _shares(offered: config.HopperBackward, call: Call) -> int:
     """Return how many blocks of the SM 9.0 backward divide the queries that see the same keys: several where SMs would be idle.
 
     That is one, unless the time by the numbers of steps falls by a sixth: of the longest block, and of all blocks on all SMs.
+    In float16 what one block makes may be infinite where the sum is not.
     """
     options, demand = call.options, call.demand
-    if call.varlen is not None or call.mask.kind != "none" or options.deterministic or bias_kind(call.bias) == "key":
+    listed = call.varlen is not None or call.mask.kind != "none"
+    if listed or options.deterministic or bias_kind(call.bias) == "key" or call.query.dtype == torch.float16:
         return 1
     sms, kv_heads = arch.physical(call.query.device).num_sms, call.key.shape[-2]
     tiles = -(-demand.seqlen_k // offered.block_n)

@@ -84,7 +84,7 @@ def test_where_sms_are_idle_the_rule_saves_a_third_of_the_time() -> None:
 
 
 def test_calls_whose_blocks_cannot_be_divided_keep_one_block_for_each_key_tile() -> None:
-    """Lists, ordered additions, sums of keys over all queries, and packed sequences."""
+    """Lists, ordered additions, sums of keys over all queries, packed sequences, and float16."""
     size = Size(1, 2, 2, 4096, 4096, 128, True)
     plain = call_of(size)
     assert resolve._shares(offered(128), plain) > 1
@@ -96,6 +96,7 @@ def test_calls_whose_blocks_cannot_be_divided_keep_one_block_for_each_key_tile()
         {"bias": torch.empty(1, 2, 1, 4096)},
         {"mask": Mask(start=ids, end=ids)},
         {"varlen": Varlen(ends, ends, 4096, 4096, False)},
+        {"query": plain.query.half()},  # what a block makes may overflow where the sum does not
     ):
         assert resolve._shares(offered(128), plain._replace(**changes)) == 1, changes
 
