@@ -269,10 +269,8 @@ def _compile(case: str, launched: list) -> dict:
         mask = Mask(lists, lists, start=numbers, end=numbers, hidden_from=hidden[0], hidden_to=hidden[1])
     low = -100 if "window" in words or "segments" in words else -UNBOUNDED
     high = UNBOUNDED if "full" in words else 0
-    softcap = 30.0 if "softcap" in words else 0.0
-    options = plain_options(
-        dim**-0.5, low, high, softcap=softcap, deterministic="ordered" in words, dropout_p=0.1 * ("dropout" in words)
-    )
+    flags = {"softcap": 30.0 * ("softcap" in words), "dropout_p": 0.1 * ("dropout" in words)}
+    options = plain_options(dim**-0.5, low, high, deterministic="ordered" in words, **flags)
     bias = None
     if "key-bias" in words or "full-bias" in words:
         bias = torch.empty(1, kv_heads, 1 if "key-bias" in words else seqlen, seqlen)

@@ -174,7 +174,7 @@ PROOFS = (
             ),
         ),
     ),
-    _of_keys("bias of keys", _BIAS, "return biases.index(step % STAGES).load(", "key_bias = stored_bias("),
+    _of_keys("bias of keys", _BIAS, "return biases.index(step % STAGES).load(", "stored = stored_bias("),
     _of_keys("ranges of keys", _RANGE, "return ranges.index(step % STAGES).load(", "hidden = seen_ranges("),
     Proof(
         "a block's place",
