@@ -165,7 +165,7 @@ def _compile(case: str) -> dict:
 
     signature = dict.fromkeys(SCALARS, "i32") | dict.fromkeys(("lse_b", "lse_h", "lists_b", "lists_h"), "i64")
     signature |= dict.fromkeys(("bias_b", "bias_h", "bias_q"), "i64")
-    signature |= dict.fromkeys(("scale", "cap", "cap_inner", "rescale"), "fp32") | {
+    signature |= dict.fromkeys(("scale", "cap_inner", "rescale"), "fp32") | {
         "lse": "*fp32",
         "lse_tail": "*fp32",
         "counter": "*i32",

@@ -127,8 +127,7 @@ def consume(
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items = sizes
     lo, hi = band
     lse_b, lse_h, segments_b, segments_kb, segments_kh, segment_group = rows
-    scale, cap, cap_inner = scales
-    softcap = (cap, cap_inner)
+    scale, cap_inner = scales
     slots = gl.arange(0, WORDS, layout=PIECE)
     row = gl.arange(0, ROWS, layout=ROW)
     empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
@@ -227,7 +226,7 @@ def consume(
             s = multiply(q, k_first, empty, False)
             if Q_STAGES > 1:
                 release_queries(turn - 1, q_empty, Q_STAGES)
-            s = soften(warpgroup_mma_wait(0, deps=(s,)), softcap, SOFTCAP)
+            s = soften(warpgroup_mma_wait(0, deps=(s,)), cap_inner, SOFTCAP)
             added = load_full_bias(first, lists, visible, bias_rows, BN, MASK, True, BIAS)
             s = add_bias(s, added, stored, scale, BIAS, NATURAL)
             s = hide(s, first, hidden, lists, own_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN)
@@ -241,7 +240,7 @@ def consume(
             tested = gl.minimum(gl.maximum(masked, first + 1), n) - 1
             for i in range(first, tested):
                 acc, p, top, total, peak = advance(
-                    i, step, acc, p, top, total, peak, q, smem, bars, scale, softcap, lists, own_numbers, visible,
+                    i, step, acc, p, top, total, peak, q, smem, bars, scale, cap_inner, lists, own_numbers, visible,
                     bias_rows, dropout, q_first,
                     C, NC, BN, D, D2, DV, DV2, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT,
                     ROW_MAX, dtype,
@@ -249,7 +248,7 @@ def consume(
                 step += 1
             for i in range(tested, n - 1):
                 acc, p, top, total, peak = advance(
-                    i, step, acc, p, top, total, peak, q, smem, bars, scale, softcap, lists, own_numbers, visible,
+                    i, step, acc, p, top, total, peak, q, smem, bars, scale, cap_inner, lists, own_numbers, visible,
                     bias_rows, dropout, q_first,
                     C, NC, BN, D, D2, DV, DV2, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT,
                     ROW_MAX, dtype,
@@ -312,7 +311,7 @@ SCALARS = (
 @gluon.jit(do_not_specialize=SCALARS)
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, q2_desc, k2_desc, v2_desc, o2_desc, bits_desc, bias_desc, lse, lse_tail, row_max, sink, lists,
-    q_segments, k_segments, start, end, hidden_from, hidden_to, bias, seed, counter, scale, cap, cap_inner,
+    q_segments, k_segments, start, end, hidden_from, hidden_to, bias, seed, counter, scale, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, lo, hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
     bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
@@ -325,9 +324,11 @@ def forward_kernel(
 
     `row_max`, where it is given, is written too, and `sink` `[H]`, where it is given, takes its share of every softmax.
 
-    `scale`, `cap` and `cap_inner` are in log2 units, or NATURAL ones. `k_segments`, or `start`, `end`
-    and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and `segments_kh`; of spans, `start` and `end`
-    are those of queries, and `lists` are records of `BM` of them.
+    `scale` turns products into scores in log2 units, or NATURAL ones. With SOFTCAP it is the cap, and what it multiplies is
+    the tanh of products times `cap_inner`.
+
+    `k_segments`, or `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and
+    `segments_kh`; of spans, `start` and `end` are those of queries, and `lists` are records of `BM` of them.
     """
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
@@ -369,7 +370,7 @@ def forward_kernel(
     band = (lo, hi)
     masks = (lists_b, lists_h, width, mask_group)
     broadcast = (bits_b, bits_h, mask_group)
-    scales = (scale, cap, cap_inner)
+    scales = (scale, cap_inner)
     work = (smem, bars, sizes, band, masks)
     bias_places = (bias_b, bias_h, bias_q, bias_group)
     q_descs, k_descs = pair(q_desc, q2_desc, D2), pair(k_desc, k2_desc, D2)

@@ -188,11 +188,11 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
     blocks = -(-seqlen_q // block_m)
     items = blocks * batch * heads
     num_sms = arch.physical(query.device).num_sms
+    natural, softcap = in_natural_units(call), options.softcap > 0.0
     factor, cap = score_factors(options)
-    scale, cap_inner = (1.0, factor) if cap else (factor, 0.0)
-    natural = in_natural_units(call)
+    cap_inner, scale = (factor, cap) if softcap else (0.0, factor)
     if natural:
-        scale, cap = (1.0, options.softcap) if cap else (options.softmax_scale, 0.0)
+        scale = options.softcap if softcap else options.softmax_scale
     seed, *dropping = dropout_arguments(call)
     # where every block has one piece of work, nothing is drawn
     counter = computed(_counter, query.device) if items > num_sms else lse.view(torch.int32)
@@ -204,12 +204,12 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         head_rows_map(out, rows, second_v) if second_v else None, bits,
         pairs_map(bias, rows, block_n) if config.bias_tiles else None, lse, result.lse_tail, result.row_max, call.sink,
         *numbers, bias,
-        seed, counter, scale, cap, cap_inner,
+        seed, counter, scale, cap_inner,
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
         _heads_at_once(call, kind, has_lo, has_hi, block_m), items, lo, hi, *statistic_strides(lse)[:2], *strides,
         *bias_places(bias, heads), *dropping,
         BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, STAGES=config.stages,
         Q_STAGES=config.query_stages, MASK=kind, BIAS="tiles" if config.bias_tiles else bias_kind(bias),
-        HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=cap > 0.0, HIDDEN=mask.hidden_from is not None,
+        HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=softcap, HIDDEN=mask.hidden_from is not None,
         NATURAL=natural, DROPOUT=options.dropout_p > 0.0, num_warps=4,
     )  # fmt: skip

@@ -31,11 +31,10 @@ from dmattn_ops.kernels.hopper.scores import tanh
 
 
 @gluon.jit
-def soften(s, softcap, SOFTCAP: gl.constexpr):
-    """Return scores after the soft cap, in the units of `cap`: `softcap` is (cap, scale / cap without units)."""
+def soften(s, cap_inner, SOFTCAP: gl.constexpr):
+    """Return what `scale` turns into scores: the tanh of products times `cap_inner` under a soft cap, else the products."""
     if SOFTCAP:
-        cap, inner = softcap
-        s = cap * tanh(s * inner)
+        s = tanh(s * cap_inner)
     return s
 
 
@@ -257,7 +256,7 @@ def rescale_second(acc, factor, DV2: gl.constexpr):
 
 @gluon.jit
 def advance(
-    i, step, acc, p, top, total, peak, q, smem, bars, scale, softcap, lists, key_numbers, visible, bias_rows, dropout, q_first,
+    i, step, acc, p, top, total, peak, q, smem, bars, scale, cap_inner, lists, key_numbers, visible, bias_rows, dropout, q_first,
     C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
     DV2: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     MASKED: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -291,7 +290,7 @@ def advance(
     else:
         s, first = warpgroup_mma_wait(0, deps=(s, acc[0]))
         acc = (first,)
-    s = soften(s, softcap, SOFTCAP)
+    s = soften(s, cap_inner, SOFTCAP)
     added = load_full_bias(i + 1, lists, visible, bias_rows, BN, MASK, MASKED, BIAS)
     s = add_bias(s, added, stored, scale, BIAS, NATURAL)
     if MASKED:
