@@ -26,7 +26,6 @@ from torch import Tensor
 from dmattn_ops import problem
 from dmattn_ops.call import Call
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
-from dmattn_ops.kernels.launching.overlap import follow_kernel_before
 from dmattn_ops.kernels.tile_mask.launch import write_lists
 from dmattn_ops.kernels.tile_mask.lists import HULL
 from dmattn_ops.meta import list_capacity, tile_records
@@ -45,7 +44,6 @@ def _write_hulls(
     HIDDEN: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Write the hulls of `TILES` tiles of keys, of which each matrix has `col_count`."""
-    follow_kernel_before()
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     mine = tile < tiles
     matrix = (tile // col_count).to(tl.int64)

@@ -1,8 +1,7 @@
-"""Kernels of a call that begin while the one before them ends: programmatic dependent launch, on SM 9.0.
+"""Kernels of a backward that begin while the one before them ends: programmatic dependent launch, on SM 9.0.
 
-Between two kernels of a stream an H200 is idle for 1 to 2 us, as long as a short call's row work takes, and a call with a mask
-that is made at every step launches ten kernels. `launch(..., follows=True)` lets a kernel be on the GPU before the one in front
-of it has ended. What makes that right:
+Between two kernels of a stream an H200 is idle for 1 to 2 us, as long as a short call's row work takes. `launch(..., follows=True)`
+lets a kernel be on the GPU before the one in front of it has ended. What makes that right:
 
 - Each program of such a kernel calls `follow_kernel_before()` before it reads or writes memory that others use (Gluon kernels
   call that of `hopper.gluon_compat`). It returns when the kernel in front has ended and all that it wrote can be read.
@@ -12,6 +11,9 @@ of it has ended. What makes that right:
 
 The function does nothing in a kernel that was launched as usual, on other architectures, and in the interpreter. Only a kernel
 that comes after another one of the same call follows it: what a caller launched before is not known here.
+
+It pays where the kernel that follows has few programs. Each wait empties the L1 cache of its SM, so that kernels of very many small
+programs became slower (docs/lab/sm90-backward.md, entry 42, has what was measured).
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def spoil_rows(out: Tensor, lse: Tensor, slots: Slots) -> None:
         spoil_kernel, (batch * heads * broken.shape[2],), broken, out, lse,
         broadcast_stride(broken, 0), broadcast_stride(broken, 1), max(1, heads // broken.shape[1]),
         *out.stride()[:3], lse.stride(0), lse.stride(2), lse.stride(1), heads, broken.shape[2], slots.epoch, seqlen_q,
-        ROWS=max(1, 2048 // padded), WIDTH=width, PADDED=padded, num_warps=4, follows=True,
+        ROWS=max(1, 2048 // padded), WIDTH=width, PADDED=padded, num_warps=4,
     )  # fmt: skip
 
 
@@ -217,7 +217,6 @@ def _gather(
         ROWS=max(8, min(TILE, _COPIED // triton.next_power_of_2(bytes_of_row))),
         WIDTH=widths[0], PADDED=padded[0], SECOND_WIDTH=widths[-1], SECOND_PADDED=padded[-1],
         ALIGNED=all(rows_are_aligned(*pair) for pair in used), RANKED=RANKED_AT_ONCE if rank else 0, num_warps=4,
-        follows=True,
     )  # fmt: skip
 
 
@@ -253,7 +252,6 @@ def _sum(
         first_head, heads, source.shape[0] // batch, group, seqlen_k, slots.places.shape[2], blocks,
         KEYS=keys, WIDTH=widths[0], PADDED=padded[0], SECOND_WIDTH=widths[-1], SECOND_PADDED=padded[-1],
         ALIGNED=all(rows_are_aligned(*pair) for pair in used), ADD=add, num_warps=1,
-        follows=True,
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from dmattn_ops import problem
-from dmattn_ops.kernels.launching.overlap import follow_kernel_before
 from dmattn_ops.kernels.tile_mask.ranks import rank_block
 
 TILE = tl.constexpr(problem.TILE)
@@ -56,7 +55,6 @@ def gather_kernel(
     A second tensor of the same keys, where there is one (not None), is copied beside the first. The first `ranking`
     programs rank `RANKED` tiles each instead, which attention needs next as well and takes no launch this way.
     """
-    follow_kernel_before()
     if tl.program_id(0) < ranking:
         if RANKED > 0:
             rank_block(
@@ -132,7 +130,6 @@ def sum_kernel(
     Sums are float32, in this order, and rounded once. `ADD`: they begin with what the target holds. A second tensor of
     the same slots, where there is one (not None), is summed beside the first, so that twice as many loads are on their way.
     """
-    follow_kernel_before()
     block = tl.program_id(0) % blocks
     h = tl.program_id(0) // blocks % heads
     b = tl.program_id(0) // blocks // heads
@@ -198,7 +195,6 @@ def spoil_kernel(
 
     The rows of the second tensor are single numbers.
     """
-    follow_kernel_before()
     e = tl.program_id(0) % epochs
     h = tl.program_id(0) // epochs % heads
     b = (tl.program_id(0) // epochs // heads).to(tl.int64)

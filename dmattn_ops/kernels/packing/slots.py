@@ -19,7 +19,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.launching.overlap import follow_kernel_before
 from dmattn_ops.kernels.packing.lists import list_blocks, list_query_tiles
 
 UNSPECIALIZED = (
@@ -289,7 +288,6 @@ def plan_epochs(
     epoch, and their slots and those of older keys in `places`. A program is one epoch; later epochs have more keys to look
     through, so that they come first. `listed` and `listed_places` `[.., epochs, old_slots]` are for this program alone.
     """
-    follow_kernel_before()
     matrices = tl.num_programs(0) // epochs
     matrix = tl.program_id(0) % matrices
     e = epochs - 1 - tl.program_id(0) // matrices

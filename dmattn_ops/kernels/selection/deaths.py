@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.launching.overlap import follow_kernel_before
 from dmattn_ops.kernels.selection.alive import worst_of_best
 from dmattn_ops.kernels.selection.keys import NO_KEY, load_keys, stop_of
 
@@ -110,7 +109,6 @@ def write_deaths(
     A key that was among the best before can leave only if it was among the worst FINE of them. It does so, as any key, at
     the position at which so many better ones have come, since `origin`, that `keep` are ahead of it.
     """
-    follow_kernel_before()
     spans = tl.cdiv(seqlen, FINE)
     row = (tl.program_id(0) // spans).to(tl.int64)
     origin = tl.program_id(0) % spans * FINE

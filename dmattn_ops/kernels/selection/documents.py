@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.launching.overlap import follow_kernel_before
-
 
 @triton.jit
 def _changes(ids, position, seqlen):
@@ -32,7 +30,6 @@ def find_changes(ids, changes, seqlen, spans, ids_b, SPAN: tl.constexpr):
 
     `changes` is `[rows, 2, spans]`; the second counts positions 1 to SPAN of the span, and is `seqlen` where none is there.
     """
-    follow_kernel_before()
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     position = span * SPAN + tl.arange(0, SPAN)
@@ -46,7 +43,6 @@ def find_changes(ids, changes, seqlen, spans, ids_b, SPAN: tl.constexpr):
 @triton.jit(do_not_specialize=["seqlen", "spans", "ids_b"])
 def write_bounds(ids, changes, bounds, seqlen, spans, ids_b, SPAN: tl.constexpr, MANY: tl.constexpr):
     """Write `bounds` `[rows, 2, seqlen]`: where the document of each position of a span begins, and where it ends."""
-    follow_kernel_before()
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     position = span * SPAN + tl.arange(0, SPAN)

@@ -95,14 +95,14 @@ def lifetimes_in_chunks(
         launch(
             sort_alive, (rows * (chunks - 1),), coarse_runs, bounds, pieces, keys, size, heads, bounds_b, keep,
             CHUNK=chunk, RUNS=1 << log_runs, LOG_RUNS=log_runs, HAS_DOCUMENTS=documents is not None,
-            num_warps=SORTING_WARPS, follows=True,
+            num_warps=SORTING_WARPS,
         )  # fmt: skip
     spans = rows * triton.cdiv(seqlen, fine)
     launch(
         write_deaths, (spans,), scores, bounds, keys, end,
         seqlen, size, bits, heads, scores_b, scores_h, bounds_b, keep, keep_first, keep_last,
         CHUNK=chunk, FINE=fine, KIND=kind, HAS_DOCUMENTS=documents is not None, IS_CAUSAL=is_causal,
-        num_warps=deaths_warps(spans), follows=True,
+        num_warps=deaths_warps(spans),
     )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def _bounds(documents: Tensor, span: int) -> Tensor:
     )
     launch(
         write_bounds, (batch * spans,), documents, changes, bounds, seqlen, spans, documents.stride(0),
-        SPAN=span, MANY=256, num_warps=4, follows=True,
+        SPAN=span, MANY=256, num_warps=4,
     )  # fmt: skip
     return bounds
 

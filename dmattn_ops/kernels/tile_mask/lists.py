@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.launching.overlap import follow_kernel_before
 from dmattn_ops.kernels.tile_mask.ranks import work_before
 from dmattn_ops.problem import HEADER, TILE
 
@@ -23,7 +22,6 @@ def segment_ranges(
     q_segments, k_segments, ranges, seqlen_q, seqlen_k, q_tiles, k_tiles, row_count, col_count, TILES: tl.constexpr
 ):
     """Write the least and greatest segment of each tile: first `q_tiles` of queries, then `k_tiles` of keys."""
-    follow_kernel_before()
     q_programs = tl.cdiv(q_tiles, TILES)
     program = tl.program_id(0)
     if program < q_programs:
@@ -125,7 +123,6 @@ def list_tiles_kernel(
 
     A side has a record for each of its tiles, and at least two: the records of no tile are empty.
     """
-    follow_kernel_before()
     row_count, col_count = tl.cdiv(seqlen_q, _TILE), tl.cdiv(seqlen_k, _TILE)
     row_blocks = tl.cdiv(row_records, OWN)
     blocks = row_blocks + tl.cdiv(col_records, OWN)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.launching.overlap import follow_kernel_before
 from dmattn_ops.problem import TILE
 
 _TILE = tl.constexpr(TILE)
@@ -173,7 +172,6 @@ def pack_tiles(
 
     `extent` is the number of bytes from the first element of the mask to the end of its last.
     """
-    follow_kernel_before()
     block_cols, block_rows = tl.cdiv(col_count, 2), tl.cdiv(row_count, 2)
     block_col = tl.program_id(0) % block_cols
     block_row = tl.program_id(0) // block_cols % block_rows

@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops.kernels.launching.launch import launch
-from dmattn_ops.kernels.launching.overlap import follow_kernel_before
 
 RANKED_AT_ONCE = 64  # records that a program ranks
 
@@ -25,7 +24,6 @@ def rank_kernel(
     row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN: tl.constexpr, OTHER: tl.constexpr
 ):
     """Write word 0 of the records: the tiles of a side, those with the most work first."""
-    follow_kernel_before()
     rank_block(tl.program_id(0), row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN, OTHER)
 
 
@@ -65,7 +63,6 @@ def rank_tiles(row_tiles: Tensor, col_tiles: Tensor) -> None:
     launch(
         rank_kernel, (batch * heads * rank_blocks(row_records, col_records),),
         row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN=RANKED_AT_ONCE, OTHER=128, num_warps=4,
-        follows=True,
     )  # fmt: skip
 
 

@@ -238,7 +238,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         *row_strides(out), *row_strides(grad_out), *statistic_strides(lse), *statistic_strides(lse_tail),
         *grad_lse_strides,
         seqlen_q, heads, rows, total, dim_v, delta_factor(options), BLOCK=block_rows, DV=64 if dim_v <= 64 else 128, D=width,
-        D2=second, TICKETS=TICKETS, NATURAL=in_natural_units(call), num_warps=8, follows=mask.start is not None,
+        D2=second, TICKETS=TICKETS, NATURAL=in_natural_units(call), num_warps=8,
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
     kind, has_q_segments, numbers, strides = _mask_arguments(call, accumulator, block_n)

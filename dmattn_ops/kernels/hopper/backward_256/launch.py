@@ -127,7 +127,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     sink_parts = parts_of_gradient(grads, total // STAT_ROWS)
     _statistics(
         grad_out, grad_lse, call.sink, sink_parts, saved, stats, flags, (seqlen_q, heads, rows), columns_v,
-        in_natural_units(call), follows=mask.start is not None,
+        in_natural_units(call),
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
     scales = options.softmax_scale, *score_factors(options)
@@ -183,8 +183,6 @@ def _statistics(
     sizes: tuple[int, int, int],
     width: int,
     natural: bool,
-    *,
-    follows: bool,
 ) -> None:
     """Fill stats `[4, B * H * rows]` as `hopper.backward.rows` says, and a flag for each program.
 
@@ -201,7 +199,6 @@ def _statistics(
         statistics_kernel, (stats.shape[1] // STAT_ROWS,),
         out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, *strides,
         *sizes, stats.shape[1], out.shape[-1], BLOCK=STAT_ROWS, WIDTH=width, NATURAL=natural, num_warps=8,
-        follows=follows,
     )  # fmt: skip
 
 

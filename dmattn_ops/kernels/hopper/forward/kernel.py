@@ -57,7 +57,6 @@ from dmattn_ops.kernels.hopper.forward.walk import (
 )
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
-    follow_kernel_before,
     mbarrier,
     reinterpret,
     tma,
@@ -365,7 +364,6 @@ def forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=NC)
     fence_async_shared()
-    follow_kernel_before()
     smem = (queries, keys, values, words, biases, ranges, piece)
     bars = (q_full, q_empty, k_full, k_empty, v_full)
     sizes = (seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items)

@@ -211,5 +211,5 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, STAGES=config.stages,
         Q_STAGES=config.query_stages, MASK=kind, BIAS="tiles" if config.bias_tiles else bias_kind(bias),
         HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=softcap, HIDDEN=mask.hidden_from is not None,
-        NATURAL=natural, DROPOUT=options.dropout_p > 0.0, num_warps=4, follows=kind in ("spans", "intervals"),
+        NATURAL=natural, DROPOUT=options.dropout_p > 0.0, num_warps=4,
     )  # fmt: skip
