@@ -247,8 +247,8 @@ def _packed(compiled: Any, grid: tuple[int, ...], references: list[Any]) -> Pack
             laid.append((kind, reference))
     laid += [("*", None), ("*", None)]
     warps, _, shared = compiled.packed_metadata
-    shape = LaunchShape(grid, 32 * warps, shared, bool(compiled.metadata.launch_pdl))
-    return pack(compiled.function, shape, laid, _parameter_sizes(compiled))
+    launched = LaunchShape(grid, 32 * warps, shared, bool(compiled.metadata.launch_pdl))
+    return pack(compiled.function, launched, laid, _parameter_sizes(compiled))
 
 
 @lru_cache(maxsize=1024)
