@@ -58,6 +58,7 @@ FILLED = (
     ("dmattn_ops.meta", "backward_outputs"),
     ("dmattn_ops.meta", "qkvpacked_backward_outputs"),
     ("dmattn_ops.kernels.packing.attention", "workspace"),  # gradients of packed keys
+    ("dmattn_ops.kernels.hopper.backward.shares", "workspace"),  # dk and dv of each share
 )
 # Rows, biases and sums of dS by slot. Of blocks of slots without keys nobody writes them: the D 256 backward loads such a bias and
 # uses nothing of it, and torch adds up such sums over heads, of which nobody reads what comes of it.
