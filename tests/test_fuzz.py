@@ -185,6 +185,28 @@ def test_no_rounding_makes_room_for_what_is_not_finite() -> None:
         oracle.compare(Problem(), wrong, right, right, lambda: {"dq": math.inf}, list)
 
 
+@pytest.mark.parametrize(("truth", "accepted"), [(1e-22, True), (1e-5, False)])
+def test_what_a_dtype_cannot_hold_is_no_error(truth: float, accepted: bool) -> None:
+    expected = {"dsink": torch.tensor([truth, -truth], dtype=torch.float64)}
+    eager = {"dsink": expected["dsink"].float()}
+    found = {"dsink": torch.zeros(2, dtype=torch.float16)}
+    problem = Problem(dtype="float16")
+    if accepted:
+        assert not oracle.compare(problem, found, expected, eager, lambda: {"dsink": 0.0}, list)
+    else:
+        with pytest.raises(AssertionError, match="dsink: error 1 over the budget"):
+            oracle.compare(problem, found, expected, eager, lambda: {"dsink": 0.0}, list)
+
+
+def test_the_gradient_of_a_sink_too_small_for_its_dtype() -> None:
+    check(
+        Problem(
+            seed=90823, variant="varlen", dtype="float16", batch=1, heads=4, heads_k=1, seqlen_q=144, seqlen_k=80, dim=256,
+            dim_v=256, mask="random", mask_shape="k", left=122, softmax_scale=2**-8, sink="own", magnitude=3.0, steep=100.0,
+        )
+    )  # fmt: skip
+
+
 FEW = {"seqlen_q": 22, "heads": 1, "heads_k": 1}
 LARGE = {
     "fp32 tells apart what bf16 cannot": Problem(
