@@ -91,8 +91,12 @@ def in_natural_units(call: Call) -> bool:
 
     That costs an instruction for each score, and is right for any finite ones: a bias may be the lowest float32, which times
     log2(e) is -inf, and what products times a large scale lose by rounding would be a factor of more than 2 ** 127.
+
+    Both directions of a call have to agree, whichever kernels take them: scores of 1e6 are rounded to multiples of 0.25, to
+    others in either unit. So a mask of keys of packed sequences, which the SM 9.0 kernels take as a bias, decides as one.
     """
-    return call.bias is not None or abs(call.options.softmax_scale) > 64.0 or call.options.softcap > 2.0**60
+    biased = call.bias is not None or (call.varlen is not None and call.mask.k_segments is not None)
+    return biased or abs(call.options.softmax_scale) > 64.0 or call.options.softcap > 2.0**60
 
 
 def is_whole(bias: Tensor | None, query: Tensor) -> bool:
