@@ -76,6 +76,16 @@ def _backward(dim: int) -> str:
     return "hopper" if dim <= 128 else "hopper256"
 
 
+def test_the_portable_forward_and_this_backward_round_large_scores_alike(taken) -> None:
+    """One query over many keys is computed by the portable forward, and the backward takes the mask of keys as a bias."""
+    problem = Problem(
+        seed=91830, variant="varlen", dtype="bfloat16", batch=2, heads=1, heads_k=1, seqlen_q=1, seqlen_k=336, dim=144,
+        dim_v=144, mask="random", mask_shape="bhq", steep=1e6,
+    )  # fmt: skip
+    check(problem, "cuda", repeats=3)
+    assert {*taken} == {"portable", "hopper256"}
+
+
 @pytest.mark.parametrize("case", ["causal", "a bias per key", "many short sequences"])
 @pytest.mark.parametrize("dim", DIMS)
 def test_deterministic_calls_repeat_bit_for_bit(taken, dim: int, case: str) -> None:
