@@ -97,14 +97,20 @@ def test_chunks(name, padding):
     same(lengths, function, given, 5, CHUNKED, allow_is_causal_skip=False)
 
 
+@pytest.mark.parametrize("since_5_24", [False, True])  # the order in which transformers joins both conditions
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_packed_sequences(window):
+def test_packed_sequences(window, since_5_24):
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4, 5], list(range(12)), [0, *range(11)]])
     ids = masking_utils.find_packed_sequence_indices(positions)
     base = masking_utils.causal_mask_function
     if window is not None:
         base = masking_utils.sliding_window_causal_mask_function(window)
-    function = masking_utils.packed_sequence_compatibility_function(base, positions, ids)
+    apart = masking_utils.packed_sequence_mask_function(ids)
+    remap = getattr(
+        masking_utils, "remap_positions_for_packed_sequence", lambda function, positions: function
+    )  # since 5.23
+    inside = remap(base, positions)
+    function = masking_utils.and_masks(*((inside, apart) if since_5_24 else (apart, inside)))
     made = same((12, 12, 0, 0), function, None, window, allow_is_causal_skip=False)
     assert made.prepared.kind == "segments"
     assert made.prepared.row_tiles is not None
