@@ -108,7 +108,7 @@ def test_packed_sequences(window, since_5_24):
     apart = masking_utils.packed_sequence_mask_function(ids)
     remap = getattr(
         masking_utils, "remap_positions_for_packed_sequence", lambda function, positions: function
-    )  # since 5.23
+    )  # older releases have none
     inside = remap(base, positions)
     function = masking_utils.and_masks(*((inside, apart) if since_5_24 else (apart, inside)))
     made = same((12, 12, 0, 0), function, None, window, allow_is_causal_skip=False)
