@@ -86,16 +86,21 @@ def bias_kind(bias: Tensor | None) -> str:
     return "key" if bias.dim() == 2 or bias.shape[2] == 1 else "full"
 
 
+def hides_packed_keys(call: Call) -> bool:
+    """Return whether a call of packed sequences has a mask of keys, which the SM 9.0 kernels take as a bias."""
+    return call.varlen is not None and call.mask.k_segments is not None
+
+
 def in_natural_units(call: Call) -> bool:
     """Return whether the CUDA kernels compute a call's scores in natural units instead of products times log2(e).
 
     That costs an instruction for each score, and is right for any finite ones: a bias may be the lowest float32, which times
     log2(e) is -inf, and what products times a large scale lose by rounding would be a factor of more than 2 ** 127.
 
-    Both directions of a call have to agree, whichever kernels take them: scores of 1e6 are rounded to multiples of 0.25, to
-    others in either unit. So a mask of keys of packed sequences, which the SM 9.0 kernels take as a bias, decides as one.
+    Both directions of a call have to agree, whichever kernels take them: float32 rounds a score of 2.4e6 to a multiple of
+    0.25, in natural units to another score than in log2 units. So what some kernels take as a bias counts as one for all.
     """
-    biased = call.bias is not None or (call.varlen is not None and call.mask.k_segments is not None)
+    biased = call.bias is not None or hides_packed_keys(call)
     return biased or abs(call.options.softmax_scale) > 64.0 or call.options.softcap > 2.0**60
 
 

@@ -110,7 +110,7 @@ FEW_QUERIES = Problem(
 def test_all_kernels_of_a_call_round_scores_in_the_same_unit(
     kernels_of: Callable[[Problem], set], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores of 1e6 differ by 0.1 between natural units and log2 units: probabilities of another unit are off by as much.
+    """Scores of 2.4e6 differ by 0.1 between natural units and log2 units: probabilities of another unit are off by as much.
 
     The first problem was found on a GPU: dv was off by 5%, since one query over many keys is computed by the portable forward.
     """
@@ -126,3 +126,4 @@ def test_all_kernels_of_a_call_round_scores_in_the_same_unit(
         natural.clear()
         kernels_of(problem)
         assert len(set(natural.values())) <= 1, (natural, problem)
+        assert problem is not FEW_QUERIES or len(natural) > 1

@@ -13,9 +13,8 @@ from dmattn_ops.problem import NO_MASK, UNBOUNDED
 
 B, S, H, HKV, D = 2, 384, 4, 2, 128
 ATTENTION = {"forward": ["forward_kernel"], "backward": ["prepare_kernel", "backward_kernel"]}
-SHARED = ATTENTION | {
-    "backward": [*ATTENTION["backward"], "add_shares_kernel"]
-}  # few blocks divide the queries of a key tile
+# Where there are few key tiles, several blocks divide the queries of each.
+SHARED = ATTENTION | {"backward": [*ATTENTION["backward"], "add_shares_kernel"]}
 PREPARES = 3  # launches that list tiles
 
 

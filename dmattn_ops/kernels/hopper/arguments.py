@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import arch
-from dmattn_ops.call import Call, bias_kind
+from dmattn_ops.call import Call, bias_kind, hides_packed_keys
 from dmattn_ops.kernels.interval_lists import listed as listed
 from dmattn_ops.kernels.interval_lists import too_long as too_long
 from dmattn_ops.kernels.launching.launch import computed, workspace
@@ -56,10 +56,9 @@ def statistic_strides(tensor: Tensor) -> tuple[int, ...]:
 
 def key_numbers_as_bias(call: Call) -> Call:
     """Return a call of packed sequences whose mask of keys is part of its bias; other calls as they are."""
-    kept = call.mask.k_segments
-    if call.varlen is None or kept is None:
+    if not hides_packed_keys(call):
         return call
-    return call._replace(bias=computed(_hidden_bias, kept, call.bias), mask=NO_MASK)
+    return call._replace(bias=computed(_hidden_bias, call.mask.k_segments, call.bias), mask=NO_MASK)
 
 
 def _hidden_bias(kept: Tensor, bias: Tensor | None) -> Tensor:
