@@ -44,6 +44,22 @@ def gpus_of_worker(worker: int, workers: int, count: int) -> range:
 share_gpus()  # before anything starts CUDA
 
 
+def share_cores() -> None:
+    """Give a worker of pytest-xdist its share of the cores, unless `OMP_NUM_THREADS` says how many threads it may use.
+
+    Without it each worker starts a thread for every core, and they spend most of their time waiting for each other.
+    """
+    workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    if workers is None or "OMP_NUM_THREADS" in os.environ:
+        return
+    threads = max(1, (os.cpu_count() or 1) // int(workers))
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for programs that tests start
+    torch.set_num_threads(threads)
+
+
+share_cores()
+
+
 class Attention:
     """The public functions, eager or compiled; calling it calls `flash_dmattn_func`."""
 
