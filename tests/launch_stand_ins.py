@@ -57,6 +57,7 @@ class Driver:
     def __init__(self, sizes):
         self.sizes, self.status, self.launches, self.encoded = sizes, 0, [], []
         self.refused = 0  # questions about parameters that there are not
+        self.on_launch = lambda fields: None
         pointer = ctypes.c_void_p
         launched = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(self._launch)
         parameter = ctypes.CFUNCTYPE(
@@ -68,6 +69,7 @@ class Driver:
         fields = struct.unpack("=7I4xQQI", ctypes.string_at(config, 52))
         places = (ctypes.c_void_p * len(self.sizes)).from_address(parameters)
         values = [ctypes.string_at(place, size) for place, size in zip(places, self.sizes, strict=True)]
+        self.on_launch(fields)
         if self.status == 0:
             self.launches.append((function, fields, values))
         return self.status

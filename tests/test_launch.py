@@ -1,5 +1,6 @@
 """Plans: what a call launched is repeated with other addresses, through the driver or, where that may not be, Triton."""
 
+import ctypes
 import gc
 import struct
 import threading
@@ -68,6 +69,21 @@ def test_a_plan_launches_the_same_with_other_addresses(libcuda):
         assert struct.unpack("=QQiqfQQ", b"".join(values)) == (x.data_ptr(), y.data_ptr() + 16, 7, 1 << 40, 0.5, 0, 0)
     assert len(kernel.calls) == 1
     assert kernel.compiled.launches == []
+
+
+def test_a_launch_that_overlaps_the_one_before_says_so_to_the_driver(libcuda):
+    compiled = Compiled(SIGNATURE)
+    compiled.metadata.launch_pdl = True
+    x = aligned(8)
+    made = record(scale_into(Kernel(compiled)), x, aligned(8))
+    attributes = []
+    libcuda.on_launch = lambda fields: attributes.append(ctypes.string_at(fields[-2], 72))
+    assert made.run((x, aligned(8))) is not None
+    (_, fields, _) = libcuda.launches.pop()
+    assert fields[-1] == 1
+    serialization = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert attributes == [struct.pack("=iiii56x", serialization, 0, 1, 0)]
+    assert compiled.launches == []
 
 
 def test_a_kernel_is_looked_up_by_what_it_is_specialized_on(libcuda):

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from dmattn_ops.call import Call
 from dmattn_ops.kernels.launching.launch import launch, workspace
+from dmattn_ops.kernels.launching.overlap import follow_kernel_before
 
 WORDS = 8  # of a record
 _WORDS = tl.constexpr(WORDS)
@@ -151,6 +152,7 @@ def _write_spans(
     RANKED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the spans of a tile of `ROWS` rows and its record; word 0 of another one, where `RANKED` tiles are all."""
+    follow_kernel_before()
     sides = _Sides(
         cu_own, cu_other, sequences, first_step, own_total, other_total, own_longest, other_longest, low, high
     )
@@ -189,6 +191,7 @@ def _write_spans(
 @triton.jit(do_not_specialize=["tiles"])
 def _rank_tiles(records, tiles, OWN: tl.constexpr, OTHER: tl.constexpr, CHUNK: tl.constexpr):
     """Write word 0 of the records: the tiles in their order."""
+    follow_kernel_before()
     tile = tl.program_id(0) * OWN + tl.arange(0, OWN)
     work = tl.load(records + tile * _WORDS + 5, tile < tiles, other=0)
     most, chunk = _chunk_of(tile, work, OWN, CHUNK)
@@ -230,11 +233,11 @@ def spans_of(call: Call, rows: int, *, of_keys: bool, chunk: int = 0) -> Spans:
         sequences, 1 << sequences.bit_length() >> 1, total, other_total, min(longest, total), min(other_longest, other_total),
         low, high, tiles,
         ROWS=rows, PADDED=triton.next_power_of_2(rows), KEYS=of_keys, TOP_LEFT=varlen.top_left, RANKED=ranked,
-        CHUNK=chunk if ranked else 0, num_warps=4,
+        CHUNK=chunk if ranked else 0, num_warps=4, follows=of_keys,
     )  # fmt: skip
     if not ranked:
         chunk = min(chunk, _OTHERS)
         at_once = max(_OWN, chunk)
         constants = {"OWN": at_once, "OTHER": _OTHERS, "CHUNK": chunk}
-        launch(_rank_tiles, (triton.cdiv(tiles, at_once),), spans.tiles, tiles, **constants, num_warps=4)
+        launch(_rank_tiles, (triton.cdiv(tiles, at_once),), spans.tiles, tiles, **constants, num_warps=4, follows=True)
     return spans

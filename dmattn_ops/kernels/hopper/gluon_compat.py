@@ -10,6 +10,7 @@ import math
 
 import triton
 from triton._C.libtriton import ir
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,10 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = [
     "VIEWS_ARE_WHOLE",
     "fence_async_shared",
+    "follow_kernel_before",
     "mbarrier",
     "meet",
     "reinterpret",
@@ -45,6 +48,13 @@ def reinterpret(descriptor, dtype, shape, layout, _semantic=None):
     if times == 1:
         return view(dtype, shape, layout, _semantic=_semantic)
     return view(dtype, [times, *_plain(shape)], layout, _semantic=_semantic).index(0, _semantic=_semantic)
+
+
+@gluon.jit
+def follow_kernel_before():
+    """Let the kernel behind this one begin, and wait until the one in front has ended (`launching.overlap`)."""
+    gdc_launch_dependents()
+    gdc_wait()
 
 
 def _plain(value):

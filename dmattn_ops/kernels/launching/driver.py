@@ -17,6 +17,7 @@ import torch
 MAP_BYTES = 128  # of a CUtensorMap
 _MAP_ALIGNMENT = 64
 _MAP_TYPES = {torch.int32: 3, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_PROGRAMMATIC_SERIALIZATION = 6  # CUlaunchAttributeID
 _L2_PROMOTION_128B = 2  # CUtensorMapL2promotion, as Triton chooses it
 _MAX_PARAMETERS = 1024
 _MAX_ENCODED = 128  # tensor maps that one parameter keeps
@@ -25,6 +26,17 @@ _FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "f32": "f", "fp64": "d",
 }  # fmt: skip
+
+
+class LaunchShape(NamedTuple):
+    """How a kernel is launched."""
+
+    grid: tuple[int, ...]
+    threads: int  # of a block
+    shared: int  # bytes of shared memory
+    overlaps: bool = (
+        False  # whether it may begin before the kernel in front of it has ended (programmatic dependent launch)
+    )
 
 
 class Driver(NamedTuple):
@@ -126,12 +138,13 @@ class _MapParameter:
 class Packed:
     """A kernel's parameters in memory as `cuLaunchKernelEx` takes them, but for addresses and the stream."""
 
-    def __init__(
-        self, functions: Driver, function: int, grid: tuple[int, ...], threads: int, shared: int, count: int
-    ) -> None:
+    def __init__(self, functions: Driver, function: int, shape: LaunchShape, count: int) -> None:
         self.launch, self.function = functions.launch, ctypes.c_void_p(function)
+        # CUlaunchAttribute: what it is (4 bytes, 4 of padding), and its value, here an int, in 64 bytes
+        self.attributes = ctypes.create_string_buffer(struct.pack("=I4xI60x", _PROGRAMMATIC_SERIALIZATION, 1))
+        attributes = (ctypes.addressof(self.attributes), 1) if shape.overlaps else (0, 0)
         # CUlaunchConfig: grid, block, bytes of shared memory (7 x 4 bytes, 4 of padding), stream, attributes, their number
-        self.config = struct.pack("=7I4xQQI4x", *grid, threads, 1, 1, shared, 0, 0, 0)
+        self.config = struct.pack("=7I4xQQI4x", *shape.grid, shape.threads, 1, 1, shape.shared, 0, *attributes)
         self.configs: dict[int, Any] = {}  # by stream
         self.values = (ctypes.c_uint64 * count)()  # each scalar in 8 bytes
         self.parameters = (ctypes.c_void_p * count)()
@@ -154,7 +167,7 @@ class Packed:
             values[place] = addresses[tensor] + offset
             parameters[index] = start + 8 * place
             place += 1
-        memory = [self.values, values]
+        memory = [self.values, self.attributes, values]
         for part in self.maps:
             address = addresses[part.tensor] + part.offset
             found = part.encoded.get(address) or part.encode(address)
@@ -178,9 +191,7 @@ class Packed:
 
 def pack(
     function: int,
-    grid: tuple[int, ...],
-    threads: int,
-    shared: int,
+    shape: LaunchShape,
     parameters: list[tuple[str, Any]],
     sizes: list[int],
 ) -> Packed | None:
@@ -193,7 +204,7 @@ def pack(
     expected = [_size(kind) for kind, _ in parameters]
     if functions is None or 0 in expected or sizes != expected:
         return None
-    packed = Packed(functions, function, grid, threads, shared, len(parameters))
+    packed = Packed(functions, function, shape, len(parameters))
     for index, (kind, value) in enumerate(parameters):
         if kind == "map":
             packed.maps.append(_MapParameter(index, *value))

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
+from dmattn_ops.kernels.launching.overlap import kernels_overlap
 from dmattn_ops.kernels.launching.plan import (
     ALIGNMENT,
     Allocate,
@@ -44,11 +45,16 @@ _MAX_COMPILED = 1024
 _compiled: dict[tuple[Any, ...], Any] = {}  # kernels by what they are specialized on
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-    """Launch `kernel[grid](*arguments, **named)`, and note it where a plan is being made."""
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, follows: bool = False, **named: Any) -> None:
+    """Launch `kernel[grid](*arguments, **named)`, and note it where a plan is being made.
+
+    `follows`: the kernel comes after another one of the call, and may begin before that has ended (`overlap.py`).
+    """
     if not isinstance(kernel, JITFunction):  # the interpreter
         kernel[grid](*map(_argument, arguments), **{name: _argument(value) for name, value in named.items()})
         return
+    if follows and kernels_overlap():
+        named["launch_pdl"] = True
     names, whole = kernel.arg_names, (*grid, 1, 1)[:3]
     given = dict(zip(names, arguments, strict=False)) | named
     varying = _varying(kernel)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from dmattn_ops.kernels.launching.driver import Packed, pack, parameter_sizes
+from dmattn_ops.kernels.launching.driver import LaunchShape, Packed, pack, parameter_sizes
 from dmattn_ops.kernels.launching.tensor_maps import Map
 
 MAX_READY = 128  # sets of addresses that each stage of a plan keeps launches for
@@ -247,7 +247,8 @@ def _packed(compiled: Any, grid: tuple[int, ...], references: list[Any]) -> Pack
             laid.append((kind, reference))
     laid += [("*", None), ("*", None)]
     warps, _, shared = compiled.packed_metadata
-    return pack(compiled.function, grid, 32 * warps, shared, laid, _parameter_sizes(compiled))
+    launched = LaunchShape(grid, 32 * warps, shared, bool(compiled.metadata.launch_pdl))
+    return pack(compiled.function, launched, laid, _parameter_sizes(compiled))
 
 
 @lru_cache(maxsize=1024)
@@ -263,12 +264,13 @@ def _declared(compiled: Any) -> int | None:
 
 
 def _is_plain(compiled: Any) -> bool:
-    """Return whether a launch needs nothing but grid, block, shared memory and parameters."""
+    """Return whether a launch needs nothing but what a `LaunchShape` has, and parameters."""
     try:
         of = compiled.metadata
-        special = (of.launch_cooperative_grid, of.launch_pdl, of.global_scratch_size, of.profile_scratch_size)
+        special = (of.launch_cooperative_grid, of.global_scratch_size, of.profile_scratch_size)
         _, blocks_in_cluster, _ = compiled.packed_metadata
         compiled._init_handles()
-        return not any(special) and blocks_in_cluster == 1 and isinstance(compiled.function, int)
+        known = isinstance(compiled.function, int) and isinstance(of.launch_pdl, int)
+        return not any(special) and blocks_in_cluster == 1 and known
     except (AttributeError, TypeError, ValueError):
         return False

@@ -33,6 +33,7 @@ from dmattn_ops.kernels.hopper.columns import allocate_rows, no_sums, pair
 from dmattn_ops.kernels.hopper.dropout import Dropout, dropout_of_batch, dropout_of_head
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
+    follow_kernel_before,
     mbarrier,
     reinterpret,
 )
@@ -426,6 +427,7 @@ def backward_kernel(
         ones = gl.allocate_shared_memory(dtype, [1, 8, BM], gl.NVMMASharedLayout.get_default_for([8, BM], dtype))
 
     fence_async_shared()  # the barriers are there for TMA as well
+    follow_kernel_before()
 
     n_blocks = (seqlen_k + BN - 1) // BN
     if shares is not None:

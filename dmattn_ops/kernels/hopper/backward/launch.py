@@ -271,7 +271,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         HAS_Q_SEG=has_q_segments, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
         GROUPED=heads != kv_heads, ORDERED=options.deterministic,
         TWO_PHASE=config.variant == "two_phase", INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0,
-        num_warps=4,
+        num_warps=4, follows=True,
     )  # fmt: skip
     add_shares(parts, grads, shares)
     statistics = Statistics(room, counts[-1], rows, total // block_rows)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dmattn_ops.kernels.launching.overlap import follow_kernel_before
 from dmattn_ops.kernels.sinks import part_of_gradient, take_sink
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -108,6 +109,7 @@ def prepare_kernel(
     Counts become 0 too: TICKETS tickets, `counters` of pieces, of which BLOCK rows are two, and `blocks_done` of key heads, of
     which there are no more than programs.
     """
+    follow_kernel_before()
     block = tl.program_id(0)
     bh = block // (rows // BLOCK)
     start = (block - bh * (rows // BLOCK)) * BLOCK

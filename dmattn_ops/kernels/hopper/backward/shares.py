@@ -9,6 +9,7 @@ from torch import Tensor
 from dmattn_ops.call import Gradients
 from dmattn_ops.kernels.hopper.arguments import row_strides
 from dmattn_ops.kernels.launching.launch import launch, workspace
+from dmattn_ops.kernels.launching.overlap import follow_kernel_before
 
 _ROWS = 16  # of a program
 
@@ -34,6 +35,7 @@ def add_shares_kernel(
     ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv `[B, Sk, Hkv, D]`, of which there are `rows` rows, `per_batch` of each batch, from those of all shares."""
+    follow_kernel_before()
     if tl.program_id(1) == 0:
         _add(dk_parts, dk, rows, per_batch, heads, dk_b, dk_s, dk_h, shares, dim, ROWS, D)
     else:
@@ -62,4 +64,5 @@ def add_shares(parts: tuple[Tensor, Tensor], grads: Gradients, shares: int) -> N
         add_shares_kernel, (triton.cdiv(rows, _ROWS), 2), *parts, dk, dv, rows, seqlen_k * heads, heads,
         *row_strides(dk), *row_strides(dv), shares, dim, dim_v,
         ROWS=_ROWS, D=triton.next_power_of_2(dim), DV=triton.next_power_of_2(dim_v), num_warps=4,
+        follows=True,
     )  # fmt: skip

@@ -49,7 +49,13 @@ from dmattn_ops.kernels.hopper.columns import (
     stage_rows,
     transposed,
 )
-from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, tma, tma_load, warpgroup_mma_wait
+from dmattn_ops.kernels.hopper.gluon_compat import (
+    follow_kernel_before,
+    mbarrier,
+    tma,
+    tma_load,
+    warpgroup_mma_wait,
+)
 from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
     KEY_BIAS,
@@ -374,6 +380,7 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
     dtype: gl.constexpr = q_map.dtype
     q_maps, o_maps = pair(q_map, q2_map, D2), pair(o_map, o2_map, DV2)
     filled, smem = allocate(stat_map, q_maps, o_maps, D, D2, DV, DV2)
+    follow_kernel_before()
     n_tiles = (seqlen_k + 2 * STEP - 1) // (2 * STEP)
     n_blocks = (seqlen_k + STEP - 1) // STEP if LISTS == NO_LISTS or LISTS == SPANS else n_tiles * 2
     tile, index = block_of(gl.program_id(0), n_blocks, n_heads, heads_per_group)

@@ -10,7 +10,7 @@ H32 D64.
 
 One H200, 2026-11-20, bf16, D 256, TFLOP/s of the whole backward (2.5 times the forward's work), causal and full, next
 to cuDNN 9.19 in the same process: B4 H8 S4096 511 and 555 (376 and 399), B1 H8 S16384 572 and 518 (397 and 364).
-A mask of random bits costs 8%. Overlapping the three launches (programmatic dependent launch) gained nothing there.
+A mask of random bits costs 8%.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from dmattn_ops.kernels.hopper.dbias.launch import Statistics, bias_gradient
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
+from dmattn_ops.kernels.launching.overlap import follow_kernel_before
 from dmattn_ops.kernels.launching.tensor_maps import plain_map, rows_map
 from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
 from dmattn_ops.kernels.spans import WORDS, spans_of
@@ -155,7 +156,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         bias, key_sums, *strides, *places, *scales, kv_heads, *sizes, together, batch * kv_heads,
         n_flags, total,
         **parts, LISTS=kind, **scores, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, HIDDEN=hidden,
-        NATURAL=in_natural_units(call), num_warps=4,
+        NATURAL=in_natural_units(call), num_warps=4, follows=True,
     )  # fmt: skip
     kind, numbers, strides = _arguments_of(call, False, heads, seqlen_q, stats)
     together = _heads_side_by_side(call, config, uneven, batch * heads, rows // TILE)
@@ -165,7 +166,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         *maps, dq_map, *more_maps, dq2_map, stats, flags, *numbers, bias, *strides,
         *places, *scales, heads, *sizes, together, batch * heads, n_flags, total,
         **parts, LISTS=kind, **scores, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, HIDDEN=hidden,
-        NATURAL=in_natural_units(call), num_warps=4,
+        NATURAL=in_natural_units(call), num_warps=4, follows=True,
     )  # fmt: skip
     statistics = Statistics(stats, flags, rows, n_flags)
     bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)
@@ -209,6 +210,7 @@ def statistics_kernel(
     seqlen_q, heads, rows, total_rows, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """Write the statistics of BLOCK rows of one head; where a row is empty or past the end such that P = 0."""
+    follow_kernel_before()
     block = tl.program_id(0)
     index = block // (rows // BLOCK)
     row = (block - index * (rows // BLOCK)) * BLOCK + tl.arange(0, BLOCK)

@@ -46,7 +46,12 @@ from dmattn_ops.kernels.hopper.columns import (
     stage_rows,
     transposed,
 )
-from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, tma, warpgroup_mma_wait
+from dmattn_ops.kernels.hopper.gluon_compat import (
+    follow_kernel_before,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
 from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
     KEY_BIAS,
@@ -283,6 +288,7 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
     q_maps, o_maps = pair(q_map, q2_map, D2), pair(o_map, o2_map, DV2)
     dq_maps = pair(dq_map, dq2_map, D2)
     filled, smem = allocate(q_maps, o_maps, D, D2, DV, DV2, BIAS)
+    follow_kernel_before()
     n_tiles = (seqlen_q + 2 * STEP - 1) // (2 * STEP)
     tile, index = block_of(gl.program_id(0), n_tiles, n_heads, heads_per_group)
     batch = index // heads
