@@ -19,7 +19,7 @@ programs became slower (docs/lab/sm90-backward.md, entry 42, has what was measur
 from __future__ import annotations
 
 import triton
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+import triton.language as tl
 from triton.language.target_info import current_target
 
 
@@ -34,5 +34,5 @@ def kernels_overlap():
 def follow_kernel_before():
     """Let the kernel behind this one begin, and wait until the one in front has ended."""
     if kernels_overlap():
-        gdc_launch_dependents()
-        gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
