@@ -34,9 +34,7 @@ class LaunchShape(NamedTuple):
     grid: tuple[int, ...]
     threads: int  # of a block
     shared: int  # bytes of shared memory
-    overlaps: bool = (
-        False  # whether it may begin before the kernel in front of it has ended (programmatic dependent launch)
-    )
+    overlaps: bool = False  # it may begin before the kernel in front of it ends (programmatic dependent launch)
 
 
 class Driver(NamedTuple):
