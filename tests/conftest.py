@@ -47,7 +47,7 @@ share_gpus()  # before anything starts CUDA
 def share_cores() -> None:
     """Give a worker of pytest-xdist its share of the cores, unless `OMP_NUM_THREADS` says how many threads it may use.
 
-    Without it each worker starts a thread for every core, and they spend most of their time waiting for each other.
+    Without it each worker starts a thread for every core, and the threads of all workers wait for each other.
     """
     workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
     if workers is None or "OMP_NUM_THREADS" in os.environ:

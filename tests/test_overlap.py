@@ -5,7 +5,7 @@ import re
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
-from dmattn_ops.kernels.spans import spans_of
+from dmattn_ops.kernels import spans
 from dmattn_ops.resources import Specialization
 from dmattn_ops.testing import configurations
 from dmattn_ops.testing.stand_in import compiled_launches
@@ -47,11 +47,21 @@ def test_a_forward_follows_nothing():
     assert not any(made.compiled.metadata.launch_pdl for made in launched("forward", 128, Specialization(varlen=True)))
 
 
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_the_spans_of_a_forward_and_their_order_follow_nothing(of_keys, monkeypatch):
+    monkeypatch.setattr(spans, "_RANKED", 1)  # more tiles than that are ranked by a kernel of their own
+    call = configurations.make_call(Specialization(varlen=True), 64)
+    with compiled_launches(90) as launches:
+        spans.spans_of(call, 64, of_keys=of_keys)
+    assert [made.kernel for made in launches] == ["_write_spans", "_rank_tiles"]
+    assert [made.compiled.metadata.launch_pdl for made in launches] == [of_keys, of_keys]
+
+
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_other_architectures_know_nothing_of_it(sm):
     call = configurations.make_call(Specialization(varlen=True), 64)
     with compiled_launches(sm) as launches:
-        spans_of(call, 128, of_keys=True)
+        spans.spans_of(call, 128, of_keys=True)
     (made,) = launches
     assert made.compiled.metadata.launch_pdl == (sm == 90)
     assert ("griddepcontrol" in made.compiled.asm["ptx"]) == (sm == 90)

@@ -239,5 +239,7 @@ def spans_of(call: Call, rows: int, *, of_keys: bool, chunk: int = 0) -> Spans:
         chunk = min(chunk, _OTHERS)
         at_once = max(_OWN, chunk)
         constants = {"OWN": at_once, "OTHER": _OTHERS, "CHUNK": chunk}
-        launch(_rank_tiles, (triton.cdiv(tiles, at_once),), spans.tiles, tiles, **constants, num_warps=4, follows=True)
+        launch(
+            _rank_tiles, (triton.cdiv(tiles, at_once),), spans.tiles, tiles, **constants, num_warps=4, follows=of_keys
+        )
     return spans

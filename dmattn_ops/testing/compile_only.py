@@ -28,6 +28,7 @@ from dmattn_ops.kernels.launching.launch import OPTIONS
 from dmattn_ops.resources import Usage
 from dmattn_ops.testing.carried import stale_bounds
 from dmattn_ops.testing.machine_code import disassemble, opcodes
+from dmattn_ops.testing.stand_in import target_of
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -93,16 +94,17 @@ def compile_only(
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     position = {name: (index,) for index, name in enumerate(kernel.arg_names)}
     types = {**signature, **dict.fromkeys(constants, "constexpr")}
-    compiled = triton.compile(
-        source(
-            fn=kernel,
-            signature={name: types[name] for name in kernel.arg_names},
-            constexprs={position[name]: value for name, value in constants.items()},
-            attrs={position[name]: [["tt.divisibility", 16]] for name in aligned},
-        ),
-        target=GPUTarget("cuda", sm, 32),
-        options={**OPTIONS, **options},
-    )
+    with target_of(sm):
+        compiled = triton.compile(
+            source(
+                fn=kernel,
+                signature={name: types[name] for name in kernel.arg_names},
+                constexprs={position[name]: value for name, value in constants.items()},
+                attrs={position[name]: [["tt.divisibility", 16]] for name in aligned},
+            ),
+            target=GPUTarget("cuda", sm, 32),
+            options={**OPTIONS, **options},
+        )
     return read_resources(compiled, sm)
 
 

@@ -66,13 +66,24 @@ class _Compiled:
 
 
 @contextlib.contextmanager
+def target_of(sm: int) -> Iterator[None]:
+    """Let Triton take `sm` (90 for SM 9.0) for the GPU that is there: kernels ask for it while they are compiled."""
+    had_driver = driver._active
+    driver.set_active(Driver(sm))
+    try:
+        yield
+    finally:
+        driver._active = had_driver
+
+
+@contextlib.contextmanager
 def compiled_launches(sm: int) -> Iterator[list[Launch]]:
     """Make every Triton and Gluon launch compile for `sm` (90 for SM 9.0) and stop there; yield what was launched.
 
     Tensors may lie on the CPU: nothing reads them. `arch.physical` answers that architecture, whatever the device.
     """
     launches: list[Launch] = []
-    run, physical, had_driver = JITFunction.run, arch.physical, driver._active
+    run, physical = JITFunction.run, arch.physical
 
     def compile_only(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> _Compiled:
         with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -85,14 +96,12 @@ def compiled_launches(sm: int) -> Iterator[list[Launch]]:
         record()
         return _Compiled(record)
 
-    driver.set_active(Driver(sm))
     launch._compiled.clear()  # of another architecture, or real ones
     JITFunction.run, arch.physical = compile_only, lambda device: arch.KNOWN[sm]
     try:
-        with knobs.nvidia.scope():
+        with target_of(sm), knobs.nvidia.scope():
             knobs.nvidia.dump_ptxas_log = True
             yield launches
     finally:
         JITFunction.run, arch.physical = run, physical
-        driver._active = had_driver
         launch._compiled.clear()  # cannot be launched
