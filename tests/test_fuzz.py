@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch
 import dmattn_ops
 from dmattn_ops import native
 from dmattn_ops.call import Call, Saved
-from dmattn_ops.testing import Problem, check, draw, inputs, oracle, shrink, workers
+from dmattn_ops.testing import Problem, check, draw, inputs, oracle, shrink
 from dmattn_ops.testing.check import Results
 from dmattn_ops.testing.combinations import (
     BLOCKS,
@@ -78,6 +77,13 @@ def test_rows_lie_as_a_problem_says_and_its_shape_stays(rows: str) -> None:
         assert torch.equal(placed, tensor) and 4 * placed.stride(1) > 1 << 31
 
 
+@pytest.mark.parametrize("shape", [(2, 3000, 4, 128), (3, 1, 2, 16), (1, 1, 5, 8), (2, 2, 1, 1024)])
+def test_rows_that_lie_far_apart_take_little_more_memory_than_they_must(shape: tuple[int, ...]) -> None:
+    placed = inputs.placed(torch.zeros(shape), "far")
+    last = sum((size - 1) * stride for size, stride in zip(shape, placed.stride(), strict=True))
+    assert 1 << 31 < last < 1.01 * (1 << 31) and placed.untyped_storage().nbytes() < 1.01 * (4 << 31)
+
+
 def test_the_check_notices_probabilities_that_exceed_1_in_rows_of_a_large_bias(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -94,29 +100,6 @@ def test_the_check_notices_probabilities_that_exceed_1_in_rows_of_a_large_bias(
     monkeypatch.setattr(native, "backward", without_tail)
     with pytest.raises(AssertionError, match="over the budget"):
         check(problem)
-
-
-def test_problems_of_other_instructions_run_in_processes_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    written = """if True:
-        import os, sys
-        for line in sys.stdin:
-            start, stop, _ = line.split()
-            print(os.environ.get('ATEN_CPU_CAPABILITY', ''), start, stop, file=open(sys.argv[1], 'a'))
-            print('done [{}, {}]', flush=True)"""
-
-    def command(device: str, repeats: int) -> list[str]:
-        return [sys.executable, "-c", written, str(tmp_path / "seen")]
-
-    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
-    monkeypatch.setattr(workers, "_command", command)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    workers.run(range(400, 800), "cpu", 1, jobs=1)
-    assert (tmp_path / "seen").read_text().splitlines() == [" 400 500", "avx2 500 750", "default 750 800"]
-    (tmp_path / "seen").unlink()
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert "ATEN_CPU_CAPABILITY" not in workers.environment("avx2")
 
 
 @pytest.mark.parametrize("result", range(3))
@@ -301,55 +284,6 @@ def test_a_shrunk_problem_has_a_bias_of_finite_numbers() -> None:
     assert shrink(ordinary, fails).bias_float32 is False
 
 
-WORKER = """
-import os, sys
-for line in sys.stdin:
-    for seed in range(*map(int, line.split())):
-        print("begin", seed, flush=True)
-        if seed == 4:
-            os.abort()
-        if seed == 7:
-            print("FAILED seed 7: CUDA error | Problem()", flush=True)
-            sys.exit(1)
-    print('done [{"k": 0.5}, {"out": [0.25, %d]}]' % seed, flush=True)
-"""
-
-
-def test_a_worker_that_dies_costs_its_problem_only(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    def command(device: str, repeats: int) -> list[str]:
-        return [sys.executable, "-c", WORKER]
-
-    monkeypatch.setattr(workers, "_command", command)
-    monkeypatch.setattr(workers.Prober, "__call__", lambda self, problem: self.unusable and problem.seqlen_k > 50)
-    tally = workers.run(range(1, 11), "cpu", 1, jobs=2)
-    assert (tally.failures, tally.cancelled, tally.begun) == (2, 0, 10)
-    assert tally.kernels == {"k": 1.0} and tally.worst["out"] == (0.25, 10)
-    first, second, last = tally.lines()
-    assert first == "1 kernels, 1 of them compiled in 1 s of all processes"
-    assert second == "largest error over its budget: out 0.25 (seed 10)" and last == "8 passed, 2 failed"
-    printed = capfd.readouterr().out
-    assert "FAILED seed 4: its process ended with -6" in printed and "FAILED seed 7: CUDA error" in printed
-
-
-def test_a_worker_that_is_silent_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
-    monkeypatch.setattr(workers, "SILENCE", 0.5)
-    monkeypatch.setattr(workers.Prober, "__call__", lambda self, problem: False)
-    assert workers.run(range(1), "cpu", 1, jobs=1).failures == 1
-
-
-def test_candidates_run_in_new_processes_once_cuda_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(workers, "check", broken)
-    prober = workers.Prober("cpu")
-    assert prober(Problem()) and prober.unusable
-    assert not prober(Problem()), "in a process of its own, nothing is broken"
-
-
 def test_the_combinations_bring_all_pairs_together_that_a_call_may_have() -> None:
     tried = set().union(*(kernel.pairs() for kernel in combinations(0)))
     random = Even(20261123)
@@ -412,19 +346,6 @@ def test_problems_for_a_gpu_share_kernels_and_still_take_every_value() -> None:
         decides = (problem.variant, problem.dtype, problem.dim, problem.dim_v, problem.sink, problem.dropout_p > 0)
         alike.setdefault(problem.seed % OF_A_BLOCK % COMBINATIONS, set()).add(decides)
     assert len(alike) == COMBINATIONS and all(len(kinds) == 1 for kinds in alike.values())
-
-
-def test_what_shares_kernels_goes_to_one_process_and_what_compiles_longest_begins() -> None:
-    seeds = range(9_500, 21_000)
-    parts = workers.parts_for_gpu(seeds)
-    assert sorted(seed for part in parts for seed in part.seeds) == list(seeds)
-    groups = {(block_of(seed), seed % OF_A_BLOCK % COMBINATIONS) for seed in seeds}
-    assert len(parts) == len(groups) == 3 * COMBINATIONS
-    first, last = (
-        combinations(block_of(part.seeds[0]))[part.seeds[0] % OF_A_BLOCK % COMBINATIONS]
-        for part in (parts[0], parts[-1])
-    )
-    assert all(first.hopper) and not any(last.hopper)
 
 
 def test_a_printed_problem_reproduces_from_the_command_line() -> None:

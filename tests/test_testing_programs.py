@@ -68,6 +68,7 @@ if sys.argv[1] == "--version":
 first, step = sys.argv[-2:]
 assert step == "3"
 if first == "1" and "{broken}" == "killed":
+    print("dies", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 if first != "1" or "{broken}" == "None":
     print("\\n".join(f"begins {{number}}\\nends 0.1 {{number}}" for number in range(7)))
@@ -189,6 +190,7 @@ def test_processes_that_share_the_calls_count_as_one_run(
     assert found["kernels"] == ["a", "b0", *([] if broken else ["b1"]), "b2"] and found["calls"] == (
         14 if broken else 21
     )
+    assert found["last words"] == ([["dies"]] if broken == "killed" else [])
     assert memory_check.is_clean(found) == (broken is None)
 
 

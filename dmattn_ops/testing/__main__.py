@@ -12,7 +12,7 @@ from dmattn_ops.testing import Problem, check, workers
 
 
 def main() -> int:
-    """Run the problems that the arguments ask for; return the number of failures."""
+    """Run the problems that the arguments ask for; return the number of failures and of processes that ended badly."""
     parser = argparse.ArgumentParser(description="random attention problems against a float64 oracle")
     parser.add_argument("--cases", type=int, default=200, help="how many problems to draw")
     parser.add_argument("--start", type=int, default=0, help="seed of the first problem")
@@ -35,7 +35,7 @@ def main() -> int:
     seeds = range(options.start, options.start + options.cases)
     tally = workers.run(seeds, options.device, options.repeats, options.jobs)
     print(*tally.lines(), sep="\n")
-    return tally.failures
+    return tally.failures + tally.bad_ends
 
 
 if __name__ == "__main__":

@@ -168,11 +168,11 @@ def placed(tensor: Tensor, rows: str) -> Tensor:
         return tensor.contiguous().flatten().as_strided(tensor.shape, (seqlen * heads * step, heads * step, step, 1))
     if rows == "far":
         spread = next((axis for axis in (1, 0, 2) if tensor.shape[axis] > 1), 1)
-        strides = list(tensor.contiguous().stride())
-        room = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-        distance = max(_FAR // max(1, tensor.shape[spread] - 1), room) // 64 * 64 + 64
+        together = tensor.narrow(spread, 0, 1).contiguous()  # what lies at one place
+        distance = max(_FAR // max(1, tensor.shape[spread] - 1), together.numel()) // 64 * 64 + 64
+        strides = [*together.stride()]
         strides[spread] = distance
-        elements = (tensor.shape[spread] - 1) * distance + room + 1
+        elements = (tensor.shape[spread] - 1) * distance + together.numel()
         return _sparse(elements, tensor).as_strided(tensor.shape, strides).copy_(tensor)
     return tensor
 

@@ -258,8 +258,11 @@ def run_calls(device: str, first: int = 0, step: int = 1) -> set[str]:
 
 
 def _share(command: list[str], limit: float) -> tuple[str, int]:
-    """Run a process with a part of the calls; return what it printed and its exit status."""
-    variables = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    """Run a process with a part of the calls; return what it printed and its exit status.
+
+    A process that is ended by a signal prints where each of its threads was.
+    """
+    variables = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONFAULTHANDLER": "1"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, env=variables, start_new_session=True, **pipes)
     try:
@@ -283,6 +286,11 @@ def _sites(text: str) -> Counter[str]:
             found[f"{call}: {wrong} at {' in '.join(filter(None, place.groups()))}"] += 1
             wrong = ""
     return found
+
+
+def _last_words(shares: list[tuple[str, int]]) -> list[list[str]]:
+    """Return the last lines of each process that ended badly, which is not to find something."""
+    return [said.splitlines()[-_LINES:] for said, status in shares if status not in (0, _FOUND)]
 
 
 def under(tool: str | None, sanitizer: str, limit: float, device: str, jobs: int = 1) -> dict[str, Any]:
@@ -314,7 +322,8 @@ def under(tool: str | None, sanitizer: str, limit: float, device: str, jobs: int
     result = {
         "errors": sum(found) or (0 if known else None),
         "status": status, "calls": len(ended), "seconds": round(time.time() - begun, 1),
-        "did not end": sorted(open_calls), "slowest": [f"{seconds} s {name}" for seconds, name in slowest],
+        "did not end": sorted(open_calls), "last words": _last_words(shares),
+        "slowest": [f"{seconds} s {name}" for seconds, name in slowest],
         "kernels": sorted(set().union(*launched)),
         "sites": dict(sum((_sites(said) for said, _ in shares), Counter()).most_common()),
         "said": [line for line in lines if line.startswith("=========") or "Error" in line][:_LINES],
@@ -384,6 +393,8 @@ def main() -> int:
         bad += not clean
         summary = f"{results[name]['errors']} errors, {results[name]['calls']} calls, {results[name]['seconds']} s"
         print(f"{name}: {'clean' if clean else 'NOT CLEAN'}, {summary}, status {results[name]['status']}", flush=True)
+        for words in results[name]["last words"]:
+            print(f"{name}: a process ended badly, and said:", *words, sep="\n    ", flush=True)
         if results[name]["did not end"]:
             print(f"{name}: did not end:", ", ".join(results[name]["did not end"]), flush=True)
     return bad

@@ -35,6 +35,7 @@ import dmattn_ops
 from dmattn_ops.testing import Problem, check, draw
 from dmattn_ops.testing.combinations import COMBINATIONS, combinations
 from dmattn_ops.testing.compiling import Compiling
+from dmattn_ops.testing.workers import give_memory_back
 
 TOGETHER = 4  # threads, each with a stream of its own
 COMPILES = 0.25
@@ -221,8 +222,7 @@ class Soak:
             told = _told(error) if first is error else f"{_told(first)}, then {_told(error)}"
             self._note(f"{kind}: {told} | {problem!r}", "".join(traceback.format_exception(error)))
         finally:
-            if problem.rows == "far" and self.device != "cpu":
-                torch.cuda.empty_cache()  # of gigabytes
+            give_memory_back(problem, self.device)
         self.done[kind] += 1
 
     def _refuse(self, call: Callable[[], Any]) -> None:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections import deque
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from dmattn_ops.testing.problem import ALIKE, Problem, draw, instructions
 
 SILENCE = 150.0  # a worker that prints nothing for this many seconds counts as hanging; compiling takes a tenth of that
 ALONE = 120.0  # seconds that one problem may take in a process of its own
+LARGE = 32 << 30  # bytes of a GPU that a problem takes whose keys and values lie far apart
 REPORTED = 100  # problems between two lines of progress
 _BEGIN, _CANCELLED, _FAILED, _ALIVE, _DONE = "begin ", "cancelled", "FAILED ", "shrinking", "done "
 CAPABILITY = "ATEN_CPU_CAPABILITY"
@@ -40,6 +41,13 @@ def environment(wanted: str) -> dict[str, str]:
     if wanted == "default" or (wanted == "avx2" and best == "AVX512"):
         return {**os.environ, CAPABILITY: wanted}
     return dict(os.environ)
+
+
+def give_memory_back(problem: Problem, device: str) -> None:
+    """Give back what torch keeps of the memory of a problem, where that is gigabytes, which other processes need."""
+    if problem.rows == "far" and device != "cpu":
+        with contextlib.suppress(RuntimeError):  # CUDA is unusable
+            torch.cuda.empty_cache()
 
 
 def breaks_the_context(error: Exception) -> bool:
@@ -61,6 +69,8 @@ class Prober:
         except Exception as error:
             self.unusable = breaks_the_context(error)
             return not refused(error)
+        finally:
+            give_memory_back(problem, self.device)
         return False
 
     def _fails_alone(self, problem: Problem) -> bool:
@@ -101,6 +111,7 @@ def _passes(seed: int, device: str, repeats: int, margins: dict[str, float]) -> 
             print(_CANCELLED, flush=True)
     except Exception as error:
         unusable = breaks_the_context(error)
+        traceback.clear_frames(error.__traceback__)  # they hold the problem's tensors
         prober = Prober(device, unusable)
 
         def probe(candidate: Problem) -> bool:
@@ -111,8 +122,7 @@ def _passes(seed: int, device: str, repeats: int, margins: dict[str, float]) -> 
         print(_failure(seed, f"{type(error).__name__}: {error}", small), flush=True)
         return not unusable
     finally:
-        if problem.rows == "far" and device != "cpu":
-            torch.cuda.empty_cache()  # gigabytes, which other processes need
+        give_memory_back(problem, device)
     return True
 
 
@@ -125,6 +135,31 @@ class Part(NamedTuple):
 
     seeds: range
     instructions: str = ""  # of a CPU
+    large: bool = False  # its problems take `LARGE` bytes of a GPU
+
+
+class Parts:
+    """Parts that are left to be done, for several threads, which do no more large ones at the same time than are allowed."""
+
+    def __init__(self, parts: Iterable[Part], large: int = 1) -> None:
+        self.left = list(parts)
+        self.large = large  # that may begin
+        self.changed = threading.Condition()
+
+    def next(self, done: Part | None = None) -> Part | None:
+        """Return a part to do after `done`; wait where all that are left are large and no more of them may begin."""
+        with self.changed:
+            if done is not None and done.large:
+                self.large += 1
+                self.changed.notify_all()
+            while self.left:
+                part = next((each for each in self.left if self.large or not each.large), None)
+                if part is not None:
+                    self.left.remove(part)
+                    self.large -= part.large
+                    return part
+                self.changed.wait()
+        return None
 
 
 @dataclass
@@ -133,6 +168,7 @@ class Tally:
 
     cases: int
     begun: int = 0
+    bad_ends: int = 0  # processes that ended badly when all their problems were done
     cancelled: int = 0  # over the budget only by the rounding errors of a sum whose terms cancel
     failures: int = 0
     kernels: dict[str, float] = field(default_factory=dict)  # seconds that each compiled kernel took
@@ -154,6 +190,13 @@ class Tally:
             self.failures += 1
             print(line, flush=True)
 
+    def end(self, status: int) -> None:
+        """Note how a process ended that had nothing left to do."""
+        if status != 0:
+            with self.lock:
+                self.bad_ends += 1
+                print(f"a process ended with {status} after its last problem", flush=True)
+
     def finish(self, kernels: dict[str, float], worst: dict[str, list]) -> None:
         """Add what a worker says at the end of a part. Two processes may have compiled the same kernel."""
         with self.lock:
@@ -173,16 +216,18 @@ class Tally:
         by_rounding = (
             f", {self.cancelled} of them with what rounding leaves of a sum that cancels" if self.cancelled else ""
         )
-        yield f"{self.cases - self.failures} passed{by_rounding}, {self.failures} failed"
+        bad_ends = f", {self.bad_ends} processes ended badly" if self.bad_ends else ""
+        yield f"{self.cases - self.failures} passed{by_rounding}, {self.failures} failed{bad_ends}"
 
 
 def run(seeds: range, device: str, repeats: int, jobs: int) -> Tally:
     """Check the problems of `seeds` in `jobs` processes and print those that fail."""
     tally = Tally(len(seeds))
-    parts = deque(parts_for_cpu(seeds, jobs) if device == "cpu" else parts_for_gpu(seeds))
-    count = max(1, min(jobs, len(parts)))
+    parts = parts_for_cpu(seeds, jobs) if device == "cpu" else parts_for_gpu(seeds)
+    memory = 0 if device == "cpu" else torch.cuda.get_device_properties(device).total_memory
+    left, count = Parts(parts, max(1, memory // LARGE)), max(1, min(jobs, len(parts)))
     with ThreadPoolExecutor(count) as pool:
-        list(pool.map(lambda _: _supervise(parts, device, repeats, jobs, tally), range(count)))
+        list(pool.map(lambda _: _supervise(left, device, repeats, jobs, tally), range(count)))
     return tally
 
 
@@ -193,7 +238,8 @@ def parts_for_gpu(seeds: range) -> list[Part]:
         first, end = block * OF_A_BLOCK, (block + 1) * OF_A_BLOCK
         low = max(first, seeds.start)
         for start in range(low, min(low + COMBINATIONS, end, seeds.stop)):
-            parts.append(Part(range(start, min(end, seeds.stop), COMBINATIONS)))
+            alike = range(start, min(end, seeds.stop), COMBINATIONS)
+            parts.append(Part(alike, large=combination(start).far))
     return sorted(parts, key=lambda part: -combination(part.seeds[0]).cost)
 
 
@@ -209,13 +255,13 @@ def parts_for_cpu(seeds: range, jobs: int) -> list[Part]:
     return parts
 
 
-def _supervise(parts: deque[Part], device: str, repeats: int, jobs: int, tally: Tally) -> None:
+def _supervise(parts: Parts, device: str, repeats: int, jobs: int, tally: Tally) -> None:
     """Run a worker over parts until none are left; another one where it dies, or where other instructions are asked for."""
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-    part = _next(parts)
+    part = parts.next()
     while part is not None:
         wanted, died = part.instructions, False
-        variables = {**environment(wanted), "OMP_NUM_THREADS": threads}
+        variables = {**environment(wanted), "OMP_NUM_THREADS": threads, "PYTHONFAULTHANDLER": "1"}
         command = _command(device, repeats)
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
@@ -223,14 +269,9 @@ def _supervise(parts: deque[Part], device: str, repeats: int, jobs: int, tally: 
             while part is not None and part.instructions == wanted and not died:
                 rest = _follow(worker, part.seeds, device, tally)
                 died = rest is not None
-                part = part._replace(seeds=rest) if rest else _next(parts)
-
-
-def _next(parts: deque[Part]) -> Part | None:
-    try:
-        return parts.popleft()
-    except IndexError:
-        return None
+                part = part._replace(seeds=rest) if rest else parts.next(part)
+        if not died:
+            tally.end(worker.returncode)
 
 
 def _follow(worker: subprocess.Popen[str], seeds: range, device: str, tally: Tally) -> range | None:

@@ -38,9 +38,9 @@ def check_on_gpu(case: Case) -> None:
     assert torch.equal(end.cpu(), want[1]), repr(case)
 
 
-@pytest.mark.parametrize("hundred", range(3))
-def test_any_short_case_is_exact(hundred: int):
-    for seed in range(100 * hundred, 100 * hundred + 100):
+@pytest.mark.parametrize("first", range(0, 300, 20))
+def test_any_short_case_is_exact(first: int):
+    for seed in range(first, first + 20):
         check_on_gpu(draw(seed, 3000))
 
 
