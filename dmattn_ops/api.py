@@ -92,9 +92,10 @@ def flash_dmattn_func(
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute attention, `dropout(softmax(score)) @ value`, over the keys that each query sees.
 
-    `score = softcap(softmax_scale * <query, key>) + bias`. A key is visible where the mask keeps it and the causal and
-    window conditions hold. Skipping the others is exact: the result is that of dense attention under the same mask. A
-    query that sees no key, or only scores of -inf, has `out = 0`, `lse = -inf` and gradients of exactly 0.
+    `score = softmax_scale * <query, key> + bias`, whose first part goes through the soft cap where there is one. A key is
+    visible where the mask keeps it and the causal and window conditions hold. Skipping the others is exact: the result is that
+    of dense attention under the same mask. A query that sees no key, or only scores of -inf, has `out = 0`, `lse = -inf` and
+    gradients of exactly 0.
 
     Differentiable once, in reverse mode, in query, key, value, bias and sink, through out and lse.
 
@@ -113,8 +114,9 @@ def flash_dmattn_func(
             `off`.
         window_size: `(left, right)`: key `j` must satisfy `i + off - left <= j <= i + off + right`; None is unlimited.
         softmax_scale: factor of the scores; None is `1 / sqrt(D)`.
-        softcap: 0 is off; else scores become `softcap * tanh(score / softcap)`. In 16 bits the kernels for SM 9.0 compute tanh
-            with a relative error of up to 2 ** -11, what rounding the score to float16 once costs.
+        softcap: 0 is off; else `softmax_scale * <query, key>` becomes `softcap * tanh(softmax_scale * <query, key> / softcap)`
+            before the bias is added. In 16 bits the kernels for SM 9.0 compute tanh with a relative error of up to 2 ** -11,
+            what rounding the score to float16 once costs.
         dropout_p: probability with which an attention weight is dropped; drawn from torch's generator of the device.
         deterministic: whether repeated calls give the same bits, forward and backward; None follows
             `torch.are_deterministic_algorithms_enabled()`.
@@ -326,8 +328,7 @@ def flash_dmattn_varlen_func(
     validation.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     validation.integers(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if mask is not None:
-        validation.tensors(mask=mask)
-        validation.keep_mask(mask)
+        arguments.mask_of_keys(mask)
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
     band, scalars = arguments.read_numbers(*given)  # relative to the diagonal of each sequence
     same_bits = arguments.switches(deterministic, return_lse, return_max)

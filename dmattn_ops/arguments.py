@@ -19,6 +19,11 @@ _MASKS_OF_OTHER_RANKS = {
     2: "padding [B, Sk] is passed as prepare_mask(mask, seqlen_q=Sq), and a mask [Sq, Sk] as mask[None, None]",
     3: "a mask [B, Sq, Sk] is passed as mask[:, None]",
 }
+_AXES = {
+    4: "[B, S, heads, D], and packed sequences go to flash_dmattn_varlen_func",
+    5: "[B, S, 3, H, D]",
+    3: "[total, heads, D], and sequences of one length go to flash_dmattn_func",
+}
 MANY_HEADS = 128  # of keys; no model is known that has more
 
 
@@ -36,6 +41,10 @@ _NAMES_ELSEWHERE = {
     "sinks": "sink",
     "s_aux": "sink",
     "return_attn_probs": "return_lse",
+    "alibi_slopes": "bias, as dmattn_ops.biases.alibi_of_keys(slopes, Sk) returns it",
+    "score_mod": "bias (a tensor that is added) or softcap",
+    "max_seqlen": "max_seqlen_q and max_seqlen_k",
+    "cu_seqlens": "cu_seqlens_q and cu_seqlens_k",
     "q": "query",
     "k": "key",
     "v": "value",
@@ -90,11 +99,22 @@ def _refuse(rank: int, tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         validation.tensors(**{name: tensor})
         validation.dense(name, tensor)
-        require.rank(name, tensor, rank)
+        require.rank(name, tensor, rank, _AXES[rank])
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+def mask_of_keys(mask: Any) -> None:
+    """Refuse what is no mask of the keys of packed sequences."""
+    if isinstance(mask, TileMask):
+        raise TypeError(
+            "mask must be a tensor [H|Hkv|1, total_k], got a TileMask: call flash_dmattn_func on one row [1, total, H, D],"
+            " with documents=torch.bucketize(torch.arange(total), cu_seqlens[1:], right=True)[None] in the mask"
+        )
+    validation.tensors(mask=mask)
+    validation.keep_mask(mask)
 
 
 def refuse_shared_sequences(attention: Any) -> None:

@@ -101,7 +101,7 @@ def _mismatch(row: config.Row, arch: Arch, demand: Demand) -> str:
     if row.dim_v and demand.dim_v > row.dim_v:
         return f"head dimension {demand.dim_v} of values is wider"
     if demand.itemsize > row.itemsize:
-        return f"elements of {demand.itemsize} bytes are wider"
+        return f"it takes elements of {row.itemsize} bytes, and these have {demand.itemsize}"
     if demand.seqlen_k < row.min_seqlen:
         return f"{demand.seqlen_k} keys are under {row.min_seqlen}"
     if row.few_tiles and demand.tiles >= arch.num_sms:

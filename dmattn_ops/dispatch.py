@@ -149,7 +149,7 @@ def packing_of(
         length, evidence = tuning.tuned_epoch(direction, call, sizes, length, place)
     made = packing.packing_for(call, length)
     if made is None:
-        return None, [evidence or "the mask keeps too many keys for packing to pay"]
+        return None, [evidence or "at this length and with this many kept keys, packing would cost more than it saves"]
     return made._replace(evidence=evidence), []
 
 

@@ -170,7 +170,9 @@ def _promised(at_most: int | None, intervals: Intervals | None) -> None:
         return
     validation.integers(at_most=at_most)
     if intervals is None:
-        raise ValueError("at_most needs intervals, got None")
+        raise ValueError(
+            "at_most needs intervals, got None: only keys whose queries are given as intervals can be packed"
+        )
     if require.certainly(at_most < 0):
         raise ValueError(f"at_most must not be negative, got {at_most}")
 
@@ -195,7 +197,7 @@ def _equal_intervals(intervals: Intervals, hidden: Pair | None) -> tuple[Interva
     first = next(iter(parts))
     for name, part in parts.items():
         validation.tensors(**{name: part})
-        require.rank(name, part, 3)
+        require.rank(name, part, 3, "[B, heads, Sk]")
         require.dtype(name, part, torch.int32)
         require.device(name, part, parts[first].device, first)
     sizes = [require.wider(part.shape[dim] for part in parts.values()) for dim in (0, 1)]

@@ -120,7 +120,7 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError(f"rotary_base must be a positive number, or None, got {rotary_base}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
         self.keep, self.keep_first, self.keep_last = keep, keep_first, keep_last
         self.rotary_base, self.dropout, self.is_causal = rotary_base, dropout, is_causal
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
@@ -147,7 +147,9 @@ class DynamicMaskAttention(nn.Module):
             positions: `[B|1, S]` or `[S]`, of rotary embeddings; None counts from 0.
         """
         validation.tensors(hidden=hidden)
-        require.rank("hidden", hidden, 3)
+        require.rank("hidden", hidden, 3, "[B, S, dim]")
+        if not require.same(hidden.shape[-1], self.dim):
+            raise ValueError(f"hidden must have shape [B, S, {self.dim}], got {require.text(hidden.shape)}")
         if positions is not None:
             validation.tensors(positions=positions)
             if positions.dim() == 1:

@@ -12,12 +12,15 @@ from torch.compiler import is_dynamo_compiling
 _SAYS_TRACED = hasattr(Tensor, "_has_symbolic_sizes_strides")  # else shapes tell, which takes longer
 AXES = ("batch", "heads", "queries", "keys")  # of masks and biases
 PACKED_AXES = ("heads", "keys")  # of those of packed sequences
+DOCUMENTS = "[B, S], ids; offsets become ids by torch.bucketize(torch.arange(S), cu_seqlens[1:], right=True)[None]"
 
 
-def rank(name: str, tensor: Tensor, expected: int) -> None:
-    """Refuse another number of dimensions."""
+def rank(name: str, tensor: Tensor, expected: int, axes: str = "") -> None:
+    """Refuse another number of dimensions; `axes` says what they are, and what to do with others."""
     if tensor.dim() != expected:
-        raise ValueError(f"{name} must have {expected} dimensions, got {tensor.dim()}, shape {text(tensor.shape)}")
+        meaning = f": its axes are {axes}" if axes else ""
+        got = f"got {tensor.dim()}, shape {text(tensor.shape)}"
+        raise ValueError(f"{name} must have {expected} dimensions, {got}{meaning}")
 
 
 def shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:

@@ -92,13 +92,13 @@ def varlen_call(call: Call) -> None:
 
 def packed_qkv(qkv: Tensor) -> None:
     """Refuse what is no packed query, key and value `[B, S, 3, H, D]`."""
-    require.rank("qkv", qkv, 5)
+    require.rank("qkv", qkv, 5, "[B, S, 3, H, D]")
     require.dtype("qkv", qkv, *DTYPES)
     batch, seqlen, three, heads, dim = qkv.shape
     if not require.same(three, 3):
-        raise ValueError(
-            f"qkv must have shape {require.text((batch, seqlen, 3, heads, dim))}, got {require.text(qkv.shape)}"
-        )
+        heads, hint = (three, ": pass qkv.transpose(2, 3)") if require.known_equal(heads, 3) else (heads, "")
+        expected = require.text((batch, seqlen, 3, heads, dim))
+        raise ValueError(f"qkv must have shape {expected}, got {require.text(qkv.shape)}{hint}")
 
 
 def gradients(given: Any, query: Tensor, out_shape: tuple[int, ...], row_shape: tuple[int, ...]) -> None:
@@ -117,11 +117,11 @@ def selection(
     scores: Tensor, documents: Tensor | None, keep: int, keep_first: int, keep_last: int, is_causal: bool
 ) -> int:
     """Refuse what `key_lifetimes` cannot take; return the batch of its results."""
-    require.rank("scores", scores, 3)
+    require.rank("scores", scores, 3, "[B, heads, S]")
     require.dtype("scores", scores, *DTYPES)
     batch, _, seqlen = scores.shape
     if documents is not None:
-        require.rank("documents", documents, 2)
+        require.rank("documents", documents, 2, require.DOCUMENTS)
         batches = (1, batch) if not require.known_equal(batch, 1) else (documents.shape[0],)
         require.sizes("documents", documents, batches, (seqlen,))
         require.device("documents", documents, scores.device, "scores")

@@ -1,8 +1,9 @@
 """What mkdocs is told about links: some documents of the repository are pages too, and its other files have none.
 
 `CHANGELOG.md`, `CONTRIBUTING.md` and `DESIGN.md` lie where people look for them in a repository, and become pages of the
-site; a link to `README.md` leads to the first page. A link to any other file of the repository, such as an example, becomes plain
-text, unless mkdocs.yml has a `repo_url`: then it leads there. Links that lead nowhere stay as they are, and mkdocs reports them.
+site; so do pictures of measurements, which lie beside the results. A link to
+`README.md` leads to the first page. A link to any other file of the repository, such as an example, becomes plain text,
+unless mkdocs.yml has a `repo_url`: then it leads there. Links that lead nowhere stay as they are, and mkdocs reports them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "DESIGN.md": "design.md"}
+PLOTS = ROOT / "benchmarks" / "results"
+IMAGE = re.compile(r"(!\[[^]]*\])\(([^)\s]+\.png)\)")
 LINK = re.compile(r"(?<!!)\[([^]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that lie outside of `docs`."""
+    """Add the pages and pictures that lie outside of `docs`."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    for plot in sorted(PLOTS.glob("*.png")):
+        files.append(File.generated(config, f"plots/{plot.name}", abs_src_path=str(plot)))
     return files
 
 
@@ -50,4 +55,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         from_page = os.path.relpath(site, os.path.dirname(page.file.src_uri) or ".")
         return f"[{text}]({Path(from_page).as_posix()}{anchor})"
 
-    return LINK.sub(led, markdown)
+    def shown(image: re.Match[str]) -> str:
+        place = Path(os.path.normpath(own.parent / image[2]))
+        if place.parent != PLOTS:
+            return image[0]
+        from_page = os.path.relpath(f"plots/{place.name}", os.path.dirname(page.file.src_uri) or ".")
+        return f"{image[1]}({Path(from_page).as_posix()})"
+
+    return LINK.sub(led, IMAGE.sub(shown, markdown))

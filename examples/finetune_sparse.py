@@ -56,6 +56,13 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     for name in ("steps", "batch", "seqlen"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    for name in ("keep", "keep_first", "keep_last"):
+        if getattr(options, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} must not be negative, got {getattr(options, name)}")
+    if options.device not in ("cpu", "cuda"):
+        parser.error(f"--device must be cpu or cuda, got {options.device}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: there is no GPU that this torch can use")
     for name in ("model", "data"):
         path = getattr(options, name)
         if path is not None and not path.exists():
@@ -141,6 +148,11 @@ def main(given: list[str] | None = None) -> dict[str, float]:
     options = arguments(given)
     torch.manual_seed(options.seed)
     model, text = model_and_text(options.model, options.data)
+    shortest = min(map(len, text))
+    if shortest <= options.seqlen:
+        raise SystemExit(
+            f"--seqlen must be less than the {shortest} tokens of the text or its part held out, got {options.seqlen}"
+        )
     replace_attention_with_flash_dmattn(model.to(options.device))
 
     def draw(part: Tensor, number: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from dmattn_ops import prepare_mask
+from dmattn_ops import prepare_mask, require
 from dmattn_ops.distributed import (
     ContextParallelAttention,
     agreement,
@@ -122,7 +122,7 @@ WRONG_PACKINGS = {
     "ids without a batch": (
         {"documents": IDS[0, :64]},
         ValueError,
-        "documents must have 2 dimensions, got 1, shape (64,)",
+        f"documents must have 2 dimensions, got 1, shape (64,): its axes are {require.DOCUMENTS}",
     ),
     "a list of ids": ({"documents": [0] * 64}, TypeError, "documents must be ids or a pair of ids, got 64 of them"),
     "a pair that is no tensors": ({"documents": (0, 1)}, TypeError, "documents must be a tensor, got int"),
@@ -194,7 +194,11 @@ def prepared_of(more):
 @pytest.mark.parametrize(
     ("more", "kind", "message"),
     [
-        ({"documents": IDS[0]}, "ValueError", "documents must have 2 dimensions, got 1, shape (128,)"),
+        (
+            {"documents": IDS[0]},
+            "ValueError",
+            f"documents must have 2 dimensions, got 1, shape (128,): its axes are {require.DOCUMENTS}",
+        ),
         ({"documents": [1, 2]}, "TypeError", "documents must be a tensor, got int"),
         (
             {"cu_seqlens": torch.tensor([0, 64]), "seqlen_q": 64},

@@ -27,6 +27,7 @@ def dense(**changes):
 
 
 # changes to a right call, the error, and its words
+AXES = ": its axes are [B, S, heads, D], and packed sequences go to flash_dmattn_varlen_func"
 DENSE = {
     "key length": (
         {"key": tensor(B, 127, H, D)},
@@ -55,7 +56,7 @@ DENSE = {
         ValueError,
         "the heads of query must be a multiple of the heads of key, got 4 and 3",
     ),
-    "rank": ({"query": tensor(S, H, D)}, ValueError, "query must have 4 dimensions, got 3, shape (128, 4, 64)"),
+    "rank": ({"query": tensor(S, H, D)}, ValueError, f"query must have 4 dimensions, got 3, shape (128, 4, 64){AXES}"),
     "sparse": (
         {"query": tensor(B, S, H, D).to_sparse()},
         TypeError,
@@ -81,7 +82,7 @@ DENSE = {
         TypeError,
         "bias must be a dense tensor, got layout torch.sparse_coo",
     ),
-    "rank 0": ({"value": tensor()}, ValueError, "value must have 4 dimensions, got 0, shape ()"),
+    "rank 0": ({"value": tensor()}, ValueError, f"value must have 4 dimensions, got 0, shape (){AXES}"),
     "no dimension": (
         {"query": tensor(B, S, H, 0), "key": tensor(B, S, H, 0)},
         ValueError,
@@ -269,6 +270,12 @@ DENSE = {
         TypeError,
         "flash_dmattn_func() got an unexpected keyword argument 'enable_gqa': heads of key and value are grouped where they"
         " are fewer than those of query",
+    ),
+    "slopes elsewhere": (
+        {"alibi_slopes": 1},
+        TypeError,
+        "flash_dmattn_func() got an unexpected keyword argument 'alibi_slopes': here it is called bias, as"
+        " dmattn_ops.biases.alibi_of_keys(slopes, Sk) returns it",
     ),
     "unknown": ({"no": 1}, TypeError, "flash_dmattn_func() got an unexpected keyword argument 'no'"),
     "sink type": ({"sink": 1.0}, TypeError, "sink must be a tensor, got float"),

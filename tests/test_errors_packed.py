@@ -69,9 +69,20 @@ VARLEN = {
     "longest": ({"max_seqlen_q": 77}, ValueError, "max_seqlen_q must be at least the longest sequence, 78, got 77"),
     "negative": ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must not be negative, got -1"),
     "longest type": ({"max_seqlen_k": torch.tensor(78)}, TypeError, "max_seqlen_k must be an int, got Tensor"),
-    "query": ({"query": tensor(1, S, H, D)}, ValueError, "query must have 3 dimensions, got 4, shape (1, 128, 4, 64)"),
+    "query": (
+        {"query": tensor(1, S, H, D)},
+        ValueError,
+        "query must have 3 dimensions, got 4, shape (1, 128, 4, 64): its axes are [total, heads, D], and sequences of one length go"
+        " to flash_dmattn_func",
+    ),
     "value": ({"value": tensor(127, H, D)}, ValueError, "value must have shape (128, 4, 64), got (127, 4, 64)"),
     "mask": ({"mask": MASK[:, 0, 0]}, ValueError, "mask must have shape (heads 4 or 1, keys 128), got (2, 128)"),
+    "prepared mask": (
+        {"mask": dmattn_ops.prepare_mask(documents=torch.zeros(1, S, dtype=torch.int32))},
+        TypeError,
+        "mask must be a tensor [H|Hkv|1, total_k], got a TileMask: call flash_dmattn_func on one row [1, total, H, D], with"
+        " documents=torch.bucketize(torch.arange(total), cu_seqlens[1:], right=True)[None] in the mask",
+    ),
     "mask type": ({"mask": True}, TypeError, "mask must be a tensor, got bool"),
     "scale elsewhere": (
         {"scale": 1.0},
@@ -97,8 +108,8 @@ def test_a_wrong_packed_call_is_refused_in_words(name):
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ((2, 9, 3, 16), "qkv must have 5 dimensions, got 4, shape (2, 9, 3, 16)"),
-        ((2, 9, 4, 3, 16), "qkv must have shape (2, 9, 3, 3, 16), got (2, 9, 4, 3, 16)"),
+        ((2, 9, 3, 16), "qkv must have 5 dimensions, got 4, shape (2, 9, 3, 16): its axes are [B, S, 3, H, D]"),
+        ((2, 9, 4, 3, 16), "qkv must have shape (2, 9, 3, 4, 16), got (2, 9, 4, 3, 16): pass qkv.transpose(2, 3)"),
     ],
 )
 def test_a_wrong_packed_projection_is_refused_in_words(shape, words):

@@ -55,6 +55,8 @@ def test_a_model_from_a_folder_whose_scores_alone_are_trained(text_file, tmp_pat
     ("options", "message"),
     [
         (["--steps=0"], "--steps must be at least 1, got 0"),
+        (["--keep-first=-1"], "--keep-first must not be negative, got -1"),
+        (["--device=gpu"], "--device must be cpu or cuda, got gpu"),
         (["--model=/nowhere"], "--model: /nowhere does not exist"),
         (["--data=/nowhere"], "--data: /nowhere does not exist"),
     ],
@@ -63,3 +65,11 @@ def test_options_are_refused_in_one_line(options, message, capsys):
     with pytest.raises(SystemExit):
         finetune_sparse.main(options)
     assert message in capsys.readouterr().err
+
+
+def test_a_text_that_is_too_short_is_refused_in_one_line(tmp_path):
+    (tmp_path / "short.txt").write_text("a" * 300)
+    with pytest.raises(
+        SystemExit, match="--seqlen must be less than the 30 tokens of the text or its part held out, got 99"
+    ):
+        finetune_sparse.main([*TINY, f"--data={tmp_path / 'short.txt'}", "--seqlen=99"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dmattn_ops import environment, flash_dmattn_func, masks
+from dmattn_ops import environment, flash_dmattn_func, masks, require
 from dmattn_ops.bands import NO_BAND
 from dmattn_ops.masks import dynamic_mask, prepare_mask
 
@@ -62,7 +62,7 @@ PREPARE = {
     "documents rank": (
         {"documents": IDS[0]},
         ValueError,
-        "documents must have 2 dimensions, got 1, shape (4,)",
+        f"documents must have 2 dimensions, got 1, shape (4,): its axes are {require.DOCUMENTS}",
     ),
     "documents dtype": ({"documents": KEEP}, TypeError, f"documents must have dtype {INTEGERS}, got torch.bool"),
     "documents of other keys": (
@@ -131,7 +131,11 @@ PREPARE = {
         "causal_from must be 'bottom_right' or 'top_left', got 'left'; an integer is the diagonal itself",
     ),
     "hidden alone": ({"hidden": (EVERY, EVERY)}, ValueError, "hidden needs intervals, got None"),
-    "promise alone": ({"mask": KEEP, "at_most": 3}, ValueError, "at_most needs intervals, got None"),
+    "promise alone": (
+        {"mask": KEEP, "at_most": 3},
+        ValueError,
+        "at_most needs intervals, got None: only keys whose queries are given as intervals can be packed",
+    ),
     "promise type": ({"intervals": (EVERY, EVERY), "at_most": 3.0}, TypeError, "at_most must be an int, got float"),
     "negative promise": (
         {"intervals": (EVERY, EVERY), "at_most": -1},
@@ -166,7 +170,7 @@ PREPARE = {
     "interval rank": (
         {"intervals": (EVERY[0], EVERY), "seqlen_q": 4},
         ValueError,
-        "start of intervals must have 3 dimensions, got 2, shape (1, 4)",
+        "start of intervals must have 3 dimensions, got 2, shape (1, 4): its axes are [B, heads, Sk]",
     ),
     "interval dtype": (
         {"intervals": (EVERY, EVERY.long()), "seqlen_q": 4},
@@ -283,7 +287,11 @@ def test_a_part_that_is_no_range_of_ints_is_refused(cut: str):
 SCORES = torch.zeros(2, 1, 4)
 DYNAMIC = {
     "type": ({"scores": [1.0]}, TypeError, "scores must be a tensor, got list"),
-    "rank": ({"scores": SCORES[0]}, ValueError, "scores must have 3 dimensions, got 2, shape (1, 4)"),
+    "rank": (
+        {"scores": SCORES[0]},
+        ValueError,
+        "scores must have 3 dimensions, got 2, shape (1, 4): its axes are [B, heads, S]",
+    ),
     "dtype": (
         {"scores": SCORES.int()},
         TypeError,
@@ -299,7 +307,11 @@ DYNAMIC = {
         "keep_last must be 0 where is_causal is False, got 1",
     ),
     "causal": ({"is_causal": 1}, TypeError, "is_causal must be a bool, got int"),
-    "documents rank": ({"documents": IDS[0]}, ValueError, "documents must have 2 dimensions, got 1, shape (4,)"),
+    "documents rank": (
+        {"documents": IDS[0]},
+        ValueError,
+        f"documents must have 2 dimensions, got 1, shape (4,): its axes are {require.DOCUMENTS}",
+    ),
     "documents shape": ({"documents": IDS[:, 1:]}, ValueError, "documents must have shape (2 or 1, 4), got (2, 3)"),
     "documents type": ({"documents": [1]}, TypeError, "documents must be a tensor, got list"),
     "documents dtype": ({"documents": KEEP}, TypeError, f"documents must have dtype {INTEGERS}, got torch.bool"),

@@ -127,7 +127,12 @@ def test_padding_of_integers_is_that_of_bools_and_no_other():
 @pytest.mark.parametrize(
     ("more", "kind", "message"),
     [
-        ({"hidden": torch.zeros(S, DIM)}, ValueError, r"hidden must have 3 dimensions, got 2, shape \(33, 32\)"),
+        (
+            {"hidden": torch.zeros(S, DIM)},
+            ValueError,
+            r"hidden must have 3 dimensions, got 2, shape \(33, 32\): its axes are \[B, S, dim\]",
+        ),
+        ({"hidden": torch.zeros(1, S, 9)}, ValueError, r"hidden must have shape \[B, S, 32\], got \(1, 33, 9\)"),
         ({"hidden": [[[0.0]]]}, TypeError, "hidden must be a tensor, got list"),
         ({"padding": [[1] * S] * B}, TypeError, "padding must be a tensor, got list"),
         ({"positions": [0] * S}, TypeError, "positions must be a tensor, got list"),

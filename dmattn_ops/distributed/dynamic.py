@@ -133,7 +133,7 @@ def _check(named: dict[str, Any], team: Team) -> None:
             " context_parallel_attention"
         )
     validation.tensors(scores=scores)
-    require.rank("scores", scores, 3)
+    require.rank("scores", scores, 3, "[B, heads, S / N], of the keys of this rank")
     require.sizes("scores", scores, (1, batch), (1, heads_kv, heads), (length,))
     require.device("scores", scores, query.device)
     validation.integers(**{name: named[name] for name in ("keep", "keep_first", "keep_last")})
