@@ -19,6 +19,10 @@ def _rule(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[tu
     """Return the rule of an operator: from its arguments and the dimensions that are mapped to outputs and theirs."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        if info.batch_size == 0:
+            raise ValueError(
+                "torch.vmap over a dimension of size 0 has no results: give the function a batch of size 0 instead"
+            )
         calls = []
         for element in range(info.batch_size):
             pairs = zip(arguments, in_dims, strict=True)

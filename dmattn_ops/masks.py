@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from dmattn_ops import layout, require, sharded, validation, values
 from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of
@@ -204,14 +203,10 @@ def _equal_intervals(intervals: Intervals, hidden: Pair | None) -> tuple[Interva
     shape = (*sizes, parts[first].shape[-1])
     for name, part in parts.items():
         require.sizes(name, part, (1, sizes[0]), (1, sizes[1]), shape[2:])
-    own = {name: _own(part.expand(shape)) for name, part in parts.items()}
+    # copies, which later changes of the caller's tensors do not reach
+    own = {name: part.expand(shape).clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
     others = None if hidden is None else (own["from_ of hidden"], own["to of hidden"])
     return (own.get("start of intervals"), own["end of intervals"]), others
-
-
-def _own(part: Tensor) -> Tensor:
-    """Return a contiguous copy, which later changes of `part` do not reach; a graph needs none for that."""
-    return part.contiguous() if is_compiling() else part.clone(memory_format=torch.contiguous_format)
 
 
 def _lengths(

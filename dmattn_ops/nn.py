@@ -107,6 +107,7 @@ class DynamicMaskAttention(nn.Module):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         validation.kept_keys(keep, keep_first, keep_last, is_causal)
+        require.counts(dim=dim, heads=heads, kv_heads=kv_heads, head_dim=0 if head_dim is None else head_dim)
         if heads < 1 or kv_heads < 1:
             raise ValueError(f"heads and kv_heads must be at least 1, got {heads} and {kv_heads}")
         if heads % kv_heads:

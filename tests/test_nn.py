@@ -244,6 +244,8 @@ def test_what_does_not_fit_is_refused():
         DynamicMaskAttention(DIM, 4, 3, keep=1)
     with pytest.raises(ValueError, match="dim must be a multiple of heads"):
         DynamicMaskAttention(30, 4, keep=1)
+    with pytest.raises(TypeError, match=r"^dim must be an int, got str$"):
+        DynamicMaskAttention("32", 4, keep=1)
     with pytest.raises(ValueError, match="head_dim must be even"):
         DynamicMaskAttention(DIM, 4, head_dim=7, keep=1)
     DynamicMaskAttention(DIM, 4, head_dim=7, keep=1, rotary_base=None)

@@ -264,3 +264,14 @@ def test_best_keys_are_chosen_among_those_that_the_mask_shows(keep, first, last)
             begin = 0 if given is None else int(given[b].int().argmax())  # behind padding on the left
             seen = {j for j in shown if j in best or j < begin + first or place - j < last}
             assert set(made[b, h, i].nonzero().flatten().tolist()) == seen
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(), torch.zeros(1, 1, 6, 6)])
+def test_what_an_evaluation_prepared_serves_the_training_after_it(mask: torch.Tensor) -> None:
+    module = torch.nn.Module()
+    query = torch.randn(1, 2, 6, 8, requires_grad=True)
+    with torch.inference_mode():
+        evaluated, _ = attention_forward(module, query.detach(), query.detach(), query.detach(), mask)
+    trained, _ = attention_forward(module, query, query, query, mask)
+    trained.sum().backward()
+    assert torch.equal(evaluated, trained.detach()) and query.grad.isfinite().all()

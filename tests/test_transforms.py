@@ -96,3 +96,8 @@ def test_functional_transforms_that_need_other_derivatives_raise(name, call):
     query, key, value = call_inputs.qkv(2, 7, 2, 4, requires_grad=False)
     with pytest.raises((RuntimeError, NotImplementedError), match=r"dmattn: .*(not differentiable|no forward-mode)"):
         SECOND[name](lambda x: call(x, key, value))(query)
+
+
+def test_vmap_over_nothing_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"^torch\.vmap over a dimension of size 0 has no results"):
+        torch.vmap(lambda each: dmattn_ops.flash_dmattn_func(each, each, each))(torch.zeros(0, 1, 6, 1, 4))

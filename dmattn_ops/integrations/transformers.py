@@ -11,6 +11,7 @@ not above `finfo.min` is hidden, and the rest is a bias that learns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -307,8 +308,10 @@ def _of_tensor(mask: Tensor, q_length: int, kv_length: int) -> tuple[TileMask, T
     known = None if traced else _prepared.get(mask)
     if known is not None and known[0] == state:
         return known[1], additive
-    keep = cut if additive is None else cut.detach() > torch.finfo(mask.dtype).min
-    made = prepare_mask(keep, seqlen_q=q_length)
+    # what is kept for later calls must be fit for training, whatever mode the first one runs in
+    with nullcontext() if is_compiling() else torch.inference_mode(False), torch.no_grad():
+        keep = cut if additive is None else cut > torch.finfo(mask.dtype).min
+        made = prepare_mask(keep, seqlen_q=q_length)
     if not traced:
         _prepared[mask] = (state, made)
     return made, additive
