@@ -19,11 +19,6 @@ _MASKS_OF_OTHER_RANKS = {
     2: "padding [B, Sk] is passed as prepare_mask(mask, seqlen_q=Sq), and a mask [Sq, Sk] as mask[None, None]",
     3: "a mask [B, Sq, Sk] is passed as mask[:, None]",
 }
-_AXES = {
-    4: "[B, S, heads, D], and packed sequences go to flash_dmattn_varlen_func",
-    5: "[B, S, 3, H, D]",
-    3: "[total, heads, D], and sequences of one length go to flash_dmattn_func",
-}
 MANY_HEADS = 128  # of keys; no model is known that has more
 
 
@@ -99,7 +94,7 @@ def _refuse(rank: int, tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         validation.tensors(**{name: tensor})
         validation.dense(name, tensor)
-        require.rank(name, tensor, rank, _AXES[rank])
+        require.rank(name, tensor, rank, require.LAYOUTS[rank])
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

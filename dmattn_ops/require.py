@@ -12,6 +12,11 @@ from torch.compiler import is_dynamo_compiling
 _SAYS_TRACED = hasattr(Tensor, "_has_symbolic_sizes_strides")  # else shapes tell, which takes longer
 AXES = ("batch", "heads", "queries", "keys")  # of masks and biases
 PACKED_AXES = ("heads", "keys")  # of those of packed sequences
+LAYOUTS = {  # of queries, keys and values
+    3: "[total, heads, D], and sequences of one length go to flash_dmattn_func",
+    4: "[B, S, heads, D], and packed sequences go to flash_dmattn_varlen_func",
+    5: "[B, S, 3, H, D]",
+}
 DOCUMENTS = "[B, S], ids; offsets become ids by torch.bucketize(torch.arange(S), cu_seqlens[1:], right=True)[None]"
 
 

@@ -92,7 +92,7 @@ def varlen_call(call: Call) -> None:
 
 def packed_qkv(qkv: Tensor) -> None:
     """Refuse what is no packed query, key and value `[B, S, 3, H, D]`."""
-    require.rank("qkv", qkv, 5, "[B, S, 3, H, D]")
+    require.rank("qkv", qkv, 5, require.LAYOUTS[5])
     require.dtype("qkv", qkv, *DTYPES)
     batch, seqlen, three, heads, dim = qkv.shape
     if not require.same(three, 3):
@@ -173,7 +173,7 @@ def query_key_value(query: Tensor, key: Tensor, value: Tensor, rank: int) -> Non
     of_query, of_key, of_value = query.shape, key.shape, value.shape
     if not len(of_query) == len(of_key) == len(of_value) == rank:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            require.rank(name, tensor, rank)
+            require.rank(name, tensor, rank, require.LAYOUTS[rank])
     if (
         require.traced(query) or require.traced(key) or require.traced(value) or not of_query == of_key == of_value
     ):  # equal shapes need no closer look

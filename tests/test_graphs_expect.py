@@ -158,4 +158,6 @@ varlen: dmattn.varlen_forward.default | dmattn.varlen_backward.default""",
 def test_graphs_copy_nothing(captured):
     for name, parts in captured.items():
         called = [target.removeprefix("aten.").split(".")[0] for graph in parts for target in graphs.targets(graph)]
-        assert not [target for target in called if target.startswith(FORBIDDEN)], (name, called)
+        copies = [target for target in called if target.startswith(FORBIDDEN)]
+        # a mask that is made from intervals owns them, in a graph as in eager mode: its start and its end, O(S)
+        assert copies == (["clone"] * 2 if name == "intervals inside" else []), (name, called)
