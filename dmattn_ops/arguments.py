@@ -106,7 +106,7 @@ def mask_of_keys(mask: Any) -> None:
     if isinstance(mask, TileMask):
         raise TypeError(
             "mask must be a tensor [H|Hkv|1, total_k], got a TileMask: call flash_dmattn_func on one row [1, total, H, D],"
-            " with documents=torch.bucketize(torch.arange(total), cu_seqlens[1:], right=True)[None] in the mask"
+            f" with documents={require.IDS_OF_OFFSETS} in the mask"
         )
     validation.tensors(mask=mask)
     validation.keep_mask(mask)

@@ -103,8 +103,7 @@ def _numbered(documents: Documents, doubled: bool) -> tuple[Tensor, Tensor]:
     batch = require.wider((of_queries.shape[0], of_keys.shape[0]))
     both = torch.cat([ids.to(torch.int64).expand(batch, -1) for ids in (of_queries, of_keys)], dim=1)
     ranks = _ranks(both)
-    of_queries, of_keys = ranks[:, : of_queries.shape[1]], ranks[:, of_queries.shape[1] :]
-    return of_queries.clone(memory_format=torch.contiguous_format), of_keys.clone(memory_format=torch.contiguous_format)
+    return layout.own(ranks[:, : of_queries.shape[1]]), layout.own(ranks[:, of_queries.shape[1] :])
 
 
 def _ranks(ids: Tensor) -> Tensor:

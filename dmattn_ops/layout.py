@@ -208,3 +208,8 @@ def is_one_run_each(ids: Tensor) -> bool:
     ordered = ids.sort(-1).values
     repeated = (ordered[:, 1:] == ordered[:, :-1]).sum(-1)  # DTensor of torch 2.11 does not know !=
     return bool(((ids[:, 1:] == ids[:, :-1]).sum(-1) == repeated).all())
+
+
+def own(part: Tensor) -> Tensor:
+    """Return a contiguous copy for a mask to hold: a view would change with the caller's tensor, and keep and save all of it."""
+    return part.clone(memory_format=torch.contiguous_format)

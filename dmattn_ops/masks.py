@@ -203,8 +203,7 @@ def _equal_intervals(intervals: Intervals, hidden: Pair | None) -> tuple[Interva
     shape = (*sizes, parts[first].shape[-1])
     for name, part in parts.items():
         require.sizes(name, part, (1, sizes[0]), (1, sizes[1]), shape[2:])
-    # copies, which later changes of the caller's tensors do not reach
-    own = {name: part.expand(shape).clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
+    own = {name: layout.own(part.expand(shape)) for name, part in parts.items()}
     others = None if hidden is None else (own["from_ of hidden"], own["to of hidden"])
     return (own.get("start of intervals"), own["end of intervals"]), others
 

@@ -17,7 +17,8 @@ LAYOUTS = {  # of queries, keys and values
     4: "[B, S, heads, D], and packed sequences go to flash_dmattn_varlen_func",
     5: "[B, S, 3, H, D]",
 }
-DOCUMENTS = "[B, S], ids; offsets become ids by torch.bucketize(torch.arange(S), cu_seqlens[1:], right=True)[None]"
+IDS_OF_OFFSETS = "torch.bucketize(torch.arange(total), cu_seqlens[1:], right=True)[None]"
+DOCUMENTS = f"[B, S], ids; offsets become ids by {IDS_OF_OFFSETS}"
 
 
 def rank(name: str, tensor: Tensor, expected: int, axes: str = "") -> None:

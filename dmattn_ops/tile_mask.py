@@ -119,7 +119,7 @@ class TileMask:
                 for name, part in self._parts("start", "end", "hidden_from", "hidden_to")
             }
         else:
-            moved = {"q_segments": None if self.q_segments is None else _own(self.q_segments[:, start:stop])}
+            moved = {"q_segments": None if self.q_segments is None else layout.own(self.q_segments[:, start:stop])}
         band = self.band.moved(start, self.seqlen_q, self.seqlen_k)
         return self._part(moved, band, stop - start, self.seqlen_k, lambda dense: dense[:, :, start:stop])
 
@@ -127,7 +127,7 @@ class TileMask:
         """Return the mask of keys `start` to `stop - 1`. A band that is folded in is shifted, as by `queries`."""
         require.part("keys", start, stop, self.seqlen_k)
         names = ("k_segments", "start", "end", "hidden_from", "hidden_to")
-        moved = {name: _own(part[..., start:stop]) for name, part in self._parts(*names)}
+        moved = {name: layout.own(part[..., start:stop]) for name, part in self._parts(*names)}
         band = self.band.moved(-start, self.seqlen_q, self.seqlen_k)
         return self._part(moved, band, self.seqlen_q, stop - start, lambda dense: dense[..., start:stop])
 
@@ -194,7 +194,7 @@ class TileMask:
         require.part(("batch", "heads")[dim], start, stop, size)
 
         def index(part: Tensor) -> Tensor:
-            return part if part.shape[dim] == 1 else _own(part.narrow(dim, start, stop - start))
+            return part if part.shape[dim] == 1 else layout.own(part.narrow(dim, start, stop - start))
 
         kept = {name: index(part) for name, part in self._parts(*MASK_TENSORS) if name != "q_segments" or dim == 0}
         return self._with(kept)
@@ -287,8 +287,3 @@ def from_intervals(
 def band_fields(band: Band) -> dict[str, Any]:
     """Return a band as the fields of a `TileMask`."""
     return {"band_lo": band.lo, "band_hi": band.hi, "from_bottom_right": band.bottom_right}
-
-
-def _own(part: Tensor) -> Tensor:
-    """Return a contiguous copy: a view would keep, and save, the memory of the whole."""
-    return part.clone(memory_format=torch.contiguous_format)
