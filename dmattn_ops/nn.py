@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmattn_ops import require, validation
+from dmattn_ops import layout, require, validation
 from dmattn_ops.api import flash_dmattn_func
 from dmattn_ops.masks import dynamic_mask
 from dmattn_ops.tile_mask import TileMask
@@ -143,8 +143,8 @@ class DynamicMaskAttention(nn.Module):
         Args:
             hidden: with shape `[B, S, dim]`.
             documents: ids `[B|1, S]` in contiguous runs: a query sees its own document only.
-            padding: `[B|1, S]`, bool or integer, False or 0 for what is no key. Without documents, the first keys are those
-                behind the padding on the left.
+            padding: `[B|1, S]`, bool or integer, False or 0 for what is no key. The first keys of a document are those behind the
+                padding that it begins with; without documents, all are one.
             positions: `[B|1, S]` or `[S]`, of rotary embeddings; None counts from 0.
         """
         validation.tensors(hidden=hidden)
@@ -179,6 +179,11 @@ class DynamicMaskAttention(nn.Module):
             validation.tensors(padding=padding)
             require.dtype("padding", padding, torch.bool, *validation.INTEGERS)
             require.sizes("padding", padding, (1, scores.shape[0]), (scores.shape[2],))
+            if documents is not None:
+                validation.tensors(documents=documents)
+                require.dtype("documents", documents, *validation.INTEGERS)
+                require.rank("documents", documents, 2, require.DOCUMENTS)
+                require.sizes("documents", documents, (1, scores.shape[0]), (scores.shape[2],))
             scores, documents = without_padding(scores, padding, documents, self.keep_first)
         made = dynamic_mask(
             scores,
@@ -213,13 +218,22 @@ def without_padding(
 ) -> tuple[Tensor, Tensor | None]:
     """Return scores `[B, H, S]` and documents of a dynamic mask that has no padding (`[B|1, S]`, 0 there) among its keys.
 
-    Where there are no documents, the padding on the left becomes one and the rest another, so that the first keys begin behind
-    it, and a sequence sees what it sees without padding.
+    The padding in front of a document's first key becomes a document of its own, so that the first keys begin behind it, and a
+    document sees what it sees without padding.
     """
-    scores = scores.masked_fill((padding == 0).unsqueeze(1), -torch.inf)
-    if documents is None and keep_first:
-        documents = ((padding != 0).cumsum(-1) > 0).to(torch.int32)
-    return scores, documents
+    kept = padding != 0
+    scores = scores.masked_fill(~kept.unsqueeze(1), -torch.inf)
+    return scores, _behind_padding(kept, documents) if keep_first else documents
+
+
+def _behind_padding(kept: Tensor, documents: Tensor | None) -> Tensor:
+    """Return documents `[B|1, S]` of which each begins with a key that is kept, or has none."""
+    count = kept.cumsum(-1)
+    if documents is None:
+        return (count > 0).to(torch.int32)
+    first, _ = layout.runs(documents)
+    before, first = torch.broadcast_tensors(count - kept.long(), first.long())
+    return 2 * documents.long() + (count > before.gather(-1, first))
 
 
 def _turns(hidden: Tensor, positions: Tensor | None, dim: int, base: float) -> tuple[Tensor, Tensor]:

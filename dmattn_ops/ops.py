@@ -86,6 +86,7 @@ class Signature(NamedTuple):
 
     names: tuple[str, ...]
     tensors: int  # how many of them, from the first, are tensors
+    required: tuple[int, ...]  # which of them must not be None
     needs: slice  # where among the numbers those stand that say which outputs are needed
     defaults: tuple[Any, ...]  # of all arguments; None where there is none
     reader: Any  # a named tuple of the arguments
@@ -95,8 +96,12 @@ class Signature(NamedTuple):
         return arguments + self.defaults[len(arguments) :]
 
     def read(self, arguments: tuple[Any, ...]) -> Any:
-        """Return the arguments by name."""
-        return self.reader._make(self.fill(arguments))
+        """Return the arguments by name. The dispatcher takes None for a tensor that must be there, so it is refused here."""
+        read = self.reader._make(self.fill(arguments))
+        for place in self.required:
+            if read[place] is None:
+                raise TypeError(f"{self.names[place]} must be a tensor, got None")
+        return read
 
     def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the tensors (or None) and the numbers among `arguments`."""
@@ -108,16 +113,21 @@ class Signature(NamedTuple):
 
 
 def _signature(name: str) -> Signature:
-    types, names, defaults = [], [], []
+    types: list[bool] = []
+    names: list[str] = []
+    defaults: list[Any] = []
+    required: list[int] = []
     for argument in SCHEMAS[name].partition(" -> ")[0].strip("()").split(", "):
         declared, _, default = argument.partition("=")
         kind, argument_name = declared.split()
+        if kind == "Tensor":
+            required.append(len(names))
         types.append(kind.rstrip("?") == "Tensor")
         names.append(argument_name)
         defaults.append(literal_eval(default.capitalize()) if default else None)
     assert types == sorted(types, reverse=True), f"{name}: tensors come first"
     needs = place_of_needs(names[sum(types) :])
-    return Signature(tuple(names), sum(types), needs, tuple(defaults), namedtuple(name, names))
+    return Signature(tuple(names), sum(types), tuple(required), needs, tuple(defaults), namedtuple(name, names))
 
 
 def place_of_needs(numbers: Sequence[str]) -> slice:

@@ -141,7 +141,7 @@ def planned(function: _Computation, signature: Any) -> Callable[..., tuple[Any, 
 
     def call(*arguments: Any) -> tuple[Any, Origin | None]:
         on = arguments[1] if arguments[0] is None else arguments[0]
-        if not may_repeat(on):
+        if on is None or not may_repeat(on):
             return function(*arguments), None
         enter_thread()
         if is_backward and environment.profiles_backward():

@@ -51,9 +51,11 @@ def written_out(made, hidden, documents=None, padding=None, positions=None):
         allowed = allowed & (documents[:, :, None] == documents[:, None, :])
     first = torch.zeros_like(allowed)
     for b in range(hidden.shape[0]):
-        leading = 0 if padding is None or documents is not None else int(padding[b].int().argmax())
         for i in range(S):
-            first[b, i, allowed[b, i, leading:].nonzero().flatten()[: made.keep_first] + leading] = True
+            within = allowed[b, i].nonzero().flatten()
+            if padding is not None and padding[b, within].any():  # padding in front of the first key does not count
+                within = within[padding[b, within].int().argmax() :]
+            first[b, i, within[: made.keep_first]] = True
     distance = torch.arange(S)[:, None] - torch.arange(S)
     last = (distance >= 0) & (distance < made.keep_last) & allowed
     if padding is not None:
@@ -103,6 +105,10 @@ def test_documents_padding_and_positions():
     same(layer(keep_first=1, keep_last=2), documents=documents, positions=positions)
     padding = torch.arange(S) >= torch.tensor([[0], [6]])
     same(layer(keep_first=1, keep_last=2), padding=padding)
+    holes = torch.rand(B, S) < 0.6  # in front of documents, in them and behind them
+    for each in (documents, documents[:1], -documents - (1 << 40), documents.to(torch.int8) + 120):
+        same(layer(keep_first=3, keep_last=2), documents=each.expand(B, S), padding=holes)
+    same(layer(keep_first=3), documents=documents, padding=(torch.arange(S) % 10 > 3).expand(B, S))
 
 
 def test_a_sequence_behind_padding_on_the_left_sees_what_it_sees_alone():
@@ -134,6 +140,17 @@ def test_padding_of_integers_is_that_of_bools_and_no_other():
         ),
         ({"hidden": torch.zeros(1, S, 9)}, ValueError, r"hidden must have shape \[B, S, 32\], got \(1, 33, 9\)"),
         ({"hidden": [[[0.0]]]}, TypeError, "hidden must be a tensor, got list"),
+        ({"padding": torch.ones(1, S).int(), "documents": [[0]]}, TypeError, "documents must be a tensor, got list"),
+        (
+            {"padding": torch.ones(1, S).int(), "documents": torch.zeros(1, S)},
+            TypeError,
+            "documents must have dtype .*, got torch.float32",
+        ),
+        (
+            {"padding": torch.ones(1, S).int(), "documents": torch.zeros(1, S - 1).int()},
+            ValueError,
+            r"documents must have shape \(2 or 1, 33\), got \(1, 32\)",
+        ),
         ({"padding": [[1] * S] * B}, TypeError, "padding must be a tensor, got list"),
         ({"positions": [0] * S}, TypeError, "positions must be a tensor, got list"),
         ({"positions": torch.arange(S + 1)}, ValueError, r"positions must have shape \(2 or 1, 33\), got \(1, 34\)"),

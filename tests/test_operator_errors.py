@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from dmattn_ops import validation
+from dmattn_ops import ops, validation
 from dmattn_ops.problem import UNBOUNDED
 from tests.test_errors import DENSE, B, D, H, S, dense, tensor
 from tests.test_errors_packed import VARLEN, int32, packed
@@ -228,6 +228,24 @@ def test_tensors_whose_memory_was_given_back_are_refused():
         mask = {name: torch.zeros(1, 1, S, dtype=torch.int32) for name in ("start", "end")} | {part: freed}
         with pytest.raises(ValueError, match=r"a tensor of shape \(1, 1, 128\) has no memory: its storage was resized"):
             torch.ops.dmattn.forward(**dense(**mask))
+
+
+REQUIRED = [
+    (name, signature.names[place]) for name, signature in ops.SIGNATURES.items() for place in signature.required
+]
+# Without any tensor torch knows no device, and refuses the call itself.
+ALONE = [("qkvpacked_forward", "qkv"), ("pack_mask", "mask"), ("key_lifetimes", "scores")]
+
+
+@pytest.mark.parametrize(("name", "missing"), [pair for pair in REQUIRED if pair not in ALONE])
+def test_none_for_a_tensor_that_must_be_there_is_refused(name, missing):
+    signature = ops.SIGNATURES[name]
+    given = {each for operator, each in REQUIRED if operator == name} | {"q_segments"}
+    tensors = [
+        torch.zeros(1, 9) if each in given - {missing} else None for each in signature.names[: signature.tensors]
+    ]
+    with pytest.raises(TypeError, match=f"^{missing} must be a tensor, got None$"):
+        getattr(torch.ops.dmattn, name)(*tensors, 9, 9)
 
 
 def test_an_unlimited_band_is_the_default_of_the_operators():
