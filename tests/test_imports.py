@@ -166,7 +166,7 @@ ARROWS = {
         "documents",
         "masks",
     ),
-    "nn": ("require", "validation", "tile_mask", "masks", "api"),
+    "nn": ("require", "validation", "layout", "tile_mask", "masks", "api"),
     "integrations": ("problem", "environment", "require", "layout", "meta", "bands", "tile_mask", "masks", "api", "nn"),
 }
 
