@@ -318,7 +318,7 @@ def doubling(libcuda, monkeypatch):
 
     def planned(function, tensors):
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        return plans.planned(function, ops.Signature(names, tensors, ops.place_of_needs(names[tensors:]), (), None))
+        return plans.planned(function, ops.Signature(names, tensors, (), ops.place_of_needs(names[tensors:]), (), None))
 
     return computed, planned(double_forward, 2), planned(double_backward, 7)
 
