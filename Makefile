@@ -71,7 +71,8 @@ docs: $(DOCS_READY) ## build the documentation into build/docs; a broken link or
 
 sweep: $(READY) ## compile every configuration and compare with the frozen tables, run the slow tests and random problems
 	$(PY) -m dmattn_ops.testing.sweep
-	$(PY) -m pytest tests --ignore=tests/interpreter -m "slow and not gpu"
+	$(PY) -m pytest $(WORKERS) tests --ignore=tests/interpreter -m "slow and not gpu"
+	TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS) tests/interpreter -m slow
 	$(PY) -m dmattn_ops.testing --cases 2000 $(ARGS)
 
 sanitize: export DMATTN_SANITIZE_CASES ?= 2000

@@ -10,6 +10,7 @@ import faulthandler
 import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -129,11 +130,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.write_line(f"tests of several ranks: {used}; GPUs that a test process sees: {seen}")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Mark variants of sampled tests as slow, and skip tests that need a GPU where there is none."""
+    variants: Counter[str] = Counter()
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            function, _, _ = item.nodeid.partition("[")
+            if variants[function] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+            variants[function] += 1
+        if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(skip)

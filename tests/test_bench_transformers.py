@@ -176,6 +176,7 @@ def test_a_step_whose_profile_shows_no_optimizer_proves_nothing():
         bench_transformers.eager_calls(lambda: torch.ones(2).sum())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("part", bench_transformers.PARTS)
 @torch.no_grad()  # flex_attention has no backward on a CPU
 def test_a_model_with_flex_attention_is_compiled_too(part):

@@ -134,6 +134,7 @@ def test_deterministic_calls_repeat_bit_for_bit(two_ranks, method):
     assert two_ranks(context_cases.repeat, case, 3) == [True, True]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("case", "backend"),
     [

@@ -82,6 +82,7 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
     return compile_only(kernel, signature, constants, aligned, 90, num_warps=4)
 
 
+@pytest.mark.sampled(3)
 # Bytes moved to or from the stack with triton 3.6.0. Steps without a test move none, but for 6 words with a full bias in the
 # kernel of the queries; what tests segments or intervals, or loads exact statistics where rows are large, moves the rest.
 @pytest.mark.parametrize(

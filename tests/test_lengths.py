@@ -106,6 +106,7 @@ def fresh():
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("band", [CAUSAL, WINDOW], ids=["causal", "window from the top"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_model_is_one_graph_for_every_length(kind: str, band: dict):
@@ -148,6 +149,7 @@ def named(name: str) -> Dim:
     return Dim(name, min=2, max=2**20 if name == "seqlen" else 1 << 12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exported_model_takes_every_length(kind: str, strict: bool):

@@ -85,6 +85,7 @@ def test_random_intervals_hold_the_error_budget(seed):
     check(draw(seed, DTYPES[seed % 4], (1, 16, 33, 127, 128, 129, 256, 300), (1, 30, 300)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(32))
 def test_short_scattered_intervals_hold_the_error_budget(seed):
     # Few queries see each key, and neighbouring keys are seen by others: keys are gathered where bias allows.

@@ -41,6 +41,7 @@ def check(found: Resources) -> None:
     assert found.shared_memory <= 48 << 10  # what every GPU gives without asking
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("sm", ARCHITECTURES)
@@ -51,6 +52,7 @@ def test_runs_are_sorted_in_registers(sm: int, chunk: int, has_documents: bool):
     check(compiled(keys.sort_runs, sm, launch.SORTING_WARPS, **constants))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("chunk", "runs"), [(1024, 16), (1024, 64), (2048, 256), (4096, 256), (4096, 4096)])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_the_best_at_each_chunk_are_found_and_sorted_in_registers(sm: int, chunk: int, runs: int):
@@ -58,6 +60,7 @@ def test_the_best_at_each_chunk_are_found_and_sorted_in_registers(sm: int, chunk
     check(compiled(alive.sort_alive, sm, launch.SORTING_WARPS, **constants))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize(("chunk", "kind"), [*zip(CHUNKS, ("bf16", "fp16", "fp32"), strict=True), (1024, "rank")])
 @pytest.mark.parametrize("sm", ARCHITECTURES)

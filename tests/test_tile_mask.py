@@ -144,6 +144,7 @@ def test_parts_of_a_mask_are_parts_of_the_dense_one(kind: str, band: str):
             )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_and_copies_of_a_mask_compile_as_one_graph(kind: str):
     made, _ = KINDS[kind](**BANDS["window"])

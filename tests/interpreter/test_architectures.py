@@ -9,6 +9,7 @@ from tests.interpreter.cases import PORTABLE_ROWS, of_row, row_id
 from tests.interpreter.problems import check
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pairwise", [False, True], ids=["", "pairwise"])
 @pytest.mark.parametrize(("forward", "backward"), PORTABLE_ROWS, ids=row_id)
 def test_row_stays_within_budget(forward: Row, backward: Row, pairwise: bool) -> None:

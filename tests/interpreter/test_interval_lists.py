@@ -35,6 +35,7 @@ def check(mask: Mask, seqlen_q: int, seqlen_k: int, band: tuple[int, int]) -> Te
     return listed
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("mask", ["lifetimes", "intervals", "hidden"])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 500), (1, 700), (400, 100)])

@@ -210,6 +210,7 @@ def test_gradients_of_empty_rows_that_are_not_numbers_reach_no_sink() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("scale", [0.25, 1e6], ids=str)
 @pytest.mark.parametrize("bias", [None, (1, 2, 100), (1, 1, 1)], ids=["", "full", "key"])
 @pytest.mark.parametrize("cut", [64, 51])

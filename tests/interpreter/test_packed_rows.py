@@ -61,6 +61,7 @@ def test_rows_are_gathered_as_index_select_does(mask_batch, mask_heads, heads, k
         assert packed[b, ~named, h].isnan().all() and not named.all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mask_heads", "heads", "kv_heads", "width", "dtype", "layout"), ROWS)
 @pytest.mark.parametrize("mask_batch", [1, 2])
 def test_slots_are_summed_in_float32_and_rounded_once(mask_batch, mask_heads, heads, kv_heads, width, dtype, layout):
@@ -121,6 +122,7 @@ BIASES = [
 BIASES += [(4, 4, 4, 2), (2, 2, 2, 2)]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("mask_heads", "bias_heads", "heads", "kv_heads"), BIASES)
 @pytest.mark.parametrize(("mask_batch", "bias_batch"), [(1, 1), (2, 1), (1, 2)])
 def test_a_bias_per_key_is_gathered_and_its_gradient_summed(
@@ -222,6 +224,7 @@ def packed_backward(
     return dq, dk, dv, dbias
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mask_heads", "heads", "kv_heads"), [(1, 4, 2), (2, 4, 2), (4, 4, 2), (2, 2, 2)])
 @pytest.mark.parametrize(("seqlen", "keep", "length"), [(600, 60, 256), (333, 140, 128)])
 def test_attention_on_packed_keys_equals_dense_attention(seqlen, keep, length, mask_heads, heads, kv_heads):

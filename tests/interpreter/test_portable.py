@@ -29,6 +29,7 @@ def test_nasty_case_stays_within_budget(name: str) -> None:
     check(NASTY[name])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_problem_stays_within_budget(seed: int) -> None:
     check(random_problem(seed))

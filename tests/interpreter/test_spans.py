@@ -57,6 +57,7 @@ def both_sides(call: Call, rows: int) -> list[tuple[Spans, bool]]:
     return [(spans_of(call, rows, of_keys=of_keys), of_keys) for of_keys in (False, True)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(60))
 def test_spans_are_those_of_the_definition(seed: int) -> None:
     problem = draw_packed(seed)
@@ -74,6 +75,7 @@ def test_many_tiles_are_ranked_by_a_kernel_of_their_own(monkeypatch: pytest.Monk
         check_tiles(made, problem.keep().mT if of_keys else problem.keep(), 64, of_keys, exact=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranked", [1024, 2], ids=["each tile", "a kernel"])
 @pytest.mark.parametrize("chunk", [2, 8, 16, 64])
 @pytest.mark.parametrize("seed", range(2))
