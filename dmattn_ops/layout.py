@@ -113,11 +113,21 @@ def interval_tiles(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen
     The hull of a tile of keys goes from the first query that sees one of them to the last; queries from which all of them
     are hidden do not visit it.
     """
+    return _without_empty(_interval_tiles(mask, band_lo, band_hi, seqlen_q, seqlen_k), seqlen_q, seqlen_k)
+
+
+def count_interval_tiles(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return how many tiles `interval_tiles` says are visited, a float32 scalar. One graph counts them for every length."""
+    return _interval_tiles(mask, band_lo, band_hi, seqlen_q, seqlen_k).sum(dtype=torch.float32)
+
+
+def _interval_tiles(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return `interval_tiles`, with the empty tiles of `_tile_ranges`, which nothing visits."""
     assert mask.end is not None
     start = torch.zeros_like(mask.end) if mask.start is None else mask.start
     seen = start < mask.end
     low, _ = _tile_ranges(torch.where(seen, start, seqlen_q))
-    _, high = _tile_ranges(torch.where(seen, mask.end, 0))
+    _, high = _tile_ranges(torch.where(seen, mask.end, 0).clamp(max=seqlen_q))
     q_first, q_last = (end.unsqueeze(-1) for end in _tile_ends(seqlen_q, start.device))
     k_first, k_last = _tile_ends(seqlen_k, start.device)
     inside = (k_last - q_first >= band_lo) & (k_first - q_last <= band_hi)
@@ -172,34 +182,44 @@ def segment_classes(q_segments: Tensor | None, k_segments: Tensor, seqlen_q: int
     whole = (nearest >= band_lo) & (farthest <= band_hi)
     whole = whole & ((q_last - q_first).unsqueeze(-1) == TILE - 1) & (k_last - k_first == TILE - 1)
     full = whole & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
-    return listed.long() + (listed & full).long()
+    return _without_empty(listed.long() + (listed & full).long(), seqlen_q, seqlen_k)
 
 
 def _tile_ranges(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least and the greatest segment of each tile of `[..., S]`: two `[..., nS]`."""
-    padding = -segments.shape[-1] % TILE
-    low = torch.nn.functional.pad(segments, (0, padding), value=torch.iinfo(torch.int32).max)
-    high = torch.nn.functional.pad(segments, (0, padding), value=torch.iinfo(torch.int32).min)
-    shape = (*segments.shape[:-1], low.shape[-1] // TILE, TILE)
-    return low.reshape(shape).amin(-1), high.reshape(shape).amax(-1)
+    """Return the least and the greatest segment of each tile of `[..., S]`: two `[..., S // TILE + 2]`.
+
+    One or two tiles at the end are empty. So there are never fewer than two, and a graph with a dynamic length need not know
+    whether a tile is broadcast.
+    """
+    first, _ = _tile_ends(segments.shape[-1], segments.device)
+    places = first.unsqueeze(-1) + torch.arange(TILE, device=segments.device)
+    low, high = (
+        torch.nn.functional.pad(segments, (0, 2 * TILE), value=value)[..., places]
+        for value in (torch.iinfo(torch.int32).max, torch.iinfo(torch.int32).min)
+    )
+    return low.amin(-1), high.amax(-1)
 
 
 def _tile_ends(seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the first and the last position of each tile: two `[nS]`."""
-    first = torch.arange((seqlen + TILE - 1) // TILE, device=device) * TILE
+    """Return the first and the last position of each tile, and of the empty ones: two `[S // TILE + 2]`."""
+    first = torch.arange(seqlen // TILE + 2, device=device) * TILE
     return first, (first + TILE - 1).clamp(max=seqlen - 1)
+
+
+def _without_empty(tiles: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Return the tiles `[..., nQ, nK]` of sequences, of those that `_tile_ranges` gives them."""
+    return tiles[..., : (seqlen_q + TILE - 1) // TILE, : (seqlen_k + TILE - 1) // TILE]
 
 
 def runs(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first position and the end of the run of equal neighbours that each of `ids [B, S]` lies in, int32."""
     seqlen = ids.shape[-1]
-    place = torch.arange(seqlen, dtype=torch.int32, device=ids.device).expand(ids.shape)
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    first = torch.where(begins, place, 0).cummax(-1).values
-    ends = torch.ones_like(begins)
-    ends[:, :-1] = begins[:, 1:]
-    last = torch.where(ends, place + 1, seqlen).flip(-1).cummin(-1).values.flip(-1)
+    place = torch.arange(seqlen, dtype=torch.int32, device=ids.device)
+    # of the whole length: a slice that is one shorter would make length 2 a graph of its own
+    before = torch.cat((ids[:, :1], ids), dim=-1)[:, :-1]
+    behind = torch.cat((ids, ids[:, -1:]), dim=-1)[:, 1:]
+    first = torch.where(ids != before, place, 0).cummax(-1).values
+    last = torch.where(ids != behind, place + 1, seqlen).flip(-1).cummin(-1).values.flip(-1)
     return first, last
 
 

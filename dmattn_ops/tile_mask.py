@@ -94,11 +94,12 @@ class TileMask:
         if self.row_tiles is None:
             limits = self.band.limits(self.seqlen_q, self.seqlen_k)
             with sharded.constants_beside(self.lengths):
-                tiles = layout.interval_tiles(self.mask, *limits, self.seqlen_q, self.seqlen_k)
-                return tiles.sum(dtype=torch.float32) / require.larger(1, tiles.numel())
+                visited = layout.count_interval_tiles(self.mask, *limits, self.seqlen_q, self.seqlen_k)
+        else:
+            visited = self.row_tiles[..., 1:3].sum(dtype=torch.float32)
         batch, heads, _, _ = self.shape
-        rows, columns = (max(1, -(-length // TILE)) for length in (self.seqlen_q, self.seqlen_k))
-        return self.row_tiles[..., 1:3].sum(dtype=torch.float32) / max(1, batch * heads * rows * columns)
+        rows, columns = ((length + TILE - 1) // TILE for length in (self.seqlen_q, self.seqlen_k))
+        return visited / require.larger(1, batch * heads * rows * columns)
 
     def to_dense(self) -> Tensor:
         """Return the mask as bool `[Bm, Hm, Sq, Sk]`."""

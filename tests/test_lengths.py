@@ -67,6 +67,13 @@ KINDS: dict[str, tuple[tuple[str, ...], Maker]] = {
         lambda seqlen, start, end, padding: prepare_mask(padding, intervals=(start, end), seqlen_q=seqlen),
     ),
     "dynamic": (("scores",), lambda seqlen, scores: dynamic_mask(scores, 10, keep_last=2)),
+    "dynamic, in documents": (
+        ("scores", "documents"), lambda seqlen, scores, documents: dynamic_mask(scores, 10, documents=documents, keep_first=2),
+    ),
+    "intervals and documents": (
+        ("start", "end", "documents"),
+        lambda seqlen, start, end, documents: prepare_mask(intervals=(start, end), documents=documents, seqlen_q=seqlen),
+    ),
 }  # fmt: skip
 
 
@@ -161,6 +168,32 @@ def test_an_exported_model_takes_every_length(kind: str, strict: bool):
         for batch, seqlen in ((5, 65), (6, 129), (2, 300), (2, 2)):
             query, parts = torch.randn(batch, seqlen, HEADS, 8), drawn(batch, seqlen, *KINDS[kind][0])
             torch.testing.assert_close(program(query, parts), model(query, parts))
+
+
+class Density(torch.nn.Module):
+    """The share of tiles that a mask of its own making visits."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, query: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        made = KINDS[self.kind][1](query.shape[1], **parts)
+        assert isinstance(made, TileMask)
+        return made.density()
+
+
+@pytest.mark.parametrize("kind", ["prepared dense", "documents", "intervals", "hidden", "dynamic"])
+def test_the_density_of_a_mask_is_one_graph_for_every_length(kind: str):
+    model, names = Density(kind), KINDS[kind][0]
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    sizes = exported_sizes(kind, {name: named(name) for name in ("batch", "seqlen")}.__getitem__)
+    inputs = torch.randn(3, 64, HEADS, 8), drawn(3, 64, *names)
+    program = torch.export.export(model, inputs, dynamic_shapes=sizes).module()
+    for number, (batch, seqlen) in enumerate(SIZES):
+        query, parts = torch.randn(batch, seqlen, HEADS, 8), drawn(batch, seqlen, *names)
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            assert compiled(query, parts) == program(query, parts) == model(query, parts)
 
 
 class Across(torch.nn.Module):

@@ -227,23 +227,28 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(made(hidden), made(hidden))
 
 
-def test_compiles_as_a_whole_and_for_other_lengths():
-    made = layer(keep_last=2, recency=0.1)
+@pytest.mark.parametrize("names", [(), ("padding",), ("documents",), ("documents", "padding")], ids=" and ".join)
+def test_compiles_as_a_whole_and_for_other_lengths(names: tuple[str, ...]):
+    made = layer(keep_first=2, keep_last=2, recency=0.1)
     graphs = []
+
+    def inputs(seqlen: int) -> dict[str, torch.Tensor]:
+        every = {"padding": torch.rand(B, seqlen) < 0.7, "documents": torch.arange(seqlen).expand(B, -1) // 20}
+        return {"hidden": torch.randn(B, seqlen, DIM), **{name: every[name] for name in names}}
 
     def backend(module, inputs):
         graphs.append(module)
         return module
 
     compiled = torch.compile(made, fullgraph=True, dynamic=True, backend=backend)
-    for seqlen in (S, 20, 140):
-        hidden = torch.randn(B, seqlen, DIM)
-        torch.testing.assert_close(compiled(hidden), made(hidden))
+    for seqlen in (S, 20, 140, 2):
+        given = inputs(seqlen)
+        torch.testing.assert_close(compiled(**given), made(**given))
     assert len(graphs) == 1
-    hidden = torch.randn(B, S, DIM)
+    given = inputs(S)
     trained = torch.compile(made, fullgraph=True, backend="aot_eager")
-    expected = torch.autograd.grad(made(hidden).square().sum(), list(made.parameters()))
-    gradients = torch.autograd.grad(trained(hidden).square().sum(), list(made.parameters()))
+    expected = torch.autograd.grad(made(**given).square().sum(), list(made.parameters()))
+    gradients = torch.autograd.grad(trained(**given).square().sum(), list(made.parameters()))
     torch.testing.assert_close(gradients, expected, atol=1e-4, rtol=1e-4)
 
 
