@@ -181,13 +181,22 @@ def test_what_a_dtype_cannot_hold_is_no_error(truth: float, accepted: bool) -> N
             oracle.compare(problem, found, expected, eager, lambda: {"dsink": 0.0}, list)
 
 
-def test_the_gradient_of_a_sink_too_small_for_its_dtype() -> None:
-    check(
+@pytest.mark.parametrize(
+    "problem",
+    [
         Problem(
             seed=90823, variant="varlen", dtype="float16", batch=1, heads=4, heads_k=1, seqlen_q=144, seqlen_k=80, dim=256,
             dim_v=256, mask="random", mask_shape="k", left=122, softmax_scale=2**-8, sink="own", magnitude=3.0, steep=100.0,
-        )
-    )  # fmt: skip
+        ),
+        Problem(
+            seed=403452, dtype="float32", batch=1, heads=4, heads_k=1, seqlen_q=8, seqlen_k=128, dim=32, dim_v=16,
+            softmax_scale=1000.0, sink="float32", magnitude=0.1,
+        ),
+    ],
+    ids=["1e-22 in float16", "4e-45 in float32"],
+)  # fmt: skip
+def test_the_gradient_of_a_sink_too_small_for_its_dtype(problem: Problem) -> None:
+    check(problem)
 
 
 FEW = {"seqlen_q": 22, "heads": 1, "heads_k": 1}

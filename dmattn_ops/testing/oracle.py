@@ -162,9 +162,13 @@ def within_range(actual: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 
 def rounding_to_zero(actual: Tensor) -> float:
-    """Return the L2 norm of what a tensor cannot hold: half of the smallest number of its dtype in each element."""
-    of = torch.finfo(actual.dtype)
-    return math.sqrt(actual.numel()) * of.smallest_normal * of.eps / 2
+    """Return the L2 norm of what a tensor cannot hold, and of what kernels take for 0.
+
+    That is half of the smallest number of its dtype in each element, and the smallest normal number of float32, in which kernels
+    compute (float64 for float64): powers below it are 0 in them.
+    """
+    of, computed = torch.finfo(actual.dtype), torch.promote_types(actual.dtype, torch.float32)
+    return math.sqrt(actual.numel()) * (of.smallest_normal * of.eps / 2 + torch.finfo(computed).smallest_normal)
 
 
 def compare(
