@@ -109,7 +109,5 @@ def _numbered(documents: Documents, doubled: bool) -> tuple[Tensor, Tensor]:
 def _ranks(ids: Tensor) -> Tensor:
     """Number the distinct ids of each row of `[B, S]` in ascending order, int32; no id is read on the host."""
     ordered, order = ids.sort(dim=-1)
-    # DTensor of torch 2.11 knows neither roll nor !=; a slice that is one shorter would make length 2 a graph of its own
-    before = torch.cat((ordered[:, :1], ordered), dim=-1)[:, :-1]
-    numbers = (ordered > before).cumsum(-1, dtype=torch.int32)
+    numbers = (ordered > layout.before(ordered)).cumsum(-1, dtype=torch.int32)  # DTensor of torch 2.11 does not know !=
     return torch.zeros_like(numbers).scatter(-1, order, numbers)

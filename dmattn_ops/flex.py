@@ -51,11 +51,11 @@ def to_block_mask(mask: TileMask, heads: int | None = None) -> BlockMask:
 def tile_classes(mask: TileMask) -> Tensor:
     """Return the class of each tile, `[Bm, Hm, nQ, nK]`: `layout.EMPTY`, `PARTIAL` or `FULL`; of intervals none is full."""
     _require_prepared(mask)
+    rows, columns = (-(-length // TILE) for length in (mask.seqlen_q, mask.seqlen_k))
     if mask.row_tiles is None:
         limits = mask.band.limits(mask.seqlen_q, mask.seqlen_k)
         visited = layout.interval_tiles(mask.mask, *limits, mask.seqlen_q, mask.seqlen_k)
-        return torch.where(visited, layout.PARTIAL, layout.EMPTY)
-    rows, columns = (-(-length // TILE) for length in (mask.seqlen_q, mask.seqlen_k))
+        return torch.where(visited, layout.PARTIAL, layout.EMPTY)[..., :rows, :columns]
     return layout.classes_from_lists(mask.row_tiles, columns)[..., :rows, :]
 
 

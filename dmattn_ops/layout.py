@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dmattn_ops.meta import tile_records
 from dmattn_ops.problem import HEADER, TILE, WORD_BITS, Mask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2  # classes of a tile
@@ -113,16 +114,6 @@ def interval_tiles(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen
     The hull of a tile of keys goes from the first query that sees one of them to the last; queries from which all of them
     are hidden do not visit it.
     """
-    return _without_empty(_interval_tiles(mask, band_lo, band_hi, seqlen_q, seqlen_k), seqlen_q, seqlen_k)
-
-
-def count_interval_tiles(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return how many tiles `interval_tiles` says are visited, a float32 scalar. One graph counts them for every length."""
-    return _interval_tiles(mask, band_lo, band_hi, seqlen_q, seqlen_k).sum(dtype=torch.float32)
-
-
-def _interval_tiles(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return `interval_tiles`, with the empty tiles of `_tile_ranges`, which nothing visits."""
     assert mask.end is not None
     start = torch.zeros_like(mask.end) if mask.start is None else mask.start
     seen = start < mask.end
@@ -182,14 +173,13 @@ def segment_classes(q_segments: Tensor | None, k_segments: Tensor, seqlen_q: int
     whole = (nearest >= band_lo) & (farthest <= band_hi)
     whole = whole & ((q_last - q_first).unsqueeze(-1) == TILE - 1) & (k_last - k_first == TILE - 1)
     full = whole & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
-    return _without_empty(listed.long() + (listed & full).long(), seqlen_q, seqlen_k)
+    return listed.long() + (listed & full).long()
 
 
 def _tile_ranges(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least and the greatest segment of each tile of `[..., S]`: two `[..., S // TILE + 2]`.
+    """Return the least and the greatest segment of each tile of `[..., S]`: two `[..., nS]`.
 
-    One or two tiles at the end are empty. So there are never fewer than two, and a graph with a dynamic length need not know
-    whether a tile is broadcast.
+    The second tile of a short sequence is empty: its least segment is larger than any, its greatest smaller.
     """
     first, _ = _tile_ends(segments.shape[-1], segments.device)
     places = first.unsqueeze(-1) + torch.arange(TILE, device=segments.device)
@@ -201,26 +191,27 @@ def _tile_ranges(segments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tile_ends(seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the first and the last position of each tile, and of the empty ones: two `[S // TILE + 2]`."""
-    first = torch.arange(seqlen // TILE + 2, device=device) * TILE
+    """Return the first and the last position of each tile: two `[nS]`."""
+    first = torch.arange(tile_records(seqlen), device=device) * TILE
     return first, (first + TILE - 1).clamp(max=seqlen - 1)
-
-
-def _without_empty(tiles: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return the tiles `[..., nQ, nK]` of sequences, of those that `_tile_ranges` gives them."""
-    return tiles[..., : (seqlen_q + TILE - 1) // TILE, : (seqlen_k + TILE - 1) // TILE]
 
 
 def runs(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first position and the end of the run of equal neighbours that each of `ids [B, S]` lies in, int32."""
     seqlen = ids.shape[-1]
     place = torch.arange(seqlen, dtype=torch.int32, device=ids.device)
-    # of the whole length: a slice that is one shorter would make length 2 a graph of its own
-    before = torch.cat((ids[:, :1], ids), dim=-1)[:, :-1]
-    behind = torch.cat((ids, ids[:, -1:]), dim=-1)[:, 1:]
-    first = torch.where(ids != before, place, 0).cummax(-1).values
+    first = torch.where(ids != before(ids), place, 0).cummax(-1).values
+    behind = before(ids.flip(-1)).flip(-1)
     last = torch.where(ids != behind, place + 1, seqlen).flip(-1).cummin(-1).values.flip(-1)
     return first, last
+
+
+def before(row: Tensor) -> Tensor:
+    """Return what stands in front of each element of `[B, S]`, and in front of the first one itself.
+
+    DTensor of torch 2.11 does not know roll; a slice that is one shorter would make length 2 a graph of its own.
+    """
+    return torch.cat((row[:, :1], row), dim=-1)[:, :-1]
 
 
 def is_one_run_each(ids: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dmattn_ops import layout, require, sharded
 from dmattn_ops.bands import NO_BAND, Band
+from dmattn_ops.meta import ceil_div
 from dmattn_ops.problem import MASK_TENSORS, TILE, UNBOUNDED, Mask
 
 
@@ -94,12 +95,12 @@ class TileMask:
         if self.row_tiles is None:
             limits = self.band.limits(self.seqlen_q, self.seqlen_k)
             with sharded.constants_beside(self.lengths):
-                visited = layout.count_interval_tiles(self.mask, *limits, self.seqlen_q, self.seqlen_k)
+                tiles = layout.interval_tiles(self.mask, *limits, self.seqlen_q, self.seqlen_k)
         else:
-            visited = self.row_tiles[..., 1:3].sum(dtype=torch.float32)
+            tiles = self.row_tiles[..., 1:3]  # how many of each row are listed
         batch, heads, _, _ = self.shape
-        rows, columns = ((length + TILE - 1) // TILE for length in (self.seqlen_q, self.seqlen_k))
-        return visited / require.larger(1, batch * heads * rows * columns)
+        rows, columns = (ceil_div(length, TILE) for length in (self.seqlen_q, self.seqlen_k))
+        return tiles.sum(dtype=torch.float32) / require.larger(1, batch * heads * rows * columns)
 
     def to_dense(self) -> Tensor:
         """Return the mask as bool `[Bm, Hm, Sq, Sk]`."""

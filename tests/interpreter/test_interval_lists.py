@@ -31,7 +31,9 @@ def check(mask: Mask, seqlen_q: int, seqlen_k: int, band: tuple[int, int]) -> Te
     assert bool((listed[states > 0] > 0).all()), "a tile that shows something is not listed"
     assert bool((states[listed == 2] == 2).all()), "a tile that hides something is listed as full"
     if band[0] <= band[1]:
-        assert torch.equal(listed > 0, layout.interval_tiles(mask, *band, seqlen_q, seqlen_k))
+        visited = layout.interval_tiles(mask, *band, seqlen_q, seqlen_k)
+        assert torch.equal(listed > 0, visited[..., : listed.shape[-2], : listed.shape[-1]])
+        assert visited.sum() == (listed > 0).sum(), "a tile behind the end of a sequence is visited"
     return listed
 
 
