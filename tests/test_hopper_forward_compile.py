@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_LIMIT = 232448
 KINDS = (
     "full", "causal", "window", "softcap", "bits", "segments", "window segments", "intervals", "causal intervals",
-    "window intervals", "hidden intervals", "causal hidden intervals", "spans", "spans softcap", "spans key-bias",
+    "window intervals", "hidden intervals", "causal hidden intervals", "ragged", "ragged softcap", "ragged key-bias",
     *(f"{mask} key-bias" for mask in ("full", "causal", "softcap", "bits", "segments", "intervals")),
     *(f"{mask} full-bias" for mask in ("full", "bits", "intervals")),
     *(f"{mask} tiles-bias" for mask in ("full", "causal", "softcap", "segments")),
@@ -33,15 +33,15 @@ ALLOWED = {
     "d64 causal key-bias": 12, "d64 intervals key-bias": 24, "d64 bits dropout": 52, "d64 segments dropout": 48,
     "d64 causal intervals dropout": 52, "d128 full": 8, "d128 window": 24, "d128 softcap": 8, "d128 bits": 8,
     "d128 segments": 84, "d128 window segments": 84, "d128 intervals": 64, "d128 causal intervals": 104,
-    "d128 window intervals": 124, "d128 hidden intervals": 80, "d128 causal hidden intervals": 88, "d128 spans": 8,
-    "d128 spans softcap": 8, "d128 spans key-bias": 8, "d128 full key-bias": 8, "d128 causal key-bias": 32,
+    "d128 window intervals": 124, "d128 hidden intervals": 80, "d128 causal hidden intervals": 88, "d128 ragged": 8,
+    "d128 ragged softcap": 8, "d128 ragged key-bias": 8, "d128 full key-bias": 8, "d128 causal key-bias": 32,
     "d128 softcap key-bias": 16, "d128 bits key-bias": 8, "d128 segments key-bias": 128, "d128 intervals key-bias": 468,
     "d128 full full-bias": 112, "d128 bits full-bias": 332, "d128 intervals full-bias": 612, "d128 full dropout": 28,
     "d128 causal dropout": 24, "d128 softcap dropout": 36, "d128 bits dropout": 172, "d128 segments dropout": 240,
     "d128 causal intervals dropout": 456, "d128 causal key-bias dropout": 48, "d256 full": 36, "d256 causal": 12,
     "d256 window": 240, "d256 softcap": 32, "d256 bits": 20, "d256 segments": 128, "d256 window segments": 144,
     "d256 intervals": 20, "d256 causal intervals": 80, "d256 window intervals": 88, "d256 hidden intervals": 152,
-    "d256 causal hidden intervals": 156, "d256 spans": 32, "d256 spans softcap": 32, "d256 spans key-bias": 20,
+    "d256 causal hidden intervals": 156, "d256 ragged": 32, "d256 ragged softcap": 32, "d256 ragged key-bias": 20,
     "d256 full key-bias": 28, "d256 causal key-bias": 52, "d256 softcap key-bias": 36, "d256 bits key-bias": 20,
     "d256 segments key-bias": 124, "d256 intervals key-bias": 64, "d256 full full-bias": 136, "d256 bits full-bias": 260,
     "d256 intervals full-bias": 528, "d256 full dropout": 160, "d256 causal dropout": 8, "d256 softcap dropout": 80,
@@ -68,7 +68,7 @@ PARTS = ("d80 full", "d80 causal", "d96 full", "d96 bits", "d192 causal", "d192/
          "d160 full", "d64/128 full", "d128/64 full", "d256/128 causal")  # fmt: skip
 QUICK = (
     "d80 full", "d192/128 causal", "d64 causal", "d128 full", "d128 bits", "d256 causal", "d64 causal key-bias",
-    "d128 bits key-bias", "d128 causal maximum", "d64 causal sink", "d64 spans", "d128 spans", "d128 causal dropout",
+    "d128 bits key-bias", "d128 causal maximum", "d64 causal sink", "d64 ragged", "d128 ragged", "d128 causal dropout",
     "d128 intervals", "d64 full tiles-bias", "d128 causal tiles-bias",
 )  # fmt: skip
 WITHOUT = {64: "full-bias", 128: "none", 256: "tiles-bias"}  # kinds that no call makes of a head dimension
@@ -153,15 +153,16 @@ def _compile(case: str) -> dict:
     _, *words = case.split()
     (columns, second), (columns_v, second_v) = tiles_of(*_dims(case))
     row = _row(config, *_dims(case))
-    mask = next((kind for kind in ("bits", "segments", "intervals", "spans") if kind in words), "band")
+    mask = next((kind for kind in ("bits", "segments", "intervals", "ragged") if kind in words), "band")
     bias = next((word.removesuffix("-bias") for word in words if word.endswith("-bias")), "none")
     dropout = "dropout" in words
     block_m = row.config.block_m if mask == "band" and bias == "none" and not dropout else 128
     block_n = row.config.block_n
 
     def boxes(rows: int, width: int, dtype: str) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.int32 if dtype == "i32" else gl.bfloat16)
-        return f"tensordesc<{dtype}[1, 1, {rows}, {width}],{layout!r}>"
+        box = [1] * (3 if mask == "ragged" else 2) + [rows, width]
+        layout = gl.NVMMASharedLayout.get_default_for(box, gl.int32 if dtype == "i32" else gl.bfloat16)
+        return f"tensordesc<{dtype}{box},{layout!r}>"
 
     signature = dict.fromkeys(SCALARS, "i32") | dict.fromkeys(("lse_b", "lse_h", "lists_b", "lists_h"), "i64")
     signature |= dict.fromkeys(("bias_b", "bias_h", "bias_q"), "i64")
@@ -175,8 +176,8 @@ def _compile(case: str) -> dict:
     constants = {
         "BM": block_m, "BN": block_n, "D": columns, "D2": second, "DV": columns_v, "DV2": second_v,
         "STAGES": row.config.stages, "Q_STAGES": 1 if bias == "tiles" and columns == 128 else row.config.query_stages,
-        "MASK": mask, "BIAS": bias, "HAS_LO": bool({"window", "spans"} & set(words)),
-        "HAS_HI": bool({"causal", "window", "segments", "spans"} & set(words)),
+        "MASK": mask, "BIAS": bias, "HAS_LO": "window" in words,
+        "HAS_HI": bool({"causal", "window", "segments"} & set(words)),
         "SOFTCAP": "softcap" in words, "HIDDEN": "hidden" in words, "NATURAL": bias != "none" or "natural" in words,
         "DROPOUT": dropout,
     }  # fmt: skip
@@ -188,7 +189,7 @@ def _compile(case: str) -> dict:
     )
     optional |= {} if mask == "band" else {"lists": "*i32"}
     optional |= {"q_segments": "*i32", "k_segments": "*i32"} if mask == "segments" else {}
-    optional |= {"start": "*i32", "end": "*i32"} if mask in ("intervals", "spans") else {}
+    optional |= {"start": "*i32", "end": "*i32"} if mask == "intervals" else {}
     optional |= {"hidden_from": "*i32", "hidden_to": "*i32"} if "hidden" in words else {}
     optional |= {} if bias == "none" else {"bias": "*bf16"}
     optional |= {"seed": "*i64"} if dropout else {}

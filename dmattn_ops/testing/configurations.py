@@ -72,6 +72,8 @@ HOPPER = (
     replace(BITS, grouped=True),
     replace(SEGMENTS, grouped=True),
     VARLEN,
+    replace(VARLEN, band="causal"),
+    replace(VARLEN, band="window"),
     replace(VARLEN, dtype="float16"),
     replace(VARLEN, softcap=True),
     replace(VARLEN, bias="key bias"),
@@ -182,10 +184,11 @@ def make_call(wanted: Specialization, width: int, width_v: int = 0) -> Call:
     high = 0 if wanted.band else UNBOUNDED
     varlen = None
     if wanted.varlen:
-        query, key, value = query[0], key[0], value[0]
-        bias = bias if bias is None else bias[0, :, 0]
-        ends = torch.tensor([0, SEQLEN], dtype=torch.int32)
-        varlen = Varlen(ends, ends, SEQLEN, SEQLEN, False)
+        total = SEQLEN // 2  # there may be a tile more for each sequence, and before and behind them
+        query, key, value = (tensor[0, :total] for tensor in (query, key, value))
+        bias = bias if bias is None else bias[0, :, 0, :total]
+        ends = torch.tensor([0, total], dtype=torch.int32)
+        varlen = Varlen(ends, ends, total, total, False)
     options = plain_options(
         0.1,
         low,
@@ -205,7 +208,7 @@ def _make_tiles(wanted: Specialization, seqlen_q: int) -> Mask:
     q_segments = torch.empty(1, seqlen_q, dtype=torch.int32) if wanted.mask == "segments" else None
     k_segments = torch.empty(1, HEADS, SEQLEN, dtype=torch.int32)
     if wanted.varlen:
-        return Mask(k_segments=k_segments)
+        return Mask(k_segments=k_segments[..., : SEQLEN // 2])
     if wanted.mask == "bits":
         mask = torch.empty(1, HEADS, seqlen_q, SEQLEN, dtype=torch.bool)
         return Mask(*meta.pack_mask_outputs(mask, 1, HEADS, seqlen_q, -UNBOUNDED, UNBOUNDED))

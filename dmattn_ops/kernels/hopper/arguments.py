@@ -1,6 +1,6 @@
 """What the launchers of the SM 9.0 kernels do alike: sizes, lists for intervals, the numbers of scores, of a bias and of dropout.
 
-To these kernels packed sequences are one long sequence, in which each query sees a span of keys (`kernels/spans.py`).
+Packed sequences have no batch: a record for each tile says which sequence it belongs to (`kernels/ragged.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dmattn_ops.kernels.interval_lists import listed as listed
 from dmattn_ops.kernels.interval_lists import too_long as too_long
 from dmattn_ops.kernels.launching.launch import computed, workspace
 from dmattn_ops.kernels.portable import arguments as portable
-from dmattn_ops.kernels.spans import Spans
+from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Mask, Options, dropout_scale
 
 LOG2E = 1.4426950408889634
@@ -25,11 +25,14 @@ MAX_DIM = 256
 PARTS = ((64, 0), (64, 16), (64, 32), (128, 0), (128, 16), (128, 32), (128, 64), (256, 0))
 LEAST_HEADS = 4  # side by side: with fewer, what they save in L2 is less than the noise
 CAUSAL_ROUNDS = 1.9  # blocks of a group for each SM: the short ones then fill the time in which the longest ones run
-FEW_QUERIES = TILE // 2  # of a sequence: several share a block, which walks the keys of all of them for each
+FEW_QUERIES = TILE // 2  # of a sequence: most of a block would have nothing to do
+
+
+FEWEST_ON_AVERAGE = TILE // 4  # queries of a sequence: what is padded to whole tiles stays below five times what there is
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call; those of packed sequences are of one batch, as long as all of them."""
+    """The sizes of a call; those of packed sequences are of one batch, as long as all of them together."""
 
     batch: int
     seqlen_q: int
@@ -69,16 +72,6 @@ def _hidden_bias(kept: Tensor, bias: Tensor | None) -> Tensor:
     heads = max(hidden.shape[0], bias.shape[0])
     hidden, bias = (part.repeat_interleave(heads // part.shape[0], 0) for part in (hidden, bias))
     return bias.masked_fill(hidden, -torch.inf)
-
-
-def band_of(call: Call) -> tuple[int, int]:
-    """Return the limits of the band that kernels test: none where spans hold them."""
-    return call.options[:2] if call.varlen is None else (-UNBOUNDED, UNBOUNDED)
-
-
-def span_arguments(spans: Spans, unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the mask tensors of kernels: lists, bits, segments of queries and of keys, start, end, and hidden ones."""
-    return (spans.tiles, unused, unused, unused, spans.starts, spans.ends, unused, unused)
 
 
 def mask_arguments(
@@ -145,7 +138,7 @@ def even_groups(heads: int, at_once: int) -> int:
 
 
 def chunk_of_tiles(heads: int, rounds: float, device: torch.device) -> int:
-    """Return how many tiles of packed sequences a chunk has (`kernels/spans.py`): a power of two.
+    """Return how many tiles of packed sequences a chunk has (`kernels/ragged.py`): a power of two.
 
     `heads` go side by side, and their blocks of a chunk are at most `rounds` for each SM: what they read of sequences stays in L2,
     and one chunk follows another without a pause.
@@ -154,15 +147,17 @@ def chunk_of_tiles(heads: int, rounds: float, device: torch.device) -> int:
     return 1 << int(math.log2(max(1.0, tiles)))
 
 
-def spans_refusals(call: Call) -> list[str]:
-    """Return why spans do not serve a call of packed sequences; none for other calls."""
+def ragged_refusals(call: Call) -> list[str]:
+    """Return why blocks of whole tiles do not serve a call of packed sequences; none for other calls."""
     varlen = call.varlen
-    if varlen is None or varlen.max_seqlen_q > FEW_QUERIES or varlen.max_seqlen_k <= 2 * TILE:
+    if varlen is None:
         return []
-    return [
-        f"sequences of at most {varlen.max_seqlen_q} queries would share blocks that walk up to {varlen.max_seqlen_k}"
-        " keys of each"
-    ]
+    sequences, total = varlen.cu_seqlens_q.shape[0] - 1, call.query.shape[0]
+    if varlen.max_seqlen_q <= FEW_QUERIES and varlen.max_seqlen_k > 2 * TILE:
+        return [f"sequences of at most {varlen.max_seqlen_q} queries leave most of each block of {TILE} without work"]
+    if total < FEWEST_ON_AVERAGE * sequences:
+        return [f"{sequences} sequences of {total} queries in all leave most of each block of {TILE} without work"]
+    return []
 
 
 def column_parts(dim: int) -> tuple[int, int]:

@@ -20,6 +20,13 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from dmattn_ops.kernels.hopper.ragged import corner_of
+
+
+@gluon.constexpr_function
+def staged(n, map):
+    """Return the shape of shared memory for `n` boxes of a tensor map."""
+    return [n, *map.block_type.shape]
 
 
 @gluon.jit
@@ -82,22 +89,22 @@ def as_operand(left, WIDTH: gl.constexpr):
 def allocate_rows(maps, n, ROWS: gl.constexpr, WIDTH: gl.constexpr, SECOND: gl.constexpr, dtype: gl.constexpr):
     """Return buffers for `n` tiles of rows `[B, S, heads, D]` as TMA fills them, and as matrices."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
-    filled = gl.allocate_shared_memory(dtype, [n, 1, ROWS, 1, WIDTH], maps[0].layout)
+    filled = gl.allocate_shared_memory(dtype, staged(n, maps[0]), maps[0].layout)
     matrix = reinterpret(filled, dtype, [n, ROWS, WIDTH], MATRIX)
     if SECOND > 0:
         MATRIX_2: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, SECOND], dtype)
-        second = gl.allocate_shared_memory(dtype, [n, 1, ROWS, 1, SECOND], maps[1].layout)
+        second = gl.allocate_shared_memory(dtype, staged(n, maps[1]), maps[1].layout)
         return (filled, second), (matrix, reinterpret(second, dtype, [n, ROWS, SECOND], MATRIX_2))
     else:
         return (filled,), (matrix,)
 
 
 @gluon.jit
-def load_rows(maps, batch, row, head, full, buffers, i, WIDTH: gl.constexpr):
-    """Load rows `row ...` of a head into the `i`-th buffer of each part."""
-    tma_load(maps[0], [batch, row, head, 0], full, buffers[0].index(i))
+def load_rows(maps, place, row, head, full, buffers, i, WIDTH: gl.constexpr):
+    """Load rows `row ...` of a head at a place (`ragged.py`) into the `i`-th buffer of each part."""
+    tma_load(maps[0], corner_of(maps[0], place, row, head, 0), full, buffers[0].index(i))
     if len(maps) > 1:
-        tma_load(maps[1], [batch, row, head, WIDTH], full, buffers[1].index(i))
+        tma_load(maps[1], corner_of(maps[1], place, row, head, WIDTH), full, buffers[1].index(i))
 
 
 @gluon.jit
@@ -112,9 +119,9 @@ def stage_rows(rows, factor, buffer, WIDTH: gl.constexpr, ROOM: gl.constexpr, dt
 
 
 @gluon.jit
-def send_rows(buffer, map, place, WIDTH: gl.constexpr, dtype: gl.constexpr):
-    """Start writing what `stage_rows` stored to `place`."""
-    tma_store(map, place, reinterpret(buffer, dtype, [1, 64, 1, WIDTH], map.layout))
+def send_rows(buffer, map, place, row, head, column, dtype: gl.constexpr):
+    """Start writing what `stage_rows` stored to rows `row ...` and columns `column ...` of a head at a place."""
+    tma_store(map, corner_of(map, place, row, head, column), reinterpret(buffer, dtype, map.block_type.shape, map.layout))
 
 
 @gluon.jit
@@ -126,11 +133,11 @@ def stage_parts(parts, factor, buffers, WIDTH: gl.constexpr, SECOND: gl.constexp
 
 
 @gluon.jit
-def send_parts(buffers, maps, batch, row, head, WIDTH: gl.constexpr, SECOND: gl.constexpr, dtype: gl.constexpr):
-    """Start writing rows `row ...` of a head, which `stage_parts` stored."""
-    send_rows(buffers[0], maps[0], [batch, row, head, 0], WIDTH, dtype)
+def send_parts(buffers, maps, place, row, head, WIDTH: gl.constexpr, SECOND: gl.constexpr, dtype: gl.constexpr):
+    """Start writing rows `row ...` of a head at a place, which `stage_parts` stored."""
+    send_rows(buffers[0], maps[0], place, row, head, 0, dtype)
     if SECOND > 0:
-        send_rows(buffers[1], maps[1], [batch, row, head, WIDTH], SECOND, dtype)
+        send_rows(buffers[1], maps[1], place, row, head, WIDTH, dtype)
 
 
 @gluon.jit
@@ -153,7 +160,7 @@ def slice_rows(parts, first, count: gl.constexpr):
 
 @gluon.jit
 def rows_of(buffers, i, ROWS: gl.constexpr, WIDTH: gl.constexpr, SECOND: gl.constexpr):
-    """Return the `i`-th of buffers `[n, 1, 1, ROWS, width]` as matrices."""
+    """Return the `i`-th of buffers `[n, 1, 1, ROWS, width]`, or of those of packed rows, as matrices."""
     first = buffers[0].index(i).reshape([ROWS, WIDTH])
     if SECOND > 0:
         return (first, buffers[1].index(i).reshape([ROWS, SECOND]))

@@ -43,6 +43,7 @@ class Bias(NamedTuple):
     query: Any  # stride of queries, of a full bias
     factor: Any  # 1 / scale, so that a full bias can be added before the scale is applied
     sums: Any
+    sums_head: Any  # stride of their heads
     seqlen_q: Any
     seqlen_k: Any
 
@@ -222,4 +223,4 @@ def store_key_sums(bias, head, keys, sums, BIAS: gl.constexpr):
     """Write the sums of dS of `keys` over the queries of a head."""
     if BIAS == KEY_BIAS:
         sums = gl.convert_layout(sums, keys.type.layout)
-        gl.store(bias.sums + head.to(gl.int64) * bias.seqlen_k + keys, sums, mask=keys < bias.seqlen_k)
+        gl.store(bias.sums + head.to(gl.int64) * bias.sums_head + keys, sums, mask=keys < bias.seqlen_k)

@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
+# A ragged map bounds accesses by the end of a sequence without being made for it (as Triton's `tools/ragged_tma.py` does). Row `x`
+# counts from 2^30 rows before the sequence's end, where its dimension ends; another dimension `y` of the same stride puts that end
+# where it lies, and 2^30 steps of the first one, each 2^34 elements less a row, take the 2^30 rows back: 2^64 elements are no distance.
+RAGGED_ROWS = 1 << 30
+_WRAP = 1 << 34
+_MOST = 0x7FFF0000  # a size that bounds nothing
+
+
 class Map(NamedTuple):
     """A tensor map of `base`, or of memory `offset` bytes behind its start; strides in elements."""
 
@@ -42,15 +50,19 @@ class _Address(NamedTuple):
 
 
 def rows_map(tensor: Tensor, rows: int, width: int) -> Map:
-    """Map `[B, S, heads, D]`, or packed `[S, heads, D]` as one batch, in boxes of `rows` x `width` of a head.
+    """Map `[B, S, heads, D]`, or packed `[S, heads, D]`, in boxes of `rows` x `width` of a head.
 
-    Past S or D it reads 0 and writes nothing.
+    Past S (past the end of a sequence of packed ones) or D it reads 0 and writes nothing.
     """
+    if tensor.dim() == 3:
+        return _ragged_map(tensor, (0, 1), (1, 1, rows, 1, width))
     return _map(tensor, (0, 1, 2, 3), (1, rows, 1, width))
 
 
 def head_rows_map(tensor: Tensor, rows: int, width: int) -> Map:
-    """Map what `rows_map` does as `[B, heads, S, D]`."""
+    """Map what `rows_map` does with heads before rows."""
+    if tensor.dim() == 3:
+        return _ragged_map(tensor, (1, 0), (1, 1, 1, rows, width))
     return _map(tensor, (0, 2, 1, 3), (1, 1, rows, width))
 
 
@@ -68,12 +80,20 @@ def plain_map(base: Tensor, shape: tuple[int, int], block: tuple[int, int], offs
 
 
 def _map(tensor: Tensor, order: tuple[int, ...], block: tuple[int, ...]) -> Map:
-    sizes, strides = tuple(tensor.shape), tensor.stride()
-    if tensor.dim() < len(order):
-        sizes, strides = (1, *sizes), (0, *strides)
+    sizes, strides = tensor.shape, tensor.stride()
     # the stride of a dimension of size 1 may be anything: take one that a tensor map accepts
     steps = tuple(strides[dim] if sizes[dim] > 1 else 1024 for dim in order[:-1])
     return Map(tensor, 0, tensor.dtype, tuple(sizes[dim] for dim in order), (*steps, 1), block)
+
+
+def _ragged_map(tensor: Tensor, order: tuple[int, int], block: tuple[int, ...]) -> Map:
+    """Map packed `[total, heads, D]`, rows and heads in this order behind the two dimensions that name a sequence."""
+    total, heads, dim = tensor.shape
+    sizes = (RAGGED_ROWS, heads)
+    steps = (tensor.stride(0) if total > 1 else 1024, tensor.stride(1) if heads > 1 else 1024)
+    shape = (_MOST, _MOST, *(sizes[dim] for dim in order), dim)
+    strides = (_WRAP - steps[0], steps[0], *(steps[dim] for dim in order), 1)
+    return Map(tensor, 0, tensor.dtype, shape, strides, block)
 
 
 @lru_cache(maxsize=4096)

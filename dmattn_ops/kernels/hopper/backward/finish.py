@@ -16,9 +16,12 @@ from triton.experimental.gluon import language as gl
 from dmattn_ops.kernels.hopper.backward.work import announce, receive
 from dmattn_ops.kernels.hopper.columns import send_rows, stage_rows
 from dmattn_ops.kernels.hopper.gluon_compat import tma
+from dmattn_ops.kernels.hopper.ragged import load_tile
+from dmattn_ops.kernels.ragged import WORDS as _WORDS
 from dmattn_ops.problem import TILE as _TILE
 
 TILE = gl.constexpr(_TILE)
+WORDS = gl.constexpr(_WORDS)
 
 # The workspace as it lies in memory: a thread loads 16 bytes at a time, and gets what it would hold of an accumulator of
 # 64 queries x D columns (`steps.FRAGMENT`)
@@ -109,7 +112,7 @@ def load_sums(accumulator, place, heads, rows, C: gl.constexpr, D: gl.constexpr,
 @gluon.jit
 def finish(turn, dq_out, work, C: gl.constexpr, D: gl.constexpr, D2: gl.constexpr):
     """As consumer `C`, write its half of each tile of dq that the producer announces, through its piece of shared memory."""
-    accumulator, dq_s, dq_maps, scale, heads, rows = dq_out
+    accumulator, dq_s, dq_maps, scale, heads, rows, query_tiles = dq_out
     dq_c = dq_s.index(C)
     dtype: gl.constexpr = dq_maps[0].dtype
     place = receive(turn, work)
@@ -122,11 +125,16 @@ def finish(turn, dq_out, work, C: gl.constexpr, D: gl.constexpr, D2: gl.constexp
         tma.store_wait(pendings=0)
         stage_rows(sums[0], scale, dq_c, D, 0, dtype)
         query = tile * TILE + C * 64
-        send_rows(dq_c, dq_maps[0], [batch, query, head, 0], D, dtype)
+        queries = batch
+        if query_tiles is not None:
+            own = load_tile(query_tiles + tile.to(gl.int64) * WORDS)
+            query = own.first + C * 64
+            queries = own.own
+        send_rows(dq_c, dq_maps[0], queries, query, head, 0, dtype)
         if D2 > 0:  # in the half that the first part leaves
             half = dq_c.slice(8, 8, dim=0)
             stage_rows(sums[1], scale, half, D2, 0, dtype)
-            send_rows(half, dq_maps[1], [batch, query, head, D], D2, dtype)
+            send_rows(half, dq_maps[1], queries, query, head, D, dtype)
         sums = ahead
     tma.store_wait(pendings=0)
 

@@ -16,12 +16,13 @@ from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.backward.finish import finish
 from dmattn_ops.kernels.hopper.backward.movers import PIECE_ROWS, producer, reducer
-from dmattn_ops.kernels.hopper.backward.steps import ALWAYS, ASK, INTERVALS, NEVER, last_step, step
+from dmattn_ops.kernels.hopper.backward.steps import ALWAYS, ASK, BAND, NEVER, last_step, step
 from dmattn_ops.kernels.hopper.backward.walk import (
     BIT_LISTS,
     INTERVAL_LISTS,
     SEGMENT_LISTS,
-    SPANS,
+    RAGGED,
+    block_at,
     full_tile,
     head_steps,
     partial_tile,
@@ -101,7 +102,7 @@ def head_loop(
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     by_key: gl.constexpr = gl.SliceLayout(1, SL)
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
-    TEST: gl.constexpr = INTERVALS if LISTS == SPANS else 1 + LISTS
+    TEST: gl.constexpr = BAND if LISTS == RAGGED else 1 + LISTS
     seqlen_q, seqlen_k, band_lo, band_hi, _ = limits
     keys = C * 64 + gl.arange(0, 64, layout=by_key)
     queries = gl.arange(0, BM, layout=by_query)
@@ -129,7 +130,7 @@ def head_loop(
     seen_hi = keys
     hidden_lo = keys
     hidden_hi = keys
-    if LISTS == INTERVAL_LISTS or LISTS == SPANS:  # the queries that see a key: its interval inside the band
+    if LISTS == INTERVAL_LISTS:  # the queries that see a key: its interval inside the band
         inside = own_keys < seqlen_k
         seen_lo, seen_hi = query_range(
             numbers.start, numbers.end, own_keys, inside, own_keys - band_hi, own_keys - band_lo
@@ -155,7 +156,7 @@ def head_loop(
             ahead_lo, ahead_hi = load_words(numbers.bits, keys, numbers.bits_row, ahead, BM)
         after = partial_tile((t + 2) // width, record, n_partial, span, LISTS, BM, DOWNWARDS)
         q_seg = queries
-        if LISTS == INTERVAL_LISTS or LISTS == SPANS:
+        if LISTS == INTERVAL_LISTS:
             d_lo = seen_lo - m * BM
             d_hi = seen_hi - m * BM
             words = (hidden_lo - m * BM, hidden_hi - m * BM)
@@ -234,7 +235,9 @@ def consume_block(
     place, share = split_place(place, shares)
     tile, batch, kv_head = place
     record = record_of(place, lists, of_lists)
-    span = span_of(tile, share, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
+    block = block_at(tile, batch, record, limits, LISTS, BN)
+    limits = (block.seqlen_q, block.seqlen_k, block.band_lo, block.band_hi, shares)
+    span = span_of(block, share, shares, LISTS, HAS_LO, DOWNWARDS, BM, BN)
     if LISTS == BIT_LISTS:
         bits += batch.to(gl.int64) * bits_b + kv_head.to(gl.int64) * bits_kv + tile.to(gl.int64) * BN * bits_row
     elif LISTS == SEGMENT_LISTS:
@@ -253,9 +256,13 @@ def consume_block(
         bias_start += batch.to(gl.int64) * bias_b
     if BIAS == KEY_BIAS:
         key_sums += batch.to(gl.int64) * (kv_heads * group) * seqlen_k
+    if LISTS == RAGGED and BIAS == KEY_BIAS:
+        bias_start += block.first_key
+        key_sums += block.first_key
     bias = Bias(
-        bias_start, all_bias.head, all_bias.group, all_bias.query, all_bias.factor, key_sums, seqlen_q, seqlen_k
-    )
+        bias_start, all_bias.head, all_bias.group, all_bias.query, all_bias.factor, key_sums, seqlen_k, block.seqlen_q,
+        block.seqlen_k,
+    )  # fmt: skip
     if DROPOUT:
         dropouts = dropout_of_batch(dropouts, batch)
     k_buffer = turn % K_BUFFERS
@@ -266,12 +273,12 @@ def consume_block(
     mbarrier.wait(k_full.index(k_buffer), (turn // K_BUFFERS) & 1)
     mbarrier.wait(v_full.index(turn & 1), (turn >> 1) & 1)
     rounds, width = rounds_of(group, INTERLEAVED)
-    row = (batch * kv_heads + kv_head) * group * rows
+    row = (batch * kv_heads + kv_head) * group * rows + block.padded
     if GROUPED:
         for g in range(rounds):
             numbers = KeyNumbers(bits, bits_row, q_segments, k_segments, start, end, hidden_from, hidden_to)
             i, dk, dv = heads_loops(
-                i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile,
+                i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, block.tile,
                 kv_head * group + g, width, limits, rows,
                 C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG,
                 HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS, DROPOUT)  # fmt: skip
@@ -286,7 +293,7 @@ def consume_block(
     else:
         numbers = KeyNumbers(bits, bits_row, q_segments, k_segments, start, end, hidden_from, hidden_to)
         i, dk, dv = heads_loops(
-            i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, kv_head, width, limits,
+            i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, block.tile, kv_head, width, limits,
             rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
             DROPOUT)  # fmt: skip
     dk_scale, dv_scale = scales.softmax, None
@@ -340,7 +347,7 @@ _NUMBERS = ("bias_b", "bias_h", "bias_group", "kv_heads", "group", "n_heads")
 _NUMBERS += ("seqlen_q", "seqlen_k", "band_lo", "band_hi")
 _NUMBERS += ("list_b", "list_kv", "list_step", "list_width", "bits_b", "bits_kv", "bits_step", "bits_row")
 _NUMBERS += ("seed_b", "seed_h", "last_dropped", "q_origin", "k_origin")
-_NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once", "n_flags")
+_NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once", "n_flags", "key_tiles")
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
@@ -353,7 +360,7 @@ def backward_kernel(
     q_segments_b, k_segments_b, k_segments_kv, k_segments_step, bias_b, bias_h, bias_q, bias_group,
     seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     scale, scale_log2, cap, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi,
-    heads_per_group, first_ranks, ranks_in_row, tiles_at_once, n_heads, n_flags, shares, total,
+    heads_per_group, first_ranks, ranks_in_row, tiles_at_once, n_heads, n_flags, shares, total, key_tiles, query_tiles,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr,
     BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr,
@@ -366,9 +373,9 @@ def backward_kernel(
     as int32 0: `tickets` are two, of blocks and of draws of dq; `blocks_done` has one for each key head of each batch.
 
     `statistics` are the four of all `total` rows as `hopper.backward.rows` writes them, and `flags` its `n_flags` flags.
-    `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to` share the strides of `k_segments`; of SPANS, `lists` are the
-    records of key tiles. `_b` strides step a
-    batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128.
+    `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to` share the strides of `k_segments`. Of RAGGED calls `lists` are
+    the records of the `key_tiles` tiles of keys, and `query_tiles` those of 128 queries in their own order. `_b` strides step a
+    batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128, sequence by sequence.
     `bits` are the 64-bit words of `col_bits`. ORDERED (not with lists): `counters`, one for each piece of dq, give
     the additions a fixed order. INTERLEAVED (not with lists, nor with a bias or dropout): the query heads of a group take turns at
     each query tile, so that blocks that started together read the same ones at the same time. With a bias per key the sums
@@ -429,7 +436,7 @@ def backward_kernel(
     fence_async_shared()  # the barriers are there for TMA as well
     follow_kernel_before()
 
-    n_blocks = (seqlen_k + BN - 1) // BN
+    n_blocks = key_tiles
     if shares is not None:
         n_blocks *= shares
     order = (n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_row, tiles_at_once)
@@ -444,7 +451,7 @@ def backward_kernel(
     steps = (list_step, bits_step, k_segments_step, kv_heads, group)
     scales = Scales(scale_log2, cap, 1.0 / scale_log2, scale)
     exact = Exact(0, statistics + 2 * total.to(gl.int64), statistics + 3 * total.to(gl.int64))
-    bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_q, seqlen_k)
+    bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_k, seqlen_q, seqlen_k)
     by_batch = (bias_b, Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin))
     consumed = (shared, signals, kv_signals, masks, strides, steps, scales, limits, bias, by_batch, exact, rows)
     dq_scale = scale
@@ -454,7 +461,7 @@ def backward_kernel(
     maps = (q_descs, do_descs, stat_desc)
     stages = (q4, o4, stat3, q_full, read)
     produced = ((k_descs, v_descs), (k4, v4, k_full, k_empty, v_full, sent), maps, stages, walked)
-    dq_out = (accumulator, dq_s, pair(dq_desc, dq2_desc, D2), dq_scale, kv_heads * group, rows)
+    dq_out = (accumulator, dq_s, pair(dq_desc, dq2_desc, D2), dq_scale, kv_heads * group, rows, query_tiles)
     sending = (q_s, ds_s, v_s, sent, pair(dk_desc, dk2_desc, D2), pair(dv_desc, dv2_desc, DV2))
     reduced = (pieces_desc, dq_s, made, dq_empty, counters, walked, sending)
     reduced_2 = (pair(pieces_desc, pieces2_desc, D2)[-1], dq_s, made, dq_empty, counters, walked, sending)

@@ -10,7 +10,6 @@ from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units,
 from dmattn_ops.config import HopperBackward
 from dmattn_ops.kernels.hopper.arguments import (
     LEAST_HEADS,
-    band_of,
     bias_places,
     chunk_of_tiles,
     column_parts,
@@ -25,7 +24,6 @@ from dmattn_ops.kernels.hopper.arguments import (
     row_strides,
     score_factors,
     sizes_of,
-    span_arguments,
     statistic_strides,
     too_long,
 )
@@ -38,8 +36,8 @@ from dmattn_ops.kernels.hopper.gluon_compat import VIEWS_ARE_WHOLE
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import plain_map, rows_map
+from dmattn_ops.kernels.ragged import WORDS, tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient
-from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, Options, dropout_scale
 
 TAKES_SINKS = True
@@ -58,7 +56,7 @@ ROUNDS_OF_CHUNKS = 0.5
 TICKETS = 4  # two counts of what programs have drawn, and what follows is aligned
 STATISTICS = 4  # of a row: lse, delta and the pair (`rows.py`)
 TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
-_SPANS = 4  # the kind of mask that packed sequences have in the kernel (`walk.py`)
+_RAGGED = 4  # the kind of mask that packed sequences have in the kernel (`walk.py`)
 
 
 def refusals(call: Call) -> list[str]:
@@ -103,8 +101,8 @@ def _mask_arguments(call: Call, unused: Tensor, block_n: int) -> tuple[int, bool
     mask, (_, _, _, heads, kv_heads) = call.mask, sizes_of(call)
     if call.varlen is not None:
         chunk = chunk_of_tiles(even_groups(kv_heads, PACKED_HEADS), ROUNDS_OF_CHUNKS, call.query.device)
-        numbers = span_arguments(spans_of(call, block_n, of_keys=True, chunk=chunk), unused)
-        return _SPANS, False, numbers, (0, 0, 0, WORDS, *(0,) * 8)
+        records = ragged_tiles(call, block_n, of_keys=True, chunk=chunk, follows=True)
+        return _RAGGED, False, (records, *(unused,) * 7), (0, 0, 0, WORDS, *(0,) * 8)
     if mask.col_tiles is None:
         return 0, False, (unused,) * 8, (0,) * 12
     lists = mask.col_tiles
@@ -226,7 +224,8 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
     columns = width + second  # of dq
     if not mappable(grad_out):
         grad_out = computed(Tensor.contiguous, grad_out)
-    rows = -(-seqlen_q // TILE) * TILE  # queries of a head in the workspaces
+    query_tiles = None if call.varlen is None else ragged_tiles(call, TILE, of_keys=False, ranked=False)
+    rows = (-(-seqlen_q // TILE) if query_tiles is None else query_tiles.shape[0]) * TILE  # of a head in the workspaces
     total = batch * heads * rows
     block_rows = TILE if columns == 64 else TILE // 2  # two pieces of dq
     room, accumulator, counts = _workspace(query, total, columns, total // block_rows)
@@ -236,16 +235,17 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         prepare_kernel, (total // block_rows,),
         out, grad_out, lse, lse_tail, grad_lse, call.sink, sink_parts, room, accumulator, *counts,
         *row_strides(out), *row_strides(grad_out), *statistic_strides(lse), *statistic_strides(lse_tail),
-        *grad_lse_strides,
+        *grad_lse_strides, query_tiles,
         seqlen_q, heads, rows, total, dim_v, delta_factor(options), BLOCK=block_rows, DV=64 if dim_v <= 64 else 128, D=width,
-        D2=second, TICKETS=TICKETS, NATURAL=in_natural_units(call), num_warps=8,
+        D2=second, TICKETS=TICKETS, NATURAL=in_natural_units(call), num_warps=8, follows=query_tiles is not None,
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
     kind, has_q_segments, numbers, strides = _mask_arguments(call, accumulator, block_n)
     key_sums = room_for_key_sums(call)
     seed, *dropping = dropout_arguments(call)
-    blocks_per_head, dq_tiles, sms = -(-seqlen_k // block_n), total // TILE, arch.physical(query.device).num_sms
-    interleaved, (band_lo, band_hi) = _interleaved(call), band_of(call)
+    blocks_per_head = -(-seqlen_k // block_n) if call.varlen is None else numbers[0].shape[0]
+    dq_tiles, sms = total // TILE, arch.physical(query.device).num_sms
+    interleaved, (band_lo, band_hi) = _interleaved(call), options[:2]
     order = _order(call, blocks_per_head * config.shares, interleaved, options, config, sms)
     pieces = total * columns // 256, 256  # rows of what adds to dq
     tiles_at_once = max(1, min(TILES_AT_ONCE, dq_tiles // sms))
@@ -265,7 +265,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         *numbers, bias, key_sums, seed, *strides,
         *bias_places(bias, heads), *dropping, options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
         seqlen_q, seqlen_k, rows, band_lo, band_hi, *order, tiles_at_once, batch * kv_heads,
-        total // block_rows, shares if shares > 1 else None, total,
+        total // block_rows, shares if shares > 1 else None, total, blocks_per_head, query_tiles,
         BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, LISTS=kind,
         BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=band_lo > -UNBOUNDED,
         HAS_Q_SEG=has_q_segments, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),

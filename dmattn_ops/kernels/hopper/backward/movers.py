@@ -11,6 +11,8 @@ from dmattn_ops.kernels.hopper.backward.steps import place_of_dk
 from dmattn_ops.kernels.hopper.backward.walk import (
     INTERVAL_LISTS,
     NO_LISTS,
+    RAGGED,
+    block_at,
     head_steps,
     rounds_of,
     span_of,
@@ -40,7 +42,7 @@ def await_stage(i, read):
 
 
 @gluon.jit
-def load_step(i, m, maps, stages, batch, head, row, BM: gl.constexpr, BYTES: gl.constexpr,
+def load_step(i, m, maps, stages, place, head, row, BM: gl.constexpr, BYTES: gl.constexpr,
               D: gl.constexpr, DV: gl.constexpr):  # fmt: skip
     """Fill stage `i & 1` with query tile `m` of one head: query, grad_out, and the rows' lse and delta."""
     q_desc, do_desc, stat_desc = maps
@@ -48,9 +50,9 @@ def load_step(i, m, maps, stages, batch, head, row, BM: gl.constexpr, BYTES: gl.
     b = await_stage(i, read)
     full = q_full.index(b)
     mbarrier.expect(full, BYTES)
-    load_rows(q_desc, batch, m * BM, head, full, q_s, b, D)
+    load_rows(q_desc, place, m * BM, head, full, q_s, b, D)
     tma_load(stat_desc, [0, row + m * BM], full, stat_s.index(b))
-    load_rows(do_desc, batch, m * BM, head, full, do_s, b, DV)
+    load_rows(do_desc, place, m * BM, head, full, do_s, b, DV)
 
 
 @gluon.jit
@@ -58,12 +60,12 @@ def load_values(turn, place, maps, buffers, BN: gl.constexpr, DV: gl.constexpr, 
     """Load V of a block, while the one before may still be at work: its second step waited until this buffer was sent."""
     _, v_desc = maps
     _, v_s, _, _, v_full, _ = buffers
-    tile, batch, kv_head = place
+    tile, keys, kv_head = place
     b = turn & 1
     full = v_full.index(b)
     mbarrier.expect(full, BN * (DV + DV2) * 2)
-    load_rows(v_desc, batch, tile * BN, kv_head, full, v_s, b * 2, DV)
-    load_rows(v_desc, batch, tile * BN + 64, kv_head, full, v_s, b * 2 + 1, DV)
+    load_rows(v_desc, keys, tile * BN, kv_head, full, v_s, b * 2, DV)
+    load_rows(v_desc, keys, tile * BN + 64, kv_head, full, v_s, b * 2 + 1, DV)
 
 
 @gluon.jit
@@ -71,12 +73,12 @@ def load_keys(turn, place, maps, buffers, BN: gl.constexpr, D: gl.constexpr, D2:
     """Load K of a block: where it has one buffer, when the block before is done with that. Then wait until that one is sent."""
     k_desc, _ = maps
     k_s, _, k_full, k_empty, _, sent = buffers
-    tile, batch, kv_head = place
+    tile, keys, kv_head = place
     b = turn % K_BUFFERS
     mbarrier.wait(k_empty.index(b), ((turn // K_BUFFERS) & 1) ^ 1)
     full = k_full.index(b)
     mbarrier.expect(full, BN * (D + D2) * 2)
-    load_rows(k_desc, batch, tile * BN, kv_head, full, k_s, b, D)
+    load_rows(k_desc, keys, tile * BN, kv_head, full, k_s, b, D)
     mbarrier.wait(sent, (turn & 1) ^ 1)
 
 
@@ -94,7 +96,9 @@ def produce_block(
     place, share = split_place(place, limits[4])
     tile, batch, kv_head = place
     record = record_of(place, lists, of_lists)
-    span = span_of(tile, share, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
+    block = block_at(tile, batch, record, limits, LISTS, BN)
+    place = (block.tile, block.keys, kv_head)
+    span = span_of(block, share, limits[4], LISTS, HAS_LO, DOWNWARDS, BM, BN)
     rounds, width = rounds_of(group, INTERLEAVED)
     n_full, n_partial = head_steps(record, span, LISTS, BM)  # before the waits, which hide the loads
     load_values(turn, place, kv_maps, kv_buffers, BN, DV, DV2)
@@ -109,7 +113,8 @@ def produce_block(
                 # the first tile of queries is on its way while the block before makes its last dq of K; the second one takes
                 # the place where dk of that block lies
                 load_keys(turn, place, kv_maps, kv_buffers, BN, D, D2, K_BUFFERS)
-            load_step(i, m, maps, stages, batch, head, (batch * kv_heads * group + head) * rows, BM, BYTES, D, DV)
+            row = (batch * kv_heads * group + head) * rows + block.padded
+            load_step(i, m, maps, stages, block.queries, head, row, BM, BYTES, D, DV)
             i += 1
         g += 1
         if g < rounds:
@@ -201,12 +206,12 @@ def reduce_last(
     """
     q_s, ds_s, v_s, sent, dk_desc, dv_desc = sending
     counters, tile, band_lo = order
-    _, batch, kv_head = place
+    _, keys, kv_head = place
     key = tile * BN + C * 64
     counter = counters + (tile0 + m) * 2 + C
     mbarrier.wait(made.index(C * 2 + (i & 1)), (i >> 1) & 1)
-    send_parts(buffer_at(v_s, (turn & 1) * 2 + C), dv_desc, batch, key, kv_head, DV, DV2, dtype)
-    send_parts(place_of_dk(i, q_s, ds_s, C, D2), dk_desc, batch, key, kv_head, D, D2, dtype)
+    send_parts(buffer_at(v_s, (turn & 1) * 2 + C), dv_desc, keys, key, kv_head, DV, DV2, dtype)
+    send_parts(place_of_dk(i, q_s, ds_s, C, D2), dk_desc, keys, key, kv_head, D, D2, dtype)
     if ORDERED:  # the next block does not wait for this one's turn
         tma.store_wait(pendings=0)
         mbarrier.arrive(sent, count=1)
@@ -235,9 +240,12 @@ def reduce_block(
     lists, of_lists, list_step, limits, kv_heads, group, rows = walked
     own, share = split_place(place, limits[4])
     tile, batch, kv_head = own
-    order = (counters, tile, limits[2])
     record = record_of(own, lists, of_lists)
-    span = span_of(tile, share, record, limits, LISTS, HAS_LO, DOWNWARDS, BM, BN)
+    block = block_at(tile, batch, record, limits, LISTS, BN)
+    if LISTS == RAGGED:
+        place = (tile, block.keys, kv_head)
+    order = (counters, block.tile, limits[2])
+    span = span_of(block, share, limits[4], LISTS, HAS_LO, DOWNWARDS, BM, BN)
     dq_c = dq_s.index(C)
     if D2 > 0 and C == 1:
         dq_c = reinterpret(dq_c, gl.float32, [D2 // 4, 256], pieces_desc.layout)
@@ -255,7 +263,7 @@ def reduce_block(
             )  # fmt: skip
             seen = gl.where(t == 0, -1, seen)  # a head's first step saw a counter of the head before
             m = step_tile(t // width, n_full, n_partial, record, span, LISTS, BM, DOWNWARDS)
-            tile0 = (head + t % width) * (rows // BM)
+            tile0 = (head + t % width) * (rows // BM) + block.padded // BM
             i += 1
         record += list_step
     reduce_last(

@@ -11,8 +11,12 @@ import triton
 import triton.language as tl
 
 from dmattn_ops.kernels.launching.overlap import follow_kernel_before
+from dmattn_ops.kernels.ragged import WORDS as _WORDS
 from dmattn_ops.kernels.sinks import part_of_gradient, take_sink
+from dmattn_ops.problem import TILE as _TILE
 
+TILE = tl.constexpr(_TILE)
+WORDS = tl.constexpr(_WORDS)
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGE = tl.constexpr(4096.0)  # from here on float32 holds lse with an error of more than 2 ** -12
 HUGE = tl.constexpr(2.0e38)  # times log2(e) this is finite
@@ -57,6 +61,22 @@ def row_statistics(lse, tail, NATURAL: tl.constexpr):
 
 
 @triton.jit
+def query_of(row, start, query_tiles, seqlen_q):
+    """Return (query, whether there is one) of rows from `start` on, all in one tile of 128, of a head of the workspaces.
+
+    `query_tiles` are the records of packed sequences (`kernels/ragged.py`), or None.
+    """
+    query = row
+    inside = row < seqlen_q
+    if query_tiles is not None:
+        record = query_tiles + (start // TILE).to(tl.int64) * WORDS
+        local = tl.load(record + 1) + row % TILE
+        inside = local < tl.load(record + 3)
+        query = tl.load(record + 2) + local
+    return query, inside
+
+
+@triton.jit
 def prepare_kernel(
     out,
     grad_out,
@@ -86,6 +106,7 @@ def prepare_kernel(
     glse_b,
     glse_h,
     glse_s,
+    query_tiles,
     seqlen_q,
     heads,
     rows,
@@ -117,9 +138,9 @@ def prepare_kernel(
     head = (bh % heads).to(tl.int64)
     row = start + tl.arange(0, BLOCK)
     col = tl.arange(0, DV)
-    inside = row < seqlen_q
+    query, inside = query_of(row, start, query_tiles, seqlen_q)
     mask = inside[:, None] & (col < dim)[None, :]
-    row64 = row.to(tl.int64)
+    row64 = query.to(tl.int64)
     at_out = out + batch * out_b + head * out_h + row64[:, None] * out_s + col[None, :]
     at_grad = grad_out + batch * grad_b + head * grad_h + row64[:, None] * grad_s + col[None, :]
     o = tl.load(at_out, mask=mask, other=0.0)

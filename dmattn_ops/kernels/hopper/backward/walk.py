@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.backward.order import downward_span
+from dmattn_ops.kernels.hopper.ragged import load_tile
 from dmattn_ops.problem import HEADER as _HEADER
 from dmattn_ops.problem import TILE as _TILE
 
@@ -15,7 +18,35 @@ NO_LISTS = gl.constexpr(0)
 BIT_LISTS = gl.constexpr(1)
 SEGMENT_LISTS = gl.constexpr(2)
 INTERVAL_LISTS = gl.constexpr(3)
-SPANS = gl.constexpr(4)  # no list, but a record for each key tile says which query tiles see it (`kernels/spans.py`)
+RAGGED = gl.constexpr(4)  # no list, but a record for each key tile of packed sequences (`kernels/ragged.py`)
+
+
+class Block(NamedTuple):
+    """Where a block's keys and the queries that may see them lie: in the whole call, or in one of packed sequences."""
+
+    tile: Any  # of keys
+    queries: Any  # the place of rows (`ragged.py`)
+    keys: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    band_lo: Any
+    band_hi: Any
+    padded: Any  # rows of the workspaces before the first query
+    first_key: Any  # in tensors that have a number for each key of all sequences
+
+
+@gluon.jit
+def block_at(tile, batch, record, limits, LISTS: gl.constexpr, BN: gl.constexpr):
+    """Return the block of key tile `tile` of a batch entry, or of the tile of packed sequences that has this record."""
+    seqlen_q, seqlen_k, band_lo, band_hi, _ = limits
+    block = Block(tile, batch, batch, seqlen_q, seqlen_k, band_lo, band_hi, 0, 0)
+    if LISTS == RAGGED:
+        own = load_tile(record)
+        block = Block(
+            own.first // BN, own.other, own.own, own.other.length, own.own.length,
+            band_lo - own.diagonal, band_hi - own.diagonal, own.padded, own.own.begin,
+        )  # fmt: skip
+    return block
 
 
 @gluon.jit
@@ -40,15 +71,6 @@ def band_tiles(tile, seqlen_q, seqlen_k, band_lo, band_hi, BM: gl.constexpr, BN:
 
 
 @gluon.jit
-def recorded_tiles(record, BM: gl.constexpr):
-    """Return (first, full_first, full_end, end) as `band_tiles` does, from the record of a key tile."""
-    first = gl.load(record + 1) // BM
-    end = gl.maximum((gl.load(record + 2) + BM - 1) // BM, first)
-    full_first = gl.maximum(gl.minimum((gl.load(record + 3) + BM - 1) // BM, end), first)
-    return first, full_first, gl.maximum(gl.minimum(gl.load(record + 4) // BM, end), full_first), end
-
-
-@gluon.jit
 def share_of_tiles(span, share, shares):
     """Return the `share`-th of equal shares of the query tiles of a span; shares follow each other."""
     first, full_first, full_end, end = span
@@ -61,19 +83,16 @@ def share_of_tiles(span, share, shares):
 
 @gluon.jit
 def span_of(
-    tile, share, record, limits, LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, BM: gl.constexpr,
+    block, share, shares, LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr,
 ):  # fmt: skip
     """Return the query tiles of a block as `band_tiles` or `downward_span` does, zeros where lists are walked.
 
     Where key tiles have several blocks each, they are those of its `share`.
     """
-    seqlen_q, seqlen_k, band_lo, band_hi, shares = limits
     span = (0, 0, 0, 0)
-    if LISTS == SPANS:
-        span = recorded_tiles(record, BM)
-    elif LISTS == NO_LISTS:
-        span = band_tiles(tile, seqlen_q, seqlen_k, band_lo, band_hi, BM, BN)
+    if LISTS == NO_LISTS or LISTS == RAGGED:
+        span = band_tiles(block.tile, block.seqlen_q, block.seqlen_k, block.band_lo, block.band_hi, BM, BN)
         if shares is not None:
             span = share_of_tiles(span, share, shares)
         if DOWNWARDS:
@@ -93,7 +112,7 @@ def rounds_of(group, INTERLEAVED: gl.constexpr):
 def head_steps(record, span, LISTS: gl.constexpr, BM: gl.constexpr):
     """Return (steps without a test, steps with one) of one query head."""
     first, full_first, full_end, end = span
-    if LISTS == NO_LISTS or LISTS == SPANS:
+    if LISTS == NO_LISTS or LISTS == RAGGED:
         n_full = full_end - full_first
         n_partial = end - first - n_full
     else:
@@ -106,7 +125,7 @@ def head_steps(record, span, LISTS: gl.constexpr, BM: gl.constexpr):
 def full_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constexpr, DOWNWARDS: gl.constexpr):
     """Return the query tile of the `t`-th step without a test."""
     R: gl.constexpr = TILE // BM
-    if LISTS == NO_LISTS or LISTS == SPANS:
+    if LISTS == NO_LISTS or LISTS == RAGGED:
         m = span[1] + t
         if DOWNWARDS:
             m = span[2] - 1 - t
@@ -119,7 +138,7 @@ def full_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constexpr,
 def partial_tile(t, record, n_partial, span, LISTS: gl.constexpr, BM: gl.constexpr, DOWNWARDS: gl.constexpr):
     """Return the query tile of the `t`-th step with a test; anything where there is no such step."""
     R: gl.constexpr = TILE // BM
-    if LISTS == NO_LISTS or LISTS == SPANS:
+    if LISTS == NO_LISTS or LISTS == RAGGED:
         first, full_first, full_end, _ = span
         before = full_first - first
         m = gl.where(t < before, first + t, full_end + t - before)

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.backward_256.walk import (
     NO_LISTS,
-    SPANS,
+    RAGGED,
     STEP,
     Mask,
     at_batch,
@@ -33,6 +33,7 @@ from dmattn_ops.kernels.hopper.backward_256.walk import (
     no_test,
     partial_step,
     ranked_tile,
+    sight_of,
     visible,
 )
 from dmattn_ops.kernels.hopper.columns import (
@@ -76,7 +77,7 @@ from dmattn_ops.kernels.hopper.scores import (
 
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
-    "bias_b bias_h bias_q bias_group kv_heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags"
+    "bias_b bias_h bias_q bias_group kv_heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags n_blocks"
 ).split()
 
 
@@ -102,19 +103,14 @@ class Shared(NamedTuple):
 class Block(NamedTuple):
     """The keys of a block, and the query heads that read them."""
 
-    batch: Any
+    queries: Any  # the place of rows (`hopper/ragged.py`)
+    keys: Any
     kv_head: Any
     group: Any
     tile: Any  # in units of 64 keys
     seqlen_k: Any
-    stat_row: Any  # row of the statistics where this batch begins
+    stat_row: Any  # row of the statistics where the queries of the first head begin
     stat_rows: Any
-
-
-@gluon.jit
-def record_of(tile, LISTS: gl.constexpr):
-    """Return which record is that of 64 keys: lists are of 128."""
-    return tile if LISTS == SPANS else tile // 2
 
 
 @gluon.jit
@@ -128,11 +124,11 @@ def load_step(i, at, head, maps, smem, block, D: gl.constexpr, D2: gl.constexpr,
     o_full = smem.o_full.index(b)
     mbarrier.wait(smem.q_empty.index(b), phase)
     mbarrier.expect(q_full, STEP * (D + D2) * 2 + STEP * 4)
-    load_rows(q_map, block.batch, at * STEP, head, q_full, smem.q, b, D)
+    load_rows(q_map, block.queries, at * STEP, head, q_full, smem.q, b, D)
     tma_load(stat_map, [0, row], q_full, smem.lse.index(b))
     mbarrier.wait(smem.o_empty.index(b), phase)
     mbarrier.expect(o_full, STEP * (DV + DV2) * 2 + STEP * 4)
-    load_rows(o_map, block.batch, at * STEP, head, o_full, smem.o, b, DV)
+    load_rows(o_map, block.queries, at * STEP, head, o_full, smem.o, b, DV)
     tma_load(stat_map, [1, row], o_full, smem.delta.index(b))
 
 
@@ -141,12 +137,12 @@ def producer(maps, k_map, v_map, smem, block, view, mask, D: gl.constexpr, D2: g
              DV2: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
     """Load the block's keys once and then every step of every query head."""
     mbarrier.expect(smem.kv_full, STEP * (D + D2 + DV + DV2) * 2)
-    load_rows(k_map, block.batch, block.tile * STEP, block.kv_head, smem.kv_full, smem.k, 0, D)
-    load_rows(v_map, block.batch, block.tile * STEP, block.kv_head, smem.kv_full, smem.v, 0, DV)
+    load_rows(k_map, block.keys, block.tile * STEP, block.kv_head, smem.kv_full, smem.k, 0, D)
+    load_rows(v_map, block.keys, block.tile * STEP, block.kv_head, smem.kv_full, smem.v, 0, DV)
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
-        here = head_view(view, mask, record_of(block.tile, LISTS), head, LISTS, HIDDEN)
+        here = head_view(view, mask, block.tile // 2, head, LISTS, HIDDEN)
         n_full, n_partial = count_steps(here, LISTS)
         for t in range(n_full):
             load_step(i, full_step(t, here, n_partial, LISTS), head, maps, smem, block, D, D2, DV, DV2)
@@ -167,7 +163,7 @@ def store_part(sums, factor, map, buffers, spare, block, PART: gl.constexpr, FIR
     else:
         buffer = spare[PART].index(0)
         stage_rows(sums[PART], factor, buffer, WIDTH, WIDTH, dtype)
-    send_rows(buffer, map[PART], [block.batch, block.tile * STEP, block.kv_head, FIRST], WIDTH, dtype)
+    send_rows(buffer, map[PART], block.keys, block.tile * STEP, block.kv_head, FIRST, dtype)
 
 
 @gluon.jit
@@ -219,7 +215,7 @@ def dv_loops(dv, smem, block, view, mask, bias, scales, exact, DV: gl.constexpr,
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
-        here = head_view(view, mask, record_of(block.tile, LISTS), head, LISTS, HIDDEN)
+        here = head_view(view, mask, block.tile // 2, head, LISTS, HIDDEN)
         key_bias = load_key_bias(bias, head, keys, BIAS)[:, None]
         n_full, n_partial = count_steps(here, LISTS)
         for t in range(n_full):
@@ -307,7 +303,7 @@ def dk_consumer(smem, dk_map, block, view, mask, bias, scale, D: gl.constexpr, D
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
-        here = head_view(view, mask, record_of(block.tile, LISTS), head, LISTS, HIDDEN)
+        here = head_view(view, mask, block.tile // 2, head, LISTS, HIDDEN)
         n_full, n_partial = count_steps(here, LISTS)
         sums = gl.zeros([STEP], gl.float32, layout=BY_KEY)
         for _ in range(n_full + n_partial):
@@ -369,20 +365,18 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
                 start, end, hidden_from, hidden_to,
                 bias, key_sums, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                 mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, kv_heads, group, seqlen_q,
-                seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total,
+                seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_blocks,
                 D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr,
                 BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
                 HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads.
 
-    Of SPANS, `lists` are records of 64 keys, `start` and `end` the spans of keys.
+    Of RAGGED calls `lists` are the records of 64 keys. There are `n_blocks` programs for each key head.
     """
     dtype: gl.constexpr = q_map.dtype
     q_maps, o_maps = pair(q_map, q2_map, D2), pair(o_map, o2_map, DV2)
     filled, smem = allocate(stat_map, q_maps, o_maps, D, D2, DV, DV2)
     follow_kernel_before()
-    n_tiles = (seqlen_k + 2 * STEP - 1) // (2 * STEP)
-    n_blocks = (seqlen_k + STEP - 1) // STEP if LISTS == NO_LISTS or LISTS == SPANS else n_tiles * 2
     tile, index = block_of(gl.program_id(0), n_blocks, n_heads, heads_per_group)
     batch = index // kv_heads
     kv_head = index - batch * kv_heads
@@ -390,18 +384,23 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
                 k_segments + batch.to(gl.int64) * k_segments_b, q_segments + batch.to(gl.int64) * q_segments_b,
                 list_h, list_width, bits_h, bits_row, k_segments_h, 0, mask_group, segment_group,
                 at_batch(start, end, hidden_from, hidden_to, batch, k_segments_b, LISTS, HIDDEN))  # fmt: skip
-    if LISTS == SPANS:
+    if LISTS == RAGGED:
         tile = ranked_tile(tile, mask, kv_head * group)
     elif LISTS != NO_LISTS:
         tile = ranked_tile(tile // 2, mask, kv_head * group) * 2 + (tile & 1)
     # queries past the end have a statistic that makes P = 0: no test of theirs is needed
-    view = band_view(mask, tile * STEP, STEP, seqlen_k, -band_hi, -band_lo, seqlen_q, False)
-    block = Block(batch, kv_head, group, tile, seqlen_k, batch * kv_heads * group * stat_rows, stat_rows)
+    at = sight_of(tile, batch, mask, seqlen_k, seqlen_q, -band_hi, -band_lo, LISTS, STEP)
+    view = band_view(mask, at.tile * STEP, STEP, at.n_rows, at.low, at.high, at.n_columns, False)
+    stat_row = batch * kv_heads * group * stat_rows + at.padded
+    block = Block(at.columns, at.rows, kv_head, group, at.tile, at.n_rows, stat_row, stat_rows)
     if BIAS != NO_BIAS:
         bias += batch.to(gl.int64) * bias_b
     if BIAS == KEY_BIAS:
         key_sums += batch.to(gl.int64) * (kv_heads * group) * seqlen_k
-    bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_q, seqlen_k)
+    if LISTS == RAGGED and BIAS == KEY_BIAS:
+        bias += at.begin
+        key_sums += at.begin
+    bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_k, at.n_columns, at.n_rows)
     scales = Scales(scale_log2, cap, 0.0, scale)
     exact = Exact(0, stats + 2 * total.to(gl.int64), stats + 3 * total.to(gl.int64))
     gl.warp_specialize([

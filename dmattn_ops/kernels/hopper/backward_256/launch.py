@@ -26,7 +26,6 @@ from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units,
 from dmattn_ops.config import HopperBackward256
 from dmattn_ops.kernels.hopper.arguments import (
     MAX_DIM,
-    band_of,
     bias_places,
     column_parts,
     heads_that_balance,
@@ -37,11 +36,10 @@ from dmattn_ops.kernels.hopper.arguments import (
     row_strides,
     score_factors,
     sizes_of,
-    span_arguments,
     statistic_strides,
     too_long,
 )
-from dmattn_ops.kernels.hopper.backward.rows import row_statistics
+from dmattn_ops.kernels.hopper.backward.rows import query_of, row_statistics
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
 from dmattn_ops.kernels.hopper.dbias.launch import Statistics, bias_gradient
@@ -50,8 +48,9 @@ from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.overlap import follow_kernel_before
 from dmattn_ops.kernels.launching.tensor_maps import plain_map, rows_map
+from dmattn_ops.kernels.ragged import WORDS
+from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
-from dmattn_ops.kernels.spans import WORDS, spans_of
 from dmattn_ops.problem import TILE, UNBOUNDED
 
 STEP = 64
@@ -61,7 +60,7 @@ TAKES_SINKS = True
 CHUNK = 16
 STAT_ROWS = 64  # rows of a statistics program
 STATISTICS = 4  # of a row: lse, delta and the pair
-_SPANS = 4  # the kind of mask that packed sequences have in the kernels (`walk.py`)
+_RAGGED = 4  # the kind of mask that packed sequences have in the kernels (`walk.py`)
 
 
 def refusals(call: Call) -> list[str]:
@@ -92,8 +91,8 @@ def _arguments_of(
     if call.varlen is None:
         parts = (mask.col_tiles, mask.col_bits) if of_keys else (mask.row_tiles, mask.row_bits)
         return mask_arguments(*parts, mask, heads, seqlen_q, placeholder)
-    spans = spans_of(call, STEP if of_keys else TILE, of_keys=of_keys, chunk=CHUNK)
-    return _SPANS, list(span_arguments(spans, placeholder)), [0, 0, WORDS, 0, 0, 0, 0, 0, 0, 1, 1]
+    records = ragged_tiles(call, STEP if of_keys else TILE, of_keys=of_keys, chunk=CHUNK, follows=of_keys)
+    return _RAGGED, [records, *[placeholder] * 7], [0, 0, WORDS, 0, 0, 0, 0, 0, 0, 1, 1]
 
 
 def _heads_side_by_side(call: Call, config: HopperBackward256, uneven: bool, heads: int, blocks: int) -> int:
@@ -119,14 +118,17 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     (width, second), (width_v, second_v) = column_parts(query.shape[-1]), column_parts(value.shape[-1])
     if not mappable(grad_out):  # an expanded gradient, such as that of out.sum()
         grad_out = computed(Tensor.contiguous, grad_out)
-    rows = -(-seqlen_q // TILE) * TILE
+    # the tiles of packed queries serve the kernel that makes dq, too
+    of_queries = None if call.varlen is None else _arguments_of(call, False, heads, seqlen_q, query)
+    query_tiles = None if of_queries is None else of_queries[1][0]
+    rows = (-(-seqlen_q // TILE) if query_tiles is None else query_tiles.shape[0]) * TILE
     total = batch * heads * rows
     room = workspace(query, STATISTICS * total + -(-total // STAT_ROWS // 4))
     stats, flags = room[: STATISTICS * total].view(STATISTICS, total), room[STATISTICS * total :].view(torch.int8)
     columns_v = 1 << (width_v + second_v - 1).bit_length()
     sink_parts = parts_of_gradient(grads, total // STAT_ROWS)
     _statistics(
-        grad_out, grad_lse, call.sink, sink_parts, saved, stats, flags, (seqlen_q, heads, rows), columns_v,
+        grad_out, grad_lse, call.sink, sink_parts, saved, stats, flags, query_tiles, (seqlen_q, heads, rows), columns_v,
         in_natural_units(call),
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
@@ -134,19 +136,21 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     scores = {"BIAS": BIAS_KINDS[bias_kind(bias)], "SOFTCAP": options.softcap > 0}
     places = bias_places(bias, heads)
     key_sums = room_for_key_sums(call)
-    band_lo, band_hi = band_of(call)
+    band_lo, band_hi = options[:2]
     has_lo, has_hi = band_lo > -UNBOUNDED, band_hi < UNBOUNDED
     uneven = has_lo or has_hi or mask.row_tiles is not None or call.varlen is not None
-    of_queries, of_values = (query, key, dq, dk), (value, grad_out, dv)
-    q_map, k_map, dq_map, dk_map = (rows_map(tensor, STEP, width) for tensor in of_queries)
-    v_map, o_map, dv_map = (rows_map(tensor, STEP, width_v) for tensor in of_values)
-    q2_map, k2_map, dq2_map, dk2_map = (rows_map(tensor, STEP, second) if second else None for tensor in of_queries)
-    v2_map, o2_map, dv2_map = (rows_map(tensor, STEP, second_v) if second_v else None for tensor in of_values)
+    wide, wide_v = (query, key, dq, dk), (value, grad_out, dv)
+    q_map, k_map, dq_map, dk_map = (rows_map(tensor, STEP, width) for tensor in wide)
+    v_map, o_map, dv_map = (rows_map(tensor, STEP, width_v) for tensor in wide_v)
+    q2_map, k2_map, dq2_map, dk2_map = (rows_map(tensor, STEP, second) if second else None for tensor in wide)
+    v2_map, o2_map, dv2_map = (rows_map(tensor, STEP, second_v) if second_v else None for tensor in wide_v)
     maps, more_maps = (q_map, k_map, v_map, o_map), (q2_map, k2_map, v2_map, o2_map)
     parts = {"D": width, "D2": second, "DV": width_v, "DV2": second_v}
     sizes = heads // kv_heads, seqlen_q, seqlen_k, rows, band_lo, band_hi
     kind, numbers, strides = _arguments_of(call, True, heads, seqlen_q, stats)
-    blocks = -(-seqlen_k // STEP) if kind in (0, _SPANS) else -(-seqlen_k // TILE) * 2
+    blocks = -(-seqlen_k // STEP) if kind == 0 else -(-seqlen_k // TILE) * 2
+    if kind == _RAGGED:
+        blocks = numbers[0].shape[0]
     together = _heads_side_by_side(call, config, uneven, batch * kv_heads, blocks)
     n_flags, hidden = total // STAT_ROWS, mask.hidden_from is not None
     launch(
@@ -154,17 +158,17 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         *maps, plain_map(stats, (2, total), (1, STEP)), dk_map, dv_map, *more_maps, dk2_map, dv2_map,
         stats, flags, *numbers,
         bias, key_sums, *strides, *places, *scales, kv_heads, *sizes, together, batch * kv_heads,
-        n_flags, total,
+        n_flags, total, blocks,
         **parts, LISTS=kind, **scores, PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, HIDDEN=hidden,
         NATURAL=in_natural_units(call), num_warps=4, follows=True,
     )  # fmt: skip
-    kind, numbers, strides = _arguments_of(call, False, heads, seqlen_q, stats)
+    kind, numbers, strides = of_queries or _arguments_of(call, False, heads, seqlen_q, stats)
     together = _heads_side_by_side(call, config, uneven, batch * heads, rows // TILE)
     partial = uneven or seqlen_k % STEP != 0
     launch(
         queries_kernel, (batch * heads * (rows // TILE),),
         *maps, dq_map, *more_maps, dq2_map, stats, flags, *numbers, bias, *strides,
-        *places, *scales, heads, *sizes, together, batch * heads, n_flags, total,
+        *places, *scales, heads, *sizes, together, batch * heads, n_flags, total, rows // TILE,
         **parts, LISTS=kind, **scores, PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, HIDDEN=hidden,
         NATURAL=in_natural_units(call), num_warps=4, follows=True,
     )  # fmt: skip
@@ -180,6 +184,7 @@ def _statistics(
     saved: Saved,
     stats: Tensor,
     flags: Tensor,
+    query_tiles: Tensor | None,
     sizes: tuple[int, int, int],
     width: int,
     natural: bool,
@@ -197,8 +202,9 @@ def _statistics(
     ]
     launch(
         statistics_kernel, (stats.shape[1] // STAT_ROWS,),
-        out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, *strides,
+        out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, *strides, query_tiles,
         *sizes, stats.shape[1], out.shape[-1], BLOCK=STAT_ROWS, WIDTH=width, NATURAL=natural, num_warps=8,
+        follows=query_tiles is not None,
     )  # fmt: skip
 
 
@@ -206,20 +212,21 @@ def _statistics(
 def statistics_kernel(
     out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags,
     out_b, out_s, out_h, grad_b, grad_s, grad_h, lse_b, lse_h, lse_s, tail_b, tail_h, tail_s,
-    grad_lse_b, grad_lse_h, grad_lse_s,
+    grad_lse_b, grad_lse_h, grad_lse_s, query_tiles,
     seqlen_q, heads, rows, total_rows, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """Write the statistics of BLOCK rows of one head; where a row is empty or past the end such that P = 0."""
     follow_kernel_before()
     block = tl.program_id(0)
     index = block // (rows // BLOCK)
-    row = (block - index * (rows // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    start = (block - index * (rows // BLOCK)) * BLOCK
+    row = start + tl.arange(0, BLOCK)
     batch = (index // heads).to(tl.int64)
     head = (index % heads).to(tl.int64)
     column = tl.arange(0, WIDTH)
-    inside = row < seqlen_q
+    query, inside = query_of(row, start, query_tiles, seqlen_q)
     mask = inside[:, None] & (column < dim)[None, :]
-    at = row.to(tl.int64)
+    at = query.to(tl.int64)
     out += batch * out_b + head * out_h
     o = tl.load(out + at[:, None] * out_s + column[None, :], mask=mask, other=0.0)
     grad_out += batch * grad_b + head * grad_h

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.backward_256.walk import (
     NO_LISTS,
+    RAGGED,
     SEGMENTS,
     STEP,
     Mask,
@@ -30,6 +31,7 @@ from dmattn_ops.kernels.hopper.backward_256.walk import (
     no_test,
     partial_step,
     ranked_tile,
+    sight_of,
     visible,
 )
 from dmattn_ops.kernels.hopper.columns import (
@@ -72,7 +74,7 @@ from dmattn_ops.kernels.hopper.scores import (
 
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
-    "bias_b bias_h bias_q bias_group heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags"
+    "bias_b bias_h bias_q bias_group heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags n_tiles"
 ).split()
 
 
@@ -94,7 +96,8 @@ class Shared(NamedTuple):
 class Block(NamedTuple):
     """The queries of a block."""
 
-    batch: Any
+    queries: Any  # the place of rows (`hopper/ragged.py`)
+    keys: Any
     head: Any
     kv_head: Any
     tile: Any  # in units of 128 queries
@@ -115,13 +118,13 @@ def load_step(i, at, k_map, v_map, smem, block, D: gl.constexpr, D2: gl.constexp
     k_full = smem.k_full.index(b)
     mbarrier.wait(smem.k_empty.index(b), ((i >> 1) & 1) ^ 1)
     mbarrier.expect(k_full, STEP * (D + D2) * 2)
-    load_rows(k_map, block.batch, at * STEP, block.kv_head, k_full, smem.k, b, D)
+    load_rows(k_map, block.keys, at * STEP, block.kv_head, k_full, smem.k, b, D)
     if BIAS == KEY_BIAS:
         smem.bias.index(b).store(finite_or_lowest(added.to(gl.float32)))
         mbarrier.arrive(k_full, count=1)
     mbarrier.wait(smem.v_empty, (i & 1) ^ 1)
     mbarrier.expect(smem.v_full, STEP * (DV + DV2) * 2)
-    load_rows(v_map, block.batch, at * STEP, block.kv_head, smem.v_full, smem.v, 0, DV)
+    load_rows(v_map, block.keys, at * STEP, block.kv_head, smem.v_full, smem.v, 0, DV)
 
 
 @gluon.jit
@@ -131,8 +134,8 @@ def producer(q_map, k_map, v_map, o_map, smem, block, view, D: gl.constexpr, D2:
     mbarrier.expect(smem.qo_full, 2 * STEP * (D + D2 + DV + DV2) * 2)
     for c in gl.static_range(2):
         row = (block.tile * 2 + c) * STEP
-        load_rows(q_map, block.batch, row, block.head, smem.qo_full, smem.q, c, D)
-        load_rows(o_map, block.batch, row, block.head, smem.qo_full, smem.o, c, DV)
+        load_rows(q_map, block.queries, row, block.head, smem.qo_full, smem.q, c, D)
+        load_rows(o_map, block.queries, row, block.head, smem.qo_full, smem.o, c, DV)
     n_full, n_partial = count_steps(view, LISTS)
     i = 0
     for t in range(n_full):
@@ -236,10 +239,10 @@ def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.con
     # only this consumer reads this half of Q, and it is done
     q = buffer_at(smem.q, C)
     stage_rows(dq[0], scales.softmax, q[0], D, D, dtype)
-    send_rows(q[0], dq_map[0], [block.batch, row, block.head, 0], D, dtype)
+    send_rows(q[0], dq_map[0], block.queries, row, block.head, 0, dtype)
     if D2 > 0:
         stage_rows(dq[1], scales.softmax, q[1], D2, D2, dtype)
-        send_rows(q[1], dq_map[1], [block.batch, row, block.head, D], D2, dtype)
+        send_rows(q[1], dq_map[1], block.queries, row, block.head, D, dtype)
     tma.store_wait(pendings=0)
 
 
@@ -276,11 +279,11 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
                    hidden_from, hidden_to,
                    bias, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                    mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, heads, group,
-                   seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total,
+                   seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_tiles,
                    D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr,
                    BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
                    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
-    """Write dq; one program for each 128 queries of each of `n_heads` heads. Of SPANS, `start` and `end` are those of queries."""
+    """Write dq; `n_tiles` programs, one for each 128 queries, of each of `n_heads` heads. Of RAGGED calls `lists` are records."""
     dtype: gl.constexpr = q_map.dtype
     # registers per thread: segments take 16 more of a consumer's, at the cost of one word that the producer spills
     CONSUMER: gl.constexpr = 240 if LISTS == SEGMENTS else 232
@@ -289,7 +292,6 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
     dq_maps = pair(dq_map, dq2_map, D2)
     filled, smem = allocate(q_maps, o_maps, D, D2, DV, DV2, BIAS)
     follow_kernel_before()
-    n_tiles = (seqlen_q + 2 * STEP - 1) // (2 * STEP)
     tile, index = block_of(gl.program_id(0), n_tiles, n_heads, heads_per_group)
     batch = index // heads
     head = index - batch * heads
@@ -301,16 +303,21 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
         tile = ranked_tile(tile, mask, head)
     elif HAS_HIGH:
         tile = n_tiles - 1 - tile  # the last queries see the most keys
-    view = band_view(mask, tile * 2 * STEP, 2 * STEP, seqlen_q, band_lo, band_hi, seqlen_k, True)
+    at = sight_of(tile, batch, mask, seqlen_q, seqlen_k, band_lo, band_hi, LISTS, 2 * STEP)
+    view = band_view(mask, at.tile * 2 * STEP, 2 * STEP, at.n_rows, at.low, at.high, at.n_columns, True)
     view = head_view(view, mask, tile, head, LISTS, HIDDEN)
     lse = stats + index.to(gl.int64) * stat_rows
+    if LISTS == RAGGED:  # a tile's rows begin at its number, and count inside its sequence
+        lse += tile * 2 * STEP - at.tile * 2 * STEP
     if BIAS != NO_BIAS:
         bias += batch.to(gl.int64) * bias_b
-    bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, bias, seqlen_q, seqlen_k)
+        if LISTS == RAGGED:
+            bias += at.columns_begin
+    bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, bias, 0, at.n_rows, at.n_columns)
     delta = lse + n_heads.to(gl.int64) * stat_rows
     scales = Scales(scale_log2, cap, 0.0, scale)
     exact = Exact(0, lse + 2 * total.to(gl.int64), lse + 3 * total.to(gl.int64))
-    block = Block(batch, head, head // group, tile, seqlen_q, lse, delta, bias)
+    block = Block(at.rows, at.columns, head, head // group, at.tile, at.n_rows, lse, delta, bias)
     gl.warp_specialize([
         (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, 0, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP,
                     PARTIAL, HAS_LOW,

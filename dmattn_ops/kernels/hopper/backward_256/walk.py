@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.kernels.hopper.ragged import load_tile
+
 STEP = gl.constexpr(64)  # columns of a step; a tile of a list is two steps
 HEADER = gl.constexpr(4)
-NO_LISTS = gl.constexpr(0)  # kinds of masks: the band alone, bits, segments, intervals, or spans
+NO_LISTS = gl.constexpr(0)  # kinds of masks: the band alone, bits, segments, intervals, or the band of packed sequences
 BITS = gl.constexpr(1)
 SEGMENTS = gl.constexpr(2)
 INTERVALS = gl.constexpr(3)
-SPANS = gl.constexpr(4)  # no list: a record says which columns a tile of rows sees, and each row has its own
+RAGGED = gl.constexpr(4)  # no list, but a record for each tile of rows (`kernels/ragged.py`)
 
 
 class Intervals(NamedTuple):
@@ -68,8 +70,7 @@ class View(NamedTuple):
 class Select(NamedTuple):
     """The test of one step: columns low ... high of each row, or 64 bits, or equal segments and low ... high.
 
-    Of spans, columns low ... high. Of intervals, the same but for drop_low ... drop_high where rows are keys; else
-    low ... high, and rows begin ... end - 1 of each column but for drop_low ... drop_high - 1.
+    Of intervals, columns low ... high but for drop_low ... drop_high where rows are keys; else low ... high, and rows begin ... end - 1 of each column but for drop_low ... drop_high - 1.
     """
 
     low: Any
@@ -120,6 +121,34 @@ def ranked_tile(rank, mask, head):
     return gl.load(mask.lists + (head // mask.group).to(gl.int64) * mask.list_head + rank * mask.list_width)
 
 
+class Sight(NamedTuple):
+    """Where a block's rows and the columns that they see lie: in the whole call, or in one of packed sequences."""
+
+    tile: Any  # of rows
+    rows: Any  # their place (`hopper/ragged.py`)
+    columns: Any
+    n_rows: Any
+    n_columns: Any
+    low: Any
+    high: Any
+    padded: Any  # columns before these, where each sequence is padded to whole tiles
+    begin: Any  # of the rows and columns in tensors with a number for each one of all sequences
+    columns_begin: Any
+
+
+@gluon.jit
+def sight_of(tile, batch, mask, n_rows, n_columns, low, high, LISTS: gl.constexpr, ROWS: gl.constexpr):
+    """Return the sight of tile `tile` of a batch entry, or of the tile of packed sequences with this record."""
+    sight = Sight(tile, batch, batch, n_rows, n_columns, low, high, 0, 0, 0)
+    if LISTS == RAGGED:
+        own = load_tile(mask.lists + tile.to(gl.int64) * mask.list_width)
+        sight = Sight(
+            own.first // ROWS, own.own, own.other, own.own.length, own.other.length, low + own.diagonal, high + own.diagonal,
+            own.padded, own.own.begin, own.other.begin,
+        )  # fmt: skip
+    return sight
+
+
 @gluon.jit
 def band_view(mask, row, ROWS: gl.constexpr, n_rows, low, high, columns, TEST_END: gl.constexpr):
     """View rows `row ... row + ROWS` of a head that has no list; TEST_END: columns past the end need a test."""
@@ -144,7 +173,7 @@ def head_view(view, mask, tile, head, LISTS: gl.constexpr, HIDDEN: gl.constexpr)
     bits = view.bits
     row_segments = view.row_segments
     column_segments = view.column_segments
-    if LISTS != NO_LISTS:
+    if LISTS != NO_LISTS and LISTS != RAGGED:
         mask_head = (head // mask.group).to(gl.int64)
         record = mask.lists + mask_head * mask.list_head + tile * mask.list_width
     if LISTS == BITS:
@@ -162,23 +191,14 @@ def head_view(view, mask, tile, head, LISTS: gl.constexpr, HIDDEN: gl.constexpr)
             hidden_from += of_head
             hidden_to += of_head
         intervals = Intervals(intervals.start + of_head, intervals.end + of_head, hidden_from, hidden_to)
-    first = view.first
-    full_first = view.full_first
-    full_end = view.full_end
-    end = view.end
-    if LISTS == SPANS:
-        first = gl.load(record + 1) // STEP
-        end = gl.maximum((gl.load(record + 2) + STEP - 1) // STEP, first)
-        full_first = gl.maximum(gl.minimum((gl.load(record + 3) + STEP - 1) // STEP, end), first)
-        full_end = gl.maximum(gl.minimum(gl.load(record + 4) // STEP, end), full_first)
     return View(record, bits, row_segments, column_segments, intervals, view.bits_row, view.low, view.high, view.columns,
-                first, full_first, full_end, end)  # fmt: skip
+                view.first, view.full_first, view.full_end, view.end)  # fmt: skip
 
 
 @gluon.jit
 def count_steps(view, LISTS: gl.constexpr):
     """Return (steps without a test, steps with one)."""
-    if LISTS == NO_LISTS or LISTS == SPANS:
+    if LISTS == NO_LISTS or LISTS == RAGGED:
         n_full = view.full_end - view.full_first
         n_partial = view.end - view.first - n_full
     else:
@@ -190,7 +210,7 @@ def count_steps(view, LISTS: gl.constexpr):
 @gluon.jit
 def full_step(t, view, n_partial, LISTS: gl.constexpr):
     """Return where the `t`-th step without a test is, in steps."""
-    if LISTS == NO_LISTS or LISTS == SPANS:
+    if LISTS == NO_LISTS or LISTS == RAGGED:
         at = view.full_first + t
     else:
         at = gl.load(view.record + HEADER + (n_partial + t) // 2) * 2 + (t & 1)
@@ -200,7 +220,7 @@ def full_step(t, view, n_partial, LISTS: gl.constexpr):
 @gluon.jit
 def partial_step(t, view, n_partial, LISTS: gl.constexpr):
     """Return where the `t`-th step with a test is, in steps; any number past the last one."""
-    if LISTS == NO_LISTS or LISTS == SPANS:
+    if LISTS == NO_LISTS or LISTS == RAGGED:
         before = view.full_first - view.first
         at = gl.where(t < before, view.first + t, view.full_end + t - before)
     else:
@@ -220,7 +240,7 @@ class RowNumbers(NamedTuple):
 
 @gluon.jit
 def load_row_numbers(view, rows, n_rows, LISTS: gl.constexpr, HIDDEN: gl.constexpr, KEYS: gl.constexpr):
-    """Return the numbers of `rows`; KEYS: whether rows are keys. Intervals of keys, and spans, are cut to the band."""
+    """Return the numbers of `rows`; KEYS: whether rows are keys. Intervals of keys are cut to the band."""
     segments = rows
     low = rows
     high = rows
@@ -228,7 +248,7 @@ def load_row_numbers(view, rows, n_rows, LISTS: gl.constexpr, HIDDEN: gl.constex
     drop_high = rows
     if LISTS == SEGMENTS:
         segments = gl.load(view.row_segments + rows, mask=rows < n_rows, other=-1)
-    elif (LISTS == INTERVALS and KEYS) or LISTS == SPANS:
+    elif LISTS == INTERVALS and KEYS:
         inside = rows < n_rows  # 0 below: any int32 may be an end, and nothing that is computed from it overflows
         low = gl.maximum(gl.load(view.intervals.start + rows, mask=inside, other=1), rows + view.low)
         high = gl.minimum(gl.maximum(gl.load(view.intervals.end + rows, mask=inside, other=0), 0) - 1, rows + view.high)
@@ -255,7 +275,7 @@ def load_select(
     drop_high = rows
     if LISTS == BITS:
         words = gl.load(view.bits + rows.to(gl.int64) * view.bits_row + at)
-    elif (LISTS == INTERVALS and KEYS) or LISTS == SPANS:
+    elif LISTS == INTERVALS and KEYS:
         low = numbers.low - at * STEP
         high = numbers.high - at * STEP
         if HIDDEN:
@@ -292,9 +312,9 @@ def visible(
         half = gl.where(column < 32, words.to(gl.int32), (words >> 32).to(gl.int32))
         p = gl.where(((half >> lane) & (1 << (column & 25))) != 0, p, 0.0)
     else:
-        if HAS_LOW or (LISTS == INTERVALS and KEYS) or LISTS == SPANS:
+        if HAS_LOW or (LISTS == INTERVALS and KEYS):
             p = gl.where(column - lane >= select.low[:, None] - lane, p, 0.0)
-        if HAS_HIGH or (LISTS == INTERVALS and KEYS) or LISTS == SPANS:
+        if HAS_HIGH or (LISTS == INTERVALS and KEYS):
             p = gl.where(column - lane <= select.high[:, None] - lane, p, 0.0)
     if LISTS == INTERVALS and not KEYS:
         row = rows[:, None]

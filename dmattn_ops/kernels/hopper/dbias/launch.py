@@ -87,7 +87,7 @@ def shared_bias_kernel(
     bias += batch.to(gl.int64) * bias_b + head.to(gl.int64) * bias_h
     dbias += batch.to(gl.int64) * dbias_b + head.to(gl.int64) * dbias_h
     total = total.to(gl.int64)
-    of_head = Bias(bias, 0, 1, bias_q, 1.0 / scale, bias, seqlen_q, seqlen_k)
+    of_head = Bias(bias, 0, 1, bias_q, 1.0 / scale, bias, 0, seqlen_q, seqlen_k)
     scales = Scales(scale_log2, 0.0, 0.0, scale)
     mask = (lists, bits, q_segments, k_segments, intervals, strides)
     all_rows = (stats, heads, stat_rows, total)

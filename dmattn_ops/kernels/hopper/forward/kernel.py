@@ -27,6 +27,7 @@ from dmattn_ops.kernels.hopper.columns import (
     no_sums,
     pair,
     rows_of,
+    staged,
     transposed,
 )
 from dmattn_ops.kernels.hopper.dropout import Dropout, drop, dropout_of_batch, dropout_of_head
@@ -63,11 +64,12 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     tma_store,
     warpgroup_mma_wait,
 )
+from dmattn_ops.kernels.hopper.ragged import Rows, head_corner_of
 
 
 @gluon.jit
 def store_part(
-    acc, inverse, q, buffer, o_desc, batch, h, q_first,
+    acc, inverse, q, buffer, o_desc, place, h, q_first,
     FIRST: gl.constexpr, WIDTH: gl.constexpr, WIDTH_Q: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Write columns `FIRST ...` of out, through a buffer of queries, viewed as the matrix `q`, that is at least as wide."""
@@ -75,11 +77,11 @@ def store_part(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
     if WIDTH != WIDTH_Q:
-        buffer = reinterpret(buffer, dtype, [1, 1, ROWS, WIDTH], o_desc.layout)
+        buffer = reinterpret(buffer, dtype, o_desc.block_type.shape, o_desc.layout)
         q = buffer.reshape([ROWS, WIDTH])
     q.store(acc.to(dtype))
     fence_async_shared()
-    tma_store(o_desc, [batch, h, q_first, FIRST], buffer)
+    tma_store(o_desc, head_corner_of(o_desc, place, q_first, h, FIRST), buffer)
 
 
 @gluon.jit
@@ -117,7 +119,7 @@ def consume(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     STATE_COLUMNS: gl.constexpr = BN if NC == 2 else BN // 2
     STATE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STATE_COLUMNS, 16])
-    WORDS: gl.constexpr = 8 if MASK == "spans" else 4
+    WORDS: gl.constexpr = 8 if MASK == "ragged" else 4
     PIECE: gl.constexpr = gl.BlockedLayout([WORDS], [32], [4], [0])
     PER_TILE: gl.constexpr = TILE // BN
     ROW_MAX: gl.constexpr = row_max is not None
@@ -143,21 +145,24 @@ def consume(
         batch = head // H
         h = head - batch * H
         block_first = tile * BM
+        query_rows = batch
+        if MASK == "ragged":
+            block_first = tile
+            seqlen_q = gl.sum(gl.where(slots == 3, parts, 0), 0)
+            seqlen_k = gl.sum(gl.where(slots == 5, parts, 0), 0)
+            diagonal = gl.sum(gl.where(slots == 6, parts, 0), 0)
+            lo = band[0] + diagonal
+            hi = band[1] + diagonal
+            query_rows = Rows(gl.sum(gl.where(slots == 2, parts, 0), 0), seqlen_q)
         q_first = block_first + C * ROWS
         q = rows_of(queries, slot * NC + C, ROWS, D, D2)
-        if MASK == "spans":
-            begin = gl.sum(gl.where(slots == 2, parts, 0), 0)
-            end = gl.sum(gl.where(slots == 3, parts, 0), 0)
-            full_begin = gl.sum(gl.where(slots == 4, parts, 0), 0)
-            full_end = gl.sum(gl.where(slots == 5, parts, 0), 0)
-        else:
-            begin, end, full_begin, full_end = band_tiles(
-                block_first, seqlen_q, seqlen_k, lo, hi, BM, BN, HAS_LO, HAS_HI
-            )  # fmt: skip
+        begin, end, full_begin, full_end = band_tiles(
+            block_first, seqlen_q, seqlen_k, lo, hi, BM, BN, HAS_LO, HAS_HI
+        )  # fmt: skip
         first = 0
         record = head.to(gl.int64)
         q_segment = row
-        if MASK == "band":
+        if MASK == "band" or MASK == "ragged":
             # the block's first tiles may lie wholly behind the band of these 64 queries, which has its own full tiles
             _, own_end, _, own_full_end = band_tiles(q_first, seqlen_q, seqlen_k, lo, hi, 64, BN, HAS_LO, HAS_HI)
             n = end - begin
@@ -166,11 +171,6 @@ def consume(
             masked = gl.where(full_begin == begin, own_masked, masked)
             first = gl.minimum(gl.maximum(end - own_end, 0), end - full_end)
             first = gl.where(q_first >= seqlen_q, n, first)
-            step = pass_over(first, step, k_full, k_empty, v_full, STAGES)
-        elif MASK == "spans":
-            n = end - begin
-            masked = end - full_end + full_begin - begin
-            first = gl.where(q_first >= seqlen_q, n, 0)
             step = pass_over(first, step, k_full, k_empty, v_full, STAGES)
         else:
             n = n_partial + gl.sum(gl.where(slots == 3, parts, 0), 0) * PER_TILE
@@ -193,11 +193,7 @@ def consume(
         if HAS_HI:
             q_hi = gl.minimum(q_first + row + hi, seqlen_k - 1)
         q_lo = q_first + row + lo
-        k_segments, starts, ends, hidden_from, hidden_to = key_numbers
-        if MASK == "spans":
-            own_row = q_first + row
-            q_lo = gl.load(starts + own_row, mask=own_row < seqlen_q, other=0)
-            q_hi = gl.load(ends + own_row, mask=own_row < seqlen_q, other=0) - 1
+        k_segments, _, _, hidden_from, hidden_to = key_numbers
         if MASK == "segments":
             k_segments += k_head
         if HIDDEN:
@@ -270,11 +266,13 @@ def consume(
             inverse = inverse * share_of_keys(row_lse, gl.load(sink + h).to(gl.float32))
         # q is not needed any more: its place stages the output. TMA leaves out the rows and columns past the ends
         at = slot * NC + C
-        store_part(acc[0], inverse, q[0], queries[0].index(at), o_descs[0], batch, h, q_first, 0, DV, D, dtype)
+        store_part(acc[0], inverse, q[0], queries[0].index(at), o_descs[0], query_rows, h, q_first, 0, DV, D, dtype)
         if DV2 > 0:
-            store_part(acc[1], inverse, q[1], queries[1].index(at), o_descs[1], batch, h, q_first, DV, DV2, D2, dtype)
+            store_part(acc[1], inverse, q[1], queries[1].index(at), o_descs[1], query_rows, h, q_first, DV, DV2, D2, dtype)
         row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, scale, NATURAL)
         at = batch.to(gl.int64) * lse_b + h.to(gl.int64) * lse_h + q_first + row
+        if MASK == "ragged":
+            at += query_rows.begin
         gl.store(lse + at, row_lse, mask=q_first + row < seqlen_q)
         gl.store(lse_tail + at, row_tail, mask=q_first + row < seqlen_q)
         if ROW_MAX:
@@ -291,11 +289,11 @@ def consume(
 
 
 @gluon.jit
-def buffers(maps, n, ROWS: gl.constexpr, WIDTH: gl.constexpr, SECOND: gl.constexpr, dtype: gl.constexpr):
+def buffers(maps, n, SECOND: gl.constexpr, dtype: gl.constexpr):
     """Return shared memory for `n` tiles of each part."""
-    first = gl.allocate_shared_memory(dtype, [n, 1, 1, ROWS, WIDTH], maps[0].layout)
+    first = gl.allocate_shared_memory(dtype, staged(n, maps[0]), maps[0].layout)
     if SECOND > 0:
-        return (first, gl.allocate_shared_memory(dtype, [n, 1, 1, ROWS, SECOND], maps[1].layout))
+        return (first, gl.allocate_shared_memory(dtype, staged(n, maps[1]), maps[1].layout))
     else:
         return (first,)
 
@@ -328,16 +326,16 @@ def forward_kernel(
     the tanh of products times `cap_inner`.
 
     `k_segments`, or `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and
-    `segments_kh`; of spans, `start` and `end` are those of queries, and `lists` are records of `BM` of them.
+    `segments_kh`. Of ragged calls `lists` are the records of tiles of `BM` queries, and positions count inside a sequence.
     """
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
     dtype: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = BM // ROWS
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    queries = buffers((q_desc, q2_desc), Q_STAGES * NC, ROWS, D, D2, dtype)
-    keys = buffers((k_desc, k2_desc), STAGES, BN, D, D2, dtype)
-    values = buffers((v_desc, v2_desc), STAGES, BN, DV, DV2, dtype)
+    queries = buffers((q_desc, q2_desc), Q_STAGES * NC, D2, dtype)
+    keys = buffers((k_desc, k2_desc), STAGES, D2, dtype)
+    values = buffers((v_desc, v2_desc), STAGES, DV2, dtype)
     words = 0
     if MASK == "bits":
         words = gl.allocate_shared_memory(gl.int32, [STAGES * NC, 1, 1, ROWS, TILE // 32], bits_desc.layout)
@@ -349,7 +347,7 @@ def forward_kernel(
     ranges = 0
     if MASK == "intervals":
         ranges = gl.allocate_shared_memory(gl.int32, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    WORDS: gl.constexpr = 8 if MASK == "spans" else 4
+    WORDS: gl.constexpr = 8 if MASK == "ragged" else 4
     piece = gl.allocate_shared_memory(gl.int32, [Q_STAGES, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)

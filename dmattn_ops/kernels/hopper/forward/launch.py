@@ -12,7 +12,6 @@ from dmattn_ops.kernels.hopper.arguments import (
     LEAST_HEADS,
     MAX_DIM,
     PARTS,
-    band_of,
     bias_places,
     chunk_of_tiles,
     column_parts,
@@ -22,10 +21,9 @@ from dmattn_ops.kernels.hopper.arguments import (
     heads_that_balance,
     key_numbers_as_bias,
     listed,
+    ragged_refusals,
     score_factors,
     sizes_of,
-    span_arguments,
-    spans_refusals,
     statistic_strides,
     too_long,
 )
@@ -33,7 +31,8 @@ from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.launching.launch import computed, launch
 from dmattn_ops.kernels.launching.plan import raw_stream
 from dmattn_ops.kernels.launching.tensor_maps import head_rows_map, pairs_map
-from dmattn_ops.kernels.spans import WORDS, spans_of
+from dmattn_ops.kernels.ragged import WORDS
+from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.problem import TILE, UNBOUNDED, Mask
 
 TAKES_SINKS = True  # the kernel multiplies out by the share that they leave
@@ -51,7 +50,7 @@ _FEW_ROUNDS = 4  # pieces for each SM, up to which those of all heads alternate:
 def refusals(call: Call) -> list[str]:
     """Return every reason why this kernel cannot take a call; none means that it can."""
     query, key, value, bias, tiles, _, _, varlen, options = call
-    reasons = spans_refusals(call)
+    reasons = ragged_refusals(call)
     if query.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"takes bfloat16 and float16, not {query.dtype}")
     dim, dim_v = query.shape[-1], value.shape[-1]
@@ -148,9 +147,8 @@ def _kind_of_mask(call: Call, block_m: int, heads: int) -> tuple[str, tuple[obje
     """Return the kernel's kind of mask, and what `_mask_arguments` does of it."""
     if call.varlen is not None:
         chunk = chunk_of_tiles(_packed_heads_at_once(call), _ROUNDS_OF_CHUNKS, call.query.device)
-        spans = spans_of(call, block_m, of_keys=False, chunk=chunk)
-        lists, bits, *others = span_arguments(spans, None)
-        return "spans", (bits, lists, *others), (0, 0, WORDS, 1, 0, 0, 0, 0, 0, 1)
+        records = ragged_tiles(call, block_m, of_keys=False, chunk=chunk)
+        return "ragged", (None, records, *(None,) * 6), (0, 0, WORDS, 1, 0, 0, 0, 0, 0, 1)
     kind = "band" if call.mask.kind == "none" else call.mask.kind
     return kind, *_mask_arguments(call.mask, heads)
 
@@ -182,10 +180,10 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
     (width, second), (width_v, second_v) = tiles_of(query.shape[-1], value.shape[-1])
     block_m, block_n, rows = config.block_m, config.block_n, _ROWS
     kind, (bits, *numbers), strides = _kind_of_mask(call, block_m, heads)
-    # lists hold the band of bits already, and spans theirs, which have two ends; segments and intervals test it
-    lo, hi = (-UNBOUNDED, UNBOUNDED) if kind == "bits" else band_of(call)
-    has_lo, has_hi = kind == "spans" or lo > -UNBOUNDED, kind == "spans" or hi < UNBOUNDED
-    blocks = -(-seqlen_q // block_m)
+    # lists hold the band of bits already; all others test it
+    lo, hi = (-UNBOUNDED, UNBOUNDED) if kind == "bits" else options[:2]
+    has_lo, has_hi = lo > -UNBOUNDED, hi < UNBOUNDED
+    blocks = numbers[0].shape[0] if kind == "ragged" else -(-seqlen_q // block_m)
     items = blocks * batch * heads
     num_sms = arch.physical(query.device).num_sms
     natural, softcap = in_natural_units(call), options.softcap > 0.0

@@ -60,7 +60,7 @@ def first_key(i, lists, visible, BN: gl.constexpr, MASK: gl.constexpr):
     """Return the first key of the `i`-th tile of the walk."""
     TILE: gl.constexpr = 128
     _, _, _, begin, end, full_begin, full_end, record, _, n, _, _ = visible
-    if MASK == "band" or MASK == "spans":
+    if MASK == "band" or MASK == "ragged":
         first = band_tile(i, begin, end, full_begin, full_end) * BN
     else:
         first = list_tile(lists, record, i, n, TILE // BN) * BN

@@ -1,9 +1,8 @@
 """What the SM 9.0 forward works on and in which order: pieces of work, the key tiles of each, and the warp that loads them.
 
-`MASK` is "band" (and no mask at all), "bits", "segments", "intervals" or "spans" (of packed sequences: each query sees keys that
-follow each other, `kernels/spans.py`); `BIAS` is "none", "key" (one per key), "full" (one per pair) or "tiles" (that, by TMA).
-Constants are local to the functions: a launch compares every global that a kernel reads, at 2 us
-each.
+`MASK` is "band" (and no mask at all), "bits", "segments", "intervals" or "ragged" (the band of packed sequences, whose tiles
+`kernels/ragged.py` records); `BIAS` is "none", "key" (one per key), "full" (one per pair) or "tiles" (that, by TMA).
+Constants are local to the functions: a launch compares every global that a kernel reads, at 2 us each.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, meet, tma_load
+from dmattn_ops.kernels.hopper.ragged import head_corner_of, load_tile
 
 
 @gluon.jit
@@ -57,16 +57,6 @@ def band_tile(i, begin, end, full_begin, full_end):
 
 
 @gluon.jit
-def span_tiles(words, BN: gl.constexpr):
-    """Return (begin, end, full_begin, full_end) as `band_tiles` does, from the words of a tile's record."""
-    begin = words[0] // BN
-    end = gl.maximum((words[1] + BN - 1) // BN, begin)
-    full_begin = gl.minimum((words[2] + BN - 1) // BN, end)
-    full_begin = gl.maximum(full_begin, begin)
-    return begin, end, full_begin, gl.maximum(gl.minimum(words[3] // BN, end), full_begin)
-
-
-@gluon.jit
 def list_tile(lists, record, i, n, PER_TILE: gl.constexpr):
     """Return the `i`-th key tile (of `TILE / PER_TILE` keys) of a record; past its end the last one, never used."""
     HEADER: gl.constexpr = 4
@@ -75,14 +65,14 @@ def list_tile(lists, record, i, n, PER_TILE: gl.constexpr):
 
 @gluon.jit
 def take(item, lists, masks, tiles, heads, group, H, MASK: gl.constexpr, REVERSED: gl.constexpr):
-    """Return (query tile, batch * head, offset of its record, words 1 to 4 of that) of a piece of work, longest first.
+    """Return (query tile, batch * head, offset of its record, what that holds) of a piece of work, longest first.
 
-    Words 1 and 2 of a list are n_partial and n_full; words that a kind of mask does not have may be anything.
+    A list holds n_partial and n_full, and the record of packed sequences a `ragged.Tile`; without records it may be anything.
     """
     rank, head = piece_of(item, tiles, heads, group)
     tile = rank
     record = rank.to(gl.int64)
-    words = (rank, rank, rank, rank)
+    words = (rank, rank)
     if MASK != "band":
         lists_b, lists_h, width, mask_group = masks
         batch = head // H
@@ -90,10 +80,10 @@ def take(item, lists, masks, tiles, heads, group, H, MASK: gl.constexpr, REVERSE
         tile = gl.load(lists + first + rank.to(gl.int64) * width)
         record = first + tile.to(gl.int64) * width
         at = lists + record
-        if MASK == "spans":
-            words = (gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4))
+        if MASK == "ragged":
+            words = load_tile(at)
         else:
-            words = (gl.load(at + 1), gl.load(at + 2), rank, rank)
+            words = (gl.load(at + 1), gl.load(at + 2))
     elif REVERSED:
         tile = tiles - 1 - rank
     return tile, head, record, words
@@ -107,11 +97,11 @@ def bias_of_head(bias, places, batch, h):
 
 
 @gluon.jit
-def load_parts(descs, batch, head, row, full, buffers, i, WIDTH: gl.constexpr):
-    """Load rows `row ...` of a head into the `i`-th buffer of each part."""
-    tma_load(descs[0], [batch, head, row, 0], full, buffers[0].index(i))
+def load_parts(descs, place, head, row, full, buffers, i, WIDTH: gl.constexpr):
+    """Load rows `row ...` of a head at a place (`ragged.py`) into the `i`-th buffer of each part."""
+    tma_load(descs[0], head_corner_of(descs[0], place, row, head, 0), full, buffers[0].index(i))
     if len(descs) > 1:
-        tma_load(descs[1], [batch, head, row, WIDTH], full, buffers[1].index(i))
+        tma_load(descs[1], head_corner_of(descs[1], place, row, head, WIDTH), full, buffers[1].index(i))
 
 
 @gluon.jit
@@ -132,7 +122,7 @@ def prefetch_bias(bias, bias_q, j, q_first, seqlen_q, seqlen_k, BM: gl.constexpr
 
 @gluon.jit
 def load_keys(
-    k_descs, pair_descs, keys, words, k_full, k_empty, step, j, batch, kv_head, corners, q_first,
+    k_descs, pair_descs, keys, words, k_full, k_empty, step, j, place, kv_head, corners, q_first,
     biases, key_bias, bias_q, ranges, of_keys, tile_first, seqlen_q, seqlen_k,
     NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     BIAS: gl.constexpr,
@@ -173,7 +163,7 @@ def load_keys(
         if BIAS == "tiles":
             corner = [bias_b, bias_h, q_first + c * ROWS, j * BN]
             tma_load(bias_desc, corner, k_full.index(b), biases.index(b * NC + c))
-    load_parts(k_descs, batch, kv_head, j * BN, k_full.index(b), keys, b, D)
+    load_parts(k_descs, place, kv_head, j * BN, k_full.index(b), keys, b, D)
     if BIAS == "key":
         biases.index(b).store(added)
     if MASK == "intervals":
@@ -187,7 +177,7 @@ def load_keys(
 
 @gluon.jit
 def load_values(
-    v_descs, values, v_full, k_empty, step, j, batch, kv_head,
+    v_descs, values, v_full, k_empty, step, j, place, kv_head,
     BN: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load the values of key tile `j` as step `step` of this block."""
@@ -196,7 +186,7 @@ def load_values(
         release = step + 1 - STAGES
         mbarrier.wait(k_empty.index(release % STAGES), (release // STAGES) & 1)
     mbarrier.expect(v_full.index(b), BN * (DV + DV2) * 2)
-    load_parts(v_descs, batch, kv_head, j * BN, v_full.index(b), values, b, DV)
+    load_parts(v_descs, place, kv_head, j * BN, v_full.index(b), values, b, DV)
 
 
 @gluon.jit
@@ -218,8 +208,8 @@ def produce(
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items = sizes
     lo, hi = band
     bits_b, bits_h, mask_group = broadcast
-    LISTS: gl.constexpr = MASK != "band" and MASK != "spans"
-    WORDS: gl.constexpr = 8 if MASK == "spans" else 4
+    LISTS: gl.constexpr = MASK != "band" and MASK != "ragged"
+    WORDS: gl.constexpr = 8 if MASK == "ragged" else 4
     PER_TILE: gl.constexpr = TILE // BN
     AHEAD: gl.constexpr = 4  # steps; their loads take longer than it takes to draw and to look up a piece
     CAUSAL: gl.constexpr = MASK == "band" and HAS_HI and not HAS_LO
@@ -236,31 +226,41 @@ def produce(
         h = head - batch * H
         kv_head = h // kv_group
         q_first = tile * BM
-        if MASK == "spans":
-            begin, end, full_begin, full_end = span_tiles(words_of, BN)
-        else:
-            begin, end, full_begin, full_end = band_tiles(q_first, seqlen_q, seqlen_k, lo, hi, BM, BN, HAS_LO, HAS_HI)
+        query_rows = batch
+        key_rows = batch
+        if MASK == "ragged":
+            q_first = words_of.first
+            query_rows = words_of.own
+            key_rows = words_of.other
+            seqlen_q = words_of.own.length
+            seqlen_k = words_of.other.length
+            lo = band[0] + words_of.diagonal
+            hi = band[1] + words_of.diagonal
+        begin, end, full_begin, full_end = band_tiles(q_first, seqlen_q, seqlen_k, lo, hi, BM, BN, HAS_LO, HAS_HI)
         n = end - begin
         if LISTS:
             n = (words_of[0] + words_of[1]) * PER_TILE
         mbarrier.wait(q_empty.index(slot), ((turn // Q_STAGES) & 1) ^ 1)
-        if MASK == "spans":
-            parts = gl.where(slots == 0, head, gl.where(slots == 1, tile, gl.where(slots == 2, begin, end)))
-            parts = gl.where(slots == 4, full_begin, gl.where(slots == 5, full_end, parts))
+        if MASK == "ragged":
+            parts = gl.where(slots == 0, head, gl.where(slots == 1, q_first, words_of.diagonal))
+            parts = gl.where(slots == 2, query_rows.begin, gl.where(slots == 3, seqlen_q, parts))
+            parts = gl.where(slots == 4, key_rows.begin, gl.where(slots == 5, seqlen_k, parts))
         else:
-            n_partial, n_full, _, _ = words_of
+            n_partial, n_full = words_of
             parts = gl.where(slots == 0, head, gl.where(slots == 1, tile, gl.where(slots == 2, n_partial, n_full)))
         piece.index(slot).store(parts)
         meet()  # triton 3.6 lets threads meet before an arrival, but not before one that announces bytes
         mbarrier.expect(q_full.index(slot), BM * (D + D2) * 2)
         for c in gl.static_range(NC):
-            load_parts(q_descs, batch, h, q_first + c * ROWS, q_full.index(slot), queries, slot * NC + c, D)
+            load_parts(q_descs, query_rows, h, q_first + c * ROWS, q_full.index(slot), queries, slot * NC + c, D)
         bias_b, bias_h, _, bias_group = bias_places
         # heads of a bias of one head are one group
         corners = (batch * bits_b, h // mask_group * bits_h, gl.where(bias_b > 0, batch, 0), h // bias_group)
         key_bias = bias
         if BIAS != "none":
             key_bias = bias_of_head(bias, bias_places, batch, h)
+            if MASK == "ragged":
+                key_bias += key_rows.begin
         of_keys = (starts, ends)
         if MASK == "intervals":
             numbers_b, numbers_h, numbers_group = number_places
@@ -275,7 +275,7 @@ def produce(
             else:
                 j = band_tile(0, begin, end, full_begin, full_end)
             load_keys(
-                k_descs, pair_descs, keys, words, k_full, k_empty, step, j, batch, kv_head, corners, q_first,
+                k_descs, pair_descs, keys, words, k_full, k_empty, step, j, key_rows, kv_head, corners, q_first,
                 biases, key_bias, bias_places[2], ranges, of_keys, q_first, seqlen_q, seqlen_k, NC, BN, D, D2, STAGES, MASK, BIAS,
             )  # fmt: skip
         # Pieces of a causal mask differ in length, and the next one is taken near the end of this one, by whom is free first:
@@ -289,10 +289,10 @@ def produce(
             else:
                 following_j = band_tile(i + 1, begin, end, full_begin, full_end)
             load_keys(
-                k_descs, pair_descs, keys, words, k_full, k_empty, step + 1, following_j, batch, kv_head, corners, q_first,
+                k_descs, pair_descs, keys, words, k_full, k_empty, step + 1, following_j, key_rows, kv_head, corners, q_first,
                 biases, key_bias, bias_places[2], ranges, of_keys, q_first, seqlen_q, seqlen_k, NC, BN, D, D2, STAGES, MASK, BIAS,
             )  # fmt: skip
-            load_values(v_descs, values, v_full, k_empty, step, j, batch, kv_head, BN, DV, DV2, STAGES)
+            load_values(v_descs, values, v_full, k_empty, step, j, key_rows, kv_head, BN, DV, DV2, STAGES)
             j = following_j
             step += 1
         following = items
@@ -310,11 +310,11 @@ def produce(
                 else:
                     j = band_tile(i + 1, begin, end, full_begin, full_end)
                 load_keys(
-                    k_descs, pair_descs, keys, words, k_full, k_empty, step + 1, j, batch, kv_head, corners, q_first,
+                    k_descs, pair_descs, keys, words, k_full, k_empty, step + 1, j, key_rows, kv_head, corners, q_first,
                     biases, key_bias, bias_places[2], ranges, of_keys, q_first, seqlen_q, seqlen_k,
                     NC, BN, D, D2, STAGES, MASK, BIAS,
                 )  # fmt: skip
-            load_values(v_descs, values, v_full, k_empty, step, j_value, batch, kv_head, BN, DV, DV2, STAGES)
+            load_values(v_descs, values, v_full, k_empty, step, j_value, key_rows, kv_head, BN, DV, DV2, STAGES)
             step += 1
         turn += 1
         item = following
