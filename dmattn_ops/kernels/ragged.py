@@ -6,19 +6,19 @@ reaches no other one, whatever it is, and the results of a sequence do not depen
 in one pass over the offsets, a record for each tile of one side:
 
 ```
-word   0        1       2       3        4             5              6          7        8      9 to 11
-     [ ranked | first | begin | length | other_begin | other_length | diagonal | padded | work | unspecified ]
+word   0        1       2       3        4             5              6          7        8      9       10, 11
+     [ ranked | first | begin | length | other_begin | other_length | diagonal | padded | work | tiles | unspecified ]
 ```
 
 The tile holds rows `first ...` of a sequence whose rows are `begin` to `begin + length`; row `r` of it sees rows from
 `r + diagonal + low` to `r + diagonal + high` of the other side's sequence, which are `other_begin` to `other_begin + other_length`
 in its tensor. `padded` counts the rows of the other side before that sequence where each sequence is padded to whole tiles of 128.
-Word 0 of record `r` does not belong to tile `r`: it names the tile that comes `r`-th. Tiles come in chunks of tiles that lie next to
+`tiles` is how many tiles there are, the same in each record. Word 0 of record `r` does not belong to tile `r`: it names the tile that comes `r`-th. Tiles come in chunks of tiles that lie next to
 each other, so that L2 holds what those read that run at the same time: first the chunk with the longest tile, and inside a chunk the
 tiles with the most work. Without chunks they come by their work alone, as in the lists of masks.
 
 Rows before the first offset and behind the last one count as two more sequences, which see nothing: their outputs are written like those
-of every row. There are as many records as the offsets allow, `capacity`; those without a tile have lengths of 0. Whatever the offsets
+of every row. There are as many records as the offsets allow, `capacity`; those without a tile have lengths of 0 and come last. Whatever the offsets
 are, no sequence reaches out of the tensors.
 """
 
@@ -39,6 +39,8 @@ from dmattn_ops.problem import TILE
 WORDS = 12  # of a record
 _WORDS = tl.constexpr(WORDS)
 _WORK = tl.constexpr(8)  # the word that holds the work
+TILES = 9  # the word that holds the number of tiles
+_TILES = tl.constexpr(TILES)
 _PADDED = tl.constexpr(TILE)  # rows that a sequence of the other side is padded to
 _UNIT = tl.constexpr(64)  # rows of the other side that count as one piece of work
 _FEW, _MANY = 128, 1024  # sequences that a program reads at a time
@@ -112,7 +114,8 @@ def _write_tiles(
     tl.store(record + 5, other_length)
     tl.store(record + 6, diagonal)
     tl.store(record + 7, padded * _PADDED)
-    tl.store(record + _WORK, tl.where(start < end, tl.cdiv(end, _UNIT) - start // _UNIT, 0))
+    tl.store(record + _WORK, tl.where(exists, tl.maximum(tl.cdiv(end, _UNIT) - start // _UNIT, 0), -1))
+    tl.store(record + _TILES, tl.minimum(counted, tl.num_programs(0)))
 
 
 @triton.jit
@@ -189,5 +192,5 @@ def tiles_of(call: Call, rows: int, *, of_keys: bool, ranked: bool = True, chunk
         chunk = min(chunk, _OTHERS) if 1 < chunk < tiles else 0
         at_once = max(_OWN, chunk)
         constants = {"OWN": at_once, "OTHER": _OTHERS, "CHUNK": chunk}
-        launch(_rank_tiles, (triton.cdiv(tiles, at_once),), records, tiles, **constants, num_warps=4, follows=follows)
+        launch(_rank_tiles, (triton.cdiv(tiles, at_once),), records, tiles, **constants, num_warps=4, follows=True)
     return records

@@ -12,8 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.launching.tensor_maps import RAGGED_ROWS as _RAGGED_ROWS
+from dmattn_ops.kernels.ragged import TILES as _TILES
 
 RAGGED_ROWS = gl.constexpr(_RAGGED_ROWS)
+TILES = gl.constexpr(_TILES)
 
 
 class Rows(NamedTuple):
@@ -39,6 +41,12 @@ def load_tile(record):
     own = Rows(gl.load(record + 2), gl.load(record + 3))
     other = Rows(gl.load(record + 4), gl.load(record + 5))
     return Tile(gl.load(record + 1), own, other, gl.load(record + 6), gl.load(record + 7))
+
+
+@gluon.jit
+def count_tiles(records):
+    """Return how many of the records have a tile."""
+    return gl.load(records + TILES)
 
 
 @gluon.jit

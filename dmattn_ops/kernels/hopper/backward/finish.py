@@ -68,10 +68,9 @@ def tiles_drawn(drawn, tiles, tiles_at_once, group):
 
 
 @gluon.jit
-def hand_out(turn, tickets, blocks_done, work, n_blocks, n_heads, kv_heads, group, rows, tiles_at_once):
+def hand_out(turn, tickets, blocks_done, work, n_blocks, n_heads, kv_heads, group, tiles, tiles_at_once):
     """As the producer, announce tiles of dq as (tile, batch, query head) once their sums are complete, until all are drawn."""
     heads = kv_heads * group
-    tiles = rows // TILE
     drawn = gl.atomic_add(tickets, 1, sem="relaxed")
     kv_index, head, tile, end = tiles_drawn(drawn, tiles, tiles_at_once, group)
     while kv_index < n_heads:

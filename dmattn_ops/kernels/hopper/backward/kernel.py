@@ -470,7 +470,7 @@ def backward_kernel(
                     SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)),
         (consumer, (consumed, flags, n_flags, dq_out, filled, work, 1, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS,
                     SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT)),
-        (producer, (produced, tickets, blocks_done, order, work, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
+        (producer, (produced, tickets, blocks_done, order, work, query_tiles, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
                     INTERLEAVED)),
         (reducer, (reduced, blocks_done, work, 0, BM, BN, D, D2, DV, DV2, dtype, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
         (reducer, (reduced_2, blocks_done, work, 1, BM, BN, D, D2, DV, DV2, dtype, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),

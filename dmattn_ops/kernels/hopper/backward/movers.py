@@ -12,6 +12,7 @@ from dmattn_ops.kernels.hopper.backward.walk import (
     INTERVAL_LISTS,
     NO_LISTS,
     RAGGED,
+    TILE,
     block_at,
     head_steps,
     rounds_of,
@@ -27,6 +28,7 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     tma_load,
     tma_reduce_add,
 )
+from dmattn_ops.kernels.hopper.ragged import count_tiles
 
 PIECE_ROWS = gl.constexpr(16)  # a 64 x 64 float32 piece of dq is 16 rows of 256 in the workspace
 
@@ -129,7 +131,7 @@ def produce_block(
 
 @gluon.jit
 def producer(
-    produced, tickets, blocks_done, order, work,
+    produced, tickets, blocks_done, order, work, query_tiles,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
     K_BUFFERS: gl.constexpr,
     LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
@@ -140,6 +142,11 @@ def producer(
     i = 0
     turn = 0
     n_blocks, n_heads, _, _, _, tiles_at_once = order
+    dq_tiles = rows // TILE
+    if LISTS == RAGGED:
+        n_blocks = count_tiles(lists)
+        dq_tiles = count_tiles(query_tiles)
+    order = (n_blocks, n_heads, order[2], order[3], order[4], tiles_at_once)
     block = gl.atomic_add(tickets, 1, sem="relaxed")
     while block < n_blocks * n_heads:
         place = place_of(block, order, kv_heads, limits[4], lists, of_lists, LISTS != NO_LISTS)
@@ -156,7 +163,7 @@ def producer(
             turn += 1
         block = gl.atomic_add(tickets, 1, sem="relaxed")  # while the block's last query tile is multiplied
     announce(turn, (-1, -1, -1), work)
-    hand_out(turn + 1, tickets + 1, blocks_done, work, n_blocks, n_heads, kv_heads, group, rows, tiles_at_once)
+    hand_out(turn + 1, tickets + 1, blocks_done, work, n_blocks, n_heads, kv_heads, group, dq_tiles, tiles_at_once)
 
 
 @gluon.jit

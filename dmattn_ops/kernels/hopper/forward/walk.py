@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, meet, tma_load
-from dmattn_ops.kernels.hopper.ragged import head_corner_of, load_tile
+from dmattn_ops.kernels.hopper.ragged import count_tiles, head_corner_of, load_tile
 
 
 @gluon.jit
@@ -215,11 +215,17 @@ def produce(
     CAUSAL: gl.constexpr = MASK == "band" and HAS_HI and not HAS_LO
     PIECE: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
     slots = gl.arange(0, WORDS, layout=PIECE)
+    if MASK == "ragged":
+        tiles = count_tiles(lists)
+        items = tiles * heads
     blocks = gl.num_programs(0)
     item = gl.program_id(0)
     turn = 0
     step = 0
-    tile, head, record, words_of = take(item, lists, masks, tiles, heads, group, H, MASK, HAS_HI)
+    first_item = item
+    if MASK == "ragged":  # there may be more blocks than pieces
+        first_item = gl.minimum(item, items - 1)
+    tile, head, record, words_of = take(first_item, lists, masks, tiles, heads, group, H, MASK, HAS_HI)
     while item < items:
         slot = turn % Q_STAGES
         batch = head // H
