@@ -160,6 +160,17 @@ def ragged_refusals(call: Call) -> list[str]:
     return []
 
 
+def unseen_keys(call: Call) -> int:
+    """Return how a kernel keeps keys that no query sees from reaching others, as `hopper/unseen.py` names the ways."""
+    _, seqlen_q, seqlen_k, _, _ = sizes_of(call)
+    low, high = call.options[:2]
+    if call.mask.kind != "none":
+        return 2
+    if call.varlen is not None:  # lengths lie on the device; the last query of a causal sequence sees all keys
+        return int(low > -UNBOUNDED or high < 0 or (high < UNBOUNDED and call.varlen.top_left))
+    return int(low > 0 or seqlen_q + high < seqlen_k)
+
+
 def column_parts(dim: int) -> tuple[int, int]:
     """Return the widths of one tile or two (else 0) that hold `dim` columns, as `columns.py` multiplies them."""
     return next(parts for parts in PARTS if sum(parts) >= dim)

@@ -31,6 +31,7 @@ from dmattn_ops.kernels.hopper.columns import (
     transposed,
 )
 from dmattn_ops.kernels.hopper.dropout import Dropout, drop, dropout_of_batch, dropout_of_head
+from dmattn_ops.kernels.hopper.forward.careful import Sight, edge_of_band
 from dmattn_ops.kernels.hopper.forward.softmax import (
     largest,
     largest_of_rows,
@@ -46,7 +47,9 @@ from dmattn_ops.kernels.hopper.forward.step import (
     first_key,
     hidden_words,
     hide,
+    hides_by_bias,
     load_full_bias,
+    look_at_keys,
     seen_ranges,
     soften,
     stored_bias,
@@ -65,17 +68,23 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     warpgroup_mma_wait,
 )
 from dmattn_ops.kernels.hopper.ragged import Rows, head_corner_of
+from dmattn_ops.kernels.hopper.unseen import EDGES, NEVER, TWICE, clear_rows, note_nan
 
 
 @gluon.jit
 def store_part(
     acc, inverse, q, buffer, o_desc, place, h, q_first,
-    FIRST: gl.constexpr, WIDTH: gl.constexpr, WIDTH_Q: gl.constexpr, dtype: gl.constexpr,
+    FIRST: gl.constexpr, WIDTH: gl.constexpr, WIDTH_Q: gl.constexpr, dtype: gl.constexpr, suspect, UNSEEN: gl.constexpr,
 ):  # fmt: skip
     """Write columns `FIRST ...` of out, through a buffer of queries, viewed as the matrix `q`, that is at least as wide."""
     ROWS: gl.constexpr = 64
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
+    if UNSEEN == TWICE:  # a query that sees nothing is 0 whatever others see
+        acc = gl.where(inverse == 0.0, 0.0, acc * inverse)
+        note_nan(suspect, acc)
+    else:
+        acc = acc * inverse
     if WIDTH != WIDTH_Q:
         buffer = reinterpret(buffer, dtype, o_desc.block_type.shape, o_desc.layout)
         q = buffer.reshape([ROWS, WIDTH])
@@ -111,6 +120,7 @@ def consume(
     DV2: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
     SOFTCAP: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, dtype: gl.constexpr,
+    careful, suspect, UNSEEN: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 queries of each piece of work: those from `C * 64` of its tile."""
     ROWS: gl.constexpr = 64
@@ -124,7 +134,9 @@ def consume(
     PER_TILE: gl.constexpr = TILE // BN
     ROW_MAX: gl.constexpr = row_max is not None
     smem, bars, sizes, band, masks = work
-    queries, keys, values, words, biases, ranges, piece = smem
+    queries, keys, values, words, biases, ranges, piece, found = smem
+    if UNSEEN != NEVER:
+        found = found.index(C)
     q_full, q_empty, k_full, k_empty, v_full = bars
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items = sizes
     lo, hi = band
@@ -193,7 +205,7 @@ def consume(
         if HAS_HI:
             q_hi = gl.minimum(q_first + row + hi, seqlen_k - 1)
         q_lo = q_first + row + lo
-        k_segments, _, _, hidden_from, hidden_to = key_numbers
+        k_segments, start, end, hidden_from, hidden_to = key_numbers
         if MASK == "segments":
             k_segments += k_head
         if HIDDEN:
@@ -208,6 +220,24 @@ def consume(
         dropout = dropouts
         if DROPOUT:
             dropout = dropout_of_head(dropout_of_batch(dropouts, batch), h)
+        sight = 0
+        if UNSEEN != NEVER:
+            own_segments = q_segments
+            own_bias = bias
+            if MASK == "segments" and q_segments is not None:
+                own_segments = q_segments + batch.to(gl.int64) * segments_b
+            if MASK == "intervals":
+                start += k_head
+                end += k_head
+            if MASK == "ragged" and BIAS == "key":
+                own_bias = bias_of_head(bias, bias_places, batch, h) + gl.sum(gl.where(slots == 4, parts, 0), 0)
+            clears = careful
+            if UNSEEN == EDGES:
+                clears = edge_of_band(begin, end, seqlen_q, seqlen_k, lo, hi, BN, HAS_LO, HAS_HI)
+            sight = Sight(
+                clears, block_first, seqlen_q, seqlen_k, lo, hi, own_segments, k_segments, start, end, hidden_from, hidden_to,
+                own_bias,
+            )  # fmt: skip
         acc = no_sums(DV, DV2)
         total = state_of(gl.zeros([ROWS, STATE_COLUMNS], gl.float32, layout=STATE_LAYOUT), STATE_COLUMNS)
         top = total
@@ -215,6 +245,12 @@ def consume(
         if first < n:
             b = step % STAGES
             mbarrier.wait(k_full.index(b), (step // STAGES) & 1)
+            if UNSEEN != NEVER:
+                if sight.careful != 0:
+                    look_at_keys(
+                        first, b, keys, words, lists, visible, sight, found,
+                        BM, BN, NC, D, D2, MASK, BIAS, HAS_LO, HAS_HI, HIDDEN, UNSEEN,
+                    )  # fmt: skip
             k_first = transposed(rows_of(keys, b, BN, D, D2))
             hidden = hidden_words(first, step, words, n_partial, C, NC, BN, STAGES, MASK, True)
             hidden = seen_ranges(step, ranges, hidden, BN, STAGES, MASK, True)
@@ -239,19 +275,26 @@ def consume(
                     i, step, acc, p, top, total, peak, q, smem, bars, scale, cap_inner, lists, own_numbers, visible,
                     bias_rows, dropout, q_first,
                     C, NC, BN, D, D2, DV, DV2, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT,
-                    ROW_MAX, dtype,
+                    ROW_MAX, dtype, sight, found, BM, UNSEEN,
                 )  # fmt: skip
                 step += 1
+            if UNSEEN != NEVER and not hides_by_bias(MASK, BIAS, UNSEEN):
+                if (sight.careful != 0) & (tested < masked):  # values of the last tile that is tested
+                    mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
+                    clear_rows(rows_of(values, step % STAGES, BN, DV, DV2), found, BN)
             for i in range(tested, n - 1):
                 acc, p, top, total, peak = advance(
                     i, step, acc, p, top, total, peak, q, smem, bars, scale, cap_inner, lists, own_numbers, visible,
                     bias_rows, dropout, q_first,
                     C, NC, BN, D, D2, DV, DV2, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT,
-                    ROW_MAX, dtype,
+                    ROW_MAX, dtype, sight, found, BM, UNSEEN,
                 )  # fmt: skip
                 step += 1
             b = step % STAGES
             mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
+            if hides_by_bias(MASK, BIAS, UNSEEN):
+                if sight.careful != 0:
+                    clear_rows(rows_of(values, b, BN, DV, DV2), found, BN)
             acc = add_products(p, rows_of(values, b, BN, DV, DV2), acc, DV2)
             acc = await_products(acc, DV2)
             step += 1
@@ -266,9 +309,9 @@ def consume(
             inverse = inverse * share_of_keys(row_lse, gl.load(sink + h).to(gl.float32))
         # q is not needed any more: its place stages the output. TMA leaves out the rows and columns past the ends
         at = slot * NC + C
-        store_part(acc[0], inverse, q[0], queries[0].index(at), o_descs[0], query_rows, h, q_first, 0, DV, D, dtype)
+        store_part(acc[0], inverse, q[0], queries[0].index(at), o_descs[0], query_rows, h, q_first, 0, DV, D, dtype, suspect, UNSEEN)
         if DV2 > 0:
-            store_part(acc[1], inverse, q[1], queries[1].index(at), o_descs[1], query_rows, h, q_first, DV, DV2, D2, dtype)
+            store_part(acc[1], inverse, q[1], queries[1].index(at), o_descs[1], query_rows, h, q_first, DV, DV2, D2, dtype, suspect, UNSEEN)
         row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, scale, NATURAL)
         at = batch.to(gl.int64) * lse_b + h.to(gl.int64) * lse_h + q_first + row
         if MASK == "ragged":
@@ -302,7 +345,7 @@ SCALARS = (
     "seqlen_q", "seqlen_k", "H", "kv_group", "heads", "tiles", "group", "items", "lo", "hi", "lse_b", "lse_h",
     "lists_b", "lists_h", "width", "mask_group", "bits_b", "bits_h",
     "segments_b", "segments_kb", "segments_kh", "segment_group", "bias_group",
-    "seed_b", "seed_h", "last_dropped", "q_origin", "k_origin",
+    "seed_b", "seed_h", "last_dropped", "q_origin", "k_origin", "careful",
 )  # fmt: skip
 
 
@@ -312,11 +355,11 @@ def forward_kernel(
     q_segments, k_segments, start, end, hidden_from, hidden_to, bias, seed, counter, scale, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, lo, hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
-    bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
+    bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin, careful,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
-    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, UNSEEN: gl.constexpr,
 ):  # fmt: skip
     """Write out, lse and lse_tail for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H).
 
@@ -327,6 +370,9 @@ def forward_kernel(
 
     `k_segments`, or `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and
     `segments_kh`. Of ragged calls `lists` are the records of tiles of `BM` queries, and positions count inside a sequence.
+
+    UNSEEN says how keys that nobody sees are kept from reaching `out` (`hopper/unseen.py`). TWICE: where a NaN is written, `counter[2]`
+    becomes 1; a second launch that is `careful` then computes all again and makes it 0.
     """
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
@@ -362,7 +408,10 @@ def forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=NC)
     fence_async_shared()
-    smem = (queries, keys, values, words, biases, ranges, piece)
+    found = 0
+    if UNSEEN != NEVER:
+        found = gl.allocate_shared_memory(gl.int32, [NC, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    smem = (queries, keys, values, words, biases, ranges, piece, found)
     bars = (q_full, q_empty, k_full, k_empty, v_full)
     sizes = (seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items)
     band = (lo, hi)
@@ -382,26 +431,26 @@ def forward_kernel(
         gl.warp_specialize([
             (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 0, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
-                       NATURAL, DROPOUT, dtype)),
+                       NATURAL, DROPOUT, dtype, careful, counter + 2, UNSEEN)),
             (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 1, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
-                       NATURAL, DROPOUT, dtype)),
+                       NATURAL, DROPOUT, dtype, careful, counter + 2, UNSEEN)),
             (produce, (q_descs, k_descs, v_descs, pair_descs, lists, start, end, counter, bias, work, broadcast, number_places,
                        bias_places, BM, BN, D, D2, DV, DV2,
-                       STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
+                       STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI, careful, UNSEEN)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 0, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
-                       NATURAL, DROPOUT, dtype)),
+                       NATURAL, DROPOUT, dtype, careful, counter + 2, UNSEEN)),
             (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 1, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
-                       NATURAL, DROPOUT, dtype)),
+                       NATURAL, DROPOUT, dtype, careful, counter + 2, UNSEEN)),
             (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 2, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
-                       NATURAL, DROPOUT, dtype)),
+                       NATURAL, DROPOUT, dtype, careful, counter + 2, UNSEEN)),
             (produce, (q_descs, k_descs, v_descs, pair_descs, lists, start, end, counter, bias, work, broadcast, number_places,
                        bias_places, BM, BN, D, D2, DV, DV2,
-                       STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
+                       STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI, careful, UNSEEN)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -18,6 +18,7 @@ from dmattn_ops.kernels.hopper.columns import (
     transposed,
 )
 from dmattn_ops.kernels.hopper.dropout import drop
+from dmattn_ops.kernels.hopper.forward.careful import find_seen
 from dmattn_ops.kernels.hopper.forward.softmax import largest, rescale, softmax_next
 from dmattn_ops.kernels.hopper.forward.walk import (
     band_tile,
@@ -28,6 +29,7 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     warpgroup_mma_wait,
 )
 from dmattn_ops.kernels.hopper.scores import tanh
+from dmattn_ops.kernels.hopper.unseen import NEVER, clear_rows
 
 
 @gluon.jit
@@ -245,6 +247,26 @@ def hide(
         return s
 
 
+@gluon.constexpr_function
+def hides_by_bias(mask, bias, unseen):
+    """Return whether a bias of -inf stands for a mask of packed keys, which hides them in tiles that need no test, too."""
+    return mask == "ragged" and bias == "key" and unseen == 2
+
+
+@gluon.jit
+def look_at_keys(
+    i, stage, keys, words, lists, visible, sight, found,
+    BM: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, MASK: gl.constexpr,
+    BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, HIDDEN: gl.constexpr, UNSEEN: gl.constexpr,
+):  # fmt: skip
+    """Where a block is careful, find which keys of the `i`-th tile some query of the block sees; clear those that a bias hides."""
+    first = first_key(i, lists, visible, BN, MASK)
+    BY_BIAS: gl.constexpr = hides_by_bias(MASK, BIAS, UNSEEN)
+    find_seen(found, first, first % 128, stage, words, sight, BM, BN, NC, MASK, BY_BIAS, HAS_LO, HAS_HI, HIDDEN)
+    if BY_BIAS:
+        clear_rows(rows_of(keys, stage, BN, D, D2), found, BN)
+
+
 @gluon.jit
 def rescale_second(acc, factor, DV2: gl.constexpr):
     """Return the second part of acc times the factors of its rows, if there is one."""
@@ -261,6 +283,7 @@ def advance(
     DV2: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     MASKED: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, ROW_MAX: gl.constexpr, dtype: gl.constexpr,
+    sight, found, BM: gl.constexpr, UNSEEN: gl.constexpr,
 ):  # fmt: skip
     """Add tile `i`, whose P are given, to acc, and compute the P of tile `i + 1`.
 
@@ -269,13 +292,20 @@ def advance(
     ROWS: gl.constexpr = 64
     OVERLAP: gl.constexpr = NC == 2  # three have no registers for the P of two tiles
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    queries, keys, values, words, biases, ranges, piece = smem
+    queries, keys, values, words, biases, ranges, piece, unused = smem
     q_full, q_empty, k_full, k_empty, v_full = bars
     b = step % STAGES
     b_next = (step + 1) % STAGES
     k_next = transposed(rows_of(keys, b_next, BN, D, D2))
     mbarrier.wait(k_full.index(b_next), ((step + 1) // STAGES) & 1)
     mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
+    if UNSEEN != NEVER and (MASKED or hides_by_bias(MASK, BIAS, UNSEEN)):
+        if sight.careful != 0:
+            clear_rows(rows_of(values, b, BN, DV, DV2), found, BN)
+            look_at_keys(
+                i + 1, b_next, keys, words, lists, visible, sight, found,
+                BM, BN, NC, D, D2, MASK, BIAS, HAS_LO, HAS_HI, HIDDEN, UNSEEN,
+            )  # fmt: skip
     hidden = hidden_words(i + 1, step + 1, words, visible[8], C, NC, BN, STAGES, MASK, MASKED)
     hidden = seen_ranges(step + 1, ranges, hidden, BN, STAGES, MASK, MASKED)
     stored = stored_bias(step + 1, biases, C, NC, BN, STAGES, BIAS)
