@@ -146,7 +146,7 @@ def head_view(view, mask, tile, head, LISTS: gl.constexpr, HIDDEN: gl.constexpr)
     column_segments = view.column_segments
     if LISTS != NO_LISTS:
         mask_head = (head // mask.group).to(gl.int64)
-        record = mask.lists + mask_head * mask.list_head + tile.to(gl.int64) * mask.list_width
+        record = mask.lists + mask_head * mask.list_head + tile * mask.list_width.to(gl.int64)
     if LISTS == BITS:
         bits = mask.bits + mask_head * mask.bits_head
     if LISTS == SEGMENTS:
