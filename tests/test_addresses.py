@@ -133,7 +133,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "portable/dbias.py": ("program % key_blocks * BLOCK_N", "program // key_blocks % blocks * BLOCK_M"),
         "portable/forward.py": ("split * share",),
         "portable/places.py": (
-            "(blocks - 1 - block) * BLOCK",
+            "tl.where(block < blocks, blocks - 1 - block, block) * BLOCK",
             "(part.first + step + tl.where(step < part.left, 0, part.gap)) * STEP",
             "block * BLOCK",
         ),
@@ -181,6 +181,9 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
             "tl.load(record + 1) * per_tile",
             "tl.load(record + 2) * per_tile",
         ),
+    },
+    "packed sequences: what a search passes is less than there are": {
+        "portable/places.py": ("tl.maximum(tl.sum((known & (begins <= block)).to(tl.int32), 0) - 1, 0) * apart",),
     },
     "heads of the call, or of one of its batches": {
         "hopper/backward/finish.py": ("gl.maximum(batch, 0) * heads",),

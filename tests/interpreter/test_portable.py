@@ -142,6 +142,22 @@ def test_gradients_of_an_empty_row_ignore_what_arrives_for_its_lse() -> None:
     assert all(ours[name].isfinite().all() for name in ("dq", "dk", "dv"))
 
 
+def test_more_sequences_than_a_step_of_the_search_reads_stay_within_budget() -> None:
+    lengths_q = (0, 0, 1, 0, 0, 0, 2) * 19 + (70, 0, 1)
+    lengths_k = (0, 0, 2, 1, 0, 0, 0) * 19 + (20, 40, 0)
+    check(Problem(batch=1, heads=1, kv_heads=1, lengths_q=lengths_q, lengths_k=lengths_k, band_hi=0))
+
+
+@pytest.mark.parametrize("problem", [NASTY["packed"], NASTY["packed, causal"]], ids=["full", "causal"])
+def test_bounds_of_lengths_change_nothing_however_loose_they_are(problem: Problem) -> None:
+    case = build(problem)
+    assert case.varlen is not None
+    exact = run(problem, case)
+    case.varlen = case.varlen._replace(max_seqlen_q=1 << 40, max_seqlen_k=1 << 40)
+    for name, loose in run(problem, case).items():
+        assert torch.equal(loose, exact[name]), name
+
+
 @pytest.mark.parametrize(
     "offsets",
     [[0, 999, 40], [-50, 20, 40], [30, 10, 40], [0, 2**31 - 1, -(2**31)]],

@@ -229,12 +229,12 @@ def keys_kernel(
         k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
     )  # fmt: skip
     program = tl.program_id(0)
-    place = place_of(program, blocks, heads // GROUP, lengths, VARLEN, TOP_LEFT)
+    place, block, blocks = place_of(program, blocks, heads // GROUP, lengths, BLOCK_N, True, VARLEN, TOP_LEFT)
     kv_head = place.head
     ranking = 0
     if LISTED:
         ranking = tiles + head_offset(place.batch, kv_head * GROUP // mask_group, tiles_b, tiles_h)
-    start_k = owned_start(ranking, tiles_r, program % blocks, blocks, BLOCK_N, LISTED, False)
+    start_k = owned_start(ranking, tiles_r, block, blocks, BLOCK_N, LISTED, False)
     if start_k >= place.length_k:
         return
 

@@ -16,6 +16,7 @@ from dmattn_ops import problem
 
 TILE = tl.constexpr(problem.TILE)
 HEADER = tl.constexpr(problem.HEADER)
+SEARCHED = tl.constexpr(128)  # offsets of sequences that a step of a search reads at once
 
 
 class Lengths(NamedTuple):
@@ -71,8 +72,14 @@ class Part(NamedTuple):
 
 
 @triton.jit
-def place_of(program, blocks, heads, lengths, VARLEN: tl.constexpr, TOP_LEFT: tl.constexpr):
-    """Return the place of a program: the blocks of a head follow each other, then come heads, then sequences."""
+def place_of(
+    program, blocks, heads, lengths, BLOCK: tl.constexpr, KEYS_OWNED: tl.constexpr, VARLEN: tl.constexpr, TOP_LEFT: tl.constexpr
+):  # fmt: skip
+    """Return (place of a program, its block, the blocks of its sequence): blocks of a head follow each other, then come heads.
+
+    Then come sequences. Packed ones are part of a head instead, which has `arguments.blocks_and_programs` blocks.
+    """
+    block = program % blocks
     head = (program // blocks) % heads
     sequence = program // blocks // heads
     zero = tl.full((), 0, tl.int32)
@@ -80,11 +87,41 @@ def place_of(program, blocks, heads, lengths, VARLEN: tl.constexpr, TOP_LEFT: tl
     q_begin, length_q, k_begin, length_k, shift = zero, lengths.seqlen_q, zero, lengths.seqlen_k, zero
     if VARLEN:
         batch = zero
+        if KEYS_OWNED:
+            sequence, block = packed_block(block, blocks, lengths.cu_seqlens_k, lengths.seqlen_k, BLOCK)
+        else:
+            sequence, block = packed_block(block, blocks, lengths.cu_seqlens_q, lengths.seqlen_q, BLOCK)
         q_begin, length_q = packed_sequence(lengths.cu_seqlens_q, sequence, lengths.seqlen_q, lengths.longest_q)
         k_begin, length_k = packed_sequence(lengths.cu_seqlens_k, sequence, lengths.seqlen_k, lengths.longest_k)
+        if KEYS_OWNED:
+            blocks = tl.cdiv(length_k, BLOCK)
+        else:
+            blocks = tl.cdiv(length_q, BLOCK)
         if not TOP_LEFT:
             shift = length_k - length_q
-    return Place(sequence, batch, head, q_begin, length_q, k_begin, length_k, shift)
+    return Place(sequence, batch, head, q_begin, length_q, k_begin, length_k, shift), block, blocks
+
+
+@triton.jit
+def packed_block(block, blocks, cu_seqlens, total, BLOCK: tl.constexpr):
+    """Return (sequence, block of it) of one of the `blocks` blocks of a head; one behind the sequence's last has no rows.
+
+    Sequence `i`, which begins at row `c`, has the blocks from `c // BLOCK + i` on. That leaves room for its last one, whatever
+    the lengths are, and all of them together have at most `total // BLOCK` and one for each sequence.
+    """
+    first = tl.full((), 0, tl.int32)
+    count = blocks - total // BLOCK
+    while count > 1:
+        apart = tl.cdiv(count, SEARCHED)
+        tried = first + tl.arange(0, SEARCHED) * apart
+        known = tried < first + count
+        begins = tl.load(cu_seqlens + tried, mask=known, other=0) // BLOCK + tried
+        passed = tl.maximum(tl.sum((known & (begins <= block)).to(tl.int32), 0) - 1, 0) * apart
+        first += passed
+        count = tl.minimum(apart, count - passed)
+    local = block - tl.load(cu_seqlens + first) // BLOCK - first
+    most = total // BLOCK + 1
+    return first, tl.where((local < 0) | (local > most), most, local)  # offsets may be anything
 
 
 @triton.jit
@@ -109,13 +146,13 @@ def head_rows(pointer, batch, head, begin, stride_b, stride_s, stride_h):
 
 @triton.jit
 def owned_start(tiles, tile_stride, block, blocks, BLOCK: tl.constexpr, LISTED: tl.constexpr, DESCENDING: tl.constexpr):
-    """Return the first row of the `block`-th program of a head: programs take the longest walks first."""
+    """Return the first row of the `block`-th program of a head or packed sequence: programs take the longest walks first."""
     if LISTED:
         per_tile: tl.constexpr = TILE // BLOCK
         tile = tl.load(tiles + (block // per_tile).to(tl.int64) * tile_stride)
         start = (tile * per_tile + block % per_tile) * BLOCK
     elif DESCENDING:
-        start = (blocks - 1 - block) * BLOCK
+        start = tl.where(block < blocks, blocks - 1 - block, block) * BLOCK
     else:
         start = block * BLOCK
     return start

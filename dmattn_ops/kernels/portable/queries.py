@@ -235,11 +235,11 @@ def queries_kernel(
         k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
     )  # fmt: skip
     program = tl.program_id(0)
-    place = place_of(program, blocks, heads, lengths, VARLEN, TOP_LEFT)
+    place, block, blocks = place_of(program, blocks, heads, lengths, BLOCK_M, False, VARLEN, TOP_LEFT)
     head = place.head
     if LISTED:
         tiles += head_offset(place.batch, head // mask_group, tiles_b, tiles_h)
-    start_q = owned_start(tiles, tiles_r, program % blocks, blocks, BLOCK_M, LISTED, True)
+    start_q = owned_start(tiles, tiles_r, block, blocks, BLOCK_M, LISTED, True)
     if start_q >= place.length_q:
         return
 

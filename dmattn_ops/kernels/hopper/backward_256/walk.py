@@ -117,7 +117,9 @@ def block_of(pid, n_blocks, n_heads, heads_per_group):
 @gluon.jit
 def ranked_tile(rank, mask, head):
     """Return the tile of 128 rows that has the `rank`-th most work."""
-    return gl.load(mask.lists + (head // mask.group).to(gl.int64) * mask.list_head + rank.to(gl.int64) * mask.list_width)
+    return gl.load(
+        mask.lists + (head // mask.group).to(gl.int64) * mask.list_head + rank.to(gl.int64) * mask.list_width
+    )
 
 
 @gluon.jit
