@@ -176,10 +176,9 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "portable/places.py": (
             "(tile * per_tile + block % per_tile) * BLOCK",
             "tile * per_tile",
-            "(tl.load(part.record + HEADER + entry // per_tile) * per_tile + entry % per_tile) * STEP",
-            "tl.load(part.record + HEADER + entry // per_tile) * per_tile",
-            "tl.load(record + 1) * per_tile",
-            "tl.load(record + 2) * per_tile",
+            "(tile * per_tile + entry % per_tile) * STEP",
+            "n_full *= per_tile",
+            "n_partial *= per_tile",
         ),
     },
     "packed sequences: what a search passes is less than there are": {

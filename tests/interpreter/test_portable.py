@@ -205,3 +205,31 @@ def test_the_check_notices_a_small_error(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(portable_backward, "backward", slightly_wrong)
     with pytest.raises(AssertionError, match="dk: error"):
         check(replace(NASTY["dropout"], grad_lse=True))
+
+
+GARBAGE = {
+    **{f"tiles of {number}": (slice(4, None), number) for number in (2**31 - 1, 10**6, -1, 1, -(2**31))},
+    **{f"{word} of {number}": (slice(at, at + 1), number) for at, word in enumerate(("rank", "partial", "full"))
+       for number in (7, 2**31 - 1, -1, -(2**31))},
+}  # fmt: skip
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("mask", ["bits", "segments"])
+def test_lists_of_any_numbers_lead_no_kernel_out_of_its_tensors(mask: str, garbage: str) -> None:
+    problem = Problem(
+        batch=1, heads=2, kv_heads=2, seqlen_q=150, seqlen_k=140, mask=mask, bias=(1, 1, 150), density=0.5
+    )
+    case = build(problem)
+    words, number = GARBAGE[garbage]
+    for lists in (case.mask.row_tiles, case.mask.col_tiles):
+        assert lists is not None
+        lists[..., words] = number
+    query, key, value = case.query, case.key, case.value
+    result = Result(torch.empty_like(case.grad_out), torch.empty(1, 2, 150), torch.empty(1, 2, 150), None)
+    call = Call(query, key, value, case.bias, case.mask, None, None, None, case.options)
+    portable_forward.forward(call, result, FORWARD)
+    grads = Gradients(case.grad_out, None, *map(torch.empty_like, (query, key, value)), torch.empty_like(case.bias))
+    saved = Saved(torch.zeros_like(result.out), torch.zeros_like(result.lse), torch.zeros_like(result.lse))
+    portable_backward.backward(call, saved, grads, BACKWARD)

@@ -46,6 +46,7 @@ UNSPECIALIZED = (
     "q_origin",
     "k_origin",
     "tiles_r",
+    "tiles_w",
     "bits_r",
     "q_segments_b",
 )
@@ -121,7 +122,15 @@ def group_size(heads: int, tensor_heads: int) -> int:
 _LEAST_CAP, _GREATEST_CAP = 1e-37, 1e25
 
 _NO_BIAS: dict[str, Any] = {"bias": None, "bias_b": 0, "bias_h": 0, "bias_q": 0, "bias_k": 0, "bias_group": 1}
-_NO_LISTS: dict[str, Any] = {"tiles": None, "tiles_b": 0, "tiles_h": 0, "tiles_r": 0, "mask_group": 1, "LISTED": False}
+_NO_LISTS: dict[str, Any] = {
+    "tiles": None,
+    "tiles_b": 0,
+    "tiles_h": 0,
+    "tiles_r": 0,
+    "tiles_w": 0,
+    "mask_group": 1,
+    "LISTED": False,
+}
 _NO_BITS: dict[str, Any] = {"bits": None, "bits_b": 0, "bits_h": 0, "bits_r": 0}
 
 
@@ -149,6 +158,7 @@ def list_arguments(tiles: Tensor | None, bits: Tensor | None, heads: int) -> dic
             "tiles_b": broadcast_stride(tiles, 0),
             "tiles_h": broadcast_stride(tiles, 1),
             "tiles_r": tiles.stride(2),
+            "tiles_w": tiles.shape[3],
             "mask_group": group_size(heads, tiles.shape[1]),
             "LISTED": True,
         }

@@ -192,6 +192,7 @@ def forward_kernel(
     tiles_b,
     tiles_h,
     tiles_r,
+    tiles_w,
     bits_b,
     bits_h,
     bits_r,
@@ -280,7 +281,7 @@ def forward_kernel(
     mask = mask_of_head(arrays, place, head, band_lo + place.shift, band_hi + place.shift, features)
     last_q = tl.minimum(start_q + BLOCK_M, place.length_q) - 1
     TEST_ALL: tl.constexpr = MASK == "segments" or MASK == "intervals"
-    plan = plan_walk(record, start_q, last_q, mask.low, mask.high, place.length_k, BLOCK_N, LISTED, TEST_ALL)
+    plan = plan_walk(record, tiles_w, start_q, last_q, mask.low, mask.high, place.length_k, BLOCK_N, LISTED, TEST_ALL)
     q = load_rows(query, start_q, place.length_q, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
     q_marks = query_marks(mask, start_q, place.length_q, BLOCK_M, features)
     acc = tl.zeros((BLOCK_M, PADDED_VALUE), tl.float32)

@@ -170,6 +170,7 @@ def keys_kernel(
     tiles_b,
     tiles_h,
     tiles_r,
+    tiles_w,
     bits_b,
     bits_h,
     bits_r,
@@ -275,7 +276,7 @@ def keys_kernel(
             dropout = Dropout(head_seed, last_dropped, rescale, q_origin, k_origin)
         mask = mask_of_head(arrays, place, head, low, high, features)
         k_marks = key_marks(mask, start_k, place.length_k, BLOCK_N, features)
-        plan = plan_walk(record, start_k, last_k, low, high, place.length_q, BLOCK_M, LISTED, TEST_ALL)
+        plan = plan_walk(record, tiles_w, start_k, last_k, low, high, place.length_q, BLOCK_M, LISTED, TEST_ALL)
         sums = Sums(key_grad, value_grad, tl.zeros((BLOCK_N,), tl.float32))
         for PARTIAL in tl.static_range(2):
             sums = gather_queries(

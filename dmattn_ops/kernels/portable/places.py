@@ -53,6 +53,7 @@ class Walk(NamedTuple):
     """
 
     record: Any  # of the list, where there are lists
+    length: Any  # of the walked side
     n_full: Any
     full_first: Any
     n_partial: Any
@@ -65,6 +66,7 @@ class Part(NamedTuple):
     """Steps of a walk that are all full, or all to be tested."""
 
     record: Any
+    last: Any  # tile that a list may name
     steps: Any
     first: Any
     left: Any
@@ -149,7 +151,7 @@ def owned_start(tiles, tile_stride, block, blocks, BLOCK: tl.constexpr, LISTED: 
     """Return the first row of the `block`-th program of a head or packed sequence: programs take the longest walks first."""
     if LISTED:
         per_tile: tl.constexpr = TILE // BLOCK
-        tile = tl.load(tiles + (block // per_tile).to(tl.int64) * tile_stride)
+        tile = named_tile(tiles + (block // per_tile).to(tl.int64) * tile_stride, blocks // per_tile - 1)
         start = (tile * per_tile + block % per_tile) * BLOCK
     elif DESCENDING:
         start = tl.where(block < blocks, blocks - 1 - block, block) * BLOCK
@@ -159,8 +161,15 @@ def owned_start(tiles, tile_stride, block, blocks, BLOCK: tl.constexpr, LISTED: 
 
 
 @triton.jit
+def named_tile(place, last):
+    """Return the tile that a word of a list names, at most `last`, which is not negative: lists may hold any numbers."""
+    return tl.minimum(tl.load(place).to(tl.uint32, bitcast=True), last.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
 def plan_walk(
     record,
+    width,
     first_owned,
     last_owned,
     low,
@@ -170,15 +179,18 @@ def plan_walk(
     LISTED: tl.constexpr,
     TEST_ALL: tl.constexpr,
 ):
-    """Plan the walk of rows `first_owned ... last_owned`.
+    """Plan the walk of rows `first_owned ... last_owned`; a record has `width` words.
 
     Walked row `w` is inside the band of owned row `o` iff `o + low <= w <= o + high`. `TEST_ALL`: the mask hides more.
     """
     zero = tl.full((), 0, tl.int32)
     if LISTED:
         per_tile: tl.constexpr = TILE // STEP
-        n_partial = tl.load(record + 1) * per_tile
-        n_full = tl.load(record + 2) * per_tile
+        room = tl.where(length > 0, width - HEADER, 0)
+        n_partial = tl.minimum(tl.maximum(tl.load(record + 1), 0), room)
+        n_full = tl.minimum(tl.maximum(tl.load(record + 2), 0), tl.where(length >= TILE, room - n_partial, 0))
+        n_partial *= per_tile
+        n_full *= per_tile
         partial_first = zero
         full_first = n_partial
         left = zero
@@ -197,16 +209,18 @@ def plan_walk(
         left = full_first - partial_first
         gap = n_full
         n_partial = end - partial_first - n_full
-    return Walk(record, n_full, full_first, n_partial, partial_first, left, gap)
+    return Walk(record, length, n_full, full_first, n_partial, partial_first, left, gap)
 
 
 @triton.jit
 def part_of(plan, PARTIAL: tl.constexpr):
     """Return the steps of a walk that are to be tested, or those that are full."""
     if PARTIAL:
-        part = Part(plan.record, plan.n_partial, plan.partial_first, plan.left, plan.gap)
+        part = Part(
+            plan.record, tl.cdiv(plan.length, TILE) - 1, plan.n_partial, plan.partial_first, plan.left, plan.gap
+        )
     else:
-        part = Part(plan.record, plan.n_full, plan.full_first, 0, 0)
+        part = Part(plan.record, plan.length // TILE - 1, plan.n_full, plan.full_first, 0, 0)
     return part
 
 
@@ -216,7 +230,8 @@ def walked_start(part, step, STEP: tl.constexpr, LISTED: tl.constexpr):
     if LISTED:
         per_tile: tl.constexpr = TILE // STEP
         entry = part.first + step
-        start = (tl.load(part.record + HEADER + entry // per_tile) * per_tile + entry % per_tile) * STEP
+        tile = named_tile(part.record + HEADER + entry // per_tile, part.last)
+        start = (tile * per_tile + entry % per_tile) * STEP
     else:
         start = (part.first + step + tl.where(step < part.left, 0, part.gap)) * STEP
     return start

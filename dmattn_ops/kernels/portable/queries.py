@@ -176,6 +176,7 @@ def queries_kernel(
     tiles_b,
     tiles_h,
     tiles_r,
+    tiles_w,
     bits_b,
     bits_h,
     bits_r,
@@ -269,7 +270,7 @@ def queries_kernel(
     mask = mask_of_head(arrays, place, head, band_lo + place.shift, band_hi + place.shift, features)
     last_q = tl.minimum(start_q + BLOCK_M, place.length_q) - 1
     TEST_ALL: tl.constexpr = MASK == "segments" or MASK == "intervals"
-    plan = plan_walk(record, start_q, last_q, mask.low, mask.high, place.length_k, BLOCK_N, LISTED, TEST_ALL)
+    plan = plan_walk(record, tiles_w, start_q, last_q, mask.low, mask.high, place.length_k, BLOCK_N, LISTED, TEST_ALL)
     queries = load_queries(
         query, grad_out, log_sum + statistics, log_rest + statistics, delta + statistics, start_q, place, mask,
         shape, features,
