@@ -229,6 +229,9 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper/backward/movers.py": ("(batch * kv_heads * group + head) * rows",),
         "hopper/backward_256/keys.py": ("batch * kv_heads * group * stat_rows", "head * block.stat_rows"),
     },
+    "rows of statistics of the five-product backward, thrice: its sums of dq take 183 GB for 2^31 / 3 rows": {
+        "hopper/backward/rows.py": ("2 * total_rows", "3 * total_rows"),
+    },
     "float32 sums of dq in rows of 256: 2^31 rows take 2 TB": {
         "hopper/backward/movers.py": (
             "((tile0 + m) * 2 + C) * PIECE_ROWS",

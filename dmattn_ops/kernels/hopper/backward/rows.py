@@ -137,8 +137,8 @@ def prepare_kernel(
     at = bh.to(tl.int64) * rows + row
     tl.store(stats + at, minus_lse)
     tl.store(stats + total_rows + at, tl.where(value == float("-inf"), 0.0, delta * delta_factor))
-    tl.store(stats + 2 * total_rows.to(tl.int64) + at, first)
-    tl.store(stats + 3 * total_rows.to(tl.int64) + at, second)
+    tl.store(stats + 2 * total_rows + at, first)
+    tl.store(stats + 3 * total_rows + at, second)
     tl.store(flags + block, tl.max(large.to(tl.int32), 0).to(tl.int8))
     zero = accumulator + (bh.to(tl.int64) * rows + start) * (D + D2)
     tl.store(zero + tl.arange(0, BLOCK * D), tl.zeros([BLOCK * D], tl.float32))
