@@ -36,12 +36,12 @@ class Call(NamedTuple):
 
     @property
     def demand(self) -> Demand:
-        """The numbers that the choice of a kernel depends on; variable lengths count as their upper bounds."""
+        """The numbers that the choice of a kernel depends on; variable lengths count as their upper bounds, at most all rows."""
         *batch, seqlen_q, heads, dim = self.query.shape
         size, seqlen_k = batch[0] if batch else 1, self.key.shape[-3]
         if self.varlen is not None:
             size = self.varlen.cu_seqlens_q.shape[0] - 1
-            seqlen_q, seqlen_k = self.varlen.max_seqlen_q, self.varlen.max_seqlen_k
+            seqlen_q, seqlen_k = min(self.varlen.max_seqlen_q, seqlen_q), min(self.varlen.max_seqlen_k, seqlen_k)
         return Demand(size, heads, seqlen_q, seqlen_k, dim, self.value.shape[-1], self.query.element_size())
 
 

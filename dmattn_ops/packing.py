@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dmattn_ops.call import Call, is_pairwise
-from dmattn_ops.problem import TILE
+from dmattn_ops.problem import TILE, UNBOUNDED
 
 LEAST_EPOCH = 512  # shorter ones cost more to look for keys than they save: that work grows with the number of epochs
 WORKSPACE = 4 << 30  # bytes that the copies of one pass may take
@@ -128,7 +128,7 @@ def offered_epochs(sizes: Sizes) -> tuple[int, ...]:
 def packing_for(call: Call, length: int | None = None) -> Packing | None:
     """Return how the keys of a call that nothing speaks against are packed in epochs of `length`; None where it is 0.
 
-    None as the length is that of the rule (`epoch_by_sizes`).
+    None as the length is that of the rule (`epoch_by_sizes`). As many slots as no sequence may have keys are not packed either.
     """
     sizes, demand = sizes_of(call), call.demand
     length = epoch_by_sizes(sizes) if length is None else length
@@ -136,6 +136,8 @@ def packing_for(call: Call, length: int | None = None) -> Packing | None:
         return None
     group = sizes.packed_heads // call.key.shape[2]
     cut = epochs(sizes.seqlen_q, sizes.seqlen_k, sizes.at_most, sizes.band_hi, length)
+    if cut.slots >= UNBOUNDED:
+        return None
     row_bytes = 2 * (demand.dim + demand.dim_v) * demand.itemsize  # copies of key and value, and their gradients
     passes = heads_per_pass(demand.batch, sizes.packed_heads, group, cut.slots, row_bytes)
     return Packing(cut, sizes.packed_heads, group, passes)

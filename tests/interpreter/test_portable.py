@@ -142,6 +142,22 @@ def test_gradients_of_an_empty_row_ignore_what_arrives_for_its_lse() -> None:
     assert all(ours[name].isfinite().all() for name in ("dq", "dk", "dv"))
 
 
+def test_more_sequences_than_a_step_of_the_search_reads_stay_within_budget() -> None:
+    lengths_q = (0, 0, 1, 0, 0, 0, 2) * 19 + (70, 0, 1)
+    lengths_k = (0, 0, 2, 1, 0, 0, 0) * 19 + (20, 40, 0)
+    check(Problem(batch=1, heads=1, kv_heads=1, lengths_q=lengths_q, lengths_k=lengths_k, band_hi=0))
+
+
+@pytest.mark.parametrize("problem", [NASTY["packed"], NASTY["packed, causal"]], ids=["full", "causal"])
+def test_bounds_of_lengths_change_nothing_however_loose_they_are(problem: Problem) -> None:
+    case = build(problem)
+    assert case.varlen is not None
+    exact = run(problem, case)
+    case.varlen = case.varlen._replace(max_seqlen_q=1 << 40, max_seqlen_k=1 << 40)
+    for name, loose in run(problem, case).items():
+        assert torch.equal(loose, exact[name]), name
+
+
 @pytest.mark.parametrize(
     "offsets",
     [[0, 999, 40], [-50, 20, 40], [30, 10, 40], [0, 2**31 - 1, -(2**31)]],
@@ -189,3 +205,31 @@ def test_the_check_notices_a_small_error(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(portable_backward, "backward", slightly_wrong)
     with pytest.raises(AssertionError, match="dk: error"):
         check(replace(NASTY["dropout"], grad_lse=True))
+
+
+GARBAGE = {
+    **{f"tiles of {number}": (slice(4, None), number) for number in (2**31 - 1, 10**6, -1, 1, -(2**31))},
+    **{f"{word} of {number}": (slice(at, at + 1), number) for at, word in enumerate(("rank", "partial", "full"))
+       for number in (7, 2**31 - 1, -1, -(2**31))},
+}  # fmt: skip
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("mask", ["bits", "segments"])
+def test_lists_of_any_numbers_lead_no_kernel_out_of_its_tensors(mask: str, garbage: str) -> None:
+    problem = Problem(
+        batch=1, heads=2, kv_heads=2, seqlen_q=150, seqlen_k=140, mask=mask, bias=(1, 1, 150), density=0.5
+    )
+    case = build(problem)
+    words, number = GARBAGE[garbage]
+    for lists in (case.mask.row_tiles, case.mask.col_tiles):
+        assert lists is not None
+        lists[..., words] = number
+    query, key, value = case.query, case.key, case.value
+    result = Result(torch.empty_like(case.grad_out), torch.empty(1, 2, 150), torch.empty(1, 2, 150), None)
+    call = Call(query, key, value, case.bias, case.mask, None, None, None, case.options)
+    portable_forward.forward(call, result, FORWARD)
+    grads = Gradients(case.grad_out, None, *map(torch.empty_like, (query, key, value)), torch.empty_like(case.bias))
+    saved = Saved(torch.zeros_like(result.out), torch.zeros_like(result.lse), torch.zeros_like(result.lse))
+    portable_backward.backward(call, saved, grads, BACKWARD)

@@ -51,7 +51,7 @@ def _list_query_tiles(slot_starts, slot_ends, hulls, col_tiles, blocks, col_widt
 
     full = full_behind - full_first
     partial = behind - first - full
-    record = col_tiles + block * col_width
+    record = col_tiles + block.to(tl.int64) * col_width
     tl.store(record + 1, partial, mine)
     tl.store(record + 2, full, mine)
     tl.store(record + 3, (first >= behind).to(tl.int32), mine)  # nobody reads what slots without keys get

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.call import Call, bias_kind, in_natural_units
-from dmattn_ops.problem import UNBOUNDED, Mask, Options, dropout_scale, float32_precision, last_dropped
+from dmattn_ops.problem import TILE, UNBOUNDED, Mask, Options, dropout_scale, float32_precision, last_dropped
 
 # Tensors of rows `[B, S, heads, D]`. Loads need to know of their addresses only whether they are ALIGNED, so their strides
 # are not specialized: one compiled kernel serves all strides and storage offsets.
@@ -46,13 +46,14 @@ UNSPECIALIZED = (
     "q_origin",
     "k_origin",
     "tiles_r",
+    "tiles_w",
     "bits_r",
     "q_segments_b",
 )
 
 
 class Extent(NamedTuple):
-    """Sizes of a problem; `seqlen_*` are totals and `longest_*` upper bounds where sequences are packed."""
+    """Sizes of a problem; `seqlen_*` are totals and `longest_*` upper bounds where sequences are `packed`."""
 
     batch: int
     heads: int
@@ -61,6 +62,7 @@ class Extent(NamedTuple):
     seqlen_k: int
     longest_q: int
     longest_k: int
+    packed: bool = False
 
 
 def extent(call: Call) -> Extent:
@@ -71,7 +73,21 @@ def extent(call: Call) -> Extent:
         seqlen_q, seqlen_k = query.shape[1], key.shape[1]
         return Extent(query.shape[0], heads, kv_heads, seqlen_q, seqlen_k, seqlen_q, seqlen_k)
     batch = varlen.cu_seqlens_q.shape[0] - 1
-    return Extent(batch, heads, kv_heads, query.shape[0], key.shape[0], varlen.max_seqlen_q, varlen.max_seqlen_k)
+    total_q, total_k = query.shape[0], key.shape[0]
+    longest = min(varlen.max_seqlen_q, total_q), min(varlen.max_seqlen_k, total_k)
+    return Extent(batch, heads, kv_heads, total_q, total_k, *longest, packed=True)
+
+
+def blocks_and_programs(size: Extent, rows: int, heads: int, block: int, tiles: Tensor | None) -> tuple[int, int]:
+    """Return how many blocks of `block` rows a head has, of a side with `rows` rows and lists `tiles`; and the programs of all.
+
+    Packed sequences have as many together, in the order of `places.packed_block`: each needs one more than it has whole ones.
+    """
+    if size.packed:
+        blocks = rows // block + size.batch
+        return blocks, blocks * heads * (rows > 0)
+    blocks = ceil_div(rows, block) if tiles is None else tiles.shape[2] * (TILE // block)
+    return blocks, blocks * heads * size.batch
 
 
 def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
@@ -106,7 +122,15 @@ def group_size(heads: int, tensor_heads: int) -> int:
 _LEAST_CAP, _GREATEST_CAP = 1e-37, 1e25
 
 _NO_BIAS: dict[str, Any] = {"bias": None, "bias_b": 0, "bias_h": 0, "bias_q": 0, "bias_k": 0, "bias_group": 1}
-_NO_LISTS: dict[str, Any] = {"tiles": None, "tiles_b": 0, "tiles_h": 0, "tiles_r": 0, "mask_group": 1, "LISTED": False}
+_NO_LISTS: dict[str, Any] = {
+    "tiles": None,
+    "tiles_b": 0,
+    "tiles_h": 0,
+    "tiles_r": 0,
+    "tiles_w": 0,
+    "mask_group": 1,
+    "LISTED": False,
+}
 _NO_BITS: dict[str, Any] = {"bits": None, "bits_b": 0, "bits_h": 0, "bits_r": 0}
 
 
@@ -134,6 +158,7 @@ def list_arguments(tiles: Tensor | None, bits: Tensor | None, heads: int) -> dic
             "tiles_b": broadcast_stride(tiles, 0),
             "tiles_h": broadcast_stride(tiles, 1),
             "tiles_r": tiles.stride(2),
+            "tiles_w": tiles.shape[3],
             "mask_group": group_size(heads, tiles.shape[1]),
             "LISTED": True,
         }

@@ -12,14 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from dmattn_ops import problem
 from dmattn_ops.call import Call, Gradients, Saved, bias_kind, is_whole, rows_are_aligned
 from dmattn_ops.config import PortableBackward
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.portable.arguments import (
     Extent,
-    ceil_div,
+    blocks_and_programs,
     extent,
     list_arguments,
     row_strides,
@@ -74,10 +73,7 @@ def _launch_keys(
     config: PortableBackward,
 ) -> None:
     """Launch dk and dv: a program for each block of keys of each key head."""
-    blocks = ceil_div(size.longest_k, config.block_n)
-    if mask.col_tiles is not None:
-        blocks = mask.col_tiles.shape[2] * (problem.TILE // config.block_n)
-    programs = blocks * size.kv_heads * size.batch
+    blocks, programs = blocks_and_programs(size, size.seqlen_k, size.kv_heads, config.block_n, mask.col_tiles)
     if programs == 0:
         return
     launch(
@@ -103,10 +99,7 @@ def _launch_queries(
     arguments: dict[str, Any], mask: Mask, size: Extent, dq: Tensor, dbias: Tensor | None, config: PortableBackward
 ) -> None:
     """Launch dq, and dS into dbias `[B, H, Sq, Sk]` unless it is None: a program for each block of queries of each head."""
-    blocks = ceil_div(size.longest_q, config.dq_block_m)
-    if mask.row_tiles is not None:
-        blocks = mask.row_tiles.shape[2] * (problem.TILE // config.dq_block_m)
-    programs = blocks * size.heads * size.batch
+    blocks, programs = blocks_and_programs(size, size.seqlen_q, size.heads, config.dq_block_m, mask.row_tiles)
     if programs == 0:
         return
     strides = (0, 0, 0, 0) if dbias is None else dbias.stride()

@@ -39,18 +39,20 @@ from dmattn_ops.problem import Mask
 ENTRIES = 128  # list entries that one iteration marks
 
 
-@triton.jit(do_not_specialize=["tiles_r", "key_tiles"])
-def mark_kernel(tiles, states, tiles_r, key_tiles, ENTRIES: tl.constexpr):
+@triton.jit(do_not_specialize=["tiles_r", "tiles_w", "key_tiles"])
+def mark_kernel(tiles, states, tiles_r, tiles_w, key_tiles, ENTRIES: tl.constexpr):
     """Write the states of one query tile, `[key_tiles]`: 1 where its list has a partial tile, 2 where a full one."""
     program = tl.program_id(0).to(tl.int64)
     record = tiles + program * tiles_r
-    n_partial = tl.load(record + 1)
-    count = n_partial + tl.load(record + 2)
+    n_partial = tl.minimum(tl.maximum(tl.load(record + 1), 0), tiles_w - HEADER)
+    count = tl.minimum(n_partial + tl.maximum(tl.load(record + 2), 0), tiles_w - HEADER)
+    count = tl.where(count < n_partial, n_partial, count)  # where the sum was too large
     for first in tl.range(0, count, ENTRIES):
         entries = first + tl.arange(0, ENTRIES)
         tile = tl.load(record + HEADER + entries, mask=entries < count, other=0)
         state = tl.where(entries < n_partial, 1, 2).to(tl.int8)
-        tl.store(states + program * key_tiles + tile, state, mask=entries < count)
+        known = (entries < count) & (tile >= 0) & (tile < key_tiles)
+        tl.store(states + program * key_tiles + tile, state, mask=known)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
@@ -164,6 +166,7 @@ def dbias_kernel(
         if LISTED:
             at = head_offset(batch, head // mask_group, states_b, states_h) + start_k // TILE
             state = tl.load(states + at + (start_q // TILE).to(tl.int64) * states_q).to(tl.int32)
+            state = tl.where(start_k + BLOCK_N > seqlen_k, tl.minimum(state, 1), state)  # whatever lists hold
         else:
             state = in_band.to(tl.int32)
         mask = mask_of_head(arrays, place, head, band_lo, band_hi, features)
@@ -213,7 +216,16 @@ def mark_tiles(tiles: Tensor, key_tiles: int) -> Tensor:
     states = computed(_empty_states, tiles, (*tiles.shape[:3], key_tiles))
     records = tiles.shape[0] * tiles.shape[1] * tiles.shape[2]
     if states.numel():
-        launch(mark_kernel, (records,), tiles, states, tiles_r=tiles.stride(2), key_tiles=key_tiles, ENTRIES=ENTRIES)
+        launch(
+            mark_kernel,
+            (records,),
+            tiles,
+            states,
+            tiles_r=tiles.stride(2),
+            tiles_w=tiles.shape[3],
+            key_tiles=key_tiles,
+            ENTRIES=ENTRIES,
+        )
     return states
 
 

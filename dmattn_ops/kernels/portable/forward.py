@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops import arch, problem
+from dmattn_ops import arch
 from dmattn_ops.call import Call, Result, rows_are_aligned
 from dmattn_ops.config import PortableForward
 from dmattn_ops.kernels.interval_lists import listed
@@ -20,6 +20,7 @@ from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
     UNSPECIALIZED,
+    blocks_and_programs,
     ceil_div,
     extent,
     factor_sign,
@@ -191,6 +192,7 @@ def forward_kernel(
     tiles_b,
     tiles_h,
     tiles_r,
+    tiles_w,
     bits_b,
     bits_h,
     bits_r,
@@ -252,11 +254,11 @@ def forward_kernel(
     program = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
-    place = place_of(program, blocks, heads, lengths, VARLEN, TOP_LEFT)
+    place, block, blocks = place_of(program, blocks, heads, lengths, BLOCK_M, False, VARLEN, TOP_LEFT)
     head = place.head
     if LISTED:
         tiles += head_offset(place.batch, head // mask_group, tiles_b, tiles_h)
-    start_q = owned_start(tiles, tiles_r, program % blocks, blocks, BLOCK_M, LISTED, True)
+    start_q = owned_start(tiles, tiles_r, block, blocks, BLOCK_M, LISTED, True)
     if start_q >= place.length_q:
         return
 
@@ -279,7 +281,7 @@ def forward_kernel(
     mask = mask_of_head(arrays, place, head, band_lo + place.shift, band_hi + place.shift, features)
     last_q = tl.minimum(start_q + BLOCK_M, place.length_q) - 1
     TEST_ALL: tl.constexpr = MASK == "segments" or MASK == "intervals"
-    plan = plan_walk(record, start_q, last_q, mask.low, mask.high, place.length_k, BLOCK_N, LISTED, TEST_ALL)
+    plan = plan_walk(record, tiles_w, start_q, last_q, mask.low, mask.high, place.length_k, BLOCK_N, LISTED, TEST_ALL)
     q = load_rows(query, start_q, place.length_q, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
     q_marks = query_marks(mask, start_q, place.length_q, BLOCK_M, features)
     acc = tl.zeros((BLOCK_M, PADDED_VALUE), tl.float32)
@@ -426,10 +428,7 @@ def forward(call: Call, result: Result, config: PortableForward) -> None:
     if call.varlen is not None:  # rows that belong to no sequence
         computed(Tensor.zero_, result.out)
         _empty_statistics(result)
-    blocks = ceil_div(size.longest_q, config.block_m)
-    if mask.row_tiles is not None:
-        blocks = mask.row_tiles.shape[2] * (problem.TILE // config.block_m)
-    programs = blocks * size.heads * size.batch
+    blocks, programs = blocks_and_programs(size, size.seqlen_q, size.heads, config.block_m, mask.row_tiles)
     if programs == 0:
         return
     arguments = shared_arguments(call, size)
@@ -441,7 +440,7 @@ def forward(call: Call, result: Result, config: PortableForward) -> None:
         "ROW_MAX": result.row_max is not None,
     }
     splits = split_count(
-        ceil_div(size.longest_q, config.block_m) * size.heads * size.batch,
+        blocks_and_programs(size, size.seqlen_q, size.heads, config.block_m, None)[1],
         size.longest_k,
         config,
         arch.physical(call.query.device).num_sms,

@@ -170,6 +170,7 @@ def keys_kernel(
     tiles_b,
     tiles_h,
     tiles_r,
+    tiles_w,
     bits_b,
     bits_h,
     bits_r,
@@ -229,12 +230,12 @@ def keys_kernel(
         k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
     )  # fmt: skip
     program = tl.program_id(0)
-    place = place_of(program, blocks, heads // GROUP, lengths, VARLEN, TOP_LEFT)
+    place, block, blocks = place_of(program, blocks, heads // GROUP, lengths, BLOCK_N, True, VARLEN, TOP_LEFT)
     kv_head = place.head
     ranking = 0
     if LISTED:
         ranking = tiles + head_offset(place.batch, kv_head * GROUP // mask_group, tiles_b, tiles_h)
-    start_k = owned_start(ranking, tiles_r, program % blocks, blocks, BLOCK_N, LISTED, False)
+    start_k = owned_start(ranking, tiles_r, block, blocks, BLOCK_N, LISTED, False)
     if start_k >= place.length_k:
         return
 
@@ -275,7 +276,7 @@ def keys_kernel(
             dropout = Dropout(head_seed, last_dropped, rescale, q_origin, k_origin)
         mask = mask_of_head(arrays, place, head, low, high, features)
         k_marks = key_marks(mask, start_k, place.length_k, BLOCK_N, features)
-        plan = plan_walk(record, start_k, last_k, low, high, place.length_q, BLOCK_M, LISTED, TEST_ALL)
+        plan = plan_walk(record, tiles_w, start_k, last_k, low, high, place.length_q, BLOCK_M, LISTED, TEST_ALL)
         sums = Sums(key_grad, value_grad, tl.zeros((BLOCK_N,), tl.float32))
         for PARTIAL in tl.static_range(2):
             sums = gather_queries(

@@ -16,6 +16,7 @@ from dmattn_ops import problem
 
 TILE = tl.constexpr(problem.TILE)
 HEADER = tl.constexpr(problem.HEADER)
+SEARCHED = tl.constexpr(128)  # offsets of sequences that a step of a search reads at once
 
 
 class Lengths(NamedTuple):
@@ -52,6 +53,7 @@ class Walk(NamedTuple):
     """
 
     record: Any  # of the list, where there are lists
+    length: Any  # of the walked side
     n_full: Any
     full_first: Any
     n_partial: Any
@@ -64,6 +66,7 @@ class Part(NamedTuple):
     """Steps of a walk that are all full, or all to be tested."""
 
     record: Any
+    last: Any  # tile that a list may name
     steps: Any
     first: Any
     left: Any
@@ -71,8 +74,14 @@ class Part(NamedTuple):
 
 
 @triton.jit
-def place_of(program, blocks, heads, lengths, VARLEN: tl.constexpr, TOP_LEFT: tl.constexpr):
-    """Return the place of a program: the blocks of a head follow each other, then come heads, then sequences."""
+def place_of(
+    program, blocks, heads, lengths, BLOCK: tl.constexpr, KEYS_OWNED: tl.constexpr, VARLEN: tl.constexpr, TOP_LEFT: tl.constexpr
+):  # fmt: skip
+    """Return (place of a program, its block, the blocks of its sequence): blocks of a head follow each other, then come heads.
+
+    Then come sequences. Packed ones are part of a head instead, which has `arguments.blocks_and_programs` blocks.
+    """
+    block = program % blocks
     head = (program // blocks) % heads
     sequence = program // blocks // heads
     zero = tl.full((), 0, tl.int32)
@@ -80,11 +89,41 @@ def place_of(program, blocks, heads, lengths, VARLEN: tl.constexpr, TOP_LEFT: tl
     q_begin, length_q, k_begin, length_k, shift = zero, lengths.seqlen_q, zero, lengths.seqlen_k, zero
     if VARLEN:
         batch = zero
+        if KEYS_OWNED:
+            sequence, block = packed_block(block, blocks, lengths.cu_seqlens_k, lengths.seqlen_k, BLOCK)
+        else:
+            sequence, block = packed_block(block, blocks, lengths.cu_seqlens_q, lengths.seqlen_q, BLOCK)
         q_begin, length_q = packed_sequence(lengths.cu_seqlens_q, sequence, lengths.seqlen_q, lengths.longest_q)
         k_begin, length_k = packed_sequence(lengths.cu_seqlens_k, sequence, lengths.seqlen_k, lengths.longest_k)
+        if KEYS_OWNED:
+            blocks = tl.cdiv(length_k, BLOCK)
+        else:
+            blocks = tl.cdiv(length_q, BLOCK)
         if not TOP_LEFT:
             shift = length_k - length_q
-    return Place(sequence, batch, head, q_begin, length_q, k_begin, length_k, shift)
+    return Place(sequence, batch, head, q_begin, length_q, k_begin, length_k, shift), block, blocks
+
+
+@triton.jit
+def packed_block(block, blocks, cu_seqlens, total, BLOCK: tl.constexpr):
+    """Return (sequence, block of it) of one of the `blocks` blocks of a head; one behind the sequence's last has no rows.
+
+    Sequence `i`, which begins at row `c`, has the blocks from `c // BLOCK + i` on. That leaves room for its last one, whatever
+    the lengths are, and all of them together have at most `total // BLOCK` and one for each sequence.
+    """
+    first = tl.full((), 0, tl.int32)
+    count = blocks - total // BLOCK
+    while count > 1:
+        apart = tl.cdiv(count, SEARCHED)
+        tried = first + tl.arange(0, SEARCHED) * apart
+        known = tried < first + count
+        begins = tl.load(cu_seqlens + tried, mask=known, other=0) // BLOCK + tried
+        passed = tl.maximum(tl.sum((known & (begins <= block)).to(tl.int32), 0) - 1, 0) * apart
+        first += passed
+        count = tl.minimum(apart, count - passed)
+    local = block - tl.load(cu_seqlens + first) // BLOCK - first
+    most = total // BLOCK + 1
+    return first, tl.where((local < 0) | (local > most), most, local)  # offsets may be anything
 
 
 @triton.jit
@@ -109,21 +148,28 @@ def head_rows(pointer, batch, head, begin, stride_b, stride_s, stride_h):
 
 @triton.jit
 def owned_start(tiles, tile_stride, block, blocks, BLOCK: tl.constexpr, LISTED: tl.constexpr, DESCENDING: tl.constexpr):
-    """Return the first row of the `block`-th program of a head: programs take the longest walks first."""
+    """Return the first row of the `block`-th program of a head or packed sequence: programs take the longest walks first."""
     if LISTED:
         per_tile: tl.constexpr = TILE // BLOCK
-        tile = tl.load(tiles + (block // per_tile).to(tl.int64) * tile_stride)
+        tile = named_tile(tiles + (block // per_tile).to(tl.int64) * tile_stride, blocks // per_tile - 1)
         start = (tile * per_tile + block % per_tile) * BLOCK
     elif DESCENDING:
-        start = (blocks - 1 - block) * BLOCK
+        start = tl.where(block < blocks, blocks - 1 - block, block) * BLOCK
     else:
         start = block * BLOCK
     return start
 
 
 @triton.jit
+def named_tile(place, last):
+    """Return the tile that a word of a list names, at most `last`, which is not negative: lists may hold any numbers."""
+    return tl.minimum(tl.load(place).to(tl.uint32, bitcast=True), last.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
 def plan_walk(
     record,
+    width,
     first_owned,
     last_owned,
     low,
@@ -133,15 +179,18 @@ def plan_walk(
     LISTED: tl.constexpr,
     TEST_ALL: tl.constexpr,
 ):
-    """Plan the walk of rows `first_owned ... last_owned`.
+    """Plan the walk of rows `first_owned ... last_owned`; a record has `width` words.
 
     Walked row `w` is inside the band of owned row `o` iff `o + low <= w <= o + high`. `TEST_ALL`: the mask hides more.
     """
     zero = tl.full((), 0, tl.int32)
     if LISTED:
         per_tile: tl.constexpr = TILE // STEP
-        n_partial = tl.load(record + 1) * per_tile
-        n_full = tl.load(record + 2) * per_tile
+        room = tl.where(length > 0, width - HEADER, 0)
+        n_partial = tl.minimum(tl.maximum(tl.load(record + 1), 0), room)
+        n_full = tl.minimum(tl.maximum(tl.load(record + 2), 0), tl.where(length >= TILE, room - n_partial, 0))
+        n_partial *= per_tile
+        n_full *= per_tile
         partial_first = zero
         full_first = n_partial
         left = zero
@@ -160,16 +209,18 @@ def plan_walk(
         left = full_first - partial_first
         gap = n_full
         n_partial = end - partial_first - n_full
-    return Walk(record, n_full, full_first, n_partial, partial_first, left, gap)
+    return Walk(record, length, n_full, full_first, n_partial, partial_first, left, gap)
 
 
 @triton.jit
 def part_of(plan, PARTIAL: tl.constexpr):
     """Return the steps of a walk that are to be tested, or those that are full."""
     if PARTIAL:
-        part = Part(plan.record, plan.n_partial, plan.partial_first, plan.left, plan.gap)
+        part = Part(
+            plan.record, tl.cdiv(plan.length, TILE) - 1, plan.n_partial, plan.partial_first, plan.left, plan.gap
+        )
     else:
-        part = Part(plan.record, plan.n_full, plan.full_first, 0, 0)
+        part = Part(plan.record, plan.length // TILE - 1, plan.n_full, plan.full_first, 0, 0)
     return part
 
 
@@ -179,7 +230,8 @@ def walked_start(part, step, STEP: tl.constexpr, LISTED: tl.constexpr):
     if LISTED:
         per_tile: tl.constexpr = TILE // STEP
         entry = part.first + step
-        start = (tl.load(part.record + HEADER + entry // per_tile) * per_tile + entry % per_tile) * STEP
+        tile = named_tile(part.record + HEADER + entry // per_tile, part.last)
+        start = (tile * per_tile + entry % per_tile) * STEP
     else:
         start = (part.first + step + tl.where(step < part.left, 0, part.gap)) * STEP
     return start

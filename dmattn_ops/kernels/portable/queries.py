@@ -176,6 +176,7 @@ def queries_kernel(
     tiles_b,
     tiles_h,
     tiles_r,
+    tiles_w,
     bits_b,
     bits_h,
     bits_r,
@@ -235,11 +236,11 @@ def queries_kernel(
         k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
     )  # fmt: skip
     program = tl.program_id(0)
-    place = place_of(program, blocks, heads, lengths, VARLEN, TOP_LEFT)
+    place, block, blocks = place_of(program, blocks, heads, lengths, BLOCK_M, False, VARLEN, TOP_LEFT)
     head = place.head
     if LISTED:
         tiles += head_offset(place.batch, head // mask_group, tiles_b, tiles_h)
-    start_q = owned_start(tiles, tiles_r, program % blocks, blocks, BLOCK_M, LISTED, True)
+    start_q = owned_start(tiles, tiles_r, block, blocks, BLOCK_M, LISTED, True)
     if start_q >= place.length_q:
         return
 
@@ -269,7 +270,7 @@ def queries_kernel(
     mask = mask_of_head(arrays, place, head, band_lo + place.shift, band_hi + place.shift, features)
     last_q = tl.minimum(start_q + BLOCK_M, place.length_q) - 1
     TEST_ALL: tl.constexpr = MASK == "segments" or MASK == "intervals"
-    plan = plan_walk(record, start_q, last_q, mask.low, mask.high, place.length_k, BLOCK_N, LISTED, TEST_ALL)
+    plan = plan_walk(record, tiles_w, start_q, last_q, mask.low, mask.high, place.length_k, BLOCK_N, LISTED, TEST_ALL)
     queries = load_queries(
         query, grad_out, log_sum + statistics, log_rest + statistics, delta + statistics, start_q, place, mask,
         shape, features,

@@ -78,7 +78,7 @@ def record_of(place, lists, of_lists):
     """Return where the list of a place's key tile begins, for the first query head of its key head."""
     tile, batch, kv_head = place
     list_b, list_kv, list_width = of_lists
-    return lists + batch.to(gl.int64) * list_b + kv_head.to(gl.int64) * list_kv + tile * list_width
+    return lists + batch.to(gl.int64) * list_b + kv_head.to(gl.int64) * list_kv + tile.to(gl.int64) * list_width
 
 
 @gluon.jit

@@ -244,6 +244,6 @@ def statistics_kernel(
     to = stats + index.to(tl.int64) * rows + row
     tl.store(to, minus_lse)
     tl.store(to + total_rows, tl.where(value == float("-inf"), 0.0, delta))
-    tl.store(to + 2 * total_rows, first)
-    tl.store(to + 3 * total_rows, second)
+    tl.store(to + 2 * total_rows.to(tl.int64), first)
+    tl.store(to + 3 * total_rows.to(tl.int64), second)
     tl.store(flags + block, tl.max(large.to(tl.int32), 0).to(tl.int8))

@@ -118,7 +118,9 @@ def block_of(pid, n_blocks, n_heads, heads_per_group):
 @gluon.jit
 def ranked_tile(rank, mask, head):
     """Return the tile of 128 rows that has the `rank`-th most work."""
-    return gl.load(mask.lists + (head // mask.group).to(gl.int64) * mask.list_head + rank * mask.list_width)
+    return gl.load(
+        mask.lists + (head // mask.group).to(gl.int64) * mask.list_head + rank.to(gl.int64) * mask.list_width
+    )
 
 
 class Sight(NamedTuple):
@@ -175,7 +177,7 @@ def head_view(view, mask, tile, head, LISTS: gl.constexpr, HIDDEN: gl.constexpr)
     column_segments = view.column_segments
     if LISTS != NO_LISTS and LISTS != RAGGED:
         mask_head = (head // mask.group).to(gl.int64)
-        record = mask.lists + mask_head * mask.list_head + tile * mask.list_width
+        record = mask.lists + mask_head * mask.list_head + tile * mask.list_width.to(gl.int64)
     if LISTS == BITS:
         bits = mask.bits + mask_head * mask.bits_head
     if LISTS == SEGMENTS:
