@@ -171,6 +171,15 @@ def unseen_keys(call: Call) -> int:
     return int(low > 0 or seqlen_q + high < seqlen_k)
 
 
+def unseen_rows(call: Call) -> int:
+    """Return what `unseen_keys` does, of a backward: queries that see no key must not reach others either."""
+    _, seqlen_q, seqlen_k, _, _ = sizes_of(call)
+    low, high = call.options[:2]
+    if call.varlen is not None:
+        return max(unseen_keys(call), int(low > -UNBOUNDED or high < UNBOUNDED))
+    return max(unseen_keys(call), int(high < 0 or seqlen_q + low > seqlen_k))
+
+
 def column_parts(dim: int) -> tuple[int, int]:
     """Return the widths of one tile or two (else 0) that hold `dim` columns, as `columns.py` multiplies them."""
     return next(parts for parts in PARTS if sum(parts) >= dim)

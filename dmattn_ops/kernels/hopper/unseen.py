@@ -13,17 +13,13 @@ from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, meet
 
-NEVER = gl.constexpr(0)  # everything is seen by something
+ALL_SEEN = gl.constexpr(0)  # everything is seen by something
 EDGES = gl.constexpr(1)
 TWICE = gl.constexpr(2)
-CLEARED = gl.constexpr(16)  # rows that are cleared at a time
-
-
-@gluon.constexpr_function
-def row_layout(width):
-    """Return a layout of `[CLEARED, width]` for 4 warps: 16 bytes of a row for each thread."""
-    lanes = min(width // 8, 32)
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+CLEARED = gl.constexpr(16)  # rows that a forward clears at a time
+# Of rows that are cleared by 4 warps: 16 bytes of a row for each thread, whatever their width
+MATRIX = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+ROWS = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
 
 
 @gluon.jit
@@ -33,22 +29,36 @@ def note_nan(suspect, sums):
 
 
 @gluon.jit
-def clear_rows(parts, seen, ROWS: gl.constexpr):
-    """Set the rows of matrices in shared memory to 0 of which `seen`, `[ROWS]` in shared memory, holds 0.
+def clear(part, seen):
+    """Set rows of a matrix in shared memory to 0 where `seen`, of the layout ROWS, is 0."""
+    kept = part.load(MATRIX)
+    part.store(gl.where(seen[:, None] != 0, kept, gl.zeros_like(kept)))
 
-    Products that begin from here on read what all threads of the partition have cleared. Several partitions may clear the same rows.
+
+@gluon.jit
+def clear_parts(parts, seen):
+    """Do `clear` for each part of rows (`columns.py`)."""
+    clear(parts[0], seen)
+    if len(parts) > 1:
+        clear(parts[1], seen)
+
+
+@gluon.jit
+def finish_clearing():
+    """Let products that begin from here on read what all threads of the partition have cleared.
+
+    Several partitions may clear the same rows, each before it multiplies: they store the same.
     """
-    FIRST: gl.constexpr = row_layout(parts[0].shape[1])
-    for row in gl.static_range(0, ROWS, CLEARED):
-        place = parts[0].slice(row, CLEARED, dim=0)
-        kept = place.load(FIRST)
-        wanted = seen.slice(row, CLEARED, dim=0).load(gl.SliceLayout(1, FIRST))[:, None] != 0
-        place.store(gl.where(wanted, kept, gl.zeros_like(kept)))
-        if len(parts) > 1:
-            SECOND: gl.constexpr = row_layout(parts[1].shape[1])
-            place = parts[1].slice(row, CLEARED, dim=0)
-            kept = place.load(SECOND)
-            wanted = seen.slice(row, CLEARED, dim=0).load(gl.SliceLayout(1, SECOND))[:, None] != 0
-            place.store(gl.where(wanted, kept, gl.zeros_like(kept)))
     fence_async_shared()
     meet()
+
+
+@gluon.jit
+def clear_rows(parts, seen, COUNT: gl.constexpr):
+    """Set `COUNT` rows of matrices in shared memory to 0 where `seen`, `[COUNT]` in shared memory, holds 0."""
+    for row in gl.static_range(0, COUNT, CLEARED):
+        wanted = seen.slice(row, CLEARED, dim=0).load(ROWS)
+        clear(parts[0].slice(row, CLEARED, dim=0), wanted)
+        if len(parts) > 1:
+            clear(parts[1].slice(row, CLEARED, dim=0), wanted)
+    finish_clearing()

@@ -34,6 +34,7 @@ from dmattn_ops.kernels.hopper.scores import (
     rounded_exponents,
     softened,
 )
+from dmattn_ops.kernels.hopper.unseen import ALL_SEEN, ROWS, TWICE, clear_parts, finish_clearing, note_nan
 from dmattn_ops.kernels.hopper.words import word_of, words_between
 
 # Kinds of masks that a step can meet
@@ -201,10 +202,10 @@ def exponents(
 
 @gluon.jit
 def step(
-    i, dk, dv, sums, tiles, barriers, scales, bias, exact, row, band, words, q_seg, k_seg, dropout, corner,
+    i, dk, dv, sums, tiles, barriers, scales, bias, exact, row, band, words, q_seg, k_seg, dropout, corner, careful,
     C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
     dtype: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HIDDEN: gl.constexpr,
-    NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, EXACT: gl.constexpr, DROPOUT: gl.constexpr,
+    NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, EXACT: gl.constexpr, DROPOUT: gl.constexpr, UNSEEN: gl.constexpr,
 ):  # fmt: skip
     """Add query tile `i` to dk `[64, D]`, dv `[64, DV]` and the sums of dS; hand out dq of the step before.
 
@@ -243,6 +244,9 @@ def step(
     other_made = made.index((1 - C) * 2 + (b ^ 1))
     made_before = ((i - 1) >> 1) & 1
     mbarrier.wait(q_full.index(b), (i >> 1) & 1)
+    if UNSEEN != ALL_SEEN and MASK != UNMASKED:
+        if careful != 0:
+            clear_queries(q, do, stat_s.index(b * 2).reshape([BM]))
     minus_lse = stat_s.index(b * 2).reshape([BM]).load(by_query)  # loads wait behind matrix instructions already issued
     if TWO_PHASE:
         delta = stat_s.index(b * 2 + 1).reshape([BM]).load(by_query)[None, :]
@@ -333,6 +337,16 @@ def step(
 
 
 @gluon.jit
+def clear_queries(q, do, minus_lse):
+    """Set queries that see no key, and their grad_out, to 0: their statistic is `rows.NEVER`."""
+    LARGEST: gl.constexpr = -3.0e38
+    seen = (minus_lse.load(ROWS) != LARGEST).to(gl.int32)
+    clear_parts(q, seen)
+    clear_parts(do, seen)
+    finish_clearing()
+
+
+@gluon.jit
 def place_of_dk(i, q_s, ds_s, C: gl.constexpr, D2: gl.constexpr):
     """Return where a block's step `i`, its last, leaves consumer `C`'s dk: the step has no query tile and makes no dS."""
     b = i & 1
@@ -348,7 +362,7 @@ def place_of_dk(i, q_s, ds_s, C: gl.constexpr, D2: gl.constexpr):
 def last_step(
     i, dk, dv, dk_scale, dv_scale, tiles, barriers, k_empty,
     C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
-    TWO_PHASE: gl.constexpr,
+    TWO_PHASE: gl.constexpr, suspect, UNSEEN: gl.constexpr,
 ):  # fmt: skip
     """As step `i`, hand out a block's dk and dv, and dq of step `i - 1`, the last one with a query tile.
 
@@ -368,6 +382,13 @@ def last_step(
     dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(k_empty, count=1)
+    if UNSEEN == TWICE:
+        note_nan(suspect, dk[0])
+        note_nan(suspect, dv[0])
+        if D2 > 0:
+            note_nan(suspect, dk[1])
+        if DV2 > 0:
+            note_nan(suspect, dv[1])
     stage_parts(dv, dv_scale, buffer_at(v_s, v_half), DV, DV2, dtype)
     stage_parts(dk, dk_scale, place_of_dk(i, q_s, ds_s, C, D2), D, D2, dtype)
     mbarrier.wait(dq_empty, b ^ 1)

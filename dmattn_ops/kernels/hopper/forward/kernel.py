@@ -68,7 +68,7 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     warpgroup_mma_wait,
 )
 from dmattn_ops.kernels.hopper.ragged import Rows, head_corner_of
-from dmattn_ops.kernels.hopper.unseen import EDGES, NEVER, TWICE, clear_rows, note_nan
+from dmattn_ops.kernels.hopper.unseen import ALL_SEEN, EDGES, TWICE, clear_rows, note_nan
 
 
 @gluon.jit
@@ -135,7 +135,7 @@ def consume(
     ROW_MAX: gl.constexpr = row_max is not None
     smem, bars, sizes, band, masks = work
     queries, keys, values, words, biases, ranges, piece, found = smem
-    if UNSEEN != NEVER:
+    if UNSEEN != ALL_SEEN:
         found = found.index(C)
     q_full, q_empty, k_full, k_empty, v_full = bars
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items = sizes
@@ -221,7 +221,7 @@ def consume(
         if DROPOUT:
             dropout = dropout_of_head(dropout_of_batch(dropouts, batch), h)
         sight = 0
-        if UNSEEN != NEVER:
+        if UNSEEN != ALL_SEEN:
             own_segments = q_segments
             own_bias = bias
             if MASK == "segments" and q_segments is not None:
@@ -245,7 +245,7 @@ def consume(
         if first < n:
             b = step % STAGES
             mbarrier.wait(k_full.index(b), (step // STAGES) & 1)
-            if UNSEEN != NEVER:
+            if UNSEEN != ALL_SEEN:
                 if sight.careful != 0:
                     look_at_keys(
                         first, b, keys, words, lists, visible, sight, found,
@@ -278,7 +278,7 @@ def consume(
                     ROW_MAX, dtype, sight, found, BM, UNSEEN,
                 )  # fmt: skip
                 step += 1
-            if UNSEEN != NEVER and not hides_by_bias(MASK, BIAS, UNSEEN):
+            if UNSEEN != ALL_SEEN and not hides_by_bias(MASK, BIAS, UNSEEN):
                 if (sight.careful != 0) & (tested < masked):  # values of the last tile that is tested
                     mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
                     clear_rows(rows_of(values, step % STAGES, BN, DV, DV2), found, BN)
@@ -409,7 +409,7 @@ def forward_kernel(
         mbarrier.init(k_empty.index(i), count=NC)
     fence_async_shared()
     found = 0
-    if UNSEEN != NEVER:
+    if UNSEEN != ALL_SEEN:
         found = gl.allocate_shared_memory(gl.int32, [NC, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     smem = (queries, keys, values, words, biases, ranges, piece, found)
     bars = (q_full, q_empty, k_full, k_empty, v_full)

@@ -29,7 +29,7 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     warpgroup_mma_wait,
 )
 from dmattn_ops.kernels.hopper.scores import tanh
-from dmattn_ops.kernels.hopper.unseen import NEVER, clear_rows
+from dmattn_ops.kernels.hopper.unseen import ALL_SEEN, clear_rows
 
 
 @gluon.jit
@@ -299,7 +299,7 @@ def advance(
     k_next = transposed(rows_of(keys, b_next, BN, D, D2))
     mbarrier.wait(k_full.index(b_next), ((step + 1) // STAGES) & 1)
     mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
-    if UNSEEN != NEVER and (MASKED or hides_by_bias(MASK, BIAS, UNSEEN)):
+    if UNSEEN != ALL_SEEN and (MASKED or hides_by_bias(MASK, BIAS, UNSEEN)):
         if sight.careful != 0:
             clear_rows(rows_of(values, b, BN, DV, DV2), found, BN)
             look_at_keys(
