@@ -98,8 +98,8 @@ def prepare_rows(
     at_grad = grad_out + batch * grad_b + head * grad_h + row64[:, None] * grad_s + col[None, :]
     o = tl.load(at_out, mask=mask, other=0.0)
     g = tl.load(at_grad, mask=mask, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     value = tl.load(lse + batch * lse_b + head * lse_h + row64 * lse_s, mask=inside, other=float("-inf"))
-    delta = tl.where(value == float("-inf"), 0.0, tl.sum(o.to(tl.float32) * g.to(tl.float32), 1))
     tail = tl.load(lse_tail + batch * tail_b + head * tail_h + row64 * tail_s, mask=inside, other=0.0)
     if sink is not None:
         tail, taken = take_sink(tl.load(sink + head).to(tl.float32), value, tail)

@@ -231,8 +231,8 @@ def statistics_kernel(
     o = tl.load(out + at[:, None] * out_s + column[None, :], mask=mask, other=0.0)
     grad_out += batch * grad_b + head * grad_h
     g = tl.load(grad_out + at[:, None] * grad_s + column[None, :], mask=mask, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     value = tl.load(lse + batch * lse_b + head * lse_h + at * lse_s, mask=inside, other=float("-inf"))
-    delta = tl.where(value == float("-inf"), 0.0, tl.sum(o.to(tl.float32) * g.to(tl.float32), 1))
     tail = tl.load(lse_tail + batch * tail_b + head * tail_h + at * tail_s, mask=inside, other=0.0)
     if sink is not None:
         tail, taken = take_sink(tl.load(sink + head).to(tl.float32), value, tail)
