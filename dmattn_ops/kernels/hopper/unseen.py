@@ -54,6 +54,21 @@ def finish_clearing():
 
 
 @gluon.jit
+def clear_queries(q, do, minus_lse):
+    """Set queries that see no key, and their grad_out, to 0, as their statistics in shared memory tell (`backward/rows.py`).
+
+    Either may be None.
+    """
+    LEAST: gl.constexpr = -3.0e38  # `rows.NEVER`
+    seen = (minus_lse.load(ROWS) != LEAST).to(gl.int32)
+    if q is not None:
+        clear_parts(q, seen)
+    if do is not None:
+        clear_parts(do, seen)
+    finish_clearing()
+
+
+@gluon.jit
 def clear_rows(parts, seen, COUNT: gl.constexpr):
     """Set `COUNT` rows of matrices in shared memory to 0 where `seen`, `[COUNT]` in shared memory, holds 0."""
     for row in gl.static_range(0, COUNT, CLEARED):

@@ -34,7 +34,7 @@ from dmattn_ops.kernels.hopper.scores import (
     rounded_exponents,
     softened,
 )
-from dmattn_ops.kernels.hopper.unseen import ALL_SEEN, ROWS, TWICE, clear_parts, finish_clearing, note_nan
+from dmattn_ops.kernels.hopper.unseen import ALL_SEEN, TWICE, clear_queries, note_nan
 from dmattn_ops.kernels.hopper.words import word_of, words_between
 
 # Kinds of masks that a step can meet
@@ -334,16 +334,6 @@ def step(
         sums = finish_key_sums(sums, BIAS)
         mbarrier.arrive(read.index(C * 2 + b), count=1)
     return dk, dv, sums
-
-
-@gluon.jit
-def clear_queries(q, do, minus_lse):
-    """Set queries that see no key, and their grad_out, to 0: their statistic is `rows.NEVER`."""
-    LARGEST: gl.constexpr = -3.0e38
-    seen = (minus_lse.load(ROWS) != LARGEST).to(gl.int32)
-    clear_parts(q, seen)
-    clear_parts(do, seen)
-    finish_clearing()
 
 
 @gluon.jit
