@@ -205,7 +205,7 @@ def consume(
         if HAS_HI:
             q_hi = gl.minimum(q_first + row + hi, seqlen_k - 1)
         q_lo = q_first + row + lo
-        k_segments, start, end, hidden_from, hidden_to = key_numbers
+        k_segments, starts, ends, hidden_from, hidden_to = key_numbers
         if MASK == "segments":
             k_segments += k_head
         if HIDDEN:
@@ -227,15 +227,15 @@ def consume(
             if MASK == "segments" and q_segments is not None:
                 own_segments = q_segments + batch.to(gl.int64) * segments_b
             if MASK == "intervals":
-                start += k_head
-                end += k_head
+                starts += k_head
+                ends += k_head
             if MASK == "ragged" and BIAS == "key":
                 own_bias = bias_of_head(bias, bias_places, batch, h) + gl.sum(gl.where(slots == 4, parts, 0), 0)
             clears = careful
             if UNSEEN == EDGES:
                 clears = edge_of_band(begin, end, seqlen_q, seqlen_k, lo, hi, BN, HAS_LO, HAS_HI)
             sight = Sight(
-                clears, block_first, seqlen_q, seqlen_k, lo, hi, own_segments, k_segments, start, end, hidden_from, hidden_to,
+                clears, block_first, seqlen_q, seqlen_k, lo, hi, own_segments, k_segments, starts, ends, hidden_from, hidden_to,
                 own_bias,
             )  # fmt: skip
         acc = no_sums(DV, DV2)

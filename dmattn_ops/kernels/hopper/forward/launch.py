@@ -101,7 +101,8 @@ def _counter(device: torch.device) -> Tensor:
     graph may be replayed on any stream, and the stream that warms one up allocates from the graph's memory, where nothing
     may stay.
     """
-    shared = raw_stream(device.index) == 0 and not torch.cuda.is_current_stream_capturing()
+    on_gpu = device.index is not None  # else nothing runs, and kernels are only compiled
+    shared = on_gpu and raw_stream(device.index) == 0 and not torch.cuda.is_current_stream_capturing()
     counter = _counters.get(device.index) if shared else None
     if counter is None:
         counter = torch.zeros(3, dtype=torch.int32, device=device)
