@@ -179,7 +179,7 @@ def _compile(case: str) -> dict:
         "MASK": mask, "BIAS": bias, "HAS_LO": "window" in words,
         "HAS_HI": bool({"causal", "window", "segments"} & set(words)),
         "SOFTCAP": "softcap" in words, "HIDDEN": "hidden" in words, "NATURAL": bias != "none" or "natural" in words,
-        "DROPOUT": dropout, "UNSEEN": 0 if mask in ("band", "ragged") else 2,
+        "DROPOUT": dropout, "EDGES": False,
     }  # fmt: skip
     optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
     optional |= {"bias_desc": boxes(64, block_n, "bf16")} if bias == "tiles" else {}

@@ -163,7 +163,9 @@ def capacity(total: int, sequences: int, rows: int) -> int:
     return total // rows + min(total, sequences + 2)
 
 
-def tiles_of(call: Call, rows: int, *, of_keys: bool, ranked: bool = True, chunk: int = 0, follows: bool = False) -> Tensor:
+def tiles_of(
+    call: Call, rows: int, *, of_keys: bool, ranked: bool = True, chunk: int = 0, follows: bool = False
+) -> Tensor:
     """Return the records `[tiles, WORDS]` of the tiles of `rows` queries of a call of packed sequences, or of its keys, as int32.
 
     Args:

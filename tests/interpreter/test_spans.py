@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dmattn_ops.kernels.spans import Spans, spans_of
 from torch import Tensor
 
 from dmattn_ops.call import Call
 from dmattn_ops.kernels import spans
-from dmattn_ops.kernels.spans import Spans, spans_of
 from tests.span_cases import Packed, draw_packed, offsets_of
 
 pytestmark = pytest.mark.usefixtures("strict_memory")

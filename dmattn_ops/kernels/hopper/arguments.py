@@ -17,7 +17,6 @@ from dmattn_ops.kernels.interval_lists import listed as listed
 from dmattn_ops.kernels.interval_lists import too_long as too_long
 from dmattn_ops.kernels.launching.launch import computed, workspace
 from dmattn_ops.kernels.portable import arguments as portable
-from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Mask, Options, dropout_scale
 
 LOG2E = 1.4426950408889634
@@ -28,7 +27,9 @@ CAUSAL_ROUNDS = 1.9  # blocks of a group for each SM: the short ones then fill t
 FEW_QUERIES = TILE // 2  # of a sequence: most of a block would have nothing to do
 
 
-FEWEST_ON_AVERAGE = TILE // 4  # queries of a sequence: what is padded to whole tiles stays below five times what there is
+FEWEST_ON_AVERAGE = (
+    TILE // 4
+)  # queries of a sequence: what is padded to whole tiles stays below five times what there is
 
 
 class Sizes(NamedTuple):
@@ -58,10 +59,24 @@ def statistic_strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 def key_numbers_as_bias(call: Call) -> Call:
-    """Return a call of packed sequences whose mask of keys is part of its bias; other calls as they are."""
+    """Return a call of packed sequences whose mask of keys is part of its bias; other calls as they are.
+
+    Keys that it hides from every head of their group, and their values, are 0: beside a bias of -inf they may hold anything.
+    """
     if not hides_packed_keys(call):
         return call
-    return call._replace(bias=computed(_hidden_bias, call.mask.k_segments, call.bias), mask=NO_MASK)
+    kept = call.mask.k_segments
+    key, value = (computed(_of_kept_keys, tensor, kept) for tensor in (call.key, call.value))
+    return call._replace(key=key, value=value, bias=computed(_hidden_bias, kept, call.bias), mask=NO_MASK)
+
+
+def _of_kept_keys(tensor: Tensor, kept: Tensor) -> Tensor:
+    """Return `[total_k, Hkv, D]` with 0 where no query head reads a key: where `[1, Hm, total_k]` holds 0 in none of its heads."""
+    heads = tensor.shape[1]
+    hidden = kept[0] != 0
+    if hidden.shape[0] > heads:
+        hidden = hidden.view(heads, -1, hidden.shape[-1]).all(1)
+    return tensor.masked_fill(hidden.T[..., None], 0)
 
 
 def _hidden_bias(kept: Tensor, bias: Tensor | None) -> Tensor:
@@ -160,24 +175,26 @@ def ragged_refusals(call: Call) -> list[str]:
     return []
 
 
-def unseen_keys(call: Call) -> int:
-    """Return how a kernel keeps keys that no query sees from reaching others, as `hopper/unseen.py` names the ways."""
+def hides_keys(call: Call) -> bool:
+    """Return whether the band may hide a key from every query, beside others that are seen (`unseen.py`)."""
     _, seqlen_q, seqlen_k, _, _ = sizes_of(call)
     low, high = call.options[:2]
     if call.mask.kind != "none":
-        return 2
+        return False  # the kernels for masks do not ask for it
     if call.varlen is not None:  # lengths lie on the device; the last query of a causal sequence sees all keys
-        return int(low > -UNBOUNDED or high < 0 or (high < UNBOUNDED and call.varlen.top_left))
-    return int(low > 0 or seqlen_q + high < seqlen_k)
+        return low > -UNBOUNDED or high < 0 or (high < UNBOUNDED and call.varlen.top_left)
+    return low > 0 or seqlen_q + high < seqlen_k
 
 
-def unseen_rows(call: Call) -> int:
-    """Return what `unseen_keys` does, of a backward: queries that see no key must not reach others either."""
+def hides_rows(call: Call) -> bool:
+    """Return whether the band may hide a key from every query, or every key from a query, beside others that are seen."""
     _, seqlen_q, seqlen_k, _, _ = sizes_of(call)
     low, high = call.options[:2]
+    if call.mask.kind != "none":
+        return False
     if call.varlen is not None:
-        return max(unseen_keys(call), int(low > -UNBOUNDED or high < UNBOUNDED))
-    return max(unseen_keys(call), int(high < 0 or seqlen_q + low > seqlen_k))
+        return low > -UNBOUNDED or high < UNBOUNDED
+    return hides_keys(call) or high < 0 or seqlen_q + low > seqlen_k
 
 
 def column_parts(dim: int) -> tuple[int, int]:

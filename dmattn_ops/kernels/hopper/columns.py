@@ -121,7 +121,9 @@ def stage_rows(rows, factor, buffer, WIDTH: gl.constexpr, ROOM: gl.constexpr, dt
 @gluon.jit
 def send_rows(buffer, map, place, row, head, column, dtype: gl.constexpr):
     """Start writing what `stage_rows` stored to rows `row ...` and columns `column ...` of a head at a place."""
-    tma_store(map, corner_of(map, place, row, head, column), reinterpret(buffer, dtype, map.block_type.shape, map.layout))
+    tma_store(
+        map, corner_of(map, place, row, head, column), reinterpret(buffer, dtype, map.block_type.shape, map.layout)
+    )
 
 
 @gluon.jit

@@ -1,46 +1,58 @@
-"""What no query of a block sees must not reach it: 0 * NaN is NaN, in products of probabilities that are 0 with values that are not finite.
+"""What the band hides from everybody must not reach anybody: 0 * NaN is NaN, in products of probabilities that are 0.
 
-Rows of shared memory that nobody of the block sees are set to 0 before they are multiplied (`clear_rows`). Under a band alone it is
-known where they are (EDGES). Of other masks nobody knows, and clearing would cost each masked tile a pass over shared memory. So such a
-call runs its kernel twice (TWICE). The first time it notes whether a sum that it writes is NaN (`note_nan`). The second time, blocks end
-at once if none was, and otherwise do all work again, carefully. What remains NaN then is what some query sees.
+A window may hide the first or the last keys from every query, and queries may see no key, where there are more of one than of the other.
+The tiles that hold such rows beside others (EDGES says that a call may have some) have them set to 0 in shared memory before they are
+multiplied. Other rows that nobody sees are never loaded.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, meet
 
-ALL_SEEN = gl.constexpr(0)  # everything is seen by something
-EDGES = gl.constexpr(1)
-TWICE = gl.constexpr(2)
-CLEARED = gl.constexpr(16)  # rows that a forward clears at a time
-# Of rows that are cleared by 4 warps: 16 bytes of a row for each thread, whatever their width
+# Of rows that 4 warps clear: 16 bytes of a row for each thread, whatever their width
 MATRIX = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ROWS = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
+AT_ONCE = gl.constexpr(16)  # rows
+NO_KEY = gl.constexpr(-3.0e38)  # the statistic of queries that see no key (`backward.rows.NEVER`)
+
+
+class Seen(NamedTuple):
+    """The columns that some row of a call, or of a sequence, sees inside the band: `first` to before `end`."""
+
+    first: Any
+    end: Any
 
 
 @gluon.jit
-def note_nan(suspect, sums):
-    """Store 1 to `suspect` if one of the sums is NaN: an instruction for each and one that is never carried out otherwise."""
-    gl.store(suspect + gl.zeros_like(sums).to(gl.int32), gl.full_like(sums, 1.0).to(gl.int32), mask=sums != sums)
+def seen_columns(n_rows, n_columns, low, high):
+    """Return the columns that some of the rows sees, where row r sees columns r + low to r + high."""
+    return Seen(gl.maximum(low, 0), gl.minimum(n_columns, n_rows + high))
 
 
 @gluon.jit
-def clear(part, seen):
-    """Set rows of a matrix in shared memory to 0 where `seen`, of the layout ROWS, is 0."""
-    kept = part.load(MATRIX)
-    part.store(gl.where(seen[:, None] != 0, kept, gl.zeros_like(kept)))
+def ends_inside(seen, first, count, n_columns):
+    """Return whether some of `count` columns from `first` on are seen by no row, although there are such columns."""
+    return (first < seen.first) | (gl.minimum(first + count, n_columns) > seen.end)
 
 
 @gluon.jit
-def clear_parts(parts, seen):
+def clear(rows, kept):
+    """Set rows of a matrix in shared memory to 0 but those that are to be kept, of the layout ROWS."""
+    held = rows.load(MATRIX)
+    rows.store(gl.where(kept[:, None], held, gl.zeros_like(held)))
+
+
+@gluon.jit
+def clear_parts(parts, kept):
     """Do `clear` for each part of rows (`columns.py`)."""
-    clear(parts[0], seen)
+    clear(parts[0], kept)
     if len(parts) > 1:
-        clear(parts[1], seen)
+        clear(parts[1], kept)
 
 
 @gluon.jit
@@ -54,26 +66,12 @@ def finish_clearing():
 
 
 @gluon.jit
-def clear_queries(q, do, minus_lse):
-    """Set queries that see no key, and their grad_out, to 0, as their statistics in shared memory tell (`backward/rows.py`).
-
-    Either may be None.
-    """
-    LEAST: gl.constexpr = -3.0e38  # `rows.NEVER`
-    seen = (minus_lse.load(ROWS) != LEAST).to(gl.int32)
-    if q is not None:
-        clear_parts(q, seen)
-    if do is not None:
-        clear_parts(do, seen)
-    finish_clearing()
-
-
-@gluon.jit
-def clear_rows(parts, seen, COUNT: gl.constexpr):
-    """Set `COUNT` rows of matrices in shared memory to 0 where `seen`, `[COUNT]` in shared memory, holds 0."""
-    for row in gl.static_range(0, COUNT, CLEARED):
-        wanted = seen.slice(row, CLEARED, dim=0).load(ROWS)
-        clear(parts[0].slice(row, CLEARED, dim=0), wanted)
+def clear_unseen(parts, first, seen, COUNT: gl.constexpr):
+    """Set those of `COUNT` rows to 0 that no row of the other side sees; the first of them is number `first`."""
+    for row in gl.static_range(0, COUNT, AT_ONCE):
+        number = first + row + gl.arange(0, AT_ONCE, layout=ROWS)
+        kept = (number >= seen.first) & (number < seen.end)
+        clear(parts[0].slice(row, AT_ONCE, dim=0), kept)
         if len(parts) > 1:
-            clear(parts[1].slice(row, CLEARED, dim=0), wanted)
+            clear(parts[1].slice(row, AT_ONCE, dim=0), kept)
     finish_clearing()

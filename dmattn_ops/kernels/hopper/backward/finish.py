@@ -17,7 +17,6 @@ from dmattn_ops.kernels.hopper.backward.work import announce, receive
 from dmattn_ops.kernels.hopper.columns import send_rows, stage_rows
 from dmattn_ops.kernels.hopper.gluon_compat import tma
 from dmattn_ops.kernels.hopper.ragged import load_tile
-from dmattn_ops.kernels.hopper.unseen import TWICE, note_nan
 from dmattn_ops.kernels.ragged import WORDS as _WORDS
 from dmattn_ops.problem import TILE as _TILE
 
@@ -110,7 +109,7 @@ def load_sums(accumulator, place, heads, rows, C: gl.constexpr, D: gl.constexpr,
 
 
 @gluon.jit
-def finish(turn, dq_out, work, C: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, suspect, UNSEEN: gl.constexpr):
+def finish(turn, dq_out, work, C: gl.constexpr, D: gl.constexpr, D2: gl.constexpr):
     """As consumer `C`, write its half of each tile of dq that the producer announces, through its piece of shared memory."""
     accumulator, dq_s, dq_maps, scale, heads, rows, query_tiles = dq_out
     dq_c = dq_s.index(C)
@@ -123,10 +122,6 @@ def finish(turn, dq_out, work, C: gl.constexpr, D: gl.constexpr, D2: gl.constexp
         place = receive(turn, work)
         ahead = load_sums(accumulator, place, heads, rows, C, D, D2)
         tma.store_wait(pendings=0)
-        if UNSEEN == TWICE:
-            note_nan(suspect, sums[0])
-            if D2 > 0:
-                note_nan(suspect, sums[1])
         stage_rows(sums[0], scale, dq_c, D, 0, dtype)
         query = tile * TILE + C * 64
         queries = batch

@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.backward.careful import keys_at_edge, queries_at_edge, seen_keys
 from dmattn_ops.kernels.hopper.backward.finish import finish
 from dmattn_ops.kernels.hopper.backward.movers import PIECE_ROWS, producer, reducer
 from dmattn_ops.kernels.hopper.backward.steps import ALWAYS, ASK, BAND, NEVER, last_step, step
 from dmattn_ops.kernels.hopper.backward.walk import (
     BIT_LISTS,
     INTERVAL_LISTS,
-    SEGMENT_LISTS,
     RAGGED,
+    SEGMENT_LISTS,
     block_at,
     full_tile,
     head_steps,
@@ -52,7 +51,7 @@ from dmattn_ops.kernels.hopper.scores import (
     step_bias,
     store_key_sums,
 )
-from dmattn_ops.kernels.hopper.unseen import ALL_SEEN, EDGES, ROWS, TWICE, clear_parts, finish_clearing
+from dmattn_ops.kernels.hopper.unseen import clear_unseen, ends_inside, seen_columns
 
 
 @gluon.jit
@@ -90,12 +89,12 @@ def query_range(begin, end, keys_at, inside, first, last):
 @gluon.jit
 def head_loop(
     i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits, rows,
-    careful, C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
-    DV2: gl.constexpr, dtype: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+    dtype: gl.constexpr,
     LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
     HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr, EXACT: gl.constexpr,
-    DROPOUT: gl.constexpr, UNSEEN: gl.constexpr,
+    DROPOUT: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """Take all steps of `width` query heads from `head` on: first the tiles that need no test, then the others.
 
@@ -121,9 +120,9 @@ def head_loop(
         added = step_bias(bias, head, key_bias, own_keys[:, None], queries_at, exact, BIAS)
         dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, (added, head, own_keys[:, None], queries_at, bias),
                             exact, row + (t % width) * rows + m * BM, (keys, keys), (keys, keys), queries, keys,
-                            dropout, (m * BM, tile * BN + C * 64), 0,
+                            dropout, (m * BM, tile * BN + C * 64), False,
                             C, BM, D, D2, DV, DV2, dtype, 0, BIAS, SOFTCAP, HAS_LO, HIDDEN, NATURAL, TWO_PHASE, EXACT,
-                            DROPOUT, UNSEEN)  # fmt: skip
+                            DROPOUT, EDGES)  # fmt: skip
         i += 1
     k_seg = keys
     if LISTS == SEGMENT_LISTS:
@@ -173,13 +172,13 @@ def head_loop(
                     q_seg = gl.load(numbers.q_segments + m * BM + queries, mask=m * BM + queries < seqlen_q, other=-2)
         queries_at = (m * BM + queries)[None, :]
         added = step_bias(bias, head, key_bias, own_keys[:, None], queries_at, exact, BIAS)
-        clears = careful
-        if UNSEEN == EDGES:
-            clears = queries_at_edge(m, seqlen_k, band_lo, band_hi, BM).to(gl.int32)
+        at_edge = False
+        if EDGES:
+            at_edge = ends_inside(seen_columns(seqlen_k, seqlen_q, 0 - band_hi, 0 - band_lo), m * BM, BM, seqlen_q)
         dk, dv, sums = step(i, dk, dv, sums, tiles, barriers, scales, (added, head, own_keys[:, None], queries_at, bias),
                             exact, row + (t % width) * rows + m * BM, (d_lo, d_hi), words, q_seg,
-                            k_seg, dropout, (m * BM, tile * BN + C * 64), clears, C, BM, D, D2, DV, DV2, dtype, TEST, BIAS,
-                            SOFTCAP, HAS_LO, HIDDEN, NATURAL, TWO_PHASE, EXACT, DROPOUT, UNSEEN)  # fmt: skip
+                            k_seg, dropout, (m * BM, tile * BN + C * 64), at_edge, C, BM, D, D2, DV, DV2, dtype, TEST, BIAS,
+                            SOFTCAP, HAS_LO, HIDDEN, NATURAL, TWO_PHASE, EXACT, DROPOUT, EDGES)  # fmt: skip
         i += 1
     sums = gl.max(sums, 1)
     if DROPOUT:
@@ -191,29 +190,29 @@ def head_loop(
 @gluon.jit
 def heads_loops(
     i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits, rows,
-    careful, C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
-    DV2: gl.constexpr, dtype: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+    dtype: gl.constexpr,
     LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr,
     HAS_Q_SEG: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, DOWNWARDS: gl.constexpr,
-    DROPOUT: gl.constexpr, UNSEEN: gl.constexpr,
+    DROPOUT: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """Do `head_loop`: one pair of loops that ask whether they need exact statistics, or two where registers are short."""
     if BIAS == FULL_BIAS or SOFTCAP:
         if exact.needed != 0:
             i, dk, dv = head_loop(
                 i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits,
-                rows, careful, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE,
-                DOWNWARDS, ALWAYS, DROPOUT, UNSEEN)  # fmt: skip
+                rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE,
+                DOWNWARDS, ALWAYS, DROPOUT, EDGES)  # fmt: skip
         else:
             i, dk, dv = head_loop(
                 i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits,
-                rows, careful, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE,
-                DOWNWARDS, NEVER, DROPOUT, UNSEEN)  # fmt: skip
+                rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE,
+                DOWNWARDS, NEVER, DROPOUT, EDGES)  # fmt: skip
     else:
         i, dk, dv = head_loop(
             i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, tile, head, width, limits,
-            rows, careful, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE,
-            DOWNWARDS, ASK, DROPOUT, UNSEEN)  # fmt: skip
+            rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
+            ASK, DROPOUT, EDGES)  # fmt: skip
     return i, dk, dv
 
 
@@ -225,7 +224,7 @@ def consume_block(
     dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
-    DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr, DROPOUT: gl.constexpr, careful, suspect, UNSEEN: gl.constexpr,
+    DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr, DROPOUT: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """Make dk and dv of 64 keys of a block, summed over the query heads of the group, and make half of each dq tile."""
     shared, signals, kv_signals, masks, strides, steps, scales, limits, all_bias, by_batch, exact, rows = consumed
@@ -277,22 +276,13 @@ def consume_block(
     dv = no_sums(DV, DV2)
     mbarrier.wait(k_full.index(k_buffer), (turn // K_BUFFERS) & 1)
     mbarrier.wait(v_full.index(turn & 1), (turn >> 1) & 1)
-    if UNSEEN != ALL_SEEN:
-        own_first = block.tile * BN + C * 64
-        clears = careful
-        if UNSEEN == EDGES:
-            clears = keys_at_edge(own_first, block.seqlen_q, block.seqlen_k, block.band_lo, block.band_hi).to(gl.int32)
-        if clears != 0:
-            keys = gl.arange(0, 64, layout=ROWS)
-            own_masks = (lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to)
-            seen = seen_keys(
-                C * 64 + keys, own_first + keys, record, own_masks, steps, limits, bits_row, bias, kv_head * group, group,
-                BM, LISTS, HAS_Q_SEG, HIDDEN, LISTS == RAGGED and UNSEEN == TWICE,
-            )  # fmt: skip
-            # the other consumer reads these rows of K as well: behind this one's first dS
-            clear_parts(slice_rows(buffer_at(k_s, k_buffer), C * 64, 64), seen)
-            clear_parts(buffer_at(v_s, (turn & 1) * 2 + C), seen)
-            finish_clearing()
+    if EDGES:
+        first = block.tile * BN + C * 64
+        seen = seen_columns(block.seqlen_q, block.seqlen_k, block.band_lo, block.band_hi)
+        if ends_inside(seen, first, 64, block.seqlen_k):
+            # the other consumer reads these rows of K as well, behind this one's first dS
+            clear_unseen(slice_rows(buffer_at(k_s, k_buffer), C * 64, 64), first, seen, 64)
+            clear_unseen(buffer_at(v_s, (turn & 1) * 2 + C), first, seen, 64)
     rounds, width = rounds_of(group, INTERLEAVED)
     row = (batch * kv_heads + kv_head) * group * rows + block.padded
     if GROUPED:
@@ -301,8 +291,8 @@ def consume_block(
             i, dk, dv = heads_loops(
                 i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, block.tile,
                 kv_head * group + g, width, limits, rows,
-                careful, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG,
-                HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS, DROPOUT, UNSEEN)  # fmt: skip
+                C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG,
+                HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS, DROPOUT, EDGES)  # fmt: skip
             record += list_step
             row += rows
             bits += bits_step
@@ -315,15 +305,14 @@ def consume_block(
         numbers = KeyNumbers(bits, bits_row, q_segments, k_segments, start, end, hidden_from, hidden_to)
         i, dk, dv = heads_loops(
             i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, block.tile, kv_head, width, limits,
-            rows, careful, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE,
-            DOWNWARDS, DROPOUT, UNSEEN)  # fmt: skip
+            rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
+            DROPOUT, EDGES)  # fmt: skip
     dk_scale, dv_scale = scales.softmax, None
     if DROPOUT:
         dk_scale, dv_scale = dk_scale * dropouts.rescale, dropouts.rescale
     last_step(
-        i, dk, dv, dk_scale, dv_scale, tiles, barriers, k_empty.index(k_buffer), C, BM, D, D2, DV, DV2, dtype, TWO_PHASE,
-        suspect, UNSEEN,
-    )  # fmt: skip
+        i, dk, dv, dk_scale, dv_scale, tiles, barriers, k_empty.index(k_buffer), C, BM, D, D2, DV, DV2, dtype, TWO_PHASE
+    )
     return i + 1
 
 
@@ -335,7 +324,7 @@ def consumer(
     dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr,
-    DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr, DROPOUT: gl.constexpr, careful, suspect, UNSEEN: gl.constexpr,
+    DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr, DROPOUT: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """Work through the program's blocks as consumer `C`, then write dq."""
     shared, signals, kv_signals, masks, strides, steps, scales, limits, bias, by_batch, exact, rows = consumed
@@ -355,13 +344,12 @@ def consumer(
     while tile >= 0:
         i = consume_block(
             i, turn, (tile, batch, kv_head), consumed, C, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS, SOFTCAP,
-            HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT, careful, suspect,
-            UNSEEN)  # fmt: skip
+            HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT, EDGES)  # fmt: skip
         turn += 1
         tile, batch, kv_head = receive(turn, work)
     _, _, _, dq_empties = signals
     mbarrier.wait(dq_empties.index(C), (i - 1) & 1)  # the last piece has left
-    finish(turn + 1, dq_out, work, C, D, D2, suspect, UNSEEN)
+    finish(turn + 1, dq_out, work, C, D, D2)
 
 
 # One kernel serves all lengths, bands and lists: without what a multiple of 16 would tell, a step with a test takes 0 to 3
@@ -370,7 +358,7 @@ _NUMBERS = ("bias_b", "bias_h", "bias_group", "kv_heads", "group", "n_heads")
 _NUMBERS += ("seqlen_q", "seqlen_k", "band_lo", "band_hi")
 _NUMBERS += ("list_b", "list_kv", "list_step", "list_width", "bits_b", "bits_kv", "bits_step", "bits_row")
 _NUMBERS += ("seed_b", "seed_h", "last_dropped", "q_origin", "k_origin")
-_NUMBERS += ("careful", "heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once", "n_flags", "key_tiles")
+_NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once", "n_flags", "key_tiles")
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
@@ -383,12 +371,12 @@ def backward_kernel(
     q_segments_b, k_segments_b, k_segments_kv, k_segments_step, bias_b, bias_h, bias_q, bias_group,
     seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     scale, scale_log2, cap, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi,
-    heads_per_group, first_ranks, ranks_in_row, tiles_at_once, n_heads, n_flags, shares, total, key_tiles, query_tiles, careful,
+    heads_per_group, first_ranks, ranks_in_row, tiles_at_once, n_heads, n_flags, shares, total, key_tiles, query_tiles,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr,
     BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HAS_Q_SEG: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr,
     GROUPED: gl.constexpr, TWO_PHASE: gl.constexpr, ORDERED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    DROPOUT: gl.constexpr, UNSEEN: gl.constexpr,
+    DROPOUT: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv `[B, Sk, Hkv, D]`, add to the dq workspace, and write dq `[B, Sq, H, D]` from it.
 
@@ -399,6 +387,7 @@ def backward_kernel(
     `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to` share the strides of `k_segments`. Of RAGGED calls `lists` are
     the records of the `key_tiles` tiles of keys, and `query_tiles` those of 128 queries in their own order. `_b` strides step a
     batch, `_kv` a key head, `_step` a query head within the group; `rows` is Sq padded to 128, sequence by sequence.
+    EDGES: the band may hide keys from every query, or every key from a query (`hopper/unseen.py`).
     `bits` are the 64-bit words of `col_bits`. ORDERED (not with lists): `counters`, one for each piece of dq, give
     the additions a fixed order. INTERLEAVED (not with lists, nor with a bias or dropout): the query heads of a group take turns at
     each query tile, so that blocks that started together read the same ones at the same time. With a bias per key the sums
@@ -490,12 +479,12 @@ def backward_kernel(
     reduced_2 = (pair(pieces_desc, pieces2_desc, D2)[-1], dq_s, made, dq_empty, counters, walked, sending)
     gl.warp_specialize([
         (consumer, (consumed, flags, n_flags, dq_out, filled, work, 0, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS,
-                    SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT, careful,
-                    tickets + 2, UNSEEN)),
+                    SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT,
+                    EDGES)),
         (consumer, (consumed, flags, n_flags, dq_out, filled, work, 1, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS,
-                    SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT, careful,
-                    tickets + 2, UNSEEN)),
-        (producer, (produced, tickets, blocks_done, order, work, query_tiles, careful, UNSEEN, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
+                    SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT,
+                    EDGES)),
+        (producer, (produced, tickets, blocks_done, order, work, query_tiles, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
                     INTERLEAVED)),
         (reducer, (reduced, blocks_done, work, 0, BM, BN, D, D2, DV, DV2, dtype, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
         (reducer, (reduced_2, blocks_done, work, 1, BM, BN, D, D2, DV, DV2, dtype, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),

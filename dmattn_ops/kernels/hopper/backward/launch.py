@@ -18,6 +18,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     dropout_refusals,
     even_groups,
     heads_that_balance,
+    hides_rows,
     key_numbers_as_bias,
     listed,
     room_for_key_sums,
@@ -26,7 +27,6 @@ from dmattn_ops.kernels.hopper.arguments import (
     sizes_of,
     statistic_strides,
     too_long,
-    unseen_rows,
 )
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
@@ -37,7 +37,8 @@ from dmattn_ops.kernels.hopper.gluon_compat import VIEWS_ARE_WHOLE
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.launching.tensor_maps import plain_map, rows_map
-from dmattn_ops.kernels.ragged import WORDS, tiles_of as ragged_tiles
+from dmattn_ops.kernels.ragged import WORDS
+from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient
 from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, Options, dropout_scale
 
@@ -215,7 +216,6 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
 
     dq, dk and dv must be such that a tensor map describes them (`mappable`), as the inputs are.
     """
-    unseen = unseen_rows(call)
     call = key_numbers_as_bias(listed(call))
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     grad_out, grad_lse, dq = grads[:3]
@@ -233,36 +233,28 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
     room, accumulator, counts = _workspace(query, total, columns, total // block_rows)
     sink_parts = parts_of_gradient(grads, total // block_rows)
     grad_lse_strides = (0, 0, 0) if grad_lse is None else statistic_strides(grad_lse)
-    preparing = (
+    launch(
+        prepare_kernel, (total // block_rows,),
         out, grad_out, lse, lse_tail, grad_lse, call.sink, sink_parts, room, accumulator, *counts,
         *row_strides(out), *row_strides(grad_out), *statistic_strides(lse), *statistic_strides(lse_tail),
         *grad_lse_strides, query_tiles,
-        seqlen_q, heads, rows, total, dim_v, delta_factor(options),
+        seqlen_q, heads, rows, total, dim_v, delta_factor(options), BLOCK=block_rows, DV=64 if dim_v <= 64 else 128, D=width,
+        D2=second, TICKETS=TICKETS, NATURAL=in_natural_units(call), num_warps=8, follows=query_tiles is not None,
     )  # fmt: skip
-    widths = {"DV": 64 if dim_v <= 64 else 128, "D": width, "D2": second}
-    natural, sms = in_natural_units(call), arch.physical(query.device).num_sms
-
-    def prepare(careful: bool) -> None:
-        programs = min(total // block_rows, 2 * sms) if careful else total // block_rows
-        launch(
-            prepare_kernel, (programs,), *preparing, BLOCK=block_rows, **widths, TICKETS=TICKETS, NATURAL=natural,
-            CAREFUL=careful, num_warps=8, follows=careful or query_tiles is not None,
-        )  # fmt: skip
-
-    prepare(careful=False)
     add_parts(sink_parts, batch, heads, grads)
     kind, has_q_segments, numbers, strides = _mask_arguments(call, accumulator, block_n)
     key_sums = room_for_key_sums(call)
     seed, *dropping = dropout_arguments(call)
     blocks_per_head = -(-seqlen_k // block_n) if call.varlen is None else numbers[0].shape[0]
-    dq_tiles = total // TILE
+    dq_tiles, sms = total // TILE, arch.physical(query.device).num_sms
     interleaved, (band_lo, band_hi) = _interleaved(call), options[:2]
     order = _order(call, blocks_per_head * config.shares, interleaved, options, config, sms)
     pieces = total * columns // 256, 256  # rows of what adds to dq
     tiles_at_once = max(1, min(TILES_AT_ONCE, dq_tiles // sms))
     shares = config.shares
     dk, dv = parts = parts_of(grads, shares)
-    arguments = (
+    launch(
+        backward_kernel, (min(batch * kv_heads * blocks_per_head * shares + dq_tiles, sms),),
         rows_map(query, block_m, width), rows_map(key, block_n, width), rows_map(value, 64, width_v),
         rows_map(grad_out, block_m, width_v), plain_map(room, (2, total), (2, block_m)),
         plain_map(room, pieces, (16, 256), offset=4 * STATISTICS * total),
@@ -276,19 +268,13 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         *bias_places(bias, heads), *dropping, options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
         seqlen_q, seqlen_k, rows, band_lo, band_hi, *order, tiles_at_once, batch * kv_heads,
         total // block_rows, shares if shares > 1 else None, total, blocks_per_head, query_tiles,
+        BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, LISTS=kind,
+        BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=band_lo > -UNBOUNDED,
+        HAS_Q_SEG=has_q_segments, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
+        GROUPED=heads != kv_heads, ORDERED=options.deterministic,
+        TWO_PHASE=config.variant == "two_phase", INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0,
+        EDGES=hides_rows(call), num_warps=4, follows=True,
     )  # fmt: skip
-    constants = {
-        "BM": block_m, "BN": block_n, "D": width, "D2": second, "DV": width_v, "DV2": second_v, "LISTS": kind,
-        "BIAS": BIAS_KINDS[bias_kind(bias)], "SOFTCAP": options.softcap > 0.0, "HAS_LO": band_lo > -UNBOUNDED,
-        "HAS_Q_SEG": has_q_segments, "HIDDEN": mask.hidden_from is not None, "NATURAL": natural,
-        "GROUPED": heads != kv_heads, "ORDERED": options.deterministic, "TWO_PHASE": config.variant == "two_phase",
-        "INTERLEAVED": interleaved, "DROPOUT": options.dropout_p > 0.0, "UNSEEN": unseen,
-    }  # fmt: skip
-    programs = min(batch * kv_heads * blocks_per_head * shares + dq_tiles, sms)
-    launch(backward_kernel, (programs,), *arguments, 0, **constants, num_warps=4, follows=True)
-    if unseen == 2:
-        prepare(careful=True)
-        launch(backward_kernel, (programs,), *arguments, 1, **constants, num_warps=4, follows=True)
     add_shares(parts, grads, shares)
     statistics = Statistics(room, counts[-1], rows, total // block_rows)
     bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)

@@ -29,7 +29,6 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     tma_reduce_add,
 )
 from dmattn_ops.kernels.hopper.ragged import count_tiles
-from dmattn_ops.kernels.hopper.unseen import TWICE
 
 PIECE_ROWS = gl.constexpr(16)  # a 64 x 64 float32 piece of dq is 16 rows of 256 in the workspace
 
@@ -132,7 +131,7 @@ def produce_block(
 
 @gluon.jit
 def producer(
-    produced, tickets, blocks_done, order, work, query_tiles, careful, UNSEEN: gl.constexpr,
+    produced, tickets, blocks_done, order, work, query_tiles,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
     K_BUFFERS: gl.constexpr,
     LISTS: gl.constexpr, HAS_LO: gl.constexpr, DOWNWARDS: gl.constexpr, INTERLEAVED: gl.constexpr,
@@ -147,9 +146,6 @@ def producer(
     if LISTS == RAGGED:
         n_blocks = count_tiles(lists)
         dq_tiles = count_tiles(query_tiles)
-    if UNSEEN == TWICE:
-        if (careful != 0) & (gl.load(tickets + 2) == 0):
-            n_heads = 0
     order = (n_blocks, n_heads, order[2], order[3], order[4], tiles_at_once)
     block = gl.atomic_add(tickets, 1, sem="relaxed")
     while block < n_blocks * n_heads:

@@ -77,14 +77,61 @@ def query_of(row, start, query_tiles, seqlen_q):
 
 
 @triton.jit
-def prepare_rows(
-    block,
-    out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, accumulator, tickets, blocks_done, counters, flags,
-    out_b, out_s, out_h, grad_b, grad_s, grad_h, lse_b, lse_h, lse_s, tail_b, tail_h, tail_s, glse_b, glse_h, glse_s,
-    query_tiles, seqlen_q, heads, rows, total_rows, dim, delta_factor, BLOCK: tl.constexpr, DV: tl.constexpr,
-    D: tl.constexpr, D2: tl.constexpr, TICKETS: tl.constexpr, NATURAL: tl.constexpr, CAREFUL: tl.constexpr,
-):  # fmt: skip
-    """Prepare the rows of one block."""
+def prepare_kernel(
+    out,
+    grad_out,
+    lse,
+    lse_tail,
+    grad_lse,
+    sink,
+    sink_parts,
+    stats,
+    accumulator,
+    tickets,
+    blocks_done,
+    counters,
+    flags,
+    out_b,
+    out_s,
+    out_h,
+    grad_b,
+    grad_s,
+    grad_h,
+    lse_b,
+    lse_h,
+    lse_s,
+    tail_b,
+    tail_h,
+    tail_s,
+    glse_b,
+    glse_h,
+    glse_s,
+    query_tiles,
+    seqlen_q,
+    heads,
+    rows,
+    total_rows,
+    dim,
+    delta_factor,
+    BLOCK: tl.constexpr,
+    DV: tl.constexpr,
+    D: tl.constexpr,
+    D2: tl.constexpr,
+    TICKETS: tl.constexpr,
+    NATURAL: tl.constexpr,
+):
+    """Write the statistics of BLOCK rows, so that P is 0 where nothing may flow; zero their pieces of dq.
+
+    A `sink` `[heads]` is a part of the sums; `sink_parts` are what each program adds to the gradient of its head's.
+
+    `stats` `[4, total_rows]` are minus lse (rounded, in log2 units), delta times `delta_factor`, and the pair; `flags` says for
+    each program whether a row of its needs the pair.
+
+    Counts become 0 too: TICKETS tickets, `counters` of pieces, of which BLOCK rows are two, and `blocks_done` of key heads, of
+    which there are no more than programs.
+    """
+    follow_kernel_before()
+    block = tl.program_id(0)
     bh = block // (rows // BLOCK)
     start = (block - bh * (rows // BLOCK)) * BLOCK
     batch = (bh // heads).to(tl.int64)
@@ -119,46 +166,6 @@ def prepare_rows(
     if D2 > 0:
         tl.store(zero + BLOCK * D + tl.arange(0, BLOCK * D2), tl.zeros([BLOCK * D2], tl.float32))
     if block == 0:
-        count = tl.arange(0, TICKETS)
-        tl.store(tickets + count, tl.zeros([TICKETS], tl.int32), mask=(count != 2) if CAREFUL else None)
+        tl.store(tickets + tl.arange(0, TICKETS), tl.zeros([TICKETS], tl.int32))
     tl.store(blocks_done + block, 0)
     tl.store(counters + block * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
-
-
-@triton.jit
-def prepare_kernel(
-    out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, accumulator, tickets, blocks_done, counters, flags,
-    out_b, out_s, out_h, grad_b, grad_s, grad_h, lse_b, lse_h, lse_s, tail_b, tail_h, tail_s, glse_b, glse_h, glse_s,
-    query_tiles, seqlen_q, heads, rows, total_rows, dim, delta_factor, BLOCK: tl.constexpr, DV: tl.constexpr,
-    D: tl.constexpr, D2: tl.constexpr, TICKETS: tl.constexpr, NATURAL: tl.constexpr, CAREFUL: tl.constexpr,
-):  # fmt: skip
-    """Write the statistics of BLOCK rows, so that P is 0 where nothing may flow; zero their pieces of dq.
-
-    CAREFUL: before the second pass of a kernel (`hopper/unseen.py`), only where the first one noted a NaN in the third ticket.
-
-    A `sink` `[heads]` is a part of the sums; `sink_parts` are what each program adds to the gradient of its head's.
-
-    `stats` `[4, total_rows]` are minus lse (rounded, in log2 units), delta times `delta_factor`, and the pair; `flags` says for
-    each program whether a row of its needs the pair.
-
-    Counts become 0 too: TICKETS tickets, `counters` of pieces, of which BLOCK rows are two, and `blocks_done` of key heads, of
-    which there are no more than programs.
-    """
-    follow_kernel_before()
-    first = tl.program_id(0)
-    if CAREFUL:  # few programs, so that they cost nothing where no NaN was found
-        blocks = tl.where(tl.load(tickets + 2) != 0, total_rows // BLOCK, 0)
-        for block in range(first, blocks, tl.num_programs(0)):
-            prepare_rows(
-                block,
-                out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, accumulator, tickets, blocks_done, counters, flags,
-                out_b, out_s, out_h, grad_b, grad_s, grad_h, lse_b, lse_h, lse_s, tail_b, tail_h, tail_s, glse_b, glse_h, glse_s,
-                query_tiles, seqlen_q, heads, rows, total_rows, dim, delta_factor, BLOCK, DV, D, D2, TICKETS, NATURAL, CAREFUL,
-            )  # fmt: skip
-    else:
-        prepare_rows(
-            first,
-            out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, accumulator, tickets, blocks_done, counters, flags,
-            out_b, out_s, out_h, grad_b, grad_s, grad_h, lse_b, lse_h, lse_s, tail_b, tail_h, tail_s, glse_b, glse_h, glse_s,
-            query_tiles, seqlen_q, heads, rows, total_rows, dim, delta_factor, BLOCK, DV, D, D2, TICKETS, NATURAL, CAREFUL,
-        )  # fmt: skip

@@ -15,7 +15,7 @@ from dmattn_ops.kernels.hopper.columns import (
     stage_parts,
     transposed,
 )
-from dmattn_ops.kernels.hopper.dropout import kept, mark_dropped, score_gradient
+from dmattn_ops.kernels.hopper.dropout import mark_dropped, score_gradient
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -34,7 +34,7 @@ from dmattn_ops.kernels.hopper.scores import (
     rounded_exponents,
     softened,
 )
-from dmattn_ops.kernels.hopper.unseen import ALL_SEEN, TWICE, clear_queries, note_nan
+from dmattn_ops.kernels.hopper.unseen import NO_KEY, ROWS, clear_parts, finish_clearing
 from dmattn_ops.kernels.hopper.words import word_of, words_between
 
 # Kinds of masks that a step can meet
@@ -202,10 +202,10 @@ def exponents(
 
 @gluon.jit
 def step(
-    i, dk, dv, sums, tiles, barriers, scales, bias, exact, row, band, words, q_seg, k_seg, dropout, corner, careful,
+    i, dk, dv, sums, tiles, barriers, scales, bias, exact, row, band, words, q_seg, k_seg, dropout, corner, at_edge,
     C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
     dtype: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LO: gl.constexpr, HIDDEN: gl.constexpr,
-    NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, EXACT: gl.constexpr, DROPOUT: gl.constexpr, UNSEEN: gl.constexpr,
+    NATURAL: gl.constexpr, TWO_PHASE: gl.constexpr, EXACT: gl.constexpr, DROPOUT: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """Add query tile `i` to dk `[64, D]`, dv `[64, DV]` and the sums of dS; hand out dq of the step before.
 
@@ -244,9 +244,12 @@ def step(
     other_made = made.index((1 - C) * 2 + (b ^ 1))
     made_before = ((i - 1) >> 1) & 1
     mbarrier.wait(q_full.index(b), (i >> 1) & 1)
-    if UNSEEN != ALL_SEEN and MASK != UNMASKED:
-        if careful != 0:
-            clear_queries(q, do, stat_s.index(b * 2).reshape([BM]))
+    if EDGES and MASK != UNMASKED:
+        if at_edge:  # queries that see no key
+            kept = stat_s.index(b * 2).reshape([BM]).load(ROWS) != NO_KEY
+            clear_parts(q, kept)
+            clear_parts(do, kept)
+            finish_clearing()
     minus_lse = stat_s.index(b * 2).reshape([BM]).load(by_query)  # loads wait behind matrix instructions already issued
     if TWO_PHASE:
         delta = stat_s.index(b * 2 + 1).reshape([BM]).load(by_query)[None, :]
@@ -352,7 +355,7 @@ def place_of_dk(i, q_s, ds_s, C: gl.constexpr, D2: gl.constexpr):
 def last_step(
     i, dk, dv, dk_scale, dv_scale, tiles, barriers, k_empty,
     C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
-    TWO_PHASE: gl.constexpr, suspect, UNSEEN: gl.constexpr,
+    TWO_PHASE: gl.constexpr,
 ):  # fmt: skip
     """As step `i`, hand out a block's dk and dv, and dq of step `i - 1`, the last one with a query tile.
 
@@ -372,13 +375,6 @@ def last_step(
     dq = warpgroup_mma(ds_before, k_dq, zero_q, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(k_empty, count=1)
-    if UNSEEN == TWICE:
-        note_nan(suspect, dk[0])
-        note_nan(suspect, dv[0])
-        if D2 > 0:
-            note_nan(suspect, dk[1])
-        if DV2 > 0:
-            note_nan(suspect, dv[1])
     stage_parts(dv, dv_scale, buffer_at(v_s, v_half), DV, DV2, dtype)
     stage_parts(dk, dk_scale, place_of_dk(i, q_s, ds_s, C, D2), D, D2, dtype)
     mbarrier.wait(dq_empty, b ^ 1)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.backward_256.careful import columns_at_edge, seen_keys
 from dmattn_ops.kernels.hopper.backward_256.walk import (
     NO_LISTS,
     RAGGED,
@@ -76,19 +75,18 @@ from dmattn_ops.kernels.hopper.scores import (
     store_key_sums,
 )
 from dmattn_ops.kernels.hopper.unseen import (
-    ALL_SEEN,
-    EDGES,
+    NO_KEY,
     ROWS,
-    TWICE,
     clear_parts,
-    clear_queries,
+    clear_unseen,
+    ends_inside,
     finish_clearing,
-    note_nan,
+    seen_columns,
 )
 
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
-    "bias_b bias_h bias_q bias_group kv_heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags n_blocks careful"
+    "bias_b bias_h bias_q bias_group kv_heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags n_blocks"
 ).split()
 
 
@@ -178,16 +176,13 @@ def store_part(sums, factor, map, buffers, spare, block, PART: gl.constexpr, FIR
 
 
 @gluon.jit
-def step_is_careful(at, view, n_keys, careful, UNSEEN: gl.constexpr):
-    """Return whether a step with a test clears queries that see no key, 1 or 0."""
-    if UNSEEN == EDGES:
-        return columns_at_edge(at * STEP, n_keys, view.columns, view.low, view.high).to(gl.int32)
-    else:
-        return careful
+def step_at_edge(at, view, n_keys):
+    """Return whether the band hides every key from a query of step `at`."""
+    return ends_inside(seen_columns(n_keys, view.columns, view.low, view.high), at * STEP, STEP, view.columns)
 
 
 @gluon.jit
-def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, select, careful, UNSEEN: gl.constexpr,
+def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, select, at_edge, EDGES: gl.constexpr,
             DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
             LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr, HAS_LOW: gl.constexpr,
             HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
@@ -215,10 +210,11 @@ def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, s
     p16 = p.to(dtype)
     smem.p.index(b).store((p * slope).to(dtype))  # dS follows with the slope since it is a multiple of P
     mbarrier.arrive(smem.p_full.index(b), count=1)
-    if UNSEEN != ALL_SEEN and TEST:
-        if careful != 0:
+    if EDGES and TEST:
+        if at_edge:
             mbarrier.wait(smem.o_full.index(b), phase)
-            clear_queries(None, buffer_at(smem.o, b), smem.lse.index(b).reshape([STEP]))
+            clear_parts(buffer_at(smem.o, b), smem.lse.index(b).reshape([STEP]).load(ROWS) != NO_KEY)
+            finish_clearing()
     mbarrier.arrive(smem.q_empty.index(b), count=1)
     mbarrier.wait(smem.o_full.index(b), phase)
     dv = add_products(as_operand(p16, DV), buffer_at(smem.o, b), dv, DV2)
@@ -228,7 +224,7 @@ def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, s
 
 
 @gluon.jit
-def dv_loops(dv, smem, block, view, mask, bias, scales, exact, careful, UNSEEN: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
+def dv_loops(dv, smem, block, view, mask, bias, scales, exact, EDGES: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
              LISTS: gl.constexpr,
              BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
              HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
@@ -247,7 +243,7 @@ def dv_loops(dv, smem, block, view, mask, bias, scales, exact, careful, UNSEEN: 
             rows = at * STEP + queries
             added = step_bias(bias, head, key_bias, keys[:, None], rows[None, :], exact, BIAS)
             row = block.stat_row + head * block.stat_rows + at * STEP
-            dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, no_test(keys), 0, UNSEEN, DV, DV2, dtype, LISTS,
+            dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, no_test(keys), False, EDGES, DV, DV2, dtype, LISTS,
                          BIAS, SOFTCAP, False, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
             i += 1
         if PARTIAL:
@@ -260,16 +256,17 @@ def dv_loops(dv, smem, block, view, mask, bias, scales, exact, careful, UNSEEN: 
                 rows = at * STEP + queries
                 added = step_bias(bias, head, key_bias, keys[:, None], rows[None, :], exact, BIAS)
                 row = block.stat_row + head * block.stat_rows + at * STEP
-                clears = step_is_careful(at, view, block.seqlen_k, careful, UNSEEN)
-                dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, select, clears, UNSEEN, DV, DV2, dtype, LISTS,
+                at_edge = False
+                if EDGES:
+                    at_edge = step_at_edge(at, view, block.seqlen_k)
+                dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, select, at_edge, EDGES, DV, DV2, dtype, LISTS,
                              BIAS, SOFTCAP, True, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
                 i += 1
     return dv
 
 
 @gluon.jit
-def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, careful, suspect, UNSEEN: gl.constexpr,
-                D: gl.constexpr, D2: gl.constexpr,
+def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, EDGES: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
                 DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
                 LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
                 HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
@@ -279,18 +276,14 @@ def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_f
     mbarrier.wait(smem.kv_full, 0)
     if BIAS == FULL_BIAS:
         if needed != 0:
-            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(1, exact.first, exact.second), careful, UNSEEN, DV, DV2, dtype, LISTS,
+            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(1, exact.first, exact.second), EDGES, DV, DV2, dtype, LISTS,
                           BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
         else:
-            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(0, exact.first, exact.second), careful, UNSEEN, DV, DV2, dtype, LISTS,
+            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(0, exact.first, exact.second), EDGES, DV, DV2, dtype, LISTS,
                           BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
     else:
-        dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(needed, exact.first, exact.second), careful, UNSEEN, DV, DV2, dtype, LISTS,
+        dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(needed, exact.first, exact.second), EDGES, DV, DV2, dtype, LISTS,
                       BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
-    if UNSEEN == TWICE:
-        note_nan(suspect, dv[0])
-        if DV2 > 0:
-            note_nan(suspect, dv[1])
     # only this consumer reads K, and it is done
     store_part(dv, None, dv_map, smem.k, smem.spare, block, 0, 0, DV, D, dtype)
     if DV2 > 0:
@@ -299,16 +292,30 @@ def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_f
 
 
 @gluon.jit
-def dk_step(i, dk, sums, smem, careful, UNSEEN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, dtype: gl.constexpr, BIAS: gl.constexpr):
+def dk_step(
+    i,
+    dk,
+    sums,
+    smem,
+    at_edge,
+    EDGES: gl.constexpr,
+    D: gl.constexpr,
+    D2: gl.constexpr,
+    dtype: gl.constexpr,
+    BIAS: gl.constexpr,
+):
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     b = i & 1
     phase = (i >> 1) & 1
     v = buffer_at(smem.v, i >> 30)  # as for K above
     mbarrier.wait(smem.o_full.index(b), phase)
-    if UNSEEN != ALL_SEEN:
-        if careful != 0:
+    if EDGES:
+        if at_edge:
             mbarrier.wait(smem.q_full.index(b), phase)
-            clear_queries(buffer_at(smem.q, b), buffer_at(smem.o, b), smem.lse.index(b).reshape([STEP]))
+            kept = smem.lse.index(b).reshape([STEP]).load(ROWS) != NO_KEY
+            clear_parts(buffer_at(smem.q, b), kept)
+            clear_parts(buffer_at(smem.o, b), kept)
+            finish_clearing()
     delta = smem.delta.index(b).reshape([STEP]).load(gl.SliceLayout(0, SL))
     dp = gl.zeros([STEP, STEP], gl.float32, layout=SL)
     dp = multiply(v, transposed(buffer_at(smem.o, b)), dp, False)
@@ -327,24 +334,18 @@ def dk_step(i, dk, sums, smem, careful, UNSEEN: gl.constexpr, D: gl.constexpr, D
 
 
 @gluon.jit
-def dk_consumer(smem, dk_map, block, view, mask, bias, scale, careful, suspect, UNSEEN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
+def dk_consumer(smem, dk_map, block, view, mask, bias, scale, EDGES: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
                 DV2: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
     """Accumulate dk over every query head of the group, and sums of dS of each. P is 0 at hidden pairs."""
     BY_KEY: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
     keys = block.tile * STEP + gl.arange(0, STEP, layout=BY_KEY)
     dk = no_sums(D, D2)
     mbarrier.wait(smem.kv_full, 0)
-    first = block.tile * STEP
-    if UNSEEN != ALL_SEEN:  # values: of a key that nobody sees, P is 0, and dP need not be finite
-        clears = careful
-        if UNSEEN == EDGES:
-            clears = columns_at_edge(first, view.columns, block.seqlen_k, 0 - view.high, 0 - view.low).to(gl.int32)
-        if clears != 0:
-            seen = seen_keys(first + gl.arange(0, STEP, layout=ROWS), block.seqlen_k, view.columns, view, mask, block.tile,
-                             block.kv_head * block.group, block.group, bias, LISTS, HIDDEN,
-                             LISTS == RAGGED and UNSEEN == TWICE)  # fmt: skip
-            clear_parts(buffer_at(smem.v, 0), seen)
-            finish_clearing()
+    if EDGES:
+        first = block.tile * STEP
+        seen = seen_columns(view.columns, block.seqlen_k, 0 - view.high, 0 - view.low)
+        if ends_inside(seen, first, STEP, block.seqlen_k):
+            clear_unseen(buffer_at(smem.v, 0), first, seen, STEP)
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
@@ -352,19 +353,13 @@ def dk_consumer(smem, dk_map, block, view, mask, bias, scale, careful, suspect, 
         n_full, n_partial = count_steps(here, LISTS)
         sums = gl.zeros([STEP], gl.float32, layout=BY_KEY)
         for t in range(n_full + n_partial):
-            clears = 0
-            if UNSEEN == TWICE:
-                clears = careful
-            elif UNSEEN == EDGES:
+            at_edge = False
+            if EDGES:
                 at = partial_step(t - n_full, here, n_partial, LISTS)
-                clears = gl.where(t < n_full, 0, step_is_careful(at, view, block.seqlen_k, careful, UNSEEN))
-            dk, sums = dk_step(i, dk, sums, smem, clears, UNSEEN, D, D2, dtype, BIAS)
+                at_edge = (t >= n_full) & step_at_edge(at, view, block.seqlen_k)
+            dk, sums = dk_step(i, dk, sums, smem, at_edge, EDGES, D, D2, dtype, BIAS)
             i += 1
         store_key_sums(bias, head, keys, sums, BIAS)
-    if UNSEEN == TWICE:
-        note_nan(suspect, dk[0])
-        if D2 > 0:
-            note_nan(suspect, dk[1])
     # only this consumer reads V, and it is done
     store_part(dk, scale, dk_map, smem.v, smem.spare, block, 0, 0, D, DV, dtype)
     if D2 > 0:
@@ -420,22 +415,18 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
                 start, end, hidden_from, hidden_to,
                 bias, key_sums, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                 mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, kv_heads, group, seqlen_q,
-                seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_blocks, suspect, careful,
+                seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_blocks,
                 D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr,
                 BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
-                HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, UNSEEN: gl.constexpr):  # fmt: skip
+                HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, EDGES: gl.constexpr):  # fmt: skip
     """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads.
 
     Of RAGGED calls `lists` are the records of 64 keys. There are `n_blocks` programs for each key head.
     """
     dtype: gl.constexpr = q_map.dtype
     q_maps, o_maps = pair(q_map, q2_map, D2), pair(o_map, o2_map, DV2)
-    follow_kernel_before()
-    if UNSEEN == TWICE:
-        if careful != 0:
-            if gl.load(suspect) == 0:
-                return
     filled, smem = allocate(stat_map, q_maps, o_maps, D, D2, DV, DV2)
+    follow_kernel_before()
     tile, index = block_of(gl.program_id(0), n_blocks, n_heads, heads_per_group)
     batch = index // kv_heads
     kv_head = index - batch * kv_heads
@@ -463,11 +454,11 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
     scales = Scales(scale_log2, cap, 0.0, scale)
     exact = Exact(0, stats + 2 * total.to(gl.int64), stats + 3 * total.to(gl.int64))
     gl.warp_specialize([
-        (dv_consumer, (smem, pair(dv_map, dv2_map, DV2), block, view, mask, bias, scales, exact, flags, n_flags, careful,
-                       suspect, UNSEEN, D, D2, DV, DV2, dtype, LISTS,
+        (dv_consumer, (smem, pair(dv_map, dv2_map, DV2), block, view, mask, bias, scales, exact, flags, n_flags, EDGES, D, D2,
+                       DV, DV2, dtype, LISTS,
                        BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)),
-        (dk_consumer, (smem, pair(dk_map, dk2_map, D2), block, view, mask, bias, scale, careful, suspect, UNSEEN, D, D2, DV, DV2,
-                       dtype, LISTS, BIAS, HIDDEN)),
+        (dk_consumer, (smem, pair(dk_map, dk2_map, D2), block, view, mask, bias, scale, EDGES, D, D2, DV, DV2, dtype, LISTS, BIAS,
+            HIDDEN)),
         (producer, ((q_maps, o_maps, stat_map), pair(k_map, k2_map, D2), pair(v_map, v2_map, DV2), filled, block, view, mask, D, D2,
                     DV, DV2, LISTS, PARTIAL, HIDDEN)),
     ], [4, 1], [216, 40])  # fmt: skip

@@ -29,6 +29,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     bias_places,
     column_parts,
     heads_that_balance,
+    hides_rows,
     key_numbers_as_bias,
     listed,
     mask_arguments,
@@ -38,7 +39,6 @@ from dmattn_ops.kernels.hopper.arguments import (
     sizes_of,
     statistic_strides,
     too_long,
-    unseen_rows,
 )
 from dmattn_ops.kernels.hopper.backward.rows import query_of, row_statistics
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
@@ -112,7 +112,6 @@ def _heads_side_by_side(call: Call, config: HopperBackward256, uneven: bool, hea
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256) -> None:
     """Write dq, dk and dv of tensors that `refusals` accepts, dense or packed, and dbias unless it is None."""
-    unseen = unseen_rows(call)
     call = key_numbers_as_bias(listed(call))
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     grad_out, grad_lse, dq, dk, dv = grads[:5]
@@ -125,13 +124,12 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     query_tiles = None if of_queries is None else of_queries[1][0]
     rows = (-(-seqlen_q // TILE) if query_tiles is None else query_tiles.shape[0]) * TILE
     total = batch * heads * rows
-    room = workspace(query, STATISTICS * total + 4 + -(-total // STAT_ROWS // 4))
-    stats = room[: STATISTICS * total].view(STATISTICS, total)
-    suspect, flags = room[STATISTICS * total :].view(torch.int32), room[STATISTICS * total + 4 :].view(torch.int8)
+    room = workspace(query, STATISTICS * total + -(-total // STAT_ROWS // 4))
+    stats, flags = room[: STATISTICS * total].view(STATISTICS, total), room[STATISTICS * total :].view(torch.int8)
     columns_v = 1 << (width_v + second_v - 1).bit_length()
     sink_parts = parts_of_gradient(grads, total // STAT_ROWS)
     _statistics(
-        grad_out, grad_lse, call.sink, sink_parts, saved, stats, (suspect, flags), query_tiles, (seqlen_q, heads, rows), columns_v,
+        grad_out, grad_lse, call.sink, sink_parts, saved, stats, flags, query_tiles, (seqlen_q, heads, rows), columns_v,
         in_natural_units(call),
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
@@ -156,27 +154,25 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         blocks = numbers[0].shape[0]
     together = _heads_side_by_side(call, config, uneven, batch * kv_heads, blocks)
     n_flags, hidden = total // STAT_ROWS, mask.hidden_from is not None
-    common = {"HIDDEN": hidden, "NATURAL": in_natural_units(call), "UNSEEN": unseen}
-    of_keys = (
+    launch(
+        keys_kernel, (batch * kv_heads * blocks,),
         *maps, plain_map(stats, (2, total), (1, STEP)), dk_map, dv_map, *more_maps, dk2_map, dv2_map,
         stats, flags, *numbers,
         bias, key_sums, *strides, *places, *scales, kv_heads, *sizes, together, batch * kv_heads,
-        n_flags, total, blocks, suspect,
+        n_flags, total, blocks,
+        **parts, LISTS=kind, **scores, EDGES=hides_rows(call), PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, HIDDEN=hidden,
+        NATURAL=in_natural_units(call), num_warps=4, follows=True,
     )  # fmt: skip
-    key_constants = {**parts, "LISTS": kind, **scores, "PARTIAL": uneven, "HAS_LOW": has_hi, "HAS_HIGH": has_lo, **common}
     kind, numbers, strides = of_queries or _arguments_of(call, False, heads, seqlen_q, stats)
     together = _heads_side_by_side(call, config, uneven, batch * heads, rows // TILE)
     partial = uneven or seqlen_k % STEP != 0
-    arguments = (
+    launch(
+        queries_kernel, (batch * heads * (rows // TILE),),
         *maps, dq_map, *more_maps, dq2_map, stats, flags, *numbers, bias, *strides,
-        *places, *scales, heads, *sizes, together, batch * heads, n_flags, total, rows // TILE, suspect,
+        *places, *scales, heads, *sizes, together, batch * heads, n_flags, total, rows // TILE,
+        **parts, LISTS=kind, **scores, EDGES=hides_rows(call), PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, HIDDEN=hidden,
+        NATURAL=in_natural_units(call), num_warps=4, follows=True,
     )  # fmt: skip
-    constants = {**parts, "LISTS": kind, **scores, "PARTIAL": partial, "HAS_LOW": has_lo, "HAS_HIGH": has_hi, **common}
-    for careful in range(max(1, unseen)):
-        launch(keys_kernel, (batch * kv_heads * blocks,), *of_keys, careful, **key_constants, num_warps=4, follows=True)
-        launch(
-            queries_kernel, (batch * heads * (rows // TILE),), *arguments, careful, **constants, num_warps=4, follows=True
-        )  # fmt: skip
     statistics = Statistics(stats, flags, rows, n_flags)
     bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)
 
@@ -188,13 +184,13 @@ def _statistics(
     sink_parts: Tensor | None,
     saved: Saved,
     stats: Tensor,
-    noted: tuple[Tensor, Tensor],
+    flags: Tensor,
     query_tiles: Tensor | None,
     sizes: tuple[int, int, int],
     width: int,
     natural: bool,
 ) -> None:
-    """Fill stats `[4, B * H * rows]` as `hopper.backward.rows` says; of `noted` the first with 0, the second with a flag of each program.
+    """Fill stats `[4, B * H * rows]` as `hopper.backward.rows` says, and a flag for each program.
 
     `sizes` are those of queries, heads, and rows of a head in `stats`.
     """
@@ -207,7 +203,7 @@ def _statistics(
     ]
     launch(
         statistics_kernel, (stats.shape[1] // STAT_ROWS,),
-        out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, *noted, *strides, query_tiles,
+        out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, *strides, query_tiles,
         *sizes, stats.shape[1], out.shape[-1], BLOCK=STAT_ROWS, WIDTH=width, NATURAL=natural, num_warps=8,
         follows=query_tiles is not None,
     )  # fmt: skip
@@ -215,7 +211,7 @@ def _statistics(
 
 @triton.jit
 def statistics_kernel(
-    out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, suspect, flags,
+    out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags,
     out_b, out_s, out_h, grad_b, grad_s, grad_h, lse_b, lse_h, lse_s, tail_b, tail_h, tail_s,
     grad_lse_b, grad_lse_h, grad_lse_s, query_tiles,
     seqlen_q, heads, rows, total_rows, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, NATURAL: tl.constexpr,
@@ -252,5 +248,3 @@ def statistics_kernel(
     tl.store(to + 2 * total_rows.to(tl.int64), first)
     tl.store(to + 3 * total_rows.to(tl.int64), second)
     tl.store(flags + block, tl.max(large.to(tl.int32), 0).to(tl.int8))
-    if block == 0:
-        tl.store(suspect, 0)

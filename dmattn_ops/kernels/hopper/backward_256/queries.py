@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.backward_256.careful import columns_at_edge, keys_that_block_sees
 from dmattn_ops.kernels.hopper.backward_256.walk import (
     NO_LISTS,
     RAGGED,
@@ -72,11 +71,11 @@ from dmattn_ops.kernels.hopper.scores import (
     softened,
     step_bias,
 )
-from dmattn_ops.kernels.hopper.unseen import ALL_SEEN, EDGES, ROWS, TWICE, clear_parts, finish_clearing, note_nan
+from dmattn_ops.kernels.hopper.unseen import clear_unseen, ends_inside, seen_columns
 
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
-    "bias_b bias_h bias_q bias_group heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags n_tiles careful"
+    "bias_b bias_h bias_q bias_group heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags n_tiles"
 ).split()
 
 
@@ -159,7 +158,7 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, select, sight, UNSEEN: gl.constexpr, C: gl.constexpr, D: gl.constexpr,
+def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, select, edge, EDGES: gl.constexpr, C: gl.constexpr, D: gl.constexpr,
             D2: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr,
             SOFTCAP: gl.constexpr, TEST: gl.constexpr,
             HAS_LOW: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
@@ -169,16 +168,12 @@ def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, 
     k = buffer_at(smem.k, b)
     zero = gl.zeros([STEP, STEP], gl.float32, layout=SL)
     mbarrier.wait(smem.k_full.index(b), (i >> 1) & 1)
-    BY_BIAS: gl.constexpr = LISTS == RAGGED and UNSEEN == TWICE
-    if UNSEEN != ALL_SEEN and (TEST or BY_BIAS):
-        at, clears, view, first_query, n_queries = sight
-        if clears != 0:
+    if EDGES and TEST:
+        first_key, at_edge, seen = edge
+        if at_edge:
             mbarrier.wait(smem.v_full, i & 1)
-            seen = keys_that_block_sees(at, at * STEP + gl.arange(0, STEP, layout=ROWS), first_query, n_queries, view.columns, view, head,
-                                        bias, 2 * STEP, LISTS, HIDDEN, BY_BIAS)  # fmt: skip
-            clear_parts(k, seen)
-            clear_parts(buffer_at(smem.v, zero_at), seen)
-            finish_clearing()
+            clear_unseen(k, first_key, seen, STEP)
+            clear_unseen(buffer_at(smem.v, zero_at), first_key, seen, STEP)
     if BIAS == KEY_BIAS:
         added = smem.bias.index(b).load(gl.SliceLayout(0, SL))[None, :]  # behind a product it would wait for that
     s = first_scores(added, STEP, BIAS)
@@ -210,7 +205,7 @@ def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, 
 
 
 @gluon.jit
-def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, careful, suspect, UNSEEN: gl.constexpr, C: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
+def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, EDGES: gl.constexpr, C: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
              DV2: gl.constexpr, dtype: gl.constexpr,
              LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
              HAS_LOW: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
@@ -229,23 +224,18 @@ def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, careful, 
     exact = Exact(any_flag(flags, n_flags), exact.first, exact.second)
     n_full, n_partial = count_steps(view, LISTS)
     mbarrier.wait(smem.qo_full, 0)
-    first_query = block.tile * 2 * STEP
-    if UNSEEN != ALL_SEEN:  # grad_out of queries that see nothing: their dP need not be finite
-        clears = careful
-        if UNSEEN == EDGES:
-            clears = columns_at_edge(row, view.columns, block.seqlen_q, 0 - view.high, 0 - view.low).to(gl.int32)
-        if clears != 0:
-            own = row + gl.arange(0, STEP, layout=ROWS)
-            seen = (gl.load(block.lse + own) != -3.0e38).to(gl.int32)  # `rows.NEVER`
-            clear_parts(buffer_at(smem.o, C), seen)
-            finish_clearing()
+    no_edge = (0, False, False)
+    if EDGES:  # queries that see no key: their dP need not be finite
+        own = seen_columns(view.columns, block.seqlen_q, 0 - view.high, 0 - view.low)
+        if ends_inside(own, row, STEP, block.seqlen_q):
+            clear_unseen(buffer_at(smem.o, C), row, own, STEP)
+        seen = seen_columns(block.seqlen_q, view.columns, view.low, view.high)
     i = 0
     for t in range(n_full):
-        at = full_step(t, view, n_partial, LISTS)
-        columns = at * STEP + keys
+        columns = full_step(t, view, n_partial, LISTS) * STEP + keys
         added = step_bias(block.bias, block.head, keys, columns[None, :], queries[:, None], exact, BIAS)
-        dq = dq_step(i, dq, smem, rows, scales, exact, added, block.bias, block.head, queries, columns, no_test(queries),
-                     (at, careful, view, first_query, block.seqlen_q), UNSEEN, C, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP, False, HAS_LOW, HIDDEN, NATURAL)  # fmt: skip
+        dq = dq_step(i, dq, smem, rows, scales, exact, added, block.bias, block.head, queries, columns, no_test(queries), no_edge,
+                     EDGES, C, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP, False, HAS_LOW, HIDDEN, NATURAL)  # fmt: skip
         i += 1
     if PARTIAL:
         numbers = load_row_numbers(view, queries, block.seqlen_q, LISTS, HIDDEN, False)
@@ -255,17 +245,13 @@ def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, careful, 
             coming = partial_step(t + 1, view, n_partial, LISTS)  # loaded early: loads of the test depend on it
             select = load_select(at, view, queries, numbers, LISTS, True, HIDDEN, False, SL)
             columns = at * STEP + keys
-            clears = careful
-            if UNSEEN == EDGES:
-                clears = columns_at_edge(at * STEP, block.seqlen_q, view.columns, view.low, view.high).to(gl.int32)
+            step_edge = no_edge
+            if EDGES:
+                step_edge = (at * STEP, ends_inside(seen, at * STEP, STEP, view.columns), seen)
             added = step_bias(block.bias, block.head, keys, columns[None, :], queries[:, None], exact, BIAS)
-            dq = dq_step(i, dq, smem, rows, scales, exact, added, block.bias, block.head, queries, columns, select,
-                         (at, clears, view, first_query, block.seqlen_q), UNSEEN, C, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP, True, HAS_LOW, HIDDEN, NATURAL)  # fmt: skip
+            dq = dq_step(i, dq, smem, rows, scales, exact, added, block.bias, block.head, queries, columns, select, step_edge,
+                         EDGES, C, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP, True, HAS_LOW, HIDDEN, NATURAL)  # fmt: skip
             i += 1
-    if UNSEEN == TWICE:
-        note_nan(suspect, dq[0])
-        if D2 > 0:
-            note_nan(suspect, dq[1])
     # only this consumer reads this half of Q, and it is done
     q = buffer_at(smem.q, C)
     stage_rows(dq[0], scales.softmax, q[0], D, D, dtype)
@@ -309,11 +295,11 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
                    hidden_from, hidden_to,
                    bias, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                    mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, heads, group,
-                   seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_tiles, suspect, careful,
+                   seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_tiles,
                    D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr,
                    BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
                    HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr,
-                   UNSEEN: gl.constexpr):  # fmt: skip
+                   EDGES: gl.constexpr):  # fmt: skip
     """Write dq; `n_tiles` programs, one for each 128 queries, of each of `n_heads` heads. Of RAGGED calls `lists` are records."""
     dtype: gl.constexpr = q_map.dtype
     # registers per thread: segments take 16 more of a consumer's, at the cost of one word that the producer spills
@@ -321,12 +307,8 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
     PRODUCER: gl.constexpr = 24 if LISTS == SEGMENTS else 40
     q_maps, o_maps = pair(q_map, q2_map, D2), pair(o_map, o2_map, DV2)
     dq_maps = pair(dq_map, dq2_map, D2)
-    follow_kernel_before()
-    if UNSEEN == TWICE:
-        if careful != 0:
-            if gl.load(suspect) == 0:
-                return
     filled, smem = allocate(q_maps, o_maps, D, D2, DV, DV2, BIAS)
+    follow_kernel_before()
     tile, index = block_of(gl.program_id(0), n_tiles, n_heads, heads_per_group)
     batch = index // heads
     head = index - batch * heads
@@ -354,10 +336,10 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
     exact = Exact(0, lse + 2 * total.to(gl.int64), lse + 3 * total.to(gl.int64))
     block = Block(at.rows, at.columns, head, head // group, at.tile, at.n_rows, lse, delta, bias)
     gl.warp_specialize([
-        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, careful, suspect, UNSEEN, 0, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP,
+        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, EDGES, 0, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP,
                     PARTIAL, HAS_LOW,
                     HIDDEN, NATURAL)),
-        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, careful, suspect, UNSEEN, 1, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP,
+        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, EDGES, 1, D, D2, DV2, dtype, LISTS, BIAS, SOFTCAP,
                     PARTIAL, HAS_LOW,
                     HIDDEN, NATURAL)),
         (producer, (q_maps, pair(k_map, k2_map, D2), pair(v_map, v2_map, DV2), o_maps, filled, block, view, D, D2, DV, DV2, LISTS,

@@ -31,7 +31,6 @@ from dmattn_ops.kernels.hopper.columns import (
     transposed,
 )
 from dmattn_ops.kernels.hopper.dropout import Dropout, drop, dropout_of_batch, dropout_of_head
-from dmattn_ops.kernels.hopper.forward.careful import Sight, edge_of_band
 from dmattn_ops.kernels.hopper.forward.softmax import (
     largest,
     largest_of_rows,
@@ -47,9 +46,7 @@ from dmattn_ops.kernels.hopper.forward.step import (
     first_key,
     hidden_words,
     hide,
-    hides_by_bias,
     load_full_bias,
-    look_at_keys,
     seen_ranges,
     soften,
     stored_bias,
@@ -68,23 +65,18 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     warpgroup_mma_wait,
 )
 from dmattn_ops.kernels.hopper.ragged import Rows, head_corner_of
-from dmattn_ops.kernels.hopper.unseen import ALL_SEEN, EDGES, TWICE, clear_rows, note_nan
+from dmattn_ops.kernels.hopper.unseen import clear_unseen, ends_inside, seen_columns
 
 
 @gluon.jit
 def store_part(
     acc, inverse, q, buffer, o_desc, place, h, q_first,
-    FIRST: gl.constexpr, WIDTH: gl.constexpr, WIDTH_Q: gl.constexpr, dtype: gl.constexpr, suspect, UNSEEN: gl.constexpr,
+    FIRST: gl.constexpr, WIDTH: gl.constexpr, WIDTH_Q: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Write columns `FIRST ...` of out, through a buffer of queries, viewed as the matrix `q`, that is at least as wide."""
     ROWS: gl.constexpr = 64
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
-    if UNSEEN == TWICE:  # a query that sees nothing is 0 whatever others see
-        acc = gl.where(inverse == 0.0, 0.0, acc * inverse)
-        note_nan(suspect, acc)
-    else:
-        acc = acc * inverse
+    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
     if WIDTH != WIDTH_Q:
         buffer = reinterpret(buffer, dtype, o_desc.block_type.shape, o_desc.layout)
         q = buffer.reshape([ROWS, WIDTH])
@@ -120,7 +112,7 @@ def consume(
     DV2: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
     SOFTCAP: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, dtype: gl.constexpr,
-    careful, suspect, UNSEEN: gl.constexpr,
+    EDGES: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 queries of each piece of work: those from `C * 64` of its tile."""
     ROWS: gl.constexpr = 64
@@ -134,9 +126,7 @@ def consume(
     PER_TILE: gl.constexpr = TILE // BN
     ROW_MAX: gl.constexpr = row_max is not None
     smem, bars, sizes, band, masks = work
-    queries, keys, values, words, biases, ranges, piece, found = smem
-    if UNSEEN != ALL_SEEN:
-        found = found.index(C)
+    queries, keys, values, words, biases, ranges, piece = smem
     q_full, q_empty, k_full, k_empty, v_full = bars
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items = sizes
     lo, hi = band
@@ -205,7 +195,7 @@ def consume(
         if HAS_HI:
             q_hi = gl.minimum(q_first + row + hi, seqlen_k - 1)
         q_lo = q_first + row + lo
-        k_segments, starts, ends, hidden_from, hidden_to = key_numbers
+        k_segments, _, _, hidden_from, hidden_to = key_numbers
         if MASK == "segments":
             k_segments += k_head
         if HIDDEN:
@@ -220,24 +210,11 @@ def consume(
         dropout = dropouts
         if DROPOUT:
             dropout = dropout_of_head(dropout_of_batch(dropouts, batch), h)
-        sight = 0
-        if UNSEEN != ALL_SEEN:
-            own_segments = q_segments
-            own_bias = bias
-            if MASK == "segments" and q_segments is not None:
-                own_segments = q_segments + batch.to(gl.int64) * segments_b
-            if MASK == "intervals":
-                starts += k_head
-                ends += k_head
-            if MASK == "ragged" and BIAS == "key":
-                own_bias = bias_of_head(bias, bias_places, batch, h) + gl.sum(gl.where(slots == 4, parts, 0), 0)
-            clears = careful
-            if UNSEEN == EDGES:
-                clears = edge_of_band(begin, end, seqlen_q, seqlen_k, lo, hi, BN, HAS_LO, HAS_HI)
-            sight = Sight(
-                clears, block_first, seqlen_q, seqlen_k, lo, hi, own_segments, k_segments, starts, ends, hidden_from, hidden_to,
-                own_bias,
-            )  # fmt: skip
+        edge = (False, False)
+        if EDGES:
+            no_limit: gl.constexpr = 1 << 30
+            seen = seen_columns(seqlen_q, seqlen_k, lo if HAS_LO else 0, hi if HAS_HI else no_limit)
+            edge = (ends_inside(seen, begin * BN, (end - begin) * BN, seqlen_k), seen)
         acc = no_sums(DV, DV2)
         total = state_of(gl.zeros([ROWS, STATE_COLUMNS], gl.float32, layout=STATE_LAYOUT), STATE_COLUMNS)
         top = total
@@ -245,12 +222,6 @@ def consume(
         if first < n:
             b = step % STAGES
             mbarrier.wait(k_full.index(b), (step // STAGES) & 1)
-            if UNSEEN != ALL_SEEN:
-                if sight.careful != 0:
-                    look_at_keys(
-                        first, b, keys, words, lists, visible, sight, found,
-                        BM, BN, NC, D, D2, MASK, BIAS, HAS_LO, HAS_HI, HIDDEN, UNSEEN,
-                    )  # fmt: skip
             k_first = transposed(rows_of(keys, b, BN, D, D2))
             hidden = hidden_words(first, step, words, n_partial, C, NC, BN, STAGES, MASK, True)
             hidden = seen_ranges(step, ranges, hidden, BN, STAGES, MASK, True)
@@ -275,26 +246,24 @@ def consume(
                     i, step, acc, p, top, total, peak, q, smem, bars, scale, cap_inner, lists, own_numbers, visible,
                     bias_rows, dropout, q_first,
                     C, NC, BN, D, D2, DV, DV2, STAGES, MASK, True, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT,
-                    ROW_MAX, dtype, sight, found, BM, UNSEEN,
+                    ROW_MAX, dtype, edge, EDGES,
                 )  # fmt: skip
                 step += 1
-            if UNSEEN != ALL_SEEN and not hides_by_bias(MASK, BIAS, UNSEEN):
-                if (sight.careful != 0) & (tested < masked):  # values of the last tile that is tested
+            if EDGES:
+                if edge[0] & (tested < masked):  # values of the last tile that is tested
                     mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
-                    clear_rows(rows_of(values, step % STAGES, BN, DV, DV2), found, BN)
+                    last = first_key(tested, lists, visible, BN, MASK)
+                    clear_unseen(rows_of(values, step % STAGES, BN, DV, DV2), last, edge[1], BN)
             for i in range(tested, n - 1):
                 acc, p, top, total, peak = advance(
                     i, step, acc, p, top, total, peak, q, smem, bars, scale, cap_inner, lists, own_numbers, visible,
                     bias_rows, dropout, q_first,
                     C, NC, BN, D, D2, DV, DV2, STAGES, MASK, False, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN, NATURAL, DROPOUT,
-                    ROW_MAX, dtype, sight, found, BM, UNSEEN,
+                    ROW_MAX, dtype, edge, EDGES,
                 )  # fmt: skip
                 step += 1
             b = step % STAGES
             mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
-            if hides_by_bias(MASK, BIAS, UNSEEN):
-                if sight.careful != 0:
-                    clear_rows(rows_of(values, b, BN, DV, DV2), found, BN)
             acc = add_products(p, rows_of(values, b, BN, DV, DV2), acc, DV2)
             acc = await_products(acc, DV2)
             step += 1
@@ -309,9 +278,11 @@ def consume(
             inverse = inverse * share_of_keys(row_lse, gl.load(sink + h).to(gl.float32))
         # q is not needed any more: its place stages the output. TMA leaves out the rows and columns past the ends
         at = slot * NC + C
-        store_part(acc[0], inverse, q[0], queries[0].index(at), o_descs[0], query_rows, h, q_first, 0, DV, D, dtype, suspect, UNSEEN)
+        store_part(acc[0], inverse, q[0], queries[0].index(at), o_descs[0], query_rows, h, q_first, 0, DV, D, dtype)
         if DV2 > 0:
-            store_part(acc[1], inverse, q[1], queries[1].index(at), o_descs[1], query_rows, h, q_first, DV, DV2, D2, dtype, suspect, UNSEEN)
+            store_part(
+                acc[1], inverse, q[1], queries[1].index(at), o_descs[1], query_rows, h, q_first, DV, DV2, D2, dtype
+            )
         row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, scale, NATURAL)
         at = batch.to(gl.int64) * lse_b + h.to(gl.int64) * lse_h + q_first + row
         if MASK == "ragged":
@@ -345,7 +316,7 @@ SCALARS = (
     "seqlen_q", "seqlen_k", "H", "kv_group", "heads", "tiles", "group", "items", "lo", "hi", "lse_b", "lse_h",
     "lists_b", "lists_h", "width", "mask_group", "bits_b", "bits_h",
     "segments_b", "segments_kb", "segments_kh", "segment_group", "bias_group",
-    "seed_b", "seed_h", "last_dropped", "q_origin", "k_origin", "careful",
+    "seed_b", "seed_h", "last_dropped", "q_origin", "k_origin",
 )  # fmt: skip
 
 
@@ -355,11 +326,11 @@ def forward_kernel(
     q_segments, k_segments, start, end, hidden_from, hidden_to, bias, seed, counter, scale, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, lo, hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
-    bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin, careful,
+    bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
-    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, UNSEEN: gl.constexpr,
+    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """Write out, lse and lse_tail for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H).
 
@@ -370,9 +341,7 @@ def forward_kernel(
 
     `k_segments`, or `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and
     `segments_kh`. Of ragged calls `lists` are the records of tiles of `BM` queries, and positions count inside a sequence.
-
-    UNSEEN says how keys that nobody sees are kept from reaching `out` (`hopper/unseen.py`). TWICE: where a NaN is written, `counter[2]`
-    becomes 1; a second launch that is `careful` then computes all again and makes it 0.
+    EDGES: the band may hide keys from every query (`hopper/unseen.py`).
     """
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
@@ -408,10 +377,7 @@ def forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=NC)
     fence_async_shared()
-    found = 0
-    if UNSEEN != ALL_SEEN:
-        found = gl.allocate_shared_memory(gl.int32, [NC, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    smem = (queries, keys, values, words, biases, ranges, piece, found)
+    smem = (queries, keys, values, words, biases, ranges, piece)
     bars = (q_full, q_empty, k_full, k_empty, v_full)
     sizes = (seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items)
     band = (lo, hi)
@@ -431,26 +397,26 @@ def forward_kernel(
         gl.warp_specialize([
             (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 0, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
-                       NATURAL, DROPOUT, dtype, careful, counter + 2, UNSEEN)),
+                       NATURAL, DROPOUT, dtype, EDGES)),
             (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 1, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
-                       NATURAL, DROPOUT, dtype, careful, counter + 2, UNSEEN)),
+                       NATURAL, DROPOUT, dtype, EDGES)),
             (produce, (q_descs, k_descs, v_descs, pair_descs, lists, start, end, counter, bias, work, broadcast, number_places,
                        bias_places, BM, BN, D, D2, DV, DV2,
-                       STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI, careful, UNSEEN)),
+                       STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 0, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
-                       NATURAL, DROPOUT, dtype, careful, counter + 2, UNSEEN)),
+                       NATURAL, DROPOUT, dtype, EDGES)),
             (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 1, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
-                       NATURAL, DROPOUT, dtype, careful, counter + 2, UNSEEN)),
+                       NATURAL, DROPOUT, dtype, EDGES)),
             (consume, (lse, lse_tail, row_max, sink, lists, q_segments, key_numbers, bias, o_descs, work, rows, scales, bias_places,
                        dropouts, 2, NC, BM, BN, D, D2, DV, DV2, STAGES, Q_STAGES, MASK, BIAS, HAS_LO, HAS_HI, SOFTCAP, HIDDEN,
-                       NATURAL, DROPOUT, dtype, careful, counter + 2, UNSEEN)),
+                       NATURAL, DROPOUT, dtype, EDGES)),
             (produce, (q_descs, k_descs, v_descs, pair_descs, lists, start, end, counter, bias, work, broadcast, number_places,
                        bias_places, BM, BN, D, D2, DV, DV2,
-                       STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI, careful, UNSEEN)),
+                       STAGES, Q_STAGES, NC, MASK, BIAS, HAS_LO, HAS_HI)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -19,6 +19,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     dropout_refusals,
     heads_side_by_side,
     heads_that_balance,
+    hides_keys,
     key_numbers_as_bias,
     listed,
     ragged_refusals,
@@ -26,7 +27,6 @@ from dmattn_ops.kernels.hopper.arguments import (
     sizes_of,
     statistic_strides,
     too_long,
-    unseen_keys,
 )
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.launching.launch import computed, launch
@@ -95,17 +95,16 @@ _counters: dict[int | None, Tensor] = {}  # of the default stream of each device
 
 
 def _counter(device: torch.device) -> Tensor:
-    """Return a ticket counter, a count of finished blocks, and whether a NaN was found. All are 0, and become 0 again in the end.
+    """Return a ticket counter and a count of finished blocks. Both are 0, and the kernel resets them to 0 at its end.
 
     Launches of the default stream run one after the other and so share them. Elsewhere each launch has its own: a captured
     graph may be replayed on any stream, and the stream that warms one up allocates from the graph's memory, where nothing
     may stay.
     """
-    on_gpu = device.index is not None  # else nothing runs, and kernels are only compiled
-    shared = on_gpu and raw_stream(device.index) == 0 and not torch.cuda.is_current_stream_capturing()
+    shared = raw_stream(device.index) == 0 and not torch.cuda.is_current_stream_capturing()
     counter = _counters.get(device.index) if shared else None
     if counter is None:
-        counter = torch.zeros(3, dtype=torch.int32, device=device)
+        counter = torch.zeros(2, dtype=torch.int32, device=device)
         if shared:
             _counters[device.index] = counter
     return counter
@@ -175,7 +174,6 @@ def _mask_arguments(mask: Mask, heads: int) -> tuple[tuple[object, ...], tuple[i
 
 def forward(call: Call, result: Result, config: HopperForward) -> None:
     """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`, or those of packed sequences; what cannot be taken is in `refusals`."""
-    unseen = unseen_keys(call)
     call = key_numbers_as_bias(listed(call))
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     out, lse = result.out, result.lse
@@ -196,8 +194,9 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         scale = options.softcap if softcap else options.softmax_scale
     seed, *dropping = dropout_arguments(call)
     # where every block has one piece of work, nothing is drawn
-    counter = computed(_counter, query.device) if items > num_sms or unseen == 2 else lse.view(torch.int32)
-    arguments = (
+    counter = computed(_counter, query.device) if items > num_sms else lse.view(torch.int32)
+    launch(
+        forward_kernel, (min(items, num_sms),),
         head_rows_map(query, rows, width), head_rows_map(key, block_n, width), head_rows_map(value, block_n, width_v),
         head_rows_map(out, rows, width_v), head_rows_map(query, rows, second) if second else None,
         head_rows_map(key, block_n, second) if second else None, head_rows_map(value, block_n, second_v) if second_v else None,
@@ -208,12 +207,8 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
         _heads_at_once(call, kind, has_lo, has_hi, block_m), items, lo, hi, *statistic_strides(lse)[:2], *strides,
         *bias_places(bias, heads), *dropping,
+        BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, STAGES=config.stages,
+        Q_STAGES=config.query_stages, MASK=kind, BIAS="tiles" if config.bias_tiles else bias_kind(bias),
+        HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=softcap, HIDDEN=mask.hidden_from is not None,
+        NATURAL=natural, DROPOUT=options.dropout_p > 0.0, EDGES=hides_keys(call), num_warps=4,
     )  # fmt: skip
-    constants = {
-        "BM": block_m, "BN": block_n, "D": width, "D2": second, "DV": width_v, "DV2": second_v, "STAGES": config.stages,
-        "Q_STAGES": config.query_stages, "MASK": kind, "BIAS": "tiles" if config.bias_tiles else bias_kind(bias),
-        "HAS_LO": has_lo, "HAS_HI": has_hi, "SOFTCAP": softcap, "HIDDEN": mask.hidden_from is not None,
-        "NATURAL": natural, "DROPOUT": options.dropout_p > 0.0, "UNSEEN": unseen,
-    }  # fmt: skip
-    for careful in range(max(1, unseen)):
-        launch(forward_kernel, (min(items, num_sms),), *arguments, careful, **constants, num_warps=4)

@@ -18,7 +18,6 @@ from dmattn_ops.kernels.hopper.columns import (
     transposed,
 )
 from dmattn_ops.kernels.hopper.dropout import drop
-from dmattn_ops.kernels.hopper.forward.careful import find_seen
 from dmattn_ops.kernels.hopper.forward.softmax import largest, rescale, softmax_next
 from dmattn_ops.kernels.hopper.forward.walk import (
     band_tile,
@@ -29,7 +28,7 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     warpgroup_mma_wait,
 )
 from dmattn_ops.kernels.hopper.scores import tanh
-from dmattn_ops.kernels.hopper.unseen import ALL_SEEN, clear_rows
+from dmattn_ops.kernels.hopper.unseen import clear_unseen
 
 
 @gluon.jit
@@ -247,26 +246,6 @@ def hide(
         return s
 
 
-@gluon.constexpr_function
-def hides_by_bias(mask, bias, unseen):
-    """Return whether a bias of -inf stands for a mask of packed keys, which hides them in tiles that need no test, too."""
-    return mask == "ragged" and bias == "key" and unseen == 2
-
-
-@gluon.jit
-def look_at_keys(
-    i, stage, keys, words, lists, visible, sight, found,
-    BM: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, MASK: gl.constexpr,
-    BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, HIDDEN: gl.constexpr, UNSEEN: gl.constexpr,
-):  # fmt: skip
-    """Where a block is careful, find which keys of the `i`-th tile some query of the block sees; clear those that a bias hides."""
-    first = first_key(i, lists, visible, BN, MASK)
-    BY_BIAS: gl.constexpr = hides_by_bias(MASK, BIAS, UNSEEN)
-    find_seen(found, first, first % 128, stage, words, sight, BM, BN, NC, MASK, BY_BIAS, HAS_LO, HAS_HI, HIDDEN)
-    if BY_BIAS:
-        clear_rows(rows_of(keys, stage, BN, D, D2), found, BN)
-
-
 @gluon.jit
 def rescale_second(acc, factor, DV2: gl.constexpr):
     """Return the second part of acc times the factors of its rows, if there is one."""
@@ -283,29 +262,26 @@ def advance(
     DV2: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     MASKED: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
     HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, ROW_MAX: gl.constexpr, dtype: gl.constexpr,
-    sight, found, BM: gl.constexpr, UNSEEN: gl.constexpr,
+    edge, EDGES: gl.constexpr,
 ):  # fmt: skip
     """Add tile `i`, whose P are given, to acc, and compute the P of tile `i + 1`.
 
+    EDGES: `edge` holds whether values are cleared of keys that no query sees, and which some query sees (`unseen.py`).
     `peak` are the largest scores that each lane has seen of its rows, kept where ROW_MAX asks for them.
     """
     ROWS: gl.constexpr = 64
     OVERLAP: gl.constexpr = NC == 2  # three have no registers for the P of two tiles
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    queries, keys, values, words, biases, ranges, piece, unused = smem
+    queries, keys, values, words, biases, ranges, piece = smem
     q_full, q_empty, k_full, k_empty, v_full = bars
     b = step % STAGES
     b_next = (step + 1) % STAGES
     k_next = transposed(rows_of(keys, b_next, BN, D, D2))
     mbarrier.wait(k_full.index(b_next), ((step + 1) // STAGES) & 1)
     mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
-    if UNSEEN != ALL_SEEN and (MASKED or hides_by_bias(MASK, BIAS, UNSEEN)):
-        if sight.careful != 0:
-            clear_rows(rows_of(values, b, BN, DV, DV2), found, BN)
-            look_at_keys(
-                i + 1, b_next, keys, words, lists, visible, sight, found,
-                BM, BN, NC, D, D2, MASK, BIAS, HAS_LO, HAS_HI, HIDDEN, UNSEEN,
-            )  # fmt: skip
+    if EDGES and MASKED:
+        if edge[0]:
+            clear_unseen(rows_of(values, b, BN, DV, DV2), first_key(i, lists, visible, BN, MASK), edge[1], BN)
     hidden = hidden_words(i + 1, step + 1, words, visible[8], C, NC, BN, STAGES, MASK, MASKED)
     hidden = seen_ranges(step + 1, ranges, hidden, BN, STAGES, MASK, MASKED)
     stored = stored_bias(step + 1, biases, C, NC, BN, STAGES, BIAS)

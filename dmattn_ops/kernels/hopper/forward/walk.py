@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, meet, tma_load
 from dmattn_ops.kernels.hopper.ragged import count_tiles, head_corner_of, load_tile
-from dmattn_ops.kernels.hopper.unseen import TWICE
 
 
 @gluon.jit
@@ -195,7 +194,7 @@ def produce(
     q_descs, k_descs, v_descs, pair_descs, lists, starts, ends, counter, bias, work, broadcast, number_places, bias_places,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
     DV2: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, NC: gl.constexpr,
-    MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, careful, UNSEEN: gl.constexpr,
+    MASK: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr,
 ):  # fmt: skip
     """Take pieces of work, tell the consumers, load q, k, v, bits and the bias of keys.
 
@@ -204,7 +203,7 @@ def produce(
     ROWS: gl.constexpr = 64
     TILE: gl.constexpr = 128
     smem, bars, sizes, band, masks = work
-    queries, keys, values, words, biases, ranges, piece, unused = smem
+    queries, keys, values, words, biases, ranges, piece = smem
     q_full, q_empty, k_full, k_empty, v_full = bars
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items = sizes
     lo, hi = band
@@ -226,11 +225,6 @@ def produce(
     first_item = item
     if MASK == "ragged":  # there may be more blocks than pieces
         first_item = gl.minimum(item, items - 1)
-    suspect = 0
-    if UNSEEN == TWICE:
-        if careful != 0:
-            suspect = gl.load(counter + 2)
-            items = gl.where(suspect != 0, items, 0)
     tile, head, record, words_of = take(first_item, lists, masks, tiles, heads, group, H, MASK, HAS_HI)
     while item < items:
         slot = turn % Q_STAGES
@@ -338,12 +332,9 @@ def produce(
     mbarrier.wait(q_empty.index(slot), ((turn // Q_STAGES) & 1) ^ 1)
     piece.index(slot).store(gl.full([WORDS], -1, gl.int32, layout=PIECE))
     mbarrier.arrive(q_full.index(slot), count=1)
-    if (items > blocks) | (suspect != 0):
+    if items > blocks:
         # the last block to finish resets the counters to 0
         done = gl.atomic_add(counter + 1, 1, sem="relaxed")
         if done == blocks - 1:
             gl.store(counter, 0)
             gl.store(counter + 1, 0)
-            if UNSEEN == TWICE:
-                if careful != 0:
-                    gl.store(counter + 2, 0)
