@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 GUIDES = sorted(DOCS.glob("*.md"))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.md"), *DOCS.glob("**/*.md")])
 FENCED = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"(?:\]\(|<img [^>]*src=\")([^)\s\"]+)[)\"]")
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 BESIDE = ("testing",)  # modules that are public besides those that `dmattn_ops` has as attributes
 ON_TWO_RANKS = {"distributed.md"}
@@ -96,8 +96,9 @@ def test_wrong_links_are_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     good = ["other.md", "other.md#a-heading-named", "#own", "https://example.org/#x"]
     bad = ["missing.md", "other.md#no-heading", "#no-heading", "pictures/missing.svg"]
-    page.write_text("# Own\n" + "".join(f"[text]({link})\n" for link in [*good, *bad]))
-    assert wrong_links(page) == bad
+    links = "".join(f"[text]({link})\n" for link in [*good, *bad])
+    page.write_text(f'# Own\n{links}<img alt="x" src="missing.png" width="9">\n')
+    assert wrong_links(page) == [*bad, "missing.png"]
 
 
 def settings() -> str:
