@@ -4,6 +4,8 @@
 site; so do pictures of measurements, which lie beside the results. A link to
 `README.md` leads to the first page. A link to any other file of the repository, such as an example, becomes plain text,
 unless mkdocs.yml has a `repo_url`: then it leads there. Links that lead nowhere stay as they are, and mkdocs reports them.
+
+Tables of result files get a class of their own, by which `style.css` keeps their rows in one line.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "DESIGN.md": "design.md"}
+LOADED_FROM_ELSEWHERE = "https://unpkg.com/iframe-worker/shim"  # what Material's search needs in pages opened as files
 PLOTS = ROOT / "benchmarks" / "results"
+CODE = re.compile(r"`[^`\n]+`")
+FIGURES = re.compile(r"<!-- results: [^\n]* -->\n(.*?)<!-- end -->", re.DOTALL)
 IMAGE = re.compile(r"(!\[[^]]*\])\(([^)\s]+\.png)\)")
 LINK = re.compile(r"(?<!!)\[([^]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -62,4 +67,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         from_page = os.path.relpath(f"plots/{place.name}", os.path.dirname(page.file.src_uri) or ".")
         return f"{image[1]}({Path(from_page).as_posix()})"
 
-    return LINK.sub(led, IMAGE.sub(shown, markdown))
+    markdown = CODE.sub(lambda code: code[0].replace(r"\|", "|"), markdown)  # GitHub needs it in tables, mkdocs shows it
+    with_figures = FIGURES.sub(r'<div class="figures" markdown>\n\n\1\n</div>', markdown)
+    return LINK.sub(led, IMAGE.sub(shown, with_figures))
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Return the page with the script of this folder in place of the one that Material loads from another host."""
+    from_page = os.path.relpath("worker.js", os.path.dirname(page.file.dest_uri) or ".")
+    return output.replace(LOADED_FROM_ELSEWHERE, Path(from_page).as_posix())
+
+
+def on_post_template(output: str, template_name: str, config: Any) -> str:
+    """Do the same for the page that says that there is none."""
+    return output.replace(LOADED_FROM_ELSEWHERE, "worker.js")
