@@ -157,7 +157,9 @@ def test_what_is_said_not_to_be_supported_raises_what_is_said():
         with pytest.raises(NotImplementedError, match="query must be on a CPU or CUDA device"):
             validation.supported(torch.float16, torch.device(device), 64, 64)
     assert "**float64 on CUDA** a NotImplementedError" in README
-    with pytest.raises(NotImplementedError, match="query must have dtype float16, bfloat16 or float32 on a CUDA device"):
+    with pytest.raises(
+        NotImplementedError, match="query must have dtype float16, bfloat16 or float32 on a CUDA device"
+    ):
         validation.supported(torch.float64, torch.device("cuda"), 64, 64)
     assert "a `block_table` raises a NotImplementedError" in README
     lengths = (torch.tensor([0, 6]).int(), torch.tensor([0, 9]).int(), 6, 9)
@@ -174,6 +176,11 @@ def test_figures_in_the_text_are_those_of_the_tables():
     milliseconds = re.findall(r"([\d.]+) ms", text)
     assert milliseconds
     assert [figure for figure in milliseconds if f"| {figure} |" not in README] == []
+
+
+def test_no_line_of_code_is_wider_than_a_page_of_a_repository_on_the_web():
+    lines = "".join(re.findall(r"```\w+\n(.*?)```", README.partition("```bibtex")[0], re.DOTALL)).splitlines()
+    assert [line for line in lines if len(line) > 96] == []
 
 
 def test_the_first_screen_says_what_it_is_and_how_to_install_it():
@@ -195,6 +202,11 @@ def test_make_targets_exist():
     for document in DOCUMENTS:
         named = targets_in(document.read_text())
         assert named <= targets, document.name
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    commands = re.findall(r"- run: (.*)", workflow)
+    assert commands == [".ci/run", "make test-gpu"]
+    assert "test-gpu" in targets
+    assert (ROOT / ".ci" / "run").exists()
 
 
 def test_package_indexes_are_shown_no_relative_links_or_images():
