@@ -197,7 +197,7 @@ def extensions() -> list[Extension]:
 def description() -> str:
     """Return README.md as package indexes show it: without images and links to files, which lie in the repository only."""
     text = Path("README.md").read_text(encoding="utf-8")
-    text = re.sub(r"^!\[[^]]*\]\((?!https:)[^)]*\)\n\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^(!\[[^]]*\]\((?!https:)[^)]*\)|<img [^>]*>)\n\n", "", text, flags=re.MULTILINE)
     return re.sub(r"\[([^]]+)\]\((?!https:)[^)]*\)", r"\1", text)
 
 

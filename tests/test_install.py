@@ -297,6 +297,42 @@ def test_make_says_that_its_python_is_none():
     assert "bash" not in done.stderr
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_training_installs_nothing_that_only_tests_need_and_each_command_sets_up_all_that_it_needs(checkout):
+    def steps(target):
+        command = ["make", "-n", target]
+        done = subprocess.run(command, cwd=checkout.folder, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    training, testing = steps("train"), steps("test")
+    assert "install --quiet -e '.[train]'" in training
+    assert "triton" not in training
+    assert "[test" not in training
+    assert "install --quiet -e '.[test,train]'" in testing
+    assert "triton" in testing
+    assert "-m venv .venv" in training
+    assert "-m venv .venv" in testing
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_what_make_advises_where_it_cannot_install_makes_an_environment_that_can(
+    checkout, make_torch, empty_environment
+):
+    environment = {**os.environ, "PYTHONPATH": str(make_torch("2.13.0"))}
+    command = ["make", "test-gpu", f"PYTHON={empty_environment}"]  # which has no pip
+    done = subprocess.run(
+        command, cwd=checkout.folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    advised = [line.strip() for line in done.stdout.splitlines() if line.startswith("    ")]
+    [needed] = re.findall(r'requires = \["(setuptools>=\d+)"\]', (ROOT / "pyproject.toml").read_text())
+    assert advised == [
+        f"{empty_environment} -m venv --system-site-packages DIR",
+        f"DIR/bin/python -m pip install --upgrade '{needed}'",
+        "make test-gpu PYTHON=DIR/bin/python",
+    ]
+
+
 BUILT = ["2.12.0+cpu", "2.13.0+cpu", "2.13.1", "2.13.10+cpu", "2.14.0a0+git1234", "2.15.0.dev20261101+cpu"]
 
 
