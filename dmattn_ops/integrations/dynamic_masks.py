@@ -64,12 +64,21 @@ def add_dynamic_masks(
             f"{type(model).__name__} has no attention layer with v_proj and head_dim outside of sliding windows"
         )
     for layer in layers:
-        weight: Tensor = layer.v_proj.weight  # type: ignore[union-attr,assignment]
         heads = layer.v_proj.out_features // layer.head_dim  # type: ignore[union-attr,operator]
         made = DynamicMask(heads, layer.head_dim, keep, keep_first, keep_last, recency)  # type: ignore[arg-type]
-        layer.dynamic_mask = made.to(device=weight.device, dtype=torch.float32)
+        layer.dynamic_mask = made.to(device=_device_of(layer.v_proj), dtype=torch.float32)  # type: ignore[arg-type]
     _warn_of_other_attention(layers)
     return model
+
+
+def _device_of(module: nn.Module) -> torch.device | str | int:
+    """Return where a module computes: of parameters that accelerate offloads to meta, its hook knows that."""
+    held = next((part.device for part in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    if held.type != "meta":
+        return held
+    hook = getattr(module, "_hf_hook", None)
+    devices = (getattr(each, "execution_device", None) for each in getattr(hook, "hooks", (hook,)))
+    return next((device for device in devices if device is not None), held)
 
 
 def _warn_of_other_attention(layers: list[nn.Module]) -> None:
