@@ -186,7 +186,7 @@ def _new_numbers(
     softcap: float,
     dropout_p: float,
 ) -> Numbers:
-    validation.visibility(is_causal, causal_from, window_size)
+    causal_from, window_size = validation.visibility(is_causal, causal_from, window_size)
     if softmax_scale is not None:
         softmax_scale = validation.number("softmax_scale", softmax_scale)
     softcap, dropout_p = validation.number("softcap", softcap), validation.number("dropout_p", dropout_p)

@@ -187,7 +187,8 @@ def _varlen_call(
     """Return what dispatch gets from `flash_dmattn_varlen_func`."""
     (query, key, value), bias, sink = arguments.prepared_inputs(3, bias, sink, query=query, key=key, value=value)
     validation.tensors(cu_seqlens_q=varlen.cu_seqlens_q, cu_seqlens_k=varlen.cu_seqlens_k)
-    validation.integers(max_seqlen_q=varlen.max_seqlen_q, max_seqlen_k=varlen.max_seqlen_k)
+    lengths = validation.integers(max_seqlen_q=varlen.max_seqlen_q, max_seqlen_k=varlen.max_seqlen_k)
+    varlen = varlen._replace(max_seqlen_q=lengths[0], max_seqlen_k=lengths[1])
     parts = NO_MASK
     if mask is not None:
         validation.tensors(mask=mask)

@@ -61,12 +61,12 @@ def prepare_mask(
         ValueError: for shapes, sizes and values that do not fit each other.
         TypeError: for types and dtypes.
     """
-    validation.visibility(is_causal, causal_from, window_size)
+    causal_from, window_size = validation.visibility(is_causal, causal_from, window_size)
+    seqlen_q = None if seqlen_q is None else require.integer("seqlen_q", seqlen_q)
     sharded.load_rules(mask, documents, intervals)
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
-    _promised(at_most, intervals)
-    at_most = at_most if at_most is None else _countable(at_most)
+    at_most = None if at_most is None else _promised(at_most, intervals)
     if intervals is not None:
         intervals, hidden = _equal_intervals(intervals, hidden)
     elif hidden is not None:
@@ -122,17 +122,17 @@ def dynamic_mask(
     validation.tensors(scores=scores)
     sharded.load_rules(scores, documents)
     validation.flags(is_causal=is_causal)
-    validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
+    counts = validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
     if documents is not None:
         validation.tensors(documents=documents)
         require.dtype("documents", documents, *validation.INTEGERS)
     if queries is not None and not (isinstance(queries, (tuple, list)) and len(queries) == 2):
         raise TypeError(f"queries must be a pair (start, stop), got {queries!r}")
     if queries is not None and scores.dim() > 0:
-        require.part("queries", *queries, scores.shape[-1])
+        queries = require.part("queries", *queries, scores.shape[-1])
     if scores.is_floating_point() and scores.dtype not in validation.DTYPES:
         scores = scores.float()
-    keep, keep_first, keep_last = _countable(keep), _countable(keep_first), _countable(keep_last)
+    keep, keep_first, keep_last = map(_countable, counts)
     validation.selection(scores, documents, keep, keep_first, keep_last, is_causal)
     start, end = torch.ops.dmattn.key_lifetimes(scores.detach(), documents, keep, keep_first, keep_last, is_causal)
     at_most = _countable(keep + keep_first + keep_last)
@@ -163,17 +163,16 @@ def resolve(mask: Tensor | TileMask | None, band: Band, seqlen_q: int, seqlen_k:
     return mask.mask, *mask.band.limits(seqlen_q, seqlen_k)
 
 
-def _promised(at_most: int | None, intervals: Intervals | None) -> None:
-    """Refuse a promise that is no number, or stands alone."""
-    if at_most is None:
-        return
-    validation.integers(at_most=at_most)
+def _promised(at_most: int, intervals: Intervals | None) -> int:
+    """Return a promise as the operators take it; refuse one that is no number, or stands alone."""
+    at_most = require.integer("at_most", at_most)
     if intervals is None:
         raise ValueError(
             "at_most needs intervals, got None: only keys whose queries are given as intervals can be packed"
         )
     if require.certainly(at_most < 0):
         raise ValueError(f"at_most must not be negative, got {at_most}")
+    return _countable(at_most)
 
 
 def _countable(count: int) -> int:
@@ -243,7 +242,6 @@ def _lengths(
                 "seqlen_q must be given (1 for decoding) for intervals, for padding [B, Sk] and for a mask whose query dimension"
                 " is 1, got None; a mask of queries and keys has four dimensions"
             )
-        require.integer("seqlen_q", seqlen_q)
         if require.certainly(seqlen_q < 0):
             raise ValueError(f"seqlen_q must not be negative, got {seqlen_q}")
         if require.certainly(seqlen_q >= UNBOUNDED):

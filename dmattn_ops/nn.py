@@ -52,9 +52,11 @@ class KeyScores(nn.Module):
 
     def __init__(self, heads: int, head_dim: int, *, bias: bool = False, recency: float | None = None) -> None:
         super().__init__()
+        heads, head_dim = require.counts(heads=heads, head_dim=head_dim)
+        recency = None if recency is None else validation.number("recency", recency)
         self.A = nn.Parameter(torch.zeros(heads))
         self.dt_proj = Float32Linear(heads * head_dim, heads, bias=bias)
-        self.slope = None if recency is None else nn.Parameter(torch.full((heads,), float(recency)))
+        self.slope = None if recency is None else nn.Parameter(torch.full((heads,), recency))
 
     def forward(self, value: Tensor) -> Tensor:
         """Return scores, float32 `[B, Hkv, S]`, of values `[B, S, Hkv, Dv]`: ranks of rounded scores would be ties."""
@@ -110,8 +112,12 @@ class DynamicMaskAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        validation.kept_keys(keep, keep_first, keep_last, is_causal)
-        require.counts(dim=dim, heads=heads, kv_heads=kv_heads, head_dim=0 if head_dim is None else head_dim)
+        keep, keep_first, keep_last = validation.kept_keys(keep, keep_first, keep_last, is_causal)
+        dim, heads, kv_heads = require.counts(dim=dim, heads=heads, kv_heads=kv_heads)
+        if head_dim is not None:
+            [head_dim] = require.counts(head_dim=head_dim)
+        rotary_base = None if rotary_base is None else validation.number("rotary_base", rotary_base)
+        dropout = validation.number("dropout", dropout)
         if heads < 1 or kv_heads < 1:
             raise ValueError(f"heads and kv_heads must be at least 1, got {heads} and {kv_heads}")
         if heads % kv_heads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -64,26 +65,35 @@ def sizes(
     raise ValueError(f"{name} must have shape ({', '.join(allowed)}), got {text(given)}{hint}")
 
 
-def integer(name: str, argument: Any) -> None:
-    """Refuse what is not a Python (or traced) integer."""
-    if isinstance(argument, bool) or not isinstance(argument, (int, torch.SymInt)):
+def is_integer(argument: Any) -> bool:
+    """Return whether an argument is an integer: of Python, of NumPy or traced; neither a bool nor a tensor is one."""
+    return isinstance(argument, (int, torch.SymInt, Integral)) and not isinstance(argument, bool)
+
+
+def integer(name: str, argument: Any) -> int:
+    """Return an integer as Python (or a tracer) has it; refuse what is none."""
+    if not is_integer(argument):
         raise TypeError(f"{name} must be an int, got {type_text(argument)}")
+    return argument if isinstance(argument, (int, torch.SymInt)) else int(argument)
 
 
-def counts(**arguments: Any) -> None:
-    """Refuse what are no integers from 0 on."""
-    for name, count in arguments.items():
-        integer(name, count)
+def counts(**arguments: Any) -> list[int]:
+    """Return integers from 0 on, as `integer` does; refuse others."""
+    numbers = []
+    for name, argument in arguments.items():
+        count = integer(name, argument)
         if certainly(count < 0):
             raise ValueError(f"{name} must not be negative, got {count}")
+        numbers.append(count)
+    return numbers
 
 
-def part(name: str, start: int, stop: int, size: int) -> None:
-    """Refuse a range of positions that does not lie in `size` of them."""
-    integer(f"the start of {name}", start)
-    integer(f"the stop of {name}", stop)
+def part(name: str, start: int, stop: int, size: int) -> tuple[int, int]:
+    """Return a range of positions; refuse one that does not lie in `size` of them."""
+    start, stop = integer(f"the start of {name}", start), integer(f"the stop of {name}", stop)
     if certainly(start < 0) or certainly(stop < start) or certainly(size < stop):
         raise ValueError(f"{name} must be a range inside 0 to {size}, got {start} to {stop}")
+    return start, stop
 
 
 def traced(tensor: Tensor) -> bool:
