@@ -301,7 +301,8 @@ def flash_dmattn_varlen_func(
 
     Sequence `b` has the queries `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1] - 1` and likewise the keys. Rows behind the
     last offset belong to no sequence, as in a batch that is padded to one length: nothing reads them, their out and
-    gradients are 0, and their lse is -inf. On the CPU, offsets that do not describe the tensors raise. On a GPU the host does not read them: kernels clamp them.
+    gradients are 0, and their lse is -inf. On the CPU, offsets that do not describe the tensors raise. On a GPU the host
+    does not read them: kernels clamp them.
 
     Args:
         query: with shape `[total_q, H, D]`.

@@ -61,7 +61,9 @@ def offsets_of(name: str, cu_seqlens: Tensor, of: str, total: int, *, rows_behin
         hint = ""
         if sum(values) == total:
             hint = ": lengths become offsets by torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
-        raise ValueError(f"{name} must go from 0 to {'at most ' if rows_behind else ''}the length of {of}, {total}, got {got}{hint}")
+        raise ValueError(
+            f"{name} must go from 0 to {'at most ' if rows_behind else ''}the length of {of}, {total}, got {got}{hint}"
+        )
     if values != sorted(values):
         raise ValueError(f"{name} must not decrease, got {values}")
     return values

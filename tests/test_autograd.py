@@ -100,7 +100,9 @@ def test_packed_sequences_have_the_gradients_of_each_alone(causal_from, attentio
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ends", [((0, 3, 7, 7), (0, 9, 11, 11)), ((0, 20, 20), (0, 20, 20)), ((0, 0), (0, 0))], ids=str)
+@pytest.mark.parametrize(
+    "ends", [((0, 3, 7, 7), (0, 9, 11, 11)), ((0, 20, 20), (0, 20, 20)), ((0, 0), (0, 0))], ids=str
+)
 def test_rows_behind_the_last_sequence_are_zero_and_reach_nothing(ends, dtype, attention):
     """A batch padded to one length, as GPUs take it: NaN behind the end is read by nobody."""
     offsets = [torch.tensor(end, dtype=torch.int32) for end in ends]

@@ -276,7 +276,8 @@ def alibi_by_row(q, k, v, slope, row):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "seqlen", "loose"), [(torch.bfloat16, 200_000, 4e-3), (torch.float32, 20_000, 2e-5), (torch.float64, 9_000, 1e-11)]
+    ("dtype", "seqlen", "loose"),
+    [(torch.bfloat16, 200_000, 4e-3), (torch.float32, 20_000, 2e-5), (torch.float64, 9_000, 1e-11)],
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_alibi_is_exact_at_any_length(dtype, seqlen, loose, packed):
