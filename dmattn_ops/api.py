@@ -9,7 +9,6 @@ above 256 the results are exact, but no kernel was made fast there).
 
 from __future__ import annotations
 
-from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from dmattn_ops import arguments, autograd, masks, repeats, sharded, validation, values
+from dmattn_ops import arguments, autograd, masks, repeats, require, sharded, validation, values
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.problem import Varlen
 from dmattn_ops.tile_mask import TileMask
@@ -380,12 +379,5 @@ def _wanted(outputs: tuple[Any, ...], return_lse: bool, return_max: bool) -> Ten
     return (out, *((lse,) if return_lse else ()), *((row_max,) if return_max else ()))
 
 
-def _without_unknown(function: Any) -> None:
-    """Take `unknown` out of what `inspect.signature` tells: it is there to be refused with a hint, and is no argument."""
-    full = signature(function)
-    known = [each for each in full.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
-    function.__signature__ = full.replace(parameters=known)
-
-
 for _function in (flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func):
-    _without_unknown(_function)
+    require.without_unknown(_function)

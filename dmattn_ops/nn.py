@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,22 @@ from torch.nn import functional as F
 
 from dmattn_ops import layout, require, validation
 from dmattn_ops.api import flash_dmattn_func
+from dmattn_ops.documents import as_integers
 from dmattn_ops.masks import dynamic_mask
 from dmattn_ops.selection import order
 from dmattn_ops.tile_mask import TileMask
+
+_NAMES_ELSEWHERE = {
+    "attention_mask": "padding, [B, S]",
+    "attn_mask": "padding, [B, S]",
+    "mask": "padding, [B, S]",
+    "key_padding_mask": "padding, which is True or 1 where there is a key",
+    "padding_mask": "padding, which is True or 1 where there is a key",
+    "position_ids": "positions",
+    "cu_seqlens": f"documents, {require.IDS_OF_OFFSETS}",
+    "segment_ids": "documents",
+    "document_ids": "documents",
+}
 
 
 class Float32Linear(nn.Linear):
@@ -147,6 +161,7 @@ class DynamicMaskAttention(nn.Module):
         documents: Tensor | None = None,
         padding: Tensor | None = None,
         positions: Tensor | None = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         """Attend, `[B, S, dim]` to `[B, S, dim]`.
 
@@ -157,6 +172,8 @@ class DynamicMaskAttention(nn.Module):
                 padding that it begins with; without documents, all are one.
             positions: `[B|1, S]` or `[S]`, of rotary embeddings; None counts from 0.
         """
+        if unknown:
+            require.no_unknown("DynamicMaskAttention.forward", unknown, _NAMES_ELSEWHERE)
         validation.tensors(hidden=hidden)
         require.rank("hidden", hidden, 3, "[B, S, dim]")
         if not require.same(hidden.shape[-1], self.dim):
@@ -194,6 +211,7 @@ class DynamicMaskAttention(nn.Module):
             require.sizes("padding", padding, (1, scores.shape[0]), (scores.shape[2],))
             if documents is not None:
                 validation.tensors(documents=documents)
+                documents = as_integers(documents)
                 require.dtype("documents", documents, *validation.INTEGERS)
                 require.rank("documents", documents, 2, require.DOCUMENTS)
                 require.sizes("documents", documents, (1, scores.shape[0]), (scores.shape[2],))
@@ -271,3 +289,6 @@ def _turned(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     cosine, sine = cosine.to(tensor.dtype), sine.to(tensor.dtype)
     left, right = tensor.chunk(2, dim=-1)
     return torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1)
+
+
+require.without_unknown(DynamicMaskAttention.forward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import Parameter, signature
 from numbers import Integral
 from typing import Any
 
@@ -22,6 +23,20 @@ IDS_OF_OFFSETS = "torch.bucketize(torch.arange(total), cu_seqlens[1:], right=Tru
 DOCUMENTS = f"[B, S], ids; offsets become ids by {IDS_OF_OFFSETS}"
 
 
+def no_unknown(function: str, unknown: dict[str, Any], elsewhere: dict[str, str]) -> None:
+    """Refuse arguments that a function does not have; `elsewhere` says what its own are called by names of other libraries."""
+    name = next(iter(unknown))
+    hint = f": here it is called {elsewhere[name]}" if name in elsewhere else ""
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def without_unknown(function: Any) -> None:
+    """Take `unknown` out of what `inspect.signature` tells: it is there to be refused with a hint, and is no argument."""
+    full = signature(function)
+    known = [each for each in full.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+    function.__signature__ = full.replace(parameters=known)
+
+
 def rank(name: str, tensor: Tensor, expected: int, axes: str = "") -> None:
     """Refuse another number of dimensions; `axes` says what they are, and what to do with others."""
     if tensor.dim() != expected:
@@ -36,10 +51,11 @@ def shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must have shape {text(expected)}, got {text(tensor.shape)}")
 
 
-def dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
-    """Refuse another dtype, with a TypeError."""
+def dtype(name: str, tensor: Tensor, *allowed: torch.dtype, like: str = "") -> None:
+    """Refuse another dtype, with a TypeError; `like` names the argument whose dtype it has to be."""
     if tensor.dtype not in allowed:
-        raise TypeError(f"{name} must have dtype {' or '.join(map(str, dict.fromkeys(allowed)))}, got {tensor.dtype}")
+        wanted = " or ".join(map(str, dict.fromkeys(allowed))) + (f" like {like}" if like else "")
+        raise TypeError(f"{name} must have dtype {wanted}, got {tensor.dtype}")
 
 
 def device(name: str, tensor: Any, expected: torch.device, like: str = "query") -> None:

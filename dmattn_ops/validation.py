@@ -187,8 +187,8 @@ def query_key_value(query: Tensor, key: Tensor, value: Tensor, rank: int) -> Non
     own, where = query.dtype, query.device
     if key.dtype is not own or value.dtype is not own or own not in DTYPES:
         require.dtype("query", query, *DTYPES)
-        require.dtype("key", key, own)
-        require.dtype("value", value, own)
+        require.dtype("key", key, own, like="query")
+        require.dtype("value", value, own, like="query")
     if key.device != where or value.device != where:
         require.device("key", key, where)
         require.device("value", value, where)

@@ -227,7 +227,11 @@ def test_signatures_are_those_of_flash_attn():
         "flash_attn_varlen_kvpacked_func": ["q", "kv", *lengths, *last],
         "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen", *last],
     }
-    assert set(of) == set(flash_attn.__all__)
+    assert set(of) | {"flash_attn_with_kvcache"} == set(flash_attn.__all__)
+    with pytest.raises(NotImplementedError, match=r"^flash_attn_with_kvcache is not here, .* call flash_attn_func\("):
+        flash_attn.flash_attn_with_kvcache(
+            torch.zeros(1, 1, 1, 8), torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8), causal=True
+        )
     for name, parameters in of.items():
         assert list(inspect.signature(getattr(flash_attn, name)).parameters) == parameters
     assert of_interface is flash_attn_func

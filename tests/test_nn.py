@@ -189,6 +189,11 @@ def test_padding_of_integers_is_that_of_bools_and_no_other():
         ),
         ({"hidden": torch.zeros(1, S, 9)}, ValueError, r"hidden must have shape \[B, S, 32\], got \(1, 33, 9\)"),
         ({"hidden": [[[0.0]]]}, TypeError, "hidden must be a tensor, got list"),
+        (
+            {"attention_mask": torch.ones(1, S)},
+            TypeError,
+            r"DynamicMaskAttention.forward\(\) got an unexpected keyword argument 'attention_mask': here it is called padding, \[B, S\]",
+        ),
         ({"padding": torch.ones(1, S).int(), "documents": [[0]]}, TypeError, "documents must be a tensor, got list"),
         (
             {"padding": torch.ones(1, S).int(), "documents": torch.zeros(1, S)},

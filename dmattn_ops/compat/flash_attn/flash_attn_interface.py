@@ -290,6 +290,19 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, *rest)
 
 
+def flash_attn_with_kvcache(*arguments: Any, **keywords: Any) -> Any:
+    """Say what to call instead of flash-attn's function that writes into a cache, which is not here.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "flash_attn_with_kvcache is not here, since this library writes into no cache and takes no pages: write the new keys and"
+        " values into yours, turn them by rotary embeddings, and call flash_attn_func(q, k_cache[:, :length],"
+        " v_cache[:, :length], causal=True)"
+    )
+
+
 def _slopes_for(q: Tensor, slopes: Tensor, batch: int, heads: int) -> Tensor:
     """Return slopes as the bias of a call is computed from them, float32 or float64 `[B|1, H]`.
 
