@@ -192,7 +192,8 @@ def test_padding_of_integers_is_that_of_bools_and_no_other():
         (
             {"attention_mask": torch.ones(1, S)},
             TypeError,
-            r"DynamicMaskAttention.forward\(\) got an unexpected keyword argument 'attention_mask': here it is called padding, \[B, S\]",
+            r"DynamicMaskAttention.forward\(\) got an unexpected keyword argument 'attention_mask': here it is called padding,"
+            r" \[B, S\]",
         ),
         ({"padding": torch.ones(1, S).int(), "documents": [[0]]}, TypeError, "documents must be a tensor, got list"),
         (
