@@ -335,7 +335,7 @@ def flash_dmattn_varlen_func(
     same_bits = arguments.switches(deterministic, return_lse, return_max)
     top_left = causal_from != "bottom_right"
     if dropout_p != 0.0:
-        varlen = Varlen(cu_seqlens_q, cu_seqlens_k, *lengths, top_left)
+        varlen = Varlen(cu_seqlens_q, cu_seqlens_k, lengths[0], lengths[1], top_left)
         validation.varlen_tensors(query, key, value, bias, mask, sink, varlen)
         if values.on_the_host(cu_seqlens_q) and not sharded.is_sharded(cu_seqlens_q):
             values.offsets(query, key, varlen)

@@ -90,7 +90,7 @@ def integer(name: str, argument: Any) -> int:
     """Return an integer as Python (or a tracer) has it; refuse what is none."""
     if not is_integer(argument):
         raise TypeError(f"{name} must be an int, got {type_text(argument)}")
-    return argument if isinstance(argument, (int, torch.SymInt)) else int(argument)
+    return argument if isinstance(argument, (int, torch.SymInt)) else int(argument)  # type: ignore[return-value]
 
 
 def counts(**arguments: Any) -> list[int]:

@@ -281,7 +281,7 @@ def number(name: str, argument: Any) -> Any:
     try:
         return argument * 1.0 if isinstance(argument, (int, torch.SymInt)) else float(argument)
     except OverflowError:
-        raise ValueError(f"{name} must be finite, got an integer of {argument.bit_length()} bits") from None
+        raise ValueError(f"{name} must be finite, got an integer of {int(argument).bit_length()} bits") from None  # type: ignore[arg-type]
 
 
 def visibility(is_causal: bool, causal_from: CausalFrom, window_size: Window) -> tuple[CausalFrom, Window]:

@@ -201,7 +201,7 @@ def checksum(part: Any, before: int = 0) -> int:
     if not isinstance(part, Tensor):
         return zlib.crc32(repr(part).encode(), before)
     before = zlib.crc32(f"{part.dtype} {tuple(part.shape)}".encode(), before)
-    return zlib.crc32(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), before)
+    return zlib.crc32(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, before)
 
 
 def _damage(state: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmattn_ops
-from dmattn_ops import autograd, implementations, ops, privates
+from dmattn_ops import autograd, implementations, native, ops, privates, reference
 from dmattn_ops.meta import fakes
 from tests import call_inputs
 from tests.formula import textbook
@@ -99,12 +99,16 @@ def test_packed_sequences_have_the_gradients_of_each_alone(causal_from, attentio
     assert_gradients((out, lse), expected, (*rows, bias))
 
 
+@pytest.mark.parametrize("kernels", ["native", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "ends", [((0, 3, 7, 7), (0, 9, 11, 11)), ((0, 20, 20), (0, 20, 20)), ((0, 0), (0, 0))], ids=str
 )
-def test_rows_behind_the_last_sequence_are_zero_and_reach_nothing(ends, dtype, attention):
+def test_rows_behind_the_last_sequence_are_zero_and_reach_nothing(ends, dtype, kernels, attention, monkeypatch):
     """A batch padded to one length, as GPUs take it: NaN behind the end is read by nobody."""
+    if kernels == "reference":
+        monkeypatch.setattr(native, "forward", reference.forward)
+        monkeypatch.setattr(native, "backward", reference.backward)
     offsets = [torch.tensor(end, dtype=torch.int32) for end in ends]
     used, totals, generator = [end[-1] for end in ends], (140, 150), torch.Generator().manual_seed(2)
 

@@ -148,7 +148,7 @@ def _checked(named: dict[str, Any], group: Group | None, team: Team, reduce_dtyp
     numbers = ("is_causal", "causal_from", "window_size", "softmax_scale", "softcap", "dropout_p")
     _, scalars = arguments.read_numbers(*[named[name] for name in numbers])
     named["causal_from"], named["window_size"] = validation.visibility(*[named[name] for name in numbers[:3]])
-    named |= dict(zip(numbers[3:], scalars, strict=True))
+    named.update(zip(numbers[3:], scalars, strict=True))
     same_bits = arguments.switches(named["deterministic"], named["return_lse"], named["return_max"])
     validation.dense_tensors(query, key, value, None, sink)
     layout, method, mask = named["layout"], named["method"], named["mask"]

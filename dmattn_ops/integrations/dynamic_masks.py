@@ -57,7 +57,7 @@ def add_dynamic_masks(
         ValueError: where no such layer is found, and for negative numbers.
         TypeError: for numbers of keys that are no integers.
     """
-    kept = require.counts(keep=keep, keep_first=keep_first, keep_last=keep_last)
+    keep, keep_first, keep_last = require.counts(keep=keep, keep_first=keep_first, keep_last=keep_last)
     recency = None if recency is None else validation.number("recency", recency)
     layers = [module for module in model.modules() if _is_attention(module)]
     if not layers:
@@ -66,7 +66,7 @@ def add_dynamic_masks(
         )
     for layer in layers:
         heads = layer.v_proj.out_features // layer.head_dim  # type: ignore[union-attr,operator]
-        made = DynamicMask(heads, layer.head_dim, *kept, recency)  # type: ignore[arg-type]
+        made = DynamicMask(heads, layer.head_dim, keep, keep_first, keep_last, recency)  # type: ignore[arg-type]
         layer.dynamic_mask = made.to(device=_device_of(layer.v_proj), dtype=torch.float32)  # type: ignore[arg-type]
     _warn_of_other_attention(layers)
     return model

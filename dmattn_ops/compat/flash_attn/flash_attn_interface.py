@@ -190,22 +190,22 @@ def flash_attn_varlen_func(
                 " each key"
             )
         if (long := _long_sequences(q, cu_seqlens_q, cu_seqlens_k, lengths)) is not None:
-            rest = (softmax_scale, causal, window_size, softcap)
             parts = []
             for number, (rows, columns) in enumerate(long):
                 slopes = alibi_slopes if alibi_slopes.shape[0] == 1 else alibi_slopes[number : number + 1]
                 alone = q[None, rows], k[None, columns], v[None, columns]
-                parts.append(flash_attn_func(*alone, dropout_p, *rest, slopes, deterministic, True))
+                rest: tuple[Any, ...] = (softmax_scale, causal, window_size, softcap, slopes, deterministic, True)
+                parts.append(flash_attn_func(*alone, dropout_p, *rest))
             out, lse, probabilities = _joined(parts, 1, 0, q)
             behind = q.shape[0] - out.shape[1]  # rows of no sequence
             out, lse = F.pad(out[0], (0, 0, 0, 0, 0, behind)), F.pad(lse[0], (0, behind), value=torch.inf)
             return (out, lse, probabilities) if return_attn_probs else out
         bias = biases.alibi_of_packed_keys(alibi_slopes, cu_seqlens_k, k.shape[0])
 
+    offsets, bounds = (cu_seqlens_q, cu_seqlens_k), (lengths[0], lengths[1])
+
     def attend() -> Any:
-        return api.flash_dmattn_varlen_func(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, *lengths, bias=bias, **options, return_lse=True
-        )
+        return api.flash_dmattn_varlen_func(q, k, v, *offsets, *bounds, bias=bias, **options, return_lse=True)
 
     if not return_attn_probs:
         return attend()[0]
