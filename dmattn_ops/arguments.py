@@ -48,13 +48,10 @@ _NAMES_ELSEWHERE = {
 
 def unknown_names(function: str, unknown: dict[str, Any]) -> None:
     """Refuse arguments that a function does not have; name its own where other libraries call it so."""
-    name = next(iter(unknown))
-    known = _NAMES_ELSEWHERE.get(name)
-    if name == "enable_gqa":
-        hint = ": heads of key and value are grouped where they are fewer than those of query"
-    else:
-        hint = "" if known is None else f": here it is called {known}"
-    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+    if next(iter(unknown)) == "enable_gqa":
+        hint = "heads of key and value are grouped where they are fewer than those of query"
+        raise TypeError(f"{function}() got an unexpected keyword argument 'enable_gqa': {hint}")
+    require.no_unknown(function, unknown, _NAMES_ELSEWHERE)
 
 
 def prepared_inputs(
@@ -154,10 +151,23 @@ def check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int,
     if mask is None:
         return
     if not isinstance(mask, (Tensor, TileMask)):
-        raise TypeError(f"mask must be a tensor or come from prepare_mask, got {require.type_text(mask)}")
+        several = isinstance(mask, (list, tuple))
+        hint = (
+            ": one mask of several is a & b of their tensors, with documents= and intervals= of prepare_mask"
+            if several
+            else ""
+        )
+        raise TypeError(f"mask must be a tensor or come from prepare_mask, got {require.type_text(mask)}{hint}")
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
-    require.sizes("mask", mask, *sizes, axes=require.AXES, hints=_MASKS_OF_OTHER_RANKS)
+    hints = _MASKS_OF_OTHER_RANKS
+    if isinstance(mask, TileMask) and not (
+        require.known_equal(mask.seqlen_q, sizes[2][-1]) and require.known_equal(mask.seqlen_k, sizes[3][-1])
+    ):
+        hints = {
+            4: "the mask of some of its queries is mask.queries(start, stop), of some of its keys mask.keys(start, stop)"
+        }
+    require.sizes("mask", mask, *sizes, axes=require.AXES, hints=hints)
     require.device("mask", mask, query.device)
 
 
@@ -186,7 +196,7 @@ def _new_numbers(
     softcap: float,
     dropout_p: float,
 ) -> Numbers:
-    validation.visibility(is_causal, causal_from, window_size)
+    causal_from, window_size = validation.visibility(is_causal, causal_from, window_size)
     if softmax_scale is not None:
         softmax_scale = validation.number("softmax_scale", softmax_scale)
     softcap, dropout_p = validation.number("softcap", softcap), validation.number("dropout_p", dropout_p)

@@ -24,6 +24,12 @@ _CHUNK = 1 << 24  # elements that are evaluated at a time: 16 MiB of bool and a 
 def from_block_mask(mask: BlockMask, segments: Segments, band: Band) -> TileMask:
     """Evaluate a BlockMask in chunks of query tiles, and join what each chunk packs into."""
     *leading, seqlen_q, seqlen_k = mask.shape
+    blocks, listed = -(-seqlen_q // mask.BLOCK_SIZE[0]), mask.kv_num_blocks.shape[-1]
+    if listed < blocks:
+        raise ValueError(
+            f"mask must have {blocks} blocks of queries, as its {seqlen_q} queries need, got {listed}: a sliced BlockMask does"
+            " not say which queries it holds, so prepare the whole one, and slice that with .queries(start, stop)"
+        )
     limits = band.limits(seqlen_q, seqlen_k)
     rows = TILE * max(1, _CHUNK // (TILE * max(1, math.prod(leading) * seqlen_k)))
     visible = _visible_in_blocks(mask)

@@ -32,6 +32,14 @@ def id_pair(documents: Any) -> tuple[Tensor, Tensor]:
     return pair[0], pair[1]
 
 
+def as_integers(documents: Any) -> Any:
+    """Return documents with integers for ids that are bool; anything else as it is, to be checked."""
+    if isinstance(documents, tuple):
+        return tuple(as_integers(ids) for ids in documents)
+    is_bool = isinstance(documents, Tensor) and documents.dtype == torch.bool
+    return documents.to(torch.uint8) if is_bool else documents
+
+
 def _pair(documents: Any) -> Any:
     return documents if isinstance(documents, (tuple, list)) else (documents, documents)
 

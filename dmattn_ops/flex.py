@@ -33,6 +33,7 @@ def to_block_mask(mask: TileMask, heads: int | None = None) -> BlockMask:
     classes = tile_classes(mask)
     own = mask.shape[1]
     group = 1
+    heads = None if heads is None else require.integer("heads", heads)
     if heads is not None and own > 1:
         if heads % own:
             raise ValueError(f"heads must be a multiple of {own}, the heads of the mask, got {heads}")

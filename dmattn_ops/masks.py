@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,12 +11,35 @@ from torch import Tensor
 from dmattn_ops import layout, require, sharded, validation, values
 from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of
 from dmattn_ops.block_mask import from_block_mask
-from dmattn_ops.documents import Documents, Intervals, Pair, clipped_to_runs, id_pair, require_fitting, segments_of
+from dmattn_ops.documents import (
+    Documents,
+    Intervals,
+    Pair,
+    as_integers,
+    clipped_to_runs,
+    id_pair,
+    require_fitting,
+    segments_of,
+)
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask
 from dmattn_ops.tile_mask import TileMask, from_dense, from_intervals, from_segments
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+_NAMES_ELSEWHERE = {
+    "causal": "is_causal",
+    "attn_mask": "mask",
+    "attention_mask": "mask",
+    "padding_mask": "mask, [B, Sk]",
+    "padding": "documents: padding on one side of each sequence, [B, S], is a document of its own; DynamicMaskAttention of"
+    " dmattn_ops.nn takes padding as it is",
+    "block_mask": "mask",
+    "window": "window_size",
+    "cu_seqlens": f"documents, {require.IDS_OF_OFFSETS}",
+    "top_k": "keep",
+    "k": "keep",
+}
 
 
 def prepare_mask(
@@ -30,6 +53,7 @@ def prepare_mask(
     is_causal: bool = False,
     causal_from: CausalFrom = "bottom_right",
     window_size: Window = (None, None),
+    **unknown: NoReturn,
 ) -> TileMask:
     """Do the work of a mask once, to use it for many layers, forward and backward.
 
@@ -41,7 +65,7 @@ def prepare_mask(
             keeps); or a `BlockMask` of flex_attention, whose `mask_mod` is evaluated here. Not differentiable. A mask
             without a query dimension takes O(S) memory for ids and, without a window, `S^2 / 2048` bytes for lists of
             tiles.
-        documents: integer ids `[B|1, S]` in any order, for `Sq == Sk == S`, or a pair of ids (of queries `[B|1, Sq]`, of
+        documents: integer or bool ids `[B|1, S]` in any order, for `Sq == Sk == S`, or a pair of ids (of queries `[B|1, Sq]`, of
             keys `[B|1, Sk]`): a query sees keys of its own document only. Offsets `cu_seqlens` become ids by
             `torch.bucketize(torch.arange(S), cu_seqlens[1:], right=True)[None]`, with which a call on `[1, S, H, D]`
             computes what `flash_dmattn_varlen_func` does on `[S, H, D]`. Lists of tiles take `S^2 / 2048` bytes (8 MiB at
@@ -61,12 +85,15 @@ def prepare_mask(
         ValueError: for shapes, sizes and values that do not fit each other.
         TypeError: for types and dtypes.
     """
-    validation.visibility(is_causal, causal_from, window_size)
+    if unknown:
+        require.no_unknown("prepare_mask", unknown, _NAMES_ELSEWHERE)
+    documents = as_integers(documents)
+    causal_from, window_size = validation.visibility(is_causal, causal_from, window_size)
+    seqlen_q = None if seqlen_q is None else require.integer("seqlen_q", seqlen_q)
     sharded.load_rules(mask, documents, intervals)
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
-    _promised(at_most, intervals)
-    at_most = at_most if at_most is None else _countable(at_most)
+    at_most = None if at_most is None else _promised(at_most, intervals)
     if intervals is not None:
         intervals, hidden = _equal_intervals(intervals, hidden)
     elif hidden is not None:
@@ -93,6 +120,7 @@ def dynamic_mask(
     documents: Tensor | None = None,
     is_causal: bool = True,
     queries: tuple[int, int] | None = None,
+    **unknown: NoReturn,
 ) -> TileMask:
     """Return the mask in which each query sees the keys with the best scores of its prefix: dynamic mask attention.
 
@@ -109,7 +137,7 @@ def dynamic_mask(
         keep: how many of the best keys a query sees; `keep >= S` hides nothing beyond causality and documents.
         keep_first: how many keys at the start of its document a query sees in any case.
         keep_last: how many keys, up to its own, a query sees in any case.
-        documents: integer ids `[B|1, S]`, each document one contiguous run: prefix and first keys are those of the query's
+        documents: integer or bool ids `[B|1, S]`, each document one contiguous run: prefix and first keys are those of the query's
             own document, and others are never seen. An id that returns later raises on the CPU, and is a new document on
             a GPU.
         is_causal: if False, every query sees the `keep` best and the `keep_first` first keys of its document.
@@ -119,20 +147,23 @@ def dynamic_mask(
         ValueError: for shapes, negative numbers, and `keep_last` without a causal condition.
         TypeError: for types and dtypes.
     """
+    if unknown:
+        require.no_unknown("dynamic_mask", unknown, _NAMES_ELSEWHERE)
     validation.tensors(scores=scores)
+    documents = as_integers(documents)
     sharded.load_rules(scores, documents)
     validation.flags(is_causal=is_causal)
-    validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
+    counts = validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
     if documents is not None:
         validation.tensors(documents=documents)
         require.dtype("documents", documents, *validation.INTEGERS)
     if queries is not None and not (isinstance(queries, (tuple, list)) and len(queries) == 2):
         raise TypeError(f"queries must be a pair (start, stop), got {queries!r}")
     if queries is not None and scores.dim() > 0:
-        require.part("queries", *queries, scores.shape[-1])
+        queries = require.part("queries", *queries, scores.shape[-1])
     if scores.is_floating_point() and scores.dtype not in validation.DTYPES:
         scores = scores.float()
-    keep, keep_first, keep_last = _countable(keep), _countable(keep_first), _countable(keep_last)
+    keep, keep_first, keep_last = map(_countable, counts)
     validation.selection(scores, documents, keep, keep_first, keep_last, is_causal)
     start, end = torch.ops.dmattn.key_lifetimes(scores.detach(), documents, keep, keep_first, keep_last, is_causal)
     at_most = _countable(keep + keep_first + keep_last)
@@ -163,17 +194,16 @@ def resolve(mask: Tensor | TileMask | None, band: Band, seqlen_q: int, seqlen_k:
     return mask.mask, *mask.band.limits(seqlen_q, seqlen_k)
 
 
-def _promised(at_most: int | None, intervals: Intervals | None) -> None:
-    """Refuse a promise that is no number, or stands alone."""
-    if at_most is None:
-        return
-    validation.integers(at_most=at_most)
+def _promised(at_most: int, intervals: Intervals | None) -> int:
+    """Return a promise as the operators take it; refuse one that is no number, or stands alone."""
+    at_most = require.integer("at_most", at_most)
     if intervals is None:
         raise ValueError(
             "at_most needs intervals, got None: only keys whose queries are given as intervals can be packed"
         )
     if require.certainly(at_most < 0):
         raise ValueError(f"at_most must not be negative, got {at_most}")
+    return _countable(at_most)
 
 
 def _countable(count: int) -> int:
@@ -243,7 +273,6 @@ def _lengths(
                 "seqlen_q must be given (1 for decoding) for intervals, for padding [B, Sk] and for a mask whose query dimension"
                 " is 1, got None; a mask of queries and keys has four dimensions"
             )
-        require.integer("seqlen_q", seqlen_q)
         if require.certainly(seqlen_q < 0):
             raise ValueError(f"seqlen_q must not be negative, got {seqlen_q}")
         if require.certainly(seqlen_q >= UNBOUNDED):
@@ -349,3 +378,7 @@ def _dense(others: TileMask) -> Tensor:
 def _choices(batch: int, other: int) -> tuple[int, ...]:
     """Return what `other` may be beside a batch that is not 1."""
     return (other,) if batch == 1 else (1, batch)
+
+
+for _function in (prepare_mask, dynamic_mask):
+    require.without_unknown(_function)

@@ -114,7 +114,7 @@ class TileMask:
         A band that is folded in is shifted. A causal condition that a call adds is aligned by the lengths of the part: fold
         it in before, or pass the diagonal as `causal_from`.
         """
-        require.part("queries", start, stop, self.seqlen_q)
+        start, stop = require.part("queries", start, stop, self.seqlen_q)
         if self.kind == "intervals":
             moved: dict[str, Tensor | None] = {
                 name: part.clamp(start, stop).sub_(start)  # in this order: any int32 may be an end
@@ -127,7 +127,7 @@ class TileMask:
 
     def keys(self, start: int, stop: int) -> TileMask:
         """Return the mask of keys `start` to `stop - 1`. A band that is folded in is shifted, as by `queries`."""
-        require.part("keys", start, stop, self.seqlen_k)
+        start, stop = require.part("keys", start, stop, self.seqlen_k)
         names = ("k_segments", "start", "end", "hidden_from", "hidden_to")
         moved = {name: layout.own(part[..., start:stop]) for name, part in self._parts(*names)}
         band = self.band.moved(-start, self.seqlen_q, self.seqlen_k)
@@ -193,7 +193,7 @@ class TileMask:
         size = self.shape[dim]
         if size == 1:
             return self
-        require.part(("batch", "heads")[dim], start, stop, size)
+        start, stop = require.part(("batch", "heads")[dim], start, stop, size)
 
         def index(part: Tensor) -> Tensor:
             return part if part.shape[dim] == 1 else layout.own(part.narrow(dim, start, stop - start))

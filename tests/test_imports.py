@@ -22,7 +22,7 @@ ARROWS = {
     "require": (),
     "privates": (),
     "version": (),
-    "biases": (),
+    "biases": ("require",),
     "recording": (),
     "selection": (),
     "meta": ("problem", "require"),
@@ -50,7 +50,7 @@ ARROWS = {
     "resources": ("problem", "config", "call"),
     "sinks": ("recording", "call"),
     "tuning": ("problem", "environment", "arch", "shared_files", "config", "choose", "call", "packing"),
-    "validation": ("problem", "require", "meta", "call"),
+    "validation": ("problem", "require", "bands", "meta", "call"),
     "kernels": ("problem", "recording", "selection", "meta", "arch", "config", "call", "packing"),
     "cost": ("problem", "arch", "config", "tuning"),
     "dispatch": (
@@ -85,6 +85,7 @@ ARROWS = {
     "backend": ("version", "arch", "native", "dispatch"),
     "api": (
         "problem",
+        "require",
         "sharded",
         "bands",
         "values",
@@ -97,6 +98,7 @@ ARROWS = {
     ),
     "explain": (
         "problem",
+        "require",
         "meta",
         "arch",
         "bands",
@@ -148,6 +150,7 @@ ARROWS = {
         "bands",
         "tile_mask",
         "reference",
+        "validation",
         "arguments",
         "masks",
         "api",
@@ -166,8 +169,20 @@ ARROWS = {
         "documents",
         "masks",
     ),
-    "nn": ("require", "validation", "layout", "tile_mask", "masks", "api"),
-    "integrations": ("problem", "environment", "require", "layout", "meta", "bands", "tile_mask", "masks", "api", "nn"),
+    "nn": ("require", "selection", "validation", "layout", "tile_mask", "documents", "masks", "api"),
+    "integrations": (
+        "problem",
+        "environment",
+        "require",
+        "layout",
+        "meta",
+        "bands",
+        "tile_mask",
+        "validation",
+        "masks",
+        "api",
+        "nn",
+    ),
 }
 
 ROOMS = {"kernels", "selection", "packing", "distributed", "integrations", "compat", "nn", "sdpa"}

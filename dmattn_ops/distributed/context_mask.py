@@ -120,7 +120,8 @@ def prepare_context_mask(
         ValueError, TypeError: as `prepare_mask`, and for lengths that do not fit the layout.
     """
     team = team_of(group)
-    validation.visibility(is_causal, causal_from, window_size)
+    causal_from, window_size = validation.visibility(is_causal, causal_from, window_size)
+    seqlen_q = None if seqlen_q is None else require.integer("seqlen_q", seqlen_q)
     check_choice(method, METHODS)
     length_q, length_k = _lengths(mask, documents, cu_seqlens, seqlen_q, team)
     sight = sight_of(is_causal, causal_from, window_size, length_q * team.size, length_k * team.size)

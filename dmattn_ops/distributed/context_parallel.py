@@ -145,10 +145,10 @@ def _checked(named: dict[str, Any], group: Group | None, team: Team, reduce_dtyp
     query, key, value, bias, sink = (named[name] for name in ("query", "key", "value", "bias", "sink"))
     plain(query=query, key=key, value=value, bias=bias)
     (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
-    given = (
-        named[name] for name in ("is_causal", "causal_from", "window_size", "softmax_scale", "softcap", "dropout_p")
-    )
-    _, scalars = arguments.read_numbers(*given)
+    numbers = ("is_causal", "causal_from", "window_size", "softmax_scale", "softcap", "dropout_p")
+    _, scalars = arguments.read_numbers(*[named[name] for name in numbers])
+    named["causal_from"], named["window_size"] = validation.visibility(*[named[name] for name in numbers[:3]])
+    named.update(zip(numbers[3:], scalars, strict=True))
     same_bits = arguments.switches(named["deterministic"], named["return_lse"], named["return_max"])
     validation.dense_tensors(query, key, value, None, sink)
     layout, method, mask = named["layout"], named["method"], named["mask"]
@@ -177,9 +177,9 @@ def _checked(named: dict[str, Any], group: Group | None, team: Team, reduce_dtyp
     _check_mask(mask, query, key, team, layout, method, sight)
     if bias is not None:
         _check_part("bias", bias, query, key, team)
-    numbers = Numbers(*scalars, same_bits)
+    asked = Numbers(*scalars, same_bits)
     return _Request(
-        query, key, value, bias, sink, team, layout, method, sight, numbers, named["return_max"], reduce_dtype
+        query, key, value, bias, sink, team, layout, method, sight, asked, named["return_max"], reduce_dtype
     )
 
 

@@ -99,6 +99,7 @@ def dynamic_context_attention(
         return {name: agreement.text_of(argument) for name, argument in named.items()}
 
     agreement.agreed("dynamic_context_attention", group, team, describe)
+    keep, keep_first, keep_last = validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
     end = deaths_of_own_keys(scores, documents, team, keep, keep_first, keep_last)
     shared: dict[str, Any] = {
         "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic, "sink": sink,
@@ -136,7 +137,8 @@ def _check(named: dict[str, Any], team: Team) -> None:
     require.rank("scores", scores, 3, "[B, heads, S / N], of the keys of this rank")
     require.sizes("scores", scores, (1, batch), (1, heads_kv, heads), (length,))
     require.device("scores", scores, query.device)
-    validation.integers(**{name: named[name] for name in ("keep", "keep_first", "keep_last")})
+    kept = {name: named[name] for name in ("keep", "keep_first", "keep_last")}
+    named.update(zip(kept, validation.integers(**kept), strict=True))
     validation.selection(scores.detach(), documents, named["keep"], named["keep_first"], named["keep_last"], True)
     if named["exchange"] not in EXCHANGES:
         raise ValueError(f"exchange must be 'counts' or 'fixed', got {named['exchange']!r}")

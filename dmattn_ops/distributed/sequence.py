@@ -37,6 +37,7 @@ def chunks(layout: Layout, size: int) -> tuple[tuple[int, ...], ...]:
         return tuple((rank, 2 * size - 1 - rank) for rank in range(size))
     if isinstance(layout, str) or not isinstance(layout, (tuple, list)):
         raise ValueError(f"layout must be 'head_tail', 'contiguous' or a tuple of chunk numbers, got {layout!r}")
+    layout = tuple(require.integer("a chunk number of layout", number) for number in layout)
     if not layout or len(layout) % size or sorted(layout) != list(range(len(layout))):
         raise ValueError(
             f"layout must hold each chunk number once, and as many for each of {size} ranks, got {tuple(layout)}"
@@ -125,7 +126,7 @@ def shard_sequence(tensor: Tensor, group: Group | None, *, dim: int = 1, layout:
         ValueError: where the sequence cannot be cut into chunks of equal length.
     """
     team = team_of(group)
-    _require_dimension(tensor, dim)
+    dim = _dimension(tensor, dim)
     size = tensor.shape[dim]
     count = len(chunks(layout, team.size)[0]) * team.size
     if size % count:
@@ -143,7 +144,7 @@ def unshard_sequence(tensor: Tensor, group: Group | None, *, dim: int = 1, layou
     Differentiable: the gradients that all ranks have of the whole are added up, in float32 for narrower dtypes.
     """
     team = team_of(group)
-    _require_dimension(tensor, dim)
+    dim = _dimension(tensor, dim)
     check_length("tensor", tensor.shape[dim], layout, team.size)
     if not tensor.is_floating_point():
         return in_order(all_ranks(tensor.movedim(dim, 0), team), layout, team.size, 0).movedim(0, dim)
@@ -155,14 +156,17 @@ def sequence_positions(
     seqlen: int, group: Group | None, *, layout: Layout = "head_tail", device: torch.device | str | None = None
 ) -> Tensor:
     """Return the positions, int64 `[seqlen / N]`, that this rank holds of a sequence: for rotary embeddings, labels and ids."""
+    [seqlen] = require.counts(seqlen=seqlen)
     return shard_sequence(torch.arange(seqlen, device=device), group, dim=0, layout=layout)
 
 
-def _require_dimension(tensor: Any, dim: int) -> None:
-    """Refuse what is no tensor with a dimension `dim`."""
+def _dimension(tensor: Any, dim: int) -> int:
+    """Return `dim`; refuse what is no tensor with such a dimension."""
     validation.tensors(tensor=tensor)
+    dim = require.integer("dim", dim)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"dim must be a dimension of tensor, whose shape is {require.text(tensor.shape)}, got {dim}")
+    return dim
 
 
 class GatheredRows(torch.autograd.Function):
