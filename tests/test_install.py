@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -50,7 +51,7 @@ class Checkout:
         self.compiler.write_text(COMPILER.format(log=self.log, then=then))
         self.compiler.chmod(0o755)
 
-    def run(self, *command, python=(sys.executable,), path=(), **variables):
+    def run(self, *command, python=(sys.executable,), path=(), returns=0, **variables):
         """Run Python in the checkout with `path` before its other folders; return what it printed."""
         compilers = {"CC": self.compiler, "CXX": self.compiler}
         linkers = dict.fromkeys(("LDSHARED", "LDCXXSHARED"), f"{self.compiler} -shared")
@@ -64,7 +65,7 @@ class Checkout:
             timeout=120,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == returns, done.stderr
         return done.stdout + done.stderr
 
     def install(self, *path, **keywords):
@@ -177,6 +178,87 @@ def test_a_wheel_holds_the_library_of_its_torch_and_no_module_of_an_earlier_whee
     assert {"dmattn_ops/py.typed", "dmattn_ops/meta/__init__.py", "dmattn_ops/kernels/tile_mask/lists.py"} <= second
     assert any(name.startswith("dmattn_ops/resource_tables/") for name in second)
     assert {name.split("/")[0] for name in second} == {"dmattn_ops", f"dmattn_ops-{__version__}.dist-info"}
+
+
+COMMANDS = [  # and what those say that would remove sources
+    ("build --build-lib .", ""),
+    ("build --build-lib . --force", ""),
+    ("build --build-platlib .", ""),
+    ("build --build-purelib . --build-lib {folder}", ""),
+    ("build --build-lib dmattn_ops/..", ""),
+    ("build --build-base .", ""),
+    ("build --build-base linked", ""),
+    ("build --build-lib ..", ""),
+    ("build_py --build-lib . --force", ""),
+    ("build_ext --build-lib . --force", ""),
+    ("build_ext --inplace --force --build-temp .", ""),
+    ("build_clib --build-clib . --build-temp . --force", ""),
+    ("install --root {folder}/stage --single-version-externally-managed --record {folder}/record", ""),
+    ("clean --all", ""),
+    ("clean --all --build-lib .", "clean would replace or remove the sources in {folder}: name another --build-lib"),
+    ("clean --build-temp csrc", "clean would replace or remove the sources in {folder}/csrc: name another --build-temp"),
+    ("build --build-lib . clean --all", "name another --build-lib"),
+    ("bdist_wheel --bdist-dir .", "bdist_wheel would replace or remove the sources in {folder}: name another --bdist-dir"),
+    ("bdist_wheel --bdist-dir ..", "name another --bdist-dir"),
+    ("install_lib --skip-build --install-dir .", "name another --install-dir"),
+]  # fmt: skip
+
+
+def test_no_command_removes_sources(checkout, make_torch):
+    torch_folder, root = make_torch("2.13.0"), checkout.folder
+    beside = root.parent / "dmattn_ops" / "another.py"
+    beside.parent.mkdir()
+    beside.touch()
+    (root / "linked").mkdir()
+    (root / "linked" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}").symlink_to(root)
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    for command, message in COMMANDS:
+        words = command.format(folder=root).split()
+        said = checkout.run("setup.py", "-q", *words, path=[torch_folder], returns=1 if message else 0)
+        assert message.format(folder=root) in said
+        after = {path: path.read_bytes() for path in before if path.exists()}
+        assert after == before and beside.exists(), command
+
+
+DIE = """
+import os, pathlib, shutil, sys
+left = [int(sys.argv.pop(1))]
+def dying(function):
+    def wrapped(*arguments, **keywords):
+        if any("_native" in str(argument) for argument in arguments):
+            left[0] -= 1
+            if left[0] < 0:
+                os._exit(9)
+        return function(*arguments, **keywords)
+    return wrapped
+os.replace, os.unlink, shutil.copy = map(dying, (os.replace, os.unlink, shutil.copy))
+pathlib.Path.write_text = dying(pathlib.Path.write_text)
+import runpy
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+def test_a_build_that_was_ended_anywhere_leaves_no_library_of_other_sources(checkout, make_torch):
+    """A library here is the text of a source at the time of linking."""
+    torch_folder, source = make_torch("2.13.0"), checkout.folder / "csrc" / "cpu" / "library.cpp"
+    checkout.write_compiler(then='cp csrc/cpu/library.cpp "$out"')
+    built, first = checkout.folder / "dmattn_ops" / library("2.13.0"), source.read_text()
+    checkout.install(torch_folder)
+    ended = 0
+    while True:
+        source.write_text(f"{first}// {ended}\n")
+        words = ("-c", DIE, str(ended), "-q", "build_ext", "--inplace")
+        try:
+            checkout.run(*words, path=[torch_folder], returns=9)
+        except AssertionError:  # nothing more to be ended at
+            break
+        assert built.read_text() in (first, source.read_text())  # whole
+        ended += 1
+        source.write_text(first)
+        checkout.install(torch_folder)
+        assert built.read_text() == first, f"ended at step {ended}"
+    assert ended >= 4
+    assert built.read_text() == source.read_text()
 
 
 def test_an_isolated_build_is_for_the_torch_of_its_environment(checkout, only_setuptools):
