@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import require, validation, values
+from dmattn_ops.distributed import agreement
 from dmattn_ops.distributed.team import Group, Team, all_ranks, arrived, start_all_gather, start_all_to_all, team_of
 from dmattn_ops.documents import id_pair
 
@@ -37,7 +38,8 @@ def chunks(layout: Layout, size: int) -> tuple[tuple[int, ...], ...]:
         return tuple((rank, 2 * size - 1 - rank) for rank in range(size))
     if isinstance(layout, str) or not isinstance(layout, (tuple, list)):
         raise ValueError(f"layout must be 'head_tail', 'contiguous' or a tuple of chunk numbers, got {layout!r}")
-    if not layout or len(layout) % size or sorted(layout) != list(range(len(layout))):
+    whole = all(isinstance(number, int) for number in layout)
+    if not layout or not whole or len(layout) % size or sorted(layout) != list(range(len(layout))):
         raise ValueError(
             f"layout must hold each chunk number once, and as many for each of {size} ranks, got {tuple(layout)}"
         )
@@ -85,6 +87,7 @@ def check_ids(documents: Any, query: Tensor, key: Tensor, size: int) -> None:
 def check_offsets(cu_seqlens: Any, seqlen: int) -> None:
     """Refuse what are no offsets of packed sequences in a whole sequence; their values are read on the CPU only."""
     validation.tensors(cu_seqlens=cu_seqlens)
+    validation.dense("cu_seqlens", cu_seqlens)
     require.rank("cu_seqlens", cu_seqlens, 1)
     require.dtype("cu_seqlens", cu_seqlens, torch.int32, torch.int64)
     if values.on_the_host(cu_seqlens):
@@ -140,11 +143,18 @@ def shard_sequence(tensor: Tensor, group: Group | None, *, dim: int = 1, layout:
 def unshard_sequence(tensor: Tensor, group: Group | None, *, dim: int = 1, layout: Layout = "head_tail") -> Tensor:
     """Return the whole sequence, on every rank, from the part that each holds: the inverse of `shard_sequence`.
 
-    Differentiable: the gradients that all ranks have of the whole are added up, in float32 for narrower dtypes.
+    Differentiable: the gradients that all ranks have of the whole are added up, in float32 for narrower dtypes. All ranks of
+    the group call it alike; in eager mode an error on one rank is an error on all.
     """
     team = team_of(group)
-    _require_dimension(tensor, dim)
-    check_length("tensor", tensor.shape[dim], layout, team.size)
+    named = {"tensor": tensor, "dim": dim, "layout": layout}
+
+    def describe() -> dict[str, str]:
+        _require_dimension(tensor, dim)
+        check_length("tensor", tensor.shape[dim], layout, team.size)
+        return {name: agreement.text_of(argument) for name, argument in named.items()}
+
+    agreement.agreed("unshard_sequence", group, team, describe)
     if not tensor.is_floating_point():
         return in_order(all_ranks(tensor.movedim(dim, 0), team), layout, team.size, 0).movedim(0, dim)
     whole = GatheredRows.apply(team, torch.float32, tensor.movedim(dim, 0))
@@ -161,6 +171,8 @@ def sequence_positions(
 def _require_dimension(tensor: Any, dim: int) -> None:
     """Refuse what is no tensor with a dimension `dim`."""
     validation.tensors(tensor=tensor)
+    validation.dense("tensor", tensor)
+    validation.integers(dim=dim)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"dim must be a dimension of tensor, whose shape is {require.text(tensor.shape)}, got {dim}")
 
