@@ -68,6 +68,27 @@ def test_prepared_masks_equal_plain_ones(two_ranks, kind, method):
         assert_equal(two_ranks(context_cases.compare, case))
 
 
+OF_ONE_LENGTH = ("dynamic/k", "documents", "padded_documents", "cu_seqlens")
+SMALL = [(64, 16), (16, 64), (16, 2), (2, 16), (2, 2)]  # of a rank's queries and keys
+
+
+@pytest.mark.parametrize("kind", [kind for kind, case in KINDS.items() if case.kind != "none"])
+@pytest.mark.parametrize("method", METHODS)
+def test_small_masks_of_other_lengths_equal_one_process(two_ranks, kind, method):
+    """Ranks have parts of different kinds here, or none: where nothing is visible, or where parts are small."""
+    conditions = [(CAUSAL,), (CAUSAL, ("causal_from", "top_left"), ("window_size", (3, None)))]
+    cases = [
+        KINDS[kind]._replace(
+            method=method, length=length, length_k=length_k, layout=layout, prepared=prepared, keywords=keywords, seed=length
+        )
+        for length, length_k in SMALL
+        for keywords, layout in zip(conditions, ("head_tail", "contiguous"), strict=True)
+        for prepared in (False, True)
+        if length == length_k or KINDS[kind].kind not in OF_ONE_LENGTH
+    ]  # fmt: skip
+    assert two_ranks(context_cases.compare_all, cases) == [{}, {}]
+
+
 @pytest.mark.parametrize("kind", ["sliding", "dense, of each key head", "dynamic", "documents and padding"])
 @pytest.mark.parametrize("method", METHODS)
 def test_four_ranks_with_two_key_heads_equal_one_process(four_ranks, kind, method):

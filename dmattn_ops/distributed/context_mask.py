@@ -397,7 +397,8 @@ def _lengths(
         of_queries, of_keys = id_pair(documents)
         return of_queries.shape[1], of_keys.shape[1]
     if isinstance(mask, Tensor):
-        if mask.dim() == 4 and (mask.shape[2] != 1 or mask.shape[3] == team.size):
+        one_query = mask.dim() == 4 and mask.shape[3] == team.size and seqlen_q in (None, 1)  # else they are keys
+        if mask.dim() == 4 and (mask.shape[2] != 1 or one_query):
             return mask.shape[2], mask.shape[3] // team.size
         length = mask.shape[-1]
         return (length if seqlen_q is None else seqlen_q), length
