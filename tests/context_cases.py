@@ -47,6 +47,30 @@ class Case(NamedTuple):
     seed: int = 0
 
 
+METHODS = ("all_gather", "ulysses", "ring")
+CAUSAL = ("is_causal", True)
+WINDOW = ("window_size", (40, 3))
+SLIDING = ("window_size", (33, None))
+KINDS = {
+    "nothing": Case(),
+    "causal": Case(keywords=(CAUSAL,)),
+    "window": Case(keywords=(WINDOW,)),
+    "sliding": Case(keywords=(CAUSAL, SLIDING), bias="key1"),
+    "padding": Case("padding", batch=2, keywords=(CAUSAL,)),
+    "mask of keys, of each key head": Case("keys/k", batch=2, bias="bkeyq"),
+    "dense": Case("dense", keywords=(CAUSAL,), bias="fullk"),
+    "dense, of each key head": Case("dense/k", bias="full1"),
+    "dense, of each head": Case("dense/q", batch=2, keywords=(SLIDING,), bias="bfullq"),
+    "dynamic": Case("dynamic/k", batch=2, bias="keyk"),
+    "intervals": Case("intervals/q", keywords=(WINDOW,)),
+    "tiles": Case("tiles/k", keywords=(CAUSAL,)),
+    "documents": Case("documents", batch=2, keywords=(CAUSAL,)),
+    "documents of queries and of keys": Case("two_kinds", keywords=(CAUSAL,)),
+    "documents and padding": Case("padded_documents", bias="keyq"),
+    "packed sequences": Case("cu_seqlens", keywords=(CAUSAL, SLIDING)),
+}
+
+
 class Problem(NamedTuple):
     """Whole tensors, and what the call on one process and those on ranks take."""
 

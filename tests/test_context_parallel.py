@@ -5,7 +5,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from context_cases import Case, assert_equal
+from context_cases import CAUSAL, KINDS, METHODS, SLIDING, WINDOW, Case, assert_equal
 from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
@@ -22,29 +22,6 @@ from dmattn_ops.distributed.context_parallel import chosen_method, head_groups
 from dmattn_ops.distributed.key_exchange import exchange_of
 from dmattn_ops.distributed.pieces import Statistics, merged, sight_of, spans_of
 from dmattn_ops.distributed.team import Team, share_a_host
-
-METHODS = ("all_gather", "ulysses", "ring")
-CAUSAL = ("is_causal", True)
-WINDOW = ("window_size", (40, 3))
-SLIDING = ("window_size", (33, None))
-KINDS = {
-    "nothing": Case(),
-    "causal": Case(keywords=(CAUSAL,)),
-    "window": Case(keywords=(WINDOW,)),
-    "sliding": Case(keywords=(CAUSAL, SLIDING), bias="key1"),
-    "padding": Case("padding", batch=2, keywords=(CAUSAL,)),
-    "mask of keys, of each key head": Case("keys/k", batch=2, bias="bkeyq"),
-    "dense": Case("dense", keywords=(CAUSAL,), bias="fullk"),
-    "dense, of each key head": Case("dense/k", bias="full1"),
-    "dense, of each head": Case("dense/q", batch=2, keywords=(SLIDING,), bias="bfullq"),
-    "dynamic": Case("dynamic/k", batch=2, bias="keyk"),
-    "intervals": Case("intervals/q", keywords=(WINDOW,)),
-    "tiles": Case("tiles/k", keywords=(CAUSAL,)),
-    "documents": Case("documents", batch=2, keywords=(CAUSAL,)),
-    "documents of queries and of keys": Case("two_kinds", keywords=(CAUSAL,)),
-    "documents and padding": Case("padded_documents", bias="keyq"),
-    "packed sequences": Case("cu_seqlens", keywords=(CAUSAL, SLIDING)),
-}
 
 
 @pytest.fixture(scope="module")
@@ -66,27 +43,6 @@ def test_prepared_masks_equal_plain_ones(two_ranks, kind, method):
     for seed in (0, 1):  # even: where documents end is read
         case = KINDS[kind]._replace(method=method, prepared=True, seed=seed)
         assert_equal(two_ranks(context_cases.compare, case))
-
-
-OF_ONE_LENGTH = ("dynamic/k", "documents", "padded_documents", "cu_seqlens")
-SMALL = [(64, 16), (16, 64), (16, 2), (2, 16), (2, 2)]  # of a rank's queries and keys
-
-
-@pytest.mark.parametrize("kind", [kind for kind, case in KINDS.items() if case.kind != "none"])
-@pytest.mark.parametrize("method", METHODS)
-def test_small_masks_of_other_lengths_equal_one_process(two_ranks, kind, method):
-    """Ranks have parts of different kinds here, or none: where nothing is visible, or where parts are small."""
-    conditions = [(CAUSAL,), (CAUSAL, ("causal_from", "top_left"), ("window_size", (3, None)))]
-    cases = [
-        KINDS[kind]._replace(
-            method=method, length=length, length_k=length_k, layout=layout, prepared=prepared, keywords=keywords, seed=length
-        )
-        for length, length_k in SMALL
-        for keywords, layout in zip(conditions, ("head_tail", "contiguous"), strict=True)
-        for prepared in (False, True)
-        if length == length_k or KINDS[kind].kind not in OF_ONE_LENGTH
-    ]  # fmt: skip
-    assert two_ranks(context_cases.compare_all, cases) == [{}, {}]
 
 
 @pytest.mark.parametrize("kind", ["sliding", "dense, of each key head", "dynamic", "documents and padding"])

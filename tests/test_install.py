@@ -3,22 +3,22 @@
 The environments are made up: a torch of one version file, and a compiler that writes down how it was called.
 """
 
-import importlib.machinery
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 import setuptools
 import torch
+from checkouts import SUFFIX, Checkout, library, made_up_torch
 
 from dmattn_ops import native
 from dmattn_ops.version import __version__
@@ -26,63 +26,6 @@ from dmattn_ops.version import __version__
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the C++ kernels are not built on Windows")
 
 ROOT = Path(__file__).parent.parent
-SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
-COMPILER = """#!/bin/sh
-echo "$@" >> {log}
-while [ $# -gt 1 ]; do test "$1" = -o && out=$2; shift; done
-{then}
-"""
-
-
-class Checkout:
-    """A copy of what a build reads, and how to build there with a made-up torch and compiler."""
-
-    def __init__(self, folder):
-        self.folder, self.log, self.compiler = folder / "checkout", folder / "compiled", folder / "c++"
-        self.folder.mkdir()
-        for name in ("setup.py", "pyproject.toml", "Makefile", "MANIFEST.in", "README.md", "DESIGN.md", "LICENSE"):
-            shutil.copy(ROOT / name, self.folder)
-        for name in ("csrc", "meta", "dmattn_ops"):
-            left = shutil.ignore_patterns("*.so", "__pycache__")
-            shutil.copytree(ROOT / name, self.folder / name, symlinks=True, ignore=left)
-        self.write_compiler()
-
-    def write_compiler(self, then='echo built > "$out"'):
-        self.compiler.write_text(COMPILER.format(log=self.log, then=then))
-        self.compiler.chmod(0o755)
-
-    def run(self, *command, python=(sys.executable,), path=(), returns=0, **variables):
-        """Run Python in the checkout with `path` before its other folders; return what it printed."""
-        compilers = {"CC": self.compiler, "CXX": self.compiler}
-        linkers = dict.fromkeys(("LDSHARED", "LDCXXSHARED"), f"{self.compiler} -shared")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), **compilers, **linkers, **variables}
-        done = subprocess.run(
-            [*python, *command],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == returns, done.stderr
-        return done.stdout + done.stderr
-
-    def install(self, *path, **keywords):
-        """Install for development, as `pip install -e` does, and return what the build log says."""
-        hook = "from setuptools import build_meta; build_meta.build_editable('wheels')"
-        return self.run("-c", hook, path=path, **keywords)
-
-    def libraries(self):
-        return sorted(path.name for path in (self.folder / "dmattn_ops").glob("_native*"))
-
-    def compiled(self):
-        """Return how many sources were compiled since the last question."""
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        self.log.unlink(missing_ok=True)
-        return sum(" -c " in line for line in lines)
-
-
 SOURCES = len(list((ROOT / "csrc" / "cpu").glob("*.cpp")))
 
 
@@ -93,14 +36,7 @@ def checkout(tmp_path):
 
 @pytest.fixture
 def make_torch(tmp_path):
-    def make(version, folder="torch"):
-        package = tmp_path / folder / "torch"
-        package.mkdir(parents=True)
-        (package / "__init__.py").touch()
-        (package / "version.py").write_text(f"__version__ = '{version}'\n")
-        return package.parent
-
-    return make
+    return partial(made_up_torch, tmp_path)
 
 
 @pytest.fixture
@@ -119,10 +55,6 @@ def empty_environment(tmp_path):
     """The interpreter of a new virtual environment without packages."""
     venv.create(tmp_path / "empty", symlinks=True)
     return tmp_path / "empty" / "bin" / "python"
-
-
-def library(version):
-    return f"_native-torch{version}{SUFFIX}"
 
 
 def test_another_torch_builds_again_and_leaves_what_others_use(checkout, make_torch):
@@ -178,87 +110,6 @@ def test_a_wheel_holds_the_library_of_its_torch_and_no_module_of_an_earlier_whee
     assert {"dmattn_ops/py.typed", "dmattn_ops/meta/__init__.py", "dmattn_ops/kernels/tile_mask/lists.py"} <= second
     assert any(name.startswith("dmattn_ops/resource_tables/") for name in second)
     assert {name.split("/")[0] for name in second} == {"dmattn_ops", f"dmattn_ops-{__version__}.dist-info"}
-
-
-COMMANDS = [  # and what those say that would remove sources
-    ("build --build-lib .", ""),
-    ("build --build-lib . --force", ""),
-    ("build --build-platlib .", ""),
-    ("build --build-purelib . --build-lib {folder}", ""),
-    ("build --build-lib dmattn_ops/..", ""),
-    ("build --build-base .", ""),
-    ("build --build-base linked", ""),
-    ("build --build-lib ..", ""),
-    ("build_py --build-lib . --force", ""),
-    ("build_ext --build-lib . --force", ""),
-    ("build_ext --inplace --force --build-temp .", ""),
-    ("build_clib --build-clib . --build-temp . --force", ""),
-    ("install --root {folder}/stage --single-version-externally-managed --record {folder}/record", ""),
-    ("clean --all", ""),
-    ("clean --all --build-lib .", "clean would replace or remove the sources in {folder}: name another --build-lib"),
-    ("clean --build-temp csrc", "clean would replace or remove the sources in {folder}/csrc: name another --build-temp"),
-    ("build --build-lib . clean --all", "name another --build-lib"),
-    ("bdist_wheel --bdist-dir .", "bdist_wheel would replace or remove the sources in {folder}: name another --bdist-dir"),
-    ("bdist_wheel --bdist-dir ..", "name another --bdist-dir"),
-    ("install_lib --skip-build --install-dir .", "name another --install-dir"),
-]  # fmt: skip
-
-
-def test_no_command_removes_sources(checkout, make_torch):
-    torch_folder, root = make_torch("2.13.0"), checkout.folder
-    beside = root.parent / "dmattn_ops" / "another.py"
-    beside.parent.mkdir()
-    beside.touch()
-    (root / "linked").mkdir()
-    (root / "linked" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}").symlink_to(root)
-    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    for command, message in COMMANDS:
-        words = command.format(folder=root).split()
-        said = checkout.run("setup.py", "-q", *words, path=[torch_folder], returns=1 if message else 0)
-        assert message.format(folder=root) in said
-        after = {path: path.read_bytes() for path in before if path.exists()}
-        assert after == before and beside.exists(), command
-
-
-DIE = """
-import os, pathlib, shutil, sys
-left = [int(sys.argv.pop(1))]
-def dying(function):
-    def wrapped(*arguments, **keywords):
-        if any("_native" in str(argument) for argument in arguments):
-            left[0] -= 1
-            if left[0] < 0:
-                os._exit(9)
-        return function(*arguments, **keywords)
-    return wrapped
-os.replace, os.unlink, shutil.copy = map(dying, (os.replace, os.unlink, shutil.copy))
-pathlib.Path.write_text = dying(pathlib.Path.write_text)
-import runpy
-runpy.run_path("setup.py", run_name="__main__")
-"""
-
-
-def test_a_build_that_was_ended_anywhere_leaves_no_library_of_other_sources(checkout, make_torch):
-    """A library here is the text of a source at the time of linking."""
-    torch_folder, source = make_torch("2.13.0"), checkout.folder / "csrc" / "cpu" / "library.cpp"
-    checkout.write_compiler(then='cp csrc/cpu/library.cpp "$out"')
-    built, first = checkout.folder / "dmattn_ops" / library("2.13.0"), source.read_text()
-    checkout.install(torch_folder)
-    ended = 0
-    while True:
-        source.write_text(f"{first}// {ended}\n")
-        words = ("-c", DIE, str(ended), "-q", "build_ext", "--inplace")
-        try:
-            checkout.run(*words, path=[torch_folder], returns=9)
-        except AssertionError:  # nothing more to be ended at
-            break
-        assert built.read_text() in (first, source.read_text())  # whole
-        ended += 1
-        source.write_text(first)
-        checkout.install(torch_folder)
-        assert built.read_text() == first, f"ended at step {ended}"
-    assert ended >= 4
-    assert built.read_text() == source.read_text()
 
 
 def test_an_isolated_build_is_for_the_torch_of_its_environment(checkout, only_setuptools):
