@@ -19,6 +19,7 @@ from dmattn_ops.distributed import (
     prepare_context_mask,
     shard_sequence,
 )
+from dmattn_ops.trees import pack_prefix_tree, tree_mask
 
 # Of the largest error, over the largest element. In bfloat16 a rank rounds gradients of its part before they are added up.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 2e-2}
@@ -64,6 +65,7 @@ KINDS = {
     "dynamic": Case("dynamic/k", batch=2, bias="keyk"),
     "intervals": Case("intervals/q", keywords=(WINDOW,)),
     "tiles": Case("tiles/k", keywords=(CAUSAL,)),
+    "trees": Case("trees", bias="keyk"),
     "documents": Case("documents", batch=2, keywords=(CAUSAL,)),
     "documents of queries and of keys": Case("two_kinds", keywords=(CAUSAL,)),
     "documents and padding": Case("padded_documents", bias="keyq"),
@@ -126,6 +128,11 @@ def conditions(case: Case, rows: int, columns: int, device: torch.device) -> tup
         return keep, shard_sequence(keep, dim=2, **cut), {}, keywords
     if name == "dynamic":
         mask = dynamic_mask(torch.randn(case.batch, heads, columns, device=device), 24, keep_last=3)
+        return mask, mask, {}, keywords
+    if name == "trees":
+        prompt, tokens = list(range(columns // 2)), torch.randint(3, (5, columns // 10))
+        ends = pack_prefix_tree([prompt + answer for answer in tokens.tolist()], pad_to=columns).ends
+        mask = tree_mask(ends[None].to(device))
         return mask, mask, {}, keywords
     if name == "intervals":
         start = torch.randint(rows, (1, heads, columns), dtype=torch.int32, device=device)

@@ -157,7 +157,7 @@ def test_groups_without_a_cpu_backend_forget_what_is_old_together(two_ranks):
         assert (kept, forgotten) == (2, 1)
 
 
-OF_ONE_LENGTH = ("dynamic/k", "documents", "padded_documents", "cu_seqlens")
+OF_ONE_LENGTH = ("trees", "dynamic/k", "documents", "padded_documents", "cu_seqlens")
 SMALL = [(64, 16), (16, 64), (16, 2), (2, 16), (2, 2)]  # of a rank's queries and keys
 
 

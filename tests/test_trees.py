@@ -1,13 +1,16 @@
 """Prefix trees: what is packed, what is seen, and that a tree computes what its sequences compute one by one."""
 
 import itertools
+import json
 import random
 
 import numpy as np
 import pytest
 import torch
 
+import bench_trees
 import dmattn_ops
+import prefix_trees
 from dmattn_ops import flash_dmattn_func, prepare_mask
 from dmattn_ops.trees import PrefixTree, pack_prefix_tree, tree_mask
 
@@ -198,3 +201,25 @@ def test_the_module_is_an_attribute_and_a_mask_of_a_tree_is_one_of_intervals():
     tree = pack_prefix_tree([[1, 2, 3], [1, 2, 4]])
     by_hand = prepare_mask(intervals=(None, tree.ends[None, None]), seqlen_q=4, is_causal=True)
     assert torch.equal(tree_mask(tree.ends[None]).to_dense(), by_hand.to_dense())
+
+
+def test_the_example_computes_the_same_on_trees_and_keeps_less():
+    steps = prefix_trees.main(["--prompt=40", "--answers=4", "--answer=6", "--dim=32", "--steps=2", "--device=cpu"])
+    assert len(steps) == 2 and abs(steps[1]["tree"].loss) > 1e-4
+    for step in steps:
+        assert abs(step["tree"].loss - step["separate"].loss) < 1e-6
+        assert step["difference"] < 1e-4 and any(gradient.any() for gradient in step["tree"].gradients)
+        assert step["tree"].kept < 0.6 * step["separate"].kept
+
+
+def test_the_benchmark_measures_the_tree_beside_the_sequences(tmp_path):
+    output = tmp_path / "results.json"
+    rows = bench_trees.main(["--tiny", "--rounds=1", "--device=cpu", f"--output={output}"])
+    assert {row["part"] for row in rows} == set(bench_trees.SHAPES)
+    for name, mask_work in (("dmattn", True), ("dmattn-sequences", False)):
+        for row in (row for row in rows if row["implementation"] == name):
+            assert row["forward_ms"] > 0 and row["backward_ms"] > 0 and ("prepare_ms" in row) == mask_work
+    assert [row["tokens_of_tree"] for row in rows if "tokens_of_tree" in row] == [150 + 3 * 40, 200 + 4 * 20]
+    assert {row["target"] for row in json.loads(output.read_text())["ratios"]} >= {"separate sequences"}
+    with pytest.raises(SystemExit, match="needs a GPU; on a CPU it takes"):
+        bench_trees.main(["--device=cpu", f"--output={output}"])
