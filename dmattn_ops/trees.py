@@ -10,8 +10,9 @@ A dynamic mask inside a tree would keep other keys on each branch, which no inte
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from dmattn_ops.problem import UNBOUNDED
 from dmattn_ops.tile_mask import TileMask
 
 
-class PrefixTree(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class PrefixTree:
     """Sequences packed by `pack_prefix_tree` into `S` places."""
 
     tokens: Tensor  # int64 [S]; 0 in padding
@@ -33,10 +35,11 @@ class PrefixTree(NamedTuple):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PrefixTree:
         """Return the tree on another device."""
-        tokens, positions, ends, *index = (
-            tensor.to(device, non_blocking=non_blocking) for tensor in (*self[:3], *self.index)
-        )
-        return PrefixTree(tokens, positions, ends, tuple(index))
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
+
+        return PrefixTree(moved(self.tokens), moved(self.positions), moved(self.ends), tuple(map(moved, self.index)))
 
 
 def pack_prefix_tree(sequences: Sequence[Any], *, pad_to: int | None = None) -> PrefixTree:
@@ -81,8 +84,9 @@ def pack_prefix_tree(sequences: Sequence[Any], *, pad_to: int | None = None) -> 
     begin, end_of = torch.tensor(runs, dtype=torch.int64).reshape(-1, 2).unbind(1)
     ends = end_of.repeat_interleave(torch.diff(begin, append=torch.tensor([place]))).to(torch.int32)
     padding = _padding(place, pad_to)
-    whole = (torch.nn.functional.pad(part, (0, padding)) for part in (torch.cat(tokens), torch.cat(depths), ends))
-    return PrefixTree(*whole, tuple(torch.cat(of_row) for of_row in pieces))
+    of_tree = (torch.nn.functional.pad(part, (0, padding)) for part in (torch.cat(tokens), torch.cat(depths), ends))
+    whole, positions, ends = of_tree
+    return PrefixTree(whole, positions, ends, tuple(torch.cat(of_row) for of_row in pieces))
 
 
 def tree_mask(ends: Tensor, *, positions: Tensor | None = None, window_size: Window = (None, None)) -> TileMask:

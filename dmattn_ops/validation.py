@@ -40,7 +40,7 @@ def dense_tensors(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
     if bias is not None:
         (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
         require_broadcast("bias", bias, batch, heads, heads_kv, seqlen_q, seqlen_k)
-        require_bias_dtype(bias, query)
+        _require_bias_dtype(bias, query)
     if sink is not None:
         _require_sink(sink, query)
 
@@ -79,7 +79,7 @@ def varlen_tensors(
         require.device("mask", mask, where)
     if bias is not None:
         require.sizes("bias", bias, (1, heads_kv, heads), (total_k,), axes=require.PACKED_AXES)
-        require_bias_dtype(bias, query)
+        _require_bias_dtype(bias, query)
     if sink is not None:
         _require_sink(sink, query)
 
@@ -347,8 +347,7 @@ def _require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dty
         require.device(name, tensor, where)
 
 
-def require_bias_dtype(bias: Tensor, query: Tensor) -> None:
-    """Refuse a bias of another dtype than that of query or float32, or on another device."""
+def _require_bias_dtype(bias: Tensor, query: Tensor) -> None:
     require.device("bias", bias, query.device)
     if bias.dtype == torch.bool:
         raise TypeError("bias must have a floating-point dtype, got torch.bool: pass what is visible as mask=")

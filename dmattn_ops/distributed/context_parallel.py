@@ -181,7 +181,7 @@ def _checked(named: dict[str, Any], group: Group | None, team: Team) -> _Request
     _check_mask(mask, query, key, team, layout, method, sight)
     if bias is not None:
         _check_part("bias", bias, query, key, team)
-        validation.require_bias_dtype(bias, query)
+        require.dtype("bias", bias, query.dtype, torch.float32)
     numbers = Numbers(*scalars, same_bits)
     return _Request(
         query, key, value, bias, sink, team, layout, method, sight, numbers, named["return_max"], reduce_dtype
