@@ -114,6 +114,7 @@ ARROWS = {
         "masks",
     ),
     "sdpa": ("problem", "bands", "masks"),
+    "trees": ("problem", "require", "bands", "validation", "values", "tile_mask", "masks"),
     "tune_calls": ("problem", "bands", "tile_mask", "call", "tuning", "arguments", "masks"),
     "tune_epochs": ("meta", "arch", "call", "packing", "tuning", "dispatch", "tune_calls"),
     "tune": (

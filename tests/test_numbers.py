@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import dmattn_ops
-from dmattn_ops import TileMask, biases, dynamic_mask, nn, prepare_mask
+from dmattn_ops import TileMask, biases, dynamic_mask, nn, prepare_mask, trees
 from dmattn_ops.compat import flash_attn, flash_dmattn
 from dmattn_ops.compat.flash_attn import bert_padding
 from dmattn_ops.compat.flash_dmattn.integrations import flash_dynamic_mask_attention as of_doge
@@ -56,6 +56,8 @@ CALLS = [
     (biases.t5_bias, {"weight": torch.randn(32, 2), "seqlen_q": 2, "seqlen_k": 200, "max_distance": 100}),
     (layer, {"dim": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, **KEPT, "rotary_base": 50.0, "recency": 0.5, "dropout": 0.25}),
     (nn.KeyScores, {"heads": 2, "head_dim": 4, "recency": 0.5}),
+    (trees.pack_prefix_tree, {"sequences": [[1, 2, 3], [1, 2, 4]], "pad_to": S}),
+    (trees.tree_mask, {"ends": ENDS[0], "positions": torch.arange(S)[None], "window_size": (2, 3)}),
     (importlib.import_module("dmattn_ops.flex").to_block_mask, {"mask": MASK, "heads": 4}),
     (flash_attn.flash_attn_func, {**FLASH, **FLASHS}),
     (flash_attn.flash_attn_kvpacked_func, {"q": X, "kv": torch.stack([X, X], 2), **FLASHS}),
@@ -116,6 +118,7 @@ _PUBLIC = [  # functions and classes of which every number stands above
     *[getattr(padding, name) for name in padding.__all__],
     *[getattr(flash_dmattn, name) for name in flash_dmattn.__all__],
     dense_masks.dynamic_mask, dense_masks.create_mask, of_doge.flash_dynamic_mask_attention_forward, layer, nn.KeyScores,
+    *[each for each in vars(trees).values() if inspect.isfunction(each) and each.__module__ == trees.__name__ and each.__name__[0] != "_"],
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import require, validation, values
+from dmattn_ops.distributed import agreement
 from dmattn_ops.distributed.team import Group, Team, all_ranks, arrived, start_all_gather, start_all_to_all, team_of
 from dmattn_ops.documents import id_pair
 
@@ -86,6 +87,7 @@ def check_ids(documents: Any, query: Tensor, key: Tensor, size: int) -> None:
 def check_offsets(cu_seqlens: Any, seqlen: int) -> None:
     """Refuse what are no offsets of packed sequences in a whole sequence; their values are read on the CPU only."""
     validation.tensors(cu_seqlens=cu_seqlens)
+    validation.dense("cu_seqlens", cu_seqlens)
     require.rank("cu_seqlens", cu_seqlens, 1)
     require.dtype("cu_seqlens", cu_seqlens, torch.int32, torch.int64)
     if values.on_the_host(cu_seqlens):
@@ -141,11 +143,20 @@ def shard_sequence(tensor: Tensor, group: Group | None, *, dim: int = 1, layout:
 def unshard_sequence(tensor: Tensor, group: Group | None, *, dim: int = 1, layout: Layout = "head_tail") -> Tensor:
     """Return the whole sequence, on every rank, from the part that each holds: the inverse of `shard_sequence`.
 
-    Differentiable: the gradients that all ranks have of the whole are added up, in float32 for narrower dtypes.
+    Differentiable: the gradients that all ranks have of the whole are added up, in float32 for narrower dtypes. All ranks of
+    the group call it alike; in eager mode an error on one rank is an error on all.
     """
     team = team_of(group)
-    dim = _dimension(tensor, dim)
-    check_length("tensor", tensor.shape[dim], layout, team.size)
+    named = {"tensor": tensor, "dim": dim, "layout": layout}
+    dims: list[int] = []
+
+    def describe() -> dict[str, str]:
+        dims.append(_dimension(tensor, dim))
+        check_length("tensor", tensor.shape[dims[0]], layout, team.size)
+        return {name: agreement.text_of(argument) for name, argument in named.items()}
+
+    agreement.agreed("unshard_sequence", group, team, describe)
+    [dim] = dims
     if not tensor.is_floating_point():
         return in_order(all_ranks(tensor.movedim(dim, 0), team), layout, team.size, 0).movedim(0, dim)
     whole = GatheredRows.apply(team, torch.float32, tensor.movedim(dim, 0))
@@ -163,6 +174,7 @@ def sequence_positions(
 def _dimension(tensor: Any, dim: int) -> int:
     """Return `dim`; refuse what is no tensor with such a dimension."""
     validation.tensors(tensor=tensor)
+    validation.dense("tensor", tensor)
     dim = require.integer("dim", dim)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"dim must be a dimension of tensor, whose shape is {require.text(tensor.shape)}, got {dim}")
