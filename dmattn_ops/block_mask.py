@@ -31,7 +31,7 @@ def from_block_mask(mask: BlockMask, segments: Segments, band: Band) -> TileMask
     for start in range(0, max(seqlen_q, 1), rows):
         stop = min(start + rows, seqlen_q)
         queries = None if segments[0] is None else segments[0][:, start:stop]
-        moved = (shifted(limit, start) for limit in limits)
+        moved = shifted(*limits, start)
         chunks.append(torch.ops.dmattn.pack_mask(visible(start, stop), queries, segments[1], stop - start, *moved))
     row_tiles, _, row_bits, col_bits = zip(*chunks, strict=True)
     columns = (seqlen_k + TILE - 1) // TILE

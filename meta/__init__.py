@@ -73,8 +73,8 @@ def tile_records(seqlen: int) -> int:
 
 def list_capacity(tiles: int, band_lo: int, band_hi: int) -> int:
     """Return the most tiles of the other side that one tile can see inside the band."""
-    for limit in (band_lo, band_hi):
-        if isinstance(limit, int) and abs(limit) >= UNBOUNDED:
+    for limit in (-band_lo, band_hi):
+        if isinstance(limit, int) and limit >= UNBOUNDED:
             return tiles  # a symbolic minimum would be a guard that export cannot prove
     span = band_hi - band_lo + 1  # keys a single query sees; a tile of queries sees TILE - 1 more
     return larger(0, smaller(tiles, ceil_div(span + TILE - 1, TILE) + 1))
