@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from dmattn_ops.problem import UNBOUNDED
-from dmattn_ops.require import certainly, larger
+from dmattn_ops.require import certainly, known, larger
 
 CausalFrom = Literal["bottom_right", "top_left"] | int
 Window = tuple[int | None, int | None]
@@ -42,8 +42,8 @@ class Band(NamedTuple):
         if self.unlimited:
             return True
         comparable = self.bottom_right == other.bottom_right
-        return (_any_key_before(self.lo) or (comparable and self.lo <= other.lo)) and (
-            _any_key_behind(self.hi) or (comparable and self.hi >= other.hi)
+        return (_any_key_before(self.lo) or (comparable and known(self.lo <= other.lo))) and (
+            _any_key_behind(self.hi) or (comparable and known(self.hi >= other.hi))
         )
 
     def also(self, other: Band, seqlen_q: int, seqlen_k: int) -> Band:
