@@ -233,5 +233,10 @@ def _drawn(query: Tensor, batch: int | None = None) -> Tensor:
         return torch.randint_like(like, _SEED_END, dtype=torch.int64)
 
 
+def _draw_seed(query: Tensor, batch: int | None = None) -> Tensor:
+    validation.tensors(query=query)
+    return _drawn(query, batch)
+
+
 for _key in ("CompositeImplicitAutograd", "FuncTorchBatched"):  # under vmap, torch's own draw knows what `randomness` asks for
-    ops.library.impl("draw_seed", _drawn, _key)
+    ops.library.impl("draw_seed", _draw_seed, _key)

@@ -77,8 +77,8 @@ def rank_ids(ids: Tensor) -> Tensor:
 
 def band_mask(band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int, device: torch.device | None) -> Tensor:
     """Return the dense band `[Sq, Sk]`: `i + band_lo <= j <= i + band_hi`."""
-    distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device).unsqueeze(-1)
-    return (distance >= band_lo) & (distance <= band_hi)
+    keys, rows = torch.arange(seqlen_k, device=device), torch.arange(seqlen_q, device=device).unsqueeze(-1)
+    return (keys >= rows + band_lo) & (keys <= rows + band_hi)  # no number of a pair is in memory
 
 
 def segments_mask(q_segments: Tensor | None, k_segments: Tensor) -> Tensor:

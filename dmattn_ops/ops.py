@@ -150,6 +150,20 @@ def place_of_needs(numbers: Sequence[str]) -> slice:
 
 
 SIGNATURES = {name: _signature(name) for name in SCHEMAS}
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    """Return what an operator does without any tensor, where torch would say that there is no fallback, and on other devices."""
+
+    def refuse(*arguments: Any) -> Any:
+        first = SIGNATURES[name].read(arguments)[SIGNATURES[name].required[0]]
+        raise NotImplementedError(f"torch.ops.dmattn.{name} takes tensors on CPU and CUDA devices, got {first.device}")
+
+    return refuse
+
+
+for _name in SCHEMAS:
+    library.impl(_name, _refuse(_name), "CompositeExplicitAutograd")
 _mask_fields = attrgetter(*Mask._fields)
 _option_fields = attrgetter(*Options._fields)
 

@@ -77,7 +77,7 @@ def test_batches_are_what_the_data_keeps(kind: str):
 
 def everything(query: Tensor, keep: Tensor, bias: Tensor, sink: Tensor) -> tuple[Tensor, ...]:
     query, bias = query[:, keep], kept(bias, (2, 3), keep)
-    by_key = flash_dmattn_func(query, query, query, bias=bias[:, :, 0], sink=sink) if bias.dim() < 4 else bias[:, :, :1]
+    by_key = torch.ones(WHOLE)[keep][None, None, None]
     first = flash_dmattn_func(query, query, query, bias=bias, sink=sink, window_size=(9, 3), return_lse=True, return_max=True)
     return (*first, flash_dmattn_func(query, query, query, bias=by_key, softcap=2.0, dropout_p=0.5, is_causal=True))
 
