@@ -238,5 +238,8 @@ def _draw_seed(query: Tensor, batch: int | None = None) -> Tensor:
     return _drawn(query, batch)
 
 
-for _key in ("CompositeImplicitAutograd", "FuncTorchBatched"):  # under vmap, torch's own draw knows what `randomness` asks for
+for _key in (
+    "CompositeImplicitAutograd",
+    "FuncTorchBatched",
+):  # under vmap, torch's own draw knows what `randomness` asks for
     ops.library.impl("draw_seed", _draw_seed, _key)

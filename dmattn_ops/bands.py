@@ -70,7 +70,9 @@ def band_of(is_causal: bool, causal_from: CausalFrom, window_size: Window) -> Ba
     diagonal = 0 if isinstance(causal_from, str) else causal_from
     lo, hi = (None if left is None else diagonal - left), (None if right is None else diagonal + right)
     return Band(
-        -UNBOUNDED if lo is None or _any_key_before(lo) else lo, UNBOUNDED if hi is None or _any_key_behind(hi) else hi, aligned
+        -UNBOUNDED if lo is None or _any_key_before(lo) else lo,
+        UNBOUNDED if hi is None or _any_key_behind(hi) else hi,
+        aligned,
     )
 
 

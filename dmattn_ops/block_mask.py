@@ -16,6 +16,7 @@ from dmattn_ops.tile_mask import Segments, TileMask, band_fields, lengths_of
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+
 def from_block_mask(mask: BlockMask, segments: Segments, band: Band) -> TileMask:
     """Evaluate a BlockMask in chunks of query tiles, and join what each chunk packs into."""
     *leading, seqlen_q, seqlen_k = mask.shape

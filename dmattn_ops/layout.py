@@ -57,7 +57,9 @@ def _spread(lists: Tensor, columns: int) -> Tensor:
     """Return the map of classes with one more column, of empty tiles, so that no size is 1 for some lengths only."""
     indices, partial = lists[..., HEADER:], lists[..., 1]
     listed = torch.ops.dmattn.spread_lists(partial + lists[..., 2], indices, columns + 1)
-    return listed.to(torch.int8) + (listed & ~torch.ops.dmattn.spread_lists(partial, indices, columns + 1)).to(torch.int8)
+    return listed.to(torch.int8) + (listed & ~torch.ops.dmattn.spread_lists(partial, indices, columns + 1)).to(
+        torch.int8
+    )
 
 
 def spread_lists(counts: Tensor, indices: Tensor, columns: int) -> Tensor:

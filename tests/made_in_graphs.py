@@ -51,7 +51,9 @@ def part_of_bits(score: Tensor) -> TileMask:
     seqlen = score.shape[-1]
     twice = torch.cat((score, score), dim=-1)
     made = prepare_mask(dense(twice), documents=documents(twice))
-    return made.queries(seqlen, 2 * seqlen).keys(seqlen, 2 * seqlen).also(prepare_mask(dense(score), is_causal=True).band)
+    return (
+        made.queries(seqlen, 2 * seqlen).keys(seqlen, 2 * seqlen).also(prepare_mask(dense(score), is_causal=True).band)
+    )
 
 
 # how each kind of mask is made of a score of each token and head, [B, heads, S]

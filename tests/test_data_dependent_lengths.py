@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from dmattn_ops import TileMask, dynamic_mask, flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func, prepare_mask
+from dmattn_ops import (
+    TileMask,
+    dynamic_mask,
+    flash_dmattn_func,
+    flash_dmattn_qkvpacked_func,
+    flash_dmattn_varlen_func,
+    prepare_mask,
+)
 from tests.test_lengths import AXES, CAUSAL, HEADS, KINDS, WINDOW, Model, drawn
 
 LENGTHS = (64, 65, 200, 2, 1, 0)
@@ -33,7 +40,9 @@ def kept(tensor: Tensor, axes: tuple[int, ...], keep: Tensor) -> Tensor:
     return tensor
 
 
-def compare(function: Callable[..., tuple[Tensor, ...]], query: Tensor, *rest: object, lengths: tuple[int, ...] = LENGTHS) -> None:
+def compare(
+    function: Callable[..., tuple[Tensor, ...]], query: Tensor, *rest: object, lengths: tuple[int, ...] = LENGTHS
+) -> None:
     """Compare a function of (query, keep, ...) with itself compiled, at every length, results and gradients."""
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for number, length in enumerate(lengths):
@@ -78,7 +87,9 @@ def test_batches_are_what_the_data_keeps(kind: str):
 def everything(query: Tensor, keep: Tensor, bias: Tensor, sink: Tensor) -> tuple[Tensor, ...]:
     query, bias = query[:, keep], kept(bias, (2, 3), keep)
     by_key = torch.ones(WHOLE)[keep][None, None, None]
-    first = flash_dmattn_func(query, query, query, bias=bias, sink=sink, window_size=(9, 3), return_lse=True, return_max=True)
+    first = flash_dmattn_func(
+        query, query, query, bias=bias, sink=sink, window_size=(9, 3), return_lse=True, return_max=True
+    )
     return (*first, flash_dmattn_func(query, query, query, bias=by_key, softcap=2.0, dropout_p=0.5, is_causal=True))
 
 
@@ -86,7 +97,18 @@ def packed(query: Tensor, keep: Tensor, bias: Tensor, mask: Tensor) -> tuple[Ten
     tokens, bias, mask = query[0, keep], bias[:, keep], mask[:, keep]
     offsets = torch.stack([torch.zeros_like(keep.sum()), keep.sum() // 2, keep.sum()]).to(torch.int32)
     return flash_dmattn_varlen_func(
-        tokens, tokens, tokens, offsets, offsets, WHOLE, WHOLE, mask, bias, dropout_p=0.1, is_causal=True, return_lse=True
+        tokens,
+        tokens,
+        tokens,
+        offsets,
+        offsets,
+        WHOLE,
+        WHOLE,
+        mask,
+        bias,
+        dropout_p=0.1,
+        is_causal=True,
+        return_lse=True,
     )
 
 
@@ -113,7 +135,11 @@ def parts(query: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
     ids = prepare_mask(documents=(torch.arange(WHOLE) // 50)[None, keep], window_size=(30, 30))
     chosen, queries, keys = made.queries(half, length), query[:, keep][:, half:], query[:, keep]
     later = ids.keys(half, length).also(made.band)
-    return flash_dmattn_func(queries, keys, keys, chosen), flash_dmattn_func(keys, queries, queries, later), made.density()
+    return (
+        flash_dmattn_func(queries, keys, keys, chosen),
+        flash_dmattn_func(keys, queries, queries, later),
+        made.density(),
+    )
 
 
 CALLS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]] = {
@@ -157,7 +183,9 @@ def test_models_that_keep_by_data_are_exported(kind: str, strict: bool):
 
 def test_a_mask_of_another_length_is_refused_when_the_graph_runs():
     def call(query: Tensor, keep: Tensor, other: Tensor) -> Tensor:
-        return flash_dmattn_func(query[:, keep], query[:, keep], query[:, keep], prepare_mask(other[:, keep], seqlen_q=3))
+        return flash_dmattn_func(
+            query[:, keep], query[:, keep], query[:, keep], prepare_mask(other[:, keep], seqlen_q=3)
+        )
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     query, padding = rows().detach(), torch.ones(2, WHOLE, dtype=torch.bool)

@@ -67,7 +67,17 @@ ARROWS = {
         "sinks",
         "tuning",
     ),
-    "arguments": ("problem", "environment", "require", "privates", "sharded", "bands", "ops", "tile_mask", "validation"),
+    "arguments": (
+        "problem",
+        "environment",
+        "require",
+        "privates",
+        "sharded",
+        "bands",
+        "ops",
+        "tile_mask",
+        "validation",
+    ),
     "repeats": ("problem", "plans", "bands", "ops", "tile_mask", "autograd", "arguments"),
     "documents": ("require", "layout", "sharded", "tile_mask", "validation"),
     "masks": (

@@ -47,9 +47,12 @@ class Largest(TorchDispatchMode):
                 made = getattr(implementations, name)(*arguments, **(keywords or {}))
         else:
             made = function(*arguments, **(keywords or {}))
-        for part in pytree.tree_leaves(made):
-            if isinstance(part, torch.Tensor):
-                self.nbytes = max(self.nbytes, part.untyped_storage().nbytes())
+        given, new = (
+            [part for part in pytree.tree_leaves(each) if isinstance(part, torch.Tensor)] for each in (arguments, made)
+        )
+        old = {part.untyped_storage().data_ptr() for part in given}  # a view takes no memory
+        sizes = [part.untyped_storage().nbytes() for part in new if part.untyped_storage().data_ptr() not in old]
+        self.nbytes = max(self.nbytes, *sizes, 0)
         return made
 
 

@@ -55,7 +55,10 @@ def test_operators_that_masks_are_made_by_compute_what_they_say():
     ids = torch.randint(-5, 5, (3, 77)) * (1 << 40)
     expected = torch.stack([row.unique(return_inverse=True)[1] for row in ids])
     assert torch.equal(torch.ops.dmattn.rank_ids(ids), expected.int())
-    counts, indices = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([[[4, 1, 9], [0, 0, 0]]], dtype=torch.int32)
+    counts, indices = (
+        torch.tensor([[2, 0]], dtype=torch.int32),
+        torch.tensor([[[4, 1, 9], [0, 0, 0]]], dtype=torch.int32),
+    )
     listed = torch.ops.dmattn.spread_lists(counts, indices, 5)
     assert listed.tolist() == [[[False, True, False, False, True], [False] * 5]]
     classes = torch.randint(0, 3, (2, 3, 4, 5))

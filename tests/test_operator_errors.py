@@ -233,6 +233,8 @@ def test_tensors_whose_memory_was_given_back_are_refused():
 REQUIRED = [
     (name, signature.names[place]) for name, signature in ops.SIGNATURES.items() for place in signature.required
 ]
+
+
 @pytest.mark.parametrize(("name", "missing"), REQUIRED)
 def test_none_for_a_tensor_that_must_be_there_is_refused(name, missing):
     signature = ops.SIGNATURES[name]
@@ -249,7 +251,9 @@ def test_a_call_without_any_tensor_names_the_first_that_must_be_there(name):
     signature = ops.SIGNATURES[name]
     first = signature.names[signature.required[0]]
     with pytest.raises(TypeError, match=f"^{first} must be a tensor, got None$"):
-        getattr(torch.ops.dmattn, name)(*[None] * signature.tensors, *[9, 9][: len(signature.names) - signature.tensors])
+        getattr(torch.ops.dmattn, name)(
+            *[None] * signature.tensors, *[9, 9][: len(signature.names) - signature.tensors]
+        )
 
 
 def test_an_unlimited_band_is_the_default_of_the_operators():

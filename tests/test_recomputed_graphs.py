@@ -35,7 +35,9 @@ def in_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return flash_dmattn_qkvpacked_func(torch.stack((query.sin(), key.cos(), value), dim=2), dropout_p=0.5)
 
 
-def save(names: tuple[str, ...], context: object, operator: object, *arguments: object, **keywords: object) -> CheckpointPolicy:
+def save(
+    names: tuple[str, ...], context: object, operator: object, *arguments: object, **keywords: object
+) -> CheckpointPolicy:
     saved = any(name in str(operator) for name in names)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -91,7 +93,10 @@ def test_gradients_are_those_of_the_weights_that_the_forward_kept(name: str, set
 @pytest.mark.parametrize("name", OUTSIDE_OF_BUDGETS)
 def test_gradients_under_a_policy_are_those_of_the_weights_that_the_forward_kept(name: str):
     torch._dynamo.reset()
-    for function in (OUTSIDE_OF_BUDGETS[name], torch.compile(OUTSIDE_OF_BUDGETS[name], fullgraph=True, backend=PARTITIONED)):
+    for function in (
+        OUTSIDE_OF_BUDGETS[name],
+        torch.compile(OUTSIDE_OF_BUDGETS[name], fullgraph=True, backend=PARTITIONED),
+    ):
         check(function, *inputs())
 
 
@@ -124,7 +129,9 @@ def test_a_torch_that_cannot_mark_nodes_refuses_every_budget(monkeypatch):
 
 def test_two_calls_with_one_query_draw_two_seeds():
     def difference(query: Tensor) -> Tensor:
-        return flash_dmattn_func(query, query, query, dropout_p=0.5) - flash_dmattn_func(query, query, query, dropout_p=0.5)
+        return flash_dmattn_func(query, query, query, dropout_p=0.5) - flash_dmattn_func(
+            query, query, query, dropout_p=0.5
+        )
 
     torch._dynamo.reset()
     query = inputs()[0].detach()

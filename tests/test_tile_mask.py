@@ -164,7 +164,10 @@ def test_bands_of_calls_are_the_dense_ones(band: str):
 def test_parts_far_along_a_band_are_parts_of_the_dense_one():
     length = (1 << 30) - 1
     end = torch.full((1, 1, 50), length, dtype=torch.int32)
-    for conditions in ({"window_size": (1 << 30, None), "causal_from": length}, {"is_causal": True, "causal_from": 20 - length}):
+    for conditions in (
+        {"window_size": (1 << 30, None), "causal_from": length},
+        {"is_causal": True, "causal_from": 20 - length},
+    ):
         made = prepare_mask(intervals=(None, end), seqlen_q=length, **conditions)
         for first in (0, 25, length // 2, length - 40):
             part = made.queries(first, first + 40).keys(10, 50).queries(5, 40)
