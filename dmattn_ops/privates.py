@@ -3,8 +3,8 @@
 There are two gates. Without one of the names of `NEEDED`, derivatives are registered as torch publicly offers it
 (`autograd.register_public`). Without one of `SHORT_CUTS`, calls take their way through torch's dispatcher, which costs a few
 microseconds; results and errors stay the same. Either is told once, when the package is imported. `_any_requires_grad` and
-`_current_level` need no gate: what stands in for them does the same in more time. Without `get_current_meta` of `torch.fx.traceback`
-or `CheckpointPolicy`, compiled dropout is refused where torch would draw its seeds twice (`saved_for_backward`).
+`_current_level` need no gate: what stands in for them does the same in more time. Without `get_current_meta` of
+`torch.fx.traceback` or `CheckpointPolicy`, compiled dropout is refused where torch would draw its seeds twice.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def saved_for_backward() -> Iterator[None]:
     if torch.is_grad_enabled() and (_budget() <= 0.0 or (_cannot_save and (_budget() < 1.0 or _recomputes_more()))):
         raise RuntimeError(
             "torch would draw the seeds of dropout a second time in the backward, which makes gradients wrong, with an activation"
-            f" memory budget of {_budget()}: give torch._functorch.config.activation_memory_budget, or the region's budget, {_NEEDED_BUDGET}"
+            f" memory budget of {_budget()}: give torch._functorch.config.activation_memory_budget, or the region's budget,"
+            f" {_NEEDED_BUDGET}"
         )
     if _cannot_save:
         yield

@@ -46,6 +46,10 @@ def hidden(score: Tensor) -> TileMask:
     return intervals(score, hidden=(start + 3, end - 3), at_most=1 << 20)
 
 
+def part(mask: TileMask, stop: int) -> TileMask:
+    return mask.queries(0, stop).keys(0, stop)
+
+
 def part_of_bits(score: Tensor) -> TileMask:
     """Return a mask that was cut out of a larger one, and got another band."""
     seqlen = score.shape[-1]
@@ -78,7 +82,7 @@ KINDS: dict[str, Maker] = {
     "dynamic": lambda score: dynamic_mask(score, 32, keep_first=2, keep_last=3),
     "dynamic, for all": lambda score: dynamic_mask(score, 32, is_causal=False),
     "dynamic in documents": lambda score: dynamic_mask(score[:, :1], 32, documents=documents(score)),
-    "part of dynamic": lambda score: dynamic_mask(torch.cat((score, score), -1), 32).queries(0, score.shape[-1]).keys(0, score.shape[-1]),
+    "part of dynamic": lambda score: part(dynamic_mask(torch.cat((score, score), -1), 32), score.shape[-1]),
 }  # fmt: skip
 
 
