@@ -256,5 +256,5 @@ for _operator in (
 ):  # fmt: skip
     _name = _operator.__name__
     ops.implement(_name, plans.planned(_below_autograd(_operator), ops.SIGNATURES[_name]))
-for _operator in (pack_intervals, rank_ids, spread_lists):  # torch's operations, of which there is nothing to plan
-    ops.implement(_operator.__name__, _unplanned(_below_autograd(_operator)))
+for _made_of in (pack_intervals, rank_ids, spread_lists):  # torch's operations, of which there is nothing to plan
+    ops.implement(_made_of.__name__, _unplanned(_below_autograd(_made_of)))
