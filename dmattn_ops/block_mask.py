@@ -34,10 +34,10 @@ def _visible_in_blocks(mask: BlockMask) -> Callable[[int, int], Tensor]:
     device = mask.kv_indices.device
     block_q, block_k = mask.BLOCK_SIZE
     blocks = (batch, heads, -1, (seqlen_k + block_k - 1) // block_k)
-    partial = torch.ops.dmattn.spread_lists(mask.kv_num_blocks, mask.kv_indices, blocks[-1]).reshape(blocks)
+    partial = _listed(mask.kv_num_blocks, mask.kv_indices, blocks)
     full = None
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        full = torch.ops.dmattn.spread_lists(mask.full_kv_num_blocks, mask.full_kv_indices, blocks[-1]).reshape(blocks)
+        full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, blocks)
     columns = torch.arange(seqlen_k, device=device) // block_k
 
     def visible(start: int, stop: int) -> Tensor:
@@ -49,3 +49,8 @@ def _visible_in_blocks(mask: BlockMask) -> Callable[[int, int], Tensor]:
         return keep if full is None else keep | full[:, :, rows, columns]
 
     return visible
+
+
+def _listed(counts: Tensor, indices: Tensor, blocks: tuple[int, ...]) -> Tensor:
+    """Return bool `blocks`: those that the first `counts` of `indices [..., rows, slots]` name, whatever integers they are."""
+    return torch.ops.dmattn.spread_lists(counts.int(), indices.int(), blocks[-1]).reshape(blocks)
