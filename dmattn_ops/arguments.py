@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import environment, require, sharded, validation
+from dmattn_ops import environment, ops, privates, require, sharded, validation
 from dmattn_ops.bands import Band, CausalFrom, Window, band_of
 from dmattn_ops.problem import Mask
 from dmattn_ops.tile_mask import TileMask, read
@@ -228,7 +228,28 @@ def dropout_seed(query: Tensor, batch: int | None = None) -> Tensor:
     """
     if sharded.is_sharded(query):
         return sharded.seed(query, query.shape[0] if batch is None else batch)
+    if is_compiling() or privates.dispatch_modes is None or privates.dispatch_modes() > 0:
+        return torch.ops.dmattn.draw_seed(query, batch)
+    return _drawn(query, batch)
+
+
+def _drawn(query: Tensor, batch: int | None = None) -> Tensor:
+    """Draw seeds; in a graph, once: drawn again in the backward, they would drop other weights than the forward did."""
     if batch is not None:
-        return torch.randint(_SEED_END, (batch, query.shape[-2]), dtype=torch.int64, device=query.device)
+        with privates.saved_for_backward():
+            return torch.randint(_SEED_END, (batch, query.shape[-2]), dtype=torch.int64, device=query.device)
     like = query.detach()[:, :1, :, 0].sum(1)  # [B, H], also where there are no positions
-    return torch.randint_like(like, _SEED_END, dtype=torch.int64)
+    with privates.saved_for_backward():
+        return torch.randint_like(like, _SEED_END, dtype=torch.int64)
+
+
+def _draw_seed(query: Tensor, batch: int | None = None) -> Tensor:
+    validation.tensors(query=query)
+    return _drawn(query, batch)
+
+
+for _key in (
+    "CompositeImplicitAutograd",
+    "FuncTorchBatched",
+):  # under vmap, torch's own draw knows what `randomness` asks for
+    ops.library.impl("draw_seed", _draw_seed, _key)

@@ -107,16 +107,9 @@ def _numbered(documents: Documents, doubled: bool) -> tuple[Tensor, Tensor]:
     if narrow:
         return tuple(ids.to(torch.int32, copy=True).contiguous() for ids in (of_queries, of_keys))  # type: ignore[return-value]
     if of_queries is of_keys:
-        numbers = _ranks(of_keys.contiguous())
+        numbers = torch.ops.dmattn.rank_ids(of_keys)
         return numbers, numbers
     batch = require.wider((of_queries.shape[0], of_keys.shape[0]))
     both = torch.cat([ids.to(torch.int64).expand(batch, -1) for ids in (of_queries, of_keys)], dim=1)
-    ranks = _ranks(both)
+    ranks = torch.ops.dmattn.rank_ids(both)
     return layout.own(ranks[:, : of_queries.shape[1]]), layout.own(ranks[:, of_queries.shape[1] :])
-
-
-def _ranks(ids: Tensor) -> Tensor:
-    """Number the distinct ids of each row of `[B, S]` in ascending order, int32; no id is read on the host."""
-    ordered, order = ids.sort(dim=-1)
-    numbers = (ordered > layout.before(ordered)).cumsum(-1, dtype=torch.int32)  # DTensor of torch 2.11 does not know !=
-    return torch.zeros_like(numbers).scatter(-1, order, numbers)

@@ -22,7 +22,7 @@ from dmattn_ops.documents import (
     segments_of,
 )
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask
-from dmattn_ops.tile_mask import TileMask, from_dense, from_intervals, from_segments
+from dmattn_ops.tile_mask import TileMask, band_fields, from_dense, from_intervals, from_segments
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -313,7 +313,7 @@ def _from_tensor(mask: Tensor, documents: Documents | None, seqlen_q: int, band:
     """Prepare a mask `[B|1, Hm, Sq|1, Sk]` or `[B|1, Sk]`, and documents."""
     if mask.dim() == 2:
         mask = mask[:, None, None, :]
-    if mask.shape[2] == 1:
+    if require.known_equal(mask.shape[2], 1):
         return from_segments(segments_of(documents, mask.squeeze(2) != 0), seqlen_q, mask.shape[3], band)
     return from_dense(mask, segments_of(documents, None), seqlen_q, band)
 
@@ -339,45 +339,27 @@ def _with_intervals(
             if hidden is not None:  # the documents may have a batch where the intervals have none
                 hidden = hidden[0].expand_as(clipped[0]).contiguous(), hidden[1].expand_as(clipped[0]).contiguous()
             return from_intervals(clipped, hidden, at_most, seqlen_q, band)
-    keep = _both(made, prepare_mask(mask, documents=documents, seqlen_q=seqlen_q))
-    packed = from_dense(keep, (None, None), seqlen_q, band)
+    if mask is not None and not isinstance(mask, Tensor):  # a function: what it shows is evaluated first
+        mask = from_block_mask(mask, (None, None), NO_BAND).to_dense()
+    elif mask is not None:
+        mask = _narrowed(mask)
+        mask = mask[:, None, None, :] if mask.dim() == 2 else mask
+    limits = band.limits(seqlen_q, made.seqlen_k)
+    start, end = intervals
+    hides = (None, None) if hidden is None else hidden
+    packed = torch.ops.dmattn.pack_intervals(end, start, *hides, mask, *segments_of(documents, None), seqlen_q, *limits)
+    bits = TileMask(made.lengths, *packed, **band_fields(band))
     if at_most is None:
-        return packed
-    if not values.on_the_host(keep):  # of a graph or on a GPU: each call checks it, as it checks that of intervals
-        return replace(packed, at_most=at_most)
-    values.promise(at_most, packed.to_dense().sum(-1))
-    return packed
-
-
-def _both(intervals: TileMask, others: TileMask) -> Tensor:
-    """Return where both show a key, bool `[B|1, Hm, Sq, Sk]`; one with heads of keys says the same to all of their queries."""
-    (batch, heads, *_), (other_batch, other_heads, *_) = intervals.shape, others.shape
-    if other_batch not in _choices(batch, other_batch):
-        raise ValueError(
-            f"intervals must have the batch of the mask and the documents, {other_batch}, or 1, got {batch}"
-        )
-    most = max(heads, other_heads)
-    if most % heads or most % other_heads:
-        raise ValueError(f"intervals must have the heads of the mask, {other_heads}, of keys or 1, got {heads}")
-    one, other = (
-        keep.repeat_interleave(most // own, dim=1) if own > 1 else keep
-        for keep, own in ((intervals.to_dense(), heads), (_dense(others), other_heads))
-    )
-    return one & other
-
-
-def _dense(others: TileMask) -> Tensor:
-    """Return `others.to_dense()`, of segments without reading their lists, which say nothing more."""
-    if others.k_segments is None:
-        return others.to_dense()
-    unlisted = others.mask._replace(row_tiles=None, col_tiles=None)
-    with sharded.constants_beside(others.lengths):
-        return layout.dense(unlisted, *others.band.limits(*others.shape[2:]), *others.shape[2:])
+        return bits
+    if not values.on_the_host(end):  # of a graph or on a GPU: each call checks it, as it checks that of intervals
+        return replace(bits, at_most=at_most)
+    values.promise(at_most, bits.to_dense().sum(-1))
+    return bits
 
 
 def _choices(batch: int, other: int) -> tuple[int, ...]:
     """Return what `other` may be beside a batch that is not 1."""
-    return (other,) if batch == 1 else (1, batch)
+    return (other,) if require.known_equal(batch, 1) else (1, batch)
 
 
 for _function in (prepare_mask, dynamic_mask):

@@ -135,26 +135,41 @@ def certainly(condition: bool) -> bool:
     return statically_known_true(condition)
 
 
+def known(condition: bool) -> bool:
+    """Return whether a condition on numbers holds, as far as that is known; a tracer makes a guard of it where it can."""
+    if type(condition) is bool and not is_dynamo_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
 def same(actual: int, expected: int) -> bool:
     """Return whether sizes are equal; of those that a tracer does not know, assume it and check it at run time."""
-    if type(actual) is int and type(expected) is int:
+    if _are_numbers(actual, expected):
         return actual == expected
-    from torch.fx.experimental.symbolic_shapes import expect_true
+    if known_equal(actual, expected):
+        return True
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-    return expect_true(actual == expected)
+    if not guard_or_true(actual == expected):
+        return False
+    torch._check(actual == expected)
+    return True
 
 
 def known_equal(actual: int, expected: int) -> bool:
     """Return whether sizes are equal, as far as that is known."""
-    if type(actual) is int and type(expected) is int:
-        return actual == expected
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
+    return actual == expected if _are_numbers(actual, expected) else known(actual == expected)
 
-    return guard_or_false(actual == expected)
+
+def _are_numbers(size: int, other: int) -> bool:
+    """Return whether sizes are numbers, not a tracer's symbols. Dynamo says of a symbol that its type is int."""
+    return type(size) is int and type(other) is int and not is_dynamo_compiling()
 
 
 def _one_of(actual: int, choices: tuple[int, ...]) -> bool:
-    if type(actual) is int and type(choices[-1]) is int:
+    if _are_numbers(actual, choices[-1]):
         for choice in choices:  # noqa: SIM110 - a generator costs as much again, `in` makes Dynamo look for the same object
             if actual == choice:
                 return True

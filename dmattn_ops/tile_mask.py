@@ -167,7 +167,8 @@ class TileMask:
         """Return the representation with another name of the device: ranks that hold the same mask have a device each."""
         band = ""
         if not self.band.unlimited:
-            ends = ("" if abs(end) >= UNBOUNDED else f"{end:+d}" for end in self.band[:2])
+            lo, hi, _ = self.band
+            ends = "" if lo <= -UNBOUNDED else f"{lo:+d}", "" if hi >= UNBOUNDED else f"{hi:+d}"
             band = ", band=[{}..{}{}]".format(*ends, " from the bottom right" if self.from_bottom_right else "")
         most = "" if self.at_most is None else f", at_most={self.at_most}"
         return (

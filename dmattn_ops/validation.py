@@ -168,6 +168,40 @@ def mask_parts(
     return batch, heads
 
 
+def interval_parts(read: Any) -> tuple[int, int]:
+    """Refuse intervals that do not fit each other or what stands beside them; return the batch and the heads of the whole."""
+    end, where = read.end, read.end.device
+    require.rank("end", end, 3, "[B, heads, Sk]")
+    for name in ("end", "start", "hidden_from", "hidden_to"):
+        part = getattr(read, name)
+        if part is not None:
+            require.shape(name, part, tuple(end.shape))
+            require.dtype(name, part, torch.int32)
+            require.device(name, part, where, "end")
+    if (read.hidden_from is None) != (read.hidden_to is None):
+        raise ValueError("hidden_from and hidden_to belong together, got one of them")
+    batch, heads, seqlen_k = end.shape
+    if read.mask is None and read.k_segments is None:
+        return batch, heads
+    other_batch, other_heads = mask_parts(read.mask, read.q_segments, read.k_segments, read.seqlen_q)
+    of_keys = read.k_segments if read.mask is None else read.mask
+    if not require.same(of_keys.shape[-1], seqlen_k):
+        raise ValueError(
+            f"intervals must have {require.size_text(of_keys.shape[-1])} keys as the mask or the documents have, got"
+            f" {require.size_text(seqlen_k)}"
+        )
+    require.device("end", end, of_keys.device, "the mask")
+    if not any(require.known_equal(size, 1) for size in (batch, other_batch)) and not require.same(batch, other_batch):
+        raise ValueError(
+            f"intervals must have the batch of the mask and the documents, {require.size_text(other_batch)}, or 1, got"
+            f" {require.size_text(batch)}"
+        )
+    most = max(heads, other_heads)
+    if most % heads or most % other_heads:
+        raise ValueError(f"intervals must have the heads of the mask, {other_heads}, of keys or 1, got {heads}")
+    return require.wider((batch, other_batch)), most
+
+
 def query_key_value(query: Tensor, key: Tensor, value: Tensor, rank: int) -> None:
     """Refuse shapes that do not belong together, and dtypes, devices and head dimensions that no kernel takes.
 

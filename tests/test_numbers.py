@@ -118,7 +118,7 @@ _PUBLIC = [  # functions and classes of which every number stands above
     *[getattr(padding, name) for name in padding.__all__],
     *[getattr(flash_dmattn, name) for name in flash_dmattn.__all__],
     dense_masks.dynamic_mask, dense_masks.create_mask, of_doge.flash_dynamic_mask_attention_forward, layer, nn.KeyScores,
-    *[getattr(trees, name) for name in vars(trees) if re.search("^[a-z].*tree", name)],
+    *[each for name, each in vars(trees).items() if getattr(each, "__module__", "") == trees.__name__ and name[0] != "_"],
 ]  # fmt: skip
 
 

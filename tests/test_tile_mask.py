@@ -26,6 +26,10 @@ BANDS = {
     "causal from the top": {"is_causal": True, "causal_from": "top_left"},
     "window": {"window_size": (70, 20)},
     "diagonal": {"is_causal": True, "causal_from": 33, "window_size": (90, None)},
+    # numbers longer than any sequence, beside diagonals that bring their ends back into it
+    "far left end": {"window_size": (1 << 30, (1 << 30) + 5), "causal_from": (1 << 30) - 1},
+    "far right end": {"window_size": (1 << 40, (1 << 30) + 5), "causal_from": 3 - (1 << 30)},
+    "nothing": {"is_causal": True, "causal_from": 1 - (1 << 30)},
 }
 PARTS = ((0, 190), (0, 1), (5, 128), (128, 190), (60, 60), (189, 190))
 
@@ -142,6 +146,36 @@ def test_parts_of_a_mask_are_parts_of_the_dense_one(kind: str, band: str):
             assert torch.equal(
                 part(start, stop).queries(7, 150).to_dense(), dense.narrow(dim, start, stop - start)[:, :, 7:150]
             )
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_bands_of_calls_are_the_dense_ones(band: str):
+    conditions = BANDS[band]
+    queries, keys = torch.randn(2, 40, 1, 4), torch.randn(2, 60, 1, 4)
+    dense = band_of(40, 60, **conditions)[None, None]
+    expected = dmattn_ops.flash_dmattn_func(queries, keys, keys, dense)
+    torch.testing.assert_close(dmattn_ops.flash_dmattn_func(queries, keys, keys, **conditions), expected)
+    offsets = [torch.arange(3, dtype=torch.int32) * length for length in (40, 60)]
+    packed = (rows.flatten(0, 1) for rows in (queries, keys, keys))
+    outs = dmattn_ops.flash_dmattn_varlen_func(*packed, *offsets, 40, 60, **conditions)
+    torch.testing.assert_close(outs.view(2, 40, 1, 4), expected)
+
+
+def test_parts_far_along_a_band_are_parts_of_the_dense_one():
+    length = (1 << 30) - 1
+    end = torch.full((1, 1, 50), length, dtype=torch.int32)
+    for conditions in (
+        {"window_size": (1 << 30, None), "causal_from": length},
+        {"is_causal": True, "causal_from": 20 - length},
+    ):
+        made = prepare_mask(intervals=(None, end), seqlen_q=length, **conditions)
+        for first in (0, 25, length // 2, length - 40):
+            part = made.queries(first, first + 40).keys(10, 50).queries(5, 40)
+            rows = torch.arange(first + 5, first + 40)[:, None]
+            distance = torch.arange(10, 50) - rows - conditions["causal_from"]
+            left = conditions.get("window_size", (1 << 40,))[0]
+            expected = (distance >= -left) & (distance <= 0 if "is_causal" in conditions else True)
+            assert torch.equal(part.to_dense()[0, 0], expected), (conditions, first)
 
 
 @pytest.mark.sampled(2)
