@@ -13,7 +13,7 @@ from dmattn_ops import layout
 from dmattn_ops.bands import Band, shifted
 from dmattn_ops.meta import list_capacity, tile_records
 from dmattn_ops.problem import TILE
-from dmattn_ops.tile_mask import Segments, TileMask, band_fields, lengths_of
+from dmattn_ops.tile_mask import Segments, TileMask, band_fields, lengths_of, made
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -38,12 +38,12 @@ def from_block_mask(mask: BlockMask, segments: Segments, band: Band) -> TileMask
     pieces = [layout.classes_from_lists(lists, columns) for lists in row_tiles]
     tiles = [-(-(min(start + rows, seqlen_q) - start) // TILE) for start in range(0, max(seqlen_q, 1), rows)]
     classes = torch.cat([piece[..., :count, :] for piece, count in zip(pieces, tiles, strict=True)], dim=-2)
-    return TileMask(
-        lengths_of(row_bits[0], seqlen_q, seqlen_k),
-        _lists(classes, seqlen_q, columns, limits),
-        _lists(classes.transpose(-1, -2), seqlen_k, classes.shape[-2], limits),
-        torch.cat(row_bits, dim=-2),
-        torch.cat(col_bits, dim=-1),
+    return made(
+        lengths=lengths_of(row_bits[0], seqlen_q, seqlen_k),
+        row_tiles=_lists(classes, seqlen_q, columns, limits),
+        col_tiles=_lists(classes.transpose(-1, -2), seqlen_k, classes.shape[-2], limits),
+        row_bits=torch.cat(row_bits, dim=-2),
+        col_bits=torch.cat(col_bits, dim=-1),
         **band_fields(band),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -315,7 +314,7 @@ def _with_intervals(
     if at_most is None:
         return packed
     if not values.on_the_host(keep):  # of a graph or on a GPU: each call checks it, as it checks that of intervals
-        return replace(packed, at_most=at_most)
+        return packed.promising(at_most)
     values.promise(at_most, packed.to_dense().sum(-1))
     return packed
 

@@ -3,7 +3,8 @@
 There are two gates. Without one of the names of `NEEDED`, derivatives are registered as torch publicly offers it
 (`autograd.register_public`). Without one of `SHORT_CUTS`, calls take their way through torch's dispatcher, which costs a few
 microseconds; results and errors stay the same. Either is told once, when the package is imported. `_any_requires_grad` and
-`_current_level` need no gate: what stands in for them does the same in more time.
+`_current_level` need no gate: what stands in for them does the same in more time. Nor does `torch.utils._pytree`: without it,
+masks are registered as dataclasses, and packages of AOTInductor do not see their numbers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ function_modes: Any = getattr(torch._C, "_len_torch_function_stack", None)
 tracing_state: Any = getattr(torch._C, "_get_tracing_state", None)
 profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", None)
 dispatch_keys: Any = getattr(torch._C, "_dispatch_keys", None)
+pytree: Any = getattr(torch.utils, "_pytree", None)
 
 NEEDED = {
     "torch._C._AutoDispatchBelowAutograd": None if below_autograd is nullcontext else below_autograd,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from dmattn_ops import layout, require, sharded
+from dmattn_ops import layout, require, sharded, taken_apart, values
 from dmattn_ops.bands import NO_BAND, Band
 from dmattn_ops.meta import ceil_div
 from dmattn_ops.problem import MASK_TENSORS, TILE, UNBOUNDED, Mask
@@ -43,10 +45,31 @@ class TileMask:
     band_hi: int = UNBOUNDED
     from_bottom_right: bool = False
 
+    _leaves = None  # of one that tree_map made of something else than tensors
+
+    def __post_init__(self) -> None:
+        if not is_compiling():
+            taken_apart.require_fitting(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return taken_apart.state_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        taken_apart.restore(self, state)
+
+    def __copy__(self) -> TileMask:
+        return self._with({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TileMask:
+        return self._with({name: deepcopy(getattr(self, name), memo) for name in _FIELDS})
+
     @property
     def mask(self) -> Mask:
         """The tensors as the operators take them."""
-        return Mask._make([*[getattr(self, name) for name in MASK_TENSORS], self.at_most])
+        parts = [getattr(self, name) for name in MASK_TENSORS]
+        if not is_compiling():
+            values.memory(parts)
+        return Mask._make([*parts, self.at_most])
 
     @property
     def band(self) -> Band:
@@ -88,7 +111,8 @@ class TileMask:
     @property
     def nbytes(self) -> int:
         """The memory that the tensors take."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        parts = [getattr(self, name) for name in MASK_TENSORS]
+        return sum(part.nbytes for part in parts if part is not None)
 
     def density(self) -> Tensor:
         """Return the share of the 128 x 128 tiles that kernels visit, a float32 scalar on the mask's device."""
@@ -153,6 +177,10 @@ class TileMask:
         """Return a copy with tensors of its own."""
         return self._map(torch.clone)
 
+    def promising(self, at_most: int) -> TileMask:
+        """Return the mask with the promise that no query sees more keys of a head."""
+        return self._with({"at_most": at_most})
+
     def also(self, band: Band) -> TileMask:
         """Return the mask with a causal or window condition added; itself where that is known to hide nothing more."""
         if band.contains(self.band):
@@ -175,19 +203,18 @@ class TileMask:
             f" nbytes={self.nbytes})"
         )
 
-    def _tensors(self) -> list[Tensor]:
-        return [part for part in self.mask[:-1] if part is not None]
-
     def _parts(self, *names: str) -> list[tuple[str, Tensor]]:
         """Return the tensors of these names that there are."""
         named = [(name, getattr(self, name)) for name in names]
+        if not is_compiling():
+            values.memory([part for _, part in named])
         return [(name, part) for name, part in named if part is not None]  # Dynamo cannot read what `:=` binds in here
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TileMask:
         return self._with({name: function(part) for name, part in self._parts("lengths", *MASK_TENSORS)})
 
     def _with(self, changes: dict[str, Any]) -> TileMask:
-        return replace(self, **changes)
+        return made(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})
 
     def _indexed(self, dim: int, start: int, stop: int) -> TileMask:
         size = self.shape[dim]
@@ -237,7 +264,19 @@ def read(mask: TileMask) -> Read:
     return found
 
 
-torch.export.register_dataclass(TileMask, serialized_type_name="dmattn_ops.TileMask")
+def made(**given: Any) -> TileMask:
+    """Return a mask of fields that fit each other, which nobody checks: that takes as long as some launches."""
+    if is_compiling():
+        return TileMask(**given)
+    mask = object.__new__(TileMask)
+    mask.__dict__.update(_DEFAULTS | given)
+    return mask
+
+
+_FIELDS = tuple(field.name for field in fields(TileMask))
+_DEFAULTS = {field.name: field.default for field in fields(TileMask) if field.name != "lengths"}
+TileMask.__setattr__ = taken_apart.assign(lambda mask: mask in _read)  # type: ignore[method-assign, assignment]
+taken_apart.register(TileMask, made)
 torch.serialization.add_safe_globals([TileMask])
 
 Segments = tuple[Tensor | None, Tensor | None]  # of queries and keys
@@ -251,8 +290,9 @@ def lengths_of(like: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
 def from_dense(mask: Tensor, segments: Segments, seqlen_q: int, band: Band) -> TileMask:
     """Pack a mask `[Bm, Hm, Sq, Sk]`, with segments and band folded in."""
     seqlen_k = mask.shape[-1]
-    lists_and_bits = torch.ops.dmattn.pack_mask(mask, *segments, seqlen_q, *band.limits(seqlen_q, seqlen_k))
-    return TileMask(lengths_of(mask, seqlen_q, seqlen_k), *lists_and_bits, **band_fields(band))
+    packed = torch.ops.dmattn.pack_mask(mask, *segments, seqlen_q, *band.limits(seqlen_q, seqlen_k))
+    parts = dict(zip(MASK_TENSORS, packed, strict=False))
+    return made(lengths=lengths_of(mask, seqlen_q, seqlen_k), **parts, **band_fields(band))
 
 
 def from_segments(segments: Segments, seqlen_q: int, seqlen_k: int, band: Band) -> TileMask:
@@ -261,8 +301,14 @@ def from_segments(segments: Segments, seqlen_q: int, seqlen_k: int, band: Band) 
     assert keys is not None
     listed = sharded.segments_of_queries(queries, keys, seqlen_q)
     row_tiles, col_tiles = torch.ops.dmattn.list_tiles(listed, keys, seqlen_q, *band.limits(seqlen_q, seqlen_k))
-    lengths = lengths_of(keys, seqlen_q, seqlen_k)
-    return TileMask(lengths, row_tiles, col_tiles, q_segments=queries, k_segments=keys, **band_fields(band))
+    return made(
+        lengths=lengths_of(keys, seqlen_q, seqlen_k),
+        row_tiles=row_tiles,
+        col_tiles=col_tiles,
+        q_segments=queries,
+        k_segments=keys,
+        **band_fields(band),
+    )
 
 
 def from_intervals(
@@ -275,8 +321,8 @@ def from_intervals(
     """Return the mask that shows key `j` to the queries of an interval, `[B|1, Hm, Sk]`, less those of a hidden one."""
     start, end = intervals
     hidden_from, hidden_to = (None, None) if hidden is None else hidden
-    return TileMask(
-        lengths_of(end, seqlen_q, end.shape[-1]),
+    return made(
+        lengths=lengths_of(end, seqlen_q, end.shape[-1]),
         start=start,
         end=end,
         hidden_from=hidden_from,
