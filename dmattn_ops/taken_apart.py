@@ -9,6 +9,7 @@ and an exported program compares these sizes, by an operator whose result it nee
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from dmattn_ops import ops, require, sharded, validation, values
 from dmattn_ops.meta import ceil_div
 from dmattn_ops.privates import pytree
-from dmattn_ops.problem import MASK_TENSORS, TILE, UNBOUNDED
+from dmattn_ops.problem import HEADER, MASK_TENSORS, TILE, UNBOUNDED
 from dmattn_ops.version import __version__
 
 if TYPE_CHECKING:
@@ -64,8 +65,15 @@ def _require_readable(mask: TileMask) -> None:
         if lists is None:
             continue
         local = lists.to_local() if sharded.is_sharded(lists) else lists
-        if type(local) is Tensor and not local.is_meta:  # fakes have no values
-            values.lists(name, local, ceil_div(length, TILE))
+        if type(local) is not Tensor or local.is_meta:  # fakes have no values
+            continue
+        values.lists(name, local, ceil_div(length, TILE))
+        counts, tiles = local[..., 1:3].sum(-1, keepdim=True), local[..., HEADER:]
+        listed = torch.where(torch.arange(tiles.shape[-1], device=local.device) < counts, tiles, -1).sort(-1).values
+        if bool(((listed[..., 1:] == listed[..., :-1]) & (listed[..., 1:] >= 0)).any()):
+            raise ValueError(f"each record of {name} must list a tile once, got one twice")
+        if bool((local[..., 3] != 0).any()):
+            raise ValueError(f"word 3 of the records of {name} must be 0, got another number")
 
 
 # Files and copies.
@@ -89,15 +97,21 @@ def restore(mask: TileMask, state: dict[str, Any]) -> None:
     if sorted(fields, key=str) != sorted(names):
         raise ValueError(f"a file of a TileMask must hold {', '.join(names)}, got {', '.join(map(str, fields))}")
     mask.__dict__.update(fields)
-    for name in TENSORS:
-        part = fields[name]
-        if type(part) is Tensor and getattr(part.untyped_storage(), "_torch_load_uninitialized", False):
-            raise ValueError(
-                "a TileMask cannot be checked in a file of torch's old format, which holds its numbers behind it: save it"
-                " without _use_new_zipfile_serialization=False"
-            )
+    if _filled_later():
+        raise ValueError(
+            "a TileMask cannot be checked in a file of torch's old format, which holds what tensors hold behind everything"
+            " else: save it without _use_new_zipfile_serialization=False"
+        )
     require_fitting(mask)
     _require_readable(mask)
+
+
+def _filled_later() -> bool:
+    """Return whether torch is reading a file of its old format, whose tensors hold nothing yet."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_legacy_load":
+        frame = frame.f_back
+    return frame is not None
 
 
 def assign(used: Callable[[Any], bool]) -> Callable[[Any, str, Any], None]:

@@ -116,12 +116,13 @@ class TileMask:
 
     def density(self) -> Tensor:
         """Return the share of the 128 x 128 tiles that kernels visit, a float32 scalar on the mask's device."""
-        if self.row_tiles is None:
+        mask = self.mask
+        if mask.row_tiles is None:
             limits = self.band.limits(self.seqlen_q, self.seqlen_k)
             with sharded.constants_beside(self.lengths):
-                tiles = layout.interval_tiles(self.mask, *limits, self.seqlen_q, self.seqlen_k)
+                tiles = layout.interval_tiles(mask, *limits, self.seqlen_q, self.seqlen_k)
         else:
-            tiles = self.row_tiles[..., 1:3]  # how many of each row are listed
+            tiles = mask.row_tiles[..., 1:3]  # how many of each row are listed
         batch, heads, _, _ = self.shape
         rows, columns = (ceil_div(length, TILE) for length in (self.seqlen_q, self.seqlen_k))
         return tiles.sum(dtype=torch.float32) / require.larger(1, batch * heads * rows * columns)
