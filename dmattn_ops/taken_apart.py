@@ -141,7 +141,12 @@ def assign(used: Callable[[Any], bool]) -> Callable[[Any, str, Any], None]:
 def _sizes(band_lo: int, band_hi: int, at_most: int | None, from_bottom_right: bool) -> tuple[int, ...]:
     """Return the numbers of a mask as sizes: any of them, and their strides, fit into 63 bits."""
     low, high = (require.larger(0, UNBOUNDED + require.smaller(UNBOUNDED, limit)) for limit in (band_lo, band_hi))
-    return (2 * low + int(from_bottom_right), 0, high, 0 if at_most is None else 1 + require.smaller(UNBOUNDED, at_most))
+    return (
+        2 * low + int(from_bottom_right),
+        0,
+        high,
+        0 if at_most is None else 1 + require.smaller(UNBOUNDED, at_most),
+    )
 
 
 def _text(seqlen_q: int, seqlen_k: int, sizes: tuple[int, ...]) -> str:
@@ -151,7 +156,9 @@ def _text(seqlen_q: int, seqlen_k: int, sizes: tuple[int, ...]) -> str:
     return f"lengths ({seqlen_q}, {seqlen_k}), {numbers}, from_bottom_right {bool(low % 2)}"
 
 
-def _as_exported(part: Tensor, lengths: Tensor, numbers: Tensor, seqlen_q: int, seqlen_k: int, *expected: Any) -> Tensor:
+def _as_exported(
+    part: Tensor, lengths: Tensor, numbers: Tensor, seqlen_q: int, seqlen_k: int, *expected: Any
+) -> Tensor:
     """Return a copy of a tensor of a mask whose lengths and numbers are those that a program was exported with."""
     sizes = _sizes(*expected)
     if tuple(numbers.shape) != sizes or tuple(lengths.shape[:2]) != (seqlen_q, seqlen_k):
@@ -197,7 +204,9 @@ def register(kind: type[TileMask], made: Callable[..., TileMask]) -> None:
     def unflatten(leaves: Any, context: Any) -> TileMask:
         held, absent, whole = context
         fields = dict(zip(held, leaves, strict=True))
-        if not all(isinstance(part, (int, torch.SymInt) if name in NUMBERS else Tensor) for name, part in fields.items()):
+        if not all(
+            isinstance(part, (int, torch.SymInt) if name in NUMBERS else Tensor) for name, part in fields.items()
+        ):
             return _of_others(fields, context)
         numbers = fields.pop(_HOLDER)
         if torch.compiler.is_exporting():

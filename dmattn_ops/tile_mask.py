@@ -66,10 +66,10 @@ class TileMask:
     @property
     def mask(self) -> Mask:
         """The tensors as the operators take them."""
-        parts = [getattr(self, name) for name in MASK_TENSORS]
+        held = self._held()
         if not is_compiling():
-            values.memory(parts)
-        return Mask._make([*parts, self.at_most])
+            values.memory(held)
+        return held
 
     @property
     def band(self) -> Band:
@@ -79,7 +79,7 @@ class TileMask:
     @property
     def kind(self) -> str:
         """ "bits", "segments" or "intervals"."""
-        return self.mask.kind
+        return self._held().kind
 
     @property
     def seqlen_q(self) -> int:
@@ -111,8 +111,7 @@ class TileMask:
     @property
     def nbytes(self) -> int:
         """The memory that the tensors take."""
-        parts = [getattr(self, name) for name in MASK_TENSORS]
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in self._held()[:-1] if part is not None)
 
     def density(self) -> Tensor:
         """Return the share of the 128 x 128 tiles that kernels visit, a float32 scalar on the mask's device."""
@@ -146,7 +145,7 @@ class TileMask:
                 for name, part in self._parts("start", "end", "hidden_from", "hidden_to")
             }
         else:
-            moved = {"q_segments": None if self.q_segments is None else layout.own(self.q_segments[:, start:stop])}
+            moved = {name: layout.own(part[:, start:stop]) for name, part in self._parts("q_segments")}
         band = self.band.moved(start, self.seqlen_q, self.seqlen_k)
         return self._part(moved, band, stop - start, self.seqlen_k, lambda dense: dense[:, :, start:stop])
 
@@ -203,6 +202,10 @@ class TileMask:
             f"TileMask(shape={tuple(self.shape)}, kind={self.kind}{band}{most}, device={device!r},"
             f" nbytes={self.nbytes})"
         )
+
+    def _held(self) -> Mask:
+        """Return the tensors, whether there is memory behind them or not."""
+        return Mask._make([*[getattr(self, name) for name in MASK_TENSORS], self.at_most])
 
     def _parts(self, *names: str) -> list[tuple[str, Tensor]]:
         """Return the tensors of these names that there are."""

@@ -90,7 +90,7 @@ FRAMEWORKS: dict[str, Callable[[TileMask], TileMask]] = {
     "accelerate casts": accelerate("convert_to_fp32"),
     "dataclasses": dataclasses.replace,
     "tree": lambda mask: pytree.tree_map(lambda leaf: cast(leaf) if isinstance(leaf, Tensor) else leaf, mask),
-    "tree of others": lambda mask: pytree.tree_map(lambda leaf: leaf[0], pytree.tree_map(lambda leaf: (leaf,), mask)),
+    "tree of others": lambda mask: pytree.tree_map(lambda of: of(), pytree.tree_map(lambda leaf: lambda: leaf, mask)),
     "copy": copy.copy,
     "deep copy": copy.deepcopy,
     "pickle": lambda mask: pickle.loads(pickle.dumps(mask)),
@@ -102,14 +102,13 @@ FRAMEWORKS: dict[str, Callable[[TileMask], TileMask]] = {
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_every_framework_hands_over_the_same_mask(framework: str):
     for kind, maker in KINDS.items():
-        for band in ("", "causal", "window"):
-            made, _ = maker(**BANDS[band])
-            before = made.to_dense()
-            got = pytree.tree_map(lambda leaf: leaf, FRAMEWORKS[framework](made))  # as a compiler sees it afterwards
-            assert type(got) is TileMask and repr(got) == repr(made), (kind, band)
-            assert torch.equal(got.to_dense(), before) and torch.equal(made.to_dense(), before), (kind, band)
-            query, key = torch.randn(2, made.shape[2], 3, 4), torch.randn(2, made.shape[3], 3, 4)
-            assert torch.equal(flash_dmattn_func(query, key, key, got), flash_dmattn_func(query, key, key, made))
+        made, _ = maker(**BANDS["window"])
+        before = made.to_dense()
+        got = pytree.tree_map(lambda leaf: leaf, FRAMEWORKS[framework](made))  # as a compiler sees it afterwards
+        assert type(got) is TileMask and repr(got) == repr(made), kind
+        assert torch.equal(got.to_dense(), before) and torch.equal(made.to_dense(), before), kind
+        query, key = torch.randn(2, made.shape[2], 3, 4), torch.randn(2, made.shape[3], 3, 4)
+        assert torch.equal(flash_dmattn_func(query, key, key, got), flash_dmattn_func(query, key, key, made)), kind
 
 
 @pytest.mark.parametrize("where", ["argument", "keyword"])
