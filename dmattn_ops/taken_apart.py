@@ -120,7 +120,7 @@ def assign(used: Callable[[Any], bool]) -> Callable[[Any, str, Any], None]:
     A field takes what it has, and, until the object is `used`, another tensor of the same shape and dtype.
     """
 
-    def __setattr__(self: Any, name: str, given: Any) -> None:  # noqa: N807
+    def __setattr__(self: Any, name: str, given: Any) -> None:
         held = self.__dict__.get(name)
         if given is held and name in self.__dict__:
             return
@@ -225,7 +225,7 @@ def register(kind: type[TileMask], made: Callable[..., TileMask]) -> None:
         """
         held, absent, whole = context
         if type(fields["lengths"]).__name__ == "TensorChunkSpec":
-            fields |= {name: fields["band_lo"] for name in whole}
+            fields |= dict.fromkeys(whole, fields["band_lo"])
         numbers = fields[_HOLDER]
         others = {name: part for name, part in fields.items() if name != _HOLDER}
         return made(**others, _leaves=([*others.values(), numbers], context))
