@@ -202,7 +202,7 @@ def register(kind: type[TileMask], made: Callable[..., TileMask]) -> None:
         return [(pytree.GetAttrKey(name), part) for name, part in zip(context[0], leaves, strict=True)], context
 
     def unflatten(leaves: Any, context: Any) -> TileMask:
-        held, absent, whole = context
+        held, absent, _ = context
         fields = dict(zip(held, leaves, strict=True))
         if not all(
             isinstance(part, (int, torch.SymInt) if name in NUMBERS else Tensor) for name, part in fields.items()
@@ -223,12 +223,11 @@ def register(kind: type[TileMask], made: Callable[..., TileMask]) -> None:
         Pipelines map each tensor to the word that cuts it along the batch, and each number to the word that hands it to every
         part: so that is what tensors without a batch of their own get.
         """
-        held, absent, whole = context
         if type(fields["lengths"]).__name__ == "TensorChunkSpec":
-            fields |= dict.fromkeys(whole, fields["band_lo"])
-        numbers = fields[_HOLDER]
-        others = {name: part for name, part in fields.items() if name != _HOLDER}
-        return made(**others, _leaves=([*others.values(), numbers], context))
+            fields |= dict.fromkeys(context[2], fields["band_lo"])
+        leaves = list(fields.values())
+        del fields[_HOLDER]
+        return made(**fields, _leaves=(leaves, context))
 
     if pytree is None:
         torch.export.register_dataclass(kind, serialized_type_name="dmattn_ops.TileMask")

@@ -164,20 +164,50 @@ WRONG = {
     "a dtype": (ENDS, {"end": ENDS.end.float()}, TypeError, "end must have dtype torch.int32, got torch.float32"),
     "a layout": (ENDS, {"end": ENDS.end.to_sparse()}, TypeError, "end must be a dense tensor"),
     "a device": (ENDS, {"end": ENDS.end.to("meta")}, ValueError, "end must be on cpu like query, got meta"),
-    "other keys": (ENDS, {"end": ENDS.end[..., 1:]}, ValueError, "end must have shape (2 or 1, 3 or 1, 200), got (2, 3, 199)"),
+    "other keys": (
+        ENDS,
+        {"end": ENDS.end[..., 1:]},
+        ValueError,
+        "end must have shape (2 or 1, 3 or 1, 200), got (2, 3, 199)",
+    ),
     "other bits": (BITS, {"row_bits": BITS.row_bits[:, :, 1:]}, ValueError, "row_bits must have shape"),
     "fewer lists": (BITS, {"col_tiles": BITS.col_tiles[:, :, :1]}, ValueError, "col_tiles must have shape"),
-    "narrow lists": (BITS, {"col_tiles": BITS.col_tiles[..., :3]}, ValueError, "col_tiles must have a last dimension of at least 4"),
+    "narrow lists": (
+        BITS,
+        {"col_tiles": BITS.col_tiles[..., :3]},
+        ValueError,
+        "col_tiles must have a last dimension of at least 4",
+    ),
     "another batch": (SEGMENTS, {"k_segments": SEGMENTS.k_segments[[0, 0, 1]]}, ValueError, "must have shape"),
-    "lengths with elements": (ENDS, {"lengths": torch.zeros(3, 3, 1)}, ValueError, "lengths must have shape (3, 3, 0), got (3, 3, 1)"),
-    "long": (ENDS, {"lengths": lengths_of(ENDS.end, 1 << 30, S)}, ValueError, "Sq of a mask must be less than 1073741824"),
-    "two kinds": (ENDS, {"k_segments": ENDS.end}, ValueError, "a mask must have either row_bits and col_bits, or k_segments, or end"),
-    "no kind": (ENDS, {"end": None}, ValueError, "a mask must have either row_bits and col_bits, or k_segments, or end"),
+    "lengths with elements": (
+        ENDS,
+        {"lengths": torch.zeros(3, 3, 1)},
+        ValueError,
+        "lengths must have shape (3, 3, 0), got (3, 3, 1)",
+    ),
+    "long": (
+        ENDS,
+        {"lengths": lengths_of(ENDS.end, 1 << 30, S)},
+        ValueError,
+        "Sq of a mask must be less than 1073741824",
+    ),
+    "two kinds": (
+        ENDS,
+        {"k_segments": ENDS.end},
+        ValueError,
+        "a mask must have either row_bits and col_bits, or k_segments, or end",
+    ),
+    "no kind": (
+        ENDS,
+        {"end": None},
+        ValueError,
+        "a mask must have either row_bits and col_bits, or k_segments, or end",
+    ),
     "a promise": (ENDS, {"at_most": -1}, ValueError, "at_most must not be negative, got -1"),
     "no promise": (ENDS, {"at_most": "5"}, TypeError, "at_most must be an int, got str"),
     "an end of the band": (ENDS, {"band_lo": 1.5}, TypeError, "band_lo must be an int, got float"),
     "an alignment": (ENDS, {"from_bottom_right": 1}, TypeError, "from_bottom_right must be a bool, got int"),
-}  # fmt: skip
+}
 
 
 def words(text: str) -> str:
