@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from dmattn_ops.privates import pytree
 from dmattn_ops.problem import HEADER, MASK_TENSORS, TILE, UNBOUNDED
 from dmattn_ops.version import __version__
 
-if TYPE_CHECKING:
-    from dmattn_ops.tile_mask import TileMask
-
+TileMask = Any  # its module imports this one
 FORMAT = 1  # of files; those of version 0.2.0 do not say one, and are 0
 TENSORS = ("lengths", *MASK_TENSORS)
 NUMBERS = ("band_lo", "band_hi", "at_most", "from_bottom_right")
