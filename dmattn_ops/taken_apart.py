@@ -53,7 +53,7 @@ def require_fitting(mask: TileMask) -> None:
     batch = require.wider(part.shape[0] for part in given.values())
     heads = require.wider(part.shape[1] for name, part in given.items() if name != "q_segments")
     parts = mask.mask
-    validation.mask_tensors(parts, batch, heads, heads, *lengths.shape[:2], lengths.device)
+    validation.mask_tensors(parts, batch, heads, heads, lengths.shape[0], lengths.shape[1], lengths.device)
 
 
 def _require_readable(mask: TileMask) -> None:
@@ -162,7 +162,7 @@ def _as_exported(
     if tuple(numbers.shape) != sizes or tuple(lengths.shape[:2]) != (seqlen_q, seqlen_k):
         raise ValueError(
             f"the program was exported with a mask of {_text(seqlen_q, seqlen_k, sizes)}, got one of"
-            f" {_text(*lengths.shape[:2], tuple(numbers.shape))}: export it again with this one"
+            f" {_text(lengths.shape[0], lengths.shape[1], tuple(numbers.shape))}: export it again with this one"
         )
     return part.clone()
 

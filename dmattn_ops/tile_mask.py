@@ -211,7 +211,7 @@ class TileMask:
         """Return the tensors of these names that there are."""
         named = [(name, getattr(self, name)) for name in names]
         if not is_compiling():
-            values.memory([part for _, part in named])
+            values.memory(tuple(part for _, part in named))
         return [(name, part) for name, part in named if part is not None]  # Dynamo cannot read what `:=` binds in here
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TileMask:
