@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dmattn_ops.bands import Band
 from dmattn_ops.chunks import pack_in_chunks
-from dmattn_ops.tile_mask import Segments, TileMask, band_fields, lengths_of
+from dmattn_ops.tile_mask import Segments, TileMask, from_packed, lengths_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -28,7 +28,7 @@ def from_block_mask(mask: BlockMask, segments: Segments, band: Band) -> TileMask
         )
     limits = band.limits(seqlen_q, seqlen_k)
     packed = pack_in_chunks(_visible_in_blocks(mask), segments, (math.prod(leading), seqlen_q, seqlen_k), limits)
-    return TileMask(lengths_of(packed[2], seqlen_q, seqlen_k), *packed, **band_fields(band))
+    return from_packed(lengths_of(packed[2], seqlen_q, seqlen_k), packed, band)
 
 
 def _visible_in_blocks(mask: BlockMask) -> Callable[[int, int], Tensor]:

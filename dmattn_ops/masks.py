@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -22,7 +21,7 @@ from dmattn_ops.documents import (
     segments_of,
 )
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask
-from dmattn_ops.tile_mask import TileMask, band_fields, from_dense, from_intervals, from_segments
+from dmattn_ops.tile_mask import TileMask, from_dense, from_intervals, from_packed, from_segments
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -77,7 +76,8 @@ def prepare_mask(
             needs `seqlen_q`.
         hidden: `(from_, to)`, like `intervals`, which it needs: query `i` does not see key `j` where `from_ <= i < to`.
         at_most: a promise that no query sees more keys of a head, after everything that is given here: keys may then be
-            packed (see `dynamic_mask`). A broken promise raises on the CPU; on a GPU the queries concerned get NaN.
+            packed (see `dynamic_mask`). A broken promise raises on the CPU, in the call that attends by the mask, compiled or
+            not; on a GPU the queries concerned get NaN. What reads the mask alone (`to_dense`, `density`) does not count.
         seqlen_q: `Sq`, only where neither the mask nor the documents tell it.
         is_causal, causal_from, window_size: as in `flash_dmattn_func`.
 
@@ -212,7 +212,10 @@ def _countable(count: int) -> int:
 
 
 def _equal_intervals(intervals: Intervals, hidden: Pair | None) -> tuple[Intervals, Pair | None]:
-    """Refuse what is no pair of int32 `[B|1, Hm, Sk]`; return copies of one shape. A start may be None."""
+    """Refuse what is no pair of int32 `[B|1, Hm, Sk]`; return copies of one shape. A start may be None.
+
+    One that has the heads of keys says the same to all of their queries.
+    """
     parts: dict[str, Any] = {}
     for name, pair, ends in (("intervals", intervals, ("start", "end")), ("hidden", hidden, ("from_", "to"))):
         if pair is None:
@@ -229,13 +232,28 @@ def _equal_intervals(intervals: Intervals, hidden: Pair | None) -> tuple[Interva
         require.rank(name, part, 3, "[B, heads, Sk]")
         require.dtype(name, part, torch.int32)
         require.device(name, part, parts[first].device, first)
-    sizes = [require.wider(part.shape[dim] for part in parts.values()) for dim in (0, 1)]
-    shape = (*sizes, parts[first].shape[-1])
+    batch = require.wider(part.shape[0] for part in parts.values())
+    parts = _of_equal_heads(parts)
+    heads = require.wider(part.shape[1] for part in parts.values())
+    shape = (batch, heads, parts[first].shape[-1])
     for name, part in parts.items():
-        require.sizes(name, part, (1, sizes[0]), (1, sizes[1]), shape[2:])
+        require.sizes(name, part, (1, batch), (1, heads), shape[2:])
     own = {name: layout.own(part.expand(shape)) for name, part in parts.items()}
     others = None if hidden is None else (own["from_ of hidden"], own["to of hidden"])
     return (own.get("start of intervals"), own["end of intervals"]), others
+
+
+def _of_equal_heads(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return parts `[B|1, Hm, Sk]`, those with heads of keys repeated for the heads of queries that another one has."""
+    heads = [part.shape[1] for part in parts.values()]
+    widest = require.wider(heads)
+    if all(require.known_equal(own, 1) or require.known_equal(own, widest) for own in heads) or 0 in heads:
+        return parts
+    most = max(heads)
+    return {
+        name: part.repeat_interleave(most // own, dim=1) if 1 < own < most and most % own == 0 else part
+        for (name, part), own in zip(parts.items(), heads, strict=True)
+    }
 
 
 def _lengths(
@@ -348,11 +366,11 @@ def _with_intervals(
     start, end = intervals
     hides = (None, None) if hidden is None else hidden
     packed = torch.ops.dmattn.pack_intervals(end, start, *hides, mask, *segments_of(documents, None), seqlen_q, *limits)
-    bits = TileMask(made.lengths, *packed, **band_fields(band))
+    bits = from_packed(made.lengths, packed, band)
     if at_most is None:
         return bits
     if not values.on_the_host(end):  # of a graph or on a GPU: each call checks it, as it checks that of intervals
-        return replace(bits, at_most=at_most)
+        return bits.promising(at_most)
     values.promise(at_most, bits.to_dense().sum(-1))
     return bits
 

@@ -4,7 +4,8 @@ There are two gates. Without one of the names of `NEEDED`, derivatives are regis
 (`autograd.register_public`). Without one of `SHORT_CUTS`, calls take their way through torch's dispatcher, which costs a few
 microseconds; results and errors stay the same. Either is told once, when the package is imported. `_any_requires_grad` and
 `_current_level` need no gate: what stands in for them does the same in more time. Without `get_current_meta` of
-`torch.fx.traceback` or `CheckpointPolicy`, compiled dropout is refused where torch would draw its seeds twice.
+`torch.fx.traceback` or `CheckpointPolicy`, compiled dropout is refused where torch would draw its seeds twice. Without
+`torch.utils._pytree`, masks are registered as dataclasses, and packages of AOTInductor do not see their numbers.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ dispatch_keys: Any = getattr(torch._C, "_dispatch_keys", None)
 node_meta: Any = getattr(fx_traceback, "get_current_meta", None)  # of the node that is being traced
 region_budget: Any = getattr(fx_traceback, "_get_memory_budget_annotation", None)
 save_policy: Any = getattr(getattr(checkpoint, "CheckpointPolicy", None), "MUST_SAVE", None)
+pytree: Any = getattr(torch.utils, "_pytree", None)
 
 NEEDED = {
     "torch._C._AutoDispatchBelowAutograd": None if below_autograd is nullcontext else below_autograd,

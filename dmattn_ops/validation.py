@@ -51,7 +51,7 @@ def dense_call(call: Call) -> None:
     """Refuse what does not fit the tensors of a dense call."""
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = call.query.shape, call.key.shape
     if any(part is not None for part in call.mask[:-1]):
-        _mask(call.mask, batch, heads, heads_kv, seqlen_q, seqlen_k, call.query.device)
+        mask_tensors(call.mask, batch, heads, heads_kv, seqlen_q, seqlen_k, call.query.device)
     _numbers_and_seed(call, batch)
 
 
@@ -425,7 +425,9 @@ def _require_sink(sink: Tensor, query: Tensor) -> None:
         require.dtype("sink", sink, query.dtype, torch.float32)
 
 
-def _mask(mask: Mask, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, where: torch.device) -> None:
+def mask_tensors(
+    mask: Mask, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, where: torch.device
+) -> None:
     """Refuse tensors of a mask in which a kernel could read out of bounds; what lists hold is trusted."""
     rows, cols, words = ceil_div(seqlen_q, TILE), ceil_div(seqlen_k, TILE), TILE // WORD_BITS
     leading = (1, batch), (1, heads_kv, heads)

@@ -44,6 +44,7 @@ CALLS = [
     (dmattn_ops.explain, {**ROWS, **LENGTHS, **NUMBERS, "causal_from": "top_left"}),
     (prepare_mask, {"intervals": (None, ENDS), "at_most": S, "seqlen_q": S, "causal_from": 0, "window_size": (None, 0)}),
     (dynamic_mask, {"scores": SCORES, **KEPT, "queries": (1, 4)}),
+    (TileMask, {"lengths": torch.empty(S, S, 0), "end": ENDS, "band_lo": 1, "band_hi": 3, "at_most": 3}),
     *[(getattr(MASK, name), PAIRS) for name in ("queries", "keys", "batch")],
     (MASK.heads, {"start": 0, "stop": 1}),
     (biases.alibi_slopes, {"heads": 6}),
@@ -111,7 +112,7 @@ CALLS = [
 _NUMBER = r"\b(int|float|Window|WindowSize|CausalFrom)\b"
 _PUBLIC = [  # functions and classes of which every number stands above
     *[getattr(dmattn_ops, name) for name in dmattn_ops.__all__ if name.startswith("flash")],
-    dmattn_ops.explain, prepare_mask, dynamic_mask, TileMask.queries, TileMask.keys, TileMask.batch, TileMask.heads,
+    dmattn_ops.explain, prepare_mask, dynamic_mask, TileMask, TileMask.queries, TileMask.keys, TileMask.batch, TileMask.heads,
     *[getattr(biases, name) for name in vars(biases) if re.match("alibi|t5", name)],
     *[getattr(flash_attn, name) for name in flash_attn.__all__],
     *[getattr(bert_padding, name) for name in bert_padding.__all__],

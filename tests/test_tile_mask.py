@@ -351,6 +351,18 @@ def test_ends_of_intervals_broadcast_to_each_other():
     assert torch.equal(made.to_dense(), shown(*torch.broadcast_tensors(start, end), SQ))
 
 
+def test_heads_of_keys_beside_heads_of_queries_say_the_same_to_all_of_their_queries():
+    for heads, others in ((4, 2), (2, 4), (4, 1), (1, 4), (6, 3)):
+        ends, gap = random_ends(BATCH, heads, SK), random_ends(1, others, SK)
+        most = max(heads, others)
+        whole = [tuple(end.repeat_interleave(most // end.shape[1], 1) for end in pair) for pair in (ends, gap)]
+        made = prepare_mask(intervals=ends, hidden=gap, seqlen_q=SQ, is_causal=True)
+        expected = shown(*whole[0], SQ) & ~shown(*whole[1], SQ) & band_of(SQ, SK, is_causal=True)
+        assert made.kind == "intervals" and torch.equal(made.to_dense(), expected)
+    with pytest.raises(ValueError, match=r"from_ of hidden must have shape \(2 or 1, 3 or 1, 310\), got \(1, 2, 310\)"):
+        prepare_mask(intervals=random_ends(BATCH, 3, SK), hidden=random_ends(1, 2, SK), seqlen_q=SQ)
+
+
 @pytest.mark.parametrize("sorted_ids", [True, False])
 def test_documents_beside_intervals_stay_intervals_where_each_is_one_run(sorted_ids: bool):
     ids = torch.randint(0, 5, (BATCH, SK))
