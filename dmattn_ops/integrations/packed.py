@@ -20,12 +20,12 @@ class Packing:
     """What the call of one model told of packed sequences."""
 
     def __init__(
-        self, positions: Tensor | None, offsets: Tensor | None, own_mask: bool, crossed: bool, followed: bool = False
+        self, positions: Tensor | None, offsets: Tensor | None, own_mask: bool, refusal: str | None, followed: bool = False
     ) -> None:
         self.positions = positions  # [B|1, S], or [3|4, B|1, S] of models with several axes
         self.offsets = offsets  # int [N + 1], into all tokens of the batch, one row after the other
         self.own_mask = own_mask  # whether the caller brought a whole mask, which says everything
-        self.crossed = crossed  # whether the model also attends to an encoder
+        self.refusal = refusal  # why this model cannot keep packed sequences apart
         self.followed = followed  # whether a mask was made that follows it
 
     def documents(self, batch: int, q_length: int, keep: Tensor | None) -> Tensor | None:
@@ -40,11 +40,9 @@ class Packing:
         ids = self._ids(batch, q_length, keep)
         if ids is None or (not is_compiling() and not bool(ids[:, -1].any())):
             return None
-        if self.crossed:
+        if self.refusal is not None:
             raise NotImplementedError(
-                "position_ids or cu_seq_lens_q that tell of packed sequences (while compiling: any) are not followed in a model"
-                " that also attends to an encoder: nothing says which part of the encoder's output each sequence belongs to;"
-                " pass one sequence in a row, with padding"
+                f"position_ids or cu_seq_lens_q tell of packed sequences (while compiling: they may), and {self.refusal}"
             )
         return ids
 
@@ -127,7 +125,24 @@ def told(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any])
     if not isinstance(positions, Tensor) and not isinstance(offsets, Tensor):
         return None
     own_mask = mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2)
-    return Packing(positions, offsets, own_mask, given.get("encoder_hidden_states") is not None)
+    refusal = None
+    if given.get("encoder_hidden_states") is not None:
+        refusal = (
+            "nothing says which part of the encoder's output, to which this model attends too, belongs to which sequence: pass"
+            " one sequence in a row, with padding"
+        )
+    elif _mixes_otherwise(model) and offsets is None and given.get("seq_idx") is None:
+        refusal = (
+            f"{type(model).__name__} also has layers that mix them without attention (convolutions, state spaces): pass"
+            " cu_seq_lens_q or seq_idx, if those layers follow it, or one sequence in a row"
+        )
+    return Packing(positions, offsets, own_mask, refusal)
+
+
+def _mixes_otherwise(model: Any) -> bool:
+    """Return whether a model has layers beside attention in which a token learns of others."""
+    kinds = getattr(model.config, "layer_types", None) or ()
+    return getattr(model, "_is_stateful", False) or any("attention" not in kind or "linear" in kind for kind in kinds)
 
 
 @torch.compiler.assume_constant_result
@@ -140,9 +155,8 @@ def refuse_unfollowed(batch: int, q_length: int) -> None:
     packing = _noted.packing
     if packing is None or packing.followed or packing.own_mask:
         return
-    if packing.documents(batch, q_length, None) is not None:
-        raise NotImplementedError(
-            "position_ids or cu_seq_lens_q tell of packed sequences (while compiling: any may), and this model makes its masks"
-            " itself, without them: pass attention_mask as a mask [B, 1, S, S] that keeps the sequences apart, or one sequence"
-            " in a row"
-        )
+    packing.refusal = packing.refusal or (
+        "this model makes its masks itself, without them: pass attention_mask as a mask [B, 1, S, S] that keeps the sequences"
+        " apart, or one sequence in a row"
+    )
+    packing.documents(batch, q_length, None)
