@@ -70,12 +70,16 @@ def _arguments(kind, other):
 def build(config, attention):
     """A model in evaluation whose attention looks at something; the same weights each time."""
     torch.manual_seed(0)
-    made = AutoModel.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+    return drawn(AutoModel.from_config(config, attn_implementation=attention, dtype=torch.float32))
+
+
+def drawn(model):
+    """The model in evaluation, with weights that are not small."""
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in model.parameters():
             if parameter.dim() > 1 and parameter.is_floating_point():
                 parameter.normal_(std=0.25)
-    return made
+    return model.eval()
 
 
 def _inputs(made, images):
@@ -97,7 +101,9 @@ def _inputs(made, images):
         found["pixel_values"] = torch.randn(2, getattr(vision, "num_channels", 3), size, size)
     if made.main_input_name == "input_features":
         encoder = getattr(config, "audio_config", config)
-        bins = next((getattr(encoder, name) for name in ("num_mel_bins", "input_dim", "n_mels") if hasattr(encoder, name)), 80)
+        bins = next(
+            (getattr(encoder, name) for name in ("num_mel_bins", "input_dim", "n_mels") if hasattr(encoder, name)), 80
+        )
         found["input_features"] = torch.randn(2, bins, 200) if not images else torch.randn(2, 200, bins)
         if "attention_mask" in names:
             found["attention_mask"] = torch.ones(2, 200, dtype=torch.int64)

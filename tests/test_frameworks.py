@@ -172,7 +172,12 @@ def test_lightning_trains(precision, tmp_path):
             return torch.optim.Adam(self.parameters(), lr=1e-2)
 
     module = Module()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = lightning.Trainer(
         max_steps=8, accelerator="cpu", devices=1, precision=precision, default_root_dir=tmp_path, **quiet
     )

@@ -73,7 +73,9 @@ def test_packed_sequences_are_those_alone(name, training):
         if mask.startswith("padding"):  # its positions count or stand still, as it happens
             gap = torch.zeros(1, 3, dtype=torch.int64)
             at = LENGTHS[0] if mask == "padding between" else ids.shape[1]
-            given, where = (torch.cat([t[:, :at], gap + fill, t[:, at:]], 1) for t, fill in ((ids, 2), (positions, start)))
+            given, where = (
+                torch.cat([t[:, :at], gap + fill, t[:, at:]], 1) for t, fill in ((ids, 2), (positions, start))
+            )
             more["attention_mask"] = torch.cat([torch.ones_like(ids[:, :at]), gap, torch.ones_like(ids[:, at:])], 1)
         if training:
             found = first(model(given, position_ids=where, **more))
@@ -82,7 +84,9 @@ def test_packed_sequences_are_those_alone(name, training):
                 found = first(model(given, position_ids=where, **more))
         if mask.startswith("padding"):
             found = found[more["attention_mask"].bool()][None]
-        torch.testing.assert_close(found, torch.cat(rows, 1), atol=1e-4, rtol=1e-3, msg=lambda m: f"{mask} {use_cache}: {m}")
+        torch.testing.assert_close(
+            found, torch.cat(rows, 1), atol=1e-4, rtol=1e-3, msg=lambda m: f"{mask} {use_cache}: {m}"
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gemma3 both ways"])
@@ -118,7 +122,11 @@ def test_a_chunk_of_a_prompt_goes_on_with_the_cache_and_what_begins_anew_does_no
     ids, _ = packed_row()
     one, two = ids[:, :9], ids[:, 9:]
     for kind in ("dynamic", "static"):
-        cache = transformers.DynamicCache() if kind == "dynamic" else transformers.StaticCache(model.config, max_cache_len=32)
+        cache = (
+            transformers.DynamicCache()
+            if kind == "dynamic"
+            else transformers.StaticCache(model.config, max_cache_len=32)
+        )
         model(one[:, :5], past_key_values=cache)
         positions = torch.cat([torch.arange(5, 9), torch.arange(10)])[None]
         found = model(ids[:, 5:], past_key_values=cache, position_ids=positions).logits
@@ -148,13 +156,21 @@ def test_models_that_cannot_keep_them_apart_refuse_them_in_words(kind):
         words = "nothing says which part of the encoder's output"
     elif kind == "state space":
         config = transformers.FalconH1Config(**_SMALL, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8)
-        model, words = transformers.FalconH1Model(config), "FalconH1Model also has layers that mix them without attention"
+        model, words = (
+            transformers.FalconH1Model(config),
+            "FalconH1Model also has layers that mix them without attention",
+        )
     else:
-        model, words = transformers.LayoutLMModel(transformers.LayoutLMConfig(**_SMALL)), "this model makes its masks itself"
+        model, words = (
+            transformers.LayoutLMModel(transformers.LayoutLMConfig(**_SMALL)),
+            "this model makes its masks itself",
+        )
     model = under(model.eval(), "dmattn")
     with torch.no_grad():
         assert first(model(ids, position_ids=torch.arange(ids.shape[1])[None], **more)).isfinite().all()
-        with pytest.raises(NotImplementedError, match=rf"^position_ids or cu_seq_lens_q tell of packed sequences .*{words}"):
+        with pytest.raises(
+            NotImplementedError, match=rf"^position_ids or cu_seq_lens_q tell of packed sequences .*{words}"
+        ):
             model(ids, position_ids=positions, **more)
 
 

@@ -7,10 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 _OPERATORS = (
     "getitem and rand or ror xor rxor invert add radd sub rsub mul rmul truediv rtruediv neg lt le gt ge matmul rmatmul"
 ).split()
+_WHILE_COMPILING = (
+    "the model's code computes with its mask, which is not followed while compiling: add its config.model_type to"
+    " dmattn_ops.integrations.transformers.TENSOR_MASKS"
+)
 
 
 class ActsAsTensor:
@@ -28,6 +33,8 @@ class ActsAsTensor:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_compiling():  # a tracer does not know the names of functions: whether it is added to something
+            raise NotImplementedError(_WHILE_COMPILING)
         name = getattr(function, "__name__", "").strip("_")
         _refuse_change(name, getattr(function, "__name__", ""))
         others = [part for part in args if isinstance(part, Tensor) and part.is_floating_point()]

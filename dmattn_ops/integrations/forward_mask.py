@@ -115,7 +115,9 @@ class ForwardMask(ActsAsTensor):
         blocking = {"non_blocking": bool(options.get("non_blocking", False))}
         names = ("offset", "documents", "padding", "prepared", "anchor")
         parts = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: part.to(device, **blocking) for name, part in parts.items() if hasattr(part, "to")})
+        return replace(
+            self, **{name: part.to(device, **blocking) for name, part in parts.items() if hasattr(part, "to")}
+        )
 
     def prepare(self, device: torch.device) -> ForwardMask:
         """Return the mask with what kernels read of its documents, its padding and its tensor of an offset.

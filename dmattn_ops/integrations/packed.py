@@ -20,7 +20,12 @@ class Packing:
     """What the call of one model told of packed sequences."""
 
     def __init__(
-        self, positions: Tensor | None, offsets: Tensor | None, own_mask: bool, refusal: str | None, followed: bool = False
+        self,
+        positions: Tensor | None,
+        offsets: Tensor | None,
+        own_mask: bool,
+        refusal: str | None,
+        followed: bool = False,
     ) -> None:
         self.positions = positions  # [B|1, S], or [3|4, B|1, S] of models with several axes
         self.offsets = offsets  # int [N + 1], into all tokens of the batch, one row after the other
@@ -53,7 +58,9 @@ class Packing:
             return (ids - ids[:, :1]).to(torch.int32)
         positions = self.positions
         assert positions is not None
-        several = positions.dim() == 3 and positions.shape[0] == 3  # axes of images; with a fourth, the first is the text's
+        several = (
+            positions.dim() == 3 and positions.shape[0] == 3
+        )  # axes of images; with a fourth, the first is the text's
         positions = positions[0] if positions.dim() == 3 else positions
         if positions.dim() != 2 or positions.shape[1] != q_length or positions.shape[0] not in (1, batch):
             return None
@@ -142,7 +149,11 @@ def told(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any])
 def _mixes_otherwise(model: Any) -> bool:
     """Return whether a model has layers beside attention in which a token learns of others."""
     kinds = getattr(model.config, "layer_types", None) or ()
-    return getattr(model, "_is_stateful", False) or any("attention" not in kind or "linear" in kind for kind in kinds)
+    return (
+        getattr(model, "_is_stateful", False)
+        or any("attention" not in kind and "sliding" not in kind or "linear" in kind for kind in kinds)
+        or any(getattr(model.config, name, None) for name in ("conv_kernel_size", "conv_L_cache", "trigram_input"))
+    )
 
 
 @torch.compiler.assume_constant_result
