@@ -120,7 +120,7 @@ def test_a_mask_is_the_tensor_that_a_models_code_expects(kind):
     assert (mask.dtype, mask.device, mask.shape) == (dense.dtype, dense.device, dense.shape)
     assert torch.equal(scores + mask, scores + additive) and torch.equal(mask + scores, scores + additive)
     assert torch.equal(torch.add(scores, mask), scores + additive)
-    assert mask == mask and mask != None and not (mask == "causal")  # noqa: E711, PLR0124
+    assert mask == mask and mask != None and mask != "causal"  # noqa: E711
     assert not hasattr(mask, "no_such_name") and mask.to("cpu").shape == mask.shape
     for change in (lambda: mask.masked_fill_(other, False), lambda: mask.__setitem__((0, 0), True)):
         with pytest.raises(NotImplementedError, match=r"^the model's code changes its mask in place .*TENSOR_MASKS$"):

@@ -66,7 +66,7 @@ def test_packed_sequences_are_those_alone(name, training):
         alone = [first(model(part, position_ids=torch.arange(part.shape[1])[None] + start)) for part in parts]
     takes_cache = name not in ("roberta", "bert", "modernbert")
     for mask, use_cache in itertools.product(MASKS, (None, True, False) if takes_cache else (None,)):
-        given, rows, where = ids, alone, positions
+        given, where = ids, positions
         more = {} if use_cache is None else {"use_cache": use_cache}
         if mask != "none":
             more["attention_mask"] = torch.ones_like(ids)
@@ -84,9 +84,8 @@ def test_packed_sequences_are_those_alone(name, training):
                 found = first(model(given, position_ids=where, **more))
         if mask.startswith("padding"):
             found = found[more["attention_mask"].bool()][None]
-        torch.testing.assert_close(
-            found, torch.cat(rows, 1), atol=1e-4, rtol=1e-3, msg=lambda m: f"{mask} {use_cache}: {m}"
-        )
+        error = (found - torch.cat(alone, 1)).abs().max()
+        assert error < 1e-4 * found.abs().max(), (mask, use_cache, error)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gemma3 both ways"])

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+# fmt: off
 _OPERATORS = (
-    "getitem and rand or ror xor rxor invert add radd sub rsub mul rmul truediv rtruediv neg lt le gt ge matmul rmatmul"
-).split()
+    "getitem", "and", "rand", "or", "ror", "xor", "rxor", "invert", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv",
+    "rtruediv", "neg", "lt", "le", "gt", "ge", "matmul", "rmatmul",
+)
+# fmt: on
 _WHILE_COMPILING = (
     "the model's code computes with its mask, which is not followed while compiling: add its config.model_type to"
     " dmattn_ops.integrations.transformers.TENSOR_MASKS"

@@ -151,7 +151,7 @@ def _mixes_otherwise(model: Any) -> bool:
     kinds = getattr(model.config, "layer_types", None) or ()
     return (
         getattr(model, "_is_stateful", False)
-        or any("attention" not in kind and "sliding" not in kind or "linear" in kind for kind in kinds)
+        or any(("attention" not in kind and "sliding" not in kind) or "linear" in kind for kind in kinds)
         or any(getattr(model.config, name, None) for name in ("conv_kernel_size", "conv_L_cache", "trigram_input"))
     )
 
