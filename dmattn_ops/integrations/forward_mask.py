@@ -81,8 +81,8 @@ class ForwardMask(ActsAsTensor):
     def tensor(self) -> Tensor:
         """Return the mask as bool `[B, 1, Sq, Sk]`."""
         if self.prepared is None:
-            band, lengths = band_of(**self.keywords), self.shape[2:]
-            keep = layout.band_mask(*band.limits(*lengths), *lengths, self.device)[None, None]
+            limits = band_of(**self.keywords).limits(self.q_length, self.kv_length)
+            keep = layout.band_mask(*limits, self.q_length, self.kv_length, self.device)[None, None]
         else:
             keep = self.prepared.to_dense()
         return keep.expand(self.shape)

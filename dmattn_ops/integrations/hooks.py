@@ -42,7 +42,7 @@ def _call(self: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 def _correct(self: Any, requested_attention: str | None, *arguments: Any, **keywords: Any) -> str:
-    if requested_attention in _names and not _can_be_chosen(type(self)):
+    if requested_attention in _names and not _can_be_chosen(type(self)):  # type: ignore[arg-type]
         raise ValueError(
             f"{type(self).__name__} does not go through AttentionInterface of transformers, so that it cannot attend through"
             f" {requested_attention!r}: its own code would have to change. Where it is one part of a model, name the others:"
