@@ -11,6 +11,7 @@ SOURCES := pyproject.toml $(wildcard setup.py) $(shell find csrc -type f \( -nam
 ifeq ($(PYTHON),)
   PY := $(CURDIR)/.venv/bin/python
   READY := .venv/ready
+  TEST_READY := .venv/test
   DOCS_READY := .venv/docs
 else
   ifeq ($(shell command -v '$(PYTHON)'),)
@@ -18,6 +19,7 @@ else
   endif
   PY := $(PYTHON)
   READY := build/ready$(subst /,-,$(shell $(PYTHON) -c 'import sys; print(sys.prefix)'))
+  TEST_READY := $(READY)
   DOCS_READY := $(READY)
 endif
 
@@ -33,9 +35,9 @@ endif
 help: ## list the targets (times are those of two cores)
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-setup: $(READY) ## make the environment and build the package (1 minute, and the time to download torch)
+setup: $(TEST_READY) ## make the environment that all targets but docs need (some minutes, most of them downloads)
 
-train: $(READY) ## train a small language model with dynamic-mask attention (about 5 minutes; ARGS="--steps 100 ...")
+train: $(READY) ## train a small language model with dynamic masks (about 5 minutes; ARGS="--steps 100 ...")
 	@$(PY) examples/train.py $(ARGS)
 
 test: test-cpu test-interpreter ## run all tests that need no GPU (10 to 20 minutes)
@@ -45,23 +47,23 @@ test: test-cpu test-interpreter ## run all tests that need no GPU (10 to 20 minu
 WORKERS = $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=auto --dist=loadfile)
 CPU_TESTS = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(PY) -m pytest -m "not gpu and not slow" $(WORKERS)
 
-test-cpu: $(READY)
+test-cpu: $(TEST_READY)
 	$(CPU_TESTS) tests --ignore=tests/interpreter --ignore=tests/gpu $(ARGS)
 
 # A process of its own: Triton decides at import whether it interprets.
-test-interpreter: $(READY)
+test-interpreter: $(TEST_READY)
 	TRITON_INTERPRET=1 $(CPU_TESTS) tests/interpreter $(ARGS)
 
-test-gpu: $(READY) ## run the tests that need a GPU
+test-gpu: $(TEST_READY) ## run the tests that need a GPU
 	$(PY) -m pytest tests --ignore=tests/interpreter -m gpu $(ARGS)
 
 OF_RANKS = ranks context_parallel context_dynamic context_models context_faults sharding parallelize
 
 # Every worker sees all GPUs: with a share of them, ranks that do not have a GPU each would run on the CPU, by gloo.
-test-ranks: $(READY) ## run the tests of several ranks, by NCCL where there is a GPU for each; ARGS="-n 8" for 8 workers
+test-ranks: $(TEST_READY) ## run the tests of several ranks, by NCCL where there is a GPU for each; ARGS="-n 8" for 8 workers
 	DMATTN_TEST_ALL_GPUS=1 $(PY) -m pytest $(OF_RANKS:%=tests/test_%.py) $(ARGS)
 
-lint: $(READY) ## check style and types
+lint: $(TEST_READY) ## check style and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -69,7 +71,7 @@ lint: $(READY) ## check style and types
 docs: $(DOCS_READY) ## build the documentation into build/docs; a broken link or a page without a place is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-sweep: $(READY) ## compile every configuration and compare with the frozen tables, run the slow tests and random problems
+sweep: $(TEST_READY) ## compile every configuration and compare with the frozen tables, run the slow tests and random problems
 	$(PY) -m dmattn_ops.testing.sweep
 	$(PY) -m pytest $(WORKERS) tests --ignore=tests/interpreter -m "slow and not gpu"
 	TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS) tests/interpreter -m slow
@@ -78,16 +80,16 @@ sweep: $(READY) ## compile every configuration and compare with the frozen table
 sanitize: export DMATTN_SANITIZE_CASES ?= 2000
 sanitize: sanitize-address sanitize-thread ## run the tests of the C++ kernels and random problems under sanitizers (20 minutes)
 
-sanitize-address: $(READY) ## the same with AddressSanitizer and UndefinedBehaviorSanitizer alone, and fewer problems (4 minutes)
+sanitize-address: $(TEST_READY) ## the same with AddressSanitizer and UndefinedBehaviorSanitizer alone, and fewer problems (4 minutes)
 	csrc/sanitize.sh address $(PY) $(WORKERS) $(ARGS)
 
-sanitize-thread: $(READY)
+sanitize-thread: $(TEST_READY)
 	csrc/sanitize.sh thread $(PY) $(WORKERS) $(ARGS)
 
-memory-check: $(READY) ## run every kernel under compute-sanitizer on a GPU; results go to memory_check.json (20 minutes)
+memory-check: $(TEST_READY) ## run every kernel under compute-sanitizer on a GPU; results go to memory_check.json (20 minutes)
 	$(PY) -m dmattn_ops.testing.memory_check $(ARGS)
 
-soak: $(READY) ## make calls of all kinds for 8 minutes, each checked; results go to soak.json
+soak: $(TEST_READY) ## make calls of all kinds for 8 minutes, each checked; results go to soak.json
 	$(PY) -m dmattn_ops.testing.soak $(ARGS)
 
 bench: $(READY) ## measure against the peers; results go to benchmarks/results
@@ -101,6 +103,7 @@ bench: $(READY) ## measure against the peers; results go to benchmarks/results
 	$(PY) benchmarks/bench_overhead.py
 	$(PY) benchmarks/bench_dynamic.py --minutes 30
 	$(PY) benchmarks/bench_intervals.py --minutes 30
+	$(PY) benchmarks/bench_trees.py
 	$(PY) benchmarks/bench_transformers.py
 	$(PY) benchmarks/benchmark_bubble_reduction.py
 
@@ -110,6 +113,7 @@ clean: ## remove what was built, the environment included
 
 # The environment. Where there is no NVIDIA GPU, the newest CPU build of torch that pip can see is enough: it is a tenth of
 # the size. It brings no Triton; the tests compile the CUDA kernels with the version whose registers and spills they freeze.
+# Training needs neither Triton nor what else the tests need, which is larger than the CPU build of torch.
 TRITON := triton==3.6.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := .venv/bin/python -m pip --disable-pip-version-check
@@ -125,7 +129,6 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 	  torch=$${cpu:+torch==$$cpu}; torch=$${torch:-torch>=2.11}; \
 	fi; \
 	echo "installing $$torch (a minute or more)"; \
-	case $$torch in *+cpu) test $$(uname) != Linux || more="$$more $(TRITON)";; esac; \
 	$(PIP) install --quiet "$$torch" 'setuptools>=77' $$more
 	@touch $@
 
@@ -137,9 +140,15 @@ define MARK_READY
 endef
 
 .venv/ready: .venv/torch $(SOURCES)
-	@echo "installing what tests and training need, and building the C++ kernels (half a minute)"
-	@$(PIP) install --quiet -e '.[test,train]' --no-build-isolation
+	@echo "installing what training needs, and building the C++ kernels (some minutes on two cores)"
+	@$(PIP) install --quiet -e '.[train]' --no-build-isolation
 	$(MARK_READY)
+
+.venv/test: .venv/ready
+	@echo "installing what the tests need, 1 GB with Triton and transformers (a minute or more)"
+	@case $$($(PY) -c 'import torch; print(torch.__version__)')-$$(uname) in *+cpu-Linux) more='$(TRITON)';; esac; \
+	$(PIP) install --quiet -e '.[test,train]' --no-build-isolation $$more
+	@touch $@
 
 .venv/docs: .venv/ready
 	@echo "installing what builds the documentation"
@@ -148,9 +157,12 @@ endef
 
 build/ready%: $(SOURCES)
 	@$(PY) -c 'import torch' || { echo "$(PY) has no torch: leave PYTHON out, and make will build .venv"; exit 1; }
-	@echo "installing into the environment of $(PY), and building the C++ kernels for its torch (half a minute)"
+	@echo "installing into the environment of $(PY), and building the C++ kernels for its torch (some minutes on two cores)"
 	@$(PY) -m pip install --quiet -e . --no-build-isolation --no-deps || { \
 	  echo "Could not install into the environment of $(PY) (is it writable, with setuptools >= 77?)."; \
-	  echo "Use one of your own: python3 -m venv --system-site-packages DIR, then make PYTHON=DIR/bin/python"; \
+	  echo "Use one of your own, which sees what is installed there:"; \
+	  echo "    $(PY) -m venv --system-site-packages DIR"; \
+	  echo "    DIR/bin/python -m pip install --upgrade 'setuptools>=77'"; \
+	  echo "    make $(MAKECMDGOALS) PYTHON=DIR/bin/python"; \
 	  exit 1; }
 	$(MARK_READY)

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import setuptools
 
@@ -35,11 +35,14 @@ if int(setuptools.__version__.split(".")[0]) < 77:  # what pyproject.toml asks f
         " (pip install --upgrade setuptools), or leave out --no-build-isolation"
     )
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import BaseError, CCompilerError
 
+ROOT = Path(__file__).resolve().parent
+SOURCES = ("dmattn_ops", "csrc", "meta", "tests", "docs", "examples", "benchmarks")  # no command removes these
 OLDEST_TORCH = (2, 11)
 FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wno-psabi"]
 MATH_FLAGS = ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
@@ -99,15 +102,69 @@ def digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
+def fitting(sources: str, library: Path) -> str:
+    """Return what the stamp of a library says that was built from sources with this digest."""
+    return f"{sources} {hashlib.sha256(library.read_bytes()).hexdigest()}"
+
+
 TORCH = find_torch()
 
 
+def holds_sources(folder: Path) -> bool:
+    """Return whether removing a folder would remove sources: it is a folder of them, or lies in one, or one lies in it."""
+    place = folder.resolve()
+    return ROOT.is_relative_to(place) or any(place.is_relative_to(ROOT / name) for name in SOURCES)
+
+
+class Commands(Distribution):
+    """Refuse commands that would clear a folder of sources: `clean --all --build-lib .`, `bdist_wheel --bdist-dir .`."""
+
+    def run_command(self, command: str) -> None:
+        """Run a command of setuptools."""
+        asked = self.get_command_obj(command)
+        asked.ensure_finalized()
+        cleared = []
+        if command == "clean" or command.startswith("bdist"):
+            names = ("build_temp", "build_lib", "build_scripts", "bdist_base", "bdist_dir")
+            cleared = [(name, Path(found)) for name in names if (found := getattr(asked, name, None))]
+        if command == "install_lib":
+            cleared = [("install_dir", Path(asked.install_dir, "dmattn_ops"))]
+        for name, folder in cleared:
+            if holds_sources(folder):
+                option = name.replace("_", "-")
+                raise SystemExit(
+                    f"dmattn_ops: {command} would replace or remove the sources in {folder.resolve()}: name another --{option}"
+                )
+        super().run_command(command)
+
+
 class Build(build):
-    """Forget modules that an earlier wheel was made of: setuptools would put them into this one."""
+    """Forget modules that an earlier wheel was made of: setuptools would put them into this one.
+
+    That is done in the folder that setuptools chooses. One that the user names (`--build-lib`) may hold anything.
+    """
+
+    def finalize_options(self) -> None:
+        """Remember whether the folder was named."""
+        self.named = any((self.build_lib, self.build_purelib, self.build_platlib))
+        super().finalize_options()
 
     def run(self) -> None:
-        shutil.rmtree(Path(self.build_lib, "dmattn_ops"), ignore_errors=True)
+        """Clear the folder, and build."""
+        modules = Path(self.build_lib, "dmattn_ops")
+        if not self.named and not holds_sources(modules):
+            shutil.rmtree(modules, ignore_errors=True)
         super().run()
+
+
+class BuildModules(build_py):
+    """Copy modules, but for those that lie where they are to go (`--build-lib .`): setuptools would remove them first."""
+
+    def copy_file(self, infile: str, outfile: str, *arguments: Any, **keywords: Any) -> tuple[str, bool]:
+        """Copy a file."""
+        if os.path.exists(outfile) and os.path.samefile(infile, outfile):
+            return outfile, False
+        return super().copy_file(infile, outfile, *arguments, **keywords)
 
 
 class BuildNative(build_ext):
@@ -133,18 +190,24 @@ class BuildNative(build_ext):
         sources = digest(
             Path(path).read_bytes().hex() for path in [*ext.sources, *ext.depends, TORCH.folder / "version.py"]
         )
-        if self.force or not kept.exists() or not stamp.exists() or stamp.read_text() != sources:
+        # The stamp names the library too, so that it fits no other one, wherever a build was interrupted.
+        if self.force or not kept.exists() or not stamp.exists() or stamp.read_text() != fitting(sources, kept):
             say(f"compiling the C++ kernels for torch {TORCH.version} in {TORCH.folder}")
+            partial = kept.with_suffix(".partial")
             try:
-                self._link(ext, self._compile(ext, folder), kept)
+                self._link(ext, self._compile(ext, folder), partial)
             except (BaseError, CCompilerError) as error:
                 say(f"THE C++ KERNELS ARE NOT BUILT: {error}")
                 return
-            stamp.write_text(sources)
+            text = fitting(sources, partial)
+            os.replace(partial, kept)
+            stamp.write_text(text)
         else:
             say(f"the C++ kernels for torch {TORCH.version} in {TORCH.folder} are built already")
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(kept, target)  # with the time of now: setuptools copies what is newer into an editable package
+        copied = target.with_suffix(".partial")
+        shutil.copy(kept, copied)  # with the time of now: setuptools copies what is newer into an editable package
+        os.replace(copied, target)  # whole, and apart from the one that a running process may have loaded
 
     def _compile(self, ext: Extension, folder: Path) -> list[str]:
         def compiled(source: str) -> str:
@@ -155,18 +218,15 @@ class BuildNative(build_ext):
         with ThreadPoolExecutor(compile_jobs(len(ext.sources))) as pool:
             return list(pool.map(compiled, ext.sources))
 
-    def _link(self, ext: Extension, objects: list[str], kept: Path) -> None:
-        """Link beside the place and move there, so that a build that is interrupted leaves no half a library."""
-        partial = kept.with_suffix(".partial")
+    def _link(self, ext: Extension, objects: list[str], library: Path) -> None:
         self.compiler.link_shared_object(
             objects,
-            str(partial),
+            str(library),
             libraries=ext.libraries,
             library_dirs=ext.library_dirs,
             extra_postargs=ext.extra_link_args,
             target_lang="c++",
         )
-        os.replace(partial, kept)
 
 
 def extensions() -> list[Extension]:
@@ -197,13 +257,14 @@ def extensions() -> list[Extension]:
 def description() -> str:
     """Return README.md as package indexes show it: without images and links to files, which lie in the repository only."""
     text = Path("README.md").read_text(encoding="utf-8")
-    text = re.sub(r"^!\[[^]]*\]\((?!https:)[^)]*\)\n\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^(!\[[^]]*\]\((?!https:)[^)]*\)|<img [^>]*>)\n\n", "", text, flags=re.MULTILINE)
     return re.sub(r"\[([^]]+)\]\((?!https:)[^)]*\)", r"\1", text)
 
 
 setup(
     ext_modules=extensions(),
-    cmdclass={"build": Build, "build_ext": BuildNative},
+    distclass=Commands,
+    cmdclass={"build": Build, "build_ext": BuildNative, "build_py": BuildModules},
     long_description=description(),
     long_description_content_type="text/markdown",
     # An isolated build asks what it needs by running egg_info. It needs a torch of its own only where the environment has

@@ -2,7 +2,7 @@
 
 A table stands between `<!-- results: FILE -->` and `<!-- end -->`, where FILE lies in benchmarks/results; `FILE 4096` takes
 only the rows whose case holds that word. Of a file of `bench_dynamic.py` or `bench_intervals.py`, `FILE PART` shows one part,
-and `FILE targets` what was meant to be reached.
+and `FILE targets` what was meant to be reached; `FILE PART whole` of `bench_dynamic.py` leaves out what the time is made of.
 """
 
 from __future__ import annotations
@@ -180,15 +180,17 @@ def _ms(time: float) -> str:
     return f"{time:.3g}" if time < 1000 else f"{time:.0f}"
 
 
-def dynamic_table(rows: list[Row]) -> str:
+def dynamic_table(rows: list[Row], only_whole: bool = False) -> str:
     """Milliseconds of the parts of a call with a dynamic mask, and how many times as long each other way takes."""
+    parts = {"select": "selection", "forward": "forward", "backward": "backward", "whole": "all of it"}
+    parts = {"whole": NAMES["dmattn"]} if only_whole else parts
     cases = _by_case([row for row in rows if "missing" not in row])
     shown = [name for name in DYNAMIC_NAMES if any(name in case for case in cases.values())]
-    has_share = any("share" in case["dmattn"] for case in cases.values() if "dmattn" in case)
+    has_share = not only_whole and any("share" in case["dmattn"] for case in cases.values() if "dmattn" in case)
 
     def line(case: str, found: dict[str, Row]) -> list[str]:
         own = found["dmattn"]
-        cells = [case, *(f"{own[f'{part}_ms']:.3g}" for part in ("select", "forward", "backward", "whole"))]
+        cells = [case, *(f"{own[f'{part}_ms']:.3g}" for part in parts)]
         if has_share:
             cells.append(f"{own['share']:.0%}" if "share" in own else "")
         others = (found.get(name) for name in shown)
@@ -198,8 +200,7 @@ def dynamic_table(rows: list[Row]) -> str:
         )
         return [*cells, *ratios]
 
-    heads = ["ms", "selection", "forward", "backward", "all of it"]
-    heads += ["not attention"] * has_share
+    heads = ["ms", *parts.values(), *["not attention"] * has_share]
     lines = [line(case, found) for case, found in cases.items() if "dmattn" in found]
     return _table([*heads, *(DYNAMIC_NAMES[name] for name in shown)], lines)
 
@@ -241,10 +242,10 @@ def table(name: str, words: list[str]) -> str:
     if "targets" in results:
         if words == ["targets"]:
             return targets_table(results["targets"])
-        rows = [row for row in results["rows"] if {row["part"], *row["case"].split()} >= set(words)]
+        rows = [row for row in results["rows"] if {row["part"], *row["case"].split(), "whole"} >= set(words)]
         if "published_tflops" in results:
             return intervals_table(rows, results["published_tflops"])
-        return dynamic_table(rows)
+        return dynamic_table(rows, only_whole="whole" in words)
     if "forward_must" in results["rows"][0]:
         return rows_table([row for row in results["rows"] if all(word in row["case"] for word in words)])
     if "forward_ratio" in results["rows"][0]:

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 # Reached as attributes, and imported when they are.
-_MODULES = ("biases", "compat", "distributed", "flex", "integrations", "nn", "sdpa", "testing")
+_MODULES = ("biases", "compat", "distributed", "flex", "integrations", "nn", "sdpa", "testing", "trees")
 _PLACES = {"activate": "sdpa", "activated": "sdpa", "deactivate": "sdpa"}
 
 

@@ -9,7 +9,6 @@ above 256 the results are exact, but no kernel was made fast there).
 
 from __future__ import annotations
 
-from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from dmattn_ops import arguments, autograd, masks, repeats, sharded, validation, values
+from dmattn_ops import arguments, autograd, masks, repeats, require, sharded, validation, values
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.problem import Varlen
 from dmattn_ops.tile_mask import TileMask
@@ -299,16 +298,18 @@ def flash_dmattn_varlen_func(
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute attention of sequences of different lengths, packed one behind the other, each to itself.
 
-    Sequence `b` has the queries `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1] - 1` and likewise the keys. On the CPU,
-    offsets that do not describe the tensors raise. On a GPU the host does not read them: kernels clamp them.
+    Sequence `b` has the queries `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1] - 1` and likewise the keys. Rows behind the
+    last offset belong to no sequence, as in a batch that is padded to one length: nothing reads them, their out and
+    gradients are 0, and their lse is -inf. On the CPU, offsets that do not describe the tensors raise. On a GPU the host
+    does not read them: kernels clamp them.
 
     Args:
         query: with shape `[total_q, H, D]`.
         key: with shape `[total_k, Hkv, D]`.
         value: with shape `[total_k, Hkv, Dv]`.
-        cu_seqlens_q: int32 `[B + 1]` on the device of query, from 0 to `total_q`.
-        cu_seqlens_k: int32 `[B + 1]`, from 0 to `total_k`.
-        max_seqlen_q: upper bound of the lengths of the queries, a Python int.
+        cu_seqlens_q: int32 `[B + 1]` on the device of query, from 0 to at most `total_q`.
+        cu_seqlens_k: int32 `[B + 1]`, from 0 to at most `total_k`.
+        max_seqlen_q: upper bound of the lengths of the queries, an integer.
         max_seqlen_k: upper bound of the lengths of the keys.
         mask: which keys to keep, with shape `[H|Hkv|1, total_k]`; dtypes as in `flash_dmattn_func`.
         bias: added to the scores of a key, with shape `[H|Hkv|1, total_k]`; differentiable.
@@ -326,16 +327,15 @@ def flash_dmattn_varlen_func(
         arguments.unknown_names("flash_dmattn_varlen_func", unknown)
     (query, key, value), bias, sink = arguments.prepared_inputs(3, bias, sink, query=query, key=key, value=value)
     validation.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    validation.integers(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    lengths = validation.integers(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if mask is not None:
         arguments.mask_of_keys(mask)
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
     band, scalars = arguments.read_numbers(*given)  # relative to the diagonal of each sequence
     same_bits = arguments.switches(deterministic, return_lse, return_max)
-    lengths = (max_seqlen_q, max_seqlen_k)
     top_left = causal_from != "bottom_right"
     if dropout_p != 0.0:
-        varlen = Varlen(cu_seqlens_q, cu_seqlens_k, *lengths, top_left)
+        varlen = Varlen(cu_seqlens_q, cu_seqlens_k, lengths[0], lengths[1], top_left)
         validation.varlen_tensors(query, key, value, bias, mask, sink, varlen)
         if values.on_the_host(cu_seqlens_q) and not sharded.is_sharded(cu_seqlens_q):
             values.offsets(query, key, varlen)
@@ -379,12 +379,5 @@ def _wanted(outputs: tuple[Any, ...], return_lse: bool, return_max: bool) -> Ten
     return (out, *((lse,) if return_lse else ()), *((row_max,) if return_max else ()))
 
 
-def _without_unknown(function: Any) -> None:
-    """Take `unknown` out of what `inspect.signature` tells: it is there to be refused with a hint, and is no argument."""
-    full = signature(function)
-    known = [each for each in full.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
-    function.__signature__ = full.replace(parameters=known)
-
-
 for _function in (flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func):
-    _without_unknown(_function)
+    require.without_unknown(_function)

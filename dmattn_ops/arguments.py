@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import environment, require, sharded, validation
+from dmattn_ops import environment, ops, privates, require, sharded, validation
 from dmattn_ops.bands import Band, CausalFrom, Window, band_of
 from dmattn_ops.problem import Mask
 from dmattn_ops.tile_mask import TileMask, read
@@ -48,13 +48,10 @@ _NAMES_ELSEWHERE = {
 
 def unknown_names(function: str, unknown: dict[str, Any]) -> None:
     """Refuse arguments that a function does not have; name its own where other libraries call it so."""
-    name = next(iter(unknown))
-    known = _NAMES_ELSEWHERE.get(name)
-    if name == "enable_gqa":
-        hint = ": heads of key and value are grouped where they are fewer than those of query"
-    else:
-        hint = "" if known is None else f": here it is called {known}"
-    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+    if next(iter(unknown)) == "enable_gqa":
+        hint = "heads of key and value are grouped where they are fewer than those of query"
+        raise TypeError(f"{function}() got an unexpected keyword argument 'enable_gqa': {hint}")
+    require.no_unknown(function, unknown, _NAMES_ELSEWHERE)
 
 
 def prepared_inputs(
@@ -154,10 +151,23 @@ def check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int,
     if mask is None:
         return
     if not isinstance(mask, (Tensor, TileMask)):
-        raise TypeError(f"mask must be a tensor or come from prepare_mask, got {require.type_text(mask)}")
+        several = isinstance(mask, (list, tuple))
+        hint = (
+            ": one mask of several is a & b of their tensors, with documents= and intervals= of prepare_mask"
+            if several
+            else ""
+        )
+        raise TypeError(f"mask must be a tensor or come from prepare_mask, got {require.type_text(mask)}{hint}")
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
-    require.sizes("mask", mask, *sizes, axes=require.AXES, hints=_MASKS_OF_OTHER_RANKS)
+    hints = _MASKS_OF_OTHER_RANKS
+    if isinstance(mask, TileMask) and not (
+        require.known_equal(mask.seqlen_q, sizes[2][-1]) and require.known_equal(mask.seqlen_k, sizes[3][-1])
+    ):
+        hints = {
+            4: "the mask of some of its queries is mask.queries(start, stop), of some of its keys mask.keys(start, stop)"
+        }
+    require.sizes("mask", mask, *sizes, axes=require.AXES, hints=hints)
     require.device("mask", mask, query.device)
 
 
@@ -186,7 +196,7 @@ def _new_numbers(
     softcap: float,
     dropout_p: float,
 ) -> Numbers:
-    validation.visibility(is_causal, causal_from, window_size)
+    causal_from, window_size = validation.visibility(is_causal, causal_from, window_size)
     if softmax_scale is not None:
         softmax_scale = validation.number("softmax_scale", softmax_scale)
     softcap, dropout_p = validation.number("softcap", softcap), validation.number("dropout_p", dropout_p)
@@ -218,7 +228,28 @@ def dropout_seed(query: Tensor, batch: int | None = None) -> Tensor:
     """
     if sharded.is_sharded(query):
         return sharded.seed(query, query.shape[0] if batch is None else batch)
+    if is_compiling() or privates.dispatch_modes is None or privates.dispatch_modes() > 0:
+        return torch.ops.dmattn.draw_seed(query, batch)
+    return _drawn(query, batch)
+
+
+def _drawn(query: Tensor, batch: int | None = None) -> Tensor:
+    """Draw seeds; in a graph, once: drawn again in the backward, they would drop other weights than the forward did."""
     if batch is not None:
-        return torch.randint(_SEED_END, (batch, query.shape[-2]), dtype=torch.int64, device=query.device)
+        with privates.saved_for_backward():
+            return torch.randint(_SEED_END, (batch, query.shape[-2]), dtype=torch.int64, device=query.device)
     like = query.detach()[:, :1, :, 0].sum(1)  # [B, H], also where there are no positions
-    return torch.randint_like(like, _SEED_END, dtype=torch.int64)
+    with privates.saved_for_backward():
+        return torch.randint_like(like, _SEED_END, dtype=torch.int64)
+
+
+def _draw_seed(query: Tensor, batch: int | None = None) -> Tensor:
+    validation.tensors(query=query)
+    return _drawn(query, batch)
+
+
+for _key in (
+    "CompositeImplicitAutograd",
+    "FuncTorchBatched",
+):  # under vmap, torch's own draw knows what `randomness` asks for
+    ops.library.impl("draw_seed", _draw_seed, _key)

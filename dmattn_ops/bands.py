@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from dmattn_ops.problem import UNBOUNDED
-from dmattn_ops.require import certainly, larger
+from dmattn_ops.require import certainly, known, larger
 
 CausalFrom = Literal["bottom_right", "top_left"] | int
 Window = tuple[int | None, int | None]
@@ -15,7 +15,8 @@ class Band(NamedTuple):
     """Key `j` is visible to query `i` iff `i + off + lo <= j <= i + off + hi`.
 
     `off` is `Sk - Sq` from the bottom right, else 0. So a band says the same for every length, and no length becomes part
-    of a compiled graph by it. A limit of `UNBOUNDED` or more limits nothing.
+    of a compiled graph by it. A `lo` of `-UNBOUNDED` or less and a `hi` of `UNBOUNDED` or more limit nothing, since
+    positions are smaller. What hides nothing of the whole hides nothing of a part: such a limit stays where others are moved.
     """
 
     lo: int = -UNBOUNDED
@@ -25,25 +26,24 @@ class Band(NamedTuple):
     @property
     def unlimited(self) -> bool:
         """Whether it hides nothing, whatever the lengths are."""
-        return _is_unbounded(self.lo) and _is_unbounded(self.hi)
+        return _any_key_before(self.lo) and _any_key_behind(self.hi)
 
     def limits(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
         """Return `(lo, hi)` from the top left, as the operators take them."""
         off = seqlen_k - seqlen_q if self.bottom_right else 0
-        return shifted(self.lo, off), shifted(self.hi, off)
+        return shifted(self.lo, self.hi, off)
 
     def moved(self, by: int, seqlen_q: int, seqlen_k: int) -> Band:
         """Return the band of a part of the scores, in which query `i` lies where `i + by` of the same diagonal was."""
-        lo, hi = self.limits(seqlen_q, seqlen_k)
-        return Band(shifted(lo, by), shifted(hi, by))
+        return Band(*shifted(*self.limits(seqlen_q, seqlen_k), by))
 
     def contains(self, other: Band) -> bool:
         """Return whether this band hides nothing that `other` shows, as far as that is known without the lengths."""
         if self.unlimited:
             return True
         comparable = self.bottom_right == other.bottom_right
-        return (_is_unbounded(self.lo) or (comparable and self.lo <= other.lo)) and (
-            _is_unbounded(self.hi) or (comparable and self.hi >= other.hi)
+        return (_any_key_before(self.lo) or (comparable and known(self.lo <= other.lo))) and (
+            _any_key_behind(self.hi) or (comparable and known(self.hi >= other.hi))
         )
 
     def also(self, other: Band, seqlen_q: int, seqlen_k: int) -> Band:
@@ -66,27 +66,35 @@ def band_of(is_causal: bool, causal_from: CausalFrom, window_size: Window) -> Ba
     left, right = window_size
     if is_causal:
         right = 0
-    lo = -UNBOUNDED if left is None else max(-UNBOUNDED, -left)
-    hi = UNBOUNDED if right is None else min(UNBOUNDED, right)
-    if isinstance(causal_from, str):
-        aligned = causal_from == "bottom_right" and not (left is None and right is None)
-        return Band(lo, hi, aligned)
-    return Band(shifted(lo, causal_from), shifted(hi, causal_from))
+    aligned = causal_from == "bottom_right" and not (left is None and right is None)
+    diagonal = 0 if isinstance(causal_from, str) else causal_from
+    lo, hi = (None if left is None else diagonal - left), (None if right is None else diagonal + right)
+    return Band(
+        -UNBOUNDED if lo is None or _any_key_before(lo) else lo,
+        UNBOUNDED if hi is None or _any_key_behind(hi) else hi,
+        aligned,
+    )
 
 
-def shifted(limit: int, by: int) -> int:
-    """Move a limit; one that limits nothing stays."""
-    return limit if _is_unbounded(limit) else limit + by
+def shifted(lo: int, hi: int, by: int) -> tuple[int, int]:
+    """Move the limits of a band; one that limits nothing stays."""
+    return (lo if _any_key_before(lo) else lo + by), (hi if _any_key_behind(hi) else hi + by)
 
 
-def _is_unbounded(limit: int) -> bool:
-    return certainly(abs(limit) >= UNBOUNDED)
+def _any_key_before(lo: int) -> bool:
+    """Return whether a lower limit limits nothing."""
+    return certainly(lo <= -UNBOUNDED)
+
+
+def _any_key_behind(hi: int) -> bool:
+    """Return whether an upper limit limits nothing."""
+    return certainly(hi >= UNBOUNDED)
 
 
 def _greater(lo: int, other: int) -> int:
     """Return the narrower of two lower limits."""
-    if _is_unbounded(lo) or _is_unbounded(other):
-        return other if _is_unbounded(lo) else lo
+    if _any_key_before(lo) or _any_key_before(other):
+        return other if _any_key_before(lo) else lo
     return larger(lo, other)
 
 

@@ -27,6 +27,8 @@ def _rule(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[tu
         for element in range(info.batch_size):
             pairs = zip(arguments, in_dims, strict=True)
             calls.append(operator(*(each if dim is None else each.select(dim, element) for each, dim in pairs)))
+        if isinstance(calls[0], Tensor):
+            return torch.stack(calls), 0
         outputs = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
         return outputs, (0,) * len(outputs)
 

@@ -2,8 +2,11 @@
 
 ALiBi adds `-slope * |distance|`, where query `i` has the position `i + Sk - Sq`. Where no key behind the diagonal is
 visible, that is `slope * j` less a number of each row, and a softmax does not change when a row moves: so a causal call
-takes `alibi_of_keys`, one number for each key, and only lse is off, by what `alibi_lse` returns. Numbers are rounded to
-float32: at 65536 keys and a slope of 0.5 by up to 0.002.
+takes `alibi_of_keys`, one number for each key, and only lse is off, by what `alibi_lse` returns.
+
+A score is rounded to float32 with that number in it, so that rows far from the last key lose digits: at 65536 keys and a
+slope of 0.5 the first ones are off by up to 0.004. `exact_rows` says how many queries one call may have for its results to be
+exact in their dtype; more are cut, each part with the keys up to its own last query: `compat.flash_attn` does so.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ import math
 import torch
 from torch import Tensor
 
+from dmattn_ops import require
+
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
     """Return ALiBi's slopes, float32 `[H]`: `2^(-8 / H)`, `2^(-16 / H)` ... for a power of two of heads, as its authors have it."""
+    [heads] = require.counts(heads=heads)
     if heads < 1:
         raise ValueError(f"heads must be positive, got {heads}")
     power = 1 << (heads.bit_length() - 1)
@@ -24,14 +30,21 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
     return torch.tensor([2.0**-exponent for exponent in exponents], device=device)
 
 
+def exact_rows(dtype: torch.dtype) -> int:
+    """Return how many queries `alibi_of_keys` serves in one call, with slopes up to 1, whose inputs have this dtype."""
+    return {torch.float32: 1 << 9, torch.float64: 1 << 30}.get(dtype, 1 << 14)
+
+
 def alibi_of_keys(slopes: Tensor, seqlen_k: int) -> Tensor:
     """Return ALiBi for causal calls, a `bias` `[B|1, H, 1, Sk]`, from slopes `[H]` or `[B, H]`: 0 at the last key."""
+    [seqlen_k] = require.counts(seqlen_k=seqlen_k)
     before_last = torch.arange(1 - seqlen_k, 1, device=slopes.device)
     return _of_heads(slopes)[:, :, None, None] * before_last
 
 
 def alibi_lse(slopes: Tensor, seqlen_q: int) -> Tensor:
     """Return what lse lacks after a causal call with `alibi_of_keys`: `[B|1, H, Sq]`."""
+    [seqlen_q] = require.counts(seqlen_q=seqlen_q)
     before_last = torch.arange(seqlen_q - 1, -1, -1, device=slopes.device)
     return _of_heads(slopes)[:, :, None] * before_last
 
@@ -66,6 +79,7 @@ def t5_buckets(
 
     Half of the buckets are for keys behind the query where `bidirectional`; else those all lie in bucket 0.
     """
+    buckets, max_distance = require.counts(buckets=buckets, max_distance=max_distance)
     behind = _distances(seqlen_q, seqlen_k, device)
     first: Tensor | int = 0
     if bidirectional:
@@ -91,20 +105,22 @@ def t5_bias(
 
 
 def _of_heads(slopes: Tensor) -> Tensor:
-    """Return slopes `[H]` or `[B, H]` as float32 `[B|1, H]`."""
+    """Return slopes `[H]` or `[B, H]` as float32, or float64 as it is, `[B|1, H]`."""
     if slopes.dim() not in (1, 2):
         raise ValueError(f"slopes must have shape (H,) or (B, H), got {tuple(slopes.shape)}")
-    return slopes.float().reshape(-1, slopes.shape[-1])
+    return slopes.to(torch.promote_types(slopes.dtype, torch.float32)).reshape(-1, slopes.shape[-1])
 
 
 def _distances(seqlen_q: int, seqlen_k: int, device: torch.device | str | None) -> Tensor:
     """Return the position of each key less that of each query, `[Sq, Sk]`, aligned in the bottom right corner."""
+    seqlen_q, seqlen_k = require.counts(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     queries = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=device)
     return torch.arange(seqlen_k, device=device) - queries.unsqueeze(-1)
 
 
 def _places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return the sequence of each packed position, and how many of it follow: both `[total]`."""
+    [total] = require.counts(total=total)
     place = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.bucketize(place, cu_seqlens[1:], right=True).clamp(max=cu_seqlens.shape[0] - 2)
     return sequence, cu_seqlens[1:][sequence] - 1 - place

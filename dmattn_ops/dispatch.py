@@ -156,6 +156,8 @@ def packing_of(
 def reasons_against_packing(call: Call, on: Arch | None, needs_max: bool = False) -> list[str]:
     """Return why the keys of a call with intervals cannot be packed, whether or not that would pay; empty where they can."""
     if not call.query.is_cuda and on is None:
+        if cpu_kernels() == "reference":
+            return ["plain torch operations compute every pair: the C++ kernels were not built"]
         return ["the CPU kernels gather the keys that each epoch of queries sees, where that pays"]
     reasons = packing.reasons_against(call)
     if needs_max:

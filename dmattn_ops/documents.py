@@ -26,10 +26,19 @@ def id_pair(documents: Any) -> tuple[Tensor, Tensor]:
         raise TypeError(f"documents must be ids or a pair of ids, got {len(pair)} of them")
     for ids in pair:
         validation.tensors(documents=ids)
+        validation.dense("documents", ids)
         require.rank("documents", ids, 2, require.DOCUMENTS)
         require.dtype("documents", ids, *validation.INTEGERS)
     require.device("documents of keys", pair[1], pair[0].device, "those of queries")
     return pair[0], pair[1]
+
+
+def as_integers(documents: Any) -> Any:
+    """Return documents with integers for ids that are bool; anything else as it is, to be checked."""
+    if isinstance(documents, tuple):
+        return tuple(as_integers(ids) for ids in documents)
+    is_bool = isinstance(documents, Tensor) and documents.dtype == torch.bool
+    return documents.to(torch.uint8) if is_bool else documents
 
 
 def _pair(documents: Any) -> Any:
@@ -98,16 +107,9 @@ def _numbered(documents: Documents, doubled: bool) -> tuple[Tensor, Tensor]:
     if narrow:
         return tuple(ids.to(torch.int32, copy=True).contiguous() for ids in (of_queries, of_keys))  # type: ignore[return-value]
     if of_queries is of_keys:
-        numbers = _ranks(of_keys.contiguous())
+        numbers = torch.ops.dmattn.rank_ids(of_keys)
         return numbers, numbers
     batch = require.wider((of_queries.shape[0], of_keys.shape[0]))
     both = torch.cat([ids.to(torch.int64).expand(batch, -1) for ids in (of_queries, of_keys)], dim=1)
-    ranks = _ranks(both)
+    ranks = torch.ops.dmattn.rank_ids(both)
     return layout.own(ranks[:, : of_queries.shape[1]]), layout.own(ranks[:, of_queries.shape[1] :])
-
-
-def _ranks(ids: Tensor) -> Tensor:
-    """Number the distinct ids of each row of `[B, S]` in ascending order, int32; no id is read on the host."""
-    ordered, order = ids.sort(dim=-1)
-    numbers = (ordered > layout.before(ordered)).cumsum(-1, dtype=torch.int32)  # DTensor of torch 2.11 does not know !=
-    return torch.zeros_like(numbers).scatter(-1, order, numbers)

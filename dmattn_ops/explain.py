@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from dmattn_ops import arch as architectures
-from dmattn_ops import arguments, dispatch, masks, meta, resources, validation, values
+from dmattn_ops import arguments, dispatch, masks, meta, require, resources, validation, values
 from dmattn_ops.arch import Arch
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.call import Call, Gradients, Result, Saved
@@ -36,7 +36,7 @@ class KeyPacking:
         order = "all at a time" if at_a_time >= heads else f"{at_a_time} at a time"
         text = (
             f"keys are packed in {cut.number} epochs of {cut.length} queries, {cut.slots_per_epoch} slots each,"
-            f" for {heads} heads, {order}"
+            f" for {heads} heads, {order}: what the queries of an epoch see is copied side by side into its slots"
         )
         return f"{text}; {self.packing.evidence}" if self.packing.evidence else text
 
@@ -107,6 +107,7 @@ def explain(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     arch: str | None = None,
+    **unknown: NoReturn,
 ) -> Explanation:
     """Tell which kernels and configurations a call would use, and why. Runs no attention.
 
@@ -128,6 +129,8 @@ def explain(
         ValueError, TypeError: as `flash_dmattn_func`, and for an `arch` that is none.
         NotImplementedError: with every reason where no kernel takes the call.
     """
+    if unknown:
+        arguments.unknown_names("explain", unknown)
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
     same_bits = arguments.switches(deterministic, return_lse, return_max)
     packed = {
@@ -187,7 +190,8 @@ def _varlen_call(
     """Return what dispatch gets from `flash_dmattn_varlen_func`."""
     (query, key, value), bias, sink = arguments.prepared_inputs(3, bias, sink, query=query, key=key, value=value)
     validation.tensors(cu_seqlens_q=varlen.cu_seqlens_q, cu_seqlens_k=varlen.cu_seqlens_k)
-    validation.integers(max_seqlen_q=varlen.max_seqlen_q, max_seqlen_k=varlen.max_seqlen_k)
+    lengths = validation.integers(max_seqlen_q=varlen.max_seqlen_q, max_seqlen_k=varlen.max_seqlen_k)
+    varlen = varlen._replace(max_seqlen_q=lengths[0], max_seqlen_k=lengths[1])
     parts = NO_MASK
     if mask is not None:
         validation.tensors(mask=mask)
@@ -333,8 +337,15 @@ def _band_text(call: Call) -> str:
     lo, hi = call.options.band_lo, call.options.band_hi
     left = "" if lo <= -UNBOUNDED else f"{_diagonal(lo)} <= "
     right = "" if hi >= UNBOUNDED else f" <= {_diagonal(hi)}"
+    shown = "" if call.mask.kind == "none" else " that the mask shows"
+    if call.mask.at_most is not None and call.mask.at_most < call.key.shape[1]:
+        shown += f", at most {call.mask.at_most} for each query"
     if not left and not right:
-        return "every key" if call.varlen is None else "every key of the query's own sequence"
+        return f"every key{shown}" if call.varlen is None else f"every key{shown} of the query's own sequence"
+    keys = f"{left}j{right}" if not shown else f"the keys {left}j{right}{shown}"
     if call.varlen is None:
-        return f"{left}j{right}"
-    return f"{left}j{right} in each sequence, j counted from its {'first' if call.varlen.top_left else 'last'} key"
+        return keys
+    return f"{keys} in each sequence, j counted from its {'first' if call.varlen.top_left else 'last'} key"
+
+
+require.without_unknown(explain)

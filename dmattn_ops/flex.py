@@ -33,6 +33,7 @@ def to_block_mask(mask: TileMask, heads: int | None = None) -> BlockMask:
     classes = tile_classes(mask)
     own = mask.shape[1]
     group = 1
+    heads = None if heads is None else require.integer("heads", heads)
     if heads is not None and own > 1:
         if heads % own:
             raise ValueError(f"heads must be a multiple of {own}, the heads of the mask, got {heads}")
@@ -52,19 +53,19 @@ def tile_classes(mask: TileMask) -> Tensor:
     """Return the class of each tile, `[Bm, Hm, nQ, nK]`: `layout.EMPTY`, `PARTIAL` or `FULL`; of intervals none is full."""
     _require_prepared(mask)
     rows, columns = (-(-length // TILE) for length in (mask.seqlen_q, mask.seqlen_k))
-    if mask.row_tiles is None:
+    parts = mask.mask
+    if parts.row_tiles is None:
         limits = mask.band.limits(mask.seqlen_q, mask.seqlen_k)
-        visited = layout.interval_tiles(mask.mask, *limits, mask.seqlen_q, mask.seqlen_k)
+        visited = layout.interval_tiles(parts, *limits, mask.seqlen_q, mask.seqlen_k)
         return torch.where(visited, layout.PARTIAL, layout.EMPTY)[..., :rows, :columns]
-    return layout.classes_from_lists(mask.row_tiles, columns)[..., :rows, :]
+    return layout.classes_from_lists(parts.row_tiles, columns)[..., :rows, :]
 
 
 def mask_mod(mask: TileMask, group: int = 1) -> MaskMod:
     """Return a function that says of a sequence, a head, a query and a key whether it is visible."""
     _require_prepared(mask)
     lo, hi = mask.band.limits(mask.seqlen_q, mask.seqlen_k)
-    start, end, hidden_from, hidden_to = mask.start, mask.end, mask.hidden_from, mask.hidden_to
-    row_bits, q_segments, k_segments = mask.row_bits, mask.q_segments, mask.k_segments
+    _, _, row_bits, _, q_segments, k_segments, start, end, hidden_from, hidden_to, _ = mask.mask
 
     def pick(part: Tensor, b: Tensor, h: Tensor, *place: Tensor) -> Tensor:
         own = (b if part.shape[0] > 1 else 0, h // group if part.shape[1] > 1 else 0)

@@ -59,7 +59,7 @@ def _varlen_pairs(query: Any, key: Any, read: Any) -> int:
     """Bound the pairs of packed sequences, whose lengths lie on the device, by what the longest allow."""
     longest_q, longest_k = read.max_seqlen_q, read.max_seqlen_k
     diagonal = 0 if read.top_left else longest_k - longest_q
-    band = (shifted(limit, diagonal) for limit in (read.band_lo, read.band_hi))
+    band = shifted(read.band_lo, read.band_hi, diagonal)
     longest = (read.cu_seqlens_q[0] - 1) * visible_pairs(longest_q, longest_k, *band)
     return query[1] * min(longest, query[0] * longest_k, key[0] * longest_q)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dmattn_ops import dispatch, environment, layout, meta, ops, plans, values
 from dmattn_ops.call import Call, Gradients, Result, Saved
+from dmattn_ops.chunks import pack_in_chunks
 from dmattn_ops.meta import fakes
 from dmattn_ops.problem import TILE, Mask
 from dmattn_ops.recording import computed
@@ -85,6 +86,41 @@ def key_lifetimes(*arguments: Any) -> tuple[Tensor, ...]:
         values.contiguous_runs("documents", documents)
     _launch(scores, dispatch.lifetimes, _rows(scores), _contiguous(documents), *numbers, *outputs)
     return outputs
+
+
+def pack_intervals(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute row_tiles, col_tiles, row_bits and col_bits of intervals `[B|1, Hm, Sk]` beside a mask and segments, in chunks."""
+    like, *_ = fakes.pack_intervals(*arguments)
+    read = ops.SIGNATURES["pack_intervals"].read(arguments)
+    batch, heads, seqlen_k = like.shape[0], like.shape[1], read.end.shape[-1]
+    shown = Mask(start=read.start, end=read.end, hidden_from=read.hidden_from, hidden_to=read.hidden_to)
+
+    def of_heads(part: Tensor) -> Tensor:  # one with heads of keys says the same to all of their queries
+        own = part.shape[1]
+        return part if own in (1, heads) else part.repeat_interleave(heads // own, dim=1)
+
+    def visible(start: int, stop: int) -> Tensor:
+        keep = of_heads(layout.intervals_mask(shown, stop, start))
+        if read.mask is not None:
+            rows = read.mask if read.mask.shape[2] == 1 else read.mask[:, :, start:stop]
+            keep = keep & of_heads(rows != 0)
+        return keep.expand(keep.shape[0], keep.shape[1], stop - start, seqlen_k)
+
+    segments = read.q_segments, read.k_segments if read.k_segments is None else of_heads(read.k_segments)
+    limits = read.band_lo, read.band_hi
+    return pack_in_chunks(visible, segments, (batch * heads, read.seqlen_q, seqlen_k), limits)
+
+
+def rank_ids(*arguments: Any) -> Tensor:
+    """Number the distinct ids of each row of `[B, S]` in ascending order."""
+    fakes.rank_ids(*arguments)
+    return layout.rank_ids(*arguments)
+
+
+def spread_lists(*arguments: Any) -> Tensor:
+    """Compute which of `columns` lists `[..., slots]` name in their first `counts [...]` slots."""
+    fakes.spread_lists(*arguments)
+    return layout.spread_lists(*arguments)
 
 
 def _reads_values(tensor: Tensor) -> bool:
@@ -210,9 +246,15 @@ def _below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
     return below
 
 
+def _unplanned(operator: Callable[..., Any]) -> ops.Planned:
+    return lambda *arguments: (operator(*arguments), None)
+
+
 for _operator in (
     forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
     key_lifetimes,
 ):  # fmt: skip
     _name = _operator.__name__
     ops.implement(_name, plans.planned(_below_autograd(_operator), ops.SIGNATURES[_name]))
+for _made_of in (pack_intervals, rank_ids, spread_lists):  # torch's operations, of which there is nothing to plan
+    ops.implement(_made_of.__name__, _unplanned(_below_autograd(_made_of)))

@@ -54,19 +54,33 @@ def classes_from_lists(lists: Tensor, columns: int) -> Tensor:
 
 
 def _spread(lists: Tensor, columns: int) -> Tensor:
-    """Return the map of classes with one more column, of unspecified content, so that no size is 1 for some lengths only."""
-    slot = torch.arange(lists.shape[-1] - HEADER, device=lists.device)
-    listed = slot < lists[..., 1:3].sum(-1, keepdim=True)
-    classes = listed.to(torch.int8) + (listed & (slot >= lists[..., 1:2])).to(torch.int8)
-    target = torch.where(listed, lists[..., HEADER:], columns).long()  # unspecified slots go to the column too many
-    spread = torch.zeros((*lists.shape[:-1], columns + 1), dtype=torch.int8, device=lists.device)
-    return spread.scatter(-1, target, classes)
+    """Return the map of classes with one more column, of empty tiles, so that no size is 1 for some lengths only."""
+    indices, partial = lists[..., HEADER:], lists[..., 1]
+    listed = torch.ops.dmattn.spread_lists(partial + lists[..., 2], indices, columns + 1)
+    return listed.to(torch.int8) + (listed & ~torch.ops.dmattn.spread_lists(partial, indices, columns + 1)).to(
+        torch.int8
+    )
+
+
+def spread_lists(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Return which of `columns` the first `counts [...]` of `indices [..., slots]` name: bool `[..., columns]`."""
+    slot = torch.arange(indices.shape[-1], device=indices.device)
+    target = torch.where(slot < counts.unsqueeze(-1), indices, columns).long()  # other slots name the column too many
+    listed = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
+    return listed.scatter_(-1, target, True)[..., :columns].contiguous()
+
+
+def rank_ids(ids: Tensor) -> Tensor:
+    """Number the distinct ids of each row of `[B, S]` in ascending order, int32; no id is read on the host."""
+    ordered, order = ids.sort(dim=-1)
+    numbers = (ordered != before(ordered)).cumsum(-1, dtype=torch.int32)
+    return torch.empty_like(numbers).scatter_(-1, order, numbers)
 
 
 def band_mask(band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int, device: torch.device | None) -> Tensor:
     """Return the dense band `[Sq, Sk]`: `i + band_lo <= j <= i + band_hi`."""
-    distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device).unsqueeze(-1)
-    return (distance >= band_lo) & (distance <= band_hi)
+    keys, rows = torch.arange(seqlen_k, device=device), torch.arange(seqlen_q, device=device).unsqueeze(-1)
+    return (keys >= rows + band_lo) & (keys <= rows + band_hi)  # no number of a pair is in memory
 
 
 def segments_mask(q_segments: Tensor | None, k_segments: Tensor) -> Tensor:
@@ -75,10 +89,10 @@ def segments_mask(q_segments: Tensor | None, k_segments: Tensor) -> Tensor:
     return keys == 0 if q_segments is None else q_segments[:, None, :, None] == keys
 
 
-def intervals_mask(mask: Mask, seqlen_q: int) -> Tensor:
-    """Return where intervals show keys `[Bm, Hm, Sk]` to queries: bool `[Bm, Hm, Sq, Sk]`."""
+def intervals_mask(mask: Mask, stop: int, start: int = 0) -> Tensor:
+    """Return where intervals show keys `[Bm, Hm, Sk]` to the queries from `start` to `stop - 1`: bool `[Bm, Hm, rows, Sk]`."""
     assert mask.end is not None
-    rows = torch.arange(seqlen_q, device=mask.end.device).unsqueeze(-1)
+    rows = torch.arange(start, stop, device=mask.end.device).unsqueeze(-1)
     keep = rows < mask.end.unsqueeze(-2)
     if mask.start is not None:
         keep = keep & (rows >= mask.start.unsqueeze(-2))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,12 +10,35 @@ from torch import Tensor
 from dmattn_ops import layout, require, sharded, validation, values
 from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of
 from dmattn_ops.block_mask import from_block_mask
-from dmattn_ops.documents import Documents, Intervals, Pair, clipped_to_runs, id_pair, require_fitting, segments_of
+from dmattn_ops.documents import (
+    Documents,
+    Intervals,
+    Pair,
+    as_integers,
+    clipped_to_runs,
+    id_pair,
+    require_fitting,
+    segments_of,
+)
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask
-from dmattn_ops.tile_mask import TileMask, from_dense, from_intervals, from_segments
+from dmattn_ops.tile_mask import TileMask, from_dense, from_intervals, from_packed, from_segments
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+_NAMES_ELSEWHERE = {
+    "causal": "is_causal",
+    "attn_mask": "mask",
+    "attention_mask": "mask",
+    "padding_mask": "mask, [B, Sk]",
+    "padding": "documents: padding on one side of each sequence, [B, S], is a document of its own; DynamicMaskAttention of"
+    " dmattn_ops.nn takes padding as it is",
+    "block_mask": "mask",
+    "window": "window_size",
+    "cu_seqlens": f"documents, {require.IDS_OF_OFFSETS}",
+    "top_k": "keep",
+    "k": "keep",
+}
 
 
 def prepare_mask(
@@ -30,6 +52,7 @@ def prepare_mask(
     is_causal: bool = False,
     causal_from: CausalFrom = "bottom_right",
     window_size: Window = (None, None),
+    **unknown: NoReturn,
 ) -> TileMask:
     """Do the work of a mask once, to use it for many layers, forward and backward.
 
@@ -41,7 +64,7 @@ def prepare_mask(
             keeps); or a `BlockMask` of flex_attention, whose `mask_mod` is evaluated here. Not differentiable. A mask
             without a query dimension takes O(S) memory for ids and, without a window, `S^2 / 2048` bytes for lists of
             tiles.
-        documents: integer ids `[B|1, S]` in any order, for `Sq == Sk == S`, or a pair of ids (of queries `[B|1, Sq]`, of
+        documents: integer or bool ids `[B|1, S]` in any order, for `Sq == Sk == S`, or a pair of ids (of queries `[B|1, Sq]`, of
             keys `[B|1, Sk]`): a query sees keys of its own document only. Offsets `cu_seqlens` become ids by
             `torch.bucketize(torch.arange(S), cu_seqlens[1:], right=True)[None]`, with which a call on `[1, S, H, D]`
             computes what `flash_dmattn_varlen_func` does on `[S, H, D]`. Lists of tiles take `S^2 / 2048` bytes (8 MiB at
@@ -53,7 +76,8 @@ def prepare_mask(
             needs `seqlen_q`.
         hidden: `(from_, to)`, like `intervals`, which it needs: query `i` does not see key `j` where `from_ <= i < to`.
         at_most: a promise that no query sees more keys of a head, after everything that is given here: keys may then be
-            packed (see `dynamic_mask`). A broken promise raises on the CPU; on a GPU the queries concerned get NaN.
+            packed (see `dynamic_mask`). A broken promise raises on the CPU, in the call that attends by the mask, compiled or
+            not; on a GPU the queries concerned get NaN. What reads the mask alone (`to_dense`, `density`) does not count.
         seqlen_q: `Sq`, only where neither the mask nor the documents tell it.
         is_causal, causal_from, window_size: as in `flash_dmattn_func`.
 
@@ -61,12 +85,15 @@ def prepare_mask(
         ValueError: for shapes, sizes and values that do not fit each other.
         TypeError: for types and dtypes.
     """
-    validation.visibility(is_causal, causal_from, window_size)
+    if unknown:
+        require.no_unknown("prepare_mask", unknown, _NAMES_ELSEWHERE)
+    documents = as_integers(documents)
+    causal_from, window_size = validation.visibility(is_causal, causal_from, window_size)
+    seqlen_q = None if seqlen_q is None else require.integer("seqlen_q", seqlen_q)
     sharded.load_rules(mask, documents, intervals)
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
-    _promised(at_most, intervals)
-    at_most = at_most if at_most is None else _countable(at_most)
+    at_most = None if at_most is None else _promised(at_most, intervals)
     if intervals is not None:
         intervals, hidden = _equal_intervals(intervals, hidden)
     elif hidden is not None:
@@ -93,6 +120,7 @@ def dynamic_mask(
     documents: Tensor | None = None,
     is_causal: bool = True,
     queries: tuple[int, int] | None = None,
+    **unknown: NoReturn,
 ) -> TileMask:
     """Return the mask in which each query sees the keys with the best scores of its prefix: dynamic mask attention.
 
@@ -109,7 +137,7 @@ def dynamic_mask(
         keep: how many of the best keys a query sees; `keep >= S` hides nothing beyond causality and documents.
         keep_first: how many keys at the start of its document a query sees in any case.
         keep_last: how many keys, up to its own, a query sees in any case.
-        documents: integer ids `[B|1, S]`, each document one contiguous run: prefix and first keys are those of the query's
+        documents: integer or bool ids `[B|1, S]`, each document one contiguous run: prefix and first keys are those of the query's
             own document, and others are never seen. An id that returns later raises on the CPU, and is a new document on
             a GPU.
         is_causal: if False, every query sees the `keep` best and the `keep_first` first keys of its document.
@@ -119,20 +147,23 @@ def dynamic_mask(
         ValueError: for shapes, negative numbers, and `keep_last` without a causal condition.
         TypeError: for types and dtypes.
     """
+    if unknown:
+        require.no_unknown("dynamic_mask", unknown, _NAMES_ELSEWHERE)
     validation.tensors(scores=scores)
+    documents = as_integers(documents)
     sharded.load_rules(scores, documents)
     validation.flags(is_causal=is_causal)
-    validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
+    counts = validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
     if documents is not None:
         validation.tensors(documents=documents)
         require.dtype("documents", documents, *validation.INTEGERS)
     if queries is not None and not (isinstance(queries, (tuple, list)) and len(queries) == 2):
         raise TypeError(f"queries must be a pair (start, stop), got {queries!r}")
     if queries is not None and scores.dim() > 0:
-        require.part("queries", *queries, scores.shape[-1])
+        queries = require.part("queries", *queries, scores.shape[-1])
     if scores.is_floating_point() and scores.dtype not in validation.DTYPES:
         scores = scores.float()
-    keep, keep_first, keep_last = _countable(keep), _countable(keep_first), _countable(keep_last)
+    keep, keep_first, keep_last = map(_countable, counts)
     validation.selection(scores, documents, keep, keep_first, keep_last, is_causal)
     start, end = torch.ops.dmattn.key_lifetimes(scores.detach(), documents, keep, keep_first, keep_last, is_causal)
     at_most = _countable(keep + keep_first + keep_last)
@@ -163,17 +194,16 @@ def resolve(mask: Tensor | TileMask | None, band: Band, seqlen_q: int, seqlen_k:
     return mask.mask, *mask.band.limits(seqlen_q, seqlen_k)
 
 
-def _promised(at_most: int | None, intervals: Intervals | None) -> None:
-    """Refuse a promise that is no number, or stands alone."""
-    if at_most is None:
-        return
-    validation.integers(at_most=at_most)
+def _promised(at_most: int, intervals: Intervals | None) -> int:
+    """Return a promise as the operators take it; refuse one that is no number, or stands alone."""
+    at_most = require.integer("at_most", at_most)
     if intervals is None:
         raise ValueError(
             "at_most needs intervals, got None: only keys whose queries are given as intervals can be packed"
         )
     if require.certainly(at_most < 0):
         raise ValueError(f"at_most must not be negative, got {at_most}")
+    return _countable(at_most)
 
 
 def _countable(count: int) -> int:
@@ -182,7 +212,10 @@ def _countable(count: int) -> int:
 
 
 def _equal_intervals(intervals: Intervals, hidden: Pair | None) -> tuple[Intervals, Pair | None]:
-    """Refuse what is no pair of int32 `[B|1, Hm, Sk]`; return copies of one shape. A start may be None."""
+    """Refuse what is no pair of int32 `[B|1, Hm, Sk]`; return copies of one shape. A start may be None.
+
+    One that has the heads of keys says the same to all of their queries.
+    """
     parts: dict[str, Any] = {}
     for name, pair, ends in (("intervals", intervals, ("start", "end")), ("hidden", hidden, ("from_", "to"))):
         if pair is None:
@@ -199,13 +232,28 @@ def _equal_intervals(intervals: Intervals, hidden: Pair | None) -> tuple[Interva
         require.rank(name, part, 3, "[B, heads, Sk]")
         require.dtype(name, part, torch.int32)
         require.device(name, part, parts[first].device, first)
-    sizes = [require.wider(part.shape[dim] for part in parts.values()) for dim in (0, 1)]
-    shape = (*sizes, parts[first].shape[-1])
+    batch = require.wider(part.shape[0] for part in parts.values())
+    parts = _of_equal_heads(parts)
+    heads = require.wider(part.shape[1] for part in parts.values())
+    shape = (batch, heads, parts[first].shape[-1])
     for name, part in parts.items():
-        require.sizes(name, part, (1, sizes[0]), (1, sizes[1]), shape[2:])
+        require.sizes(name, part, (1, batch), (1, heads), shape[2:])
     own = {name: layout.own(part.expand(shape)) for name, part in parts.items()}
     others = None if hidden is None else (own["from_ of hidden"], own["to of hidden"])
     return (own.get("start of intervals"), own["end of intervals"]), others
+
+
+def _of_equal_heads(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return parts `[B|1, Hm, Sk]`, those with heads of keys repeated for the heads of queries that another one has."""
+    heads = [part.shape[1] for part in parts.values()]
+    widest = require.wider(heads)
+    if all(require.known_equal(own, 1) or require.known_equal(own, widest) for own in heads) or 0 in heads:
+        return parts
+    most = max(heads)
+    return {
+        name: part.repeat_interleave(most // own, dim=1) if 1 < own < most and most % own == 0 else part
+        for (name, part), own in zip(parts.items(), heads, strict=True)
+    }
 
 
 def _lengths(
@@ -243,7 +291,6 @@ def _lengths(
                 "seqlen_q must be given (1 for decoding) for intervals, for padding [B, Sk] and for a mask whose query dimension"
                 " is 1, got None; a mask of queries and keys has four dimensions"
             )
-        require.integer("seqlen_q", seqlen_q)
         if require.certainly(seqlen_q < 0):
             raise ValueError(f"seqlen_q must not be negative, got {seqlen_q}")
         if require.certainly(seqlen_q >= UNBOUNDED):
@@ -284,7 +331,7 @@ def _from_tensor(mask: Tensor, documents: Documents | None, seqlen_q: int, band:
     """Prepare a mask `[B|1, Hm, Sq|1, Sk]` or `[B|1, Sk]`, and documents."""
     if mask.dim() == 2:
         mask = mask[:, None, None, :]
-    if mask.shape[2] == 1:
+    if require.known_equal(mask.shape[2], 1):
         return from_segments(segments_of(documents, mask.squeeze(2) != 0), seqlen_q, mask.shape[3], band)
     return from_dense(mask, segments_of(documents, None), seqlen_q, band)
 
@@ -310,42 +357,28 @@ def _with_intervals(
             if hidden is not None:  # the documents may have a batch where the intervals have none
                 hidden = hidden[0].expand_as(clipped[0]).contiguous(), hidden[1].expand_as(clipped[0]).contiguous()
             return from_intervals(clipped, hidden, at_most, seqlen_q, band)
-    keep = _both(made, prepare_mask(mask, documents=documents, seqlen_q=seqlen_q))
-    packed = from_dense(keep, (None, None), seqlen_q, band)
+    if mask is not None and not isinstance(mask, Tensor):  # a function: what it shows is evaluated first
+        mask = from_block_mask(mask, (None, None), NO_BAND).to_dense()
+    elif mask is not None:
+        mask = _narrowed(mask)
+        mask = mask[:, None, None, :] if mask.dim() == 2 else mask
+    limits = band.limits(seqlen_q, made.seqlen_k)
+    start, end = intervals
+    hides = (None, None) if hidden is None else hidden
+    packed = torch.ops.dmattn.pack_intervals(end, start, *hides, mask, *segments_of(documents, None), seqlen_q, *limits)
+    bits = from_packed(made.lengths, packed, band)
     if at_most is None:
-        return packed
-    if not values.on_the_host(keep):  # of a graph or on a GPU: each call checks it, as it checks that of intervals
-        return replace(packed, at_most=at_most)
-    values.promise(at_most, packed.to_dense().sum(-1))
-    return packed
-
-
-def _both(intervals: TileMask, others: TileMask) -> Tensor:
-    """Return where both show a key, bool `[B|1, Hm, Sq, Sk]`; one with heads of keys says the same to all of their queries."""
-    (batch, heads, *_), (other_batch, other_heads, *_) = intervals.shape, others.shape
-    if other_batch not in _choices(batch, other_batch):
-        raise ValueError(
-            f"intervals must have the batch of the mask and the documents, {other_batch}, or 1, got {batch}"
-        )
-    most = max(heads, other_heads)
-    if most % heads or most % other_heads:
-        raise ValueError(f"intervals must have the heads of the mask, {other_heads}, of keys or 1, got {heads}")
-    one, other = (
-        keep.repeat_interleave(most // own, dim=1) if own > 1 else keep
-        for keep, own in ((intervals.to_dense(), heads), (_dense(others), other_heads))
-    )
-    return one & other
-
-
-def _dense(others: TileMask) -> Tensor:
-    """Return `others.to_dense()`, of segments without reading their lists, which say nothing more."""
-    if others.k_segments is None:
-        return others.to_dense()
-    unlisted = others.mask._replace(row_tiles=None, col_tiles=None)
-    with sharded.constants_beside(others.lengths):
-        return layout.dense(unlisted, *others.band.limits(*others.shape[2:]), *others.shape[2:])
+        return bits
+    if not values.on_the_host(end):  # of a graph or on a GPU: each call checks it, as it checks that of intervals
+        return bits.promising(at_most)
+    values.promise(at_most, bits.to_dense().sum(-1))
+    return bits
 
 
 def _choices(batch: int, other: int) -> tuple[int, ...]:
     """Return what `other` may be beside a batch that is not 1."""
-    return (other,) if batch == 1 else (1, batch)
+    return (other,) if require.known_equal(batch, 1) else (1, batch)
+
+
+for _function in (prepare_mask, dynamic_mask):
+    require.without_unknown(_function)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,35 @@ from torch.nn import functional as F
 
 from dmattn_ops import layout, require, validation
 from dmattn_ops.api import flash_dmattn_func
+from dmattn_ops.documents import as_integers
 from dmattn_ops.masks import dynamic_mask
+from dmattn_ops.selection import order
 from dmattn_ops.tile_mask import TileMask
+
+_NAMES_ELSEWHERE = {
+    "attention_mask": "padding, [B, S]",
+    "attn_mask": "padding, [B, S]",
+    "mask": "padding, [B, S]",
+    "key_padding_mask": "padding, which is True or 1 where there is a key",
+    "padding_mask": "padding, which is True or 1 where there is a key",
+    "position_ids": "positions",
+    "cu_seqlens": f"documents, {require.IDS_OF_OFFSETS}",
+    "segment_ids": "documents",
+    "document_ids": "documents",
+}
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer that computes and returns float32, whatever dtype its parameters and its input have.
+
+    It is called like any other, so that hooks, offloading, adapters, pruning and other weights act on it.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return float32 `[..., out_features]`; quantised weights decide in which dtype they multiply."""
+        weight, bias = self.weight.float(), self.bias
+        product = F.linear(input.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
+        return product.float()
 
 
 class KeyScores(nn.Module):
@@ -27,6 +55,7 @@ class KeyScores(nn.Module):
     values of all heads. With `recency`, a learned slope for each head adds `slope * position`; it starts at `recency`.
     Nothing else favours near keys, and while `A` is 0 all keys are worth the same, of which the earliest count as the best.
     A slope needs no distance to the query: a softmax does not change when all scores of a row move.
+    `dt_proj` works in float32; a module that takes its place, such as an adapter, is called as it is.
 
     Args:
         heads: `Hkv`.
@@ -37,30 +66,21 @@ class KeyScores(nn.Module):
 
     def __init__(self, heads: int, head_dim: int, *, bias: bool = False, recency: float | None = None) -> None:
         super().__init__()
+        heads, head_dim = require.counts(heads=heads, head_dim=head_dim)
+        recency = None if recency is None else validation.number("recency", recency)
         self.A = nn.Parameter(torch.zeros(heads))
-        self.dt_proj = nn.Linear(heads * head_dim, heads, bias=bias)
-        self.slope = None if recency is None else nn.Parameter(torch.full((heads,), float(recency)))
+        self.dt_proj = Float32Linear(heads * head_dim, heads, bias=bias)
+        self.slope = None if recency is None else nn.Parameter(torch.full((heads,), recency))
 
     def forward(self, value: Tensor) -> Tensor:
         """Return scores, float32 `[B, Hkv, S]`, of values `[B, S, Hkv, Dv]`: ranks of rounded scores would be ties."""
         with _without_autocast(value.device):
-            steps = self._steps(value.flatten(2))
+            steps = self.dt_proj(value.flatten(2)).float().transpose(1, 2).contiguous()  # keys last, as masks want them
             scores = torch.exp(self.A.float().unsqueeze(-1) * F.softplus(steps))
             if self.slope is not None:
                 position = torch.arange(value.shape[1], device=value.device)
                 scores = scores + self.slope.float().unsqueeze(-1) * position
         return scores
-
-    def _steps(self, values: Tensor) -> Tensor:
-        """Return `dt_proj` of values `[B, S, Hkv * Dv]` as float32 `[B, Hkv, S]`: keys last, as masks and biases want them.
-
-        The layer itself works in float32. A module that has taken its place, such as an adapter, is called as it is.
-        """
-        projection = self.dt_proj
-        if type(projection) is not nn.Linear:
-            return projection(values).float().transpose(1, 2).contiguous()
-        steps = projection.weight.float() @ values.float().transpose(1, 2)
-        return steps if projection.bias is None else steps + projection.bias.float().unsqueeze(-1)
 
     def extra_repr(self) -> str:
         """Say how many heads there are."""
@@ -106,8 +126,12 @@ class DynamicMaskAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        validation.kept_keys(keep, keep_first, keep_last, is_causal)
-        require.counts(dim=dim, heads=heads, kv_heads=kv_heads, head_dim=0 if head_dim is None else head_dim)
+        keep, keep_first, keep_last = validation.kept_keys(keep, keep_first, keep_last, is_causal)
+        dim, heads, kv_heads = require.counts(dim=dim, heads=heads, kv_heads=kv_heads)
+        if head_dim is not None:
+            [head_dim] = require.counts(head_dim=head_dim)
+        rotary_base = None if rotary_base is None else validation.number("rotary_base", rotary_base)
+        dropout = validation.number("dropout", dropout)
         if heads < 1 or kv_heads < 1:
             raise ValueError(f"heads and kv_heads must be at least 1, got {heads} and {kv_heads}")
         if heads % kv_heads:
@@ -137,6 +161,7 @@ class DynamicMaskAttention(nn.Module):
         documents: Tensor | None = None,
         padding: Tensor | None = None,
         positions: Tensor | None = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         """Attend, `[B, S, dim]` to `[B, S, dim]`.
 
@@ -147,6 +172,8 @@ class DynamicMaskAttention(nn.Module):
                 padding that it begins with; without documents, all are one.
             positions: `[B|1, S]` or `[S]`, of rotary embeddings; None counts from 0.
         """
+        if unknown:
+            require.no_unknown("DynamicMaskAttention.forward", unknown, _NAMES_ELSEWHERE)
         validation.tensors(hidden=hidden)
         require.rank("hidden", hidden, 3, "[B, S, dim]")
         if not require.same(hidden.shape[-1], self.dim):
@@ -176,11 +203,15 @@ class DynamicMaskAttention(nn.Module):
     def mask(self, scores: Tensor, *, documents: Tensor | None = None, padding: Tensor | None = None) -> TileMask:
         """Return the mask that scores `[B, Hkv, S]` make."""
         if padding is not None:
-            validation.tensors(padding=padding)
+            validation.tensors(scores=scores, padding=padding)
+            require.rank("scores", scores, 3, "[B, Hkv, S]")
+            if not scores.is_floating_point():
+                require.dtype("scores", scores, *validation.DTYPES)
             require.dtype("padding", padding, torch.bool, *validation.INTEGERS)
             require.sizes("padding", padding, (1, scores.shape[0]), (scores.shape[2],))
             if documents is not None:
                 validation.tensors(documents=documents)
+                documents = as_integers(documents)
                 require.dtype("documents", documents, *validation.INTEGERS)
                 require.rank("documents", documents, 2, require.DOCUMENTS)
                 require.sizes("documents", documents, (1, scores.shape[0]), (scores.shape[2],))
@@ -222,8 +253,16 @@ def without_padding(
     document sees what it sees without padding.
     """
     kept = padding != 0
-    scores = scores.masked_fill(~kept.unsqueeze(1), -torch.inf)
+    scores = torch.where(kept.unsqueeze(1), _without_nan(scores.detach()), torch.nan)
     return scores, _behind_padding(kept, documents) if keep_first else documents
+
+
+def _without_nan(scores: Tensor) -> Tensor:
+    """Return float64 numbers in the order of scores: none is NaN, which is worse than all of them, as padding has to be."""
+    if scores.dtype == torch.float64:
+        return -order.ranks(scores).double()
+    wide = scores.double()  # which has room below the least number of float32: for -inf, and then for NaN
+    return torch.where(wide.isnan(), -torch.inf, wide.clamp(min=torch.finfo(wide.dtype).min))
 
 
 def _behind_padding(kept: Tensor, documents: Tensor | None) -> Tensor:
@@ -250,3 +289,6 @@ def _turned(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     cosine, sine = cosine.to(tensor.dtype), sine.to(tensor.dtype)
     left, right = tensor.chunk(2, dim=-1)
     return torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1)
+
+
+require.without_unknown(DynamicMaskAttention.forward)

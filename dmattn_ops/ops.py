@@ -8,6 +8,9 @@ forward and to the backward (`APPENDED`), and a new tensor makes a new overload 
 A policy of selective checkpointing is asked about overloads: compare with `torch.ops.dmattn.forward.default`, not with the
 packet `torch.ops.dmattn.forward`. To save are the forward operators, and `pack_mask`, `list_tiles` and `key_lifetimes`, which
 give a mask in few bytes.
+
+What masks are made of in users' graphs is an operator wherever it sorts, scans or scatters: a compiler that fuses such an
+operation with one of the caller's may fail (Inductor of torch 2.11 did, with a sort behind a cumsum on a GPU).
 """
 
 from __future__ import annotations
@@ -61,12 +64,25 @@ SCHEMAS = {
     "list_tiles": f"(Tensor? q_segments, Tensor k_segments, SymInt seqlen_q, {BAND}) -> ({LISTS})",
     "key_lifetimes": "(Tensor scores, Tensor? documents, SymInt keep, SymInt keep_first=0, SymInt keep_last=0,"
     " bool is_causal=True) -> (Tensor start, Tensor end)",
+    "pack_intervals": "(Tensor end, Tensor? start, Tensor? hidden_from, Tensor? hidden_to, Tensor? mask, Tensor? q_segments,"
+    f" Tensor? k_segments, SymInt seqlen_q, {BAND}) -> ({LISTS}, Tensor row_bits, Tensor col_bits)",
+    "rank_ids": "(Tensor ids) -> Tensor ranks",
+    "spread_lists": "(Tensor counts, Tensor indices, SymInt columns) -> Tensor listed",
 }
+
+# What tracers see through: in their graphs stand the operations of torch that it consists of.
+COMPOSITES = {"draw_seed": "(Tensor query, SymInt? batch=None) -> Tensor seed"}
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 library = torch.library.Library("dmattn", "DEF")
-for _name, _schema in SCHEMAS.items():
+for _name, _schema in (SCHEMAS | COMPOSITES).items():
     library.define(_name + _schema, tags=_TAGS)
+# Part of exported programs alone (`taken_apart.py`).
+library.define(
+    "mask_as_exported(Tensor part, Tensor lengths, Tensor numbers, SymInt seqlen_q, SymInt seqlen_k, SymInt band_lo,"
+    " SymInt band_hi, SymInt? at_most, bool from_bottom_right) -> Tensor",
+    tags=_TAGS,
+)
 
 Planned = Callable[..., tuple[Any, Any]]
 implementations: dict[
@@ -140,6 +156,20 @@ def place_of_needs(numbers: Sequence[str]) -> slice:
 
 
 SIGNATURES = {name: _signature(name) for name in SCHEMAS}
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    """Return what an operator does without any tensor, where torch would say that there is no fallback, and on other devices."""
+
+    def refuse(*arguments: Any) -> Any:
+        first = SIGNATURES[name].read(arguments)[SIGNATURES[name].required[0]]
+        raise NotImplementedError(f"torch.ops.dmattn.{name} takes tensors on CPU and CUDA devices, got {first.device}")
+
+    return refuse
+
+
+for _name in SCHEMAS:
+    library.impl(_name, _refuse(_name), "CompositeExplicitAutograd")
 _mask_fields = attrgetter(*Mask._fields)
 _option_fields = attrgetter(*Options._fields)
 

@@ -3,18 +3,24 @@
 There are two gates. Without one of the names of `NEEDED`, derivatives are registered as torch publicly offers it
 (`autograd.register_public`). Without one of `SHORT_CUTS`, calls take their way through torch's dispatcher, which costs a few
 microseconds; results and errors stay the same. Either is told once, when the package is imported. `_any_requires_grad` and
-`_current_level` need no gate: what stands in for them does the same in more time.
+`_current_level` need no gate: what stands in for them does the same in more time. Without `get_current_meta` of
+`torch.fx.traceback` or `CheckpointPolicy`, compiled dropout is refused where torch would draw its seeds twice. Without
+`torch.utils._pytree`, masks are registered as dataclasses, and packages of AOTInductor do not see their numbers.
 """
 
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx import traceback as fx_traceback
+from torch.utils import checkpoint
 
 
 def _in_python(*arguments: Any) -> bool:
@@ -31,6 +37,10 @@ function_modes: Any = getattr(torch._C, "_len_torch_function_stack", None)
 tracing_state: Any = getattr(torch._C, "_get_tracing_state", None)
 profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", None)
 dispatch_keys: Any = getattr(torch._C, "_dispatch_keys", None)
+node_meta: Any = getattr(fx_traceback, "get_current_meta", None)  # of the node that is being traced
+region_budget: Any = getattr(fx_traceback, "_get_memory_budget_annotation", None)
+save_policy: Any = getattr(getattr(checkpoint, "CheckpointPolicy", None), "MUST_SAVE", None)
+pytree: Any = getattr(torch.utils, "_pytree", None)
 
 NEEDED = {
     "torch._C._AutoDispatchBelowAutograd": None if below_autograd is nullcontext else below_autograd,
@@ -58,6 +68,57 @@ has_short_cuts = not _lost(SHORT_CUTS)
 def forward_level() -> int:
     """Return the level of forward-mode derivatives, -1 outside of any; 0 where torch does not tell."""
     return getattr(forward_ad, "_current_level", 0)
+
+
+@contextmanager
+def saved_for_backward() -> Iterator[None]:
+    """Let graphs save for their backward what is computed here: torch's partitioner may not compute it a second time.
+
+    Nodes say so in "recompute", as under a policy of selective checkpointing that saves them. A budget of 0 saves the inputs
+    of a graph only, whatever nodes say.
+    """
+    if torch.is_grad_enabled() and (_budget() <= 0.0 or (_cannot_save and (_budget() < 1.0 or _recomputes_more()))):
+        raise RuntimeError(
+            "torch would draw the seeds of dropout a second time in the backward, which makes gradients wrong, with an activation"
+            f" memory budget of {_budget()}: give torch._functorch.config.activation_memory_budget, or the region's budget,"
+            f" {_NEEDED_BUDGET}"
+        )
+    if _cannot_save:
+        yield
+        return
+    meta = node_meta()
+    before = meta.get("recompute")
+    meta["recompute"] = save_policy
+    try:
+        yield
+    finally:
+        meta.pop("recompute", None)
+        if before is not None:
+            meta["recompute"] = before
+
+
+_cannot_save = node_meta is None or save_policy is None
+_NEEDED_BUDGET = (
+    "the value 1, and leave aggressive_recomputation off" if _cannot_save else "a value above 0, such as 0.01"
+)
+
+
+def _budget() -> float:
+    """Return how much of its activations a graph that is being traced may save: 1 is as much as it likes."""
+    meta = {} if node_meta is None else node_meta()
+    region = None if region_budget is None else region_budget(SimpleNamespace(meta=meta))
+    for budget in (region, meta.get("memory_budget")):
+        if isinstance(budget, (int, float)):
+            return budget
+    from torch._functorch import config
+
+    return getattr(config, "activation_memory_budget", 1.0)
+
+
+def _recomputes_more() -> bool:
+    from torch._functorch import config
+
+    return getattr(config, "aggressive_recomputation", False)
 
 
 def tell_what_is_lost() -> None:

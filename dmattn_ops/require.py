@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import Parameter, signature
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -21,6 +23,20 @@ IDS_OF_OFFSETS = "torch.bucketize(torch.arange(total), cu_seqlens[1:], right=Tru
 DOCUMENTS = f"[B, S], ids; offsets become ids by {IDS_OF_OFFSETS}"
 
 
+def no_unknown(function: str, unknown: dict[str, Any], elsewhere: dict[str, str]) -> None:
+    """Refuse arguments that a function does not have; `elsewhere` says what its own are called by names of other libraries."""
+    name = next(iter(unknown))
+    hint = f": here it is called {elsewhere[name]}" if name in elsewhere else ""
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def without_unknown(function: Any) -> None:
+    """Take `unknown` out of what `inspect.signature` tells: it is there to be refused with a hint, and is no argument."""
+    full = signature(function)
+    known = [each for each in full.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+    function.__signature__ = full.replace(parameters=known)
+
+
 def rank(name: str, tensor: Tensor, expected: int, axes: str = "") -> None:
     """Refuse another number of dimensions; `axes` says what they are, and what to do with others."""
     if tensor.dim() != expected:
@@ -35,10 +51,11 @@ def shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must have shape {text(expected)}, got {text(tensor.shape)}")
 
 
-def dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
-    """Refuse another dtype, with a TypeError."""
+def dtype(name: str, tensor: Tensor, *allowed: torch.dtype, like: str = "") -> None:
+    """Refuse another dtype, with a TypeError; `like` names the argument whose dtype it has to be."""
     if tensor.dtype not in allowed:
-        raise TypeError(f"{name} must have dtype {' or '.join(map(str, dict.fromkeys(allowed)))}, got {tensor.dtype}")
+        wanted = " or ".join(map(str, dict.fromkeys(allowed))) + (f" like {like}" if like else "")
+        raise TypeError(f"{name} must have dtype {wanted}, got {tensor.dtype}")
 
 
 def device(name: str, tensor: Any, expected: torch.device, like: str = "query") -> None:
@@ -64,26 +81,35 @@ def sizes(
     raise ValueError(f"{name} must have shape ({', '.join(allowed)}), got {text(given)}{hint}")
 
 
-def integer(name: str, argument: Any) -> None:
-    """Refuse what is not a Python (or traced) integer."""
-    if isinstance(argument, bool) or not isinstance(argument, (int, torch.SymInt)):
+def is_integer(argument: Any) -> bool:
+    """Return whether an argument is an integer: of Python, of NumPy or traced; neither a bool nor a tensor is one."""
+    return isinstance(argument, (int, torch.SymInt, Integral)) and not isinstance(argument, bool)
+
+
+def integer(name: str, argument: Any) -> int:
+    """Return an integer as Python (or a tracer) has it; refuse what is none."""
+    if not is_integer(argument):
         raise TypeError(f"{name} must be an int, got {type_text(argument)}")
+    return argument if isinstance(argument, (int, torch.SymInt)) else int(argument)  # type: ignore[return-value]
 
 
-def counts(**arguments: Any) -> None:
-    """Refuse what are no integers from 0 on."""
-    for name, count in arguments.items():
-        integer(name, count)
+def counts(**arguments: Any) -> list[int]:
+    """Return integers from 0 on, as `integer` does; refuse others."""
+    numbers = []
+    for name, argument in arguments.items():
+        count = integer(name, argument)
         if certainly(count < 0):
             raise ValueError(f"{name} must not be negative, got {count}")
+        numbers.append(count)
+    return numbers
 
 
-def part(name: str, start: int, stop: int, size: int) -> None:
-    """Refuse a range of positions that does not lie in `size` of them."""
-    integer(f"the start of {name}", start)
-    integer(f"the stop of {name}", stop)
+def part(name: str, start: int, stop: int, size: int) -> tuple[int, int]:
+    """Return a range of positions; refuse one that does not lie in `size` of them."""
+    start, stop = integer(f"the start of {name}", start), integer(f"the stop of {name}", stop)
     if certainly(start < 0) or certainly(stop < start) or certainly(size < stop):
         raise ValueError(f"{name} must be a range inside 0 to {size}, got {start} to {stop}")
+    return start, stop
 
 
 def traced(tensor: Tensor) -> bool:
@@ -109,26 +135,41 @@ def certainly(condition: bool) -> bool:
     return statically_known_true(condition)
 
 
+def known(condition: bool) -> bool:
+    """Return whether a condition on numbers holds, as far as that is known; a tracer makes a guard of it where it can."""
+    if type(condition) is bool and not is_dynamo_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
 def same(actual: int, expected: int) -> bool:
     """Return whether sizes are equal; of those that a tracer does not know, assume it and check it at run time."""
-    if type(actual) is int and type(expected) is int:
+    if _are_numbers(actual, expected):
         return actual == expected
-    from torch.fx.experimental.symbolic_shapes import expect_true
+    if known_equal(actual, expected):
+        return True
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-    return expect_true(actual == expected)
+    if not guard_or_true(actual == expected):
+        return False
+    torch._check(actual == expected)
+    return True
 
 
 def known_equal(actual: int, expected: int) -> bool:
     """Return whether sizes are equal, as far as that is known."""
-    if type(actual) is int and type(expected) is int:
-        return actual == expected
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
+    return actual == expected if _are_numbers(actual, expected) else known(actual == expected)
 
-    return guard_or_false(actual == expected)
+
+def _are_numbers(size: int, other: int) -> bool:
+    """Return whether sizes are numbers, not a tracer's symbols. Dynamo says of a symbol that its type is int."""
+    return type(size) is int and type(other) is int and not is_dynamo_compiling()
 
 
 def _one_of(actual: int, choices: tuple[int, ...]) -> bool:
-    if type(actual) is int and type(choices[-1]) is int:
+    if _are_numbers(actual, choices[-1]):
         for choice in choices:  # noqa: SIM110 - a generator costs as much again, `in` makes Dynamo look for the same object
             if actual == choice:
                 return True

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from dmattn_ops import layout, require, sharded
+from dmattn_ops import layout, require, sharded, taken_apart, values
 from dmattn_ops.bands import NO_BAND, Band
 from dmattn_ops.meta import ceil_div
 from dmattn_ops.problem import MASK_TENSORS, TILE, UNBOUNDED, Mask
@@ -43,10 +45,31 @@ class TileMask:
     band_hi: int = UNBOUNDED
     from_bottom_right: bool = False
 
+    _leaves = None  # of one that tree_map made of something else than tensors
+
+    def __post_init__(self) -> None:
+        if not is_compiling():
+            self.__dict__.update(taken_apart.require_fitting(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return taken_apart.state_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        taken_apart.restore(self, state)
+
+    def __copy__(self) -> TileMask:
+        return self._with({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TileMask:
+        return self._with({name: deepcopy(getattr(self, name), memo) for name in _FIELDS})
+
     @property
     def mask(self) -> Mask:
         """The tensors as the operators take them."""
-        return Mask._make([*[getattr(self, name) for name in MASK_TENSORS], self.at_most])
+        held = self._held()
+        if not is_compiling():
+            values.memory(held)
+        return held
 
     @property
     def band(self) -> Band:
@@ -56,7 +79,7 @@ class TileMask:
     @property
     def kind(self) -> str:
         """ "bits", "segments" or "intervals"."""
-        return self.mask.kind
+        return self._held().kind
 
     @property
     def seqlen_q(self) -> int:
@@ -88,16 +111,17 @@ class TileMask:
     @property
     def nbytes(self) -> int:
         """The memory that the tensors take."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return sum(part.nbytes for part in self._held()[:-1] if part is not None)
 
     def density(self) -> Tensor:
         """Return the share of the 128 x 128 tiles that kernels visit, a float32 scalar on the mask's device."""
-        if self.row_tiles is None:
+        mask = self.mask
+        if mask.row_tiles is None:
             limits = self.band.limits(self.seqlen_q, self.seqlen_k)
             with sharded.constants_beside(self.lengths):
-                tiles = layout.interval_tiles(self.mask, *limits, self.seqlen_q, self.seqlen_k)
+                tiles = layout.interval_tiles(mask, *limits, self.seqlen_q, self.seqlen_k)
         else:
-            tiles = self.row_tiles[..., 1:3]  # how many of each row are listed
+            tiles = mask.row_tiles[..., 1:3]  # how many of each row are listed
         batch, heads, _, _ = self.shape
         rows, columns = (ceil_div(length, TILE) for length in (self.seqlen_q, self.seqlen_k))
         return tiles.sum(dtype=torch.float32) / require.larger(1, batch * heads * rows * columns)
@@ -114,20 +138,20 @@ class TileMask:
         A band that is folded in is shifted. A causal condition that a call adds is aligned by the lengths of the part: fold
         it in before, or pass the diagonal as `causal_from`.
         """
-        require.part("queries", start, stop, self.seqlen_q)
+        start, stop = require.part("queries", start, stop, self.seqlen_q)
         if self.kind == "intervals":
             moved: dict[str, Tensor | None] = {
                 name: part.clamp(start, stop).sub_(start)  # in this order: any int32 may be an end
                 for name, part in self._parts("start", "end", "hidden_from", "hidden_to")
             }
         else:
-            moved = {"q_segments": None if self.q_segments is None else layout.own(self.q_segments[:, start:stop])}
+            moved = {name: layout.own(part[:, start:stop]) for name, part in self._parts("q_segments")}
         band = self.band.moved(start, self.seqlen_q, self.seqlen_k)
         return self._part(moved, band, stop - start, self.seqlen_k, lambda dense: dense[:, :, start:stop])
 
     def keys(self, start: int, stop: int) -> TileMask:
         """Return the mask of keys `start` to `stop - 1`. A band that is folded in is shifted, as by `queries`."""
-        require.part("keys", start, stop, self.seqlen_k)
+        start, stop = require.part("keys", start, stop, self.seqlen_k)
         names = ("k_segments", "start", "end", "hidden_from", "hidden_to")
         moved = {name: layout.own(part[..., start:stop]) for name, part in self._parts(*names)}
         band = self.band.moved(-start, self.seqlen_q, self.seqlen_k)
@@ -153,6 +177,10 @@ class TileMask:
         """Return a copy with tensors of its own."""
         return self._map(torch.clone)
 
+    def promising(self, at_most: int) -> TileMask:
+        """Return the mask with the promise that no query sees more keys of a head."""
+        return self._with({"at_most": at_most})
+
     def also(self, band: Band) -> TileMask:
         """Return the mask with a causal or window condition added; itself where that is known to hide nothing more."""
         if band.contains(self.band):
@@ -167,7 +195,8 @@ class TileMask:
         """Return the representation with another name of the device: ranks that hold the same mask have a device each."""
         band = ""
         if not self.band.unlimited:
-            ends = ("" if abs(end) >= UNBOUNDED else f"{end:+d}" for end in self.band[:2])
+            lo, hi, _ = self.band
+            ends = "" if lo <= -UNBOUNDED else f"{lo:+d}", "" if hi >= UNBOUNDED else f"{hi:+d}"
             band = ", band=[{}..{}{}]".format(*ends, " from the bottom right" if self.from_bottom_right else "")
         most = "" if self.at_most is None else f", at_most={self.at_most}"
         return (
@@ -175,25 +204,28 @@ class TileMask:
             f" nbytes={self.nbytes})"
         )
 
-    def _tensors(self) -> list[Tensor]:
-        return [part for part in self.mask[:-1] if part is not None]
+    def _held(self) -> Mask:
+        """Return the tensors, whether there is memory behind them or not."""
+        return Mask._make([*[getattr(self, name) for name in MASK_TENSORS], self.at_most])
 
     def _parts(self, *names: str) -> list[tuple[str, Tensor]]:
         """Return the tensors of these names that there are."""
         named = [(name, getattr(self, name)) for name in names]
+        if not is_compiling():
+            values.memory(tuple(part for _, part in named))
         return [(name, part) for name, part in named if part is not None]  # Dynamo cannot read what `:=` binds in here
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TileMask:
         return self._with({name: function(part) for name, part in self._parts("lengths", *MASK_TENSORS)})
 
     def _with(self, changes: dict[str, Any]) -> TileMask:
-        return replace(self, **changes)
+        return made(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})
 
     def _indexed(self, dim: int, start: int, stop: int) -> TileMask:
         size = self.shape[dim]
         if size == 1:
             return self
-        require.part(("batch", "heads")[dim], start, stop, size)
+        start, stop = require.part(("batch", "heads")[dim], start, stop, size)
 
         def index(part: Tensor) -> Tensor:
             return part if part.shape[dim] == 1 else layout.own(part.narrow(dim, start, stop - start))
@@ -237,7 +269,19 @@ def read(mask: TileMask) -> Read:
     return found
 
 
-torch.export.register_dataclass(TileMask, serialized_type_name="dmattn_ops.TileMask")
+def made(**given: Any) -> TileMask:
+    """Return a mask of fields that fit each other, which nobody checks: that takes as long as some launches."""
+    if is_compiling():
+        return TileMask(**given)
+    mask = object.__new__(TileMask)
+    mask.__dict__.update(_DEFAULTS | given)
+    return mask
+
+
+_FIELDS = tuple(field.name for field in fields(TileMask))
+_DEFAULTS = {field.name: field.default for field in fields(TileMask) if field.name != "lengths"}
+TileMask.__setattr__ = taken_apart.assign(lambda mask: mask in _read)  # type: ignore[method-assign, assignment]
+taken_apart.register(TileMask, made)
 torch.serialization.add_safe_globals([TileMask])
 
 Segments = tuple[Tensor | None, Tensor | None]  # of queries and keys
@@ -251,8 +295,14 @@ def lengths_of(like: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
 def from_dense(mask: Tensor, segments: Segments, seqlen_q: int, band: Band) -> TileMask:
     """Pack a mask `[Bm, Hm, Sq, Sk]`, with segments and band folded in."""
     seqlen_k = mask.shape[-1]
-    lists_and_bits = torch.ops.dmattn.pack_mask(mask, *segments, seqlen_q, *band.limits(seqlen_q, seqlen_k))
-    return TileMask(lengths_of(mask, seqlen_q, seqlen_k), *lists_and_bits, **band_fields(band))
+    packed = torch.ops.dmattn.pack_mask(mask, *segments, seqlen_q, *band.limits(seqlen_q, seqlen_k))
+    return from_packed(lengths_of(mask, seqlen_q, seqlen_k), packed, band)
+
+
+def from_packed(lengths: Tensor, packed: tuple[Tensor, ...], band: Band) -> TileMask:
+    """Return the mask of row_tiles, col_tiles, row_bits and col_bits, into which segments and band were folded."""
+    parts = dict(zip(MASK_TENSORS, packed, strict=False))
+    return made(lengths=lengths, **parts, **band_fields(band))
 
 
 def from_segments(segments: Segments, seqlen_q: int, seqlen_k: int, band: Band) -> TileMask:
@@ -261,8 +311,14 @@ def from_segments(segments: Segments, seqlen_q: int, seqlen_k: int, band: Band) 
     assert keys is not None
     listed = sharded.segments_of_queries(queries, keys, seqlen_q)
     row_tiles, col_tiles = torch.ops.dmattn.list_tiles(listed, keys, seqlen_q, *band.limits(seqlen_q, seqlen_k))
-    lengths = lengths_of(keys, seqlen_q, seqlen_k)
-    return TileMask(lengths, row_tiles, col_tiles, q_segments=queries, k_segments=keys, **band_fields(band))
+    return made(
+        lengths=lengths_of(keys, seqlen_q, seqlen_k),
+        row_tiles=row_tiles,
+        col_tiles=col_tiles,
+        q_segments=queries,
+        k_segments=keys,
+        **band_fields(band),
+    )
 
 
 def from_intervals(
@@ -275,8 +331,8 @@ def from_intervals(
     """Return the mask that shows key `j` to the queries of an interval, `[B|1, Hm, Sk]`, less those of a hidden one."""
     start, end = intervals
     hidden_from, hidden_to = (None, None) if hidden is None else hidden
-    return TileMask(
-        lengths_of(end, seqlen_q, end.shape[-1]),
+    return made(
+        lengths=lengths_of(end, seqlen_q, end.shape[-1]),
         start=start,
         end=end,
         hidden_from=hidden_from,

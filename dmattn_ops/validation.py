@@ -8,12 +8,14 @@ that a tracer does not know becomes a check at run time. Values are read on the 
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dmattn_ops import require
+from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.call import Call
 from dmattn_ops.meta import ceil_div, lse_dtype, tile_records
 from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS, Mask, Varlen
@@ -49,7 +51,7 @@ def dense_call(call: Call) -> None:
     """Refuse what does not fit the tensors of a dense call."""
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = call.query.shape, call.key.shape
     if any(part is not None for part in call.mask[:-1]):
-        _mask(call.mask, batch, heads, heads_kv, seqlen_q, seqlen_k, call.query.device)
+        mask_tensors(call.mask, batch, heads, heads_kv, seqlen_q, seqlen_k, call.query.device)
     _numbers_and_seed(call, batch)
 
 
@@ -130,11 +132,12 @@ def selection(
     return batch
 
 
-def kept_keys(keep: int, keep_first: int, keep_last: int, is_causal: bool) -> None:
-    """Refuse numbers of keys that no dynamic mask keeps."""
-    require.counts(keep=keep, keep_first=keep_first, keep_last=keep_last)
+def kept_keys(keep: int, keep_first: int, keep_last: int, is_causal: bool) -> list[int]:
+    """Return numbers of keys, as `require.counts` does; refuse such as no dynamic mask keeps."""
+    numbers = require.counts(keep=keep, keep_first=keep_first, keep_last=keep_last)
     if not is_causal and not require.certainly(keep_last == 0):
         raise ValueError(f"keep_last must be 0 where is_causal is False, got {keep_last}")
+    return numbers
 
 
 def mask_parts(
@@ -165,6 +168,40 @@ def mask_parts(
     return batch, heads
 
 
+def interval_parts(read: Any) -> tuple[int, int]:
+    """Refuse intervals that do not fit each other or what stands beside them; return the batch and the heads of the whole."""
+    end, where = read.end, read.end.device
+    require.rank("end", end, 3, "[B, heads, Sk]")
+    for name in ("end", "start", "hidden_from", "hidden_to"):
+        part = getattr(read, name)
+        if part is not None:
+            require.shape(name, part, tuple(end.shape))
+            require.dtype(name, part, torch.int32)
+            require.device(name, part, where, "end")
+    if (read.hidden_from is None) != (read.hidden_to is None):
+        raise ValueError("hidden_from and hidden_to belong together, got one of them")
+    batch, heads, seqlen_k = end.shape
+    if read.mask is None and read.k_segments is None:
+        return batch, heads
+    other_batch, other_heads = mask_parts(read.mask, read.q_segments, read.k_segments, read.seqlen_q)
+    of_keys = read.k_segments if read.mask is None else read.mask
+    if not require.same(of_keys.shape[-1], seqlen_k):
+        raise ValueError(
+            f"intervals must have {require.size_text(of_keys.shape[-1])} keys as the mask or the documents have, got"
+            f" {require.size_text(seqlen_k)}"
+        )
+    require.device("end", end, of_keys.device, "the mask")
+    if not any(require.known_equal(size, 1) for size in (batch, other_batch)) and not require.same(batch, other_batch):
+        raise ValueError(
+            f"intervals must have the batch of the mask and the documents, {require.size_text(other_batch)}, or 1, got"
+            f" {require.size_text(batch)}"
+        )
+    most = max(heads, other_heads)
+    if most % heads or most % other_heads:
+        raise ValueError(f"intervals must have the heads of the mask, {other_heads}, of keys or 1, got {heads}")
+    return require.wider((batch, other_batch)), most
+
+
 def query_key_value(query: Tensor, key: Tensor, value: Tensor, rank: int) -> None:
     """Refuse shapes that do not belong together, and dtypes, devices and head dimensions that no kernel takes.
 
@@ -184,8 +221,8 @@ def query_key_value(query: Tensor, key: Tensor, value: Tensor, rank: int) -> Non
     own, where = query.dtype, query.device
     if key.dtype is not own or value.dtype is not own or own not in DTYPES:
         require.dtype("query", query, *DTYPES)
-        require.dtype("key", key, own)
-        require.dtype("value", value, own)
+        require.dtype("key", key, own, like="query")
+        require.dtype("value", value, own, like="query")
     if key.device != where or value.device != where:
         require.device("key", key, where)
         require.device("value", value, where)
@@ -264,26 +301,25 @@ def flags(**arguments: Any) -> None:
             raise TypeError(f"{name} must be a bool, got {require.type_text(argument)}")
 
 
-def integers(**arguments: Any) -> None:
-    """Refuse arguments that are not Python (or traced) integers."""
-    for name, argument in arguments.items():
-        require.integer(name, argument)
+def integers(**arguments: Any) -> list[int]:
+    """Return arguments as Python (or traced) integers; refuse others."""
+    return [require.integer(name, argument) for name, argument in arguments.items()]
 
 
 def number(name: str, argument: Any) -> Any:
-    """Return a Python (or traced) number as a float; refuse anything else."""
-    if isinstance(argument, (float, torch.SymFloat)):
+    """Return a number of Python or NumPy (or a traced one) as a float; refuse anything else."""
+    if type(argument) is float or isinstance(argument, torch.SymFloat):
         return argument
-    if isinstance(argument, bool) or not isinstance(argument, (int, torch.SymInt)):
+    if isinstance(argument, bool) or not isinstance(argument, (int, torch.SymInt, Real)):
         raise TypeError(f"{name} must be a number, got {require.type_text(argument)}")
     try:
-        return argument * 1.0
+        return argument * 1.0 if isinstance(argument, (int, torch.SymInt)) else float(argument)
     except OverflowError:
-        raise ValueError(f"{name} must be finite, got an integer of {argument.bit_length()} bits") from None
+        raise ValueError(f"{name} must be finite, got an integer of {int(argument).bit_length()} bits") from None  # type: ignore[arg-type]
 
 
-def visibility(is_causal: bool, causal_from: str | int, window_size: tuple[int | None, int | None]) -> None:
-    """Refuse what does not describe a causal or window condition."""
+def visibility(is_causal: bool, causal_from: CausalFrom, window_size: Window) -> tuple[CausalFrom, Window]:
+    """Return where a causal condition is aligned and a window, in Python's integers; refuse what describes neither."""
     if not isinstance(is_causal, bool):
         flags(is_causal=is_causal)
     if isinstance(causal_from, str):
@@ -291,22 +327,30 @@ def visibility(is_causal: bool, causal_from: str | int, window_size: tuple[int |
             raise ValueError(
                 f"causal_from must be 'bottom_right' or 'top_left', got {causal_from!r}; an integer is the diagonal itself"
             )
-    elif isinstance(causal_from, bool) or not isinstance(causal_from, (int, torch.SymInt)):
+    elif not require.is_integer(causal_from):
         raise TypeError(
             f"causal_from must be 'bottom_right', 'top_left' or an int, got {require.type_text(causal_from)}"
         )
-    elif require.certainly(abs(causal_from) >= UNBOUNDED):
-        raise ValueError(f"causal_from must be between {1 - UNBOUNDED} and {UNBOUNDED - 1}, got {causal_from}")
+    else:
+        causal_from = require.integer("causal_from", causal_from)
+        if require.certainly(abs(causal_from) >= UNBOUNDED):
+            raise ValueError(f"causal_from must be between {1 - UNBOUNDED} and {UNBOUNDED - 1}, got {causal_from}")
     if window_size == (None, None):
-        return
+        return causal_from, (None, None)
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size must be a pair (left, right), got {window_size!r}")
-    for name, limit in zip(("left", "right"), window_size, strict=True):
-        if limit is None:
-            continue
-        integers(**{f"window_size {name}": limit})
-        if limit < 0:
-            raise ValueError(f"window_size {name} must not be negative (None is unlimited), got {limit}")
+    left, right = map(_window_limit, ("left", "right"), window_size)
+    return causal_from, (left, right)
+
+
+def _window_limit(side: str, limit: int | None) -> int | None:
+    """Return how far a window reaches to one side; refuse what is neither a number of keys nor None."""
+    if limit is None:
+        return None
+    limit = require.integer(f"window_size {side}", limit)
+    if limit < 0:
+        raise ValueError(f"window_size {side} must not be negative (None is unlimited), got {limit}")
+    return limit
 
 
 def keep_mask(mask: Tensor) -> None:
@@ -381,7 +425,9 @@ def _require_sink(sink: Tensor, query: Tensor) -> None:
         require.dtype("sink", sink, query.dtype, torch.float32)
 
 
-def _mask(mask: Mask, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, where: torch.device) -> None:
+def mask_tensors(
+    mask: Mask, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, where: torch.device
+) -> None:
     """Refuse tensors of a mask in which a kernel could read out of bounds; what lists hold is trusted."""
     rows, cols, words = ceil_div(seqlen_q, TILE), ceil_div(seqlen_k, TILE), TILE // WORD_BITS
     leading = (1, batch), (1, heads_kv, heads)

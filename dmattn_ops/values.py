@@ -38,27 +38,32 @@ def memory(arguments: tuple[Any, ...]) -> None:
 
 
 def offsets(query: Tensor, key: Tensor, lengths: Varlen) -> None:
-    """Refuse offsets that do not describe the packed tensors."""
+    """Refuse offsets that do not describe the packed tensors; rows behind the last one belong to no sequence."""
     for letter, name, packed, cu_seqlens, longest in (
         ("q", "query", query, lengths.cu_seqlens_q, lengths.max_seqlen_q),
         ("k", "key", key, lengths.cu_seqlens_k, lengths.max_seqlen_k),
     ):
         total = packed.shape[0]
-        values = offsets_of(f"cu_seqlens_{letter}", cu_seqlens, name, total)
+        values = offsets_of(f"cu_seqlens_{letter}", cu_seqlens, name, total, rows_behind=True)
         widest = max((b - a for a, b in pairwise(values)), default=0)
         if widest > longest:
             raise ValueError(f"max_seqlen_{letter} must be at least the longest sequence, {widest}, got {longest}")
 
 
-def offsets_of(name: str, cu_seqlens: Tensor, of: str, total: int) -> list[int]:
-    """Return offsets that are not empty; refuse those that do not go from 0 to the length `total` of what they divide."""
+def offsets_of(name: str, cu_seqlens: Tensor, of: str, total: int, *, rows_behind: bool = False) -> list[int]:
+    """Return offsets that are not empty; refuse those that do not go from 0 to the length `total` of what they divide.
+
+    With `rows_behind` they may end before.
+    """
     values = cu_seqlens.tolist()
-    if not values or values[0] != 0 or values[-1] != total:
+    if not values or values[0] != 0 or values[-1] > total or (values[-1] < total and not rows_behind):
         got = f"{values[0]} to {values[-1]}" if values else "none"
         hint = ""
         if sum(values) == total:
             hint = ": lengths become offsets by torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
-        raise ValueError(f"{name} must go from 0 to the length of {of}, {total}, got {got}{hint}")
+        raise ValueError(
+            f"{name} must go from 0 to {'at most ' if rows_behind else ''}the length of {of}, {total}, got {got}{hint}"
+        )
     if values != sorted(values):
         raise ValueError(f"{name} must not decrease, got {values}")
     return values

@@ -79,7 +79,7 @@ class Attention(nn.Module):
         The slope needs no distance to the query: a softmax does not change when all its scores move by one amount.
         """
         with torch.autocast(value.device.type, enabled=False):  # in float32: ranks of rounded scores would be ties
-            worth = F.softplus(F.linear(value.flatten(2).float(), self.delta.weight))
+            worth = F.softplus(self.delta(value.flatten(2).float()))
             position = torch.arange(value.shape[1], device=value.device)[:, None] / self.config.keep
             return (torch.exp(self.gain * worth) + self.slope * position).transpose(1, 2)
 

@@ -91,6 +91,12 @@ def parse(arguments: list[str], description: str | None = None) -> argparse.Name
         help="sizes where no option gives others; long: sequences of 131072 bytes on a GPU, 8192 on a CPU",
     )
     parser.add_argument("--deterministic", action="store_true", help="repeatable bit for bit, as on a CPU always")
+    on_cpu, on_gpu = ({**asdict(config), **asdict(plan)} for config, plan in map(standard, ("cpu", "cuda")))
+
+    def with_default(name: str, meaning: str) -> str:
+        other = "" if on_gpu[name] == on_cpu[name] else f", on a GPU {on_gpu[name]}"
+        return f"{meaning} (default {on_cpu[name]}{other})"
+
     parser.add_argument("--stop-at", type=int, help="stop at this step, as an interruption would")
     for name, meaning in {
         "layers": "number of layers",
@@ -106,8 +112,8 @@ def parse(arguments: list[str], description: str | None = None) -> argparse.Name
         "seed": "decides the first weights and the order of the text",
         "dense_steps": "steps of the same model with dense causal attention, to compare the speed",
     }.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=meaning)
-    parser.add_argument("--rate", type=float, help="highest learning rate")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=with_default(name, meaning))
+    parser.add_argument("--rate", type=float, help=with_default("rate", "highest learning rate"))
     return parser.parse_args(arguments)
 
 

@@ -108,7 +108,7 @@ def fit(
     """Train to the plan's end, to step `until` or until asked to stop, validating and saving on the way."""
     plan, history, first = trainer.plan, trainer.history, trainer.step
     until = plan.steps if until is None else until
-    print(f"{label}: compiling the model (about a minute on two cores, less where it was compiled before)", flush=True)
+    print(f"{label}: compiling the model (one to three minutes, less where it was compiled before)", flush=True)
     began, breaks_before = time.perf_counter(), graph_breaks()
     validation, skipped = trainer.validate(), benefit.tiles_skipped(trainer.masks())
     if first == 0:

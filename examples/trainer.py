@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import time
 import zlib
 from collections import Counter
@@ -22,6 +21,7 @@ from dmattn_ops import TileMask, dynamic_mask
 from model import ByteModel, ModelConfig, attend_dense, attend_dmattn, attend_sdpa
 from settings import Plan, SettingError
 
+VERSION = 2  # of checkpoints; 1 had no checksum
 ATTENTIONS = {"dmattn": attend_dmattn, "sdpa": attend_sdpa, "dense": attend_dense}
 
 
@@ -135,7 +135,9 @@ class Trainer:
             "history": asdict(self.history),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "version": VERSION,
         }
+        state["checksum"] = checksum(state)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         torch.save(state, partial)
@@ -150,8 +152,17 @@ class Trainer:
         if state["step"] > self.plan.steps:
             raise SettingError(f"{path} is at step {state['step']} already, beyond --steps {self.plan.steps}")
         self.step, self.history = state["step"], History(**state["history"])
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            for parameter, moments in self.optimizer.state.items():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if moments[name].shape != parameter.shape:
+                        raise ValueError(
+                            f"{name} of a parameter {tuple(parameter.shape)} is {tuple(moments[name].shape)}"
+                        )
+        except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
+            raise SettingError(f"{path} is damaged: {' '.join(str(error).split())}") from error
         self.saved = self.step
 
     def settings(self) -> dict[str, Any]:
@@ -161,12 +172,56 @@ class Trainer:
 
 
 def load_state(path: Path, device: str) -> dict[str, Any]:
-    """Read what `Trainer.save` wrote."""
+    """Read what `Trainer.save` wrote; refuse what is something else, or was damaged since."""
     refusal = SettingError(f"{path} is not a checkpoint of this program")
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged file can raise anything
         raise refusal from error
     if not (isinstance(state, dict) and {"settings", "step", "history", "model", "optimizer"} <= state.keys()):
         raise refusal
+    version = state.get("version", 1)
+    if type(version) is not int or version > VERSION:
+        raise SettingError(f"{path} has version {version!r}, and this program reads up to {VERSION}")
+    if version > 1 and state.pop("checksum", None) != checksum(state):
+        raise SettingError(f"{path} is damaged: its content does not fit its checksum")
+    if what := _damage(state):
+        raise SettingError(f"{path} is damaged: {what}")
     return state
+
+
+def checksum(part: Any, before: int = 0) -> int:
+    """Return a checksum of tensors and numbers in dictionaries and lists."""
+    if isinstance(part, dict):
+        part = [each for item in part.items() for each in item]
+    if isinstance(part, list | tuple):
+        for each in part:
+            before = checksum(each, before)
+        return before
+    if not isinstance(part, Tensor):
+        return zlib.crc32(repr(part).encode(), before)
+    before = zlib.crc32(f"{part.dtype} {tuple(part.shape)}".encode(), before)
+    return zlib.crc32(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, before)
+
+
+def _damage(state: dict[str, Any]) -> str:
+    """Return what a checkpoint lacks; empty where it lacks nothing."""
+    stored, step, history = state["settings"], state["step"], state["history"]
+    if not (isinstance(stored, dict) and {"model", "plan", "text"} <= stored.keys()):
+        return "it must hold settings of the model, the plan and the text"
+    for name, known in (("model", asdict(ModelConfig())), ("plan", asdict(Plan()))):
+        given = stored[name]
+        if (
+            not isinstance(given, dict)
+            or not given.keys() <= known.keys()
+            or (name == "model" and given.keys() != known.keys())
+        ):
+            return f"its settings of the {name} must be {', '.join(known)}"
+        wrong = [key for key, value in given.items() if type(value) not in (int, type(known[key]))]
+        if wrong:
+            return f"{wrong[0]} must be a number, got {given[wrong[0]]!r}"
+    if type(step) is not int or step < 0:
+        return f"its step must be a number from 0 on, got {step!r}"
+    if not (isinstance(history, dict) and history.keys() == {"train", "validation"} and len(history["train"]) == step):
+        return f"its history must hold the losses of {step} steps"
+    return ""

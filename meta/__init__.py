@@ -55,6 +55,16 @@ def key_lifetimes_outputs(scores: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     return scores.new_empty(shape, dtype=torch.int32), scores.new_empty(shape, dtype=torch.int32)
 
 
+def rank_ids_outputs(ids: Tensor) -> Tensor:
+    """Allocate int32 ranks like ids `[B, S]`."""
+    return ids.new_empty(ids.shape, dtype=torch.int32)
+
+
+def spread_lists_outputs(indices: Tensor, columns: int) -> Tensor:
+    """Allocate bool `[..., columns]` for lists `[..., slots]`."""
+    return indices.new_empty((*indices.shape[:-1], columns), dtype=torch.bool)
+
+
 def ceil_div(size: int, divisor: int) -> int:
     """Return `size / divisor`, rounded up: always by this formula, so that tracers see equal sizes as equal."""
     return (size + divisor - 1) // divisor
@@ -73,8 +83,8 @@ def tile_records(seqlen: int) -> int:
 
 def list_capacity(tiles: int, band_lo: int, band_hi: int) -> int:
     """Return the most tiles of the other side that one tile can see inside the band."""
-    for limit in (band_lo, band_hi):
-        if isinstance(limit, int) and abs(limit) >= UNBOUNDED:
+    for limit in (-band_lo, band_hi):
+        if isinstance(limit, int) and limit >= UNBOUNDED:
             return tiles  # a symbolic minimum would be a guard that export cannot prove
     span = band_hi - band_lo + 1  # keys a single query sees; a tile of queries sees TILE - 1 more
     return larger(0, smaller(tiles, ceil_div(span + TILE - 1, TILE) + 1))
@@ -96,7 +106,7 @@ def list_tiles_outputs(
 def pack_mask_outputs(
     mask: Tensor, batch: int, heads: int, seqlen_q: int, band_lo: int, band_hi: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate lists and bits of a dense mask `[Bm, Hm, Sq or 1, Sk]`."""
+    """Allocate lists and bits of a dense mask `[Bm, Hm, Sq or 1, Sk]`, or of another whose last dimension is `Sk`."""
     seqlen_k = mask.shape[-1]
     rows, cols = ceil_div(seqlen_q, TILE), ceil_div(seqlen_k, TILE)
     words = TILE // WORD_BITS

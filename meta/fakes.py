@@ -76,6 +76,32 @@ def key_lifetimes(*arguments: Any) -> tuple[Tensor, Tensor]:
     return meta.key_lifetimes_outputs(read.scores, batch)
 
 
+def pack_intervals(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return row_tiles, col_tiles, row_bits and col_bits of intervals `[B|1, Hm, Sk]` beside a mask and segments."""
+    read = ops.SIGNATURES["pack_intervals"].read(arguments)
+    batch, heads = validation.interval_parts(read)
+    return meta.pack_mask_outputs(read.end, batch, heads, read.seqlen_q, read.band_lo, read.band_hi)
+
+
+def rank_ids(*arguments: Any) -> Tensor:
+    """Return ranks like ids `[B, S]`."""
+    read = ops.SIGNATURES["rank_ids"].read(arguments)
+    require.rank("ids", read.ids, 2, "[B, S]")
+    require.dtype("ids", read.ids, *validation.INTEGERS)
+    return meta.rank_ids_outputs(read.ids)
+
+
+def spread_lists(*arguments: Any) -> Tensor:
+    """Return which of `columns` lists `[..., slots]` name in their first `counts [...]` slots."""
+    read = ops.SIGNATURES["spread_lists"].read(arguments)
+    for name, tensor in (("counts", read.counts), ("indices", read.indices)):
+        require.dtype(name, tensor, torch.int32)
+    require.shape("counts", read.counts, tuple(read.indices.shape[:-1]))
+    require.device("counts", read.counts, read.indices.device, "indices")
+    require.counts(columns=read.columns)
+    return meta.spread_lists_outputs(read.indices, read.columns)
+
+
 def dense_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
     """Read the arguments of a dense operator and refuse what no kernel may see; return the call, and all by name."""
     read = ops.SIGNATURES[name].read(arguments)
@@ -117,6 +143,6 @@ def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
 
 for _fake in (
     forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
-    key_lifetimes,
+    key_lifetimes, pack_intervals, rank_ids, spread_lists,
 ):  # fmt: skip
     torch.library.register_fake(f"dmattn::{_fake.__name__}", _fake, lib=ops.library)

@@ -19,6 +19,7 @@ from dmattn_ops.distributed import (
     prepare_context_mask,
     shard_sequence,
 )
+from dmattn_ops.trees import pack_prefix_tree, tree_mask
 
 # Of the largest error, over the largest element. In bfloat16 a rank rounds gradients of its part before they are added up.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 2e-2}
@@ -45,6 +46,31 @@ class Case(NamedTuple):
     sink: bool = False
     large: float = 0.0  # added to the scores of some rows
     seed: int = 0
+
+
+METHODS = ("all_gather", "ulysses", "ring")
+CAUSAL = ("is_causal", True)
+WINDOW = ("window_size", (40, 3))
+SLIDING = ("window_size", (33, None))
+KINDS = {
+    "nothing": Case(),
+    "causal": Case(keywords=(CAUSAL,)),
+    "window": Case(keywords=(WINDOW,)),
+    "sliding": Case(keywords=(CAUSAL, SLIDING), bias="key1"),
+    "padding": Case("padding", batch=2, keywords=(CAUSAL,)),
+    "mask of keys, of each key head": Case("keys/k", batch=2, bias="bkeyq"),
+    "dense": Case("dense", keywords=(CAUSAL,), bias="fullk"),
+    "dense, of each key head": Case("dense/k", bias="full1"),
+    "dense, of each head": Case("dense/q", batch=2, keywords=(SLIDING,), bias="bfullq"),
+    "dynamic": Case("dynamic/k", batch=2, bias="keyk"),
+    "intervals": Case("intervals/q", keywords=(WINDOW,)),
+    "tiles": Case("tiles/k", keywords=(CAUSAL,)),
+    "trees": Case("trees", bias="keyk"),
+    "documents": Case("documents", batch=2, keywords=(CAUSAL,)),
+    "documents of queries and of keys": Case("two_kinds", keywords=(CAUSAL,)),
+    "documents and padding": Case("padded_documents", bias="keyq"),
+    "packed sequences": Case("cu_seqlens", keywords=(CAUSAL, SLIDING)),
+}
 
 
 class Problem(NamedTuple):
@@ -103,6 +129,11 @@ def conditions(case: Case, rows: int, columns: int, device: torch.device) -> tup
     if name == "dynamic":
         mask = dynamic_mask(torch.randn(case.batch, heads, columns, device=device), 24, keep_last=3)
         return mask, mask, {}, keywords
+    if name == "trees":
+        prompt, tokens = list(range(columns // 2)), torch.randint(3, (5, columns // 10))
+        ends = pack_prefix_tree([prompt + answer for answer in tokens.tolist()], pad_to=columns).ends
+        mask = tree_mask(ends[None].to(device))
+        return mask, mask, {}, keywords
     if name == "intervals":
         start = torch.randint(rows, (1, heads, columns), dtype=torch.int32, device=device)
         end = start + torch.randint(rows, (1, heads, columns), dtype=torch.int32, device=device)
@@ -113,7 +144,7 @@ def conditions(case: Case, rows: int, columns: int, device: torch.device) -> tup
         return mask, mask, {}, {}
     ids = torch.bucketize(
         torch.arange(columns, device=device),
-        torch.tensor(sorted({columns // 7, columns // 3, columns - 9}), device=device),
+        torch.tensor(sorted({columns // 7, columns // 3, max(0, columns - 9)}), device=device),
         right=True,
     )
     if name == "documents":
@@ -121,7 +152,8 @@ def conditions(case: Case, rows: int, columns: int, device: torch.device) -> tup
         mask = prepare_mask(documents=ids, **causal)
         return mask, None, {"documents": shard_sequence(ids, **cut)}, keywords
     if name == "two_kinds":  # of queries, and of keys
-        pair = tuple(each.to(torch.int16).unsqueeze(0) for each in (ids, ids // 2 * 2))
+        of_queries = torch.arange(rows, device=device) * 4 // rows
+        pair = tuple(each.to(torch.int16).unsqueeze(0) for each in (of_queries, ids // 2 * 2))
         own = tuple(shard_sequence(each, **cut) for each in pair)
         return prepare_mask(documents=pair, **causal), None, {"documents": own}, keywords
     if name == "padded_documents":
@@ -130,7 +162,7 @@ def conditions(case: Case, rows: int, columns: int, device: torch.device) -> tup
         return mask, shard_sequence(keep, **cut), {"documents": shard_sequence(ids, **cut)}, keywords
     assert name == "cu_seqlens", name
     offsets = torch.tensor(
-        [0, *sorted({columns // 7, columns // 3, columns - 9}), columns], dtype=torch.int32, device=device
+        [0, *sorted({columns // 7, columns // 3, max(0, columns - 9)}), columns], dtype=torch.int32, device=device
     )
     return prepare_mask(documents=ids.unsqueeze(0), **causal), None, {"cu_seqlens": offsets}, keywords
 
@@ -186,7 +218,8 @@ def on_ranks(problem: Problem, case: Case) -> tuple[tuple[Tensor, ...], list[Ten
             for name in ("is_causal", "window_size", "causal_from")
             if name in problem.keywords
         }
-        lengths = {"seqlen_q": case.length} if "cu_seqlens" in more else {}
+        told = case.kind.partition("/")[0] not in ("padding", "keys", "cu_seqlens")  # by the mask or documents
+        lengths = {} if told else {"seqlen_q": case.length}
         mask = prepare_context_mask(mask, **cut, **more, **folded, **lengths, read_documents=case.seed % 2 == 0)
         more = {}
     attend = context_parallel_attention
@@ -218,6 +251,20 @@ def compare(case: Case) -> dict[str, float]:
             one = shard_sequence(one, None, dim=dim, layout=case.layout)
         errors[name] = error(other, one)
     return errors
+
+
+def compare_all(cases: list[Case]) -> dict[str, str]:
+    """Return what goes wrong with each of these cases where something does; runs on every rank."""
+    wrong = {}
+    for case in cases:
+        try:
+            errors = compare(case)
+        except Exception as problem:
+            wrong[str(case)] = f"{type(problem).__name__}: {problem}"
+            continue
+        if max(errors.values()) > TOLERANCE[case.dtype]:
+            wrong[str(case)] = str(errors)
+    return wrong
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmattn_ops
-from dmattn_ops import autograd, implementations, ops, privates
+from dmattn_ops import autograd, implementations, native, ops, privates, reference
 from dmattn_ops.meta import fakes
 from tests import call_inputs
 from tests.formula import textbook
@@ -97,6 +97,52 @@ def test_packed_sequences_have_the_gradients_of_each_alone(causal_from, attentio
     expected = torch.cat([o[0] for o, _ in alone]), torch.cat([s[0] for _, s in alone], dim=-1)
     torch.testing.assert_close((out, lse), expected)
     assert_gradients((out, lse), expected, (*rows, bias))
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "ends", [((0, 3, 7, 7), (0, 9, 11, 11)), ((0, 20, 20), (0, 20, 20)), ((0, 0), (0, 0))], ids=str
+)
+def test_rows_behind_the_last_sequence_are_zero_and_reach_nothing(ends, dtype, kernels, attention, monkeypatch):
+    """A batch padded to one length, as GPUs take it: NaN behind the end is read by nobody."""
+    if kernels == "reference":
+        monkeypatch.setattr(native, "forward", reference.forward)
+        monkeypatch.setattr(native, "backward", reference.backward)
+    offsets = [torch.tensor(end, dtype=torch.int32) for end in ends]
+    used, totals, generator = [end[-1] for end in ends], (140, 150), torch.Generator().manual_seed(2)
+
+    def draw(*shape, behind, dim):
+        made = torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        made.narrow(dim, behind, shape[dim] - behind).fill_(float("nan"))
+        return made
+
+    tensors = {"query": draw(totals[0], 4, 16, behind=used[0], dim=0)}
+    tensors |= {name: draw(totals[1], 2, 16, behind=used[1], dim=0) for name in ("key", "value")}
+    tensors |= {"bias": draw(2, totals[1], behind=used[1], dim=1), "sink": torch.zeros(4, dtype=dtype)}
+    grads = draw(totals[0], 4, 16, behind=used[0], dim=0), draw(4, totals[0], behind=used[0], dim=1)
+    mask = torch.rand(1, totals[1], generator=generator) < 0.7
+
+    def run(rows, keys):
+        places = {"query": (rows,), "key": (keys,), "value": (keys,), "bias": (slice(None), keys), "sink": ()}
+        given = {name: tensors[name][place].clone().requires_grad_() for name, place in places.items()}
+        call = {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1], "max_seqlen_q": 140, "max_seqlen_k": 140}
+        more = {"is_causal": True, "dropout_p": 0.3, "return_lse": True, "return_max": True}
+        torch.manual_seed(1)
+        out, lse, row_max = attention.flash_dmattn_varlen_func(**given, **call, **more, mask=mask[:, keys])
+        gradients = torch.autograd.grad((out, lse), given.values(), (grads[0][rows], grads[1][:, rows].to(lse.dtype)))
+        return (out, lse, row_max), dict(zip(given, gradients, strict=True))
+
+    whole, gradients = run(slice(None), slice(None))
+    expected, of_used = run(slice(used[0]), slice(used[1]))
+    for each, want, empty in zip(whole, expected, (0.0, -torch.inf, -torch.inf), strict=True):
+        dim = 0 if each.dim() == 3 else 1
+        assert torch.equal(each.narrow(dim, 0, used[0]), want)
+        assert (each.narrow(dim, used[0], totals[0] - used[0]) == empty).all()
+    for name, each in gradients.items():
+        dim, length = (1 if name == "bias" else 0), of_used[name].shape[1 if name == "bias" else 0]
+        torch.testing.assert_close(each.narrow(dim, 0, length), of_used[name], rtol=0, atol=0)
+        assert not each.narrow(dim, length, each.shape[dim] - length).any()
 
 
 def test_gradcheck_through_both_outputs():

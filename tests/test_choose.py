@@ -192,7 +192,8 @@ def test_explain_takes_packed_sequences_and_says_what_the_launchers_get(monkeypa
         chosen.clear()
         dmattn_ops.flash_dmattn_varlen_func(query, key, key, mask=mask, **packed, **options).sum().backward()
         assert [choice.label for choice in chosen] == [told.forward.choice, told.backward.choice]
-        assert told.visible == f"j <= i in each sequence, j counted from its {'last' if mask is None else 'first'} key"
+        keys = "j <= i" if mask is None else "the keys j <= i that the mask shows"
+        assert told.visible == f"{keys} in each sequence, j counted from its {'last' if mask is None else 'first'} key"
         assert ("segment ids" in told.mask) == (mask is not None)
     for arch_name, tier in (("9.0", "SM90"), ("8.0", "SM80")):
         told = dmattn_ops.explain(query.detach().bfloat16(), key.bfloat16(), key.bfloat16(), **packed, arch=arch_name)
@@ -256,6 +257,31 @@ def test_explain_names_both_directions_and_reads_well():
 def test_explain_says_which_keys_a_window_shows(window_size, said):
     query = torch.randn(1, 64, 2, 16)
     assert dmattn_ops.explain(query, query, query, window_size=window_size).visible == said
+
+
+def test_explain_tells_the_names_of_others():
+    query = torch.randn(1, 64, 2, 16)
+    with pytest.raises(
+        TypeError, match=r"^explain\(\) got an unexpected keyword argument 'causal': here it is called is_causal$"
+    ):
+        dmattn_ops.explain(query, query, query, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (torch.ones(1, 1, 64, 64, dtype=torch.bool), "every key that the mask shows"),
+        (dmattn_ops.prepare_mask(documents=torch.zeros(1, 64).int()), "every key that the mask shows"),
+        (
+            dmattn_ops.dynamic_mask(torch.randn(1, 2, 64), 5, keep_last=2),
+            "the keys j <= i that the mask shows, at most 7 for each query",
+        ),
+    ],
+    ids=["bits", "documents", "dynamic"],
+)
+def test_explain_says_that_a_mask_hides_keys(mask, said):
+    query = torch.randn(1, 64, 2, 16)
+    assert dmattn_ops.explain(query, query, query, mask).visible == said
 
 
 def test_a_deterministic_backward_on_hopper_orders_its_additions_unless_tiles_are_listed():

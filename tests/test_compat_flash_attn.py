@@ -227,7 +227,11 @@ def test_signatures_are_those_of_flash_attn():
         "flash_attn_varlen_kvpacked_func": ["q", "kv", *lengths, *last],
         "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen", *last],
     }
-    assert set(of) == set(flash_attn.__all__)
+    assert set(of) | {"flash_attn_with_kvcache"} == set(flash_attn.__all__)
+    with pytest.raises(NotImplementedError, match=r"^flash_attn_with_kvcache is not here, .* call flash_attn_func\("):
+        flash_attn.flash_attn_with_kvcache(
+            torch.zeros(1, 1, 1, 8), torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8), causal=True
+        )
     for name, parameters in of.items():
         assert list(inspect.signature(getattr(flash_attn, name)).parameters) == parameters
     assert of_interface is flash_attn_func
@@ -266,3 +270,59 @@ def test_slopes_of_other_heads_or_sequences_are_refused(shape):
         )
     with pytest.raises(TypeError, match=r"^alibi_slopes must be a tensor, got list$"):
         flash_attn_func(query, query, query, causal=True, alibi_slopes=[0.5] * H)
+
+
+def alibi_by_row(q, k, v, slope, row):
+    """Out and lse of one row of causal attention with ALiBi, of one head, in float64."""
+    distance = torch.arange(row, -1, -1, dtype=torch.float64)
+    scores = (k[0, : row + 1, 0].double() @ q[0, row, 0].double()) * q.shape[-1] ** -0.5 - slope * distance
+    return scores.softmax(0) @ v[0, : row + 1, 0].double(), scores.logsumexp(0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seqlen", "loose"),
+    [(torch.bfloat16, 200_000, 4e-3), (torch.float32, 20_000, 2e-5), (torch.float64, 9_000, 1e-11)],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_alibi_is_exact_at_any_length(dtype, seqlen, loose, packed):
+    """A bias of each key is rounded with the distance to the last one: the first rows would be off by a hundred times as much."""
+    slope = torch.tensor([0.83])
+    q, k, v = (torch.randn(1, seqlen, 1, 8, dtype=dtype) for _ in range(3))
+    call = {"causal": True, "window_size": (200, -1), "alibi_slopes": slope, "return_attn_probs": True}
+    if packed:
+        offsets = torch.tensor([0, 30, seqlen - 10, seqlen - 10], dtype=torch.int32)
+        lengths = (offsets, offsets, seqlen, seqlen)
+        out, lse, _ = flash_attn_varlen_func(q[0], k[0], v[0], *lengths, **call)
+        assert out[-10:].count_nonzero() == 0 and (lse[:, -10:] == math.inf).all()
+        out, lse = out[None, 30:-10], lse[None, :, 30:-10]
+        q, k, v = (part[:, 30:-10] for part in (q, k, v))
+    else:
+        out, lse, _ = flash_attn_func(q, k, v, **call)
+    rows = [*range(0, 300, 7), 5000, out.shape[1] - 1]
+    expected = [alibi_by_row(q, k, v, float(slope), row) for row in rows]
+    outs, log_sums = (torch.stack(each) for each in zip(*expected, strict=True))
+    assert (out[0, rows, 0] - outs).norm() < loose * outs.norm()
+    assert (lse[0, 0, rows].double() - log_sums).norm() < loose * log_sums.norm()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_alibi_in_parts_has_the_weights_and_gradients_of_the_whole(packed, monkeypatch):
+    slopes, lengths = torch.rand(B, H), (300, 340)
+    q, k, v = inputs(*lengths)
+    leaves = (q, k, v)
+    function, given = flash_attn_func, leaves
+    if packed:
+        offsets = [torch.tensor([0, length, 2 * length], dtype=torch.int32) for length in lengths]
+        function = lambda q, k, v, *rest, **more: flash_attn_varlen_func(q, k, v, *offsets, *lengths, *rest, **more)  # noqa: E731
+        given = tuple(part.flatten(0, 1) for part in leaves)
+    whole = function(*given, causal=True, alibi_slopes=slopes, return_attn_probs=True)
+    monkeypatch.setattr("dmattn_ops.biases.exact_rows", lambda dtype: 128)
+    out, lse, weights = function(*given, causal=True, alibi_slopes=slopes, return_attn_probs=True)
+    assert weights.numel() == 0
+    torch.testing.assert_close((out, lse), whole[:2], atol=5e-5, rtol=1e-4)  # the whole is rounded more
+    same_gradients(out, whole[0], leaves)
+    out, _, weights = function(*given, 0.4, causal=True, alibi_slopes=slopes, return_attn_probs=True)
+    assert weights.shape == (B, H, 384, 384)
+    kept = weights[..., :300, :340] >= 0
+    expected, _, _ = attention_ref(*leaves, (-1, 0), slopes, kept=kept, dropout_p=0.4)
+    torch.testing.assert_close(out.view_as(expected), expected)

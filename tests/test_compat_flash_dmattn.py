@@ -222,7 +222,7 @@ def test_signatures_are_those_of_1_2_2():
     assert positional(flex_dmattn_func) == [*tensors, "attn_mask", "attn_bias", *order]
     assert positional(create_mask) == [
         *("attention_bias", "attention_mask", "batch_size", "query_len", "key_len"),
-        *("window_size", "min_dtype", "block_size"),
+        *("window_size", "min_dtype", "block_size", "type"),
     ]
 
 
@@ -287,6 +287,20 @@ def test_create_mask_takes_padding_and_smooths_blocks_by_majority():
         create_mask(bias, torch.ones(2, 5, dtype=torch.bool), 2, 3, 7, 3, least)
     with pytest.raises(ValueError, match="block_size"):
         dynamic_mask(bias, None, 3, least, block_size=0)
+
+
+def test_create_mask_of_a_type_keeps_the_largest_or_the_positive():
+    bias, least = torch.randn(2, 2, 3, 7), torch.finfo(torch.float32).min
+    padding = torch.rand(2, 7) < 0.7
+    call = (bias, padding, 2, 3, 7, 3, least)
+    assert torch.equal(create_mask(*call, type="topk"), create_mask(*call))
+    assert torch.equal(create_mask(*call, type="relu"), (bias > 0) & padding[:, None, None])
+    positive = create_mask(bias, None, 2, 3, 7, 3, least, 2, "relu")
+    assert torch.equal(positive[..., 0], (bias[..., :2] > 0).all(-1)) and torch.equal(
+        positive[..., 6], bias[..., 6] > 0
+    )
+    with pytest.raises(ValueError, match=r"^type must be 'topk' or 'relu', got 'mean'$"):
+        create_mask(*call, type="mean")
 
 
 def test_padding_helpers_go_there_and_back():

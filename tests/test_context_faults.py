@@ -69,7 +69,7 @@ def differ(what):
     [
         ("length", ["query is (1, 64, 4, 16) torch.float32", "on rank 0 and (1, 32, 4, 16)"]),
         ("mask", ["mask is None on rank 0 and (1, 64) torch.bool"]),
-        ("prepared mask", ["mask is ContextMask(kind=segments", "on rank 0 and ContextMask("]),
+        ("prepared mask", ["mask is ContextMask(method='all_gather'", "is_causal=True", "on rank 0 and ContextMask("]),
         ("dtype", ["query is (1, 64, 4, 16) torch.float32", "torch.bfloat16"]),
         ("causal", ["is_causal is False on rank 0 and True on rank 1"]),
         ("gradient", ["query is", "requires_grad on rank 1"]),

@@ -5,7 +5,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from context_cases import Case, assert_equal
+from context_cases import CAUSAL, KINDS, METHODS, SLIDING, WINDOW, Case, assert_equal
 from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
@@ -22,29 +22,6 @@ from dmattn_ops.distributed.context_parallel import chosen_method, head_groups
 from dmattn_ops.distributed.key_exchange import exchange_of
 from dmattn_ops.distributed.pieces import Statistics, merged, sight_of, spans_of
 from dmattn_ops.distributed.team import Team, share_a_host
-
-METHODS = ("all_gather", "ulysses", "ring")
-CAUSAL = ("is_causal", True)
-WINDOW = ("window_size", (40, 3))
-SLIDING = ("window_size", (33, None))
-KINDS = {
-    "nothing": Case(),
-    "causal": Case(keywords=(CAUSAL,)),
-    "window": Case(keywords=(WINDOW,)),
-    "sliding": Case(keywords=(CAUSAL, SLIDING), bias="key1"),
-    "padding": Case("padding", batch=2, keywords=(CAUSAL,)),
-    "mask of keys, of each key head": Case("keys/k", batch=2, bias="bkeyq"),
-    "dense": Case("dense", keywords=(CAUSAL,), bias="fullk"),
-    "dense, of each key head": Case("dense/k", bias="full1"),
-    "dense, of each head": Case("dense/q", batch=2, keywords=(SLIDING,), bias="bfullq"),
-    "dynamic": Case("dynamic/k", batch=2, bias="keyk"),
-    "intervals": Case("intervals/q", keywords=(WINDOW,)),
-    "tiles": Case("tiles/k", keywords=(CAUSAL,)),
-    "documents": Case("documents", batch=2, keywords=(CAUSAL,)),
-    "documents of queries and of keys": Case("two_kinds", keywords=(CAUSAL,)),
-    "documents and padding": Case("padded_documents", bias="keyq"),
-    "packed sequences": Case("cu_seqlens", keywords=(CAUSAL, SLIDING)),
-}
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import dmattn_ops
 
@@ -22,7 +24,7 @@ DOCS = ROOT / "docs"
 GUIDES = sorted(DOCS.glob("*.md"))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.md"), *DOCS.glob("**/*.md")])
 FENCED = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"(?:\]\(|<img [^>]*src=\")([^)\s\"]+)[)\"]")
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 BESIDE = ("testing",)  # modules that are public besides those that `dmattn_ops` has as attributes
 ON_TWO_RANKS = {"distributed.md"}
@@ -52,7 +54,7 @@ def run_code(page: Path) -> int:
 
 @pytest.mark.parametrize("page", GUIDES, ids=of_page)
 def test_code_runs(page: Path, two_ranks: Callable) -> None:
-    if page.name == "transformers.md":
+    if page.name in ("transformers.md", "trees.md"):
         pytest.importorskip("transformers", reason="transformers is not installed")
     if page.name in ON_TWO_RANKS:
         assert min(two_ranks(run_code, page, limit=240.0)) > 0
@@ -96,8 +98,9 @@ def test_wrong_links_are_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     good = ["other.md", "other.md#a-heading-named", "#own", "https://example.org/#x"]
     bad = ["missing.md", "other.md#no-heading", "#no-heading", "pictures/missing.svg"]
-    page.write_text("# Own\n" + "".join(f"[text]({link})\n" for link in [*good, *bad]))
-    assert wrong_links(page) == bad
+    links = "".join(f"[text]({link})\n" for link in [*good, *bad])
+    page.write_text(f'# Own\n{links}<img alt="x" src="missing.png" width="9">\n')
+    assert wrong_links(page) == [*bad, "missing.png"]
 
 
 def settings() -> str:
@@ -107,7 +110,7 @@ def settings() -> str:
 def test_every_page_has_a_place_in_the_navigation_and_every_place_a_page() -> None:
     navigation = settings().partition("\nnav:\n")[2].partition("\ntheme:")[0]
     named = re.findall(r"(\S+\.md)$", navigation, re.MULTILINE)
-    [documents] = re.findall(r"^PAGES = (\{.*\})$", (DOCS / "hooks.py").read_text(), re.MULTILINE)
+    [documents] = re.findall(r"^PAGES = (\{.*?\})$", (DOCS / "hooks.py").read_text(), re.MULTILINE | re.DOTALL)
     beside = ast.literal_eval(documents)  # pages made of documents outside of docs
     assert all((ROOT / source).exists() for source in beside)
     assert sorted(named) == sorted([*(str(page.relative_to(DOCS)) for page in DOCS.glob("**/*.md")), *beside.values()])
@@ -210,6 +213,22 @@ def test_the_tests_that_hold_a_promise_exist() -> None:
     for file, test in named:
         assert (ROOT / file).exists(), file
         assert not test or f"\ndef {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
+
+
+def test_what_torch_says_of_an_exported_program_without_this_library_is_what_the_page_says(tmp_path: Path) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, query: torch.Tensor) -> torch.Tensor:
+            return dmattn_ops.flash_dmattn_func(query, query, query)
+
+    program = torch.export.export(Attention(), (torch.randn(1, 8, 1, 8),))
+    torch.export.save(program, tmp_path / "program.pt2")
+    command = [sys.executable, "-c", f"import torch; torch.export.load({str(tmp_path / 'program.pt2')!r})"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    said = done.stderr + done.stdout
+    assert "RuntimeError" in said
+    page = (DOCS / "compile.md").read_text()
+    [named] = re.findall(r"`torch.export.load` warns that it `([^`]+)` and raises a RuntimeError", page)
+    assert named in said
 
 
 def test_variables_of_the_environment_are_in_the_documentation() -> None:

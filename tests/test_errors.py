@@ -111,7 +111,7 @@ DENSE = {
     "dtype of key": (
         {"key": tensor(B, S, H, D, dtype=torch.float16)},
         TypeError,
-        "key must have dtype torch.float32, got torch.float16",
+        "key must have dtype torch.float32 like query, got torch.float16",
     ),
     "device": (
         {"value": torch.zeros(B, S, H, D, device="meta")},
@@ -270,6 +270,18 @@ DENSE = {
         TypeError,
         "flash_dmattn_func() got an unexpected keyword argument 'enable_gqa': heads of key and value are grouped where they"
         " are fewer than those of query",
+    ),
+    "several masks": (
+        {"mask": [MASK, MASK]},
+        TypeError,
+        "mask must be a tensor or come from prepare_mask, got list: one mask of several is a & b of their tensors, with"
+        " documents= and intervals= of prepare_mask",
+    ),
+    "a part of the queries": (
+        {"query": tensor(B, 2, H, D), "mask": dmattn_ops.prepare_mask(MASK)},
+        ValueError,
+        "mask must have shape (batch 2 or 1, heads 4 or 1, queries 2 or 1, keys 128), got (2, 1, 128, 128): the mask of some of"
+        " its queries is mask.queries(start, stop), of some of its keys mask.keys(start, stop)",
     ),
     "slopes elsewhere": (
         {"alibi_slopes": 1},

@@ -30,12 +30,12 @@ VARLEN = {
     "start": (
         {"cu_seqlens_q": int32(1, 50, 50, 128)},
         ValueError,
-        "cu_seqlens_q must go from 0 to the length of query, 128, got 1 to 128",
+        "cu_seqlens_q must go from 0 to at most the length of query, 128, got 1 to 128",
     ),
     "end": (
         {"cu_seqlens_k": int32(0, 50, 50, 129)},
         ValueError,
-        "cu_seqlens_k must go from 0 to the length of key, 128, got 0 to 129",
+        "cu_seqlens_k must go from 0 to at most the length of key, 128, got 0 to 129",
     ),
     "decrease": (
         {"cu_seqlens_k": int32(0, 50, 49, 128)},
@@ -62,7 +62,7 @@ VARLEN = {
     "lengths": (
         {"cu_seqlens_q": int32(50, 78), "cu_seqlens_k": int32(50, 78)},
         ValueError,
-        "cu_seqlens_q must go from 0 to the length of query, 128, got 50 to 78: lengths become offsets by"
+        "cu_seqlens_q must go from 0 to at most the length of query, 128, got 50 to 78: lengths become offsets by"
         " torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))",
     ),
     "type": ({"cu_seqlens_q": [0, 128]}, TypeError, "cu_seqlens_q must be a tensor, got list"),

@@ -34,15 +34,16 @@ def test_both_directions_say_how_keys_are_packed():
         made = launch.packing.packing
         assert made.epochs == packing.epochs(8192, 8192, 512, 0, 512)
         expected = "keys are packed in 16 epochs of 512 queries, 1024 slots each, for 2 heads, all at a time"
-        assert str(launch.packing) == expected
-        assert f"\n    {expected}\n" in str(launch)
+        meaning = "what the queries of an epoch see is copied side by side into its slots"
+        assert str(launch.packing) == f"{expected}: {meaning}"
+        assert f"\n    {expected}: {meaning}\n" in str(launch)
 
 
 def test_heads_that_do_not_fit_a_workspace_are_said_to_take_turns(monkeypatch):
     monkeypatch.setattr(packing, "WORKSPACE", 1)
     monkeypatch.setattr(packing.heads_per_pass, "__defaults__", (1,))
     for launch in launches(8192, dynamic(8192, 512)):
-        assert str(launch.packing).endswith("for 2 heads, 1 at a time")
+        assert "for 2 heads, 1 at a time:" in str(launch.packing)
 
 
 def test_what_is_shown_is_what_dispatch_gives_the_launcher():
@@ -117,11 +118,14 @@ def test_other_masks_have_nothing_to_say_about_packing():
             assert launch.packing is None and "packed" not in str(launch)
 
 
-def test_on_the_cpu_its_kernels_gather_keys_themselves():
+def test_on_the_cpu_its_kernels_gather_keys_themselves(monkeypatch):
     found = explain(*tensors(512, dtype=torch.float32), dynamic(512, 40))
     for launch in (found.forward, found.backward):
         assert launch.packing.packing is None
         assert "the CPU kernels gather the keys that each epoch of queries sees" in str(launch.packing)
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda: "reference")
+    found = explain(*tensors(512, dtype=torch.float32), dynamic(512, 40))
+    assert "plain torch operations compute every pair" in str(found.forward.packing)
 
 
 def test_kernels_are_chosen_for_the_call_on_packed_keys():

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 import dmattn_ops
 from dmattn_ops import TileMask
@@ -185,6 +187,92 @@ assert torch.equal(torch._inductor.aoti_load_package(sys.argv[2])(*inputs), expe
     command = [sys.executable, "-c", code, str(tmp_path), path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+class Masks(torch.nn.Module):
+    """Attention with prepared masks of every kind, and parts of them, all of which are inputs."""
+
+    def forward(self, query, masks: dict[str, TileMask]):
+        outs = [dmattn_ops.flash_dmattn_func(query, query, query, mask) for mask in masks.values()]
+        return [*outs, masks["intervals"].queries(3, 9).to_dense(), masks["segments"].keys(3, 9).to_dense()]
+
+
+def masks_of_every_kind(seqlen, window, at_most):
+    """Return masks whose tensors are the same each time, and with them the same shapes."""
+    band = {"window_size": (window, 0)}
+    keep, ids = torch.ones(1, 1, seqlen, seqlen, dtype=torch.bool), torch.arange(seqlen)[None] // (seqlen // 2)
+    start, end = torch.zeros(1, 1, seqlen, dtype=torch.int32), torch.full((1, 1, seqlen), seqlen, dtype=torch.int32)
+    made = {
+        "bits": dmattn_ops.prepare_mask(keep, **band),
+        "segments": dmattn_ops.prepare_mask(documents=ids, **band),
+        "padding": dmattn_ops.prepare_mask(ids == 0, seqlen_q=seqlen, **band),
+        "intervals": dmattn_ops.prepare_mask(intervals=(start, end), at_most=at_most, seqlen_q=seqlen, **band),
+        "dynamic": dmattn_ops.dynamic_mask(torch.arange(0.0, seqlen).view(1, 1, -1), 5),
+    }
+    return {name: pytree.tree_map(lambda leaf: leaf, mask) for name, mask in made.items()}
+
+
+def with_other_numbers(masks):
+    """Yield masks in which one integer among the leaves of one is another one."""
+    for name, mask in masks.items():
+        leaves, tree = pytree.tree_flatten(mask)
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                other = not leaf if isinstance(leaf, bool) else leaf - 1 if leaf > 0 else leaf + 1
+                changed = [*leaves[:place], other, *leaves[place + 1 :]]
+                yield f"{name} {place}", {**masks, name: pytree.tree_unflatten(changed, tree)}
+        yield f"{name} at_most", {**masks, name: replace(mask, at_most=16 if mask.at_most is None else None)}
+        longer = torch.empty(mask.seqlen_q + 1, mask.seqlen_k, 0, dtype=torch.uint8)
+        if mask.kind == "intervals":
+            yield f"{name} lengths", {**masks, name: replace(mask, lengths=longer)}
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_compiled_package_never_computes_with_the_numbers_of_another_mask(tmp_path, strict):
+    query, masks = torch.randn(1, 16, 2, 8), masks_of_every_kind(16, 4, 16)
+    with torch.no_grad():
+        program = torch.export.export(Masks(), (query, masks), strict=strict)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "masks.pt2"))
+    package = torch._inductor.aoti_load_package(path)
+    for out, expected in zip(package(query, masks), Masks()(query, masks), strict=True):
+        assert torch.equal(out, expected)
+    others = dict(with_other_numbers(masks)) | {
+        f"{name} window {window}": {**masks, name: masks_of_every_kind(16, window, 16)[name]}
+        for name in ("bits", "segments", "padding", "intervals")
+        for window in (3, 9)
+    }
+    assert len(others) == 3 * 4 + 2 * 6 + 4 * 2
+    silent = []
+    for name, other in others.items():
+        try:
+            package(query, other)
+        except RuntimeError:
+            continue
+        silent.append(name)
+    assert not silent
+    for out, expected in zip(package(query, masks), Masks()(query, masks), strict=True):
+        assert torch.equal(out, expected)
+
+
+def test_an_exported_program_says_which_mask_it_was_exported_with():
+    part, lengths = torch.zeros(1, 1, 4, dtype=torch.int32), torch.empty(4, 4, 0)
+    same = torch.ops.dmattn.mask_as_exported
+    for numbers in ((-3, 0, 5, True), (-(1 << 30), 1 << 30, None, False), (-(1 << 31), -7, 0, True)):
+        made = dmattn_ops.tile_mask.made(
+            lengths=lengths,
+            end=part,
+            band_lo=numbers[0],
+            band_hi=numbers[1],
+            at_most=numbers[2],
+            from_bottom_right=numbers[3],
+        )
+        sizes = pytree.tree_flatten(made)[0][-1]
+        assert sizes.numel() == 0 and torch.equal(same(part, lengths, sizes, 4, 4, *numbers), part)
+        numbers_of = "band_lo -2, band_hi 1, at_most 9, from_bottom_right True"
+        words = rf"the program was exported with a mask of lengths \(4, 4\), {numbers_of}, got one of"
+        with pytest.raises(ValueError, match=words):
+            same(part, lengths, sizes, 4, 4, -2, 1, 9, True)
+    torch.library.opcheck(same, (part, lengths, sizes, 4, 4, *numbers), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_joint_graph_holds_both_operators():

@@ -19,7 +19,7 @@ FORBIDDEN = ("clone", "copy_", "auto_functionalized", "triton_kernel_wrapper")  
 
 
 def test_schemas():
-    schemas = [str(getattr(torch.ops.dmattn, name).default._schema) for name in ops.SCHEMAS]
+    schemas = [str(getattr(torch.ops.dmattn, name).default._schema) for name in ops.SCHEMAS | ops.COMPOSITES]
     lines = "\n".join(textwrap.fill(schema, 116, subsequent_indent="    ") for schema in schemas)
     assert_expected_inline(
         lines,
@@ -66,7 +66,13 @@ dmattn::pack_mask(Tensor mask, Tensor? q_segments, Tensor? k_segments, SymInt se
 dmattn::list_tiles(Tensor? q_segments, Tensor k_segments, SymInt seqlen_q, SymInt band_lo=-1073741824, SymInt
     band_hi=1073741824) -> (Tensor row_tiles, Tensor col_tiles)
 dmattn::key_lifetimes(Tensor scores, Tensor? documents, SymInt keep, SymInt keep_first=0, SymInt keep_last=0, bool
-    is_causal=True) -> (Tensor start, Tensor end)""",
+    is_causal=True) -> (Tensor start, Tensor end)
+dmattn::pack_intervals(Tensor end, Tensor? start, Tensor? hidden_from, Tensor? hidden_to, Tensor? mask, Tensor?
+    q_segments, Tensor? k_segments, SymInt seqlen_q, SymInt band_lo=-1073741824, SymInt band_hi=1073741824) ->
+    (Tensor row_tiles, Tensor col_tiles, Tensor row_bits, Tensor col_bits)
+dmattn::rank_ids(Tensor ids) -> Tensor ranks
+dmattn::spread_lists(Tensor counts, Tensor indices, SymInt columns) -> Tensor listed
+dmattn::draw_seed(Tensor query, SymInt? batch=None) -> Tensor seed""",
     )
 
 

@@ -3,7 +3,6 @@
 The environments are made up: a torch of one version file, and a compiler that writes down how it was called.
 """
 
-import importlib.machinery
 import json
 import os
 import re
@@ -13,11 +12,13 @@ import sys
 import tarfile
 import venv
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 import setuptools
 import torch
+from checkouts import SUFFIX, Checkout, library, made_up_torch
 
 from dmattn_ops import native
 from dmattn_ops.version import __version__
@@ -25,63 +26,6 @@ from dmattn_ops.version import __version__
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the C++ kernels are not built on Windows")
 
 ROOT = Path(__file__).parent.parent
-SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
-COMPILER = """#!/bin/sh
-echo "$@" >> {log}
-while [ $# -gt 1 ]; do test "$1" = -o && out=$2; shift; done
-{then}
-"""
-
-
-class Checkout:
-    """A copy of what a build reads, and how to build there with a made-up torch and compiler."""
-
-    def __init__(self, folder):
-        self.folder, self.log, self.compiler = folder / "checkout", folder / "compiled", folder / "c++"
-        self.folder.mkdir()
-        for name in ("setup.py", "pyproject.toml", "Makefile", "MANIFEST.in", "README.md", "DESIGN.md", "LICENSE"):
-            shutil.copy(ROOT / name, self.folder)
-        for name in ("csrc", "meta", "dmattn_ops"):
-            left = shutil.ignore_patterns("*.so", "__pycache__")
-            shutil.copytree(ROOT / name, self.folder / name, symlinks=True, ignore=left)
-        self.write_compiler()
-
-    def write_compiler(self, then='echo built > "$out"'):
-        self.compiler.write_text(COMPILER.format(log=self.log, then=then))
-        self.compiler.chmod(0o755)
-
-    def run(self, *command, python=(sys.executable,), path=(), **variables):
-        """Run Python in the checkout with `path` before its other folders; return what it printed."""
-        compilers = {"CC": self.compiler, "CXX": self.compiler}
-        linkers = dict.fromkeys(("LDSHARED", "LDCXXSHARED"), f"{self.compiler} -shared")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), **compilers, **linkers, **variables}
-        done = subprocess.run(
-            [*python, *command],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    def install(self, *path, **keywords):
-        """Install for development, as `pip install -e` does, and return what the build log says."""
-        hook = "from setuptools import build_meta; build_meta.build_editable('wheels')"
-        return self.run("-c", hook, path=path, **keywords)
-
-    def libraries(self):
-        return sorted(path.name for path in (self.folder / "dmattn_ops").glob("_native*"))
-
-    def compiled(self):
-        """Return how many sources were compiled since the last question."""
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        self.log.unlink(missing_ok=True)
-        return sum(" -c " in line for line in lines)
-
-
 SOURCES = len(list((ROOT / "csrc" / "cpu").glob("*.cpp")))
 
 
@@ -92,14 +36,7 @@ def checkout(tmp_path):
 
 @pytest.fixture
 def make_torch(tmp_path):
-    def make(version, folder="torch"):
-        package = tmp_path / folder / "torch"
-        package.mkdir(parents=True)
-        (package / "__init__.py").touch()
-        (package / "version.py").write_text(f"__version__ = '{version}'\n")
-        return package.parent
-
-    return make
+    return partial(made_up_torch, tmp_path)
 
 
 @pytest.fixture
@@ -118,10 +55,6 @@ def empty_environment(tmp_path):
     """The interpreter of a new virtual environment without packages."""
     venv.create(tmp_path / "empty", symlinks=True)
     return tmp_path / "empty" / "bin" / "python"
-
-
-def library(version):
-    return f"_native-torch{version}{SUFFIX}"
 
 
 def test_another_torch_builds_again_and_leaves_what_others_use(checkout, make_torch):
@@ -295,6 +228,42 @@ def test_make_says_that_its_python_is_none():
     assert done.returncode != 0
     assert "PYTHON=/none is no program: name a Python that has torch, or leave PYTHON out" in done.stderr
     assert "bash" not in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_training_installs_nothing_that_only_tests_need_and_each_command_sets_up_all_that_it_needs(checkout):
+    def steps(target):
+        command = ["make", "-n", target]
+        done = subprocess.run(command, cwd=checkout.folder, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    training, testing = steps("train"), steps("test")
+    assert "install --quiet -e '.[train]'" in training
+    assert "triton" not in training
+    assert "[test" not in training
+    assert "install --quiet -e '.[test,train]'" in testing
+    assert "triton" in testing
+    assert "-m venv .venv" in training
+    assert "-m venv .venv" in testing
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_what_make_advises_where_it_cannot_install_makes_an_environment_that_can(
+    checkout, make_torch, empty_environment
+):
+    environment = {**os.environ, "PYTHONPATH": str(make_torch("2.13.0"))}
+    command = ["make", "test-gpu", f"PYTHON={empty_environment}"]  # which has no pip
+    done = subprocess.run(
+        command, cwd=checkout.folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    advised = [line.strip() for line in done.stdout.splitlines() if line.startswith("    ")]
+    [needed] = re.findall(r'requires = \["(setuptools>=\d+)"\]', (ROOT / "pyproject.toml").read_text())
+    assert advised == [
+        f"{empty_environment} -m venv --system-site-packages DIR",
+        f"DIR/bin/python -m pip install --upgrade '{needed}'",
+        "make test-gpu PYTHON=DIR/bin/python",
+    ]
 
 
 BUILT = ["2.12.0+cpu", "2.13.0+cpu", "2.13.1", "2.13.10+cpu", "2.14.0a0+git1234", "2.15.0.dev20261101+cpu"]

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from dmattn_ops import environment, flash_dmattn_func, masks, require
 from dmattn_ops.bands import NO_BAND
@@ -53,6 +54,17 @@ PREPARE = {
         ValueError,
         "seqlen_q must be 3, as the mask or the documents have it, got 4",
     ),
+    "a sliced BlockMask": (
+        {"mask": create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 300, 300, device="cpu")[:, :, 1:]},
+        ValueError,
+        "mask must have 3 blocks of queries, as its 300 queries need, got 2: a sliced BlockMask does not say which queries it"
+        " holds, so prepare the whole one, and slice that with .queries(start, stop)",
+    ),
+    "a name of others": (
+        {"mask": KEEP, "causal": True},
+        TypeError,
+        "prepare_mask() got an unexpected keyword argument 'causal': here it is called is_causal",
+    ),
     "documents type": ({"documents": 1}, TypeError, "documents must be a tensor, got int"),
     "documents of three": (
         {"documents": (IDS,) * 3},
@@ -64,7 +76,11 @@ PREPARE = {
         ValueError,
         f"documents must have 2 dimensions, got 1, shape (4,): its axes are {require.DOCUMENTS}",
     ),
-    "documents dtype": ({"documents": KEEP}, TypeError, f"documents must have dtype {INTEGERS}, got torch.bool"),
+    "documents dtype": (
+        {"documents": KEEP.float()},
+        TypeError,
+        f"documents must have dtype {INTEGERS}, got torch.float32",
+    ),
     "documents of other keys": (
         {"mask": keep(2, 5), "documents": IDS},
         ValueError,
@@ -278,7 +294,7 @@ def test_a_part_that_is_no_range_of_ints_is_refused(cut: str):
             (0, 1.5, f"the stop of {cut} must be an int, got float"),
             (False, 1, f"the start of {cut} must be an int, got bool"),
             (0, None, f"the stop of {cut} must be an int, got NoneType"),
-            (0, np.int64(1), f"the stop of {cut} must be an int, got numpy.int64"),
+            (0, np.bool_(True), f"the stop of {cut} must be an int, got numpy.bool"),
         ):
             with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
                 getattr(mask, cut)(start, stop)
@@ -314,7 +330,17 @@ DYNAMIC = {
     ),
     "documents shape": ({"documents": IDS[:, 1:]}, ValueError, "documents must have shape (2 or 1, 4), got (2, 3)"),
     "documents type": ({"documents": [1]}, TypeError, "documents must be a tensor, got list"),
-    "documents dtype": ({"documents": KEEP}, TypeError, f"documents must have dtype {INTEGERS}, got torch.bool"),
+    "documents dtype": (
+        {"documents": KEEP.float()},
+        TypeError,
+        f"documents must have dtype {INTEGERS}, got torch.float32",
+    ),
+    "padding": (
+        {"padding": KEEP},
+        TypeError,
+        "dynamic_mask() got an unexpected keyword argument 'padding': here it is called documents: padding on one side of each"
+        " sequence, [B, S], is a document of its own; DynamicMaskAttention of dmattn_ops.nn takes padding as it is",
+    ),
     "documents that return": (
         {"documents": torch.tensor([[1, 2, 2, 1]])},
         ValueError,
@@ -332,6 +358,15 @@ def test_dynamic_mask_refuses_in_words(name: str):
     changes, error, words = DYNAMIC[name]
     with pytest.raises(error, match=f"^{re.escape(words)}$"):
         dynamic_mask(**{"scores": SCORES, "keep": 2, **changes})
+
+
+def test_documents_of_bools_are_those_of_integers():
+    ids = torch.tensor([[False, False, True, True], [False, True, True, True]])
+    other = torch.tensor([[True, False, False, True]])
+    for given, same in ((ids, ids.int()), ((ids, other), (ids.int(), other.int()))):
+        assert torch.equal(prepare_mask(documents=given).to_dense(), prepare_mask(documents=same).to_dense())
+    made = dynamic_mask(torch.randn(2, 1, 4), 1, documents=ids).to_dense()
+    assert torch.equal(made.any(-1), torch.ones(2, 1, 4, dtype=torch.bool)) and not made[0, 0, 2:, :2].any()
 
 
 def test_compiled_documents_that_return_are_refused_on_the_cpu_too():

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.utils import _pytree as pytree
 
-from dmattn_ops import bands, block_mask, flash_dmattn_func, flash_dmattn_varlen_func, masks, native, reference
+from dmattn_ops import bands, chunks, flash_dmattn_func, flash_dmattn_varlen_func, masks, native, reference
 from dmattn_ops.bands import Band
 from dmattn_ops.masks import prepare_mask
 from dmattn_ops.problem import NO_MASK, UNBOUNDED, plain_options
@@ -199,7 +199,7 @@ def test_prepare_mask_does_not_share_memory_with_documents():
 @pytest.mark.parametrize("block_size", [128, 64, (256, 128), (192, 320)])
 @pytest.mark.parametrize("lengths", [(512, 512), (300, 700)])
 def test_prepare_mask_takes_a_block_mask(block_size: int | tuple[int, int], lengths: tuple[int, int], monkeypatch):
-    monkeypatch.setattr(block_mask, "_CHUNK", 1 << 17)  # several chunks of rows
+    monkeypatch.setattr(chunks, "_CHUNK", 1 << 17)  # several chunks of rows
     start = torch.tensor([0, 200])
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

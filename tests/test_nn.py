@@ -1,11 +1,14 @@
 """Modules: against the same written out in plain torch, compiled, exported, and what they refuse."""
 
 import math
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
 
 from dmattn_ops.nn import DynamicMaskAttention, KeyScores
 
@@ -120,6 +123,52 @@ def test_a_sequence_behind_padding_on_the_left_sees_what_it_sees_alone():
     assert seen[:, :, -1, :3].all() and not seen[..., ~holes].any()
 
 
+def _best(scores, keep, row, allowed):
+    """The keys that a row keeps, by definition: of those allowed, the best; NaN is worst, of equal ones the earlier is better."""
+    ranked = sorted(
+        (j for j in range(len(scores)) if allowed[row][j]),
+        key=lambda j: (math.isnan(scores[j]), 0.0 if math.isnan(scores[j]) else -scores[j], j),
+    )
+    return set(ranked[:keep])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_padding_never_competes_whatever_the_scores_are(dtype, is_causal):
+    made = layer(keep=2)
+    seen = made.mask(
+        torch.tensor([[[math.nan, 1.0, math.nan, math.nan]]]), padding=torch.tensor([[True, False, True, True]])
+    )
+    assert seen.to_dense()[0, 0, 3].tolist() == [True, False, True, False]
+    random, length = np.random.default_rng(5), 12
+    least = torch.finfo(dtype).min
+    for case in range(40):
+        keep, first, last = (int(random.integers(0, 5)) for _ in range(3))
+        last = last if is_causal else 0
+        made = layer(keep=keep, keep_first=first, keep_last=last, is_causal=is_causal)
+        numbers = torch.tensor([math.nan, -math.inf, least, -1.0, -0.0, 0.0, 2.0, math.inf], dtype=dtype)
+        scores = numbers[torch.from_numpy(random.integers(0, 8, (2, HKV, length)))]
+        padding = torch.from_numpy(random.random((2, length)) < 0.6)
+        ids = torch.from_numpy(random.random((2, length)) < 0.2).cumsum(-1)
+        documents = ids if case % 2 else None
+        mask = made.mask(scores, padding=padding, documents=documents).to_dense()
+        place = torch.arange(length)
+        for b in range(2):
+            within = ids[b][:, None] == ids[b] if case % 2 else torch.ones(length, length, dtype=torch.bool)
+            within = within & (place <= place[:, None]) if is_causal else within
+            allowed = within & padding[b]
+            for h in range(HKV):
+                for i in range(length):
+                    if not is_causal and not padding[b, i]:  # what such a query sees is nobody's business
+                        continue
+                    document = [j for j in range(length) if not case % 2 or ids[b, j] == ids[b, i]]
+                    begin = next((j for j in document if padding[b, j]), length)
+                    expected = _best(scores[b, h].tolist(), keep, i, allowed)
+                    expected |= {j for j in range(length) if allowed[i, j] and begin <= j < begin + first}
+                    expected |= {j for j in range(length) if allowed[i, j] and 0 <= i - j < last}
+                    assert set(mask[b, h, i].nonzero().flatten().tolist()) == expected, (case, b, h, i)
+
+
 def test_padding_of_integers_is_that_of_bools_and_no_other():
     made, hidden, keep = layer(), torch.randn(B, S, DIM), torch.rand(B, S) < 0.6
     for numbers in (keep.long(), 2 * keep.int(), keep.short(), keep.byte(), -keep.char()):
@@ -140,6 +189,12 @@ def test_padding_of_integers_is_that_of_bools_and_no_other():
         ),
         ({"hidden": torch.zeros(1, S, 9)}, ValueError, r"hidden must have shape \[B, S, 32\], got \(1, 33, 9\)"),
         ({"hidden": [[[0.0]]]}, TypeError, "hidden must be a tensor, got list"),
+        (
+            {"attention_mask": torch.ones(1, S)},
+            TypeError,
+            r"DynamicMaskAttention.forward\(\) got an unexpected keyword argument 'attention_mask': here it is called padding,"
+            r" \[B, S\]",
+        ),
         ({"padding": torch.ones(1, S).int(), "documents": [[0]]}, TypeError, "documents must be a tensor, got list"),
         (
             {"padding": torch.ones(1, S).int(), "documents": torch.zeros(1, S)},
@@ -207,6 +262,78 @@ def test_a_module_in_place_of_the_scores_layer_is_called_and_trained():
     assert scores.dt_proj.change.weight.grad.abs().sum() > 0
     nn.init.zeros_(scores.dt_proj.change.weight)
     torch.testing.assert_close(scores(value), of_layer)
+
+
+def _offloaded(module):
+    """Keep the parameters elsewhere but during the forward, as offloading does; until then what lies there is wrong."""
+    held = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+    def fetch(module, _):
+        for name, parameter in module.named_parameters():
+            parameter.data.copy_(held[name])
+
+    def drop(module, *_):
+        for parameter in module.parameters():
+            parameter.data.fill_(float("nan"))
+
+    module.register_forward_pre_hook(fetch)
+    module.register_forward_hook(drop)
+    drop(module)
+
+
+def _pruned(module):
+    prune.l1_unstructured(module, "weight", amount=0.5)
+    module.weight = torch.full_like(module.weight_orig, float("nan"))  # which the hook makes again at each call
+
+
+def _old_weight_norm(module):
+    with warnings.catch_warnings(action="ignore"):
+        torch.nn.utils.weight_norm(module)
+
+
+def _replaced(module):
+    kept = module.forward
+    module.forward = lambda values: kept(values) + 1.0
+
+
+CHANGES = {
+    "offloaded": _offloaded,
+    "pruned": _pruned,
+    "old weight norm": _old_weight_norm,
+    "weight norm": parametrizations.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "replaced forward": _replaced,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_what_is_done_to_the_layer_of_scores_is_done_to_the_scores(change, dtype):
+    scores, alone = (KeyScores(HKV, D, bias=True) for _ in range(2))
+    nn.init.ones_(scores.A)
+    alone.load_state_dict(scores.state_dict())
+    scores, alone = scores.to(dtype), alone.to(dtype)
+    value = torch.randn(B, S, HKV, D, dtype=dtype)
+    torch.manual_seed(0)  # spectral norm draws
+    CHANGES[change](scores.dt_proj)
+    torch.manual_seed(0)
+    CHANGES[change](alone.dt_proj)
+    for _ in range(2):  # the second time through a graph, as in training
+        found = scores(value)
+        steps = alone.dt_proj(value.flatten(2)).float()
+        torch.testing.assert_close(found, F.softplus(steps).exp().transpose(1, 2))
+        if change != "offloaded":
+            found.sum().backward()
+    assert found.unique().numel() > 0.9 * found.numel()
+
+
+def test_scores_of_a_bfloat16_module_are_distinct_and_checkpoints_of_linear_layers_load():
+    torch.manual_seed(0)
+    scores = KeyScores(1, 64).bfloat16()
+    nn.init.ones_(scores.A)
+    assert scores(torch.randn(1, 2000, 1, 64).bfloat16()).unique().numel() > 1900
+    linear = nn.Linear(64, 1, bias=False)
+    scores.load_state_dict({"A": torch.zeros(1), "dt_proj.weight": linear.weight}, strict=True)
 
 
 def test_without_scores_learned_yet_recency_keeps_the_nearest_keys():

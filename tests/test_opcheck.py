@@ -123,6 +123,19 @@ def test_masks():
     opcheck(dmattn.list_tiles.default, (None, segments[1], 9), test_utils=OF_MASKS)
 
 
+def test_what_masks_are_made_of():
+    start = torch.randint(0, 5, (2, 1, 7), dtype=torch.int32)
+    mask, ids = call_inputs.random_mask(1, 2, 5, 7), torch.tensor([[3, 3, 1, 9, 1]])
+    segments = torch.zeros(2, 5, dtype=torch.int32), torch.ones(2, 1, 7, dtype=torch.int32)
+    for given in (
+        (start + 2, start, None, None, mask, None, None, 5, -3, 2),
+        (start + 2, None, start, start + 1, mask[:, :, :1], *segments, 5),
+    ):
+        opcheck(dmattn.pack_intervals.default, given, test_utils=OF_MASKS)
+    opcheck(dmattn.rank_ids.default, (ids,), test_utils=OF_MASKS)
+    opcheck(dmattn.spread_lists.default, (ids.int()[:, 0], ids.int(), 6), test_utils=OF_MASKS)
+
+
 def described(outputs):
     return [(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type) for tensor in outputs]
 

@@ -233,11 +233,9 @@ def test_tensors_whose_memory_was_given_back_are_refused():
 REQUIRED = [
     (name, signature.names[place]) for name, signature in ops.SIGNATURES.items() for place in signature.required
 ]
-# Without any tensor torch knows no device, and refuses the call itself.
-ALONE = [("qkvpacked_forward", "qkv"), ("pack_mask", "mask"), ("key_lifetimes", "scores")]
 
 
-@pytest.mark.parametrize(("name", "missing"), [pair for pair in REQUIRED if pair not in ALONE])
+@pytest.mark.parametrize(("name", "missing"), REQUIRED)
 def test_none_for_a_tensor_that_must_be_there_is_refused(name, missing):
     signature = ops.SIGNATURES[name]
     given = {each for operator, each in REQUIRED if operator == name} | {"q_segments"}
@@ -245,7 +243,17 @@ def test_none_for_a_tensor_that_must_be_there_is_refused(name, missing):
         torch.zeros(1, 9) if each in given - {missing} else None for each in signature.names[: signature.tensors]
     ]
     with pytest.raises(TypeError, match=f"^{missing} must be a tensor, got None$"):
-        getattr(torch.ops.dmattn, name)(*tensors, 9, 9)
+        getattr(torch.ops.dmattn, name)(*tensors, *[9, 9][: len(signature.names) - len(tensors)])
+
+
+@pytest.mark.parametrize("name", ops.SCHEMAS)
+def test_a_call_without_any_tensor_names_the_first_that_must_be_there(name):
+    signature = ops.SIGNATURES[name]
+    first = signature.names[signature.required[0]]
+    with pytest.raises(TypeError, match=f"^{first} must be a tensor, got None$"):
+        getattr(torch.ops.dmattn, name)(
+            *[None] * signature.tensors, *[9, 9][: len(signature.names) - signature.tensors]
+        )
 
 
 def test_an_unlimited_band_is_the_default_of_the_operators():

@@ -26,6 +26,10 @@ BANDS = {
     "causal from the top": {"is_causal": True, "causal_from": "top_left"},
     "window": {"window_size": (70, 20)},
     "diagonal": {"is_causal": True, "causal_from": 33, "window_size": (90, None)},
+    # numbers longer than any sequence, beside diagonals that bring their ends back into it
+    "far left end": {"window_size": (1 << 30, (1 << 30) + 5), "causal_from": (1 << 30) - 1},
+    "far right end": {"window_size": (1 << 40, (1 << 30) + 5), "causal_from": 3 - (1 << 30)},
+    "nothing": {"is_causal": True, "causal_from": 1 - (1 << 30)},
 }
 PARTS = ((0, 190), (0, 1), (5, 128), (128, 190), (60, 60), (189, 190))
 
@@ -142,6 +146,36 @@ def test_parts_of_a_mask_are_parts_of_the_dense_one(kind: str, band: str):
             assert torch.equal(
                 part(start, stop).queries(7, 150).to_dense(), dense.narrow(dim, start, stop - start)[:, :, 7:150]
             )
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_bands_of_calls_are_the_dense_ones(band: str):
+    conditions = BANDS[band]
+    queries, keys = torch.randn(2, 40, 1, 4), torch.randn(2, 60, 1, 4)
+    dense = band_of(40, 60, **conditions)[None, None]
+    expected = dmattn_ops.flash_dmattn_func(queries, keys, keys, dense)
+    torch.testing.assert_close(dmattn_ops.flash_dmattn_func(queries, keys, keys, **conditions), expected)
+    offsets = [torch.arange(3, dtype=torch.int32) * length for length in (40, 60)]
+    packed = (rows.flatten(0, 1) for rows in (queries, keys, keys))
+    outs = dmattn_ops.flash_dmattn_varlen_func(*packed, *offsets, 40, 60, **conditions)
+    torch.testing.assert_close(outs.view(2, 40, 1, 4), expected)
+
+
+def test_parts_far_along_a_band_are_parts_of_the_dense_one():
+    length = (1 << 30) - 1
+    end = torch.full((1, 1, 50), length, dtype=torch.int32)
+    for conditions in (
+        {"window_size": (1 << 30, None), "causal_from": length},
+        {"is_causal": True, "causal_from": 20 - length},
+    ):
+        made = prepare_mask(intervals=(None, end), seqlen_q=length, **conditions)
+        for first in (0, 25, length // 2, length - 40):
+            part = made.queries(first, first + 40).keys(10, 50).queries(5, 40)
+            rows = torch.arange(first + 5, first + 40)[:, None]
+            distance = torch.arange(10, 50) - rows - conditions["causal_from"]
+            left = conditions.get("window_size", (1 << 40,))[0]
+            expected = (distance >= -left) & (distance <= 0 if "is_causal" in conditions else True)
+            assert torch.equal(part.to_dense()[0, 0], expected), (conditions, first)
 
 
 @pytest.mark.sampled(2)
@@ -315,6 +349,18 @@ def test_ends_of_intervals_broadcast_to_each_other():
     start, end = random_ends(BATCH, 1, SK)[0], random_ends(1, HEADS, SK)[1]
     made = prepare_mask(intervals=(start, end), seqlen_q=SQ)
     assert torch.equal(made.to_dense(), shown(*torch.broadcast_tensors(start, end), SQ))
+
+
+def test_heads_of_keys_beside_heads_of_queries_say_the_same_to_all_of_their_queries():
+    for heads, others in ((4, 2), (2, 4), (4, 1), (1, 4), (6, 3)):
+        ends, gap = random_ends(BATCH, heads, SK), random_ends(1, others, SK)
+        most = max(heads, others)
+        whole = [tuple(end.repeat_interleave(most // end.shape[1], 1) for end in pair) for pair in (ends, gap)]
+        made = prepare_mask(intervals=ends, hidden=gap, seqlen_q=SQ, is_causal=True)
+        expected = shown(*whole[0], SQ) & ~shown(*whole[1], SQ) & band_of(SQ, SK, is_causal=True)
+        assert made.kind == "intervals" and torch.equal(made.to_dense(), expected)
+    with pytest.raises(ValueError, match=r"from_ of hidden must have shape \(2 or 1, 3 or 1, 310\), got \(1, 2, 310\)"):
+        prepare_mask(intervals=random_ends(BATCH, 3, SK), hidden=random_ends(1, 2, SK), seqlen_q=SQ)
 
 
 @pytest.mark.parametrize("sorted_ids", [True, False])

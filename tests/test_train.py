@@ -20,7 +20,7 @@ from corpus import batch, from_file, standard_library, unigram_entropy
 from dmattn_ops import dynamic_mask, prepare_mask
 from model import ByteModel, ModelConfig, attend_dmattn
 from settings import CHECKPOINT, SettingError
-from trainer import learning_rate
+from trainer import Trainer, checksum, learning_rate
 
 TINY = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, keep=24, seqlen=96)
 SIZES = ["--layers=2", "--dim=32", "--heads=4", "--kv-heads=2", "--keep=24", "--seqlen=96", "--batch=4"]
@@ -44,6 +44,17 @@ def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 200)
     return path
+
+
+@pytest.fixture
+def tiny_trainer(text_file):
+    """A trainer that has taken a step, without compiling."""
+    trainer = Trainer(
+        TINY, settings.Plan(steps=8, batch=2, validation_batches=1), from_file(text_file), "cpu", "dmattn"
+    )
+    trainer.loss = trainer.model.loss
+    trainer.train_step()
+    return trainer
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +285,91 @@ def test_earlier_results_are_overwritten_where_that_is_asked_for(text_file, tmp_
     (tmp_path / CHECKPOINT).write_bytes(b"hours of work")
     train.main([*RUN, "--steps=1", f"--data={text_file}", f"--out={tmp_path}", "--overwrite"])
     assert train.load_state(tmp_path / CHECKPOINT, "cpu")["step"] == 1
+
+
+def _flipped(state):
+    next(iter(state["model"].values())).view(torch.int32).view(-1)[3] ^= 1 << 20
+
+
+def _in(*places, value):
+    def change(state):
+        *outer, last = places
+        for place in outer:
+            state = state[place]
+        if value is None:
+            del state[last]
+        else:
+            state[last] = value
+
+    return change
+
+
+DAMAGES = {
+    "a flipped bit": (_flipped, True, "its content does not fit its checksum"),
+    "another loss": (_in("history", "train", 0, value=9.0), True, "its content does not fit its checksum"),
+    "a later version": (_in("version", value=9), True, "has version 9, and this program reads up to 2"),
+    "no text": (
+        _in("settings", "text", value=None),
+        False,
+        "it must hold settings of the model, the plan and the text",
+    ),
+    "a lost size": (_in("settings", "model", "heads", value=None), False, "its settings of the model must be layers, "),
+    "no number": (_in("settings", "plan", "steps", value="8"), False, "steps must be a number, got '8'"),
+    "a step before": (_in("step", value=-1), False, "its step must be a number from 0 on, got -1"),
+    "a lost step": (_in("step", value=3), False, "its history must hold the losses of 3 steps"),
+    "no history": (_in("history", value=[]), False, "its history must hold the losses of"),
+    "a lost weight": (_in("model", "head.weight", value=None), False, 'Missing key.*"head.weight"'),
+    "another shape": (_in("model", "norm.weight", value=torch.ones(3)), False, "size mismatch for norm.weight"),
+    "no weights": (_in("model", value=3), False, "Expected state_dict to be dict-like"),
+    "no groups": (_in("optimizer", "param_groups", value=None), False, "param_groups"),
+    "another moment": (
+        _in("optimizer", "state", 0, "exp_avg", value=torch.ones(2)),
+        False,
+        r"exp_avg of a parameter .* is \(2,\)",
+    ),
+    "no moment": (_in("optimizer", "state", 0, "exp_avg_sq", value=None), False, "exp_avg_sq"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_in_words(name, tiny_trainer, tmp_path):
+    """Also where the checksum was made of what is wrong, as in a file of another program's."""
+    change, keeps_checksum, words = DAMAGES[name]
+    path = tmp_path / "checkpoint.pt"
+    tiny_trainer.save(path)
+    state = torch.load(path, weights_only=True)
+    change(state)
+    if not keeps_checksum:
+        del state["checksum"]
+        state["checksum"] = checksum(state)
+    torch.save(state, path)
+    with pytest.raises(SettingError, match=f"^{re.escape(str(path))} (is damaged: .*)?{words}"):
+        tiny_trainer.load(path)
+
+
+def test_a_checkpoint_cut_short_or_overwritten_in_part_is_refused(tiny_trainer, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    tiny_trainer.save(path)
+    whole = path.read_bytes()
+    for place in range(0, len(whole), len(whole) // 40):
+        for damaged in (whole[:place], whole[:place] + bytes([255]) * 60 + whole[place + 60 :]):
+            path.write_bytes(damaged)
+            try:
+                train.load_state(path, "cpu")
+            except SettingError as error:
+                assert re.search(r"is not a checkpoint of this program$|is damaged: ", str(error))
+            else:
+                assert len(damaged) >= len(whole)  # only what nobody reads was overwritten: the checksum fits
+
+
+def test_a_checkpoint_of_the_first_version_loads(tiny_trainer, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    tiny_trainer.save(path)
+    state = torch.load(path, weights_only=True)
+    del state["version"], state["checksum"]
+    torch.save(state, path)
+    tiny_trainer.load(path)
+    assert tiny_trainer.step == 1
 
 
 @pytest.mark.parametrize("written", [b"", b"no checkpoint", {"weights": 1}])

@@ -202,3 +202,69 @@ def test_what_cannot_be_is_refused():
     model, ids = under(sparse("llama"), "dmattn"), tokens(B, S)
     with pytest.raises(NotImplementedError, match="made by transformers beside them, got TileMask"):
         model(ids, attention_mask=torch.ones(B, 1, S, S, dtype=torch.bool))
+
+
+class Hook:
+    """What accelerate leaves at a module whose parameters it has moved away."""
+
+    def __init__(self, device):
+        self.execution_device = device
+
+
+@pytest.mark.parametrize(
+    "of_hook", [lambda hook: hook, lambda hook: type("Several", (), {"hooks": [object(), hook]})()]
+)
+def test_masks_of_an_offloaded_model_are_where_it_computes(of_hook):
+    model = under(decoder("llama"), "dmattn")
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.to("meta")
+        layer.self_attn.v_proj._hf_hook = of_hook(Hook(torch.device("cpu")))
+    integration.add_dynamic_masks(model, 3)
+    made = [module for module in model.modules() if isinstance(module, integration.DynamicMask)]
+    assert made and not any(parameter.is_meta for module in made for parameter in module.parameters())
+    empty = integration.add_dynamic_masks(under(decoder("llama"), "dmattn").to("meta"), 3)  # to be loaded later
+    assert all(parameter.is_meta for parameter in empty.parameters())
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@torch.no_grad()
+def test_a_model_offloaded_by_accelerate_computes_what_it_did(where, tmp_path):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model, ids = sparse("llama"), tokens(B, S)
+    expected = model(ids).logits
+    if where == "cpu":
+        accelerate.cpu_offload(model, execution_device="cpu")
+    else:
+        accelerate.disk_offload(model, tmp_path, execution_device="cpu")
+    for _ in range(2):
+        assert torch.equal(model(ids).logits, expected)
+    integration.add_dynamic_masks(model, KEEP)
+    assert model(ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_weights_quantised_by_torchao_score_keys(dtype):
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    model, ids = sparse("llama", keep=S).to(dtype), tokens(B, S)
+    expected = model(ids).logits
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), filter_fn=lambda _, name: name.endswith("dt_proj"))
+    assert (model(ids).logits - expected).abs().max() < 0.2 * expected.std()
+
+
+def test_adapters_of_peft_are_trained_and_keep_what_is_named_to_be_saved():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    ids = tokens(B, S)
+    model = peft.get_peft_model(sparse("llama"), peft.LoraConfig(target_modules="all-linear"))
+    model(ids, labels=ids).loss.backward()
+    adapters = [each for name, each in model.named_parameters() if "dt_proj.lora_B" in name]
+    assert adapters and all(each.grad.abs().max() > 0 for each in adapters)
+    settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["dynamic_mask"])
+    model = peft.get_peft_model(sparse("llama"), settings)
+    model(ids, labels=ids).loss.backward()
+    learned = {
+        name.rsplit(".", 1)[-1]
+        for name, each in model.named_parameters()
+        if "dynamic" in name and each.grad is not None
+    }
+    assert learned == {"A", "slope", "weight"}

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dmattn_ops import require
+
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
@@ -40,5 +42,6 @@ def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Put `[total, ...]` back to where `indices` say, `[batch, seqlen, ...]`; other positions are 0."""
+    batch, seqlen = require.counts(batch=batch, seqlen=seqlen)
     padded = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
     return padded.index_put((indices,), hidden_states).unflatten(0, (batch, seqlen))

@@ -5,6 +5,8 @@ In eager mode every call compares a fingerprint of its arguments over the ranks:
 that a rank has not seen before, through the GPU, so that it does not notice where one rank goes back to what it asked for
 earlier: initialise with "cpu:gloo,cuda:nccl", or no backend at all. `DMATTN_CONTEXT_CHECK=0` turns it off. Compiled graphs
 hold no such check.
+
+Whatever can raise for the arguments of one rank alone belongs into `describe`: behind it, ranks exchange tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,13 +22,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dmattn_ops import environment
-from dmattn_ops.distributed.context_mask import ContextMask
 from dmattn_ops.distributed.team import Group, Team, process_group
 from dmattn_ops.tile_mask import TileMask
 
-_REFUSALS = (ValueError, TypeError, NotImplementedError)
+MAX_SEEN = 4096  # fingerprints of one group
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until torch 2.12
-_seen: set[tuple[str, int]] = set()
+# What a group agreed on, the oldest first. Each agreement adds one on all of its ranks, so that all of them forget alike.
+_seen: WeakKeyDictionary[ProcessGroup, dict[int, None]] = WeakKeyDictionary()
 
 
 def agreed(function: str, group: Group | None, team: Team, describe: Callable[[], dict[str, str]]) -> None:
@@ -36,19 +39,20 @@ def agreed(function: str, group: Group | None, team: Team, describe: Callable[[]
     refusal: Exception | None = None
     try:
         texts = describe()
-    except _REFUSALS as error:
+    except Exception as error:  # whatever it is, others would wait
         refusal, texts = error, {"refused": f"{type(error).__name__}: {error}"}
     own = _fingerprint(function, texts)
     members = process_group(group)
     always = _has_cpu_backend(members)
-    if not always and (team.name, own) in _seen:
+    if not always and own in _seen.get(members, ()):
         return
     device = torch.device("cpu") if always else _own_gpu()
     mine = torch.tensor([own], dtype=torch.int64, device=device)
     all_of_them = torch.empty(team.size, dtype=torch.int64, device=device)
     _all_gather(all_of_them, mine, group=members)
     if refusal is None and all_of_them.tolist() == [own] * team.size:
-        _seen.add((team.name, own))
+        if not always:
+            _remember(members, own)
         return
     gathered: list[Any] = [None] * team.size
     dist.all_gather_object(gathered, texts, group=members)
@@ -59,16 +63,24 @@ def agreed(function: str, group: Group | None, team: Team, describe: Callable[[]
 
 def text_of(argument: Any) -> str:
     """Return what ranks must have in common of an argument: neither what tensors hold nor which GPU they lie on."""
-    if isinstance(argument, ContextMask):
-        return f"{argument!r} {argument.spans}"
+    if hasattr(argument, "of_all_ranks"):
+        return argument.of_all_ranks
     if isinstance(argument, TileMask):
         return argument.text(argument.device.type)
     if isinstance(argument, (tuple, list)):
         return f"({', '.join(map(text_of, argument))})"
     if isinstance(argument, Tensor):
         grad = ", requires_grad" if argument.requires_grad else ""
-        return f"{tuple(argument.shape)} {argument.dtype} on {argument.device.type}{grad}"
-    return repr(argument)
+        layout = "" if argument.layout == torch.strided else f" {argument.layout}"
+        return f"{tuple(argument.shape)} {argument.dtype}{layout} on {argument.device.type}{grad}"
+    return repr(argument.item() if hasattr(argument, "item") else argument)  # numbers of NumPy as those of Python
+
+
+def _remember(members: ProcessGroup, own: int) -> None:
+    seen = _seen.setdefault(members, {})
+    if len(seen) >= MAX_SEEN:
+        del seen[next(iter(seen))]
+    seen[own] = None
 
 
 def _has_cpu_backend(members: ProcessGroup) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import layout as mask_layout
+from dmattn_ops import require
 from dmattn_ops.distributed.team import Group, team_of
 from dmattn_ops.problem import TILE
 from dmattn_ops.tile_mask import TileMask
@@ -27,6 +28,7 @@ def balanced_layout(mask: TileMask, group: Group | None, *, chunks_per_rank: int
         ValueError: where the sequence cannot be cut into so many chunks of equal length.
     """
     size = team_of(group).size
+    chunks_per_rank = require.integer("chunks_per_rank", chunks_per_rank)
     count = size * chunks_per_rank
     if chunks_per_rank < 1 or mask.seqlen_q % count:
         raise ValueError(

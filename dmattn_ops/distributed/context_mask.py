@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dmattn_ops import require, validation
 from dmattn_ops.bands import CausalFrom, Window
+from dmattn_ops.distributed import agreement
 from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
 from dmattn_ops.distributed.pieces import Piece, Sight, Spans, sight_of, spans_of
 from dmattn_ops.distributed.sequence import Layout, Run, check_length, check_offsets, in_order, runs
@@ -42,8 +43,13 @@ class ContextMask:
 
     def __repr__(self) -> str:
         lengths = f"seqlen_q={self.sight.seqlen_q}, seqlen_k={self.sight.seqlen_k}"
-        kind = self.parts[0].kind if self.parts else "empty"
+        kind = " and ".join(sorted({part.kind for part in self.parts})) or "empty"
         return f"ContextMask(kind={kind}, method={self.method!r}, layout={self.layout!r}, {lengths}, ranks={self.team.size})"
+
+    @property
+    def of_all_ranks(self) -> str:
+        """What the shares of all ranks have in common. The kinds of their parts may differ, and a rank may have none."""
+        return f"ContextMask(method={self.method!r}, layout={self.layout!r}, {self.sight}, {self.spans})"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ContextMask:
         """Return the mask on another device."""
@@ -120,25 +126,72 @@ def prepare_context_mask(
         ValueError, TypeError: as `prepare_mask`, and for lengths that do not fit the layout.
     """
     team = team_of(group)
-    validation.visibility(is_causal, causal_from, window_size)
-    check_choice(method, METHODS)
-    length_q, length_k = _lengths(mask, documents, cu_seqlens, seqlen_q, team)
-    sight = sight_of(is_causal, causal_from, window_size, length_q * team.size, length_k * team.size)
-    check_length("the queries", length_q, layout, team.size)
-    check_length("the keys", length_k, layout, team.size)
-    refuse_two_packings(documents, cu_seqlens)
-    if cu_seqlens is not None:
-        check_offsets(cu_seqlens, sight.seqlen_k)
+    named = {
+        "mask": mask, "documents": documents, "cu_seqlens": cu_seqlens, "seqlen_q": seqlen_q, "layout": layout,
+        "method": method, "is_causal": is_causal, "causal_from": causal_from, "window_size": window_size,
+        "read_documents": read_documents,
+    }  # fmt: skip
+    asked: list[Sight] = []
+
+    def describe() -> dict[str, str]:
+        asked.append(_checked(named, team))
+        return {name: agreement.text_of(argument) for name, argument in named.items()}
+
+    agreement.agreed("prepare_context_mask", group, team, describe)
+    sight = asked[0]
     source = source_of(mask, documents, cu_seqlens, team, layout, method, sight)
-    if source.nothing:
-        raise ValueError(
-            "prepare_context_mask needs a mask, documents or cu_seqlens; causal and window conditions alone need no mask"
-        )
     spans = spans_of(sight, layout, team.size)
     if read_documents and source.documents is not None:
         spans = _spans_of_documents(source.documents, spans, layout, team.size)
     work = work_of(method, sight, spans, layout, team)
     return ContextMask(parts_of(source, sight, work.pieces), team, layout, method, sight, spans)
+
+
+def _checked(named: dict[str, Any], team: Team) -> Sight:
+    """Refuse what does not fit; return the conditions on the whole sequence."""
+    mask, documents, cu_seqlens, layout = (named[name] for name in ("mask", "documents", "cu_seqlens", "layout"))
+    is_causal = named["is_causal"]
+    conditions = is_causal, *validation.visibility(is_causal, named["causal_from"], named["window_size"])
+    validation.flags(read_documents=named["read_documents"])
+    check_choice(named["method"], METHODS)
+    [seqlen_q] = [None] if named["seqlen_q"] is None else require.counts(seqlen_q=named["seqlen_q"])
+    refuse_two_packings(mask, documents, cu_seqlens)
+    length_q, length_k = _lengths(mask, documents, cu_seqlens, seqlen_q, team)
+    check_length("the queries", length_q, layout, team.size)
+    check_length("the keys", length_k, layout, team.size)
+    sight = sight_of(*conditions, length_q * team.size, length_k * team.size)
+    if cu_seqlens is not None:
+        check_offsets(cu_seqlens, sight.seqlen_k)
+        if length_q != length_k:
+            raise ValueError(f"cu_seqlens needs as many queries as keys, got {length_q} and {length_k}")
+    _check_sizes(mask, documents, cu_seqlens, sight, team)
+    if mask is not None and named["method"] == "ulysses" and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        heads = mask.shape[1]
+        if heads % team.size and team.size % heads:
+            raise ValueError(
+                f"mask must have a multiple or a divisor of the {team.size} ranks as heads with method 'ulysses', got {heads}"
+            )
+    return sight
+
+
+def _check_sizes(
+    mask: Tensor | TileMask | None, documents: Documents | None, cu_seqlens: Tensor | None, sight: Sight, team: Team
+) -> None:
+    """Refuse tensors that do not fit each other: a rank that computes no piece would not notice."""
+    pair = () if documents is None else id_pair(documents)
+    named = {"mask": mask} if isinstance(mask, Tensor) else {}
+    batch = require.wider(part.shape[0] for part in (*pair, *named.values())) if pair or named else 1
+    for ids, whole in zip(pair, (sight.seqlen_q, sight.seqlen_k), strict=False):
+        require.sizes("documents", ids, (1, batch), (whole // team.size,))
+    for part in named.values():
+        of_rank = part[:, None, None, :] if part.dim() == 2 else part
+        per_key = is_per_key(of_rank, sight.seqlen_k, team.size)
+        rows, columns = (1, sight.seqlen_k // team.size) if per_key else (sight.seqlen_q // team.size, sight.seqlen_k)
+        sizes = (1, batch), (of_rank.shape[1],), (rows,), (columns,)
+        require.sizes("mask", of_rank, *sizes, axes=require.AXES)
+        for name, others in (("documents", pair[:1]), ("cu_seqlens", () if cu_seqlens is None else (cu_seqlens,))):
+            for other in others:
+                require.device(name, other, part.device, "mask")
 
 
 def check_choice(method: str, choices: tuple[str, ...]) -> None:
@@ -147,10 +200,12 @@ def check_choice(method: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"method must be one of {', '.join(map(repr, choices))}, got {method!r}")
 
 
-def refuse_two_packings(documents: Documents | None, cu_seqlens: Tensor | None) -> None:
-    """Refuse documents beside offsets."""
+def refuse_two_packings(mask: Any, documents: Documents | None, cu_seqlens: Tensor | None) -> None:
+    """Refuse documents beside offsets, and either beside what is cut already."""
     if documents is not None and cu_seqlens is not None:
         raise ValueError("documents and cu_seqlens say the same: give one of them")
+    if isinstance(mask, TileMask) and (documents is not None or cu_seqlens is not None):
+        raise ValueError("documents stand beside a TileMask: fold them into it with prepare_mask(documents=...)")
 
 
 def work_of(method: str, sight: Sight, spans: Spans, layout: Layout, team: Team, *, by_place: bool = False) -> Work:
@@ -246,8 +301,6 @@ def source_of(
         ids = of_queries, of_queries if pair[1] is pair[0] else _whole(pair[1], 1, team, layout)
     if isinstance(mask, Tensor):
         mask = _whole_tensor(mask, team, layout, method, sight)
-    elif mask is not None and ids is not None:
-        raise ValueError("documents stand beside a TileMask: fold them into it with prepare_mask(documents=...)")
     elif mask is not None and method == "ulysses":
         mask = mask.heads(*_bounds(own_heads(mask.shape[1], team), mask.shape[1]))
     return Source(mask, ids)
@@ -326,10 +379,10 @@ def _lengths(
 ) -> tuple[int, int]:
     """Return how many queries and keys this rank holds."""
     if isinstance(mask, TileMask):
+        for name, length in (("queries", mask.seqlen_q), ("keys", mask.seqlen_k)):
+            if length % team.size:
+                raise ValueError(f"mask must have a multiple of {team.size} ranks as {name}, got {length}")
         return mask.seqlen_q // team.size, mask.seqlen_k // team.size
-    if documents is not None:
-        of_queries, of_keys = id_pair(documents)
-        return of_queries.shape[1], of_keys.shape[1]
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
         if mask.dim() not in (2, 4):
@@ -337,7 +390,14 @@ def _lengths(
                 "mask must have shape (B|1, H|Hkv|1, 1, s), (B|1, s) or (B|1, H|Hkv|1, s, Sk), got "
                 + require.text(mask.shape)
             )
-        if mask.dim() == 4 and (mask.shape[2] != 1 or mask.shape[3] == team.size):
+    elif mask is not None:
+        raise TypeError(f"mask must be a tensor or a TileMask, got {require.type_text(mask)}")
+    if documents is not None:
+        of_queries, of_keys = id_pair(documents)
+        return of_queries.shape[1], of_keys.shape[1]
+    if isinstance(mask, Tensor):
+        one_query = mask.dim() == 4 and mask.shape[3] == team.size and seqlen_q in (None, 1)  # else they are keys
+        if mask.dim() == 4 and (mask.shape[2] != 1 or one_query):
             return mask.shape[2], mask.shape[3] // team.size
         length = mask.shape[-1]
         return (length if seqlen_q is None else seqlen_q), length

@@ -123,13 +123,14 @@ def context_parallel_attention(
         "method": method, "is_causal": is_causal, "causal_from": causal_from, "window_size": window_size,
         "cu_seqlens": cu_seqlens, "softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p,
         "deterministic": deterministic, "sink": sink, "return_lse": return_lse, "return_max": return_max,
+        "reduce_dtype": reduce_dtype,
     }  # fmt: skip
     asked: list[_Request] = []
 
     def describe() -> dict[str, str]:
-        asked.append(_checked(named, group, team, reduce_dtype))
+        asked.append(_checked(named, group, team))
         texts = {name: agreement.text_of(value) for name, value in named.items()}
-        return texts | {"method": repr(asked[-1].method)}
+        return texts | {"method": repr(asked[-1].method), "autocast": str(asked[-1].query.dtype)}
 
     agreement.agreed("context_parallel_attention", group, team, describe)
     out, lse, row_max = _attention(asked[0], mask, documents, cu_seqlens)
@@ -140,17 +141,20 @@ def context_parallel_attention(
     return (out, *((lse,) if return_lse else ()), *((row_max,) if return_max else ()))
 
 
-def _checked(named: dict[str, Any], group: Group | None, team: Team, reduce_dtype: torch.dtype) -> _Request:
+def _checked(named: dict[str, Any], group: Group | None, team: Team) -> _Request:
     """Refuse what does not fit; return the call."""
     query, key, value, bias, sink = (named[name] for name in ("query", "key", "value", "bias", "sink"))
     plain(query=query, key=key, value=value, bias=bias)
     (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
-    given = (
-        named[name] for name in ("is_causal", "causal_from", "window_size", "softmax_scale", "softcap", "dropout_p")
-    )
-    _, scalars = arguments.read_numbers(*given)
+    numbers = ("is_causal", "causal_from", "window_size", "softmax_scale", "softcap", "dropout_p")
+    _, scalars = arguments.read_numbers(*[named[name] for name in numbers])
+    named["causal_from"], named["window_size"] = validation.visibility(*[named[name] for name in numbers[:3]])
+    named.update(zip(numbers[3:], scalars, strict=True))
     same_bits = arguments.switches(named["deterministic"], named["return_lse"], named["return_max"])
     validation.dense_tensors(query, key, value, None, sink)
+    reduce_dtype = named["reduce_dtype"]
+    if not isinstance(reduce_dtype, torch.dtype) or not reduce_dtype.is_floating_point:
+        raise TypeError(f"reduce_dtype must be a floating-point torch.dtype, got {reduce_dtype!r}")
     layout, method, mask = named["layout"], named["method"], named["mask"]
     length_q, length_k = query.shape[1], key.shape[1]
     check_length("query", length_q, layout, team.size)
@@ -163,7 +167,7 @@ def _checked(named: dict[str, Any], group: Group | None, team: Team, reduce_dtyp
     if method == "ulysses" and (reasons := ulysses.refusals(query.shape[2], key.shape[2], team.size)):
         raise ValueError(f"method 'ulysses' cannot take this call: {'; '.join(reasons)}")
     documents, cu_seqlens = named["documents"], named["cu_seqlens"]
-    refuse_two_packings(documents, cu_seqlens)
+    refuse_two_packings(mask, documents, cu_seqlens)
     if isinstance(mask, ContextMask) and (documents is not None or cu_seqlens is not None):
         raise ValueError("documents and cu_seqlens stand beside a ContextMask: pass them to prepare_context_mask")
     if documents is not None:
@@ -177,9 +181,10 @@ def _checked(named: dict[str, Any], group: Group | None, team: Team, reduce_dtyp
     _check_mask(mask, query, key, team, layout, method, sight)
     if bias is not None:
         _check_part("bias", bias, query, key, team)
-    numbers = Numbers(*scalars, same_bits)
+        require.dtype("bias", bias, query.dtype, torch.float32)
+    asked = Numbers(*scalars, same_bits)
     return _Request(
-        query, key, value, bias, sink, team, layout, method, sight, numbers, named["return_max"], reduce_dtype
+        query, key, value, bias, sink, team, layout, method, sight, asked, named["return_max"], reduce_dtype
     )
 
 
@@ -216,6 +221,13 @@ def _check_mask(mask: Any, query: Tensor, key: Tensor, team: Team, layout: Layou
         ):
             if of_mask != asked:
                 raise ValueError(f"mask was prepared for {name} {of_mask!r}, got {asked!r}")
+        of_rank = team.size if method == "ulysses" else 1
+        heads = (1, max(1, key.shape[2] // of_rank), query.shape[2] // of_rank)
+        for part in mask.parts:
+            require.sizes(
+                "mask", part, (1, query.shape[0]), heads, *((size,) for size in part.shape[2:]), axes=require.AXES
+            )
+            require.device("mask", part, query.device)
     else:
         raise TypeError(f"mask must be a tensor, a TileMask or a ContextMask, got {type(mask).__name__}")
 

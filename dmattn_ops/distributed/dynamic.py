@@ -94,28 +94,41 @@ def dynamic_context_attention(
         "exchange": exchange,
     }  # fmt: skip
 
+    asked: list[_Request] = []
+
     def describe() -> dict[str, str]:
-        _check(named, team)
-        return {name: agreement.text_of(argument) for name, argument in named.items()}
+        asked.append(_checked(named))
+        texts = {name: agreement.text_of(argument) for name, argument in named.items()}
+        return texts | {"autocast": str(asked[-1].query.dtype)}
 
     agreement.agreed("dynamic_context_attention", group, team, describe)
+    keep, keep_first, keep_last = validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
     end = deaths_of_own_keys(scores, documents, team, keep, keep_first, keep_last)
-    shared: dict[str, Any] = {
-        "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic, "sink": sink,
-        "return_lse": return_lse,
-    }  # fmt: skip
     at_most = min(keep + keep_first + keep_last, scores.shape[-1] * team.size)
     if dropout_p != 0.0:
         whole = all_ranks(end.movedim(-1, 0), team).movedim(0, -1).contiguous()
         mask = from_intervals((None, whole), None, at_most, whole.shape[-1], Band(hi=0))
         return context_parallel_attention(
-            query, key, value, mask, bias, group=group, layout="contiguous", dropout_p=dropout_p, **shared
-        )  # type: ignore[return-value]
-    return _attention((query, key, value, bias), end, at_most, team, exchange, shared)
+            query, key, value, mask, bias, group=group, layout="contiguous", softmax_scale=softmax_scale, softcap=softcap,
+            dropout_p=dropout_p, deterministic=deterministic, sink=sink, return_lse=return_lse,
+        )  # type: ignore[return-value] # fmt: skip
+    return _attention(asked[0], end, at_most, team, exchange)
 
 
-def _check(named: dict[str, Any], team: Team) -> None:
-    """Refuse what does not fit."""
+class _Request(NamedTuple):
+    """A call, checked."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    sink: Tensor | None
+    numbers: tuple[Any, ...]  # scale, soft cap, dropout, whether the same bits are asked for
+    return_lse: bool
+
+
+def _checked(named: dict[str, Any]) -> _Request:
+    """Refuse what does not fit; return the call."""
     query, key, value, scores, bias, documents = (
         named[name] for name in ("query", "key", "value", "scores", "bias", "documents")
     )
@@ -124,6 +137,9 @@ def _check(named: dict[str, Any], team: Team) -> None:
         4, bias, named["sink"], query=query, key=key, value=value
     )
     validation.dense_tensors(query, key, value, bias, sink)
+    choices = (named[name] for name in ("softmax_scale", "softcap", "dropout_p"))
+    _, scalars = arguments.read_numbers(False, "bottom_right", (None, None), *choices)
+    same_bits = arguments.switches(named["deterministic"], named["return_lse"], False)
     (batch, length, heads, _), heads_kv = query.shape, key.shape[2]
     if key.shape[1] != length:
         raise ValueError(f"key must have {length} positions like query, got {key.shape[1]}")
@@ -133,15 +149,22 @@ def _check(named: dict[str, Any], team: Team) -> None:
             " context_parallel_attention"
         )
     validation.tensors(scores=scores)
+    validation.dense("scores", scores)
+    if documents is not None:
+        validation.tensors(documents=documents)
+        validation.dense("documents", documents)
+        require.dtype("documents", documents, *validation.INTEGERS)
     require.rank("scores", scores, 3, "[B, heads, S / N], of the keys of this rank")
     require.sizes("scores", scores, (1, batch), (1, heads_kv, heads), (length,))
     require.device("scores", scores, query.device)
-    validation.integers(**{name: named[name] for name in ("keep", "keep_first", "keep_last")})
+    kept = {name: named[name] for name in ("keep", "keep_first", "keep_last")}
+    named.update(zip(kept, validation.integers(**kept), strict=True))
     validation.selection(scores.detach(), documents, named["keep"], named["keep_first"], named["keep_last"], True)
     if named["exchange"] not in EXCHANGES:
         raise ValueError(f"exchange must be 'counts' or 'fixed', got {named['exchange']!r}")
     if named["exchange"] == "counts" and is_compiling():
         raise ValueError("exchange='counts' reads on the host how many keys live: compile with exchange='fixed'")
+    return _Request(query, key, value, bias, sink, (*scalars, same_bits), named["return_lse"])
 
 
 def deaths_of_own_keys(
@@ -176,23 +199,10 @@ def capacity(at_most: int, length: int) -> int:
     return min(at_most, length)
 
 
-def _attention(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    end: Tensor,
-    at_most: int,
-    team: Team,
-    exchange: str,
-    keywords: dict[str, Any],
-) -> Tensor | tuple[Tensor, Tensor]:
+def _attention(of: _Request, end: Tensor, at_most: int, team: Team, exchange: str) -> Tensor | tuple[Tensor, Tensor]:
     """Fetch what lives, and attend to it and to the own keys."""
-    query, key, value, bias = tensors
-    sink = keywords["sink"]
-    (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
+    query, key, value, bias = of.query, of.key, of.value, of.bias
     (batch, length, heads, _), (heads_kv, dim) = query.shape, key.shape[2:]
-    _, scalars = arguments.read_numbers(
-        False, "bottom_right", (None, None), keywords["softmax_scale"], keywords["softcap"], 0.0
-    )
-    numbers = (*scalars, arguments.switches(keywords["deterministic"], keywords["return_lse"], False))
     packed = heads if end.shape[1] == heads else heads_kv
     rows = torch.cat((key, value), -1)
     if packed != heads_kv:  # every query head has keys of its own
@@ -209,10 +219,10 @@ def _attention(
     lives = (torch.cat((ends, end), -1) - first).clamp(0, length).to(torch.int32)
     mask = Mask(end=lives, at_most=at_most)
     out, lse, *_ = torch.ops.dmattn.forward.default(
-        query, keys[..., :dim], keys[..., dim:], of_keys, *mask[:-1], sink, None, -UNBOUNDED, fetch.slots, 0, 0,
-        at_most, *numbers,
+        query, keys[..., :dim], keys[..., dim:], of_keys, *mask[:-1], of.sink, None, -UNBOUNDED, fetch.slots, 0, 0,
+        at_most, *of.numbers,
     )  # fmt: skip
-    return (out, lse) if keywords["return_lse"] else out
+    return (out, lse) if of.return_lse else out
 
 
 def _bias_rows(bias: Tensor, batch: int, packed: int, heads: int) -> Tensor:

@@ -62,9 +62,11 @@ class ContextParallelAttention(nn.Module):
             scale: factor of the scores; None is `1 / sqrt(D)`.
             bias, sink: as in `context_parallel_attention`.
         """
-        one_sequence = query.dim() == 3
+        one_sequence = isinstance(query, Tensor) and query.dim() == 3
         if one_sequence:
-            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            query, key, value = (
+                part.unsqueeze(0) if isinstance(part, Tensor) else part for part in (query, key, value)
+            )
         mask, offsets = attention_masks, getattr(attention_masks, "cu_seq_q", None)
         if offsets is not None:
             mask = None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import require, validation, values
+from dmattn_ops.distributed import agreement
 from dmattn_ops.distributed.team import Group, Team, all_ranks, arrived, start_all_gather, start_all_to_all, team_of
 from dmattn_ops.documents import id_pair
 
@@ -37,6 +38,7 @@ def chunks(layout: Layout, size: int) -> tuple[tuple[int, ...], ...]:
         return tuple((rank, 2 * size - 1 - rank) for rank in range(size))
     if isinstance(layout, str) or not isinstance(layout, (tuple, list)):
         raise ValueError(f"layout must be 'head_tail', 'contiguous' or a tuple of chunk numbers, got {layout!r}")
+    layout = tuple(require.integer("a chunk number of layout", number) for number in layout)
     if not layout or len(layout) % size or sorted(layout) != list(range(len(layout))):
         raise ValueError(
             f"layout must hold each chunk number once, and as many for each of {size} ranks, got {tuple(layout)}"
@@ -85,6 +87,7 @@ def check_ids(documents: Any, query: Tensor, key: Tensor, size: int) -> None:
 def check_offsets(cu_seqlens: Any, seqlen: int) -> None:
     """Refuse what are no offsets of packed sequences in a whole sequence; their values are read on the CPU only."""
     validation.tensors(cu_seqlens=cu_seqlens)
+    validation.dense("cu_seqlens", cu_seqlens)
     require.rank("cu_seqlens", cu_seqlens, 1)
     require.dtype("cu_seqlens", cu_seqlens, torch.int32, torch.int64)
     if values.on_the_host(cu_seqlens):
@@ -125,7 +128,7 @@ def shard_sequence(tensor: Tensor, group: Group | None, *, dim: int = 1, layout:
         ValueError: where the sequence cannot be cut into chunks of equal length.
     """
     team = team_of(group)
-    _require_dimension(tensor, dim)
+    dim = _dimension(tensor, dim)
     size = tensor.shape[dim]
     count = len(chunks(layout, team.size)[0]) * team.size
     if size % count:
@@ -140,11 +143,20 @@ def shard_sequence(tensor: Tensor, group: Group | None, *, dim: int = 1, layout:
 def unshard_sequence(tensor: Tensor, group: Group | None, *, dim: int = 1, layout: Layout = "head_tail") -> Tensor:
     """Return the whole sequence, on every rank, from the part that each holds: the inverse of `shard_sequence`.
 
-    Differentiable: the gradients that all ranks have of the whole are added up, in float32 for narrower dtypes.
+    Differentiable: the gradients that all ranks have of the whole are added up, in float32 for narrower dtypes. All ranks of
+    the group call it alike; in eager mode an error on one rank is an error on all.
     """
     team = team_of(group)
-    _require_dimension(tensor, dim)
-    check_length("tensor", tensor.shape[dim], layout, team.size)
+    named = {"tensor": tensor, "dim": dim, "layout": layout}
+    dims: list[int] = []
+
+    def describe() -> dict[str, str]:
+        dims.append(_dimension(tensor, dim))
+        check_length("tensor", tensor.shape[dims[0]], layout, team.size)
+        return {name: agreement.text_of(argument) for name, argument in named.items()}
+
+    agreement.agreed("unshard_sequence", group, team, describe)
+    [dim] = dims
     if not tensor.is_floating_point():
         return in_order(all_ranks(tensor.movedim(dim, 0), team), layout, team.size, 0).movedim(0, dim)
     whole = GatheredRows.apply(team, torch.float32, tensor.movedim(dim, 0))
@@ -155,14 +167,18 @@ def sequence_positions(
     seqlen: int, group: Group | None, *, layout: Layout = "head_tail", device: torch.device | str | None = None
 ) -> Tensor:
     """Return the positions, int64 `[seqlen / N]`, that this rank holds of a sequence: for rotary embeddings, labels and ids."""
+    [seqlen] = require.counts(seqlen=seqlen)
     return shard_sequence(torch.arange(seqlen, device=device), group, dim=0, layout=layout)
 
 
-def _require_dimension(tensor: Any, dim: int) -> None:
-    """Refuse what is no tensor with a dimension `dim`."""
+def _dimension(tensor: Any, dim: int) -> int:
+    """Return `dim`; refuse what is no tensor with such a dimension."""
     validation.tensors(tensor=tensor)
+    validation.dense("tensor", tensor)
+    dim = require.integer("dim", dim)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"dim must be a dimension of tensor, whose shape is {require.text(tensor.shape)}, got {dim}")
+    return dim
 
 
 class GatheredRows(torch.autograd.Function):

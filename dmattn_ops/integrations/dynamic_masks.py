@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmattn_ops import environment, require
+from dmattn_ops import environment, require, validation
 from dmattn_ops.integrations.forward_mask import ForwardMask
 from dmattn_ops.nn import KeyScores
 from dmattn_ops.tile_mask import TileMask
@@ -57,19 +57,29 @@ def add_dynamic_masks(
         ValueError: where no such layer is found, and for negative numbers.
         TypeError: for numbers of keys that are no integers.
     """
-    require.counts(keep=keep, keep_first=keep_first, keep_last=keep_last)
+    keep, keep_first, keep_last = require.counts(keep=keep, keep_first=keep_first, keep_last=keep_last)
+    recency = None if recency is None else validation.number("recency", recency)
     layers = [module for module in model.modules() if _is_attention(module)]
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no attention layer with v_proj and head_dim outside of sliding windows"
         )
     for layer in layers:
-        weight: Tensor = layer.v_proj.weight  # type: ignore[union-attr,assignment]
         heads = layer.v_proj.out_features // layer.head_dim  # type: ignore[union-attr,operator]
         made = DynamicMask(heads, layer.head_dim, keep, keep_first, keep_last, recency)  # type: ignore[arg-type]
-        layer.dynamic_mask = made.to(device=weight.device, dtype=torch.float32)
+        layer.dynamic_mask = made.to(device=_device_of(layer.v_proj), dtype=torch.float32)  # type: ignore[arg-type]
     _warn_of_other_attention(layers)
     return model
+
+
+def _device_of(module: nn.Module) -> torch.device | str | int:
+    """Return where a module computes: of parameters that accelerate offloads to meta, its hook knows that."""
+    held = next((part.device for part in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    if held.type != "meta":
+        return held
+    hook = getattr(module, "_hf_hook", None)
+    devices = (getattr(each, "execution_device", None) for each in getattr(hook, "hooks", (hook,)))
+    return next((device for device in devices if device is not None), held)
 
 
 def _warn_of_other_attention(layers: list[nn.Module]) -> None:

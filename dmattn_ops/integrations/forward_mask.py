@@ -9,7 +9,7 @@ long, and a cache's length may be a tensor that nobody reads. Other masks are ev
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.compiler import is_compiling
 
 from dmattn_ops import layout, require
 from dmattn_ops.bands import NO_BAND, Band, band_of
+from dmattn_ops.integrations import packed
+from dmattn_ops.integrations.acts_as_tensor import ActsAsTensor
 from dmattn_ops.masks import dynamic_mask, prepare_mask
 from dmattn_ops.meta import list_capacity, tile_records
 from dmattn_ops.nn import without_padding
@@ -28,12 +30,14 @@ _LONGEST_LISTS = 1 << 24  # words that the lists of one forward may take, 64 MiB
 Interval = tuple[Tensor, Tensor]  # of queries for each key: int32 [B|1, H|1, Sk], from and to
 
 
-@dataclass(frozen=True, eq=False)
-class ForwardMask:
+@dataclass(eq=False)
+class ForwardMask(ActsAsTensor):
     """Which keys the queries of one forward see. Query `i` stands where key `i + offset` stands.
 
     A key is visible where the band shows it, in the query's own document, and unless it is padding; or where a `dense` mask
-    of all that says so. It takes a mask's place in models of transformers, and in `generate`.
+    of all that says so. It takes a mask's place in models of transformers, and in `generate`: to a model's own code it is a
+    bool tensor `[B, 1, Sq, Sk]`, which is made where that code computes with it. It is never modified, and a plain dataclass,
+    so that what moves, casts, splits or copies the inputs of layers (FSDP, Lightning, accelerate) can take it apart.
     """
 
     q_length: int
@@ -46,12 +50,42 @@ class ForwardMask:
     padding: Tensor | None = None  # bool [B, Sk]: True is a key
     prepared: TileMask | None = None  # None where the band says all
     dense: bool = False  # whether `prepared` was evaluated as a whole
-    ndim: int = field(default=4, init=False)  # as transformers asks it: not a padding mask of two
+    anchor: Tensor | None = None  # [B, 0]: has no elements; its batch size and its device are those of the mask
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """`(1, 1, Sq, Sk)`: it broadcasts."""
-        return (1, 1, self.q_length, self.kv_length)
+    def ndim(self) -> int:
+        """4, as transformers asks it: not a padding mask of two."""
+        return 4
+
+    @property
+    def shape(self) -> torch.Size:
+        """`(B, 1, Sq, Sk)`; a mask of heads has them too."""
+        heads = 1 if self.prepared is None else self.prepared.shape[1]
+        return torch.Size((self._sized().shape[0], heads, self.q_length, self.kv_length))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the tensor that it stands for: bool."""
+        return torch.bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self._sized().device
+
+    def _sized(self) -> Any:
+        """Return what has the batch size and the device."""
+        parts = (self.anchor, self.padding, self.documents, self.prepared)
+        return next((part for part in parts if part is not None), torch.empty(1, 0))
+
+    def tensor(self) -> Tensor:
+        """Return the mask as bool `[B, 1, Sq, Sk]`."""
+        if self.prepared is None:
+            limits = band_of(**self.keywords).limits(self.q_length, self.kv_length)
+            keep = layout.band_mask(*limits, self.q_length, self.kv_length, self.device)[None, None]
+        else:
+            keep = self.prepared.to_dense()
+        return keep.expand(self.shape)
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -65,14 +99,25 @@ class ForwardMask:
         """Return itself: `generate` asks that of masks."""
         return self
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> ForwardMask:
-        """Return the mask on another device: models spread over several move the inputs of their layers."""
-        names = ("offset", "documents", "padding", "prepared")
+    def to(self, *arguments: Any, **options: Any) -> Any:
+        """Return the mask on another device, given as for `Tensor.to`; with another dtype, the tensor that it stands for.
+
+        Models spread over several devices move the inputs of their layers.
+        """
+        given = [*arguments, *(options.get(name) for name in ("device", "dtype", "other"))]
+        if any(isinstance(part, torch.dtype) and part != torch.bool for part in given) or any(
+            isinstance(part, Tensor) for part in given
+        ):
+            return self.tensor().to(*arguments, **options)
+        device = next((part for part in given if isinstance(part, (torch.device, str, int)) and part is not True), None)
+        if device is None:
+            return self
+        blocking = {"non_blocking": bool(options.get("non_blocking", False))}
+        names = ("offset", "documents", "padding", "prepared", "anchor")
         parts = {name: getattr(self, name) for name in names}
-        moved = {
-            name: part.to(device, non_blocking=non_blocking) for name, part in parts.items() if hasattr(part, "to")
-        }
-        return replace(self, **moved)
+        return replace(
+            self, **{name: part.to(device, **blocking) for name, part in parts.items() if hasattr(part, "to")}
+        )
 
     def prepare(self, device: torch.device) -> ForwardMask:
         """Return the mask with what kernels read of its documents, its padding and its tensor of an offset.
@@ -175,29 +220,47 @@ def make(
     right: int | None = None,
     documents: Tensor | None = None,
     padding: Tensor | None = None,
+    batch: int = 1,
     device: torch.device,
 ) -> ForwardMask:
     """Return the mask of a band, documents and padding; tensors are made only where the band does not say all."""
     if padding is not None and _known_to_be_all(padding):
         padding = None
-    made = ForwardMask(q_length, kv_length, offset, is_causal, left, right, documents, padding)
+    anchor = torch.empty(batch, 0, device=device)
+    made = ForwardMask(q_length, kv_length, offset, is_causal, left, right, documents, padding, anchor=anchor)
     if documents is None and padding is None and not isinstance(offset, Tensor):
         return made
     return made.prepare(device)
 
 
 def make_dense(keep: Tensor) -> ForwardMask:
-    """Return the mask that a bool `[B|1, H|1, Sq, Sk]` says."""
+    """Return the mask that a bool `[B, H|1, Sq, Sk]` says."""
     q_length, kv_length = keep.shape[-2:]
-    prepared = prepare_mask(keep, seqlen_q=q_length)
-    return ForwardMask(q_length, kv_length, 0, False, prepared=prepared, dense=True)
+    prepared, anchor = prepare_mask(keep, seqlen_q=q_length), torch.empty(keep.shape[0], 0, device=keep.device)
+    return ForwardMask(q_length, kv_length, 0, False, prepared=prepared, dense=True, anchor=anchor)
 
 
-def runs_of(visible: Callable[..., Tensor], batch: int, kv_length: int, kv_offset: int, device: torch.device) -> Tensor:
-    """Return ids `[B, Sk]` of runs in which each position sees the one before: documents or chunks, by a mask function."""
-    places = torch.arange(kv_length, device=device)[None] + kv_offset
+def runs_of(
+    visible: Callable[..., Tensor],
+    batch: int,
+    kv_length: int,
+    kv_offset: int,
+    padding: Tensor | None,
+    documents: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """Return ids `[B, Sk]` of runs in which each position sees the one before: documents or chunks, by a mask function.
+
+    Inside given `documents` `[B, Sk]`, the function is asked as if each of them were alone.
+    """
+    if documents is None:
+        places = torch.arange(kv_length, device=device)[None] + kv_offset
+    else:
+        places = packed.own_places(documents, padding, kv_offset)
     sequences = torch.arange(batch, device=device)[:, None]
     sees = visible(sequences, torch.zeros_like(sequences), places, (places - 1).clamp(min=0))
+    if documents is not None:
+        sees = sees & (documents == layout.before(documents))
     return (~sees).expand(batch, -1).cumsum(-1, dtype=torch.int32)
 
 

@@ -22,7 +22,8 @@ from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dmattn_ops import api, require
-from dmattn_ops.integrations import forward_mask, own_masks
+from dmattn_ops.integrations import forward_mask, hooks, own_masks, packed
+from dmattn_ops.integrations.acts_as_tensor import as_additive
 from dmattn_ops.integrations.dynamic_masks import DynamicMask, add_dynamic_masks
 from dmattn_ops.integrations.forward_mask import ForwardMask
 from dmattn_ops.integrations.own_masks import ADDITIVE_MASKS, TENSOR_MASKS
@@ -50,6 +51,7 @@ def register(name: str = "dmattn") -> None:
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, make_mask)
+    hooks.watch(name)
 
 
 def replace_attention_with_flash_dmattn(model: nn.Module, name: str = "dmattn") -> nn.Module:
@@ -122,6 +124,7 @@ def attention_forward(
             that is no tensor.
     """
     own_masks.check_others(others)
+    packed.refuse_unfollowed(query.shape[0], query.shape[2])
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "sink": s_aux}
@@ -192,10 +195,13 @@ def make_mask(
 
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         return attention_mask
+    device = torch.device(device)
     function = causal_mask_function if mask_function is None else mask_function
     model_type = getattr(config, "model_type", None)
     as_tensor = model_type in TENSOR_MASKS or model_type in ADDITIVE_MASKS
     both_ways = _looks_both_ways(function, others)
+    padding = _of_keys(attention_mask, kv_length, kv_offset)
+    of_queries, documents = _documents(batch_size, q_length, q_offset, kv_length, kv_offset, padding)
     if as_tensor or use_vmap or both_ways is None:
         keep = sdpa_mask(
             batch_size=batch_size,
@@ -209,15 +215,16 @@ def make_mask(
             use_vmap=use_vmap,
             device=device,
         )
+        if of_queries is not None and documents is not None:
+            keep = keep & (of_queries[:, None, :, None] == documents[:, None, None])
         if model_type in ADDITIVE_MASKS:
-            dtype = others.get("dtype") or torch.get_default_dtype()
-            return torch.zeros_like(keep, dtype=dtype).masked_fill(~keep, torch.finfo(dtype).min)
+            return as_additive(keep, others.get("dtype") or torch.get_default_dtype())
         return keep if as_tensor else forward_mask.make_dense(keep)
-    device, documents = torch.device(device), None
     sliding = local_size is not None and getattr(config, "attention_chunk_size", None) is None
     plain = both_ways or function is causal_mask_function
     if not plain and not (sliding and (allow_is_causal_skip or q_length == 1)):
-        documents = forward_mask.runs_of(function, batch_size, kv_length, kv_offset, device)
+        known = None if _tells_sequences(function, attention_mask) else documents
+        documents = forward_mask.runs_of(function, batch_size, kv_length, kv_offset, attention_mask, known, device)
     window = {}
     if local_size is not None:
         window = {"left": local_size, "right": local_size} if both_ways else {"left": local_size - 1}
@@ -227,10 +234,35 @@ def make_mask(
         q_offset - kv_offset,
         is_causal=not both_ways,
         documents=documents,
-        padding=_of_keys(attention_mask, kv_length, kv_offset),
+        padding=padding,
+        batch=batch_size,
         device=device,
         **window,
     )
+
+
+def _documents(
+    batch: int, q_length: int, q_offset: int | Tensor, kv_length: int, kv_offset: int, padding: Tensor | None
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return ids `[B, Sq]` and `[B, Sk]` of the packed sequences that the model's inputs tell of, to queries and to keys."""
+    packing = packed.noted()
+    if packing is None or packing.own_mask:
+        return None, None
+    keep = padding
+    if padding is not None:
+        places = torch.arange(q_length, device=padding.device) + (q_offset - kv_offset)
+        keep = padding[:, places.clamp(0, kv_length - 1)].expand(batch, -1)
+    of_queries = packing.documents(batch, q_length, keep)
+    if of_queries is None:
+        return None, None
+    return of_queries, packed.of_keys(of_queries, packing, q_offset, kv_offset, kv_length)
+
+
+def _tells_sequences(function: Callable[..., Any], attention_mask: Tensor | None) -> bool:
+    """Return whether transformers has put the packed sequences into a mask function: it does so only where there is no padding."""
+    if attention_mask is not None or is_compiling():  # a tracer cannot look into functions that it made
+        return attention_mask is None
+    return any(part.__qualname__.startswith("packed_sequence_mask_function.") for part in _parts_of(function))
 
 
 def _looks_both_ways(function: Callable[..., Any], others: dict[str, Any]) -> bool | None:
@@ -348,7 +380,9 @@ def _packed(
 def _with_documents(mask: ForwardMask, offsets: Tensor, device: torch.device) -> ForwardMask:
     """Return the mask with the documents that offsets `[N + 1]` tell."""
     if mask.dense:
-        raise NotImplementedError("cu_seq_lens beside a mask function of a model's own: pass position_ids instead")
+        raise NotImplementedError(
+            "cu_seq_lens_q beside a mask that a model's own function was evaluated for, which must keep the sequences apart itself"
+        )
     places = torch.arange(mask.kv_length, device=device)
     documents = torch.bucketize(places, offsets[1:], right=True)[None].to(torch.int32)
     return replace(mask, documents=documents).prepare(device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import api
+from dmattn_ops import api, require, validation
 from dmattn_ops.bands import band_of
 from dmattn_ops.compat import weights
 from dmattn_ops.problem import TILE
@@ -45,7 +45,10 @@ def flash_dmattn_func(
         return_attn_probs: for tests: whether to return `(out, softmax_lse, S_dmask)`, where `S_dmask` are the weights,
             `[B, H, Sq, Sk]` rounded up to 128.
     """
+    validation.tensors(query=query, key=key, value=value)
+    require.rank("key", key, 4, require.LAYOUTS[4])
     seqlen_k, softmax_scale = key.shape[1], _either(softmax_scale, scale)
+    softcap = 0.0 if softcap is None else softcap
     mask = None if attn_mask is None else kept(fitting("attn_mask", attn_mask, seqlen_k))
     bias = None if attn_bias is None else fitting("attn_bias", attn_bias, seqlen_k)
     out, lse = api.flash_dmattn_func(
@@ -56,7 +59,7 @@ def flash_dmattn_func(
         bias,
         is_causal=bool(is_causal),
         softmax_scale=softmax_scale,
-        softcap=softcap or 0.0,
+        softcap=softcap,
         deterministic=bool(deterministic),
         return_lse=True,
     )
@@ -64,7 +67,7 @@ def flash_dmattn_func(
         return out
     band = band_of(bool(is_causal), "bottom_right", (None, None))
     probabilities = weights.dense_weights(
-        query, key, lse, band=band, scale=softmax_scale, softcap=softcap or 0.0, keep=mask, bias=bias
+        query, key, lse, band=band, scale=softmax_scale, softcap=softcap, keep=mask, bias=bias
     )
     return out, plus_infinity_where_empty(lse), probabilities
 
@@ -94,6 +97,7 @@ def flash_dmattn_varlen_func(
     if block_table is not None:
         raise NotImplementedError("block_table is not supported: keys and values must not be paged")
     softmax_scale = _either(softmax_scale, scale)
+    softcap = 0.0 if softcap is None else softcap
     out, lse = api.flash_dmattn_varlen_func(
         query,
         key,
@@ -104,7 +108,7 @@ def flash_dmattn_varlen_func(
         max_seqlen_k,
         is_causal=bool(is_causal),
         softmax_scale=softmax_scale,
-        softcap=softcap or 0.0,
+        softcap=softcap,
         deterministic=bool(deterministic),
         return_lse=True,
     )
@@ -112,7 +116,7 @@ def flash_dmattn_varlen_func(
         return out
     band = band_of(bool(is_causal), "bottom_right", (None, None))
     probabilities = weights.varlen_weights(
-        query, key, lse, (cu_seqlens_q, cu_seqlens_k), band=band, scale=softmax_scale, softcap=softcap or 0.0
+        query, key, lse, (cu_seqlens_q, cu_seqlens_k), band=band, scale=softmax_scale, softcap=softcap
     )
     return out, plus_infinity_where_empty(lse), probabilities
 

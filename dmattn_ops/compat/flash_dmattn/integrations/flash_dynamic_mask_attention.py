@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmattn_ops import api
+from dmattn_ops import api, require
 from dmattn_ops.compat.flash_dmattn.flash_dmattn_interface import fitting, kept
 from dmattn_ops.compat.flash_dmattn.utils.mask import create_mask
 from dmattn_ops.masks import prepare_mask
@@ -63,7 +63,7 @@ def flash_dynamic_mask_attention_forward(
     options: dict[str, Any] = {
         "is_causal": causal,
         "softmax_scale": scale if scaling is None else scaling,
-        "softcap": softcap or 0.0,
+        "softcap": 0.0 if softcap is None else softcap,
         "deterministic": bool(deterministic),
         "sink": s_aux,
     }
@@ -91,6 +91,7 @@ def flash_dynamic_mask_attention_forward(
         documents = begun, begun
     bias = None if attention_bias is None else fitting("attention_bias", attention_bias, seqlen_k)
     best = keep_window_size if window_size is None else window_size
+    best = None if best is None else require.integer("window_size", best)
     keep = None if documents is not None else attention_mask
     if bias is not None and best is not None and seqlen_k > best:
         allowed = None if attention_mask is None else attention_mask != 0
@@ -117,7 +118,7 @@ def _in_weights_dtype(
     dtype = getattr(getattr(module, "config", None), "_pre_quantization_dtype", None)
     if dtype is None:
         weights = (part.weight.dtype for part in module.modules() if isinstance(part, nn.Linear))
-        dtype = next(weights, torch.float32)
+        dtype = next((each for each in weights if each.is_floating_point), torch.float32)  # packed bits are no dtype
     if dtype == torch.float32:
         return query, key, value, bias
     return query.to(dtype), key.to(dtype), value.to(dtype), None if bias is None else bias.to(dtype)

@@ -1,4 +1,4 @@
-"""Dense masks of the largest biases, as flash_dmattn 1.2.2 makes them.
+"""Dense masks of the largest or the positive biases, as flash_dmattn 1.2.2 and 1.2.3 make them.
 
 `window_size` is a number of keys here, not a distance. `dmattn_ops.dynamic_mask` selects among the keys before each query,
 from one score for each key, in O(S) memory.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from dmattn_ops import require, validation
 
 
 def dynamic_mask(
@@ -26,14 +28,27 @@ def dynamic_mask(
         min_dtype: the number that marks what is masked; it is never kept.
         block_size: if given, each whole block of so many keys is kept or not, by majority.
     """
-    if block_size is not None and (int(block_size) != block_size or block_size <= 0):
-        raise ValueError(f"block_size must be a positive integer, got {block_size}.")
-    scores = attention_bias.detach()
-    if attention_mask is not None:
-        scores = torch.where(attention_mask != 0, scores, min_dtype)
+    [window_size] = require.counts(window_size=window_size)
+    scores, size = _allowed(attention_bias, attention_mask, min_dtype), _block(block_size)
     best = scores.topk(min(window_size, scores.shape[-1]), dim=-1, sorted=False)
     keep = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best.indices, best.values != min_dtype)
-    return keep if block_size is None or block_size == 1 else _by_majority(keep, int(block_size))
+    return _by_majority(keep, size)
+
+
+topk_mask = dynamic_mask
+
+
+def relu_mask(
+    attention_bias: Tensor,
+    attention_mask: Tensor | None,
+    window_size: int,
+    min_dtype: float,
+    block_size: int | None = None,
+) -> Tensor:
+    """Return where a bias is positive, bool, in its shape; `window_size` says nothing here, the rest is as in `dynamic_mask`."""
+    require.counts(window_size=window_size)
+    size = _block(block_size)
+    return _by_majority(_allowed(attention_bias, attention_mask, min_dtype) > 0, size)
 
 
 def create_mask(
@@ -45,8 +60,15 @@ def create_mask(
     window_size: int,
     min_dtype: float,
     block_size: int | None = None,
+    type: str = "topk",
 ) -> Tensor:
-    """Return `dynamic_mask`; `attention_mask` may be padding, `[B, key_len]` or, of the last keys, `[B, query_len]`."""
+    """Return `dynamic_mask`, or with the type "relu" `relu_mask`.
+
+    `attention_mask` may be padding, `[B, key_len]` or, of the last keys, `[B, query_len]`.
+    """
+    if type not in _TYPES:
+        raise ValueError(f"type must be 'topk' or 'relu', got {type!r}")
+    batch_size, query_len, key_len = require.counts(batch_size=batch_size, query_len=query_len, key_len=key_len)
     if attention_mask is not None and attention_mask.dim() == 2:
         given = attention_mask.shape[-1]
         if given not in (key_len, query_len):
@@ -56,11 +78,31 @@ def create_mask(
         before = 0 if given == key_len else max(0, key_len - query_len)
         attention_mask = torch.nn.functional.pad(attention_mask != 0, (before, 0), value=True)
         attention_mask = attention_mask.view(batch_size, 1, 1, -1)
-    return dynamic_mask(attention_bias, attention_mask, window_size, min_dtype, block_size)
+    return _TYPES[type](attention_bias, attention_mask, window_size, min_dtype, block_size)
+
+
+_TYPES = {"topk": dynamic_mask, "relu": relu_mask}
+
+
+def _allowed(bias: Tensor, mask: Tensor | None, min_dtype: float) -> Tensor:
+    """Return a bias without its gradient, `min_dtype` where a mask hides it."""
+    min_dtype = validation.number("min_dtype", min_dtype)
+    return bias.detach() if mask is None else torch.where(mask != 0, bias.detach(), min_dtype)
+
+
+def _block(block_size: int | None) -> int:
+    """Return how many keys are kept or not together."""
+    if block_size is None:
+        return 1
+    if not require.is_integer(block_size) or block_size <= 0:
+        raise ValueError(f"block_size must be a positive integer, got {block_size}.")
+    return int(block_size)
 
 
 def _by_majority(keep: Tensor, size: int) -> Tensor:
     """Return bool `[..., Sk]` in which each block of keys is what more than half of it is, the last, shorter one too."""
+    if size == 1:
+        return keep
     length = keep.shape[-1]
     padded = torch.nn.functional.pad(keep.to(torch.int32), (0, -length % size))
     counts = padded.unflatten(-1, (-1, size)).sum(-1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmattn_ops import require
 from dmattn_ops.compat.padding import pad_input, unpad_data, unpad_input
 
 __all__ = ["get_unpad_data", "index_first_axis", "pad_input", "unpad_input", "upad_input"]
@@ -35,6 +36,7 @@ def upad_input(
     Returns:
         Packed query, key and value, the indices of the queries, the offsets of queries and keys, and their greatest lengths.
     """
+    query_length = require.integer("query_length", query_length)
     indices_k, cu_seqlens_k, longest_k = unpad_data(attention_mask)
     key_layer, value_layer = (part[:, : attention_mask.shape[-1]] for part in (key_layer, value_layer))
     batch, seqlen_k = key_layer.shape[:2]
