@@ -1,25 +1,26 @@
 """Tiles of packed sequences: which rows of which sequence a block works on, and what these see of the other side.
 
-A tile never holds rows of two sequences. It begins at a multiple of its height inside its own sequence, and what lies behind the end
-of that is neither read nor written: tensor maps are bounded by the sequence (`launching/tensor_maps.py`). So what one sequence holds
-reaches no other one, whatever it is, and the results of a sequence do not depend on its neighbours. `tiles_of` writes, on the device and
-in one pass over the offsets, a record for each tile of one side:
+A tile never holds rows of two sequences. It begins at a multiple of its height inside its own sequence, and what lies
+behind the end of that is neither read nor written: tensor maps are bounded by the sequence (`launching/tensor_maps.py`). So
+what one sequence holds reaches no other one, whatever it is, and the results of a sequence do not depend on its neighbours.
+`tiles_of` writes, on the device and in one pass over the offsets, a record for each tile of one side:
 
 ```
 word   0        1       2       3        4             5              6          7        8      9       10, 11
      [ ranked | first | begin | length | other_begin | other_length | diagonal | padded | work | tiles | unspecified ]
 ```
 
-The tile holds rows `first ...` of a sequence whose rows are `begin` to `begin + length`; row `r` of it sees rows from
-`r + diagonal + low` to `r + diagonal + high` of the other side's sequence, which are `other_begin` to `other_begin + other_length`
-in its tensor. `padded` counts the rows of the other side before that sequence where each sequence is padded to whole tiles of 128.
-`tiles` is how many tiles there are, the same in each record. Word 0 of record `r` does not belong to tile `r`: it names the tile that comes `r`-th. Tiles come in chunks of tiles that lie next to
-each other, so that L2 holds what those read that run at the same time: first the chunk with the longest tile, and inside a chunk the
-tiles with the most work. Without chunks they come by their work alone, as in the lists of masks.
+The tile holds rows `first ...` of a sequence whose rows are `begin` to `begin + length`; row `r` of it sees rows from `r +
+diagonal + low` to `r + diagonal + high` of the other side's sequence, which are `other_begin` to `other_begin +
+other_length` in its tensor. `padded` counts the rows of the other side before that sequence where each sequence is padded
+to whole tiles of 128. `tiles` is how many tiles there are, the same in each record. Word 0 of record `r` does not belong to
+tile `r`: it names the tile that comes `r`-th. Tiles come in chunks of tiles that lie next to each other, so that L2 holds
+what those read that run at the same time: first the chunk with the longest tile, and inside a chunk the tiles with the most
+work. Without chunks they come by their work alone, as in the lists of masks.
 
-Rows before the first offset and behind the last one count as two more sequences, which see nothing: their outputs are written like those
-of every row. There are as many records as the offsets allow, `capacity`; those without a tile have lengths of 0 and come last. Whatever the offsets
-are, no sequence reaches out of the tensors.
+Rows before the first offset and behind the last one count as two more sequences, which see nothing: their outputs are
+written like those of every row. There are as many records as the offsets allow, `capacity`; those without a tile have
+lengths of 0 and come last. Whatever the offsets are, no sequence reaches out of the tensors.
 """
 
 from __future__ import annotations

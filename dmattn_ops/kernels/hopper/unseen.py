@@ -1,8 +1,8 @@
 """What the band hides from everybody must not reach anybody: 0 * NaN is NaN, in products of probabilities that are 0.
 
-A window may hide the first or the last keys from every query, and queries may see no key, where there are more of one than of the other.
-The tiles that hold such rows beside others (EDGES says that a call may have some) have them set to 0 in shared memory before they are
-multiplied. Other rows that nobody sees are never loaded.
+A window may hide the first or the last keys from every query, and queries may see no key, where there are more of one than
+of the other. The tiles that hold such rows beside others (EDGES says that a call may have some) have them set to 0 in
+shared memory before they are multiplied. Other rows that nobody sees are never loaded.
 """
 
 from __future__ import annotations

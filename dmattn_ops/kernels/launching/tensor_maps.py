@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
-# A ragged map bounds accesses by the end of a sequence without being made for it (as Triton's `tools/ragged_tma.py` does). Row `x`
-# counts from 2^30 rows before the sequence's end, where its dimension ends; another dimension `y` of the same stride puts that end
-# where it lies, and 2^30 steps of the first one, each 2^34 elements less a row, take the 2^30 rows back: 2^64 elements are no distance.
+# A ragged map bounds accesses by the end of a sequence without being made for it (as Triton's `tools/ragged_tma.py` does). Row
+# `x` counts from 2^30 rows before the sequence's end, where its dimension ends; another dimension `y` of the same stride puts
+# that end where it lies, and 2^30 steps of the first one, each 2^34 elements less a row, take the 2^30 rows back: addresses are
+# counted modulo 2^64 bytes.
 RAGGED_ROWS = 1 << 30
 _WRAP = 1 << 34
 _MOST = 0x7FFF0000  # a size that bounds nothing

@@ -304,9 +304,9 @@ def consume_block(
     else:
         numbers = KeyNumbers(bits, bits_row, q_segments, k_segments, start, end, hidden_from, hidden_to)
         i, dk, dv = heads_loops(
-            i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, block.tile, kv_head, width, limits,
-            rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE, DOWNWARDS,
-            DROPOUT, EDGES)  # fmt: skip
+            i, dk, dv, tiles, barriers, scales, bias, dropouts, exact, row, numbers, record, span, block.tile, kv_head, width,
+            limits, rows, C, BM, BN, D, D2, DV, DV2, dtype, LISTS, BIAS, SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, TWO_PHASE,
+            DOWNWARDS, DROPOUT, EDGES)  # fmt: skip
     dk_scale, dv_scale = scales.softmax, None
     if DROPOUT:
         dk_scale, dv_scale = dk_scale * dropouts.rescale, dropouts.rescale
@@ -484,8 +484,8 @@ def backward_kernel(
         (consumer, (consumed, flags, n_flags, dq_out, filled, work, 1, BM, BN, D, D2, DV, DV2, K_BUFFERS, dtype, LISTS, BIAS,
                     SOFTCAP, HAS_LO, HAS_Q_SEG, HIDDEN, NATURAL, GROUPED, TWO_PHASE, DOWNWARDS, INTERLEAVED, DROPOUT,
                     EDGES)),
-        (producer, (produced, tickets, blocks_done, order, work, query_tiles, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO, DOWNWARDS,
-                    INTERLEAVED)),
+        (producer, (produced, tickets, blocks_done, order, work, query_tiles, BM, BN, D, D2, DV, DV2, K_BUFFERS, LISTS, HAS_LO,
+                    DOWNWARDS, INTERLEAVED)),
         (reducer, (reduced, blocks_done, work, 0, BM, BN, D, D2, DV, DV2, dtype, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
         (reducer, (reduced_2, blocks_done, work, 1, BM, BN, D, D2, DV, DV2, dtype, LISTS, HAS_LO, ORDERED, DOWNWARDS, INTERLEAVED)),
     ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

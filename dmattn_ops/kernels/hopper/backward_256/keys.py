@@ -86,7 +86,8 @@ from dmattn_ops.kernels.hopper.unseen import (
 
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
-    "bias_b bias_h bias_q bias_group kv_heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags n_blocks"
+    "bias_b bias_h bias_q bias_group kv_heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags "
+    "n_blocks"
 ).split()
 
 
@@ -224,8 +225,8 @@ def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, s
 
 
 @gluon.jit
-def dv_loops(dv, smem, block, view, mask, bias, scales, exact, EDGES: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
-             LISTS: gl.constexpr,
+def dv_loops(dv, smem, block, view, mask, bias, scales, exact, EDGES: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
+             dtype: gl.constexpr, LISTS: gl.constexpr,
              BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
              HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Make P of every step, and add to dv over every query head of the group."""
@@ -243,8 +244,8 @@ def dv_loops(dv, smem, block, view, mask, bias, scales, exact, EDGES: gl.constex
             rows = at * STEP + queries
             added = step_bias(bias, head, key_bias, keys[:, None], rows[None, :], exact, BIAS)
             row = block.stat_row + head * block.stat_rows + at * STEP
-            dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, no_test(keys), False, EDGES, DV, DV2, dtype, LISTS,
-                         BIAS, SOFTCAP, False, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
+            dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, no_test(keys), False, EDGES, DV,
+                         DV2, dtype, LISTS, BIAS, SOFTCAP, False, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
             i += 1
         if PARTIAL:
             numbers = load_row_numbers(here, keys, block.seqlen_k, LISTS, HIDDEN, True)
@@ -259,14 +260,15 @@ def dv_loops(dv, smem, block, view, mask, bias, scales, exact, EDGES: gl.constex
                 at_edge = False
                 if EDGES:
                     at_edge = step_at_edge(at, view, block.seqlen_k)
-                dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, select, at_edge, EDGES, DV, DV2, dtype, LISTS,
-                             BIAS, SOFTCAP, True, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
+                dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, select, at_edge, EDGES, DV,
+                             DV2, dtype, LISTS, BIAS, SOFTCAP, True, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
                 i += 1
     return dv
 
 
 @gluon.jit
-def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, EDGES: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
+def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, EDGES: gl.constexpr,
+                D: gl.constexpr, D2: gl.constexpr,
                 DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
                 LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
                 HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
@@ -276,14 +278,14 @@ def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_f
     mbarrier.wait(smem.kv_full, 0)
     if BIAS == FULL_BIAS:
         if needed != 0:
-            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(1, exact.first, exact.second), EDGES, DV, DV2, dtype, LISTS,
-                          BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
+            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(1, exact.first, exact.second), EDGES, DV, DV2, dtype,
+                          LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
         else:
-            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(0, exact.first, exact.second), EDGES, DV, DV2, dtype, LISTS,
-                          BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
+            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(0, exact.first, exact.second), EDGES, DV, DV2, dtype,
+                          LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
     else:
-        dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(needed, exact.first, exact.second), EDGES, DV, DV2, dtype, LISTS,
-                      BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
+        dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(needed, exact.first, exact.second), EDGES, DV, DV2, dtype,
+                      LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
     # only this consumer reads K, and it is done
     store_part(dv, None, dv_map, smem.k, smem.spare, block, 0, 0, DV, D, dtype)
     if DV2 > 0:
@@ -334,8 +336,9 @@ def dk_step(
 
 
 @gluon.jit
-def dk_consumer(smem, dk_map, block, view, mask, bias, scale, EDGES: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
-                DV2: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
+def dk_consumer(smem, dk_map, block, view, mask, bias, scale, EDGES: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
+                DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr,
+                HIDDEN: gl.constexpr):  # fmt: skip
     """Accumulate dk over every query head of the group, and sums of dS of each. P is 0 at hidden pairs."""
     BY_KEY: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
     keys = block.tile * STEP + gl.arange(0, STEP, layout=BY_KEY)

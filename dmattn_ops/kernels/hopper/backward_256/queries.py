@@ -75,7 +75,8 @@ from dmattn_ops.kernels.hopper.unseen import clear_unseen, ends_inside, seen_col
 
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
-    "bias_b bias_h bias_q bias_group heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags n_tiles"
+    "bias_b bias_h bias_q bias_group heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags "
+    "n_tiles"
 ).split()
 
 
@@ -158,9 +159,9 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, select, edge, EDGES: gl.constexpr, C: gl.constexpr, D: gl.constexpr,
-            D2: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr,
-            SOFTCAP: gl.constexpr, TEST: gl.constexpr,
+def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, select, edge, EDGES: gl.constexpr,
+            C: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
+            LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr,
             HAS_LOW: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     b = i & 1
@@ -205,8 +206,8 @@ def dq_step(i, dq, smem, rows, scales, exact, added, bias, head, queries, keys, 
 
 
 @gluon.jit
-def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, EDGES: gl.constexpr, C: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
-             DV2: gl.constexpr, dtype: gl.constexpr,
+def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, EDGES: gl.constexpr, C: gl.constexpr,
+             D: gl.constexpr, D2: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
              LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr,
              HAS_LOW: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
     """Accumulate dq of queries `C * 64 ...` of the block."""

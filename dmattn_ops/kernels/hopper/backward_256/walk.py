@@ -70,7 +70,8 @@ class View(NamedTuple):
 class Select(NamedTuple):
     """The test of one step: columns low ... high of each row, or 64 bits, or equal segments and low ... high.
 
-    Of intervals, columns low ... high but for drop_low ... drop_high where rows are keys; else low ... high, and rows begin ... end - 1 of each column but for drop_low ... drop_high - 1.
+    Of intervals, columns low ... high but for drop_low ... drop_high where rows are keys; else low ... high, and rows
+    begin ... end - 1 of each column but for drop_low ... drop_high - 1.
     """
 
     low: Any
