@@ -17,6 +17,7 @@ STATED = (
     test_operator_errors.test_the_operator_refuses_what_would_read_out_of_bounds,
     test_operator_errors.test_the_backward_operator_refuses_what_does_not_belong_together,
     test_operator_errors.test_the_mask_operator_refuses_parts_that_do_not_fit,
+    test_operator_errors.test_the_interval_operator_refuses_parts_that_do_not_fit,
     test_operator_errors.test_tensors_whose_memory_was_given_back_are_refused,
     test_mask_errors.test_prepare_mask_refuses_in_words,
     test_mask_errors.test_a_mask_prepared_for_other_lengths_is_refused,

@@ -159,7 +159,7 @@ def test_a_wrong_switch_is_refused_before_a_number_is_drawn_or_a_mask_read(wrong
 
 
 def test_wrong_offsets_and_a_wrong_bias_are_refused_first_too(given: list) -> None:
-    query, offsets = torch.randn(1, 8, 2, 16), torch.tensor([0, 5], dtype=torch.int32)
+    query, offsets = torch.randn(1, 8, 2, 16), torch.tensor([0, 9], dtype=torch.int32)
     prepared = dmattn_ops.prepare_mask(torch.rand(1, 1, 8, 8) < 0.5)
     given.clear()
     state, packed = torch.get_rng_state(), query.flatten(0, 1)

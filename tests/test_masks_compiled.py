@@ -132,7 +132,8 @@ def test_prepare_mask_exports_with_dynamic_sizes(strict: bool):
     arguments = random_keep(2, 1, 200, 200), torch.randn(2, 200)
     program = torch.export.export(Prepares(), arguments, strict=strict, dynamic_shapes=shapes)
     assert [node.target for node in program.graph.nodes if "dmattn" in str(node.target)] == [
-        torch.ops.dmattn.pack_mask.default
+        torch.ops.dmattn.pack_mask.default,
+        *[torch.ops.dmattn.spread_lists.default] * 2,  # of to_dense
     ]
     for size in ((3, 333), (2, 256)):
         arguments = random_keep(size[0], 1, size[1], size[1]), torch.randn(size)

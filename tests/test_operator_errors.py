@@ -221,6 +221,21 @@ def test_the_mask_operator_refuses_parts_that_do_not_fit(arguments, error, words
         torch.ops.dmattn.pack_mask(*arguments)
 
 
+ENDS = int32(*range(8))[None, None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((None, ENDS, None, None), "hidden_from and hidden_to belong together, got one of them"),
+        ((None, None, None, tensor(1, 1, 8, 9)), "intervals must have 9 keys as the mask or the documents have, got 8"),
+    ],
+)
+def test_the_interval_operator_refuses_parts_that_do_not_fit(arguments, words):
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        torch.ops.dmattn.pack_intervals(ENDS, *arguments, None, None, 8)
+
+
 def test_tensors_whose_memory_was_given_back_are_refused():
     freed = torch.zeros(1, 1, S, dtype=torch.int32)
     freed.untyped_storage().resize_(0)
