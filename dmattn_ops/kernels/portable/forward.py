@@ -56,7 +56,15 @@ from dmattn_ops.kernels.portable.scores import (
     lse_terms,
     row_units,
 )
-from dmattn_ops.kernels.portable.visibility import MaskArrays, key_marks, mask_of_head, query_marks, visibility
+from dmattn_ops.kernels.portable.visibility import (
+    MaskArrays,
+    key_marks,
+    mask_of_head,
+    met_rows,
+    query_marks,
+    visibility,
+    without_unseen,
+)
 from dmattn_ops.kernels.sinks import share_of_keys
 
 TAKES_SINKS = True
@@ -77,6 +85,7 @@ def attend(
     begin,
     end,
     start_q,
+    last_q,
     place,
     q_marks,
     mask,
@@ -97,6 +106,7 @@ def attend(
     BLOCK_M: tl.constexpr = shape.block_m
     BLOCK_N: tl.constexpr = shape.block_n
     unit = log2_unit(factors, SIGN)
+    first_met, end_met = met_rows(mask, start_q, last_q, place.length_k, features)
     for step in tl.range(begin, end):
         start = walked_start(part, step, BLOCK_N, features.listed)
         k = load_rows(key, start, place.length_k, BLOCK_N, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL)
@@ -113,7 +123,7 @@ def attend(
             added = load_bias(bias, start_q, start, place.length_q, place.length_k, BLOCK_M, BLOCK_N, False, PARTIAL)
             score = tl.fma(score, factors.factor, added)
         if PARTIAL:
-            k_marks = key_marks(mask, start, place.length_k, BLOCK_N, features)
+            k_marks = key_marks(mask, start, place.length_k, place.length_q, BLOCK_N, features)
             visible = visibility(
                 mask, q_marks, k_marks, start_q, start, place.length_k, BLOCK_M, BLOCK_N, False, features
             )
@@ -135,8 +145,11 @@ def attend(
             keep = dropout_keep(dropout, start_q, start, BLOCK_M, BLOCK_N, features.whole_groups)
             p = tl.where(keep, p, 0.0)
         v = load_rows(
-            value, start, place.length_k, BLOCK_N, shape.value_dim, shape.padded_value, shape.aligned, PARTIAL
-        )
+            value, start, end_met, BLOCK_N, shape.value_dim, shape.padded_value, shape.aligned, PARTIAL,
+            first_met, features.banded,
+        )  # fmt: skip
+        if PARTIAL and features.mask != "none":
+            v = without_unseen(v, tl.max(visible.to(tl.int32), 0) != 0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=features.precision)
         peak = new_peak
     return acc, peak, base, total
@@ -298,7 +311,7 @@ def forward_kernel(
         begin = tl.minimum(split * share, part.steps)
         end_of_share = tl.minimum(begin + share, part.steps)
         acc, peak, base, total = attend(
-            acc, peak, base, total, q, key, value, part, begin, end_of_share, start_q, place, q_marks, mask,
+            acc, peak, base, total, q, key, value, part, begin, end_of_share, start_q, last_q, place, q_marks, mask,
             head_bias, Factors(ratio, factor), dropout, shape, features, SIGN, PARTIAL,
         )  # fmt: skip
 

@@ -34,7 +34,15 @@ from dmattn_ops.kernels.portable.scores import (
     probabilities,
     score_gradient,
 )
-from dmattn_ops.kernels.portable.visibility import MaskArrays, key_marks, mask_of_head, query_marks, visibility
+from dmattn_ops.kernels.portable.visibility import (
+    MaskArrays,
+    key_marks,
+    mask_of_head,
+    met_rows,
+    query_marks,
+    visibility,
+    without_unseen,
+)
 
 
 class Queries(NamedTuple):
@@ -53,6 +61,7 @@ class Keys(NamedTuple):
     k: Any
     v: Any
     start: Any
+    last: Any
 
 
 class Sums(NamedTuple):
@@ -75,11 +84,13 @@ def gather_queries(
     key_bias = 0.0
     if features.bias == "key":
         key_bias = load_key_bias(bias, keys.start, place.length_k, BLOCK_N)[:, None]
+    first_met, end_met = met_rows(mask, keys.start, keys.last, place.length_q, features)
     for step in tl.range(part.steps):
         start = walked_start(part, step, BLOCK_M, features.listed)
         q = load_rows(
-            queries.query, start, place.length_q, BLOCK_M, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL
-        )
+            queries.query, start, end_met, BLOCK_M, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL,
+            first_met, features.banded,
+        )  # fmt: skip
         log_sum = load_statistics(queries.log_sum, start, place.length_q, float("inf"), BLOCK_M, PARTIAL)
         log_rest = load_statistics(queries.log_rest, start, place.length_q, 0.0, BLOCK_M, PARTIAL)
         products, slope = capped(tl.dot(keys.k, tl.trans(q), input_precision=features.precision), factors, features)
@@ -99,23 +110,25 @@ def gather_queries(
             keep = tl.trans(dropout_keep(dropout, start, keys.start, BLOCK_M, BLOCK_N, features.whole_groups))
             kept_p = tl.where(keep, p, 0.0)
         do = load_rows(
-            queries.grad_out,
-            start,
-            place.length_q,
-            BLOCK_M,
-            shape.value_dim,
-            shape.padded_value,
-            shape.aligned,
-            PARTIAL,
-        )
+            queries.grad_out, start, end_met, BLOCK_M, shape.value_dim, shape.padded_value, shape.aligned, PARTIAL,
+            first_met, features.banded,
+        )  # fmt: skip
+        if PARTIAL and features.mask != "none":
+            do = without_unseen(do, log_sum != float("inf"))
         dv = tl.dot(kept_p.to(do.dtype), do, dv, input_precision=features.precision)
         delta = load_statistics(queries.delta, start, place.length_q, 0.0, BLOCK_M, PARTIAL)
         grad_p = tl.dot(keys.v, tl.trans(do), input_precision=features.precision)
         ds = score_gradient(p, grad_p, delta[None, :], keep, dropout, features.dropout)
+        if PARTIAL:
+            ds = tl.where(visible, ds, 0.0)
+            if features.softcap:
+                slope = tl.where(visible, slope, 0.0)
         if KEY_SUMS:
             key_sum += tl.sum(ds, 1)
         if features.softcap:
             ds *= slope
+        if PARTIAL and features.mask != "none":
+            q = without_unseen(q, log_sum != float("inf"))
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=features.precision)
     return Sums(dk, dv, key_sum)
 
@@ -243,8 +256,8 @@ def keys_kernel(
     value = Rows(head_rows(value, place.batch, kv_head, place.k_begin, value_b, value_s, value_h), value_s)
     k = load_rows(key, start_k, place.length_k, BLOCK_N, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
     v = load_rows(value, start_k, place.length_k, BLOCK_N, VALUE_DIM, PADDED_VALUE, ALIGNED, True)
-    keys = Keys(k, v, start_k)
     last_k = tl.minimum(start_k + BLOCK_N, place.length_k) - 1
+    keys = Keys(k, v, start_k, last_k)
     low, high = -(band_hi + place.shift), -(band_lo + place.shift)
     TEST_ALL: tl.constexpr = MASK == "segments" or MASK == "intervals"
     key_grad = tl.zeros((BLOCK_N, PADDED_HEAD), tl.float32)
@@ -275,7 +288,7 @@ def keys_kernel(
             head_seed = tl.load(seed + head_offset(place.sequence, head, seed_b, seed_h))
             dropout = Dropout(head_seed, last_dropped, rescale, q_origin, k_origin)
         mask = mask_of_head(arrays, place, head, low, high, features)
-        k_marks = key_marks(mask, start_k, place.length_k, BLOCK_N, features)
+        k_marks = key_marks(mask, start_k, place.length_k, place.length_q, BLOCK_N, features)
         plan = plan_walk(record, tiles_w, start_k, last_k, low, high, place.length_q, BLOCK_M, LISTED, TEST_ALL)
         sums = Sums(key_grad, value_grad, tl.zeros((BLOCK_N,), tl.float32))
         for PARTIAL in tl.static_range(2):
