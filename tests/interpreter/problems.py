@@ -400,7 +400,9 @@ def hide_unseen(problem: Problem, case: Case) -> Case:
     def spoiled(tensor: Tensor | None, hidden: Tensor) -> Tensor | None:
         if tensor is None:
             return None
-        spoil = torch.tensor([poison[(index + problem.seed) % 3] for index in range(tensor.numel())], dtype=tensor.dtype)
+        spoil = torch.tensor(
+            [poison[(index + problem.seed) % 3] for index in range(tensor.numel())], dtype=tensor.dtype
+        )
         return torch.where(hidden, spoil.view(tensor.shape), tensor)
 
     def like_rows(of: Tensor) -> Tensor:

@@ -47,8 +47,8 @@ from dmattn_ops.kernels.portable.visibility import (
     mask_of_head,
     met_rows,
     query_marks,
+    some_nan,
     visibility,
-    without_unseen,
 )
 
 
@@ -118,9 +118,12 @@ def step_gradient(
 @triton.jit
 def gather_keys(
     dq, queries, key, value, part, place, mask, bias, dbias, factors, dropout, shape: tl.constexpr, features: tl.constexpr,
-    STORE_DBIAS: tl.constexpr, PARTIAL: tl.constexpr,
+    STORE_DBIAS: tl.constexpr, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of one part of the walk to dq, and store their dS where `STORE_DBIAS`."""
+    """Add the keys of one part of the walk to dq, and store their dS where `STORE_DBIAS`.
+
+    `CAREFUL`: keys that nobody of the block sees may be NaN.
+    """
     BLOCK_M: tl.constexpr = shape.block_m
     BLOCK_N: tl.constexpr = shape.block_n
     first_met, end_met = met_rows(mask, queries.start, queries.last, place.length_k, features)
@@ -143,8 +146,11 @@ def gather_keys(
             )  # fmt: skip
         if features.softcap:
             ds *= slope
-        if PARTIAL and features.mask != "none":
-            k = without_unseen(k, tl.max(visible.to(tl.int32), 0) != 0)
+        if PARTIAL and CAREFUL:
+            k = load_rows(
+                key, start, end_met, BLOCK_N, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL,
+                first_met, features.banded, tl.max(visible.to(tl.int32), 0) != 0, CAREFUL,
+            )  # fmt: skip
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=features.precision)
     return dq
 
@@ -302,7 +308,15 @@ def queries_kernel(
     for PARTIAL in tl.static_range(2):
         query_grad = gather_keys(
             query_grad, queries, key, value, part_of(plan, PARTIAL), place, mask, head_bias, head_dbias,
-            Factors(ratio, factor), dropout, shape, features, STORE_DBIAS, PARTIAL,
+            Factors(ratio, factor), dropout, shape, features, STORE_DBIAS, PARTIAL, False,
         )  # fmt: skip
+    if MASK != "none":
+        if some_nan(query_grad):
+            query_grad = tl.zeros((BLOCK_M, PADDED_HEAD), tl.float32)
+            for PARTIAL in tl.static_range(2):
+                query_grad = gather_keys(
+                    query_grad, queries, key, value, part_of(plan, PARTIAL), place, mask, head_bias, head_dbias,
+                    Factors(ratio, factor), dropout, shape, features, False, PARTIAL, True,
+                )  # fmt: skip
     dq = Rows(head_rows(dq, place.batch, head, place.q_begin, dq_b, dq_s, dq_h), dq_s)
     store_rows(dq, start_q, place.length_q, query_grad * softmax_scale, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED)

@@ -78,7 +78,7 @@ def mask_of_head(arrays, place, head, low, high, features: tl.constexpr):
 
 @triton.jit
 def query_marks(mask, first, end, QUERIES: tl.constexpr, features: tl.constexpr):
-    """Load the marks of queries `first ...`: their segments, 0 where there are none. Those past the end see what the last one sees."""
+    """Load the marks of queries `first ...`: their segments, 0 where there are none; past the end that of the last."""
     segment = tl.zeros((QUERIES,), tl.int32)
     if features.query_segments:
         segment = tl.load(mask.q_segments + tl.minimum(first + tl.arange(0, QUERIES), end - 1))
@@ -165,9 +165,12 @@ def met_rows(mask, first_owned, last_owned, walked_end, features: tl.constexpr):
 
 
 @triton.jit
-def without_unseen(rows, seen):
-    """Return `rows` `[COUNT, WIDTH]` with 0 in those that nobody of a block sees, whatever they hold."""
-    return tl.where(seen[:, None], rows, tl.zeros_like(rows))
+def some_nan(sums):
+    """Return whether one of `sums` `[COUNT, WIDTH]` is NaN: what nobody sees may be why, and all is computed again without it.
+
+    Under a band alone that is not loaded. Other masks would cost each tested step a pass over its rows.
+    """
+    return tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) != 0
 
 
 @triton.jit
