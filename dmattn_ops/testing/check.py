@@ -18,6 +18,7 @@ from dmattn_ops.testing.inputs import (
     Inputs,
     Part,
     folds_band,
+    hidden_bias,
     laid_out,
     make_inputs,
     make_varlen_inputs,
@@ -349,6 +350,10 @@ def _check_exact_zeros(problem: Problem, inputs: Inputs, actual: Results) -> Non
         unseen = unseen_keys(problem, part).transpose(1, 2)  # [B, Sk, Hkv]
         assert not dk[part.keys_4d][unseen].any(), "dk of a key no query sees is not 0"
         assert not dv[part.keys_4d][unseen].any(), "dv of a key no query sees is not 0"
+    if inputs.bias is not None:
+        assert not actual["dbias"][hidden_bias(problem, inputs, inputs.bias)].any(), (
+            "dbias of what no query sees is not 0"
+        )
 
 
 def shrink(problem: Problem, fails: Callable[[Problem], bool], attempts: int = 200) -> Problem:

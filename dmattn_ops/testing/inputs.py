@@ -216,7 +216,6 @@ def poisoned(problem: Problem, inputs: Inputs) -> Inputs:
     if not problem.poison:
         return inputs
     poison = float(problem.poison)
-    hidden_bias = None if inputs.bias is None else torch.ones_like(inputs.bias, dtype=torch.bool)
     for part in inputs.parts:
         no_key = ~part.keep.any(-1)
         no_query = unseen_keys(problem, part).transpose(1, 2)[..., None]
@@ -226,12 +225,18 @@ def poisoned(problem: Problem, inputs: Inputs) -> Inputs:
         statistic.masked_fill_(no_key, poison)
         for tensor in (inputs.key, inputs.value):
             tensor[part.keys].masked_fill_(no_query, poison)
-        if hidden_bias is not None:
-            hidden = hidden_bias[part.bias]
-            hidden &= ~_seen(part.keep, hidden.shape, problem.heads)
-    if inputs.bias is not None and hidden_bias is not None:
-        inputs.bias.masked_fill_(hidden_bias, poison)
+    if inputs.bias is not None:
+        inputs.bias.masked_fill_(hidden_bias(problem, inputs, inputs.bias), poison)
     return inputs
+
+
+def hidden_bias(problem: Problem, inputs: Inputs, bias: Tensor) -> Tensor:
+    """Return which elements of the bias nobody sees."""
+    hidden = torch.ones_like(bias, dtype=torch.bool)
+    for part in inputs.parts:
+        of_part = hidden[part.bias]
+        of_part &= ~_seen(part.keep, tuple(of_part.shape), problem.heads)
+    return hidden
 
 
 def unseen_keys(problem: Problem, part: Part) -> Tensor:
