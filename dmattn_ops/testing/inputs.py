@@ -347,9 +347,9 @@ def make_varlen_inputs(problem: Problem, device: str) -> Inputs:
         in_4d = (ALL, slice(q0, q1)), (ALL, slice(k0, k1))
         parts.append(Part(queries, keys, part_bias, *in_4d, slice(index, index + 1), keep.to(device)))
     if problem.behind:
-        queries, keys = (slice(int(ends[-1]), None) for ends in (ends_q, ends_k))
+        last_q, last_k = slice(int(ends_q[-1]), total_q), slice(int(ends_k[-1]), total_k)
         keep = torch.zeros(1, problem.heads, problem.behind, problem.behind, dtype=torch.bool, device=device)
-        at = (None, queries), (None, keys), (None, ALL, None, keys), (ALL, queries), (ALL, keys)
+        at = (None, last_q), (None, last_k), (None, ALL, None, last_k), (ALL, last_q), (ALL, last_k)
         parts.append(Part(*at, slice(0, 1), keep))
     if not parts:
         empty = torch.ones(1, problem.heads, 0, 0, dtype=torch.bool, device=device)
