@@ -28,7 +28,9 @@ MASKS = {
     "documents": replace(SQUARE, documents=True, mask="keys", mask_shape="b", is_causal=True),
     "intervals": replace(SQUARE, intervals="random", intervals_shape="bk", is_causal=True),
     "hidden intervals": replace(SQUARE, intervals="hidden", intervals_shape="b", is_causal=True),
-    "intervals from the diagonal on": replace(SQUARE, intervals="lives", intervals_shape="bk", is_causal=True, promise=True, seed=59),
+    "intervals from the diagonal on": replace(
+        SQUARE, intervals="lives", intervals_shape="bk", is_causal=True, promise=True, seed=59
+    ),
     "packed": replace(PACKED, is_causal=True),
     "packed, masked keys": replace(PACKED, mask="keys", mask_shape="h", sink="float32"),
 }
