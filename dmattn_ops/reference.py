@@ -278,7 +278,7 @@ def _scores(
     scores, slope = (query @ key.transpose(-1, -2)) * options.softmax_scale, None
     if options.softcap:
         capped = torch.tanh(scores / options.softcap)
-        scores, slope = capped * options.softcap, 1 - capped * capped
+        scores, slope = capped * options.softcap, (1 - capped * capped).masked_fill(~keep, 0.0)
     if bias is not None:
         bias = bias.to(scores.dtype)
         if bias.dim() == 2:  # per key, variable lengths

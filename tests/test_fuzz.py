@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import native
+from dmattn_ops import dispatch, native, reference
 from dmattn_ops.call import Call, Saved
 from dmattn_ops.testing import Problem, check, draw, inputs, oracle, shrink
 from dmattn_ops.testing.check import Results
@@ -32,6 +32,30 @@ CASES = int(os.environ.get("DMATTN_FUZZ_CASES", "400"))
 @pytest.mark.parametrize("seed", range(CASES))
 def test_random_problem_stays_within_budget(seed: int) -> None:
     check(draw(seed))
+
+
+HIDDEN = Problem(
+    seed=2, heads=2, seqlen_q=30, seqlen_k=40, mask="keys", bias=True, softcap=5.0, is_causal=True, lse_grad=True,
+    sink="float32", causal_from="bottom_right", poison="nan",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("poison", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+def test_what_is_hidden_reaches_nothing(monkeypatch: pytest.MonkeyPatch, kernels: str, poison: str) -> None:
+    if kernels == "reference" or native.available():
+        monkeypatch.setattr(dispatch, "cpu_kernels", lambda: kernels)
+    for problem in (HIDDEN, replace(HIDDEN, mask="rows", seqlen_q=50), replace(HIDDEN, mask="none")):
+        check(replace(problem, poison=poison))
+    check(replace(HIDDEN, variant="varlen", batch=3, mask_shape="h", bias_shape="h", poison=poison))
+
+
+def test_the_check_notices_hidden_values_that_reach_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda: "reference")
+    monkeypatch.setattr(reference, "_product", torch.matmul)
+    check(replace(HIDDEN, poison=""))
+    with pytest.raises(AssertionError):
+        check(HIDDEN)
 
 
 @pytest.mark.parametrize("seed", [3, 11])
@@ -57,6 +81,7 @@ def test_problems_try_everything_that_a_call_may_ask_for() -> None:
         assert len(tried) > 1, name
     assert {problem.intervals for problem in drawn} == {"", "random", "lives", "ends", "hidden"}
     assert {problem.rows for problem in drawn} == {"", "one", "overlapping", "far"}
+    assert {problem.poison for problem in drawn} == {"", "nan", "inf", "-inf"}
     assert {problem.extreme for problem in drawn} == {"", "rows", "keys", "all"}
     assert {problem.onednn for problem in drawn} == {True, False}
     assert len({problem.bias_value for problem in drawn}) > 5 and len({problem.steep for problem in drawn}) > 4

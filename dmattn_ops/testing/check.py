@@ -18,9 +18,12 @@ from dmattn_ops.testing.inputs import (
     Inputs,
     Part,
     folds_band,
+    hidden_bias,
     laid_out,
     make_inputs,
     make_varlen_inputs,
+    poisoned,
+    unseen_keys,
 )  # fmt: skip
 from dmattn_ops.testing.oracle import (
     SAMPLES,
@@ -57,7 +60,9 @@ def check(
     result over its budget, where it has no larger one already.
     """
     varlen = problem.variant == "varlen"
-    inputs = make_varlen_inputs(problem, device) if varlen else make_inputs(problem, device)
+    make = make_varlen_inputs if varlen else make_inputs
+    inputs = make(problem, device)
+    given = poisoned(problem, make(problem, device)) if problem.poison else inputs
     dropout_keep = _dropout_keep(problem, inputs)
     expected = _definition(problem, inputs, torch.float64, dropout_keep)
     eager = _eager(problem, inputs, dropout_keep, expected)
@@ -67,7 +72,7 @@ def check(
     cancelled = False
     for _ in range(repeats):
         torch.manual_seed(problem.seed)
-        call = partial(_varlen_results if varlen else _dense_results, problem, inputs)
+        call = partial(_varlen_results if varlen else _dense_results, problem, given)
         with _products(problem):
             found = _placed(problem, device, call) if run is None else [run(call)]
         for actual in found:
@@ -342,9 +347,13 @@ def _check_exact_zeros(problem: Problem, inputs: Inputs, actual: Results) -> Non
         empty = ~part.keep.any(-1).transpose(1, 2)  # [B, Sq, H]
         assert not out[part.queries_4d][empty].any(), "out of a row with no visible key is not 0"
         assert not dq[part.queries_4d][empty].any(), "dq of a row with no visible key is not 0"
-        unseen = ~part.keep.any(2).unflatten(1, (problem.heads_k, -1)).any(2).transpose(1, 2)  # [B, Sk, Hkv]
+        unseen = unseen_keys(problem, part).transpose(1, 2)  # [B, Sk, Hkv]
         assert not dk[part.keys_4d][unseen].any(), "dk of a key no query sees is not 0"
         assert not dv[part.keys_4d][unseen].any(), "dv of a key no query sees is not 0"
+    if inputs.bias is not None:
+        assert not actual["dbias"][hidden_bias(problem, inputs, inputs.bias)].any(), (
+            "dbias of what no query sees is not 0"
+        )
 
 
 def shrink(problem: Problem, fails: Callable[[Problem], bool], attempts: int = 200) -> Problem:

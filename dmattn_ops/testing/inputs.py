@@ -207,6 +207,43 @@ class _Normal:
         return values.to(self.wide if wide else self.dtype).to(self.device)
 
 
+def poisoned(problem: Problem, inputs: Inputs) -> Inputs:
+    """Write what `problem.poison` says, in place, into everything that is hidden; return the inputs.
+
+    That are keys that no query of their batch entry and head group sees with their values, queries that see no key with what
+    arrives for their results, and elements of the bias that nobody sees.
+    """
+    if not problem.poison:
+        return inputs
+    poison = float(problem.poison)
+    for part in inputs.parts:
+        no_key = ~part.keep.any(-1)
+        no_query = unseen_keys(problem, part).transpose(1, 2)[..., None]
+        for tensor in (inputs.query, inputs.grad_out):
+            tensor[part.queries].masked_fill_(no_key.transpose(1, 2)[..., None], poison)
+        statistic = inputs.grad_lse if len(part.queries) == 1 else inputs.grad_lse[None, :, part.queries[1]]
+        statistic.masked_fill_(no_key, poison)
+        for tensor in (inputs.key, inputs.value):
+            tensor[part.keys].masked_fill_(no_query, poison)
+    if inputs.bias is not None:
+        inputs.bias.masked_fill_(hidden_bias(problem, inputs, inputs.bias), poison)
+    return inputs
+
+
+def hidden_bias(problem: Problem, inputs: Inputs, bias: Tensor) -> Tensor:
+    """Return which elements of the bias nobody sees."""
+    hidden = torch.ones_like(bias, dtype=torch.bool)
+    for part in inputs.parts:
+        of_part = hidden[part.bias]
+        of_part &= ~_seen(part.keep, tuple(of_part.shape), problem.heads)
+    return hidden
+
+
+def unseen_keys(problem: Problem, part: Part) -> Tensor:
+    """Return which keys `[B, Hkv, Sk]` no query of their batch entry and head group sees."""
+    return ~part.keep.any(2).unflatten(1, (problem.heads_k, -1)).any(2)
+
+
 def _as_mask(keep: Tensor, problem: Problem, device: str) -> Tensor:
     mask = keep.to(MASK_DTYPES[problem.mask_dtype]).to(device)
     return mask * -3 if problem.mask_dtype == "int32" else mask  # any non-zero value keeps
@@ -282,7 +319,7 @@ def make_varlen_inputs(problem: Problem, device: str) -> Inputs:
         torch.tensor([0, *_draw_lengths(random, problem.batch, longest)]).cumsum(0)
         for longest in (problem.seqlen_q, problem.seqlen_k)
     )
-    total_q, total_k = int(ends_q[-1]), int(ends_k[-1])
+    total_q, total_k = int(ends_q[-1]) + problem.behind, int(ends_k[-1]) + problem.behind
     query = normal(total_q, problem.heads, problem.dim, scale=problem.magnitude * problem.steep)
     key = normal(total_k, problem.heads_k, problem.dim, scale=problem.magnitude)
     value = normal(total_k, problem.heads_k, problem.dim_v, scale=problem.magnitude)
@@ -309,6 +346,11 @@ def make_varlen_inputs(problem: Problem, device: str) -> Inputs:
         part_bias = (None, ALL, None, slice(k0, k1))
         in_4d = (ALL, slice(q0, q1)), (ALL, slice(k0, k1))
         parts.append(Part(queries, keys, part_bias, *in_4d, slice(index, index + 1), keep.to(device)))
+    if problem.behind:
+        last_q, last_k = slice(int(ends_q[-1]), total_q), slice(int(ends_k[-1]), total_k)
+        keep = torch.zeros(1, problem.heads, problem.behind, problem.behind, dtype=torch.bool, device=device)
+        at = (None, last_q), (None, last_k), (None, ALL, None, last_k), (ALL, last_q), (ALL, last_k)
+        parts.append(Part(*at, slice(0, 1), keep))
     if not parts:
         empty = torch.ones(1, problem.heads, 0, 0, dtype=torch.bool, device=device)
         nothing = (None, slice(0, 0))

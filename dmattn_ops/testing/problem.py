@@ -42,6 +42,8 @@ class Problem:
     bias_shape: str = "bhq"
     bias_float32: bool = False
     nan_bias: bool = False  # NaN wherever no query sees the element
+    poison: str = ""  # what is hidden holds in the call: "" (numbers as all others), nan, inf, -inf
+    behind: int = 0  # packed rows behind the last sequence, which belong to none
     is_causal: bool = False
     causal_from: str = "bottom_right"
     left: int | None = None
@@ -140,9 +142,19 @@ def _far_from_usual(problem: Problem, kernel: Kernel, on_gpu: bool, random: Rand
         # The eps of float64 is no room for rounded scores, and behind a soft cap the gradients of all of them are 0.
         steep = random.of(1e2, 1e3, 3e3) if problem.dtype == "float16" else random.of(1e3, 1e6, 1e9)
     problem = replace(problem, extreme=extreme, bias_value=value, steep=steep)
+    problem = _poisoned(problem, on_gpu, Random(-3000 - problem.seed))
     if on_gpu:
         return problem
     return replace(problem, onednn=random.chance(0.8), instructions=instructions(problem.seed))
+
+
+def _poisoned(problem: Problem, on_gpu: bool, random: Random) -> Problem:
+    """Draw what hidden rows hold. Rows that share memory with others hold what these do."""
+    shared = problem.layout == "expanded" or problem.rows in ("one", "overlapping")
+    poison = random.of("nan", "inf", "-inf") if random.chance(0.4) and not shared else ""
+    packed = problem.variant == "varlen" and problem.batch > 0 and min(problem.seqlen_q, problem.seqlen_k) >= 4
+    behind = 1 + random.below(4) if on_gpu and packed and random.chance(0.5) else 0  # refused on a CPU
+    return replace(problem, poison=poison, behind=behind)
 
 
 def instructions(seed: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -332,7 +332,6 @@ def run(
         return None if tensor is None else tensor.to(device)
 
     query, key, value, grad_out = (place(t) for t in (case.query, case.key, case.value, case.grad_out))
-    hide_unseen(p, case, query, key, value)
     bias = case.bias
     if bias is not None and device != "cpu":
         bias = torch.empty_strided(bias.shape, bias.stride(), dtype=bias.dtype, device=device).copy_(bias)
@@ -376,17 +375,63 @@ def run(
     return results
 
 
-def hide_unseen(problem: Problem, case: Case, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Put NaN into keys and queries whose tiles are all empty: nobody may touch them."""
+def visible_pairs(problem: Problem, case: Case) -> Tensor:
+    """Return which pairs of the rows of a case meet: `[B, H, Sq, Sk]`, or packed `[1, H, total_q, total_k]`."""
     p = problem
-    if case.mask.row_tiles is None or 0 in (p.seqlen_q, p.seqlen_k):
-        return
-    states = tile_states(case.keep).amax((0, 1))
-    empty_keys = states.amax(0).eq(0).repeat_interleave(TILE)[: p.seqlen_k].to(key.device)
-    empty_queries = states.amax(1).eq(0).repeat_interleave(TILE)[: p.seqlen_q].to(key.device)
-    key[:, empty_keys] = float("nan")
-    value[:, empty_keys] = float("nan")
-    query[:, empty_queries] = float("nan")
+    if case.varlen is None:
+        return oracle.spread_heads(case.keep, p.heads, 1).expand(p.batch, p.heads, p.seqlen_q, p.seqlen_k)
+    cu_q, cu_k = case.varlen.cu_seqlens_q.tolist(), case.varlen.cu_seqlens_k.tolist()
+    seen = torch.zeros(1, p.heads, len(case.query), len(case.key), dtype=torch.bool)
+    keep = oracle.spread_heads(case.keep, p.heads, 0)
+    for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+        n, m = b - a, d - c
+        inside = band(n, m, p.band_lo, p.band_hi, 0 if p.top_left else m - n)
+        seen[0, :, a:b, c:d] = keep[:, None, c:d] & inside
+    return seen
+
+
+def hide_unseen(problem: Problem, case: Case) -> Case:
+    """Put NaN and infinities into all that is hidden: it may reach nothing."""
+    seen = visible_pairs(problem, case)
+    if 0 in seen.shape:
+        return case
+    poison = (float("nan"), float("inf"), float("-inf"))
+
+    def spoiled(tensor: Tensor | None, hidden: Tensor) -> Tensor | None:
+        if tensor is None:
+            return None
+        spoil = torch.tensor(
+            [poison[(index + problem.seed) % 3] for index in range(tensor.numel())], dtype=tensor.dtype
+        )
+        return torch.where(hidden, spoil.view(tensor.shape), tensor)
+
+    def like_rows(of: Tensor) -> Tensor:
+        """Turn `[B, heads, S]` into `[B, S, heads, 1]`, or into packed `[total, heads, 1]`."""
+        moved = of.transpose(1, 2)[..., None]
+        return moved if case.varlen is None else moved[0]
+
+    no_key = ~seen.any(3)
+    no_query = ~seen.unflatten(1, (problem.kv_heads, -1)).any(3).any(2)
+    bias = case.bias
+    if bias is not None:
+        heads = bias.shape[-2] if bias.dim() == 2 else bias.shape[1]
+        shown = seen.unflatten(1, (heads, -1)).any(2)  # [B, heads, Sq, Sk]
+        if bias.dim() == 2:
+            shown = shown.any(2)[0]
+        else:
+            shown = shown if bias.shape[0] == problem.batch else shown.any(0, keepdim=True)
+            shown = shown if bias.shape[2] == problem.seqlen_q else shown.any(2, keepdim=True)
+        spread = torch.empty_strided(bias.shape, bias.stride(), dtype=bias.dtype)
+        bias = spread.copy_(spoiled(bias, ~shown))
+    return replace(
+        case,
+        query=spoiled(case.query, like_rows(no_key)),
+        key=spoiled(case.key, like_rows(no_query)),
+        value=spoiled(case.value, like_rows(no_query)),
+        bias=bias,
+        grad_out=spoiled(case.grad_out, like_rows(no_key)),
+        grad_lse=spoiled(case.grad_lse, no_key if case.varlen is None else no_key[0]),
+    )
 
 
 def check(
@@ -399,7 +444,7 @@ def check(
     case = build(problem)
     truth = expected(problem, case, torch.float64)
     eager = expected(problem, case, problem.dtype)
-    ours = run(problem, case, device, forward, backward)
+    ours = run(problem, hide_unseen(problem, case), device, forward, backward)
     for name, tensor in ours.items():
         limit = 2 * oracle.error(eager[name], truth[name]) + oracle.EPSILON[problem.dtype]
         found = oracle.error(tensor, truth[name])
@@ -413,20 +458,16 @@ def assert_exact_zeros(problem: Problem, case: Case, ours: dict[str, Tensor], tr
     empty = truth["lse"].transpose(-1, -2) == float("-inf")
     for name in ("out", "dq"):
         assert (ours[name][empty] == 0).all(), f"{name} of an empty row is not 0"
-    if case.varlen is not None:
-        unseen = torch.ones(case.key.shape[:2], dtype=torch.bool)
-        unseen[int(case.varlen.cu_seqlens_k[0]) : int(case.varlen.cu_seqlens_k[-1])] = False
-    else:
+    seen = visible_pairs(problem, case)
+    unseen = ~seen.unflatten(1, (problem.kv_heads, -1)).any(3).any(2).transpose(1, 2)
+    unseen = unseen if case.varlen is None else unseen[0]
+    if "dbias" in ours and case.varlen is None:
         p = problem
-        seen = oracle.spread_heads(case.keep, p.heads, 1).expand(p.batch, p.heads, p.seqlen_q, p.seqlen_k)
-        of_group = seen.reshape(p.batch, p.kv_heads, p.heads // p.kv_heads * p.seqlen_q, p.seqlen_k)
-        unseen = ~of_group.any(2).transpose(1, 2)
-        if "dbias" in ours:
-            rows, columns = ours["dbias"].shape[-2:]
-            seen = seen if rows == p.seqlen_q else seen.any(2, keepdim=True)
-            seen = seen if ours["dbias"].shape[0] == p.batch else seen.any(0, keepdim=True)
-            bias_heads = ours["dbias"].shape[1]
-            of_group = seen.reshape(seen.shape[0], bias_heads, p.heads // bias_heads, rows, columns).any(2)
-            assert (ours["dbias"][~of_group] == 0).all(), "dbias of an element that nobody sees is not 0"
+        rows, columns = ours["dbias"].shape[-2:]
+        seen = seen if rows == p.seqlen_q else seen.any(2, keepdim=True)
+        seen = seen if ours["dbias"].shape[0] == p.batch else seen.any(0, keepdim=True)
+        bias_heads = ours["dbias"].shape[1]
+        of_group = seen.reshape(seen.shape[0], bias_heads, p.heads // bias_heads, rows, columns).any(2)
+        assert (ours["dbias"][~of_group] == 0).all(), "dbias of an element that nobody sees is not 0"
     for name in ("dk", "dv"):
         assert (ours[name][unseen] == 0).all(), f"{name} of a key that nobody sees is not 0"

@@ -188,7 +188,7 @@ def dbias_kernel(
                 )  # fmt: skip
                 k = load_rows(head_key, start_k, seqlen_k, BLOCK_N, HEAD_DIM, PADDED_HEAD, ALIGNED, PARTIAL)
                 v = load_rows(head_value, start_k, seqlen_k, BLOCK_N, VALUE_DIM, PADDED_VALUE, ALIGNED, PARTIAL)
-                ds, _ = step_gradient(
+                ds, _, _ = step_gradient(
                     queries, k, v, start_k, place, mask, head_bias, Factors(ratio, factor), dropout, shape, features,
                     PARTIAL,
                 )  # fmt: skip

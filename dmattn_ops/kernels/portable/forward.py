@@ -56,7 +56,15 @@ from dmattn_ops.kernels.portable.scores import (
     lse_terms,
     row_units,
 )
-from dmattn_ops.kernels.portable.visibility import MaskArrays, key_marks, mask_of_head, query_marks, visibility
+from dmattn_ops.kernels.portable.visibility import (
+    MaskArrays,
+    key_marks,
+    mask_of_head,
+    met_rows,
+    query_marks,
+    some_nan,
+    visibility,
+)
 from dmattn_ops.kernels.sinks import share_of_keys
 
 TAKES_SINKS = True
@@ -77,6 +85,7 @@ def attend(
     begin,
     end,
     start_q,
+    last_q,
     place,
     q_marks,
     mask,
@@ -87,18 +96,21 @@ def attend(
     features: tl.constexpr,
     SIGN: tl.constexpr,
     PARTIAL: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):
     """Add steps `begin ... end` of one part of the walk to the running softmax `(acc, peak, base, total)`.
 
     `peak` is the largest score in natural units, or the largest product; then `base` is what exponents are relative to
     (`scores.row_units`). `SIGN` is that of the factor in units of log2: where it is positive, the largest score is that of
-    the largest product.
+    the largest product. `CAREFUL`: values that nobody of the block sees may be NaN.
     """
     BLOCK_M: tl.constexpr = shape.block_m
     BLOCK_N: tl.constexpr = shape.block_n
     unit = log2_unit(factors, SIGN)
+    first_met, end_met = met_rows(mask, start_q, last_q, place.length_k, features)
     for step in tl.range(begin, end):
         start = walked_start(part, step, BLOCK_N, features.listed)
+        seen = 0
         k = load_rows(key, start, place.length_k, BLOCK_N, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL)
         score, _ = capped(tl.dot(q, tl.trans(k), input_precision=features.precision), factors, features)
         if SIGN < 0:
@@ -113,11 +125,13 @@ def attend(
             added = load_bias(bias, start_q, start, place.length_q, place.length_k, BLOCK_M, BLOCK_N, False, PARTIAL)
             score = tl.fma(score, factors.factor, added)
         if PARTIAL:
-            k_marks = key_marks(mask, start, place.length_k, BLOCK_N, features)
+            k_marks = key_marks(mask, start, place.length_k, place.length_q, BLOCK_N, features)
             visible = visibility(
                 mask, q_marks, k_marks, start_q, start, place.length_k, BLOCK_M, BLOCK_N, False, features
             )
             score = tl.where(visible, score, float("-inf"))
+            if CAREFUL:
+                seen = tl.max(visible.to(tl.int32), 0) != 0
         new_peak = tl.maximum(peak, tl.max(score, 1))
         if features.natural:
             # A row whose scores are all -inf so far has a peak of -inf; subtracting that from -inf would give NaN.
@@ -135,10 +149,29 @@ def attend(
             keep = dropout_keep(dropout, start_q, start, BLOCK_M, BLOCK_N, features.whole_groups)
             p = tl.where(keep, p, 0.0)
         v = load_rows(
-            value, start, place.length_k, BLOCK_N, shape.value_dim, shape.padded_value, shape.aligned, PARTIAL
-        )
+            value, start, end_met, BLOCK_N, shape.value_dim, shape.padded_value, shape.aligned, PARTIAL,
+            first_met, features.banded, seen, CAREFUL,
+        )  # fmt: skip
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=features.precision)
         peak = new_peak
+    return acc, peak, base, total
+
+
+@triton.jit
+def attend_share(
+    acc, peak, base, total, q, key, value, plan, split, splits, start_q, last_q, place, q_marks, mask, bias, factors, dropout,
+    shape: tl.constexpr, features: tl.constexpr, SIGN: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Add one of `splits` shares of a walk to the running softmax."""
+    for PARTIAL in tl.static_range(2):
+        part = part_of(plan, PARTIAL)
+        share = (part.steps + splits - 1) // splits
+        begin = tl.minimum(split * share, part.steps)
+        end = tl.minimum(begin + share, part.steps)
+        acc, peak, base, total = attend(
+            acc, peak, base, total, q, key, value, part, begin, end, start_q, last_q, place, q_marks, mask,
+            bias, factors, dropout, shape, features, SIGN, PARTIAL, CAREFUL,
+        )  # fmt: skip
     return acc, peak, base, total
 
 
@@ -292,15 +325,20 @@ def forward_kernel(
     peak = tl.full((BLOCK_M,), 0.0, tl.float32) + least
     base = peak * row_units(peak, unit)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    for PARTIAL in tl.static_range(2):
-        part = part_of(plan, PARTIAL)
-        share = (part.steps + splits - 1) // splits
-        begin = tl.minimum(split * share, part.steps)
-        end_of_share = tl.minimum(begin + share, part.steps)
-        acc, peak, base, total = attend(
-            acc, peak, base, total, q, key, value, part, begin, end_of_share, start_q, place, q_marks, mask,
-            head_bias, Factors(ratio, factor), dropout, shape, features, SIGN, PARTIAL,
-        )  # fmt: skip
+    acc, peak, base, total = attend_share(
+        acc, peak, base, total, q, key, value, plan, split, splits, start_q, last_q, place, q_marks, mask,
+        head_bias, Factors(ratio, factor), dropout, shape, features, SIGN, False,
+    )  # fmt: skip
+    if MASK != "none":
+        if some_nan(acc):
+            acc = tl.zeros((BLOCK_M, PADDED_VALUE), tl.float32)
+            peak = tl.full((BLOCK_M,), 0.0, tl.float32) + least
+            base = peak * row_units(peak, unit)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            acc, peak, base, total = attend_share(
+                acc, peak, base, total, q, key, value, plan, split, splits, start_q, last_q, place, q_marks, mask,
+                head_bias, Factors(ratio, factor), dropout, shape, features, SIGN, True,
+            )  # fmt: skip
 
     empty = total == 0.0
     scale = 1.0 / tl.where(empty, 1.0, total)

@@ -34,7 +34,15 @@ from dmattn_ops.kernels.portable.scores import (
     probabilities,
     score_gradient,
 )
-from dmattn_ops.kernels.portable.visibility import MaskArrays, key_marks, mask_of_head, query_marks, visibility
+from dmattn_ops.kernels.portable.visibility import (
+    MaskArrays,
+    key_marks,
+    mask_of_head,
+    met_rows,
+    query_marks,
+    some_nan,
+    visibility,
+)
 
 
 class Queries(NamedTuple):
@@ -53,6 +61,7 @@ class Keys(NamedTuple):
     k: Any
     v: Any
     start: Any
+    last: Any
 
 
 class Sums(NamedTuple):
@@ -66,21 +75,23 @@ class Sums(NamedTuple):
 @triton.jit
 def gather_queries(
     sums, keys, queries, part, place, k_marks, mask, bias, factors, dropout, shape: tl.constexpr, features: tl.constexpr,
-    KEY_SUMS: tl.constexpr, PARTIAL: tl.constexpr,
+    KEY_SUMS: tl.constexpr, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Add the queries of one part of the walk to the sums."""
+    """Add the queries of one part of the walk to the sums. `CAREFUL`: rows of queries that see no key may be NaN."""
     BLOCK_M: tl.constexpr = shape.block_m
     BLOCK_N: tl.constexpr = shape.block_n
     dk, dv, key_sum = sums.dk, sums.dv, sums.ds
     key_bias = 0.0
     if features.bias == "key":
         key_bias = load_key_bias(bias, keys.start, place.length_k, BLOCK_N)[:, None]
+    first_met, end_met = met_rows(mask, keys.start, keys.last, place.length_q, features)
     for step in tl.range(part.steps):
         start = walked_start(part, step, BLOCK_M, features.listed)
-        q = load_rows(
-            queries.query, start, place.length_q, BLOCK_M, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL
-        )
         log_sum = load_statistics(queries.log_sum, start, place.length_q, float("inf"), BLOCK_M, PARTIAL)
+        q = load_rows(
+            queries.query, start, end_met, BLOCK_M, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL,
+            first_met, features.banded, log_sum != float("inf"), CAREFUL,
+        )  # fmt: skip
         log_rest = load_statistics(queries.log_rest, start, place.length_q, 0.0, BLOCK_M, PARTIAL)
         products, slope = capped(tl.dot(keys.k, tl.trans(q), input_precision=features.precision), factors, features)
         added = key_bias
@@ -99,19 +110,17 @@ def gather_queries(
             keep = tl.trans(dropout_keep(dropout, start, keys.start, BLOCK_M, BLOCK_N, features.whole_groups))
             kept_p = tl.where(keep, p, 0.0)
         do = load_rows(
-            queries.grad_out,
-            start,
-            place.length_q,
-            BLOCK_M,
-            shape.value_dim,
-            shape.padded_value,
-            shape.aligned,
-            PARTIAL,
-        )
+            queries.grad_out, start, end_met, BLOCK_M, shape.value_dim, shape.padded_value, shape.aligned, PARTIAL,
+            first_met, features.banded, log_sum != float("inf"), CAREFUL,
+        )  # fmt: skip
         dv = tl.dot(kept_p.to(do.dtype), do, dv, input_precision=features.precision)
         delta = load_statistics(queries.delta, start, place.length_q, 0.0, BLOCK_M, PARTIAL)
         grad_p = tl.dot(keys.v, tl.trans(do), input_precision=features.precision)
         ds = score_gradient(p, grad_p, delta[None, :], keep, dropout, features.dropout)
+        if PARTIAL:
+            ds = tl.where(visible, ds, 0.0)
+            if features.softcap:
+                slope = tl.where(visible, slope, 0.0)
         if KEY_SUMS:
             key_sum += tl.sum(ds, 1)
         if features.softcap:
@@ -243,52 +252,64 @@ def keys_kernel(
     value = Rows(head_rows(value, place.batch, kv_head, place.k_begin, value_b, value_s, value_h), value_s)
     k = load_rows(key, start_k, place.length_k, BLOCK_N, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
     v = load_rows(value, start_k, place.length_k, BLOCK_N, VALUE_DIM, PADDED_VALUE, ALIGNED, True)
-    keys = Keys(k, v, start_k)
     last_k = tl.minimum(start_k + BLOCK_N, place.length_k) - 1
+    keys = Keys(k, v, start_k, last_k)
     low, high = -(band_hi + place.shift), -(band_lo + place.shift)
     TEST_ALL: tl.constexpr = MASK == "segments" or MASK == "intervals"
     key_grad = tl.zeros((BLOCK_N, PADDED_HEAD), tl.float32)
     value_grad = tl.zeros((BLOCK_N, PADDED_VALUE), tl.float32)
-
-    for member in tl.range(GROUP):
-        head = kv_head * GROUP + member
-        every_head = place.batch.to(tl.int64) * heads + head
-        statistics = every_head * seqlen_q + place.q_begin
-        queries = Queries(
-            Rows(head_rows(query, place.batch, head, place.q_begin, query_b, query_s, query_h), query_s),
-            Rows(head_rows(grad_out, place.batch, head, place.q_begin, grad_out_b, grad_out_s, grad_out_h), grad_out_s),
-            log_sum + statistics,
-            log_rest + statistics,
-            delta + statistics,
-        )
-        record = 0
-        if LISTED:
-            record = tiles + head_offset(place.batch, head // mask_group, tiles_b, tiles_h)
-            record += (start_k // TILE).to(tl.int64) * tiles_r
-        head_bias = Bias(0, 0, 0)
-        if BIAS != "none":
-            head_bias = Bias(
-                head_rows(bias, place.batch, head // bias_group, place.k_begin, bias_b, bias_k, bias_h), bias_q, bias_k
-            )
-        dropout = Dropout(0, last_dropped, rescale, q_origin, k_origin)
-        if DROPOUT:
-            head_seed = tl.load(seed + head_offset(place.sequence, head, seed_b, seed_h))
-            dropout = Dropout(head_seed, last_dropped, rescale, q_origin, k_origin)
-        mask = mask_of_head(arrays, place, head, low, high, features)
-        k_marks = key_marks(mask, start_k, place.length_k, BLOCK_N, features)
-        plan = plan_walk(record, tiles_w, start_k, last_k, low, high, place.length_q, BLOCK_M, LISTED, TEST_ALL)
-        sums = Sums(key_grad, value_grad, tl.zeros((BLOCK_N,), tl.float32))
-        for PARTIAL in tl.static_range(2):
-            sums = gather_queries(
-                sums, keys, queries, part_of(plan, PARTIAL), place, k_marks, mask, head_bias,
-                Factors(ratio, factor), dropout, shape, features, KEY_SUMS, PARTIAL,
-            )  # fmt: skip
-        if KEY_SUMS:
-            rows = start_k + tl.arange(0, BLOCK_N)
-            head_sums = key_sums + every_head * seqlen_k + place.k_begin
-            tl.store(head_sums + rows, sums.ds, mask=rows < place.length_k)
-        key_grad = sums.dk
-        value_grad = sums.dv
+    WALKS: tl.constexpr = 1 if MASK == "none" else 2
+    for CAREFUL in tl.static_range(WALKS):
+        wanted = True
+        if CAREFUL:
+            wanted = some_nan(key_grad) | some_nan(value_grad)
+        if wanted:
+            key_grad = tl.zeros((BLOCK_N, PADDED_HEAD), tl.float32)
+            value_grad = tl.zeros((BLOCK_N, PADDED_VALUE), tl.float32)
+            for member in tl.range(GROUP):
+                head = kv_head * GROUP + member
+                every_head = place.batch.to(tl.int64) * heads + head
+                statistics = every_head * seqlen_q + place.q_begin
+                queries = Queries(
+                    Rows(head_rows(query, place.batch, head, place.q_begin, query_b, query_s, query_h), query_s),
+                    Rows(
+                        head_rows(grad_out, place.batch, head, place.q_begin, grad_out_b, grad_out_s, grad_out_h),
+                        grad_out_s,
+                    ),
+                    log_sum + statistics,
+                    log_rest + statistics,
+                    delta + statistics,
+                )
+                record = 0
+                if LISTED:
+                    record = tiles + head_offset(place.batch, head // mask_group, tiles_b, tiles_h)
+                    record += (start_k // TILE).to(tl.int64) * tiles_r
+                head_bias = Bias(0, 0, 0)
+                if BIAS != "none":
+                    head_bias = Bias(
+                        head_rows(bias, place.batch, head // bias_group, place.k_begin, bias_b, bias_k, bias_h),
+                        bias_q,
+                        bias_k,
+                    )
+                dropout = Dropout(0, last_dropped, rescale, q_origin, k_origin)
+                if DROPOUT:
+                    head_seed = tl.load(seed + head_offset(place.sequence, head, seed_b, seed_h))
+                    dropout = Dropout(head_seed, last_dropped, rescale, q_origin, k_origin)
+                mask = mask_of_head(arrays, place, head, low, high, features)
+                k_marks = key_marks(mask, start_k, place.length_k, place.length_q, BLOCK_N, features)
+                plan = plan_walk(record, tiles_w, start_k, last_k, low, high, place.length_q, BLOCK_M, LISTED, TEST_ALL)
+                sums = Sums(key_grad, value_grad, tl.zeros((BLOCK_N,), tl.float32))
+                for PARTIAL in tl.static_range(2):
+                    sums = gather_queries(
+                        sums, keys, queries, part_of(plan, PARTIAL), place, k_marks, mask, head_bias,
+                        Factors(ratio, factor), dropout, shape, features, KEY_SUMS, PARTIAL, CAREFUL,
+                    )  # fmt: skip
+                if KEY_SUMS:
+                    rows = start_k + tl.arange(0, BLOCK_N)
+                    head_sums = key_sums + every_head * seqlen_k + place.k_begin
+                    tl.store(head_sums + rows, sums.ds, mask=rows < place.length_k)
+                key_grad = sums.dk
+                value_grad = sums.dv
 
     if DROPOUT:
         value_grad *= rescale

@@ -53,8 +53,14 @@ def load_rows(
     PADDED: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHECKED: tl.constexpr,
+    begin=0,
+    BEGUN: tl.constexpr = False,
+    seen=0,
+    SEEN: tl.constexpr = False,
 ):
     """Load rows `start ...` as `[COUNT, PADDED]`: 0 past `WIDTH`, and past row `end` where `CHECKED`.
+
+    Checked rows are 0 before row `begin` too where `BEGUN`, and where `seen` `[COUNT]` is not set where `SEEN`.
 
     `ALIGNED`: every row starts at a multiple of 16 bytes. Triton sees that by itself only of strides that are multiples
     of 16 elements; 8 (head dimensions 40, 72 ...) are enough for 16-byte loads.
@@ -67,6 +73,10 @@ def load_rows(
         pointers = tl.multiple_of(pointers, [1, 16])
     if CHECKED:
         inside = (start + row < end)[:, None]
+        if BEGUN:
+            inside = inside & (start + row >= begin)[:, None]
+        if SEEN:
+            inside = inside & seen[:, None]
         if WIDTH != PADDED:
             inside = inside & (columns < WIDTH)[None, :]
         block = tl.load(pointers, mask=inside, other=0.0)

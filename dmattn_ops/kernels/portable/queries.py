@@ -41,7 +41,15 @@ from dmattn_ops.kernels.portable.scores import (
     probabilities,
     score_gradient,
 )
-from dmattn_ops.kernels.portable.visibility import MaskArrays, key_marks, mask_of_head, query_marks, visibility
+from dmattn_ops.kernels.portable.visibility import (
+    MaskArrays,
+    key_marks,
+    mask_of_head,
+    met_rows,
+    query_marks,
+    some_nan,
+    visibility,
+)
 
 
 class Queries(NamedTuple):
@@ -54,6 +62,7 @@ class Queries(NamedTuple):
     delta: Any
     marks: Any
     start: Any
+    last: Any
 
 
 @triton.jit
@@ -68,16 +77,15 @@ def load_queries(
     row_log_sum = load_statistics(log_sum, start_q, end, float("inf"), BLOCK_M, True)
     row_log_rest = load_statistics(log_rest, start_q, end, 0.0, BLOCK_M, True)
     row_delta = load_statistics(delta, start_q, end, 0.0, BLOCK_M, True)
-    return Queries(
-        q, do, row_log_sum, row_log_rest, row_delta, query_marks(mask, start_q, end, BLOCK_M, features), start_q
-    )
+    marks, last = query_marks(mask, start_q, end, BLOCK_M, features), tl.minimum(start_q + BLOCK_M, end) - 1
+    return Queries(q, do, row_log_sum, row_log_rest, row_delta, marks, start_q, last)
 
 
 @triton.jit
 def step_gradient(
     queries, k, v, start, place, mask, bias, factors, dropout, shape: tl.constexpr, features: tl.constexpr, PARTIAL: tl.constexpr
 ):  # fmt: skip
-    """Return dS of the keys `start ...`, and the derivative of the soft cap."""
+    """Return dS of the keys `start ...`, the derivative of the soft cap, and what of the step is visible where it is `PARTIAL`."""
     BLOCK_M: tl.constexpr = shape.block_m
     BLOCK_N: tl.constexpr = shape.block_n
     products, slope = capped(tl.dot(queries.q, tl.trans(k), input_precision=features.precision), factors, features)
@@ -88,33 +96,49 @@ def step_gradient(
         added = load_bias(bias, queries.start, start, place.length_q, place.length_k, BLOCK_M, BLOCK_N, False, PARTIAL)
     p = probabilities(products, added, factors, queries.log_sum[:, None], queries.log_rest[:, None], features.natural)
     if PARTIAL:
-        k_marks = key_marks(mask, start, place.length_k, BLOCK_N, features)
+        k_marks = key_marks(mask, start, place.length_k, place.length_q, BLOCK_N, features)
         visible = visibility(
             mask, queries.marks, k_marks, queries.start, start, place.length_k, BLOCK_M, BLOCK_N, False, features
         )
         p = tl.where(visible, p, 0.0)
+    else:
+        visible = True
     keep = True
     if features.dropout:
         keep = dropout_keep(dropout, queries.start, start, BLOCK_M, BLOCK_N, features.whole_groups)
     grad_p = tl.dot(queries.grad_out, tl.trans(v), input_precision=features.precision)
-    return score_gradient(p, grad_p, queries.delta[:, None], keep, dropout, features.dropout), slope
+    ds = score_gradient(p, grad_p, queries.delta[:, None], keep, dropout, features.dropout)
+    if PARTIAL:
+        ds = tl.where(visible, ds, 0.0)
+        if features.softcap:
+            slope = tl.where(visible, slope, 0.0)
+    return ds, slope, visible
 
 
 @triton.jit
 def gather_keys(
     dq, queries, key, value, part, place, mask, bias, dbias, factors, dropout, shape: tl.constexpr, features: tl.constexpr,
-    STORE_DBIAS: tl.constexpr, PARTIAL: tl.constexpr,
+    STORE_DBIAS: tl.constexpr, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of one part of the walk to dq, and store their dS where `STORE_DBIAS`."""
+    """Add the keys of one part of the walk to dq, and store their dS where `STORE_DBIAS`.
+
+    `CAREFUL`: keys that nobody of the block sees may be NaN.
+    """
     BLOCK_M: tl.constexpr = shape.block_m
     BLOCK_N: tl.constexpr = shape.block_n
+    first_met, end_met = met_rows(mask, queries.start, queries.last, place.length_k, features)
     for step in tl.range(part.steps):
         start = walked_start(part, step, BLOCK_N, features.listed)
-        k = load_rows(key, start, place.length_k, BLOCK_N, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL)
+        k = load_rows(
+            key, start, end_met, BLOCK_N, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL,
+            first_met, features.banded,
+        )  # fmt: skip
         v = load_rows(
             value, start, place.length_k, BLOCK_N, shape.value_dim, shape.padded_value, shape.aligned, PARTIAL
         )
-        ds, slope = step_gradient(queries, k, v, start, place, mask, bias, factors, dropout, shape, features, PARTIAL)
+        ds, slope, visible = step_gradient(
+            queries, k, v, start, place, mask, bias, factors, dropout, shape, features, PARTIAL
+        )
         if STORE_DBIAS:
             store_scores(
                 dbias.start, dbias.query_stride, dbias.key_stride, queries.start, start,
@@ -122,6 +146,11 @@ def gather_keys(
             )  # fmt: skip
         if features.softcap:
             ds *= slope
+        if PARTIAL and CAREFUL:
+            k = load_rows(
+                key, start, end_met, BLOCK_N, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL,
+                first_met, features.banded, tl.max(visible.to(tl.int32), 0) != 0, CAREFUL,
+            )  # fmt: skip
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=features.precision)
     return dq
 
@@ -279,7 +308,15 @@ def queries_kernel(
     for PARTIAL in tl.static_range(2):
         query_grad = gather_keys(
             query_grad, queries, key, value, part_of(plan, PARTIAL), place, mask, head_bias, head_dbias,
-            Factors(ratio, factor), dropout, shape, features, STORE_DBIAS, PARTIAL,
+            Factors(ratio, factor), dropout, shape, features, STORE_DBIAS, PARTIAL, False,
         )  # fmt: skip
+    if MASK != "none":
+        if some_nan(query_grad):
+            query_grad = tl.zeros((BLOCK_M, PADDED_HEAD), tl.float32)
+            for PARTIAL in tl.static_range(2):
+                query_grad = gather_keys(
+                    query_grad, queries, key, value, part_of(plan, PARTIAL), place, mask, head_bias, head_dbias,
+                    Factors(ratio, factor), dropout, shape, features, False, PARTIAL, True,
+                )  # fmt: skip
     dq = Rows(head_rows(dq, place.batch, head, place.q_begin, dq_b, dq_s, dq_h), dq_s)
     store_rows(dq, start_q, place.length_q, query_grad * softmax_scale, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED)

@@ -78,17 +78,16 @@ def mask_of_head(arrays, place, head, low, high, features: tl.constexpr):
 
 @triton.jit
 def query_marks(mask, first, end, QUERIES: tl.constexpr, features: tl.constexpr):
-    """Load the marks of queries `first ...`: their segments, 0 where there are none."""
+    """Load the marks of queries `first ...`: their segments, 0 where there are none; past the end that of the last."""
     segment = tl.zeros((QUERIES,), tl.int32)
     if features.query_segments:
-        queries = first + tl.arange(0, QUERIES)
-        segment = tl.load(mask.q_segments + queries, mask=queries < end, other=0)
+        segment = tl.load(mask.q_segments + tl.minimum(first + tl.arange(0, QUERIES), end - 1))
     return Marks(segment, 0, 0, 0, 0)
 
 
 @triton.jit
-def key_marks(mask, first, end, KEYS: tl.constexpr, features: tl.constexpr):
-    """Load the marks of keys `first ...`: their segments, or their intervals."""
+def key_marks(mask, first, end, queries_end, KEYS: tl.constexpr, features: tl.constexpr):
+    """Load the marks of keys `first ...`: their segments, or their intervals up to the end of the queries."""
     keys = first + tl.arange(0, KEYS)
     inside = keys < end
     segment, start, stop, hidden_from, hidden_to = 0, 0, 0, 0, 0
@@ -96,7 +95,7 @@ def key_marks(mask, first, end, KEYS: tl.constexpr, features: tl.constexpr):
         segment = tl.load(mask.k_segments + keys, mask=inside, other=0)
     if features.mask == "intervals":
         start = tl.load(mask.start + keys, mask=inside, other=0)
-        stop = tl.load(mask.end + keys, mask=inside, other=0)
+        stop = tl.minimum(tl.load(mask.end + keys, mask=inside, other=0), queries_end)
         if features.hidden:
             hidden_from = tl.load(mask.hidden_from + keys, mask=inside, other=0)
             hidden_to = tl.load(mask.hidden_to + keys, mask=inside, other=0)
@@ -150,6 +149,28 @@ def visibility(
                     hidden = in_interval(owned[:, None], keys.hidden_from[None, :], keys.hidden_to[None, :])
                     visible = visible & (hidden == 0)
     return visible
+
+
+@triton.jit
+def met_rows(mask, first_owned, last_owned, walked_end, features: tl.constexpr):
+    """Return the first walked row that owned rows may meet, by band and end, and the one behind the last.
+
+    Steps that are tested load no others: a product of a probability of 0 and a NaN is NaN.
+    """
+    begin = 0
+    if features.banded:
+        begin = first_owned + mask.low
+        walked_end = tl.minimum(walked_end, tl.where(mask.low <= mask.high, last_owned + mask.high + 1, 0))
+    return begin, walked_end
+
+
+@triton.jit
+def some_nan(sums):
+    """Return whether one of `sums` `[COUNT, WIDTH]` is NaN: what nobody sees may be why, and all is computed again without it.
+
+    Under a band alone that is not loaded. Other masks would cost each tested step a pass over its rows.
+    """
+    return tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) != 0
 
 
 @triton.jit
