@@ -19,7 +19,7 @@ tiles with the most work. Without chunks they come by their work alone, as in th
 
 Rows before the first offset and behind the last one count as two more sequences, which see nothing: their outputs are written like those
 of every row. There are as many records as the offsets allow, `capacity`; those without a tile have lengths of 0 and come last. Whatever the offsets
-are, no sequence reaches out of the tensors.
+are, no sequence reaches out of the tensors, and one whose tiles find no room on both sides, since offsets fall, sees nothing.
 """
 
 from __future__ import annotations
@@ -98,7 +98,12 @@ def _write_tiles(
     other_begin, other_length = _bounds(other, sequence, sequences)
     exists = sequence < sequences + 2
     length = tl.where(exists, length, 0)
-    other_length = tl.where((sequence > 0) & (sequence <= sequences), other_length, 0)
+    # room for the tiles of the other side as `capacity` says; only where offsets fall there may be more
+    room = other_total // _PADDED + tl.minimum(other_total, sequences + 2)
+    fits = (padded + tl.cdiv(other_length, _PADDED) <= room) & (
+        tiles_before + tl.cdiv(length, ROWS) <= tl.num_programs(0)
+    )
+    other_length = tl.where((sequence > 0) & (sequence <= sequences) & fits, other_length, 0)
     first = tl.where(exists, (tile - tiles_before) * ROWS, 0)
     diagonal = sequence * 0
     if not TOP_LEFT:
@@ -126,7 +131,8 @@ def _chunk_of(tile, work, N: tl.constexpr, CHUNK: tl.constexpr):
     else:
         most = tl.max(tl.reshape(work, [N // CHUNK, CHUNK]), axis=1)
         most = tl.broadcast_to(most[:, None], [N // CHUNK, CHUNK])
-        most, chunk = tl.reshape(most, [N]), tile // CHUNK
+        # a record without a tile comes last, although it lies in the chunk of the last tiles
+        most, chunk = tl.where(work < 0, -1, tl.reshape(most, [N])), tile // CHUNK
     return most, chunk
 
 
