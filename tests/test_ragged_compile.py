@@ -1,4 +1,4 @@
-"""The kernels that write spans of packed sequences compile for SM 9.0 without spilling, for few tiles and for many."""
+"""The kernels that record tiles of packed sequences and rank them compile for SM 9.0 without spilling."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from dmattn_ops.kernels import spans  # noqa: E402
+from dmattn_ops.kernels import ragged  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
 
 
 def compiled(kernel: triton.JITFunction, constants: dict[str, int | bool]) -> Resources:
-    pointers = dict.fromkeys(("cu_own", "cu_other", "starts", "ends", "records"), "*i32")
+    pointers = dict.fromkeys(("own_offsets", "other_offsets", "records"), "*i32")
     signature = {name: pointers.get(name, "i32") for name in kernel.arg_names if name not in constants}
     aligned = tuple(name for name in signature if name in pointers)
     return compile_only(kernel, signature, constants, aligned, 90, num_warps=4)
 
 
-@pytest.mark.parametrize(("ranked", "chunk"), [(0, 0), (16, 0), (16, 8), (spans._RANKED, 0), (spans._RANKED, 16)])
+@pytest.mark.parametrize("at_once", [ragged._FEW, ragged._MANY])
 @pytest.mark.parametrize("rows", [64, 128, 192])
-def test_writing_spans_compiles(rows: int, ranked: int, chunk: int) -> None:
-    padded = triton.next_power_of_2(rows)
-    constants = {
-        "ROWS": rows, "PADDED": padded, "KEYS": True, "TOP_LEFT": False, "RANKED": ranked, "CHUNK": chunk,
-    }  # fmt: skip
-    found = compiled(spans._write_spans, constants)
+def test_writing_tiles_compiles(rows: int, at_once: int) -> None:
+    found = compiled(ragged._write_tiles, {"ROWS": rows, "TOP_LEFT": False, "AT_ONCE": at_once})
     assert found.spill_bytes == 0 and not found.traps and found.registers <= 255
 
 
-@pytest.mark.parametrize("chunk", [0, 16, 128])
-def test_ranking_many_tiles_compiles(chunk: int) -> None:
-    found = compiled(spans._rank_tiles, {"OWN": max(64, chunk), "OTHER": 128, "CHUNK": chunk})
+@pytest.mark.parametrize("chunk", [0, 2, 16, 128])
+def test_ranking_tiles_compiles(chunk: int) -> None:
+    constants = {"OWN": max(ragged._OWN, chunk), "OTHER": ragged._OTHERS, "CHUNK": chunk}
+    found = compiled(ragged._rank_tiles, constants)
     assert found.spill_bytes == 0 and not found.traps

@@ -19,7 +19,7 @@ tiles with the most work. Without chunks they come by their work alone, as in th
 
 Rows before the first offset and behind the last one count as two more sequences, which see nothing: their outputs are written like those
 of every row. There are as many records as the offsets allow, `capacity`; those without a tile have lengths of 0 and come last. Whatever the offsets
-are, no sequence reaches out of the tensors, and one whose tiles find no room on both sides, since offsets fall, sees nothing.
+are, no sequence reaches out of the tensors.
 """
 
 from __future__ import annotations
@@ -98,11 +98,9 @@ def _write_tiles(
     other_begin, other_length = _bounds(other, sequence, sequences)
     exists = sequence < sequences + 2
     length = tl.where(exists, length, 0)
-    # room for the tiles of the other side as `capacity` says; only where offsets fall there may be more
+    # `capacity` of the other side: only where offsets fall, which describes nothing, more rows are counted
     room = other_total // _PADDED + tl.minimum(other_total, sequences + 2)
-    fits = (padded + tl.cdiv(other_length, _PADDED) <= room) & (
-        tiles_before + tl.cdiv(length, ROWS) <= tl.num_programs(0)
-    )
+    fits = padded + tl.cdiv(other_length, _PADDED) <= room
     other_length = tl.where((sequence > 0) & (sequence <= sequences) & fits, other_length, 0)
     first = tl.where(exists, (tile - tiles_before) * ROWS, 0)
     diagonal = sequence * 0
