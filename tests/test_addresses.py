@@ -141,7 +141,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "selection/alive.py": ("chunk * CHUNK",),
         "selection/documents.py": ("span * SPAN",),
         "selection/keys.py": ("tl.program_id(0) % chunks * CHUNK",),
-        "spans.py": ("tile * ROWS",),
+        "ragged.py": ("(tile - tiles_before) * ROWS",),
         "tile_mask/lists.py": (
             "(block + 1) * OWN * _TILE",
             "block * OWN",
@@ -242,7 +242,6 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "bytes or words of a row of bits, or of a tile's row: a few for each tile of a sequence": {
         "hopper/backward/kernel.py": ("keys * bits_row",),
-        "spans.py": ("rank * _WORDS", "tile * _WORDS"),
         "tile_mask/lists.py": ("2 * own", "2 * q_tiles", "2 * tile", "_HULL * own"),
         "tile_mask/pack.py": ("16 * row_count", "32 * block_row", "4 * col_count", "8 * block_col"),
     },

@@ -29,7 +29,7 @@ FULL, BAND, BITS, SEGMENTS, INTERVALS = (
     {"LISTS": 2, "PARTIAL": True},
     {"LISTS": 3, "PARTIAL": True},
 )
-SPANS = {"LISTS": 4, "PARTIAL": True, "HAS_LOW": False, "HAS_HIGH": False}
+RAGGED = {"LISTS": 4, "PARTIAL": True, "HAS_LOW": False, "HAS_HIGH": False}
 HIDDEN = {"HIDDEN": True}
 MLA = {"D": 128, "D2": 64, "DV": 128}  # D 192, Dv 128
 KEY_BIAS, FULL_BIAS, SOFTCAP = {"BIAS": 1}, {"BIAS": 2}, {"SOFTCAP": True}
@@ -53,6 +53,7 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
         "HAS_LOW": True,
         "HAS_HIGH": True,
         "HIDDEN": False,
+        "EDGES": False,
     } | constants
     constants = {"DV": constants["D"]} | constants
     constants["NATURAL"] = constants["BIAS"] != 0
@@ -62,7 +63,8 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
     def rows(name):  # q2_map is the second part of q_map
         of_values, second = name[:-4].rstrip("2") in ("v", "o", "dv"), "2" in name
         width = constants[f"{'DV' if of_values else 'D'}{'2' if second else ''}"]
-        return tensor_map(dtype, block := [1, 64, 1, width], gl.NVMMASharedLayout.get_default_for(block, dtype))
+        block = [*[1] * (2 if constants["LISTS"] == 4 else 1), 64, 1, width]  # a sequence has two coordinates
+        return tensor_map(dtype, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
 
     seconds = [name for name in kernel.arg_names if name.endswith("2_map")]
     constants |= {name: None for name in seconds if not constants["DV2" if name[:-5] in ("v", "o", "dv") else "D2"]}
@@ -98,12 +100,12 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
         (queries_kernel, BITS, 0),
         (queries_kernel, BITS | {"dtype": gl.float16}, 0),
         (queries_kernel, SEGMENTS, 116),
-        (keys_kernel, SPANS, 0),
-        (queries_kernel, SPANS, 0),
-        (keys_kernel, SPANS | KEY_BIAS, 8),
-        (queries_kernel, SPANS | KEY_BIAS, 16),
-        (keys_kernel, SPANS | SOFTCAP, 88),
-        (queries_kernel, SPANS | SOFTCAP, 0),
+        (keys_kernel, RAGGED, 0),
+        (queries_kernel, RAGGED, 0),
+        (keys_kernel, RAGGED | KEY_BIAS, 8),
+        (queries_kernel, RAGGED | KEY_BIAS, 16),
+        (keys_kernel, RAGGED | SOFTCAP, 88),
+        (queries_kernel, RAGGED | SOFTCAP, 0),
         (keys_kernel, INTERVALS, 0),
         (keys_kernel, INTERVALS | HIDDEN, 104),
         (queries_kernel, INTERVALS, 432),

@@ -21,6 +21,7 @@ SHARED_LIMIT = 232448
 KINDS = (
     "full", "causal", "window", "softcap", "bits", "segments", "window segments", "intervals", "causal intervals",
     "window intervals", "hidden intervals", "causal hidden intervals", "ragged", "ragged softcap", "ragged key-bias",
+    "ragged causal", "ragged window edges", "causal edges",
     *(f"{mask} key-bias" for mask in ("full", "causal", "softcap", "bits", "segments", "intervals")),
     *(f"{mask} full-bias" for mask in ("full", "bits", "intervals")),
     *(f"{mask} tiles-bias" for mask in ("full", "causal", "softcap", "segments")),
@@ -68,7 +69,7 @@ PARTS = ("d80 full", "d80 causal", "d96 full", "d96 bits", "d192 causal", "d192/
          "d160 full", "d64/128 full", "d128/64 full", "d256/128 causal")  # fmt: skip
 QUICK = (
     "d80 full", "d192/128 causal", "d64 causal", "d128 full", "d128 bits", "d256 causal", "d64 causal key-bias",
-    "d128 bits key-bias", "d128 causal maximum", "d64 causal sink", "d64 ragged", "d128 ragged", "d128 causal dropout",
+    "d128 bits key-bias", "d128 causal maximum", "d64 causal sink", "d64 ragged window edges", "d128 ragged", "d128 causal dropout",
     "d128 intervals", "d64 full tiles-bias", "d128 causal tiles-bias",
 )  # fmt: skip
 WITHOUT = {64: "full-bias", 128: "none", 256: "tiles-bias"}  # kinds that no call makes of a head dimension
@@ -113,7 +114,7 @@ def test_products_run_on_the_tensor_cores_and_tiles_move_by_tma(case: str, repor
     from dmattn_ops.kernels.hopper.forward.launch import tiles_of
 
     dim, kind = case.split(" ", 1)
-    of_rows = kind.removesuffix(" maximum").removesuffix(" sink")
+    of_rows = kind.removesuffix(" maximum").removesuffix(" sink").removesuffix(" edges")
     consumers = 3 if dim == "d64" and of_rows in ("full", "causal", "window", "softcap") else 2
     keys = _row(config, *_dims(case)).config.block_n
     columns, columns_v = tiles_of(*_dims(case))
@@ -179,7 +180,7 @@ def _compile(case: str) -> dict:
         "MASK": mask, "BIAS": bias, "HAS_LO": "window" in words,
         "HAS_HI": bool({"causal", "window", "segments"} & set(words)),
         "SOFTCAP": "softcap" in words, "HIDDEN": "hidden" in words, "NATURAL": bias != "none" or "natural" in words,
-        "DROPOUT": dropout, "EDGES": False,
+        "DROPOUT": dropout, "EDGES": "edges" in words,
     }  # fmt: skip
     optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
     optional |= {"bias_desc": boxes(64, block_n, "bf16")} if bias == "tiles" else {}

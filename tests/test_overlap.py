@@ -5,7 +5,7 @@ import re
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
-from dmattn_ops.kernels import spans
+from dmattn_ops.kernels.ragged import tiles_of
 from dmattn_ops.resources import Specialization
 from dmattn_ops.testing import configurations
 from dmattn_ops.testing.stand_in import compiled_launches
@@ -15,7 +15,7 @@ CALLS = {
     "dense": (64, Specialization(), ["backward_kernel"]),
     "few blocks": (64, Specialization(grouped=True), ["backward_kernel", "add_shares_kernel"]),
     "wide heads": (256, Specialization(band="causal"), ["keys_kernel", "queries_kernel"]),
-    "packed sequences": (128, Specialization(varlen=True), ["_write_spans", "backward_kernel"]),
+    "packed sequences": (128, Specialization(varlen=True), ["prepare_kernel", "_write_tiles", "_rank_tiles", "backward_kernel"]),
 }
 
 
@@ -43,25 +43,27 @@ def test_a_kernel_that_follows_waits_before_it_touches_memory(name):
             assert "griddepcontrol.launch_dependents" in before, made.kernel
 
 
-def test_a_forward_follows_nothing():
-    assert not any(made.compiled.metadata.launch_pdl for made in launched("forward", 128, Specialization(varlen=True)))
+def test_of_a_forward_only_the_order_of_its_tiles_follows_what_is_before_it():
+    launches = launched("forward", 128, Specialization(varlen=True))
+    assert [made.kernel for made in launches if made.compiled.metadata.launch_pdl] == ["_rank_tiles"]
 
 
+@pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("of_keys", [False, True])
-def test_the_spans_of_a_forward_and_their_order_follow_nothing(of_keys, monkeypatch):
-    monkeypatch.setattr(spans, "_RANKED", 1)  # more tiles than that are ranked by a kernel of their own
+def test_the_order_of_tiles_follows_and_they_do_where_told(of_keys, follows):
     call = configurations.make_call(Specialization(varlen=True), 64)
     with compiled_launches(90) as launches:
-        spans.spans_of(call, 64, of_keys=of_keys)
-    assert [made.kernel for made in launches] == ["_write_spans", "_rank_tiles"]
-    assert [made.compiled.metadata.launch_pdl for made in launches] == [of_keys, of_keys]
+        tiles_of(call, 64, of_keys=of_keys, follows=follows)
+    assert [made.kernel for made in launches] == ["_write_tiles", "_rank_tiles"]
+    assert [made.compiled.metadata.launch_pdl for made in launches] == [follows, True]
 
 
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_other_architectures_know_nothing_of_it(sm):
     call = configurations.make_call(Specialization(varlen=True), 64)
     with compiled_launches(sm) as launches:
-        spans.spans_of(call, 128, of_keys=True)
-    (made,) = launches
-    assert made.compiled.metadata.launch_pdl == (sm == 90)
-    assert ("griddepcontrol" in made.compiled.asm["ptx"]) == (sm == 90)
+        tiles_of(call, 128, of_keys=True, follows=True)
+    assert len(launches) == 2
+    for made in launches:
+        assert made.compiled.metadata.launch_pdl == (sm == 90)
+        assert ("griddepcontrol" in made.compiled.asm["ptx"]) == (sm == 90)

@@ -99,7 +99,10 @@ def _write_tiles(
     other_begin, other_length = _bounds(other, sequence, sequences)
     exists = sequence < sequences + 2
     length = tl.where(exists, length, 0)
-    other_length = tl.where((sequence > 0) & (sequence <= sequences), other_length, 0)
+    # `capacity` of the other side: only where offsets fall, which describes nothing, more rows are counted
+    room = other_total // _PADDED + tl.minimum(other_total, sequences + 2)
+    fits = padded + tl.cdiv(other_length, _PADDED) <= room
+    other_length = tl.where((sequence > 0) & (sequence <= sequences) & fits, other_length, 0)
     first = tl.where(exists, (tile - tiles_before) * ROWS, 0)
     diagonal = sequence * 0
     if not TOP_LEFT:
@@ -127,7 +130,8 @@ def _chunk_of(tile, work, N: tl.constexpr, CHUNK: tl.constexpr):
     else:
         most = tl.max(tl.reshape(work, [N // CHUNK, CHUNK]), axis=1)
         most = tl.broadcast_to(most[:, None], [N // CHUNK, CHUNK])
-        most, chunk = tl.reshape(most, [N]), tile // CHUNK
+        # a record without a tile comes last, although it lies in the chunk of the last tiles
+        most, chunk = tl.where(work < 0, -1, tl.reshape(most, [N])), tile // CHUNK
     return most, chunk
 
 

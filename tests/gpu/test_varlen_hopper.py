@@ -18,7 +18,7 @@ from dmattn_ops.problem import NO_MASK, Mask, Varlen, plain_options
 from dmattn_ops.testing import Problem, check
 from dmattn_ops.testing.oracle import relative_error
 from tests.replays import replayed
-from tests.span_cases import Packed, draw_packed, offsets_of
+from tests.packed_cases import Packed, draw_packed, offsets_of
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -36,7 +36,7 @@ CASES = {
     "a window": replace(BASE, left=100, right=30, seed=6),
     "a window from the top left": replace(BASE, left=70, is_causal=True, causal_from="top_left", seed=7),
     "one limit": replace(BASE, right=5, seed=8),
-    "many short sequences": replace(BASE, batch=60, seqlen_q=70, seqlen_k=70, is_causal=True, seed=9),
+    "many sequences": replace(BASE, batch=60, seqlen_q=150, seqlen_k=150, is_causal=True, seed=9),
     "grouped heads": replace(BASE, heads=8, heads_k=2, is_causal=True, seed=10),
     "a bias per key": replace(BASE, bias=True, bias_shape="h", bias_float32=True, seed=11),
     "a bias of key heads": replace(BASE, bias=True, bias_shape="k", heads=8, heads_k=2, is_causal=True, seed=12),
@@ -59,8 +59,15 @@ def test_out_and_gradients_stay_within_the_budget(taken, dim: int, case: Problem
     assert taken[-1] == ("portable" if dim == 256 and case.softcap and (case.bias or case.mask) else _backward(dim))
 
 
+@pytest.mark.parametrize("dim", DIMS)
+def test_sequences_of_few_queries_have_a_portable_forward(taken, dim: int) -> None:
+    """Tiles that hold rows of one sequence alone would be almost empty."""
+    check(replace(BASE, batch=60, seqlen_q=30, seqlen_k=30, dim=dim, dim_v=dim, is_causal=True), "cuda", repeats=2)
+    assert taken[0] == "portable"
+
+
 @pytest.mark.parametrize("chunk", [2, 8])
-@pytest.mark.parametrize("case", ["causal", "many short sequences", "grouped heads", "a bias per key"])
+@pytest.mark.parametrize("case", ["causal", "many sequences", "grouped heads", "a bias per key"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tiles_in_chunks_stay_within_the_budget(
     monkeypatch: pytest.MonkeyPatch, taken, dim: int, case: str, chunk: int
@@ -86,14 +93,14 @@ def test_the_portable_forward_and_this_backward_round_large_scores_alike(taken) 
     assert {*taken} == {"portable", "hopper256"}
 
 
-@pytest.mark.parametrize("case", ["causal", "a bias per key", "many short sequences"])
+@pytest.mark.parametrize("case", ["causal", "a bias per key", "many sequences"])
 @pytest.mark.parametrize("dim", DIMS)
 def test_deterministic_calls_repeat_bit_for_bit(taken, dim: int, case: str) -> None:
     check(replace(CASES[case], dim=dim, dim_v=dim, deterministic=True), "cuda", repeats=5)
     assert {*taken} == {"hopper", "hopper256"}
 
 
-@pytest.mark.parametrize("case", ["causal", "a mask of keys", "many short sequences", "grouped heads"])
+@pytest.mark.parametrize("case", ["causal", "a mask of keys", "many sequences", "grouped heads"])
 @pytest.mark.parametrize("dim", DIMS)
 def test_captured_graphs(dim: int, case: str) -> None:
     check(replace(CASES[case], dim=dim, dim_v=dim), "cuda", run=replayed)
@@ -235,7 +242,10 @@ def test_what_the_kernels_cannot_serve_is_refused_in_words(taken) -> None:
     call = call_of(problem, 64)
     choice = dispatch.offered("forward", call)
     assert choice.row.kernel == "portable"
-    assert any("would share blocks that walk up to 1000 keys" in each.reason for each in choice.passed_over)
+    assert any("sequences of at most 20 queries leave most of" in each.reason for each in choice.passed_over)
+    choice = dispatch.offered("forward", call_of(UNEVEN["a thousand short"], 64))
+    assert choice.row.kernel == "portable"
+    assert any("1000 sequences of 2750 queries in all leave most" in each.reason for each in choice.passed_over)
     of_keys = torch.zeros(1, 1, 1900, dtype=torch.int32, device="cuda")
     capped = call_of(problem, 256)._replace(mask=Mask(k_segments=of_keys))
     choice = dispatch.offered("backward", capped._replace(options=capped.options._replace(softcap=3.0)))
