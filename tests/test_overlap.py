@@ -15,7 +15,11 @@ CALLS = {
     "dense": (64, Specialization(), ["backward_kernel"]),
     "few blocks": (64, Specialization(grouped=True), ["backward_kernel", "add_shares_kernel"]),
     "wide heads": (256, Specialization(band="causal"), ["keys_kernel", "queries_kernel"]),
-    "packed sequences": (128, Specialization(varlen=True), ["prepare_kernel", "_write_tiles", "_rank_tiles", "backward_kernel"]),
+    "packed sequences": (
+        128,
+        Specialization(varlen=True),
+        ["prepare_kernel", "_write_tiles", "_rank_tiles", "backward_kernel"],
+    ),
 }
 
 
