@@ -126,10 +126,10 @@ def canonical(kernel: str, direction: str, wanted: Specialization) -> Specializa
     wanted = replace(wanted, **unset)
     if kernel == "portable" and wanted.band == "window":
         return replace(wanted, band="causal")  # both limits are tested alike
-    if kernel != "portable" and wanted.varlen:  # a mask of keys becomes part of the bias
+    if kernel != "portable" and wanted.varlen:  # swept without a band; a mask of keys becomes part of the bias
         masked = wanted.mask != "" and not wanted.bias
         by_key = "key bias" if masked else wanted.bias
-        return replace(wanted, mask="", bias=by_key, wide_bias=masked or wanted.wide_bias)
+        return replace(wanted, band="", mask="", bias=by_key, wide_bias=masked or wanted.wide_bias)
     if kernel == "hopper256" and wanted.mask == "key segments":
         return replace(wanted, mask="segments")
     return wanted

@@ -72,8 +72,6 @@ HOPPER = (
     replace(BITS, grouped=True),
     replace(SEGMENTS, grouped=True),
     VARLEN,
-    replace(VARLEN, band="causal"),
-    replace(VARLEN, band="window"),
     replace(VARLEN, dtype="float16"),
     replace(VARLEN, softcap=True),
     replace(VARLEN, bias="key bias"),
