@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from dmattn_ops import require
 from dmattn_ops.problem import UNBOUNDED
 from dmattn_ops.require import certainly, known, larger
 
 CausalFrom = Literal["bottom_right", "top_left"] | int
 Window = tuple[int | None, int | None]
+ALIGNMENTS = ("bottom_right", "top_left")
 
 
 class Band(NamedTuple):
@@ -101,3 +103,38 @@ def _greater(lo: int, other: int) -> int:
 def _less(hi: int, other: int) -> int:
     """Return the narrower of two upper limits."""
     return -_greater(-hi, -other)
+
+
+def visibility(is_causal: bool, causal_from: CausalFrom, window_size: Window) -> tuple[CausalFrom, Window]:
+    """Return where a causal condition is aligned and a window, in Python's integers; refuse what describes neither."""
+    if not isinstance(is_causal, bool):
+        require.flags(is_causal=is_causal)
+    if isinstance(causal_from, str):
+        if causal_from not in ALIGNMENTS:
+            raise ValueError(
+                f"causal_from must be 'bottom_right' or 'top_left', got {causal_from!r}; an integer is the diagonal itself"
+            )
+    elif not require.is_integer(causal_from):
+        raise TypeError(
+            f"causal_from must be 'bottom_right', 'top_left' or an int, got {require.type_text(causal_from)}"
+        )
+    else:
+        causal_from = require.integer("causal_from", causal_from)
+        if require.certainly(abs(causal_from) >= UNBOUNDED):
+            raise ValueError(f"causal_from must be between {1 - UNBOUNDED} and {UNBOUNDED - 1}, got {causal_from}")
+    if window_size == (None, None):
+        return causal_from, (None, None)
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size must be a pair (left, right), got {window_size!r}")
+    left, right = map(_window_limit, ("left", "right"), window_size)
+    return causal_from, (left, right)
+
+
+def _window_limit(side: str, limit: int | None) -> int | None:
+    """Return how far a window reaches to one side; refuse what is neither a number of keys nor None."""
+    if limit is None:
+        return None
+    limit = require.integer(f"window_size {side}", limit)
+    if limit < 0:
+        raise ValueError(f"window_size {side} must not be negative (None is unlimited), got {limit}")
+    return limit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from inspect import Parameter, signature
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -212,3 +212,27 @@ def type_text(argument: Any) -> str:
     """Return a type as messages show it: numpy's bool is no bool."""
     name = type(argument).__name__
     return f"numpy.{name}" if type(argument).__module__ == "numpy" else name
+
+
+def flags(**arguments: Any) -> None:
+    """Refuse arguments that are not bool."""
+    for name, argument in arguments.items():
+        if not isinstance(argument, bool):
+            raise TypeError(f"{name} must be a bool, got {type_text(argument)}")
+
+
+def integers(**arguments: Any) -> list[int]:
+    """Return arguments as Python (or traced) integers; refuse others."""
+    return [integer(name, argument) for name, argument in arguments.items()]
+
+
+def number(name: str, argument: Any) -> Any:
+    """Return a number of Python or NumPy (or a traced one) as a float; refuse anything else."""
+    if type(argument) is float or isinstance(argument, torch.SymFloat):
+        return argument
+    if isinstance(argument, bool) or not isinstance(argument, (int, torch.SymInt, Real)):
+        raise TypeError(f"{name} must be a number, got {type_text(argument)}")
+    try:
+        return argument * 1.0 if isinstance(argument, (int, torch.SymInt)) else float(argument)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got an integer of {int(argument).bit_length()} bits") from None  # type: ignore[arg-type]

@@ -8,22 +8,23 @@ that a tracer does not know becomes a check at run time. Values are read on the 
 from __future__ import annotations
 
 import math
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dmattn_ops import require
-from dmattn_ops.bands import CausalFrom, Window
+from dmattn_ops.bands import visibility as visibility
 from dmattn_ops.call import Call
 from dmattn_ops.meta import ceil_div, lse_dtype, tile_records
 from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS, Mask, Varlen
+from dmattn_ops.require import flags as flags
+from dmattn_ops.require import integers as integers
+from dmattn_ops.require import number as number
 
 MAX_HEAD_DIM = 1024
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # of masks, padding and ids
-ALIGNMENTS = ("bottom_right", "top_left")
 DEVICES = ("cpu", "cuda", "meta")  # meta computes shapes only
 _BIASES_OF_OTHER_RANKS = {
     2: "a bias [Sq, Sk] is passed as bias[None, None]",
@@ -292,65 +293,6 @@ def dense(name: str, tensor: Tensor) -> None:
             f"{name} must be a dense tensor, got a nested one: pass its values and offsets to flash_dmattn_varlen_func"
         )
     raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
-
-
-def flags(**arguments: Any) -> None:
-    """Refuse arguments that are not bool."""
-    for name, argument in arguments.items():
-        if not isinstance(argument, bool):
-            raise TypeError(f"{name} must be a bool, got {require.type_text(argument)}")
-
-
-def integers(**arguments: Any) -> list[int]:
-    """Return arguments as Python (or traced) integers; refuse others."""
-    return [require.integer(name, argument) for name, argument in arguments.items()]
-
-
-def number(name: str, argument: Any) -> Any:
-    """Return a number of Python or NumPy (or a traced one) as a float; refuse anything else."""
-    if type(argument) is float or isinstance(argument, torch.SymFloat):
-        return argument
-    if isinstance(argument, bool) or not isinstance(argument, (int, torch.SymInt, Real)):
-        raise TypeError(f"{name} must be a number, got {require.type_text(argument)}")
-    try:
-        return argument * 1.0 if isinstance(argument, (int, torch.SymInt)) else float(argument)
-    except OverflowError:
-        raise ValueError(f"{name} must be finite, got an integer of {int(argument).bit_length()} bits") from None  # type: ignore[arg-type]
-
-
-def visibility(is_causal: bool, causal_from: CausalFrom, window_size: Window) -> tuple[CausalFrom, Window]:
-    """Return where a causal condition is aligned and a window, in Python's integers; refuse what describes neither."""
-    if not isinstance(is_causal, bool):
-        flags(is_causal=is_causal)
-    if isinstance(causal_from, str):
-        if causal_from not in ALIGNMENTS:
-            raise ValueError(
-                f"causal_from must be 'bottom_right' or 'top_left', got {causal_from!r}; an integer is the diagonal itself"
-            )
-    elif not require.is_integer(causal_from):
-        raise TypeError(
-            f"causal_from must be 'bottom_right', 'top_left' or an int, got {require.type_text(causal_from)}"
-        )
-    else:
-        causal_from = require.integer("causal_from", causal_from)
-        if require.certainly(abs(causal_from) >= UNBOUNDED):
-            raise ValueError(f"causal_from must be between {1 - UNBOUNDED} and {UNBOUNDED - 1}, got {causal_from}")
-    if window_size == (None, None):
-        return causal_from, (None, None)
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size must be a pair (left, right), got {window_size!r}")
-    left, right = map(_window_limit, ("left", "right"), window_size)
-    return causal_from, (left, right)
-
-
-def _window_limit(side: str, limit: int | None) -> int | None:
-    """Return how far a window reaches to one side; refuse what is neither a number of keys nor None."""
-    if limit is None:
-        return None
-    limit = require.integer(f"window_size {side}", limit)
-    if limit < 0:
-        raise ValueError(f"window_size {side} must not be negative (None is unlimited), got {limit}")
-    return limit
 
 
 def keep_mask(mask: Tensor) -> None:

@@ -1,8 +1,5 @@
-"""Products of 32 bits that reach an address in a kernel's intermediate code, and may be too large for them.
-
-Every Triton and Gluon kernel is brought as far as Triton's intermediate code for a GPU (nothing is assembled), and this is
-read: each address is followed back to what it is computed from, as far as a load, and each product of int32 on that way that is
-not small, whatever the arguments are, is named by the place in the sources that it came from.
+"""Products of 32 bits that reach an address in a kernel's intermediate code, and may be too large for them: each is named by its
+place in the sources. Nothing is assembled, and addresses are followed back as far as a load.
 """
 
 from __future__ import annotations

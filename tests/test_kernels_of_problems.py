@@ -82,7 +82,7 @@ def test_problems_compile_few_kernels_and_launch_each_of_them(kernels_of: Callab
         "hopper.forward.kernel.forward_kernel": 40, "hopper.backward.kernel.backward_kernel": 20,
         "hopper.backward_256.keys.keys_kernel": 15, "hopper.backward_256.queries.queries_kernel": 15,
         "hopper.dbias.launch.shared_bias_kernel": 4, "portable.forward.forward_kernel": 40,
-        "portable.forward.merge_kernel": 10, "portable.keys.keys_kernel": 40, "portable.queries.queries_kernel": 40,
+        "portable.merge.merge_kernel": 10, "portable.keys.keys_kernel": 40, "portable.queries.queries_kernel": 40,
         "portable.dbias.dbias_kernel": 8,
     }  # fmt: skip
     assert {name: count[name] for name, least in expected.items() if count[name] < least} == {}, count

@@ -117,5 +117,9 @@ def test_what_packed_sequences_take_does_not_grow_with_the_bounds_of_their_lengt
     for bound in (4096, 1 << 20, 1 << 40):
         assert launched_for(kernel, direction, sm, lengths, bound, monkeypatch) == first
     heads = 24
-    blocks = sum(lengths) // 16 + len(lengths)  # of the shortest blocks that there are
+    blocks = (
+        sum(lengths) // 16 + len(lengths) + 2
+    )  # of the shortest blocks that there are; rows may lie around sequences
+    if kernel == "hopper256":  # statistics are made by 64 of the rows of whole tiles of 128
+        blocks *= 2
     assert all(grid[0] <= blocks * heads for _, grid in first[0])

@@ -94,7 +94,7 @@ def test_the_sample_names_kernels_of_every_folder() -> None:
     kernels = memory_check.launchable()
     folders = {name.split(".")[0] for name in kernels}
     assert folders == {"portable", "hopper", "packing", "selection", "tile_mask", "interval_lists", "ragged"}
-    assert {"hopper.forward.kernel.forward_kernel", "portable.forward.merge_kernel"} <= kernels and len(kernels) >= 30
+    assert {"hopper.forward.kernel.forward_kernel", "portable.merge.merge_kernel"} <= kernels and len(kernels) >= 30
 
 
 def test_every_call_of_the_sample_is_a_valid_one(capsys: pytest.CaptureFixture) -> None:

@@ -108,7 +108,8 @@ def own_places(documents: Tensor, padding: Tensor | None, kv_offset: int) -> Ten
 
 
 class _Noted(threading.local):
-    packing: Packing | None = None
+    def __init__(self) -> None:
+        self.packing: Packing | None = None  # of each thread: compiled code asks whether there is one
 
 
 _noted = _Noted()

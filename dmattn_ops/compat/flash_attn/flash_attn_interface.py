@@ -145,6 +145,27 @@ def flash_attn_qkvpacked_func(
     return api.flash_dmattn_qkvpacked_func(qkv, **options)
 
 
+def _one_by_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: list[tuple[slice, slice]],
+    alibi_slopes: Tensor,
+    numbers: tuple[Any, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `flash_attn_varlen_func` does of sequences that are too long for a bias of each key, computed one by one."""
+    dropout_p, softmax_scale, causal, window_size, softcap, deterministic = numbers
+    parts = []
+    for number, (rows, columns) in enumerate(sequences):
+        slopes = alibi_slopes if alibi_slopes.shape[0] == 1 else alibi_slopes[number : number + 1]
+        alone = q[None, rows], k[None, columns], v[None, columns]
+        rest: tuple[Any, ...] = (softmax_scale, causal, window_size, softcap, slopes, deterministic, True)
+        parts.append(flash_attn_func(*alone, dropout_p, *rest))
+    out, lse, probabilities = _joined(parts, 1, 0, q)
+    behind = q.shape[0] - out.shape[1]  # rows of no sequence
+    return F.pad(out[0], (0, 0, 0, 0, 0, behind)), F.pad(lse[0], (0, behind), value=torch.inf), probabilities
+
+
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -190,15 +211,8 @@ def flash_attn_varlen_func(
                 " each key"
             )
         if (long := _long_sequences(q, cu_seqlens_q, cu_seqlens_k, lengths)) is not None:
-            parts = []
-            for number, (rows, columns) in enumerate(long):
-                slopes = alibi_slopes if alibi_slopes.shape[0] == 1 else alibi_slopes[number : number + 1]
-                alone = q[None, rows], k[None, columns], v[None, columns]
-                rest: tuple[Any, ...] = (softmax_scale, causal, window_size, softcap, slopes, deterministic, True)
-                parts.append(flash_attn_func(*alone, dropout_p, *rest))
-            out, lse, probabilities = _joined(parts, 1, 0, q)
-            behind = q.shape[0] - out.shape[1]  # rows of no sequence
-            out, lse = F.pad(out[0], (0, 0, 0, 0, 0, behind)), F.pad(lse[0], (0, behind), value=torch.inf)
+            numbers = dropout_p, softmax_scale, causal, window_size, softcap, deterministic
+            out, lse, probabilities = _one_by_one(q, k, v, long, alibi_slopes, numbers)
             return (out, lse, probabilities) if return_attn_probs else out
         bias = biases.alibi_of_packed_keys(alibi_slopes, cu_seqlens_k, k.shape[0])
 

@@ -15,7 +15,7 @@ from dmattn_ops.kernels.hopper.columns import (
     stage_parts,
     transposed,
 )
-from dmattn_ops.kernels.hopper.dropout import mark_dropped, score_gradient
+from dmattn_ops.kernels.hopper.dropout import kept, mark_dropped, score_gradient
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -246,9 +246,9 @@ def step(
     mbarrier.wait(q_full.index(b), (i >> 1) & 1)
     if EDGES and MASK != UNMASKED:
         if at_edge:  # queries that see no key
-            kept = stat_s.index(b * 2).reshape([BM]).load(ROWS) != NO_KEY
-            clear_parts(q, kept)
-            clear_parts(do, kept)
+            sighted = stat_s.index(b * 2).reshape([BM]).load(ROWS) != NO_KEY
+            clear_parts(q, sighted)
+            clear_parts(do, sighted)
             finish_clearing()
     minus_lse = stat_s.index(b * 2).reshape([BM]).load(by_query)  # loads wait behind matrix instructions already issued
     if TWO_PHASE:
