@@ -1,6 +1,4 @@
-"""Products of 32 bits that reach an address in a kernel's intermediate code, and may be too large for them: each is named by its
-place in the sources. Nothing is assembled, and addresses are followed back as far as a load.
-"""
+"""Products of 32 bits that reach an address in a kernel's intermediate code, named by their places in the sources."""
 
 from __future__ import annotations
 
