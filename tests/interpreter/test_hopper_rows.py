@@ -40,7 +40,7 @@ def prepared(
     parts = None if sink is None else torch.full((total // block,), math.nan)
     prepare_kernel[(total // block,)](
         out, grad_out, lse, tail, None, sink, parts, stats, *sums.values(), flags, *out.stride()[:3], *grad_out.stride()[:3],
-        *lse.stride(), *tail.stride(), 0, 0, 0, seqlen, heads, rows, total, dim, 0.75, BLOCK=block, DV=dim, D=dim, D2=second,
+        *lse.stride(), *tail.stride(), 0, 0, 0, None, seqlen, heads, rows, total, dim, 0.75, BLOCK=block, DV=dim, D=dim, D2=second,
         TICKETS=TICKETS, NATURAL=natural,
     )  # fmt: skip
     delta = 0.75 * (out * grad_out).sum(-1).transpose(1, 2).masked_fill(lse == -math.inf, 0.0)
