@@ -107,12 +107,13 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper/backward/movers.py": ("m * BM", "tile * BN"),
         "hopper/backward/rows.py": ("(block - bh * (rows // BLOCK)) * BLOCK",),
         "hopper/backward/walk.py": ("tile * BN",),
-        "hopper/backward_256/keys.py": ("at * STEP", "block.tile * STEP", "tile * STEP"),
+        "hopper/backward_256/keys.py": ("at * STEP", "at.tile * STEP", "block.tile * STEP"),
         "hopper/backward_256/launch.py": ("(block - index * (rows // BLOCK)) * BLOCK",),
         "hopper/backward_256/queries.py": (
             "(block.tile * 2 + C) * STEP",
             "(block.tile * 2 + c) * STEP",
             "at * STEP",
+            "at.tile * 2 * STEP",
             "block.tile * 2",
             "full_step(t, view, n_partial, LISTS) * STEP",
             "tile * 2 * STEP",
@@ -141,7 +142,6 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "selection/alive.py": ("chunk * CHUNK",),
         "selection/documents.py": ("span * SPAN",),
         "selection/keys.py": ("tl.program_id(0) % chunks * CHUNK",),
-        "ragged.py": ("(tile - tiles_before) * ROWS",),
         "tile_mask/lists.py": (
             "(block + 1) * OWN * _TILE",
             "block * OWN",
@@ -220,8 +220,9 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper/backward/work.py": ("first * width", "in_row * width", "n_blocks * heads_per_group", "row * in_row"),
         "hopper/backward_256/walk.py": ("n_blocks * heads_per_group",),
         "hopper/dbias/launch.py": ("n_tiles * splits",),
-        "hopper/forward/walk.py": ("tiles * group",),
+        "hopper/forward/walk.py": ("tiles * group", "tiles * heads"),
         "interval_lists.py": ("tl.program_id(0) * TILES",),
+        "ragged.py": ("tl.program_id(0) * OWN",),
         "tile_mask/lists.py": ("program * TILES",),
     },
     "rows of statistics of the call: with query, grad_out, out and dq, 2^31 of them take 190 GB": {

@@ -34,15 +34,15 @@ ALLOWED = {
     "d64 causal key-bias": 12, "d64 intervals key-bias": 24, "d64 bits dropout": 52, "d64 segments dropout": 48,
     "d64 causal intervals dropout": 52, "d128 full": 8, "d128 window": 24, "d128 softcap": 8, "d128 bits": 8,
     "d128 segments": 84, "d128 window segments": 84, "d128 intervals": 64, "d128 causal intervals": 104,
-    "d128 window intervals": 124, "d128 hidden intervals": 80, "d128 causal hidden intervals": 88, "d128 ragged": 8,
-    "d128 ragged softcap": 8, "d128 ragged key-bias": 8, "d128 full key-bias": 8, "d128 causal key-bias": 32,
+    "d128 window intervals": 124, "d128 hidden intervals": 80, "d128 causal hidden intervals": 88,
+    "d128 full key-bias": 8, "d128 causal key-bias": 32,
     "d128 softcap key-bias": 16, "d128 bits key-bias": 8, "d128 segments key-bias": 128, "d128 intervals key-bias": 468,
     "d128 full full-bias": 112, "d128 bits full-bias": 332, "d128 intervals full-bias": 612, "d128 full dropout": 28,
     "d128 causal dropout": 24, "d128 softcap dropout": 36, "d128 bits dropout": 172, "d128 segments dropout": 240,
     "d128 causal intervals dropout": 456, "d128 causal key-bias dropout": 48, "d256 full": 36, "d256 causal": 12,
     "d256 window": 240, "d256 softcap": 32, "d256 bits": 20, "d256 segments": 128, "d256 window segments": 144,
     "d256 intervals": 20, "d256 causal intervals": 80, "d256 window intervals": 88, "d256 hidden intervals": 152,
-    "d256 causal hidden intervals": 156, "d256 ragged": 32, "d256 ragged softcap": 32, "d256 ragged key-bias": 20,
+    "d256 causal hidden intervals": 156, "d256 ragged": 20, "d256 ragged softcap": 8, "d256 ragged key-bias": 20,
     "d256 full key-bias": 28, "d256 causal key-bias": 52, "d256 softcap key-bias": 36, "d256 bits key-bias": 20,
     "d256 segments key-bias": 124, "d256 intervals key-bias": 64, "d256 full full-bias": 136, "d256 bits full-bias": 260,
     "d256 intervals full-bias": 528, "d256 full dropout": 160, "d256 causal dropout": 8, "d256 softcap dropout": 80,
@@ -58,6 +58,9 @@ ALLOWED |= {
 ALLOWED |= {
     "d80 full": 8, "d80 causal": 8, "d96 full": 16, "d96 bits": 24, "d192/128 full": 16, "d192/128 causal": 28,
     "d192/128 softcap": 16, "d192/128 bits": 20, "d64/128 full": 8, "d96 causal": 8,
+}  # fmt: skip
+ALLOWED |= {  # bands of packed sequences, and rows at the edges of a band that are cleared
+    "d256 ragged causal": 44, "d256 ragged window edges": 124, "d128 causal edges": 24, "d256 causal edges": 52,
 }  # fmt: skip
 ALLOWED |= {  # a bias in tiles
     "d64 causal tiles-bias": 8, "d64 bits tiles-bias": 8, "d64 intervals tiles-bias": 96, "d64 segments tiles-bias": 108,

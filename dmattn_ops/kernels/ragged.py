@@ -196,8 +196,7 @@ def tiles_of(
         ROWS=rows, TOP_LEFT=varlen.top_left, AT_ONCE=_FEW if sequences + 2 <= _FEW else _MANY, num_warps=4, follows=follows,
     )  # fmt: skip
     if ranked:
-        chunk = min(chunk, _OTHERS) if 1 < chunk < tiles else 0
-        at_once = max(_OWN, chunk)
-        constants = {"OWN": at_once, "OTHER": _OTHERS, "CHUNK": chunk}
-        launch(_rank_tiles, (triton.cdiv(tiles, at_once),), records, tiles, **constants, num_warps=4, follows=True)
+        chunk = min(chunk, _OWN) if 1 < chunk < tiles else 0
+        constants = {"OWN": _OWN, "OTHER": _OTHERS, "CHUNK": chunk}
+        launch(_rank_tiles, (triton.cdiv(tiles, _OWN),), records, tiles, **constants, num_warps=4, follows=True)
     return records

@@ -43,7 +43,7 @@ def check_tiles(call: Call, keep: Tensor, rows: int, of_keys: bool, chunk: int =
     if of_keys:
         low, high = -high, -low
     records = tiles_of(call, rows, of_keys=of_keys, chunk=chunk)
-    chunk = min(chunk, ragged._OTHERS) if 1 < chunk < len(records) else 0
+    chunk = min(chunk, ragged._OWN) if 1 < chunk < len(records) else 0
     columns, padded, works = torch.arange(keep.shape[1]), 0, []
     for begin, end, other_begin, other_end in sequences_of(call, of_keys):
         for first in range(0, end - begin, rows):
