@@ -25,11 +25,7 @@ PARTS = ((64, 0), (64, 16), (64, 32), (128, 0), (128, 16), (128, 32), (128, 64),
 LEAST_HEADS = 4  # side by side: with fewer, what they save in L2 is less than the noise
 CAUSAL_ROUNDS = 1.9  # blocks of a group for each SM: the short ones then fill the time in which the longest ones run
 FEW_QUERIES = TILE // 2  # of a sequence: most of a block would have nothing to do
-
-
-FEWEST_ON_AVERAGE = (
-    TILE // 4
-)  # queries of a sequence: what is padded to whole tiles stays below five times what there is
+FEWEST_ON_AVERAGE = TILE // 4  # queries of a sequence: what is padded to whole tiles is less than five times that
 
 
 class Sizes(NamedTuple):

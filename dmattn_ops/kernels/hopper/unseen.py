@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.kernels.hopper.backward.rows import NEVER as _NEVER
 from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, meet
 
 # Of rows that 4 warps clear: 16 bytes of a row for each thread, whatever their width
 MATRIX = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-ROWS = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
+ROWS = gl.constexpr(gl.SliceLayout(1, MATRIX.value))
 AT_ONCE = gl.constexpr(16)  # rows
-NO_KEY = gl.constexpr(-3.0e38)  # the statistic of queries that see no key (`backward.rows.NEVER`)
+NO_KEY = gl.constexpr(-_NEVER.value)  # the statistic of queries that see no key
 
 
 class Seen(NamedTuple):

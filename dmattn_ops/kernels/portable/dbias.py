@@ -28,7 +28,7 @@ from dmattn_ops.kernels.portable.arguments import (
     list_arguments,
 )
 from dmattn_ops.kernels.portable.dropout import Dropout
-from dmattn_ops.kernels.portable.places import HEADER, TILE, Place, head_offset, head_rows
+from dmattn_ops.kernels.portable.places import HEADER, TILE, Place, counts_of, head_offset, head_rows
 from dmattn_ops.kernels.portable.primitives import Features, Rows, Shape, load_rows, store_scores
 from dmattn_ops.kernels.portable.queries import load_queries, step_gradient
 from dmattn_ops.kernels.portable.scores import Bias, Factors
@@ -44,9 +44,8 @@ def mark_kernel(tiles, states, tiles_r, tiles_w, key_tiles, ENTRIES: tl.constexp
     """Write the states of one query tile, `[key_tiles]`: 1 where its list has a partial tile, 2 where a full one."""
     program = tl.program_id(0).to(tl.int64)
     record = tiles + program * tiles_r
-    n_partial = tl.minimum(tl.maximum(tl.load(record + 1), 0), tiles_w - HEADER)
-    count = tl.minimum(n_partial + tl.maximum(tl.load(record + 2), 0), tiles_w - HEADER)
-    count = tl.where(count < n_partial, n_partial, count)  # where the sum was too large
+    n_partial, n_full = counts_of(record, tiles_w - HEADER)
+    count = n_partial + n_full
     for first in tl.range(0, count, ENTRIES):
         entries = first + tl.arange(0, ENTRIES)
         tile = tl.load(record + HEADER + entries, mask=entries < count, other=0)

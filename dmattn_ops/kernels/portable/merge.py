@@ -5,22 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.portable.arguments import (
-    ROW_TENSORS,
-    UNSPECIALIZED,
-)
-from dmattn_ops.kernels.portable.places import (
-    head_offset,
-)
-from dmattn_ops.kernels.portable.scores import (
-    LN2,
-    LOG2E,
-)
+from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
+from dmattn_ops.kernels.portable.places import head_offset
+from dmattn_ops.kernels.portable.scores import LN2, LOG2E
 from dmattn_ops.kernels.sinks import share_of_keys
-
-TAKES_SINKS = True
-SPLIT_STEPS = 4  # dividing the keys into shares of fewer steps costs more for merging than it saves
-MERGED = 16  # shares that the merging kernel reads in one iteration
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)

@@ -167,6 +167,13 @@ def named_tile(place, last):
 
 
 @triton.jit
+def counts_of(record, room):
+    """Return (n_partial, n_full) of a record with `room` entries: at most so many together, whatever it holds."""
+    n_partial = tl.minimum(tl.maximum(tl.load(record + 1), 0), room)
+    return n_partial, tl.minimum(tl.maximum(tl.load(record + 2), 0), room - n_partial)
+
+
+@triton.jit
 def plan_walk(
     record,
     width,
@@ -187,10 +194,9 @@ def plan_walk(
     if LISTED:
         per_tile: tl.constexpr = TILE // STEP
         room = tl.where(length > 0, width - HEADER, 0)
-        n_partial = tl.minimum(tl.maximum(tl.load(record + 1), 0), room)
-        n_full = tl.minimum(tl.maximum(tl.load(record + 2), 0), tl.where(length >= TILE, room - n_partial, 0))
+        n_partial, n_full = counts_of(record, room)
         n_partial *= per_tile
-        n_full *= per_tile
+        n_full = tl.where(length >= TILE, n_full, 0) * per_tile
         partial_first = zero
         full_first = n_partial
         left = zero

@@ -295,17 +295,8 @@ def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_f
 
 @gluon.jit
 def dk_step(
-    i,
-    dk,
-    sums,
-    smem,
-    at_edge,
-    EDGES: gl.constexpr,
-    D: gl.constexpr,
-    D2: gl.constexpr,
-    dtype: gl.constexpr,
-    BIAS: gl.constexpr,
-):
+    i, dk, sums, smem, at_edge, EDGES: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, dtype: gl.constexpr, BIAS: gl.constexpr
+):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     b = i & 1
     phase = (i >> 1) & 1
