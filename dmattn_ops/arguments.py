@@ -151,12 +151,9 @@ def check_mask(mask: Tensor | TileMask | None, query: Tensor, *sizes: tuple[int,
     if mask is None:
         return
     if not isinstance(mask, (Tensor, TileMask)):
-        several = isinstance(mask, (list, tuple))
-        hint = (
-            ": one mask of several is a & b of their tensors, with documents= and intervals= of prepare_mask"
-            if several
-            else ""
-        )
+        hint = ""
+        if isinstance(mask, (list, tuple)):
+            hint = ": one mask of several is a & b of their tensors, with documents= and intervals= of prepare_mask"
         raise TypeError(f"mask must be a tensor or come from prepare_mask, got {require.type_text(mask)}{hint}")
     if isinstance(mask, Tensor):
         validation.keep_mask(mask)
@@ -248,8 +245,6 @@ def _draw_seed(query: Tensor, batch: int | None = None) -> Tensor:
     return _drawn(query, batch)
 
 
-for _key in (
-    "CompositeImplicitAutograd",
-    "FuncTorchBatched",
-):  # under vmap, torch's own draw knows what `randomness` asks for
+# Under vmap too: torch's own draw knows what `randomness` asks for.
+for _key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
     ops.library.impl("draw_seed", _draw_seed, _key)

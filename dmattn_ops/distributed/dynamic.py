@@ -102,7 +102,7 @@ def dynamic_context_attention(
         return texts | {"autocast": str(asked[-1].query.dtype)}
 
     agreement.agreed("dynamic_context_attention", group, team, describe)
-    keep, keep_first, keep_last = validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
+    keep, keep_first, keep_last = asked[0].kept
     end = deaths_of_own_keys(scores, documents, team, keep, keep_first, keep_last)
     at_most = min(keep + keep_first + keep_last, scores.shape[-1] * team.size)
     if dropout_p != 0.0:
@@ -123,6 +123,7 @@ class _Request(NamedTuple):
     value: Tensor
     bias: Tensor | None
     sink: Tensor | None
+    kept: tuple[int, int, int]  # keep, keep_first and keep_last
     numbers: tuple[Any, ...]  # scale, soft cap, dropout, whether the same bits are asked for
     return_lse: bool
 
@@ -158,13 +159,15 @@ def _checked(named: dict[str, Any]) -> _Request:
     require.sizes("scores", scores, (1, batch), (1, heads_kv, heads), (length,))
     require.device("scores", scores, query.device)
     kept = {name: named[name] for name in ("keep", "keep_first", "keep_last")}
-    named.update(zip(kept, validation.integers(**kept), strict=True))
-    validation.selection(scores.detach(), documents, named["keep"], named["keep_first"], named["keep_last"], True)
+    keep, keep_first, keep_last = validation.integers(**kept)
+    validation.selection(scores.detach(), documents, keep, keep_first, keep_last, True)
     if named["exchange"] not in EXCHANGES:
         raise ValueError(f"exchange must be 'counts' or 'fixed', got {named['exchange']!r}")
     if named["exchange"] == "counts" and is_compiling():
         raise ValueError("exchange='counts' reads on the host how many keys live: compile with exchange='fixed'")
-    return _Request(query, key, value, bias, sink, (*scalars, same_bits), named["return_lse"])
+    return _Request(
+        query, key, value, bias, sink, (keep, keep_first, keep_last), (*scalars, same_bits), named["return_lse"]
+    )
 
 
 def deaths_of_own_keys(

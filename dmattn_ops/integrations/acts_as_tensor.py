@@ -38,17 +38,17 @@ class ActsAsTensor:
     ) -> Any:
         if is_compiling():  # a tracer does not know the names of functions: whether it is added to something
             raise NotImplementedError(_WHILE_COMPILING)
-        name = getattr(function, "__name__", "").strip("_")
-        _refuse_change(name, getattr(function, "__name__", ""))
+        spelt = getattr(function, "__name__", "")
+        _refuse_change(spelt)
         others = [part for part in args if isinstance(part, Tensor) and part.is_floating_point()]
-        additive = others[0].dtype if others and name in ("add", "radd", "iadd") else None
+        additive = others[0].dtype if others and spelt.strip("_") in ("add", "radd", "iadd") else None
         return function(*_tensors_in(args, additive), **_tensors_in(kwargs or {}, None))
 
     def __getattr__(self, name: str) -> Any:
         # asked for what the class does not have; whether a tensor has it is known without making one
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        _refuse_change(name, name)
+        _refuse_change(name)
         return getattr(self.tensor(), name)
 
     def __eq__(self, other: object) -> Any:
@@ -60,13 +60,12 @@ class ActsAsTensor:
     __hash__ = object.__hash__
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        _refuse_change("setitem", "__setitem__")
+        _refuse_change("__setitem__")
 
 
-def _refuse_change(name: str, spelt: str) -> None:
+def _refuse_change(spelt: str) -> None:
     """Refuse what would change the tensor in place: it is made for the moment, so that the change would be lost."""
-    changes = spelt.endswith("_") and not spelt.startswith("_")
-    if changes or name == "setitem":
+    if spelt == "__setitem__" or (spelt.endswith("_") and not spelt.startswith("_")):
         raise NotImplementedError(
             f"the model's code changes its mask in place ({spelt}), and this mask is not a tensor: add its config.model_type to"
             " dmattn_ops.integrations.transformers.TENSOR_MASKS"

@@ -105,9 +105,7 @@ class ForwardMask(ActsAsTensor):
         Models spread over several devices move the inputs of their layers.
         """
         given = [*arguments, *(options.get(name) for name in ("device", "dtype", "other"))]
-        if any(isinstance(part, torch.dtype) and part != torch.bool for part in given) or any(
-            isinstance(part, Tensor) for part in given
-        ):
+        if any(isinstance(part, (Tensor, torch.dtype)) and part is not torch.bool for part in given):
             return self.tensor().to(*arguments, **options)
         device = next((part for part in given if isinstance(part, (torch.device, str, int)) and part is not True), None)
         if device is None:

@@ -58,9 +58,8 @@ class Packing:
             return (ids - ids[:, :1]).to(torch.int32)
         positions = self.positions
         assert positions is not None
-        several = (
-            positions.dim() == 3 and positions.shape[0] == 3
-        )  # axes of images; with a fourth, the first is the text's
+        # axes of images; with a fourth, the first is the text's
+        several = positions.dim() == 3 and positions.shape[0] == 3
         positions = positions[0] if positions.dim() == 3 else positions
         if positions.dim() != 2 or positions.shape[1] != q_length or positions.shape[0] not in (1, batch):
             return None
