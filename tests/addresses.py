@@ -16,9 +16,10 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime import driver
 
 from dmattn_ops.kernels.launching.launch import OPTIONS
-from dmattn_ops.testing.stand_in import compiled_launches, target_of
+from dmattn_ops.testing.stand_in import Driver, compiled_launches, target_of
 
 KERNELS = Path(__file__).resolve().parents[1] / "dmattn_ops" / "kernels"
 LEAST, MOST = -(1 << 31), (1 << 31) - 1
@@ -58,6 +59,13 @@ class Value:
     busy: bool = False
 
 
+class _OwnCaches(Driver):
+    """A stand-in whose kernels are in caches of their own, so that none was compiled before."""
+
+    def get_current_device(self) -> int:
+        return -self.sm
+
+
 @contextmanager
 def intermediate_code(sm: int) -> Iterator[list[Code]]:
     """Give the code of what is launched meanwhile, for `sm` (80 for SM 8.0); nothing is assembled, and nothing runs."""
@@ -72,16 +80,11 @@ def intermediate_code(sm: int) -> Iterator[list[Code]]:
     hook = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = keep
     try:
-        with compiled_launches(sm) as launches:
+        with compiled_launches(sm):
+            driver.set_active(_OwnCaches(sm))
             yield found
     finally:
         knobs.runtime.jit_cache_hook = hook
-        # kernels that this process had compiled before
-        found += [
-            Code(each.kernel, each.compiled.asm.get("ttir") or each.compiled.asm["ttgir"])
-            for each in launches
-            if each.compiled is not None
-        ]
 
 
 def code_of(

@@ -177,8 +177,8 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
             "(tile * per_tile + block % per_tile) * BLOCK",
             "tile * per_tile",
             "(tile * per_tile + entry % per_tile) * STEP",
-            "n_full *= per_tile",
             "n_partial *= per_tile",
+            "tl.where(length >= TILE, n_full, 0) * per_tile",
         ),
     },
     "packed sequences: what a search passes is less than there are": {
