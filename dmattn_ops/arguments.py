@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dmattn_ops import environment, ops, privates, require, sharded, validation
-from dmattn_ops.bands import Band, CausalFrom, Window, band_of
+from dmattn_ops.bands import Band, CausalFrom, Window, band_of, visibility
 from dmattn_ops.problem import Mask
 from dmattn_ops.tile_mask import TileMask, read
 
@@ -193,7 +193,7 @@ def _new_numbers(
     softcap: float,
     dropout_p: float,
 ) -> Numbers:
-    causal_from, window_size = validation.visibility(is_causal, causal_from, window_size)
+    causal_from, window_size = visibility(is_causal, causal_from, window_size)
     if softmax_scale is not None:
         softmax_scale = validation.number("softmax_scale", softmax_scale)
     softcap, dropout_p = validation.number("softcap", softcap), validation.number("dropout_p", dropout_p)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import layout, require, sharded, validation, values
-from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of
+from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of, visibility
 from dmattn_ops.block_mask import from_block_mask
 from dmattn_ops.documents import (
     Documents,
@@ -88,7 +88,7 @@ def prepare_mask(
     if unknown:
         require.no_unknown("prepare_mask", unknown, _NAMES_ELSEWHERE)
     documents = as_integers(documents)
-    causal_from, window_size = validation.visibility(is_causal, causal_from, window_size)
+    causal_from, window_size = visibility(is_causal, causal_from, window_size)
     seqlen_q = None if seqlen_q is None else require.integer("seqlen_q", seqlen_q)
     sharded.load_rules(mask, documents, intervals)
     if isinstance(mask, Tensor):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import require, validation, values
-from dmattn_ops.bands import Window
+from dmattn_ops.bands import Window, visibility
 from dmattn_ops.masks import prepare_mask
 from dmattn_ops.problem import UNBOUNDED
 from dmattn_ops.tile_mask import TileMask
@@ -107,7 +107,7 @@ def tree_mask(ends: Tensor, *, positions: Tensor | None = None, window_size: Win
         ValueError: for shapes and sizes, and for a window without positions.
         TypeError: for types and dtypes.
     """
-    _, window_size = validation.visibility(True, "top_left", window_size)
+    _, window_size = visibility(True, "top_left", window_size)
     validation.tensors(ends=ends)
     validation.dense("ends", ends)
     require.rank("ends", ends, 2, "[B, S], and the ends of one packed tree are passed as tree.ends[None]")

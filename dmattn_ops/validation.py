@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import require
-from dmattn_ops.bands import visibility as visibility
 from dmattn_ops.call import Call
 from dmattn_ops.meta import ceil_div, lse_dtype, tile_records
 from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS, Mask, Varlen

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import require, validation
-from dmattn_ops.bands import CausalFrom, Window
+from dmattn_ops.bands import CausalFrom, Window, visibility
 from dmattn_ops.distributed import agreement
 from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
 from dmattn_ops.distributed.pieces import Piece, Sight, Spans, sight_of, spans_of
@@ -151,7 +151,7 @@ def _checked(named: dict[str, Any], team: Team) -> Sight:
     """Refuse what does not fit; return the conditions on the whole sequence."""
     mask, documents, cu_seqlens, layout = (named[name] for name in ("mask", "documents", "cu_seqlens", "layout"))
     is_causal = named["is_causal"]
-    conditions = is_causal, *validation.visibility(is_causal, named["causal_from"], named["window_size"])
+    conditions = is_causal, *visibility(is_causal, named["causal_from"], named["window_size"])
     validation.flags(read_documents=named["read_documents"])
     check_choice(named["method"], METHODS)
     [seqlen_q] = [None] if named["seqlen_q"] is None else require.counts(seqlen_q=named["seqlen_q"])

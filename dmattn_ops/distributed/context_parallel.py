@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmattn_ops import arguments, require, validation
-from dmattn_ops.bands import CausalFrom, Window
+from dmattn_ops.bands import CausalFrom, Window, visibility
 from dmattn_ops.distributed import agreement, ulysses
 from dmattn_ops.distributed.all_gather import AllGather, Plan
 from dmattn_ops.distributed.context_bias import BiasPlan
@@ -148,7 +148,7 @@ def _checked(named: dict[str, Any], group: Group | None, team: Team) -> _Request
     (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
     numbers = ("is_causal", "causal_from", "window_size", "softmax_scale", "softcap", "dropout_p")
     _, scalars = arguments.read_numbers(*[named[name] for name in numbers])
-    named["causal_from"], named["window_size"] = validation.visibility(*[named[name] for name in numbers[:3]])
+    named["causal_from"], named["window_size"] = visibility(*[named[name] for name in numbers[:3]])
     named.update(zip(numbers[3:], scalars, strict=True))
     same_bits = arguments.switches(named["deterministic"], named["return_lse"], named["return_max"])
     validation.dense_tensors(query, key, value, None, sink)
