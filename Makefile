@@ -135,7 +135,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 # What is built is for this torch alone; other environments' libraries stay beside it (setup.py). Where a library could not
 # be built, the package works without it, slowly on the CPU: then it says why.
 define MARK_READY
-@$(PY) -c 'from dmattn_ops import native; print("ready" if native.available() else f"SLOW ON THE CPU: {native.reason()}")'
+@$(PY) -c 'from dmattn_ops.kernels import native; print("ready" if native.available() else f"SLOW ON THE CPU: {native.reason()}")'
 @mkdir -p $(@D) && cp '$(TORCH_VERSION)' $@
 endef
 

@@ -1,7 +1,7 @@
 """Build the optional C++ extension `dmattn_ops._native` (CPU kernels); everything else is in pyproject.toml.
 
 The library's name carries the version of the torch that it was built for (`_native-torch2.13.0+cpu.<suffix>`), so that
-environments with different versions can share one checkout; `dmattn_ops/native.py` takes the one that fits. What the
+environments with different versions can share one checkout; `dmattn_ops/kernels/native.py` takes the one that fits. What the
 compiler writes is kept in `build/native-torch<version>-<key>`, where the key stands for torch's place, the compiler and
 its flags: installing again compiles again exactly where one of these or a source changed.
 

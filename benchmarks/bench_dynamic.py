@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
-from dmattn_ops import dispatch
-from dmattn_ops.call import Call, Gradients, Result, Saved
-from dmattn_ops.problem import plain_options
+from dmattn_ops.call import Call, Gradients, Result, Saved, plain_options
+from dmattn_ops.dispatch import run as dispatch
 from dynamic_targets import targets_of
 from experiments import Row, Session, parser
 from interval_peers import Attention, Intervals, fa4, fa4_dense, flex, parts_of, set_up

@@ -49,7 +49,7 @@ export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=pri
 export TSAN_OPTIONS=halt_on_error=1:report_signal_unsafe=0:ignore_noninstrumented_modules=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 cd "$base/lib"  # first on the path, before the checkout
-"$python" -c 'import dmattn_ops, sys; from dmattn_ops import native; sys.exit(native.reason() or 0)'
+"$python" -c 'import dmattn_ops, sys; from dmattn_ops.kernels import native; sys.exit(native.reason() or 0)'
 "$python" -c 'import dmattn_ops, os; assert dmattn_ops.__file__.startswith(os.getcwd()), dmattn_ops.__file__'
 
 left_out=()

@@ -3,12 +3,13 @@
 from importlib import import_module
 from typing import Any
 
-from dmattn_ops import batching, flops, implementations  # noqa: F401 - registered with torch when imported
-from dmattn_ops.api import flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func
-from dmattn_ops.backend import BackendInfo, backend_info
-from dmattn_ops.explain import Explanation, explain
-from dmattn_ops.masks import dynamic_mask, prepare_mask
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.api.backend import BackendInfo, backend_info
+from dmattn_ops.api.explain import Explanation, explain
+from dmattn_ops.api.functions import flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func
+from dmattn_ops.dispatch import operators  # noqa: F401 - registered with torch when imported
+from dmattn_ops.masks.prepare import dynamic_mask, prepare_mask
+from dmattn_ops.masks.tile_mask import TileMask
+from dmattn_ops.ops import flops, vmap  # noqa: F401 - registered with torch when imported
 from dmattn_ops.version import __version__
 
 __all__ = [
@@ -39,4 +40,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *_PLACES})
+    return sorted({*__all__, *_MODULES, *_PLACES})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from dmattn_ops import require
-from dmattn_ops.problem import UNBOUNDED
-from dmattn_ops.require import certainly, known, larger
+from dmattn_ops import symbolic
+from dmattn_ops.call import UNBOUNDED
+from dmattn_ops.checks import require
+from dmattn_ops.symbolic import certainly, known, larger
 
 CausalFrom = Literal["bottom_right", "top_left"] | int
 Window = tuple[int | None, int | None]
@@ -120,7 +121,7 @@ def visibility(is_causal: bool, causal_from: CausalFrom, window_size: Window) ->
         )
     else:
         causal_from = require.integer("causal_from", causal_from)
-        if require.certainly(abs(causal_from) >= UNBOUNDED):
+        if symbolic.certainly(abs(causal_from) >= UNBOUNDED):
             raise ValueError(f"causal_from must be between {1 - UNBOUNDED} and {UNBOUNDED - 1}, got {causal_from}")
     if window_size == (None, None):
         return causal_from, (None, None)

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from dmattn_ops import require
+from dmattn_ops.checks import require
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:

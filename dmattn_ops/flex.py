@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dmattn_ops import layout, require
-from dmattn_ops.problem import TILE, UNBOUNDED, WORD_BITS
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.call import TILE, UNBOUNDED, WORD_BITS
+from dmattn_ops.checks import require
+from dmattn_ops.masks import layout
+from dmattn_ops.masks.tile_mask import TileMask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmattn_ops import layout, require, validation
-from dmattn_ops.api import flash_dmattn_func
-from dmattn_ops.documents import as_integers
-from dmattn_ops.masks import dynamic_mask
-from dmattn_ops.selection import order
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops import symbolic
+from dmattn_ops.api.functions import flash_dmattn_func
+from dmattn_ops.checks import require, validation
+from dmattn_ops.kernels.selection import order
+from dmattn_ops.masks import layout
+from dmattn_ops.masks.documents import as_integers
+from dmattn_ops.masks.prepare import dynamic_mask
+from dmattn_ops.masks.tile_mask import TileMask
 
 _NAMES_ELSEWHERE = {
     "attention_mask": "padding, [B, S]",
@@ -176,7 +178,7 @@ class DynamicMaskAttention(nn.Module):
             require.no_unknown("DynamicMaskAttention.forward", unknown, _NAMES_ELSEWHERE)
         validation.tensors(hidden=hidden)
         require.rank("hidden", hidden, 3, "[B, S, dim]")
-        if not require.same(hidden.shape[-1], self.dim):
+        if not symbolic.same(hidden.shape[-1], self.dim):
             raise ValueError(f"hidden must have shape [B, S, {self.dim}], got {require.text(hidden.shape)}")
         if positions is not None:
             validation.tensors(positions=positions)

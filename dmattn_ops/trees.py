@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import require, validation, values
+from dmattn_ops import symbolic
 from dmattn_ops.bands import Window, visibility
-from dmattn_ops.masks import prepare_mask
-from dmattn_ops.problem import UNBOUNDED
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.call import UNBOUNDED
+from dmattn_ops.checks import require, validation, values
+from dmattn_ops.masks.prepare import prepare_mask
+from dmattn_ops.masks.tile_mask import TileMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +194,7 @@ def _dense(ends: Tensor, positions: Tensor | None, window_size: Window) -> Tenso
         of_query, of_key = positions.long().unsqueeze(-1), positions.unsqueeze(-2)
         left, right = window_size
         if left is not None:
-            keep = keep & (of_query - require.smaller(left, UNBOUNDED) <= of_key)
+            keep = keep & (of_query - symbolic.smaller(left, UNBOUNDED) <= of_key)
         if right is not None:
-            keep = keep & (of_query + require.smaller(right, UNBOUNDED) >= of_key)
+            keep = keep & (of_query + symbolic.smaller(right, UNBOUNDED) >= of_key)
     return keep

@@ -25,9 +25,10 @@ DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "benchmarks")]
 
 import readme_tables  # noqa: E402
-from dmattn_ops import TileMask, dynamic_mask, flex, ops, prepare_mask  # noqa: E402
-from dmattn_ops.layout import FULL, PARTIAL  # noqa: E402
-from dmattn_ops.resources import SOURCE, TABLES  # noqa: E402
+from dmattn_ops import TileMask, dynamic_mask, flex, prepare_mask  # noqa: E402
+from dmattn_ops.choice.resources import SOURCE, TABLES  # noqa: E402
+from dmattn_ops.masks.layout import FULL, PARTIAL  # noqa: E402
+from dmattn_ops.ops import schemas as ops  # noqa: E402
 from dmattn_ops.testing.oracle import EPS  # noqa: E402
 
 GENERATED = re.compile(r"(<!-- generated: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -19,11 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from corpus import Text, batch, from_file, standard_library
-from dmattn_ops.integrations.transformers import (
-    DynamicMask,
-    add_dynamic_masks,
-    replace_attention_with_flash_dmattn,
-)
+from dmattn_ops.integrations.transformers import DynamicMask, add_dynamic_masks, replace_attention_with_flash_dmattn
 
 BYTES = 256
 WEIGHTS, MASKS = "weights.pt", "dynamic_masks.json"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS
-from dmattn_ops.require import larger, smaller
+from dmattn_ops.call import HEADER, TILE, UNBOUNDED, WORD_BITS
+from dmattn_ops.symbolic import larger, smaller
 
 
 def _like(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The operators on tensors without data: read and refuse the arguments, then allocate.
 
-The real operators (`implementations.py`) begin with the same functions, so that both refuse and allocate alike. Every
-function here takes the arguments of the operator of its name (`ops.SCHEMAS`); defaults at the end may be left out.
+The real operators (`dispatch/operators.py`) begin with the same functions, so that both refuse and allocate alike. Every
+function here takes the arguments of the operator of its name (`schemas.SCHEMAS`); defaults at the end may be left out.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import meta, ops, require, validation
-from dmattn_ops.call import Call
-from dmattn_ops.problem import NO_MASK, Varlen
+from dmattn_ops import meta
+from dmattn_ops.call import NO_MASK, Call, Varlen
+from dmattn_ops.checks import require, validation
+from dmattn_ops.ops import schemas
 
 _Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -56,14 +57,14 @@ def varlen_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def pack_mask(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return row_tiles, col_tiles, row_bits and col_bits of a mask `[Bm, Hm, Sq or 1, Sk]` and segments."""
-    read = ops.SIGNATURES["pack_mask"].read(arguments)
+    read = schemas.SIGNATURES["pack_mask"].read(arguments)
     batch, heads = validation.mask_parts(read.mask, read.q_segments, read.k_segments, read.seqlen_q)
     return meta.pack_mask_outputs(read.mask, batch, heads, read.seqlen_q, read.band_lo, read.band_hi)
 
 
 def list_tiles(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return row_tiles and col_tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]`."""
-    read = ops.SIGNATURES["list_tiles"].read(arguments)
+    read = schemas.SIGNATURES["list_tiles"].read(arguments)
     keys = read.k_segments
     batch, heads = validation.mask_parts(None, read.q_segments, keys, read.seqlen_q)
     return meta.list_tiles_outputs(keys, batch, heads, read.seqlen_q, keys.shape[-1], read.band_lo, read.band_hi)
@@ -71,21 +72,21 @@ def list_tiles(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def key_lifetimes(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return start and end `[B', Hm, S]` of the queries that see each key; `B'` is the wider batch of both arguments."""
-    read = ops.SIGNATURES["key_lifetimes"].read(arguments)
+    read = schemas.SIGNATURES["key_lifetimes"].read(arguments)
     batch = validation.selection(*read)
     return meta.key_lifetimes_outputs(read.scores, batch)
 
 
 def pack_intervals(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return row_tiles, col_tiles, row_bits and col_bits of intervals `[B|1, Hm, Sk]` beside a mask and segments."""
-    read = ops.SIGNATURES["pack_intervals"].read(arguments)
+    read = schemas.SIGNATURES["pack_intervals"].read(arguments)
     batch, heads = validation.interval_parts(read)
     return meta.pack_mask_outputs(read.end, batch, heads, read.seqlen_q, read.band_lo, read.band_hi)
 
 
 def rank_ids(*arguments: Any) -> Tensor:
     """Return ranks like ids `[B, S]`."""
-    read = ops.SIGNATURES["rank_ids"].read(arguments)
+    read = schemas.SIGNATURES["rank_ids"].read(arguments)
     require.rank("ids", read.ids, 2, "[B, S]")
     require.dtype("ids", read.ids, *validation.INTEGERS)
     return meta.rank_ids_outputs(read.ids)
@@ -93,7 +94,7 @@ def rank_ids(*arguments: Any) -> Tensor:
 
 def spread_lists(*arguments: Any) -> Tensor:
     """Return which of `columns` lists `[..., slots]` name in their first `counts [...]` slots."""
-    read = ops.SIGNATURES["spread_lists"].read(arguments)
+    read = schemas.SIGNATURES["spread_lists"].read(arguments)
     for name, tensor in (("counts", read.counts), ("indices", read.indices)):
         require.dtype(name, tensor, torch.int32)
     require.shape("counts", read.counts, tuple(read.indices.shape[:-1]))
@@ -104,15 +105,15 @@ def spread_lists(*arguments: Any) -> Tensor:
 
 def dense_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
     """Read the arguments of a dense operator and refuse what no kernel may see; return the call, and all by name."""
-    read = ops.SIGNATURES[name].read(arguments)
+    read = schemas.SIGNATURES[name].read(arguments)
     if name.startswith("qkvpacked"):
         validation.packed_qkv(read.qkv)
         query, key, value = read.qkv.unbind(2)
     else:
         query, key, value = read.query, read.key, read.value
     validation.dense_tensors(query, key, value, read.bias, read.sink)
-    options = ops.options_of(read, query.shape[-1])
-    call = Call(query, key, value, read.bias, ops.mask_of(read), read.sink, read.seed, None, options)
+    options = schemas.options_of(read, query.shape[-1])
+    call = Call(query, key, value, read.bias, schemas.mask_of(read), read.sink, read.seed, None, options)
     validation.dense_call(call)
     if name.endswith("backward"):
         batch, seqlen_q, heads, _ = query.shape
@@ -122,12 +123,12 @@ def dense_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
 
 def varlen_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
     """Read the arguments of an operator for variable lengths; like `dense_call`. Its mask `[H|Hkv|1, total_k]` is in `read`."""
-    read = ops.SIGNATURES[name].read(arguments)
+    read = schemas.SIGNATURES[name].read(arguments)
     require.rank("query", read.query, 3)
     offsets = read.cu_seqlens_q, read.cu_seqlens_k
     varlen = Varlen(*offsets, read.max_seqlen_q, read.max_seqlen_k, read.top_left)
     validation.varlen_tensors(read.query, read.key, read.value, read.bias, read.mask, read.sink, varlen)
-    options = ops.options_of(read, read.query.shape[-1])
+    options = schemas.options_of(read, read.query.shape[-1])
     call = Call(read.query, read.key, read.value, read.bias, NO_MASK, read.sink, read.seed, varlen, options)
     validation.varlen_call(call)
     if name.endswith("backward"):
@@ -145,4 +146,4 @@ for _fake in (
     forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
     key_lifetimes, pack_intervals, rank_ids, spread_lists,
 ):  # fmt: skip
-    torch.library.register_fake(f"dmattn::{_fake.__name__}", _fake, lib=ops.library)
+    torch.library.register_fake(f"dmattn::{_fake.__name__}", _fake, lib=schemas.library)

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime import driver
 
-from dmattn_ops.kernels.launching.launch import OPTIONS
+from dmattn_ops.launching.launch import OPTIONS
 from dmattn_ops.testing.stand_in import Driver, compiled_launches, target_of
 
 KERNELS = Path(__file__).resolve().parents[1] / "dmattn_ops" / "kernels"

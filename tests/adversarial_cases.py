@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
-from dmattn_ops.problem import MASK_TENSORS, UNBOUNDED, Mask
+from dmattn_ops.call import MASK_TENSORS, UNBOUNDED, Mask
 
 ops = torch.ops.dmattn
 BATCH, HEADS, KV_HEADS, SEQLEN_Q, SEQLEN_K, DIM = 2, 4, 2, 300, 260, 32

@@ -34,7 +34,7 @@ from adversarial_cases import (
 from torch import Tensor
 
 import dmattn_ops
-from dmattn_ops.problem import UNBOUNDED
+from dmattn_ops.call import UNBOUNDED
 
 
 def packed(of_q: Any, of_k: Any, back: bool, dtype: torch.dtype = torch.int32, **others: Any) -> object:

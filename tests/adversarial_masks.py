@@ -34,8 +34,8 @@ from adversarial_cases import (
 from torch import Tensor
 
 import dmattn_ops
-from dmattn_ops import layout
-from dmattn_ops.problem import MASK_TENSORS, Mask
+from dmattn_ops.call import MASK_TENSORS, Mask
+from dmattn_ops.masks import layout
 
 
 def lists_of_tiles() -> Iterator[Case]:

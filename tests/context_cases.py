@@ -13,12 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmattn_ops import dynamic_mask, flash_dmattn_func, prepare_mask
-from dmattn_ops.distributed import (
-    context_parallel,
-    context_parallel_attention,
-    prepare_context_mask,
-    shard_sequence,
-)
+from dmattn_ops.distributed import context_parallel, context_parallel_attention, prepare_context_mask, shard_sequence
 from dmattn_ops.trees import pack_prefix_tree, tree_mask
 
 # Of the largest error, over the largest element. In bfloat16 a rank rounds gradients of its part before they are added up.

@@ -2,7 +2,7 @@
 
 import torch
 
-from dmattn_ops import reference
+from dmattn_ops.kernels import reference
 
 
 def textbook(query, key, value, mask=None, bias=None, *, is_causal=False, softmax_scale=None, softcap=0.0):

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from dmattn_ops import arch, dispatch, implementations, plans
-from dmattn_ops.kernels.launching import plan
+from dmattn_ops.choice import arch
+from dmattn_ops.dispatch import operators, run
+from dmattn_ops.launching import plan, plans
 from dmattn_ops.testing.stand_in import compiled_launches
 
 
 @contextmanager
 def pretended_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Give what calls launch: tensors on the CPU are taken for tensors of an H200, and plans are made for them."""
-    forward = dispatch.launcher("forward", "hopper")
-    here, offered = arch.KNOWN[90], dispatch.offered
+    forward = run.launcher("forward", "hopper")
+    here, offered = arch.KNOWN[90], run.offered
     monkeypatch.setattr(plans, "may_repeat", lambda tensor: True)
     monkeypatch.setattr(plans, "enter_thread", lambda: None)
     monkeypatch.setattr(plans, "_plans", {})
@@ -28,13 +29,9 @@ def pretended_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(forward, "raw_stream", lambda device: 0)
     monkeypatch.setattr(forward, "_counters", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(implementations, "_reads_values", lambda tensor: False)
-    monkeypatch.setattr(dispatch, "architecture_of", lambda call: here)
-    monkeypatch.setattr(
-        dispatch, "offered", lambda direction, call, on=None, *rest: offered(direction, call, here, *rest)
-    )
-    monkeypatch.setattr(
-        dispatch, "_mask_kernels", lambda device: dispatch._launcher("dmattn_ops.kernels.tile_mask.launch")
-    )
+    monkeypatch.setattr(operators, "_reads_values", lambda tensor: False)
+    monkeypatch.setattr(run, "architecture_of", lambda call: here)
+    monkeypatch.setattr(run, "offered", lambda direction, call, on=None, *rest: offered(direction, call, here, *rest))
+    monkeypatch.setattr(run, "_mask_kernels", lambda device: run._launcher("dmattn_ops.kernels.masks.launch"))
     with compiled_launches(90) as made:
         yield made

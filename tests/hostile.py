@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dmattn_ops import arch, choose, config, environment, tuning
-from dmattn_ops.choose import Demand
+from dmattn_ops import environment
+from dmattn_ops.call import Demand
+from dmattn_ops.choice import arch, choose, config, tuning
 
 PLACE = "Some GPU as SM8.6, 84 SMs, Triton 3.6.0"
 DEMAND = Demand(4, 32, 4096, 4096, 64, 64, 2)

@@ -4,7 +4,7 @@ import ctypes
 import struct
 from types import SimpleNamespace
 
-from dmattn_ops.kernels.launching import driver
+from dmattn_ops.launching import driver
 
 SIGNATURE = {
     "x": "*fp32",

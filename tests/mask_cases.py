@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import meta
-from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS
+from dmattn_ops.call import HEADER, TILE, UNBOUNDED, WORD_BITS
 from tests.tile_builder import tile_states, with_second_record
 
 POISON = 0x5A5A5A5A

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import call as calls
-from dmattn_ops import meta, native
-from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, Options, Varlen, plain_options
+from dmattn_ops import meta
+from dmattn_ops.call import NO_MASK, UNBOUNDED, Mask, Options, Varlen, plain_options
+from dmattn_ops.kernels import native
 
 EPS = {torch.float64: 1e-10, torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 LENGTHS = (1, 2, 7, 16, 33, 64, 100, 127, 128, 129, 200, 256, 257, 300)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.bands import CausalFrom, Window, band_of
-from dmattn_ops.call import Call
-from dmattn_ops.problem import NO_MASK, Varlen, plain_options
+from dmattn_ops.call import NO_MASK, Call, Varlen, plain_options
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmattn_ops.kernels.packing import launch
-from dmattn_ops.kernels.packing.launch import Slots
-from dmattn_ops.packing import Epochs, epochs
-from dmattn_ops.problem import HEADER, TILE, UNBOUNDED
+from dmattn_ops.call import HEADER, TILE, UNBOUNDED
+from dmattn_ops.choice.epochs import Epochs, epochs
+from dmattn_ops.kernels.epochs import launch
+from dmattn_ops.kernels.epochs.launch import Slots
 
 
 @dataclass(frozen=True)

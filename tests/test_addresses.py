@@ -14,13 +14,13 @@ triton = pytest.importorskip("triton")
 import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from dmattn_ops import packing  # noqa: E402
-from dmattn_ops.kernels.packing import launch as packs  # noqa: E402
+from dmattn_ops.call import UNBOUNDED  # noqa: E402
+from dmattn_ops.choice import epochs  # noqa: E402
+from dmattn_ops.choice.resources import Specialization  # noqa: E402
+from dmattn_ops.kernels.epochs import launch as packs  # noqa: E402
+from dmattn_ops.kernels.masks import launch as tile_mask  # noqa: E402
 from dmattn_ops.kernels.selection import launch as selection  # noqa: E402
-from dmattn_ops.kernels.tile_mask import launch as tile_mask  # noqa: E402
 from dmattn_ops.meta import list_tiles_outputs, pack_mask_outputs  # noqa: E402
-from dmattn_ops.problem import UNBOUNDED  # noqa: E402
-from dmattn_ops.resources import Specialization  # noqa: E402
 from dmattn_ops.testing import configurations  # noqa: E402
 from dmattn_ops.testing.configurations import (  # noqa: E402
     BITS,
@@ -90,7 +90,7 @@ def masks() -> Iterator[Callable[[], object]]:
 
 def pack_keys(start: torch.Tensor, end: torch.Tensor) -> None:
     """Launch what packed keys need."""
-    cut = packing.epochs(SEQLEN, SEQLEN, 100, 0, 512)
+    cut = epochs.epochs(SEQLEN, SEQLEN, 100, 0, 512)
     slots = packs.plan_slots(start, end, cut, SEQLEN, -UNBOUNDED, 0, 0, 3, inverse=True)
     rows, narrow = torch.zeros(2, SEQLEN, 3, 64), torch.zeros(2, SEQLEN, 3, 40)
     packed = packs.gather_rows((rows, narrow), slots, 3, 0, 1)
@@ -246,7 +246,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "tile_mask/lists.py": ("2 * own", "2 * q_tiles", "2 * tile", "_HULL * own"),
         "tile_mask/pack.py": ("16 * row_count", "32 * block_row", "4 * col_count", "8 * block_col"),
     },
-    "slots of one head, less than 2^30 (`packing.packing_for`)": {
+    "slots of one head, less than 2^30 (`epochs.packing_for`)": {
         "packing/slots.py": ("epochs * per_epoch", "e * per_epoch"),
     },
     "a number that wraps on purpose, or of which only some bits are used": {

@@ -14,7 +14,7 @@ import adversarial_calls
 import pytest
 from adversarial_calls import GROUPS, Case, Wrong, ended
 
-from dmattn_ops import native
+from dmattn_ops.kernels import native
 
 LEAST_CASES = 2100  # of all groups
 

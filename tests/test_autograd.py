@@ -9,8 +9,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmattn_ops
-from dmattn_ops import autograd, implementations, native, ops, privates, reference
+from dmattn_ops.dispatch import operators
+from dmattn_ops.kernels import native, reference
 from dmattn_ops.meta import fakes
+from dmattn_ops.ops import autograd, schemas, torch_privates
 from tests import call_inputs
 from tests.formula import textbook
 
@@ -266,8 +268,8 @@ def test_checkpointing_repeats_dropout(reentrant):
 @pytest.mark.parametrize(("policy", "times"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.MUST_RECOMPUTE, 2)])
 def test_selective_checkpointing_saves_or_repeats_the_operator(policy, times, monkeypatch):
     calls = []
-    forward = ops.implementations["forward"]
-    monkeypatch.setitem(ops.implementations, "forward", lambda *a: calls.append("direct") or forward(*a))
+    forward = schemas.implementations["forward"]
+    monkeypatch.setitem(schemas.implementations, "forward", lambda *a: calls.append("direct") or forward(*a))
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
@@ -335,15 +337,15 @@ def test_calling_past_the_dispatcher_changes_nothing(monkeypatch):
             monkeypatch.setattr(autograd, "callable_directly", lambda *arguments: False)
         outputs = dmattn_ops.flash_dmattn_func(*inputs, mask, bias, is_causal=True, return_lse=True)
         results.append((*outputs, *torch.autograd.grad(outputs[0].sin().sum(), (*inputs, bias))))
-    assert privates.has_needed and privates.has_short_cuts
+    assert torch_privates.has_needed and torch_privates.has_short_cuts
     assert all(map(torch.equal, *results))
 
 
 def test_a_torch_without_private_names_gives_the_same_gradients():
     library = torch.library.Library("dmattn_public", "DEF")
-    for name, schema in ops.SCHEMAS.items():
+    for name, schema in schemas.SCHEMAS.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, getattr(implementations, name), "CPU")
+        library.impl(name, getattr(operators, name), "CPU")
         torch.library.register_fake(f"dmattn_public::{name}", getattr(fakes, name), lib=library)
     autograd.register_public(library)
     public = torch.ops.dmattn_public
@@ -383,8 +385,8 @@ def test_parameters_and_subclasses_are_accepted():
 
 def test_determinism_follows_torch_unless_it_is_given(monkeypatch):
     seen = []
-    forward = ops.implementations["forward"]
-    monkeypatch.setitem(ops.implementations, "forward", lambda *a: seen.append(a[-2]) or forward(*a))
+    forward = schemas.implementations["forward"]
+    monkeypatch.setitem(schemas.implementations, "forward", lambda *a: seen.append(a[-2]) or forward(*a))
     inputs = call_inputs.qkv(requires_grad=False)
     torch.use_deterministic_algorithms(True)
     try:

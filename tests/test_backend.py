@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import arch, backend, dispatch, native
+from dmattn_ops.api import backend
+from dmattn_ops.choice import arch
+from dmattn_ops.dispatch import run
+from dmattn_ops.kernels import native
 
 GPUS = {"NVIDIA H200": 90, "Tesla T4": 75, "NVIDIA A10": 86}
 
@@ -22,7 +25,7 @@ def test_versions_and_cpu_kernels_are_told():
     info = dmattn_ops.backend_info()
     text = str(info)
     assert f"dmattn_ops {dmattn_ops.__version__}, torch {torch.__version__}" in text
-    assert dispatch.cpu_kernels() in info.cpu.kernels[0] and info.cpu.arch == "CPU"
+    assert run.cpu_kernels() in info.cpu.kernels[0] and info.cpu.arch == "CPU"
     if not torch.cuda.is_available():
         assert info.gpus == () and "no GPU that torch can use" in text
 
@@ -41,7 +44,7 @@ def test_each_gpu_tells_its_kernels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(GPUS))
     monkeypatch.setattr(arch, "physical", lambda device: arch.KNOWN[list(GPUS.values())[device.index]])
     monkeypatch.setattr(arch, "name", lambda device: list(GPUS)[device.index])
-    monkeypatch.setattr(dispatch, "import_module", lambda module: SimpleNamespace())
+    monkeypatch.setattr(run, "import_module", lambda module: SimpleNamespace())
     hopper, turing, ampere = dmattn_ops.backend_info().gpus
     assert hopper.kernels == ("hopper", "hopper256", "portable") and hopper.missing == {}
     assert ampere.kernels == ("portable",) and ampere.missing["hopper"] == "runs on SM 9.0 only"
@@ -51,7 +54,7 @@ def test_each_gpu_tells_its_kernels(monkeypatch: pytest.MonkeyPatch):
     def no_gluon(module: str) -> None:
         raise ImportError("No module named 'triton.experimental.gluon'")
 
-    monkeypatch.setattr(dispatch, "import_module", no_gluon)
+    monkeypatch.setattr(run, "import_module", no_gluon)
     lost = dmattn_ops.backend_info().gpus[0]
     assert lost.missing["hopper"] == "needs another Triton: No module named 'triton.experimental.gluon'"
     assert "not portable: needs another Triton" in str(lost)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn_ops import arch, config, resolve
-from dmattn_ops.call import Call, Result
-from dmattn_ops.problem import NO_MASK, Mask, plain_options
+from dmattn_ops.call import NO_MASK, Call, Mask, Result, plain_options
+from dmattn_ops.choice import arch, config, resolve
 
 LIMIT = arch.KNOWN[90].shared_memory
 

@@ -11,12 +11,11 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from dmattn_ops import config
-from dmattn_ops.call import Call
+from dmattn_ops.call import NO_MASK, Call, Mask, plain_options
+from dmattn_ops.choice import config
 from dmattn_ops.kernels.hopper import arguments
 from dmattn_ops.kernels.hopper.backward import launch, work
 from dmattn_ops.kernels.hopper.forward import walk
-from dmattn_ops.problem import NO_MASK, Mask, plain_options
 from tests.device_functions import on_integers
 
 SMS = 132

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import environment, layout, plans, values
+from dmattn_ops import environment
+from dmattn_ops.checks import values
+from dmattn_ops.launching import plans
+from dmattn_ops.masks import layout
 
 
 def lists():

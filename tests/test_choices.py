@@ -3,8 +3,8 @@
 import pytest
 from expecttest import assert_expected_inline
 
-from dmattn_ops import arch, choose, config
-from dmattn_ops.choose import Demand
+from dmattn_ops.call import Demand
+from dmattn_ops.choice import arch, choose, config
 from tests.test_choose import labels, labels_by_size
 
 

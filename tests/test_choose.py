@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import arch, choose, config, dispatch
-from dmattn_ops.call import Call, Gradients, Saved
-from dmattn_ops.choose import Demand
-from dmattn_ops.problem import Mask, plain_options
+from dmattn_ops.call import Call, Demand, Gradients, Mask, Saved, plain_options
+from dmattn_ops.choice import arch, choose, config
+from dmattn_ops.dispatch import run as dispatch
 
 LINE = re.compile(
     r"FLASH_DMATTN_PROFILE: HeadDim=\d+, Arch=(SM\d+\.\d|CPU), SeqQ=\d+, SeqK=\d+, Batch=\d+,"
@@ -375,7 +374,7 @@ def test_a_backward_of_packed_keys_in_passes_prints_one_line_of_the_call_as_it_w
 
     launchers = {
         dispatch.PACKED: in_passes,
-        "dmattn_ops.native": lambda call, *_: ran.append(call),
+        "dmattn_ops.kernels.native": lambda call, *_: ran.append(call),
     }
     monkeypatch.setenv("FLASH_DMATTN_PROFILE_BACKWARD", "1")
     monkeypatch.setattr(dispatch, "packing_of", lambda *_, **__: ("packed", []))

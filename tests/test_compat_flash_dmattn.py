@@ -129,13 +129,13 @@ def test_flex_no_longer_ignores_its_mask():
 
 def test_deterministic_none_is_false_whatever_torch_says(monkeypatch):
     seen = []
-    real = flash_dmattn.flash_dmattn_interface.api.flash_dmattn_func
+    real = flash_dmattn.flash_dmattn_interface.functions.flash_dmattn_func
 
     def spy(*arguments, **keywords):
         seen.append(keywords["deterministic"])
         return real(*arguments, **keywords)
 
-    monkeypatch.setattr(flash_dmattn.flash_dmattn_interface.api, "flash_dmattn_func", spy)
+    monkeypatch.setattr(flash_dmattn.flash_dmattn_interface.functions, "flash_dmattn_func", spy)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     flash_dmattn_func(*inputs())
     flash_dmattn_func(*inputs(), deterministic=True)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmattn_ops
-from dmattn_ops import flops
+from dmattn_ops.ops import flops
 from tests import block, call_inputs, graphs
 
 attention = dmattn_ops.flash_dmattn_func

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.launching import launch
+from dmattn_ops.launching import launch
 from dmattn_ops.testing.stand_in import compiled_launches
 
 

@@ -12,7 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from dmattn_ops import prepare_mask, require
+from dmattn_ops import prepare_mask
+from dmattn_ops.checks import require
 from dmattn_ops.distributed import (
     ContextParallelAttention,
     agreement,
@@ -24,7 +25,7 @@ from dmattn_ops.distributed import (
     unshard_sequence,
 )
 from dmattn_ops.distributed.agreement import text_of
-from dmattn_ops.tile_mask import TileMask, lengths_of
+from dmattn_ops.masks.tile_mask import TileMask, lengths_of
 
 WITHOUT_GLOO = ranks.backend_for(2) == "nccl"
 

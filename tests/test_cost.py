@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from dmattn_ops import arch, config, cost
-from dmattn_ops.tune import parse_shape
+from dmattn_ops.choice import arch, config
+from dmattn_ops.tune import cost
+from dmattn_ops.tune.command import parse_shape
 
 SHAPE = parse_shape("B4 H16 S4096 D64")
 ROWS = [row for row in (*config.FORWARD, *config.BACKWARD) if config.parts(row) and row.itemsize == 2]

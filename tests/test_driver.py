@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
-from dmattn_ops.kernels.launching import driver, plan
+from dmattn_ops.launching import driver, plan
 from tests.launch_stand_ins import SIGNATURE, Compiled, Driver
 
 PTX = """

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import dmattn_ops
-from dmattn_ops import dynamic_mask, flash_dmattn_func, masks, packing, prepare_mask
+from dmattn_ops import dynamic_mask, flash_dmattn_func, prepare_mask
 from dmattn_ops.bands import band_of
-from dmattn_ops.call import Call
-from dmattn_ops.problem import plain_options
+from dmattn_ops.call import Call, plain_options
+from dmattn_ops.choice import epochs
+from dmattn_ops.masks import prepare
 from tests import call_inputs
 
 
@@ -109,10 +110,10 @@ def test_rows_of_the_mask_are_its_rows(is_causal: bool):
 def test_keys_that_are_the_same_for_all_queries_may_be_packed(of_call: bool):
     """The call may add a causal condition: keys are then born on its diagonal."""
     made = dynamic_mask(torch.randn(1, 2, 300), 20, is_causal=False)
-    mask, low, high = masks.resolve(made, band_of(of_call, "bottom_right", (None, None)), 300, 300)
+    mask, low, high = prepare.resolve(made, band_of(of_call, "bottom_right", (None, None)), 300, 300)
     query = torch.randn(1, 300, 2, 8)
     call = Call(query, query, query, None, mask, None, None, None, plain_options(1.0, low, high))
-    assert packing.reasons_against(call) == []
+    assert epochs.reasons_against(call) == []
     kept = made.to_dense()
     assert (kept.sum(-1) == 20).all() and torch.equal(kept, kept[:, :, :1].expand_as(kept))
     ids = torch.arange(300)[None] // 100

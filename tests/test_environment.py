@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import dispatch, environment, native, shared_files, tuning
-from dmattn_ops.call import Call
-from dmattn_ops.problem import NO_MASK, Options
+from dmattn_ops import environment
+from dmattn_ops.call import NO_MASK, Call, Options
+from dmattn_ops.choice import shared_files, tuning
+from dmattn_ops.dispatch import run
+from dmattn_ops.kernels import native
 from tests import hostile
 from tests.hostile import HOSTILE, NO_HOME, STRANGER, as_somebody_else
 
@@ -169,7 +171,7 @@ def test_calls_run_whatever_the_environment_holds(folder):
     }
     code = """
 import pwd, warnings, torch, dmattn_ops
-from dmattn_ops import environment, tuning
+from dmattn_ops import environment; from dmattn_ops.choice import tuning
 def nameless(uid):
     raise KeyError(uid)
 pwd.getpwuid = nameless
@@ -201,10 +203,10 @@ def test_warnings_name_the_line_of_the_user(compiled, monkeypatch):
     query = torch.randn(1, 4, 1, 8, requires_grad=True)
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "reason", lambda: "there is a reason")
-    dispatch.cpu_kernels.cache_clear()
+    run.cpu_kernels.cache_clear()
     try:
         with pytest.warns(UserWarning, match="slowly: there is a reason$") as said:
             attend(query, query, query)
     finally:
-        dispatch.cpu_kernels.cache_clear()
+        run.cpu_kernels.cache_clear()
     assert [warning.filename for warning in said] == [__file__]

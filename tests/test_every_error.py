@@ -5,10 +5,13 @@ import inspect
 import itertools
 import sys
 
-from dmattn_ops import api, arguments, bands, block_mask, documents, masks, require, tile_mask, validation, values
+from dmattn_ops import bands
+from dmattn_ops.api import arguments, functions
+from dmattn_ops.checks import require, validation, values
+from dmattn_ops.masks import block_mask, documents, prepare, tile_mask
 from tests import test_checks, test_errors, test_errors_packed, test_mask_errors, test_operator_errors
 
-MODULES = (api, arguments, bands, block_mask, documents, masks, require, tile_mask, validation, values)
+MODULES = (functions, arguments, bands, block_mask, documents, prepare, require, tile_mask, validation, values)
 STATED = (
     test_errors.test_a_wrong_call_is_refused_in_words,
     test_errors_packed.test_a_wrong_packed_call_is_refused_in_words,

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import arch, config, dispatch, environment, resources
+from dmattn_ops import environment
+from dmattn_ops.choice import arch, config, resources
+from dmattn_ops.dispatch import run as dispatch
 from dmattn_ops.testing.check import _keywords, _prepared
 from dmattn_ops.testing.inputs import make_inputs, make_varlen_inputs
 from dmattn_ops.testing.problem import draw
@@ -32,7 +34,11 @@ def launched(monkeypatch):
         def backward(call, saved, grads, given, *run):
             found[f"{where}backward"] = (name, given)
 
-        on_cpu = name in ("dmattn_ops.native", "dmattn_ops.reference", "dmattn_ops.selection.reference")
+        on_cpu = name in (
+            "dmattn_ops.kernels.native",
+            "dmattn_ops.kernels.reference",
+            "dmattn_ops.kernels.selection.reference",
+        )
         others = vars(load(name)) if on_cpu else {}  # what makes masks
         return SimpleNamespace(**{**others, "forward": forward, "backward": backward})
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import arch, dispatch, packing, tuning
-from dmattn_ops.call import Call
-from dmattn_ops.explain import explain
-from dmattn_ops.problem import UNBOUNDED, plain_options
+from dmattn_ops.api.explain import explain
+from dmattn_ops.call import UNBOUNDED, Call, plain_options
+from dmattn_ops.choice import arch, epochs, tuning
+from dmattn_ops.dispatch import run
 
 PLACE = "Some GPU"
 HEADS, KV_HEADS, DIM = 8, 2, 64
@@ -32,7 +32,7 @@ def launches(seqlen, mask, **keywords):
 def test_both_directions_say_how_keys_are_packed():
     for launch in launches(8192, dynamic(8192, 512)):
         made = launch.packing.packing
-        assert made.epochs == packing.epochs(8192, 8192, 512, 0, 512)
+        assert made.epochs == epochs.epochs(8192, 8192, 512, 0, 512)
         expected = "keys are packed in 16 epochs of 512 queries, 1024 slots each, for 2 heads, all at a time"
         meaning = "what the queries of an epoch see is copied side by side into its slots"
         assert str(launch.packing) == f"{expected}: {meaning}"
@@ -40,8 +40,8 @@ def test_both_directions_say_how_keys_are_packed():
 
 
 def test_heads_that_do_not_fit_a_workspace_are_said_to_take_turns(monkeypatch):
-    monkeypatch.setattr(packing, "WORKSPACE", 1)
-    monkeypatch.setattr(packing.heads_per_pass, "__defaults__", (1,))
+    monkeypatch.setattr(epochs, "WORKSPACE", 1)
+    monkeypatch.setattr(epochs.heads_per_pass, "__defaults__", (1,))
     for launch in launches(8192, dynamic(8192, 512)):
         assert "for 2 heads, 1 at a time:" in str(launch.packing)
 
@@ -52,14 +52,14 @@ def test_what_is_shown_is_what_dispatch_gives_the_launcher():
     options = plain_options(1.0, *mask.band.limits(8192, 8192))
     call = Call(query, key, value, None, mask.mask, None, None, None, options)
     for direction in ("forward", "backward"):
-        decided, _ = dispatch.packing_of(direction, call, arch.KNOWN[90])
+        decided, _ = run.packing_of(direction, call, arch.KNOWN[90])
         shown = getattr(explain(query, key, value, mask, arch="9.0"), direction).packing.packing
         assert shown == decided is not None
 
 
 def test_each_direction_shows_its_own_decision_and_kernels_are_chosen_for_that_call(monkeypatch):
     seen = {}
-    decide, choose = dispatch.packing_of, {way: getattr(dispatch, f"{way}_choice") for way in ("forward", "backward")}
+    decide, choose = run.packing_of, {way: getattr(run, f"{way}_choice") for way in ("forward", "backward")}
 
     def packing_of(direction, *arguments):
         made, reasons = decide(direction, *arguments)
@@ -69,9 +69,9 @@ def test_each_direction_shows_its_own_decision_and_kernels_are_chosen_for_that_c
         seen[direction] = call
         return choose[direction](call, *arguments)
 
-    monkeypatch.setattr(dispatch, "packing_of", packing_of)
+    monkeypatch.setattr(run, "packing_of", packing_of)
     for direction in choose:
-        monkeypatch.setattr(dispatch, f"{direction}_choice", lambda *given, way=direction: choice(way, *given))
+        monkeypatch.setattr(run, f"{direction}_choice", lambda *given, way=direction: choice(way, *given))
     for direction, launch in zip(choose, launches(8192, dynamic(8192, 512)), strict=True):
         assert str(launch.packing).endswith(f"; of the {direction}")
         call = seen[direction]
@@ -123,7 +123,7 @@ def test_on_the_cpu_its_kernels_gather_keys_themselves(monkeypatch):
     for launch in (found.forward, found.backward):
         assert launch.packing.packing is None
         assert "the CPU kernels gather the keys that each epoch of queries sees" in str(launch.packing)
-    monkeypatch.setattr(dispatch, "cpu_kernels", lambda: "reference")
+    monkeypatch.setattr(run, "cpu_kernels", lambda: "reference")
     found = explain(*tensors(512, dtype=torch.float32), dynamic(512, 40))
     assert "plain torch operations compute every pair" in str(found.forward.packing)
 
@@ -155,8 +155,8 @@ def call_of(seqlen=8192, keep=512, heads=KV_HEADS):
 
 def stored(call, length, direction="forward", **changed):
     """Store an entry for a call, and return what a look-up finds."""
-    sizes = packing.sizes_of(call)
-    by_rule = packing.epoch_by_sizes(sizes)
+    sizes = epochs.sizes_of(call)
+    by_rule = epochs.epoch_by_sizes(sizes)
     case = tuning.epoch_case(direction, call, sizes)
     entry = tuning.epoch_entry(by_rule, length, 2.0, 1.0, "2026-11-22") | changed
     tuning.merge(PLACE, {case: entry})
@@ -169,18 +169,18 @@ def test_a_tuned_length_takes_the_place_of_the_rules(cache):
     assert evidence == (
         "tuned: 1.0 ms in epochs of 768 queries, 2.0 ms in epochs of 512 queries (Some GPU, 2026-11-22)"
     )
-    call, sizes = call_of(), packing.sizes_of(call_of())
+    call, sizes = call_of(), epochs.sizes_of(call_of())
     assert tuning.tuned_epoch("backward", call, sizes, 512, PLACE) == (512, "")
     assert tuning.tuned_epoch("forward", call, sizes, 512, "Another GPU") == (512, "")
-    assert packing.packing_for(call, 768).epochs.length == 768
+    assert epochs.packing_for(call, 768).epochs.length == 768
 
 
 def test_tuning_may_turn_packing_off_and_on(cache):
-    assert stored(call_of(), 0)[0] == 0 and packing.packing_for(call_of(), 0) is None
+    assert stored(call_of(), 0)[0] == 0 and epochs.packing_for(call_of(), 0) is None
     dense = call_of(2048, 512)
-    assert packing.packing_for(dense) is None
+    assert epochs.packing_for(dense) is None
     length, evidence = stored(dense, 512)
-    assert length == 512 and packing.packing_for(dense, length).epochs.number == 4
+    assert length == 512 and epochs.packing_for(dense, length).epochs.number == 4
     assert "2.0 ms with keys as they lie" in evidence
 
 
@@ -209,8 +209,8 @@ def test_calls_of_one_case_share_a_length_and_others_do_not(cache):
     stored(call_of(), 768)
 
     def found(call):
-        sizes = packing.sizes_of(call)
-        return tuning.tuned_epoch("forward", call, sizes, packing.epoch_by_sizes(sizes), PLACE)[0]
+        sizes = epochs.sizes_of(call)
+        return tuning.tuned_epoch("forward", call, sizes, epochs.epoch_by_sizes(sizes), PLACE)[0]
 
     assert found(call_of(9000, 500)) == 768
     assert found(call_of(16384, 512)) == 512
@@ -233,20 +233,20 @@ def test_dispatch_and_explain_obey_the_cache(cache, monkeypatch):
             return getattr(call.query, name)
 
     on_gpu = call._replace(query=OnGpu())
-    forward, reasons = dispatch.packing_of("forward", on_gpu, arch.KNOWN[90])
+    forward, reasons = run.packing_of("forward", on_gpu, arch.KNOWN[90])
     assert forward.epochs.length == 768 and forward.evidence.startswith("tuned: ") and reasons == []
-    backward, reasons = dispatch.packing_of("backward", on_gpu, arch.KNOWN[90])
+    backward, reasons = run.packing_of("backward", on_gpu, arch.KNOWN[90])
     assert backward is None and reasons[0].startswith("tuned: 1.0 ms with keys as they lie")
-    untuned, _ = dispatch.packing_of("forward", on_gpu, arch.KNOWN[90], tuned=False)
+    untuned, _ = run.packing_of("forward", on_gpu, arch.KNOWN[90], tuned=False)
     assert untuned.epochs.length == 512 and untuned.evidence == ""
 
 
 def test_offered_lengths_lie_around_the_rules_own():
-    sizes = packing.sizes_of(call_of(32768, 1024))
-    assert packing.offered_epochs(sizes) == (0, 512, 768, 1024, 1536, 2048)
-    assert packing.offered_epochs(sizes._replace(band_hi=32768)) == (0, 32768)  # nothing is born later
+    sizes = epochs.sizes_of(call_of(32768, 1024))
+    assert epochs.offered_epochs(sizes) == (0, 512, 768, 1024, 1536, 2048)
+    assert epochs.offered_epochs(sizes._replace(band_hi=32768)) == (0, 32768)  # nothing is born later
     for seqlen, keep in ((8192, 1), (8192, 8192), (200, 10)):
-        offered = packing.offered_epochs(packing.sizes_of(call_of(seqlen, keep)))
+        offered = epochs.offered_epochs(epochs.sizes_of(call_of(seqlen, keep)))
         assert all(length % 128 == 0 for length in offered) and list(offered) == sorted(set(offered))
         assert offered[-1] <= -(-seqlen // 128) * 128
 

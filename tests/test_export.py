@@ -124,7 +124,7 @@ class Loader(SourceFileLoader):
 
 class Finder:
     def find_spec(name, path, target=None):
-        if name == "dmattn_ops.ops":
+        if name == "dmattn_ops.ops.schemas":
             spec = PathFinder.find_spec(name, path)
             spec.loader = Loader(spec.loader.name, spec.loader.path)
             return spec
@@ -136,7 +136,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         if function is torch.ops.dmattn.backward.default:
-            seen.append(dmattn_ops.ops.SIGNATURES["backward"].read(arguments))
+            seen.append(dmattn_ops.ops.schemas.SIGNATURES["backward"].read(arguments))
         return function(*arguments, **(keywords or {}))
 
 seen = []
@@ -258,7 +258,7 @@ def test_an_exported_program_says_which_mask_it_was_exported_with():
     part, lengths = torch.zeros(1, 1, 4, dtype=torch.int32), torch.empty(4, 4, 0)
     same = torch.ops.dmattn.mask_as_exported
     for numbers in ((-3, 0, 5, True), (-(1 << 30), 1 << 30, None, False), (-(1 << 31), -7, 0, True)):
-        made = dmattn_ops.tile_mask.made(
+        made = dmattn_ops.masks.tile_mask.made(
             lengths=lengths,
             end=part,
             band_lo=numbers[0],

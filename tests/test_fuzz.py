@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import dispatch, native, reference
 from dmattn_ops.call import Call, Saved
+from dmattn_ops.dispatch import run as dispatch
+from dmattn_ops.kernels import native, reference
 from dmattn_ops.testing import Problem, check, draw, inputs, oracle, shrink
 from dmattn_ops.testing.check import Results
 from dmattn_ops.testing.combinations import (

@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import dmattn_ops
-from dmattn_ops import ops
+from dmattn_ops.ops import schemas as ops
 from tests import call_inputs, graphs
 
 attention = dmattn_ops.flash_dmattn_func

@@ -11,13 +11,13 @@ triton = pytest.importorskip("triton", minversion="3.6")
 
 from triton.experimental.gluon import language as gl  # noqa: E402
 
-from dmattn_ops import arch, config, meta  # noqa: E402
-from dmattn_ops.call import Call, Gradients, Saved  # noqa: E402
+from dmattn_ops import meta  # noqa: E402
+from dmattn_ops.call import NO_MASK, Call, Gradients, Mask, Saved, Varlen, plain_options  # noqa: E402  # noqa: E402
+from dmattn_ops.choice import arch, config  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256 import launch as hopper_backward_256  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel  # noqa: E402
-from dmattn_ops.kernels.launching import tensor_maps  # noqa: E402
-from dmattn_ops.problem import NO_MASK, Mask, Varlen, plain_options  # noqa: E402
+from dmattn_ops.launching import tensor_maps  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
 from tests.spills import bytes_at_most  # noqa: E402
 from tests.tile_builder import build_interval_tiles, build_segment_tiles, build_tiles  # noqa: E402

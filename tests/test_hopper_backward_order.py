@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
+from dmattn_ops.call import UNBOUNDED
 from dmattn_ops.kernels.hopper.backward import finish as hopper_backward_finish
 from dmattn_ops.kernels.hopper.backward import order as hopper_backward_order
 from dmattn_ops.kernels.hopper.backward import walk as hopper_backward_walk
 from dmattn_ops.kernels.hopper.backward import work as hopper_backward_work
-from dmattn_ops.problem import UNBOUNDED
 from tests.device_functions import on_integers
 
 BANDS = [

@@ -101,7 +101,7 @@ def test_spills_stay_within_what_is_known(case: str, reports: dict[str, dict]) -
 
 @pytest.mark.parametrize("case", CASES)
 def test_shared_memory_is_what_the_configuration_says(case: str, reports: dict[str, dict]) -> None:
-    from dmattn_ops import config
+    from dmattn_ops.choice import config
 
     dim = int(case.split()[0][1:])
     row = next(row for row in config.BACKWARD if row.kernel == "hopper" and row.dim >= dim)
@@ -221,7 +221,7 @@ def _stand_in_parameters(launched: list) -> None:
     """Let plans ask the PTX instead of the driver which parameters a kernel has."""
     from triton.compiler.compiler import CompiledKernel
 
-    from dmattn_ops.kernels.launching import driver, plan
+    from dmattn_ops.launching import driver, plan
 
     sizes = {"b8": 1, "u8": 1, "b32": 4, "u32": 4, "f32": 4, "b64": 8, "u64": 8}
 
@@ -244,11 +244,10 @@ def _stand_in_parameters(launched: list) -> None:
 def _compile(case: str, launched: list) -> dict:
     import torch
 
-    from dmattn_ops import arch, config, resolve
-    from dmattn_ops.call import Call, Gradients, Saved
+    from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Gradients, Mask, Saved, Varlen, plain_options
+    from dmattn_ops.choice import arch, config, resolve
     from dmattn_ops.kernels.hopper.backward import launch as hopper_backward
-    from dmattn_ops.kernels.launching import launch, plan
-    from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, Varlen, plain_options
+    from dmattn_ops.launching import launch, plan
 
     words = case.split()
     dim = int(words[0][1:])

@@ -7,11 +7,18 @@ import torch
 
 triton = pytest.importorskip("triton", minversion="3.6")
 
-from dmattn_ops import arch, config, explain, meta  # noqa: E402
-from dmattn_ops.call import Call  # noqa: E402
+from dmattn_ops import explain, meta  # noqa: E402
+from dmattn_ops.call import (  # noqa: E402
+    NO_MASK,
+    TILE,
+    UNBOUNDED,
+    Call,
+    Mask,
+    plain_options,
+)
+from dmattn_ops.choice import arch, config  # noqa: E402
 from dmattn_ops.kernels.hopper.arguments import listed  # noqa: E402
 from dmattn_ops.kernels.hopper.dbias import launch as shared_bias  # noqa: E402
-from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Mask, plain_options  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, read_resources  # noqa: E402
 from dmattn_ops.testing.machine_code import disassemble  # noqa: E402
 from dmattn_ops.testing.stand_in import compiled_launches  # noqa: E402

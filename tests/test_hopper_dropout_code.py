@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton", minversion="3.6")
 
-from dmattn_ops import reference
+from dmattn_ops.call import last_dropped
+from dmattn_ops.kernels import reference
 from dmattn_ops.kernels.hopper.dropout import drop_code
-from dmattn_ops.problem import last_dropped
 
 WORD = 0xFFFFFFFF
 

@@ -104,7 +104,7 @@ def test_spills_stay_within_what_is_known(case: str, reports: dict[str, dict]) -
 
 @pytest.mark.parametrize("case", CASES)
 def test_shared_memory_is_what_the_configuration_says(case: str, reports: dict[str, dict]) -> None:
-    from dmattn_ops import config
+    from dmattn_ops.choice import config
 
     row = _row(config, *_dims(case))
     assert reports[case]["shared"] <= row.shared_memory <= SHARED_LIMIT
@@ -113,7 +113,7 @@ def test_shared_memory_is_what_the_configuration_says(case: str, reports: dict[s
 @pytest.mark.parametrize("case", CASES)
 def test_products_run_on_the_tensor_cores_and_tiles_move_by_tma(case: str, reports: dict[str, dict]) -> None:
     found = reports[case]["opcodes"]
-    from dmattn_ops import config
+    from dmattn_ops.choice import config
     from dmattn_ops.kernels.hopper.forward.launch import tiles_of
 
     dim, kind = case.split(" ", 1)
@@ -149,7 +149,7 @@ OPTIONAL = {
 def _compile(case: str) -> dict:
     from triton.experimental.gluon import language as gl
 
-    from dmattn_ops import config
+    from dmattn_ops.choice import config
     from dmattn_ops.kernels.hopper.forward.kernel import SCALARS, forward_kernel
     from dmattn_ops.kernels.hopper.forward.launch import tiles_of
     from dmattn_ops.testing.compile_only import compile_only

@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from dmattn_ops.resources import Specialization
+from dmattn_ops.choice.resources import Specialization
 from dmattn_ops.testing import configurations
 from dmattn_ops.testing.configurations import DIRECTIONS, Unit
 from dmattn_ops.testing.stand_in import compiled_launches

@@ -17,7 +17,8 @@ import time
 import pytest
 import torch
 
-from dmattn_ops import arch, config, shared_files, tune, tuning
+from dmattn_ops.choice import arch, config, shared_files, tuning
+from dmattn_ops.tune import command
 from tests import hostile
 from tests.hostile import (
     HOSTILE,
@@ -352,17 +353,17 @@ def tuned_in_no_time(monkeypatch):
 
     def tuned(task, candidates=0, measure=None, show=None):
         (part,) = config.parts(task.row)
-        return tune.Result(task, part.put(task.row.config, part.values[-1]), 2.0, 1.0, ())
+        return command.Result(task, part.put(task.row.config, part.values[-1]), 2.0, 1.0, ())
 
-    monkeypatch.setattr(tune, "tune", tuned)
+    monkeypatch.setattr(command, "tune", tuned)
     monkeypatch.setattr(tuning, "place", lambda device, on: PLACE)
 
 
-SHAPES = [tune.parse_shape("B1 H2 S96 D64"), tune.parse_shape("B1 H2 S64 D128")]
+SHAPES = [command.parse_shape("B1 H2 S96 D64"), command.parse_shape("B1 H2 S64 D128")]
 
 
 def tune_two():
-    return tune.tune_shapes(SHAPES, torch.device("cpu"), ["forward"], on=arch.KNOWN[86])
+    return command.tune_shapes(SHAPES, torch.device("cpu"), ["forward"], on=arch.KNOWN[86])
 
 
 def test_what_could_not_be_stored_is_stored_with_what_is_found_next(tuned_in_no_time, monkeypatch):
@@ -381,7 +382,7 @@ def test_what_could_not_be_stored_is_stored_with_what_is_found_next(tuned_in_no_
 
 def test_tuning_prints_what_it_found_before_it_says_that_it_is_not_stored(tuned_in_no_time, folder, capsys):
     (folder / "tuned.lock").mkdir()
-    with pytest.raises(tune.NotStored, match="it is no regular file"):
+    with pytest.raises(command.NotStored, match="it is no regular file"):
         tune_two()
     assert capsys.readouterr().out.count("now 1.0000 ms") == 2
 
@@ -391,5 +392,5 @@ def test_the_command_says_that_nothing_can_be_stored_before_it_measures(tuned_in
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("measures"))
     with pytest.raises(SystemExit):
-        tune.main([])
+        command.main([])
     assert "it is no regular file" in capsys.readouterr().err

@@ -20,7 +20,7 @@ import setuptools
 import torch
 from checkouts import SUFFIX, Checkout, library, made_up_torch
 
-from dmattn_ops import native
+from dmattn_ops.kernels import native
 from dmattn_ops.version import __version__
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the C++ kernels are not built on Windows")
@@ -107,7 +107,7 @@ def test_a_wheel_holds_the_library_of_its_torch_and_no_module_of_an_earlier_whee
     first, second = held
     assert second - first == {f"dmattn_ops/{library('2.14.0')}"}
     assert first - second == {f"dmattn_ops/{library('2.13.0')}", "dmattn_ops/gone.py"}
-    assert {"dmattn_ops/py.typed", "dmattn_ops/meta/__init__.py", "dmattn_ops/kernels/tile_mask/lists.py"} <= second
+    assert {"dmattn_ops/py.typed", "dmattn_ops/meta/__init__.py", "dmattn_ops/kernels/masks/lists.py"} <= second
     assert any(name.startswith("dmattn_ops/resource_tables/") for name in second)
     assert {name.split("/")[0] for name in second} == {"dmattn_ops", f"dmattn_ops-{__version__}.dist-info"}
 
@@ -348,7 +348,7 @@ def test_a_library_of_the_same_release_loads_and_a_renamed_one_does_not(local, t
         built = next(ROOT.glob(f"dmattn_ops/_native-torch{release}*{SUFFIX}"))
         shutil.copy(built, tmp_path / version / library(version))
         code = (
-            "import json, pathlib, sys; from dmattn_ops import native;"
+            "import json, pathlib, sys; from dmattn_ops.kernels import native;"
             "native._FOLDER = pathlib.Path(sys.argv[1]); print(json.dumps(native.reason()))"
         )
         done = subprocess.run(

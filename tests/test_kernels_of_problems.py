@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dmattn_ops import arch, dispatch
+from dmattn_ops.choice import arch
+from dmattn_ops.dispatch import run as dispatch
 from dmattn_ops.testing.check import _dense_results, _varlen_results
 from dmattn_ops.testing.combinations import COMBINATIONS
 from dmattn_ops.testing.inputs import make_inputs, make_varlen_inputs
@@ -21,8 +22,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 from dmattn_ops.kernels.hopper.forward import launch as hopper_forward
-from dmattn_ops.kernels.launching import launch
-from dmattn_ops.kernels.tile_mask import launch as masks
+from dmattn_ops.kernels.masks import launch as masks
+from dmattn_ops.launching import launch
 from dmattn_ops.testing.stand_in import Driver
 
 HOPPER = arch.KNOWN[90]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
-from dmattn_ops import ops, plans
-from dmattn_ops.kernels.launching import driver, launch, plan, tensor_maps
+from dmattn_ops.launching import driver, launch, plan, plans, tensor_maps
+from dmattn_ops.ops import schemas
 from tests.launch_stand_ins import SIGNATURE, Compiled, Driver, Kernel
 
 STREAM = 0x5EED0
@@ -318,7 +318,9 @@ def doubling(libcuda, monkeypatch):
 
     def planned(function, tensors):
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        return plans.planned(function, ops.Signature(names, tensors, (), ops.place_of_needs(names[tensors:]), (), None))
+        return plans.planned(
+            function, schemas.Signature(names, tensors, (), schemas.place_of_needs(names[tensors:]), (), None)
+        )
 
     return computed, planned(double_forward, 2), planned(double_backward, 7)
 

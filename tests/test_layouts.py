@@ -9,8 +9,9 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import dmattn_ops
-from dmattn_ops import dispatch, plans
 from dmattn_ops.call import Call
+from dmattn_ops.dispatch import run
+from dmattn_ops.launching import plans
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,7 +26,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     given_dtypes = (torch.int32, torch.int64, torch.float16)
 
     def watch(name: str) -> None:
-        launch = getattr(dispatch, name)
+        launch = getattr(run, name)
 
         def watched(*arguments):
             parts = list(arguments)
@@ -35,7 +36,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
             seen.extend(part for part in parts if isinstance(part, torch.Tensor) and part.dtype in given_dtypes)
             return launch(*arguments)
 
-        monkeypatch.setattr(dispatch, name, watched)
+        monkeypatch.setattr(run, name, watched)
 
     for name in ("forward", "backward", "pack_mask", "list_tiles"):
         watch(name)

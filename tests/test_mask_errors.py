@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from dmattn_ops import environment, flash_dmattn_func, masks, require
+from dmattn_ops import environment, flash_dmattn_func
 from dmattn_ops.bands import NO_BAND
-from dmattn_ops.masks import dynamic_mask, prepare_mask
+from dmattn_ops.checks import require
+from dmattn_ops.masks import prepare
+from dmattn_ops.masks.prepare import dynamic_mask, prepare_mask
 
 KEEP, IDS, EVERY = torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4, dtype=torch.int32), torch.zeros(1, 1, 4).int()
 FIT = "mask must have shape (B|1, H|Hkv|1, Sq|1, Sk) or (B|1, Sk), got (2, 3, 4)"
@@ -247,7 +249,7 @@ def test_a_mask_prepared_for_other_lengths_is_refused():
     prepared = prepare_mask(keep(1, 1, 20, 30))
     words = "mask must be prepared for query length 21 and key length 30, got 20 and 30"
     with pytest.raises(ValueError, match=f"^{words}$"):
-        masks.resolve(prepared, NO_BAND, 21, 30)
+        prepare.resolve(prepared, NO_BAND, 21, 30)
 
 
 @pytest.mark.parametrize("kind", ["bits", "segments", "intervals"])
@@ -267,7 +269,7 @@ def test_a_mask_prepared_on_another_device_is_refused_by_its_own_name(kind: str)
 def test_what_is_no_mask_is_refused():
     words = "mask must be a 4-D tensor or come from prepare_mask, got list"
     with pytest.raises(TypeError, match=f"^{words}$"):
-        masks.resolve([1], NO_BAND, 21, 30)  # type: ignore[arg-type]
+        prepare.resolve([1], NO_BAND, 21, 30)  # type: ignore[arg-type]
 
 
 PARTS = {

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmattn_ops
-from dmattn_ops import implementations
+from dmattn_ops.dispatch import operators
 
 
 def test_intervals_made_in_a_graph_are_no_memory_of_the_caller():
@@ -44,7 +44,7 @@ class Largest(TorchDispatchMode):
         opaque = function.namespace == "dmattn" and name in ("pack_intervals", "rank_ids", "spread_lists")
         if opaque:
             with self:
-                made = getattr(implementations, name)(*arguments, **(keywords or {}))
+                made = getattr(operators, name)(*arguments, **(keywords or {}))
         else:
             made = function(*arguments, **(keywords or {}))
         given, new = (
@@ -74,5 +74,5 @@ def test_preparing_intervals_beside_others_takes_little_more_than_their_bits():
 
 def test_the_band_of_all_pairs_takes_a_byte_of_each():
     with Largest() as largest:
-        dmattn_ops.layout.band_mask(-5, 5, 3000, 3000, None)
+        dmattn_ops.masks.layout.band_mask(-5, 5, 3000, 3000, None)
     assert largest.nbytes == 3000 * 3000

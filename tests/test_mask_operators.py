@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn_ops import TileMask, layout, prepare_mask
+from dmattn_ops import TileMask, prepare_mask
+from dmattn_ops.masks import layout
 from tests import graphs
 from tests.made_in_graphs import KINDS, dense, documents
 

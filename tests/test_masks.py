@@ -13,11 +13,13 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.utils import _pytree as pytree
 
-from dmattn_ops import bands, chunks, flash_dmattn_func, flash_dmattn_varlen_func, masks, native, reference
+from dmattn_ops import bands, flash_dmattn_func, flash_dmattn_varlen_func
 from dmattn_ops.bands import Band
-from dmattn_ops.masks import prepare_mask
-from dmattn_ops.problem import NO_MASK, UNBOUNDED, plain_options
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.call import NO_MASK, UNBOUNDED, plain_options
+from dmattn_ops.kernels import native, reference
+from dmattn_ops.masks import chunks, prepare
+from dmattn_ops.masks.prepare import prepare_mask
+from dmattn_ops.masks.tile_mask import TileMask
 from tests.mask_cases import EVERYTHING, NAMED, Case, check_list_tiles, check_pack_mask, draw, segments
 
 BANDS = (EVERYTHING, (-UNBOUNDED, 0), (-130, 10), (5, 3), (128, 255), (-1000, -400))
@@ -93,7 +95,7 @@ def test_visible_reads_lists_bits_segments_and_band(heads: int, seqlen_q: int, s
     device = torch.device("cpu")
     assert torch.equal(reference.visible(NO_MASK, options, 4, seqlen_q, seqlen_k, device), band[None, None])
     for keep in (mask, mask[:, :, :1]):
-        prepared, low, high = masks.resolve(keep, Band(-30, 60), seqlen_q, seqlen_k)
+        prepared, low, high = prepare.resolve(keep, Band(-30, 60), seqlen_q, seqlen_k)
         actual = reference.visible(prepared, options._replace(band_lo=low, band_hi=high), 4, seqlen_q, seqlen_k, device)
         expected = (keep & band).repeat_interleave(4 // heads, 1)
         assert torch.equal(actual.expand(2, 4, -1, -1), expected.expand(2, 4, -1, -1))
@@ -255,7 +257,7 @@ def test_prepare_mask_reads_nothing_on_the_host():
             assert prepared.to_dense().shape == (2, 1, 300, 300)
             assert prepared.density().shape == ()
             assert "TileMask(shape=(2, 1, 300, 300)" in repr(prepared)
-            masks.resolve(prepared, Band(-5, 5), 300, 300)
+            prepare.resolve(prepared, Band(-5, 5), 300, 300)
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 5, 5), (2, 1, 0, 5), (2, 1, 5, 0)])
@@ -287,7 +289,7 @@ def test_resolve_adds_the_conditions_of_a_call(conditions: dict, kind: str):
         conditions.get("causal_from", "bottom_right"),
         conditions.get("window_size", (None, None)),
     )
-    mask, low, high = masks.resolve(prepared, asked, seqlen_q, seqlen_k)
+    mask, low, high = prepare.resolve(prepared, asked, seqlen_q, seqlen_k)
     options = plain_options(1.0, low, high)
     actual = reference.visible(mask, options, 1, seqlen_q, seqlen_k, torch.device("cpu"))
     assert torch.equal(actual, prepared.to_dense() & band_of(conditions, seqlen_q, seqlen_k))
@@ -303,7 +305,7 @@ def test_resolve_keeps_a_prepared_mask_when_the_call_asks_for_the_same_or_for_le
         Band(-UNBOUNDED, 1, True),
         bands.band_of(True, "bottom_right", (None, None)),
     ):
-        mask, *band = masks.resolve(prepared, asked, 200, 300)
+        mask, *band = prepare.resolve(prepared, asked, 200, 300)
         assert mask.row_tiles is prepared.row_tiles
         assert tuple(band) == (-UNBOUNDED, 100)
 

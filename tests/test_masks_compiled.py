@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from dmattn_ops import flash_dmattn_func, flash_dmattn_varlen_func, masks
+from dmattn_ops import flash_dmattn_func, flash_dmattn_varlen_func
 from dmattn_ops.bands import band_of
-from dmattn_ops.masks import dynamic_mask, prepare_mask
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.masks import prepare
+from dmattn_ops.masks.prepare import dynamic_mask, prepare_mask
+from dmattn_ops.masks.tile_mask import TileMask
 
 
 def random_keep(*shape: int) -> Tensor:
@@ -42,7 +43,7 @@ def test_prepare_mask_compiles_without_breaks_and_without_recompiling_over_sizes
         seqlen = documents.shape[1]
         prepared = prepared_by(kind, mask, documents, seqlen)
         band = band_of(True, "bottom_right", (None, None))
-        resolved, *_ = masks.resolve(prepared, band, seqlen, seqlen)
+        resolved, *_ = prepare.resolve(prepared, band, seqlen, seqlen)
         return prepared, resolved.row_tiles[..., 1:3].sum()
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
@@ -63,7 +64,7 @@ def test_a_prepared_mask_is_an_argument_of_compiled_functions(rows: str):
     def function(mask: TileMask, query: Tensor) -> tuple[Tensor, Tensor]:
         seqlen = query.shape[1]
         band = band_of(True, "bottom_right", (None, None))
-        resolved, *_ = masks.resolve(mask, band, seqlen, seqlen)
+        resolved, *_ = prepare.resolve(mask, band, seqlen, seqlen)
         return resolved.row_tiles[..., 1:3].sum(), mask.density()
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)

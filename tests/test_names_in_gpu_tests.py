@@ -127,11 +127,11 @@ def test_every_name_of_this_repository_that_a_gpu_test_uses_exists(path: Path) -
     [
         "from dmattn_ops import no_such_function",
         "from dmattn_ops.kernels.hopper.dbias import launch as shared\nshared.no_such_function()",
-        "from dmattn_ops import dispatch\ndispatch.choose.no_such_function",
-        "from dmattn_ops import arch\nmonkeypatch.setattr(arch, 'no_such_function', None)",
-        "from dmattn_ops import arch, plans\nfor module in (arch, plans): monkeypatch.setattr(module, 'physical', None)",
+        "from dmattn_ops.dispatch import run as dispatch\ndispatch.choose.no_such_function",
+        "from dmattn_ops.choice import arch\nmonkeypatch.setattr(arch, 'no_such_function', None)",
+        "from dmattn_ops.choice import arch, config\nfor module in (arch, config): monkeypatch.setattr(module, 'physical', None)",
         "from tests.gpu.test_hopper_backward import no_such_function",
-        "monkeypatch.setattr('dmattn_ops.plans.no_such_name', {})",
+        "monkeypatch.setattr('dmattn_ops.launching.plans.no_such_name', {})",
         "monkeypatch.setattr(unknown, 'name', {})",
     ],
 )

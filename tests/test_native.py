@@ -31,8 +31,8 @@ from native_calls import (
 from torch import Tensor
 
 from dmattn_ops import call as calls
-from dmattn_ops import native
-from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, Varlen
+from dmattn_ops.call import NO_MASK, UNBOUNDED, Mask, Varlen
+from dmattn_ops.kernels import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"THE C++ KERNELS ARE NOT TESTED: {native.reason()}")
 

@@ -11,8 +11,9 @@ import torch
 from native_calls import Call, asked, band_keep, check, launch, per_head, philox_keep, plain, run_forward
 from torch import Tensor
 
-from dmattn_ops import meta, native
-from dmattn_ops.problem import UNBOUNDED, Mask
+from dmattn_ops import meta
+from dmattn_ops.call import UNBOUNDED, Mask
+from dmattn_ops.kernels import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"THE C++ KERNELS ARE NOT TESTED: {native.reason()}")
 

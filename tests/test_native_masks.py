@@ -10,8 +10,8 @@ import torch
 from native_calls import FREE, LENGTHS, band_keep, blocky, listed, packed
 from torch import Tensor
 
-from dmattn_ops import native
-from dmattn_ops.problem import UNBOUNDED
+from dmattn_ops.call import UNBOUNDED
+from dmattn_ops.kernels import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"THE C++ KERNELS ARE NOT TESTED: {native.reason()}")
 

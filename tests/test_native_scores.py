@@ -9,8 +9,8 @@ import pytest
 import torch
 from native_calls import Call, check, launch, plain, run_backward, run_forward
 
-from dmattn_ops import native
 from dmattn_ops.call import Saved
+from dmattn_ops.kernels import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"THE C++ KERNELS ARE NOT TESTED: {native.reason()}")
 

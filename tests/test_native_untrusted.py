@@ -13,7 +13,7 @@ import sys
 import pytest
 from untrusted_calls import GROUPS
 
-from dmattn_ops import native
+from dmattn_ops.kernels import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"THE C++ KERNELS ARE NOT TESTED: {native.reason()}")
 

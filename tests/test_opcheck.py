@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import dmattn_ops
-from dmattn_ops.problem import NO_MASK
+from dmattn_ops.call import NO_MASK
 from tests import call_inputs
 
 UTILITIES = (

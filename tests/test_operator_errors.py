@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 
-from dmattn_ops import ops, validation
-from dmattn_ops.problem import UNBOUNDED
+from dmattn_ops.call import UNBOUNDED
+from dmattn_ops.checks import validation
+from dmattn_ops.ops import schemas
 from tests.test_errors import DENSE, B, D, H, S, dense, tensor
 from tests.test_errors_packed import VARLEN, int32, packed
 
@@ -246,13 +247,13 @@ def test_tensors_whose_memory_was_given_back_are_refused():
 
 
 REQUIRED = [
-    (name, signature.names[place]) for name, signature in ops.SIGNATURES.items() for place in signature.required
+    (name, signature.names[place]) for name, signature in schemas.SIGNATURES.items() for place in signature.required
 ]
 
 
 @pytest.mark.parametrize(("name", "missing"), REQUIRED)
 def test_none_for_a_tensor_that_must_be_there_is_refused(name, missing):
-    signature = ops.SIGNATURES[name]
+    signature = schemas.SIGNATURES[name]
     given = {each for operator, each in REQUIRED if operator == name} | {"q_segments"}
     tensors = [
         torch.zeros(1, 9) if each in given - {missing} else None for each in signature.names[: signature.tensors]
@@ -261,9 +262,9 @@ def test_none_for_a_tensor_that_must_be_there_is_refused(name, missing):
         getattr(torch.ops.dmattn, name)(*tensors, *[9, 9][: len(signature.names) - len(tensors)])
 
 
-@pytest.mark.parametrize("name", ops.SCHEMAS)
+@pytest.mark.parametrize("name", schemas.SCHEMAS)
 def test_a_call_without_any_tensor_names_the_first_that_must_be_there(name):
-    signature = ops.SIGNATURES[name]
+    signature = schemas.SIGNATURES[name]
     first = signature.names[signature.required[0]]
     with pytest.raises(TypeError, match=f"^{first} must be a tensor, got None$"):
         getattr(torch.ops.dmattn, name)(

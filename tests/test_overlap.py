@@ -5,8 +5,8 @@ import re
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
+from dmattn_ops.choice.resources import Specialization
 from dmattn_ops.kernels.ragged import tiles_of
-from dmattn_ops.resources import Specialization
 from dmattn_ops.testing import configurations
 from dmattn_ops.testing.stand_in import compiled_launches
 

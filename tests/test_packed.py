@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import dmattn_ops
-from dmattn_ops import native
+from dmattn_ops.kernels import native
 
 
 def allocated(call: Callable[[], Any]) -> tuple[list[int], Any]:
@@ -48,8 +48,8 @@ def launched_for(kernel: str, direction: str, sm: int, lengths: list[int], bound
     """Return the grids of a packed call with `bound` as both bounds of lengths, and the sizes of what it allocates."""
     from triton.runtime.jit import JITFunction
 
-    from dmattn_ops import arch, config
-    from dmattn_ops.kernels.launching import launch
+    from dmattn_ops.choice import arch, config
+    from dmattn_ops.launching import launch
     from dmattn_ops.testing import configurations
     from dmattn_ops.testing.stand_in import target_of
 

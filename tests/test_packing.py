@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dmattn_ops.packing import (
+from dmattn_ops.call import UNBOUNDED
+from dmattn_ops.choice.epochs import (
     LEAST_EPOCH,
     Sizes,
     dense_cost,
@@ -15,7 +16,6 @@ from dmattn_ops.packing import (
     pays,
     refusals,
 )
-from dmattn_ops.problem import UNBOUNDED
 
 
 def causal(seqlen: int, at_most: int, heads: int = 32, packed_heads: int = 8, batch: int = 1) -> Sizes:

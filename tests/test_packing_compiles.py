@@ -8,11 +8,11 @@ triton = pytest.importorskip("triton")
 
 import torch  # noqa: E402
 
-from dmattn_ops.kernels.launching import launch as launching  # noqa: E402
-from dmattn_ops.kernels.packing import launch, rows, slots  # noqa: E402
-from dmattn_ops.kernels.tile_mask.ranks import RANKED_AT_ONCE  # noqa: E402
-from dmattn_ops.packing import epochs  # noqa: E402
-from dmattn_ops.problem import UNBOUNDED  # noqa: E402
+from dmattn_ops.call import UNBOUNDED  # noqa: E402
+from dmattn_ops.choice.epochs import epochs  # noqa: E402
+from dmattn_ops.kernels.epochs import launch, rows, slots  # noqa: E402
+from dmattn_ops.kernels.masks.ranks import RANKED_AT_ONCE  # noqa: E402
+from dmattn_ops.launching import launch as launching  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
 from dmattn_ops.testing.stand_in import compiled_launches  # noqa: E402
 from tests.spills import bytes_at_most  # noqa: E402

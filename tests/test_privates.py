@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 
 import dmattn_ops
-from dmattn_ops import autograd, privates, require
+from dmattn_ops.checks import require
+from dmattn_ops.ops import autograd, torch_privates
 
 SHORT_CUTS = (
     "torch._C._dispatch_keys",
@@ -84,8 +85,8 @@ def child(name):
         setattr(holder, attribute, taken)
     said = [str(warning.message) for warning in caught if "dmattn_ops" in str(warning.message)]
     errors = [words(lambda: call(dmattn_ops)) for call in (second, tangent, wrong)]
-    return {"results": results(dmattn_ops), "errors": errors, "said": said, "short": dmattn_ops.privates.has_short_cuts,
-            "needed": dmattn_ops.privates.has_needed}
+    return {"results": results(dmattn_ops), "errors": errors, "said": said, "short": dmattn_ops.ops.torch_privates.has_short_cuts,
+            "needed": dmattn_ops.ops.torch_privates.has_needed}
 
 for name in json.loads(sys.argv[1]):
     sys.stdout.flush()
@@ -138,12 +139,12 @@ def test_a_lost_name_that_derivatives_need_is_told_with_what_is_lost(without: di
 
 def test_without_the_level_of_forward_mode_every_tensor_is_looked_at(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(forward_ad, "_current_level")
-    assert privates.forward_level() == 0
+    assert torch_privates.forward_level() == 0
     monkeypatch.undo()
     query = torch.randn(1, 4, 2, 8, requires_grad=True)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(query, query)
-        monkeypatch.setattr(privates, "forward_level", lambda: 0)
+        monkeypatch.setattr(torch_privates, "forward_level", lambda: 0)
         with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
             dmattn_ops.flash_dmattn_func(dual, query, query)
     autograd.refuse_tangents((query, None, 1))  # outside of a level there are none

@@ -10,7 +10,7 @@ import torch
 from torch.nn import attention as registry
 
 import dmattn_ops
-from dmattn_ops import validation
+from dmattn_ops.checks import validation
 from dmattn_ops.compat import flash_attn
 
 ROOT = Path(__file__).parent.parent

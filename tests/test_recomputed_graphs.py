@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._functorch import config
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dmattn_ops import flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func, privates
+from dmattn_ops import flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func
+from dmattn_ops.ops import torch_privates
 
 PARTITIONED = "aot_eager_decomp_partition"
 
@@ -119,7 +120,7 @@ def test_a_budget_that_saves_nothing_is_refused():
 
 def test_a_torch_that_cannot_mark_nodes_refuses_every_budget(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(privates, "_cannot_save", True)
+    monkeypatch.setattr(torch_privates, "_cannot_save", True)
     check(torch.compile(dense, fullgraph=True, backend=PARTITIONED), *inputs())
     for setting in ("half", "aggressive"):
         torch._dynamo.reset()

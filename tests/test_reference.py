@@ -9,9 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn_ops import dynamic_mask, layout, meta, prepare_mask, reference
-from dmattn_ops.call import Call, Gradients, Result, Saved
-from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, Varlen, dropout_threshold, last_dropped, plain_options
+from dmattn_ops import dynamic_mask, meta, prepare_mask
+from dmattn_ops.call import (
+    NO_MASK,
+    UNBOUNDED,
+    Call,
+    Gradients,
+    Mask,
+    Result,
+    Saved,
+    Varlen,
+    dropout_threshold,
+    last_dropped,
+    plain_options,
+)
+from dmattn_ops.kernels import reference
+from dmattn_ops.masks import layout
 
 FAR = UNBOUNDED
 SCALE = 0.3

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 import dmattn_ops
-from dmattn_ops import ops, plans
-from dmattn_ops.kernels.launching import plan
-from dmattn_ops.problem import NO_MASK, UNBOUNDED
+from dmattn_ops.call import NO_MASK, UNBOUNDED
+from dmattn_ops.launching import plan, plans
+from dmattn_ops.ops import schemas
 
 B, S, H, HKV, D = 2, 384, 4, 2, 128
 ATTENTION = {"forward": ["forward_kernel"], "backward": ["prepare_kernel", "backward_kernel"]}
@@ -53,11 +53,11 @@ def call_again(launches, mask, grad_out, calls=4):
         key, value = (torch.empty(B, S, HKV, D, dtype=torch.bfloat16) for _ in range(2))
         others = (None, *mask[:-1], None, None, *numbers)
         before = len(launches)
-        (out, lse, lse_tail, _), _ = ops.implementations["forward"](query, key, value, *others, False)
+        (out, lse, lse_tail, _), _ = schemas.implementations["forward"](query, key, value, *others, False)
         last["forward"] = [launch.kernel for launch in launches[before:]]
         before = len(launches)
         saved = (query, key, value, out, lse, lse_tail)
-        ops.implementations["backward"](grad_out, None, *saved, *others, False, False)
+        schemas.implementations["backward"](grad_out, None, *saved, *others, False, False)
         last["backward"] = [launch.kernel for launch in launches[before:]]
     return last
 

@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton.experimental.gluon")
 import dmattn_ops
-from dmattn_ops import arguments, autograd, plans
-from dmattn_ops.kernels.launching import plan
+from dmattn_ops.api import arguments
+from dmattn_ops.launching import plan, plans
 from dmattn_ops.meta import fakes
+from dmattn_ops.ops import autograd
 
 B, S, H, D = 2, 256, 2, 64
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import arch, config, resources
-from dmattn_ops.call import Call
-from dmattn_ops.problem import NO_MASK, Mask, plain_options
-from dmattn_ops.resources import Specialization, Usage
+from dmattn_ops.call import NO_MASK, Call, Mask, plain_options
+from dmattn_ops.choice import arch, config, resources
+from dmattn_ops.choice.resources import Specialization, Usage
 
 OLDEST = "3.6.0"
 SHARED_MEMORY = {

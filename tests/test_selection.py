@@ -24,9 +24,10 @@ from selection_cases import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn_ops import native, values
-from dmattn_ops.selection import reference
-from dmattn_ops.selection.order import places, ranks
+from dmattn_ops.checks import values
+from dmattn_ops.kernels import native
+from dmattn_ops.kernels.selection import reference
+from dmattn_ops.kernels.selection.order import places, ranks
 
 needs_native = pytest.mark.skipif(not native.available(), reason=f"THE C++ KERNELS ARE NOT TESTED: {native.reason()}")
 LAUNCHERS = [

@@ -26,7 +26,7 @@ def test_heads_stay_together_over_meshes_of_any_size():
 def test_every_operator_has_a_rule_and_registering_twice_is_harmless():
     code = (
         "import json, torch, dmattn_ops.distributed as d; from torch.distributed.tensor import DTensor;"
-        "d.register_sharding_rules(); from dmattn_ops import ops;"
+        "d.register_sharding_rules(); from dmattn_ops.ops import schemas as ops;"
         "known = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs;"
         "print(json.dumps([name for name in ops.SCHEMAS if getattr(torch.ops.dmattn, name).default not in known]))"
     )
@@ -40,5 +40,5 @@ def test_importing_the_package_loads_no_dtensor():
         "print(json.dumps(sorted(set(sys.modules) - before)))"
     )
     loaded = printed("-c", code)
-    assert "dmattn_ops.sharded" in loaded
+    assert "dmattn_ops.checks.dtensors" in loaded
     assert not [name for name in loaded if name.startswith(("torch.distributed.tensor", "dmattn_ops.distributed"))]

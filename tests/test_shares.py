@@ -7,9 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from dmattn_ops import arch, config, resolve
-from dmattn_ops.call import Call
-from dmattn_ops.problem import NO_MASK, Mask, Varlen, plain_options
+from dmattn_ops.call import NO_MASK, Call, Mask, Varlen, plain_options
+from dmattn_ops.choice import arch, config, resolve
 
 SMS = 132
 

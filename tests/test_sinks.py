@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
+from dmattn_ops.kernels.reference import philox_keep
 from dmattn_ops.meta import lse_dtype
-from dmattn_ops.reference import philox_keep
 from tests import call_inputs
 
 attention = dmattn_ops.flash_dmattn_func
@@ -291,6 +291,6 @@ def test_dropout_depends_on_seed_and_position_alone(packed: bool):
 
 def test_seeds_of_one_call_differ_between_sequences_and_heads():
     query = torch.zeros(3, 8, 4, 16)
-    seeds = dmattn_ops.arguments.dropout_seed(query)
+    seeds = dmattn_ops.api.arguments.dropout_seed(query)
     assert seeds.shape == (3, 4) and seeds.dtype == torch.int64 and len(set(seeds.flatten().tolist())) == 12
-    assert dmattn_ops.arguments.dropout_seed(query[0], 5).shape == (5, 4)
+    assert dmattn_ops.api.arguments.dropout_seed(query[0], 5).shape == (5, 4)

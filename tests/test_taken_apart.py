@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import dmattn_ops
-from dmattn_ops import TileMask, dynamic_mask, flash_dmattn_func, prepare_mask, taken_apart
+from dmattn_ops import TileMask, dynamic_mask, flash_dmattn_func, prepare_mask
 from dmattn_ops.flex import to_block_mask
-from dmattn_ops.tile_mask import lengths_of
+from dmattn_ops.masks import taken_apart
+from dmattn_ops.masks.tile_mask import lengths_of
 from tests.test_tile_mask import BANDS, KINDS
 
 S = 200

@@ -20,11 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dmattn_ops
 from dmattn_ops import meta
-from dmattn_ops.call import Call
+from dmattn_ops.call import Call, Mask, plain_options
+from dmattn_ops.kernels.epochs import attention
+from dmattn_ops.kernels.epochs import launch as packing_launch
 from dmattn_ops.kernels.hopper.backward import launch as backward_launch
-from dmattn_ops.kernels.packing import attention
-from dmattn_ops.kernels.packing import launch as packing_launch
-from dmattn_ops.problem import Mask, plain_options
 from dmattn_ops.testing import check, draw, memory_check, races, soak
 from dmattn_ops.testing.check import _dense_results, _varlen_results
 from dmattn_ops.testing.combinations import COMBINATIONS, combinations
@@ -93,7 +92,7 @@ def test_a_process_that_takes_too_long_is_ended_with_what_it_started(tmp_path: P
 def test_the_sample_names_kernels_of_every_folder() -> None:
     kernels = memory_check.launchable()
     folders = {name.split(".")[0] for name in kernels}
-    assert folders == {"portable", "hopper", "packing", "selection", "tile_mask", "interval_lists", "ragged"}
+    assert folders == {"portable", "hopper", "epochs", "selection", "masks", "interval_lists", "ragged"}
     assert {"hopper.forward.kernel.forward_kernel", "portable.merge.merge_kernel"} <= kernels and len(kernels) >= 30
 
 

@@ -360,3 +360,15 @@ def test_heads_of_keys_beside_heads_of_queries_say_the_same_to_all_of_their_quer
         assert made.kind == "intervals" and torch.equal(made.to_dense(), expected)
     with pytest.raises(ValueError, match=r"from_ of hidden must have shape \(2 or 1, 3 or 1, 310\), got \(1, 2, 310\)"):
         prepare_mask(intervals=random_ends(BATCH, 3, SK), hidden=random_ends(1, 2, SK), seqlen_q=SQ)
+
+
+def test_files_of_older_versions_load() -> None:
+    """They name the class by the module that it was in."""
+    mask = prepare_mask(torch.ones(1, 1, 4, 4, dtype=torch.bool), is_causal=True)
+    written = io.BytesIO()
+    torch.save(mask, written, _use_new_zipfile_serialization=False)  # the pickle alone
+    old = written.getvalue().replace(b"cdmattn_ops.masks.tile_mask\nTileMask", b"cdmattn_ops.tile_mask\nTileMask")
+    assert old != written.getvalue()
+    for weights_only in (True, False):
+        loaded = torch.load(io.BytesIO(old), weights_only=weights_only)
+        assert torch.equal(loaded.to_dense(), mask.to_dense())

@@ -7,7 +7,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from dmattn_ops.kernels import interval_lists  # noqa: E402
-from dmattn_ops.kernels.tile_mask import lists, pack  # noqa: E402
+from dmattn_ops.kernels.masks import lists, pack  # noqa: E402
 from dmattn_ops.testing.compile_only import compile_only  # noqa: E402
 
 ARCHITECTURES = (80, 90, 120)

@@ -10,7 +10,7 @@ from tiny_models import assert_same, decoder, logits_and_gradients, t5, tokens, 
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 import dmattn_ops.integrations.transformers as integration  # noqa: E402
-from dmattn_ops.ops import SIGNATURES  # noqa: E402
+from dmattn_ops.ops.schemas import SIGNATURES  # noqa: E402
 
 B, S = 2, 19
 integration.register()

@@ -10,11 +10,11 @@ masking_utils = pytest.importorskip("transformers.masking_utils", reason="transf
 
 from types import SimpleNamespace  # noqa: E402
 
-from dmattn_ops import layout  # noqa: E402
 from dmattn_ops.bands import band_of  # noqa: E402
 from dmattn_ops.integrations import forward_mask  # noqa: E402
 from dmattn_ops.integrations.forward_mask import ForwardMask  # noqa: E402
 from dmattn_ops.integrations.transformers import attention_forward, make_mask  # noqa: E402
+from dmattn_ops.masks import layout  # noqa: E402
 
 B = 3
 CONFIG = SimpleNamespace(model_type="llama", attention_chunk_size=None)

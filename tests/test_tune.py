@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dmattn_ops import arch, config, dispatch, tune, tuning
-from dmattn_ops.problem import UNBOUNDED
-from dmattn_ops.tune import parse_shape
+from dmattn_ops.call import UNBOUNDED
+from dmattn_ops.choice import arch, config, tuning
+from dmattn_ops.dispatch import run as dispatch
+from dmattn_ops.tune import command
+from dmattn_ops.tune.command import parse_shape
 
 PLACE = "Some GPU"
 CPU = torch.device("cpu")
@@ -56,7 +58,7 @@ def measured_by(milliseconds):
 
 
 def prepared(text, direction="forward"):
-    return tune.prepare(direction, parse_shape(text), CPU, arch.KNOWN[86])
+    return command.prepare(direction, parse_shape(text), CPU, arch.KNOWN[86])
 
 
 def fits(task, part, values):
@@ -77,13 +79,13 @@ def test_words_name_a_shape():
             parse_shape(word)
 
 
-@pytest.mark.parametrize("direction", tune.DIRECTIONS)
+@pytest.mark.parametrize("direction", command.DIRECTIONS)
 def test_the_fastest_configuration_is_found_kernel_by_kernel(kernels, direction):
     task = prepared("B1 H2 S64 D64", direction)
     best = task.row.config
     for part in config.parts(task.row):
         best = part.put(best, next(values for values in part.values[::-1] if fits(task, part, values)))
-    result = tune.tune(
+    result = command.tune(
         task,
         candidates=0,
         measure=measured_by(lambda made: sum(part.of(made) != part.of(best) for part in config.parts(task.row)) + 1.0),
@@ -94,16 +96,16 @@ def test_the_fastest_configuration_is_found_kernel_by_kernel(kernels, direction)
 def test_few_candidates_are_tried_and_those_predicted_best(kernels):
     task = prepared("B1 H2 S64 D64")
     (part,) = config.parts(task.row)
-    result = tune.tune(task, candidates=3, measure=measured_by(lambda made: 1.0))
+    result = command.tune(task, candidates=3, measure=measured_by(lambda made: 1.0))
     assert len(result.trials) == 4 and result.trials[0].values == part.of(task.row.config)
     predictions = [trial.predicted for trial in result.trials[1:]]
-    every = tune.tune(task, candidates=0, measure=measured_by(lambda made: 1.0)).trials
+    every = command.tune(task, candidates=0, measure=measured_by(lambda made: 1.0)).trials
     assert predictions == sorted(trial.predicted for trial in every[1:])[:3]
 
 
 def test_gains_within_the_noise_change_nothing(kernels):
     task = prepared("B1 H2 S64 D64")
-    result = tune.tune(task, measure=measured_by(lambda made: 1.0 if made == task.row.config else 0.99))
+    result = command.tune(task, measure=measured_by(lambda made: 1.0 if made == task.row.config else 0.99))
     assert result.config == task.row.config and "the row's own stays" in str(result)
 
 
@@ -120,7 +122,7 @@ def test_a_configuration_that_fails_or_computes_something_else_never_wins(kernel
 
     kernels.breaks = breaks
     timed = []
-    result = tune.tune(task, measure=lambda functions: timed.append(len(functions)) or dict.fromkeys(functions, 1.0))
+    result = command.tune(task, measure=lambda functions: timed.append(len(functions)) or dict.fromkeys(functions, 1.0))
     assert result.config == task.row.config and timed == [1, 2]
     reasons = {trial.refused for trial in result.trials[1:]}
     assert reasons == {"RuntimeError: out of resources" if wrong == "raises" else "other results than the row's own"}
@@ -130,21 +132,21 @@ def test_a_configuration_that_fails_or_computes_something_else_never_wins(kernel
 def test_what_a_kernel_leaves_unwritten_is_found(kernels):
     task = prepared("B1 H2 S64 D64")
     kernels._write = lambda made, *outputs: made == task.row.config and [o.fill_(2.0) for o in outputs]
-    result = tune.tune(task, measure=measured_by(lambda made: 1.0))
+    result = command.tune(task, measure=measured_by(lambda made: 1.0))
     assert all(trial.refused for trial in result.trials[1:])
 
 
 def test_what_the_own_configuration_leaves_unwritten_too_is_no_difference(kernels):
     task = prepared("B1 H2 S64 D64")
     kernels._write = lambda made, *outputs: [o[:, :48].fill_(2.0) for o in outputs]  # as of packed keys
-    result = tune.tune(task, measure=measured_by(lambda made: 1.0))
+    result = command.tune(task, measure=measured_by(lambda made: 1.0))
     assert len(result.trials) > 1 and not any(trial.refused for trial in result.trials)
 
 
 def test_each_case_is_tuned_once_for_its_heaviest_shape_and_stored(kernels, capsys):
     shapes = [parse_shape(text) for text in ("B1 H2 S64 D64", "B1 H2 S96 D64", "B1 H2 S64 D64 masked")]
     clock = measured_by(lambda made: 1.0 / made.num_stages)
-    results = tune.tune_shapes(shapes, CPU, ["forward"], on=arch.KNOWN[86], candidates=0, measure=clock)
+    results = command.tune_shapes(shapes, CPU, ["forward"], on=arch.KNOWN[86], candidates=0, measure=clock)
     assert [(str(result.task.case), result.task.shape.seqlen_q) for result in results] == [
         ("forward portable D64 16 bits S0+ few tiles", 96),
         ("forward portable D64 16 bits S0+ few tiles masked", 64),
@@ -161,12 +163,12 @@ def test_each_case_is_tuned_once_for_its_heaviest_shape_and_stored(kernels, caps
 
 def test_a_dry_run_stores_nothing(kernels):
     clock = measured_by(lambda made: 1.0 / made.num_stages)
-    tune.tune_shapes([parse_shape("B1 H2 S64 D64")], CPU, on=arch.KNOWN[86], measure=clock, store=False)
+    command.tune_shapes([parse_shape("B1 H2 S64 D64")], CPU, on=arch.KNOWN[86], measure=clock, store=False)
     assert not tuning.path().exists()
 
 
 def test_plain_torch_operations_leave_nothing_to_tune(kernels, capsys):
-    assert tune.tune_shapes([parse_shape("B1 H2 S64 D64")], CPU) == []
+    assert command.tune_shapes([parse_shape("B1 H2 S64 D64")], CPU) == []
     assert "nothing to tune" in capsys.readouterr().out
 
 
@@ -174,8 +176,8 @@ def test_plain_torch_operations_leave_nothing_to_tune(kernels, capsys):
 def test_progress_is_one_line_and_only_on_a_terminal(terminal, monkeypatch, capsys):
     written = []
     stream = SimpleNamespace(isatty=lambda: terminal, write=written.append, flush=lambda: None)
-    monkeypatch.setattr(tune.sys, "stderr", stream)
-    progress = tune.Progress(2)
+    monkeypatch.setattr(command.sys, "stderr", stream)
+    progress = command.Progress(2)
     progress.show("first")
     progress.finish("found")
     progress.show("second")
@@ -187,7 +189,7 @@ def test_progress_is_one_line_and_only_on_a_terminal(terminal, monkeypatch, caps
 def test_the_command_says_what_is_wrong_with_its_arguments(capsys, monkeypatch, tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
-            tune.main([])
+            command.main([])
         assert "needs a GPU" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for arguments, message in (
@@ -196,5 +198,5 @@ def test_the_command_says_what_is_wrong_with_its_arguments(capsys, monkeypatch, 
         (["--direction", "sideways"], "invalid choice"),
     ):
         with pytest.raises(SystemExit):
-            tune.main(arguments)
+            command.main(arguments)
         assert message in capsys.readouterr().err

@@ -5,8 +5,11 @@ import json
 import pytest
 import torch
 
-from dmattn_ops import arch, dispatch, packing, tune, tune_epochs, tuning
-from dmattn_ops.tune import parse_shape
+from dmattn_ops.choice import arch, epochs, tuning
+from dmattn_ops.dispatch import run
+from dmattn_ops.tune import command
+from dmattn_ops.tune import epochs as tune_epochs
+from dmattn_ops.tune.command import parse_shape
 
 CPU, ON, PLACE = torch.device("cpu"), arch.KNOWN[90], "Some GPU"
 SHAPE = "B1 H16 Hkv2 S4096 D32 keep256"
@@ -33,11 +36,9 @@ def launches(tmp_path, monkeypatch):
     monkeypatch.setenv(tuning.FOLDER, str(tmp_path))
     monkeypatch.setattr(tuning, "place", lambda device, on: PLACE)
     made = Launches()
+    monkeypatch.setattr(run, "run_forward", lambda call, result, packed: made.write(packed, result.out, result.lse))
     monkeypatch.setattr(
-        dispatch, "run_forward", lambda call, result, packed: made.write(packed, result.out, result.lse)
-    )
-    monkeypatch.setattr(
-        dispatch, "run_backward", lambda call, saved, grads, packed: made.write(packed, grads.dq, grads.dk, grads.dv)
+        run, "run_backward", lambda call, saved, grads, packed: made.write(packed, grads.dq, grads.dk, grads.dv)
     )
     tuning.forget()
     yield made
@@ -63,10 +64,10 @@ def test_words_name_a_dynamic_mask():
         parse_shape("keepall")
 
 
-@pytest.mark.parametrize("direction", tune.DIRECTIONS)
+@pytest.mark.parametrize("direction", command.DIRECTIONS)
 def test_every_offered_length_is_tried_and_the_fastest_kept(launches, direction):
     task = prepared(direction)
-    assert task.own == 512 and packing.offered_epochs(task.sizes) == tuple(TIMES)
+    assert task.own == 512 and epochs.offered_epochs(task.sizes) == tuple(TIMES)
     result = tune_epochs.tune(task, clock(TIMES))
     assert result.length == 768 and set(launches.lengths) == set(TIMES)
     assert "3.0000 ms in epochs of 512 queries, now 2.0000 ms in epochs of 768 queries (6 tried)" in str(result)
@@ -104,9 +105,9 @@ def test_a_shape_that_the_rule_does_not_pack_may_be_packed(launches):
 
 
 def test_lengths_are_stored_once_for_each_case_and_used_by_dispatch(launches, monkeypatch, capsys):
-    monkeypatch.setattr(tune, "prepare", lambda *arguments: None)  # configurations: tests/test_tune.py
+    monkeypatch.setattr(command, "prepare", lambda *arguments: None)  # configurations: tests/test_tune.py
     shapes = [parse_shape(SHAPE), parse_shape("B1 H16 Hkv2 S5000 D32 keep256")]
-    tune.tune_shapes(shapes, CPU, on=ON, measure=clock(TIMES), table=True)
+    command.tune_shapes(shapes, CPU, on=ON, measure=clock(TIMES), table=True)
     stored = json.loads(tuning.path().read_text())["places"][PLACE]
     case = "epochs D32 16 bits S4096+ H2+ group 8 kept 256"
     assert {name: (entry["own"]["epoch"], entry["tuned"]["epoch"]) for name, entry in stored.items()} == {
@@ -127,14 +128,14 @@ def test_recorded_dynamic_masks_are_tuned_as_they_were(tmp_path, monkeypatch):
     dmattn_ops.flash_dmattn_func(query, key, key, dmattn_ops.dynamic_mask(torch.randn(2, 2, 300), 40, keep_last=9))
     [shape] = tuning.read_record(file)
     assert (shape.mask, shape.at_most, shape.mask_heads, shape.band_hi) == ("intervals", 49, 2, 0)
-    again = tuning.shape_of(tune.make_call(shape, CPU))
+    again = tuning.shape_of(command.make_call(shape, CPU))
     assert again == shape
 
 
 @pytest.mark.parametrize("seqlen_q", [100, 300, 400])
 def test_intervals_without_a_promise_are_tuned_with_documents(seqlen_q):
     shape = tuning.Shape(1, 4, 2, seqlen_q, 300, 16, 16, "float32", mask="intervals", mask_heads=2)
-    call = tune.make_call(shape, CPU)
+    call = command.make_call(shape, CPU)
     assert call.mask.kind == "intervals" and call.mask.at_most is None and call.mask.end.shape[1] == 2
     assert (call.mask.start < call.mask.end).all()
     assert tune_epochs.prepare("forward", shape, CPU, ON) is None

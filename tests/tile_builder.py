@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops import layout
-from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, WORD_BITS, Mask
+from dmattn_ops.call import HEADER, TILE, UNBOUNDED, WORD_BITS, Mask
+from dmattn_ops.masks import layout
 
 
 def pad_to_tiles(keep: Tensor) -> Tensor:

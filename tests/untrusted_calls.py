@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import call as calls
-from dmattn_ops import meta, native
-from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, Varlen, plain_options
+from dmattn_ops import meta
+from dmattn_ops.call import NO_MASK, UNBOUNDED, Mask, Varlen, plain_options
+from dmattn_ops.kernels import native
 
 BATCH, HEADS, KV_HEADS, SEQLEN_Q, SEQLEN_K, DIM = 2, 4, 2, 300, 260, 32
 LEAST, MOST = -(1 << 31), (1 << 31) - 1

@@ -1,4 +1,4 @@
-// Registers the CPU kernels in a namespace of their own; dmattn_ops/native.py is the only caller.
+// Registers the CPU kernels in a namespace of their own; dmattn_ops/kernels/native.py is the only caller.
 #include <torch/library.h>
 #include <torch/version.h>
 

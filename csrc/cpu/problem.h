@@ -18,7 +18,7 @@ namespace dmattn {
 
 using MaybeTensor = std::optional<at::Tensor>;
 
-constexpr int64_t kUnbounded = int64_t{1} << 30;  // a band limit that limits nothing, as in problem.py
+constexpr int64_t kUnbounded = int64_t{1} << 30;  // a band limit that limits nothing, as in call.py
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 4;
 
 inline int64_t ceil_div(int64_t size, int64_t divisor) { return (size + divisor - 1) / divisor; }

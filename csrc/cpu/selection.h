@@ -1,4 +1,4 @@
-// For which queries each key of a dynamic mask is visible (semantics: dmattn_ops/selection/__init__.py).
+// For which queries each key of a dynamic mask is visible (semantics: dmattn_ops/kernels/selection/__init__.py).
 #pragma once
 
 #include "problem.h"

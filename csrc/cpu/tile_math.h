@@ -8,7 +8,7 @@
 
 namespace dmattn {
 
-constexpr int64_t kTile = 128;     // queries and keys of a tile, as in problem.py
+constexpr int64_t kTile = 128;     // queries and keys of a tile, as in call.py
 constexpr int64_t kTileWords = 4;  // 32-bit words in one row of a tile's bits
 
 enum class Element { f64, f32, f16, bf16 };

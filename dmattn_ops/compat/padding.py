@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmattn_ops import require
+from dmattn_ops.checks import require
 
 
 def unpad_input(

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import arguments, layout, reference
+from dmattn_ops.api import arguments
 from dmattn_ops.bands import Band
-from dmattn_ops.problem import TILE
+from dmattn_ops.call import TILE
+from dmattn_ops.kernels import reference
+from dmattn_ops.masks import layout
 
 
 def with_dropout_seed(query: Tensor, batch: int | None, attend: Callable[[], Any]) -> tuple[Any, Tensor]:

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from dmattn_ops import environment
 from dmattn_ops.distributed.team import Group, Team, process_group
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.masks.tile_mask import TileMask
 
 MAX_SEEN = 4096  # fingerprints of one group
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until torch 2.12

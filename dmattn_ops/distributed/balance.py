@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops import layout as mask_layout
-from dmattn_ops import require
+from dmattn_ops.call import TILE
+from dmattn_ops.checks import require
 from dmattn_ops.distributed.team import Group, team_of
-from dmattn_ops.problem import TILE
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.masks import layout as mask_layout
+from dmattn_ops.masks.tile_mask import TileMask
 
 
 def balanced_layout(mask: TileMask, group: Group | None, *, chunks_per_rank: int = 4) -> tuple[int, ...]:

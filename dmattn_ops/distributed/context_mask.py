@@ -8,19 +8,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops import require, validation
+from dmattn_ops import symbolic
 from dmattn_ops.bands import CausalFrom, Window, visibility
+from dmattn_ops.checks import require, validation
 from dmattn_ops.distributed import agreement
 from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
 from dmattn_ops.distributed.pieces import Piece, Sight, Spans, sight_of, spans_of
 from dmattn_ops.distributed.sequence import Layout, Run, check_length, check_offsets, in_order, runs
 from dmattn_ops.distributed.team import Group, Team, all_ranks, team_of
 from dmattn_ops.distributed.ulysses import own_heads, to_heads
-from dmattn_ops.documents import id_pair
-from dmattn_ops.layout import is_one_run_each
-from dmattn_ops.layout import runs as runs_of_ids
-from dmattn_ops.masks import Documents, prepare_mask
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.masks.documents import id_pair
+from dmattn_ops.masks.layout import is_one_run_each
+from dmattn_ops.masks.layout import runs as runs_of_ids
+from dmattn_ops.masks.prepare import Documents, prepare_mask
+from dmattn_ops.masks.tile_mask import TileMask
 
 METHODS = ("all_gather", "ulysses", "ring")
 
@@ -180,7 +181,7 @@ def _check_sizes(
     """Refuse tensors that do not fit each other: a rank that computes no piece would not notice."""
     pair = () if documents is None else id_pair(documents)
     named = {"mask": mask} if isinstance(mask, Tensor) else {}
-    batch = require.wider(part.shape[0] for part in (*pair, *named.values())) if pair or named else 1
+    batch = symbolic.wider(part.shape[0] for part in (*pair, *named.values())) if pair or named else 1
     for ids, whole in zip(pair, (sight.seqlen_q, sight.seqlen_k), strict=False):
         require.sizes("documents", ids, (1, batch), (whole // team.size,))
     for part in named.values():

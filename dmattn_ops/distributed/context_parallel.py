@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmattn_ops import arguments, require, validation
+from dmattn_ops.api import arguments
 from dmattn_ops.bands import CausalFrom, Window, visibility
+from dmattn_ops.checks import require, validation
 from dmattn_ops.distributed import agreement, ulysses
 from dmattn_ops.distributed.all_gather import AllGather, Plan
 from dmattn_ops.distributed.context_bias import BiasPlan
@@ -29,8 +30,8 @@ from dmattn_ops.distributed.pieces import Numbers, Piece, Sight, Spans, Visible,
 from dmattn_ops.distributed.ring import Ring, RingPlan
 from dmattn_ops.distributed.sequence import GatheredRows, Layout, check_ids, check_length, check_offsets, in_order
 from dmattn_ops.distributed.team import Group, Team, same_on_all, share_a_host, team_of
-from dmattn_ops.documents import Documents
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.masks.documents import Documents
+from dmattn_ops.masks.tile_mask import TileMask
 
 GATHERED_BYTES = 4 << 30  # of keys and values on one rank, from which on `auto` lets them travel in a ring instead
 PIPELINED_BYTES = 16 << 20  # of keys and values that a rank receives, from which on they travel in groups of heads

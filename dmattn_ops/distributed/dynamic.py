@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import arguments, require, validation
+from dmattn_ops.api import arguments
 from dmattn_ops.bands import Band
+from dmattn_ops.call import UNBOUNDED, Mask
+from dmattn_ops.checks import require, validation
 from dmattn_ops.distributed import agreement
 from dmattn_ops.distributed.context_parallel import context_parallel_attention, plain
 from dmattn_ops.distributed.team import Group, Team, all_ranks, arrived, start_all_to_all, team_of
 from dmattn_ops.distributed.ulysses import to_heads, to_sequence
-from dmattn_ops.masks import dynamic_mask
-from dmattn_ops.problem import UNBOUNDED, Mask
-from dmattn_ops.tile_mask import from_intervals
+from dmattn_ops.masks.prepare import dynamic_mask
+from dmattn_ops.masks.tile_mask import from_intervals
 
 EXCHANGES = ("counts", "fixed")
 

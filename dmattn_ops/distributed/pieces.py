@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.bands import Band, CausalFrom, Window, band_of
+from dmattn_ops.call import MASK_TENSORS
 from dmattn_ops.distributed.key_exchange import Span
 from dmattn_ops.distributed.sequence import Layout, Run, runs
-from dmattn_ops.problem import MASK_TENSORS
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.masks.tile_mask import TileMask
 
 
 class Sight(NamedTuple):

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops import require, validation, values
+from dmattn_ops import symbolic
+from dmattn_ops.checks import require, validation, values
 from dmattn_ops.distributed import agreement
 from dmattn_ops.distributed.team import Group, Team, all_ranks, arrived, start_all_gather, start_all_to_all, team_of
-from dmattn_ops.documents import id_pair
+from dmattn_ops.masks.documents import id_pair
 
 Layout = str | tuple[int, ...]
 LAYOUTS = ("head_tail", "contiguous")
@@ -75,7 +76,7 @@ def check_ids(documents: Any, query: Tensor, key: Tensor, size: int) -> None:
     """Refuse ids of other positions than those that this rank holds of query and key."""
     for ids, part in zip(id_pair(documents), (query, key), strict=True):
         batch, length = query.shape[0], part.shape[1]
-        if size > 1 and require.certainly(ids.shape[1] == length * size):
+        if size > 1 and symbolic.certainly(ids.shape[1] == length * size):
             raise ValueError(
                 f"documents must be ids of the {length} positions that this rank holds, got {ids.shape[1]}: cut the ids of"
                 " the whole sequence with shard_sequence"

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from dmattn_ops import ops, require
-from dmattn_ops.problem import MASK_TENSORS
+from dmattn_ops import symbolic
+from dmattn_ops.call import MASK_TENSORS
+from dmattn_ops.ops import schemas
 
 BATCH, HEADS = 0, 1  # what is split: places in the pairs of Axes
 Axes = dict[str, tuple[int | None, int | None]]  # by the name of a tensor: its dimension of sequences and that of heads
@@ -49,7 +50,7 @@ _registered: set[str] = set()
 
 def register_sharding_rules() -> None:
     """Register the rules of all operators `torch.ops.dmattn.*` with DTensor; importing `dmattn_ops.distributed` does it."""
-    for name in ops.SCHEMAS:
+    for name in schemas.SCHEMAS:
         if name not in _registered:
             register_sharding(getattr(torch.ops.dmattn, name).default)(_rules_of(name))
             _registered.add(name)
@@ -76,7 +77,7 @@ class _Choice(NamedTuple):
 
 def _rules_of(name: str) -> Callable[..., list[Rule]]:
     """Return what `register_sharding` takes: a function from an operator's arguments to its rules."""
-    signature = ops.SIGNATURES[name]
+    signature = schemas.SIGNATURES[name]
     axes = _PACKED if name.startswith("varlen") else _DENSE
     outputs = [output.name for output in getattr(torch.ops.dmattn, name).default._schema.returns]
     numbers: list[Placement | None] = [None] * (len(signature.names) - signature.tensors)
@@ -104,7 +105,7 @@ def _choices(tensors: dict[str, Any], axes: Axes) -> list[_Choice]:
         split = {
             name: dim
             for name, dim in dims.items()
-            if dim is not None and tensors[name] is not None and not require.known_equal(tensors[name].shape[dim], 1)
+            if dim is not None and tensors[name] is not None and not symbolic.known_equal(tensors[name].shape[dim], 1)
         }
         if split:
             placements = {

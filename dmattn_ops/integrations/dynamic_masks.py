@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmattn_ops import environment, require, validation
+from dmattn_ops import environment
+from dmattn_ops.checks import require, validation
 from dmattn_ops.integrations.forward_mask import ForwardMask
+from dmattn_ops.masks.tile_mask import TileMask
 from dmattn_ops.nn import KeyScores
-from dmattn_ops.tile_mask import TileMask
 
 
 class DynamicMask(nn.Module):

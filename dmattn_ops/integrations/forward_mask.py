@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import layout, require
+from dmattn_ops import symbolic
 from dmattn_ops.bands import NO_BAND, Band, band_of
+from dmattn_ops.call import HEADER
 from dmattn_ops.integrations import packed
 from dmattn_ops.integrations.acts_as_tensor import ActsAsTensor
-from dmattn_ops.masks import dynamic_mask, prepare_mask
+from dmattn_ops.masks import layout
+from dmattn_ops.masks.prepare import dynamic_mask, prepare_mask
+from dmattn_ops.masks.tile_mask import Segments, TileMask, from_intervals, from_segments
 from dmattn_ops.meta import list_capacity, tile_records
 from dmattn_ops.nn import without_padding
-from dmattn_ops.problem import HEADER
-from dmattn_ops.tile_mask import Segments, TileMask, from_intervals, from_segments
 
 _LONGEST_LISTS = 1 << 24  # words that the lists of one forward may take, 64 MiB: 8 sequences of 128k
 Interval = tuple[Tensor, Tensor]  # of queries for each key: int32 [B|1, H|1, Sk], from and to
@@ -141,7 +142,7 @@ class ForwardMask(ActsAsTensor):
         if documents is None:
             return None if keep is None else (None, keep.to(torch.int32) - 1)
         last = self.offset + self.q_length
-        if not (require.certainly(self.offset >= 0) and require.certainly(last <= self.kv_length)):
+        if not (symbolic.certainly(self.offset >= 0) and symbolic.certainly(last <= self.kv_length)):
             return None
         of_queries = documents[:, self.offset : last].contiguous()
         if keep is None:
@@ -153,8 +154,8 @@ class ForwardMask(ActsAsTensor):
         limits = band_of(**self.keywords).limits(self.q_length, self.kv_length)
         rows, cols = tile_records(self.q_length), tile_records(self.kv_length)
         words = rows * (HEADER + list_capacity(cols, *limits)) + cols * (HEADER + list_capacity(rows, *limits))
-        batch = require.wider(part.shape[0] for part in (self.documents, self.padding) if part is not None)
-        return require.certainly(batch * words > _LONGEST_LISTS)
+        batch = symbolic.wider(part.shape[0] for part in (self.documents, self.padding) if part is not None)
+        return symbolic.certainly(batch * words > _LONGEST_LISTS)
 
     def intervals(self, device: torch.device) -> Interval:
         """Return the queries that each key is visible to, by everything but a `dense` mask."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dmattn_ops import environment, require
+from dmattn_ops import environment, symbolic
 from dmattn_ops.integrations.forward_mask import ForwardMask
 
 # model types whose own code computes with the mask: they get it as a tensor, bool or, where that code adds to it, additive
@@ -44,7 +44,7 @@ def check_others(others: dict[str, Any]) -> None:
 
 def check_length(mask: ForwardMask, kv_length: int) -> None:
     """Refuse keys that the model's own code has added to those that the mask was made for."""
-    if require.certainly(kv_length > mask.kv_length):
+    if symbolic.certainly(kv_length > mask.kv_length):
         raise ValueError(
             f"the model attends to {kv_length} keys, and its mask was made for {mask.kv_length}: add its config.model_type to"
             " dmattn_ops.integrations.transformers.TENSOR_MASKS, or to ADDITIVE_MASKS beside it"

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from dmattn_ops import layout, require
+from dmattn_ops import symbolic
+from dmattn_ops.masks import layout
 
 
 class Packing:
@@ -40,7 +41,7 @@ class Packing:
         is padding.
         """
         self.followed = True
-        if not require.certainly(q_length > 1) and not is_compiling():
+        if not symbolic.certainly(q_length > 1) and not is_compiling():
             return None
         ids = self._ids(batch, q_length, keep)
         if ids is None or (not is_compiling() and not bool(ids[:, -1].any())):

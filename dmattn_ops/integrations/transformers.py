@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dmattn_ops import api, require
+from dmattn_ops.api import functions
+from dmattn_ops.checks import require
 from dmattn_ops.integrations import forward_mask, hooks, own_masks, packed
 from dmattn_ops.integrations.acts_as_tensor import as_additive
 from dmattn_ops.integrations.dynamic_masks import DynamicMask, add_dynamic_masks
 from dmattn_ops.integrations.forward_mask import ForwardMask
 from dmattn_ops.integrations.own_masks import ADDITIVE_MASKS, TENSOR_MASKS
-from dmattn_ops.masks import prepare_mask
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.masks.prepare import prepare_mask
+from dmattn_ops.masks.tile_mask import TileMask
 
 __all__ = [
     "DynamicMask",
@@ -156,7 +157,7 @@ def attention_forward(
         mask = mask.prepared
     if bias is not None and bias.dtype not in (query.dtype, torch.float32):
         bias = bias.to(query.dtype)
-    return api.flash_dmattn_func(query, key, value, mask, bias, **options), None  # type: ignore[return-value]
+    return functions.flash_dmattn_func(query, key, value, mask, bias, **options), None  # type: ignore[return-value]
 
 
 def make_mask(
@@ -361,7 +362,7 @@ def _packed(
     longest_q, longest_k = (
         int(total) if length is None else int(length) for length, total in zip(lengths, mask.shape[2:], strict=True)
     )
-    out = api.flash_dmattn_varlen_func(
+    out = functions.flash_dmattn_varlen_func(
         query,
         key,
         value,

@@ -23,15 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops import problem
-from dmattn_ops.call import Call
-from dmattn_ops.kernels.launching.launch import computed, launch, workspace
-from dmattn_ops.kernels.tile_mask.launch import write_lists
-from dmattn_ops.kernels.tile_mask.lists import HULL
+from dmattn_ops.call import HEADER, TILE, Call, Mask
+from dmattn_ops.kernels.masks.launch import write_lists
+from dmattn_ops.kernels.masks.lists import HULL
+from dmattn_ops.launching.launch import computed, launch, workspace
 from dmattn_ops.meta import list_capacity, tile_records
-from dmattn_ops.problem import HEADER, Mask
 
-_TILE = tl.constexpr(problem.TILE)
+_TILE = tl.constexpr(TILE)
 _HULL = tl.constexpr(HULL)
 _TILES = 8  # of keys in a program
 _LONGEST_LISTS = 1 << 29  # words of both lists, 2 GiB: 128 heads of 180k queries and keys
@@ -86,7 +84,7 @@ def interval_lists(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen
     col_width = HEADER + list_capacity(rows, band_lo, band_hi)
     row_tiles = workspace(start, batch, heads, rows, row_width, dtype=torch.int32)
     col_tiles = workspace(start, batch, heads, cols, col_width, dtype=torch.int32)
-    col_count = triton.cdiv(seqlen_k, problem.TILE)
+    col_count = triton.cdiv(seqlen_k, TILE)
     tiles = batch * heads * col_count
     hulls = workspace(start, batch * heads, col_count, HULL, dtype=torch.int32)
     if tiles:

@@ -32,10 +32,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops.call import Call
-from dmattn_ops.kernels.launching.launch import launch, workspace
-from dmattn_ops.kernels.launching.overlap import follow_kernel_before
-from dmattn_ops.problem import TILE
+from dmattn_ops.call import TILE, Call
+from dmattn_ops.launching.launch import launch, workspace
+from dmattn_ops.launching.overlap import follow_kernel_before
 
 WORDS = 12  # of a record
 _WORDS = tl.constexpr(WORDS)

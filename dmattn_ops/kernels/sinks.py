@@ -1,4 +1,4 @@
-"""Learnable sinks in the kernels that compute the statistics of rows before a backward (`dmattn_ops.sinks` has the formulas)."""
+"""Learnable sinks in the kernels that compute the statistics of rows before a backward (formulas: `dispatch/sinks.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops.call import Gradients
-from dmattn_ops.recording import computed, workspace
+from dmattn_ops.launching.recording import computed, workspace
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)

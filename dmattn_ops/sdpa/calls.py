@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.bands import NO_BAND, Band, band_of
-from dmattn_ops.masks import prepare_mask
-from dmattn_ops.problem import MASK_TENSORS, NO_MASK, Mask
+from dmattn_ops.call import MASK_TENSORS, NO_MASK, Mask
+from dmattn_ops.masks.prepare import prepare_mask
 
 _GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of splitmix64, as int64
 Offsets = tuple[Tensor, Tensor, int, int] | None

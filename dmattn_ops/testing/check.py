@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
-from dmattn_ops import arguments, reference
-from dmattn_ops.testing.inputs import (
+from dmattn_ops.api import arguments
+from dmattn_ops.kernels import reference
+from dmattn_ops.testing.inputs import (  # fmt: skip
     Inputs,
     Part,
     folds_band,
@@ -24,7 +25,7 @@ from dmattn_ops.testing.inputs import (
     make_varlen_inputs,
     poisoned,
     unseen_keys,
-)  # fmt: skip
+)
 from dmattn_ops.testing.oracle import (
     SAMPLES,
     STATISTICS,

@@ -23,9 +23,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from dmattn_ops.arch import Arch
-from dmattn_ops.kernels.launching.launch import OPTIONS
-from dmattn_ops.resources import Usage
+from dmattn_ops.choice.arch import Arch
+from dmattn_ops.choice.resources import Usage
+from dmattn_ops.launching.launch import OPTIONS
 from dmattn_ops.testing.carried import stale_bounds
 from dmattn_ops.testing.machine_code import disassemble, opcodes
 from dmattn_ops.testing.stand_in import target_of

@@ -8,11 +8,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dmattn_ops import arch, choose, config, dispatch, meta, resolve, resources, validation
-from dmattn_ops.call import Call, Gradients, Result, Saved
-from dmattn_ops.choose import Demand
-from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Mask, Varlen, plain_options
-from dmattn_ops.resources import Specialization
+from dmattn_ops import meta
+from dmattn_ops.call import (
+    NO_MASK,
+    TILE,
+    UNBOUNDED,
+    Call,
+    Demand,
+    Gradients,
+    Mask,
+    Result,
+    Saved,
+    Varlen,
+    plain_options,
+)
+from dmattn_ops.checks import validation
+from dmattn_ops.choice import arch, choose, config, resolve, resources
+from dmattn_ops.choice.resources import Specialization
+from dmattn_ops.dispatch import run
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 KERNELS = ("portable", "hopper", "hopper256")
@@ -102,7 +115,7 @@ class Unit(NamedTuple):
     @property
     def launcher(self) -> ModuleType:
         """The module that launches the row."""
-        return dispatch.launcher(self.direction, self.row.kernel)
+        return run.launcher(self.direction, self.row.kernel)
 
 
 def reachable(rows: tuple[config.Row, ...], sm: int) -> list[config.Row]:
@@ -145,7 +158,7 @@ def units(sms: tuple[int, ...], kernels: tuple[str, ...]) -> dict[str, dict[str,
 def _specializations(direction: str, row: config.Row, width: int) -> tuple[Specialization, ...]:
     """Return what a row is compiled for."""
     if row.kernel != "portable":
-        refusals = dispatch.launcher(direction, row.kernel).refusals
+        refusals = run.launcher(direction, row.kernel).refusals
         every = dict.fromkeys(resources.canonical(row.kernel, direction, each) for each in HOPPER)
         return tuple(each for each in every if not refusals(make_call(each, width, row.dim_v)))
     if row.itemsize == 4:

@@ -208,7 +208,7 @@ class _Normal:
 
 
 def poisoned(problem: Problem, inputs: Inputs) -> Inputs:
-    """Write what `problem.poison` says, in place, into everything that is hidden; return the inputs.
+    """Write what `call.poison` says, in place, into everything that is hidden; return the inputs.
 
     That are keys that no query of their batch entry and head group sees with their values, queries that see no key with what
     arrives for their results, and elements of the bias that nobody sees.

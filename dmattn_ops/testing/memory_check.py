@@ -36,11 +36,14 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
-from dmattn_ops import dispatch, environment, packing, plans
+from dmattn_ops import environment
+from dmattn_ops.choice import epochs
+from dmattn_ops.dispatch import run as dispatch
+from dmattn_ops.launching import plans
 from dmattn_ops.testing import races
 
 TOOLS = ("memcheck", "synccheck", "racecheck", "initcheck")
-KERNELS = Path(dispatch.__file__).parent / "kernels"
+KERNELS = Path(dispatch.__file__).parents[1] / "kernels"
 SEQLEN, HEADS, KV_HEADS = 300, 4, 2
 # Beyond the print limit, a second line says how many were not printed: these are among those of the first.
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
@@ -57,13 +60,13 @@ FILLED = (
     ("dmattn_ops.meta", "forward_outputs"),
     ("dmattn_ops.meta", "backward_outputs"),
     ("dmattn_ops.meta", "qkvpacked_backward_outputs"),
-    ("dmattn_ops.kernels.packing.attention", "workspace"),  # gradients of packed keys
+    ("dmattn_ops.kernels.epochs.attention", "workspace"),  # gradients of packed keys
     ("dmattn_ops.kernels.hopper.backward.shares", "workspace"),  # dk and dv of each share
 )
 # Rows, biases and sums of dS by slot. Of blocks of slots without keys nobody writes them: the D 256 backward loads such a bias and
 # uses nothing of it, and torch adds up such sums over heads, of which nobody reads what comes of it.
 OF_SLOTS = (
-    ("dmattn_ops.kernels.packing.launch", "workspace"),
+    ("dmattn_ops.kernels.epochs.launch", "workspace"),
     ("dmattn_ops.kernels.hopper.backward.launch", "room_for_key_sums"),
     ("dmattn_ops.kernels.hopper.backward_256.launch", "room_for_key_sums"),
 )
@@ -75,7 +78,7 @@ def launchable() -> set[str]:
     """Return all kernels that the launchers name, as `module.function` below the package of the kernels."""
     found = set()
     for path in KERNELS.rglob("*.py"):
-        own = ".".join([dispatch.__package__ or "", *path.relative_to(KERNELS.parent).with_suffix("").parts])
+        own = ".".join(["dmattn_ops", *path.relative_to(KERNELS.parent).with_suffix("").parts])
         tree = ast.parse(path.read_text())
         origin = {node.name: own for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         for node in ast.walk(tree):
@@ -191,7 +194,7 @@ def _packed_keys(device: str, dim: int, at_most: int) -> None:
         mask = replace(mask, at_most=at_most)
     bias = scores[:, :, None].clone().requires_grad_()
     unseen = OF_SLOTS if device != "cpu" else ()
-    with patch.multiple(packing, pays=lambda sizes: True, LEAST_EPOCH=256), filled(unseen):
+    with patch.multiple(epochs, pays=lambda sizes: True, LEAST_EPOCH=256), filled(unseen):
         _step(_inputs(device, torch.bfloat16, dim, 900, 900), mask, is_causal=True, bias=bias)
 
 

@@ -14,8 +14,8 @@ from triton.backends.driver import DriverBase
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from dmattn_ops import arch
-from dmattn_ops.kernels.launching import launch
+from dmattn_ops.choice import arch
+from dmattn_ops.launching import launch
 
 
 class Launch(NamedTuple):

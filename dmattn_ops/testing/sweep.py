@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import triton
 
-from dmattn_ops import arch, resources
-from dmattn_ops.resources import Usage
+from dmattn_ops.choice import arch, resources
+from dmattn_ops.choice.resources import Usage
 from dmattn_ops.testing.configurations import ARCHITECTURES, KERNELS, Unit, launch, units
 
-PACKAGE = Path(resources.__file__).parent
-_KERNELS = "dmattn_ops.kernels."
+PACKAGE = Path(resources.__file__).parents[1]
+_KERNELS = ("dmattn_ops.kernels.", "dmattn_ops.launching.")
 Todo = dict[str, dict[str, Unit]]  # by entry and line of a table
 _OF_LISTS = ("list_tiles_kernel", "rank_kernel")  # what lists the tiles of a mask for a call is not part of its row
 Rows = dict[str, dict[str, Any]]  # by entry: a digest of the source, and a line for each specialization

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dmattn_ops import dispatch, plans
+from dmattn_ops.dispatch import run
+from dmattn_ops.launching import plans
 
 KEPT = 1 << 30  # bytes that a test process may keep for its next test: other processes use the same GPU
 
@@ -25,12 +26,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that launches were given to, in order; plans of other tests are forgotten."""
     plans.forget()
     names: list[str] = []
-    choose = dispatch.choose.choose
+    choose = run.choose.choose
 
     def noted(*arguments):
         choice = choose(*arguments)
         names.append(choice.row.kernel)
         return choice
 
-    monkeypatch.setattr(dispatch.choose, "choose", noted)
+    monkeypatch.setattr(run.choose, "choose", noted)
     return names

@@ -13,11 +13,11 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
-from dmattn_ops import config, reference, resolve  # noqa: E402
-from dmattn_ops.call import Call, Gradients, Result, Saved  # noqa: E402
+from dmattn_ops.call import NO_MASK, Call, Gradients, Result, Saved, dropout_scale, plain_options  # noqa: E402  # noqa: E402
+from dmattn_ops.choice import config, resolve  # noqa: E402
+from dmattn_ops.kernels import reference  # noqa: E402
 from dmattn_ops.kernels.hopper.backward import launch as hopper_backward  # noqa: E402
 from dmattn_ops.kernels.hopper.forward import launch as hopper_forward  # noqa: E402
-from dmattn_ops.problem import NO_MASK, dropout_scale, plain_options  # noqa: E402
 from dmattn_ops.testing import check  # noqa: E402
 from dmattn_ops.testing.problem import Problem  # noqa: E402
 

@@ -13,11 +13,10 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
-from dmattn_ops import dispatch  # noqa: E402
-from dmattn_ops.call import Call, Gradients, Result, Saved  # noqa: E402
+from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Gradients, Mask, Result, Saved, plain_options  # noqa: E402  # noqa: E402
+from dmattn_ops.dispatch import run as dispatch  # noqa: E402
 from dmattn_ops.kernels.hopper.backward import launch as hopper_backward  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256 import launch as hopper_backward_256  # noqa: E402
-from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, plain_options  # noqa: E402
 from tests.tile_builder import build_tiles, on_gpu  # noqa: E402
 
 # One of each kind: a part or two, in queries or values or both, and each of the rows that dispatch has for them

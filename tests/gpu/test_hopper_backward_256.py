@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn_ops import config
-from dmattn_ops.call import Call, Gradients, Saved
-from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, plain_options
+from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Gradients, Mask, Saved, plain_options
+from dmattn_ops.choice import config
 from tests.tile_builder import build_segment_tiles, build_tiles, on_gpu
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -12,9 +12,8 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
-from dmattn_ops.call import Call, Gradients, Saved  # noqa: E402
+from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Gradients, Saved, plain_options  # noqa: E402  # noqa: E402
 from dmattn_ops.kernels.hopper.backward import launch as hopper_backward  # noqa: E402
-from dmattn_ops.problem import NO_MASK, UNBOUNDED, plain_options  # noqa: E402
 from tests.gpu.test_hopper_backward import BANDS, LENGTHS, check, configuration, draw  # noqa: E402
 
 FULL, CAUSAL, WINDOW = (-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0), (-300, 200)

@@ -11,7 +11,8 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
-from dmattn_ops import config, flash_dmattn_func  # noqa: E402
+from dmattn_ops import flash_dmattn_func  # noqa: E402
+from dmattn_ops.choice import config  # noqa: E402
 from dmattn_ops.kernels.hopper.dbias import launch as shared_bias  # noqa: E402
 from dmattn_ops.testing import check  # noqa: E402
 from dmattn_ops.testing.problem import Problem  # noqa: E402
@@ -176,7 +177,7 @@ def test_a_larger_call_agrees_with_the_portable_kernel_and_repeats_bit_for_bit(
         assert torch.equal(gradient(), first)
     assert written and not recomputed
     monkeypatch.setattr(shared_bias, "refusals", lambda call: ["for this test"])
-    monkeypatch.setattr("dmattn_ops.plans._plans", {})
+    monkeypatch.setattr("dmattn_ops.launching.plans._plans", {})
     written.clear()
     portable = gradient()
     assert recomputed and not written

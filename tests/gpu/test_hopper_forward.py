@@ -12,10 +12,9 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
-from dmattn_ops import config, resolve  # noqa: E402
-from dmattn_ops.call import Call, Result  # noqa: E402
+from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Mask, Result, plain_options  # noqa: E402  # noqa: E402
+from dmattn_ops.choice import config, resolve  # noqa: E402
 from dmattn_ops.kernels.hopper.forward import launch as hopper_forward  # noqa: E402
-from dmattn_ops.problem import NO_MASK, UNBOUNDED, Mask, plain_options  # noqa: E402
 from tests.tile_builder import build_lists, build_tiles, on_gpu, tile_states  # noqa: E402
 
 DIMS = [64, 128, 256]

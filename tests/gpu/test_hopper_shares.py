@@ -12,7 +12,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
 import dmattn_ops  # noqa: E402
-from dmattn_ops import plans, resolve  # noqa: E402
+from dmattn_ops.choice import resolve  # noqa: E402
+from dmattn_ops.launching import plans  # noqa: E402
 from dmattn_ops.testing import check  # noqa: E402
 from dmattn_ops.testing.problem import Problem  # noqa: E402
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
-from dmattn_ops import dispatch
-from dmattn_ops.call import Call, Gradients, Result, Saved
-from dmattn_ops.problem import plain_options
+from dmattn_ops.call import Call, Gradients, Result, Saved, plain_options
+from dmattn_ops.dispatch import run
 from dmattn_ops.testing import Problem, check
 from dmattn_ops.testing.inputs import make_inputs
 from dmattn_ops.testing.oracle import EPS, relative_error
@@ -137,7 +136,7 @@ def test_gradients_of_parts_of_the_keys_add_up_with_the_statistics_of_all(dim: i
     bias = torch.randn(1, 2, 1, 384, device="cuda") * 1e5 if with_bias else None  # rows that need the pair
     call = Call(query, key, value, bias, mask.mask, None, None, None, plain_options(dim**-0.5))
     saved = Saved(torch.empty_like(query), *(torch.empty(1, 2, 384, device="cuda") for _ in range(2)))
-    dispatch.forward(call, Result(*saved, None))
+    run.forward(call, Result(*saved, None))
     whole = backward(call, saved, grad_out)
     parts = []
     for part in (slice(0, 256), slice(256, 384)):
@@ -156,5 +155,5 @@ def backward(call: Call, saved: Saved, grad_out: Tensor) -> list[Tensor]:
     """Return dq, dk and dv, which held NaN before."""
     found = [torch.full_like(each, float("nan")) for each in (call.query, call.key, call.value)]
     dbias = None if call.bias is None else torch.full_like(call.bias, float("nan"))
-    dispatch.backward(call, saved, Gradients(grad_out, None, *found, dbias))
+    run.backward(call, saved, Gradients(grad_out, None, *found, dbias))
     return found

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
-from dmattn_ops import dispatch, packing, plans
+from dmattn_ops.choice import epochs
+from dmattn_ops.dispatch import run
+from dmattn_ops.launching import plans
 from dmattn_ops.testing.oracle import EPS, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -18,19 +20,19 @@ PARTS = ("out", "lse", "dq", "dk", "dv", "dbias")
 
 
 @pytest.fixture(autouse=True)
-def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[packing.Packing]:
+def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[epochs.Packing]:
     """Keys are packed although there are few; return how, by call that was computed in full. No plans of other tests."""
     plans.forget()
-    monkeypatch.setattr(packing, "pays", lambda sizes: True)
-    monkeypatch.setattr(packing, "LEAST_EPOCH", 256)
-    found, plain = [], dispatch.packing_of
+    monkeypatch.setattr(epochs, "pays", lambda sizes: True)
+    monkeypatch.setattr(epochs, "LEAST_EPOCH", 256)
+    found, plain = [], run.packing_of
 
     def noted(*given, **named):
         made, reasons = plain(*given, **named)
         found.extend([] if made is None else [made])
         return made, reasons
 
-    monkeypatch.setattr(dispatch, "packing_of", noted)
+    monkeypatch.setattr(run, "packing_of", noted)
     yield found
     plans.forget()
 
@@ -144,7 +146,7 @@ def test_passes_give_what_one_gives_in_less_memory(packed_calls, monkeypatch: py
     _, of_whole = peak()
     assert packed_calls[-1].heads_per_pass == 8
     plans.forget()
-    monkeypatch.setattr(packing, "heads_per_pass", lambda *sizes: 1)
+    monkeypatch.setattr(epochs, "heads_per_pass", lambda *sizes: 1)
     several = [peak() for _ in range(3)]
     assert packed_calls[-1].heads_per_pass == 1
     for found, _ in several:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import plans
+from dmattn_ops.launching import plans
 
 pytestmark = pytest.mark.gpu
 SHAPE = (2, 300, 4, 64)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dmattn_ops import arch, config
 from dmattn_ops.call import Call, Gradients, Result, Saved
-from dmattn_ops.config import PortableBackward, PortableForward
+from dmattn_ops.choice import arch, config
+from dmattn_ops.choice.config import PortableBackward, PortableForward
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from dmattn_ops.call import NO_MASK, plain_options  # noqa: E402
 from dmattn_ops.kernels.portable import backward as portable_backward  # noqa: E402
 from dmattn_ops.kernels.portable import forward as portable_forward  # noqa: E402
-from dmattn_ops.problem import NO_MASK, plain_options  # noqa: E402
 from tests.interpreter.cases import NASTY, PORTABLE_ROWS, of_row, random_problem, row_id  # noqa: E402
 from tests.interpreter.problems import Problem, build, check, run  # noqa: E402
 

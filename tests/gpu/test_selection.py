@@ -10,8 +10,8 @@ import torch
 from selection_cases import DTYPES, SHAPES_OF_SCORES, Case, draw, draw_documents, draw_scores
 from torch import Tensor
 
-from dmattn_ops import native
-from dmattn_ops.selection import reference
+from dmattn_ops.kernels import native
+from dmattn_ops.kernels.selection import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dmattn_ops import layout, meta
-from dmattn_ops.problem import UNBOUNDED, Mask
+from dmattn_ops import meta
+from dmattn_ops.call import UNBOUNDED, Mask
+from dmattn_ops.masks import layout
 from tests.mask_cases import EVERYTHING, NAMED, Case, check_list_tiles, check_pack_mask, definition, draw, segments
 
 pytestmark = [
@@ -17,7 +18,7 @@ BANDS = (EVERYTHING, (-UNBOUNDED, 0), (-130, 10), (5, 3), (-1000, -400))
 
 
 def launchers():
-    from dmattn_ops.kernels.tile_mask import launch as tile_mask
+    from dmattn_ops.kernels.masks import launch as tile_mask
 
     return tile_mask
 

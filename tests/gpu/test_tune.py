@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops import packing, tune, tune_epochs, tuning
+from dmattn_ops.choice import epochs, tuning
 from dmattn_ops.testing import Problem, check
+from dmattn_ops.tune import command
+from dmattn_ops.tune import epochs as tune_epochs
 
 pytestmark = pytest.mark.gpu
 
@@ -16,12 +18,12 @@ def test_a_tuned_configuration_is_used_and_agrees_with_the_oracle(variant, dtype
     monkeypatch.setenv(tuning.FOLDER, str(tmp_path))
     tuning.forget()
     device = torch.device("cuda", torch.cuda.current_device())
-    shape = tune.parse_shape(f"B2 H4 S256 D64 {dtype} {'varlen' if variant == 'varlen' else ''}")
+    shape = command.parse_shape(f"B2 H4 S256 D64 {dtype} {'varlen' if variant == 'varlen' else ''}")
 
     def last_is_fastest(functions):
         return {key: 10.0 - place for place, key in enumerate(functions)}
 
-    results = tune.tune_shapes([shape], device, candidates=2, measure=last_is_fastest)
+    results = command.tune_shapes([shape], device, candidates=2, measure=last_is_fastest)
     assert [result.task.direction for result in results] == ["forward", "backward"]
     assert all(not trial.refused for result in results for trial in result.trials)
     if variant == "dense":
@@ -37,7 +39,7 @@ def test_a_tuned_configuration_is_used_and_agrees_with_the_oracle(variant, dtype
 
 def test_a_short_tuning_run_with_the_real_clock(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(tuning.FOLDER, str(tmp_path))
-    assert tune.main(["--shape", "B1 H4 S512 D64 causal", "--direction", "forward", "--candidates", "1"]) == 0
+    assert command.main(["--shape", "B1 H4 S512 D64 causal", "--direction", "forward", "--candidates", "1"]) == 0
     out = capsys.readouterr().out
     assert "rank correlation" in out and str(tmp_path) in out
     assert len(tuning.entries()) == 1
@@ -48,9 +50,9 @@ def test_tuned_lengths_of_epochs_are_used_and_named(tmp_path, monkeypatch, capsy
     monkeypatch.setenv(tuning.FOLDER, str(tmp_path))
     tuning.forget()
     device = torch.device("cuda", torch.cuda.current_device())
-    shape = tune.parse_shape("B1 H8 Hkv2 S8192 D64 keep512")
+    shape = command.parse_shape("B1 H8 Hkv2 S8192 D64 keep512")
     task = tune_epochs.prepare("forward", shape, device)
-    others = [length for length in packing.offered_epochs(task.sizes) if length not in (0, task.own)]
+    others = [length for length in epochs.offered_epochs(task.sizes) if length not in (0, task.own)]
     result = tune_epochs.tune(task, lambda functions: {length: 1.0 + (length != others[-1]) for length in functions})
     assert result.refused == {} and result.length == others[-1]
     tuning.merge(tuning.place(device, task.on), {task.case: result.entry("2026-11-22")})
@@ -60,6 +62,6 @@ def test_tuned_lengths_of_epochs_are_used_and_named(tmp_path, monkeypatch, capsy
     query, key = query.bfloat16(), key.bfloat16()
     shown = dmattn_ops.explain(query, key, key, dmattn_ops.dynamic_mask(scores, 512)).forward.packing
     assert shown.packing.epochs.length == others[-1] and "tuned: " in str(shown)
-    assert tune.main(["--shape", "B1 H8 Hkv2 S8192 D64 keep512", "--candidates", "1"]) == 0  # with the real clock
+    assert command.main(["--shape", "B1 H8 Hkv2 S8192 D64 keep512", "--candidates", "1"]) == 0  # with the real clock
     assert "epochs D64 16 bits S8192+ H2+ group 4 kept 512" in capsys.readouterr().out
     tuning.forget()

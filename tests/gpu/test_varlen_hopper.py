@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
-from dmattn_ops import dispatch, plans
-from dmattn_ops.call import Call, Gradients, Result, Saved
+from dmattn_ops.call import NO_MASK, Call, Gradients, Mask, Result, Saved, Varlen, plain_options
+from dmattn_ops.dispatch import run
 from dmattn_ops.kernels.hopper.backward import launch as hopper_backward
 from dmattn_ops.kernels.hopper.forward import launch as hopper_forward
-from dmattn_ops.problem import NO_MASK, Mask, Varlen, plain_options
+from dmattn_ops.launching import plans
 from dmattn_ops.testing import Problem, check
 from dmattn_ops.testing.oracle import relative_error
 from tests.packed_cases import Packed, draw_packed, offsets_of
@@ -117,10 +117,10 @@ def spoiled(call: Call, grad_out: Tensor) -> dict[str, Tensor]:
     out = query.new_full((*query.shape[:-1], call.value.shape[-1]), math.nan)
     lse = torch.full((query.shape[1], query.shape[0]), math.nan, device="cuda")
     tail = torch.full_like(lse, math.nan)
-    dispatch.forward(call, Result(out, lse, tail, None))
+    run.forward(call, Result(out, lse, tail, None))
     grads = [torch.full_like(each, math.nan) for each in (query, call.key, call.value)]
     dbias = None if call.bias is None else torch.full_like(call.bias, math.nan)
-    dispatch.backward(call, Saved(out, lse, tail), Gradients(grad_out, None, *grads, dbias))
+    run.backward(call, Saved(out, lse, tail), Gradients(grad_out, None, *grads, dbias))
     return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
@@ -240,15 +240,15 @@ def test_lengths_that_change_between_calls_of_the_same_totals_are_read_anew() ->
 def test_what_the_kernels_cannot_serve_is_refused_in_words(taken) -> None:
     problem = Packed((20, 16), (900, 1000))
     call = call_of(problem, 64)
-    choice = dispatch.offered("forward", call)
+    choice = run.offered("forward", call)
     assert choice.row.kernel == "portable"
     assert any("sequences of at most 20 queries leave most of" in each.reason for each in choice.passed_over)
-    choice = dispatch.offered("forward", call_of(UNEVEN["a thousand short"], 64))
+    choice = run.offered("forward", call_of(UNEVEN["a thousand short"], 64))
     assert choice.row.kernel == "portable"
     assert any("1000 sequences of 2750 queries in all leave most" in each.reason for each in choice.passed_over)
     of_keys = torch.zeros(1, 1, 1900, dtype=torch.int32, device="cuda")
     capped = call_of(problem, 256)._replace(mask=Mask(k_segments=of_keys))
-    choice = dispatch.offered("backward", capped._replace(options=capped.options._replace(softcap=3.0)))
+    choice = run.offered("backward", capped._replace(options=capped.options._replace(softcap=3.0)))
     assert choice.row.kernel == "portable"
     assert any(
         "takes no softcap with a bias, or with a mask of packed keys" in each.reason for each in choice.passed_over

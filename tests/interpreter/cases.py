@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from dmattn_ops import config
-from dmattn_ops.problem import UNBOUNDED
+from dmattn_ops.call import UNBOUNDED
+from dmattn_ops.choice import config
 from tests.interpreter.problems import Problem
 
 # Forward and backward of the same architecture, head dimension, element size and tier.

@@ -7,12 +7,23 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dmattn_ops import resolve
-from dmattn_ops.call import Call, Gradients, Result, Saved
-from dmattn_ops.config import PortableBackward, PortableForward
+from dmattn_ops.call import (
+    NO_MASK,
+    TILE,
+    UNBOUNDED,
+    Call,
+    Gradients,
+    Mask,
+    Options,
+    Result,
+    Saved,
+    Varlen,
+    plain_options,
+)
+from dmattn_ops.choice import resolve
+from dmattn_ops.choice.config import PortableBackward, PortableForward
 from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
-from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Mask, Options, Varlen, plain_options
 from tests.interpreter import oracle
 from tests.interpreter.hidden import band, hide_unseen, visible_pairs
 from tests.tile_builder import build_lists, build_segment_tiles, build_tiles, tile_states

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dmattn_ops.config import Row
+from dmattn_ops.choice.config import Row
 from tests.interpreter.cases import PORTABLE_ROWS, of_row, row_id
 from tests.interpreter.problems import check
 

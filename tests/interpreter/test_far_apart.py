@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dmattn_ops.call import Call, Gradients, Result, Saved
+from dmattn_ops.call import UNBOUNDED, Call, Gradients, Result, Saved
 from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
-from dmattn_ops.problem import UNBOUNDED
 from tests.far_apart import PLACES, SHAPE, far_apart
 from tests.interpreter import oracle
 from tests.interpreter.problems import BACKWARD, FORWARD, Problem, build, expected

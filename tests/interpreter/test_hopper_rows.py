@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dmattn_ops.call import TILE
 from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
-from dmattn_ops.problem import TILE
 
 LOWEST = torch.finfo(torch.float32).min
 LSES = (0.0, 3.5, -17.0, 4000.0, 5000.0, -1e6, 1e9, -1e29, LOWEST, -LOWEST, -math.inf)

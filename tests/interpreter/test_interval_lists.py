@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn_ops import layout
+from dmattn_ops.call import UNBOUNDED, Mask
 from dmattn_ops.kernels.interval_lists import interval_lists, laid_out_alike
+from dmattn_ops.masks import layout
 from dmattn_ops.meta import list_tiles_outputs
-from dmattn_ops.problem import UNBOUNDED, Mask
 from tests.interpreter.problems import Problem, draw_intervals, intervals_keep
 from tests.mask_cases import check_lists, read_lists
 from tests.tile_builder import tile_states

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Result, Saved
-from dmattn_ops.config import PortableForward
+from dmattn_ops.call import NO_MASK, Call, Gradients, Options, Result, Saved, plain_options
+from dmattn_ops.choice.config import PortableForward
 from dmattn_ops.kernels import interval_lists
 from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
-from dmattn_ops.problem import NO_MASK, Options, plain_options
 from tests import large_rows
 from tests.interpreter import oracle
 from tests.interpreter.problems import BACKWARD, FORWARD, Case, Problem, build, expected, run

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn_ops import dispatch, environment
-from dmattn_ops.call import Call, Gradients, Result, Saved
-from dmattn_ops.kernels.launching import launch
-from dmattn_ops.kernels.packing import attention
-from dmattn_ops.kernels.packing import launch as launch_packing
+from dmattn_ops import environment
+from dmattn_ops.call import UNBOUNDED, Call, Gradients, Mask, Result, Saved, plain_options
+from dmattn_ops.choice.epochs import Packing, epochs
+from dmattn_ops.dispatch import run as dispatch
+from dmattn_ops.kernels.epochs import attention
+from dmattn_ops.kernels.epochs import launch as launch_packing
 from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
-from dmattn_ops.packing import Packing, epochs
-from dmattn_ops.problem import UNBOUNDED, Mask, plain_options
-from dmattn_ops.recording import workspace
+from dmattn_ops.launching import launch
+from dmattn_ops.launching.recording import workspace
 from tests.interpreter import oracle
 from tests.interpreter.problems import BACKWARD, FORWARD
 from tests.packing_cases import Case, lifetimes, visible_pairs
@@ -273,7 +273,7 @@ def test_a_packed_backward_tells_one_line_with_the_lengths_of_the_call(monkeypat
     monkeypatch.setattr(environment, "tell", lines.append)
     monkeypatch.setattr(dispatch, "packing_of", lambda *given: (packing, []))
     launcher, silent = dispatch._launcher, SimpleNamespace(backward=lambda *given: None)
-    monkeypatch.setattr(dispatch, "_launcher", lambda module: launcher(module) if "packing" in module else silent)
+    monkeypatch.setattr(dispatch, "_launcher", lambda module: launcher(module) if "epochs" in module else silent)
     dispatch.backward(call, saved, grads)
     (line,) = lines
     assert "SeqQ=300, SeqK=300, Batch=1, Choice=CPU_" in line

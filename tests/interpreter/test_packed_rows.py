@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn_ops.kernels.packing import launch
-from dmattn_ops.kernels.packing.launch import Slots
-from dmattn_ops.packing import epochs
-from dmattn_ops.problem import TILE, UNBOUNDED
+from dmattn_ops.call import TILE, UNBOUNDED
+from dmattn_ops.choice.epochs import epochs
+from dmattn_ops.kernels.epochs import launch
+from dmattn_ops.kernels.epochs.launch import Slots
 from tests.packing_cases import (
     Case,
     lifetimes,

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dmattn_ops import config
-from dmattn_ops.call import Call, Gradients, Result, Saved
-from dmattn_ops.config import PortableBackward, PortableForward
+from dmattn_ops.call import NO_MASK, Call, Gradients, Result, Saved, Varlen, plain_options
+from dmattn_ops.choice import config
+from dmattn_ops.choice.config import PortableBackward, PortableForward
 from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
-from dmattn_ops.problem import NO_MASK, Varlen, plain_options
 from tests.interpreter import oracle
 from tests.interpreter.cases import NASTY, random_problem
 from tests.interpreter.problems import BACKWARD, FORWARD, Problem, build, check, run

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn_ops.call import Call
+from dmattn_ops.call import TILE, Call
 from dmattn_ops.kernels import ragged
 from dmattn_ops.kernels.ragged import capacity, tiles_of
-from dmattn_ops.problem import TILE
 from tests.packed_cases import Packed, draw_packed
 
 pytestmark = pytest.mark.usefixtures("strict_memory")

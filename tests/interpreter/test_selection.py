@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
+from dmattn_ops.kernels.selection import reference
 from dmattn_ops.kernels.selection.launch import lifetimes, lifetimes_in_chunks
-from dmattn_ops.selection import reference
 from tests.interpreter.conftest import StrictMemory
 from tests.selection_cases import (
     SHAPES_OF_SCORES,

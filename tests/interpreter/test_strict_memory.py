@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
-from dmattn_ops.recording import workspace
+from dmattn_ops.launching.recording import workspace
 
 pytestmark = pytest.mark.usefixtures("strict_memory")
 

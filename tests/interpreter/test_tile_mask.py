@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dmattn_ops.kernels.tile_mask.launch import list_tiles, pack_mask
+from dmattn_ops.kernels.masks.launch import list_tiles, pack_mask
 from tests.mask_cases import EVERYTHING, NAMED, Case, check_list_tiles, check_pack_mask, draw, segments
 
 BANDS = (EVERYTHING, (-130, 10), (5, 3), (-1000, -400))

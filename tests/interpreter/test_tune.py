@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dmattn_ops import arch, tune
+from dmattn_ops.choice import arch
+from dmattn_ops.tune import command
 
 
-@pytest.mark.parametrize("direction", tune.DIRECTIONS)
+@pytest.mark.parametrize("direction", command.DIRECTIONS)
 @pytest.mark.parametrize(
     "shape", ["H2 Hkv1 S80 D32 float16 causal", "S70 D16 float16 masked", "B2 S40 D16 float16 varlen"]
 )
 def test_candidates_agree_and_the_fastest_is_taken(direction: str, shape: str) -> None:
-    task = tune.prepare(direction, tune.parse_shape(shape), torch.device("cpu"), arch.KNOWN[86])
+    task = command.prepare(direction, command.parse_shape(shape), torch.device("cpu"), arch.KNOWN[86])
     assert task is not None and task.row.kernel == "portable"
-    result = tune.tune(task, 2, measure=lambda functions: {key: 10.0 - i for i, key in enumerate(functions)})
+    result = command.tune(task, 2, measure=lambda functions: {key: 10.0 - i for i, key in enumerate(functions)})
     assert [trial.refused for trial in result.trials] == [""] * len(result.trials)
     assert result.config != task.row.config and result.ms < result.own_ms

@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from dmattn_ops import api, biases, require, validation
+from dmattn_ops import biases
+from dmattn_ops.api import functions
 from dmattn_ops.bands import Window, band_of
+from dmattn_ops.checks import require, validation
 from dmattn_ops.compat import weights
 
 WindowSize = tuple[int, int]
@@ -75,7 +77,7 @@ def flash_attn_func(
             bias = biases.alibi_of_distances(alibi_slopes, q.shape[1], k.shape[1])
 
     def attend() -> Any:
-        return api.flash_dmattn_func(q, k, v, bias=bias, **options, return_lse=True)
+        return functions.flash_dmattn_func(q, k, v, bias=bias, **options, return_lse=True)
 
     if not return_attn_probs:
         return attend()[0]
@@ -142,7 +144,7 @@ def flash_attn_qkvpacked_func(
         )
         return flash_attn_func(query, key, value, dropout_p, *rest)
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
-    return api.flash_dmattn_qkvpacked_func(qkv, **options)
+    return functions.flash_dmattn_qkvpacked_func(qkv, **options)
 
 
 def _one_by_one(
@@ -219,7 +221,7 @@ def flash_attn_varlen_func(
     offsets, bounds = (cu_seqlens_q, cu_seqlens_k), (lengths[0], lengths[1])
 
     def attend() -> Any:
-        return api.flash_dmattn_varlen_func(q, k, v, *offsets, *bounds, bias=bias, **options, return_lse=True)
+        return functions.flash_dmattn_varlen_func(q, k, v, *offsets, *bounds, bias=bias, **options, return_lse=True)
 
     if not return_attn_probs:
         return attend()[0]

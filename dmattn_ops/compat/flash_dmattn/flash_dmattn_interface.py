@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import api, require, validation
+from dmattn_ops.api import functions
 from dmattn_ops.bands import band_of
+from dmattn_ops.call import TILE
+from dmattn_ops.checks import require, validation
 from dmattn_ops.compat import weights
-from dmattn_ops.problem import TILE
 
 
 def flash_dmattn_func(
@@ -51,7 +52,7 @@ def flash_dmattn_func(
     softcap = 0.0 if softcap is None else softcap
     mask = None if attn_mask is None else kept(fitting("attn_mask", attn_mask, seqlen_k))
     bias = None if attn_bias is None else fitting("attn_bias", attn_bias, seqlen_k)
-    out, lse = api.flash_dmattn_func(
+    out, lse = functions.flash_dmattn_func(
         query,
         key,
         value,
@@ -98,7 +99,7 @@ def flash_dmattn_varlen_func(
         raise NotImplementedError("block_table is not supported: keys and values must not be paged")
     softmax_scale = _either(softmax_scale, scale)
     softcap = 0.0 if softcap is None else softcap
-    out, lse = api.flash_dmattn_varlen_func(
+    out, lse = functions.flash_dmattn_varlen_func(
         query,
         key,
         value,

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops import arch
-from dmattn_ops.call import Call, bias_kind, hides_packed_keys
+from dmattn_ops.call import NO_MASK, TILE, UNBOUNDED, Call, Mask, Options, bias_kind, dropout_scale, hides_packed_keys
+from dmattn_ops.choice import arch
 from dmattn_ops.kernels.interval_lists import listed as listed
 from dmattn_ops.kernels.interval_lists import too_long as too_long
-from dmattn_ops.kernels.launching.launch import computed, workspace
 from dmattn_ops.kernels.portable import arguments as portable
-from dmattn_ops.problem import NO_MASK, TILE, UNBOUNDED, Mask, Options, dropout_scale
+from dmattn_ops.launching.launch import computed, workspace
 
 LOG2E = 1.4426950408889634
 MAX_DIM = 256

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.launching.tensor_maps import RAGGED_ROWS as _RAGGED_ROWS
 from dmattn_ops.kernels.ragged import TILES as _TILES
+from dmattn_ops.launching.tensor_maps import RAGGED_ROWS as _RAGGED_ROWS
 
 RAGGED_ROWS = gl.constexpr(_RAGGED_ROWS)
 TILES = gl.constexpr(_TILES)

@@ -7,8 +7,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops.call import Call, bias_kind, in_natural_units
-from dmattn_ops.problem import TILE, UNBOUNDED, Mask, Options, dropout_scale, float32_precision, last_dropped
+from dmattn_ops.call import (
+    TILE,
+    UNBOUNDED,
+    Call,
+    Mask,
+    Options,
+    bias_kind,
+    dropout_scale,
+    float32_precision,
+    in_natural_units,
+    last_dropped,
+)
 
 # Tensors of rows `[B, S, heads, D]`. Loads need to know of their addresses only whether they are ALIGNED, so their strides
 # are not specialized: one compiled kernel serves all strides and storage offsets.

@@ -12,22 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Saved, bias_kind, is_whole, rows_are_aligned
-from dmattn_ops.config import PortableBackward
+from dmattn_ops.call import Call, Gradients, Mask, Saved, bias_kind, is_whole, rows_are_aligned
+from dmattn_ops.choice.config import PortableBackward
 from dmattn_ops.kernels.interval_lists import listed
-from dmattn_ops.kernels.launching.launch import computed, launch, workspace
-from dmattn_ops.kernels.portable.arguments import (
-    Extent,
-    blocks_and_programs,
-    extent,
-    list_arguments,
-    row_strides,
-)
+from dmattn_ops.kernels.portable.arguments import Extent, blocks_and_programs, extent, list_arguments, row_strides
 from dmattn_ops.kernels.portable.dbias import broadcast_dbias, reduce_key_sums
 from dmattn_ops.kernels.portable.keys import keys_kernel
 from dmattn_ops.kernels.portable.queries import queries_kernel
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
-from dmattn_ops.problem import Mask
+from dmattn_ops.launching.launch import computed, launch, workspace
 
 TAKES_SINKS = True
 

@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops import problem
-from dmattn_ops.call import Call, Gradients, Saved, is_pairwise, rows_are_aligned
-from dmattn_ops.config import PortableBackward
+from dmattn_ops.call import TILE as _TILE
+from dmattn_ops.call import Call, Gradients, Mask, Saved, is_pairwise, rows_are_aligned
+from dmattn_ops.choice.config import PortableBackward
 from dmattn_ops.kernels.interval_lists import listed
-from dmattn_ops.kernels.launching.launch import computed, launch
 from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
     UNSPECIALIZED,
@@ -34,7 +33,7 @@ from dmattn_ops.kernels.portable.queries import load_queries, step_gradient
 from dmattn_ops.kernels.portable.scores import Bias, Factors
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
 from dmattn_ops.kernels.portable.visibility import MaskArrays, mask_of_head
-from dmattn_ops.problem import Mask
+from dmattn_ops.launching.launch import computed, launch
 
 ENTRIES = 128  # list entries that one iteration marks
 
@@ -253,7 +252,7 @@ def broadcast_dbias(
     if programs == 0:
         return
     lists = list_arguments(mask.row_tiles, mask.row_bits, size.heads)
-    states = None if mask.row_tiles is None else mark_tiles(mask.row_tiles, ceil_div(size.seqlen_k, problem.TILE))
+    states = None if mask.row_tiles is None else mark_tiles(mask.row_tiles, ceil_div(size.seqlen_k, _TILE))
     wanted = dbias_kernel.arg_names
     given = {name: value for name, value in (arguments | lists).items() if name in wanted}
     launch(

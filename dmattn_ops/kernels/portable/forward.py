@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops import arch
 from dmattn_ops.call import Call, Result, rows_are_aligned
-from dmattn_ops.config import PortableForward
+from dmattn_ops.choice import arch
+from dmattn_ops.choice.config import PortableForward
 from dmattn_ops.kernels.interval_lists import listed
-from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
     UNSPECIALIZED,
@@ -67,6 +66,7 @@ from dmattn_ops.kernels.portable.visibility import (
     visibility,
 )
 from dmattn_ops.kernels.sinks import share_of_keys
+from dmattn_ops.launching.launch import computed, launch, workspace
 
 TAKES_SINKS = True
 SPLIT_STEPS = 4  # dividing the keys into shares of fewer steps costs more for merging than it saves

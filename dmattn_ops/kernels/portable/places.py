@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dmattn_ops import problem
+from dmattn_ops.call import HEADER as _HEADER
+from dmattn_ops.call import TILE as _TILE
 
-TILE = tl.constexpr(problem.TILE)
-HEADER = tl.constexpr(problem.HEADER)
+TILE = tl.constexpr(_TILE)
+HEADER = tl.constexpr(_HEADER)
 SEARCHED = tl.constexpr(128)  # offsets of sequences that a step of a search reads at once
 
 

@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops.call import Call, Gradients, Saved, in_natural_units, rows_are_aligned
-from dmattn_ops.kernels.launching.launch import launch, workspace
 from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
     UNSPECIALIZED,
@@ -24,6 +23,7 @@ from dmattn_ops.kernels.portable.places import head_offset, head_rows
 from dmattn_ops.kernels.portable.primitives import Rows, load_rows
 from dmattn_ops.kernels.portable.scores import log_terms
 from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
+from dmattn_ops.launching.launch import launch, workspace
 
 STATISTICS_ROWS = 32
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dmattn_ops import problem
+from dmattn_ops.call import WORD_BITS as _WORD_BITS
 from dmattn_ops.kernels.portable.places import head_offset
 
-WORD_BITS = tl.constexpr(problem.WORD_BITS)
+WORD_BITS = tl.constexpr(_WORD_BITS)
 
 
 class MaskArrays(NamedTuple):

@@ -1,4 +1,4 @@
-"""Launch the kernels that find for how long each key of a dynamic mask is visible (definition: `dmattn_ops.selection`).
+"""Launch the kernels that find for how long each key of a dynamic mask is visible (definition: `dmattn_ops.kernels.selection`).
 
 Let T be the worst of the best `keep` keys of a document up to a position: it only gets better, and the keys that leave
 the best between two positions are those between their two T. So the row is cut twice, into chunks and into spans of 128:
@@ -19,12 +19,12 @@ import torch
 import triton
 from torch import Tensor
 
-from dmattn_ops.kernels.launching.launch import computed, launch, workspace
 from dmattn_ops.kernels.selection.alive import sort_alive
 from dmattn_ops.kernels.selection.deaths import write_deaths
 from dmattn_ops.kernels.selection.documents import find_changes, write_bounds
 from dmattn_ops.kernels.selection.keys import sort_runs
-from dmattn_ops.selection.order import ranks
+from dmattn_ops.kernels.selection.order import ranks
+from dmattn_ops.launching.launch import computed, launch, workspace
 
 FINE = 128
 # Chunks of positions by the longest row that they serve: chunks are sorted whole, and their begins search all before them.
@@ -47,7 +47,7 @@ def lifetimes(
     start: Tensor,
     end: Tensor,
 ) -> None:
-    """Write the queries `[start, end)` that see each key `[B, Hm, S]` (definition: `dmattn_ops.selection`)."""
+    """Write the queries `[start, end)` that see each key `[B, Hm, S]` (definition: `dmattn_ops.kernels.selection`)."""
     if start.shape[2] > LONGEST_ROW:
         raise NotImplementedError(f"the kernels of dynamic masks take at most {LONGEST_ROW} keys, got {start.shape[2]}")
     chunk = next((chunk for longest, chunk in CHUNKS if start.shape[2] <= longest), LONGEST_CHUNK)

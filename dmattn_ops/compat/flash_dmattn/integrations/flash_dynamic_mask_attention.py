@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmattn_ops import api, require
+from dmattn_ops.api import functions
+from dmattn_ops.checks import require
 from dmattn_ops.compat.flash_dmattn.flash_dmattn_interface import fitting, kept
 from dmattn_ops.compat.flash_dmattn.utils.mask import create_mask
-from dmattn_ops.masks import prepare_mask
-from dmattn_ops.tile_mask import TileMask
+from dmattn_ops.masks.prepare import prepare_mask
+from dmattn_ops.masks.tile_mask import TileMask
 
 
 def flash_dynamic_mask_attention_forward(
@@ -69,7 +70,7 @@ def flash_dynamic_mask_attention_forward(
     }
     if attention_mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         packed_q, packed_k, packed_v = (part.flatten(0, 1) for part in (query, key, value))
-        out = api.flash_dmattn_varlen_func(
+        out = functions.flash_dmattn_varlen_func(
             packed_q,
             packed_k,
             packed_v,
@@ -97,7 +98,7 @@ def flash_dynamic_mask_attention_forward(
         allowed = None if attention_mask is None else attention_mask != 0
         keep = create_mask(bias, allowed, query.shape[0], seqlen_q, seqlen_k, best, torch.finfo(bias.dtype).min)
     mask: Tensor | TileMask | None = keep if documents is None else prepare_mask(keep, documents=documents)
-    out = api.flash_dmattn_func(query, key, value, mask, bias, **options)
+    out = functions.flash_dmattn_func(query, key, value, mask, bias, **options)
     return out, None  # type: ignore[return-value]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops import require, validation
+from dmattn_ops.checks import require, validation
 
 
 def dynamic_mask(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops import require
+from dmattn_ops.checks import require
 from dmattn_ops.compat.padding import pad_input, unpad_data, unpad_input
 
 __all__ = ["get_unpad_data", "index_first_axis", "pad_input", "unpad_input", "upad_input"]

@@ -13,12 +13,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.call import TILE as _TILE
 from dmattn_ops.kernels.hopper.backward.work import announce, receive
 from dmattn_ops.kernels.hopper.columns import send_rows, stage_rows
 from dmattn_ops.kernels.hopper.gluon_compat import tma
 from dmattn_ops.kernels.hopper.ragged import load_tile
 from dmattn_ops.kernels.ragged import WORDS as _WORDS
-from dmattn_ops.problem import TILE as _TILE
 
 TILE = gl.constexpr(_TILE)
 WORDS = gl.constexpr(_WORDS)

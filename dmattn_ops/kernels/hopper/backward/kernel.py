@@ -32,12 +32,7 @@ from dmattn_ops.kernels.hopper.backward.walk import (
 from dmattn_ops.kernels.hopper.backward.work import RECEIVERS, receive, record_of, split_place
 from dmattn_ops.kernels.hopper.columns import allocate_rows, buffer_at, no_sums, pair, slice_rows
 from dmattn_ops.kernels.hopper.dropout import Dropout, dropout_of_batch, dropout_of_head
-from dmattn_ops.kernels.hopper.gluon_compat import (
-    fence_async_shared,
-    follow_kernel_before,
-    mbarrier,
-    reinterpret,
-)
+from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, follow_kernel_before, mbarrier, reinterpret
 from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
     KEY_BIAS,

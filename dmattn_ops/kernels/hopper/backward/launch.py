@@ -5,9 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops import arch
-from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole, mappable
-from dmattn_ops.config import HopperBackward
+from dmattn_ops.call import (
+    HEADER,
+    TILE,
+    UNBOUNDED,
+    Call,
+    Gradients,
+    Options,
+    Saved,
+    bias_kind,
+    dropout_scale,
+    in_natural_units,
+    is_whole,
+    mappable,
+)
+from dmattn_ops.choice import arch
+from dmattn_ops.choice.config import HopperBackward
 from dmattn_ops.kernels.hopper.arguments import (
     LEAST_HEADS,
     bias_places,
@@ -35,12 +48,11 @@ from dmattn_ops.kernels.hopper.dbias.launch import Statistics, bias_gradient
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.gluon_compat import VIEWS_ARE_WHOLE
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
-from dmattn_ops.kernels.launching.launch import computed, launch, workspace
-from dmattn_ops.kernels.launching.tensor_maps import plain_map, rows_map
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient
-from dmattn_ops.problem import HEADER, TILE, UNBOUNDED, Options, dropout_scale
+from dmattn_ops.launching.launch import computed, launch, workspace
+from dmattn_ops.launching.tensor_maps import plain_map, rows_map
 
 TAKES_SINKS = True
 MAX_DIM = 128

@@ -21,13 +21,7 @@ from dmattn_ops.kernels.hopper.backward.walk import (
 )
 from dmattn_ops.kernels.hopper.backward.work import announce, place_of, receive, record_of, split_place
 from dmattn_ops.kernels.hopper.columns import buffer_at, load_rows, send_parts
-from dmattn_ops.kernels.hopper.gluon_compat import (
-    mbarrier,
-    reinterpret,
-    tma,
-    tma_load,
-    tma_reduce_add,
-)
+from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, reinterpret, tma, tma_load, tma_reduce_add
 from dmattn_ops.kernels.hopper.ragged import count_tiles
 
 PIECE_ROWS = gl.constexpr(16)  # a 64 x 64 float32 piece of dq is 16 rows of 256 in the workspace

@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.launching.overlap import follow_kernel_before
+from dmattn_ops.call import TILE as _TILE
 from dmattn_ops.kernels.ragged import WORDS as _WORDS
 from dmattn_ops.kernels.sinks import part_of_gradient, take_sink
-from dmattn_ops.problem import TILE as _TILE
+from dmattn_ops.launching.overlap import follow_kernel_before
 
 TILE = tl.constexpr(_TILE)
 WORDS = tl.constexpr(_WORDS)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dmattn_ops.call import Gradients
 from dmattn_ops.kernels.hopper.arguments import row_strides
-from dmattn_ops.kernels.launching.launch import launch, workspace
-from dmattn_ops.kernels.launching.overlap import follow_kernel_before
+from dmattn_ops.launching.launch import launch, workspace
+from dmattn_ops.launching.overlap import follow_kernel_before
 
 _ROWS = 16  # of a program
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.call import HEADER as _HEADER
+from dmattn_ops.call import TILE as _TILE
 from dmattn_ops.kernels.hopper.backward.order import downward_span
 from dmattn_ops.kernels.hopper.ragged import load_tile
-from dmattn_ops.problem import HEADER as _HEADER
-from dmattn_ops.problem import TILE as _TILE
 
 HEADER = gl.constexpr(_HEADER)
 TILE = gl.constexpr(_TILE)

@@ -50,13 +50,7 @@ from dmattn_ops.kernels.hopper.columns import (
     stage_rows,
     transposed,
 )
-from dmattn_ops.kernels.hopper.gluon_compat import (
-    follow_kernel_before,
-    mbarrier,
-    tma,
-    tma_load,
-    warpgroup_mma_wait,
-)
+from dmattn_ops.kernels.hopper.gluon_compat import follow_kernel_before, mbarrier, tma, tma_load, warpgroup_mma_wait
 from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
     KEY_BIAS,

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Saved, bias_kind, in_natural_units, is_whole, mappable
-from dmattn_ops.config import HopperBackward256
+from dmattn_ops.call import TILE, UNBOUNDED, Call, Gradients, Saved, bias_kind, in_natural_units, is_whole, mappable
+from dmattn_ops.choice.config import HopperBackward256
 from dmattn_ops.kernels.hopper.arguments import (
     MAX_DIM,
     bias_places,
@@ -46,13 +46,12 @@ from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
 from dmattn_ops.kernels.hopper.dbias.launch import Statistics, bias_gradient
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
-from dmattn_ops.kernels.launching.launch import computed, launch, workspace
-from dmattn_ops.kernels.launching.overlap import follow_kernel_before
-from dmattn_ops.kernels.launching.tensor_maps import plain_map, rows_map
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
-from dmattn_ops.problem import TILE, UNBOUNDED
+from dmattn_ops.launching.launch import computed, launch, workspace
+from dmattn_ops.launching.overlap import follow_kernel_before
+from dmattn_ops.launching.tensor_maps import plain_map, rows_map
 
 STEP = 64
 TAKES_SINKS = True

@@ -8,9 +8,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops import arch
-from dmattn_ops.call import Call, Gradients, Saved, bias_kind
-from dmattn_ops.config import HopperBackward, HopperBackward256, HopperSharedBias
+from dmattn_ops.call import TILE, UNBOUNDED, Call, Gradients, Saved, bias_kind
+from dmattn_ops.choice import arch
+from dmattn_ops.choice.config import HopperBackward, HopperBackward256, HopperSharedBias
 from dmattn_ops.kernels.hopper.arguments import (
     bias_places,
     column_parts,
@@ -24,11 +24,10 @@ from dmattn_ops.kernels.hopper.columns import pair
 from dmattn_ops.kernels.hopper.dbias.steps import Members, States, Walk, allocate, consumer, producer
 from dmattn_ops.kernels.hopper.dropout import Dropout
 from dmattn_ops.kernels.hopper.scores import Bias, Exact, Scales
-from dmattn_ops.kernels.launching.launch import computed, launch
-from dmattn_ops.kernels.launching.tensor_maps import rows_map
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.portable.dbias import mark_tiles, recompute_dbias, reduce_key_sums
-from dmattn_ops.problem import TILE, UNBOUNDED
+from dmattn_ops.launching.launch import computed, launch
+from dmattn_ops.launching.tensor_maps import rows_map
 
 MAX_DIM = 128
 KEYS = STEP.value  # of a step

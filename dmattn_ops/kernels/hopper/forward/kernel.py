@@ -51,11 +51,7 @@ from dmattn_ops.kernels.hopper.forward.step import (
     soften,
     stored_bias,
 )
-from dmattn_ops.kernels.hopper.forward.walk import (
-    band_tiles,
-    bias_of_head,
-    produce,
-)
+from dmattn_ops.kernels.hopper.forward.walk import band_tiles, bias_of_head, produce
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     mbarrier,

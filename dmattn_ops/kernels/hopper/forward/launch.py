@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops import arch
-from dmattn_ops.call import Call, Result, bias_fits_tiles, bias_kind, in_natural_units, mappable
-from dmattn_ops.config import HopperForward
+from dmattn_ops.call import TILE, UNBOUNDED, Call, Mask, Result, bias_fits_tiles, bias_kind, in_natural_units, mappable
+from dmattn_ops.choice import arch
+from dmattn_ops.choice.config import HopperForward
 from dmattn_ops.kernels.hopper.arguments import (
     LEAST_HEADS,
     MAX_DIM,
@@ -29,12 +29,11 @@ from dmattn_ops.kernels.hopper.arguments import (
     too_long,
 )
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
-from dmattn_ops.kernels.launching.launch import computed, launch
-from dmattn_ops.kernels.launching.plan import raw_stream
-from dmattn_ops.kernels.launching.tensor_maps import head_rows_map, pairs_map
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
-from dmattn_ops.problem import TILE, UNBOUNDED, Mask
+from dmattn_ops.launching.launch import computed, launch
+from dmattn_ops.launching.plan import raw_stream
+from dmattn_ops.launching.tensor_maps import head_rows_map, pairs_map
 
 TAKES_SINKS = True  # the kernel multiplies out by the share that they leave
 _ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction

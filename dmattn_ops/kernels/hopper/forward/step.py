@@ -19,14 +19,8 @@ from dmattn_ops.kernels.hopper.columns import (
 )
 from dmattn_ops.kernels.hopper.dropout import drop
 from dmattn_ops.kernels.hopper.forward.softmax import largest, rescale, softmax_next
-from dmattn_ops.kernels.hopper.forward.walk import (
-    band_tile,
-    list_tile,
-)
-from dmattn_ops.kernels.hopper.gluon_compat import (
-    mbarrier,
-    warpgroup_mma_wait,
-)
+from dmattn_ops.kernels.hopper.forward.walk import band_tile, list_tile
+from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, warpgroup_mma_wait
 from dmattn_ops.kernels.hopper.scores import tanh
 from dmattn_ops.kernels.hopper.unseen import clear_unseen
 

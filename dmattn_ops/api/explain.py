@@ -1,0 +1,368 @@
+"""What a call would run and why: `explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from dmattn_ops import meta
+from dmattn_ops.api import arguments
+from dmattn_ops.bands import CausalFrom, Window
+from dmattn_ops.call import (
+    HEADER,
+    NO_MASK,
+    TILE,
+    UNBOUNDED,
+    Call,
+    Gradients,
+    Mask,
+    Options,
+    Result,
+    Saved,
+    Varlen,
+    plain_options,
+)
+from dmattn_ops.checks import require, validation, values
+from dmattn_ops.choice import arch as architectures
+from dmattn_ops.choice import resources
+from dmattn_ops.choice.arch import Arch
+from dmattn_ops.choice.choose import Choice
+from dmattn_ops.choice.epochs import Packing
+from dmattn_ops.choice.resources import Usage
+from dmattn_ops.dispatch import run
+from dmattn_ops.masks import prepare
+from dmattn_ops.masks.tile_mask import TileMask
+
+
+@dataclass(frozen=True)
+class KeyPacking:
+    """Whether the keys that a mask of intervals keeps are packed: copied side by side for each epoch of queries."""
+
+    packing: Packing | None  # what the launcher obeys
+    reasons: tuple[str, ...]  # why keys are not packed
+
+    def __str__(self) -> str:
+        if self.packing is None:
+            return f"keys are not packed beforehand: {'; '.join(self.reasons)}"
+        cut, heads, at_a_time = self.packing.epochs, self.packing.heads, self.packing.heads_per_pass
+        order = "all at a time" if at_a_time >= heads else f"{at_a_time} at a time"
+        text = (
+            f"keys are packed in {cut.number} epochs of {cut.length} queries, {cut.slots_per_epoch} slots each,"
+            f" for {heads} heads, {order}: what the queries of an epoch see is copied side by side into its slots"
+        )
+        return f"{text}; {self.packing.evidence}" if self.packing.evidence else text
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One direction: the choice and its blocks, what the kernels take, and the rows that were considered."""
+
+    choice: str
+    kernel: str
+    tier: str
+    arch: str
+    configuration: dict[str, Any]  # blocks in queries and keys, warps, stages
+    resources: dict[str, Usage] | None  # of each kernel of the launch, from the frozen table; None where not swept
+    swept: str  # what the table compiled: specialization and Triton's version
+    evidence: str
+    passed_over: dict[str, tuple[str, ...]]  # from a reason to the rows that it ruled out
+    packing: KeyPacking | None  # None where the mask has no intervals
+    notes: tuple[str, ...] = ()  # which kernel computes the gradient of a bias, where there is a choice
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in self.configuration.items())
+        lines = [f"{self.choice}: {self.kernel} kernels{', ' if settings else ''}{settings}"]
+        if self.resources is not None:
+            lines += [f"    {name}: {_usage_text(usage)}" for name, usage in self.resources.items()]
+            lines.append(f"    (compiled for {self.swept})")
+        if self.packing is not None:
+            lines.append(f"    {self.packing}")
+        lines += [f"    {note}" for note in self.notes]
+        if self.evidence:
+            lines.append(f"    because: {self.evidence}")
+        lines += [f"    not {', '.join(rows)}: {reason}" for reason, rows in self.passed_over.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What forward and backward would run; `str()` is readable."""
+
+    forward: Launch
+    backward: Launch
+    mask: str
+    visible: str
+
+    def __str__(self) -> str:
+        return f"forward   {self.forward}\nbackward  {self.backward}\nmask      {self.mask}\nvisible   {self.visible}"
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | TileMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    causal_from: CausalFrom = "bottom_right",
+    window_size: Window = (None, None),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    return_max: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    arch: str | None = None,
+    **unknown: NoReturn,
+) -> Explanation:
+    """Tell which kernels and configurations a call would use, and why. Runs no attention.
+
+    The call is one of `flash_dmattn_func`, or of `flash_dmattn_varlen_func` where `cu_seqlens_q` is given. For
+    `flash_dmattn_qkvpacked_func`, give the three parts, `qkv.unbind(2)`.
+
+    Args:
+        query, key, value, mask, bias: as in the function that is called.
+        is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p: as in `flash_dmattn_func`.
+        deterministic, sink, return_lse, return_max: as in `flash_dmattn_func`.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: all of them or none, as in `flash_dmattn_varlen_func`.
+        arch: a compute capability such as "8.6": explain as that GPU would run it; None is `DMATTN_ARCH` where that is
+            set, else where `query` lies.
+
+    Returns:
+        an `Explanation`: its fields hold the launch of each direction, `str()` of it is for people.
+
+    Raises:
+        ValueError, TypeError: as `flash_dmattn_func`, and for an `arch` that is none.
+        NotImplementedError: with every reason where no kernel takes the call.
+    """
+    if unknown:
+        arguments.unknown_names("explain", unknown)
+    given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
+    same_bits = arguments.switches(deterministic, return_lse, return_max)
+    packed = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    absent = [name for name, each in packed.items() if each is None]
+    if len(absent) == len(packed):
+        call = _dense_call(query, key, value, mask, bias, sink, given, same_bits)
+    elif absent:
+        raise ValueError(f"{absent[0]} must be given as well: packed sequences need {', '.join(packed)}, got None")
+    else:
+        varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal_from != "bottom_right")  # type: ignore[arg-type]
+        call = _varlen_call(query, key, value, mask, bias, sink, varlen, given, same_bits)
+    on = architectures.parse(arch, "arch") if arch is not None else architectures.forced()
+    return Explanation(
+        _launch("forward", call, on, return_max),
+        _launch("backward", call, on, False),
+        _mask_text(call),
+        _band_text(call),
+    )
+
+
+def _dense_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | TileMask | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    given: tuple[Any, ...],
+    same_bits: bool,
+) -> Call:
+    """Return what dispatch gets from `flash_dmattn_func`; `given` are the numbers that `arguments.read_numbers` takes."""
+    (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
+    validation.dense_tensors(query, key, value, bias, sink)
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
+    band, scalars = arguments.read_numbers(*given)
+    arguments.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
+    parts, *limits = prepare.resolve(mask, band, seqlen_q, seqlen_k)
+    return Call(query, key, value, bias, parts, sink, None, None, _options(query, limits, scalars, same_bits))
+
+
+def _varlen_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | TileMask | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    varlen: Varlen,
+    given: tuple[Any, ...],
+    same_bits: bool,
+) -> Call:
+    """Return what dispatch gets from `flash_dmattn_varlen_func`."""
+    (query, key, value), bias, sink = arguments.prepared_inputs(3, bias, sink, query=query, key=key, value=value)
+    validation.tensors(cu_seqlens_q=varlen.cu_seqlens_q, cu_seqlens_k=varlen.cu_seqlens_k)
+    lengths = validation.integers(max_seqlen_q=varlen.max_seqlen_q, max_seqlen_k=varlen.max_seqlen_k)
+    varlen = varlen._replace(max_seqlen_q=lengths[0], max_seqlen_k=lengths[1])
+    parts = NO_MASK
+    if mask is not None:
+        validation.tensors(mask=mask)
+        assert isinstance(mask, Tensor)
+        validation.keep_mask(mask)
+        parts = Mask(k_segments=torch.empty(1, *mask.shape, dtype=torch.int32, device="meta"))
+    validation.varlen_tensors(query, key, value, bias, mask, sink, varlen)
+    if values.on_the_host(varlen.cu_seqlens_q):
+        values.offsets(query, key, varlen)
+    band, scalars = arguments.read_numbers(*given)
+    options = _options(query, (band.lo, band.hi), scalars, same_bits)
+    return Call(query, key, value, bias, parts, sink, None, varlen, options)
+
+
+def _options(
+    query: Tensor, limits: Sequence[int], scalars: tuple[float | None, float, float], same_bits: bool
+) -> Options:
+    scale, softcap, dropout_p = scalars
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return plain_options(scale, *limits, softcap=softcap, dropout_p=dropout_p, deterministic=same_bits)
+
+
+def _tensors(call: Call, needs_max: bool) -> tuple[Result, Saved, Gradients]:
+    """Return what a launch would be given besides the call, without memory, laid out as the operators allocate it."""
+    query, key, value, bias = (
+        None if tensor is None else tensor.to("meta") for tensor in (call.query, call.key, call.value, call.bias)
+    )
+    assert query is not None and key is not None and value is not None
+    out, lse, lse_tail, row_max = meta.forward_outputs(query, value, needs_max)
+    dq, dk, dv, dbias, _ = meta.backward_outputs(query, key, value, bias, None)
+    grads = Gradients(torch.empty_like(out), None, dq, dk, dv, None if bias is None else dbias)
+    return Result(out, lse, lse_tail, row_max if needs_max else None), Saved(out, lse, lse_tail), grads
+
+
+def _launch(direction: str, call: Call, on: Arch | None, needs_max: bool) -> Launch:
+    device = architectures.current(call.query.device) if call.query.is_cuda else None
+    packed, reasons = run.packing_of(direction, call, on or device, needs_max)
+    is_kept_by_key = packed is not None or bool(reasons)
+    call = run.with_start(call) if packed is None else _as_packed(call, packed)
+    result, saved, grads = _tensors(call, needs_max)
+    if direction == "forward":
+        choice = run.forward_choice(call, result, on)
+    else:
+        choice = run.backward_choice(call, saved, grads, on)
+    row = choice.row
+    found, swept = _resources(direction, choice, call)
+    passed_over: dict[str, tuple[str, ...]] = {}
+    for other, reason in choice.passed_over:
+        passed_over[reason] = (*passed_over.get(reason, ()), other.name)
+    return Launch(
+        choice.label,
+        row.kernel,
+        row.tier,
+        str(choice.arch or "CPU"),
+        dict(resources.settings(row.config)),
+        found,
+        swept,
+        row.evidence,
+        passed_over,
+        KeyPacking(packed, tuple(reasons)) if is_kept_by_key else None,
+        tuple(run.notes(direction, row.kernel, call)),
+    )
+
+
+def _as_packed(call: Call, packed: Packing) -> Call:
+    """Return the call that kernels get for the heads of one pass, without memory: on the slots of packed keys."""
+    cut, count = packed.epochs, packed.heads_per_pass
+    batch, seqlen_q, heads, _ = call.query.shape
+    end, bias = call.mask.end, call.bias
+    assert end is not None
+    mask_shape = (end.shape[0], 1 if end.shape[1] == 1 else count)
+    readers = count * heads // packed.heads
+
+    def copy(of: Tensor) -> Tensor:
+        return torch.empty(batch, cut.slots, count, of.shape[3], dtype=of.dtype, device="meta")
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(*mask_shape, *shape, dtype=torch.int32, device="meta")
+
+    row_tiles = integers(-(-seqlen_q // TILE), HEADER + cut.slots_per_epoch // TILE)
+    col_tiles = integers(cut.slots // TILE, HEADER + cut.length // TILE)
+    mask = Mask(row_tiles, col_tiles, start=integers(cut.slots), end=integers(cut.slots))
+    if bias is not None:
+        told_apart = readers // min(
+            heads // bias.shape[1], readers // mask_shape[1]
+        )  # heads of the bias, or of the slots
+        bias_shape = (max(bias.shape[0], end.shape[0]), mask_shape[1] if bias.shape[1] == 1 else told_apart)
+        bias = torch.empty(*bias_shape, 1, cut.slots, dtype=bias.dtype, device="meta")
+    return call._replace(
+        query=call.query[:, :, :readers],
+        key=copy(call.key),
+        value=copy(call.value),
+        bias=bias,
+        mask=mask,
+        options=call.options._replace(band_lo=-UNBOUNDED, band_hi=UNBOUNDED),
+    )
+
+
+def _resources(direction: str, choice: Choice, call: Call) -> tuple[dict[str, Usage] | None, str]:
+    """Return what the kernels of a launch take, as the table nearest to the installed Triton has it, and what that is."""
+    version = resources.nearest_version(_triton_version())
+    if choice.arch is None or version is None:
+        return None, ""
+    wanted = resources.specialization(call)
+    found = resources.usage(choice.row, direction, call.demand.width, wanted, version)
+    return found, f"{resources.swept_as(choice.row, direction, call.demand.width, wanted)}, triton {version}"
+
+
+def _triton_version() -> str:
+    """Return the version of the installed Triton without loading it; empty where there is none."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _usage_text(usage: Usage) -> str:
+    products = f", {usage.products}" if usage.products else ""
+    return (
+        f"{usage.registers} registers, {usage.spill_bytes} bytes spilled, {usage.shared_memory} bytes of shared memory,"
+        f" {usage.threads} threads, occupancy {usage.occupancy:.0%}{products}"
+    )
+
+
+def _mask_text(call: Call) -> str:
+    if call.varlen is not None:
+        kept = "" if call.mask.kind == "none" else ", each pair by segment ids"
+        return f"packed sequences: every tile of the band in each sequence, without lists{kept}"
+    return {
+        "bits": "listed 128 x 128 tiles; full ones without a test, partial ones by bits",
+        "segments": "listed 128 x 128 tiles; full ones without a test, partial ones by segment ids and band",
+        "intervals": "an interval of queries for each key; tiles outside of the intervals of their keys are passed over,"
+        " unless keys are packed",
+        "none": "none: the tiles inside the band, without lists",
+    }[call.mask.kind]
+
+
+def _diagonal(offset: int) -> str:
+    return f"i {'-' if offset < 0 else '+'} {abs(offset)}" if offset else "i"
+
+
+def _band_text(call: Call) -> str:
+    lo, hi = call.options.band_lo, call.options.band_hi
+    left = "" if lo <= -UNBOUNDED else f"{_diagonal(lo)} <= "
+    right = "" if hi >= UNBOUNDED else f" <= {_diagonal(hi)}"
+    shown = "" if call.mask.kind == "none" else " that the mask shows"
+    if call.mask.at_most is not None and call.mask.at_most < call.key.shape[1]:
+        shown += f", at most {call.mask.at_most} for each query"
+    if not left and not right:
+        return f"every key{shown}" if call.varlen is None else f"every key{shown} of the query's own sequence"
+    keys = f"{left}j{right}" if not shown else f"the keys {left}j{right}{shown}"
+    if call.varlen is None:
+        return keys
+    return f"{keys} in each sequence, j counted from its {'first' if call.varlen.top_left else 'last'} key"
+
+
+require.without_unknown(explain)

@@ -1,0 +1,86 @@
+"""Plain eager calls of `flash_dmattn_func` that repeat an earlier one: from what it is given to the plan in one look-up.
+
+A call takes this way only if shape, strides, dtype and device of every tensor, those of the mask included, all numbers and all
+switches equal those of an earlier call, and if its tensors are plain ones: everything that the longer way would decide follows
+from these. Calls with a bias, a sink, dropout or autocast, with tensors that have to be copied, and with a mask that is not
+prepared or hides less than the call asks for always take the longer way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dmattn_ops.api.arguments import taken_as_it_is
+from dmattn_ops.bands import Band
+from dmattn_ops.call import NO_MASK, Mask
+from dmattn_ops.launching import plans
+from dmattn_ops.masks.tile_mask import TileMask, read
+from dmattn_ops.ops import autograd, schemas
+
+_PLAIN = (Tensor, Parameter)
+_NAME = "forward"
+_NOT_PLAIN = "not plain"  # stands in place of the description of a mask whose calls are never repeated
+_described: WeakKeyDictionary[TileMask, Hashable] = WeakKeyDictionary()
+
+
+def signature_of(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None, band: Band, numbers: tuple[Any, ...]
+) -> Hashable | None:
+    """Return what tells a call from others, None for a call that is not plain; `numbers` are those beside the band."""
+    if (
+        _NAME not in autograd.kernels  # of a torch without some private names
+        or type(query) not in _PLAIN
+        or type(key) not in _PLAIN
+        or type(value) not in _PLAIN
+        or not plans.may_repeat(query)
+        or not autograd.callable_directly(query, key, value)
+        or torch.is_autocast_enabled("cuda")
+    ):
+        return None
+    of_mask = None
+    try:
+        if mask is not None:
+            if type(mask) is not TileMask or taken_as_it_is(mask, query, key, band) is None:
+                return None
+            of_mask = _described.get(mask) or _describe(mask)
+            if of_mask == _NOT_PLAIN:
+                return None
+        return (plans.described((query, key, value)), of_mask, band, numbers, plans.switches(query))
+    except (RuntimeError, ValueError):  # sparse and nested tensors have no strides; tensors of other ranks
+        return None
+
+
+def _describe(mask: TileMask) -> Hashable:
+    """Return what a plan depends on of a mask, and keep it: a mask never changes."""
+    known = read(mask)
+    tensors, *limits = known.taken
+    if not autograd.all_plain((mask.lengths, *tensors)):  # a DTensor, say, has no memory that a kernel could read
+        _described[mask] = _NOT_PLAIN
+        return _NOT_PLAIN
+    found = _described[mask] = (plans.described(tensors[:-1]), tensors.at_most, known.band, *limits)
+    return found
+
+
+def again(
+    found: Hashable, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None
+) -> tuple[Any, ...] | None:
+    """Compute a call with that signature by the plan of an earlier one; None where there is none yet."""
+    repeat = plans.repeat(found)
+    if repeat is None:
+        return None
+    tensors: Mask = read(mask).taken[0] if isinstance(mask, TileMask) else NO_MASK
+    arguments = (query, key, value, None, *tensors[:-1], None, None, *repeat.numbers)
+    return autograd.kernels[_NAME](arguments, repeat)
+
+
+def remember(found: Hashable, given: tuple[Tensor, ...], tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+    """Remember the plan of a call with that signature, if it has one and was computed with the tensors it was given."""
+    if all(one is other for one, other in zip(given, tensors, strict=False)):
+        around_needs = schemas.SIGNATURES[_NAME].around_needs(numbers)
+        plans.remember(found, _NAME, tensors, numbers, schemas.implementations[_NAME], around_needs)

@@ -1,0 +1,1 @@
+"""Which kernel would run, with which configuration: architectures, rows, blocks, epochs, measured configurations."""

@@ -1,0 +1,440 @@
+"""Launch configurations: rows of data, each with its evidence. The only place that holds a kernel's tile size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from dmattn_ops.choice.arch import KNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class PortableForward:
+    """Plain Triton forward: a program owns `block_m` queries and walks keys in steps of `block_n`.
+
+    Where there are fewer programs than multiprocessors, they share walks over the keys: `per_sm` on each; 0 never splits.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    per_sm: int = 0
+    short: PortableForward | None = None  # for calls with no more queries than its `block_m` (decoding)
+    unaligned: PortableForward | None = None  # for rows that do not start at multiples of 16 bytes
+    # For calls with a number for each pair of query and key: a full bias, which is buffered like keys, or dropout.
+    pairwise: PortableForward | None = None
+
+    def for_call(self, aligned: bool, pairwise: bool, queries: int) -> PortableForward:
+        """Return the configuration that a call runs with."""
+        if not aligned and self.unaligned is not None:
+            return self.unaligned
+        if self.short is not None and queries <= self.short.block_m:
+            return self.short
+        return self.pairwise if pairwise and self.pairwise is not None else self
+
+
+@dataclass(frozen=True, slots=True)
+class PortableBackward:
+    """Plain Triton backward: dk/dv programs own `block_n` keys, dq programs own `dq_block_m` queries."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    dq_block_m: int
+    dq_block_n: int
+    dq_num_warps: int
+    dq_num_stages: int
+    unaligned: PortableBackward | None = None  # as in `PortableForward`
+    pairwise: PortableBackward | None = None
+
+    def for_call(self, aligned: bool, pairwise: bool) -> PortableBackward:
+        """Return the configuration that a call runs with."""
+        if not aligned and self.unaligned is not None:
+            return self.unaligned
+        return self.pairwise if pairwise and self.pairwise is not None else self
+
+
+@dataclass(frozen=True, slots=True)
+class HopperForward:
+    """Gluon forward for SM 9.0: consumers of 64 queries each share `block_m` queries, keys come in buffers of `block_n`.
+
+    Calls with lists or a bias take 128 queries whatever `block_m` is; others too where they are done sooner so (`resolve.py`).
+    """
+
+    block_m: int
+    block_n: int
+    stages: int  # buffers of keys and of values
+    query_stages: int  # buffers of queries, which also stage the output
+    bias_tiles: bool = False  # a bias with queries comes by TMA, as keys do
+    step: float = 1.0  # microseconds that `block_m` queries take for `block_n` keys
+    step_of_128: float = 1.0  # the same for 128 queries
+
+
+@dataclass(frozen=True, slots=True)
+class HopperSharedBias:
+    """Gluon kernel for SM 9.0: the gradient of a bias with queries that several batches or heads share.
+
+    A program owns 128 queries and walks over keys in steps of 64. Where the queries of all batches and heads do not fit in
+    shared memory, it adds up `chunks` steps of keys side by side.
+    """
+
+    chunks: int
+    stages: int  # most buffers of keys and of values
+    heads_per_group: int  # as in `HopperBackward256`
+
+
+@dataclass(frozen=True, slots=True)
+class HopperBackward:
+    """Gluon backward for SM 9.0: a block owns `block_n` keys and walks queries in steps of `block_m`.
+
+    `variant` is the order of a step, "overlapped" or "two_phase" (`kernels/hopper/backward/steps.py`). A deterministic call runs
+    `ordered_heads` key heads side by side, a causal one `ordered_causal_heads`: with more, blocks wait less but share less of L2.
+    `shared_bias` is for the gradient of a bias with queries, `dbias` for that where a portable kernel computes it.
+    """
+
+    block_m: int
+    block_n: int
+    variant: str
+    ordered_heads: int
+    ordered_causal_heads: int
+    step: float  # microseconds of a step, and
+    ends: float  # of a block's begin and end
+    shares: int = 1  # blocks for each `block_n` keys, which divide the queries
+    dbias: PortableBackward | None = None
+    shared_bias: HopperSharedBias | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HopperBackward256:
+    """Gluon backward for SM 9.0, head dimensions 129 to 256: dk/dv programs own `block_n` keys, dq ones 128 queries."""
+
+    block_m: int
+    block_n: int
+    heads_per_group: int  # few enough for L2, more where SMs would idle at the end; longest blocks first
+    dbias: PortableBackward | None = None  # for the gradient of a bias with queries, and the same on SM 9.0
+    shared_bias: HopperSharedBias | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Plain torch operations (`reference.py`) and the C++ kernels (`csrc/cpu`, whose tiles are those of the masks)."""
+
+    block_m: int = 128
+    block_n: int = 128
+
+
+Config = PortableForward | PortableBackward | HopperForward | HopperBackward | HopperBackward256 | Whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: look-ups would hash all fields of a hundred rows
+class Row:
+    """One launch configuration and what it is for. Rows are tried in order: the first that suits is taken."""
+
+    sm: int  # the architecture it was made for; newer ones without rows of their own use it too
+    dim: int  # widest head dimension
+    itemsize: int  # widest element in bytes
+    min_seqlen: int  # fewest keys
+    tier: str
+    kernel: str
+    config: Config
+    shared_memory: int = 0  # bytes of a block
+    evidence: str = ""
+    few_tiles: bool = False  # for calls with fewer tiles of 128 queries than there are multiprocessors, and only those
+    dim_v: int = 0  # widest head dimension of values, where that is narrower than `dim`
+
+    @property
+    def name(self) -> str:
+        """A short name for reasons and tables."""
+        widths = f"D <= {self.dim}, Dv <= {self.dim_v}" if self.dim_v else f"D <= {self.dim}"
+        return f"{self.kernel} {self.tier} {self.config.block_m}x{self.config.block_n} ({widths})"
+
+    @property
+    def takes_config(self) -> bool:
+        """Whether the launcher is passed the configuration."""
+        return not isinstance(self.config, Whole)
+
+
+OLDEST_TRITON = 80  # the oldest architecture that the Triton kernels are made for
+CPU = {
+    kernel: Row(0, 1024, 8, 0, tier, kernel, Whole())
+    for kernel, tier in (("native", "Standard"), ("reference", "Legacy"))
+}
+
+# Plain Triton rows, (architectures, widest head dimension, widest element): (forward), (dk/dv), (dq), each of them
+# block_m, block_n, warps, stages. SM 9.0 to 256: the fastest of 6 or 7 candidates, H200, 2026-11-20, bf16, S 4096, 128
+# heads at D 64, 64 at 128, 32 at 256; TFLOP/s causal / full: forward 386 / 429, 423 / 483, 391 / 464, backward 327 / 352,
+# 355 / 386, 194 causal (flex_attention in the same run, D 64: 345 / 411 and 271 / 314). Two stages make ptxas serialize
+# the wgmmas of dk/dv there (C7515). The others were compiled only: the largest tiles that spill nothing, or least.
+_Blocks = tuple[int, int, int, int]
+_PORTABLE: dict[tuple[tuple[int, ...], int, int], tuple[_Blocks, _Blocks, _Blocks]] = {
+    ((90,), 64, 2): ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+    ((90,), 128, 2): ((64, 64, 4, 3), (32, 64, 4, 3), (128, 64, 8, 3)),
+    ((90,), 256, 2): ((128, 32, 8, 3), (32, 64, 8, 3), (64, 32, 4, 3)),
+    ((80, 86, 89, 120), 32, 2): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
+    ((80,), 64, 2): ((64, 64, 4, 3), (32, 64, 4, 2), (64, 64, 4, 2)),
+    ((86, 89, 120), 64, 2): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
+    ((80, 86, 89, 120), 128, 2): ((128, 32, 8, 2), (32, 64, 8, 2), (128, 32, 8, 2)),
+    ((80,), 256, 2): ((64, 64, 8, 2), (32, 64, 8, 1), (64, 32, 8, 2)),
+    ((86, 89, 120), 256, 2): ((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
+    ((100,), 64, 2): ((64, 64, 4, 3), (64, 128, 8, 3), (128, 64, 8, 3)),
+    ((100,), 128, 2): ((128, 64, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3)),
+    ((100,), 256, 2): ((128, 32, 8, 3), (32, 64, 8, 2), (64, 32, 4, 3)),
+    ((80, 86, 89, 90, 100, 120), 512, 2): ((32, 32, 8, 1), (16, 16, 8, 1), (16, 32, 8, 1)),
+    ((80, 90, 100), 1024, 2): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ((80, 86, 89, 90, 120), 32, 4): ((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
+    ((80, 86, 89, 90, 120), 64, 4): ((64, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 1)),
+    # Triton 3.6 gives some IEEE float32 products with 64 rows to tcgen05, which computes in TF32 (compile-only sweep).
+    ((100,), 32, 4): ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    ((100,), 64, 4): ((32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
+    ((80, 86, 89, 90, 100, 120), 128, 4): ((32, 16, 8, 2), (16, 32, 8, 1), (32, 16, 8, 2)),
+    ((80, 86, 89, 90, 100, 120), 256, 4): ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ((80, 90, 100), 512, 4): ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+}
+# The same for calls of certain sizes, tried before those: (tier, fewest keys, whether for few tiles only). Few tiles take
+# blocks small enough to fill the GPU, few keys those of which less lies behind the diagonal, and many keys those that
+# read the other side least often.
+_SIZED: dict[tuple[tuple[int, ...], int, int], dict[tuple[str, int, bool], tuple[_Blocks, _Blocks, _Blocks]]] = {
+    ((80,), 64, 2): {
+        ("", 0, True): ((64, 64, 4, 3), (32, 64, 4, 2), (64, 32, 4, 2)),
+        ("StandardSeq", 4096, False): ((128, 64, 8, 3), (32, 128, 4, 2), (128, 64, 8, 2)),
+    },
+    ((86, 89, 120), 64, 2): {
+        ("", 0, True): ((64, 64, 4, 3), (32, 64, 4, 2), (64, 32, 4, 2)),
+        ("LongSeq", 8192, False): ((128, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 2)),
+        ("StandardSeq", 4096, False): ((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)),
+    },
+    ((80, 86, 89, 120), 128, 2): {
+        ("", 0, True): ((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
+        ("LongSeq", 8192, False): ((128, 64, 8, 2), (32, 64, 8, 2), (128, 32, 8, 2)),
+    },
+}
+_COMPILED = "compiled only; tiers ranked by the cost model of tuning"
+# Forward with at most 16 queries, by widest head dimension and element: blocks, and programs on one SM. On SM 9.0: the
+# fastest of 3 to 5, H200, 2026-11-21, B1 H2 Sq1 bf16, GB/s of keys and values where a copy reads and writes 4244: D 64
+# 3618 (Sk 524288), D 128 4167 (Sk 524288; 4124 with 16 queries), D 256 4067 (Sk 262144).
+_SHORT: dict[tuple[int, int], tuple[_Blocks, int]] = {
+    (128, 2): ((16, 64, 4, 3), 2),
+    (256, 2): ((16, 64, 4, 2), 2),
+    (128, 4): ((16, 16, 4, 2), 2),
+}
+_SHORT_HOPPER: dict[tuple[int, int], tuple[_Blocks, int]] = {
+    **_SHORT,
+    (64, 2): ((16, 128, 8, 3), 2),
+    (128, 2): ((16, 128, 8, 3), 1),
+    (256, 2): ((16, 64, 8, 3), 1),
+}
+# Rows that are not whole pieces of 16 bytes, on SM 9.0: blocks too small for wgmma. Among loads of one element each, ptxas
+# 12.8 (Triton 3.6) lost the high word of a wgmma descriptor: an address out of range, H200, 2026-11-20.
+_UNALIGNED: dict[int, tuple[_Blocks, _Blocks, _Blocks]] = {
+    64: ((32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    128: ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    256: ((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
+}
+# Calls with a number to each pair of query and key. SM 9.0, D 64 and 128: the fastest of 3 to 7 for each kernel whose shared
+# memory fits beside a float32 bias, H200, 2026-11-21, bf16, B2 S4096 causal, 16 and 8 heads: backward with a bias 2.8 and
+# 2.2 ms, with dropout 1.8 and 1.7; at D 128 also where ptxas serializes wgmma. The others were compiled only: the largest
+# blocks next to the row's own that spill nothing, or least.
+_PAIRWISE: dict[tuple[tuple[int, ...], int], tuple[_Blocks, _Blocks, _Blocks]] = {
+    ((80, 86, 89, 120), 32): ((64, 64, 4, 3), (32, 64, 4, 2), (64, 32, 4, 2)),
+    ((80,), 64): ((128, 64, 8, 3), (32, 64, 4, 2), (64, 32, 4, 2)),
+    ((86, 89, 120), 64): ((64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
+    ((80, 86, 89, 120), 128): ((128, 32, 8, 2), (32, 64, 8, 2), (32, 32, 4, 2)),
+    ((80,), 256): ((64, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+    ((86, 89, 120), 256): ((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+    ((90,), 64): ((64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 3)),
+    ((90,), 128): ((64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
+    ((90,), 256): ((128, 32, 8, 3), (32, 32, 8, 2), (32, 32, 8, 2)),
+    ((100,), 64): ((64, 64, 4, 3), (64, 64, 8, 2), (64, 64, 4, 2)),
+    ((100,), 128): ((128, 64, 8, 3), (64, 128, 8, 2), (64, 64, 8, 2)),
+}
+_PER_SM = 2  # programs on one SM, where the keys of few queries are shared
+
+
+def _portable_forward(sm: int, dim: int, itemsize: int, blocks: _Blocks) -> PortableForward:
+    of_arch = _SHORT_HOPPER if sm == 90 else _SHORT
+    short = of_arch.get((dim, itemsize), of_arch.get((max(dim, 128), itemsize)))
+    unaligned, pairwise = _unaligned(sm, dim, itemsize), _pairwise(sm, dim, itemsize)
+    return PortableForward(
+        *blocks,
+        _PER_SM,
+        short=PortableForward(*short[0], short[1]) if short else None,
+        unaligned=PortableForward(*unaligned[0], _PER_SM) if unaligned else None,
+        pairwise=PortableForward(*pairwise[0], _PER_SM) if pairwise and pairwise[0] != blocks else None,
+    )
+
+
+def _portable_backward(sm: int, dim: int, itemsize: int, keys: _Blocks, queries: _Blocks) -> PortableBackward:
+    unaligned, pairwise = _unaligned(sm, dim, itemsize), _pairwise(sm, dim, itemsize)
+    return PortableBackward(
+        *keys,
+        *queries,
+        unaligned=PortableBackward(*unaligned[1], *unaligned[2]) if unaligned else None,
+        pairwise=PortableBackward(*pairwise[1], *pairwise[2]) if pairwise else None,
+    )
+
+
+def _unaligned(sm: int, dim: int, itemsize: int) -> tuple[_Blocks, _Blocks, _Blocks] | None:
+    return _UNALIGNED.get(dim) if (sm, itemsize) == (90, 2) else None
+
+
+def _pairwise(sm: int, dim: int, itemsize: int) -> tuple[_Blocks, _Blocks, _Blocks] | None:
+    found = (blocks for (sms, width), blocks in _PAIRWISE.items() if itemsize == 2 and (sm in sms and dim == width))
+    return next(found, None)
+
+
+def _portable(direction: int) -> tuple[Row, ...]:
+    rows = []
+    for (sms, dim, itemsize), usual in _PORTABLE.items():
+        for sm in sms:
+            sized = [sizes for (of, *key), sizes in _SIZED.items() if sm in of and key == [dim, itemsize]]
+            sizes = {**(sized[0] if sized else {}), ("", 0, False): usual}
+            evidence = _COMPILED if len(sizes) > 1 else ""
+            for (tier, keys, few), blocks in sizes.items():
+                made = _portable_config(direction, sm, dim, itemsize, blocks)
+                tier = tier or ("Standard" if made.block_m * made.block_n >= 64 * 64 else "LowMem")
+                rows.append(Row(sm, dim, itemsize, keys, tier, "portable", made, 0, evidence, few))
+    return tuple(rows)
+
+
+def _portable_config(
+    direction: int, sm: int, dim: int, itemsize: int, blocks: tuple[_Blocks, _Blocks, _Blocks]
+) -> PortableForward | PortableBackward:
+    if direction == 0:
+        return _portable_forward(sm, dim, itemsize, blocks[0])
+    return _portable_backward(sm, dim, itemsize, blocks[1], blocks[2])
+
+
+# Plain torch operations, the last row of every architecture: for SM 7.5, and for head dimensions that no tile fits.
+_LEGACY = tuple(Row(sm, 1024, 4, 0, "Legacy", "reference", Whole(), evidence="plain torch operations, where no kernel fits")
+                for sm in KNOWN)  # fmt: skip
+HOPPER_FORWARD = (
+    Row(
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2, step=1.39, step_of_128=1.13), 168472,
+        "H200, 2026-11-21, bf16, B4 H32 S4096: 495 / 599 TFLOP/s causal / full, cuDNN 424 / 475; 128 queries 454 / 491",
+    ),
+    Row(
+        90, 128, 2, 0, "LargeBlock", "hopper", HopperForward(128, 128, 2, 2), 229888,
+        "H200, 2026-11-21, bf16, B4 H16 S4096: 666 / 756 TFLOP/s causal / full, cuDNN 566 / 663; 192 x 64 650 / 759",
+    ),
+    Row(
+        90, 192, 2, 0, "LargeBlock", "hopper", HopperForward(128, 128, 2, 1), 218704,
+        "H200, 2026-11-22, bf16, B2 H16 S4096 causal, Dv 128: 634 TFLOP/s, 128 x 64 610, portable 288", dim_v=128,
+    ),
+    Row(
+        90, 192, 2, 0, "MediumBlock", "hopper", HopperForward(128, 64, 2, 2), 201848,
+        "H200, 2026-11-22, bf16, B2 H16 S4096 full: 755 TFLOP/s, padded to 256 631",
+    ),
+    Row(
+        90, 256, 2, 0, "MediumBlock", "hopper", HopperForward(128, 64, 2, 1), 201712,
+        "H200, 2026-11-21, bf16, 777 TFLOP/s at B4 H8 S4096, 786 at B1 H8 S16384 causal, cuDNN 720 and 646",
+    ),
+)  # fmt: skip
+FORWARD = (*HOPPER_FORWARD, *_portable(0), *_LEGACY)
+_DBIAS = {
+    dim: _portable_backward(90, dim, itemsize, keys, queries)
+    for (sms, dim, itemsize), (_, keys, queries) in _PORTABLE.items()
+    if 90 in sms and itemsize == 2
+}
+# H200, 2026-11-23, bf16, S4096 H16 D128 full: B2 0.94 ms (four buffers 0.97), B4 1.75 ms (two steps of keys at once 3.36).
+_SHARED = HopperSharedBias(chunks=1, stages=3, heads_per_group=4)
+HOPPER_BACKWARD = (
+    Row(
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16, 32, 2.36, 5.0, 1, _DBIAS[64], _SHARED),
+        232384, "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 520 / 609, full 584 / 617 TFLOP/s; 1.05 times FA4"
+        "; deterministic takes 2% longer, causal 6 to 8%",
+    ),
+    Row(
+        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8, 8, 1.94, 5.5, 1, _DBIAS[128], _SHARED),
+        232368, "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 583 / 684, full 656 / 695 TFLOP/s; 1.02 times FA4"
+        "; deterministic takes 7 to 8% longer",
+    ),
+)  # fmt: skip
+HOPPER_BACKWARD_256 = Row(
+    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256], _SHARED), 231136,
+    "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
+)  # fmt: skip
+BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *_portable(1), *_LEGACY)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Fields of a configuration that one kernel reads, and the values that tuning may give them, the row's own first."""
+
+    name: str
+    fields: tuple[str, ...]
+    values: tuple[tuple[Any, ...], ...]
+
+    def of(self, config: Config) -> tuple[Any, ...]:
+        """Return the values of these fields."""
+        return tuple(getattr(config, field) for field in self.fields)
+
+    def put(self, config: Config, values: tuple[Any, ...]) -> Config:
+        """Return the configuration with these values in these fields."""
+        return replace(config, **dict(zip(self.fields, values, strict=True)))
+
+
+_BLOCKS = ("block_m", "block_n", "num_warps", "num_stages")
+_SCALES = {"block_m": (16, 32, 64, 128), "block_n": (16, 32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4)}
+_TRIED_FORWARD = {
+    64: tuple((rows, 128, stages, 2) for rows in (192, 128) for stages in (2, 3)),
+    128: ((128, 128, 2, 1), (128, 64, 4, 2)),
+}
+_TRIED_BACKWARD = {
+    64: ((128, 128, "overlapped"), (128, 128, "two_phase")),
+    128: ((64, 128, "two_phase"), (64, 128, "overlapped")),
+}
+
+
+def _neighbours(own: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return blocks, warps and stages next to `own`: at most two of the four moved by one place of `_SCALES`."""
+    near = []
+    for place, scale in zip(own, _SCALES.values(), strict=True):
+        smaller, larger = [value for value in scale if value < place], [value for value in scale if value > place]
+        near.append((*smaller[-1:], place, *larger[:1]))
+    grid = product(*near)
+    return tuple(sorted(tried for tried in grid if sum(a != b for a, b in zip(tried, own, strict=True)) <= 2))
+
+
+def _part(name: str, fields: tuple[str, ...], config: Config, tried: tuple[tuple[Any, ...], ...] = ()) -> Part:
+    own = tuple(getattr(config, field) for field in fields)
+    others = tried or _neighbours(own)
+    return Part(name, fields, (own, *(values for values in others if values != own)))
+
+
+def parts(row: Row) -> tuple[Part, ...]:
+    """Return what tuning may change about a row, kernel by kernel; nothing if there is only one configuration."""
+    config = row.config
+    if isinstance(config, PortableForward):
+        return (_part("out", _BLOCKS, config),)
+    if isinstance(config, PortableBackward):
+        return _part("dk/dv", _BLOCKS, config), _part("dq", tuple(f"dq_{field}" for field in _BLOCKS), config)
+    if isinstance(config, HopperForward):
+        tried = _TRIED_FORWARD.get(row.dim)
+        return (_part("out", ("block_m", "block_n", "stages", "query_stages"), config, tried),) if tried else ()
+    if isinstance(config, HopperBackward):
+        return (_part("gradients", ("block_m", "block_n", "variant"), config, _TRIED_BACKWARD[row.dim]),)
+    if isinstance(config, HopperBackward256):
+        return (_part("gradients", ("heads_per_group",), config, ((1,), (2,), (4,), (8,))),)
+    return ()
+
+
+def shared_memory(row: Row, part: Part, values: tuple[Any, ...]) -> int:
+    """Return the bytes of shared memory that the operands of a block take, at the width of the row; 0 is unknown."""
+    made: Any = part.put(row.config, values)
+    line = row.dim * row.itemsize  # bytes of one row of an operand
+    if isinstance(made, HopperForward):
+        return line * (made.query_stages * made.block_m + 2 * made.stages * made.block_n)
+    if isinstance(made, HopperBackward):
+        exchanged = 4 * made.block_m * made.block_n + 32768  # two buffers of dS, and dq on its way out
+        keys = 4 if row.dim <= 64 else 3  # buffers of V and, where there is room, of K
+        return line * (4 * made.block_m + keys * made.block_n) + exchanged
+    if not isinstance(made, PortableForward | PortableBackward):
+        return row.shared_memory
+    block_m, block_n, _, stages = values
+    owned, walked = (block_n, block_m) if part.name == "dk/dv" else (block_m, block_n)
+    # Triton keeps the step that is computed in shared memory for wgmma, in registers otherwise
+    buffers = stages if row.sm == 90 and owned >= 64 else max(1, stages - 1)
+    return line * (2 * buffers * walked + (owned if part.name == "out" else 2 * owned))

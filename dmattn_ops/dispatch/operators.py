@@ -1,0 +1,262 @@
+"""The operators on real tensors: read, refuse and allocate as the fakes do, then launch. The same for CPU and CUDA.
+
+Every operator here takes the arguments of the schema of its name (`schemas.SCHEMAS`); defaults at the end may be left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmattn_ops import environment, meta
+from dmattn_ops.call import TILE, Call, Gradients, Mask, Result, Saved
+from dmattn_ops.checks import values
+from dmattn_ops.dispatch import run
+from dmattn_ops.launching import plans
+from dmattn_ops.launching.recording import computed
+from dmattn_ops.masks import layout
+from dmattn_ops.masks.chunks import pack_in_chunks
+from dmattn_ops.meta import fakes
+from dmattn_ops.ops import schemas
+
+# Tensors of a mask from there on are intervals, which kernels read by their strides.
+_FIRST_INTERVAL = Mask._fields.index("start")
+
+
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute out, lse, lse_tail and row_max of a dense call."""
+    call, read = fakes.dense_call("forward", arguments)
+    return _forward(call, read.needs_max)
+
+
+def backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute dq, dk, dv, dbias and dsink of a dense call."""
+    call, read = fakes.dense_call("backward", arguments)
+    return _backward(call, read)
+
+
+def qkvpacked_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute out, lse, lse_tail and row_max for qkv `[B, S, 3, H, D]`."""
+    call, read = fakes.dense_call("qkvpacked_forward", arguments)
+    return _forward(call, read.needs_max)
+
+
+def qkvpacked_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute dqkv, in one buffer, dbias and dsink."""
+    call, read = fakes.dense_call("qkvpacked_backward", arguments)
+    outputs = meta.qkvpacked_backward_outputs(read.qkv, *_asked(call, read))
+    _launch_backward(call, read, (*outputs[0].unbind(2), *outputs[1:]))
+    return outputs
+
+
+def varlen_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute out, lse, lse_tail and row_max of packed sequences."""
+    call, read = _varlen_call("varlen_forward", arguments)
+    return _forward(call, read.needs_max)
+
+
+def varlen_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute dq, dk, dv, dbias and dsink of packed sequences."""
+    call, read = _varlen_call("varlen_backward", arguments)
+    return _backward(call, read)
+
+
+def pack_mask(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute row_tiles, col_tiles, row_bits and col_bits of a mask `[Bm, Hm, Sq or 1, Sk]` and segments."""
+    outputs = fakes.pack_mask(*arguments)
+    mask, q_segments, k_segments, *numbers = schemas.SIGNATURES["pack_mask"].fill(arguments)
+    q_segments, k_segments = _contiguous(q_segments), _contiguous(k_segments)
+    _launch(mask, run.pack_mask, mask, q_segments, k_segments, *numbers, *outputs)
+    return outputs
+
+
+def list_tiles(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute row_tiles and col_tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]`."""
+    outputs = fakes.list_tiles(*arguments)
+    q_segments, k_segments, *numbers = schemas.SIGNATURES["list_tiles"].fill(arguments)
+    _launch(k_segments, run.list_tiles, _contiguous(q_segments), _contiguous(k_segments), *numbers, *outputs)
+    return outputs
+
+
+def key_lifetimes(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute start and end of the queries that see each key, from scores `[B|1, Hm, S]`."""
+    outputs = fakes.key_lifetimes(*arguments)
+    scores, documents, *numbers = schemas.SIGNATURES["key_lifetimes"].fill(arguments)
+    if documents is not None and _reads_values(documents):
+        values.contiguous_runs("documents", documents)
+    _launch(scores, run.lifetimes, _rows(scores), _contiguous(documents), *numbers, *outputs)
+    return outputs
+
+
+def pack_intervals(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute row_tiles, col_tiles, row_bits and col_bits of intervals `[B|1, Hm, Sk]` beside a mask and segments, in chunks."""
+    like, *_ = fakes.pack_intervals(*arguments)
+    read = schemas.SIGNATURES["pack_intervals"].read(arguments)
+    batch, heads, seqlen_k = like.shape[0], like.shape[1], read.end.shape[-1]
+    shown = Mask(start=read.start, end=read.end, hidden_from=read.hidden_from, hidden_to=read.hidden_to)
+
+    def of_heads(part: Tensor) -> Tensor:  # one with heads of keys says the same to all of their queries
+        own = part.shape[1]
+        return part if own in (1, heads) else part.repeat_interleave(heads // own, dim=1)
+
+    def visible(start: int, stop: int) -> Tensor:
+        keep = of_heads(layout.intervals_mask(shown, stop, start))
+        if read.mask is not None:
+            rows = read.mask if read.mask.shape[2] == 1 else read.mask[:, :, start:stop]
+            keep = keep & of_heads(rows != 0)
+        return keep.expand(keep.shape[0], keep.shape[1], stop - start, seqlen_k)
+
+    segments = read.q_segments, read.k_segments if read.k_segments is None else of_heads(read.k_segments)
+    limits = read.band_lo, read.band_hi
+    return pack_in_chunks(visible, segments, (batch * heads, read.seqlen_q, seqlen_k), limits)
+
+
+def rank_ids(*arguments: Any) -> Tensor:
+    """Number the distinct ids of each row of `[B, S]` in ascending order."""
+    fakes.rank_ids(*arguments)
+    return layout.rank_ids(*arguments)
+
+
+def spread_lists(*arguments: Any) -> Tensor:
+    """Compute which of `columns` lists `[..., slots]` name in their first `counts [...]` slots."""
+    fakes.spread_lists(*arguments)
+    return layout.spread_lists(*arguments)
+
+
+def _reads_values(tensor: Tensor) -> bool:
+    """Return whether a call on the tensor's device refuses what tensors hold: always on a CPU, on request on a GPU."""
+    return not tensor.is_cuda or environment.checks()
+
+
+def _check_values(call: Call) -> None:
+    """Refuse lists that name tiles which do not exist, and a promise `at_most` that a query breaks."""
+    mask, options = call.mask, call.options
+    if call.query.numel() == 0 or call.key.numel() == 0 or not _reads_values(call.query):
+        return
+    if (
+        call.query.is_cuda and mask.row_tiles is not None and mask.col_tiles is not None
+    ):  # the CPU kernels check their own
+        values.lists("row_tiles", mask.row_tiles, meta.ceil_div(call.key.shape[1], TILE))
+        values.lists("col_tiles", mask.col_tiles, meta.ceil_div(call.query.shape[1], TILE))
+    if mask.at_most is None or mask.kind == "none":
+        return
+    seqlen_q, seqlen_k = call.query.shape[1], call.key.shape[1]
+    if mask.kind == "intervals":
+        seen = layout.keys_seen(mask, options.band_lo, options.band_hi, seqlen_q)
+    else:
+        seen = layout.dense(mask, options.band_lo, options.band_hi, seqlen_q, seqlen_k).sum(-1)
+    values.promise(mask.at_most, seen)
+
+
+def _forward(call: Call, needs_max: bool) -> tuple[Tensor, ...]:
+    _check_values(call)
+    outputs = meta.forward_outputs(call.query, call.value, needs_max)
+    out, lse, lse_tail, row_max = outputs
+    _launch(call.query, run.forward, _for_kernels(call), Result(out, lse, lse_tail, row_max if needs_max else None))
+    return outputs
+
+
+def _backward(call: Call, read: Any) -> tuple[Tensor, ...]:
+    outputs = meta.backward_outputs(call.query, call.key, call.value, *_asked(call, read))
+    _launch_backward(call, read, outputs)
+    return outputs
+
+
+def _launch_backward(call: Call, read: Any, outputs: tuple[Tensor, ...]) -> None:
+    """Launch a backward; `outputs` are dq, dk, dv, dbias and dsink, the last two empty where they are not asked for."""
+    if call.query.is_cuda:  # on a CPU the forward did
+        _check_values(call)
+    dq, dk, dv, dbias, dsink = outputs
+    of_bias, of_sink = _asked(call, read)
+    saved = Saved(_rows(read.out), _rows(read.lse), _rows(read.lse_tail))
+    grad_lse = None if read.grad_lse is None else _rows(read.grad_lse)
+    grads = Gradients(
+        _rows(read.grad_out), grad_lse, dq, dk, dv,
+        None if of_bias is None else dbias, None if of_sink is None else dsink,
+    )  # fmt: skip
+    _launch(call.query, run.backward, _for_kernels(call), saved, grads)
+
+
+def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return the bias and the sink whose gradients are asked for."""
+    return call.bias if read.needs_dbias else None, call.sink if read.needs_dsink else None
+
+
+def _for_kernels(call: Call) -> Call:
+    """Return a call whose tensors kernels can walk: contiguous last dimensions, and lists, bits and segments without strides."""
+    query, key, value = _rows(call.query), _rows(call.key), _rows(call.value)
+    bias = call.bias if call.bias is None else _rows(call.bias)
+    tensors = call.mask[:-1]
+    of_tiles = [_contiguous(part) for part in tensors[:_FIRST_INTERVAL]]
+    intervals = [part if part is None else _rows(part) for part in tensors[_FIRST_INTERVAL:]]
+    mask = Mask._make([*of_tiles, *intervals, call.mask.at_most])
+    sink, seed = _contiguous(call.sink), _contiguous(call.seed)
+    return call._replace(query=query, key=key, value=value, bias=bias, mask=mask, sink=sink, seed=seed)
+
+
+def _launch(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
+    """Launch with the device of `on` as the current one: Triton launches on whichever that is."""
+    if on.is_cuda and on.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(on.device):
+            launch(*arguments)
+    else:
+        launch(*arguments)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return the tensor with a contiguous last dimension, which kernels ask for: itself, or a copy."""
+    return tensor if tensor.stride(-1) == 1 else computed(Tensor.contiguous, tensor)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor of lists, bits, segments or offsets as kernels walk it: without strides of its own."""
+    return tensor if tensor is None or tensor.is_contiguous() else computed(Tensor.contiguous, tensor)
+
+
+def _varlen_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
+    """Read a packed call; its mask of keys becomes segments `[1, Hm, total_k]`: 0 keep, -1 drop."""
+    call, read = fakes.varlen_call(name, arguments)
+    assert call.varlen is not None
+    if _reads_values(call.query):
+        values.offsets(call.query, call.key, call.varlen)
+    offsets = call.varlen.cu_seqlens_q.contiguous(), call.varlen.cu_seqlens_k.contiguous()
+    varlen = call.varlen._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
+    mask = call.mask
+    if read.mask is not None:
+        mask = Mask(k_segments=(read.mask.contiguous() != 0).to(torch.int32).sub_(1).unsqueeze(0))
+    return call._replace(varlen=varlen, mask=mask), read
+
+
+def _below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operator that refuses tensors without memory, and of which autograd sees nothing.
+
+    So it may be called directly, with inputs that require gradients.
+
+    A plan that repeats it needs no such care, and entering takes time.
+    """
+
+    @functools.wraps(operator)
+    def below(*arguments: Any) -> Any:
+        values.memory(arguments)
+        with schemas.below_autograd():
+            return operator(*arguments)
+
+    return below
+
+
+def _unplanned(operator: Callable[..., Any]) -> schemas.Planned:
+    return lambda *arguments: (operator(*arguments), None)
+
+
+for _operator in (
+    forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
+    key_lifetimes,
+):  # fmt: skip
+    _name = _operator.__name__
+    schemas.implement(_name, plans.planned(_below_autograd(_operator), schemas.SIGNATURES[_name]))
+for _made_of in (pack_intervals, rank_ids, spread_lists):  # torch's operations, of which there is nothing to plan
+    schemas.implement(_made_of.__name__, _unplanned(_below_autograd(_made_of)))

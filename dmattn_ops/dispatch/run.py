@@ -1,0 +1,346 @@
+"""Which kernels run: by device, then by architecture and problem. Outputs arrive allocated.
+
+Kernels are imported at their first call, so that `import dmattn_ops` loads neither Triton nor a compiler. Empty problems
+end here: no kernel sees a tensor without elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from dmattn_ops import environment
+from dmattn_ops.call import Call, Demand, Gradients, Result, Saved
+from dmattn_ops.choice import arch, choose, config, epochs, resolve, tuning
+from dmattn_ops.choice.arch import Arch
+from dmattn_ops.choice.choose import Choice
+from dmattn_ops.dispatch import sinks
+from dmattn_ops.launching.recording import computed
+
+_FORWARD = {
+    "hopper": "dmattn_ops.kernels.hopper.forward.launch",
+    "portable": "dmattn_ops.kernels.portable.forward",
+    "native": "dmattn_ops.kernels.native",
+    "reference": "dmattn_ops.kernels.reference",
+}
+_BACKWARD = {
+    "hopper": "dmattn_ops.kernels.hopper.backward.launch",
+    "hopper256": "dmattn_ops.kernels.hopper.backward_256.launch",
+    "portable": "dmattn_ops.kernels.portable.backward",
+    "native": "dmattn_ops.kernels.native",
+    "reference": "dmattn_ops.kernels.reference",
+}
+PACKED = "dmattn_ops.kernels.epochs.attention"
+_NEEDS = {"hopper": 90, "hopper256": 90}  # kernels that run on one architecture only
+GPU_KERNELS = ("hopper", "hopper256", "portable")  # fastest first
+
+
+@cache
+def cpu_kernels() -> str:
+    """Return which kernels a CPU has: native where the extension was built, else reference, with one warning."""
+    from dmattn_ops.kernels import native
+
+    if native.available():
+        return "native"
+    environment.warn(f"dmattn_ops runs on plain torch operations here, slowly: {native.reason()}")
+    return "reference"
+
+
+def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = True) -> Choice:
+    """Return the row that a launch uses, with all the configurations that it offers, or the one of the user's cache."""
+    rows, kernels = (config.FORWARD, _FORWARD) if direction == "forward" else (config.BACKWARD, _BACKWARD)
+    if not call.query.is_cuda and on is None:
+        return Choice(None, config.CPU[cpu_kernels()], ())
+
+    def refusals(kernel: str) -> list[str]:
+        if kernel not in _NEEDS:
+            return []
+        reason = _reason_against(kernel, kernels, arch.physical(call.query.device) if call.query.is_cuda else None)
+        if reason:
+            return [reason]
+        return import_module(kernels[kernel]).refusals(call)
+
+    choice = choose.choose(rows, on or arch.current(call.query.device), call.demand, refusals)
+    if choice.row.kernel == "reference":
+        _warn_legacy(choice.arch, call.demand.width, call.demand.itemsize)
+    if not (tuned and call.query.is_cuda and choice.arch is not None and tuning.entries()):
+        return choice
+    place = tuning.place(call.query.device, choice.arch)
+    masked = call.mask.row_tiles is not None
+    return tuning.tuned(choice, direction, call.demand, masked, call.options.deterministic, place)
+
+
+def missing_kernels(on: Arch) -> dict[str, str]:
+    """Return the kernels that do not run on a GPU, each with the reason."""
+    found = {}
+    for kernel in GPU_KERNELS:
+        by_direction = (_reason_against(kernel, kernels, on) for kernels in (_FORWARD, _BACKWARD) if kernel in kernels)
+        found[kernel] = next(filter(None, by_direction), "")
+    return {kernel: reason for kernel, reason in found.items() if reason}
+
+
+def _reason_against(kernel: str, kernels: dict[str, str], on: Arch | None) -> str:
+    """Return why a kernel does not run on a GPU, or is not there at all; empty where it does and is."""
+    needed = _NEEDS.get(kernel)
+    if needed is not None and on is not None and on.sm != needed:
+        return f"runs on SM {needed // 10}.{needed % 10} only"
+    if on is not None and on.sm < config.OLDEST_TRITON:
+        return f"needs SM {config.OLDEST_TRITON // 10}.{config.OLDEST_TRITON % 10} or newer"
+    try:
+        import_module(kernels[kernel])
+    except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may lack names
+        return f"needs another Triton: {error}"
+    return ""
+
+
+@cache
+def _warn_legacy(on: Arch, width: int, itemsize: int) -> None:
+    environment.warn(
+        f"dmattn_ops has no kernels for {on} and head dimension {width} in {8 * itemsize} bits: plain torch operations"
+        " run there, slowly"
+    )
+
+
+def forward_choice(call: Call, result: Result, on: Arch | None = None, tuned: bool = True) -> Choice:
+    """Return the row that a forward launch uses, with the configuration that it runs, on the call's own architecture or as `on`.
+
+    With `tuned`, a configuration from the user's cache takes the place of the row's own where there is one.
+    """
+    choice = offered("forward", call, on, tuned)
+    return _with_config(choice, resolve.forward_config(choice.row.config, call, result))
+
+
+def backward_choice(call: Call, saved: Saved, grads: Gradients, on: Arch | None = None, tuned: bool = True) -> Choice:
+    """Return the row that a backward launch uses, with the configuration that it runs, on the call's own architecture or as `on`.
+
+    With `tuned`, a configuration from the user's cache takes the place of the row's own where there is one.
+    """
+    choice = offered("backward", call, on, tuned)
+    return _with_config(choice, resolve.backward_config(choice.row.config, call, saved, grads))
+
+
+def _with_config(choice: Choice, made: config.Config) -> Choice:
+    if made is choice.row.config:
+        return choice
+    return choice._replace(row=replace(choice.row, config=made))
+
+
+def packing_of(
+    direction: str, call: Call, on: Arch | None = None, needs_max: bool = False, tuned: bool = True
+) -> tuple[epochs.Packing | None, list[str]]:
+    """Return how the keys of a call are packed, or every reason why they are not; neither where nothing is kept by key.
+
+    With `tuned`, the length of an epoch comes from the user's cache where it has one for such calls.
+    """
+    if call.mask.kind != "intervals" or call.mask.row_tiles is not None:
+        return None, []
+    reasons = reasons_against_packing(call, on, needs_max)
+    if reasons:
+        return None, reasons
+    sizes = epochs.sizes_of(call)
+    length, evidence = epochs.epoch_by_sizes(sizes), ""
+    if tuned and on is not None and call.query.is_cuda and tuning.entries():
+        place = tuning.place(call.query.device, on)
+        length, evidence = tuning.tuned_epoch(direction, call, sizes, length, place)
+    made = epochs.packing_for(call, length)
+    if made is None:
+        return None, [evidence or "at this length and with this many kept keys, packing would cost more than it saves"]
+    return made._replace(evidence=evidence), []
+
+
+def reasons_against_packing(call: Call, on: Arch | None, needs_max: bool = False) -> list[str]:
+    """Return why the keys of a call with intervals cannot be packed, whether or not that would pay; empty where they can."""
+    if not call.query.is_cuda and on is None:
+        if cpu_kernels() == "reference":
+            return ["plain torch operations compute every pair: the C++ kernels were not built"]
+        return ["the CPU kernels gather the keys that each epoch of queries sees, where that pays"]
+    reasons = epochs.reasons_against(call)
+    if needs_max:
+        reasons.append("the largest score of each row is asked for")
+    if on is not None and on.sm < config.OLDEST_TRITON:
+        reasons.append(f"there are no kernels for {on}")
+    return reasons
+
+
+def first_packed(call: Call, packed: epochs.Packing) -> Call:
+    """Return the call on packed keys that kernels get for the heads of the first pass."""
+    return _launcher(PACKED).first_pass(call, packed)
+
+
+def with_start(call: Call) -> Call:
+    """Return a call whose intervals have a start."""
+    mask = call.mask
+    if mask.end is None or mask.start is not None:
+        return call
+    return call._replace(mask=mask._replace(start=computed(torch.zeros_like, mask.end)))
+
+
+def forward(call: Call, result: Result) -> None:
+    """Write out, lse, lse_tail and, where it is asked for, row_max."""
+    if call.query.numel() == 0 or call.key.numel() == 0:
+        result.out.zero_()
+        result.lse_tail.zero_()
+        for statistic in (result.lse, result.row_max):
+            if statistic is not None:
+                statistic.fill_(-math.inf)
+        return
+    tuning.record(call)
+    run_forward(call, result, packing_of("forward", call, architecture_of(call), result.row_max is not None)[0])
+
+
+def run_forward(call: Call, result: Result, packed: epochs.Packing | None) -> None:
+    """Write the outputs of a call, its keys packed as they are said to be."""
+    if packed is None:
+        _run_forward(with_start(call), result)
+        return
+    _launcher(PACKED).forward(call._replace(sink=None), result, packed, _run_forward)
+    sinks.take_share(call.sink, result)
+
+
+def _run_forward(call: Call, result: Result) -> None:
+    choice = forward_choice(call, result)
+    launcher = _launcher(_FORWARD[choice.row.kernel])
+    launcher.forward(call, result, choice.row.config)
+    if not _takes_sinks(launcher):
+        sinks.take_share(call.sink, result)
+
+
+def _takes_sinks(launcher: ModuleType) -> bool:
+    return getattr(launcher, "TAKES_SINKS", False)
+
+
+def backward(call: Call, saved: Saved, grads: Gradients) -> None:
+    """Write dq, dk, dv and, where they are given, dbias and dsink."""
+    if call.query.numel() == 0 or call.key.numel() == 0:
+        for gradient in (grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink):
+            if gradient is not None:
+                gradient.zero_()
+        return
+    tuning.record(call)
+    run_backward(call, saved, grads, packing_of("backward", call, architecture_of(call))[0])
+
+
+def run_backward(call: Call, saved: Saved, grads: Gradients, packed: epochs.Packing | None) -> None:
+    """Write the gradients of a call, its keys packed as they are said to be."""
+    run = _telling_once(call.demand) if environment.profiles_backward() else _run_backward
+    if packed is not None:
+        call, saved, grads = sinks.without_sink(call, saved, grads)
+        _launcher(PACKED).backward(call, saved, grads, packed, run)
+    else:
+        run(with_start(call), saved, grads)
+
+
+def _telling_once(demand: Demand) -> Callable[[Call, Saved, Gradients], None]:
+    """Return what runs a backward and tells its choice once: packed keys may take several passes over the heads."""
+    left = [demand]
+
+    def run(call: Call, saved: Saved, grads: Gradients) -> None:
+        _run_backward(call, saved, grads, left.pop() if left else None)
+
+    return run
+
+
+def _run_backward(call: Call, saved: Saved, grads: Gradients, told_of: Demand | None = None) -> None:
+    choice = backward_choice(call, saved, grads)
+    if told_of is not None:
+        environment.tell(profile_line(choice, told_of))
+    launcher = _launcher(_BACKWARD[choice.row.kernel])
+    if grads.grad_lse is not None or not _takes_sinks(launcher):
+        call, saved, grads = sinks.without_sink(call, saved, grads)
+    launcher.backward(call, saved, grads, choice.row.config)
+
+
+def architecture_of(call: Call) -> Arch | None:
+    """Return what a call is dispatched for; None is the CPU."""
+    return arch.current(call.query.device) if call.query.is_cuda else None
+
+
+def profile_line(choice: Choice, demand: Demand) -> str:
+    """Return the line that tells a backward launch's choice."""
+    return (
+        f"FLASH_DMATTN_PROFILE: HeadDim={demand.dim}, Arch={choice.arch or 'CPU'}, SeqQ={demand.seqlen_q},"
+        f" SeqK={demand.seqlen_k}, Batch={demand.batch}, Choice={choice.label}"
+    )
+
+
+def pack_mask(
+    mask: Tensor,
+    q_segments: Tensor | None,
+    k_segments: Tensor | None,
+    seqlen_q: int,
+    band_lo: int,
+    band_hi: int,
+    row_tiles: Tensor,
+    col_tiles: Tensor,
+    row_bits: Tensor,
+    col_bits: Tensor,
+) -> None:
+    """Write the lists and bits of a dense mask, of segments and of a band, all of which must hold."""
+    launch = _mask_kernels(mask.device).pack_mask
+    launch(mask, q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles, row_bits, col_bits)
+
+
+def list_tiles(
+    q_segments: Tensor | None,
+    k_segments: Tensor,
+    seqlen_q: int,
+    band_lo: int,
+    band_hi: int,
+    row_tiles: Tensor,
+    col_tiles: Tensor,
+) -> None:
+    """Write the lists of segments inside a band."""
+    launch = _mask_kernels(k_segments.device).list_tiles
+    launch(q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles)
+
+
+def _mask_kernels(device: torch.device) -> ModuleType:
+    if device.type != "cuda":
+        return _launcher(_FORWARD[cpu_kernels()])
+    if arch.physical(device).sm < config.OLDEST_TRITON:
+        return _launcher("dmattn_ops.kernels.reference")
+    return _launcher("dmattn_ops.kernels.masks.launch")
+
+
+def launcher(direction: str, kernel: str) -> ModuleType:
+    """Return the module whose function named `direction` launches a kernel."""
+    return _launcher((_FORWARD if direction == "forward" else _BACKWARD)[kernel])
+
+
+def notes(direction: str, kernel: str, call: Call) -> list[str]:
+    """Return what a kernel's launcher tells of a call beside its configuration."""
+    tell = getattr(launcher(direction, kernel), "notes", None)
+    return [] if tell is None or direction == "forward" else tell(call)
+
+
+@cache
+def _launcher(module: str) -> ModuleType:
+    return import_module(module)
+
+
+def lifetimes(
+    scores: Tensor,
+    documents: Tensor | None,
+    keep: int,
+    keep_first: int,
+    keep_last: int,
+    is_causal: bool,
+    start: Tensor,
+    end: Tensor,
+) -> None:
+    """Write which queries see each key of a dynamic mask: `start <= i < end`."""
+    module = "dmattn_ops.kernels.selection.reference"
+    if scores.numel() == 0:
+        return
+    if scores.is_cuda and arch.physical(scores.device).sm >= config.OLDEST_TRITON:
+        module = "dmattn_ops.kernels.selection.launch"
+    elif not scores.is_cuda and cpu_kernels() == "native":
+        module = "dmattn_ops.kernels.native"
+    _launcher(module).lifetimes(scores, documents, keep, keep_first, keep_last, is_causal, start, end)

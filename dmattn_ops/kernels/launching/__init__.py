@@ -1,1 +1,0 @@
-"""How kernels are launched, and how a call's launches are repeated."""

@@ -1,0 +1,1 @@
+"""How kernels are launched: through Triton at first, then again from what was noted, with new addresses."""

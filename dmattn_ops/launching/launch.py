@@ -1,0 +1,233 @@
+"""Launch kernels, and note what a call launched as a `Plan` that later calls of the same shapes repeat.
+
+A launcher runs in full at the first call of a signature (shapes, strides, dtypes, options); what a later one does with
+its plan is in `plan.py`. A launcher therefore
+
+- launches through `launch(kernel, grid, *arguments, **named)`, which reads like `kernel[grid](*arguments, **named)`;
+- passes tensors of the call, or views of them, and describes tensor maps as a `Map`;
+- makes everything else that is done to tensors on the device through `computed`, and workspaces through `workspace`.
+
+A tensor that is none of these, or one that is changed in another way, makes the signature one without a plan: each call
+then runs its launcher in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from dmattn_ops.launching.overlap import kernels_overlap
+from dmattn_ops.launching.plan import ALIGNMENT, Allocate, Compute, Plan, Relaunch, Slot, TensorLayout, TensorMap
+from dmattn_ops.launching.recording import computed as computed
+from dmattn_ops.launching.recording import thread
+from dmattn_ops.launching.recording import workspace as workspace
+from dmattn_ops.launching.tensor_maps import Map
+
+# Of all kernels: products and sums become one instruction, whatever an environment variable or a later Triton (3.10) makes the
+# default. The exponents of probabilities, and the registers that kernels fit into, depend on it.
+OPTIONS = {"enable_fp_fusion": True}
+_MAX_COMPILED = 1024
+_compiled: dict[tuple[Any, ...], Any] = {}  # kernels by what they are specialized on
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, follows: bool = False, **named: Any) -> None:
+    """Launch `kernel[grid](*arguments, **named)`, and note it where a plan is being made.
+
+    `follows`: the kernel comes after another one of the call, and may begin before that has ended (`overlap.py`).
+    """
+    if not isinstance(kernel, JITFunction):  # the interpreter
+        kernel[grid](*map(_argument, arguments), **{name: _argument(value) for name, value in named.items()})
+        return
+    if follows and kernels_overlap():
+        named["launch_pdl"] = True
+    names, whole = kernel.arg_names, (*grid, 1, 1)[:3]
+    given = dict(zip(names, arguments, strict=False)) | named
+    varying = _varying(kernel)
+    values = [_specialization(given[name]) if name in varying else given[name] for name in names]
+    key = (kernel, *values, *[option for option in named.items() if option[0] not in names])
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = kernel[grid](**{name: _argument(value) for name, value in given.items()}, **OPTIONS)
+        if len(_compiled) >= _MAX_COMPILED:
+            _compiled.clear()
+        _compiled[key] = compiled
+    else:
+        compiled[whole](*[_argument(given[name]) for name in names])
+    if thread.recorder is not None:
+        thread.recorder.launches(compiled, whole, [given[name] for name in names])
+
+
+@cache
+def _varying(kernel: Any) -> frozenset[str]:
+    """Return the names of a kernel's arguments that are no compile-time constants."""
+    return frozenset(parameter.name for parameter in kernel.params if not parameter.is_constexpr)
+
+
+def _specialization(argument: Any) -> Any:
+    """Return what a compiled kernel depends on of an argument: at least as fine as Triton's own, for a faster look-up."""
+    if type(argument) is int:
+        return argument == 1, argument % ALIGNMENT == 0, -(1 << 31) <= argument < 1 << 31
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.get_device(), argument.data_ptr() % ALIGNMENT == 0
+    if isinstance(argument, Map):
+        return argument.dtype, argument.block
+    return type(argument)
+
+
+def _argument(argument: Any) -> Any:
+    """Return an argument as Triton takes it."""
+    return argument.descriptor() if isinstance(argument, Map) else argument
+
+
+class _Watch(TorchDispatchMode):
+    """A dispatch mode that notices operators that change a tensor, since a plan would not repeat them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks, self.changes = True, False
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        self.changes |= self.looks and operator._schema.is_mutable
+        return operator(*arguments, **(keywords or {}))
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Allow operators that change tensors, because the recorder knows of them."""
+        before, self.looks = self.looks, False
+        try:
+            yield
+        finally:
+            self.looks = before
+
+
+class Recording:
+    """What one call launches. Tensors are named once its outputs are known: by `plan`."""
+
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+        self.inputs = inputs
+        self.watch = _Watch()
+        self.steps: list[Callable[[_Names], Any]] = []
+
+    def gives_up(self) -> None:
+        """Note that the call cannot be repeated, and let go of its tensors: it may free workspaces on its way."""
+        self.watch.changes = True
+        self.steps.clear()
+
+    def looking_away(self) -> AbstractContextManager[None]:
+        """Let operators change tensors meanwhile."""
+        return self.watch.looking_away()
+
+    def allocates(self, made: Tensor) -> None:
+        """Note that a workspace is made."""
+
+        def step(names: _Names) -> Allocate:
+            names.add(made)
+            return Allocate(TensorLayout.of(made))
+
+        self._note(step)
+
+    def computes(self, function: Callable[..., Tensor], arguments: tuple[Any, ...], made: Tensor) -> None:
+        """Note that a tensor is computed."""
+
+        def step(names: _Names) -> Compute:
+            references = [names.whole(argument) for argument in arguments]
+            names.add(made)
+            return Compute(function, references)
+
+        self._note(step)
+
+    def launches(self, compiled: Any, grid: tuple[int, ...], arguments: list[Any]) -> None:
+        """Note that a kernel is launched; `arguments` are those of its Python function."""
+
+        def step(names: _Names) -> Relaunch:
+            return Relaunch(compiled, grid, [names.reference(argument) for argument in arguments])
+
+        self._note(step)
+
+    def _note(self, step: Callable[[_Names], Any]) -> None:
+        """Keep a step, and so its tensors, unless the call cannot be repeated any more."""
+        if not self.watch.changes:
+            self.steps.append(step)
+
+    def plan(self, outputs: Sequence[Tensor], device: int) -> Plan | None:
+        """Return the plan of the call that returned `outputs`; None where it launched nothing, or cannot be repeated."""
+        names = _Names()
+        for tensor in (*self.inputs, *outputs):
+            names.add(tensor)
+        try:
+            steps = [step(names) for step in self.steps]
+        except LookupError:
+            return None
+        if self.watch.changes or not any(isinstance(step, Relaunch) for step in steps):
+            return None
+        return Plan(device, [TensorLayout.of(output) for output in outputs], steps)
+
+
+class _Names:
+    """From a tensor to its place among those that a plan knows: inputs, outputs, then what its steps make."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor | None] = []
+        self.slots: dict[int, int] = {}  # by id: the tensors live as long
+
+    def add(self, tensor: Tensor | None) -> None:
+        """Give the next place to a tensor, which keeps one that it has (it was changed in place)."""
+        if tensor is not None:
+            self.slots.setdefault(id(tensor), len(self.tensors))
+        self.tensors.append(tensor)
+
+    def reference(self, argument: Any) -> Any:
+        """Return what stands for an argument in a plan; LookupError for a tensor that it does not know."""
+        if isinstance(argument, Tensor):
+            return self.slot(argument, 0)
+        if isinstance(argument, Map):
+            return TensorMap(self.slot(argument.base, argument.offset), argument._replace(base=None))
+        return argument
+
+    def whole(self, argument: Any) -> Any:
+        """Return what stands for an argument that is computed with: a tensor must be a known one, not a view of it."""
+        if isinstance(argument, Tensor) and id(argument) not in self.slots:
+            raise LookupError("a view of a tensor, or another one")
+        return self.reference(argument)
+
+    def slot(self, tensor: Tensor, offset: int) -> Slot:
+        """Return where the address `offset` bytes behind a tensor's start is found."""
+        address = tensor.data_ptr() + offset
+        if address % ALIGNMENT != 0:
+            raise LookupError("an address that is no multiple of 16 bytes")
+        index = self.slots.get(id(tensor))
+        if index is None:
+            index = self._base(tensor)
+        known = self.tensors[index]
+        assert known is not None
+        return Slot(index, address - known.data_ptr())
+
+    def _base(self, view: Tensor) -> int:
+        """Return the only tensor of which a tensor is a view."""
+        storage = view.untyped_storage().data_ptr()
+        found = {
+            self.slots[id(tensor)]
+            for tensor in self.tensors
+            if tensor is not None and tensor.untyped_storage().data_ptr() == storage
+        }
+        if len(found) != 1 or storage == 0:
+            raise LookupError("a tensor that is neither one of the call nor computed")
+        return found.pop()
+
+
+@contextmanager
+def recording(inputs: Sequence[Tensor | None]) -> Iterator[Recording]:
+    """Note what this thread launches meanwhile for a call with these inputs, of which no two are the same tensor."""
+    outer, made = thread.recorder, Recording(inputs)
+    thread.recorder = made
+    try:
+        with made.watch:
+            yield made
+    finally:
+        thread.recorder = outer

@@ -1,0 +1,276 @@
+"""Repeat what a call launched, with other tensors of the same shapes, strides and dtypes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from dmattn_ops.launching.driver import LaunchShape, Packed, pack, parameter_sizes
+from dmattn_ops.launching.tensor_maps import Map
+
+MAX_READY = 128  # sets of addresses that each stage of a plan keeps launches for
+_ENTRY = re.compile(r"\.entry\s+[^(]*\(([^)]*)\)")  # a kernel's head in PTX, and the parameters in it
+ALIGNMENT = 16  # bytes that every address of a plan is a multiple of: what Triton specializes on
+_dynamo: Any = getattr(torch._C, "_dynamo", None)
+# as Inductor's own code allocates: 3 times as fast as torch.empty
+_empty_cuda: Any = getattr(getattr(_dynamo, "guards", None), "_empty_strided_cuda", None)
+# what torch's own functions ask
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+
+
+class TensorLayout(NamedTuple):
+    """The shape, strides and dtype of a tensor that a plan allocates."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorLayout:
+        """Return that of `tensor`."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+class Slot(NamedTuple):
+    """An address: that of a plan's tensor, plus an offset in bytes."""
+
+    tensor: int
+    offset: int
+
+
+class TensorMap(NamedTuple):
+    """A tensor map of memory at an address."""
+
+    slot: Slot
+    described: Map  # without a base
+
+
+class Plan:
+    """The steps of a call: to be run with any tensors of the shapes, strides and dtypes that it was made for."""
+
+    def __init__(
+        self, device: int, outputs: list[TensorLayout], steps: Sequence[Allocate | Compute | Relaunch]
+    ) -> None:
+        self.device, self.outputs, self.steps = device, outputs, steps
+        self.with_elements = [None if 0 in layout.shape else layout for layout in outputs]
+        self.stages = _stages(steps)
+        self.backwards: dict[Hashable, Plan] = {}  # of what this forward computed
+
+    def run(
+        self, inputs: tuple[Tensor | None, ...], addresses: list[int] | None = None, *, all_outputs: bool = True
+    ) -> tuple[tuple[Any, ...], list[int]] | None:
+        """Launch everything on the current stream of the plan's device.
+
+        Returns outputs, and the addresses of inputs (which the caller may know) and outputs; None, with no kernel of
+        the plan launched, for other alignments. Without `all_outputs`, those that have no elements are None.
+        """
+        if addresses is None:
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
+        if _current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self.run(inputs, addresses, all_outputs=all_outputs)
+        if all_outputs:
+            outputs: tuple[Any, ...] = tuple([allocate(*layout) for layout in self.outputs])
+        else:
+            outputs = tuple([None if layout is None else allocate(*layout) for layout in self.with_elements])
+        known = addresses + [0 if output is None else output.data_ptr() for output in outputs]
+        tensors, places = [*inputs, *outputs], known.copy()
+        stream, through_driver = raw_stream(self.device), not _hooked()
+        for stage in self.stages:
+            for make in stage.makes:
+                made = make.run(tensors)
+                tensors.append(made)
+                places.append(made.data_ptr())
+            if not stage.launches:
+                continue
+            found = (stream, *places)
+            launches = stage.ready.get(found)
+            if launches is None:  # the first such addresses: all later ones have passed this
+                if reduce(or_, known) % ALIGNMENT != 0:
+                    return None
+                launches = stage.prepare(found, places, stream)
+            for run, relaunch, _ in launches:
+                if not through_driver or run() != 0:
+                    relaunch.run(places, stream)
+        return outputs, known
+
+
+class Ready(NamedTuple):
+    """A launch with tensors at certain addresses on a certain stream. Nothing of it changes: threads may share it."""
+
+    run: Callable[[], int]  # through the driver; 0 where that did it
+    relaunch: Relaunch  # through Triton
+    memory: list[Any]  # that parameters lie in
+
+
+class Stage(NamedTuple):
+    """Steps of a plan that make tensors, and the launches behind them, which are kept for the addresses they had."""
+
+    makes: list[Allocate | Compute]
+    launches: list[Relaunch]
+    ready: dict[tuple[int, ...], list[Ready]]  # by stream and addresses
+
+    def prepare(self, found: tuple[int, ...], addresses: list[int], stream: int) -> list[Ready]:
+        """Return the launches with tensors at `addresses`, and keep them where the driver can do them all.
+
+        When the cache is full the newest entry is replaced. If more sets of addresses than fit recur in a cycle, most of them
+        are still found that way, where replacing the oldest would find none.
+        """
+        made = [relaunch.at(addresses, stream) for relaunch in self.launches]
+        if all(
+            one.run is not _no_launch or relaunch.packed is None
+            for one, relaunch in zip(made, self.launches, strict=True)
+        ):
+            if len(self.ready) >= MAX_READY:
+                self.ready.popitem()
+            self.ready[found] = made
+        return made
+
+
+def _stages(steps: Sequence[Allocate | Compute | Relaunch]) -> list[Stage]:
+    """Put each run of launches together with what is made before it."""
+    stages = [Stage([], [], {})]
+    for step in steps:
+        if isinstance(step, Relaunch):
+            stages[-1].launches.append(step)
+        else:
+            if stages[-1].launches:
+                stages.append(Stage([], [], {}))
+            stages[-1].makes.append(step)
+    return stages
+
+
+class Allocate:
+    """A step that makes a workspace."""
+
+    def __init__(self, layout: TensorLayout) -> None:
+        self.layout = layout
+
+    def run(self, tensors: list[Any]) -> Tensor:
+        """Allocate."""
+        return allocate(*self.layout)
+
+
+class Compute:
+    """A step that computes a tensor."""
+
+    def __init__(self, function: Callable[..., Tensor], references: list[Any]) -> None:
+        self.function, self.references = function, references
+        self.takes_tensors = any(type(of) is Slot for of in references)
+
+    def run(self, tensors: list[Any]) -> Tensor:
+        """Compute."""
+        if not self.takes_tensors:
+            return self.function(*self.references)
+        return self.function(*[tensors[of.tensor] if type(of) is Slot else of for of in self.references])
+
+
+class Relaunch:
+    """A step that launches a kernel: through the driver where the layout of its parameters is certain, else Triton."""
+
+    def __init__(self, compiled: Any, grid: tuple[int, ...], references: list[Any]) -> None:
+        self.compiled, self.grid, self.references = compiled, grid, references
+        self.packed = _packed(compiled, grid, references)
+
+    def at(self, addresses: list[int], stream: int) -> Ready:
+        """Return the launch with tensors at `addresses`."""
+        launch = None if self.packed is None else self.packed.at(addresses, stream)
+        return Ready(_no_launch, self, []) if launch is None else Ready(launch.run, self, launch.memory)
+
+    def run(self, addresses: list[int], stream: int) -> None:
+        """Launch through Triton."""
+        arguments = [_value(reference, addresses) for reference in self.references]
+        self.compiled[self.grid](*arguments, stream=stream)
+
+
+def _no_launch() -> int:
+    """Stand for a launch that the driver cannot do."""
+    return -1
+
+
+def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+allocate = _empty_cuda if _empty_cuda is not None else _empty_strided  # uninitialised memory on the current device
+
+
+def _value(reference: Any, addresses: list[int]) -> Any:
+    """Return an argument as a compiled kernel takes it."""
+    if type(reference) is Slot:
+        return addresses[reference.tensor] + reference.offset
+    if type(reference) is TensorMap:
+        return reference.described.at(addresses[reference.slot.tensor] + reference.slot.offset)
+    return reference
+
+
+def _hooked() -> bool:
+    """Return whether launch hooks are installed in Triton, for example by the profiler Proton."""
+    runtime = knobs.runtime
+    entering, leaving = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return (entering is not None and bool(getattr(entering, "calls", True))) or (
+        leaving is not None and bool(getattr(leaving, "calls", True))
+    )
+
+
+def _packed(compiled: Any, grid: tuple[int, ...], references: list[Any]) -> Packed | None:
+    """Lay a kernel's parameters out, or return None where anything about them is not as it is known here.
+
+    The layout is Triton's (3.6 to 3.9): the arguments that are no constants, of a tensor map the map, its shape (int32)
+    and its strides (int64), then two pointers to scratch memory.
+    """
+    if not _is_plain(compiled):
+        return None
+    laid: list[tuple[str, Any]] = []  # (type, value)
+    descriptors = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    for kind, reference in zip(compiled.src.signature.values(), references, strict=True):
+        if type(reference) is TensorMap and descriptors:
+            shape, strides = reference.described.shape, reference.described.strides
+            compiled_for = descriptors.pop(0)
+            if not {"block_size", "swizzle"} <= compiled_for.keys() or compiled_for.get("fp4_padded"):
+                return None
+            described = reference.described._replace(block=tuple(compiled_for["block_size"]))
+            laid.append(("map", (*reference.slot, described, compiled_for["swizzle"])))
+            laid += [("i32", size) for size in shape]
+            laid += [("i64", stride) for stride in strides]
+        elif kind != "constexpr":
+            laid.append((kind, reference))
+    laid += [("*", None), ("*", None)]
+    warps, _, shared = compiled.packed_metadata
+    launched = LaunchShape(grid, 32 * warps, shared, bool(compiled.metadata.launch_pdl))
+    return pack(compiled.function, launched, laid, _parameter_sizes(compiled))
+
+
+@lru_cache(maxsize=1024)
+def _parameter_sizes(compiled: Any) -> list[int]:
+    """Return the sizes of a kernel's parameters: the driver takes 5 us for each of a hundred."""
+    return parameter_sizes(compiled.function, _declared(compiled))
+
+
+def _declared(compiled: Any) -> int | None:
+    """Return how many parameters the PTX of a kernel declares; None where there is no PTX to be read."""
+    entry = _ENTRY.search(getattr(compiled, "asm", {}).get("ptx", ""))
+    return None if entry is None else entry[1].count(".param")
+
+
+def _is_plain(compiled: Any) -> bool:
+    """Return whether a launch needs nothing but what a `LaunchShape` has, and parameters."""
+    try:
+        of = compiled.metadata
+        special = (of.launch_cooperative_grid, of.global_scratch_size, of.profile_scratch_size)
+        _, blocks_in_cluster, _ = compiled.packed_metadata
+        compiled._init_handles()
+        known = isinstance(compiled.function, int) and isinstance(of.launch_pdl, int)
+        return not any(special) and blocks_in_cluster == 1 and known
+    except (AttributeError, TypeError, ValueError):
+        return False

@@ -1,0 +1,220 @@
+"""Repeat the launches of an earlier call with the same shapes, without validating and choosing kernels again.
+
+A plan is found under everything that it depends on: shape, strides, dtype and device of each tensor, the numbers of the
+call, and what the environment and torch's switches say. No tensor is kept. Plans are for CUDA tensors; kernels make them
+(`launching/launch.py`) while the call is computed in full for the first time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from dmattn_ops import environment
+from dmattn_ops.call import float32_precision
+
+MAX_PLANS = 512
+MAX_SEEN = 4096
+SAVED_OUTPUTS = 3  # out, lse and lse_tail, which a forward saves behind its inputs
+MAX_BACKWARDS = 16  # of one forward: layouts of grad_out, and switches
+_plans: dict[Hashable, Any] = {}  # None where a call of that key cannot be repeated
+_repeats: dict[Hashable, Repeat] = {}  # by what a public function is given (`repeats.py`)
+_seen: dict[Hashable, None] = {}  # keys seen once: a plan is made at the second call
+_Tensors = tuple[Tensor | None, ...]
+_Sequence = TypeVar("_Sequence", tuple[Any, ...], list[Any])
+_Computation = Callable[..., tuple[Tensor, ...]]
+
+
+class _Thread(threading.local):
+    """State of one thread."""
+
+    has_context = False
+
+
+_thread = _Thread()
+
+
+def enter_thread() -> None:
+    """Give this thread CUDA's context, which tensor maps are encoded in.
+
+    The CUDA runtime makes the context current at a thread's first call that needs it. Taking memory from torch's cache and
+    launching through the driver are no such calls, so it is done here.
+    """
+    if not _thread.has_context:
+        torch.cuda.is_current_stream_capturing()
+        _thread.has_context = True
+
+
+class Origin(NamedTuple):
+    """What a backward finds its plan by without looking at every tensor again: the plan of its forward."""
+
+    plan: Any
+    addresses: list[int]  # of the forward's inputs and outputs
+    numbers: tuple[tuple[Any, ...], tuple[Any, ...]]  # those of the forward, before `needs_max` and behind it
+
+    def backward(
+        self,
+        name: str,
+        primals: int,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        saved: _Tensors,
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor, ...] | None:
+        """Repeat the backward `name`; None where it has no plan yet. Gradients that are not needed are None.
+
+        Saved tensors with the addresses and strides of the forward's tensors are those tensors: autograd has checked their
+        versions. Strides are compared because a saved-tensor hook may return a tensor at the same address in another layout.
+        """
+        enter_thread()
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in saved]
+        if addresses != self.addresses or environment.profiles_backward():
+            return None
+        tensors = (grad_out, grad_lse, *_in_backward(saved, primals))
+        of_lse = None if grad_lse is None else grad_lse.stride()
+        strides = tuple([tensor.stride() for tensor in saved if tensor is not None])
+        found = (grad_out.shape, grad_out.stride(), of_lse, strides, needs, *switches(grad_out))
+        plan = self.plan.backwards.get(found)
+        if plan is None:
+            before, appended = self.numbers
+            plan = _plans.get(key(name, tensors, (*before, *needs, *appended)))
+            if plan is None:
+                return None
+            if len(self.plan.backwards) >= MAX_BACKWARDS:
+                self.plan.backwards.clear()
+            self.plan.backwards[found] = plan
+        gradients = [grad_out.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr()]
+        ran = plan.run(tensors, gradients + _in_backward(addresses, primals), all_outputs=False)
+        return None if ran is None else ran[0]
+
+
+class Repeat(NamedTuple):
+    """The plan of a forward, in the form of an operator that may be called directly; a row_max that is not needed is None."""
+
+    plan: Any
+    numbers: tuple[Any, ...]  # of the operator
+    around_needs: tuple[tuple[Any, ...], tuple[Any, ...]]
+    compute: Callable[..., tuple[Any, Origin | None]]  # for tensors at addresses that the plan does not take
+
+    def __call__(self, *arguments: Any) -> tuple[Any, Origin | None]:
+        """Run the plan with the arguments of the operator."""
+        tensors = arguments[: -len(self.numbers)]
+        enter_thread()
+        ran = self.plan.run(tensors, all_outputs=False)
+        if ran is None:
+            return self.compute(*arguments)
+        return ran[0], Origin(self.plan, ran[1][: len(tensors) + SAVED_OUTPUTS], self.around_needs)
+
+
+def repeat(found: Hashable) -> Repeat | None:
+    """Return what was remembered."""
+    return _repeats.get(found)
+
+
+def remember(
+    found: Hashable, name: str, tensors: _Tensors, numbers: tuple[Any, ...], compute: Any, around_needs: Any
+) -> None:
+    """Let the plan of a forward, if there is one, be found under another key as well, which says all that its own one does."""
+    plan = _plans.get(key(name, tensors, numbers))
+    if plan is not None:
+        if len(_repeats) >= MAX_PLANS:
+            _repeats.clear()
+        _repeats[found] = Repeat(plan, numbers, around_needs, compute)
+
+
+def _in_backward(saved: _Sequence, primals: int) -> _Sequence:
+    """Return what a forward saved in the order of the backward's schema: primals, outputs, then the other inputs."""
+    return saved[:primals] + saved[-SAVED_OUTPUTS:] + saved[primals:-SAVED_OUTPUTS]
+
+
+def planned(function: _Computation, signature: Any) -> Callable[..., tuple[Any, Origin | None]]:
+    """Return what computes the operator `function`, with a plan where there is one, and the origin of its backward.
+
+    `signature` says which arguments are tensors, and which say what is needed.
+    """
+    name = function.__name__
+    is_backward = name.endswith("backward")
+
+    def call(*arguments: Any) -> tuple[Any, Origin | None]:
+        on = arguments[1] if arguments[0] is None else arguments[0]
+        if on is None or not may_repeat(on):
+            return function(*arguments), None
+        enter_thread()
+        if is_backward and environment.profiles_backward():
+            return function(*arguments), None
+        tensors, numbers = signature.split(arguments)
+        found = key(name, tensors, numbers)
+        plan = _plans.get(found)
+        if plan is not None:
+            ran = plan.run(tensors)
+            if ran is not None:
+                return ran[0], Origin(plan, ran[1][: len(tensors) + SAVED_OUTPUTS], signature.around_needs(numbers))
+        if found in _plans or _is_new(found):
+            return function(*arguments), None
+        return _make(found, on.get_device(), tensors, lambda distinct: function(*distinct, *numbers)), None
+
+    return call
+
+
+def _is_new(found: Hashable) -> bool:
+    """Return whether a key comes for the first time."""
+    if found in _seen:
+        return False
+    if len(_seen) >= MAX_SEEN:
+        _seen.clear()
+    _seen[found] = None
+    return True
+
+
+def forget() -> None:
+    """Drop all plans: what the next call would launch may have changed."""
+    _plans.clear()
+    _repeats.clear()
+    _seen.clear()
+
+
+def may_repeat(tensor: Tensor) -> bool:
+    """Return whether a call that begins with the tensor may be repeated: on a GPU, unless each call is to be checked."""
+    return tensor.is_cuda and not environment.checks()
+
+
+def key(name: str, tensors: _Tensors, numbers: tuple[Any, ...]) -> Hashable:
+    """Return what the plan of an operator depends on."""
+    return (name, *described(tensors), numbers, *switches(tensors[0]))
+
+
+def described(tensors: _Tensors) -> tuple[tuple[Any, ...] | None, ...]:
+    """Return what a plan depends on of each tensor."""
+    return tuple(
+        [
+            None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+            for tensor in tensors
+        ]
+    )
+
+
+def switches(tensor: Tensor | None) -> tuple[Any, ...]:
+    """Return what is set outside of a call that begins with a tensor."""
+    tf32 = float32_precision() if tensor is not None and tensor.dtype is torch.float32 else None
+    return environment.architecture(), environment.record_file(), tf32
+
+
+def _make(found: Hashable, device: int, tensors: _Tensors, function: _Computation) -> tuple[Tensor, ...]:
+    """Compute in full, and keep a plan of what was launched where it can be repeated."""
+    from dmattn_ops.launching.launch import recording
+
+    # a plan identifies tensors by identity, so a tensor that is passed twice becomes two views
+    distinct = tuple(
+        tensor if tensor is None or not any(tensor is other for other in tensors[:index]) else tensor.view_as(tensor)
+        for index, tensor in enumerate(tensors)
+    )
+    with recording(distinct) as recorded:
+        outputs = function(distinct)
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    _plans[found] = recorded.plan(outputs, device)
+    return outputs

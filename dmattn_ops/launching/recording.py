@@ -1,0 +1,71 @@
+"""What a launcher does to tensors on the device besides launching kernels, in a form that a recorder can note.
+
+A launcher makes whatever it computes with operators of torch through `computed`, and its workspaces through `workspace`.
+Both do just that; where a recorder is attached to the thread, it is told as well, so that it can repeat the call
+(`plans.py`, `launching`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+_Made = TypeVar("_Made", bound=Tensor)
+
+
+class Recorder(Protocol):
+    """What is told of a call's steps."""
+
+    def allocates(self, made: Tensor) -> None:
+        """Note that a workspace is made."""
+
+    def computes(self, function: Callable[..., Tensor], arguments: tuple[Any, ...], made: Tensor) -> None:
+        """Note that a tensor is computed."""
+
+    def launches(self, compiled: Any, grid: tuple[int, ...], arguments: list[Any]) -> None:
+        """Note that a kernel is launched; `arguments` are those of its Python function."""
+
+    def gives_up(self) -> None:
+        """Note that the call cannot be repeated."""
+
+    def looking_away(self) -> AbstractContextManager[None]:
+        """Let operators change tensors meanwhile."""
+
+
+class Thread(threading.local):
+    """What is attached to a thread."""
+
+    recorder: Recorder | None = None
+
+
+thread = Thread()
+
+
+def computed(function: Callable[..., _Made], *arguments: Any) -> _Made:
+    """Return the tensor `function(*arguments)`: a copy, zeros, a sum, or one of its arguments changed in place."""
+    recorder = thread.recorder
+    if recorder is None:
+        return function(*arguments)
+    with recorder.looking_away():
+        made = function(*arguments)
+    recorder.computes(function, arguments, made)
+    return made
+
+
+def workspace(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return uninitialised memory for one call on the device of `like`."""
+    made = like.new_empty(shape, dtype=dtype)
+    if thread.recorder is not None:
+        thread.recorder.allocates(made)
+    return made
+
+
+def do_not_repeat() -> None:
+    """Say that a recorded call must run in full each time: it frees workspaces on the way, which a plan would keep."""
+    if thread.recorder is not None:
+        thread.recorder.gives_up()

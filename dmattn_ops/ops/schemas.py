@@ -1,0 +1,192 @@
+"""The operators `torch.ops.dmattn.*`: the only place that holds a schema. What arguments mean: `call.py`, `call.py`.
+
+In every schema the tensors come first and the numbers behind them, and every argument has a name that means the same in
+all of them. Where an argument stands is read from the schema (`SIGNATURES`), never counted. A program exported by an earlier
+version must load, and passes arguments by position: so a new number is appended behind `needs_...`, with a default, to the
+forward and to the backward (`APPENDED`), and a new tensor makes a new overload of the operators, beside `default`.
+
+A policy of selective checkpointing is asked about overloads: compare with `torch.ops.dmattn.forward.default`, not with the
+packet `torch.ops.dmattn.forward`. To save are the forward operators, and `pack_mask`, `list_tiles` and `key_lifetimes`, which
+give a mask in few bytes.
+
+What masks are made of in users' graphs is an operator wherever it sorts, scans or scatters: a compiler that fuses such an
+operation with one of the caller's may fail (Inductor of torch 2.11 did, with a sort behind a cumsum on a GPU).
+"""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from dmattn_ops.call import MASK_TENSORS, UNBOUNDED, Mask, Options
+from dmattn_ops.ops.torch_privates import below_autograd as below_autograd
+
+
+def _optional(*names: str) -> str:
+    return ", ".join(f"Tensor? {name}=None" for name in names)
+
+
+QKV = "Tensor query, Tensor key, Tensor value"
+SAVED = "Tensor out, Tensor lse, Tensor lse_tail"
+GRADS = "Tensor grad_out, Tensor? grad_lse"
+OFFSETS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
+BAND = f"SymInt band_lo={-UNBOUNDED}, SymInt band_hi={UNBOUNDED}"
+ORIGINS = "SymInt q_origin=0, SymInt k_origin=0"
+SCALARS = "float? softmax_scale=None, float softcap=0.0, float dropout_p=0.0, bool deterministic=False"
+DENSE_TENSORS = _optional("bias", *MASK_TENSORS, "sink", "seed")
+DENSE_NUMBERS = f"{BAND}, {ORIGINS}, SymInt? at_most=None, {SCALARS}"
+VARLEN_TENSORS = (
+    f"{OFFSETS}, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? seed"  # no defaults before numbers without
+)
+VARLEN_NUMBERS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {BAND}, {ORIGINS}, bool top_left=False, {SCALARS}"
+APPENDED = ""  # what versions after 0.2.0 added, such as ", float temperature=1.0"
+MAX = f"bool needs_max=False{APPENDED}"
+NEEDS = f"bool needs_dbias=False, bool needs_dsink=False{APPENDED}"
+OUTPUTS = "(Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)"
+QKV_GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
+LISTS = "Tensor row_tiles, Tensor col_tiles"
+
+SCHEMAS = {
+    "forward": f"({QKV}, {DENSE_TENSORS}, {DENSE_NUMBERS}, {MAX}) -> {OUTPUTS}",
+    "backward": f"({GRADS}, {QKV}, {SAVED}, {DENSE_TENSORS}, {DENSE_NUMBERS}, {NEEDS}) -> {QKV_GRADS}",
+    "qkvpacked_forward": f"(Tensor qkv, {DENSE_TENSORS}, {DENSE_NUMBERS}, {MAX}) -> {OUTPUTS}",
+    "qkvpacked_backward": f"({GRADS}, Tensor qkv, {SAVED}, {DENSE_TENSORS}, {DENSE_NUMBERS}, {NEEDS})"
+    " -> (Tensor dqkv, Tensor dbias, Tensor dsink)",
+    "varlen_forward": f"({QKV}, {VARLEN_TENSORS}, {VARLEN_NUMBERS}, {MAX}) -> {OUTPUTS}",
+    "varlen_backward": f"({GRADS}, {QKV}, {SAVED}, {VARLEN_TENSORS}, {VARLEN_NUMBERS}, {NEEDS}) -> {QKV_GRADS}",
+    "pack_mask": f"(Tensor mask, Tensor? q_segments, Tensor? k_segments, SymInt seqlen_q, {BAND})"
+    f" -> ({LISTS}, Tensor row_bits, Tensor col_bits)",
+    "list_tiles": f"(Tensor? q_segments, Tensor k_segments, SymInt seqlen_q, {BAND}) -> ({LISTS})",
+    "key_lifetimes": "(Tensor scores, Tensor? documents, SymInt keep, SymInt keep_first=0, SymInt keep_last=0,"
+    " bool is_causal=True) -> (Tensor start, Tensor end)",
+    "pack_intervals": "(Tensor end, Tensor? start, Tensor? hidden_from, Tensor? hidden_to, Tensor? mask, Tensor? q_segments,"
+    f" Tensor? k_segments, SymInt seqlen_q, {BAND}) -> ({LISTS}, Tensor row_bits, Tensor col_bits)",
+    "rank_ids": "(Tensor ids) -> Tensor ranks",
+    "spread_lists": "(Tensor counts, Tensor indices, SymInt columns) -> Tensor listed",
+}
+
+# What tracers see through: in their graphs stand the operations of torch that it consists of.
+COMPOSITES = {"draw_seed": "(Tensor query, SymInt? batch=None) -> Tensor seed"}
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+library = torch.library.Library("dmattn", "DEF")
+for _name, _schema in (SCHEMAS | COMPOSITES).items():
+    library.define(_name + _schema, tags=_TAGS)
+# Part of exported programs alone (`taken_apart.py`).
+library.define(
+    "mask_as_exported(Tensor part, Tensor lengths, Tensor numbers, SymInt seqlen_q, SymInt seqlen_k, SymInt band_lo,"
+    " SymInt band_hi, SymInt? at_most, bool from_bottom_right) -> Tensor",
+    tags=_TAGS,
+)
+
+Planned = Callable[..., tuple[Any, Any]]
+implementations: dict[
+    str, Planned
+] = {}  # outputs on CPU and CUDA, by operator, and what the backward finds its plan by
+
+
+def implement(name: str, function: Planned) -> None:
+    """Register what an operator does on real tensors, by a function that may also be called directly."""
+    implementations[name] = function
+    for device in ("CPU", "CUDA"):
+        library.impl(name, lambda *arguments: function(*arguments)[0], device)
+
+
+class Signature(NamedTuple):
+    """The arguments of an operator, as its schema has them."""
+
+    names: tuple[str, ...]
+    tensors: int  # how many of them, from the first, are tensors
+    required: tuple[int, ...]  # which of them must not be None
+    needs: slice  # where among the numbers those stand that say which outputs are needed
+    defaults: tuple[Any, ...]  # of all arguments; None where there is none
+    reader: Any  # a named tuple of the arguments
+
+    def fill(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return all arguments. The dispatcher leaves out defaults at the end."""
+        return arguments + self.defaults[len(arguments) :]
+
+    def read(self, arguments: tuple[Any, ...]) -> Any:
+        """Return the arguments by name. The dispatcher takes None for a tensor that must be there, so it is refused here."""
+        read = self.reader._make(self.fill(arguments))
+        for place in self.required:
+            if read[place] is None:
+                raise TypeError(f"{self.names[place]} must be a tensor, got None")
+        return read
+
+    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the tensors (or None) and the numbers among `arguments`."""
+        return arguments[: self.tensors], arguments[self.tensors :]
+
+    def around_needs(self, numbers: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the numbers before those that say what is needed, and those behind them, which were appended later."""
+        return numbers[: self.needs.start], numbers[self.needs.stop :]
+
+
+def _signature(name: str) -> Signature:
+    types: list[bool] = []
+    names: list[str] = []
+    defaults: list[Any] = []
+    required: list[int] = []
+    for argument in SCHEMAS[name].partition(" -> ")[0].strip("()").split(", "):
+        declared, _, default = argument.partition("=")
+        kind, argument_name = declared.split()
+        if kind == "Tensor":
+            required.append(len(names))
+        types.append(kind.rstrip("?") == "Tensor")
+        names.append(argument_name)
+        defaults.append(literal_eval(default.capitalize()) if default else None)
+    assert types == sorted(types, reverse=True), f"{name}: tensors come first"
+    needs = place_of_needs(names[sum(types) :])
+    return Signature(tuple(names), sum(types), tuple(required), needs, tuple(defaults), namedtuple(name, names))
+
+
+def place_of_needs(numbers: Sequence[str]) -> slice:
+    """Return where among the names of numbers those stand, in a row, that say what is needed; behind all if there are none."""
+    are_needs = [number.startswith("needs_") for number in numbers]
+    first = are_needs.index(True) if any(are_needs) else len(numbers)
+    end = first + sum(are_needs)
+    assert all(are_needs[first:end]), "what says which outputs are needed stands in a row"
+    return slice(first, end)
+
+
+SIGNATURES = {name: _signature(name) for name in SCHEMAS}
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    """Return what an operator does without any tensor, where torch would say that there is no fallback, and on other devices."""
+
+    def refuse(*arguments: Any) -> Any:
+        first = SIGNATURES[name].read(arguments)[SIGNATURES[name].required[0]]
+        raise NotImplementedError(f"torch.ops.dmattn.{name} takes tensors on CPU and CUDA devices, got {first.device}")
+
+    return refuse
+
+
+for _name in SCHEMAS:
+    library.impl(_name, _refuse(_name), "CompositeExplicitAutograd")
+_mask_fields = attrgetter(*Mask._fields)
+_option_fields = attrgetter(*Options._fields)
+
+
+def mask_of(read: Any) -> Mask:
+    """Return the mask among the arguments of a dense operator, read by name."""
+    return Mask._make(_mask_fields(read))
+
+
+def options_of(read: Any, dim: int) -> Options:
+    """Return the numbers among the arguments of an operator, read by name; `dim` is the head dimension."""
+    options = Options._make(_option_fields(read))
+    band_lo, band_hi = _clamped(options.band_lo), _clamped(options.band_hi)
+    scale = dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    return options._replace(band_lo=band_lo, band_hi=band_hi, softmax_scale=scale)
+
+
+def _clamped(limit: int) -> int:
+    """Return a limit of the band inside what kernels compute with; a number that a tracer does not know stays."""
+    return max(-UNBOUNDED, min(UNBOUNDED, limit)) if type(limit) is int else limit
