@@ -5,10 +5,9 @@ A launcher is two functions, the same on every device:
     forward(call: Call, result: Result, config) -> None
     backward(call: Call, saved: Saved, grads: Gradients, config) -> None
 
-They write every element of their outputs, which arrive uninitialised. A launcher whose kernels serve sinks says so
-(`TAKES_SINKS`); others compute without them, and `sinks` does the rest. Tensors may have any strides with a contiguous last
-dimension. Dense tensors are `[B, S, heads, D]` with row statistics `[B, H, Sq]`; packed sequences (`call.varlen`) are
-`[total, heads, D]` with row statistics `[H, total_q]`.
+They write every element of their outputs, which arrive uninitialised. Beside them stands `TAKES`, a `Takes` that declares
+what the kernels take. Tensors may have any strides with a contiguous last dimension. Dense tensors are `[B, S, heads, D]`
+with row statistics `[B, H, Sq]`; packed sequences (`call.varlen`) are `[total, heads, D]` with row statistics `[H, total_q]`.
 """
 
 from __future__ import annotations
@@ -82,6 +81,15 @@ class Mask(NamedTuple):
 
 MASK_TENSORS = Mask._fields[:-1]
 NO_MASK = Mask()
+
+
+class Takes(NamedTuple):
+    """What the kernels of a launcher take, declared in its module as `TAKES`; `dispatch` gives them nothing else."""
+
+    masks: tuple[str, ...]  # kinds of masks, as `Mask.kind` names them; a kind that is not listed is refused
+    sinks: bool = False  # False: they compute without sinks, and `dispatch.sinks` scales their outputs and gradients
+    oldest: int = 0  # the oldest and the newest architecture that they run on, 90 for SM 9.0
+    newest: int = 1000
 
 
 class Varlen(NamedTuple):

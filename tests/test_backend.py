@@ -2,7 +2,6 @@
 
 import re
 from importlib import metadata
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +43,6 @@ def test_each_gpu_tells_its_kernels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(GPUS))
     monkeypatch.setattr(arch, "physical", lambda device: arch.KNOWN[list(GPUS.values())[device.index]])
     monkeypatch.setattr(arch, "name", lambda device: list(GPUS)[device.index])
-    monkeypatch.setattr(run, "import_module", lambda module: SimpleNamespace())
     hopper, turing, ampere = dmattn_ops.backend_info().gpus
     assert hopper.kernels == ("hopper", "hopper256", "portable") and hopper.missing == {}
     assert ampere.kernels == ("portable",) and ampere.missing["hopper"] == "runs on SM 9.0 only"

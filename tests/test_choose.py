@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dmattn_ops
-from dmattn_ops.call import Call, Demand, Gradients, Mask, Saved, plain_options
+from dmattn_ops.call import Call, Demand, Gradients, Mask, Saved, Takes, plain_options
 from dmattn_ops.choice import arch, choose, config
 from dmattn_ops.dispatch import run as dispatch
 
@@ -372,6 +372,7 @@ def test_a_backward_of_packed_keys_in_passes_prints_one_line_of_the_call_as_it_w
         for head in range(heads):
             run(call._replace(query=call.query[:, :, head : head + 1], key=torch.zeros(batch, 900, 1, 8)), saved, grads)
 
+    takes = Takes(("intervals",))
     launchers = {
         dispatch.PACKED: in_passes,
         "dmattn_ops.kernels.native": lambda call, *_: ran.append(call),
@@ -379,7 +380,7 @@ def test_a_backward_of_packed_keys_in_passes_prints_one_line_of_the_call_as_it_w
     monkeypatch.setenv("FLASH_DMATTN_PROFILE_BACKWARD", "1")
     monkeypatch.setattr(dispatch, "packing_of", lambda *_, **__: ("packed", []))
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda: "native")
-    monkeypatch.setattr(dispatch, "_launcher", lambda module: SimpleNamespace(backward=launchers[module]))
+    monkeypatch.setattr(dispatch, "_launcher", lambda module: SimpleNamespace(backward=launchers[module], TAKES=takes))
     query = torch.zeros(batch, seqlen, heads, 8)
     mask = Mask(end=torch.zeros(1, 1, seqlen, dtype=torch.int32), at_most=2)
     call = Call(query, query, query, None, mask, None, None, None, plain_options(1.0))

@@ -38,7 +38,6 @@ _BACKWARD = {
     "reference": "dmattn_ops.kernels.reference",
 }
 PACKED = "dmattn_ops.kernels.epochs.attention"
-_NEEDS = {"hopper": 90, "hopper256": 90}  # kernels that run on one architecture only
 GPU_KERNELS = ("hopper", "hopper256", "portable")  # fastest first
 
 
@@ -58,14 +57,16 @@ def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = Tr
     rows, kernels = (config.FORWARD, _FORWARD) if direction == "forward" else (config.BACKWARD, _BACKWARD)
     if not call.query.is_cuda and on is None:
         return Choice(None, config.CPU[cpu_kernels()], ())
+    physical = arch.physical(call.query.device) if call.query.is_cuda else None
 
     def refusals(kernel: str) -> list[str]:
-        if kernel not in _NEEDS:
-            return []
-        reason = _reason_against(kernel, kernels, arch.physical(call.query.device) if call.query.is_cuda else None)
+        reason = _reason_against(kernels[kernel], physical)
         if reason:
             return [reason]
-        return import_module(kernels[kernel]).refusals(call)
+        launcher = _launcher(kernels[kernel])
+        if call.mask.kind not in launcher.TAKES.masks:
+            return [f"takes masks of the kinds {', '.join(launcher.TAKES.masks)}, not {call.mask.kind}"]
+        return launcher.refusals(call) if hasattr(launcher, "refusals") else []
 
     choice = choose.choose(rows, on or arch.current(call.query.device), call.demand, refusals)
     if choice.row.kernel == "reference":
@@ -81,23 +82,21 @@ def missing_kernels(on: Arch) -> dict[str, str]:
     """Return the kernels that do not run on a GPU, each with the reason."""
     found = {}
     for kernel in GPU_KERNELS:
-        by_direction = (_reason_against(kernel, kernels, on) for kernels in (_FORWARD, _BACKWARD) if kernel in kernels)
+        by_direction = (_reason_against(kernels[kernel], on) for kernels in (_FORWARD, _BACKWARD) if kernel in kernels)
         found[kernel] = next(filter(None, by_direction), "")
     return {kernel: reason for kernel, reason in found.items() if reason}
 
 
-def _reason_against(kernel: str, kernels: dict[str, str], on: Arch | None) -> str:
-    """Return why a kernel does not run on a GPU, or is not there at all; empty where it does and is."""
-    needed = _NEEDS.get(kernel)
-    if needed is not None and on is not None and on.sm != needed:
-        return f"runs on SM {needed // 10}.{needed % 10} only"
-    if on is not None and on.sm < config.OLDEST_TRITON:
-        return f"needs SM {config.OLDEST_TRITON // 10}.{config.OLDEST_TRITON % 10} or newer"
+def _reason_against(module: str, on: Arch | None) -> str:
+    """Return why the kernels of a launcher do not run on a GPU, or are not there at all; empty where they do and are."""
     try:
-        import_module(kernels[kernel])
+        takes = _launcher(module).TAKES
     except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may lack names
         return f"needs another Triton: {error}"
-    return ""
+    if on is None or takes.oldest <= on.sm <= takes.newest:
+        return ""
+    oldest = f"SM {takes.oldest // 10}.{takes.oldest % 10}"
+    return f"runs on {oldest} only" if takes.oldest == takes.newest else f"needs {oldest} or newer"
 
 
 @cache
@@ -208,12 +207,8 @@ def _run_forward(call: Call, result: Result) -> None:
     choice = forward_choice(call, result)
     launcher = _launcher(_FORWARD[choice.row.kernel])
     launcher.forward(call, result, choice.row.config)
-    if not _takes_sinks(launcher):
+    if not launcher.TAKES.sinks:
         sinks.take_share(call.sink, result)
-
-
-def _takes_sinks(launcher: ModuleType) -> bool:
-    return getattr(launcher, "TAKES_SINKS", False)
 
 
 def backward(call: Call, saved: Saved, grads: Gradients) -> None:
@@ -252,7 +247,7 @@ def _run_backward(call: Call, saved: Saved, grads: Gradients, told_of: Demand | 
     if told_of is not None:
         environment.tell(profile_line(choice, told_of))
     launcher = _launcher(_BACKWARD[choice.row.kernel])
-    if grads.grad_lse is not None or not _takes_sinks(launcher):
+    if grads.grad_lse is not None or not launcher.TAKES.sinks:
         call, saved, grads = sinks.without_sink(call, saved, grads)
     launcher.backward(call, saved, grads, choice.row.config)
 
@@ -320,7 +315,6 @@ def notes(direction: str, kernel: str, call: Call) -> list[str]:
     return [] if tell is None or direction == "forward" else tell(call)
 
 
-@cache
 def _launcher(module: str) -> ModuleType:
     return import_module(module)
 

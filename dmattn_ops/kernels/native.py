@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Result, Saved, dropout_scale, dropout_threshold
+from dmattn_ops.call import Call, Gradients, Result, Saved, Takes, dropout_scale, dropout_threshold
 
+TAKES = Takes(("none", "bits", "segments", "intervals"))
 PREFIX = "_native-torch"  # of the libraries' names; then come torch's version and Python's suffix (setup.py)
 _FOLDER = pathlib.Path(__file__).parents[1]
 _RELEASE = re.compile(r"\d+\.\d+\.\d+(\+[\w.]+)?")

@@ -12,10 +12,22 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from dmattn_ops.call import HEADER, Call, Gradients, Mask, Options, Result, Saved, dropout_scale, dropout_threshold
+from dmattn_ops.call import (
+    HEADER,
+    Call,
+    Gradients,
+    Mask,
+    Options,
+    Result,
+    Saved,
+    Takes,
+    dropout_scale,
+    dropout_threshold,
+)
 from dmattn_ops.masks import layout
 from dmattn_ops.meta import lse_dtype
 
+TAKES = Takes(("none", "bits", "segments", "intervals"))
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 _PHILOX_ROUNDS = 7

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import environment
-from dmattn_ops.call import UNBOUNDED, Call, Gradients, Mask, Result, Saved, plain_options
+from dmattn_ops.call import UNBOUNDED, Call, Gradients, Mask, Result, Saved, Takes, plain_options
 from dmattn_ops.choice.epochs import Packing, epochs
 from dmattn_ops.dispatch import run as dispatch
 from dmattn_ops.kernels.epochs import attention
@@ -272,7 +272,7 @@ def test_a_packed_backward_tells_one_line_with_the_lengths_of_the_call(monkeypat
     monkeypatch.setenv(environment.PROFILE, "1")
     monkeypatch.setattr(environment, "tell", lines.append)
     monkeypatch.setattr(dispatch, "packing_of", lambda *given: (packing, []))
-    launcher, silent = dispatch._launcher, SimpleNamespace(backward=lambda *given: None)
+    launcher, silent = dispatch._launcher, SimpleNamespace(backward=lambda *given: None, TAKES=Takes(("none",)))
     monkeypatch.setattr(dispatch, "_launcher", lambda module: launcher(module) if "epochs" in module else silent)
     dispatch.backward(call, saved, grads)
     (line,) = lines

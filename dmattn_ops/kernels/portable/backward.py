@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Mask, Saved, bias_kind, is_whole, rows_are_aligned
+from dmattn_ops.call import Call, Gradients, Mask, Saved, Takes, bias_kind, is_whole, rows_are_aligned
 from dmattn_ops.choice.config import PortableBackward
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.portable.arguments import Extent, blocks_and_programs, extent, list_arguments, row_strides
@@ -22,7 +22,7 @@ from dmattn_ops.kernels.portable.queries import queries_kernel
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
 from dmattn_ops.launching.launch import computed, launch, workspace
 
-TAKES_SINKS = True
+TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=80)
 
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: PortableBackward) -> None:

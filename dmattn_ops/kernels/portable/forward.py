@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops.call import Call, Result, rows_are_aligned
+from dmattn_ops.call import Call, Result, Takes, rows_are_aligned
 from dmattn_ops.choice import arch
 from dmattn_ops.choice.config import PortableForward
 from dmattn_ops.kernels.interval_lists import listed
@@ -68,7 +68,7 @@ from dmattn_ops.kernels.portable.visibility import (
 from dmattn_ops.kernels.sinks import share_of_keys
 from dmattn_ops.launching.launch import computed, launch, workspace
 
-TAKES_SINKS = True
+TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=80)
 SPLIT_STEPS = 4  # dividing the keys into shares of fewer steps costs more for merging than it saves
 MERGED = 16  # shares that the merging kernel reads in one iteration
 

@@ -13,6 +13,7 @@ from dmattn_ops.call import (
     Gradients,
     Options,
     Saved,
+    Takes,
     bias_kind,
     dropout_scale,
     in_natural_units,
@@ -54,7 +55,7 @@ from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient
 from dmattn_ops.launching.launch import computed, launch, workspace
 from dmattn_ops.launching.tensor_maps import plain_map, rows_map
 
-TAKES_SINKS = True
+TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, newest=90)
 MAX_DIM = 128
 FEW_ROUNDS = 4  # blocks for each SM, up to which all heads go side by side: the last blocks to start are short then
 # Interleaved: tiles of a head that start together read the same; rows of 3 to 8 differ by 1%, those of 1 cost 1 to 15%

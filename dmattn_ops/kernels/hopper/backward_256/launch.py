@@ -22,7 +22,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops.call import TILE, UNBOUNDED, Call, Gradients, Saved, bias_kind, in_natural_units, is_whole, mappable
+from dmattn_ops.call import (
+    TILE,
+    UNBOUNDED,
+    Call,
+    Gradients,
+    Saved,
+    Takes,
+    bias_kind,
+    in_natural_units,
+    is_whole,
+    mappable,
+)
 from dmattn_ops.choice.config import HopperBackward256
 from dmattn_ops.kernels.hopper.arguments import (
     MAX_DIM,
@@ -54,7 +65,7 @@ from dmattn_ops.launching.overlap import follow_kernel_before
 from dmattn_ops.launching.tensor_maps import plain_map, rows_map
 
 STEP = 64
-TAKES_SINKS = True
+TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, newest=90)
 # Tiles of packed sequences that go together (H200, 2026-11-24, bf16, 8 heads of D 256: 24 sequences of 64 to 2000 take 1.065 ms,
 # and 1.154 with all tiles by their work)
 CHUNK = 16

@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops.call import TILE, UNBOUNDED, Call, Mask, Result, bias_fits_tiles, bias_kind, in_natural_units, mappable
+from dmattn_ops.call import (
+    TILE,
+    UNBOUNDED,
+    Call,
+    Mask,
+    Result,
+    Takes,
+    bias_fits_tiles,
+    bias_kind,
+    in_natural_units,
+    mappable,
+)
 from dmattn_ops.choice import arch
 from dmattn_ops.choice.config import HopperForward
 from dmattn_ops.kernels.hopper.arguments import (
@@ -35,7 +46,7 @@ from dmattn_ops.launching.launch import computed, launch
 from dmattn_ops.launching.plan import raw_stream
 from dmattn_ops.launching.tensor_maps import head_rows_map, pairs_map
 
-TAKES_SINKS = True  # the kernel multiplies out by the share that they leave
+TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, newest=90)
 _ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction
 _LONG_WALK = 4096  # keys from which on sharing a walk pays for merging the shares
 # Of packed sequences, for each SM and key head of a chunk (H200, 2026-11-24, bf16, 16 heads of D 128: 24 sequences of 64 to 2000
