@@ -43,7 +43,7 @@ def alibi_of_keys(slopes: Tensor, seqlen_k: int) -> Tensor:
 
 
 def alibi_lse(slopes: Tensor, seqlen_q: int) -> Tensor:
-    """Return what lse lacks after a causal call with `alibi_of_keys`: `[B|1, H, Sq]`."""
+    """Return the correction `[B|1, H, Sq]` to subtract from lse of a causal call with `alibi_of_keys`."""
     [seqlen_q] = require.counts(seqlen_q=seqlen_q)
     before_last = torch.arange(seqlen_q - 1, -1, -1, device=slopes.device)
     return _of_heads(slopes)[:, :, None] * before_last
@@ -61,7 +61,10 @@ def alibi_of_packed_keys(slopes: Tensor, cu_seqlens: Tensor, total: int) -> Tens
 
 
 def alibi_packed_lse(slopes: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
-    """Return what lse lacks after a causal call with `alibi_of_packed_keys`: `[H, total_q]`, by the offsets of queries."""
+    """Return the correction `[H, total_q]` to subtract from lse of a causal call with `alibi_of_packed_keys`.
+
+    `cu_seqlens` are the offsets of the queries.
+    """
     sequence, before_last = _places(cu_seqlens, total)
     return _of_places(slopes, sequence) * before_last
 

@@ -114,7 +114,7 @@ def last_dropped(dropout_p: float) -> int:
 
 
 def dropout_scale(dropout_p: float) -> float:
-    """Return what kept weights are multiplied by: one over the probability, in steps of 2^-32, that one is kept."""
+    """Return the factor of kept weights: one over the probability, in steps of 2^-32, that one is kept."""
     kept = (1 << 32) - dropout_threshold(dropout_p)
     return (1 << 32) / kept if kept else 0.0
 

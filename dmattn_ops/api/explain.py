@@ -183,7 +183,7 @@ def _dense_call(
     given: tuple[Any, ...],
     same_bits: bool,
 ) -> Call:
-    """Return what dispatch gets from `flash_dmattn_func`; `given` are the numbers that `arguments.read_numbers` takes."""
+    """Return the `Call` that `flash_dmattn_func` would dispatch; `given` are the numbers that `arguments.read_numbers` takes."""
     (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
     validation.dense_tensors(query, key, value, bias, sink)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
@@ -204,7 +204,7 @@ def _varlen_call(
     given: tuple[Any, ...],
     same_bits: bool,
 ) -> Call:
-    """Return what dispatch gets from `flash_dmattn_varlen_func`."""
+    """Return the `Call` that `flash_dmattn_varlen_func` would dispatch."""
     (query, key, value), bias, sink = arguments.prepared_inputs(3, bias, sink, query=query, key=key, value=value)
     validation.tensors(cu_seqlens_q=varlen.cu_seqlens_q, cu_seqlens_k=varlen.cu_seqlens_k)
     lengths = validation.integers(max_seqlen_q=varlen.max_seqlen_q, max_seqlen_k=varlen.max_seqlen_k)
@@ -232,7 +232,7 @@ def _options(
 
 
 def _tensors(call: Call, needs_max: bool) -> tuple[Result, Saved, Gradients]:
-    """Return what a launch would be given besides the call, without memory, laid out as the operators allocate it."""
+    """Return the outputs and gradients of a launch as meta tensors, laid out as the operators allocate them."""
     query, key, value, bias = (
         None if tensor is None else tensor.to("meta") for tensor in (call.query, call.key, call.value, call.bias)
     )
@@ -308,7 +308,7 @@ def _as_packed(call: Call, packed: Packing) -> Call:
 
 
 def _resources(direction: str, choice: Choice, call: Call) -> tuple[dict[str, Usage] | None, str]:
-    """Return what the kernels of a launch take, as the table nearest to the installed Triton has it, and what that is."""
+    """Return registers, spills and shared memory of a launch's kernels (None if never swept), and the name of the table line."""
     version = resources.nearest_version(_triton_version())
     if choice.arch is None or version is None:
         return None, ""

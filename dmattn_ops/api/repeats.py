@@ -32,7 +32,7 @@ _described: WeakKeyDictionary[TileMask, Hashable] = WeakKeyDictionary()
 def signature_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None, band: Band, numbers: tuple[Any, ...]
 ) -> Hashable | None:
-    """Return what tells a call from others, None for a call that is not plain; `numbers` are those beside the band."""
+    """Return the key that tells a call from others, None for a call that is not plain; `numbers` are those beside the band."""
     if (
         _NAME not in autograd.kernels  # of a torch without some private names
         or type(query) not in _PLAIN
@@ -57,7 +57,7 @@ def signature_of(
 
 
 def _describe(mask: TileMask) -> Hashable:
-    """Return what a plan depends on of a mask, and keep it: a mask never changes."""
+    """Return the part of a plan's key that a mask adds, and cache it: a mask never changes."""
     known = read(mask)
     tensors, *limits = known.taken
     if not autograd.all_plain((mask.lengths, *tensors)):  # a DTensor, say, has no memory that a kernel could read

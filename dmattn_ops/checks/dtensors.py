@@ -60,7 +60,7 @@ def segments_of_queries(queries: Tensor | None, keys: Tensor, seqlen_q: int) -> 
 
 
 def row_by_row(function: Callable[[Tensor], tuple[Tensor, ...]], rows: Tensor) -> tuple[Tensor, ...]:
-    """Return what a function makes of rows `[B, S]`, tensors of that shape; for a DTensor, each rank makes that of its rows.
+    """Apply a function to rows `[B, S]` and return the tensors of that shape; of a DTensor, each rank applies it to its own rows.
 
     The function may use operators that DTensor does not know (`cummax` in torch 2.11), and positions.
     """

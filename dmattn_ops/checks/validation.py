@@ -265,7 +265,7 @@ def scalars(softmax_scale: float | None, softcap: float, dropout_p: float) -> No
 
 
 def _beyond_float32(number: float) -> str:
-    """Return what a message adds for a number that only float64 can hold."""
+    """Return a remark for messages about a number that only float64 can hold, else an empty text."""
     beyond = 0.0 < abs(number) < _SMALLEST or _LARGEST < abs(number) < math.inf
     return ", which float32 cannot hold" if beyond else ""
 

@@ -120,7 +120,7 @@ def physical(device: torch.device) -> Arch:
 
 
 def name(device: torch.device) -> str:
-    """Return what the driver calls the device, such as "NVIDIA H200"."""
+    """Return the driver's name of the device, such as "NVIDIA H200"."""
     return torch.cuda.get_device_name(device)
 
 

@@ -405,7 +405,7 @@ def _part(name: str, fields: tuple[str, ...], config: Config, tried: tuple[tuple
 
 
 def parts(row: Row) -> tuple[Part, ...]:
-    """Return what tuning may change about a row, kernel by kernel; nothing if there is only one configuration."""
+    """Return the tunable parts of a row, one for each kernel; empty if there is only one configuration."""
     config = row.config
     if isinstance(config, PortableForward):
         return (_part("out", _BLOCKS, config),)

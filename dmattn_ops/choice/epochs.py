@@ -96,7 +96,7 @@ def reasons_against(call: Call) -> list[str]:
 
 
 def sizes_of(call: Call) -> Sizes:
-    """Return what decides about packing the keys of a call that nothing speaks against."""
+    """Return the sizes by which `epoch_by_sizes` decides whether the keys of a call are packed; `reasons_against` must be empty."""
     mask, options, demand = call.mask, call.options, call.demand
     assert mask.end is not None and mask.at_most is not None
     key_heads, mask_heads = call.key.shape[2], mask.end.shape[1]

@@ -181,7 +181,7 @@ def nearest_version(installed: str) -> str | None:
 
 
 def usage(row: Row, direction: str, width: int, wanted: Specialization, version: str) -> dict[str, Usage] | None:
-    """Return what each kernel of a launch takes, by its name; None where that was not swept.
+    """Return registers, spills and shared memory of each kernel of a launch, by its name; None where that was not swept.
 
     Args:
         row: with the configuration that runs.
@@ -198,7 +198,7 @@ def usage(row: Row, direction: str, width: int, wanted: Specialization, version:
 
 
 def swept_as(row: Row, direction: str, width: int, wanted: Specialization) -> str:
-    """Return what `usage` looks up, such as "D 128, causal bfloat16"."""
+    """Return the name of the table line that `usage` looks up, such as "D 128, causal bfloat16"."""
     known = (row.kernel, direction) in _IGNORED
     return f"D {_swept_width(row, width)}, {line_name(canonical(row.kernel, direction, wanted) if known else wanted)}"
 

@@ -181,7 +181,7 @@ def path() -> Path | None:
 
 @cache
 def entries() -> Places:
-    """Return what the cache holds, read once; nothing, with one warning, where it cannot be used."""
+    """Return the entries of the tuning cache, read once; empty, with one warning, where the file cannot be used."""
     file = path()
     if file is None:
         return {}
@@ -201,7 +201,7 @@ def forget() -> None:
 
 
 def _read(file: Path) -> Places:
-    """Return what the file holds; OSError where it cannot be read, ValueError where it is damaged or of another version."""
+    """Read the entries of a cache file; OSError where it cannot be read, ValueError where it is damaged or of another version."""
     try:
         content = json.loads(shared_files.read(file, MAX_BYTES))
     except FileNotFoundError:

@@ -16,7 +16,7 @@ from dmattn_ops.masks import layout
 
 
 def with_dropout_seed(query: Tensor, batch: int | None, attend: Callable[[], Any]) -> tuple[Any, Tensor]:
-    """Return what `attend` returns and the seeds, `[B, H]`, that its dropout drew."""
+    """Call `attend` and return (its result, the seeds `[B, H]` that its dropout drew)."""
     before = _generator_state(query)
     result = attend()
     after = _generator_state(query)

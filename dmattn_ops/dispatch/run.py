@@ -233,7 +233,7 @@ def run_backward(call: Call, saved: Saved, grads: Gradients, packed: epochs.Pack
 
 
 def _telling_once(demand: Demand) -> Callable[[Call, Saved, Gradients], None]:
-    """Return what runs a backward and tells its choice once: packed keys may take several passes over the heads."""
+    """Return a function that runs a backward and prints its profile line once, even where packed keys take several passes."""
     left = [demand]
 
     def run(call: Call, saved: Saved, grads: Gradients) -> None:
@@ -253,7 +253,7 @@ def _run_backward(call: Call, saved: Saved, grads: Gradients, told_of: Demand | 
 
 
 def architecture_of(call: Call) -> Arch | None:
-    """Return what a call is dispatched for; None is the CPU."""
+    """Return the architecture that a call is dispatched for; None is the CPU."""
     return arch.current(call.query.device) if call.query.is_cuda else None
 
 
@@ -310,7 +310,7 @@ def launcher(direction: str, kernel: str) -> ModuleType:
 
 
 def notes(direction: str, kernel: str, call: Call) -> list[str]:
-    """Return what a kernel's launcher tells of a call beside its configuration."""
+    """Return the lines that a kernel's launcher adds to `explain` beside its configuration."""
     tell = getattr(launcher(direction, kernel), "notes", None)
     return [] if tell is None or direction == "forward" else tell(call)
 

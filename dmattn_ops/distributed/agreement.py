@@ -62,7 +62,7 @@ def agreed(function: str, group: Group | None, team: Team, describe: Callable[[]
 
 
 def text_of(argument: Any) -> str:
-    """Return what ranks must have in common of an argument: neither what tensors hold nor which GPU they lie on."""
+    """Return a text of an argument that must be equal on all ranks: without the values of tensors and the number of their GPU."""
     if hasattr(argument, "of_all_ranks"):
         return argument.of_all_ranks
     if isinstance(argument, TileMask):

@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     reduce_dtype: torch.dtype
 
     def visible(self, masks: tuple[Tensor | None, ...], group: int, place: int) -> Visible:
-        """Return what is visible in a piece; `masks` are the tensors of all pieces of all groups."""
+        """Return the mask and band of a piece; `masks` are the tensors of all pieces of all groups."""
         return visible_at(group * len(self.pieces) + place, self.limits[place], masks)
 
 

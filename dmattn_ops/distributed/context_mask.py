@@ -210,7 +210,7 @@ def refuse_two_packings(mask: Any, documents: Documents | None, cu_seqlens: Tens
 
 
 def work_of(method: str, sight: Sight, spans: Spans, layout: Layout, team: Team, *, by_place: bool = False) -> Work:
-    """Return what this rank computes, given the keys that each run of queries of each rank may see.
+    """Return the pieces that this rank computes, given the keys that each run of queries of each rank may see.
 
     `by_place` says that only where queries and keys lie decides what is visible, so that a ring may join pieces.
     """
@@ -238,7 +238,7 @@ def work_of(method: str, sight: Sight, spans: Spans, layout: Layout, team: Team,
 
 
 def _ring_step(rank: int, step: int, sight: Sight, spans: Spans, layout: Layout, size: int) -> list[Piece]:
-    """Return what a rank computes with the keys of the rank `step` before it."""
+    """Return the pieces that a rank computes with the keys of the rank `step` places before it."""
     own, length = runs(layout, size, rank, sight.seqlen_q // size), sight.seqlen_k // size
     found = []
     for number, (first, stop) in enumerate(spans[rank]):
@@ -290,7 +290,7 @@ def source_of(
     method: str,
     sight: Sight,
 ) -> Source:
-    """Return what this rank has to know of a mask. Gathers what describes keys: all ranks call it alike."""
+    """Return the description of a mask that this rank needs. It gathers the parts about keys, so all ranks call it alike."""
     ids: tuple[Tensor, Tensor] | None = None
     if cu_seqlens is not None:
         places = torch.arange(sight.seqlen_k, device=cu_seqlens.device)
@@ -363,7 +363,7 @@ def is_per_key(tensor: Tensor, seqlen_k: int, size: int) -> bool:
 
 
 def _whole(part: Tensor, dim: int, team: Team, layout: Layout) -> Tensor:
-    """Return what all ranks hold of a tensor, in the order of the sequence."""
+    """Gather a tensor from all ranks, in the order of the sequence."""
     return in_order(all_ranks(part.movedim(dim, 0), team), layout, team.size, 0).movedim(0, dim)
 
 

@@ -85,13 +85,13 @@ NO_TENSORS: tuple[Tensor | None, ...] = (None,) * len(MASK_TENSORS)
 
 
 def visible_at(number: int, limits: tuple[int, int, int | None], masks: tuple[Tensor | None, ...]) -> Visible:
-    """Return what is visible in piece `number`, of `limits` (band_lo, band_hi, at_most); `masks` are the tensors of all pieces."""
+    """Return the mask and band of piece `number`; `limits` are (band_lo, band_hi, at_most), `masks` the tensors of all pieces."""
     width = len(NO_TENSORS)
     return Visible(masks[number * width : (number + 1) * width] if masks else NO_TENSORS, *limits)
 
 
 def visible_by(mask: TileMask | None, band: Band, piece: Piece) -> Visible:
-    """Return what a mask of a piece and a band show."""
+    """Return the mask and band of a piece: its own mask, and the band of the call."""
     if mask is None:
         return Visible(NO_TENSORS, *band.limits(piece.rows, piece.columns), None)
     mask = mask.also(band)

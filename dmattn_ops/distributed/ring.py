@@ -63,7 +63,7 @@ class RingPlan(NamedTuple):
         return [(low, high - low) for low, high in stretches if first <= low and high <= stop]
 
     def visible(self, masks: tuple[Tensor | None, ...], number: int) -> Visible:
-        """Return what is visible in a piece."""
+        """Return the mask and band of a piece; `masks` are the tensors of all pieces."""
         return visible_at(number, self.limits[number], masks)
 
 

@@ -49,7 +49,7 @@ def chunks(layout: Layout, size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def runs(layout: Layout, size: int, rank: int, length: int) -> tuple[Run, ...]:
-    """Return what rank `rank` holds, `length` positions in all; chunks that follow each other are one run."""
+    """Return the runs of positions that rank `rank` holds, `length` positions in all; adjacent chunks are one run."""
     own = chunks(layout, size)[rank]
     chunk = length // len(own)
     found: list[Run] = []

@@ -76,7 +76,7 @@ class _Choice(NamedTuple):
 
 
 def _rules_of(name: str) -> Callable[..., list[Rule]]:
-    """Return what `register_sharding` takes: a function from an operator's arguments to its rules."""
+    """Return the function for `register_sharding` that maps an operator's arguments to its sharding rules."""
     signature = schemas.SIGNATURES[name]
     axes = _PACKED if name.startswith("varlen") else _DENSE
     outputs = [output.name for output in getattr(torch.ops.dmattn, name).default._schema.returns]

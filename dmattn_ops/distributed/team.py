@@ -108,7 +108,7 @@ def start_shift(tensor: Tensor, distance: int, team: Team) -> Tensor:
 
 
 def arrived(started: Tensor) -> Tensor:
-    """Return what was started, once it is there. On a GPU the stream waits for it, not the host."""
+    """Wait for a collective that was started, and return its result. On a GPU the stream waits, not the host."""
     return started.wait() if isinstance(started, functional.AsyncCollectiveTensor) else started
 
 

@@ -75,7 +75,7 @@ class ForwardMask(ActsAsTensor):
         return self._sized().device
 
     def _sized(self) -> Any:
-        """Return what has the batch size and the device."""
+        """Return the part whose first dimension is the batch size and whose device is the mask's."""
         parts = (self.anchor, self.padding, self.documents, self.prepared)
         return next((part for part in parts if part is not None), torch.empty(1, 0))
 

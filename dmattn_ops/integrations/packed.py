@@ -116,7 +116,7 @@ _noted = _Noted()
 
 
 def noted() -> Packing | None:
-    """Return what the call of the model that is running now told of packed sequences."""
+    """Return the packed sequences that the running call of a model was told, or None."""
     return _noted.packing
 
 
@@ -127,7 +127,7 @@ def note(packing: Packing | None) -> Packing | None:
 
 
 def told(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Packing | None:
-    """Return what the arguments of a model's call tell of packed sequences; None for nothing."""
+    """Read packed sequences from the arguments of a model's call; None where they name none."""
     given = dict(zip(_names(type(model)), arguments, strict=False)) | keywords if len(arguments) > 1 else keywords
     positions, offsets, mask = (given.get(name) for name in ("position_ids", "cu_seq_lens_q", "attention_mask"))
     if not isinstance(positions, Tensor) and not isinstance(offsets, Tensor):

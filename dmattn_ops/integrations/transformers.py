@@ -333,7 +333,7 @@ def _by_convention(
 
 
 def _of_tensor(mask: Tensor, q_length: int, kv_length: int) -> tuple[TileMask, Tensor | None]:
-    """Return what a mask `[B|1, Hm, Sq|1, Sk]` shows, prepared once for all layers, and the bias that an additive one is."""
+    """Return a mask `[B|1, Hm, Sq|1, Sk]` prepared once for all layers, and, where it is additive, the bias that it is."""
     cut = mask if mask.shape[-1] == kv_length else mask[..., :kv_length]
     additive = cut if mask.is_floating_point() else None
     traced = is_compiling() or mask.is_inference()

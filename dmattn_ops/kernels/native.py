@@ -75,7 +75,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _remedy() -> str:
-    """Return what to do where no library fits."""
+    """Return advice, as the end of a message, for an installation without a fitting library."""
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         return "install a C++ compiler (GCC or Clang) and then this package again, or a wheel of it that holds them for this torch"
     if (_FOLDER.parent / "setup.py").exists():
@@ -91,7 +91,7 @@ def _require() -> None:
 
 
 def _shared(call: Call) -> tuple[object, ...]:
-    """Return what forward and backward pass on alike, in the order of the schema in `csrc/cpu/library.cpp`."""
+    """Return the arguments that forward and backward have in common, in the order of the schema in `csrc/cpu/library.cpp`."""
     options, varlen = call.options, call.varlen
     offsets = (None, None, False) if varlen is None else (varlen.cu_seqlens_q, varlen.cu_seqlens_k, varlen.top_left)
     return (

@@ -15,7 +15,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def share_of_keys(sink, lse):
-    """Return what a sink leaves to the keys of rows, 0 where no key is visible."""
+    """Return the share that a sink leaves to the keys of each row: sigmoid(lse - sink), 0 where no key is visible."""
     over = sink - lse
     less = tl.exp2(-tl.abs(over) * _LOG2E)
     return tl.where(lse == float("-inf"), 0.0, tl.where(over > 0.0, less, 1.0) / (1.0 + less))
@@ -34,7 +34,7 @@ def take_sink(sink, lse, tail):
 
 @triton.jit
 def part_of_gradient(taken, delta):
-    """Return what rows add to the gradient of their sink; nothing where it takes no share, whatever an empty row's delta is."""
+    """Return the sum over rows of the gradient of their sink; rows in which it takes no share add 0, whatever their delta is."""
     return -tl.sum(tl.where(taken > 0.0, taken * delta, 0.0), 0)
 
 

@@ -70,7 +70,7 @@ def _varying(kernel: Any) -> frozenset[str]:
 
 
 def _specialization(argument: Any) -> Any:
-    """Return what a compiled kernel depends on of an argument: at least as fine as Triton's own, for a faster look-up."""
+    """Return the part of a launch key that an argument adds: at least as fine as Triton's specialization, and faster to compute."""
     if type(argument) is int:
         return argument == 1, argument % ALIGNMENT == 0, -(1 << 31) <= argument < 1 << 31
     if isinstance(argument, Tensor):
@@ -183,7 +183,7 @@ class _Names:
         self.tensors.append(tensor)
 
     def reference(self, argument: Any) -> Any:
-        """Return what stands for an argument in a plan; LookupError for a tensor that it does not know."""
+        """Return the plan's place-holder of an argument; LookupError for a tensor that the plan does not know."""
         if isinstance(argument, Tensor):
             return self.slot(argument, 0)
         if isinstance(argument, Map):
@@ -191,7 +191,7 @@ class _Names:
         return argument
 
     def whole(self, argument: Any) -> Any:
-        """Return what stands for an argument that is computed with: a tensor must be a known one, not a view of it."""
+        """Return the place-holder of an argument of a computation; LookupError also for a view of a known tensor."""
         if isinstance(argument, Tensor) and id(argument) not in self.slots:
             raise LookupError("a view of a tensor, or another one")
         return self.reference(argument)

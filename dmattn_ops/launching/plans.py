@@ -111,7 +111,7 @@ class Repeat(NamedTuple):
 
 
 def repeat(found: Hashable) -> Repeat | None:
-    """Return what was remembered."""
+    """Return the cached repeat of a call, or None."""
     return _repeats.get(found)
 
 
@@ -127,12 +127,12 @@ def remember(
 
 
 def _in_backward(saved: _Sequence, primals: int) -> _Sequence:
-    """Return what a forward saved in the order of the backward's schema: primals, outputs, then the other inputs."""
+    """Reorder the tensors that a forward saved as the backward's schema has them: primals, outputs, then the other inputs."""
     return saved[:primals] + saved[-SAVED_OUTPUTS:] + saved[primals:-SAVED_OUTPUTS]
 
 
 def planned(function: _Computation, signature: Any) -> Callable[..., tuple[Any, Origin | None]]:
-    """Return what computes the operator `function`, with a plan where there is one, and the origin of its backward.
+    """Wrap the operator `function`: repeat its cached plan where there is one, and return (results, origin of its backward).
 
     `signature` says which arguments are tensors, and which say what is needed.
     """
@@ -183,12 +183,12 @@ def may_repeat(tensor: Tensor) -> bool:
 
 
 def key(name: str, tensors: _Tensors, numbers: tuple[Any, ...]) -> Hashable:
-    """Return what the plan of an operator depends on."""
+    """Return the key under which the plan of an operator is cached."""
     return (name, *described(tensors), numbers, *switches(tensors[0]))
 
 
 def described(tensors: _Tensors) -> tuple[tuple[Any, ...] | None, ...]:
-    """Return what a plan depends on of each tensor."""
+    """Return the parts of a plan's key that tensors add: shape, strides, dtype, device, alignment."""
     return tuple(
         [
             None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
@@ -198,7 +198,7 @@ def described(tensors: _Tensors) -> tuple[tuple[Any, ...] | None, ...]:
 
 
 def switches(tensor: Tensor | None) -> tuple[Any, ...]:
-    """Return what is set outside of a call that begins with a tensor."""
+    """Return the global settings that are part of a plan's key: DMATTN_ARCH, DMATTN_RECORD, TF32 for float32."""
     tf32 = float32_precision() if tensor is not None and tensor.dtype is torch.float32 else None
     return environment.architecture(), environment.record_file(), tf32
 

@@ -221,7 +221,7 @@ def runs(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def before(row: Tensor) -> Tensor:
-    """Return what stands in front of each element of `[B, S]`, and in front of the first one itself.
+    """Return `[B, S]` shifted by one: each element's left neighbour, and the first element itself at the first place.
 
     DTensor of torch 2.11 does not know roll; a slice that is one shorter would make length 2 a graph of its own.
     """

@@ -305,7 +305,7 @@ def _lengths(
 
 
 def _way_out(mask: Any) -> str:
-    """Return what to do with something that is no mask yet, or one already."""
+    """Return advice, as the end of a message, for something that is no mask yet, or a prepared one."""
     if isinstance(mask, TileMask):
         return ": a prepared mask goes to calls as it is, with further conditions beside it"
     return ": create_block_mask of flex_attention makes a BlockMask of a function" if callable(mask) else ""
@@ -378,7 +378,7 @@ def _with_intervals(
 
 
 def _choices(batch: int, other: int) -> tuple[int, ...]:
-    """Return what `other` may be beside a batch that is not 1."""
+    """Return the batch sizes that fit beside `batch`: 1 and itself, or `other` where `batch` is 1."""
     return (other,) if symbolic.known_equal(batch, 1) else (1, batch)
 
 

@@ -85,7 +85,7 @@ def _require_readable(mask: TileMask) -> None:
 
 
 def state_of(mask: TileMask) -> dict[str, Any]:
-    """Return what a file holds of a mask."""
+    """Return the state of a mask that a file holds: its fields, and the format's number."""
     return {**{field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)}, "format": FORMAT}
 
 

@@ -262,7 +262,7 @@ _read: WeakKeyDictionary[TileMask, Read] = WeakKeyDictionary()
 
 
 def read(mask: TileMask) -> Read:
-    """Return what a call in eager mode reads of a mask; it was read when the mask was used first."""
+    """Return the fields of a mask that an eager call reads, cached at its first use."""
     found = _read.get(mask)
     if found is None:
         band, lengths = mask.band, mask.lengths

@@ -159,7 +159,7 @@ def _usual_keys(device: int) -> frozenset[int]:
 def _forward_kernels(
     name: str, backward_name: str, of: Differentiable
 ) -> tuple[_Kernel, Callable[..., tuple[Any, ...]]]:
-    """Return what computes an operator and its derivative for the dispatcher, and without it."""
+    """Return two functions that compute an operator and record its derivative: one for torch's dispatcher, one called directly."""
     fill, place_of_max = of.signature.fill, of.signature.names.index("needs_max")
     whole, short = _forward_functions(backward_name, of)
     by_dispatcher = _through_dispatcher(name)[name]
@@ -245,7 +245,7 @@ def _forward_functions(backward_name: str, of: Differentiable) -> tuple[Any, Any
 
 
 def _backward_kernels(name: str) -> tuple[_Kernel, _Kernel]:
-    """Return what computes a backward operator, which has no derivative, for the dispatcher, and without it."""
+    """Return two functions that compute a backward operator without a derivative: for torch's dispatcher, and called directly."""
 
     class AttentionBackward(_Function):
         @staticmethod

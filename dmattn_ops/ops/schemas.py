@@ -159,7 +159,7 @@ SIGNATURES = {name: _signature(name) for name in SCHEMAS}
 
 
 def _refuse(name: str) -> Callable[..., Any]:
-    """Return what an operator does without any tensor, where torch would say that there is no fallback, and on other devices."""
+    """Return a function that refuses an operator in words where torch has no kernel: without tensors, or on another device."""
 
     def refuse(*arguments: Any) -> Any:
         first = SIGNATURES[name].read(arguments)[SIGNATURES[name].required[0]]

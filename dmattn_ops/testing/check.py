@@ -124,7 +124,7 @@ def _dropout_keep(problem: Problem, inputs: Inputs) -> Tensor | None:
 
 
 def _leaves(inputs: Inputs, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return what has gradients, by the name of its gradient."""
+    """Return the inputs that have gradients, by the name of the gradient."""
     tensors = {"dq": inputs.query, "dk": inputs.key, "dv": inputs.value, "dbias": inputs.bias, "dsink": inputs.sink}
     return {
         name: (tensor if dtype is None else tensor.to(dtype)).detach().requires_grad_()
@@ -186,7 +186,7 @@ def _definition(
 
 
 def _eager(problem: Problem, inputs: Inputs, dropout_keep: Tensor | None, expected: Results) -> Results:
-    """Return what eager torch computes in the problem's dtype, or in float32 where scores are beyond the range of that dtype.
+    """Compute with eager torch in the problem's dtype, or in float32 where scores are beyond the range of that dtype.
 
     Such scores make lse infinite or NaN where it is finite by definition, and then out as well, unless dropout drops every
     weight of those rows: out is 0 there, and only lse tells. The gradients of a row of scores near 1e9 are no better than
@@ -199,7 +199,7 @@ def _eager(problem: Problem, inputs: Inputs, dropout_keep: Tensor | None, expect
 
 
 def _others(problem: Problem, inputs: Inputs, dropout_keep: Tensor | None) -> list[Results]:
-    """Return what is as good as eager: the definition in float32, and with scores whose sums are rounded in other ways.
+    """Return results that are as good as eager's: the definition in float32, and with scores whose sums are rounded in other ways.
 
     A probability is off by as much as its score, of which eager is one sample. Float32 holds scores of 1e9 as multiples of 64:
     which keys of such a row share its weight is decided by where a computation rounds. Nobody can do better, and eager in a
@@ -306,7 +306,7 @@ def _prepared(problem: Problem, inputs: Inputs, keywords: dict) -> Tensor | dmat
 
 
 def _dense_results(problem: Problem, inputs: Inputs) -> Results:
-    """Return what `flash_dmattn_func` or `flash_dmattn_qkvpacked_func` computes."""
+    """Return results and gradients of `flash_dmattn_func` or `flash_dmattn_qkvpacked_func`."""
     leaves = _leaves(inputs, None)
     keywords = _keywords(problem)
     mask = _prepared(problem, inputs, keywords)
@@ -328,7 +328,7 @@ def _dense_results(problem: Problem, inputs: Inputs) -> Results:
 
 
 def _varlen_results(problem: Problem, inputs: Inputs) -> Results:
-    """Return what `flash_dmattn_varlen_func` computes."""
+    """Return results and gradients of `flash_dmattn_varlen_func`."""
     leaves = _leaves(inputs, None)
     function = _compiled(problem, dmattn_ops.flash_dmattn_varlen_func)
     assert inputs.offsets is not None

@@ -109,7 +109,7 @@ def compile_only(
 
 
 def _log_of_assembling(code: str, sm: int) -> str:
-    """Return what ptxas says of PTX, with the options that this Triton gives it: they decide about spills."""
+    """Return the log of ptxas for some PTX, with the options that this Triton gives it: they decide about spills."""
     target = GPUTarget("cuda", sm, 32)
     backend = make_backend(target)
     with contextlib.redirect_stdout(io.StringIO()) as said, knobs.nvidia.scope():
@@ -119,7 +119,7 @@ def _log_of_assembling(code: str, sm: int) -> str:
 
 
 def read_resources(compiled: Any, sm: int, log: str = "") -> Resources:
-    """Return what a kernel compiled for `sm` takes. `log` is the output of `ptxas -v`; without it, ptxas runs again."""
+    """Return registers, spills and shared memory of a kernel for `sm`; without `log`, the output of `ptxas -v`, ptxas runs again."""
     code = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")

@@ -30,7 +30,7 @@ class Compiling:
             self.made[metadata["hash"]] = seconds
 
     def taken(self) -> dict[str, float]:
-        """Return what was not taken before."""
+        """Return the seconds of kernels compiled since the last call, by their digests."""
         with self.lock:
             made, self.made = self.made, {}
         return made

@@ -143,7 +143,7 @@ def _demands(rows: tuple[config.Row, ...], on: arch.Arch) -> list[Demand]:
 
 
 def units(sms: tuple[int, ...], kernels: tuple[str, ...]) -> dict[str, dict[str, Unit]]:
-    """Return what there is to sweep: by entry and by line."""
+    """Return the kernels to compile in a sweep, by entry (a row) and by line (a specialization)."""
     found: dict[str, dict[str, Unit]] = {}
     for sm in sms:
         for direction, rows in DIRECTIONS.items():
@@ -156,7 +156,7 @@ def units(sms: tuple[int, ...], kernels: tuple[str, ...]) -> dict[str, dict[str,
 
 
 def _specializations(direction: str, row: config.Row, width: int) -> tuple[Specialization, ...]:
-    """Return what a row is compiled for."""
+    """Return the specializations that a row is compiled for."""
     if row.kernel != "portable":
         refusals = run.launcher(direction, row.kernel).refusals
         every = dict.fromkeys(resources.canonical(row.kernel, direction, each) for each in HOPPER)
@@ -236,7 +236,7 @@ def launch(unit: Unit) -> None:
 
 
 def arguments(unit: Unit) -> tuple[Any, ...]:
-    """Return what the launcher of a unit's row is given for its call; the last is the configuration that runs."""
+    """Return the arguments of the launcher of a unit's row; the last is the configuration that runs."""
     call = make_call(unit.wanted, unit.width, unit.row.dim_v)
     out, lse, lse_tail, _ = meta.forward_outputs(call.query, call.value, False)
     if unit.direction == "forward":

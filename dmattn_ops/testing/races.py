@@ -61,7 +61,7 @@ class Proof(NamedTuple):
         return self._is_at(read, self.reads) and self._is_at(write, self.writes)
 
     def missing(self) -> list[str]:
-        """Return what the source does not have of the proof: accesses, and chains whose lines do not follow one another."""
+        """Return the parts of the proof that the source lacks: accesses, and chains whose lines do not follow one another."""
         accesses = ((line,) for line in (*self.writes, *self.reads))
         return [
             " -> ".join(text for _, text in chain) for chain in (*accesses, *self.chains) if not self._stands(chain)
@@ -260,7 +260,7 @@ class Found(NamedTuple):
 
 
 def judge(text: str) -> Found:
-    """Return what of racecheck's output is proven to be ordered, and what is not; what cannot be read is not."""
+    """Divide racecheck's reports into those that are proven to be ordered, and all others, with what cannot be parsed."""
     holds = {proof: not proof.missing() for proof in PROOFS}
     proven: Counter[str] = Counter()
     unproven, reports, one = [], 0, None

@@ -71,7 +71,7 @@ def refused_calls(device: str) -> list[Callable[[], Any]]:
 
 
 def captured(results: Callable[[], Results]) -> Results:
-    """Return what a replay of a CUDA graph with the call and its gradients computes.
+    """Capture the call and its gradients in a CUDA graph, and return the results of a replay.
 
     What waits for the GPU is found before the capture, where torch raises at the line that waits and nothing is left behind.
     """

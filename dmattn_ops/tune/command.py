@@ -123,7 +123,7 @@ class Task(NamedTuple):
 
 
 def prepare(direction: str, shape: Shape, device: torch.device, on: Arch | None = None) -> Task | None:
-    """Return what to tune for one direction of a shape, as `on` dispatches it; None where its row leaves no choice."""
+    """Return the configurations to measure for one direction of a shape, dispatched as `on`; None where there is no choice."""
     call = make_call(shape, device)
     packed, _ = run.packing_of(direction, call, epochs.architecture(device, on))
     if packed is not None:  # kernels get packed keys

@@ -43,7 +43,7 @@ class EpochResult(NamedTuple):
     refused: dict[int, str]
 
     def entry(self, date: str) -> tuning.Entry:
-        """Return what the cache keeps."""
+        """Return the entry of the tuning cache for the fastest length."""
         own, times = self.task.own, self.milliseconds
         return tuning.epoch_entry(own, self.length, times[own], times[self.length], date)
 
@@ -63,12 +63,12 @@ class EpochResult(NamedTuple):
 
 
 def architecture(device: torch.device, on: Arch | None) -> Arch | None:
-    """Return what calls on a device are dispatched for; None is the CPU."""
+    """Return the architecture that calls on a device are dispatched for; None is the CPU."""
     return on or (arch.current(device) if device.type == "cuda" else None)
 
 
 def prepare(direction: str, shape: Shape, device: torch.device, on: Arch | None = None) -> EpochTask | None:
-    """Return what to measure for one direction of a shape; None where its keys are no candidates for packing."""
+    """Return the measurements to make for one direction of a shape; None where its keys are no candidates for packing."""
     on = architecture(device, on)
     if on is None or shape.mask != "intervals":
         return None

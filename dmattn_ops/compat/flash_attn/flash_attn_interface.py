@@ -155,7 +155,7 @@ def _one_by_one(
     alibi_slopes: Tensor,
     numbers: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `flash_attn_varlen_func` does of sequences that are too long for a bias of each key, computed one by one."""
+    """Compute `flash_attn_varlen_func` sequence by sequence, where they are too long for one bias of each key."""
     dropout_p, softmax_scale, causal, window_size, softcap, deterministic = numbers
     parts = []
     for number, (rows, columns) in enumerate(sequences):

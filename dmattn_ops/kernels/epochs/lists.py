@@ -67,7 +67,7 @@ def _list_query_tiles(slot_starts, slot_ends, hulls, col_tiles, blocks, col_widt
 
 @triton.jit
 def _kinds(hulls, tile, block, blocks):
-    """Return what pairs `[tiles, blocks]` of an epoch are: 0 empty, 1 partial, 2 full."""
+    """Return the kinds of pairs `[tiles, blocks]` of an epoch: 0 empty, 1 partial, 2 full."""
     inside = block < blocks
     hull = hulls + 4 * block
     first, behind = tl.load(hull, inside, other=0), tl.load(hull + 1, inside, other=0)

@@ -198,8 +198,8 @@ def column_parts(dim: int) -> tuple[int, int]:
 
 
 def score_factors(options: Options) -> tuple[float, float]:
-    """Return what products are multiplied by, to scores in log2 units, and 0; or, with a soft cap, to what tanh is taken of
-    (`scores.tanh`), and the cap in log2 units.
+    """Return (factor of products that makes scores in log2 units, 0); with a soft cap, (factor of products before
+    `scores.tanh`, the cap in log2 units).
     """
     scale, cap = options.softmax_scale, options.softcap
     return (scale / cap, cap * LOG2E) if cap else (scale * LOG2E, 0.0)
@@ -228,7 +228,7 @@ def dropout_arguments(call: Call) -> tuple[Tensor | None, int, int, int, float, 
 
 
 def delta_factor(options: Options) -> float:
-    """Return what the backward multiplies delta by: the share of weights that are kept, since all is rescaled at its end."""
+    """Return the factor of delta in the backward: the share of weights that dropout keeps, as gradients are rescaled at the end."""
     rescale = dropout_scale(options.dropout_p)
     return 1.0 / rescale if rescale else 0.0
 

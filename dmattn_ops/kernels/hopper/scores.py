@@ -96,7 +96,7 @@ def full_bias(bias, head, keys, queries):
 
 @gluon.jit
 def step_bias(bias, head, key_bias, keys, queries, exact, BIAS: gl.constexpr):
-    """Return what a step adds to its scores: `key_bias`, or a full bias of `keys` and `queries`, one of them a column.
+    """Return the bias of a step's scores: `key_bias`, or a full bias at `keys` and `queries`, one of them a column.
 
     A full bias is in the units of the products before the scale (see `first_scores`), and 0 where it is added to the scores.
     """

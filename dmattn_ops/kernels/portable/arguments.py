@@ -226,7 +226,7 @@ def dropout_arguments(call: Call) -> dict[str, Any]:
 
 
 def factor_arguments(options: Options) -> dict[str, float]:
-    """Return what products are multiplied by before and after the soft cap; without one by `factor` alone."""
+    """Return the factors of products before (`ratio`) and after (`factor`) the soft cap; without one, `factor` alone counts."""
     if options.softcap == 0:
         return {"ratio": 1.0, "factor": float(options.softmax_scale)}
     cap = min(max(options.softcap, _LEAST_CAP), _GREATEST_CAP)

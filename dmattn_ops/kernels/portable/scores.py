@@ -48,7 +48,7 @@ def tanh(x):
 
 @triton.jit
 def capped(products, factors, features: tl.constexpr):
-    """Return what `factors.factor` is to multiply, and the derivative of the soft cap (1 without one)."""
+    """Return (products after tanh of the soft cap, its derivative), or (products, 1); `factors.factor` is not applied yet."""
     slope = 1.0
     if features.softcap:
         products = tanh(products * factors.ratio)
@@ -113,7 +113,7 @@ def log_terms(lse, lse_tail, NATURAL: tl.constexpr):
 
 @triton.jit
 def log2_unit(factors, SIGN: tl.constexpr):
-    """Return what products are multiplied by in units of log2, positive: those of a negative factor are negated before.
+    """Return the positive factor that turns products into log2 units; products of a negative factor are negated before.
 
     `SIGN` 0: the factor is too small to tell products apart, which are 0 then.
     """
@@ -127,7 +127,7 @@ def log2_unit(factors, SIGN: tl.constexpr):
 
 @triton.jit
 def row_units(peak, unit):
-    """Return what the products of each row are multiplied by: `unit`, and in rows of large scores a power of two.
+    """Return the factor of the products of each row: `unit`, and in rows of large scores a power of two.
 
     An exponent is `product * unit - base`, rounded once, where `base` is `peak * unit`, rounded too. That moves all of a row's
     exponents by the same number, which is small, and divided out in the end; but where a score is 2 ** 28 it may be 16, and

@@ -173,7 +173,7 @@ def exact_step(
     s, bias, exact, row, scales, BM: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, NATURAL: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Return what `exact_exponents` does for a query tile; a full bias is loaded now, since no registers keep it."""
+    """Return the exact exponents of a query tile (see `exact_exponents`); a full bias is loaded now, since no registers keep it."""
     added, head, keys, queries, all_bias = bias
     if BIAS == FULL_BIAS:
         added = full_bias(all_bias, head, keys, queries)

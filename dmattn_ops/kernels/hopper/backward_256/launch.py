@@ -97,7 +97,7 @@ def refusals(call: Call) -> list[str]:
 def _arguments_of(
     call: Call, of_keys: bool, heads: int, seqlen_q: int, placeholder: Tensor
 ) -> tuple[int, list[Any], list[int]]:
-    """Return what `mask_arguments` does of one side: that of the keys' blocks, or of the queries'."""
+    """Return the mask's kernel arguments (see `mask_arguments`) for blocks of keys, or for blocks of queries."""
     mask = call.mask
     if call.varlen is None:
         parts = (mask.col_tiles, mask.col_bits) if of_keys else (mask.row_tiles, mask.row_bits)

@@ -87,7 +87,7 @@ class Select(NamedTuple):
 
 @gluon.jit
 def no_test(rows):
-    """Return what stands for a test where there is none."""
+    """Return a `Select` that fills the place of a test where nothing is tested; its fields are never read."""
     return Select(rows, rows, rows, rows, rows, rows, rows, rows, rows)
 
 

@@ -126,7 +126,7 @@ def refusals(call: Call) -> list[str]:
 
 
 def notes(call: Call) -> list[str]:
-    """Return what `explain` tells of the gradient of a call's bias."""
+    """Return the lines of `explain` about the gradient of a call's bias."""
     if bias_kind(call.bias) != "full":
         return []
     reasons = refusals(call)

@@ -245,7 +245,7 @@ def load_bias(bias, row, at, wanted):
 
 @gluon.jit
 def starting_scores(added, bias, needed):
-    """Return what products of queries and keys are added to: the bias over the scale, or 0 where exact scores are needed."""
+    """Return the accumulator that scores start from: the bias over the scale, or 0 where exact scores are needed."""
     added = finite_or_lowest(gl.convert_layout(added, SCORES).to(gl.float32)) * bias.factor
     return gl.where(needed != 0, 0.0, added)
 
@@ -342,7 +342,7 @@ def store_sums(dbias, dbias_q, sums, rescale, row, at, seqlen_q, seqlen_k, DROPO
 def member_view(
     walk, batch, head, lists, bits, q_segments, k_segments, intervals, strides, LISTS: gl.constexpr, HIDDEN: gl.constexpr
 ):  # fmt: skip
-    """Return what the program's queries see of a member."""
+    """Return the view (lists, bits, segments, intervals) that the program's queries have of the keys of a member."""
     (
         list_b,
         list_h,

@@ -27,7 +27,7 @@ from dmattn_ops.kernels.hopper.unseen import clear_unseen
 
 @gluon.jit
 def soften(s, cap_inner, SOFTCAP: gl.constexpr):
-    """Return what `scale` turns into scores: the tanh of products times `cap_inner` under a soft cap, else the products."""
+    """Return scores before `scale`: tanh of the products times `cap_inner` under a soft cap, else the products."""
     if SOFTCAP:
         s = tanh(s * cap_inner)
     return s
