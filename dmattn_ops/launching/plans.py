@@ -188,7 +188,7 @@ def key(name: str, tensors: _Tensors, numbers: tuple[Any, ...]) -> Hashable:
 
 
 def described(tensors: _Tensors) -> tuple[tuple[Any, ...] | None, ...]:
-    """Return the parts of a plan's key that tensors add: shape, strides, dtype, device, alignment."""
+    """Return the parts of a plan's key that tensors add: shape, strides, dtype, device."""
     return tuple(
         [
             None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())

@@ -119,7 +119,7 @@ def _log_of_assembling(code: str, sm: int) -> str:
 
 
 def read_resources(compiled: Any, sm: int, log: str = "") -> Resources:
-    """Return registers, spills and shared memory of a kernel for `sm`; without `log`, the output of `ptxas -v`, ptxas runs again."""
+    """Return registers, spills and shared memory of a kernel for `sm`; without `log` (of `ptxas -v`), ptxas runs again."""
     code = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
