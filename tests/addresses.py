@@ -25,11 +25,9 @@ KERNELS = Path(__file__).resolve().parents[1] / "dmattn_ops" / "kernels"
 LEAST, MOST = -(1 << 31), (1 << 31) - 1
 UNKNOWN = (LEAST, MOST)
 # What is known of arguments by their names: lengths are refused from 2^30 on, and limits of a band are at most that.
-ARGUMENTS = {
-    **dict.fromkeys(
-        ("seqlen_q", "seqlen_k", "longest_q", "longest_k", "own_total", "other_total", "seqlen"), (0, 1 << 30)
-    ),
-}
+ARGUMENTS = dict.fromkeys(
+    ("seqlen_q", "seqlen_k", "longest_q", "longest_k", "own_total", "other_total", "seqlen"), (0, 1 << 30)
+)
 _VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 _RESULT = re.compile(r"\s*(%[\w$.-]+)(?::(\d+))? = (.*)")
 _ARGUMENT = re.compile(r"(%[\w$.-]+): ((?:[^(),<]|<(?:[^<>]|<(?:[^<>]|<[^<>]*>)*>)*>)+?)(?: \{[^}]*\})? loc\(")

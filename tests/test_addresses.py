@@ -128,9 +128,9 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "hopper/forward/walk.py": ("j * BN", "tile * BM"),
         "interval_lists.py": ("tile % col_count * _TILE",),
-        "packing/lists.py": ("block[:, None] * TILE", "e * epoch_tiles"),
-        "packing/rows.py": ("(e + 1) * epoch", "block * KEYS", "e * epoch"),
-        "packing/slots.py": ("(e + 1) * epoch", "e * epoch"),
+        "epochs/lists.py": ("block[:, None] * TILE", "e * epoch_tiles"),
+        "epochs/rows.py": ("(e + 1) * epoch", "block * KEYS", "e * epoch"),
+        "epochs/slots.py": ("(e + 1) * epoch", "e * epoch"),
         "portable/dbias.py": ("program % key_blocks * BLOCK_N", "program // key_blocks % blocks * BLOCK_M"),
         "portable/forward.py": ("split * share",),
         "portable/places.py": (
@@ -142,14 +142,14 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "selection/alive.py": ("chunk * CHUNK",),
         "selection/documents.py": ("span * SPAN",),
         "selection/keys.py": ("tl.program_id(0) % chunks * CHUNK",),
-        "tile_mask/lists.py": (
+        "masks/lists.py": (
             "(block + 1) * OWN * _TILE",
             "block * OWN",
             "block * OWN * _TILE",
             "tile % count * _TILE",
         ),
-        "tile_mask/pack.py": ("2 * block_col", "2 * block_row", "block_col * 2 * _TILE", "row * _TILE"),
-        "tile_mask/ranks.py": ("block * OWN",),
+        "masks/pack.py": ("2 * block_col", "2 * block_row", "block_col * 2 * _TILE", "row * _TILE"),
+        "masks/ranks.py": ("block * OWN",),
     },
     "entries of a list, as many as there is room for, or a tile that a list names: one of those that there are": {
         "hopper/backward/walk.py": (
@@ -210,7 +210,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper/dbias/launch.py": ("batches * bias_group", "head * bias_group"),
         "hopper/dbias/steps.py": ("batch * heads",),
         "hopper/forward/walk.py": ("batch * bits_b", "g * group", "h // mask_group * bits_h"),
-        "packing/rows.py": ("b * group_b", "group_b * group_h", "h * group_h"),
+        "epochs/rows.py": ("b * group_b", "group_b * group_h", "h * group_h"),
         "portable/dbias.py": ("batches * bias_group", "program // key_blocks // blocks % dbias_heads * bias_group"),
     },
     "blocks of the call, which are programs of its grid": {
@@ -223,7 +223,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper/forward/walk.py": ("tiles * group", "tiles * heads"),
         "interval_lists.py": ("tl.program_id(0) * TILES",),
         "ragged.py": ("tl.program_id(0) * OWN",),
-        "tile_mask/lists.py": ("program * TILES",),
+        "masks/lists.py": ("program * TILES",),
     },
     "rows of statistics of the call: with query, grad_out, out and dq, 2^31 of them take 190 GB": {
         "hopper/backward/kernel.py": ("(batch * kv_heads + kv_head) * group * rows", "t % width * rows"),
@@ -243,17 +243,17 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "bytes or words of a row of bits, or of a tile's row: a few for each tile of a sequence": {
         "hopper/backward/kernel.py": ("keys * bits_row",),
-        "tile_mask/lists.py": ("2 * own", "2 * q_tiles", "2 * tile", "_HULL * own"),
-        "tile_mask/pack.py": ("16 * row_count", "32 * block_row", "4 * col_count", "8 * block_col"),
+        "masks/lists.py": ("2 * own", "2 * q_tiles", "2 * tile", "_HULL * own"),
+        "masks/pack.py": ("16 * row_count", "32 * block_row", "4 * col_count", "8 * block_col"),
     },
     "slots of one head, less than 2^30 (`epochs.packing_for`)": {
-        "packing/slots.py": ("epochs * per_epoch", "e * per_epoch"),
+        "epochs/slots.py": ("epochs * per_epoch", "e * per_epoch"),
     },
     "a number that wraps on purpose, or of which only some bits are used": {
-        "packing/lists.py": ("(kinds == 2).to(tl.int32) << 16",),
-        "packing/slots.py": ("tile << 2",),
+        "epochs/lists.py": ("(kinds == 2).to(tl.int32) << 16",),
+        "epochs/slots.py": ("tile << 2",),
         "selection/alive.py": ("high - low << 12", "length * (2 * part + 1)", "salt * 1664525"),
-        "tile_mask/lists.py": ("(kinds == 2).to(tl.int32) << 16",),
+        "masks/lists.py": ("(kinds == 2).to(tl.int32) << 16",),
     },
 }
 
