@@ -14,7 +14,8 @@ ALL_NAN = gl.constexpr(_PropagateNan.ALL)
 NO_BIAS = gl.constexpr(0)
 KEY_BIAS = gl.constexpr(1)  # one value per key
 FULL_BIAS = gl.constexpr(2)  # one per query and key
-BIAS_KINDS = {"none": 0, "key": 1, "full": 2}  # for launchers
+TILED_BIAS = gl.constexpr(3)  # that, which the forward loads in tiles by TMA
+BIAS_KINDS = {"none": 0, "key": 1, "full": 2, "tiles": 3}  # for launchers
 
 
 class Scales(NamedTuple):
