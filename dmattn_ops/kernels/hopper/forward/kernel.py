@@ -119,9 +119,9 @@ def release_queries(turn, q_empty, Q_STAGES: gl.constexpr):
 
 
 @gluon.jit
-def word_of_piece(parts, i):
-    """Return the `i`-th of the words that say what a piece of work is."""
-    return gl.sum(gl.where(gl.arange(0, parts.shape[0], layout=parts.type.layout) == i, parts, 0), 0)
+def word_of_piece(parts, slots, i):
+    """Return the `i`-th of the words that say what a piece of work is; `slots` are their numbers."""
+    return gl.sum(gl.where(slots == i, parts, 0), 0)
 
 
 @gluon.jit
@@ -144,29 +144,30 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
     seqlen_k = sizes.seqlen_k
     lo = operands.band.lo
     hi = operands.band.hi
+    slots = gl.arange(0, WORDS, layout=PIECE)
     row = gl.arange(0, ROWS, layout=ROW)
     empty = gl.zeros([ROWS, T.BN], gl.float32, layout=accumulator(T.BN))
     turn = 0
     step = 0
     mbarrier.wait(bars.q_full.index(0), 0)
     parts = smem.pieces.index(0).load(PIECE)
-    head = word_of_piece(parts, 0)
+    head = word_of_piece(parts, slots, 0)
     while head >= 0:
         slot = turn % T.Q_STAGES
-        tile = word_of_piece(parts, 1)
-        n_partial = word_of_piece(parts, 2) * PER_TILE
+        tile = word_of_piece(parts, slots, 1)
+        n_partial = word_of_piece(parts, slots, 2) * PER_TILE
         batch = head // sizes.H
         h = head - batch * sizes.H
         block_first = tile * T.BM
         query_rows = batch
         if T.MASK == RAGGED:
             block_first = tile
-            seqlen_q = word_of_piece(parts, 3)
-            seqlen_k = word_of_piece(parts, 5)
-            diagonal = word_of_piece(parts, 6)
+            seqlen_q = word_of_piece(parts, slots, 3)
+            seqlen_k = word_of_piece(parts, slots, 5)
+            diagonal = word_of_piece(parts, slots, 6)
             lo = operands.band.lo + diagonal
             hi = operands.band.hi + diagonal
-            query_rows = Rows(word_of_piece(parts, 2), seqlen_q)
+            query_rows = Rows(word_of_piece(parts, slots, 2), seqlen_q)
         q_first = block_first + C * ROWS
         q = rows_of(smem.q, slot * NC + C, ROWS, T.D, T.D2)
         tiles = band_tiles(block_first, seqlen_q, seqlen_k, lo, hi, T.BM, T)
@@ -174,7 +175,7 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
         record = head.to(gl.int64)
         q_segment = row
         if has_lists(T.MASK):
-            n = n_partial + word_of_piece(parts, 3) * PER_TILE
+            n = n_partial + word_of_piece(parts, slots, 3) * PER_TILE
             masked = n_partial
             lists = mask.lists
             list_first = batch.to(gl.int64) * lists.batch + (h // lists.group).to(gl.int64) * lists.head
@@ -197,10 +198,19 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
             first = gl.minimum(gl.maximum(tiles.end - own_tiles.end, 0), tiles.end - tiles.full_end)
             first = gl.where(q_first >= seqlen_q, n, first)
             step = pass_over(first, step, bars, T)
+        numbers = numbers_of_head(mask.keys, batch, h)
         q_hi = gl.zeros([ROWS], gl.int32, layout=ROW) + (seqlen_k - 1)
         if T.HAS_HI:
             q_hi = gl.minimum(q_first + row + hi, seqlen_k - 1)
         q_lo = q_first + row + lo
+        segments = mask.keys.segments
+        hidden_from = mask.keys.hidden_from
+        hidden_to = mask.keys.hidden_to
+        if T.MASK == SEGMENTS:
+            segments += numbers
+        if T.HIDDEN:
+            hidden_from += numbers
+            hidden_to += numbers
         bias_rows = operands.bias.start
         if T.BIAS == FULL_BIAS:  # rows past the end read the last one and are never written
             own_bias = bias_of_head(operands.bias, batch, h)
@@ -222,8 +232,9 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
             q_hi=q_hi,
             q_segment=q_segment,
             block_first=block_first,
-            keys=mask.keys,
-            numbers=numbers_of_head(mask.keys, batch, h),
+            segments=segments,
+            hidden_from=hidden_from,
+            hidden_to=hidden_to,
             seqlen_k=seqlen_k,
             bias=bias_rows,
             dropout=dropout,
@@ -254,7 +265,7 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
             p, top, total = softmax_first(s, total, scales.scale, dtype, T.NATURAL, T.BN)
             if T.DROPOUT:
                 p = drop(p, dropout, q_first, first_key(first, visible, T), T.BN)
-            state = State(acc, as_operand(p, T.DV), top, total, peak)
+            state = State(acc, total, top, peak, as_operand(p, T.DV))
             tested = gl.minimum(gl.maximum(masked, first + 1), n) - 1
             for i in range(first, tested):
                 state = advance(i, step, state, q, visible, smem, bars, scales, C, True, ROW_MAX, T)
@@ -305,7 +316,7 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
         slot = turn % T.Q_STAGES
         mbarrier.wait(bars.q_full.index(slot), (turn // T.Q_STAGES) & 1)
         parts = smem.pieces.index(slot).load(PIECE)
-        head = word_of_piece(parts, 0)
+        head = word_of_piece(parts, slots, 0)
     tma.store_wait(pendings=0)
 
 

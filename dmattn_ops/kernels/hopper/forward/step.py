@@ -167,8 +167,8 @@ def hide_between(s, first, visible, T: gl.constexpr):
     query = visible.q_segment[:, None] + visible.block_first
     key = first + gl.arange(0, T.BN, layout=gl.SliceLayout(0, accumulator(T.BN)))
     key = gl.minimum(key, visible.seqlen_k - 1)  # those behind it have no range
-    begin = gl.load(visible.keys.hidden_from + visible.numbers + key)[None, :]
-    end = gl.load(visible.keys.hidden_to + visible.numbers + key)[None, :]
+    begin = gl.load(visible.hidden_from + key)[None, :]
+    end = gl.load(visible.hidden_to + key)[None, :]
     return gl.inline_asm_elementwise(
         "{ .reg .pred seen; setp.lt.s32 seen, $1, $2; setp.ge.or.s32 seen, $1, $3, seen; selp.b32 $0, $4, 0xff800000, seen; }",
         "=r,r,r,r,r",
@@ -214,7 +214,7 @@ def hide(s, i, stored, visible, T: gl.constexpr):
             s = gl.where((visible.q_hi - first)[:, None] - lane >= constant, s, float("-inf"))
         if T.MASK == SEGMENTS:
             inside = first + column < visible.seqlen_k
-            segment = gl.load(visible.keys.segments + visible.numbers + first + column, mask=inside, other=-2)
+            segment = gl.load(visible.segments + first + column, mask=inside, other=-2)
             s = gl.where(visible.q_segment[:, None] == segment[None, :], s, float("-inf"))
         return s
 
@@ -285,4 +285,4 @@ def advance(
         acc = await_products(acc, T.DV2)
     acc = pair(rescale(acc[0], factor, T.DV), rescale_second(acc, factor, T.DV2), T.DV2)
     mbarrier.arrive(bars.k_empty.index(b_next), count=1)
-    return State(acc, p, top, total, peak)
+    return State(acc, total, top, peak, p)

@@ -195,8 +195,9 @@ class Visible(NamedTuple):
     q_hi: Any  # and the last
     q_segment: Any  # the segment of each query, or under intervals its number inside the block
     block_first: Any  # the first query of the block
-    keys: KeyNumbers
-    numbers: Any  # where those of the head begin
+    segments: Any  # of the keys of the head
+    hidden_from: Any  # of the keys of the head
+    hidden_to: Any
     seqlen_k: Any
     bias: Any  # where the rows of a full bias begin
     dropout: Any  # of the head
@@ -208,7 +209,7 @@ class State(NamedTuple):
     """What a walk carries from tile to tile (`softmax.py`)."""
 
     acc: Any  # parts of out, yet to be divided by the sums
-    p: Any  # P of the last tile, as an operand
-    top: Any
     total: Any
+    top: Any
     peak: Any  # the largest scores that each lane has seen of its rows, where they are asked for
+    p: Any  # P of the last tile, as an operand

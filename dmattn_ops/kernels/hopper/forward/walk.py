@@ -45,8 +45,8 @@ class Source(NamedTuple):
     bias_head: Any
     bias: Any  # where the bias of the head begins
     bias_query: Any  # stride
-    keys: Any  # KeyNumbers
-    numbers: Any  # where those of the head begin
+    start: Any  # intervals of the keys of the head
+    end: Any
 
 
 @gluon.constexpr_function
@@ -115,8 +115,7 @@ def take(item, tiles, sizes, lists, T: gl.constexpr):
     words = Counts(rank, rank)
     if T.MASK != BAND:
         batch = head // sizes.H
-        h = head - batch * sizes.H
-        first = batch.to(gl.int64) * lists.batch + (h // lists.group).to(gl.int64) * lists.head
+        first = batch.to(gl.int64) * lists.batch + ((head - batch * sizes.H) // lists.group).to(gl.int64) * lists.head
         tile = gl.load(lists.start + first + rank.to(gl.int64) * lists.width)
         record = first + tile.to(gl.int64) * lists.width
         at = lists.start + record
@@ -183,8 +182,8 @@ def load_keys(step, j, source, maps, smem, bars, T: gl.constexpr):
         if source.bias.dtype.element_ty.primitive_bitwidth == 16:
             prefetch_bias(j, source, T)
     if T.MASK == INTERVALS:
-        begin = gl.load(source.keys.start + source.numbers + key, mask=key < source.seqlen_k, other=0)
-        stop = gl.load(source.keys.end + source.numbers + key, mask=key < source.seqlen_k, other=0)
+        begin = gl.load(source.start + key, mask=key < source.seqlen_k, other=0)
+        stop = gl.load(source.end + key, mask=key < source.seqlen_k, other=0)
     mbarrier.wait(bars.k_empty.index(b), ((step // T.STAGES) & 1) ^ 1)
     OF_BITS: gl.constexpr = NC * maps.bits.block_type.nbytes if T.MASK == BITS else 0
     OF_BIAS: gl.constexpr = NC * maps.bias.block_type.nbytes if T.BIAS == TILED_BIAS else 0
@@ -294,6 +293,12 @@ def produce(operands, smem, bars, T: gl.constexpr):
             key_bias = bias_of_head(bias, batch, h)
             if T.MASK == RAGGED:
                 key_bias += key_rows.begin
+        start = mask.keys.start
+        end = mask.keys.end
+        if T.MASK == INTERVALS:
+            at = numbers_of_head(mask.keys, batch, h)
+            start += at
+            end += at
         source = Source(
             rows=key_rows,
             kv_head=kv_head,
@@ -306,8 +311,8 @@ def produce(operands, smem, bars, T: gl.constexpr):
             bias_head=h // bias.group,  # heads of a bias of one head are one group
             bias=key_bias,
             bias_query=bias.query,
-            keys=mask.keys,
-            numbers=numbers_of_head(mask.keys, batch, h),
+            start=start,
+            end=end,
         )
         j = 0
         j_next = 0
