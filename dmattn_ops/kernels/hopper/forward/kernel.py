@@ -30,7 +30,7 @@ from dmattn_ops.kernels.hopper.columns import (
     staged,
     transposed,
 )
-from dmattn_ops.kernels.hopper.constants import ROWS, TILE, accumulator
+from dmattn_ops.kernels.hopper.constants import ROWS, TILE, accumulator, known
 from dmattn_ops.kernels.hopper.dropout import Dropout, drop, dropout_of_batch, dropout_of_head
 from dmattn_ops.kernels.hopper.forward.softmax import (
     largest,
@@ -60,11 +60,12 @@ from dmattn_ops.kernels.hopper.forward.types import (
     Maps,
     Mask,
     Operands,
+    Place,
     Scales,
     Shared,
     Sizes,
-    State,
     Statistics,
+    Sums,
     Visible,
     Walk,
 )
@@ -84,10 +85,9 @@ from dmattn_ops.kernels.hopper.unseen import clear_unseen, ends_inside, seen_col
 
 
 @gluon.jit
-def store_part(
-    acc, inverse, q, buffer, map, place, h, q_first, FIRST: gl.constexpr, WIDTH: gl.constexpr, WIDTH_Q: gl.constexpr
-):
+def store_part(acc, inverse, q, buffers, map, place, FIRST: gl.constexpr, WIDTH: gl.constexpr, WIDTH_Q: gl.constexpr):
     """Write columns `FIRST ...` of out, through a buffer of queries, viewed as the matrix `q`, that is at least as wide."""
+    buffer = buffers.index(place.buffer)
     dtype: gl.constexpr = map.dtype
     acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, accumulator(WIDTH)))[:, None]
     if WIDTH != WIDTH_Q:
@@ -95,7 +95,7 @@ def store_part(
         q = buffer.reshape([ROWS, WIDTH])
     q.store(acc.to(dtype))
     fence_async_shared()
-    tma_store(map, head_corner_of(map, place, q_first, h, FIRST), buffer)
+    tma_store(map, head_corner_of(map, place.rows, place.first, place.h, FIRST), buffer)
 
 
 @gluon.jit
@@ -125,6 +125,61 @@ def word_of_piece(parts, slots, i):
 
 
 @gluon.jit
+def own_part(tiles, own):
+    """Return (the first tile of a band that 64 queries of a block see, the number behind the last one that they test).
+
+    The block's first tiles may lie wholly behind the band of these queries, which has its own full tiles.
+    """
+    masked = tiles.end - tiles.full_end + tiles.full_begin - tiles.begin
+    own_masked = gl.minimum(tiles.end - gl.maximum(own.full_end, tiles.full_end), masked)
+    masked = gl.where(tiles.full_begin == tiles.begin, own_masked, masked)
+    first = gl.minimum(gl.maximum(tiles.end - own.end, 0), tiles.end - tiles.full_end)
+    return first, masked
+
+
+@gluon.jit
+def query_numbers(mask, batch, q_first, row, seqlen_q, C: gl.constexpr, T: gl.constexpr):
+    """Return the segments of queries, or under intervals their numbers inside the block; for other masks anything."""
+    if T.MASK == SEGMENTS and mask.q_segments is not None:
+        own = mask.q_segments + batch.to(gl.int64) * mask.q_segments_batch + q_first
+        return gl.load(own + row, mask=q_first + row < seqlen_q, other=-3)
+    elif T.MASK == SEGMENTS:
+        return gl.zeros_like(row)
+    else:
+        return C * ROWS + row
+
+
+@gluon.jit
+def finish(operands, smem, sums, q, place, row, T: gl.constexpr):
+    """Write out and the statistics of 64 queries, whose buffer stages the output; `row` are their numbers."""
+    ROW: gl.constexpr = gl.SliceLayout(1, accumulator(T.BN))
+    maps = operands.maps
+    results = operands.statistics
+    scale = operands.scales.scale
+    row_total = row_of(sums.total, ROW, True)
+    inverse = gl.where(row_total == 0.0, 0.0, 1.0 / gl.abs(row_total))
+    if T.DROPOUT:
+        inverse = inverse * operands.dropout.rescale
+    if operands.sink is not None:
+        row_lse, row_tail = statistics(row_of(sums.top, ROW, False), row_total, scale, T.NATURAL)
+        inverse = inverse * share_of_keys(row_lse, gl.load(operands.sink + place.h).to(gl.float32))
+    # TMA leaves out the rows and columns past the ends
+    store_part(sums.acc[0], inverse, q[0], smem.q[0], maps.out[0], place, 0, T.DV, T.D)
+    if T.DV2 > 0:
+        store_part(sums.acc[1], inverse, q[1], smem.q[1], maps.out[1], place, T.DV, T.DV2, T.D2)
+    row_lse, row_tail = statistics(row_of(sums.top, ROW, False), row_total, scale, T.NATURAL)
+    at = place.batch.to(gl.int64) * results.batch + place.h.to(gl.int64) * results.head + place.first + row
+    if T.MASK == RAGGED:
+        at += place.rows.begin
+    inside = place.first + row < place.seqlen_q
+    gl.store(results.lse + at, row_lse, mask=inside)
+    gl.store(results.lse_tail + at, row_tail, mask=inside)
+    if T.ROW_MAX:
+        own_max = largest_of_rows(row_of(sums.peak, ROW, False), row_total, scale, T.NATURAL)
+        gl.store(results.row_max + at, own_max, mask=inside)
+
+
+@gluon.jit
 def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
     """Compute 64 queries of each piece of work: those from `C * 64` of its tile."""
     NC: gl.constexpr = T.BM // ROWS
@@ -133,10 +188,7 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
     WORDS: gl.constexpr = words_of_piece(T)
     PIECE: gl.constexpr = gl.BlockedLayout([WORDS], [32], [4], [0])
     PER_TILE: gl.constexpr = TILE // T.BN
-    ROW_MAX: gl.constexpr = operands.statistics.row_max is not None
     dtype: gl.constexpr = smem.v[0].dtype
-    maps = operands.maps
-    results = operands.statistics
     sizes = operands.sizes
     mask = operands.mask
     scales = operands.scales
@@ -173,31 +225,18 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
         tiles = band_tiles(block_first, seqlen_q, seqlen_k, lo, hi, T.BM, T)
         first = 0
         record = head.to(gl.int64)
-        q_segment = row
         if has_lists(T.MASK):
             n = n_partial + word_of_piece(parts, slots, 3) * PER_TILE
             masked = n_partial
             lists = mask.lists
             list_first = batch.to(gl.int64) * lists.batch + (h // lists.group).to(gl.int64) * lists.head
             record = list_first + tile.to(gl.int64) * lists.width
-            if T.MASK == SEGMENTS:
-                if mask.q_segments is None:
-                    q_segment = gl.zeros([ROWS], gl.int32, layout=ROW)
-                else:
-                    own = mask.q_segments + batch.to(gl.int64) * mask.q_segments_batch + q_first
-                    q_segment = gl.load(own + row, mask=q_first + row < seqlen_q, other=-3)
-            if T.MASK == INTERVALS:
-                q_segment = C * ROWS + row
         else:
-            # the block's first tiles may lie wholly behind the band of these 64 queries, which has its own full tiles
-            own_tiles = band_tiles(q_first, seqlen_q, seqlen_k, lo, hi, ROWS, T)
             n = tiles.end - tiles.begin
-            masked = tiles.end - tiles.full_end + tiles.full_begin - tiles.begin
-            own_masked = gl.minimum(tiles.end - gl.maximum(own_tiles.full_end, tiles.full_end), masked)
-            masked = gl.where(tiles.full_begin == tiles.begin, own_masked, masked)
-            first = gl.minimum(gl.maximum(tiles.end - own_tiles.end, 0), tiles.end - tiles.full_end)
+            first, masked = own_part(tiles, band_tiles(q_first, seqlen_q, seqlen_k, lo, hi, ROWS, T))
             first = gl.where(q_first >= seqlen_q, n, first)
             step = pass_over(first, step, bars, T)
+        q_segment = query_numbers(mask, batch, q_first, row, seqlen_q, C, T)
         numbers = numbers_of_head(mask.keys, batch, h)
         q_hi = gl.zeros([ROWS], gl.int32, layout=ROW) + (seqlen_k - 1)
         if T.HAS_HI:
@@ -224,6 +263,7 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
             no_limit: gl.constexpr = 1 << 30
             seen = seen_columns(seqlen_q, seqlen_k, lo if T.HAS_LO else 0, hi if T.HAS_HI else no_limit)
             some_unseen = ends_inside(seen, tiles.begin * T.BN, (tiles.end - tiles.begin) * T.BN, seqlen_k)
+        place = Place(batch, h, query_rows, q_first, seqlen_q, slot * NC + C)
         visible = Visible(
             walk=Walk(tiles, mask.lists.start, record, n),
             n_partial=n_partial,
@@ -241,11 +281,9 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
             some_unseen=some_unseen,
             seen=seen,
         )
-        acc = no_sums(T.DV, T.DV2)
         no_state = gl.zeros([ROWS, STATE_COLUMNS], gl.float32, layout=accumulator(STATE_COLUMNS))
-        total = state_of(no_state, STATE_COLUMNS)
-        top = total
-        peak = total
+        none = state_of(no_state, STATE_COLUMNS)
+        sums = Sums(no_sums(T.DV, T.DV2), none, none, none)
         if first < n:
             b = step % T.STAGES
             mbarrier.wait(bars.k_full.index(b), (step // T.STAGES) & 1)
@@ -260,15 +298,15 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
             s = add_bias(s, added, bias, scales.scale, T)
             s = hide(s, first, stored, visible, T)
             mbarrier.arrive(bars.k_empty.index(b), count=1)
-            if ROW_MAX:
-                peak = largest(s, total, T.BN)
-            p, top, total = softmax_first(s, total, scales.scale, dtype, T.NATURAL, T.BN)
+            peak = largest(s, none, T.BN) if T.ROW_MAX else none
+            p, top, total = softmax_first(s, none, scales.scale, dtype, T.NATURAL, T.BN)
             if T.DROPOUT:
                 p = drop(p, dropout, q_first, first_key(first, visible, T), T.BN)
-            state = State(acc, total, top, peak, as_operand(p, T.DV))
+            p = as_operand(p, T.DV)
+            sums = Sums(sums.acc, total, top, peak)
             tested = gl.minimum(gl.maximum(masked, first + 1), n) - 1
             for i in range(first, tested):
-                state = advance(i, step, state, q, visible, smem, bars, scales, C, True, ROW_MAX, T)
+                sums, p = advance(i, step, sums, p, q, visible, smem, bars, scales, C, True, T)
                 step += 1
             if T.EDGES:
                 if some_unseen & (tested < masked):  # values of the last tile that is tested
@@ -276,40 +314,16 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
                     last = first_key(tested, visible, T)
                     clear_unseen(rows_of(smem.v, step % T.STAGES, T.BN, T.DV, T.DV2), last, seen, T.BN)
             for i in range(tested, n - 1):
-                state = advance(i, step, state, q, visible, smem, bars, scales, C, False, ROW_MAX, T)
+                sums, p = advance(i, step, sums, p, q, visible, smem, bars, scales, C, False, T)
                 step += 1
             b = step % T.STAGES
             mbarrier.wait(bars.v_full.index(b), (step // T.STAGES) & 1)
-            acc = add_products(state.p, rows_of(smem.v, b, T.BN, T.DV, T.DV2), state.acc, T.DV2)
-            acc = await_products(acc, T.DV2)
-            top = state.top
-            total = state.total
-            peak = state.peak
+            acc = add_products(p, rows_of(smem.v, b, T.BN, T.DV, T.DV2), sums.acc, T.DV2)
+            sums = Sums(await_products(acc, T.DV2), sums.total, sums.top, sums.peak)
             step += 1
         elif T.Q_STAGES > 1:
             release_queries(turn - 1, bars.q_empty, T.Q_STAGES)
-        row_total = row_of(total, ROW, True)
-        inverse = gl.where(row_total == 0.0, 0.0, 1.0 / gl.abs(row_total))
-        if T.DROPOUT:
-            inverse = inverse * operands.dropout.rescale
-        if operands.sink is not None:
-            row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, scales.scale, T.NATURAL)
-            inverse = inverse * share_of_keys(row_lse, gl.load(operands.sink + h).to(gl.float32))
-        # q is not needed any more: its place stages the output. TMA leaves out the rows and columns past the ends
-        at = slot * NC + C
-        store_part(acc[0], inverse, q[0], smem.q[0].index(at), maps.out[0], query_rows, h, q_first, 0, T.DV, T.D)
-        if T.DV2 > 0:
-            buffer = smem.q[1].index(at)
-            store_part(acc[1], inverse, q[1], buffer, maps.out[1], query_rows, h, q_first, T.DV, T.DV2, T.D2)
-        row_lse, row_tail = statistics(row_of(top, ROW, False), row_total, scales.scale, T.NATURAL)
-        at = batch.to(gl.int64) * results.batch + h.to(gl.int64) * results.head + q_first + row
-        if T.MASK == RAGGED:
-            at += query_rows.begin
-        gl.store(results.lse + at, row_lse, mask=q_first + row < seqlen_q)
-        gl.store(results.lse_tail + at, row_tail, mask=q_first + row < seqlen_q)
-        if ROW_MAX:
-            own_max = largest_of_rows(row_of(peak, ROW, False), row_total, scales.scale, T.NATURAL)
-            gl.store(results.row_max + at, own_max, mask=q_first + row < seqlen_q)
+        finish(operands, smem, sums, q, place, row, T)
         if T.Q_STAGES == 1:  # else when the next piece is under way
             release_queries(turn, bars.q_empty, T.Q_STAGES)
         turn += 1
@@ -388,7 +402,7 @@ def forward_kernel(
     q_segments, k_segments, start, end, hidden_from, hidden_to, bias, seed, counter, scale, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, band_lo, band_hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
-    bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin, T: gl.constexpr,
+    bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin, TRAITS: gl.constexpr,
 ):  # fmt: skip
     """Write out, lse and lse_tail for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H).
 
@@ -399,8 +413,9 @@ def forward_kernel(
 
     `k_segments`, or `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and
     `segments_kh`. Of ragged calls `lists` are the records of tiles of `BM` queries, and positions count inside a sequence.
-    `T` is a `types.Traits`.
+    TRAITS are `types.Traits`.
     """
+    T: gl.constexpr = known(TRAITS)
     operands = Operands(
         maps=Maps(
             q=pair(q_desc, q2_desc, T.D2),

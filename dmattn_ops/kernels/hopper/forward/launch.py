@@ -41,7 +41,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     too_long,
 )
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
-from dmattn_ops.kernels.hopper.forward.types import Traits, known
+from dmattn_ops.kernels.hopper.forward.types import Traits
 from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, RAGGED, kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.ragged import WORDS
@@ -245,6 +245,7 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         HIDDEN=call.mask.hidden_from is not None,
         NATURAL=in_natural_units(call),
         DROPOUT=options.dropout_p > 0.0,
+        ROW_MAX=result.row_max is not None,
         EDGES=hides_keys(call),
     )
     mask = _mask_arguments(call, kind, config.block_m)
@@ -285,6 +286,6 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         band_hi=band_hi,
         lse_b=lse_b,
         lse_h=lse_h,
-        T=known(traits),
+        TRAITS=traits,
         num_warps=4,
     )

@@ -20,7 +20,7 @@ from dmattn_ops.kernels.hopper.columns import (
 from dmattn_ops.kernels.hopper.constants import ROWS, TILE, accumulator
 from dmattn_ops.kernels.hopper.dropout import drop
 from dmattn_ops.kernels.hopper.forward.softmax import largest, rescale, softmax_next
-from dmattn_ops.kernels.hopper.forward.types import State
+from dmattn_ops.kernels.hopper.forward.types import Sums
 from dmattn_ops.kernels.hopper.forward.walk import key_tile
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, warpgroup_mma_wait
 from dmattn_ops.kernels.hopper.kinds import BITS, INTERVALS, SEGMENTS
@@ -229,25 +229,12 @@ def rescale_second(acc, factor, DV2: gl.constexpr):
 
 
 @gluon.jit
-def advance(
-    i,
-    step,
-    state,
-    q,
-    visible,
-    smem,
-    bars,
-    scales,
-    C: gl.constexpr,
-    MASKED: gl.constexpr,
-    ROW_MAX: gl.constexpr,
-    T: gl.constexpr,
-):
-    """Add tile `i`, whose P are given, to acc, and compute the P of tile `i + 1`; return the state."""
+def advance(i, step, sums, p, q, visible, smem, bars, scales, C: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr):
+    """Add tile `i`, whose P are given, to acc; return the sums, and P of tile `i + 1`."""
     OVERLAP: gl.constexpr = T.BM == 2 * ROWS  # three consumers have no registers for the P of two tiles
     dtype: gl.constexpr = smem.v[0].dtype
-    acc = state.acc
-    peak = state.peak
+    acc = sums.acc
+    peak = sums.peak
     b = step % T.STAGES
     b_next = (step + 1) % T.STAGES
     k_next = transposed(rows_of(smem.k, b_next, T.BN, T.D, T.D2))
@@ -261,7 +248,7 @@ def advance(
     bias = stored_bias(step + 1, smem.biases, C, T)
     empty = gl.zeros([ROWS, T.BN], gl.float32, layout=accumulator(T.BN))
     s = multiply(q, k_next, empty, False)
-    acc = add_products(state.p, rows_of(smem.v, b, T.BN, T.DV, T.DV2), acc, T.DV2)
+    acc = add_products(p, rows_of(smem.v, b, T.BN, T.DV, T.DV2), acc, T.DV2)
     if OVERLAP:
         s = warpgroup_mma_wait(2 if T.DV2 > 0 else 1, deps=(s,))
     elif T.DV2 > 0:
@@ -275,9 +262,9 @@ def advance(
     s = add_bias(s, added, bias, scales.scale, T)
     if MASKED:
         s = hide(s, i + 1, stored, visible, T)
-    if ROW_MAX:
+    if T.ROW_MAX:
         peak = gl.maximum(peak, largest(s, peak, T.BN))
-    p, top, total, factor = softmax_next(s, state.top, state.total, scales.scale, dtype, T.NATURAL, not OVERLAP, T.BN)
+    p, top, total, factor = softmax_next(s, sums.top, sums.total, scales.scale, dtype, T.NATURAL, not OVERLAP, T.BN)
     if T.DROPOUT:
         p = drop(p, visible.dropout, visible.q_first, first_key(i + 1, visible, T), T.BN)
     p = as_operand(p, T.DV)
@@ -285,4 +272,4 @@ def advance(
         acc = await_products(acc, T.DV2)
     acc = pair(rescale(acc[0], factor, T.DV), rescale_second(acc, factor, T.DV2), T.DV2)
     mbarrier.arrive(bars.k_empty.index(b_next), count=1)
-    return State(acc, total, top, peak, p)
+    return Sums(acc, total, top, peak), p

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton.experimental.gluon import language as gl
-
 
 class Traits(NamedTuple):
     """What a kernel is compiled for."""
@@ -30,12 +28,8 @@ class Traits(NamedTuple):
     HIDDEN: bool  # intervals hide some queries again
     NATURAL: bool  # scores are in natural units, not in log2 units
     DROPOUT: bool
+    ROW_MAX: bool  # the largest score of each row is written
     EDGES: bool  # the band may hide keys from every query (`unseen.py`)
-
-
-def known(traits: Traits) -> Traits:
-    """Return traits as device code reads them: each a `gl.constexpr`, which shapes of Triton 3.6 ask for."""
-    return Traits(*map(gl.constexpr, traits))
 
 
 class Sizes(NamedTuple):
@@ -205,11 +199,21 @@ class Visible(NamedTuple):
     seen: Any  # and which keys are seen (`unseen.Seen`)
 
 
-class State(NamedTuple):
-    """What a walk carries from tile to tile (`softmax.py`)."""
+class Sums(NamedTuple):
+    """What a walk carries from tile to tile, beside P of the last one (`softmax.py`)."""
 
     acc: Any  # parts of out, yet to be divided by the sums
     total: Any
     top: Any
     peak: Any  # the largest scores that each lane has seen of its rows, where they are asked for
-    p: Any  # P of the last tile, as an operand
+
+
+class Place(NamedTuple):
+    """The 64 queries of a consumer."""
+
+    batch: Any
+    h: Any
+    rows: Any  # the place of the block's queries (`ragged.py`)
+    first: Any
+    seqlen_q: Any
+    buffer: Any  # the number of the buffer that holds them
