@@ -264,12 +264,13 @@ def advance(i, step, sums, p, q, visible, smem, bars, scales, C: gl.constexpr, M
         s = hide(s, i + 1, stored, visible, T)
     if T.ROW_MAX:
         peak = gl.maximum(peak, largest(s, peak, T.BN))
-    p, top, total, factor = softmax_next(s, sums.top, sums.total, scales.scale, dtype, T.NATURAL, not OVERLAP, T.BN)
+    tile = softmax_next(s, sums.top, sums.total, scales.scale, dtype, T.NATURAL, not OVERLAP, T.BN)
+    p = tile.p
     if T.DROPOUT:
         p = drop(p, visible.dropout, visible.q_first, first_key(i + 1, visible, T), T.BN)
     p = as_operand(p, T.DV)
     if OVERLAP:
         acc = await_products(acc, T.DV2)
-    acc = pair(rescale(acc[0], factor, T.DV), rescale_second(acc, factor, T.DV2), T.DV2)
+    acc = pair(rescale(acc[0], tile.factor, T.DV), rescale_second(acc, tile.factor, T.DV2), T.DV2)
     mbarrier.arrive(bars.k_empty.index(b_next), count=1)
-    return Sums(acc, total, top, peak), p
+    return Sums(acc, tile.total, tile.top, peak), p
