@@ -306,7 +306,9 @@ def load_row_numbers(view, rows, n_rows, TEST: gl.constexpr):
     elif TEST.MASK == INTERVALS and TEST.KEYS:
         inside = rows < n_rows  # 0 below: any int32 may be an end, and nothing that is computed from it overflows
         low = gl.maximum(gl.load(view.intervals.start + rows, mask=inside, other=1), rows + view.band_lo)
-        high = gl.minimum(gl.maximum(gl.load(view.intervals.end + rows, mask=inside, other=0), 0) - 1, rows + view.band_hi)
+        high = gl.minimum(
+            gl.maximum(gl.load(view.intervals.end + rows, mask=inside, other=0), 0) - 1, rows + view.band_hi
+        )
         if TEST.HIDDEN:
             drop_low = gl.maximum(gl.load(view.intervals.hidden_from + rows, mask=inside, other=0), 0)
             drop_high = gl.maximum(gl.load(view.intervals.hidden_to + rows, mask=inside, other=0), 0) - 1

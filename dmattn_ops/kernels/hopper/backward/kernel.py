@@ -249,7 +249,15 @@ def consume_block(
         bias_start += block.first_key
         key_sums += block.first_key
     bias = Bias(
-        bias_start, bias.head, bias.group, bias.query, bias.factor, key_sums, problem.seqlen_k, block.seqlen_q, block.seqlen_k
+        bias_start,
+        bias.head,
+        bias.group,
+        bias.query,
+        bias.factor,
+        key_sums,
+        problem.seqlen_k,
+        block.seqlen_q,
+        block.seqlen_k,
     )
     dropout = problem.dropout
     if T.DROPOUT:
@@ -415,7 +423,24 @@ def backward_kernel(
     dq_scale = scale
     if T.DROPOUT:
         dq_scale = scale * rescale
-    loads = Loads(k_descs, v_descs, k4, v4, k_full, k_empty, v_full, sent, q_descs, do_descs, stat_desc, q4, o4, stat3, q_full, read)
+    loads = Loads(
+        k_descs,
+        v_descs,
+        k4,
+        v4,
+        k_full,
+        k_empty,
+        v_full,
+        sent,
+        q_descs,
+        do_descs,
+        stat_desc,
+        q4,
+        o4,
+        stat3,
+        q_full,
+        read,
+    )
     out = Output(accumulator, dq_s, pair(dq_desc, dq2_desc, T.D2), dq_scale, kv_heads * group, rows, query_tiles)
     dk_descs, dv_descs = pair(dk_desc, dk2_desc, T.D2), pair(dv_desc, dv2_desc, T.DV2)
     stores = Stores(pieces_desc, dq_s, made, dq_empty, counters, q_s, ds_s, v_s, sent, dk_descs, dv_descs)

@@ -223,7 +223,9 @@ def step(
             clear_parts(q, sighted)
             clear_parts(do, sighted)
             finish_clearing()
-    minus_lse = smem.stats.index(b * 2).reshape([BM]).load(by_query)  # loads wait behind matrix instructions already issued
+    minus_lse = (
+        smem.stats.index(b * 2).reshape([BM]).load(by_query)
+    )  # loads wait behind matrix instructions already issued
     if T.TWO_PHASE:
         delta = smem.stats.index(b * 2 + 1).reshape([BM]).load(by_query)[None, :]
         # registers hold delta or lse through the products: with dropout it is delta

@@ -415,7 +415,8 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
                 start, end, hidden_from, hidden_to,
                 bias, key_sums, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                 mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, kv_heads, group, seqlen_q,
-                seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_blocks, T: gl.constexpr):  # fmt: skip
+                seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_blocks,
+                T: gl.constexpr):  # fmt: skip
     """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads.
 
     Of RAGGED calls `lists` are the records of 64 keys. There are `n_blocks` programs for each key head.

@@ -306,7 +306,8 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
                    hidden_from, hidden_to,
                    bias, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                    mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, heads, group,
-                   seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_tiles, T: gl.constexpr):  # fmt: skip
+                   seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_tiles,
+                   T: gl.constexpr):  # fmt: skip
     """Write dq; `n_tiles` programs, one for each 128 queries, of each of `n_heads` heads. Of RAGGED calls `lists` are records."""
     TEST: gl.constexpr = test_of_queries(T)
     # registers per thread: segments take 16 more of a consumer's, at the cost of one word that the producer spills

@@ -88,7 +88,9 @@ def shared_bias_kernel(
     of_head = Bias(bias, 0, 1, bias_q, 1.0 / scale, bias, 0, seqlen_q, seqlen_k)
     scales = Scales(scale_log2, 0.0, 0.0, scale)
     dropout = Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
-    problem = Problem(members, of_states, mask, rows, scales, Exact(0, stats, stats), flags, n_flags, of_head, dropout, dbias, dbias_q)
+    problem = Problem(
+        members, of_states, mask, rows, scales, Exact(0, stats, stats), flags, n_flags, of_head, dropout, dbias, dbias_q
+    )
     gl.warp_specialize([
         (consumer, (smem, walk, problem, 0, T)),
         (consumer, (smem, walk, problem, 1, T)),
