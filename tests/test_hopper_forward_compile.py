@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,6 +153,8 @@ def _compile(case: str) -> dict:
     from dmattn_ops.choice import config
     from dmattn_ops.kernels.hopper.forward.kernel import SCALARS, forward_kernel
     from dmattn_ops.kernels.hopper.forward.launch import tiles_of
+    from dmattn_ops.kernels.hopper.forward.types import Traits
+    from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
     from dmattn_ops.testing.compile_only import compile_only
 
     _, *words = case.split()
@@ -177,14 +180,27 @@ def _compile(case: str) -> dict:
     }
     signature |= {"q_desc": boxes(64, columns, "bf16"), "o_desc": boxes(64, columns_v, "bf16")}
     signature |= {"k_desc": boxes(block_n, columns, "bf16"), "v_desc": boxes(block_n, columns_v, "bf16")}
-    constants = {
-        "BM": block_m, "BN": block_n, "D": columns, "D2": second, "DV": columns_v, "DV2": second_v,
-        "STAGES": row.config.stages, "Q_STAGES": 1 if bias == "tiles" and columns == 128 else row.config.query_stages,
-        "MASK": mask, "BIAS": bias, "HAS_LO": "window" in words,
-        "HAS_HI": bool({"causal", "window", "segments"} & set(words)),
-        "SOFTCAP": "softcap" in words, "HIDDEN": "hidden" in words, "NATURAL": bias != "none" or "natural" in words,
-        "DROPOUT": dropout, "EDGES": "edges" in words,
-    }  # fmt: skip
+    traits = Traits(
+        BM=block_m,
+        BN=block_n,
+        D=columns,
+        D2=second,
+        DV=columns_v,
+        DV2=second_v,
+        STAGES=row.config.stages,
+        Q_STAGES=1 if bias == "tiles" and columns == 128 else row.config.query_stages,
+        MASK=mask,
+        BIAS=BIAS_KINDS[bias],
+        HAS_LO="window" in words,
+        HAS_HI=bool({"causal", "window", "segments"} & set(words)),
+        SOFTCAP="softcap" in words,
+        HIDDEN="hidden" in words,
+        NATURAL=bias != "none" or "natural" in words,
+        DROPOUT=dropout,
+        ROW_MAX="maximum" in words,
+        EDGES="edges" in words,
+    )
+    constants: dict[str, Any] = {"TRAITS": traits}
     optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
     optional |= {"bias_desc": boxes(64, block_n, "bf16")} if bias == "tiles" else {}
     optional |= {"q2_desc": boxes(64, second, "bf16"), "k2_desc": boxes(block_n, second, "bf16")} if second else {}

@@ -118,8 +118,9 @@ def test_all_kernels_of_a_call_round_scores_in_the_same_unit(
     note, natural = JITFunction.run, {}
 
     def run(kernel: JITFunction, *arguments: Any, **named: Any) -> Any:
-        if "NATURAL" in named:
-            natural[kernel.__module__, kernel.__name__] = named["NATURAL"]
+        in_records = [record.NATURAL for record in named.values() if hasattr(record, "NATURAL")]
+        for unit in (named["NATURAL"],) if "NATURAL" in named else in_records:
+            natural[kernel.__module__, kernel.__name__] = unit
         return note(kernel, *arguments, **named)
 
     monkeypatch.setattr(JITFunction, "run", run)

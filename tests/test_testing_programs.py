@@ -216,8 +216,8 @@ def test_every_proof_that_a_race_is_none_stands_in_the_source(
 
 
 def test_a_race_counts_unless_its_two_lines_are_proven_to_be_ordered() -> None:
-    write = _line_of("hopper/forward/walk.py", "piece.index(slot).store(parts)")
-    read = _line_of("hopper/forward/kernel.py", "parts = piece.index(slot).load(PIECE)")
+    write = _line_of("hopper/forward/walk.py", "smem.pieces.index(slot).store(parts)")
+    read = _line_of("hopper/forward/kernel.py", "parts = smem.pieces.index(slot).load(PIECE)")
     said = (
         "========= Error: Race reported between {kind} access at {kernel}+0xc080 in walk.py:{write}\n"
         "=========     and {other} access at {kernel}+0x310 in kernel.py:{read} [40 hazards]\n"

@@ -109,17 +109,17 @@ def _handed_over(kernel: str, folder: str, file: str, *around: str) -> Proof:
 
 
 _FORWARD, _BACKWARD, _WIDE = "hopper/forward", "hopper/backward", "hopper/backward_256"
-_FREE = ("walk.py", "mbarrier.wait(q_empty.index(slot), ((turn // Q_STAGES) & 1) ^ 1)")
-_PIECE = ("walk.py", "piece.index(slot).store(parts)")
-_LAST = ("walk.py", "piece.index(slot).store(gl.full([WORDS], -1, gl.int32, layout=PIECE))")
-_FIRST_PIECE = ("kernel.py", "parts = piece.index(0).load(PIECE)")
-_NEXT_PIECE = ("kernel.py", "parts = piece.index(slot).load(PIECE)")
+_FREE = ("walk.py", "mbarrier.wait(bars.q_empty.index(slot), ((turn // T.Q_STAGES) & 1) ^ 1)")
+_PIECE = ("walk.py", "smem.pieces.index(slot).store(parts)")
+_LAST = ("walk.py", "smem.pieces.index(slot).store(gl.full([WORDS], -1, gl.int32, layout=PIECE))")
+_FIRST_PIECE = ("kernel.py", "parts = smem.pieces.index(0).load(PIECE)")
+_NEXT_PIECE = ("kernel.py", "parts = smem.pieces.index(slot).load(PIECE)")
 # Words that only the loop uses: of both loads, LLVM makes one at the head of the loop.
-_WORDS = ("kernel.py", "batch = head // H")
-_BIAS = ("walk.py", "biases.index(b).store(added)")
-_RANGE = ("walk.py", "ranges.index(b).store(stop - 1 - begin * 65536)")
-_KEYS_FREE = ("walk.py", "mbarrier.wait(k_empty.index(b), ((step // STAGES) & 1) ^ 1)")
-_KEYS_FULL = ("walk.py", "mbarrier.arrive(k_full.index(b), count=1)")
+_WORDS = ("kernel.py", "batch = head // sizes.H")
+_BIAS = ("walk.py", "smem.biases.index(b).store(added)")
+_RANGE = ("walk.py", "smem.ranges.index(b).store(stop - 1 - begin * 65536)")
+_KEYS_FREE = ("walk.py", "mbarrier.wait(bars.k_empty.index(b), ((step // T.STAGES) & 1) ^ 1)")
+_KEYS_FULL = ("walk.py", "mbarrier.arrive(bars.k_full.index(b), count=1)")
 _PLACE = ("work.py", "work.places.index(slot).store(")
 _RECEIVED = ("work.py", "parts = work.places.index(slot).load(PARTS)")
 _P = ("keys.py", "smem.p.index(b).store(")
@@ -134,9 +134,9 @@ def _of_keys(memory: str, write: Line, read: str, reader: str) -> Proof:
         (_KEYS_FREE, write, _KEYS_FULL),
         *(
             (
-                (file, f"mbarrier.wait(k_full.index({b}), "),
+                (file, f"mbarrier.wait(bars.k_full.index({b}), "),
                 (file, reader),
-                (file, f"mbarrier.arrive(k_empty.index({b}), "),
+                (file, f"mbarrier.arrive(bars.k_empty.index({b}), "),
             )
             for file, b in (("kernel.py", "b"), ("step.py", "b_next"))
         ),
@@ -157,25 +157,25 @@ PROOFS = (
                 _FREE,
                 _PIECE,
                 ("walk.py", "meet()"),
-                ("walk.py", "mbarrier.expect(q_full.index(slot), "),
-                ("walk.py", "load_parts(q_descs, "),
+                ("walk.py", "mbarrier.expect(bars.q_full.index(slot), "),
+                ("walk.py", "load_parts(maps.q, "),
             ),
-            (_FREE, _LAST, ("walk.py", "mbarrier.arrive(q_full.index(slot), count=1)")),
+            (_FREE, _LAST, ("walk.py", "mbarrier.arrive(bars.q_full.index(slot), count=1)")),
             (
-                ("kernel.py", "mbarrier.wait(q_full.index(0), 0)"),
+                ("kernel.py", "mbarrier.wait(bars.q_full.index(0), 0)"),
                 _FIRST_PIECE,
                 _WORDS,
                 ("kernel.py", "release_queries(turn - 1, "),
             ),
-            (("kernel.py", "mbarrier.wait(q_full.index(slot), (turn // Q_STAGES) & 1)"), _NEXT_PIECE),
+            (("kernel.py", "mbarrier.wait(bars.q_full.index(slot), (turn // T.Q_STAGES) & 1)"), _NEXT_PIECE),
             (
                 ("kernel.py", "def release_queries("),
                 ("kernel.py", "mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)"),
             ),
         ),
     ),
-    _of_keys("bias of keys", _BIAS, "return biases.index(step % STAGES).load(", "stored = stored_bias("),
-    _of_keys("ranges of keys", _RANGE, "return ranges.index(step % STAGES).load(", "hidden = seen_ranges("),
+    _of_keys("bias of keys", _BIAS, "return biases.index(step % T.STAGES).load(", "bias = stored_bias("),
+    _of_keys("ranges of keys", _RANGE, "return smem.ranges.index(step % T.STAGES).load(", "stored = stored_mask("),
     Proof(
         "a block's place",
         "backward_kernel",
@@ -240,7 +240,7 @@ PROOFS = (
             ),
         ),
     ),
-    _handed_over("forward_kernel", _FORWARD, "kernel.py", "if NC == 2:"),
+    _handed_over("forward_kernel", _FORWARD, "kernel.py", "if T.BM == 128:"),
     _handed_over("backward_kernel", _BACKWARD, "kernel.py"),
     _handed_over("keys_kernel", _WIDE, "keys.py"),
     _handed_over("queries_kernel", _WIDE, "queries.py"),

@@ -207,10 +207,19 @@ def score_factors(options: Options) -> tuple[float, float]:
     return (scale / cap, cap * LOG2E) if cap else (scale * LOG2E, 0.0)
 
 
-def bias_places(bias: Tensor | None, heads: int) -> tuple[int, int, int, int]:
-    """Return a bias's strides of batch, head and query, and how many query heads read one of its heads."""
+class BiasPlaces(NamedTuple):
+    """The strides of a bias, named as kernels name them, and how many query heads read one of its heads."""
+
+    bias_b: int
+    bias_h: int
+    bias_q: int
+    bias_group: int
+
+
+def bias_places(bias: Tensor | None, heads: int) -> BiasPlaces:
+    """Return the strides of a bias."""
     known = portable.bias_arguments(bias, heads)
-    return known["bias_b"], known["bias_h"], known["bias_q"], known["bias_group"]
+    return BiasPlaces(*(known[name] for name in BiasPlaces._fields))
 
 
 def room_for_key_sums(call: Call) -> Tensor | None:
@@ -221,12 +230,22 @@ def room_for_key_sums(call: Call) -> Tensor | None:
     return workspace(call.query, sizes.batch, sizes.heads, sizes.seqlen_k)
 
 
-def dropout_arguments(call: Call) -> tuple[Tensor | None, int, int, int, float, int, int]:
+class DropoutArguments(NamedTuple):
+    """What kernels are told of dropout, named as they name it; seed is None without dropout."""
+
+    seed: Tensor | None
+    seed_b: int
+    seed_h: int
+    last_dropped: int
+    rescale: float
+    q_origin: int
+    k_origin: int
+
+
+def dropout_arguments(call: Call) -> DropoutArguments:
     """Return the seeds, their strides, and what follows in `hopper.dropout.Dropout`."""
     known = portable.dropout_arguments(call)
-    names = ("seed", "seed_b", "seed_h", "last_dropped", "rescale", "q_origin", "k_origin")
-    seed, seed_b, seed_h, last, rescale, q_origin, k_origin = (known[name] for name in names)
-    return seed, seed_b, seed_h, last, rescale, q_origin, k_origin
+    return DropoutArguments(*(known[name] for name in DropoutArguments._fields))
 
 
 def delta_factor(options: Options) -> float:

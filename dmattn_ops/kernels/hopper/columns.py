@@ -12,6 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.kernels.hopper.constants import accumulator
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     reinterpret,
@@ -41,9 +42,9 @@ def pair(first, second, SECOND: gl.constexpr):
 @gluon.jit
 def no_sums(WIDTH: gl.constexpr, SECOND: gl.constexpr):
     """Return accumulators `[64, width]` of 0."""
-    first = gl.zeros([64, WIDTH], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
+    first = gl.zeros([64, WIDTH], gl.float32, layout=accumulator(WIDTH))
     if SECOND > 0:
-        second = gl.zeros([64, SECOND], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SECOND, 16]))
+        second = gl.zeros([64, SECOND], gl.float32, layout=accumulator(SECOND))
         return (first, second)
     else:
         return (first,)
@@ -81,7 +82,7 @@ def await_products(sums, SECOND: gl.constexpr):
 @gluon.jit
 def as_operand(left, WIDTH: gl.constexpr):
     """Return a tile `[64, ..]` in the registers in which it is multiplied by `WIDTH` columns."""
-    PARENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    PARENT: gl.constexpr = accumulator(WIDTH)
     return gl.convert_layout(left, gl.DotOperandLayout(operand_index=0, parent=PARENT, k_width=2))
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.kernels.hopper.constants import accumulator
+
 
 class Dropout(NamedTuple):
     """The dropout of a call, of one batch, or (with `seed` loaded) of one head; queries and keys are counted from the origins."""
@@ -93,7 +95,7 @@ def drop_operands(packed):
 
 @gluon.jit
 def _dropped(p, dropout, first_query, first_key, N: gl.constexpr, QUERIES_ARE_ROWS: gl.constexpr, PACKED: gl.constexpr):
-    TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    TILE: gl.constexpr = accumulator(N)
     CODE: gl.constexpr = drop_code(QUERIES_ARE_ROWS, PACKED)
     OPERANDS: gl.constexpr = drop_operands(PACKED)
     p = gl.convert_layout(p, TILE, assert_trivial=True)

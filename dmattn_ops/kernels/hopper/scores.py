@@ -8,13 +8,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language import PropagateNan as _PropagateNan
 
+from dmattn_ops.kernels.hopper.constants import LN2, LOG2E, accumulator
 from dmattn_ops.kernels.hopper.gluon_compat import warpgroup_mma, warpgroup_mma_wait
 
 ALL_NAN = gl.constexpr(_PropagateNan.ALL)
 NO_BIAS = gl.constexpr(0)
 KEY_BIAS = gl.constexpr(1)  # one value per key
 FULL_BIAS = gl.constexpr(2)  # one per query and key
-BIAS_KINDS = {"none": 0, "key": 1, "full": 2}  # for launchers
+TILED_BIAS = gl.constexpr(3)  # that, which the forward loads in tiles by TMA
+BIAS_KINDS = {"none": 0, "key": 1, "full": 2, "tiles": 3}  # for launchers
 
 
 class Scales(NamedTuple):
@@ -115,7 +117,7 @@ def first_scores(added, N: gl.constexpr, BIAS: gl.constexpr):
     if BIAS == FULL_BIAS:
         return added
     else:
-        return gl.zeros([64, N], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
+        return gl.zeros([64, N], gl.float32, layout=accumulator(N))
 
 
 @gluon.jit
@@ -147,7 +149,6 @@ def rounded_exponents(s, minus_lse, added, scales, BIAS: gl.constexpr, SOFTCAP: 
 
     STARTED: the products began with lse already taken off, divided by the factor.
     """
-    LOG2E: gl.constexpr = 1.4426950408889634
     if SOFTCAP:
         x = s * scales.cap
         if BIAS == KEY_BIAS:
@@ -172,8 +173,6 @@ def exact_exponents(
 
     NATURAL: all is in natural units, rounded as in the forward; always so with a bias `added` (one per key, or a full one).
     """
-    LOG2E: gl.constexpr = 1.4426950408889634
-    LN2: gl.constexpr = 0.6931471805599453
     if SOFTCAP:
         if not NATURAL:
             x = (s * scales.cap - first) - second
@@ -193,7 +192,7 @@ def exact_exponents(
 @gluon.jit
 def no_key_sums():
     """Return sums of dS `[64, 8]` of 64 keys before the first query; all columns are the same."""
-    return gl.zeros([64, 8], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+    return gl.zeros([64, 8], gl.float32, layout=accumulator(8))
 
 
 @gluon.jit
@@ -204,7 +203,7 @@ def add_key_sums(sums, ds, ones, BIAS: gl.constexpr):
     where the product costs 6% (H200, 2026-11).
     """
     if BIAS == KEY_BIAS:
-        SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+        SUMS: gl.constexpr = accumulator(8)
         ds = gl.convert_layout(ds, gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
         sums = warpgroup_mma(ds, ones.permute((1, 0)), sums, is_async=True)
     return sums

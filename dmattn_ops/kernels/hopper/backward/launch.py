@@ -292,8 +292,8 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         rows_map(dv, 64, second_v) if second_v else None, accumulator, *counts, room,
         *given[:8], bias, key_sums, seed, given.list_b, given.list_kv, given.list_step, given.list_width, given.bits_b,
         given.bits_kv, given.bits_step, given.bits_row, given.q_segments_b, given.k_segments_b, given.k_segments_kv,
-        given.k_segments_step, *bias_places(bias, heads), *dropping, options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
-        seqlen_q, seqlen_k, rows, band_lo, band_hi, *order, tiles_at_once, batch * kv_heads,
+        given.k_segments_step, *bias_places(bias, heads), *dropping, options.softmax_scale, *score_factors(options),
+        kv_heads, heads // kv_heads, seqlen_q, seqlen_k, rows, band_lo, band_hi, *order, tiles_at_once, batch * kv_heads,
         total // block_rows, shares if shares > 1 else None, total, blocks_per_head, query_tiles,
         T=traits, num_warps=4, follows=True,
     )  # fmt: skip

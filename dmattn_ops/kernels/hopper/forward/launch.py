@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,6 @@ from dmattn_ops.call import (
     TILE,
     UNBOUNDED,
     Call,
-    Mask,
     Result,
     Takes,
     bias_fits_tiles,
@@ -40,11 +41,14 @@ from dmattn_ops.kernels.hopper.arguments import (
     too_long,
 )
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
+from dmattn_ops.kernels.hopper.forward.types import Traits
+from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, RAGGED, kind_of
+from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.launching.launch import computed, launch
 from dmattn_ops.launching.plan import raw_stream
-from dmattn_ops.launching.tensor_maps import head_rows_map, pairs_map
+from dmattn_ops.launching.tensor_maps import Map, head_rows_map, pairs_map
 
 TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, newest=90)
 _ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction
@@ -55,6 +59,18 @@ _ROUNDS_OF_CHUNKS = 2.0
 # Of intervals, pieces for each SM in a group of heads (H200, 2026-11-24, bf16, 16 heads of D 128, 8192 positions with 1024 kept:
 # eight heads at a time take 0.200 ms, four 0.206)
 _ROUNDS_OF_INTERVALS = 3.8
+# Arguments of the kernel that a kind of mask may not have
+_MASK_TENSORS = (
+    "bits_desc",
+    "lists",
+    "q_segments",
+    "k_segments",
+    "start",
+    "end",
+    "hidden_from",
+    "hidden_to",
+)
+_MASK_STRIDES = ("lists_b", "lists_h", "width", "bits_b", "bits_h", "segments_b", "segments_kb", "segments_kh")
 _FEW_ROUNDS = 4  # pieces for each SM, up to which those of all heads alternate: the last ones to start are short then
 
 
@@ -142,83 +158,134 @@ def _heads_at_once(call: Call, kind: str, has_lo: bool, has_hi: bool, block_m: i
     device = arch.physical(call.query.device)
     if call.varlen is not None:
         return heads // kv_heads * _packed_heads_at_once(call)
-    if not has_hi and kind == "band":
+    if not has_hi and kind == BAND.value:
         return 1
     blocks = -(-seqlen_q // block_m)
     few = batch * heads * blocks <= _FEW_ROUNDS * device.num_sms
     if few and batch * kv_heads * seqlen_k * of_key <= device.l2_bytes // 2:
         return batch * heads
-    if kind == "intervals":
+    if kind == INTERVALS.value:
         return heads_that_balance(blocks, batch * heads, call.query.device, _ROUNDS_OF_INTERVALS)
-    causal = kind == "band" and not has_lo
+    causal = kind == BAND.value and not has_lo
     return heads_that_balance(blocks, batch * heads, call.query.device) if causal else LEAST_HEADS
 
 
-def _kind_of_mask(call: Call, block_m: int, heads: int) -> tuple[str, tuple[object, ...], tuple[int, ...]]:
-    """Return the kernel's kind of mask, and what `_mask_arguments` does of it."""
-    if call.varlen is not None:
+def _mask_arguments(call: Call, kind: str, block_m: int) -> dict[str, Any]:
+    """Return the kernel's arguments that say what is visible, beside the band; what a kind does not have is None, 0 or 1."""
+    mask, heads = call.mask, call.query.shape[-2]
+    arguments = dict.fromkeys(_MASK_TENSORS) | dict.fromkeys(_MASK_STRIDES, 0) | {"mask_group": 1, "segment_group": 1}
+    if kind == RAGGED.value:
         chunk = chunk_of_tiles(_packed_heads_at_once(call), _ROUNDS_OF_CHUNKS, call.query.device)
         records = ragged_tiles(call, block_m, of_keys=False, chunk=chunk)
-        return "ragged", (None, records, *(None,) * 6), (0, 0, WORDS, 1, 0, 0, 0, 0, 0, 1)
-    kind = "band" if call.mask.kind == "none" else call.mask.kind
-    return kind, *_mask_arguments(call.mask, heads)
-
-
-def _mask_arguments(mask: Mask, heads: int) -> tuple[tuple[object, ...], tuple[int, ...]]:
-    """Return (bits, lists, query segments, key segments, intervals) of a mask, and their strides and groups."""
-    if mask.row_tiles is None:
-        return (None,) * 8, (0, 0, 0, 1, 0, 0, 0, 0, 0, 1)
+        return arguments | {"lists": records, "width": WORDS}
     lists = mask.row_tiles
-    listed = (*_broadcast(lists), lists.shape[-1], heads // lists.shape[1])
+    if lists is None:
+        return arguments
+    lists_b, lists_h = _broadcast(lists)
+    arguments |= {"lists": lists, "lists_b": lists_b, "lists_h": lists_h, "width": lists.shape[-1]}
+    arguments |= {"mask_group": heads // lists.shape[1]}
     if mask.row_bits is not None:
         bits = mask.row_bits
-        flags = (int(bits.shape[0] > 1), int(bits.shape[1] > 1))
-        return (pairs_map(bits, _ROWS, TILE // 32), lists, *(None,) * 6), (*listed, *flags, 0, 0, 0, 1)
+        flags = {"bits_b": int(bits.shape[0] > 1), "bits_h": int(bits.shape[1] > 1)}
+        return arguments | flags | {"bits_desc": pairs_map(bits, _ROWS, TILE // 32)}
     queries, keys = mask.q_segments, mask.start if mask.k_segments is None else mask.k_segments
     assert keys is not None
-    query_stride = 0 if queries is None or queries.shape[0] == 1 else queries.stride(0)
-    strides = (query_stride, *_broadcast(keys), heads // keys.shape[1])
-    numbers = (mask.k_segments, mask.start, mask.end, mask.hidden_from, mask.hidden_to)
-    return (None, lists, queries, *numbers), (*listed, 0, 0, *strides)
+    segments_kb, segments_kh = _broadcast(keys)
+    return arguments | {
+        "q_segments": queries,
+        "k_segments": mask.k_segments,
+        "start": mask.start,
+        "end": mask.end,
+        "hidden_from": mask.hidden_from,
+        "hidden_to": mask.hidden_to,
+        "segments_b": 0 if queries is None or queries.shape[0] == 1 else queries.stride(0),
+        "segments_kb": segments_kb,
+        "segments_kh": segments_kh,
+        "segment_group": heads // keys.shape[1],
+    }
+
+
+def _row_maps(call: Call, out: Tensor, traits: Traits) -> dict[str, Map | None]:
+    """Return the tensor maps of queries, keys, values and out: of both parts of their columns, None without a second one."""
+    found: dict[str, Map | None] = {}
+    for name, tensor, rows, width, second in (
+        ("q", call.query, _ROWS, traits.D, traits.D2),
+        ("k", call.key, traits.BN, traits.D, traits.D2),
+        ("v", call.value, traits.BN, traits.DV, traits.DV2),
+        ("o", out, _ROWS, traits.DV, traits.DV2),
+    ):
+        found[f"{name}_desc"] = head_rows_map(tensor, rows, width)
+        found[f"{name}2_desc"] = head_rows_map(tensor, rows, second) if second else None
+    return found
 
 
 def forward(call: Call, result: Result, config: HopperForward) -> None:
     """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`, or those of packed sequences; what cannot be taken is in `refusals`."""
     call = key_numbers_as_bias(listed(call))
-    query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
-    out, lse = result.out, result.lse
+    query, bias, options, lse = call.query, call.bias, call.options, result.lse
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
-    (width, second), (width_v, second_v) = tiles_of(query.shape[-1], value.shape[-1])
-    block_m, block_n, rows = config.block_m, config.block_n, _ROWS
-    kind, (bits, *numbers), strides = _kind_of_mask(call, block_m, heads)
+    (width, second), (width_v, second_v) = tiles_of(query.shape[-1], call.value.shape[-1])
+    kind = kind_of(call)
     # lists hold the band of bits already; all others test it
-    lo, hi = (-UNBOUNDED, UNBOUNDED) if kind == "bits" else options[:2]
-    has_lo, has_hi = lo > -UNBOUNDED, hi < UNBOUNDED
-    blocks = numbers[0].shape[0] if kind == "ragged" else -(-seqlen_q // block_m)
-    items = blocks * batch * heads
+    band_lo, band_hi = (-UNBOUNDED, UNBOUNDED) if kind == BITS.value else options[:2]
+    traits = Traits(
+        BM=config.block_m,
+        BN=config.block_n,
+        D=width,
+        D2=second,
+        DV=width_v,
+        DV2=second_v,
+        STAGES=config.stages,
+        Q_STAGES=config.query_stages,
+        MASK=kind,
+        BIAS=BIAS_KINDS["tiles" if config.bias_tiles else bias_kind(bias)],
+        HAS_LO=band_lo > -UNBOUNDED,
+        HAS_HI=band_hi < UNBOUNDED,
+        SOFTCAP=options.softcap > 0.0,
+        HIDDEN=call.mask.hidden_from is not None,
+        NATURAL=in_natural_units(call),
+        DROPOUT=options.dropout_p > 0.0,
+        ROW_MAX=result.row_max is not None,
+        EDGES=hides_keys(call),
+    )
+    mask = _mask_arguments(call, kind, config.block_m)
+    tiles = mask["lists"].shape[0] if kind == RAGGED.value else -(-seqlen_q // config.block_m)
+    items = tiles * batch * heads
     num_sms = arch.physical(query.device).num_sms
-    natural, softcap = in_natural_units(call), options.softcap > 0.0
     factor, cap = score_factors(options)
-    cap_inner, scale = (factor, cap) if softcap else (0.0, factor)
-    if natural:
-        scale = options.softcap if softcap else options.softmax_scale
-    seed, *dropping = dropout_arguments(call)
-    # where every block has one piece of work, nothing is drawn
-    counter = computed(_counter, query.device) if items > num_sms else lse.view(torch.int32)
+    cap_inner, scale = (factor, cap) if traits.SOFTCAP else (0.0, factor)
+    if traits.NATURAL:
+        scale = options.softcap if traits.SOFTCAP else options.softmax_scale
+    lse_b, lse_h = statistic_strides(lse)[:2]
     launch(
-        forward_kernel, (min(items, num_sms),),
-        head_rows_map(query, rows, width), head_rows_map(key, block_n, width), head_rows_map(value, block_n, width_v),
-        head_rows_map(out, rows, width_v), head_rows_map(query, rows, second) if second else None,
-        head_rows_map(key, block_n, second) if second else None, head_rows_map(value, block_n, second_v) if second_v else None,
-        head_rows_map(out, rows, second_v) if second_v else None, bits,
-        pairs_map(bias, rows, block_n) if config.bias_tiles else None, lse, result.lse_tail, result.row_max, call.sink,
-        *numbers, bias,
-        seed, counter, scale, cap_inner,
-        seqlen_q, seqlen_k, heads, heads // kv_heads, batch * heads, blocks,
-        _heads_at_once(call, kind, has_lo, has_hi, block_m), items, lo, hi, *statistic_strides(lse)[:2], *strides,
-        *bias_places(bias, heads), *dropping,
-        BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, STAGES=config.stages,
-        Q_STAGES=config.query_stages, MASK=kind, BIAS="tiles" if config.bias_tiles else bias_kind(bias),
-        HAS_LO=has_lo, HAS_HI=has_hi, SOFTCAP=softcap, HIDDEN=mask.hidden_from is not None,
-        NATURAL=natural, DROPOUT=options.dropout_p > 0.0, EDGES=hides_keys(call), num_warps=4,
-    )  # fmt: skip
+        forward_kernel,
+        (min(items, num_sms),),
+        **_row_maps(call, result.out, traits),
+        bias_desc=pairs_map(bias, _ROWS, config.block_n) if config.bias_tiles else None,
+        lse=lse,
+        lse_tail=result.lse_tail,
+        row_max=result.row_max,
+        sink=call.sink,
+        **mask,
+        bias=bias,
+        **bias_places(bias, heads)._asdict(),
+        **dropout_arguments(call)._asdict(),
+        # where every block has one piece of work, nothing is drawn
+        counter=computed(_counter, query.device) if items > num_sms else lse.view(torch.int32),
+        scale=scale,
+        cap_inner=cap_inner,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        H=heads,
+        kv_group=heads // kv_heads,
+        heads=batch * heads,
+        tiles=tiles,
+        group=_heads_at_once(call, kind, traits.HAS_LO, traits.HAS_HI, config.block_m),
+        items=items,
+        band_lo=band_lo,
+        band_hi=band_hi,
+        lse_b=lse_b,
+        lse_h=lse_h,
+        TRAITS=traits,
+        num_warps=4,
+    )

@@ -19,6 +19,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.kernels.hopper.constants import LN2, LOG2E, accumulator
+
 
 @gluon.constexpr_function
 def new_top(known, before, top, factor, scale):
@@ -136,7 +138,7 @@ def state_of(x, COLUMNS: gl.constexpr):
 @gluon.jit
 def over_columns(state, COLUMNS: gl.constexpr):
     """Return `[64, COLUMNS]` in the layout of an accumulator: each lane's value in all of its columns."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    LAYOUT: gl.constexpr = accumulator(COLUMNS)
     shape = by_lane(gl.zeros([64, COLUMNS], state.dtype, layout=LAYOUT), COLUMNS)
     state = gl.convert_layout(state, gl.SliceLayout(1, gl.SliceLayout(3, shape.type.layout)), assert_trivial=True)
     spread, _ = gl.broadcast(gl.expand_dims(gl.expand_dims(state, 1), 3), shape)
@@ -166,7 +168,7 @@ def largest(s, state, BN: gl.constexpr):
 @gluon.jit
 def halves(s, BN: gl.constexpr):
     """Return the left and the right half of a tile of scores `[64, BN]`."""
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
+    HALF: gl.constexpr = accumulator(BN // 2)
     left, right = gl.split(s.reshape([64, 2, BN // 2]).permute([0, 2, 1]))
     return gl.convert_layout(left, HALF, assert_trivial=True), gl.convert_layout(right, HALF, assert_trivial=True)
 
@@ -174,7 +176,6 @@ def halves(s, BN: gl.constexpr):
 @gluon.jit
 def exponent(s, top, scale, NATURAL: gl.constexpr):
     """Return scores relative to `top` in log2 units."""
-    LOG2E: gl.constexpr = 1.4426950408889634
     if NATURAL:
         x = (s - top) * LOG2E
     else:
@@ -259,8 +260,6 @@ def softmax_next(
 @gluon.jit
 def statistics(top, total, scale, NATURAL: gl.constexpr):
     """Return (lse, lse_tail) of rows, -inf and 0 where no key is visible: what `Result` says of them."""
-    LN2: gl.constexpr = 0.6931471805599453
-    LOG2E: gl.constexpr = 1.4426950408889634
     empty = total == 0.0
     log_total = gl.log2(gl.abs(total))
     if NATURAL:
@@ -283,7 +282,6 @@ def statistics(top, total, scale, NATURAL: gl.constexpr):
 @gluon.jit
 def largest_of_rows(peak, total, scale, NATURAL: gl.constexpr):
     """Return the largest score of rows, of which `peak` is the largest as it was computed: -inf where no key is visible."""
-    LN2: gl.constexpr = 0.6931471805599453
     if not NATURAL:
         peak = peak * (scale * LN2)
     return gl.where(total == 0.0, float("-inf"), gl.where(total == total, peak, total))
@@ -292,7 +290,6 @@ def largest_of_rows(peak, total, scale, NATURAL: gl.constexpr):
 @gluon.jit
 def share_of_keys(lse, sink):
     """Return the share of the softmax that a sink leaves to the keys of rows, 0 where no key is visible."""
-    LOG2E: gl.constexpr = 1.4426950408889634
     share = 1.0 / (1.0 + gl.exp2((sink - lse) * LOG2E))
     return gl.where(lse == float("-inf"), 0.0, share)
 

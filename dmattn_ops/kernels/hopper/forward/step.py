@@ -17,63 +17,54 @@ from dmattn_ops.kernels.hopper.columns import (
     rows_of,
     transposed,
 )
+from dmattn_ops.kernels.hopper.constants import ROWS, TILE, accumulator
 from dmattn_ops.kernels.hopper.dropout import drop
 from dmattn_ops.kernels.hopper.forward.softmax import largest, rescale, softmax_next
-from dmattn_ops.kernels.hopper.forward.walk import band_tile, list_tile
+from dmattn_ops.kernels.hopper.forward.types import Sums
+from dmattn_ops.kernels.hopper.forward.walk import key_tile
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, warpgroup_mma_wait
-from dmattn_ops.kernels.hopper.scores import tanh
+from dmattn_ops.kernels.hopper.kinds import BITS, INTERVALS, SEGMENTS
+from dmattn_ops.kernels.hopper.scores import FULL_BIAS, KEY_BIAS, TILED_BIAS, tanh
 from dmattn_ops.kernels.hopper.unseen import clear_unseen
 
 
 @gluon.jit
-def soften(s, cap_inner, SOFTCAP: gl.constexpr):
+def soften(s, scales, T: gl.constexpr):
     """Return scores before `scale`: tanh of the products times `cap_inner` under a soft cap, else the products."""
-    if SOFTCAP:
-        s = tanh(s * cap_inner)
+    if T.SOFTCAP:
+        s = tanh(s * scales.cap_inner)
     return s
 
 
 @gluon.jit
-def stored_bias(
-    step, biases, C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr
-):
+def stored_bias(step, biases, C: gl.constexpr, T: gl.constexpr):
     """Return the bias of a step's keys, `[BN]` or in tiles `[64, BN]`, in its own dtype; 0 where shared memory holds none.
 
     A dtype of 16 bits takes half the registers. Call it before the product of the same step is issued, like `hidden_words`.
     """
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    if BIAS == "key":
-        return biases.index(step % STAGES).load(gl.SliceLayout(0, SCORES))
-    elif BIAS == "tiles":
-        return biases.index((step % STAGES) * NC + C).reshape([64, BN]).load(SCORES)
+    SCORES: gl.constexpr = accumulator(T.BN)
+    if T.BIAS == KEY_BIAS:
+        return biases.index(step % T.STAGES).load(gl.SliceLayout(0, SCORES))
+    elif T.BIAS == TILED_BIAS:
+        return biases.index((step % T.STAGES) * (T.BM // ROWS) + C).reshape([ROWS, T.BN]).load(SCORES)
     else:
         return 0
 
 
 @gluon.jit
-def first_key(i, lists, visible, BN: gl.constexpr, MASK: gl.constexpr):
+def first_key(i, visible, T: gl.constexpr):
     """Return the first key of the `i`-th tile of the walk."""
-    TILE: gl.constexpr = 128
-    _, _, _, begin, end, full_begin, full_end, record, _, n, _, _ = visible
-    if MASK == "band" or MASK == "ragged":
-        first = band_tile(i, begin, end, full_begin, full_end) * BN
-    else:
-        first = list_tile(lists, record, i, n, TILE // BN) * BN
-    return first
+    return key_tile(i, visible.walk, T) * T.BN
 
 
 @gluon.jit
-def load_full_bias(
-    i, lists, visible, bias_rows, BN: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr, BIAS: gl.constexpr
-):
+def load_full_bias(i, visible, MASKED: gl.constexpr, T: gl.constexpr):
     """Return the bias `[64, BN]` of the `i`-th tile from memory, or 0 where there is none per pair, or shared memory has it."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    if BIAS == "full":
-        seqlen_k = visible[10]
-        column = first_key(i, lists, visible, BN, MASK) + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
-        at = bias_rows[:, None] + column[None, :]
+    if T.BIAS == FULL_BIAS:
+        column = first_key(i, visible, T) + gl.arange(0, T.BN, layout=gl.SliceLayout(0, accumulator(T.BN)))
+        at = visible.bias[:, None] + column[None, :]
         if MASKED:  # full tiles end before the keys do
-            added = gl.load(at, mask=(column < seqlen_k)[None, :], other=0.0)
+            added = gl.load(at, mask=(column < visible.seqlen_k)[None, :], other=0.0)
         else:
             added = gl.load(at)
         return added
@@ -93,59 +84,52 @@ def widened(x):
 
 
 @gluon.jit
-def add_bias(s, added, stored, scale, BIAS: gl.constexpr, NATURAL: gl.constexpr):
+def add_bias(s, added, stored, scale, T: gl.constexpr):
     """Return scores with a full bias or one per key; they stay products where they are neither biased nor NATURAL.
 
     One rounding, as in the backward: where biases are large, two would not give the same scores there.
     """
-    if BIAS == "key":
+    if T.BIAS == KEY_BIAS:
         s = gl.fma(s, scale, widened(stored)[None, :])
-    elif BIAS == "tiles":
+    elif T.BIAS == TILED_BIAS:
         s = gl.fma(s, scale, widened(stored))
-    elif BIAS == "full":
+    elif T.BIAS == FULL_BIAS:
         s = gl.fma(s, scale, added.to(gl.float32))
-    elif NATURAL:
+    elif T.NATURAL:
         s = gl.fma(s, scale, 0.0)
     return s
 
 
 @gluon.jit
-def hidden_words(
-    i, step, words, n_partial, C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    MASK: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Return `[64, BN / 32]` inverted mask bits of the `i`-th tile (0 for full tiles), or 0 without bits.
+def hidden_words(i, step, words, n_partial, C: gl.constexpr, T: gl.constexpr):
+    """Return `[64, BN / 32]` inverted mask bits of the `i`-th tile, 0 for full tiles.
 
     Call it before the product of the same step is issued: loads from shared memory queue behind matrix instructions,
     and one still queued when the tile is released would read the next tile's bits.
     """
-    ROWS: gl.constexpr = 64
-    TILE: gl.constexpr = 128
-    if MASK == "bits" and MASKED:
-        SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-        cube = gl.zeros([ROWS, BN], gl.int32, layout=SCORES).reshape([ROWS, BN // 32, 32])
-        WORDS: gl.constexpr = gl.SliceLayout(2, cube.type.layout)
-        bits = words.index((step % STAGES) * NC + C).reshape([ROWS, TILE // 32])
-        seen = bits.slice(0, BN // 32, dim=1).load(WORDS)
-        if BN != TILE:
-            second = bits.slice(BN // 32, BN // 32, dim=1).load(WORDS)
-            seen = gl.where(i % (TILE // BN) == 0, seen, second)
-        return gl.where(i < n_partial, ~seen, 0)
-    else:
-        return 0
+    cube = gl.zeros([ROWS, T.BN], gl.int32, layout=accumulator(T.BN)).reshape([ROWS, T.BN // 32, 32])
+    WORDS: gl.constexpr = gl.SliceLayout(2, cube.type.layout)
+    bits = words.index((step % T.STAGES) * (T.BM // ROWS) + C).reshape([ROWS, TILE // 32])
+    seen = bits.slice(0, T.BN // 32, dim=1).load(WORDS)
+    if T.BN != TILE:
+        second = bits.slice(T.BN // 32, T.BN // 32, dim=1).load(WORDS)
+        seen = gl.where(i % (TILE // T.BN) == 0, seen, second)
+    return gl.where(i < n_partial, ~seen, 0)
 
 
 @gluon.jit
-def seen_ranges(step, ranges, hidden, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, MASKED: gl.constexpr):
-    """Return which of the block's queries see the keys of a step, as `load_keys` stored it; `hidden` for other masks.
+def stored_mask(i, step, smem, n_partial, C: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr):
+    """Return what shared memory holds of the mask of the `i`-th tile: `hidden_words`, or which of the block's queries see
+    each key of the step, as `load_keys` stored it. 0 for other masks.
 
     Call it before the product of the same step is issued, like `hidden_words`.
     """
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    if MASK == "intervals" and MASKED:
-        return ranges.index(step % STAGES).load(gl.SliceLayout(0, SCORES))
+    if T.MASK == BITS and MASKED:
+        return hidden_words(i, step, smem.words, n_partial, C, T)
+    elif T.MASK == INTERVALS and MASKED:
+        return smem.ranges.index(step % T.STAGES).load(gl.SliceLayout(0, accumulator(T.BN)))
     else:
-        return hidden
+        return 0
 
 
 @gluon.jit
@@ -178,15 +162,13 @@ def show_ranges(s, query, ranges):
 
 
 @gluon.jit
-def hide_between(s, first, query, key_numbers, seqlen_k, BN: gl.constexpr):
-    """Return scores `[64, BN]` of keys from `first` on with -inf where a key is hidden from a query, a column of them."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    _, hidden_from, hidden_to = key_numbers
-    key = gl.minimum(
-        first + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES)), seqlen_k - 1
-    )  # those behind it have no range
-    begin = gl.load(hidden_from + key)[None, :]
-    end = gl.load(hidden_to + key)[None, :]
+def hide_between(s, first, visible, T: gl.constexpr):
+    """Return scores `[64, BN]` of keys from `first` on with -inf where an interval hides a key from a query."""
+    query = visible.q_segment[:, None] + visible.block_first
+    key = first + gl.arange(0, T.BN, layout=gl.SliceLayout(0, accumulator(T.BN)))
+    key = gl.minimum(key, visible.seqlen_k - 1)  # those behind it have no range
+    begin = gl.load(visible.hidden_from + key)[None, :]
+    end = gl.load(visible.hidden_to + key)[None, :]
     return gl.inline_asm_elementwise(
         "{ .reg .pred seen; setp.lt.s32 seen, $1, $2; setp.ge.or.s32 seen, $1, $3, seen; selp.b32 $0, $4, 0xff800000, seen; }",
         "=r,r,r,r,r",
@@ -195,48 +177,45 @@ def hide_between(s, first, query, key_numbers, seqlen_k, BN: gl.constexpr):
 
 
 @gluon.jit
-def hide(
-    s, i, hidden, lists, key_numbers, visible, BN: gl.constexpr, MASK: gl.constexpr, HAS_LO: gl.constexpr,
-    HAS_HI: gl.constexpr, HIDDEN: gl.constexpr,
-):  # fmt: skip
+def hide(s, i, stored, visible, T: gl.constexpr):
     """Return scores `[64, BN]` of the `i`-th tile of the walk with what is invisible at -inf."""
-    ROWS: gl.constexpr = 64
-    q_lo, q_hi, q_segment, _, _, _, _, _, _, _, seqlen_k, tile_first = visible
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    if MASK == "bits":
+    SCORES: gl.constexpr = accumulator(T.BN)
+    if T.MASK == BITS:
         # a thread's columns are 8 k + 2 (lane & 3) + {0, 1}: shifts per word, then constants
-        cube = s.reshape([ROWS, BN // 32, 32])
+        cube = s.reshape([ROWS, T.BN // 32, 32])
         CUBE: gl.constexpr = cube.type.layout
         column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, CUBE)))
         column = gl.expand_dims(gl.expand_dims(column, 0), 0)
         # prmt spreads the sign of a byte over a word, lop3 puts -inf there: two instructions per score. Written with
         # operators, LLVM makes three of them; selects would spill predicates
-        word = (hidden[:, :, None] >> (column & 6)) << (7 - (column & 1))
+        word = (stored[:, :, None] >> (column & 6)) << (7 - (column & 1))
         byte = 0x8888 + 0x1111 * (column >> 3)
         scores = gl.inline_asm_elementwise(
             "{ .reg .b32 drop; prmt.b32 drop, $1, 0, $2; lop3.b32 $0, $3, drop, 0xff800000, 0xb8; }", "=r,r,r,r",
             [word, byte, cube.to(gl.int32, bitcast=True)], gl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-        scores = scores.to(gl.float32, bitcast=True).reshape([ROWS, BN])
+        scores = scores.to(gl.float32, bitcast=True).reshape([ROWS, T.BN])
         return gl.convert_layout(scores, SCORES, assert_trivial=True)
     else:
-        column = gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
-        first = first_key(i, lists, visible, BN, MASK)
+        column = gl.arange(0, T.BN, layout=gl.SliceLayout(0, SCORES))
+        first = first_key(i, visible, T)
         # (column & 6) is the lane's share of the column, the rest a constant of the register
         lane, constant = (column & 6)[None, :], (column & ~6)[None, :]
-        if MASK == "intervals":
-            s = show_ranges(s, q_segment, hidden)
-            if HIDDEN:
-                s = hide_between(s, first, q_segment[:, None] + tile_first, key_numbers, seqlen_k, BN)
-        if HAS_LO and (HAS_HI or MASK != "intervals"):
-            s = show_between(s, (q_lo - first)[:, None] - lane, constant, (q_hi - first)[:, None] - lane)
-        elif HAS_LO:
-            s = gl.where((q_lo - first)[:, None] - lane <= constant, s, float("-inf"))
-        elif HAS_HI or MASK != "intervals":
-            s = gl.where((q_hi - first)[:, None] - lane >= constant, s, float("-inf"))
-        if MASK == "segments":
-            segment = gl.load(key_numbers[0] + first + column, mask=first + column < seqlen_k, other=-2)
-            s = gl.where(q_segment[:, None] == segment[None, :], s, float("-inf"))
+        if T.MASK == INTERVALS:
+            s = show_ranges(s, visible.q_segment, stored)
+            if T.HIDDEN:
+                s = hide_between(s, first, visible, T)
+        if T.HAS_LO and (T.HAS_HI or T.MASK != INTERVALS):
+            low, high = (visible.q_lo - first)[:, None] - lane, (visible.q_hi - first)[:, None] - lane
+            s = show_between(s, low, constant, high)
+        elif T.HAS_LO:
+            s = gl.where((visible.q_lo - first)[:, None] - lane <= constant, s, float("-inf"))
+        elif T.HAS_HI or T.MASK != INTERVALS:
+            s = gl.where((visible.q_hi - first)[:, None] - lane >= constant, s, float("-inf"))
+        if T.MASK == SEGMENTS:
+            inside = first + column < visible.seqlen_k
+            segment = gl.load(visible.segments + first + column, mask=inside, other=-2)
+            s = gl.where(visible.q_segment[:, None] == segment[None, :], s, float("-inf"))
         return s
 
 
@@ -250,59 +229,47 @@ def rescale_second(acc, factor, DV2: gl.constexpr):
 
 
 @gluon.jit
-def advance(
-    i, step, acc, p, top, total, peak, q, smem, bars, scale, cap_inner, lists, key_numbers, visible, bias_rows, dropout, q_first,
-    C: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
-    DV2: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-    MASKED: gl.constexpr, BIAS: gl.constexpr, HAS_LO: gl.constexpr, HAS_HI: gl.constexpr, SOFTCAP: gl.constexpr,
-    HIDDEN: gl.constexpr, NATURAL: gl.constexpr, DROPOUT: gl.constexpr, ROW_MAX: gl.constexpr, dtype: gl.constexpr,
-    edge, EDGES: gl.constexpr,
-):  # fmt: skip
-    """Add tile `i`, whose P are given, to acc, and compute the P of tile `i + 1`.
-
-    EDGES: `edge` holds whether values are cleared of keys that no query sees, and which some query sees (`unseen.py`).
-    `peak` are the largest scores that each lane has seen of its rows, kept where ROW_MAX asks for them.
-    """
-    ROWS: gl.constexpr = 64
-    OVERLAP: gl.constexpr = NC == 2  # three have no registers for the P of two tiles
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    queries, keys, values, words, biases, ranges, piece = smem
-    q_full, q_empty, k_full, k_empty, v_full = bars
-    b = step % STAGES
-    b_next = (step + 1) % STAGES
-    k_next = transposed(rows_of(keys, b_next, BN, D, D2))
-    mbarrier.wait(k_full.index(b_next), ((step + 1) // STAGES) & 1)
-    mbarrier.wait(v_full.index(b), (step // STAGES) & 1)
-    if EDGES and MASKED:
-        if edge[0]:
-            clear_unseen(rows_of(values, b, BN, DV, DV2), first_key(i, lists, visible, BN, MASK), edge[1], BN)
-    hidden = hidden_words(i + 1, step + 1, words, visible[8], C, NC, BN, STAGES, MASK, MASKED)
-    hidden = seen_ranges(step + 1, ranges, hidden, BN, STAGES, MASK, MASKED)
-    stored = stored_bias(step + 1, biases, C, NC, BN, STAGES, BIAS)
-    empty = gl.zeros([ROWS, BN], gl.float32, layout=SCORES)
+def advance(i, step, sums, p, q, visible, smem, bars, scales, C: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr):
+    """Add tile `i`, whose P are given, to acc; return the sums, and P of tile `i + 1`."""
+    OVERLAP: gl.constexpr = T.BM == 2 * ROWS  # three consumers have no registers for the P of two tiles
+    dtype: gl.constexpr = smem.v[0].dtype
+    acc = sums.acc
+    peak = sums.peak
+    b = step % T.STAGES
+    b_next = (step + 1) % T.STAGES
+    k_next = transposed(rows_of(smem.k, b_next, T.BN, T.D, T.D2))
+    mbarrier.wait(bars.k_full.index(b_next), ((step + 1) // T.STAGES) & 1)
+    mbarrier.wait(bars.v_full.index(b), (step // T.STAGES) & 1)
+    if T.EDGES and MASKED:
+        if visible.some_unseen:
+            values = rows_of(smem.v, b, T.BN, T.DV, T.DV2)
+            clear_unseen(values, first_key(i, visible, T), visible.seen, T.BN)
+    stored = stored_mask(i + 1, step + 1, smem, visible.n_partial, C, MASKED, T)
+    bias = stored_bias(step + 1, smem.biases, C, T)
+    empty = gl.zeros([ROWS, T.BN], gl.float32, layout=accumulator(T.BN))
     s = multiply(q, k_next, empty, False)
-    acc = add_products(p, rows_of(values, b, BN, DV, DV2), acc, DV2)
+    acc = add_products(p, rows_of(smem.v, b, T.BN, T.DV, T.DV2), acc, T.DV2)
     if OVERLAP:
-        s = warpgroup_mma_wait(2 if DV2 > 0 else 1, deps=(s,))
-    elif DV2 > 0:
+        s = warpgroup_mma_wait(2 if T.DV2 > 0 else 1, deps=(s,))
+    elif T.DV2 > 0:
         s, first, second = warpgroup_mma_wait(0, deps=(s, acc[0], acc[1]))
         acc = (first, second)
     else:
         s, first = warpgroup_mma_wait(0, deps=(s, acc[0]))
         acc = (first,)
-    s = soften(s, cap_inner, SOFTCAP)
-    added = load_full_bias(i + 1, lists, visible, bias_rows, BN, MASK, MASKED, BIAS)
-    s = add_bias(s, added, stored, scale, BIAS, NATURAL)
+    s = soften(s, scales, T)
+    added = load_full_bias(i + 1, visible, MASKED, T)
+    s = add_bias(s, added, bias, scales.scale, T)
     if MASKED:
-        s = hide(s, i + 1, hidden, lists, key_numbers, visible, BN, MASK, HAS_LO, HAS_HI, HIDDEN)
-    if ROW_MAX:
-        peak = gl.maximum(peak, largest(s, peak, BN))
-    p, top, total, factor = softmax_next(s, top, total, scale, dtype, NATURAL, not OVERLAP, BN)
-    if DROPOUT:
-        p = drop(p, dropout, q_first, first_key(i + 1, lists, visible, BN, MASK), BN)
-    p = as_operand(p, DV)
+        s = hide(s, i + 1, stored, visible, T)
+    if T.ROW_MAX:
+        peak = gl.maximum(peak, largest(s, peak, T.BN))
+    p, top, total, factor = softmax_next(s, sums.top, sums.total, scales.scale, dtype, T.NATURAL, not OVERLAP, T.BN)
+    if T.DROPOUT:
+        p = drop(p, visible.dropout, visible.q_first, first_key(i + 1, visible, T), T.BN)
+    p = as_operand(p, T.DV)
     if OVERLAP:
-        acc = await_products(acc, DV2)
-    acc = pair(rescale(acc[0], factor, DV), rescale_second(acc, factor, DV2), DV2)
-    mbarrier.arrive(k_empty.index(b_next), count=1)
-    return acc, p, top, total, peak
+        acc = await_products(acc, T.DV2)
+    acc = pair(rescale(acc[0], factor, T.DV), rescale_second(acc, factor, T.DV2), T.DV2)
+    mbarrier.arrive(bars.k_empty.index(b_next), count=1)
+    return Sums(acc, total, top, peak), p
