@@ -13,13 +13,14 @@ from torch import Tensor
 
 from dmattn_ops.call import NO_MASK, TILE, UNBOUNDED, Call, Mask, Options, bias_kind, dropout_scale, hides_packed_keys
 from dmattn_ops.choice import arch
+from dmattn_ops.kernels.hopper import constants
 from dmattn_ops.kernels.hopper.views import MaskTensors
 from dmattn_ops.kernels.interval_lists import listed as listed
 from dmattn_ops.kernels.interval_lists import too_long as too_long
 from dmattn_ops.kernels.portable import arguments as portable
 from dmattn_ops.launching.launch import computed, workspace
 
-LOG2E = 1.4426950408889634
+LOG2E = constants.LOG2E.value
 MAX_DIM = 256
 PARTS = ((64, 0), (64, 16), (64, 32), (128, 0), (128, 16), (128, 32), (128, 64), (256, 0))
 LEAST_HEADS = 4  # side by side: with fewer, what they save in L2 is less than the noise

@@ -13,12 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops.call import TILE as _TILE
+from dmattn_ops.kernels.hopper.constants import LOG2E, TILE
 from dmattn_ops.kernels.ragged import WORDS as _WORDS
 
-TILE = tl.constexpr(_TILE)
 WORDS = tl.constexpr(_WORDS)
-LOG2E = tl.constexpr(1.4426950408889634)
 LARGE = tl.constexpr(4096.0)  # from here on float32 holds lse with an error of more than 2 ** -12
 HUGE = tl.constexpr(2.0e38)  # times log2(e) this is finite
 NEVER = tl.constexpr(3.0e38)  # the statistic of rows that give nothing: P = 0, and 0 times it is 0

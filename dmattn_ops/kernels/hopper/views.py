@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.kernels.hopper.constants import HEADER
 from dmattn_ops.kernels.hopper.kinds import BITS, INTERVALS, RAGGED, SEGMENTS, has_lists
 from dmattn_ops.kernels.hopper.ragged import load_tile
 
 STEP = gl.constexpr(64)  # columns of a step; a tile of a list is two steps
-HEADER = gl.constexpr(4)
 
 
 class Test(NamedTuple):

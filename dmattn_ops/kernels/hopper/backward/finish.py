@@ -13,15 +13,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.call import TILE as _TILE
 from dmattn_ops.kernels.hopper.backward.types import Draw, Place
 from dmattn_ops.kernels.hopper.backward.work import announce, receive
 from dmattn_ops.kernels.hopper.columns import send_rows, stage_rows
+from dmattn_ops.kernels.hopper.constants import TILE, accumulator
 from dmattn_ops.kernels.hopper.gluon_compat import tma
 from dmattn_ops.kernels.hopper.ragged import load_tile
 from dmattn_ops.kernels.ragged import WORDS as _WORDS
 
-TILE = gl.constexpr(_TILE)
 WORDS = gl.constexpr(_WORDS)
 
 # The workspace as it lies in memory: a thread loads 16 bytes at a time, and gets what it would hold of an accumulator of
@@ -100,13 +99,13 @@ def load_sums(out, place, C: gl.constexpr, T: gl.constexpr):
     x = gl.load(out.accumulator + row * (D + D2) + gl.arange(0, 64 * D, layout=FLAT), cache_modifier=".cg")
     # bits of the offset, highest first: columns 6, 3-5, rows 4-5, 0-2, columns 1-2, row 3, column 0
     x = x.reshape([D // 64, 8, 4, 8, 4, 2, 2]).permute([2, 5, 3, 0, 1, 4, 6]).reshape([64, D])
-    first = gl.convert_layout(x, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), assert_trivial=True)
+    first = gl.convert_layout(x, accumulator(D), assert_trivial=True)
     if D2 > 0:
         FLAT_2: gl.constexpr = FLAT_32 if D2 == 32 else FLAT_16
         at = row * (D + D2) + 64 * D + gl.arange(0, 64 * D2, layout=FLAT_2)
         y = gl.load(out.accumulator + at, cache_modifier=".cg")
         y = y.reshape([D2 // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, D2])
-        second = gl.convert_layout(y, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D2, 16]), assert_trivial=True)
+        second = gl.convert_layout(y, accumulator(D2), assert_trivial=True)
         return (first, second)
     else:
         return (first,)

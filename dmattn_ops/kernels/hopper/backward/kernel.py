@@ -35,6 +35,7 @@ from dmattn_ops.kernels.hopper.backward.types import (
 from dmattn_ops.kernels.hopper.backward.walk import block_at, full_tile, head_steps, partial_tile, rounds_of, span_of
 from dmattn_ops.kernels.hopper.backward.work import RECEIVERS, receive, record_of, split_place
 from dmattn_ops.kernels.hopper.columns import allocate_rows, buffer_at, no_sums, pair, slice_rows
+from dmattn_ops.kernels.hopper.constants import accumulator
 from dmattn_ops.kernels.hopper.dropout import Dropout, dropout_of_batch, dropout_of_head
 from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, follow_kernel_before, mbarrier, reinterpret
 from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, NONE, RAGGED, SEGMENTS
@@ -81,7 +82,7 @@ def head_loop(
 
     `row` is where the queries of `head` begin among all rows.
     """
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.BM, 16])
+    SL: gl.constexpr = accumulator(T.BM)
     by_key: gl.constexpr = gl.SliceLayout(1, SL)
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
     TEST: gl.constexpr = BAND if T.MASK == RAGGED else T.MASK

@@ -9,9 +9,10 @@ from dmattn_ops.kernels.hopper.backward.finish import hand_out, ignore
 from dmattn_ops.kernels.hopper.backward.order import await_turn, count, turn_of
 from dmattn_ops.kernels.hopper.backward.steps import place_of_dk
 from dmattn_ops.kernels.hopper.backward.types import Order, Pieces, Place, key_buffers
-from dmattn_ops.kernels.hopper.backward.walk import TILE, block_at, head_steps, rounds_of, span_of, step_tile
+from dmattn_ops.kernels.hopper.backward.walk import block_at, head_steps, rounds_of, span_of, step_tile
 from dmattn_ops.kernels.hopper.backward.work import announce, place_of, receive, record_of, split_place
 from dmattn_ops.kernels.hopper.columns import buffer_at, load_rows, send_parts
+from dmattn_ops.kernels.hopper.constants import TILE
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, reinterpret, tma, tma_load, tma_reduce_add
 from dmattn_ops.kernels.hopper.kinds import INTERVALS, RAGGED
 from dmattn_ops.kernels.hopper.ragged import count_tiles

@@ -15,6 +15,7 @@ from dmattn_ops.kernels.hopper.columns import (
     stage_parts,
     transposed,
 )
+from dmattn_ops.kernels.hopper.constants import accumulator
 from dmattn_ops.kernels.hopper.dropout import kept, mark_dropped, score_gradient
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
@@ -196,9 +197,9 @@ def step(
     by that factor.
     """
     BM: gl.constexpr = T.BM
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    SL: gl.constexpr = accumulator(BM)
     QW: gl.constexpr = T.D2 if T.D2 > 0 and C == 1 else 64  # columns of this consumer's dq
-    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QW, 16])
+    QL: gl.constexpr = accumulator(QW)
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
     dtype: gl.constexpr = smem.ds.dtype
     zero_s = gl.zeros([64, BM], gl.float32, layout=SL)
@@ -334,7 +335,7 @@ def last_step(
     of a dS here; it belongs to no step, and the reducer drops it.
     """
     QW: gl.constexpr = T.D2 if T.D2 > 0 and C == 1 else 64
-    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QW, 16])
+    QL: gl.constexpr = accumulator(QW)
     dtype: gl.constexpr = smem.ds.dtype
     b = i & 1
     # no data: what lay in this step's stage and in the buffer of its dS has been read or sent, and arrivals stay in order

@@ -5,15 +5,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.call import HEADER as _HEADER
-from dmattn_ops.call import TILE as _TILE
 from dmattn_ops.kernels.hopper.backward.order import downward_span
 from dmattn_ops.kernels.hopper.backward.types import Block, Span, downwards
+from dmattn_ops.kernels.hopper.constants import HEADER, TILE
 from dmattn_ops.kernels.hopper.kinds import RAGGED, has_lists
 from dmattn_ops.kernels.hopper.ragged import load_tile
-
-HEADER = gl.constexpr(_HEADER)
-TILE = gl.constexpr(_TILE)
 
 
 @gluon.jit

@@ -32,6 +32,7 @@ from dmattn_ops.kernels.hopper.columns import (
     stage_rows,
     transposed,
 )
+from dmattn_ops.kernels.hopper.constants import accumulator
 from dmattn_ops.kernels.hopper.gluon_compat import follow_kernel_before, mbarrier, tma, tma_load, warpgroup_mma_wait
 from dmattn_ops.kernels.hopper.kinds import BAND, RAGGED
 from dmattn_ops.kernels.hopper.scores import (
@@ -202,7 +203,7 @@ def step_at_edge(at, view, n_keys):
 def dv_step(i, dv, smem, scores, at, TESTED: gl.constexpr, T: gl.constexpr):
     """Make P of a step, and add to dv."""
     TEST: gl.constexpr = test_of_keys(T)
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    SL: gl.constexpr = accumulator(STEP)
     dtype: gl.constexpr = smem.p.dtype
     b = i & 1
     phase = (i >> 1) & 1
@@ -246,7 +247,7 @@ def dv_step(i, dv, smem, scores, at, TESTED: gl.constexpr, T: gl.constexpr):
 def dv_loops(dv, smem, block, view, mask, scores, T: gl.constexpr):
     """Make P of every step, and add to dv over every query head of the group."""
     TEST: gl.constexpr = test_of_keys(T)
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    SL: gl.constexpr = accumulator(STEP)
     keys = block.tile * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, SL))
     queries = gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
     i = 0
@@ -304,7 +305,7 @@ def dv_consumer(smem, dv_map, block, view, mask, scores, flags, n_flags, T: gl.c
 @gluon.jit
 def dk_step(i, dk, sums, smem, at_edge, T: gl.constexpr):
     """Add a step to dk, and dS to the sums."""
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    SL: gl.constexpr = accumulator(STEP)
     b = i & 1
     phase = (i >> 1) & 1
     v = buffer_at(smem.v, i >> 30)  # as for K above
@@ -337,7 +338,7 @@ def dk_step(i, dk, sums, smem, at_edge, T: gl.constexpr):
 def dk_consumer(smem, dk_map, block, view, mask, bias, scale, T: gl.constexpr):
     """Accumulate dk over every query head of the group, and sums of dS of each. P is 0 at hidden pairs."""
     TEST: gl.constexpr = test_of_keys(T)
-    BY_KEY: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
+    BY_KEY: gl.constexpr = gl.SliceLayout(1, accumulator(STEP))
     keys = block.tile * STEP + gl.arange(0, STEP, layout=BY_KEY)
     dk = no_sums(T.D, T.D2)
     mbarrier.wait(smem.kv_full, 0)

@@ -29,6 +29,7 @@ from dmattn_ops.kernels.hopper.columns import (
     stage_rows,
     transposed,
 )
+from dmattn_ops.kernels.hopper.constants import accumulator
 from dmattn_ops.kernels.hopper.gluon_compat import follow_kernel_before, mbarrier, tma, warpgroup_mma_wait
 from dmattn_ops.kernels.hopper.kinds import BAND, RAGGED, SEGMENTS
 from dmattn_ops.kernels.hopper.scores import (
@@ -173,7 +174,7 @@ class Rows(NamedTuple):
 def dq_step(i, dq, smem, block, rows, scales, exact, at, C: gl.constexpr, TESTED: gl.constexpr, T: gl.constexpr):
     """Add a step to dq."""
     TEST: gl.constexpr = test_of_queries(T)
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    SL: gl.constexpr = accumulator(STEP)
     b = i & 1
     zero_at = i >> 30  # 0, but not for the compiler: it would keep descriptors of shared memory in registers, and spill
     k = buffer_at(smem.k, b)
@@ -220,7 +221,7 @@ def dq_step(i, dq, smem, block, rows, scales, exact, at, C: gl.constexpr, TESTED
 def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.constexpr, T: gl.constexpr):
     """Accumulate dq of queries `C * 64 ...` of the block."""
     TEST: gl.constexpr = test_of_queries(T)
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    SL: gl.constexpr = accumulator(STEP)
     dtype: gl.constexpr = smem.q[0].dtype
     dq = no_sums(T.D, T.D2)
     row = (block.tile * 2 + C) * STEP

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.columns import allocate_rows, buffer_at, load_rows, multiply, transposed
+from dmattn_ops.kernels.hopper.constants import accumulator
 from dmattn_ops.kernels.hopper.dbias.types import Member, Own, Rows, Shared, banded, test_of
 from dmattn_ops.kernels.hopper.dropout import dropout_of_batch, dropout_of_head, mark_dropped, score_gradient
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, warpgroup_mma_wait
@@ -34,7 +35,7 @@ from dmattn_ops.kernels.hopper.views import STEP, View, head_view, load_row_numb
 
 # The 64 x 64 scores of a consumer as they are read from the bias and written to dbias: a thread has pieces of 8 keys, and
 # four of them have 32 keys of a row. What a thread holds of the accumulator comes from these four: no shared memory is needed.
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SCORES = gl.constexpr(accumulator(64))
 PIECES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]],
