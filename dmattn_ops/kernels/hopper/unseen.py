@@ -30,9 +30,9 @@ class Seen(NamedTuple):
 
 
 @gluon.jit
-def seen_columns(n_rows, n_columns, low, high):
-    """Return the columns that some of the rows sees, where row r sees columns r + low to r + high."""
-    return Seen(gl.maximum(low, 0), gl.minimum(n_columns, n_rows + high))
+def seen_columns(n_rows, n_columns, band_lo, band_hi):
+    """Return the columns that some of the rows sees, where row r sees columns r + band_lo to r + band_hi."""
+    return Seen(gl.maximum(band_lo, 0), gl.minimum(n_columns, n_rows + band_hi))
 
 
 @gluon.jit

@@ -18,6 +18,15 @@ from dmattn_ops.kernels.hopper.ragged import load_tile
 STEP = gl.constexpr(64)  # columns of a step; a tile of a list is two steps
 
 
+class Maps(NamedTuple):
+    """Tensor maps of what a block loads, in parts (`columns.py`)."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any  # grad_out
+
+
 class Test(NamedTuple):
     """What the test of a step is compiled for."""
 

@@ -75,9 +75,7 @@ def query_range(begin, end, keys_at, inside, first, last):
 
 
 @gluon.jit
-def head_loop(
-    i, dk, dv, smem, signals, own, walk, numbers, record, row, head, C: gl.constexpr, EXACT: gl.constexpr, T: gl.constexpr
-):  # fmt: skip
+def head_loop(i, dk, dv, own, walk, numbers, record, row, head, C: gl.constexpr, EXACT: gl.constexpr, T: gl.constexpr):
     """Take all steps of `walk.width` query heads from `head` on: first the tiles that need no test, then the others.
 
     `row` is where the queries of `head` begin among all rows.
@@ -103,7 +101,7 @@ def head_loop(
         no_test = Select(keys, keys, keys, keys, keys, keys, queries, keys)
         at = Step(row + (t % walk.width) * walk.rows + m * T.BM, head, m * T.BM, block.tile * T.BN + C * 64, queries_at,
                   own_keys[:, None], added, dropout, no_test, False)  # fmt: skip
-        dk, dv, sums = step(i, dk, dv, sums, smem, signals, own, walk, at, C, NONE, EXACT, T)
+        dk, dv, sums = step(i, dk, dv, sums, own, walk, at, C, NONE, EXACT, T)
         i += 1
     k_seg = keys
     if T.MASK == SEGMENTS:
@@ -165,7 +163,7 @@ def head_loop(
         select = Select(d_lo, d_hi, words, more_words, drop_lo, drop_hi, q_seg, k_seg)
         at = Step(row + (t % walk.width) * walk.rows + m * T.BM, head, m * T.BM, block.tile * T.BN + C * 64, queries_at,
                   own_keys[:, None], added, dropout, select, at_edge)  # fmt: skip
-        dk, dv, sums = step(i, dk, dv, sums, smem, signals, own, walk, at, C, TEST, EXACT, T)
+        dk, dv, sums = step(i, dk, dv, sums, own, walk, at, C, TEST, EXACT, T)
         i += 1
     sums = gl.max(sums, 1)
     if T.DROPOUT:
@@ -175,17 +173,15 @@ def head_loop(
 
 
 @gluon.jit
-def heads_loops(
-    i, dk, dv, smem, signals, own, walk, numbers, record, row, head, C: gl.constexpr, T: gl.constexpr
-):  # fmt: skip
+def heads_loops(i, dk, dv, own, walk, numbers, record, row, head, C: gl.constexpr, T: gl.constexpr):
     """Do `head_loop`: one pair of loops that ask whether they need exact statistics, or two where registers are short."""
     if T.BIAS == FULL_BIAS or T.SOFTCAP:
         if walk.exact.needed != 0:
-            i, dk, dv = head_loop(i, dk, dv, smem, signals, own, walk, numbers, record, row, head, C, ALWAYS, T)
+            i, dk, dv = head_loop(i, dk, dv, own, walk, numbers, record, row, head, C, ALWAYS, T)
         else:
-            i, dk, dv = head_loop(i, dk, dv, smem, signals, own, walk, numbers, record, row, head, C, NEVER, T)
+            i, dk, dv = head_loop(i, dk, dv, own, walk, numbers, record, row, head, C, NEVER, T)
     else:
-        i, dk, dv = head_loop(i, dk, dv, smem, signals, own, walk, numbers, record, row, head, C, ASK, T)
+        i, dk, dv = head_loop(i, dk, dv, own, walk, numbers, record, row, head, C, ASK, T)
     return i, dk, dv
 
 
@@ -227,9 +223,7 @@ def next_numbers(numbers, mask):
 
 
 @gluon.jit
-def consume_block(
-    i, turn, place, smem, signals, problem, scales, exact, C: gl.constexpr, T: gl.constexpr
-):  # fmt: skip
+def consume_block(i, turn, place, smem, signals, problem, scales, exact, C: gl.constexpr, T: gl.constexpr):
     """Make dk and dv of 64 keys of a block, summed over the query heads of the group, and make half of each dq tile."""
     K_BUFFERS: gl.constexpr = key_buffers(T)
     place, share = split_place(place, problem.shares)
@@ -264,7 +258,7 @@ def consume_block(
     if T.DROPOUT:
         dropout = dropout_of_batch(dropout, place.batch)
     k_buffer = turn % K_BUFFERS
-    own = Own(smem.dq.index(C), k_buffer, (turn & 1) * 2 + C, signals.dq_empty.index(C))
+    own = Own(smem, signals, smem.dq.index(C), k_buffer, (turn & 1) * 2 + C, signals.dq_empty.index(C))
     dk = no_sums(T.D, T.D2)
     dv = no_sums(T.DV, T.DV2)
     mbarrier.wait(signals.k_full.index(k_buffer), (turn // K_BUFFERS) & 1)
@@ -282,16 +276,16 @@ def consume_block(
     if T.GROUPED:
         for g in range(rounds):
             head = place.head * problem.group + g
-            i, dk, dv = heads_loops(i, dk, dv, smem, signals, own, walk, numbers, record, row, head, C, T)
+            i, dk, dv = heads_loops(i, dk, dv, own, walk, numbers, record, row, head, C, T)
             record += mask.list_step
             row += problem.rows
             numbers = next_numbers(numbers, mask)
     else:
-        i, dk, dv = heads_loops(i, dk, dv, smem, signals, own, walk, numbers, record, row, place.head, C, T)
+        i, dk, dv = heads_loops(i, dk, dv, own, walk, numbers, record, row, place.head, C, T)
     dk_scale, dv_scale = scales.softmax, None
     if T.DROPOUT:
         dk_scale, dv_scale = dk_scale * problem.dropout.rescale, problem.dropout.rescale
-    last_step(i, dk, dv, dk_scale, dv_scale, smem, signals, own, signals.k_empty.index(k_buffer), C, T)
+    last_step(i, dk, dv, dk_scale, dv_scale, own, signals.k_empty.index(k_buffer), C, T)
     return i + 1
 
 
@@ -419,8 +413,9 @@ def backward_kernel(
     exact = Exact(0, statistics + 2 * total.to(gl.int64), statistics + 3 * total.to(gl.int64))
     bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_k, seqlen_q, seqlen_k)
     dropout = Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
-    problem = Problem(mask, kv_heads, group, scales, seqlen_q, seqlen_k, band_lo, band_hi, shares, bias, bias_b, dropout, exact,
-                      rows)  # fmt: skip
+    problem = Problem(
+        mask, kv_heads, group, scales, seqlen_q, seqlen_k, band_lo, band_hi, shares, bias, bias_b, dropout, exact, rows
+    )
     dq_scale = scale
     if T.DROPOUT:
         dq_scale = scale * rescale

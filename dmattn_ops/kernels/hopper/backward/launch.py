@@ -43,7 +43,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     too_long,
 )
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
-from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
+from dmattn_ops.kernels.hopper.backward.rows import RowTraits, prepare_kernel
 from dmattn_ops.kernels.hopper.backward.shares import add_shares, parts_of
 from dmattn_ops.kernels.hopper.backward.types import Mask, Traits
 from dmattn_ops.kernels.hopper.dbias.launch import bias_gradient
@@ -257,8 +257,9 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         out, grad_out, lse, lse_tail, grad_lse, call.sink, sink_parts, room, accumulator, *counts,
         *row_strides(out), *row_strides(grad_out), *statistic_strides(lse), *statistic_strides(lse_tail),
         *grad_lse_strides, query_tiles,
-        seqlen_q, heads, rows, total, dim_v, delta_factor(options), BLOCK=block_rows, DV=64 if dim_v <= 64 else 128, D=width,
-        D2=second, TICKETS=TICKETS, NATURAL=in_natural_units(call), num_warps=8, follows=query_tiles is not None,
+        seqlen_q, heads, rows, total, dim_v, delta_factor(options),
+        T=RowTraits(block_rows, 64 if dim_v <= 64 else 128, width, second, TICKETS, in_natural_units(call)), num_warps=8,
+        follows=query_tiles is not None,
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
     given = _mask_of(call, accumulator, block_n)

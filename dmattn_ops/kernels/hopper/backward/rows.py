@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from dmattn_ops.kernels.hopper.statistics import query_of, row_statistics
 from dmattn_ops.kernels.sinks import part_of_gradient, take_sink
 from dmattn_ops.launching.overlap import follow_kernel_before
+
+
+class RowTraits(NamedTuple):
+    """What the kernel is compiled for."""
+
+    BLOCK: int  # rows of a program
+    DV: int  # columns of a row of out, to a power of two
+    D: int  # columns of a row of dq in its first part, and (else 0) in its second one
+    D2: int
+    TICKETS: int
+    NATURAL: bool  # whether pairs are in natural units
 
 
 @triton.jit
@@ -47,14 +60,9 @@ def prepare_kernel(
     total_rows,
     dim,
     delta_factor,
-    BLOCK: tl.constexpr,
-    DV: tl.constexpr,
-    D: tl.constexpr,
-    D2: tl.constexpr,
-    TICKETS: tl.constexpr,
-    NATURAL: tl.constexpr,
+    T: tl.constexpr,
 ):
-    """Write the statistics of BLOCK rows, so that P is 0 where nothing may flow; zero their pieces of dq.
+    """Write the statistics of `T.BLOCK` rows, so that P is 0 where nothing may flow; zero their pieces of dq.
 
     A `sink` `[heads]` is a part of the sums; `sink_parts` are what each program adds to the gradient of its head's.
 
@@ -64,6 +72,11 @@ def prepare_kernel(
     Counts become 0 too: TICKETS tickets, `counters` of pieces, of which BLOCK rows are two, and `blocks_done` of key heads, of
     which there are no more than programs.
     """
+    BLOCK: tl.constexpr = T.BLOCK
+    DV: tl.constexpr = T.DV
+    D: tl.constexpr = T.D
+    D2: tl.constexpr = T.D2
+    TICKETS: tl.constexpr = T.TICKETS
     follow_kernel_before()
     block = tl.program_id(0)
     bh = block // (rows // BLOCK)
@@ -86,7 +99,7 @@ def prepare_kernel(
         tail, taken = take_sink(tl.load(sink + head).to(tl.float32), value, tail)
         if sink_parts is not None:
             tl.store(sink_parts + block, part_of_gradient(taken, delta))
-    minus_lse, first, second, large = row_statistics(value, tail, NATURAL)
+    minus_lse, first, second, large = row_statistics(value, tail, T.NATURAL)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + batch * glse_b + head * glse_h + row64 * glse_s, mask=inside, other=0.0)
     at = bh.to(tl.int64) * rows + row

@@ -177,9 +177,7 @@ def exponents(
 
 
 @gluon.jit
-def step(
-    i, dk, dv, sums, smem, signals, own, walk, at, C: gl.constexpr, MASK: gl.constexpr, EXACT: gl.constexpr, T: gl.constexpr
-):  # fmt: skip
+def step(i, dk, dv, sums, own, walk, at, C: gl.constexpr, MASK: gl.constexpr, EXACT: gl.constexpr, T: gl.constexpr):
     """Add query tile `i` to dk `[64, D]`, dv `[64, DV]` and the sums of dS; hand out dq of the step before.
 
     MASK: the test that it takes, NONE where all of it is visible.
@@ -201,6 +199,8 @@ def step(
     QW: gl.constexpr = T.D2 if T.D2 > 0 and C == 1 else 64  # columns of this consumer's dq
     QL: gl.constexpr = accumulator(QW)
     by_query: gl.constexpr = gl.SliceLayout(0, SL)
+    smem = own.smem
+    signals = own.signals
     dtype: gl.constexpr = smem.ds.dtype
     zero_s = gl.zeros([64, BM], gl.float32, layout=SL)
     zero_q = gl.zeros([64, QW], gl.float32, layout=QL)
@@ -326,9 +326,7 @@ def place_of_dk(i, q_s, ds_s, C: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def last_step(
-    i, dk, dv, dk_scale, dv_scale, smem, signals, own, k_empty, C: gl.constexpr, T: gl.constexpr
-):  # fmt: skip
+def last_step(i, dk, dv, dk_scale, dv_scale, own, k_empty, C: gl.constexpr, T: gl.constexpr):
     """As step `i`, hand out a block's dk and dv, and dq of step `i - 1`, the last one with a query tile.
 
     dv lies in this consumer's half of V, of which it alone read. The next block's first step makes a dq of what lies in place
@@ -336,6 +334,8 @@ def last_step(
     """
     QW: gl.constexpr = T.D2 if T.D2 > 0 and C == 1 else 64
     QL: gl.constexpr = accumulator(QW)
+    smem = own.smem
+    signals = own.signals
     dtype: gl.constexpr = smem.ds.dtype
     b = i & 1
     # no data: what lay in this step's stage and in the buffer of its dS has been read or sent, and arrivals stay in order

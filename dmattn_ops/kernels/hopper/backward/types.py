@@ -121,8 +121,10 @@ class Pieces(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What a consumer owns of shared memory while it works on a block."""
+    """Shared memory and barriers, and what a consumer owns of them while it works on a block."""
 
+    smem: Any  # Shared
+    signals: Any
     dq: Any  # its piece
     k_buffer: Any
     v_half: Any

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.backward_256.types import Maps, test_of_queries
+from dmattn_ops.kernels.hopper.backward_256.types import test_of_queries
 from dmattn_ops.kernels.hopper.columns import (
     add_products,
     allocate_rows,
@@ -52,6 +52,7 @@ from dmattn_ops.kernels.hopper.scores import (
 from dmattn_ops.kernels.hopper.unseen import clear_unseen, ends_inside, seen_columns
 from dmattn_ops.kernels.hopper.views import (
     STEP,
+    Maps,
     MaskTensors,
     band_view,
     block_of,
@@ -316,7 +317,7 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
     PRODUCER: gl.constexpr = 24 if T.MASK == SEGMENTS else 40
     maps = Maps(
         pair(q_map, q2_map, T.D2), pair(k_map, k2_map, T.D2), pair(v_map, v2_map, T.DV2), pair(o_map, o2_map, T.DV2)
-    )  # fmt: skip
+    )
     dq_maps = pair(dq_map, dq2_map, T.D2)
     filled, smem = allocate(maps, T)
     follow_kernel_before()

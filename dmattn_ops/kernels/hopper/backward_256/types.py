@@ -39,15 +39,6 @@ def test_of_queries(T):
     return Test(T.MASK, T.HAS_LO, True, T.HIDDEN, False)
 
 
-class Maps(NamedTuple):
-    """Tensor maps of what is loaded, in parts (`columns.py`)."""
-
-    q: Any
-    k: Any
-    v: Any
-    o: Any  # grad_out
-
-
 class Scores(NamedTuple):
     """How products become probabilities (`scores.py`)."""
 

@@ -21,12 +21,12 @@ from dmattn_ops.kernels.hopper.arguments import (
 )
 from dmattn_ops.kernels.hopper.columns import pair
 from dmattn_ops.kernels.hopper.dbias.steps import allocate, consumer, producer
-from dmattn_ops.kernels.hopper.dbias.types import AllRows, Maps, Members, Problem, States, Traits, Walk, test_of
+from dmattn_ops.kernels.hopper.dbias.types import AllRows, Members, Problem, States, Traits, Walk, test_of
 from dmattn_ops.kernels.hopper.dropout import Dropout
 from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import Bias, Exact, Scales
 from dmattn_ops.kernels.hopper.statistics import Statistics
-from dmattn_ops.kernels.hopper.views import STEP, MaskTensors, band_view, block_of, mask_of
+from dmattn_ops.kernels.hopper.views import STEP, Maps, MaskTensors, band_view, block_of, mask_of
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.portable.dbias import mark_tiles, recompute_dbias, reduce_key_sums
 from dmattn_ops.launching.launch import computed, launch
@@ -63,7 +63,7 @@ def shared_bias_kernel(
     """
     maps = Maps(
         pair(q_map, q2_map, T.D2), pair(k_map, k2_map, T.D2), pair(v_map, v2_map, T.DV2), pair(o_map, o2_map, T.DV2)
-    )  # fmt: skip
+    )
     filled, smem = allocate(maps, T)
     n_tiles = (seqlen_q + 2 * STEP - 1) // (2 * STEP)
     rank, index = block_of(gl.program_id(0), n_tiles * splits, n_sums, heads_per_group)

@@ -39,15 +39,6 @@ def banded(T):
     return T.HAS_LO or T.HAS_HI
 
 
-class Maps(NamedTuple):
-    """Tensor maps of what is loaded, in parts (`columns.py`)."""
-
-    q: Any
-    k: Any
-    v: Any
-    o: Any  # grad_out
-
-
 class Shared(NamedTuple):
     """Shared memory: buffers of queries and of keys, and their barriers."""
 
