@@ -232,7 +232,7 @@ def consume_block(i, turn, place, smem, signals, problem, scales, exact, C: gl.c
     block = block_at(place, first_record, problem, T)
     span = span_of(block, share, problem.shares, T)
     numbers = numbers_of(place, mask, T)
-    record = first_record
+    record = first_record  # named behind the numbers: loops carry values in the order of their names
     bias = problem.bias
     bias_start = bias.start
     key_sums = bias.sums
@@ -297,8 +297,9 @@ def consumer(smem, signals, problem, flags, n_flags, out, filled, work, C: gl.co
     scales = problem.scales
     scales = Scales(scales.factor, scales.cap, gl.where(needed != 0, 0.0, scales.unscale), scales.softmax)
     if T.BIAS == KEY_BIAS:
+        BM: gl.constexpr = T.BM
         ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 4], [1, 0])
-        smem.ones.index(0).store(gl.full(smem.ones.shape[1:], 1.0, smem.ones.dtype, layout=ROWS))
+        smem.ones.index(0).store(gl.full([8, BM], 1.0, smem.ones.dtype, layout=ROWS))
         fence_async_shared()
         mbarrier.arrive(filled, count=1)
         mbarrier.wait(filled, 0)  # both consumers store the same ones
