@@ -93,7 +93,7 @@ def mask_arguments(
 
     Tensors that a kind does not have are the placeholder, so that no kernel is compiled for their absence.
     """
-    given = MaskTensors(*[placeholder] * 8, *[0] * 9, mask_group=1, segment_group=1)
+    given = MaskTensors(*[placeholder] * 8, *[0] * 9, *[1] * 2)
     if lists is None:
         return given
 
