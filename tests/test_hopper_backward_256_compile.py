@@ -17,19 +17,19 @@ from dmattn_ops.choice import arch, config  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256 import launch as hopper_backward_256  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel  # noqa: E402
+from dmattn_ops.kernels.hopper.backward_256.types import Traits  # noqa: E402
+from dmattn_ops.kernels.hopper.dbias.launch import shared_bias_kernel  # noqa: E402
+from dmattn_ops.kernels.hopper.views import MaskTensors  # noqa: E402
 from dmattn_ops.launching import tensor_maps  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
 from tests.spills import bytes_at_most  # noqa: E402
 from tests.tile_builder import build_interval_tiles, build_segment_tiles, build_tiles  # noqa: E402
 
-FULL, BAND, BITS, SEGMENTS, INTERVALS = (
-    {"LISTS": 0, "PARTIAL": False},
-    {"LISTS": 0, "PARTIAL": True},
-    {"LISTS": 1, "PARTIAL": True},
-    {"LISTS": 2, "PARTIAL": True},
-    {"LISTS": 3, "PARTIAL": True},
+FULL = {"MASK": "band", "PARTIAL": False}
+BAND, BITS, SEGMENTS, INTERVALS = (
+    {"MASK": kind, "PARTIAL": True} for kind in ("band", "bits", "segments", "intervals")
 )
-RAGGED = {"LISTS": 4, "PARTIAL": True, "HAS_LOW": False, "HAS_HIGH": False}
+RAGGED = {"MASK": "ragged", "PARTIAL": True, "HAS_LO": False, "HAS_HI": False}
 HIDDEN = {"HIDDEN": True}
 MLA = {"D": 128, "D2": 64, "DV": 128}  # D 192, Dv 128
 KEY_BIAS, FULL_BIAS, SOFTCAP = {"BIAS": 1}, {"BIAS": 2}, {"SOFTCAP": True}
@@ -44,30 +44,31 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
         name = {gl.bfloat16: "bf16", gl.float16: "fp16", gl.float32: "fp32"}[element]
         return f"tensordesc<{name}{block},{layout!r}>"
 
-    constants = {
+    given = {
         "D": 256,
         "D2": 0,
         "DV2": 0,
         "BIAS": 0,
         "SOFTCAP": False,
-        "HAS_LOW": True,
-        "HAS_HIGH": True,
+        "HAS_LO": True,
+        "HAS_HI": True,
         "HIDDEN": False,
         "EDGES": False,
     } | constants
-    constants = {"DV": constants["D"]} | constants
-    constants["NATURAL"] = constants["BIAS"] != 0
-    absent = {"bias": constants["BIAS"] == 0, "key_sums": kernel is keys_kernel and constants["BIAS"] != 1}
+    given = {"DV": given["D"], "NATURAL": given["BIAS"] != 0} | given
+    traits = Traits(**given)
+    constants = {"T": traits}
+    absent = {"bias": traits.BIAS == 0, "key_sums": kernel is keys_kernel and traits.BIAS != 1}
     constants |= {name: None for name, holds in absent.items() if holds}
 
     def rows(name):  # q2_map is the second part of q_map
         of_values, second = name[:-4].rstrip("2") in ("v", "o", "dv"), "2" in name
-        width = constants[f"{'DV' if of_values else 'D'}{'2' if second else ''}"]
-        block = [*[1] * (2 if constants["LISTS"] == 4 else 1), 64, 1, width]  # a sequence has two coordinates
+        width = given[f"{'DV' if of_values else 'D'}{'2' if second else ''}"]
+        block = [*[1] * (2 if traits.MASK == "ragged" else 1), 64, 1, width]  # a sequence has two coordinates
         return tensor_map(dtype, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
 
     seconds = [name for name in kernel.arg_names if name.endswith("2_map")]
-    constants |= {name: None for name in seconds if not constants["DV2" if name[:-5] in ("v", "o", "dv") else "D2"]}
+    constants |= {name: None for name in seconds if not given["DV2" if name[:-5] in ("v", "o", "dv") else "D2"]}
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     known = {"stat_map": tensor_map(gl.float32, [1, 64], plain), "stats": "*fp32", "flags": "*i8", "bits": "*i64"}
     known |= {"bias": "*bf16", "key_sums": "*fp32"}
@@ -91,12 +92,12 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
     ("kernel", "constants", "spilled"),
     [
         (keys_kernel, FULL, 0),
-        (keys_kernel, BAND | {"HAS_HIGH": False}, 0),
+        (keys_kernel, BAND | {"HAS_HI": False}, 0),
         (keys_kernel, BITS, 0),
         (keys_kernel, BITS | {"dtype": gl.float16}, 0),
         (keys_kernel, SEGMENTS, 64),
         (queries_kernel, FULL, 0),
-        (queries_kernel, BAND | {"HAS_LOW": False}, 0),
+        (queries_kernel, BAND | {"HAS_LO": False}, 0),
         (queries_kernel, BITS, 0),
         (queries_kernel, BITS | {"dtype": gl.float16}, 0),
         (queries_kernel, SEGMENTS, 116),
@@ -245,12 +246,12 @@ def test_each_kernel_gets_an_argument_for_every_parameter_and_a_grid_that_covers
         assert (arguments["total"], arguments["n_flags"]) == (rows, rows // 64)
         assert arguments["stats"].numel() == 4 * rows and arguments["flags"].numel() >= rows // 64
         assert arguments["flags"].data_ptr() == arguments["stats"].data_ptr() + 16 * rows  # no flag is a statistic
-    assert launched["keys_kernel"].arguments["PARTIAL"] is False
-    assert launched["queries_kernel"].arguments["PARTIAL"] is True  # 411 keys end inside a step
+    assert launched["keys_kernel"].arguments["T"].PARTIAL is False
+    assert launched["queries_kernel"].arguments["T"].PARTIAL is True  # 411 keys end inside a step
     launch(*inputs(), options=EVERYTHING._replace(band_hi=0))
-    for name, low, high in (("keys_kernel", True, False), ("queries_kernel", False, True)):
-        arguments = launched[name].arguments
-        assert (arguments["PARTIAL"], arguments["HAS_LOW"], arguments["HAS_HIGH"]) == (True, low, high)
+    for name, has_lo, has_hi in (("keys_kernel", True, False), ("queries_kernel", False, True)):
+        traits = launched[name].arguments["T"]
+        assert (True, has_lo, has_hi) == (traits.PARTIAL, traits.HAS_LO, traits.HAS_HI)
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(1, 1), (2, 2), (2, 4)])
@@ -264,7 +265,7 @@ def test_lists_and_bits_are_read_with_the_strides_of_their_own_heads(launched, b
         ("queries_kernel", tiles.row_tiles, tiles.row_bits),
     ):
         arguments = launched[name].arguments
-        assert arguments["LISTS"] == 1
+        assert arguments["T"].MASK == "bits"
         assert arguments["lists"] is lists
         assert arguments["mask_group"] == 4 // heads
         assert arguments["list_width"] == lists.stride(2)
@@ -282,7 +283,8 @@ def test_intervals_are_read_with_the_strides_of_their_own_heads(launched, batch,
     launch(*inputs(), mask=mask)
     for name, lists in (("keys_kernel", mask.col_tiles), ("queries_kernel", mask.row_tiles)):
         arguments = launched[name].arguments
-        assert (arguments["LISTS"], arguments["HIDDEN"], arguments["PARTIAL"]) == (3, hidden, True)
+        traits = arguments["T"]
+        assert ("intervals", hidden, True) == (traits.MASK, traits.HIDDEN, traits.PARTIAL)
         assert arguments["lists"] is lists
         found = [arguments[part] for part in ("start", "end", "hidden_from", "hidden_to")]
         assert all(one is other for one, other in zip(found, ends[: 4 if hidden else 2], strict=False))
@@ -292,12 +294,17 @@ def test_intervals_are_read_with_the_strides_of_their_own_heads(launched, batch,
         assert arguments["q_segments_b"] == 0
 
 
+def test_kernels_take_a_mask_in_the_order_of_the_record_that_launchers_pass():
+    for kernel in (keys_kernel, queries_kernel, shared_bias_kernel):
+        assert tuple(name for name in kernel.arg_names if name in MaskTensors._fields) == MaskTensors._fields
+
+
 def test_segments_that_queries_lack_are_zero(launched):
     key_segments = -(torch.rand(2, 2, 411) < 0.4).int()
     keep = (key_segments == 0).unsqueeze(2).expand(2, 2, 333, 411)
     launch(*inputs(), mask=build_segment_tiles(keep, None, key_segments))
     arguments = launched["queries_kernel"].arguments
-    assert arguments["LISTS"] == 2
+    assert arguments["T"].MASK == "segments"
     assert arguments["segment_group"] == 2
     assert arguments["q_segments"].shape == (1, 333)
     assert not arguments["q_segments"].any()

@@ -11,7 +11,14 @@ from dmattn_ops.kernels.hopper.backward import finish as hopper_backward_finish
 from dmattn_ops.kernels.hopper.backward import order as hopper_backward_order
 from dmattn_ops.kernels.hopper.backward import walk as hopper_backward_walk
 from dmattn_ops.kernels.hopper.backward import work as hopper_backward_work
+from dmattn_ops.kernels.hopper.backward.types import Traits, downwards
+from dmattn_ops.kernels.hopper.kinds import BAND
 from tests.device_functions import on_integers
+
+TRAITS = Traits(
+    BM=64, BN=128, D=64, D2=0, DV=64, DV2=0, MASK=BAND.value, BIAS=0, SOFTCAP=False, HAS_LO=False, HAS_Q_SEG=False, HIDDEN=False,
+    NATURAL=False, GROUPED=False, TWO_PHASE=True, ORDERED=True, INTERLEAVED=False, DROPOUT=False, EDGES=False,
+)  # fmt: skip
 
 BANDS = [
     (-UNBOUNDED, UNBOUNDED),
@@ -27,8 +34,8 @@ LENGTHS = [(1536, 1536), (2000, 1200), (1200, 2000), (1, 777), (777, 1), (129, 1
 band_tiles = on_integers(hopper_backward_walk.band_tiles)
 downward_span = on_integers(hopper_backward_order.downward_span)
 head_steps = on_integers(hopper_backward_walk.head_steps)
-full_tile = on_integers(hopper_backward_walk.full_tile)
-partial_tile = on_integers(hopper_backward_walk.partial_tile)
+full_tile = on_integers(hopper_backward_walk.full_tile, downwards=downwards.fn)
+partial_tile = on_integers(hopper_backward_walk.partial_tile, downwards=downwards.fn)
 turn_of = on_integers(hopper_backward_order.turn_of)
 block_of = on_integers(hopper_backward_work.block_of)
 tiles_drawn = on_integers(hopper_backward_finish.tiles_drawn)
@@ -52,23 +59,27 @@ def test_every_key_tile_has_one_number_and_a_head_s_longest_the_lowest(
 def test_every_tile_of_dq_is_drawn_once_and_heads_in_their_order(tiles, heads, group, at_once):
     found, order = [], []
     drawn = 0
-    while (place := tiles_drawn(drawn, tiles, at_once, group))[0] < heads // group:
-        kv_head, head, first, end = place
-        assert kv_head == head // group
-        found += [(head, tile) for tile in range(first, end)]
-        order.append(kv_head)
+    while (draw := tiles_drawn(drawn, tiles, at_once, group)).kv_head < heads // group:
+        assert draw.kv_head == draw.head // group
+        found += [(draw.head, tile) for tile in range(draw.tile, draw.end)]
+        order.append(draw.kv_head)
         drawn += 1
     assert found == [(head, tile) for head in range(heads) for tile in range(tiles)]
     assert order == sorted(order)
 
 
+def traits_of(band: tuple[int, int], block_m: int) -> Traits:
+    """Return the traits of a deterministic call without a mask."""
+    return TRAITS._replace(BM=block_m, HAS_LO=band[0] > -UNBOUNDED)
+
+
 def walk(tile: int, lengths: tuple[int, int], band: tuple[int, int], block_m: int) -> tuple[list[int], set[int]]:
     """Return the query tiles of a key tile in order, and those that are taken without a test."""
-    span = band_tiles(tile, *lengths, *band, block_m, 128)
-    span = downward_span(span, band[0] > -UNBOUNDED)
-    n_full, n_partial = head_steps(None, span, 0, block_m)
-    full = [full_tile(t, None, n_partial, span, 0, block_m, True) for t in range(n_full)]
-    return full + [partial_tile(t, None, n_partial, span, 0, block_m, True) for t in range(n_partial)], set(full)
+    traits = traits_of(band, block_m)
+    span = downward_span(band_tiles(tile, *lengths, *band, block_m, 128), traits.HAS_LO)
+    n_full, n_partial = head_steps(None, span, traits)
+    full = [full_tile(t, None, n_partial, span, traits) for t in range(n_full)]
+    return full + [partial_tile(t, None, n_partial, span, traits) for t in range(n_partial)], set(full)
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -87,5 +98,5 @@ def test_each_pair_of_tiles_has_its_turn(band: tuple[int, int], lengths: tuple[i
         }  # fmt: skip
         assert all(all(visible[m]) for m in full)
         for m in steps:
-            assert turn_of(tile, m, band[0], block_m, 128, band[0] > -UNBOUNDED) == seen[m]
+            assert turn_of(tile, m, band[0], traits_of(band, block_m)) == seen[m]
             seen[m] += 1

@@ -19,6 +19,7 @@ from dmattn_ops.call import (  # noqa: E402
 from dmattn_ops.choice import arch, config  # noqa: E402
 from dmattn_ops.kernels.hopper.arguments import listed  # noqa: E402
 from dmattn_ops.kernels.hopper.dbias import launch as shared_bias  # noqa: E402
+from dmattn_ops.kernels.hopper.statistics import Statistics  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, read_resources  # noqa: E402
 from dmattn_ops.testing.machine_code import disassemble  # noqa: E402
 from dmattn_ops.testing.stand_in import compiled_launches  # noqa: E402
@@ -69,9 +70,7 @@ def compile_case(case: str) -> Resources:
     batch, seqlen, heads, _ = call.query.shape
     rows = -(-seqlen // TILE) * TILE
     total = batch * heads * rows
-    statistics = shared_bias.Statistics(
-        torch.empty(4 * total), torch.empty(total // 64, dtype=torch.int8), rows, total // 64
-    )
+    statistics = Statistics(torch.empty(4 * total), torch.empty(total // 64, dtype=torch.int8), rows, total // 64)
     assert call.bias is not None and CONFIG is not None and not shared_bias.refusals(call)
     with compiled_launches(90) as launched:
         shared_bias.write_dbias(

@@ -153,3 +153,15 @@ def test_dir_lists_what_is_public_only():
     """Internal modules, once imported, are attributes of the package too."""
     listed = set(dir(dmattn_ops))
     assert listed == {*dmattn_ops.__all__, *dmattn_ops._MODULES, *dmattn_ops._PLACES} and "dispatch" not in listed
+
+
+def test_kernels_of_sm_90_share_modules_and_not_each_other():
+    """`kernels/hopper`: what kernels share stands beside their packages and imports none; backwards launch dbias."""
+    folder = PACKAGE / "kernels" / "hopper"
+    packages = {path.name for path in folder.iterdir() if (path / "__init__.py").exists()}
+    found = set()
+    for path in folder.rglob("*.py"):
+        own = path.relative_to(folder).parts[0]
+        imported = re.findall(r"^from dmattn_ops\.kernels\.hopper\.(\w+)", path.read_text(), re.MULTILINE)
+        found |= {(own, name) for name in imported if name in packages and name != own}
+    assert found == {("backward", "dbias"), ("backward_256", "dbias")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -121,35 +122,38 @@ def test_tiles_of_packed_sequences_that_go_together(heads: int, rounds: float, t
 def test_shares_of_a_span_are_all_of_its_tiles_once() -> None:
     pytest.importorskip("triton.experimental.gluon")
     from dmattn_ops.kernels.hopper.backward import walk
+    from dmattn_ops.kernels.hopper.backward.types import Span
     from tests.device_functions import on_integers
 
     share_of_tiles = on_integers(walk.share_of_tiles)
-    for span in ((0, 2, 9, 9), (3, 5, 11, 14), (0, 0, 1, 1), (4, 4, 4, 4), (2, 10, 10, 10)):
-        first, full_first, full_end, end = span
+    for span in map(Span._make, ((0, 2, 9, 9), (3, 5, 11, 14), (0, 0, 1, 1), (4, 4, 4, 4), (2, 10, 10, 10))):
         for shares in (1, 2, 3, 8):
             parts = [share_of_tiles(span, share, shares) for share in range(shares)]
-            walked = [range(part[0], part[3]) for part in parts]
-            assert [tile for tiles in walked for tile in tiles] == list(range(first, end))
+            walked = [range(part.first, part.end) for part in parts]
+            assert [tile for tiles in walked for tile in tiles] == list(range(span.first, span.end))
             assert max(map(len, walked)) - min(map(len, walked)) <= 1
-            full = [tile for part in parts for tile in range(part[1], part[2])]
-            assert full == list(range(full_first, full_end))
-            assert all(part[0] <= part[1] <= part[2] <= part[3] for part in parts)
+            full = [tile for part in parts for tile in range(part.full_first, part.full_end)]
+            assert full == list(range(span.full_first, span.full_end))
+            assert all(part.first <= part.full_first <= part.full_end <= part.end for part in parts)
 
 
 def test_each_share_of_a_key_tile_is_one_block() -> None:
     pytest.importorskip("triton.experimental.gluon")
     from dmattn_ops.kernels.hopper.backward import work
+    from dmattn_ops.kernels.hopper.backward.types import Order
+    from dmattn_ops.kernels.hopper.kinds import BAND
     from tests.device_functions import on_integers
 
     tiles, batch, kv_heads, shares = 5, 2, 3, 4
     place_of = on_integers(work.place_of, block_of=on_integers(work.block_of))
     split_place = on_integers(work.split_place)
-    order = (tiles * shares, batch * kv_heads, 4, 0, 1, 1)
+    order = Order(tiles * shares, batch * kv_heads, 4, 0, 1, 1)
+    problem, traits = SimpleNamespace(kv_heads=kv_heads, shares=shares), SimpleNamespace(MASK=BAND.value)
     found = set()
     for block in range(tiles * shares * batch * kv_heads):
-        place = place_of(block, order, kv_heads, shares, None, None, False)
+        place = place_of(block, order, problem, traits)
         own, share = split_place(place, shares)
-        assert place[1] == own[1] * shares + share  # where its dk and dv lie
+        assert place.batch == own.batch * shares + share  # where its dk and dv lie
         found.add((*own, share))
     assert found == {
         (tile, b, head, share)

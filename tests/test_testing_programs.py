@@ -135,7 +135,9 @@ def test_what_a_tool_says_stands_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     tool, output = tmp_path / "compute-sanitizer", tmp_path / "found.json"
-    line, read = (_line_of("hopper/backward/work.py", text) for text in ("places.index(slot).store(", "parts = places"))
+    line, read = (
+        _line_of("hopper/backward/work.py", text) for text in ("work.places.index(slot).store(", "parts = work.places")
+    )
     tool.write_text(PRETENDS.format(python=sys.executable, line=line, read=read))
     tool.chmod(0o755)
     arguments = ["", "--device", "cpu", "--sanitizer", str(tool), "--output", str(output), "--jobs", "1"]

@@ -120,8 +120,8 @@ _BIAS = ("walk.py", "smem.biases.index(b).store(added)")
 _RANGE = ("walk.py", "smem.ranges.index(b).store(stop - 1 - begin * 65536)")
 _KEYS_FREE = ("walk.py", "mbarrier.wait(bars.k_empty.index(b), ((step // T.STAGES) & 1) ^ 1)")
 _KEYS_FULL = ("walk.py", "mbarrier.arrive(bars.k_full.index(b), count=1)")
-_PLACE = ("work.py", "places.index(slot).store(")
-_RECEIVED = ("work.py", "parts = places.index(slot).load(PARTS)")
+_PLACE = ("work.py", "work.places.index(slot).store(")
+_RECEIVED = ("work.py", "parts = work.places.index(slot).load(PARTS)")
 _P = ("keys.py", "smem.p.index(b).store(")
 _P_READ = ("keys.py", "ds = smem.p.index(b).load(SL)")
 _WIDE_BIAS = ("queries.py", "smem.bias.index(b).store(")
@@ -184,14 +184,14 @@ PROOFS = (
         (_RECEIVED,),
         (
             (
-                ("work.py", "mbarrier.wait(empty.index(slot), ((turn >> 1) & 1) ^ 1)"),
+                ("work.py", "mbarrier.wait(work.empty.index(slot), ((turn >> 1) & 1) ^ 1)"),
                 _PLACE,
-                ("work.py", "mbarrier.arrive(full.index(slot), count=1)"),
+                ("work.py", "mbarrier.arrive(work.full.index(slot), count=1)"),
             ),
             (
-                ("work.py", "mbarrier.wait(full.index(slot), (turn >> 1) & 1)"),
+                ("work.py", "mbarrier.wait(work.full.index(slot), (turn >> 1) & 1)"),
                 _RECEIVED,
-                ("work.py", "mbarrier.arrive(empty.index(slot), count=1)"),
+                ("work.py", "mbarrier.arrive(work.empty.index(slot), count=1)"),
             ),
         ),
     ),

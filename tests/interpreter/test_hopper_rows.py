@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.call import TILE
-from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
+from dmattn_ops.kernels.hopper.backward.rows import RowTraits, prepare_kernel
 
 LOWEST = torch.finfo(torch.float32).min
 LSES = (0.0, 3.5, -17.0, 4000.0, 5000.0, -1e6, 1e9, -1e29, LOWEST, -LOWEST, -math.inf)
@@ -40,8 +40,8 @@ def prepared(
     parts = None if sink is None else torch.full((total // block,), math.nan)
     prepare_kernel[(total // block,)](
         out, grad_out, lse, tail, None, sink, parts, stats, *sums.values(), flags, *out.stride()[:3], *grad_out.stride()[:3],
-        *lse.stride(), *tail.stride(), 0, 0, 0, None, seqlen, heads, rows, total, dim, 0.75, BLOCK=block, DV=dim, D=dim, D2=second,
-        TICKETS=TICKETS, NATURAL=natural,
+        *lse.stride(), *tail.stride(), 0, 0, 0, None, seqlen, heads, rows, total, dim, 0.75,
+        T=RowTraits(block, dim, dim, second, TICKETS, natural),
     )  # fmt: skip
     delta = 0.75 * (out * grad_out).sum(-1).transpose(1, 2).masked_fill(lse == -math.inf, 0.0)
     if sink is not None:

@@ -6,19 +6,21 @@ Packed sequences have no batch: a record for each tile says which sequence it be
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dmattn_ops.call import NO_MASK, TILE, UNBOUNDED, Call, Mask, Options, bias_kind, dropout_scale, hides_packed_keys
 from dmattn_ops.choice import arch
+from dmattn_ops.kernels.hopper import constants
+from dmattn_ops.kernels.hopper.views import MaskTensors
 from dmattn_ops.kernels.interval_lists import listed as listed
 from dmattn_ops.kernels.interval_lists import too_long as too_long
 from dmattn_ops.kernels.portable import arguments as portable
 from dmattn_ops.launching.launch import computed, workspace
 
-LOG2E = 1.4426950408889634
+LOG2E = constants.LOG2E.value
 MAX_DIM = 256
 PARTS = ((64, 0), (64, 16), (64, 32), (128, 0), (128, 16), (128, 32), (128, 64), (256, 0))
 LEAST_HEADS = 4  # side by side: with fewer, what they save in L2 is less than the noise
@@ -86,35 +88,36 @@ def _hidden_bias(kept: Tensor, bias: Tensor | None) -> Tensor:
 
 def mask_arguments(
     lists: Tensor | None, bits: Tensor | None, mask: Mask, heads: int, seqlen_q: int, placeholder: Tensor
-) -> tuple[int, list[Any], list[int]]:
-    """Return the kind of one side's mask, its pointers, and its strides and numbers of query heads per mask head.
+) -> MaskTensors:
+    """Return one side's mask as kernels take it.
 
-    Pointers that a kind does not have are the placeholder, so that no kernel is compiled for their absence.
+    Tensors that a kind does not have are the placeholder, so that no kernel is compiled for their absence.
     """
-    no_intervals = [placeholder] * 4
+    given = MaskTensors(*[placeholder] * 8, *[0] * 9, *[1] * 2)
     if lists is None:
-        return 0, [placeholder] * 4 + no_intervals, [0] * 9 + [1, 1]
+        return given
 
     def strides(tensor: Tensor) -> list[int]:
         return [tensor.stride(dim) if tensor.shape[dim] > 1 else 0 for dim in range(2)]
 
-    list_strides = [*strides(lists), lists.shape[-1]]
-    group = heads // lists.shape[1]
+    list_b, list_h = strides(lists)
+    given = given._replace(
+        lists=lists, list_b=list_b, list_h=list_h, list_width=lists.shape[-1], mask_group=heads // lists.shape[1]
+    )
     if bits is not None:
         words = bits.view(torch.int64)  # of 64 rows or columns each: what one step tests
-        of_bits = [*strides(words), words.shape[-1]]
-        return 1, [lists, words, placeholder, placeholder, *no_intervals], [*list_strides, *of_bits, 0, 0, 0, group, 1]
+        bits_b, bits_h = strides(words)
+        return given._replace(bits=words, bits_b=bits_b, bits_h=bits_h, bits_row=words.shape[-1])
+    numbers = mask.k_segments if mask.start is None else mask.start
+    assert numbers is not None
+    numbers_b, numbers_h = strides(numbers)
+    given = given._replace(k_segments_b=numbers_b, k_segments_h=numbers_h, segment_group=heads // numbers.shape[1])
     if mask.start is not None:
         hidden = [placeholder if part is None else part for part in (mask.hidden_from, mask.hidden_to)]
-        intervals = [mask.start, mask.end, *hidden]
-        sizes = [*list_strides, 0, 0, 0, 0, *strides(mask.start), group, heads // mask.start.shape[1]]
-        return 3, [lists, placeholder, placeholder, placeholder, *intervals], sizes
-    keys = mask.k_segments
-    assert keys is not None
-    queries = computed(_zeros, keys, (1, seqlen_q)) if mask.q_segments is None else mask.q_segments
+        return given._replace(start=mask.start, end=mask.end, hidden_from=hidden[0], hidden_to=hidden[1])
+    queries = computed(_zeros, numbers, (1, seqlen_q)) if mask.q_segments is None else mask.q_segments
     queries_b = queries.stride(0) if queries.shape[0] > 1 else 0
-    sizes = [*list_strides, 0, 0, 0, queries_b, *strides(keys), group, heads // keys.shape[1]]
-    return 2, [lists, placeholder, queries, keys, *no_intervals], sizes
+    return given._replace(q_segments=queries, k_segments=numbers, q_segments_b=queries_b)
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:

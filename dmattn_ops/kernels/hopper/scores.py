@@ -29,7 +29,7 @@ class Scales(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """The pairs of the row statistics (`hopper.backward.rows`), and whether some row of the call needs them."""
+    """The pairs of the row statistics (`hopper/statistics.py`), and whether some row of the call needs them."""
 
     needed: Any
     first: Any  # of all rows

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.backward.rows import NEVER as _NEVER
 from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, meet
+from dmattn_ops.kernels.hopper.statistics import NEVER as _NEVER
 
 # Of rows that 4 warps clear: 16 bytes of a row for each thread, whatever their width
 MATRIX = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -30,9 +30,9 @@ class Seen(NamedTuple):
 
 
 @gluon.jit
-def seen_columns(n_rows, n_columns, low, high):
-    """Return the columns that some of the rows sees, where row r sees columns r + low to r + high."""
-    return Seen(gl.maximum(low, 0), gl.minimum(n_columns, n_rows + high))
+def seen_columns(n_rows, n_columns, band_lo, band_hi):
+    """Return the columns that some of the rows sees, where row r sees columns r + band_lo to r + band_hi."""
+    return Seen(gl.maximum(band_lo, 0), gl.minimum(n_columns, n_rows + band_hi))
 
 
 @gluon.jit

@@ -49,3 +49,12 @@ def word_of(words, column):
     if len(words) == 4:
         word = gl.where(column < 64, word, gl.where(column < 96, words[2][:, None], words[3][:, None]))
     return word
+
+
+@gluon.jit
+def words_without(words, less):
+    """Return two or four words without the bits that are set in those of `less`."""
+    if len(words) == 2:
+        return (words[0] & ~less[0], words[1] & ~less[1])
+    else:
+        return (words[0] & ~less[0], words[1] & ~less[1], words[2] & ~less[2], words[3] & ~less[3])

@@ -13,14 +13,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.call import TILE as _TILE
+from dmattn_ops.kernels.hopper.backward.types import Draw, Place
 from dmattn_ops.kernels.hopper.backward.work import announce, receive
 from dmattn_ops.kernels.hopper.columns import send_rows, stage_rows
+from dmattn_ops.kernels.hopper.constants import TILE, accumulator
 from dmattn_ops.kernels.hopper.gluon_compat import tma
 from dmattn_ops.kernels.hopper.ragged import load_tile
 from dmattn_ops.kernels.ragged import WORDS as _WORDS
 
-TILE = gl.constexpr(_TILE)
 WORDS = gl.constexpr(_WORDS)
 
 # The workspace as it lies in memory: a thread loads 16 bytes at a time, and gets what it would hold of an accumulator of
@@ -60,80 +60,83 @@ def await_blocks(counter, blocks):
 
 @gluon.jit
 def tiles_drawn(drawn, tiles, tiles_at_once, group):
-    """Return (key head, query head, first tile, end) of a draw, heads counted over all batches."""
+    """Return the tiles of dq of a draw."""
     draws = (tiles + tiles_at_once - 1) // tiles_at_once
     head = drawn // draws
     first = (drawn - head * draws) * tiles_at_once
-    return head // group, head, first, gl.minimum(first + tiles_at_once, tiles)
+    return Draw(head // group, head, first, gl.minimum(first + tiles_at_once, tiles))
 
 
 @gluon.jit
-def hand_out(turn, tickets, blocks_done, work, n_blocks, n_heads, kv_heads, group, tiles, tiles_at_once):
+def hand_out(turn, tickets, blocks_done, work, order, problem, tiles):
     """As the producer, announce tiles of dq as (tile, batch, query head) once their sums are complete, until all are drawn."""
-    heads = kv_heads * group
+    heads = problem.kv_heads * problem.group
     drawn = gl.atomic_add(tickets, 1, sem="relaxed")
-    kv_index, head, tile, end = tiles_drawn(drawn, tiles, tiles_at_once, group)
-    while kv_index < n_heads:
-        await_blocks(blocks_done + kv_index, 2 * n_blocks)
-        while tile < end:
-            announce(turn, (tile, head // heads, head % heads), work)
+    draw = tiles_drawn(drawn, tiles, order.tiles_at_once, problem.group)
+    while draw.kv_head < order.n_heads:
+        await_blocks(blocks_done + draw.kv_head, 2 * order.n_blocks)
+        tile = draw.tile
+        while tile < draw.end:
+            announce(turn, Place(tile, draw.head // heads, draw.head % heads), work)
             turn += 1
             tile += 1
         drawn = gl.atomic_add(tickets, 1, sem="relaxed")
-        kv_index, head, tile, end = tiles_drawn(drawn, tiles, tiles_at_once, group)
-    announce(turn, (-1, -1, -1), work)
+        draw = tiles_drawn(drawn, tiles, order.tiles_at_once, problem.group)
+    announce(turn, Place(-1, -1, -1), work)
 
 
 @gluon.jit
-def load_sums(accumulator, place, heads, rows, C: gl.constexpr, D: gl.constexpr, D2: gl.constexpr):
+def load_sums(out, place, C: gl.constexpr, T: gl.constexpr):
     """Return consumer `C`'s 64 queries of a tile's sums, as accumulators `[64, D]` and `[64, D2]` hold them; of tile 0 for -1.
 
     They come from L2: what was loaded for -1 may not have been complete.
     """
+    D: gl.constexpr = T.D
+    D2: gl.constexpr = T.D2
     FLAT: gl.constexpr = FLAT_64 if D == 64 else FLAT_128
-    tile, batch, head = place
-    row = (gl.maximum(batch, 0) * heads + gl.maximum(head, 0)).to(gl.int64) * rows + gl.maximum(tile, 0) * TILE + C * 64
-    x = gl.load(accumulator + row * (D + D2) + gl.arange(0, 64 * D, layout=FLAT), cache_modifier=".cg")
+    head = (gl.maximum(place.batch, 0) * out.heads + gl.maximum(place.head, 0)).to(gl.int64)
+    row = head * out.rows + gl.maximum(place.tile, 0) * TILE + C * 64
+    x = gl.load(out.accumulator + row * (D + D2) + gl.arange(0, 64 * D, layout=FLAT), cache_modifier=".cg")
     # bits of the offset, highest first: columns 6, 3-5, rows 4-5, 0-2, columns 1-2, row 3, column 0
     x = x.reshape([D // 64, 8, 4, 8, 4, 2, 2]).permute([2, 5, 3, 0, 1, 4, 6]).reshape([64, D])
-    first = gl.convert_layout(x, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), assert_trivial=True)
+    first = gl.convert_layout(x, accumulator(D), assert_trivial=True)
     if D2 > 0:
         FLAT_2: gl.constexpr = FLAT_32 if D2 == 32 else FLAT_16
         at = row * (D + D2) + 64 * D + gl.arange(0, 64 * D2, layout=FLAT_2)
-        y = gl.load(accumulator + at, cache_modifier=".cg")
+        y = gl.load(out.accumulator + at, cache_modifier=".cg")
         y = y.reshape([D2 // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, D2])
-        second = gl.convert_layout(y, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D2, 16]), assert_trivial=True)
+        second = gl.convert_layout(y, accumulator(D2), assert_trivial=True)
         return (first, second)
     else:
         return (first,)
 
 
 @gluon.jit
-def finish(turn, dq_out, work, C: gl.constexpr, D: gl.constexpr, D2: gl.constexpr):
+def finish(turn, out, work, C: gl.constexpr, T: gl.constexpr):
     """As consumer `C`, write its half of each tile of dq that the producer announces, through its piece of shared memory."""
-    accumulator, dq_s, dq_maps, scale, heads, rows, query_tiles = dq_out
-    dq_c = dq_s.index(C)
-    dtype: gl.constexpr = dq_maps[0].dtype
+    dq_c = out.dq.index(C)
+    dtype: gl.constexpr = out.dq_map[0].dtype
     place = receive(turn, work)
-    sums = load_sums(accumulator, place, heads, rows, C, D, D2)
-    while place[0] >= 0:
-        tile, batch, head = place
+    sums = load_sums(out, place, C, T)
+    while place.tile >= 0:
+        tile = place.tile
+        queries = place.batch
+        head = place.head
         turn += 1
         place = receive(turn, work)
-        ahead = load_sums(accumulator, place, heads, rows, C, D, D2)
+        ahead = load_sums(out, place, C, T)
         tma.store_wait(pendings=0)
-        stage_rows(sums[0], scale, dq_c, D, 0, dtype)
+        stage_rows(sums[0], out.scale, dq_c, T.D, 0, dtype)
         query = tile * TILE + C * 64
-        queries = batch
-        if query_tiles is not None:
-            own = load_tile(query_tiles + tile.to(gl.int64) * WORDS)
+        if out.query_tiles is not None:
+            own = load_tile(out.query_tiles + tile.to(gl.int64) * WORDS)
             query = own.first + C * 64
             queries = own.own
-        send_rows(dq_c, dq_maps[0], queries, query, head, 0, dtype)
-        if D2 > 0:  # in the half that the first part leaves
+        send_rows(dq_c, out.dq_map[0], queries, query, head, 0, dtype)
+        if T.D2 > 0:  # in the half that the first part leaves
             half = dq_c.slice(8, 8, dim=0)
-            stage_rows(sums[1], scale, half, D2, 0, dtype)
-            send_rows(half, dq_maps[1], queries, query, head, D, dtype)
+            stage_rows(sums[1], out.scale, half, T.D2, 0, dtype)
+            send_rows(half, out.dq_map[1], queries, query, head, T.D, dtype)
         sums = ahead
     tma.store_wait(pendings=0)
 

@@ -43,12 +43,15 @@ from dmattn_ops.kernels.hopper.arguments import (
     too_long,
 )
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
-from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
+from dmattn_ops.kernels.hopper.backward.rows import RowTraits, prepare_kernel
 from dmattn_ops.kernels.hopper.backward.shares import add_shares, parts_of
-from dmattn_ops.kernels.hopper.dbias.launch import Statistics, bias_gradient
+from dmattn_ops.kernels.hopper.backward.types import Mask, Traits
+from dmattn_ops.kernels.hopper.dbias.launch import bias_gradient
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.gluon_compat import VIEWS_ARE_WHOLE
+from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
+from dmattn_ops.kernels.hopper.statistics import Statistics
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient
@@ -71,7 +74,6 @@ ROUNDS_OF_CHUNKS = 0.5
 TICKETS = 4  # two counts of what programs have drawn, and what follows is aligned
 STATISTICS = 4  # of a row: lse, delta and the pair (`rows.py`)
 TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
-_RAGGED = 4  # the kind of mask that packed sequences have in the kernel (`walk.py`)
 
 
 def refusals(call: Call) -> list[str]:
@@ -108,35 +110,39 @@ def _steps(tensor: Tensor, heads: int, kv_heads: int) -> tuple[int, int, int]:
     return batch, head * (heads // kv_heads), head
 
 
-def _mask_arguments(call: Call, unused: Tensor, block_n: int) -> tuple[int, bool, tuple, tuple]:
-    """Return the kind of lists, whether queries have segments, the kernel's mask tensors, and their strides.
+def _mask_of(call: Call, unused: Tensor, block_n: int) -> Mask:
+    """Return a call's mask as the kernel takes it.
 
     Tensors that a kind does not have are `unused`, so that no kernel is compiled for their absence.
     """
     mask, (_, _, _, heads, kv_heads) = call.mask, sizes_of(call)
+    given = Mask(*[unused] * 8, *[0] * 12)
     if call.varlen is not None:
         chunk = chunk_of_tiles(even_groups(kv_heads, PACKED_HEADS), ROUNDS_OF_CHUNKS, call.query.device)
         records = ragged_tiles(call, block_n, of_keys=True, chunk=chunk, follows=True)
-        return _RAGGED, False, (records, *(unused,) * 7), (0, 0, 0, WORDS, *(0,) * 8)
+        return given._replace(lists=records, list_width=WORDS)
     if mask.col_tiles is None:
-        return 0, False, (unused,) * 8, (0,) * 12
-    lists = mask.col_tiles
-    of_lists = (*_steps(lists, heads, kv_heads), lists.shape[-1])
+        return given
+    batch, head, step = _steps(mask.col_tiles, heads, kv_heads)
+    given = given._replace(
+        lists=mask.col_tiles, list_b=batch, list_kv=head, list_step=step, list_width=mask.col_tiles.shape[-1]
+    )
     if mask.col_bits is not None:
         bits = mask.col_bits.view(torch.int64)
-        of_bits = (*_steps(bits, heads, kv_heads), bits.shape[-1])
-        return 1, False, (lists, bits, *(unused,) * 6), (*of_lists, *of_bits, 0, 0, 0, 0)
+        batch, head, step = _steps(bits, heads, kv_heads)
+        return given._replace(bits=bits, bits_b=batch, bits_kv=head, bits_step=step, bits_row=bits.shape[-1])
+    numbers = mask.k_segments if mask.start is None else mask.start
+    assert numbers is not None
+    batch, head, step = _steps(numbers, heads, kv_heads)
+    given = given._replace(k_segments_b=batch, k_segments_kv=head, k_segments_step=step)
     if mask.start is not None:
-        hidden = (unused if part is None else part for part in (mask.hidden_from, mask.hidden_to))
-        intervals = (mask.start, mask.end, *hidden)
-        strides = (*of_lists, 0, 0, 0, 0, 0, *_steps(mask.start, heads, kv_heads))
-        return 3, False, (lists, unused, unused, unused, *intervals), strides
-    queries, keys = mask.q_segments, mask.k_segments
-    assert keys is not None
-    q_batch = queries.stride(0) if queries is not None and queries.shape[0] > 1 else 0
-    strides = (*of_lists, 0, 0, 0, 0, q_batch, *_steps(keys, heads, kv_heads))
-    tensors = (lists, unused, unused if queries is None else queries, keys, *(unused,) * 4)
-    return 2, queries is not None, tensors, strides
+        hidden = [unused if part is None else part for part in (mask.hidden_from, mask.hidden_to)]
+        return given._replace(start=mask.start, end=mask.end, hidden_from=hidden[0], hidden_to=hidden[1])
+    given = given._replace(k_segments=numbers)
+    if mask.q_segments is None:
+        return given
+    queries_b = mask.q_segments.stride(0) if mask.q_segments.shape[0] > 1 else 0
+    return given._replace(q_segments=mask.q_segments, q_segments_b=queries_b)
 
 
 def _interleaved(call: Call) -> bool:
@@ -251,14 +257,15 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         out, grad_out, lse, lse_tail, grad_lse, call.sink, sink_parts, room, accumulator, *counts,
         *row_strides(out), *row_strides(grad_out), *statistic_strides(lse), *statistic_strides(lse_tail),
         *grad_lse_strides, query_tiles,
-        seqlen_q, heads, rows, total, dim_v, delta_factor(options), BLOCK=block_rows, DV=64 if dim_v <= 64 else 128, D=width,
-        D2=second, TICKETS=TICKETS, NATURAL=in_natural_units(call), num_warps=8, follows=query_tiles is not None,
+        seqlen_q, heads, rows, total, dim_v, delta_factor(options),
+        T=RowTraits(block_rows, 64 if dim_v <= 64 else 128, width, second, TICKETS, in_natural_units(call)), num_warps=8,
+        follows=query_tiles is not None,
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
-    kind, has_q_segments, numbers, strides = _mask_arguments(call, accumulator, block_n)
+    given = _mask_of(call, accumulator, block_n)
     key_sums = room_for_key_sums(call)
     seed, *dropping = dropout_arguments(call)
-    blocks_per_head = -(-seqlen_k // block_n) if call.varlen is None else numbers[0].shape[0]
+    blocks_per_head = -(-seqlen_k // block_n) if call.varlen is None else given.lists.shape[0]
     dq_tiles, sms = total // TILE, arch.physical(query.device).num_sms
     interleaved, (band_lo, band_hi) = _interleaved(call), options[:2]
     order = _order(call, blocks_per_head * config.shares, interleaved, options, config, sms)
@@ -266,6 +273,13 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
     tiles_at_once = max(1, min(TILES_AT_ONCE, dq_tiles // sms))
     shares = config.shares
     dk, dv = parts = parts_of(grads, shares)
+    traits = Traits(
+        BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, MASK=kind_of(call),
+        BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=band_lo > -UNBOUNDED,
+        HAS_Q_SEG=mask.q_segments is not None, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
+        GROUPED=heads != kv_heads, TWO_PHASE=config.variant == "two_phase", ORDERED=options.deterministic,
+        INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0, EDGES=hides_rows(call),
+    )  # fmt: skip
     launch(
         backward_kernel, (min(batch * kv_heads * blocks_per_head * shares + dq_tiles, sms),),
         rows_map(query, block_m, width), rows_map(key, block_n, width), rows_map(value, 64, width_v),
@@ -277,16 +291,12 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         plain_map(room, pieces, (second // 4, 256), offset=4 * STATISTICS * total) if second else None,
         rows_map(dq, 64, second) if second else None, rows_map(dk, 64, second) if second else None,
         rows_map(dv, 64, second_v) if second_v else None, accumulator, *counts, room,
-        *numbers, bias, key_sums, seed, *strides,
-        *bias_places(bias, heads), *dropping, options.softmax_scale, *score_factors(options), kv_heads, heads // kv_heads,
-        seqlen_q, seqlen_k, rows, band_lo, band_hi, *order, tiles_at_once, batch * kv_heads,
+        *given[:8], bias, key_sums, seed, given.list_b, given.list_kv, given.list_step, given.list_width, given.bits_b,
+        given.bits_kv, given.bits_step, given.bits_row, given.q_segments_b, given.k_segments_b, given.k_segments_kv,
+        given.k_segments_step, *bias_places(bias, heads), *dropping, options.softmax_scale, *score_factors(options),
+        kv_heads, heads // kv_heads, seqlen_q, seqlen_k, rows, band_lo, band_hi, *order, tiles_at_once, batch * kv_heads,
         total // block_rows, shares if shares > 1 else None, total, blocks_per_head, query_tiles,
-        BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, LISTS=kind,
-        BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=band_lo > -UNBOUNDED,
-        HAS_Q_SEG=has_q_segments, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
-        GROUPED=heads != kv_heads, ORDERED=options.deterministic,
-        TWO_PHASE=config.variant == "two_phase", INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0,
-        EDGES=hides_rows(call), num_warps=4, follows=True,
+        T=traits, num_warps=4, follows=True,
     )  # fmt: skip
     add_shares(parts, grads, shares)
     statistics = Statistics(room, counts[-1], rows, total // block_rows)

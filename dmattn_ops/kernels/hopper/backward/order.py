@@ -13,6 +13,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.kernels.hopper.backward.types import Span
+
 
 @gluon.jit
 def downward_span(span, HAS_LO: gl.constexpr):
@@ -20,20 +22,19 @@ def downward_span(span, HAS_LO: gl.constexpr):
 
     A lower limit of the band makes the last query tiles of a key tile partial: all are tested then.
     """
-    first, full_first, full_end, end = span
     if HAS_LO:
-        full_first = end
+        full_first = span.end
     else:
-        full_first = gl.where(full_end > full_first, full_first, end)
-    return first, full_first, end, end
+        full_first = gl.where(span.full_end > span.full_first, span.full_first, span.end)
+    return Span(span.first, full_first, span.end, span.end)
 
 
 @gluon.jit
-def turn_of(tile, m, band_lo, BM: gl.constexpr, BN: gl.constexpr, HAS_LO: gl.constexpr):
+def turn_of(tile, m, band_lo, T: gl.constexpr):
     """Return how many key tiles before `tile` see query tile `m`, given that `tile` does."""
     turn = tile
-    if HAS_LO:
-        turn = tile - gl.maximum(m * BM + band_lo, 0) // BN
+    if T.HAS_LO:
+        turn = tile - gl.maximum(m * T.BM + band_lo, 0) // T.BN
     return turn
 
 

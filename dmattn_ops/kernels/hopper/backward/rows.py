@@ -1,79 +1,26 @@
-"""Row work before the SM 9.0 backward kernels: statistics, a zeroed accumulator and counters.
-
-A statistic of a row is held twice. Rounded: minus lse in log2 units, which one addition takes from a score. And as a pair,
-whose difference from a score is exact where lse is too large to be rounded: P = exp2((score - first) - second). Kernels use
-the pairs where a flag says that some row of the call needs them.
-"""
+"""Row work before the SM 9.0 backward kernel: statistics, a zeroed accumulator and counters."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from dmattn_ops.call import TILE as _TILE
-from dmattn_ops.kernels.ragged import WORDS as _WORDS
+from dmattn_ops.kernels.hopper.statistics import query_of, row_statistics
 from dmattn_ops.kernels.sinks import part_of_gradient, take_sink
 from dmattn_ops.launching.overlap import follow_kernel_before
 
-TILE = tl.constexpr(_TILE)
-WORDS = tl.constexpr(_WORDS)
-LOG2E = tl.constexpr(1.4426950408889634)
-LARGE = tl.constexpr(4096.0)  # from here on float32 holds lse with an error of more than 2 ** -12
-HUGE = tl.constexpr(2.0e38)  # times log2(e) this is finite
-NEVER = tl.constexpr(3.0e38)  # the statistic of rows that give nothing: P = 0, and 0 times it is 0
 
+class RowTraits(NamedTuple):
+    """What the kernel is compiled for."""
 
-@triton.jit
-def _within(x, limit):
-    """Return the nearest number from -limit to limit; NaN stays."""
-    nan: tl.constexpr = tl.PropagateNan.ALL
-    return tl.minimum(tl.maximum(x, 0.0 - limit, propagate_nan=nan), limit, propagate_nan=nan)
-
-
-@triton.jit
-def row_statistics(lse, tail, NATURAL: tl.constexpr):
-    """Return (minus lse in log2 units, first and second of its pair, whether the pair is needed) of rows.
-
-    NATURAL: the pair is in natural units, for scores with a bias; else in log2 units.
-    """
-    given = lse != float("-inf")
-    lse = tl.where(given, lse, 0.0)
-    factor = tl.full(lse.shape, LOG2E, tl.float32)
-    bounded = _within(lse, HUGE)  # so that nothing below is infinite
-    anchor = tl.fma(bounded, factor, tl.zeros_like(lse))  # a product would be contracted with what follows
-    rest = tl.fma(tail, factor, tl.fma(bounded, factor, -anchor))
-    large = given & ((tl.abs(lse) > LARGE) | (tl.abs(tail) > LARGE))
-    # A sink beside a row of finfo.min makes the tail as large as a float32: kernels that take the pair multiply the rounded
-    # statistic by 0, which must not be infinite either.
-    rounded = _within(anchor + rest, NEVER)
-    if NATURAL:
-        first = lse
-        second = tail
-    else:
-        first = anchor
-        second = rest
-    return (
-        tl.where(given, 0.0 - rounded, 0.0 - NEVER),
-        tl.where(given, first, NEVER),
-        tl.where(given, second, 0.0),
-        large,
-    )
-
-
-@triton.jit
-def query_of(row, start, query_tiles, seqlen_q):
-    """Return (query, whether there is one) of rows from `start` on, all in one tile of 128, of a head of the workspaces.
-
-    `query_tiles` are the records of packed sequences (`kernels/ragged.py`), or None.
-    """
-    query = row
-    inside = row < seqlen_q
-    if query_tiles is not None:
-        record = query_tiles + (start // TILE).to(tl.int64) * WORDS
-        local = tl.load(record + 1) + row % TILE
-        inside = local < tl.load(record + 3)
-        query = tl.load(record + 2) + local
-    return query, inside
+    BLOCK: int  # rows of a program
+    DV: int  # columns of a row of out, to a power of two
+    D: int  # columns of a row of dq in its first part, and (else 0) in its second one
+    D2: int
+    TICKETS: int
+    NATURAL: bool  # whether pairs are in natural units
 
 
 @triton.jit
@@ -113,14 +60,9 @@ def prepare_kernel(
     total_rows,
     dim,
     delta_factor,
-    BLOCK: tl.constexpr,
-    DV: tl.constexpr,
-    D: tl.constexpr,
-    D2: tl.constexpr,
-    TICKETS: tl.constexpr,
-    NATURAL: tl.constexpr,
+    T: tl.constexpr,
 ):
-    """Write the statistics of BLOCK rows, so that P is 0 where nothing may flow; zero their pieces of dq.
+    """Write the statistics of `T.BLOCK` rows, so that P is 0 where nothing may flow; zero their pieces of dq.
 
     A `sink` `[heads]` is a part of the sums; `sink_parts` are what each program adds to the gradient of its head's.
 
@@ -130,6 +72,11 @@ def prepare_kernel(
     Counts become 0 too: TICKETS tickets, `counters` of pieces, of which BLOCK rows are two, and `blocks_done` of key heads, of
     which there are no more than programs.
     """
+    BLOCK: tl.constexpr = T.BLOCK
+    DV: tl.constexpr = T.DV
+    D: tl.constexpr = T.D
+    D2: tl.constexpr = T.D2
+    TICKETS: tl.constexpr = T.TICKETS
     follow_kernel_before()
     block = tl.program_id(0)
     bh = block // (rows // BLOCK)
@@ -152,7 +99,7 @@ def prepare_kernel(
         tail, taken = take_sink(tl.load(sink + head).to(tl.float32), value, tail)
         if sink_parts is not None:
             tl.store(sink_parts + block, part_of_gradient(taken, delta))
-    minus_lse, first, second, large = row_statistics(value, tail, NATURAL)
+    minus_lse, first, second, large = row_statistics(value, tail, T.NATURAL)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + batch * glse_b + head * glse_h + row64 * glse_s, mask=inside, other=0.0)
     at = bh.to(tl.int64) * rows + row

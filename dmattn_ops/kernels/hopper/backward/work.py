@@ -11,7 +11,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.kernels.hopper.backward.types import Place
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier
+from dmattn_ops.kernels.hopper.kinds import BAND
 
 RECEIVERS = gl.constexpr(4)  # two consumers and their reducers
 
@@ -44,41 +46,37 @@ def block_of(block, n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_ro
 
 
 @gluon.jit
-def place_of(block, order, kv_heads, shares, lists, of_lists, LISTED: gl.constexpr):
-    """Return (key tile, batch, key head) of a block; with LISTED the lists say which tile has which rank.
-
-    Where key tiles have `shares` blocks each, the second is the batch times them, plus the share (`split_place`).
-    """
-    n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_row, _ = order
-    tile, kv_index = block_of(block, n_blocks, n_heads, heads_per_group, first_ranks, ranks_in_row)
-    batch = kv_index // kv_heads
-    kv_head = kv_index - batch * kv_heads
-    if shares is not None:
+def place_of(block, order, problem, T: gl.constexpr):
+    """Return the place of a block; lists and records say which tile has which rank."""
+    tile, kv_index = block_of(
+        block, order.n_blocks, order.n_heads, order.heads_per_group, order.first_ranks, order.ranks_in_row
+    )
+    batch = kv_index // problem.kv_heads
+    kv_head = kv_index - batch * problem.kv_heads
+    if problem.shares is not None:
         rank = tile
-        tile = rank // shares
-        batch = batch * shares + rank - tile * shares
-    if LISTED:
-        tile = gl.load(record_of((tile, batch, kv_head), lists, of_lists))
-    return tile, batch, kv_head
+        tile = rank // problem.shares
+        batch = batch * problem.shares + rank - tile * problem.shares
+    if T.MASK != BAND:
+        tile = gl.load(record_of(Place(tile, batch, kv_head), problem.mask))
+    return Place(tile, batch, kv_head)
 
 
 @gluon.jit
 def split_place(place, shares):
-    """Return ((key tile, batch, key head), share) from what `place_of` returns."""
+    """Return (place, share) from what `place_of` returns."""
     share = 0
     if shares is not None:
-        tile, batch, kv_head = place
-        share = batch % shares
-        place = (tile, batch // shares, kv_head)
+        share = place.batch % shares
+        place = Place(place.tile, place.batch // shares, place.head)
     return place, share
 
 
 @gluon.jit
-def record_of(place, lists, of_lists):
+def record_of(place, mask):
     """Return where the list of a place's key tile begins, for the first query head of its key head."""
-    tile, batch, kv_head = place
-    list_b, list_kv, list_width = of_lists
-    return lists + batch.to(gl.int64) * list_b + kv_head.to(gl.int64) * list_kv + tile.to(gl.int64) * list_width
+    at = mask.lists + place.batch.to(gl.int64) * mask.list_b + place.head.to(gl.int64) * mask.list_kv
+    return at + place.tile.to(gl.int64) * mask.list_width
 
 
 @gluon.jit
@@ -88,26 +86,23 @@ def announce(turn, place, work):
     Tiles of dq follow in the same way (`finish.py`), until another -1.
     """
     PARTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    places, full, empty = work
-    tile, batch, kv_head = place
     slot = turn & 1
     at = gl.arange(0, 4, layout=PARTS)
-    mbarrier.wait(empty.index(slot), ((turn >> 1) & 1) ^ 1)
-    places.index(slot).store(gl.where(at == 0, tile, gl.where(at == 1, batch, kv_head)))
-    mbarrier.arrive(full.index(slot), count=1)
+    mbarrier.wait(work.empty.index(slot), ((turn >> 1) & 1) ^ 1)
+    work.places.index(slot).store(gl.where(at == 0, place.tile, gl.where(at == 1, place.batch, place.head)))
+    mbarrier.arrive(work.full.index(slot), count=1)
 
 
 @gluon.jit
 def receive(turn, work):
     """Return the place of a program's `turn`-th block or tile of dq."""
     PARTS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    places, full, empty = work
     slot = turn & 1
-    mbarrier.wait(full.index(slot), (turn >> 1) & 1)
-    parts = places.index(slot).load(PARTS)
+    mbarrier.wait(work.full.index(slot), (turn >> 1) & 1)
+    parts = work.places.index(slot).load(PARTS)
     at = gl.arange(0, 4, layout=PARTS)
     tile = gl.sum(gl.where(at == 0, parts, 0), 0)
     batch = gl.sum(gl.where(at == 1, parts, 0), 0)
-    kv_head = gl.sum(gl.where(at == 2, parts, 0), 0)
-    mbarrier.arrive(empty.index(slot), count=1)
-    return tile, batch, kv_head
+    head = gl.sum(gl.where(at == 2, parts, 0), 0)
+    mbarrier.arrive(work.empty.index(slot), count=1)
+    return Place(tile, batch, head)

@@ -17,25 +17,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.backward_256.walk import (
-    NO_LISTS,
-    RAGGED,
-    STEP,
-    Mask,
-    at_batch,
-    band_view,
-    block_of,
-    count_steps,
-    full_step,
-    head_view,
-    load_row_numbers,
-    load_select,
-    no_test,
-    partial_step,
-    ranked_tile,
-    sight_of,
-    visible,
-)
+from dmattn_ops.kernels.hopper.backward_256.types import Scores, test_of_keys
 from dmattn_ops.kernels.hopper.columns import (
     add_products,
     allocate_rows,
@@ -50,7 +32,9 @@ from dmattn_ops.kernels.hopper.columns import (
     stage_rows,
     transposed,
 )
+from dmattn_ops.kernels.hopper.constants import accumulator
 from dmattn_ops.kernels.hopper.gluon_compat import follow_kernel_before, mbarrier, tma, tma_load, warpgroup_mma_wait
+from dmattn_ops.kernels.hopper.kinds import BAND, RAGGED
 from dmattn_ops.kernels.hopper.scores import (
     FULL_BIAS,
     KEY_BIAS,
@@ -76,6 +60,23 @@ from dmattn_ops.kernels.hopper.unseen import (
     ends_inside,
     finish_clearing,
     seen_columns,
+)
+from dmattn_ops.kernels.hopper.views import (
+    STEP,
+    MaskTensors,
+    band_view,
+    block_of,
+    count_steps,
+    full_step,
+    head_view,
+    load_row_numbers,
+    load_select,
+    mask_of,
+    no_test,
+    partial_step,
+    ranked_tile,
+    sight_of,
+    visible,
 )
 
 INTEGERS = (
@@ -117,50 +118,60 @@ class Block(NamedTuple):
     stat_rows: Any
 
 
+class Maps(NamedTuple):
+    """Tensor maps of what is loaded; those of rows are in parts (`columns.py`)."""
+
+    q: Any
+    o: Any
+    stats: Any
+    k: Any
+    v: Any
+
+
 @gluon.jit
-def load_step(i, at, head, maps, smem, block, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr):
+def load_step(i, at, head, maps, smem, block, T: gl.constexpr):
     """Fill stage `i & 1` with the queries of step `at`: query and lse, grad_out and delta."""
-    q_map, o_map, stat_map = maps
     b = i & 1
     phase = ((i >> 1) & 1) ^ 1
     row = block.stat_row + head * block.stat_rows + at * STEP
     q_full = smem.q_full.index(b)
     o_full = smem.o_full.index(b)
     mbarrier.wait(smem.q_empty.index(b), phase)
-    mbarrier.expect(q_full, STEP * (D + D2) * 2 + STEP * 4)
-    load_rows(q_map, block.queries, at * STEP, head, q_full, smem.q, b, D)
-    tma_load(stat_map, [0, row], q_full, smem.lse.index(b))
+    mbarrier.expect(q_full, STEP * (T.D + T.D2) * 2 + STEP * 4)
+    load_rows(maps.q, block.queries, at * STEP, head, q_full, smem.q, b, T.D)
+    tma_load(maps.stats, [0, row], q_full, smem.lse.index(b))
     mbarrier.wait(smem.o_empty.index(b), phase)
-    mbarrier.expect(o_full, STEP * (DV + DV2) * 2 + STEP * 4)
-    load_rows(o_map, block.queries, at * STEP, head, o_full, smem.o, b, DV)
-    tma_load(stat_map, [1, row], o_full, smem.delta.index(b))
+    mbarrier.expect(o_full, STEP * (T.DV + T.DV2) * 2 + STEP * 4)
+    load_rows(maps.o, block.queries, at * STEP, head, o_full, smem.o, b, T.DV)
+    tma_load(maps.stats, [1, row], o_full, smem.delta.index(b))
 
 
 @gluon.jit
-def producer(maps, k_map, v_map, smem, block, view, mask, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr,
-             DV2: gl.constexpr, LISTS: gl.constexpr, PARTIAL: gl.constexpr, HIDDEN: gl.constexpr):  # fmt: skip
+def producer(maps, smem, block, view, mask, T: gl.constexpr):
     """Load the block's keys once and then every step of every query head."""
-    mbarrier.expect(smem.kv_full, STEP * (D + D2 + DV + DV2) * 2)
-    load_rows(k_map, block.keys, block.tile * STEP, block.kv_head, smem.kv_full, smem.k, 0, D)
-    load_rows(v_map, block.keys, block.tile * STEP, block.kv_head, smem.kv_full, smem.v, 0, DV)
+    TEST: gl.constexpr = test_of_keys(T)
+    mbarrier.expect(smem.kv_full, STEP * (T.D + T.D2 + T.DV + T.DV2) * 2)
+    load_rows(maps.k, block.keys, block.tile * STEP, block.kv_head, smem.kv_full, smem.k, 0, T.D)
+    load_rows(maps.v, block.keys, block.tile * STEP, block.kv_head, smem.kv_full, smem.v, 0, T.DV)
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
-        here = head_view(view, mask, block.tile // 2, head, LISTS, HIDDEN)
-        n_full, n_partial = count_steps(here, LISTS)
+        here = head_view(view, mask, block.tile // 2, head, TEST)
+        n_full, n_partial = count_steps(here, TEST)
         for t in range(n_full):
-            load_step(i, full_step(t, here, n_partial, LISTS), head, maps, smem, block, D, D2, DV, DV2)
+            load_step(i, full_step(t, here, n_partial, TEST), head, maps, smem, block, T)
             i += 1
-        if PARTIAL:
+        if T.PARTIAL:
             for t in range(n_partial):
-                load_step(i, partial_step(t, here, n_partial, LISTS), head, maps, smem, block, D, D2, DV, DV2)
+                load_step(i, partial_step(t, here, n_partial, TEST), head, maps, smem, block, T)
                 i += 1
 
 
 @gluon.jit
 def store_part(sums, factor, map, buffers, spare, block, PART: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr,
-               ROOM: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
+               ROOM: gl.constexpr):  # fmt: skip
     """Start writing columns `FIRST ...` of dk or dv of the block's keys, through a buffer `ROOM` wide or the spare one."""
+    dtype: gl.constexpr = map[PART].dtype
     if WIDTH <= ROOM:
         buffer = buffers[PART].index(0)
         stage_rows(sums[PART], factor, buffer, WIDTH, ROOM, dtype)
@@ -170,133 +181,136 @@ def store_part(sums, factor, map, buffers, spare, block, PART: gl.constexpr, FIR
     send_rows(buffer, map[PART], block.keys, block.tile * STEP, block.kv_head, FIRST, dtype)
 
 
+class Step(NamedTuple):
+    """One step, as the owner of dv sees it."""
+
+    row: Any  # of the statistics
+    bias: Any  # what `step_bias` returned
+    head: Any
+    keys: Any
+    queries: Any
+    select: Any
+    at_edge: Any  # whether some of its queries see no key
+
+
 @gluon.jit
 def step_at_edge(at, view, n_keys):
     """Return whether the band hides every key from a query of step `at`."""
-    return ends_inside(seen_columns(n_keys, view.columns, view.low, view.high), at * STEP, STEP, view.columns)
+    return ends_inside(seen_columns(n_keys, view.columns, view.band_lo, view.band_hi), at * STEP, STEP, view.columns)
 
 
 @gluon.jit
-def dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, queries, select, at_edge, EDGES: gl.constexpr,
-            DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
-            LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, TEST: gl.constexpr, HAS_LOW: gl.constexpr,
-            HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+def dv_step(i, dv, smem, scores, at, TESTED: gl.constexpr, T: gl.constexpr):
+    """Make P of a step, and add to dv."""
+    TEST: gl.constexpr = test_of_keys(T)
+    SL: gl.constexpr = accumulator(STEP)
+    dtype: gl.constexpr = smem.p.dtype
     b = i & 1
     phase = (i >> 1) & 1
     k = buffer_at(smem.k, i >> 30)  # 0, but not for the compiler, which would keep descriptors of all of K in registers
     mbarrier.wait(smem.q_full.index(b), phase)
     minus_lse = smem.lse.index(b).reshape([STEP]).load(gl.SliceLayout(0, SL))  # behind a product it would wait for that
-    s = first_scores(added, STEP, BIAS)
-    s = multiply(k, transposed(buffer_at(smem.q, b)), s, BIAS == FULL_BIAS)
+    added = at.bias
+    s = first_scores(added, STEP, T.BIAS)
+    s = multiply(k, transposed(buffer_at(smem.q, b)), s, T.BIAS == FULL_BIAS)
     s = warpgroup_mma_wait(0, deps=(s,))
-    s, slope = softened(s, scales, SOFTCAP)
-    if exact.needed != 0:
-        if BIAS == FULL_BIAS:
-            added = full_bias(bias, head, keys[:, None], queries[None, :])
-        at = row + gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
-        first = gl.load(exact.first + at)[None, :]
-        x = exact_exponents(s, first, gl.load(exact.second + at)[None, :], added, scales, BIAS, SOFTCAP, NATURAL)
+    s, slope = softened(s, scores.scales, T.SOFTCAP)
+    if scores.exact.needed != 0:
+        if T.BIAS == FULL_BIAS:
+            added = full_bias(scores.bias, at.head, at.keys[:, None], at.queries[None, :])
+        rows = at.row + gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
+        first = gl.load(scores.exact.first + rows)[None, :]
+        second = gl.load(scores.exact.second + rows)[None, :]
+        x = exact_exponents(s, first, second, added, scores.scales, T.BIAS, T.SOFTCAP, T.NATURAL)
     else:
-        x = rounded_exponents(s, minus_lse[None, :], added, scales, BIAS, SOFTCAP, False)
+        x = rounded_exponents(s, minus_lse[None, :], added, scores.scales, T.BIAS, T.SOFTCAP, False)
     p = gl.exp2(x)
-    if TEST:
-        p = visible(p, keys, select, LISTS, HAS_LOW, HAS_HIGH, HIDDEN, True, SL)
+    if TESTED:
+        p = visible(p, at.keys, at.select, TEST, SL)
     p16 = p.to(dtype)
     smem.p.index(b).store((p * slope).to(dtype))  # dS follows with the slope since it is a multiple of P
     mbarrier.arrive(smem.p_full.index(b), count=1)
-    if EDGES and TEST:
-        if at_edge:
+    if T.EDGES and TESTED:
+        if at.at_edge:
             mbarrier.wait(smem.o_full.index(b), phase)
             clear_parts(buffer_at(smem.o, b), smem.lse.index(b).reshape([STEP]).load(ROWS) != NO_KEY)
             finish_clearing()
     mbarrier.arrive(smem.q_empty.index(b), count=1)
     mbarrier.wait(smem.o_full.index(b), phase)
-    dv = add_products(as_operand(p16, DV), buffer_at(smem.o, b), dv, DV2)
-    dv = await_products(dv, DV2)
+    dv = add_products(as_operand(p16, T.DV), buffer_at(smem.o, b), dv, T.DV2)
+    dv = await_products(dv, T.DV2)
     mbarrier.arrive(smem.o_empty.index(b), count=1)
     return dv
 
 
 @gluon.jit
-def dv_loops(dv, smem, block, view, mask, bias, scales, exact, EDGES: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr,
-             dtype: gl.constexpr, LISTS: gl.constexpr,
-             BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
-             HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
+def dv_loops(dv, smem, block, view, mask, scores, T: gl.constexpr):
     """Make P of every step, and add to dv over every query head of the group."""
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    TEST: gl.constexpr = test_of_keys(T)
+    SL: gl.constexpr = accumulator(STEP)
     keys = block.tile * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, SL))
     queries = gl.arange(0, STEP, layout=gl.SliceLayout(0, SL))
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
-        here = head_view(view, mask, block.tile // 2, head, LISTS, HIDDEN)
-        key_bias = load_key_bias(bias, head, keys, BIAS)[:, None]
-        n_full, n_partial = count_steps(here, LISTS)
+        here = head_view(view, mask, block.tile // 2, head, TEST)
+        key_bias = load_key_bias(scores.bias, head, keys, T.BIAS)[:, None]
+        n_full, n_partial = count_steps(here, TEST)
         for t in range(n_full):
-            at = full_step(t, here, n_partial, LISTS)
+            at = full_step(t, here, n_partial, TEST)
             rows = at * STEP + queries
-            added = step_bias(bias, head, key_bias, keys[:, None], rows[None, :], exact, BIAS)
+            added = step_bias(scores.bias, head, key_bias, keys[:, None], rows[None, :], scores.exact, T.BIAS)
             row = block.stat_row + head * block.stat_rows + at * STEP
-            dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, no_test(keys), False, EDGES, DV,
-                         DV2, dtype, LISTS, BIAS, SOFTCAP, False, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
+            dv = dv_step(i, dv, smem, scores, Step(row, added, head, keys, rows, no_test(keys), False), False, T)
             i += 1
-        if PARTIAL:
-            numbers = load_row_numbers(here, keys, block.seqlen_k, LISTS, HIDDEN, True)
-            coming = partial_step(0, here, n_partial, LISTS)
+        if T.PARTIAL:
+            numbers = load_row_numbers(here, keys, block.seqlen_k, TEST)
+            coming = partial_step(0, here, n_partial, TEST)
             for t in range(n_partial):
                 at = coming
-                coming = partial_step(t + 1, here, n_partial, LISTS)  # loaded early: loads of the test depend on it
-                select = load_select(at, here, keys, numbers, LISTS, HAS_HIGH, HIDDEN, True, SL)
+                coming = partial_step(t + 1, here, n_partial, TEST)  # loaded early: loads of the test depend on it
+                select = load_select(at, here, keys, numbers, TEST, SL)
                 rows = at * STEP + queries
-                added = step_bias(bias, head, key_bias, keys[:, None], rows[None, :], exact, BIAS)
+                added = step_bias(scores.bias, head, key_bias, keys[:, None], rows[None, :], scores.exact, T.BIAS)
                 row = block.stat_row + head * block.stat_rows + at * STEP
                 at_edge = False
-                if EDGES:
+                if T.EDGES:
                     at_edge = step_at_edge(at, view, block.seqlen_k)
-                dv = dv_step(i, dv, smem, scales, exact, row, added, bias, head, keys, rows, select, at_edge, EDGES, DV,
-                             DV2, dtype, LISTS, BIAS, SOFTCAP, True, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
+                dv = dv_step(i, dv, smem, scores, Step(row, added, head, keys, rows, select, at_edge), True, T)
                 i += 1
     return dv
 
 
 @gluon.jit
-def dv_consumer(smem, dv_map, block, view, mask, bias, scales, exact, flags, n_flags, EDGES: gl.constexpr,
-                D: gl.constexpr, D2: gl.constexpr,
-                DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr,
-                LISTS: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
-                HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr):  # fmt: skip
+def dv_consumer(smem, dv_map, block, view, mask, scores, flags, n_flags, T: gl.constexpr):
     """Make P of every step, and dv: with a full bias in loops of their own for exact statistics, else in loops that ask."""
-    dv = no_sums(DV, DV2)
+    bias, scales, exact = scores
+    dv = no_sums(T.DV, T.DV2)
     needed = any_flag(flags, n_flags)
     mbarrier.wait(smem.kv_full, 0)
-    if BIAS == FULL_BIAS:
+    if T.BIAS == FULL_BIAS:
         if needed != 0:
-            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(1, exact.first, exact.second), EDGES, DV, DV2, dtype,
-                          LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
+            dv = dv_loops(dv, smem, block, view, mask, Scores(bias, scales, Exact(1, exact.first, exact.second)), T)
         else:
-            dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(0, exact.first, exact.second), EDGES, DV, DV2, dtype,
-                          LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
+            dv = dv_loops(dv, smem, block, view, mask, Scores(bias, scales, Exact(0, exact.first, exact.second)), T)
     else:
-        dv = dv_loops(dv, smem, block, view, mask, bias, scales, Exact(needed, exact.first, exact.second), EDGES, DV, DV2, dtype,
-                      LISTS, BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)  # fmt: skip
+        dv = dv_loops(dv, smem, block, view, mask, Scores(bias, scales, Exact(needed, exact.first, exact.second)), T)
     # only this consumer reads K, and it is done
-    store_part(dv, None, dv_map, smem.k, smem.spare, block, 0, 0, DV, D, dtype)
-    if DV2 > 0:
-        store_part(dv, None, dv_map, smem.k, smem.spare, block, 1, DV, DV2, D2, dtype)
+    store_part(dv, None, dv_map, smem.k, smem.spare, block, 0, 0, T.DV, T.D)
+    if T.DV2 > 0:
+        store_part(dv, None, dv_map, smem.k, smem.spare, block, 1, T.DV, T.DV2, T.D2)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
-def dk_step(
-    i, dk, sums, smem, at_edge, EDGES: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, dtype: gl.constexpr, BIAS: gl.constexpr
-):  # fmt: skip
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+def dk_step(i, dk, sums, smem, at_edge, T: gl.constexpr):
+    """Add a step to dk, and dS to the sums."""
+    SL: gl.constexpr = accumulator(STEP)
     b = i & 1
     phase = (i >> 1) & 1
     v = buffer_at(smem.v, i >> 30)  # as for K above
     mbarrier.wait(smem.o_full.index(b), phase)
-    if EDGES:
+    if T.EDGES:
         if at_edge:
             mbarrier.wait(smem.q_full.index(b), phase)
             kept = smem.lse.index(b).reshape([STEP]).load(ROWS) != NO_KEY
@@ -310,48 +324,47 @@ def dk_step(
     mbarrier.arrive(smem.o_empty.index(b), count=1)
     mbarrier.wait(smem.p_full.index(b), phase)
     ds = smem.p.index(b).load(SL).to(gl.float32) * (dp - delta[None, :])
-    if BIAS == KEY_BIAS:
+    if T.BIAS == KEY_BIAS:
         sums += gl.sum(ds, 1)
-    ds = as_operand(ds.to(dtype), D)
+    ds = as_operand(ds.to(smem.p.dtype), T.D)
     mbarrier.wait(smem.q_full.index(b), phase)  # complete, since P is: makes what TMA wrote visible to this consumer
-    dk = add_products(ds, buffer_at(smem.q, b), dk, D2)
-    dk = await_products(dk, D2)
+    dk = add_products(ds, buffer_at(smem.q, b), dk, T.D2)
+    dk = await_products(dk, T.D2)
     mbarrier.arrive(smem.q_empty.index(b), count=1)  # frees P's buffer, too: the next P there needs the next queries
     return dk, sums
 
 
 @gluon.jit
-def dk_consumer(smem, dk_map, block, view, mask, bias, scale, EDGES: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
-                DV: gl.constexpr, DV2: gl.constexpr, dtype: gl.constexpr, LISTS: gl.constexpr, BIAS: gl.constexpr,
-                HIDDEN: gl.constexpr):  # fmt: skip
+def dk_consumer(smem, dk_map, block, view, mask, bias, scale, T: gl.constexpr):
     """Accumulate dk over every query head of the group, and sums of dS of each. P is 0 at hidden pairs."""
-    BY_KEY: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16]))
+    TEST: gl.constexpr = test_of_keys(T)
+    BY_KEY: gl.constexpr = gl.SliceLayout(1, accumulator(STEP))
     keys = block.tile * STEP + gl.arange(0, STEP, layout=BY_KEY)
-    dk = no_sums(D, D2)
+    dk = no_sums(T.D, T.D2)
     mbarrier.wait(smem.kv_full, 0)
-    if EDGES:
+    if T.EDGES:
         first = block.tile * STEP
-        seen = seen_columns(view.columns, block.seqlen_k, 0 - view.high, 0 - view.low)
+        seen = seen_columns(view.columns, block.seqlen_k, 0 - view.band_hi, 0 - view.band_lo)
         if ends_inside(seen, first, STEP, block.seqlen_k):
             clear_unseen(buffer_at(smem.v, 0), first, seen, STEP)
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
-        here = head_view(view, mask, block.tile // 2, head, LISTS, HIDDEN)
-        n_full, n_partial = count_steps(here, LISTS)
+        here = head_view(view, mask, block.tile // 2, head, TEST)
+        n_full, n_partial = count_steps(here, TEST)
         sums = gl.zeros([STEP], gl.float32, layout=BY_KEY)
         for t in range(n_full + n_partial):
             at_edge = False
-            if EDGES:
-                at = partial_step(t - n_full, here, n_partial, LISTS)
+            if T.EDGES:
+                at = partial_step(t - n_full, here, n_partial, TEST)
                 at_edge = (t >= n_full) & step_at_edge(at, view, block.seqlen_k)
-            dk, sums = dk_step(i, dk, sums, smem, at_edge, EDGES, D, D2, dtype, BIAS)
+            dk, sums = dk_step(i, dk, sums, smem, at_edge, T)
             i += 1
-        store_key_sums(bias, head, keys, sums, BIAS)
+        store_key_sums(bias, head, keys, sums, T.BIAS)
     # only this consumer reads V, and it is done
-    store_part(dk, scale, dk_map, smem.v, smem.spare, block, 0, 0, D, DV, dtype)
-    if D2 > 0:
-        store_part(dk, scale, dk_map, smem.v, smem.spare, block, 1, D, D2, DV2, dtype)
+    store_part(dk, scale, dk_map, smem.v, smem.spare, block, 0, 0, T.D, T.DV)
+    if T.D2 > 0:
+        store_part(dk, scale, dk_map, smem.v, smem.spare, block, 1, T.D, T.D2, T.DV2)
     tma.store_wait(pendings=0)
 
 
@@ -367,19 +380,19 @@ def allocate_spare(WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, dtype: gl.constex
 
 
 @gluon.jit
-def allocate(stat_map, q_map, o_map, D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr):
+def allocate(maps, T: gl.constexpr):
     """Return the buffers as TMA fills them (four dimensions) and as the tensor cores read them (two)."""
-    dtype: gl.constexpr = q_map[0].dtype
+    dtype: gl.constexpr = maps.q[0].dtype
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, STEP], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q, q2 = allocate_rows(q_map, 2, STEP, D, D2, dtype)
-    o, o2 = allocate_rows(o_map, 2, STEP, DV, DV2, dtype)
-    k, k2 = allocate_rows(q_map, 1, STEP, D, D2, dtype)
-    v, v2 = allocate_rows(o_map, 1, STEP, DV, DV2, dtype)
-    spare = (allocate_spare(D, DV, dtype), allocate_spare(D2, DV2, dtype))
+    q, q2 = allocate_rows(maps.q, 2, STEP, T.D, T.D2, dtype)
+    o, o2 = allocate_rows(maps.o, 2, STEP, T.DV, T.DV2, dtype)
+    k, k2 = allocate_rows(maps.q, 1, STEP, T.D, T.D2, dtype)
+    v, v2 = allocate_rows(maps.o, 1, STEP, T.DV, T.DV2, dtype)
+    spare = (allocate_spare(T.D, T.DV, dtype), allocate_spare(T.D2, T.DV2, dtype))
     p = gl.allocate_shared_memory(dtype, [2, STEP, STEP], SCORES)
-    lse = gl.allocate_shared_memory(gl.float32, [2, 1, STEP], stat_map.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [2, 1, STEP], stat_map.layout)
+    lse = gl.allocate_shared_memory(gl.float32, [2, 1, STEP], maps.stats.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [2, 1, STEP], maps.stats.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -404,49 +417,45 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
                 bias, key_sums, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                 mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, kv_heads, group, seqlen_q,
                 seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_blocks,
-                D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, LISTS: gl.constexpr,
-                BIAS: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL: gl.constexpr, HAS_LOW: gl.constexpr,
-                HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, NATURAL: gl.constexpr, EDGES: gl.constexpr):  # fmt: skip
+                T: gl.constexpr):  # fmt: skip
     """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads.
 
     Of RAGGED calls `lists` are the records of 64 keys. There are `n_blocks` programs for each key head.
     """
-    dtype: gl.constexpr = q_map.dtype
-    q_maps, o_maps = pair(q_map, q2_map, D2), pair(o_map, o2_map, DV2)
-    filled, smem = allocate(stat_map, q_maps, o_maps, D, D2, DV, DV2)
+    TEST: gl.constexpr = test_of_keys(T)
+    maps = Maps(
+        pair(q_map, q2_map, T.D2), pair(o_map, o2_map, T.DV2), stat_map, pair(k_map, k2_map, T.D2), pair(v_map, v2_map, T.DV2)
+    )  # fmt: skip
+    filled, smem = allocate(maps, T)
     follow_kernel_before()
     tile, index = block_of(gl.program_id(0), n_blocks, n_heads, heads_per_group)
     batch = index // kv_heads
     kv_head = index - batch * kv_heads
-    mask = Mask(lists + batch.to(gl.int64) * list_b, bits + batch.to(gl.int64) * bits_b,
-                k_segments + batch.to(gl.int64) * k_segments_b, q_segments + batch.to(gl.int64) * q_segments_b,
-                list_h, list_width, bits_h, bits_row, k_segments_h, 0, mask_group, segment_group,
-                at_batch(start, end, hidden_from, hidden_to, batch, k_segments_b, LISTS, HIDDEN))  # fmt: skip
-    if LISTS == RAGGED:
+    given = MaskTensors(lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to, list_b, list_h, list_width, bits_b,
+                        bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, mask_group, segment_group)  # fmt: skip
+    mask = mask_of(given, batch, TEST)
+    if T.MASK == RAGGED:
         tile = ranked_tile(tile, mask, kv_head * group)
-    elif LISTS != NO_LISTS:
+    elif T.MASK != BAND:
         tile = ranked_tile(tile // 2, mask, kv_head * group) * 2 + (tile & 1)
     # queries past the end have a statistic that makes P = 0: no test of theirs is needed
-    at = sight_of(tile, batch, mask, seqlen_k, seqlen_q, -band_hi, -band_lo, LISTS, STEP)
-    view = band_view(mask, at.tile * STEP, STEP, at.n_rows, at.low, at.high, at.n_columns, False)
+    at = sight_of(tile, batch, mask, seqlen_k, seqlen_q, -band_hi, -band_lo, STEP, TEST)
+    view = band_view(mask, at.tile * STEP, STEP, at.n_rows, at.band_lo, at.band_hi, at.n_columns, False)
     stat_row = batch * kv_heads * group * stat_rows + at.padded
     block = Block(at.columns, at.rows, kv_head, group, at.tile, at.n_rows, stat_row, stat_rows)
-    if BIAS != NO_BIAS:
+    if T.BIAS != NO_BIAS:
         bias += batch.to(gl.int64) * bias_b
-    if BIAS == KEY_BIAS:
+    if T.BIAS == KEY_BIAS:
         key_sums += batch.to(gl.int64) * (kv_heads * group) * seqlen_k
-    if LISTS == RAGGED and BIAS == KEY_BIAS:
+    if T.MASK == RAGGED and T.BIAS == KEY_BIAS:
         bias += at.begin
         key_sums += at.begin
     bias = Bias(bias, bias_h, bias_group, bias_q, 1.0 / scale, key_sums, seqlen_k, at.n_columns, at.n_rows)
     scales = Scales(scale_log2, cap, 0.0, scale)
     exact = Exact(0, stats + 2 * total.to(gl.int64), stats + 3 * total.to(gl.int64))
+    dk_maps, dv_maps = pair(dk_map, dk2_map, T.D2), pair(dv_map, dv2_map, T.DV2)
     gl.warp_specialize([
-        (dv_consumer, (smem, pair(dv_map, dv2_map, DV2), block, view, mask, bias, scales, exact, flags, n_flags, EDGES, D, D2,
-                       DV, DV2, dtype, LISTS,
-                       BIAS, SOFTCAP, PARTIAL, HAS_LOW, HAS_HIGH, HIDDEN, NATURAL)),
-        (dk_consumer, (smem, pair(dk_map, dk2_map, D2), block, view, mask, bias, scale, EDGES, D, D2, DV, DV2, dtype, LISTS, BIAS,
-            HIDDEN)),
-        (producer, ((q_maps, o_maps, stat_map), pair(k_map, k2_map, D2), pair(v_map, v2_map, DV2), filled, block, view, mask, D, D2,
-                    DV, DV2, LISTS, PARTIAL, HIDDEN)),
+        (dv_consumer, (smem, dv_maps, block, view, mask, Scores(bias, scales, exact), flags, n_flags, T)),
+        (dk_consumer, (smem, dk_maps, block, view, mask, bias, scale, T)),
+        (producer, (maps, filled, block, view, mask, T)),
     ], [4, 1], [216, 40])  # fmt: skip

@@ -15,8 +15,6 @@ A mask of random bits costs 8%.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -51,12 +49,15 @@ from dmattn_ops.kernels.hopper.arguments import (
     statistic_strides,
     too_long,
 )
-from dmattn_ops.kernels.hopper.backward.rows import query_of, row_statistics
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
-from dmattn_ops.kernels.hopper.dbias.launch import Statistics, bias_gradient
+from dmattn_ops.kernels.hopper.backward_256.types import Traits
+from dmattn_ops.kernels.hopper.dbias.launch import bias_gradient
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
+from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
+from dmattn_ops.kernels.hopper.statistics import Statistics, query_of, row_statistics
+from dmattn_ops.kernels.hopper.views import MaskTensors
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
@@ -71,7 +72,6 @@ TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, 
 CHUNK = 16
 STAT_ROWS = 64  # rows of a statistics program
 STATISTICS = 4  # of a row: lse, delta and the pair
-_RAGGED = 4  # the kind of mask that packed sequences have in the kernels (`walk.py`)
 
 
 def refusals(call: Call) -> list[str]:
@@ -94,16 +94,15 @@ def refusals(call: Call) -> list[str]:
     return [reason for reason, applies in wrong.items() if applies]
 
 
-def _arguments_of(
-    call: Call, of_keys: bool, heads: int, seqlen_q: int, placeholder: Tensor
-) -> tuple[int, list[Any], list[int]]:
-    """Return the mask's kernel arguments (see `mask_arguments`) for blocks of keys, or for blocks of queries."""
+def _arguments_of(call: Call, of_keys: bool, heads: int, seqlen_q: int, placeholder: Tensor) -> MaskTensors:
+    """Return the mask of a call for blocks of keys, or for blocks of queries."""
     mask = call.mask
     if call.varlen is None:
         parts = (mask.col_tiles, mask.col_bits) if of_keys else (mask.row_tiles, mask.row_bits)
         return mask_arguments(*parts, mask, heads, seqlen_q, placeholder)
     records = ragged_tiles(call, STEP if of_keys else TILE, of_keys=of_keys, chunk=CHUNK, follows=of_keys)
-    return _RAGGED, [records, *[placeholder] * 7], [0, 0, WORDS, 0, 0, 0, 0, 0, 0, 1, 1]
+    given = mask_arguments(None, None, mask, heads, seqlen_q, placeholder)
+    return given._replace(lists=records, list_width=WORDS)
 
 
 def _heads_side_by_side(call: Call, config: HopperBackward256, uneven: bool, heads: int, blocks: int) -> int:
@@ -131,7 +130,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         grad_out = computed(Tensor.contiguous, grad_out)
     # the tiles of packed queries serve the kernel that makes dq, too
     of_queries = None if call.varlen is None else _arguments_of(call, False, heads, seqlen_q, query)
-    query_tiles = None if of_queries is None else of_queries[1][0]
+    query_tiles = None if of_queries is None else of_queries.lists
     rows = (-(-seqlen_q // TILE) if query_tiles is None else query_tiles.shape[0]) * TILE
     total = batch * heads * rows
     room = workspace(query, STATISTICS * total + -(-total // STAT_ROWS // 4))
@@ -144,7 +143,6 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
     scales = options.softmax_scale, *score_factors(options)
-    scores = {"BIAS": BIAS_KINDS[bias_kind(bias)], "SOFTCAP": options.softcap > 0}
     places = bias_places(bias, heads)
     key_sums = room_for_key_sums(call)
     band_lo, band_hi = options[:2]
@@ -156,32 +154,30 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     q2_map, k2_map, dq2_map, dk2_map = (rows_map(tensor, STEP, second) if second else None for tensor in wide)
     v2_map, o2_map, dv2_map = (rows_map(tensor, STEP, second_v) if second_v else None for tensor in wide_v)
     maps, more_maps = (q_map, k_map, v_map, o_map), (q2_map, k2_map, v2_map, o2_map)
-    parts = {"D": width, "D2": second, "DV": width_v, "DV2": second_v}
     sizes = heads // kv_heads, seqlen_q, seqlen_k, rows, band_lo, band_hi
-    kind, numbers, strides = _arguments_of(call, True, heads, seqlen_q, stats)
-    blocks = -(-seqlen_k // STEP) if kind == 0 else -(-seqlen_k // TILE) * 2
-    if kind == _RAGGED:
-        blocks = numbers[0].shape[0]
+    given = _arguments_of(call, True, heads, seqlen_q, stats)
+    blocks = -(-seqlen_k // STEP) if mask.kind == "none" else -(-seqlen_k // TILE) * 2
+    if call.varlen is not None:
+        blocks = given.lists.shape[0]
     together = _heads_side_by_side(call, config, uneven, batch * kv_heads, blocks)
-    n_flags, hidden = total // STAT_ROWS, mask.hidden_from is not None
+    n_flags = total // STAT_ROWS
+    traits = Traits(
+        width, second, width_v, second_v, kind_of(call), BIAS_KINDS[bias_kind(bias)], options.softcap > 0.0, PARTIAL=uneven,
+        HAS_LO=has_hi, HAS_HI=has_lo, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call), EDGES=hides_rows(call),
+    )  # fmt: skip
     launch(
         keys_kernel, (batch * kv_heads * blocks,),
         *maps, plain_map(stats, (2, total), (1, STEP)), dk_map, dv_map, *more_maps, dk2_map, dv2_map,
-        stats, flags, *numbers,
-        bias, key_sums, *strides, *places, *scales, kv_heads, *sizes, together, batch * kv_heads,
-        n_flags, total, blocks,
-        **parts, LISTS=kind, **scores, EDGES=hides_rows(call), PARTIAL=uneven, HAS_LOW=has_hi, HAS_HIGH=has_lo, HIDDEN=hidden,
-        NATURAL=in_natural_units(call), num_warps=4, follows=True,
+        stats, flags, *given[:8], bias, key_sums, *given[8:], *places, *scales, kv_heads, *sizes, together, batch * kv_heads,
+        n_flags, total, blocks, T=traits, num_warps=4, follows=True,
     )  # fmt: skip
-    kind, numbers, strides = of_queries or _arguments_of(call, False, heads, seqlen_q, stats)
+    given = of_queries or _arguments_of(call, False, heads, seqlen_q, stats)
     together = _heads_side_by_side(call, config, uneven, batch * heads, rows // TILE)
-    partial = uneven or seqlen_k % STEP != 0
+    traits = traits._replace(PARTIAL=uneven or seqlen_k % STEP != 0, HAS_LO=has_lo, HAS_HI=has_hi)
     launch(
         queries_kernel, (batch * heads * (rows // TILE),),
-        *maps, dq_map, *more_maps, dq2_map, stats, flags, *numbers, bias, *strides,
-        *places, *scales, heads, *sizes, together, batch * heads, n_flags, total, rows // TILE,
-        **parts, LISTS=kind, **scores, EDGES=hides_rows(call), PARTIAL=partial, HAS_LOW=has_lo, HAS_HIGH=has_hi, HIDDEN=hidden,
-        NATURAL=in_natural_units(call), num_warps=4, follows=True,
+        *maps, dq_map, *more_maps, dq2_map, stats, flags, *given[:8], bias, *given[8:],
+        *places, *scales, heads, *sizes, together, batch * heads, n_flags, total, rows // TILE, T=traits, num_warps=4, follows=True,
     )  # fmt: skip
     statistics = Statistics(stats, flags, rows, n_flags)
     bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)
@@ -200,7 +196,7 @@ def _statistics(
     width: int,
     natural: bool,
 ) -> None:
-    """Fill stats `[4, B * H * rows]` as `hopper.backward.rows` says, and a flag for each program.
+    """Fill stats `[4, B * H * rows]` as `hopper/statistics.py` says, and a flag for each program.
 
     `sizes` are those of queries, heads, and rows of a head in `stats`.
     """

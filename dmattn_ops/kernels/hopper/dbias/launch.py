@@ -19,11 +19,14 @@ from dmattn_ops.kernels.hopper.arguments import (
     score_factors,
     sizes_of,
 )
-from dmattn_ops.kernels.hopper.backward_256.walk import NO_LISTS, STEP, Mask, at_batch, band_view, block_of
 from dmattn_ops.kernels.hopper.columns import pair
-from dmattn_ops.kernels.hopper.dbias.steps import Members, States, Walk, allocate, consumer, producer
+from dmattn_ops.kernels.hopper.dbias.steps import allocate, consumer, producer
+from dmattn_ops.kernels.hopper.dbias.types import AllRows, Members, Problem, States, Traits, Walk, test_of
 from dmattn_ops.kernels.hopper.dropout import Dropout
+from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import Bias, Exact, Scales
+from dmattn_ops.kernels.hopper.statistics import Statistics
+from dmattn_ops.kernels.hopper.views import STEP, Maps, MaskTensors, band_view, block_of, mask_of
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.portable.dbias import mark_tiles, recompute_dbias, reduce_key_sums
 from dmattn_ops.launching.launch import computed, launch
@@ -51,63 +54,48 @@ def shared_bias_kernel(
     states_b, states_h, states_q, states_group, bias_b, bias_h, bias_q, dbias_b, dbias_h, dbias_q, bias_group, dbias_heads,
     batches, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin, scale, scale_log2, heads, kv_group,
     seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_sums, splits, blocks_of_split, n_flags, total,
-    D: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV2: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr,
-    QUERY_BUFFERS: gl.constexpr, RESIDENT: gl.constexpr, LISTS: gl.constexpr, HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, DROPOUT: gl.constexpr,
+    T: gl.constexpr,
 ):  # fmt: skip
     """Write dbias; a program for each 128 queries of each of `splits` parts of the keys of each of `n_sums` heads of dbias.
 
-    `stats` are the statistics of all `total` rows as `hopper.backward.rows` writes them, and `flags` its `n_flags` flags.
+    `stats` are the statistics of all `total` rows (`hopper/statistics.py`), and `flags` the `n_flags` flags beside them.
     RESIDENT: there are as many QUERY_BUFFERS as members, and CHUNKS is 1; otherwise there are two.
     """
-    BANDED: gl.constexpr = HAS_LOW or HAS_HIGH
-    maps = (pair(q_map, q2_map, D2), pair(k_map, k2_map, D2), pair(v_map, v2_map, DV2), pair(o_map, o2_map, DV2))
-    filled, smem = allocate(maps, D, D2, DV, DV2, STAGES, QUERY_BUFFERS)
+    maps = Maps(
+        pair(q_map, q2_map, T.D2), pair(k_map, k2_map, T.D2), pair(v_map, v2_map, T.DV2), pair(o_map, o2_map, T.DV2)
+    )
+    filled, smem = allocate(maps, T)
     n_tiles = (seqlen_q + 2 * STEP - 1) // (2 * STEP)
     rank, index = block_of(gl.program_id(0), n_tiles * splits, n_sums, heads_per_group)
     split = rank // n_tiles
     tile = rank - split * n_tiles
-    if HAS_HIGH:
+    if T.HAS_HI:
         tile = n_tiles - 1 - tile  # the last queries see the most keys
     batch = index // dbias_heads
     head = index - batch * dbias_heads
     members = Members(batch, head * bias_group, bias_group, batches * bias_group)
-    strides = (list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, mask_group,
-               segment_group)  # fmt: skip
-    intervals = (start, end, hidden_from, hidden_to)
-    numbers = Mask(lists, bits, q_segments, k_segments, list_h, list_width, bits_h, bits_row, 0, k_segments_h, mask_group,
-                   segment_group, at_batch(start, end, hidden_from, hidden_to, batch, 0, NO_LISTS, HIDDEN))  # fmt: skip
+    mask = MaskTensors(lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to, list_b, list_h, list_width, bits_b,
+                       bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, mask_group, segment_group)  # fmt: skip
     row = tile * 2 * STEP
-    view = band_view(numbers, row, 2 * STEP, seqlen_q, band_lo, band_hi, seqlen_k, False)
-    blocks = (seqlen_k + CHUNKS * STEP - 1) // (CHUNKS * STEP)
+    view = band_view(mask_of(mask, batch, test_of(T)), row, 2 * STEP, seqlen_q, band_lo, band_hi, seqlen_k, False)
+    blocks = (seqlen_k + T.CHUNKS * STEP - 1) // (T.CHUNKS * STEP)
     first = split * blocks_of_split
     walk = Walk(row, first, gl.minimum(first + blocks_of_split, blocks), seqlen_q, seqlen_k, view)
     of_states = States(states, states_b, states_h, states_q, states_group)
     bias += batch.to(gl.int64) * bias_b + head.to(gl.int64) * bias_h
     dbias += batch.to(gl.int64) * dbias_b + head.to(gl.int64) * dbias_h
-    total = total.to(gl.int64)
+    rows = AllRows(stats, heads, stat_rows, total.to(gl.int64))
     of_head = Bias(bias, 0, 1, bias_q, 1.0 / scale, bias, 0, seqlen_q, seqlen_k)
     scales = Scales(scale_log2, 0.0, 0.0, scale)
-    mask = (lists, bits, q_segments, k_segments, intervals, strides)
-    all_rows = (stats, heads, stat_rows, total)
-    dropouts = Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
-    exact = Exact(0, stats, stats)
+    dropout = Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
+    problem = Problem(
+        members, of_states, mask, rows, scales, Exact(0, stats, stats), flags, n_flags, of_head, dropout, dbias, dbias_q
+    )
     gl.warp_specialize([
-        (consumer, (smem, walk, members, of_states, mask, all_rows, scales, exact, flags, n_flags, of_head, dropouts, dbias,
-                    dbias_q, 0, DV2, STAGES, CHUNKS, RESIDENT, LISTS, BANDED, HAS_LOW, HAS_HIGH, HIDDEN, DROPOUT)),
-        (consumer, (smem, walk, members, of_states, mask, all_rows, scales, exact, flags, n_flags, of_head, dropouts, dbias,
-                    dbias_q, 1, DV2, STAGES, CHUNKS, RESIDENT, LISTS, BANDED, HAS_LOW, HAS_HIGH, HIDDEN, DROPOUT)),
-        (producer, (maps, filled, walk, members, of_states, kv_group, D, D2, DV, DV2, STAGES, CHUNKS, RESIDENT, LISTS, BANDED)),
+        (consumer, (smem, walk, problem, 0, T)),
+        (consumer, (smem, walk, problem, 1, T)),
+        (producer, (maps, filled, walk, problem, kv_group, T)),
     ], [4, 1], [232, 40])  # fmt: skip
-
-
-class Statistics(NamedTuple):
-    """Row statistics as `hopper.backward.rows` writes them, and a byte for each of some rows that says whether pairs are needed."""
-
-    rows: Tensor  # float32; [4, batch, heads, rows_of_head] from its start on
-    flags: Tensor
-    rows_of_head: int
-    n_flags: int
 
 
 class Plan(NamedTuple):
@@ -186,16 +174,20 @@ def write_dbias(call: Call, grad_out: Tensor, statistics: Statistics, dbias: Ten
     batches = batch if dbias.shape[0] == 1 else 1
     on = arch.physical(query.device)
     plan = plan_of(batches * group, width + second + width_v + second_v, on.shared_memory, config)
-    kind, numbers, strides = mask_arguments(mask.row_tiles, mask.row_bits, mask, heads, seqlen_q, statistics.rows)
+    given = mask_arguments(mask.row_tiles, mask.row_bits, mask, heads, seqlen_q, statistics.rows)
     states, of_states = None, (0, 0, 0, 1)
     if mask.row_tiles is not None:
         states = mark_tiles(mask.row_tiles, -(-seqlen_k // TILE))
         of_states = broadcast_stride(states, 0), broadcast_stride(states, 1), states.stride(2), heads // states.shape[1]
     seed, *dropping = dropout_arguments(call)
-    has_low, has_high = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
-    equal = kind == 0 and not has_low and not has_high
+    has_lo, has_hi = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
+    equal = mask.kind == "none" and not has_lo and not has_hi
     sums, tiles, blocks = dbias.shape[0] * dbias.shape[1], -(-seqlen_q // TILE), -(-seqlen_k // (plan.chunks * KEYS))
     splits = parts_of_keys(sums * tiles, blocks, on.num_sms)
+    traits = Traits(
+        width, second, width_v, second_v, plan.stages, plan.chunks, plan.query_buffers, plan.resident, kind_of(call),
+        HAS_LO=has_lo, HAS_HI=has_hi, HIDDEN=mask.hidden_from is not None, DROPOUT=options.dropout_p > 0.0,
+    )  # fmt: skip
     tensors = query, key, value, grad_out
     firsts = zip(tensors, (width, width, width_v, width_v), strict=True)
     seconds = zip(tensors, (second, second, second_v, second_v), strict=True)
@@ -203,12 +195,10 @@ def write_dbias(call: Call, grad_out: Tensor, statistics: Statistics, dbias: Ten
         shared_bias_kernel, (sums * tiles * splits,),
         *(rows_map(tensor, KEYS, wide) for tensor, wide in firsts),
         *(rows_map(tensor, KEYS, wide) if wide else None for tensor, wide in seconds),
-        statistics.rows, statistics.flags, *numbers, states, bias, dbias, seed, *strides, *of_states,
+        statistics.rows, statistics.flags, *given[:8], states, bias, dbias, seed, *given[8:], *of_states,
         *places, *dbias.stride()[:3], group, dbias.shape[1], batches, *dropping,
         options.softmax_scale, score_factors(options)[0], heads, heads // kv_heads, seqlen_q, seqlen_k,
         statistics.rows_of_head, options.band_lo, options.band_hi, 1 if equal else config.heads_per_group, sums, splits,
         -(-blocks // splits), statistics.n_flags, batch * heads * statistics.rows_of_head,
-        D=width, D2=second, DV=width_v, DV2=second_v, STAGES=plan.stages, CHUNKS=plan.chunks,
-        QUERY_BUFFERS=plan.query_buffers, RESIDENT=plan.resident, LISTS=kind, HAS_LOW=has_low, HAS_HIGH=has_high,
-        HIDDEN=mask.hidden_from is not None, DROPOUT=options.dropout_p > 0.0, num_warps=4,
+        T=traits, num_warps=4,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Where a block of the SM 9.0 backward for wide heads goes, and what it may see there.
+"""Where a block of SM 9.0 kernels goes, and what it may see there: of the backward for wide heads, and of a shared bias's gradient.
 
-A block owns rows and walks over columns in steps: dk and dv own keys and walk over queries, dq owns queries and walks
+A block owns rows and walks over columns in steps: dk and dv own keys and walk over queries, dq and dbias own queries and walk
 over keys. Steps that are seen whole come first, then those with a test.
 """
 
@@ -11,15 +11,54 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dmattn_ops.kernels.hopper.constants import HEADER
+from dmattn_ops.kernels.hopper.kinds import BITS, INTERVALS, RAGGED, SEGMENTS, has_lists
 from dmattn_ops.kernels.hopper.ragged import load_tile
 
 STEP = gl.constexpr(64)  # columns of a step; a tile of a list is two steps
-HEADER = gl.constexpr(4)
-NO_LISTS = gl.constexpr(0)  # kinds of masks: the band alone, bits, segments, intervals, or the band of packed sequences
-BITS = gl.constexpr(1)
-SEGMENTS = gl.constexpr(2)
-INTERVALS = gl.constexpr(3)
-RAGGED = gl.constexpr(4)  # no list, but a record for each tile of rows (`kernels/ragged.py`)
+
+
+class Maps(NamedTuple):
+    """Tensor maps of what a block loads, in parts (`columns.py`)."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any  # grad_out
+
+
+class Test(NamedTuple):
+    """What the test of a step is compiled for."""
+
+    MASK: str  # one of `kinds.py`
+    HAS_LO: bool  # whether rows have a first column, of the band
+    HAS_HI: bool  # whether rows have a last one, of the band or of all
+    HIDDEN: bool  # whether intervals have a part that does not see the key
+    KEYS: bool  # whether rows are keys
+
+
+class MaskTensors(NamedTuple):
+    """The tensors and strides of one side's mask, in the order and with the names in which kernels take them from launchers."""
+
+    lists: Any  # RAGGED: records (`kernels/ragged.py`)
+    bits: Any  # 64-bit words
+    q_segments: Any
+    k_segments: Any
+    start: Any  # intervals have the strides of `k_segments`
+    end: Any
+    hidden_from: Any
+    hidden_to: Any
+    list_b: Any
+    list_h: Any
+    list_width: Any
+    bits_b: Any
+    bits_h: Any
+    bits_row: Any
+    q_segments_b: Any
+    k_segments_b: Any
+    k_segments_h: Any
+    mask_group: Any  # query heads that share a list
+    segment_group: Any  # query heads that share segments or intervals of keys
 
 
 class Intervals(NamedTuple):
@@ -42,8 +81,7 @@ class Mask(NamedTuple):
     list_width: Any
     bits_head: Any
     bits_row: Any
-    row_segments_head: Any
-    column_segments_head: Any
+    segments_head: Any  # of segments and intervals of keys
     group: Any
     segment_group: Any
     intervals: Any
@@ -58,8 +96,8 @@ class View(NamedTuple):
     column_segments: Any
     intervals: Any
     bits_row: Any
-    low: Any  # row r sees column c iff r + low <= c <= r + high
-    high: Any
+    band_lo: Any  # row r sees column c iff r + band_lo <= c <= r + band_hi
+    band_hi: Any
     columns: Any
     first: Any  # steps first ... end are inside the band, full_first ... full_end seen whole
     full_first: Any
@@ -92,17 +130,36 @@ def no_test(rows):
 
 
 @gluon.jit
-def at_batch(
-    start, end, hidden_from, hidden_to, batch, stride, LISTS: gl.constexpr, HIDDEN: gl.constexpr
-):  # fmt: skip
-    """Return the intervals of a batch, of which there are some only where LISTS says so."""
-    if LISTS == INTERVALS:
+def at_batch(given, batch, stride, TEST: gl.constexpr):
+    """Return the intervals of a batch, of which there are some only where the kind of mask says so."""
+    start = given.start
+    end = given.end
+    hidden_from = given.hidden_from
+    hidden_to = given.hidden_to
+    if TEST.MASK == INTERVALS:
         start += batch.to(gl.int64) * stride
         end += batch.to(gl.int64) * stride
-        if HIDDEN:
+        if TEST.HIDDEN:
             hidden_from += batch.to(gl.int64) * stride
             hidden_to += batch.to(gl.int64) * stride
     return Intervals(start, end, hidden_from, hidden_to)
+
+
+@gluon.jit
+def mask_of(given, batch, TEST: gl.constexpr):
+    """Return the mask of a batch."""
+    at = batch.to(gl.int64)
+    lists = given.lists + at * given.list_b
+    bits = given.bits + at * given.bits_b
+    if TEST.KEYS:
+        row_segments = given.k_segments + at * given.k_segments_b
+        column_segments = given.q_segments + at * given.q_segments_b
+    else:
+        row_segments = given.q_segments + at * given.q_segments_b
+        column_segments = given.k_segments + at * given.k_segments_b
+    intervals = at_batch(given, batch, given.k_segments_b, TEST)
+    return Mask(lists, bits, row_segments, column_segments, given.list_h, given.list_width, given.bits_h, given.bits_row,
+                given.k_segments_h, given.mask_group, given.segment_group, intervals)  # fmt: skip
 
 
 @gluon.jit
@@ -132,102 +189,106 @@ class Sight(NamedTuple):
     columns: Any
     n_rows: Any
     n_columns: Any
-    low: Any
-    high: Any
+    band_lo: Any
+    band_hi: Any
     padded: Any  # columns before these, where each sequence is padded to whole tiles
     begin: Any  # of the rows and columns in tensors with a number for each one of all sequences
     columns_begin: Any
 
 
 @gluon.jit
-def sight_of(tile, batch, mask, n_rows, n_columns, low, high, LISTS: gl.constexpr, ROWS: gl.constexpr):
+def sight_of(tile, batch, mask, n_rows, n_columns, band_lo, band_hi, ROWS: gl.constexpr, TEST: gl.constexpr):
     """Return the sight of tile `tile` of a batch entry, or of the tile of packed sequences with this record."""
-    sight = Sight(tile, batch, batch, n_rows, n_columns, low, high, 0, 0, 0)
-    if LISTS == RAGGED:
+    sight = Sight(tile, batch, batch, n_rows, n_columns, band_lo, band_hi, 0, 0, 0)
+    if TEST.MASK == RAGGED:
         own = load_tile(mask.lists + tile.to(gl.int64) * mask.list_width)
         sight = Sight(
-            own.first // ROWS, own.own, own.other, own.own.length, own.other.length, low + own.diagonal, high + own.diagonal,
-            own.padded, own.own.begin, own.other.begin,
+            own.first // ROWS, own.own, own.other, own.own.length, own.other.length, band_lo + own.diagonal,
+            band_hi + own.diagonal, own.padded, own.own.begin, own.other.begin,
         )  # fmt: skip
     return sight
 
 
 @gluon.jit
-def band_view(mask, row, ROWS: gl.constexpr, n_rows, low, high, columns, TEST_END: gl.constexpr):
+def band_view(mask, row, ROWS: gl.constexpr, n_rows, band_lo, band_hi, columns, TEST_END: gl.constexpr):
     """View rows `row ... row + ROWS` of a head that has no list; TEST_END: columns past the end need a test."""
     last = gl.minimum(row + ROWS, n_rows) - 1
-    begin = gl.maximum(row + low, 0)
-    stop = gl.minimum(last + high + 1, columns)
+    begin = gl.maximum(row + band_lo, 0)
+    stop = gl.minimum(last + band_hi + 1, columns)
     first = begin // STEP
     end = gl.where(stop > begin, (stop + STEP - 1) // STEP, first)
-    full_stop = row + high + 1
+    full_stop = row + band_hi + 1
     if TEST_END:
         full_stop = gl.minimum(full_stop, columns)
-    full_first = gl.minimum(gl.maximum((gl.maximum(last + low, 0) + STEP - 1) // STEP, first), end)
+    full_first = gl.minimum(gl.maximum((gl.maximum(last + band_lo, 0) + STEP - 1) // STEP, first), end)
     full_end = gl.maximum(gl.minimum(full_stop // STEP, end), full_first)
-    return View(mask.lists, mask.bits, mask.row_segments, mask.column_segments, mask.intervals, mask.bits_row, low, high, columns,
-                first, full_first, full_end, end)  # fmt: skip
+    return View(mask.lists, mask.bits, mask.row_segments, mask.column_segments, mask.intervals, mask.bits_row, band_lo, band_hi,
+                columns, first, full_first, full_end, end)  # fmt: skip
 
 
 @gluon.jit
-def head_view(view, mask, tile, head, LISTS: gl.constexpr, HIDDEN: gl.constexpr):
+def head_view(view, mask, tile, head, TEST: gl.constexpr):
     """View the tile of rows that has record `tile`, of query head `head`."""
     record = view.record
     bits = view.bits
     row_segments = view.row_segments
     column_segments = view.column_segments
-    if LISTS != NO_LISTS and LISTS != RAGGED:
+    if has_lists(TEST.MASK):
         mask_head = (head // mask.group).to(gl.int64)
         record = mask.lists + mask_head * mask.list_head + tile * mask.list_width.to(gl.int64)
-    if LISTS == BITS:
+    if TEST.MASK == BITS:
         bits = mask.bits + mask_head * mask.bits_head
-    if LISTS == SEGMENTS:
+    if TEST.MASK == SEGMENTS:
         segment_head = (head // mask.segment_group).to(gl.int64)
-        row_segments = mask.row_segments + segment_head * mask.row_segments_head
-        column_segments = mask.column_segments + segment_head * mask.column_segments_head
+        row_segments = mask.row_segments
+        column_segments = mask.column_segments
+        if TEST.KEYS:
+            row_segments += segment_head * mask.segments_head
+        else:
+            column_segments += segment_head * mask.segments_head
     intervals = view.intervals
-    if LISTS == INTERVALS:
-        of_head = (head // mask.segment_group).to(gl.int64) * (mask.row_segments_head + mask.column_segments_head)
+    if TEST.MASK == INTERVALS:
+        of_head = (head // mask.segment_group).to(gl.int64) * mask.segments_head
         hidden_from = intervals.hidden_from
         hidden_to = intervals.hidden_to
-        if HIDDEN:
+        if TEST.HIDDEN:
             hidden_from += of_head
             hidden_to += of_head
         intervals = Intervals(intervals.start + of_head, intervals.end + of_head, hidden_from, hidden_to)
-    return View(record, bits, row_segments, column_segments, intervals, view.bits_row, view.low, view.high, view.columns,
-                view.first, view.full_first, view.full_end, view.end)  # fmt: skip
+    return View(record, bits, row_segments, column_segments, intervals, view.bits_row, view.band_lo, view.band_hi,
+                view.columns, view.first, view.full_first, view.full_end, view.end)  # fmt: skip
 
 
 @gluon.jit
-def count_steps(view, LISTS: gl.constexpr):
+def count_steps(view, TEST: gl.constexpr):
     """Return (steps without a test, steps with one)."""
-    if LISTS == NO_LISTS or LISTS == RAGGED:
-        n_full = view.full_end - view.full_first
-        n_partial = view.end - view.first - n_full
-    else:
+    if has_lists(TEST.MASK):
         n_full = gl.load(view.record + 2) * 2
         n_partial = gl.load(view.record + 1) * 2
+    else:
+        n_full = view.full_end - view.full_first
+        n_partial = view.end - view.first - n_full
     return n_full, n_partial
 
 
 @gluon.jit
-def full_step(t, view, n_partial, LISTS: gl.constexpr):
+def full_step(t, view, n_partial, TEST: gl.constexpr):
     """Return where the `t`-th step without a test is, in steps."""
-    if LISTS == NO_LISTS or LISTS == RAGGED:
-        at = view.full_first + t
-    else:
+    if has_lists(TEST.MASK):
         at = gl.load(view.record + HEADER + (n_partial + t) // 2) * 2 + (t & 1)
+    else:
+        at = view.full_first + t
     return at
 
 
 @gluon.jit
-def partial_step(t, view, n_partial, LISTS: gl.constexpr):
+def partial_step(t, view, n_partial, TEST: gl.constexpr):
     """Return where the `t`-th step with a test is, in steps; any number past the last one."""
-    if LISTS == NO_LISTS or LISTS == RAGGED:
+    if has_lists(TEST.MASK):
+        at = gl.load(view.record + HEADER + t // 2, mask=t < n_partial, other=0) * 2 + (t & 1)
+    else:
         before = view.full_first - view.first
         at = gl.where(t < before, view.first + t, view.full_end + t - before)
-    else:
-        at = gl.load(view.record + HEADER + t // 2, mask=t < n_partial, other=0) * 2 + (t & 1)
     return at
 
 
@@ -242,31 +303,30 @@ class RowNumbers(NamedTuple):
 
 
 @gluon.jit
-def load_row_numbers(view, rows, n_rows, LISTS: gl.constexpr, HIDDEN: gl.constexpr, KEYS: gl.constexpr):
-    """Return the numbers of `rows`; KEYS: whether rows are keys. Intervals of keys are cut to the band."""
+def load_row_numbers(view, rows, n_rows, TEST: gl.constexpr):
+    """Return the numbers of `rows`. Intervals of keys are cut to the band."""
     segments = rows
     low = rows
     high = rows
     drop_low = rows
     drop_high = rows
-    if LISTS == SEGMENTS:
+    if TEST.MASK == SEGMENTS:
         segments = gl.load(view.row_segments + rows, mask=rows < n_rows, other=-1)
-    elif LISTS == INTERVALS and KEYS:
+    elif TEST.MASK == INTERVALS and TEST.KEYS:
         inside = rows < n_rows  # 0 below: any int32 may be an end, and nothing that is computed from it overflows
-        low = gl.maximum(gl.load(view.intervals.start + rows, mask=inside, other=1), rows + view.low)
-        high = gl.minimum(gl.maximum(gl.load(view.intervals.end + rows, mask=inside, other=0), 0) - 1, rows + view.high)
-        if HIDDEN:
+        low = gl.maximum(gl.load(view.intervals.start + rows, mask=inside, other=1), rows + view.band_lo)
+        high = gl.minimum(
+            gl.maximum(gl.load(view.intervals.end + rows, mask=inside, other=0), 0) - 1, rows + view.band_hi
+        )
+        if TEST.HIDDEN:
             drop_low = gl.maximum(gl.load(view.intervals.hidden_from + rows, mask=inside, other=0), 0)
             drop_high = gl.maximum(gl.load(view.intervals.hidden_to + rows, mask=inside, other=0), 0) - 1
     return RowNumbers(segments, low, high, drop_low, drop_high)
 
 
 @gluon.jit
-def load_select(
-    at, view, rows, numbers, LISTS: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr, KEYS: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
-    """Return the test of step `at` for scores of `layout`; KEYS: whether rows are keys."""
+def load_select(at, view, rows, numbers, TEST: gl.constexpr, layout: gl.constexpr):
+    """Return the test of step `at` for scores of `layout`."""
     column = at * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))
     low = rows
     high = rows
@@ -276,56 +336,53 @@ def load_select(
     end = column
     drop_low = rows
     drop_high = rows
-    if LISTS == BITS:
+    if TEST.MASK == BITS:
         words = gl.load(view.bits + rows.to(gl.int64) * view.bits_row + at)
-    elif LISTS == INTERVALS and KEYS:
+    elif TEST.MASK == INTERVALS and TEST.KEYS:
         low = numbers.low - at * STEP
         high = numbers.high - at * STEP
-        if HIDDEN:
+        if TEST.HIDDEN:
             drop_low = numbers.drop_low - at * STEP
             drop_high = numbers.drop_high - at * STEP
     else:
-        low = rows + (view.low - at * STEP)
-        if HAS_HIGH:
-            high = gl.minimum(rows + view.high, view.columns - 1) - at * STEP
-    if LISTS == SEGMENTS:
+        low = rows + (view.band_lo - at * STEP)
+        if TEST.HAS_HI:
+            high = gl.minimum(rows + view.band_hi, view.columns - 1) - at * STEP
+    if TEST.MASK == SEGMENTS:
         column_segments = gl.load(view.column_segments + column, mask=column < view.columns, other=-2)
-    if LISTS == INTERVALS and not KEYS:
+    if TEST.MASK == INTERVALS and not TEST.KEYS:
         inside = column < view.columns
         begin = gl.load(view.intervals.start + column, mask=inside, other=0)
         end = gl.load(view.intervals.end + column, mask=inside, other=0)
         drop_low = begin
         drop_high = begin
-        if HIDDEN:
+        if TEST.HIDDEN:
             drop_low = gl.load(view.intervals.hidden_from + column, mask=inside, other=0)
             drop_high = gl.load(view.intervals.hidden_to + column, mask=inside, other=0)
     return Select(low, high, words, numbers.segments, column_segments, begin, end, drop_low, drop_high)
 
 
 @gluon.jit
-def visible(
-    p, rows, select, LISTS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, HIDDEN: gl.constexpr,
-    KEYS: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """Return `p[row, column]` where the row sees the column, else 0; KEYS: whether rows are keys."""
+def visible(p, rows, select, TEST: gl.constexpr, layout: gl.constexpr):
+    """Return `p[row, column]` where the row sees the column, else 0."""
     column = gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))[None, :]
     lane = column & 6  # the part of a column that depends on the lane: what is left is known when compiling
-    if LISTS == BITS:
+    if TEST.MASK == BITS:
         words = select.words[:, None]
         half = gl.where(column < 32, words.to(gl.int32), (words >> 32).to(gl.int32))
         p = gl.where(((half >> lane) & (1 << (column & 25))) != 0, p, 0.0)
     else:
-        if HAS_LOW or (LISTS == INTERVALS and KEYS):
+        if TEST.HAS_LO or (TEST.MASK == INTERVALS and TEST.KEYS):
             p = gl.where(column - lane >= select.low[:, None] - lane, p, 0.0)
-        if HAS_HIGH or (LISTS == INTERVALS and KEYS):
+        if TEST.HAS_HI or (TEST.MASK == INTERVALS and TEST.KEYS):
             p = gl.where(column - lane <= select.high[:, None] - lane, p, 0.0)
-    if LISTS == INTERVALS and not KEYS:
+    if TEST.MASK == INTERVALS and not TEST.KEYS:
         row = rows[:, None]
         p = gl.where((row >= select.begin[None, :]) & (row < select.end[None, :]), p, 0.0)
-        if HIDDEN:
+        if TEST.HIDDEN:
             p = gl.where((row >= select.drop_low[None, :]) & (row < select.drop_high[None, :]), 0.0, p)
-    if LISTS == INTERVALS and KEYS and HIDDEN:
+    if TEST.MASK == INTERVALS and TEST.KEYS and TEST.HIDDEN:
         p = gl.where((column >= select.drop_low[:, None]) & (column <= select.drop_high[:, None]), 0.0, p)
-    if LISTS == SEGMENTS:
+    if TEST.MASK == SEGMENTS:
         p = gl.where(select.row_segments[:, None] == select.column_segments[None, :], p, 0.0)
     return p
