@@ -309,6 +309,13 @@ def _mask_kernels(device: torch.device) -> ModuleType:
     return _launcher("dmattn_ops.kernels.masks.launch")
 
 
+def kernels_of_chosen_blocks(device: torch.device) -> ModuleType | None:
+    """Return the Triton kernels that read chosen blocks on this device; None where torch's operations do."""
+    if device.type != "cuda" or arch.physical(device).sm < config.OLDEST_TRITON:
+        return None
+    return _launcher("dmattn_ops.kernels.masks.chosen")
+
+
 def launcher(direction: str, kernel: str) -> ModuleType:
     """Return the module whose function named `direction` launches a kernel."""
     return _launcher((_FORWARD if direction == "forward" else _BACKWARD)[kernel])

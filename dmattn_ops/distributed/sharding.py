@@ -31,7 +31,7 @@ Rule = tuple[list[Placement | None], list[Placement | None]]  # placements of th
 _ROWS = ("lse", "lse_tail", "row_max", "grad_lse")
 _DENSE: Axes = {
     **dict.fromkeys(("query", "key", "value", "out", "grad_out"), (0, 2)),
-    **dict.fromkeys((*_ROWS, "bias", "seed", *MASK_TENSORS, "mask", "scores"), (0, 1)),
+    **dict.fromkeys((*_ROWS, "bias", "seed", *MASK_TENSORS, "mask", "scores", "mass"), (0, 1)),
     **dict.fromkeys(("q_segments", "documents", "ids", "ranks"), (0, None)),
     **dict.fromkeys(("counts", "indices", "listed"), (0, 1)),
     "qkv": (0, 3),

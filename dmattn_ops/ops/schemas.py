@@ -68,6 +68,12 @@ SCHEMAS = {
     f" Tensor? k_segments, SymInt seqlen_q, {BAND}) -> ({LISTS}, Tensor row_bits, Tensor col_bits)",
     "rank_ids": "(Tensor ids) -> Tensor ranks",
     "spread_lists": "(Tensor counts, Tensor indices, SymInt columns) -> Tensor listed",
+    "pack_selection": f"(Tensor indices, Tensor? q_segments, Tensor? k_segments, SymInt block, SymInt seqlen_k, {BAND})"
+    f" -> ({LISTS}, Tensor row_bits, Tensor col_bits)",
+    "selection_mass": "(Tensor query, Tensor key, Tensor indices, Tensor? q_segments, Tensor? k_segments, Tensor? bias,"
+    f" Tensor? lse, SymInt block, {BAND}, float? softmax_scale=None, float softcap=0.0) -> Tensor mass",
+    "key_mass": f"(Tensor query, Tensor key, {_optional('bias', *MASK_TENSORS, 'lse')}, {BAND}, SymInt? at_most=None,"
+    " float? softmax_scale=None, float softcap=0.0) -> Tensor mass",
 }
 
 # What tracers see through: in their graphs stand the operations of torch that it consists of.
