@@ -117,3 +117,58 @@ def conditions(case: Case) -> Tensor:
 def visible(case: Case) -> Tensor:
     """Return the mask by definition, bool `[Bm, Hm, Sq, Sk]`."""
     return chosen(case).any(-2) & conditions(case)
+
+
+def per_head(part: Tensor, heads: int) -> Tensor:
+    """Return `[B|1, H|Hkv|1, ...]` with `H` heads."""
+    return part.repeat_interleave(heads // part.shape[1], dim=1)
+
+
+def probabilities(
+    query: Tensor,
+    key: Tensor,
+    shown: Tensor,
+    bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Return the weights of attention in float64, `[B, H, Sq, Sk]`; rows that see nothing are 0."""
+    heads = query.shape[2]
+    scores = torch.einsum("bihd,bjhd->bhij", query.double(), per_head(key.double().transpose(1, 2), heads).transpose(1, 2))
+    scores = scores * (query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores if bias is None else scores + per_head(bias.double(), heads)
+    scores = torch.where(per_head(shown, heads), scores, -torch.inf)
+    if lse is None:
+        lse = scores.logsumexp(-1)
+    return torch.where(scores == -torch.inf, 0.0, torch.exp(scores - lse.double().unsqueeze(-1)))
+
+
+def masses(case: Case, query: Tensor, key: Tensor, **keywords: Any) -> Tensor:
+    """Return what `selection_mass` is by definition, float64."""
+    weights = probabilities(query, key, visible(case), **keywords)
+    by_entry = chosen(case)
+    numbers = case.indices.unsqueeze(-1) == case.indices.unsqueeze(-2)
+    again = (numbers & torch.ones(numbers.shape[-2:], dtype=torch.bool).tril(-1)).any(-1)
+    by_entry = per_head(by_entry & ~again.unsqueeze(-1) & conditions(case).unsqueeze(-2), case.heads)
+    each = (by_entry * weights.unsqueeze(-2)).sum(-1)
+    return each if case.indices.shape[1] == case.heads else each.unflatten(1, (case.heads_kv, -1)).sum(2)
+
+
+def draw_inputs(case: Case, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return query, key, and the keywords of a call: a bias, a scale and a soft cap in some of them."""
+    pick = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dim, seqlen_q = pick.choice((8, 16, 17, 40)), case.indices.shape[2]
+    query = torch.randn((case.batch, seqlen_q, case.heads, dim), generator=generator).to(dtype)
+    key = torch.randn((case.batch, case.seqlen_k, case.heads_kv, dim), generator=generator).to(dtype)
+    keywords: dict[str, Any] = {}
+    if pick.random() < 0.4:
+        shape = (pick.choice((1, case.batch)), pick.choice((1, case.heads_kv, case.heads)), pick.choice((1, seqlen_q)))
+        keywords["bias"] = torch.randn((*shape, case.seqlen_k), generator=generator).to(dtype)
+    if pick.random() < 0.3:
+        keywords["softmax_scale"] = pick.choice((0.3, -0.5, 2.0))
+    if pick.random() < 0.3:
+        keywords["softcap"] = pick.choice((1.5, 20.0))
+    return query, key, keywords

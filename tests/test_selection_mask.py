@@ -32,13 +32,13 @@ def check(case: Case) -> None:
     assert torch.equal(case.indices, before)
 
 
-@pytest.mark.parametrize("first", range(0, 3000, 500))
+@pytest.mark.parametrize("first", range(0, 1200, 300))
 def test_any_short_case_is_what_the_definition_says(first: int):
-    for seed in range(first, first + 500):
+    for seed in range(first, first + 300):
         check(draw(seed))
 
 
-@pytest.mark.parametrize("first", range(0, 60, 10))
+@pytest.mark.parametrize("first", range(0, 30, 10))
 def test_any_longer_case_is_what_the_definition_says(first: int):
     for seed in range(first, first + 10):
         check(draw(seed, longest=500))

@@ -39,6 +39,7 @@ _BACKWARD = {
 }
 PACKED = "dmattn_ops.kernels.epochs.attention"
 _NEEDS = {"hopper": 90, "hopper256": 90}  # kernels that run on one architecture only
+LARGEST_MASS_DIM = 256  # of the Triton kernels of masses
 GPU_KERNELS = ("hopper", "hopper256", "portable")  # fastest first
 
 
@@ -314,6 +315,14 @@ def kernels_of_chosen_blocks(device: torch.device) -> ModuleType | None:
     if device.type != "cuda" or arch.physical(device).sm < config.OLDEST_TRITON:
         return None
     return _launcher("dmattn_ops.kernels.masks.chosen")
+
+
+def kernels_of_masses(query: Tensor) -> ModuleType:
+    """Return what computes the masses of attention for queries `[B, Sq, H, D]`."""
+    is_taken = query.is_cuda and query.shape[-1] <= LARGEST_MASS_DIM
+    if is_taken and arch.physical(query.device).sm >= config.OLDEST_TRITON:
+        return _launcher("dmattn_ops.kernels.mass.launch")
+    return _launcher("dmattn_ops.kernels.mass.reference")
 
 
 def launcher(direction: str, kernel: str) -> ModuleType:

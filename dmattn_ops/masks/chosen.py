@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from dmattn_ops import symbolic
 from dmattn_ops.bands import CausalFrom, Window, band_of, visibility
+from dmattn_ops.call import Options
 from dmattn_ops.checks import chosen, dtensors, require, validation
 from dmattn_ops.masks.documents import Documents, as_integers, id_pair, segments_of
 from dmattn_ops.masks.tile_mask import Segments, TileMask, from_packed, lengths_of
@@ -24,6 +25,27 @@ _NAMES_ELSEWHERE = {
     "attention_mask": "padding, [B, Sk]",
     "cu_seqlens": f"documents, {require.IDS_OF_OFFSETS}",
 }
+
+
+class Selection(NamedTuple):
+    """Attention to the keys of chosen blocks, inside the band and between equal segments, as kernels take it."""
+
+    query: Tensor  # [B, Sq, H, D]
+    key: Tensor  # [B, Sk, Hkv, D]
+    indices: Tensor  # [B|1, Hm, Sq, k]
+    q_segments: Tensor | None  # [B|1, Sq]
+    k_segments: Tensor | None  # [B|1, 1, Sk]
+    bias: Tensor | None
+    lse: Tensor | None  # [B, H, Sq]; None: of these keys
+    block: int
+    options: Options
+
+
+class Statistics(NamedTuple):
+    """The logarithms of the rows' sums, `[B, H, Sq]`, and what rounding took from them, where that is known."""
+
+    lse: Tensor
+    lse_tail: Tensor | None
 
 
 def selection_mask(

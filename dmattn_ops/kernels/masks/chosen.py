@@ -6,6 +6,7 @@ block that is named (repeats set it again), reads its words back a tile at a tim
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,8 +38,8 @@ def pack_selection(
     batch, heads = row_tiles.shape[:2]
     seqlen_q, count = indices.shape[2:]
     row_count, col_count = triton.cdiv(seqlen_q, TILE), triton.cdiv(seqlen_k, TILE)
-    classes = workspace(indices, batch * heads, row_count, col_count, dtype=row_tiles.dtype)
-    shares = triton.cdiv(col_count, _TILES)
+    classes = workspace(indices, batch * heads, row_count, col_count, dtype=torch.int8)
+    shares, parts = triton.cdiv(col_count, _TILES), (block + WORD_BITS - 2) // WORD_BITS + 1
     programs = batch * heads * row_count * shares
     if programs:
         launch(
@@ -47,7 +48,7 @@ def pack_selection(
             count, block, triton.cdiv(seqlen_k, block), seqlen_q, seqlen_k, band_lo, band_hi,
             heads, row_count, col_count, shares,
             _stride(indices, 0), *indices.stride()[1:], _stride(q_segments, 0), _stride(k_segments, 0),
-            PARTS=(block + WORD_BITS - 2) // WORD_BITS + 1, TILES=_TILES, ENTRIES=_ENTRIES, num_warps=8,
+            PARTS=parts, TILES=_TILES, ENTRIES=_ENTRIES if parts == 1 else _ENTRIES // 2, num_warps=8,
         )  # fmt: skip
     write_lists(classes, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, "classes")
 
@@ -67,7 +68,7 @@ def pack_chosen(
     indices_b, indices_h, indices_q, indices_k, q_segments_b, k_segments_b,
     PARTS: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Write classes and, where a tile is partial, the bits in both orientations, of a row of up to `TILES` tiles.
+    """Write classes and, inside the band, the bits in both orientations, of a row of up to `TILES` tiles.
 
     The keys of a block lie in up to `PARTS` words.
     """
@@ -82,13 +83,13 @@ def pack_chosen(
     is_query = row < seqlen_q
     first_word, end_word = first_col * _WORDS, end_col * _WORDS
     words = row_bits + (matrix.to(tl.int64) * row_count * _TILE + row)[:, None] * (col_count * _WORDS)
-    of_tile = words + tl.arange(0, _WORDS)[None, :]
     kinds = classes + (matrix.to(tl.int64) * row_count + row_tile) * col_count
 
     is_met = (band_lo <= band_hi) & (first_col * _TILE - last_i <= band_hi) & (end_col * _TILE - 1 - first_i >= band_lo)
     if is_met:
         for tile in range(first_col, end_col):
-            tl.store(of_tile + tile * _WORDS, tl.zeros([_TILE, _WORDS], tl.int32))
+            cleared = words + tile * _WORDS + tl.arange(0, _WORDS)[None, :]
+            tl.store(cleared, tl.zeros([_TILE, _WORDS], tl.int32))
         tl.debug_barrier()
         lists = indices + b * indices_b + h * indices_h + row.to(tl.int64)[:, None] * indices_q
         for at in range(0, count, ENTRIES):
@@ -111,26 +112,25 @@ def pack_chosen(
     if q_segments is not None:
         queries = tl.load(q_segments + b * q_segments_b + row, is_query, other=0)
     places = tl.arange(0, 32)
+    own_words = row_bits + (matrix.to(tl.int64) * row_count * _TILE + row) * (col_count * _WORDS)
     for tile in range(first_col, end_col):
-        kind = tl.full((), 0, tl.int32)
+        total = tl.full((), 0, tl.int32)
         if is_met:
-            column = tile * _TILE + tl.arange(0, _TILE)
-            # not from L1, which does not see what atomics write
-            four = tl.load(of_tile + tile * _WORDS, cache_modifier=".cg")
-            visible = tl.reshape((four[:, :, None] >> places[None, None, :]) & 1, [_TILE, _TILE]) != 0
-            distance = column[None, :] - row[:, None]
-            visible = visible & (distance >= band_lo) & (distance <= band_hi)
-            if k_segments is not None:
-                keys = tl.load(k_segments + b * k_segments_b + column, column < seqlen_k, other=0)
-                visible = visible & (queries[:, None] == keys[None, :])
-            total = tl.sum(tl.sum(visible.to(tl.int32), axis=1), axis=0)
-            kind = tl.where(total == 0, 0, tl.where(total == _TILE * _TILE, 2, 1))
-            if kind == 1:
+            for part in tl.static_range(_WORDS):  # a word of each row at a time, which fits into registers
+                column = tile * _TILE + 32 * part + places
+                # not from L1, which does not see what atomics write
+                word = tl.load(own_words + tile * _WORDS + part, cache_modifier=".cg")
+                visible = ((word[:, None] >> places[None, :]) & 1) != 0
+                distance = column[None, :] - row[:, None]
+                visible = visible & (distance >= band_lo) & (distance <= band_hi)
+                if k_segments is not None:
+                    keys = tl.load(k_segments + b * k_segments_b + column, column < seqlen_k, other=0)
+                    visible = visible & (queries[:, None] == keys[None, :])
                 seen = visible.to(tl.int32)
-                by_row = tl.reshape(seen, [_TILE, _WORDS, 32]) << places[None, None, :]
-                tl.store(of_tile + tile * _WORDS, tl.sum(by_row, axis=2))
-                by_column = tl.reshape(seen, [_WORDS, 32, _TILE]) << places[None, :, None]
+                total += tl.sum(tl.sum(seen, axis=1), axis=0)
+                tl.store(own_words + tile * _WORDS + part, tl.sum(seen << places[None, :], axis=1))
+                by_column = tl.sum(tl.reshape(seen, [_WORDS, 32, 32]) << places[None, :, None], axis=1)
                 place = col_bits + (matrix.to(tl.int64) * col_count * _TILE + column)[None, :] * (row_count * _WORDS)
-                word = row_tile * _WORDS + tl.arange(0, _WORDS)[:, None]
-                tl.store(place + word, tl.sum(by_column, axis=1))
-        tl.store(kinds + tile, kind)
+                tl.store(place + row_tile * _WORDS + tl.arange(0, _WORDS)[:, None], by_column)
+        kind = tl.where(total == 0, 0, tl.where(total == _TILE * _TILE, 2, 1))
+        tl.store(kinds + tile, kind.to(tl.int8))
