@@ -135,7 +135,9 @@ def probabilities(
 ) -> Tensor:
     """Return the weights of attention in float64, `[B, H, Sq, Sk]`; rows that see nothing are 0."""
     heads = query.shape[2]
-    scores = torch.einsum("bihd,bjhd->bhij", query.double(), per_head(key.double().transpose(1, 2), heads).transpose(1, 2))
+    scores = torch.einsum(
+        "bihd,bjhd->bhij", query.double(), per_head(key.double().transpose(1, 2), heads).transpose(1, 2)
+    )
     scores = scores * (query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     scores = scores if bias is None else scores + per_head(bias.double(), heads)

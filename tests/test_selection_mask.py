@@ -87,7 +87,7 @@ def test_slices_are_those_of_the_dense_mask():
     for seed in range(100):
         case = draw(seed, longest=200)
         mask, dense = made(case), visible(case)
-        batch, heads, seqlen_q, seqlen_k = mask.shape
+        _, heads, seqlen_q, seqlen_k = mask.shape
         low, high = seqlen_q // 3, seqlen_q - seqlen_q // 4
         assert torch.equal(mask.queries(low, high).to_dense(), dense[:, :, low:high])
         low, high = seqlen_k // 3, seqlen_k - seqlen_k // 4  # at any start, also inside of a block
@@ -144,7 +144,9 @@ def test_numbers_of_no_block_are_refused():
     for wrong in (-2, 3, 1 << 40):
         indices = torch.zeros(1, 1, 6, 2, dtype=torch.int64)
         indices[0, 0, 4, 1] = wrong
-        with pytest.raises(ValueError, match=re.escape(f"indices must be -1 (none) or between 0 and 2, the last block, got {wrong}")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"indices must be -1 (none) or between 0 and 2, the last block, got {wrong}")
+        ):
             selection_mask(indices, block=2)
 
 

@@ -66,9 +66,7 @@ def selection_mass(
     (query, key), bias, _ = arguments.prepared_inputs(4, bias, None, query=query, key=key)
     block = require.integer("block", block)
     chosen.indices_alone(indices, block)
-    band, (scale, softcap, _) = arguments.read_numbers(
-        is_causal, causal_from, window_size, softmax_scale, softcap, 0.0
-    )
+    band, (scale, softcap, _) = arguments.read_numbers(is_causal, causal_from, window_size, softmax_scale, softcap, 0.0)
     lse = _as_saved(lse)
     seqlen_q, seqlen_k = query.shape[1], key.shape[1]
     segments = segments_beside(indices, documents, None, query.shape[0], seqlen_q, seqlen_k)
@@ -118,9 +116,7 @@ def key_mass(
     (query, key), bias, _ = arguments.prepared_inputs(4, bias, None, query=query, key=key)
     validation.query_key_value(query, key, key, 4)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
-    band, (scale, softcap, _) = arguments.read_numbers(
-        is_causal, causal_from, window_size, softmax_scale, softcap, 0.0
-    )
+    band, (scale, softcap, _) = arguments.read_numbers(is_causal, causal_from, window_size, softmax_scale, softcap, 0.0)
     lse = _as_saved(lse)
     arguments.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
     parts, *limits = prepare.resolve(mask, band, seqlen_q, seqlen_k)

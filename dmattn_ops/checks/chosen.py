@@ -40,9 +40,7 @@ def blocks(
     return batch, indices.shape[1]
 
 
-def _segments(
-    indices: Tensor, q_segments: Tensor | None, k_segments: Tensor | None, batch: int, seqlen_k: int
-) -> None:
+def _segments(indices: Tensor, q_segments: Tensor | None, k_segments: Tensor | None, batch: int, seqlen_k: int) -> None:
     """Refuse segments of other shapes than `[B|1, Sq]` and `[B|1, 1, Sk]`."""
     named = (("q_segments", q_segments, (indices.shape[2],)), ("k_segments", k_segments, (1, seqlen_k)))
     for name, part, sizes in named:

@@ -6,8 +6,8 @@ version must load, and passes arguments by position: so a new number is appended
 forward and to the backward (`APPENDED`), and a new tensor makes a new overload of the operators, beside `default`.
 
 A policy of selective checkpointing is asked about overloads: compare with `torch.ops.dmattn.forward.default`, not with the
-packet `torch.ops.dmattn.forward`. To save are the forward operators, and `pack_mask`, `list_tiles` and `key_lifetimes`, which
-give a mask in few bytes.
+packet `torch.ops.dmattn.forward`. To save are the forward operators, and `pack_mask`, `pack_selection`, `list_tiles` and
+`key_lifetimes`, which give a mask in few bytes.
 
 What masks are made of in users' graphs is an operator wherever it sorts, scans or scatters: a compiler that fuses such an
 operation with one of the caller's may fail (Inductor of torch 2.11 did, with a sort behind a cumsum on a GPU).

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from chosen_cases import Case, draw, draw_inputs, masses, probabilities, visible
+from chosen_cases import Case, draw, draw_inputs, masses, visible
 from test_mass import draw_mask
 from torch import Tensor
 
@@ -85,8 +85,7 @@ def check_keys(seed: int, longest: int, dtype: torch.dtype, **changes: int) -> N
     wide = call._replace(query=query.double(), key=key.double(), value=key.double())
     reference.key_mass(wide, None, expected)  # held to the definition by test_mass.py
     shown = reference._visible(call, 0, query.shape[1])
-    weights = {name: value for name, value in as_float(keywords).items()}
-    _, lse = flash_dmattn_func(query.float(), key.float(), key.float(), shown, return_lse=True, **weights)
+    _, lse = flash_dmattn_func(query.float(), key.float(), key.float(), shown, return_lse=True, **as_float(keywords))
     mass = torch.full(expected.shape, torch.nan)
     launch.key_mass(with_start(call), Statistics(lse, torch.zeros_like(lse) if seed % 2 else None), mass)
     torch.testing.assert_close(mass.double(), expected, atol=1e-4 * case.heads, rtol=1e-4, msg=repr(case))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -82,7 +80,6 @@ def key_mass(call: Call, statistics: Statistics | None, mass: Tensor) -> None:
         BIAS=bias_kind(call.bias), NATURAL=in_natural_units(call), SOFTCAP=options.softcap != 0,
         PRECISION=_precision(query), num_warps=4, num_stages=2,
     )  # fmt: skip
-
 
 
 def _batch_stride(segments: Tensor | None) -> int:

@@ -37,7 +37,11 @@ def selection_mass(choice: Selection, mass: Tensor) -> None:
         else:
             lse = choice.lse[:, :, start:stop].unflatten(1, (heads_kv, -1)).unsqueeze(-1)
         each = _probabilities(scores, lse)
-        each = torch.nn.functional.pad(each, (0, count * choice.block - seqlen_k)).unflatten(-1, (count, choice.block)).sum(-1)
+        each = (
+            torch.nn.functional.pad(each, (0, count * choice.block - seqlen_k))
+            .unflatten(-1, (count, choice.block))
+            .sum(-1)
+        )
         each = each.sum(2) if mass.shape[1] == heads_kv else each.flatten(1, 2)
         first = first_of_each(indices)
         target = torch.where((first >= 0) & (first < count), first, count).long()

@@ -22,7 +22,9 @@ def first_numbers(
     """Write a list of numbers as int32: -1 in the place of those of no block, and of those that stand further in front."""
     row = tl.program_id(0)
     query, head = row % seqlen_q, row // seqlen_q % heads
-    listed = indices + head_offset(row // seqlen_q // heads, head, indices_b, indices_h) + query.to(tl.int64) * indices_q
+    listed = (
+        indices + head_offset(row // seqlen_q // heads, head, indices_b, indices_h) + query.to(tl.int64) * indices_q
+    )
     firsts += row.to(tl.int64) * count
     for at in range(0, count, ENTRIES):
         entry = at + tl.arange(0, ENTRIES)
