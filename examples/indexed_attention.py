@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Step]:
     """Train in both stages; return what was printed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (
-        ("dim", 64), ("heads", 4), ("layers", 2), ("keep", 12), ("pairs", 24), ("batch", 16), ("warm-up", 400), ("steps", 200),
+        ("dim", 64), ("heads", 4), ("layers", 2), ("keep", 8), ("pairs", 12), ("batch", 16), ("warm-up", 400), ("steps", 100),
         ("every", 50), ("seed", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)

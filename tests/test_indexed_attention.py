@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import indexed_attention
 from dmattn_ops.nn import IndexedAttention, LightningIndexer
 from dmattn_ops.rotary import turned, turns_of
 
@@ -236,3 +237,10 @@ def test_wrong_layers(changes: dict, message: str):
 def test_wrong_calls(given: dict, error: type, message: str):
     with pytest.raises(error, match=message):
         layer()(**{"hidden": torch.zeros(2, 5, 24).double(), **given})
+
+
+def test_the_example_trains_in_both_stages():
+    small = ["--dim=16", "--heads=2", "--keep=3", "--pairs=5", "--batch=2", "--device=cpu"]
+    steps = indexed_attention.main([*small, "--warm-up=3", "--steps=3", "--every=1"])
+    assert [step.stage for step in steps] == ["warm-up"] * 3 + ["sparse"] * 3
+    assert all(0.0 < step.loss < 10.0 and 0.0 <= step.index_loss < 10.0 and 0.0 <= step.right <= 1.0 for step in steps)

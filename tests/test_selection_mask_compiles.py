@@ -52,8 +52,14 @@ def test_bits_of_chosen_blocks(sm: int, numbers: str, parts: int, entries: int):
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("dtype", "dim", "rows", "slots", "wide"),
-    [("bf16", 128, 16, 64, 1), ("fp16", 128, 32, 64, 64), ("bf16", 256, 32, 32, 32), ("fp32", 128, 16, 32, 4), ("fp32", 256, 16, 16, 1)],
-)  # fmt: skip
+    [
+        ("bf16", 128, 16, 64, 1),
+        ("fp16", 128, 32, 64, 64),
+        ("bf16", 256, 32, 32, 32),
+        ("fp32", 128, 16, 32, 4),
+        ("fp32", 256, 16, 16, 1),
+    ],
+)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_masses_of_chosen_blocks(sm: int, biased: bool, dtype: str, dim: int, rows: int, slots: int, wide: int):
