@@ -6,7 +6,9 @@ from typing import Any
 from dmattn_ops.api.backend import BackendInfo, backend_info
 from dmattn_ops.api.explain import Explanation, explain
 from dmattn_ops.api.functions import flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func
-from dmattn_ops.dispatch import operators  # noqa: F401 - registered with torch when imported
+from dmattn_ops.api.mass import key_mass, selection_mass
+from dmattn_ops.dispatch import chosen, operators  # noqa: F401 - registered with torch when imported
+from dmattn_ops.masks.chosen import selection_mask
 from dmattn_ops.masks.prepare import dynamic_mask, prepare_mask
 from dmattn_ops.masks.tile_mask import TileMask
 from dmattn_ops.ops import flops, vmap  # noqa: F401 - registered with torch when imported
@@ -23,7 +25,10 @@ __all__ = [
     "flash_dmattn_func",
     "flash_dmattn_qkvpacked_func",
     "flash_dmattn_varlen_func",
+    "key_mass",
     "prepare_mask",
+    "selection_mask",
+    "selection_mass",
 ]
 
 # Reached as attributes, and imported when they are.

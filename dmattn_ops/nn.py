@@ -18,11 +18,14 @@ from torch.nn import functional as F
 from dmattn_ops import symbolic
 from dmattn_ops.api.functions import flash_dmattn_func
 from dmattn_ops.checks import require, validation
+from dmattn_ops.indexed_attention import IndexedAttention as IndexedAttention
+from dmattn_ops.indexed_attention import LightningIndexer as LightningIndexer
 from dmattn_ops.kernels.selection import order
 from dmattn_ops.masks import layout
 from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.prepare import dynamic_mask
 from dmattn_ops.masks.tile_mask import TileMask
+from dmattn_ops.rotary import turned, turns_of
 
 _NAMES_ELSEWHERE = {
     "attention_mask": "padding, [B, S]",
@@ -189,8 +192,8 @@ class DynamicMaskAttention(nn.Module):
         key = self.k_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
         value = self.v_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
         if self.rotary_base is not None:
-            turns = _turns(hidden, positions, self.head_dim, self.rotary_base)
-            query, key = _turned(query, *turns), _turned(key, *turns)
+            turns = turns_of(hidden, positions, self.head_dim, self.rotary_base)
+            query, key = turned(query, *turns), turned(key, *turns)
         scores = self.scores(value)
         out = flash_dmattn_func(
             query,
@@ -275,22 +278,6 @@ def _behind_padding(kept: Tensor, documents: Tensor | None) -> Tensor:
     first, _ = layout.runs(documents)
     before, first = torch.broadcast_tensors(count - kept.long(), first.long())
     return 2 * documents.long() + (count > before.gather(-1, first))
-
-
-def _turns(hidden: Tensor, positions: Tensor | None, dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the rotary angles, float32 `[B|1, S, 1, D / 2]`."""
-    if positions is None:
-        positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-    frequency = base ** -(torch.arange(0, dim, 2, device=hidden.device, dtype=torch.float32) / dim)
-    angle = positions[..., None, None].float() * frequency
-    return angle.cos(), angle.sin()
-
-
-def _turned(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn the pairs of `[B, S, heads, D]`, a half beside the other."""
-    cosine, sine = cosine.to(tensor.dtype), sine.to(tensor.dtype)
-    left, right = tensor.chunk(2, dim=-1)
-    return torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1)
 
 
 require.without_unknown(DynamicMaskAttention.forward)

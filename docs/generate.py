@@ -25,7 +25,7 @@ DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "benchmarks")]
 
 import readme_tables  # noqa: E402
-from dmattn_ops import TileMask, dynamic_mask, flex, prepare_mask  # noqa: E402
+from dmattn_ops import TileMask, dynamic_mask, flex, prepare_mask, selection_mask  # noqa: E402
 from dmattn_ops.choice.resources import SOURCE, TABLES  # noqa: E402
 from dmattn_ops.masks.layout import FULL, PARTIAL  # noqa: E402
 from dmattn_ops.ops import schemas as ops  # noqa: E402
@@ -72,6 +72,13 @@ def masks() -> Iterator[tuple[str, str, TileMask, TileMask | None]]:
     yield "dynamic-beside", "keep_first=2, keep_last=3", beside, dynamic_mask(scores, 4)
     yield "dynamic-documents", "with documents", dynamic_mask(scores, 4, documents=documents), None
     yield "dynamic-full", "is_causal=False", dynamic_mask(scores, 4, is_causal=False), None
+    best = (scores[0, 0] * (1 + (place[:, None] // 8 * 5) % 7)).fmod(
+        1.0
+    )  # [queries, keys], alike in neighbouring queries
+    best = best.masked_fill(place > place[:, None], -1.0)
+    yield "selection", "the best 5 keys", selection_mask(best.topk(5).indices[None, None]), None
+    of_blocks = best.unflatten(-1, (SIZE // 4, 4)).amax(-1).topk(2).indices[None, None]
+    yield "selection-blocks", "2 blocks of 4 keys", selection_mask(of_blocks, block=4), None
     part = dynamic_mask(scores, 4).queries(12, SIZE)
     yield "slice", "mask.queries(12, 24)", part, None
 

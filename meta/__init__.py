@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.call import HEADER, TILE, UNBOUNDED, WORD_BITS
-from dmattn_ops.symbolic import larger, smaller
+from dmattn_ops.symbolic import known_equal, larger, smaller
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -107,9 +107,28 @@ def pack_mask_outputs(
     mask: Tensor, batch: int, heads: int, seqlen_q: int, band_lo: int, band_hi: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocate lists and bits of a dense mask `[Bm, Hm, Sq or 1, Sk]`, or of another whose last dimension is `Sk`."""
-    seqlen_k = mask.shape[-1]
+    return bits_outputs(mask, batch, heads, seqlen_q, mask.shape[-1], band_lo, band_hi)
+
+
+def bits_outputs(
+    like: Tensor, batch: int, heads: int, seqlen_q: int, seqlen_k: int, band_lo: int, band_hi: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate lists and bits of a mask of `seqlen_q` queries and `seqlen_k` keys."""
     rows, cols = ceil_div(seqlen_q, TILE), ceil_div(seqlen_k, TILE)
     words = TILE // WORD_BITS
-    row_bits = mask.new_empty((batch, heads, rows * TILE, cols * words), dtype=torch.int32)
-    col_bits = mask.new_empty((batch, heads, cols * TILE, rows * words), dtype=torch.int32)
-    return (*list_tiles_outputs(mask, batch, heads, seqlen_q, seqlen_k, band_lo, band_hi), row_bits, col_bits)
+    row_bits = like.new_empty((batch, heads, rows * TILE, cols * words), dtype=torch.int32)
+    col_bits = like.new_empty((batch, heads, cols * TILE, rows * words), dtype=torch.int32)
+    return (*list_tiles_outputs(like, batch, heads, seqlen_q, seqlen_k, band_lo, band_hi), row_bits, col_bits)
+
+
+def selection_mass_outputs(query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
+    """Allocate masses `[B, Hkv, Sq, k]`, or `[B, H, Sq, k]` for indices `[B|1, Hm, Sq, k]` of all `H` heads."""
+    batch, seqlen_q, heads, _ = query.shape
+    heads = heads if known_equal(indices.shape[1], heads) else key.shape[2]
+    return query.new_empty((batch, heads, seqlen_q, indices.shape[3]), dtype=lse_dtype(query.dtype))
+
+
+def key_mass_outputs(query: Tensor, key: Tensor) -> Tensor:
+    """Allocate masses `[B, Hkv, Sk]`."""
+    batch, seqlen_k, heads_kv, _ = key.shape
+    return query.new_empty((batch, heads_kv, seqlen_k), dtype=lse_dtype(query.dtype))

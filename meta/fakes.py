@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import meta
-from dmattn_ops.call import NO_MASK, Call, Varlen
-from dmattn_ops.checks import require, validation
+from dmattn_ops.call import NO_MASK, Call, Varlen, plain_options
+from dmattn_ops.checks import chosen, require, validation
 from dmattn_ops.ops import schemas
 
 _Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -103,6 +103,39 @@ def spread_lists(*arguments: Any) -> Tensor:
     return meta.spread_lists_outputs(read.indices, read.columns)
 
 
+def pack_selection(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return row_tiles, col_tiles, row_bits and col_bits of chosen blocks `[B|1, Hm, Sq, k]` and segments."""
+    read = schemas.SIGNATURES["pack_selection"].read(arguments)
+    batch, heads = chosen.blocks(read.indices, read.q_segments, read.k_segments, read.block, read.seqlen_k)
+    sizes = (read.indices.shape[2], read.seqlen_k, read.band_lo, read.band_hi)
+    return meta.bits_outputs(read.indices, batch, heads, *sizes)
+
+
+def selection_mass(*arguments: Any) -> Tensor:
+    """Return the probability of each chosen block, `[B, Hkv or H, Sq, k]`, for indices `[B|1, Hm, Sq, k]`."""
+    read = schemas.SIGNATURES["selection_mass"].read(arguments)
+    chosen.mass_of_selection(read)
+    return meta.selection_mass_outputs(read.query, read.key, read.indices)
+
+
+def key_mass(*arguments: Any) -> Tensor:
+    """Return the probabilities of each key, summed over queries and the heads of a group, `[B, Hkv, Sk]`."""
+    call, _ = mass_call(arguments)
+    return meta.key_mass_outputs(call.query, call.key)
+
+
+def mass_call(arguments: tuple[Any, ...]) -> tuple[Call, Any]:
+    """Read the arguments of `key_mass`; return the call whose probabilities are wanted, with keys for values, and all by name."""
+    read = schemas.SIGNATURES["key_mass"].read(arguments)
+    validation.dense_tensors(read.query, read.key, read.key, read.bias, None)
+    scale = read.query.shape[-1] ** -0.5 if read.softmax_scale is None else read.softmax_scale
+    options = plain_options(scale, read.band_lo, read.band_hi, softcap=read.softcap)
+    call = Call(read.query, read.key, read.key, read.bias, schemas.mask_of(read), None, None, None, options)
+    validation.dense_call(call)
+    chosen.row_sums(read.lse, read.query)
+    return call, read
+
+
 def dense_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
     """Read the arguments of a dense operator and refuse what no kernel may see; return the call, and all by name."""
     read = schemas.SIGNATURES[name].read(arguments)
@@ -144,6 +177,6 @@ def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
 
 for _fake in (
     forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
-    key_lifetimes, pack_intervals, rank_ids, spread_lists,
+    key_lifetimes, pack_intervals, rank_ids, spread_lists, pack_selection, selection_mass, key_mass,
 ):  # fmt: skip
     torch.library.register_fake(f"dmattn::{_fake.__name__}", _fake, lib=schemas.library)

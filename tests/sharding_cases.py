@@ -21,7 +21,10 @@ from dmattn_ops import (
     flash_dmattn_func,
     flash_dmattn_qkvpacked_func,
     flash_dmattn_varlen_func,
+    key_mass,
     prepare_mask,
+    selection_mask,
+    selection_mass,
 )
 
 DIM = 16
@@ -309,4 +312,27 @@ def masks_of_dtensors() -> list[bool]:
         for one, other in zip(made(parts), made(given), strict=True):
             found.append(torch.equal(one.to_dense().full_tensor(), other.to_dense()))
             found.append(torch.allclose(one.density().full_tensor(), other.density()))
+    return found
+
+
+def chosen_blocks_of_dtensors() -> list[float]:
+    """Return how far masks of chosen blocks and masses of DTensors are from those of one device."""
+    mesh, found = mesh_of(), []
+    torch.manual_seed(0)
+    for heads_kv, list_heads in ((2, 1), (2, 2), (2, 4), (1, 1), (1, 4)):
+        query, key = torch.randn(2, 40, 4, 8), torch.randn(2, 40, heads_kv, 8)
+        indices = torch.randint(-1, 10, (2, list_heads, 40, 3))
+        documents = (torch.arange(40) // 15)[None].expand(2, -1).contiguous()
+        given = {"query": query, "key": key, "indices": indices, "documents": documents}
+        given = {name: tensor.to(ranks.device()) for name, tensor in given.items()}
+
+        def made(query: Tensor, key: Tensor, indices: Tensor, documents: Tensor) -> list[Tensor]:
+            mask = selection_mask(indices, block=4, documents=documents)
+            mass = selection_mass(query, key, indices, block=4, documents=documents)
+            return [mask.to_dense().float(), mass, key_mass(query, key, mask), key_mass(query, key, is_causal=True)]
+
+        for split in ("none", "batch", "heads"):
+            parts = {name: shard(name, tensor, mesh, [split]) for name, tensor in given.items()}
+            for one, other in zip(made(**parts), made(**given), strict=True):
+                found.append(relative(one.full_tensor(), other))
     return found

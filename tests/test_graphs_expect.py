@@ -72,6 +72,17 @@ dmattn::pack_intervals(Tensor end, Tensor? start, Tensor? hidden_from, Tensor? h
     (Tensor row_tiles, Tensor col_tiles, Tensor row_bits, Tensor col_bits)
 dmattn::rank_ids(Tensor ids) -> Tensor ranks
 dmattn::spread_lists(Tensor counts, Tensor indices, SymInt columns) -> Tensor listed
+dmattn::pack_selection(Tensor indices, Tensor? q_segments, Tensor? k_segments, SymInt block, SymInt seqlen_k, SymInt
+    band_lo=-1073741824, SymInt band_hi=1073741824) -> (Tensor row_tiles, Tensor col_tiles, Tensor row_bits, Tensor
+    col_bits)
+dmattn::selection_mass(Tensor query, Tensor key, Tensor indices, Tensor? q_segments, Tensor? k_segments, Tensor?
+    bias, Tensor? lse, SymInt block, SymInt band_lo=-1073741824, SymInt band_hi=1073741824, float?
+    softmax_scale=None, float softcap=0.) -> Tensor mass
+dmattn::key_mass(Tensor query, Tensor key, Tensor? bias=None, Tensor? row_tiles=None, Tensor? col_tiles=None,
+    Tensor? row_bits=None, Tensor? col_bits=None, Tensor? q_segments=None, Tensor? k_segments=None, Tensor?
+    start=None, Tensor? end=None, Tensor? hidden_from=None, Tensor? hidden_to=None, Tensor? lse=None, SymInt
+    band_lo=-1073741824, SymInt band_hi=1073741824, SymInt? at_most=None, float? softmax_scale=None, float
+    softcap=0.) -> Tensor mass
 dmattn::draw_seed(Tensor query, SymInt? batch=None) -> Tensor seed""",
     )
 

@@ -148,3 +148,8 @@ def test_operators_take_dtensors_and_seeds_of_any_shape(two_ranks):
 def test_masks_of_dtensors_are_those_of_one_device(two_ranks):
     for found in two_ranks(cases.masks_of_dtensors):
         assert len(found) == 24 and all(found)
+
+
+def test_chosen_blocks_and_masses_of_dtensors_are_those_of_one_device(two_ranks):
+    for found in two_ranks(cases.chosen_blocks_of_dtensors):
+        assert len(found) == 60 and max(found) < CLOSE

@@ -294,7 +294,7 @@ def test_keys_chosen_by_indices_are_the_only_ones_beside_the_mask():
             integration.attention_forward(layer, query, key, key, given, indices=indices)
 
 
-@pytest.mark.parametrize("name", ["block_indices", "sinks"])
+@pytest.mark.parametrize("name", ["sinks"])
 def test_what_would_change_the_result_is_refused_instead_of_ignored(name):
     query = torch.randn(1, 2, 5, 8)
     with pytest.raises(

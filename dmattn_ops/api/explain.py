@@ -337,8 +337,11 @@ def _mask_text(call: Call) -> str:
     if call.varlen is not None:
         kept = "" if call.mask.kind == "none" else ", each pair by segment ids"
         return f"packed sequences: every tile of the band in each sequence, without lists{kept}"
+    bits = call.mask.row_bits
+    taken = 0 if bits is None else 2 * bits.element_size() * bits.shape[2] * bits.shape[3]  # by rows and by columns
     return {
-        "bits": "listed 128 x 128 tiles; full ones without a test, partial ones by bits",
+        "bits": "listed 128 x 128 tiles; full ones without a test, partial ones by bits, which take"
+        f" {taken} bytes for each head of the mask and batch entry (Sq * Sk / 4)",
         "segments": "listed 128 x 128 tiles; full ones without a test, partial ones by segment ids and band",
         "intervals": "an interval of queries for each key; tiles outside of the intervals of their keys are passed over,"
         " unless keys are packed",

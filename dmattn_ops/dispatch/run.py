@@ -38,6 +38,7 @@ _BACKWARD = {
     "reference": "dmattn_ops.kernels.reference",
 }
 PACKED = "dmattn_ops.kernels.epochs.attention"
+LARGEST_MASS_DIM = 256  # of the Triton kernels of masses
 GPU_KERNELS = ("hopper", "hopper256", "portable")  # fastest first
 
 
@@ -302,6 +303,21 @@ def _mask_kernels(device: torch.device) -> ModuleType:
     if arch.physical(device).sm < config.OLDEST_TRITON:
         return _launcher("dmattn_ops.kernels.reference")
     return _launcher("dmattn_ops.kernels.masks.launch")
+
+
+def kernels_of_chosen_blocks(device: torch.device) -> ModuleType | None:
+    """Return the Triton kernels that read chosen blocks on this device; None where torch's operations do."""
+    if device.type != "cuda" or arch.physical(device).sm < config.OLDEST_TRITON:
+        return None
+    return _launcher("dmattn_ops.kernels.masks.chosen")
+
+
+def kernels_of_masses(query: Tensor) -> ModuleType:
+    """Return what computes the masses of attention for queries `[B, Sq, H, D]`."""
+    is_taken = query.is_cuda and query.shape[-1] <= LARGEST_MASS_DIM
+    if is_taken and arch.physical(query.device).sm >= config.OLDEST_TRITON:
+        return _launcher("dmattn_ops.kernels.mass.launch")
+    return _launcher("dmattn_ops.kernels.mass.reference")
 
 
 def launcher(direction: str, kernel: str) -> ModuleType:

@@ -31,7 +31,7 @@ Rule = tuple[list[Placement | None], list[Placement | None]]  # placements of th
 _ROWS = ("lse", "lse_tail", "row_max", "grad_lse")
 _DENSE: Axes = {
     **dict.fromkeys(("query", "key", "value", "out", "grad_out"), (0, 2)),
-    **dict.fromkeys((*_ROWS, "bias", "seed", *MASK_TENSORS, "mask", "scores"), (0, 1)),
+    **dict.fromkeys((*_ROWS, "bias", "seed", *MASK_TENSORS, "mask", "scores", "mass"), (0, 1)),
     **dict.fromkeys(("q_segments", "documents", "ids", "ranks"), (0, None)),
     **dict.fromkeys(("counts", "indices", "listed"), (0, 1)),
     "qkv": (0, 3),
@@ -163,9 +163,18 @@ def _of_output(name: str, choice: _Choice, axes: Axes, read: Any) -> Placement:
     asked_by = _ASKED_BY.get(name)
     if choice.axis is None or (asked_by is not None and not getattr(read, asked_by)):
         return Replicate()
+    if name == "mass" and choice.axis == HEADS and _is_summed_over_ranks(choice, read):
+        return Partial()
     of_input = choice.placements.get(_GRADIENT_OF.get(name, ""))
     if of_input is not None:
         return Partial() if of_input.is_replicate() else of_input
     dim = axes[name][choice.axis]
     assert dim is not None, f"no rule splits {name}"
     return Shard(dim)
+
+
+def _is_summed_over_ranks(choice: _Choice, read: Any) -> bool:
+    """Return whether masses are sums over query heads that several ranks have: where all heads share one head of keys."""
+    by_query_head = getattr(read, "indices", None) is not None and read.indices.shape[1] == read.query.shape[2]
+    key = choice.placements["key"]
+    return key is not None and key.is_replicate() and not by_query_head

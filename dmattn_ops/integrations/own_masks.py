@@ -9,7 +9,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dmattn_ops import environment, symbolic
+from dmattn_ops.bands import band_of
 from dmattn_ops.integrations.forward_mask import ForwardMask
+from dmattn_ops.masks.chosen import shown_keys
+from dmattn_ops.masks.prepare import prepare_mask
+from dmattn_ops.masks.tile_mask import TileMask, from_packed, lengths_of
 
 # model types whose own code computes with the mask: they get it as a tensor, bool or, where that code adds to it, additive
 TENSOR_MASKS = {
@@ -25,7 +29,6 @@ TENSOR_MASKS = {
 ADDITIVE_MASKS = {"deepseek_v4"}
 
 _REFUSED = {  # what some models ask of their attention, and what it means
-    "block_indices": "the blocks of keys that each query sees",
     "sinks": "a sink for each query",
 }
 
@@ -65,3 +68,32 @@ def among(mask: Any, indices: Tensor, kv_length: int) -> Tensor:
     if mask.is_floating_point():
         return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
     return (mask != 0) & chosen
+
+
+def among_blocks(mask: ForwardMask | TileMask | None, block_indices: Tensor, module: Any, kv_length: int) -> TileMask:
+    """Return a mask without the keys outside of the blocks `[B, heads, Sq, n]` that queries choose; -1 is none.
+
+    How many keys a block has, the layer's indexer says.
+    """
+    block = getattr(getattr(module, "indexer", None), "block_size", None)
+    if not isinstance(block, int):
+        raise NotImplementedError(
+            "block_indices= (the blocks of keys that each query sees) needs a layer whose indexer.block_size says how many keys a"
+            f" block has, got {type(module).__name__}"
+        )
+    if isinstance(mask, ForwardMask) and not mask.dense and mask.keywords:
+        check_length(mask, kv_length)
+        segments, plain = mask._segments(), mask.documents is None and mask.padding is None
+        if segments is not None or plain:
+            band, q_length = band_of(**mask.keywords), block_indices.shape[2]
+            limits = band.limits(q_length, kv_length)
+            packed = torch.ops.dmattn.pack_selection(
+                block_indices, *(segments or (None, None)), block, kv_length, *limits
+            )
+            return from_packed(lengths_of(block_indices, q_length, kv_length), packed, band)
+    keep = shown_keys(block_indices, block, kv_length)
+    if isinstance(mask, ForwardMask):
+        keep = keep & mask.tensor()
+    elif mask is not None:
+        keep = keep & mask.to_dense()
+    return prepare_mask(keep)

@@ -97,6 +97,7 @@ def attention_forward(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer: what `AttentionInterface` calls.
@@ -115,14 +116,16 @@ def attention_forward(
         position_bias: with shape `[B|1, H, Sq, Sk]`.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences of a batch of 1.
         indices: `[B, Sq, n]`: the only keys that each query sees, beside a mask tensor (sparse attention as in DeepSeek-V3.2).
+        block_indices: `[B, H|Hkv|1, Sq, n]`: the only blocks of keys that each query sees; -1 is none. How many keys a block has
+            says `module.indexer.block_size` (sparse attention as in MiniMax-M3).
         others: are for other attention. Those that would change the result are refused.
 
     Returns:
         out with shape `[B, Sq, H, Dv]`, and None for the weights.
 
     Raises:
-        NotImplementedError: for `block_indices`, for `sinks` that differ from query to query, and for `indices` beside a mask
-            that is no tensor.
+        NotImplementedError: for `sinks` that differ from query to query, for `indices` beside a mask that is no tensor, and for
+            `block_indices` of a layer that does not say how long its blocks are, or that has a dynamic mask.
     """
     own_masks.check_others(others)
     packed.refuse_unfollowed(query.shape[0], query.shape[2])
@@ -143,10 +146,16 @@ def attention_forward(
         and isinstance(mask, ForwardMask)
         and mask.documents is None
     ):
-        if selector is None and bias is None and not mask.dense:
+        if selector is None and bias is None and block_indices is None and not mask.dense:
             offsets, lengths = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
             return _packed(mask, (query, key, value), offsets, lengths, options), None
         mask = _with_documents(mask, cu_seq_lens_k, key.device)
+    if block_indices is not None:
+        if selector is not None:
+            raise NotImplementedError(
+                "block_indices= and a dynamic mask both choose the keys of a layer: use one of them"
+            )
+        mask = own_masks.among_blocks(mask, block_indices, module, key.shape[1])
     if selector is not None:
         mask, scores = selector.select(value, mask)
         bias = _sum(bias, scores)

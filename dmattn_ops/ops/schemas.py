@@ -6,8 +6,8 @@ version must load, and passes arguments by position: so a new number is appended
 forward and to the backward (`APPENDED`), and a new tensor makes a new overload of the operators, beside `default`.
 
 A policy of selective checkpointing is asked about overloads: compare with `torch.ops.dmattn.forward.default`, not with the
-packet `torch.ops.dmattn.forward`. To save are the forward operators, and `pack_mask`, `list_tiles` and `key_lifetimes`, which
-give a mask in few bytes.
+packet `torch.ops.dmattn.forward`. To save are the forward operators, and `pack_mask`, `pack_selection`, `list_tiles` and
+`key_lifetimes`, which give a mask in few bytes.
 
 What masks are made of in users' graphs is an operator wherever it sorts, scans or scatters: a compiler that fuses such an
 operation with one of the caller's may fail (Inductor of torch 2.11 did, with a sort behind a cumsum on a GPU).
@@ -68,6 +68,12 @@ SCHEMAS = {
     f" Tensor? k_segments, SymInt seqlen_q, {BAND}) -> ({LISTS}, Tensor row_bits, Tensor col_bits)",
     "rank_ids": "(Tensor ids) -> Tensor ranks",
     "spread_lists": "(Tensor counts, Tensor indices, SymInt columns) -> Tensor listed",
+    "pack_selection": f"(Tensor indices, Tensor? q_segments, Tensor? k_segments, SymInt block, SymInt seqlen_k, {BAND})"
+    f" -> ({LISTS}, Tensor row_bits, Tensor col_bits)",
+    "selection_mass": "(Tensor query, Tensor key, Tensor indices, Tensor? q_segments, Tensor? k_segments, Tensor? bias,"
+    f" Tensor? lse, SymInt block, {BAND}, float? softmax_scale=None, float softcap=0.0) -> Tensor mass",
+    "key_mass": f"(Tensor query, Tensor key, {_optional('bias', *MASK_TENSORS, 'lse')}, {BAND}, SymInt? at_most=None,"
+    " float? softmax_scale=None, float softcap=0.0) -> Tensor mass",
 }
 
 # What tracers see through: in their graphs stand the operations of torch that it consists of.
