@@ -7,6 +7,7 @@ from dmattn_ops.api.backend import BackendInfo, backend_info
 from dmattn_ops.api.explain import Explanation, explain
 from dmattn_ops.api.functions import flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func
 from dmattn_ops.dispatch import operators  # noqa: F401 - registered with torch when imported
+from dmattn_ops.generation import KeptKeys
 from dmattn_ops.masks.prepare import dynamic_mask, prepare_mask
 from dmattn_ops.masks.tile_mask import TileMask
 from dmattn_ops.ops import flops, vmap  # noqa: F401 - registered with torch when imported
@@ -15,6 +16,7 @@ from dmattn_ops.version import __version__
 __all__ = [
     "BackendInfo",
     "Explanation",
+    "KeptKeys",
     "TileMask",
     "__version__",
     "backend_info",
