@@ -15,13 +15,13 @@ from dmattn_ops import KeptKeys
 
 @dataclass
 class Token:
-    """A position that one sequence has: key `[Hkv, D]`, value `[Hkv, Dv]`, score `[Hkv]`, bias `[H]`, id."""
+    """A position that one sequence has: key `[Hkv, D]`, value `[Hkv, Dv]`, score `[Hkv]`, bias `[H]`, id; None goes on."""
 
     key: Tensor
     value: Tensor
     score: list[float]
     bias: Tensor
-    document: int
+    document: int | None
 
 
 def is_better(one: tuple[float, int], other: tuple[float, int]) -> bool:
@@ -34,9 +34,11 @@ def is_better(one: tuple[float, int], other: tuple[float, int]) -> bool:
 
 def seen(tokens: list[Token], head: int, keep: int, keep_first: int, keep_last: int) -> list[int]:
     """Return which keys the last of the tokens sees, by the definition of `dynamic_mask`."""
-    begin = len(tokens) - 1
-    while begin > 0 and tokens[begin - 1].document == tokens[-1].document:
-        begin -= 1
+    begin, document = 0, None
+    for j, token in enumerate(tokens):
+        if token.document is not None:
+            begin = begin if document in (None, token.document) else j
+            document = token.document
     mine = range(begin, len(tokens))
     worth = [(token.score[head], position) for position, token in enumerate(tokens)]
     return [
@@ -151,7 +153,7 @@ class Problem:
             if pick.random() < 0.4:
                 padding = padding.sort(-1, descending=pick.random() < 0.5).values
         documents = None
-        if self.calls >= self.documents_from and (self.calls == self.documents_from or pick.random() < 0.9):
+        if self.calls >= self.documents_from and pick.random() < 0.8:
             rows = []
             for b in range(batch):
                 row = []
@@ -162,22 +164,18 @@ class Problem:
             documents = torch.tensor(rows, dtype=pick.choice((torch.int32, torch.int64))).view(batch, count)
         expected = [torch.zeros(batch, count, self.heads, self.value_dim, dtype=torch.float64)]
         expected += [torch.full((batch, self.heads, count), -math.inf, dtype=torch.float64) for _ in range(2)]
-        if documents is not None and self.calls == self.documents_from:
-            self.name_documents(documents, padding)
-        last_ids = [row[-1].document if row else 0 for row in self.tokens]
         for b in range(batch):
             for i in range(count):
                 if padding is not None and not padding[b, i]:
                     for part in (query, key, value):
                         part[b, i] = math.nan
                     continue
-                if documents is not None:
-                    last_ids[b] = int(documents[b, i])
                 worth = scores[b, :, i].double().expand(self.kv_heads).tolist()
                 of_heads = torch.zeros(self.heads, dtype=torch.float64)
                 if bias is not None:
                     of_heads = bias[b, :, 0, i].double().repeat_interleave(self.heads // self.bias_heads)
-                self.tokens[b].append(Token(key[b, i].clone(), value[b, i].clone(), worth, of_heads, last_ids[b]))
+                document = None if documents is None else int(documents[b, i])
+                self.tokens[b].append(Token(key[b, i].clone(), value[b, i].clone(), worth, of_heads, document))
                 self.possible[b] = min(self.possible[b] + 1, self.rollback)
                 found = answer(query[b, i], self.tokens[b], self.numbers)
                 expected[0][b, i], expected[1][b, :, i], expected[2][b, :, i] = found
@@ -197,15 +195,6 @@ class Problem:
         assert self.cache.length.tolist() == [len(row) for row in self.tokens]
         self.calls += 1
         return batch * count
-
-    def name_documents(self, documents: Tensor, padding: Tensor | None) -> None:
-        """Give the tokens so far, which came without ids, the first id that comes."""
-        for b, row in enumerate(self.tokens):
-            names = documents[b] if padding is None else documents[b][padding[b]]
-            for token in row if len(names) else []:
-                token.document = int(names[0])
-            if not len(names):
-                self.documents_from = -1  # what the next ids mean is not said
 
     def crop(self) -> None:
         if self.pick.random() < 0.5:

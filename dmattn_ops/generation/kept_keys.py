@@ -22,6 +22,7 @@ from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.tile_mask import from_intervals
 
 _ROUND_TO = 16  # slots
+_UNNAMED = -(1 << 63)  # the id of a document of which no id was given yet
 _TAKES_BATCH_INVARIANT = "batch_invariant" in inspect.signature(flash_dmattn_func).parameters
 # Every tensor of the state, all with the batch first; the last three are None until they are needed.
 _STATE = ("key", "value", "scores", "places", "length", "floor", "first", "bias", "document", "trail")
@@ -192,7 +193,7 @@ class KeptKeys:
         """Do the work of `attend`. With `padding_counts`, padding takes a position and is no key, as in `DynamicMaskAttention`."""
         *inputs, scores, bias = tensors
         named = dict(zip(("query", "key", "value"), inputs, strict=True))
-        (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, options["sink"], **named)
+        (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, options.get("sink"), **named)
         documents = as_integers(documents)
         self._check(query, key, value, scores, bias, sink, padding, documents)
         options = _checked(**options) | {"sink": sink}
@@ -226,9 +227,8 @@ class KeptKeys:
         for part, start in ((self.length, 0), (self.floor, 0), (self.first, NEVER)):
             part.fill_(start)
         if self.document is not None and self.trail is not None:
-            self.document.zero_()
-            self.trail[..., 0] = NEVER
-            self.trail[..., 1] = 0
+            self.document.fill_(_UNNAMED)
+            self.trail.copy_(torch.stack([self.first, self.document], -1)[:, None])
 
     @torch.no_grad()
     def reorder(self, index: Tensor) -> None:
@@ -396,7 +396,10 @@ class KeptKeys:
         if documents is None and self.document is None:
             return _Chunk(begin, position, length, is_key, counted, None, None)
         if self.document is None and documents is not None:
-            self._make_room_for_documents(documents.long().expand(self.batch, -1), is_key)
+            self.document = torch.full_like(begin, _UNNAMED)
+            state = torch.stack([self.first, self.document], -1)
+            self.trail = state[:, None].repeat(1, self.rollback + 1, 1)
+            self._keep_addresses()
         assert self.document is not None
         last = self.document[:, None]
         if documents is None:
@@ -405,18 +408,9 @@ class KeptKeys:
         if is_key is not None:  # padding belongs to the document before it
             place = torch.where(is_key, torch.arange(count, device=self.device), -1).cummax(-1).values
             documents = torch.where(place < 0, last, documents.gather(-1, place.clamp(min=0)))
-        changes = documents != torch.cat([last, documents[:, :-1]], -1)
+        before = torch.cat([last, documents[:, :-1]], -1)
+        changes = (documents != before) & (before != _UNNAMED)
         return _Chunk(begin, position, length, is_key, counted, documents, changes)
-
-    def _make_room_for_documents(self, documents: Tensor, is_key: Tensor | None) -> None:
-        """Give what is there the first id that comes."""
-        if is_key is None:
-            self.document = documents[:, 0].clone()
-        else:
-            self.document = documents.gather(-1, is_key.int().argmax(-1, keepdim=True)).squeeze(-1)
-        state = torch.stack([self.first, self.document], -1)
-        self.trail = state[:, None].repeat(1, self.rollback + 1, 1)
-        self._keep_addresses()
 
     def _compete(self, scores: Tensor, chunk: _Chunk) -> tuple[Known, Known, Tensor]:
         """Return what is known of the cached keys and of new ones after these positions; where each one's document begins, `[B, n]`."""
