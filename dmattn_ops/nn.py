@@ -209,7 +209,8 @@ class DynamicMaskAttention(nn.Module):
         if cache is not None:
             scores = self.scores(value, cache.length)
             parts = query, key, value, scores, scores.unsqueeze(2)
-            return self.o_proj(cache.attend_beside(parts, padding, documents, True, {}).flatten(2))
+            out = cache.attend_beside(parts, padding, documents, True, {})
+            return self.o_proj(out.flatten(2))  # type: ignore[union-attr]
         scores = self.scores(value)
         out = flash_dmattn_func(
             query,
@@ -222,7 +223,12 @@ class DynamicMaskAttention(nn.Module):
         return self.o_proj(out.flatten(2))
 
     def make_cache(
-        self, batch: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, rollback: int = 0
+        self,
+        batch: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        rollback: int = 0,
     ) -> KeptKeys:
         """Return an empty cache of constant size for generation by `forward(hidden, cache=cache)`.
 

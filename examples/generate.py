@@ -4,8 +4,8 @@
     python examples/generate.py --prompt "def " --length 2000
     python examples/generate.py --length 5000 --full
 
-Each layer holds the keys that its mask can still show (`dmattn_ops.KeptKeys`), which gives the results of holding them all. `--full`
-writes the same text again with a cache of all keys, and prints memory and speed of both.
+Each layer holds the keys that its mask can still show (`dmattn_ops.KeptKeys`), which gives the results of holding them all.
+`--full` writes the same text again with a cache of all keys, and prints memory and speed of both.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ class AllKeys:
     """A cache of all keys, to compare with: what generating needs where nothing is thrown away."""
 
     def __init__(self, keep: int, batch: int, device: str) -> None:
-        self.keep, self.parts = keep, ()
+        self.keep = keep
+        self.parts: tuple[Tensor, ...] = ()  # key and value [B, S, Hkv, D], scores [B, Hkv, S]
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
-
-    parts: tuple[Tensor, ...]  # key and value [B, S, Hkv, D], scores [B, Hkv, S]
 
     @property
     def nbytes(self) -> int:
@@ -50,10 +49,10 @@ class AllKeys:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, bias: Tensor) -> Tensor:
         """Attend with the last rows of the mask of all keys; the bias of a key is its score."""
-        new = (key, value, scores)
         if self.parts:
-            new = tuple(torch.cat(pair, axis) for pair, axis in zip(zip(self.parts, new, strict=True), (1, 1, 2), strict=True))
-        self.parts, (key, value, scores) = new, new
+            pairs = zip(self.parts, (key, value, scores), (1, 1, 2), strict=True)
+            key, value, scores = (torch.cat([held, new], axis) for held, new, axis in pairs)
+        self.parts = key, value, scores
         self.length += query.shape[1]
         total = scores.shape[2]
         mask = dynamic_mask(scores, self.keep, queries=(total - query.shape[1], total))
@@ -76,7 +75,8 @@ def write(
     """Write `length` bytes after a prompt; temperature 0 takes the likeliest byte each time."""
     device = model.embedding.weight.device.type
     generator = torch.Generator().manual_seed(seed)
-    coming, text, sizes = list(prompt), bytearray(prompt), []
+    coming, text = list(prompt), bytearray(prompt)
+    sizes: list[int] = []
     began = time.perf_counter()
     for _ in range(length):
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
@@ -136,7 +136,9 @@ def main(arguments: list[str]) -> dict[str, Written]:
         if name == "kept keys":
             print(written[name].text.decode(errors="replace"), end="\n\n")
         begin, end = (f"{size / 1e6:.2f} MB" for size in written[name][1:3])
-        print(f"{name:<10}{begin} after the prompt, {end} at the end, {written[name].speed:,.0f} bytes of text per second")
+        print(
+            f"{name:<10}{begin} after the prompt, {end} at the end, {written[name].speed:,.0f} bytes of text per second"
+        )
     if options.full:
         same = written["kept keys"].text == written["all keys"].text
         print("both wrote the same text" if same else "the texts part where rounding decided between two bytes")

@@ -90,8 +90,9 @@ class Problem:
         self.batch, self.kv_heads, groups = pick.choice((1, 2, 3)), pick.choice((1, 2)), pick.choice((1, 2, 3))
         self.heads, self.dim, self.value_dim = self.kv_heads * groups, pick.choice((1, 4, 8)), pick.choice((1, 4, 8))
         small = pick.choice((2, 6, 12))
-        rule = pick.choice((0, 1, pick.randint(0, small), pick.randint(0, small), self.longest + 3)), *(
-            pick.choice((0, 0, 1, pick.randint(0, small), self.longest + 1)) for _ in range(2)
+        rule = (
+            pick.choice((0, 1, pick.randint(0, small), pick.randint(0, small), self.longest + 3)),
+            *(pick.choice((0, 0, 1, pick.randint(0, small), self.longest + 1)) for _ in range(2)),
         )
         self.rollback = pick.choice((0, 0, 1, 3, 7))
         self.numbers = {
@@ -142,7 +143,10 @@ class Problem:
     def attend(self, count: int, origin: int) -> int:
         pick, batch = self.pick, self.batch
         query = self.normal(batch, count, self.heads, self.dim)
-        key, value = self.normal(batch, count, self.kv_heads, self.dim), self.normal(batch, count, self.kv_heads, self.value_dim)
+        key, value = (
+            self.normal(batch, count, self.kv_heads, self.dim),
+            self.normal(batch, count, self.kv_heads, self.value_dim),
+        )
         scores = self.whole[..., origin : origin + count].to(self.score_dtype).clone()
         bias = None
         if self.bias_heads is not None and self.calls >= self.bias_from and pick.random() < 0.9:
@@ -189,7 +193,9 @@ class Problem:
             softcap=self.numbers["softcap"], sink=self.numbers["sink"], return_lse=True, return_max=True,
         )  # fmt: skip
         for name, one, other in zip(("out", "lse", "the maximum"), got, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9, msg=lambda text, name=name: f"{self!r}: {name}: {text}")
+            torch.testing.assert_close(
+                one, other, atol=1e-9, rtol=1e-9, msg=lambda text, name=name: f"{self!r}: {name}: {text}"
+            )
         for part, before in zip((query, key, value, scores), given, strict=True):
             assert torch.equal(part.nan_to_num(7), before.nan_to_num(7))
         assert self.cache.length.tolist() == [len(row) for row in self.tokens]

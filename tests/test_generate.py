@@ -29,7 +29,9 @@ def folder(tmp_path_factory):
 
 def test_it_writes_what_it_would_with_all_keys(folder, capsys):
     """The text is longer than what the model was trained on, and than what is kept."""
-    written = generate.main(["--out", str(folder), "--prompt", "the quick", "--length", "150", "--device", "cpu", "--full"])
+    written = generate.main(
+        ["--out", str(folder), "--prompt", "the quick", "--length", "150", "--device", "cpu", "--full"]
+    )
     kept, full = written["kept keys"], written["all keys"]
     assert kept.text == full.text and kept.text.startswith(b"the quick") and len(kept.text) == 9 + 150
     assert kept.begin == kept.end and full.end > 10 * full.begin

@@ -29,7 +29,9 @@ def test_any_use_gives_what_the_whole_sequence_gives(first: int):
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def inputs(batch: int = 2, length: int = 24, heads: int = 4, kv_heads: int = 2, dim: int = 8, dtype=torch.float32) -> Parts:
+def inputs(
+    batch: int = 2, length: int = 24, heads: int = 4, kv_heads: int = 2, dim: int = 8, dtype=torch.float32
+) -> Parts:
     query, key, value = (torch.randn(batch, length, each, dim, dtype=dtype) for each in (heads, kv_heads, kv_heads))
     return query, key, value, torch.randn(batch, kv_heads, length)
 
@@ -42,7 +44,9 @@ def cache_for(parts: Parts, keep: int = 3, **more) -> KeptKeys:
 def call(cache: KeptKeys, parts: Parts, start: int, stop: int, bias: Tensor | None = None, **more) -> Tensor:
     query, key, value = (part[:, start:stop] for part in parts[:3])
     more = {name: part[:, start:stop] if isinstance(part, Tensor) else part for name, part in more.items()}
-    return cache.attend(query, key, value, parts[3][..., start:stop], None if bias is None else bias[..., start:stop], **more)
+    return cache.attend(
+        query, key, value, parts[3][..., start:stop], None if bias is None else bias[..., start:stop], **more
+    )
 
 
 def in_calls(cache: KeptKeys, parts: Parts, sizes: list[int], bias: Tensor | None = None, **more) -> Tensor:
@@ -159,7 +163,7 @@ def test_keys_that_were_put_out_come_back_with_crop():
     cache = cache_for(parts, 3, rollback=8)
     in_calls(cache, parts, [12])
     before = copy.deepcopy(cache)
-    in_calls(cache, tuple(part[:, 12:] for part in parts[:3]) + (scores[..., 12:],), [1] * 8)
+    in_calls(cache, (*(part[:, 12:] for part in parts[:3]), scores[..., 12:]), [1] * 8)
     cache.crop(8)
     assert cache.length.tolist() == [12, 12]
     other = tuple(part.flip(0) for part in parts)
@@ -220,7 +224,11 @@ REFUSED = {
     "none": (TypeError, "key must be a tensor, got NoneType", {"key": None}),
     "no scores": (TypeError, "scores must be a tensor, got list", {"scores": []}),
     "dropout": (TypeError, "unexpected keyword argument 'dropout_p'", {"dropout_p": 0.1}),
-    "dtype": (TypeError, "query must have dtype torch.float32 like the cache, got torch.float64", {"all": torch.float64}),
+    "dtype": (
+        TypeError,
+        "query must have dtype torch.float32 like the cache, got torch.float64",
+        {"all": torch.float64},
+    ),
     "integer scores": (TypeError, "scores must have dtype", {"scores": torch.zeros(2, 2, 4, dtype=torch.int64)}),
 }
 
@@ -228,7 +236,9 @@ REFUSED = {
 COMPILED = ("batch", "scores of query heads", "bias", "softcap")  # the same code decides about the others
 
 
-@pytest.mark.parametrize(("case", "compiled"), [*((case, False) for case in REFUSED), *((case, True) for case in COMPILED)])
+@pytest.mark.parametrize(
+    ("case", "compiled"), [*((case, False) for case in REFUSED), *((case, True) for case in COMPILED)]
+)
 def test_what_does_not_fit_is_refused_and_the_cache_stays(case: str, compiled: bool):
     kind, message, changes = REFUSED[case]
     query, key, value, scores = inputs(length=4)
@@ -268,7 +278,7 @@ def test_later_biases_must_fit_the_first():
     parts = inputs()
     cache = cache_for(parts)
     call(cache, parts, 0, 2, torch.randn(2, 2, 1, 24))
-    with pytest.raises(ValueError, match="bias must have shape .*heads 2.*got"):
+    with pytest.raises(ValueError, match=r"bias must have shape .*heads 2.*got"):
         call(cache, parts, 2, 4, torch.randn(2, 4, 1, 24))
     cache = cache_for(parts)
     call(cache, parts, 0, 2, torch.randn(2, 4, 1, 24))
@@ -315,3 +325,29 @@ def test_nan_of_hidden_keys_and_of_padding_stays_hidden():
 
 def test_it_is_a_public_name():
     assert dmattn_ops.KeptKeys is KeptKeys and "KeptKeys" in dmattn_ops.__all__
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_hundred_thousand_steps():
+    """Scores drift upwards, have ties and NaN; sampled rows are those of the definition over the whole sequence."""
+    length, keep, keep_first, keep_last, generator = 100_000, 6, 2, 3, torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, length, 1, 4, generator=generator) for _ in range(3))
+    scores = (torch.randn(1, 1, length, generator=generator) * 2).round() / 2 + torch.arange(length) // 9000 * 0.5
+    scores[..., torch.randint(length, (300,), generator=generator)] = math.nan
+    cache = KeptKeys(1, 1, 4, keep, keep_first=keep_first, keep_last=keep_last, dtype=torch.float32, rollback=2)
+    size, worth, position = cache.nbytes, scores[0, 0].double().nan_to_num(-math.inf), torch.arange(length)
+    for i in range(length):
+        out = cache.attend(query[:, i : i + 1], key[:, i : i + 1], value[:, i : i + 1], scores[..., i : i + 1])
+        if i % 7 == 0:  # the same position again
+            cache.crop(1)
+            out = cache.attend(query[:, i : i + 1], key[:, i : i + 1], value[:, i : i + 1], scores[..., i : i + 1])
+        if i % 997 == 0 or i > length - 20:
+            best = torch.sort(worth[: i + 1], descending=True, stable=True).indices[:keep]
+            near = position[(position < keep_first) | (i - position < keep_last)]
+            seen = torch.cat([best, near[near <= i]]).unique()
+            weights = torch.softmax(key[0, seen, 0].double() @ query[0, i, 0].double() / 2, 0)
+            torch.testing.assert_close(
+                out[0, 0, 0].double(), weights @ value[0, seen, 0].double(), atol=1e-5, rtol=1e-5
+            )
+    assert cache.length.tolist() == [length] and cache.nbytes == size

@@ -13,13 +13,17 @@ from dmattn_ops.nn import DynamicMaskAttention
 
 
 def layer(**more) -> DynamicMaskAttention:
-    made = DynamicMaskAttention(32, 4, 2, **({"keep": 4, "keep_first": 2, "keep_last": 3, "recency": 0.01} | more)).double()
+    made = DynamicMaskAttention(
+        32, 4, 2, **({"keep": 4, "keep_first": 2, "keep_last": 3, "recency": 0.01} | more)
+    ).double()
     torch.nn.init.normal_(made.scores.A)
     torch.nn.init.normal_(made.scores.dt_proj.weight)
     return made.eval()
 
 
-def in_parts(made: DynamicMaskAttention, cache: KeptKeys, hidden: torch.Tensor, sizes: list[int], **more) -> torch.Tensor:
+def in_parts(
+    made: DynamicMaskAttention, cache: KeptKeys, hidden: torch.Tensor, sizes: list[int], **more
+) -> torch.Tensor:
     outs, start = [], 0
     for size in sizes:
         now = slice(start, start + size)
@@ -37,7 +41,13 @@ def test_parts_give_what_the_whole_gives(rule: dict, sizes: list[int]):
     made, hidden = layer(**rule), torch.randn(3, 40, 32, dtype=torch.float64)
     documents, padding = draw_documents(3, 40, random.Random(7)), torch.rand(3, 40) < 0.7
     left = torch.arange(40) >= torch.tensor([[0], [5], [17]])
-    for more in ({}, {"documents": documents}, {"padding": left}, {"padding": padding}, {"padding": padding, "documents": documents}):
+    for more in (
+        {},
+        {"documents": documents},
+        {"padding": left},
+        {"padding": padding},
+        {"padding": padding, "documents": documents},
+    ):
         whole = made(hidden, **more)
         parts = in_parts(made, made.make_cache(3), hidden, sizes, **more)
         rows = more.get("padding", torch.ones(3, 40)) != 0

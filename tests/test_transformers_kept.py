@@ -76,7 +76,9 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="rollback must not be negative, got -1"):
         integration.kept_cache(model, rollback=-1)
     with torch.no_grad(), pytest.raises(NotImplementedError, match="takes causal masks and padding"):
-        model(ids, attention_mask=torch.ones(B, 1, S, S, dtype=torch.bool), past_key_values=integration.kept_cache(model))
+        model(
+            ids, attention_mask=torch.ones(B, 1, S, S, dtype=torch.bool), past_key_values=integration.kept_cache(model)
+        )
     cache = integration.kept_cache(model)
     with torch.no_grad(), pytest.raises(RuntimeError, match="did not reach the attention"):
         for _ in range(2):

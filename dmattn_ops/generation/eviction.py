@@ -43,7 +43,7 @@ class Known(NamedTuple):
 
 
 def outranked(cached: Known, new: Known, length: Tensor, changes: Tensor | None, keep: int) -> tuple[Tensor, Tensor]:
-    """Return `outranked` of the cached keys and of those at the positions from `length` (`[B]`) on, `[B, Hkv, N]` and `[B, Hkv, n]`.
+    """Return `outranked` of the cached keys `[B, Hkv, N]`, and of those at positions from `length` (`[B]`) on, `[B, Hkv, n]`.
 
     `changes` `[B, n]` are True where a document begins; `ended` of both says so already.
     """

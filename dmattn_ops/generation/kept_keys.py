@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -21,11 +21,25 @@ from dmattn_ops.generation.eviction import NEVER, Known, outranked
 from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.tile_mask import from_intervals
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it since Python 3.11
+
 _ROUND_TO = 16  # slots
 _UNNAMED = -(1 << 63)  # the id of a document of which no id was given yet
 _TAKES_BATCH_INVARIANT = "batch_invariant" in inspect.signature(flash_dmattn_func).parameters
 # Every tensor of the state, all with the batch first; the last three are None until they are needed.
 _STATE = ("key", "value", "scores", "places", "length", "floor", "first", "bias", "document", "trail")
+
+
+class _Keywords(TypedDict, total=False):
+    """What `attend` takes by name besides `return_lse` and `return_max`, which tell what is returned."""
+
+    padding: Tensor | None
+    documents: Tensor | None
+    softmax_scale: float | None
+    softcap: float
+    sink: Tensor | None
+    batch_invariant: bool
 
 
 class _Chunk(NamedTuple):
@@ -39,7 +53,7 @@ class _Chunk(NamedTuple):
     documents: Tensor | None  # int64 [B, n]
     changes: Tensor | None  # bool [B, n]: where a document begins
 
-    def index(self, position: Tensor) -> Tensor:
+    def place_of(self, position: Tensor) -> Tensor:
         """Return the places in the call of positions `[B, heads, any]`: 0 where they come before it, `n` behind it."""
         count, ahead = self.position.shape[1], position - self.begin.view(-1, 1, 1)
         if self.counted is None:
@@ -135,6 +149,16 @@ class KeptKeys:
         """How many bytes the tensors take."""
         return sum(part.nbytes for part in self._state().values())
 
+    @overload
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, bias: Tensor | None = ...,
+        *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, bias: Tensor | None = ...,
+        *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_Keywords],
+    ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
     def attend(
         self,
         query: Tensor,
@@ -209,10 +233,10 @@ class KeptKeys:
             self._store(cached, new, (key, value, bias), chunk, first)
             seen_until, band = self._known().seen_until(), NO_BAND
             key, value, bias = stored_key, stored_value, self.bias
-            end = chunk.index(seen_until)
+            end = chunk.place_of(seen_until)
             out = self._attention(query, key, value, end, bias, band, options)
         else:
-            end = chunk.index(torch.cat([cached.seen_until(), new.seen_until()], -1))
+            end = chunk.place_of(torch.cat([cached.seen_until(), new.seen_until()], -1))
             keys, values = torch.cat([stored_key, key], 1), torch.cat([stored_value, value], 1)
             biases = None if self.bias is None or bias is None else torch.cat([self.bias, bias], -1)
             out = self._attention(query, keys, values, end, biases, Band(hi=self.slots), options)
@@ -382,9 +406,7 @@ class KeptKeys:
             self._keep_addresses()
         return scores, bias.squeeze(2).expand(self.batch, self.bias.shape[1], -1)
 
-    def _positions(
-        self, count: int, is_key: Tensor | None, counted: Tensor | None, documents: Tensor | None
-    ) -> _Chunk:
+    def _positions(self, count: int, is_key: Tensor | None, counted: Tensor | None, documents: Tensor | None) -> _Chunk:
         """Return where the next `count` positions stand, and in which documents."""
         begin = self.length.clone()
         if counted is None:
@@ -413,7 +435,7 @@ class KeptKeys:
         return _Chunk(begin, position, length, is_key, counted, documents, changes)
 
     def _compete(self, scores: Tensor, chunk: _Chunk) -> tuple[Known, Known, Tensor]:
-        """Return what is known of the cached keys and of new ones after these positions; where each one's document begins, `[B, n]`."""
+        """Return what is known of the cached and of the new keys after these positions, and where documents begin, `[B, n]`."""
         position, is_key, changes = chunk.position, chunk.is_key, chunk.changes
         known, last = self._known(), torch.full_like(position, NEVER)
         of_keys = position if is_key is None else torch.where(is_key, position, NEVER)
@@ -433,7 +455,14 @@ class KeptKeys:
         return known._replace(outranked=of_cached), new._replace(outranked=of_new), first
 
     def _attention(
-        self, query: Tensor, key: Tensor, value: Tensor, end: Tensor, bias: Tensor | None, band: Band, options: dict[str, Any]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        end: Tensor,
+        bias: Tensor | None,
+        band: Band,
+        options: dict[str, Any],
     ) -> Any:
         """Return the attention of queries to keys that are seen before the query `end` `[B, Hkv, keys]`, inside a band."""
         most = self.keep + self.keep_first + self.keep_last
@@ -477,13 +506,13 @@ class KeptKeys:
         count = trail.shape[1]
         number = torch.arange(count, device=self.device)
         length = chunk.length[:, None] - (chunk.length[:, None] - number) % count
-        index = chunk.index((length - 1)[:, None]).squeeze(1).clamp(max=states.shape[1] - 1)
+        index = chunk.place_of((length - 1)[:, None]).squeeze(1).clamp(max=states.shape[1] - 1)
         made = states.gather(1, index.unsqueeze(-1).expand(-1, -1, 2))
         trail.copy_(torch.where((length > chunk.begin[:, None]).unsqueeze(-1), made, trail))
 
 
 def _put(stored: Tensor, slot: Tensor, new: Tensor, source: Tensor, write: Tensor | None) -> None:
-    """Write what stands at `source` of `new` `[B, heads, n, ...]` into slots of `stored` `[B, heads, N, ...]`, where `write` says so."""
+    """Write what stands at `source` of `new` `[B, heads, n, ...]` into slots of `stored` `[B, heads, N, ...]`, where `write`."""
     if stored.dim() == 4:
         slot, source = (part.unsqueeze(-1).expand(-1, -1, -1, stored.shape[-1]) for part in (slot, source))
         write = None if write is None else write.unsqueeze(-1)

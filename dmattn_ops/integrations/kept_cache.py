@@ -41,7 +41,9 @@ class KeptLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
         """Return the new keys and values `[B, Hkv, n, D]`; the attention stores them."""
         if is_compiling():
-            raise NotImplementedError("kept_cache works in eager mode: compile a model without it, or DynamicMaskAttention")
+            raise NotImplementedError(
+                "kept_cache works in eager mode: compile a model without it, or DynamicMaskAttention"
+            )
         if self.waits:
             raise RuntimeError(
                 "the keys that the cache returned did not reach the attention: kept_cache needs attn_implementation='dmattn',"
@@ -58,12 +60,16 @@ class KeptLayer(CacheLayerMixin):
         """Return the attention `[B, n, H, D]` of query, key and value `[B, n, heads, D]`, whose keys are stored."""
         self.waits = False
         if selector is None:
-            raise ValueError("kept_cache needs a dynamic mask in each layer of full attention: call add_dynamic_masks(model)")
+            raise ValueError(
+                "kept_cache needs a dynamic mask in each layer of full attention: call add_dynamic_masks(model)"
+            )
         if options.pop("dropout_p"):
             raise ValueError("kept_cache is for generation: call model.eval() first")
         query, key, value = tensors
         if not isinstance(mask, ForwardMask) or mask.dense or mask.documents is not None or not mask.is_causal:
-            raise NotImplementedError("kept_cache takes causal masks and padding, and no packed sequences or other masks")
+            raise NotImplementedError(
+                "kept_cache takes causal masks and padding, and no packed sequences or other masks"
+            )
         if self.kept is None:
             self.kept = KeptKeys(
                 key.shape[0],
@@ -126,7 +132,8 @@ class KeptCache(DynamicCache):
     def __init__(self, config: Any, rollback: int = 0) -> None:
         super().__init__(config=config)
         self.layer_class_to_replicate = None
-        self.layers = [KeptLayer(rollback) if type(layer) is DynamicLayer else layer for layer in self.layers]
+        layers: list[Any] = self.layers
+        self.layers: list[Any] = [KeptLayer(rollback) if type(each) is DynamicLayer else each for each in layers]
 
     @property
     def nbytes(self) -> int:

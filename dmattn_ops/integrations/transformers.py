@@ -82,10 +82,11 @@ def replace_attention_with_flash_dmattn(model: nn.Module, name: str = "dmattn") 
 
 
 def kept_cache(model: nn.Module, *, rollback: int = 0) -> Any:
-    """Return a cache of constant size for a model with dynamic masks: `model.generate(..., past_key_values=kept_cache(model))`.
+    """Return a cache of constant size for a model with dynamic masks, `model.generate(ids, past_key_values=kept_cache(model))`.
 
-    Each layer holds the keys that its mask can still show (see `dmattn_ops.KeptKeys`), so that the results are those of a cache of all
-    keys, however long the text is. Greedy search, sampling and beam search take it. A layer with a sliding window keeps its window.
+    Each layer holds the keys that its mask can still show (see `dmattn_ops.KeptKeys`), so that the results are those of a cache
+    of all keys, however long the text is. Greedy search, sampling and beam search take it. A layer with a sliding window keeps
+    its window.
 
     Args:
         model: one of transformers, after `add_dynamic_masks`, with `attn_implementation="dmattn"`.
