@@ -188,6 +188,18 @@ def test_nothing_is_differentiated_and_inputs_stay():
     assert not out.requires_grad
 
 
+def test_inference_mode_may_end_and_begin_again():
+    parts, bias, ids = inputs(), torch.randn(2, 2, 1, 24), torch.zeros(2, 24, dtype=torch.int64)
+    expected = in_calls(cache_for(parts), parts, [12, 1, 11], bias, documents=ids)
+    with torch.inference_mode():
+        cache = cache_for(parts)
+        outs = [call(cache, parts, 0, 12, bias, documents=ids)]
+    outs += [call(cache, parts, 12, 13, bias, documents=ids)]
+    with torch.inference_mode():
+        outs += [call(cache, parts, 13, 24, bias, documents=ids)]
+    assert torch.equal(torch.cat([out.clone() for out in outs], 1), expected)
+
+
 def test_an_empty_batch_and_empty_chunks():
     parts = inputs(batch=0)
     assert in_calls(cache_for(parts), parts, [12, 1, 11]).shape == (0, 24, 4, 8)

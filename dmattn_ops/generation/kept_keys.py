@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from dmattn_ops.api import arguments
 from dmattn_ops.api.functions import flash_dmattn_func
@@ -121,13 +123,14 @@ class KeptKeys:
         most = self.keep + self.keep_first + self.keep_last + self._stored_back
         self.slots = -(-most // _ROUND_TO) * _ROUND_TO
         rows = (self.batch, self.kv_heads)
-        self.key = torch.zeros(*rows, self.slots, self.head_dim, dtype=dtype, device=device)
-        self.value = torch.zeros(*rows, self.slots, self.value_dim, dtype=dtype, device=device)
-        self.scores = torch.zeros(*rows, self.slots, device=device, dtype=torch.float32)
-        self.places = torch.full((*rows, 4, self.slots), -1, device=device)  # what `Known` holds beside the scores
-        self.length = torch.zeros(self.batch, dtype=torch.int64, device=device)
-        self.floor = torch.zeros_like(self.length)  # the shortest length that `crop` can go back to
-        self.first = torch.full_like(self.length, NEVER)  # where the first key of the document stands
+        with _lasting():
+            self.key = torch.zeros(*rows, self.slots, self.head_dim, dtype=dtype, device=device)
+            self.value = torch.zeros(*rows, self.slots, self.value_dim, dtype=dtype, device=device)
+            self.scores = torch.zeros(*rows, self.slots, device=device, dtype=torch.float32)
+            self.places = torch.full((*rows, 4, self.slots), -1, device=device)  # what `Known` holds beside the scores
+            self.length = torch.zeros(self.batch, dtype=torch.int64, device=device)
+            self.floor = torch.zeros_like(self.length)  # the shortest length that `crop` can go back to
+            self.first = torch.full_like(self.length, NEVER)  # where the first key of the document stands
         # Room that is made when they are given: biases [B, Hkv|H, N], the id of the document [B], and for the last lengths,
         # modulo their number, where their document began and its id, [B, rollback + 1, 2].
         self.bias = self.document = self.trail = None
@@ -286,11 +289,11 @@ class KeptKeys:
             if count > self.rollback:
                 raise ValueError(f"count must be at most rollback, {self.rollback}, got {count}")
         possible = self.length - self.floor
-        if values.on_the_host(self.length) and bool(((possible < count) | (self.length * 0 + count < 0)).any()):
-            got = count.tolist() if isinstance(count, Tensor) else count
+        wanted = count.long() if isinstance(count, Tensor) else torch.full_like(possible, count)
+        if values.on_the_host(wanted) and bool(((wanted < 0) | (wanted > possible)).any()):
+            got = wanted.tolist() if isinstance(count, Tensor) else count
             raise ValueError(f"count must be from 0 to what can be taken back, {possible.tolist()}, got {got}")
-        count = (possible * 0 + count).clamp(min=0).minimum(possible)
-        length = self.length - count
+        length = self.length - wanted.clamp(min=0).minimum(possible)
         after = length.view(-1, 1, 1)
         known = self._known()
         gone = known.position >= after
@@ -346,7 +349,7 @@ class KeptKeys:
 
     def _keep_addresses(self) -> None:
         """Tell compilers that the tensors stay where they are, so that they capture CUDA graphs which write them."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not is_compiling():
             for part in self._state().values():
                 torch._dynamo.mark_static_address(part, guard=False)
 
@@ -395,14 +398,16 @@ class KeptKeys:
         wide = torch.float64 in (scores.dtype, self.scores.dtype)
         scores = scores.to(torch.float64 if wide else torch.float32).expand(shape)
         if self.scores.dtype != scores.dtype:
-            self.scores = self.scores.double()
+            with _lasting():
+                self.scores = self.scores.double()
             self._keep_addresses()
         if bias is None:
             return scores, None if self.bias is None else self.bias.new_zeros(*self.bias.shape[:2], query.shape[1])
         if self.bias is None:
             self.bias_heads = bias.shape[1]
             heads = max(self.bias_heads, self.kv_heads)
-            self.bias = bias.new_zeros(self.batch, heads, self.slots)
+            with _lasting():
+                self.bias = torch.zeros(self.batch, heads, self.slots, dtype=bias.dtype, device=self.device)
             self._keep_addresses()
         return scores, bias.squeeze(2).expand(self.batch, self.bias.shape[1], -1)
 
@@ -418,9 +423,10 @@ class KeptKeys:
         if documents is None and self.document is None:
             return _Chunk(begin, position, length, is_key, counted, None, None)
         if self.document is None and documents is not None:
-            self.document = torch.full_like(begin, _UNNAMED)
-            state = torch.stack([self.first, self.document], -1)
-            self.trail = state[:, None].repeat(1, self.rollback + 1, 1)
+            with _lasting():
+                self.document = torch.full_like(self.length, _UNNAMED)
+                state = torch.stack([self.first, self.document], -1)
+                self.trail = state[:, None].repeat(1, self.rollback + 1, 1)
             self._keep_addresses()
         assert self.document is not None
         last = self.document[:, None]
@@ -479,7 +485,7 @@ class KeptKeys:
         occupied = cached.needed(chunk.length, self._stored_back)
         if count == 1:  # its key is needed, unless it is padding
             slot = occupied.int().argmin(-1, keepdim=True)
-            source, write = torch.zeros_like(slot), None if chunk.is_key is None else new.position >= 0
+            source, write = None, None if chunk.is_key is None else new.position >= 0
         else:
             slot = occupied.int().argsort(dim=-1, stable=True)[..., :count]
             needed = new.needed(chunk.length, self._stored_back)
@@ -488,12 +494,11 @@ class KeptKeys:
         _put(self.key, slot, key.transpose(1, 2), source, write)
         _put(self.value, slot, value.transpose(1, 2), source, write)
         _put(self.scores, slot, new.scores, source, write)
-        for index, part in enumerate(new[1:]):
-            _put(self.places[:, :, index], slot, part, source, write)
+        _put(self.places.transpose(2, 3), slot, torch.stack(new[1:], -1), source, write)
         if self.bias is not None and bias is not None:
             groups = self.bias.shape[1] // self.kv_heads
-            slot, source = (part.repeat_interleave(groups, 1) for part in (slot, source))
-            _put(self.bias, slot, bias, source, None if write is None else write.repeat_interleave(groups, 1))
+            of_heads = [None if part is None else part.repeat_interleave(groups, 1) for part in (slot, source, write)]
+            _put(self.bias, of_heads[0], bias, *of_heads[1:])
         if self.document is not None and self.trail is not None and chunk.documents is not None:
             self.document.copy_(chunk.documents[:, -1])
             self._leave_trail(self.trail, torch.stack([first, chunk.documents], -1), chunk)
@@ -511,13 +516,22 @@ class KeptKeys:
         trail.copy_(torch.where((length > chunk.begin[:, None]).unsqueeze(-1), made, trail))
 
 
-def _put(stored: Tensor, slot: Tensor, new: Tensor, source: Tensor, write: Tensor | None) -> None:
-    """Write what stands at `source` of `new` `[B, heads, n, ...]` into slots of `stored` `[B, heads, N, ...]`, where `write`."""
+def _lasting() -> AbstractContextManager[Any]:
+    """Return a context that makes tensors which can be changed inside and outside of inference mode."""
+    return nullcontext() if is_compiling() else torch.inference_mode(False)
+
+
+def _put(stored: Tensor, slot: Any, new: Tensor, source: Tensor | None, write: Tensor | None) -> None:
+    """Write what stands at `source` of `new` `[B, heads, n, ...]` into slots of `stored` `[B, heads, N, ...]`, where `write`.
+
+    Without a source, `new` is written as it is; without `write`, everywhere.
+    """
     if stored.dim() == 4:
-        slot, source = (part.unsqueeze(-1).expand(-1, -1, -1, stored.shape[-1]) for part in (slot, source))
-        write = None if write is None else write.unsqueeze(-1)
-    made = new.gather(2, source)
-    stored.scatter_(2, slot, made if write is None else torch.where(write, made, stored.gather(2, slot)))
+        slot, source, write = (None if part is None else part.unsqueeze(-1) for part in (slot, source, write))
+        sizes = (-1, -1, -1, stored.shape[-1])
+        slot, source = slot.expand(sizes), None if source is None else source.expand(sizes)
+    new = new if source is None else new.gather(2, source)
+    stored.scatter_(2, slot, new if write is None else torch.where(write, new, stored.gather(2, slot)))
 
 
 def _blank(results: Any, counted: Tensor) -> Any:
