@@ -8,6 +8,7 @@ from dmattn_ops.api.explain import Explanation, explain
 from dmattn_ops.api.functions import flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func
 from dmattn_ops.api.mass import key_mass, selection_mass
 from dmattn_ops.dispatch import chosen, operators  # noqa: F401 - registered with torch when imported
+from dmattn_ops.generation import KeptKeys
 from dmattn_ops.masks.chosen import selection_mask
 from dmattn_ops.masks.prepare import dynamic_mask, prepare_mask
 from dmattn_ops.masks.tile_mask import TileMask
@@ -17,6 +18,7 @@ from dmattn_ops.version import __version__
 __all__ = [
     "BackendInfo",
     "Explanation",
+    "KeptKeys",
     "TileMask",
     "__version__",
     "backend_info",

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from dmattn_ops import symbolic
 from dmattn_ops.api.functions import flash_dmattn_func
 from dmattn_ops.checks import require, validation
+from dmattn_ops.generation import KeptKeys
 from dmattn_ops.indexed_attention import IndexedAttention as IndexedAttention
 from dmattn_ops.indexed_attention import LightningIndexer as LightningIndexer
 from dmattn_ops.kernels.selection import order
@@ -77,13 +78,18 @@ class KeyScores(nn.Module):
         self.dt_proj = Float32Linear(heads * head_dim, heads, bias=bias)
         self.slope = None if recency is None else nn.Parameter(torch.full((heads,), recency))
 
-    def forward(self, value: Tensor) -> Tensor:
-        """Return scores, float32 `[B, Hkv, S]`, of values `[B, S, Hkv, Dv]`: ranks of rounded scores would be ties."""
+    def forward(self, value: Tensor, begin: Tensor | None = None) -> Tensor:
+        """Return scores, float32 `[B, Hkv, S]`, of values `[B, S, Hkv, Dv]`: ranks of rounded scores would be ties.
+
+        `begin`, int64 `[B]`, says where the first position stands in its sequence; None is 0.
+        """
         with _without_autocast(value.device):
             steps = self.dt_proj(value.flatten(2)).float().transpose(1, 2).contiguous()  # keys last, as masks want them
             scores = torch.exp(self.A.float().unsqueeze(-1) * F.softplus(steps))
             if self.slope is not None:
                 position = torch.arange(value.shape[1], device=value.device)
+                if begin is not None:
+                    position = begin.view(-1, 1, 1) + position
                 scores = scores + self.slope.float().unsqueeze(-1) * position
         return scores
 
@@ -166,16 +172,21 @@ class DynamicMaskAttention(nn.Module):
         documents: Tensor | None = None,
         padding: Tensor | None = None,
         positions: Tensor | None = None,
+        cache: KeptKeys | None = None,
         **unknown: NoReturn,
     ) -> Tensor:
         """Attend, `[B, S, dim]` to `[B, S, dim]`.
+
+        With a `cache`, `hidden` holds the next positions only, and the result is what the whole sequence would give at these
+        rows, without gradients.
 
         Args:
             hidden: with shape `[B, S, dim]`.
             documents: ids `[B|1, S]` in contiguous runs: a query sees its own document only.
             padding: `[B|1, S]`, bool or integer, False or 0 for what is no key. The first keys of a document are those behind the
                 padding that it begins with; without documents, all are one.
-            positions: `[B|1, S]` or `[S]`, of rotary embeddings; None counts from 0.
+            positions: `[B|1, S]` or `[S]`, of rotary embeddings; None counts from 0, with a cache from its length on.
+            cache: what `make_cache` returned, and earlier calls went through.
         """
         if unknown:
             require.no_unknown("DynamicMaskAttention.forward", unknown, _NAMES_ELSEWHERE)
@@ -188,12 +199,21 @@ class DynamicMaskAttention(nn.Module):
             if positions.dim() == 1:
                 positions = positions.unsqueeze(0)
             require.sizes("positions", positions, (1, hidden.shape[0]), (hidden.shape[1],))
+        if cache is not None:
+            self._check_cache(cache)
         query = self.q_proj(hidden).unflatten(-1, (self.heads, self.head_dim))
         key = self.k_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
         value = self.v_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
         if self.rotary_base is not None:
+            if cache is not None and positions is None:
+                positions = cache.length[:, None] + torch.arange(hidden.shape[1], device=hidden.device)
             turns = turns_of(hidden, positions, self.head_dim, self.rotary_base)
             query, key = turned(query, *turns), turned(key, *turns)
+        if cache is not None:
+            scores = self.scores(value, cache.length)
+            parts = query, key, value, scores, scores.unsqueeze(2)
+            out = cache.attend_beside(parts, padding, documents, True, {})
+            return self.o_proj(out.flatten(2))  # type: ignore[union-attr]
         scores = self.scores(value)
         out = flash_dmattn_func(
             query,
@@ -204,6 +224,49 @@ class DynamicMaskAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
         )
         return self.o_proj(out.flatten(2))
+
+    def make_cache(
+        self,
+        batch: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        rollback: int = 0,
+    ) -> KeptKeys:
+        """Return an empty cache of constant size for generation by `forward(hidden, cache=cache)`.
+
+        Args:
+            batch: how many sequences.
+            dtype: of keys and values: what the projections return, under autocast its dtype; None is that of the parameters.
+            device: where it lies; None is where the parameters lie.
+            rollback: how many positions `cache.crop` can take back.
+        """
+        like = self.k_proj.weight
+        return KeptKeys(
+            batch,
+            self.kv_heads,
+            self.head_dim,
+            self.keep,
+            keep_first=self.keep_first,
+            keep_last=self.keep_last,
+            dtype=like.dtype if dtype is None else dtype,
+            device=like.device if device is None else device,
+            rollback=rollback,
+        )
+
+    def _check_cache(self, cache: KeptKeys) -> None:
+        """Refuse what is no cache of this layer, and uses that have none."""
+        if not isinstance(cache, KeptKeys):
+            raise TypeError(f"cache must be a KeptKeys, as make_cache returns it, got {require.type_text(cache)}")
+        if not self.is_causal:
+            raise ValueError("cache must be None where is_causal is False: every query sees the whole sequence")
+        if self.training and self.dropout > 0:
+            raise ValueError(f"cache must be None in training with dropout {self.dropout}: call eval() first")
+        own = self.kv_heads, self.head_dim, self.head_dim, self.keep, self.keep_first, self.keep_last
+        sizes = cache.kv_heads, cache.head_dim, cache.value_dim, cache.keep, cache.keep_first, cache.keep_last
+        if sizes != own:
+            names = "kv_heads, head_dim, value_dim, keep, keep_first, keep_last"
+            raise ValueError(f"cache must have the layer's {names}, {own}, got {sizes}")
 
     def mask(self, scores: Tensor, *, documents: Tensor | None = None, padding: Tensor | None = None) -> TileMask:
         """Return the mask that scores `[B, Hkv, S]` make."""

@@ -11,8 +11,9 @@ Letters: `B` batch, `S` sequence length, `H` query heads, `Hkv` key/value heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,17 @@ from dmattn_ops import TileMask, dynamic_mask, flash_dmattn_func
 
 BYTES = 256
 Attend = Callable[[Tensor, Tensor, Tensor, TileMask, Tensor], Tensor]
+
+
+class Cache(Protocol):
+    """What a layer keeps of earlier positions: `dmattn_ops.KeptKeys`, or all keys (`generate.py`)."""
+
+    length: Tensor
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, bias: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -73,21 +85,31 @@ class Attention(nn.Module):
         self.gain = nn.Parameter(torch.linspace(-1.0, 1.0, config.kv_heads))
         self.slope = nn.Parameter(torch.logspace(1, -3, config.kv_heads, base=2.0))  # 2 to 1/8 over `keep` keys
 
-    def score(self, value: Tensor) -> Tensor:
+    def score(self, value: Tensor, begin: Tensor | None = None) -> Tensor:
         """Return what each key is worth, `exp(gain * softplus(value @ delta)) + slope * position`, shape `[B, Hkv, S]`.
+
+        `begin`, `[B]`, is where the first position stands; None is 0.
 
         The slope needs no distance to the query: a softmax does not change when all its scores move by one amount.
         """
         with torch.autocast(value.device.type, enabled=False):  # in float32: ranks of rounded scores would be ties
             worth = F.softplus(self.delta(value.flatten(2).float()))
-            position = torch.arange(value.shape[1], device=value.device)[:, None] / self.config.keep
-            return (torch.exp(self.gain * worth) + self.slope * position).transpose(1, 2)
+            position = torch.arange(value.shape[1], device=value.device)[:, None]
+            if begin is not None:
+                position = begin[:, None, None] + position
+            return (torch.exp(self.gain * worth) + self.slope * (position / self.config.keep)).transpose(1, 2)
 
-    def forward(self, hidden: Tensor, rotation: Tensor, scores: list[Tensor] | None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotation: Tensor, scores: list[Tensor] | None, cache: Cache | None = None
+    ) -> Tensor:
         batch, seqlen, _ = hidden.shape
         heads, kv_heads = self.config.heads, self.config.kv_heads
         packed = self.project(hidden).view(batch, seqlen, heads + 2 * kv_heads, self.config.head_dim)
         query, key, value = packed.split((heads, kv_heads, kv_heads), dim=2)
+        if cache is not None:
+            score = self.score(value, cache.length)
+            query, key = rotate(query, rotation), rotate(key, rotation)
+            return self.out(cache.attend(query, key, value, score, score[:, :, None, :]).flatten(2))
         score = self.score(value)
         mask = dynamic_mask(score, self.config.keep)
         if scores is not None:
@@ -96,16 +118,16 @@ class Attention(nn.Module):
         return self.out(out.flatten(2))
 
 
-def rotations(config: ModelConfig) -> Tensor:
-    """Return cosine and sine of the rotary angles, `[2, S, 1, D / 2]`."""
-    frequency = 10000.0 ** -torch.linspace(0, 1, config.head_dim // 2)
-    angle = torch.arange(config.seqlen)[:, None, None] * frequency
+def rotations(config: ModelConfig, position: Tensor) -> Tensor:
+    """Return cosine and sine of the rotary angles of positions `[..., S]`, `[2, ..., S, 1, D / 2]`."""
+    frequency = 10000.0 ** -torch.linspace(0, 1, config.head_dim // 2, device=position.device)
+    angle = position[..., None, None] * frequency
     return torch.stack((angle.cos(), angle.sin()))
 
 
 def rotate(tensor: Tensor, rotation: Tensor) -> Tensor:
     """Turn the pairs of `[B, S, heads, D]` by their positions' angles."""
-    cosine, sine = rotation[:, : tensor.shape[1]].to(tensor.dtype)
+    cosine, sine = rotation[..., : tensor.shape[1], :, :].to(tensor.dtype)
     left, right = tensor.chunk(2, dim=-1)
     return torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1)
 
@@ -134,8 +156,10 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.dim)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, hidden: Tensor, rotation: Tensor, scores: list[Tensor] | None) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, scores)
+    def forward(
+        self, hidden: Tensor, rotation: Tensor, scores: list[Tensor] | None, cache: Cache | None = None
+    ) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, scores, cache)
         return hidden + self.feed_forward(self.feed_forward_norm(hidden))
 
 
@@ -151,7 +175,7 @@ class ByteModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, BYTES, bias=False)
-        self.register_buffer("rotation", rotations(config), persistent=False)
+        self.register_buffer("rotation", rotations(config, torch.arange(config.seqlen)), persistent=False)
         self.apply(self.reset)
         self.head.weight = self.embedding.weight
 
@@ -164,11 +188,19 @@ class ByteModel(nn.Module):
         if isinstance(module, FeedForward):
             nn.init.normal_(module.down.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
 
-    def forward(self, inputs: Tensor, scores: list[Tensor] | None = None) -> Tensor:
-        """Return logits `[B, S, 256]` for bytes `[B, S]`; a list given as `scores` gets those of each layer's keys."""
-        hidden = self.embedding(inputs)
-        for block in self.blocks:
-            hidden = block(hidden, self.rotation, scores)
+    def forward(
+        self, inputs: Tensor, scores: list[Tensor] | None = None, caches: Sequence[Cache] | None = None
+    ) -> Tensor:
+        """Return logits `[B, S, 256]` for bytes `[B, S]`; a list given as `scores` gets those of each layer's keys.
+
+        With a cache for each layer, the bytes are the next ones of texts of any length.
+        """
+        hidden, rotation = self.embedding(inputs), self.rotation
+        if caches is not None:
+            position = caches[0].length[:, None] + torch.arange(inputs.shape[1], device=inputs.device)
+            rotation = rotations(self.config, position)
+        for index, block in enumerate(self.blocks):
+            hidden = block(hidden, rotation, scores, None if caches is None else caches[index])
         return self.head(self.norm(hidden))
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ not above `finfo.min` is hidden, and the rest is a bias that learns.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -36,6 +37,7 @@ __all__ = [
     "ForwardMask",
     "add_dynamic_masks",
     "attention_forward",
+    "kept_cache",
     "make_mask",
     "register",
     "replace_attention_with_flash_dmattn",
@@ -77,6 +79,31 @@ def replace_attention_with_flash_dmattn(model: nn.Module, name: str = "dmattn") 
             f" {' and '.join(sorted(chosen))!r}: its own code would have to change"
         )
     return model
+
+
+def kept_cache(model: nn.Module, *, rollback: int = 0) -> Any:
+    """Return a cache of constant size for a model with dynamic masks, `model.generate(ids, past_key_values=kept_cache(model))`.
+
+    Each layer holds the keys that its mask can still show (see `dmattn_ops.KeptKeys`), so that the results are those of a cache
+    of all keys, however long the text is. Greedy search, sampling and beam search take it. A layer with a sliding window keeps
+    its window.
+
+    Args:
+        model: one of transformers, after `add_dynamic_masks`, with `attn_implementation="dmattn"`.
+        rollback: how many positions can be taken back by `cache.crop(-n)`, for assisted generation.
+
+    Raises:
+        ValueError: for a model without dynamic masks, and a negative `rollback`.
+        TypeError: for what is no model of transformers, and a `rollback` that is no integer.
+    """
+    [rollback] = require.counts(rollback=rollback)
+    if not hasattr(model, "config"):
+        raise TypeError(f"model must be one of transformers, with a config, got {type(model).__name__}")
+    if not any(isinstance(module, DynamicMask) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} has no dynamic masks: call add_dynamic_masks(model, keep) first")
+    from dmattn_ops.integrations.kept_cache import KeptCache
+
+    return KeptCache(model.config, rollback)
 
 
 def attention_forward(
@@ -129,9 +156,15 @@ def attention_forward(
     """
     own_masks.check_others(others)
     packed.refuse_unfollowed(query.shape[0], query.shape[2])
+    cached = None if is_compiling() else _layer_beside(key)
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "sink": s_aux}
+    if cached is not None:
+        if position_bias is not None or indices is not None:
+            raise NotImplementedError("kept_cache takes neither position_bias nor indices")
+        selector: Any = getattr(module, "dynamic_mask", None)
+        return cached.attend(selector, (query, key, value), attention_mask, options), None
     bias = None if position_bias is None else position_bias[..., : key.shape[1]]
     mask = attention_mask if indices is None else own_masks.among(attention_mask, indices, key.shape[1])
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
@@ -139,7 +172,7 @@ def attention_forward(
     elif isinstance(mask, Tensor):
         mask, additive = _of_tensor(mask, query.shape[1], key.shape[1])
         bias = _sum(bias, additive)
-    selector: Any = getattr(module, "dynamic_mask", None)
+    selector = getattr(module, "dynamic_mask", None)
     if (
         cu_seq_lens_q is not None
         and cu_seq_lens_k is not None
@@ -167,6 +200,12 @@ def attention_forward(
     if bias is not None and bias.dtype not in (query.dtype, torch.float32):
         bias = bias.to(query.dtype)
     return functions.flash_dmattn_func(query, key, value, mask, bias, **options), None  # type: ignore[return-value]
+
+
+def _layer_beside(key: Tensor) -> Any:
+    """Return the layer of a `kept_cache` that returned keys; None of others, and where no such cache was made."""
+    module = sys.modules.get("dmattn_ops.integrations.kept_cache")
+    return None if module is None else module.layer_beside(key)
 
 
 def make_mask(

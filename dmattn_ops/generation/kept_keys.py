@@ -1,0 +1,561 @@
+"""`KeptKeys`: the keys that a causal dynamic mask can still show, in memory whose size does not depend on the text.
+
+Letters: `B` batch, `H` query heads, `Hkv` key and value heads, `D` head dimension of query and key, `Dv` of value, `N` slots,
+`n` positions of one call.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from dmattn_ops.api import arguments
+from dmattn_ops.api.functions import flash_dmattn_func
+from dmattn_ops.bands import NO_BAND, Band
+from dmattn_ops.checks import require, validation, values
+from dmattn_ops.generation.eviction import NEVER, Known, outranked
+from dmattn_ops.masks.documents import as_integers
+from dmattn_ops.masks.tile_mask import from_intervals
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it since Python 3.11
+
+_ROUND_TO = 16  # slots
+_UNNAMED = -(1 << 63)  # the id of a document of which no id was given yet
+_TAKES_BATCH_INVARIANT = "batch_invariant" in inspect.signature(flash_dmattn_func).parameters
+# Every tensor of the state, all with the batch first; the last three are None until they are needed.
+_STATE = ("key", "value", "scores", "places", "length", "floor", "first", "bias", "document", "trail")
+
+
+class _Keywords(TypedDict, total=False):
+    """What `attend` takes by name besides `return_lse` and `return_max`, which tell what is returned."""
+
+    padding: Tensor | None
+    documents: Tensor | None
+    softmax_scale: float | None
+    softcap: float
+    sink: Tensor | None
+    batch_invariant: bool
+
+
+class _Chunk(NamedTuple):
+    """The positions of one call."""
+
+    begin: Tensor  # int64 [B]: the length before
+    position: Tensor  # int64 [B, n]: of what is none, that of the next one
+    length: Tensor  # int64 [B], afterwards
+    is_key: Tensor | None  # bool [B, n]; None is all
+    counted: Tensor | None  # bool [B, n]: which are positions; None is all
+    documents: Tensor | None  # int64 [B, n]
+    changes: Tensor | None  # bool [B, n]: where a document begins
+
+    def place_of(self, position: Tensor) -> Tensor:
+        """Return the places in the call of positions `[B, heads, any]`: 0 where they come before it, `n` behind it."""
+        count, ahead = self.position.shape[1], position - self.begin.view(-1, 1, 1)
+        if self.counted is None:
+            return ahead.clamp(0, count)
+        numbers = (ahead.clamp(-1, count) + 1).flatten(1)
+        return torch.searchsorted(self.counted.cumsum(-1), numbers).view_as(position)
+
+
+class KeptKeys:
+    """An exact key/value cache of constant size, for generation under a causal `dynamic_mask`.
+
+    A key that has left the `keep` best of its prefix can never return, because later keys only add competitors. So
+    `keep + keep_first + keep_last` keys of each head are all that a query can ever see, however long the text is. `attend` returns
+    what `flash_dmattn_func` would return for its queries over the whole sequence with the whole mask. All tensors keep their
+    sizes and addresses, and nothing is read on the host, so that steps can be compiled and captured in CUDA graphs.
+
+    Args:
+        batch: `B`, how many sequences.
+        kv_heads: `Hkv`.
+        head_dim: `D`.
+        keep: how many of the best keys a query sees.
+        keep_first: how many keys at the start of its document a query sees in any case.
+        keep_last: how many keys, up to its own, a query sees in any case.
+        value_dim: `Dv`; None is `head_dim`.
+        dtype: of keys and values.
+        device: where the tensors lie; None is torch's default.
+        rollback: how many positions `crop` can take back (speculative decoding): that many more keys are stored.
+
+    Attributes:
+        length: int64 `[B]`, how many positions each sequence has, padding not counted.
+        slots: `N`, how many keys of each head have room.
+        nbytes: how many bytes the tensors take.
+    """
+
+    bias: Tensor | None
+    document: Tensor | None
+    trail: Tensor | None
+
+    def __init__(
+        self,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        keep: int,
+        *,
+        keep_first: int = 0,
+        keep_last: int = 0,
+        value_dim: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | int | None = None,
+        rollback: int = 0,
+    ) -> None:
+        value_dim = head_dim if value_dim is None else value_dim
+        self.keep, self.keep_first, self.keep_last = validation.kept_keys(keep, keep_first, keep_last, True)
+        [self.batch, self.kv_heads, self.head_dim, self.value_dim, self.rollback] = require.counts(
+            batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, rollback=rollback
+        )
+        for name in ("kv_heads", "head_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {require.type_text(dtype)}")
+        if dtype not in validation.DTYPES:
+            raise TypeError(f"dtype must be {' or '.join(map(str, validation.DTYPES))}, got {dtype}")
+        most = self.keep + self.keep_first + self.keep_last + self._stored_back
+        self.slots = -(-most // _ROUND_TO) * _ROUND_TO
+        rows = (self.batch, self.kv_heads)
+        with _lasting():
+            self.key = torch.zeros(*rows, self.slots, self.head_dim, dtype=dtype, device=device)
+            self.value = torch.zeros(*rows, self.slots, self.value_dim, dtype=dtype, device=device)
+            self.scores = torch.zeros(*rows, self.slots, device=device, dtype=torch.float32)
+            self.places = torch.full((*rows, 4, self.slots), -1, device=device)  # what `Known` holds beside the scores
+            self.length = torch.zeros(self.batch, dtype=torch.int64, device=device)
+            self.floor = torch.zeros_like(self.length)  # the shortest length that `crop` can go back to
+            self.first = torch.full_like(self.length, NEVER)  # where the first key of the document stands
+        # Room that is made when they are given: biases [B, Hkv|H, N], the id of the document [B], and for the last lengths,
+        # modulo their number, where their document began and its id, [B, rollback + 1, 2].
+        self.bias = self.document = self.trail = None
+        self.bias_heads = 0
+        self._keep_addresses()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of keys and values."""
+        return self.key.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache lies."""
+        return self.key.device
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the tensors take."""
+        return sum(part.nbytes for part in self._state().values())
+
+    @overload
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, bias: Tensor | None = ...,
+        *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, bias: Tensor | None = ...,
+        *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_Keywords],
+    ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor,
+        bias: Tensor | None = None,
+        *,
+        padding: Tensor | None = None,
+        documents: Tensor | None = None,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        sink: Tensor | None = None,
+        return_lse: bool = False,
+        return_max: bool = False,
+        batch_invariant: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Return the attention of the next `n` positions, whose keys are stored; `n = 1` is a step of generation.
+
+        Args:
+            query: with shape `[B, n, H, D]` and the dtype of the cache.
+            key: with shape `[B, n, Hkv, D]`.
+            value: with shape `[B, n, Hkv, Dv]`.
+            scores: with shape `[B|1, Hkv|1, n]`, any floating dtype: what each key is worth (see `dynamic_mask`).
+            bias: with shape `[B|1, H|Hkv|1, 1, n]`, added to the scores of attention, and stored with its keys. Room for it is made
+                at the first call that has one; later calls need as many heads, and 0 is stored where they have none.
+            padding: bool or integer `[B|1, n]`, False or 0 for what is no position. The results are those of the sequence without
+                it; its own rows of out are 0, of lse and the maximum -inf.
+            documents: integer or bool ids `[B|1, n]`: an id other than the one before begins a document, which sees no earlier
+                keys. Calls without ids go on with the document.
+            softmax_scale, softcap, sink, return_lse, return_max: as in `flash_dmattn_func`.
+            batch_invariant: whether the bits of a sequence's results must not depend on the others of the batch.
+
+        Returns:
+            out with shape `[B, n, H, Dv]`; with `return_lse` then lse, and with `return_max` then the largest score of each row,
+            with shape `[B, H, n]`. There are no gradients.
+
+        Raises:
+            ValueError: for shapes, devices and values that do not fit; the cache is then as it was.
+            TypeError: for types and dtypes.
+            NotImplementedError: where no kernel takes the call.
+        """
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "sink": sink}
+        options |= {"return_lse": return_lse, "return_max": return_max, "batch_invariant": batch_invariant}
+        return self.attend_beside((query, key, value, scores, bias), padding, documents, False, options)
+
+    @torch.no_grad()
+    def attend_beside(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+        padding: Tensor | None,
+        documents: Tensor | None,
+        padding_counts: bool,
+        options: dict[str, Any],
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Do the work of `attend`. With `padding_counts`, padding takes a position and is no key, as in `DynamicMaskAttention`."""
+        *inputs, scores, bias = tensors
+        named = dict(zip(("query", "key", "value"), inputs, strict=True))
+        (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, options.get("sink"), **named)
+        documents = as_integers(documents)
+        self._check(query, key, value, scores, bias, sink, padding, documents)
+        options = _checked(**options) | {"sink": sink}
+        stored_key, stored_value = self.key.transpose(1, 2), self.value.transpose(1, 2)
+        new_positions = query.shape[1]
+        if new_positions == 0:
+            return flash_dmattn_func(query, stored_key, stored_value, **options)
+        is_key = None if padding is None else (padding != 0).expand(self.batch, -1)
+        scores, bias = self._as_stored(scores, bias, query)
+        chunk = self._positions(new_positions, is_key, None if padding_counts else is_key, documents)
+        cached, new, first = self._compete(scores, chunk)
+        if new_positions == 1:
+            self._store(cached, new, (key, value, bias), chunk, first)
+            seen_until, band = self._known().seen_until(), NO_BAND
+            key, value, bias = stored_key, stored_value, self.bias
+            end = chunk.place_of(seen_until)
+            out = self._attention(query, key, value, end, bias, band, options)
+        else:
+            end = chunk.place_of(torch.cat([cached.seen_until(), new.seen_until()], -1))
+            keys, values = torch.cat([stored_key, key], 1), torch.cat([stored_value, value], 1)
+            biases = None if self.bias is None or bias is None else torch.cat([self.bias, bias], -1)
+            out = self._attention(query, keys, values, end, biases, Band(hi=self.slots), options)
+            self._store(cached, new, (key, value, bias), chunk, first)
+        if chunk.counted is None:
+            return out
+        return _blank(out, chunk.counted)
+
+    def reset(self) -> None:
+        """Forget all keys."""
+        self.places.fill_(-1)
+        for part, start in ((self.length, 0), (self.floor, 0), (self.first, NEVER)):
+            part.fill_(start)
+        if self.document is not None and self.trail is not None:
+            self.document.fill_(_UNNAMED)
+            self.trail.copy_(torch.stack([self.first, self.document], -1)[:, None])
+
+    @torch.no_grad()
+    def reorder(self, index: Tensor) -> None:
+        """Let each sequence go on from that of an `index`, integers `[B]`, as beam search does."""
+        validation.tensors(index=index)
+        require.dtype("index", index, torch.int32, torch.int64)
+        require.shape("index", index, (self.batch,))
+        require.device("index", index, self.device, "the cache")
+        if values.on_the_host(index) and bool(((index < 0) | (index >= self.batch)).any()):
+            raise ValueError(f"index must have numbers from 0 to {self.batch - 1}, got {index.tolist()}")
+        for part in self._state().values():
+            part.copy_(part.index_select(0, index))
+
+    @torch.no_grad()
+    def crop(self, count: int | Tensor) -> None:
+        """Take back the last `count` positions of each sequence, an int or integers `[B]`: at most `rollback` in all.
+
+        Keys that they had put out of the best are among them again. Positions can be taken back again after as many new ones.
+
+        Raises:
+            ValueError: for an int beyond `rollback`; on the CPU also for a sequence that is too short, or whose last positions were
+                taken back already. On a GPU, where no values are read, such a count becomes the largest possible one.
+            TypeError: for what is neither an int nor a tensor of integers.
+        """
+        if isinstance(count, Tensor):
+            require.dtype("count", count, *validation.INTEGERS)
+            require.shape("count", count, (self.batch,))
+            require.device("count", count, self.device, "the cache")
+        else:
+            [count] = require.counts(count=count)
+            if count > self.rollback:
+                raise ValueError(f"count must be at most rollback, {self.rollback}, got {count}")
+        possible = self.length - self.floor
+        wanted = count.long() if isinstance(count, Tensor) else torch.full_like(possible, count)
+        if values.on_the_host(wanted) and bool(((wanted < 0) | (wanted > possible)).any()):
+            got = wanted.tolist() if isinstance(count, Tensor) else count
+            raise ValueError(f"count must be from 0 to what can be taken back, {possible.tolist()}, got {got}")
+        length = self.length - wanted.clamp(min=0).minimum(possible)
+        after = length.view(-1, 1, 1)
+        known = self._known()
+        gone = known.position >= after
+        outranked_, ended = (torch.where(part >= after, NEVER, part) for part in (known.outranked, known.ended))
+        undone = torch.stack([known.position, outranked_, known.protected, ended], 2)
+        self.places.copy_(torch.where(gone.unsqueeze(2), -1, undone))
+        first = self.first
+        if self.document is not None and self.trail is not None:
+            index = (length % self.trail.shape[1]).view(-1, 1, 1).expand(-1, 1, 2)
+            first, document = self.trail.gather(1, index).squeeze(1).unbind(-1)
+            self.document.copy_(document)
+        self.first.copy_(torch.where(first >= length, NEVER, first))
+        self.length.copy_(length)
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None, *, non_blocking: bool = False) -> KeptKeys:
+        """Return the cache on another device, or with keys and values of another dtype; itself where nothing changes."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        if dtype is not None and dtype not in validation.DTYPES:
+            raise TypeError(f"dtype must be {' or '.join(map(str, validation.DTYPES))}, got {dtype}")
+        moved, changed = copy.copy(self), False
+        for name, part in self._state().items():
+            own = dtype if name in ("key", "value") or (name == "bias" and part.dtype == self.dtype) else None
+            part_there = part.to(device=device, dtype=own, non_blocking=non_blocking)
+            changed |= part_there is not part
+            setattr(moved, name, part_there)
+        if not changed:
+            return self
+        for name, part in self._state().items():  # no tensor is shared: attending changes them
+            if getattr(moved, name) is part:
+                setattr(moved, name, part.clone())
+        moved._keep_addresses()
+        return moved
+
+    def __repr__(self) -> str:
+        return (
+            f"KeptKeys({self.batch}, {self.kv_heads}, {self.head_dim}, {self.keep}, keep_first={self.keep_first},"
+            f" keep_last={self.keep_last}, value_dim={self.value_dim}, dtype={self.dtype}, device={str(self.device)!r},"
+            f" rollback={self.rollback})"
+        )
+
+    @property
+    def _stored_back(self) -> int:
+        """How many of the last positions are stored in any case: a step stores its key before it attends."""
+        return max(1, self.rollback)
+
+    def _state(self) -> dict[str, Tensor]:
+        held = {name: getattr(self, name) for name in _STATE}
+        return {name: part for name, part in held.items() if part is not None}
+
+    def _known(self) -> Known:
+        return Known(self.scores, *self.places.unbind(2))
+
+    def _keep_addresses(self) -> None:
+        """Tell compilers that the tensors stay where they are, so that they capture CUDA graphs which write them."""
+        if self.device.type == "cuda" and not is_compiling():
+            for part in self._state().values():
+                torch._dynamo.mark_static_address(part, guard=False)
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        padding: Tensor | None,
+        documents: Tensor | None,
+    ) -> None:
+        """Refuse what does not fit each other or the cache."""
+        batch, (_, new_positions, heads, _) = self.batch, query.shape
+        require.sizes("query", query, (batch,), (new_positions,), (heads,), (self.head_dim,))
+        require.sizes("key", key, (batch,), (new_positions,), (self.kv_heads,), (self.head_dim,))
+        require.sizes("value", value, (batch,), (new_positions,), (self.kv_heads,), (self.value_dim,))
+        require.dtype("query", query, self.dtype, like="the cache")
+        require.device("query", query, self.device, "the cache")
+        validation.dense_tensors(query, key, value, bias, sink)
+        validation.tensors(scores=scores)
+        if not scores.is_floating_point():
+            require.dtype("scores", scores, *validation.DTYPES)
+        require.sizes("scores", scores, (1, batch), (1, self.kv_heads), (new_positions,))
+        require.device("scores", scores, self.device, "the cache")
+        for name, part in (("padding", padding), ("documents", documents)):
+            if part is not None:
+                validation.tensors(**{name: part})
+                require.dtype(name, part, torch.bool, *validation.INTEGERS)
+                require.sizes(name, part, (1, batch), (new_positions,))
+                require.device(name, part, self.device, "the cache")
+        if self.bias is not None and heads % self.bias.shape[1]:
+            raise ValueError(f"query must have {self.bias.shape[1]} heads as the biases before, got {heads}")
+        if bias is None:
+            return
+        validation.require_broadcast("bias", bias, batch, heads, self.kv_heads, 1, new_positions)
+        if self.bias is not None:
+            require.sizes("bias", bias, (1, batch), (self.bias_heads,), (1,), (new_positions,), axes=require.AXES)
+            require.dtype("bias", bias, self.bias.dtype, like="the biases before")
+
+    def _as_stored(self, scores: Tensor, bias: Tensor | None, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return scores `[B, Hkv, n]` and biases `[B, Hkv|H, n]` as they are stored; make room for them where there is none."""
+        shape = (self.batch, self.kv_heads, query.shape[1])
+        wide = torch.float64 in (scores.dtype, self.scores.dtype)
+        scores = scores.to(torch.float64 if wide else torch.float32).expand(shape)
+        if self.scores.dtype != scores.dtype:
+            with _lasting():
+                self.scores = self.scores.double()
+            self._keep_addresses()
+        if bias is None:
+            return scores, None if self.bias is None else self.bias.new_zeros(*self.bias.shape[:2], query.shape[1])
+        if self.bias is None:
+            self.bias_heads = bias.shape[1]
+            heads = max(self.bias_heads, self.kv_heads)
+            with _lasting():
+                self.bias = torch.zeros(self.batch, heads, self.slots, dtype=bias.dtype, device=self.device)
+            self._keep_addresses()
+        return scores, bias.squeeze(2).expand(self.batch, self.bias.shape[1], -1)
+
+    def _positions(self, count: int, is_key: Tensor | None, counted: Tensor | None, documents: Tensor | None) -> _Chunk:
+        """Return where the next `count` positions stand, and in which documents."""
+        begin = self.length.clone()
+        if counted is None:
+            position = begin[:, None] + torch.arange(count, device=self.device)
+            length = begin + count
+        else:
+            total = counted.cumsum(-1)
+            position, length = begin[:, None] + total - counted.long(), begin + total[:, -1]
+        if documents is None and self.document is None:
+            return _Chunk(begin, position, length, is_key, counted, None, None)
+        if self.document is None and documents is not None:
+            with _lasting():
+                self.document = torch.full_like(self.length, _UNNAMED)
+                state = torch.stack([self.first, self.document], -1)
+                self.trail = state[:, None].repeat(1, self.rollback + 1, 1)
+            self._keep_addresses()
+        assert self.document is not None
+        last = self.document[:, None]
+        if documents is None:
+            return _Chunk(begin, position, length, is_key, counted, last.expand(-1, count).clone(), None)
+        documents = documents.long().expand(self.batch, -1)
+        if is_key is not None:  # padding belongs to the document before it
+            place = torch.where(is_key, torch.arange(count, device=self.device), -1).cummax(-1).values
+            documents = torch.where(place < 0, last, documents.gather(-1, place.clamp(min=0)))
+        before = torch.cat([last, documents[:, :-1]], -1)
+        changes = (documents != before) & (before != _UNNAMED)
+        return _Chunk(begin, position, length, is_key, counted, documents, changes)
+
+    def _compete(self, scores: Tensor, chunk: _Chunk) -> tuple[Known, Known, Tensor]:
+        """Return what is known of the cached and of the new keys after these positions, and where documents begin, `[B, n]`."""
+        position, is_key, changes = chunk.position, chunk.is_key, chunk.changes
+        known, last = self._known(), torch.full_like(position, NEVER)
+        of_keys = position if is_key is None else torch.where(is_key, position, NEVER)
+        first = torch.minimum(self.first, of_keys.amin(-1))[:, None].expand_as(position)
+        if changes is not None:
+            begun = torch.where(changes, position, -1).cummax(-1).values
+            first = torch.where(begun < 0, first, begun)
+            coming = torch.where(changes, position, NEVER).flip(-1).cummin(-1).values.flip(-1)
+            known = known._replace(ended=torch.where(known.ended == NEVER, coming[:, None, :1], known.ended))
+            last = torch.cat([coming[:, 1:], last[:, :1]], -1)
+        protected = torch.where(first + self.keep_first > position, NEVER, position + self.keep_last)
+        parts = [position, torch.full_like(position, NEVER), protected, last]
+        if is_key is not None:
+            parts = [torch.where(is_key, part, -1) for part in parts]
+        new = Known(scores, *(part[:, None].expand_as(scores) for part in parts))
+        of_cached, of_new = outranked(known, new, chunk.begin, changes, self.keep)
+        return known._replace(outranked=of_cached), new._replace(outranked=of_new), first
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        end: Tensor,
+        bias: Tensor | None,
+        band: Band,
+        options: dict[str, Any],
+    ) -> Any:
+        """Return the attention of queries to keys that are seen before the query `end` `[B, Hkv, keys]`, inside a band."""
+        most = self.keep + self.keep_first + self.keep_last
+        mask = from_intervals((None, end.to(torch.int32)), None, most, query.shape[1], band)
+        return flash_dmattn_func(query, key, value, mask, None if bias is None else bias.unsqueeze(2), **options)
+
+    def _store(
+        self, cached: Known, new: Known, tensors: tuple[Tensor, Tensor, Tensor | None], chunk: _Chunk, first: Tensor
+    ) -> None:
+        """Put the new keys that are needed into slots whose keys no longer are."""
+        key, value, bias = tensors
+        self.places.copy_(torch.stack(cached[1:], 2))
+        count = min(self.slots, key.shape[1])
+        occupied = cached.needed(chunk.length, self._stored_back)
+        if count == 1:  # its key is needed, unless it is padding
+            slot = occupied.int().argmin(-1, keepdim=True)
+            source, write = None, None if chunk.is_key is None else new.position >= 0
+        else:
+            slot = occupied.int().argsort(dim=-1, stable=True)[..., :count]
+            needed = new.needed(chunk.length, self._stored_back)
+            source = needed.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
+            write = needed.gather(-1, source)
+        _put(self.key, slot, key.transpose(1, 2), source, write)
+        _put(self.value, slot, value.transpose(1, 2), source, write)
+        _put(self.scores, slot, new.scores, source, write)
+        _put(self.places.transpose(2, 3), slot, torch.stack(new[1:], -1), source, write)
+        if self.bias is not None and bias is not None:
+            groups = self.bias.shape[1] // self.kv_heads
+            of_heads = [None if part is None else part.repeat_interleave(groups, 1) for part in (slot, source, write)]
+            _put(self.bias, of_heads[0], bias, *of_heads[1:])
+        if self.document is not None and self.trail is not None and chunk.documents is not None:
+            self.document.copy_(chunk.documents[:, -1])
+            self._leave_trail(self.trail, torch.stack([first, chunk.documents], -1), chunk)
+        self.first.copy_(first[:, -1])
+        self.length.copy_(chunk.length)
+        self.floor.copy_(torch.maximum(self.floor, chunk.length - self.rollback))
+
+    def _leave_trail(self, trail: Tensor, states: Tensor, chunk: _Chunk) -> None:
+        """Note for each of the last lengths where its document began and its id: `states` `[B, n, 2]` are those of the chunk."""
+        count = trail.shape[1]
+        number = torch.arange(count, device=self.device)
+        length = chunk.length[:, None] - (chunk.length[:, None] - number) % count
+        index = chunk.place_of((length - 1)[:, None]).squeeze(1).clamp(max=states.shape[1] - 1)
+        made = states.gather(1, index.unsqueeze(-1).expand(-1, -1, 2))
+        trail.copy_(torch.where((length > chunk.begin[:, None]).unsqueeze(-1), made, trail))
+
+
+def _lasting() -> AbstractContextManager[Any]:
+    """Return a context that makes tensors which can be changed inside and outside of inference mode."""
+    return nullcontext() if is_compiling() else torch.inference_mode(False)
+
+
+def _put(stored: Tensor, slot: Any, new: Tensor, source: Tensor | None, write: Tensor | None) -> None:
+    """Write what stands at `source` of `new` `[B, heads, n, ...]` into slots of `stored` `[B, heads, N, ...]`, where `write`.
+
+    Without a source, `new` is written as it is; without `write`, everywhere.
+    """
+    if stored.dim() == 4:
+        slot, source, write = (None if part is None else part.unsqueeze(-1) for part in (slot, source, write))
+        sizes = (-1, -1, -1, stored.shape[-1])
+        slot, source = slot.expand(sizes), None if source is None else source.expand(sizes)
+    new = new if source is None else new.gather(2, source)
+    stored.scatter_(2, slot, new if write is None else torch.where(write, new, stored.gather(2, slot)))
+
+
+def _blank(results: Any, counted: Tensor) -> Any:
+    """Return results whose rows that are not counted, bool `[B, n]`, are empty: out 0, lse and the maximum -inf."""
+    if isinstance(results, Tensor):
+        return torch.where(counted[:, :, None, None], results, 0)
+    out, *statistics = results
+    statistics = [torch.where(counted[:, None], part, -torch.inf) for part in statistics]
+    return torch.where(counted[:, :, None, None], out, 0), *statistics
+
+
+def _checked(
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    return_max: bool = False,
+    batch_invariant: bool = False,
+) -> dict[str, Any]:
+    """Return the options of a call to `flash_dmattn_func`; refuse others before anything is stored."""
+    arguments.read_numbers(False, "bottom_right", (None, None), softmax_scale, softcap, 0.0)
+    arguments.switches(None, return_lse, return_max)
+    validation.flags(batch_invariant=batch_invariant)
+    options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "return_lse": return_lse}
+    options |= {"return_max": return_max, "deterministic": True if batch_invariant else None}
+    return options | ({"batch_invariant": True} if batch_invariant and _TAKES_BATCH_INVARIANT else {})

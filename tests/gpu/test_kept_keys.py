@@ -1,0 +1,141 @@
+"""`KeptKeys` on a GPU: against the whole sequence and the CPU, in CUDA graphs, compiled, and without reading on the host."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmattn_ops import KeptKeys, dynamic_mask, flash_dmattn_func
+
+pytestmark = pytest.mark.gpu
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def inputs(
+    length: int, batch: int = 2, heads: int = 8, kv_heads: int = 2, dim: int = 64, dtype=torch.bfloat16
+) -> Parts:
+    query, key, value = (
+        torch.randn(batch, length, each, dim, dtype=dtype, device="cuda") for each in (heads, kv_heads, kv_heads)
+    )
+    scores = torch.randn(batch, kv_heads, length, device="cuda")
+    return query, key, value, scores, scores.unsqueeze(2)
+
+
+def now(parts: Parts, start: int, stop: int) -> Parts:
+    return *(part[:, start:stop] for part in parts[:3]), *(part[..., start:stop] for part in parts[3:])  # type: ignore[return-value]
+
+
+def cache_for(parts: Parts, keep: int, **more) -> KeptKeys:
+    key = parts[1]
+    return KeptKeys(key.shape[0], key.shape[2], key.shape[3], keep, dtype=key.dtype, device="cuda", **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("keep", "rule"), [(5, {"keep_last": 3}), (100, {"keep_first": 4, "keep_last": 16}), (700, {})]
+)
+def test_prompts_and_steps_are_within_the_error_of_the_whole(dtype: torch.dtype, keep: int, rule: dict):
+    parts = inputs(1500, dtype=dtype)
+    cache, mask = cache_for(parts, keep, **rule), dynamic_mask(parts[3], keep, **rule)
+    outs, start = [], 0
+    for size in (900, 1, 1, 398, *[1] * 200):
+        outs.append(cache.attend(*now(parts, start, start + size)))
+        start += size
+    whole = flash_dmattn_func(*parts[:3], mask, parts[4])
+    on_cpu = [part.double().cpu() for part in parts]
+    exact = flash_dmattn_func(*on_cpu[:3], dynamic_mask(parts[3].cpu(), keep, **rule), on_cpu[4])
+    error, theirs = ((each.cpu().double() - exact).norm() / exact.norm() for each in (torch.cat(outs, 1), whole))
+    assert error <= 2 * theirs + {torch.float16: 3e-3, torch.bfloat16: 2e-2, torch.float32: 3e-5}[dtype]
+
+
+def test_a_captured_step_is_replayed_for_every_position():
+    parts = inputs(300)
+    cache = cache_for(parts, 64, keep_last=8, rollback=2)
+    cache.attend(*now(parts, 0, 100))
+    plain = copy.deepcopy(cache)
+    given = tuple(part.clone() for part in now(parts, 100, 101))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        warm = copy.deepcopy(cache)
+        for _ in range(3):
+            warm.attend(*given)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cache.attend(*given)
+    for i in range(100, 300):
+        for part, new in zip(given, now(parts, i, i + 1), strict=True):
+            part.copy_(new)
+        graph.replay()
+        torch.testing.assert_close(out, plain.attend(*now(parts, i, i + 1)), atol=2e-2, rtol=2e-2)
+    assert torch.equal(cache.length, plain.length) and torch.equal(cache.places.sort(-1)[0], plain.places.sort(-1)[0])
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_steps_are_those_of_eager_mode(mode: str):
+    torch._dynamo.reset()
+    parts = inputs(60)
+    cache = cache_for(parts, 16, keep_first=1, keep_last=4)
+    cache.attend(*now(parts, 0, 30))
+    plain = copy.deepcopy(cache)
+    step = torch.compile(cache.attend, fullgraph=True, mode=mode)
+    for i in range(30, 60):
+        out = step(*now(parts, i, i + 1)).clone()
+        torch.testing.assert_close(out, plain.attend(*now(parts, i, i + 1)), atol=2e-2, rtol=2e-2)
+
+
+def test_nothing_is_read_on_the_host():
+    parts = inputs(80)
+    cache = cache_for(parts, 16, keep_first=1, keep_last=4, rollback=3)
+    padding, ids = torch.rand(2, 80, device="cuda") < 0.8, torch.arange(80, device="cuda")[None].expand(2, -1) // 33
+    count, index = torch.tensor([1, 9], device="cuda"), torch.tensor([1, 1], device="cuda")
+    for step in range(2):  # the first compiles kernels
+        with torch.cuda.stream(torch.cuda.current_stream()):
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            try:
+                for start, stop in ((0, 50), (50, 51), (51, 80)):
+                    here = {"padding": padding[:, start:stop], "documents": ids[:, start:stop]}
+                    cache.attend(*now(parts, start, stop), **here)
+                cache.crop(2)
+                cache.crop(count)  # clamped: more cannot be taken back
+                cache.reorder(index)
+                cache.reset()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_padding_and_documents_are_those_of_the_cpu():
+    parts = inputs(120, dtype=torch.float32)
+    padding, ids = torch.rand(2, 120) < 0.7, torch.arange(120)[None].expand(2, -1) // 47
+    caches = [cache_for(parts, 9, keep_first=2, keep_last=5, rollback=4)]
+    caches.append(caches[0].to("cpu"))
+    for start, stop in ((0, 70), (70, 71), (71, 72), (72, 120)):
+        here = [now(parts, start, stop), tuple(part.cpu() for part in now(parts, start, stop))]
+        outs = []
+        for cache, given in zip(caches, here, strict=True):
+            more = {
+                "padding": padding[:, start:stop].to(cache.device),
+                "documents": ids[:, start:stop].to(cache.device),
+            }
+            outs.append(cache.attend(*given, **more, return_lse=True))
+            cache.crop(1)
+            outs.append(cache.attend(*(part[:, -1:] if i < 3 else part[..., -1:] for i, part in enumerate(given))))
+        for one, other in zip((*outs[0], outs[1]), (*outs[2], outs[3]), strict=True):
+            torch.testing.assert_close(one.cpu(), other, atol=1e-4, rtol=1e-4)
+
+
+def test_memory_does_not_grow_over_a_long_text():
+    parts = inputs(4096)
+    cache = cache_for(parts, 128, keep_last=16)
+    size = cache.nbytes
+    cache.attend(*now(parts, 0, 4000))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for i in range(4000, 4096):
+        cache.attend(*now(parts, i, i + 1))
+    torch.cuda.synchronize()
+    assert cache.nbytes == size and torch.cuda.memory_allocated() <= before + (1 << 20)
