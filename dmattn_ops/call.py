@@ -259,6 +259,14 @@ def is_whole(bias: Tensor | None, query: Tensor) -> bool:
     return bias_kind(bias) == "full" and bias.shape[:2] == (query.shape[0], query.shape[-2])  # type: ignore[union-attr]
 
 
+def owns_bias(call: Call) -> bool:
+    """Return whether portable kernels write the gradient of a call's bias as they go.
+
+    In a batch-invariant call another kernel does, whatever shares the bias: they compute dq alike for one and many batch entries.
+    """
+    return not call.options.batch_invariant and is_whole(call.bias, call.query)
+
+
 def is_pairwise(bias: Tensor | None, options: Options) -> bool:
     """Return whether each pair of query and key has a number of its own: a bias, or a weight's dropout."""
     return bias_kind(bias) == "full" or options.dropout_p > 0

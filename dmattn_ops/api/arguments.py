@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from dmattn_ops import environment, symbolic
 from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of, visibility
 from dmattn_ops.call import Mask, Used
-from dmattn_ops.checks import dtensors, require, validation
+from dmattn_ops.checks import dtensors, require, validation, values
 from dmattn_ops.masks.tile_mask import TileMask, read
 from dmattn_ops.ops import schemas, torch_privates
 
@@ -208,7 +208,9 @@ def _known_numbers(left: int | None, right: int | None, *given: Any) -> Numbers:
     return _new_numbers(*given)
 
 
-def used_keys(seqlen_k_used: Tensor | None, query: Tensor, band: Band) -> tuple[Band, Used | None]:
+def used_keys(
+    seqlen_k_used: Tensor | None, query: Tensor, key_length: int, band: Band
+) -> tuple[Band, Used | None]:
     """Return the band of a call that keeps its place, and how many keys are used, with the band that is aligned with them.
 
     `query` is one with the batch as its first dimension.
@@ -216,6 +218,8 @@ def used_keys(seqlen_k_used: Tensor | None, query: Tensor, band: Band) -> tuple[
     if seqlen_k_used is None:
         return band, None
     validation.used_keys(seqlen_k_used, query)
+    if values.on_the_host(seqlen_k_used) and not dtensors.is_sharded(seqlen_k_used):
+        values.used_keys(seqlen_k_used, key_length)
     if not band.bottom_right:
         return band, Used(seqlen_k_used, *NO_BAND[:2])
     return NO_BAND, Used(seqlen_k_used, *band[:2])

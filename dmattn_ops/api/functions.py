@@ -175,7 +175,7 @@ def flash_dmattn_func(
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
     if heads_kv > arguments.MANY_HEADS:
         arguments.warn_of_swapped_dimensions(key)
-    band, used = arguments.used_keys(seqlen_k_used, query, band)
+    band, used = arguments.used_keys(seqlen_k_used, query, seqlen_k, band)
     taken = None if mask is None else arguments.taken_as_it_is(mask, query, key, band)
     # to resolve a mask and to draw seeds launches work before the operator validates
     if dropout_p != 0.0 or (mask is not None and taken is None):
@@ -262,7 +262,7 @@ def flash_dmattn_qkvpacked_func(
         query, key, value = qkv.unbind(2)
         validation.dense_tensors(query, key, value, bias, sink)
         arguments.check_mask(mask, qkv, (1, batch), (1, heads), (1, seqlen), (seqlen,))
-    band, used = arguments.used_keys(seqlen_k_used, qkv, band)
+    band, used = arguments.used_keys(seqlen_k_used, qkv, seqlen, band)
     (*parts, at_most), *limits = prepare.resolve(mask, band, seqlen, seqlen)
     seed = arguments.dropout_seed(qkv.select(2, 0)) if dropout_p != 0.0 else None
     tensors, numbers = (bias, *parts, sink, seed), (*limits, 0, 0, at_most, *scalars, same_bits)

@@ -160,7 +160,7 @@ def chunk_of_tiles(heads: int, rounds: float, device: torch.device) -> int:
 def ragged_refusals(call: Call) -> list[str]:
     """Return why blocks of whole tiles do not serve a call of packed sequences; none for other calls."""
     varlen = call.varlen
-    if varlen is None:
+    if varlen is None or call.options.batch_invariant:  # which may not depend on how long the others are
         return []
     sequences, total = varlen.cu_seqlens_q.shape[0] - 1, call.query.shape[0]
     if varlen.max_seqlen_q <= FEW_QUERIES and varlen.max_seqlen_k > 2 * TILE:

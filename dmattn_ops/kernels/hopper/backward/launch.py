@@ -85,6 +85,7 @@ def refusals(call: Call) -> list[str]:
         "dropout at a scale of 0": options.dropout_p > 0.0 and options.softmax_scale == 0.0,
         "deterministic accumulation of dq over listed tiles": options.deterministic and mask.kind != "none",
         "deterministic accumulation of dq of variable lengths": options.deterministic and varlen is not None,
+        "batch-invariant results: rows of all entries decide together how sums are taken": options.batch_invariant,
         f"dtype {query.dtype}": query.dtype not in (torch.bfloat16, torch.float16),
         f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
         f"head dimensions {dim} and {dim_v} that are no multiples of 8": dim % 8 != 0 or dim_v % 8 != 0,

@@ -75,6 +75,7 @@ def refusals(call: Call) -> list[str]:
         "takes no bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
         "takes no bias with queries at a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
         "takes no softcap with a bias, or with a mask of packed keys": by_key and options.softcap != 0,
+        "rows of all entries decide together how sums are taken, which is not batch-invariant": options.batch_invariant,
         "takes no dropout": options.dropout_p != 0,
         "takes intervals with lists of tiles, which would be too long here": varlen is None and too_long(call),
     }

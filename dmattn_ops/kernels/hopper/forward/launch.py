@@ -66,8 +66,9 @@ def refusals(call: Call) -> list[str]:
     reasons += dropout_refusals(call)
     if options.softmax_scale <= 0.0:
         reasons.append("takes positive scales only")
-    batch, seqlen_q, _, heads, _ = sizes_of(call)
-    blocks, longest_k = batch * heads * -(-seqlen_q // TILE), call.demand.seqlen_k
+    _, seqlen_q, _, heads, _ = sizes_of(call)
+    batch, longest_k = call.demand.batch if varlen is None else 1, call.demand.seqlen_k
+    blocks = batch * heads * -(-seqlen_q // TILE)
     if 4 * blocks <= arch.physical(query.device).num_sms and longest_k >= _LONG_WALK:
         reasons.append(f"{blocks} blocks of queries leave most SMs idle, where shares of {longest_k} keys do not")
     if varlen is None and tiles.k_segments is not None and tiles.row_tiles is None:
