@@ -177,7 +177,7 @@ class Call(NamedTuple):
 
     @property
     def demand(self) -> Demand:
-        """The numbers that the choice of a kernel depends on: the sizes, or those of one sequence if that is all it may depend on."""
+        """The numbers that the choice of a kernel depends on: the sizes, in batch-invariant calls those of one entry."""
         sizes = self.sizes
         if not self.options.batch_invariant:
             return sizes

@@ -208,9 +208,7 @@ def _known_numbers(left: int | None, right: int | None, *given: Any) -> Numbers:
     return _new_numbers(*given)
 
 
-def used_keys(
-    seqlen_k_used: Tensor | None, query: Tensor, key_length: int, band: Band
-) -> tuple[Band, Used | None]:
+def used_keys(seqlen_k_used: Tensor | None, query: Tensor, key_length: int, band: Band) -> tuple[Band, Used | None]:
     """Return the band of a call that keeps its place, and how many keys are used, with the band that is aligned with them.
 
     `query` is one with the batch as its first dimension.
@@ -225,9 +223,7 @@ def used_keys(
     return NO_BAND, Used(seqlen_k_used, *band[:2])
 
 
-def switches(
-    deterministic: bool | None, return_lse: bool, return_max: bool, batch_invariant: bool = False
-) -> bool:
+def switches(deterministic: bool | None, return_lse: bool, return_max: bool, batch_invariant: bool = False) -> bool:
     """Return whether results must be the same each time; refuse other types of the four."""
     if not isinstance(return_lse, bool) or not isinstance(return_max, bool) or not isinstance(batch_invariant, bool):
         validation.flags(return_lse=return_lse, return_max=return_max, batch_invariant=batch_invariant)

@@ -116,10 +116,10 @@ def explain(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
-    batch_invariant: bool = False,
     sink: Tensor | None = None,
     return_lse: bool = False,
     return_max: bool = False,
+    batch_invariant: bool = False,
     seqlen_k_used: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -136,7 +136,7 @@ def explain(
     Args:
         query, key, value, mask, bias: as in the function that is called.
         is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p: as in `flash_dmattn_func`.
-        deterministic, batch_invariant, sink, return_lse, return_max, seqlen_k_used: as in `flash_dmattn_func`.
+        deterministic, sink, return_lse, return_max, batch_invariant, seqlen_k_used: as in `flash_dmattn_func`.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: all of them or none, as in `flash_dmattn_varlen_func`.
         arch: a compute capability such as "8.6": explain as that GPU would run it; None is `DMATTN_ARCH` where that is
             set, else where `query` lies.
@@ -165,7 +165,9 @@ def explain(
         raise ValueError(f"{absent[0]} must be given as well: packed sequences need {', '.join(packed)}, got None")
     else:
         if seqlen_k_used is not None:
-            raise ValueError("seqlen_k_used must be None for packed sequences: cu_seqlens_k says how many keys there are")
+            raise ValueError(
+                "seqlen_k_used must be None for packed sequences: cu_seqlens_k says how many keys there are"
+            )
         varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal_from != "bottom_right")  # type: ignore[arg-type]
         call = _varlen_call(query, key, value, mask, bias, sink, varlen, given, (same_bits, batch_invariant))
     on = architectures.parse(arch, "arch") if arch is not None else architectures.forced()

@@ -96,10 +96,10 @@ def flash_dmattn_func(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
-    batch_invariant: bool = False,
     sink: Tensor | None = None,
     return_lse: bool = False,
     return_max: bool = False,
+    batch_invariant: bool = False,
     seqlen_k_used: Tensor | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -133,13 +133,13 @@ def flash_dmattn_func(
         dropout_p: probability with which an attention weight is dropped; drawn from torch's generator of the device.
         deterministic: whether repeated calls give the same bits, forward and backward; None follows
             `torch.are_deterministic_algorithms_enabled()`.
-        batch_invariant: whether results of a batch entry have bits that depend on that entry alone: on no other one, the batch
-            size, tuning or repetition, for one device, dtype and version. Implies `deterministic`.
         sink: a logit of each head, with shape `[H]` and dtype float32 or query's: it takes its share of every softmax and
             gives nothing, so that `out` is multiplied by `sigmoid(lse - sink)`; lse stays without it, -inf is no sink, and
             dropout never drops it. Differentiable.
         return_lse: whether to return lse as well.
         return_max: whether to return the largest score of each row as well.
+        batch_invariant: whether results of a batch entry have bits that depend on that entry alone: on no other one, the batch
+            size, tuning or repetition, for one device, dtype and version. Implies `deterministic`.
         seqlen_k_used: how many keys of each batch entry are used, int32 `[B]` on the device of query, from 0 to `Sk`: keys
             from there on are hidden, whatever they hold. With "bottom_right", `off` is then `seqlen_k_used[b] - Sq`; "top_left", an
             integer `causal_from` and what a prepared mask has folded in keep their place. On a GPU the host does not read
@@ -227,10 +227,10 @@ def flash_dmattn_qkvpacked_func(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
-    batch_invariant: bool = False,
     sink: Tensor | None = None,
     return_lse: bool = False,
     return_max: bool = False,
+    batch_invariant: bool = False,
     seqlen_k_used: Tensor | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -241,7 +241,7 @@ def flash_dmattn_qkvpacked_func(
         mask: with shape `[B|1, H|1, S|1, S]`, or what `prepare_mask` returned.
         bias: with shape `[B|1, H|1, S|1, S]`.
         is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p: as in `flash_dmattn_func`.
-        deterministic, batch_invariant, sink, return_lse, return_max, seqlen_k_used: as in `flash_dmattn_func`.
+        deterministic, sink, return_lse, return_max, batch_invariant, seqlen_k_used: as in `flash_dmattn_func`.
 
     Returns:
         out with shape `[B, S, H, D]`; with `return_lse` then lse, and with `return_max` then the largest score of each row,
@@ -317,10 +317,10 @@ def flash_dmattn_varlen_func(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
-    batch_invariant: bool = False,
     sink: Tensor | None = None,
     return_lse: bool = False,
     return_max: bool = False,
+    batch_invariant: bool = False,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute attention of sequences of different lengths, packed one behind the other, each to itself.

@@ -63,7 +63,7 @@ def used_keys(seqlen_k_used: Tensor, query: Tensor) -> None:
     dense("seqlen_k_used", seqlen_k_used)
     require.shape("seqlen_k_used", seqlen_k_used, (query.shape[0],))
     require.dtype("seqlen_k_used", seqlen_k_used, torch.int32)
-    require.device("seqlen_k_used", seqlen_k_used, query.device)
+    require.device("seqlen_k_used", seqlen_k_used, query.device, "query")
 
 
 def varlen_tensors(

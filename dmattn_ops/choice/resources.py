@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from dmattn_ops.call import UNBOUNDED, Call, Mask, bias_kind, float32_precision, owns_bias, rows_are_aligned
 from dmattn_ops.choice.config import Config, Row

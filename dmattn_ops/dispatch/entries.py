@@ -40,9 +40,7 @@ def forward(call: Call, result: Result, run: Callable[[Call, Result], None]) -> 
         run(entry.call, Result(result.out[entry.queries], result.lse[entry.rows], result.lse_tail[entry.rows], row_max))
 
 
-def backward(
-    call: Call, saved: Saved, grads: Gradients, run: Callable[[Call, Saved, Gradients], None]
-) -> None:
+def backward(call: Call, saved: Saved, grads: Gradients, run: Callable[[Call, Saved, Gradients], None]) -> None:
     """Write the gradients of a call by `run` on each of its entries; add up those of a bias or a sink that entries share."""
     if call.varlen is not None:
         for gradient in (grads.dq, grads.dk, grads.dv, grads.dbias):
@@ -93,7 +91,11 @@ def _entries(call: Call) -> Iterator[_Entry]:
     varlen, mask = call.varlen, call.mask
     offsets = (pairwise(each.tolist()) for each in (varlen.cu_seqlens_q, varlen.cu_seqlens_k))
     for number, ((first_q, end_q), (first_k, end_k)) in enumerate(zip(*offsets, strict=True)):
-        queries, keys, columns = (slice(first_q, end_q),), (slice(first_k, end_k),), (slice(None), slice(first_k, end_k))
+        queries, keys, columns = (
+            (slice(first_q, end_q),),
+            (slice(first_k, end_k),),
+            (slice(None), slice(first_k, end_k)),
+        )
         if first_q == end_q and first_k == end_k:
             continue
         one = call._replace(

@@ -19,6 +19,7 @@ from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
     UNSPECIALIZED,
+    Extent,
     blocks_and_programs,
     ceil_div,
     extent,

@@ -75,7 +75,7 @@ _RAGGED = 4  # the kind of mask that packed sequences have in the kernel (`walk.
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why this kernel cannot take the request; none means that `backward` will."""
-    query, key, value, bias, mask, _, _, varlen, options = call
+    query, key, value, bias, mask, _, _, varlen, options = call[:9]
     dim, dim_v = query.shape[-1], value.shape[-1]
     reasons = {
         "a bias with queries under a soft cap": bias_kind(bias) == "full" and options.softcap != 0.0,

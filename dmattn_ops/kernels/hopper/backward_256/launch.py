@@ -65,7 +65,7 @@ _RAGGED = 4  # the kind of mask that packed sequences have in the kernels (`walk
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why these kernels don't take a request; empty where they do."""
-    query, key, value, bias, tiles, _, _, varlen, options = call
+    query, key, value, bias, tiles, _, _, varlen, options = call[:9]
     dims = query.shape[-1], value.shape[-1]
     by_key = bias is not None or (varlen is not None and tiles.k_segments is not None)
     wrong = {

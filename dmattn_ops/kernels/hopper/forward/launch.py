@@ -49,7 +49,7 @@ _FEW_ROUNDS = 4  # pieces for each SM, up to which those of all heads alternate:
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why this kernel cannot take a call; none means that it can."""
-    query, key, value, bias, tiles, _, _, varlen, options = call
+    query, key, value, bias, tiles, _, _, varlen, options = call[:9]
     reasons = ragged_refusals(call)
     if query.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"takes bfloat16 and float16, not {query.dtype}")
