@@ -173,7 +173,7 @@ class Call(NamedTuple):
     seed: Tensor | None  # of dropout: [B|1, H|1]
     varlen: Varlen | None
     options: Options
-    used: Used | None = None  # kernels get calls without: `dispatch/used.py` makes it part of the mask
+    used: Used | None = None  # in calls that kernels get, `dispatch/used.py` has made it part of the mask
 
     @property
     def demand(self) -> Demand:

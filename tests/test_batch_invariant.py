@@ -75,14 +75,16 @@ def test_gradients_that_entries_share_are_their_sums():
             assert (one - other).norm() <= close * other.norm()
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "condition", [{}, {"is_causal": True}, {"is_causal": True, "window_size": (70, None)}, {"window_size": (150, 40)}]
+)
 @pytest.mark.parametrize("heads_kv", [1, 4])
-def test_on_a_cpu_out_of_a_query_does_not_depend_on_how_many_there_are(is_causal, heads_kv):
+def test_on_a_cpu_out_of_a_query_does_not_depend_on_how_many_there_are(condition, heads_kv):
     """Without a mask, as the documentation says: what a chunk or a step of decoding computes is what the whole call does."""
     for number, dtype in enumerate(DTYPES):
         seqlen_q, seqlen_k = 300, 333
         query, key = torch.randn(2, seqlen_q, 4, 64).to(dtype), torch.randn(2, seqlen_k, heads_kv, 64).to(dtype)
-        keywords = {"is_causal": is_causal, "return_lse": True, "batch_invariant": True}
+        keywords = {**condition, "return_lse": True, "batch_invariant": True}
         out, lse = dmattn_ops.flash_dmattn_func(query, key, key, causal_from=seqlen_k - seqlen_q, **keywords)
         for first, stop in ((299, 300), (0, 1), (17 + number, 140), (128, 300), (100, 101)):
             part = query[:, first:stop]

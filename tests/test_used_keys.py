@@ -92,8 +92,8 @@ def test_compiled_calls_of_any_length_are_one_graph(kind):
     graphs = torch._dynamo.utils.counters["stats"]
     for seed, seqlen in enumerate((140, 300, 65)):
         random = torch.Generator().manual_seed(seed)
-        mask, shown = used_cases.draw_mask(kind, random, 3, 4, 2, seqlen, seqlen)
-        query, key = torch.randn(3, seqlen, 4, 16), torch.randn(3, seqlen, 2, 16)
+        mask, shown = used_cases.draw_mask(kind, random, 3, 10, 5, seqlen, seqlen)
+        query, key = torch.randn(3, seqlen, 10, 16), torch.randn(3, seqlen, 5, 16)
         numbers = torch.tensor([seqlen // 2, seqlen, 1], dtype=torch.int32)
         case = used_cases.Case(query, key, key.flip(1), numbers, mask, shown, None, None, keywords)
         check(case, ours(poisoned(case), compiled))
@@ -197,8 +197,12 @@ def test_decoding_takes_the_kernels_that_it_takes_without(arch, seqlen_k):
     numbers = torch.tensor([3, seqlen_k], dtype=torch.int32)
     found = dmattn_ops.explain(query, key, key, is_causal=True, seqlen_k_used=numbers, arch=arch)
     plain = dmattn_ops.explain(query, key, key, is_causal=True, arch=arch)
-    assert found.forward.choice == plain.forward.choice
-    assert found.forward.configuration == plain.forward.configuration
+    assert found.forward.kernel == "portable"  # which shares the keys among programs
+    if plain.forward.kernel == "portable":
+        assert found.forward.choice == plain.forward.choice
+        assert found.forward.configuration == plain.forward.configuration
+    else:
+        assert "unused keys may hold NaN" in str(found.forward) and "unused keys may hold NaN" in str(found.backward)
     assert "an interval of queries for each key" in found.mask
     assert found.visible.endswith("of those before seqlen_k_used, j - seqlen_k_used + Sq <= i")
 
@@ -227,7 +231,7 @@ def test_plans_can_repeat_what_is_done_of_intervals(kind, monkeypatch):
     part = dmattn_ops.call.Used(case.used, -3, 0)
     call = dmattn_ops.call.Call(*case[:3], None, mask, None, None, None, options, part)
     found = used.in_mask(call)
-    assert found.used is None and found.mask.kind == "intervals"
+    assert found.mask.kind == "intervals"
     assert all(id(each) in known for each in found.mask[:-1] if each is not None) and count <= 5
 
 

@@ -324,6 +324,7 @@ def _as_packed(call: Call, packed: Packing) -> Call:
         bias=bias,
         mask=mask,
         options=call.options._replace(band_lo=-UNBOUNDED, band_hi=UNBOUNDED),
+        used=None,
     )
 
 

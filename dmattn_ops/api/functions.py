@@ -165,8 +165,8 @@ def flash_dmattn_func(
     call = None
     plain = bias is None and sink is None and seqlen_k_used is None and dropout_p == 0.0
     if plain and not is_compiling() and not _is_replaced():
-        numbers = (*scalars, same_bits, return_max, batch_invariant)
-        call = repeats.signature_of(query, key, value, mask, band, numbers)
+        switches = same_bits, return_max, batch_invariant
+        call = repeats.signature_of(query, key, value, mask, band, (*scalars, *switches))
         found = None if call is None else repeats.again(call, query, key, value, mask)
         if found is not None:
             return _wanted(found, return_lse, return_max)

@@ -22,11 +22,10 @@ _SMALLEST, _LARGEST = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
 
 
 def in_mask(call: Call) -> Call:
-    """Return a call of which all keys are used, whose mask hides the others and what the aligned band hides."""
+    """Return a call whose mask hides keys that are not used, and what the aligned band hides."""
     used = call.used
     if used is None:
         return call
-    call = call._replace(used=None)
     if call.query.numel() == 0 or call.key.numel() == 0:
         return call
     mask, seqlen_q = call.mask, call.query.shape[1]

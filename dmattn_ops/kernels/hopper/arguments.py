@@ -170,6 +170,12 @@ def ragged_refusals(call: Call) -> list[str]:
     return []
 
 
+def unused_refusals(call: Call) -> list[str]:
+    """Return why a call that uses a part of its keys is refused: a NaN that a mask hides may stand beside visible keys."""
+    reason = "unused keys may hold NaN, which would reach queries through a tile that is used in part"
+    return [reason] if call.used is not None else []
+
+
 def hides_keys(call: Call) -> bool:
     """Return whether the band may hide a key from every query, beside others that are seen (`unseen.py`)."""
     _, seqlen_q, seqlen_k, _, _ = sizes_of(call)

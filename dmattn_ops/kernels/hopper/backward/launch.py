@@ -40,6 +40,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     sizes_of,
     statistic_strides,
     too_long,
+    unused_refusals,
 )
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import prepare_kernel
@@ -94,7 +95,7 @@ def refusals(call: Call) -> list[str]:
         and _in_two_parts(dim, dim_v),
     }
     found = [f"the SM 9.0 backward does not support {name}" for name, holds in reasons.items() if holds]
-    found += [f"the SM 9.0 backward {reason}" for reason in dropout_refusals(call)]
+    found += [f"the SM 9.0 backward {reason}" for reason in dropout_refusals(call)] + unused_refusals(call)
     named = (("query", query), ("key", key), ("value", value))
     return found + [f"{name}: TMA needs 16-byte aligned data and strides" for name, t in named if not mappable(t)]
 

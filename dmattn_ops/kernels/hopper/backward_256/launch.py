@@ -39,6 +39,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     sizes_of,
     statistic_strides,
     too_long,
+    unused_refusals,
 )
 from dmattn_ops.kernels.hopper.backward.rows import query_of, row_statistics
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
@@ -81,7 +82,7 @@ def refusals(call: Call) -> list[str]:
     }
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         wrong[f"{name} is not aligned to 16 bytes in start and strides {tensor.stride()}"] = not mappable(tensor)
-    return [reason for reason, applies in wrong.items() if applies]
+    return [reason for reason, applies in wrong.items() if applies] + unused_refusals(call)
 
 
 def _arguments_of(

@@ -27,6 +27,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     sizes_of,
     statistic_strides,
     too_long,
+    unused_refusals,
 )
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.ragged import WORDS
@@ -63,7 +64,7 @@ def refusals(call: Call) -> list[str]:
         reasons.append(
             "takes a bias with queries for heads of 64 only in 16 bits and aligned rows: else portable is faster"
         )
-    reasons += dropout_refusals(call)
+    reasons += dropout_refusals(call) + unused_refusals(call)
     if options.softmax_scale <= 0.0:
         reasons.append("takes positive scales only")
     _, seqlen_q, _, heads, _ = sizes_of(call)
