@@ -29,7 +29,8 @@ class Options(NamedTuple):
     """The numbers of one call. Key `j` is visible to query `i` iff `i + band_lo <= j <= i + band_hi`.
 
     `q_origin` and `k_origin` are the positions of the first query and key in the whole sequence, where a call is a part
-    of it; dropout counts positions from there.
+    of it; dropout counts positions from there. With `batch_invariant`, results of a sequence have bits that do not depend
+    on the other sequences of the call; it implies `deterministic`.
     """
 
     band_lo: int
@@ -40,6 +41,7 @@ class Options(NamedTuple):
     softcap: float
     dropout_p: float
     deterministic: bool
+    batch_invariant: bool = False
 
 
 def plain_options(
@@ -102,6 +104,18 @@ class Varlen(NamedTuple):
     top_left: bool
 
 
+class Used(NamedTuple):
+    """How many keys of each batch entry there are, `lengths` int32 `[B]`, and a band that is aligned with the last of them.
+
+    Of batch entry `b`, keys from `lengths[b]` on are hidden, and key `j` is visible to query `i` iff `i + off + lo <= j <= i +
+    off + hi` with `off = lengths[b] - Sq`.
+    """
+
+    lengths: Tensor
+    lo: int
+    hi: int
+
+
 def dropout_threshold(dropout_p: float) -> int:
     """Return the integer, from 1 to 2^32, below which a random word of 32 bits drops its element; 0 without dropout."""
     return max(round(dropout_p * (1 << 32)), int(dropout_p > 0))
@@ -150,6 +164,11 @@ class Demand(NamedTuple):
         return self.batch * self.heads * -(-self.seqlen_q // TILE)
 
 
+# What packed sequences of a batch-invariant call count as, whatever their lengths are: a choice that asked for those of the
+# longest one would depend on the neighbours of a sequence.
+INVARIANT_LENGTH = 2048
+
+
 class Call(NamedTuple):
     """What forward and backward are asked alike."""
 
@@ -162,10 +181,20 @@ class Call(NamedTuple):
     seed: Tensor | None  # of dropout: [B|1, H|1]
     varlen: Varlen | None
     options: Options
+    used: Used | None = None  # in calls that kernels get, `dispatch/used.py` has made it part of the mask
 
     @property
     def demand(self) -> Demand:
-        """The numbers that the choice of a kernel depends on; variable lengths count as their upper bounds, at most all rows."""
+        """The numbers that the choice of a kernel depends on: the sizes, in batch-invariant calls those of one entry."""
+        sizes = self.sizes
+        if not self.options.batch_invariant:
+            return sizes
+        lengths = (sizes.seqlen_q, sizes.seqlen_k) if self.varlen is None else (INVARIANT_LENGTH, INVARIANT_LENGTH)
+        return sizes._replace(batch=1, seqlen_q=lengths[0], seqlen_k=lengths[1])
+
+    @property
+    def sizes(self) -> Demand:
+        """The sizes of a call; variable lengths count as their upper bounds, at most all rows."""
         *batch, seqlen_q, heads, dim = self.query.shape
         size, seqlen_k = batch[0] if batch else 1, self.key.shape[-3]
         if self.varlen is not None:
@@ -236,6 +265,14 @@ def in_natural_units(call: Call) -> bool:
 def is_whole(bias: Tensor | None, query: Tensor) -> bool:
     """Return whether a bias has an element for every score; the portable kernels write its gradient as they go."""
     return bias_kind(bias) == "full" and bias.shape[:2] == (query.shape[0], query.shape[-2])  # type: ignore[union-attr]
+
+
+def owns_bias(call: Call) -> bool:
+    """Return whether portable kernels write the gradient of a call's bias as they go.
+
+    In a batch-invariant call another kernel does, whatever shares the bias: they compute dq alike for one and many batch entries.
+    """
+    return not call.options.batch_invariant and is_whole(call.bias, call.query)
 
 
 def is_pairwise(bias: Tensor | None, options: Options) -> bool:

@@ -6,6 +6,7 @@ function here takes the arguments of the operator of its name (`schemas.SCHEMAS`
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,27 +20,27 @@ from dmattn_ops.ops import schemas
 _Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def forward(*arguments: Any) -> _Outputs:
+def forward(*arguments: Any, name: str = "forward") -> _Outputs:
     """Return out `[B, Sq, H, Dv]`, lse and lse_tail `[B, H, Sq]`, and row_max like them (empty without needs_max)."""
-    call, read = dense_call("forward", arguments)
+    call, read = dense_call(name, arguments)
     return meta.forward_outputs(call.query, call.value, read.needs_max)
 
 
-def backward(*arguments: Any) -> tuple[Tensor, ...]:
+def backward(*arguments: Any, name: str = "backward") -> tuple[Tensor, ...]:
     """Return dq, dk, dv, dbias and dsink, like what they are gradients of; empty what is not asked for."""
-    call, read = dense_call("backward", arguments)
+    call, read = dense_call(name, arguments)
     return meta.backward_outputs(call.query, call.key, call.value, *_asked(call, read))
 
 
-def qkvpacked_forward(*arguments: Any) -> _Outputs:
+def qkvpacked_forward(*arguments: Any, name: str = "qkvpacked_forward") -> _Outputs:
     """Return out `[B, S, H, D]`, lse, lse_tail and row_max `[B, H, S]` for qkv `[B, S, 3, H, D]`."""
-    call, read = dense_call("qkvpacked_forward", arguments)
+    call, read = dense_call(name, arguments)
     return meta.forward_outputs(call.query, call.value, read.needs_max)
 
 
-def qkvpacked_backward(*arguments: Any) -> tuple[Tensor, ...]:
+def qkvpacked_backward(*arguments: Any, name: str = "qkvpacked_backward") -> tuple[Tensor, ...]:
     """Return dqkv like qkv, dbias and dsink."""
-    call, read = dense_call("qkvpacked_backward", arguments)
+    call, read = dense_call(name, arguments)
     return meta.qkvpacked_backward_outputs(read.qkv, *_asked(call, read))
 
 
@@ -147,8 +148,9 @@ def dense_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
     validation.dense_tensors(query, key, value, read.bias, read.sink)
     options = schemas.options_of(read, query.shape[-1])
     call = Call(query, key, value, read.bias, schemas.mask_of(read), read.sink, read.seed, None, options)
+    call = call._replace(used=schemas.used_of(read))
     validation.dense_call(call)
-    if name.endswith("backward"):
+    if "grad_out" in read._fields:
         batch, seqlen_q, heads, _ = query.shape
         validation.gradients(read, query, (batch, seqlen_q, heads, value.shape[-1]), (batch, heads, seqlen_q))
     return call, read
@@ -180,3 +182,6 @@ for _fake in (
     key_lifetimes, pack_intervals, rank_ids, spread_lists, pack_selection, selection_mass, key_mass,
 ):  # fmt: skip
     torch.library.register_fake(f"dmattn::{_fake.__name__}", _fake, lib=schemas.library)
+for _fake in (forward, backward, qkvpacked_forward, qkvpacked_backward):
+    _name = f"{_fake.__name__}.used"
+    torch.library.register_fake(f"dmattn::{_name}", partial(_fake, name=_name), lib=schemas.library)

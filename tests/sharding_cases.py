@@ -55,6 +55,7 @@ BESIDE = {
     "dynamic mask with documents": {"scores": "bg1s", "documents": "bs"},
     "dropout": {"mask": "b11s"},
     "sink": {"sink": "h"},
+    "used keys": {"used": "b", "mask": "b1ss"},
     "packed qkv": {"mask": "bh1s", "bias": "1hss"},
     "packed sequences": {"mask": "gs", "bias": "hs", "sink": "h"},
     "packed sequences, dropout": {"bias": "1s"},
@@ -109,6 +110,8 @@ def tensors_of(case: Case) -> dict[str, Tensor]:
             made[name] = made[name].abs().mul(1.5).long().sort(-1).values
         elif name == "start":
             made[name] = made[name].abs().mul(case.length / 2).to(torch.int32)
+        elif name == "used":
+            made[name] = made[name].abs().mul(case.length / 2).clamp(max=case.length).to(torch.int32)
     if packed:
         made["offsets"] = torch.tensor([0, case.length // 3, case.length], dtype=torch.int32)
     return {name: tensor.to(ranks.device()) for name, tensor in made.items()}
@@ -118,6 +121,8 @@ def dim_of(name: str, split: str, dims: int) -> int | None:
     """Return which dimension of a tensor is split."""
     if name in ("offsets", "documents") or split == "none":
         return 0 if split == "batch" and name == "documents" else None
+    if name == "used":
+        return 0 if split == "batch" else None
     if name == "sink":
         return 0 if split == "heads" else None
     if name == "qkv":
@@ -142,6 +147,8 @@ def call(kind: str, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     mask, bias, sink = given.get("mask"), given.get("bias"), given.get("sink")
     keywords: dict[str, Any] = {"is_causal": True, "sink": sink, "return_lse": True, "return_max": True}
     keywords["dropout_p"] = 0.3 if "dropout" in kind else 0.0
+    if "used" in given:
+        keywords["seqlen_k_used"] = given["used"]
     if kind == "window":
         keywords["window_size"] = (40, 3)
     if kind == "packed qkv":

@@ -341,12 +341,20 @@ def test_calling_past_the_dispatcher_changes_nothing(monkeypatch):
     assert all(map(torch.equal, *results))
 
 
+def overload_of(namespace, name):
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(namespace, packet), overload or "default")
+
+
 def test_a_torch_without_private_names_gives_the_same_gradients():
     library = torch.library.Library("dmattn_public", "DEF")
     for name, schema in schemas.SCHEMAS.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, getattr(operators, name), "CPU")
-        torch.library.register_fake(f"dmattn_public::{name}", getattr(fakes, name), lib=library)
+        packet, _, overload = name.partition(".")
+        named = {"name": name} if overload else {}
+        library.impl(name, functools.partial(getattr(operators, packet), **named), "CPU")
+        fake = functools.partial(getattr(fakes, packet), **named)
+        torch.library.register_fake(f"dmattn_public::{name}", fake, lib=library)
     autograd.register_public(library)
     public = torch.ops.dmattn_public
     inputs, bias = call_inputs.qkv(), call_inputs.random_bias(1, 4, 33, 33)
@@ -354,12 +362,13 @@ def test_a_torch_without_private_names_gives_the_same_gradients():
     packed = torch.stack(inputs, dim=2).detach().requires_grad_()
     for name, arguments in {
         "forward": (*inputs, bias),
+        "forward.used": (*inputs, torch.tensor([20, 33], dtype=torch.int32), bias),
         "qkvpacked_forward": (packed, bias),
         "varlen_forward": (*rows, *lengths[:2], call_inputs.random_bias(1, 13), None, None, None, *lengths[2:]),
     }.items():
         wanted = [tensor for tensor in arguments if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
         grads = [
-            torch.autograd.grad(getattr(namespace, name)(*arguments)[0].sin().sum(), wanted, create_graph=True)
+            torch.autograd.grad(overload_of(namespace, name)(*arguments)[0].sin().sum(), wanted, create_graph=True)
             for namespace in (public, torch.ops.dmattn)
         ]
         assert all(map(torch.equal, *grads))
@@ -384,9 +393,9 @@ def test_parameters_and_subclasses_are_accepted():
 
 
 def test_determinism_follows_torch_unless_it_is_given(monkeypatch):
-    seen = []
+    seen, place = [], schemas.SIGNATURES["forward"].names.index("deterministic")
     forward = schemas.implementations["forward"]
-    monkeypatch.setitem(schemas.implementations, "forward", lambda *a: seen.append(a[-2]) or forward(*a))
+    monkeypatch.setitem(schemas.implementations, "forward", lambda *a: seen.append(a[place]) or forward(*a))
     inputs = call_inputs.qkv(requires_grad=False)
     torch.use_deterministic_algorithms(True)
     try:

@@ -342,7 +342,9 @@ KEYWORDS = {
     "sink": None,
     "return_lse": False,
     "return_max": False,
+    "batch_invariant": False,
 }
+OF_WHOLE_BATCHES = {"seqlen_k_used": None}  # functions of packed sequences take offsets
 
 
 @pytest.mark.parametrize(
@@ -359,9 +361,10 @@ KEYWORDS = {
 def test_a_signature_tells_the_arguments_that_there_are(name, first):
     parameters = inspect.signature(getattr(dmattn_ops, name)).parameters
     positional = {each.name for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD}
-    assert list(parameters) == [*first.split(), *KEYWORDS]
+    keywords = KEYWORDS if "cu_seqlens_k" in parameters else KEYWORDS | OF_WHOLE_BATCHES
+    assert list(parameters) == [*first.split(), *keywords]
     assert positional == set(first.split())
-    assert {each: parameters[each].default for each in KEYWORDS} == KEYWORDS
+    assert {each: parameters[each].default for each in keywords} == keywords
 
 
 def test_float64_on_cuda_names_every_reason():

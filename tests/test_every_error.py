@@ -9,7 +9,7 @@ from dmattn_ops import bands
 from dmattn_ops.api import arguments, functions
 from dmattn_ops.checks import require, validation, values
 from dmattn_ops.masks import block_mask, documents, prepare, tile_mask
-from tests import test_checks, test_errors, test_errors_packed, test_mask_errors, test_operator_errors
+from tests import test_checks, test_errors, test_errors_packed, test_mask_errors, test_operator_errors, test_used_keys
 
 MODULES = (functions, arguments, bands, block_mask, documents, prepare, require, tile_mask, validation, values)
 STATED = (
@@ -27,6 +27,7 @@ STATED = (
     test_mask_errors.test_what_is_no_mask_is_refused,
     test_mask_errors.test_a_part_outside_of_a_mask_is_refused,
     test_mask_errors.test_dynamic_mask_refuses_in_words,
+    test_used_keys.test_errors_say_what_was_expected,
     test_checks.test_a_list_with_one_wrong_number_is_refused,
 )
 

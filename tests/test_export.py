@@ -119,8 +119,9 @@ from importlib.machinery import PathFinder, SourceFileLoader
 class Loader(SourceFileLoader):
     def get_code(self, name):
         text = self.get_source(name)
-        assert text.count('APPENDED = ""') == 1
-        return compile(text.replace('APPENDED = ""', 'APPENDED = ", float warmth=1.0, int? age=None"'), self.path, "exec")
+        now = 'APPENDED = ", bool batch_invariant=False"'
+        assert text.count(now) == 1
+        return compile(text.replace(now, now[:-1] + ', float warmth=1.0, int? age=None"'), self.path, "exec")
 
 class Finder:
     def find_spec(name, path, target=None):

@@ -19,7 +19,7 @@ FORBIDDEN = ("clone", "copy_", "auto_functionalized", "triton_kernel_wrapper")  
 
 
 def test_schemas():
-    schemas = [str(getattr(torch.ops.dmattn, name).default._schema) for name in ops.SCHEMAS | ops.COMPOSITES]
+    schemas = [str(ops.overload(name)._schema) for name in ops.SCHEMAS | ops.COMPOSITES]
     lines = "\n".join(textwrap.fill(schema, 116, subsequent_indent="    ") for schema in schemas)
     assert_expected_inline(
         lines,
@@ -29,38 +29,69 @@ dmattn::forward(Tensor query, Tensor key, Tensor value, Tensor? bias=None, Tenso
     Tensor? start=None, Tensor? end=None, Tensor? hidden_from=None, Tensor? hidden_to=None, Tensor? sink=None,
     Tensor? seed=None, SymInt band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0,
     SymInt? at_most=None, float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False,
-    bool needs_max=False) -> (Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)
+    bool needs_max=False, bool batch_invariant=False) -> (Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)
 dmattn::backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
     Tensor lse_tail, Tensor? bias=None, Tensor? row_tiles=None, Tensor? col_tiles=None, Tensor? row_bits=None,
     Tensor? col_bits=None, Tensor? q_segments=None, Tensor? k_segments=None, Tensor? start=None, Tensor? end=None,
     Tensor? hidden_from=None, Tensor? hidden_to=None, Tensor? sink=None, Tensor? seed=None, SymInt
     band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0, SymInt? at_most=None,
     float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False, bool
-    needs_dbias=False, bool needs_dsink=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)
+    needs_dbias=False, bool needs_dsink=False, bool batch_invariant=False) -> (Tensor dq, Tensor dk, Tensor dv,
+    Tensor dbias, Tensor dsink)
 dmattn::qkvpacked_forward(Tensor qkv, Tensor? bias=None, Tensor? row_tiles=None, Tensor? col_tiles=None, Tensor?
     row_bits=None, Tensor? col_bits=None, Tensor? q_segments=None, Tensor? k_segments=None, Tensor? start=None,
     Tensor? end=None, Tensor? hidden_from=None, Tensor? hidden_to=None, Tensor? sink=None, Tensor? seed=None, SymInt
     band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0, SymInt? at_most=None,
-    float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False, bool needs_max=False)
-    -> (Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)
+    float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False, bool needs_max=False,
+    bool batch_invariant=False) -> (Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)
 dmattn::qkvpacked_backward(Tensor grad_out, Tensor? grad_lse, Tensor qkv, Tensor out, Tensor lse, Tensor lse_tail,
     Tensor? bias=None, Tensor? row_tiles=None, Tensor? col_tiles=None, Tensor? row_bits=None, Tensor? col_bits=None,
     Tensor? q_segments=None, Tensor? k_segments=None, Tensor? start=None, Tensor? end=None, Tensor?
     hidden_from=None, Tensor? hidden_to=None, Tensor? sink=None, Tensor? seed=None, SymInt band_lo=-1073741824,
     SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0, SymInt? at_most=None, float?
     softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False, bool needs_dbias=False, bool
-    needs_dsink=False) -> (Tensor dqkv, Tensor dbias, Tensor dsink)
+    needs_dsink=False, bool batch_invariant=False) -> (Tensor dqkv, Tensor dbias, Tensor dsink)
 dmattn::varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor?
     bias, Tensor? mask, Tensor? sink, Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt
     band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0, bool top_left=False,
-    float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False, bool needs_max=False)
-    -> (Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)
+    float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False, bool needs_max=False,
+    bool batch_invariant=False) -> (Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)
 dmattn::varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out,
     Tensor lse, Tensor lse_tail, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? bias, Tensor? mask, Tensor? sink,
     Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt band_lo=-1073741824, SymInt band_hi=1073741824,
     SymInt q_origin=0, SymInt k_origin=0, bool top_left=False, float? softmax_scale=None, float softcap=0., float
-    dropout_p=0., bool deterministic=False, bool needs_dbias=False, bool needs_dsink=False) -> (Tensor dq, Tensor
-    dk, Tensor dv, Tensor dbias, Tensor dsink)
+    dropout_p=0., bool deterministic=False, bool needs_dbias=False, bool needs_dsink=False, bool
+    batch_invariant=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)
+dmattn::forward.used(Tensor query, Tensor key, Tensor value, Tensor seqlen_k_used, Tensor? bias=None, Tensor?
+    row_tiles=None, Tensor? col_tiles=None, Tensor? row_bits=None, Tensor? col_bits=None, Tensor? q_segments=None,
+    Tensor? k_segments=None, Tensor? start=None, Tensor? end=None, Tensor? hidden_from=None, Tensor? hidden_to=None,
+    Tensor? sink=None, Tensor? seed=None, SymInt band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0,
+    SymInt k_origin=0, SymInt? at_most=None, float? softmax_scale=None, float softcap=0., float dropout_p=0., bool
+    deterministic=False, SymInt used_lo=-1073741824, SymInt used_hi=1073741824, bool needs_max=False, bool
+    batch_invariant=False) -> (Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)
+dmattn::backward.used(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor
+    lse, Tensor lse_tail, Tensor seqlen_k_used, Tensor? bias=None, Tensor? row_tiles=None, Tensor? col_tiles=None,
+    Tensor? row_bits=None, Tensor? col_bits=None, Tensor? q_segments=None, Tensor? k_segments=None, Tensor?
+    start=None, Tensor? end=None, Tensor? hidden_from=None, Tensor? hidden_to=None, Tensor? sink=None, Tensor?
+    seed=None, SymInt band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0, SymInt?
+    at_most=None, float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False, SymInt
+    used_lo=-1073741824, SymInt used_hi=1073741824, bool needs_dbias=False, bool needs_dsink=False, bool
+    batch_invariant=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)
+dmattn::qkvpacked_forward.used(Tensor qkv, Tensor seqlen_k_used, Tensor? bias=None, Tensor? row_tiles=None, Tensor?
+    col_tiles=None, Tensor? row_bits=None, Tensor? col_bits=None, Tensor? q_segments=None, Tensor? k_segments=None,
+    Tensor? start=None, Tensor? end=None, Tensor? hidden_from=None, Tensor? hidden_to=None, Tensor? sink=None,
+    Tensor? seed=None, SymInt band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0,
+    SymInt? at_most=None, float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False,
+    SymInt used_lo=-1073741824, SymInt used_hi=1073741824, bool needs_max=False, bool batch_invariant=False) ->
+    (Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)
+dmattn::qkvpacked_backward.used(Tensor grad_out, Tensor? grad_lse, Tensor qkv, Tensor out, Tensor lse, Tensor
+    lse_tail, Tensor seqlen_k_used, Tensor? bias=None, Tensor? row_tiles=None, Tensor? col_tiles=None, Tensor?
+    row_bits=None, Tensor? col_bits=None, Tensor? q_segments=None, Tensor? k_segments=None, Tensor? start=None,
+    Tensor? end=None, Tensor? hidden_from=None, Tensor? hidden_to=None, Tensor? sink=None, Tensor? seed=None, SymInt
+    band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0, SymInt? at_most=None,
+    float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False, SymInt
+    used_lo=-1073741824, SymInt used_hi=1073741824, bool needs_dbias=False, bool needs_dsink=False, bool
+    batch_invariant=False) -> (Tensor dqkv, Tensor dbias, Tensor dsink)
 dmattn::pack_mask(Tensor mask, Tensor? q_segments, Tensor? k_segments, SymInt seqlen_q, SymInt band_lo=-1073741824,
     SymInt band_hi=1073741824) -> (Tensor row_tiles, Tensor col_tiles, Tensor row_bits, Tensor col_bits)
 dmattn::list_tiles(Tensor? q_segments, Tensor k_segments, SymInt seqlen_q, SymInt band_lo=-1073741824, SymInt
@@ -89,7 +120,7 @@ dmattn::draw_seed(Tensor query, SymInt? batch=None) -> Tensor seed""",
 
 def test_tags():
     for name in ops.SCHEMAS:
-        tags = getattr(torch.ops.dmattn, name).default.tags
+        tags = ops.overload(name).tags
         assert {torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides} <= set(tags), name
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dmattn_ops import environment, symbolic
-from dmattn_ops.bands import Band, CausalFrom, Window, band_of, visibility
-from dmattn_ops.call import Mask
-from dmattn_ops.checks import dtensors, require, validation
+from dmattn_ops.bands import NO_BAND, Band, CausalFrom, Window, band_of, visibility
+from dmattn_ops.call import Mask, Used
+from dmattn_ops.checks import dtensors, require, validation, values
 from dmattn_ops.masks.tile_mask import TileMask, read
 from dmattn_ops.ops import schemas, torch_privates
 
@@ -208,10 +208,29 @@ def _known_numbers(left: int | None, right: int | None, *given: Any) -> Numbers:
     return _new_numbers(*given)
 
 
-def switches(deterministic: bool | None, return_lse: bool, return_max: bool) -> bool:
-    """Return whether results must be the same each time; refuse other types of the three."""
-    if not isinstance(return_lse, bool) or not isinstance(return_max, bool):
-        validation.flags(return_lse=return_lse, return_max=return_max)
+def used_keys(seqlen_k_used: Tensor | None, query: Tensor, key_length: int, band: Band) -> tuple[Band, Used | None]:
+    """Return the band of a call that keeps its place, and how many keys are used, with the band that is aligned with them.
+
+    `query` is one with the batch as its first dimension.
+    """
+    if seqlen_k_used is None:
+        return band, None
+    validation.used_keys(seqlen_k_used, query)
+    if values.on_the_host(seqlen_k_used) and not dtensors.is_sharded(seqlen_k_used):
+        values.used_keys(seqlen_k_used, key_length)
+    if not band.bottom_right:
+        return band, Used(seqlen_k_used, *NO_BAND[:2])
+    return NO_BAND, Used(seqlen_k_used, *band[:2])
+
+
+def switches(deterministic: bool | None, return_lse: bool, return_max: bool, batch_invariant: bool = False) -> bool:
+    """Return whether results must be the same each time; refuse other types of the four."""
+    if not isinstance(return_lse, bool) or not isinstance(return_max, bool) or not isinstance(batch_invariant, bool):
+        validation.flags(return_lse=return_lse, return_max=return_max, batch_invariant=batch_invariant)
+    if batch_invariant:
+        if deterministic is not None:
+            validation.flags(deterministic=deterministic)
+        return True
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
     if not isinstance(deterministic, bool):

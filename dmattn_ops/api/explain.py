@@ -34,7 +34,7 @@ from dmattn_ops.choice.arch import Arch
 from dmattn_ops.choice.choose import Choice
 from dmattn_ops.choice.epochs import Packing
 from dmattn_ops.choice.resources import Usage
-from dmattn_ops.dispatch import run
+from dmattn_ops.dispatch import run, used
 from dmattn_ops.masks import prepare
 from dmattn_ops.masks.tile_mask import TileMask
 
@@ -119,6 +119,8 @@ def explain(
     sink: Tensor | None = None,
     return_lse: bool = False,
     return_max: bool = False,
+    batch_invariant: bool = False,
+    seqlen_k_used: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -134,7 +136,7 @@ def explain(
     Args:
         query, key, value, mask, bias: as in the function that is called.
         is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p: as in `flash_dmattn_func`.
-        deterministic, sink, return_lse, return_max: as in `flash_dmattn_func`.
+        deterministic, sink, return_lse, return_max, batch_invariant, seqlen_k_used: as in `flash_dmattn_func`.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: all of them or none, as in `flash_dmattn_varlen_func`.
         arch: a compute capability such as "8.6": explain as that GPU would run it; None is `DMATTN_ARCH` where that is
             set, else where `query` lies.
@@ -149,7 +151,7 @@ def explain(
     if unknown:
         arguments.unknown_names("explain", unknown)
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
-    same_bits = arguments.switches(deterministic, return_lse, return_max)
+    same_bits = arguments.switches(deterministic, return_lse, return_max, batch_invariant)
     packed = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -158,17 +160,22 @@ def explain(
     }
     absent = [name for name, each in packed.items() if each is None]
     if len(absent) == len(packed):
-        call = _dense_call(query, key, value, mask, bias, sink, given, same_bits)
+        call = _dense_call(query, key, value, mask, bias, sink, seqlen_k_used, given, (same_bits, batch_invariant))
     elif absent:
         raise ValueError(f"{absent[0]} must be given as well: packed sequences need {', '.join(packed)}, got None")
     else:
+        if seqlen_k_used is not None:
+            raise ValueError(
+                "seqlen_k_used must be None for packed sequences: cu_seqlens_k says how many keys there are"
+            )
         varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal_from != "bottom_right")  # type: ignore[arg-type]
-        call = _varlen_call(query, key, value, mask, bias, sink, varlen, given, same_bits)
+        call = _varlen_call(query, key, value, mask, bias, sink, varlen, given, (same_bits, batch_invariant))
     on = architectures.parse(arch, "arch") if arch is not None else architectures.forced()
+    all_used = used.in_mask(call)
     return Explanation(
-        _launch("forward", call, on, return_max),
-        _launch("backward", call, on, False),
-        _mask_text(call),
+        _launch("forward", all_used, on, return_max),
+        _launch("backward", all_used, on, False),
+        _mask_text(all_used),
         _band_text(call),
     )
 
@@ -180,8 +187,9 @@ def _dense_call(
     mask: Tensor | TileMask | None,
     bias: Tensor | None,
     sink: Tensor | None,
+    seqlen_k_used: Tensor | None,
     given: tuple[Any, ...],
-    same_bits: bool,
+    same_bits: tuple[bool, bool],
 ) -> Call:
     """Return the `Call` that `flash_dmattn_func` would dispatch; `given` are the numbers that `arguments.read_numbers` takes."""
     (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
@@ -189,8 +197,10 @@ def _dense_call(
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
     band, scalars = arguments.read_numbers(*given)
     arguments.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
+    band, part = arguments.used_keys(seqlen_k_used, query, seqlen_k, band)
     parts, *limits = prepare.resolve(mask, band, seqlen_q, seqlen_k)
-    return Call(query, key, value, bias, parts, sink, None, None, _options(query, limits, scalars, same_bits))
+    options = _options(query, limits, scalars, same_bits)
+    return Call(query, key, value, bias, parts, sink, None, None, options, part)
 
 
 def _varlen_call(
@@ -202,7 +212,7 @@ def _varlen_call(
     sink: Tensor | None,
     varlen: Varlen,
     given: tuple[Any, ...],
-    same_bits: bool,
+    same_bits: tuple[bool, bool],
 ) -> Call:
     """Return the `Call` that `flash_dmattn_varlen_func` would dispatch."""
     (query, key, value), bias, sink = arguments.prepared_inputs(3, bias, sink, query=query, key=key, value=value)
@@ -224,11 +234,12 @@ def _varlen_call(
 
 
 def _options(
-    query: Tensor, limits: Sequence[int], scalars: tuple[float | None, float, float], same_bits: bool
+    query: Tensor, limits: Sequence[int], scalars: tuple[float | None, float, float], same_bits: tuple[bool, bool]
 ) -> Options:
     scale, softcap, dropout_p = scalars
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return plain_options(scale, *limits, softcap=softcap, dropout_p=dropout_p, deterministic=same_bits)
+    options = plain_options(scale, *limits, softcap=softcap, dropout_p=dropout_p)
+    return options._replace(deterministic=same_bits[0], batch_invariant=same_bits[1])
 
 
 def _tensors(call: Call, needs_max: bool) -> tuple[Result, Saved, Gradients]:
@@ -269,8 +280,17 @@ def _launch(direction: str, call: Call, on: Arch | None, needs_max: bool) -> Lau
         row.evidence,
         passed_over,
         KeyPacking(packed, tuple(reasons)) if is_kept_by_key else None,
-        tuple(run.notes(direction, row.kernel, call)),
+        (*run.notes(direction, row.kernel, call), *_notes(call, choice)),
     )
+
+
+def _notes(call: Call, choice: Choice) -> list[str]:
+    """Return what a batch-invariant call does otherwise."""
+    if not call.options.batch_invariant:
+        return []
+    if choice.arch is None:
+        return ["batch_invariant: one batch entry after another"]
+    return ["batch_invariant: chosen as for one batch entry alone, without tuned configurations"]
 
 
 def _as_packed(call: Call, packed: Packing) -> Call:
@@ -304,6 +324,7 @@ def _as_packed(call: Call, packed: Packing) -> Call:
         bias=bias,
         mask=mask,
         options=call.options._replace(band_lo=-UNBOUNDED, band_hi=UNBOUNDED),
+        used=None,
     )
 
 
@@ -353,16 +374,26 @@ def _diagonal(offset: int) -> str:
     return f"i {'-' if offset < 0 else '+'} {abs(offset)}" if offset else "i"
 
 
-def _band_text(call: Call) -> str:
-    lo, hi = call.options.band_lo, call.options.band_hi
+def _limits_text(place: str, lo: int, hi: int) -> str:
+    """Return between which limits the place of a key lies; empty where there are none."""
     left = "" if lo <= -UNBOUNDED else f"{_diagonal(lo)} <= "
     right = "" if hi >= UNBOUNDED else f" <= {_diagonal(hi)}"
+    return f"{left}{place}{right}" if left or right else ""
+
+
+def _band_text(call: Call) -> str:
+    lo, hi = call.options.band_lo, call.options.band_hi
+    limits = _limits_text("j", lo, hi)
     shown = "" if call.mask.kind == "none" else " that the mask shows"
     if call.mask.at_most is not None and call.mask.at_most < call.key.shape[1]:
         shown += f", at most {call.mask.at_most} for each query"
-    if not left and not right:
+    if call.used is not None:
+        shown += ", of those before seqlen_k_used"
+        band = _limits_text("j - seqlen_k_used + Sq", call.used.lo, call.used.hi)
+        shown += f", {band}" if band else ""
+    if not limits:
         return f"every key{shown}" if call.varlen is None else f"every key{shown} of the query's own sequence"
-    keys = f"{left}j{right}" if not shown else f"the keys {left}j{right}{shown}"
+    keys = limits if not shown else f"the keys {limits}{shown}"
     if call.varlen is None:
         return keys
     return f"{keys} in each sequence, j counted from its {'first' if call.varlen.top_left else 'last'} key"

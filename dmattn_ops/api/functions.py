@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from dmattn_ops.api import arguments, repeats
 from dmattn_ops.bands import CausalFrom, Window
-from dmattn_ops.call import Varlen
+from dmattn_ops.call import Used, Varlen
 from dmattn_ops.checks import dtensors, require, validation, values
 from dmattn_ops.masks import prepare
 from dmattn_ops.masks.tile_mask import TileMask
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 _SDPA = getattr(torch._C._nn, "scaled_dot_product_attention", None)  # as it is where nobody has replaced it
 _OPERATORS = {
     "forward": torch.ops.dmattn.forward.default,
+    "forward.used": torch.ops.dmattn.forward.used,
     "qkvpacked_forward": torch.ops.dmattn.qkvpacked_forward.default,
+    "qkvpacked_forward.used": torch.ops.dmattn.qkvpacked_forward.used,
     "varlen_forward": torch.ops.dmattn.varlen_forward.default,
 }
 
@@ -45,33 +47,40 @@ class _Keywords(TypedDict, total=False):
     softcap: float
     dropout_p: float
     deterministic: bool | None
+    batch_invariant: bool
     sink: Tensor | None
+
+
+class _DenseKeywords(_Keywords, total=False):
+    """What functions of whole batches take by name as well."""
+
+    seqlen_k_used: Tensor | None
 
 
 @overload
 def flash_dmattn_func(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
+    *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_DenseKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_dmattn_func(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
+    *, return_lse: Literal[True], return_max: Literal[False] = ..., **keywords: Unpack[_DenseKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_dmattn_func(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[True], **keywords: Unpack[_Keywords],
+    *, return_lse: Literal[False] = ..., return_max: Literal[True], **keywords: Unpack[_DenseKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_dmattn_func(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[True], **keywords: Unpack[_Keywords],
+    *, return_lse: Literal[True], return_max: Literal[True], **keywords: Unpack[_DenseKeywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_dmattn_func(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_Keywords],
+    *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_DenseKeywords],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_dmattn_func(
     query: Tensor,
@@ -90,6 +99,8 @@ def flash_dmattn_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     return_max: bool = False,
+    batch_invariant: bool = False,
+    seqlen_k_used: Tensor | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute attention, `dropout(softmax(score)) @ value`, over the keys that each query sees.
@@ -127,6 +138,12 @@ def flash_dmattn_func(
             dropout never drops it. Differentiable.
         return_lse: whether to return lse as well.
         return_max: whether to return the largest score of each row as well.
+        batch_invariant: whether results of a batch entry have bits that depend on that entry alone: on no other one, the batch
+            size, tuning or repetition, for one device, dtype and version. Implies `deterministic`.
+        seqlen_k_used: how many keys of each batch entry are used, int32 `[B]` on the device of query, from 0 to `Sk`: keys
+            from there on are hidden, whatever they hold. With "bottom_right", `off` is then `seqlen_k_used[b] - Sq`; "top_left", an
+            integer `causal_from` and what a prepared mask has folded in keep their place. On a GPU the host does not read
+            it: kernels clamp it.
 
     Returns:
         out with shape `[B, Sq, H, Dv]`; with `return_lse` then lse with shape `[B, H, Sq]` and dtype float32 (float64
@@ -144,10 +161,12 @@ def flash_dmattn_func(
         arguments.unknown_names("flash_dmattn_func", unknown)
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
     band, scalars = arguments.read_numbers(*given)
-    same_bits = arguments.switches(deterministic, return_lse, return_max)
+    same_bits = arguments.switches(deterministic, return_lse, return_max, batch_invariant)
     call = None
-    if bias is None and sink is None and dropout_p == 0.0 and not is_compiling() and not _is_replaced():
-        call = repeats.signature_of(query, key, value, mask, band, (*scalars, same_bits, return_max))
+    plain = bias is None and sink is None and seqlen_k_used is None and dropout_p == 0.0
+    if plain and not is_compiling() and not _is_replaced():
+        switches = same_bits, return_max, batch_invariant
+        call = repeats.signature_of(query, key, value, mask, band, (*scalars, *switches))
         found = None if call is None else repeats.again(call, query, key, value, mask)
         if found is not None:
             return _wanted(found, return_lse, return_max)
@@ -156,6 +175,7 @@ def flash_dmattn_func(
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
     if heads_kv > arguments.MANY_HEADS:
         arguments.warn_of_swapped_dimensions(key)
+    band, used = arguments.used_keys(seqlen_k_used, query, seqlen_k, band)
     taken = None if mask is None else arguments.taken_as_it_is(mask, query, key, band)
     # to resolve a mask and to draw seeds launches work before the operator validates
     if dropout_p != 0.0 or (mask is not None and taken is None):
@@ -163,37 +183,37 @@ def flash_dmattn_func(
         arguments.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
     (*parts, at_most), *limits = taken or prepare.resolve(mask, band, seqlen_q, seqlen_k)
     seed = arguments.dropout_seed(query) if dropout_p != 0.0 else None
-    tensors, numbers = (query, key, value, bias, *parts, sink, seed), (*limits, 0, 0, at_most, *scalars, same_bits)
-    result = _call("forward", tensors, numbers, return_lse, return_max)
+    tensors, numbers = (bias, *parts, sink, seed), (*limits, 0, 0, at_most, *scalars, same_bits)
+    result = _dense("forward", (query, key, value), tensors, numbers, used, return_lse, return_max, batch_invariant)
     if call is not None:
-        repeats.remember(call, tensors_given, tensors, (*numbers, return_max))
+        repeats.remember(call, tensors_given, (query, key, value, *tensors), (*numbers, return_max, batch_invariant))
     return result
 
 
 @overload
 def flash_dmattn_qkvpacked_func(
     qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
+    *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_DenseKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_dmattn_qkvpacked_func(
     qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
+    *, return_lse: Literal[True], return_max: Literal[False] = ..., **keywords: Unpack[_DenseKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_dmattn_qkvpacked_func(
     qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[True], **keywords: Unpack[_Keywords],
+    *, return_lse: Literal[False] = ..., return_max: Literal[True], **keywords: Unpack[_DenseKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_dmattn_qkvpacked_func(
     qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[True], **keywords: Unpack[_Keywords],
+    *, return_lse: Literal[True], return_max: Literal[True], **keywords: Unpack[_DenseKeywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_dmattn_qkvpacked_func(
     qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_Keywords],
+    *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_DenseKeywords],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_dmattn_qkvpacked_func(
     qkv: Tensor,
@@ -210,6 +230,8 @@ def flash_dmattn_qkvpacked_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     return_max: bool = False,
+    batch_invariant: bool = False,
+    seqlen_k_used: Tensor | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute self-attention of query, key and value in one tensor, without copies. Its gradient is one tensor too.
@@ -219,7 +241,7 @@ def flash_dmattn_qkvpacked_func(
         mask: with shape `[B|1, H|1, S|1, S]`, or what `prepare_mask` returned.
         bias: with shape `[B|1, H|1, S|1, S]`.
         is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p: as in `flash_dmattn_func`.
-        deterministic, sink, return_lse, return_max: as in `flash_dmattn_func`.
+        deterministic, sink, return_lse, return_max, batch_invariant, seqlen_k_used: as in `flash_dmattn_func`.
 
     Returns:
         out with shape `[B, S, H, D]`; with `return_lse` then lse, and with `return_max` then the largest score of each row,
@@ -235,15 +257,16 @@ def flash_dmattn_qkvpacked_func(
     batch, seqlen, _, heads, _ = qkv.shape
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
     band, scalars = arguments.read_numbers(*given)
-    same_bits = arguments.switches(deterministic, return_lse, return_max)
+    same_bits = arguments.switches(deterministic, return_lse, return_max, batch_invariant)
     if mask is not None or dropout_p != 0.0:
         query, key, value = qkv.unbind(2)
         validation.dense_tensors(query, key, value, bias, sink)
         arguments.check_mask(mask, qkv, (1, batch), (1, heads), (1, seqlen), (seqlen,))
+    band, used = arguments.used_keys(seqlen_k_used, qkv, seqlen, band)
     (*parts, at_most), *limits = prepare.resolve(mask, band, seqlen, seqlen)
     seed = arguments.dropout_seed(qkv.select(2, 0)) if dropout_p != 0.0 else None
-    tensors = (qkv, bias, *parts, sink, seed)
-    return _call("qkvpacked_forward", tensors, (*limits, 0, 0, at_most, *scalars, same_bits), return_lse, return_max)
+    tensors, numbers = (bias, *parts, sink, seed), (*limits, 0, 0, at_most, *scalars, same_bits)
+    return _dense("qkvpacked_forward", (qkv,), tensors, numbers, used, return_lse, return_max, batch_invariant)
 
 
 @overload
@@ -297,6 +320,7 @@ def flash_dmattn_varlen_func(
     sink: Tensor | None = None,
     return_lse: bool = False,
     return_max: bool = False,
+    batch_invariant: bool = False,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute attention of sequences of different lengths, packed one behind the other, each to itself.
@@ -318,6 +342,7 @@ def flash_dmattn_varlen_func(
         bias: added to the scores of a key, with shape `[H|Hkv|1, total_k]`; differentiable.
         is_causal, causal_from, window_size: as in `flash_dmattn_func`, aligned in each sequence.
         softmax_scale, softcap, dropout_p, deterministic, sink, return_lse, return_max: as in `flash_dmattn_func`.
+        batch_invariant: as in `flash_dmattn_func`, for the results of each sequence.
 
     Returns:
         out with shape `[total_q, H, Dv]`; with `return_lse` then lse, and with `return_max` then the largest score of each
@@ -335,7 +360,7 @@ def flash_dmattn_varlen_func(
         arguments.mask_of_keys(mask)
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
     band, scalars = arguments.read_numbers(*given)  # relative to the diagonal of each sequence
-    same_bits = arguments.switches(deterministic, return_lse, return_max)
+    same_bits = arguments.switches(deterministic, return_lse, return_max, batch_invariant)
     top_left = causal_from != "bottom_right"
     if dropout_p != 0.0:
         varlen = Varlen(cu_seqlens_q, cu_seqlens_k, lengths[0], lengths[1], top_left)
@@ -345,16 +370,38 @@ def flash_dmattn_varlen_func(
     seed = arguments.dropout_seed(query, cu_seqlens_q.shape[0] - 1) if dropout_p != 0.0 else None
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, bias, mask, sink, seed)
     numbers = (*lengths, band.lo, band.hi, 0, 0, top_left, *scalars, same_bits)
-    return _call("varlen_forward", tensors, numbers, return_lse, return_max)
+    return _call("varlen_forward", tensors, numbers, return_lse, return_max, batch_invariant)
+
+
+def _dense(
+    name: str,
+    primals: tuple[Tensor, ...],
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[Any, ...],
+    used: Used | None,
+    return_lse: bool,
+    return_max: bool,
+    batch_invariant: bool,
+) -> Tensor | tuple[Tensor, ...]:
+    """Call the operator of a dense function: its overload for a part of the keys, where there is one."""
+    if used is None:
+        return _call(name, (*primals, *tensors), numbers, return_lse, return_max, batch_invariant)
+    numbers = (*numbers, used.lo, used.hi)
+    return _call(f"{name}.used", (*primals, used.lengths, *tensors), numbers, return_lse, return_max, batch_invariant)
 
 
 def _call(
-    name: str, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], return_lse: bool, return_max: bool
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[Any, ...],
+    return_lse: bool,
+    return_max: bool,
+    batch_invariant: bool,
 ) -> Tensor | tuple[Tensor, ...]:
     """Call an operator. In plain eager mode its autograd kernel is called directly, which saves one pass through the dispatcher."""
     if _is_replaced():
         arguments.refuse_shared_sequences(functional.scaled_dot_product_attention)
-    given = (*tensors, *numbers, return_max)
+    given = (*tensors, *numbers, return_max, batch_invariant)
     directly = autograd.kernels.get(name)
     if directly is not None and autograd.callable_directly(*tensors):
         outputs = directly(given)

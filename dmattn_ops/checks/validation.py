@@ -52,7 +52,18 @@ def dense_call(call: Call) -> None:
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = call.query.shape, call.key.shape
     if any(part is not None for part in call.mask[:-1]):
         mask_tensors(call.mask, batch, heads, heads_kv, seqlen_q, seqlen_k, call.query.device)
+    if call.used is not None:
+        used_keys(call.used.lengths, call.query)
     _numbers_and_seed(call, batch)
+
+
+def used_keys(seqlen_k_used: Tensor, query: Tensor) -> None:
+    """Refuse what is no number of keys for each batch entry, int32 `[B]`, on the device of query `[B, Sq, H, D]`."""
+    tensors(seqlen_k_used=seqlen_k_used)
+    dense("seqlen_k_used", seqlen_k_used)
+    require.shape("seqlen_k_used", seqlen_k_used, (query.shape[0],))
+    require.dtype("seqlen_k_used", seqlen_k_used, torch.int32)
+    require.device("seqlen_k_used", seqlen_k_used, query.device, "query")
 
 
 def varlen_tensors(

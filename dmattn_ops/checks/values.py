@@ -70,6 +70,13 @@ def offsets_of(name: str, cu_seqlens: Tensor, of: str, total: int, *, rows_behin
     return values
 
 
+def used_keys(seqlen_k_used: Tensor, seqlen_k: int) -> None:
+    """Refuse numbers of keys `[B]` that are negative, or more than there are."""
+    for number in seqlen_k_used.tolist():
+        if not 0 <= number <= seqlen_k:
+            raise ValueError(f"seqlen_k_used must be between 0 and the length of key, {seqlen_k}, got {number}")
+
+
 def contiguous_runs(name: str, ids: Tensor) -> None:
     """Refuse ids `[B, S]` of which one returns after another."""
     ordered, order = torch.sort(ids, dim=-1, stable=True)

@@ -13,6 +13,9 @@ from dmattn_ops.call import TILE, UNBOUNDED, Call, is_pairwise
 
 LEAST_EPOCH = 512  # shorter ones cost more to look for keys than they save: that work grows with the number of epochs
 WORKSPACE = 4 << 30  # bytes that the copies of one pass may take
+# The same for one batch entry of a call that is batch-invariant: how many heads a pass has may not depend on the others, since
+# kernels are chosen by it.
+INVARIANT_WORKSPACE = 256 << 20
 
 # What the estimate of `pays` is made of, in the time that one head needs for a 128 x 128 tile, forward and backward, in a
 # launch that fills an H200 (41 ns: 1.375 and 4.05 us of one of 132 SMs, D 128, bfloat16).
@@ -138,7 +141,8 @@ def packing_for(call: Call, length: int | None = None) -> Packing | None:
     if cut.slots >= UNBOUNDED:
         return None
     row_bytes = 2 * (demand.dim + demand.dim_v) * demand.itemsize  # copies of key and value, and their gradients
-    passes = heads_per_pass(demand.batch, sizes.packed_heads, group, cut.slots, row_bytes)
+    limit = INVARIANT_WORKSPACE if call.options.batch_invariant else WORKSPACE
+    passes = heads_per_pass(demand.batch, sizes.packed_heads, group, cut.slots, row_bytes, limit)
     return Packing(cut, sizes.packed_heads, group, passes)
 
 

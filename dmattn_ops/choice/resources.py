@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from dmattn_ops.call import UNBOUNDED, Call, Mask, bias_kind, float32_precision, is_whole, rows_are_aligned
+from dmattn_ops.call import UNBOUNDED, Call, Mask, bias_kind, float32_precision, owns_bias, rows_are_aligned
 from dmattn_ops.choice.config import Config, Row
 
 TABLES = Path(__file__).parents[1] / "resource_tables"
@@ -93,7 +92,7 @@ def specialization(call: Call) -> Specialization:
     return Specialization(
         band,
         _mask_kind(call.mask),
-        _bias_kind(bias, query),
+        _bias_kind(call),
         bias is not None and bias.dtype != query.dtype,
         options.softcap != 0,
         options.dropout_p > 0,
@@ -114,9 +113,9 @@ def _mask_kind(mask: Mask) -> str:
     return "" if mask.kind == "none" else mask.kind
 
 
-def _bias_kind(bias: Tensor | None, query: Tensor) -> str:
-    full = "bias" if is_whole(bias, query) else "broadcast bias"
-    return {"none": "", "key": "key bias", "full": full}[bias_kind(bias)]
+def _bias_kind(call: Call) -> str:
+    full = "bias" if owns_bias(call) else "broadcast bias"
+    return {"none": "", "key": "key bias", "full": full}[bias_kind(call.bias)]
 
 
 def canonical(kernel: str, direction: str, wanted: Specialization) -> Specialization:

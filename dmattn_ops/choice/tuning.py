@@ -352,7 +352,7 @@ def record(call: Call) -> None:
     Where that is impossible, it is said once, and nothing more is recorded there.
     """
     file = environment.record_file()
-    if file is None or file in _unusable:
+    if file is None or file in _unusable or call.options.batch_invariant:  # which take no tuned configuration
         return
     shape = shape_of(call)
     if (file, shape) in _recorded:

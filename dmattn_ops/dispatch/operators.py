@@ -15,7 +15,7 @@ from torch import Tensor
 from dmattn_ops import environment, meta
 from dmattn_ops.call import TILE, Call, Gradients, Mask, Result, Saved
 from dmattn_ops.checks import values
-from dmattn_ops.dispatch import run
+from dmattn_ops.dispatch import run, used
 from dmattn_ops.launching import plans
 from dmattn_ops.launching.recording import computed
 from dmattn_ops.masks import layout
@@ -27,27 +27,27 @@ from dmattn_ops.ops import schemas
 _FIRST_INTERVAL = Mask._fields.index("start")
 
 
-def forward(*arguments: Any) -> tuple[Tensor, ...]:
+def forward(*arguments: Any, name: str = "forward") -> tuple[Tensor, ...]:
     """Compute out, lse, lse_tail and row_max of a dense call."""
-    call, read = fakes.dense_call("forward", arguments)
+    call, read = fakes.dense_call(name, arguments)
     return _forward(call, read.needs_max)
 
 
-def backward(*arguments: Any) -> tuple[Tensor, ...]:
+def backward(*arguments: Any, name: str = "backward") -> tuple[Tensor, ...]:
     """Compute dq, dk, dv, dbias and dsink of a dense call."""
-    call, read = fakes.dense_call("backward", arguments)
+    call, read = fakes.dense_call(name, arguments)
     return _backward(call, read)
 
 
-def qkvpacked_forward(*arguments: Any) -> tuple[Tensor, ...]:
+def qkvpacked_forward(*arguments: Any, name: str = "qkvpacked_forward") -> tuple[Tensor, ...]:
     """Compute out, lse, lse_tail and row_max for qkv `[B, S, 3, H, D]`."""
-    call, read = fakes.dense_call("qkvpacked_forward", arguments)
+    call, read = fakes.dense_call(name, arguments)
     return _forward(call, read.needs_max)
 
 
-def qkvpacked_backward(*arguments: Any) -> tuple[Tensor, ...]:
+def qkvpacked_backward(*arguments: Any, name: str = "qkvpacked_backward") -> tuple[Tensor, ...]:
     """Compute dqkv, in one buffer, dbias and dsink."""
-    call, read = fakes.dense_call("qkvpacked_backward", arguments)
+    call, read = fakes.dense_call(name, arguments)
     outputs = meta.qkvpacked_backward_outputs(read.qkv, *_asked(call, read))
     _launch_backward(call, read, (*outputs[0].unbind(2), *outputs[1:]))
     return outputs
@@ -133,9 +133,13 @@ def _reads_values(tensor: Tensor) -> bool:
 
 
 def _check_values(call: Call) -> None:
-    """Refuse lists that name tiles which do not exist, and a promise `at_most` that a query breaks."""
+    """Refuse lists that name tiles which do not exist, more keys than there are, and a promise `at_most` that a query breaks."""
     mask, options = call.mask, call.options
-    if call.query.numel() == 0 or call.key.numel() == 0 or not _reads_values(call.query):
+    if not _reads_values(call.query):
+        return
+    if call.used is not None:
+        values.used_keys(call.used.lengths, call.key.shape[1])
+    if call.query.numel() == 0 or call.key.numel() == 0:
         return
     if (
         call.query.is_cuda and mask.row_tiles is not None and mask.col_tiles is not None
@@ -156,7 +160,8 @@ def _forward(call: Call, needs_max: bool) -> tuple[Tensor, ...]:
     _check_values(call)
     outputs = meta.forward_outputs(call.query, call.value, needs_max)
     out, lse, lse_tail, row_max = outputs
-    _launch(call.query, run.forward, _for_kernels(call), Result(out, lse, lse_tail, row_max if needs_max else None))
+    result = Result(out, lse, lse_tail, row_max if needs_max else None)
+    _launch(call.query, lambda: run.forward(_for_kernels(call), result))
     return outputs
 
 
@@ -178,7 +183,7 @@ def _launch_backward(call: Call, read: Any, outputs: tuple[Tensor, ...]) -> None
         _rows(read.grad_out), grad_lse, dq, dk, dv,
         None if of_bias is None else dbias, None if of_sink is None else dsink,
     )  # fmt: skip
-    _launch(call.query, run.backward, _for_kernels(call), saved, grads)
+    _launch(call.query, lambda: run.backward(_for_kernels(call), saved, grads))
 
 
 def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -187,7 +192,10 @@ def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _for_kernels(call: Call) -> Call:
-    """Return a call whose tensors kernels can walk: contiguous last dimensions, and lists, bits and segments without strides."""
+    """Return a call whose tensors kernels can walk: contiguous last dimensions, and lists, bits and segments without strides.
+
+    How many keys are used is part of its mask.
+    """
     query, key, value = _rows(call.query), _rows(call.key), _rows(call.value)
     bias = call.bias if call.bias is None else _rows(call.bias)
     tensors = call.mask[:-1]
@@ -195,7 +203,8 @@ def _for_kernels(call: Call) -> Call:
     intervals = [part if part is None else _rows(part) for part in tensors[_FIRST_INTERVAL:]]
     mask = Mask._make([*of_tiles, *intervals, call.mask.at_most])
     sink, seed = _contiguous(call.sink), _contiguous(call.seed)
-    return call._replace(query=query, key=key, value=value, bias=bias, mask=mask, sink=sink, seed=seed)
+    call = call._replace(query=query, key=key, value=value, bias=bias, mask=mask, sink=sink, seed=seed)
+    return used.in_mask(call)
 
 
 def _launch(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
@@ -258,5 +267,9 @@ for _operator in (
 ):  # fmt: skip
     _name = _operator.__name__
     schemas.implement(_name, plans.planned(_below_autograd(_operator), schemas.SIGNATURES[_name]))
+for _operator in (forward, backward, qkvpacked_forward, qkvpacked_backward):
+    _name = f"{_operator.__name__}.used"
+    _below = _below_autograd(functools.partial(_operator, name=_name))
+    schemas.implement(_name, plans.planned(_below, schemas.SIGNATURES[_name], _name))
 for _made_of in (pack_intervals, rank_ids, spread_lists):  # torch's operations, of which there is nothing to plan
     schemas.implement(_made_of.__name__, _unplanned(_below_autograd(_made_of)))

@@ -21,7 +21,7 @@ from dmattn_ops.call import Call, Demand, Gradients, Result, Saved
 from dmattn_ops.choice import arch, choose, config, epochs, resolve, tuning
 from dmattn_ops.choice.arch import Arch
 from dmattn_ops.choice.choose import Choice
-from dmattn_ops.dispatch import sinks
+from dmattn_ops.dispatch import entries, sinks
 from dmattn_ops.launching.recording import computed
 
 _FORWARD = {
@@ -72,7 +72,9 @@ def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = Tr
     choice = choose.choose(rows, on or arch.current(call.query.device), call.demand, refusals)
     if choice.row.kernel == "reference":
         _warn_legacy(choice.arch, call.demand.width, call.demand.itemsize)
-    if not (tuned and call.query.is_cuda and choice.arch is not None and tuning.entries()):
+    if call.options.batch_invariant or not (
+        tuned and call.query.is_cuda and choice.arch is not None and tuning.entries()
+    ):
         return choice
     place = tuning.place(call.query.device, choice.arch)
     masked = call.mask.row_tiles is not None
@@ -146,6 +148,7 @@ def packing_of(
         return None, reasons
     sizes = epochs.sizes_of(call)
     length, evidence = epochs.epoch_by_sizes(sizes), ""
+    tuned = tuned and not call.options.batch_invariant
     if tuned and on is not None and call.query.is_cuda and tuning.entries():
         place = tuning.place(call.query.device, on)
         length, evidence = tuning.tuned_epoch(direction, call, sizes, length, place)
@@ -198,7 +201,11 @@ def forward(call: Call, result: Result) -> None:
 def run_forward(call: Call, result: Result, packed: epochs.Packing | None) -> None:
     """Write the outputs of a call, its keys packed as they are said to be."""
     if packed is None:
-        _run_forward(with_start(call), result)
+        call = with_start(call)
+        if _one_by_one(call):
+            entries.forward(call, result, _run_forward)
+        else:
+            _run_forward(call, result)
         return
     _launcher(PACKED).forward(call._replace(sink=None), result, packed, _run_forward)
     sinks.take_share(call.sink, result)
@@ -225,12 +232,19 @@ def backward(call: Call, saved: Saved, grads: Gradients) -> None:
 
 def run_backward(call: Call, saved: Saved, grads: Gradients, packed: epochs.Packing | None) -> None:
     """Write the gradients of a call, its keys packed as they are said to be."""
-    run = _telling_once(call.demand) if environment.profiles_backward() else _run_backward
+    run = _telling_once(call.sizes) if environment.profiles_backward() else _run_backward
     if packed is not None:
         call, saved, grads = sinks.without_sink(call, saved, grads)
         _launcher(PACKED).backward(call, saved, grads, packed, run)
+    elif _one_by_one(call):
+        entries.backward(with_start(call), saved, grads, run)
     else:
         run(with_start(call), saved, grads)
+
+
+def _one_by_one(call: Call) -> bool:
+    """Return whether kernels get one batch entry at a time: how those of a CPU divide their work depends on all of it."""
+    return call.options.batch_invariant and not call.query.is_cuda
 
 
 def _telling_once(demand: Demand) -> Callable[[Call, Saved, Gradients], None]:

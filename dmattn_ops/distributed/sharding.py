@@ -34,6 +34,7 @@ _DENSE: Axes = {
     **dict.fromkeys((*_ROWS, "bias", "seed", *MASK_TENSORS, "mask", "scores", "mass"), (0, 1)),
     **dict.fromkeys(("q_segments", "documents", "ids", "ranks"), (0, None)),
     **dict.fromkeys(("counts", "indices", "listed"), (0, 1)),
+    "seqlen_k_used": (0, None),
     "qkv": (0, 3),
     "sink": (None, 0),
 }
@@ -52,7 +53,7 @@ def register_sharding_rules() -> None:
     """Register the rules of all operators `torch.ops.dmattn.*` with DTensor; importing `dmattn_ops.distributed` does it."""
     for name in schemas.SCHEMAS:
         if name not in _registered:
-            register_sharding(getattr(torch.ops.dmattn, name).default)(_rules_of(name))
+            register_sharding(schemas.overload(name))(_rules_of(name))
             _registered.add(name)
 
 
@@ -79,7 +80,7 @@ def _rules_of(name: str) -> Callable[..., list[Rule]]:
     """Return the function for `register_sharding` that maps an operator's arguments to its sharding rules."""
     signature = schemas.SIGNATURES[name]
     axes = _PACKED if name.startswith("varlen") else _DENSE
-    outputs = [output.name for output in getattr(torch.ops.dmattn, name).default._schema.returns]
+    outputs = [output.name for output in schemas.overload(name)._schema.returns]
     numbers: list[Placement | None] = [None] * (len(signature.names) - signature.tensors)
 
     def rules(*arguments: Any) -> list[Rule]:

@@ -33,6 +33,7 @@ _TILE = tl.constexpr(TILE)
 _HULL = tl.constexpr(HULL)
 _TILES = 8  # of keys in a program
 _LONGEST_LISTS = 1 << 29  # words of both lists, 2 GiB: 128 heads of 180k queries and keys
+_LONGEST_OF_ENTRY = 1 << 26  # the same for each batch entry of a batch-invariant call, 256 MiB
 _LAST = tl.constexpr(0x7FFFFFFF)
 
 
@@ -108,6 +109,8 @@ def too_long(call: Call) -> bool:
     rows, cols = tile_records(call.query.shape[1]), tile_records(call.key.shape[1])
     words = rows * (list_capacity(cols, options.band_lo, options.band_hi) + HEADER)
     words += cols * (list_capacity(rows, options.band_lo, options.band_hi) + HEADER)
+    if options.batch_invariant:  # lists and bands name tiles in different orders
+        return heads * words > _LONGEST_OF_ENTRY
     return batch * heads * words > _LONGEST_LISTS
 
 

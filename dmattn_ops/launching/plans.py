@@ -131,13 +131,13 @@ def _in_backward(saved: _Sequence, primals: int) -> _Sequence:
     return saved[:primals] + saved[-SAVED_OUTPUTS:] + saved[primals:-SAVED_OUTPUTS]
 
 
-def planned(function: _Computation, signature: Any) -> Callable[..., tuple[Any, Origin | None]]:
+def planned(function: _Computation, signature: Any, name: str = "") -> Callable[..., tuple[Any, Origin | None]]:
     """Wrap the operator `function`: repeat its cached plan where there is one, and return (results, origin of its backward).
 
-    `signature` says which arguments are tensors, and which say what is needed.
+    `signature` says which arguments are tensors, and which say what is needed; `name` is by default that of the function.
     """
-    name = function.__name__
-    is_backward = name.endswith("backward")
+    name = name or function.__name__
+    is_backward = name.partition(".")[0].endswith("backward")
 
     def call(*arguments: Any) -> tuple[Any, Origin | None]:
         on = arguments[1] if arguments[0] is None else arguments[0]

@@ -62,7 +62,7 @@ def _differentiable(name: str) -> Differentiable:
     return Differentiable(count, places, signature)
 
 
-OPERATORS = {name: _differentiable(name) for name in ("forward", "qkvpacked_forward", "varlen_forward")}
+OPERATORS = {name: _differentiable(name) for name in schemas.SCHEMAS if name.partition(".")[0].endswith("forward")}
 
 
 def register(library: Library) -> dict[str, _Kernel]:
@@ -87,7 +87,8 @@ def register_public(library: Library) -> None:
     """Register the derivatives of every operator of `library` with nothing but the public interface of torch."""
     for name, of in OPERATORS.items():
         backward_name = name.replace("forward", "backward")
-        backward_op = getattr(getattr(torch.ops, library.ns), backward_name).default
+        packet, _, of_packet = backward_name.partition(".")
+        backward_op = getattr(getattr(getattr(torch.ops, library.ns), packet), of_packet or "default")
 
         def setup_context(
             ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, like: Differentiable = of
@@ -187,7 +188,7 @@ def _forward_kernels(
 
 def _forward_functions(backward_name: str, of: Differentiable) -> tuple[Any, Any]:
     """Return the Function of an operator with all of its outputs, and that with the first two."""
-    backward_op = _operator(backward_name)
+    backward_op = schemas.overload(backward_name)
     _, backward_directly = _backward_kernels(backward_name)
     nothing = (None,) * (of.primals + 4)
 
@@ -265,13 +266,9 @@ def _backward_kernels(name: str) -> tuple[_Kernel, _Kernel]:
     return computed_by(_through_dispatcher(name)), computed_by(schemas.implementations)
 
 
-def _operator(name: str) -> Any:
-    return getattr(torch.ops.dmattn, name).default
-
-
 def _through_dispatcher(name: str) -> dict[str, schemas.Planned]:
     """Return an operator in the form of those that are called directly."""
-    operator = _operator(name)
+    operator = schemas.overload(name)
 
     def call(*arguments: Any) -> tuple[Any, None]:
         with schemas.below_autograd():

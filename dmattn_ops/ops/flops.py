@@ -38,7 +38,7 @@ def _pairs_up_to(seqlen_q: int, seqlen_k: int, limit: int) -> int:
 
 def _count(name: str, arguments: tuple[Any, ...]) -> int:
     """Return the operations of a call of the operator `name`, whose tensors are shapes."""
-    read = schemas.SIGNATURES[name].read(arguments)
+    read = schemas.SIGNATURES[name + _overload_of(name, arguments)].read(arguments)
     if name.startswith("qkvpacked"):
         query = key = value = (*read.qkv[:2], *read.qkv[3:])
     else:
@@ -46,6 +46,15 @@ def _count(name: str, arguments: tuple[Any, ...]) -> int:
     pairs = _varlen_pairs(query, key, read) if name.startswith("varlen") else _dense_pairs(query, key, read)
     dim, dim_v = query[-1], value[-1]
     return 2 * pairs * (3 * dim + 2 * dim_v if name.endswith("backward") else dim + dim_v)
+
+
+def _overload_of(name: str, arguments: tuple[Any, ...]) -> str:
+    """Return ".used" for the arguments of that overload: torch's counter knows packets, and its tensor `[B]` is no bias."""
+    signature = schemas.SIGNATURES.get(f"{name}.used")
+    if signature is None:
+        return ""
+    place = signature.names.index("seqlen_k_used")
+    return ".used" if len(arguments) > place and arguments[place] is not None and len(arguments[place]) == 1 else ""
 
 
 def _dense_pairs(query: Any, key: Any, read: Any) -> int:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dmattn_ops.call import MASK_TENSORS, UNBOUNDED, Mask, Options
+from dmattn_ops.call import MASK_TENSORS, UNBOUNDED, Mask, Options, Used
 from dmattn_ops.ops.torch_privates import below_autograd as below_autograd
 
 
@@ -44,12 +44,15 @@ VARLEN_TENSORS = (
     f"{OFFSETS}, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? seed"  # no defaults before numbers without
 )
 VARLEN_NUMBERS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {BAND}, {ORIGINS}, bool top_left=False, {SCALARS}"
-APPENDED = ""  # what versions after 0.2.0 added, such as ", float temperature=1.0"
+APPENDED = ", bool batch_invariant=False"  # what versions after 0.2.0 added
 MAX = f"bool needs_max=False{APPENDED}"
 NEEDS = f"bool needs_dbias=False, bool needs_dsink=False{APPENDED}"
 OUTPUTS = "(Tensor out, Tensor lse, Tensor lse_tail, Tensor row_max)"
 QKV_GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
 LISTS = "Tensor row_tiles, Tensor col_tiles"
+# Of the overloads for calls that use a part of the keys of each batch entry: see `call.Used`.
+USED = "Tensor seqlen_k_used"
+USED_NUMBERS = f"{DENSE_NUMBERS}, SymInt used_lo={-UNBOUNDED}, SymInt used_hi={UNBOUNDED}"
 
 SCHEMAS = {
     "forward": f"({QKV}, {DENSE_TENSORS}, {DENSE_NUMBERS}, {MAX}) -> {OUTPUTS}",
@@ -59,6 +62,11 @@ SCHEMAS = {
     " -> (Tensor dqkv, Tensor dbias, Tensor dsink)",
     "varlen_forward": f"({QKV}, {VARLEN_TENSORS}, {VARLEN_NUMBERS}, {MAX}) -> {OUTPUTS}",
     "varlen_backward": f"({GRADS}, {QKV}, {SAVED}, {VARLEN_TENSORS}, {VARLEN_NUMBERS}, {NEEDS}) -> {QKV_GRADS}",
+    "forward.used": f"({QKV}, {USED}, {DENSE_TENSORS}, {USED_NUMBERS}, {MAX}) -> {OUTPUTS}",
+    "backward.used": f"({GRADS}, {QKV}, {SAVED}, {USED}, {DENSE_TENSORS}, {USED_NUMBERS}, {NEEDS}) -> {QKV_GRADS}",
+    "qkvpacked_forward.used": f"(Tensor qkv, {USED}, {DENSE_TENSORS}, {USED_NUMBERS}, {MAX}) -> {OUTPUTS}",
+    "qkvpacked_backward.used": f"({GRADS}, Tensor qkv, {SAVED}, {USED}, {DENSE_TENSORS}, {USED_NUMBERS}, {NEEDS})"
+    " -> (Tensor dqkv, Tensor dbias, Tensor dsink)",
     "pack_mask": f"(Tensor mask, Tensor? q_segments, Tensor? k_segments, SymInt seqlen_q, {BAND})"
     f" -> ({LISTS}, Tensor row_bits, Tensor col_bits)",
     "list_tiles": f"(Tensor? q_segments, Tensor k_segments, SymInt seqlen_q, {BAND}) -> ({LISTS})",
@@ -89,6 +97,13 @@ library.define(
     " SymInt band_hi, SymInt? at_most, bool from_bottom_right) -> Tensor",
     tags=_TAGS,
 )
+
+
+def overload(name: str) -> Any:
+    """Return the overload of an operator that a schema is of: `forward` is `forward.default`."""
+    packet, _, of = name.partition(".")
+    return getattr(getattr(torch.ops.dmattn, packet), of or "default")
+
 
 Planned = Callable[..., tuple[Any, Any]]
 implementations: dict[
@@ -149,7 +164,8 @@ def _signature(name: str) -> Signature:
         defaults.append(literal_eval(default.capitalize()) if default else None)
     assert types == sorted(types, reverse=True), f"{name}: tensors come first"
     needs = place_of_needs(names[sum(types) :])
-    return Signature(tuple(names), sum(types), tuple(required), needs, tuple(defaults), namedtuple(name, names))
+    reader = namedtuple(name.replace(".", "_"), names)  # type: ignore[misc]
+    return Signature(tuple(names), sum(types), tuple(required), needs, tuple(defaults), reader)
 
 
 def place_of_needs(numbers: Sequence[str]) -> slice:
@@ -190,7 +206,14 @@ def options_of(read: Any, dim: int) -> Options:
     options = Options._make(_option_fields(read))
     band_lo, band_hi = _clamped(options.band_lo), _clamped(options.band_hi)
     scale = dim**-0.5 if options.softmax_scale is None else options.softmax_scale
-    return options._replace(band_lo=band_lo, band_hi=band_hi, softmax_scale=scale)
+    same_bits = options.deterministic or options.batch_invariant
+    return options._replace(band_lo=band_lo, band_hi=band_hi, softmax_scale=scale, deterministic=same_bits)
+
+
+def used_of(read: Any) -> Used | None:
+    """Return what says how many keys are used, among the arguments of an operator, read by name; None where it takes none."""
+    lengths = getattr(read, "seqlen_k_used", None)
+    return None if lengths is None else Used(lengths, _clamped(read.used_lo), _clamped(read.used_hi))
 
 
 def _clamped(limit: int) -> int:

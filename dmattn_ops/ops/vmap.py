@@ -36,5 +36,5 @@ def _rule(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[tu
 
 
 for _name in schemas.SCHEMAS:
-    _operator = getattr(torch.ops.dmattn, _name).default
+    _operator = schemas.overload(_name)
     torch.library.register_vmap(_operator, _rule(_operator), lib=schemas.library)

@@ -113,4 +113,4 @@ def _packed_call(call: Call, packing: Packing, part: Pass, slots: Slots) -> Call
     mask = Mask(row_tiles=slots.row_tiles, col_tiles=slots.col_tiles, start=slots.start, end=slots.end)
     options = call.options._replace(band_lo=-UNBOUNDED, band_hi=UNBOUNDED)
     query = _heads(call.query, 2, part)
-    return call._replace(query=query, key=key, value=value, bias=bias, mask=mask, options=options)
+    return call._replace(query=query, key=key, value=value, bias=bias, mask=mask, options=options, used=None)

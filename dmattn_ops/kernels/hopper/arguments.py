@@ -163,7 +163,7 @@ def chunk_of_tiles(heads: int, rounds: float, device: torch.device) -> int:
 def ragged_refusals(call: Call) -> list[str]:
     """Return why blocks of whole tiles do not serve a call of packed sequences; none for other calls."""
     varlen = call.varlen
-    if varlen is None:
+    if varlen is None or call.options.batch_invariant:  # which may not depend on how long the others are
         return []
     sequences, total = varlen.cu_seqlens_q.shape[0] - 1, call.query.shape[0]
     if varlen.max_seqlen_q <= FEW_QUERIES and varlen.max_seqlen_k > 2 * TILE:
@@ -171,6 +171,12 @@ def ragged_refusals(call: Call) -> list[str]:
     if total < FEWEST_ON_AVERAGE * sequences:
         return [f"{sequences} sequences of {total} queries in all leave most of each block of {TILE} without work"]
     return []
+
+
+def unused_refusals(call: Call) -> list[str]:
+    """Return why a call that uses a part of its keys is refused: a NaN that a mask hides may stand beside visible keys."""
+    reason = "unused keys may hold NaN, which would reach queries through a tile that is used in part"
+    return [reason] if call.used is not None else []
 
 
 def hides_keys(call: Call) -> bool:

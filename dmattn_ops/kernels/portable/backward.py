@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Mask, Saved, Takes, bias_kind, is_whole, rows_are_aligned
+from dmattn_ops.call import Call, Gradients, Mask, Saved, Takes, bias_kind, owns_bias, rows_are_aligned
 from dmattn_ops.choice.config import PortableBackward
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.portable.arguments import Extent, blocks_and_programs, extent, list_arguments, row_strides
-from dmattn_ops.kernels.portable.dbias import broadcast_dbias, reduce_key_sums
+from dmattn_ops.kernels.portable.dbias import add_key_sums, broadcast_dbias, reduce_key_sums
 from dmattn_ops.kernels.portable.keys import keys_kernel
 from dmattn_ops.kernels.portable.queries import queries_kernel
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
@@ -45,14 +45,14 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: PortableBackwar
         if varlen is not None:
             computed(Tensor.zero_, key_sums)
     owned_dbias = None
-    if dbias is not None and is_whole(bias, query):
+    if dbias is not None and owns_bias(call):
         owned_dbias = dbias
         if mask.row_tiles is not None or arguments["BANDED"]:
             computed(Tensor.zero_, dbias)  # tiles that are skipped
     _launch_keys(arguments, mask, size, grads, key_sums, config)
     _launch_queries(arguments, mask, size, grads.dq, owned_dbias, config)
     if key_sums is not None:
-        computed(reduce_key_sums, key_sums, dbias)
+        computed(add_key_sums if call.options.batch_invariant else reduce_key_sums, key_sums, dbias)
     elif dbias is not None and kind == "full" and owned_dbias is None:
         broadcast_dbias(arguments, mask, size, dbias, config)
 

@@ -209,6 +209,17 @@ def reduce_key_sums(key_sums: Tensor, dbias: Tensor) -> Tensor:
     return dbias
 
 
+def add_key_sums(key_sums: Tensor, dbias: Tensor) -> Tensor:
+    """Do what `reduce_key_sums` does, one head after another: torch orders a sum by the size of the whole tensor."""
+    batch, heads, seqlen_k = key_sums.shape
+    own = dbias.shape[-2] if dbias.dim() == 2 else dbias.shape[1]
+    grouped = key_sums.view(batch, own, heads // own, seqlen_k)
+    summed = grouped[:, :, 0]
+    for head in range(1, grouped.shape[2]):
+        summed = summed + grouped[:, :, head]
+    return reduce_key_sums(summed, dbias)
+
+
 def mark_tiles(tiles: Tensor, key_tiles: int) -> Tensor:
     """Turn lists `[Bm, Hm, nQ, 4 + capacity]` into states `[Bm, Hm, nQ, key_tiles]`: 0 empty, 1 partial, 2 full."""
     states = computed(_empty_states, tiles, (*tiles.shape[:3], key_tiles))

@@ -19,6 +19,7 @@ from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
     UNSPECIALIZED,
+    Extent,
     blocks_and_programs,
     ceil_div,
     extent,
@@ -373,6 +374,19 @@ def split_count(programs: int, longest_k: int, config: PortableForward, num_sms:
     return max(1, min(config.per_sm * num_sms // programs, steps // SPLIT_STEPS))
 
 
+def splits_of(call: Call, size: Extent, config: PortableForward, num_sms: int) -> int:
+    """Return how many programs share one walk in a call: where it is batch-invariant, as if a batch entry were alone.
+
+    How long a packed sequence is lies on the device, so that its walk is not shared then.
+    """
+    if call.options.batch_invariant:
+        if size.packed:
+            return 1
+        size = size._replace(batch=1)
+    programs = blocks_and_programs(size, size.seqlen_q, size.heads, config.block_m, None)[1]
+    return split_count(programs, size.longest_k, config, num_sms)
+
+
 def forward(call: Call, result: Result, config: PortableForward) -> None:
     """Write out `[B, Sq, H, Dv]`, and lse, lse_tail and row_max `[B, H, Sq]` (packed: `[total_q, H, Dv]`, `[H, total_q]`)."""
     call = listed(call)
@@ -392,12 +406,7 @@ def forward(call: Call, result: Result, config: PortableForward) -> None:
         "SIGN": factor_sign(call),
         "ROW_MAX": result.row_max is not None,
     }
-    splits = split_count(
-        blocks_and_programs(size, size.seqlen_q, size.heads, config.block_m, None)[1],
-        size.longest_k,
-        config,
-        arch.physical(call.query.device).num_sms,
-    )
+    splits = splits_of(call, size, config, arch.physical(call.query.device).num_sms)
     if splits == 1:
         _launch(arguments, result, (programs, 1), blocks, config)
         return

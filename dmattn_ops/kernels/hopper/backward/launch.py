@@ -41,6 +41,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     sizes_of,
     statistic_strides,
     too_long,
+    unused_refusals,
 )
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import RowTraits, prepare_kernel
@@ -78,7 +79,7 @@ TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why this kernel cannot take the request; none means that `backward` will."""
-    query, key, value, bias, mask, _, _, varlen, options = call
+    query, key, value, bias, mask, _, _, varlen, options = call[:9]
     dim, dim_v = query.shape[-1], value.shape[-1]
     reasons = {
         "a bias with queries under a soft cap": bias_kind(bias) == "full" and options.softcap != 0.0,
@@ -88,6 +89,7 @@ def refusals(call: Call) -> list[str]:
         "dropout at a scale of 0": options.dropout_p > 0.0 and options.softmax_scale == 0.0,
         "deterministic accumulation of dq over listed tiles": options.deterministic and mask.kind != "none",
         "deterministic accumulation of dq of variable lengths": options.deterministic and varlen is not None,
+        "batch-invariant results: rows of all entries decide together how sums are taken": options.batch_invariant,
         f"dtype {query.dtype}": query.dtype not in (torch.bfloat16, torch.float16),
         f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
         f"head dimensions {dim} and {dim_v} that are no multiples of 8": dim % 8 != 0 or dim_v % 8 != 0,
@@ -96,7 +98,7 @@ def refusals(call: Call) -> list[str]:
         and _in_two_parts(dim, dim_v),
     }
     found = [f"the SM 9.0 backward does not support {name}" for name, holds in reasons.items() if holds]
-    found += [f"the SM 9.0 backward {reason}" for reason in dropout_refusals(call)]
+    found += [f"the SM 9.0 backward {reason}" for reason in dropout_refusals(call)] + unused_refusals(call)
     named = (("query", query), ("key", key), ("value", value))
     return found + [f"{name}: TMA needs 16-byte aligned data and strides" for name, t in named if not mappable(t)]
 

@@ -48,6 +48,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     sizes_of,
     statistic_strides,
     too_long,
+    unused_refusals,
 )
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
@@ -76,7 +77,7 @@ STATISTICS = 4  # of a row: lse, delta and the pair
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why these kernels don't take a request; empty where they do."""
-    query, key, value, bias, tiles, _, _, varlen, options = call
+    query, key, value, bias, tiles, _, _, varlen, options = call[:9]
     dims = query.shape[-1], value.shape[-1]
     by_key = bias is not None or (varlen is not None and tiles.k_segments is not None)
     wrong = {
@@ -86,12 +87,13 @@ def refusals(call: Call) -> list[str]:
         "takes no bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
         "takes no bias with queries at a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
         "takes no softcap with a bias, or with a mask of packed keys": by_key and options.softcap != 0,
+        "rows of all entries decide together how sums are taken, which is not batch-invariant": options.batch_invariant,
         "takes no dropout": options.dropout_p != 0,
         "takes intervals with lists of tiles, which would be too long here": varlen is None and too_long(call),
     }
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         wrong[f"{name} is not aligned to 16 bytes in start and strides {tensor.stride()}"] = not mappable(tensor)
-    return [reason for reason, applies in wrong.items() if applies]
+    return [reason for reason, applies in wrong.items() if applies] + unused_refusals(call)
 
 
 def _arguments_of(call: Call, of_keys: bool, heads: int, seqlen_q: int, placeholder: Tensor) -> MaskTensors:

@@ -39,6 +39,7 @@ from dmattn_ops.kernels.hopper.arguments import (
     sizes_of,
     statistic_strides,
     too_long,
+    unused_refusals,
 )
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.hopper.forward.types import Traits
@@ -76,7 +77,7 @@ _FEW_ROUNDS = 4  # pieces for each SM, up to which those of all heads alternate:
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why this kernel cannot take a call; none means that it can."""
-    query, key, value, bias, tiles, _, _, varlen, options = call
+    query, key, value, bias, tiles, _, _, varlen, options = call[:9]
     reasons = ragged_refusals(call)
     if query.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"takes bfloat16 and float16, not {query.dtype}")
@@ -90,11 +91,12 @@ def refusals(call: Call) -> list[str]:
         reasons.append(
             "takes a bias with queries for heads of 64 only in 16 bits and aligned rows: else portable is faster"
         )
-    reasons += dropout_refusals(call)
+    reasons += dropout_refusals(call) + unused_refusals(call)
     if options.softmax_scale <= 0.0:
         reasons.append("takes positive scales only")
-    batch, seqlen_q, _, heads, _ = sizes_of(call)
-    blocks, longest_k = batch * heads * -(-seqlen_q // TILE), call.demand.seqlen_k
+    _, seqlen_q, _, heads, _ = sizes_of(call)
+    batch, longest_k = call.demand.batch if varlen is None else 1, call.demand.seqlen_k
+    blocks = batch * heads * -(-seqlen_q // TILE)
     if 4 * blocks <= arch.physical(query.device).num_sms and longest_k >= _LONG_WALK:
         reasons.append(f"{blocks} blocks of queries leave most SMs idle, where shares of {longest_k} keys do not")
     if varlen is None and tiles.k_segments is not None and tiles.row_tiles is None:
