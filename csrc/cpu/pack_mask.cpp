@@ -1,7 +1,6 @@
 // Lists and bits of masks (layout: DESIGN.md). A tile is classified by an exact look at every pair it holds.
 #include "kernels.h"
 
-#include <c10/util/Exception.h>
 
 #include <cstring>
 #include <numeric>
@@ -50,7 +49,7 @@ void write_records(const TileClass* classes, int64_t own, int64_t own_step, int6
       const int64_t before = total;
       for (int64_t u = 0; u < other; ++u) {
         if (classes[t * own_step + u * other_step] != kind) continue;
-        TORCH_CHECK(total < capacity, "a tile list is too short for its band");
+        DMATTN_CHECK_VALUE(total < capacity, "a tile list is too short for its band");
         record[4 + total++] = static_cast<int32_t>(u);
       }
       record[kind == TileClass::partial ? 1 : 2] = static_cast<int32_t>(total - before);
@@ -63,9 +62,9 @@ void write_records(const TileClass* classes, int64_t own, int64_t own_step, int6
   for (int64_t r = 0; r < count; ++r) records[r * record_words] = static_cast<int32_t>(ranked[r]);
 }
 
-void write_lists(std::vector<Grid>& grids, const at::Tensor& row_tiles, const at::Tensor& col_tiles) {
-  int32_t* rows = row_tiles.data_ptr<int32_t>();
-  int32_t* cols = col_tiles.data_ptr<int32_t>();
+void write_lists(std::vector<Grid>& grids, const Tensor& row_tiles, const Tensor& col_tiles) {
+  int32_t* rows = row_tiles.mutable_data_ptr<int32_t>();
+  int32_t* cols = col_tiles.mutable_data_ptr<int32_t>();
   const int64_t row_records = row_tiles.size(2), col_records = col_tiles.size(2);
   const int64_t row_words = row_tiles.size(3), col_words = col_tiles.size(3);
   for_each_item(static_cast<int64_t>(grids.size()), [&] {
@@ -81,7 +80,7 @@ void write_lists(std::vector<Grid>& grids, const at::Tensor& row_tiles, const at
 }
 
 // Segment ids of one head of a mask with `heads` heads.
-Side segment_side(const at::Tensor& q_segments, const at::Tensor& k_segments, int64_t batch, int64_t head,
+Side segment_side(const Tensor& q_segments, const Tensor& k_segments, int64_t batch, int64_t head,
                   int64_t heads, int64_t seqlen_q, int64_t seqlen_k, const Band& band) {
   Side side;
   side.own_length = seqlen_q;
@@ -100,22 +99,23 @@ Side segment_side(const at::Tensor& q_segments, const at::Tensor& k_segments, in
 }
 
 // Which bits of an element must not all be zero: all, but for the sign of a floating-point zero.
-uint64_t significant_bits(at::ScalarType dtype) {
-  const auto width = static_cast<int64_t>(c10::elementSize(dtype)) * 8;
-  TORCH_CHECK_TYPE(!c10::isComplexType(dtype) && !c10::isQIntType(dtype) && width <= 64, "mask cannot be ", dtype);
+uint64_t significant_bits(const Tensor& mask) {
+  const ScalarType dtype = mask.scalar_type();
+  const auto width = static_cast<int64_t>(mask.element_size()) * 8;
+  DMATTN_CHECK_TYPE(dtype == kBool || is_integral(dtype) || is_floating(dtype), "mask cannot be ", dtype);
   const uint64_t all = width == 64 ? ~uint64_t{0} : (uint64_t{1} << width) - 1;
-  return c10::isFloatingType(dtype) ? all >> 1 : all;
+  return is_floating(dtype) ? all >> 1 : all;
 }
 
 // A dense mask, read row by row inside the band.
 class MaskReader {
  public:
-  MaskReader(const at::Tensor& mask, int64_t heads)
+  MaskReader(const Tensor& mask, int64_t heads)
       : data_(static_cast<const char*>(mask.const_data_ptr())),
-        size_(mask.element_size()),
+        size_(static_cast<int64_t>(mask.element_size())),
         heads_(heads),
         mask_heads_(mask.size(1)),
-        significant_(significant_bits(mask.scalar_type())) {
+        significant_(significant_bits(mask)) {
     for (int64_t dim = 0; dim < 4; ++dim) strides_[dim] = mask.size(dim) == 1 && dim < 3 ? 0 : mask.stride(dim) * size_;
   }
 
@@ -203,25 +203,21 @@ TileClass segment_class(const Side& side, int64_t tile, int64_t other, uint32_t*
   return side.build_bits(tile, other, scratch) ? TileClass::partial : TileClass::empty;
 }
 
-at::Tensor ids_of(const MaybeTensor& segments) {
-  return segments.has_value() ? segments->to(at::kLong).contiguous() : at::Tensor();
-}
-
 }  // namespace
 
-void pack_mask(const at::Tensor& mask, const MaybeTensor& q_segments, const MaybeTensor& k_segments, int64_t seqlen_q,
-               int64_t band_lo, int64_t band_hi, const at::Tensor& row_tiles, const at::Tensor& col_tiles,
-               const at::Tensor& row_bits, const at::Tensor& col_bits) {
+void pack_mask(const Tensor& mask, const MaybeTensor& q_segments, const MaybeTensor& k_segments, int64_t seqlen_q,
+               int64_t band_lo, int64_t band_hi, const Tensor& row_tiles, const Tensor& col_tiles,
+               const Tensor& row_bits, const Tensor& col_bits) {
   check_mask_arguments(&mask, q_segments, k_segments, seqlen_q, {row_tiles, col_tiles, &row_bits, &col_bits});
   const int64_t batch = row_tiles.size(0), heads = row_tiles.size(1), seqlen_k = mask.size(3);
   const int64_t q_tiles = ceil_div(seqlen_q, kTile), k_tiles = ceil_div(seqlen_k, kTile);
-  const at::Tensor q_ids = ids_of(q_segments), k_ids = ids_of(k_segments);
+  const Tensor q_ids = contiguous_or_none(q_segments, kLong), k_ids = contiguous_or_none(k_segments, kLong);
   const MaskReader reader(mask, heads);
   const Band band = Band::from(band_lo, band_hi);
   std::vector<Grid> grids(static_cast<size_t>(batch * heads), Grid(q_tiles, k_tiles));
   const int64_t bits_per_head = q_tiles * k_tiles * kTile * kTileWords;
-  auto* rows = reinterpret_cast<uint32_t*>(row_bits.data_ptr<int32_t>());
-  auto* cols = reinterpret_cast<uint32_t*>(col_bits.data_ptr<int32_t>());
+  auto* rows = reinterpret_cast<uint32_t*>(row_bits.mutable_data_ptr<int32_t>());
+  auto* cols = reinterpret_cast<uint32_t*>(col_bits.mutable_data_ptr<int32_t>());
   for_each_item(batch * heads * q_tiles, [&] {
     return [&](int64_t item) {
       const int64_t part = item / q_tiles, b = part / heads, h = part % heads;
@@ -233,12 +229,12 @@ void pack_mask(const at::Tensor& mask, const MaybeTensor& q_segments, const Mayb
   write_lists(grids, row_tiles, col_tiles);
 }
 
-void list_tiles(const MaybeTensor& q_segments, const at::Tensor& k_segments, int64_t seqlen_q, int64_t band_lo,
-                int64_t band_hi, const at::Tensor& row_tiles, const at::Tensor& col_tiles) {
+void list_tiles(const MaybeTensor& q_segments, const Tensor& k_segments, int64_t seqlen_q, int64_t band_lo,
+                int64_t band_hi, const Tensor& row_tiles, const Tensor& col_tiles) {
   check_mask_arguments(nullptr, q_segments, k_segments, seqlen_q, {row_tiles, col_tiles});
   const int64_t batch = row_tiles.size(0), heads = row_tiles.size(1), seqlen_k = k_segments.size(-1);
   const int64_t q_tiles = ceil_div(seqlen_q, kTile), k_tiles = ceil_div(seqlen_k, kTile);
-  const at::Tensor q_ids = ids_of(q_segments), k_ids = ids_of(k_segments);
+  const Tensor q_ids = contiguous_or_none(q_segments, kLong), k_ids = contiguous_or_none(k_segments, kLong);
   const Band band = Band::from(band_lo, band_hi);
   std::vector<Grid> grids(static_cast<size_t>(batch * heads), Grid(q_tiles, k_tiles));
   for_each_item(batch * heads * q_tiles, [&] {

@@ -6,7 +6,7 @@ namespace dmattn {
 namespace {
 
 // Segment ids [B or 1, heads or 1, S] (or [B or 1, S]) of one head, from the start of its sequence.
-const int64_t* segment_row(const at::Tensor& segments, int64_t batch, int64_t head, int64_t heads, int64_t start) {
+const int64_t* segment_row(const Tensor& segments, int64_t batch, int64_t head, int64_t heads, int64_t start) {
   if (!segments.defined()) return nullptr;
   const int64_t length = segments.size(-1);
   const int64_t b = segments.size(0) == 1 ? 0 : batch;
@@ -17,7 +17,7 @@ const int64_t* segment_row(const at::Tensor& segments, int64_t batch, int64_t he
 
 // The start of the (batch, head) part of lists or bits [Bm, Hm, rows, words].
 template <typename Word>
-const Word* mask_part(const at::Tensor& tensor, int64_t batch, int64_t head, int64_t heads) {
+const Word* mask_part(const Tensor& tensor, int64_t batch, int64_t head, int64_t heads) {
   if (!tensor.defined()) return nullptr;
   const int64_t b = tensor.size(0) == 1 ? 0 : batch;
   const int64_t h = broadcast_head(head, heads, tensor.size(1));
@@ -25,7 +25,7 @@ const Word* mask_part(const at::Tensor& tensor, int64_t batch, int64_t head, int
   return data + (b * tensor.size(1) + h) * tensor.size(2) * tensor.size(3);
 }
 
-void add_lists(Side& side, const at::Tensor& tiles, const at::Tensor& bits, int64_t batch, int64_t head,
+void add_lists(Side& side, const Tensor& tiles, const Tensor& bits, int64_t batch, int64_t head,
                int64_t heads) {
   side.records = mask_part<int32_t>(tiles, batch, head, heads);
   side.record_words = tiles.defined() ? tiles.size(3) : 0;
