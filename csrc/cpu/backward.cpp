@@ -127,7 +127,7 @@ template <typename T>
 void run(const Problem& problem, const Gradients& gradients) {
   if (!problem.covers_everything)
     for (const Tensor* gradient : {&gradients.dq, &gradients.dk, &gradients.dv}) fill(*gradient, 0);
-  Tensor dbias_sums;
+  MaybeTensor dbias_sums;
   const BackwardCall<T> call(problem, gradients, dbias_sums);
   if (const auto packing = plan_packing(problem))
     backward_packed<T>(call, *packing);
@@ -135,7 +135,7 @@ void run(const Problem& problem, const Gradients& gradients) {
     run_by_tiles<T>(call);
   if (call.direct_bias) return;
   Tensor dbias = *gradients.dbias;
-  torch::stable::copy_(dbias, dbias_sums);
+  torch::stable::copy_(dbias, *dbias_sums);
 }
 
 }  // namespace

@@ -36,7 +36,7 @@ int64_t make_chunks(const Wave& wave, int64_t groups, int64_t dq_bytes) {
 }  // namespace
 
 template <typename T>
-BackwardCall<T>::BackwardCall(const Problem& problem, const Gradients& gradients, Tensor& sums)
+BackwardCall<T>::BackwardCall(const Problem& problem, const Gradients& gradients, MaybeTensor& kept)
     : problem(problem),
       grad_out(rows_of(gradients.grad_out)),
       out(rows_of(gradients.out)),
@@ -49,8 +49,9 @@ BackwardCall<T>::BackwardCall(const Problem& problem, const Gradients& gradients
   if (!gradients.dbias.has_value() || !problem.bias) return;
   const Tensor& target = *gradients.dbias;
   direct_bias = target.scalar_type() == kTypeOf<T> && target.is_contiguous();
-  sums = direct_bias ? target : torch::stable::new_empty(target, target.sizes(), kTypeOf<T>);
+  const Tensor sums = direct_bias ? target : torch::stable::new_empty(target, target.sizes(), kTypeOf<T>);
   fill(sums, 0);
+  kept = sums;
   const bool packed = sums.dim() == 2;
   const auto stride = [&](int64_t dim) { return sums.size(dim) == 1 ? 0 : sums.stride(dim); };
   dbias.data = sums.mutable_data_ptr<T>();

@@ -20,9 +20,12 @@ void check_memory(const char* name, const Tensor& tensor) {
   DMATTN_CHECK_VALUE(tensor.defined(), name, " must be a tensor");
   DMATTN_CHECK_VALUE(is_strided(tensor) && tensor.is_cpu(), name,
                     " must be a strided tensor on the CPU");
-  if (tensor.numel() == 0) return;
+  const Extents sizes = tensor.sizes(), strides = tensor.strides();
   int64_t last = tensor.storage_offset(), held = 0;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] == 0) return;
+    last += (sizes[dim] - 1) * strides[dim];
+  }
   const int64_t needed = (last + 1) * static_cast<int64_t>(tensor.element_size());
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &held));
   DMATTN_CHECK_VALUE(held >= needed, name, " needs ", needed, " bytes of memory, but its storage holds ", held);
@@ -63,10 +66,11 @@ std::string text_of(const Shape& shape) {
 
 void check_shape(const char* name, const Tensor& tensor, const Shape& shape) {
   check_memory(name, tensor);
-  bool fits = tensor.dim() == static_cast<int64_t>(shape.size());
-  int64_t dim = 0;
-  for (const Size& size : shape) fits = fits && size.takes(tensor.size(dim++));
-  DMATTN_CHECK_VALUE(fits, name, " must have shape ", text_of(shape), ", got ", tensor.sizes());
+  const Extents sizes = tensor.sizes();
+  bool fits = sizes.size() == shape.size();
+  size_t dim = 0;
+  for (const Size& size : shape) fits = fits && size.takes(sizes[dim++]);
+  DMATTN_CHECK_VALUE(fits, name, " must have shape ", text_of(shape), ", got ", sizes);
 }
 
 void check_dtype(const char* name, const Tensor& tensor, ScalarType dtype) {

@@ -27,10 +27,10 @@ struct BackwardCall {
   Rows grad_out, out, dq, dk, dv;
   PerQuery<T> lse, lse_tail, grad_lse;
   BiasGradient<T> dbias;
-  bool direct_bias = true;  // dbias is summed where it is wanted
+  bool direct_bias = true;  // no sums are to be copied to dbias
 
   // `sums` receives the accumulator of dbias: dbias itself where its dtype and layout allow.
-  BackwardCall(const Problem& problem, const Gradients& gradients, Tensor& sums);
+  BackwardCall(const Problem& problem, const Gradients& gradients, MaybeTensor& sums);
 };
 
 // A tile of queries as the backward reads it, in a piece of memory of `size` elements: rows are [kTile][width], columns

@@ -80,20 +80,20 @@ void write_lists(std::vector<Grid>& grids, const Tensor& row_tiles, const Tensor
 }
 
 // Segment ids of one head of a mask with `heads` heads.
-Side segment_side(const Tensor& q_segments, const Tensor& k_segments, int64_t batch, int64_t head,
+Side segment_side(const MaybeTensor& q_segments, const MaybeTensor& k_segments, int64_t batch, int64_t head,
                   int64_t heads, int64_t seqlen_q, int64_t seqlen_k, const Band& band) {
   Side side;
   side.own_length = seqlen_q;
   side.other_length = seqlen_k;
   side.band = band;
-  if (q_segments.defined()) {
-    const int64_t b = q_segments.size(0) == 1 ? 0 : batch;
-    side.own_ids = q_segments.const_data_ptr<int64_t>() + b * seqlen_q;
+  if (q_segments.has_value()) {
+    const int64_t b = q_segments->size(0) == 1 ? 0 : batch;
+    side.own_ids = q_segments->const_data_ptr<int64_t>() + b * seqlen_q;
   }
-  if (k_segments.defined()) {
-    const int64_t b = k_segments.size(0) == 1 ? 0 : batch, tensor_heads = k_segments.size(1);
+  if (k_segments.has_value()) {
+    const int64_t b = k_segments->size(0) == 1 ? 0 : batch, tensor_heads = k_segments->size(1);
     const int64_t h = broadcast_head(head, heads, tensor_heads);
-    side.other_ids = k_segments.const_data_ptr<int64_t>() + (b * tensor_heads + h) * seqlen_k;
+    side.other_ids = k_segments->const_data_ptr<int64_t>() + (b * tensor_heads + h) * seqlen_k;
   }
   return side;
 }
@@ -211,7 +211,7 @@ void pack_mask(const Tensor& mask, const MaybeTensor& q_segments, const MaybeTen
   check_mask_arguments(&mask, q_segments, k_segments, seqlen_q, {row_tiles, col_tiles, &row_bits, &col_bits});
   const int64_t batch = row_tiles.size(0), heads = row_tiles.size(1), seqlen_k = mask.size(3);
   const int64_t q_tiles = ceil_div(seqlen_q, kTile), k_tiles = ceil_div(seqlen_k, kTile);
-  const Tensor q_ids = contiguous_or_none(q_segments, kLong), k_ids = contiguous_or_none(k_segments, kLong);
+  const MaybeTensor q_ids = contiguous_or_none(q_segments, kLong), k_ids = contiguous_or_none(k_segments, kLong);
   const MaskReader reader(mask, heads);
   const Band band = Band::from(band_lo, band_hi);
   std::vector<Grid> grids(static_cast<size_t>(batch * heads), Grid(q_tiles, k_tiles));
@@ -234,7 +234,7 @@ void list_tiles(const MaybeTensor& q_segments, const Tensor& k_segments, int64_t
   check_mask_arguments(nullptr, q_segments, k_segments, seqlen_q, {row_tiles, col_tiles});
   const int64_t batch = row_tiles.size(0), heads = row_tiles.size(1), seqlen_k = k_segments.size(-1);
   const int64_t q_tiles = ceil_div(seqlen_q, kTile), k_tiles = ceil_div(seqlen_k, kTile);
-  const Tensor q_ids = contiguous_or_none(q_segments, kLong), k_ids = contiguous_or_none(k_segments, kLong);
+  const MaybeTensor q_ids = contiguous_or_none(q_segments, kLong), k_ids = contiguous_or_none(k_segments, kLong);
   const Band band = Band::from(band_lo, band_hi);
   std::vector<Grid> grids(static_cast<size_t>(batch * heads), Grid(q_tiles, k_tiles));
   for_each_item(batch * heads * q_tiles, [&] {

@@ -108,9 +108,9 @@ void add_dropout(Problem& problem, const Arguments& arguments) {
 void add_intervals(Problem& problem, const Arguments& arguments) {
   if (!arguments.start.has_value()) return;
   const MaskTensors& mask = problem.mask;
-  const int64_t batch = mask.start.size(0), heads = mask.start.size(1), keys = mask.start.size(2);
-  const auto part = [&](const Tensor& tensor, int64_t index) {
-    return tensor.defined() ? tensor.const_data_ptr<int32_t>() + index * keys : nullptr;
+  const int64_t batch = mask.start->size(0), heads = mask.start->size(1), keys = mask.start->size(2);
+  const auto part = [&](const MaybeTensor& tensor, int64_t index) {
+    return tensor.has_value() ? tensor->const_data_ptr<int32_t>() + index * keys : nullptr;
   };
   problem.interval_heads = heads;
   for (int64_t index = 0; index < batch * heads; ++index)

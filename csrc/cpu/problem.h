@@ -82,7 +82,7 @@ struct Bias {
 
 // A mask (DESIGN.md): tile lists, bits, segments and intervals; each may be missing.
 struct MaskTensors {
-  Tensor row_tiles, col_tiles, row_bits, col_bits, q_segments, k_segments, start, end, hidden_from, hidden_to;
+  MaybeTensor row_tiles, col_tiles, row_bits, col_bits, q_segments, k_segments, start, end, hidden_from, hidden_to;
 };
 
 struct Dropout {

@@ -141,23 +141,25 @@ void check(const Tensor& scores, const MaybeTensor& documents, const Rule& rule,
 }
 
 template <typename T>
-void lifetimes_of(const Tensor& scores, const Tensor& ids, const Rule& rule, const Tensor& start,
+void lifetimes_of(const Tensor& scores, const MaybeTensor& ids, const Rule& rule, const Tensor& start,
                   const Tensor& end) {
   using K = std::conditional_t<std::is_same_v<T, double>, DoubleKey, Key>;
   const int64_t heads = start.size(1), seqlen = start.size(2);
   const int64_t batch_stride = scores.size(0) == 1 ? 0 : scores.stride(0);
-  const int64_t ids_stride = ids.defined() && ids.size(0) > 1 ? seqlen : 0;
+  const int64_t head_stride = scores.stride(1), key_stride = scores.stride(2);
+  const int64_t ids_stride = ids.has_value() && ids->size(0) > 1 ? seqlen : 0;
+  const int64_t* all_ids = ids.has_value() ? ids->const_data_ptr<int64_t>() : nullptr;
   const T* all_scores = scores.const_data_ptr<T>();
   int32_t *starts = start.mutable_data_ptr<int32_t>(), *ends = end.mutable_data_ptr<int32_t>();
   for_each_item(start.size(0) * heads, [&] {
     return [&, heap = std::vector<K>()](int64_t row) mutable {
       const int64_t b = row / heads, h = row % heads;
-      const T* row_scores = all_scores + b * batch_stride + h * scores.stride(1);
-      const int64_t* row_ids = ids.defined() ? ids.const_data_ptr<int64_t>() + b * ids_stride : nullptr;
+      const T* row_scores = all_scores + b * batch_stride + h * head_stride;
+      const int64_t* row_ids = all_ids ? all_ids + b * ids_stride : nullptr;
       for (int64_t first = 0, last; first < seqlen; first = last) {
         last = row_ids ? first + 1 : seqlen;
         while (last < seqlen && row_ids[last] == row_ids[first]) ++last;
-        select<K>(row_scores, scores.stride(2), {first, last, starts + row * seqlen, ends + row * seqlen}, rule, heap);
+        select<K>(row_scores, key_stride, {first, last, starts + row * seqlen, ends + row * seqlen}, rule, heap);
       }
     };
   });
@@ -170,7 +172,7 @@ void lifetimes(const Tensor& scores, const MaybeTensor& documents, int64_t keep,
   check(scores, documents, {keep, keep_first, keep_last, is_causal}, start, end);
   const int64_t seqlen = scores.size(2);
   const Rule rule{std::min(keep, seqlen), keep_first, std::min(keep_last, seqlen), is_causal};
-  const Tensor ids = contiguous_or_none(documents, kLong);
+  const MaybeTensor ids = contiguous_or_none(documents, kLong);
   switch (scores.scalar_type()) {
     case kDouble:
       return lifetimes_of<double>(scores, ids, rule, start, end);

@@ -69,9 +69,8 @@ inline Tensor contiguous_as(const Tensor& tensor, ScalarType type) {
 
 inline void fill(Tensor tensor, double value) { torch::stable::fill_(tensor, value); }
 
-// An undefined tensor where there is none.
-inline Tensor contiguous_or_none(const MaybeTensor& tensor, ScalarType type) {
-  return tensor.has_value() ? contiguous_as(*tensor, type) : Tensor();
+inline MaybeTensor contiguous_or_none(const MaybeTensor& tensor, ScalarType type) {
+  return tensor.has_value() ? MaybeTensor(contiguous_as(*tensor, type)) : std::nullopt;
 }
 
 }  // namespace dmattn
