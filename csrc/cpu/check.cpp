@@ -337,9 +337,14 @@ void check_mask_arguments(const Tensor* mask, const MaybeTensor& q_segments, con
   DMATTN_CHECK_VALUE(seqlen_q >= 0 && seqlen_q <= kLongest, "seqlen_q must lie between 0 and 2^30, got ", seqlen_q);
   check_shape("row_tiles", outputs.row_tiles, {kAny, kAny, records_of(seqlen_q), kAny});
   const int64_t batch = outputs.row_tiles.size(0), heads = outputs.row_tiles.size(1);
-  if (mask) check_shape("mask", *mask, {{1, batch}, {1, heads}, {1, seqlen_q}, kAny});
+  // Heads of keys say the same to all of their queries.
+  const auto heads_of = [&](const Tensor& part) {
+    const int64_t own = part.dim() > 1 ? part.size(1) : 0;
+    return own > 0 && heads % own == 0 ? Size(own) : Size(1, heads);
+  };
+  if (mask) check_shape("mask", *mask, {{1, batch}, heads_of(*mask), {1, seqlen_q}, kAny});
   if (k_segments.has_value()) {
-    check_shape("k_segments", *k_segments, {{1, batch}, {1, heads}, mask ? mask->size(3) : kAny});
+    check_shape("k_segments", *k_segments, {{1, batch}, heads_of(*k_segments), mask ? mask->size(3) : kAny});
     check_integers("k_segments", *k_segments);
   }
   if (q_segments.has_value()) {
@@ -363,6 +368,19 @@ void check_mask_arguments(const Tensor* mask, const MaybeTensor& q_segments, con
     const bool list = tensor == &outputs.row_tiles || tensor == &outputs.col_tiles;
     DMATTN_CHECK_VALUE(!list || tensor->size(3) >= kHeader, name, " must have records of at least ", kHeader,
                       " words, got ", tensor->size(3));
+  }
+}
+
+void check_intervals(const IntervalTensors& intervals, int64_t batch, int64_t heads) {
+  check_both("hidden_from", intervals.hidden_from, "hidden_to", intervals.hidden_to);
+  check_shape("end", intervals.end, {{1, batch}, kAny, kAny});
+  const int64_t own = intervals.end.size(1);
+  DMATTN_CHECK_VALUE(own > 0 && heads % own == 0, "intervals must have heads that divide ", heads, ", got ", own);
+  for (const auto& [name, part] : {std::pair{"end", MaybeTensor(intervals.end)}, {"start", intervals.start},
+                                   {"hidden_from", intervals.hidden_from}, {"hidden_to", intervals.hidden_to}}) {
+    if (!part.has_value()) continue;
+    check_shape(name, *part, {intervals.end.size(0), own, intervals.end.size(2)});
+    check_dtype(name, *part, kInt);
   }
 }
 

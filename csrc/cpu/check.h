@@ -24,4 +24,7 @@ struct MaskOutputs {
 void check_mask_arguments(const Tensor* mask, const MaybeTensor& q_segments, const MaybeTensor& k_segments,
                           int64_t seqlen_q, const MaskOutputs& outputs);
 
+// Intervals beside which a mask of `batch` and `heads` stands.
+void check_intervals(const IntervalTensors& intervals, int64_t batch, int64_t heads);
+
 }  // namespace dmattn

@@ -73,16 +73,16 @@ SCHEMAS = {
 # What tracers see through: in their graphs stand the operations of torch that it consists of.
 COMPOSITES = {"draw_seed": "(Tensor query, SymInt? batch=None) -> Tensor seed"}
 
+# Part of exported programs alone (`taken_apart.py`).
+EXPORTED = {
+    "mask_as_exported": "(Tensor part, Tensor lengths, Tensor numbers, SymInt seqlen_q, SymInt seqlen_k, SymInt band_lo,"
+    " SymInt band_hi, SymInt? at_most, bool from_bottom_right) -> Tensor"
+}
+
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 library = torch.library.Library("dmattn", "DEF")
-for _name, _schema in (SCHEMAS | COMPOSITES).items():
+for _name, _schema in (SCHEMAS | COMPOSITES | EXPORTED).items():
     library.define(_name + _schema, tags=_TAGS)
-# Part of exported programs alone (`taken_apart.py`).
-library.define(
-    "mask_as_exported(Tensor part, Tensor lengths, Tensor numbers, SymInt seqlen_q, SymInt seqlen_k, SymInt band_lo,"
-    " SymInt band_hi, SymInt? at_most, bool from_bottom_right) -> Tensor",
-    tags=_TAGS,
-)
 
 Planned = Callable[..., tuple[Any, Any]]
 implementations: dict[
