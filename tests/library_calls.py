@@ -21,7 +21,10 @@ def differs(got, want, exact):
 
 
 def specified(name, outputs):
-    """Return the outputs of an operator, with 0 for what is unspecified (DESIGN.md): behind lists, bits of tiles that are not partial."""
+    """Return the outputs of an operator, with 0 for what is unspecified (DESIGN.md).
+
+    That is what stands behind lists, and the bits of tiles that are not partial.
+    """
     if name not in ("pack_mask", "list_tiles", "pack_intervals"):
         return outputs
     lists, bits = [part.clone() for part in outputs[:2]], [part.clone() for part in outputs[2:]]
@@ -39,7 +42,6 @@ def specified(name, outputs):
 
 def main(library, calls):
     """Make the calls."""
-    ctypes.CDLL(torch.__file__.replace("__init__.py", "lib/libtorch_cpu.so"))
     ctypes.CDLL(library).dmattn_define_operators()
     made = torch.load(calls, weights_only=True)
     for number, (name, arguments, expected, exact) in enumerate(made):

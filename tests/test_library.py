@@ -54,12 +54,10 @@ def _overlaps(tensor):
 
 
 def repeated(calls, folder):
-    """Return what the library says of the calls, without Python's operators."""
+    """Return what the library alone says of the calls, in a process without the package."""
     torch.save(calls, folder / "calls.pt")
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-P", SCRIPT, LIBRARY, folder / "calls.pt"] if sys.version_info >= (3, 11) else [
-        sys.executable, SCRIPT, LIBRARY, folder / "calls.pt"
-    ]  # fmt: skip
+    command = [sys.executable, SCRIPT, LIBRARY, folder / "calls.pt"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -70,7 +68,75 @@ def test_random_problems_return_the_same(tmp_path):
         for seed in range(CASES):
             check(draw(seed))
     names = {name for name, *_ in recorded.calls}
-    print(names, len(recorded.calls))
-    *wrong, made = repeated(recorded.calls, tmp_path)
-    assert not wrong, "\n".join(wrong)
-    assert made == f"{len(recorded.calls)} calls"
+    assert {"forward", "backward", "qkvpacked_backward", "varlen_backward", "pack_mask", "pack_intervals"} <= names
+    assert repeated(recorded.calls, tmp_path) == [f"{len(recorded.calls)} calls"]
+
+
+def made(call):
+    """Return the calls of operators that a function makes, and what they return."""
+    with Recorded() as recorded:
+        call()
+    return recorded.calls
+
+
+def test_dynamic_masks_sinks_and_documents_return_the_same(tmp_path):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 150, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    documents = torch.arange(150).expand(2, -1) // 40 * 3 % 7
+    calls = made(lambda: dmattn_ops.prepare_mask(documents=documents, is_causal=True))
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        scores = torch.randn(2, 2, 150).to(dtype)
+        scores[0, 0, 3:9] = float("nan")
+        for keywords in ({"documents": documents}, {"keep_first": 3, "keep_last": 5}, {"is_causal": False}):
+            calls += made(lambda scores=scores, keywords=keywords: dmattn_ops.dynamic_mask(scores, 20, **keywords))
+    mask, sink = dmattn_ops.dynamic_mask(torch.randn(2, 2, 150), 20), torch.randn(4, requires_grad=True)
+
+    def trained():
+        for wanted in (False, True):
+            outs = dmattn_ops.flash_dmattn_func(query, key, value, mask, sink=sink, return_lse=wanted)
+            outs = outs if wanted else (outs,)
+            torch.autograd.grad(sum(out.sin().sum() for out in outs), (query, key, value, sink))
+
+    calls += made(trained)
+    names = [name for name, *_ in calls]
+    assert names.count("key_lifetimes") == 12 and names.count("backward") == 2
+    assert {"rank_ids", "list_tiles"} <= set(names)
+    assert repeated(calls, tmp_path) == [f"{len(calls)} calls"]
+
+
+def packed(query, ends):
+    """Return arguments for sequences that end there."""
+    return (*[query[0]] * 3, *[torch.tensor(ends, dtype=torch.int32)] * 2, None, None, None, None, 9, 9)
+
+
+REFUSED = {
+    "forward": [
+        lambda q: (q, q, q[:, :4]),
+        lambda q: (q, q, q[0]),
+        lambda q: (q, q, q.half()),
+        lambda q: (q, q, q, q.int()),
+        lambda q: (q, q, q, *[None] * 10, torch.zeros(3)),
+        lambda q: (q, q, q, *[None] * 12, 0, 0, -1),
+        lambda q: (q, q, q, *[None] * 12, 0, 0, 0, 0, None, float("nan")),
+        lambda q: (q, q, q, *[None] * 12, 0, 0, 0, 0, None, None, -1.0),
+        lambda q: (q, q, q, *[None] * 12, 0, 0, 0, 0, None, None, 0.0, 1.5),
+        lambda q: (q, q, q, *[None] * 12, 0, 0, 0, 0, None, None, 0.0, 0.5),
+    ],
+    "varlen_forward": [lambda q: packed(q, [0, 9, 20]), lambda q: packed(q, [1, 4, 9]), lambda q: packed(q, [0, 7, 3])],
+    "pack_mask": [lambda q: (torch.ones(1, 1, 3, 9), None, None, 9), lambda q: (torch.ones(9, 9), None, None, 9)],
+    "list_tiles": [lambda q: (None, torch.ones(2, 9, dtype=torch.int32), 9)],
+    "key_lifetimes": [
+        lambda q: (q[0], torch.tensor([[0, 0, 1, 1, 0, 2, 2, 2, 2]]), 3),
+        lambda q: (torch.randn(1, 1, 9), torch.tensor([[0, 0, 1, 1, 0, 2, 2, 2, 2]]), 3),
+        lambda q: (torch.randn(1, 1, 9), None, -3),
+    ],
+    "rank_ids": [lambda q: (torch.ones(3, 9),), lambda q: (torch.ones(9, dtype=torch.int64),)],
+    "spread_lists": [lambda q: (torch.ones(2, dtype=torch.int32), torch.full((2, 3), 7, dtype=torch.int32), 5)],
+    "mask_as_exported": [lambda q: (q, torch.empty(9, 9, 0), torch.empty(1, 0, 1, 0), 9, 9, 0, 0, None, False)],
+}
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    query = torch.randn(1, 9, 2, 8)
+    calls = [(name, make(query), "refused", True) for name, makes in REFUSED.items() for make in makes]
+    assert repeated(calls, tmp_path) == [f"{len(calls)} calls"]

@@ -36,7 +36,7 @@ def reason() -> str:
         return f"the C++ kernels are not built: {_remedy()}"
     try:
         torch.ops.load_library(str(path))
-        torch.ops.dmattn_native.forward  # noqa: B018: an attribute that is missing where the file is another one
+        _ = torch.ops.dmattn_native.forward  # which another file of this name does not have
     except (OSError, RuntimeError, AttributeError) as error:
         return f"the C++ kernels in {path.name} do not load into torch {torch.__version__} ({error}): {_remedy()}"
     return ""
