@@ -109,6 +109,15 @@ def packed(query, ends):
     return (*[query[0]] * 3, *[torch.tensor(ends, dtype=torch.int32)] * 2, None, None, None, None, 9, 9)
 
 
+def test_operators_that_the_library_defined_before_are_an_import_error_in_words():
+    code = "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1]).dmattn_define_operators(); import dmattn_ops"
+    environment = {**os.environ, "PYTHONPATH": str(LIBRARY.parent.parent)}
+    command = [sys.executable, "-c", code, LIBRARY]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "ImportError: the operators torch.ops.dmattn are defined already, by libdmattn.so" in done.stderr
+
+
 REFUSED = {
     "forward": [
         lambda q: (q, q, q[:, :4]),

@@ -80,7 +80,13 @@ EXPORTED = {
 }
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-library = torch.library.Library("dmattn", "DEF")
+try:
+    library = torch.library.Library("dmattn", "DEF")
+except RuntimeError as error:
+    raise ImportError(
+        "the operators torch.ops.dmattn are defined already, by libdmattn.so: a program that embeds Python imports dmattn_ops"
+        " before it loads the library"
+    ) from error
 for _name, _schema in (SCHEMAS | COMPOSITES | EXPORTED).items():
     library.define(_name + _schema, tags=_TAGS)
 

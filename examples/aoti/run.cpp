@@ -1,8 +1,9 @@
 // Runs model.pt2 without Python, and compares with what Python made of the same inputs (export.py).
 // usage: run LIBDMATTN MODEL.pt2 CALLS.pt
 #include <dlfcn.h>
+#include <ATen/ATen.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/torch.h>
+#include <torch/csrc/jit/serialization/pickle.h>
 
 #include <cstdio>
 #include <fstream>
@@ -21,14 +22,14 @@ int main(int argc, char** argv) {
   torch::inductor::AOTIModelPackageLoader model(argv[2]);
   std::ifstream file(argv[3], std::ios::binary);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
-  const torch::IValue calls = torch::pickle_load(bytes);
+  const c10::IValue calls = torch::jit::pickle_load(bytes);
   bool right = true;
-  for (const torch::IValue& element : calls.toListRef()) {
+  for (const c10::IValue& element : calls.toListRef()) {
     const auto& call = element.toTupleRef().elements();
-    std::vector<torch::Tensor> inputs;
-    for (const torch::IValue& input : call[0].toListRef()) inputs.push_back(input.toTensor());
-    const torch::Tensor expected = call[1].toTensor();
-    const torch::Tensor out = model.run(inputs).at(0);
+    std::vector<at::Tensor> inputs;
+    for (const c10::IValue& input : call[0].toListRef()) inputs.push_back(input.toTensor());
+    const at::Tensor expected = call[1].toTensor();
+    const at::Tensor out = model.run(inputs).at(0);
     const double difference = (out - expected).abs().max().item<double>();
     std::printf("length %ld: largest difference to Python %g\n", static_cast<long>(out.size(1)), difference);
     right = right && out.sizes() == expected.sizes() && difference < 1e-5;
