@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ def main(folder: Path) -> None:
     """Write both files."""
     torch.manual_seed(0)
     model, inputs = Model().eval(), inputs_of(LENGTHS[0])
-    shapes = ShapesCollection()
+    shapes: Any = ShapesCollection()
     for leaf in tensors_of(inputs):
         if LENGTHS[0] in leaf.shape:
             shapes[leaf] = {dim: Dim.DYNAMIC for dim, size in enumerate(leaf.shape) if size == LENGTHS[0]}
