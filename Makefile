@@ -132,8 +132,8 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 	$(PIP) install --quiet "$$torch" 'setuptools>=77' $$more
 	@touch $@
 
-# What is built is for this torch alone; other environments' libraries stay beside it (setup.py). Where a library could not
-# be built, the package works without it, slowly on the CPU: then it says why.
+# What is built serves every torch and every Python (setup.py). Where the library could not be built, the package works
+# without it, slowly on the CPU: then it says why.
 define MARK_READY
 @$(PY) -c 'from dmattn_ops.kernels import native; print("ready" if native.available() else f"SLOW ON THE CPU: {native.reason()}")'
 @mkdir -p $(@D) && cp '$(TORCH_VERSION)' $@

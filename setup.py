@@ -1,14 +1,13 @@
-"""Build the optional C++ extension `dmattn_ops._native` (CPU kernels); everything else is in pyproject.toml.
+"""Build the optional C++ library `dmattn_ops/libdmattn.so` (CPU kernels); everything else is in pyproject.toml.
 
-The library's name carries the version of the torch that it was built for (`_native-torch2.13.0+cpu.<suffix>`), so that
-environments with different versions can share one checkout; `dmattn_ops/kernels/native.py` takes the one that fits. What the
-compiler writes is kept in `build/native-torch<version>-<key>`, where the key stands for torch's place, the compiler and
-its flags: installing again compiles again exactly where one of these or a source changed.
+The library is written against torch's stable interface: one file serves every torch from 2.11 on and every Python, and so
+does a wheel that holds it. What the compiler writes is kept in `build/native-<key>`, where the key stands for the compiler
+and its flags: installing again compiles again exactly where one of these or a source changed, whichever torch is there.
 
-Torch is found without being imported, and not only on `sys.path`: where pip isolates the build, the torch of the
-environment that pip installs into is used, and only where that has none, one is fetched.
+Torch, of which only the headers are read, is found without being imported, and not only on `sys.path`: where pip isolates
+the build, the torch of the environment that pip installs into is used, and only where that has none, one is fetched.
 
-Without a compiler or torch the package installs without the extension, and `native.reason()` says so.
+Without a compiler or torch the package installs without the library, and `native.reason()` says so.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ if int(setuptools.__version__.split(".")[0]) < 77:  # what pyproject.toml asks f
     )
 
 from setuptools import Distribution, Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
@@ -44,11 +44,11 @@ from setuptools.errors import BaseError, CCompilerError
 ROOT = Path(__file__).resolve().parent
 SOURCES = ("dmattn_ops", "csrc", "meta", "tests", "docs", "examples", "benchmarks")  # no command removes these
 OLDEST_TORCH = (2, 11)
-FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wno-psabi"]
+# What torch's headers may offer: the library loads into this version and every newer one.
+TARGET = f"-DTORCH_TARGET_VERSION={OLDEST_TORCH[0] << 56 | OLDEST_TORCH[1] << 48:#x}"
+FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wno-psabi", TARGET]
 MATH_FLAGS = ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
-# at::parallel_for is a template: without OpenMP here it runs on one thread. Apple's compiler has none.
-OPENMP_FLAGS = [] if sys.platform == "darwin" else ["-fopenmp"]
-LINK_FLAGS = ["-Wl,-undefined,dynamic_lookup"] if sys.platform == "darwin" else ["-fopenmp"]
+LINK_FLAGS = ["-Wl,-undefined,dynamic_lookup"] if sys.platform == "darwin" else ["-Wl,--as-needed"]
 
 
 def say(message: str) -> None:
@@ -64,7 +64,7 @@ class Torch(NamedTuple):
 
 
 def find_torch() -> Torch | None:
-    """Return the torch to build for: the one that can be imported here, else the one of the environment.
+    """Return the torch to build with: the one that can be imported here, else the one of the environment.
 
     An isolated build imports nothing that is installed, but pip runs it with the interpreter of the environment that it
     installs into; started without pip's variables, this finds what will be imported there.
@@ -171,10 +171,8 @@ class BuildNative(build_ext):
     """Compile and link where the result is kept, then copy it to where setuptools expects the extension."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Return the file's name with torch's version in it."""
-        folder, name = os.path.split(super().get_ext_filename(fullname))
-        stem, suffix = name.split(".", 1)
-        return os.path.join(folder, f"{stem}-torch{TORCH.version}.{suffix}" if TORCH else name)
+        """Return the file's name, which says nothing of this Python: the library does not depend on one."""
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
         """Build `ext` unless the kept one was made of the same sources; say so where that fails."""
@@ -182,17 +180,15 @@ class BuildNative(build_ext):
         if shutil.which(compiler[0]) is None:
             say(f"THE C++ KERNELS ARE NOT BUILT: there is no C++ compiler here ({compiler[0]} was not found)")
             return
-        key = digest([str(TORCH.folder), *compiler, *ext.extra_compile_args, *ext.extra_link_args])[:8]
-        folder = Path(self.get_finalized_command("build").build_base, f"native-torch{TORCH.version}-{key}")
+        key = digest([*compiler, *ext.extra_compile_args, *ext.extra_link_args])[:8]
+        folder = Path(self.get_finalized_command("build").build_base, f"native-{key}")
         target = Path(self.get_ext_fullpath(ext.name))
         kept, stamp = folder / target.name, folder / f"{target.name}.sources"
-        # By content: times tell nothing where files were copied, or torch was installed by a link into a cache.
-        sources = digest(
-            Path(path).read_bytes().hex() for path in [*ext.sources, *ext.depends, TORCH.folder / "version.py"]
-        )
+        # By content: times tell nothing where files were copied.
+        sources = digest(Path(path).read_bytes().hex() for path in [*ext.sources, *ext.depends])
         # The stamp names the library too, so that it fits no other one, wherever a build was interrupted.
         if self.force or not kept.exists() or not stamp.exists() or stamp.read_text() != fitting(sources, kept):
-            say(f"compiling the C++ kernels for torch {TORCH.version} in {TORCH.folder}")
+            say(f"compiling the C++ kernels with the headers of torch {TORCH.version} in {TORCH.folder}")
             partial = kept.with_suffix(".partial")
             try:
                 self._link(ext, self._compile(ext, folder), partial)
@@ -203,7 +199,7 @@ class BuildNative(build_ext):
             os.replace(partial, kept)
             stamp.write_text(text)
         else:
-            say(f"the C++ kernels for torch {TORCH.version} in {TORCH.folder} are built already")
+            say("the C++ kernels are built already")
         target.parent.mkdir(parents=True, exist_ok=True)
         copied = target.with_suffix(".partial")
         shutil.copy(kept, copied)  # with the time of now: setuptools copies what is newer into an editable package
@@ -229,24 +225,31 @@ class BuildNative(build_ext):
         )
 
 
+class Wheel(bdist_wheel):
+    """Say that a wheel serves every Python: it holds no extension of one, at most the library."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tags of the interpreter, its interface and the platform."""
+        return "py3", "none", super().get_tag()[2]
+
+
 def extensions() -> list[Extension]:
     """Return the extension, or nothing where it cannot be built."""
     if TORCH is None:
-        say("THE C++ KERNELS ARE NOT BUILT: there is no torch here to build for; install torch first, then this again")
+        say("THE C++ KERNELS ARE NOT BUILT: there is no torch here to build with; install torch first, then this again")
         return []
     if sys.platform == "win32":
         say("THE C++ KERNELS ARE NOT BUILT: they need GCC or Clang")
         return []
-    include = TORCH.folder / "include"
     return [
         Extension(
-            "dmattn_ops._native",
+            "dmattn_ops.libdmattn",
             sources=sorted(glob.glob("csrc/cpu/*.cpp")),
             depends=[*sorted(glob.glob("csrc/cpu/*.h")), "setup.py"],
-            include_dirs=[str(include), str(include / "torch/csrc/api/include")],
+            include_dirs=[str(TORCH.folder / "include")],
             library_dirs=[str(TORCH.folder / "lib")],
-            libraries=["c10", "torch_cpu"],
-            extra_compile_args=[*FLAGS, *MATH_FLAGS, *OPENMP_FLAGS],
+            libraries=["torch_cpu"],
+            extra_compile_args=[*FLAGS, *MATH_FLAGS],
             extra_link_args=LINK_FLAGS,
             language="c++",
             optional=True,
@@ -264,7 +267,7 @@ def description() -> str:
 setup(
     ext_modules=extensions(),
     distclass=Commands,
-    cmdclass={"build": Build, "build_ext": BuildNative, "build_py": BuildModules},
+    cmdclass={"build": Build, "build_ext": BuildNative, "build_py": BuildModules, "bdist_wheel": Wheel},
     long_description=description(),
     long_description_content_type="text/markdown",
     # An isolated build asks what it needs by running egg_info. It needs a torch of its own only where the environment has

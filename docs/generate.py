@@ -3,6 +3,7 @@
 - `pictures/*.svg`: masks as `masks.md` explains them, drawn from what `prepare_mask` and `dynamic_mask` return.
 - What stands between `<!-- generated: NAME -->` and `<!-- end -->`, such as the schemas of the operators.
 - The tables of result files (`benchmarks/readme_tables.py`).
+- `csrc/cpu/schemas.h`, the schemas of the operators as the C++ library defines them.
 
 tests/test_docs.py fails where something is not as it would be written.
 """
@@ -31,6 +32,7 @@ from dmattn_ops.masks.layout import FULL, PARTIAL  # noqa: E402
 from dmattn_ops.ops import schemas as ops  # noqa: E402
 from dmattn_ops.testing.oracle import EPS  # noqa: E402
 
+OPERATORS_HEADER = DOCS.parent / "csrc" / "cpu" / "schemas.h"
 GENERATED = re.compile(r"(<!-- generated: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 SIZE = 24  # queries and keys of a picture
 CELL = 8  # its pixels for each of them
@@ -179,8 +181,19 @@ def filled(text: str) -> str:
     return readme_tables.filled(text)
 
 
+def operators_header() -> str:
+    """Return the schemas as C++ has them: what the library defines where no Python runs."""
+    texts = "".join(f'    R"({name}{text})",\n' for name, text in (ops.SCHEMAS | ops.EXPORTED).items())
+    return (
+        "// The schemas of the operators, of dmattn_ops/ops/schemas.py: `python docs/generate.py` writes this file.\n"
+        "#pragma once\n\nnamespace dmattn {\n\n// clang-format off\nconstexpr const char* kSchemas[] = {\n"
+        f"{texts}}};\n// clang-format on\n\n}}  // namespace dmattn\n"
+    )
+
+
 def main() -> None:
-    """Write pictures and pages."""
+    """Write pictures, pages and the schemas of the C++ library."""
+    OPERATORS_HEADER.write_text(operators_header(), encoding="utf-8")
     (DOCS / "pictures").mkdir(exist_ok=True)
     for name, text in pictures().items():
         (DOCS / "pictures" / name).write_text(text, encoding="utf-8")

@@ -1,6 +1,5 @@
 """Copies of the project to build in, with a made-up torch and compiler."""
 
-import importlib.machinery
 import os
 import shutil
 import subprocess
@@ -8,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
+LIBRARY = "libdmattn.so"
 COMPILER = """#!/bin/sh
 echo "$@" >> {log}
 while [ $# -gt 1 ]; do test "$1" = -o && out=$2; shift; done
@@ -56,7 +55,7 @@ class Checkout:
         return self.run("-c", hook, path=path, **keywords)
 
     def libraries(self):
-        return sorted(path.name for path in (self.folder / "dmattn_ops").glob("_native*"))
+        return sorted(path.name for path in (self.folder / "dmattn_ops").glob("*.so"))
 
     def compiled(self):
         """Return how many sources were compiled since the last question."""
@@ -72,7 +71,3 @@ def made_up_torch(folder, version, name="torch"):
     (package / "__init__.py").touch()
     (package / "version.py").write_text(f"__version__ = '{version}'\n")
     return package.parent
-
-
-def library(version):
-    return f"_native-torch{version}{SUFFIX}"

@@ -198,6 +198,7 @@ def test_what_is_generated_is_fresh(generate: ModuleType) -> None:
     drawn = generate.pictures()
     kept = {path.name: path.read_text() for path in (DOCS / "pictures").iterdir()}
     assert kept == drawn, "run python docs/generate.py"
+    assert generate.OPERATORS_HEADER.read_text() == generate.operators_header(), "run python docs/generate.py"
     for page in GUIDES:
         assert generate.filled(page.read_text()) == page.read_text(), f"{page.name}: run python docs/generate.py"
 

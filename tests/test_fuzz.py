@@ -84,7 +84,6 @@ def test_problems_try_everything_that_a_call_may_ask_for() -> None:
     assert {problem.rows for problem in drawn} == {"", "one", "overlapping", "far"}
     assert {problem.poison for problem in drawn} == {"", "nan", "inf", "-inf"}
     assert {problem.extreme for problem in drawn} == {"", "rows", "keys", "all"}
-    assert {problem.onednn for problem in drawn} == {True, False}
     assert len({problem.bias_value for problem in drawn}) > 5 and len({problem.steep for problem in drawn}) > 4
     assert {draw(seed).instructions for seed in range(0, 1000, 50)} == {"", "avx2", "default"}
     assert {draw(seed, "cuda").instructions for seed in range(0, 1000, 50)} == {""}

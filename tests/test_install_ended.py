@@ -4,7 +4,7 @@ import sys
 import sysconfig
 
 import pytest
-from checkouts import Checkout, library, made_up_torch
+from checkouts import LIBRARY, Checkout, made_up_torch
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the C++ kernels are not built on Windows")
 
@@ -54,7 +54,7 @@ import os, pathlib, shutil, sys
 left = [int(sys.argv.pop(1))]
 def dying(function):
     def wrapped(*arguments, **keywords):
-        if any("_native" in str(argument) for argument in arguments):
+        if any("libdmattn" in str(argument) for argument in arguments):
             left[0] -= 1
             if left[0] < 0:
                 os._exit(9)
@@ -72,7 +72,7 @@ def test_a_build_that_was_ended_anywhere_leaves_no_library_of_other_sources(tmp_
     checkout, torch_folder = Checkout(tmp_path), made_up_torch(tmp_path, "2.13.0")
     source = checkout.folder / "csrc" / "cpu" / "library.cpp"
     checkout.write_compiler(then='cp csrc/cpu/library.cpp "$out"')
-    built, first = checkout.folder / "dmattn_ops" / library("2.13.0"), source.read_text()
+    built, first = checkout.folder / "dmattn_ops" / LIBRARY, source.read_text()
     checkout.install(torch_folder)
     ended = 0
     while True:

@@ -46,16 +46,11 @@ def weights_of_all_keys(call: Call) -> torch.Tensor:
     return launch(call)[4].sum(1)
 
 
-@pytest.mark.parametrize("onednn", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 1e3, 1e6, 1e9])
-def test_probabilities_of_the_backward_add_up_to_one_at_any_scale(scale, onednn):
+def test_probabilities_of_the_backward_add_up_to_one_at_any_scale(scale):
     call = plain()
     call.scale = scale
-    torch._C._set_mkldnn_enabled(onednn)  # the public switch warns about TF32
-    try:
-        total = weights_of_all_keys(call)
-    finally:
-        torch._C._set_mkldnn_enabled(True)
+    total = weights_of_all_keys(call)
     torch.testing.assert_close(total, torch.full_like(total, 300), rtol=1e-4, atol=0)
 
 

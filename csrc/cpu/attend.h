@@ -4,7 +4,7 @@
 #include <cmath>
 #include <utility>
 
-#include "gemm.h"
+#include "product.h"
 #include "kernels.h"
 #include "tile_pack.h"
 #include "visibility.h"
@@ -58,9 +58,8 @@ template <typename T>
 class Attend {
  public:
   // `by_rows`: keys come as rows, not transposed.
-  Attend(const Problem& problem, const Gemm& gemm, const Outputs<T>& outputs, bool by_rows)
-      : problem_(problem), gemm_(gemm), outputs_(outputs), by_rows_(by_rows) {}
-  ~Attend() { gemm_.release(); }
+  Attend(const Problem& problem, const Outputs<T>& outputs, bool by_rows)
+      : problem_(problem), outputs_(outputs), by_rows_(by_rows) {}
 
   void begin(int64_t batch, int64_t head, int64_t tile) {
     const Sequence& sequence = problem_.sequence(batch);
@@ -79,11 +78,11 @@ class Attend {
   void step(const KeyTileView<T>& keys, const Bits& visible) {
     const int64_t cols = padded_extent(keys.valid);
     if (by_rows_) {
-      gemm_(cols, rows_, width_, keys.rows.data, keys.rows.stride, query_columns_.data(), kTile, false,
+      math_.product(cols, rows_, width_, keys.rows.data, keys.rows.stride, query_columns_.data(), kTile, false,
             columns_.data(), kTile);
       math_.transpose(columns_.data(), kTile, cols, rows_, scores_.data(), kTile);
     } else {
-      gemm_(rows_, cols, width_, query_.data(), width_, keys.columns, kTile, false, scores_.data(), kTile);
+      math_.product(rows_, cols, width_, query_.data(), width_, keys.columns, kTile, false, scores_.data(), kTile);
     }
     T factor = in_range<T>(problem_.scale);
     if (problem_.softcap != 0) {
@@ -122,13 +121,12 @@ class Attend {
   void multiply(bool finite, int64_t rows, int64_t width, int64_t cols, const T* weights, int64_t weight_stride,
                 const RowTile<T>& values, T* sums) const {
     if (finite)
-      gemm_(rows, width, cols, weights, weight_stride, values.data, values.stride, has_acc_, sums, width);
+      math_.product(rows, width, cols, weights, weight_stride, values.data, values.stride, has_acc_, sums, width);
     else
       product_of_nonzero(rows, width, cols, weights, weight_stride, values.data, values.stride, has_acc_, sums, width);
   }
 
   const Problem& problem_;
-  const Gemm& gemm_;
   const Outputs<T>& outputs_;
   const bool by_rows_;
   const SoftCap<T> softcap_ = softcap_of<T>(problem_);

@@ -11,8 +11,8 @@ namespace {
 template <typename T>
 class BackwardWorker {
  public:
-  BackwardWorker(const BackwardCall<T>& call, const BackwardWave<T>& wave, const Gemm& gemm)
-      : call_(call), problem_(call.problem), wave_(wave), differentiate_(call.problem, gemm) {}
+  BackwardWorker(const BackwardCall<T>& call, const BackwardWave<T>& wave)
+      : call_(call), problem_(call.problem), wave_(wave), differentiate_(call.problem) {}
 
   void operator()(int64_t item) {
     const int64_t chunk = item % wave_.chunks;
@@ -111,13 +111,13 @@ class BackwardWorker {
 };
 
 template <typename T>
-void run_by_tiles(const BackwardCall<T>& call, const Gemm& gemm) {
+void run_by_tiles(const BackwardCall<T>& call) {
   for (const Wave& part : BackwardWave<T>::cut(call)) {
     const BackwardWave<T> wave(call, part);
     wave.fill(call);
     const auto items = static_cast<int64_t>(wave.groups.size()) * wave.chunks;
     for_each_item(items, [&] {
-      return [worker = std::make_unique<BackwardWorker<T>>(call, wave, gemm)](int64_t item) { (*worker)(item); };
+      return [worker = std::make_unique<BackwardWorker<T>>(call, wave)](int64_t item) { (*worker)(item); };
     });
     wave.write_dq(call);
   }
@@ -126,15 +126,16 @@ void run_by_tiles(const BackwardCall<T>& call, const Gemm& gemm) {
 template <typename T>
 void run(const Problem& problem, const Gradients& gradients) {
   if (!problem.covers_everything)
-    for (const at::Tensor* gradient : {&gradients.dq, &gradients.dk, &gradients.dv}) gradient->zero_();
-  at::Tensor dbias_sums;
+    for (const Tensor* gradient : {&gradients.dq, &gradients.dk, &gradients.dv}) fill(*gradient, 0);
+  MaybeTensor dbias_sums;
   const BackwardCall<T> call(problem, gradients, dbias_sums);
-  const Gemm gemm;
   if (const auto packing = plan_packing(problem))
-    backward_packed<T>(call, *packing, gemm);
+    backward_packed<T>(call, *packing);
   else
-    run_by_tiles<T>(call, gemm);
-  if (dbias_sums.defined() && !dbias_sums.is_same(*gradients.dbias)) gradients.dbias->copy_(dbias_sums);
+    run_by_tiles<T>(call);
+  if (call.direct_bias) return;
+  Tensor dbias = *gradients.dbias;
+  torch::stable::copy_(dbias, *dbias_sums);
 }
 
 }  // namespace

@@ -22,8 +22,8 @@ struct KeySums {
 template <typename T>
 class PackedBackward {
  public:
-  PackedBackward(const BackwardCall<T>& call, const Packing& packing, const Gemm& gemm)
-      : call_(call), problem_(call.problem), packing_(packing), differentiate_(call.problem, gemm) {
+  PackedBackward(const BackwardCall<T>& call, const Packing& packing)
+      : call_(call), problem_(call.problem), packing_(packing), differentiate_(call.problem) {
     int64_t rows = 0;
     for (const Epochs& head : packing.heads) rows = std::max(rows, head.most_rows);
     keys_.emplace(rows * width_);
@@ -250,7 +250,7 @@ KeySums<T> make_sums(const BackwardCall<T>& call, const Packing& packing, const 
 }  // namespace
 
 template <typename T>
-void backward_packed(const BackwardCall<T>& call, const Packing& packing, const Gemm& gemm) {
+void backward_packed(const BackwardCall<T>& call, const Packing& packing) {
   const Problem& problem = call.problem;
   const std::vector<PackedItem> items = packed_items(problem, packing);
   const int64_t row_bytes =
@@ -274,7 +274,7 @@ void backward_packed(const BackwardCall<T>& call, const Packing& packing, const 
         bytes += bytes_of(last++);
       KeySums<T> sums = make_sums(call, packing, items, item, last);
       for_each_item(last - item, [&] {
-        return [&, worker = std::make_unique<PackedBackward<T>>(call, packing, gemm)](int64_t index) {
+        return [&, worker = std::make_unique<PackedBackward<T>>(call, packing)](int64_t index) {
           (*worker)(items[item + index], index, sums);
         };
       });
@@ -286,7 +286,7 @@ void backward_packed(const BackwardCall<T>& call, const Packing& packing, const 
   }
 }
 
-template void backward_packed<float>(const BackwardCall<float>&, const Packing&, const Gemm&);
-template void backward_packed<double>(const BackwardCall<double>&, const Packing&, const Gemm&);
+template void backward_packed<float>(const BackwardCall<float>&, const Packing&);
+template void backward_packed<double>(const BackwardCall<double>&, const Packing&);
 
 }  // namespace dmattn

@@ -1,6 +1,5 @@
 #include "backward_workspace.h"
 
-#include <ATen/Functions.h>
 
 #include <map>
 
@@ -27,7 +26,7 @@ std::vector<std::vector<int64_t>> make_groups(const Wave& wave, bool per_batch, 
 // allows.
 int64_t make_chunks(const Wave& wave, int64_t groups, int64_t dq_bytes) {
   int64_t items = kItems;
-  while (items < 2 * at::get_num_threads()) items *= 2;
+  while (items < 2 * thread_count()) items *= 2;
   int64_t most = 1;
   for (const Pair& pair : wave.pairs) most = std::max(most, pair.k_tiles);
   const int64_t affordable = std::max<int64_t>(1, kPartialBytes / std::max<int64_t>(1, dq_bytes));
@@ -37,7 +36,7 @@ int64_t make_chunks(const Wave& wave, int64_t groups, int64_t dq_bytes) {
 }  // namespace
 
 template <typename T>
-BackwardCall<T>::BackwardCall(const Problem& problem, const Gradients& gradients, at::Tensor& sums)
+BackwardCall<T>::BackwardCall(const Problem& problem, const Gradients& gradients, MaybeTensor& kept)
     : problem(problem),
       grad_out(rows_of(gradients.grad_out)),
       out(rows_of(gradients.out)),
@@ -46,15 +45,16 @@ BackwardCall<T>::BackwardCall(const Problem& problem, const Gradients& gradients
       dv(rows_of(gradients.dv)),
       lse(per_query_of<T>(gradients.lse)),
       lse_tail(per_query_of<T>(gradients.lse_tail)) {
-  constexpr at::ScalarType compute = c10::CppTypeToScalarType<T>::value;
   if (gradients.grad_lse.has_value()) grad_lse = per_query_of<T>(*gradients.grad_lse);
   if (!gradients.dbias.has_value() || !problem.bias) return;
-  const at::Tensor& target = *gradients.dbias;
-  const bool direct = target.scalar_type() == compute && target.is_contiguous();
-  sums = direct ? target.zero_() : at::zeros(target.sizes(), target.options().dtype(compute));
+  const Tensor& target = *gradients.dbias;
+  direct_bias = target.scalar_type() == kTypeOf<T> && target.is_contiguous();
+  const Tensor sums = direct_bias ? target : torch::stable::new_empty(target, target.sizes(), kTypeOf<T>);
+  fill(sums, 0);
+  kept = sums;
   const bool packed = sums.dim() == 2;
   const auto stride = [&](int64_t dim) { return sums.size(dim) == 1 ? 0 : sums.stride(dim); };
-  dbias.data = sums.data_ptr<T>();
+  dbias.data = sums.mutable_data_ptr<T>();
   dbias.heads = sums.size(packed ? 0 : 1);
   dbias.head_stride = stride(packed ? 0 : 1);
   dbias.batch_stride = packed ? 0 : stride(0);

@@ -7,7 +7,7 @@
 namespace dmattn {
 
 // A strided tensor on the CPU whose memory holds all that its sizes and strides name.
-void check_memory(const char* name, const at::Tensor& tensor);
+void check_memory(const char* name, const Tensor& tensor);
 
 // The arguments that forward and backward share. Contents of lists are checked by the side that walks them.
 void check_arguments(const Arguments& arguments);
@@ -18,10 +18,13 @@ void check_column_lists(const Arguments& arguments);
 
 // The arguments of pack_mask; of list_tiles, where `mask` and the bits are null.
 struct MaskOutputs {
-  const at::Tensor &row_tiles, &col_tiles;
-  const at::Tensor *row_bits = nullptr, *col_bits = nullptr;
+  const Tensor &row_tiles, &col_tiles;
+  const Tensor *row_bits = nullptr, *col_bits = nullptr;
 };
-void check_mask_arguments(const at::Tensor* mask, const MaybeTensor& q_segments, const MaybeTensor& k_segments,
+void check_mask_arguments(const Tensor* mask, const MaybeTensor& q_segments, const MaybeTensor& k_segments,
                           int64_t seqlen_q, const MaskOutputs& outputs);
+
+// Intervals beside which a mask of `batch` and `heads` stands.
+void check_intervals(const IntervalTensors& intervals, int64_t batch, int64_t heads);
 
 }  // namespace dmattn

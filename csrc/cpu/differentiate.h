@@ -2,7 +2,7 @@
 // transposition and only dS is turned, for dq.
 #pragma once
 
-#include "gemm.h"
+#include "product.h"
 #include "kernels.h"
 #include "tile_pack.h"
 #include "visibility.h"
@@ -27,9 +27,10 @@ struct BackwardCall {
   Rows grad_out, out, dq, dk, dv;
   PerQuery<T> lse, lse_tail, grad_lse;
   BiasGradient<T> dbias;
+  bool direct_bias = true;  // no sums are to be copied to dbias
 
   // `sums` receives the accumulator of dbias: dbias itself where its dtype and layout allow.
-  BackwardCall(const Problem& problem, const Gradients& gradients, at::Tensor& sums);
+  BackwardCall(const Problem& problem, const Gradients& gradients, MaybeTensor& sums);
 };
 
 // A tile of queries as the backward reads it, in a piece of memory of `size` elements: rows are [kTile][width], columns
@@ -78,13 +79,12 @@ struct TilePair {
 template <typename T>
 class Differentiate {
  public:
-  Differentiate(const Problem& problem, const Gemm& gemm) : problem_(problem), gemm_(gemm) {}
-  ~Differentiate() { gemm_.release(); }
+  Differentiate(const Problem& problem) : problem_(problem) {}
 
   void operator()(const TilePair<T>& pair, const Bits& visible) {
     const int64_t rows = padded_extent(pair.keys), cols = padded_extent(pair.queries);
-    gemm_(rows, cols, width_, pair.key, width_, pair.panel.columns, kTile, false, scores_.data(), kTile);
-    gemm_(rows, cols, value_width_, pair.value, value_width_, pair.panel.grad_columns, kTile, false,
+    math_.product(rows, cols, width_, pair.key, width_, pair.panel.columns, kTile, false, scores_.data(), kTile);
+    math_.product(rows, cols, value_width_, pair.value, value_width_, pair.panel.grad_columns, kTile, false,
           grad_scores_.data(), kTile);
     const T factor = finish_scores(pair, rows, cols);
     Bits keep;
@@ -111,7 +111,7 @@ class Differentiate {
   void product(bool finite, int64_t rows, int64_t width, int64_t inner, const T* weights, const T* values,
                bool accumulate, T* sums) const {
     if (finite)
-      gemm_(rows, width, inner, weights, kTile, values, width, accumulate, sums, width);
+      math_.product(rows, width, inner, weights, kTile, values, width, accumulate, sums, width);
     else
       product_of_nonzero(rows, width, inner, weights, kTile, values, width, accumulate, sums, width);
   }
@@ -149,7 +149,6 @@ class Differentiate {
   }
 
   const Problem& problem_;
-  const Gemm& gemm_;
   const TileMath<T>& math_ = tile_math<T>();
   const SoftCap<T> softcap_ = softcap_of<T>(problem_);
   const int64_t width_ = padded_width(problem_.dim), value_width_ = padded_width(problem_.value_dim);

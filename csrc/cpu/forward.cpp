@@ -69,9 +69,9 @@ template <typename T>
 class ForwardWorker {
  public:
   // `panels` is null where keys are read once, and so not packed beforehand.
-  ForwardWorker(const Problem& problem, const Wave& wave, const Panels<T>* panels, const Gemm& gemm,
+  ForwardWorker(const Problem& problem, const Wave& wave, const Panels<T>* panels,
                 const Outputs<T>& outputs)
-      : problem_(problem), wave_(wave), panels_(panels), attend_(problem, gemm, outputs, !panels) {}
+      : problem_(problem), wave_(wave), panels_(panels), attend_(problem, outputs, !panels) {}
 
   void operator()(int64_t item) {
     const QueryTile& work = wave_.query_tiles[item];
@@ -132,14 +132,13 @@ class ForwardWorker {
 template <typename T>
 void run(const Problem& problem, const Results& results) {
   if (!problem.covers_everything) {
-    results.out.zero_();
-    results.lse_tail.zero_();
-    results.lse.fill_(-std::numeric_limits<double>::infinity());
-    if (results.row_max.has_value()) results.row_max->fill_(-std::numeric_limits<double>::infinity());
+    fill(results.out, 0);
+    fill(results.lse_tail, 0);
+    fill(results.lse, -std::numeric_limits<double>::infinity());
+    if (results.row_max.has_value()) fill(*results.row_max, -std::numeric_limits<double>::infinity());
   }
   const Outputs<T> outputs(results);
-  const Gemm gemm;
-  if (const auto packing = plan_packing(problem)) return forward_packed<T>(problem, *packing, gemm, outputs);
+  if (const auto packing = plan_packing(problem)) return forward_packed<T>(problem, *packing, outputs);
   const int64_t widths = padded_width(problem.dim) + padded_width(problem.value_dim);
   const bool packed = !reads_keys_once(problem);
   for (const Wave& wave : make_waves(problem, 0, packed ? widths * kTile * int64_t{sizeof(T)} : 0)) {
@@ -147,7 +146,7 @@ void run(const Problem& problem, const Results& results) {
     if (packed) fill_panels(problem, wave, panels.emplace(problem, wave));
     const Panels<T>* const given = packed ? &*panels : nullptr;
     for_each_item(static_cast<int64_t>(wave.query_tiles.size()), [&] {
-      return [worker = std::make_unique<ForwardWorker<T>>(problem, wave, given, gemm, outputs)](int64_t item) {
+      return [worker = std::make_unique<ForwardWorker<T>>(problem, wave, given, outputs)](int64_t item) {
         (*worker)(item);
       };
     });

@@ -8,8 +8,8 @@ namespace {
 template <typename T>
 class PackedForward {
  public:
-  PackedForward(const Problem& problem, const Packing& packing, const Gemm& gemm, const Outputs<T>& outputs)
-      : problem_(problem), packing_(packing), attend_(problem, gemm, outputs, false) {
+  PackedForward(const Problem& problem, const Packing& packing, const Outputs<T>& outputs)
+      : problem_(problem), packing_(packing), attend_(problem, outputs, false) {
     int64_t rows = 0, blocks = 0;
     for (const Epochs& head : packing.heads) {
       rows = std::max(rows, head.most_rows);
@@ -91,16 +91,16 @@ class PackedForward {
 }  // namespace
 
 template <typename T>
-void forward_packed(const Problem& problem, const Packing& packing, const Gemm& gemm, const Outputs<T>& outputs) {
+void forward_packed(const Problem& problem, const Packing& packing, const Outputs<T>& outputs) {
   const std::vector<PackedItem> items = packed_items(problem, packing);
   for_each_item(static_cast<int64_t>(items.size()), [&] {
-    return [&, worker = std::make_unique<PackedForward<T>>(problem, packing, gemm, outputs)](int64_t index) {
+    return [&, worker = std::make_unique<PackedForward<T>>(problem, packing, outputs)](int64_t index) {
       (*worker)(items[index]);
     };
   });
 }
 
-template void forward_packed<float>(const Problem&, const Packing&, const Gemm&, const Outputs<float>&);
-template void forward_packed<double>(const Problem&, const Packing&, const Gemm&, const Outputs<double>&);
+template void forward_packed<float>(const Problem&, const Packing&, const Outputs<float>&);
+template void forward_packed<double>(const Problem&, const Packing&, const Outputs<double>&);
 
 }  // namespace dmattn

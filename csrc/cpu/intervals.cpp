@@ -1,6 +1,5 @@
 #include "intervals.h"
 
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstring>
@@ -130,7 +129,7 @@ void check_promise(const Problem& problem, int64_t at_most) {
     return [&](int64_t index) {
       const Intervals& head = problem.intervals[index];
       const int64_t most = most_visible(head.pieces(problem.sequence(0).band), head.queries());
-      TORCH_CHECK_VALUE(most <= at_most, "at_most promised that no query sees more than ", at_most,
+      DMATTN_CHECK_VALUE(most <= at_most, "at_most promised that no query sees more than ", at_most,
                         " keys of a head, but one sees ", most);
     };
   });

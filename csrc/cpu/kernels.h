@@ -1,4 +1,4 @@
-// The four entry points. Outputs arrive uninitialised and are written completely.
+// The entry points. Outputs arrive uninitialised and are written completely.
 #pragma once
 
 #include "problem.h"
@@ -6,23 +6,35 @@
 namespace dmattn {
 
 struct Results {
-  const at::Tensor &out, &lse, &lse_tail;
+  const Tensor &out, &lse, &lse_tail;
   const MaybeTensor& row_max;
 };
 void forward(const Arguments& arguments, const Results& results);
 
 struct Gradients {
-  const at::Tensor &out, &lse, &lse_tail, &grad_out;
+  const Tensor &out, &lse, &lse_tail, &grad_out;
   const MaybeTensor& grad_lse;
-  const at::Tensor &dq, &dk, &dv;
+  const Tensor &dq, &dk, &dv;
   const MaybeTensor& dbias;
 };
 void backward(const Arguments& arguments, const Gradients& gradients);
 
-void pack_mask(const at::Tensor& mask, const MaybeTensor& q_segments, const MaybeTensor& k_segments, int64_t seqlen_q,
-               int64_t band_lo, int64_t band_hi, const at::Tensor& row_tiles, const at::Tensor& col_tiles,
-               const at::Tensor& row_bits, const at::Tensor& col_bits);
-void list_tiles(const MaybeTensor& q_segments, const at::Tensor& k_segments, int64_t seqlen_q, int64_t band_lo,
-                int64_t band_hi, const at::Tensor& row_tiles, const at::Tensor& col_tiles);
+void pack_mask(const Tensor& mask, const MaybeTensor& q_segments, const MaybeTensor& k_segments, int64_t seqlen_q,
+               int64_t band_lo, int64_t band_hi, const Tensor& row_tiles, const Tensor& col_tiles,
+               const Tensor& row_bits, const Tensor& col_bits);
+// Intervals [B or 1, heads, Sk] of int32 (DESIGN.md); without `start` they begin at the first query.
+struct IntervalTensors {
+  Tensor end;
+  MaybeTensor start, hidden_from, hidden_to;
+};
+// The lists and bits of intervals, beside a mask where there is one.
+void pack_intervals(const IntervalTensors& intervals, const MaybeTensor& mask, const MaybeTensor& q_segments,
+                    const MaybeTensor& k_segments, int64_t seqlen_q, int64_t band_lo, int64_t band_hi,
+                    const Tensor& row_tiles, const Tensor& col_tiles, const Tensor& row_bits, const Tensor& col_bits);
+void list_tiles(const MaybeTensor& q_segments, const Tensor& k_segments, int64_t seqlen_q, int64_t band_lo,
+                int64_t band_hi, const Tensor& row_tiles, const Tensor& col_tiles);
+
+// Which bits of an element must not all be zero: all, but for the sign of a floating-point zero.
+uint64_t significant_bits(const Tensor& mask);
 
 }  // namespace dmattn

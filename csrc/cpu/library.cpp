@@ -1,14 +1,13 @@
 // Registers the CPU kernels in a namespace of their own; dmattn_ops/kernels/native.py is the only caller.
-#include <torch/library.h>
-#include <torch/version.h>
+#include <torch/csrc/stable/library.h>
 
 #include "kernels.h"
 #include "selection.h"
 
 namespace {
 
-using at::Tensor;
 using dmattn::MaybeTensor;
+using dmattn::Tensor;
 
 #define DMATTN_CALL                                                                                                \
   "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? row_tiles, Tensor? col_tiles, Tensor? row_bits, " \
@@ -50,30 +49,29 @@ void backward(const Tensor& query, const Tensor& key, const Tensor& value, const
                    {out, lse, lse_tail, grad_out, grad_lse, dq, dk, dv, dbias});
 }
 
-// The torch this was built against: its C++ interface is not stable, so another one must not load it.
-std::string built_for() { return TORCH_VERSION; }
-
 }  // namespace
 
-TORCH_LIBRARY(dmattn_native, library) {
-  library.def("built_for() -> str", &built_for);
+STABLE_TORCH_LIBRARY(dmattn_native, library) {
   library.def("forward(" DMATTN_CALL
-              ", Tensor(a!) out, Tensor(b!) lse, Tensor(c!) lse_tail, Tensor(d!)? row_max) -> ()",
-              &forward);
+              ", Tensor(a!) out, Tensor(b!) lse, Tensor(c!) lse_tail, Tensor(d!)? row_max) -> ()");
   library.def("backward(" DMATTN_CALL
               ", Tensor out, Tensor lse, Tensor lse_tail, Tensor grad_out, Tensor? grad_lse, Tensor(a!) dq, "
-              "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dbias) -> ()",
-              &backward);
+              "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dbias) -> ()");
   library.def(
       "pack_mask(Tensor mask, Tensor? q_segments, Tensor? k_segments, int seqlen_q, int band_lo, int band_hi, "
-      "Tensor(a!) row_tiles, Tensor(b!) col_tiles, Tensor(c!) row_bits, Tensor(d!) col_bits) -> ()",
-      &dmattn::pack_mask);
+      "Tensor(a!) row_tiles, Tensor(b!) col_tiles, Tensor(c!) row_bits, Tensor(d!) col_bits) -> ()");
   library.def(
       "list_tiles(Tensor? q_segments, Tensor k_segments, int seqlen_q, int band_lo, int band_hi, "
-      "Tensor(a!) row_tiles, Tensor(b!) col_tiles) -> ()",
-      &dmattn::list_tiles);
+      "Tensor(a!) row_tiles, Tensor(b!) col_tiles) -> ()");
   library.def(
       "lifetimes(Tensor scores, Tensor? documents, int keep, int keep_first, int keep_last, bool is_causal, "
-      "Tensor(a!) start, Tensor(b!) end) -> ()",
-      &dmattn::lifetimes);
+      "Tensor(a!) start, Tensor(b!) end) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dmattn_native, CompositeExplicitAutograd, library) {
+  library.impl("forward", TORCH_BOX(&forward));
+  library.impl("backward", TORCH_BOX(&backward));
+  library.impl("pack_mask", TORCH_BOX(&dmattn::pack_mask));
+  library.impl("list_tiles", TORCH_BOX(&dmattn::list_tiles));
+  library.impl("lifetimes", TORCH_BOX(&dmattn::lifetimes));
 }

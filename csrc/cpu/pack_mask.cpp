@@ -1,7 +1,6 @@
 // Lists and bits of masks (layout: DESIGN.md). A tile is classified by an exact look at every pair it holds.
 #include "kernels.h"
 
-#include <c10/util/Exception.h>
 
 #include <cstring>
 #include <numeric>
@@ -50,7 +49,7 @@ void write_records(const TileClass* classes, int64_t own, int64_t own_step, int6
       const int64_t before = total;
       for (int64_t u = 0; u < other; ++u) {
         if (classes[t * own_step + u * other_step] != kind) continue;
-        TORCH_CHECK(total < capacity, "a tile list is too short for its band");
+        DMATTN_CHECK_VALUE(total < capacity, "a tile list is too short for its band");
         record[4 + total++] = static_cast<int32_t>(u);
       }
       record[kind == TileClass::partial ? 1 : 2] = static_cast<int32_t>(total - before);
@@ -63,9 +62,9 @@ void write_records(const TileClass* classes, int64_t own, int64_t own_step, int6
   for (int64_t r = 0; r < count; ++r) records[r * record_words] = static_cast<int32_t>(ranked[r]);
 }
 
-void write_lists(std::vector<Grid>& grids, const at::Tensor& row_tiles, const at::Tensor& col_tiles) {
-  int32_t* rows = row_tiles.data_ptr<int32_t>();
-  int32_t* cols = col_tiles.data_ptr<int32_t>();
+void write_lists(std::vector<Grid>& grids, const Tensor& row_tiles, const Tensor& col_tiles) {
+  int32_t* rows = row_tiles.mutable_data_ptr<int32_t>();
+  int32_t* cols = col_tiles.mutable_data_ptr<int32_t>();
   const int64_t row_records = row_tiles.size(2), col_records = col_tiles.size(2);
   const int64_t row_words = row_tiles.size(3), col_words = col_tiles.size(3);
   for_each_item(static_cast<int64_t>(grids.size()), [&] {
@@ -81,41 +80,33 @@ void write_lists(std::vector<Grid>& grids, const at::Tensor& row_tiles, const at
 }
 
 // Segment ids of one head of a mask with `heads` heads.
-Side segment_side(const at::Tensor& q_segments, const at::Tensor& k_segments, int64_t batch, int64_t head,
+Side segment_side(const MaybeTensor& q_segments, const MaybeTensor& k_segments, int64_t batch, int64_t head,
                   int64_t heads, int64_t seqlen_q, int64_t seqlen_k, const Band& band) {
   Side side;
   side.own_length = seqlen_q;
   side.other_length = seqlen_k;
   side.band = band;
-  if (q_segments.defined()) {
-    const int64_t b = q_segments.size(0) == 1 ? 0 : batch;
-    side.own_ids = q_segments.const_data_ptr<int64_t>() + b * seqlen_q;
+  if (q_segments.has_value()) {
+    const int64_t b = q_segments->size(0) == 1 ? 0 : batch;
+    side.own_ids = q_segments->const_data_ptr<int64_t>() + b * seqlen_q;
   }
-  if (k_segments.defined()) {
-    const int64_t b = k_segments.size(0) == 1 ? 0 : batch, tensor_heads = k_segments.size(1);
+  if (k_segments.has_value()) {
+    const int64_t b = k_segments->size(0) == 1 ? 0 : batch, tensor_heads = k_segments->size(1);
     const int64_t h = broadcast_head(head, heads, tensor_heads);
-    side.other_ids = k_segments.const_data_ptr<int64_t>() + (b * tensor_heads + h) * seqlen_k;
+    side.other_ids = k_segments->const_data_ptr<int64_t>() + (b * tensor_heads + h) * seqlen_k;
   }
   return side;
-}
-
-// Which bits of an element must not all be zero: all, but for the sign of a floating-point zero.
-uint64_t significant_bits(at::ScalarType dtype) {
-  const auto width = static_cast<int64_t>(c10::elementSize(dtype)) * 8;
-  TORCH_CHECK_TYPE(!c10::isComplexType(dtype) && !c10::isQIntType(dtype) && width <= 64, "mask cannot be ", dtype);
-  const uint64_t all = width == 64 ? ~uint64_t{0} : (uint64_t{1} << width) - 1;
-  return c10::isFloatingType(dtype) ? all >> 1 : all;
 }
 
 // A dense mask, read row by row inside the band.
 class MaskReader {
  public:
-  MaskReader(const at::Tensor& mask, int64_t heads)
+  MaskReader(const Tensor& mask, int64_t heads)
       : data_(static_cast<const char*>(mask.const_data_ptr())),
-        size_(mask.element_size()),
+        size_(static_cast<int64_t>(mask.element_size())),
         heads_(heads),
         mask_heads_(mask.size(1)),
-        significant_(significant_bits(mask.scalar_type())) {
+        significant_(significant_bits(mask)) {
     for (int64_t dim = 0; dim < 4; ++dim) strides_[dim] = mask.size(dim) == 1 && dim < 3 ? 0 : mask.stride(dim) * size_;
   }
 
@@ -155,6 +146,15 @@ void restrict_row(const Side& side, int64_t row, int64_t first_key, int64_t keys
   for (size_t w = 0; w < equal.size(); ++w) words[w] &= equal[w];
 }
 
+// AND intervals into the bits of a tile.
+void restrict_tile(const Side& side, int64_t tile, int64_t other, uint32_t* words, int64_t row_words) {
+  uint32_t by_key[kTile * kTileWords], by_query[kTile * kTileWords];
+  side.intervals->key_rows(other, tile, side.band, by_key);
+  bit_math().transpose(by_key, kTileWords, by_query, kTileWords);
+  for (int64_t r = 0; r < kTile; ++r)
+    for (int64_t w = 0; w < kTileWords; ++w) words[r * row_words + w] &= by_query[r * kTileWords + w];
+}
+
 // Bits of the query tile `tile` inside its band, its classes, and the transposed bits of its partial tiles.
 void pack_tile_row(const MaskReader& mask, const Side& side, int64_t batch, int64_t head, int64_t tile, Grid& grid,
                    uint32_t* row_bits, uint32_t* col_bits) {
@@ -178,7 +178,8 @@ void pack_tile_row(const MaskReader& mask, const Side& side, int64_t batch, int6
     restrict_row(side, tile * kTile + r, first_key, keys, equal, equal_id, words);
   }
   for (int64_t other = first_tile; other < last_tile; ++other) {
-    const uint32_t* words = row_bits + tile * kTile * row_words + other * kTileWords;
+    uint32_t* words = row_bits + tile * kTile * row_words + other * kTileWords;
+    if (side.intervals) restrict_tile(side, tile, other, words, row_words);
     const bool whole = valid == kTile && (other + 1) * kTile <= side.other_length;
     const TileClass kind = classify(words, row_words, whole);
     grid.at(tile, other) = kind;
@@ -203,29 +204,37 @@ TileClass segment_class(const Side& side, int64_t tile, int64_t other, uint32_t*
   return side.build_bits(tile, other, scratch) ? TileClass::partial : TileClass::empty;
 }
 
-at::Tensor ids_of(const MaybeTensor& segments) {
-  return segments.has_value() ? segments->to(at::kLong).contiguous() : at::Tensor();
-}
-
 }  // namespace
 
-void pack_mask(const at::Tensor& mask, const MaybeTensor& q_segments, const MaybeTensor& k_segments, int64_t seqlen_q,
-               int64_t band_lo, int64_t band_hi, const at::Tensor& row_tiles, const at::Tensor& col_tiles,
-               const at::Tensor& row_bits, const at::Tensor& col_bits) {
-  check_mask_arguments(&mask, q_segments, k_segments, seqlen_q, {row_tiles, col_tiles, &row_bits, &col_bits});
+uint64_t significant_bits(const Tensor& mask) {
+  const ScalarType dtype = mask.scalar_type();
+  const auto width = static_cast<int64_t>(mask.element_size()) * 8;
+  DMATTN_CHECK_TYPE(dtype == kBool || is_integral(dtype) || is_floating(dtype), "mask cannot be ", dtype);
+  const uint64_t all = width == 64 ? ~uint64_t{0} : (uint64_t{1} << width) - 1;
+  return is_floating(dtype) ? all >> 1 : all;
+}
+
+namespace {
+
+// The same for both operators that write bits; intervals [B or 1, heads of theirs] stand beside the mask, or not.
+void pack(const Tensor& mask, const MaybeTensor& q_segments, const MaybeTensor& k_segments, int64_t seqlen_q,
+          const Band& band, const Tensor& row_tiles, const Tensor& col_tiles, const Tensor& row_bits,
+          const Tensor& col_bits, const std::vector<Intervals>& intervals = {}, int64_t interval_heads = 1) {
   const int64_t batch = row_tiles.size(0), heads = row_tiles.size(1), seqlen_k = mask.size(3);
   const int64_t q_tiles = ceil_div(seqlen_q, kTile), k_tiles = ceil_div(seqlen_k, kTile);
-  const at::Tensor q_ids = ids_of(q_segments), k_ids = ids_of(k_segments);
+  const MaybeTensor q_ids = contiguous_or_none(q_segments, kLong), k_ids = contiguous_or_none(k_segments, kLong);
   const MaskReader reader(mask, heads);
-  const Band band = Band::from(band_lo, band_hi);
   std::vector<Grid> grids(static_cast<size_t>(batch * heads), Grid(q_tiles, k_tiles));
   const int64_t bits_per_head = q_tiles * k_tiles * kTile * kTileWords;
-  auto* rows = reinterpret_cast<uint32_t*>(row_bits.data_ptr<int32_t>());
-  auto* cols = reinterpret_cast<uint32_t*>(col_bits.data_ptr<int32_t>());
+  auto* rows = reinterpret_cast<uint32_t*>(row_bits.mutable_data_ptr<int32_t>());
+  auto* cols = reinterpret_cast<uint32_t*>(col_bits.mutable_data_ptr<int32_t>());
+  const bool shared = static_cast<int64_t>(intervals.size()) == interval_heads;
   for_each_item(batch * heads * q_tiles, [&] {
     return [&](int64_t item) {
       const int64_t part = item / q_tiles, b = part / heads, h = part % heads;
-      const Side side = segment_side(q_ids, k_ids, b, h, heads, seqlen_q, seqlen_k, band);
+      Side side = segment_side(q_ids, k_ids, b, h, heads, seqlen_q, seqlen_k, band);
+      if (!intervals.empty())
+        side.intervals = &intervals[(shared ? 0 : b * interval_heads) + broadcast_head(h, heads, interval_heads)];
       pack_tile_row(reader, side, b, h, item % q_tiles, grids[part], rows + part * bits_per_head,
                     cols + part * bits_per_head);
     };
@@ -233,12 +242,47 @@ void pack_mask(const at::Tensor& mask, const MaybeTensor& q_segments, const Mayb
   write_lists(grids, row_tiles, col_tiles);
 }
 
-void list_tiles(const MaybeTensor& q_segments, const at::Tensor& k_segments, int64_t seqlen_q, int64_t band_lo,
-                int64_t band_hi, const at::Tensor& row_tiles, const at::Tensor& col_tiles) {
+}  // namespace
+
+void pack_mask(const Tensor& mask, const MaybeTensor& q_segments, const MaybeTensor& k_segments, int64_t seqlen_q,
+               int64_t band_lo, int64_t band_hi, const Tensor& row_tiles, const Tensor& col_tiles,
+               const Tensor& row_bits, const Tensor& col_bits) {
+  check_mask_arguments(&mask, q_segments, k_segments, seqlen_q, {row_tiles, col_tiles, &row_bits, &col_bits});
+  pack(mask, q_segments, k_segments, seqlen_q, Band::from(band_lo, band_hi), row_tiles, col_tiles, row_bits, col_bits);
+}
+
+void pack_intervals(const IntervalTensors& given, const MaybeTensor& mask, const MaybeTensor& q_segments,
+                    const MaybeTensor& k_segments, int64_t seqlen_q, int64_t band_lo, int64_t band_hi,
+                    const Tensor& row_tiles, const Tensor& col_tiles, const Tensor& row_bits, const Tensor& col_bits) {
+  const int64_t batch = row_tiles.size(0), heads = row_tiles.size(1);
+  check_intervals(given, batch, heads);
+  const int64_t of_batch = given.end.size(0), of_heads = given.end.size(1), keys = given.end.size(2);
+  Tensor shown = mask.has_value() ? *mask : torch::stable::new_empty(given.end, std::vector<int64_t>{1, 1, 1, keys}, kBool);
+  if (!mask.has_value()) fill(shown, 1);
+  DMATTN_CHECK_VALUE(shown.dim() == 4 && shown.size(3) == keys, "intervals must have the keys of the mask, got ", keys);
+  check_mask_arguments(&shown, q_segments, k_segments, seqlen_q, {row_tiles, col_tiles, &row_bits, &col_bits});
+  const Tensor ends = contiguous_as(given.end, kInt);
+  const MaybeTensor starts = contiguous_or_none(given.start, kInt);
+  const MaybeTensor from = contiguous_or_none(given.hidden_from, kInt), to = contiguous_or_none(given.hidden_to, kInt);
+  const std::vector<int32_t> zeros(static_cast<size_t>(keys));
+  std::vector<Intervals> intervals;
+  for (int64_t index = 0; index < of_batch * of_heads; ++index) {
+    const auto part = [&](const MaybeTensor& tensor) -> const int32_t* {
+      return tensor.has_value() ? tensor->const_data_ptr<int32_t>() + index * keys : nullptr;
+    };
+    intervals.emplace_back(starts.has_value() ? part(starts) : zeros.data(), part(ends), part(from), part(to), keys,
+                           seqlen_q);
+  }
+  pack(shown, q_segments, k_segments, seqlen_q, Band::from(band_lo, band_hi), row_tiles, col_tiles, row_bits, col_bits,
+       intervals, of_heads);
+}
+
+void list_tiles(const MaybeTensor& q_segments, const Tensor& k_segments, int64_t seqlen_q, int64_t band_lo,
+                int64_t band_hi, const Tensor& row_tiles, const Tensor& col_tiles) {
   check_mask_arguments(nullptr, q_segments, k_segments, seqlen_q, {row_tiles, col_tiles});
   const int64_t batch = row_tiles.size(0), heads = row_tiles.size(1), seqlen_k = k_segments.size(-1);
   const int64_t q_tiles = ceil_div(seqlen_q, kTile), k_tiles = ceil_div(seqlen_k, kTile);
-  const at::Tensor q_ids = ids_of(q_segments), k_ids = ids_of(k_segments);
+  const MaybeTensor q_ids = contiguous_or_none(q_segments, kLong), k_ids = contiguous_or_none(k_segments, kLong);
   const Band band = Band::from(band_lo, band_hi);
   std::vector<Grid> grids(static_cast<size_t>(batch * heads), Grid(q_tiles, k_tiles));
   for_each_item(batch * heads * q_tiles, [&] {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "attend.h"
-#include "gemm.h"
+#include "product.h"
 #include "intervals.h"
 #include "problem.h"
 
@@ -75,8 +75,8 @@ struct GatheredBias {
 };
 
 template <typename T>
-void forward_packed(const Problem& problem, const Packing& packing, const Gemm& gemm, const Outputs<T>& outputs);
+void forward_packed(const Problem& problem, const Packing& packing, const Outputs<T>& outputs);
 template <typename T>
-void backward_packed(const BackwardCall<T>& call, const Packing& packing, const Gemm& gemm);
+void backward_packed(const BackwardCall<T>& call, const Packing& packing);
 
 }  // namespace dmattn

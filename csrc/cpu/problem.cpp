@@ -1,28 +1,27 @@
 #include "problem.h"
 
-#include <c10/util/Exception.h>
 
 #include "check.h"
 
 namespace dmattn {
 
-Element element_of(const at::Tensor& tensor) {
+Element element_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
-    case at::kDouble:
+    case kDouble:
       return Element::f64;
-    case at::kFloat:
+    case kFloat:
       return Element::f32;
-    case at::kHalf:
+    case kHalf:
       return Element::f16;
-    case at::kBFloat16:
+    case kBFloat16:
       return Element::bf16;
     default:
-      TORCH_CHECK_TYPE(false, "expected float64, float32, float16 or bfloat16, got ", tensor.scalar_type());
+      DMATTN_CHECK_TYPE(false, "expected float64, float32, float16 or bfloat16, got ", tensor.scalar_type());
   }
 }
 
-Rows rows_of(const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.stride(-1) == 1 || tensor.size(-1) <= 1, "the last dimension must be contiguous");
+Rows rows_of(const Tensor& tensor) {
+  DMATTN_CHECK_VALUE(tensor.stride(-1) == 1 || tensor.size(-1) <= 1, "the last dimension must be contiguous");
   const Element element = element_of(tensor);
   const int64_t size = element_size(element);
   const bool packed = tensor.dim() == 3;
@@ -34,8 +33,8 @@ Rows rows_of(const at::Tensor& tensor) {
           tensor.stride(-2) * size};
 }
 
-Bias bias_of(const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.stride(-1) == 1 || tensor.size(-1) <= 1, "bias must be contiguous in its last dimension");
+Bias bias_of(const Tensor& tensor) {
+  DMATTN_CHECK_VALUE(tensor.stride(-1) == 1 || tensor.size(-1) <= 1, "bias must be contiguous in its last dimension");
   const Element element = element_of(tensor);
   const int64_t size = element_size(element);
   const auto stride = [&](int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim) * size; };
@@ -51,8 +50,8 @@ Bias bias_of(const at::Tensor& tensor) {
 namespace {
 
 // Start and length of each sequence, inside the tensor and behind the one before, whatever the offsets say.
-std::vector<std::pair<int64_t, int64_t>> ranges(const at::Tensor& cu_seqlens, int64_t total) {
-  const at::Tensor offsets = cu_seqlens.to(at::kLong).contiguous();
+std::vector<std::pair<int64_t, int64_t>> ranges(const Tensor& cu_seqlens, int64_t total) {
+  const Tensor offsets = contiguous_as(cu_seqlens, kLong);
   const int64_t* at = offsets.const_data_ptr<int64_t>();
   std::vector<std::pair<int64_t, int64_t>> result;
   int64_t end = 0;
@@ -94,7 +93,7 @@ void add_sequences(Problem& problem, const Arguments& arguments) {
 void add_dropout(Problem& problem, const Arguments& arguments) {
   if (arguments.drop_below == 0) return;
   Dropout& dropout = problem.dropout;
-  const at::Tensor seeds = arguments.seed->contiguous();
+  const Tensor seeds = contiguous_as(*arguments.seed, kLong);
   const int64_t* first = seeds.const_data_ptr<int64_t>();
   dropout.seeds.assign(first, first + seeds.numel());
   dropout.seed_batches = seeds.size(0);
@@ -106,16 +105,12 @@ void add_dropout(Problem& problem, const Arguments& arguments) {
   dropout.k_origin = arguments.k_origin;
 }
 
-at::Tensor contiguous_or_none(const MaybeTensor& tensor, at::ScalarType dtype) {
-  return tensor.has_value() ? tensor->to(dtype).contiguous() : at::Tensor();
-}
-
 void add_intervals(Problem& problem, const Arguments& arguments) {
   if (!arguments.start.has_value()) return;
   const MaskTensors& mask = problem.mask;
-  const int64_t batch = mask.start.size(0), heads = mask.start.size(1), keys = mask.start.size(2);
-  const auto part = [&](const at::Tensor& tensor, int64_t index) {
-    return tensor.defined() ? tensor.const_data_ptr<int32_t>() + index * keys : nullptr;
+  const int64_t batch = mask.start->size(0), heads = mask.start->size(1), keys = mask.start->size(2);
+  const auto part = [&](const MaybeTensor& tensor, int64_t index) {
+    return tensor.has_value() ? tensor->const_data_ptr<int32_t>() + index * keys : nullptr;
   };
   problem.interval_heads = heads;
   for (int64_t index = 0; index < batch * heads; ++index)
@@ -141,16 +136,16 @@ Problem make_problem(const Arguments& arguments) {
   problem.value_dim = problem.value.width;
   add_sequences(problem, arguments);
   if (arguments.bias.has_value()) problem.bias = bias_of(*arguments.bias);
-  problem.mask.row_tiles = contiguous_or_none(arguments.row_tiles, at::kInt);
-  problem.mask.col_tiles = contiguous_or_none(arguments.col_tiles, at::kInt);
-  problem.mask.row_bits = contiguous_or_none(arguments.row_bits, at::kInt);
-  problem.mask.col_bits = contiguous_or_none(arguments.col_bits, at::kInt);
-  problem.mask.q_segments = contiguous_or_none(arguments.q_segments, at::kLong);
-  problem.mask.k_segments = contiguous_or_none(arguments.k_segments, at::kLong);
-  problem.mask.start = contiguous_or_none(arguments.start, at::kInt);
-  problem.mask.end = contiguous_or_none(arguments.end, at::kInt);
-  problem.mask.hidden_from = contiguous_or_none(arguments.hidden_from, at::kInt);
-  problem.mask.hidden_to = contiguous_or_none(arguments.hidden_to, at::kInt);
+  problem.mask.row_tiles = contiguous_or_none(arguments.row_tiles, kInt);
+  problem.mask.col_tiles = contiguous_or_none(arguments.col_tiles, kInt);
+  problem.mask.row_bits = contiguous_or_none(arguments.row_bits, kInt);
+  problem.mask.col_bits = contiguous_or_none(arguments.col_bits, kInt);
+  problem.mask.q_segments = contiguous_or_none(arguments.q_segments, kLong);
+  problem.mask.k_segments = contiguous_or_none(arguments.k_segments, kLong);
+  problem.mask.start = contiguous_or_none(arguments.start, kInt);
+  problem.mask.end = contiguous_or_none(arguments.end, kInt);
+  problem.mask.hidden_from = contiguous_or_none(arguments.hidden_from, kInt);
+  problem.mask.hidden_to = contiguous_or_none(arguments.hidden_to, kInt);
   problem.scale = arguments.softmax_scale;
   problem.softcap = arguments.softcap;
   add_dropout(problem, arguments);

@@ -1,22 +1,20 @@
 // One call, as the kernels see it: plain views of the tensors, dense and variable lengths alike.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <new>
-#include <optional>
 #include <vector>
 
 #include "intervals.h"
+#include "tensor.h"
+#include "tensor.h"
 #include "tile_math.h"
 
 namespace dmattn {
-
-using MaybeTensor = std::optional<at::Tensor>;
 
 constexpr int64_t kUnbounded = int64_t{1} << 30;  // a band limit that limits nothing, as in call.py
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 4;
@@ -84,7 +82,7 @@ struct Bias {
 
 // A mask (DESIGN.md): tile lists, bits, segments and intervals; each may be missing.
 struct MaskTensors {
-  at::Tensor row_tiles, col_tiles, row_bits, col_bits, q_segments, k_segments, start, end, hidden_from, hidden_to;
+  MaybeTensor row_tiles, col_tiles, row_bits, col_bits, q_segments, k_segments, start, end, hidden_from, hidden_to;
 };
 
 struct Dropout {
@@ -126,7 +124,7 @@ struct Problem {
 
 // The arguments that forward and backward share, in the order of the operators' schemas.
 struct Arguments {
-  const at::Tensor &query, &key, &value;
+  const Tensor &query, &key, &value;
   const MaybeTensor &bias, &row_tiles, &col_tiles, &row_bits, &col_bits, &q_segments, &k_segments, &start, &end,
       &hidden_from, &hidden_to;
   std::optional<int64_t> at_most;
@@ -138,9 +136,9 @@ struct Arguments {
   double dropout_scale;
 };
 
-Element element_of(const at::Tensor& tensor);
-Rows rows_of(const at::Tensor& tensor);
-Bias bias_of(const at::Tensor& tensor);
+Element element_of(const Tensor& tensor);
+Rows rows_of(const Tensor& tensor);
+Bias bias_of(const Tensor& tensor);
 Problem make_problem(const Arguments& arguments);
 
 // `x` as a finite T of its sign, where it is finite.
@@ -158,7 +156,7 @@ SoftCap<T> softcap_of(const Problem& problem) {
 }
 
 template <typename T>
-PerQuery<T> per_query_of(const at::Tensor& tensor) {
+PerQuery<T> per_query_of(const Tensor& tensor) {
   const bool packed = tensor.dim() == 2;
   return {static_cast<T*>(tensor.data_ptr()), packed ? 0 : tensor.stride(0), tensor.stride(-2), tensor.stride(-1)};
 }

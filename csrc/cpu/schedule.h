@@ -1,14 +1,13 @@
 // How a call is cut into work: waves that bound the workspace, and items that threads take in turn.
 #pragma once
 
-#include <ATen/Parallel.h>
 
 #include <atomic>
 #include <vector>
 
-#if defined(__SANITIZE_THREAD__)
 #include <exception>
 #include <mutex>
+#if defined(__SANITIZE_THREAD__)
 #include <thread>
 #endif
 
@@ -50,29 +49,31 @@ struct Wave {
 // Cut all pairs into waves of at most kWaveBytes (at least one pair each), given the bytes of one slot of each kind.
 std::vector<Wave> make_waves(const Problem& problem, int64_t query_slot_bytes, int64_t key_slot_bytes);
 
-// Call f() on each of `threads` threads.
+inline int64_t thread_count() { return torch::stable::get_num_threads(); }
+
+// Call f() on each of `threads` threads, and throw what one of them throws: exceptions do not pass through torch's
+// stable interface.
 template <typename F>
 void on_threads(int64_t threads, const F& f) {
+  std::exception_ptr failure;
+  std::mutex guard;
+  const auto guarded = [&](int64_t, int64_t) {
+    try {
+      f();
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(guard);
+      failure = std::current_exception();
+    }
+  };
 #if defined(__SANITIZE_THREAD__)
   // ThreadSanitizer does not know how OpenMP's threads wait for each other.
   std::vector<std::thread> started;
-  std::exception_ptr failure;
-  std::mutex guard;
-  for (int64_t t = 0; t < threads; ++t) {
-    started.emplace_back([&] {
-      try {
-        f();
-      } catch (...) {
-        const std::lock_guard<std::mutex> lock(guard);
-        failure = std::current_exception();
-      }
-    });
-  }
+  for (int64_t t = 0; t < threads; ++t) started.emplace_back(guarded, t, t + 1);
   for (std::thread& thread : started) thread.join();
-  if (failure) std::rethrow_exception(failure);
 #else
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { f(); });
+  torch::stable::parallel_for(0, threads, 1, guarded);
 #endif
+  if (failure) std::rethrow_exception(failure);
 }
 
 // Call worker() on each thread, then its result with every item in [0, items), each taken by the thread that is free
@@ -80,7 +81,7 @@ void on_threads(int64_t threads, const F& f) {
 template <typename MakeWorker>
 void for_each_item(int64_t items, const MakeWorker& make_worker) {
   std::atomic<int64_t> next{0};
-  on_threads(std::min<int64_t>(items, at::get_num_threads()), [&] {
+  on_threads(std::min<int64_t>(items, thread_count()), [&] {
     auto worker = make_worker();
     for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) worker(item);
   });

@@ -1,8 +1,6 @@
 // A heap of the best keys of a document, worst on top: the key that leaves it is not seen from that query on.
 #include "selection.h"
 
-#include <ATen/Dispatch.h>
-#include <c10/util/Exception.h>
 
 #include <bit>
 #include <limits>
@@ -111,55 +109,57 @@ void select(const T* scores, int64_t stride, const Document& document, const Rul
   for (const K& key : heap) document.write(key.position(), document.last, rule);
 }
 
-void check(const at::Tensor& scores, const MaybeTensor& documents, const Rule& rule, const at::Tensor& start,
-           const at::Tensor& end) {
+void check(const Tensor& scores, const MaybeTensor& documents, const Rule& rule, const Tensor& start,
+           const Tensor& end) {
   check_memory("scores", scores);
   check_memory("start", start);
   check_memory("end", end);
   if (documents.has_value()) check_memory("documents", *documents);
-  TORCH_CHECK_VALUE(scores.dim() == 3, "scores must have 3 dimensions, got ", scores.dim());
+  DMATTN_CHECK_VALUE(scores.dim() == 3, "scores must have 3 dimensions, got ", scores.dim());
   const int64_t seqlen = scores.size(2);
-  TORCH_CHECK_VALUE(seqlen <= std::numeric_limits<int32_t>::max(), "scores have too many keys: ", seqlen);
-  for (const at::Tensor* output : {&start, &end}) {
-    TORCH_CHECK_TYPE(output->scalar_type() == at::kInt, "start and end must be int32");
-    TORCH_CHECK_VALUE(output->is_contiguous() && output->device().is_cpu(), "start and end must be contiguous, on the CPU");
-    TORCH_CHECK_VALUE(output->dim() == 3 && output->size(1) == scores.size(1) && output->size(2) == seqlen &&
+  DMATTN_CHECK_VALUE(seqlen <= std::numeric_limits<int32_t>::max(), "scores have too many keys: ", seqlen);
+  for (const Tensor* output : {&start, &end}) {
+    DMATTN_CHECK_TYPE(output->scalar_type() == kInt, "start and end must be int32");
+    DMATTN_CHECK_VALUE(output->is_contiguous() && output->is_cpu(), "start and end must be contiguous, on the CPU");
+    DMATTN_CHECK_VALUE(output->dim() == 3 && output->size(1) == scores.size(1) && output->size(2) == seqlen &&
                           output->size(0) == start.size(0),
                       "start and end must have shape [B, ", scores.size(1), ", ", seqlen, "], got ", output->sizes());
   }
   const auto fits = [&](int64_t batch) { return batch == 1 || batch == start.size(0); };
-  TORCH_CHECK_VALUE(fits(scores.size(0)) && scores.device().is_cpu(), "scores must have batch 1 or ", start.size(0),
-                    " and lie on the CPU, got ", scores.sizes(), " on ", scores.device());
+  DMATTN_CHECK_VALUE(fits(scores.size(0)) && scores.is_cpu(), "scores must have batch 1 or ", start.size(0),
+                    " and lie on the CPU, got ", scores.sizes());
   if (documents.has_value()) {
-    TORCH_CHECK_TYPE(c10::isIntegralType(documents->scalar_type(), /*includeBool=*/true), "documents must be integers");
-    TORCH_CHECK_VALUE(documents->dim() == 2 && documents->size(1) == seqlen && fits(documents->size(0)) &&
-                          documents->device().is_cpu(),
+    DMATTN_CHECK_TYPE(documents->scalar_type() == kBool || is_integral(documents->scalar_type()), "documents must be integers");
+    DMATTN_CHECK_VALUE(documents->dim() == 2 && documents->size(1) == seqlen && fits(documents->size(0)) &&
+                          documents->is_cpu(),
                       "documents must have shape [", start.size(0), " or 1, ", seqlen, "] and lie on the CPU, got ",
                       documents->sizes());
   }
-  TORCH_CHECK_VALUE(rule.keep >= 0 && rule.keep_first >= 0 && rule.keep_last >= 0,
+  DMATTN_CHECK_VALUE(rule.keep >= 0 && rule.keep_first >= 0 && rule.keep_last >= 0,
                     "keep, keep_first and keep_last must not be negative");
-  TORCH_CHECK_VALUE(rule.is_causal || rule.keep_last == 0, "keep_last must be 0 where queries see later keys");
+  DMATTN_CHECK_VALUE(rule.is_causal || rule.keep_last == 0, "keep_last must be 0 where queries see later keys");
 }
 
 template <typename T>
-void lifetimes_of(const at::Tensor& scores, const at::Tensor& ids, const Rule& rule, const at::Tensor& start,
-                  const at::Tensor& end) {
+void lifetimes_of(const Tensor& scores, const MaybeTensor& ids, const Rule& rule, const Tensor& start,
+                  const Tensor& end) {
   using K = std::conditional_t<std::is_same_v<T, double>, DoubleKey, Key>;
   const int64_t heads = start.size(1), seqlen = start.size(2);
   const int64_t batch_stride = scores.size(0) == 1 ? 0 : scores.stride(0);
-  const int64_t ids_stride = ids.defined() && ids.size(0) > 1 ? seqlen : 0;
+  const int64_t head_stride = scores.stride(1), key_stride = scores.stride(2);
+  const int64_t ids_stride = ids.has_value() && ids->size(0) > 1 ? seqlen : 0;
+  const int64_t* all_ids = ids.has_value() ? ids->const_data_ptr<int64_t>() : nullptr;
   const T* all_scores = scores.const_data_ptr<T>();
-  int32_t *starts = start.data_ptr<int32_t>(), *ends = end.data_ptr<int32_t>();
+  int32_t *starts = start.mutable_data_ptr<int32_t>(), *ends = end.mutable_data_ptr<int32_t>();
   for_each_item(start.size(0) * heads, [&] {
     return [&, heap = std::vector<K>()](int64_t row) mutable {
       const int64_t b = row / heads, h = row % heads;
-      const T* row_scores = all_scores + b * batch_stride + h * scores.stride(1);
-      const int64_t* row_ids = ids.defined() ? ids.const_data_ptr<int64_t>() + b * ids_stride : nullptr;
+      const T* row_scores = all_scores + b * batch_stride + h * head_stride;
+      const int64_t* row_ids = all_ids ? all_ids + b * ids_stride : nullptr;
       for (int64_t first = 0, last; first < seqlen; first = last) {
         last = row_ids ? first + 1 : seqlen;
         while (last < seqlen && row_ids[last] == row_ids[first]) ++last;
-        select<K>(row_scores, scores.stride(2), {first, last, starts + row * seqlen, ends + row * seqlen}, rule, heap);
+        select<K>(row_scores, key_stride, {first, last, starts + row * seqlen, ends + row * seqlen}, rule, heap);
       }
     };
   });
@@ -167,14 +167,24 @@ void lifetimes_of(const at::Tensor& scores, const at::Tensor& ids, const Rule& r
 
 }  // namespace
 
-void lifetimes(const at::Tensor& scores, const MaybeTensor& documents, int64_t keep, int64_t keep_first,
-               int64_t keep_last, bool is_causal, const at::Tensor& start, const at::Tensor& end) {
+void lifetimes(const Tensor& scores, const MaybeTensor& documents, int64_t keep, int64_t keep_first,
+               int64_t keep_last, bool is_causal, const Tensor& start, const Tensor& end) {
   check(scores, documents, {keep, keep_first, keep_last, is_causal}, start, end);
   const int64_t seqlen = scores.size(2);
   const Rule rule{std::min(keep, seqlen), keep_first, std::min(keep_last, seqlen), is_causal};
-  const at::Tensor ids = documents.has_value() ? documents->to(at::kLong).contiguous() : at::Tensor();
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, scores.scalar_type(), "lifetimes",
-                                  [&] { lifetimes_of<scalar_t>(scores, ids, rule, start, end); });
+  const MaybeTensor ids = contiguous_or_none(documents, kLong);
+  switch (scores.scalar_type()) {
+    case kDouble:
+      return lifetimes_of<double>(scores, ids, rule, start, end);
+    case kFloat:
+      return lifetimes_of<float>(scores, ids, rule, start, end);
+    case kHalf:
+      return lifetimes_of<c10::Half>(scores, ids, rule, start, end);
+    case kBFloat16:
+      return lifetimes_of<c10::BFloat16>(scores, ids, rule, start, end);
+    default:
+      refuse("TypeError: ", "scores must be float64, float32, float16 or bfloat16, got ", scores.scalar_type());
+  }
 }
 
 }  // namespace dmattn

@@ -53,6 +53,10 @@ struct TileMath {
   // Convert `n` elements to or from the compute type.
   void (*load)(const void* source, Element element, int64_t n, T* target);
   void (*store)(const T* source, T factor, int64_t n, void* target, Element element);
+  // C[m, n] = A[m, k] B[k, n], or += where `accumulate`; all row-major, `a_stride` elements between the rows of A, and so
+  // on. m and n are multiples of 16. The sums run over k in ascending order, whatever m and n are.
+  void (*product)(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_stride, const T* b, int64_t b_stride,
+                  bool accumulate, T* c, int64_t c_stride);
   // target[c, r] = source[r, c]; rows and cols are multiples of 16.
   void (*transpose)(const T* source, int64_t source_stride, int64_t rows, int64_t cols, T* target,
                     int64_t target_stride);
@@ -97,7 +101,7 @@ struct BitMath {
                          uint32_t* words);
 };
 
-// The best instruction set this processor has, as torch sees it (ATEN_CPU_CAPABILITY is respected).
+// The best instruction set that this processor has. ATEN_CPU_CAPABILITY=avx2 or default limits it, as it limits torch.
 template <typename T>
 const TileMath<T>& tile_math();
 const BitMath& bit_math();

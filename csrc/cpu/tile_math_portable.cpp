@@ -3,9 +3,9 @@
 #define DMATTN_ISA portable
 #include "tile_math_impl.h"
 
-#include <ATen/Version.h>
 
-#include <string>
+#include <cstdlib>
+#include <string_view>
 
 namespace dmattn {
 
@@ -28,9 +28,15 @@ enum class Level { portable, avx2, avx512 };
 
 Level level() {
   static const Level chosen = [] {
-    const std::string capability = at::get_cpu_capability();
-    if (capability == "AVX512") return Level::avx512;
-    if (capability == "AVX2") return Level::avx2;
+#if defined(__x86_64__)
+    const char* const variable = std::getenv("ATEN_CPU_CAPABILITY");
+    const std::string_view most = variable ? variable : "";
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (has_avx512 && most != "avx2" && most != "default") return Level::avx512;
+    if (has_avx2 && most != "default") return Level::avx2;
+#endif
     return Level::portable;
   }();
   return chosen;

@@ -6,31 +6,31 @@ namespace dmattn {
 namespace {
 
 // Segment ids [B or 1, heads or 1, S] (or [B or 1, S]) of one head, from the start of its sequence.
-const int64_t* segment_row(const at::Tensor& segments, int64_t batch, int64_t head, int64_t heads, int64_t start) {
-  if (!segments.defined()) return nullptr;
-  const int64_t length = segments.size(-1);
-  const int64_t b = segments.size(0) == 1 ? 0 : batch;
-  const int64_t tensor_heads = segments.dim() == 3 ? segments.size(1) : 1;
+const int64_t* segment_row(const MaybeTensor& segments, int64_t batch, int64_t head, int64_t heads, int64_t start) {
+  if (!segments.has_value()) return nullptr;
+  const int64_t length = segments->size(-1);
+  const int64_t b = segments->size(0) == 1 ? 0 : batch;
+  const int64_t tensor_heads = segments->dim() == 3 ? segments->size(1) : 1;
   const int64_t h = broadcast_head(head, heads, tensor_heads);
-  return segments.const_data_ptr<int64_t>() + (b * tensor_heads + h) * length + start;
+  return segments->const_data_ptr<int64_t>() + (b * tensor_heads + h) * length + start;
 }
 
 // The start of the (batch, head) part of lists or bits [Bm, Hm, rows, words].
 template <typename Word>
-const Word* mask_part(const at::Tensor& tensor, int64_t batch, int64_t head, int64_t heads) {
-  if (!tensor.defined()) return nullptr;
-  const int64_t b = tensor.size(0) == 1 ? 0 : batch;
-  const int64_t h = broadcast_head(head, heads, tensor.size(1));
-  const auto* data = reinterpret_cast<const Word*>(tensor.const_data_ptr<int32_t>());
-  return data + (b * tensor.size(1) + h) * tensor.size(2) * tensor.size(3);
+const Word* mask_part(const MaybeTensor& tensor, int64_t batch, int64_t head, int64_t heads) {
+  if (!tensor.has_value()) return nullptr;
+  const Extents sizes = tensor->sizes();
+  const int64_t b = sizes[0] == 1 ? 0 : batch, h = broadcast_head(head, heads, sizes[1]);
+  const auto* data = reinterpret_cast<const Word*>(tensor->const_data_ptr<int32_t>());
+  return data + (b * sizes[1] + h) * sizes[2] * sizes[3];
 }
 
-void add_lists(Side& side, const at::Tensor& tiles, const at::Tensor& bits, int64_t batch, int64_t head,
+void add_lists(Side& side, const MaybeTensor& tiles, const MaybeTensor& bits, int64_t batch, int64_t head,
                int64_t heads) {
   side.records = mask_part<int32_t>(tiles, batch, head, heads);
-  side.record_words = tiles.defined() ? tiles.size(3) : 0;
+  side.record_words = tiles.has_value() ? tiles->size(3) : 0;
   side.bits = mask_part<uint32_t>(bits, batch, head, heads);
-  side.bit_words = bits.defined() ? bits.size(3) : 0;
+  side.bit_words = bits.has_value() ? bits->size(3) : 0;
 }
 
 }  // namespace

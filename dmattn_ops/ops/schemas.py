@@ -87,16 +87,22 @@ SCHEMAS = {
 # What tracers see through: in their graphs stand the operations of torch that it consists of.
 COMPOSITES = {"draw_seed": "(Tensor query, SymInt? batch=None) -> Tensor seed"}
 
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-library = torch.library.Library("dmattn", "DEF")
-for _name, _schema in (SCHEMAS | COMPOSITES).items():
-    library.define(_name + _schema, tags=_TAGS)
 # Part of exported programs alone (`taken_apart.py`).
-library.define(
-    "mask_as_exported(Tensor part, Tensor lengths, Tensor numbers, SymInt seqlen_q, SymInt seqlen_k, SymInt band_lo,"
-    " SymInt band_hi, SymInt? at_most, bool from_bottom_right) -> Tensor",
-    tags=_TAGS,
-)
+EXPORTED = {
+    "mask_as_exported": "(Tensor part, Tensor lengths, Tensor numbers, SymInt seqlen_q, SymInt seqlen_k, SymInt band_lo,"
+    " SymInt band_hi, SymInt? at_most, bool from_bottom_right) -> Tensor"
+}
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+try:
+    library = torch.library.Library("dmattn", "DEF")
+except RuntimeError as error:
+    raise ImportError(
+        "the operators torch.ops.dmattn are defined already, by libdmattn.so: a program that embeds Python imports dmattn_ops"
+        " before it loads the library"
+    ) from error
+for _name, _schema in (SCHEMAS | COMPOSITES | EXPORTED).items():
+    library.define(_name + _schema, tags=_TAGS)
 
 
 def overload(name: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache, partial
 
@@ -74,8 +73,7 @@ def check(
     for _ in range(repeats):
         torch.manual_seed(problem.seed)
         call = partial(_varlen_results if varlen else _dense_results, problem, given)
-        with _products(problem):
-            found = _placed(problem, device, call) if run is None else [run(call)]
+        found = _placed(problem, device, call) if run is None else [run(call)]
         for actual in found:
             cancelled |= compare(problem, actual, expected, eager, rounding, others, margins)
             _check_exact_zeros(problem, inputs, actual)
@@ -84,17 +82,6 @@ def check(
                     assert torch.equal(one, actual[name]), f"{name} changed between runs although deterministic=True"
             first = first or actual
     return cancelled
-
-
-@contextmanager
-def _products(problem: Problem) -> Iterator[None]:
-    """Let the C++ kernels use oneDNN only where the problem says so."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(before and problem.onednn)  # the public switch warns about TF32
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 def _placed(problem: Problem, device: str, call: Callable[[], Results]) -> list[Results]:

@@ -62,7 +62,6 @@ class Problem:
     extreme: str = ""  # where the bias is `bias_value`: "", rows (some whole ones), keys (all but the first), all
     bias_value: float = 0.0
     steep: float = 1.0  # what query is multiplied by: scores far from 0 without a bias
-    onednn: bool = True  # the C++ kernels may use its products
     instructions: str = ""  # of the C++ kernels: "" (the best of this processor), avx2, default
 
 
@@ -145,7 +144,7 @@ def _far_from_usual(problem: Problem, kernel: Kernel, on_gpu: bool, random: Rand
     problem = _poisoned(problem, on_gpu, Random(-3000 - problem.seed))
     if on_gpu:
         return problem
-    return replace(problem, onednn=random.chance(0.8), instructions=instructions(problem.seed))
+    return replace(problem, instructions=instructions(problem.seed))
 
 
 def _poisoned(problem: Problem, on_gpu: bool, random: Random) -> Problem:

@@ -204,7 +204,7 @@ class Soak:
         elif chance < 0.35:
             # Without what belongs to the whole process: the seed of its random numbers, and a switch of torch.
             drawn = [self.next_problem() for _ in range(TOGETHER)]
-            problems = [replace(each, dropout_p=0.0, onednn=True, place="stream") for each in drawn]
+            problems = [replace(each, dropout_p=0.0, place="stream") for each in drawn]
             with ThreadPoolExecutor(TOGETHER) as pool:
                 list(pool.map(lambda problem: self._check("together", problem), problems))
         elif chance < 0.37:

@@ -1,0 +1,69 @@
+"""Export a model with dynamic masks, compile it with AOTInductor, and save inputs with what Python makes of them.
+
+Usage: `python examples/aoti/export.py FOLDER` writes `model.pt2`, which run.cpp runs without Python, and `calls.pt`: for each
+of some lengths the inputs of the model, in the order in which the package takes them, and the expected output.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ShapesCollection
+from torch.utils import _pytree as pytree
+
+import dmattn_ops
+from dmattn_ops import TileMask
+
+HEADS, HEAD_DIM = 4, 16
+LENGTHS = (200, 150, 517)  # the model is exported with the first one
+
+
+class Model(nn.Module):
+    """Two layers of attention: one learns its mask and makes it inside, the other is given one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dim = HEADS * HEAD_DIM
+        self.learned = dmattn_ops.nn.DynamicMaskAttention(dim, HEADS, kv_heads=2, keep=24, keep_first=2, keep_last=8)
+        self.qkv = nn.Linear(dim, 3 * dim)
+
+    def forward(self, hidden: Tensor, mask: TileMask) -> Tensor:
+        """Return `[B, S, dim]` of hidden states `[B, S, dim]`."""
+        hidden = hidden + self.learned(hidden)
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(2)
+        return hidden + dmattn_ops.flash_dmattn_func(query, key, value, mask).flatten(2)
+
+
+def inputs_of(seqlen: int) -> tuple[Tensor, TileMask]:
+    """Return hidden states, and a mask of the 16 best keys by random scores: a window, where scores are positions."""
+    hidden = torch.randn(2, seqlen, HEADS * HEAD_DIM)
+    return hidden, dmattn_ops.dynamic_mask(torch.rand(2, HEADS, seqlen), 16, keep_last=4)
+
+
+def tensors_of(inputs: tuple[Tensor, TileMask]) -> list[Tensor]:
+    """Return what the package takes: the tensors among the leaves of the inputs. Numbers of a mask are its last tensor's sizes."""
+    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+
+def main(folder: Path) -> None:
+    """Write both files."""
+    torch.manual_seed(0)
+    model, inputs = Model().eval(), inputs_of(LENGTHS[0])
+    shapes: Any = ShapesCollection()
+    for leaf in tensors_of(inputs):
+        if LENGTHS[0] in leaf.shape:
+            shapes[leaf] = {dim: Dim.DYNAMIC for dim, size in enumerate(leaf.shape) if size == LENGTHS[0]}
+    with torch.no_grad():
+        program = torch.export.export(model, inputs, dynamic_shapes=shapes)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
+        calls = [inputs_of(length) for length in LENGTHS]
+        saved = [(tensors_of(given), model(*given)) for given in calls]
+    torch.save(saved, folder / "calls.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,38 @@
+// Runs model.pt2 without Python, and compares with what Python made of the same inputs (export.py).
+// usage: run LIBDMATTN MODEL.pt2 CALLS.pt
+#include <dlfcn.h>
+#include <ATen/ATen.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+
+int main(int argc, char** argv) {
+  if (argc != 4) {
+    std::fprintf(stderr, "usage: %s LIBDMATTN MODEL.pt2 CALLS.pt\n", argv[0]);
+    return 2;
+  }
+  // Loading the library defines the operators dmattn::*, which has to be before the model is loaded.
+  if (!dlopen(argv[1], RTLD_NOW | RTLD_GLOBAL)) {
+    std::fprintf(stderr, "%s\n", dlerror());
+    return 1;
+  }
+  torch::inductor::AOTIModelPackageLoader model(argv[2]);
+  std::ifstream file(argv[3], std::ios::binary);
+  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+  const c10::IValue calls = torch::jit::pickle_load(bytes);
+  bool right = true;
+  for (const c10::IValue& element : calls.toListRef()) {
+    const auto& call = element.toTupleRef().elements();
+    std::vector<at::Tensor> inputs;
+    for (const c10::IValue& input : call[0].toListRef()) inputs.push_back(input.toTensor());
+    const at::Tensor expected = call[1].toTensor();
+    const at::Tensor out = model.run(inputs).at(0);
+    const double difference = (out - expected).abs().max().item<double>();
+    std::printf("length %ld: largest difference to Python %g\n", static_cast<long>(out.size(1)), difference);
+    right = right && out.sizes() == expected.sizes() && difference < 1e-5;
+  }
+  return right ? 0 : 1;
+}
