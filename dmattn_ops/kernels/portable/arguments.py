@@ -116,6 +116,7 @@ class Features(NamedTuple):
     group: int  # query heads that read one key head
     bias: str  # "none", "key" or "full"
     natural: bool  # scores are in natural units, not in those of log2
+    sign: int  # of the factor of products (`factor_sign`)
     softcap: bool
     dropout: bool
     whole_groups: bool  # of four weights that share an evaluation of Philox
@@ -340,6 +341,7 @@ def features_of(call: Call, tiles: Tensor | None) -> Features:
         group=max(1, call.query.shape[-2] // max(1, call.key.shape[-2])),
         bias=bias_kind(call.bias),
         natural=in_natural_units(call),
+        sign=factor_sign(call),
         softcap=options.softcap != 0,
         dropout=_drops(call),
         whole_groups=options.q_origin % 16 == 0 and options.k_origin % 16 == 0,

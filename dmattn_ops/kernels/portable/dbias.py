@@ -40,7 +40,7 @@ from dmattn_ops.kernels.portable.primitives import (
 from dmattn_ops.kernels.portable.queries import load_queries, step_gradient
 from dmattn_ops.kernels.portable.scores import Bias, BiasArray, Factors, bias_of
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
-from dmattn_ops.kernels.portable.visibility import MaskArrays, mask_of_head
+from dmattn_ops.kernels.portable.visibility import BitArray, KeyArrays, MaskArrays, mask_of_head
 from dmattn_ops.launching.launch import computed, launch
 
 ENTRIES = 128  # list entries that one iteration marks
@@ -78,9 +78,11 @@ def dbias_kernel(
     BLOCK_M: tl.constexpr = shape.block_m
     BLOCK_N: tl.constexpr = shape.block_n
     masks = MaskArrays(
-        bits, bits_b, bits_h, bits_r, mask_group, q_segments, q_segments_b,
-        k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
-    )  # fmt: skip
+        BitArray(bits, bits_b, bits_h, bits_r, mask_group),
+        KeyArrays(k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group),
+        q_segments,
+        q_segments_b,
+    )
     biases = BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group)
     seeds = Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
     program = tl.program_id(0)

@@ -22,7 +22,6 @@ from dmattn_ops.kernels.portable.arguments import (
     blocks_and_programs,
     ceil_div,
     extent,
-    factor_sign,
     features_of,
     list_arguments,
     padded,
@@ -62,6 +61,8 @@ from dmattn_ops.kernels.portable.scores import (
     row_units,
 )
 from dmattn_ops.kernels.portable.visibility import (
+    BitArray,
+    KeyArrays,
     MaskArrays,
     key_marks,
     met_rows,
@@ -100,12 +101,12 @@ class Softmax(NamedTuple):
 
 
 @triton.jit
-def softmax_of_nothing(factors, shape: tl.constexpr, features: tl.constexpr, SIGN: tl.constexpr):
+def softmax_of_nothing(factors, shape: tl.constexpr, features: tl.constexpr):
     """Return the softmax of rows that have seen no key yet."""
     BLOCK_M: tl.constexpr = shape.block_m
     PADDED_VALUE: tl.constexpr = shape.padded_value
     acc = tl.zeros((BLOCK_M, PADDED_VALUE), tl.float32)
-    unit = log2_unit(factors, SIGN)
+    unit = log2_unit(factors, features)
     least = float("-inf")
     if not features.natural:
         least = least_peak(unit)
@@ -116,12 +117,19 @@ def softmax_of_nothing(factors, shape: tl.constexpr, features: tl.constexpr, SIG
 
 @triton.jit
 def attend(
-    sums, queries, keys, part, head, shape: tl.constexpr, features: tl.constexpr, SIGN: tl.constexpr, PARTIAL: tl.constexpr,
+    sums,
+    queries,
+    keys,
+    part,
+    head,
+    shape: tl.constexpr,
+    features: tl.constexpr,
+    PARTIAL: tl.constexpr,
     CAREFUL: tl.constexpr,
-):  # fmt: skip
+):
     """Add the keys of one part of the walk to the running softmax `sums`.
 
-    `SIGN` is that of the factor in units of log2: where it is positive, the largest score is that of the largest product.
+    Where the sign of the factor of products is positive, the largest score is that of the largest product.
     `CAREFUL`: values that nobody of the block sees may be NaN.
     """
     KEY_ROWS: tl.constexpr = shape.key_rows
@@ -130,16 +138,16 @@ def attend(
     place, factors = head.place, head.factors
     acc, total = sums.acc, sums.total
     peak, base = sums.peak, sums.base
-    unit = log2_unit(factors, SIGN)
+    unit = log2_unit(factors, features)
     met = met_rows(head.mask, queries.start, queries.last, place.length_k, features)
     for step in tl.range(part.begin, part.end):
         start = walked_start(part, step, BLOCK_N, features)
         seen = None
         k = load_rows(keys.key, start, place.length_k, KEY_ROWS, PARTIAL)
         score, _ = capped(tl.dot(queries.q, tl.trans(k), input_precision=features.precision), factors, features)
-        if SIGN < 0:
+        if features.sign < 0:
             score = -score
-        if SIGN == 0:
+        if features.sign == 0:
             score = score * 0.0
         if features.natural and features.bias == "none":
             score = tl.fma(score, factors.factor, 0.0)
@@ -177,14 +185,13 @@ def attend(
 
 @triton.jit
 def attend_share(
-    queries, keys, walk, split, splits, head, shape: tl.constexpr, features: tl.constexpr, SIGN: tl.constexpr,
-    CAREFUL: tl.constexpr,
-):  # fmt: skip
+    queries, keys, walk, split, splits, head, shape: tl.constexpr, features: tl.constexpr, CAREFUL: tl.constexpr
+):
     """Return the running softmax after one of `splits` shares of a walk."""
-    sums = softmax_of_nothing(head.factors, shape, features, SIGN)
+    sums = softmax_of_nothing(head.factors, shape, features)
     for PARTIAL in tl.static_range(2):
         part = share_of(part_of(walk, PARTIAL), split, splits)
-        sums = attend(sums, queries, keys, part, head, shape, features, SIGN, PARTIAL, CAREFUL)
+        sums = attend(sums, queries, keys, part, head, shape, features, PARTIAL, CAREFUL)
     return sums
 
 
@@ -197,7 +204,7 @@ def forward_kernel(
     bias_b, bias_h, bias_q, bias_k, bias_group, tiles_b, tiles_h, tiles_r, tiles_w, bits_b, bits_h, bits_r, mask_group,
     q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor,
-    shape: tl.constexpr, features: tl.constexpr, SIGN: tl.constexpr,
+    shape: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
     """Write out and the statistics of one block of queries, or of one share of its walk (`program_id(1)` says which)."""
     QUERY_ROWS: tl.constexpr = shape.query_rows
@@ -207,13 +214,15 @@ def forward_kernel(
     operands = Operands(
         lists,
         MaskArrays(
-            bits, bits_b, bits_h, bits_r, mask_group, q_segments, q_segments_b,
-            k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
+            BitArray(bits, bits_b, bits_h, bits_r, mask_group),
+            KeyArrays(k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group),
+            q_segments,
+            q_segments_b,
         ),
         BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group),
         Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
         Factors(ratio, factor),
-    )  # fmt: skip
+    )
     program = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -233,13 +242,13 @@ def forward_kernel(
     walk = plan_walk(head, start_q, last_q, lists, shape, features, False)
     q = load_rows(query, start_q, place.length_q, QUERY_ROWS, True)
     queries = Queries(q, query_marks(head, start_q, shape, features), start_q, last_q)
-    sums = attend_share(queries, keys, walk, split, splits, head, shape, features, SIGN, False)
+    sums = attend_share(queries, keys, walk, split, splits, head, shape, features, False)
     if features.mask != "none":
         if some_nan(sums.acc):
-            sums = attend_share(queries, keys, walk, split, splits, head, shape, features, SIGN, True)
+            sums = attend_share(queries, keys, walk, split, splits, head, shape, features, True)
 
     peak, total = sums.peak, sums.total
-    unit = log2_unit(head.factors, SIGN)
+    unit = log2_unit(head.factors, features)
     empty = total == 0.0
     scale = 1.0 / tl.where(empty, 1.0, total)
     if features.dropout:
@@ -291,7 +300,6 @@ def forward(call: Call, result: Result, config: PortableForward) -> None:
         "sink": call.sink,
         "shape": shape_of(call, config.block_m, config.block_n, aligned),
         "features": features_of(call, mask.row_tiles),
-        "SIGN": factor_sign(call),
     }
     splits = split_count(
         blocks_and_programs(size, size.seqlen_q, size.heads, config.block_m, None)[1],

@@ -41,6 +41,8 @@ from dmattn_ops.kernels.portable.scores import (
     score_gradient,
 )
 from dmattn_ops.kernels.portable.visibility import (
+    BitArray,
+    KeyArrays,
     MaskArrays,
     key_marks,
     met_rows,
@@ -78,9 +80,17 @@ class Sums(NamedTuple):
 
 @triton.jit
 def gather_queries(
-    sums, keys, queries, part, head, shape: tl.constexpr, features: tl.constexpr,
-    KEY_SUMS: tl.constexpr, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr,
-):  # fmt: skip
+    sums,
+    keys,
+    queries,
+    part,
+    head,
+    shape: tl.constexpr,
+    features: tl.constexpr,
+    KEY_SUMS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
     """Add the queries of one part of the walk to the sums. `CAREFUL`: rows of queries that see no key may be NaN."""
     QUERY_ROWS: tl.constexpr = shape.query_rows
     OUT_ROWS: tl.constexpr = shape.out_rows
@@ -149,13 +159,15 @@ def keys_kernel(
     operands = Operands(
         lists,
         MaskArrays(
-            bits, bits_b, bits_h, bits_r, mask_group, q_segments, q_segments_b,
-            k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
+            BitArray(bits, bits_b, bits_h, bits_r, mask_group),
+            KeyArrays(k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group),
+            q_segments,
+            q_segments_b,
         ),
         BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group),
         Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
         Factors(ratio, factor),
-    )  # fmt: skip
+    )
     place, start_k = program_of(tl.program_id(0), blocks, lengths, lists, shape, features, True)
     if start_k >= place.length_k:
         return

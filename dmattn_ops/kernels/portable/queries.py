@@ -45,6 +45,8 @@ from dmattn_ops.kernels.portable.scores import (
     score_gradient,
 )
 from dmattn_ops.kernels.portable.visibility import (
+    BitArray,
+    KeyArrays,
     MaskArrays,
     key_marks,
     met_rows,
@@ -114,9 +116,17 @@ def step_gradient(queries, k, v, start, head, shape: tl.constexpr, features: tl.
 
 @triton.jit
 def gather_keys(
-    dq, queries, keys, part, head, dbias, shape: tl.constexpr, features: tl.constexpr, PARTIAL: tl.constexpr,
+    dq,
+    queries,
+    keys,
+    part,
+    head,
+    dbias,
+    shape: tl.constexpr,
+    features: tl.constexpr,
+    PARTIAL: tl.constexpr,
     CAREFUL: tl.constexpr,
-):  # fmt: skip
+):
     """Add the keys of one part of the walk to dq, and store their dS into `dbias` unless that is None.
 
     `CAREFUL`: keys that nobody of the block sees may be NaN.
@@ -160,13 +170,15 @@ def queries_kernel(
     operands = Operands(
         lists,
         MaskArrays(
-            bits, bits_b, bits_h, bits_r, mask_group, q_segments, q_segments_b,
-            k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
+            BitArray(bits, bits_b, bits_h, bits_r, mask_group),
+            KeyArrays(k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group),
+            q_segments,
+            q_segments_b,
         ),
         BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group),
         Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
         Factors(ratio, factor),
-    )  # fmt: skip
+    )
     place, start_q = program_of(tl.program_id(0), blocks, lengths, lists, shape, features, False)
     if start_q >= place.length_q:
         return

@@ -128,15 +128,15 @@ def log_terms(lse, lse_tail, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def log2_unit(factors, SIGN: tl.constexpr):
+def log2_unit(factors, features: tl.constexpr):
     """Return the positive factor that turns products into log2 units; products of a negative factor are negated before.
 
-    `SIGN` 0: the factor is too small to tell products apart, which are 0 then.
+    Where its sign is 0 the factor is too small to tell products apart, which are 0 then.
     """
     unit = factors.factor * LOG2E
-    if SIGN < 0:
+    if features.sign < 0:
         unit = -unit
-    if SIGN == 0:
+    if features.sign == 0:
         unit = tl.full((), 1.0, tl.float32)
     return unit
 

@@ -13,24 +13,36 @@ from dmattn_ops.kernels.portable.places import head_offset
 WORD_BITS = tl.constexpr(_WORD_BITS)
 
 
-class MaskArrays(NamedTuple):
-    """The tensors of a mask with their strides. Segments and intervals of keys share theirs."""
+class BitArray(NamedTuple):
+    """The bits of the owned side with their strides."""
 
     bits: Any
     bits_b: Any
     bits_h: Any
     bits_r: Any
-    group: Any  # query heads that share a head of the lists and bits
-    q_segments: Any
-    q_segments_b: Any
-    k_segments: Any
+    group: Any  # query heads that share a head of them
+
+
+class KeyArrays(NamedTuple):
+    """What a mask says of keys: their segments, or their intervals. They have the same strides."""
+
+    segments: Any
     start: Any
     end: Any
     hidden_from: Any
     hidden_to: Any
     keys_b: Any
     keys_h: Any
-    key_group: Any
+    group: Any  # query heads that share a head of them
+
+
+class MaskArrays(NamedTuple):
+    """The tensors of a mask, but for its lists."""
+
+    bits: Any  # BitArray
+    keys: Any  # KeyArrays
+    q_segments: Any
+    q_segments_b: Any
 
 
 class HeadMask(NamedTuple):
@@ -67,22 +79,23 @@ class Met(NamedTuple):
 
 @triton.jit
 def mask_of_head(arrays, place, head, band, features: tl.constexpr):
-    """Return the mask of a query head."""
+    """Return the mask of a query head; `band` is that of the owned side (`places.band_of`)."""
     bits, q_segments, k_segments = 0, 0, 0
     start, end = 0, 0
     hidden_from, hidden_to = 0, 0
-    keys = head_offset(place.batch, head // arrays.key_group, arrays.keys_b, arrays.keys_h) + place.k_begin
+    rows, of_keys = arrays.bits, arrays.keys
+    keys = head_offset(place.batch, head // of_keys.group, of_keys.keys_b, of_keys.keys_h) + place.k_begin
     if features.mask == "bits":
-        bits = arrays.bits + head_offset(place.batch, head // arrays.group, arrays.bits_b, arrays.bits_h)
+        bits = rows.bits + head_offset(place.batch, head // rows.group, rows.bits_b, rows.bits_h)
     if features.query_segments:
         q_segments = arrays.q_segments + place.batch.to(tl.int64) * arrays.q_segments_b + place.q_begin
     if features.mask == "segments":
-        k_segments = arrays.k_segments + keys
+        k_segments = of_keys.segments + keys
     if features.mask == "intervals":
-        start, end = arrays.start + keys, arrays.end + keys
+        start, end = of_keys.start + keys, of_keys.end + keys
         if features.hidden:
-            hidden_from, hidden_to = arrays.hidden_from + keys, arrays.hidden_to + keys
-    return HeadMask(bits, arrays.bits_r, q_segments, k_segments, start, end, hidden_from, hidden_to, band.lo, band.hi)
+            hidden_from, hidden_to = of_keys.hidden_from + keys, of_keys.hidden_to + keys
+    return HeadMask(bits, rows.bits_r, q_segments, k_segments, start, end, hidden_from, hidden_to, band.lo, band.hi)
 
 
 @triton.jit
