@@ -83,10 +83,10 @@ def mask_of_head(arrays, place, head, band, features: tl.constexpr):
     bits, q_segments, k_segments = 0, 0, 0
     start, end = 0, 0
     hidden_from, hidden_to = 0, 0
-    rows, of_keys = arrays.bits, arrays.keys
+    of_bits, of_keys = arrays.bits, arrays.keys
     keys = head_offset(place.batch, head // of_keys.group, of_keys.keys_b, of_keys.keys_h) + place.k_begin
     if features.mask == "bits":
-        bits = rows.bits + head_offset(place.batch, head // rows.group, rows.bits_b, rows.bits_h)
+        bits = of_bits.bits + head_offset(place.batch, head // of_bits.group, of_bits.bits_b, of_bits.bits_h)
     if features.query_segments:
         q_segments = arrays.q_segments + place.batch.to(tl.int64) * arrays.q_segments_b + place.q_begin
     if features.mask == "segments":
@@ -95,7 +95,7 @@ def mask_of_head(arrays, place, head, band, features: tl.constexpr):
         start, end = of_keys.start + keys, of_keys.end + keys
         if features.hidden:
             hidden_from, hidden_to = of_keys.hidden_from + keys, of_keys.hidden_to + keys
-    return HeadMask(bits, rows.bits_r, q_segments, k_segments, start, end, hidden_from, hidden_to, band.lo, band.hi)
+    return HeadMask(bits, of_bits.bits_r, q_segments, k_segments, start, end, hidden_from, hidden_to, band.lo, band.hi)
 
 
 @triton.jit
