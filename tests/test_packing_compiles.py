@@ -12,6 +12,7 @@ from dmattn_ops.call import UNBOUNDED  # noqa: E402
 from dmattn_ops.choice.epochs import epochs  # noqa: E402
 from dmattn_ops.kernels.epochs import launch, rows, slots  # noqa: E402
 from dmattn_ops.kernels.masks.ranks import RANKED_AT_ONCE  # noqa: E402
+from dmattn_ops.kernels.portable.arguments import RowBlock  # noqa: E402
 from dmattn_ops.launching import launch as launching  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
 from dmattn_ops.testing.stand_in import compiled_launches  # noqa: E402
@@ -50,7 +51,7 @@ def mask_pointers(*names: str) -> dict[str, str]:
 def test_planning_epochs_compiles(sm: int, inverse: bool, buckets: int):
     names = ("listed", "slot_keys", "slot_starts", "slot_ends", "broken", "hulls", "row_tiles", "col_tiles")
     pointers = mask_pointers(*names, *(("listed_places", "offsets", "places") if inverse else ()))
-    constants: dict[str, object] = {"INVERSE": inverse, "BUCKETS": buckets, **launch.PLANNED}
+    constants: dict[str, object] = {"INVERSE": inverse, "BUCKETS": buckets, "planned": launch.PLANNED}
     constants |= {} if inverse else dict.fromkeys(("listed_places", "offsets", "places"))
     warps = launch.PLANNING_WARPS
     found = compiled(slots.plan_epochs, pointers, constants, STRIDES, sm, warps, SPILLED)
@@ -61,7 +62,7 @@ def test_planning_epochs_compiles(sm: int, inverse: bool, buckets: int):
     without = compiled(slots.plan_epochs, pointers, {"starts": None, **constants}, STRIDES, sm, warps, SPILLED)
     # starts of 1024 keys, 4 a thread: a load of 16 bytes ahead of the loop, one in it, and 4 of the last block, which ends
     # anywhere; then those of listed and born keys, one by one
-    assert found.opcodes["LDG"] - without.opcodes["LDG"] == 1 + 1 + 4 + (launch.PLANNED["LISTED"] + 1024) // 256
+    assert found.opcodes["LDG"] - without.opcodes["LDG"] == 1 + 1 + 4 + (launch.PLANNED.listed + 1024) // 256
 
 
 @pytest.mark.parametrize(("tiles", "longest"), [(1, 2**31 - 1), (3, 2**31 - 1), (8, 2**31 - 1), (1023, 2**31 - 1)])
@@ -86,8 +87,8 @@ def test_epochs_of_queries_are_found_without_a_division(tiles: int, longest: int
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_copies_compile(sm: int, width: int, dtype: str, copied: int):
     padded = triton.next_power_of_2(width)
-    constants = {"ROWS": copied, "WIDTH": width, "PADDED": padded, "SECOND_WIDTH": width, "SECOND_PADDED": padded}
-    constants |= {"ALIGNED": width > 1, "RANKED": RANKED_AT_ONCE}
+    block = RowBlock(copied, width, padded, width > 1)
+    constants = {"rows": block, "second_rows": block, "RANKED": RANKED_AT_ONCE}
     pointers = dict.fromkeys(("slot_keys", "row_tiles", "col_tiles"), "*i32")
     pointers |= dict.fromkeys(("source", "second_source", "target", "second_target"), f"*{dtype}")
     found = compiled(rows.gather_kernel, pointers, constants, (), sm, 4)
@@ -113,9 +114,9 @@ def test_copies_compile(sm: int, width: int, dtype: str, copied: int):
 )
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_sums_compile(sm: int, width: int, second: int, dtype: str, add: bool):
-    padded, keys = triton.next_power_of_2(width), max(1, min(256, 512 // triton.next_power_of_2(width)))
-    constants = {"KEYS": keys, "WIDTH": width, "PADDED": padded, "SECOND_WIDTH": second or width}
-    constants |= {"SECOND_PADDED": triton.next_power_of_2(second or width), "ALIGNED": width > 1, "ADD": add}
+    keys = max(1, min(256, 512 // triton.next_power_of_2(width)))
+    blocks = [RowBlock(keys, of, triton.next_power_of_2(of), width > 1) for of in (width, second or width)]
+    constants = {"rows": blocks[0], "second_rows": blocks[1], "ADD": add}
     pointers = {"source": "*fp32", "offsets": "*i32", "places": "*i32", "target": f"*{dtype}"}
     if second:
         pointers |= {"second_source": "*fp32", "second_target": f"*{dtype}"}

@@ -21,14 +21,12 @@ from torch import Tensor
 from dmattn_ops.call import HEADER, TILE, rows_are_aligned
 from dmattn_ops.choice.epochs import Epochs
 from dmattn_ops.kernels.epochs.rows import gather_kernel, spoil_kernel, sum_kernel
-from dmattn_ops.kernels.epochs.slots import division_by, plan_epochs
+from dmattn_ops.kernels.epochs.slots import Planned, division_by, plan_epochs
 from dmattn_ops.kernels.masks.ranks import RANKED_AT_ONCE, rank_blocks
-from dmattn_ops.kernels.portable.arguments import broadcast_stride
+from dmattn_ops.kernels.portable.arguments import RowBlock, broadcast_stride
 from dmattn_ops.launching.launch import computed, launch, workspace
 
-# What a program that plans an epoch works on at once: keys that it looks through, old keys that it sorts, keys born in the
-# epoch, blocks of slots whose query tiles it lists, and tiles whose blocks it lists by so many.
-PLANNED = {"KEYS": 1024, "LISTED": 1024, "BORN": 1024, "BLOCKS": 16, "OWN": 16, "OTHER": 32}
+PLANNED = Planned(keys=1024, listed=1024, born=1024, blocks=16, own=16, other=32)
 PLANNING_WARPS = 8  # 16 issue a third more instructions for 1024 keys; 2 programs fit a multiprocessor
 _BUCKETS = 32  # at most: deaths are told apart by 128 queries, by 256 in epochs of more than 31 tiles, and so on
 _COPIED = 32768  # bytes of rows that a program copies at once
@@ -89,7 +87,7 @@ def plan_slots(
             *_head_places(start, mask_heads), *_head_places(end, mask_heads), first_head, heads,
             cut.number, cut.length, cut.old_slots, cut.born_slots, seqlen_q, seqlen_k, band_lo, band_hi,
             bucket, *division_by(cut.length), row_tiles.shape[2], row_tiles.shape[3], col_tiles.shape[3],
-            INVERSE=inverse, BUCKETS=triton.next_power_of_2(triton.cdiv(cut.length, bucket) + 1), **PLANNED,
+            INVERSE=inverse, BUCKETS=triton.next_power_of_2(triton.cdiv(cut.length, bucket) + 1), planned=PLANNED,
             num_warps=PLANNING_WARPS,
         )  # fmt: skip
     elif offsets is not None:  # no queries: no key has a slot
@@ -199,13 +197,13 @@ def _gather(
     source, target = used[0]
     second, second_target = used[1] if len(used) > 1 else (None, None)
     batch, count, heads, _ = target.shape
-    blocks, widths = count // TILE, [of.shape[3] for of, _ in used]
-    padded = [triton.next_power_of_2(width) for width in widths]
+    blocks = count // TILE
     (matrices, row_records, row_width), (_, col_records, col_width) = (
         (of.shape[0] * of.shape[1], *of.shape[2:]) for of in (slots.row_tiles, slots.col_tiles)
     )
     ranking = matrices * rank_blocks(row_records, col_records) if rank else 0
-    bytes_of_row = sum(padded) * source.element_size()
+    bytes_of_row = sum(triton.next_power_of_2(of.shape[3]) for of, _ in used) * source.element_size()
+    rows = _row_blocks(used, max(8, min(TILE, _COPIED // triton.next_power_of_2(bytes_of_row))))
     launch(
         gather_kernel, (ranking + batch * heads * blocks,), source, second, slots.keys, target, second_target,
         slots.row_tiles, slots.col_tiles,
@@ -213,9 +211,7 @@ def _gather(
         broadcast_stride(slots.keys, 0), broadcast_stride(slots.keys, 1), slot_group,
         *target.stride()[:3], *((0, 0, 0) if second_target is None else second_target.stride()[:3]),
         first_head, heads, blocks, ranking, row_records, col_records, row_width, col_width,
-        ROWS=max(8, min(TILE, _COPIED // triton.next_power_of_2(bytes_of_row))),
-        WIDTH=widths[0], PADDED=padded[0], SECOND_WIDTH=widths[-1], SECOND_PADDED=padded[-1],
-        ALIGNED=all(rows_are_aligned(*pair) for pair in used), RANKED=RANKED_AT_ONCE if rank else 0, num_warps=4,
+        rows=rows[0], second_rows=rows[-1], RANKED=RANKED_AT_ONCE if rank else 0, num_warps=4,
     )  # fmt: skip
 
 
@@ -238,9 +234,8 @@ def _sum(
     source, target = used[0]
     second, second_target = used[1] if len(used) > 1 else (None, None)
     batch, seqlen_k = target.shape[:2]
-    widths = [of.shape[3] for _, of in used]
-    padded = [triton.next_power_of_2(width) for width in widths]
-    keys = max(1, min(256, _SUMMED // max(padded)))
+    keys = max(1, min(256, _SUMMED // max(triton.next_power_of_2(of.shape[3]) for of, _ in used)))
+    rows = _row_blocks(used, keys)
     blocks = triton.cdiv(seqlen_k, keys)
     launch(
         sum_kernel, (batch * heads * blocks,), source, second, slots.offsets, slots.places, target, second_target,
@@ -249,9 +244,15 @@ def _sum(
         broadcast_stride(slots.places, 0), broadcast_stride(slots.places, 1), slot_group,
         *target.stride()[:3], *((0, 0, 0) if second_target is None else second_target.stride()[:3]),
         first_head, heads, source.shape[0] // batch, group, seqlen_k, slots.places.shape[2], blocks,
-        KEYS=keys, WIDTH=widths[0], PADDED=padded[0], SECOND_WIDTH=widths[-1], SECOND_PADDED=padded[-1],
-        ALIGNED=all(rows_are_aligned(*pair) for pair in used), ADD=add, num_warps=1,
+        rows=rows[0], second_rows=rows[-1], ADD=add, num_warps=1,
     )  # fmt: skip
+
+
+def _row_blocks(used: list[tuple[Tensor, Tensor]], count: int) -> list[RowBlock]:
+    """Return the blocks of `count` rows of one or two tensors `[B, S, heads, D]` and of their targets."""
+    aligned = all(rows_are_aligned(*pair) for pair in used)
+    widths = [of.shape[3] for of, _ in used]
+    return [RowBlock(count, width, triton.next_power_of_2(width), aligned) for width in widths]
 
 
 def _source_strides(packed: Tensor | None) -> tuple[int, int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -17,6 +19,14 @@ UNSPECIALIZED = (
 )  # fmt: skip
 
 
+class Strides(NamedTuple):
+    """The strides of `[B, S, heads, D]`."""
+
+    batch: Any
+    row: Any
+    head: Any
+
+
 @triton.jit
 def _row_pointers(pointer, row, stride, PADDED: tl.constexpr, ALIGNED: tl.constexpr):
     """Return pointers `[rows, PADDED]`. `ALIGNED`: every row starts at a multiple of 16 bytes."""
@@ -27,10 +37,11 @@ def _row_pointers(pointer, row, stride, PADDED: tl.constexpr, ALIGNED: tl.conste
 
 
 @triton.jit
-def _copy_rows(
-    source, target, key, row, source_s, target_s, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
+def _copy_rows(source, target, key, row, source_s, target_s, block: tl.constexpr):
     """Return the rows of keys, zeros where there is none, where they go, and which of their elements there are."""
+    PADDED: tl.constexpr = block.padded
+    WIDTH: tl.constexpr = block.width
+    ALIGNED: tl.constexpr = block.aligned
     inside = tl.broadcast_to((key >= 0)[:, None], [key.shape[0], PADDED])
     written = tl.full([key.shape[0], PADDED], True, tl.int1)
     if WIDTH != PADDED:
@@ -47,8 +58,7 @@ def gather_kernel(
     slot_b, slot_h, slot_group,
     target_b, target_s, target_h, second_target_b, second_target_s, second_target_h, first_head, heads, blocks,
     ranking, row_records, col_records, row_width, col_width,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SECOND_WIDTH: tl.constexpr,
-    SECOND_PADDED: tl.constexpr, ALIGNED: tl.constexpr, RANKED: tl.constexpr,
+    rows: tl.constexpr, second_rows: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """Copy the rows of the keys of 128 slots; zeros for unused slots; nothing at all where no slot is used.
 
@@ -73,17 +83,15 @@ def gather_kernel(
             if second_source is not None:
                 second_source += b * second_source_b + source_head * second_source_h
                 second_target += b * second_target_b + h.to(tl.int64) * second_target_h + first_row * second_target_s
+            ROWS: tl.constexpr = rows.count
             for at in tl.static_range(0, TILE, ROWS):
                 row = at + tl.arange(0, ROWS)
                 key = tl.load(slot_keys + row)
-                copied, pointers, written = _copy_rows(
-                    source, target, key, row, source_s, target_s, WIDTH, PADDED, ALIGNED
-                )
+                copied, pointers, written = _copy_rows(source, target, key, row, source_s, target_s, rows)
                 if second_source is not None:  # both are on their way before one is written
                     second_copied, second_pointers, second_written = _copy_rows(
-                        second_source, second_target, key, row, second_source_s, second_target_s,
-                        SECOND_WIDTH, SECOND_PADDED, ALIGNED,
-                    )  # fmt: skip
+                        second_source, second_target, key, row, second_source_s, second_target_s, second_rows
+                    )
                     tl.store(second_pointers, second_copied, second_written)
                 tl.store(pointers, copied, written)
 
@@ -96,23 +104,27 @@ def _place(places, begin, index, count, capacity):
 
 
 @triton.jit
-def _sum_pointers(target, b, h, key, inside, strides, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr):
+def _sum_pointers(target, b, h, key, inside, strides, block: tl.constexpr):
     """Return where the rows of keys of a head lie, and which of their elements there are."""
+    PADDED: tl.constexpr = block.padded
+    WIDTH: tl.constexpr = block.width
     written = tl.broadcast_to(inside[:, None], [inside.shape[0], PADDED])
     if WIDTH != PADDED:
         written = written & (tl.arange(0, PADDED) < WIDTH)[None, :]
-    target += b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]
-    return _row_pointers(target, key, strides[1], PADDED, ALIGNED), written
+    target += b.to(tl.int64) * strides.batch + h.to(tl.int64) * strides.head
+    return _row_pointers(target, key, strides.row, PADDED, block.aligned), written
 
 
 @triton.jit
-def _slot_rows(source, b, h, slot, used, strides, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr):
+def _slot_rows(source, b, h, slot, used, strides, block: tl.constexpr):
     """Return rows of a head of slots in float32, zeros where none is used."""
+    PADDED: tl.constexpr = block.padded
+    WIDTH: tl.constexpr = block.width
     added = tl.broadcast_to(used[:, None], [used.shape[0], PADDED])
     if WIDTH != PADDED:
         added = added & (tl.arange(0, PADDED) < WIDTH)[None, :]
-    rows = source + b * strides[0] + h.to(tl.int64) * strides[2]
-    return tl.load(_row_pointers(rows, slot, strides[1], PADDED, ALIGNED), added, other=0.0).to(tl.float32)
+    rows = source + b * strides.batch + h.to(tl.int64) * strides.head
+    return tl.load(_row_pointers(rows, slot, strides.row, PADDED, block.aligned), added, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -122,33 +134,34 @@ def sum_kernel(
     offsets_b, offsets_h, places_b, places_h, slot_group,
     target_b, target_s, target_h, second_target_b, second_target_s, second_target_h,
     first_head, heads, group_b, group_h, seqlen_k, slots, blocks,
-    KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SECOND_WIDTH: tl.constexpr,
-    SECOND_PADDED: tl.constexpr, ALIGNED: tl.constexpr, ADD: tl.constexpr,
+    rows: tl.constexpr, second_rows: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Write, for `KEYS` keys, the sums of the rows of their slots: over batch and heads of a group, then over epochs.
+    """Write, for `rows.count` keys, the sums of the rows of their slots: over batch and heads of a group, then over epochs.
 
     Sums are float32, in this order, and rounded once. `ADD`: they begin with what the target holds. A second tensor of
     the same slots, where there is one (not None), is summed beside the first, so that twice as many loads are on their way.
     """
+    KEYS: tl.constexpr = rows.count
+    PADDED: tl.constexpr = rows.padded
+    SECOND_PADDED: tl.constexpr = second_rows.padded
     block = tl.program_id(0) % blocks
     h = tl.program_id(0) // blocks % heads
     b = tl.program_id(0) // blocks // heads
     key = block * KEYS + tl.arange(0, KEYS)
     inside = key < seqlen_k
-    source_strides = (source_b, source_s, source_h)
-    outputs, written = _sum_pointers(
-        target, b, first_head + h, key, inside, (target_b, target_s, target_h), WIDTH, PADDED, ALIGNED
-    )
+    source_strides = Strides(source_b, source_s, source_h)
+    strides = Strides(target_b, target_s, target_h)
+    outputs, written = _sum_pointers(target, b, first_head + h, key, inside, strides, rows)
     if ADD:
         total = tl.load(outputs, written, other=0.0).to(tl.float32)
     else:
         total = tl.zeros([KEYS, PADDED], tl.float32)
     if second_source is not None:
-        second_strides = (second_source_b, second_source_s, second_source_h)
+        second_strides = Strides(second_source_b, second_source_s, second_source_h)
+        strides = Strides(second_target_b, second_target_s, second_target_h)
         second_outputs, second_written = _sum_pointers(
-            second_target, b, first_head + h, key, inside, (second_target_b, second_target_s, second_target_h),
-            SECOND_WIDTH, SECOND_PADDED, ALIGNED,
-        )  # fmt: skip
+            second_target, b, first_head + h, key, inside, strides, second_rows
+        )
         second_total = tl.zeros([KEYS, SECOND_PADDED], tl.float32)
     for member in range(group_b * group_h):
         source_batch = (b * group_b + member // group_h).to(tl.int64)
@@ -162,12 +175,11 @@ def sum_kernel(
         for index in range(tl.max(count, axis=0)):
             following = _place(own_places, begin, index + 1, count, slots)  # on its way while the rows are added
             used = (slot >= 0) & (slot < slots)
-            added = _slot_rows(source, source_batch, source_head, slot, used, source_strides, WIDTH, PADDED, ALIGNED)
+            added = _slot_rows(source, source_batch, source_head, slot, used, source_strides, rows)
             if second_source is not None:
                 second_total += _slot_rows(
-                    second_source, source_batch, source_head, slot, used, second_strides,
-                    SECOND_WIDTH, SECOND_PADDED, ALIGNED,
-                )  # fmt: skip
+                    second_source, source_batch, source_head, slot, used, second_strides, second_rows
+                )
             total += added
             slot = following
     tl.store(outputs, total.to(target.dtype.element_ty), written)

@@ -16,6 +16,8 @@ before wrote to memory, behind a barrier.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -28,6 +30,62 @@ UNSPECIALIZED = (
 COUNT_BITS = tl.constexpr(11)  # of the number of keys that one bucket may have among those sorted at once
 MOST_COUNTED = tl.constexpr((1 << COUNT_BITS.value) - 1)
 COUNTED_IN_WORD = tl.constexpr(63 // COUNT_BITS.value)
+
+
+class Planned(NamedTuple):
+    """What a program that plans an epoch works on at once: one constant of it."""
+
+    keys: int  # that it looks through
+    listed: int  # old keys that it sorts
+    born: int  # keys born in the epoch
+    blocks: int  # of slots whose query tiles it lists
+    own: int  # tiles whose blocks it lists ...
+    other: int  # ... by so many
+
+
+class Intervals(NamedTuple):
+    """The queries that see each key of a head, and how many keys there are."""
+
+    starts: Any  # None where every interval begins with the band
+    ends: Any
+    seqlen_k: Any
+
+
+class Epoch(NamedTuple):
+    """One epoch, the band, and what `epoch_of` divides by."""
+
+    number: Any
+    length: Any  # queries of each epoch
+    seqlen_q: Any
+    band_lo: Any
+    band_hi: Any
+    magic: Any
+    shift: Any
+
+
+class Listed(NamedTuple):
+    """The keys that are alive when an epoch begins, in the order of their positions."""
+
+    keys: Any
+    places: Any  # of each in `Inverse.places`
+    old_slots: Any  # as many as there is room for
+
+
+class SlotArrays(NamedTuple):
+    """The slots of one epoch."""
+
+    keys: Any
+    starts: Any
+    ends: Any
+    first: Any  # number of its first slot among those of all epochs
+
+
+class Inverse(NamedTuple):
+    """The slots of each key of a head."""
+
+    offsets: Any
+    places: Any
+    capacity: Any  # slots of all epochs
 
 
 def division_by(epoch: int) -> tuple[int, int]:
@@ -60,47 +118,46 @@ def _limits(starts, ends, key, inside):
 
 
 @triton.jit
-def _lifetime(limits, key, band):
+def _lifetime(limits, key, epoch):
     """Return the first query that sees each key, and the one behind the last; no query sees it where start >= end.
 
-    Without limits of the start every key is visible from where the band, (seqlen_q, band_lo, band_hi), begins.
+    Without limits of the start every key is visible from where the band begins.
     """
-    seqlen_q, band_lo, band_hi = band
-    start = tl.maximum(key - band_hi, 0)
+    start = tl.maximum(key - epoch.band_hi, 0)
     if len(limits) > 1:
         start = tl.maximum(limits[1], start)
-    return start, tl.minimum(tl.minimum(limits[0], key - band_lo + 1), seqlen_q)
+    return start, tl.minimum(tl.minimum(limits[0], key - epoch.band_lo + 1), epoch.seqlen_q)
 
 
 @triton.jit
-def _epochs_of(start, end, inside, magic, shift):
+def _epochs_of(start, end, inside, epoch):
     """Return how many epochs see each key: 0 where none does, and where not `inside`."""
     seen = inside & (start < end)
     first, last = tl.where(seen, start, 0), tl.where(seen, end - 1, 0)
+    magic, shift = epoch.magic, epoch.shift
     return tl.where(seen, epoch_of(last, magic, shift) - epoch_of(first, magic, shift) + 1, 0)
 
 
 @triton.jit
 def _list_block(
-    limits, listed, listed_places, offsets, places, count, slots_before, key, limit, e, epoch, band, division,
-    old_slots, capacity, CHECKED: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
-    """List the keys `[rows, 4]` of one block, all below `limit`, that are alive in epoch `e`.
+    limits, listed, inverse, count, slots_before, key, limit, epoch, CHECKED: tl.constexpr, INVERSE: tl.constexpr
+):
+    """List the keys `[rows, 4]` of one block, all below `limit`, that are alive when an epoch begins.
 
     Return the new count of them and, with INVERSE, of the slots that all keys so far have in all epochs. A thread has whole
     rows, so that only one number of each four takes part in the scan over the block.
     """
-    first, last = e * epoch, (e + 1) * epoch
+    first, last = epoch.number * epoch.length, (epoch.number + 1) * epoch.length
+    old_slots = listed.old_slots
     inside = key < limit
-    start, end = _lifetime(limits, key, band)
+    start, end = _lifetime(limits, key, epoch)
     taken = (start < tl.minimum(end, last)) & (end > first)
     if CHECKED:
         taken = taken & inside
     ones = taken.to(tl.int32)
     in_row = tl.sum(ones, axis=1)
     if INVERSE:  # both numbers in one scan: a block has less than 2^40 slots
-        magic, shift = division
-        slots = _epochs_of(start, end, inside, magic, shift)
+        slots = _epochs_of(start, end, inside, epoch)
         slots_in_row = tl.sum(slots, axis=1)
         both = (in_row.to(tl.int64) << 40) | slots_in_row.to(tl.int64)
         scanned = tl.cumsum(both, axis=0)
@@ -114,13 +171,14 @@ def _list_block(
         before = tl.cumsum(in_row, axis=0) - in_row
         found = tl.sum(in_row, axis=0)
     rank = count + before[:, None] + tl.cumsum(ones, axis=1) - ones
-    tl.store(listed + rank, key, taken & (rank < old_slots))
+    tl.store(listed.keys + rank, key, taken & (rank < old_slots))
     if INVERSE:
-        place = offset + e - epoch_of(tl.where(taken, start, 0), magic, shift)
-        tl.store(listed_places + rank, place, taken & (rank < old_slots))
-        lost = taken & (rank >= old_slots) & (place >= 0) & (place < capacity)
-        tl.store(places + place, tl.full(place.shape, -1, tl.int32), lost)
-        tl.store(offsets + key, offset, inside & (e == 0))  # keys that are there from the first query on
+        place = offset + epoch.number - epoch_of(tl.where(taken, start, 0), epoch.magic, epoch.shift)
+        tl.store(listed.places + rank, place, taken & (rank < old_slots))
+        lost = taken & (rank >= old_slots) & (place >= 0) & (place < inverse.capacity)
+        tl.store(inverse.places + place, tl.full(place.shape, -1, tl.int32), lost)
+        # keys that are there from the first query on
+        tl.store(inverse.offsets + key, offset, inside & (epoch.number == 0))
     return count + found, slots_before
 
 
@@ -131,15 +189,13 @@ def _keys_of_block(at, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _list_alive(
-    starts, ends, listed, listed_places, offsets, places, e, epoch, seqlen_k, band, division, old_slots, capacity,
-    KEYS: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
+def _list_alive(intervals, listed, inverse, epoch, KEYS: tl.constexpr, INVERSE: tl.constexpr):
     """List, by index, the keys that are older than an epoch and alive in it; return how many, and the slots before the epoch.
 
     A promise that does not hold lets the count exceed `old_slots`: keys beyond it are not listed, and -1 is their place.
     """
-    limit = tl.minimum(tl.maximum(e * epoch + band[2], 0), seqlen_k)
+    starts, ends = intervals.starts, intervals.ends
+    limit = tl.minimum(tl.maximum(epoch.number * epoch.length + epoch.band_hi, 0), intervals.seqlen_k)
     whole = limit // KEYS * KEYS
     count = tl.full((), 0, tl.int32)
     slots_before = tl.full((), 0, tl.int32)
@@ -147,31 +203,28 @@ def _list_alive(
     for at in range(0, whole, KEYS):
         limits = following
         following = _limits(starts, ends, _keys_of_block(at + KEYS, KEYS), at + KEYS < whole)  # on its way meanwhile
+        key = _keys_of_block(at, KEYS)
         count, slots_before = _list_block(
-            limits, listed, listed_places, offsets, places, count, slots_before, _keys_of_block(at, KEYS), limit,
-            e, epoch, band, division, old_slots, capacity, False, INVERSE,
-        )  # fmt: skip
+            limits, listed, inverse, count, slots_before, key, limit, epoch, False, INVERSE
+        )
     if whole < limit:
         key = _keys_of_block(whole, KEYS)
+        limits = _limits(starts, ends, key, key < limit)
         count, slots_before = _list_block(
-            _limits(starts, ends, key, key < limit), listed, listed_places, offsets, places, count, slots_before, key, limit,
-            e, epoch, band, division, old_slots, capacity, True, INVERSE,
-        )  # fmt: skip
+            limits, listed, inverse, count, slots_before, key, limit, epoch, True, INVERSE
+        )
     return count, slots_before
 
 
 @triton.jit
-def _write_slots(
-    slots, slot, key, start, end, inside, places, place, e, epoch, first_slot, capacity, INVERSE: tl.constexpr
-):
-    """Write key, start and end of slots of an epoch, and in `places` where the key is found in this epoch."""
-    slot_keys, slot_starts, slot_ends = slots
-    first, last = e * epoch, (e + 1) * epoch
-    tl.store(slot_keys + slot, key, inside)
-    tl.store(slot_starts + slot, tl.maximum(start, first), inside)
-    tl.store(slot_ends + slot, tl.minimum(end, last), inside)
+def _write_slots(slots, slot, key, start, end, inside, inverse, place, epoch, INVERSE: tl.constexpr):
+    """Write key, start and end of slots of an epoch, and in `inverse` where the key is found in this epoch."""
+    first, last = epoch.number * epoch.length, (epoch.number + 1) * epoch.length
+    tl.store(slots.keys + slot, key, inside)
+    tl.store(slots.starts + slot, tl.maximum(start, first), inside)
+    tl.store(slots.ends + slot, tl.minimum(end, last), inside)
     if INVERSE:
-        tl.store(places + place, first_slot + slot, inside & (place >= 0) & (place < capacity))
+        tl.store(inverse.places + place, slots.first + slot, inside & (place >= 0) & (place < inverse.capacity))
 
 
 @triton.jit
@@ -180,9 +233,9 @@ def _clear_slots(slots, begin, end, SLOTS: tl.constexpr):
     for at in range(begin, end, SLOTS):
         slot = at + tl.arange(0, SLOTS)
         nothing = tl.zeros([SLOTS], tl.int32)
-        tl.store(slots[0] + slot, nothing - 1, slot < end)
-        tl.store(slots[1] + slot, nothing, slot < end)
-        tl.store(slots[2] + slot, nothing, slot < end)
+        tl.store(slots.keys + slot, nothing - 1, slot < end)
+        tl.store(slots.starts + slot, nothing, slot < end)
+        tl.store(slots.ends + slot, nothing, slot < end)
 
 
 @triton.jit
@@ -211,64 +264,72 @@ def _rank_in_bucket(of, inside, buckets, LISTED: tl.constexpr):
 
 @triton.jit
 def _place_old(
-    starts, ends, listed, listed_places, slots, places, count, e, epoch, band, bucket, first_slot, capacity,
-    LISTED: tl.constexpr, BUCKETS: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
+    intervals,
+    listed,
+    slots,
+    inverse,
+    count,
+    epoch,
+    bucket,
+    LISTED: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
     """Write the slots of the `count` listed keys, sorted by counting: how many die in each `bucket` of queries, then where."""
-    last = (e + 1) * epoch
+    starts, ends = intervals.starts, intervals.ends
+    last = (epoch.number + 1) * epoch.length
     dying = tl.zeros([BUCKETS], tl.int32)
     for at in range(0, count, LISTED):
         index = at + tl.arange(0, LISTED)
         inside = index < count
-        key = tl.load(listed + index, inside, other=0)
-        _, end = _lifetime(_limits(None, ends, key, inside), key, band)
+        key = tl.load(listed.keys + index, inside, other=0)
+        _, end = _lifetime(_limits(None, ends, key, inside), key, epoch)
         dying += tl.histogram(tl.where(inside, _bucket_of(end, last, bucket), 0), BUCKETS, mask=inside)
     begin = tl.cumsum(dying, axis=0) - dying
     for at in range(0, count, LISTED):
         index = at + tl.arange(0, LISTED)
         inside = index < count
-        key = tl.load(listed + index, inside, other=0)
+        key = tl.load(listed.keys + index, inside, other=0)
         place = index
         if INVERSE:
-            place = tl.load(listed_places + index, inside, other=-1)
-        start, end = _lifetime(_limits(starts, ends, key, inside), key, band)
+            place = tl.load(listed.places + index, inside, other=-1)
+        start, end = _lifetime(_limits(starts, ends, key, inside), key, epoch)
         of = tl.where(inside, _bucket_of(end, last, bucket), 0)
-        slot = tl.gather(begin, of, 0) + _rank_in_bucket(of, inside, tl.cdiv(epoch, bucket) + 1, LISTED)
-        _write_slots(slots, slot, key, start, end, inside, places, place, e, epoch, first_slot, capacity, INVERSE)
+        slot = tl.gather(begin, of, 0) + _rank_in_bucket(of, inside, tl.cdiv(epoch.length, bucket) + 1, LISTED)
+        _write_slots(slots, slot, key, start, end, inside, inverse, place, epoch, INVERSE)
         begin += tl.histogram(of, BUCKETS, mask=inside)
 
 
 @triton.jit
 def _place_born(
-    starts, ends, slots, offsets, places, used, slots_before, e, epoch, born_slots, seqlen_k, band, division, first_slot,
-    capacity, BORN: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
+    intervals, slots, inverse, used, slots_before, born_slots, epoch, BORN: tl.constexpr, INVERSE: tl.constexpr
+):
     """Write the slots of the keys born in an epoch, from slot `used` on; return the slot behind, and the slots of all so far."""
-    last = (e + 1) * epoch
+    starts, ends = intervals.starts, intervals.ends
+    last = (epoch.number + 1) * epoch.length
     for at in range(0, born_slots, BORN):
         index = at + tl.arange(0, BORN)
-        key = e * epoch + band[2] + index
-        inside = (index < born_slots) & (key >= 0) & (key < seqlen_k)
-        start, end = _lifetime(_limits(starts, ends, key, inside), key, band)
+        key = epoch.number * epoch.length + epoch.band_hi + index
+        inside = (index < born_slots) & (key >= 0) & (key < intervals.seqlen_k)
+        start, end = _lifetime(_limits(starts, ends, key, inside), key, epoch)
         taken = inside & (start < tl.minimum(end, last))
         ones = taken.to(tl.int32)
         place = index
         if INVERSE:
-            magic, shift = division
-            count = _epochs_of(start, end, inside, magic, shift)
+            count = _epochs_of(start, end, inside, epoch)
             both = (ones.to(tl.int64) << 40) | count.to(tl.int64)
             scanned = tl.cumsum(both, axis=0)
             slot = used + (scanned >> 40).to(tl.int32) - ones
             offset = slots_before + (scanned & 0xFFFFFFFF).to(tl.int32) - count
-            tl.store(offsets + key, offset, inside)
-            place = offset + e - epoch_of(tl.where(taken, start, 0), magic, shift)
+            tl.store(inverse.offsets + key, offset, inside)
+            place = offset + epoch.number - epoch_of(tl.where(taken, start, 0), epoch.magic, epoch.shift)
             total = tl.sum(both, axis=0)
             found = (total >> 40).to(tl.int32)
             slots_before += (total & 0xFFFFFFFF).to(tl.int32)
         else:
             slot = used + tl.cumsum(ones, axis=0) - ones
             found = tl.sum(ones, axis=0)
-        _write_slots(slots, slot, key, start, end, taken, places, place, e, epoch, first_slot, capacity, INVERSE)
+        _write_slots(slots, slot, key, start, end, taken, inverse, place, epoch, INVERSE)
         used += found
     return used, slots_before
 
@@ -279,8 +340,7 @@ def plan_epochs(
     offsets, places,
     start_b, start_h, start_group, end_b, end_h, end_group, first_head, heads, epochs, epoch, old_slots, born_slots,
     seqlen_q, seqlen_k, band_lo, band_hi, bucket, magic, shift, row_count, row_width, col_width,
-    INVERSE: tl.constexpr, KEYS: tl.constexpr, LISTED: tl.constexpr, BUCKETS: tl.constexpr, BORN: tl.constexpr,
-    BLOCKS: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    INVERSE: tl.constexpr, BUCKETS: tl.constexpr, planned: tl.constexpr,
 ):  # fmt: skip
     """Write all slots of an epoch, whether the promise was broken in it, and the lists of its tiles but their order.
 
@@ -305,20 +365,19 @@ def plan_epochs(
         offsets += matrix.to(tl.int64) * (seqlen_k + 1)
         places += matrix.to(tl.int64) * capacity
     of_epoch = record * per_epoch
-    slots = (slot_keys + of_epoch, slot_starts + of_epoch, slot_ends + of_epoch)
-    band, division = (seqlen_q, band_lo, band_hi), (magic, shift)
+    slots = SlotArrays(slot_keys + of_epoch, slot_starts + of_epoch, slot_ends + of_epoch, first_slot)
+    intervals = Intervals(starts, ends, seqlen_k)
+    alive, inverse = Listed(listed, listed_places, old_slots), Inverse(offsets, places, capacity)
+    this = Epoch(e, epoch, seqlen_q, band_lo, band_hi, magic, shift)
+    BORN: tl.constexpr = planned.born
 
-    found, slots_before = _list_alive(
-        starts, ends, listed, listed_places, offsets, places, e, epoch, seqlen_k, band, division, old_slots, capacity,
-        KEYS, INVERSE,
-    )  # fmt: skip
+    found, slots_before = _list_alive(intervals, alive, inverse, this, planned.keys, INVERSE)
     tl.store(broken + record, (found > old_slots).to(tl.int32))
     count = tl.minimum(found, old_slots)
     _clear_slots(slots, count, old_slots, BORN)
     used, slots_before = _place_born(
-        starts, ends, slots, offsets, places, old_slots, slots_before, e, epoch, born_slots, seqlen_k, band, division,
-        first_slot, capacity, BORN, INVERSE,
-    )  # fmt: skip
+        intervals, slots, inverse, old_slots, slots_before, born_slots, this, BORN, INVERSE
+    )
     _clear_slots(slots, used, per_epoch, BORN)
     if INVERSE:
         if e == epochs - 1:  # keys that no query sees, and the end
@@ -326,16 +385,12 @@ def plan_epochs(
                 key = at + tl.arange(0, BORN)
                 tl.store(offsets + key, tl.zeros([BORN], tl.int32) + slots_before, key <= seqlen_k)
     tl.debug_barrier()
-    _place_old(
-        starts, ends, listed, listed_places, slots, places, count, e, epoch, band, bucket, first_slot, capacity,
-        LISTED, BUCKETS, INVERSE,
-    )  # fmt: skip
+    _place_old(intervals, alive, slots, inverse, count, this, bucket, planned.listed, BUCKETS, INVERSE)
     tl.debug_barrier()
     blocks, epoch_tiles = per_epoch // 128, epoch // 128
     hulls += record * blocks * 4
-    list_query_tiles(
-        slots[1], slots[2], hulls, col_tiles + record * blocks * col_width, blocks, col_width, BLOCKS, OTHER
-    )
+    col_tiles += record * blocks * col_width
+    list_query_tiles(slots.starts, slots.ends, hulls, col_tiles, blocks, col_width, planned.blocks, planned.other)
     tl.debug_barrier()
     row_tiles += matrix.to(tl.int64) * row_count * row_width
-    list_blocks(hulls, row_tiles, blocks, e, epoch_tiles, row_count, row_width, OWN, OTHER)
+    list_blocks(hulls, row_tiles, blocks, e, epoch_tiles, row_count, row_width, planned.own, planned.other)

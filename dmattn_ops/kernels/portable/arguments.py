@@ -62,6 +62,67 @@ UNSPECIALIZED = (
 )
 
 
+class RowBlock(NamedTuple):
+    """A block of rows as a kernel is compiled for it, `[count, padded]`."""
+
+    count: int
+    width: int
+    padded: int
+    aligned: bool
+
+
+class Shape(NamedTuple):
+    """The blocks that a kernel is compiled for: one constant of it."""
+
+    block_m: int  # queries
+    block_n: int  # keys
+    head_dim: int
+    value_dim: int
+    padded_head: int  # powers of two
+    padded_value: int
+    aligned: bool  # every row starts at a multiple of 16 bytes
+
+    @property
+    def query_rows(self) -> RowBlock:
+        """Blocks of query, and of dq."""
+        return RowBlock(self.block_m, self.head_dim, self.padded_head, self.aligned)
+
+    @property
+    def key_rows(self) -> RowBlock:
+        """Blocks of key, and of dk."""
+        return RowBlock(self.block_n, self.head_dim, self.padded_head, self.aligned)
+
+    @property
+    def value_rows(self) -> RowBlock:
+        """Blocks of value, and of dv."""
+        return RowBlock(self.block_n, self.value_dim, self.padded_value, self.aligned)
+
+    @property
+    def out_rows(self) -> RowBlock:
+        """Blocks of out, and of its gradient."""
+        return RowBlock(self.block_m, self.value_dim, self.padded_value, self.aligned)
+
+
+class Features(NamedTuple):
+    """What a call asks of a kernel when it is compiled: one constant of it."""
+
+    listed: bool  # lists of tiles say where the mask shows something
+    mask: str  # "none", "bits", "segments" or "intervals"
+    query_segments: bool
+    hidden: bool  # intervals have a hidden one
+    banded: bool
+    varlen: bool
+    top_left: bool  # packed sequences have their diagonal there
+    group: int  # query heads that read one key head
+    bias: str  # "none", "key" or "full"
+    natural: bool  # scores are in natural units, not in those of log2
+    sign: int  # of the factor of products (`factor_sign`)
+    softcap: bool
+    dropout: bool
+    whole_groups: bool  # of four weights that share an evaluation of Philox
+    precision: str  # of products of float32
+
+
 class Extent(NamedTuple):
     """Sizes of a problem; `seqlen_*` are totals and `longest_*` upper bounds where sequences are `packed`."""
 
@@ -139,7 +200,6 @@ _NO_LISTS: dict[str, Any] = {
     "tiles_r": 0,
     "tiles_w": 0,
     "mask_group": 1,
-    "LISTED": False,
 }
 _NO_BITS: dict[str, Any] = {"bits": None, "bits_b": 0, "bits_h": 0, "bits_r": 0}
 
@@ -170,7 +230,6 @@ def list_arguments(tiles: Tensor | None, bits: Tensor | None, heads: int) -> dic
             "tiles_r": tiles.stride(2),
             "tiles_w": tiles.shape[3],
             "mask_group": group_size(heads, tiles.shape[1]),
-            "LISTED": True,
         }
     if bits is None:
         return lists | _NO_BITS
@@ -183,7 +242,7 @@ def list_arguments(tiles: Tensor | None, bits: Tensor | None, heads: int) -> dic
 
 
 def mask_arguments(mask: Mask, heads: int) -> dict[str, Any]:
-    """Return the arguments of a mask that both sides share: what it says of each query and key, and its kind.
+    """Return the arguments of a mask that both sides share: what it says of each query and key.
 
     Segments are `[B|1, Sq]` or packed `[total_q]`, and `[B|1, Hm, Sk]` or packed `[Hm, total_k]`; intervals `[B|1, Hm, Sk]`.
     """
@@ -202,27 +261,25 @@ def mask_arguments(mask: Mask, heads: int) -> dict[str, Any]:
         "keys_b": 0 if keys is None or keys.dim() == 2 else broadcast_stride(keys, 0),
         "keys_h": 0 if keys is None else broadcast_stride(keys, -2),
         "key_group": 1 if keys is None else group_size(heads, keys.shape[-2]),
-        "MASK": kind,
-        "QUERY_SEGMENTS": queries is not None,
-        "HIDDEN": mask.hidden_from is not None,
     }
 
 
 def dropout_arguments(call: Call) -> dict[str, Any]:
     """Return the arguments of dropout: seeds `[B|1, H|1]`, and where queries and keys are counted from."""
     options, seed = call.options, call.seed
-    dropped = options.dropout_p > 0 and seed is not None
     return {
-        "seed": seed if dropped else None,
+        "seed": seed if _drops(call) else None,
         "seed_b": 0 if seed is None else broadcast_stride(seed, 0),
         "seed_h": 0 if seed is None else broadcast_stride(seed, 1),
         "last_dropped": last_dropped(options.dropout_p),
         "rescale": dropout_scale(options.dropout_p),
         "q_origin": options.q_origin,
         "k_origin": options.k_origin,
-        "DROPOUT": dropped,
-        "WHOLE_GROUPS": options.q_origin % 16 == 0 and options.k_origin % 16 == 0,
     }
+
+
+def _drops(call: Call) -> bool:
+    return call.options.dropout_p > 0 and call.seed is not None
 
 
 def factor_arguments(options: Options) -> dict[str, float]:
@@ -239,8 +296,8 @@ def padded(width: int) -> int:
 
 
 def shared_arguments(call: Call, size: Extent) -> dict[str, Any]:
-    """Return the arguments that every kernel takes, except for the lists and bits of its side."""
-    query, key, value, bias, varlen, options = call.query, call.key, call.value, call.bias, call.varlen, call.options
+    """Return the tensors and numbers that every kernel takes, except for the lists and bits of its side."""
+    query, key, value, varlen, options = call.query, call.key, call.value, call.varlen, call.options
     return {
         "query": query,
         "key": key,
@@ -248,7 +305,7 @@ def shared_arguments(call: Call, size: Extent) -> dict[str, Any]:
         **row_strides("query", query),
         **row_strides("key", key),
         **row_strides("value", value),
-        **bias_arguments(bias, size.heads),
+        **bias_arguments(call.bias, size.heads),
         **mask_arguments(call.mask, size.heads),
         **dropout_arguments(call),
         **factor_arguments(options),
@@ -261,19 +318,35 @@ def shared_arguments(call: Call, size: Extent) -> dict[str, Any]:
         "longest_k": size.longest_k,
         "band_lo": options.band_lo,
         "band_hi": options.band_hi,
-        "HEAD_DIM": query.shape[-1],
-        "VALUE_DIM": value.shape[-1],
-        "PADDED_HEAD": padded(query.shape[-1]),
-        "PADDED_VALUE": padded(value.shape[-1]),
-        "GROUP": max(1, size.heads // max(1, size.kv_heads)),
-        "VARLEN": varlen is not None,
-        "TOP_LEFT": varlen is not None and varlen.top_left,
-        "BANDED": options.band_lo > -UNBOUNDED or options.band_hi < UNBOUNDED,
-        "BIAS": bias_kind(bias),
-        "NATURAL": in_natural_units(call),
-        "SOFTCAP": options.softcap != 0,
-        "PRECISION": float32_precision() if query.dtype == torch.float32 else "tf32",
     }
+
+
+def shape_of(call: Call, block_m: int, block_n: int, aligned: bool) -> Shape:
+    """Return the blocks of a kernel; `aligned`: all rows that it loads and stores start at multiples of 16 bytes."""
+    head_dim, value_dim = call.query.shape[-1], call.value.shape[-1]
+    return Shape(block_m, block_n, head_dim, value_dim, padded(head_dim), padded(value_dim), aligned)
+
+
+def features_of(call: Call, tiles: Tensor | None) -> Features:
+    """Return what a call asks of a kernel whose side has the lists `tiles`."""
+    mask, varlen, options = call.mask, call.varlen, call.options
+    return Features(
+        listed=tiles is not None,
+        mask=mask.kind,
+        query_segments=mask.kind == "segments" and mask.q_segments is not None,
+        hidden=mask.hidden_from is not None,
+        banded=options.band_lo > -UNBOUNDED or options.band_hi < UNBOUNDED,
+        varlen=varlen is not None,
+        top_left=varlen is not None and varlen.top_left,
+        group=max(1, call.query.shape[-2] // max(1, call.key.shape[-2])),
+        bias=bias_kind(call.bias),
+        natural=in_natural_units(call),
+        sign=factor_sign(call),
+        softcap=options.softcap != 0,
+        dropout=_drops(call),
+        whole_groups=options.q_origin % 16 == 0 and options.k_origin % 16 == 0,
+        precision=float32_precision() if call.query.dtype == torch.float32 else "tf32",
+    )
 
 
 def ceil_div(size: int, divisor: int) -> int:

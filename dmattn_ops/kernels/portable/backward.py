@@ -12,10 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Mask, Saved, Takes, bias_kind, owns_bias, rows_are_aligned
+from dmattn_ops.call import Call, Gradients, Saved, Takes, bias_kind, owns_bias, rows_are_aligned
 from dmattn_ops.choice.config import PortableBackward
 from dmattn_ops.kernels.interval_lists import listed
-from dmattn_ops.kernels.portable.arguments import Extent, blocks_and_programs, extent, list_arguments, row_strides
+from dmattn_ops.kernels.portable.arguments import (
+    Extent,
+    blocks_and_programs,
+    extent,
+    features_of,
+    list_arguments,
+    row_strides,
+    shape_of,
+)
 from dmattn_ops.kernels.portable.dbias import add_key_sums, broadcast_dbias, reduce_key_sums
 from dmattn_ops.kernels.portable.keys import keys_kernel
 from dmattn_ops.kernels.portable.queries import queries_kernel
@@ -34,9 +42,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: PortableBackwar
         for gradient in (grads.dq, grads.dk, grads.dv):
             computed(Tensor.zero_, gradient)
     arguments = gradient_arguments(call, saved, grads, size)
-    arguments["ALIGNED"] = rows_are_aligned(
-        query, call.key, call.value, grads.grad_out, saved.out, grads.dq, grads.dk, grads.dv
-    )
+    aligned = rows_are_aligned(query, call.key, call.value, grads.grad_out, saved.out, grads.dq, grads.dk, grads.dv)
 
     kind = bias_kind(bias) if dbias is not None else "none"
     key_sums = None
@@ -47,25 +53,27 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: PortableBackwar
     owned_dbias = None
     if dbias is not None and owns_bias(call):
         owned_dbias = dbias
-        if mask.row_tiles is not None or arguments["BANDED"]:
+        if mask.row_tiles is not None or features_of(call, None).banded:
             computed(Tensor.zero_, dbias)  # tiles that are skipped
-    _launch_keys(arguments, mask, size, grads, key_sums, config)
-    _launch_queries(arguments, mask, size, grads.dq, owned_dbias, config)
+    _launch_keys(call, arguments, size, grads, key_sums, aligned, config)
+    _launch_queries(call, arguments, size, grads.dq, owned_dbias, aligned, config)
     if key_sums is not None:
         computed(add_key_sums if call.options.batch_invariant else reduce_key_sums, key_sums, dbias)
     elif dbias is not None and kind == "full" and owned_dbias is None:
-        broadcast_dbias(arguments, mask, size, dbias, config)
+        broadcast_dbias(call, arguments, size, dbias, aligned, config)
 
 
 def _launch_keys(
+    call: Call,
     arguments: dict[str, Any],
-    mask: Mask,
     size: Extent,
     grads: Gradients,
     key_sums: Tensor | None,
+    aligned: bool,
     config: PortableBackward,
 ) -> None:
     """Launch dk and dv: a program for each block of keys of each key head."""
+    mask = call.mask
     blocks, programs = blocks_and_programs(size, size.seqlen_k, size.kv_heads, config.block_n, mask.col_tiles)
     if programs == 0:
         return
@@ -80,18 +88,24 @@ def _launch_keys(
         dv=grads.dv,
         key_sums=key_sums,
         blocks=blocks,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        KEY_SUMS=key_sums is not None,
+        shape=shape_of(call, config.block_m, config.block_n, aligned),
+        features=features_of(call, mask.col_tiles),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
 
 
 def _launch_queries(
-    arguments: dict[str, Any], mask: Mask, size: Extent, dq: Tensor, dbias: Tensor | None, config: PortableBackward
+    call: Call,
+    arguments: dict[str, Any],
+    size: Extent,
+    dq: Tensor,
+    dbias: Tensor | None,
+    aligned: bool,
+    config: PortableBackward,
 ) -> None:
     """Launch dq, and dS into dbias `[B, H, Sq, Sk]` unless it is None: a program for each block of queries of each head."""
+    mask = call.mask
     blocks, programs = blocks_and_programs(size, size.seqlen_q, size.heads, config.dq_block_m, mask.row_tiles)
     if programs == 0:
         return
@@ -109,9 +123,8 @@ def _launch_queries(
         dbias_q=strides[2],
         dbias_k=strides[3],
         blocks=blocks,
-        BLOCK_M=config.dq_block_m,
-        BLOCK_N=config.dq_block_n,
-        STORE_DBIAS=dbias is not None,
+        shape=shape_of(call, config.dq_block_m, config.dq_block_n, aligned),
+        features=features_of(call, mask.row_tiles),
         num_warps=config.dq_num_warps,
         num_stages=config.dq_num_stages,
     )

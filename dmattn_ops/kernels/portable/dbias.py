@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops.call import TILE as _TILE
-from dmattn_ops.call import Call, Gradients, Mask, Saved, is_pairwise, rows_are_aligned
+from dmattn_ops.call import Call, Gradients, Saved, is_pairwise, rows_are_aligned
 from dmattn_ops.choice.config import PortableBackward
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.portable.arguments import (
@@ -24,15 +24,23 @@ from dmattn_ops.kernels.portable.arguments import (
     broadcast_stride,
     ceil_div,
     extent,
+    features_of,
     list_arguments,
+    shape_of,
 )
-from dmattn_ops.kernels.portable.dropout import Dropout
-from dmattn_ops.kernels.portable.places import HEADER, TILE, Place, counts_of, head_offset, head_rows
-from dmattn_ops.kernels.portable.primitives import Features, Rows, Shape, load_rows, store_scores
+from dmattn_ops.kernels.portable.dropout import Seeds, dropout_of
+from dmattn_ops.kernels.portable.heads import Head
+from dmattn_ops.kernels.portable.places import HEADER, TILE, Band, Place, counts_of, head_offset
+from dmattn_ops.kernels.portable.primitives import (
+    load_rows,
+    rows_of,
+    statistics_of,
+    store_scores,
+)
 from dmattn_ops.kernels.portable.queries import load_queries, step_gradient
-from dmattn_ops.kernels.portable.scores import Bias, Factors
+from dmattn_ops.kernels.portable.scores import Bias, BiasArray, Factors, bias_of
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
-from dmattn_ops.kernels.portable.visibility import MaskArrays, mask_of_head
+from dmattn_ops.kernels.portable.visibility import BitArray, KeyArrays, MaskArrays, mask_of_head
 from dmattn_ops.launching.launch import computed, launch
 
 ENTRIES = 128  # list entries that one iteration marks
@@ -55,100 +63,28 @@ def mark_kernel(tiles, states, tiles_r, tiles_w, key_tiles, ENTRIES: tl.constexp
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def dbias_kernel(
-    query,
-    key,
-    value,
-    bias,
-    grad_out,
-    log_sum,
-    log_rest,
-    delta,
-    dbias,
-    states,
-    bits,
-    q_segments,
-    k_segments,
-    start,
-    end,
-    hidden_from,
-    hidden_to,
-    seed,
-    query_b,
-    query_s,
-    query_h,
-    key_b,
-    key_s,
-    key_h,
-    value_b,
-    value_s,
-    value_h,
-    grad_out_b,
-    grad_out_s,
-    grad_out_h,
-    dbias_b,
-    dbias_h,
-    dbias_q,
-    dbias_k,
-    bias_b,
-    bias_h,
-    bias_q,
-    bias_k,
-    bias_group,
-    states_b,
-    states_h,
-    states_q,
-    bits_b,
-    bits_h,
-    bits_r,
-    mask_group,
-    q_segments_b,
-    keys_b,
-    keys_h,
-    key_group,
-    seed_b,
-    seed_h,
-    last_dropped,
-    rescale,
-    q_origin,
-    k_origin,
-    blocks,
-    key_blocks,
-    dbias_heads,
-    batches,
-    heads,
-    seqlen_q,
-    seqlen_k,
-    band_lo,
-    band_hi,
-    ratio,
-    factor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_HEAD: tl.constexpr,
-    PADDED_VALUE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    GROUP: tl.constexpr,
-    LISTED: tl.constexpr,
-    MASK: tl.constexpr,
-    QUERY_SEGMENTS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BANDED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    WHOLE_GROUPS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, key, value, bias, grad_out, log_sum, log_rest, delta, dbias, states, bits,
+    q_segments, k_segments, start, end, hidden_from, hidden_to, seed,
+    query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
+    dbias_b, dbias_h, dbias_q, dbias_k,
+    bias_b, bias_h, bias_q, bias_k, bias_group, states_b, states_h, states_q, bits_b, bits_h, bits_r, mask_group,
+    q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
+    blocks, key_blocks, dbias_heads, batches, heads, seqlen_q, seqlen_k, band_lo, band_hi, ratio, factor,
+    shape: tl.constexpr, features: tl.constexpr,
+):  # fmt: skip
     """Write one block of dbias: the sum of dS over `batches` batches and `bias_group` heads."""
-    shape: tl.constexpr = Shape(BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
-    features: tl.constexpr = Features(
-        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, "full", True, SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
+    KEY_ROWS: tl.constexpr = shape.key_rows
+    VALUE_ROWS: tl.constexpr = shape.value_rows
+    BLOCK_M: tl.constexpr = shape.block_m
+    BLOCK_N: tl.constexpr = shape.block_n
+    masks = MaskArrays(
+        BitArray(bits, bits_b, bits_h, bits_r, mask_group),
+        KeyArrays(k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group),
+        q_segments,
+        q_segments_b,
     )
-    arrays = MaskArrays(
-        bits, bits_b, bits_h, bits_r, mask_group, q_segments, q_segments_b,
-        k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
-    )  # fmt: skip
+    biases = BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group)
+    seeds = Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
     program = tl.program_id(0)
     start_k = program % key_blocks * BLOCK_N
     start_q = (program // key_blocks) % blocks * BLOCK_M
@@ -159,42 +95,34 @@ def dbias_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for member in tl.range(batches * bias_group):
         batch = first_batch + member // bias_group
-        head = first_head + member % bias_group
-        place = Place(batch, batch, head, zero, seqlen_q, zero, seqlen_k, zero)
-        if LISTED:
-            at = head_offset(batch, head // mask_group, states_b, states_h) + start_k // TILE
+        index = first_head + member % bias_group
+        kv_head = index // features.group
+        place = Place(batch, batch, index, zero, seqlen_q, zero, seqlen_k, zero)
+        if features.listed:
+            at = head_offset(batch, index // mask_group, states_b, states_h) + start_k // TILE
             state = tl.load(states + at + (start_q // TILE).to(tl.int64) * states_q).to(tl.int32)
             state = tl.where(start_k + BLOCK_N > seqlen_k, tl.minimum(state, 1), state)  # whatever lists hold
         else:
             state = in_band.to(tl.int32)
-        mask = mask_of_head(arrays, place, head, band_lo, band_hi, features)
-        dropout = Dropout(0, last_dropped, rescale, q_origin, k_origin)
-        if DROPOUT:
-            head_seed = tl.load(seed + head_offset(batch, head, seed_b, seed_h))
-            dropout = Dropout(head_seed, last_dropped, rescale, q_origin, k_origin)
-        head_query = Rows(head_rows(query, batch, head, zero, query_b, query_s, query_h), query_s)
-        head_grad_out = Rows(head_rows(grad_out, batch, head, zero, grad_out_b, grad_out_s, grad_out_h), grad_out_s)
-        head_key = Rows(head_rows(key, batch, head // GROUP, zero, key_b, key_s, key_h), key_s)
-        head_value = Rows(head_rows(value, batch, head // GROUP, zero, value_b, value_s, value_h), value_s)
-        head_bias = Bias(bias + head_offset(batch, head // bias_group, bias_b, bias_h), bias_q, bias_k)
-        statistics = (batch.to(tl.int64) * heads + head) * seqlen_q
+        mask = mask_of_head(masks, place, index, Band(band_lo, band_hi), features)
+        dropout = dropout_of(seeds, place, index, features)
+        head_query = rows_of(query, query_b, query_s, query_h, batch, index, zero)
+        head_grad_out = rows_of(grad_out, grad_out_b, grad_out_s, grad_out_h, batch, index, zero)
+        head_key = rows_of(key, key_b, key_s, key_h, batch, kv_head, zero)
+        head_value = rows_of(value, value_b, value_s, value_h, batch, kv_head, zero)
+        head = Head(place, 0, bias_of(biases, place, index, features), dropout, mask, Factors(ratio, factor))
+        first = (batch.to(tl.int64) * heads + index) * seqlen_q
         for PARTIAL in tl.static_range(2):
             if state == 2 - PARTIAL:
-                queries = load_queries(
-                    head_query, head_grad_out, log_sum + statistics, log_rest + statistics, delta + statistics,
-                    start_q, place, mask, shape, features,
-                )  # fmt: skip
-                k = load_rows(head_key, start_k, seqlen_k, BLOCK_N, HEAD_DIM, PADDED_HEAD, ALIGNED, PARTIAL)
-                v = load_rows(head_value, start_k, seqlen_k, BLOCK_N, VALUE_DIM, PADDED_VALUE, ALIGNED, PARTIAL)
-                ds, _, _ = step_gradient(
-                    queries, k, v, start_k, place, mask, head_bias, Factors(ratio, factor), dropout, shape, features,
-                    PARTIAL,
-                )  # fmt: skip
+                statistics = statistics_of(log_sum, log_rest, delta, first)
+                queries = load_queries(head_query, head_grad_out, statistics, start_q, head, shape, features)
+                k = load_rows(head_key, start_k, seqlen_k, KEY_ROWS, PARTIAL)
+                v = load_rows(head_value, start_k, seqlen_k, VALUE_ROWS, PARTIAL)
+                ds, _, _ = step_gradient(queries, k, v, start_k, head, shape, features, PARTIAL)
                 total += ds
-    store_scores(
-        dbias + head_offset(first_batch, first_head // bias_group, dbias_b, dbias_h), dbias_q, dbias_k,
-        start_q, start_k, seqlen_q, seqlen_k, total, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    place = Place(first_batch, first_batch, first_head, zero, seqlen_q, zero, seqlen_k, zero)
+    head_dbias = dbias + head_offset(first_batch, first_head // bias_group, dbias_b, dbias_h)
+    store_scores(Bias(head_dbias, dbias_q, dbias_k), total, start_q, start_k, place, shape)
 
 
 def reduce_key_sums(key_sums: Tensor, dbias: Tensor) -> Tensor:
@@ -248,15 +176,16 @@ def recompute_dbias(call: Call, saved: Saved, grads: Gradients, config: Portable
     call, grads = listed(call), grads._replace(dsink=None)
     size = extent(call)
     aligned = rows_are_aligned(call.query, call.key, call.value, grads.grad_out)
-    arguments = gradient_arguments(call, saved, grads, size) | {"ALIGNED": aligned}
+    arguments = gradient_arguments(call, saved, grads, size)
     config = config.for_call(aligned, is_pairwise(call.bias, call.options))
-    broadcast_dbias(arguments, call.mask, size, grads.dbias, config)
+    broadcast_dbias(call, arguments, size, grads.dbias, aligned, config)
 
 
 def broadcast_dbias(
-    arguments: dict[str, Any], mask: Mask, size: Extent, dbias: Tensor, config: PortableBackward
+    call: Call, arguments: dict[str, Any], size: Extent, dbias: Tensor, aligned: bool, config: PortableBackward
 ) -> None:
     """Write dbias `[B|1, H|Hkv|1, Sq, Sk]`: a program for each of its blocks."""
+    mask = call.mask
     blocks = ceil_div(size.seqlen_q, config.dq_block_m)
     key_blocks = ceil_div(size.seqlen_k, config.dq_block_n)
     programs = blocks * key_blocks * dbias.shape[0] * dbias.shape[1]
@@ -283,8 +212,8 @@ def broadcast_dbias(
         key_blocks=key_blocks,
         dbias_heads=dbias.shape[1],
         batches=size.batch if dbias.shape[0] == 1 else 1,
-        BLOCK_M=config.dq_block_m,
-        BLOCK_N=config.dq_block_n,
+        shape=shape_of(call, config.dq_block_m, config.dq_block_n, aligned),
+        features=features_of(call, mask.row_tiles),
         num_warps=config.dq_num_warps,
         num_stages=1,
     )

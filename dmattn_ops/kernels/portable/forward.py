@@ -6,7 +6,7 @@ second kernel merges their outputs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -23,31 +23,35 @@ from dmattn_ops.kernels.portable.arguments import (
     blocks_and_programs,
     ceil_div,
     extent,
-    factor_sign,
+    features_of,
     list_arguments,
     padded,
     row_strides,
+    shape_of,
     shared_arguments,
     statistic_strides,
 )
-from dmattn_ops.kernels.portable.dropout import Dropout, dropout_keep
+from dmattn_ops.kernels.portable.dropout import Seeds, dropout_keep
+from dmattn_ops.kernels.portable.heads import Operands, head_of, program_of
 from dmattn_ops.kernels.portable.merge import merge_kernel
 from dmattn_ops.kernels.portable.places import (
-    TILE,
+    Band,
     Lengths,
+    Lists,
+    band_of,
     head_offset,
     head_rows,
-    owned_start,
+    last_owned,
     part_of,
-    place_of,
     plan_walk,
+    share_of,
     walked_start,
 )
-from dmattn_ops.kernels.portable.primitives import Features, Rows, Shape, load_rows, store_rows
+from dmattn_ops.kernels.portable.primitives import KeyRows, Rows, load_rows, rows_of, store_rows
 from dmattn_ops.kernels.portable.scores import (
     LN2,
     LOG2E,
-    Bias,
+    BiasArray,
     Factors,
     capped,
     least_peak,
@@ -58,9 +62,10 @@ from dmattn_ops.kernels.portable.scores import (
     row_units,
 )
 from dmattn_ops.kernels.portable.visibility import (
+    BitArray,
+    KeyArrays,
     MaskArrays,
     key_marks,
-    mask_of_head,
     met_rows,
     query_marks,
     some_nan,
@@ -74,63 +79,86 @@ SPLIT_STEPS = 4  # dividing the keys into shares of fewer steps costs more for m
 MERGED = 16  # shares that the merging kernel reads in one iteration
 
 
+class Queries(NamedTuple):
+    """A block of queries, which is owned."""
+
+    q: Any
+    marks: Any
+    start: Any
+    last: Any
+
+
+class Softmax(NamedTuple):
+    """The running softmax of a block of queries.
+
+    `peak` is the largest score in natural units, or the largest product; then `base` is what exponents are relative to
+    (`scores.row_units`).
+    """
+
+    acc: Any
+    base: Any
+    peak: Any
+    total: Any
+
+
+@triton.jit
+def softmax_of_nothing(factors, shape: tl.constexpr, features: tl.constexpr):
+    """Return the softmax of rows that have seen no key yet."""
+    BLOCK_M: tl.constexpr = shape.block_m
+    PADDED_VALUE: tl.constexpr = shape.padded_value
+    acc = tl.zeros((BLOCK_M, PADDED_VALUE), tl.float32)
+    unit = log2_unit(factors, features)
+    least = float("-inf")
+    if not features.natural:
+        least = least_peak(unit)
+    peak = tl.full((BLOCK_M,), 0.0, tl.float32) + least
+    base = peak * row_units(peak, unit)
+    return Softmax(acc, base, peak, tl.zeros((BLOCK_M,), tl.float32))
+
+
 @triton.jit
 def attend(
-    acc,
-    peak,
-    base,
-    total,
-    q,
-    key,
-    value,
+    sums,
+    queries,
+    keys,
     part,
-    begin,
-    end,
-    start_q,
-    last_q,
-    place,
-    q_marks,
-    mask,
-    bias,
-    factors,
-    dropout,
+    head,
     shape: tl.constexpr,
     features: tl.constexpr,
-    SIGN: tl.constexpr,
     PARTIAL: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
-    """Add steps `begin ... end` of one part of the walk to the running softmax `(acc, peak, base, total)`.
+    """Add the keys of one part of the walk to the running softmax `sums`.
 
-    `peak` is the largest score in natural units, or the largest product; then `base` is what exponents are relative to
-    (`scores.row_units`). `SIGN` is that of the factor in units of log2: where it is positive, the largest score is that of
-    the largest product. `CAREFUL`: values that nobody of the block sees may be NaN.
+    Where the sign of the factor of products is positive, the largest score is that of the largest product.
+    `CAREFUL`: values that nobody of the block sees may be NaN.
     """
-    BLOCK_M: tl.constexpr = shape.block_m
+    KEY_ROWS: tl.constexpr = shape.key_rows
+    VALUE_ROWS: tl.constexpr = shape.value_rows
     BLOCK_N: tl.constexpr = shape.block_n
-    unit = log2_unit(factors, SIGN)
-    first_met, end_met = met_rows(mask, start_q, last_q, place.length_k, features)
-    for step in tl.range(begin, end):
-        start = walked_start(part, step, BLOCK_N, features.listed)
-        seen = 0
-        k = load_rows(key, start, place.length_k, BLOCK_N, shape.head_dim, shape.padded_head, shape.aligned, PARTIAL)
-        score, _ = capped(tl.dot(q, tl.trans(k), input_precision=features.precision), factors, features)
-        if SIGN < 0:
+    place, factors = head.place, head.factors
+    acc, total = sums.acc, sums.total
+    peak, base = sums.peak, sums.base
+    unit = log2_unit(factors, features)
+    met = met_rows(head.mask, queries.start, queries.last, place.length_k, features)
+    for step in tl.range(part.begin, part.end):
+        start = walked_start(part, step, BLOCK_N, features)
+        seen = None
+        k = load_rows(keys.key, start, place.length_k, KEY_ROWS, PARTIAL)
+        score, _ = capped(tl.dot(queries.q, tl.trans(k), input_precision=features.precision), factors, features)
+        if features.sign < 0:
             score = -score
-        if SIGN == 0:
+        if features.sign == 0:
             score = score * 0.0
         if features.natural and features.bias == "none":
             score = tl.fma(score, factors.factor, 0.0)
         if features.bias == "key":
-            score = tl.fma(score, factors.factor, load_key_bias(bias, start, place.length_k, BLOCK_N)[None, :])
+            score = tl.fma(score, factors.factor, load_key_bias(head, start, shape)[None, :])
         if features.bias == "full":
-            added = load_bias(bias, start_q, start, place.length_q, place.length_k, BLOCK_M, BLOCK_N, False, PARTIAL)
-            score = tl.fma(score, factors.factor, added)
+            score = tl.fma(score, factors.factor, load_bias(head, queries.start, start, shape, False, PARTIAL))
         if PARTIAL:
-            k_marks = key_marks(mask, start, place.length_k, place.length_q, BLOCK_N, features)
-            visible = visibility(
-                mask, q_marks, k_marks, start_q, start, place.length_k, BLOCK_M, BLOCK_N, False, features
-            )
+            k_marks = key_marks(head, start, shape, features)
+            visible = visibility(head, queries.marks, k_marks, queries.start, start, shape, features, False)
             score = tl.where(visible, score, float("-inf"))
             if CAREFUL:
                 seen = tl.max(visible.to(tl.int32), 0) != 0
@@ -148,222 +176,104 @@ def attend(
             base = new_base
         total = total * shrink + tl.sum(p, 1)
         if features.dropout:
-            keep = dropout_keep(dropout, start_q, start, BLOCK_M, BLOCK_N, features.whole_groups)
+            keep = dropout_keep(head.dropout, queries.start, start, shape, features)
             p = tl.where(keep, p, 0.0)
-        v = load_rows(
-            value, start, end_met, BLOCK_N, shape.value_dim, shape.padded_value, shape.aligned, PARTIAL,
-            first_met, features.banded, seen, CAREFUL,
-        )  # fmt: skip
+        v = load_rows(keys.value, start, met.end, VALUE_ROWS, PARTIAL, met.begin, features.banded, seen)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=features.precision)
         peak = new_peak
-    return acc, peak, base, total
+    return Softmax(acc, base, peak, total)
 
 
 @triton.jit
 def attend_share(
-    acc, peak, base, total, q, key, value, plan, split, splits, start_q, last_q, place, q_marks, mask, bias, factors, dropout,
-    shape: tl.constexpr, features: tl.constexpr, SIGN: tl.constexpr, CAREFUL: tl.constexpr,
-):  # fmt: skip
-    """Add one of `splits` shares of a walk to the running softmax."""
+    queries, keys, walk, split, splits, head, shape: tl.constexpr, features: tl.constexpr, CAREFUL: tl.constexpr
+):
+    """Return the running softmax after one of `splits` shares of a walk."""
+    sums = softmax_of_nothing(head.factors, shape, features)
     for PARTIAL in tl.static_range(2):
-        part = part_of(plan, PARTIAL)
-        share = (part.steps + splits - 1) // splits
-        begin = tl.minimum(split * share, part.steps)
-        end = tl.minimum(begin + share, part.steps)
-        acc, peak, base, total = attend(
-            acc, peak, base, total, q, key, value, part, begin, end, start_q, last_q, place, q_marks, mask,
-            bias, factors, dropout, shape, features, SIGN, PARTIAL, CAREFUL,
-        )  # fmt: skip
-    return acc, peak, base, total
+        part = share_of(part_of(walk, PARTIAL), split, splits)
+        sums = attend(sums, queries, keys, part, head, shape, features, PARTIAL, CAREFUL)
+    return sums
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def forward_kernel(
-    query,
-    key,
-    value,
-    bias,
-    out,
-    lse,
-    lse_tail,
-    row_max,
-    sink,
-    tiles,
-    bits,
-    q_segments,
-    k_segments,
-    start,
-    end,
-    hidden_from,
-    hidden_to,
-    seed,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    query_b,
-    query_s,
-    query_h,
-    key_b,
-    key_s,
-    key_h,
-    value_b,
-    value_s,
-    value_h,
-    out_b,
-    out_s,
-    out_h,
-    out_split,
-    lse_b,
-    lse_h,
-    lse_tail_b,
-    lse_tail_h,
-    row_max_b,
-    row_max_h,
-    lse_split,
-    bias_b,
-    bias_h,
-    bias_q,
-    bias_k,
-    bias_group,
-    tiles_b,
-    tiles_h,
-    tiles_r,
-    tiles_w,
-    bits_b,
-    bits_h,
-    bits_r,
-    mask_group,
-    q_segments_b,
-    keys_b,
-    keys_h,
-    key_group,
-    seed_b,
-    seed_h,
-    last_dropped,
-    rescale,
-    q_origin,
-    k_origin,
-    blocks,
-    heads,
-    seqlen_q,
-    seqlen_k,
-    longest_q,
-    longest_k,
-    band_lo,
-    band_hi,
-    ratio,
-    factor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_HEAD: tl.constexpr,
-    PADDED_VALUE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    GROUP: tl.constexpr,
-    VARLEN: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    LISTED: tl.constexpr,
-    MASK: tl.constexpr,
-    QUERY_SEGMENTS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BANDED: tl.constexpr,
-    BIAS: tl.constexpr,
-    NATURAL: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    WHOLE_GROUPS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SIGN: tl.constexpr,
-    ROW_MAX: tl.constexpr,
-):
+    query, key, value, bias, out, lse, lse_tail, row_max, sink, tiles, bits,
+    q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
+    query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, out_b, out_s, out_h, out_split,
+    lse_b, lse_h, lse_tail_b, lse_tail_h, row_max_b, row_max_h, lse_split,
+    bias_b, bias_h, bias_q, bias_k, bias_group, tiles_b, tiles_h, tiles_r, tiles_w, bits_b, bits_h, bits_r, mask_group,
+    q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
+    blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor,
+    shape: tl.constexpr, features: tl.constexpr,
+):  # fmt: skip
     """Write out and the statistics of one block of queries, or of one share of its walk (`program_id(1)` says which)."""
-    shape: tl.constexpr = Shape(BLOCK_M, BLOCK_N, HEAD_DIM, VALUE_DIM, PADDED_HEAD, PADDED_VALUE, ALIGNED)
-    features: tl.constexpr = Features(
-        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, BIAS, NATURAL, SOFTCAP, DROPOUT, WHOLE_GROUPS, PRECISION
+    QUERY_ROWS: tl.constexpr = shape.query_rows
+    OUT_ROWS: tl.constexpr = shape.out_rows
+    lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
+    lists = Lists(tiles, tiles_b, tiles_h, tiles_r, tiles_w, mask_group)
+    operands = Operands(
+        lists,
+        MaskArrays(
+            BitArray(bits, bits_b, bits_h, bits_r, mask_group),
+            KeyArrays(k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group),
+            q_segments,
+            q_segments_b,
+        ),
+        BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group),
+        Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
+        Factors(ratio, factor),
     )
-    lengths = Lengths(seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
-    arrays = MaskArrays(
-        bits, bits_b, bits_h, bits_r, mask_group, q_segments, q_segments_b,
-        k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
-    )  # fmt: skip
     program = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
-    place, block, blocks = place_of(program, blocks, heads, lengths, BLOCK_M, False, VARLEN, TOP_LEFT)
-    head = place.head
-    if LISTED:
-        tiles += head_offset(place.batch, head // mask_group, tiles_b, tiles_h)
-    start_q = owned_start(tiles, tiles_r, block, blocks, BLOCK_M, LISTED, True)
+    place, start_q = program_of(program, blocks, lengths, lists, shape, features, False)
     if start_q >= place.length_q:
         return
 
-    query = Rows(head_rows(query, place.batch, head, place.q_begin, query_b, query_s, query_h), query_s)
-    key = Rows(head_rows(key, place.batch, head // GROUP, place.k_begin, key_b, key_s, key_h), key_s)
-    value = Rows(head_rows(value, place.batch, head // GROUP, place.k_begin, value_b, value_s, value_h), value_s)
-    record = 0
-    if LISTED:
-        record = tiles + (start_q // TILE).to(tl.int64) * tiles_r
-    head_bias = Bias(0, 0, 0)
-    if BIAS != "none":
-        head_bias = Bias(
-            head_rows(bias, place.batch, head // bias_group, place.k_begin, bias_b, bias_k, bias_h), bias_q, bias_k
-        )
-    dropout = Dropout(0, last_dropped, rescale, q_origin, k_origin)
-    if DROPOUT:
-        head_seed = tl.load(seed + head_offset(place.sequence, head, seed_b, seed_h))
-        dropout = Dropout(head_seed, last_dropped, rescale, q_origin, k_origin)
+    BLOCK_M: tl.constexpr = shape.block_m
+    kv_head = place.head // features.group
+    query = rows_of(query, query_b, query_s, query_h, place.batch, place.head, place.q_begin)
+    keys = KeyRows(
+        rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin),
+        rows_of(value, value_b, value_s, value_h, place.batch, kv_head, place.k_begin),
+    )
+    head = head_of(operands, place, place.head, start_q, band_of(Band(band_lo, band_hi), place, False), features)
+    last_q = last_owned(place, start_q, shape, False)
+    walk = plan_walk(head, start_q, last_q, lists, shape, features, False)
+    q = load_rows(query, start_q, place.length_q, QUERY_ROWS, True)
+    queries = Queries(q, query_marks(head, start_q, shape, features), start_q, last_q)
+    sums = attend_share(queries, keys, walk, split, splits, head, shape, features, False)
+    if features.mask != "none":
+        if some_nan(sums.acc):
+            sums = attend_share(queries, keys, walk, split, splits, head, shape, features, True)
 
-    mask = mask_of_head(arrays, place, head, band_lo + place.shift, band_hi + place.shift, features)
-    last_q = tl.minimum(start_q + BLOCK_M, place.length_q) - 1
-    TEST_ALL: tl.constexpr = MASK == "segments" or MASK == "intervals"
-    plan = plan_walk(record, tiles_w, start_q, last_q, mask.low, mask.high, place.length_k, BLOCK_N, LISTED, TEST_ALL)
-    q = load_rows(query, start_q, place.length_q, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
-    q_marks = query_marks(mask, start_q, place.length_q, BLOCK_M, features)
-    acc = tl.zeros((BLOCK_M, PADDED_VALUE), tl.float32)
-    unit = log2_unit(Factors(ratio, factor), SIGN)
-    least = float("-inf")
-    if not NATURAL:
-        least = least_peak(unit)
-    peak = tl.full((BLOCK_M,), 0.0, tl.float32) + least
-    base = peak * row_units(peak, unit)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc, peak, base, total = attend_share(
-        acc, peak, base, total, q, key, value, plan, split, splits, start_q, last_q, place, q_marks, mask,
-        head_bias, Factors(ratio, factor), dropout, shape, features, SIGN, False,
-    )  # fmt: skip
-    if MASK != "none":
-        if some_nan(acc):
-            acc = tl.zeros((BLOCK_M, PADDED_VALUE), tl.float32)
-            peak = tl.full((BLOCK_M,), 0.0, tl.float32) + least
-            base = peak * row_units(peak, unit)
-            total = tl.zeros((BLOCK_M,), tl.float32)
-            acc, peak, base, total = attend_share(
-                acc, peak, base, total, q, key, value, plan, split, splits, start_q, last_q, place, q_marks, mask,
-                head_bias, Factors(ratio, factor), dropout, shape, features, SIGN, True,
-            )  # fmt: skip
-
+    peak, total = sums.peak, sums.total
+    unit = log2_unit(head.factors, features)
     empty = total == 0.0
     scale = 1.0 / tl.where(empty, 1.0, total)
-    if DROPOUT:
+    if features.dropout:
         scale *= rescale
     if sink is not None:
-        log_sum, _ = lse_terms(peak, total, unit, NATURAL)
-        scale *= share_of_keys(tl.load(sink + head).to(tl.float32), log_sum)
-    acc = tl.where(empty[:, None], 0.0, acc * scale[:, None])
-    out = head_rows(out, place.batch, head, place.q_begin, out_b, out_s, out_h) + split.to(tl.int64) * out_split
-    store_rows(Rows(out, out_s), start_q, place.length_q, acc, BLOCK_M, VALUE_DIM, PADDED_VALUE, ALIGNED)
+        log_sum, _ = lse_terms(peak, total, unit, features.natural)
+        scale *= share_of_keys(tl.load(sink + place.head).to(tl.float32), log_sum)
+    acc = tl.where(empty[:, None], 0.0, sums.acc * scale[:, None])
+    out = head_rows(out, place.batch, place.head, place.q_begin, out_b, out_s, out_h) + split.to(tl.int64) * out_split
+    store_rows(Rows(out, out_s), start_q, place.length_q, acc, OUT_ROWS)
     rows = start_q + tl.arange(0, BLOCK_M)
     inside = rows < place.length_q
     first = split.to(tl.int64) * lse_split + place.q_begin
-    row_lse, row_tail = lse_terms(peak, total, unit, NATURAL)
-    tl.store(lse + head_offset(place.batch, head, lse_b, lse_h) + first + rows, row_lse, mask=inside)
-    tl.store(lse_tail + head_offset(place.batch, head, lse_tail_b, lse_tail_h) + first + rows, row_tail, mask=inside)
-    if ROW_MAX:
+    row_lse, row_tail = lse_terms(peak, total, unit, features.natural)
+    tl.store(lse + head_offset(place.batch, place.head, lse_b, lse_h) + first + rows, row_lse, mask=inside)
+    lse_tail += head_offset(place.batch, place.head, lse_tail_b, lse_tail_h)
+    tl.store(lse_tail + first + rows, row_tail, mask=inside)
+    if row_max is not None:
         largest = peak
-        if not NATURAL:
+        if not features.natural:
             largest = tl.where(empty, float("-inf"), peak * unit * LN2)
         largest = tl.where(total == total, largest, float("nan"))
-        tl.store(row_max + head_offset(place.batch, head, row_max_b, row_max_h) + first + rows, largest, mask=inside)
+        row_max += head_offset(place.batch, place.head, row_max_b, row_max_h)
+        tl.store(row_max + first + rows, largest, mask=inside)
 
 
 def split_count(programs: int, longest_k: int, config: PortableForward, num_sms: int) -> int:
@@ -402,9 +312,8 @@ def forward(call: Call, result: Result, config: PortableForward) -> None:
     arguments |= list_arguments(mask.row_tiles, mask.row_bits, size.heads)
     arguments |= {
         "sink": call.sink,
-        "ALIGNED": aligned,
-        "SIGN": factor_sign(call),
-        "ROW_MAX": result.row_max is not None,
+        "shape": shape_of(call, config.block_m, config.block_n, aligned),
+        "features": features_of(call, mask.row_tiles),
     }
     splits = splits_of(call, size, config, arch.physical(call.query.device).num_sms)
     if splits == 1:
@@ -414,7 +323,7 @@ def forward(call: Call, result: Result, config: PortableForward) -> None:
     if call.varlen is not None:
         _empty_statistics(shares)
     arguments["sink"] = None  # which takes its share of all shares together
-    arguments["ALIGNED"] = aligned and rows_are_aligned(shares.out)
+    arguments["shape"] = shape_of(call, config.block_m, config.block_n, aligned and rows_are_aligned(shares.out))
     _launch(arguments, shares, (programs, splits), blocks, config)
     _merge(shares, result, call.sink)
 
@@ -450,8 +359,6 @@ def _launch(
         **strides,
         **_statistics(one) | {"lse": result.lse, "lse_tail": result.lse_tail, "row_max": result.row_max},
         blocks=blocks,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **arguments,
@@ -481,6 +388,5 @@ def _merge(shares: Result, result: Result, sink: Tensor | None) -> None:
         PADDED=padded(width),
         SPLITS=max(MERGED, triton.next_power_of_2(splits)),
         AT_ONCE=MERGED,
-        ROW_MAX=result.row_max is not None,
         num_warps=4,
     )

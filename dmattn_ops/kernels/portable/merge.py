@@ -13,35 +13,10 @@ from dmattn_ops.kernels.sinks import share_of_keys
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def merge_kernel(
-    shares,
-    share_lse,
-    share_tail,
-    share_max,
-    sink,
-    out,
-    lse,
-    lse_tail,
-    row_max,
-    share_stride,
-    lse_stride,
-    out_b,
-    out_s,
-    out_h,
-    lse_b,
-    lse_h,
-    lse_tail_b,
-    lse_tail_h,
-    row_max_b,
-    row_max_h,
-    heads,
-    seqlen_q,
-    splits,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    ROW_MAX: tl.constexpr,
-):
+    shares, share_lse, share_tail, share_max, sink, out, lse, lse_tail, row_max, share_stride, lse_stride,
+    out_b, out_s, out_h, lse_b, lse_h, lse_tail_b, lse_tail_h, row_max_b, row_max_h, heads, seqlen_q, splits,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """Merge the shares `[splits, B, Sq, H, Dv]` of one row, weighted by exp of their lse less that of all."""
     program = tl.program_id(0)
     head = program % heads
@@ -79,7 +54,7 @@ def merge_kernel(
     row_tail = (base - row_lse) + rest
     tl.store(lse + head_offset(batch, head, lse_b, lse_h) + position, tl.where(empty, float("-inf"), row_lse))
     tl.store(lse_tail + head_offset(batch, head, lse_tail_b, lse_tail_h) + position, tl.where(empty, 0.0, row_tail))
-    if ROW_MAX:
+    if row_max is not None:
         largest = tl.max(
             tl.load(share_max + row + every.to(tl.int64) * lse_stride, mask=every < splits, other=float("-inf")), 0
         )

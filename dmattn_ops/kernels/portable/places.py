@@ -21,14 +21,33 @@ SEARCHED = tl.constexpr(128)  # offsets of sequences that a step of a search rea
 
 
 class Lengths(NamedTuple):
-    """The lengths of a call: totals and upper bounds where sequences are packed, else the same twice."""
+    """The sizes of a call. Lengths are totals and upper bounds where sequences are packed, else the same twice."""
 
+    heads: Any
     seqlen_q: Any
     seqlen_k: Any
     longest_q: Any
     longest_k: Any
     cu_seqlens_q: Any
     cu_seqlens_k: Any
+
+
+class Band(NamedTuple):
+    """The band of a call: query `i` sees key `j` iff `i + lo <= j <= i + hi`, counted from the diagonal of a packed sequence."""
+
+    lo: Any
+    hi: Any
+
+
+class Lists(NamedTuple):
+    """The lists of tiles of the owned side with their strides."""
+
+    tiles: Any
+    tiles_b: Any
+    tiles_h: Any
+    tiles_r: Any
+    tiles_w: Any  # words of a record
+    group: Any  # query heads that share a head of the lists
 
 
 class Place(NamedTuple):
@@ -64,20 +83,19 @@ class Walk(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Steps of a walk that are all full, or all to be tested."""
+    """Steps `begin ... end` of a walk, all of them full, or all to be tested."""
 
     record: Any
     last: Any  # tile that a list may name
-    steps: Any
+    begin: Any
+    end: Any
     first: Any
     left: Any
     gap: Any
 
 
 @triton.jit
-def place_of(
-    program, blocks, heads, lengths, BLOCK: tl.constexpr, KEYS_OWNED: tl.constexpr, VARLEN: tl.constexpr, TOP_LEFT: tl.constexpr
-):  # fmt: skip
+def place_of(program, blocks, heads, lengths, BLOCK: tl.constexpr, features: tl.constexpr, KEYS_OWNED: tl.constexpr):
     """Return (place of a program, its block, the blocks of its sequence): blocks of a head follow each other, then come heads.
 
     Then come sequences. Packed ones are part of a head instead, which has `arguments.blocks_and_programs` blocks.
@@ -87,8 +105,9 @@ def place_of(
     sequence = program // blocks // heads
     zero = tl.full((), 0, tl.int32)
     batch = sequence
-    q_begin, length_q, k_begin, length_k, shift = zero, lengths.seqlen_q, zero, lengths.seqlen_k, zero
-    if VARLEN:
+    q_begin, k_begin, shift = zero, zero, zero
+    length_q, length_k = lengths.seqlen_q, lengths.seqlen_k
+    if features.varlen:
         batch = zero
         if KEYS_OWNED:
             sequence, block = packed_block(block, blocks, lengths.cu_seqlens_k, lengths.seqlen_k, BLOCK)
@@ -100,7 +119,7 @@ def place_of(
             blocks = tl.cdiv(length_k, BLOCK)
         else:
             blocks = tl.cdiv(length_q, BLOCK)
-        if not TOP_LEFT:
+        if not features.top_left:
             shift = length_k - length_q
     return Place(sequence, batch, head, q_begin, length_q, k_begin, length_k, shift), block, blocks
 
@@ -175,26 +194,45 @@ def counts_of(record, room):
 
 
 @triton.jit
-def plan_walk(
-    record,
-    width,
-    first_owned,
-    last_owned,
-    low,
-    high,
-    length,
-    STEP: tl.constexpr,
-    LISTED: tl.constexpr,
-    TEST_ALL: tl.constexpr,
-):
-    """Plan the walk of rows `first_owned ... last_owned`; a record has `width` words.
+def last_owned(place, start, shape: tl.constexpr, KEYS_OWNED: tl.constexpr):
+    """Return the last row of the owned block that begins at `start`."""
+    if KEYS_OWNED:
+        last = tl.minimum(start + shape.block_n, place.length_k) - 1
+    else:
+        last = tl.minimum(start + shape.block_m, place.length_q) - 1
+    return last
 
-    Walked row `w` is inside the band of owned row `o` iff `o + low <= w <= o + high`. `TEST_ALL`: the mask hides more.
-    """
+
+@triton.jit
+def band_of(band, place, KEYS_OWNED: tl.constexpr):
+    """Return the band as owned rows of a place have it: owned `o` meets walked `w` iff `o + lo <= w <= o + hi`."""
+    if KEYS_OWNED:
+        turned = Band(-(band.hi + place.shift), -(band.lo + place.shift))
+    else:
+        turned = Band(band.lo + place.shift, band.hi + place.shift)
+    return turned
+
+
+@triton.jit
+def record_of(lists, place, head, start, features: tl.constexpr):
+    """Return the record of query head `head` that lists tiles for the owned block that begins at `start`."""
+    record = 0
+    if features.listed:
+        record = lists.tiles + head_offset(place.batch, head // lists.group, lists.tiles_b, lists.tiles_h)
+        record += (start // TILE).to(tl.int64) * lists.tiles_r
+    return record
+
+
+@triton.jit
+def plan_walk(head, start, last, lists, shape: tl.constexpr, features: tl.constexpr, KEYS_OWNED: tl.constexpr):
+    """Return the walk of owned rows `start ... last` through the other side of a head."""
+    STEP: tl.constexpr = shape.block_m if KEYS_OWNED else shape.block_n
+    place, band, record = head.place, head.mask, head.record
+    length = place.length_q if KEYS_OWNED else place.length_k
     zero = tl.full((), 0, tl.int32)
-    if LISTED:
+    if features.listed:
         per_tile: tl.constexpr = TILE // STEP
-        room = tl.where(length > 0, width - HEADER, 0)
+        room = tl.where(length > 0, lists.tiles_w - HEADER, 0)
         n_partial, n_full = counts_of(record, room)
         n_partial *= per_tile
         n_full = tl.where(length >= TILE, n_full, 0) * per_tile
@@ -203,15 +241,15 @@ def plan_walk(
         left = zero
         gap = zero
     else:
-        partial_first = tl.maximum(first_owned + low, 0) // STEP
-        end = tl.maximum((tl.minimum(last_owned + high + 1, length) + STEP - 1) // STEP, partial_first)
-        if TEST_ALL:
+        partial_first = tl.maximum(start + band.lo, 0) // STEP
+        end = tl.maximum((tl.minimum(last + band.hi + 1, length) + STEP - 1) // STEP, partial_first)
+        if features.mask == "segments" or features.mask == "intervals":  # which hide more than the band
             full_first = end
             n_full = zero
         else:
-            full_first = (tl.maximum(last_owned + low, 0) + STEP - 1) // STEP
+            full_first = (tl.maximum(last + band.lo, 0) + STEP - 1) // STEP
             full_first = tl.minimum(tl.maximum(full_first, partial_first), end)
-            full_end = tl.maximum(tl.minimum(first_owned + high + 1, length), 0) // STEP
+            full_end = tl.maximum(tl.minimum(start + band.hi + 1, length), 0) // STEP
             n_full = tl.maximum(tl.minimum(full_end, end) - full_first, 0)
         left = full_first - partial_first
         gap = n_full
@@ -220,21 +258,29 @@ def plan_walk(
 
 
 @triton.jit
-def part_of(plan, PARTIAL: tl.constexpr):
+def part_of(walk, PARTIAL: tl.constexpr):
     """Return the steps of a walk that are to be tested, or those that are full."""
     if PARTIAL:
-        part = Part(
-            plan.record, tl.cdiv(plan.length, TILE) - 1, plan.n_partial, plan.partial_first, plan.left, plan.gap
-        )
+        last = tl.cdiv(walk.length, TILE) - 1
+        part = Part(walk.record, last, 0, walk.n_partial, walk.partial_first, walk.left, walk.gap)
     else:
-        part = Part(plan.record, plan.length // TILE - 1, plan.n_full, plan.full_first, 0, 0)
+        part = Part(walk.record, walk.length // TILE - 1, 0, walk.n_full, walk.full_first, 0, 0)
     return part
 
 
 @triton.jit
-def walked_start(part, step, STEP: tl.constexpr, LISTED: tl.constexpr):
+def share_of(part, split, splits):
+    """Return one of `splits` shares of a part."""
+    share = (part.end + splits - 1) // splits
+    begin = tl.minimum(split * share, part.end)
+    end = tl.minimum(begin + share, part.end)
+    return Part(part.record, part.last, begin, end, part.first, part.left, part.gap)
+
+
+@triton.jit
+def walked_start(part, step, STEP: tl.constexpr, features: tl.constexpr):
     """Return the first row of step `step` of a part."""
-    if LISTED:
+    if features.listed:
         per_tile: tl.constexpr = TILE // STEP
         entry = part.first + step
         tile = named_tile(part.record + HEADER + entry // per_tile, part.last)

@@ -1,4 +1,4 @@
-"""Blocks of rows of the portable kernels, and what a compiled kernel is told of them."""
+"""Blocks of rows, statistics and scores of the portable kernels, loaded and stored."""
 
 from __future__ import annotations
 
@@ -7,33 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-
-class Shape(NamedTuple):
-    """The blocks of a kernel: all constexpr."""
-
-    block_m: Any  # queries
-    block_n: Any  # keys
-    head_dim: Any
-    value_dim: Any
-    padded_head: Any  # powers of two
-    padded_value: Any
-    aligned: Any  # every row starts at a multiple of 16 bytes
-
-
-class Features(NamedTuple):
-    """What a call asks for: all constexpr."""
-
-    listed: Any  # lists of tiles say where the mask shows something
-    mask: Any  # "none", "bits", "segments" or "intervals"
-    query_segments: Any
-    hidden: Any  # intervals have a hidden one
-    banded: Any
-    bias: Any  # "none", "key" or "full"
-    natural: Any  # scores are in natural units, not in those of log2
-    softcap: Any
-    dropout: Any
-    whole_groups: Any  # of four weights that share an evaluation of Philox
-    precision: Any  # of products of float32
+from dmattn_ops.kernels.portable.places import head_rows
 
 
 class Rows(NamedTuple):
@@ -43,72 +17,79 @@ class Rows(NamedTuple):
     stride: Any
 
 
+class KeyRows(NamedTuple):
+    """The keys and values of one key head."""
+
+    key: Any  # Rows
+    value: Any  # Rows
+
+
+class Statistics(NamedTuple):
+    """What the gradient of scores needs of rows of queries (`statistics.RowStatistics`): pointers, or a loaded block."""
+
+    log_sum: Any
+    log_rest: Any
+    delta: Any
+
+
+@triton.jit
+def rows_of(pointer, stride_b, stride_s, stride_h, batch, head, begin):
+    """Return the rows of one head of `[B, S, heads, D]`, from row `begin` on."""
+    return Rows(head_rows(pointer, batch, head, begin, stride_b, stride_s, stride_h), stride_s)
+
+
+@triton.jit
+def statistics_of(log_sum, log_rest, delta, first):
+    """Return the statistics from element `first` on."""
+    return Statistics(log_sum + first, log_rest + first, delta + first)
+
+
 @triton.jit
 def load_rows(
-    rows,
-    start,
-    end,
-    COUNT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHECKED: tl.constexpr,
-    begin=0,
-    BEGUN: tl.constexpr = False,
-    seen=0,
-    SEEN: tl.constexpr = False,
+    rows, start, end, block: tl.constexpr, CHECKED: tl.constexpr, begin=0, BEGUN: tl.constexpr = False, seen=None
 ):
-    """Load rows `start ...` as `[COUNT, PADDED]`: 0 past `WIDTH`, and past row `end` where `CHECKED`.
+    """Load rows `start ...` as a `block` (`arguments.RowBlock`): 0 past its width, and past row `end` where `CHECKED`.
 
-    Checked rows are 0 before row `begin` too where `BEGUN`, and where `seen` `[COUNT]` is not set where `SEEN`.
+    Checked rows are 0 also before row `begin` where `BEGUN`, and where `seen` `[count]` is not set, unless that is None.
 
-    `ALIGNED`: every row starts at a multiple of 16 bytes. Triton sees that by itself only of strides that are multiples
-    of 16 elements; 8 (head dimensions 40, 72 ...) are enough for 16-byte loads.
+    `aligned` rows start at multiples of 16 bytes. Triton sees that by itself only of strides that are multiples of 16
+    elements; 8 (head dimensions 40, 72 ...) are enough for 16-byte loads.
     """
-    row = tl.arange(0, COUNT)
-    columns = tl.arange(0, PADDED)
+    row = tl.arange(0, block.count)
+    columns = tl.arange(0, block.padded)
     offsets = row.to(tl.int64)[:, None] * rows.stride + columns[None, :]
     pointers = rows.pointer + start.to(tl.int64) * rows.stride + offsets
-    if ALIGNED:
+    if block.aligned:
         pointers = tl.multiple_of(pointers, [1, 16])
     if CHECKED:
         inside = (start + row < end)[:, None]
         if BEGUN:
             inside = inside & (start + row >= begin)[:, None]
-        if SEEN:
+        if seen is not None:
             inside = inside & seen[:, None]
-        if WIDTH != PADDED:
-            inside = inside & (columns < WIDTH)[None, :]
-        block = tl.load(pointers, mask=inside, other=0.0)
-    elif WIDTH != PADDED:
-        block = tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
+        if block.width != block.padded:
+            inside = inside & (columns < block.width)[None, :]
+        values = tl.load(pointers, mask=inside, other=0.0)
+    elif block.width != block.padded:
+        values = tl.load(pointers, mask=(columns < block.width)[None, :], other=0.0)
     else:
-        block = tl.load(pointers)
-    return block
+        values = tl.load(pointers)
+    return values
 
 
 @triton.jit
-def store_rows(
-    rows,
-    start,
-    end,
-    block,
-    COUNT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """Store `[COUNT, PADDED]` at rows `start ...`, up to row `end` and column `WIDTH`."""
-    row = tl.arange(0, COUNT)
-    columns = tl.arange(0, PADDED)
+def store_rows(rows, start, end, values, block: tl.constexpr):
+    """Store `values` as a `block` of rows `start ...`, up to row `end` and the block's width."""
+    row = tl.arange(0, block.count)
+    columns = tl.arange(0, block.padded)
     offsets = row.to(tl.int64)[:, None] * rows.stride + columns[None, :]
     inside = (start + row < end)[:, None]
-    if WIDTH != PADDED:
-        inside = inside & (columns < WIDTH)[None, :]
+    if block.width != block.padded:
+        inside = inside & (columns < block.width)[None, :]
     pointers = rows.pointer + start.to(tl.int64) * rows.stride + offsets
-    if ALIGNED:
+    if block.aligned:
         pointers = tl.multiple_of(pointers, [1, 16])
-    tl.store(pointers, block.to(rows.pointer.dtype.element_ty), mask=inside)
+    tl.store(pointers, values.to(rows.pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -123,21 +104,11 @@ def load_statistics(pointer, start, end, default, COUNT: tl.constexpr, CHECKED: 
 
 
 @triton.jit
-def store_scores(
-    pointer,
-    query_stride,
-    key_stride,
-    query_first,
-    key_first,
-    query_end,
-    key_end,
-    block,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """Store a block `[QUERIES, KEYS]` of `[Sq, Sk]`, up to the ends."""
-    queries = query_first + tl.arange(0, QUERIES)
-    keys = key_first + tl.arange(0, KEYS)
-    pointers = pointer + (queries.to(tl.int64) * query_stride)[:, None] + (keys.to(tl.int64) * key_stride)[None, :]
-    inside = (queries < query_end)[:, None] & (keys < key_end)[None, :]
-    tl.store(pointers, block.to(pointer.dtype.element_ty), mask=inside)
+def store_scores(scores, block, query_first, key_first, place, shape: tl.constexpr):
+    """Store a block `[queries, keys]` of one head's `scores` `[Sq, Sk]`, laid out like a bias, up to the ends of a `place`."""
+    queries = query_first + tl.arange(0, shape.block_m)
+    keys = key_first + tl.arange(0, shape.block_n)
+    query_offsets, key_offsets = queries.to(tl.int64) * scores.query_stride, keys.to(tl.int64) * scores.key_stride
+    pointers = scores.start + query_offsets[:, None] + key_offsets[None, :]
+    inside = (queries < place.length_q)[:, None] & (keys < place.length_k)[None, :]
+    tl.store(pointers, block.to(scores.start.dtype.element_ty), mask=inside)

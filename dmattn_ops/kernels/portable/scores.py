@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from dmattn_ops.kernels.portable.places import head_rows
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LARGE = tl.constexpr(268435456.0)  # 2 ** 28
@@ -26,6 +28,17 @@ class Factors(NamedTuple):
 
     ratio: Any
     factor: Any
+
+
+class BiasArray(NamedTuple):
+    """A bias with its strides."""
+
+    bias: Any
+    bias_b: Any
+    bias_h: Any
+    bias_q: Any
+    bias_k: Any
+    group: Any  # query heads that share a head of it
 
 
 class Bias(NamedTuple):
@@ -57,42 +70,45 @@ def capped(products, factors, features: tl.constexpr):
 
 
 @triton.jit
-def load_bias(
-    bias,
-    query_first,
-    key_first,
-    query_end,
-    key_end,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    KEYS_OWNED: tl.constexpr,
-    CHECKED: tl.constexpr,
-):
-    """Load the bias of a step as float32, `[KEYS, QUERIES]` where keys are owned, else `[QUERIES, KEYS]`.
+def bias_of(array, place, head, features: tl.constexpr):
+    """Return the bias of a query head."""
+    start = 0
+    if features.bias != "none":
+        start = head_rows(
+            array.bias, place.batch, head // array.group, place.k_begin, array.bias_b, array.bias_k, array.bias_h
+        )
+    return Bias(start, array.bias_q, array.bias_k)
+
+
+@triton.jit
+def load_bias(head, query_first, key_first, shape: tl.constexpr, KEYS_OWNED: tl.constexpr, CHECKED: tl.constexpr):
+    """Load the bias of a step as float32, `[keys, queries]` where keys are owned, else `[queries, keys]`.
 
     `CHECKED`: the step may reach past the end of the walked side.
     """
-    queries = query_first + tl.arange(0, QUERIES)
-    keys = key_first + tl.arange(0, KEYS)
+    bias, place = head.bias, head.place
+    queries = query_first + tl.arange(0, shape.block_m)
+    keys = key_first + tl.arange(0, shape.block_n)
     query_offsets, key_offsets = queries.to(tl.int64) * bias.query_stride, keys.to(tl.int64) * bias.key_stride
     if KEYS_OWNED:
         pointers = bias.start + key_offsets[:, None] + query_offsets[None, :]
-        inside = (keys < key_end)[:, None]
+        inside = (keys < place.length_k)[:, None]
         if CHECKED:
-            inside = inside & (queries < query_end)[None, :]
+            inside = inside & (queries < place.length_q)[None, :]
     else:
         pointers = bias.start + query_offsets[:, None] + key_offsets[None, :]
-        inside = (queries < query_end)[:, None]
+        inside = (queries < place.length_q)[:, None]
         if CHECKED:
-            inside = inside & (keys < key_end)[None, :]
+            inside = inside & (keys < place.length_k)[None, :]
     return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_key_bias(bias, key_first, key_end, KEYS: tl.constexpr):
-    """Load the bias `[KEYS]` of keys `key_first ...` as float32."""
-    keys = key_first + tl.arange(0, KEYS)
-    return tl.load(bias.start + keys.to(tl.int64) * bias.key_stride, mask=keys < key_end, other=0.0).to(tl.float32)
+def load_key_bias(head, key_first, shape: tl.constexpr):
+    """Load the bias of keys `key_first ...` as float32, `[keys]`."""
+    keys = key_first + tl.arange(0, shape.block_n)
+    pointers = head.bias.start + keys.to(tl.int64) * head.bias.key_stride
+    return tl.load(pointers, mask=keys < head.place.length_k, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -112,15 +128,15 @@ def log_terms(lse, lse_tail, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def log2_unit(factors, SIGN: tl.constexpr):
+def log2_unit(factors, features: tl.constexpr):
     """Return the positive factor that turns products into log2 units; products of a negative factor are negated before.
 
-    `SIGN` 0: the factor is too small to tell products apart, which are 0 then.
+    Where its sign is 0 the factor is too small to tell products apart, which are 0 then.
     """
     unit = factors.factor * LOG2E
-    if SIGN < 0:
+    if features.sign < 0:
         unit = -unit
-    if SIGN == 0:
+    if features.sign == 0:
         unit = tl.full((), 1.0, tl.float32)
     return unit
 

@@ -14,13 +14,13 @@ from dmattn_ops.kernels.portable.arguments import (
     UNSPECIALIZED,
     Extent,
     ceil_div,
-    padded,
     row_strides,
+    shape_of,
     shared_arguments,
     statistic_strides,
 )
-from dmattn_ops.kernels.portable.places import head_offset, head_rows
-from dmattn_ops.kernels.portable.primitives import Rows, load_rows
+from dmattn_ops.kernels.portable.places import head_offset
+from dmattn_ops.kernels.portable.primitives import load_rows, rows_of
 from dmattn_ops.kernels.portable.scores import log_terms
 from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
 from dmattn_ops.launching.launch import launch, workspace
@@ -38,56 +38,29 @@ class RowStatistics(NamedTuple):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def statistics_kernel(
-    grad_out,
-    out,
-    lse,
-    lse_tail,
-    grad_lse,
-    sink,
-    sink_parts,
-    log_sum,
-    log_rest,
-    delta,
-    grad_out_b,
-    grad_out_s,
-    grad_out_h,
-    out_b,
-    out_s,
-    out_h,
-    lse_b,
-    lse_h,
-    lse_tail_b,
-    lse_tail_h,
-    grad_lse_b,
-    grad_lse_h,
-    grad_lse_s,
-    heads,
-    seqlen_q,
-    blocks,
-    ROWS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_VALUE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    LSE_GRADIENT: tl.constexpr,
-    NATURAL: tl.constexpr,
-):
+    grad_out, out, lse, lse_tail, grad_lse, sink, sink_parts, log_sum, log_rest, delta,
+    grad_out_b, grad_out_s, grad_out_h, out_b, out_s, out_h, lse_b, lse_h, lse_tail_b, lse_tail_h,
+    grad_lse_b, grad_lse_h, grad_lse_s, heads, seqlen_q, blocks, shape: tl.constexpr, NATURAL: tl.constexpr,
+):  # fmt: skip
     """Write delta = rowsum(grad_out * out) - grad_lse, 0 in empty rows, and the logarithm of the rows' sums.
 
     A `sink` `[heads]` is a part of the sums; `sink_parts` `[B, H, blocks]` are what adds up to its gradient.
     """
+    ROWS: tl.constexpr = shape.block_m
+    OUT_ROWS: tl.constexpr = shape.out_rows
     program = tl.program_id(0)
     head = (program % heads).to(tl.int64)
     batch = (program // heads // blocks).to(tl.int64)
     start = (program // heads) % blocks * ROWS
     zero = tl.full((), 0, tl.int32)
-    grad_out = Rows(head_rows(grad_out, batch, head, zero, grad_out_b, grad_out_s, grad_out_h), grad_out_s)
-    out = Rows(head_rows(out, batch, head, zero, out_b, out_s, out_h), out_s)
+    grad_out = rows_of(grad_out, grad_out_b, grad_out_s, grad_out_h, batch, head, zero)
+    out = rows_of(out, out_b, out_s, out_h, batch, head, zero)
     rows = start + tl.arange(0, ROWS)
     inside = rows < seqlen_q
-    gradient = load_rows(grad_out, start, seqlen_q, ROWS, VALUE_DIM, PADDED_VALUE, ALIGNED, True).to(tl.float32)
-    output = load_rows(out, start, seqlen_q, ROWS, VALUE_DIM, PADDED_VALUE, ALIGNED, True).to(tl.float32)
+    gradient = load_rows(grad_out, start, seqlen_q, OUT_ROWS, True).to(tl.float32)
+    output = load_rows(out, start, seqlen_q, OUT_ROWS, True).to(tl.float32)
     row_delta = tl.sum(gradient * output, 1)
-    if LSE_GRADIENT:
+    if grad_lse is not None:
         grad_lse += head_offset(batch, head, grad_lse_b, grad_lse_h)
         row_delta -= tl.load(grad_lse + rows.to(tl.int64) * grad_lse_s, mask=inside, other=0.0).to(tl.float32)
     row_lse = tl.load(lse + head_offset(batch, head, lse_b, lse_h) + rows, mask=inside, other=0.0)
@@ -147,11 +120,7 @@ def row_statistics(call: Call, saved: Saved, grads: Gradients, aligned: bool) ->
         heads=heads,
         seqlen_q=seqlen_q,
         blocks=blocks,
-        ROWS=STATISTICS_ROWS,
-        VALUE_DIM=out.shape[-1],
-        PADDED_VALUE=padded(out.shape[-1]),
-        ALIGNED=aligned,
-        LSE_GRADIENT=grad_lse is not None,
+        shape=shape_of(call, STATISTICS_ROWS, 0, aligned),
         NATURAL=in_natural_units(call),
         num_warps=4,
     )

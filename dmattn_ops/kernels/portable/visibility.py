@@ -13,28 +13,40 @@ from dmattn_ops.kernels.portable.places import head_offset
 WORD_BITS = tl.constexpr(_WORD_BITS)
 
 
-class MaskArrays(NamedTuple):
-    """The tensors of a mask with their strides. Segments and intervals of keys share theirs."""
+class BitArray(NamedTuple):
+    """The bits of the owned side with their strides."""
 
     bits: Any
     bits_b: Any
     bits_h: Any
     bits_r: Any
-    group: Any  # query heads that share a head of the lists and bits
-    q_segments: Any
-    q_segments_b: Any
-    k_segments: Any
+    group: Any  # query heads that share a head of them
+
+
+class KeyArrays(NamedTuple):
+    """What a mask says of keys: their segments, or their intervals. They have the same strides."""
+
+    segments: Any
     start: Any
     end: Any
     hidden_from: Any
     hidden_to: Any
     keys_b: Any
     keys_h: Any
-    key_group: Any
+    group: Any  # query heads that share a head of them
+
+
+class MaskArrays(NamedTuple):
+    """The tensors of a mask, but for its lists."""
+
+    bits: Any  # BitArray
+    keys: Any  # KeyArrays
+    q_segments: Any
+    q_segments_b: Any
 
 
 class HeadMask(NamedTuple):
-    """The mask of one head of one sequence, and the band: owned `o` meets walked `w` iff `o + low <= w <= o + high`."""
+    """The mask of one head of one sequence, and the band: owned `o` meets walked `w` iff `o + lo <= w <= o + hi`."""
 
     bits: Any
     bits_r: Any
@@ -44,8 +56,8 @@ class HeadMask(NamedTuple):
     end: Any
     hidden_from: Any
     hidden_to: Any
-    low: Any
-    high: Any
+    lo: Any
+    hi: Any
 
 
 class Marks(NamedTuple):
@@ -58,64 +70,79 @@ class Marks(NamedTuple):
     hidden_to: Any
 
 
+class Met(NamedTuple):
+    """The walked rows that owned rows may meet, by band and end."""
+
+    begin: Any  # the first
+    end: Any  # one behind the last
+
+
 @triton.jit
-def mask_of_head(arrays, place, head, low, high, features: tl.constexpr):
-    """Return the mask of a query head."""
-    bits, q_segments, k_segments, start, end, hidden_from, hidden_to = 0, 0, 0, 0, 0, 0, 0
-    keys = head_offset(place.batch, head // arrays.key_group, arrays.keys_b, arrays.keys_h) + place.k_begin
+def mask_of_head(arrays, place, head, band, features: tl.constexpr):
+    """Return the mask of a query head; `band` is that of the owned side (`places.band_of`)."""
+    bits, q_segments, k_segments = 0, 0, 0
+    start, end = 0, 0
+    hidden_from, hidden_to = 0, 0
+    of_bits, of_keys = arrays.bits, arrays.keys
+    keys = head_offset(place.batch, head // of_keys.group, of_keys.keys_b, of_keys.keys_h) + place.k_begin
     if features.mask == "bits":
-        bits = arrays.bits + head_offset(place.batch, head // arrays.group, arrays.bits_b, arrays.bits_h)
+        bits = of_bits.bits + head_offset(place.batch, head // of_bits.group, of_bits.bits_b, of_bits.bits_h)
     if features.query_segments:
         q_segments = arrays.q_segments + place.batch.to(tl.int64) * arrays.q_segments_b + place.q_begin
     if features.mask == "segments":
-        k_segments = arrays.k_segments + keys
+        k_segments = of_keys.segments + keys
     if features.mask == "intervals":
-        start, end = arrays.start + keys, arrays.end + keys
+        start, end = of_keys.start + keys, of_keys.end + keys
         if features.hidden:
-            hidden_from, hidden_to = arrays.hidden_from + keys, arrays.hidden_to + keys
-    return HeadMask(bits, arrays.bits_r, q_segments, k_segments, start, end, hidden_from, hidden_to, low, high)
+            hidden_from, hidden_to = of_keys.hidden_from + keys, of_keys.hidden_to + keys
+    return HeadMask(bits, of_bits.bits_r, q_segments, k_segments, start, end, hidden_from, hidden_to, band.lo, band.hi)
 
 
 @triton.jit
-def query_marks(mask, first, end, QUERIES: tl.constexpr, features: tl.constexpr):
+def query_marks(head, first, shape: tl.constexpr, features: tl.constexpr):
     """Load the marks of queries `first ...`: their segments, 0 where there are none; past the end that of the last."""
-    segment = tl.zeros((QUERIES,), tl.int32)
+    BLOCK_M: tl.constexpr = shape.block_m
+    segment = tl.zeros((BLOCK_M,), tl.int32)
     if features.query_segments:
-        segment = tl.load(mask.q_segments + tl.minimum(first + tl.arange(0, QUERIES), end - 1))
+        queries = first + tl.arange(0, BLOCK_M)
+        segment = tl.load(head.mask.q_segments + tl.minimum(queries, head.place.length_q - 1))
     return Marks(segment, 0, 0, 0, 0)
 
 
 @triton.jit
-def key_marks(mask, first, end, queries_end, KEYS: tl.constexpr, features: tl.constexpr):
+def key_marks(head, first, shape: tl.constexpr, features: tl.constexpr):
     """Load the marks of keys `first ...`: their segments, or their intervals up to the end of the queries."""
-    keys = first + tl.arange(0, KEYS)
-    inside = keys < end
-    segment, start, stop, hidden_from, hidden_to = 0, 0, 0, 0, 0
+    mask = head.mask
+    keys = first + tl.arange(0, shape.block_n)
+    inside = keys < head.place.length_k
+    segment, start, end = 0, 0, 0
+    hidden_from, hidden_to = 0, 0
     if features.mask == "segments":
         segment = tl.load(mask.k_segments + keys, mask=inside, other=0)
     if features.mask == "intervals":
         start = tl.load(mask.start + keys, mask=inside, other=0)
-        stop = tl.minimum(tl.load(mask.end + keys, mask=inside, other=0), queries_end)
+        end = tl.minimum(tl.load(mask.end + keys, mask=inside, other=0), head.place.length_q)
         if features.hidden:
             hidden_from = tl.load(mask.hidden_from + keys, mask=inside, other=0)
             hidden_to = tl.load(mask.hidden_to + keys, mask=inside, other=0)
-    return Marks(segment, start, stop, hidden_from, hidden_to)
+    return Marks(segment, start, end, hidden_from, hidden_to)
 
 
 @triton.jit
 def visibility(
-    mask,
+    head,
     queries,
     keys,
     owned_first,
     walked_first,
-    walked_end,
-    OWNED: tl.constexpr,
-    WALKED: tl.constexpr,
-    KEYS_OWNED: tl.constexpr,
+    shape: tl.constexpr,
     features: tl.constexpr,
+    KEYS_OWNED: tl.constexpr,
 ):
-    """Return which pairs `[OWNED, WALKED]` of a partial step may meet: by bits alone, or by marks, band and end."""
+    """Return which pairs `[owned, walked]` of a partial step are visible: by bits alone, or by marks, band and end."""
+    mask = head.mask
+    OWNED: tl.constexpr = shape.block_n if KEYS_OWNED else shape.block_m
+    WALKED: tl.constexpr = shape.block_m if KEYS_OWNED else shape.block_n
     owned = owned_first + tl.arange(0, OWNED)
     walked = walked_first + tl.arange(0, WALKED)
     if features.mask == "bits":
@@ -128,10 +155,11 @@ def visibility(
             word = tl.where(within[None, :], tl.load(words + index)[:, None], word)
         visible = ((word >> (walked % WORD_BITS)[None, :]) & 1) != 0
     else:
+        walked_end = head.place.length_q if KEYS_OWNED else head.place.length_k
         visible = tl.broadcast_to((walked < walked_end)[None, :], (OWNED, WALKED))
         if features.banded:
             distance = walked[None, :] - owned[:, None]
-            visible = visible & (distance >= mask.low) & (distance <= mask.high)
+            visible = visible & (distance >= mask.lo) & (distance <= mask.hi)
         if features.mask == "segments":
             if KEYS_OWNED:
                 visible = visible & (keys.segment[:, None] == queries.segment[None, :])
@@ -153,15 +181,15 @@ def visibility(
 
 @triton.jit
 def met_rows(mask, first_owned, last_owned, walked_end, features: tl.constexpr):
-    """Return the first walked row that owned rows may meet, by band and end, and the one behind the last.
+    """Return the walked rows that rows `first_owned ... last_owned` may meet.
 
     Steps that are tested load no others: a product of a probability of 0 and a NaN is NaN.
     """
     begin = 0
     if features.banded:
-        begin = first_owned + mask.low
-        walked_end = tl.minimum(walked_end, tl.where(mask.low <= mask.high, last_owned + mask.high + 1, 0))
-    return begin, walked_end
+        begin = first_owned + mask.lo
+        walked_end = tl.minimum(walked_end, tl.where(mask.lo <= mask.hi, last_owned + mask.hi + 1, 0))
+    return Met(begin, walked_end)
 
 
 @triton.jit
