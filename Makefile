@@ -61,7 +61,7 @@ OF_RANKS = ranks context_parallel context_dynamic context_models context_faults 
 
 # Every worker sees all GPUs: with a share of them, ranks that do not have a GPU each would run on the CPU, by gloo.
 test-ranks: $(TEST_READY) ## run the tests of several ranks, by NCCL where there is a GPU for each; ARGS="-n 8" for 8 workers
-	DMATTN_TEST_ALL_GPUS=1 $(PY) -m pytest $(OF_RANKS:%=tests/test_%.py) $(ARGS)
+	DMATTN_TEST_ALL_GPUS=1 $(PY) -m pytest $(OF_RANKS:%=tests/distributed/test_%.py) $(ARGS)
 
 lint: $(TEST_READY) ## check style and types
 	$(PY) -m ruff check .

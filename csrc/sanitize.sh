@@ -72,8 +72,8 @@ fi
 for step in "${steps[@]}"; do
   [ "$step" = "${steps[0]}" ] || begin "$step" || continue
   read -ra files <<<"$step"
-  "$python" -m pytest -q -c "$root/pyproject.toml" --rootdir "$root" -o pythonpath="$root/tests" -p no:cacheprovider \
-    -k "not other_instruction_sets" "${files[@]/#/$root/tests/}" "$@"
+  "$python" -m pytest -q -c "$root/pyproject.toml" --rootdir "$root" -o pythonpath="$root/tests/support" -p no:cacheprovider \
+    -k "not other_instruction_sets" "${files[@]/#/$root/tests/kernels/}" "$@"
 done
 if begin "${DMATTN_SANITIZE_CASES:-200} random problems"; then
   "$python" -m dmattn_ops.testing --cases "${DMATTN_SANITIZE_CASES:-200}"

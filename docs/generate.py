@@ -5,7 +5,7 @@
 - The tables of result files (`benchmarks/readme_tables.py`).
 - `csrc/cpu/schemas.h`, the schemas of the operators as the C++ library defines them.
 
-tests/test_docs.py fails where something is not as it would be written.
+tests/project/test_docs.py fails where something is not as it would be written.
 """
 
 from __future__ import annotations

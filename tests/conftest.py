@@ -89,7 +89,7 @@ def attention() -> Iterator[Attention]:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What calls launch on an H200, without one (`hopper_launches.py`)."""
-    from tests.hopper_launches import pretended_launches
+    from tests.support.hopper_launches import pretended_launches
 
     with pretended_launches(monkeypatch) as made:
         yield made

@@ -3,7 +3,7 @@
 An operator has one kernel at the dispatcher's Autograd key, so that direct, compiled, exported and checkpointed calls
 and `torch.func` all meet the same derivative. `torch.library.register_autograd` would register such a kernel too, but
 its own drops tangents and fails under `torch.func` (pytorch#168393); it remains for a torch that lacks private names that
-are needed here (`ops/torch_privates.py`), and `tests/test_autograd.py` holds both to the same gradients.
+are needed here (`ops/torch_privates.py`), and `tests/ops/test_autograd.py` holds both to the same gradients.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ A proof names the lines of two accesses, and the chains of lines that order them
 behind it, the wait for that barrier, and the other access. It holds for what stands in the source now: where a line of a
 chain is missing or out of order, or an access is in another line, the report counts as a race.
 
-What a proof takes for granted, `tests/test_hopper_publication.py` sees in the compiled kernels: all threads of a partition meet
-between an access to shared memory and the arrival of the one thread that speaks for them.
+What a proof takes for granted, `tests/kernels/test_hopper_publication.py` sees in the compiled kernels: all threads of a
+partition meet between an access to shared memory and the arrival of the one thread that speaks for them.
 """
 
 from __future__ import annotations

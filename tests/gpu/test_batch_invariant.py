@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tests import invariant_cases as cases  # noqa: E402
+from tests.support import invariant_cases as cases  # noqa: E402
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import dmattn_ops
 from dmattn_ops import environment
-from tests.far_apart import PLACES, SHAPE, far_apart
+from tests.support.far_apart import PLACES, SHAPE, far_apart
 
 pytestmark = pytest.mark.gpu
 GIGABYTE = 1 << 30

@@ -17,7 +17,7 @@ from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Gradients, Mask, Result, S
 from dmattn_ops.dispatch import run as dispatch  # noqa: E402
 from dmattn_ops.kernels.hopper.backward import launch as hopper_backward  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256 import launch as hopper_backward_256  # noqa: E402
-from tests.tile_builder import build_tiles, on_gpu  # noqa: E402
+from tests.support.tile_builder import build_tiles, on_gpu  # noqa: E402
 
 # One of each kind: a part or two, in queries or values or both, and each of the rows that dispatch has for them
 NAMED = (

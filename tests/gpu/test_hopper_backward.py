@@ -16,7 +16,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 from dmattn_ops.call import NO_MASK, TILE, UNBOUNDED, Call, Gradients, Mask, Saved, plain_options  # noqa: E402  # noqa: E402
 from dmattn_ops.choice import arch, config, resolve  # noqa: E402
 from dmattn_ops.kernels.hopper.backward import launch as hopper_backward  # noqa: E402
-from tests.tile_builder import build_lists, build_tiles, on_gpu, tile_states  # noqa: E402
+from tests.support.tile_builder import build_lists, build_tiles, on_gpu, tile_states  # noqa: E402
 
 LENGTHS = [(512, 512), (300, 300), (200, 333), (333, 200), (1, 77), (129, 1), (5000, 100)]
 BANDS = [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0), (-60, 20), (5, 40), (-UNBOUNDED, -30)]

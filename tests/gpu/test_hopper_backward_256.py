@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Gradients, Mask, Saved, plain_options
 from dmattn_ops.choice import config
-from tests.tile_builder import build_segment_tiles, build_tiles, on_gpu
+from tests.support.tile_builder import build_segment_tiles, build_tiles, on_gpu
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]

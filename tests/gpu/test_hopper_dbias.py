@@ -16,7 +16,7 @@ from dmattn_ops.choice import config  # noqa: E402
 from dmattn_ops.kernels.hopper.dbias import launch as shared_bias  # noqa: E402
 from dmattn_ops.testing import check  # noqa: E402
 from dmattn_ops.testing.problem import Problem  # noqa: E402
-from tests import large_rows  # noqa: E402
+from tests.support import large_rows  # noqa: E402
 
 SHAPES = ["q", "bq", "hq", "bkq"]  # dimensions of a bias that are not broadcast; "k" stands for Hkv heads
 GROUPED = Problem(

@@ -15,7 +15,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Mask, Result, plain_options  # noqa: E402  # noqa: E402
 from dmattn_ops.choice import config, resolve  # noqa: E402
 from dmattn_ops.kernels.hopper.forward import launch as hopper_forward  # noqa: E402
-from tests.tile_builder import build_lists, build_tiles, on_gpu, tile_states  # noqa: E402
+from tests.support.tile_builder import build_lists, build_tiles, on_gpu, tile_states  # noqa: E402
 
 DIMS = [64, 128, 256]
 LENGTHS = [(512, 512), (640, 640), (333, 517), (517, 333), (1, 300), (100, 77), (700, 1)]

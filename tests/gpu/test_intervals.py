@@ -14,7 +14,7 @@ from dmattn_ops.dispatch import run
 from dmattn_ops.testing import Problem, check
 from dmattn_ops.testing.inputs import make_inputs
 from dmattn_ops.testing.oracle import EPS, relative_error
-from tests.replays import replayed
+from tests.support.replays import replayed
 
 pytestmark = pytest.mark.gpu
 HOPPER = pytest.mark.skipif(

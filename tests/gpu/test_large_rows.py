@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.large_rows import LOWEST, check, check_finite, draw, results
+from tests.support.large_rows import LOWEST, check, check_finite, draw, results
 
 pytestmark = pytest.mark.gpu
 DIMS = [64, 128, 256]

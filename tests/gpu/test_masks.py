@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dmattn_ops
 from dmattn_ops.testing import Problem, check
-from tests.replays import replayed
+from tests.support.replays import replayed
 
 pytestmark = pytest.mark.gpu
 

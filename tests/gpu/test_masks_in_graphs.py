@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.made_in_graphs import KINDS, Attention
+from tests.support.made_in_graphs import KINDS, Attention
 
 pytestmark = pytest.mark.gpu
 

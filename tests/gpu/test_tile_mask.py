@@ -8,7 +8,16 @@ import torch
 from dmattn_ops import meta
 from dmattn_ops.call import UNBOUNDED, Mask
 from dmattn_ops.masks import layout
-from tests.mask_cases import EVERYTHING, NAMED, Case, check_list_tiles, check_pack_mask, definition, draw, segments
+from tests.support.mask_cases import (
+    EVERYTHING,
+    NAMED,
+    Case,
+    check_list_tiles,
+    check_pack_mask,
+    definition,
+    draw,
+    segments,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tests import used_cases  # noqa: E402
-from tests.used_cases import KINDS, Case, check, draw, ours, poisoned  # noqa: E402
+from tests.support import used_cases  # noqa: E402
+from tests.support.used_cases import KINDS, Case, check, draw, ours, poisoned  # noqa: E402
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

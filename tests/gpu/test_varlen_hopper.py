@@ -17,8 +17,8 @@ from dmattn_ops.kernels.hopper.forward import launch as hopper_forward
 from dmattn_ops.launching import plans
 from dmattn_ops.testing import Problem, check
 from dmattn_ops.testing.oracle import relative_error
-from tests.packed_cases import Packed, draw_packed, offsets_of
-from tests.replays import replayed
+from tests.support.packed_cases import Packed, draw_packed, offsets_of
+from tests.support.replays import replayed
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):

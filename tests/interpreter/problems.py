@@ -26,7 +26,7 @@ from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
 from tests.interpreter import oracle
 from tests.interpreter.hidden import band, hide_unseen, visible_pairs
-from tests.tile_builder import build_lists, build_segment_tiles, build_tiles, tile_states
+from tests.support.tile_builder import build_lists, build_segment_tiles, build_tiles, tile_states
 
 FORWARD = PortableForward(64, 64, 4, 2)
 BACKWARD = PortableBackward(64, 64, 4, 2, 64, 64, 4, 2)

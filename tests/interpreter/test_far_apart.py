@@ -8,9 +8,9 @@ import torch
 from dmattn_ops.call import UNBOUNDED, Call, Gradients, Result, Saved
 from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
-from tests.far_apart import PLACES, SHAPE, far_apart
 from tests.interpreter import oracle
 from tests.interpreter.problems import BACKWARD, FORWARD, Problem, build, expected
+from tests.support.far_apart import PLACES, SHAPE, far_apart
 
 pytestmark = pytest.mark.usefixtures("strict_memory")
 

@@ -11,8 +11,8 @@ from dmattn_ops.kernels.interval_lists import interval_lists, laid_out_alike
 from dmattn_ops.masks import layout
 from dmattn_ops.meta import list_tiles_outputs
 from tests.interpreter.problems import Problem, draw_intervals, intervals_keep
-from tests.mask_cases import check_lists, read_lists
-from tests.tile_builder import tile_states
+from tests.support.mask_cases import check_lists, read_lists
+from tests.support.tile_builder import tile_states
 
 pytestmark = pytest.mark.usefixtures("strict_memory")
 BANDS = ((-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0), (-130, 40), (5, 3), (-1000, -700))

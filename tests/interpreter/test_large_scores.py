@@ -14,9 +14,9 @@ from dmattn_ops.choice.config import PortableForward
 from dmattn_ops.kernels import interval_lists
 from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
-from tests import large_rows
 from tests.interpreter import oracle
 from tests.interpreter.problems import BACKWARD, FORWARD, Case, Problem, build, expected, run
+from tests.support import large_rows
 
 pytestmark = pytest.mark.usefixtures("strict_memory")
 LOWEST = torch.finfo(torch.float32).min

@@ -25,7 +25,7 @@ from dmattn_ops.launching import launch
 from dmattn_ops.launching.recording import workspace
 from tests.interpreter import oracle
 from tests.interpreter.problems import BACKWARD, FORWARD
-from tests.packing_cases import Case, lifetimes, visible_pairs
+from tests.support.packing_cases import Case, lifetimes, visible_pairs
 
 DIM = 16
 

@@ -11,7 +11,7 @@ from dmattn_ops.call import TILE, UNBOUNDED
 from dmattn_ops.choice.epochs import epochs
 from dmattn_ops.kernels.epochs import launch
 from dmattn_ops.kernels.epochs.launch import Slots
-from tests.packing_cases import (
+from tests.support.packing_cases import (
     Case,
     lifetimes,
     lists,

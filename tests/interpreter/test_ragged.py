@@ -11,7 +11,7 @@ from torch import Tensor
 from dmattn_ops.call import TILE, Call
 from dmattn_ops.kernels import ragged
 from dmattn_ops.kernels.ragged import capacity, tiles_of
-from tests.packed_cases import Packed, draw_packed
+from tests.support.packed_cases import Packed, draw_packed
 
 pytestmark = pytest.mark.usefixtures("strict_memory")
 LAST = 0x7FFFFFFF

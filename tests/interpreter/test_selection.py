@@ -12,7 +12,7 @@ import torch
 from dmattn_ops.kernels.selection import reference
 from dmattn_ops.kernels.selection.launch import lifetimes, lifetimes_in_chunks
 from tests.interpreter.conftest import StrictMemory
-from tests.selection_cases import (
+from tests.support.selection_cases import (
     SHAPES_OF_SCORES,
     Case,
     answer,

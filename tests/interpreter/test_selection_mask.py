@@ -12,8 +12,8 @@ from dmattn_ops.bands import band_of
 from dmattn_ops.call import TILE
 from dmattn_ops.kernels.masks import chosen
 from dmattn_ops.masks.chosen import segments_beside
-from tests.mask_cases import POISON, check_lists, unpack
-from tests.tile_builder import tile_states
+from tests.support.mask_cases import POISON, check_lists, unpack
+from tests.support.tile_builder import tile_states
 
 pytestmark = pytest.mark.usefixtures("strict_memory")
 

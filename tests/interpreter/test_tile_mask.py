@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dmattn_ops.kernels.masks.launch import list_tiles, pack_mask
-from tests.mask_cases import EVERYTHING, NAMED, Case, check_list_tiles, check_pack_mask, draw, segments
+from tests.support.mask_cases import EVERYTHING, NAMED, Case, check_list_tiles, check_pack_mask, draw, segments
 
 BANDS = (EVERYTHING, (-130, 10), (5, 3), (-1000, -400))
 CASES = [case for case in NAMED if case.dtype in (torch.bool, torch.uint8, torch.int8, torch.bfloat16)]

@@ -1,0 +1,151 @@
+"""The library's own operators, which serve programs without Python, return what the operators of the package return."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dmattn_ops
+from dmattn_ops.kernels import native
+from dmattn_ops.testing import check, draw
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"THE LIBRARY IS NOT TESTED: {native.reason()}")
+
+LIBRARY = Path(native.__file__).parents[1] / native.LIBRARY
+SCRIPT = Path(__file__).parents[1] / "support" / "library_calls.py"
+CASES = 24
+
+
+class Recorded(TorchDispatchMode):
+    """Notes what operators of the package are called with, and what they return."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        returned = function(*arguments, **(keywords or {}))
+        if function.namespace == "dmattn":
+            name = function._schema.name.partition("::")[2]
+            self.calls.append((name, self._kept(arguments), self._kept(returned), self._is_exact(function, arguments)))
+        return returned
+
+    @staticmethod
+    def _kept(values):
+        """Return tensors with their strides, apart from what is done to them later."""
+        if isinstance(values, torch.Tensor):
+            kept = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype) if values.numel() else values
+            return kept.copy_(values.detach()) if not _overlaps(values) else values.detach().clone()
+        return tuple(map(Recorded._kept, values)) if isinstance(values, (tuple, list)) else values
+
+    @staticmethod
+    def _is_exact(function, arguments):
+        """Return whether both have the same kernels do all of the work: sinks are torch operations in Python."""
+        names = [argument.name for argument in function._schema.arguments]
+        return dict(zip(names, arguments, strict=False)).get("sink") is None
+
+
+def _overlaps(tensor):
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def repeated(calls, folder):
+    """Return what the library alone says of the calls, in a process without the package."""
+    torch.save(calls, folder / "calls.pt")
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, SCRIPT, LIBRARY, folder / "calls.pt"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_random_problems_return_the_same(tmp_path):
+    with Recorded() as recorded:
+        for seed in range(CASES):
+            check(draw(seed))
+    names = {name for name, *_ in recorded.calls}
+    assert {"forward", "backward", "qkvpacked_backward", "varlen_backward", "pack_mask", "pack_intervals"} <= names
+    assert repeated(recorded.calls, tmp_path) == [f"{len(recorded.calls)} calls"]
+
+
+def made(call):
+    """Return the calls of operators that a function makes, and what they return."""
+    with Recorded() as recorded:
+        call()
+    return recorded.calls
+
+
+def test_dynamic_masks_sinks_and_documents_return_the_same(tmp_path):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 150, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    documents = torch.arange(150).expand(2, -1) // 40 * 3 % 7
+    calls = made(lambda: dmattn_ops.prepare_mask(documents=documents, is_causal=True))
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        scores = torch.randn(2, 2, 150).to(dtype)
+        scores[0, 0, 3:9] = float("nan")
+        for keywords in ({"documents": documents}, {"keep_first": 3, "keep_last": 5}, {"is_causal": False}):
+            calls += made(lambda scores=scores, keywords=keywords: dmattn_ops.dynamic_mask(scores, 20, **keywords))
+    mask, sink = dmattn_ops.dynamic_mask(torch.randn(2, 2, 150), 20), torch.randn(4, requires_grad=True)
+
+    def trained():
+        for wanted in (False, True):
+            outs = dmattn_ops.flash_dmattn_func(query, key, value, mask, sink=sink, return_lse=wanted)
+            outs = outs if wanted else (outs,)
+            torch.autograd.grad(sum(out.sin().sum() for out in outs), (query, key, value, sink))
+
+    calls += made(trained)
+    names = [name for name, *_ in calls]
+    assert names.count("key_lifetimes") == 12 and names.count("backward") == 2
+    assert {"rank_ids", "list_tiles"} <= set(names)
+    assert repeated(calls, tmp_path) == [f"{len(calls)} calls"]
+
+
+def packed(query, ends):
+    """Return arguments for sequences that end there."""
+    return (*[query[0]] * 3, *[torch.tensor(ends, dtype=torch.int32)] * 2, None, None, None, None, 9, 9)
+
+
+def test_operators_that_the_library_defined_before_are_an_import_error_in_words():
+    code = "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1]).dmattn_define_operators(); import dmattn_ops"
+    environment = {**os.environ, "PYTHONPATH": str(LIBRARY.parent.parent)}
+    command = [sys.executable, "-c", code, LIBRARY]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "ImportError: the operators torch.ops.dmattn are defined already, by libdmattn.so" in done.stderr
+
+
+REFUSED = {
+    "forward": [
+        lambda q: (q, q, q[:, :4]),
+        lambda q: (q, q, q[0]),
+        lambda q: (q, q, q.half()),
+        lambda q: (q, q, q, q.int()),
+        lambda q: (q, q, q, *[None] * 10, torch.zeros(3)),
+        lambda q: (q, q, q, *[None] * 12, 0, 0, -1),
+        lambda q: (q, q, q, *[None] * 12, 0, 0, 0, 0, None, float("nan")),
+        lambda q: (q, q, q, *[None] * 12, 0, 0, 0, 0, None, None, -1.0),
+        lambda q: (q, q, q, *[None] * 12, 0, 0, 0, 0, None, None, 0.0, 1.5),
+        lambda q: (q, q, q, *[None] * 12, 0, 0, 0, 0, None, None, 0.0, 0.5),
+    ],
+    "varlen_forward": [lambda q: packed(q, [0, 9, 20]), lambda q: packed(q, [1, 4, 9]), lambda q: packed(q, [0, 7, 3])],
+    "pack_mask": [lambda q: (torch.ones(1, 1, 3, 9), None, None, 9), lambda q: (torch.ones(9, 9), None, None, 9)],
+    "list_tiles": [lambda q: (None, torch.ones(2, 9, dtype=torch.int32), 9)],
+    "key_lifetimes": [
+        lambda q: (q[0], torch.tensor([[0, 0, 1, 1, 0, 2, 2, 2, 2]]), 3),
+        lambda q: (torch.randn(1, 1, 9), torch.tensor([[0, 0, 1, 1, 0, 2, 2, 2, 2]]), 3),
+        lambda q: (torch.randn(1, 1, 9), None, -3),
+    ],
+    "rank_ids": [lambda q: (torch.ones(3, 9),), lambda q: (torch.ones(9, dtype=torch.int64),)],
+    "spread_lists": [lambda q: (torch.ones(2, dtype=torch.int32), torch.full((2, 3), 7, dtype=torch.int32), 5)],
+    "mask_as_exported": [lambda q: (q, torch.empty(9, 9, 0), torch.empty(1, 0, 1, 0), 9, 9, 0, 0, None, False)],
+}
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    query = torch.randn(1, 9, 2, 8)
+    calls = [(name, make(query), "refused", True) for name, makes in REFUSED.items() for make in makes]
+    assert repeated(calls, tmp_path) == [f"{len(calls)} calls"]
