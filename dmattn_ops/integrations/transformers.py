@@ -160,10 +160,10 @@ def attention_forward(
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "sink": s_aux}
+    selector: Any = getattr(module, "dynamic_mask", None)
     if cached is not None:
-        if position_bias is not None or indices is not None:
-            raise NotImplementedError("kept_cache takes neither position_bias nor indices")
-        selector: Any = getattr(module, "dynamic_mask", None)
+        if position_bias is not None or indices is not None or block_indices is not None:
+            raise NotImplementedError("kept_cache takes neither position_bias nor indices nor block_indices")
         return cached.attend(selector, (query, key, value), attention_mask, options), None
     bias = None if position_bias is None else position_bias[..., : key.shape[1]]
     mask = attention_mask if indices is None else own_masks.among(attention_mask, indices, key.shape[1])
@@ -172,7 +172,6 @@ def attention_forward(
     elif isinstance(mask, Tensor):
         mask, additive = _of_tensor(mask, query.shape[1], key.shape[1])
         bias = _sum(bias, additive)
-    selector = getattr(module, "dynamic_mask", None)
     if (
         cu_seq_lens_q is not None
         and cu_seq_lens_k is not None
@@ -185,9 +184,7 @@ def attention_forward(
         mask = _with_documents(mask, cu_seq_lens_k, key.device)
     if block_indices is not None:
         if selector is not None:
-            raise NotImplementedError(
-                "block_indices= and a dynamic mask both choose the keys of a layer: use one of them"
-            )
+            raise NotImplementedError("block_indices= and a dynamic mask both choose a layer's keys: use one of them")
         mask = own_masks.among_blocks(mask, block_indices, module, key.shape[1])
     if selector is not None:
         mask, scores = selector.select(value, mask)

@@ -133,5 +133,5 @@ def test_a_layer_that_does_not_say_how_long_its_blocks_are_is_refused():
         integration.attention_forward(torch.nn.Module(), query, query, query, None, block_indices=blocks)
     layer = Layer()
     layer.dynamic_mask = object()  # type: ignore[assignment]
-    with pytest.raises(NotImplementedError, match="both choose the keys of a layer"):
+    with pytest.raises(NotImplementedError, match="both choose a layer's keys"):
         integration.attention_forward(layer, query, query, query, None, block_indices=blocks)

@@ -147,14 +147,42 @@ OPTIONAL = {
 }  # fmt: skip
 
 
+def _traits(case: str, row: Any, mask: str, bias: str, block_m: int) -> Any:
+    """Return what the kernel of a case is compiled for."""
+    from dmattn_ops.kernels.hopper.forward.launch import tiles_of
+    from dmattn_ops.kernels.hopper.forward.types import Traits
+    from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
+
+    _, *words = case.split()
+    (columns, second), (columns_v, second_v) = tiles_of(*_dims(case))
+    return Traits(
+        BM=block_m,
+        BN=row.config.block_n,
+        D=columns,
+        D2=second,
+        DV=columns_v,
+        DV2=second_v,
+        STAGES=row.config.stages,
+        Q_STAGES=1 if bias == "tiles" and columns == 128 else row.config.query_stages,
+        MASK=mask,
+        BIAS=BIAS_KINDS[bias],
+        HAS_LO="window" in words,
+        HAS_HI=bool({"causal", "window", "segments"} & set(words)),
+        SOFTCAP="softcap" in words,
+        HIDDEN="hidden" in words,
+        NATURAL=bias != "none" or "natural" in words,
+        DROPOUT="dropout" in words,
+        ROW_MAX="maximum" in words,
+        EDGES="edges" in words,
+    )
+
+
 def _compile(case: str) -> dict:
     from triton.experimental.gluon import language as gl
 
     from dmattn_ops.choice import config
     from dmattn_ops.kernels.hopper.forward.kernel import SCALARS, forward_kernel
     from dmattn_ops.kernels.hopper.forward.launch import tiles_of
-    from dmattn_ops.kernels.hopper.forward.types import Traits
-    from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
     from dmattn_ops.testing.compile_only import compile_only
 
     _, *words = case.split()
@@ -180,27 +208,7 @@ def _compile(case: str) -> dict:
     }
     signature |= {"q_desc": boxes(64, columns, "bf16"), "o_desc": boxes(64, columns_v, "bf16")}
     signature |= {"k_desc": boxes(block_n, columns, "bf16"), "v_desc": boxes(block_n, columns_v, "bf16")}
-    traits = Traits(
-        BM=block_m,
-        BN=block_n,
-        D=columns,
-        D2=second,
-        DV=columns_v,
-        DV2=second_v,
-        STAGES=row.config.stages,
-        Q_STAGES=1 if bias == "tiles" and columns == 128 else row.config.query_stages,
-        MASK=mask,
-        BIAS=BIAS_KINDS[bias],
-        HAS_LO="window" in words,
-        HAS_HI=bool({"causal", "window", "segments"} & set(words)),
-        SOFTCAP="softcap" in words,
-        HIDDEN="hidden" in words,
-        NATURAL=bias != "none" or "natural" in words,
-        DROPOUT=dropout,
-        ROW_MAX="maximum" in words,
-        EDGES="edges" in words,
-    )
-    constants: dict[str, Any] = {"TRAITS": traits}
+    constants: dict[str, Any] = {"TRAITS": _traits(case, row, mask, bias, block_m)}
     optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
     optional |= {"bias_desc": boxes(64, block_n, "bf16")} if bias == "tiles" else {}
     optional |= {"q2_desc": boxes(64, second, "bf16"), "k2_desc": boxes(block_n, second, "bf16")} if second else {}

@@ -205,16 +205,11 @@ def _row_maps(call: Call, out: Tensor, traits: Traits) -> dict[str, Map | None]:
     return found
 
 
-def forward(call: Call, result: Result, config: HopperForward) -> None:
-    """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`, or those of packed sequences; what cannot be taken is in `refusals`."""
-    call = key_numbers_as_bias(listed(call))
-    query, bias, options, lse = call.query, call.bias, call.options, result.lse
-    batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
-    (width, second), (width_v, second_v) = tiles_of(query.shape[-1], call.value.shape[-1])
-    kind = kind_of(call)
-    # lists hold the band of bits already; all others test it
-    band_lo, band_hi = (-UNBOUNDED, UNBOUNDED) if kind == BITS.value else options[:2]
-    traits = Traits(
+def _traits(call: Call, result: Result, config: HopperForward, band: tuple[int, int]) -> Traits:
+    """Return what the kernel is compiled for."""
+    options = call.options
+    (width, second), (width_v, second_v) = tiles_of(call.query.shape[-1], call.value.shape[-1])
+    return Traits(
         BM=config.block_m,
         BN=config.block_n,
         D=width,
@@ -223,10 +218,10 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         DV2=second_v,
         STAGES=config.stages,
         Q_STAGES=config.query_stages,
-        MASK=kind,
-        BIAS=BIAS_KINDS["tiles" if config.bias_tiles else bias_kind(bias)],
-        HAS_LO=band_lo > -UNBOUNDED,
-        HAS_HI=band_hi < UNBOUNDED,
+        MASK=kind_of(call),
+        BIAS=BIAS_KINDS["tiles" if config.bias_tiles else bias_kind(call.bias)],
+        HAS_LO=band[0] > -UNBOUNDED,
+        HAS_HI=band[1] < UNBOUNDED,
         SOFTCAP=options.softcap > 0.0,
         HIDDEN=call.mask.hidden_from is not None,
         NATURAL=in_natural_units(call),
@@ -234,6 +229,17 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         ROW_MAX=result.row_max is not None,
         EDGES=hides_keys(call),
     )
+
+
+def forward(call: Call, result: Result, config: HopperForward) -> None:
+    """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`, or those of packed sequences; what cannot be taken is in `refusals`."""
+    call = key_numbers_as_bias(listed(call))
+    query, bias, options, lse = call.query, call.bias, call.options, result.lse
+    batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
+    kind = kind_of(call)
+    # lists hold the band of bits already; all others test it
+    band_lo, band_hi = (-UNBOUNDED, UNBOUNDED) if kind == BITS.value else options[:2]
+    traits = _traits(call, result, config, (band_lo, band_hi))
     mask = _mask_arguments(call, kind, config.block_m)
     tiles = mask["lists"].shape[0] if kind == RAGGED.value else -(-seqlen_q // config.block_m)
     items = tiles * batch * heads
