@@ -7,9 +7,7 @@ Letters: `B` batch, `H` query heads, `Hkv` key and value heads, `D` head dimensi
 from __future__ import annotations
 
 import copy
-import inspect
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +17,8 @@ from dmattn_ops.api import arguments
 from dmattn_ops.api.functions import flash_dmattn_func
 from dmattn_ops.bands import NO_BAND, Band
 from dmattn_ops.checks import require, validation, values
+from dmattn_ops.generation.checks import Keywords, check_inputs, checked_options
+from dmattn_ops.generation.chunk import Chunk, blank, lasting, put
 from dmattn_ops.generation.eviction import NEVER, Known, outranked
 from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.tile_mask import from_intervals
@@ -28,40 +28,8 @@ if TYPE_CHECKING:
 
 _ROUND_TO = 16  # slots
 _UNNAMED = -(1 << 63)  # the id of a document of which no id was given yet
-_TAKES_BATCH_INVARIANT = "batch_invariant" in inspect.signature(flash_dmattn_func).parameters
 # Every tensor of the state, all with the batch first; the last three are None until they are needed.
 _STATE = ("key", "value", "scores", "places", "length", "floor", "first", "bias", "document", "trail")
-
-
-class _Keywords(TypedDict, total=False):
-    """What `attend` takes by name besides `return_lse` and `return_max`, which tell what is returned."""
-
-    padding: Tensor | None
-    documents: Tensor | None
-    softmax_scale: float | None
-    softcap: float
-    sink: Tensor | None
-    batch_invariant: bool
-
-
-class _Chunk(NamedTuple):
-    """The positions of one call."""
-
-    begin: Tensor  # int64 [B]: the length before
-    position: Tensor  # int64 [B, n]: of what is none, that of the next one
-    length: Tensor  # int64 [B], afterwards
-    is_key: Tensor | None  # bool [B, n]; None is all
-    counted: Tensor | None  # bool [B, n]: which are positions; None is all
-    documents: Tensor | None  # int64 [B, n]
-    changes: Tensor | None  # bool [B, n]: where a document begins
-
-    def place_of(self, position: Tensor) -> Tensor:
-        """Return the places in the call of positions `[B, heads, any]`: 0 where they come before it, `n` behind it."""
-        count, ahead = self.position.shape[1], position - self.begin.view(-1, 1, 1)
-        if self.counted is None:
-            return ahead.clamp(0, count)
-        numbers = (ahead.clamp(-1, count) + 1).flatten(1)
-        return torch.searchsorted(self.counted.cumsum(-1), numbers).view_as(position)
 
 
 class KeptKeys:
@@ -123,7 +91,7 @@ class KeptKeys:
         most = self.keep + self.keep_first + self.keep_last + self._stored_back
         self.slots = -(-most // _ROUND_TO) * _ROUND_TO
         rows = (self.batch, self.kv_heads)
-        with _lasting():
+        with lasting():
             self.key = torch.zeros(*rows, self.slots, self.head_dim, dtype=dtype, device=device)
             self.value = torch.zeros(*rows, self.slots, self.value_dim, dtype=dtype, device=device)
             self.scores = torch.zeros(*rows, self.slots, device=device, dtype=torch.float32)
@@ -155,12 +123,12 @@ class KeptKeys:
     @overload
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, bias: Tensor | None = ...,
-        *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
+        *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[Keywords],
     ) -> Tensor: ...  # fmt: skip
     @overload
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, bias: Tensor | None = ...,
-        *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_Keywords],
+        *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[Keywords],
     ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
     def attend(
         self,
@@ -222,8 +190,8 @@ class KeptKeys:
         named = dict(zip(("query", "key", "value"), inputs, strict=True))
         (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, options.get("sink"), **named)
         documents = as_integers(documents)
-        self._check(query, key, value, scores, bias, sink, padding, documents)
-        options = _checked(**options) | {"sink": sink}
+        check_inputs(self, query, key, value, scores, bias, sink, padding, documents)
+        options = checked_options(**options) | {"sink": sink}
         stored_key, stored_value = self.key.transpose(1, 2), self.value.transpose(1, 2)
         new_positions = query.shape[1]
         if new_positions == 0:
@@ -246,7 +214,7 @@ class KeptKeys:
             self._store(cached, new, (key, value, bias), chunk, first)
         if chunk.counted is None:
             return out
-        return _blank(out, chunk.counted)
+        return blank(out, chunk.counted)
 
     def reset(self) -> None:
         """Forget all keys."""
@@ -353,52 +321,13 @@ class KeptKeys:
             for part in self._state().values():
                 torch._dynamo.mark_static_address(part, guard=False)
 
-    def _check(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scores: Tensor,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        padding: Tensor | None,
-        documents: Tensor | None,
-    ) -> None:
-        """Refuse what does not fit each other or the cache."""
-        batch, (_, new_positions, heads, _) = self.batch, query.shape
-        require.sizes("query", query, (batch,), (new_positions,), (heads,), (self.head_dim,))
-        require.sizes("key", key, (batch,), (new_positions,), (self.kv_heads,), (self.head_dim,))
-        require.sizes("value", value, (batch,), (new_positions,), (self.kv_heads,), (self.value_dim,))
-        require.dtype("query", query, self.dtype, like="the cache")
-        require.device("query", query, self.device, "the cache")
-        validation.dense_tensors(query, key, value, bias, sink)
-        validation.tensors(scores=scores)
-        if not scores.is_floating_point():
-            require.dtype("scores", scores, *validation.DTYPES)
-        require.sizes("scores", scores, (1, batch), (1, self.kv_heads), (new_positions,))
-        require.device("scores", scores, self.device, "the cache")
-        for name, part in (("padding", padding), ("documents", documents)):
-            if part is not None:
-                validation.tensors(**{name: part})
-                require.dtype(name, part, torch.bool, *validation.INTEGERS)
-                require.sizes(name, part, (1, batch), (new_positions,))
-                require.device(name, part, self.device, "the cache")
-        if self.bias is not None and heads % self.bias.shape[1]:
-            raise ValueError(f"query must have {self.bias.shape[1]} heads as the biases before, got {heads}")
-        if bias is None:
-            return
-        validation.require_broadcast("bias", bias, batch, heads, self.kv_heads, 1, new_positions)
-        if self.bias is not None:
-            require.sizes("bias", bias, (1, batch), (self.bias_heads,), (1,), (new_positions,), axes=require.AXES)
-            require.dtype("bias", bias, self.bias.dtype, like="the biases before")
-
     def _as_stored(self, scores: Tensor, bias: Tensor | None, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return scores `[B, Hkv, n]` and biases `[B, Hkv|H, n]` as they are stored; make room for them where there is none."""
         shape = (self.batch, self.kv_heads, query.shape[1])
         wide = torch.float64 in (scores.dtype, self.scores.dtype)
         scores = scores.to(torch.float64 if wide else torch.float32).expand(shape)
         if self.scores.dtype != scores.dtype:
-            with _lasting():
+            with lasting():
                 self.scores = self.scores.double()
             self._keep_addresses()
         if bias is None:
@@ -406,12 +335,12 @@ class KeptKeys:
         if self.bias is None:
             self.bias_heads = bias.shape[1]
             heads = max(self.bias_heads, self.kv_heads)
-            with _lasting():
+            with lasting():
                 self.bias = torch.zeros(self.batch, heads, self.slots, dtype=bias.dtype, device=self.device)
             self._keep_addresses()
         return scores, bias.squeeze(2).expand(self.batch, self.bias.shape[1], -1)
 
-    def _positions(self, count: int, is_key: Tensor | None, counted: Tensor | None, documents: Tensor | None) -> _Chunk:
+    def _positions(self, count: int, is_key: Tensor | None, counted: Tensor | None, documents: Tensor | None) -> Chunk:
         """Return where the next `count` positions stand, and in which documents."""
         begin = self.length.clone()
         if counted is None:
@@ -421,9 +350,9 @@ class KeptKeys:
             total = counted.cumsum(-1)
             position, length = begin[:, None] + total - counted.long(), begin + total[:, -1]
         if documents is None and self.document is None:
-            return _Chunk(begin, position, length, is_key, counted, None, None)
+            return Chunk(begin, position, length, is_key, counted, None, None)
         if self.document is None and documents is not None:
-            with _lasting():
+            with lasting():
                 self.document = torch.full_like(self.length, _UNNAMED)
                 state = torch.stack([self.first, self.document], -1)
                 self.trail = state[:, None].repeat(1, self.rollback + 1, 1)
@@ -431,16 +360,16 @@ class KeptKeys:
         assert self.document is not None
         last = self.document[:, None]
         if documents is None:
-            return _Chunk(begin, position, length, is_key, counted, last.expand(-1, count).clone(), None)
+            return Chunk(begin, position, length, is_key, counted, last.expand(-1, count).clone(), None)
         documents = documents.long().expand(self.batch, -1)
         if is_key is not None:  # padding belongs to the document before it
             place = torch.where(is_key, torch.arange(count, device=self.device), -1).cummax(-1).values
             documents = torch.where(place < 0, last, documents.gather(-1, place.clamp(min=0)))
         before = torch.cat([last, documents[:, :-1]], -1)
         changes = (documents != before) & (before != _UNNAMED)
-        return _Chunk(begin, position, length, is_key, counted, documents, changes)
+        return Chunk(begin, position, length, is_key, counted, documents, changes)
 
-    def _compete(self, scores: Tensor, chunk: _Chunk) -> tuple[Known, Known, Tensor]:
+    def _compete(self, scores: Tensor, chunk: Chunk) -> tuple[Known, Known, Tensor]:
         """Return what is known of the cached and of the new keys after these positions, and where documents begin, `[B, n]`."""
         position, is_key, changes = chunk.position, chunk.is_key, chunk.changes
         known, last = self._known(), torch.full_like(position, NEVER)
@@ -476,7 +405,7 @@ class KeptKeys:
         return flash_dmattn_func(query, key, value, mask, None if bias is None else bias.unsqueeze(2), **options)
 
     def _store(
-        self, cached: Known, new: Known, tensors: tuple[Tensor, Tensor, Tensor | None], chunk: _Chunk, first: Tensor
+        self, cached: Known, new: Known, tensors: tuple[Tensor, Tensor, Tensor | None], chunk: Chunk, first: Tensor
     ) -> None:
         """Put the new keys that are needed into slots whose keys no longer are."""
         key, value, bias = tensors
@@ -491,71 +420,17 @@ class KeptKeys:
             needed = new.needed(chunk.length, self._stored_back)
             source = needed.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
             write = needed.gather(-1, source)
-        _put(self.key, slot, key.transpose(1, 2), source, write)
-        _put(self.value, slot, value.transpose(1, 2), source, write)
-        _put(self.scores, slot, new.scores, source, write)
-        _put(self.places.transpose(2, 3), slot, torch.stack(new[1:], -1), source, write)
+        put(self.key, slot, key.transpose(1, 2), source, write)
+        put(self.value, slot, value.transpose(1, 2), source, write)
+        put(self.scores, slot, new.scores, source, write)
+        put(self.places.transpose(2, 3), slot, torch.stack(new[1:], -1), source, write)
         if self.bias is not None and bias is not None:
             groups = self.bias.shape[1] // self.kv_heads
             of_heads = [None if part is None else part.repeat_interleave(groups, 1) for part in (slot, source, write)]
-            _put(self.bias, of_heads[0], bias, *of_heads[1:])
+            put(self.bias, of_heads[0], bias, *of_heads[1:])
         if self.document is not None and self.trail is not None and chunk.documents is not None:
             self.document.copy_(chunk.documents[:, -1])
-            self._leave_trail(self.trail, torch.stack([first, chunk.documents], -1), chunk)
+            chunk.leave_trail(self.trail, torch.stack([first, chunk.documents], -1))
         self.first.copy_(first[:, -1])
         self.length.copy_(chunk.length)
         self.floor.copy_(torch.maximum(self.floor, chunk.length - self.rollback))
-
-    def _leave_trail(self, trail: Tensor, states: Tensor, chunk: _Chunk) -> None:
-        """Note for each of the last lengths where its document began and its id: `states` `[B, n, 2]` are those of the chunk."""
-        count = trail.shape[1]
-        number = torch.arange(count, device=self.device)
-        length = chunk.length[:, None] - (chunk.length[:, None] - number) % count
-        index = chunk.place_of((length - 1)[:, None]).squeeze(1).clamp(max=states.shape[1] - 1)
-        made = states.gather(1, index.unsqueeze(-1).expand(-1, -1, 2))
-        trail.copy_(torch.where((length > chunk.begin[:, None]).unsqueeze(-1), made, trail))
-
-
-def _lasting() -> AbstractContextManager[Any]:
-    """Return a context that makes tensors which can be changed inside and outside of inference mode."""
-    return nullcontext() if is_compiling() else torch.inference_mode(False)
-
-
-def _put(stored: Tensor, slot: Any, new: Tensor, source: Tensor | None, write: Tensor | None) -> None:
-    """Write what stands at `source` of `new` `[B, heads, n, ...]` into slots of `stored` `[B, heads, N, ...]`, where `write`.
-
-    Without a source, `new` is written as it is; without `write`, everywhere.
-    """
-    if stored.dim() == 4:
-        slot, source, write = (None if part is None else part.unsqueeze(-1) for part in (slot, source, write))
-        sizes = (-1, -1, -1, stored.shape[-1])
-        slot, source = slot.expand(sizes), None if source is None else source.expand(sizes)
-    new = new if source is None else new.gather(2, source)
-    stored.scatter_(2, slot, new if write is None else torch.where(write, new, stored.gather(2, slot)))
-
-
-def _blank(results: Any, counted: Tensor) -> Any:
-    """Return results whose rows that are not counted, bool `[B, n]`, are empty: out 0, lse and the maximum -inf."""
-    if isinstance(results, Tensor):
-        return torch.where(counted[:, :, None, None], results, 0)
-    out, *statistics = results
-    statistics = [torch.where(counted[:, None], part, -torch.inf) for part in statistics]
-    return torch.where(counted[:, :, None, None], out, 0), *statistics
-
-
-def _checked(
-    *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sink: Tensor | None = None,
-    return_lse: bool = False,
-    return_max: bool = False,
-    batch_invariant: bool = False,
-) -> dict[str, Any]:
-    """Return the options of a call to `flash_dmattn_func`; refuse others before anything is stored."""
-    arguments.read_numbers(False, "bottom_right", (None, None), softmax_scale, softcap, 0.0)
-    arguments.switches(None, return_lse, return_max)
-    validation.flags(batch_invariant=batch_invariant)
-    options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "return_lse": return_lse}
-    options |= {"return_max": return_max, "deterministic": True if batch_invariant else None}
-    return options | ({"batch_invariant": True} if batch_invariant and _TAKES_BATCH_INVARIANT else {})
