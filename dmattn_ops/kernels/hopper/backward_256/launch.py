@@ -245,12 +245,12 @@ def statistics_kernel(
         tail, taken = take_sink(tl.load(sink + head).to(tl.float32), value, tail)
         if sink_parts is not None:
             tl.store(sink_parts + block, part_of_gradient(taken, delta))
-    minus_lse, first, second, large = row_statistics(value, tail, NATURAL)
+    made = row_statistics(value, tail, NATURAL)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + batch * grad_lse_b + head * grad_lse_h + at * grad_lse_s, mask=inside, other=0.0)
     to = stats + index.to(tl.int64) * rows + row
-    tl.store(to, minus_lse)
+    tl.store(to, made.minus_lse)
     tl.store(to + total_rows, tl.where(value == float("-inf"), 0.0, delta))
-    tl.store(to + 2 * total_rows.to(tl.int64), first)
-    tl.store(to + 3 * total_rows.to(tl.int64), second)
-    tl.store(flags + block, tl.max(large.to(tl.int32), 0).to(tl.int8))
+    tl.store(to + 2 * total_rows.to(tl.int64), made.first)
+    tl.store(to + 3 * total_rows.to(tl.int64), made.second)
+    tl.store(flags + block, tl.max(made.large.to(tl.int32), 0).to(tl.int8))

@@ -232,8 +232,9 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
             list_first = batch.to(gl.int64) * lists.batch + (h // lists.group).to(gl.int64) * lists.head
             record = list_first + tile.to(gl.int64) * lists.width
         else:
+            own_tiles = band_tiles(q_first, seqlen_q, seqlen_k, lo, hi, ROWS, T)
             n = tiles.end - tiles.begin
-            first, masked = own_part(tiles, band_tiles(q_first, seqlen_q, seqlen_k, lo, hi, ROWS, T))
+            first, masked = own_part(tiles, own_tiles)
             first = gl.where(q_first >= seqlen_q, n, first)
             step = pass_over(first, step, bars, T)
         q_segment = query_numbers(mask, batch, q_first, row, seqlen_q, C, T)

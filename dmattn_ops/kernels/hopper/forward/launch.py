@@ -44,6 +44,7 @@ from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.hopper.forward.types import Traits
 from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, RAGGED, kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
+from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.launching.launch import computed, launch
@@ -60,16 +61,15 @@ _ROUNDS_OF_CHUNKS = 2.0
 # eight heads at a time take 0.200 ms, four 0.206)
 _ROUNDS_OF_INTERVALS = 3.8
 # Arguments of the kernel that a kind of mask may not have
-_MASK_TENSORS = (
-    "bits_desc",
-    "lists",
+_NUMBERS = (
     "q_segments",
     "k_segments",
     "start",
     "end",
     "hidden_from",
     "hidden_to",
-)
+)  # tensors of `Mask` of the same names
+_MASK_TENSORS = ("bits_desc", "lists", *_NUMBERS)
 _MASK_STRIDES = ("lists_b", "lists_h", "width", "bits_b", "bits_h", "segments_b", "segments_kb", "segments_kh")
 _FEW_ROUNDS = 4  # pieces for each SM, up to which those of all heads alternate: the last ones to start are short then
 
@@ -136,11 +136,6 @@ def _counter(device: torch.device) -> Tensor:
     return counter
 
 
-def _broadcast(tensor: Tensor) -> tuple[int, int]:
-    """Return the strides of batch and heads, 0 where the size is 1."""
-    return (tensor.stride(0) if tensor.shape[0] > 1 else 0, tensor.stride(1) if tensor.shape[1] > 1 else 0)
-
-
 def _bytes_of_key(call: Call) -> int:
     return (call.key.shape[-1] + call.value.shape[-1]) * call.key.element_size()
 
@@ -176,33 +171,22 @@ def _mask_arguments(call: Call, kind: str, block_m: int) -> dict[str, Any]:
     arguments = dict.fromkeys(_MASK_TENSORS) | dict.fromkeys(_MASK_STRIDES, 0) | {"mask_group": 1, "segment_group": 1}
     if kind == RAGGED.value:
         chunk = chunk_of_tiles(_packed_heads_at_once(call), _ROUNDS_OF_CHUNKS, call.query.device)
-        records = ragged_tiles(call, block_m, of_keys=False, chunk=chunk)
-        return arguments | {"lists": records, "width": WORDS}
+        return arguments | {"lists": ragged_tiles(call, block_m, of_keys=False, chunk=chunk), "width": WORDS}
     lists = mask.row_tiles
     if lists is None:
         return arguments
-    lists_b, lists_h = _broadcast(lists)
-    arguments |= {"lists": lists, "lists_b": lists_b, "lists_h": lists_h, "width": lists.shape[-1]}
-    arguments |= {"mask_group": heads // lists.shape[1]}
+    arguments |= {"lists": lists, "width": lists.shape[-1], "mask_group": heads // lists.shape[1]}
+    arguments |= {"lists_b": broadcast_stride(lists, 0), "lists_h": broadcast_stride(lists, 1)}
     if mask.row_bits is not None:
-        bits = mask.row_bits
-        flags = {"bits_b": int(bits.shape[0] > 1), "bits_h": int(bits.shape[1] > 1)}
-        return arguments | flags | {"bits_desc": pairs_map(bits, _ROWS, TILE // 32)}
+        batch, bit_heads = mask.row_bits.shape[:2]
+        words = pairs_map(mask.row_bits, _ROWS, TILE // 32)
+        return arguments | {"bits_desc": words, "bits_b": int(batch > 1), "bits_h": int(bit_heads > 1)}
     queries, keys = mask.q_segments, mask.start if mask.k_segments is None else mask.k_segments
     assert keys is not None
-    segments_kb, segments_kh = _broadcast(keys)
-    return arguments | {
-        "q_segments": queries,
-        "k_segments": mask.k_segments,
-        "start": mask.start,
-        "end": mask.end,
-        "hidden_from": mask.hidden_from,
-        "hidden_to": mask.hidden_to,
-        "segments_b": 0 if queries is None or queries.shape[0] == 1 else queries.stride(0),
-        "segments_kb": segments_kb,
-        "segments_kh": segments_kh,
-        "segment_group": heads // keys.shape[1],
-    }
+    arguments |= {name: getattr(mask, name) for name in _NUMBERS}
+    arguments |= {"segments_b": 0 if queries is None else broadcast_stride(queries, 0)}
+    arguments |= {"segments_kb": broadcast_stride(keys, 0), "segments_kh": broadcast_stride(keys, 1)}
+    return arguments | {"segment_group": heads // keys.shape[1]}
 
 
 def _row_maps(call: Call, out: Tensor, traits: Traits) -> dict[str, Map | None]:

@@ -16,10 +16,31 @@ would be -inf; P costs one instruction more there.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.constants import LN2, LOG2E, accumulator
+
+
+class Tile(NamedTuple):
+    """P of a tile, and what its rows have summed up to then."""
+
+    p: Any
+    top: Any
+    total: Any
+    factor: Any  # of what was summed before
+
+
+class Halves(NamedTuple):
+    """What `redo_code` makes of the second half of a tile, and of P of the first one."""
+
+    p: Any
+    earlier: Any
+    top: Any
+    total: Any
+    factor: Any
 
 
 @gluon.constexpr_function
@@ -212,7 +233,7 @@ def softmax_first(s, state, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, B
 def speculate(
     s, earlier, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, EARLIER: gl.constexpr, BN: gl.constexpr
 ):
-    """Return (P, P of an earlier half, top, total, factor of what was summed before) of further scores `[64, BN]`."""
+    """Return further scores `[64, BN]` as a `Tile`, and P of an earlier half."""
     COUNT: gl.constexpr = BN // 2  # P of a thread
     KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
     CODE: gl.constexpr = redo_code(COUNT, KIND, EARLIER, NATURAL)
@@ -224,37 +245,46 @@ def speculate(
     p = p.to(dtype)
     ones = gl.full([64, BN], 1.0, gl.float32, layout=s.type.layout)
     if EARLIER:
-        p, earlier, tops, totals, factors = gl.inline_asm_elementwise(
-            CODE, OPERANDS, [p, earlier, tops, totals, ones, s, parts, before, ones * scale],
-            (p.dtype, p.dtype, gl.float32, gl.float32, gl.float32), is_pure=False, pack=COUNT,
-        )  # fmt: skip
+        given = [p, earlier, tops, totals, ones, s, parts, before, ones * scale]
+        made = Halves(
+            *gl.inline_asm_elementwise(
+                CODE,
+                OPERANDS,
+                given,
+                (p.dtype, p.dtype, gl.float32, gl.float32, gl.float32),
+                is_pure=False,
+                pack=COUNT,
+            )
+        )
+        earlier = made.earlier
     else:
-        p, tops, totals, factors = gl.inline_asm_elementwise(
-            CODE, OPERANDS, [p, tops, totals, ones, s, parts, before, ones * scale],
-            (p.dtype, gl.float32, gl.float32, gl.float32), is_pure=False, pack=COUNT,
-        )  # fmt: skip
-    return p, earlier, state_of(tops, BN), state_of(totals, BN), state_of(factors, BN)
+        given = [p, tops, totals, ones, s, parts, before, ones * scale]
+        made = Tile(
+            *gl.inline_asm_elementwise(
+                CODE, OPERANDS, given, (p.dtype, gl.float32, gl.float32, gl.float32), is_pure=False, pack=COUNT
+            )
+        )
+    return Tile(made.p, state_of(made.top, BN), state_of(made.total, BN), state_of(made.factor, BN)), earlier
 
 
 @gluon.jit
 def softmax_next(
     s, top, total, scale, dtype: gl.constexpr, NATURAL: gl.constexpr, IN_HALVES: gl.constexpr, BN: gl.constexpr
 ):
-    """Return (P, top, total, factor of what was summed before) of a further tile of scores `[64, BN]`.
+    """Return a further tile of scores `[64, BN]` as a `Tile`.
 
     In halves, the scores of a half are given up before the P of the other exist: 16 registers less.
     """
     if IN_HALVES:
+        HALF: gl.constexpr = BN // 2
         left, right = halves(s, BN)
-        p_left, _, top, total, factor = speculate(left, 0, top, total, scale, dtype, NATURAL, False, BN // 2)
-        p_right, p_left, top, total, again = speculate(
-            right, p_left, top, total, scale, dtype, NATURAL, True, BN // 2
-        )  # fmt: skip
-        p = gl.join(p_left, p_right).permute([0, 2, 1]).reshape([64, BN])
-        factor = factor * again
+        one, _ = speculate(left, 0, top, total, scale, dtype, NATURAL, False, HALF)
+        other, p_left = speculate(right, one.p, one.top, one.total, scale, dtype, NATURAL, True, HALF)
+        p = gl.join(p_left, other.p).permute([0, 2, 1]).reshape([64, BN])
+        return Tile(p, other.top, other.total, one.factor * other.factor)
     else:
-        p, _, top, total, factor = speculate(s, 0, top, total, scale, dtype, NATURAL, False, BN)
-    return p, top, total, factor
+        tile, _ = speculate(s, 0, top, total, scale, dtype, NATURAL, False, BN)
+        return tile
 
 
 @gluon.jit
@@ -298,10 +328,10 @@ def share_of_keys(lse, sink):
 def rescale(acc, factor, D: gl.constexpr):
     """Return acc `[64, D]` times factor `[64, 4]`; the branch is a warp's own, and mostly skips everything."""
     COUNT: gl.constexpr = D // 2  # accumulators of a thread; those of its two rows alternate in pairs
-    return gl.inline_asm_elementwise(
-        rescale_code(COUNT), rescale_operands(COUNT), [acc, over_columns(factor, D)], gl.float32,
-        is_pure=False, pack=COUNT,
-    )  # fmt: skip
+    CODE: gl.constexpr = rescale_code(COUNT)
+    OPERANDS: gl.constexpr = rescale_operands(COUNT)
+    given = [acc, over_columns(factor, D)]
+    return gl.inline_asm_elementwise(CODE, OPERANDS, given, gl.float32, is_pure=False, pack=COUNT)
 
 
 @gluon.jit

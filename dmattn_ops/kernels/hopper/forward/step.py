@@ -139,11 +139,13 @@ def show_between(s, low, column, high):
     Both tests and the selection are one operation: the compiler would select twice, or make all tests first and run out of
     predicates. So they are in `show_ranges` and `hide_between`.
     """
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred seen; setp.le.s32 seen, $1, $2; setp.le.and.s32 seen, $2, $3, seen; selp.b32 $0, $4, 0xff800000, seen; }",
-        "=r,r,r,r,r",
-        [low, column, high, s.to(gl.int32, bitcast=True)], gl.int32, is_pure=True, pack=1,
-    ).to(gl.float32, bitcast=True)  # fmt: skip
+    CODE: gl.constexpr = (
+        "{ .reg .pred seen; setp.le.s32 seen, $1, $2; setp.le.and.s32 seen, $2, $3, seen;"
+        " selp.b32 $0, $4, 0xff800000, seen; }"
+    )
+    given = [low, column, high, s.to(gl.int32, bitcast=True)]
+    shown = gl.inline_asm_elementwise(CODE, "=r,r,r,r,r", given, gl.int32, is_pure=True, pack=1)
+    return shown.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -153,12 +155,13 @@ def show_ranges(s, query, ranges):
     Halves of a word: how far the query is behind the first that sees the key, and the last that does behind the query. One
     sign is set where it does not, whatever the lower half takes from the upper one.
     """
-    return gl.inline_asm_elementwise(
+    CODE: gl.constexpr = (
         "{ .reg .pred seen; .reg .b32 both; add.s32 both, $1, $2; and.b32 both, both, 0x80008000; setp.eq.s32 seen, both, 0;"
-        " selp.b32 $0, $3, 0xff800000, seen; }",
-        "=r,r,r,r",
-        [(query * 65535)[:, None], ranges[None, :], s.to(gl.int32, bitcast=True)], gl.int32, is_pure=True, pack=1,
-    ).to(gl.float32, bitcast=True)  # fmt: skip
+        " selp.b32 $0, $3, 0xff800000, seen; }"
+    )
+    given = [(query * 65535)[:, None], ranges[None, :], s.to(gl.int32, bitcast=True)]
+    shown = gl.inline_asm_elementwise(CODE, "=r,r,r,r", given, gl.int32, is_pure=True, pack=1)
+    return shown.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -169,11 +172,13 @@ def hide_between(s, first, visible, T: gl.constexpr):
     key = gl.minimum(key, visible.seqlen_k - 1)  # those behind it have no range
     begin = gl.load(visible.hidden_from + key)[None, :]
     end = gl.load(visible.hidden_to + key)[None, :]
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred seen; setp.lt.s32 seen, $1, $2; setp.ge.or.s32 seen, $1, $3, seen; selp.b32 $0, $4, 0xff800000, seen; }",
-        "=r,r,r,r,r",
-        [query, begin, end, s.to(gl.int32, bitcast=True)], gl.int32, is_pure=True, pack=1,
-    ).to(gl.float32, bitcast=True)  # fmt: skip
+    CODE: gl.constexpr = (
+        "{ .reg .pred seen; setp.lt.s32 seen, $1, $2; setp.ge.or.s32 seen, $1, $3, seen;"
+        " selp.b32 $0, $4, 0xff800000, seen; }"
+    )
+    given = [query, begin, end, s.to(gl.int32, bitcast=True)]
+    shown = gl.inline_asm_elementwise(CODE, "=r,r,r,r,r", given, gl.int32, is_pure=True, pack=1)
+    return shown.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -190,10 +195,9 @@ def hide(s, i, stored, visible, T: gl.constexpr):
         # operators, LLVM makes three of them; selects would spill predicates
         word = (stored[:, :, None] >> (column & 6)) << (7 - (column & 1))
         byte = 0x8888 + 0x1111 * (column >> 3)
-        scores = gl.inline_asm_elementwise(
-            "{ .reg .b32 drop; prmt.b32 drop, $1, 0, $2; lop3.b32 $0, $3, drop, 0xff800000, 0xb8; }", "=r,r,r,r",
-            [word, byte, cube.to(gl.int32, bitcast=True)], gl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+        CODE: gl.constexpr = "{ .reg .b32 drop; prmt.b32 drop, $1, 0, $2; lop3.b32 $0, $3, drop, 0xff800000, 0xb8; }"
+        given = [word, byte, cube.to(gl.int32, bitcast=True)]
+        scores = gl.inline_asm_elementwise(CODE, "=r,r,r,r", given, gl.int32, is_pure=True, pack=1)
         scores = scores.to(gl.float32, bitcast=True).reshape([ROWS, T.BN])
         return gl.convert_layout(scores, SCORES, assert_trivial=True)
     else:
@@ -264,12 +268,13 @@ def advance(i, step, sums, p, q, visible, smem, bars, scales, C: gl.constexpr, M
         s = hide(s, i + 1, stored, visible, T)
     if T.ROW_MAX:
         peak = gl.maximum(peak, largest(s, peak, T.BN))
-    p, top, total, factor = softmax_next(s, sums.top, sums.total, scales.scale, dtype, T.NATURAL, not OVERLAP, T.BN)
+    tile = softmax_next(s, sums.top, sums.total, scales.scale, dtype, T.NATURAL, not OVERLAP, T.BN)
+    p = tile.p
     if T.DROPOUT:
         p = drop(p, visible.dropout, visible.q_first, first_key(i + 1, visible, T), T.BN)
     p = as_operand(p, T.DV)
     if OVERLAP:
         acc = await_products(acc, T.DV2)
-    acc = pair(rescale(acc[0], factor, T.DV), rescale_second(acc, factor, T.DV2), T.DV2)
+    acc = pair(rescale(acc[0], tile.factor, T.DV), rescale_second(acc, tile.factor, T.DV2), T.DV2)
     mbarrier.arrive(bars.k_empty.index(b_next), count=1)
-    return Sums(acc, total, top, peak), p
+    return Sums(acc, tile.total, tile.top, peak), p

@@ -288,6 +288,10 @@ def produce(operands, smem, bars, T: gl.constexpr):
         for c in gl.static_range(NC):
             row = q_first + c * ROWS
             load_parts(maps.q, query_rows, h, row, bars.q_full.index(slot), smem.q, slot * NC + c, T.D)
+        bits_batch = batch * mask.bits_batch
+        bits_head = h // mask.lists.group * mask.bits_head
+        bias_batch = gl.where(bias.batch > 0, batch, 0)
+        bias_head = h // bias.group  # heads of a bias of one head are one group
         key_bias = bias.start
         if T.BIAS != NO_BIAS:
             key_bias = bias_of_head(bias, batch, h)
@@ -296,19 +300,19 @@ def produce(operands, smem, bars, T: gl.constexpr):
         start = mask.keys.start
         end = mask.keys.end
         if T.MASK == INTERVALS:
-            at = numbers_of_head(mask.keys, batch, h)
-            start += at
-            end += at
+            numbers = numbers_of_head(mask.keys, batch, h)
+            start += numbers
+            end += numbers
         source = Source(
             rows=key_rows,
             kv_head=kv_head,
             q_first=q_first,
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
-            bits_batch=batch * mask.bits_batch,
-            bits_head=h // mask.lists.group * mask.bits_head,
-            bias_batch=gl.where(bias.batch > 0, batch, 0),
-            bias_head=h // bias.group,  # heads of a bias of one head are one group
+            bits_batch=bits_batch,
+            bits_head=bits_head,
+            bias_batch=bias_batch,
+            bias_head=bias_head,
             bias=key_bias,
             bias_query=bias.query,
             start=start,

@@ -1,0 +1,68 @@
+"""Device code is given records with names: few arguments, few constants, and no long tuples.
+
+FOLDERS are those whose kernels keep to it, below `dmattn_ops/kernels`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).resolve().parents[1] / "dmattn_ops" / "kernels"
+FOLDERS = ("hopper", "hopper/forward", "hopper/backward", "hopper/backward_256", "hopper/dbias")
+MOST_ARGUMENTS = 12
+MOST_CONSTANTS = 4  # of a kernel, which has no limit of other arguments: they stand one by one
+MOST_POSITIONS = 3  # of a tuple that is taken apart
+KERNEL = "_kernel"  # what names of kernels end with
+
+
+def device_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the name of each device function, with its file, and its code."""
+    for folder in FOLDERS:
+        for path in sorted((KERNELS / folder).glob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.FunctionDef) and any(
+                    "jit" in ast.unparse(each) for each in node.decorator_list
+                ):
+                    yield f"{folder}/{path.name}:{node.name}", node
+
+
+FUNCTIONS = dict(device_functions())
+
+
+def long_targets(function: ast.FunctionDef) -> list[str]:
+    """Return what takes a tuple apart by more positions than allowed, and what reads one at a later position."""
+    found = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+            too_many = len(node.targets[0].elts) > MOST_POSITIONS and not isinstance(node.value, ast.Tuple)
+            found += [ast.unparse(node)] * too_many
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.slice, ast.Constant)
+            and isinstance(node.slice.value, int)
+        ):
+            found += [ast.unparse(node)] * (node.slice.value > MOST_POSITIONS)
+    return found
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_device_function_has_few_arguments_and_takes_no_long_tuple_apart(name: str) -> None:
+    arguments = FUNCTIONS[name].args.args
+    constants = [each.arg for each in arguments if "constexpr" in ast.unparse(each.annotation or ast.Constant(0))]
+    if name.endswith(KERNEL):
+        assert len(constants) <= MOST_CONSTANTS
+    else:
+        assert len(arguments) <= MOST_ARGUMENTS
+    assert long_targets(FUNCTIONS[name]) == []
+
+
+def test_long_tuples_are_found() -> None:
+    code = "def f(x):\n    a, b, c, d = x\n    e, g = x\n    return x[4] + x[1]\n"
+    function = ast.parse(code).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert long_targets(function) == ["a, b, c, d = x", "x[4]"]
+    assert len(FUNCTIONS) > 50
