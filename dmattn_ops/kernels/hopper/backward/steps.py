@@ -119,14 +119,14 @@ def store_piece(dq, dq_c, WIDTH: gl.constexpr):
 @gluon.jit
 def await_all(dv, dk, dq):
     """Wait for all products, and return these."""
-    done = warpgroup_mma_wait(0, deps=dv + dk + (dq,))
+    done = warpgroup_mma_wait(0, deps=dv + dk + (dq,))  # noqa: RUF005 (Triton knows no other way)
     return done[0 : len(dv)], done[len(dv) : -1], done[-1]
 
 
 @gluon.jit
 def await_some(pending: gl.constexpr, parts, dq):
     """Wait until `pending` groups of products are in flight, and return these."""
-    done = warpgroup_mma_wait(pending, deps=parts + (dq,))
+    done = warpgroup_mma_wait(pending, deps=parts + (dq,))  # noqa: RUF005 (Triton knows no other way)
     return done[0:-1], done[-1]
 
 
