@@ -119,7 +119,7 @@ def store_piece(dq, dq_c, WIDTH: gl.constexpr):
 @gluon.jit
 def await_all(dv, dk, dq):
     """Wait for all products, and return these."""
-    done = warpgroup_mma_wait(0, deps=dv + dk + (dq,))  # noqa: RUF005 (Triton knows no other way)
+    done = warpgroup_mma_wait(0, deps=dv + dk + (dq,))
     return done[0 : len(dv)], done[len(dv) : -1], done[-1]
 
 

@@ -142,8 +142,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         in_natural_units(call),
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
-    scales = options.softmax_scale, *score_factors(options)
-    places = bias_places(bias, heads)
+    scale_log2, cap = score_factors(options)
     key_sums = room_for_key_sums(call)
     band_lo, band_hi = options[:2]
     has_lo, has_hi = band_lo > -UNBOUNDED, band_hi < UNBOUNDED
@@ -154,13 +153,17 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     q2_map, k2_map, dq2_map, dk2_map = (rows_map(tensor, STEP, second) if second else None for tensor in wide)
     v2_map, o2_map, dv2_map = (rows_map(tensor, STEP, second_v) if second_v else None for tensor in wide_v)
     maps, more_maps = (q_map, k_map, v_map, o_map), (q2_map, k2_map, v2_map, o2_map)
-    sizes = heads // kv_heads, seqlen_q, seqlen_k, rows, band_lo, band_hi
     given = _arguments_of(call, True, heads, seqlen_q, stats)
     blocks = -(-seqlen_k // STEP) if mask.kind == "none" else -(-seqlen_k // TILE) * 2
     if call.varlen is not None:
         blocks = given.lists.shape[0]
     together = _heads_side_by_side(call, config, uneven, batch * kv_heads, blocks)
     n_flags = total // STAT_ROWS
+    common = {
+        **bias_places(bias, heads)._asdict(), "bias": bias, "scale": options.softmax_scale, "scale_log2": scale_log2, "cap": cap,
+        "group": heads // kv_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "stat_rows": rows, "band_lo": band_lo,
+        "band_hi": band_hi, "n_flags": n_flags, "total": total, "num_warps": 4, "follows": True,
+    }  # fmt: skip
     traits = Traits(
         width, second, width_v, second_v, kind_of(call), BIAS_KINDS[bias_kind(bias)], options.softcap > 0.0, PARTIAL=uneven,
         HAS_LO=has_hi, HAS_HI=has_lo, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call), EDGES=hides_rows(call),
@@ -168,16 +171,16 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     launch(
         keys_kernel, (batch * kv_heads * blocks,),
         *maps, plain_map(stats, (2, total), (1, STEP)), dk_map, dv_map, *more_maps, dk2_map, dv2_map,
-        stats, flags, *given[:8], bias, key_sums, *given[8:], *places, *scales, kv_heads, *sizes, together, batch * kv_heads,
-        n_flags, total, blocks, T=traits, num_warps=4, follows=True,
+        stats, flags, **given._asdict(), **common, key_sums=key_sums, kv_heads=kv_heads, heads_per_group=together,
+        n_heads=batch * kv_heads, n_blocks=blocks, T=traits,
     )  # fmt: skip
     given = of_queries or _arguments_of(call, False, heads, seqlen_q, stats)
     together = _heads_side_by_side(call, config, uneven, batch * heads, rows // TILE)
     traits = traits._replace(PARTIAL=uneven or seqlen_k % STEP != 0, HAS_LO=has_lo, HAS_HI=has_hi)
     launch(
         queries_kernel, (batch * heads * (rows // TILE),),
-        *maps, dq_map, *more_maps, dq2_map, stats, flags, *given[:8], bias, *given[8:],
-        *places, *scales, heads, *sizes, together, batch * heads, n_flags, total, rows // TILE, T=traits, num_warps=4, follows=True,
+        *maps, dq_map, *more_maps, dq2_map, stats, flags, **given._asdict(), **common, heads=heads, heads_per_group=together,
+        n_heads=batch * heads, n_tiles=rows // TILE, T=traits,
     )  # fmt: skip
     statistics = Statistics(stats, flags, rows, n_flags)
     bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)
