@@ -171,6 +171,7 @@ def write_dbias(call: Call, grad_out: Tensor, statistics: Statistics, dbias: Ten
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     (width, second), (width_v, second_v) = column_parts(query.shape[-1]), column_parts(value.shape[-1])
     group = bias_places(bias, heads).bias_group
+    dbias_b, dbias_h, dbias_q = dbias.stride()[:3]
     batches = batch if dbias.shape[0] == 1 else 1
     on = arch.physical(query.device)
     plan = plan_of(batches * group, width + second + width_v + second_v, on.shared_memory, config)
@@ -198,7 +199,7 @@ def write_dbias(call: Call, grad_out: Tensor, statistics: Statistics, dbias: Ten
         *(rows_map(tensor, KEYS, wide) for tensor, wide in firsts),
         *(rows_map(tensor, KEYS, wide) if wide else None for tensor, wide in seconds),
         statistics.rows, statistics.flags, **given._asdict(), **of_states, bias=bias, **bias_places(bias, heads)._asdict(),
-        dbias=dbias, **dict(zip(("dbias_b", "dbias_h", "dbias_q"), dbias.stride(), strict=False)), dbias_heads=dbias.shape[1],
+        dbias=dbias, dbias_b=dbias_b, dbias_h=dbias_h, dbias_q=dbias_q, dbias_heads=dbias.shape[1],
         batches=batches, **dropout_arguments(call)._asdict(), scale=options.softmax_scale, scale_log2=score_factors(options)[0],
         heads=heads, kv_group=heads // kv_heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, stat_rows=statistics.rows_of_head,
         band_lo=options.band_lo, band_hi=options.band_hi, heads_per_group=1 if equal else config.heads_per_group, n_sums=sums,
