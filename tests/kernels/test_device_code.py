@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = Path(__file__).resolve().parents[2] / "dmattn_ops" / "kernels"
-FOLDERS = ("hopper", "hopper/forward")
+FOLDERS = ("hopper", "hopper/forward", "hopper/backward", "hopper/backward_256", "hopper/dbias")
 MOST_ARGUMENTS = 12
 MOST_CONSTANTS = 4  # of a kernel, which has no limit of other arguments: they stand one by one
 MOST_POSITIONS = 3  # of a tuple that is taken apart

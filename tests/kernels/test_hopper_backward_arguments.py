@@ -33,10 +33,15 @@ def test_each_part_of_a_mask_stands_where_the_kernel_names_it(
 
     masks: list[Mask] = []
     mask_of = backward._mask_of
+
+    def keep(*given: Any) -> Mask:
+        masks.append(mask_of(*given))
+        return masks[-1]
+
     monkeypatch.setattr(arch, "physical", lambda device: arch.KNOWN[90])
     monkeypatch.setattr(backward, "launch", note)
     monkeypatch.setattr(backward, "listed", with_lists)
-    monkeypatch.setattr(backward, "_mask_of", lambda *given: masks.append(mask_of(*given)) or masks[-1])
+    monkeypatch.setattr(backward, "_mask_of", keep)
     unit = configurations.Unit("backward", ROW, 64, Specialization(band="causal", mask=kind, grouped=grouped))
     backward.backward(*(replace_shares(each) for each in configurations.arguments(unit)))
     (mask,) = masks

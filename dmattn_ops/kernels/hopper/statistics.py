@@ -7,7 +7,7 @@ the pairs where a flag says that some row of the call needs them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -29,9 +29,18 @@ def _within(x, limit):
     return tl.minimum(tl.maximum(x, 0.0 - limit, propagate_nan=nan), limit, propagate_nan=nan)
 
 
+class RowStatistics(NamedTuple):
+    """The statistics of some rows."""
+
+    minus_lse: Any  # in log2 units
+    first: Any  # of the pair
+    second: Any
+    large: Any  # whether the pair is needed
+
+
 @triton.jit
 def row_statistics(lse, tail, NATURAL: tl.constexpr):
-    """Return (minus lse in log2 units, first and second of its pair, whether the pair is needed) of rows.
+    """Return the statistics of rows.
 
     NATURAL: the pair is in natural units, for scores with a bias; else in log2 units.
     """
@@ -51,7 +60,7 @@ def row_statistics(lse, tail, NATURAL: tl.constexpr):
     else:
         first = anchor
         second = rest
-    return (
+    return RowStatistics(
         tl.where(given, 0.0 - rounded, 0.0 - NEVER),
         tl.where(given, first, NEVER),
         tl.where(given, second, 0.0),

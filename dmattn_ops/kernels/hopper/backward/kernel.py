@@ -316,14 +316,14 @@ def consumer(smem, signals, problem, flags, n_flags, out, filled, work, C: gl.co
 
 # One kernel serves all lengths, bands and lists: without what a multiple of 16 would tell, a step with a test takes 0 to 3
 # instructions more.
-_NUMBERS = ("bias_b", "bias_h", "bias_group", "kv_heads", "group", "n_heads")
-_NUMBERS += ("seqlen_q", "seqlen_k", "band_lo", "band_hi")
-_NUMBERS += ("list_b", "list_kv", "list_step", "list_width", "bits_b", "bits_kv", "bits_step", "bits_row")
-_NUMBERS += ("seed_b", "seed_h", "last_dropped", "q_origin", "k_origin")
-_NUMBERS += ("heads_per_group", "first_ranks", "ranks_in_row", "tiles_at_once", "n_flags", "key_tiles")
+INTEGERS = (
+    "bias_b bias_h bias_group kv_heads group n_heads seqlen_q seqlen_k band_lo band_hi list_b list_kv list_step list_width bits_b "
+    "bits_kv bits_step bits_row seed_b seed_h last_dropped q_origin k_origin heads_per_group first_ranks ranks_in_row "
+    "tiles_at_once n_flags key_tiles"
+).split()
 
 
-@gluon.jit(do_not_specialize=_NUMBERS)
+@gluon.jit(do_not_specialize=INTEGERS)
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stat_desc, pieces_desc, dq_desc, dk_desc, dv_desc,
     q2_desc, k2_desc, v2_desc, do2_desc, pieces2_desc, dq2_desc, dk2_desc, dv2_desc, accumulator,

@@ -266,14 +266,15 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
     add_parts(sink_parts, batch, heads, grads)
     given = _mask_of(call, accumulator, block_n)
     key_sums = room_for_key_sums(call)
-    seed, *dropping = dropout_arguments(call)
     blocks_per_head = -(-seqlen_k // block_n) if call.varlen is None else given.lists.shape[0]
     dq_tiles, sms = total // TILE, arch.physical(query.device).num_sms
     interleaved, (band_lo, band_hi) = _interleaved(call), options[:2]
-    order = _order(call, blocks_per_head * config.shares, interleaved, options, config, sms)
+    heads_per_group, first_ranks, ranks_in_row = _order(
+        call, blocks_per_head * config.shares, interleaved, options, config, sms
+    )
     pieces = total * columns // 256, 256  # rows of what adds to dq
-    tiles_at_once = max(1, min(TILES_AT_ONCE, dq_tiles // sms))
     shares = config.shares
+    scale_log2, cap = score_factors(options)
     dk, dv = parts = parts_of(grads, shares)
     traits = Traits(
         BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, MASK=kind_of(call),
@@ -293,12 +294,12 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         plain_map(room, pieces, (second // 4, 256), offset=4 * STATISTICS * total) if second else None,
         rows_map(dq, 64, second) if second else None, rows_map(dk, 64, second) if second else None,
         rows_map(dv, 64, second_v) if second_v else None, accumulator, *counts, room,
-        *given[:8], bias, key_sums, seed, given.list_b, given.list_kv, given.list_step, given.list_width, given.bits_b,
-        given.bits_kv, given.bits_step, given.bits_row, given.q_segments_b, given.k_segments_b, given.k_segments_kv,
-        given.k_segments_step, *bias_places(bias, heads), *dropping, options.softmax_scale, *score_factors(options),
-        kv_heads, heads // kv_heads, seqlen_q, seqlen_k, rows, band_lo, band_hi, *order, tiles_at_once, batch * kv_heads,
-        total // block_rows, shares if shares > 1 else None, total, blocks_per_head, query_tiles,
-        T=traits, num_warps=4, follows=True,
+        **given._asdict(), bias=bias, **bias_places(bias, heads)._asdict(), key_sums=key_sums, **dropout_arguments(call)._asdict(),
+        scale=options.softmax_scale, scale_log2=scale_log2, cap=cap, kv_heads=kv_heads, group=heads // kv_heads,
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, rows=rows, band_lo=band_lo, band_hi=band_hi, heads_per_group=heads_per_group,
+        first_ranks=first_ranks, ranks_in_row=ranks_in_row, tiles_at_once=max(1, min(TILES_AT_ONCE, dq_tiles // sms)),
+        n_heads=batch * kv_heads, n_flags=total // block_rows, shares=shares if shares > 1 else None, total=total,
+        key_tiles=blocks_per_head, query_tiles=query_tiles, T=traits, num_warps=4, follows=True,
     )  # fmt: skip
     add_shares(parts, grads, shares)
     statistics = Statistics(room, counts[-1], rows, total // block_rows)

@@ -99,15 +99,15 @@ def prepare_kernel(
         tail, taken = take_sink(tl.load(sink + head).to(tl.float32), value, tail)
         if sink_parts is not None:
             tl.store(sink_parts + block, part_of_gradient(taken, delta))
-    minus_lse, first, second, large = row_statistics(value, tail, T.NATURAL)
+    made = row_statistics(value, tail, T.NATURAL)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + batch * glse_b + head * glse_h + row64 * glse_s, mask=inside, other=0.0)
     at = bh.to(tl.int64) * rows + row
-    tl.store(stats + at, minus_lse)
+    tl.store(stats + at, made.minus_lse)
     tl.store(stats + total_rows + at, tl.where(value == float("-inf"), 0.0, delta * delta_factor))
-    tl.store(stats + 2 * total_rows + at, first)
-    tl.store(stats + 3 * total_rows + at, second)
-    tl.store(flags + block, tl.max(large.to(tl.int32), 0).to(tl.int8))
+    tl.store(stats + 2 * total_rows + at, made.first)
+    tl.store(stats + 3 * total_rows + at, made.second)
+    tl.store(flags + block, tl.max(made.large.to(tl.int32), 0).to(tl.int8))
     zero = accumulator + (bh.to(tl.int64) * rows + start) * (D + D2)
     tl.store(zero + tl.arange(0, BLOCK * D), tl.zeros([BLOCK * D], tl.float32))
     if D2 > 0:

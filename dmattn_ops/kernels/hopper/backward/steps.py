@@ -119,29 +119,15 @@ def store_piece(dq, dq_c, WIDTH: gl.constexpr):
 @gluon.jit
 def await_all(dv, dk, dq):
     """Wait for all products, and return these."""
-    if len(dv) > 1 and len(dk) > 1:
-        v1, v2, k1, k2, dq = warpgroup_mma_wait(0, deps=(dv[0], dv[1], dk[0], dk[1], dq))
-        return (v1, v2), (k1, k2), dq
-    elif len(dv) > 1:
-        v1, v2, k1, dq = warpgroup_mma_wait(0, deps=(dv[0], dv[1], dk[0], dq))
-        return (v1, v2), (k1,), dq
-    elif len(dk) > 1:
-        v1, k1, k2, dq = warpgroup_mma_wait(0, deps=(dv[0], dk[0], dk[1], dq))
-        return (v1,), (k1, k2), dq
-    else:
-        v1, k1, dq = warpgroup_mma_wait(0, deps=(dv[0], dk[0], dq))
-        return (v1,), (k1,), dq
+    done = warpgroup_mma_wait(0, deps=dv + dk + (dq,))
+    return done[0 : len(dv)], done[len(dv) : -1], done[-1]
 
 
 @gluon.jit
 def await_some(pending: gl.constexpr, parts, dq):
     """Wait until `pending` groups of products are in flight, and return these."""
-    if len(parts) > 1:
-        first, second, dq = warpgroup_mma_wait(pending, deps=(parts[0], parts[1], dq))
-        return (first, second), dq
-    else:
-        first, dq = warpgroup_mma_wait(pending, deps=(parts[0], dq))
-        return (first,), dq
+    done = warpgroup_mma_wait(pending, deps=parts + (dq,))  # noqa: RUF005 (Triton knows no other way)
+    return done[0:-1], done[-1]
 
 
 @gluon.jit

@@ -144,8 +144,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         in_natural_units(call),
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
-    scales = options.softmax_scale, *score_factors(options)
-    places = bias_places(bias, heads)
+    scale_log2, cap = score_factors(options)
     key_sums = room_for_key_sums(call)
     band_lo, band_hi = options[:2]
     has_lo, has_hi = band_lo > -UNBOUNDED, band_hi < UNBOUNDED
@@ -156,13 +155,17 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     q2_map, k2_map, dq2_map, dk2_map = (rows_map(tensor, STEP, second) if second else None for tensor in wide)
     v2_map, o2_map, dv2_map = (rows_map(tensor, STEP, second_v) if second_v else None for tensor in wide_v)
     maps, more_maps = (q_map, k_map, v_map, o_map), (q2_map, k2_map, v2_map, o2_map)
-    sizes = heads // kv_heads, seqlen_q, seqlen_k, rows, band_lo, band_hi
     given = _arguments_of(call, True, heads, seqlen_q, stats)
     blocks = -(-seqlen_k // STEP) if mask.kind == "none" else -(-seqlen_k // TILE) * 2
     if call.varlen is not None:
         blocks = given.lists.shape[0]
     together = _heads_side_by_side(call, config, uneven, batch * kv_heads, blocks)
     n_flags = total // STAT_ROWS
+    common = {
+        **bias_places(bias, heads)._asdict(), "bias": bias, "scale": options.softmax_scale, "scale_log2": scale_log2, "cap": cap,
+        "group": heads // kv_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "stat_rows": rows, "band_lo": band_lo,
+        "band_hi": band_hi, "n_flags": n_flags, "total": total, "num_warps": 4, "follows": True,
+    }  # fmt: skip
     traits = Traits(
         width, second, width_v, second_v, kind_of(call), BIAS_KINDS[bias_kind(bias)], options.softcap > 0.0, PARTIAL=uneven,
         HAS_LO=has_hi, HAS_HI=has_lo, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call), EDGES=hides_rows(call),
@@ -170,16 +173,16 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     launch(
         keys_kernel, (batch * kv_heads * blocks,),
         *maps, plain_map(stats, (2, total), (1, STEP)), dk_map, dv_map, *more_maps, dk2_map, dv2_map,
-        stats, flags, *given[:8], bias, key_sums, *given[8:], *places, *scales, kv_heads, *sizes, together, batch * kv_heads,
-        n_flags, total, blocks, T=traits, num_warps=4, follows=True,
+        stats, flags, **given._asdict(), **common, key_sums=key_sums, kv_heads=kv_heads, heads_per_group=together,
+        n_heads=batch * kv_heads, n_blocks=blocks, T=traits,
     )  # fmt: skip
     given = of_queries or _arguments_of(call, False, heads, seqlen_q, stats)
     together = _heads_side_by_side(call, config, uneven, batch * heads, rows // TILE)
     traits = traits._replace(PARTIAL=uneven or seqlen_k % STEP != 0, HAS_LO=has_lo, HAS_HI=has_hi)
     launch(
         queries_kernel, (batch * heads * (rows // TILE),),
-        *maps, dq_map, *more_maps, dq2_map, stats, flags, *given[:8], bias, *given[8:],
-        *places, *scales, heads, *sizes, together, batch * heads, n_flags, total, rows // TILE, T=traits, num_warps=4, follows=True,
+        *maps, dq_map, *more_maps, dq2_map, stats, flags, **given._asdict(), **common, heads=heads, heads_per_group=together,
+        n_heads=batch * heads, n_tiles=rows // TILE, T=traits,
     )  # fmt: skip
     statistics = Statistics(stats, flags, rows, n_flags)
     bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)
@@ -247,12 +250,12 @@ def statistics_kernel(
         tail, taken = take_sink(tl.load(sink + head).to(tl.float32), value, tail)
         if sink_parts is not None:
             tl.store(sink_parts + block, part_of_gradient(taken, delta))
-    minus_lse, first, second, large = row_statistics(value, tail, NATURAL)
+    made = row_statistics(value, tail, NATURAL)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + batch * grad_lse_b + head * grad_lse_h + at * grad_lse_s, mask=inside, other=0.0)
     to = stats + index.to(tl.int64) * rows + row
-    tl.store(to, minus_lse)
+    tl.store(to, made.minus_lse)
     tl.store(to + total_rows, tl.where(value == float("-inf"), 0.0, delta))
-    tl.store(to + 2 * total_rows.to(tl.int64), first)
-    tl.store(to + 3 * total_rows.to(tl.int64), second)
-    tl.store(flags + block, tl.max(large.to(tl.int32), 0).to(tl.int8))
+    tl.store(to + 2 * total_rows.to(tl.int64), made.first)
+    tl.store(to + 3 * total_rows.to(tl.int64), made.second)
+    tl.store(flags + block, tl.max(made.large.to(tl.int32), 0).to(tl.int8))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -170,16 +170,19 @@ def write_dbias(call: Call, grad_out: Tensor, statistics: Statistics, dbias: Ten
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     (width, second), (width_v, second_v) = column_parts(query.shape[-1]), column_parts(value.shape[-1])
-    *places, group = bias_places(bias, heads)
+    group = bias_places(bias, heads).bias_group
+    dbias_b, dbias_h, dbias_q = dbias.stride()[:3]
     batches = batch if dbias.shape[0] == 1 else 1
     on = arch.physical(query.device)
     plan = plan_of(batches * group, width + second + width_v + second_v, on.shared_memory, config)
     given = mask_arguments(mask.row_tiles, mask.row_bits, mask, heads, seqlen_q, statistics.rows)
-    states, of_states = None, (0, 0, 0, 1)
+    of_states: dict[str, Any] = {"states": None, "states_b": 0, "states_h": 0, "states_q": 0, "states_group": 1}
     if mask.row_tiles is not None:
         states = mark_tiles(mask.row_tiles, -(-seqlen_k // TILE))
-        of_states = broadcast_stride(states, 0), broadcast_stride(states, 1), states.stride(2), heads // states.shape[1]
-    seed, *dropping = dropout_arguments(call)
+        of_states = {
+            "states": states, "states_b": broadcast_stride(states, 0), "states_h": broadcast_stride(states, 1),
+            "states_q": states.stride(2), "states_group": heads // states.shape[1],
+        }  # fmt: skip
     has_lo, has_hi = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
     equal = mask.kind == "none" and not has_lo and not has_hi
     sums, tiles, blocks = dbias.shape[0] * dbias.shape[1], -(-seqlen_q // TILE), -(-seqlen_k // (plan.chunks * KEYS))
@@ -195,10 +198,12 @@ def write_dbias(call: Call, grad_out: Tensor, statistics: Statistics, dbias: Ten
         shared_bias_kernel, (sums * tiles * splits,),
         *(rows_map(tensor, KEYS, wide) for tensor, wide in firsts),
         *(rows_map(tensor, KEYS, wide) if wide else None for tensor, wide in seconds),
-        statistics.rows, statistics.flags, *given[:8], states, bias, dbias, seed, *given[8:], *of_states,
-        *places, *dbias.stride()[:3], group, dbias.shape[1], batches, *dropping,
-        options.softmax_scale, score_factors(options)[0], heads, heads // kv_heads, seqlen_q, seqlen_k,
-        statistics.rows_of_head, options.band_lo, options.band_hi, 1 if equal else config.heads_per_group, sums, splits,
-        -(-blocks // splits), statistics.n_flags, batch * heads * statistics.rows_of_head,
+        statistics.rows, statistics.flags, **given._asdict(), **of_states, bias=bias, **bias_places(bias, heads)._asdict(),
+        dbias=dbias, dbias_b=dbias_b, dbias_h=dbias_h, dbias_q=dbias_q, dbias_heads=dbias.shape[1],
+        batches=batches, **dropout_arguments(call)._asdict(), scale=options.softmax_scale, scale_log2=score_factors(options)[0],
+        heads=heads, kv_group=heads // kv_heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, stat_rows=statistics.rows_of_head,
+        band_lo=options.band_lo, band_hi=options.band_hi, heads_per_group=1 if equal else config.heads_per_group, n_sums=sums,
+        splits=splits, blocks_of_split=-(-blocks // splits), n_flags=statistics.n_flags,
+        total=batch * heads * statistics.rows_of_head,
         T=traits, num_warps=4,
     )  # fmt: skip
