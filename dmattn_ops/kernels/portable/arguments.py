@@ -327,6 +327,11 @@ def shape_of(call: Call, block_m: int, block_n: int, aligned: bool) -> Shape:
     return Shape(block_m, block_n, head_dim, value_dim, padded(head_dim), padded(value_dim), aligned)
 
 
+def is_banded(options: Options) -> bool:
+    """Return whether the band has a limit."""
+    return options.band_lo > -UNBOUNDED or options.band_hi < UNBOUNDED
+
+
 def features_of(call: Call, tiles: Tensor | None) -> Features:
     """Return what a call asks of a kernel whose side has the lists `tiles`."""
     mask, varlen, options = call.mask, call.varlen, call.options
@@ -335,7 +340,7 @@ def features_of(call: Call, tiles: Tensor | None) -> Features:
         mask=mask.kind,
         query_segments=mask.kind == "segments" and mask.q_segments is not None,
         hidden=mask.hidden_from is not None,
-        banded=options.band_lo > -UNBOUNDED or options.band_hi < UNBOUNDED,
+        banded=is_banded(options),
         varlen=varlen is not None,
         top_left=varlen is not None and varlen.top_left,
         group=max(1, call.query.shape[-2] // max(1, call.key.shape[-2])),

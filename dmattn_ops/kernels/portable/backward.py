@@ -20,6 +20,7 @@ from dmattn_ops.kernels.portable.arguments import (
     blocks_and_programs,
     extent,
     features_of,
+    is_banded,
     list_arguments,
     row_strides,
     shape_of,
@@ -53,7 +54,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: PortableBackwar
     owned_dbias = None
     if dbias is not None and owns_bias(call):
         owned_dbias = dbias
-        if mask.row_tiles is not None or features_of(call, None).banded:
+        if mask.row_tiles is not None or is_banded(call.options):
             computed(Tensor.zero_, dbias)  # tiles that are skipped
     _launch_keys(call, arguments, size, grads, key_sums, aligned, config)
     _launch_queries(call, arguments, size, grads.dq, owned_dbias, aligned, config)

@@ -96,8 +96,8 @@ class Softmax(NamedTuple):
     """
 
     acc: Any
-    base: Any
     peak: Any
+    base: Any
     total: Any
 
 
@@ -113,7 +113,7 @@ def softmax_of_nothing(factors, shape: tl.constexpr, features: tl.constexpr):
         least = least_peak(unit)
     peak = tl.full((BLOCK_M,), 0.0, tl.float32) + least
     base = peak * row_units(peak, unit)
-    return Softmax(acc, base, peak, tl.zeros((BLOCK_M,), tl.float32))
+    return Softmax(acc, peak, base, tl.zeros((BLOCK_M,), tl.float32))
 
 
 @triton.jit
@@ -137,8 +137,8 @@ def attend(
     VALUE_ROWS: tl.constexpr = shape.value_rows
     BLOCK_N: tl.constexpr = shape.block_n
     place, factors = head.place, head.factors
-    acc, total = sums.acc, sums.total
-    peak, base = sums.peak, sums.base
+    acc, peak = sums.acc, sums.peak
+    base, total = sums.base, sums.total
     unit = log2_unit(factors, features)
     met = met_rows(head.mask, queries.start, queries.last, place.length_k, features)
     for step in tl.range(part.begin, part.end):
@@ -181,7 +181,7 @@ def attend(
         v = load_rows(keys.value, start, met.end, VALUE_ROWS, PARTIAL, met.begin, features.banded, seen)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=features.precision)
         peak = new_peak
-    return Softmax(acc, base, peak, total)
+    return Softmax(acc, peak, base, total)
 
 
 @triton.jit
@@ -232,8 +232,8 @@ def forward_kernel(
         return
 
     BLOCK_M: tl.constexpr = shape.block_m
-    kv_head = place.head // features.group
     query = rows_of(query, query_b, query_s, query_h, place.batch, place.head, place.q_begin)
+    kv_head = place.head // features.group
     keys = KeyRows(
         rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin),
         rows_of(value, value_b, value_s, value_h, place.batch, kv_head, place.k_begin),

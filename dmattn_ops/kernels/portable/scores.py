@@ -106,9 +106,9 @@ def load_bias(head, query_first, key_first, shape: tl.constexpr, KEYS_OWNED: tl.
 @triton.jit
 def load_key_bias(head, key_first, shape: tl.constexpr):
     """Load the bias of keys `key_first ...` as float32, `[keys]`."""
+    bias, end = head.bias, head.place.length_k
     keys = key_first + tl.arange(0, shape.block_n)
-    pointers = head.bias.start + keys.to(tl.int64) * head.bias.key_stride
-    return tl.load(pointers, mask=keys < head.place.length_k, other=0.0).to(tl.float32)
+    return tl.load(bias.start + keys.to(tl.int64) * bias.key_stride, mask=keys < end, other=0.0).to(tl.float32)
 
 
 @triton.jit
