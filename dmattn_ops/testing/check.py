@@ -19,6 +19,7 @@ from dmattn_ops.testing.inputs import (  # fmt: skip
     Part,
     folds_band,
     hidden_bias,
+    is_prepared,
     laid_out,
     make_inputs,
     make_varlen_inputs,
@@ -246,6 +247,7 @@ def _keywords(problem: Problem) -> dict:
         "softcap": problem.softcap,
         "dropout_p": problem.dropout_p,
         "deterministic": problem.deterministic,
+        "batch_invariant": problem.batch_invariant,
         "return_lse": True,
         "return_max": problem.maximum,
     }
@@ -272,7 +274,7 @@ def _compiled(problem: Problem, function: Callable) -> Callable:
 
 def _prepared(problem: Problem, inputs: Inputs, keywords: dict) -> Tensor | dmattn_ops.TileMask | None:
     """Return the mask that a call of a problem is given."""
-    if not (problem.documents or inputs.intervals or (problem.prepared and inputs.mask is not None)):
+    if not is_prepared(problem):
         return inputs.mask
     of_band = ("is_causal", "causal_from", "window_size")
     band = {name: keywords[name] for name in of_band} if folds_band(problem) else {}
@@ -306,7 +308,7 @@ def _dense_results(problem: Problem, inputs: Inputs) -> Results:
         qkv = laid_out(parts, layout).unflatten(2, (3, problem.heads)).requires_grad_()
         tensors = (qkv,)
         leaves = {"dqkv": qkv} | {name: leaf for name, leaf in leaves.items() if name in ("dbias", "dsink")}
-    keywords["sink"] = leaves.get("dsink")
+    keywords |= {"sink": leaves.get("dsink"), "seqlen_k_used": inputs.used}
     outputs = _compiled(problem, function)(*tensors, mask, leaves.get("dbias"), **keywords)
     results = _with_gradients(problem, inputs, leaves, outputs)
     if "dqkv" in results:

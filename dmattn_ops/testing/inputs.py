@@ -48,6 +48,7 @@ class Inputs:
     joined: tuple[int, int] = (0, 0)  # dimensions of out and lse along which parts are joined
     offsets: tuple[Tensor, Tensor] | None = None
     at_most: int | None = None  # of a problem that promises it: the most keys of a head that a query sees
+    used: Tensor | None = None  # how many keys of each batch entry are used, int32 [B]
 
 
 def per_query_head(tensor: Tensor, heads: int) -> Tensor:
@@ -56,9 +57,12 @@ def per_query_head(tensor: Tensor, heads: int) -> Tensor:
     return tensor.repeat_interleave(heads // size, 1) if size not in (1, heads) else tensor
 
 
-def band_keep(problem: Problem, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return the `[Sq, Sk]` bool tensor of the causal and window conditions, from their definition."""
-    offset = seqlen_k - seqlen_q if problem.causal_from == "bottom_right" else 0
+def band_keep(problem: Problem, seqlen_q: int, seqlen_k: int, used: int | None = None) -> Tensor:
+    """Return the `[Sq, Sk]` bool tensor of the causal and window conditions, from their definition.
+
+    They are aligned with the last of the keys, or of the first `used` ones.
+    """
+    offset = (seqlen_k if used is None else used) - seqlen_q if problem.causal_from == "bottom_right" else 0
     i = torch.arange(seqlen_q)[:, None] + offset
     j = torch.arange(seqlen_k)[None, :]
     keep = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
@@ -69,6 +73,19 @@ def band_keep(problem: Problem, seqlen_q: int, seqlen_k: int) -> Tensor:
     if problem.right is not None:
         keep &= j <= i + problem.right
     return keep
+
+
+def _used_keep(problem: Problem, used: Tensor) -> Tensor:
+    """Return the `[B, 1, Sq, Sk]` bool tensor of the conditions of a call of which a part of the keys is used."""
+    shown = []
+    for number in used.tolist():
+        keep = band_keep(problem, problem.seqlen_q, problem.seqlen_k, number)
+        if folds_band(problem) and is_prepared(problem):
+            keep = keep & band_keep(problem, problem.seqlen_q, problem.seqlen_k)
+        shown.append(keep & (torch.arange(problem.seqlen_k) < number))
+    return (
+        torch.stack(shown)[:, None] if shown else torch.ones(0, 1, problem.seqlen_q, problem.seqlen_k, dtype=torch.bool)
+    )
 
 
 def _draw_mask(problem: Problem, shape: tuple[int, ...], random: Random) -> Tensor:
@@ -123,6 +140,11 @@ def intervals_keep(ends: list[Tensor], seqlen_q: int) -> Tensor:
 def folds_band(problem: Problem) -> bool:
     """Return whether a prepared mask takes the band of its problem in, so that the call adds what the mask has already."""
     return problem.seed % 2 == 1
+
+
+def is_prepared(problem: Problem) -> bool:
+    """Return whether a problem prepares its mask."""
+    return bool(problem.documents or problem.intervals or (problem.prepared and problem.mask))
 
 
 def _promised(problem: Problem, ends: list[Tensor]) -> int | None:
@@ -262,7 +284,11 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
     query = normal(batch, sq, problem.heads, problem.dim, scale=problem.magnitude * problem.steep)
     key = normal(batch, sk, problem.heads_k, problem.dim, scale=problem.magnitude)
     value = normal(batch, sk, problem.heads_k, problem.dim_v, scale=problem.magnitude)
-    keep = band_keep(problem, sq, sk).expand(batch, problem.heads, sq, sk).clone()
+    used = None
+    if problem.used:
+        used = torch.randint(sk + 1, (batch,), generator=Random(-problem.seed).generator, dtype=torch.int32)
+    band = band_keep(problem, sq, sk) if used is None else _used_keep(problem, used)
+    keep = band.expand(batch, problem.heads, sq, sk).clone()
     mask = documents = bias = None
     if problem.mask:
         drawn = _draw_mask(problem, extent(problem.mask_shape), random)
@@ -287,7 +313,10 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
     grad_out, grad_lse = normal(batch, sq, problem.heads, problem.dim_v), normal(batch, problem.heads, sq, wide=True)
     at_most = _promised(problem, ends)
     ends, sink = [end.to(device) for end in ends], _draw_sink(problem, normal)
-    return Inputs(query, key, value, mask, bias, documents, ends, sink, grad_out, grad_lse, [whole], at_most=at_most)
+    used = None if used is None else used.to(device)
+    return Inputs(
+        query, key, value, mask, bias, documents, ends, sink, grad_out, grad_lse, [whole], at_most=at_most, used=used
+    )
 
 
 def _with_extremes(bias: Tensor, problem: Problem) -> Tensor:

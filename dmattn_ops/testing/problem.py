@@ -52,6 +52,8 @@ class Problem:
     softcap: float = 0.0
     dropout_p: float = 0.0
     deterministic: bool = False
+    batch_invariant: bool = False
+    used: bool = False  # a part of the keys of each batch entry is used
     sink: str = ""  # "", own (the dtype of query), float32
     maximum: bool = False
     magnitude: float = 1.0
@@ -144,7 +146,10 @@ def _far_from_usual(problem: Problem, kernel: Kernel, on_gpu: bool, random: Rand
     problem = _poisoned(problem, on_gpu, Random(-3000 - problem.seed))
     if on_gpu:
         return problem
-    return replace(problem, instructions=instructions(problem.seed))
+    problem = replace(problem, instructions=instructions(problem.seed))
+    random = Random(-5000 - problem.seed)
+    used = problem.variant != "varlen" and random.chance(0.2)
+    return replace(problem, used=used, batch_invariant=random.chance(0.2))
 
 
 def _poisoned(problem: Problem, on_gpu: bool, random: Random) -> Problem:

@@ -16,17 +16,17 @@ from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
 from tests.interpreter.problems import Problem, build
 
-FORWARD = PortableForward(16, 64, 4, 2, per_sm=2)
-BACKWARD = PortableBackward(32, 32, 4, 1, 32, 32, 4, 1)
+FORWARD = PortableForward(16, 32, 4, 2, per_sm=2)
+BACKWARD = PortableBackward(64, 64, 4, 1, 64, 64, 4, 1)
 MULTIPROCESSORS = 10  # so few that a batch of three keeps them busier than one entry does
 PROBLEMS = {
-    "decoding": Problem(batch=3, seqlen_q=1, seqlen_k=700),
-    "few queries, bits": Problem(batch=3, heads=4, seqlen_q=5, seqlen_k=600, mask="bits", mask_batch=3, density=0.1),
-    "bias": Problem(batch=3, seqlen_q=70, seqlen_k=90, bias=(3, 2, 70), band_hi=20),
-    "shared bias": Problem(batch=3, seqlen_q=70, seqlen_k=90, bias=(1, 2, 70), softcap=2.0),
-    "bias of keys": Problem(batch=3, heads=4, seqlen_q=40, seqlen_k=70, bias=(3, 1, 1)),
-    "intervals": Problem(batch=3, seqlen_q=100, seqlen_k=150, mask="intervals", mask_batch=3, mask_heads=2),
-    "packed": Problem(lengths_q=(1, 30, 2), lengths_k=(600, 40, 70), band_hi=0, bias=(1, 2, 1)),
+    "decoding": Problem(batch=3, seqlen_q=1, seqlen_k=300),
+    "few queries, bits": Problem(batch=3, heads=2, seqlen_q=3, seqlen_k=270, mask="bits", mask_batch=3, density=0.2),
+    "bias": Problem(batch=2, seqlen_q=40, seqlen_k=50, bias=(2, 2, 40), band_hi=20),
+    "shared bias": Problem(batch=2, seqlen_q=40, seqlen_k=50, bias=(1, 2, 40), softcap=2.0),
+    "bias of keys": Problem(batch=2, heads=4, seqlen_q=20, seqlen_k=70, bias=(2, 1, 1)),
+    "intervals": Problem(batch=2, seqlen_q=40, seqlen_k=150, mask="intervals", mask_batch=2),
+    "packed": Problem(lengths_q=(1, 30, 2), lengths_k=(300, 40, 70), band_hi=0, bias=(1, 2, 1)),
 }
 
 
