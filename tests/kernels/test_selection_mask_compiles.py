@@ -37,7 +37,7 @@ def check(found: Resources, spilled: int = 0) -> None:
     assert found.shared_memory <= 99 << 10  # what a block can have on SM 8.6 and 12.0
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("parts", "entries"), [(1, 32), (5, 16)])
 @pytest.mark.parametrize("numbers", ["*i32", "*i64"])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
@@ -49,7 +49,7 @@ def test_bits_of_chosen_blocks(sm: int, numbers: str, parts: int, entries: int):
     check(compiled(first_numbers, sm, {"ENTRIES": 64}, {"indices": numbers}, num_warps=4))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize(
     ("dtype", "dim", "rows", "slots", "wide"),
     [
@@ -72,7 +72,7 @@ def test_masses_of_chosen_blocks(sm: int, biased: bool, dtype: str, dim: int, ro
     check(compiled(selection_mass_kernel, sm, constants, types, num_warps=4), SPILLED)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize("mask", ["none", "bits", "segments", "intervals"])
 @pytest.mark.parametrize(("dtype", "dim"), [("bf16", 128), ("fp16", 256), ("fp32", 128), ("fp32", 256)])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
