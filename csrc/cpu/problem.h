@@ -11,7 +11,6 @@
 
 #include "intervals.h"
 #include "tensor.h"
-#include "tensor.h"
 #include "tile_math.h"
 
 namespace dmattn {

@@ -42,9 +42,13 @@ template <typename... Parts>
 }
 
 #define DMATTN_CHECK_VALUE(condition, ...) \
-  if (!(condition)) ::dmattn::refuse("ValueError: ", __VA_ARGS__)
+  do {                                     \
+    if (!(condition)) ::dmattn::refuse("ValueError: ", __VA_ARGS__); \
+  } while (false)
 #define DMATTN_CHECK_TYPE(condition, ...) \
-  if (!(condition)) ::dmattn::refuse("TypeError: ", __VA_ARGS__)
+  do {                                    \
+    if (!(condition)) ::dmattn::refuse("TypeError: ", __VA_ARGS__); \
+  } while (false)
 
 inline bool same_sizes(Extents a, Extents b) {
   bool same = a.size() == b.size();

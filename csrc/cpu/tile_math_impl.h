@@ -339,15 +339,14 @@ void add_row_sums(T* target, const T* values, int64_t valid_rows, int64_t cols) 
   }
 }
 
-// One accumulator per column, in the order in which a matrix product adds: where a query sees one key, delta then
+// One accumulator per column, in the order and with the rounding of `product`: where a query sees one key, delta then
 // equals dP bit by bit and the gradient is exactly 0.
 template <typename T>
 void column_dots(const T* left, const T* right, int64_t rows, int64_t cols, T* target) {
   for (int64_t c = 0; c < cols; c += kLanes<T>) {
     Vec<T> total{};
     for (int64_t r = 0; r < rows; ++r)
-      total =
-          multiply_add_exactly<T>(load_vector<T>(left + r * kTile + c), load_vector<T>(right + r * kTile + c), total);
+      total = multiply_add<T>(load_vector<T>(left + r * kTile + c), load_vector<T>(right + r * kTile + c), total);
     store_vector<T>(target + c, total);
   }
 }

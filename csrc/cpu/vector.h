@@ -72,18 +72,6 @@ DMATTN_INLINE Vec<T> multiply_add(Vec<T> a, Vec<T> b, Vec<T> c) {
 #endif
 }
 
-// a * b + c rounded once on every processor, slowly where it has no instruction for it.
-template <typename T>
-DMATTN_INLINE Vec<T> multiply_add_exactly(Vec<T> a, Vec<T> b, Vec<T> c) {
-#if defined(__x86_64__) && VECTOR_BYTES == 16
-  for (int k = 0; k < kLanes<T>; ++k)
-    c[k] = sizeof(T) == 4 ? static_cast<T>(__builtin_fmaf(a[k], b[k], c[k])) : __builtin_fma(a[k], b[k], c[k]);
-  return c;
-#else
-  return multiply_add<T>(a, b, c);
-#endif
-}
-
 template <typename T>
 struct Constants;
 

@@ -204,9 +204,9 @@ def test_make_targets_exist():
         assert named <= targets, document.name
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     commands = re.findall(r"- run: (.*)", workflow)
-    assert commands == [".ci/run", "make test-gpu"]
+    assert commands == [".ci/run", ".ci/wheel python3.10=2.11.0 python3.14", "make test-gpu"]
     assert "test-gpu" in targets
-    assert (ROOT / ".ci" / "run").exists()
+    assert (ROOT / ".ci" / "run").exists() and (ROOT / ".ci" / "wheel").exists()
 
 
 def test_package_indexes_are_shown_no_relative_links_or_images():
