@@ -71,6 +71,18 @@ def test_positions_are_taken_and_taken_back():
 
 
 @torch.no_grad()
+def test_a_first_key_that_is_taken_back_was_not_the_first():
+    """The first keys are those behind padding on the left: here it ends at place 4, and after all at place 5."""
+    made, hidden = layer(keep=1, keep_last=1), torch.randn(1, 20, 32, dtype=torch.float64)
+    places, cache = torch.arange(20)[None], made.make_cache(1, rollback=2)
+    in_parts(made, cache, hidden[:, :5], [5], padding=places[:, :5] >= 4)
+    cache.crop(1)
+    parts = [made(hidden[:, now], cache=cache, padding=places[:, now] >= 5) for now in (slice(4, 6), slice(6, 20))]
+    whole = made(hidden, padding=places >= 5)
+    torch.testing.assert_close(torch.cat(parts, 1)[:, 1:], whole[:, 5:], atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
 def test_a_compiled_step_is_that_of_eager_mode():
     made, hidden = layer().float(), torch.randn(2, 16, 32)
     whole, cache = made(hidden), made.make_cache(2)
