@@ -163,7 +163,11 @@ WRONG: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"scores": torch.zeros(3, 4, 8)}, ValueError, "scores must have batch 1 or 2"),
     ({"scores": torch.zeros(2, 4, 9)}, ValueError, "start and end must have shape [B, 4, 9]"),
     ({"scores": torch.zeros(2, 5, 8)}, ValueError, "start and end must have shape [B, 5, 8]"),
-    ({"scores": torch.zeros(2, 4, 8, dtype=torch.int32)}, TypeError, "scores must be float64, float32, float16 or bfloat16, got Int"),
+    (
+        {"scores": torch.zeros(2, 4, 8, dtype=torch.int32)},
+        TypeError,
+        "scores must be float64, float32, float16 or bfloat16, got Int",
+    ),
     ({"documents": torch.zeros(2, 7, dtype=torch.int64)}, ValueError, "documents must have shape [2 or 1, 8]"),
     ({"documents": torch.zeros(3, 8, dtype=torch.int64)}, ValueError, "documents must have shape [2 or 1, 8]"),
     ({"documents": torch.zeros(8, dtype=torch.int64)}, ValueError, "documents must have shape [2 or 1, 8]"),
