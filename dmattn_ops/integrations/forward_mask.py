@@ -25,7 +25,7 @@ from dmattn_ops.masks import layout
 from dmattn_ops.masks.prepare import dynamic_mask, prepare_mask
 from dmattn_ops.masks.tile_mask import Segments, TileMask, from_intervals, from_segments
 from dmattn_ops.meta import list_capacity, tile_records
-from dmattn_ops.nn import without_padding
+from dmattn_ops.nn.dynamic import without_padding
 
 _LONGEST_LISTS = 1 << 24  # words that the lists of one forward may take, 64 MiB: 8 sequences of 128k
 Interval = tuple[Tensor, Tensor]  # of queries for each key: int32 [B|1, H|1, Sk], from and to

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import indexed_attention
 from dmattn_ops.nn import IndexedAttention, LightningIndexer
-from dmattn_ops.rotary import turned, turns_of
+from dmattn_ops.nn.rotary import turned, turns_of
 
 
 def layer(**changes: Any) -> IndexedAttention:

@@ -20,7 +20,7 @@ from dmattn_ops.checks.chosen import block_count
 from dmattn_ops.masks.chosen import selection_mask
 from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.prepare import prepare_mask
-from dmattn_ops.rotary import turned, turns_of
+from dmattn_ops.nn.rotary import turned, turns_of
 
 _NAMES_ELSEWHERE = {
     "attention_mask": "padding, [B, S]",

@@ -19,14 +19,12 @@ from dmattn_ops import symbolic
 from dmattn_ops.api.functions import flash_dmattn_func
 from dmattn_ops.checks import require, validation
 from dmattn_ops.generation import KeptKeys
-from dmattn_ops.indexed_attention import IndexedAttention as IndexedAttention
-from dmattn_ops.indexed_attention import LightningIndexer as LightningIndexer
 from dmattn_ops.kernels.selection import order
 from dmattn_ops.masks import layout
 from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.prepare import dynamic_mask
 from dmattn_ops.masks.tile_mask import TileMask
-from dmattn_ops.rotary import turned, turns_of
+from dmattn_ops.nn.rotary import turned, turns_of
 
 _NAMES_ELSEWHERE = {
     "attention_mask": "padding, [B, S]",
