@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
-from dmattn_ops.kernels.portable.dropout import Seeds, dropout_keep
-from dmattn_ops.kernels.portable.heads import Operands, head_of, program_of
+from dmattn_ops.kernels.portable.dropout import Seeds, dropout_keep, dropout_of
+from dmattn_ops.kernels.portable.heads import Head, Operands, program_of
 from dmattn_ops.kernels.portable.places import (
     Band,
     Lengths,
@@ -22,6 +22,7 @@ from dmattn_ops.kernels.portable.places import (
     last_owned,
     part_of,
     plan_walk,
+    record_of,
     walked_start,
 )
 from dmattn_ops.kernels.portable.primitives import (
@@ -38,6 +39,7 @@ from dmattn_ops.kernels.portable.scores import (
     Bias,
     BiasArray,
     Factors,
+    bias_of,
     capped,
     load_bias,
     load_key_bias,
@@ -49,6 +51,7 @@ from dmattn_ops.kernels.portable.visibility import (
     KeyArrays,
     MaskArrays,
     key_marks,
+    mask_of_head,
     met_rows,
     query_marks,
     some_nan,
@@ -185,18 +188,24 @@ def queries_kernel(
 
     BLOCK_M: tl.constexpr = shape.block_m
     PADDED_HEAD: tl.constexpr = shape.padded_head
-    kv_head = place.head // features.group
     query = rows_of(query, query_b, query_s, query_h, place.batch, place.head, place.q_begin)
     grad_out = rows_of(grad_out, grad_out_b, grad_out_s, grad_out_h, place.batch, place.head, place.q_begin)
+    kv_head = place.head // features.group
     keys = KeyRows(
         rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin),
         rows_of(value, value_b, value_s, value_h, place.batch, kv_head, place.k_begin),
     )
     first = (place.batch.to(tl.int64) * heads + place.head) * seqlen_q + place.q_begin
+    # What `heads.head_of` reads, with the addresses of dbias in between: in another order ptxas makes other code for SM 8.0.
+    record = record_of(lists, place, place.head, start_q, features)
+    bias = bias_of(operands.bias, place, place.head, features)
     head_dbias = None
     if dbias is not None:
         head_dbias = Bias(dbias + head_offset(place.batch, place.head, dbias_b, dbias_h), dbias_q, dbias_k)
-    head = head_of(operands, place, place.head, start_q, band_of(Band(band_lo, band_hi), place, False), features)
+    dropout = dropout_of(operands.seeds, place, place.head, features)
+    band = band_of(Band(band_lo, band_hi), place, False)
+    mask = mask_of_head(operands.mask, place, place.head, band, features)
+    head = Head(place, record, bias, dropout, mask, operands.factors)
     last_q = last_owned(place, start_q, shape, False)
     walk = plan_walk(head, start_q, last_q, lists, shape, features, False)
     statistics = statistics_of(log_sum, log_rest, delta, first)
