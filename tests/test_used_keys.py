@@ -87,7 +87,7 @@ def test_the_packed_function_takes_it():
 @pytest.mark.parametrize("kind", ["none", "bits", "padding", "pair", "hidden"])
 def test_compiled_calls_of_any_length_are_one_graph(kind):
     torch.compiler.reset()
-    compiled = torch.compile(flash_dmattn_func, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(flash_dmattn_func, fullgraph=True, dynamic=True)
     keywords = {"is_causal": True, "causal_from": "bottom_right", "window_size": (30, None), "softcap": 0.0}
     graphs = torch._dynamo.utils.counters["stats"]
     for seed, seqlen in enumerate((140, 300, 65)):
