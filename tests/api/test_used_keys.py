@@ -92,8 +92,8 @@ def test_compiled_calls_of_any_length_are_one_graph(kind):
     graphs = torch._dynamo.utils.counters["stats"]
     for seed, seqlen in enumerate((140, 300, 65)):
         random = torch.Generator().manual_seed(seed)
-        mask, shown = used_cases.draw_mask(kind, random, 3, 10, 5, seqlen, seqlen)
-        query, key = torch.randn(3, seqlen, 10, 16), torch.randn(3, seqlen, 5, 16)
+        mask, shown = used_cases.draw_mask(kind, random, 3, 5, 5, seqlen, seqlen)
+        query, key = torch.randn(3, seqlen, 5, 16), torch.randn(3, seqlen, 5, 16)
         numbers = torch.tensor([seqlen // 2, seqlen, 1], dtype=torch.int32)
         case = used_cases.Case(query, key, key.flip(1), numbers, mask, shown, None, None, keywords)
         check(case, ours(poisoned(case), compiled))
