@@ -77,8 +77,15 @@ def tile_records(seqlen: int) -> int:
     compilers and exporters: one graph more, or a range of lengths that ends at 128. Two and a number that is not negative,
     not the larger of two numbers: from that, a tracer proves that a row of lists is shorter than all rows together, which
     torch asks of every map of tiles; the exporter refuses the same as a guard that may not hold for every length.
+
+    `torch.compile` gets that number as a quotient: torch keeps guards as text of Python beside the graphs that it caches, and
+    where it finds one again, it runs this text on its symbols, for which `max` makes a guard of which one is larger. The
+    exporter gets it by `larger`: it cannot solve for a length that is in a divisor.
     """
-    return 2 + larger(0, ceil_div(seqlen, TILE) - 2)
+    tiles = ceil_div(seqlen, TILE)
+    if torch.compiler.is_exporting():
+        return 2 + larger(0, tiles - 2)
+    return 2 + tiles * (tiles - 1) // (tiles + 1)
 
 
 def list_capacity(tiles: int, band_lo: int, band_hi: int) -> int:

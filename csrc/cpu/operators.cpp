@@ -6,61 +6,34 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
-#include <unordered_set>
 
 #include "check.h"
 #include "kernels.h"
+#include "operators.h"
 #include "schemas.h"
-#include "selection.h"
 #include "sinks.h"
 
 namespace dmattn {
 namespace {
 
-constexpr int64_t kLargestHeadDim = 1024;                   // as in checks/validation.py
-constexpr int64_t kHeader = 4;                              // words of a record before its indices
+constexpr int64_t kLargestHeadDim = 1024;  // as in checks/validation.py
 constexpr double kLargest = 3.4028234663852886e38, kSmallest = 1.1754943508222875e-38;  // of float32
 
-// The arguments of a call, in the order of its schema; all of them have to be taken, whatever is wrong with one.
-class Taken {
- public:
-  explicit Taken(StableIValue* stack) : next_(stack) {}
+// A part of a tensor along one dimension.
+struct Part {
+  int64_t dim, first, length;
 
-  Tensor tensor() { return next<Tensor>(); }
-  MaybeTensor maybe_tensor() { return next<MaybeTensor>(); }
-  int64_t integer() { return next<int64_t>(); }
-  std::optional<int64_t> maybe_integer() { return next<std::optional<int64_t>>(); }
-  double number() { return next<double>(); }
-  std::optional<double> maybe_number() { return next<std::optional<double>>(); }
-  bool flag() { return next<bool>(); }
-
- private:
-  template <typename T>
-  T next() {
-    return torch::stable::detail::to<T>(*next_++);
+  Tensor of(Tensor tensor) const { return torch::stable::narrow(tensor, dim, first, length); }
+  MaybeTensor of(const MaybeTensor& tensor) const {
+    return tensor.has_value() ? MaybeTensor(of(*tensor)) : std::nullopt;
   }
-
-  StableIValue* next_;
+  // The same of a tensor in which entries may share one batch of 1.
+  MaybeTensor of_own(const MaybeTensor& tensor) const {
+    return tensor.has_value() && tensor->size(0) != 1 ? of(tensor) : tensor;
+  }
 };
 
-template <typename... T>
-void give(StableIValue* stack, const T&... results) {
-  ((*stack++ = torch::stable::detail::from(results)), ...);
-}
-
-Tensor rows(const Tensor& tensor) {
-  return tensor.dim() == 0 || tensor.stride(-1) == 1 ? tensor : torch::stable::contiguous(tensor);
-}
-
-MaybeTensor rows(const MaybeTensor& tensor) { return tensor.has_value() ? MaybeTensor(rows(*tensor)) : std::nullopt; }
-
-Tensor allocate(const Tensor& on, const std::vector<int64_t>& sizes, ScalarType type) {
-  return torch::stable::new_empty(on, sizes, type);
-}
-
-Tensor allocate_like(const Tensor& tensor) { return torch::stable::new_empty(tensor, tensor.sizes()); }
-
-Tensor nothing(const Tensor& on) { return torch::stable::new_empty(on, std::vector<int64_t>{0}); }
+struct Entry;
 
 // What forward and backward have in common. Members stand in the order of the schemas.
 struct Call {
@@ -70,7 +43,7 @@ struct Call {
       hidden_to, key_mask, sink, seed;
   int64_t max_seqlen_q = 0, max_seqlen_k = 0, band_lo = 0, band_hi = 0, q_origin = 0, k_origin = 0;
   std::optional<int64_t> at_most;
-  bool top_left = false;
+  bool top_left = false, batch_invariant = false;
   std::optional<double> softmax_scale;
   double softcap = 0, dropout_p = 0;
 
@@ -109,6 +82,9 @@ struct Call {
 
   // Refuse what does not fit, and bring the rest into the form that kernels take.
   void prepare();
+
+  // A call for each batch entry, or for each packed sequence that has queries and keys (dmattn_ops/dispatch/entries.py).
+  std::vector<Entry> entries() const;
 
  private:
   void take_limits(Taken& taken) {
@@ -211,6 +187,63 @@ void Call::prepare() {
   }
 }
 
+// The offsets of one sequence.
+Tensor offsets_of(const Tensor& on, int64_t length) {
+  const Tensor made = allocate(on, {2}, kLong);
+  int64_t* const at = made.mutable_data_ptr<int64_t>();
+  at[0] = 0;
+  at[1] = length;
+  return made;
+}
+
+// A call with one entry, and where that lies: in query and out, in key and value, in lse, and in bias.
+struct Entry {
+  Call call;
+  Part queries, keys, rows, bias;
+};
+
+std::vector<Entry> Call::entries() const {
+  std::vector<Entry> found;
+  if (!cu_seqlens_q.has_value()) {
+    for (int64_t number = 0; number < query.size(0); ++number) {
+      const Part part{0, number, 1};
+      Call one = *this;
+      for (Tensor* tensor : {&one.query, &one.key, &one.value}) *tensor = part.of(*tensor);
+      for (MaybeTensor* tensor : {&one.bias, &one.row_tiles, &one.col_tiles, &one.row_bits, &one.col_bits,
+                                  &one.q_segments, &one.k_segments, &one.start, &one.end, &one.hidden_from,
+                                  &one.hidden_to, &one.seed})
+        *tensor = part.of_own(*tensor);
+      found.push_back({one, part, part, part, part});
+    }
+    return found;
+  }
+  const Tensor held_q = contiguous_as(*cu_seqlens_q, kLong), held_k = contiguous_as(*cu_seqlens_k, kLong);
+  const int64_t *const at_q = held_q.const_data_ptr<int64_t>(), *const at_k = held_k.const_data_ptr<int64_t>();
+  for (int64_t number = 0; number + 1 < held_q.numel(); ++number) {
+    const int64_t of_q = at_q[number + 1] - at_q[number], of_k = at_k[number + 1] - at_k[number];
+    if (of_q == 0 || of_k == 0) continue;
+    const Part queries{0, at_q[number], of_q}, keys{0, at_k[number], of_k};
+    const Part rows{1, at_q[number], of_q}, columns{1, at_k[number], of_k};
+    Call one = *this;
+    one.query = queries.of(query);
+    one.key = keys.of(key);
+    one.value = keys.of(value);
+    one.bias = columns.of(bias);
+    one.k_segments = Part{2, at_k[number], of_k}.of(k_segments);
+    one.seed = Part{0, number, 1}.of_own(seed);
+    one.cu_seqlens_q = offsets_of(held_q, of_q);
+    one.cu_seqlens_k = offsets_of(held_k, of_k);
+    found.push_back({one, queries, keys, rows, columns});
+  }
+  return found;
+}
+
+void write_outputs(const Call& call, const Tensor& out, const Tensor& lse, const Tensor& lse_tail,
+                   const MaybeTensor& row_max) {
+  forward(call.arguments(), {out, lse, lse_tail, row_max});
+  if (call.sink.has_value()) take_share(*call.sink, out, lse);
+}
+
 // out, lse, lse_tail and row_max.
 void run_forward(Call& call, bool needs_max, StableIValue* stack) {
   call.prepare();
@@ -221,14 +254,17 @@ void run_forward(Call& call, bool needs_max, StableIValue* stack) {
   std::swap(sizes[sizes.size() - 1], sizes[sizes.size() - 2]);
   const Tensor lse = allocate(call.query, sizes, call.wide()), lse_tail = allocate_like(lse);
   const MaybeTensor row_max = needs_max ? MaybeTensor(allocate_like(lse)) : std::nullopt;
-  if (call.is_empty()) {
+  if (call.is_empty() || (call.batch_invariant && call.cu_seqlens_q.has_value())) {  // rows without an entry
     fill(out, 0);
     fill(lse_tail, 0);
     fill(lse, -std::numeric_limits<double>::infinity());
     if (row_max.has_value()) fill(*row_max, -std::numeric_limits<double>::infinity());
-  } else {
-    forward(call.arguments(), {out, lse, lse_tail, row_max});
-    if (call.sink.has_value()) take_share(*call.sink, out, lse);
+  }
+  if (call.batch_invariant && !call.is_empty()) {
+    for (const Entry& one : call.entries())
+      write_outputs(one.call, one.queries.of(out), one.rows.of(lse), one.rows.of(lse_tail), one.rows.of(row_max));
+  } else if (!call.is_empty()) {
+    write_outputs(call, out, lse, lse_tail, row_max);
   }
   give(stack, out, lse, lse_tail, row_max.has_value() ? *row_max : nothing(lse));
 }
@@ -239,6 +275,78 @@ struct Given {
   MaybeTensor grad_lse;
   Tensor out, lse, lse_tail;
 };
+
+void write_gradients(const Call& call, Given given, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                     const MaybeTensor& dbias, const MaybeTensor& dsink) {
+  if (call.sink.has_value()) {
+    check_gradients(call.arguments(), {given.out, given.lse, given.lse_tail, given.grad_out, given.grad_lse, dq, dk, dv,
+                                       dbias});
+    if (dsink.has_value()) sink_gradient(*call.sink, given.grad_out, given.out, given.lse, *dsink);
+    if (given.grad_lse.has_value()) {
+      // lse has no sinks: its gradient is one of probabilities without them.
+      const Tensor scaled = allocate_like(given.grad_out);
+      Tensor target = scaled;
+      torch::stable::copy_(target, given.grad_out);
+      take_share(*call.sink, scaled, given.lse);
+      given.grad_out = scaled;
+    } else {
+      given.lse_tail = tail_with_sinks(*call.sink, given.lse, given.lse_tail);
+    }
+  }
+  backward(call.arguments(), {given.out, given.lse, given.lse_tail, given.grad_out, given.grad_lse, dq, dk, dv, dbias});
+}
+
+// The sum over entries of a gradient that they share, which is rounded once.
+class Shared {
+ public:
+  Shared(const Tensor& target, ScalarType type)
+      : target_(target), total_(allocate(target, {target.sizes().begin(), target.sizes().end()}, type)) {
+    fill(total_, 0);
+  }
+
+  void add(const Tensor& part) {
+    const Tensor added = contiguous_as(part, total_.scalar_type());
+    total_.scalar_type() == kDouble ? add_as<double>(added) : add_as<float>(added);
+  }
+  void write() { torch::stable::copy_(target_, total_); }
+  Tensor like_total() const { return allocate_like(total_); }
+
+ private:
+  template <typename T>
+  void add_as(const Tensor& part) {
+    T* const total = total_.mutable_data_ptr<T>();
+    const T* const added = part.const_data_ptr<T>();
+    for (int64_t k = 0; k < part.numel(); ++k) total[k] += added[k];
+  }
+
+  Tensor target_, total_;
+};
+
+void write_gradients_by_entry(Call call, const Given& given, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                              const MaybeTensor& dbias, const MaybeTensor& dsink) {
+  const bool varlen = call.cu_seqlens_q.has_value();
+  if (varlen) {  // positions without an entry
+    for (const Tensor* gradient : {&dq, &dk, &dv}) fill(*gradient, 0);
+    if (dbias.has_value()) fill(*dbias, 0);
+  }
+  std::optional<Shared> dbias_sum, dsink_sum;
+  if (dbias.has_value() && !varlen && dbias->size(0) == 1) {
+    dbias_sum.emplace(*dbias, call.wide());
+    call.bias = torch::stable::to(*call.bias, call.wide());
+  }
+  if (dsink.has_value()) dsink_sum.emplace(*dsink, call.wide());
+  for (const Entry& one : call.entries()) {
+    const Given own{one.queries.of(given.grad_out), one.rows.of(given.grad_lse), one.queries.of(given.out),
+                    one.rows.of(given.lse), one.rows.of(given.lse_tail)};
+    const MaybeTensor own_dbias = dbias_sum.has_value() ? MaybeTensor(dbias_sum->like_total()) : one.bias.of(dbias);
+    const MaybeTensor own_dsink = dsink.has_value() ? MaybeTensor(allocate_like(*dsink)) : std::nullopt;
+    write_gradients(one.call, own, one.queries.of(dq), one.keys.of(dk), one.keys.of(dv), own_dbias, own_dsink);
+    if (dbias_sum.has_value()) dbias_sum->add(*own_dbias);
+    if (dsink_sum.has_value()) dsink_sum->add(*own_dsink);
+  }
+  if (dbias_sum.has_value()) dbias_sum->write();
+  if (dsink_sum.has_value()) dsink_sum->write();
+}
 
 // Write dq, dk and dv; return dbias and dsink, which are empty where they are not wanted.
 std::pair<Tensor, Tensor> run_backward(Call& call, Given given, const Tensor& dq, const Tensor& dk, const Tensor& dv,
@@ -253,25 +361,14 @@ std::pair<Tensor, Tensor> run_backward(Call& call, Given given, const Tensor& dq
   for (Tensor* tensor : {&given.grad_out, &given.out, &given.lse, &given.lse_tail}) *tensor = rows(*tensor);
   given.grad_lse = rows(given.grad_lse);
   const MaybeTensor wanted = of_bias ? MaybeTensor(dbias) : std::nullopt;
-  const auto check = [&] {
+  const MaybeTensor wanted_sink = of_sink ? MaybeTensor(dsink) : std::nullopt;
+  if (call.batch_invariant) {  // whole, before parts are taken of it
     check_gradients(call.arguments(), {given.out, given.lse, given.lse_tail, given.grad_out, given.grad_lse, dq, dk, dv,
                                        wanted});
-  };
-  if (call.sink.has_value()) {
-    check();
-    if (of_sink) sink_gradient(*call.sink, given.grad_out, given.out, given.lse, dsink);
-    if (given.grad_lse.has_value()) {
-      // lse has no sinks: its gradient is one of probabilities without them.
-      const Tensor scaled = allocate_like(given.grad_out);
-      Tensor target = scaled;
-      torch::stable::copy_(target, given.grad_out);
-      take_share(*call.sink, scaled, given.lse);
-      given.grad_out = scaled;
-    } else {
-      given.lse_tail = tail_with_sinks(*call.sink, given.lse, given.lse_tail);
-    }
+    write_gradients_by_entry(call, given, dq, dk, dv, wanted, wanted_sink);
+  } else {
+    write_gradients(call, given, dq, dk, dv, wanted, wanted_sink);
   }
-  backward(call.arguments(), {given.out, given.lse, given.lse_tail, given.grad_out, given.grad_lse, dq, dk, dv, wanted});
   return {dbias, dsink};
 }
 
@@ -295,6 +392,7 @@ void forward_operator(StableIValue* stack, uint64_t, uint64_t) {
   take_qkv(taken, call);
   call.take_dense(taken);
   const bool needs_max = taken.flag();
+  call.batch_invariant = taken.flag();
   run_forward(call, needs_max, stack);
 }
 
@@ -304,6 +402,7 @@ void varlen_forward_operator(StableIValue* stack, uint64_t, uint64_t) {
   take_qkv(taken, call);
   call.take_varlen(taken);
   const bool needs_max = taken.flag();
+  call.batch_invariant = taken.flag();
   run_forward(call, needs_max, stack);
 }
 
@@ -313,6 +412,7 @@ void qkvpacked_forward_operator(StableIValue* stack, uint64_t, uint64_t) {
   Call call;
   call.take_dense(taken);
   const bool needs_max = taken.flag();
+  call.batch_invariant = taken.flag();
   split_qkv(qkv, call.query, call.key, call.value);
   run_forward(call, needs_max, stack);
 }
@@ -336,6 +436,7 @@ void backward_operator(StableIValue* stack, uint64_t, uint64_t) {
   take_saved(taken, given);
   varlen ? call.take_varlen(taken) : call.take_dense(taken);
   const bool needs_dbias = taken.flag(), needs_dsink = taken.flag();
+  call.batch_invariant = taken.flag();
   call.prepare();
   const Tensor dq = allocate_like(call.query), dk = allocate_like(call.key), dv = allocate_like(call.value);
   const auto [dbias, dsink] = run_backward(call, given, dq, dk, dv, needs_dbias, needs_dsink);
@@ -351,6 +452,7 @@ void qkvpacked_backward_operator(StableIValue* stack, uint64_t, uint64_t) {
   take_saved(taken, given);
   call.take_dense(taken);
   const bool needs_dbias = taken.flag(), needs_dsink = taken.flag();
+  call.batch_invariant = taken.flag();
   split_qkv(qkv, call.query, call.key, call.value);
   call.prepare();
   const Tensor dqkv = allocate_like(qkv);
@@ -360,204 +462,18 @@ void qkvpacked_backward_operator(StableIValue* stack, uint64_t, uint64_t) {
   give(stack, dqkv, dbias, dsink);
 }
 
-// Masks.
-
-int64_t tile_records(int64_t length) { return std::max<int64_t>(2, ceil_div(length, kTile)); }
-
-// The most tiles of the other side that one tile can see inside the band (meta.list_capacity).
-int64_t list_capacity(int64_t tiles, int64_t band_lo, int64_t band_hi) {
-  if (-band_lo >= kUnbounded || band_hi >= kUnbounded) return tiles;
-  const int64_t span = band_hi - band_lo + kTile;
-  return std::max<int64_t>(0, std::min(tiles, ceil_div(span, kTile) + 1));
-}
-
-struct MaskResults {
-  Tensor row_tiles, col_tiles, row_bits, col_bits;
-
-  MaskResults(const Tensor& on, int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int64_t band_lo,
-              int64_t band_hi, bool with_bits) {
-    DMATTN_CHECK_VALUE(seqlen_q >= 0 && seqlen_q < kUnbounded, "seqlen_q must be between 0 and ", kUnbounded - 1,
-                       ", got ", seqlen_q);
-    band_lo = std::clamp(band_lo, -kUnbounded, kUnbounded);
-    band_hi = std::clamp(band_hi, -kUnbounded, kUnbounded);
-    const int64_t q = tile_records(seqlen_q), k = tile_records(seqlen_k);
-    row_tiles = allocate(on, {batch, heads, q, kHeader + list_capacity(k, band_lo, band_hi)}, kInt);
-    col_tiles = allocate(on, {batch, heads, k, kHeader + list_capacity(q, band_lo, band_hi)}, kInt);
-    if (!with_bits) return;
-    const int64_t q_tiles = ceil_div(seqlen_q, kTile), k_tiles = ceil_div(seqlen_k, kTile);
-    row_bits = allocate(on, {batch, heads, q_tiles * kTile, k_tiles * kTileWords}, kInt);
-    col_bits = allocate(on, {batch, heads, k_tiles * kTile, q_tiles * kTileWords}, kInt);
-  }
-};
-
-// The greater of the sizes of some tensors; which other sizes there may be is checked later.
-int64_t widest(std::initializer_list<const MaybeTensor*> tensors, int64_t dim) {
-  int64_t most = 0;
-  bool one = false;
-  for (const MaybeTensor* tensor : tensors) {
-    if (!tensor->has_value()) continue;
-    DMATTN_CHECK_VALUE((*tensor)->dim() > dim, "a part of a mask has too few dimensions: ", (*tensor)->dim());
-    one = one || (*tensor)->size(dim) == 1;
-    if ((*tensor)->size(dim) != 1) most = std::max(most, (*tensor)->size(dim));
-  }
-  return most == 0 && one ? 1 : most;
-}
-
-void pack_mask_operator(StableIValue* stack, uint64_t, uint64_t) {
+// Attention to a part of the keys is refused.
+template <bool backward, bool packed>
+void used_operator(StableIValue* stack, uint64_t, uint64_t) {
   Taken taken(stack);
-  const MaybeTensor mask = taken.tensor(), q_segments = taken.maybe_tensor(), k_segments = taken.maybe_tensor();
-  const int64_t seqlen_q = taken.integer(), band_lo = taken.integer(), band_hi = taken.integer();
-  check_memory("mask", *mask);
-  const int64_t batch = widest({&mask, &q_segments, &k_segments}, 0), heads = widest({&mask, &k_segments}, 1);
-  const MaskResults made(*mask, batch, heads, seqlen_q, mask->size(-1), band_lo, band_hi, true);
-  pack_mask(*mask, q_segments, k_segments, seqlen_q, band_lo, band_hi, made.row_tiles, made.col_tiles, made.row_bits,
-            made.col_bits);
-  give(stack, made.row_tiles, made.col_tiles, made.row_bits, made.col_bits);
-}
-
-void pack_intervals_operator(StableIValue* stack, uint64_t, uint64_t) {
-  Taken taken(stack);
-  const Tensor end = taken.tensor();
-  const MaybeTensor start = taken.maybe_tensor(), hidden_from = taken.maybe_tensor();
-  const MaybeTensor hidden_to = taken.maybe_tensor(), mask = taken.maybe_tensor();
-  const MaybeTensor q_segments = taken.maybe_tensor(), k_segments = taken.maybe_tensor();
-  const int64_t seqlen_q = taken.integer(), band_lo = taken.integer(), band_hi = taken.integer();
-  check_memory("end", end);
-  const MaybeTensor ends = end;
-  const int64_t batch = widest({&ends, &mask, &q_segments, &k_segments}, 0);
-  const int64_t heads = widest({&ends, &mask, &k_segments}, 1);
-  const MaskResults made(end, batch, heads, seqlen_q, end.size(-1), band_lo, band_hi, true);
-  pack_intervals({end, start, hidden_from, hidden_to}, mask, q_segments, k_segments, seqlen_q, band_lo, band_hi,
-                 made.row_tiles, made.col_tiles, made.row_bits, made.col_bits);
-  give(stack, made.row_tiles, made.col_tiles, made.row_bits, made.col_bits);
-}
-
-void list_tiles_operator(StableIValue* stack, uint64_t, uint64_t) {
-  Taken taken(stack);
-  const MaybeTensor q_segments = taken.maybe_tensor(), k_segments = taken.tensor();
-  const int64_t seqlen_q = taken.integer(), band_lo = taken.integer(), band_hi = taken.integer();
-  check_memory("k_segments", *k_segments);
-  const int64_t batch = widest({&q_segments, &k_segments}, 0), heads = widest({&k_segments}, 1);
-  const MaskResults made(*k_segments, batch, heads, seqlen_q, k_segments->size(-1), band_lo, band_hi, false);
-  list_tiles(q_segments, *k_segments, seqlen_q, band_lo, band_hi, made.row_tiles, made.col_tiles);
-  give(stack, made.row_tiles, made.col_tiles);
-}
-
-// Rows of ids [B, S].
-struct Ids {
-  Tensor held;
-  int64_t batch, length;
-
-  Ids(const char* name, const Tensor& ids) : batch(0), length(0) {
-    check_memory(name, ids);
-    DMATTN_CHECK_VALUE(ids.dim() == 2, name, " must have shape [B, S], got ", ids.sizes());
-    DMATTN_CHECK_TYPE(is_integral(ids.scalar_type()), name, " must hold integers, got ", ids.scalar_type());
-    held = contiguous_as(ids, kLong);
-    batch = ids.size(0);
-    length = ids.size(1);
-  }
-  const int64_t* row(int64_t b) const { return held.const_data_ptr<int64_t>() + b * length; }
-};
-
-void key_lifetimes_operator(StableIValue* stack, uint64_t, uint64_t) {
-  Taken taken(stack);
-  const MaybeTensor scores = taken.tensor(), documents = taken.maybe_tensor();
-  const int64_t keep = taken.integer(), keep_first = taken.integer(), keep_last = taken.integer();
-  const bool is_causal = taken.flag();
-  check_memory("scores", *scores);
-  DMATTN_CHECK_VALUE(scores->dim() == 3, "scores must have shape [B, heads, S], got ", scores->sizes());
-  if (documents.has_value()) {
-    const Ids ids("documents", *documents);
-    for (int64_t b = 0; b < ids.batch; ++b) {
-      std::unordered_set<int64_t> before;
-      for (int64_t j = 0; j < ids.length; ++j) {
-        const int64_t id = ids.row(b)[j];
-        if (j > 0 && id == ids.row(b)[j - 1]) continue;
-        DMATTN_CHECK_VALUE(before.insert(id).second, "documents must be contiguous runs of equal ids, got id ", id,
-                           ", which returns at position ", j, " of row ", b, " after another one");
-      }
-    }
-  }
-  const int64_t batch = widest({&scores, &documents}, 0);
-  const Tensor start = allocate(*scores, {batch, scores->size(1), scores->size(2)}, kInt), end = allocate_like(start);
-  lifetimes(*scores, documents, keep, keep_first, keep_last, is_causal, start, end);
-  give(stack, start, end);
-}
-
-void rank_ids_operator(StableIValue* stack, uint64_t, uint64_t) {
-  const Tensor given = Taken(stack).tensor();
-  const Ids ids("ids", given);
-  const Tensor ranks = allocate(given, {ids.batch, ids.length}, kInt);
-  std::vector<int64_t> ordered;
-  for (int64_t b = 0; b < ids.batch; ++b) {
-    const int64_t* const row = ids.row(b);
-    ordered.assign(row, row + ids.length);
-    std::sort(ordered.begin(), ordered.end());
-    ordered.erase(std::unique(ordered.begin(), ordered.end()), ordered.end());
-    int32_t* const written = ranks.mutable_data_ptr<int32_t>() + b * ids.length;
-    for (int64_t j = 0; j < ids.length; ++j)
-      written[j] = static_cast<int32_t>(std::lower_bound(ordered.begin(), ordered.end(), row[j]) - ordered.begin());
-  }
-  give(stack, ranks);
-}
-
-void spread_lists_operator(StableIValue* stack, uint64_t, uint64_t) {
-  Taken taken(stack);
-  const Tensor counts = taken.tensor(), indices = taken.tensor();
-  const int64_t columns = taken.integer();
-  for (const auto& [name, tensor] : {std::pair{"counts", &counts}, {"indices", &indices}}) {
-    check_memory(name, *tensor);
-    DMATTN_CHECK_TYPE(tensor->scalar_type() == kInt, name, " must be int32, got ", tensor->scalar_type());
-  }
-  DMATTN_CHECK_VALUE(indices.dim() >= 1 && columns >= 0, "indices must have slots, and columns not be negative");
-  std::vector<int64_t> sizes(indices.sizes().begin(), indices.sizes().end());
-  const int64_t slots = sizes.back();
-  sizes.pop_back();
-  DMATTN_CHECK_VALUE(same_sizes(counts.sizes(), sizes), "counts must have shape ", Extents(sizes), ", got ",
-                     counts.sizes());
-  sizes.push_back(columns);
-  const Tensor listed = allocate(indices, sizes, kBool);
-  fill(listed, 0);
-  const Tensor lists = contiguous_as(indices, kInt), lengths = contiguous_as(counts, kInt);
-  const int32_t *const index = lists.const_data_ptr<int32_t>(), *const length = lengths.const_data_ptr<int32_t>();
-  bool* const written = listed.mutable_data_ptr<bool>();
-  for (int64_t list = 0; list < lengths.numel(); ++list)
-    for (int64_t slot = 0; slot < std::min<int64_t>(slots, length[list]); ++slot) {
-      const int64_t column = index[list * slots + slot];
-      DMATTN_CHECK_VALUE(column >= 0 && column <= columns, "indices must be between 0 and ", columns, ", got ", column);
-      if (column < columns) written[list * columns + column] = true;
-    }
-  give(stack, listed);
-}
-
-std::string mask_text(int64_t seqlen_q, int64_t seqlen_k, const std::vector<int64_t>& sizes) {
-  std::ostringstream text;
-  text << "lengths (" << seqlen_q << ", " << seqlen_k << "), band_lo " << sizes[0] / 2 - kUnbounded << ", band_hi "
-       << sizes[2] - kUnbounded << ", at_most ";
-  sizes[3] ? text << sizes[3] - 1 : text << "None";
-  text << ", from_bottom_right " << (sizes[0] % 2 ? "True" : "False");
-  return text.str();
-}
-
-// A copy of a tensor of a mask whose lengths and numbers are those that a program was exported with: the latter are the
-// sizes of a tensor (dmattn_ops/masks/taken_apart.py).
-void mask_as_exported_operator(StableIValue* stack, uint64_t, uint64_t) {
-  Taken taken(stack);
-  const Tensor part = taken.tensor(), lengths = taken.tensor(), numbers = taken.tensor();
-  const int64_t seqlen_q = taken.integer(), seqlen_k = taken.integer();
-  const int64_t band_lo = taken.integer(), band_hi = taken.integer();
-  const std::optional<int64_t> at_most = taken.maybe_integer();
-  const bool from_bottom_right = taken.flag();
-  const auto size_of = [](int64_t limit) { return std::max<int64_t>(0, kUnbounded + std::min(kUnbounded, limit)); };
-  const std::vector<int64_t> expected{2 * size_of(band_lo) + from_bottom_right, 0, size_of(band_hi),
-                                      at_most.has_value() ? 1 + std::min(kUnbounded, *at_most) : 0};
-  const std::vector<int64_t> given(numbers.sizes().begin(), numbers.sizes().end());
-  DMATTN_CHECK_VALUE(given.size() == 4 && lengths.dim() >= 2, "a mask must bring its lengths and numbers");
-  DMATTN_CHECK_VALUE(given == expected && lengths.size(0) == seqlen_q && lengths.size(1) == seqlen_k,
-                     "the program was exported with a mask of ", mask_text(seqlen_q, seqlen_k, expected),
-                     ", got one of ", mask_text(lengths.size(0), lengths.size(1), given),
-                     ": export it again with this one");
-  give(stack, torch::stable::clone(part));
+  Call call;
+  Given given;
+  if (backward) take_grads(taken, given);
+  for (int k = 0; k < (packed ? 1 : 3); ++k) taken.tensor();
+  if (backward) take_saved(taken, given);
+  taken.tensor();  // seqlen_k_used
+  call.take_dense(taken);
+  refuse_operator("attention to a part of the keys (seqlen_k_used)");
 }
 
 bool python_runs() {
@@ -581,6 +497,13 @@ extern "C" __attribute__((visibility("default"))) void dmattn_define_operators()
     kernels.impl("qkvpacked_backward", qkvpacked_backward_operator);
     kernels.impl("varlen_forward", varlen_forward_operator);
     kernels.impl("varlen_backward", backward_operator<true>);
+    kernels.impl("forward.used", used_operator<false, false>);
+    kernels.impl("backward.used", used_operator<true, false>);
+    kernels.impl("qkvpacked_forward.used", used_operator<false, true>);
+    kernels.impl("qkvpacked_backward.used", used_operator<true, true>);
+    kernels.impl("pack_selection", pack_selection_operator);
+    kernels.impl("selection_mass", selection_mass_operator);
+    kernels.impl("key_mass", key_mass_operator);
     kernels.impl("pack_mask", pack_mask_operator);
     kernels.impl("list_tiles", list_tiles_operator);
     kernels.impl("key_lifetimes", key_lifetimes_operator);

@@ -209,9 +209,12 @@ TileClass segment_class(const Side& side, int64_t tile, int64_t other, uint32_t*
 uint64_t significant_bits(const Tensor& mask) {
   const ScalarType dtype = mask.scalar_type();
   const auto width = static_cast<int64_t>(mask.element_size()) * 8;
-  DMATTN_CHECK_TYPE(dtype == kBool || is_integral(dtype) || is_floating(dtype), "mask cannot be ", dtype);
+  // Types with a zero of either sign, and types in which the other one of these patterns is NaN.
+  const bool two_zeros = is_floating(dtype) || dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Float8_e5m2;
+  const bool one_zero = dtype == ScalarType::Float8_e4m3fnuz || dtype == ScalarType::Float8_e5m2fnuz;
+  DMATTN_CHECK_TYPE(dtype == kBool || is_integral(dtype) || two_zeros || one_zero, "mask cannot be ", dtype);
   const uint64_t all = width == 64 ? ~uint64_t{0} : (uint64_t{1} << width) - 1;
-  return is_floating(dtype) ? all >> 1 : all;
+  return two_zeros ? all >> 1 : all;
 }
 
 namespace {

@@ -158,6 +158,8 @@ def sample(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"packed keys D {dim}", partial(_packed_keys, device, dim, 40)
         yield f"a broken promise D {dim}", partial(_packed_keys, device, dim, 5)
     yield "documents of a dynamic mask", partial(_dynamic, device)
+    for dtype in (torch.bfloat16, torch.float32):
+        yield f"chosen blocks {dtype}", partial(_chosen, device, dtype)
 
 
 def _dense(device: str, dtype: torch.dtype, dim: int, keywords: Callable[[], dict[str, Any]]) -> None:
@@ -196,6 +198,18 @@ def _packed_keys(device: str, dim: int, at_most: int) -> None:
     unseen = OF_SLOTS if device != "cpu" else ()
     with patch.multiple(epochs, pays=lambda sizes: True, LEAST_EPOCH=256), filled(unseen):
         _step(_inputs(device, torch.bfloat16, dim, 900, 900), mask, is_causal=True, bias=bias)
+
+
+def _chosen(device: str, dtype: torch.dtype) -> None:
+    """Choose more blocks of keys than there are, some of them twice, and sum the attention that they and all keys get."""
+    inputs = _inputs(device, dtype, 64)
+    indices = torch.randint(-1, -(-SEQLEN // 24), (1, KV_HEADS, SEQLEN, 40), device=device)
+    mask = dmattn_ops.selection_mask(indices, block=24, is_causal=True)
+    _step(inputs, mask)
+    query, key = (each.detach() for each in inputs[:2])
+    dmattn_ops.selection_mass(query, key, indices, block=24)
+    for kept in (None, mask):
+        dmattn_ops.key_mass(query, key, kept, is_causal=True)
 
 
 def _dynamic(device: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.export import Dim, ShapesCollection
 
 from dmattn_ops import TileMask, dynamic_mask, flash_dmattn_func, flash_dmattn_varlen_func, prepare_mask
@@ -143,6 +144,23 @@ def test_a_mask_is_an_input_of_one_graph_for_every_length(kind: str):
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
             compare(compiled, model, query, mask)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("kind", ["prepared dense", "documents"])
+def test_a_graph_that_torch_finds_in_its_cache_is_one_for_every_length(kind: str):
+    # Torch runs the guards of a cached graph as Python text on symbols: `max` in one would be a guard of which is larger.
+    # Two tiles have 8 words of bits: a head dimension of 8 too would be the same size to torch.
+    names, maker = KINDS[kind]
+    with fresh_cache(), torch.no_grad():
+        for _ in range(2):
+            torch._dynamo.reset()
+            compiled = torch.compile(flash_dmattn_func, fullgraph=True, dynamic=True)
+            for number, (batch, seqlen) in enumerate(((3, 140), (5, 300), (2, 65))):
+                query, mask = torch.randn(batch, seqlen, HEADS, 24), maker(seqlen, **drawn(batch, seqlen, *names))
+                with torch._dynamo.config.patch(error_on_recompile=number > 0):
+                    out = compiled(query, query, query, mask)
+                torch.testing.assert_close(out, flash_dmattn_func(query, query, query, mask))
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
 def exported_sizes(kind: str, dim: Callable[[str], object]) -> tuple[dict, dict]:

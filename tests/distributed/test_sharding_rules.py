@@ -16,7 +16,7 @@ def printed(*command):
 
 
 def test_heads_stay_together_over_meshes_of_any_size():
-    found = printed(str(TESTS / "sharding_choices.py"))
+    found = printed(str(TESTS / "support" / "sharding_choices.py"))
     assert found["wrong"] == []
     assert len(found["kept"]) > 30
     for sizes, heads, heads_kv, split in found["kept"]:  # right placements are not given up

@@ -7,10 +7,10 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from test_transformers_dynamic import padding_of, sparse  # noqa: E402
 from tiny_models import decoder, tokens, under  # noqa: E402
 
 import dmattn_ops.integrations.transformers as integration  # noqa: E402
+from tests.integrations.test_transformers_dynamic import padding_of, sparse  # noqa: E402
 
 B, S = 2, 19
 WAYS = {

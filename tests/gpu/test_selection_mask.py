@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from chosen_cases import Case, draw, draw_inputs, masses, probabilities, visible
-from test_mass import draw_mask
 from torch import Tensor
 
 from dmattn_ops import flash_dmattn_func, key_mass, prepare_mask, selection_mask, selection_mass
+from tests.masks.test_mass import draw_mask
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from chosen_cases import Case, draw, draw_inputs, masses, visible
-from test_mass import draw_mask
 from torch import Tensor
 
 from dmattn_ops import flash_dmattn_func
@@ -18,6 +17,7 @@ from dmattn_ops.dispatch.run import with_start
 from dmattn_ops.kernels.mass import launch, reference
 from dmattn_ops.masks import prepare
 from dmattn_ops.masks.chosen import Selection, Statistics, segments_beside
+from tests.masks.test_mass import draw_mask
 
 pytestmark = pytest.mark.usefixtures("strict_memory")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

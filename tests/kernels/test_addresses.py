@@ -127,10 +127,10 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "interval_lists.py": ("tile % col_count * _TILE",),
         "epochs/lists.py": ("block[:, None] * TILE", "e * epoch_tiles"),
         "epochs/rows.py": ("(e + 1) * epoch", "block * KEYS", "e * epoch"),
-        "epochs/slots.py": ("(e + 1) * epoch", "e * epoch"),
+        "epochs/slots.py": ("(epoch.number + 1) * epoch.length", "epoch.number * epoch.length"),
         "portable/dbias.py": ("program % key_blocks * BLOCK_N", "program // key_blocks % blocks * BLOCK_M"),
-        "portable/forward.py": ("split * share",),
         "portable/places.py": (
+            "split * share",
             "tl.where(block < blocks, blocks - 1 - block, block) * BLOCK",
             "(part.first + step + tl.where(step < part.left, 0, part.gap)) * STEP",
             "block * BLOCK",

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=f"THE LIBRARY IS 
 
 LIBRARY = Path(native.__file__).parents[1] / native.LIBRARY
 SCRIPT = Path(__file__).parents[1] / "support" / "library_calls.py"
-CASES = 24
+CASES = 30
+ALONE = "libdmattn.so alone does not have it"  # of attention to a part of the keys, and what reads chosen blocks
 
 
 class Recorded(TorchDispatchMode):
@@ -31,7 +32,9 @@ class Recorded(TorchDispatchMode):
         returned = function(*arguments, **(keywords or {}))
         if function.namespace == "dmattn":
             name = function._schema.name.partition("::")[2]
-            self.calls.append((name, self._kept(arguments), self._kept(returned), self._is_exact(function, arguments)))
+            overload = function._schema.overload_name
+            name, kept = (f"{name}.{overload}", ALONE) if overload else (name, self._kept(returned))
+            self.calls.append((name, self._kept(arguments), kept, self._is_exact(function, arguments)))
         return returned
 
     @staticmethod
@@ -69,7 +72,37 @@ def test_random_problems_return_the_same(tmp_path):
             check(draw(seed))
     names = {name for name, *_ in recorded.calls}
     assert {"forward", "backward", "qkvpacked_backward", "varlen_backward", "pack_mask", "pack_intervals"} <= names
+    assert {"forward.used", "backward.used"} <= names
     assert repeated(recorded.calls, tmp_path) == [f"{len(recorded.calls)} calls"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_batch_invariant_calls_return_the_same(tmp_path, dtype):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, 150, heads, 16, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    shared, own = (torch.randn(batch, 4, 1, 150, dtype=dtype, requires_grad=True) for batch in (1, 3))
+    mask, sink = torch.rand(3, 1, 150, 150) < 0.5, torch.randn(4, requires_grad=True)
+    packed = [part.flatten(0, 1) for part in (query, key, value)]
+    of_keys = torch.randn(2, 450, dtype=dtype, requires_grad=True)
+    q_ends, k_ends = (
+        torch.tensor(ends, dtype=torch.int32) for ends in ([0, 130, 130, 290, 440], [0, 0, 170, 300, 440])
+    )
+
+    def trained():
+        for bias, more in ((shared, {}), (own, {"mask": mask}), (shared, {"sink": sink}), (None, {"is_causal": True})):
+            leaves = [part for part in (query, key, value, bias, more.get("sink")) if part is not None]
+            outs = dmattn_ops.flash_dmattn_func(
+                query, key, value, bias=bias, return_lse=True, batch_invariant=True, **more
+            )
+            torch.autograd.grad(sum(out.sin().sum() for out in outs), leaves)
+        for more in ({"bias": of_keys}, {"bias": of_keys, "mask": torch.rand(2, 450) < 0.7}):
+            out = dmattn_ops.flash_dmattn_varlen_func(*packed, q_ends, k_ends, 170, 170, batch_invariant=True, **more)
+            torch.autograd.grad(out.sin().sum(), (query, key, value, of_keys))
+
+    calls = made(trained)
+    names = [name for name, *_ in calls]
+    assert names.count("backward") == 4 and names.count("varlen_backward") == 2
+    assert repeated(calls, tmp_path) == [f"{len(calls)} calls"]
 
 
 def made(call):
@@ -141,11 +174,14 @@ REFUSED = {
     ],
     "rank_ids": [lambda q: (torch.ones(3, 9),), lambda q: (torch.ones(9, dtype=torch.int64),)],
     "spread_lists": [lambda q: (torch.ones(2, dtype=torch.int32), torch.full((2, 3), 7, dtype=torch.int32), 5)],
+    "pack_selection": [lambda q: (torch.ones(1, 1, 9, 1, dtype=torch.int64), None, None, 4, 9)],
+    "key_mass": [lambda q: (q, q)],
     "mask_as_exported": [lambda q: (q, torch.empty(9, 9, 0), torch.empty(1, 0, 1, 0), 9, 9, 0, 0, None, False)],
 }
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
     query = torch.randn(1, 9, 2, 8)
-    calls = [(name, make(query), "refused", True) for name, makes in REFUSED.items() for make in makes]
+    words = dict.fromkeys(("pack_selection", "key_mass"), ALONE)
+    calls = [(name, make(query), words.get(name, ""), True) for name, makes in REFUSED.items() for make in makes]
     assert repeated(calls, tmp_path) == [f"{len(calls)} calls"]

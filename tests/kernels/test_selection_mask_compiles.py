@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 from dmattn_ops.kernels.masks.chosen import pack_chosen  # noqa: E402
 from dmattn_ops.kernels.mass.keys import key_mass_kernel  # noqa: E402
 from dmattn_ops.kernels.mass.selection import first_numbers, selection_mass_kernel  # noqa: E402
-from dmattn_ops.kernels.portable.arguments import padded  # noqa: E402
+from dmattn_ops.kernels.portable.arguments import Features, Shape, padded  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -78,13 +78,29 @@ def test_masses_of_chosen_blocks(sm: int, biased: bool, dtype: str, dim: int, ro
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_masses_of_keys(sm: int, dtype: str, dim: int, mask: str):
     bias = {"none": "none", "bits": "full", "segments": "none", "intervals": "key"}[mask]
-    block = 32 if dtype == "fp32" else 64
+    block = 32 if dtype == "fp32" or dim > 128 else 64
     constants: dict[str, object] = {
-        "BLOCK_M": block, "BLOCK_N": block, "HEAD_DIM": dim, "PADDED_HEAD": padded(dim), "ALIGNED": True, "GROUP": 4,
-        "LISTED": mask != "none", "MASK": mask, "QUERY_SEGMENTS": mask == "segments", "HIDDEN": False, "BANDED": True,
-        "BIAS": bias, "NATURAL": bias != "none", "SOFTCAP": False, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
-        "hidden_from": None, "hidden_to": None,
-    }  # fmt: skip
+        "shape": Shape(block, block, dim, dim, padded(dim), padded(dim), aligned=True),
+        "features": Features(
+            listed=mask != "none",
+            mask=mask,
+            query_segments=mask == "segments",
+            hidden=False,
+            banded=True,
+            varlen=False,
+            top_left=False,
+            group=4,
+            bias=bias,
+            natural=bias != "none",
+            sign=1,
+            softcap=False,
+            dropout=False,
+            whole_groups=True,
+            precision="ieee" if dtype == "fp32" else "tf32",
+        ),
+        "hidden_from": None,
+        "hidden_to": None,
+    }
     kept = {
         "bits": ("tiles", "bits"),
         "segments": ("tiles", "q_segments", "k_segments"),

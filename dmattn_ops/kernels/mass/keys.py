@@ -2,31 +2,103 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from dmattn_ops.kernels.portable.arguments import UNSPECIALIZED
+from dmattn_ops.kernels.portable.dropout import Seeds
+from dmattn_ops.kernels.portable.heads import Operands, head_of, program_of
 from dmattn_ops.kernels.portable.places import (
-    TILE,
+    Band,
     Lengths,
-    head_offset,
-    head_rows,
-    owned_start,
+    Lists,
+    band_of,
+    last_owned,
     part_of,
-    place_of,
     plan_walk,
     walked_start,
 )
-from dmattn_ops.kernels.portable.primitives import Features, Rows, load_rows, load_statistics
-from dmattn_ops.kernels.portable.scores import Bias, Factors, capped, load_bias, load_key_bias, log_terms, probabilities
+from dmattn_ops.kernels.portable.primitives import load_rows, load_statistics, rows_of
+from dmattn_ops.kernels.portable.scores import (
+    BiasArray,
+    Factors,
+    capped,
+    load_bias,
+    load_key_bias,
+    log_terms,
+    probabilities,
+)
 from dmattn_ops.kernels.portable.visibility import (
+    BitArray,
+    KeyArrays,
     MaskArrays,
     key_marks,
-    mask_of_head,
     met_rows,
     query_marks,
     visibility,
 )
+
+
+class Queries(NamedTuple):
+    """The queries of one head, which are walked: their rows, and where their statistics begin."""
+
+    query: Any  # Rows
+    lse: Any
+    lse_tail: Any  # 0 where there is none
+
+
+class Keys(NamedTuple):
+    """A block of keys, which is owned."""
+
+    k: Any
+    start: Any
+    last: Any
+
+
+@triton.jit
+def mass_of_part(
+    keys,
+    queries,
+    part,
+    head,
+    shape: tl.constexpr,
+    features: tl.constexpr,
+    TAIL: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Return the sums `[keys]` of the probabilities that the queries of one part of a walk give to a block of keys."""
+    QUERY_ROWS: tl.constexpr = shape.query_rows
+    BLOCK_M: tl.constexpr = shape.block_m
+    BLOCK_N: tl.constexpr = shape.block_n
+    place, factors = head.place, head.factors
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    key_bias = 0.0
+    if features.bias == "key":
+        key_bias = load_key_bias(head, keys.start, shape)[:, None]
+    k_marks = key_marks(head, keys.start, shape, features)
+    met = met_rows(head.mask, keys.start, keys.last, place.length_q, features)
+    for step in tl.range(part.begin, part.end):
+        first = walked_start(part, step, BLOCK_M, features)
+        q = load_rows(queries.query, first, met.end, QUERY_ROWS, PARTIAL, met.begin, features.banded)
+        lse = load_statistics(queries.lse, first, place.length_q, float("-inf"), BLOCK_M, PARTIAL)
+        tail = tl.zeros((BLOCK_M,), tl.float32)
+        if TAIL:
+            tail = load_statistics(queries.lse_tail, first, place.length_q, 0.0, BLOCK_M, PARTIAL)
+        log_sum, log_rest = log_terms(lse, tail, features.natural)
+        products, _ = capped(tl.dot(keys.k, tl.trans(q), input_precision=features.precision), factors, features)
+        added = key_bias
+        if features.bias == "full":
+            added = load_bias(head, first, keys.start, shape, True, PARTIAL)
+        p = probabilities(products, added, factors, log_sum[None, :], log_rest[None, :], features.natural)
+        p = tl.where((log_sum == float("inf"))[None, :], 0.0, p)
+        if PARTIAL:
+            q_marks = query_marks(head, first, shape, features)
+            visible = visibility(head, q_marks, k_marks, keys.start, first, shape, features, True)
+            p = tl.where(visible, p, 0.0)
+        total += tl.sum(p, 1)
+    return total
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=["query", "key"])
@@ -36,80 +108,49 @@ def key_mass_kernel(
     bias_b, bias_h, bias_q, bias_k, bias_group,
     tiles_b, tiles_h, tiles_r, tiles_w, bits_b, bits_h, bits_r, mask_group, q_segments_b, keys_b, keys_h, key_group,
     blocks, heads, seqlen_q, seqlen_k, band_lo, band_hi, ratio, factor,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_HEAD: tl.constexpr,
-    ALIGNED: tl.constexpr, GROUP: tl.constexpr, LISTED: tl.constexpr, MASK: tl.constexpr, QUERY_SEGMENTS: tl.constexpr,
-    HIDDEN: tl.constexpr, BANDED: tl.constexpr, BIAS: tl.constexpr, NATURAL: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    shape: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of the probabilities of one block of keys of one key head."""
-    features: tl.constexpr = Features(
-        LISTED, MASK, QUERY_SEGMENTS, HIDDEN, BANDED, BIAS, NATURAL, SOFTCAP, False, False, PRECISION
+    KEY_ROWS: tl.constexpr = shape.key_rows
+    lengths = Lengths(heads, seqlen_q, seqlen_k, seqlen_q, seqlen_k, 0, 0)
+    lists = Lists(tiles, tiles_b, tiles_h, tiles_r, tiles_w, mask_group)
+    operands = Operands(
+        lists,
+        MaskArrays(
+            BitArray(bits, bits_b, bits_h, bits_r, mask_group),
+            KeyArrays(k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group),
+            q_segments,
+            q_segments_b,
+        ),
+        BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group),
+        Seeds(0, 0, 0, 0, 0, 0, 0),
+        Factors(ratio, factor),
     )
-    arrays = MaskArrays(
-        bits, bits_b, bits_h, bits_r, mask_group, q_segments, q_segments_b,
-        k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group,
-    )  # fmt: skip
-    lengths = Lengths(seqlen_q, seqlen_k, seqlen_q, seqlen_k, 0, 0)
-    place, block, blocks = place_of(tl.program_id(0), blocks, heads // GROUP, lengths, BLOCK_N, True, False, False)
-    ranking = 0
-    if LISTED:
-        ranking = tiles + head_offset(place.batch, place.head * GROUP // mask_group, tiles_b, tiles_h)
-    start_k = owned_start(ranking, tiles_r, block, blocks, BLOCK_N, LISTED, False)
-    if start_k >= seqlen_k:
+    place, start_k = program_of(tl.program_id(0), blocks, lengths, lists, shape, features, True)
+    if start_k >= place.length_k:
         return
-    last_k = tl.minimum(start_k + BLOCK_N, seqlen_k) - 1
-    keys = Rows(head_rows(key, place.batch, place.head, place.k_begin, key_b, key_s, key_h), key_s)
-    k = load_rows(keys, start_k, seqlen_k, BLOCK_N, HEAD_DIM, PADDED_HEAD, ALIGNED, True)
-    low, high = -band_hi, -band_lo
+    BLOCK_N: tl.constexpr = shape.block_n
+    GROUP: tl.constexpr = features.group
+    TAIL: tl.constexpr = lse_tail is not None
+    kv_head = place.head
+    rows = rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin)
+    keys = Keys(
+        load_rows(rows, start_k, place.length_k, KEY_ROWS, True), start_k, last_owned(place, start_k, shape, True)
+    )
+    band = band_of(Band(band_lo, band_hi), place, True)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for member in tl.range(GROUP):
-        head = place.head * GROUP + member
-        statistics = (place.batch.to(tl.int64) * heads + head) * seqlen_q
-        queries = Rows(head_rows(query, place.batch, head, place.q_begin, query_b, query_s, query_h), query_s)
-        record = 0
-        if LISTED:
-            record = tiles + head_offset(place.batch, head // mask_group, tiles_b, tiles_h)
-            record += (start_k // TILE).to(tl.int64) * tiles_r
-        head_bias = Bias(0, 0, 0)
-        key_bias = 0.0
-        if BIAS != "none":
-            begin = head_rows(bias, place.batch, head // bias_group, place.k_begin, bias_b, bias_k, bias_h)
-            head_bias = Bias(begin, bias_q, bias_k)
-            if BIAS == "key":
-                key_bias = load_key_bias(head_bias, start_k, seqlen_k, BLOCK_N)[:, None]
-        mask = mask_of_head(arrays, place, head, low, high, features)
-        k_marks = key_marks(mask, start_k, seqlen_k, seqlen_q, BLOCK_N, features)
-        first_met, end_met = met_rows(mask, start_k, last_k, seqlen_q, features)
-        plan = plan_walk(
-            record, tiles_w, start_k, last_k, low, high, seqlen_q, BLOCK_M, LISTED,
-            MASK == "segments" or MASK == "intervals",
-        )  # fmt: skip
+        index = kv_head * GROUP + member
+        statistics = (place.batch.to(tl.int64) * heads + index) * seqlen_q
+        tail = 0
+        if TAIL:
+            tail = lse_tail + statistics
+        query_rows = rows_of(query, query_b, query_s, query_h, place.batch, index, place.q_begin)
+        queries = Queries(query_rows, lse + statistics, tail)
+        head = head_of(operands, place, index, start_k, band, features)
+        walk = plan_walk(head, keys.start, keys.last, lists, shape, features, True)
         for PARTIAL in tl.static_range(2):
-            part = part_of(plan, PARTIAL)
-            for step in tl.range(part.steps):
-                first = walked_start(part, step, BLOCK_M, LISTED)
-                q = load_rows(
-                    queries, first, end_met, BLOCK_M, HEAD_DIM, PADDED_HEAD, ALIGNED, PARTIAL, first_met, BANDED
-                )
-                row_lse = load_statistics(lse + statistics, first, seqlen_q, float("-inf"), BLOCK_M, PARTIAL)
-                row_tail = tl.zeros((BLOCK_M,), tl.float32)
-                if lse_tail is not None:
-                    row_tail = load_statistics(lse_tail + statistics, first, seqlen_q, 0.0, BLOCK_M, PARTIAL)
-                log_sum, log_rest = log_terms(row_lse, row_tail, NATURAL)
-                factors = Factors(ratio, factor)
-                products, _ = capped(tl.dot(k, tl.trans(q), input_precision=PRECISION), factors, features)
-                added = key_bias
-                if BIAS == "full":
-                    added = load_bias(head_bias, first, start_k, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, True, PARTIAL)
-                p = probabilities(products, added, factors, log_sum[None, :], log_rest[None, :], NATURAL)
-                p = tl.where((log_sum == float("inf"))[None, :], 0.0, p)
-                if PARTIAL:
-                    q_marks = query_marks(mask, first, seqlen_q, BLOCK_M, features)
-                    visible = visibility(
-                        mask, q_marks, k_marks, start_k, first, seqlen_q, BLOCK_N, BLOCK_M, True, features
-                    )
-                    p = tl.where(visible, p, 0.0)
-                total += tl.sum(p, 1)
+            total += mass_of_part(keys, queries, part_of(walk, PARTIAL), head, shape, features, TAIL, PARTIAL)
     columns = start_k + tl.arange(0, BLOCK_N)
-    row = (place.batch.to(tl.int64) * (heads // GROUP) + place.head) * seqlen_k
+    row = (place.batch.to(tl.int64) * (heads // GROUP) + kv_head) * seqlen_k
     tl.store(mass + row + columns, total, columns < seqlen_k)

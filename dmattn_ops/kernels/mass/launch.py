@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from dmattn_ops.call import UNBOUNDED, Call, bias_kind, float32_precision, in_natural_units, rows_are_aligned
+from dmattn_ops.call import Call, float32_precision, rows_are_aligned
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.mass.keys import key_mass_kernel
 from dmattn_ops.kernels.mass.selection import first_numbers, selection_mass_kernel
@@ -16,10 +16,12 @@ from dmattn_ops.kernels.portable.arguments import (
     broadcast_stride,
     extent,
     factor_arguments,
+    features_of,
     list_arguments,
     mask_arguments,
     padded,
     row_strides,
+    shape_of,
 )
 from dmattn_ops.launching.launch import launch, workspace
 from dmattn_ops.masks.chosen import Selection, Statistics
@@ -65,8 +67,8 @@ def key_mass(call: Call, statistics: Statistics | None, mass: Tensor) -> None:
     assert statistics is not None
     call = listed(call)
     query, key, mask, options, size = call.query, call.key, call.mask, call.options, extent(call)
-    block_m, block_n = (64, 64) if query.element_size() == 2 else (32, 32)
-    blocks, programs = blocks_and_programs(size, size.seqlen_k, size.kv_heads, block_n, mask.col_tiles)
+    block = 64 if query.element_size() == 2 and query.shape[-1] <= 128 else 32  # of queries and of keys
+    blocks, programs = blocks_and_programs(size, size.seqlen_k, size.kv_heads, block, mask.col_tiles)
     launch(
         key_mass_kernel, (programs,),
         query=query, key=key, lse=statistics.lse, lse_tail=statistics.lse_tail, mass=mass,
@@ -74,11 +76,9 @@ def key_mass(call: Call, statistics: Statistics | None, mass: Tensor) -> None:
         **row_strides("query", query), **row_strides("key", key), **bias_arguments(call.bias, size.heads),
         **factor_arguments(options),
         blocks=blocks, heads=size.heads, seqlen_q=size.seqlen_q, seqlen_k=size.seqlen_k,
-        band_lo=options.band_lo, band_hi=options.band_hi, BLOCK_M=block_m, BLOCK_N=block_n,
-        HEAD_DIM=query.shape[-1], PADDED_HEAD=padded(query.shape[-1]), ALIGNED=rows_are_aligned(query, key),
-        GROUP=size.heads // size.kv_heads, BANDED=options.band_lo > -UNBOUNDED or options.band_hi < UNBOUNDED,
-        BIAS=bias_kind(call.bias), NATURAL=in_natural_units(call), SOFTCAP=options.softcap != 0,
-        PRECISION=_precision(query), num_warps=4, num_stages=2,
+        band_lo=options.band_lo, band_hi=options.band_hi,
+        shape=shape_of(call, block, block, rows_are_aligned(query, key)), features=features_of(call, mask.col_tiles),
+        num_warps=4, num_stages=2,
     )  # fmt: skip
 
 

@@ -239,8 +239,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
     """
     call = key_numbers_as_bias(listed(call))
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
-    grad_out, grad_lse, dq = grads[:3]
-    out, lse, lse_tail = saved
+    (grad_out, grad_lse, dq), (out, lse, lse_tail) = grads[:3], saved
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     block_m, block_n, dim, dim_v = config.block_m, config.block_n, query.shape[-1], value.shape[-1]
     (width, second), (width_v, second_v) = tiles_of(dim, dim_v)
@@ -273,8 +272,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         call, blocks_per_head * config.shares, interleaved, options, config, sms
     )
     pieces = total * columns // 256, 256  # rows of what adds to dq
-    shares = config.shares
-    scale_log2, cap = score_factors(options)
+    shares, (scale_log2, cap) = config.shares, score_factors(options)
     dk, dv = parts = parts_of(grads, shares)
     traits = Traits(
         BM=block_m, BN=block_n, D=width, D2=second, DV=width_v, DV2=second_v, MASK=kind_of(call),
