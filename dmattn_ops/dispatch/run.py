@@ -56,8 +56,6 @@ def cpu_kernels() -> str:
 def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = True) -> Choice:
     """Return the row that a launch uses, with all the configurations that it offers, or the one of the user's cache."""
     rows, kernels = (config.FORWARD, _FORWARD) if direction == "forward" else (config.BACKWARD, _BACKWARD)
-    if not call.query.is_cuda and on is None:
-        return Choice(None, config.CPU[cpu_kernels()], ())
     physical = arch.physical(call.query.device) if call.query.is_cuda else None
 
     def refusals(kernel: str) -> list[str]:
@@ -69,6 +67,11 @@ def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = Tr
             return [f"takes masks of the kinds {', '.join(launcher.TAKES.masks)}, not {call.mask.kind}"]
         return launcher.refusals(call) if hasattr(launcher, "refusals") else []
 
+    if not call.query.is_cuda and on is None:
+        kernel = cpu_kernels()
+        if reasons := refusals(kernel):
+            raise NotImplementedError(f"no kernel takes this call: {kernel}: {'; '.join(reasons)}")
+        return Choice(None, config.CPU[kernel], ())
     choice = choose.choose(rows, on or arch.current(call.query.device), call.demand, refusals)
     if choice.row.kernel == "reference":
         _warn_legacy(choice.arch, call.demand.width, call.demand.itemsize)

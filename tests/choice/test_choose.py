@@ -14,6 +14,7 @@ import dmattn_ops
 from dmattn_ops.call import Call, Demand, Gradients, Mask, Saved, Takes, plain_options
 from dmattn_ops.choice import arch, choose, config
 from dmattn_ops.dispatch import run as dispatch
+from dmattn_ops.kernels import native, reference
 
 LINE = re.compile(
     r"FLASH_DMATTN_PROFILE: HeadDim=\d+, Arch=(SM\d+\.\d|CPU), SeqQ=\d+, SeqK=\d+, Batch=\d+,"
@@ -388,3 +389,33 @@ def test_a_backward_of_packed_keys_in_passes_prints_one_line_of_the_call_as_it_w
     lines = capfd.readouterr().err.splitlines()
     assert len(ran) == heads
     assert len(lines) == 1 and LINE.fullmatch(lines[0]) and "SeqQ=6, SeqK=6, Batch=1" in lines[0], lines
+
+
+@pytest.mark.parametrize("kernels", [native, reference], ids=["native", "reference"])
+def test_a_kind_of_mask_that_cpu_kernels_do_not_declare_is_refused(kernels, monkeypatch):
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda: kernels.__name__.rpartition(".")[2])
+    query, mask = torch.randn(1, 5, 1, 8, requires_grad=True), torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    out = dmattn_ops.flash_dmattn_func(query, query, query, mask)
+    monkeypatch.setattr(kernels, "TAKES", Takes(("none", "segments")))
+    refusal = "takes masks of the kinds none, segments, not bits"
+    with pytest.raises(NotImplementedError, match=refusal):
+        dmattn_ops.flash_dmattn_func(query, query, query, mask)
+    with pytest.raises(NotImplementedError, match=refusal):
+        out.sum().backward()
+    dmattn_ops.flash_dmattn_func(query, query, query).sum().backward()
+
+
+def test_a_kind_of_mask_that_gpu_kernels_do_not_declare_goes_to_others_or_is_refused(monkeypatch):
+    query, mask = torch.randn(1, 256, 4, 64, dtype=torch.bfloat16), torch.ones(1, 1, 256, 256, dtype=torch.bool)
+    refusal = "takes masks of the kinds none, not bits"
+    for direction, kernel, other in (("forward", "hopper", "portable"), ("backward", "hopper", "hopper256")):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                dispatch.launcher(direction, kernel), "TAKES", Takes(("none",), sinks=True, oldest=90, newest=90)
+            )
+            found = getattr(dmattn_ops.explain(query, query, query, mask, arch="9.0"), direction)
+            assert found.kernel == other and any(refusal in reason for reason in found.passed_over)
+    monkeypatch.setattr(dispatch.launcher("forward", "portable"), "TAKES", Takes(("none",), sinks=True, oldest=80))
+    monkeypatch.setattr(reference, "TAKES", Takes(("none",)))
+    with pytest.raises(NotImplementedError, match=f"no kernel takes this call: .*{refusal}"):
+        dmattn_ops.explain(query, query, query, mask, arch="8.0")
