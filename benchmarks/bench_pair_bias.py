@@ -11,15 +11,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from dmattn_ops import flash_dmattn_func
-from experiments import Row, Session, missing, parser
-from interval_peers import TOLERANCE, parts_of
+from experiments import Row, Session, parser
+from interval_peers import TOLERANCE, Maker, parts_of, set_up
 from peers import Run, Unavailable, compiled_flex, recorded_run
 
 
@@ -126,13 +126,15 @@ def cuequivariance(inputs: Inputs) -> Run:
 PEERS: dict[str, Callable[[Inputs], Run]] = {"sdpa": sdpa, "flex": flex, "cuequivariance": cuequivariance}
 
 
-def require_same(run: Run, ours: Run) -> None:
-    """Raise `Unavailable` where the bias's gradient, in which everything meets, differs from ours."""
+def agreeing(make: Callable[[Inputs], Run], inputs: Inputs, ours: Run) -> Run:
+    """Return a peer's run; `Unavailable` where its gradient of the bias, in which everything meets, differs from ours."""
+    run = make(inputs)
     assert run.backward is not None and ours.backward is not None
     theirs, own = run.backward()[-1].float(), ours.backward()[-1].float()
     difference = ((theirs.view_as(own) - own).norm() / own.norm()).item()
     if not difference <= TOLERANCE:
         raise Unavailable(f"its gradient of the bias differs from ours by {difference:.2g} (relative L2)")
+    return run
 
 
 def peak_mib(run: Run) -> float | None:
@@ -150,18 +152,14 @@ def peak_mib(run: Run) -> float | None:
 def experiment(size: Size, session: Session) -> list[Row]:
     """Measure one size."""
     inputs = draw(size, session.options.device)
-    runs = {"dmattn": dmattn(inputs)}
-    absent: list[Row] = []
-    for name, make in PEERS.items():
-        try:
-            run = make(inputs)
-            require_same(run, runs["dmattn"])
-            runs[name] = run
-        except Exception as error:  # a peer may lack a package, a feature or memory: it is reported, and left out
-            absent.append(missing(name, error))
+    own = dmattn(inputs)
+    makers: dict[str, Maker] = {
+        name: (functools.partial(agreeing, make, inputs, own), True) for name, make in PEERS.items()
+    }
+    found, absent = set_up(makers, own, ())
+    runs = {"dmattn": own} | found
     memory = {name: peak_mib(run) for name, run in runs.items()}
-    parts: dict[tuple[str, str], Callable[[], Any]] = parts_of(runs)
-    rows = session.measured(parts)
+    rows = session.measured(parts_of(runs))
     for row in rows:
         row["peak_mib"] = memory[row["implementation"]]
     return rows + absent

@@ -69,8 +69,8 @@ def pack_mask(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute row_tiles, col_tiles, row_bits and col_bits of a mask `[Bm, Hm, Sq or 1, Sk]` and segments."""
     outputs = fakes.pack_mask(*arguments)
     mask, q_segments, k_segments, *numbers = schemas.SIGNATURES["pack_mask"].fill(arguments)
-    q_segments, k_segments = _contiguous(q_segments), _contiguous(k_segments)
-    _launch(mask, run.pack_mask, mask, q_segments, k_segments, *numbers, *outputs)
+    q_segments, k_segments = as_contiguous(q_segments), as_contiguous(k_segments)
+    launch_on(mask, run.pack_mask, mask, q_segments, k_segments, *numbers, *outputs)
     return outputs
 
 
@@ -78,7 +78,7 @@ def list_tiles(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute row_tiles and col_tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]`."""
     outputs = fakes.list_tiles(*arguments)
     q_segments, k_segments, *numbers = schemas.SIGNATURES["list_tiles"].fill(arguments)
-    _launch(k_segments, run.list_tiles, _contiguous(q_segments), _contiguous(k_segments), *numbers, *outputs)
+    launch_on(k_segments, run.list_tiles, as_contiguous(q_segments), as_contiguous(k_segments), *numbers, *outputs)
     return outputs
 
 
@@ -86,9 +86,9 @@ def key_lifetimes(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute start and end of the queries that see each key, from scores `[B|1, Hm, S]`."""
     outputs = fakes.key_lifetimes(*arguments)
     scores, documents, *numbers = schemas.SIGNATURES["key_lifetimes"].fill(arguments)
-    if documents is not None and _reads_values(documents):
+    if documents is not None and reads_values(documents):
         values.contiguous_runs("documents", documents)
-    _launch(scores, run.lifetimes, _rows(scores), _contiguous(documents), *numbers, *outputs)
+    launch_on(scores, run.lifetimes, as_rows(scores), as_contiguous(documents), *numbers, *outputs)
     return outputs
 
 
@@ -127,15 +127,15 @@ def spread_lists(*arguments: Any) -> Tensor:
     return layout.spread_lists(*arguments)
 
 
-def _reads_values(tensor: Tensor) -> bool:
+def reads_values(tensor: Tensor) -> bool:
     """Return whether a call on the tensor's device refuses what tensors hold: always on a CPU, on request on a GPU."""
     return not tensor.is_cuda or environment.checks()
 
 
-def _check_values(call: Call) -> None:
+def check_values(call: Call) -> None:
     """Refuse lists that name tiles which do not exist, more keys than there are, and a promise `at_most` that a query breaks."""
     mask, options = call.mask, call.options
-    if not _reads_values(call.query):
+    if not reads_values(call.query):
         return
     if call.used is not None:
         values.used_keys(call.used.lengths, call.key.shape[1])
@@ -157,11 +157,11 @@ def _check_values(call: Call) -> None:
 
 
 def _forward(call: Call, needs_max: bool) -> tuple[Tensor, ...]:
-    _check_values(call)
+    check_values(call)
     outputs = meta.forward_outputs(call.query, call.value, needs_max)
     out, lse, lse_tail, row_max = outputs
     result = Result(out, lse, lse_tail, row_max if needs_max else None)
-    _launch(call.query, lambda: run.forward(_for_kernels(call), result))
+    launch_on(call.query, lambda: run.forward(for_kernels(call), result))
     return outputs
 
 
@@ -174,16 +174,16 @@ def _backward(call: Call, read: Any) -> tuple[Tensor, ...]:
 def _launch_backward(call: Call, read: Any, outputs: tuple[Tensor, ...]) -> None:
     """Launch a backward; `outputs` are dq, dk, dv, dbias and dsink, the last two empty where they are not asked for."""
     if call.query.is_cuda:  # on a CPU the forward did
-        _check_values(call)
+        check_values(call)
     dq, dk, dv, dbias, dsink = outputs
     of_bias, of_sink = _asked(call, read)
-    saved = Saved(_rows(read.out), _rows(read.lse), _rows(read.lse_tail))
-    grad_lse = None if read.grad_lse is None else _rows(read.grad_lse)
+    saved = Saved(as_rows(read.out), as_rows(read.lse), as_rows(read.lse_tail))
+    grad_lse = None if read.grad_lse is None else as_rows(read.grad_lse)
     grads = Gradients(
-        _rows(read.grad_out), grad_lse, dq, dk, dv,
+        as_rows(read.grad_out), grad_lse, dq, dk, dv,
         None if of_bias is None else dbias, None if of_sink is None else dsink,
     )  # fmt: skip
-    _launch(call.query, lambda: run.backward(_for_kernels(call), saved, grads))
+    launch_on(call.query, lambda: run.backward(for_kernels(call), saved, grads))
 
 
 def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -191,23 +191,23 @@ def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
     return call.bias if read.needs_dbias else None, call.sink if read.needs_dsink else None
 
 
-def _for_kernels(call: Call) -> Call:
+def for_kernels(call: Call) -> Call:
     """Return a call whose tensors kernels can walk: contiguous last dimensions, and lists, bits and segments without strides.
 
     How many keys are used is part of its mask.
     """
-    query, key, value = _rows(call.query), _rows(call.key), _rows(call.value)
-    bias = call.bias if call.bias is None else _rows(call.bias)
+    query, key, value = as_rows(call.query), as_rows(call.key), as_rows(call.value)
+    bias = call.bias if call.bias is None else as_rows(call.bias)
     tensors = call.mask[:-1]
-    of_tiles = [_contiguous(part) for part in tensors[:_FIRST_INTERVAL]]
-    intervals = [part if part is None else _rows(part) for part in tensors[_FIRST_INTERVAL:]]
+    of_tiles = [as_contiguous(part) for part in tensors[:_FIRST_INTERVAL]]
+    intervals = [part if part is None else as_rows(part) for part in tensors[_FIRST_INTERVAL:]]
     mask = Mask._make([*of_tiles, *intervals, call.mask.at_most])
-    sink, seed = _contiguous(call.sink), _contiguous(call.seed)
+    sink, seed = as_contiguous(call.sink), as_contiguous(call.seed)
     call = call._replace(query=query, key=key, value=value, bias=bias, mask=mask, sink=sink, seed=seed)
     return used.in_mask(call)
 
 
-def _launch(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
+def launch_on(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
     """Launch with the device of `on` as the current one: Triton launches on whichever that is."""
     if on.is_cuda and on.get_device() != torch.cuda.current_device():
         with torch.cuda.device(on.device):
@@ -216,12 +216,12 @@ def _launch(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
         launch(*arguments)
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def as_rows(tensor: Tensor) -> Tensor:
     """Return the tensor with a contiguous last dimension, which kernels ask for: itself, or a copy."""
     return tensor if tensor.stride(-1) == 1 else computed(Tensor.contiguous, tensor)
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
+def as_contiguous(tensor: Tensor | None) -> Tensor | None:
     """Return a tensor of lists, bits, segments or offsets as kernels walk it: without strides of its own."""
     return tensor if tensor is None or tensor.is_contiguous() else computed(Tensor.contiguous, tensor)
 
@@ -230,7 +230,7 @@ def _varlen_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
     """Read a packed call; its mask of keys becomes segments `[1, Hm, total_k]`: 0 keep, -1 drop."""
     call, read = fakes.varlen_call(name, arguments)
     assert call.varlen is not None
-    if _reads_values(call.query):
+    if reads_values(call.query):
         values.offsets(call.query, call.key, call.varlen)
     offsets = call.varlen.cu_seqlens_q.contiguous(), call.varlen.cu_seqlens_k.contiguous()
     varlen = call.varlen._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
@@ -240,7 +240,7 @@ def _varlen_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
     return call._replace(varlen=varlen, mask=mask), read
 
 
-def _below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
+def below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
     """Return an operator that refuses tensors without memory, and of which autograd sees nothing.
 
     So it may be called directly, with inputs that require gradients.
@@ -257,7 +257,7 @@ def _below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
     return below
 
 
-def _unplanned(operator: Callable[..., Any]) -> schemas.Planned:
+def unplanned(operator: Callable[..., Any]) -> schemas.Planned:
     return lambda *arguments: (operator(*arguments), None)
 
 
@@ -266,10 +266,10 @@ for _operator in (
     key_lifetimes,
 ):  # fmt: skip
     _name = _operator.__name__
-    schemas.implement(_name, plans.planned(_below_autograd(_operator), schemas.SIGNATURES[_name]))
+    schemas.implement(_name, plans.planned(below_autograd(_operator), schemas.SIGNATURES[_name]))
 for _operator in (forward, backward, qkvpacked_forward, qkvpacked_backward):
     _name = f"{_operator.__name__}.used"
-    _below = _below_autograd(functools.partial(_operator, name=_name))
+    _below = below_autograd(functools.partial(_operator, name=_name))
     schemas.implement(_name, plans.planned(_below, schemas.SIGNATURES[_name], _name))
 for _made_of in (pack_intervals, rank_ids, spread_lists):  # torch's operations, of which there is nothing to plan
-    schemas.implement(_made_of.__name__, _unplanned(_below_autograd(_made_of)))
+    schemas.implement(_made_of.__name__, unplanned(below_autograd(_made_of)))

@@ -24,9 +24,7 @@ _SMALLEST, _LARGEST = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
 def in_mask(call: Call) -> Call:
     """Return a call whose mask hides keys that are not used, and what the aligned band hides."""
     used = call.used
-    if used is None:
-        return call
-    if call.query.numel() == 0 or call.key.numel() == 0:
+    if used is None or call.query.numel() == 0 or call.key.numel() == 0:
         return call
     mask, seqlen_q = call.mask, call.query.shape[1]
     aligned = used.lo > -UNBOUNDED or used.hi < UNBOUNDED

@@ -13,9 +13,8 @@ pytest.importorskip("triton.experimental.gluon")
 
 from dmattn_ops.call import NO_MASK, Call, Mask, plain_options
 from dmattn_ops.choice import config
-from dmattn_ops.kernels.hopper import arguments
+from dmattn_ops.kernels.hopper import arguments, views
 from dmattn_ops.kernels.hopper.backward import launch, work
-from dmattn_ops.kernels.hopper.forward import walk
 from tests.support.device_functions import on_integers
 
 SMS = 132
@@ -24,7 +23,7 @@ STEP, END = 1.9, 5.0  # microseconds: of the backward's step of 64 queries, and 
 PACKED = (3500, 1200, 800, 700, 600, 500, 400, 300, 250, 158, 150, 128, 100, 90, 64, 64)
 
 block_of = on_integers(work.block_of)
-piece_of = on_integers(walk.piece_of)
+piece_of = on_integers(views.block_of)
 
 
 def idle(costs: list[float], heads: int, side_by_side: int) -> float:

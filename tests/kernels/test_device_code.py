@@ -1,22 +1,26 @@
 """Device code is given records with names: few arguments, few constants, and no long tuples.
 
-FOLDERS are those whose kernels keep to it, below `dmattn_ops/kernels`.
+FOLDERS are those whose kernels keep to it, below `dmattn_ops/kernels`. What is a kernel, and not a function of one, its name says,
+or its decorator, which lists arguments that are not specialized.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 KERNELS = Path(__file__).resolve().parents[2] / "dmattn_ops" / "kernels"
-FOLDERS = ("hopper", "hopper/forward", "hopper/backward", "hopper/backward_256", "hopper/dbias")
+FOLDERS = (
+    *("hopper", "hopper/forward", "hopper/backward", "hopper/backward_256", "hopper/dbias"),
+    *("portable", "epochs"),
+)
 MOST_ARGUMENTS = 12
 MOST_CONSTANTS = 4  # of a kernel, which has no limit of other arguments: they stand one by one
 MOST_POSITIONS = 3  # of a tuple that is taken apart
-KERNEL = "_kernel"  # what names of kernels end with
 
 
 def device_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -31,6 +35,17 @@ def device_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 FUNCTIONS = dict(device_functions())
+KERNELS_IN_FOLDERS = {
+    name: node
+    for name, node in FUNCTIONS.items()
+    if name.endswith("_kernel") or any(isinstance(each, ast.Call) for each in node.decorator_list)
+}
+WITH_OPERANDS = (
+    "forward",
+    "keys",
+    "queries",
+    "dbias",
+)  # kernels of `portable`, which launchers give the same arguments
 
 
 def long_targets(function: ast.FunctionDef) -> list[str]:
@@ -38,8 +53,7 @@ def long_targets(function: ast.FunctionDef) -> list[str]:
     found = []
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
-            too_many = len(node.targets[0].elts) > MOST_POSITIONS and not isinstance(node.value, ast.Tuple)
-            found += [ast.unparse(node)] * too_many
+            found += [ast.unparse(node)] * (len(node.targets[0].elts) > MOST_POSITIONS)
         if (
             isinstance(node, ast.Subscript)
             and isinstance(node.slice, ast.Constant)
@@ -53,11 +67,26 @@ def long_targets(function: ast.FunctionDef) -> list[str]:
 def test_a_device_function_has_few_arguments_and_takes_no_long_tuple_apart(name: str) -> None:
     arguments = FUNCTIONS[name].args.args
     constants = [each.arg for each in arguments if "constexpr" in ast.unparse(each.annotation or ast.Constant(0))]
-    if name.endswith(KERNEL):
+    if name in KERNELS_IN_FOLDERS:
         assert len(constants) <= MOST_CONSTANTS
     else:
         assert len(arguments) <= MOST_ARGUMENTS
     assert long_targets(FUNCTIONS[name]) == []
+
+
+def run_time_arguments(kernel: ast.FunctionDef) -> list[str]:
+    """Return the names of the arguments of a kernel that are no constants."""
+    return [each.arg for each in kernel.args.args if each.annotation is None]
+
+
+@pytest.mark.parametrize(("one", "other"), list(combinations(WITH_OPERANDS, 2)))
+def test_kernels_have_the_arguments_that_they_share_in_one_order(one: str, other: str) -> None:
+    first, second = (
+        run_time_arguments(KERNELS_IN_FOLDERS[f"portable/{name}.py:{name}_kernel"]) for name in (one, other)
+    )
+    shared = set(first) & set(second)
+    assert len(shared) > 40
+    assert [name for name in first if name in shared] == [name for name in second if name in shared]
 
 
 def test_long_tuples_are_found() -> None:
@@ -65,4 +94,5 @@ def test_long_tuples_are_found() -> None:
     function = ast.parse(code).body[0]
     assert isinstance(function, ast.FunctionDef)
     assert long_targets(function) == ["a, b, c, d = x", "x[4]"]
-    assert len(FUNCTIONS) > 50
+    plain = [name for name in KERNELS_IN_FOLDERS if name.startswith(("portable/", "epochs/"))]
+    assert len(plain) == 11 and len(KERNELS_IN_FOLDERS) > 18 and len(FUNCTIONS) > 130

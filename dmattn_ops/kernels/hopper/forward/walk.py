@@ -13,6 +13,7 @@ from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, meet, tma_load
 from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, RAGGED, has_lists
 from dmattn_ops.kernels.hopper.ragged import count_tiles, head_corner_of, load_tile
 from dmattn_ops.kernels.hopper.scores import FULL_BIAS, KEY_BIAS, NO_BIAS, TILED_BIAS
+from dmattn_ops.kernels.hopper.views import block_of
 
 
 class Counts(NamedTuple):
@@ -53,17 +54,6 @@ class Source(NamedTuple):
 def words_of_piece(traits):
     """Return how many words the producer tells the consumers of a piece of work."""
     return 8 if traits.MASK == RAGGED.value else 4
-
-
-@gluon.jit
-def piece_of(item, tiles, heads, group):
-    """Return (rank of the tile, batch * head): `group` heads share L2, and inside a group rank 0 comes first."""
-    per_group = tiles * group
-    g = item // per_group
-    inside = item - g * per_group
-    width = gl.minimum(group, heads - g * group)
-    rank = inside // width
-    return rank, g * group + inside - rank * width
 
 
 @gluon.jit
@@ -109,7 +99,7 @@ def key_tile(i, walk, T: gl.constexpr):
 @gluon.jit
 def take(item, tiles, sizes, lists, T: gl.constexpr):
     """Return a piece of work, longest first; `tiles` of queries has each head."""
-    rank, head = piece_of(item, tiles, sizes.heads, sizes.group)
+    rank, head = block_of(item, tiles, sizes.heads, sizes.group)
     tile = rank
     record = rank.to(gl.int64)
     words = Counts(rank, rank)
