@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops import meta
-from dmattn_ops.call import TILE, UNBOUNDED, Call, Mask, Used
+from dmattn_ops.call import UNBOUNDED, Call, Mask, Used
 from dmattn_ops.launching.recording import computed, do_not_repeat
 from dmattn_ops.masks import layout
 from dmattn_ops.masks.chunks import pack_in_chunks
@@ -132,11 +131,7 @@ def _cut_bits(call: Call, used: Used) -> Mask:
 
     def visible(first: int, stop: int) -> Tensor:
         shown = layout.intervals_mask(Mask(start=start, end=end), stop, first)
-        if mask.row_bits is None or mask.row_tiles is None:
-            return shown
-        tiles = slice(first // TILE, meta.ceil_div(stop, TILE))
-        rows = Mask(row_tiles=mask.row_tiles[:, :, tiles], row_bits=mask.row_bits[:, :, first:stop])
-        return shown & layout.dense(rows, *limits, stop - first, seqlen_k)
+        return shown if mask.row_bits is None else shown & layout.bits_mask(mask, seqlen_k, stop, first)
 
     packed = pack_in_chunks(visible, segments, (batch * heads, seqlen_q, seqlen_k), limits)
     return Mask(*packed, at_most=mask.at_most)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops.call import HEADER, TILE, WORD_BITS, Mask
+from dmattn_ops.call import HEADER, TILE, UNBOUNDED, WORD_BITS, Mask
 from dmattn_ops.meta import tile_records
 
 EMPTY, PARTIAL, FULL = 0, 1, 2  # classes of a tile
@@ -99,6 +99,14 @@ def intervals_mask(mask: Mask, stop: int, start: int = 0) -> Tensor:
     if mask.hidden_from is not None and mask.hidden_to is not None:
         keep = keep & ~((rows >= mask.hidden_from.unsqueeze(-2)) & (rows < mask.hidden_to.unsqueeze(-2)))
     return keep
+
+
+def bits_mask(mask: Mask, seqlen_k: int, stop: int, start: int = 0) -> Tensor:
+    """Return where bits show keys to the queries from `start` to `stop - 1`: bool `[Bm, Hm, rows, Sk]`."""
+    assert mask.row_bits is not None and mask.row_tiles is not None
+    first, tiles = start // TILE * TILE, slice(start // TILE, (stop + TILE - 1) // TILE)
+    part = Mask(row_tiles=mask.row_tiles[:, :, tiles], row_bits=mask.row_bits[:, :, first:stop])
+    return dense(part, -UNBOUNDED, UNBOUNDED, stop - first, seqlen_k)[:, :, start - first :]
 
 
 def keys_seen(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int) -> Tensor:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.bands import shifted
-from dmattn_ops.call import TILE, WORD_BITS, Call, Options
+from dmattn_ops.call import Call, Options
 from dmattn_ops.checks.chosen import block_count
 from dmattn_ops.masks import layout
 from dmattn_ops.masks.chosen import Selection, Statistics, first_of_each, shown_keys
-from dmattn_ops.meta import ceil_div, lse_dtype
 
 NEEDS_STATISTICS = False
 _CHUNK = 1 << 21  # scores that are computed at a time: some tensors of 8 MiB in float32
@@ -21,7 +20,7 @@ _CHUNK = 1 << 21  # scores that are computed at a time: some tensors of 8 MiB in
 
 def selection_mass(choice: Selection, mass: Tensor) -> None:
     """Write the probability of each chosen block, `[B, Hkv, Sq, k]` (`[B, H, Sq, k]` for indices of H heads)."""
-    query, key, options = choice.query, choice.key, choice.options
+    query, key, options = choice.query, choice.key.to(mass.dtype), choice.options
     heads, (seqlen_k, heads_kv) = query.shape[2], key.shape[1:3]
     count = block_count(seqlen_k, choice.block)
     for start, stop in _chunks(query, key):
@@ -51,7 +50,7 @@ def selection_mass(choice: Selection, mass: Tensor) -> None:
 
 def key_mass(call: Call, statistics: Statistics | None, mass: Tensor) -> None:
     """Write the probabilities of each key, summed over the queries and the heads of a group, `[B, Hkv, Sk]`."""
-    query, key, options = call.query, call.key, call.options
+    query, key, options = call.query, call.key.to(mass.dtype), call.options
     heads, heads_kv = query.shape[2], key.shape[2]
     mass.zero_()
     for start, stop in _chunks(query, key):
@@ -74,10 +73,10 @@ def _chunks(query: Tensor, key: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, start: int, stop: int, options: Options) -> Tensor:
-    """Return the scores of some queries, float32 or float64 `[B, Hkv, group, rows, Sk]`."""
-    wide, heads_kv = lse_dtype(query.dtype), key.shape[2]
+    """Return the scores of some queries in the dtype of the keys, float32 or float64: `[B, Hkv, group, rows, Sk]`."""
+    wide, heads_kv = key.dtype, key.shape[2]
     grouped = query.to(wide).unflatten(2, (heads_kv, -1)).permute(0, 2, 3, 1, 4)
-    scores = (grouped @ key.to(wide).permute(0, 2, 3, 1).unsqueeze(2)) * options.softmax_scale
+    scores = (grouped @ key.permute(0, 2, 3, 1).unsqueeze(2)) * options.softmax_scale
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if bias is not None:
@@ -111,7 +110,7 @@ def _band(options: Options, start: int, stop: int, key: Tensor) -> Tensor:
 
 def _visible(call: Call, start: int, stop: int) -> Tensor:
     """Return which keys some queries see, bool `[Bm, Hm, rows, Sk]`."""
-    mask, seqlen_k = call.mask, call.key.shape[1]
+    mask = call.mask
     band = _band(call.options, start, stop, call.key)
     if mask.kind == "none":
         return band[None, None]
@@ -120,11 +119,4 @@ def _visible(call: Call, start: int, stop: int) -> Tensor:
     if mask.k_segments is not None:
         queries = None if mask.q_segments is None else mask.q_segments[:, start:stop]
         return layout.segments_mask(queries, mask.k_segments) & band
-    assert mask.row_bits is not None and mask.row_tiles is not None
-    device = mask.row_bits.device
-    columns, tiles = torch.arange(seqlen_k, device=device), torch.arange(start, stop, device=device) // TILE
-    words = mask.row_bits[:, :, start:stop, columns // WORD_BITS]
-    partial = ((words >> (columns % WORD_BITS)) & 1) != 0
-    classes = layout.classes_from_lists(mask.row_tiles, ceil_div(seqlen_k, TILE))
-    classes = classes[..., tiles.unsqueeze(-1), columns // TILE]
-    return (classes == layout.FULL) | ((classes == layout.PARTIAL) & partial)
+    return layout.bits_mask(mask, call.key.shape[1], stop, start)
