@@ -14,5 +14,5 @@ def values_out_of_reach() -> Iterator[None]:
     """Let masks be prepared and calls be checked as on a GPU, which the host does not wait for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(values, "on_the_host", lambda tensor: False)
-        patch.setattr(operators, "_reads_values", lambda tensor: False)
+        patch.setattr(operators, "reads_values", lambda tensor: False)
         yield

@@ -29,7 +29,7 @@ def pretended_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(forward, "raw_stream", lambda device: 0)
     monkeypatch.setattr(forward, "_counters", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(operators, "_reads_values", lambda tensor: False)
+    monkeypatch.setattr(operators, "reads_values", lambda tensor: False)
     monkeypatch.setattr(run, "architecture_of", lambda call: here)
     monkeypatch.setattr(run, "offered", lambda direction, call, on=None, *rest: offered(direction, call, here, *rest))
     monkeypatch.setattr(run, "_mask_kernels", lambda device: run._launcher("dmattn_ops.kernels.masks.launch"))
