@@ -7,155 +7,15 @@ from itertools import product
 from typing import Any
 
 from dmattn_ops.choice.arch import KNOWN
-
-
-@dataclass(frozen=True, slots=True)
-class PortableForward:
-    """Plain Triton forward: a program owns `block_m` queries and walks keys in steps of `block_n`.
-
-    Where there are fewer programs than multiprocessors, they share walks over the keys: `per_sm` on each; 0 never splits.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    per_sm: int = 0
-    short: PortableForward | None = None  # for calls with no more queries than its `block_m` (decoding)
-    unaligned: PortableForward | None = None  # for rows that do not start at multiples of 16 bytes
-    # For calls with a number for each pair of query and key: a full bias, which is buffered like keys, or dropout.
-    pairwise: PortableForward | None = None
-
-    def for_call(self, aligned: bool, pairwise: bool, queries: int) -> PortableForward:
-        """Return the configuration that a call runs with."""
-        if not aligned and self.unaligned is not None:
-            return self.unaligned
-        if self.short is not None and queries <= self.short.block_m:
-            return self.short
-        return self.pairwise if pairwise and self.pairwise is not None else self
-
-
-@dataclass(frozen=True, slots=True)
-class PortableBackward:
-    """Plain Triton backward: dk/dv programs own `block_n` keys, dq programs own `dq_block_m` queries."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    dq_block_m: int
-    dq_block_n: int
-    dq_num_warps: int
-    dq_num_stages: int
-    unaligned: PortableBackward | None = None  # as in `PortableForward`
-    pairwise: PortableBackward | None = None
-
-    def for_call(self, aligned: bool, pairwise: bool) -> PortableBackward:
-        """Return the configuration that a call runs with."""
-        if not aligned and self.unaligned is not None:
-            return self.unaligned
-        return self.pairwise if pairwise and self.pairwise is not None else self
-
-
-@dataclass(frozen=True, slots=True)
-class HopperForward:
-    """Gluon forward for SM 9.0: consumers of 64 queries each share `block_m` queries, keys come in buffers of `block_n`.
-
-    Calls with lists or a bias take 128 queries whatever `block_m` is; others too where they are done sooner so (`resolve.py`).
-    """
-
-    block_m: int
-    block_n: int
-    stages: int  # buffers of keys and of values
-    query_stages: int  # buffers of queries, which also stage the output
-    bias_tiles: bool = False  # a bias with queries comes by TMA, as keys do
-    step: float = 1.0  # microseconds that `block_m` queries take for `block_n` keys
-    step_of_128: float = 1.0  # the same for 128 queries
-
-
-@dataclass(frozen=True, slots=True)
-class HopperSharedBias:
-    """Gluon kernel for SM 9.0: the gradient of a bias with queries that several batches or heads share.
-
-    A program owns 128 queries and walks over keys in steps of 64. Where the queries of all batches and heads do not fit in
-    shared memory, it adds up `chunks` steps of keys side by side.
-    """
-
-    chunks: int
-    stages: int  # most buffers of keys and of values
-    heads_per_group: int  # as in `HopperBackward256`
-
-
-@dataclass(frozen=True, slots=True)
-class HopperBackward:
-    """Gluon backward for SM 9.0: a block owns `block_n` keys and walks queries in steps of `block_m`.
-
-    `variant` is the order of a step, "overlapped" or "two_phase" (`kernels/hopper/backward/steps.py`). A deterministic call runs
-    `ordered_heads` key heads side by side, a causal one `ordered_causal_heads`: with more, blocks wait less but share less of L2.
-    `shared_bias` is for the gradient of a bias with queries, `dbias` for that where a portable kernel computes it.
-    """
-
-    block_m: int
-    block_n: int
-    variant: str
-    ordered_heads: int
-    ordered_causal_heads: int
-    step: float  # microseconds of a step, and
-    ends: float  # of a block's begin and end
-    shares: int = 1  # blocks for each `block_n` keys, which divide the queries
-    dbias: PortableBackward | None = None
-    shared_bias: HopperSharedBias | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HopperBackward256:
-    """Gluon backward for SM 9.0, head dimensions 129 to 256: dk/dv programs own `block_n` keys, dq ones 128 queries."""
-
-    block_m: int
-    block_n: int
-    heads_per_group: int  # few enough for L2, more where SMs would idle at the end; longest blocks first
-    dbias: PortableBackward | None = None  # for the gradient of a bias with queries, and the same on SM 9.0
-    shared_bias: HopperSharedBias | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Plain torch operations (`reference.py`) and the C++ kernels (`csrc/cpu`, whose tiles are those of the masks)."""
-
-    block_m: int = 128
-    block_n: int = 128
-
-
-Config = PortableForward | PortableBackward | HopperForward | HopperBackward | HopperBackward256 | Whole
-
-
-@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: look-ups would hash all fields of a hundred rows
-class Row:
-    """One launch configuration and what it is for. Rows are tried in order: the first that suits is taken."""
-
-    sm: int  # the architecture it was made for; newer ones without rows of their own use it too
-    dim: int  # widest head dimension
-    itemsize: int  # widest element in bytes
-    min_seqlen: int  # fewest keys
-    tier: str
-    kernel: str
-    config: Config
-    shared_memory: int = 0  # bytes of a block
-    evidence: str = ""
-    few_tiles: bool = False  # for calls with fewer tiles of 128 queries than there are multiprocessors, and only those
-    dim_v: int = 0  # widest head dimension of values, where that is narrower than `dim`
-
-    @property
-    def name(self) -> str:
-        """A short name for reasons and tables."""
-        widths = f"D <= {self.dim}, Dv <= {self.dim_v}" if self.dim_v else f"D <= {self.dim}"
-        return f"{self.kernel} {self.tier} {self.config.block_m}x{self.config.block_n} ({widths})"
-
-    @property
-    def takes_config(self) -> bool:
-        """Whether the launcher is passed the configuration."""
-        return not isinstance(self.config, Whole)
-
+from dmattn_ops.choice.configurations import Config as Config
+from dmattn_ops.choice.configurations import HopperBackward as HopperBackward
+from dmattn_ops.choice.configurations import HopperBackward256 as HopperBackward256
+from dmattn_ops.choice.configurations import HopperForward as HopperForward
+from dmattn_ops.choice.configurations import HopperSharedBias as HopperSharedBias
+from dmattn_ops.choice.configurations import PortableBackward as PortableBackward
+from dmattn_ops.choice.configurations import PortableForward as PortableForward
+from dmattn_ops.choice.configurations import Row as Row
+from dmattn_ops.choice.configurations import Whole as Whole
 
 OLDEST_TRITON = 80  # the oldest architecture that the Triton kernels are made for
 CPU = {
@@ -294,9 +154,14 @@ def _portable(direction: int) -> tuple[Row, ...]:
             evidence = _COMPILED if len(sizes) > 1 else ""
             for (tier, keys, few), blocks in sizes.items():
                 made = _portable_config(direction, sm, dim, itemsize, blocks)
-                tier = tier or ("Standard" if made.block_m * made.block_n >= 64 * 64 else "LowMem")
+                tier = tier or tier_of(made.block_m, made.block_n)
                 rows.append(Row(sm, dim, itemsize, keys, tier, "portable", made, 0, evidence, few))
     return tuple(rows)
+
+
+def tier_of(block_m: int, block_n: int) -> str:
+    """Return the tier of blocks that are made for no lengths in particular."""
+    return "Standard" if block_m * block_n >= 64 * 64 else "LowMem"
 
 
 def _portable_config(

@@ -72,6 +72,8 @@ class Specialization:
 
 _FLAGS = ("softcap", "dropout", "grouped", "varlen", "decode", "unaligned", "deterministic")
 _IGNORED: dict[tuple[str, str], tuple[str, ...]] = {  # by kernel and direction: what changes no compiled kernel
+    ("ampere", "forward"): ("decode", "deterministic"),
+    ("ampere", "backward"): ("decode", "deterministic"),
     ("hopper", "forward"): ("grouped", "decode", "deterministic"),
     ("hopper", "backward"): ("decode",),
     ("hopper256", "backward"): ("grouped", "decode", "deterministic"),
@@ -122,9 +124,9 @@ def canonical(kernel: str, direction: str, wanted: Specialization) -> Specializa
     """Return the specialization that a kernel compiles for: without what it is told at run time."""
     unset: dict[str, Any] = dict.fromkeys(_IGNORED[kernel, direction], False)
     wanted = replace(wanted, **unset)
-    if kernel == "portable" and wanted.band == "window":
+    if kernel in ("ampere", "portable") and wanted.band == "window":
         return replace(wanted, band="causal")  # both limits are tested alike
-    if kernel != "portable" and wanted.varlen:  # swept without a band; a mask of keys becomes part of the bias
+    if kernel.startswith("hopper") and wanted.varlen:  # swept without a band; a mask of keys becomes part of the bias
         masked = wanted.mask != "" and not wanted.bias
         by_key = "key bias" if masked else wanted.bias
         return replace(wanted, band="", mask="", bias=by_key, wide_bias=masked or wanted.wide_bias)

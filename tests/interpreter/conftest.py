@@ -35,6 +35,28 @@ def count_loops_by_scalars() -> None:
     interpreter._patch_lang_tensor = patch_and_mend
 
 
+def prepare_languages_once() -> None:
+    """Let a device function that calls another one find Triton's functions replaced already, which took a third of the time."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    modules: dict[Any, list[Any]] = {}
+    call = interpreter.InterpretedFunction.__call__
+
+    def call_prepared(self: Any, *arguments: Any, **named: Any) -> Any:
+        if self.fn not in modules:
+            known = [id(each) for each in self.fn.__globals__.values()]
+            modules[self.fn] = [module for module in (tl, tl.core) if id(module) in known]
+        if any(tl.core.is_builtin(module.load) for module in modules[self.fn]):
+            return call(self, *arguments, **named)
+        try:
+            return self.rewrite()(*arguments, **named)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.InterpretedFunction.__call__ = call_prepared
+
+
 def multiply_exactly() -> None:
     """Let the interpreter add the products of matrices in float64, and round once.
 
@@ -182,6 +204,7 @@ def pytest_pycollect_makemodule(module_path: Any, parent: Any) -> None:
 
 if INTERPRETED:
     count_loops_by_scalars()
+    prepare_languages_once()
     multiply_exactly()
     fuse_multiplication_and_addition()
     take_masks_of_integers()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -22,10 +22,9 @@ from dmattn_ops.call import (
 )
 from dmattn_ops.choice import resolve
 from dmattn_ops.choice.config import PortableBackward, PortableForward
-from dmattn_ops.kernels.portable import backward as portable_backward
-from dmattn_ops.kernels.portable import forward as portable_forward
 from tests.interpreter import oracle
 from tests.interpreter.hidden import band, hide_unseen, visible_pairs
+from tests.interpreter.launchers import Backward, Forward, launcher_of
 from tests.support.tile_builder import build_lists, build_segment_tiles, build_tiles, tile_states
 
 FORWARD = PortableForward(64, 64, 4, 2)
@@ -319,12 +318,19 @@ def positions(problem: Problem, seqlen_q: int, seqlen_k: int) -> tuple[range, ra
     return range(p.q_origin, p.q_origin + seqlen_q), range(p.k_origin, p.k_origin + seqlen_k)
 
 
+def in_16_bits(problem: Problem) -> Problem:
+    """Return a problem that the kernels of mma.sync take: elements of 16 bits, in heads of whole pieces of 16 bytes."""
+    dtype = torch.bfloat16 if problem.dtype == torch.float32 else problem.dtype
+    widths = [-(-width // 8) * 8 for width in (problem.head_dim, problem.value_dim)]
+    return replace(problem, dtype=dtype, head_dim=widths[0], value_dim=widths[1])
+
+
 def run(
     problem: Problem,
     case: Case,
     device: str = "cpu",
-    forward: PortableForward = FORWARD,
-    backward: PortableBackward = BACKWARD,
+    forward: Forward = FORWARD,
+    backward: Backward = BACKWARD,
 ) -> dict[str, Tensor]:
     """Run both directions on views amid NaN; nothing outside of the views may be written."""
     p = problem
@@ -366,8 +372,8 @@ def run(
     ):  # of a row's configurations, as dispatch does: some need aligned rows, or more memory than there is
         forward = resolve.forward_config(forward, call, result)
         backward = resolve.backward_config(backward, call, saved, grads)
-    portable_forward.forward(call, result, forward)
-    portable_backward.backward(call, saved, grads, backward)
+    launcher_of(forward).forward(call, result, forward)
+    launcher_of(backward).backward(call, saved, grads, backward)
     for view in (out, dq, dk, dv):
         written = int((~view._base.isnan()).sum())
         assert written <= view.numel(), "wrote outside of an output"
@@ -384,8 +390,8 @@ def run(
 def check(
     problem: Problem,
     device: str = "cpu",
-    forward: PortableForward = FORWARD,
-    backward: PortableBackward = BACKWARD,
+    forward: Forward = FORWARD,
+    backward: Backward = BACKWARD,
 ) -> None:
     """Assert `err(ours) <= 2 err(eager in the same dtype) + eps` for all outputs and gradients, and exact zeros."""
     case = build(problem)

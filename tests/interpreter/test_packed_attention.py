@@ -272,7 +272,10 @@ def test_a_packed_backward_tells_one_line_with_the_lengths_of_the_call(monkeypat
     monkeypatch.setenv(environment.PROFILE, "1")
     monkeypatch.setattr(environment, "tell", lines.append)
     monkeypatch.setattr(dispatch, "packing_of", lambda *given: (packing, []))
-    launcher, silent = dispatch._launcher, SimpleNamespace(backward=lambda *given: None, TAKES=Takes(("none",)))
+    launcher, silent = (
+        dispatch._launcher,
+        SimpleNamespace(backward=lambda *given: None, TAKES=Takes(("none", "intervals"))),
+    )
     monkeypatch.setattr(dispatch, "_launcher", lambda module: launcher(module) if "epochs" in module else silent)
     dispatch.backward(call, saved, grads)
     (line,) = lines

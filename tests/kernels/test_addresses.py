@@ -15,7 +15,7 @@ import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from dmattn_ops.call import UNBOUNDED  # noqa: E402
-from dmattn_ops.choice import epochs  # noqa: E402
+from dmattn_ops.choice import ampere, epochs  # noqa: E402
 from dmattn_ops.choice.resources import Specialization  # noqa: E402
 from dmattn_ops.kernels.epochs import launch as packs  # noqa: E402
 from dmattn_ops.kernels.masks import launch as tile_mask  # noqa: E402
@@ -25,7 +25,6 @@ from dmattn_ops.testing import configurations  # noqa: E402
 from dmattn_ops.testing.configurations import (  # noqa: E402
     BITS,
     CAUSAL,
-    DIRECTIONS,
     EVERYTHING,
     PLAIN,
     SEGMENTS,
@@ -49,6 +48,13 @@ PORTABLE = (
     replace(EVERYTHING, decode=True),
     replace(VARLEN, bias="key bias", dropout=True, band="causal"),
 )
+AMPERE = (
+    BITS,
+    PLAIN,
+    replace(CAUSAL, mask="hidden intervals", grouped=True),
+    replace(SEGMENTS, bias="bias"),
+    replace(VARLEN, bias="key bias", dropout=True, band="causal"),
+)
 HOPPER = (
     replace(BITS, bias="broadcast bias"),
     replace(CAUSAL, dropout=True, bias="key bias", grouped=True),
@@ -62,8 +68,8 @@ HOPPER = (
 
 def units_of(kernel: str, sm: int, wanted: tuple[Specialization, ...]) -> Iterator[Unit]:
     """Yield units of the narrowest heads that a kernel takes, forward and backward."""
-    for direction, rows in DIRECTIONS.items():
-        row = next((row for row in reachable(rows, sm) if row.kernel == kernel and row.itemsize == 2), None)
+    for direction, rows in ampere.FIRST.items():
+        row = next((row for row in reachable(rows, sm) if (row.kernel, row.itemsize) == (kernel, 2)), None)
         for each in wanted if row is not None else ():
             unit = Unit(direction, row, row.dim, each)
             refusals = getattr(unit.launcher, "refusals", lambda call: [])
@@ -128,6 +134,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "epochs/lists.py": ("block[:, None] * TILE", "e * epoch_tiles"),
         "epochs/rows.py": ("(e + 1) * epoch", "block * KEYS", "e * epoch"),
         "epochs/slots.py": ("(epoch.number + 1) * epoch.length", "epoch.number * epoch.length"),
+        "ampere/walks.py": ("(entry + beyond) * STEP",),
         "portable/dbias.py": ("program % key_blocks * BLOCK_N", "program // key_blocks % blocks * BLOCK_M"),
         "portable/places.py": (
             "split * share",
@@ -170,6 +177,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
             "(work.words.partial + work.words.full) * PER_TILE",
             "gl.load(at) * PER_TILE",
         ),
+        "ampere/walks.py": ("tile * PER_TILE", "(tile * PER_TILE + entry % PER_TILE) * STEP"),
         "portable/places.py": (
             "(tile * per_tile + block % per_tile) * BLOCK",
             "tile * per_tile",
@@ -181,7 +189,12 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
     "packed sequences: what a search passes is less than there are": {
         "portable/places.py": ("tl.maximum(tl.sum((known & (begins <= block)).to(tl.int32), 0) - 1, 0) * apart",),
     },
+    "rows of a tile, of which the launcher refuses such that lie further apart than 2^31 / 256 elements": {
+        "ampere/copies.py": ("AT_ONCE * rows.stride", "group * (AT_ONCE * rows.stride)", "row * rows.stride"),
+    },
     "heads of the call, or of one of its batches": {
+        "ampere/backward/kernel.py": ("kv_head * GROUP",),
+        "portable/heads.py": ("place.head * GROUP",),
         "hopper/backward/finish.py": ("gl.maximum(place.batch, 0) * out.heads",),
         "hopper/backward/kernel.py": (
             "(place.batch * problem.kv_heads + place.head) * problem.group",
@@ -212,6 +225,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "portable/dbias.py": ("batches * bias_group", "program // key_blocks // blocks % dbias_heads * bias_group"),
     },
     "blocks of the call, which are programs of its grid": {
+        "ampere/walks.py": ("program % heads * blocks",),
         "hopper/backward/kernel.py": ("n_blocks *= shares",),
         "hopper/backward/rows.py": ("block * 2",),
         "hopper/backward/shares.py": ("tl.program_id(0) * ROWS",),
@@ -235,6 +249,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper/backward/rows.py": ("2 * total_rows", "3 * total_rows"),
     },
     "float32 sums of dq in rows of 256: 2^31 rows take 2 TB": {
+        "ampere/backward/finish.py": ("(place.q_begin // STEP + place.sequence) * STEP",),
         "hopper/backward/movers.py": (
             "((tile0 + m) * 2 + C) * PIECE_ROWS",
             "(head + t % width) * (problem.rows // T.BM)",
@@ -259,7 +274,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 KNOWN = {f"{file}:{product}" for files in BOUNDS.values() for file, products in files.items() for product in products}
-KERNEL_SETS = (("portable", 80, PORTABLE), ("hopper", 90, HOPPER), ("hopper256", 90, HOPPER))
+KERNEL_SETS = (("portable", 80, PORTABLE), ("ampere", 80, AMPERE), ("hopper", 90, HOPPER), ("hopper256", 90, HOPPER))
 AT_EACH_CHANGE = 2  # units of each kernel for SM 9.0, which take some seconds each
 
 

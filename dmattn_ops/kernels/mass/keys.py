@@ -11,6 +11,7 @@ from dmattn_ops.kernels.portable.arguments import UNSPECIALIZED
 from dmattn_ops.kernels.portable.dropout import Seeds
 from dmattn_ops.kernels.portable.heads import Operands, head_of, program_of
 from dmattn_ops.kernels.portable.places import (
+    SEARCHED,
     Band,
     Lengths,
     Lists,
@@ -74,13 +75,15 @@ def mass_of_part(
     BLOCK_N: tl.constexpr = shape.block_n
     place, factors = head.place, head.factors
     total = tl.zeros((BLOCK_N,), tl.float32)
+    own_keys = keys.start + tl.arange(0, BLOCK_N)
     key_bias = 0.0
     if features.bias == "key":
-        key_bias = load_key_bias(head, keys.start, shape)[:, None]
-    k_marks = key_marks(head, keys.start, shape, features)
+        key_bias = load_key_bias(head, own_keys)[:, None]
+    k_marks = key_marks(head, own_keys, features)
     met = met_rows(head.mask, keys.start, keys.last, place.length_q, features)
     for step in tl.range(part.begin, part.end):
         first = walked_start(part, step, BLOCK_M, features)
+        own_queries = first + tl.arange(0, BLOCK_M)
         q = load_rows(queries.query, first, met.end, QUERY_ROWS, PARTIAL, met.begin, features.banded)
         lse = load_statistics(queries.lse, first, place.length_q, float("-inf"), BLOCK_M, PARTIAL)
         tail = tl.zeros((BLOCK_M,), tl.float32)
@@ -90,12 +93,12 @@ def mass_of_part(
         products, _ = capped(tl.dot(keys.k, tl.trans(q), input_precision=features.precision), factors, features)
         added = key_bias
         if features.bias == "full":
-            added = load_bias(head, first, keys.start, shape, True, PARTIAL)
+            added = load_bias(head, own_queries, own_keys, True, PARTIAL)
         p = probabilities(products, added, factors, log_sum[None, :], log_rest[None, :], features.natural)
         p = tl.where((log_sum == float("inf"))[None, :], 0.0, p)
         if PARTIAL:
-            q_marks = query_marks(head, first, shape, features)
-            visible = visibility(head, q_marks, k_marks, keys.start, first, shape, features, True)
+            q_marks = query_marks(head, own_queries, features)
+            visible = visibility(head, q_marks, k_marks, own_keys, own_queries, first, features, True)
             p = tl.where(visible, p, 0.0)
         total += tl.sum(p, 1)
     return total
@@ -126,7 +129,7 @@ def key_mass_kernel(
         Seeds(0, 0, 0, 0, 0, 0, 0),
         Factors(ratio, factor),
     )
-    place, start_k = program_of(tl.program_id(0), blocks, lengths, lists, shape, features, True)
+    place, start_k = program_of(tl.program_id(0), tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, True)
     if start_k >= place.length_k:
         return
     BLOCK_N: tl.constexpr = shape.block_n

@@ -37,6 +37,7 @@ UNSPECIALIZED = (
     "splits",
     "heads",
     "blocks",
+    "dq_rows",
     "key_blocks",
     "dbias_heads",
     "batches",
@@ -290,9 +291,9 @@ def factor_arguments(options: Options) -> dict[str, float]:
     return {"ratio": options.softmax_scale / cap, "factor": cap}
 
 
-def padded(width: int) -> int:
+def padded(width: int, least: int = 16) -> int:
     """Return the power of two that a head dimension is padded to: at least 16, the least that a tensor core takes."""
-    return max(16, 1 << (width - 1).bit_length())
+    return max(least, 1 << (width - 1).bit_length())
 
 
 def shared_arguments(call: Call, size: Extent) -> dict[str, Any]:
@@ -321,10 +322,13 @@ def shared_arguments(call: Call, size: Extent) -> dict[str, Any]:
     }
 
 
-def shape_of(call: Call, block_m: int, block_n: int, aligned: bool) -> Shape:
-    """Return the blocks of a kernel; `aligned`: all rows that it loads and stores start at multiples of 16 bytes."""
+def shape_of(call: Call, block_m: int, block_n: int, aligned: bool, least: int = 16) -> Shape:
+    """Return the blocks of a kernel, `least` columns wide.
+
+    `aligned`: all rows that it loads and stores start at multiples of 16 bytes.
+    """
     head_dim, value_dim = call.query.shape[-1], call.value.shape[-1]
-    return Shape(block_m, block_n, head_dim, value_dim, padded(head_dim), padded(value_dim), aligned)
+    return Shape(block_m, block_n, head_dim, value_dim, padded(head_dim, least), padded(value_dim, least), aligned)
 
 
 def is_banded(options: Options) -> bool:

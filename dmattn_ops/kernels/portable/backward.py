@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Saved, Takes, bias_kind, owns_bias, rows_are_aligned
+from dmattn_ops.call import Call, Gradients, Saved, Takes, rows_are_aligned
 from dmattn_ops.choice.config import PortableBackward
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.portable.arguments import (
@@ -20,16 +20,15 @@ from dmattn_ops.kernels.portable.arguments import (
     blocks_and_programs,
     extent,
     features_of,
-    is_banded,
     list_arguments,
     row_strides,
     shape_of,
 )
-from dmattn_ops.kernels.portable.dbias import add_key_sums, broadcast_dbias, reduce_key_sums
+from dmattn_ops.kernels.portable.dbias import gradient_of_bias, room_for_bias
 from dmattn_ops.kernels.portable.keys import keys_kernel
 from dmattn_ops.kernels.portable.queries import queries_kernel
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
-from dmattn_ops.launching.launch import computed, launch, workspace
+from dmattn_ops.launching.launch import computed, launch
 
 TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=80)
 
@@ -37,31 +36,17 @@ TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=80)
 def backward(call: Call, saved: Saved, grads: Gradients, config: PortableBackward) -> None:
     """Write dq, dk, dv and, unless it is None, dbias, each in its input's shape."""
     call = listed(call)
-    query, bias, mask, varlen, dbias = call.query, call.bias, call.mask, call.varlen, grads.dbias
-    size = extent(call)
-    if varlen is not None:  # rows that belong to no sequence
+    query, size = call.query, extent(call)
+    if call.varlen is not None:  # rows that belong to no sequence
         for gradient in (grads.dq, grads.dk, grads.dv):
             computed(Tensor.zero_, gradient)
     arguments = gradient_arguments(call, saved, grads, size)
     aligned = rows_are_aligned(query, call.key, call.value, grads.grad_out, saved.out, grads.dq, grads.dk, grads.dv)
 
-    kind = bias_kind(bias) if dbias is not None else "none"
-    key_sums = None
-    if kind == "key":
-        key_sums = workspace(query, arguments["delta"].shape[0], size.heads, size.seqlen_k)
-        if varlen is not None:
-            computed(Tensor.zero_, key_sums)
-    owned_dbias = None
-    if dbias is not None and owns_bias(call):
-        owned_dbias = dbias
-        if mask.row_tiles is not None or is_banded(call.options):
-            computed(Tensor.zero_, dbias)  # tiles that are skipped
-    _launch_keys(call, arguments, size, grads, key_sums, aligned, config)
-    _launch_queries(call, arguments, size, grads.dq, owned_dbias, aligned, config)
-    if key_sums is not None:
-        computed(add_key_sums if call.options.batch_invariant else reduce_key_sums, key_sums, dbias)
-    elif dbias is not None and kind == "full" and owned_dbias is None:
-        broadcast_dbias(call, arguments, size, dbias, aligned, config)
+    room = room_for_bias(call, grads.dbias, size)
+    _launch_keys(call, arguments, size, grads, room.key_sums, aligned, config)
+    _launch_queries(call, arguments, size, grads.dq, room.scores, aligned, config)
+    gradient_of_bias(call, arguments, size, grads.dbias, room, aligned, config)
 
 
 def _launch_keys(

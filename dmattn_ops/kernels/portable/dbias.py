@@ -6,7 +6,7 @@ with a query dimension, each program computes one block of dbias: it recomputes 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops.call import TILE as _TILE
-from dmattn_ops.call import Call, Gradients, Saved, is_pairwise, rows_are_aligned
+from dmattn_ops.call import Call, Gradients, Saved, bias_kind, is_pairwise, owns_bias, rows_are_aligned
 from dmattn_ops.choice.config import PortableBackward
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.portable.arguments import (
@@ -25,6 +25,7 @@ from dmattn_ops.kernels.portable.arguments import (
     ceil_div,
     extent,
     features_of,
+    is_banded,
     list_arguments,
     shape_of,
 )
@@ -41,7 +42,7 @@ from dmattn_ops.kernels.portable.queries import load_queries, step_gradient
 from dmattn_ops.kernels.portable.scores import Bias, BiasArray, Factors, bias_of
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
 from dmattn_ops.kernels.portable.visibility import BitArray, KeyArrays, MaskArrays, mask_of_head
-from dmattn_ops.launching.launch import computed, launch
+from dmattn_ops.launching.launch import computed, launch, workspace
 
 ENTRIES = 128  # list entries that one iteration marks
 
@@ -91,7 +92,7 @@ def dbias_kernel(
     first_head = (program // key_blocks // blocks) % dbias_heads * bias_group
     first_batch = program // key_blocks // blocks // dbias_heads
     in_band = (start_k + BLOCK_N > start_q + band_lo) & (start_k < start_q + BLOCK_M + band_hi)
-    zero = tl.full((), 0, tl.int32)
+    zero = tl.cast(0, tl.int32)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for member in tl.range(batches * bias_group):
         batch = first_batch + member // bias_group
@@ -122,7 +123,50 @@ def dbias_kernel(
                 total += ds
     place = Place(first_batch, first_batch, first_head, zero, seqlen_q, zero, seqlen_k, zero)
     head_dbias = dbias + head_offset(first_batch, first_head // bias_group, dbias_b, dbias_h)
-    store_scores(Bias(head_dbias, dbias_q, dbias_k), total, start_q, start_k, place, shape)
+    own_queries, own_keys = start_q + tl.arange(0, BLOCK_M), start_k + tl.arange(0, BLOCK_N)
+    store_scores(Bias(head_dbias, dbias_q, dbias_k), total, own_queries, own_keys, place)
+
+
+class BiasRoom(NamedTuple):
+    """Where kernels put what the gradient of a bias is made of; None where nobody asks, or another kernel computes it."""
+
+    key_sums: Tensor | None  # of dS over the queries of each head, `[B, H, Sk]`, or packed `[1, H, total_k]`
+    scores: Tensor | None  # dS itself: dbias of a bias that nothing shares
+
+
+def room_for_bias(call: Call, dbias: Tensor | None, size: Extent) -> BiasRoom:
+    """Return where kernels put what `dbias` is made of."""
+    if dbias is None:
+        return BiasRoom(None, None)
+    if bias_kind(call.bias) == "key":
+        batch = 1 if size.packed else size.batch
+        key_sums = workspace(call.query, batch, size.heads, size.seqlen_k)
+        if size.packed:
+            computed(Tensor.zero_, key_sums)
+        return BiasRoom(key_sums, None)
+    if not owns_bias(call):
+        return BiasRoom(None, None)
+    if call.mask.row_tiles is not None or is_banded(call.options):
+        computed(Tensor.zero_, dbias)  # tiles that are skipped
+    return BiasRoom(None, dbias)
+
+
+def gradient_of_bias(
+    call: Call,
+    arguments: dict[str, Any],
+    size: Extent,
+    dbias: Tensor | None,
+    room: BiasRoom,
+    aligned: bool,
+    config: PortableBackward,
+) -> None:
+    """Write what is left of dbias once the other gradients are there."""
+    if dbias is None or room.scores is not None:
+        return
+    if room.key_sums is not None:
+        computed(add_key_sums if call.options.batch_invariant else reduce_key_sums, room.key_sums, dbias)
+    else:
+        broadcast_dbias(call, arguments, size, dbias, aligned, config)
 
 
 def reduce_key_sums(key_sums: Tensor, dbias: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dmattn_ops.call import Call, Result, Takes, rows_are_aligned
 from dmattn_ops.choice import arch
-from dmattn_ops.choice.config import PortableForward
+from dmattn_ops.choice.configurations import AmpereForward, PortableForward
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
@@ -35,11 +35,11 @@ from dmattn_ops.kernels.portable.dropout import Seeds, dropout_keep
 from dmattn_ops.kernels.portable.heads import Operands, head_of, program_of
 from dmattn_ops.kernels.portable.merge import merge_kernel
 from dmattn_ops.kernels.portable.places import (
+    SEARCHED,
     Band,
     Lengths,
     Lists,
     band_of,
-    head_offset,
     head_rows,
     last_owned,
     part_of,
@@ -49,17 +49,19 @@ from dmattn_ops.kernels.portable.places import (
 )
 from dmattn_ops.kernels.portable.primitives import KeyRows, Rows, load_rows, rows_of, store_rows
 from dmattn_ops.kernels.portable.scores import (
-    LN2,
-    LOG2E,
     BiasArray,
     Factors,
-    capped,
-    least_peak,
     load_bias,
     load_key_bias,
     log2_unit,
-    lse_terms,
-    row_units,
+)
+from dmattn_ops.kernels.portable.softmax import (
+    RowResults,
+    Softmax,
+    finish_rows,
+    least_peaks,
+    scores_of,
+    weights_of,
 )
 from dmattn_ops.kernels.portable.visibility import (
     BitArray,
@@ -71,7 +73,6 @@ from dmattn_ops.kernels.portable.visibility import (
     some_nan,
     visibility,
 )
-from dmattn_ops.kernels.sinks import share_of_keys
 from dmattn_ops.launching.launch import computed, launch, workspace
 
 TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=80)
@@ -86,34 +87,6 @@ class Queries(NamedTuple):
     marks: Any
     start: Any
     last: Any
-
-
-class Softmax(NamedTuple):
-    """The running softmax of a block of queries.
-
-    `peak` is the largest score in natural units, or the largest product; then `base` is what exponents are relative to
-    (`scores.row_units`).
-    """
-
-    acc: Any
-    peak: Any
-    base: Any
-    total: Any
-
-
-@triton.jit
-def softmax_of_nothing(factors, shape: tl.constexpr, features: tl.constexpr):
-    """Return the softmax of rows that have seen no key yet."""
-    BLOCK_M: tl.constexpr = shape.block_m
-    PADDED_VALUE: tl.constexpr = shape.padded_value
-    acc = tl.zeros((BLOCK_M, PADDED_VALUE), tl.float32)
-    unit = log2_unit(factors, features)
-    least = float("-inf")
-    if not features.natural:
-        least = least_peak(unit)
-    peak = tl.full((BLOCK_M,), 0.0, tl.float32) + least
-    base = peak * row_units(peak, unit)
-    return Softmax(acc, peak, base, tl.zeros((BLOCK_M,), tl.float32))
 
 
 @triton.jit
@@ -141,46 +114,34 @@ def attend(
     base, total = sums.base, sums.total
     unit = log2_unit(factors, features)
     met = met_rows(head.mask, queries.start, queries.last, place.length_k, features)
+    own_queries = queries.start + tl.arange(0, shape.block_m)
     for step in tl.range(part.begin, part.end):
         start = walked_start(part, step, BLOCK_N, features)
+        own_keys = start + tl.arange(0, BLOCK_N)
         seen = None
         k = load_rows(keys.key, start, place.length_k, KEY_ROWS, PARTIAL)
-        score, _ = capped(tl.dot(queries.q, tl.trans(k), input_precision=features.precision), factors, features)
-        if features.sign < 0:
-            score = -score
-        if features.sign == 0:
-            score = score * 0.0
-        if features.natural and features.bias == "none":
-            score = tl.fma(score, factors.factor, 0.0)
+        products = tl.dot(queries.q, tl.trans(k), input_precision=features.precision)
+        added = 0.0
         if features.bias == "key":
-            score = tl.fma(score, factors.factor, load_key_bias(head, start, shape)[None, :])
+            added = load_key_bias(head, own_keys)[None, :]
         if features.bias == "full":
-            score = tl.fma(score, factors.factor, load_bias(head, queries.start, start, shape, False, PARTIAL))
+            added = load_bias(head, own_queries, own_keys, False, PARTIAL)
+        score = scores_of(products, added, factors, features)
         if PARTIAL:
-            k_marks = key_marks(head, start, shape, features)
-            visible = visibility(head, queries.marks, k_marks, queries.start, start, shape, features, False)
+            k_marks = key_marks(head, own_keys, features)
+            visible = visibility(head, queries.marks, k_marks, own_queries, own_keys, start, features, False)
             score = tl.where(visible, score, float("-inf"))
             if CAREFUL:
                 seen = tl.max(visible.to(tl.int32), 0) != 0
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        if features.natural:
-            # A row whose scores are all -inf so far has a peak of -inf; subtracting that from -inf would give NaN.
-            finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            p = tl.exp2((score - finite[:, None]) * LOG2E)
-            shrink = tl.exp2((peak - finite) * LOG2E)
-        else:
-            units = row_units(new_peak, unit)
-            new_base = tl.fma(new_peak, units, 0.0)  # rounded by itself: not as a part of the difference below
-            p = tl.exp2(tl.fma(score, units[:, None], new_base[:, None] * -1.0))
-            shrink = tl.exp2(base - new_base)
-            base = new_base
-        total = total * shrink + tl.sum(p, 1)
+        weights = weights_of(score, peak, base, unit, features)
+        p = weights.p
+        total = total * weights.shrink + tl.sum(p, 1)
         if features.dropout:
             keep = dropout_keep(head.dropout, queries.start, start, shape, features)
             p = tl.where(keep, p, 0.0)
         v = load_rows(keys.value, start, met.end, VALUE_ROWS, PARTIAL, met.begin, features.banded, seen)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=features.precision)
-        peak = new_peak
+        acc = tl.dot(p.to(v.dtype), v, acc * weights.shrink[:, None], input_precision=features.precision)
+        peak, base = weights.peak, weights.base
     return Softmax(acc, peak, base, total)
 
 
@@ -189,7 +150,10 @@ def attend_share(
     queries, keys, walk, split, splits, head, shape: tl.constexpr, features: tl.constexpr, CAREFUL: tl.constexpr
 ):
     """Return the running softmax after one of `splits` shares of a walk."""
-    sums = softmax_of_nothing(head.factors, shape, features)
+    BLOCK_M: tl.constexpr = shape.block_m
+    PADDED_VALUE: tl.constexpr = shape.padded_value
+    peak, base = least_peaks(tl.zeros((BLOCK_M,), tl.float32), head.factors, features)
+    sums = Softmax(tl.zeros((BLOCK_M, PADDED_VALUE), tl.float32), peak, base, tl.zeros((BLOCK_M,), tl.float32))
     for PARTIAL in tl.static_range(2):
         part = share_of(part_of(walk, PARTIAL), split, splits)
         sums = attend(sums, queries, keys, part, head, shape, features, PARTIAL, CAREFUL)
@@ -227,7 +191,7 @@ def forward_kernel(
     program = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
-    place, start_q = program_of(program, blocks, lengths, lists, shape, features, False)
+    place, start_q = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, False)
     if start_q >= place.length_q:
         return
 
@@ -242,41 +206,24 @@ def forward_kernel(
     last_q = last_owned(place, start_q, shape, False)
     walk = plan_walk(head, start_q, last_q, lists, shape, features, False)
     q = load_rows(query, start_q, place.length_q, QUERY_ROWS, True)
-    queries = Queries(q, query_marks(head, start_q, shape, features), start_q, last_q)
+    marks = query_marks(head, start_q + tl.arange(0, BLOCK_M), features)
+    queries = Queries(q, marks, start_q, last_q)
     sums = attend_share(queries, keys, walk, split, splits, head, shape, features, False)
     if features.mask != "none":
         if some_nan(sums.acc):
             sums = attend_share(queries, keys, walk, split, splits, head, shape, features, True)
 
-    peak, total = sums.peak, sums.total
-    unit = log2_unit(head.factors, features)
-    empty = total == 0.0
-    scale = 1.0 / tl.where(empty, 1.0, total)
-    if features.dropout:
-        scale *= rescale
-    if sink is not None:
-        log_sum, _ = lse_terms(peak, total, unit, features.natural)
-        scale *= share_of_keys(tl.load(sink + place.head).to(tl.float32), log_sum)
-    acc = tl.where(empty[:, None], 0.0, sums.acc * scale[:, None])
+    results = RowResults(
+        lse, lse_b, lse_h, lse_tail, lse_tail_b, lse_tail_h, row_max, row_max_b, row_max_h, sink, rescale
+    )
+    rows = start_q + tl.arange(0, BLOCK_M)
+    scale = finish_rows(sums.peak, sums.total, rows, split.to(tl.int64) * lse_split, results, head, features)
+    acc = tl.where((sums.total == 0.0)[:, None], 0.0, sums.acc * scale[:, None])
     out = head_rows(out, place.batch, place.head, place.q_begin, out_b, out_s, out_h) + split.to(tl.int64) * out_split
     store_rows(Rows(out, out_s), start_q, place.length_q, acc, OUT_ROWS)
-    rows = start_q + tl.arange(0, BLOCK_M)
-    inside = rows < place.length_q
-    first = split.to(tl.int64) * lse_split + place.q_begin
-    row_lse, row_tail = lse_terms(peak, total, unit, features.natural)
-    tl.store(lse + head_offset(place.batch, place.head, lse_b, lse_h) + first + rows, row_lse, mask=inside)
-    lse_tail += head_offset(place.batch, place.head, lse_tail_b, lse_tail_h)
-    tl.store(lse_tail + first + rows, row_tail, mask=inside)
-    if row_max is not None:
-        largest = peak
-        if not features.natural:
-            largest = tl.where(empty, float("-inf"), peak * unit * LN2)
-        largest = tl.where(total == total, largest, float("nan"))
-        row_max += head_offset(place.batch, place.head, row_max_b, row_max_h)
-        tl.store(row_max + first + rows, largest, mask=inside)
 
 
-def split_count(programs: int, longest_k: int, config: PortableForward, num_sms: int) -> int:
+def split_count(programs: int, longest_k: int, config: PortableForward | AmpereForward, num_sms: int) -> int:
     """Return how many programs share one walk: enough to fill the multiprocessors, each with some steps to do."""
     if 2 * programs > num_sms:
         return 1
@@ -284,7 +231,7 @@ def split_count(programs: int, longest_k: int, config: PortableForward, num_sms:
     return max(1, min(config.per_sm * num_sms // programs, steps // SPLIT_STEPS))
 
 
-def splits_of(call: Call, size: Extent, config: PortableForward, num_sms: int) -> int:
+def splits_of(call: Call, size: Extent, config: PortableForward | AmpereForward, num_sms: int) -> int:
     """Return how many programs share one walk in a call: where it is batch-invariant, as if a batch entry were alone.
 
     How long a packed sequence is lies on the device, so that its walk is not shared then.
@@ -299,6 +246,13 @@ def splits_of(call: Call, size: Extent, config: PortableForward, num_sms: int) -
 
 def forward(call: Call, result: Result, config: PortableForward) -> None:
     """Write out `[B, Sq, H, Dv]`, and lse, lse_tail and row_max `[B, H, Sq]` (packed: `[total_q, H, Dv]`, `[H, total_q]`)."""
+    forward_with(forward_kernel, call, result, config, 16, num_stages=config.num_stages)
+
+
+def forward_with(
+    kernel: Any, call: Call, result: Result, config: PortableForward | AmpereForward, least: int, **options: int
+) -> None:
+    """Run a forward with a kernel that takes the arguments of `forward_kernel`, and blocks at least `least` columns wide."""
     call = listed(call)
     mask, size = call.mask, extent(call)
     aligned = rows_are_aligned(call.query, call.key, call.value, result.out)
@@ -312,19 +266,21 @@ def forward(call: Call, result: Result, config: PortableForward) -> None:
     arguments |= list_arguments(mask.row_tiles, mask.row_bits, size.heads)
     arguments |= {
         "sink": call.sink,
-        "shape": shape_of(call, config.block_m, config.block_n, aligned),
+        "shape": shape_of(call, config.block_m, config.block_n, aligned, least),
         "features": features_of(call, mask.row_tiles),
+        "num_warps": config.num_warps,
+        **options,
     }
     splits = splits_of(call, size, config, arch.physical(call.query.device).num_sms)
     if splits == 1:
-        _launch(arguments, result, (programs, 1), blocks, config)
+        _launch(kernel, arguments, result, (programs, 1), blocks)
         return
     shares = Result(*[None if part is None else workspace(call.query, splits, *part.shape) for part in result])
     if call.varlen is not None:
         _empty_statistics(shares)
     arguments["sink"] = None  # which takes its share of all shares together
-    arguments["shape"] = shape_of(call, config.block_m, config.block_n, aligned and rows_are_aligned(shares.out))
-    _launch(arguments, shares, (programs, splits), blocks, config)
+    arguments["shape"] = shape_of(call, config.block_m, config.block_n, aligned and rows_are_aligned(shares.out), least)
+    _launch(kernel, arguments, shares, (programs, splits), blocks)
     _merge(shares, result, call.sink)
 
 
@@ -343,24 +299,20 @@ def _statistics(result: Result) -> dict[str, Any]:
     return named | strides[0] | strides[1] | strides[2]
 
 
-def _launch(
-    arguments: dict[str, Any], result: Result, grid: tuple[int, int], blocks: int, config: PortableForward
-) -> None:
+def _launch(kernel: Any, arguments: dict[str, Any], result: Result, grid: tuple[int, int], blocks: int) -> None:
     """Launch the kernel for a result, or for shares of one: `[splits, B, Sq, H, Dv]` and `[splits, B, H, Sq]`."""
     one, strides = result, {"out_split": 0, "lse_split": 0}
     if grid[1] > 1:
         one = Result(*[None if part is None else part[0] for part in result])
         strides = {"out_split": result.out.stride(0), "lse_split": result.lse.stride(0)}
     launch(
-        forward_kernel,
+        kernel,
         grid,
         out=result.out,
         **row_strides("out", one.out),
         **strides,
         **_statistics(one) | {"lse": result.lse, "lse_tail": result.lse_tail, "row_max": result.row_max},
         blocks=blocks,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
         **arguments,
     )
 

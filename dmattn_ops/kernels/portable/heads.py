@@ -35,15 +35,20 @@ class Head(NamedTuple):
 
 
 @triton.jit
-def program_of(program, blocks, lengths, lists, shape: tl.constexpr, features: tl.constexpr, KEYS_OWNED: tl.constexpr):
+def program_of(
+    program, lanes, blocks, lengths, lists, shape: tl.constexpr, features: tl.constexpr, KEYS_OWNED: tl.constexpr
+):
     """Return the place of program number `program`, and the first row of the block that it owns; a head has `blocks` blocks.
 
-    That row lies behind the end of the sequence where there is no block for the program.
+    That row lies behind the end of the sequence where there is no block for the program. `lanes` are the numbers from 0 to before
+    `places.SEARCHED`.
     """
     BLOCK: tl.constexpr = shape.block_n if KEYS_OWNED else shape.block_m
     GROUP: tl.constexpr = features.group if KEYS_OWNED else 1
     DESCENDING: tl.constexpr = not KEYS_OWNED
-    place, block, blocks = place_of(program, blocks, lengths.heads // GROUP, lengths, BLOCK, features, KEYS_OWNED)
+    place, block, blocks = place_of(
+        program, lanes, blocks, lengths.heads // GROUP, lengths, BLOCK, features, KEYS_OWNED
+    )
     tiles = 0
     if features.listed:
         tiles = lists.tiles + head_offset(place.batch, place.head * GROUP // lists.group, lists.tiles_b, lists.tiles_h)

@@ -15,6 +15,7 @@ from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
 from dmattn_ops.kernels.portable.dropout import Seeds, dropout_keep
 from dmattn_ops.kernels.portable.heads import Operands, head_of, program_of
 from dmattn_ops.kernels.portable.places import (
+    SEARCHED,
     Band,
     Lengths,
     Lists,
@@ -97,12 +98,14 @@ def gather_queries(
     BLOCK_M: tl.constexpr = shape.block_m
     place, factors, statistics = head.place, head.factors, queries.statistics
     dk, dv, key_sum = sums.dk, sums.dv, sums.ds
+    own_keys = keys.start + tl.arange(0, shape.block_n)
     key_bias = 0.0
     if features.bias == "key":
-        key_bias = load_key_bias(head, keys.start, shape)[:, None]
+        key_bias = load_key_bias(head, own_keys)[:, None]
     met = met_rows(head.mask, keys.start, keys.last, place.length_q, features)
     for step in tl.range(part.begin, part.end):
         start = walked_start(part, step, BLOCK_M, features)
+        own_queries = start + tl.arange(0, BLOCK_M)
         log_sum = load_statistics(statistics.log_sum, start, place.length_q, float("inf"), BLOCK_M, PARTIAL)
         seen = None
         if CAREFUL:
@@ -112,11 +115,11 @@ def gather_queries(
         products, slope = capped(tl.dot(keys.k, tl.trans(q), input_precision=features.precision), factors, features)
         added = key_bias
         if features.bias == "full":
-            added = load_bias(head, start, keys.start, shape, True, PARTIAL)
+            added = load_bias(head, own_queries, own_keys, True, PARTIAL)
         p = probabilities(products, added, factors, log_sum[None, :], log_rest[None, :], features.natural)
         if PARTIAL:
-            q_marks = query_marks(head, start, shape, features)
-            visible = visibility(head, q_marks, keys.marks, keys.start, start, shape, features, True)
+            q_marks = query_marks(head, own_queries, features)
+            visible = visibility(head, q_marks, keys.marks, own_keys, own_queries, start, features, True)
             p = tl.where(visible, p, 0.0)
         keep = True
         kept_p = p
@@ -168,7 +171,7 @@ def keys_kernel(
         Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
         Factors(ratio, factor),
     )
-    place, start_k = program_of(tl.program_id(0), blocks, lengths, lists, shape, features, True)
+    place, start_k = program_of(tl.program_id(0), tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, True)
     if start_k >= place.length_k:
         return
 
@@ -204,7 +207,8 @@ def keys_kernel(
                     statistics_of(log_sum, log_rest, delta, first),
                 )
                 head = head_of(operands, place, index, start_k, band, features)
-                keys = Keys(k, v, key_marks(head, start_k, shape, features), start_k, last_k)
+                marks = key_marks(head, start_k + tl.arange(0, BLOCK_N), features)
+                keys = Keys(k, v, marks, start_k, last_k)
                 walk = plan_walk(head, start_k, last_k, lists, shape, features, True)
                 sums = Sums(key_grad, value_grad, tl.zeros((BLOCK_N,), tl.float32))
                 for PARTIAL in tl.static_range(2):

@@ -95,7 +95,9 @@ class Part(NamedTuple):
 
 
 @triton.jit
-def place_of(program, blocks, heads, lengths, BLOCK: tl.constexpr, features: tl.constexpr, KEYS_OWNED: tl.constexpr):
+def place_of(
+    program, lanes, blocks, heads, lengths, BLOCK: tl.constexpr, features: tl.constexpr, KEYS_OWNED: tl.constexpr
+):
     """Return (place of a program, its block, the blocks of its sequence): blocks of a head follow each other, then come heads.
 
     Then come sequences. Packed ones are part of a head instead, which has `arguments.blocks_and_programs` blocks.
@@ -103,16 +105,16 @@ def place_of(program, blocks, heads, lengths, BLOCK: tl.constexpr, features: tl.
     block = program % blocks
     head = (program // blocks) % heads
     sequence = program // blocks // heads
-    zero = tl.full((), 0, tl.int32)
+    zero = tl.cast(0, tl.int32)
     batch = sequence
     q_begin, k_begin, shift = zero, zero, zero
     length_q, length_k = lengths.seqlen_q, lengths.seqlen_k
     if features.varlen:
         batch = zero
         if KEYS_OWNED:
-            sequence, block = packed_block(block, blocks, lengths.cu_seqlens_k, lengths.seqlen_k, BLOCK)
+            sequence, block = packed_block(block, lanes, blocks, lengths.cu_seqlens_k, lengths.seqlen_k, BLOCK)
         else:
-            sequence, block = packed_block(block, blocks, lengths.cu_seqlens_q, lengths.seqlen_q, BLOCK)
+            sequence, block = packed_block(block, lanes, blocks, lengths.cu_seqlens_q, lengths.seqlen_q, BLOCK)
         q_begin, length_q = packed_sequence(lengths.cu_seqlens_q, sequence, lengths.seqlen_q, lengths.longest_q)
         k_begin, length_k = packed_sequence(lengths.cu_seqlens_k, sequence, lengths.seqlen_k, lengths.longest_k)
         if KEYS_OWNED:
@@ -125,17 +127,17 @@ def place_of(program, blocks, heads, lengths, BLOCK: tl.constexpr, features: tl.
 
 
 @triton.jit
-def packed_block(block, blocks, cu_seqlens, total, BLOCK: tl.constexpr):
+def packed_block(block, lanes, blocks, cu_seqlens, total, BLOCK: tl.constexpr):
     """Return (sequence, block of it) of one of the `blocks` blocks of a head; one behind the sequence's last has no rows.
 
     Sequence `i`, which begins at row `c`, has the blocks from `c // BLOCK + i` on. That leaves room for its last one, whatever
     the lengths are, and all of them together have at most `total // BLOCK` and one for each sequence.
     """
-    first = tl.full((), 0, tl.int32)
+    first = tl.cast(0, tl.int32)
     count = blocks - total // BLOCK
     while count > 1:
         apart = tl.cdiv(count, SEARCHED)
-        tried = first + tl.arange(0, SEARCHED) * apart
+        tried = first + lanes * apart
         known = tried < first + count
         begins = tl.load(cu_seqlens + tried, mask=known, other=0) // BLOCK + tried
         passed = tl.maximum(tl.sum((known & (begins <= block)).to(tl.int32), 0) - 1, 0) * apart
@@ -229,7 +231,7 @@ def plan_walk(head, start, last, lists, shape: tl.constexpr, features: tl.conste
     STEP: tl.constexpr = shape.block_m if KEYS_OWNED else shape.block_n
     place, band, record = head.place, head.mask, head.record
     length = place.length_q if KEYS_OWNED else place.length_k
-    zero = tl.full((), 0, tl.int32)
+    zero = tl.cast(0, tl.int32)
     if features.listed:
         per_tile: tl.constexpr = TILE // STEP
         room = tl.where(length > 0, lists.tiles_w - HEADER, 0)

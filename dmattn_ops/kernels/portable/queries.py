@@ -14,6 +14,7 @@ from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
 from dmattn_ops.kernels.portable.dropout import Seeds, dropout_keep, dropout_of
 from dmattn_ops.kernels.portable.heads import Head, Operands, program_of
 from dmattn_ops.kernels.portable.places import (
+    SEARCHED,
     Band,
     Lengths,
     Lists,
@@ -84,24 +85,25 @@ def load_queries(query, grad_out, statistics, start_q, head, shape: tl.constexpr
         load_statistics(statistics.log_rest, start_q, end, 0.0, BLOCK_M, True),
         load_statistics(statistics.delta, start_q, end, 0.0, BLOCK_M, True),
     )
-    marks, last = query_marks(head, start_q, shape, features), last_owned(head.place, start_q, shape, False)
-    return Queries(q, do, loaded, marks, start_q, last)
+    marks = query_marks(head, start_q + tl.arange(0, BLOCK_M), features)
+    return Queries(q, do, loaded, marks, start_q, last_owned(head.place, start_q, shape, False))
 
 
 @triton.jit
 def step_gradient(queries, k, v, start, head, shape: tl.constexpr, features: tl.constexpr, PARTIAL: tl.constexpr):
     """Return dS of the keys `start ...`, the derivative of the soft cap, and what of the step is visible where it is `PARTIAL`."""
     rows, factors = queries.statistics, head.factors
+    own_queries, own_keys = queries.start + tl.arange(0, shape.block_m), start + tl.arange(0, shape.block_n)
     products, slope = capped(tl.dot(queries.q, tl.trans(k), input_precision=features.precision), factors, features)
     added = 0.0
     if features.bias == "key":
-        added = load_key_bias(head, start, shape)[None, :]
+        added = load_key_bias(head, own_keys)[None, :]
     if features.bias == "full":
-        added = load_bias(head, queries.start, start, shape, False, PARTIAL)
+        added = load_bias(head, own_queries, own_keys, False, PARTIAL)
     p = probabilities(products, added, factors, rows.log_sum[:, None], rows.log_rest[:, None], features.natural)
     if PARTIAL:
-        k_marks = key_marks(head, start, shape, features)
-        visible = visibility(head, queries.marks, k_marks, queries.start, start, shape, features, False)
+        k_marks = key_marks(head, own_keys, features)
+        visible = visibility(head, queries.marks, k_marks, own_queries, own_keys, start, features, False)
         p = tl.where(visible, p, 0.0)
     else:
         visible = True
@@ -145,7 +147,7 @@ def gather_keys(
         v = load_rows(keys.value, start, place.length_k, VALUE_ROWS, PARTIAL)
         ds, slope, visible = step_gradient(queries, k, v, start, head, shape, features, PARTIAL)
         if dbias is not None:
-            store_scores(dbias, ds, queries.start, start, place, shape)
+            store_scores(dbias, ds, queries.start + tl.arange(0, shape.block_m), start + tl.arange(0, BLOCK_N), place)
         if features.softcap:
             ds *= slope
         if PARTIAL and CAREFUL:
@@ -182,7 +184,9 @@ def queries_kernel(
         Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
         Factors(ratio, factor),
     )
-    place, start_q = program_of(tl.program_id(0), blocks, lengths, lists, shape, features, False)
+    place, start_q = program_of(
+        tl.program_id(0), tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, False
+    )
     if start_q >= place.length_q:
         return
 

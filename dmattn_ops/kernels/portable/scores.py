@@ -81,14 +81,12 @@ def bias_of(array, place, head, features: tl.constexpr):
 
 
 @triton.jit
-def load_bias(head, query_first, key_first, shape: tl.constexpr, KEYS_OWNED: tl.constexpr, CHECKED: tl.constexpr):
-    """Load the bias of a step as float32, `[keys, queries]` where keys are owned, else `[queries, keys]`.
+def load_bias(head, queries, keys, KEYS_OWNED: tl.constexpr, CHECKED: tl.constexpr):
+    """Load the bias of `queries` and `keys` as float32, `[keys, queries]` where keys are owned, else `[queries, keys]`.
 
     `CHECKED`: the step may reach past the end of the walked side.
     """
     bias, place = head.bias, head.place
-    queries = query_first + tl.arange(0, shape.block_m)
-    keys = key_first + tl.arange(0, shape.block_n)
     query_offsets, key_offsets = queries.to(tl.int64) * bias.query_stride, keys.to(tl.int64) * bias.key_stride
     if KEYS_OWNED:
         pointers = bias.start + key_offsets[:, None] + query_offsets[None, :]
@@ -104,10 +102,9 @@ def load_bias(head, query_first, key_first, shape: tl.constexpr, KEYS_OWNED: tl.
 
 
 @triton.jit
-def load_key_bias(head, key_first, shape: tl.constexpr):
-    """Load the bias of keys `key_first ...` as float32, `[keys]`."""
+def load_key_bias(head, keys):
+    """Load the bias of `keys` as float32, `[keys]`."""
     bias, end = head.bias, head.place.length_k
-    keys = key_first + tl.arange(0, shape.block_n)
     return tl.load(bias.start + keys.to(tl.int64) * bias.key_stride, mask=keys < end, other=0.0).to(tl.float32)
 
 
@@ -137,7 +134,7 @@ def log2_unit(factors, features: tl.constexpr):
     if features.sign < 0:
         unit = -unit
     if features.sign == 0:
-        unit = tl.full((), 1.0, tl.float32)
+        unit = tl.cast(1.0, tl.float32)
     return unit
 
 

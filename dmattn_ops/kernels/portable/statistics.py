@@ -52,7 +52,7 @@ def statistics_kernel(
     head = (program % heads).to(tl.int64)
     batch = (program // heads // blocks).to(tl.int64)
     start = (program // heads) % blocks * ROWS
-    zero = tl.full((), 0, tl.int32)
+    zero = tl.cast(0, tl.int32)
     grad_out = rows_of(grad_out, grad_out_b, grad_out_s, grad_out_h, batch, head, zero)
     out = rows_of(out, out_b, out_s, out_h, batch, head, zero)
     rows = start + tl.arange(0, ROWS)

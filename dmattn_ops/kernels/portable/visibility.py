@@ -99,21 +99,18 @@ def mask_of_head(arrays, place, head, band, features: tl.constexpr):
 
 
 @triton.jit
-def query_marks(head, first, shape: tl.constexpr, features: tl.constexpr):
-    """Load the marks of queries `first ...`: their segments, 0 where there are none; past the end that of the last."""
-    BLOCK_M: tl.constexpr = shape.block_m
-    segment = tl.zeros((BLOCK_M,), tl.int32)
+def query_marks(head, queries, features: tl.constexpr):
+    """Load the marks of `queries`: their segments, 0 where there are none; past the end that of the last."""
+    segment = queries * 0
     if features.query_segments:
-        queries = first + tl.arange(0, BLOCK_M)
         segment = tl.load(head.mask.q_segments + tl.minimum(queries, head.place.length_q - 1))
     return Marks(segment, 0, 0, 0, 0)
 
 
 @triton.jit
-def key_marks(head, first, shape: tl.constexpr, features: tl.constexpr):
-    """Load the marks of keys `first ...`: their segments, or their intervals up to the end of the queries."""
+def key_marks(head, keys, features: tl.constexpr):
+    """Load the marks of `keys`: their segments, or their intervals up to the end of the queries."""
     mask = head.mask
-    keys = first + tl.arange(0, shape.block_n)
     inside = keys < head.place.length_k
     segment, start, end = 0, 0, 0
     hidden_from, hidden_to = 0, 0
@@ -133,25 +130,27 @@ def visibility(
     head,
     queries,
     keys,
-    owned_first,
+    owned,
+    walked,
     walked_first,
-    shape: tl.constexpr,
     features: tl.constexpr,
     KEYS_OWNED: tl.constexpr,
 ):
-    """Return which pairs `[owned, walked]` of a partial step are visible: by bits alone, or by marks, band and end."""
+    """Return which pairs `[owned, walked]` of a partial step are visible: by bits alone, or by marks, band and end.
+
+    `queries` and `keys` are marks; `owned` and `walked` are the numbers of rows, those of `walked` from `walked_first` on.
+    """
     mask = head.mask
-    OWNED: tl.constexpr = shape.block_n if KEYS_OWNED else shape.block_m
-    WALKED: tl.constexpr = shape.block_m if KEYS_OWNED else shape.block_n
-    owned = owned_first + tl.arange(0, OWNED)
-    walked = walked_first + tl.arange(0, WALKED)
+    OWNED: tl.constexpr = owned.shape[0]
+    WALKED: tl.constexpr = walked.shape[0]
     if features.mask == "bits":
         # A word holds 32 walked rows. One column of words at a time keeps the block in the layout of the scores: a
         # [OWNED, words, 32] tensor would have to pass through shared memory.
+        place = walked - walked_first
         words = mask.bits + owned.to(tl.int64) * mask.bits_r + walked_first // WORD_BITS
         word = tl.broadcast_to(tl.load(words)[:, None], (OWNED, WALKED))
         for index in tl.static_range(1, WALKED // WORD_BITS):
-            within = tl.arange(0, WALKED) // WORD_BITS == index
+            within = place // WORD_BITS == index
             word = tl.where(within[None, :], tl.load(words + index)[:, None], word)
         visible = ((word >> (walked % WORD_BITS)[None, :]) & 1) != 0
     else:

@@ -1,0 +1,60 @@
+"""The sums of dq: how they lie in memory while they are added up, and the kernel that writes dq from them."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dmattn_ops.kernels.ampere.copies import products, store_columns
+from dmattn_ops.kernels.ampere.walks import lanes
+from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
+from dmattn_ops.kernels.portable.heads import program_of
+from dmattn_ops.kernels.portable.places import Lengths, Lists
+from dmattn_ops.kernels.portable.primitives import rows_of
+
+
+@gluon.jit
+def places_of_sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return where the sums of `[ROWS, COLUMNS]` lie: those of a warp's 32 lanes are adjacent. The first row is a multiple of 8."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    of_column = (column >> 1) % 4 + ((column % 2) + 2 * (column >> 3)) * 32
+    return (row % 8) * 4 + (row >> 3) * (8 * COLUMNS) + of_column
+
+
+@gluon.jit
+def first_sum(place, STEP: gl.constexpr, features: gl.constexpr):
+    """Return the row of the sums at which a sequence begins: each has room for whole steps of `STEP` queries."""
+    first = place.q_begin
+    if features.varlen:
+        first = (place.q_begin // STEP + place.sequence) * STEP
+    return first
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
+def finish_kernel(
+    dq_sums, log_sum, dq, cu_seqlens_q, cu_seqlens_k, dq_b, dq_s, dq_h,
+    blocks, dq_rows, heads, seqlen_q, seqlen_k, longest_q, longest_k, softmax_scale,
+    shape: gl.constexpr, features: gl.constexpr, STEP: gl.constexpr,
+):  # fmt: skip
+    """Write dq of one block of queries: 0 where a query sees no key, whatever its own gradient was."""
+    LAYOUT: gl.constexpr = products(gl.num_warps(), 1)
+    M: gl.constexpr = shape.block_m
+    HEAD: gl.constexpr = shape.padded_head
+    QUERY_ROWS: gl.constexpr = shape.query_rows
+    lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
+    place, start_q = program_of(
+        gl.program_id(0), lanes(), blocks, lengths, Lists(0, 0, 0, 0, 0, 1), shape, features, False
+    )
+    if start_q >= place.length_q:
+        return
+    every_head = place.batch.to(gl.int64) * heads + place.head
+    row = start_q + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
+    inside = row < place.length_q
+    first = every_head * dq_rows + first_sum(place, STEP, features) + start_q
+    at = dq_sums + first * shape.padded_head + places_of_sums(M, HEAD, LAYOUT)
+    sums = gl.load(at, mask=inside[:, None], other=0.0)
+    row_log_sum = gl.load(log_sum + every_head * seqlen_q + place.q_begin + row, mask=inside, other=0.0)
+    made = gl.where((row_log_sum == float("inf"))[:, None], 0.0, sums * softmax_scale)
+    rows = rows_of(dq, dq_b, dq_s, dq_h, place.batch, place.head, place.q_begin)
+    store_columns(rows, made, start_q, place.length_q, 0, HEAD, QUERY_ROWS)

@@ -1,0 +1,108 @@
+"""Launch the backward with mma.sync: statistics of rows, the five products, and dq from its sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from dmattn_ops.call import Call, Gradients, Saved, Takes, is_pairwise, mappable, rows_are_aligned
+from dmattn_ops.choice.configurations import AmpereBackward
+from dmattn_ops.kernels.ampere.arguments import LEAST_COLUMNS, common_refusals, far_apart
+from dmattn_ops.kernels.ampere.backward.finish import finish_kernel
+from dmattn_ops.kernels.ampere.backward.kernel import Traits, backward_kernel
+from dmattn_ops.kernels.interval_lists import listed
+from dmattn_ops.kernels.portable.arguments import (
+    Extent,
+    blocks_and_programs,
+    extent,
+    features_of,
+    list_arguments,
+    padded,
+    row_strides,
+    shape_of,
+)
+from dmattn_ops.kernels.portable.dbias import BiasRoom, gradient_of_bias, room_for_bias
+from dmattn_ops.kernels.portable.statistics import gradient_arguments
+from dmattn_ops.launching.launch import computed, launch, workspace
+
+TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=80)
+FINISHED_ROWS = 64  # rows of dq that a program writes
+
+
+def refusals(call: Call) -> list[str]:
+    """Return every reason why the kernels don't take a request; empty where they do."""
+    unordered = ["adds up dq in any order, which is not deterministic"] if call.options.deterministic else []
+    return unordered + common_refusals(call)
+
+
+def backward(call: Call, saved: Saved, grads: Gradients, config: AmpereBackward) -> None:
+    """Write dq, dk, dv and, unless it is None, dbias, each in its input's shape."""
+    call = listed(call)
+    size = extent(call)
+    if not mappable(grads.grad_out) or far_apart(grads.grad_out):  # an expanded gradient, such as that of out.sum()
+        grads = grads._replace(grad_out=computed(Tensor.contiguous, grads.grad_out))
+    if call.varlen is not None:  # rows that belong to no sequence
+        for gradient in (grads.dq, grads.dk, grads.dv):
+            computed(Tensor.zero_, gradient)
+    arguments = gradient_arguments(call, saved, grads, size)
+    room = room_for_bias(call, grads.dbias, size)
+    dq_rows = blocks_and_programs(size, size.seqlen_q, size.heads, config.block_m, None)[0] * config.block_m
+    batch = arguments["delta"].shape[0]
+    dq_sums = workspace(call.query, batch, size.heads, dq_rows, padded(call.query.shape[-1], LEAST_COLUMNS))
+    computed(Tensor.zero_, dq_sums)
+    arguments |= {"dq_sums": dq_sums, "dq_rows": dq_rows}
+    _launch_keys(call, arguments, size, grads, room, config)
+    _launch_finish(call, arguments, size, grads.dq, config)
+    assert config.dbias is not None
+    of_bias = config.dbias.for_call(True, is_pairwise(call.bias, call.options))
+    gradient_of_bias(call, arguments, size, grads.dbias, room, True, of_bias)
+
+
+def _launch_keys(
+    call: Call, arguments: dict[str, Any], size: Extent, grads: Gradients, room: BiasRoom, config: AmpereBackward
+) -> None:
+    """Launch the five products: a program for each block of keys of each key head."""
+    mask = call.mask
+    blocks, programs = blocks_and_programs(size, size.seqlen_k, size.kv_heads, config.block_n, mask.col_tiles)
+    if programs == 0:
+        return
+    strides = (0, 0, 0, 0) if room.scores is None else room.scores.stride()
+    launch(
+        backward_kernel,
+        (programs,),
+        **arguments,
+        **list_arguments(mask.col_tiles, mask.row_bits, size.heads),
+        **row_strides("dk", grads.dk),
+        **row_strides("dv", grads.dv),
+        **dict(zip(("dbias_b", "dbias_h", "dbias_q", "dbias_k"), strides, strict=True)),
+        dk=grads.dk,
+        dv=grads.dv,
+        dbias=room.scores,
+        key_sums=room.key_sums,
+        blocks=blocks,
+        shape=shape_of(call, config.block_m, config.block_n, rows_are_aligned(grads.dk, grads.dv), LEAST_COLUMNS),
+        features=features_of(call, mask.col_tiles),
+        T=Traits(config.score_warps, config.key_warps, config.query_warps, config.query_stages, config.grad_stages),
+        num_warps=config.num_warps,
+    )
+
+
+def _launch_finish(call: Call, arguments: dict[str, Any], size: Extent, dq: Tensor, config: AmpereBackward) -> None:
+    """Launch what makes dq of its sums."""
+    blocks, programs = blocks_and_programs(size, size.seqlen_q, size.heads, FINISHED_ROWS, None)
+    if programs == 0:
+        return
+    wanted = finish_kernel.arg_names
+    launch(
+        finish_kernel,
+        (programs,),
+        **{name: value for name, value in arguments.items() if name in wanted},
+        **row_strides("dq", dq),
+        dq=dq,
+        blocks=blocks,
+        shape=shape_of(call, FINISHED_ROWS, 0, rows_are_aligned(dq), LEAST_COLUMNS),
+        features=features_of(call, None),
+        STEP=config.block_m,
+        num_warps=4,
+    )

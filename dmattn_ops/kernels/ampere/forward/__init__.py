@@ -1,0 +1,1 @@
+"""The forward of `kernels.ampere`."""

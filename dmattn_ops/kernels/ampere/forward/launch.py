@@ -1,0 +1,24 @@
+"""Launch the forward with mma.sync, as that of the portable kernels is launched."""
+
+from __future__ import annotations
+
+from dmattn_ops.call import Call, Result, Takes
+from dmattn_ops.choice.configurations import AmpereForward
+from dmattn_ops.kernels.ampere.arguments import LEAST_COLUMNS, common_refusals
+from dmattn_ops.kernels.ampere.forward.kernel import forward_kernel
+from dmattn_ops.kernels.portable.forward import forward_with
+
+TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=80)
+FEW_QUERIES = 16  # for which the portable kernels have blocks of their own
+
+
+def refusals(call: Call) -> list[str]:
+    """Return every reason why the kernel doesn't take a request; empty where it does."""
+    queries = call.demand.seqlen_q
+    few = [f"{queries} queries leave most of a block without work"] if queries <= FEW_QUERIES else []
+    return few + common_refusals(call)
+
+
+def forward(call: Call, result: Result, config: AmpereForward) -> None:
+    """Write out `[B, Sq, H, Dv]`, and lse, lse_tail and row_max `[B, H, Sq]` (packed: `[total_q, H, Dv]`, `[H, total_q]`)."""
+    forward_with(forward_kernel, call, result, config, LEAST_COLUMNS)

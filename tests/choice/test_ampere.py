@@ -1,0 +1,78 @@
+"""When dispatch takes the kernels of mma.sync and cp.async: where they are asked for, and take the call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dmattn_ops.call import NO_MASK, Call, Options, plain_options
+from dmattn_ops.choice import ampere, arch, config
+from dmattn_ops.dispatch import run
+
+PLAIN = plain_options(0.125)
+
+
+def call(
+    dim: int = 64, seqlen_q: int = 200, dtype: torch.dtype = torch.bfloat16, options: Options = PLAIN, spare: int = 0
+) -> Call:
+    """Return a call whose rows lie `spare` elements apart."""
+    query = torch.empty(1, seqlen_q, 4, dim + spare, dtype=dtype)[..., :dim]
+    key = torch.empty(1, 300, 2, dim + spare, dtype=dtype)[..., :dim]
+    return Call(query, key, key.clone(), None, NO_MASK, None, None, None, options)
+
+
+def taken(given: Call, sm: int = 80) -> tuple[str, str]:
+    """Return the names of the kernels that forward and backward of a call are given to on an architecture."""
+    on = arch.KNOWN[sm]
+    return tuple(run.offered(direction, given, on).row.kernel for direction in ("forward", "backward"))
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DMATTN_AMPERE", "1")
+
+
+def test_nobody_gets_them_who_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DMATTN_AMPERE", raising=False)
+    assert taken(call()) == ("portable", "portable")
+    monkeypatch.setenv("DMATTN_AMPERE", "0")
+    assert taken(call()) == ("portable", "portable")
+
+
+@pytest.mark.usefixtures("asked_for")
+@pytest.mark.parametrize("sm", [80, 86, 89, 120])
+@pytest.mark.parametrize("dim", [8, 64, 80, 128, 256])
+def test_they_are_taken_on_each_of_their_architectures(dim: int, sm: int) -> None:
+    assert taken(call(dim), sm) == ("ampere", "ampere")
+
+
+@pytest.mark.usefixtures("asked_for")
+def test_other_architectures_keep_their_own() -> None:
+    assert taken(call(), 90) == ("hopper", "hopper")
+    assert taken(call(), 100) == ("portable", "portable")
+
+
+@pytest.mark.usefixtures("asked_for")
+@pytest.mark.parametrize(
+    ("given", "kernels"),
+    [
+        (call(dtype=torch.float32), ("portable", "portable")),
+        (call(dim=20), ("portable", "portable")),
+        (call(spare=4), ("portable", "portable")),
+        (call(seqlen_q=16), ("portable", "ampere")),
+        (call(options=PLAIN._replace(deterministic=True)), ("ampere", "portable")),
+        (call(options=PLAIN._replace(batch_invariant=True, deterministic=True)), ("ampere", "portable")),
+    ],
+    ids=["float32", "dimension 20", "rows of odd distances", "16 queries", "deterministic", "batch-invariant"],
+)
+def test_portable_kernels_take_what_these_refuse(given: Call, kernels: tuple[str, str]) -> None:
+    assert taken(given) == kernels
+
+
+def test_rows_are_for_two_bytes_and_have_their_own_kernels_behind_them() -> None:
+    for direction, rows in (("forward", config.FORWARD), ("backward", config.BACKWARD)):
+        own = [row for row in ampere.FIRST[direction] if row not in rows]
+        assert ampere.FIRST[direction] == (*own, *rows)
+        assert {row.itemsize for row in own} == {2} and {row.kernel for row in own} == {"ampere"}

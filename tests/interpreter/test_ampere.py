@@ -1,0 +1,78 @@
+"""The kernels of mma.sync and cp.async on CPU tensors (`gluon_on_cpu.py`), against attention from a dense mask in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dmattn_ops.choice import ampere
+from dmattn_ops.choice.config import PortableBackward
+from dmattn_ops.choice.configurations import AmpereBackward, AmpereForward, Row
+from tests.interpreter.cases import NASTY, of_row, random_problem, row_id
+from tests.interpreter.gluon_on_cpu import COPIES
+from tests.interpreter.problems import Problem, check, in_16_bits
+
+pytestmark = pytest.mark.usefixtures("strict_memory")
+SHARED_BIAS = PortableBackward(32, 32, 4, 1, 32, 32, 4, 1)
+FORWARD = AmpereForward(64, 32, 4)
+BACKWARD = AmpereBackward(32, 64, 4, 2, 2, 2, 2, 1, SHARED_BIAS)
+ONE_BUFFER = replace(BACKWARD, query_stages=1)
+TWO_BUFFERS = replace(BACKWARD, block_m=64, block_n=32, grad_stages=2)
+
+
+def check_here(problem: Problem, forward: AmpereForward = FORWARD, backward: AmpereBackward = BACKWARD) -> None:
+    """Check a problem; no copy may be under way when a program ends."""
+    try:
+        check(in_16_bits(problem), forward=forward, backward=backward)
+        COPIES.assert_none_is_under_way()
+    finally:
+        COPIES.forget()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", NASTY)
+def test_nasty_case_stays_within_budget(name: str) -> None:
+    check_here(NASTY[name])
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("seed", range(40, 64))
+def test_random_problem_stays_within_budget(seed: int) -> None:
+    check_here(random_problem(seed), backward=(BACKWARD, ONE_BUFFER, TWO_BUFFERS)[seed % 3])
+
+
+@pytest.mark.parametrize("backward", [ONE_BUFFER, TWO_BUFFERS], ids=["one buffer", "two buffers"])
+def test_other_numbers_of_buffers_give_the_same(backward: AmpereBackward) -> None:
+    problem = Problem(
+        heads=4, kv_heads=2, seqlen_q=150, seqlen_k=170, band_lo=-60, band_hi=30, mask="bits", mask_heads=4
+    )
+    check_here(problem, backward=backward)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(80, 96), (96, 40), (160, 32), (24, 192), (128, 112)])
+def test_widths_that_are_no_powers_of_two(head_dim: int, value_dim: int) -> None:
+    check_here(
+        Problem(heads=1, kv_heads=1, seqlen_q=70, seqlen_k=90, head_dim=head_dim, value_dim=value_dim, band_hi=20)
+    )
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("row", range(len(ampere.BACKWARD)), ids=lambda index: row_id(ampere.BACKWARD[index]))
+def test_row_stays_within_budget(row: int) -> None:
+    backward = ampere.BACKWARD[row]
+    forward = next(each for each in ampere.FORWARD if (each.sm, each.dim) == (backward.sm, backward.dim))
+    assert isinstance(forward, Row)
+    check_here(of_row(forward, pairwise=False), forward.config, backward.config)
+
+
+def test_programs_share_the_keys_of_few_queries() -> None:
+    problem = Problem(batch=1, heads=2, seqlen_q=40, seqlen_k=1500, mask="bits", density=0.1, seed=3)
+    check_here(problem, AmpereForward(64, 32, 4, per_sm=2))
+
+
+def test_a_product_that_does_not_wait_for_its_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(COPIES), "wait_group", lambda self, number: None)
+    with pytest.raises(AssertionError):
+        check_here(Problem(heads=1, kv_heads=1, seqlen_q=40, seqlen_k=40))

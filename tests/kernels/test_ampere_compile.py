@@ -1,0 +1,83 @@
+"""The kernels of mma.sync and cp.async compile for SM 8.0, 8.6, 8.9 and 12.0, inside of the shared memory of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from dmattn_ops.choice import ampere, arch  # noqa: E402
+from dmattn_ops.choice.configurations import Row  # noqa: E402
+from dmattn_ops.choice.resources import Specialization  # noqa: E402
+from dmattn_ops.testing.compile_only import Resources, read_resources  # noqa: E402
+from dmattn_ops.testing.configurations import BITS, CAUSAL, PLAIN, SEGMENTS, VARLEN, Unit, launch  # noqa: E402
+from dmattn_ops.testing.stand_in import compiled_launches  # noqa: E402
+
+KERNELS = ("forward_kernel", "backward_kernel", "finish_kernel")
+WANTED = {
+    "full": PLAIN,
+    "causal": CAUSAL,
+    "bits": BITS,
+    "segments": SEGMENTS,
+    "intervals": replace(CAUSAL, mask="intervals"),
+    "hidden intervals": replace(CAUSAL, mask="hidden intervals"),
+    "varlen": VARLEN,
+    "varlen, key bias": replace(VARLEN, bias="key bias"),
+    "key bias": replace(CAUSAL, bias="key bias"),
+    "bias": replace(BITS, bias="bias", wide_bias=True),
+    "softcap, grouped": replace(CAUSAL, softcap=True, grouped=True),
+    "dropout": replace(CAUSAL, dropout=True),
+    "float16": replace(BITS, dtype="float16"),
+}
+
+
+class Case(NamedTuple):
+    """One row, the width of its heads, and what else its kernels depend on."""
+
+    direction: str
+    row: Row
+    width: int
+    wanted: str
+
+    def __str__(self) -> str:
+        return f"{self.direction}, SM {self.row.sm}, D {self.width}, {self.wanted}"
+
+
+CASES = [
+    Case(direction, row, width, wanted)
+    for wanted in WANTED
+    for direction, rows in (("forward", ampere.FORWARD), ("backward", ampere.BACKWARD))
+    for row in rows
+    for width in {64: (32, 64), 128: (80, 96, 128), 256: (192, 256)}[row.dim]
+]
+
+
+def compiled(case: Case) -> dict[str, Resources]:
+    """Compile what a launch of a row launches; return what each of its own kernels takes."""
+    wanted: Specialization = WANTED[case.wanted]
+    with compiled_launches(case.row.sm) as launches:
+        launch(Unit(case.direction, case.row, case.width, wanted))
+    return {
+        each.kernel: read_resources(each.compiled, case.row.sm, each.log) for each in launches if each.kernel in KERNELS
+    }
+
+
+@pytest.mark.sampled(61)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_compile_into_the_shared_memory_of_their_architecture(case: Case) -> None:
+    found = compiled(case)
+    assert set(found) == set(KERNELS[:1] if case.direction == "forward" else KERNELS[1:])
+    for resources in found.values():
+        assert not resources.faults
+        assert resources.products == ("mma" if resources.opcodes["HMMA"] else "")
+        assert resources.shared_memory <= case.row.shared_memory <= arch.KNOWN[case.row.sm].shared_memory
+
+
+def test_loops_without_a_test_keep_everything_in_registers() -> None:
+    """A step of the forward at D 64 spills nothing; no kernel has a branch around a copy."""
+    row = next(row for row in ampere.FORWARD if (row.sm, row.dim) == (80, 64))
+    found = compiled(Case("forward", row, 64, "causal"))["forward_kernel"]
+    assert found.spill_bytes == 0 and found.registers <= 255
