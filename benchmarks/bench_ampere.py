@@ -1,0 +1,213 @@
+"""The kernels for SM 8.0 to 8.9 against FlashAttention-2 and flex_attention, all with the instructions of one architecture.
+
+`--arch 8.0` (the default) makes Triton write code for SM 8.0, for this library and for flex_attention, on whatever GPU there is;
+torch's FlashAttention-2 uses the same instructions on every GPU. On an H100 that says how kernels compare, not how fast an A100
+is. With a GPU of SM 8.x give its own architecture. `portable` is this library without the kernels of `kernels/ampere`. In one
+process and in turns: milliseconds of the forward and of the backward. `--rows` chooses parts.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import dmattn_ops
+from experiments import Row, Session, parser
+from interval_peers import Maker, parts_of, set_up
+from patterns import make_mask
+from peers import Problem, Run, Unavailable, compiled_flex, flex, recorded_run
+
+DROPOUT = 0.1
+BIAS, KEPT = "bias [1, H, S, S]", "dynamic mask"
+
+
+class Case(NamedTuple):
+    """One call; `mask` names a pattern, `keep` is the budget of a dynamic mask."""
+
+    batch: int
+    heads: int
+    seqlen: int
+    dim: int
+    causal: bool = False
+    kv_heads: int | None = None
+    mask: str = ""
+    dropout_p: float = 0.0
+    bias: bool = False
+    keep: int = 0
+
+    def __str__(self) -> str:
+        heads = f"H{self.heads}/{self.kv_heads}" if self.kv_heads else f"H{self.heads}"
+        words = [f"B{self.batch} {heads} S{self.seqlen} D{self.dim}", "causal" if self.causal else "full", self.mask]
+        words += ["dropout"] * (self.dropout_p > 0) + [BIAS] * self.bias + [f"keep {self.keep}"] * (self.keep > 0)
+        return " ".join(filter(None, words))
+
+
+PARTS: dict[str, tuple[Case, ...]] = {
+    "dense": (
+        *(Case(2, 16, 4096, dim, causal) for dim in (64, 128, 256) for causal in (True, False)),
+        Case(1, 16, 16384, 128, True),
+        Case(2, 32, 4096, 128, True, 8),
+        Case(2, 16, 4096, 96, True),
+        Case(16, 12, 512, 64),
+        Case(2, 16, 4096, 80),
+    ),
+    "masks": tuple(
+        Case(2, 16, 4096, dim, mask=mask) for dim in (64, 128) for mask in ("random bits", "blocks of 128", "documents")
+    ),
+    "bias": (Case(2, 16, 2048, 64, bias=True), Case(2, 16, 2048, 128, bias=True)),
+    "dropout": tuple(Case(2, 16, 4096, dim, True, dropout_p=DROPOUT) for dim in (64, 128)),
+    "dynamic": (Case(2, 16, 4096, 128, True, keep=512), Case(1, 32, 16384, 128, True, 8, keep=1024)),
+}
+TINY: dict[str, tuple[Case, ...]] = {
+    "dense": (Case(1, 2, 40, 16, True),),
+    "masks": (Case(1, 2, 256, 16, mask="documents"),),
+    "bias": (Case(1, 2, 40, 16, bias=True),),
+    "dropout": (Case(1, 2, 40, 16, True, dropout_p=DROPOUT),),
+    "dynamic": (Case(1, 2, 256, 16, True, keep=32),),
+}
+
+
+def documents(seqlen: int, device: str) -> Tensor:
+    """Return ids `[1, S]` of eight documents of about the same length."""
+    return (torch.arange(seqlen, device=device) * 8 // seqlen)[None].int()
+
+
+def problem_of(case: Case, device: str) -> Problem:
+    """Return the tensors of a case, and its mask as a bool tensor."""
+    mask = None
+    if case.mask == "documents":
+        ids = documents(case.seqlen, device)
+        mask = (ids[:, :, None] == ids[:, None, :])[:, None].expand(case.batch, case.heads, -1, -1)
+    elif case.mask:
+        pattern, sparsity = ("random", 0.5) if case.mask == "random bits" else ("block128", 0.75)
+        mask = make_mask(pattern, (1, 1, case.seqlen), sparsity, device).expand(case.batch, case.heads, -1, -1)
+    numbers = (case.batch, case.heads, case.seqlen, case.dim, case.causal, case.kv_heads)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return Problem(str(case), *numbers, mask=mask, device=device, dtype=dtype)
+
+
+def bias_of(case: Case, problem: Problem) -> Tensor | None:
+    """Return the bias of a case, a leaf."""
+    if not case.bias:
+        return None
+    shape = (1, case.heads, case.seqlen, case.seqlen)
+    return torch.randn(shape, device=problem.device, dtype=problem.dtype).requires_grad_()
+
+
+@contextmanager
+def _kernels(ampere: bool) -> Iterator[None]:
+    os.environ["DMATTN_AMPERE"] = "1" if ampere else "0"
+    try:
+        yield
+    finally:
+        del os.environ["DMATTN_AMPERE"]
+
+
+def own(case: Case, problem: Problem, ampere: bool, masked: bool = True) -> Run:
+    """Run this library, with the kernels of `kernels/ampere` or without; `masked` False: without the mask of the case."""
+    (query, key, value), grad_out = problem.leaves(heads_first=False)
+    bias, prepare = bias_of(case, problem), None
+    if masked and case.keep:
+        scores = torch.randn(case.batch, case.kv_heads or case.heads, case.seqlen, device=problem.device)
+        prepare = functools.partial(dmattn_ops.dynamic_mask, scores, case.keep)
+    elif case.mask == "documents":
+        prepare = functools.partial(dmattn_ops.prepare_mask, documents=documents(case.seqlen, problem.device))
+    elif problem.mask is not None:
+        prepare = functools.partial(dmattn_ops.prepare_mask, problem.mask[:1, :1])
+
+    def inside(function: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            with _kernels(ampere):
+                return function()
+
+        return call
+
+    with _kernels(ampere):
+        mask = None if prepare is None else prepare()
+        attend = functools.partial(
+            dmattn_ops.flash_dmattn_func, query, key, value, mask, bias, is_causal=case.causal, dropout_p=case.dropout_p
+        )
+        run = recorded_run(attend, [query, key, value, *([] if bias is None else [bias])], grad_out, prepare)
+    assert run.backward is not None
+    return Run(inside(run.forward), inside(run.backward), run.prepare, run.inputs, run.grad_out)
+
+
+def fa2(case: Case, problem: Problem) -> Run:
+    """Run torch's FlashAttention-2."""
+    if problem.device != "cuda" or case.mask or case.bias or case.keep:
+        raise Unavailable("torch's FlashAttention-2 needs CUDA, and takes neither a mask nor a bias")
+    (query, key, value), grad_out = problem.leaves(heads_first=True)
+    attend = functools.partial(
+        F.scaled_dot_product_attention, query, key, value, is_causal=case.causal, dropout_p=case.dropout_p,
+        enable_gqa=problem.grouped,
+    )  # fmt: skip
+
+    def by_flash() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return attend()
+
+    return recorded_run(by_flash, [query, key, value], grad_out)
+
+
+def flex_of(case: Case, problem: Problem) -> Run:
+    """Run flex_attention, compiled; a bias is added in its `score_mod`."""
+    if problem.device != "cuda" or case.dropout_p or case.keep:
+        raise Unavailable("flex_attention has no backward on a CPU, no dropout, and takes no dynamic masks here")
+    bias = bias_of(case, problem)
+    if bias is None:
+        return flex(problem)
+    shared = bias
+    leaves, grad_out = problem.leaves(heads_first=True)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + shared[0, h, i, j]
+
+    return recorded_run(
+        functools.partial(compiled_flex()[0], *leaves, score_mod=score_mod), [*leaves, shared], grad_out
+    )
+
+
+def experiment(case: Case, session: Session) -> list[Row]:
+    """Measure one case."""
+    problem = problem_of(case, session.options.device)
+    ours = own(case, problem, True)
+    makers: dict[str, Maker] = {
+        "fa2": (functools.partial(fa2, case, problem), True),
+        "flex": (functools.partial(flex_of, case, problem), True),
+        "portable": (functools.partial(own, case, problem, False), False),
+    }
+    if case.keep:
+        makers["dense"] = (functools.partial(own, case, problem, True, False), False)
+    found, absent = set_up(
+        makers, ours, () if case.dropout_p or case.bias or case.keep else ("fa2", "flex", "portable")
+    )
+    return session.measured(parts_of({"dmattn": ours} | found)) + absent
+
+
+def main(arguments: list[str]) -> list[Row]:
+    """Measure the parts that are asked for; return all rows of the result file."""
+    options = parser(__doc__, PARTS)
+    options.add_argument("--arch", default="8.0", help="the architecture whose code runs, such as 8.9")
+    chosen = options.parse_args(arguments)
+    if chosen.device == "cpu" and not chosen.tiny:
+        raise SystemExit("bench_ampere.py needs a GPU; on a CPU it takes --tiny")
+    os.environ["DMATTN_ARCH"], os.environ["TRITON_OVERRIDE_ARCH"] = chosen.arch, f"sm{chosen.arch.replace('.', '')}"
+    torch.manual_seed(0)
+    session = Session(chosen, f"ampere-{chosen.arch}")
+    for part, cases in (TINY if chosen.tiny else PARTS).items():
+        for case in cases:
+            session.run(part, str(case), functools.partial(experiment, case, session), arch=chosen.arch)
+    return session.finish()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
