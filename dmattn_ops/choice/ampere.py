@@ -14,7 +14,9 @@ from dmattn_ops.choice.configurations import AmpereBackward, AmpereForward, Port
 _LARGE, _SMALL = (80,), (86, 89, 120)  # architectures by how much shared memory they have
 _BOTH = (*_LARGE, *_SMALL)
 # The blocks of prototypes with the same loops: H100, Triton's code for SM 8.0, 2026-11-25, bfloat16, B2 H16 S4096.
-_PROTOTYPE = "a prototype with these blocks, H100 with SM 8.0's instructions, TFLOP/s causal / full: "
+_PROTOTYPE = (
+    "no GPU has run it yet; a prototype with these blocks, H100 with SM 8.0's instructions, TFLOP/s causal / full: "
+)
 _MORE = " with one buffer more"
 
 

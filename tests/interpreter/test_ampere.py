@@ -9,8 +9,11 @@ import pytest
 from dmattn_ops.choice import ampere
 from dmattn_ops.choice.config import PortableBackward
 from dmattn_ops.choice.configurations import AmpereBackward, AmpereForward, Row
+from tests.interpreter import oracle
+from tests.interpreter import test_packed_attention as packed_attention
 from tests.interpreter.cases import NASTY, of_row, random_problem, row_id
 from tests.interpreter.gluon_on_cpu import COPIES
+from tests.interpreter.launchers import launcher_of
 from tests.interpreter.problems import Problem, check, in_16_bits
 
 pytestmark = pytest.mark.usefixtures("strict_memory")
@@ -70,6 +73,22 @@ def test_row_stays_within_budget(row: int) -> None:
 def test_programs_share_the_keys_of_few_queries() -> None:
     problem = Problem(batch=1, heads=2, seqlen_q=40, seqlen_k=1500, mask="bits", density=0.1, seed=3)
     check_here(problem, AmpereForward(64, 32, 4, per_sm=2))
+
+
+def test_packed_keys_of_a_dynamic_mask_equal_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that no key lies in are not written, and hold NaN."""
+    forward, backward = launcher_of(FORWARD), launcher_of(BACKWARD)
+    monkeypatch.setattr(packed_attention.launch_packing, "workspace", packed_attention.workspace_of_nan)
+    monkeypatch.setattr(packed_attention, "run_forward", lambda *given: forward.forward(*given, FORWARD))
+    monkeypatch.setattr(packed_attention, "run_backward", lambda *given: backward.backward(*given, BACKWARD))
+    case = packed_attention.Case(200, 40, 128, 2, 2)
+    call, keep, grad_out = packed_attention.draw(case, 4, 2, 2, 0)
+    call = call._replace(query=call.query.bfloat16(), key=call.key.bfloat16(), value=call.value.bfloat16())
+    cut = packed_attention.epochs(case.seqlen, case.seqlen, case.at_most, 0, case.length)
+    hidden, grad_hidden = packed_attention.hide_unseen(call, keep, grad_out.bfloat16())
+    found = packed_attention.compute(hidden, packed_attention.packed(cut, 2, 2, 1), grad_hidden)
+    for name, exact in packed_attention.expected(call, keep, grad_out.bfloat16()).items():
+        assert oracle.error(found[name], exact) < 2e-2, name
 
 
 def test_a_product_that_does_not_wait_for_its_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,13 @@ DIM = 16
 def strict_workspaces(strict_memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rows of slots hold NaN: the portable backward loads those of blocks without keys, and uses nothing of them."""
 
-    def made(*arguments: Any, **named: Any) -> Tensor:
-        new = workspace(*arguments, **named)
-        return new.fill_(math.nan) if new.is_floating_point() else new
+    monkeypatch.setattr(launch_packing, "workspace", workspace_of_nan)
 
-    monkeypatch.setattr(launch_packing, "workspace", made)
+
+def workspace_of_nan(*arguments: Any, **named: Any) -> Tensor:
+    """Return a workspace that holds NaN."""
+    new = workspace(*arguments, **named)
+    return new.fill_(math.nan) if new.is_floating_point() else new
 
 
 def run_forward(call: Call, result: Result) -> None:

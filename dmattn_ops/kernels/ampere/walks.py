@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.portable.places import HEADER, TILE, named_tile
+from dmattn_ops.kernels.portable.places import HEADER, SEARCHED, TILE, named_tile
 
 
 class Steps(NamedTuple):
@@ -63,4 +63,4 @@ def longest_first(blocks):
 @gluon.jit
 def lanes():
     """Return the numbers with which a program looks for its sequence (`heads.program_of`)."""
-    return gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return gl.arange(0, SEARCHED, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
