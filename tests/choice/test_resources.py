@@ -279,6 +279,8 @@ REPRESENTATIVES = (
     ("SM9.0 forward hopper D64 16-bit", "causal bfloat16"),
     ("SM9.0 backward hopper D128 16-bit", "causal bfloat16"),
     ("SM10.0 forward portable D64 16-bit", "full bfloat16"),
+    ("SM10.0 forward portable D64 16-bit", "bits bfloat16"),  # whose careful walk Triton 3.6 once did not compile
+    ("SM10.0 backward portable D128 16-bit", "bits bfloat16"),
     ("SM12.0 backward portable D256 16-bit", "causal dropout bfloat16"),
 )
 COMPILE = """

@@ -197,7 +197,8 @@ def some_nan(sums):
 
     Under a band alone that is not loaded. Other masks would cost each tested step a pass over its rows.
     """
-    return tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) != 0
+    rows = tl.max((sums != sums).to(tl.int32), 1)
+    return tl.max(tl.reshape(rows, (1, sums.shape[0])), 1).item() != 0
 
 
 @triton.jit
