@@ -74,6 +74,9 @@ _SLOWEST = 5
 _FOUND = 99  # the exit status of a tool that found something
 
 
+_LAUNCHING = ("launch", "forward_with")  # functions whose first argument is a kernel
+
+
 def launchable() -> set[str]:
     """Return all kernels that the launchers name, as `module.function` below the package of the kernels."""
     found = set()
@@ -88,7 +91,7 @@ def launchable() -> set[str]:
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
-                and node.func.id == "launch"
+                and node.func.id in _LAUNCHING
                 and node.args
             ):
                 names = [each.id for each in ast.walk(node.args[0]) if isinstance(each, ast.Name)]

@@ -33,13 +33,13 @@ def check_here(problem: Problem, forward: AmpereForward = FORWARD, backward: Amp
         COPIES.forget()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", NASTY)
 def test_nasty_case_stays_within_budget(name: str) -> None:
     check_here(NASTY[name])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(40, 64))
 def test_random_problem_stays_within_budget(seed: int) -> None:
     check_here(random_problem(seed), backward=(BACKWARD, ONE_BUFFER, TWO_BUFFERS)[seed % 3])

@@ -65,7 +65,7 @@ def compiled(case: Case) -> dict[str, Resources]:
     }
 
 
-@pytest.mark.sampled(61)
+@pytest.mark.sampled(103)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_compile_into_the_shared_memory_of_their_architecture(case: Case) -> None:
     found = compiled(case)

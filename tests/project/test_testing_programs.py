@@ -92,8 +92,13 @@ def test_a_process_that_takes_too_long_is_ended_with_what_it_started(tmp_path: P
 def test_the_sample_names_kernels_of_every_folder() -> None:
     kernels = memory_check.launchable()
     folders = {name.split(".")[0] for name in kernels}
-    assert folders == {"portable", "hopper", "epochs", "selection", "masks", "mass", "interval_lists", "ragged"}
-    assert {"hopper.forward.kernel.forward_kernel", "portable.merge.merge_kernel"} <= kernels and len(kernels) >= 30
+    assert folders == {
+        "ampere", "portable", "hopper", "epochs", "selection", "masks", "mass", "interval_lists", "ragged",
+    }  # fmt: skip
+    forwards = {
+        f"{family}.forward_kernel" for family in ("portable.forward", "hopper.forward.kernel", "ampere.forward.kernel")
+    }
+    assert forwards | {"portable.merge.merge_kernel"} <= kernels and len(kernels) >= 30
 
 
 def test_every_call_of_the_sample_is_a_valid_one(capsys: pytest.CaptureFixture) -> None:
