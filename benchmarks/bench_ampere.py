@@ -11,9 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ import dmattn_ops
 from experiments import Row, Session, parser
 from interval_peers import Maker, parts_of, set_up
 from patterns import make_mask
-from peers import Problem, Run, Unavailable, compiled_flex, flex, recorded_run
+from peers import Problem, Run, Unavailable, compiled_flex, flex, recorded_run, with_variable
 
 DROPOUT = 0.1
 BIAS, KEPT = "bias [1, H, S, S]", "dynamic mask"
@@ -103,15 +101,6 @@ def bias_of(case: Case, problem: Problem) -> Tensor | None:
     return torch.randn(shape, device=problem.device, dtype=problem.dtype).requires_grad_()
 
 
-@contextmanager
-def _kernels(ampere: bool) -> Iterator[None]:
-    os.environ["DMATTN_AMPERE"] = "1" if ampere else "0"
-    try:
-        yield
-    finally:
-        del os.environ["DMATTN_AMPERE"]
-
-
 def own(case: Case, problem: Problem, ampere: bool, masked: bool = True) -> Run:
     """Run this library, with the kernels of `kernels/ampere` or without; `masked` False: without the mask of the case."""
     (query, key, value), grad_out = problem.leaves(heads_first=False)
@@ -124,21 +113,14 @@ def own(case: Case, problem: Problem, ampere: bool, masked: bool = True) -> Run:
     elif problem.mask is not None:
         prepare = functools.partial(dmattn_ops.prepare_mask, problem.mask[:1, :1])
 
-    def inside(function: Callable[[], Any]) -> Callable[[], Any]:
-        def call() -> Any:
-            with _kernels(ampere):
-                return function()
-
-        return call
-
-    with _kernels(ampere):
+    def attended() -> Run:
         mask = None if prepare is None else prepare()
         attend = functools.partial(
             dmattn_ops.flash_dmattn_func, query, key, value, mask, bias, is_causal=case.causal, dropout_p=case.dropout_p
         )
-        run = recorded_run(attend, [query, key, value, *([] if bias is None else [bias])], grad_out, prepare)
-    assert run.backward is not None
-    return Run(inside(run.forward), inside(run.backward), run.prepare, run.inputs, run.grad_out)
+        return recorded_run(attend, [query, key, value, *([] if bias is None else [bias])], grad_out, prepare)
+
+    return with_variable(attended, "DMATTN_AMPERE", "1" if ampere else "0")
 
 
 def fa2(case: Case, problem: Problem) -> Run:

@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,33 +118,37 @@ def dmattn_unmasked(problem: Problem) -> Run:
 
 
 @contextmanager
-def _architecture(name: str) -> Iterator[None]:
-    before = os.environ.get("DMATTN_ARCH")
-    os.environ["DMATTN_ARCH"] = name
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ["DMATTN_ARCH"]
+            del os.environ[name]
         else:
-            os.environ["DMATTN_ARCH"] = before
+            os.environ[name] = before
+
+
+def with_variable(make: Callable[[], Run], name: str, value: str) -> Run:
+    """Return a run that is set up, and called each time, while a variable of the environment has a value."""
+
+    def inside(function: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            with _variable(name, value):
+                return function()
+
+        return call
+
+    run = inside(make)()
+    return replace(run, forward=inside(run.forward), backward=inside(run.backward) if run.backward else None)
 
 
 def dmattn_sm80(problem: Problem) -> Run:
     """Run this library with the configuration of SM 8.0, whatever the GPU is."""
     if problem.device != "cuda":
         raise Unavailable("an architecture can only be chosen on CUDA")
-
-    def inside(function: Callable[[], Any]) -> Callable[[], Any]:
-        def call() -> Any:
-            with _architecture("8.0"):
-                return function()
-
-        return call
-
-    with _architecture("8.0"):
-        run = dmattn(problem)
-    return Run(inside(run.forward), inside(run.backward) if run.backward else None, run.prepare)
+    return with_variable(functools.partial(dmattn, problem), "DMATTN_ARCH", "8.0")
 
 
 def sdpa(problem: Problem) -> Run:

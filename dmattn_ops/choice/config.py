@@ -1,4 +1,4 @@
-"""Launch configurations: rows of data, each with its evidence. The only place that holds a kernel's tile size."""
+"""Launch configurations: rows of data, each with its evidence. With `ampere.py`, the only place that holds a kernel's tile size."""
 
 from __future__ import annotations
 

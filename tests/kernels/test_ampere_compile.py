@@ -76,8 +76,8 @@ def test_kernels_compile_into_the_shared_memory_of_their_architecture(case: Case
         assert resources.shared_memory <= case.row.shared_memory <= arch.KNOWN[case.row.sm].shared_memory
 
 
-def test_loops_without_a_test_keep_everything_in_registers() -> None:
-    """A step of the forward at D 64 spills nothing; no kernel has a branch around a copy."""
+def test_the_causal_forward_of_narrow_heads_keeps_everything_in_registers() -> None:
+    """The causal forward at D 64 spills nothing."""
     row = next(row for row in ampere.FORWARD if (row.sm, row.dim) == (80, 64))
     found = compiled(Case("forward", row, 64, "causal"))["forward_kernel"]
     assert found.spill_bytes == 0 and found.registers <= 255
