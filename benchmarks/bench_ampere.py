@@ -2,8 +2,8 @@
 
 `--arch 8.0` (the default) makes Triton write code for SM 8.0, for this library and for flex_attention, on whatever GPU there is;
 torch's FlashAttention-2 uses the same instructions on every GPU. On an H100 that says how kernels compare, not how fast an A100
-is. With a GPU of SM 8.x give its own architecture. `portable` is this library without the kernels of `kernels/ampere`. In one
-process and in turns: milliseconds of the forward and of the backward. `--rows` chooses parts.
+is. With a GPU of SM 8.x give its own architecture. In one process and in turns: milliseconds of the forward and of the backward.
+`--rows` chooses parts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +23,12 @@ import dmattn_ops
 from experiments import Row, Session, parser
 from interval_peers import Maker, parts_of, set_up
 from patterns import make_mask
-from peers import Problem, Run, Unavailable, compiled_flex, flex, recorded_run, with_variable
+from peers import Problem, Run, Unavailable, compiled_flex, flex, recorded_run
+from varlen_rows import own_varlen, torch_varlen
 
 DROPOUT = 0.1
-BIAS, KEPT = "bias [1, H, S, S]", "dynamic mask"
+BIAS = "bias [1, H, S, S]"
+LENGTHS = tuple(range(80, 2001, 128))  # of packed sequences
 
 
 class Case(NamedTuple):
@@ -41,11 +44,13 @@ class Case(NamedTuple):
     dropout_p: float = 0.0
     bias: bool = False
     keep: int = 0
+    packed: tuple[int, ...] = ()  # lengths of sequences
 
     def __str__(self) -> str:
         heads = f"H{self.heads}/{self.kv_heads}" if self.kv_heads else f"H{self.heads}"
         words = [f"B{self.batch} {heads} S{self.seqlen} D{self.dim}", "causal" if self.causal else "full", self.mask]
         words += ["dropout"] * (self.dropout_p > 0) + [BIAS] * self.bias + [f"keep {self.keep}"] * (self.keep > 0)
+        words += [f"{len(self.packed)} sequences"] * bool(self.packed)
         return " ".join(filter(None, words))
 
 
@@ -58,6 +63,10 @@ PARTS: dict[str, tuple[Case, ...]] = {
         Case(16, 12, 512, 64),
         Case(2, 16, 4096, 80),
     ),
+    "packed": (
+        Case(1, 16, sum(LENGTHS), 64, True, packed=LENGTHS),
+        Case(1, 16, sum(LENGTHS), 128, True, packed=LENGTHS),
+    ),
     "masks": tuple(
         Case(2, 16, 4096, dim, mask=mask) for dim in (64, 128) for mask in ("random bits", "blocks of 128", "documents")
     ),
@@ -67,6 +76,7 @@ PARTS: dict[str, tuple[Case, ...]] = {
 }
 TINY: dict[str, tuple[Case, ...]] = {
     "dense": (Case(1, 2, 40, 16, True),),
+    "packed": (Case(1, 2, 60, 16, True, packed=(20, 40)),),
     "masks": (Case(1, 2, 256, 16, mask="documents"),),
     "bias": (Case(1, 2, 40, 16, bias=True),),
     "dropout": (Case(1, 2, 40, 16, True, dropout_p=DROPOUT),),
@@ -101,8 +111,10 @@ def bias_of(case: Case, problem: Problem) -> Tensor | None:
     return torch.randn(shape, device=problem.device, dtype=problem.dtype).requires_grad_()
 
 
-def own(case: Case, problem: Problem, ampere: bool, masked: bool = True) -> Run:
-    """Run this library, with the kernels of `kernels/ampere` or without; `masked` False: without the mask of the case."""
+def own(case: Case, problem: Problem, masked: bool = True) -> Run:
+    """Run this library; `masked` False: without the mask of the case."""
+    if case.packed:
+        return packed_run(case, problem, own_varlen)
     (query, key, value), grad_out = problem.leaves(heads_first=False)
     bias, prepare = bias_of(case, problem), None
     if masked and case.keep:
@@ -113,20 +125,27 @@ def own(case: Case, problem: Problem, ampere: bool, masked: bool = True) -> Run:
     elif problem.mask is not None:
         prepare = functools.partial(dmattn_ops.prepare_mask, problem.mask[:1, :1])
 
-    def attended() -> Run:
-        mask = None if prepare is None else prepare()
-        attend = functools.partial(
-            dmattn_ops.flash_dmattn_func, query, key, value, mask, bias, is_causal=case.causal, dropout_p=case.dropout_p
-        )
-        return recorded_run(attend, [query, key, value, *([] if bias is None else [bias])], grad_out, prepare)
+    mask = None if prepare is None else prepare()
+    attend = functools.partial(
+        dmattn_ops.flash_dmattn_func, query, key, value, mask, bias, is_causal=case.causal, dropout_p=case.dropout_p
+    )
+    return recorded_run(attend, [query, key, value, *([] if bias is None else [bias])], grad_out, prepare)
 
-    return with_variable(attended, "DMATTN_AMPERE", "1" if ampere else "0")
+
+def packed_run(case: Case, problem: Problem, attend: Callable[..., Any]) -> Run:
+    """Run a function of causal packed sequences `[total, heads, D]` on those of a case."""
+    offsets = torch.tensor((0, *case.packed), dtype=torch.int32, device=problem.device).cumsum(0, dtype=torch.int32)
+    leaves, grad_out = problem.leaves(heads_first=False)
+    rows = [leaf.detach()[0].clone().requires_grad_() for leaf in leaves]
+    return recorded_run(functools.partial(attend, *rows, offsets, max(case.packed)), rows, grad_out[0])
 
 
 def fa2(case: Case, problem: Problem) -> Run:
     """Run torch's FlashAttention-2."""
     if problem.device != "cuda" or case.mask or case.bias or case.keep:
         raise Unavailable("torch's FlashAttention-2 needs CUDA, and takes neither a mask nor a bias")
+    if case.packed:
+        return packed_run(case, problem, torch_varlen)
     (query, key, value), grad_out = problem.leaves(heads_first=True)
     attend = functools.partial(
         F.scaled_dot_product_attention, query, key, value, is_causal=case.causal, dropout_p=case.dropout_p,
@@ -142,8 +161,10 @@ def fa2(case: Case, problem: Problem) -> Run:
 
 def flex_of(case: Case, problem: Problem) -> Run:
     """Run flex_attention, compiled; a bias is added in its `score_mod`."""
-    if problem.device != "cuda" or case.dropout_p or case.keep:
-        raise Unavailable("flex_attention has no backward on a CPU, no dropout, and takes no dynamic masks here")
+    if problem.device != "cuda" or case.dropout_p or case.keep or case.packed:
+        raise Unavailable(
+            "flex_attention has no backward on a CPU, no dropout, and takes no dynamic masks or packed sequences here"
+        )
     bias = bias_of(case, problem)
     if bias is None:
         return flex(problem)
@@ -161,17 +182,14 @@ def flex_of(case: Case, problem: Problem) -> Run:
 def experiment(case: Case, session: Session) -> list[Row]:
     """Measure one case."""
     problem = problem_of(case, session.options.device)
-    ours = own(case, problem, True)
+    ours = own(case, problem)
     makers: dict[str, Maker] = {
         "fa2": (functools.partial(fa2, case, problem), True),
         "flex": (functools.partial(flex_of, case, problem), True),
-        "portable": (functools.partial(own, case, problem, False), False),
     }
     if case.keep:
-        makers["dense"] = (functools.partial(own, case, problem, True, False), False)
-    found, absent = set_up(
-        makers, ours, () if case.dropout_p or case.bias or case.keep else ("fa2", "flex", "portable")
-    )
+        makers["dense"] = (functools.partial(own, case, problem, False), False)
+    found, absent = set_up(makers, ours, () if case.dropout_p or case.bias or case.keep else ("fa2", "flex"))
     return session.measured(parts_of({"dmattn": ours} | found)) + absent
 
 

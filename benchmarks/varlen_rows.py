@@ -37,7 +37,7 @@ SHAPES = (  # which lengths, query heads, key heads, head dimension; what must h
 Attend = Callable[..., Any]  # of query, key, value, offsets and the longest length
 
 
-def _dmattn(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int) -> Tensor:
+def own_varlen(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int) -> Tensor:
     lengths = (offsets, offsets, longest, longest)
     return dmattn_ops.flash_dmattn_varlen_func(query, key, value, *lengths, is_causal=True)
 
@@ -51,7 +51,7 @@ def _fa4(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: in
     return flash_attn_varlen_func(query, key, value, **lengths, causal=True)
 
 
-def _torch(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int) -> Any:
+def torch_varlen(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int) -> Any:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
@@ -82,7 +82,7 @@ def cases() -> Iterator[Case]:
     for name, heads, kv_heads, dim, must in SHAPES:
         runs = {
             who: functools.partial(_run, attend, LENGTHS[name], heads, kv_heads, dim)
-            for who, attend in (("dmattn", _dmattn), ("fa4", _fa4), ("torch varlen_attn", _torch))
+            for who, attend in (("dmattn", own_varlen), ("fa4", _fa4), ("torch varlen_attn", torch_varlen))
         }
         grouped = "" if heads == kv_heads else f"/{kv_heads}"
         yield Case(f"varlen, {name}, H{heads}{grouped} D{dim} causal", must, runs)

@@ -4,7 +4,6 @@
 |---|---|---|
 | `DMATTN_ARCH` | a compute capability: 9.0, 90, sm_90 or sm90 | a ValueError before any kernel starts (`arch.parse`) |
 | `FLASH_DMATTN_PROFILE_BACKWARD`, `DMATTN_CHECK` | 1 or 0; also true, yes, on, false, no, off | a warning, and taken as 0 |
-| `DMATTN_AMPERE` | the same; 1 takes the kernels for SM 8.0 to 8.9 that have not run on a GPU yet | a warning, and taken as 0 |
 | `DMATTN_CONTEXT_CHECK` | the same; 1 where it is not set | a warning, and taken as 0 |
 | `DMATTN_RECORD` | a file to append to | a warning, and nothing is recorded (`tuning.record`) |
 
@@ -23,7 +22,6 @@ from typing import Any
 ARCHITECTURE = "DMATTN_ARCH"
 PROFILE = "FLASH_DMATTN_PROFILE_BACKWARD"
 CHECK = "DMATTN_CHECK"
-AMPERE = "DMATTN_AMPERE"
 CONTEXT_CHECK = "DMATTN_CONTEXT_CHECK"
 RECORD = "DMATTN_RECORD"
 _ON = ("1", "true", "yes", "on")
@@ -33,9 +31,9 @@ _OFF = ("", "0", "false", "no", "off")
 _wrapped: Any = getattr(os.environ, "_data", None)
 _HAS_WRAPPED = isinstance(_wrapped, dict) and hasattr(os.environ, "encodekey")
 _variables: Any = _wrapped if _HAS_WRAPPED else os.environ
-_ARCHITECTURE_KEY, _PROFILE_KEY, _CHECK_KEY, _RECORD_KEY, _AMPERE_KEY = (
+_ARCHITECTURE_KEY, _PROFILE_KEY, _CHECK_KEY, _RECORD_KEY = (
     os.environ.encodekey(name) if _HAS_WRAPPED else name  # type: ignore[attr-defined]
-    for name in (ARCHITECTURE, PROFILE, CHECK, RECORD, AMPERE)
+    for name in (ARCHITECTURE, PROFILE, CHECK, RECORD)
 )
 
 
@@ -52,11 +50,6 @@ def profiles_backward() -> bool:
 def checks() -> bool:
     """Return whether calls on a GPU check what only the device can tell, at the price of waiting for it."""
     return _CHECK_KEY in _variables and _is_on(CHECK)
-
-
-def takes_ampere() -> bool:
-    """Return whether the kernels for SM 8.0 to 8.9 are taken, which have not run on a GPU yet."""
-    return _AMPERE_KEY in _variables and _is_on(AMPERE)
 
 
 def compares_ranks() -> bool:

@@ -1,4 +1,4 @@
-"""Launch configurations: rows of data, each with its evidence. With `ampere.py`, the only place that holds a kernel's tile size."""
+"""Launch configurations: rows of data, each with its evidence. The only place that holds a kernel's tile size."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from itertools import product
 from typing import Any
 
 from dmattn_ops.choice.arch import KNOWN
+from dmattn_ops.choice.configurations import AmpereBackward as AmpereBackward
+from dmattn_ops.choice.configurations import AmpereForward as AmpereForward
 from dmattn_ops.choice.configurations import Config as Config
 from dmattn_ops.choice.configurations import HopperBackward as HopperBackward
 from dmattn_ops.choice.configurations import HopperBackward256 as HopperBackward256
@@ -197,7 +199,42 @@ HOPPER_FORWARD = (
         "H200, 2026-11-21, bf16, 777 TFLOP/s at B4 H8 S4096, 786 at B1 H8 S16384 causal, cuDNN 720 and 646",
     ),
 )  # fmt: skip
-FORWARD = (*HOPPER_FORWARD, *_portable(0), *_LEGACY)
+# With mma.sync and cp.async, by how much shared memory a block has; SM 12.0 has the instructions of 8.x. Measured with SM 8.0's
+# instructions on an H200, torch 2.11, triton 3.6, 2026-11-26, bf16, B2 H16 S4096: ms causal / full, FlashAttention-2 beside them.
+_LARGE, _SMALL = (80,), (86, 89, 120)
+_AMPERE_FORWARD = {
+    64: (AmpereForward(128, 64, 4, dropout=AmpereForward(64, 64, 4)), 36864, "MEASURE"),
+    128: (AmpereForward(128, 64, 4, dropout=AmpereForward(64, 64, 4)), 69632, "MEASURE"),
+    256: (AmpereForward(64, 64, 4), 101376, "MEASURE"),
+}
+_DROPPED = AmpereBackward(64, 64, 4, 4, 2, 2, 2, 2), AmpereBackward(64, 64, 4, 4, 2, 2, 2, 1)
+_AMPERE_64 = AmpereBackward(64, 64, 4, 2, 2, 2, 2, 2, dropout=_DROPPED[0])
+_AMPERE_BACKWARD = {
+    (_LARGE, 64): (replace(_AMPERE_64, plain=AmpereBackward(128, 128, 8, 4, 4, 4, 2, 2)), 166912, "MEASURE"),
+    (_SMALL, 64): (_AMPERE_64, 69632, "MEASURE"),
+    ((*_LARGE, *_SMALL), 128): (AmpereBackward(64, 64, 4, 2, 2, 2, 1, 1, dropout=_DROPPED[1]), 101376, "MEASURE"),
+    (_LARGE, 256): (AmpereBackward(64, 64, 8, 4, 2, 2, 1, 1), 151552, "MEASURE"),
+    (_SMALL, 256): (AmpereBackward(32, 32, 4, 2, 2, 2, 1, 1), 101376, "MEASURE"),
+}
+
+
+def _ampere_backward(sm: int, dim: int, made: AmpereBackward) -> AmpereBackward:
+    """Return a configuration with that of the portable kernel for the gradient of a bias that heads or batches share."""
+    blocks = next(blocks for (sms, width, size), blocks in _PORTABLE.items() if sm in sms and (width, size) == (dim, 2))
+    return replace(made, dbias=_portable_backward(sm, dim, 2, *blocks[1:]))
+
+
+AMPERE_FORWARD = tuple(
+    Row(sm, dim, 2, 0, tier_of(made.block_m, made.block_n), "ampere", made, room, evidence)
+    for dim, (made, room, evidence) in _AMPERE_FORWARD.items()
+    for sm in (*_LARGE, *_SMALL)
+)
+AMPERE_BACKWARD = tuple(
+    Row(sm, dim, 2, 0, tier_of(made.block_m, made.block_n), "ampere", _ampere_backward(sm, dim, made), room, evidence)
+    for (sms, dim), (made, room, evidence) in _AMPERE_BACKWARD.items()
+    for sm in sms
+)
+FORWARD = (*HOPPER_FORWARD, *AMPERE_FORWARD, *_portable(0), *_LEGACY)
 _DBIAS = {
     dim: _portable_backward(90, dim, itemsize, keys, queries)
     for (sms, dim, itemsize), (_, keys, queries) in _PORTABLE.items()
@@ -221,7 +258,7 @@ HOPPER_BACKWARD_256 = Row(
     90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256], _SHARED), 231136,
     "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
 )  # fmt: skip
-BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *_portable(1), *_LEGACY)
+BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *AMPERE_BACKWARD, *_portable(1), *_LEGACY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +274,9 @@ class Part:
         return tuple(getattr(config, field) for field in self.fields)
 
     def put(self, config: Config, values: tuple[Any, ...]) -> Config:
-        """Return the configuration with these values in these fields."""
-        return replace(config, **dict(zip(self.fields, values, strict=True)))
+        """Return the configuration with these values in these fields, which other values then hold for plain calls too."""
+        made = replace(config, **dict(zip(self.fields, values, strict=True)))
+        return replace(made, plain=None) if isinstance(made, AmpereBackward) and values != self.values[0] else made
 
 
 _BLOCKS = ("block_m", "block_n", "num_warps", "num_stages")
@@ -246,6 +284,16 @@ _SCALES = {"block_m": (16, 32, 64, 128), "block_n": (16, 32, 64, 128), "num_warp
 _TRIED_FORWARD = {
     64: tuple((rows, 128, stages, 2) for rows in (192, 128) for stages in (2, 3)),
     128: ((128, 128, 2, 1), (128, 64, 4, 2)),
+}
+_TRIED_AMPERE_FORWARD = {
+    64: ((128, 64, 4), (64, 64, 4), (128, 32, 4), (128, 128, 4)),
+    128: ((128, 64, 4), (64, 64, 4), (128, 32, 4)),
+    256: ((64, 64, 4), (64, 32, 4), (128, 64, 8)),
+}
+_TRIED_AMPERE_BACKWARD = {
+    64: ((64, 64, 4, 2, 2, 2, 2, 2), (64, 128, 8, 2, 4, 4, 2, 2), (128, 128, 8, 4, 4, 4, 2, 1)),
+    128: ((64, 64, 4, 2, 2, 2, 1, 1), (64, 128, 8, 2, 4, 2, 2, 1)),
+    256: ((64, 64, 8, 4, 2, 2, 1, 1), (32, 64, 8, 2, 4, 2, 2, 2), (32, 32, 4, 2, 2, 2, 1, 1)),
 }
 _TRIED_BACKWARD = {
     64: ((128, 128, "overlapped"), (128, 128, "two_phase")),
@@ -276,6 +324,12 @@ def parts(row: Row) -> tuple[Part, ...]:
         return (_part("out", _BLOCKS, config),)
     if isinstance(config, PortableBackward):
         return _part("dk/dv", _BLOCKS, config), _part("dq", tuple(f"dq_{field}" for field in _BLOCKS), config)
+    if isinstance(config, AmpereForward):
+        return (_part("out", ("block_m", "block_n", "num_warps"), config, _TRIED_AMPERE_FORWARD[row.dim]),)
+    if isinstance(config, AmpereBackward):
+        warps = ("num_warps", "score_warps", "key_warps", "query_warps")
+        fields = ("block_m", "block_n", *warps, "query_stages", "grad_stages")
+        return (_part("gradients", fields, config, _TRIED_AMPERE_BACKWARD[row.dim]),)
     if isinstance(config, HopperForward):
         tried = _TRIED_FORWARD.get(row.dim)
         return (_part("out", ("block_m", "block_n", "stages", "query_stages"), config, tried),) if tried else ()
@@ -290,6 +344,12 @@ def shared_memory(row: Row, part: Part, values: tuple[Any, ...]) -> int:
     """Return the bytes of shared memory that the operands of a block take, at the width of the row; 0 is unknown."""
     made: Any = part.put(row.config, values)
     line = row.dim * row.itemsize  # bytes of one row of an operand
+    if isinstance(made, AmpereForward):
+        return line * (made.block_m + 2 * made.block_n)
+    if isinstance(made, AmpereBackward):
+        rows = (made.query_stages + made.grad_stages) * made.block_m + 2 * made.block_n
+        statistics = 4 * made.block_m * (2 * made.query_stages + made.grad_stages)
+        return line * rows + 4 * made.block_m * made.block_n + statistics
     if isinstance(made, HopperForward):
         return line * (made.query_stages * made.block_m + 2 * made.stages * made.block_n)
     if isinstance(made, HopperBackward):

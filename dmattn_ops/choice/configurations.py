@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,18 @@ class PortableBackward:
 class AmpereForward:
     """Gluon forward with mma.sync: a program owns `block_m` queries, whose rows its warps share, and walks `block_n` keys a step.
 
-    `per_sm` as in `PortableForward`.
+    `per_sm` as in `PortableForward`. `dropout` is for calls with dropout, None where they take this configuration too.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     per_sm: int = 2
+    dropout: AmpereForward | None = None
+
+    def for_call(self, drops: bool) -> AmpereForward:
+        """Return the configuration that a call runs with."""
+        return self.dropout if drops and self.dropout else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,9 @@ class AmpereBackward:
     """Gluon backward with mma.sync: a program owns `block_n` keys and walks `block_m` queries a step, with five products.
 
     `score_warps` of its warps lie along the queries of S and dP, `key_warps` along the keys of dk and dv, `query_warps` along
-    the queries of dq. There are `query_stages` buffers of queries and `grad_stages` of gradients of out, each 1 or 2. `dbias` is
-    for the gradient of a bias that heads or batches share.
+    the queries of dq. There are `query_stages` buffers of queries and `grad_stages` of gradients of out, each 1 or 2. `dropout` is
+    for calls with dropout, `plain` for calls that have neither that nor a mask, a bias or a soft cap; None where they take this
+    configuration too. `dbias` is for the gradient of a bias that heads or batches share.
     """
 
     block_m: int
@@ -84,6 +90,13 @@ class AmpereBackward:
     query_stages: int
     grad_stages: int
     dbias: PortableBackward | None = None
+    plain: AmpereBackward | None = None
+    dropout: AmpereBackward | None = None
+
+    def for_call(self, plain: bool, drops: bool) -> AmpereBackward:
+        """Return the configuration that a call runs with."""
+        other = self.dropout if drops else self.plain if plain else None
+        return replace(other, dbias=self.dbias) if other else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ def forward_config(offered: config.Config, call: Call, result: Result) -> config
     if isinstance(offered, config.PortableForward):
         aligned = rows_are_aligned(call.query, call.key, call.value, result.out)
         return offered.for_call(aligned, is_pairwise(call.bias, call.options), call.demand.seqlen_q)
+    if isinstance(offered, config.AmpereForward):
+        return offered.for_call(call.options.dropout_p > 0.0)
     if isinstance(offered, config.HopperForward):
         small = offered.block_m == TILE or _takes_tiles_of_128(call) or _ends_sooner_in_tiles_of_128(offered, call)
         return _with_bias_tiles(replace(offered, block_m=TILE), call) if small else offered
@@ -87,6 +89,9 @@ def backward_config(offered: config.Config, call: Call, saved: Saved, grads: Gra
     if isinstance(offered, config.PortableBackward):
         aligned = rows_are_aligned(*_rows_of_backward(call, saved, grads))
         return offered.for_call(aligned, is_pairwise(call.bias, call.options))
+    if isinstance(offered, config.AmpereBackward):
+        plain = call.mask.kind == "none" and call.bias is None and call.options.softcap == 0.0
+        return offered.for_call(plain, call.options.dropout_p > 0.0)
     # The other order divides by the scale, and has no registers for the slope of a soft cap.
     if isinstance(offered, config.HopperBackward):
         offered = replace(offered, shares=_shares(offered, call))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dmattn_ops import environment
 from dmattn_ops.call import Call, Demand, Gradients, Result, Saved
-from dmattn_ops.choice import ampere, arch, choose, config, epochs, resolve, tuning
+from dmattn_ops.choice import arch, choose, config, epochs, resolve, tuning
 from dmattn_ops.choice.arch import Arch
 from dmattn_ops.choice.choose import Choice
 from dmattn_ops.dispatch import entries, sinks
@@ -58,8 +58,6 @@ def cpu_kernels() -> str:
 def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = True) -> Choice:
     """Return the row that a launch uses, with all the configurations that it offers, or the one of the user's cache."""
     rows, kernels = (config.FORWARD, _FORWARD) if direction == "forward" else (config.BACKWARD, _BACKWARD)
-    if environment.takes_ampere():
-        rows = ampere.FIRST[direction]
     physical = arch.physical(call.query.device) if call.query.is_cuda else None
 
     def refusals(kernel: str) -> list[str]:

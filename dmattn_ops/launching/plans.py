@@ -198,9 +198,9 @@ def described(tensors: _Tensors) -> tuple[tuple[Any, ...] | None, ...]:
 
 
 def switches(tensor: Tensor | None) -> tuple[Any, ...]:
-    """Return the global settings that are part of a plan's key: DMATTN_ARCH, DMATTN_RECORD, DMATTN_AMPERE, TF32 for float32."""
+    """Return the global settings that are part of a plan's key: DMATTN_ARCH, DMATTN_RECORD, TF32 for float32."""
     tf32 = float32_precision() if tensor is not None and tensor.dtype is torch.float32 else None
-    return environment.architecture(), environment.record_file(), environment.takes_ampere(), tf32
+    return environment.architecture(), environment.record_file(), tf32
 
 
 def _make(found: Hashable, device: int, tensors: _Tensors, function: _Computation) -> tuple[Tensor, ...]:

@@ -23,13 +23,12 @@ from dmattn_ops.call import (
     plain_options,
 )
 from dmattn_ops.checks import validation
-from dmattn_ops.choice import ampere, arch, choose, config, resolve, resources
+from dmattn_ops.choice import arch, choose, config, resolve, resources
 from dmattn_ops.choice.resources import Specialization
 from dmattn_ops.dispatch import run
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-KERNELS = ("portable", "hopper", "hopper256")
-ASKED_FOR = ("ampere",)  # kernels that dispatch takes where a variable asks for them: in no table yet
+KERNELS = ("portable", "ampere", "hopper", "hopper256")
 DIRECTIONS = {"forward": config.FORWARD, "backward": config.BACKWARD}
 COMMON_DIM = 256  # wider heads are swept for the least and the most alone
 SEQLEN, HEADS, GROUP = 512, 24, 4  # enough blocks that forwards share no walk, and no more than an SM each on SM 9.0
@@ -126,7 +125,7 @@ def reachable(rows: tuple[config.Row, ...], sm: int) -> list[config.Row]:
     for demand in _demands(rows, on):
         suited, _ = choose.candidates(rows, on, demand)
         first = {row.kernel: row for row in reversed(suited)}
-        found |= dict.fromkeys(row for kernel, row in first.items() if kernel in (*KERNELS, *ASKED_FOR))
+        found |= dict.fromkeys(row for kernel, row in first.items() if kernel in KERNELS)
     return list(found)
 
 
@@ -148,7 +147,7 @@ def units(sms: tuple[int, ...], kernels: tuple[str, ...]) -> dict[str, dict[str,
     found: dict[str, dict[str, Unit]] = {}
     for sm in sms:
         for direction in DIRECTIONS:
-            for row in (row for row in reachable(ampere.FIRST[direction], sm) if row.kernel in kernels):
+            for row in (row for row in reachable(DIRECTIONS[direction], sm) if row.kernel in kernels):
                 for width in resources.widths(row):
                     for wanted in _specializations(direction, row, width):
                         unit = Unit(direction, row, width, wanted)

@@ -27,7 +27,7 @@ import triton
 
 from dmattn_ops.choice import arch, resources
 from dmattn_ops.choice.resources import Usage
-from dmattn_ops.testing.configurations import ARCHITECTURES, ASKED_FOR, KERNELS, Unit, launch, units
+from dmattn_ops.testing.configurations import ARCHITECTURES, KERNELS, Unit, launch, units
 
 PACKAGE = Path(resources.__file__).parents[1]
 _KERNELS = ("dmattn_ops.kernels.", "dmattn_ops.launching.")
@@ -170,7 +170,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="freeze what is found")
     parser.add_argument("--stale", action="store_true", help="only what the table lacks, or of other source")
     parser.add_argument("--sm", type=int, nargs="+", default=ARCHITECTURES, help="such as 90")
-    parser.add_argument("--kernels", nargs="+", choices=(*KERNELS, *ASKED_FOR), default=KERNELS)
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     version = triton.__version__

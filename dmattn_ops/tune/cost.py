@@ -64,6 +64,10 @@ def _blocks(part: Part, values: tuple[Any, ...], row: Row) -> _Blocks:
         if part.name == "dq":
             return _Blocks(made.dq_block_m, made.dq_block_n, made.dq_num_warps, made.dq_num_stages, 1)
         return _Blocks(made.block_n, made.block_m, made.num_warps, made.num_stages, 1)
+    if isinstance(made, config.AmpereForward):
+        return _Blocks(made.block_m, made.block_n, made.num_warps, 2, 1)
+    if isinstance(made, config.AmpereBackward):
+        return _Blocks(made.block_n, made.block_m, made.num_warps, made.query_stages + 1, 1)
     if isinstance(made, config.HopperForward):
         return _Blocks(made.block_m, made.block_n, made.block_m // 16, 3, made.block_m // 64)
     return _Blocks(made.block_n, made.block_m, 8, 3, 2)
@@ -110,7 +114,7 @@ def _resident(
     part: Part, values: tuple[Any, ...], row: Row, on: Arch, shape: Shape, kernel: _Kernel, blocks: _Blocks
 ) -> int:
     """Return how many programs a multiprocessor holds at once."""
-    if row.kernel != "portable":
+    if row.kernel not in ("ampere", "portable"):
         return 1
     registers = min(255.0, _registers(shape, kernel, blocks))
     by_registers = int(on.registers / (registers * 32 * blocks.warps))

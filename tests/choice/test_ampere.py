@@ -1,4 +1,4 @@
-"""When dispatch takes the kernels of mma.sync and cp.async: where they are asked for, and take the call."""
+"""When dispatch takes the kernels of mma.sync and cp.async: on their architectures, where they take the call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from dmattn_ops.call import NO_MASK, Call, Options, plain_options
-from dmattn_ops.choice import ampere, arch, config
+from dmattn_ops.choice import arch, config
 from dmattn_ops.dispatch import run
 
 PLAIN = plain_options(0.125)
@@ -29,32 +29,17 @@ def taken(given: Call, sm: int = 80) -> tuple[str, str]:
     return tuple(run.offered(direction, given, on).row.kernel for direction in ("forward", "backward"))
 
 
-@pytest.fixture
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DMATTN_AMPERE", "1")
-
-
-def test_nobody_gets_them_who_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DMATTN_AMPERE", raising=False)
-    assert taken(call()) == ("portable", "portable")
-    monkeypatch.setenv("DMATTN_AMPERE", "0")
-    assert taken(call()) == ("portable", "portable")
-
-
-@pytest.mark.usefixtures("asked_for")
 @pytest.mark.parametrize("sm", [80, 86, 89, 120])
 @pytest.mark.parametrize("dim", [8, 64, 80, 128, 256])
 def test_they_are_taken_on_each_of_their_architectures(dim: int, sm: int) -> None:
     assert taken(call(dim), sm) == ("ampere", "ampere")
 
 
-@pytest.mark.usefixtures("asked_for")
 def test_other_architectures_keep_their_own() -> None:
     assert taken(call(), 90) == ("hopper", "hopper")
     assert taken(call(), 100) == ("portable", "portable")
 
 
-@pytest.mark.usefixtures("asked_for")
 @pytest.mark.parametrize(
     ("given", "kernels"),
     [
@@ -72,7 +57,8 @@ def test_portable_kernels_take_what_these_refuse(given: Call, kernels: tuple[str
 
 
 def test_rows_are_for_two_bytes_and_have_their_own_kernels_behind_them() -> None:
-    for direction, rows in (("forward", config.FORWARD), ("backward", config.BACKWARD)):
-        own = [row for row in ampere.FIRST[direction] if row not in rows]
-        assert ampere.FIRST[direction] == (*own, *rows)
-        assert {row.itemsize for row in own} == {2} and {row.kernel for row in own} == {"ampere"}
+    for rows in (config.FORWARD, config.BACKWARD):
+        own = [row for row in rows if row.kernel == "ampere"]
+        assert {row.itemsize for row in own} == {2}
+        others = {row.sm for row in rows if (row.kernel, row.dim, row.itemsize) == ("portable", 256, 2)}
+        assert {row.sm for row in own} == {80, 86, 89, 120} < others

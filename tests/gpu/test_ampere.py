@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from dmattn_ops.choice import ampere  # noqa: E402
+from dmattn_ops.choice import config  # noqa: E402
 from dmattn_ops.choice.configurations import AmpereBackward, AmpereForward  # noqa: E402
 from tests.interpreter.cases import NASTY, of_row, random_problem, row_id  # noqa: E402
 from tests.interpreter.problems import Problem, build, check, in_16_bits, run  # noqa: E402
@@ -24,7 +24,10 @@ DTYPES = (torch.float16, torch.bfloat16)
 def configurations(problem: Problem, sm: int) -> tuple[AmpereForward, AmpereBackward]:
     """Return the configurations for a problem on an architecture."""
     width = max(problem.head_dim, problem.value_dim)
-    rows = (next(row for row in of if row.sm == sm and row.dim >= width) for of in (ampere.FORWARD, ampere.BACKWARD))
+    rows = (
+        next(row for row in of if row.sm == sm and row.dim >= width)
+        for of in (config.AMPERE_FORWARD, config.AMPERE_BACKWARD)
+    )
     forward, backward = (row.config for row in rows)
     assert isinstance(forward, AmpereForward) and isinstance(backward, AmpereBackward)
     return forward, backward
@@ -64,9 +67,11 @@ def test_biased_band_at_every_dimension(dim: int, sm: int) -> None:
     check(problem, "cuda", *configurations(problem, sm))
 
 
-@pytest.mark.parametrize("index", range(len(ampere.BACKWARD)), ids=lambda index: row_id(ampere.BACKWARD[index]))
+@pytest.mark.parametrize(
+    "index", range(len(config.AMPERE_BACKWARD)), ids=lambda index: row_id(config.AMPERE_BACKWARD[index])
+)
 def test_row_stays_within_budget(index: int) -> None:
-    row = ampere.BACKWARD[index]
+    row = config.AMPERE_BACKWARD[index]
     problem = of_row(row, pairwise=False)
     check(problem, "cuda", *configurations(problem, row.sm))
 

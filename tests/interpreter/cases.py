@@ -52,6 +52,9 @@ NASTY = {
     "bias shared by batches and heads": Problem(batch=2, heads=4, bias=(1, 1, 100), mask="bits", mask_heads=4),
     "bias shared by groups of heads": Problem(batch=2, heads=4, bias=(2, 2, 100), band_hi=0),
     "bias with a stride between keys": Problem(bias=(1, 2, 100), bias_last_stride=3),
+    "bias per key of packed keys, most of which nobody sees": Problem(
+        seqlen_q=140, seqlen_k=140, lengths_q=(1, 40), lengths_k=(140, 60), top_left=True, band_hi=0, bias=(1, 1, 1)
+    ),
     "bias whose gradient nobody asks for": Problem(bias=(1, 2, 100), needs_dbias=False),
     "softcap": Problem(softcap=1.0, scale=1.0),
     "softcap so wide that it caps nothing": Problem(softcap=1e6),

@@ -138,7 +138,7 @@ def mark_unwritten(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StrictMemory:
-    """The interpreter's loads and stores, each checked to lie inside a tensor of the launch, and loads to be of written memory."""
+    """The interpreter's accesses, each checked to lie inside a tensor of the launch, and loads to be of written memory."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
@@ -173,6 +173,14 @@ class StrictMemory:
     def store(self, pointers: Any, value: Any, mask: Any) -> Any:
         self.check(pointers, mask, np.asarray(value).dtype.itemsize)
         return self.memory.store(pointers, value, mask)
+
+    def atomic_rmw(self, operation: Any, pointers: Any, value: Any, mask: Any, order: Any) -> Any:
+        self.check(pointers, mask, np.asarray(value).dtype.itemsize)
+        return self.memory.atomic_rmw(operation, pointers, value, mask, order)
+
+    def atomic_cas(self, pointers: Any, expected: Any, value: Any, order: Any) -> Any:
+        self.check(pointers, np.ones(np.asarray(pointers).shape, bool), np.asarray(value).dtype.itemsize)
+        return self.memory.atomic_cas(pointers, expected, value, order)
 
 
 @pytest.fixture

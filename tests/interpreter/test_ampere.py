@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dmattn_ops.choice import ampere
+from dmattn_ops.choice import config
 from dmattn_ops.choice.config import PortableBackward
 from dmattn_ops.choice.configurations import AmpereBackward, AmpereForward, Row
 from tests.interpreter import oracle
@@ -62,12 +62,31 @@ def test_widths_that_are_no_powers_of_two(head_dim: int, value_dim: int) -> None
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("row", range(len(ampere.BACKWARD)), ids=lambda index: row_id(ampere.BACKWARD[index]))
+@pytest.mark.parametrize(
+    "row", range(len(config.AMPERE_BACKWARD)), ids=lambda index: row_id(config.AMPERE_BACKWARD[index])
+)
 def test_row_stays_within_budget(row: int) -> None:
-    backward = ampere.BACKWARD[row]
-    forward = next(each for each in ampere.FORWARD if (each.sm, each.dim) == (backward.sm, backward.dim))
+    backward = config.AMPERE_BACKWARD[row]
+    forward = next(each for each in config.AMPERE_FORWARD if (each.sm, each.dim) == (backward.sm, backward.dim))
     assert isinstance(forward, Row)
     check_here(of_row(forward, pairwise=False), forward.config, backward.config)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "row", range(len(config.AMPERE_BACKWARD)), ids=lambda index: row_id(config.AMPERE_BACKWARD[index])
+)
+def test_narrow_keys_beside_wide_values(row: int) -> None:
+    """All threads copy more narrow rows at once than a step has."""
+    backward = config.AMPERE_BACKWARD[row]
+    forward = next(each for each in config.AMPERE_FORWARD if (each.sm, each.dim) == (backward.sm, backward.dim))
+    problem = Problem(heads=1, kv_heads=1, seqlen_q=70, seqlen_k=90, head_dim=8, value_dim=backward.dim, band_hi=20)
+    check_here(problem, forward.config, backward.config)
+
+
+def test_heads_are_computed_a_few_at_a_time() -> None:
+    problem = Problem(batch=2, heads=10, kv_heads=5, seqlen_q=150, seqlen_k=170, band_hi=30)
+    check_here(problem)
 
 
 def test_programs_share_the_keys_of_few_queries() -> None:

@@ -15,7 +15,7 @@ import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from dmattn_ops.call import UNBOUNDED  # noqa: E402
-from dmattn_ops.choice import ampere, epochs  # noqa: E402
+from dmattn_ops.choice import epochs  # noqa: E402
 from dmattn_ops.choice.resources import Specialization  # noqa: E402
 from dmattn_ops.kernels.epochs import launch as packs  # noqa: E402
 from dmattn_ops.kernels.masks import launch as tile_mask  # noqa: E402
@@ -68,7 +68,7 @@ HOPPER = (
 
 def units_of(kernel: str, sm: int, wanted: tuple[Specialization, ...]) -> Iterator[Unit]:
     """Yield units of the narrowest heads that a kernel takes, forward and backward."""
-    for direction, rows in ampere.FIRST.items():
+    for direction, rows in configurations.DIRECTIONS.items():
         row = next((row for row in reachable(rows, sm) if (row.kernel, row.itemsize) == (kernel, 2)), None)
         for each in wanted if row is not None else ():
             unit = Unit(direction, row, row.dim, each)
@@ -225,7 +225,11 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "portable/dbias.py": ("batches * bias_group", "program // key_blocks // blocks % dbias_heads * bias_group"),
     },
     "blocks of the call, which are programs of its grid": {
-        "ampere/walks.py": ("program % heads * blocks",),
+        "ampere/walks.py": (
+            "abreast * blocks",
+            "program // of_heads * abreast",
+            "(first + within % heads) * blocks",
+        ),
         "hopper/backward/kernel.py": ("n_blocks *= shares",),
         "hopper/backward/rows.py": ("block * 2",),
         "hopper/backward/shares.py": ("tl.program_id(0) * ROWS",),

@@ -9,7 +9,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from dmattn_ops.choice import ampere, arch  # noqa: E402
+from dmattn_ops.choice import arch, config  # noqa: E402
 from dmattn_ops.choice.configurations import Row  # noqa: E402
 from dmattn_ops.choice.resources import Specialization  # noqa: E402
 from dmattn_ops.testing.compile_only import Resources, read_resources  # noqa: E402
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 CASES = [
     Case(direction, row, width, wanted)
     for wanted in WANTED
-    for direction, rows in (("forward", ampere.FORWARD), ("backward", ampere.BACKWARD))
+    for direction, rows in (("forward", config.AMPERE_FORWARD), ("backward", config.AMPERE_BACKWARD))
     for row in rows
     for width in {64: (32, 64), 128: (80, 96, 128), 256: (192, 256)}[row.dim]
 ]
@@ -78,6 +78,6 @@ def test_kernels_compile_into_the_shared_memory_of_their_architecture(case: Case
 
 def test_the_causal_forward_of_narrow_heads_keeps_everything_in_registers() -> None:
     """The causal forward at D 64 spills nothing."""
-    row = next(row for row in ampere.FORWARD if (row.sm, row.dim) == (80, 64))
+    row = next(row for row in config.AMPERE_FORWARD if (row.sm, row.dim) == (80, 64))
     found = compiled(Case("forward", row, 64, "causal"))["forward_kernel"]
     assert found.spill_bytes == 0 and found.registers <= 255

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -163,22 +164,32 @@ def poisoned(case: Case, number: float = float("nan")) -> Case:
     return case._replace(key=key, value=value, bias=bias)
 
 
-def results_of(case: Case, attend: Any, **keywords: Any) -> dict[str, Tensor]:
-    """Return out, lse, the row maximum and all gradients of `attend(query, key, value, mask, bias, sink=...)`."""
+def gradients_of(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Draw gradients of outputs, the same numbers on every device."""
+    random = torch.Generator().manual_seed(1)
+    return [torch.randn(each.shape, generator=random, dtype=torch.float64).to(each) for each in outputs]
+
+
+def results_of(case: Case, attend: Any, grads: list[Tensor] | None = None, **keywords: Any) -> dict[str, Tensor]:
+    """Return out, lse, the row maximum and all gradients of `attend(query, key, value, mask, bias, sink=...)`.
+
+    `grads` are those of out and lse; by default they are drawn.
+    """
     leaves = {"dq": case.query, "dk": case.key, "dv": case.value, "dbias": case.bias, "dsink": case.sink}
     leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items() if leaf is not None}
     given = (leaves["dq"], leaves["dk"], leaves["dv"], case.mask, leaves.get("dbias"))
     outputs = attend(*given, sink=leaves.get("dsink"), **keywords)
-    random = torch.Generator().manual_seed(1)
-    grads = [torch.randn(each.shape, generator=random, dtype=torch.float64).to(each.dtype) for each in outputs[:2]]
+    grads = gradients_of(outputs[:2]) if grads is None else grads
     found = torch.autograd.grad(outputs[:2], list(leaves.values()), grads, allow_unused=True, materialize_grads=True)
     return dict(zip(("out", "lse", "row_max"), outputs, strict=False)) | dict(zip(leaves, found, strict=True))
 
 
-def ours(case: Case, function: Any = dmattn_ops.flash_dmattn_func, **more: Any) -> dict[str, Tensor]:
+def ours(
+    case: Case, function: Any = dmattn_ops.flash_dmattn_func, grads: list[Tensor] | None = None, **more: Any
+) -> dict[str, Tensor]:
     """Return the results of the library."""
     keywords = case.keywords | {"seqlen_k_used": case.used, "return_lse": True, "return_max": True} | more
-    return results_of(case, function, **keywords)
+    return results_of(case, function, grads, **keywords)
 
 
 def defined(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:

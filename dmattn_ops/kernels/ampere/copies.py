@@ -35,9 +35,9 @@ def registers_of_groups(columns, warps):
 
 
 @gluon.constexpr_function
-def rows_at_once(columns, warps):
-    """Return how many rows `columns` wide all threads copy at once."""
-    return warps * 256 // columns
+def rows_at_once(block, warps):
+    """Return how many rows of a `block` all threads copy at once."""
+    return min(block.count, warps * 256 // block.padded)
 
 
 @gluon.constexpr_function
@@ -61,7 +61,7 @@ def whole_slices(width):
 @gluon.jit
 def source_of(rows, block: gl.constexpr, WARPS: gl.constexpr):
     """Return rows of a head as tiles `block` (`arguments.RowBlock`) of them are copied."""
-    AT_ONCE: gl.constexpr = rows_at_once(block.padded, WARPS)
+    AT_ONCE: gl.constexpr = rows_at_once(block, WARPS)
     GROUPS: gl.constexpr = registers_of_groups(block.padded, WARPS)
     row = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(0, gl.SliceLayout(2, GROUPS)))[None, :, None]
     column = gl.arange(0, block.padded, layout=gl.SliceLayout(0, gl.SliceLayout(1, GROUPS)))[None, None, :]
@@ -71,7 +71,7 @@ def source_of(rows, block: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def copy_rows(shared, source, start, begin, end, block: gl.constexpr, CHECKED: gl.constexpr, WARPS: gl.constexpr):
     """Fetch rows `start ...` into a buffer: 0 past the width of the `block`, and where `CHECKED` outside of `begin ... end`."""
-    AT_ONCE: gl.constexpr = rows_at_once(block.padded, WARPS)
+    AT_ONCE: gl.constexpr = rows_at_once(block, WARPS)
     GROUPS: gl.constexpr = registers_of_groups(block.padded, WARPS)
     ROWS: gl.constexpr = registers_of_rows(block.padded, WARPS)
     rows = source.rows

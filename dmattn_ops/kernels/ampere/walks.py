@@ -53,11 +53,14 @@ def start_of(steps, number, STEP: gl.constexpr, features: gl.constexpr, PARTIAL:
 
 
 @gluon.jit
-def longest_first(blocks):
-    """Return the number of this program: the first block of every head comes first, then the second of every head."""
-    heads = gl.num_programs(0) // blocks
+def longest_first(blocks, abreast):
+    """Return the number of this program: of `abreast` heads all first blocks come first, then all second ones, and so on."""
     program = gl.program_id(0)
-    return program % heads * blocks + program // heads
+    of_heads = abreast * blocks
+    first = program // of_heads * abreast
+    heads = gl.minimum(abreast, gl.num_programs(0) // blocks - first)
+    within = program % of_heads
+    return (first + within % heads) * blocks + within // heads
 
 
 @gluon.jit

@@ -250,7 +250,7 @@ def forward(call: Call, result: Result, config: PortableForward) -> None:
 
 
 def forward_with(
-    kernel: Any, call: Call, result: Result, config: PortableForward | AmpereForward, least: int, **options: int
+    kernel: Any, call: Call, result: Result, config: PortableForward | AmpereForward, least: int, **options: Any
 ) -> None:
     """Run a forward with a kernel that takes the arguments of `forward_kernel`, and blocks at least `least` columns wide."""
     call = listed(call)

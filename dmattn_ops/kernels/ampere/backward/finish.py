@@ -22,6 +22,44 @@ def places_of_sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constex
     return (row % 8) * 4 + (row >> 3) * (8 * COLUMNS) + of_column
 
 
+@gluon.constexpr_function
+def alone(dim, layout):
+    """Return the layout of numbers along one of the eight dimensions of a tensor in `layout`."""
+    for other in range(7, -1, -1):
+        if other != dim:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def along(dim: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the numbers 0 to before `COUNT` along one of the eight dimensions of `LAYOUT`."""
+    numbers = gl.arange(0, COUNT, layout=alone(dim, LAYOUT))
+    for other in gl.static_range(8):
+        if other != dim:
+            numbers = gl.expand_dims(numbers, other)
+    return numbers
+
+
+@gluon.jit
+def add_to_sums(
+    pointer, dq, ROWS: gl.constexpr, COLUMNS: gl.constexpr, ROW_WARPS: gl.constexpr, COLUMN_WARPS: gl.constexpr
+):
+    """Add a product `[ROWS, COLUMNS]` of `ROW_WARPS` times `COLUMN_WARPS` warps to the sums (`places_of_sums`) from `pointer` on.
+
+    Each dimension is one of registers, warps or lanes alone: so each thread has one address, and what its registers add to that
+    are constants of the instructions.
+    """
+    SHAPE: gl.constexpr = (ROWS // (16 * ROW_WARPS), ROW_WARPS, 2, 8, COLUMNS // (8 * COLUMN_WARPS), COLUMN_WARPS, 4, 2)
+    parts = gl.reshape(dq, SHAPE)
+    LAYOUT: gl.constexpr = parts.type.layout
+    own = along(1, ROW_WARPS, LAYOUT) * (16 * COLUMNS) + along(5, COLUMN_WARPS, LAYOUT) * 64
+    own = own + along(3, 8, LAYOUT) * 4 + along(6, 4, LAYOUT)
+    of_row = along(0, SHAPE[0], LAYOUT) * (ROW_WARPS * 16 * COLUMNS) + along(2, 2, LAYOUT) * (8 * COLUMNS)
+    of_column = along(4, SHAPE[4], LAYOUT) * (COLUMN_WARPS * 64) + along(7, 2, LAYOUT) * 32
+    gl.atomic_add((pointer + own) + (of_row + of_column), parts, sem="relaxed")
+
+
 @gluon.jit
 def first_sum(place, STEP: gl.constexpr, features: gl.constexpr):
     """Return the row of the sums at which a sequence begins: each has room for whole steps of `STEP` queries."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Saved, Takes, is_pairwise, mappable, rows_are_aligned
+from dmattn_ops.call import TILE, Call, Gradients, Saved, Takes, is_pairwise, mappable, rows_are_aligned
 from dmattn_ops.choice.configurations import AmpereBackward
 from dmattn_ops.kernels.ampere.arguments import LEAST_COLUMNS, common_refusals, far_apart
 from dmattn_ops.kernels.ampere.backward.finish import finish_kernel
@@ -47,7 +47,8 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: AmpereBackward)
             computed(Tensor.zero_, gradient)
     arguments = gradient_arguments(call, saved, grads, size)
     room = room_for_bias(call, grads.dbias, size)
-    dq_rows = blocks_and_programs(size, size.seqlen_q, size.heads, config.block_m, None)[0] * config.block_m
+    step = config.block_m if call.mask.col_tiles is None else max(config.block_m, TILE)  # lists name whole tiles
+    dq_rows = blocks_and_programs(size, size.seqlen_q, size.heads, step, None)[0] * step
     batch = arguments["delta"].shape[0]
     dq_sums = workspace(call.query, batch, size.heads, dq_rows, padded(call.query.shape[-1], LEAST_COLUMNS))
     computed(Tensor.zero_, dq_sums)
@@ -83,7 +84,14 @@ def _launch_keys(
         blocks=blocks,
         shape=shape_of(call, config.block_m, config.block_n, rows_are_aligned(grads.dk, grads.dv), LEAST_COLUMNS),
         features=features_of(call, mask.col_tiles),
-        T=Traits(config.score_warps, config.key_warps, config.query_warps, config.query_stages, config.grad_stages),
+        T=Traits(
+            config.score_warps,
+            config.key_warps,
+            config.query_warps,
+            config.query_stages,
+            config.grad_stages,
+            call.query.stride(-3) == grads.grad_out.stride(-3),
+        ),
         num_warps=config.num_warps,
     )
 

@@ -59,6 +59,12 @@ from dmattn_ops.kernels.portable.visibility import (
 )
 
 
+class Traits(NamedTuple):
+    """What the kernel is compiled for besides blocks and features."""
+
+    same_strides: bool  # rows of keys and of values are as far apart: addresses of both take the registers of one
+
+
 class Buffers(NamedTuple):
     """Shared memory."""
 
@@ -256,7 +262,7 @@ def forward_kernel(
     bias_b, bias_h, bias_q, bias_k, bias_group, tiles_b, tiles_h, tiles_r, tiles_w, bits_b, bits_h, bits_r, mask_group,
     q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor,
-    shape: gl.constexpr, features: gl.constexpr,
+    shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     """Write out and the statistics of one block of queries, or of one share of its walk (`program_id(1)` says which)."""
     lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
@@ -275,7 +281,9 @@ def forward_kernel(
     )
     split = gl.program_id(1)
     splits = gl.num_programs(1)
-    place, start_q = program_of(longest_first(blocks), lanes(), blocks, lengths, lists, shape, features, False)
+    place, start_q = program_of(
+        longest_first(blocks, gl.num_programs(0) // blocks), lanes(), blocks, lengths, lists, shape, features, False
+    )
     if start_q >= place.length_q:
         return
 
@@ -298,6 +306,8 @@ def forward_kernel(
     copy_rows(buffers.q, own, start_q, 0, place.length_q, QUERY_ROWS, True, WARPS)
     async_copy.commit_group()
     kv_head = place.head // features.group
+    if T.same_strides:
+        value_s = key_s
     keys = KeyRows(
         source_of(rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin), KEY_ROWS, WARPS),
         source_of(rows_of(value, value_b, value_s, value_h, place.batch, kv_head, place.k_begin), VALUE_ROWS, WARPS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dmattn_ops.call import Call, Result, Takes
 from dmattn_ops.choice.configurations import AmpereForward
 from dmattn_ops.kernels.ampere.arguments import LEAST_COLUMNS, common_refusals
-from dmattn_ops.kernels.ampere.forward.kernel import forward_kernel
+from dmattn_ops.kernels.ampere.forward.kernel import Traits, forward_kernel
 from dmattn_ops.kernels.portable.forward import forward_with
 
 TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=80)
@@ -21,4 +21,5 @@ def refusals(call: Call) -> list[str]:
 
 def forward(call: Call, result: Result, config: AmpereForward) -> None:
     """Write out `[B, Sq, H, Dv]`, and lse, lse_tail and row_max `[B, H, Sq]` (packed: `[total_q, H, Dv]`, `[H, total_q]`)."""
-    forward_with(forward_kernel, call, result, config, LEAST_COLUMNS)
+    traits = Traits(call.key.stride(-3) == call.value.stride(-3))
+    forward_with(forward_kernel, call, result, config, LEAST_COLUMNS, T=traits)
