@@ -14,6 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+# Triton 3.9 renamed it.
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
 
 class Source(NamedTuple):
     """Rows of one head, as a tile of them is copied."""
@@ -87,7 +90,7 @@ def copy_rows(shared, source, start, begin, end, block: gl.constexpr, CHECKED: g
         row = gl.arange(0, block.count, layout=gl.SliceLayout(1, ROWS))
         own = ((row >= begin - start) & (row < end - start))[:, None]
         inside = own if inside is None else own & inside
-    async_copy.async_copy_global_to_shared(shared, pointers, inside)
+    async_load(shared, pointers, inside)
 
 
 @gluon.jit
@@ -95,7 +98,7 @@ def copy_numbers(shared, pointer, start, end, COUNT: gl.constexpr, WARPS: gl.con
     """Fetch the float32 numbers of rows `start ...` into a buffer: 0 from row `end` on."""
     NUMBERS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     row = gl.arange(0, COUNT, layout=NUMBERS)
-    async_copy.async_copy_global_to_shared(shared, pointer + start + row, row < end - start)
+    async_load(shared, pointer + start + row, row < end - start)
 
 
 @gluon.jit

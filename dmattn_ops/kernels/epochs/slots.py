@@ -16,6 +16,7 @@ before wrote to memory, behind a barrier.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
@@ -32,7 +33,8 @@ MOST_COUNTED = tl.constexpr((1 << COUNT_BITS.value) - 1)
 COUNTED_IN_WORD = tl.constexpr(63 // COUNT_BITS.value)
 
 
-class Planned(NamedTuple):
+@dataclass(frozen=True)
+class Planned:
     """What a program that plans an epoch works on at once: one constant of it."""
 
     keys: int  # that it looks through

@@ -18,9 +18,3 @@ ROWS = gl.constexpr(64)  # of a warp group's matrix instruction
 def accumulator(columns):
     """Return the layout of an accumulator `[64, columns]`."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def known(traits):
-    """Return a record of numbers with each a `gl.constexpr`: what shapes and loops of Triton 3.6 ask for."""
-    return type(traits)(*map(gl.constexpr, traits))

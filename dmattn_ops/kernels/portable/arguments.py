@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,8 @@ UNSPECIALIZED = (
 )
 
 
-class RowBlock(NamedTuple):
+@dataclass(frozen=True)
+class RowBlock:
     """A block of rows as a kernel is compiled for it, `[count, padded]`."""
 
     count: int
@@ -72,7 +74,8 @@ class RowBlock(NamedTuple):
     aligned: bool
 
 
-class Shape(NamedTuple):
+@dataclass(frozen=True)
+class Shape:
     """The blocks that a kernel is compiled for: one constant of it."""
 
     block_m: int  # queries
@@ -104,7 +107,8 @@ class Shape(NamedTuple):
         return RowBlock(self.block_m, self.value_dim, self.padded_value, self.aligned)
 
 
-class Features(NamedTuple):
+@dataclass(frozen=True)
+class Features:
     """What a call asks of a kernel when it is compiled: one constant of it."""
 
     listed: bool  # lists of tiles say where the mask shows something

@@ -9,6 +9,7 @@ the same way (Dao, 2023, arXiv:2307.08691).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -69,7 +70,8 @@ from dmattn_ops.kernels.portable.visibility import (
 ABREAST = gl.constexpr(4)
 
 
-class Traits(NamedTuple):
+@dataclass(frozen=True)
+class Traits:
     """How the warps of a program share its products, and how many buffers it has: one constant of the kernel."""
 
     score_warps: int  # along the queries of S and dP

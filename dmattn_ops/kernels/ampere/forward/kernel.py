@@ -7,6 +7,7 @@ works in the same way (Dao, 2023, arXiv:2307.08691).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -59,7 +60,8 @@ from dmattn_ops.kernels.portable.visibility import (
 )
 
 
-class Traits(NamedTuple):
+@dataclass(frozen=True)
+class Traits:
     """What the kernel is compiled for besides blocks and features."""
 
     same_strides: bool  # rows of keys and of values are as far apart: addresses of both take the registers of one

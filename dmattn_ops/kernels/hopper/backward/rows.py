@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -12,7 +12,8 @@ from dmattn_ops.kernels.sinks import part_of_gradient, take_sink
 from dmattn_ops.launching.overlap import follow_kernel_before
 
 
-class RowTraits(NamedTuple):
+@dataclass(frozen=True)
+class RowTraits:
     """What the kernel is compiled for."""
 
     BLOCK: int  # rows of a program

@@ -15,6 +15,8 @@ A mask of random bits costs 8%.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -178,7 +180,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     )  # fmt: skip
     given = of_queries or _arguments_of(call, False, heads, seqlen_q, stats)
     together = _heads_side_by_side(call, config, uneven, batch * heads, rows // TILE)
-    traits = traits._replace(PARTIAL=uneven or seqlen_k % STEP != 0, HAS_LO=has_lo, HAS_HI=has_hi)
+    traits = replace(traits, PARTIAL=uneven or seqlen_k % STEP != 0, HAS_LO=has_lo, HAS_HI=has_hi)
     launch(
         queries_kernel, (batch * heads * (rows // TILE),),
         *maps, dq_map, *more_maps, dq2_map, stats, flags, **given._asdict(), **common, heads=heads, heads_per_group=together,

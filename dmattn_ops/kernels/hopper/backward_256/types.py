@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -9,7 +10,8 @@ from triton.experimental import gluon
 from dmattn_ops.kernels.hopper.views import Test
 
 
-class Traits(NamedTuple):
+@dataclass(frozen=True)
+class Traits:
     """What a kernel is compiled for."""
 
     D: int  # columns of query and key in their first part, and (else 0) in their second one (`columns.py`)

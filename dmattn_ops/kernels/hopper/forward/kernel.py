@@ -30,7 +30,7 @@ from dmattn_ops.kernels.hopper.columns import (
     staged,
     transposed,
 )
-from dmattn_ops.kernels.hopper.constants import ROWS, TILE, accumulator, known
+from dmattn_ops.kernels.hopper.constants import ROWS, TILE, accumulator
 from dmattn_ops.kernels.hopper.dropout import Dropout, drop, dropout_of_batch, dropout_of_head
 from dmattn_ops.kernels.hopper.forward.softmax import (
     largest,
@@ -182,6 +182,7 @@ def finish(operands, smem, sums, q, place, row, T: gl.constexpr):
 @gluon.jit
 def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
     """Compute 64 queries of each piece of work: those from `C * 64` of its tile."""
+    BN: gl.constexpr = T.BN
     NC: gl.constexpr = T.BM // ROWS
     ROW: gl.constexpr = gl.SliceLayout(1, accumulator(T.BN))
     STATE_COLUMNS: gl.constexpr = T.BN if NC == 2 else T.BN // 2
@@ -198,7 +199,7 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
     hi = operands.band.hi
     slots = gl.arange(0, WORDS, layout=PIECE)
     row = gl.arange(0, ROWS, layout=ROW)
-    empty = gl.zeros([ROWS, T.BN], gl.float32, layout=accumulator(T.BN))
+    empty = gl.zeros([ROWS, BN], gl.float32, layout=accumulator(T.BN))
     turn = 0
     step = 0
     mbarrier.wait(bars.q_full.index(0), 0)
@@ -372,16 +373,18 @@ def allocate(maps, bias, T: gl.constexpr):
 def begin_barriers(T: gl.constexpr):
     """Return the barriers of a block, ready for their first turn."""
     NC: gl.constexpr = T.BM // ROWS
+    STAGES: gl.constexpr = T.STAGES
+    Q_STAGES: gl.constexpr = T.Q_STAGES
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [T.Q_STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [T.Q_STAGES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [T.STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [T.STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [T.STAGES, 1], BARRIER)
-    for i in gl.static_range(T.Q_STAGES):
+    for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=NC)
-    for i in gl.static_range(T.STAGES):
+    for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=2 if T.BIAS == KEY_BIAS or T.MASK == INTERVALS else 1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=NC)
@@ -403,7 +406,7 @@ def forward_kernel(
     q_segments, k_segments, start, end, hidden_from, hidden_to, bias, seed, counter, scale, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, band_lo, band_hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
-    bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin, TRAITS: gl.constexpr,
+    bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin, T: gl.constexpr,
 ):  # fmt: skip
     """Write out, lse and lse_tail for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H).
 
@@ -414,9 +417,8 @@ def forward_kernel(
 
     `k_segments`, or `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and
     `segments_kh`. Of ragged calls `lists` are the records of tiles of `BM` queries, and positions count inside a sequence.
-    TRAITS are `types.Traits`.
+    `T` are `types.Traits`.
     """
-    T: gl.constexpr = known(TRAITS)
     operands = Operands(
         maps=Maps(
             q=pair(q_desc, q2_desc, T.D2),

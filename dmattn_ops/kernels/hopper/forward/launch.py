@@ -278,6 +278,6 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         band_hi=band_hi,
         lse_b=lse_b,
         lse_h=lse_h,
-        TRAITS=traits,
+        T=traits,
         num_warps=4,
     )

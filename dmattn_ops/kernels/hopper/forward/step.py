@@ -42,11 +42,12 @@ def stored_bias(step, biases, C: gl.constexpr, T: gl.constexpr):
 
     A dtype of 16 bits takes half the registers. Call it before the product of the same step is issued, like `hidden_words`.
     """
+    BN: gl.constexpr = T.BN
     SCORES: gl.constexpr = accumulator(T.BN)
     if T.BIAS == KEY_BIAS:
         return biases.index(step % T.STAGES).load(gl.SliceLayout(0, SCORES))
     elif T.BIAS == TILED_BIAS:
-        return biases.index((step % T.STAGES) * (T.BM // ROWS) + C).reshape([ROWS, T.BN]).load(SCORES)
+        return biases.index((step % T.STAGES) * (T.BM // ROWS) + C).reshape([ROWS, BN]).load(SCORES)
     else:
         return 0
 
@@ -107,7 +108,8 @@ def hidden_words(i, step, words, n_partial, C: gl.constexpr, T: gl.constexpr):
     Call it before the product of the same step is issued: loads from shared memory queue behind matrix instructions,
     and one still queued when the tile is released would read the next tile's bits.
     """
-    cube = gl.zeros([ROWS, T.BN], gl.int32, layout=accumulator(T.BN)).reshape([ROWS, T.BN // 32, 32])
+    BN: gl.constexpr = T.BN
+    cube = gl.zeros([ROWS, BN], gl.int32, layout=accumulator(T.BN)).reshape([ROWS, BN // 32, 32])
     WORDS: gl.constexpr = gl.SliceLayout(2, cube.type.layout)
     bits = words.index((step % T.STAGES) * (T.BM // ROWS) + C).reshape([ROWS, TILE // 32])
     seen = bits.slice(0, T.BN // 32, dim=1).load(WORDS)
@@ -184,10 +186,11 @@ def hide_between(s, first, visible, T: gl.constexpr):
 @gluon.jit
 def hide(s, i, stored, visible, T: gl.constexpr):
     """Return scores `[64, BN]` of the `i`-th tile of the walk with what is invisible at -inf."""
+    BN: gl.constexpr = T.BN
     SCORES: gl.constexpr = accumulator(T.BN)
     if T.MASK == BITS:
         # a thread's columns are 8 k + 2 (lane & 3) + {0, 1}: shifts per word, then constants
-        cube = s.reshape([ROWS, T.BN // 32, 32])
+        cube = s.reshape([ROWS, BN // 32, 32])
         CUBE: gl.constexpr = cube.type.layout
         column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, CUBE)))
         column = gl.expand_dims(gl.expand_dims(column, 0), 0)
@@ -198,7 +201,7 @@ def hide(s, i, stored, visible, T: gl.constexpr):
         CODE: gl.constexpr = "{ .reg .b32 drop; prmt.b32 drop, $1, 0, $2; lop3.b32 $0, $3, drop, 0xff800000, 0xb8; }"
         given = [word, byte, cube.to(gl.int32, bitcast=True)]
         scores = gl.inline_asm_elementwise(CODE, "=r,r,r,r", given, gl.int32, is_pure=True, pack=1)
-        scores = scores.to(gl.float32, bitcast=True).reshape([ROWS, T.BN])
+        scores = scores.to(gl.float32, bitcast=True).reshape([ROWS, BN])
         return gl.convert_layout(scores, SCORES, assert_trivial=True)
     else:
         column = gl.arange(0, T.BN, layout=gl.SliceLayout(0, SCORES))
@@ -235,6 +238,7 @@ def rescale_second(acc, factor, DV2: gl.constexpr):
 @gluon.jit
 def advance(i, step, sums, p, q, visible, smem, bars, scales, C: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr):
     """Add tile `i`, whose P are given, to acc; return the sums, and P of tile `i + 1`."""
+    BN: gl.constexpr = T.BN
     OVERLAP: gl.constexpr = T.BM == 2 * ROWS  # three consumers have no registers for the P of two tiles
     dtype: gl.constexpr = smem.v[0].dtype
     acc = sums.acc
@@ -250,7 +254,7 @@ def advance(i, step, sums, p, q, visible, smem, bars, scales, C: gl.constexpr, M
             clear_unseen(values, first_key(i, visible, T), visible.seen, T.BN)
     stored = stored_mask(i + 1, step + 1, smem, visible.n_partial, C, MASKED, T)
     bias = stored_bias(step + 1, smem.biases, C, T)
-    empty = gl.zeros([ROWS, T.BN], gl.float32, layout=accumulator(T.BN))
+    empty = gl.zeros([ROWS, BN], gl.float32, layout=accumulator(T.BN))
     s = multiply(q, k_next, empty, False)
     acc = add_products(p, rows_of(smem.v, b, T.BN, T.DV, T.DV2), acc, T.DV2)
     if OVERLAP:

@@ -6,10 +6,12 @@ specialize the numbers of a tuple; the kernel puts them together. Only `Traits` 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class Traits(NamedTuple):
+@dataclass(frozen=True)
+class Traits:
     """What a kernel is compiled for."""
 
     BM: int  # queries of a piece of work, 64 for each consumer

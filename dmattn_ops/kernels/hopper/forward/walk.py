@@ -143,10 +143,11 @@ def prefetch_bias(j, source, T: gl.constexpr):
     """Ask L2 for the 16-bit bias of a block's queries and of key tile `j`, which the consumers will read a step or two later."""
     LINE: gl.constexpr = 64  # elements of 16 bits
     LINES: gl.constexpr = T.BN // LINE
+    BM: gl.constexpr = T.BM
     KEYS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, 32, layout=KEYS)
     column = gl.minimum(j * T.BN + lane % LINES * LINE, source.seqlen_k - 1)
-    for first in gl.static_range(0, T.BM, 32 // LINES):
+    for first in gl.static_range(0, BM, 32 // LINES):
         row = gl.minimum(source.q_first + first + lane // LINES, source.seqlen_q - 1)
         at = (source.bias + (row.to(gl.int64) * source.bias_query + column)).to(gl.int64, bitcast=True)
         gl.inline_asm_elementwise(
