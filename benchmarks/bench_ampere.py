@@ -184,7 +184,7 @@ def experiment(case: Case, session: Session) -> list[Row]:
     problem = problem_of(case, session.options.device)
     ours = own(case, problem)
     makers: dict[str, Maker] = {
-        "fa2": (functools.partial(fa2, case, problem), True),
+        "fa2": (functools.partial(fa2, case, problem), not case.packed),
         "flex": (functools.partial(flex_of, case, problem), True),
     }
     if case.keep:

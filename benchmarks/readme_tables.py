@@ -3,6 +3,7 @@
 A table stands between `<!-- results: FILE -->` and `<!-- end -->`, where FILE lies in benchmarks/results; `FILE 4096` takes
 only the rows whose case holds that word. Of a file of `bench_dynamic.py` or `bench_intervals.py`, `FILE PART` shows one part,
 and `FILE targets` what was meant to be reached; `FILE PART whole` of `bench_dynamic.py` leaves out what the time is made of.
+Of a file of `bench_ampere.py`, `FILE 8.9` shows one architecture.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ NAMES = {
     "fa4": "FA4",
     "cudnn": "cuDNN",
     "flex": "flex_attention",
+    "fa2": "FlashAttention-2",
     "sdpa": "SDPA",
     "sdpa-efficient": "SDPA, memory-efficient",
 }
@@ -176,6 +178,31 @@ def host_table(rows: list[Row]) -> str:
     return _table(["us on the host", *(NAMES[name] for name in names)], lines)
 
 
+def architecture_table(rows: list[Row]) -> str:
+    """Milliseconds of forward and backward, those of a forward with its mask work, and how many times as long each peer takes."""
+    cases = _by_case([row for row in rows if "missing" not in row])
+    peers = [name for name in ("fa2", "flex") if any(name in case for case in cases.values())]
+
+    def times(row: Row) -> tuple[float, float]:
+        return row["forward_ms"] + row.get("prepare_ms", 0.0), row["backward_ms"]
+
+    def cell(own: Row, other: Row | None) -> str:
+        if other is None:
+            return ""
+        ratios = (theirs / ours for ours, theirs in zip(times(own), times(other), strict=True))
+        return " / ".join(f"{ratio:.2f}x" for ratio in ratios)
+
+    lines = [
+        [
+            case,
+            " / ".join(map(_ms, times(found["dmattn"]))),
+            *(cell(found["dmattn"], found.get(name)) for name in peers),
+        ]
+        for case, found in cases.items()
+    ]
+    return _table(["ms forward / backward", NAMES["dmattn"], *(f"{NAMES[name]} takes" for name in peers)], lines)
+
+
 def _ms(time: float) -> str:
     return f"{time:.3g}" if time < 1000 else f"{time:.0f}"
 
@@ -246,6 +273,8 @@ def table(name: str, words: list[str]) -> str:
         if "published_tflops" in results:
             return intervals_table(rows, results["published_tflops"])
         return dynamic_table(rows, only_whole="whole" in words)
+    if "arch" in results["rows"][0]:
+        return architecture_table([row for row in results["rows"] if not words or row["arch"] in words])
     if "forward_must" in results["rows"][0]:
         return rows_table([row for row in results["rows"] if all(word in row["case"] for word in words)])
     if "forward_ratio" in results["rows"][0]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
@@ -70,7 +72,7 @@ def test_every_tile_of_dq_is_drawn_once_and_heads_in_their_order(tiles, heads, g
 
 def traits_of(band: tuple[int, int], block_m: int) -> Traits:
     """Return the traits of a deterministic call without a mask."""
-    return TRAITS._replace(BM=block_m, HAS_LO=band[0] > -UNBOUNDED)
+    return replace(TRAITS, BM=block_m, HAS_LO=band[0] > -UNBOUNDED)
 
 
 def walk(tile: int, lengths: tuple[int, int], band: tuple[int, int], block_m: int) -> tuple[list[int], set[int]]:

@@ -208,7 +208,7 @@ def _compile(case: str) -> dict:
     }
     signature |= {"q_desc": boxes(64, columns, "bf16"), "o_desc": boxes(64, columns_v, "bf16")}
     signature |= {"k_desc": boxes(block_n, columns, "bf16"), "v_desc": boxes(block_n, columns_v, "bf16")}
-    constants: dict[str, Any] = {"TRAITS": _traits(case, row, mask, bias, block_m)}
+    constants: dict[str, Any] = {"T": _traits(case, row, mask, bias, block_m)}
     optional = {"bits_desc": boxes(64, 4, "i32")} if mask == "bits" else {}
     optional |= {"bias_desc": boxes(64, block_n, "bf16")} if bias == "tiles" else {}
     optional |= {"q2_desc": boxes(64, second, "bf16"), "k2_desc": boxes(block_n, second, "bf16")} if second else {}

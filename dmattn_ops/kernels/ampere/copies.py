@@ -40,7 +40,7 @@ def registers_of_groups(columns, warps):
 @gluon.constexpr_function
 def rows_at_once(block, warps):
     """Return how many rows of a `block` all threads copy at once."""
-    return min(block.count, warps * 256 // block.padded)
+    return min(block.length, warps * 256 // block.padded)
 
 
 @gluon.constexpr_function
@@ -78,16 +78,16 @@ def copy_rows(shared, source, start, begin, end, block: gl.constexpr, CHECKED: g
     GROUPS: gl.constexpr = registers_of_groups(block.padded, WARPS)
     ROWS: gl.constexpr = registers_of_rows(block.padded, WARPS)
     rows = source.rows
-    group = gl.arange(0, block.count // AT_ONCE, layout=gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))[:, None, None]
+    group = gl.arange(0, block.length // AT_ONCE, layout=gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))[:, None, None]
     first = rows.pointer + start.to(gl.int64) * rows.stride
     pointers = (first + group * (AT_ONCE * rows.stride)) + source.offsets
-    pointers = gl.convert_layout(gl.reshape(pointers, [block.count, block.padded]), ROWS, assert_trivial=True)
+    pointers = gl.convert_layout(gl.reshape(pointers, [block.length, block.padded]), ROWS, assert_trivial=True)
     pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 8])  # which reshaping forgets
     inside = None
     if block.width != block.padded:
         inside = (gl.arange(0, block.padded, layout=gl.SliceLayout(0, ROWS)) < block.width)[None, :]
     if CHECKED:
-        row = gl.arange(0, block.count, layout=gl.SliceLayout(1, ROWS))
+        row = gl.arange(0, block.length, layout=gl.SliceLayout(1, ROWS))
         own = ((row >= begin - start) & (row < end - start))[:, None]
         inside = own if inside is None else own & inside
     async_load(shared, pointers, inside)
@@ -115,7 +115,7 @@ def store_columns(rows, made, start, end, FIRST: gl.constexpr, COLUMNS: gl.const
     """Write columns `FIRST ...` of a `block` of rows `start ...`, up to row `end` and the block's width."""
     ROWS: gl.constexpr = registers_of_rows(COLUMNS, gl.num_warps())
     made = gl.convert_layout(made.to(rows.pointer.dtype.element_ty), ROWS)
-    row = start + gl.arange(0, block.count, layout=gl.SliceLayout(1, ROWS))
+    row = start + gl.arange(0, block.length, layout=gl.SliceLayout(1, ROWS))
     column = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, ROWS))
     pointers = rows.pointer + row.to(gl.int64)[:, None] * rows.stride + column[None, :]
     inside = (row < end)[:, None] & (column < block.width)[None, :]

@@ -83,7 +83,7 @@ def gather_kernel(
             if second_source is not None:
                 second_source += b * second_source_b + source_head * second_source_h
                 second_target += b * second_target_b + h.to(tl.int64) * second_target_h + first_row * second_target_s
-            ROWS: tl.constexpr = rows.count
+            ROWS: tl.constexpr = rows.length
             for at in tl.static_range(0, TILE, ROWS):
                 row = at + tl.arange(0, ROWS)
                 key = tl.load(slot_keys + row)
@@ -136,12 +136,12 @@ def sum_kernel(
     first_head, heads, group_b, group_h, seqlen_k, slots, blocks,
     rows: tl.constexpr, second_rows: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Write, for `rows.count` keys, the sums of the rows of their slots: over batch and heads of a group, then over epochs.
+    """Write, for `rows.length` keys, the sums of the rows of their slots: over batch and heads of a group, then over epochs.
 
     Sums are float32, in this order, and rounded once. `ADD`: they begin with what the target holds. A second tensor of
     the same slots, where there is one (not None), is summed beside the first, so that twice as many loads are on their way.
     """
-    KEYS: tl.constexpr = rows.count
+    KEYS: tl.constexpr = rows.length
     PADDED: tl.constexpr = rows.padded
     SECOND_PADDED: tl.constexpr = second_rows.padded
     block = tl.program_id(0) % blocks

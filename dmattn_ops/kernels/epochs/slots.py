@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.epochs.lists import list_blocks, list_query_tiles
 
 UNSPECIALIZED = (
@@ -33,8 +34,8 @@ MOST_COUNTED = tl.constexpr((1 << COUNT_BITS.value) - 1)
 COUNTED_IN_WORD = tl.constexpr(63 // COUNT_BITS.value)
 
 
-@dataclass(frozen=True)
-class Planned:
+@dataclass(frozen=True, eq=False, repr=False)
+class Planned(Constants):
     """What a program that plans an epoch works on at once: one constant of it."""
 
     keys: int  # that it looks through

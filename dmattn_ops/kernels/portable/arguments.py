@@ -20,6 +20,7 @@ from dmattn_ops.call import (
     in_natural_units,
     last_dropped,
 )
+from dmattn_ops.kernels.constants import Constants
 
 # Tensors of rows `[B, S, heads, D]`. Loads need to know of their addresses only whether they are ALIGNED, so their strides
 # are not specialized: one compiled kernel serves all strides and storage offsets.
@@ -64,18 +65,18 @@ UNSPECIALIZED = (
 )
 
 
-@dataclass(frozen=True)
-class RowBlock:
-    """A block of rows as a kernel is compiled for it, `[count, padded]`."""
+@dataclass(frozen=True, eq=False, repr=False)
+class RowBlock(Constants):
+    """A block of rows as a kernel is compiled for it, `[length, padded]`."""
 
-    count: int
+    length: int
     width: int
     padded: int
     aligned: bool
 
 
-@dataclass(frozen=True)
-class Shape:
+@dataclass(frozen=True, eq=False, repr=False)
+class Shape(Constants):
     """The blocks that a kernel is compiled for: one constant of it."""
 
     block_m: int  # queries
@@ -107,8 +108,8 @@ class Shape:
         return RowBlock(self.block_m, self.value_dim, self.padded_value, self.aligned)
 
 
-@dataclass(frozen=True)
-class Features:
+@dataclass(frozen=True, eq=False, repr=False)
+class Features(Constants):
     """What a call asks of a kernel when it is compiled: one constant of it."""
 
     listed: bool  # lists of tiles say where the mask shows something

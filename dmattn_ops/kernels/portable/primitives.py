@@ -55,7 +55,7 @@ def load_rows(
     `aligned` rows start at multiples of 16 bytes. Triton sees that by itself only of strides that are multiples of 16
     elements; 8 (head dimensions 40, 72 ...) are enough for 16-byte loads.
     """
-    row = tl.arange(0, block.count)
+    row = tl.arange(0, block.length)
     columns = tl.arange(0, block.padded)
     offsets = row.to(tl.int64)[:, None] * rows.stride + columns[None, :]
     pointers = rows.pointer + start.to(tl.int64) * rows.stride + offsets
@@ -80,7 +80,7 @@ def load_rows(
 @triton.jit
 def store_rows(rows, start, end, values, block: tl.constexpr):
     """Store `values` as a `block` of rows `start ...`, up to row `end` and the block's width."""
-    row = tl.arange(0, block.count)
+    row = tl.arange(0, block.length)
     columns = tl.arange(0, block.padded)
     offsets = row.to(tl.int64)[:, None] * rows.stride + columns[None, :]
     inside = (start + row < end)[:, None]

@@ -31,6 +31,7 @@ from dmattn_ops.kernels.ampere.copies import (
 )
 from dmattn_ops.kernels.ampere.dropout import dropout_keep
 from dmattn_ops.kernels.ampere.walks import lanes, longest_first, start_of, steps_of
+from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
 from dmattn_ops.kernels.portable.dropout import Seeds
 from dmattn_ops.kernels.portable.heads import Operands, head_of, program_of
@@ -70,8 +71,8 @@ from dmattn_ops.kernels.portable.visibility import (
 ABREAST = gl.constexpr(4)
 
 
-@dataclass(frozen=True)
-class Traits:
+@dataclass(frozen=True, eq=False, repr=False)
+class Traits(Constants):
     """How the warps of a program share its products, and how many buffers it has: one constant of the kernel."""
 
     score_warps: int  # along the queries of S and dP

@@ -25,6 +25,7 @@ from dmattn_ops.kernels.ampere.copies import (
 )
 from dmattn_ops.kernels.ampere.dropout import dropout_keep
 from dmattn_ops.kernels.ampere.walks import lanes, longest_first, start_of, steps_of
+from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
 from dmattn_ops.kernels.portable.dropout import Seeds
 from dmattn_ops.kernels.portable.heads import Operands, head_of, program_of
@@ -60,8 +61,8 @@ from dmattn_ops.kernels.portable.visibility import (
 )
 
 
-@dataclass(frozen=True)
-class Traits:
+@dataclass(frozen=True, eq=False, repr=False)
+class Traits(Constants):
     """What the kernel is compiled for besides blocks and features."""
 
     same_strides: bool  # rows of keys and of values are as far apart: addresses of both take the registers of one

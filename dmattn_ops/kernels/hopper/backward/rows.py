@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.hopper.statistics import query_of, row_statistics
 from dmattn_ops.kernels.sinks import part_of_gradient, take_sink
 from dmattn_ops.launching.overlap import follow_kernel_before
 
 
-@dataclass(frozen=True)
-class RowTraits:
+@dataclass(frozen=True, eq=False, repr=False)
+class RowTraits(Constants):
     """What the kernel is compiled for."""
 
     BLOCK: int  # rows of a program

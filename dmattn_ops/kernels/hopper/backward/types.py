@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 
+from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.hopper.scores import KEY_BIAS
 
 
-@dataclass(frozen=True)
-class Traits:
+@dataclass(frozen=True, eq=False, repr=False)
+class Traits(Constants):
     """What the kernel is compiled for."""
 
     BM: int  # queries of a step

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 
+from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.hopper.views import Test
 
 
-@dataclass(frozen=True)
-class Traits:
+@dataclass(frozen=True, eq=False, repr=False)
+class Traits(Constants):
     """What the kernel is compiled for."""
 
     D: int  # columns of query and key in their first part, and (else 0) in their second one (`columns.py`)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dmattn_ops.kernels.constants import Constants
 
-@dataclass(frozen=True)
-class Traits:
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Traits(Constants):
     """What a kernel is compiled for."""
 
     BM: int  # queries of a piece of work, 64 for each consumer
