@@ -204,42 +204,36 @@ HOPPER_FORWARD = (
 _LARGE, _SMALL = (80,), (86, 89, 120)
 _AMPERE_FORWARD = {
     64: (
-        AmpereForward(128, 64, 4, dropout=AmpereForward(64, 64, 4)),
-        36864,
+        AmpereForward(128, 64, 4, dropout=AmpereForward(64, 64, 4)), 36864,
         "0.239 / 0.444 ms, FlashAttention-2 0.295 / 0.462; 64 x 64 0.255 / 0.528",
     ),
     128: (
-        AmpereForward(128, 64, 4, dropout=AmpereForward(64, 64, 4)),
-        69632,
+        AmpereForward(128, 64, 4, dropout=AmpereForward(64, 64, 4)), 69632,
         "0.416 / 0.761 ms, FlashAttention-2 0.502 / 0.779; 128 x 32 0.402 / 0.773, 64 x 64 0.436 / 0.855",
     ),
     256: (
-        AmpereForward(64, 64, 4),
-        101376,
+        AmpereForward(64, 64, 4), 101376,
         "0.865 / 1.62 ms, FlashAttention-2 0.958 / 1.68; 128 x 64 with 8 warps 0.845 / 1.65",
     ),
-}
+}  # fmt: skip
 _DROPPED = AmpereBackward(64, 64, 4, 4, 2, 2, 2, 2), AmpereBackward(64, 64, 4, 4, 2, 2, 2, 1)
 _AMPERE_64 = AmpereBackward(64, 64, 4, 2, 2, 2, 2, 2, dropout=_DROPPED[0])
 _AMPERE_BACKWARD = {
     (_LARGE, 64): (
-        replace(_AMPERE_64, plain=AmpereBackward(128, 128, 8, 4, 4, 4, 2, 2)),
-        166912,
-        "0.651 / 1.20 ms, FlashAttention-2 0.822 / 1.29; 64 x 64 0.690 / 1.28, but random bits 1.60 where 128 x 128 takes 1.79",
+        replace(_AMPERE_64, plain=AmpereBackward(128, 128, 8, 4, 4, 4, 2, 2)), 166912,
+        "0.651 / 1.20 ms, FlashAttention-2 0.822 / 1.29; 64 x 64 0.690 / 1.28, random bits 1.60 where 128 x 128 takes 1.79",
     ),
     (_SMALL, 64): (_AMPERE_64, 69632, "0.690 / 1.29 ms, FlashAttention-2 0.817 / 1.29; 64 x 128 0.723 / 1.34"),
     ((*_LARGE, *_SMALL), 128): (
-        AmpereBackward(64, 64, 4, 2, 2, 2, 1, 1, dropout=_DROPPED[1]),
-        101376,
+        AmpereBackward(64, 64, 4, 2, 2, 2, 1, 1, dropout=_DROPPED[1]), 101376,
         "1.16 / 2.24 ms, FlashAttention-2 1.42 / 2.38; 64 x 128 1.18 / 2.23, random bits 3.02 where this takes 2.69",
     ),
     (_LARGE, 256): (
-        AmpereBackward(64, 64, 8, 4, 2, 2, 1, 1),
-        151552,
+        AmpereBackward(64, 64, 8, 4, 2, 2, 1, 1), 151552,
         "2.74 / 5.63 ms, FlashAttention-2 3.15 / 5.59; 32 x 64 3.20 / 6.27",
     ),
     (_SMALL, 256): (AmpereBackward(32, 32, 4, 2, 2, 2, 1, 1), 101376, "3.86 / 7.93 ms, FlashAttention-2 3.15 / 5.59"),
-}
+}  # fmt: skip
 
 
 def _ampere_backward(sm: int, dim: int, made: AmpereBackward) -> AmpereBackward:

@@ -14,20 +14,20 @@ def test_the_choices_are_these():
         """\
 forward
 75: reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128
-80: portable:Standard_64x64 portable:StandardSeq_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:Standard_64x64 portable:Standard_64x64 portable:LowMem_32x32 portable:LowMem_16x16
-86: portable:Standard_64x64 portable:StandardSeq_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:LowMem_64x32 portable:LowMem_64x32 portable:LowMem_32x32 reference:Legacy_128x128
-89: portable:Standard_64x64 portable:StandardSeq_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:LowMem_64x32 portable:LowMem_64x32 portable:LowMem_32x32 reference:Legacy_128x128
+80: ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_64x64 ampere:Standard_64x64 portable:LowMem_32x32 portable:LowMem_16x16
+86: ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_64x64 ampere:Standard_64x64 portable:LowMem_32x32 reference:Legacy_128x128
+89: ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_64x64 ampere:Standard_64x64 portable:LowMem_32x32 reference:Legacy_128x128
 90: hopper:LargeBlock_192x128 hopper:LargeBlock_192x128 hopper:LargeBlock_128x128 hopper:LargeBlock_128x128 hopper:MediumBlock_128x64 hopper:MediumBlock_128x64 portable:LowMem_32x32 portable:LowMem_16x16
 100: portable:Standard_64x64 portable:Standard_64x64 portable:Standard_128x64 portable:Standard_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:LowMem_32x32 portable:LowMem_16x16
-120: portable:Standard_64x64 portable:StandardSeq_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:LowMem_64x32 portable:LowMem_64x32 portable:LowMem_32x32 reference:Legacy_128x128
+120: ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_64x64 ampere:Standard_64x64 portable:LowMem_32x32 reference:Legacy_128x128
 backward
 75: reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128 reference:Legacy_128x128
-80: portable:Standard_64x64 portable:StandardSeq_32x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_16x16 portable:LowMem_16x16
-86: portable:Standard_64x64 portable:StandardSeq_64x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x32 portable:LowMem_32x32 portable:LowMem_16x16 reference:Legacy_128x128
-89: portable:Standard_64x64 portable:StandardSeq_64x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x32 portable:LowMem_32x32 portable:LowMem_16x16 reference:Legacy_128x128
+80: ampere:Standard_64x64 ampere:Standard_64x64 ampere:Standard_64x64 ampere:Standard_64x64 ampere:Standard_64x64 ampere:Standard_64x64 portable:LowMem_16x16 portable:LowMem_16x16
+86: ampere:Standard_64x64 ampere:Standard_64x64 ampere:Standard_64x64 ampere:Standard_64x64 ampere:LowMem_32x32 ampere:LowMem_32x32 portable:LowMem_16x16 reference:Legacy_128x128
+89: ampere:Standard_64x64 ampere:Standard_64x64 ampere:Standard_64x64 ampere:Standard_64x64 ampere:LowMem_32x32 ampere:LowMem_32x32 portable:LowMem_16x16 reference:Legacy_128x128
 90: hopper:LargeBlock_128x128 hopper:LargeBlock_128x128 hopper:MediumBlock_64x128 hopper:MediumBlock_64x128 hopper256:Standard_64x64 hopper256:Standard_64x64 portable:LowMem_16x16 portable:LowMem_16x16
 100: portable:Standard_64x128 portable:Standard_64x128 portable:Standard_64x128 portable:Standard_64x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_16x16 portable:LowMem_16x16
-120: portable:Standard_64x64 portable:StandardSeq_64x128 portable:LowMem_32x64 portable:LowMem_32x64 portable:LowMem_32x32 portable:LowMem_32x32 portable:LowMem_16x16 reference:Legacy_128x128""",  # noqa: E501 - a table
+120: ampere:Standard_64x64 ampere:Standard_64x64 ampere:Standard_64x64 ampere:Standard_64x64 ampere:LowMem_32x32 ampere:LowMem_32x32 portable:LowMem_16x16 reference:Legacy_128x128""",  # noqa: E501 - a table
     )
 
 
@@ -40,21 +40,21 @@ def test_the_choices_by_size_are_these():
         + labels_by_size(config.BACKWARD, sms, dims),
         """\
 forward
-80 D64  few: Standard_64x64  few, long: Standard_64x64  short: Standard_64x64  4096: StandardSeq_128x64  8192: StandardSeq_128x64
-80 D128  few: LowMem_64x32  few, long: LowMem_64x32  short: Standard_128x32  4096: Standard_128x32  8192: LongSeq_128x64
-86 D64  few: Standard_64x64  few, long: Standard_64x64  short: Standard_64x64  4096: StandardSeq_128x64  8192: LongSeq_128x128
-86 D128  few: LowMem_64x32  few, long: LowMem_64x32  short: Standard_128x32  4096: Standard_128x32  8192: LongSeq_128x64
-89 D64  few: Standard_64x64  few, long: Standard_64x64  short: Standard_64x64  4096: StandardSeq_128x64  8192: LongSeq_128x128
-89 D128  few: LowMem_64x32  few, long: LowMem_64x32  short: Standard_128x32  4096: Standard_128x32  8192: LongSeq_128x64
+80 D64  few: Standard_128x64  few, long: Standard_128x64  short: Standard_128x64  4096: Standard_128x64  8192: Standard_128x64
+80 D128  few: Standard_128x64  few, long: Standard_128x64  short: Standard_128x64  4096: Standard_128x64  8192: Standard_128x64
+86 D64  few: Standard_128x64  few, long: Standard_128x64  short: Standard_128x64  4096: Standard_128x64  8192: Standard_128x64
+86 D128  few: Standard_128x64  few, long: Standard_128x64  short: Standard_128x64  4096: Standard_128x64  8192: Standard_128x64
+89 D64  few: Standard_128x64  few, long: Standard_128x64  short: Standard_128x64  4096: Standard_128x64  8192: Standard_128x64
+89 D128  few: Standard_128x64  few, long: Standard_128x64  short: Standard_128x64  4096: Standard_128x64  8192: Standard_128x64
 90 D64  few: LargeBlock_192x128  few, long: LargeBlock_192x128  short: LargeBlock_192x128  4096: LargeBlock_192x128  8192: LargeBlock_192x128
 90 D128  few: LargeBlock_128x128  few, long: LargeBlock_128x128  short: LargeBlock_128x128  4096: LargeBlock_128x128  8192: LargeBlock_128x128
 backward
-80 D64  few: LowMem_32x64  few, long: LowMem_32x64  short: LowMem_32x64  4096: StandardSeq_32x128  8192: StandardSeq_32x128
-80 D128  few: LowMem_32x32  few, long: LowMem_32x32  short: LowMem_32x64  4096: LowMem_32x64  8192: LongSeq_32x64
-86 D64  few: LowMem_32x64  few, long: LowMem_32x64  short: Standard_64x64  4096: StandardSeq_64x128  8192: LongSeq_64x128
-86 D128  few: LowMem_32x32  few, long: LowMem_32x32  short: LowMem_32x64  4096: LowMem_32x64  8192: LongSeq_32x64
-89 D64  few: LowMem_32x64  few, long: LowMem_32x64  short: Standard_64x64  4096: StandardSeq_64x128  8192: LongSeq_64x128
-89 D128  few: LowMem_32x32  few, long: LowMem_32x32  short: LowMem_32x64  4096: LowMem_32x64  8192: LongSeq_32x64
+80 D64  few: Standard_64x64  few, long: Standard_64x64  short: Standard_64x64  4096: Standard_64x64  8192: Standard_64x64
+80 D128  few: Standard_64x64  few, long: Standard_64x64  short: Standard_64x64  4096: Standard_64x64  8192: Standard_64x64
+86 D64  few: Standard_64x64  few, long: Standard_64x64  short: Standard_64x64  4096: Standard_64x64  8192: Standard_64x64
+86 D128  few: Standard_64x64  few, long: Standard_64x64  short: Standard_64x64  4096: Standard_64x64  8192: Standard_64x64
+89 D64  few: Standard_64x64  few, long: Standard_64x64  short: Standard_64x64  4096: Standard_64x64  8192: Standard_64x64
+89 D128  few: Standard_64x64  few, long: Standard_64x64  short: Standard_64x64  4096: Standard_64x64  8192: Standard_64x64
 90 D64  few: LargeBlock_128x128  few, long: LargeBlock_128x128  short: LargeBlock_128x128  4096: LargeBlock_128x128  8192: LargeBlock_128x128
 90 D128  few: MediumBlock_64x128  few, long: MediumBlock_64x128  short: MediumBlock_64x128  4096: MediumBlock_64x128  8192: MediumBlock_64x128""",  # noqa: E501 - a table
     )

@@ -415,7 +415,8 @@ def test_a_kind_of_mask_that_gpu_kernels_do_not_declare_goes_to_others_or_is_ref
             )
             found = getattr(dmattn_ops.explain(query, query, query, mask, arch="9.0"), direction)
             assert found.kernel == other and any(refusal in reason for reason in found.passed_over)
-    monkeypatch.setattr(dispatch.launcher("forward", "portable"), "TAKES", Takes(("none",), sinks=True, oldest=80))
+    for kernel in ("ampere", "portable"):
+        monkeypatch.setattr(dispatch.launcher("forward", kernel), "TAKES", Takes(("none",), sinks=True, oldest=80))
     monkeypatch.setattr(reference, "TAKES", Takes(("none",)))
     with pytest.raises(NotImplementedError, match=f"no kernel takes this call: .*{refusal}"):
         dmattn_ops.explain(query, query, query, mask, arch="8.0")

@@ -145,24 +145,24 @@ def test_what_the_own_configuration_leaves_unwritten_too_is_no_difference(kernel
 
 def test_each_case_is_tuned_once_for_its_heaviest_shape_and_stored(kernels, capsys):
     shapes = [parse_shape(text) for text in ("B1 H2 S64 D64", "B1 H2 S96 D64", "B1 H2 S64 D64 masked")]
-    clock = measured_by(lambda made: 1.0 / made.num_stages)
+    clock = measured_by(lambda made: 1.0 / made.block_n)
     results = command.tune_shapes(shapes, CPU, ["forward"], on=arch.KNOWN[86], candidates=0, measure=clock)
     assert [(str(result.task.case), result.task.shape.seqlen_q) for result in results] == [
-        ("forward portable D64 16 bits S0+ few tiles", 96),
-        ("forward portable D64 16 bits S0+ few tiles masked", 64),
+        ("forward ampere D64 16 bits S0+ few tiles", 96),
+        ("forward ampere D64 16 bits S0+ few tiles masked", 64),
     ]
     stored = json.loads(tuning.path().read_text())["places"][PLACE]
-    assert {name: entry["tuned"]["num_stages"] for name, entry in stored.items()} == {
-        str(result.task.case): 4 for result in results
+    assert {name: entry["tuned"]["block_n"] for name, entry in stored.items()} == {
+        str(result.task.case): 128 for result in results
     }
-    assert "tuned as forward portable D64" in capsys.readouterr().out
+    assert "tuned as forward ampere D64" in capsys.readouterr().out
     demand = shapes[0].demand
     choice = dispatch.offered("forward", results[0].task.call, arch.KNOWN[86])
     assert tuning.tuned(choice, "forward", demand, False, False, PLACE).row.config == results[0].config
 
 
 def test_a_dry_run_stores_nothing(kernels):
-    clock = measured_by(lambda made: 1.0 / made.num_stages)
+    clock = measured_by(lambda made: 1.0 / made.block_n)
     command.tune_shapes([parse_shape("B1 H2 S64 D64")], CPU, on=arch.KNOWN[86], measure=clock, store=False)
     assert not tuning.path().exists()
 

@@ -16,7 +16,7 @@ from dmattn_ops.choice import arch, choose, config, tuning
 
 PLACE = "Some GPU as SM8.6, 84 SMs, Triton 3.6.0"
 DEMAND = Demand(4, 32, 4096, 4096, 64, 64, 2)
-BLOCKS = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 3}
+BLOCKS = {"block_m": 64, "block_n": 64, "num_warps": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_the_file_is_small_versioned_json_and_read_once(folder):
     store()
     content = json.loads((folder / "tuned.json").read_text())
     assert content["version"] == tuning.VERSION
-    entry = content["places"][PLACE]["forward portable D64 16 bits S4096+"]
+    entry = content["places"][PLACE]["forward ampere D64 16 bits S4096+"]
     assert set(entry) == {"own", "tuned", "own_ms", "tuned_ms", "date"}
     assert [path.name for path in folder.iterdir() if path.suffix == ".tmp"] == []
     for _ in range(3):
@@ -148,7 +148,7 @@ def test_no_file_is_no_reason_to_warn():
         {**BLOCKS, "block_m": "64"},
         {**BLOCKS, "block_m": None},
         {**BLOCKS, "block_m": [64]},
-        {**BLOCKS, "num_stages": 99},
+        {**BLOCKS, "num_warps": 99},
         {**BLOCKS, "sm_count": 1},
         {name: value for name, value in BLOCKS.items() if name != "num_warps"},
         {"stages": 2, "variant": "overlapped"},
@@ -161,7 +161,7 @@ def test_an_entry_with_fields_or_values_that_the_row_does_not_offer_is_refused(v
 
 
 def test_an_entry_measured_against_another_configuration_of_the_row_is_refused():
-    row, _ = store(own={**BLOCKS, "num_stages": 4})
+    row, _ = store(own={**BLOCKS, "num_warps": 8})
     assert tuned().row == row
 
 

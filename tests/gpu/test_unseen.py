@@ -69,7 +69,7 @@ def variants() -> list[Any]:
     on_hopper = torch.cuda.get_device_capability() == (9, 0)
 
     def fails(problem: Problem) -> bool:
-        masked = bool(problem.mask or problem.documents or problem.intervals) and problem.variant != "varlen"
+        masked = bool(problem.mask or problem.documents or problem.intervals)
         return on_hopper and masked and problem.dtype != "float32"
 
     return [pytest.param(each, id=name, marks=[known] * fails(each)) for name, each in CASES.items()]
