@@ -15,8 +15,10 @@ FEW_QUERIES = 16  # for which the portable kernels have blocks of their own
 def refusals(call: Call) -> list[str]:
     """Return every reason why the kernel doesn't take a request; empty where it does."""
     queries = call.demand.seqlen_q
-    few = [f"{queries} queries leave most of a block without work"] if queries <= FEW_QUERIES else []
-    return few + common_refusals(call)
+    reasons = [f"{queries} queries leave most of a block without work"] if queries <= FEW_QUERIES else []
+    if call.options.batch_invariant:
+        reasons.append("takes keys in an order that depends on the queries beside a query, which is not batch-invariant")
+    return reasons + common_refusals(call)
 
 
 def forward(call: Call, result: Result, config: AmpereForward) -> None:
