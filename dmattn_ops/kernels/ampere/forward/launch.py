@@ -17,7 +17,9 @@ def refusals(call: Call) -> list[str]:
     queries = call.demand.seqlen_q
     reasons = [f"{queries} queries leave most of a block without work"] if queries <= FEW_QUERIES else []
     if call.options.batch_invariant:
-        reasons.append("takes keys in an order that depends on the queries beside a query, which is not batch-invariant")
+        reasons.append(
+            "takes keys in an order that depends on the queries beside a query, which is not batch-invariant"
+        )
     return reasons + common_refusals(call)
 
 
