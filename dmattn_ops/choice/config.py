@@ -202,13 +202,14 @@ HOPPER_FORWARD = (
 # With mma.sync and cp.async, by how much shared memory a block has; SM 12.0 has the instructions of 8.x. Measured with SM 8.0's
 # instructions on an H200, torch 2.11, triton 3.6, 2026-11-26, bf16, B2 H16 S4096: ms causal / full, FlashAttention-2 beside them.
 _LARGE, _SMALL = (80,), (86, 89, 120)
+_AMPERE_128_QUERIES = AmpereForward(128, 64, 4, dropout=AmpereForward(64, 64, 4))
 _AMPERE_FORWARD = {
     64: (
-        AmpereForward(128, 64, 4, dropout=AmpereForward(64, 64, 4)), 36864,
+        _AMPERE_128_QUERIES, 36864,
         "0.239 / 0.444 ms, FlashAttention-2 0.295 / 0.462; 64 x 64 0.255 / 0.528",
     ),
     128: (
-        AmpereForward(128, 64, 4, dropout=AmpereForward(64, 64, 4)), 69632,
+        _AMPERE_128_QUERIES, 69632,
         "0.416 / 0.761 ms, FlashAttention-2 0.502 / 0.779; 128 x 32 0.402 / 0.773, 64 x 64 0.436 / 0.855",
     ),
     256: (
@@ -216,8 +217,7 @@ _AMPERE_FORWARD = {
         "0.865 / 1.62 ms, FlashAttention-2 0.958 / 1.68; 128 x 64 with 8 warps 0.845 / 1.65",
     ),
 }  # fmt: skip
-_DROPPED = AmpereBackward(64, 64, 4, 4, 2, 2, 2, 2), AmpereBackward(64, 64, 4, 4, 2, 2, 2, 1)
-_AMPERE_64 = AmpereBackward(64, 64, 4, 2, 2, 2, 2, 2, dropout=_DROPPED[0])
+_AMPERE_64 = AmpereBackward(64, 64, 4, 2, 2, 2, 2, 2, dropout=AmpereBackward(64, 64, 4, 4, 2, 2, 2, 2))
 _AMPERE_BACKWARD = {
     (_LARGE, 64): (
         replace(_AMPERE_64, plain=AmpereBackward(128, 128, 8, 4, 4, 4, 2, 2)), 166912,
@@ -225,7 +225,7 @@ _AMPERE_BACKWARD = {
     ),
     (_SMALL, 64): (_AMPERE_64, 69632, "0.690 / 1.29 ms, FlashAttention-2 0.817 / 1.29; 64 x 128 0.723 / 1.34"),
     ((*_LARGE, *_SMALL), 128): (
-        AmpereBackward(64, 64, 4, 2, 2, 2, 1, 1, dropout=_DROPPED[1]), 101376,
+        AmpereBackward(64, 64, 4, 2, 2, 2, 1, 1, dropout=AmpereBackward(64, 64, 4, 4, 2, 2, 2, 1)), 101376,
         "1.16 / 2.24 ms, FlashAttention-2 1.42 / 2.38; 64 x 128 1.18 / 2.23, random bits 3.02 where this takes 2.69",
     ),
     (_LARGE, 256): (
@@ -236,10 +236,10 @@ _AMPERE_BACKWARD = {
 }  # fmt: skip
 
 
-def _ampere_backward(sm: int, dim: int, made: AmpereBackward) -> AmpereBackward:
-    """Return a configuration with that of the portable kernel for the gradient of a bias that heads or batches share."""
+def _dbias(sm: int, dim: int) -> PortableBackward:
+    """Return the configuration of the portable kernel for the gradient of a bias beside other kernels' backwards."""
     blocks = next(blocks for (sms, width, size), blocks in _PORTABLE.items() if sm in sms and (width, size) == (dim, 2))
-    return replace(made, dbias=_portable_backward(sm, dim, 2, *blocks[1:]))
+    return _portable_backward(sm, dim, 2, *blocks[1:])
 
 
 AMPERE_FORWARD = tuple(
@@ -248,32 +248,37 @@ AMPERE_FORWARD = tuple(
     for sm in (*_LARGE, *_SMALL)
 )
 AMPERE_BACKWARD = tuple(
-    Row(sm, dim, 2, 0, tier_of(made.block_m, made.block_n), "ampere", _ampere_backward(sm, dim, made), room, evidence)
+    Row(
+        sm,
+        dim,
+        2,
+        0,
+        tier_of(made.block_m, made.block_n),
+        "ampere",
+        replace(made, dbias=_dbias(sm, dim)),
+        room,
+        evidence,
+    )
     for (sms, dim), (made, room, evidence) in _AMPERE_BACKWARD.items()
     for sm in sms
 )
 FORWARD = (*HOPPER_FORWARD, *AMPERE_FORWARD, *_portable(0), *_LEGACY)
-_DBIAS = {
-    dim: _portable_backward(90, dim, itemsize, keys, queries)
-    for (sms, dim, itemsize), (_, keys, queries) in _PORTABLE.items()
-    if 90 in sms and itemsize == 2
-}
 # H200, 2026-11-23, bf16, S4096 H16 D128 full: B2 0.94 ms (four buffers 0.97), B4 1.75 ms (two steps of keys at once 3.36).
 _SHARED = HopperSharedBias(chunks=1, stages=3, heads_per_group=4)
 HOPPER_BACKWARD = (
     Row(
-        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16, 32, 2.36, 5.0, 1, _DBIAS[64], _SHARED),
+        90, 64, 2, 0, "LargeBlock", "hopper", HopperBackward(128, 128, "overlapped", 16, 32, 2.36, 5.0, 1, _dbias(90, 64), _SHARED),
         232384, "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 520 / 609, full 584 / 617 TFLOP/s; 1.05 times FA4"
         "; deterministic takes 2% longer, causal 6 to 8%",
     ),
     Row(
-        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8, 8, 1.94, 5.5, 1, _DBIAS[128], _SHARED),
+        90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8, 8, 1.94, 5.5, 1, _dbias(90, 128), _SHARED),
         232368, "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 583 / 684, full 656 / 695 TFLOP/s; 1.02 times FA4"
         "; deterministic takes 7 to 8% longer",
     ),
 )  # fmt: skip
 HOPPER_BACKWARD_256 = Row(
-    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _DBIAS[256], _SHARED), 231136,
+    90, 256, 2, 0, "Standard", "hopper256", HopperBackward256(64, 64, 4, _dbias(90, 256), _SHARED), 231136,
     "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
 )  # fmt: skip
 BACKWARD = (*HOPPER_BACKWARD, HOPPER_BACKWARD_256, *AMPERE_BACKWARD, *_portable(1), *_LEGACY)
@@ -286,15 +291,18 @@ class Part:
     name: str
     fields: tuple[str, ...]
     values: tuple[tuple[Any, ...], ...]
+    replaces: tuple[str, ...] = ()  # fields for calls of their own, which take other values than the row's too
 
     def of(self, config: Config) -> tuple[Any, ...]:
         """Return the values of these fields."""
         return tuple(getattr(config, field) for field in self.fields)
 
     def put(self, config: Config, values: tuple[Any, ...]) -> Config:
-        """Return the configuration with these values in these fields, which other values then hold for plain calls too."""
-        made = replace(config, **dict(zip(self.fields, values, strict=True)))
-        return replace(made, plain=None) if isinstance(made, AmpereBackward) and values != self.values[0] else made
+        """Return the configuration with these values in these fields."""
+        changes: dict[str, Any] = dict(zip(self.fields, values, strict=True))
+        if values != self.values[0]:
+            changes |= dict.fromkeys(self.replaces)
+        return replace(config, **changes)
 
 
 _BLOCKS = ("block_m", "block_n", "num_warps", "num_stages")
@@ -347,7 +355,7 @@ def parts(row: Row) -> tuple[Part, ...]:
     if isinstance(config, AmpereBackward):
         warps = ("num_warps", "score_warps", "key_warps", "query_warps")
         fields = ("block_m", "block_n", *warps, "query_stages", "grad_stages")
-        return (_part("gradients", fields, config, _TRIED_AMPERE_BACKWARD[row.dim]),)
+        return (replace(_part("gradients", fields, config, _TRIED_AMPERE_BACKWARD[row.dim]), replaces=("plain",)),)
     if isinstance(config, HopperForward):
         tried = _TRIED_FORWARD.get(row.dim)
         return (_part("out", ("block_m", "block_n", "stages", "query_stages"), config, tried),) if tried else ()

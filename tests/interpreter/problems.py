@@ -400,7 +400,7 @@ def check(
     ours = run(problem, hide_unseen(problem, case), device, forward, backward)
     for name, tensor in ours.items():
         limit = 2 * oracle.error(eager[name], truth[name]) + oracle.EPSILON[problem.dtype]
-        found = oracle.error(tensor, truth[name])
+        found = oracle.error(tensor, truth[name], cancels=name in ("dq", "dk", "dbias"))
         assert found <= limit, f"{name}: error {found:.2e} over the budget {limit:.2e} in {problem}"
     assert_exact_zeros(problem, case, ours, truth)
 

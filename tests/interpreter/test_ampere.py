@@ -21,6 +21,12 @@ SHARED_BIAS = PortableBackward(32, 32, 4, 1, 32, 32, 4, 1)
 FORWARD = AmpereForward(64, 32, 4)
 BACKWARD = AmpereBackward(32, 64, 4, 2, 2, 2, 2, 1, SHARED_BIAS)
 ONE_BUFFER = replace(BACKWARD, query_stages=1)
+ROWS = [
+    pytest.param(forward, backward, id=row_id(backward))
+    for backward in config.AMPERE_BACKWARD
+    for forward in config.AMPERE_FORWARD
+    if (forward.sm, forward.dim) == (backward.sm, backward.dim)
+]
 TWO_BUFFERS = replace(BACKWARD, block_m=64, block_n=32, grad_stages=2)
 
 
@@ -62,24 +68,16 @@ def test_widths_that_are_no_powers_of_two(head_dim: int, value_dim: int) -> None
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    "row", range(len(config.AMPERE_BACKWARD)), ids=lambda index: row_id(config.AMPERE_BACKWARD[index])
-)
-def test_row_stays_within_budget(row: int) -> None:
-    backward = config.AMPERE_BACKWARD[row]
-    forward = next(each for each in config.AMPERE_FORWARD if (each.sm, each.dim) == (backward.sm, backward.dim))
+@pytest.mark.parametrize(("forward", "backward"), ROWS)
+def test_row_stays_within_budget(forward: Row, backward: Row) -> None:
     assert isinstance(forward, Row)
     check_here(of_row(forward, pairwise=False), forward.config, backward.config)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "row", range(len(config.AMPERE_BACKWARD)), ids=lambda index: row_id(config.AMPERE_BACKWARD[index])
-)
-def test_narrow_keys_beside_wide_values(row: int) -> None:
+@pytest.mark.parametrize(("forward", "backward"), ROWS)
+def test_narrow_keys_beside_wide_values(forward: Row, backward: Row) -> None:
     """All threads copy more narrow rows at once than a step has."""
-    backward = config.AMPERE_BACKWARD[row]
-    forward = next(each for each in config.AMPERE_FORWARD if (each.sm, each.dim) == (backward.sm, backward.dim))
     problem = Problem(heads=1, kv_heads=1, seqlen_q=70, seqlen_k=90, head_dim=8, value_dim=backward.dim, band_hi=20)
     check_here(problem, forward.config, backward.config)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,17 +17,11 @@ from triton.runtime.jit import JITFunction
 
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import RowBlock, Shape
-from dmattn_ops.testing import configurations
-from dmattn_ops.testing.configurations import BITS, Unit, launch, reachable
+from dmattn_ops.testing.configurations import BITS, launch
 from dmattn_ops.testing.stand_in import compiled_launches
+from tests.kernels.test_addresses import cases, units_of
 
 SHAPE = Shape(64, 32, 40, 48, 64, 64, aligned=True)
-CASES = [
-    (direction, kernel, sm)
-    for direction in configurations.DIRECTIONS
-    for kernel, sm in (("portable", 80), ("ampere", 80), ("hopper", 90), ("hopper256", 90))
-    if (direction, kernel) != ("forward", "hopper256")
-]
 
 
 def test_records_with_the_same_fields_are_the_same() -> None:
@@ -45,8 +40,8 @@ def test_copies_are_the_same(again: Any) -> None:
     assert again(SHAPE) == SHAPE and again(SHAPE).value_rows == SHAPE.value_rows
 
 
-@pytest.mark.parametrize(("direction", "kernel", "sm"), CASES)
-def test_no_kernel_is_given_a_tuple(direction: str, kernel: str, sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sm", "run"), list(cases()))
+def test_no_kernel_is_given_a_tuple(sm: int, run: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton 3.9 takes tuples apart."""
     given: list[Any] = []
 
@@ -54,8 +49,17 @@ def test_no_kernel_is_given_a_tuple(direction: str, kernel: str, sm: int, monkey
         given.extend([*arguments, *(value for name, value in named.items() if name != "grid")])
 
     monkeypatch.setattr(JITFunction, "run", noted)
-    row = next(row for row in reachable(configurations.DIRECTIONS[direction], sm) if row.kernel == kernel)
     with compiled_launches(sm):
-        launch(Unit(direction, row, min(row.dim, 64), BITS))
-    assert any(isinstance(each, Constants) for each in given)
-    assert not [each for each in given if isinstance(each, tuple)]
+        run()
+    assert given and not [each for each in given if isinstance(each, tuple)]
+
+
+def test_the_kernels_of_attention_are_given_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *arguments, **named: given.extend(named.values()))
+    for kernel, sm in (("portable", 80), ("ampere", 80), ("hopper", 90), ("hopper256", 90)):
+        for unit in units_of(kernel, sm, (BITS,)):
+            given.clear()
+            with compiled_launches(sm):
+                launch(unit)
+            assert any(isinstance(each, Constants) for each in given), unit.entry
