@@ -212,29 +212,6 @@ def member_of(number, first, count, group):
     return Place(batch, batch, head, first.q_begin, first.length_q, first.k_begin, first.length_k, first.shift)
 
 
-@gluon.jit
-def allocate(dtype: gl.constexpr, shape: gl.constexpr, T: gl.constexpr):
-    """Return the buffers of a program."""
-    M: gl.constexpr = shape.block_m
-    N: gl.constexpr = shape.block_n
-    HEAD: gl.constexpr = shape.padded_head
-    VALUE: gl.constexpr = shape.padded_value
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    bias = None
-    if T.bias_tiles:
-        bias = gl.allocate_shared_memory(dtype, [M, N], shared_rows(N))
-    return Buffers(
-        gl.allocate_shared_memory(dtype, [T.stages, M, HEAD], shared_rows(HEAD)),
-        gl.allocate_shared_memory(dtype, [T.stages, M, VALUE], shared_rows(VALUE)),
-        gl.allocate_shared_memory(dtype, [T.stages, N, HEAD], shared_rows(HEAD)),
-        gl.allocate_shared_memory(dtype, [T.stages, N, VALUE], shared_rows(VALUE)),
-        gl.allocate_shared_memory(gl.float32, [T.stages, M], LINE),
-        gl.allocate_shared_memory(gl.float32, [T.stages, M], LINE),
-        gl.allocate_shared_memory(gl.float32, [T.stages, M], LINE),
-        bias,
-    )
-
-
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def dbias_kernel(
     query, key, value, bias, grad_out, log_sum, log_rest, delta, dbias, states, bits,
@@ -277,7 +254,23 @@ def dbias_kernel(
     zero = program * 0
     first = Place(first_batch, first_batch, first_head, zero, seqlen_q, zero, seqlen_k, zero)
     count = batches * bias_group
-    buffers = allocate(query.dtype.element_ty, shape, T)
+    HEAD: gl.constexpr = shape.padded_head
+    VALUE: gl.constexpr = shape.padded_value
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    dtype: gl.constexpr = query.dtype.element_ty
+    bias_tile = None
+    if T.bias_tiles:
+        bias_tile = gl.allocate_shared_memory(dtype, [M, N], shared_rows(N))
+    buffers = Buffers(
+        gl.allocate_shared_memory(dtype, [T.stages, M, HEAD], shared_rows(HEAD)),
+        gl.allocate_shared_memory(dtype, [T.stages, M, VALUE], shared_rows(VALUE)),
+        gl.allocate_shared_memory(dtype, [T.stages, N, HEAD], shared_rows(HEAD)),
+        gl.allocate_shared_memory(dtype, [T.stages, N, VALUE], shared_rows(VALUE)),
+        gl.allocate_shared_memory(gl.float32, [T.stages, M], LINE),
+        gl.allocate_shared_memory(gl.float32, [T.stages, M], LINE),
+        gl.allocate_shared_memory(gl.float32, [T.stages, M], LINE),
+        bias_tile,
+    )
     if T.bias_tiles:
         own = Head(first, 0, bias_of(biases, first, first_head, features), 0, 0, 0)
         copy_bias(buffers.bias, own, start_q, start_k, M, N, WARPS)
