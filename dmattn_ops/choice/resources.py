@@ -1,4 +1,4 @@
-"""What compiled kernels take of an SM: the frozen tables of `dmattn_ops.testing.sweep`, one for each swept Triton version.
+"""What compiled kernels take of an SM: the frozen tables of `tests/tools/sweep.py`, one for each swept Triton version.
 
 A row of `config.py` becomes several kernels, and each of them as many programs as there are specializations: kinds of mask,
 bias, dtype and so on. `Specialization` names one; the sweep compiles calls that have it, `explain` looks calls up by it.

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 from dmattn_ops.kernels.hopper.forward import launch as hopper_forward
 from dmattn_ops.kernels.masks import launch as masks
 from dmattn_ops.launching import launch
-from dmattn_ops.testing.stand_in import Driver
+from tests.tools.stand_in import Driver
 
 HOPPER = arch.KNOWN[90]
 

@@ -10,7 +10,7 @@ import torch
 from dmattn_ops.choice import arch
 from dmattn_ops.dispatch import operators, run
 from dmattn_ops.launching import plan, plans
-from dmattn_ops.testing.stand_in import compiled_launches
+from tests.tools.stand_in import compiled_launches
 
 
 @contextmanager
