@@ -221,7 +221,7 @@ class DynamicMaskAttention(nn.Module):
             scores.unsqueeze(2),
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self.o_proj(out.flatten(2))
+        return self.o_proj(out.flatten(2))  # type: ignore[union-attr]
 
     def make_cache(
         self,

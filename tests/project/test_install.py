@@ -102,7 +102,12 @@ def test_a_wheel_holds_the_library_and_no_module_of_an_earlier_wheel_and_serves_
         assert "Tag: py3-none-" in tags and "Root-Is-Purelib: false" in tags
     first, second = held
     assert second < first and first - second == {"dmattn_ops/gone.py"}
-    assert {f"dmattn_ops/{LIBRARY}", "dmattn_ops/py.typed", "dmattn_ops/meta/__init__.py"} <= second
+    assert {
+        f"dmattn_ops/{LIBRARY}",
+        "dmattn_ops/py.typed",
+        "dmattn_ops/__init__.pyi",
+        "dmattn_ops/meta/__init__.py",
+    } <= second
     assert any(name.startswith("dmattn_ops/resource_tables/") for name in second)
     assert {name.split("/")[0] for name in second} == {"dmattn_ops", f"dmattn_ops-{__version__}.dist-info"}
 
