@@ -285,43 +285,22 @@ def profile_line(choice: Choice, demand: Demand) -> str:
     )
 
 
-def pack_mask(
-    mask: Tensor,
-    q_segments: Tensor | None,
-    k_segments: Tensor | None,
-    seqlen_q: int,
-    band_lo: int,
-    band_hi: int,
-    row_tiles: Tensor,
-    col_tiles: Tensor,
-    row_bits: Tensor,
-    col_bits: Tensor,
-) -> None:
-    """Write the lists and bits of a dense mask, of segments and of a band, all of which must hold."""
-    launch = _mask_kernels(mask.device).pack_mask
-    launch(mask, q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles, row_bits, col_bits)
-
-
-def list_tiles(
-    q_segments: Tensor | None,
-    k_segments: Tensor,
-    seqlen_q: int,
-    band_lo: int,
-    band_hi: int,
-    row_tiles: Tensor,
-    col_tiles: Tensor,
-) -> None:
-    """Write the lists of segments inside a band."""
-    launch = _mask_kernels(k_segments.device).list_tiles
-    launch(q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles)
-
-
-def _mask_kernels(device: torch.device) -> ModuleType:
+def kernels_of_masks(device: torch.device) -> ModuleType:
+    """Return the module whose `pack_mask` and `list_tiles` write the lists and bits of masks on this device."""
     if device.type != "cuda":
         return _launcher(_FORWARD[cpu_kernels()])
     if arch.physical(device).sm < config.OLDEST_TRITON:
         return _launcher("dmattn_ops.kernels.reference")
     return _launcher("dmattn_ops.kernels.masks.launch")
+
+
+def kernels_of_lifetimes(device: torch.device) -> ModuleType:
+    """Return the module whose `lifetimes` writes which queries see each key of a dynamic mask on this device."""
+    if device.type != "cuda" and cpu_kernels() == "native":
+        return _launcher("dmattn_ops.kernels.native")
+    if device.type == "cuda" and arch.physical(device).sm >= config.OLDEST_TRITON:
+        return _launcher("dmattn_ops.kernels.selection.launch")
+    return _launcher("dmattn_ops.kernels.selection.reference")
 
 
 def kernels_of_chosen_blocks(device: torch.device) -> ModuleType | None:
@@ -352,24 +331,3 @@ def notes(direction: str, kernel: str, call: Call) -> list[str]:
 
 def _launcher(module: str) -> ModuleType:
     return import_module(module)
-
-
-def lifetimes(
-    scores: Tensor,
-    documents: Tensor | None,
-    keep: int,
-    keep_first: int,
-    keep_last: int,
-    is_causal: bool,
-    start: Tensor,
-    end: Tensor,
-) -> None:
-    """Write which queries see each key of a dynamic mask: `start <= i < end`."""
-    module = "dmattn_ops.kernels.selection.reference"
-    if scores.numel() == 0:
-        return
-    if scores.is_cuda and arch.physical(scores.device).sm >= config.OLDEST_TRITON:
-        module = "dmattn_ops.kernels.selection.launch"
-    elif not scores.is_cuda and cpu_kernels() == "native":
-        module = "dmattn_ops.kernels.native"
-    _launcher(module).lifetimes(scores, documents, keep, keep_first, keep_last, is_causal, start, end)
