@@ -41,9 +41,9 @@ from dmattn_ops.masks.tile_mask import TileMask
 
 @dataclass(frozen=True)
 class KeyPacking:
-    """Whether the keys that a mask of intervals keeps are packed: copied side by side for each epoch of queries."""
+    """How the keys that a mask of intervals keeps are packed (copied side by side for each epoch of queries), or why not."""
 
-    packing: Packing | None  # what the launcher obeys
+    packing: Packing | None  # as the launcher packs them; None where keys stay as they lie
     reasons: tuple[str, ...]  # why keys are not packed
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What forward and backward would run; `str()` is readable."""
+    """The kernels that forward and backward would run, with reasons; `str()` is readable."""
 
     forward: Launch
     backward: Launch
@@ -285,7 +285,7 @@ def _launch(direction: str, call: Call, on: Arch | None, needs_max: bool) -> Lau
 
 
 def _notes(call: Call, choice: Choice) -> list[str]:
-    """Return what a batch-invariant call does otherwise."""
+    """Return a line that says how a batch-invariant call is computed; no lines for other calls."""
     if not call.options.batch_invariant:
         return []
     if choice.arch is None:

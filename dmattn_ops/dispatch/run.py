@@ -46,7 +46,7 @@ GPU_KERNELS = ("hopper", "hopper256", "portable")  # fastest first
 
 @cache
 def cpu_kernels() -> str:
-    """Return which kernels a CPU has: native where the extension was built, else reference, with one warning."""
+    """Return the name of the CPU's kernels: "native" where the library was built, else "reference", with one warning."""
     from dmattn_ops.kernels import native
 
     if native.available():
@@ -142,7 +142,7 @@ def _with_config(choice: Choice, made: config.Config) -> Choice:
 def packing_of(
     direction: str, call: Call, on: Arch | None = None, needs_max: bool = False, tuned: bool = True
 ) -> tuple[epochs.Packing | None, list[str]]:
-    """Return how the keys of a call are packed, or every reason why they are not; neither where nothing is kept by key.
+    """Return the packing of a call's keys, or None and the reasons; no reasons where its mask keeps nothing by key.
 
     With `tuned`, the length of an epoch comes from the user's cache where it has one for such calls.
     """
@@ -311,7 +311,7 @@ def kernels_of_chosen_blocks(device: torch.device) -> ModuleType | None:
 
 
 def kernels_of_masses(query: Tensor) -> ModuleType:
-    """Return what computes the masses of attention for queries `[B, Sq, H, D]`."""
+    """Return the module that computes masses of attention for queries `[B, Sq, H, D]`."""
     is_taken = query.is_cuda and query.shape[-1] <= LARGEST_MASS_DIM
     if is_taken and arch.physical(query.device).sm >= config.OLDEST_TRITON:
         return _launcher("dmattn_ops.kernels.mass.launch")

@@ -160,7 +160,7 @@ def _products(sizes: list[int]) -> Iterator[int]:
 
 
 def _of_output(name: str, choice: _Choice, axes: Axes, read: Any) -> Placement:
-    """Return how an output arrives: split, whole, or, for the gradient of what all ranks share, as one part of a sum."""
+    """Return the placement of an output: split, whole, or one part of a sum (gradients of what all ranks share)."""
     asked_by = _ASKED_BY.get(name)
     if choice.axis is None or (asked_by is not None and not getattr(read, asked_by)):
         return Replicate()

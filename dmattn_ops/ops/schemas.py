@@ -167,7 +167,7 @@ def _signature(name: str) -> Signature:
 
 
 def place_of_needs(numbers: Sequence[str]) -> slice:
-    """Return where among the names of numbers those stand, in a row, that say what is needed; behind all if there are none."""
+    """Return the slice of the numbers named `needs_...`, which stand in a row; an empty slice at the end if there are none."""
     are_needs = [number.startswith("needs_") for number in numbers]
     first = are_needs.index(True) if any(are_needs) else len(numbers)
     end = first + sum(are_needs)
@@ -209,7 +209,7 @@ def options_of(read: Any, dim: int) -> Options:
 
 
 def used_of(read: Any) -> Used | None:
-    """Return what says how many keys are used, among the arguments of an operator, read by name; None where it takes none."""
+    """Return the numbers of used keys among the arguments of an operator, read by name; None where all keys are used."""
     lengths = getattr(read, "seqlen_k_used", None)
     return None if lengths is None else Used(lengths, _clamped(read.used_lo), _clamped(read.used_hi))
 

@@ -304,7 +304,7 @@ def _slopes_for(q: Tensor, slopes: Tensor, batch: int, heads: int) -> Tensor:
 def _long_sequences(
     q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, lengths: list[int]
 ) -> list[tuple[slice, slice]] | None:
-    """Return where each sequence lies among queries and keys, if one has more queries than a bias of keys is exact for.
+    """Return the slices of each sequence among queries and keys, if one has more queries than a bias of keys is exact for.
 
     Offsets are read on the host for that, where the bounds leave it open.
     """

@@ -24,7 +24,7 @@ LARGE = tl.constexpr(268435456.0)  # 2 ** 28
 
 
 class Factors(NamedTuple):
-    """What products are multiplied by: `ratio` before the soft cap, `factor` after it, or alone where there is none."""
+    """The factors of products: `ratio` before the soft cap, `factor` after it, or alone where there is no soft cap."""
 
     ratio: Any
     factor: Any

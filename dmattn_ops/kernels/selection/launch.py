@@ -106,7 +106,7 @@ def _readable(scores: Tensor) -> tuple[Tensor, str]:
 
 
 def _bounds(documents: Tensor, span: int) -> Tensor:
-    """Return where the documents of all positions begin and end, `[B or 1, 2, S]`."""
+    """Return begin and end of each position's document, `[B or 1, 2, S]`."""
     if documents.stride(1) != 1 and documents.shape[1] != 1:
         documents = computed(Tensor.contiguous, documents)
     batch, seqlen = documents.shape
