@@ -309,3 +309,10 @@ def test_the_library_asks_torch_for_nothing_but_its_stable_interface():
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "torch_call_dispatcher" in names
     assert not re.findall(r"\b(?:at|c10|torch|caffe2)::|\bPy[A-Z_]", names)
+
+
+def test_the_sample_for_the_wheel_exists():
+    """The script runs under several versions of Python and torch, with a network: nothing else notices a file that has moved."""
+    [folder, names] = re.findall(r"^ +(tests/\S*)\{(\S+)\}\.py$", (ROOT / ".ci" / "wheel").read_text(), re.MULTILINE)[0]
+    for name in names.split(","):
+        assert Path(ROOT, f"{folder}{name}.py").exists(), name
