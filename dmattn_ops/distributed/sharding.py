@@ -114,10 +114,10 @@ def _choices(tensors: dict[str, Any], axes: Axes) -> list[_Choice]:
                 for name, placement in choices[0].placements.items()
             }
             choices.append(_Choice(axis, placements))
-    return choices if _heads_stay_together(tensors, axes, choices) else [each for each in choices if each.axis != HEADS]
+    return choices if _heads_stay_together(tensors, choices) else [each for each in choices if each.axis != HEADS]
 
 
-def _heads_stay_together(tensors: dict[str, Any], axes: Axes, choices: list[_Choice]) -> bool:
+def _heads_stay_together(tensors: dict[str, Any], choices: list[_Choice]) -> bool:
     """Return whether no rank can get a query head without its key head if heads may be split.
 
     DTensor combines the rules of all dimensions of a mesh, and redistributes to the combination that costs least. It is
