@@ -41,9 +41,9 @@ from dmattn_ops.masks.tile_mask import TileMask
 
 @dataclass(frozen=True)
 class KeyPacking:
-    """How the keys that a mask of intervals keeps are packed (copied side by side for each epoch of queries), or why not."""
+    """Whether the keys that a mask of intervals keeps are packed: copied side by side for each epoch of queries."""
 
-    packing: Packing | None  # as the launcher packs them; None where keys stay as they lie
+    packing: Packing | None  # what the launcher obeys
     reasons: tuple[str, ...]  # why keys are not packed
 
     def __str__(self) -> str:
