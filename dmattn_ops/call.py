@@ -86,7 +86,7 @@ NO_MASK = Mask()
 
 
 class Takes(NamedTuple):
-    """What the kernels of a launcher take, declared in its module as `TAKES`; `dispatch` gives them nothing else."""
+    """The calls that a launcher takes, declared in its module as `TAKES`; `dispatch` gives it no others."""
 
     masks: tuple[str, ...]  # kinds of masks, as `Mask.kind` names them; a kind that is not listed is refused
     sinks: bool = False  # False: they compute without sinks, and `dispatch.sinks` scales their outputs and gradients
@@ -134,7 +134,7 @@ def dropout_scale(dropout_p: float) -> float:
 
 
 def float32_precision() -> str:
-    """Return how float32 products may be computed: "ieee", or "tf32" where the user allows it in torch."""
+    """Return the precision of float32 products: "ieee", or "tf32" where the user allows it in torch."""
     matmul = torch.backends.cuda.matmul
     allowed = getattr(matmul, "fp32_precision", None)  # since torch 2.9; reading the older name may then raise
     if allowed is None:
@@ -143,7 +143,7 @@ def float32_precision() -> str:
 
 
 class Demand(NamedTuple):
-    """What a choice depends on besides the architecture."""
+    """The sizes of a call that the choice of a kernel depends on, besides the architecture."""
 
     batch: int
     heads: int
@@ -170,7 +170,7 @@ INVARIANT_LENGTH = 2048
 
 
 class Call(NamedTuple):
-    """What forward and backward are asked alike."""
+    """The inputs that forward and backward have in common: tensors, mask and options."""
 
     query: Tensor
     key: Tensor
@@ -204,7 +204,7 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a forward writes.
+    """The outputs of a forward, which it writes.
 
     `lse + lse_tail` is the logarithm of the sum of exp(score): `lse` alone, rounded to float32, cannot hold the logarithm of
     a sum beside a score of 1e9, and the backward needs probabilities that add up to 1 there too. A query without visible
@@ -218,7 +218,7 @@ class Result(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward knows of its forward. `lse` and `lse_tail` may be those of more keys than the call has."""
+    """The outputs of the forward that its backward reads. `lse` and `lse_tail` may be those of more keys than the call has."""
 
     out: Tensor
     lse: Tensor
@@ -238,7 +238,7 @@ class Gradients(NamedTuple):
 
 
 def bias_kind(bias: Tensor | None) -> str:
-    """Return how a bias meets a block: "none", a value per "key", or one per query and key ("full")."""
+    """Return the kind of a bias: "none", "key" (one value for each key), or "full" (one for each query and key)."""
     if bias is None:
         return "none"
     return "key" if bias.dim() == 2 or bias.shape[2] == 1 else "full"

@@ -94,7 +94,7 @@ def rank_ids(*arguments: Any) -> Tensor:
 
 
 def spread_lists(*arguments: Any) -> Tensor:
-    """Return which of `columns` lists `[..., slots]` name in their first `counts [...]` slots."""
+    """Return bool `[..., columns]` on a tensor without data: the columns that the first `counts [...]` of `[..., slots]` name."""
     read = schemas.SIGNATURES["spread_lists"].read(arguments)
     for name, tensor in (("counts", read.counts), ("indices", read.indices)):
         require.dtype(name, tensor, torch.int32)

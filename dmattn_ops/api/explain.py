@@ -91,7 +91,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What forward and backward would run; `str()` is readable."""
+    """The kernels that forward and backward would run, with reasons; `str()` is readable."""
 
     forward: Launch
     backward: Launch
@@ -285,7 +285,7 @@ def _launch(direction: str, call: Call, on: Arch | None, needs_max: bool) -> Lau
 
 
 def _notes(call: Call, choice: Choice) -> list[str]:
-    """Return what a batch-invariant call does otherwise."""
+    """Return a line that says how a batch-invariant call is computed; no lines for other calls."""
     if not call.options.batch_invariant:
         return []
     if choice.arch is None:

@@ -9,7 +9,7 @@ above 256 the results are exact, but no kernel was made fast there).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from dmattn_ops.masks import prepare
 from dmattn_ops.masks.tile_mask import TileMask
 from dmattn_ops.ops import autograd
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it since Python 3.11
-
 _SDPA = getattr(torch._C._nn, "scaled_dot_product_attention", None)  # as it is where nobody has replaced it
 _OPERATORS = {
     "forward": torch.ops.dmattn.forward.default,
@@ -37,51 +34,6 @@ _OPERATORS = {
 }
 
 
-class _Keywords(TypedDict, total=False):
-    """What every function takes by name besides `return_lse` and `return_max`, which tell what is returned."""
-
-    is_causal: bool
-    causal_from: CausalFrom
-    window_size: Window
-    softmax_scale: float | None
-    softcap: float
-    dropout_p: float
-    deterministic: bool | None
-    batch_invariant: bool
-    sink: Tensor | None
-
-
-class _DenseKeywords(_Keywords, total=False):
-    """What functions of whole batches take by name as well."""
-
-    seqlen_k_used: Tensor | None
-
-
-@overload
-def flash_dmattn_func(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_DenseKeywords],
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_dmattn_func(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[False] = ..., **keywords: Unpack[_DenseKeywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_func(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[True], **keywords: Unpack[_DenseKeywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_func(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[True], **keywords: Unpack[_DenseKeywords],
-) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_func(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_DenseKeywords],
-) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_dmattn_func(
     query: Tensor,
     key: Tensor,
@@ -190,31 +142,6 @@ def flash_dmattn_func(
     return result
 
 
-@overload
-def flash_dmattn_qkvpacked_func(
-    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_DenseKeywords],
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_dmattn_qkvpacked_func(
-    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[False] = ..., **keywords: Unpack[_DenseKeywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_qkvpacked_func(
-    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[True], **keywords: Unpack[_DenseKeywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_qkvpacked_func(
-    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[True], **keywords: Unpack[_DenseKeywords],
-) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_qkvpacked_func(
-    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_DenseKeywords],
-) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_dmattn_qkvpacked_func(
     qkv: Tensor,
     mask: Tensor | TileMask | None = None,
@@ -269,36 +196,6 @@ def flash_dmattn_qkvpacked_func(
     return _dense("qkvpacked_forward", (qkv,), tensors, numbers, used, return_lse, return_max, batch_invariant)
 
 
-@overload
-def flash_dmattn_varlen_func(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_dmattn_varlen_func(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_varlen_func(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[True], **keywords: Unpack[_Keywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_varlen_func(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[True], **keywords: Unpack[_Keywords],
-) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_varlen_func(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
-    *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_Keywords],
-) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_dmattn_varlen_func(
     query: Tensor,
     key: Tensor,

@@ -76,7 +76,7 @@ def row_sums(lse: Tensor | None, query: Tensor) -> None:
 
 
 def block_count(seqlen_k: int, block: int) -> int:
-    """Return how many blocks of `block` keys there are; the last one may be shorter."""
+    """Return the number of blocks of `block` keys; the last one may be shorter."""
     return ceil_div(seqlen_k, block)
 
 

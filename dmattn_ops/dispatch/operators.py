@@ -70,7 +70,8 @@ def pack_mask(*arguments: Any) -> tuple[Tensor, ...]:
     outputs = fakes.pack_mask(*arguments)
     mask, q_segments, k_segments, *numbers = schemas.SIGNATURES["pack_mask"].fill(arguments)
     q_segments, k_segments = as_contiguous(q_segments), as_contiguous(k_segments)
-    launch_on(mask, run.pack_mask, mask, q_segments, k_segments, *numbers, *outputs)
+    launch = run.kernels_of_masks(mask.device).pack_mask
+    launch_on(mask, launch, mask, q_segments, k_segments, *numbers, *outputs)
     return outputs
 
 
@@ -78,7 +79,8 @@ def list_tiles(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute row_tiles and col_tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]`."""
     outputs = fakes.list_tiles(*arguments)
     q_segments, k_segments, *numbers = schemas.SIGNATURES["list_tiles"].fill(arguments)
-    launch_on(k_segments, run.list_tiles, as_contiguous(q_segments), as_contiguous(k_segments), *numbers, *outputs)
+    launch = run.kernels_of_masks(k_segments.device).list_tiles
+    launch_on(k_segments, launch, as_contiguous(q_segments), as_contiguous(k_segments), *numbers, *outputs)
     return outputs
 
 
@@ -88,7 +90,9 @@ def key_lifetimes(*arguments: Any) -> tuple[Tensor, ...]:
     scores, documents, *numbers = schemas.SIGNATURES["key_lifetimes"].fill(arguments)
     if documents is not None and reads_values(documents):
         values.contiguous_runs("documents", documents)
-    launch_on(scores, run.lifetimes, as_rows(scores), as_contiguous(documents), *numbers, *outputs)
+    if scores.numel():
+        launch = run.kernels_of_lifetimes(scores.device).lifetimes
+        launch_on(scores, launch, as_rows(scores), as_contiguous(documents), *numbers, *outputs)
     return outputs
 
 

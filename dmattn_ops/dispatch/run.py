@@ -46,7 +46,7 @@ GPU_KERNELS = ("hopper", "hopper256", "portable")  # fastest first
 
 @cache
 def cpu_kernels() -> str:
-    """Return which kernels a CPU has: native where the extension was built, else reference, with one warning."""
+    """Return the name of the CPU's kernels: "native" where the library was built, else "reference", with one warning."""
     from dmattn_ops.kernels import native
 
     if native.available():
@@ -142,7 +142,7 @@ def _with_config(choice: Choice, made: config.Config) -> Choice:
 def packing_of(
     direction: str, call: Call, on: Arch | None = None, needs_max: bool = False, tuned: bool = True
 ) -> tuple[epochs.Packing | None, list[str]]:
-    """Return how the keys of a call are packed, or every reason why they are not; neither where nothing is kept by key.
+    """Return the packing of a call's keys, or None and the reasons; no reasons where its mask keeps nothing by key.
 
     With `tuned`, the length of an epoch comes from the user's cache where it has one for such calls.
     """
@@ -285,43 +285,22 @@ def profile_line(choice: Choice, demand: Demand) -> str:
     )
 
 
-def pack_mask(
-    mask: Tensor,
-    q_segments: Tensor | None,
-    k_segments: Tensor | None,
-    seqlen_q: int,
-    band_lo: int,
-    band_hi: int,
-    row_tiles: Tensor,
-    col_tiles: Tensor,
-    row_bits: Tensor,
-    col_bits: Tensor,
-) -> None:
-    """Write the lists and bits of a dense mask, of segments and of a band, all of which must hold."""
-    launch = _mask_kernels(mask.device).pack_mask
-    launch(mask, q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles, row_bits, col_bits)
-
-
-def list_tiles(
-    q_segments: Tensor | None,
-    k_segments: Tensor,
-    seqlen_q: int,
-    band_lo: int,
-    band_hi: int,
-    row_tiles: Tensor,
-    col_tiles: Tensor,
-) -> None:
-    """Write the lists of segments inside a band."""
-    launch = _mask_kernels(k_segments.device).list_tiles
-    launch(q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles)
-
-
-def _mask_kernels(device: torch.device) -> ModuleType:
+def kernels_of_masks(device: torch.device) -> ModuleType:
+    """Return the module whose `pack_mask` and `list_tiles` write the lists and bits of masks on this device."""
     if device.type != "cuda":
         return _launcher(_FORWARD[cpu_kernels()])
     if arch.physical(device).sm < config.OLDEST_TRITON:
         return _launcher("dmattn_ops.kernels.reference")
     return _launcher("dmattn_ops.kernels.masks.launch")
+
+
+def kernels_of_lifetimes(device: torch.device) -> ModuleType:
+    """Return the module whose `lifetimes` writes which queries see each key of a dynamic mask on this device."""
+    if device.type != "cuda" and cpu_kernels() == "native":
+        return _launcher("dmattn_ops.kernels.native")
+    if device.type == "cuda" and arch.physical(device).sm >= config.OLDEST_TRITON:
+        return _launcher("dmattn_ops.kernels.selection.launch")
+    return _launcher("dmattn_ops.kernels.selection.reference")
 
 
 def kernels_of_chosen_blocks(device: torch.device) -> ModuleType | None:
@@ -332,7 +311,7 @@ def kernels_of_chosen_blocks(device: torch.device) -> ModuleType | None:
 
 
 def kernels_of_masses(query: Tensor) -> ModuleType:
-    """Return what computes the masses of attention for queries `[B, Sq, H, D]`."""
+    """Return the module that computes masses of attention for queries `[B, Sq, H, D]`."""
     is_taken = query.is_cuda and query.shape[-1] <= LARGEST_MASS_DIM
     if is_taken and arch.physical(query.device).sm >= config.OLDEST_TRITON:
         return _launcher("dmattn_ops.kernels.mass.launch")
@@ -352,24 +331,3 @@ def notes(direction: str, kernel: str, call: Call) -> list[str]:
 
 def _launcher(module: str) -> ModuleType:
     return import_module(module)
-
-
-def lifetimes(
-    scores: Tensor,
-    documents: Tensor | None,
-    keep: int,
-    keep_first: int,
-    keep_last: int,
-    is_causal: bool,
-    start: Tensor,
-    end: Tensor,
-) -> None:
-    """Write which queries see each key of a dynamic mask: `start <= i < end`."""
-    module = "dmattn_ops.kernels.selection.reference"
-    if scores.numel() == 0:
-        return
-    if scores.is_cuda and arch.physical(scores.device).sm >= config.OLDEST_TRITON:
-        module = "dmattn_ops.kernels.selection.launch"
-    elif not scores.is_cuda and cpu_kernels() == "native":
-        module = "dmattn_ops.kernels.native"
-    _launcher(module).lifetimes(scores, documents, keep, keep_first, keep_last, is_causal, start, end)

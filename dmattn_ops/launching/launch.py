@@ -97,7 +97,7 @@ class _Watch(TorchDispatchMode):
         return operator(*arguments, **(keywords or {}))
 
     @contextmanager
-    def looking_away(self) -> Iterator[None]:
+    def without_watching(self) -> Iterator[None]:
         """Allow operators that change tensors, because the recorder knows of them."""
         before, self.looks = self.looks, False
         try:
@@ -107,7 +107,7 @@ class _Watch(TorchDispatchMode):
 
 
 class Recording:
-    """What one call launches. Tensors are named once its outputs are known: by `plan`."""
+    """The steps that one call launches. Tensors are named once its outputs are known: by `plan`."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         self.inputs = inputs
@@ -119,9 +119,9 @@ class Recording:
         self.watch.changes = True
         self.steps.clear()
 
-    def looking_away(self) -> AbstractContextManager[None]:
-        """Let operators change tensors meanwhile."""
-        return self.watch.looking_away()
+    def without_watching(self) -> AbstractContextManager[None]:
+        """Return a context in which operators may change tensors, because the recorder is told of them."""
+        return self.watch.without_watching()
 
     def allocates(self, made: Tensor) -> None:
         """Note that a workspace is made."""
@@ -197,7 +197,7 @@ class _Names:
         return self.reference(argument)
 
     def slot(self, tensor: Tensor, offset: int) -> Slot:
-        """Return where the address `offset` bytes behind a tensor's start is found."""
+        """Return the slot of the address `offset` bytes behind a tensor's start."""
         address = tensor.data_ptr() + offset
         if address % ALIGNMENT != 0:
             raise LookupError("an address that is no multiple of 16 bytes")

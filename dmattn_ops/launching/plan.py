@@ -37,7 +37,7 @@ class TensorLayout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
-        """Return that of `tensor`."""
+        """Return the layout of `tensor`."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
@@ -258,7 +258,7 @@ def _parameter_sizes(compiled: Any) -> list[int]:
 
 
 def _declared(compiled: Any) -> int | None:
-    """Return how many parameters the PTX of a kernel declares; None where there is no PTX to be read."""
+    """Return the number of parameters that the PTX of a kernel declares; None where there is no PTX to be read."""
     entry = _ENTRY.search(getattr(compiled, "asm", {}).get("ptx", ""))
     return None if entry is None else entry[1].count(".param")
 

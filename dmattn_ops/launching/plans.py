@@ -50,7 +50,7 @@ def enter_thread() -> None:
 
 
 class Origin(NamedTuple):
-    """What a backward finds its plan by without looking at every tensor again: the plan of its forward."""
+    """The plan of a forward, by which its backward finds its own plan without looking at every tensor again."""
 
     plan: Any
     addresses: list[int]  # of the forward's inputs and outputs
@@ -118,7 +118,7 @@ def repeat(found: Hashable) -> Repeat | None:
 def remember(
     found: Hashable, name: str, tensors: _Tensors, numbers: tuple[Any, ...], compute: Any, around_needs: Any
 ) -> None:
-    """Let the plan of a forward, if there is one, be found under another key as well, which says all that its own one does."""
+    """Store the plan of a forward, if there is one, under a second key, which tells calls apart as finely as its own."""
     plan = _plans.get(key(name, tensors, numbers))
     if plan is not None:
         if len(_repeats) >= MAX_PLANS:

@@ -19,7 +19,7 @@ _Made = TypeVar("_Made", bound=Tensor)
 
 
 class Recorder(Protocol):
-    """What is told of a call's steps."""
+    """An observer of one call: its methods are told of each step."""
 
     def allocates(self, made: Tensor) -> None:
         """Note that a workspace is made."""
@@ -33,12 +33,12 @@ class Recorder(Protocol):
     def gives_up(self) -> None:
         """Note that the call cannot be repeated."""
 
-    def looking_away(self) -> AbstractContextManager[None]:
-        """Let operators change tensors meanwhile."""
+    def without_watching(self) -> AbstractContextManager[None]:
+        """Return a context in which operators may change tensors, because the recorder is told of them."""
 
 
 class Thread(threading.local):
-    """What is attached to a thread."""
+    """The state of one thread: the recorder of the call that it makes, or None."""
 
     recorder: Recorder | None = None
 
@@ -51,7 +51,7 @@ def computed(function: Callable[..., _Made], *arguments: Any) -> _Made:
     recorder = thread.recorder
     if recorder is None:
         return function(*arguments)
-    with recorder.looking_away():
+    with recorder.without_watching():
         made = function(*arguments)
     recorder.computes(function, arguments, made)
     return made

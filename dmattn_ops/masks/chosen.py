@@ -123,7 +123,7 @@ def segments_beside(
 
 
 def shown_keys(indices: Tensor, block: int, seqlen_k: int) -> Tensor:
-    """Return which keys lie in the blocks that `indices [..., k]` name, bool `[..., Sk]`; numbers of no block name none."""
+    """Return the keys in the blocks that `indices [..., k]` name, bool `[..., Sk]`; numbers of no block name none."""
     count = chosen.block_count(seqlen_k, block)
     target = torch.where((indices >= 0) & (indices < count), indices, count).long()
     shown = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)

@@ -107,7 +107,7 @@ class TileMask:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """The device of the tensors."""
         return self.lengths.device
 
     @property
@@ -249,7 +249,7 @@ class TileMask:
 
 
 class Read(NamedTuple):
-    """What a call in eager mode reads of a mask, which never changes: to read it anew takes longer than a launch."""
+    """The properties of a mask that eager calls read. They never change, and to read them anew takes longer than a launch."""
 
     shape: tuple[int, int, int, int]
     device: int  # index; -1 of the CPU and of meta tensors

@@ -15,7 +15,6 @@ operation with one of the caller's may fail (Inductor of torch 2.11 did, with a 
 
 from __future__ import annotations
 
-from ast import literal_eval
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -156,26 +155,19 @@ class Signature(NamedTuple):
 
 
 def _signature(name: str) -> Signature:
-    types: list[bool] = []
-    names: list[str] = []
-    defaults: list[Any] = []
-    required: list[int] = []
-    for argument in SCHEMAS[name].partition(" -> ")[0].strip("()").split(", "):
-        declared, _, default = argument.partition("=")
-        kind, argument_name = declared.split()
-        if kind == "Tensor":
-            required.append(len(names))
-        types.append(kind.rstrip("?") == "Tensor")
-        names.append(argument_name)
-        defaults.append(literal_eval(default.capitalize()) if default else None)
-    assert types == sorted(types, reverse=True), f"{name}: tensors come first"
-    needs = place_of_needs(names[sum(types) :])
+    """Return the signature of an operator, from the schema that torch has read."""
+    arguments = overload(name)._schema.arguments
+    names, kinds = tuple(each.name for each in arguments), [str(each.type) for each in arguments]
+    are_tensors = [kind in ("Tensor", "Optional[Tensor]") for kind in kinds]
+    assert are_tensors == sorted(are_tensors, reverse=True), f"{name}: tensors come first"
+    tensors, required = sum(are_tensors), tuple(place for place, kind in enumerate(kinds) if kind == "Tensor")
+    defaults = tuple(each.default_value for each in arguments)
     reader = namedtuple(name.replace(".", "_"), names)  # type: ignore[misc]
-    return Signature(tuple(names), sum(types), tuple(required), needs, tuple(defaults), reader)
+    return Signature(names, tensors, required, place_of_needs(names[tensors:]), defaults, reader)
 
 
 def place_of_needs(numbers: Sequence[str]) -> slice:
-    """Return where among the names of numbers those stand, in a row, that say what is needed; behind all if there are none."""
+    """Return the slice of the numbers named `needs_...`, which stand in a row; an empty slice at the end if there are none."""
     are_needs = [number.startswith("needs_") for number in numbers]
     first = are_needs.index(True) if any(are_needs) else len(numbers)
     end = first + sum(are_needs)
@@ -217,7 +209,7 @@ def options_of(read: Any, dim: int) -> Options:
 
 
 def used_of(read: Any) -> Used | None:
-    """Return what says how many keys are used, among the arguments of an operator, read by name; None where it takes none."""
+    """Return the numbers of used keys among the arguments of an operator, read by name; None where all keys are used."""
     lengths = getattr(read, "seqlen_k_used", None)
     return None if lengths is None else Used(lengths, _clamped(read.used_lo), _clamped(read.used_hi))
 

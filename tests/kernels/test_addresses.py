@@ -21,8 +21,9 @@ from dmattn_ops.kernels.epochs import launch as packs  # noqa: E402
 from dmattn_ops.kernels.masks import launch as tile_mask  # noqa: E402
 from dmattn_ops.kernels.selection import launch as selection  # noqa: E402
 from dmattn_ops.meta import list_tiles_outputs, pack_mask_outputs  # noqa: E402
-from dmattn_ops.testing import configurations  # noqa: E402
-from dmattn_ops.testing.configurations import (  # noqa: E402
+from tests.support.addresses import code_of, intermediate_code, large_products  # noqa: E402
+from tests.tools import configurations  # noqa: E402
+from tests.tools.configurations import (  # noqa: E402
     BITS,
     CAUSAL,
     EVERYTHING,
@@ -33,7 +34,6 @@ from dmattn_ops.testing.configurations import (  # noqa: E402
     launch,
     reachable,
 )
-from tests.support.addresses import code_of, intermediate_code, large_products  # noqa: E402
 
 FREE = (-UNBOUNDED, UNBOUNDED)
 SEQLEN = 3000

@@ -21,9 +21,9 @@ from dmattn_ops.kernels.hopper.backward_256.types import Traits  # noqa: E402
 from dmattn_ops.kernels.hopper.dbias.launch import shared_bias_kernel  # noqa: E402
 from dmattn_ops.kernels.hopper.views import MaskTensors  # noqa: E402
 from dmattn_ops.launching import tensor_maps  # noqa: E402
-from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
 from tests.support.spills import bytes_at_most  # noqa: E402
 from tests.support.tile_builder import build_interval_tiles, build_segment_tiles, build_tiles  # noqa: E402
+from tests.tools.compile_only import Resources, compile_only  # noqa: E402
 
 FULL = {"MASK": "band", "PARTIAL": False}
 BAND, BITS, SEGMENTS, INTERVALS = (

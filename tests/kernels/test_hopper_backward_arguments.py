@@ -14,7 +14,7 @@ from dmattn_ops.choice.resources import Specialization
 from dmattn_ops.kernels.hopper.backward import launch as backward
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.types import Mask
-from dmattn_ops.testing import configurations
+from tests.tools import configurations
 
 ROW = next(row for row in config.BACKWARD if row.kernel == "hopper" and row.dim == 64)
 KINDS = ("", "bits", "segments", "key segments", "intervals", "hidden intervals")

@@ -162,7 +162,7 @@ def _plain_loops(sass: str, exponentials: int, dropped: int) -> list[dict[str, i
 
     Of loops that ask whether rows need exact statistics it is what they execute where no row does (`machine_code`).
     """
-    from dmattn_ops.testing.machine_code import count, product_loops
+    from tests.tools.machine_code import count, product_loops
 
     counts = [
         {name: count(loop.fast, name) for name in ("HGMMA", "BAR", "LDG", "ISETP", "R2P", "MUFU.EX2", "LDL", "STL")}
@@ -176,8 +176,8 @@ def _plain_loops(sass: str, exponentials: int, dropped: int) -> list[dict[str, i
 
 
 def _report(compiled, log: str, exponentials: int, dropped: int) -> dict:
-    from dmattn_ops.testing.compile_only import read_resources
-    from dmattn_ops.testing.machine_code import count, opcodes
+    from tests.tools.compile_only import read_resources
+    from tests.tools.machine_code import count, opcodes
 
     found = read_resources(compiled, 90, log)
     names = ("UTMALDG", "UTMAREDG", "UTMASTG", "STS.128", "REDG.E.ADD", "LDG.E.128.STRONG.GPU")
@@ -198,7 +198,7 @@ def _stand_in_driver() -> list:
     from triton import knobs
     from triton.runtime.jit import JITFunction
 
-    from dmattn_ops.testing.stand_in import Driver
+    from tests.tools.stand_in import Driver
 
     triton.runtime.driver.set_active(Driver(90))
     launched = []

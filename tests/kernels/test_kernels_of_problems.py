@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 from dmattn_ops.kernels.hopper.forward import launch as hopper_forward
 from dmattn_ops.kernels.masks import launch as masks
 from dmattn_ops.launching import launch
-from dmattn_ops.testing.stand_in import Driver
+from tests.tools.stand_in import Driver
 
 HOPPER = arch.KNOWN[90]
 
@@ -42,7 +42,7 @@ def kernels_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem], set]:
         found.add((f"{folder}.{kernel.__name__}", compute_cache_key(keys, specialization, options)))
         return None  # so that `launch` asks again next time
 
-    offered, native = dispatch.offered, dispatch._mask_kernels(torch.device("cpu"))
+    offered, native = dispatch.offered, dispatch.kernels_of_masks(torch.device("cpu"))
 
     def both(name: str) -> Callable[..., None]:
         def make(*arguments: Any) -> None:
@@ -58,7 +58,7 @@ def kernels_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem], set]:
     monkeypatch.setattr(dispatch, "architecture_of", lambda call: HOPPER)
     monkeypatch.setattr(dispatch, "offered", lambda direction, call, *rest: offered(direction, call, HOPPER))
     made = SimpleNamespace(pack_mask=both("pack_mask"), list_tiles=both("list_tiles"))
-    monkeypatch.setattr(dispatch, "_mask_kernels", lambda device: made)
+    monkeypatch.setattr(dispatch, "kernels_of_masks", lambda device: made)
     monkeypatch.setattr(hopper_forward, "_counter", lambda device: torch.zeros(2, dtype=torch.int32))
 
     def launched(problem: Problem) -> set[tuple[str, ...]]:

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("triton.experimental.gluon")
 from dmattn_ops.choice.resources import Specialization
 from dmattn_ops.kernels.ragged import tiles_of
-from dmattn_ops.testing import configurations
-from dmattn_ops.testing.stand_in import compiled_launches
+from tests.tools import configurations
+from tests.tools.stand_in import compiled_launches
 
 TOUCHES = re.compile(r"\b(ld|st|ldu|red|atom|prefetch|cp\.async)[.\w:]*\.global")
 CALLS = {

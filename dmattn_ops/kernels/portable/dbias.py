@@ -130,14 +130,14 @@ def dbias_kernel(
 
 
 class BiasRoom(NamedTuple):
-    """Where kernels put what the gradient of a bias is made of; None where nobody asks, or another kernel computes it."""
+    """Workspaces for the gradient of a bias; None where it is not asked for, or another kernel computes it."""
 
     key_sums: Tensor | None  # of dS over the queries of each head, `[B, H, Sk]`, or packed `[1, H, total_k]`
     scores: Tensor | None  # dS itself: dbias of a bias that nothing shares
 
 
 def room_for_bias(call: Call, dbias: Tensor | None, size: Extent) -> BiasRoom:
-    """Return where kernels put what `dbias` is made of."""
+    """Return workspaces for the sums of dS, or for dS itself, that `dbias` is made of."""
     if dbias is None:
         return BiasRoom(None, None)
     if bias_kind(call.bias) == "key":
