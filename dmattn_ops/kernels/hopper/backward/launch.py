@@ -53,6 +53,7 @@ from dmattn_ops.kernels.hopper.gluon_compat import VIEWS_ARE_WHOLE
 from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.hopper.statistics import Statistics
+from dmattn_ops.kernels.portable.again import COUNTS, backward_again
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient
@@ -72,7 +73,7 @@ SHARE_OF_SHORT_LISTS = 0.4
 # and all tiles by their work; four heads at once take 0.99, but 1 to 6% more where one sequence is much longer than the others.
 PACKED_HEADS = 8
 ROUNDS_OF_CHUNKS = 0.5
-TICKETS = 4  # two counts of what programs have drawn, and what follows is aligned
+TICKETS = COUNTS  # two counts of what programs have drawn, what `unseen.note_nan` writes, and what follows is aligned
 STATISTICS = 4  # of a row: lse, delta and the pair (`rows.py`)
 TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
 
@@ -237,7 +238,9 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
 
     dq, dk and dv must be such that a tensor map describes them (`mappable`), as the inputs are.
     """
-    call = key_numbers_as_bias(listed(call))
+    given_call = listed(call)
+    watched = given_call.mask.kind != "none"
+    call = key_numbers_as_bias(given_call)
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     (grad_out, grad_lse, dq), (out, lse, lse_tail) = grads[:3], saved
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
@@ -280,6 +283,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         HAS_Q_SEG=mask.q_segments is not None, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
         GROUPED=heads != kv_heads, TWO_PHASE=config.variant == "two_phase", ORDERED=options.deterministic,
         INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0, EDGES=hides_rows(call),
+        WATCH=watched,
     )  # fmt: skip
     launch(
         backward_kernel, (min(batch * kv_heads * blocks_per_head * shares + dq_tiles, sms),),
@@ -300,5 +304,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         key_tiles=blocks_per_head, query_tiles=query_tiles, T=traits, num_warps=4, follows=True,
     )  # fmt: skip
     add_shares(parts, grads, shares)
+    if watched:
+        backward_again(given_call, saved, grads._replace(grad_out=grad_out), key_sums, counts[0])
     statistics = Statistics(room, counts[-1], rows, total // block_rows)
     bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)

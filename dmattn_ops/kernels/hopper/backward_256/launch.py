@@ -61,6 +61,7 @@ from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.hopper.statistics import Statistics, query_of, row_statistics
 from dmattn_ops.kernels.hopper.views import MaskTensors
+from dmattn_ops.kernels.portable.again import COUNTS, backward_again
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
@@ -75,6 +76,7 @@ TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, 
 CHUNK = 16
 STAT_ROWS = 64  # rows of a statistics program
 STATISTICS = 4  # of a row: lse, delta and the pair
+_COUNTS = tl.constexpr(COUNTS)
 
 
 def refusals(call: Call) -> list[str]:
@@ -125,7 +127,9 @@ def _heads_side_by_side(call: Call, config: HopperBackward256, uneven: bool, hea
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256) -> None:
     """Write dq, dk and dv of tensors that `refusals` accepts, dense or packed, and dbias unless it is None."""
-    call = key_numbers_as_bias(listed(call))
+    given_call = listed(call)
+    watched = given_call.mask.kind != "none"
+    call = key_numbers_as_bias(given_call)
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     grad_out, grad_lse, dq, dk, dv = grads[:5]
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
@@ -137,13 +141,19 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     query_tiles = None if of_queries is None else of_queries.lists
     rows = (-(-seqlen_q // TILE) if query_tiles is None else query_tiles.shape[0]) * TILE
     total = batch * heads * rows
-    room = workspace(query, STATISTICS * total + -(-total // STAT_ROWS // 4))
-    stats, flags = room[: STATISTICS * total].view(STATISTICS, total), room[STATISTICS * total :].view(torch.int8)
+    n_flags = total // STAT_ROWS
+    behind = STATISTICS * total + -(-n_flags // 16) * 4  # the flags, so that what follows is aligned
+    room = workspace(query, behind + COUNTS * watched)
+    stats, flags = (
+        room[: STATISTICS * total].view(STATISTICS, total),
+        room[STATISTICS * total : behind].view(torch.int8),
+    )
+    counts = room[behind:].view(torch.int32) if watched else None
     columns_v = 1 << (width_v + second_v - 1).bit_length()
     sink_parts = parts_of_gradient(grads, total // STAT_ROWS)
     _statistics(
-        grad_out, grad_lse, call.sink, sink_parts, saved, stats, flags, query_tiles, (seqlen_q, heads, rows), columns_v,
-        in_natural_units(call),
+        grad_out, grad_lse, call.sink, sink_parts, saved, stats, flags, counts, query_tiles, (seqlen_q, heads, rows),
+        columns_v, in_natural_units(call),
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
     scale_log2, cap = score_factors(options)
@@ -162,15 +172,15 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     if call.varlen is not None:
         blocks = given.lists.shape[0]
     together = _heads_side_by_side(call, config, uneven, batch * kv_heads, blocks)
-    n_flags = total // STAT_ROWS
     common = {
         **bias_places(bias, heads)._asdict(), "bias": bias, "scale": options.softmax_scale, "scale_log2": scale_log2, "cap": cap,
         "group": heads // kv_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "stat_rows": rows, "band_lo": band_lo,
-        "band_hi": band_hi, "n_flags": n_flags, "total": total, "num_warps": 4, "follows": True,
+        "band_hi": band_hi, "n_flags": n_flags, "total": total, "counts": counts, "num_warps": 4, "follows": True,
     }  # fmt: skip
     traits = Traits(
         width, second, width_v, second_v, kind_of(call), BIAS_KINDS[bias_kind(bias)], options.softcap > 0.0, PARTIAL=uneven,
         HAS_LO=has_hi, HAS_HI=has_lo, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call), EDGES=hides_rows(call),
+        WATCH=watched,
     )  # fmt: skip
     launch(
         keys_kernel, (batch * kv_heads * blocks,),
@@ -186,6 +196,8 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         *maps, dq_map, *more_maps, dq2_map, stats, flags, **given._asdict(), **common, heads=heads, heads_per_group=together,
         n_heads=batch * heads, n_tiles=rows // TILE, T=traits,
     )  # fmt: skip
+    if counts is not None:
+        backward_again(given_call, saved, grads._replace(grad_out=grad_out), key_sums, counts)
     statistics = Statistics(stats, flags, rows, n_flags)
     bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)
 
@@ -198,12 +210,13 @@ def _statistics(
     saved: Saved,
     stats: Tensor,
     flags: Tensor,
+    counts: Tensor | None,
     query_tiles: Tensor | None,
     sizes: tuple[int, int, int],
     width: int,
     natural: bool,
 ) -> None:
-    """Fill stats `[4, B * H * rows]` as `hopper/statistics.py` says, and a flag for each program.
+    """Fill stats `[4, B * H * rows]` as `hopper/statistics.py` says, and a flag for each program; `counts` become 0.
 
     `sizes` are those of queries, heads, and rows of a head in `stats`.
     """
@@ -216,7 +229,7 @@ def _statistics(
     ]
     launch(
         statistics_kernel, (stats.shape[1] // STAT_ROWS,),
-        out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, *strides, query_tiles,
+        out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, counts, *strides, query_tiles,
         *sizes, stats.shape[1], out.shape[-1], BLOCK=STAT_ROWS, WIDTH=width, NATURAL=natural, num_warps=8,
         follows=query_tiles is not None,
     )  # fmt: skip
@@ -224,14 +237,18 @@ def _statistics(
 
 @triton.jit
 def statistics_kernel(
-    out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags,
+    out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, counts,
     out_b, out_s, out_h, grad_b, grad_s, grad_h, lse_b, lse_h, lse_s, tail_b, tail_h, tail_s,
     grad_lse_b, grad_lse_h, grad_lse_s, query_tiles,
     seqlen_q, heads, rows, total_rows, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """Write the statistics of BLOCK rows of one head; where a row is empty or past the end such that P = 0."""
+    COUNTED: tl.constexpr = _COUNTS
     follow_kernel_before()
     block = tl.program_id(0)
+    if counts is not None:
+        if block == 0:
+            tl.store(counts + tl.arange(0, COUNTED), tl.zeros([COUNTED], tl.int32))
     index = block // (rows // BLOCK)
     start = (block - index * (rows // BLOCK)) * BLOCK
     row = start + tl.arange(0, BLOCK)
