@@ -132,8 +132,7 @@ def _counter(device: torch.device) -> Tensor:
     graph may be replayed on any stream, and the stream that warms one up allocates from the graph's memory, where nothing
     may stay.
     """
-    on_gpu = device.type == "cuda"  # else kernels are only compiled
-    shared = on_gpu and raw_stream(device.index) == 0 and not torch.cuda.is_current_stream_capturing()
+    shared = raw_stream(device.index) == 0 and not torch.cuda.is_current_stream_capturing()
     counter = _counters.get(device.index) if shared else None
     if counter is None:
         counter = torch.zeros(COUNTS, dtype=torch.int32, device=device)
