@@ -59,7 +59,11 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
     given = {"DV": given["D"], "NATURAL": given["BIAS"] != 0} | given
     traits = Traits(**given)
     constants = {"T": traits}
-    absent = {"counts": not traits.WATCH, "bias": traits.BIAS == 0, "key_sums": kernel is keys_kernel and traits.BIAS != 1}
+    absent = {
+        "counts": not traits.WATCH,
+        "bias": traits.BIAS == 0,
+        "key_sums": kernel is keys_kernel and traits.BIAS != 1,
+    }
     constants |= {name: None for name, holds in absent.items() if holds}
 
     def rows(name):  # q2_map is the second part of q_map

@@ -61,7 +61,7 @@ from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.hopper.statistics import Statistics, query_of, row_statistics
 from dmattn_ops.kernels.hopper.views import MaskTensors
-from dmattn_ops.kernels.portable.again import COUNTS, backward_again
+from dmattn_ops.kernels.portable.again import COUNTS, SUSPECT, backward_again
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
@@ -76,7 +76,7 @@ TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, 
 CHUNK = 16
 STAT_ROWS = 64  # rows of a statistics program
 STATISTICS = 4  # of a row: lse, delta and the pair
-_COUNTS = tl.constexpr(COUNTS)
+_SUSPECT = tl.constexpr(SUSPECT)
 
 
 def refusals(call: Call) -> list[str]:
@@ -216,7 +216,7 @@ def _statistics(
     width: int,
     natural: bool,
 ) -> None:
-    """Fill stats `[4, B * H * rows]` as `hopper/statistics.py` says, and a flag for each program; `counts` become 0.
+    """Fill stats `[4, B * H * rows]` as `hopper/statistics.py` says, and a flag for each program, and 0 where a NaN is noted.
 
     `sizes` are those of queries, heads, and rows of a head in `stats`.
     """
@@ -243,12 +243,8 @@ def statistics_kernel(
     seqlen_q, heads, rows, total_rows, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """Write the statistics of BLOCK rows of one head; where a row is empty or past the end such that P = 0."""
-    COUNTED: tl.constexpr = _COUNTS
     follow_kernel_before()
     block = tl.program_id(0)
-    if counts is not None:
-        if block == 0:
-            tl.store(counts + tl.arange(0, COUNTED), tl.zeros([COUNTED], tl.int32))
     index = block // (rows // BLOCK)
     start = (block - index * (rows // BLOCK)) * BLOCK
     row = start + tl.arange(0, BLOCK)
@@ -278,3 +274,5 @@ def statistics_kernel(
     tl.store(to + 2 * total_rows.to(tl.int64), made.first)
     tl.store(to + 3 * total_rows.to(tl.int64), made.second)
     tl.store(flags + block, tl.max(made.large.to(tl.int32), 0).to(tl.int8))
+    if counts is not None:
+        tl.store(counts + _SUSPECT, 0, mask=block == 0)

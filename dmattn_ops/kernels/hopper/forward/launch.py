@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ def tiles_of(dim: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return whole, whole
 
 
-_counters: dict[int | None, Tensor] = {}  # of the default stream of each device
+_counters: dict[tuple[int | None, int], Tensor] = {}  # of the default stream of each device, by threads
 
 
 def _counter(device: torch.device) -> Tensor:
@@ -128,16 +129,17 @@ def _counter(device: torch.device) -> Tensor:
 
     All are 0, and the kernels reset them to 0 at their end.
 
-    Launches of the default stream run one after the other and so share them. Elsewhere each launch has its own: a captured
-    graph may be replayed on any stream, and the stream that warms one up allocates from the graph's memory, where nothing
-    may stay.
+    What a thread launches on the default stream runs one after the other and so shares them: another thread's kernels may come
+    between the two of a call. Elsewhere each launch has its own: a captured graph may be replayed on any stream, and the stream
+    that warms one up allocates from the graph's memory, where nothing may stay.
     """
     shared = raw_stream(device.index) == 0 and not torch.cuda.is_current_stream_capturing()
-    counter = _counters.get(device.index) if shared else None
+    place = (device.index, threading.get_ident())
+    counter = _counters.get(place) if shared else None
     if counter is None:
         counter = torch.zeros(COUNTS, dtype=torch.int32, device=device)
         if shared:
-            _counters[device.index] = counter
+            _counters[place] = counter
     return counter
 
 
