@@ -52,7 +52,7 @@ from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.gluon_compat import VIEWS_ARE_WHOLE
 from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
-from dmattn_ops.kernels.hopper.statistics import Statistics
+from dmattn_ops.kernels.hopper.statistics import Made, Statistics
 from dmattn_ops.kernels.portable.again import COUNTS, backward_again
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
@@ -238,17 +238,24 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
 
     dq, dk and dv must be such that a tensor map describes them (`mappable`), as the inputs are.
     """
-    given_call = listed(call)
-    watched = given_call.mask.kind != "none"
-    call = key_numbers_as_bias(given_call)
+    given = listed(call)
+    call, watched = key_numbers_as_bias(given), given.mask.kind != "none"
+    if not mappable(grads.grad_out):
+        grads = grads._replace(grad_out=computed(Tensor.contiguous, grads.grad_out))
+    made = _gradients(call, saved, grads, config, watched)
+    if made.counts is not None:
+        backward_again(given, saved, grads, made.key_sums, made.counts)
+    bias_gradient(call, saved, grads, made.statistics, made.key_sums, config)
+
+
+def _gradients(call: Call, saved: Saved, grads: Gradients, config: HopperBackward, watched: bool) -> Made:
+    """Write dq, dk and dv; `watched`: a NaN in them is noted."""
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     (grad_out, grad_lse, dq), (out, lse, lse_tail) = grads[:3], saved
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     block_m, block_n, dim, dim_v = config.block_m, config.block_n, query.shape[-1], value.shape[-1]
     (width, second), (width_v, second_v) = tiles_of(dim, dim_v)
     columns = width + second  # of dq
-    if not mappable(grad_out):
-        grad_out = computed(Tensor.contiguous, grad_out)
     query_tiles = None if call.varlen is None else ragged_tiles(call, TILE, of_keys=False, ranked=False)
     rows = (-(-seqlen_q // TILE) if query_tiles is None else query_tiles.shape[0]) * TILE  # of a head in the workspaces
     total = batch * heads * rows
@@ -282,8 +289,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=band_lo > -UNBOUNDED,
         HAS_Q_SEG=mask.q_segments is not None, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
         GROUPED=heads != kv_heads, TWO_PHASE=config.variant == "two_phase", ORDERED=options.deterministic,
-        INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0, EDGES=hides_rows(call),
-        WATCH=watched,
+        INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0, EDGES=hides_rows(call), WATCH=watched,
     )  # fmt: skip
     launch(
         backward_kernel, (min(batch * kv_heads * blocks_per_head * shares + dq_tiles, sms),),
@@ -304,7 +310,5 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         key_tiles=blocks_per_head, query_tiles=query_tiles, T=traits, num_warps=4, follows=True,
     )  # fmt: skip
     add_shares(parts, grads, shares)
-    if watched:
-        backward_again(given_call, saved, grads._replace(grad_out=grad_out), key_sums, counts[0])
     statistics = Statistics(room, counts[-1], rows, total // block_rows)
-    bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)
+    return Made(statistics, key_sums, counts[0] if watched else None)

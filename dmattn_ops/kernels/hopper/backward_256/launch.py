@@ -59,7 +59,7 @@ from dmattn_ops.kernels.hopper.dbias.launch import bias_gradient
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
-from dmattn_ops.kernels.hopper.statistics import Statistics, query_of, row_statistics
+from dmattn_ops.kernels.hopper.statistics import Made, Statistics, query_of, row_statistics
 from dmattn_ops.kernels.hopper.views import MaskTensors
 from dmattn_ops.kernels.portable.again import COUNTS, SUSPECT, backward_again
 from dmattn_ops.kernels.ragged import WORDS
@@ -127,15 +127,22 @@ def _heads_side_by_side(call: Call, config: HopperBackward256, uneven: bool, hea
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256) -> None:
     """Write dq, dk and dv of tensors that `refusals` accepts, dense or packed, and dbias unless it is None."""
-    given_call = listed(call)
-    watched = given_call.mask.kind != "none"
-    call = key_numbers_as_bias(given_call)
+    given = listed(call)
+    call, watched = key_numbers_as_bias(given), given.mask.kind != "none"
+    if not mappable(grads.grad_out):  # an expanded gradient, such as that of out.sum()
+        grads = grads._replace(grad_out=computed(Tensor.contiguous, grads.grad_out))
+    made = _gradients(call, saved, grads, config, watched)
+    if made.counts is not None:
+        backward_again(given, saved, grads, made.key_sums, made.counts)
+    bias_gradient(call, saved, grads, made.statistics, made.key_sums, config)
+
+
+def _gradients(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256, watched: bool) -> Made:
+    """Write dq, dk and dv; `watched`: a NaN in them is noted."""
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     grad_out, grad_lse, dq, dk, dv = grads[:5]
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     (width, second), (width_v, second_v) = column_parts(query.shape[-1]), column_parts(value.shape[-1])
-    if not mappable(grad_out):  # an expanded gradient, such as that of out.sum()
-        grad_out = computed(Tensor.contiguous, grad_out)
     # the tiles of packed queries serve the kernel that makes dq, too
     of_queries = None if call.varlen is None else _arguments_of(call, False, heads, seqlen_q, query)
     query_tiles = None if of_queries is None else of_queries.lists
@@ -144,11 +151,8 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     n_flags = total // STAT_ROWS
     behind = STATISTICS * total + -(-n_flags // 16) * 4  # the flags, so that what follows is aligned
     room = workspace(query, behind + COUNTS * watched)
-    stats, flags = (
-        room[: STATISTICS * total].view(STATISTICS, total),
-        room[STATISTICS * total : behind].view(torch.int8),
-    )
-    counts = room[behind:].view(torch.int32) if watched else None
+    stats, flags = room[: STATISTICS * total].view(STATISTICS, total), room[STATISTICS * total : behind]
+    flags, counts = flags.view(torch.int8), room[behind:].view(torch.int32) if watched else None
     columns_v = 1 << (width_v + second_v - 1).bit_length()
     sink_parts = parts_of_gradient(grads, total // STAT_ROWS)
     _statistics(
@@ -196,10 +200,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         *maps, dq_map, *more_maps, dq2_map, stats, flags, **given._asdict(), **common, heads=heads, heads_per_group=together,
         n_heads=batch * heads, n_tiles=rows // TILE, T=traits,
     )  # fmt: skip
-    if counts is not None:
-        backward_again(given_call, saved, grads._replace(grad_out=grad_out), key_sums, counts)
-    statistics = Statistics(stats, flags, rows, n_flags)
-    bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)
+    return Made(Statistics(stats, flags, rows, n_flags), key_sums, counts)
 
 
 def _statistics(
