@@ -142,7 +142,6 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
             "(part.first + step + tl.where(step < part.left, 0, part.gap)) * STEP",
             "block * BLOCK",
         ),
-        "portable/again.py": ("program // heads % blocks * ROWS",),
         "portable/statistics.py": ("program // heads % blocks * ROWS",),
         "selection/alive.py": ("chunk * CHUNK",),
         "selection/documents.py": ("span * SPAN",),
@@ -195,6 +194,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "heads of the call, or of one of its batches": {
         "ampere/backward/kernel.py": ("kv_head * GROUP",),
+        "portable/again.py": ("share.end_head * GROUP", "share.first_head * GROUP"),
         "portable/heads.py": ("place.head * GROUP",),
         "hopper/backward/finish.py": ("gl.maximum(place.batch, 0) * out.heads",),
         "hopper/backward/kernel.py": (
@@ -246,6 +246,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper/forward/walk.py": ("tiles * sizes.heads",),
         "hopper/views.py": ("n_blocks * heads_per_group",),
         "interval_lists.py": ("tl.program_id(0) * TILES",),
+        "portable/again.py": ("tl.program_id(0) * count",),
         "ragged.py": ("tl.program_id(0) * OWN",),
         "masks/lists.py": ("program * TILES",),
     },
