@@ -220,7 +220,9 @@ def step(i, at, total, added, state, smem, own, member, walk, problem, C: gl.con
     dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(smem.v_empty.index(b), count=1)
     if TESTED:
-        if state == 1:  # hidden values and rows of grad_out need not be finite; a NaN that somebody sees is in delta as well
+        if (
+            state == 1
+        ):  # hidden values and rows of grad_out need not be finite; a NaN that somebody sees is in delta as well
             dp = gl.where(p == 0.0, 0.0, dp)
     if T.DROPOUT:
         total = total + score_gradient(p, dp, delta[:, None])
