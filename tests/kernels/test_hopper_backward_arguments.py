@@ -40,6 +40,7 @@ def test_each_part_of_a_mask_stands_where_the_kernel_names_it(
 
     monkeypatch.setattr(arch, "physical", lambda device: arch.KNOWN[90])
     monkeypatch.setattr(backward, "launch", note)
+    monkeypatch.setattr(backward, "backward_again", lambda *arguments: None)
     monkeypatch.setattr(backward, "listed", with_lists)
     monkeypatch.setattr(backward, "_mask_of", keep)
     unit = configurations.Unit("backward", ROW, 64, Specialization(band="causal", mask=kind, grouped=grouped))

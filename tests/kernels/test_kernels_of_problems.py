@@ -78,11 +78,12 @@ def test_problems_compile_few_kernels_and_launch_each_of_them(kernels_of: Callab
     for seed in range(3 * COMBINATIONS):
         found |= kernels_of(draw(seed, "cuda"))
     count = Counter(name for name, _ in found)
-    assert sum(count.values()) < 5 * COMBINATIONS, count
+    assert sum(count.values()) < 7 * COMBINATIONS, count
     expected = {
         "hopper.forward.kernel.forward_kernel": 40, "hopper.backward.kernel.backward_kernel": 20,
         "hopper.backward_256.keys.keys_kernel": 15, "hopper.backward_256.queries.queries_kernel": 15,
-        "hopper.dbias.launch.shared_bias_kernel": 4, "portable.forward.forward_kernel": 40,
+        "hopper.dbias.launch.shared_bias_kernel": 4, "portable.again._forward_again": 15, "portable.again._backward_again": 15,
+        "portable.forward.forward_kernel": 40,
         "portable.merge.merge_kernel": 10, "portable.keys.keys_kernel": 40, "portable.queries.queries_kernel": 40,
         "portable.dbias.dbias_kernel": 8,
     }  # fmt: skip
@@ -99,6 +100,21 @@ def test_a_sink_or_a_dtype_is_counted_as_a_kernel_of_its_own(kernels_of: Callabl
     assert kernels_of(replace(plain, seed=7, softmax_scale=0.5)) == known, "values decide nothing"
     for change in ({"sink": "own"}, {"dtype": "float16"}, {"maximum": True}, {"lse_grad": True}):
         assert kernels_of(replace(plain, **change)) - known, change
+
+
+def test_kernels_that_compute_again_come_behind_masked_calls_alone(kernels_of: Callable[[Problem], set]) -> None:
+    plain = Problem(dtype="bfloat16", dim=64, dim_v=64, seqlen_q=200, seqlen_k=200, heads=2, heads_k=2, batch=2)
+    again = {"portable.again._forward_again", "portable.again._backward_again"}
+    for changes, behind in (
+        ({"is_causal": True, "left": 50}, set()),
+        ({"bias": True, "bias_shape": "h"}, set()),
+        ({"variant": "varlen", "batch": 3, "is_causal": True}, set()),
+        ({"mask": "random"}, again),
+        ({"documents": True}, again),
+        ({"intervals": "random", "deterministic": True}, again),
+        ({"variant": "varlen", "batch": 3, "mask": "keys", "mask_shape": "h"}, again),
+    ):
+        assert {name for name, _ in kernels_of(replace(plain, **changes))} & again == behind, changes
 
 
 FEW_QUERIES = Problem(

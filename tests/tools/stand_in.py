@@ -82,8 +82,10 @@ def compiled_launches(sm: int) -> Iterator[list[Launch]]:
 
     Tensors may lie on the CPU: nothing reads them. `arch.physical` answers that architecture, whatever the device.
     """
+    from dmattn_ops.kernels.hopper.forward import launch as hopper_forward
+
     launches: list[Launch] = []
-    run, physical = JITFunction.run, arch.physical
+    run, physical, raw_stream = JITFunction.run, arch.physical, hopper_forward.raw_stream
 
     def compile_only(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> _Compiled:
         with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -98,10 +100,11 @@ def compiled_launches(sm: int) -> Iterator[list[Launch]]:
 
     launch._compiled.clear()  # of another architecture, or real ones
     JITFunction.run, arch.physical = compile_only, lambda device: arch.KNOWN[sm]
+    hopper_forward.raw_stream = lambda device: 1  # some stream beside the default one
     try:
         with target_of(sm), knobs.nvidia.scope():
             knobs.nvidia.dump_ptxas_log = True
             yield launches
     finally:
-        JITFunction.run, arch.physical = run, physical
+        JITFunction.run, arch.physical, hopper_forward.raw_stream = run, physical, raw_stream
         launch._compiled.clear()  # cannot be launched
