@@ -58,8 +58,11 @@ class Driver(DriverBase):
 class _Compiled:
     """Stands for a compiled kernel that a launcher keeps: launching it again is recorded and runs nothing."""
 
-    def __init__(self, record: Callable[[], None]) -> None:
-        self.record = record
+    def __init__(self, record: Callable[[], None], compiled: Any) -> None:
+        self.record, self.compiled = record, compiled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return lambda *arguments, **keywords: self.record()
@@ -94,7 +97,7 @@ def compiled_launches(sm: int) -> Iterator[list[Launch]]:
             launches.append(made)
 
         record()
-        return _Compiled(record)
+        return _Compiled(record, compiled)
 
     launch._compiled.clear()  # of another architecture, or real ones
     JITFunction.run, arch.physical = compile_only, lambda device: arch.KNOWN[sm]

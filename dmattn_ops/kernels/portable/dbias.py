@@ -42,7 +42,7 @@ from dmattn_ops.kernels.portable.queries import load_queries, step_gradient
 from dmattn_ops.kernels.portable.scores import Bias, BiasArray, Factors, bias_of
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
 from dmattn_ops.kernels.portable.visibility import BitArray, KeyArrays, MaskArrays, mask_of_head
-from dmattn_ops.launching.launch import computed, launch, workspace
+from dmattn_ops.launching.launch import computed, launch, makes_zeros, workspace
 
 ENTRIES = 128  # list entries that one iteration marks
 
@@ -210,6 +210,7 @@ def mark_tiles(tiles: Tensor, key_tiles: int) -> Tensor:
     return states
 
 
+@makes_zeros
 def _empty_states(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_zeros(shape, dtype=torch.int8)
 

@@ -48,7 +48,7 @@ from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
-from dmattn_ops.launching.launch import computed, launch
+from dmattn_ops.launching.launch import computed, launch, makes_zeros
 from dmattn_ops.launching.plan import raw_stream
 from dmattn_ops.launching.tensor_maps import Map, head_rows_map, pairs_map
 
@@ -122,6 +122,7 @@ def tiles_of(dim: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:
 _counters: dict[int | None, Tensor] = {}  # of the default stream of each device
 
 
+@makes_zeros
 def _counter(device: torch.device) -> Tensor:
     """Return a ticket counter and a count of finished blocks. Both are 0, and the kernel resets them to 0 at its end.
 
