@@ -1,7 +1,8 @@
 """Export a model with dynamic masks, compile it with AOTInductor, and save inputs with what Python makes of them.
 
-Usage: `python examples/aoti/export.py FOLDER` writes `model.pt2`, which run.cpp runs without Python, and `calls.pt`: for each
-of some lengths the inputs of the model, in the order in which the package takes them, and the expected output.
+Usage: `python examples/aoti/export.py FOLDER [DEVICE]` writes `model.pt2`, which run.cpp runs without Python, and `calls.pt`:
+for each of some lengths the inputs of the model, in the order in which the package takes them, and the expected output. On a
+GPU (DEVICE `cuda`) it also writes `kernels.dmattn`, the kernels for these lengths.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class Model(nn.Module):
         return hidden + dmattn_ops.flash_dmattn_func(query, key, value, mask).flatten(2)
 
 
-def inputs_of(seqlen: int) -> tuple[Tensor, TileMask]:
+def inputs_of(seqlen: int, device: str = "cpu") -> tuple[Tensor, TileMask]:
     """Return hidden states, and a mask of the 16 best keys by random scores: a window, where scores are positions."""
-    hidden = torch.randn(2, seqlen, HEADS * HEAD_DIM)
-    return hidden, dmattn_ops.dynamic_mask(torch.rand(2, HEADS, seqlen), 16, keep_last=4)
+    hidden = torch.randn(2, seqlen, HEADS * HEAD_DIM, device=device)
+    return hidden, dmattn_ops.dynamic_mask(torch.rand(2, HEADS, seqlen, device=device), 16, keep_last=4)
 
 
 def tensors_of(inputs: tuple[Tensor, TileMask]) -> list[Tensor]:
@@ -49,10 +50,10 @@ def tensors_of(inputs: tuple[Tensor, TileMask]) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
-def main(folder: Path) -> None:
-    """Write both files."""
+def main(folder: Path, device: str = "cpu") -> None:
+    """Write the files."""
     torch.manual_seed(0)
-    model, inputs = Model().eval(), inputs_of(LENGTHS[0])
+    model, inputs = Model().eval().to(device), inputs_of(LENGTHS[0], device)
     shapes: Any = ShapesCollection()
     for leaf in tensors_of(inputs):
         if LENGTHS[0] in leaf.shape:
@@ -60,10 +61,12 @@ def main(folder: Path) -> None:
     with torch.no_grad():
         program = torch.export.export(model, inputs, dynamic_shapes=shapes)
         torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
-        calls = [inputs_of(length) for length in LENGTHS]
-        saved = [(tensors_of(given), model(*given)) for given in calls]
+        run, calls = program.module(), [inputs_of(length, device) for length in LENGTHS]
+        saved = [(tensors_of(given), run(*given)) for given in calls]
+        if device != "cpu":
+            dmattn_ops.export_kernels(lambda: [run(*given) for given in calls], folder / "kernels.dmattn")
     torch.save(saved, folder / "calls.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

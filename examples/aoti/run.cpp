@@ -1,5 +1,5 @@
 // Runs model.pt2 without Python, and compares with what Python made of the same inputs (export.py).
-// usage: run LIBDMATTN MODEL.pt2 CALLS.pt
+// usage: run LIBDMATTN MODEL.pt2 CALLS.pt [KERNELS.dmattn]
 #include <dlfcn.h>
 #include <ATen/ATen.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
@@ -10,14 +10,22 @@
 #include <iterator>
 
 int main(int argc, char** argv) {
-  if (argc != 4) {
-    std::fprintf(stderr, "usage: %s LIBDMATTN MODEL.pt2 CALLS.pt\n", argv[0]);
+  if (argc != 4 && argc != 5) {
+    std::fprintf(stderr, "usage: %s LIBDMATTN MODEL.pt2 CALLS.pt [KERNELS.dmattn]\n", argv[0]);
     return 2;
   }
   // Loading the library defines the operators dmattn::*, which has to be before the model is loaded.
-  if (!dlopen(argv[1], RTLD_NOW | RTLD_GLOBAL)) {
+  void* const library = dlopen(argv[1], RTLD_NOW | RTLD_GLOBAL);
+  if (!library) {
     std::fprintf(stderr, "%s\n", dlerror());
     return 1;
+  }
+  if (argc == 5) {  // kernels for a GPU
+    const auto load = reinterpret_cast<const char* (*)(const char*)>(dlsym(library, "dmattn_load_kernels"));
+    if (const char* const wrong = load(argv[4])) {
+      std::fprintf(stderr, "%s\n", wrong);
+      return 1;
+    }
   }
   torch::inductor::AOTIModelPackageLoader model(argv[2]);
   std::ifstream file(argv[3], std::ios::binary);

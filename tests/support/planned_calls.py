@@ -1,6 +1,7 @@
 """Make calls of operators with plans, on the CPU: `python planned_calls.py LIBRARY PLANS CALLS`, without the package.
 
-CALLS is a file of [(operator, [what describes a tensor, or a number])]. Prints a line of JSON for each call: the addresses of
+PLANS are files between colons; what is wrong with one is printed. CALLS is a file of
+[(operator, [what describes a tensor, or a number])]. Prints a line of JSON for each call: the addresses of
 the tensors that it takes and returns, or the text of its error.
 """
 
@@ -25,9 +26,9 @@ def main(library, plans, calls):
     loaded.dmattn_define_operators()
     loaded.dmattn_serve_plans(b"CPU")
     loaded.dmattn_load_kernels.restype = ctypes.c_char_p
-    if plans and (said := loaded.dmattn_load_kernels(plans.encode())):
-        print(json.dumps(said.decode()))
-        return
+    for path in plans.split(":") if plans else ():
+        if said := loaded.dmattn_load_kernels(path.encode()):
+            print(json.dumps(said.decode()))
     for name, given in torch.load(calls):
         arguments = [tensor(*one) if isinstance(one, tuple) else one for one in given]
         packet, _, overload = name.partition(".")
