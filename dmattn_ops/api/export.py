@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
-from dmattn_ops import environment
 from dmattn_ops.choice import arch as architectures
 from dmattn_ops.launching import plans
 
@@ -39,19 +37,17 @@ def export_kernels(target: Any, path: str | os.PathLike[str], *, arch: str | Non
         )
     from dmattn_ops.launching.plan_file import PlanFile
 
-    with ExitStack() as stack:
-        if wanted is not None and (own is None or wanted.sm != own.sm):
-            from dmattn_ops.testing.stand_in import compiled_launches
+    compiling: AbstractContextManager[Any] = nullcontext()
+    if wanted is not None and (own is None or wanted.sm != own.sm):
+        from dmattn_ops.testing.stand_in import compiled_launches
 
-            stack.enter_context(compiled_launches(wanted.sm))
-            stack.enter_context(patch.dict(os.environ, {environment.ARCHITECTURE: str(wanted.sm)}))
-            own = architectures.physical(torch.device("cuda"))
-        assert own is not None
-        exported = stack.enter_context(plans.exporting())
+        compiling = compiled_launches(wanted.sm)
+    with compiling, plans.exporting() as exported:
         run()
-        made = PlanFile(own.sm, own.num_sms)
-        for call in exported:
-            made.add(call)
+        on = architectures.physical(torch.device("cuda"))
+    made = PlanFile(on.sm, on.num_sms)
+    for call in exported:
+        made.add(call)
     if not exported:
         raise ValueError("target made no call of an operator of dmattn_ops on a GPU")
     made.write(Path(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -83,10 +84,12 @@ def target_of(sm: int) -> Iterator[None]:
 def compiled_launches(sm: int) -> Iterator[list[Launch]]:
     """Make every Triton and Gluon launch compile for `sm` (90 for SM 9.0) and stop there; yield what was launched.
 
-    Tensors may lie on the CPU: nothing reads them. `arch.physical` answers that architecture, whatever the device.
+    Tensors may lie on the CPU: nothing reads them. `arch.physical` answers that architecture, whatever the device, and so does
+    `arch.current` without DMATTN_ARCH.
     """
     launches: list[Launch] = []
-    run, physical = JITFunction.run, arch.physical
+    run, physical, current = JITFunction.run, arch.physical, arch.current
+    known = replace(arch.nearest(sm), sm=sm)
 
     def compile_only(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> _Compiled:
         with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -100,11 +103,12 @@ def compiled_launches(sm: int) -> Iterator[list[Launch]]:
         return _Compiled(record, compiled)
 
     launch._compiled.clear()  # of another architecture, or real ones
-    JITFunction.run, arch.physical = compile_only, lambda device: arch.KNOWN[sm]
+    JITFunction.run, arch.physical = compile_only, lambda device: known
+    arch.current = lambda device: arch.forced() or known
     try:
         with target_of(sm), knobs.nvidia.scope():
             knobs.nvidia.dump_ptxas_log = True
             yield launches
     finally:
-        JITFunction.run, arch.physical = run, physical
+        JITFunction.run, arch.physical, arch.current = run, physical, current
         launch._compiled.clear()  # cannot be launched
