@@ -17,16 +17,19 @@ from dmattn_ops.launching import plans
 def export_kernels(target: Any, path: str | os.PathLike[str], *, arch: str | None = None) -> None:
     """Write the GPU kernels of some calls to a file, from which `libdmattn.so` launches them without Python and Triton.
 
-    `target` is a function without arguments, or an exported program, which is run with its example inputs. Each call of an
-    operator of this library that it makes on a GPU, in a backward too, is written: the compiled kernels, and a plan of how
-    they are launched. A plan serves calls with the same shapes, strides, dtypes and numbers, on GPUs of the architecture
-    `arch` with at least as many multiprocessors. A length that differs needs a call of its own in `target`.
+    Each call of an operator of this library that the target makes on a GPU, in a backward too, is written: the compiled
+    kernels, and a plan of how they are launched. A plan serves calls with the same shapes, strides, dtypes and numbers, on GPUs
+    of the same architecture with at least as many multiprocessors. A length that differs needs a call of its own.
 
-    `arch` is a version such as "9.0", by default that of this GPU. Where it is another one, kernels are compiled and not
-    run, so that the results of `target` mean nothing.
+    Args:
+        target: a function without arguments, or a program of `torch.export`, which is run with its example inputs.
+        path: the file to write.
+        arch: a compute capability such as "9.0"; by default that of this GPU. For another one kernels are compiled and not
+            run, so that the results of `target` mean nothing.
 
-    Calls that take operators of torch besides kernels (float masks, masks of documents made inside, `seqlen_k_used`, masks of
-    keys for packed sequences, sinks on some architectures) are a NotImplementedError, which names what they take.
+    Raises:
+        NotImplementedError: a call takes operators of torch besides kernels. The message says which.
+        ValueError: the target calls no operator of this library on a GPU, or `arch` names no architecture.
     """
     run = _runner(target)
     wanted = None if arch is None else architectures.parse(arch, "arch")

@@ -41,8 +41,8 @@ def folder(tmp_path_factory, export):
     return folder
 
 
-def run(folder, library, calls):
-    command = [folder / "run", library, folder / "model.pt2", folder / calls]
+def run(folder, library, calls, model="model.pt2"):
+    command = [folder / "run", library, folder / model, folder / calls]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -53,6 +53,12 @@ def test_the_program_computes_what_python_computes_at_every_length(folder, expor
     assert lengths == list(export.LENGTHS)
     needed = subprocess.run(["ldd", folder / "run"], capture_output=True, text=True, check=True).stdout
     assert "libtorch" in needed and "libpython" not in needed
+
+
+def test_the_program_computes_the_gradients_of_a_training_step(folder, export):
+    done = run(folder, LIBRARY, "steps.pt", "step.pt2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"length {export.LENGTHS[0]}: ")
 
 
 def test_the_program_never_computes_with_the_numbers_of_another_mask(folder, export):
