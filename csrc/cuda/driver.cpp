@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <mutex>
 
 namespace dmattn {
@@ -133,8 +134,8 @@ void* current_stream(int device) {
     void* const library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
     return library ? reinterpret_cast<Function>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;
   }();
-  void* stream = nullptr;
-  if (function && function(device, &stream) != 0) refuse_gpu("torch knows no current stream");
+  void* stream;
+  if (!function || function(device, &stream) != 0) refuse_gpu("torch knows no current stream");
   return stream;
 }
 
@@ -142,12 +143,12 @@ void* current_stream(int device) {
 
 const Gpu& gpu(int device) {
   const std::lock_guard lock(mutex);
-  return device_of(device).gpu;
+  return device_of(std::max(0, device)).gpu;
 }
 
-Launcher::Launcher(int device) : device_(device), stream_(current_stream(device)) {
+Launcher::Launcher(int device) : device_(std::max(0, device)), stream_(device < 0 ? nullptr : current_stream(device)) {
   const std::lock_guard lock(mutex);
-  check(cuda().push(device_of(device).context), "cuCtxPushCurrent");
+  check(cuda().push(device_of(device_).context), "cuCtxPushCurrent");
 }
 
 Launcher::~Launcher() {

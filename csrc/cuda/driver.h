@@ -11,7 +11,7 @@ struct Gpu {
 
 const Gpu& gpu(int device);
 
-// Launches kernels of plans on the current stream of a device.
+// Launches kernels of plans on the current stream of a device; those of a CPU (-1), which tests have, on device 0.
 class Launcher {
  public:
   explicit Launcher(int device);

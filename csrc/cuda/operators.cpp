@@ -186,7 +186,7 @@ void planned_operator(StableIValue* stack, uint64_t, uint64_t) {
   MaybeTensor on;
   for (const MaybeTensor& tensor : asked.tensors)
     if (!on.has_value()) on = tensor;
-  const int device = std::max<int>(0, on->get_device_index());
+  const int device = on->get_device_index();
   const Found found = find_plan(schema.name, asked.text, gpu(device));
   for (const Tensor& output : run(found, std::move(asked.tensors), *on, device)) give(stack++, output);
 }
