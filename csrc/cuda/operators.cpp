@@ -157,6 +157,11 @@ Tensor made_by(const Step& step, const std::vector<MaybeTensor>& tensors, const 
     return made;
   }
   Tensor given = tensors.at(step.tensor).value();
+  if (step.kind == Step::kSum) {
+    Tensor summed = torch::stable::view(tensors.at(step.source).value(), step.layout.sizes);
+    if (!step.layout.strides.empty()) summed = torch::stable::sum(summed, Extents(step.layout.strides), true);
+    return torch::stable::copy_(given, torch::stable::view(summed, given.sizes()));
+  }
   if (step.kind == Step::kContiguous) return torch::stable::contiguous(given);
   return step.kind == Step::kZero ? torch::stable::zero_(given) : torch::stable::fill_(given, step.value);
 }

@@ -45,6 +45,10 @@ class Reader {
     for (size_t k = 0; k < count; ++k) values[k] = next<T>();
   }
 
+  void fill(std::vector<int64_t>& numbers, size_t count) {
+    for (size_t k = 0; k < count; ++k) numbers.push_back(next<int64_t>());
+  }
+
   bool word(std::string& found) { return static_cast<bool>(stream_ >> found); }
 
   std::string line() {
@@ -75,8 +79,7 @@ class Reader {
 Layout read_layout(Reader& reader) {
   Layout made{type_of(reader.next<std::string>()), {}, {}};
   const auto rank = reader.next<size_t>();
-  for (std::vector<int64_t>* numbers : {&made.sizes, &made.strides})
-    for (size_t dim = 0; dim < rank; ++dim) numbers->push_back(reader.next<int64_t>());
+  for (std::vector<int64_t>* numbers : {&made.sizes, &made.strides}) reader.fill(*numbers, rank);
   return made;
 }
 
@@ -101,7 +104,7 @@ Parameter read_parameter(Reader& reader) {
 Step read_step(Reader& reader, const std::string& kind, size_t kernels) {
   static const std::map<std::string, Step::Kind> kinds{{"allocate", Step::kAllocate}, {"zeros", Step::kZeros},
                                                        {"contiguous", Step::kContiguous}, {"zero", Step::kZero},
-                                                       {"fill", Step::kFill}, {"launch", Step::kLaunch}};
+                                                       {"fill", Step::kFill}, {"sum", Step::kSum}, {"launch", Step::kLaunch}};
   const auto found = kinds.find(kind);
   reader.check(found != kinds.end());
   Step made{};
@@ -111,6 +114,11 @@ Step read_step(Reader& reader, const std::string& kind, size_t kernels) {
   } else if (made.kind != Step::kLaunch) {
     made.tensor = reader.next<size_t>();
     if (made.kind == Step::kFill) made.value = std::stod(reader.next<std::string>());  // streams read no "-inf"
+    if (made.kind == Step::kSum) {
+      made.source = reader.next<size_t>();
+      for (std::vector<int64_t>* numbers : {&made.layout.sizes, &made.layout.strides})
+        reader.fill(*numbers, reader.next<size_t>());
+    }
   } else {
     made.kernel = reader.next<size_t>();
     reader.check(made.kernel < kernels);

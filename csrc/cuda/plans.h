@@ -39,9 +39,9 @@ struct Kernel {
 };
 
 struct Step {
-  enum Kind { kAllocate, kZeros, kContiguous, kZero, kFill, kLaunch } kind;
-  Layout layout;
-  size_t tensor;
+  enum Kind { kAllocate, kZeros, kContiguous, kZero, kFill, kSum, kLaunch } kind;
+  Layout layout;  // of a sum: the sizes of what it reads, and the dimensions that it sums over
+  size_t tensor, source;
   double value;
   size_t kernel;
   uint32_t grid[3];

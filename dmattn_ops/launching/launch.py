@@ -26,6 +26,7 @@ from dmattn_ops.launching.overlap import kernels_overlap
 from dmattn_ops.launching.plan import ALIGNMENT, Allocate, Compute, Plan, Relaunch, Slot, TensorLayout, TensorMap
 from dmattn_ops.launching.recording import computed as computed
 from dmattn_ops.launching.recording import makes_zeros as makes_zeros
+from dmattn_ops.launching.recording import sum_into as sum_into
 from dmattn_ops.launching.recording import thread
 from dmattn_ops.launching.recording import workspace as workspace
 from dmattn_ops.launching.tensor_maps import Map

@@ -10,6 +10,7 @@ It is text of words and numbers between spaces and line ends, with the bytes of 
     zeros LAYOUT
     contiguous TENSOR
     zero TENSOR, fill TENSOR VALUE
+    sum TARGET SOURCE RANK SIZES COUNT DIMENSIONS
     launch KERNEL X Y Z COUNT   and the parameters: number WORD, address TENSOR OFFSET, or map TENSOR OFFSET TYPE RANK SIZES
                                 STEPS BOX SWIZZLE, as the driver takes them
     end
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from dmattn_ops.launching.driver import encoding, word
 from dmattn_ops.launching.plan import Allocate, Compute, Plan, Relaunch, Slot, TensorLayout, laid_out
-from dmattn_ops.launching.recording import ZEROS
+from dmattn_ops.launching.recording import ZEROS, sum_into
 
 _MAGIC = "dmattn-kernels 1"
 
@@ -113,6 +114,9 @@ def _computed(name: str, step: Compute) -> str:
         return f"contiguous {places[0]}"
     if step.function is Tensor.zero_:
         return f"zero {places[0]}"
+    if step.function is sum_into:
+        sizes, dims = step.references[2:]
+        return f"sum {places[0]} {places[1]} {len(sizes)} {_numbers((*sizes, len(dims), *dims))}"
     if step.function is Tensor.fill_:
         return f"fill {places[0]} {_number(float(step.references[1]))}"
     raise _refusal(name, f"operators of torch ({getattr(step.function, '__name__', step.function)})")

@@ -65,6 +65,12 @@ def makes_zeros(function: _Function) -> _Function:
     return function
 
 
+def sum_into(target: Tensor, source: Tensor, sizes: tuple[int, ...], dims: tuple[int, ...]) -> Tensor:
+    """Return `target`, into which the sum of `source`, seen with these sizes, over some of its dimensions is written."""
+    seen = source.view(sizes)
+    return target.copy_((seen.sum(dims, keepdim=True) if dims else seen).view(target.shape))
+
+
 def workspace(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return uninitialised memory for one call on the device of `like`."""
     made = like.new_empty(shape, dtype=dtype)

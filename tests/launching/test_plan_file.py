@@ -41,7 +41,7 @@ def on_a_gpu(monkeypatch):
     as_on_a_gpu(monkeypatch)
 
 
-def qkv(seqlen=300, **more):
+def qkv(seqlen=300):
     torch.manual_seed(0)
     return [torch.randn(2, seqlen, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
 
@@ -53,6 +53,8 @@ def trained():
         query, key, value = qkv()
         out = dmattn_ops.flash_dmattn_func(query.transpose(1, 2).contiguous().transpose(1, 2), key, value, **more)
         out.sum().backward()
+    bias, sink = torch.randn(1, 2, 1, 300, requires_grad=True), torch.randn(4, requires_grad=True)
+    dmattn_ops.flash_dmattn_func(*qkv(), bias=bias, sink=sink).sum().backward()
 
 
 @pytest.fixture(scope="module", params=["9.0", "8.0"])
@@ -127,7 +129,7 @@ def same_words(got, want, workspaces):
 
 def test_the_library_launches_what_was_recorded(exported, libcuda, tmp_path):
     arch, path, calls = exported
-    assert [call.name for call in calls].count("backward") == 3
+    assert [call.name for call in calls].count("backward") == 4
     assert {"pack_mask", "key_lifetimes"} <= {call.name for call in calls}
     wanted = []  # place of the call, launch
     for place, call in enumerate(calls):
