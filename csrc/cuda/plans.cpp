@@ -150,18 +150,19 @@ struct Files {
   }
 
   void look() {
-    if (std::exchange(looked, true)) return;
+    if (looked) return;
+    std::deque<PlanFile> found;
+    Dl_info library{};
     if (const char* const named = std::getenv("DMATTN_KERNELS")) {
       std::istringstream paths(named);
       for (std::string path; std::getline(paths, path, ':');)
-        if (!path.empty()) read.push_back(read_plans(path));
-      return;
+        if (!path.empty()) found.push_back(read_plans(path));
+    } else if (dladdr(reinterpret_cast<const void*>(&Files::get), &library)) {
+      const std::string place = library.dli_fname, beside = place.substr(0, place.rfind('/') + 1) + "kernels.dmattn";
+      if (std::ifstream(beside).good()) found.push_back(read_plans(beside));
     }
-    Dl_info library;
-    if (!dladdr(reinterpret_cast<const void*>(&Files::get), &library)) return;
-    const std::string place = library.dli_fname;
-    const std::string beside = place.substr(0, place.rfind('/') + 1) + "kernels.dmattn";
-    if (std::ifstream(beside).good()) read.push_back(read_plans(beside));
+    for (PlanFile& file : found) read.push_back(std::move(file));
+    looked = true;
   }
 };
 
