@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dmattn_ops.launching.driver import encoding, word
 from dmattn_ops.launching.plan import Allocate, Compute, Plan, Relaunch, Slot, TensorLayout, laid_out
+from dmattn_ops.launching.plans import refusal
 from dmattn_ops.launching.recording import ZEROS, sum_into
 
 _MAGIC = "dmattn-kernels 1"
@@ -67,7 +68,7 @@ class PlanFile:
         compiled = step.compiled
         found = laid_out(compiled, step.grid, step.references)
         if found is None:
-            raise _refusal(name, f"the kernel {compiled.metadata.name}, which Triton must launch")
+            raise refusal(name, f"the kernel {compiled.metadata.name}, which Triton must launch")
         shape, parameters = found
         cubin = compiled.asm["cubin"]
         head = f"kernel {compiled.metadata.name} {shape.threads} {shape.shared} {int(shape.overlaps)} {len(cubin)}\n"
@@ -119,7 +120,7 @@ def _computed(name: str, step: Compute) -> str:
         return f"sum {places[0]} {places[1]} {len(sizes)} {_numbers((*sizes, len(dims), *dims))}"
     if step.function is Tensor.fill_:
         return f"fill {places[0]} {_number(float(step.references[1]))}"
-    raise _refusal(name, f"operators of torch ({getattr(step.function, '__name__', step.function)})")
+    raise refusal(name, f"operators of torch ({getattr(step.function, '__name__', step.function)})")
 
 
 def _parameter(kind: str, value: Any) -> str:
@@ -135,7 +136,3 @@ def _parameter(kind: str, value: Any) -> str:
 
 def _numbers(values: Any) -> str:
     return " ".join(map(str, values))
-
-
-def _refusal(name: str, reason: str) -> NotImplementedError:
-    return NotImplementedError(f"export_kernels cannot write this call of {name}: it takes {reason}")

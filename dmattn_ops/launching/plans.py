@@ -26,7 +26,6 @@ _plans: dict[Hashable, Any] = {}  # None where a call of that key cannot be repe
 _repeats: dict[Hashable, Repeat] = {}  # by what a public function is given (`repeats.py`)
 _seen: dict[Hashable, None] = {}  # keys seen once: a plan is made at the second call
 _exported: list[Exported] | None = None  # while calls are exported, those so far
-_REFUSED = "export_kernels cannot write this call of {}: it takes {}"
 _Tensors = tuple[Tensor | None, ...]
 _Sequence = TypeVar("_Sequence", tuple[Any, ...], list[Any])
 _Computation = Callable[..., tuple[Tensor, ...]]
@@ -190,7 +189,12 @@ def exporting() -> Iterator[list[Exported]]:
 def refuse_export(name: str, on: Tensor) -> None:
     """Raise NotImplementedError while calls are exported: this one, where it is on a GPU, has no plan."""
     if _exported is not None and on.is_cuda:
-        raise NotImplementedError(_REFUSED.format(name, "operators of torch"))
+        raise refusal(name, "operators of torch")
+
+
+def refusal(name: str, takes: str) -> NotImplementedError:
+    """Return the error of a call that cannot be exported."""
+    return NotImplementedError(f"export_kernels cannot write this call of {name}: it takes {takes}")
 
 
 def _export(
@@ -202,7 +206,7 @@ def _export(
     try:
         plan = recorded.certain_plan(outputs, device)
     except LookupError as error:
-        raise NotImplementedError(_REFUSED.format(name, error)) from None
+        raise refusal(name, str(error)) from None
     made.append(Exported(name, signature, (*described(tensors), *numbers), plan))
     return outputs
 
