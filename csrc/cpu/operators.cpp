@@ -511,6 +511,7 @@ extern "C" __attribute__((visibility("default"))) void dmattn_define_operators()
     kernels.impl("rank_ids", rank_ids_operator);
     kernels.impl("spread_lists", spread_lists_operator);
     kernels.impl("mask_as_exported", mask_as_exported_operator);
+    dmattn_serve_plans("CUDA");
     return true;
   }();
 }

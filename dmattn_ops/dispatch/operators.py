@@ -262,7 +262,11 @@ def below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unplanned(operator: Callable[..., Any]) -> schemas.Planned:
-    return lambda *arguments: (operator(*arguments), None)
+    def call(*arguments: Any) -> tuple[Any, None]:
+        plans.refuse_export(operator.__name__, arguments[0])
+        return operator(*arguments), None
+
+    return call
 
 
 for _operator in (

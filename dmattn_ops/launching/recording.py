@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 _Made = TypeVar("_Made", bound=Tensor)
+_Function = TypeVar("_Function", bound=Callable[..., Tensor])
+ZEROS: set[Callable[..., Tensor]] = {torch.zeros_like}  # functions that return new memory full of zeros
 
 
 class Recorder(Protocol):
@@ -55,6 +57,18 @@ def computed(function: Callable[..., _Made], *arguments: Any) -> _Made:
         made = function(*arguments)
     recorder.computes(function, arguments, made)
     return made
+
+
+def makes_zeros(function: _Function) -> _Function:
+    """Return a function, and note that it returns new memory full of zeros, which programs without Python can make too."""
+    ZEROS.add(function)
+    return function
+
+
+def sum_into(target: Tensor, source: Tensor, sizes: tuple[int, ...], dims: tuple[int, ...]) -> Tensor:
+    """Return `target`, into which the sum of `source`, seen with these sizes, over some of its dimensions is written."""
+    seen = source.view(sizes)
+    return target.copy_((seen.sum(dims, keepdim=True) if dims else seen).view(target.shape))
 
 
 def workspace(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -25,7 +25,7 @@ from dmattn_ops.version import __version__
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the C++ kernels are not built on Windows")
 
 ROOT = Path(__file__).parents[2]
-SOURCES = len(list((ROOT / "csrc" / "cpu").glob("*.cpp")))
+SOURCES = len(list((ROOT / "csrc").glob("*/*.cpp")))
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_what_was_built_with_one_torch_serves_another(checkout, make_torch):
     assert checkout.libraries() == [LIBRARY]
 
 
-@pytest.mark.parametrize("changed", ["csrc/cpu/library.cpp", "csrc/cpu/problem.h", "setup.py", "flags"])
+@pytest.mark.parametrize("changed", ["csrc/cpu/library.cpp", "csrc/cuda/plans.h", "setup.py", "flags"])
 def test_what_changed_since_is_built_again_whatever_its_time_says(changed, checkout, make_torch):
     folder = make_torch("2.13.0")
     checkout.install(folder)

@@ -18,7 +18,7 @@ from dmattn_ops.kernels.hopper.views import MaskTensors
 from dmattn_ops.kernels.interval_lists import listed as listed
 from dmattn_ops.kernels.interval_lists import too_long as too_long
 from dmattn_ops.kernels.portable import arguments as portable
-from dmattn_ops.launching.launch import computed, workspace
+from dmattn_ops.launching.launch import computed, makes_zeros, workspace
 
 LOG2E = constants.LOG2E.value
 MAX_DIM = 256
@@ -110,6 +110,7 @@ def mask_arguments(
     return given._replace(q_segments=queries, k_segments=numbers, q_segments_b=queries_b)
 
 
+@makes_zeros
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_zeros(shape)
 

@@ -50,7 +50,7 @@ from dmattn_ops.kernels.portable.again import COUNTS, forward_again
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
-from dmattn_ops.launching.launch import computed, launch
+from dmattn_ops.launching.launch import computed, launch, makes_zeros
 from dmattn_ops.launching.plan import raw_stream
 from dmattn_ops.launching.tensor_maps import Map, head_rows_map, pairs_map
 
@@ -124,6 +124,7 @@ def tiles_of(dim: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:
 _counters: dict[tuple[int | None, int], Tensor] = {}  # of the default stream of each device, by threads
 
 
+@makes_zeros
 def _counter(device: torch.device) -> Tensor:
     """Return a ticket counter, a count of finished blocks, and what `unseen.note_nan` and the kernel behind it write.
 
