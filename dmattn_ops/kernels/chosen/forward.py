@@ -1,0 +1,153 @@
+"""The forward of chosen blocks: a program has the rows of a few queries and the heads that share their lists.
+
+It walks what these queries chose together, gathers the keys of some blocks at a time, and tests for each row whether its
+query chose the block; band and segments are tested where a block may be cut by them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from dmattn_ops.kernels.chosen.work import ROWS, UNSPECIALIZED, columns_of, gathered
+from dmattn_ops.kernels.portable.places import head_offset
+from dmattn_ops.kernels.portable.scores import LN2, Factors, log2_unit, lse_terms
+from dmattn_ops.kernels.portable.softmax import Softmax, least_peaks, scores_of, weights_of
+from dmattn_ops.kernels.sinks import share_of_keys
+
+
+class Head(NamedTuple):
+    """The keys and values of one key head, and what scores need."""
+
+    key: Any
+    key_s: Any
+    value: Any
+    value_s: Any
+    factors: Any
+    segments: Any  # of keys
+    seqlen_k: Any
+    band_lo: Any
+    band_hi: Any
+
+
+class Tile(NamedTuple):
+    """The rows of a tile: which of its queries each belongs to, which of all, and its segment."""
+
+    within: Any
+    row: Any
+    segment: Any
+
+
+class Listed(NamedTuple):
+    """What a tile chose."""
+
+    entries: Any
+    words: Any
+    count: Any
+
+
+@triton.jit
+def visible_pairs(tile, columns, head, work: tl.constexpr, TESTED: tl.constexpr):
+    """Return which pairs `[rows, columns]` are visible; `TESTED`: band, segments and ends may hide some of a block."""
+    visible = ((columns.word[None, :] >> tile.within[:, None]) & 1) != 0
+    if TESTED:
+        distance = columns.key[None, :] - tile.row[:, None]
+        visible = visible & columns.inside[None, :] & (distance >= head.band_lo) & (distance <= head.band_hi)
+        if work.segments:
+            segment = tl.load(head.segments + columns.key, columns.inside, other=0)
+            visible = visible & (segment[None, :] == tile.segment[:, None])
+    elif work.wide != work.block:
+        visible = visible & columns.inside[None, :]
+    return visible
+
+
+@triton.jit
+def attend(sums, q, tile, listed, begin, end, head, work: tl.constexpr, features: tl.constexpr, TESTED: tl.constexpr):
+    """Add steps `begin ... end` of a walk to the running softmax."""
+    acc, peak, base, total = sums.acc, sums.peak, sums.base, sums.total
+    unit = log2_unit(head.factors, features)
+    CHECKED: tl.constexpr = TESTED or work.wide != work.block
+    for step in tl.range(begin, end):
+        columns = columns_of(listed.entries, listed.words, step, listed.count, head.seqlen_k, work)
+        k = gathered(head.key, head.key_s, columns.key, columns.inside, work.head_dim, work.padded_head, work.aligned, CHECKED)
+        products = tl.dot(q, tl.trans(k), input_precision=features.precision)
+        visible = visible_pairs(tile, columns, head, work, TESTED)
+        score = tl.where(visible, scores_of(products, 0.0, head.factors, features), float("-inf"))
+        weights = weights_of(score, peak, base, unit, features)
+        total = total * weights.shrink + tl.sum(weights.p, 1)
+        inside = columns.inside
+        if TESTED:  # a value that nobody sees may be NaN
+            inside = tl.max(visible.to(tl.int32), 0) != 0
+        v = gathered(head.value, head.value_s, columns.key, inside, work.value_dim, work.padded_value, work.aligned, CHECKED)
+        acc = tl.dot(weights.p.to(v.dtype), v, acc * weights.shrink[:, None], input_precision=features.precision)
+        peak, base = weights.peak, weights.base
+    return Softmax(acc, peak, base, total)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROWS)
+def forward_kernel(
+    query, key, value, out, lse, lse_tail, row_max, sink, counts, entries, words, q_segments, k_segments,
+    query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, out_b, out_s, out_h,
+    lists_b, lists_h, q_segments_b, k_segments_b,
+    heads_kv, seqlen_q, seqlen_k, band_lo, band_hi, tiles, capacity, ratio, factor,
+    work: tl.constexpr, features: tl.constexpr,
+):  # fmt: skip
+    """Write out and the statistics, lse, lse_tail and row_max `[B, H, Sq]`, of one tile of queries of a key head."""
+    tile_index = tiles - 1 - tl.program_id(0) % tiles
+    head_kv = tl.program_id(0) // tiles % heads_kv
+    batch = tl.program_id(0) // tiles // heads_kv
+    row = tl.arange(0, work.rows)
+    within, member = row // work.padded_group, row % work.padded_group
+    row = tile_index * work.queries + within
+    is_row = (row < seqlen_q) & (member < work.group)
+    head = (head_kv * work.group + member).to(tl.int64)
+    segment = 0
+    if work.query_segments:
+        segment = tl.load(q_segments + batch.to(tl.int64) * q_segments_b + row, row < seqlen_q, other=0)
+    tile = Tile(within, row, segment + row * 0)
+    segments = 0
+    if work.segments:
+        segments = k_segments + batch.to(tl.int64) * k_segments_b
+    keys = Head(
+        key + head_offset(batch, head_kv, key_b, key_h), key_s,
+        value + head_offset(batch, head_kv, value_b, value_h), value_s,
+        Factors(ratio, factor), segments, seqlen_k, band_lo, band_hi,
+    )  # fmt: skip
+    index = batch.to(tl.int64) * lists_b + head_kv.to(tl.int64) * lists_h + tile_index
+    found = tl.load(counts + index * 2)
+    whole = tl.load(counts + index * 2 + 1) // work.entries * work.parts
+    listed = Listed(entries + index * capacity, words + index * capacity, found)
+    columns = tl.arange(0, work.padded_head)
+    at = head * query_h + row.to(tl.int64) * query_s
+    places = query + batch.to(tl.int64) * query_b + at[:, None] + columns[None, :]
+    q = tl.load(places, is_row[:, None] & (columns < work.head_dim)[None, :], other=0.0)
+
+    peak, base = least_peaks(tl.zeros((work.rows,), tl.float32), keys.factors, features)
+    sums = Softmax(
+        tl.zeros((work.rows, work.padded_value), tl.float32), peak, base, tl.zeros((work.rows,), tl.float32)
+    )
+    sums = attend(sums, q, tile, listed, 0, whole, keys, work, features, False)
+    steps = tl.cdiv(found, work.entries) * work.parts
+    sums = attend(sums, q, tile, listed, whole, steps, keys, work, features, True)
+
+    unit = log2_unit(keys.factors, features)
+    empty = sums.total == 0.0
+    scale = 1.0 / tl.where(empty, 1.0, sums.total)
+    row_lse, row_tail = lse_terms(sums.peak, sums.total, unit, features.natural)
+    if sink is not None:
+        scale *= share_of_keys(tl.load(sink + head, is_row, other=0.0).to(tl.float32), row_lse)
+    at = (batch.to(tl.int64) * heads_kv * work.group + head) * seqlen_q + row
+    tl.store(lse + at, row_lse, is_row)
+    tl.store(lse_tail + at, row_tail, is_row)
+    if row_max is not None:
+        largest = sums.peak
+        if not features.natural:
+            largest = tl.where(empty, float("-inf"), sums.peak * unit * LN2)
+        tl.store(row_max + at, tl.where(sums.total == sums.total, largest, float("nan")), is_row)
+    acc = tl.where(empty[:, None], 0.0, sums.acc * scale[:, None])
+    columns = tl.arange(0, work.padded_value)
+    at = head * out_h + row.to(tl.int64) * out_s
+    places = out + batch.to(tl.int64) * out_b + at[:, None] + columns[None, :]
+    tl.store(places, acc.to(out.dtype.element_ty), is_row[:, None] & (columns < work.value_dim)[None, :])

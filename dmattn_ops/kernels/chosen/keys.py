@@ -1,0 +1,237 @@
+"""The backward of chosen blocks, by blocks of keys: each program walks the queries that chose its block.
+
+It gathers some of them at a time with all heads of the group, computes five products, and keeps dk and dv in registers. dq is
+summed in float32 by atomic additions. No pair is computed that was not chosen, however far the choices of neighbours differ.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from dmattn_ops.kernels.chosen.forward import Head
+from dmattn_ops.kernels.chosen.work import ROWS, UNSPECIALIZED, gathered
+from dmattn_ops.kernels.portable.places import head_offset
+from dmattn_ops.kernels.portable.primitives import Statistics
+from dmattn_ops.kernels.portable.scores import Factors, capped, probabilities
+
+_COUNTED = tl.constexpr(128)  # at least as many as the keys of a block
+
+
+class Keys(NamedTuple):
+    """A block of keys, which a program owns."""
+
+    k: Any
+    v: Any
+    key: Any  # numbers
+    inside: Any
+    segment: Any
+
+
+class Queries(NamedTuple):
+    """Where the queries of a group lie, with their statistics, and those that chose the block."""
+
+    query: Any
+    query_s: Any
+    query_h: Any
+    grad_out: Any
+    grad_out_s: Any
+    grad_out_h: Any
+    dq_sums: Any
+    statistics: Any
+    segments: Any
+    listed: Any
+    count: Any
+    seqlen_q: Any
+
+
+class Sums(NamedTuple):
+    """What is gathered for a block of keys."""
+
+    dk: Any
+    dv: Any
+
+
+@triton.jit
+def visible_keys(row, is_row, segment, keys, head, work: tl.constexpr):
+    """Return which pairs `[rows, columns]` of rows and keys of a block that they chose are visible."""
+    distance = keys.key[None, :] - row[:, None]
+    visible = (distance >= head.band_lo) & (distance <= head.band_hi) & is_row[:, None] & keys.inside[None, :]
+    if work.segments:
+        visible = visible & (segment[:, None] == keys.segment[None, :])
+    return visible
+
+
+@triton.jit
+def gather(sums, keys, queries, begin, end, head, softmax_scale, work: tl.constexpr, features: tl.constexpr, TESTED: tl.constexpr):
+    """Add steps `begin ... end` of the queries that chose a block to its sums, and what they get to dq."""
+    dk, dv = sums.dk, sums.dv
+    row = tl.arange(0, work.rows)
+    within, member = row // work.padded_group, row % work.padded_group
+    CHECKED: tl.constexpr = TESTED or work.group != work.padded_group
+    for step in tl.range(begin, end):
+        at = step * work.queries + within
+        is_row = member < work.group
+        if TESTED:
+            is_row = is_row & (at < queries.count)
+            number = tl.load(queries.listed + at, at < queries.count, other=0)
+        else:
+            number = tl.load(queries.listed + at)
+        place = number.to(tl.int64)
+        q = gathered_rows(
+            queries.query, place * queries.query_s + member.to(tl.int64) * queries.query_h, is_row,
+            work.head_dim, work.padded_head, work.aligned, CHECKED,
+        )  # fmt: skip
+        do = gathered_rows(
+            queries.grad_out, place * queries.grad_out_s + member.to(tl.int64) * queries.grad_out_h, is_row,
+            work.value_dim, work.padded_value, work.aligned, CHECKED,
+        )  # fmt: skip
+        offset = member.to(tl.int64) * queries.seqlen_q + number
+        log_sum = tl.load(queries.statistics.log_sum + offset, is_row, other=float("inf"))
+        log_rest = tl.load(queries.statistics.log_rest + offset, is_row, other=0.0)
+        delta = tl.load(queries.statistics.delta + offset, is_row, other=0.0)
+        products, slope = capped(tl.dot(q, tl.trans(keys.k), input_precision=features.precision), head.factors, features)
+        p = probabilities(products, 0.0, head.factors, log_sum[:, None], log_rest[:, None], features.natural)
+        if TESTED:
+            segment = number * 0
+            if work.query_segments:
+                segment = tl.load(queries.segments + number, is_row, other=0)
+            visible = visible_keys(number, is_row, segment, keys, head, work)
+            p = tl.where(visible, p, 0.0)
+        dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=features.precision)
+        grad_p = tl.dot(do, tl.trans(keys.v), input_precision=features.precision)
+        ds = p * (grad_p - delta[:, None])
+        if TESTED:
+            ds = tl.where(visible, ds, 0.0)
+        if features.softcap:
+            if TESTED:
+                slope = tl.where(visible, slope, 0.0)
+            ds *= slope
+        ds = ds.to(q.dtype)
+        dk = tl.dot(tl.trans(ds), q, dk, input_precision=features.precision)
+        dq = tl.dot(ds, keys.k, input_precision=features.precision)
+        column = tl.arange(0, work.padded_head)
+        sums_of_rows = queries.dq_sums + (place * work.group + member)[:, None] * work.padded_head + column[None, :]
+        tl.atomic_add(sums_of_rows, dq, mask=is_row[:, None] & (column < work.head_dim)[None, :], sem="relaxed")
+    return Sums(dk, dv)
+
+
+@triton.jit
+def gathered_rows(pointer, offset, inside, DIM: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr, CHECKED: tl.constexpr):
+    """Load rows at some offsets, as `work.gathered` does."""
+    return gathered(pointer, 1, offset, inside, DIM, PADDED, ALIGNED, CHECKED)
+
+
+@triton.jit
+def seen_keys(key, inside, segment, queries, head, work: tl.constexpr):
+    """Return which keys of a block some query sees that chose it: others may be NaN."""
+    if work.tested:
+        seen = tl.zeros((work.columns,), tl.int32)
+        for start in tl.range(0, queries.count, work.rows):
+            at = start + tl.arange(0, work.rows)
+            is_row = at < queries.count
+            number = tl.load(queries.listed + at, is_row, other=0)
+            own = number * 0
+            if work.query_segments:
+                own = tl.load(queries.segments + number, is_row, other=0)
+            keys = Keys(0, 0, key, inside, segment)
+            seen = tl.maximum(seen, tl.max(visible_keys(number, is_row, own, keys, head, work).to(tl.int32), 0))
+        found = seen != 0
+    else:
+        last = tl.load(queries.listed + queries.count - 1, queries.count > 0, other=0)
+        found = inside & (queries.count > 0) & (key - last <= head.band_hi)
+    return found
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROWS)
+def keys_kernel(
+    query, key, value, grad_out, log_sum, log_rest, delta, dq_sums, dk, dv, starts, counts, choosers, q_segments, k_segments,
+    query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
+    dk_b, dk_s, dk_h, dv_b, dv_s, dv_h, lists_b, lists_h, q_segments_b, k_segments_b,
+    heads_kv, seqlen_q, seqlen_k, band_lo, band_hi, blocks, parts, capacity, ratio, factor, softmax_scale,
+    work: tl.constexpr, features: tl.constexpr,
+):  # fmt: skip
+    """Write dk and dv of a block of keys, or of one of its `parts`, and add what its queries get to `dq_sums [B, Hkv, Sq, group, D]`."""
+    part = tl.program_id(0) % parts
+    number = tl.program_id(0) // parts % blocks
+    head_kv = tl.program_id(0) // parts // blocks % heads_kv
+    batch = tl.program_id(0) // parts // blocks // heads_kv
+    matrix = batch * lists_b + head_kv * lists_h
+    count = tl.load(counts + matrix * blocks + number)
+    listed = choosers + matrix.to(tl.int64) * capacity + tl.load(starts + matrix * blocks + number)
+    first_head = (head_kv * work.group).to(tl.int64)
+    group = batch.to(tl.int64) * heads_kv + head_kv
+    first = group * work.group * seqlen_q
+    segments_q, segments_k = 0, 0
+    if work.query_segments:
+        segments_q = q_segments + batch.to(tl.int64) * q_segments_b
+    if work.segments:
+        segments_k = k_segments + batch.to(tl.int64) * k_segments_b
+    queries = Queries(
+        query + head_offset(batch, first_head, query_b, query_h), query_s, query_h,
+        grad_out + head_offset(batch, first_head, grad_out_b, grad_out_h), grad_out_s, grad_out_h,
+        dq_sums + first * work.padded_head,
+        Statistics(log_sum + first, log_rest + first, delta + first),
+        segments_q, listed, count, seqlen_q,
+    )  # fmt: skip
+    head = Head(
+        key + head_offset(batch, head_kv, key_b, key_h), key_s,
+        value + head_offset(batch, head_kv, value_b, value_h), value_s,
+        Factors(ratio, factor), segments_k, seqlen_k, band_lo, band_hi,
+    )  # fmt: skip
+    place = part * work.columns + tl.arange(0, work.columns)
+    own = number * work.block + place
+    inside = (place < work.block) & (own < seqlen_k)
+    segment = own * 0
+    if work.segments:
+        segment = tl.load(segments_k + own, inside, other=0)
+    seen = seen_keys(own, inside, segment, queries, head, work)
+    k = gathered(head.key, key_s, own, seen, work.head_dim, work.padded_head, work.aligned, True)
+    v = gathered(head.value, value_s, own, seen, work.value_dim, work.padded_value, work.aligned, True)
+    keys = Keys(k, v, own, seen, segment)
+    sums = Sums(
+        tl.zeros((work.columns, work.padded_head), tl.float32), tl.zeros((work.columns, work.padded_value), tl.float32)
+    )
+    whole = count // work.queries
+    cut = tl.cast(0, tl.int32)
+    if work.tested:
+        cut = tl.cdiv(count, work.queries)
+    else:  # the queries that do not see the last key of a block are fewer than its keys, and the first of its list
+        at = tl.arange(0, _COUNTED)
+        early = tl.load(listed + at, at < count, other=seqlen_q + seqlen_k) + band_hi < number * work.block + work.block - 1
+        cut = tl.minimum(tl.cdiv(tl.sum((early & (at < count)).to(tl.int32), 0), work.queries), tl.cdiv(count, work.queries))
+        if number * work.block + work.block > seqlen_k:
+            cut = tl.cdiv(count, work.queries)
+    whole = tl.maximum(whole, cut)
+    sums = gather(sums, keys, queries, 0, cut, head, softmax_scale, work, features, True)
+    sums = gather(sums, keys, queries, cut, whole, head, softmax_scale, work, features, False)
+    sums = gather(sums, keys, queries, whole, tl.cdiv(count, work.queries), head, softmax_scale, work, features, True)
+
+    column = tl.arange(0, work.padded_head)
+    places = dk + head_offset(batch, head_kv, dk_b, dk_h) + own.to(tl.int64)[:, None] * dk_s + column[None, :]
+    tl.store(places, (sums.dk * softmax_scale).to(dk.dtype.element_ty), inside[:, None] & (column < work.head_dim)[None, :])
+    column = tl.arange(0, work.padded_value)
+    places = dv + head_offset(batch, head_kv, dv_b, dv_h) + own.to(tl.int64)[:, None] * dv_s + column[None, :]
+    tl.store(places, sums.dv.to(dv.dtype.element_ty), inside[:, None] & (column < work.value_dim)[None, :])
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROWS)
+def dq_kernel(
+    dq_sums, dq, dq_b, dq_s, dq_h, heads_kv, seqlen_q, softmax_scale, work: tl.constexpr
+):
+    """Write dq from its sums `[B, Hkv, Sq, group, D]`: a tile of queries of a group."""
+    tiles = tl.cdiv(seqlen_q, work.queries)
+    head_kv = tl.program_id(0) // tiles % heads_kv
+    batch = tl.program_id(0) // tiles // heads_kv
+    row = tl.arange(0, work.rows)
+    member = row % work.padded_group
+    row = tl.program_id(0) % tiles * work.queries + row // work.padded_group
+    column = tl.arange(0, work.padded_head)
+    inside = ((row < seqlen_q) & (member < work.group))[:, None] & (column < work.head_dim)[None, :]
+    at = (batch.to(tl.int64) * heads_kv + head_kv) * seqlen_q + row
+    sums = tl.load(dq_sums + (at * work.group + member)[:, None] * work.padded_head + column[None, :], inside, other=0.0)
+    places = dq + batch.to(tl.int64) * dq_b + row.to(tl.int64)[:, None] * dq_s
+    places += (head_kv * work.group + member).to(tl.int64)[:, None] * dq_h + column[None, :]
+    tl.store(places, (sums * softmax_scale).to(dq.dtype.element_ty), inside)

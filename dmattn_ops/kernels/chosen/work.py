@@ -1,0 +1,137 @@
+"""What the kernels of chosen blocks are compiled for, and the sizes of their problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dmattn_ops.call import UNBOUNDED, Call
+from dmattn_ops.kernels.constants import Constants
+from dmattn_ops.kernels.portable.arguments import broadcast_stride, padded
+
+# Scalars that no address depends on, or whose alignment buys nothing.
+UNSPECIALIZED = (
+    *(f"{name}_{dim}" for name in ("query", "key", "value", "out", "grad_out", "dq", "dk", "dv") for dim in "bsh"),
+    "indices_b", "indices_h", "indices_q", "count", "block", "blocks", "heads_kv", "list_heads", "seqlen_q", "seqlen_k",
+    "band_lo", "band_hi", "q_segments_b", "k_segments_b", "tiles", "programs", "total", "capacity", "words", "heads",
+    "parts",
+)  # fmt: skip
+ROWS = ("query", "key", "value", "out", "grad_out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Work(Constants):
+    """The blocks of a kernel: `queries` times `padded_group` rows by `columns` keys, of blocks that are `wide`."""
+
+    queries: int  # of a tile
+    group: int  # query heads that share a list and a key head
+    padded_group: int  # a power of two
+    columns: int
+    block: int  # keys of a chosen block
+    wide: int  # the same, rounded up to a power of two
+    head_dim: int
+    value_dim: int
+    padded_head: int
+    padded_value: int
+    aligned: bool  # every row starts at a multiple of 16 bytes
+    segments: bool
+    query_segments: bool
+    tested: bool  # what a chosen block shows is not a matter of its last keys alone
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.queries * self.padded_group
+
+    @property
+    def entries(self) -> int:
+        """Blocks that a step gathers."""
+        return max(1, self.columns // self.wide)
+
+    @property
+    def parts(self) -> int:
+        """Steps that a block takes."""
+        return max(1, self.wide // self.columns)
+
+
+class Columns(NamedTuple):
+    """The keys of a step, `[columns]`."""
+
+    key: Any  # numbers of keys
+    word: Any  # which queries of the tile chose its block: bit `q` is query `q`
+    inside: Any  # whether there is such a key
+
+
+def work_of(call: Call, block: int, queries: int, columns: int, aligned: bool) -> Work:
+    """Return the blocks of a kernel for tiles of so many queries and keys."""
+    heads, heads_kv = call.query.shape[2], call.key.shape[2]
+    head_dim, value_dim = call.query.shape[-1], call.value.shape[-1]
+    group = heads // heads_kv
+    mask = call.mask
+    return Work(
+        queries, group, triton.next_power_of_2(group), columns, block, triton.next_power_of_2(block),
+        head_dim, value_dim, padded(head_dim), padded(value_dim), aligned,
+        mask.k_segments is not None, mask.q_segments is not None,
+        mask.k_segments is not None or call.options.band_lo > -UNBOUNDED,
+    )  # fmt: skip
+
+
+def segment_arguments(q_segments: Tensor | None, k_segments: Tensor | None) -> dict[str, Any]:
+    """Return the arguments of segments `[B|1, Sq]` and `[B|1, 1, Sk]`."""
+    return {
+        "q_segments": q_segments,
+        "k_segments": k_segments,
+        "q_segments_b": 0 if q_segments is None else broadcast_stride(q_segments, 0),
+        "k_segments_b": 0 if k_segments is None else broadcast_stride(k_segments, 0),
+    }
+
+
+def list_batch(indices: Tensor, segments: dict[str, Any]) -> int:
+    """Return for how many batch entries there are lists: 1 where neither choices nor segments differ among them."""
+    parts = (segments["q_segments"], segments["k_segments"])
+    return max(indices.shape[0], *(1 if part is None else part.shape[0] for part in parts))
+
+
+@triton.jit
+def columns_of(entries, words, step, count, seqlen_k, work: tl.constexpr):
+    """Return the keys of one step of a walk through `count` entries."""
+    column = tl.arange(0, work.columns)
+    WIDE: tl.constexpr = work.wide
+    PARTS: tl.constexpr = work.parts
+    if PARTS == 1:
+        at = step * work.entries + column // WIDE
+        place = column % WIDE
+    else:
+        at = step // PARTS + column * 0
+        place = step % PARTS * work.columns + column
+    listed = at < count
+    number = tl.load(entries + at, listed, other=0)
+    word = tl.load(words + at, listed, other=0)
+    key = number * work.block + place
+    inside = listed & (key < seqlen_k)
+    if WIDE != work.block:
+        inside = inside & (place < work.block)
+    return Columns(key, word, inside)
+
+
+@triton.jit
+def gathered(pointer, stride, row, inside, DIM: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr, CHECKED: tl.constexpr):
+    """Load rows of a head by their numbers; 0 past the width, and where they are not `inside` if that is `CHECKED`."""
+    column = tl.arange(0, PADDED)
+    pointers = pointer + row.to(tl.int64)[:, None] * stride + column[None, :]
+    if ALIGNED:
+        pointers = tl.multiple_of(pointers, [1, 16])
+    if CHECKED:
+        kept = inside[:, None]
+        if DIM != PADDED:
+            kept = kept & (column < DIM)[None, :]
+        values = tl.load(pointers, kept, other=0.0)
+    elif DIM != PADDED:
+        values = tl.load(pointers, (column < DIM)[None, :], other=0.0)
+    else:
+        values = tl.load(pointers)
+    return values
