@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.chosen.work import ROWS, UNSPECIALIZED, columns_of, gathered
+from dmattn_ops.kernels.chosen.work import (
+    ROWS,
+    UNSPECIALIZED,
+    columns_of,
+    combined,
+    gathered,
+    inner,
+    no_rows,
+    scaled,
+    stored,
+)
 from dmattn_ops.kernels.portable.places import head_offset
 from dmattn_ops.kernels.portable.scores import LN2, Factors, log2_unit, lse_terms
 from dmattn_ops.kernels.portable.softmax import Softmax, least_peaks, scores_of, weights_of
@@ -66,13 +76,15 @@ def visible_pairs(tile, columns, head, work: tl.constexpr, TESTED: tl.constexpr)
 @triton.jit
 def attend(sums, q, tile, listed, begin, end, head, work: tl.constexpr, features: tl.constexpr, TESTED: tl.constexpr):
     """Add steps `begin ... end` of a walk to the running softmax."""
+    HEAD: tl.constexpr = work.keys
+    VALUE: tl.constexpr = work.values
     acc, peak, base, total = sums.acc, sums.peak, sums.base, sums.total
     unit = log2_unit(head.factors, features)
     CHECKED: tl.constexpr = TESTED or work.wide != work.block
     for step in tl.range(begin, end):
         columns = columns_of(listed.entries, listed.words, step, listed.count, head.seqlen_k, work)
-        k = gathered(head.key, head.key_s, columns.key, columns.inside, work.head_dim, work.padded_head, work.aligned, CHECKED)
-        products = tl.dot(q, tl.trans(k), input_precision=features.precision)
+        k = gathered(head.key, head.key_s, columns.key, columns.inside, HEAD, work.aligned, CHECKED)
+        products = inner(q, k, HEAD, features)
         visible = visible_pairs(tile, columns, head, work, TESTED)
         score = tl.where(visible, scores_of(products, 0.0, head.factors, features), float("-inf"))
         weights = weights_of(score, peak, base, unit, features)
@@ -80,8 +92,9 @@ def attend(sums, q, tile, listed, begin, end, head, work: tl.constexpr, features
         inside = columns.inside
         if TESTED:  # a value that nobody sees may be NaN
             inside = tl.max(visible.to(tl.int32), 0) != 0
-        v = gathered(head.value, head.value_s, columns.key, inside, work.value_dim, work.padded_value, work.aligned, CHECKED)
-        acc = tl.dot(weights.p.to(v.dtype), v, acc * weights.shrink[:, None], input_precision=features.precision)
+        v = gathered(head.value, head.value_s, columns.key, inside, VALUE, work.aligned, CHECKED)
+        acc = scaled(acc, weights.shrink[:, None], VALUE)
+        acc = combined(weights.p.to(v.first.dtype), v, acc, VALUE, features)
         peak, base = weights.peak, weights.base
     return Softmax(acc, peak, base, total)
 
@@ -95,6 +108,8 @@ def forward_kernel(
     work: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
     """Write out and the statistics, lse, lse_tail and row_max `[B, H, Sq]`, of one tile of queries of a key head."""
+    HEAD: tl.constexpr = work.keys
+    VALUE: tl.constexpr = work.values
     tile_index = tiles - 1 - tl.program_id(0) % tiles
     head_kv = tl.program_id(0) // tiles % heads_kv
     batch = tl.program_id(0) // tiles // heads_kv
@@ -119,15 +134,14 @@ def forward_kernel(
     found = tl.load(counts + index * 2)
     whole = tl.load(counts + index * 2 + 1) // work.entries * work.parts
     listed = Listed(entries + index * capacity, words + index * capacity, found)
-    columns = tl.arange(0, work.padded_head)
-    at = head * query_h + row.to(tl.int64) * query_s
-    places = query + batch.to(tl.int64) * query_b + at[:, None] + columns[None, :]
-    q = tl.load(places, is_row[:, None] & (columns < work.head_dim)[None, :], other=0.0)
+    q = gathered(
+        query + batch.to(tl.int64) * query_b, 1, head * query_h + row.to(tl.int64) * query_s, is_row,
+        HEAD, work.aligned, True,
+    )  # fmt: skip
 
-    peak, base = least_peaks(tl.zeros((work.rows,), tl.float32), keys.factors, features)
-    sums = Softmax(
-        tl.zeros((work.rows, work.padded_value), tl.float32), peak, base, tl.zeros((work.rows,), tl.float32)
-    )
+    COUNT: tl.constexpr = work.rows
+    peak, base = least_peaks(tl.zeros((COUNT,), tl.float32), keys.factors, features)
+    sums = Softmax(no_rows(COUNT, VALUE), peak, base, tl.zeros((COUNT,), tl.float32))
     sums = attend(sums, q, tile, listed, 0, whole, keys, work, features, False)
     steps = tl.cdiv(found, work.entries) * work.parts
     sums = attend(sums, q, tile, listed, whole, steps, keys, work, features, True)
@@ -146,8 +160,7 @@ def forward_kernel(
         if not features.natural:
             largest = tl.where(empty, float("-inf"), sums.peak * unit * LN2)
         tl.store(row_max + at, tl.where(sums.total == sums.total, largest, float("nan")), is_row)
-    acc = tl.where(empty[:, None], 0.0, sums.acc * scale[:, None])
-    columns = tl.arange(0, work.padded_value)
+    scale = tl.where(empty, 0.0, scale)
+    acc = scaled(sums.acc, scale[:, None], VALUE)
     at = head * out_h + row.to(tl.int64) * out_s
-    places = out + batch.to(tl.int64) * out_b + at[:, None] + columns[None, :]
-    tl.store(places, acc.to(out.dtype.element_ty), is_row[:, None] & (columns < work.value_dim)[None, :])
+    stored(out + batch.to(tl.int64) * out_b, 1, at, is_row, acc, VALUE)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dmattn_ops.kernels.chosen.forward import Head
-from dmattn_ops.kernels.chosen.work import ROWS, UNSPECIALIZED, gathered
+from dmattn_ops.kernels.chosen.work import ROWS, UNSPECIALIZED, added, combined, gathered, inner, no_rows, scaled, stored
 from dmattn_ops.kernels.portable.places import head_offset
 from dmattn_ops.kernels.portable.primitives import Statistics
 from dmattn_ops.kernels.portable.scores import Factors, capped, probabilities
@@ -67,6 +67,8 @@ def visible_keys(row, is_row, segment, keys, head, work: tl.constexpr):
 @triton.jit
 def gather(sums, keys, queries, begin, end, head, softmax_scale, work: tl.constexpr, features: tl.constexpr, TESTED: tl.constexpr):
     """Add steps `begin ... end` of the queries that chose a block to its sums, and what they get to dq."""
+    HEAD: tl.constexpr = work.keys
+    VALUE: tl.constexpr = work.values
     dk, dv = sums.dk, sums.dv
     row = tl.arange(0, work.rows)
     within, member = row // work.padded_group, row % work.padded_group
@@ -80,19 +82,15 @@ def gather(sums, keys, queries, begin, end, head, softmax_scale, work: tl.conste
         else:
             number = tl.load(queries.listed + at)
         place = number.to(tl.int64)
-        q = gathered_rows(
-            queries.query, place * queries.query_s + member.to(tl.int64) * queries.query_h, is_row,
-            work.head_dim, work.padded_head, work.aligned, CHECKED,
-        )  # fmt: skip
-        do = gathered_rows(
-            queries.grad_out, place * queries.grad_out_s + member.to(tl.int64) * queries.grad_out_h, is_row,
-            work.value_dim, work.padded_value, work.aligned, CHECKED,
-        )  # fmt: skip
+        at = place * queries.query_s + member.to(tl.int64) * queries.query_h
+        q = gathered(queries.query, 1, at, is_row, HEAD, work.aligned, CHECKED)
+        at = place * queries.grad_out_s + member.to(tl.int64) * queries.grad_out_h
+        do = gathered(queries.grad_out, 1, at, is_row, VALUE, work.aligned, CHECKED)
         offset = member.to(tl.int64) * queries.seqlen_q + number
         log_sum = tl.load(queries.statistics.log_sum + offset, is_row, other=float("inf"))
         log_rest = tl.load(queries.statistics.log_rest + offset, is_row, other=0.0)
         delta = tl.load(queries.statistics.delta + offset, is_row, other=0.0)
-        products, slope = capped(tl.dot(q, tl.trans(keys.k), input_precision=features.precision), head.factors, features)
+        products, slope = capped(inner(q, keys.k, HEAD, features), head.factors, features)
         p = probabilities(products, 0.0, head.factors, log_sum[:, None], log_rest[:, None], features.natural)
         if TESTED:
             segment = number * 0
@@ -100,8 +98,8 @@ def gather(sums, keys, queries, begin, end, head, softmax_scale, work: tl.conste
                 segment = tl.load(queries.segments + number, is_row, other=0)
             visible = visible_keys(number, is_row, segment, keys, head, work)
             p = tl.where(visible, p, 0.0)
-        dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=features.precision)
-        grad_p = tl.dot(do, tl.trans(keys.v), input_precision=features.precision)
+        dv = combined(tl.trans(p.to(do.first.dtype)), do, dv, VALUE, features)
+        grad_p = inner(do, keys.v, VALUE, features)
         ds = p * (grad_p - delta[:, None])
         if TESTED:
             ds = tl.where(visible, ds, 0.0)
@@ -109,26 +107,18 @@ def gather(sums, keys, queries, begin, end, head, softmax_scale, work: tl.conste
             if TESTED:
                 slope = tl.where(visible, slope, 0.0)
             ds *= slope
-        ds = ds.to(q.dtype)
-        dk = tl.dot(tl.trans(ds), q, dk, input_precision=features.precision)
-        dq = tl.dot(ds, keys.k, input_precision=features.precision)
-        column = tl.arange(0, work.padded_head)
-        sums_of_rows = queries.dq_sums + (place * work.group + member)[:, None] * work.padded_head + column[None, :]
-        tl.atomic_add(sums_of_rows, dq, mask=is_row[:, None] & (column < work.head_dim)[None, :], sem="relaxed")
+        ds = ds.to(q.first.dtype)
+        dk = combined(tl.trans(ds), q, dk, HEAD, features)
+        added(queries.dq_sums, place * work.group + member, is_row, ds, keys.k, HEAD, features)
     return Sums(dk, dv)
-
-
-@triton.jit
-def gathered_rows(pointer, offset, inside, DIM: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr, CHECKED: tl.constexpr):
-    """Load rows at some offsets, as `work.gathered` does."""
-    return gathered(pointer, 1, offset, inside, DIM, PADDED, ALIGNED, CHECKED)
 
 
 @triton.jit
 def seen_keys(key, inside, segment, queries, head, work: tl.constexpr):
     """Return which keys of a block some query sees that chose it: others may be NaN."""
     if work.tested:
-        seen = tl.zeros((work.columns,), tl.int32)
+        COLUMNS: tl.constexpr = work.columns
+        seen = tl.zeros((COLUMNS,), tl.int32)
         for start in tl.range(0, queries.count, work.rows):
             at = start + tl.arange(0, work.rows)
             is_row = at < queries.count
@@ -154,6 +144,8 @@ def keys_kernel(
     work: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of a block of keys, or of one of its `parts`, and add what its queries get to `dq_sums [B, Hkv, Sq, group, D]`."""
+    HEAD: tl.constexpr = work.keys
+    VALUE: tl.constexpr = work.values
     part = tl.program_id(0) % parts
     number = tl.program_id(0) // parts % blocks
     head_kv = tl.program_id(0) // parts // blocks % heads_kv
@@ -172,7 +164,7 @@ def keys_kernel(
     queries = Queries(
         query + head_offset(batch, first_head, query_b, query_h), query_s, query_h,
         grad_out + head_offset(batch, first_head, grad_out_b, grad_out_h), grad_out_s, grad_out_h,
-        dq_sums + first * work.padded_head,
+        dq_sums + first * HEAD.whole,
         Statistics(log_sum + first, log_rest + first, delta + first),
         segments_q, listed, count, seqlen_q,
     )  # fmt: skip
@@ -188,12 +180,11 @@ def keys_kernel(
     if work.segments:
         segment = tl.load(segments_k + own, inside, other=0)
     seen = seen_keys(own, inside, segment, queries, head, work)
-    k = gathered(head.key, key_s, own, seen, work.head_dim, work.padded_head, work.aligned, True)
-    v = gathered(head.value, value_s, own, seen, work.value_dim, work.padded_value, work.aligned, True)
+    k = gathered(head.key, key_s, own, seen, HEAD, work.aligned, True)
+    v = gathered(head.value, value_s, own, seen, VALUE, work.aligned, True)
     keys = Keys(k, v, own, seen, segment)
-    sums = Sums(
-        tl.zeros((work.columns, work.padded_head), tl.float32), tl.zeros((work.columns, work.padded_value), tl.float32)
-    )
+    COLUMNS: tl.constexpr = work.columns
+    sums = Sums(no_rows(COLUMNS, HEAD), no_rows(COLUMNS, VALUE))
     whole = count // work.queries
     cut = tl.cast(0, tl.int32)
     if work.tested:
@@ -209,12 +200,9 @@ def keys_kernel(
     sums = gather(sums, keys, queries, cut, whole, head, softmax_scale, work, features, False)
     sums = gather(sums, keys, queries, whole, tl.cdiv(count, work.queries), head, softmax_scale, work, features, True)
 
-    column = tl.arange(0, work.padded_head)
-    places = dk + head_offset(batch, head_kv, dk_b, dk_h) + own.to(tl.int64)[:, None] * dk_s + column[None, :]
-    tl.store(places, (sums.dk * softmax_scale).to(dk.dtype.element_ty), inside[:, None] & (column < work.head_dim)[None, :])
-    column = tl.arange(0, work.padded_value)
-    places = dv + head_offset(batch, head_kv, dv_b, dv_h) + own.to(tl.int64)[:, None] * dv_s + column[None, :]
-    tl.store(places, sums.dv.to(dv.dtype.element_ty), inside[:, None] & (column < work.value_dim)[None, :])
+    dk += head_offset(batch, head_kv, dk_b, dk_h)
+    stored(dk, dk_s, own, inside, scaled(sums.dk, softmax_scale, HEAD), HEAD)
+    stored(dv + head_offset(batch, head_kv, dv_b, dv_h), dv_s, own, inside, sums.dv, VALUE)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROWS)
@@ -222,16 +210,15 @@ def dq_kernel(
     dq_sums, dq, dq_b, dq_s, dq_h, heads_kv, seqlen_q, softmax_scale, work: tl.constexpr
 ):
     """Write dq from its sums `[B, Hkv, Sq, group, D]`: a tile of queries of a group."""
+    HEAD: tl.constexpr = work.keys
     tiles = tl.cdiv(seqlen_q, work.queries)
     head_kv = tl.program_id(0) // tiles % heads_kv
     batch = tl.program_id(0) // tiles // heads_kv
     row = tl.arange(0, work.rows)
     member = row % work.padded_group
     row = tl.program_id(0) % tiles * work.queries + row // work.padded_group
-    column = tl.arange(0, work.padded_head)
-    inside = ((row < seqlen_q) & (member < work.group))[:, None] & (column < work.head_dim)[None, :]
-    at = (batch.to(tl.int64) * heads_kv + head_kv) * seqlen_q + row
-    sums = tl.load(dq_sums + (at * work.group + member)[:, None] * work.padded_head + column[None, :], inside, other=0.0)
-    places = dq + batch.to(tl.int64) * dq_b + row.to(tl.int64)[:, None] * dq_s
-    places += (head_kv * work.group + member).to(tl.int64)[:, None] * dq_h + column[None, :]
-    tl.store(places, (sums * softmax_scale).to(dq.dtype.element_ty), inside)
+    inside = (row < seqlen_q) & (member < work.group)
+    at = ((batch.to(tl.int64) * heads_kv + head_kv) * seqlen_q + row) * work.group + member
+    sums = gathered(dq_sums, HEAD.whole, at, inside, HEAD, True, True)
+    head = (head_kv * work.group + member).to(tl.int64)
+    stored(dq + batch.to(tl.int64) * dq_b, 1, row.to(tl.int64) * dq_s + head * dq_h, inside, scaled(sums, softmax_scale, HEAD), HEAD)

@@ -76,7 +76,7 @@ def backward_keys(call: Call, indices: Tensor, block: int, saved: Saved, grads: 
     choosers = choosers_of(indices, shared, blocks)
     statistics = row_statistics(call, saved, grads, rows_are_aligned(grads.grad_out, saved.out))
     batch, seqlen_q, heads, _ = call.query.shape
-    dq_sums = workspace(call.query, batch, seqlen_q, heads, work.padded_head)
+    dq_sums = workspace(call.query, batch, seqlen_q, heads, work.keys.whole)
     computed(Tensor.zero_, dq_sums)
     parts = triton.cdiv(block, columns)
     scale = float(call.options.softmax_scale)
@@ -105,8 +105,8 @@ def backward_queries(call: Call, indices: Tensor, block: int, saved: Saved, grad
     unions = unions_of(indices, shared, blocks, queries, work.tested, arch.physical(call.query.device).num_sms)
     statistics = row_statistics(call, saved, grads, rows_are_aligned(grads.grad_out, saved.out))
     batch, seqlen_k, heads_kv, _ = call.key.shape
-    dk_sums = workspace(call.key, batch, heads_kv, seqlen_k, work.padded_head)
-    dv_sums = workspace(call.key, batch, heads_kv, seqlen_k, work.padded_value)
+    dk_sums = workspace(call.key, batch, heads_kv, seqlen_k, work.keys.whole)
+    dv_sums = workspace(call.key, batch, heads_kv, seqlen_k, work.values.whole)
     for sums in (dk_sums, dv_sums):
         computed(Tensor.zero_, sums)
     tiles = unions.counts.shape[2]

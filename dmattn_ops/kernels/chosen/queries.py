@@ -12,7 +12,18 @@ import triton
 import triton.language as tl
 
 from dmattn_ops.kernels.chosen.forward import Head, Listed, Tile, visible_pairs
-from dmattn_ops.kernels.chosen.work import ROWS, UNSPECIALIZED, columns_of, gathered
+from dmattn_ops.kernels.chosen.work import (
+    ROWS,
+    UNSPECIALIZED,
+    added,
+    columns_of,
+    combined,
+    gathered,
+    inner,
+    no_rows,
+    scaled,
+    stored,
+)
 from dmattn_ops.kernels.portable.places import head_offset
 from dmattn_ops.kernels.portable.primitives import Statistics
 from dmattn_ops.kernels.portable.scores import Factors, capped, probabilities
@@ -37,12 +48,14 @@ class KeySums(NamedTuple):
 @triton.jit
 def scatter(dq, rows, listed, begin, end, head, sums, work: tl.constexpr, features: tl.constexpr, TESTED: tl.constexpr):
     """Add steps `begin ... end` of a walk to dq, and what their keys get to the sums."""
+    HEAD: tl.constexpr = work.keys
+    VALUE: tl.constexpr = work.values
     CHECKED: tl.constexpr = TESTED or work.wide != work.block
     for step in tl.range(begin, end):
         columns = columns_of(listed.entries, listed.words, step, listed.count, head.seqlen_k, work)
-        k = gathered(head.key, head.key_s, columns.key, columns.inside, work.head_dim, work.padded_head, work.aligned, CHECKED)
-        v = gathered(head.value, head.value_s, columns.key, columns.inside, work.value_dim, work.padded_value, work.aligned, CHECKED)
-        products, slope = capped(tl.dot(rows.q, tl.trans(k), input_precision=features.precision), head.factors, features)
+        k = gathered(head.key, head.key_s, columns.key, columns.inside, HEAD, work.aligned, CHECKED)
+        v = gathered(head.value, head.value_s, columns.key, columns.inside, VALUE, work.aligned, CHECKED)
+        products, slope = capped(inner(rows.q, k, HEAD, features), head.factors, features)
         statistics = rows.statistics
         p = probabilities(
             products, 0.0, head.factors, statistics.log_sum[:, None], statistics.log_rest[:, None], features.natural
@@ -52,27 +65,16 @@ def scatter(dq, rows, listed, begin, end, head, sums, work: tl.constexpr, featur
         inside = columns.inside
         if TESTED:
             inside = tl.max(visible.to(tl.int32), 0) != 0
-        key = columns.key.to(tl.int64)[:, None]
-        column = tl.arange(0, work.padded_value)
-        dv = tl.dot(tl.trans(p.to(rows.grad_out.dtype)), rows.grad_out, input_precision=features.precision)
-        tl.atomic_add(
-            sums.dv + key * work.padded_value + column[None, :], dv,
-            mask=inside[:, None] & (column < work.value_dim)[None, :], sem="relaxed",
-        )  # fmt: skip
-        grad_p = tl.dot(rows.grad_out, tl.trans(v), input_precision=features.precision)
+        added(sums.dv, columns.key, inside, tl.trans(p.to(rows.grad_out.first.dtype)), rows.grad_out, VALUE, features)
+        grad_p = inner(rows.grad_out, v, VALUE, features)
         ds = tl.where(visible, p * (grad_p - statistics.delta[:, None]), 0.0)
         if features.softcap:
             ds *= tl.where(visible, slope, 0.0)
-        ds = ds.to(rows.q.dtype)
-        column = tl.arange(0, work.padded_head)
-        dk = tl.dot(tl.trans(ds), rows.q, input_precision=features.precision)
-        tl.atomic_add(
-            sums.dk + key * work.padded_head + column[None, :], dk,
-            mask=inside[:, None] & (column < work.head_dim)[None, :], sem="relaxed",
-        )  # fmt: skip
+        ds = ds.to(rows.q.first.dtype)
+        added(sums.dk, columns.key, inside, tl.trans(ds), rows.q, HEAD, features)
         if TESTED:  # a key that nobody sees may be NaN
-            k = gathered(head.key, head.key_s, columns.key, inside, work.head_dim, work.padded_head, work.aligned, True)
-        dq = tl.dot(ds, k, dq, input_precision=features.precision)
+            k = gathered(head.key, head.key_s, columns.key, inside, HEAD, work.aligned, True)
+        dq = combined(ds, k, dq, HEAD, features)
     return dq
 
 
@@ -86,6 +88,8 @@ def queries_kernel(
     work: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
     """Write dq of a tile of queries of a key head, and add what their keys get to `dk_sums` and `dv_sums` `[B, Hkv, Sk, D]`."""
+    HEAD: tl.constexpr = work.keys
+    VALUE: tl.constexpr = work.values
     tile_index = tiles - 1 - tl.program_id(0) % tiles
     head_kv = tl.program_id(0) // tiles % heads_kv
     batch = tl.program_id(0) // tiles // heads_kv
@@ -116,21 +120,17 @@ def queries_kernel(
         tl.load(delta + at, is_row, other=0.0),
     )
     is_seeing = is_row & (statistics.log_sum != float("inf"))  # others may be NaN
-    column = tl.arange(0, work.padded_head)
-    places = query + batch.to(tl.int64) * query_b + (member_head * query_h + row.to(tl.int64) * query_s)[:, None]
-    q = tl.load(places + column[None, :], is_seeing[:, None] & (column < work.head_dim)[None, :], other=0.0)
-    column = tl.arange(0, work.padded_value)
-    places = grad_out + batch.to(tl.int64) * grad_out_b
-    places += (member_head * grad_out_h + row.to(tl.int64) * grad_out_s)[:, None]
-    do = tl.load(places + column[None, :], is_seeing[:, None] & (column < work.value_dim)[None, :], other=0.0)
+    at = member_head * query_h + row.to(tl.int64) * query_s
+    q = gathered(query + batch.to(tl.int64) * query_b, 1, at, is_seeing, HEAD, work.aligned, True)
+    at = member_head * grad_out_h + row.to(tl.int64) * grad_out_s
+    do = gathered(grad_out + batch.to(tl.int64) * grad_out_b, 1, at, is_seeing, VALUE, work.aligned, True)
     rows = Rows(q, do, statistics, Tile(within, row, segment))
     group = batch.to(tl.int64) * heads_kv + head_kv
-    sums = KeySums(dk_sums + group * seqlen_k * work.padded_head, dv_sums + group * seqlen_k * work.padded_value)
-    grad = tl.zeros((work.rows, work.padded_head), tl.float32)
+    sums = KeySums(dk_sums + group * seqlen_k * HEAD.whole, dv_sums + group * seqlen_k * VALUE.whole)
+    COUNT: tl.constexpr = work.rows
+    grad = no_rows(COUNT, HEAD)
     grad = scatter(grad, rows, listed, 0, whole, head, sums, work, features, False)
     steps = tl.cdiv(found, work.entries) * work.parts
     grad = scatter(grad, rows, listed, whole, steps, head, sums, work, features, True)
-    column = tl.arange(0, work.padded_head)
-    places = dq + batch.to(tl.int64) * dq_b + (member_head * dq_h + row.to(tl.int64) * dq_s)[:, None]
-    inside = is_row[:, None] & (column < work.head_dim)[None, :]
-    tl.store(places + column[None, :], (grad * softmax_scale).to(dq.dtype.element_ty), inside)
+    at = member_head * dq_h + row.to(tl.int64) * dq_s
+    stored(dq + batch.to(tl.int64) * dq_b, 1, at, is_row, scaled(grad, softmax_scale, HEAD), HEAD)
