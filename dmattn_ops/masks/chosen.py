@@ -12,7 +12,7 @@ from dmattn_ops.bands import CausalFrom, Window, band_of, visibility
 from dmattn_ops.call import Options
 from dmattn_ops.checks import chosen, dtensors, require, validation
 from dmattn_ops.masks.documents import Documents, as_integers, id_pair, segments_of
-from dmattn_ops.masks.tile_mask import Segments, TileMask, from_packed, lengths_of
+from dmattn_ops.masks.tile_mask import Segments, TileMask, from_chosen, from_packed, lengths_of
 
 _NAMES_ELSEWHERE = {
     "block_indices": "indices, with block= keys in each",
@@ -96,6 +96,8 @@ def selection_mask(
     [seqlen_k] = require.counts(seqlen_k=seqlen_q if seqlen_k is None else seqlen_k)
     segments = segments_beside(indices, documents, padding, indices.shape[0], seqlen_q, seqlen_k)
     band = band_of(is_causal, causal_from, window_size)
+    if indices.is_cuda and not dtensors.is_sharded(indices):
+        return from_chosen(indices, block, segments, seqlen_k, band)
     limits = band.limits(seqlen_q, seqlen_k)
     packed = torch.ops.dmattn.pack_selection(indices, *segments, block, seqlen_k, *limits)
     return from_packed(lengths_of(indices, seqlen_q, seqlen_k), packed, band)

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from dmattn_ops.call import Call, Gradients, Result, Saved, rows_are_aligned
+from dmattn_ops.call import Call, Gradients, Result, Saved, Takes, rows_are_aligned
 from dmattn_ops.choice import arch
 from dmattn_ops.kernels.chosen.choosers import choosers_of
 from dmattn_ops.kernels.chosen.forward import forward_kernel
@@ -20,7 +20,56 @@ from dmattn_ops.kernels.portable.arguments import factor_arguments, features_of,
 from dmattn_ops.kernels.portable.statistics import row_statistics
 from dmattn_ops.launching.launch import computed, launch, workspace
 
-CONFIG = {}
+TAKES = Takes(("chosen",), sinks=True, oldest=80)
+LEAST_GROUP, LARGEST_GROUP = 4, 128  # query heads that share a list and a key head
+LARGEST_WIDTH = 256
+LEAST_BLOCK = 16  # keys of blocks that gradients are computed by; smaller ones fill no product
+
+
+def refusals(call: Call, direction: str) -> list[str]:
+    """Return every reason why the kernels don't take a call of chosen blocks; empty where they do."""
+    assert call.chosen is not None
+    heads, heads_kv, lists = call.query.shape[2], call.key.shape[2], call.chosen.indices.shape[1]
+    group = heads // heads_kv
+    reasons = []
+    if call.bias is not None:
+        reasons.append("a bias is added")
+    if call.options.dropout_p > 0.0:
+        reasons.append("weights are dropped")
+    if call.query.element_size() != 2:
+        reasons.append("they take 16-bit elements")
+    if max(call.query.shape[-1], call.value.shape[-1]) > LARGEST_WIDTH:
+        reasons.append(f"head dimensions are at most {LARGEST_WIDTH}")
+    if not LEAST_GROUP <= group <= LARGEST_GROUP or (lists == heads and group > 1):
+        reasons.append(f"from {LEAST_GROUP} to {LARGEST_GROUP} query heads must share a key head and a list")
+    if direction == "backward" and call.options.deterministic:
+        reasons.append("sums by atomic additions are not deterministic")
+    return reasons
+
+
+def forward(call: Call, result: Result) -> None:
+    """Write out `[B, Sq, H, Dv]`, lse, lse_tail and row_max `[B, H, Sq]`."""
+    assert call.chosen is not None
+    config = FORWARD[call.demand.width > 128]
+    launch_forward(call, *call.chosen, result, max(1, config[0] // _padded_group(call)), *config[1:])
+
+
+def backward(call: Call, saved: Saved, grads: Gradients) -> None:
+    """Write dq, dk, dv and, where it is asked for, dsink."""
+    assert call.chosen is not None
+    by_keys = call.chosen.block >= LEAST_BLOCK
+    config = (KEYS if by_keys else QUERIES)[call.demand.width > 128]
+    run = backward_keys if by_keys else backward_queries
+    run(call, *call.chosen, saved, grads, max(1, config[0] // _padded_group(call)), *config[1:])
+
+
+def _padded_group(call: Call) -> int:
+    return triton.next_power_of_2(call.query.shape[2] // call.key.shape[2])
+
+
+FORWARD = ((128, 64, 8, 2), (128, 64, 8, 2))
+KEYS = ((128, 64, 8, 1), (64, 64, 8, 1))
+QUERIES = ((128, 64, 8, 1), (128, 64, 8, 1))
 
 
 def _parts(call: Call, indices: Tensor, block: int) -> tuple[dict[str, Any], int]:
@@ -51,7 +100,7 @@ def _strides(lists: Tensor, each: int) -> dict[str, int]:
     return {"lists_b": 0 if batch == 1 else heads * each, "lists_h": 0 if heads == 1 else each}
 
 
-def forward(call: Call, indices: Tensor, block: int, result: Result, queries: int, columns: int, warps: int, stages: int) -> None:
+def launch_forward(call: Call, indices: Tensor, block: int, result: Result, queries: int, columns: int, warps: int, stages: int) -> None:
     """Write out, lse, lse_tail and row_max."""
     aligned = rows_are_aligned(call.query, call.key, call.value, result.out)
     work = work_of(call, block, queries, columns, aligned)
