@@ -28,7 +28,11 @@ TileMask = Any  # its module imports this one
 FORMAT = 2  # of files; those of version 0.2.0 do not say one, and are 0; those before 2 hold no chosen blocks
 TENSORS = ("lengths", *MASK_TENSORS, *CHOSEN_TENSORS)
 NUMBERS = ("band_lo", "band_hi", "at_most", "from_bottom_right")
-_RANKS = dict.fromkeys(("row_tiles", "col_tiles", "row_bits", "col_bits"), 4) | {"q_segments": 2, "chosen": 4, "block_keys": 2}
+_RANKS = dict.fromkeys(("row_tiles", "col_tiles", "row_bits", "col_bits"), 4) | {
+    "q_segments": 2,
+    "chosen": 4,
+    "block_keys": 2,
+}
 _HOLDER = "numbers"  # the last leaf
 
 
@@ -73,7 +77,9 @@ def _require_chosen(mask: TileMask, given: dict[str, Tensor]) -> None:
         raise ValueError("a mask of chosen blocks must have chosen and block_keys, and nothing else but segments")
     require.sizes("block_keys", mask.block_keys, (mask.block_keys.shape[0],), (0,))
     chosen.blocks(mask.chosen, mask.q_segments, mask.k_segments, mask.block_keys.shape[0], mask.seqlen_k)
-    require.sizes("chosen", mask.chosen, *((size,) for size in (*mask.chosen.shape[:2], mask.seqlen_q)), (mask.chosen.shape[3],))
+    require.sizes(
+        "chosen", mask.chosen, *((size,) for size in (*mask.chosen.shape[:2], mask.seqlen_q)), (mask.chosen.shape[3],)
+    )
     for name, part in given.items():
         require.device(name, part, mask.lengths.device, "lengths")
 
@@ -216,7 +222,11 @@ def register(kind: type[TileMask], made: Callable[..., TileMask]) -> None:
         leaves.append((_HOLDER, mask.lengths.new_empty_strided(sizes, (0,) * len(sizes), dtype=torch.uint8)))
         absent = [name for name, part in held if part is None]
         whole = ["lengths", "block_keys", _HOLDER]  # tensors that do not begin with a batch of their own
-        whole += [name for name, part in leaves if name in (*MASK_TENSORS, "chosen") and symbolic.known_equal(part.shape[0], 1)]
+        whole += [
+            name
+            for name, part in leaves
+            if name in (*MASK_TENSORS, "chosen") and symbolic.known_equal(part.shape[0], 1)
+        ]
         return [part for _, part in leaves], [[name for name, _ in leaves], absent, whole]
 
     def flatten_with_keys(mask: TileMask) -> tuple[list[Any], Any]:

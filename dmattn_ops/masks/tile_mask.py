@@ -230,7 +230,9 @@ class TileMask:
         return [(name, part) for name, part in named if part is not None]  # Dynamo cannot read what `:=` binds in here
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TileMask:
-        return self._with({name: function(part) for name, part in self._parts("lengths", *MASK_TENSORS, *CHOSEN_TENSORS)})
+        return self._with(
+            {name: function(part) for name, part in self._parts("lengths", *MASK_TENSORS, *CHOSEN_TENSORS)}
+        )
 
     def _with(self, changes: dict[str, Any]) -> TileMask:
         return made(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})

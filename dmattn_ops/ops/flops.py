@@ -61,7 +61,9 @@ def _overload_of(name: str, arguments: tuple[Any, ...]) -> str:
     if len(arguments) > place and arguments[place] is not None and len(arguments[place]) == 1:
         return ".used"
     has_more = f"{name}.chosen" in schemas.SIGNATURES and len(arguments) > default.tensors
-    is_chosen = has_more and (arguments[default.tensors] is None or isinstance(arguments[default.tensors], (list, tuple, torch.Size)))
+    is_chosen = has_more and (
+        arguments[default.tensors] is None or isinstance(arguments[default.tensors], (list, tuple, torch.Size))
+    )
     return ".chosen" if is_chosen else ""
 
 

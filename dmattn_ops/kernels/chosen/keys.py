@@ -12,7 +12,17 @@ import triton
 import triton.language as tl
 
 from dmattn_ops.kernels.chosen.forward import Head
-from dmattn_ops.kernels.chosen.work import ROWS, UNSPECIALIZED, added, combined, gathered, inner, no_rows, scaled, stored
+from dmattn_ops.kernels.chosen.work import (
+    ROWS,
+    UNSPECIALIZED,
+    added,
+    combined,
+    gathered,
+    inner,
+    no_rows,
+    scaled,
+    stored,
+)
 from dmattn_ops.kernels.portable.places import head_offset
 from dmattn_ops.kernels.portable.primitives import Statistics
 from dmattn_ops.kernels.portable.scores import Factors, capped, probabilities
@@ -65,7 +75,18 @@ def visible_keys(row, is_row, segment, keys, head, work: tl.constexpr):
 
 
 @triton.jit
-def gather(sums, keys, queries, begin, end, head, softmax_scale, work: tl.constexpr, features: tl.constexpr, TESTED: tl.constexpr):
+def gather(
+    sums,
+    keys,
+    queries,
+    begin,
+    end,
+    head,
+    softmax_scale,
+    work: tl.constexpr,
+    features: tl.constexpr,
+    TESTED: tl.constexpr,
+):
     """Add steps `begin ... end` of the queries that chose a block to its sums, and what they get to dq."""
     HEAD: tl.constexpr = work.keys
     VALUE: tl.constexpr = work.values
@@ -191,8 +212,12 @@ def keys_kernel(
         cut = tl.cdiv(count, work.queries)
     else:  # the queries that do not see the last key of a block are fewer than its keys, and the first of its list
         at = tl.arange(0, _COUNTED)
-        early = tl.load(listed + at, at < count, other=seqlen_q + seqlen_k) + band_hi < number * work.block + work.block - 1
-        cut = tl.minimum(tl.cdiv(tl.sum((early & (at < count)).to(tl.int32), 0), work.queries), tl.cdiv(count, work.queries))
+        early = (
+            tl.load(listed + at, at < count, other=seqlen_q + seqlen_k) + band_hi < number * work.block + work.block - 1
+        )
+        cut = tl.minimum(
+            tl.cdiv(tl.sum((early & (at < count)).to(tl.int32), 0), work.queries), tl.cdiv(count, work.queries)
+        )
         if number * work.block + work.block > seqlen_k:
             cut = tl.cdiv(count, work.queries)
     whole = tl.maximum(whole, cut)
@@ -206,9 +231,7 @@ def keys_kernel(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROWS)
-def dq_kernel(
-    dq_sums, dq, dq_b, dq_s, dq_h, heads_kv, seqlen_q, softmax_scale, work: tl.constexpr
-):
+def dq_kernel(dq_sums, dq, dq_b, dq_s, dq_h, heads_kv, seqlen_q, softmax_scale, work: tl.constexpr):
     """Write dq from its sums `[B, Hkv, Sq, group, D]`: a tile of queries of a group."""
     HEAD: tl.constexpr = work.keys
     tiles = tl.cdiv(seqlen_q, work.queries)
@@ -221,4 +244,11 @@ def dq_kernel(
     at = ((batch.to(tl.int64) * heads_kv + head_kv) * seqlen_q + row) * work.group + member
     sums = gathered(dq_sums, HEAD.whole, at, inside, HEAD, True, True)
     head = (head_kv * work.group + member).to(tl.int64)
-    stored(dq + batch.to(tl.int64) * dq_b, 1, row.to(tl.int64) * dq_s + head * dq_h, inside, scaled(sums, softmax_scale, HEAD), HEAD)
+    stored(
+        dq + batch.to(tl.int64) * dq_b,
+        1,
+        row.to(tl.int64) * dq_s + head * dq_h,
+        inside,
+        scaled(sums, softmax_scale, HEAD),
+        HEAD,
+    )

@@ -100,7 +100,9 @@ def _strides(lists: Tensor, each: int) -> dict[str, int]:
     return {"lists_b": 0 if batch == 1 else heads * each, "lists_h": 0 if heads == 1 else each}
 
 
-def launch_forward(call: Call, indices: Tensor, block: int, result: Result, queries: int, columns: int, warps: int, stages: int) -> None:
+def launch_forward(
+    call: Call, indices: Tensor, block: int, result: Result, queries: int, columns: int, warps: int, stages: int
+) -> None:
     """Write out, lse, lse_tail and row_max."""
     aligned = rows_are_aligned(call.query, call.key, call.value, result.out)
     work = work_of(call, block, queries, columns, aligned)
@@ -117,7 +119,17 @@ def launch_forward(call: Call, indices: Tensor, block: int, result: Result, quer
     )  # fmt: skip
 
 
-def backward_keys(call: Call, indices: Tensor, block: int, saved: Saved, grads: Gradients, queries: int, columns: int, warps: int, stages: int) -> None:
+def backward_keys(
+    call: Call,
+    indices: Tensor,
+    block: int,
+    saved: Saved,
+    grads: Gradients,
+    queries: int,
+    columns: int,
+    warps: int,
+    stages: int,
+) -> None:
     """Write dq, dk and dv, by blocks of keys."""
     aligned = rows_are_aligned(call.query, call.key, call.value, grads.grad_out, saved.out)
     work = work_of(call, block, queries, columns, aligned)
@@ -146,7 +158,17 @@ def backward_keys(call: Call, indices: Tensor, block: int, saved: Saved, grads: 
     )  # fmt: skip
 
 
-def backward_queries(call: Call, indices: Tensor, block: int, saved: Saved, grads: Gradients, queries: int, columns: int, warps: int, stages: int) -> None:
+def backward_queries(
+    call: Call,
+    indices: Tensor,
+    block: int,
+    saved: Saved,
+    grads: Gradients,
+    queries: int,
+    columns: int,
+    warps: int,
+    stages: int,
+) -> None:
     """Write dq, dk and dv, by tiles of queries."""
     aligned = rows_are_aligned(call.query, call.key, call.value, grads.grad_out, saved.out)
     work = work_of(call, block, queries, columns, aligned)

@@ -31,7 +31,9 @@ class Unions(NamedTuple):
 
 
 @triton.jit
-def is_seen(number, row, batch, block, blocks, seqlen_k, band_lo, band_hi, q_segments, k_segments, q_segments_b, k_segments_b):
+def is_seen(
+    number, row, batch, block, blocks, seqlen_k, band_lo, band_hi, q_segments, k_segments, q_segments_b, k_segments_b
+):
     """Return whether queries see some key of the blocks that they name, and the number where they do, else 0."""
     is_block = (number >= 0) & (number < blocks)
     number = tl.where(is_block, number, 0).to(tl.int32)

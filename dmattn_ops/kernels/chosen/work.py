@@ -158,7 +158,9 @@ def gathered(pointer, stride, row, inside, width: tl.constexpr, ALIGNED: tl.cons
 
 
 @triton.jit
-def columns_from(pointers, inside, DIM: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr, CHECKED: tl.constexpr):
+def columns_from(
+    pointers, inside, DIM: tl.constexpr, PADDED: tl.constexpr, ALIGNED: tl.constexpr, CHECKED: tl.constexpr
+):
     """Load `PADDED` columns of rows `[rows, 1]`, of which there are `DIM`."""
     column = tl.arange(0, PADDED)[None, :]
     pointers = pointers + column
