@@ -258,6 +258,8 @@ def backward(call: Call, saved: Saved, grads: Gradients) -> None:
                 gradient.zero_()
         return
     if call.chosen is not None:
+        if grads.grad_lse is not None:
+            call, saved, grads = sinks.without_sink(call, saved, grads)
         _launcher(CHOSEN).backward(call, saved, grads)
         return
     tuning.record(call)

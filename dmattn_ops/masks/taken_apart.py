@@ -221,7 +221,8 @@ def register(kind: type[TileMask], made: Callable[..., TileMask]) -> None:
         # Steps of 0: a copy that has the same ones takes no memory, whatever the sizes are.
         leaves.append((_HOLDER, mask.lengths.new_empty_strided(sizes, (0,) * len(sizes), dtype=torch.uint8)))
         absent = [name for name, part in held if part is None]
-        whole = ["lengths", "block_keys", _HOLDER]  # tensors that do not begin with a batch of their own
+        # Tensors that do not begin with a batch of their own:
+        whole = [name for name, _ in leaves if name in ("lengths", "block_keys", _HOLDER)]
         whole += [
             name
             for name, part in leaves

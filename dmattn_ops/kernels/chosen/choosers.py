@@ -47,7 +47,7 @@ def mark_kernel(
     for at in tl.range(0, count, ENTRIES):
         entry = at + tl.arange(0, ENTRIES)[None, :]
         number = tl.load(lists + entry * indices_k, (row < seqlen_q)[:, None] & (entry < count), other=-1)
-        rows = tl.broadcast_to(row[:, None], number.shape)
+        rows = row[:, None] + entry * 0
         seen, number = is_seen(
             number, rows, batch, block, blocks, seqlen_k, band_lo, band_hi,
             q_segments, k_segments, q_segments_b, k_segments_b,
@@ -105,7 +105,7 @@ def choosers_of(indices: Tensor, shared: dict[str, Any], blocks: int) -> Chooser
         mark_kernel, (batch * heads * tiles,),
         indices=indices, bits=bits, **shared, count=count, blocks=blocks, list_heads=heads, tiles=tiles, words=words,
         indices_b=broadcast_stride(indices, 0), indices_h=indices.stride(1), indices_q=indices.stride(2), indices_k=indices.stride(3),
-        QUERIES=32, ENTRIES=min(triton.next_power_of_2(count), 32), num_warps=4,
+        QUERIES=32, ENTRIES=min(triton.next_power_of_2(max(count, 1)), 32), num_warps=4,
     )  # fmt: skip
     launch(count_kernel, (rows,), bits=bits, counts=counts, words=words, READ=512, num_warps=4)
     launch(

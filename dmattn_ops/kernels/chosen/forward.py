@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from dmattn_ops.kernels.chosen.unions import is_apart
 from dmattn_ops.kernels.chosen.work import (
     ROWS,
     UNSPECIALIZED,
@@ -101,18 +102,31 @@ def attend(sums, q, tile, listed, begin, end, head, work: tl.constexpr, features
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROWS)
 def forward_kernel(
-    query, key, value, out, lse, lse_tail, row_max, sink, counts, entries, words, q_segments, k_segments,
+    query, key, value, out, lse, lse_tail, row_max, sink, counts, entries, words, wide_counts, q_segments, k_segments,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, out_b, out_s, out_h,
     lists_b, lists_h, q_segments_b, k_segments_b,
-    heads_kv, seqlen_q, seqlen_k, band_lo, band_hi, tiles, capacity, ratio, factor,
+    heads_kv, seqlen_q, seqlen_k, band_lo, band_hi, tiles, capacity, wide, most, ratio, factor,
     work: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
-    """Write out and the statistics, lse, lse_tail and row_max `[B, H, Sq]`, of one tile of queries of a key head."""
+    """Write out and the statistics, lse, lse_tail and row_max `[B, H, Sq]`, of one tile of queries of a key head.
+
+    A tile whose queries chose more than `most` blocks together is left to another launch, of narrower tiles, which is given the
+    counts of these in `wide_counts`: each has `wide` of its own.
+    """
     HEAD: tl.constexpr = work.keys
     VALUE: tl.constexpr = work.values
     tile_index = tiles - 1 - tl.program_id(0) % tiles
     head_kv = tl.program_id(0) // tiles % heads_kv
     batch = tl.program_id(0) // tiles // heads_kv
+    index = batch.to(tl.int64) * lists_b + head_kv.to(tl.int64) * lists_h + tile_index
+    found = tl.load(counts + index * 2)
+    if wide_counts is None:
+        is_mine = found <= most
+    else:
+        is_mine = is_apart(wide_counts, index // tiles, tile_index, tiles, wide, most)
+    if not is_mine:
+        return
+
     row = tl.arange(0, work.rows)
     within, member = row // work.padded_group, row % work.padded_group
     row = tile_index * work.queries + within
@@ -130,8 +144,6 @@ def forward_kernel(
         value + head_offset(batch, head_kv, value_b, value_h), value_s,
         Factors(ratio, factor), segments, seqlen_k, band_lo, band_hi,
     )  # fmt: skip
-    index = batch.to(tl.int64) * lists_b + head_kv.to(tl.int64) * lists_h + tile_index
-    found = tl.load(counts + index * 2)
     whole = tl.load(counts + index * 2 + 1) // work.entries * work.parts
     listed = Listed(entries + index * capacity, words + index * capacity, found)
     q = gathered(

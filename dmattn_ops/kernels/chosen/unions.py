@@ -55,8 +55,8 @@ def is_seen(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def unions_kernel(
-    indices, q_segments, k_segments, maps, counts, entries, words,
-    count, block, blocks, seqlen_q, seqlen_k, band_lo, band_hi, list_heads, tiles, total, capacity,
+    indices, q_segments, k_segments, maps, counts, entries, words, wide_counts,
+    count, block, blocks, seqlen_q, seqlen_k, band_lo, band_hi, list_heads, tiles, total, capacity, wide, most,
     indices_b, indices_h, indices_q, indices_k, q_segments_b, k_segments_b,
     QUERIES: tl.constexpr, ENTRIES: tl.constexpr, READ: tl.constexpr, TESTED: tl.constexpr,
 ):  # fmt: skip
@@ -66,24 +66,26 @@ def unions_kernel(
         tile = index % tiles
         batch, head = (index // tiles // list_heads).to(tl.int64), (index // tiles % list_heads).to(tl.int64)
         first_q = tile * QUERIES
-        query = tl.arange(0, QUERIES)
-        row = first_q + query
+        row = first_q + tl.arange(0, QUERIES)
         lists = indices + batch * indices_b + head * indices_h + row.to(tl.int64)[:, None] * indices_q
-        for at in tl.range(0, count, ENTRIES):
+        named = count
+        if wide_counts is not None:
+            named = tl.where(is_apart(wide_counts, index // tiles, tile, tiles, wide, most), count, 0)
+        for at in tl.range(0, named, ENTRIES):
             entry = at + tl.arange(0, ENTRIES)[None, :]
             number = tl.load(lists + entry * indices_k, (row < seqlen_q)[:, None] & (entry < count), other=-1)
-            rows = tl.broadcast_to(row[:, None], number.shape)
+            rows = row[:, None] + entry * 0
             seen, number = is_seen(
                 number, rows, batch, block, blocks, seqlen_k, band_lo, band_hi,
                 q_segments, k_segments, q_segments_b, k_segments_b,
             )  # fmt: skip
-            bit = tl.broadcast_to((1 << query)[:, None], number.shape)
-            tl.atomic_or(own + number, bit, mask=seen, sem="relaxed")
+            tl.atomic_or(own + number, 1 << (rows - first_q), mask=seen, sem="relaxed")
         tl.debug_barrier()
         found = tl.full((), 0, tl.int32)
         whole = tl.full((), 0, tl.int32)
         last_q = tl.minimum(first_q + QUERIES, seqlen_q) - 1
         end = tl.minimum(blocks, tl.maximum(tl.minimum(last_q + band_hi, seqlen_k - 1), -1) // block + 1)
+        end = tl.where(named > 0, end, 0)
         of_tile = capacity.to(tl.int64) * index
         for start in tl.range(0, end, READ):
             number = start + tl.arange(0, READ)
@@ -103,8 +105,27 @@ def unions_kernel(
         tl.debug_barrier()
 
 
-def unions_of(indices: Tensor, shared: dict[str, Any], blocks: int, queries: int, tested: bool, num_sms: int) -> Unions:
-    """List the blocks that each tile of so many queries chose. `shared`: block, lengths, band and segments."""
+@triton.jit
+def is_apart(wide_counts, matrix, tile, tiles, wide, most):
+    """Return whether the queries of the tile of `wide` tiles that a tile is in chose more than `most` blocks together."""
+    return tl.load(wide_counts + (matrix * tl.cdiv(tiles, wide) + tile // wide) * 2) > most
+
+
+class Apart(NamedTuple):
+    """Which tiles are listed one query at a time: those of `queries` neighbours that chose more than `most` blocks together."""
+
+    unions: Unions
+    queries: int
+    most: int
+
+
+def unions_of(
+    indices: Tensor, shared: dict[str, Any], blocks: int, queries: int, tested: bool, num_sms: int, apart: Apart | None = None
+) -> Unions:
+    """List the blocks that each tile of so many queries chose. `shared`: block, lengths, band and segments.
+
+    With `apart`, only tiles in whose wider tile neighbours chose too many.
+    """
     batch, (heads, seqlen_q, count) = list_batch(indices, shared), indices.shape[1:]
     tiles = triton.cdiv(seqlen_q, queries)
     total, capacity = batch * heads * tiles, min(queries * count, blocks)
@@ -116,9 +137,11 @@ def unions_of(indices: Tensor, shared: dict[str, Any], blocks: int, queries: int
     launch(
         unions_kernel, (programs,),
         indices=indices, maps=maps, counts=counts, entries=entries, words=words,
+        wide_counts=None if apart is None else apart.unions.counts, wide=1 if apart is None else apart.queries // queries,
+        most=0 if apart is None else apart.most,
         **shared, count=count, blocks=blocks, list_heads=heads, tiles=tiles, total=total, capacity=capacity,
         indices_b=broadcast_stride(indices, 0), indices_h=indices.stride(1), indices_q=indices.stride(2), indices_k=indices.stride(3),
-        QUERIES=queries, ENTRIES=max(1, min(triton.next_power_of_2(count), 1024 // queries)), READ=_READ, TESTED=tested,
+        QUERIES=queries, ENTRIES=min(triton.next_power_of_2(max(count, 1)), 1024 // queries), READ=_READ, TESTED=tested,
         num_warps=4,
     )  # fmt: skip
     return Unions(counts, entries, words)

@@ -18,7 +18,7 @@ UNSPECIALIZED = (
     *(f"{name}_{dim}" for name in ("query", "key", "value", "out", "grad_out", "dq", "dk", "dv") for dim in "bsh"),
     "indices_b", "indices_h", "indices_q", "count", "block", "blocks", "heads_kv", "list_heads", "seqlen_q", "seqlen_k",
     "band_lo", "band_hi", "q_segments_b", "k_segments_b", "tiles", "programs", "total", "capacity", "words", "heads",
-    "parts", "lists_b", "lists_h",
+    "parts", "lists_b", "lists_h", "wide", "most",
 )  # fmt: skip
 ROWS = ("query", "key", "value", "out", "grad_out", "dq", "dk", "dv")
 
@@ -93,9 +93,10 @@ class Columns(NamedTuple):
     inside: Any  # whether there is such a key
 
 
-def work_of(call: Call, block: int, queries: int, columns: int, aligned: bool) -> Work:
+def work_of(call: Call, queries: int, columns: int, aligned: bool) -> Work:
     """Return the blocks of a kernel for tiles of so many queries and keys."""
-    heads, heads_kv = call.query.shape[2], call.key.shape[2]
+    assert call.chosen is not None
+    heads, heads_kv, block = call.query.shape[2], call.key.shape[2], call.chosen.block
     group = heads // heads_kv
     mask = call.mask
     return Work(
