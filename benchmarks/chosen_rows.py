@@ -43,6 +43,7 @@ def clustered(shape: Shape, seed: int = 0) -> Tensor:
     second query.
     """
     generator, named = np.random.default_rng(seed), shape.named
+    rate = max(DRAWN_ANEW * named, 0.5)
     found = np.full((shape.heads_kv, shape.seqlen, named), -1, np.int32)
     for head in range(shape.heads_kv):
         is_chosen = np.zeros(-(-shape.seqlen // shape.block), bool)
@@ -53,8 +54,7 @@ def clustered(shape: Shape, seed: int = 0) -> Tensor:
             if visible <= named:
                 found[head, query, :visible] = np.arange(visible)
                 continue
-            drawn = max(round(DRAWN_ANEW * named), int(query % 2 == 0)) if named >= 50 else int(query % 2 == 0)
-            drawn = min(drawn, visible - named)
+            drawn = min(int((query + 1) * rate) - int(query * rate), visible - named)
             if drawn > 0:
                 places = (turn + np.arange(drawn)) % named
                 turn = (turn + 7 * drawn + 1) % named

@@ -101,15 +101,17 @@ def check(case: Case, seed: int, dims: tuple[int, int], dtype: torch.dtype, **sw
     expected = by_definition(call, shown, grad_out, grad_lse)
     call, (grad_out, grad_lse) = poisoned(call, shown, (grad_out, grad_lse))
     result = Result(torch.full_like(grad_out, math.nan), *(torch.full_like(grad_lse, math.nan) for _ in range(3)))
-    launch.forward_with(call, result, SMALL)
-    for name in ("out", "lse", "row_max"):
-        check_close(name, getattr(result, name), expected[name], dtype, case)
-    for by_keys in (True, False):
+    for limit in (0.0, 1.3, 99.0):
+        launch.forward_with(call, result, replace(SMALL, apart=replace(SMALL, rows=16, columns=16), limit=limit))
+        for name in ("out", "lse", "row_max"):
+            check_close(name, getattr(result, name), expected[name], dtype, case)
+            getattr(result, name).fill_(math.nan) if limit < 99.0 else None
+    for limit in (0.0, 1.3, 99.0):  # by blocks of keys, by both, by tiles of queries
         made = [torch.full_like(part, math.nan) for part in (call.query, call.key, call.value)]
         dsink = None if call.sink is None else torch.full_like(call.sink, math.nan)
         grads = Gradients(grad_out, None if call.sink is not None else grad_lse, *made, None, dsink)
-        tiles = replace_columns(SMALL, case.block) if by_keys else SMALL
-        launch.backward_with(call, Saved(*result[:3]), grads, tiles, by_keys)
+        tiles = replace(SMALL, apart=replace_columns(SMALL, case.block), limit=limit)
+        launch.backward_with(call, Saved(*result[:3]), grads, tiles)
         for name in ("dq", "dk", "dv", *(() if dsink is None else ("dsink",))):
             check_close(name, getattr(grads, name), expected[name], dtype, case)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops.kernels.chosen.unions import is_seen
+from dmattn_ops.kernels.chosen.unions import Apart, is_seen
 from dmattn_ops.kernels.chosen.work import UNSPECIALIZED, list_batch
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.launching.launch import computed, launch, workspace
@@ -31,12 +31,15 @@ class Choosers(NamedTuple):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def mark_kernel(
-    indices, q_segments, k_segments, bits,
-    count, block, blocks, seqlen_q, seqlen_k, band_lo, band_hi, list_heads, tiles, words,
+    indices, q_segments, k_segments, bits, wide_counts,
+    count, block, blocks, seqlen_q, seqlen_k, band_lo, band_hi, list_heads, tiles, words, wide, most,
     indices_b, indices_h, indices_q, indices_k, q_segments_b, k_segments_b,
     QUERIES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Set the bits of the blocks that a tile of queries chose, `bits [Bm, Hm, blocks, words]`."""
+    """Set the bits of the blocks that a tile of queries chose, `bits [Bm, Hm, blocks, words]`.
+
+    Only of queries whose tile of `wide` chose more than `most` blocks together.
+    """
     index = tl.program_id(0)
     tile = index % tiles
     matrix = index // tiles
@@ -44,9 +47,12 @@ def mark_kernel(
     row = tile * QUERIES + tl.arange(0, QUERIES)
     lists = indices + batch * indices_b + head * indices_h + row.to(tl.int64)[:, None] * indices_q
     own = bits + matrix.to(tl.int64) * blocks * words
+    is_listed = row < seqlen_q
+    wide_tile = matrix * tl.cdiv(seqlen_q, wide) + row // wide
+    is_listed = is_listed & (tl.load(wide_counts + wide_tile * 2, is_listed, other=0) > most)
     for at in tl.range(0, count, ENTRIES):
         entry = at + tl.arange(0, ENTRIES)[None, :]
-        number = tl.load(lists + entry * indices_k, (row < seqlen_q)[:, None] & (entry < count), other=-1)
+        number = tl.load(lists + entry * indices_k, is_listed[:, None] & (entry < count), other=-1)
         rows = row[:, None] + entry * 0
         seen, number = is_seen(
             number, rows, batch, block, blocks, seqlen_k, band_lo, band_hi,
@@ -92,8 +98,8 @@ def collect_kernel(bits, counts, starts, queries, blocks, words, capacity, READ:
             found += tl.sum(is_listed, 0)
 
 
-def choosers_of(indices: Tensor, shared: dict[str, Any], blocks: int) -> Choosers:
-    """List the queries that chose each block. `shared`: block, lengths, band and segments."""
+def choosers_of(indices: Tensor, shared: dict[str, Any], blocks: int, apart: Apart) -> Choosers:
+    """List the queries that chose each block, of those `apart`. `shared`: block, lengths, band and segments."""
     batch, (heads, seqlen_q, count) = list_batch(indices, shared), indices.shape[1:]
     words, rows = triton.cdiv(seqlen_q, 32), batch * heads * blocks
     bits = workspace(indices, batch, heads, blocks, words, dtype=torch.int32)
@@ -103,7 +109,7 @@ def choosers_of(indices: Tensor, shared: dict[str, Any], blocks: int) -> Chooser
     tiles = triton.cdiv(seqlen_q, 32)
     launch(
         mark_kernel, (batch * heads * tiles,),
-        indices=indices, bits=bits, **shared, count=count, blocks=blocks, list_heads=heads, tiles=tiles, words=words,
+        indices=indices, bits=bits, wide_counts=apart.unions.counts, wide=apart.queries, most=apart.most, **shared, count=count, blocks=blocks, list_heads=heads, tiles=tiles, words=words,
         indices_b=broadcast_stride(indices, 0), indices_h=indices.stride(1), indices_q=indices.stride(2), indices_k=indices.stride(3),
         QUERIES=32, ENTRIES=min(triton.next_power_of_2(max(count, 1)), 32), num_warps=4,
     )  # fmt: skip

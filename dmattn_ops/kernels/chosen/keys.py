@@ -22,6 +22,7 @@ from dmattn_ops.kernels.chosen.work import (
     no_rows,
     scaled,
     stored,
+    together,
 )
 from dmattn_ops.kernels.portable.places import head_offset
 from dmattn_ops.kernels.portable.primitives import Statistics
@@ -54,7 +55,7 @@ class Queries(NamedTuple):
     segments: Any
     listed: Any
     count: Any
-    seqlen_q: Any
+    heads: Any
 
 
 class Sums(NamedTuple):
@@ -82,7 +83,6 @@ def gather(
     begin,
     end,
     head,
-    softmax_scale,
     work: tl.constexpr,
     features: tl.constexpr,
     TESTED: tl.constexpr,
@@ -107,7 +107,7 @@ def gather(
         q = gathered(queries.query, 1, at, is_row, HEAD, work.aligned, CHECKED)
         at = place * queries.grad_out_s + member.to(tl.int64) * queries.grad_out_h
         do = gathered(queries.grad_out, 1, at, is_row, VALUE, work.aligned, CHECKED)
-        offset = member.to(tl.int64) * queries.seqlen_q + number
+        offset = place * queries.heads + member
         log_sum = tl.load(queries.statistics.log_sum + offset, is_row, other=float("inf"))
         log_rest = tl.load(queries.statistics.log_rest + offset, is_row, other=0.0)
         delta = tl.load(queries.statistics.delta + offset, is_row, other=0.0)
@@ -158,13 +158,16 @@ def seen_keys(key, inside, segment, queries, head, work: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROWS)
 def keys_kernel(
-    query, key, value, grad_out, log_sum, log_rest, delta, dq_sums, dk, dv, starts, counts, choosers, q_segments, k_segments,
+    query, key, value, grad_out, log_sum, log_rest, delta, dq_sums, dk_sums, dv_sums, starts, counts, choosers, q_segments, k_segments,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
-    dk_b, dk_s, dk_h, dv_b, dv_s, dv_h, lists_b, lists_h, q_segments_b, k_segments_b,
-    heads_kv, seqlen_q, seqlen_k, band_lo, band_hi, blocks, parts, capacity, ratio, factor, softmax_scale,
+    lists_b, lists_h, q_segments_b, k_segments_b,
+    heads_kv, seqlen_q, seqlen_k, band_lo, band_hi, blocks, parts, capacity, ratio, factor,
     work: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv of a block of keys, or of one of its `parts`, and add what its queries get to `dq_sums [B, Hkv, Sq, group, D]`."""
+    """Add what a block of keys, or one of its `parts`, gets of the queries that chose it to `dk_sums` and `dv_sums [B, Hkv, Sk, D]`.
+
+    What the queries get is added to `dq_sums [B, Hkv, Sq, group, D]`.
+    """
     HEAD: tl.constexpr = work.keys
     VALUE: tl.constexpr = work.values
     part = tl.program_id(0) % parts
@@ -173,10 +176,13 @@ def keys_kernel(
     batch = tl.program_id(0) // parts // blocks // heads_kv
     matrix = batch * lists_b + head_kv * lists_h
     count = tl.load(counts + matrix * blocks + number)
+    if count == 0:
+        return
+
     listed = choosers + matrix.to(tl.int64) * capacity + tl.load(starts + matrix * blocks + number)
     first_head = (head_kv * work.group).to(tl.int64)
     group = batch.to(tl.int64) * heads_kv + head_kv
-    first = group * work.group * seqlen_q
+    first = batch.to(tl.int64) * seqlen_q * heads_kv * work.group + first_head
     segments_q, segments_k = 0, 0
     if work.query_segments:
         segments_q = q_segments + batch.to(tl.int64) * q_segments_b
@@ -185,9 +191,9 @@ def keys_kernel(
     queries = Queries(
         query + head_offset(batch, first_head, query_b, query_h), query_s, query_h,
         grad_out + head_offset(batch, first_head, grad_out_b, grad_out_h), grad_out_s, grad_out_h,
-        dq_sums + first * HEAD.whole,
+        dq_sums + group * work.group * seqlen_q * HEAD.whole,
         Statistics(log_sum + first, log_rest + first, delta + first),
-        segments_q, listed, count, seqlen_q,
+        segments_q, listed, count, heads_kv * work.group,
     )  # fmt: skip
     head = Head(
         key + head_offset(batch, head_kv, key_b, key_h), key_s,
@@ -221,18 +227,23 @@ def keys_kernel(
         if number * work.block + work.block > seqlen_k:
             cut = tl.cdiv(count, work.queries)
     whole = tl.maximum(whole, cut)
-    sums = gather(sums, keys, queries, 0, cut, head, softmax_scale, work, features, True)
-    sums = gather(sums, keys, queries, cut, whole, head, softmax_scale, work, features, False)
-    sums = gather(sums, keys, queries, whole, tl.cdiv(count, work.queries), head, softmax_scale, work, features, True)
+    sums = gather(sums, keys, queries, 0, cut, head, work, features, True)
+    sums = gather(sums, keys, queries, cut, whole, head, work, features, False)
+    sums = gather(sums, keys, queries, whole, tl.cdiv(count, work.queries), head, work, features, True)
 
-    dk += head_offset(batch, head_kv, dk_b, dk_h)
-    stored(dk, dk_s, own, inside, scaled(sums.dk, softmax_scale, HEAD), HEAD)
-    stored(dv + head_offset(batch, head_kv, dv_b, dv_h), dv_s, own, inside, sums.dv, VALUE)
+    at = group * seqlen_k + own
+    before = gathered(dk_sums, HEAD.whole, at, inside, HEAD, True, True)
+    stored(dk_sums, HEAD.whole, at, inside, together(sums.dk, before, HEAD), HEAD)
+    before = gathered(dv_sums, VALUE.whole, at, inside, VALUE, True, True)
+    stored(dv_sums, VALUE.whole, at, inside, together(sums.dv, before, VALUE), VALUE)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROWS)
-def dq_kernel(dq_sums, dq, dq_b, dq_s, dq_h, heads_kv, seqlen_q, softmax_scale, work: tl.constexpr):
-    """Write dq from its sums `[B, Hkv, Sq, group, D]`: a tile of queries of a group."""
+def dq_kernel(
+    dq_sums, dq, wide_counts, dq_b, dq_s, dq_h, lists_b, lists_h, heads_kv, seqlen_q, wide, most, softmax_scale,
+    work: tl.constexpr,
+):  # fmt: skip
+    """Write dq from its sums `[B, Hkv, Sq, group, D]`: of the queries of a tile that chose apart (`unions.is_apart`)."""
     HEAD: tl.constexpr = work.keys
     tiles = tl.cdiv(seqlen_q, work.queries)
     head_kv = tl.program_id(0) // tiles % heads_kv
@@ -241,6 +252,8 @@ def dq_kernel(dq_sums, dq, dq_b, dq_s, dq_h, heads_kv, seqlen_q, softmax_scale, 
     member = row % work.padded_group
     row = tl.program_id(0) % tiles * work.queries + row // work.padded_group
     inside = (row < seqlen_q) & (member < work.group)
+    of_row = batch.to(tl.int64) * lists_b + head_kv.to(tl.int64) * lists_h + row // wide
+    inside = inside & (tl.load(wide_counts + of_row * 2, inside, other=0) > most)
     at = ((batch.to(tl.int64) * heads_kv + head_kv) * seqlen_q + row) * work.group + member
     sums = gathered(dq_sums, HEAD.whole, at, inside, HEAD, True, True)
     head = (head_kv * work.group + member).to(tl.int64)

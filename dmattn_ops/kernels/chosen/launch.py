@@ -50,13 +50,14 @@ def refusals(call: Call, direction: str) -> list[str]:
 
 def forward(call: Call, result: Result) -> None:
     """Write out `[B, Sq, H, Dv]`, lse, lse_tail and row_max `[B, H, Sq]`."""
-    forward_with(call, result, forward_tiles(call.demand))
+    assert call.chosen is not None
+    forward_with(call, result, forward_tiles(call.demand, call.chosen.block))
 
 
 def backward(call: Call, saved: Saved, grads: Gradients) -> None:
     """Write dq, dk, dv and, where it is asked for, dsink."""
     assert call.chosen is not None
-    backward_with(call, saved, grads, *backward_tiles(call.demand, call.chosen.block))
+    backward_with(call, saved, grads, backward_tiles(call.demand, call.chosen.block))
 
 
 def forward_with(call: Call, result: Result, tiles: Gathering) -> None:
@@ -99,74 +100,34 @@ def _launch_forward(
     )
 
 
-def backward_with(call: Call, saved: Saved, grads: Gradients, tiles: Gathering, by_keys: bool) -> None:
-    """Write the gradients of a backward with given tiles: by blocks of keys, or by tiles of queries."""
-    aligned = rows_are_aligned(call.query, call.key, call.value, grads.grad_out, saved.out)
-    work = _work(call, tiles, aligned)
-    statistics = row_statistics(call, saved, grads, rows_are_aligned(grads.grad_out, saved.out))
-    arguments = {
-        **_shared(call),
-        **row_strides("grad_out", grads.grad_out),
-        **statistics._asdict(),
-        "grad_out": grads.grad_out,
-        "softmax_scale": float(call.options.softmax_scale),
-        "work": work,
-        "features": features_of(call, None),
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-    }
-    (_by_keys if by_keys else _by_queries)(call, grads, work, arguments)
+def backward_with(call: Call, saved: Saved, grads: Gradients, tiles: Gathering) -> None:
+    """Write the gradients of a backward with given tiles.
 
-
-def _by_keys(call: Call, grads: Gradients, work: Work, arguments: dict[str, Any]) -> None:
-    """Launch the five products by blocks of keys, and what makes dq of its sums."""
-    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = call.query.shape, call.key.shape
-    blocks, parts = triton.cdiv(seqlen_k, work.block), triton.cdiv(work.block, work.columns)
+    Tiles of queries add what their keys get to sums in float32. Where `tiles.apart`, tiles whose queries chose too many blocks
+    together are left to blocks of keys, which add to the same sums.
+    """
     assert call.chosen is not None
-    choosers = choosers_of(call.chosen.indices, _of_lists(call), blocks)
-    dq_sums = workspace(call.query, batch, seqlen_q, heads, work.keys.whole)
-    computed(Tensor.zero_, dq_sums)
-    launch(
-        keys_kernel,
-        (_groups(call) * blocks * parts,),
-        **arguments,
-        **_strides(choosers.counts, 1),
-        **row_strides("dk", grads.dk),
-        **row_strides("dv", grads.dv),
-        dq_sums=dq_sums,
-        dk=grads.dk,
-        dv=grads.dv,
-        starts=choosers.starts,
-        counts=choosers.counts,
-        choosers=choosers.queries,
-        blocks=blocks,
-        parts=parts,
-        capacity=choosers.queries.shape[2],
-    )
-    finished = work_of(call, max(1, _FINISHED_ROWS // work.padded_group), work.columns, work.aligned)
-    launch(
-        dq_kernel,
-        (_groups(call) * triton.cdiv(seqlen_q, finished.queries),),
-        dq_sums=dq_sums,
-        dq=grads.dq,
-        **row_strides("dq", grads.dq),
-        heads_kv=heads_kv,
-        seqlen_q=seqlen_q,
-        softmax_scale=arguments["softmax_scale"],
-        work=finished,
-        num_warps=4,
-    )
-
-
-def _by_queries(call: Call, grads: Gradients, work: Work, arguments: dict[str, Any]) -> None:
-    """Launch the five products by tiles of queries, and what makes dk and dv of their sums."""
+    aligned = rows_are_aligned(call.query, call.key, call.value, grads.grad_out, saved.out)
+    statistics = row_statistics(call, saved, grads, rows_are_aligned(grads.grad_out, saved.out))
+    work = _work(call, tiles, aligned)
     batch, seqlen_k, heads_kv, _ = call.key.shape
-    unions = _unions(call, work)
     dk_sums, dv_sums = (
         workspace(call.key, batch, heads_kv, seqlen_k, width.whole) for width in (work.keys, work.values)
     )
     for sums in (dk_sums, dv_sums):
         computed(Tensor.zero_, sums)
+    scale = float(call.options.softmax_scale)
+    arguments = {
+        **_shared(call),
+        **row_strides("grad_out", grads.grad_out),
+        **{name: computed(_by_query, part) for name, part in statistics._asdict().items()},
+        "grad_out": grads.grad_out,
+        "dk_sums": dk_sums,
+        "dv_sums": dv_sums,
+        "features": features_of(call, None),
+    }
+    unions = _unions(call, work)
+    most = UNBOUNDED if tiles.apart is None else int(tiles.limit * call.chosen.indices.shape[3])
     launch(
         queries_kernel,
         (_groups(call) * unions.counts.shape[2],),
@@ -174,11 +135,68 @@ def _by_queries(call: Call, grads: Gradients, work: Work, arguments: dict[str, A
         **_of_unions(unions),
         **row_strides("dq", grads.dq),
         dq=grads.dq,
-        dk_sums=dk_sums,
-        dv_sums=dv_sums,
+        most=most,
+        softmax_scale=scale,
+        work=work,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
-    computed(_finish, grads.dk, dk_sums, arguments["softmax_scale"])
+    if tiles.apart is not None:
+        _backward_apart(call, grads, tiles.apart, Apart(unions, work.queries, most), arguments, aligned)
+    computed(_finish, grads.dk, dk_sums, scale)
     computed(_finish, grads.dv, dv_sums, 1.0)
+
+
+def _backward_apart(
+    call: Call, grads: Gradients, tiles: Gathering, apart: Apart, arguments: dict[str, Any], aligned: bool
+) -> None:
+    """Launch the five products by blocks of keys for queries that chose `apart`, and what makes dq of its sums."""
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = call.query.shape, call.key.shape
+    assert call.chosen is not None
+    work = _work(call, tiles, aligned)
+    blocks, parts = triton.cdiv(seqlen_k, work.block), triton.cdiv(work.block, work.columns)
+    choosers = choosers_of(call.chosen.indices, _of_lists(call), blocks, apart)
+    dq_sums = workspace(call.query, batch, seqlen_q, heads, work.keys.whole)
+    computed(Tensor.zero_, dq_sums)
+    launch(
+        keys_kernel,
+        (_groups(call) * blocks * parts,),
+        **arguments,
+        **_strides(choosers.counts, 1),
+        dq_sums=dq_sums,
+        starts=choosers.starts,
+        counts=choosers.counts,
+        choosers=choosers.queries,
+        blocks=blocks,
+        parts=parts,
+        capacity=choosers.queries.shape[2],
+        work=work,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    finished = work_of(call, max(1, _FINISHED_ROWS // work.padded_group), work.columns, aligned)
+    counts = apart.unions.counts
+    launch(
+        dq_kernel,
+        (_groups(call) * triton.cdiv(seqlen_q, finished.queries),),
+        dq_sums=dq_sums,
+        dq=grads.dq,
+        **row_strides("dq", grads.dq),
+        **_strides(counts, counts.shape[2]),
+        wide_counts=counts,
+        wide=apart.queries,
+        most=apart.most,
+        heads_kv=heads_kv,
+        seqlen_q=seqlen_q,
+        softmax_scale=float(call.options.softmax_scale),
+        work=finished,
+        num_warps=4,
+    )
+
+
+def _by_query(statistic: Tensor) -> Tensor:
+    """Return a statistic `[B, H, Sq]` as `[B, Sq, H]`: the heads of a query are read together."""
+    return statistic.transpose(1, 2).contiguous()
 
 
 def _finish(grad: Tensor, sums: Tensor, scale: float) -> Tensor:

@@ -84,15 +84,23 @@ def queries_kernel(
     counts, entries, words, q_segments, k_segments,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
     dq_b, dq_s, dq_h, lists_b, lists_h, q_segments_b, k_segments_b,
-    heads_kv, seqlen_q, seqlen_k, band_lo, band_hi, tiles, capacity, ratio, factor, softmax_scale,
+    heads_kv, seqlen_q, seqlen_k, band_lo, band_hi, tiles, capacity, most, ratio, factor, softmax_scale,
     work: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
-    """Write dq of a tile of queries of a key head, and add what their keys get to `dk_sums` and `dv_sums` `[B, Hkv, Sk, D]`."""
+    """Write dq of a tile of queries of a key head, and add what their keys get to `dk_sums` and `dv_sums` `[B, Hkv, Sk, D]`.
+
+    A tile whose queries chose more than `most` blocks together is left to `keys.keys_kernel`.
+    """
     HEAD: tl.constexpr = work.keys
     VALUE: tl.constexpr = work.values
     tile_index = tiles - 1 - tl.program_id(0) % tiles
     head_kv = tl.program_id(0) // tiles % heads_kv
     batch = tl.program_id(0) // tiles // heads_kv
+    index = batch.to(tl.int64) * lists_b + head_kv.to(tl.int64) * lists_h + tile_index
+    found = tl.load(counts + index * 2)
+    if found > most:
+        return
+
     row = tl.arange(0, work.rows)
     within, member = row // work.padded_group, row % work.padded_group
     row = tile_index * work.queries + within
@@ -109,11 +117,9 @@ def queries_kernel(
         value + head_offset(batch, head_kv, value_b, value_h), value_s,
         Factors(ratio, factor), segments, seqlen_k, band_lo, band_hi,
     )  # fmt: skip
-    index = batch.to(tl.int64) * lists_b + head_kv.to(tl.int64) * lists_h + tile_index
-    found = tl.load(counts + index * 2)
     whole = tl.load(counts + index * 2 + 1) // work.entries * work.parts
     listed = Listed(entries + index * capacity, words + index * capacity, found)
-    at = (batch.to(tl.int64) * heads_kv * work.group + member_head) * seqlen_q + row
+    at = (batch.to(tl.int64) * seqlen_q + row) * heads_kv * work.group + member_head
     statistics = Statistics(
         tl.load(log_sum + at, is_row, other=float("inf")),
         tl.load(log_rest + at, is_row, other=0.0),

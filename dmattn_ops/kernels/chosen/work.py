@@ -216,6 +216,15 @@ def scaled(parts, factor, width: tl.constexpr):
 
 
 @triton.jit
+def together(parts, others, width: tl.constexpr):
+    """Return the sum of rows and others."""
+    more = parts.more
+    if width.more != 0:
+        more += others.more
+    return Parts(parts.first + others.first, more)
+
+
+@triton.jit
 def no_rows(ROWS: tl.constexpr, width: tl.constexpr):
     """Return sums of rows `[ROWS]` to which nothing was added."""
     FIRST: tl.constexpr = width.first
