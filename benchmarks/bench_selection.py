@@ -34,7 +34,12 @@ TARGETS = {  # by part and kind of choice: (at least, aim) over dense causal att
 def draw(shape: Shape, device: str) -> Attention:
     """Return random inputs."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    sizes = ((shape.heads, shape.dim), (shape.heads_kv, shape.dim), (shape.heads_kv, shape.dim_v), (shape.heads, shape.dim_v))
+    sizes = (
+        (shape.heads, shape.dim),
+        (shape.heads_kv, shape.dim),
+        (shape.heads_kv, shape.dim_v),
+        (shape.heads, shape.dim_v),
+    )
     query, key, value, grad_out = (
         torch.randn(1, shape.seqlen, heads, dim, device=device, dtype=dtype) for heads, dim in sizes
     )
@@ -80,7 +85,9 @@ def nsa(call: Attention, indices: Tensor, shape: Shape) -> Run:
     backward = functools.partial(
         parallel_nsa_bwd, query, key, value, out, lse, call.grad_out, listed, shape.named, shape.block, scale
     )
-    error = (out.float() - flash_dmattn_func(query, key, value, selection_mask(indices, block=shape.block)).float()).norm()
+    error = (
+        out.float() - flash_dmattn_func(query, key, value, selection_mask(indices, block=shape.block)).float()
+    ).norm()
     if error > 2e-2 * out.float().norm():
         raise Unavailable("its results differ")
     return Run(forward, backward)

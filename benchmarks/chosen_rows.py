@@ -93,7 +93,11 @@ def independent(shape: Shape, device: str, seed: int = 0) -> Tensor:
 def unions(indices: Tensor, neighbours: int) -> float:
     """Return how many times as many blocks neighbours choose together as one of them, over some tiles of the last half."""
     seqlen = indices.shape[2]
-    starts = range(seqlen // 2 // neighbours * neighbours, seqlen - neighbours + 1, max(neighbours, seqlen // 64 // neighbours * neighbours))
+    starts = range(
+        seqlen // 2 // neighbours * neighbours,
+        seqlen - neighbours + 1,
+        max(neighbours, seqlen // 64 // neighbours * neighbours),
+    )
     found = [
         len(torch.unique(tile)) / max(1, tile.shape[1])
         for start in starts

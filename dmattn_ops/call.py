@@ -82,7 +82,7 @@ class Mask(NamedTuple):
 
 
 MASK_TENSORS = Mask._fields[:-1]
-# Of a `TileMask` of chosen blocks, beside segments: int [B|1, Hm, Sq, k], and [block, 0], whose shape says how many keys a block has.
+# Of a `TileMask` of chosen blocks, beside segments: their numbers [B|1, Hm, Sq, k], and [block, 0], whose shape is their size.
 CHOSEN_TENSORS = ("chosen", "block_keys")
 NO_MASK = Mask()
 

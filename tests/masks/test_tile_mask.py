@@ -112,7 +112,10 @@ def best(**band) -> tuple[TileMask, Tensor]:
 def chosen(**band) -> tuple[TileMask, Tensor]:
     """Blocks as a GPU keeps them, with documents beside them."""
     indices = torch.randint(-1, -(-SK // 12), (BATCH, HEADS, SQ, 4), dtype=torch.int32)
-    of_queries, of_keys = torch.randint(0, 2, (BATCH, SQ), dtype=torch.int32), torch.randint(0, 2, (BATCH, 1, SK), dtype=torch.int32)
+    of_queries, of_keys = (
+        torch.randint(0, 2, (BATCH, SQ), dtype=torch.int32),
+        torch.randint(0, 2, (BATCH, 1, SK), dtype=torch.int32),
+    )
     made = from_chosen(indices, 12, (of_queries, of_keys), SK, dmattn_ops.bands.band_of(**{**DEFAULT, **band}))
     keep = (indices.unsqueeze(-1) == torch.arange(SK) // 12).any(-2)
     return made, keep & (of_queries[:, None, :, None] == of_keys[:, :, None])

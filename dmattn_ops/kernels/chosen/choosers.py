@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops.kernels.chosen.unions import Apart, is_seen
-from dmattn_ops.kernels.chosen.work import UNSPECIALIZED, list_batch
-from dmattn_ops.kernels.portable.arguments import broadcast_stride
+from dmattn_ops.kernels.chosen.work import UNSPECIALIZED, index_arguments, list_batch
 from dmattn_ops.launching.launch import computed, launch, workspace
 
 _WORDS = 32  # of a row of bits that are read at once
@@ -108,11 +107,21 @@ def choosers_of(indices: Tensor, shared: dict[str, Any], blocks: int, apart: Apa
     queries = workspace(indices, batch, heads, seqlen_q * count, dtype=torch.int32)
     tiles = triton.cdiv(seqlen_q, 32)
     launch(
-        mark_kernel, (batch * heads * tiles,),
-        indices=indices, bits=bits, wide_counts=apart.unions.counts, wide=apart.queries, most=apart.most, **shared, count=count, blocks=blocks, list_heads=heads, tiles=tiles, words=words,
-        indices_b=broadcast_stride(indices, 0), indices_h=indices.stride(1), indices_q=indices.stride(2), indices_k=indices.stride(3),
-        QUERIES=32, ENTRIES=min(triton.next_power_of_2(max(count, 1)), 32), num_warps=4,
-    )  # fmt: skip
+        mark_kernel,
+        (batch * heads * tiles,),
+        **shared,
+        **index_arguments(indices),
+        bits=bits,
+        wide_counts=apart.unions.counts,
+        wide=apart.queries,
+        most=apart.most,
+        blocks=blocks,
+        tiles=tiles,
+        words=words,
+        QUERIES=32,
+        ENTRIES=min(triton.next_power_of_2(max(count, 1)), 32),
+        num_warps=4,
+    )
     launch(count_kernel, (rows,), bits=bits, counts=counts, words=words, READ=512, num_warps=4)
     launch(
         collect_kernel, (rows,), bits=bits, counts=counts, starts=starts, queries=queries,

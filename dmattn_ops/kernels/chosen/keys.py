@@ -158,13 +158,14 @@ def seen_keys(key, inside, segment, queries, head, work: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROWS)
 def keys_kernel(
-    query, key, value, grad_out, log_sum, log_rest, delta, dq_sums, dk_sums, dv_sums, starts, counts, choosers, q_segments, k_segments,
+    query, key, value, grad_out, log_sum, log_rest, delta, dq_sums, dk_sums, dv_sums, starts, counts, choosers,
+    q_segments, k_segments,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
     lists_b, lists_h, q_segments_b, k_segments_b,
     heads_kv, seqlen_q, seqlen_k, band_lo, band_hi, blocks, parts, capacity, ratio, factor,
     work: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
-    """Add what a block of keys, or one of its `parts`, gets of the queries that chose it to `dk_sums` and `dv_sums [B, Hkv, Sk, D]`.
+    """Add what a block of keys, or one of its `parts`, gets of its queries to `dk_sums` and `dv_sums` `[B, Hkv, Sk, D]`.
 
     What the queries get is added to `dq_sums [B, Hkv, Sq, group, D]`.
     """

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmattn_ops.kernels.chosen.work import UNSPECIALIZED, list_batch
-from dmattn_ops.kernels.portable.arguments import broadcast_stride
+from dmattn_ops.kernels.chosen.work import UNSPECIALIZED, index_arguments, list_batch
 from dmattn_ops.launching.launch import computed, launch, workspace
 
 _READ = 1024  # words of a map that are read at once
@@ -120,7 +119,13 @@ class Apart(NamedTuple):
 
 
 def unions_of(
-    indices: Tensor, shared: dict[str, Any], blocks: int, queries: int, tested: bool, num_sms: int, apart: Apart | None = None
+    indices: Tensor,
+    shared: dict[str, Any],
+    blocks: int,
+    queries: int,
+    tested: bool,
+    num_sms: int,
+    apart: Apart | None = None,
 ) -> Unions:
     """List the blocks that each tile of so many queries chose. `shared`: block, lengths, band and segments.
 
@@ -135,13 +140,25 @@ def unions_of(
     maps = workspace(indices, programs, triton.cdiv(blocks, _READ) * _READ, dtype=torch.int32)
     computed(Tensor.zero_, maps)
     launch(
-        unions_kernel, (programs,),
-        indices=indices, maps=maps, counts=counts, entries=entries, words=words,
-        wide_counts=None if apart is None else apart.unions.counts, wide=1 if apart is None else apart.queries // queries,
+        unions_kernel,
+        (programs,),
+        **shared,
+        **index_arguments(indices),
+        maps=maps,
+        counts=counts,
+        entries=entries,
+        words=words,
+        wide_counts=None if apart is None else apart.unions.counts,
+        wide=1 if apart is None else apart.queries // queries,
         most=0 if apart is None else apart.most,
-        **shared, count=count, blocks=blocks, list_heads=heads, tiles=tiles, total=total, capacity=capacity,
-        indices_b=broadcast_stride(indices, 0), indices_h=indices.stride(1), indices_q=indices.stride(2), indices_k=indices.stride(3),
-        QUERIES=queries, ENTRIES=min(triton.next_power_of_2(max(count, 1)), 1024 // queries), READ=_READ, TESTED=tested,
+        blocks=blocks,
+        tiles=tiles,
+        total=total,
+        capacity=capacity,
+        QUERIES=queries,
+        ENTRIES=min(triton.next_power_of_2(max(count, 1)), 1024 // queries),
+        READ=_READ,
+        TESTED=tested,
         num_warps=4,
-    )  # fmt: skip
+    )
     return Unions(counts, entries, words)

@@ -117,6 +117,19 @@ def segment_arguments(q_segments: Tensor | None, k_segments: Tensor | None) -> d
     }
 
 
+def index_arguments(indices: Tensor) -> dict[str, Any]:
+    """Return the arguments of choices `[B|1, Hm, Sq, k]`."""
+    return {
+        "indices": indices,
+        "count": indices.shape[3],
+        "list_heads": indices.shape[1],
+        "indices_b": broadcast_stride(indices, 0),
+        "indices_h": indices.stride(1),
+        "indices_q": indices.stride(2),
+        "indices_k": indices.stride(3),
+    }
+
+
 def list_batch(indices: Tensor, segments: dict[str, Any]) -> int:
     """Return for how many batch entries there are lists: 1 where neither choices nor segments differ among them."""
     parts = (segments["q_segments"], segments["k_segments"])
