@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from dmattn_ops.api import arguments, repeats
+from dmattn_ops.api import arguments, chosen, repeats
 from dmattn_ops.bands import CausalFrom, Window
-from dmattn_ops.call import NO_MASK, Used, Varlen
+from dmattn_ops.call import Used, Varlen
 from dmattn_ops.checks import dtensors, require, validation, values
 from dmattn_ops.masks import prepare
 from dmattn_ops.masks.tile_mask import TileMask, as_bits
@@ -165,8 +165,8 @@ def flash_dmattn_func(
     same_bits = arguments.switches(deterministic, return_lse, return_max, batch_invariant)
     if isinstance(mask, TileMask) and mask.chosen is not None:
         if seqlen_k_used is None:
-            numbers = (band, scalars, dropout_p, same_bits)
-            return _of_chosen(query, key, value, mask, bias, sink, numbers, return_lse, return_max, batch_invariant)
+            call = chosen.call_of(query, key, value, mask, bias, sink, band, (*scalars, same_bits))
+            return _call("forward.chosen", *call, return_lse, return_max, batch_invariant)
         mask = as_bits(mask)
     call = None
     plain = bias is None and sink is None and seqlen_k_used is None and dropout_p == 0.0
@@ -377,34 +377,6 @@ def flash_dmattn_varlen_func(
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, bias, mask, sink, seed)
     numbers = (*lengths, band.lo, band.hi, 0, 0, top_left, *scalars, same_bits)
     return _call("varlen_forward", tensors, numbers, return_lse, return_max, batch_invariant)
-
-
-def _of_chosen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: TileMask,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    numbers: tuple[Any, ...],
-    return_lse: bool,
-    return_max: bool,
-    batch_invariant: bool,
-) -> Tensor | tuple[Tensor, ...]:
-    """Call the operator of blocks of keys that queries name."""
-    band, scalars, dropout_p, same_bits = numbers
-    (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
-    validation.dense_tensors(query, key, value, bias, sink)
-    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
-    arguments.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
-    mask, seed = mask.also(band), arguments.dropout_seed(query) if dropout_p != 0.0 else None
-    indices, block = mask.chosen, mask.block_keys
-    assert indices is not None and block is not None
-    beside = NO_MASK._replace(q_segments=mask.q_segments, k_segments=mask.k_segments)
-    tensors = (query, key, value, indices, bias, *beside[:-1], sink, seed)
-    limits = mask.band.limits(seqlen_q, seqlen_k)
-    given = (*limits, 0, 0, None, *scalars, same_bits, block.shape[0])
-    return _call("forward.chosen", tensors, given, return_lse, return_max, batch_invariant)
 
 
 def _dense(
