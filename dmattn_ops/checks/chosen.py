@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from dmattn_ops import symbolic
+from dmattn_ops import environment, symbolic
 from dmattn_ops.call import TILE, UNBOUNDED, Call
 from dmattn_ops.checks import require, validation
 from dmattn_ops.meta import ceil_div, lse_dtype
@@ -94,6 +95,12 @@ def row_sums(lse: Tensor | None, query: Tensor) -> None:
 def block_count(seqlen_k: int, block: int) -> int:
     """Return how many blocks of `block` keys there are; the last one may be shorter."""
     return ceil_div(seqlen_k, block)
+
+
+def in_range_if_asked(indices: Tensor, count: int) -> None:
+    """Refuse as `in_range` does where values on a GPU are to be checked (`DMATTN_CHECK=1`)."""
+    if not is_compiling() and type(indices) is Tensor and environment.checks():
+        in_range(indices, count)
 
 
 def in_range(indices: Tensor, count: int) -> None:

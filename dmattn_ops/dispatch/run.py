@@ -191,6 +191,11 @@ def with_lists_or_bits(call: Call, direction: str) -> Call:
     if call.query.numel() == 0 or call.key.numel() == 0 or not reasons_against_lists(direction, call):
         return call
     do_not_repeat()  # what is below calls an operator
+    return with_bits(call)
+
+
+def with_bits(call: Call) -> Call:
+    """Return a call of chosen blocks with bits in their place."""
     assert call.chosen is not None
     (indices, block), mask, options = call.chosen, call.mask, call.options
     limits = options.band_lo, options.band_hi
