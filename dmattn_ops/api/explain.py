@@ -264,8 +264,9 @@ def _tensors(call: Call, needs_max: bool) -> tuple[Result, Saved, Gradients]:
 def _launch(direction: str, call: Call, on: Arch | None, needs_max: bool) -> Launch:
     device = architectures.current(call.query.device) if call.query.is_cuda else None
     if call.chosen is not None:
-        if not run.reasons_against_lists(direction, call, on):
-            return _gathered(direction, call, on or device)
+        physical = on or device
+        if physical is not None and not run.reasons_against_lists(direction, call, on):
+            return _gathered(direction, call, physical)
         call = run.with_bits(call)
     packed, reasons = run.packing_of(direction, call, on or device, needs_max)
     is_kept_by_key = packed is not None or bool(reasons)
@@ -295,11 +296,11 @@ def _launch(direction: str, call: Call, on: Arch | None, needs_max: bool) -> Lau
     )
 
 
-def _gathered(direction: str, call: Call, on: Arch | None) -> Launch:
+def _gathered(direction: str, call: Call, on: Arch) -> Launch:
     """Return the launch of the kernels that gather the blocks that queries name."""
     assert call.chosen is not None
     tiles = chosen.forward_tiles if direction == "forward" else chosen.backward_tiles
-    configuration = asdict(tiles(call.demand, call.chosen.block))
+    configuration = asdict(tiles(call.demand, call.chosen.block, on))
     return Launch("Gathered", "chosen", "Gathered", str(on), configuration, None, "", chosen.EVIDENCE, {}, None)
 
 

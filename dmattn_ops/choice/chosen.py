@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dmattn_ops.call import Demand
+from dmattn_ops.choice.arch import Arch
 
 LEAST_BLOCK = 16  # keys of blocks that gradients can be computed by; smaller ones fill no product
 
@@ -40,16 +41,31 @@ WIDE_FORWARD = Gathering(128, 64, 8, 2)
 WIDE_BACKWARD = Gathering(128, 64, 8, 1, Gathering(64, 64, 8, 1), 2.5)
 
 
-def forward_tiles(demand: Demand, block: int) -> Gathering:
+# Where a block has less shared memory than on SM 9.0: not measured.
+SMALL_FORWARD = Gathering(64, 32, 4, 2, Gathering(16, 32, 4, 2), 2.6)
+SMALL_BACKWARD = Gathering(32, 32, 4, 1, Gathering(32, 32, 4, 1), 1.6)
+_SHARED_MEMORY = 220_000  # bytes that the tiles above need
+
+
+def forward_tiles(demand: Demand, block: int, on: Arch) -> Gathering:
     """Return the tiles of a forward."""
+    if on.shared_memory < _SHARED_MEMORY:
+        return _fitting(SMALL_FORWARD, block)
     return _fitting(FORWARD if demand.width <= 128 else WIDE_FORWARD, block)
 
 
-def backward_tiles(demand: Demand, block: int) -> Gathering:
+def backward_tiles(demand: Demand, block: int, on: Arch) -> Gathering:
     """Return the tiles of a backward."""
+    if on.shared_memory < _SHARED_MEMORY:
+        return _fitting(SMALL_BACKWARD, block)
     return _fitting(BACKWARD if demand.width <= 128 else WIDE_BACKWARD, block)
 
 
+def largest_group(on: Arch) -> int:
+    """Return how many query heads may share a key head: all of them are rows of one tile."""
+    return SMALL_BACKWARD.rows if on.shared_memory < _SHARED_MEMORY else 128
+
+
 def _fitting(tiles: Gathering, block: int) -> Gathering:
-    """Return tiles for blocks of a size: small ones have no others."""
-    return tiles if block >= LEAST_BLOCK else Gathering(tiles.rows, tiles.columns, tiles.num_warps, tiles.num_stages)
+    """Return tiles for blocks of a size: small ones go one way only."""
+    return tiles if block >= LEAST_BLOCK else replace(tiles, apart=None)

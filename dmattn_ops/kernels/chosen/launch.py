@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dmattn_ops.call import UNBOUNDED, Call, Gradients, Result, Saved, Takes, rows_are_aligned
 from dmattn_ops.choice import arch
-from dmattn_ops.choice.chosen import Gathering, backward_tiles, forward_tiles
+from dmattn_ops.choice.chosen import Gathering, backward_tiles, forward_tiles, largest_group
 from dmattn_ops.kernels.chosen.choosers import choosers_of
 from dmattn_ops.kernels.chosen.forward import forward_kernel
 from dmattn_ops.kernels.chosen.keys import dq_kernel, keys_kernel
@@ -21,7 +21,7 @@ from dmattn_ops.kernels.portable.statistics import row_statistics
 from dmattn_ops.launching.launch import computed, launch, workspace
 
 TAKES = Takes(("chosen",), sinks=True, oldest=80)
-LEAST_GROUP, LARGEST_GROUP = 4, 128  # query heads that share a list and a key head
+LEAST_GROUP = 4  # query heads that share a list and a key head
 LARGEST_WIDTH = 256
 _MOST_QUERIES = 32  # of a tile: a word has a bit for each
 _FINISHED_ROWS = 32  # rows of dq that a program writes
@@ -41,8 +41,9 @@ def refusals(call: Call, direction: str) -> list[str]:
         reasons.append("take 16-bit elements")
     if max(call.query.shape[-1], call.value.shape[-1]) > LARGEST_WIDTH:
         reasons.append(f"take head dimensions up to {LARGEST_WIDTH}")
-    if not LEAST_GROUP <= group <= LARGEST_GROUP or (lists == heads and group > 1):
-        reasons.append(f"take from {LEAST_GROUP} to {LARGEST_GROUP} query heads that share a key head and a list")
+    largest = largest_group(arch.physical(call.query.device) if call.query.is_cuda else arch.KNOWN[90])
+    if not LEAST_GROUP <= group <= largest or (lists == heads and group > 1):
+        reasons.append(f"take from {LEAST_GROUP} to {largest} query heads that share a key head and a list")
     if direction == "backward" and call.options.deterministic:
         reasons.append("add up gradients in any order, which is not deterministic")
     return reasons
@@ -51,13 +52,13 @@ def refusals(call: Call, direction: str) -> list[str]:
 def forward(call: Call, result: Result) -> None:
     """Write out `[B, Sq, H, Dv]`, lse, lse_tail and row_max `[B, H, Sq]`."""
     assert call.chosen is not None
-    forward_with(call, result, forward_tiles(call.demand, call.chosen.block))
+    forward_with(call, result, forward_tiles(call.demand, call.chosen.block, arch.physical(call.query.device)))
 
 
 def backward(call: Call, saved: Saved, grads: Gradients) -> None:
     """Write dq, dk, dv and, where it is asked for, dsink."""
     assert call.chosen is not None
-    backward_with(call, saved, grads, backward_tiles(call.demand, call.chosen.block))
+    backward_with(call, saved, grads, backward_tiles(call.demand, call.chosen.block, arch.physical(call.query.device)))
 
 
 def forward_with(call: Call, result: Result, tiles: Gathering) -> None:
