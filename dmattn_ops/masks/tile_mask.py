@@ -122,7 +122,8 @@ class TileMask:
     @property
     def nbytes(self) -> int:
         """The memory that the tensors take."""
-        return sum(part.nbytes for _, part in self._parts(*MASK_TENSORS, *CHOSEN_TENSORS))
+        held = (getattr(self, name) for name in (*MASK_TENSORS, *CHOSEN_TENSORS))
+        return sum(part.nbytes for part in held if part is not None)
 
     def density(self) -> Tensor:
         """Return the share of the 128 x 128 tiles that kernels visit, a float32 scalar on the mask's device."""
