@@ -35,9 +35,10 @@ EVIDENCE = (
 _OF_ALONE = Gathering(16, 128, 4, 2)
 _OF_KEYS = Gathering(128, 64, 8, 2)
 FORWARD = Gathering(64, 64, 4, 2, _OF_ALONE, 2.6)
-BACKWARD = Gathering(128, 64, 8, 1, _OF_KEYS, 1.6)
+BACKWARD = Gathering(128, 64, 8, 2, _OF_KEYS, 1.6)
 # B1 S16384 H32/2 D256, 512 blocks of 4: 3.8 and 14.2, dense 5.5 and 22. H64/1 D192/128, 2048 keys: 5.7 and 18, dense 7.0 and 31.
 WIDE_FORWARD = Gathering(128, 64, 8, 2)
+NARROW_VALUES = Gathering(64, 64, 4, 2)
 WIDE_BACKWARD = Gathering(128, 64, 8, 1, Gathering(64, 64, 8, 1), 2.5)
 
 
@@ -51,7 +52,8 @@ def forward_tiles(demand: Demand, block: int, on: Arch) -> Gathering:
     """Return the tiles of a forward."""
     if on.sm != MEASURED:
         return _fitting(SMALL_FORWARD, block)
-    return _fitting(FORWARD if demand.width <= 128 else WIDE_FORWARD, block)
+    wide = NARROW_VALUES if demand.dim_v <= 128 else WIDE_FORWARD
+    return _fitting(FORWARD if demand.width <= 128 else wide, block)
 
 
 def backward_tiles(demand: Demand, block: int, on: Arch) -> Gathering:

@@ -67,12 +67,15 @@ def scatter(dq, rows, listed, begin, end, head, sums, work: tl.constexpr, featur
             inside = tl.max(visible.to(tl.int32), 0) != 0
         added(sums.dv, columns.key, inside, tl.trans(p.to(rows.grad_out.first.dtype)), rows.grad_out, VALUE, features)
         grad_p = inner(rows.grad_out, v, VALUE, features)
-        ds = tl.where(visible, p * (grad_p - statistics.delta[:, None]), 0.0)
+        ds = p * (grad_p - statistics.delta[:, None])
+        if TESTED:  # a key that nobody sees may be NaN
+            ds = tl.where(visible, ds, 0.0)
+            slope = tl.where(visible, slope, 0.0)
         if features.softcap:
-            ds *= tl.where(visible, slope, 0.0)
+            ds *= slope
         ds = ds.to(rows.q.first.dtype)
         added(sums.dk, columns.key, inside, tl.trans(ds), rows.q, HEAD, features)
-        if TESTED:  # a key that nobody sees may be NaN
+        if TESTED:
             k = gathered(head.key, head.key_s, columns.key, inside, HEAD, work.aligned, True)
         dq = combined(ds, k, dq, HEAD, features)
     return dq
