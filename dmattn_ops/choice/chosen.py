@@ -32,10 +32,10 @@ EVIDENCE = (
 
 # Milliseconds on one H100, 2026-11-26, B1 S32768 H64/4 D128, 32 blocks of 64, lists included: choices in which neighbours agree
 # 7.2 forward and 21.7 backward, independent ones 17.9 and 30; dense causal attention 24.4 and 80.
-_OF_ALONE = Gathering(16, 128, 4, 2)
+_OF_ALONE = Gathering(16, 64, 2, 2)
 _OF_KEYS = Gathering(128, 64, 8, 2)
 FORWARD = Gathering(64, 64, 4, 2, _OF_ALONE, 2.6)
-BACKWARD = Gathering(128, 64, 8, 2, _OF_KEYS, 1.6)
+BACKWARD = Gathering(128, 64, 8, 1, _OF_KEYS, 1.6)
 # B1 S16384 H32/2 D256, 512 blocks of 4: 3.8 and 14.2, dense 5.5 and 22. H64/1 D192/128, 2048 keys: 5.7 and 18, dense 7.0 and 31.
 WIDE_FORWARD = Gathering(128, 64, 8, 2)
 NARROW_VALUES = Gathering(64, 64, 4, 2)

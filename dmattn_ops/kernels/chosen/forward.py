@@ -119,13 +119,13 @@ def forward_kernel(
     head_kv = tl.program_id(0) // tiles % heads_kv
     batch = tl.program_id(0) // tiles // heads_kv
     index = batch.to(tl.int64) * lists_b + head_kv.to(tl.int64) * lists_h + tile_index
-    found = tl.load(counts + index * 2)
     if wide_counts is None:
-        is_mine = found <= most
+        is_mine = tl.load(counts + index * 2) <= most
     else:
         is_mine = is_apart(wide_counts, index // tiles, tile_index, tiles, wide, most)
     if not is_mine:
         return
+    found = tl.load(counts + index * 2)
 
     row = tl.arange(0, work.rows)
     within, member = row // work.padded_group, row % work.padded_group

@@ -242,9 +242,9 @@ def keys_kernel(
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROWS)
 def dq_kernel(
     dq_sums, dq, wide_counts, dq_b, dq_s, dq_h, lists_b, lists_h, heads_kv, seqlen_q, wide, most, softmax_scale,
-    work: tl.constexpr,
+    work: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """Write dq from its sums `[B, Hkv, Sq, group, D]`: of the queries of a tile that chose apart (`unions.is_apart`)."""
+    """Write dq from its sums `[B, Hkv, Sq, group, D]`, or `CLEAR` these: of queries that chose apart (`unions.is_apart`)."""
     HEAD: tl.constexpr = work.keys
     tiles = tl.cdiv(seqlen_q, work.queries)
     head_kv = tl.program_id(0) // tiles % heads_kv
@@ -256,13 +256,11 @@ def dq_kernel(
     of_row = batch.to(tl.int64) * lists_b + head_kv.to(tl.int64) * lists_h + row // wide
     inside = inside & (tl.load(wide_counts + of_row * 2, inside, other=0) > most)
     at = ((batch.to(tl.int64) * heads_kv + head_kv) * seqlen_q + row) * work.group + member
-    sums = gathered(dq_sums, HEAD.whole, at, inside, HEAD, True, True)
-    head = (head_kv * work.group + member).to(tl.int64)
-    stored(
-        dq + batch.to(tl.int64) * dq_b,
-        1,
-        row.to(tl.int64) * dq_s + head * dq_h,
-        inside,
-        scaled(sums, softmax_scale, HEAD),
-        HEAD,
-    )
+    if CLEAR:
+        COUNT: tl.constexpr = work.rows
+        stored(dq_sums, HEAD.whole, at, inside, no_rows(COUNT, HEAD), HEAD)
+    else:
+        sums = gathered(dq_sums, HEAD.whole, at, inside, HEAD, True, True)
+        head = (head_kv * work.group + member).to(tl.int64)
+        at = row.to(tl.int64) * dq_s + head * dq_h
+        stored(dq + batch.to(tl.int64) * dq_b, 1, at, inside, scaled(sums, softmax_scale, HEAD), HEAD)

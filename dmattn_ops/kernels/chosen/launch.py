@@ -158,7 +158,25 @@ def _backward_apart(
     blocks, parts = triton.cdiv(seqlen_k, work.block), triton.cdiv(work.block, work.columns)
     choosers = choosers_of(call.chosen.indices, _of_lists(call), blocks, apart)
     dq_sums = workspace(call.query, batch, seqlen_q, heads, work.keys.whole)
-    computed(Tensor.zero_, dq_sums)
+    counts, finished = (
+        apart.unions.counts,
+        work_of(call, max(1, _FINISHED_ROWS // work.padded_group), work.columns, aligned),
+    )
+    grid = (_groups(call) * triton.cdiv(seqlen_q, finished.queries),)
+    of_sums = {
+        **row_strides("dq", grads.dq),
+        **_strides(counts, counts.shape[2]),
+        "dq_sums": dq_sums,
+        "dq": grads.dq,
+        "wide_counts": counts,
+        "wide": apart.queries,
+        "most": apart.most,
+        "heads_kv": heads_kv,
+        "seqlen_q": seqlen_q,
+        "softmax_scale": float(call.options.softmax_scale),
+        "work": finished,
+    }
+    launch(dq_kernel, grid, **of_sums, CLEAR=True, num_warps=4)
     launch(
         keys_kernel,
         (_groups(call) * blocks * parts,),
@@ -175,24 +193,7 @@ def _backward_apart(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    finished = work_of(call, max(1, _FINISHED_ROWS // work.padded_group), work.columns, aligned)
-    counts = apart.unions.counts
-    launch(
-        dq_kernel,
-        (_groups(call) * triton.cdiv(seqlen_q, finished.queries),),
-        dq_sums=dq_sums,
-        dq=grads.dq,
-        **row_strides("dq", grads.dq),
-        **_strides(counts, counts.shape[2]),
-        wide_counts=counts,
-        wide=apart.queries,
-        most=apart.most,
-        heads_kv=heads_kv,
-        seqlen_q=seqlen_q,
-        softmax_scale=float(call.options.softmax_scale),
-        work=finished,
-        num_warps=4,
-    )
+    launch(dq_kernel, grid, **of_sums, CLEAR=False, num_warps=4)
 
 
 def _by_query(statistic: Tensor) -> Tensor:

@@ -63,45 +63,45 @@ def unions_kernel(
     own = maps + tl.program_id(0).to(tl.int64) * (tl.cdiv(blocks, READ) * READ)
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         tile = index % tiles
-        batch, head = (index // tiles // list_heads).to(tl.int64), (index // tiles % list_heads).to(tl.int64)
-        first_q = tile * QUERIES
-        row = first_q + tl.arange(0, QUERIES)
-        lists = indices + batch * indices_b + head * indices_h + row.to(tl.int64)[:, None] * indices_q
-        named = count
+        wanted = True
         if wide_counts is not None:
-            named = tl.where(is_apart(wide_counts, index // tiles, tile, tiles, wide, most), count, 0)
-        for at in tl.range(0, named, ENTRIES):
-            entry = at + tl.arange(0, ENTRIES)[None, :]
-            number = tl.load(lists + entry * indices_k, (row < seqlen_q)[:, None] & (entry < count), other=-1)
-            rows = row[:, None] + entry * 0
-            seen, number = is_seen(
-                number, rows, batch, block, blocks, seqlen_k, band_lo, band_hi,
-                q_segments, k_segments, q_segments_b, k_segments_b,
-            )  # fmt: skip
-            tl.atomic_or(own + number, 1 << (rows - first_q), mask=seen, sem="relaxed")
-        tl.debug_barrier()
-        found = tl.full((), 0, tl.int32)
-        whole = tl.full((), 0, tl.int32)
-        last_q = tl.minimum(first_q + QUERIES, seqlen_q) - 1
-        end = tl.minimum(blocks, tl.maximum(tl.minimum(last_q + band_hi, seqlen_k - 1), -1) // block + 1)
-        end = tl.where(named > 0, end, 0)
-        of_tile = capacity.to(tl.int64) * index
-        for start in tl.range(0, end, READ):
-            number = start + tl.arange(0, READ)
-            word = tl.load(own + number, cache_modifier=".cg")  # not from L1, which does not see what atomics write
-            tl.store(own + number, tl.zeros([READ], tl.int32))
-            is_listed = (word != 0).to(tl.int32)
-            place = of_tile + found + tl.cumsum(is_listed, 0) - 1
-            tl.store(entries + place, number, is_listed != 0)
-            tl.store(words + place, word, is_listed != 0)
-            found += tl.sum(is_listed, 0)
-            if not TESTED:
-                behind = number * block + block
-                is_whole = (behind <= seqlen_k) & (behind - 1 <= first_q + band_hi)
-                whole += tl.sum(is_listed * is_whole.to(tl.int32), 0)
-        tl.store(counts + index * 2, found)
-        tl.store(counts + index * 2 + 1, whole)
-        tl.debug_barrier()
+            wanted = is_apart(wide_counts, index // tiles, tile, tiles, wide, most)
+        if wanted:
+            batch, head = (index // tiles // list_heads).to(tl.int64), (index // tiles % list_heads).to(tl.int64)
+            first_q = tile * QUERIES
+            row = first_q + tl.arange(0, QUERIES)
+            lists = indices + batch * indices_b + head * indices_h + row.to(tl.int64)[:, None] * indices_q
+            for at in tl.range(0, count, ENTRIES):
+                entry = at + tl.arange(0, ENTRIES)[None, :]
+                number = tl.load(lists + entry * indices_k, (row < seqlen_q)[:, None] & (entry < count), other=-1)
+                rows = row[:, None] + entry * 0
+                seen, number = is_seen(
+                    number, rows, batch, block, blocks, seqlen_k, band_lo, band_hi,
+                    q_segments, k_segments, q_segments_b, k_segments_b,
+                )  # fmt: skip
+                tl.atomic_or(own + number, 1 << (rows - first_q), mask=seen, sem="relaxed")
+            tl.debug_barrier()
+            found = tl.full((), 0, tl.int32)
+            whole = tl.full((), 0, tl.int32)
+            last_q = tl.minimum(first_q + QUERIES, seqlen_q) - 1
+            end = tl.minimum(blocks, tl.maximum(tl.minimum(last_q + band_hi, seqlen_k - 1), -1) // block + 1)
+            of_tile = capacity.to(tl.int64) * index
+            for start in tl.range(0, end, READ):
+                number = start + tl.arange(0, READ)
+                word = tl.load(own + number, cache_modifier=".cg")  # not from L1, which does not see what atomics write
+                tl.store(own + number, tl.zeros([READ], tl.int32))
+                is_listed = (word != 0).to(tl.int32)
+                place = of_tile + found + tl.cumsum(is_listed, 0) - 1
+                tl.store(entries + place, number, is_listed != 0)
+                tl.store(words + place, word, is_listed != 0)
+                found += tl.sum(is_listed, 0)
+                if not TESTED:
+                    behind = number * block + block
+                    is_whole = (behind <= seqlen_k) & (behind - 1 <= first_q + band_hi)
+                    whole += tl.sum(is_listed * is_whole.to(tl.int32), 0)
+            tl.store(counts + index * 2, found)
+            tl.store(counts + index * 2 + 1, whole)
+            tl.debug_barrier()
 
 
 @triton.jit
