@@ -104,6 +104,7 @@ bench: $(READY) ## measure against the peers; results go to benchmarks/results
 	$(PY) benchmarks/bench_dynamic.py --minutes 30
 	$(PY) benchmarks/bench_intervals.py --minutes 30
 	$(PY) benchmarks/bench_trees.py
+	$(PY) benchmarks/bench_selection.py
 	$(PY) benchmarks/bench_transformers.py
 	$(PY) benchmarks/benchmark_bubble_reduction.py
 

@@ -82,13 +82,15 @@ class Mask(NamedTuple):
 
 
 MASK_TENSORS = Mask._fields[:-1]
+# Of a `TileMask` of chosen blocks, beside segments: their numbers [B|1, Hm, Sq, k], and [block, 0], whose shape is their size.
+CHOSEN_TENSORS = ("chosen", "block_keys")
 NO_MASK = Mask()
 
 
 class Takes(NamedTuple):
     """The calls that a launcher takes, declared in its module as `TAKES`; `dispatch` gives it no others."""
 
-    masks: tuple[str, ...]  # kinds of masks, as `Mask.kind` names them; a kind that is not listed is refused
+    masks: tuple[str, ...]  # kinds of masks, as `Call.kind` names them; a kind that is not listed is refused
     sinks: bool = False  # False: they compute without sinks, and `dispatch.sinks` scales their outputs and gradients
     oldest: int = 0  # the oldest and the newest architecture that they run on, 90 for SM 9.0
     newest: int = 1000
@@ -114,6 +116,16 @@ class Used(NamedTuple):
     lengths: Tensor
     lo: int
     hi: int
+
+
+class Chosen(NamedTuple):
+    """The blocks of keys that queries name: block `n` holds keys from `n * block` on.
+
+    Query `i` sees key `j` iff `j // block` is among `indices[b, h, i]`, and segments of the mask and the band show it.
+    """
+
+    indices: Tensor  # int32 or int64 [B|1, Hm, Sq, k]; other numbers than those of blocks are none
+    block: int
 
 
 def dropout_threshold(dropout_p: float) -> int:
@@ -182,6 +194,14 @@ class Call(NamedTuple):
     varlen: Varlen | None
     options: Options
     used: Used | None = None  # in calls that kernels get, `dispatch/used.py` has made it part of the mask
+    chosen: Chosen | None = (
+        None  # beside segments of `mask` without lists; kernels of other masks get bits in its place
+    )
+
+    @property
+    def kind(self) -> str:
+        """The kind of its mask, as `Mask.kind` names it, or "chosen"."""
+        return self.mask.kind if self.chosen is None else "chosen"
 
     @property
     def demand(self) -> Demand:

@@ -16,18 +16,19 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from dmattn_ops.api import arguments, repeats
+from dmattn_ops.api import arguments, chosen, repeats
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.call import Used, Varlen
 from dmattn_ops.checks import dtensors, require, validation, values
 from dmattn_ops.masks import prepare
-from dmattn_ops.masks.tile_mask import TileMask
+from dmattn_ops.masks.tile_mask import TileMask, as_bits
 from dmattn_ops.ops import autograd
 
 _SDPA = getattr(torch._C._nn, "scaled_dot_product_attention", None)  # as it is where nobody has replaced it
 _OPERATORS = {
     "forward": torch.ops.dmattn.forward.default,
     "forward.used": torch.ops.dmattn.forward.used,
+    "forward.chosen": torch.ops.dmattn.forward.chosen,
     "qkvpacked_forward": torch.ops.dmattn.qkvpacked_forward.default,
     "qkvpacked_forward.used": torch.ops.dmattn.qkvpacked_forward.used,
     "varlen_forward": torch.ops.dmattn.varlen_forward.default,
@@ -114,6 +115,11 @@ def flash_dmattn_func(
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
     band, scalars = arguments.read_numbers(*given)
     same_bits = arguments.switches(deterministic, return_lse, return_max, batch_invariant)
+    if isinstance(mask, TileMask) and mask.chosen is not None:
+        if seqlen_k_used is None:
+            call = chosen.call_of(query, key, value, mask, bias, sink, band, (*scalars, same_bits))
+            return _call("forward.chosen", *call, return_lse, return_max, batch_invariant)
+        mask = as_bits(mask)
     call = None
     plain = bias is None and sink is None and seqlen_k_used is None and dropout_p == 0.0
     if plain and not is_compiling() and not _is_replaced():

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import environment
-from dmattn_ops.call import Call, Demand, Gradients, Result, Saved
+from dmattn_ops.call import Call, Demand, Gradients, Mask, Result, Saved
 from dmattn_ops.choice import arch, choose, config, epochs, resolve, tuning
 from dmattn_ops.choice.arch import Arch
 from dmattn_ops.choice.choose import Choice
 from dmattn_ops.dispatch import entries, sinks
-from dmattn_ops.launching.recording import computed
+from dmattn_ops.launching.recording import computed, do_not_repeat
 
 _FORWARD = {
     "ampere": "dmattn_ops.kernels.ampere.forward.launch",
@@ -40,6 +40,7 @@ _BACKWARD = {
     "reference": "dmattn_ops.kernels.reference",
 }
 PACKED = "dmattn_ops.kernels.epochs.attention"
+CHOSEN = "dmattn_ops.kernels.chosen.launch"
 LARGEST_MASS_DIM = 256  # of the Triton kernels of masses
 GPU_KERNELS = ("hopper", "hopper256", "portable")  # fastest first
 
@@ -65,8 +66,8 @@ def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = Tr
         if reason:
             return [reason]
         launcher = _launcher(kernels[kernel])
-        if call.mask.kind not in launcher.TAKES.masks:
-            return [f"takes masks of the kinds {', '.join(launcher.TAKES.masks)}, not {call.mask.kind}"]
+        if call.kind not in launcher.TAKES.masks:
+            return [f"takes masks of the kinds {', '.join(launcher.TAKES.masks)}, not {call.kind}"]
         return launcher.refusals(call) if hasattr(launcher, "refusals") else []
 
     if not call.query.is_cuda and on is None:
@@ -177,6 +178,33 @@ def reasons_against_packing(call: Call, on: Arch | None, needs_max: bool = False
     return reasons
 
 
+def reasons_against_lists(direction: str, call: Call, on: Arch | None = None) -> list[str]:
+    """Return why the kernels that gather chosen blocks do not take a call, or are slower; empty where they run."""
+    if not call.query.is_cuda and on is None:
+        return ["a CPU computes them as bits"]
+    reason = _reason_against(CHOSEN, on or arch.physical(call.query.device))
+    return [reason] if reason else _launcher(CHOSEN).refusals(call, direction)
+
+
+def with_lists_or_bits(call: Call, direction: str) -> Call:
+    """Return a call of chosen blocks as it is, or with bits in their place where kernels of bits run it."""
+    if call.query.numel() == 0 or call.key.numel() == 0 or not reasons_against_lists(direction, call):
+        return call
+    do_not_repeat()  # what is below calls an operator
+    return with_bits(call)
+
+
+def with_bits(call: Call) -> Call:
+    """Return a call of chosen blocks with bits in their place."""
+    assert call.chosen is not None
+    (indices, block), mask, options = call.chosen, call.mask, call.options
+    limits = options.band_lo, options.band_hi
+    packed = torch.ops.dmattn.pack_selection(
+        indices, mask.q_segments, mask.k_segments, block, call.key.shape[1], *limits
+    )
+    return call._replace(mask=Mask(*packed), chosen=None)
+
+
 def first_packed(call: Call, packed: epochs.Packing) -> Call:
     """Return the call on packed keys that kernels get for the heads of the first pass."""
     return _launcher(PACKED).first_pass(call, packed)
@@ -198,6 +226,9 @@ def forward(call: Call, result: Result) -> None:
         for statistic in (result.lse, result.row_max):
             if statistic is not None:
                 statistic.fill_(-math.inf)
+        return
+    if call.chosen is not None:
+        _launcher(CHOSEN).forward(call, result)
         return
     tuning.record(call)
     run_forward(call, result, packing_of("forward", call, architecture_of(call), result.row_max is not None)[0])
@@ -230,6 +261,11 @@ def backward(call: Call, saved: Saved, grads: Gradients) -> None:
         for gradient in (grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink):
             if gradient is not None:
                 gradient.zero_()
+        return
+    if call.chosen is not None:
+        if grads.grad_lse is not None:
+            call, saved, grads = sinks.without_sink(call, saved, grads)
+        _launcher(CHOSEN).backward(call, saved, grads)
         return
     tuning.record(call)
     run_backward(call, saved, grads, packing_of("backward", call, architecture_of(call))[0])

@@ -35,6 +35,7 @@ _DENSE: Axes = {
     **dict.fromkeys(("q_segments", "documents", "ids", "ranks"), (0, None)),
     **dict.fromkeys(("counts", "indices", "listed"), (0, 1)),
     "seqlen_k_used": (0, None),
+    "chosen": (0, 1),
     "qkv": (0, 3),
     "sink": (None, 0),
 }

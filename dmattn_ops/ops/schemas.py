@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dmattn_ops.call import MASK_TENSORS, UNBOUNDED, Mask, Options, Used
+from dmattn_ops.call import MASK_TENSORS, UNBOUNDED, Chosen, Mask, Options, Used
 from dmattn_ops.ops.torch_privates import below_autograd as below_autograd
 
 
@@ -53,6 +53,10 @@ LISTS = "Tensor row_tiles, Tensor col_tiles"
 USED = "Tensor seqlen_k_used"
 USED_NUMBERS = f"{DENSE_NUMBERS}, SymInt used_lo={-UNBOUNDED}, SymInt used_hi={UNBOUNDED}"
 
+# Of the overloads for blocks of keys that queries name: see `call.Chosen`. Of the mask there are segments at most.
+CHOSEN = "Tensor chosen"
+CHOSEN_NUMBERS = f"{DENSE_NUMBERS}, SymInt block=1"
+
 SCHEMAS = {
     "forward": f"({QKV}, {DENSE_TENSORS}, {DENSE_NUMBERS}, {MAX}) -> {OUTPUTS}",
     "backward": f"({GRADS}, {QKV}, {SAVED}, {DENSE_TENSORS}, {DENSE_NUMBERS}, {NEEDS}) -> {QKV_GRADS}",
@@ -66,6 +70,8 @@ SCHEMAS = {
     "qkvpacked_forward.used": f"(Tensor qkv, {USED}, {DENSE_TENSORS}, {USED_NUMBERS}, {MAX}) -> {OUTPUTS}",
     "qkvpacked_backward.used": f"({GRADS}, Tensor qkv, {SAVED}, {USED}, {DENSE_TENSORS}, {USED_NUMBERS}, {NEEDS})"
     " -> (Tensor dqkv, Tensor dbias, Tensor dsink)",
+    "forward.chosen": f"({QKV}, {CHOSEN}, {DENSE_TENSORS}, {CHOSEN_NUMBERS}, {MAX}) -> {OUTPUTS}",
+    "backward.chosen": f"({GRADS}, {QKV}, {SAVED}, {CHOSEN}, {DENSE_TENSORS}, {CHOSEN_NUMBERS}, {NEEDS}) -> {QKV_GRADS}",
     "pack_mask": f"(Tensor mask, Tensor? q_segments, Tensor? k_segments, SymInt seqlen_q, {BAND})"
     f" -> ({LISTS}, Tensor row_bits, Tensor col_bits)",
     "list_tiles": f"(Tensor? q_segments, Tensor k_segments, SymInt seqlen_q, {BAND}) -> ({LISTS})",
@@ -212,6 +218,12 @@ def used_of(read: Any) -> Used | None:
     """Return the numbers of used keys among the arguments of an operator, read by name; None where all keys are used."""
     lengths = getattr(read, "seqlen_k_used", None)
     return None if lengths is None else Used(lengths, _clamped(read.used_lo), _clamped(read.used_hi))
+
+
+def chosen_of(read: Any) -> Chosen | None:
+    """Return the blocks that queries name, among the arguments of an operator, read by name; None where it takes none."""
+    indices = getattr(read, "chosen", None)
+    return None if indices is None else Chosen(indices, read.block)
 
 
 def _clamped(limit: int) -> int:
