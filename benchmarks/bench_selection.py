@@ -89,10 +89,10 @@ def nsa(call: Attention, indices: Tensor, shape: Shape) -> Run:
     backward = functools.partial(
         parallel_nsa_bwd, query, key, value, out, lse, call.grad_out, listed, shape.named, shape.block, scale
     )
-    error = (
+    difference = (
         out.float() - flash_dmattn_func(query, key, value, selection_mask(indices, block=shape.block)).float()
     ).norm()
-    if error > 2e-2 * out.float().norm():
+    if difference > 2e-2 * out.float().norm():
         raise Unavailable("its results differ")
     return Run(forward, backward)
 

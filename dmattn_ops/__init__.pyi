@@ -18,6 +18,7 @@ from dmattn_ops.api.backend import BackendInfo as BackendInfo
 from dmattn_ops.api.backend import backend_info as backend_info
 from dmattn_ops.api.explain import Explanation as Explanation
 from dmattn_ops.api.explain import explain as explain
+from dmattn_ops.api.export import export_kernels as export_kernels
 from dmattn_ops.api.mass import key_mass as key_mass
 from dmattn_ops.api.mass import selection_mass as selection_mass
 from dmattn_ops.bands import CausalFrom, Window

@@ -200,10 +200,10 @@ def _dense_call(
     arguments.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
     band, part = arguments.used_keys(seqlen_k_used, query, seqlen_k, band)
     if isinstance(mask, TileMask) and mask.chosen is not None and mask.block_keys is not None and part is None:
+        named = Chosen(mask.chosen, mask.block_keys.shape[0])
         mask = mask.also(band)
         options = _options(query, mask.band.limits(seqlen_q, seqlen_k), scalars, same_bits)
         beside = NO_MASK._replace(q_segments=mask.q_segments, k_segments=mask.k_segments)
-        named = Chosen(mask.chosen, mask.block_keys.shape[0])
         return Call(query, key, value, bias, beside, sink, None, None, options, chosen=named)
     parts, *limits = prepare.resolve(mask, band, seqlen_q, seqlen_k)
     options = _options(query, limits, scalars, same_bits)

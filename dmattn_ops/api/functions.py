@@ -117,8 +117,8 @@ def flash_dmattn_func(
     same_bits = arguments.switches(deterministic, return_lse, return_max, batch_invariant)
     if isinstance(mask, TileMask) and mask.chosen is not None:
         if seqlen_k_used is None:
-            call = chosen.call_of(query, key, value, mask, bias, sink, band, (*scalars, same_bits))
-            return _call("forward.chosen", *call, return_lse, return_max, batch_invariant)
+            given_of_chosen = chosen.call_of(query, key, value, mask, bias, sink, band, (*scalars, same_bits))
+            return _call("forward.chosen", *given_of_chosen, return_lse, return_max, batch_invariant)
         mask = as_bits(mask)
     call = None
     plain = bias is None and sink is None and seqlen_k_used is None and dropout_p == 0.0
