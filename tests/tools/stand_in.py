@@ -88,7 +88,7 @@ def compiled_launches(sm: int) -> Iterator[list[Launch]]:
     Tensors may lie on the CPU: nothing reads them. `arch.physical` answers that architecture, whatever the device, and so does
     `arch.current` without DMATTN_ARCH.
     """
-    hopper_forward = import_module("dmattn_ops.kernels.hopper.forward.launch")
+    hopper_forward: Any = import_module("dmattn_ops.kernels.hopper.forward.launch")
     launches: list[Launch] = []
     run, physical, current, raw_stream = JITFunction.run, arch.physical, arch.current, hopper_forward.raw_stream
     known = replace(arch.nearest(sm), sm=sm)
