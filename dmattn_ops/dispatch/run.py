@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 
@@ -179,7 +179,13 @@ def reasons_against_packing(call: Call, on: Arch | None, needs_max: bool = False
 
 def first_packed(call: Call, packed: epochs.Packing) -> Call:
     """Return the call on packed keys that kernels get for the heads of the first pass."""
-    return _launcher(PACKED).first_pass(call, packed)
+    return _launcher(PACKED).first_pass(call, packed, partial(reads_slots, "forward"))
+
+
+def reads_slots(direction: str, call: Call) -> bool:
+    """Return whether the kernels that a call on packed keys gets read keys and values by the numbers in its slots."""
+    made = launcher(direction, offered(direction, call).row.kernel)
+    return made.TAKES.slots and made.takes_slots(call)
 
 
 def with_start(call: Call) -> Call:
@@ -212,7 +218,8 @@ def run_forward(call: Call, result: Result, packed: epochs.Packing | None) -> No
         else:
             _run_forward(call, result)
         return
-    _launcher(PACKED).forward(call._replace(sink=None), result, packed, _run_forward)
+    reads = partial(reads_slots, "forward")
+    _launcher(PACKED).forward(call._replace(sink=None), result, packed, _run_forward, reads)
     sinks.take_share(call.sink, result)
 
 
@@ -240,7 +247,7 @@ def run_backward(call: Call, saved: Saved, grads: Gradients, packed: epochs.Pack
     run = _telling_once(call.sizes) if environment.profiles_backward() else _run_backward
     if packed is not None:
         call, saved, grads = sinks.without_sink(call, saved, grads)
-        _launcher(PACKED).backward(call, saved, grads, packed, run)
+        _launcher(PACKED).backward(call, saved, grads, packed, run, partial(reads_slots, "backward"))
     elif _one_by_one(call):
         entries.backward(with_start(call), saved, grads, run)
     else:
