@@ -174,6 +174,7 @@ def _traits(case: str, row: Any, mask: str, bias: str, block_m: int) -> Any:
         DROPOUT="dropout" in words,
         ROW_MAX="maximum" in words,
         EDGES="edges" in words,
+        GATHERS="gathers" in words,
     )
 
 
