@@ -111,7 +111,8 @@ def write_lists(
     batch, heads, row_records, row_width = row_tiles.shape
     col_records, col_width = col_tiles.shape[2:]
     longest = max(row_records, col_records)
-    ranked = 0 if made_from != "classes" or longest > _RANKED_TILES else 64 if longest <= 64 else _RANKED_TILES
+    most_ranked = {"classes": _RANKED_TILES, "hulls": 64, "ranges": 0}[made_from]
+    ranked = 0 if longest > most_ranked else 64 if longest <= 64 else _RANKED_TILES
     blocks = triton.cdiv(row_records, _LISTS) + triton.cdiv(col_records, _LISTS)
     if not batch * heads * blocks:
         return

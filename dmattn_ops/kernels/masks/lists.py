@@ -208,7 +208,12 @@ def list_tiles_kernel(
 
     if RANKED:  # counting the work of the whole side again is faster than waiting for a launch that knows it
         every, other = tl.arange(0, RANKED), tl.arange(0, RANKED)
-        kinds = _classes_by_map(own_source, every, other, own_count, other_count, is_row, col_count)
+        if SOURCE == "hulls":
+            kinds = _classes_by_hull(
+                own_source, every, other, own_count, other_count, is_row, seqlen_q, seqlen_k, band_lo, band_hi
+            )
+        else:
+            kinds = _classes_by_map(own_source, every, other, own_count, other_count, is_row, col_count)
         work = tl.sum((kinds != 0).to(tl.int32), axis=1)
         place = work_before(partial + full, own, work, every, records)
         tl.store(lists + place.to(tl.int64) * width, own, mine)
