@@ -182,9 +182,9 @@ def first_packed(call: Call, packed: epochs.Packing) -> Call:
     return _launcher(PACKED).first_pass(call, packed, partial(reads_slots, "forward"))
 
 
-def reads_slots(direction: str, call: Call) -> bool:
+def reads_slots(direction: str, call: Call, on: Arch | None = None) -> bool:
     """Return whether the kernels that a call on packed keys gets read keys and values by the numbers in its slots."""
-    made = launcher(direction, offered(direction, call).row.kernel)
+    made = launcher(direction, offered(direction, call, on).row.kernel)
     return made.TAKES.slots and made.takes_slots(call)
 
 
