@@ -92,9 +92,6 @@ class Takes(NamedTuple):
     sinks: bool = False  # False: they compute without sinks, and `dispatch.sinks` scales their outputs and gradients
     oldest: int = 0  # the oldest and the newest architecture that they run on, 90 for SM 9.0
     newest: int = 1000
-    slots: bool = (
-        False  # they read packed keys by the numbers of `Call.slots`, where `takes_slots` of the launcher agrees
-    )
 
 
 class Varlen(NamedTuple):
@@ -185,9 +182,6 @@ class Call(NamedTuple):
     varlen: Varlen | None
     options: Options
     used: Used | None = None  # in calls that kernels get, `dispatch/used.py` has made it part of the mask
-    # Of packed keys that are not copied (`kernels/epochs`): the key in each slot, `[Bm, Hm, slots]` int32, -1 in unused ones. The
-    # mask and a bias are those of slots, and kernels that take them (`Takes.slots`) read key and value by these numbers.
-    slots: Tensor | None = None
 
     @property
     def demand(self) -> Demand:
@@ -203,8 +197,6 @@ class Call(NamedTuple):
         """The sizes of a call; variable lengths count as their upper bounds, at most all rows."""
         *batch, seqlen_q, heads, dim = self.query.shape
         size, seqlen_k = batch[0] if batch else 1, self.key.shape[-3]
-        if self.slots is not None:
-            seqlen_k = self.slots.shape[-1]
         if self.varlen is not None:
             size = self.varlen.cu_seqlens_q.shape[0] - 1
             seqlen_q, seqlen_k = min(self.varlen.max_seqlen_q, seqlen_q), min(self.varlen.max_seqlen_k, seqlen_k)

@@ -41,24 +41,19 @@ from dmattn_ops.masks.tile_mask import TileMask
 
 @dataclass(frozen=True)
 class KeyPacking:
-    """Whether the keys that a mask of intervals keeps are packed: side by side for each epoch of queries."""
+    """Whether the keys that a mask of intervals keeps are packed: copied side by side for each epoch of queries."""
 
     packing: Packing | None  # what the launcher obeys
     reasons: tuple[str, ...]  # why keys are not packed
-    numbered: bool = False  # kernels read them by their numbers, instead of from copies
 
     def __str__(self) -> str:
         if self.packing is None:
             return f"keys are not packed beforehand: {'; '.join(self.reasons)}"
         cut, heads, at_a_time = self.packing.epochs, self.packing.heads, self.packing.heads_per_pass
         order = "all at a time" if at_a_time >= heads else f"{at_a_time} at a time"
-        seen = "what the queries of an epoch see"
-        how = (
-            f"kernels read {seen} by its numbers" if self.numbered else f"{seen} is copied side by side into its slots"
-        )
         text = (
             f"keys are packed in {cut.number} epochs of {cut.length} queries, {cut.slots_per_epoch} slots each,"
-            f" for {heads} heads, {order}: {how}"
+            f" for {heads} heads, {order}: what the queries of an epoch see is copied side by side into its slots"
         )
         return f"{text}; {self.packing.evidence}" if self.packing.evidence else text
 
@@ -270,7 +265,6 @@ def _launch(direction: str, call: Call, on: Arch | None, needs_max: bool) -> Lau
     else:
         choice = run.backward_choice(call, saved, grads, on)
     row = choice.row
-    numbered = packed is not None and packed.group == 1 and run.reads_slots(direction, call, on)
     found, swept = _resources(direction, choice, call)
     passed_over: dict[str, tuple[str, ...]] = {}
     for other, reason in choice.passed_over:
@@ -285,7 +279,7 @@ def _launch(direction: str, call: Call, on: Arch | None, needs_max: bool) -> Lau
         swept,
         row.evidence,
         passed_over,
-        KeyPacking(packed, tuple(reasons), numbered) if is_kept_by_key else None,
+        KeyPacking(packed, tuple(reasons)) if is_kept_by_key else None,
         (*run.notes(direction, row.kernel, call), *_notes(call, choice)),
     )
 

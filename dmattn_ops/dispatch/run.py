@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
@@ -179,13 +179,7 @@ def reasons_against_packing(call: Call, on: Arch | None, needs_max: bool = False
 
 def first_packed(call: Call, packed: epochs.Packing) -> Call:
     """Return the call on packed keys that kernels get for the heads of the first pass."""
-    return _launcher(PACKED).first_pass(call, packed, partial(reads_slots, "forward"))
-
-
-def reads_slots(direction: str, call: Call, on: Arch | None = None) -> bool:
-    """Return whether the kernels that a call on packed keys gets read keys and values by the numbers in its slots."""
-    made = launcher(direction, offered(direction, call, on).row.kernel)
-    return made.TAKES.slots and made.takes_slots(call)
+    return _launcher(PACKED).first_pass(call, packed)
 
 
 def with_start(call: Call) -> Call:
@@ -218,8 +212,7 @@ def run_forward(call: Call, result: Result, packed: epochs.Packing | None) -> No
         else:
             _run_forward(call, result)
         return
-    reads = partial(reads_slots, "forward")
-    _launcher(PACKED).forward(call._replace(sink=None), result, packed, _run_forward, reads)
+    _launcher(PACKED).forward(call._replace(sink=None), result, packed, _run_forward)
     sinks.take_share(call.sink, result)
 
 
@@ -247,7 +240,7 @@ def run_backward(call: Call, saved: Saved, grads: Gradients, packed: epochs.Pack
     run = _telling_once(call.sizes) if environment.profiles_backward() else _run_backward
     if packed is not None:
         call, saved, grads = sinks.without_sink(call, saved, grads)
-        _launcher(PACKED).backward(call, saved, grads, packed, run, partial(reads_slots, "backward"))
+        _launcher(PACKED).backward(call, saved, grads, packed, run)
     elif _one_by_one(call):
         entries.backward(with_start(call), saved, grads, run)
     else:

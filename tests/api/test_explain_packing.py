@@ -29,19 +29,12 @@ def launches(seqlen, mask, **keywords):
     return found.forward, found.backward
 
 
-@pytest.mark.parametrize(
-    ("arch", "meaning"),
-    [
-        ("9.0", "kernels read what the queries of an epoch see by its numbers"),
-        ("8.0", "what the queries of an epoch see is copied side by side into its slots"),
-    ],
-)
-def test_both_directions_say_how_keys_are_packed(arch, meaning):
-    found = explain(*tensors(8192), dynamic(8192, 512), arch=arch)
-    for launch in (found.forward, found.backward):
+def test_both_directions_say_how_keys_are_packed():
+    for launch in launches(8192, dynamic(8192, 512)):
         made = launch.packing.packing
         assert made.epochs == epochs.epochs(8192, 8192, 512, 0, 512)
         expected = "keys are packed in 16 epochs of 512 queries, 1024 slots each, for 2 heads, all at a time"
+        meaning = "what the queries of an epoch see is copied side by side into its slots"
         assert str(launch.packing) == f"{expected}: {meaning}"
         assert f"\n    {expected}: {meaning}\n" in str(launch)
 

@@ -90,29 +90,6 @@ def test_packed_calls_stay_within_the_budget_and_repeat(packed_calls, dim: int, 
     assert len(packed_calls) == 4, "a forward and a backward, computed in full twice, then repeated"
 
 
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_keys_read_by_their_numbers_give_the_bits_of_copies(packed_calls, monkeypatch, dim: int, key_heads: int):
-    inputs, reads = draw(dim, key_heads=key_heads), run.reads_slots
-    inputs[1].view(-1)[::7] = 3.0
-    mask, grad_out, answers = mask_of(inputs[3], keep_last=20), torch.randn_like(inputs[0]), []
-
-    def numbered(direction: str, call) -> bool:
-        answers.append(reads(direction, call))
-        return answers[-1]
-
-    monkeypatch.setattr(run, "reads_slots", numbered)
-    found = step(inputs, mask, grad_out)
-    assert answers == ([True, True] if torch.cuda.get_device_capability()[0] == 9 else [False, False])
-    monkeypatch.setattr(run, "reads_slots", lambda direction, call: False)
-    plans.forget()
-    for name, one, other in zip(PARTS, found, step(inputs, mask, grad_out), strict=True):
-        if name == "dq":  # whose additions have no order
-            torch.testing.assert_close(one, other)
-        else:
-            assert torch.equal(one, other), name
-
-
 def test_packed_calls_in_float32_stay_within_the_budget(packed_calls):
     inputs = draw(64, dtype=torch.float32)
     mask, grad_out = mask_of(inputs[3]), torch.randn_like(inputs[0])

@@ -28,20 +28,19 @@ KINDS = (
     *(f"{mask} tiles-bias" for mask in ("full", "causal", "softcap", "segments")),
     *(f"{mask} maximum" for mask in ("causal", "softcap", "bits", "full key-bias")), "causal sink",
     *(f"{mask} dropout" for mask in ("full", "causal", "softcap", "bits", "segments", "causal intervals", "causal key-bias")),
-    "intervals gathers", "intervals key-bias gathers",
 )  # fmt: skip
 # Bytes moved to or from the stack (triton 3.6): counters and limits of rows, kept around the loops beside 200 registers of
 # accumulators and P; those of D 256 with a test or a cap also in its loop. Everything that is not named spills nothing.
 ALLOWED = {
-    "d64 causal key-bias": 12, "d64 intervals key-bias": 24, "d64 bits dropout": 52, "d64 segments dropout": 48,
-    "d64 causal intervals dropout": 52, "d128 full": 8, "d128 window": 24, "d128 softcap": 8, "d128 bits": 8,
-    "d128 segments": 84, "d128 window segments": 84, "d128 intervals": 64, "d128 causal intervals": 104,
-    "d128 window intervals": 124, "d128 hidden intervals": 80, "d128 causal hidden intervals": 88,
+    "d64 causal key-bias": 12, "d64 intervals key-bias": 24, "d64 window intervals": 24, "d64 bits dropout": 52, "d64 segments dropout": 48,
+    "d64 causal intervals dropout": 60, "d128 full": 8, "d128 window": 24, "d128 softcap": 8, "d128 bits": 8,
+    "d128 segments": 84, "d128 window segments": 84, "d128 intervals": 56, "d128 causal intervals": 64,
+    "d128 window intervals": 32, "d128 hidden intervals": 20, "d128 causal hidden intervals": 28,
     "d128 full key-bias": 8, "d128 causal key-bias": 32,
-    "d128 softcap key-bias": 16, "d128 bits key-bias": 8, "d128 segments key-bias": 128, "d128 intervals key-bias": 468,
-    "d128 full full-bias": 112, "d128 bits full-bias": 332, "d128 intervals full-bias": 612, "d128 full dropout": 28,
+    "d128 softcap key-bias": 16, "d128 bits key-bias": 8, "d128 segments key-bias": 128, "d128 intervals key-bias": 32,
+    "d128 full full-bias": 112, "d128 bits full-bias": 332, "d128 intervals full-bias": 548, "d128 full dropout": 28,
     "d128 causal dropout": 24, "d128 softcap dropout": 36, "d128 bits dropout": 172, "d128 segments dropout": 240,
-    "d128 causal intervals dropout": 456, "d128 causal key-bias dropout": 48, "d256 full": 36, "d256 causal": 12,
+    "d128 causal intervals dropout": 120, "d128 causal key-bias dropout": 48, "d256 full": 36, "d256 causal": 12,
     "d256 window": 240, "d256 softcap": 32, "d256 bits": 20, "d256 segments": 128, "d256 window segments": 144,
     "d256 intervals": 20, "d256 causal intervals": 80, "d256 window intervals": 88, "d256 hidden intervals": 152,
     "d256 causal hidden intervals": 156, "d256 ragged": 20, "d256 ragged softcap": 8, "d256 ragged key-bias": 20,
@@ -75,13 +74,10 @@ PARTS = ("d80 full", "d80 causal", "d96 full", "d96 bits", "d192 causal", "d192/
 QUICK = (
     "d80 full", "d192/128 causal", "d64 causal", "d128 full", "d128 bits", "d256 causal", "d64 causal key-bias",
     "d128 bits key-bias", "d128 causal maximum", "d64 causal sink", "d64 ragged window edges", "d128 ragged", "d128 causal dropout",
-    "d128 intervals", "d64 full tiles-bias", "d128 causal tiles-bias", "d64 intervals key-bias gathers",
-    "d128 intervals key-bias gathers",
+    "d128 intervals", "d64 full tiles-bias", "d128 causal tiles-bias",
 )  # fmt: skip
-WITHOUT = {64: ("full-bias",), 128: (), 256: ("tiles-bias", "gathers")}  # kinds that no call makes of a head dimension
-EVERY = tuple(
-    f"d{dim} {kind}" for dim, without in WITHOUT.items() for kind in KINDS if not any(word in kind for word in without)
-)
+WITHOUT = {64: "full-bias", 128: "none", 256: "tiles-bias"}  # kinds that no call makes of a head dimension
+EVERY = tuple(f"d{dim} {kind}" for dim, without in WITHOUT.items() for kind in KINDS if without not in kind)
 EVERY += PARTS
 CASES = EVERY if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
 
@@ -128,10 +124,7 @@ def test_products_run_on_the_tensor_cores_and_tiles_move_by_tma(case: str, repor
     columns, columns_v = tiles_of(*_dims(case))
     # the first scores, the two loops with both products, the last product; those with values for each part of them
     assert found["HGMMA"] == consumers * 3 * (sum(columns) // 16 + keys // 16 * (2 if columns_v[1] else 1))
-    gathers = kind.endswith("gathers")
-    assert found["UTMALDG"] >= (consumers if gathers else consumers + 3)
-    # keys at two places and values at one, 16 bytes for each of 128 threads: nothing is left of TMA or of narrower copies
-    assert found["LDGSTS"] == (3 * keys * sum(columns) // 8 // 128 if gathers else 0)
+    assert found["UTMALDG"] >= consumers + 3
     assert found["UTMASTG"] >= consumers
     assert found["HMMA"] == 0
 
@@ -150,7 +143,7 @@ def _row(config, dim: int, dim_v: int):
 
 OPTIONAL = {
     "q2_desc", "k2_desc", "v2_desc", "o2_desc", "bits_desc", "bias_desc", "lists", "q_segments", "k_segments", "start", "end",
-    "hidden_from", "hidden_to", "bias", "seed", "row_max", "sink", "slots", "key", "value",
+    "hidden_from", "hidden_to", "bias", "seed", "row_max", "sink",
 }  # fmt: skip
 
 
@@ -181,7 +174,6 @@ def _traits(case: str, row: Any, mask: str, bias: str, block_m: int) -> Any:
         DROPOUT="dropout" in words,
         ROW_MAX="maximum" in words,
         EDGES="edges" in words,
-        GATHERS="gathers" in words,
     )
 
 
@@ -209,8 +201,6 @@ def _compile(case: str) -> dict:
 
     signature = dict.fromkeys(SCALARS, "i32") | dict.fromkeys(("lse_b", "lse_h", "lists_b", "lists_h"), "i64")
     signature |= dict.fromkeys(("bias_b", "bias_h", "bias_q"), "i64")
-    strides = [f"{name}_{dim}" for name in ("key", "value") for dim in "bsh"]
-    signature |= dict.fromkeys(strides, "i64")
     signature |= dict.fromkeys(("scale", "cap_inner", "rescale"), "fp32") | {
         "lse": "*fp32",
         "lse_tail": "*fp32",
@@ -229,18 +219,17 @@ def _compile(case: str) -> dict:
     optional |= {"q_segments": "*i32", "k_segments": "*i32"} if mask == "segments" else {}
     optional |= {"start": "*i32", "end": "*i32"} if mask == "intervals" else {}
     optional |= {"hidden_from": "*i32", "hidden_to": "*i32"} if "hidden" in words else {}
-    optional |= {"slots": "*i32", "key": "*bf16", "value": "*bf16"} if "gathers" in words else {}
     optional |= {} if bias == "none" else {"bias": "*bf16"}
     optional |= {"seed": "*i64"} if dropout else {}
     optional |= {"row_max": "*fp32"} if "maximum" in words else {}
     optional |= {"sink": "*fp32"} if "sink" in words else {}
     constants |= dict.fromkeys(OPTIONAL - set(optional))
     aligned = tuple(name for name, kind in {**signature, **optional}.items() if kind.startswith("*"))
-    aligned += ("bias_b", "bias_h", "bias_q", *strides)
+    aligned += ("bias_b", "bias_h", "bias_q")
     found = compile_only(forward_kernel, signature | optional, constants, aligned, 90, num_warps=4)
     return {
         "faults": found.faults, "spilled": found.spill_bytes, "shared": found.shared_memory,
-        "opcodes": dict(found.opcodes) | {name: found.opcodes[name] for name in ("HMMA", "LDGSTS")},
+        "opcodes": dict(found.opcodes) | {"HMMA": found.opcodes["HMMA"]},
     }  # fmt: skip
 
 

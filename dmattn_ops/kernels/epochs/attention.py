@@ -1,9 +1,7 @@
-"""Attention under a mask that keeps few keys: the keys of each epoch side by side, copied or read by their numbers.
+"""Attention under a mask that keeps few keys: copy the keys of each epoch side by side, and run on the copies.
 
-Kernels that read keys and values by the numbers in `Call.slots` get those; for others rows are copied into their slots. Both
-ways have the same tiles, so that results are the same. The launchers of packed calls are given as functions, so that dispatch
-chooses them as for any call. Keys are packed anew in the backward: nothing packed is kept between the two. Heads go in passes,
-each in a workspace of bounded size.
+The launchers of packed calls are given as functions, so that dispatch chooses them as for any call. Keys are packed anew in
+the backward: nothing packed is kept between the two. Heads go in passes, each in a workspace of bounded size.
 """
 
 from __future__ import annotations
@@ -16,12 +14,10 @@ from torch import Tensor
 from dmattn_ops.call import UNBOUNDED, Call, Gradients, Mask, Result, Saved
 from dmattn_ops.choice.epochs import Epochs, Packing
 from dmattn_ops.kernels.epochs.launch import Slots, gather_bias, gather_rows, plan_slots, spoil_rows, sum_bias, sum_rows
-from dmattn_ops.kernels.masks.ranks import rank_tiles
 from dmattn_ops.launching.recording import do_not_repeat, workspace
 
 Forward = Callable[[Call, Result], None]
 Backward = Callable[[Call, Saved, Gradients], None]
-Reads = Callable[[Call], bool]  # whether the kernels that a call gets read keys by the numbers in its slots
 
 
 class Pass(NamedTuple):
@@ -32,36 +28,31 @@ class Pass(NamedTuple):
     queries: slice  # the query heads that read them
 
 
-def forward(call: Call, result: Result, packing: Packing, run: Forward, reads: Reads) -> None:
+def forward(call: Call, result: Result, packing: Packing, run: Forward) -> None:
     """Write out, lse and lse_tail by `run` on packed keys; NaN where more keys are visible than `at_most` promises."""
     for part in _passes(call, packing):
-        _forward_pass(call, result, packing, part, run, reads)
+        _forward_pass(call, result, packing, part, run)
 
 
-def _forward_pass(call: Call, result: Result, packing: Packing, part: Pass, run: Forward, reads: Reads) -> None:
+def _forward_pass(call: Call, result: Result, packing: Packing, part: Pass, run: Forward) -> None:
     """Write what `forward` does for the heads of one pass, whose workspaces are free again at its end."""
     slots = _slots(call, packing.epochs, part, packing, inverse=False)
     out, lse, lse_tail = _heads(result.out, 2, part), _heads(result.lse, 1, part), _heads(result.lse_tail, 1, part)
-    run(_packed_call(call, packing, part, slots, reads), Result(out, lse, lse_tail, None))
+    run(_packed_call(call, packing, part, slots), Result(out, lse, lse_tail, None))
     spoil_rows(out, lse, slots)
 
 
-def backward(call: Call, saved: Saved, grads: Gradients, packing: Packing, run: Backward, reads: Reads) -> None:
+def backward(call: Call, saved: Saved, grads: Gradients, packing: Packing, run: Backward) -> None:
     """Write dq, dk, dv and, where it is given, dbias by `run` on packed keys, whose gradients are summed by key."""
     for part in _passes(call, packing):
-        _backward_pass(call, saved, grads, packing, part, run, reads)
+        _backward_pass(call, saved, grads, packing, part, run)
 
 
-def _backward_pass(
-    call: Call, saved: Saved, grads: Gradients, packing: Packing, part: Pass, run: Backward, reads: Reads
-) -> None:
+def _backward_pass(call: Call, saved: Saved, grads: Gradients, packing: Packing, part: Pass, run: Backward) -> None:
     """Write what `backward` does for the heads of one pass, whose workspaces are free again at its end."""
     slots = _slots(call, packing.epochs, part, packing, inverse=True)
-    packed = _packed_call(call, packing, part, slots, reads)
-    dk, dv = (
-        workspace(of_key, of_key.shape[0], packing.epochs.slots, *of_key.shape[2:], dtype=of_key.dtype)
-        for of_key in (packed.key, packed.value)
-    )
+    packed = _packed_call(call, packing, part, slots)
+    dk, dv = (workspace(of_key, *of_key.shape, dtype=of_key.dtype) for of_key in (packed.key, packed.value))
     dbias = None
     if grads.dbias is not None:
         assert packed.bias is not None
@@ -76,10 +67,10 @@ def _backward_pass(
         sum_bias(dbias, slots, grads.dbias, call.query.shape[2], of.start, of.stop - of.start, add=shared)
 
 
-def first_pass(call: Call, packing: Packing, reads: Reads) -> Call:
+def first_pass(call: Call, packing: Packing) -> Call:
     """Return the call on packed keys that kernels get for the heads of the first pass: what tuning measures them with."""
     part = next(_passes(call, packing))
-    return _packed_call(call, packing, part, _slots(call, packing.epochs, part, packing, inverse=False), reads)
+    return _packed_call(call, packing, part, _slots(call, packing.epochs, part, packing, inverse=False))
 
 
 def _passes(call: Call, packing: Packing) -> Iterator[Pass]:
@@ -112,28 +103,14 @@ def _heads(tensor: Tensor, dim: int, part: Pass) -> Tensor:
     return tensor if count == tensor.shape[dim] else tensor.narrow(dim, first, count)
 
 
-def _packed_call(call: Call, packing: Packing, part: Pass, slots: Slots, reads: Reads) -> Call:
-    """Return the call of one pass on packed keys: on the keys themselves and their numbers where `reads` agrees, else on copies."""
+def _packed_call(call: Call, packing: Packing, part: Pass, slots: Slots) -> Call:
+    """Return the call on the copies of one pass."""
+    key, value = gather_rows((call.key, call.value), slots, part.count, part.first, packing.group)
+    bias = call.bias
+    if bias is not None:
+        of = part.queries
+        bias = gather_bias(bias, slots, call.query.shape[2], of.start, of.stop - of.start)
     mask = Mask(row_tiles=slots.row_tiles, col_tiles=slots.col_tiles, start=slots.start, end=slots.end)
     options = call.options._replace(band_lo=-UNBOUNDED, band_hi=UNBOUNDED)
-    query, bias, of = _heads(call.query, 2, part), call.bias, part.queries
-    packed = call._replace(query=query, mask=mask, options=options, used=None)
-    if packing.group == 1:
-        key, value = (_key_heads(of_key, part) for of_key in (call.key, call.value))
-        numbered = packed._replace(key=key, value=value, slots=slots.keys)
-        if reads(numbered):
-            if bias is None:
-                rank_tiles(slots.row_tiles, slots.col_tiles)
-                return numbered
-            return numbered._replace(
-                bias=gather_bias(bias, slots, call.query.shape[2], of.start, of.stop - of.start, rank=True)
-            )
-    key, value = gather_rows((call.key, call.value), slots, part.count, part.first, packing.group)
-    if bias is not None:
-        bias = gather_bias(bias, slots, call.query.shape[2], of.start, of.stop - of.start)
-    return packed._replace(key=key, value=value, bias=bias)
-
-
-def _key_heads(tensor: Tensor, part: Pass) -> Tensor:
-    """Return the key heads of a pass whose packed heads they are; all of them are the tensor itself, as in `_heads`."""
-    return tensor if part.count == tensor.shape[2] else tensor.narrow(2, part.first, part.count)
+    query = _heads(call.query, 2, part)
+    return call._replace(query=query, key=key, value=value, bias=bias, mask=mask, options=options, used=None)

@@ -117,18 +117,17 @@ def gather_rows(
     return packed
 
 
-def gather_bias(bias: Tensor, slots: Slots, heads: int, first_head: int, count: int, *, rank: bool = False) -> Tensor:
+def gather_bias(bias: Tensor, slots: Slots, heads: int, first_head: int, count: int) -> Tensor:
     """Return the bias `[B', H', 1, slots]` of slots, of a bias `[B|1, H|Hkv|1, 1, Sk]`.
 
-    It is for `count` query heads of `heads`, from `first_head` on. B' and H' are 1 where neither bias nor mask has more. `rank`:
-    the order of `slots`' lists is written too, which `gather_rows` does otherwise.
+    It is for `count` query heads of `heads`, from `first_head` on. B' and H' are 1 where neither bias nor mask has more.
     """
     bias_heads = _bias_heads(bias.shape[1], slots.keys.shape[1], heads, first_head, count)
     batch = max(bias.shape[0], slots.keys.shape[0])
     packed = workspace(bias, batch, bias_heads.packed, 1, slots.keys.shape[2], dtype=bias.dtype)
     _gather(
         (_as_rows(bias),), slots, (_as_rows(packed),), bias_heads.first_source, bias_heads.group, bias_heads.slot_group,
-        rank=rank,
+        rank=False,
     )  # fmt: skip
     return packed
 

@@ -6,7 +6,7 @@ Packed sequences have no batch: a record for each tile says which sequence it be
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,25 +42,7 @@ class Sizes(NamedTuple):
 def sizes_of(call: Call) -> Sizes:
     """Read the sizes of `[B, S, heads, D]`, or of packed `[total, heads, D]`."""
     *batch, seqlen_q, heads, _ = call.query.shape
-    seqlen_k = call.key.shape[-3] if call.slots is None else call.slots.shape[-1]
-    return Sizes(batch[0] if batch else 1, seqlen_q, seqlen_k, heads, call.key.shape[-2])
-
-
-def takes_slots(call: Call) -> bool:
-    """Return whether kernels read keys and values by the numbers in `call.slots`: rows that are one tile of 64 or 128 columns."""
-    dims = {call.query.shape[-1], call.value.shape[-1]}
-    return dims in ({64}, {128})
-
-
-def gathered_arguments(call: Call) -> dict[str, Any]:
-    """Return what kernels read keys and values by where they are not copied into their slots; None and 0 elsewhere."""
-    names = ("key", "value")
-    if call.slots is None:
-        return dict.fromkeys(("slots", *names)) | {f"{name}_{dim}": 0 for name in names for dim in "bsh"}
-    found: dict[str, Any] = {"slots": call.slots, "key": call.key, "value": call.value}
-    for name in names:
-        found |= {f"{name}_{dim}": stride for dim, stride in zip("bsh", found[name].stride(), strict=False)}
-    return found
+    return Sizes(batch[0] if batch else 1, seqlen_q, call.key.shape[-3], heads, call.key.shape[-2])
 
 
 def row_strides(tensor: Tensor) -> tuple[int, ...]:

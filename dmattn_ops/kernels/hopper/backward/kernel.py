@@ -37,8 +37,6 @@ from dmattn_ops.kernels.hopper.backward.work import RECEIVERS, receive, record_o
 from dmattn_ops.kernels.hopper.columns import allocate_rows, buffer_at, no_sums, pair, slice_rows
 from dmattn_ops.kernels.hopper.constants import accumulator
 from dmattn_ops.kernels.hopper.dropout import Dropout, dropout_of_batch, dropout_of_head
-from dmattn_ops.kernels.hopper.gather import Gathered, see_gathered
-from dmattn_ops.kernels.hopper.gather import Rows as GatheredRows
 from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, follow_kernel_before, mbarrier, reinterpret
 from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, NONE, RAGGED, SEGMENTS
 from dmattn_ops.kernels.hopper.scores import (
@@ -265,7 +263,6 @@ def consume_block(i, turn, place, smem, signals, problem, scales, exact, C: gl.c
     dv = no_sums(T.DV, T.DV2)
     mbarrier.wait(signals.k_full.index(k_buffer), (turn // K_BUFFERS) & 1)
     mbarrier.wait(signals.v_full.index(turn & 1), (turn >> 1) & 1)
-    see_gathered(T.GATHERS)
     if T.EDGES:
         first = block.tile * T.BN + C * 64
         seen = seen_columns(block.seqlen_q, block.seqlen_k, block.band_lo, block.band_hi)
@@ -335,7 +332,6 @@ def backward_kernel(
     list_b, list_kv, list_step, list_width, bits_b, bits_kv, bits_step, bits_row,
     q_segments_b, k_segments_b, k_segments_kv, k_segments_step, bias_b, bias_h, bias_q, bias_group,
     seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
-    slots, key, value, key_b, key_s, key_h, value_b, value_s, value_h,
     scale, scale_log2, cap, kv_heads, group, seqlen_q, seqlen_k, rows, band_lo, band_hi,
     heads_per_group, first_ranks, ranks_in_row, tiles_at_once, n_heads, n_flags, shares, total, key_tiles, query_tiles,
     T: gl.constexpr,
@@ -355,8 +351,7 @@ def backward_kernel(
     each query tile, so that blocks that started together read the same ones at the same time. With a bias per key the sums
     of dS over a head's queries go to `key_sums` `[B, H, Sk]`. `shares` (not with lists, ORDERED, or a bias per key), if not None,
     are how many blocks a key tile has: they divide its query tiles, and dk and dv `[B * shares, Sk, Hkv, D]` are to be added up
-    (`shares.py`). With GATHERS keys and values are rows of `key` and `value`, those that `slots` names, which lie as `start` does.
-    `scale_log2` and `cap` are described in `Scales`.
+    (`shares.py`). `scale_log2` and `cap` are described in `Scales`.
     """
     dtype: gl.constexpr = q_desc.dtype
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
@@ -384,9 +379,9 @@ def backward_kernel(
     for b in gl.static_range(2):
         mbarrier.init(announced.index(b), count=1)
         mbarrier.init(received.index(b), count=RECEIVERS)
-        mbarrier.init(k_full.index(b), count=32 if T.GATHERS else 1)
+        mbarrier.init(k_full.index(b), count=1)
         mbarrier.init(k_empty.index(b), count=2)
-        mbarrier.init(v_full.index(b), count=32 if T.GATHERS else 1)
+        mbarrier.init(v_full.index(b), count=1)
         mbarrier.init(q_full.index(b), count=1)
         mbarrier.init(dq_empty.index(b), count=1)
     for b in gl.static_range(4):
@@ -442,9 +437,6 @@ def backward_kernel(
         stat3,
         q_full,
         read,
-        Gathered(slots, GatheredRows(key, key_b, key_s, key_h), GatheredRows(value, value_b, value_s, value_h)),
-        k_s,
-        v_s,
     )
     out = Output(accumulator, dq_s, pair(dq_desc, dq2_desc, T.D2), dq_scale, kv_heads * group, rows, query_tiles)
     dk_descs, dv_descs = pair(dk_desc, dk2_desc, T.D2), pair(dv_desc, dv2_desc, T.DV2)

@@ -31,7 +31,6 @@ from dmattn_ops.kernels.hopper.arguments import (
     dropout_arguments,
     dropout_refusals,
     even_groups,
-    gathered_arguments,
     heads_that_balance,
     hides_rows,
     key_numbers_as_bias,
@@ -44,7 +43,6 @@ from dmattn_ops.kernels.hopper.arguments import (
     too_long,
     unused_refusals,
 )
-from dmattn_ops.kernels.hopper.arguments import takes_slots as takes_slots
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import RowTraits, prepare_kernel
 from dmattn_ops.kernels.hopper.backward.shares import add_shares, parts_of
@@ -61,7 +59,7 @@ from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient
 from dmattn_ops.launching.launch import computed, launch, workspace
 from dmattn_ops.launching.tensor_maps import plain_map, rows_map
 
-TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, newest=90, slots=True)
+TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, newest=90)
 MAX_DIM = 128
 FEW_ROUNDS = 4  # blocks for each SM, up to which all heads go side by side: the last blocks to start are short then
 # Interleaved: tiles of a head that start together read the same; rows of 3 to 8 differ by 1%, those of 1 cost 1 to 15%
@@ -281,7 +279,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=band_lo > -UNBOUNDED,
         HAS_Q_SEG=mask.q_segments is not None, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
         GROUPED=heads != kv_heads, TWO_PHASE=config.variant == "two_phase", ORDERED=options.deterministic,
-        INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0, EDGES=hides_rows(call), GATHERS=call.slots is not None,
+        INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0, EDGES=hides_rows(call),
     )  # fmt: skip
     launch(
         backward_kernel, (min(batch * kv_heads * blocks_per_head * shares + dq_tiles, sms),),
@@ -295,7 +293,6 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         rows_map(dq, 64, second) if second else None, rows_map(dk, 64, second) if second else None,
         rows_map(dv, 64, second_v) if second_v else None, accumulator, *counts, room,
         **given._asdict(), bias=bias, **bias_places(bias, heads)._asdict(), key_sums=key_sums, **dropout_arguments(call)._asdict(),
-        **gathered_arguments(call),
         scale=options.softmax_scale, scale_log2=scale_log2, cap=cap, kv_heads=kv_heads, group=heads // kv_heads,
         seqlen_q=seqlen_q, seqlen_k=seqlen_k, rows=rows, band_lo=band_lo, band_hi=band_hi, heads_per_group=heads_per_group,
         first_ranks=first_ranks, ranks_in_row=ranks_in_row, tiles_at_once=max(1, min(TILES_AT_ONCE, dq_tiles // sms)),

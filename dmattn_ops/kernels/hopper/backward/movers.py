@@ -13,7 +13,6 @@ from dmattn_ops.kernels.hopper.backward.walk import block_at, head_steps, rounds
 from dmattn_ops.kernels.hopper.backward.work import announce, place_of, receive, record_of, split_place
 from dmattn_ops.kernels.hopper.columns import buffer_at, load_rows, send_parts
 from dmattn_ops.kernels.hopper.constants import TILE
-from dmattn_ops.kernels.hopper.gather import arrive_gathered, gather_part, of_head
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, reinterpret, tma, tma_load, tma_reduce_add
 from dmattn_ops.kernels.hopper.kinds import INTERVALS, RAGGED
 from dmattn_ops.kernels.hopper.ragged import count_tiles
@@ -43,35 +42,24 @@ def load_step(i, m, loads, block, head, row, T: gl.constexpr):
 
 
 @gluon.jit
-def load_values(turn, block, kv_head, loads, gathered, T: gl.constexpr):
+def load_values(turn, block, kv_head, loads, T: gl.constexpr):
     """Load V of a block, while the one before may still be at work: its second step waited until this buffer was sent."""
     b = turn & 1
     full = loads.v_full.index(b)
-    if T.GATHERS:
-        gather_part(gathered.value_rows, gathered.slots, block.tile * T.BN, loads.v_matrix[0].index(b * 2), 64, T.DV)
-        gather_part(
-            gathered.value_rows, gathered.slots, block.tile * T.BN + 64, loads.v_matrix[0].index(b * 2 + 1), 64, T.DV
-        )
-        arrive_gathered(full)
-    else:
-        mbarrier.expect(full, T.BN * (T.DV + T.DV2) * 2)
-        load_rows(loads.v_map, block.keys, block.tile * T.BN, kv_head, full, loads.v, b * 2, T.DV)
-        load_rows(loads.v_map, block.keys, block.tile * T.BN + 64, kv_head, full, loads.v, b * 2 + 1, T.DV)
+    mbarrier.expect(full, T.BN * (T.DV + T.DV2) * 2)
+    load_rows(loads.v_map, block.keys, block.tile * T.BN, kv_head, full, loads.v, b * 2, T.DV)
+    load_rows(loads.v_map, block.keys, block.tile * T.BN + 64, kv_head, full, loads.v, b * 2 + 1, T.DV)
 
 
 @gluon.jit
-def load_keys(turn, block, kv_head, loads, gathered, T: gl.constexpr):
+def load_keys(turn, block, kv_head, loads, T: gl.constexpr):
     """Load K of a block: where it has one buffer, when the block before is done with that. Then wait until that one is sent."""
     K_BUFFERS: gl.constexpr = key_buffers(T)
     b = turn % K_BUFFERS
     mbarrier.wait(loads.k_empty.index(b), ((turn // K_BUFFERS) & 1) ^ 1)
     full = loads.k_full.index(b)
-    if T.GATHERS:
-        gather_part(gathered.key_rows, gathered.slots, block.tile * T.BN, loads.k_matrix[0].index(b), T.BN, T.D)
-        arrive_gathered(full)
-    else:
-        mbarrier.expect(full, T.BN * (T.D + T.D2) * 2)
-        load_rows(loads.k_map, block.keys, block.tile * T.BN, kv_head, full, loads.k, b, T.D)
+    mbarrier.expect(full, T.BN * (T.D + T.D2) * 2)
+    load_rows(loads.k_map, block.keys, block.tile * T.BN, kv_head, full, loads.k, b, T.D)
     mbarrier.wait(loads.sent, (turn & 1) ^ 1)
 
 
@@ -86,13 +74,7 @@ def produce_block(i, turn, place, loads, problem, T: gl.constexpr):
     span = span_of(block, share, problem.shares, T)
     rounds, width = rounds_of(group, T.INTERLEAVED)
     n_full, n_partial = head_steps(record, span, T)  # before the waits, which hide the loads
-    gathered = loads.gathered
-    if T.GATHERS:
-        numbers = (
-            place.batch.to(gl.int64) * problem.mask.k_segments_b + kv_head.to(gl.int64) * problem.mask.k_segments_kv
-        )
-        gathered = of_head(gathered, numbers, place.batch, kv_head)
-    load_values(turn, block, kv_head, loads, gathered, T)
+    load_values(turn, block, kv_head, loads, T)
     first_step = i
     g = 0
     while g < rounds:  # no `for`: Gluon of triton 3.6 forgets a carried value that only bounds of inner loops read
@@ -103,7 +85,7 @@ def produce_block(i, turn, place, loads, problem, T: gl.constexpr):
             if i == first_step + 1:
                 # the first tile of queries is on its way while the block before makes its last dq of K; the second one takes
                 # the place where dk of that block lies
-                load_keys(turn, block, kv_head, loads, gathered, T)
+                load_keys(turn, block, kv_head, loads, T)
             row = (place.batch * problem.kv_heads * group + head) * problem.rows + block.padded
             load_step(i, m, loads, block, head, row, T)
             i += 1
@@ -112,7 +94,7 @@ def produce_block(i, turn, place, loads, problem, T: gl.constexpr):
             record += problem.mask.list_step
             n_full, n_partial = head_steps(record, span, T)
     if i < first_step + 2:
-        load_keys(turn, block, kv_head, loads, gathered, T)
+        load_keys(turn, block, kv_head, loads, T)
     b = await_stage(i, loads.read)  # of `last_step`
     mbarrier.arrive(loads.q_full.index(b), count=1)
     return i + 1

@@ -34,7 +34,6 @@ class Traits(Constants):
     INTERLEAVED: bool  # whether the query heads of a group take turns at each query tile
     DROPOUT: bool
     EDGES: bool  # whether the band may hide keys from every query, or every key from a query (`hopper/unseen.py`)
-    GATHERS: bool  # whether keys and values are read by the numbers of slots (`hopper/gather.py`)
 
 
 @gluon.constexpr_function
@@ -94,9 +93,6 @@ class Loads(NamedTuple):
     stats: Any
     q_full: Any
     read: Any
-    gathered: Any  # `gather.Gathered`, and K and V as they are multiplied
-    k_matrix: Any
-    v_matrix: Any
 
 
 class Stores(NamedTuple):

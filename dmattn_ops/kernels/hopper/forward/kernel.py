@@ -70,7 +70,6 @@ from dmattn_ops.kernels.hopper.forward.types import (
     Walk,
 )
 from dmattn_ops.kernels.hopper.forward.walk import band_tiles, bias_of_head, numbers_of_head, produce, words_of_piece
-from dmattn_ops.kernels.hopper.gather import GATHERING, Gathered, Rows, see_gathered
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -80,8 +79,7 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     warpgroup_mma_wait,
 )
 from dmattn_ops.kernels.hopper.kinds import BITS, INTERVALS, RAGGED, SEGMENTS, has_lists
-from dmattn_ops.kernels.hopper.ragged import Rows as PackedRows
-from dmattn_ops.kernels.hopper.ragged import head_corner_of
+from dmattn_ops.kernels.hopper.ragged import Rows, head_corner_of
 from dmattn_ops.kernels.hopper.scores import FULL_BIAS, KEY_BIAS, TILED_BIAS
 from dmattn_ops.kernels.hopper.unseen import clear_unseen, ends_inside, seen_columns
 
@@ -222,7 +220,7 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
             diagonal = word_of_piece(parts, slots, 6)
             lo = operands.band.lo + diagonal
             hi = operands.band.hi + diagonal
-            query_rows = PackedRows(word_of_piece(parts, slots, 2), seqlen_q)
+            query_rows = Rows(word_of_piece(parts, slots, 2), seqlen_q)
         q_first = block_first + C * ROWS
         q = rows_of(smem.q, slot * NC + C, ROWS, T.D, T.D2)
         tiles = band_tiles(block_first, seqlen_q, seqlen_k, lo, hi, T.BM, T)
@@ -291,7 +289,6 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
         if first < n:
             b = step % T.STAGES
             mbarrier.wait(bars.k_full.index(b), (step // T.STAGES) & 1)
-            see_gathered(T.GATHERS)
             k_first = transposed(rows_of(smem.k, b, T.BN, T.D, T.D2))
             stored = stored_mask(first, step, smem, n_partial, C, True, T)
             bias = stored_bias(step, smem.biases, C, T)
@@ -323,7 +320,6 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
                 step += 1
             b = step % T.STAGES
             mbarrier.wait(bars.v_full.index(b), (step // T.STAGES) & 1)
-            see_gathered(T.GATHERS)
             acc = add_products(p, rows_of(smem.v, b, T.BN, T.DV, T.DV2), sums.acc, T.DV2)
             sums = Sums(await_products(acc, T.DV2), sums.total, sums.top, sums.peak)
             step += 1
@@ -379,7 +375,6 @@ def begin_barriers(T: gl.constexpr):
     NC: gl.constexpr = T.BM // ROWS
     STAGES: gl.constexpr = T.STAGES
     Q_STAGES: gl.constexpr = T.Q_STAGES
-    ARRIVALS: gl.constexpr = 32 * GATHERING if T.GATHERS else 1  # of every thread, or of TMA
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [T.Q_STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [T.Q_STAGES, 1], BARRIER)
@@ -390,8 +385,8 @@ def begin_barriers(T: gl.constexpr):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=NC)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=ARRIVALS + (1 if T.BIAS == KEY_BIAS or T.MASK == INTERVALS else 0))
-        mbarrier.init(v_full.index(i), count=ARRIVALS)
+        mbarrier.init(k_full.index(i), count=2 if T.BIAS == KEY_BIAS or T.MASK == INTERVALS else 1)
+        mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=NC)
     fence_async_shared()
     return Barriers(q_full, q_empty, k_full, k_empty, v_full)
@@ -408,11 +403,10 @@ SCALARS = (
 @gluon.jit(do_not_specialize=SCALARS)
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, q2_desc, k2_desc, v2_desc, o2_desc, bits_desc, bias_desc, lse, lse_tail, row_max, sink, lists,
-    q_segments, k_segments, start, end, hidden_from, hidden_to, bias, seed, counter, slots, key, value, scale, cap_inner,
+    q_segments, k_segments, start, end, hidden_from, hidden_to, bias, seed, counter, scale, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, band_lo, band_hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
-    bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
-    key_b, key_s, key_h, value_b, value_s, value_h, T: gl.constexpr,
+    bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin, T: gl.constexpr,
 ):  # fmt: skip
     """Write out, lse and lse_tail for `items` pieces of work: `tiles` of `BM` queries of each of `heads` (batch * H).
 
@@ -423,7 +417,6 @@ def forward_kernel(
 
     `k_segments`, or `start`, `end` and (where HIDDEN) `hidden_from` and `hidden_to`, share the strides `segments_kb` and
     `segments_kh`. Of ragged calls `lists` are the records of tiles of `BM` queries, and positions count inside a sequence.
-    With GATHERS keys and values are rows of `key` and `value`, those that `slots` names, which lie as `start` does.
     `T` are `types.Traits`.
     """
     operands = Operands(
@@ -435,7 +428,6 @@ def forward_kernel(
             bits=bits_desc,
             bias=bias_desc,
         ),
-        gathered=Gathered(slots, Rows(key, key_b, key_s, key_h), Rows(value, value_b, value_s, value_h)),
         statistics=Statistics(lse, lse_tail, row_max, lse_b, lse_h),
         sink=sink,
         sizes=Sizes(seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items),
@@ -455,13 +447,7 @@ def forward_kernel(
     )
     smem = allocate(operands.maps, operands.bias, T)
     bars = begin_barriers(T)
-    if T.GATHERS:
-        gl.warp_specialize([
-            (consume, (operands, smem, bars, 0, T)),
-            (consume, (operands, smem, bars, 1, T)),
-            (produce, (operands, smem, bars, T)),
-        ], [4, GATHERING], [232, 40])  # fmt: skip
-    elif T.BM == 128:
+    if T.BM == 128:
         gl.warp_specialize([
             (consume, (operands, smem, bars, 0, T)),
             (consume, (operands, smem, bars, 1, T)),

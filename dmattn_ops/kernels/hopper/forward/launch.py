@@ -29,7 +29,6 @@ from dmattn_ops.kernels.hopper.arguments import (
     column_parts,
     dropout_arguments,
     dropout_refusals,
-    gathered_arguments,
     heads_side_by_side,
     heads_that_balance,
     hides_keys,
@@ -42,7 +41,6 @@ from dmattn_ops.kernels.hopper.arguments import (
     too_long,
     unused_refusals,
 )
-from dmattn_ops.kernels.hopper.arguments import takes_slots as takes_slots
 from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.hopper.forward.types import Traits
 from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, RAGGED, kind_of
@@ -54,7 +52,7 @@ from dmattn_ops.launching.launch import computed, launch
 from dmattn_ops.launching.plan import raw_stream
 from dmattn_ops.launching.tensor_maps import Map, head_rows_map, pairs_map
 
-TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, newest=90, slots=True)
+TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, newest=90)
 _ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction
 _LONG_WALK = 4096  # keys from which on sharing a walk pays for merging the shares
 # Of packed sequences, for each SM and key head of a chunk (H200, 2026-11-24, bf16, 16 heads of D 128: 24 sequences of 64 to 2000
@@ -230,7 +228,6 @@ def _traits(call: Call, result: Result, config: HopperForward, band: tuple[int, 
         DROPOUT=options.dropout_p > 0.0,
         ROW_MAX=result.row_max is not None,
         EDGES=hides_keys(call),
-        GATHERS=call.slots is not None,
     )
 
 
@@ -262,7 +259,6 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         row_max=result.row_max,
         sink=call.sink,
         **mask,
-        **gathered_arguments(call),
         bias=bias,
         **bias_places(bias, heads)._asdict(),
         **dropout_arguments(call)._asdict(),

@@ -22,7 +22,6 @@ from dmattn_ops.kernels.hopper.dropout import drop
 from dmattn_ops.kernels.hopper.forward.softmax import largest, rescale, softmax_next
 from dmattn_ops.kernels.hopper.forward.types import Sums
 from dmattn_ops.kernels.hopper.forward.walk import key_tile
-from dmattn_ops.kernels.hopper.gather import see_gathered
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, reinterpret, warpgroup_mma_wait
 from dmattn_ops.kernels.hopper.kinds import BITS, INTERVALS, SEGMENTS
 from dmattn_ops.kernels.hopper.scores import FULL_BIAS, KEY_BIAS, TILED_BIAS, tanh
@@ -257,7 +256,6 @@ def advance(i, step, sums, p, q, visible, smem, bars, scales, C: gl.constexpr, M
     k_next = transposed(rows_of(smem.k, b_next, T.BN, T.D, T.D2))
     mbarrier.wait(bars.k_full.index(b_next), ((step + 1) // T.STAGES) & 1)
     mbarrier.wait(bars.v_full.index(b), (step // T.STAGES) & 1)
-    see_gathered(T.GATHERS)
     if T.EDGES and MASKED:
         if visible.some_unseen:
             values = rows_of(smem.v, b, T.BN, T.DV, T.DV2)

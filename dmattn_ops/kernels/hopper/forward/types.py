@@ -34,7 +34,6 @@ class Traits(Constants):
     DROPOUT: bool
     ROW_MAX: bool  # the largest score of each row is written
     EDGES: bool  # the band may hide keys from every query (`unseen.py`)
-    GATHERS: bool  # keys and values are read by the numbers of slots (`hopper/gather.py`)
 
 
 class Sizes(NamedTuple):
@@ -133,7 +132,6 @@ class Operands(NamedTuple):
     """All that the kernel reads and writes."""
 
     maps: Maps
-    gathered: Any  # `gather.Gathered`
     statistics: Statistics
     sink: Any  # [H] or None
     sizes: Sizes

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.columns import rows_of
 from dmattn_ops.kernels.hopper.constants import HEADER, ROWS, TILE
 from dmattn_ops.kernels.hopper.forward.types import Tiles, Walk
-from dmattn_ops.kernels.hopper.gather import arrive_gathered, gather, load_slots, of_head
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, meet, tma_load
 from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, RAGGED, has_lists
 from dmattn_ops.kernels.hopper.ragged import count_tiles, head_corner_of, load_tile
@@ -52,9 +50,6 @@ class Source(NamedTuple):
     bias_query: Any  # stride
     start: Any  # intervals of the keys of the head
     end: Any
-    slots: Any  # which keys they are, and where their rows lie, of packed keys that are not copied
-    key_rows: Any
-    value_rows: Any
 
 
 @gluon.constexpr_function
@@ -171,7 +166,7 @@ def load_keys(step, j, source, maps, smem, bars, T: gl.constexpr):
     """
     NC: gl.constexpr = T.BM // ROWS
     BYTES: gl.constexpr = T.BN * (T.D + T.D2) * 2
-    KEYS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    KEYS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     b = step % T.STAGES
     key = j * T.BN + gl.arange(0, T.BN, layout=KEYS)
     if T.BIAS == KEY_BIAS:  # on its way while the stage becomes free
@@ -186,16 +181,10 @@ def load_keys(step, j, source, maps, smem, bars, T: gl.constexpr):
             begin = gl.maximum(begin, key - source.band_hi)
         if T.HAS_LO:
             stop = gl.minimum(stop, key - source.band_lo + 1)
-    if T.GATHERS:
-        own = load_slots(source.slots, j * T.BN, T.BN, T.D)
     mbarrier.wait(bars.k_empty.index(b), ((step // T.STAGES) & 1) ^ 1)
     OF_BITS: gl.constexpr = NC * maps.bits.block_type.nbytes if T.MASK == BITS else 0
     OF_BIAS: gl.constexpr = NC * maps.bias.block_type.nbytes if T.BIAS == TILED_BIAS else 0
-    if T.GATHERS:
-        gather(source.key_rows, own, rows_of(smem.k, b, T.BN, T.D, 0)[0], T.D)
-        arrive_gathered(bars.k_full.index(b))
-    else:
-        mbarrier.expect(bars.k_full.index(b), BYTES + OF_BITS + OF_BIAS)
+    mbarrier.expect(bars.k_full.index(b), BYTES + OF_BITS + OF_BIAS)
     for c in gl.static_range(NC):
         if T.MASK == BITS:
             at = [source.bits_batch, source.bits_head, source.q_first + c * ROWS, j * T.BN // TILE * (TILE // 32)]
@@ -203,8 +192,7 @@ def load_keys(step, j, source, maps, smem, bars, T: gl.constexpr):
         if T.BIAS == TILED_BIAS:
             at = [source.bias_batch, source.bias_head, source.q_first + c * ROWS, j * T.BN]
             tma_load(maps.bias, at, bars.k_full.index(b), smem.biases.index(b * NC + c))
-    if not T.GATHERS:
-        load_parts(maps.k, source.rows, source.kv_head, j * T.BN, bars.k_full.index(b), smem.k, b, T.D)
+    load_parts(maps.k, source.rows, source.kv_head, j * T.BN, bars.k_full.index(b), smem.k, b, T.D)
     if T.BIAS == KEY_BIAS:
         smem.biases.index(b).store(added)
     if T.MASK == INTERVALS:
@@ -220,17 +208,11 @@ def load_keys(step, j, source, maps, smem, bars, T: gl.constexpr):
 def load_values(step, j, source, maps, smem, bars, T: gl.constexpr):
     """Load the values of key tile `j` as step `step` of this block."""
     b = step % T.STAGES
-    if T.GATHERS:
-        own = load_slots(source.slots, j * T.BN, T.BN, T.DV)
     if step >= T.STAGES:
         release = step + 1 - T.STAGES
         mbarrier.wait(bars.k_empty.index(release % T.STAGES), (release // T.STAGES) & 1)
-    if T.GATHERS:
-        gather(source.value_rows, own, rows_of(smem.v, b, T.BN, T.DV, 0)[0], T.DV)
-        arrive_gathered(bars.v_full.index(b))
-    else:
-        mbarrier.expect(bars.v_full.index(b), T.BN * (T.DV + T.DV2) * 2)
-        load_parts(maps.v, source.rows, source.kv_head, j * T.BN, bars.v_full.index(b), smem.v, b, T.DV)
+    mbarrier.expect(bars.v_full.index(b), T.BN * (T.DV + T.DV2) * 2)
+    load_parts(maps.v, source.rows, source.kv_head, j * T.BN, bars.v_full.index(b), smem.v, b, T.DV)
 
 
 @gluon.jit
@@ -245,7 +227,7 @@ def produce(operands, smem, bars, T: gl.constexpr):
     PER_TILE: gl.constexpr = TILE // T.BN
     AHEAD: gl.constexpr = 4  # steps; their loads take longer than it takes to draw and to look up a piece
     CAUSAL: gl.constexpr = T.MASK == BAND and T.HAS_HI and not T.HAS_LO
-    PIECE: gl.constexpr = gl.BlockedLayout([WORDS], [32], [gl.num_warps()], [0])
+    PIECE: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
     maps = operands.maps
     sizes = operands.sizes
     mask = operands.mask
@@ -314,13 +296,10 @@ def produce(operands, smem, bars, T: gl.constexpr):
                 key_bias += key_rows.begin
         start = mask.keys.start
         end = mask.keys.end
-        gathered = operands.gathered
         if T.MASK == INTERVALS:
             numbers = numbers_of_head(mask.keys, batch, h)
             start += numbers
             end += numbers
-            if T.GATHERS:
-                gathered = of_head(gathered, numbers, batch, kv_head)
         source = Source(
             rows=key_rows,
             kv_head=kv_head,
@@ -337,9 +316,6 @@ def produce(operands, smem, bars, T: gl.constexpr):
             bias_query=bias.query,
             start=start,
             end=end,
-            slots=gathered.slots,
-            key_rows=gathered.key_rows,
-            value_rows=gathered.value_rows,
         )
         j = 0
         j_next = 0
