@@ -32,7 +32,8 @@ KINDS = (
 # Bytes moved to or from the stack (triton 3.6): counters and limits of rows, kept around the loops beside 200 registers of
 # accumulators and P; those of D 256 with a test or a cap also in its loop. Everything that is not named spills nothing.
 ALLOWED = {
-    "d64 causal key-bias": 12, "d64 intervals key-bias": 24, "d64 window intervals": 24, "d64 bits dropout": 52, "d64 segments dropout": 48,
+    "d64 causal key-bias": 12, "d64 intervals key-bias": 24, "d64 window intervals": 24,
+    "d64 bits dropout": 52, "d64 segments dropout": 48,
     "d64 causal intervals dropout": 60, "d128 full": 8, "d128 window": 24, "d128 softcap": 8, "d128 bits": 8,
     "d128 segments": 84, "d128 window segments": 84, "d128 intervals": 56, "d128 causal intervals": 64,
     "d128 window intervals": 32, "d128 hidden intervals": 20, "d128 causal hidden intervals": 28,

@@ -56,13 +56,21 @@ def rank_block(
     tl.store(lists + place.to(tl.int64) * width, own, own < records)
 
 
-def rank_tiles(row_tiles: Tensor, col_tiles: Tensor) -> None:
+def sides_of(row_tiles: Tensor | None, col_tiles: Tensor | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
+    """Return batch and heads of lists `[Bm, Hm, records, width]`, and records and width of both sides; 0 where one is None."""
+    given = col_tiles if row_tiles is None else row_tiles
+    assert given is not None
+    rows, cols = ((0, 0) if side is None else (side.shape[2], side.shape[3]) for side in (row_tiles, col_tiles))
+    return given.shape[0], given.shape[1], rows, cols
+
+
+def rank_tiles(row_tiles: Tensor | None, col_tiles: Tensor | None) -> None:
     """Write word 0 of all records, `[Bm, Hm, tiles, width]`, whose lists are written: longest lists first."""
-    batch, heads, row_records, row_width = row_tiles.shape
-    col_records, col_width = col_tiles.shape[2:]
+    batch, heads, (row_records, row_width), (col_records, col_width) = sides_of(row_tiles, col_tiles)
     launch(
         rank_kernel, (batch * heads * rank_blocks(row_records, col_records),),
-        row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN=RANKED_AT_ONCE, OTHER=128, num_warps=4,
+        col_tiles if row_tiles is None else row_tiles, row_tiles if col_tiles is None else col_tiles,
+        row_records, col_records, row_width, col_width, OWN=RANKED_AT_ONCE, OTHER=128, num_warps=4,
     )  # fmt: skip
 
 

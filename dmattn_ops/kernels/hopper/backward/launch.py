@@ -53,6 +53,7 @@ from dmattn_ops.kernels.hopper.gluon_compat import VIEWS_ARE_WHOLE
 from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.hopper.statistics import Statistics
+from dmattn_ops.kernels.interval_lists import SIDES
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient
@@ -237,7 +238,8 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
 
     dq, dk and dv must be such that a tensor map describes them (`mappable`), as the inputs are.
     """
-    call = key_numbers_as_bias(listed(call))
+    sides = SIDES if bias_kind(call.bias) == "full" else ("cols",)  # the gradient of such a bias is made by rows
+    call = key_numbers_as_bias(listed(call, sides))
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     (grad_out, grad_lse, dq), (out, lse, lse_tail) = grads[:3], saved
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)

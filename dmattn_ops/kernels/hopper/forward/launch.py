@@ -233,7 +233,7 @@ def _traits(call: Call, result: Result, config: HopperForward, band: tuple[int, 
 
 def forward(call: Call, result: Result, config: HopperForward) -> None:
     """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`, or those of packed sequences; what cannot be taken is in `refusals`."""
-    call = key_numbers_as_bias(listed(call))
+    call = key_numbers_as_bias(listed(call, ("rows",)))
     query, bias, options, lse = call.query, call.bias, call.options, result.lse
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     kind = kind_of(call)
