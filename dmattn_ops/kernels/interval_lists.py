@@ -27,6 +27,7 @@ from dmattn_ops.call import HEADER, TILE, Call, Mask
 from dmattn_ops.kernels.masks.launch import write_lists
 from dmattn_ops.kernels.masks.lists import HULL
 from dmattn_ops.launching.launch import computed, launch, workspace
+from dmattn_ops.launching.overlap import follow_kernel_before
 from dmattn_ops.meta import list_capacity, tile_records
 
 _TILE = tl.constexpr(TILE)
@@ -44,6 +45,7 @@ def _write_hulls(
     HIDDEN: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Write the hulls of `TILES` tiles of keys, of which each matrix has `col_count`."""
+    follow_kernel_before()
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     mine = tile < tiles
     matrix = (tile // col_count).to(tl.int64)

@@ -125,6 +125,7 @@ def write_lists(
         seqlen_q, seqlen_k, band_lo, band_hi, heads, row_records, col_records, row_width, col_width, q_tiles, *strides,
         SOURCE=made_from, HAS_Q_SEGMENTS=q_tiles > 0,
         OWN=_LISTS, OTHER=64 if ranked else 128, RANKED=ranked, num_warps=16 if ranked > 64 else 8,
+        follows=made_from == "hulls",
     )  # fmt: skip
     if not ranked:
         rank_tiles(row_tiles, col_tiles)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from dmattn_ops.call import HEADER, TILE
 from dmattn_ops.kernels.masks.ranks import work_before
+from dmattn_ops.launching.overlap import follow_kernel_before
 
 _TILE = tl.constexpr(TILE)
 _HEADER = tl.constexpr(HEADER)
@@ -123,6 +124,7 @@ def list_tiles_kernel(
 
     A side has a record for each of its tiles, and at least two: the records of no tile are empty.
     """
+    follow_kernel_before()
     row_count, col_count = tl.cdiv(seqlen_q, _TILE), tl.cdiv(seqlen_k, _TILE)
     row_blocks = tl.cdiv(row_records, OWN)
     blocks = row_blocks + tl.cdiv(col_records, OWN)

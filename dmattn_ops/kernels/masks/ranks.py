@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops.launching.launch import launch
+from dmattn_ops.launching.overlap import follow_kernel_before
 
 RANKED_AT_ONCE = 64  # records that a program ranks
 
@@ -24,6 +25,7 @@ def rank_kernel(
     row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN: tl.constexpr, OTHER: tl.constexpr
 ):
     """Write word 0 of the records: the tiles of a side, those with the most work first."""
+    follow_kernel_before()
     rank_block(tl.program_id(0), row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN, OTHER)
 
 
@@ -70,7 +72,7 @@ def rank_tiles(row_tiles: Tensor | None, col_tiles: Tensor | None) -> None:
     launch(
         rank_kernel, (batch * heads * rank_blocks(row_records, col_records),),
         col_tiles if row_tiles is None else row_tiles, row_tiles if col_tiles is None else col_tiles,
-        row_records, col_records, row_width, col_width, OWN=RANKED_AT_ONCE, OTHER=128, num_warps=4,
+        row_records, col_records, row_width, col_width, OWN=RANKED_AT_ONCE, OTHER=128, num_warps=4, follows=True,
     )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def lifetimes_in_chunks(
         launch(
             sort_alive, (rows * (chunks - 1),), coarse_runs, bounds, pieces, keys, size, heads, bounds_b, keep,
             CHUNK=chunk, RUNS=1 << log_runs, LOG_RUNS=log_runs, HAS_DOCUMENTS=documents is not None,
-            num_warps=SORTING_WARPS,
+            num_warps=SORTING_WARPS, follows=True,
         )  # fmt: skip
     spans = rows * triton.cdiv(seqlen, fine)
     launch(

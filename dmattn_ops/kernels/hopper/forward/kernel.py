@@ -72,6 +72,7 @@ from dmattn_ops.kernels.hopper.forward.types import (
 from dmattn_ops.kernels.hopper.forward.walk import band_tiles, bias_of_head, numbers_of_head, produce, words_of_piece
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
+    follow_kernel_before,
     mbarrier,
     reinterpret,
     tma,
@@ -447,6 +448,8 @@ def forward_kernel(
     )
     smem = allocate(operands.maps, operands.bias, T)
     bars = begin_barriers(T)
+    if T.MASK == INTERVALS:  # whose lists other kernels of the call have written
+        follow_kernel_before()
     if T.BM == 128:
         gl.warp_specialize([
             (consume, (operands, smem, bars, 0, T)),

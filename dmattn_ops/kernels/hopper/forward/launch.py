@@ -280,4 +280,5 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         lse_h=lse_h,
         T=traits,
         num_warps=4,
+        follows=kind == INTERVALS.value,
     )
