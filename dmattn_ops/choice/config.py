@@ -9,6 +9,7 @@ from typing import Any
 from dmattn_ops.choice.arch import KNOWN
 from dmattn_ops.choice.configurations import AmpereBackward as AmpereBackward
 from dmattn_ops.choice.configurations import AmpereForward as AmpereForward
+from dmattn_ops.choice.configurations import AmpereSharedBias as AmpereSharedBias
 from dmattn_ops.choice.configurations import Config as Config
 from dmattn_ops.choice.configurations import HopperBackward as HopperBackward
 from dmattn_ops.choice.configurations import HopperBackward256 as HopperBackward256
@@ -236,6 +237,17 @@ _AMPERE_BACKWARD = {
 }  # fmt: skip
 
 
+# By whether shared memory is large.
+_AMPERE_SHARED_BIAS = {
+    (True, 64): AmpereSharedBias(128, 64, 4, 4, 1),
+    (True, 128): AmpereSharedBias(64, 64, 4, 2, 1),
+    (True, 256): AmpereSharedBias(64, 64, 8, 4, 1),
+    (False, 64): AmpereSharedBias(64, 64, 4, 2, 1),
+    (False, 128): AmpereSharedBias(64, 64, 4, 2, 1),
+    (False, 256): AmpereSharedBias(32, 32, 4, 2, 1),
+}
+
+
 def _dbias(sm: int, dim: int) -> PortableBackward:
     """Return the configuration of the portable kernel for the gradient of a bias beside other kernels' backwards."""
     blocks = next(blocks for (sms, width, size), blocks in _PORTABLE.items() if sm in sms and (width, size) == (dim, 2))
@@ -243,7 +255,17 @@ def _dbias(sm: int, dim: int) -> PortableBackward:
 
 
 AMPERE_FORWARD = tuple(
-    Row(sm, dim, 2, 0, tier_of(made.block_m, made.block_n), "ampere", made, room, evidence)
+    Row(
+        sm,
+        dim,
+        2,
+        0,
+        tier_of(made.block_m, made.block_n),
+        "ampere",
+        replace(made, bias_tiles=sm in _LARGE or dim <= 128),
+        room,
+        evidence,
+    )
     for dim, (made, room, evidence) in _AMPERE_FORWARD.items()
     for sm in (*_LARGE, *_SMALL)
 )
@@ -255,7 +277,7 @@ AMPERE_BACKWARD = tuple(
         0,
         tier_of(made.block_m, made.block_n),
         "ampere",
-        replace(made, dbias=_dbias(sm, dim)),
+        replace(made, shared_bias=_AMPERE_SHARED_BIAS[sm in _LARGE, dim]),
         room,
         evidence,
     )

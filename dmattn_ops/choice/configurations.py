@@ -58,17 +58,34 @@ class AmpereForward:
     """Gluon forward with mma.sync: a program owns `block_m` queries, whose rows its warps share, and walks `block_n` keys a step.
 
     `per_sm` as in `PortableForward`. `dropout` is for calls with dropout, None where they take this configuration too.
+    `bias_tiles`: shared memory has room for a tile of a bias with queries.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     per_sm: int = 2
+    bias_tiles: bool = True
     dropout: AmpereForward | None = None
 
     def for_call(self, drops: bool) -> AmpereForward:
         """Return the configuration that a call runs with."""
         return self.dropout if drops and self.dropout else self
+
+
+@dataclass(frozen=True, slots=True)
+class AmpereSharedBias:
+    """Gluon kernel with mma.sync: the gradient of a bias with queries that several batches or heads share.
+
+    A program owns a block of it, whose queries `score_warps` of its warps share, and walks batches and heads; there are `stages`
+    buffers of what these read, 1 or 2.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    score_warps: int
+    stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +95,7 @@ class AmpereBackward:
     `score_warps` of its warps lie along the queries of S and dP, `key_warps` along the keys of dk and dv, `query_warps` along
     the queries of dq. There are `query_stages` buffers of queries and `grad_stages` of gradients of out, each 1 or 2. `dropout` is
     for calls with dropout, `plain` for calls that have neither that nor a mask, a bias or a soft cap; None where they take this
-    configuration too. `dbias` is for the gradient of a bias that heads or batches share.
+    configuration too. `shared_bias` is for the gradient of a bias with queries that heads or batches share.
     """
 
     block_m: int
@@ -89,14 +106,14 @@ class AmpereBackward:
     query_warps: int
     query_stages: int
     grad_stages: int
-    dbias: PortableBackward | None = None
+    shared_bias: AmpereSharedBias | None = None
     plain: AmpereBackward | None = None
     dropout: AmpereBackward | None = None
 
     def for_call(self, plain: bool, drops: bool) -> AmpereBackward:
         """Return the configuration that a call runs with."""
         other = self.dropout if drops else self.plain if plain else None
-        return replace(other, dbias=self.dbias) if other else self
+        return replace(other, shared_bias=self.shared_bias) if other else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ With `TRITON_OVERRIDE_ARCH=sm80` Triton writes the instructions of SM 8.0 for th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,9 +14,10 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from dmattn_ops.call import UNBOUNDED  # noqa: E402
 from dmattn_ops.choice import config  # noqa: E402
 from dmattn_ops.choice.configurations import AmpereBackward, AmpereForward  # noqa: E402
-from tests.interpreter.cases import NASTY, of_row, random_problem, row_id  # noqa: E402
+from tests.interpreter.cases import BIASED, NASTY, of_row, random_problem, row_id  # noqa: E402
 from tests.interpreter.problems import Problem, build, check, in_16_bits, run  # noqa: E402
 
 DIMS = (8, 32, 40, 64, 80, 96, 128, 160, 192, 256)
@@ -38,6 +41,30 @@ def configurations(problem: Problem, sm: int) -> tuple[AmpereForward, AmpereBack
 def test_nasty_case_stays_within_budget(name: str, sm: int) -> None:
     problem = in_16_bits(NASTY[name])
     check(problem, "cuda", *configurations(problem, sm))
+
+
+@pytest.mark.parametrize("sm", [80, 89])
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("name", BIASED)
+def test_bias_with_queries_stays_within_budget(name: str, dim: int, sm: int) -> None:
+    problem = replace(in_16_bits(BIASED[name]), head_dim=dim, value_dim=dim, scale=dim**-0.5)
+    check(problem, "cuda", *configurations(problem, sm))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("band", [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 100), (-300, 20)], ids=str)
+def test_deterministic_launches_are_the_same_bit_for_bit(band: tuple[int, int], dim: int) -> None:
+    problem = Problem(
+        batch=2, heads=8, kv_heads=4, seqlen_q=2000, seqlen_k=2100, head_dim=dim, value_dim=dim, dtype=torch.bfloat16,
+        band_lo=band[0], band_hi=band[1], scale=dim**-0.5, deterministic=True,
+    )  # fmt: skip
+    made = configurations(problem, 80)
+    check(problem, "cuda", *made)
+    case = build(problem)
+    first = run(problem, case, "cuda", *made)
+    for _ in range(30):
+        again = run(problem, case, "cuda", *made)
+        assert all(torch.equal(again[name], first[name]) for name in ("out", "lse", "dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -91,11 +118,10 @@ def test_repeated_launches_differ_by_the_order_of_the_sums_of_dq_alone(mask: str
         assert (again["dq"].float() - first["dq"].float()).norm() < 1e-2 * first["dq"].float().norm()
 
 
-def test_dispatch_takes_these_kernels_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_takes_these_kernels_on_their_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     import dmattn_ops
 
     monkeypatch.setenv("DMATTN_ARCH", "8.0")
-    monkeypatch.setenv("DMATTN_AMPERE", "1")
     query, key, value = (
         torch.randn(1, 300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
     )
@@ -103,8 +129,8 @@ def test_dispatch_takes_these_kernels_where_it_is_asked_to(monkeypatch: pytest.M
     assert said.count("ampere") >= 2
     out = dmattn_ops.flash_dmattn_func(query, key, value, is_causal=True)
     grads = torch.autograd.grad(out.float().square().sum(), (query, key, value))
-    monkeypatch.setenv("DMATTN_AMPERE", "0")
-    other = dmattn_ops.flash_dmattn_func(query, key, value, is_causal=True)
+    heads_first = (each.transpose(1, 2) for each in (query, key, value))
+    other = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
     others = torch.autograd.grad(other.float().square().sum(), (query, key, value))
     for ours, theirs in zip((out, *grads), (other, *others), strict=True):
         assert (ours.float() - theirs.float()).norm() < 1e-2 * theirs.float().norm()

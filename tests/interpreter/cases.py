@@ -89,6 +89,20 @@ NASTY = {
 }
 
 
+# A bias whose tiles the kernels of mma.sync copy, but for the last one, and gradients of shared ones.
+BIASED = {
+    "a bias of its own for each batch and head": Problem(seqlen_q=70, seqlen_k=136, bias=(1, 2, 70), band_hi=30),
+    "one that batches and heads share": Problem(
+        batch=2, heads=4, seqlen_q=150, seqlen_k=168, bias=(1, 2, 150), mask="bits", mask_heads=4
+    ),
+    "one that heads share, without a mask": Problem(heads=4, kv_heads=2, seqlen_q=70, seqlen_k=136, bias=(1, 1, 70)),
+    "with dropout and a soft cap": Problem(
+        batch=2, seqlen_q=70, seqlen_k=72, bias=(1, 2, 70), dropout_p=0.3, softcap=2.0, band_lo=-20, band_hi=20
+    ),
+    "keys whose number is no multiple of 8": Problem(batch=2, seqlen_q=70, seqlen_k=141, bias=(1, 2, 70)),
+}
+
+
 def random_problem(seed: int) -> Problem:
     """Draw a problem over all features."""
     r = random.Random(seed)

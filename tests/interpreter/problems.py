@@ -71,6 +71,7 @@ class Problem:
     lengths_k: tuple[int, ...] | None = None
     top_left: bool = False
     needs_dbias: bool = True
+    deterministic: bool = False
 
     def __repr__(self) -> str:
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
@@ -197,7 +198,7 @@ def build(problem: Problem) -> Case:
     p = problem
     generator = torch.Generator().manual_seed(p.seed)
     options = plain_options(
-        p.scale, p.band_lo, p.band_hi, softcap=p.softcap, dropout_p=p.dropout_p, deterministic=True,
+        p.scale, p.band_lo, p.band_hi, softcap=p.softcap, dropout_p=p.dropout_p, deterministic=p.deterministic,
         q_origin=p.q_origin, k_origin=p.k_origin,
     )  # fmt: skip
     seed = 0x1234_5678_9ABC_DEF0 + p.seed + 0x1_0000_0003 * torch.arange(p.seeds[0] * p.seeds[1]).view(p.seeds)

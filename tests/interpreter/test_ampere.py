@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from dmattn_ops.call import UNBOUNDED
 from dmattn_ops.choice import config
-from dmattn_ops.choice.config import PortableBackward
-from dmattn_ops.choice.configurations import AmpereBackward, AmpereForward, Row
+from dmattn_ops.choice.configurations import AmpereBackward, AmpereForward, AmpereSharedBias, Row
 from tests.interpreter import oracle
 from tests.interpreter import test_packed_attention as packed_attention
-from tests.interpreter.cases import NASTY, of_row, random_problem, row_id
+from tests.interpreter.cases import BIASED, NASTY, of_row, random_problem, row_id
 from tests.interpreter.gluon_on_cpu import COPIES
 from tests.interpreter.launchers import launcher_of
 from tests.interpreter.problems import Problem, check, in_16_bits
 
 pytestmark = pytest.mark.usefixtures("strict_memory")
-SHARED_BIAS = PortableBackward(32, 32, 4, 1, 32, 32, 4, 1)
+SHARED_BIAS = AmpereSharedBias(32, 32, 4, 2, 1)
 FORWARD = AmpereForward(64, 32, 4)
 BACKWARD = AmpereBackward(32, 64, 4, 2, 2, 2, 2, 1, SHARED_BIAS)
 ONE_BUFFER = replace(BACKWARD, query_stages=1)
@@ -57,6 +58,35 @@ def test_other_numbers_of_buffers_give_the_same(backward: AmpereBackward) -> Non
         heads=4, kv_heads=2, seqlen_q=150, seqlen_k=170, band_lo=-60, band_hi=30, mask="bits", mask_heads=4
     )
     check_here(problem, backward=backward)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", BIASED)
+def test_biases_with_queries(name: str, stages: int) -> None:
+    """Tiles of a bias come by copies, and its gradient from a kernel of its own where it is shared."""
+    backward = (ONE_BUFFER, TWO_BUFFERS)[stages - 1]
+    check_here(BIASED[name], backward=replace(backward, shared_bias=replace(SHARED_BIAS, stages=stages)))
+
+
+@pytest.mark.parametrize("band", [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 20), (-70, 5), (30, UNBOUNDED)], ids=str)
+def test_dq_is_added_up_in_order(band: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run one after the other here, so that the turn of each one has come when it asks."""
+    turns: dict[int, int] = {}
+
+    def await_turn(counter: Any, turn: Any) -> None:
+        assert turns.setdefault(int(counter.handle.data[0]), 0) == int(turn.handle.data[0])
+
+    def pass_turn(counter: Any) -> None:
+        turns[int(counter.handle.data[0])] += 1
+
+    kernel = launcher_of(BACKWARD).backward_kernel.fn.__globals__
+    monkeypatch.setitem(kernel, "await_turn", await_turn)
+    monkeypatch.setitem(kernel, "pass_turn", pass_turn)
+    problem = Problem(
+        batch=2, heads=4, kv_heads=2, seqlen_q=250, seqlen_k=300, band_lo=band[0], band_hi=band[1], deterministic=True
+    )
+    check_here(problem)
+    assert max(turns.values()) > 1
 
 
 @pytest.mark.sampled(2)

@@ -62,7 +62,7 @@ def assert_within_budget(problem: Problem, case: Case, ours: dict[str, Tensor]) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("forward", [FORWARD, SHARED], ids=["", "shared"])
-@pytest.mark.parametrize("value", [-1e4, -1e9, -1e29, LOWEST, 1e9, 1e38], ids=str)
+@pytest.mark.parametrize("value", [-1e4, -1e9, -1e29, LOWEST, 1e9, 1e38, 3e38], ids=str)
 def test_rows_of_one_large_bias_stay_within_budget(value: float, forward: PortableForward, dtype: torch.dtype) -> None:
     rows = 16 if forward is SHARED else 100
     problem = Problem(seqlen_q=rows, bias=(1, 2, rows), bias_dtype=torch.float32, dtype=dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn_ops.call import Call, mappable
+from dmattn_ops.call import Call, bias_fits_tiles, mappable
 
 MAX_DIM = 256
 LEAST_COLUMNS = 32  # of a tile in shared memory
@@ -29,4 +29,16 @@ def common_refusals(call: Call) -> list[str]:
 
 def far_apart(tensor: Tensor) -> bool:
     """Return whether the distances of the rows of a tile are no numbers of 32 bits."""
-    return abs(tensor.stride(-3)) * MOST_ROWS >= 1 << 31
+    return _distant(tensor.stride(-3))
+
+
+def bias_comes_in_tiles(call: Call) -> bool:
+    """Return whether tiles of a bias with queries can be copied as keys are: in pieces of 16 bytes, of the queries' type."""
+    bias = call.bias
+    if bias is None or not bias_fits_tiles(bias):
+        return False
+    return bias.dtype == call.query.dtype and bias.shape[-1] % 8 == 0 and not _distant(bias.stride(-2))
+
+
+def _distant(stride: int) -> bool:
+    return abs(stride) * MOST_ROWS >= 1 << 31

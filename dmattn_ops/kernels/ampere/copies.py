@@ -14,6 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from dmattn_ops.kernels.portable.arguments import RowBlock
+from dmattn_ops.kernels.portable.primitives import Rows
+
 # Triton 3.9 renamed it.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
@@ -72,8 +75,13 @@ def source_of(rows, block: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def copy_rows(shared, source, start, begin, end, block: gl.constexpr, CHECKED: gl.constexpr, WARPS: gl.constexpr):
-    """Fetch rows `start ...` into a buffer: 0 past the width of the `block`, and where `CHECKED` outside of `begin ... end`."""
+def copy_rows(
+    shared, source, start, begin, end, block: gl.constexpr, CHECKED: gl.constexpr, WARPS: gl.constexpr, columns=None
+):
+    """Fetch rows `start ...` into a buffer: 0 past the width of the `block`, and where `CHECKED` outside of `begin ... end`.
+
+    Unless it is None, `columns`, a multiple of 8, is how many columns there are; those past it are 0 too.
+    """
     AT_ONCE: gl.constexpr = rows_at_once(block, WARPS)
     GROUPS: gl.constexpr = registers_of_groups(block.padded, WARPS)
     ROWS: gl.constexpr = registers_of_rows(block.padded, WARPS)
@@ -90,7 +98,24 @@ def copy_rows(shared, source, start, begin, end, block: gl.constexpr, CHECKED: g
         row = gl.arange(0, block.length, layout=gl.SliceLayout(1, ROWS))
         own = ((row >= begin - start) & (row < end - start))[:, None]
         inside = own if inside is None else own & inside
+    if columns is not None:
+        pieces = gl.arange(0, block.padded, layout=gl.SliceLayout(0, ROWS)) // 8  # each inside or outside as a whole
+        inside = (pieces < columns // 8)[None, :] & inside
     async_load(shared, pointers, inside)
+
+
+@gluon.constexpr_function
+def bias_block(rows, columns):
+    """Return the block of a bias, as rows of keys."""
+    return RowBlock(rows, columns, columns, True)
+
+
+@gluon.jit
+def copy_bias(shared, head, start_q, start_k, M: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr):
+    """Fetch the bias `[M, N]` of queries `start_q ...` and keys `start_k ...`: 0 past the ends of both."""
+    BLOCK: gl.constexpr = bias_block(M, N)
+    own = source_of(Rows(head.bias.start + start_k, head.bias.query_stride), BLOCK, WARPS)
+    copy_rows(shared, own, start_q, 0, head.place.length_q, BLOCK, True, WARPS, head.place.length_k - start_k)
 
 
 @gluon.jit

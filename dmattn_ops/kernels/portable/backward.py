@@ -8,6 +8,7 @@ an element, a kernel of its own sums it (`dbias.py`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +25,7 @@ from dmattn_ops.kernels.portable.arguments import (
     row_strides,
     shape_of,
 )
-from dmattn_ops.kernels.portable.dbias import gradient_of_bias, room_for_bias
+from dmattn_ops.kernels.portable.dbias import broadcast_dbias, gradient_of_bias, room_for_bias
 from dmattn_ops.kernels.portable.keys import keys_kernel
 from dmattn_ops.kernels.portable.queries import queries_kernel
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
@@ -46,7 +47,8 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: PortableBackwar
     room = room_for_bias(call, grads.dbias, size)
     _launch_keys(call, arguments, size, grads, room.key_sums, aligned, config)
     _launch_queries(call, arguments, size, grads.dq, room.scores, aligned, config)
-    gradient_of_bias(call, arguments, size, grads.dbias, room, aligned, config)
+    shared = partial(broadcast_dbias, call, arguments, size, aligned=aligned, config=config)
+    gradient_of_bias(call, grads.dbias, room, shared)
 
 
 def _launch_keys(

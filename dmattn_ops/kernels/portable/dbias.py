@@ -6,6 +6,7 @@ with a query dimension, each program computes one block of dbias: it recomputes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from dmattn_ops.kernels.portable.arguments import (
     ROW_TENSORS,
     UNSPECIALIZED,
     Extent,
+    Shape,
     broadcast_stride,
     ceil_div,
     extent,
@@ -151,22 +153,14 @@ def room_for_bias(call: Call, dbias: Tensor | None, size: Extent) -> BiasRoom:
     return BiasRoom(None, dbias)
 
 
-def gradient_of_bias(
-    call: Call,
-    arguments: dict[str, Any],
-    size: Extent,
-    dbias: Tensor | None,
-    room: BiasRoom,
-    aligned: bool,
-    config: PortableBackward,
-) -> None:
-    """Write what is left of dbias once the other gradients are there."""
+def gradient_of_bias(call: Call, dbias: Tensor | None, room: BiasRoom, broadcast: Callable[[Tensor], None]) -> None:
+    """Write what is left of dbias once the other gradients are there; `broadcast` computes one that is shared."""
     if dbias is None or room.scores is not None:
         return
     if room.key_sums is not None:
         computed(add_key_sums if call.options.batch_invariant else reduce_key_sums, room.key_sums, dbias)
     else:
-        broadcast_dbias(call, arguments, size, dbias, aligned, config)
+        broadcast(dbias)
 
 
 def reduce_key_sums(key_sums: Tensor, dbias: Tensor) -> Tensor:
@@ -229,18 +223,34 @@ def broadcast_dbias(
     call: Call, arguments: dict[str, Any], size: Extent, dbias: Tensor, aligned: bool, config: PortableBackward
 ) -> None:
     """Write dbias `[B|1, H|Hkv|1, Sq, Sk]`: a program for each of its blocks."""
+    launch_blocks(
+        dbias_kernel,
+        call,
+        arguments,
+        size,
+        dbias,
+        shape=shape_of(call, config.dq_block_m, config.dq_block_n, aligned),
+        num_warps=config.dq_num_warps,
+        num_stages=1,
+    )
+
+
+def launch_blocks(
+    kernel: Any, call: Call, arguments: dict[str, Any], size: Extent, dbias: Tensor, shape: Shape, **options: Any
+) -> None:
+    """Launch a kernel that takes the arguments of `dbias_kernel`, a program for each block of dbias of a `shape`."""
     mask = call.mask
-    blocks = ceil_div(size.seqlen_q, config.dq_block_m)
-    key_blocks = ceil_div(size.seqlen_k, config.dq_block_n)
+    blocks = ceil_div(size.seqlen_q, shape.block_m)
+    key_blocks = ceil_div(size.seqlen_k, shape.block_n)
     programs = blocks * key_blocks * dbias.shape[0] * dbias.shape[1]
     if programs == 0:
         return
     lists = list_arguments(mask.row_tiles, mask.row_bits, size.heads)
     states = None if mask.row_tiles is None else mark_tiles(mask.row_tiles, ceil_div(size.seqlen_k, _TILE))
-    wanted = dbias_kernel.arg_names
+    wanted = kernel.arg_names
     given = {name: value for name, value in (arguments | lists).items() if name in wanted}
     launch(
-        dbias_kernel,
+        kernel,
         (programs,),
         **given,
         dbias=dbias,
@@ -256,8 +266,7 @@ def broadcast_dbias(
         key_blocks=key_blocks,
         dbias_heads=dbias.shape[1],
         batches=size.batch if dbias.shape[0] == 1 else 1,
-        shape=shape_of(call, config.dq_block_m, config.dq_block_n, aligned),
+        shape=shape,
         features=features_of(call, mask.row_tiles),
-        num_warps=config.dq_num_warps,
-        num_stages=1,
+        **options,
     )

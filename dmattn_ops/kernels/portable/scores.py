@@ -21,6 +21,7 @@ from dmattn_ops.kernels.portable.places import head_rows
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LARGE = tl.constexpr(268435456.0)  # 2 ** 28
+HUGE = tl.constexpr(1e38)
 
 
 class Factors(NamedTuple):
@@ -152,6 +153,13 @@ def row_units(peak, unit):
 
 
 @triton.jit
+def natural_units(peak):
+    """Return the factor of each row's scores in natural units, as `row_units` does; 1 where twice a score may be infinite."""
+    size = tl.abs(peak)
+    return tl.where(size < LARGE / LOG2E, LOG2E, tl.where(size < HUGE, 2.0, 1.0))
+
+
+@triton.jit
 def least_peak(unit):
     """Return a product below all others, of which the product with any of a row's units is finite."""
     return -1.7e38 / tl.maximum(unit, 1.0)
@@ -166,6 +174,10 @@ def lse_terms(peak, total, unit, NATURAL: tl.constexpr):
     empty = total == 0.0
     log_total = tl.log2(tl.where(empty, 1.0, total))
     if NATURAL:
+        top = tl.fma(peak, LOG2E, 0.0)
+        log_total -= tl.where(
+            tl.abs(peak) < LARGE / LOG2E, tl.fma(peak, LOG2E, -top), 0.0
+        )  # relative to the peak itself
         rest = log_total * LN2
         lse = peak + rest
         tail = (peak - lse) + rest

@@ -13,11 +13,11 @@ import triton.language as tl
 from dmattn_ops.kernels.portable.places import head_offset
 from dmattn_ops.kernels.portable.scores import (
     LN2,
-    LOG2E,
     capped,
     least_peak,
     log2_unit,
     lse_terms,
+    natural_units,
     row_units,
 )
 from dmattn_ops.kernels.sinks import share_of_keys
@@ -26,7 +26,7 @@ from dmattn_ops.kernels.sinks import share_of_keys
 class Softmax(NamedTuple):
     """The running softmax of a block of queries.
 
-    `peak` is the largest score in natural units, or the largest product; then `base` is what exponents are relative to
+    `peak` is the largest score in natural units, or the largest product; `base` is what exponents are relative to
     (`scores.row_units`).
     """
 
@@ -89,17 +89,14 @@ def scores_of(products, added, factors, features: tl.constexpr):
 def weights_of(score, peak, base, unit, features: tl.constexpr):
     """Return the weights of a block of scores; `peak` and `base` are those of the rows so far."""
     new_peak = tl.maximum(peak, tl.max(score, 1))
+    units = natural_units(new_peak) if features.natural else row_units(new_peak, unit)
+    new_base = tl.fma(new_peak, units, 0.0)  # rounded by itself: not as a part of the difference below
+    finite = new_base
     if features.natural:
-        # A row whose scores are all -inf so far has a peak of -inf; subtracting that from -inf would give NaN.
-        finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        p = tl.exp2((score - finite[:, None]) * LOG2E)
-        shrink = tl.exp2((peak - finite) * LOG2E)
-        new_base = base
-    else:
-        units = row_units(new_peak, unit)
-        new_base = tl.fma(new_peak, units, 0.0)  # rounded by itself: not as a part of the difference below
-        p = tl.exp2(tl.fma(score, units[:, None], new_base[:, None] * -1.0))
-        shrink = tl.exp2(base - new_base)
+        # A row whose scores are all -inf so far has a base of -inf; subtracting that from -inf would give NaN.
+        finite = tl.where(new_base == float("-inf"), 0.0, new_base)
+    p = tl.exp2(tl.fma(score, units[:, None], finite[:, None] * -1.0))
+    shrink = tl.exp2(base - finite)
     return Weights(p, shrink, new_peak, new_base)
 
 

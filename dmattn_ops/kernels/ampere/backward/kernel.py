@@ -17,7 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from dmattn_ops.kernels.ampere.backward.finish import add_to_sums, first_sum
+from dmattn_ops.kernels.ampere.backward.order import await_turn, pass_turn, turn_of
 from dmattn_ops.kernels.ampere.copies import (
+    copy_bias,
     copy_numbers,
     copy_rows,
     keep_rows,
@@ -69,6 +71,7 @@ from dmattn_ops.kernels.portable.visibility import (
 
 # Heads whose blocks are computed at the same time: L2 then holds what they walk. 4 of 16 heads of 16384: 8.47 ms, all 8.92.
 ABREAST = gl.constexpr(4)
+ABREAST_IN_ORDER = gl.constexpr(16)  # the fewer, the more blocks of a head wait for each other
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -81,6 +84,8 @@ class Traits(Constants):
     query_stages: int  # buffers of queries, 1 or 2
     grad_stages: int  # and of gradients of out
     same_strides: bool  # rows of queries and of these gradients are as far apart: addresses take the registers of one
+    bias_tiles: bool  # a bias with queries is copied to shared memory, into the buffer of P before that is made
+    ordered: bool  # additions to dq have a fixed order (`order.py`)
 
 
 class Buffers(NamedTuple):
@@ -93,7 +98,7 @@ class Buffers(NamedTuple):
     delta: Any  # [stages of grad_out, queries]
     k: Any  # [keys, columns]
     v: Any  # [keys, columns of values]
-    p: Any  # [queries, keys]
+    p: Any  # [queries, keys]; until a step makes it, the bias of the step where that comes in tiles
     ds: Any
 
 
@@ -104,6 +109,7 @@ class Queries(NamedTuple):
     grad_out: Any  # copies.Source
     statistics: Any  # primitives.Statistics
     dq: Any  # where the sums of the first one lie
+    turns: Any  # a counter for each step of queries, or None
     dbias: Any  # scores.Bias, or None where dS is not written
     met: Any  # those that the owned keys may meet
 
@@ -212,7 +218,9 @@ def gather(
     own_queries = start + gl.arange(0, M, layout=ROW)
     scores, slope = capped(scores, head.factors, features)
     added = keys.bias
-    if features.bias == "full":
+    if T.bias_tiles:
+        added = buffers.p.load(SCORES).to(gl.float32)
+    elif features.bias == "full":
         added = load_bias(head, own_queries, keys.rows, False, PARTIAL)
     p = probabilities(scores, added, head.factors, log_sum[:, None], log_rest[:, None], features.natural)
     if PARTIAL:
@@ -238,12 +246,19 @@ def gather(
         ds *= slope
     buffers.ds.store(ds.to(dtype))
     dv = product(buffers.p.permute([1, 0]), grad_out, sums.dv, M, KEYS)
+    if T.bias_tiles:
+        copy_bias(buffers.p, head, next_start, keys.start, M, N, WARPS)
+        async_copy.commit_group()
     if T.grad_stages == 1:
         fetch_gradients(buffers, 0, queries, next_start, length, shape, PARTIAL)
     if not CAREFUL:
         dq = product(buffers.ds, buffers.k, gl.zeros([M, HEAD], gl.float32, layout=QUERIES), N, QUERIES)
+        if T.ordered:
+            await_turn(queries.turns + start // M, turn_of(start, keys.start, head.mask.lo, N))
         # Also in rows behind the end, which have room and are not read.
         add_to_sums(queries.dq + start.to(gl.int64) * HEAD, dq, M, HEAD, T.query_warps, WARPS // T.query_warps)
+        if T.ordered:
+            pass_turn(queries.turns + start // M)
     dk = product(buffers.ds.permute([1, 0]), q, sums.dk, M, KEYS)
     if T.query_stages == 1:
         fetch_queries(buffers, 0, queries, next_start, length, shape, PARTIAL)
@@ -259,6 +274,8 @@ def gather_head(
     length = head.place.length_q
     if steps.count > 0:
         start = start_of(steps, 0, shape.block_m, features, True)
+        if T.bias_tiles:
+            copy_bias(buffers.p, head, start, keys.start, shape.block_m, shape.block_n, gl.num_warps())
         fetch_queries(buffers, 0, queries, start, length, shape, True)
         fetch_gradients(buffers, 0, queries, start, length, shape, True)
         for number in range(steps.n_partial):
@@ -306,7 +323,7 @@ def seen_by_head(walk, keys, shape: gl.constexpr, features: gl.constexpr, LAYOUT
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def backward_kernel(
-    query, key, value, bias, grad_out, log_sum, log_rest, delta, dq_sums, dk, dv, dbias, key_sums, tiles, bits,
+    query, key, value, bias, grad_out, log_sum, log_rest, delta, dq_sums, turns, dk, dv, dbias, key_sums, tiles, bits,
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
     dk_b, dk_s, dk_h, dv_b, dv_s, dv_h, dbias_b, dbias_h, dbias_q, dbias_k,
@@ -317,8 +334,9 @@ def backward_kernel(
 ):  # fmt: skip
     """Write dk and dv of one block of keys of one key head, add to dq, and write what is asked for of the bias.
 
-    `tiles` are those of keys, `bits` those of queries. `dq_sums` `[B, H, dq_rows, columns]` are 0 at first (`finish.py`). The sums
-    of dS over the queries go into `key_sums` `[B, H, Sk]`, and dS itself into `dbias`, unless these are None.
+    `tiles` are those of keys, `bits` those of queries. `dq_sums` `[B, H, dq_rows, columns]` are 0 at first (`finish.py`), and so
+    are `turns` `[B, H, dq_rows / M]`, which are None unless additions to them have an order. The sums of dS over the queries go
+    into `key_sums` `[B, H, Sk]`, and dS itself into `dbias`, unless these are None.
     """
     WARPS: gl.constexpr = gl.num_warps()
     SCORES: gl.constexpr = products(T.score_warps, WARPS // T.score_warps)
@@ -350,7 +368,8 @@ def backward_kernel(
         Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
         Factors(ratio, factor),
     )
-    place, start_k = program_of(longest_first(blocks, ABREAST), lanes(), blocks, lengths, lists, shape, features, True)
+    program = longest_first(blocks, ABREAST_IN_ORDER if T.ordered else ABREAST)
+    place, start_k = program_of(program, lanes(), blocks, lengths, lists, shape, features, True)
     if start_k >= place.length_k:
         return
 
@@ -418,6 +437,7 @@ def backward_kernel(
                     ),
                     statistics_of(log_sum, log_rest, delta, every_head * seqlen_q + place.q_begin),
                     sums_of_head,
+                    None if turns is None else turns + every_head * (dq_rows // M),
                     head_dbias,
                     walk.met,
                 )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from dmattn_ops.call import TILE, Call, Gradients, Saved, Takes, is_pairwise, mappable, rows_are_aligned
+from dmattn_ops.call import TILE, Call, Gradients, Saved, Takes, mappable, rows_are_aligned
 from dmattn_ops.choice.configurations import AmpereBackward
-from dmattn_ops.kernels.ampere.arguments import LEAST_COLUMNS, common_refusals, far_apart
+from dmattn_ops.kernels.ampere.arguments import LEAST_COLUMNS, bias_comes_in_tiles, common_refusals, far_apart
 from dmattn_ops.kernels.ampere.backward.finish import finish_kernel
 from dmattn_ops.kernels.ampere.backward.kernel import Traits, backward_kernel
+from dmattn_ops.kernels.ampere.dbias import broadcast_dbias
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.portable.arguments import (
     Extent,
@@ -32,8 +35,12 @@ FINISHED_ROWS = 64  # rows of dq that a program writes
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why the kernels don't take a request; empty where they do."""
-    unordered = ["adds up dq in any order, which is not deterministic"] if call.options.deterministic else []
-    return unordered + common_refusals(call)
+    reasons = []
+    if call.options.deterministic and (call.mask.kind != "none" or call.varlen is not None):
+        reasons.append(
+            "adds up dq in any order where there is a mask or sequences are packed, which is not deterministic"
+        )
+    return reasons + common_refusals(call)
 
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: AmpereBackward) -> None:
@@ -52,12 +59,16 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: AmpereBackward)
     batch = arguments["delta"].shape[0]
     dq_sums = workspace(call.query, batch, size.heads, dq_rows, padded(call.query.shape[-1], LEAST_COLUMNS))
     computed(Tensor.zero_, dq_sums)
-    arguments |= {"dq_sums": dq_sums, "dq_rows": dq_rows}
+    turns = None
+    if call.options.deterministic:
+        turns = workspace(call.query, batch, size.heads, dq_rows // config.block_m, dtype=torch.int32)
+        computed(Tensor.zero_, turns)
+    arguments |= {"dq_sums": dq_sums, "turns": turns, "dq_rows": dq_rows}
     _launch_keys(call, arguments, size, grads, room, config)
     _launch_finish(call, arguments, size, grads.dq, config)
-    assert config.dbias is not None
-    of_bias = config.dbias.for_call(True, is_pairwise(call.bias, call.options))
-    gradient_of_bias(call, arguments, size, grads.dbias, room, True, of_bias)
+    assert config.shared_bias is not None
+    shared = partial(broadcast_dbias, call, arguments, size, config=config.shared_bias)
+    gradient_of_bias(call, grads.dbias, room, shared)
 
 
 def _launch_keys(
@@ -91,6 +102,8 @@ def _launch_keys(
             config.query_stages,
             config.grad_stages,
             call.query.stride(-3) == grads.grad_out.stride(-3),
+            bias_comes_in_tiles(call),
+            call.options.deterministic,
         ),
         num_warps=config.num_warps,
     )

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from dmattn_ops.kernels.ampere.copies import (
+    copy_bias,
     copy_rows,
     keep_rows,
     products,
@@ -66,6 +67,7 @@ class Traits(Constants):
     """What the kernel is compiled for besides blocks and features."""
 
     same_strides: bool  # rows of keys and of values are as far apart: addresses of both take the registers of one
+    bias_tiles: bool  # a bias with queries is copied to shared memory as keys are
 
 
 class Buffers(NamedTuple):
@@ -74,6 +76,7 @@ class Buffers(NamedTuple):
     q: Any  # [queries, columns]
     k: Any  # [keys, columns]
     v: Any  # [keys, columns of values]
+    bias: Any  # [queries, keys], or None
 
 
 class Queries(NamedTuple):
@@ -201,6 +204,8 @@ def attend(
     ahead = start_of(steps, number + 1, N, features, PARTIAL)
     async_copy.wait_group(0)  # Triton puts a barrier of the block behind it
     copy_rows(buffers.v, keys.value, start, met.begin, met.end, VALUE_ROWS, PARTIAL, WARPS)
+    if buffers.bias is not None:
+        copy_bias(buffers.bias, head, queries.start, start, M, N, WARPS)
     async_copy.commit_group()
     found = multiply(buffers.q, buffers.k, M, N, whole_slices(KEY_ROWS.width), LAYOUT)
     async_copy.wait_group(0)
@@ -210,7 +215,9 @@ def attend(
     added = 0.0
     if features.bias == "key":
         added = load_key_bias(head, own_keys)[None, :]
-    if features.bias == "full":
+    if buffers.bias is not None:
+        added = buffers.bias.load(LAYOUT).to(gl.float32)
+    elif features.bias == "full":
         added = load_bias(head, queries.rows, own_keys, False, PARTIAL)
     score = scores_of(found, added, head.factors, features)
     if PARTIAL:
@@ -298,10 +305,14 @@ def forward_kernel(
     FIRST: gl.constexpr = first_part(shape.value_dim, shape.padded_value)
     SECOND: gl.constexpr = second_part(shape.value_dim, shape.padded_value)
     dtype: gl.constexpr = query.dtype.element_ty
+    bias_tile = None
+    if T.bias_tiles:
+        bias_tile = gl.allocate_shared_memory(dtype, [shape.block_m, shape.block_n], shared_rows(shape.block_n))
     buffers = Buffers(
         gl.allocate_shared_memory(dtype, [shape.block_m, QUERY_ROWS.padded], shared_rows(QUERY_ROWS.padded)),
         gl.allocate_shared_memory(dtype, [shape.block_n, KEY_ROWS.padded], shared_rows(KEY_ROWS.padded)),
         gl.allocate_shared_memory(dtype, [shape.block_n, VALUE_ROWS.padded], shared_rows(VALUE_ROWS.padded)),
+        bias_tile,
     )
     own = source_of(
         rows_of(query, query_b, query_s, query_h, place.batch, place.head, place.q_begin), QUERY_ROWS, WARPS

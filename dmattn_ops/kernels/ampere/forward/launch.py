@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dmattn_ops.call import Call, Result, Takes
 from dmattn_ops.choice.configurations import AmpereForward
-from dmattn_ops.kernels.ampere.arguments import LEAST_COLUMNS, common_refusals
+from dmattn_ops.kernels.ampere.arguments import LEAST_COLUMNS, bias_comes_in_tiles, common_refusals
 from dmattn_ops.kernels.ampere.forward.kernel import Traits, forward_kernel
 from dmattn_ops.kernels.portable.forward import forward_with
 
@@ -25,5 +25,6 @@ def refusals(call: Call) -> list[str]:
 
 def forward(call: Call, result: Result, config: AmpereForward) -> None:
     """Write out `[B, Sq, H, Dv]`, and lse, lse_tail and row_max `[B, H, Sq]` (packed: `[total_q, H, Dv]`, `[H, total_q]`)."""
-    traits = Traits(call.key.stride(-3) == call.value.stride(-3))
+    same_strides = call.key.stride(-3) == call.value.stride(-3)
+    traits = Traits(same_strides, config.bias_tiles and bias_comes_in_tiles(call))
     forward_with(forward_kernel, call, result, config, LEAST_COLUMNS, T=traits)
