@@ -27,8 +27,8 @@ from dmattn_ops.kernels.selection.order import ranks
 from dmattn_ops.launching.launch import computed, launch, workspace
 
 # Chunks and spans of positions by the longest row that they serve: chunks are sorted whole, and their begins search all before
-# them; one chunk needs no search. H200, 2026-11-26, 16384 positions in all, 16 heads, us: rows of 2048 in one chunk 41, in chunks of
-# 1024 and spans of 128 66; rows of 4096, 8192 and 16384 in chunks of 512 and spans of 64 56, 66 and 69, in those 75, 77 and 78.
+# them; one chunk needs no search. H200, 2026-11-26, 16384 positions in all, 16 heads, us: rows of 2048 in one chunk 41, in chunks
+# of 1024 and spans of 128 66; rows of 4096, 8192 and 16384 in chunks of 512 and spans of 64 56, 66 and 69, in those 75, 77 and 78.
 CUTS = ((1 << 10, 1024, 64), (1 << 11, 2048, 64), (1 << 14, 512, 64), (1 << 16, 1024, 128), (1 << 18, 2048, 128))
 LONGEST_CUT = (4096, 128)
 LONGEST_ROW = 1 << 24  # a chunk's begin searches 4096 runs; positions leave keys room for a bit
