@@ -72,7 +72,7 @@ docs: $(DOCS_READY) ## build the documentation into build/docs; a broken link or
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 sweep: $(TEST_READY) ## compile every configuration and compare with the frozen tables, run the slow tests and random problems
-	$(PY) -m dmattn_ops.testing.sweep
+	$(PY) -m tests.tools.sweep
 	$(PY) -m pytest $(WORKERS) tests --ignore=tests/interpreter -m "slow and not gpu"
 	TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS) tests/interpreter -m slow
 	$(PY) -m dmattn_ops.testing --cases 2000 $(ARGS)
@@ -87,10 +87,10 @@ sanitize-thread: $(TEST_READY)
 	csrc/sanitize.sh thread $(PY) $(WORKERS) $(ARGS)
 
 memory-check: $(TEST_READY) ## run every kernel under compute-sanitizer on a GPU; results go to memory_check.json (20 minutes)
-	$(PY) -m dmattn_ops.testing.memory_check $(ARGS)
+	$(PY) -m tests.tools.memory_check $(ARGS)
 
 soak: $(TEST_READY) ## make calls of all kinds for 8 minutes, each checked; results go to soak.json
-	$(PY) -m dmattn_ops.testing.soak $(ARGS)
+	$(PY) -m tests.tools.soak $(ARGS)
 
 bench: $(READY) ## measure against the peers; results go to benchmarks/results
 	@$(PY) -c 'import pynvml' 2>/dev/null || echo "without nvidia-ml-py, clock and power are left out"
@@ -104,6 +104,7 @@ bench: $(READY) ## measure against the peers; results go to benchmarks/results
 	$(PY) benchmarks/bench_dynamic.py --minutes 30
 	$(PY) benchmarks/bench_intervals.py --minutes 30
 	$(PY) benchmarks/bench_trees.py
+	$(PY) benchmarks/bench_selection.py
 	$(PY) benchmarks/bench_transformers.py
 	$(PY) benchmarks/benchmark_bubble_reduction.py
 

@@ -244,8 +244,8 @@ def extensions() -> list[Extension]:
     return [
         Extension(
             "dmattn_ops.libdmattn",
-            sources=sorted(glob.glob("csrc/cpu/*.cpp")),
-            depends=[*sorted(glob.glob("csrc/cpu/*.h")), "setup.py"],
+            sources=sorted(glob.glob("csrc/*/*.cpp")),
+            depends=[*sorted(glob.glob("csrc/*/*.h")), "setup.py"],
             include_dirs=[str(TORCH.folder / "include")],
             library_dirs=[str(TORCH.folder / "lib")],
             libraries=["torch_cpu"],

@@ -5,6 +5,7 @@ from typing import Any
 
 from dmattn_ops.api.backend import BackendInfo, backend_info
 from dmattn_ops.api.explain import Explanation, explain
+from dmattn_ops.api.export import export_kernels
 from dmattn_ops.api.functions import flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func
 from dmattn_ops.api.mass import key_mass, selection_mass
 from dmattn_ops.dispatch import chosen, operators  # noqa: F401 - registered with torch when imported
@@ -24,6 +25,7 @@ __all__ = [
     "backend_info",
     "dynamic_mask",
     "explain",
+    "export_kernels",
     "flash_dmattn_func",
     "flash_dmattn_qkvpacked_func",
     "flash_dmattn_varlen_func",

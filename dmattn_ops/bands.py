@@ -107,7 +107,7 @@ def _less(hi: int, other: int) -> int:
 
 
 def visibility(is_causal: bool, causal_from: CausalFrom, window_size: Window) -> tuple[CausalFrom, Window]:
-    """Return where a causal condition is aligned and a window, in Python's integers; refuse what describes neither."""
+    """Return the alignment of a causal condition and the limits of a window as Python integers; refuse other values."""
     if not isinstance(is_causal, bool):
         require.flags(is_causal=is_causal)
     if isinstance(causal_from, str):
@@ -132,7 +132,7 @@ def visibility(is_causal: bool, causal_from: CausalFrom, window_size: Window) ->
 
 
 def _window_limit(side: str, limit: int | None) -> int | None:
-    """Return how far a window reaches to one side; refuse what is neither a number of keys nor None."""
+    """Return the reach of a window to one side; refuse what is neither a number of keys nor None."""
     if limit is None:
         return None
     limit = require.integer(f"window_size {side}", limit)

@@ -31,7 +31,7 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
 
 
 def exact_rows(dtype: torch.dtype) -> int:
-    """Return how many queries `alibi_of_keys` serves in one call, with slopes up to 1, whose inputs have this dtype."""
+    """Return the number of queries up to which `alibi_of_keys` is exact in this dtype, with slopes up to 1."""
     return {torch.float32: 1 << 9, torch.float64: 1 << 30}.get(dtype, 1 << 14)
 
 

@@ -82,13 +82,15 @@ class Mask(NamedTuple):
 
 
 MASK_TENSORS = Mask._fields[:-1]
+# Of a `TileMask` of chosen blocks, beside segments: their numbers [B|1, Hm, Sq, k], and [block, 0], whose shape is their size.
+CHOSEN_TENSORS = ("chosen", "block_keys")
 NO_MASK = Mask()
 
 
 class Takes(NamedTuple):
-    """What the kernels of a launcher take, declared in its module as `TAKES`; `dispatch` gives them nothing else."""
+    """The calls that a launcher takes, declared in its module as `TAKES`; `dispatch` gives it no others."""
 
-    masks: tuple[str, ...]  # kinds of masks, as `Mask.kind` names them; a kind that is not listed is refused
+    masks: tuple[str, ...]  # kinds of masks, as `Call.kind` names them; a kind that is not listed is refused
     sinks: bool = False  # False: they compute without sinks, and `dispatch.sinks` scales their outputs and gradients
     oldest: int = 0  # the oldest and the newest architecture that they run on, 90 for SM 9.0
     newest: int = 1000
@@ -116,6 +118,16 @@ class Used(NamedTuple):
     hi: int
 
 
+class Chosen(NamedTuple):
+    """The blocks of keys that queries name: block `n` holds keys from `n * block` on.
+
+    Query `i` sees key `j` iff `j // block` is among `indices[b, h, i]`, and segments of the mask and the band show it.
+    """
+
+    indices: Tensor  # int32 or int64 [B|1, Hm, Sq, k]; other numbers than those of blocks are none
+    block: int
+
+
 def dropout_threshold(dropout_p: float) -> int:
     """Return the integer, from 1 to 2^32, below which a random word of 32 bits drops its element; 0 without dropout."""
     return max(round(dropout_p * (1 << 32)), int(dropout_p > 0))
@@ -134,7 +146,7 @@ def dropout_scale(dropout_p: float) -> float:
 
 
 def float32_precision() -> str:
-    """Return how float32 products may be computed: "ieee", or "tf32" where the user allows it in torch."""
+    """Return the precision of float32 products: "ieee", or "tf32" where the user allows it in torch."""
     matmul = torch.backends.cuda.matmul
     allowed = getattr(matmul, "fp32_precision", None)  # since torch 2.9; reading the older name may then raise
     if allowed is None:
@@ -143,7 +155,7 @@ def float32_precision() -> str:
 
 
 class Demand(NamedTuple):
-    """What a choice depends on besides the architecture."""
+    """The sizes of a call that the choice of a kernel depends on, besides the architecture."""
 
     batch: int
     heads: int
@@ -170,7 +182,7 @@ INVARIANT_LENGTH = 2048
 
 
 class Call(NamedTuple):
-    """What forward and backward are asked alike."""
+    """The inputs that forward and backward have in common: tensors, mask and options."""
 
     query: Tensor
     key: Tensor
@@ -182,6 +194,14 @@ class Call(NamedTuple):
     varlen: Varlen | None
     options: Options
     used: Used | None = None  # in calls that kernels get, `dispatch/used.py` has made it part of the mask
+    chosen: Chosen | None = (
+        None  # beside segments of `mask` without lists; kernels of other masks get bits in its place
+    )
+
+    @property
+    def kind(self) -> str:
+        """The kind of its mask, as `Mask.kind` names it, or "chosen"."""
+        return self.mask.kind if self.chosen is None else "chosen"
 
     @property
     def demand(self) -> Demand:
@@ -204,7 +224,7 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a forward writes.
+    """The outputs of a forward, which it writes.
 
     `lse + lse_tail` is the logarithm of the sum of exp(score): `lse` alone, rounded to float32, cannot hold the logarithm of
     a sum beside a score of 1e9, and the backward needs probabilities that add up to 1 there too. A query without visible
@@ -218,7 +238,7 @@ class Result(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward knows of its forward. `lse` and `lse_tail` may be those of more keys than the call has."""
+    """The outputs of the forward that its backward reads. `lse` and `lse_tail` may be those of more keys than the call has."""
 
     out: Tensor
     lse: Tensor
@@ -238,7 +258,7 @@ class Gradients(NamedTuple):
 
 
 def bias_kind(bias: Tensor | None) -> str:
-    """Return how a bias meets a block: "none", a value per "key", or one per query and key ("full")."""
+    """Return the kind of a bias: "none", "key" (one value for each key), or "full" (one for each query and key)."""
     if bias is None:
         return "none"
     return "key" if bias.dim() == 2 or bias.shape[2] == 1 else "full"

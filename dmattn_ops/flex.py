@@ -99,7 +99,7 @@ def _require_prepared(mask: object) -> None:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many of each row's tiles are chosen, and their indices first, int32."""
+    """Return the number of chosen tiles of each row, and the indices of tiles, chosen ones first, both int32."""
     counts = chosen.sum(-1, dtype=torch.int32)
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return counts, order.to(torch.int32).contiguous()

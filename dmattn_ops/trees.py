@@ -157,7 +157,7 @@ def _sorted(rows: list[Tensor]) -> tuple[list[int], list[int]]:
 def _branches(
     rows: list[Tensor], order: list[int], shared: list[int], members: tuple[int, int], depth: int
 ) -> list[tuple[tuple[int, int], int]]:
-    """Return where sequences that are alike up to a depth branch, the last branch first: ranges of `order`, and the depth."""
+    """Return the branches of sequences that are alike up to a depth, the last one first: ranges of `order`, and the depth."""
     first, stop = members
     while first < stop and len(rows[order[first]]) == depth:  # these end here
         first += 1
@@ -168,7 +168,7 @@ def _branches(
 
 
 def _padding(length: int, pad_to: int | None) -> int:
-    """Return how many places of padding a tree of this length gets."""
+    """Return the number of padding positions that a tree of this length gets."""
     if pad_to is None:
         return 0
     [pad_to] = require.counts(pad_to=pad_to)

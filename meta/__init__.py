@@ -1,4 +1,4 @@
-"""What each operator returns: shape, dtype and strides, stated once for the fakes and for the launchers.
+"""The outputs of each operator: shape, dtype and strides, stated once for the fakes and for the launchers.
 
 Every function allocates uninitialised, contiguous tensors on its first tensor's device and asks nothing of that device.
 """
@@ -71,7 +71,7 @@ def ceil_div(size: int, divisor: int) -> int:
 
 
 def tile_records(seqlen: int) -> int:
-    """Return how many records a list of tiles has for `seqlen` positions: one for each tile, but at least two.
+    """Return the number of records that a list of tiles has for `seqlen` positions: one for each tile, but at least two.
 
     The second one of a short sequence is empty. A dimension that is 1 for some lengths only would be a special case to
     compilers and exporters: one graph more, or a range of lengths that ends at 128. Two and a number that is not negative,

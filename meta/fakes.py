@@ -94,7 +94,7 @@ def rank_ids(*arguments: Any) -> Tensor:
 
 
 def spread_lists(*arguments: Any) -> Tensor:
-    """Return which of `columns` lists `[..., slots]` name in their first `counts [...]` slots."""
+    """Return bool `[..., columns]` on a tensor without data: the columns that the first `counts [...]` of `[..., slots]` name."""
     read = schemas.SIGNATURES["spread_lists"].read(arguments)
     for name, tensor in (("counts", read.counts), ("indices", read.indices)):
         require.dtype(name, tensor, torch.int32)
@@ -148,7 +148,9 @@ def dense_call(name: str, arguments: tuple[Any, ...]) -> tuple[Call, Any]:
     validation.dense_tensors(query, key, value, read.bias, read.sink)
     options = schemas.options_of(read, query.shape[-1])
     call = Call(query, key, value, read.bias, schemas.mask_of(read), read.sink, read.seed, None, options)
-    call = call._replace(used=schemas.used_of(read))
+    call = call._replace(used=schemas.used_of(read), chosen=schemas.chosen_of(read))
+    if call.chosen is not None:
+        chosen.of_call(call)
     validation.dense_call(call)
     if "grad_out" in read._fields:
         batch, seqlen_q, heads, _ = query.shape
@@ -182,6 +184,8 @@ for _fake in (
     key_lifetimes, pack_intervals, rank_ids, spread_lists, pack_selection, selection_mass, key_mass,
 ):  # fmt: skip
     torch.library.register_fake(f"dmattn::{_fake.__name__}", _fake, lib=schemas.library)
-for _fake in (forward, backward, qkvpacked_forward, qkvpacked_backward):
-    _name = f"{_fake.__name__}.used"
+for _name, _fake in (
+    ("forward.used", forward), ("backward.used", backward), ("qkvpacked_forward.used", qkvpacked_forward),
+    ("qkvpacked_backward.used", qkvpacked_backward), ("forward.chosen", forward), ("backward.chosen", backward),
+):  # fmt: skip
     torch.library.register_fake(f"dmattn::{_name}", partial(_fake, name=_name), lib=schemas.library)

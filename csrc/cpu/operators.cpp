@@ -476,6 +476,20 @@ void used_operator(StableIValue* stack, uint64_t, uint64_t) {
   refuse_operator("attention to a part of the keys (seqlen_k_used)");
 }
 
+// Blocks of keys that queries name are refused: a mask of bits says the same, which `pack_selection` makes of them.
+template <bool backward>
+void chosen_operator(StableIValue* stack, uint64_t, uint64_t) {
+  Taken taken(stack);
+  Call call;
+  Given given;
+  if (backward) take_grads(taken, given);
+  for (int k = 0; k < 3; ++k) taken.tensor();
+  if (backward) take_saved(taken, given);
+  taken.tensor();  // chosen
+  call.take_dense(taken);
+  refuse_operator("attention to chosen blocks (chosen) without pack_selection");
+}
+
 bool python_runs() {
   const auto is_initialized = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "Py_IsInitialized"));
   return is_initialized && is_initialized();
@@ -501,6 +515,8 @@ extern "C" __attribute__((visibility("default"))) void dmattn_define_operators()
     kernels.impl("backward.used", used_operator<true, false>);
     kernels.impl("qkvpacked_forward.used", used_operator<false, true>);
     kernels.impl("qkvpacked_backward.used", used_operator<true, true>);
+    kernels.impl("forward.chosen", chosen_operator<false>);
+    kernels.impl("backward.chosen", chosen_operator<true>);
     kernels.impl("pack_selection", pack_selection_operator);
     kernels.impl("selection_mass", selection_mass_operator);
     kernels.impl("key_mass", key_mass_operator);
@@ -511,6 +527,7 @@ extern "C" __attribute__((visibility("default"))) void dmattn_define_operators()
     kernels.impl("rank_ids", rank_ids_operator);
     kernels.impl("spread_lists", spread_lists_operator);
     kernels.impl("mask_as_exported", mask_as_exported_operator);
+    dmattn_serve_plans("CUDA");
     return true;
   }();
 }

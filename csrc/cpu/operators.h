@@ -53,6 +53,9 @@ inline Tensor nothing(const Tensor& on) { return torch::stable::new_empty(on, st
   refuse("NotImplementedError: ", what, " needs Python and the package dmattn_ops: libdmattn.so alone does not have it");
 }
 
+// Of operators on a GPU (csrc/cuda/operators.cpp).
+extern "C" void dmattn_serve_plans(const char* key);
+
 // Of masks (mask_operators.cpp).
 void pack_mask_operator(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void pack_intervals_operator(StableIValue* stack, uint64_t inputs, uint64_t outputs);

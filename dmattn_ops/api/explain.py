@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from dmattn_ops.call import (
     TILE,
     UNBOUNDED,
     Call,
+    Chosen,
     Gradients,
     Mask,
     Options,
@@ -29,7 +30,7 @@ from dmattn_ops.call import (
 )
 from dmattn_ops.checks import require, validation, values
 from dmattn_ops.choice import arch as architectures
-from dmattn_ops.choice import resources
+from dmattn_ops.choice import chosen, resources
 from dmattn_ops.choice.arch import Arch
 from dmattn_ops.choice.choose import Choice
 from dmattn_ops.choice.epochs import Packing
@@ -91,7 +92,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What forward and backward would run; `str()` is readable."""
+    """The kernels that forward and backward would run, with reasons; `str()` is readable."""
 
     forward: Launch
     backward: Launch
@@ -171,7 +172,7 @@ def explain(
         varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal_from != "bottom_right")  # type: ignore[arg-type]
         call = _varlen_call(query, key, value, mask, bias, sink, varlen, given, (same_bits, batch_invariant))
     on = architectures.parse(arch, "arch") if arch is not None else architectures.forced()
-    all_used = used.in_mask(call)
+    all_used = call if call.chosen is not None else used.in_mask(call)
     return Explanation(
         _launch("forward", all_used, on, return_max),
         _launch("backward", all_used, on, False),
@@ -198,6 +199,12 @@ def _dense_call(
     band, scalars = arguments.read_numbers(*given)
     arguments.check_mask(mask, query, (1, batch), (1, heads_kv, heads), (1, seqlen_q), (seqlen_k,))
     band, part = arguments.used_keys(seqlen_k_used, query, seqlen_k, band)
+    if isinstance(mask, TileMask) and mask.chosen is not None and mask.block_keys is not None and part is None:
+        mask = mask.also(band)
+        options = _options(query, mask.band.limits(seqlen_q, seqlen_k), scalars, same_bits)
+        beside = NO_MASK._replace(q_segments=mask.q_segments, k_segments=mask.k_segments)
+        named = Chosen(mask.chosen, mask.block_keys.shape[0])
+        return Call(query, key, value, bias, beside, sink, None, None, options, chosen=named)
     parts, *limits = prepare.resolve(mask, band, seqlen_q, seqlen_k)
     options = _options(query, limits, scalars, same_bits)
     return Call(query, key, value, bias, parts, sink, None, None, options, part)
@@ -256,6 +263,11 @@ def _tensors(call: Call, needs_max: bool) -> tuple[Result, Saved, Gradients]:
 
 def _launch(direction: str, call: Call, on: Arch | None, needs_max: bool) -> Launch:
     device = architectures.current(call.query.device) if call.query.is_cuda else None
+    if call.chosen is not None:
+        physical = on or device
+        if physical is not None and not run.reasons_against_lists(direction, call, on):
+            return _gathered(direction, call, physical)
+        call = run.with_bits(call)
     packed, reasons = run.packing_of(direction, call, on or device, needs_max)
     is_kept_by_key = packed is not None or bool(reasons)
     call = run.with_start(call) if packed is None else _as_packed(call, packed)
@@ -284,8 +296,16 @@ def _launch(direction: str, call: Call, on: Arch | None, needs_max: bool) -> Lau
     )
 
 
+def _gathered(direction: str, call: Call, on: Arch) -> Launch:
+    """Return the launch of the kernels that gather the blocks that queries name."""
+    assert call.chosen is not None
+    tiles = chosen.forward_tiles if direction == "forward" else chosen.backward_tiles
+    configuration = asdict(tiles(call.demand, call.chosen.block, on))
+    return Launch("Gathered", "chosen", "Gathered", str(on), configuration, None, "", chosen.EVIDENCE, {}, None)
+
+
 def _notes(call: Call, choice: Choice) -> list[str]:
-    """Return what a batch-invariant call does otherwise."""
+    """Return a line that says how a batch-invariant call is computed; no lines for other calls."""
     if not call.options.batch_invariant:
         return []
     if choice.arch is None:
@@ -366,8 +386,10 @@ def _mask_text(call: Call) -> str:
         "segments": "listed 128 x 128 tiles; full ones without a test, partial ones by segment ids and band",
         "intervals": "an interval of queries for each key; tiles outside of the intervals of their keys are passed over,"
         " unless keys are packed",
+        "chosen": "blocks that queries name: those of neighbouring queries together, in float32 sums where gradients need them;"
+        f" as bits they would take {call.query.shape[1] * call.key.shape[1] // 4} bytes for each head and batch entry",
         "none": "none: the tiles inside the band, without lists",
-    }[call.mask.kind]
+    }[call.kind]
 
 
 def _diagonal(offset: int) -> str:
@@ -384,7 +406,7 @@ def _limits_text(place: str, lo: int, hi: int) -> str:
 def _band_text(call: Call) -> str:
     lo, hi = call.options.band_lo, call.options.band_hi
     limits = _limits_text("j", lo, hi)
-    shown = "" if call.mask.kind == "none" else " that the mask shows"
+    shown = "" if call.kind == "none" else " that the mask shows"
     if call.mask.at_most is not None and call.mask.at_most < call.key.shape[1]:
         shown += f", at most {call.mask.at_most} for each query"
     if call.used is not None:

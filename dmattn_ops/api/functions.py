@@ -9,79 +9,32 @@ above 256 the results are exact, but no kernel was made fast there).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from dmattn_ops.api import arguments, repeats
+from dmattn_ops.api import arguments, chosen, repeats
 from dmattn_ops.bands import CausalFrom, Window
 from dmattn_ops.call import Used, Varlen
 from dmattn_ops.checks import dtensors, require, validation, values
 from dmattn_ops.masks import prepare
-from dmattn_ops.masks.tile_mask import TileMask
+from dmattn_ops.masks.tile_mask import TileMask, as_bits
 from dmattn_ops.ops import autograd
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it since Python 3.11
 
 _SDPA = getattr(torch._C._nn, "scaled_dot_product_attention", None)  # as it is where nobody has replaced it
 _OPERATORS = {
     "forward": torch.ops.dmattn.forward.default,
     "forward.used": torch.ops.dmattn.forward.used,
+    "forward.chosen": torch.ops.dmattn.forward.chosen,
     "qkvpacked_forward": torch.ops.dmattn.qkvpacked_forward.default,
     "qkvpacked_forward.used": torch.ops.dmattn.qkvpacked_forward.used,
     "varlen_forward": torch.ops.dmattn.varlen_forward.default,
 }
 
 
-class _Keywords(TypedDict, total=False):
-    """What every function takes by name besides `return_lse` and `return_max`, which tell what is returned."""
-
-    is_causal: bool
-    causal_from: CausalFrom
-    window_size: Window
-    softmax_scale: float | None
-    softcap: float
-    dropout_p: float
-    deterministic: bool | None
-    batch_invariant: bool
-    sink: Tensor | None
-
-
-class _DenseKeywords(_Keywords, total=False):
-    """What functions of whole batches take by name as well."""
-
-    seqlen_k_used: Tensor | None
-
-
-@overload
-def flash_dmattn_func(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_DenseKeywords],
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_dmattn_func(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[False] = ..., **keywords: Unpack[_DenseKeywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_func(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[True], **keywords: Unpack[_DenseKeywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_func(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[True], **keywords: Unpack[_DenseKeywords],
-) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_func(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_DenseKeywords],
-) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_dmattn_func(
     query: Tensor,
     key: Tensor,
@@ -162,6 +115,11 @@ def flash_dmattn_func(
     given = (is_causal, causal_from, window_size, softmax_scale, softcap, dropout_p)
     band, scalars = arguments.read_numbers(*given)
     same_bits = arguments.switches(deterministic, return_lse, return_max, batch_invariant)
+    if isinstance(mask, TileMask) and mask.chosen is not None:
+        if seqlen_k_used is None:
+            call = chosen.call_of(query, key, value, mask, bias, sink, band, (*scalars, same_bits))
+            return _call("forward.chosen", *call, return_lse, return_max, batch_invariant)
+        mask = as_bits(mask)
     call = None
     plain = bias is None and sink is None and seqlen_k_used is None and dropout_p == 0.0
     if plain and not is_compiling() and not _is_replaced():
@@ -190,31 +148,6 @@ def flash_dmattn_func(
     return result
 
 
-@overload
-def flash_dmattn_qkvpacked_func(
-    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_DenseKeywords],
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_dmattn_qkvpacked_func(
-    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[False] = ..., **keywords: Unpack[_DenseKeywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_qkvpacked_func(
-    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[True], **keywords: Unpack[_DenseKeywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_qkvpacked_func(
-    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[True], **keywords: Unpack[_DenseKeywords],
-) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_qkvpacked_func(
-    qkv: Tensor, mask: Tensor | TileMask | None = ..., bias: Tensor | None = ...,
-    *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_DenseKeywords],
-) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_dmattn_qkvpacked_func(
     qkv: Tensor,
     mask: Tensor | TileMask | None = None,
@@ -269,36 +202,6 @@ def flash_dmattn_qkvpacked_func(
     return _dense("qkvpacked_forward", (qkv,), tensors, numbers, used, return_lse, return_max, batch_invariant)
 
 
-@overload
-def flash_dmattn_varlen_func(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
-) -> Tensor: ...  # fmt: skip
-@overload
-def flash_dmattn_varlen_func(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[False] = ..., **keywords: Unpack[_Keywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_varlen_func(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[False] = ..., return_max: Literal[True], **keywords: Unpack[_Keywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_varlen_func(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
-    *, return_lse: Literal[True], return_max: Literal[True], **keywords: Unpack[_Keywords],
-) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-@overload
-def flash_dmattn_varlen_func(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, mask: Tensor | None = ..., bias: Tensor | None = ...,
-    *, return_lse: bool = ..., return_max: bool = ..., **keywords: Unpack[_Keywords],
-) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_dmattn_varlen_func(
     query: Tensor,
     key: Tensor,

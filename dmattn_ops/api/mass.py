@@ -32,7 +32,7 @@ def selection_mass(
     lse: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
-    """Return how much attention each chosen block gets: what an indexer learns to predict. Has no gradient.
+    """Return the attention that each chosen block gets, which is what an indexer learns to predict. Has no gradient.
 
     For each number among the indices, the probabilities of the visible keys of its block, summed over these keys and over the
     query heads that share a key head. The probabilities of a query and head are those of attention under
@@ -89,7 +89,7 @@ def key_mass(
     lse: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
-    """Return how much attention each key gets from all queries: what H2O and SnapKV keep keys by. Has no gradient.
+    """Return the attention that each key gets from all queries, by which H2O and SnapKV keep keys. Has no gradient.
 
     The probabilities are those of `flash_dmattn_func` with the same arguments, without dropout and sinks, summed over the
     queries and over the query heads that share a key head. They are computed anew from query and key, in float32 (float64 for

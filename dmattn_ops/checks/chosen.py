@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from dmattn_ops import symbolic
-from dmattn_ops.call import TILE, UNBOUNDED
+from dmattn_ops import environment, symbolic
+from dmattn_ops.call import TILE, UNBOUNDED, Call
 from dmattn_ops.checks import require, validation
 from dmattn_ops.meta import ceil_div, lse_dtype
 
@@ -52,6 +53,22 @@ def _segments(indices: Tensor, q_segments: Tensor | None, k_segments: Tensor | N
         raise ValueError("k_segments must be a tensor where q_segments is one, got None")
 
 
+def of_call(call: Call) -> None:
+    """Refuse chosen blocks and other parts of a mask that do not fit the tensors of a dense call."""
+    assert call.chosen is not None
+    mask, (indices, block) = call.mask, call.chosen
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = call.query.shape, call.key.shape
+    beside = [name for name, part in mask._asdict().items() if part is not None and not name.endswith("segments")]
+    if beside:
+        raise ValueError(f"beside chosen a mask has q_segments and k_segments at most, got {', '.join(beside)}")
+    blocks(indices, mask.q_segments, mask.k_segments, block, seqlen_k)
+    require.sizes("chosen", indices, (1, batch), (1, heads_kv, heads), (seqlen_q,), (indices.shape[3],))
+    require.device("chosen", indices, call.query.device)
+    for name, part in (("q_segments", mask.q_segments), ("k_segments", mask.k_segments)):
+        if part is not None:
+            require.sizes(name, part, (1, batch), *((size,) for size in part.shape[1:]))
+
+
 def mass_of_selection(read: Any) -> None:
     """Refuse arguments of `selection_mass`, given by name, that do not belong together."""
     query, key, indices = read.query, read.key, read.indices
@@ -76,8 +93,14 @@ def row_sums(lse: Tensor | None, query: Tensor) -> None:
 
 
 def block_count(seqlen_k: int, block: int) -> int:
-    """Return how many blocks of `block` keys there are; the last one may be shorter."""
+    """Return the number of blocks of `block` keys; the last one may be shorter."""
     return ceil_div(seqlen_k, block)
+
+
+def in_range_if_asked(indices: Tensor, count: int) -> None:
+    """Refuse as `in_range` does where values on a GPU are to be checked (`DMATTN_CHECK=1`)."""
+    if not is_compiling() and type(indices) is Tensor and environment.checks():
+        in_range(indices, count)
 
 
 def in_range(indices: Tensor, count: int) -> None:

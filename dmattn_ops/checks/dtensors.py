@@ -21,7 +21,7 @@ def is_sharded(argument: Any) -> bool:
 
 
 def load_rules(*arguments: Any) -> None:
-    """Let the operators take DTensors, if one is among the arguments or in a tuple or list there."""
+    """Register the sharding rules of the operators, if a DTensor is among the arguments or in a tuple or list there."""
     for argument in arguments:
         if type(argument) is Tensor or argument is None:
             continue
@@ -34,7 +34,7 @@ def load_rules(*arguments: Any) -> None:
 
 
 def constants_beside(tensor: Tensor) -> AbstractContextManager[None]:
-    """Let plain tensors that are the same on all ranks (positions, zeros) meet this one, if it is a DTensor."""
+    """Return a context in which plain tensors, the same on all ranks (positions, zeros), may be combined with this DTensor."""
     if type(tensor) is Tensor or not is_sharded(tensor):
         return nullcontext()
     from torch.distributed.tensor.experimental import implicit_replication

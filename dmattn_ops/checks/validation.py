@@ -50,7 +50,7 @@ def dense_tensors(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 def dense_call(call: Call) -> None:
     """Refuse what does not fit the tensors of a dense call."""
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = call.query.shape, call.key.shape
-    if any(part is not None for part in call.mask[:-1]):
+    if call.chosen is None and any(part is not None for part in call.mask[:-1]):
         mask_tensors(call.mask, batch, heads, heads_kv, seqlen_q, seqlen_k, call.query.device)
     if call.used is not None:
         used_keys(call.used.lengths, call.query)

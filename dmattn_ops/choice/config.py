@@ -284,6 +284,9 @@ AMPERE_BACKWARD = tuple(
     for (sms, dim), (made, room, evidence) in _AMPERE_BACKWARD.items()
     for sm in sms
 )
+# Kernels that compute again what a NaN in hidden rows has spoilt (`kernels/portable/again.py`): seldom, so nothing is tuned
+AGAIN_FORWARD = PortableForward(64, 32, 4, 1)
+AGAIN_BACKWARD = PortableBackward(32, 32, 4, 1, 32, 32, 4, 1)
 FORWARD = (*HOPPER_FORWARD, *AMPERE_FORWARD, *_portable(0), *_LEGACY)
 # H200, 2026-11-23, bf16, S4096 H16 D128 full: B2 0.94 ms (four buffers 0.97), B4 1.75 ms (two steps of keys at once 3.36).
 _SHARED = HopperSharedBias(chunks=1, stages=3, heads_per_group=4)

@@ -1,4 +1,4 @@
-"""Whether keys are packed, into how many slots, and for how many heads at a time: from sizes alone.
+"""The decision whether keys are packed, into how many slots, and for how many heads at a time: from sizes alone.
 
 A mask that keeps at most `at_most` keys of each query, scattered over the sequence, has no empty 128 x 128 tile. But if
 queries are cut into epochs, the keys that one epoch sees fit into little more than `at_most` slots. Copied there side
@@ -115,7 +115,7 @@ def sizes_of(call: Call) -> Sizes:
 
 
 def epoch_by_sizes(sizes: Sizes) -> int:
-    """Return how many queries an epoch has, by the rule from sizes alone; 0 where packing is not expected to pay."""
+    """Return the number of queries in an epoch, by the rule from sizes alone; 0 where packing is not expected to pay."""
     if not pays(sizes):
         return 0
     group = sizes.heads // sizes.packed_heads
@@ -134,9 +134,10 @@ def offered_epochs(sizes: Sizes) -> tuple[int, ...]:
 
 
 def packing_for(call: Call, length: int | None = None) -> Packing | None:
-    """Return how the keys of a call that nothing speaks against are packed in epochs of `length`; None where it is 0.
+    """Return the packing of a call's keys in epochs of `length` queries; None where keys stay as they lie (`length` 0).
 
-    None as the length is that of the rule (`epoch_by_sizes`). As many slots as no sequence may have keys are not packed either.
+    Without a `length` it is that of the rule (`epoch_by_sizes`). Keys stay as they lie too where a head would get more slots
+    than a sequence may have keys. The caller has checked that nothing else speaks against packing.
     """
     sizes, demand = sizes_of(call), call.demand
     length = epoch_by_sizes(sizes) if length is None else length
@@ -153,7 +154,7 @@ def packing_for(call: Call, length: int | None = None) -> Packing | None:
 
 
 def epoch_length(seqlen_q: int, seqlen_k: int, at_most: int, band_hi: int, group: int) -> int:
-    """Return how many queries an epoch has: a multiple of 128. `group` query heads share one packed head.
+    """Return the number of queries in an epoch, a multiple of 128. `group` query heads share one packed head.
 
     About as many as keys are kept, since then as many keys are born in an epoch as it begins with: listed tiles are 1.14
     times the ideal (S 32k, 1024 kept; 1.19 with epochs twice as long). Longer epochs save copies, which weigh more where
@@ -182,7 +183,7 @@ def epochs(seqlen_q: int, seqlen_k: int, at_most: int, band_hi: int, length: int
 
 
 class Sizes(NamedTuple):
-    """What the estimate knows of a call; `packed_heads` are the heads of the packed copies."""
+    """The sizes of a call that the estimate reads; `packed_heads` are the heads of the packed copies."""
 
     batch: int
     heads: int

@@ -103,7 +103,7 @@ def backward_config(offered: config.Config, call: Call, saved: Saved, grads: Gra
 
 
 def _shares(offered: config.HopperBackward, call: Call) -> int:
-    """Return how many blocks of the SM 9.0 backward divide the queries that see the same keys: several where SMs would be idle.
+    """Return the number of SM 9.0 backward blocks that share the queries of the same keys: several where SMs would be idle.
 
     That is one, unless the time by the numbers of steps falls by a sixth: of the longest block, and of all blocks on all SMs.
     In float16 what one block makes may be infinite where the sum is not.

@@ -1,4 +1,4 @@
-"""What compiled kernels take of an SM: the frozen tables of `dmattn_ops.testing.sweep`, one for each swept Triton version.
+"""What compiled kernels take of an SM: the frozen tables of `tests/tools/sweep.py`, one for each swept Triton version.
 
 A row of `config.py` becomes several kernels, and each of them as many programs as there are specializations: kinds of mask,
 bias, dtype and so on. `Specialization` names one; the sweep compiles calls that have it, `explain` looks calls up by it.
@@ -34,7 +34,7 @@ _WIDTHS = {"hopper256": (64, 128, 256)}  # kernels that compile for several head
 
 
 class Usage(NamedTuple):
-    """What one compiled kernel takes; the columns of a table."""
+    """The resources that one compiled kernel takes; the columns of a table."""
 
     registers: int  # of a thread at launch: a warp-specialized kernel moves them afterwards
     spill_bytes: int  # of a thread
@@ -47,7 +47,7 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Specialization:
-    """What a compiled kernel depends on besides its row; `str()` names what is there, such as "causal bits dropout"."""
+    """The features that a kernel is compiled for, besides its row; `str()` lists those that are on, as "causal bits dropout"."""
 
     band: str = ""  # "", "causal" (a limit on the right alone), "window"
     mask: str = ""  # "", "bits", "segments", "key segments" (of keys alone), "intervals", "hidden intervals"
@@ -160,7 +160,7 @@ def table(triton: str) -> dict[str, Any]:
 
 
 def path(triton: str) -> Path:
-    """Return where the table of a Triton version lies."""
+    """Return the path of the table of a Triton version."""
     return TABLES / f"triton-{triton}.json"
 
 

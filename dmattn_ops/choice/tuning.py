@@ -72,7 +72,7 @@ class Shape:
 
     @property
     def demand(self) -> Demand:
-        """What a row is chosen by."""
+        """The sizes that a row is chosen by."""
         itemsize = getattr(torch, self.dtype).itemsize
         return Demand(self.batch, self.heads, self.seqlen_q, self.seqlen_k, self.dim, self.dim_v, itemsize)
 
@@ -138,7 +138,7 @@ def tuned_epoch(direction: str, call: Call, sizes: Sizes, own: int, at: str) -> 
 
 
 def epochs_text(length: int) -> str:
-    """Return how keys lie, in words, for a length of epochs."""
+    """Return words for a length of epochs, for lines that a user reads."""
     return f"in epochs of {length} queries" if length else "with keys as they lie"
 
 
@@ -166,7 +166,7 @@ def place(device: torch.device, on: Arch) -> str:
 
 
 def path() -> Path | None:
-    """Return where the cache lies, None where the environment names no folder and the user has no home."""
+    """Return the folder of the cache; None where the environment names no folder and the user has no home."""
     named = os.environ.get(FOLDER)
     if named:
         return Path(os.path.expanduser(named)) / "tuned.json"

@@ -17,13 +17,9 @@ from dmattn_ops.masks import layout
 
 def with_dropout_seed(query: Tensor, batch: int | None, attend: Callable[[], Any]) -> tuple[Any, Tensor]:
     """Call `attend` and return (its result, the seeds `[B, H]` that its dropout drew)."""
-    before = _generator_state(query)
-    result = attend()
-    after = _generator_state(query)
-    _set_generator_state(query, before)
-    seed = arguments.dropout_seed(query, batch)
-    _set_generator_state(query, after)
-    return result, seed
+    with torch.random.fork_rng([query.device] if query.is_cuda else []):
+        result = attend()
+    return result, arguments.dropout_seed(query, batch)  # drawn from the state that `attend` began with
 
 
 @torch.no_grad()
@@ -106,14 +102,3 @@ def varlen_weights(
 def _per_head(tensor: Tensor, heads: int) -> Tensor:
     own = tensor.shape[1]
     return tensor if own in (1, heads) else tensor.repeat_interleave(heads // own, dim=1)
-
-
-def _generator_state(like: Tensor) -> Tensor:
-    return torch.cuda.get_rng_state(like.device) if like.is_cuda else torch.get_rng_state()
-
-
-def _set_generator_state(like: Tensor, state: Tensor) -> None:
-    if like.is_cuda:
-        torch.cuda.set_rng_state(state, like.device)
-    else:
-        torch.set_rng_state(state)

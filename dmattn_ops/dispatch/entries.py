@@ -117,5 +117,5 @@ def _entries(call: Call) -> Iterator[_Entry]:
 
 
 def _of_entry(part: Tensor | None, number: int) -> Tensor | None:
-    """Return what a tensor `[B|1, ...]` holds of one entry, with a batch of 1."""
+    """Return the part of a tensor `[B|1, ...]` for one batch entry, with a batch of 1."""
     return part if part is None or part.shape[0] == 1 else part[number : number + 1]

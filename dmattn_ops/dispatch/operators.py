@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dmattn_ops import environment, meta
 from dmattn_ops.call import TILE, Call, Gradients, Mask, Result, Saved
-from dmattn_ops.checks import values
+from dmattn_ops.checks import chosen, values
 from dmattn_ops.dispatch import run, used
 from dmattn_ops.launching import plans
 from dmattn_ops.launching.recording import computed
@@ -70,7 +70,8 @@ def pack_mask(*arguments: Any) -> tuple[Tensor, ...]:
     outputs = fakes.pack_mask(*arguments)
     mask, q_segments, k_segments, *numbers = schemas.SIGNATURES["pack_mask"].fill(arguments)
     q_segments, k_segments = as_contiguous(q_segments), as_contiguous(k_segments)
-    launch_on(mask, run.pack_mask, mask, q_segments, k_segments, *numbers, *outputs)
+    launch = run.kernels_of_masks(mask.device).pack_mask
+    launch_on(mask, launch, mask, q_segments, k_segments, *numbers, *outputs)
     return outputs
 
 
@@ -78,7 +79,8 @@ def list_tiles(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute row_tiles and col_tiles of segments `[B|1, Sq]` and `[B|1, Hm, Sk]`."""
     outputs = fakes.list_tiles(*arguments)
     q_segments, k_segments, *numbers = schemas.SIGNATURES["list_tiles"].fill(arguments)
-    launch_on(k_segments, run.list_tiles, as_contiguous(q_segments), as_contiguous(k_segments), *numbers, *outputs)
+    launch = run.kernels_of_masks(k_segments.device).list_tiles
+    launch_on(k_segments, launch, as_contiguous(q_segments), as_contiguous(k_segments), *numbers, *outputs)
     return outputs
 
 
@@ -88,7 +90,9 @@ def key_lifetimes(*arguments: Any) -> tuple[Tensor, ...]:
     scores, documents, *numbers = schemas.SIGNATURES["key_lifetimes"].fill(arguments)
     if documents is not None and reads_values(documents):
         values.contiguous_runs("documents", documents)
-    launch_on(scores, run.lifetimes, as_rows(scores), as_contiguous(documents), *numbers, *outputs)
+    if scores.numel():
+        launch = run.kernels_of_lifetimes(scores.device).lifetimes
+        launch_on(scores, launch, as_rows(scores), as_contiguous(documents), *numbers, *outputs)
     return outputs
 
 
@@ -137,6 +141,9 @@ def check_values(call: Call) -> None:
     mask, options = call.mask, call.options
     if not reads_values(call.query):
         return
+    if call.chosen is not None:
+        chosen.in_range(call.chosen.indices, chosen.block_count(call.key.shape[1], call.chosen.block))
+        return
     if call.used is not None:
         values.used_keys(call.used.lengths, call.key.shape[1])
     if call.query.numel() == 0 or call.key.numel() == 0:
@@ -183,7 +190,7 @@ def _launch_backward(call: Call, read: Any, outputs: tuple[Tensor, ...]) -> None
         as_rows(read.grad_out), grad_lse, dq, dk, dv,
         None if of_bias is None else dbias, None if of_sink is None else dsink,
     )  # fmt: skip
-    launch_on(call.query, lambda: run.backward(for_kernels(call), saved, grads))
+    launch_on(call.query, lambda: run.backward(for_kernels(call, "backward"), saved, grads))
 
 
 def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -191,10 +198,10 @@ def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
     return call.bias if read.needs_dbias else None, call.sink if read.needs_dsink else None
 
 
-def for_kernels(call: Call) -> Call:
+def for_kernels(call: Call, direction: str = "forward") -> Call:
     """Return a call whose tensors kernels can walk: contiguous last dimensions, and lists, bits and segments without strides.
 
-    How many keys are used is part of its mask.
+    How many keys are used is part of its mask, and so are chosen blocks that the kernels for them do not take.
     """
     query, key, value = as_rows(call.query), as_rows(call.key), as_rows(call.value)
     bias = call.bias if call.bias is None else as_rows(call.bias)
@@ -204,7 +211,7 @@ def for_kernels(call: Call) -> Call:
     mask = Mask._make([*of_tiles, *intervals, call.mask.at_most])
     sink, seed = as_contiguous(call.sink), as_contiguous(call.seed)
     call = call._replace(query=query, key=key, value=value, bias=bias, mask=mask, sink=sink, seed=seed)
-    return used.in_mask(call)
+    return used.in_mask(call) if call.chosen is None else run.with_lists_or_bits(call, direction)
 
 
 def launch_on(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
@@ -258,7 +265,11 @@ def below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unplanned(operator: Callable[..., Any]) -> schemas.Planned:
-    return lambda *arguments: (operator(*arguments), None)
+    def call(*arguments: Any) -> tuple[Any, None]:
+        plans.refuse_export(operator.__name__, arguments[0])
+        return operator(*arguments), None
+
+    return call
 
 
 for _operator in (
@@ -267,8 +278,10 @@ for _operator in (
 ):  # fmt: skip
     _name = _operator.__name__
     schemas.implement(_name, plans.planned(below_autograd(_operator), schemas.SIGNATURES[_name]))
-for _operator in (forward, backward, qkvpacked_forward, qkvpacked_backward):
-    _name = f"{_operator.__name__}.used"
+for _name, _operator in (
+    ("forward.used", forward), ("backward.used", backward), ("qkvpacked_forward.used", qkvpacked_forward),
+    ("qkvpacked_backward.used", qkvpacked_backward), ("forward.chosen", forward), ("backward.chosen", backward),
+):  # fmt: skip
     _below = below_autograd(functools.partial(_operator, name=_name))
     schemas.implement(_name, plans.planned(_below, schemas.SIGNATURES[_name], _name))
 for _made_of in (pack_intervals, rank_ids, spread_lists):  # torch's operations, of which there is nothing to plan

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import environment
-from dmattn_ops.call import Call, Demand, Gradients, Result, Saved
+from dmattn_ops.call import Call, Demand, Gradients, Mask, Result, Saved
 from dmattn_ops.choice import arch, choose, config, epochs, resolve, tuning
 from dmattn_ops.choice.arch import Arch
 from dmattn_ops.choice.choose import Choice
 from dmattn_ops.dispatch import entries, sinks
-from dmattn_ops.launching.recording import computed
+from dmattn_ops.launching.recording import computed, do_not_repeat
 
 _FORWARD = {
     "ampere": "dmattn_ops.kernels.ampere.forward.launch",
@@ -40,13 +40,14 @@ _BACKWARD = {
     "reference": "dmattn_ops.kernels.reference",
 }
 PACKED = "dmattn_ops.kernels.epochs.attention"
+CHOSEN = "dmattn_ops.kernels.chosen.launch"
 LARGEST_MASS_DIM = 256  # of the Triton kernels of masses
 GPU_KERNELS = ("hopper", "hopper256", "portable")  # fastest first
 
 
 @cache
 def cpu_kernels() -> str:
-    """Return which kernels a CPU has: native where the extension was built, else reference, with one warning."""
+    """Return the name of the CPU's kernels: "native" where the library was built, else "reference", with one warning."""
     from dmattn_ops.kernels import native
 
     if native.available():
@@ -65,8 +66,8 @@ def offered(direction: str, call: Call, on: Arch | None = None, tuned: bool = Tr
         if reason:
             return [reason]
         launcher = _launcher(kernels[kernel])
-        if call.mask.kind not in launcher.TAKES.masks:
-            return [f"takes masks of the kinds {', '.join(launcher.TAKES.masks)}, not {call.mask.kind}"]
+        if call.kind not in launcher.TAKES.masks:
+            return [f"takes masks of the kinds {', '.join(launcher.TAKES.masks)}, not {call.kind}"]
         return launcher.refusals(call) if hasattr(launcher, "refusals") else []
 
     if not call.query.is_cuda and on is None:
@@ -142,7 +143,7 @@ def _with_config(choice: Choice, made: config.Config) -> Choice:
 def packing_of(
     direction: str, call: Call, on: Arch | None = None, needs_max: bool = False, tuned: bool = True
 ) -> tuple[epochs.Packing | None, list[str]]:
-    """Return how the keys of a call are packed, or every reason why they are not; neither where nothing is kept by key.
+    """Return the packing of a call's keys, or None and the reasons; no reasons where its mask keeps nothing by key.
 
     With `tuned`, the length of an epoch comes from the user's cache where it has one for such calls.
     """
@@ -177,6 +178,33 @@ def reasons_against_packing(call: Call, on: Arch | None, needs_max: bool = False
     return reasons
 
 
+def reasons_against_lists(direction: str, call: Call, on: Arch | None = None) -> list[str]:
+    """Return why the kernels that gather chosen blocks do not take a call, or are slower; empty where they run."""
+    if not call.query.is_cuda and on is None:
+        return ["a CPU computes them as bits"]
+    reason = _reason_against(CHOSEN, on or arch.physical(call.query.device))
+    return [reason] if reason else _launcher(CHOSEN).refusals(call, direction)
+
+
+def with_lists_or_bits(call: Call, direction: str) -> Call:
+    """Return a call of chosen blocks as it is, or with bits in their place where kernels of bits run it."""
+    if call.query.numel() == 0 or call.key.numel() == 0 or not reasons_against_lists(direction, call):
+        return call
+    do_not_repeat()  # what is below calls an operator
+    return with_bits(call)
+
+
+def with_bits(call: Call) -> Call:
+    """Return a call of chosen blocks with bits in their place."""
+    assert call.chosen is not None
+    (indices, block), mask, options = call.chosen, call.mask, call.options
+    limits = options.band_lo, options.band_hi
+    packed = torch.ops.dmattn.pack_selection(
+        indices, mask.q_segments, mask.k_segments, block, call.key.shape[1], *limits
+    )
+    return call._replace(mask=Mask(*packed), chosen=None)
+
+
 def first_packed(call: Call, packed: epochs.Packing) -> Call:
     """Return the call on packed keys that kernels get for the heads of the first pass."""
     return _launcher(PACKED).first_pass(call, packed)
@@ -198,6 +226,9 @@ def forward(call: Call, result: Result) -> None:
         for statistic in (result.lse, result.row_max):
             if statistic is not None:
                 statistic.fill_(-math.inf)
+        return
+    if call.chosen is not None:
+        _launcher(CHOSEN).forward(call, result)
         return
     tuning.record(call)
     run_forward(call, result, packing_of("forward", call, architecture_of(call), result.row_max is not None)[0])
@@ -230,6 +261,11 @@ def backward(call: Call, saved: Saved, grads: Gradients) -> None:
         for gradient in (grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink):
             if gradient is not None:
                 gradient.zero_()
+        return
+    if call.chosen is not None:
+        if grads.grad_lse is not None:
+            call, saved, grads = sinks.without_sink(call, saved, grads)
+        _launcher(CHOSEN).backward(call, saved, grads)
         return
     tuning.record(call)
     run_backward(call, saved, grads, packing_of("backward", call, architecture_of(call))[0])
@@ -285,43 +321,22 @@ def profile_line(choice: Choice, demand: Demand) -> str:
     )
 
 
-def pack_mask(
-    mask: Tensor,
-    q_segments: Tensor | None,
-    k_segments: Tensor | None,
-    seqlen_q: int,
-    band_lo: int,
-    band_hi: int,
-    row_tiles: Tensor,
-    col_tiles: Tensor,
-    row_bits: Tensor,
-    col_bits: Tensor,
-) -> None:
-    """Write the lists and bits of a dense mask, of segments and of a band, all of which must hold."""
-    launch = _mask_kernels(mask.device).pack_mask
-    launch(mask, q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles, row_bits, col_bits)
-
-
-def list_tiles(
-    q_segments: Tensor | None,
-    k_segments: Tensor,
-    seqlen_q: int,
-    band_lo: int,
-    band_hi: int,
-    row_tiles: Tensor,
-    col_tiles: Tensor,
-) -> None:
-    """Write the lists of segments inside a band."""
-    launch = _mask_kernels(k_segments.device).list_tiles
-    launch(q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles)
-
-
-def _mask_kernels(device: torch.device) -> ModuleType:
+def kernels_of_masks(device: torch.device) -> ModuleType:
+    """Return the module whose `pack_mask` and `list_tiles` write the lists and bits of masks on this device."""
     if device.type != "cuda":
         return _launcher(_FORWARD[cpu_kernels()])
     if arch.physical(device).sm < config.OLDEST_TRITON:
         return _launcher("dmattn_ops.kernels.reference")
     return _launcher("dmattn_ops.kernels.masks.launch")
+
+
+def kernels_of_lifetimes(device: torch.device) -> ModuleType:
+    """Return the module whose `lifetimes` writes which queries see each key of a dynamic mask on this device."""
+    if device.type != "cuda" and cpu_kernels() == "native":
+        return _launcher("dmattn_ops.kernels.native")
+    if device.type == "cuda" and arch.physical(device).sm >= config.OLDEST_TRITON:
+        return _launcher("dmattn_ops.kernels.selection.launch")
+    return _launcher("dmattn_ops.kernels.selection.reference")
 
 
 def kernels_of_chosen_blocks(device: torch.device) -> ModuleType | None:
@@ -332,7 +347,7 @@ def kernels_of_chosen_blocks(device: torch.device) -> ModuleType | None:
 
 
 def kernels_of_masses(query: Tensor) -> ModuleType:
-    """Return what computes the masses of attention for queries `[B, Sq, H, D]`."""
+    """Return the module that computes masses of attention for queries `[B, Sq, H, D]`."""
     is_taken = query.is_cuda and query.shape[-1] <= LARGEST_MASS_DIM
     if is_taken and arch.physical(query.device).sm >= config.OLDEST_TRITON:
         return _launcher("dmattn_ops.kernels.mass.launch")
@@ -352,24 +367,3 @@ def notes(direction: str, kernel: str, call: Call) -> list[str]:
 
 def _launcher(module: str) -> ModuleType:
     return import_module(module)
-
-
-def lifetimes(
-    scores: Tensor,
-    documents: Tensor | None,
-    keep: int,
-    keep_first: int,
-    keep_last: int,
-    is_causal: bool,
-    start: Tensor,
-    end: Tensor,
-) -> None:
-    """Write which queries see each key of a dynamic mask: `start <= i < end`."""
-    module = "dmattn_ops.kernels.selection.reference"
-    if scores.numel() == 0:
-        return
-    if scores.is_cuda and arch.physical(scores.device).sm >= config.OLDEST_TRITON:
-        module = "dmattn_ops.kernels.selection.launch"
-    elif not scores.is_cuda and cpu_kernels() == "native":
-        module = "dmattn_ops.kernels.native"
-    _launcher(module).lifetimes(scores, documents, keep, keep_first, keep_last, is_causal, start, end)

@@ -1,4 +1,4 @@
-"""That all ranks ask for the same, before anything waits for a rank that asks for something else.
+"""A check that all ranks make the same call, before any rank waits for one that makes another call.
 
 In eager mode every call compares a fingerprint of its arguments over the ranks: 8 bytes through the group's CPU backend
 (gloo), from host to host, beside the GPU. A group without one, as `init_process_group("nccl")` makes it, compares only arguments
@@ -97,7 +97,7 @@ def _fingerprint(function: str, texts: dict[str, str]) -> int:
 
 
 def _difference(function: str, gathered: list[dict[str, str]]) -> str:
-    """Return which argument differs, and how."""
+    """Return a message that names the first argument that differs between ranks, and its values."""
     for rank, texts in enumerate(gathered):
         if "refused" in texts:
             return f"{function} was refused on rank {rank} of the group: {texts['refused']}"

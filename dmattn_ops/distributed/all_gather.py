@@ -28,7 +28,7 @@ from dmattn_ops.distributed.pieces import (
 
 
 class Plan(NamedTuple):
-    """What is the same at every call with these sizes."""
+    """The plan of attention by all_gather, which is the same at every call with these sizes."""
 
     exchange: KeyExchange
     bias: BiasPlan

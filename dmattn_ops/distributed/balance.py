@@ -52,8 +52,9 @@ def dealt(work: list[float], size: int) -> tuple[int, ...]:
 
 def work_of_queries(mask: TileMask) -> Tensor:
     """Return a measure of the work of each query, float32 `[Sq]`."""
-    if mask.row_tiles is None:
+    parts = mask.mask
+    if parts.row_tiles is None:
         limits = mask.band.limits(mask.seqlen_q, mask.seqlen_k)
-        return mask_layout.keys_seen(mask.mask, *limits, mask.seqlen_q).sum((0, 1), dtype=torch.float32)
-    tiles = mask.row_tiles[..., 1:3].sum((0, 1, 3), dtype=torch.float32)
+        return mask_layout.keys_seen(parts, *limits, mask.seqlen_q).sum((0, 1), dtype=torch.float32)
+    tiles = parts.row_tiles[..., 1:3].sum((0, 1, 3), dtype=torch.float32)
     return tiles.repeat_interleave(TILE)[: mask.seqlen_q]

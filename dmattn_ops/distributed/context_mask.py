@@ -49,7 +49,7 @@ class ContextMask:
 
     @property
     def of_all_ranks(self) -> str:
-        """What the shares of all ranks have in common. The kinds of their parts may differ, and a rank may have none."""
+        """Text of what the shares of all ranks have in common. Kinds of parts may differ, and a rank may have none."""
         return f"ContextMask(method={self.method!r}, layout={self.layout!r}, {self.sight}, {self.spans})"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ContextMask:
@@ -59,7 +59,7 @@ class ContextMask:
 
 
 class Work(NamedTuple):
-    """What each rank computes of a call: rectangles, and for the ring how many of them belong to each of its steps."""
+    """The part of a call that a rank computes: rectangles, and for the ring how many of them belong to each step."""
 
     pieces: tuple[Piece, ...]
     per_step: tuple[int, ...]
@@ -378,7 +378,7 @@ def _lengths(
     seqlen_q: int | None,
     team: Team,
 ) -> tuple[int, int]:
-    """Return how many queries and keys this rank holds."""
+    """Return the numbers of queries and of keys that this rank holds."""
     if isinstance(mask, TileMask):
         for name, length in (("queries", mask.seqlen_q), ("keys", mask.seqlen_k)):
             if length % team.size:

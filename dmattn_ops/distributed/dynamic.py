@@ -194,12 +194,12 @@ def deaths_of_own_keys(
 
 
 def living(end: Tensor, owner: int, reader: int) -> Tensor:
-    """Return which keys of `owner`, whose deaths `[.., s]` are, the queries of `reader` see; it has a later part."""
+    """Return the keys of `owner`, bool `[.., s]`, that queries of `reader` see, whose part is later; `end` are their deaths."""
     return end > reader * end.shape[-1] if reader > owner else torch.zeros_like(end, dtype=torch.bool)
 
 
 def capacity(at_most: int, length: int) -> int:
-    """Return how many keys of one head and rank a later rank can need."""
+    """Return the largest number of keys of one head and rank that a later rank can need."""
     return min(at_most, length)
 
 
@@ -269,7 +269,7 @@ def _counted_fetch(end: Tensor, team: Team, at_most: int, batch: int, heads: int
 
 
 def _places(counts: Tensor, slots: int) -> Tensor:
-    """Return where rows that come by owner, sequence, head and position belong in `[B, heads, slots]`; on the host."""
+    """Return the places in `[B, heads, slots]` of rows that come by owner, sequence, head and position; on the host."""
     owners, batch, heads = counts.shape
     before = counts.cumsum(0) - counts  # slots that earlier owners fill
     line = torch.arange(batch * heads).view(1, batch, heads).expand(owners, -1, -1)

@@ -21,7 +21,7 @@ GATHER_ALL = 0.6  # the share of the keys of others that ranks need, from which 
 
 
 class KeyExchange(NamedTuple):
-    """What each rank needs: spans of the sequence of keys, ascending and apart, which lie behind each other in its buffer."""
+    """The keys that each rank needs: spans of the sequence, ascending and apart, which its buffer holds one after the other."""
 
     team: Team
     layout: Layout
@@ -39,12 +39,12 @@ class KeyExchange(NamedTuple):
         return sum(stop - first for first, stop in self.needed[self.team.rank])
 
     def received(self) -> int:
-        """Return how many keys this rank receives from others."""
+        """Return the number of keys that this rank receives from others."""
         own = sum(length for _, length in self._blocks(self.team.rank, self.team.rank))
         return self.length - own
 
     def place(self, key: int) -> int:
-        """Return where a key lies in this rank's buffer."""
+        """Return the place of a key in this rank's buffer."""
         before = 0
         for first, stop in self.needed[self.team.rank]:
             if first <= key <= stop:
@@ -112,7 +112,7 @@ class KeyExchange(NamedTuple):
         return sorted(found)
 
     def _local(self, key: int) -> int:
-        """Return where this rank holds a key."""
+        """Return the place of a key among those that this rank holds."""
         run = next(run for run in self._runs(self.team.rank) if run.origin <= key < run.origin + run.length)
         return run.local + key - run.origin
 

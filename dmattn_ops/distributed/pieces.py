@@ -73,7 +73,7 @@ class Numbers(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """What is visible in a piece, as an operator takes it."""
+    """The mask and band of a piece, as an operator takes them."""
 
     tensors: tuple[Tensor | None, ...]
     band_lo: int
@@ -100,7 +100,7 @@ def visible_by(mask: TileMask | None, band: Band, piece: Piece) -> Visible:
 
 
 class Statistics(NamedTuple):
-    """What is known of rows after some of their keys: out (in float32 or wider once parts were merged), the logarithm of the
+    """Results of rows over some of their keys: out (in float32 or wider once parts were merged), the logarithm of the
     sum of exp(score) as `lse + lse_tail`, and the largest score (empty where it is not asked for)."""
 
     out: Tensor

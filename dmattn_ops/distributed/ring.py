@@ -36,7 +36,7 @@ from dmattn_ops.distributed.team import Team, arrived, start_shift
 
 
 class RingPlan(NamedTuple):
-    """What is the same at every call with these sizes."""
+    """The plan of ring attention, which is the same at every call with these sizes."""
 
     team: Team
     bias: BiasPlan

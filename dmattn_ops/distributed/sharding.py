@@ -35,6 +35,7 @@ _DENSE: Axes = {
     **dict.fromkeys(("q_segments", "documents", "ids", "ranks"), (0, None)),
     **dict.fromkeys(("counts", "indices", "listed"), (0, 1)),
     "seqlen_k_used": (0, None),
+    "chosen": (0, 1),
     "qkv": (0, 3),
     "sink": (None, 0),
 }
@@ -114,10 +115,10 @@ def _choices(tensors: dict[str, Any], axes: Axes) -> list[_Choice]:
                 for name, placement in choices[0].placements.items()
             }
             choices.append(_Choice(axis, placements))
-    return choices if _heads_stay_together(tensors, axes, choices) else [each for each in choices if each.axis != HEADS]
+    return choices if _heads_stay_together(tensors, choices) else [each for each in choices if each.axis != HEADS]
 
 
-def _heads_stay_together(tensors: dict[str, Any], axes: Axes, choices: list[_Choice]) -> bool:
+def _heads_stay_together(tensors: dict[str, Any], choices: list[_Choice]) -> bool:
     """Return whether no rank can get a query head without its key head if heads may be split.
 
     DTensor combines the rules of all dimensions of a mesh, and redistributes to the combination that costs least. It is
@@ -160,7 +161,7 @@ def _products(sizes: list[int]) -> Iterator[int]:
 
 
 def _of_output(name: str, choice: _Choice, axes: Axes, read: Any) -> Placement:
-    """Return how an output arrives: split, whole, or, for the gradient of what all ranks share, as one part of a sum."""
+    """Return the placement of an output: split, whole, or one part of a sum (gradients of what all ranks share)."""
     asked_by = _ASKED_BY.get(name)
     if choice.axis is None or (asked_by is not None and not getattr(read, asked_by)):
         return Replicate()

@@ -71,7 +71,7 @@ class ToSequence(torch.autograd.Function):
 
 
 def own_heads(heads: int, team: Team) -> slice:
-    """Return which of the heads of a mask or a bias this rank computes: all where there is one for all."""
+    """Return the heads of a mask or a bias that this rank computes: all where there is one for all."""
     if heads == 1:
         return slice(None)
     if heads >= team.size:

@@ -22,7 +22,7 @@ _WHILE_COMPILING = (
 
 
 class ActsAsTensor:
-    """What an object needs to be used where code expects a bool mask `[B, 1, Sq, Sk]`, True where a key is visible.
+    """A base class for objects that are used where code expects a bool mask `[B, 1, Sq, Sk]`, True where a key is visible.
 
     Its methods, operators, indices and functions of torch make the tensor, each time anew. Whoever adds it to something means
     an additive mask: then it is 0 where a key is visible, and the least finite number elsewhere.

@@ -15,7 +15,7 @@ from dmattn_ops.nn import KeyScores
 
 
 class DynamicMask(nn.Module):
-    """What one attention layer keeps: its parameters score the keys, `keep` of which each query sees."""
+    """A part of one attention layer: its parameters score the keys, of which each query sees the best `keep`."""
 
     def __init__(
         self, heads: int, head_dim: int, keep: int, keep_first: int, keep_last: int, recency: float | None
@@ -74,7 +74,7 @@ def add_dynamic_masks(
 
 
 def _device_of(module: nn.Module) -> torch.device | str | int:
-    """Return where a module computes: of parameters that accelerate offloads to meta, its hook knows that."""
+    """Return the device that a module computes on. Where accelerate offloads its parameters to meta, its hook knows it."""
     held = next((part.device for part in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     if held.type != "meta":
         return held

@@ -66,12 +66,12 @@ class ForwardMask(ActsAsTensor):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the tensor that it stands for: bool."""
+        """The dtype of the tensor that it stands for: bool."""
         return torch.bool
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of its tensors."""
         return self._sized().device
 
     def _sized(self) -> Any:

@@ -24,7 +24,7 @@ _layers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from the keys that a cac
 
 
 class KeptLayer(CacheLayerMixin):
-    """What one attention layer with a dynamic mask keeps."""
+    """The cache of one attention layer with a dynamic mask."""
 
     is_sliding = False
 
@@ -88,11 +88,11 @@ class KeptLayer(CacheLayerMixin):
         return self.kept.attend_beside(parts, mask.padding, None, True, options)  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys a mask is made for, the new ones, and where they begin."""
+        """Return the number of keys that a mask is made for, which are the new ones, and the position of the first."""
         return query_length, self.seen
 
     def get_seq_length(self) -> int:
-        """Return how many positions there were."""
+        """Return the number of positions that were stored so far, those that were dropped included."""
         return self.seen
 
     def get_max_length(self) -> int:
@@ -108,7 +108,7 @@ class KeptLayer(CacheLayerMixin):
             self.kept.reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let each sequence go on from that of an index `[B]`."""
+        """Replace each sequence by the one that `beam_idx` `[B]` names, as beam search does."""
         if self.kept is not None:
             self.kept.reorder(beam_idx.to(self.kept.device))
 

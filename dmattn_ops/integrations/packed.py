@@ -18,7 +18,7 @@ from dmattn_ops.masks import layout
 
 
 class Packing:
-    """What the call of one model told of packed sequences."""
+    """The packed sequences of one call of a model: its positions or offsets, as the call gave them."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ def of_keys(documents: Tensor, packing: Packing, q_offset: int | Tensor, kv_offs
 
 
 def own_places(documents: Tensor, padding: Tensor | None, kv_offset: int) -> Tensor:
-    """Return where each key `[B, Sk]` would stand if its sequence were alone, behind the padding on the left of all."""
+    """Return the position `[B, Sk]` that each key would have if its sequence were alone, after the padding on the left."""
     batch, length = documents.shape
     places = torch.arange(length, device=documents.device).expand(batch, -1) + kv_offset
     left = 0 if padding is None else (padding.cumsum(-1) == 0).sum(-1, keepdim=True)

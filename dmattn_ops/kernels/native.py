@@ -14,7 +14,6 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dmattn_ops.call import Call, Gradients, Result, Saved, Takes, dropout_scale, dropout_threshold
 
@@ -54,12 +53,12 @@ def _remedy() -> str:
     return f"`{command}`{where} builds them, or says with -v what is missing"
 
 
-def _run(name: str, *arguments: Any) -> None:
+def _run(name: str, *arguments: Any, **named: Any) -> None:
     """Call an operator of the library; its errors become those whose name their text begins with."""
     if message := reason():
         raise NotImplementedError(message)
     try:
-        getattr(torch.ops.dmattn_native, name)(*arguments)
+        getattr(torch.ops.dmattn_native, name)(*arguments, **named)
     except RuntimeError as error:
         kind, _, text = str(error).partition(": ")
         if kind in _ERRORS:
@@ -88,46 +87,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: Any) -> None:
     _run("backward", *_shared(call), *saved, *grads[:-1])  # all but dsink, which `sinks` writes
 
 
-def pack_mask(
-    mask: Tensor,
-    q_segments: Tensor | None,
-    k_segments: Tensor | None,
-    seqlen_q: int,
-    band_lo: int,
-    band_hi: int,
-    row_tiles: Tensor,
-    col_tiles: Tensor,
-    row_bits: Tensor,
-    col_bits: Tensor,
-) -> None:
-    """Write the lists and bits (DESIGN.md) of `mask` `[Bm or 1, Hm or 1, Sq or 1, Sk]`, the segments and the band."""
-    _run(
-        "pack_mask", mask, q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles, row_bits, col_bits
-    )
-
-
-def list_tiles(
-    q_segments: Tensor | None,
-    k_segments: Tensor,
-    seqlen_q: int,
-    band_lo: int,
-    band_hi: int,
-    row_tiles: Tensor,
-    col_tiles: Tensor,
-) -> None:
-    """Write the lists (DESIGN.md) of segment ids `[B or 1, Sq]` and `[B or 1, heads or 1, Sk]` inside the band."""
-    _run("list_tiles", q_segments, k_segments, seqlen_q, band_lo, band_hi, row_tiles, col_tiles)
-
-
-def lifetimes(
-    scores: Tensor,
-    documents: Tensor | None,
-    keep: int,
-    keep_first: int,
-    keep_last: int,
-    is_causal: bool,
-    start: Tensor,
-    end: Tensor,
-) -> None:
-    """Write the queries `[start, end)` that see each key `[B, Hm, S]` (definition: `dmattn_ops.kernels.selection`)."""
-    _run("lifetimes", scores, documents, keep, keep_first, keep_last, is_causal, start, end)
+# What makes masks has the arguments of the functions of these names in `reference` and `selection/reference`.
+pack_mask = functools.partial(_run, "pack_mask")
+list_tiles = functools.partial(_run, "list_tiles")
+lifetimes = functools.partial(_run, "lifetimes")

@@ -56,7 +56,7 @@ class _Side(NamedTuple):
 
 @triton.jit
 def _begin_of(side, number, sequences):
-    """Return where sequences begin; number 0 is what lies before the first offset, `sequences + 1` what lies behind the last."""
+    """Return the first row of a sequence; number 0 is the rows before the first offset, `sequences + 1` those after the last."""
     known = (number > 0) & (number <= sequences + 1)
     begin = tl.load(side.offsets + number - 1, known, other=0)
     begin = tl.where(number > sequences + 1, side.total, begin)

@@ -73,7 +73,7 @@ def attention(
 
 
 def visible(mask: Mask, options: Options, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-    """Return which keys each query sees, bool `[Bm, heads or 1, Sq, Sk]`: by bits, segments or intervals, and band."""
+    """Return the keys that each query sees, bool `[Bm, heads or 1, Sq, Sk]`: by bits, segments or intervals, and band."""
     if mask.kind == "none":
         return layout.band_mask(options.band_lo, options.band_hi, seqlen_q, seqlen_k, device)[None, None]
     return _per_head(layout.dense(mask, options.band_lo, options.band_hi, seqlen_q, seqlen_k), heads)
@@ -82,7 +82,7 @@ def visible(mask: Mask, options: Options, heads: int, seqlen_q: int, seqlen_k: i
 def philox_keep(
     seed: Tensor, seqlen_q: int, seqlen_k: int, dropout_p: float, q_origin: int = 0, k_origin: int = 0
 ) -> Tensor:
-    """Return which elements dropout keeps, bool `[*seed.shape, Sq, Sk]`, by Philox4x32-7 (Salmon et al. 2011).
+    """Return the elements that dropout keeps, bool `[*seed.shape, Sq, Sk]`, by Philox4x32-7 (Salmon et al. 2011).
 
     The query at position `i` and the key at `j` take word `2 * (i >> 3 & 1) + (j >> 3 & 1)` of the counter `(i & ~8, j & ~8,
     low word of the seed, high word of the seed)` under the key 0: four pairs, eight rows and columns apart, share an
@@ -125,7 +125,7 @@ def _first_of_pairs(origin: int, length: int, device: torch.device) -> tuple[Ten
 
 
 class _Sequence(NamedTuple):
-    """Where one sequence lies in its tensors, and what acts on it."""
+    """One sequence: its indices into the tensors of a call, the pairs that are visible, and the factors of dropout."""
 
     queries: _Index  # into query, out and their gradients
     keys: _Index

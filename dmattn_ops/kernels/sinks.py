@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops.call import Gradients
-from dmattn_ops.launching.recording import computed, workspace
+from dmattn_ops.launching.recording import computed, sum_into, workspace
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -46,8 +46,5 @@ def parts_of_gradient(grads: Gradients, programs: int) -> Tensor | None:
 def add_parts(parts: Tensor | None, batch: int, heads: int, grads: Gradients) -> None:
     """Write the gradient of sinks `[H]` from the parts of programs, which are numbered by batch, then head, then block."""
     if parts is not None:
-        computed(_sum_of_parts, grads.dsink, parts, batch, heads)
-
-
-def _sum_of_parts(dsink: Tensor, parts: Tensor, batch: int, heads: int) -> Tensor:
-    return dsink.copy_(parts.view(batch, heads, -1).sum((0, 2)))
+        sizes = (batch, heads, parts.numel() // (batch * heads))
+        computed(sum_into, grads.dsink, parts, sizes, (0, 2))

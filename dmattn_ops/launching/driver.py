@@ -92,19 +92,32 @@ def encode_map(
     functions = driver()
     if functions is None:
         return None
+    kind, *dimensions = encoding(dtype, shape, strides, box)
     rank = len(shape)
     memory = ctypes.create_string_buffer(MAP_BYTES + _MAP_ALIGNMENT)
     start = ctypes.addressof(memory)
     start += -start % _MAP_ALIGNMENT
-    # the driver wants the innermost dimension first, and no stride for it
-    sizes = (ctypes.c_uint64 * rank)(*reversed(shape))
-    steps = (ctypes.c_uint64 * rank)(*(dtype.itemsize * stride for stride in reversed(strides[:-1])), 0)
-    boxes, ones = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*(1,) * rank)
+    sizes, steps = ((ctypes.c_uint64 * rank)(*numbers) for numbers in dimensions[:2])
+    boxes, ones = (ctypes.c_uint32 * rank)(*dimensions[2]), (ctypes.c_uint32 * rank)(*(1,) * rank)
     status = functions.encode(
-        ctypes.c_void_p(start), _MAP_TYPES[dtype], rank, ctypes.c_void_p(address), sizes, steps, boxes, ones,
+        ctypes.c_void_p(start), kind, rank, ctypes.c_void_p(address), sizes, steps, boxes, ones,
         0, swizzle, _L2_PROMOTION_128B, 0,
     )  # fmt: skip
     return EncodedMap(start, memory) if status == 0 else None
+
+
+def encoding(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> tuple[int, list[int], list[int], list[int]]:
+    """Return the type, sizes, strides in bytes and box of a tensor map as the driver takes them: innermost dimension first."""
+    steps = [dtype.itemsize * stride for stride in reversed(strides[:-1])]
+    return _MAP_TYPES[dtype], list(reversed(shape)), [*steps, 0], list(reversed(box))
+
+
+def word(kind: str, value: Any) -> int:
+    """Return the 8 bytes, as an integer, in which a number of a kernel's parameters lies; None is a null pointer."""
+    packed = b"" if value is None else struct.pack(f"={_FORMATS[kind]}", value)
+    return int.from_bytes(packed.ljust(8, b"\0"), "little")
 
 
 class Launch(NamedTuple):
@@ -208,8 +221,8 @@ def pack(
             packed.maps.append(_MapParameter(index, *value))
         elif isinstance(value, tuple):
             packed.addresses.append((index, *value))
-        elif value is not None:
-            struct.pack_into(f"={_FORMATS[kind]}", packed.values, 8 * index, value)
+        else:
+            packed.values[index] = word(kind, value)
     return packed
 
 

@@ -25,6 +25,8 @@ from triton.runtime.jit import JITFunction
 from dmattn_ops.launching.overlap import kernels_overlap
 from dmattn_ops.launching.plan import ALIGNMENT, Allocate, Compute, Plan, Relaunch, Slot, TensorLayout, TensorMap
 from dmattn_ops.launching.recording import computed as computed
+from dmattn_ops.launching.recording import makes_zeros as makes_zeros
+from dmattn_ops.launching.recording import sum_into as sum_into
 from dmattn_ops.launching.recording import thread
 from dmattn_ops.launching.recording import workspace as workspace
 from dmattn_ops.launching.tensor_maps import Map
@@ -90,14 +92,15 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.looks, self.changes = True, False
+        self.looks, self.changes = True, ""  # what changed a tensor first
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        self.changes |= self.looks and operator._schema.is_mutable
+        if self.looks and operator._schema.is_mutable:
+            self.changes = self.changes or f"operators of torch ({operator})"
         return operator(*arguments, **(keywords or {}))
 
     @contextmanager
-    def looking_away(self) -> Iterator[None]:
+    def without_watching(self) -> Iterator[None]:
         """Allow operators that change tensors, because the recorder knows of them."""
         before, self.looks = self.looks, False
         try:
@@ -107,7 +110,7 @@ class _Watch(TorchDispatchMode):
 
 
 class Recording:
-    """What one call launches. Tensors are named once its outputs are known: by `plan`."""
+    """The steps that one call launches. Tensors are named once its outputs are known: by `plan`."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         self.inputs = inputs
@@ -116,12 +119,12 @@ class Recording:
 
     def gives_up(self) -> None:
         """Note that the call cannot be repeated, and let go of its tensors: it may free workspaces on its way."""
-        self.watch.changes = True
+        self.watch.changes = "parts of the call one after another"
         self.steps.clear()
 
-    def looking_away(self) -> AbstractContextManager[None]:
-        """Let operators change tensors meanwhile."""
-        return self.watch.looking_away()
+    def without_watching(self) -> AbstractContextManager[None]:
+        """Return a context in which operators may change tensors, because the recorder is told of them."""
+        return self.watch.without_watching()
 
     def allocates(self, made: Tensor) -> None:
         """Note that a workspace is made."""
@@ -138,7 +141,7 @@ class Recording:
         def step(names: _Names) -> Compute:
             references = [names.whole(argument) for argument in arguments]
             names.add(made)
-            return Compute(function, references)
+            return Compute(function, references, TensorLayout.of(made))
 
         self._note(step)
 
@@ -157,15 +160,21 @@ class Recording:
 
     def plan(self, outputs: Sequence[Tensor], device: int) -> Plan | None:
         """Return the plan of the call that returned `outputs`; None where it launched nothing, or cannot be repeated."""
+        try:
+            return self.certain_plan(outputs, device)
+        except LookupError:
+            return None
+
+    def certain_plan(self, outputs: Sequence[Tensor], device: int) -> Plan:
+        """Return the plan of the call that returned `outputs`; LookupError, with the reason, where there can be none."""
         names = _Names()
         for tensor in (*self.inputs, *outputs):
             names.add(tensor)
-        try:
-            steps = [step(names) for step in self.steps]
-        except LookupError:
-            return None
-        if self.watch.changes or not any(isinstance(step, Relaunch) for step in steps):
-            return None
+        steps = [step(names) for step in self.steps]
+        if self.watch.changes:
+            raise LookupError(self.watch.changes)
+        if not any(isinstance(step, Relaunch) for step in steps):
+            raise LookupError("no kernel: there is nothing to compute, or operators of torch do")
         return Plan(device, [TensorLayout.of(output) for output in outputs], steps)
 
 
@@ -197,7 +206,7 @@ class _Names:
         return self.reference(argument)
 
     def slot(self, tensor: Tensor, offset: int) -> Slot:
-        """Return where the address `offset` bytes behind a tensor's start is found."""
+        """Return the slot of the address `offset` bytes behind a tensor's start."""
         address = tensor.data_ptr() + offset
         if address % ALIGNMENT != 0:
             raise LookupError("an address that is no multiple of 16 bytes")

@@ -37,7 +37,7 @@ class TensorLayout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
-        """Return that of `tensor`."""
+        """Return the layout of `tensor`."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
@@ -162,10 +162,10 @@ class Allocate:
 
 
 class Compute:
-    """A step that computes a tensor."""
+    """A step that computes a tensor; `layout` is that of its result."""
 
-    def __init__(self, function: Callable[..., Tensor], references: list[Any]) -> None:
-        self.function, self.references = function, references
+    def __init__(self, function: Callable[..., Tensor], references: list[Any], layout: TensorLayout) -> None:
+        self.function, self.references, self.layout = function, references, layout
         self.takes_tensors = any(type(of) is Slot for of in references)
 
     def run(self, tensors: list[Any]) -> Tensor:
@@ -224,7 +224,17 @@ def _hooked() -> bool:
 
 
 def _packed(compiled: Any, grid: tuple[int, ...], references: list[Any]) -> Packed | None:
-    """Lay a kernel's parameters out, or return None where anything about them is not as it is known here.
+    """Pack a launch, or return None where anything about it is not as it is known here."""
+    found = laid_out(compiled, grid, references)
+    if found is None or not _is_loaded(compiled):
+        return None
+    return pack(compiled.function, *found, _parameter_sizes(compiled))
+
+
+def laid_out(
+    compiled: Any, grid: tuple[int, ...], references: list[Any]
+) -> tuple[LaunchShape, list[tuple[str, Any]]] | None:
+    """Return how a kernel is launched and its parameters as `driver.pack` takes them, None where they are not known here.
 
     The layout is Triton's (3.6 to 3.9): the arguments that are no constants, of a tensor map the map, its shape (int32)
     and its strides (int64), then two pointers to scratch memory.
@@ -247,8 +257,7 @@ def _packed(compiled: Any, grid: tuple[int, ...], references: list[Any]) -> Pack
             laid.append((kind, reference))
     laid += [("*", None), ("*", None)]
     warps, _, shared = compiled.packed_metadata
-    launched = LaunchShape(grid, 32 * warps, shared, bool(compiled.metadata.launch_pdl))
-    return pack(compiled.function, launched, laid, _parameter_sizes(compiled))
+    return LaunchShape(grid, 32 * warps, shared, bool(compiled.metadata.launch_pdl)), laid
 
 
 @lru_cache(maxsize=1024)
@@ -258,7 +267,7 @@ def _parameter_sizes(compiled: Any) -> list[int]:
 
 
 def _declared(compiled: Any) -> int | None:
-    """Return how many parameters the PTX of a kernel declares; None where there is no PTX to be read."""
+    """Return the number of parameters that the PTX of a kernel declares; None where there is no PTX to be read."""
     entry = _ENTRY.search(getattr(compiled, "asm", {}).get("ptx", ""))
     return None if entry is None else entry[1].count(".param")
 
@@ -269,8 +278,15 @@ def _is_plain(compiled: Any) -> bool:
         of = compiled.metadata
         special = (of.launch_cooperative_grid, of.global_scratch_size, of.profile_scratch_size)
         _, blocks_in_cluster, _ = compiled.packed_metadata
+        return not any(special) and blocks_in_cluster == 1 and isinstance(of.launch_pdl, int)
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
+def _is_loaded(compiled: Any) -> bool:
+    """Return whether a kernel can be found by its handle."""
+    try:
         compiled._init_handles()
-        known = isinstance(compiled.function, int) and isinstance(of.launch_pdl, int)
-        return not any(special) and blocks_in_cluster == 1 and known
+        return isinstance(compiled.function, int)
     except (AttributeError, TypeError, ValueError):
         return False

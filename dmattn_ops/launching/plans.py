@@ -8,7 +8,8 @@ call, and what the environment and torch's switches say. No tensor is kept. Plan
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ MAX_BACKWARDS = 16  # of one forward: layouts of grad_out, and switches
 _plans: dict[Hashable, Any] = {}  # None where a call of that key cannot be repeated
 _repeats: dict[Hashable, Repeat] = {}  # by what a public function is given (`repeats.py`)
 _seen: dict[Hashable, None] = {}  # keys seen once: a plan is made at the second call
+_exported: list[Exported] | None = None  # while calls are exported, those so far
 _Tensors = tuple[Tensor | None, ...]
 _Sequence = TypeVar("_Sequence", tuple[Any, ...], list[Any])
 _Computation = Callable[..., tuple[Tensor, ...]]
@@ -50,7 +52,7 @@ def enter_thread() -> None:
 
 
 class Origin(NamedTuple):
-    """What a backward finds its plan by without looking at every tensor again: the plan of its forward."""
+    """The plan of a forward, by which its backward finds its own plan without looking at every tensor again."""
 
     plan: Any
     addresses: list[int]  # of the forward's inputs and outputs
@@ -118,7 +120,7 @@ def repeat(found: Hashable) -> Repeat | None:
 def remember(
     found: Hashable, name: str, tensors: _Tensors, numbers: tuple[Any, ...], compute: Any, around_needs: Any
 ) -> None:
-    """Let the plan of a forward, if there is one, be found under another key as well, which says all that its own one does."""
+    """Store the plan of a forward, if there is one, under a second key, which tells calls apart as finely as its own."""
     plan = _plans.get(key(name, tensors, numbers))
     if plan is not None:
         if len(_repeats) >= MAX_PLANS:
@@ -144,6 +146,8 @@ def planned(function: _Computation, signature: Any, name: str = "") -> Callable[
         if on is None or not may_repeat(on):
             return function(*arguments), None
         enter_thread()
+        if _exported is not None:
+            return _export(name, signature, arguments, on.get_device(), function, _exported), None
         if is_backward and environment.profiles_backward():
             return function(*arguments), None
         tensors, numbers = signature.split(arguments)
@@ -158,6 +162,53 @@ def planned(function: _Computation, signature: Any, name: str = "") -> Callable[
         return _make(found, on.get_device(), tensors, lambda distinct: function(*distinct, *numbers)), None
 
     return call
+
+
+class Exported(NamedTuple):
+    """A call of an operator whose plan is written to a file."""
+
+    name: str
+    signature: Any
+    arguments: tuple[Any, ...]  # as `described` has tensors, then numbers
+    plan: Any
+
+
+@contextmanager
+def exporting() -> Iterator[list[Exported]]:
+    """Note every call of an operator on a GPU, whichever thread makes it, with its plan. A call without one raises."""
+    global _exported
+    forget()
+    made: list[Exported] = []
+    _exported = made
+    try:
+        yield made
+    finally:
+        _exported = None
+
+
+def refuse_export(name: str, on: Tensor) -> None:
+    """Raise NotImplementedError while calls are exported: this one, where it is on a GPU, has no plan."""
+    if _exported is not None and on.is_cuda:
+        raise refusal(name, "operators of torch")
+
+
+def refusal(name: str, takes: str) -> NotImplementedError:
+    """Return the error of a call that cannot be exported."""
+    return NotImplementedError(f"export_kernels cannot write this call of {name}: it takes {takes}")
+
+
+def _export(
+    name: str, signature: Any, arguments: tuple[Any, ...], device: int, function: Any, made: list[Exported]
+) -> tuple[Tensor, ...]:
+    """Compute in full, and add the plan to those that are exported."""
+    tensors, numbers = signature.split(signature.fill(arguments))
+    outputs, recorded = _recorded(tensors, lambda distinct: function(*distinct, *numbers))
+    try:
+        plan = recorded.certain_plan(outputs, device)
+    except LookupError as error:
+        raise refusal(name, str(error)) from None
+    made.append(Exported(name, signature, (*described(tensors), *numbers), plan))
+    return outputs
 
 
 def _is_new(found: Hashable) -> bool:
@@ -205,6 +256,15 @@ def switches(tensor: Tensor | None) -> tuple[Any, ...]:
 
 def _make(found: Hashable, device: int, tensors: _Tensors, function: _Computation) -> tuple[Tensor, ...]:
     """Compute in full, and keep a plan of what was launched where it can be repeated."""
+    outputs, recorded = _recorded(tensors, function)
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    _plans[found] = recorded.plan(outputs, device)
+    return outputs
+
+
+def _recorded(tensors: _Tensors, function: _Computation) -> tuple[tuple[Tensor, ...], Any]:
+    """Compute in full; return outputs, and what was launched."""
     from dmattn_ops.launching.launch import recording
 
     # a plan identifies tensors by identity, so a tensor that is passed twice becomes two views
@@ -213,8 +273,4 @@ def _make(found: Hashable, device: int, tensors: _Tensors, function: _Computatio
         for index, tensor in enumerate(tensors)
     )
     with recording(distinct) as recorded:
-        outputs = function(distinct)
-    if len(_plans) >= MAX_PLANS:
-        _plans.clear()
-    _plans[found] = recorded.plan(outputs, device)
-    return outputs
+        return function(distinct), recorded

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 _Made = TypeVar("_Made", bound=Tensor)
+_Function = TypeVar("_Function", bound=Callable[..., Tensor])
+ZEROS: set[Callable[..., Tensor]] = {torch.zeros_like}  # functions that return new memory full of zeros
 
 
 class Recorder(Protocol):
-    """What is told of a call's steps."""
+    """An observer of one call: its methods are told of each step."""
 
     def allocates(self, made: Tensor) -> None:
         """Note that a workspace is made."""
@@ -33,12 +35,12 @@ class Recorder(Protocol):
     def gives_up(self) -> None:
         """Note that the call cannot be repeated."""
 
-    def looking_away(self) -> AbstractContextManager[None]:
-        """Let operators change tensors meanwhile."""
+    def without_watching(self) -> AbstractContextManager[None]:
+        """Return a context in which operators may change tensors, because the recorder is told of them."""
 
 
 class Thread(threading.local):
-    """What is attached to a thread."""
+    """The state of one thread: the recorder of the call that it makes, or None."""
 
     recorder: Recorder | None = None
 
@@ -51,10 +53,22 @@ def computed(function: Callable[..., _Made], *arguments: Any) -> _Made:
     recorder = thread.recorder
     if recorder is None:
         return function(*arguments)
-    with recorder.looking_away():
+    with recorder.without_watching():
         made = function(*arguments)
     recorder.computes(function, arguments, made)
     return made
+
+
+def makes_zeros(function: _Function) -> _Function:
+    """Return a function, and note that it returns new memory full of zeros, which programs without Python can make too."""
+    ZEROS.add(function)
+    return function
+
+
+def sum_into(target: Tensor, source: Tensor, sizes: tuple[int, ...], dims: tuple[int, ...]) -> Tensor:
+    """Return `target`, into which the sum of `source`, seen with these sizes, over some of its dimensions is written."""
+    seen = source.view(sizes)
+    return target.copy_((seen.sum(dims, keepdim=True) if dims else seen).view(target.shape))
 
 
 def workspace(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

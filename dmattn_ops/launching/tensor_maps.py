@@ -41,7 +41,7 @@ class Map(NamedTuple):
 
 
 class _Address(NamedTuple):
-    """What a tensor map needs of a tensor, so that a cached map does not keep its memory."""
+    """The properties of a tensor that its tensor map depends on: kept in its place, so that a cached map keeps no memory alive."""
 
     pointer: int
     dtype: torch.dtype

@@ -12,7 +12,7 @@ from dmattn_ops.bands import CausalFrom, Window, band_of, visibility
 from dmattn_ops.call import Options
 from dmattn_ops.checks import chosen, dtensors, require, validation
 from dmattn_ops.masks.documents import Documents, as_integers, id_pair, segments_of
-from dmattn_ops.masks.tile_mask import Segments, TileMask, from_packed, lengths_of
+from dmattn_ops.masks.tile_mask import Segments, TileMask, from_chosen, from_packed, lengths_of
 
 _NAMES_ELSEWHERE = {
     "block_indices": "indices, with block= keys in each",
@@ -67,8 +67,11 @@ def selection_mask(
     of 64 or 128). A number may repeat, which changes nothing, and the order does not matter. Not differentiable: what trains
     an indexer is `selection_mass`.
 
-    The mask is one of bits: `Sq * Sk / 4` bytes for each list of a batch entry (64 MiB at 16384). It is made in O(Sq * k)
-    memory beside that, on the device of `indices`, and nothing is read on the host of a GPU.
+    On a GPU the mask keeps what is named, O(Sq * k) memory. Attention gathers the keys of blocks by what neighbouring queries
+    name together, at a cost that follows it, where from 4 to 128 query heads share a key head and a list, elements have 16 bits
+    and head dimensions are at most 256; without a bias and dropout, and in the backward unless it is to be deterministic. All
+    other calls, and the CPU, take bits in its place: `Sq * Sk / 4` bytes for each list of a batch entry (64 MiB at 16384), made
+    once. Nothing is read on the host of a GPU.
 
     Args:
         indices: int32 or int64 `[B|1, H|Hkv|1, Sq, k]`: for each query, or each query and head, the numbers of `k` blocks; -1
@@ -96,6 +99,9 @@ def selection_mask(
     [seqlen_k] = require.counts(seqlen_k=seqlen_q if seqlen_k is None else seqlen_k)
     segments = segments_beside(indices, documents, padding, indices.shape[0], seqlen_q, seqlen_k)
     band = band_of(is_causal, causal_from, window_size)
+    if indices.is_cuda and not dtensors.is_sharded(indices):
+        chosen.in_range_if_asked(indices, chosen.block_count(seqlen_k, block))
+        return from_chosen(indices, block, segments, seqlen_k, band)
     limits = band.limits(seqlen_q, seqlen_k)
     packed = torch.ops.dmattn.pack_selection(indices, *segments, block, seqlen_k, *limits)
     return from_packed(lengths_of(indices, seqlen_q, seqlen_k), packed, band)
@@ -123,7 +129,7 @@ def segments_beside(
 
 
 def shown_keys(indices: Tensor, block: int, seqlen_k: int) -> Tensor:
-    """Return which keys lie in the blocks that `indices [..., k]` name, bool `[..., Sk]`; numbers of no block name none."""
+    """Return the keys in the blocks that `indices [..., k]` name, bool `[..., Sk]`; numbers of no block name none."""
     count = chosen.block_count(seqlen_k, block)
     target = torch.where((indices >= 0) & (indices < count), indices, count).long()
     shown = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)

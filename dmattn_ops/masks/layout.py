@@ -63,7 +63,7 @@ def _spread(lists: Tensor, columns: int) -> Tensor:
 
 
 def spread_lists(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Return which of `columns` the first `counts [...]` of `indices [..., slots]` name: bool `[..., columns]`."""
+    """Return bool `[..., columns]`, True at the columns that the first `counts [...]` of `indices [..., slots]` name."""
     slot = torch.arange(indices.shape[-1], device=indices.device)
     target = torch.where(slot < counts.unsqueeze(-1), indices, columns).long()  # other slots name the column too many
     listed = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
@@ -84,13 +84,13 @@ def band_mask(band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int, device: 
 
 
 def segments_mask(q_segments: Tensor | None, k_segments: Tensor) -> Tensor:
-    """Return where the segments of `[B|1, Sq]` queries and `[B|1, Hm, Sk]` keys are equal: `[B|1, Hm, Sq|1, Sk]`."""
+    """Return bool `[B|1, Hm, Sq|1, Sk]`, True where the segments of queries `[B|1, Sq]` and of keys `[B|1, Hm, Sk]` are equal."""
     keys = k_segments.unsqueeze(-2)
     return keys == 0 if q_segments is None else q_segments[:, None, :, None] == keys
 
 
 def intervals_mask(mask: Mask, stop: int, start: int = 0) -> Tensor:
-    """Return where intervals show keys `[Bm, Hm, Sk]` to the queries from `start` to `stop - 1`: bool `[Bm, Hm, rows, Sk]`."""
+    """Return bool `[Bm, Hm, rows, Sk]`, True where intervals of keys `[Bm, Hm, Sk]` hold queries `start` to `stop - 1`."""
     assert mask.end is not None
     rows = torch.arange(start, stop, device=mask.end.device).unsqueeze(-1)
     keep = rows < mask.end.unsqueeze(-2)
@@ -102,7 +102,7 @@ def intervals_mask(mask: Mask, stop: int, start: int = 0) -> Tensor:
 
 
 def bits_mask(mask: Mask, seqlen_k: int, stop: int, start: int = 0) -> Tensor:
-    """Return where bits show keys to the queries from `start` to `stop - 1`: bool `[Bm, Hm, rows, Sk]`."""
+    """Return the bits of the queries from `start` to `stop - 1` as bool `[Bm, Hm, rows, Sk]`."""
     assert mask.row_bits is not None and mask.row_tiles is not None
     first, tiles = start // TILE * TILE, slice(start // TILE, (stop + TILE - 1) // TILE)
     part = Mask(row_tiles=mask.row_tiles[:, :, tiles], row_bits=mask.row_bits[:, :, first:stop])
@@ -110,7 +110,7 @@ def bits_mask(mask: Mask, seqlen_k: int, stop: int, start: int = 0) -> Tensor:
 
 
 def keys_seen(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int) -> Tensor:
-    """Return how many keys each query sees by intervals inside the band, int64 `[Bm, Hm, Sq]`, in O(Sq + Sk)."""
+    """Return the number of keys that each query sees by intervals inside the band, int64 `[Bm, Hm, Sq]`, in O(Sq + Sk)."""
     assert mask.end is not None
     keys = torch.arange(mask.end.shape[-1], device=mask.end.device).expand(mask.end.shape)
     low, high = keys - band_hi, torch.minimum(mask.end, keys - band_lo + 1)
@@ -123,7 +123,7 @@ def keys_seen(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int) -> Tensor:
 
 
 def _covered(low: Tensor, high: Tensor, size: int) -> Tensor:
-    """Return how many of the ranges `low .. high - 1`, `[..., n]`, hold each of `size` places: `[..., size]`."""
+    """Return the number of ranges `low .. high - 1`, `[..., n]`, that hold each of `size` places: `[..., size]`."""
     low, high = low.clamp(0, size), high.clamp(0, size)
     some = (low < high).long()
     steps = torch.zeros((*low.shape[:-1], size + 1), dtype=torch.int64, device=low.device)
@@ -131,7 +131,7 @@ def _covered(low: Tensor, high: Tensor, size: int) -> Tensor:
 
 
 def interval_tiles(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return which tiles the hulls of intervals and the band let kernels visit, bool `[Bm, Hm, nQ, nK]`.
+    """Return the tiles that kernels visit for intervals inside the band, bool `[Bm, Hm, nQ, nK]`: by the hulls of intervals.
 
     The hull of a tile of keys goes from the first query that sees one of them to the last; queries from which all of them
     are hidden do not visit it.

@@ -17,18 +17,22 @@ import torch
 from torch import Tensor
 
 from dmattn_ops import symbolic
-from dmattn_ops.call import HEADER, MASK_TENSORS, TILE, UNBOUNDED
-from dmattn_ops.checks import dtensors, require, validation, values
+from dmattn_ops.call import CHOSEN_TENSORS, HEADER, MASK_TENSORS, TILE, UNBOUNDED
+from dmattn_ops.checks import chosen, dtensors, require, validation, values
 from dmattn_ops.meta import ceil_div
 from dmattn_ops.ops import schemas
 from dmattn_ops.ops.torch_privates import pytree
 from dmattn_ops.version import __version__
 
 TileMask = Any  # its module imports this one
-FORMAT = 1  # of files; those of version 0.2.0 do not say one, and are 0
-TENSORS = ("lengths", *MASK_TENSORS)
+FORMAT = 2  # of files; those of version 0.2.0 do not say one, and are 0; those before 2 hold no chosen blocks
+TENSORS = ("lengths", *MASK_TENSORS, *CHOSEN_TENSORS)
 NUMBERS = ("band_lo", "band_hi", "at_most", "from_bottom_right")
-_RANKS = dict.fromkeys(("row_tiles", "col_tiles", "row_bits", "col_bits"), 4) | {"q_segments": 2}
+_RANKS = dict.fromkeys(("row_tiles", "col_tiles", "row_bits", "col_bits"), 4) | {
+    "q_segments": 2,
+    "chosen": 4,
+    "block_keys": 2,
+}
 _HOLDER = "numbers"  # the last leaf
 
 
@@ -56,11 +60,28 @@ def require_fitting(mask: TileMask) -> dict[str, int]:
     for name, size in zip(("Sq", "Sk"), lengths.shape, strict=False):
         if symbolic.certainly(size >= UNBOUNDED):
             raise ValueError(f"{name} of a mask must be less than {UNBOUNDED}, got {size}")
+    if mask.chosen is not None or mask.block_keys is not None:
+        _require_chosen(mask, given)
+        return numbers
     batch = symbolic.wider(part.shape[0] for part in given.values())
     heads = symbolic.wider(part.shape[1] for name, part in given.items() if name != "q_segments")
     parts = mask.mask
     validation.mask_tensors(parts, batch, heads, heads, lengths.shape[0], lengths.shape[1], lengths.device)
     return numbers
+
+
+def _require_chosen(mask: TileMask, given: dict[str, Tensor]) -> None:
+    """Refuse fields that are no chosen blocks, with segments beside them."""
+    others = [name for name in given if name not in (*CHOSEN_TENSORS, "q_segments", "k_segments")]
+    if others or mask.at_most is not None or len(given.keys() & set(CHOSEN_TENSORS)) < len(CHOSEN_TENSORS):
+        raise ValueError("a mask of chosen blocks must have chosen and block_keys, and nothing else but segments")
+    require.sizes("block_keys", mask.block_keys, (mask.block_keys.shape[0],), (0,))
+    chosen.blocks(mask.chosen, mask.q_segments, mask.k_segments, mask.block_keys.shape[0], mask.seqlen_k)
+    require.sizes(
+        "chosen", mask.chosen, *((size,) for size in (*mask.chosen.shape[:2], mask.seqlen_q)), (mask.chosen.shape[3],)
+    )
+    for name, part in given.items():
+        require.device(name, part, mask.lengths.device, "lengths")
 
 
 def _require_readable(mask: TileMask) -> None:
@@ -99,6 +120,8 @@ def restore(mask: TileMask, state: dict[str, Any]) -> None:
         )
     fields = {name: part for name, part in state.items() if name != "format"}
     names = [field.name for field in dataclasses.fields(mask)]
+    if found < 2:
+        fields = dict.fromkeys(CHOSEN_TENSORS) | fields
     if sorted(fields, key=str) != sorted(names):
         raise ValueError(f"a file of a TileMask must hold {', '.join(names)}, got {', '.join(map(str, fields))}")
     mask.__dict__.update(fields)
@@ -198,8 +221,13 @@ def register(kind: type[TileMask], made: Callable[..., TileMask]) -> None:
         # Steps of 0: a copy that has the same ones takes no memory, whatever the sizes are.
         leaves.append((_HOLDER, mask.lengths.new_empty_strided(sizes, (0,) * len(sizes), dtype=torch.uint8)))
         absent = [name for name, part in held if part is None]
-        whole = ["lengths", _HOLDER]  # tensors that do not begin with a batch of their own
-        whole += [name for name, part in leaves if name in MASK_TENSORS and symbolic.known_equal(part.shape[0], 1)]
+        # Tensors that do not begin with a batch of their own:
+        whole = [name for name, _ in leaves if name in ("lengths", "block_keys", _HOLDER)]
+        whole += [
+            name
+            for name, part in leaves
+            if name in (*MASK_TENSORS, "chosen") and symbolic.known_equal(part.shape[0], 1)
+        ]
         return [part for _, part in leaves], [[name for name, _ in leaves], absent, whole]
 
     def flatten_with_keys(mask: TileMask) -> tuple[list[Any], Any]:
@@ -215,7 +243,7 @@ def register(kind: type[TileMask], made: Callable[..., TileMask]) -> None:
             return _of_others(fields, context)
         numbers = fields.pop(_HOLDER)
         if torch.compiler.is_exporting():
-            name = next(name for name in ("end", "k_segments", "row_tiles") if name in fields)
+            name = next(name for name in ("chosen", "end", "k_segments", "row_tiles") if name in fields)
             lengths, given = fields["lengths"], [fields.get(name) for name in NUMBERS]
             fields[name] = torch.ops.dmattn.mask_as_exported(
                 fields[name], lengths, numbers, lengths.shape[0], lengths.shape[1], *given

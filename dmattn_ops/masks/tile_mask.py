@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from dmattn_ops import symbolic
 from dmattn_ops.bands import NO_BAND, Band
-from dmattn_ops.call import MASK_TENSORS, TILE, UNBOUNDED, Mask
+from dmattn_ops.call import CHOSEN_TENSORS, MASK_TENSORS, TILE, UNBOUNDED, Mask
 from dmattn_ops.checks import dtensors, require, values
 from dmattn_ops.masks import layout, taken_apart
 from dmattn_ops.meta import ceil_div
@@ -24,10 +24,11 @@ from dmattn_ops.meta import ceil_div
 class TileMask:
     """A mask of `[Bm, Hm, Sq, Sk]` in the form that kernels read; made by `prepare_mask` or `dynamic_mask`, never modified.
 
-    There are three kinds. Bits and segments have `row_tiles` and `col_tiles`, lists of the 128 x 128 tiles in which something
+    There are four kinds. Bits and segments have `row_tiles` and `col_tiles`, lists of the 128 x 128 tiles in which something
     is visible; what is visible inside them say `row_bits` and `col_bits`, or `q_segments`, `k_segments` and the band.
     Intervals show key `j` to the queries `start[j] <= i < end[j]` but for `hidden_from[j] <= i < hidden_to[j]`, inside the
-    band; without `start` from the first query on. Registered as a pytree: it may be an argument or a result of compiled and
+    band; without `start` from the first query on. Chosen blocks are kept as they are named, `chosen [Bm, Hm, Sq, k]`, beside
+    segments; what reads `mask` gets them as bits. Registered as a pytree: it may be an argument or a result of compiled and
     exported functions, whose lengths stay dynamic, since they are the shape of `lengths`.
     """
 
@@ -46,6 +47,8 @@ class TileMask:
     band_lo: int = -UNBOUNDED
     band_hi: int = UNBOUNDED
     from_bottom_right: bool = False
+    chosen: Tensor | None = None
+    block_keys: Tensor | None = None  # [block, 0]: has no elements
 
     _leaves = None  # of one that tree_map made of something else than tensors
 
@@ -67,7 +70,9 @@ class TileMask:
 
     @property
     def mask(self) -> Mask:
-        """The tensors as the operators take them."""
+        """The tensors as the operators take them; bits of chosen blocks."""
+        if self.chosen is not None:
+            return as_bits(self).mask
         held = self._held()
         if not is_compiling():
             values.memory(held)
@@ -80,8 +85,8 @@ class TileMask:
 
     @property
     def kind(self) -> str:
-        """ "bits", "segments" or "intervals"."""
-        return self._held().kind
+        """ "bits", "segments", "intervals" or "chosen"."""
+        return self._held().kind if self.chosen is None else "chosen"
 
     @property
     def seqlen_q(self) -> int:
@@ -96,6 +101,10 @@ class TileMask:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """`(Bm, Hm, Sq, Sk)`: `Bm` and `Hm` are 1 where the mask is the same for all."""
+        if self.chosen is not None:
+            parts = (self.chosen, self.q_segments, self.k_segments)
+            batch = symbolic.wider(part.shape[0] for part in parts if part is not None)
+            return (batch, self.chosen.shape[1], self.seqlen_q, self.seqlen_k)
         leading = self.end if self.row_tiles is None else self.row_tiles
         assert leading is not None
         return (leading.shape[0], leading.shape[1], self.seqlen_q, self.seqlen_k)
@@ -107,13 +116,14 @@ class TileMask:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """The device of the tensors."""
         return self.lengths.device
 
     @property
     def nbytes(self) -> int:
         """The memory that the tensors take."""
-        return sum(part.nbytes for part in self._held()[:-1] if part is not None)
+        held = (getattr(self, name) for name in (*MASK_TENSORS, *CHOSEN_TENSORS))
+        return sum(part.nbytes for part in held if part is not None)
 
     def density(self) -> Tensor:
         """Return the share of the 128 x 128 tiles that kernels visit, a float32 scalar on the mask's device."""
@@ -148,12 +158,15 @@ class TileMask:
             }
         else:
             moved = {name: layout.own(part[:, start:stop]) for name, part in self._parts("q_segments")}
+            moved |= {name: layout.own(part[:, :, start:stop]) for name, part in self._parts("chosen")}
         band = self.band.moved(start, self.seqlen_q, self.seqlen_k)
         return self._part(moved, band, stop - start, self.seqlen_k, lambda dense: dense[:, :, start:stop])
 
     def keys(self, start: int, stop: int) -> TileMask:
         """Return the mask of keys `start` to `stop - 1`. A band that is folded in is shifted, as by `queries`."""
         start, stop = require.part("keys", start, stop, self.seqlen_k)
+        if self.chosen is not None:
+            return as_bits(self).keys(start, stop)
         names = ("k_segments", "start", "end", "hidden_from", "hidden_to")
         moved = {name: layout.own(part[..., start:stop]) for name, part in self._parts(*names)}
         band = self.band.moved(-start, self.seqlen_q, self.seqlen_k)
@@ -218,7 +231,9 @@ class TileMask:
         return [(name, part) for name, part in named if part is not None]  # Dynamo cannot read what `:=` binds in here
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TileMask:
-        return self._with({name: function(part) for name, part in self._parts("lengths", *MASK_TENSORS)})
+        return self._with(
+            {name: function(part) for name, part in self._parts("lengths", *MASK_TENSORS, *CHOSEN_TENSORS)}
+        )
 
     def _with(self, changes: dict[str, Any]) -> TileMask:
         return made(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})
@@ -232,14 +247,15 @@ class TileMask:
         def index(part: Tensor) -> Tensor:
             return part if part.shape[dim] == 1 else layout.own(part.narrow(dim, start, stop - start))
 
-        kept = {name: index(part) for name, part in self._parts(*MASK_TENSORS) if name != "q_segments" or dim == 0}
+        names = *MASK_TENSORS, "chosen"
+        kept = {name: index(part) for name, part in self._parts(*names) if name != "q_segments" or dim == 0}
         return self._with(kept)
 
     def _part(
         self, moved: dict[str, Any], band: Band, seqlen_q: int, seqlen_k: int, of_dense: Callable[[Tensor], Tensor]
     ) -> TileMask:
         """Return the mask of `seqlen_q` queries and `seqlen_k` keys that `moved` tensors, or a part of the dense mask, describe."""
-        if self.kind == "intervals":
+        if self.kind in ("intervals", "chosen"):
             lengths = self.lengths.new_empty((seqlen_q, seqlen_k, 0))
             return self._with({**moved, "lengths": lengths, **band_fields(band)})
         if self.kind == "segments":
@@ -249,7 +265,7 @@ class TileMask:
 
 
 class Read(NamedTuple):
-    """What a call in eager mode reads of a mask, which never changes: to read it anew takes longer than a launch."""
+    """The properties of a mask that eager calls read. They never change, and to read them anew takes longer than a launch."""
 
     shape: tuple[int, int, int, int]
     device: int  # index; -1 of the CPU and of meta tensors
@@ -293,6 +309,39 @@ Segments = tuple[Tensor | None, Tensor | None]  # of queries and keys
 def lengths_of(like: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     """Return a tensor without elements whose shape holds the lengths."""
     return like.new_empty((seqlen_q, seqlen_k, 0), dtype=torch.uint8)
+
+
+def from_chosen(indices: Tensor, block: int, segments: Segments, seqlen_k: int, band: Band) -> TileMask:
+    """Return the mask of the blocks that `indices [B|1, Hm, Sq, k]` name, with segments and band beside them."""
+    return made(
+        lengths=lengths_of(indices, indices.shape[2], seqlen_k),
+        chosen=layout.own(indices),
+        block_keys=indices.new_empty((block, 0), dtype=torch.uint8),
+        q_segments=segments[0],
+        k_segments=segments[1],
+        **band_fields(band),
+    )
+
+
+_bits: WeakKeyDictionary[TileMask, TileMask] = WeakKeyDictionary()
+
+
+def as_bits(mask: TileMask) -> TileMask:
+    """Return a mask of chosen blocks as one of bits, which is made once; others as they are."""
+    if mask.chosen is None:
+        return mask
+    found = None if is_compiling() else _bits.get(mask)
+    if found is None:
+        assert mask.block_keys is not None
+        limits = mask.band.limits(mask.seqlen_q, mask.seqlen_k)
+        block = mask.block_keys.shape[0]
+        packed = torch.ops.dmattn.pack_selection(
+            mask.chosen, mask.q_segments, mask.k_segments, block, mask.seqlen_k, *limits
+        )
+        found = from_packed(mask.lengths, packed, mask.band)
+        if not is_compiling():
+            _bits[mask] = found
+    return found
 
 
 def from_dense(mask: Tensor, segments: Segments, seqlen_q: int, band: Band) -> TileMask:

@@ -6,7 +6,6 @@ Source: Trainable Dynamic Mask Sparse Attention, Shi et al., arXiv 2508.02124. L
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NoReturn
@@ -24,6 +23,7 @@ from dmattn_ops.masks import layout
 from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.prepare import dynamic_mask
 from dmattn_ops.masks.tile_mask import TileMask
+from dmattn_ops.nn.layer import AttentionLayer
 from dmattn_ops.nn.rotary import turned, turns_of
 
 _NAMES_ELSEWHERE = {
@@ -96,7 +96,7 @@ class KeyScores(nn.Module):
         return f"heads={self.A.shape[0]}"
 
 
-class DynamicMaskAttention(nn.Module):
+class DynamicMaskAttention(AttentionLayer):
     """Self-attention in which each query sees the `keep` keys of its prefix with the best scores, learned from the values.
 
     The scores are added to the attention scores as well: that trains them. `keep_first` and `keep_last` keys are seen beside
@@ -133,35 +133,10 @@ class DynamicMaskAttention(nn.Module):
         dropout: float = 0.0,
         is_causal: bool = True,
     ) -> None:
-        super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        keep, keep_first, keep_last = validation.kept_keys(keep, keep_first, keep_last, is_causal)
-        dim, heads, kv_heads = require.counts(dim=dim, heads=heads, kv_heads=kv_heads)
-        if head_dim is not None:
-            [head_dim] = require.counts(head_dim=head_dim)
-        rotary_base = None if rotary_base is None else validation.number("rotary_base", rotary_base)
-        dropout = validation.number("dropout", dropout)
-        if heads < 1 or kv_heads < 1:
-            raise ValueError(f"heads and kv_heads must be at least 1, got {heads} and {kv_heads}")
-        if heads % kv_heads:
-            raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
-        if head_dim is None and dim % heads:
-            raise ValueError(f"dim must be a multiple of heads, or head_dim given, got {dim} and {heads}")
-        head_dim = dim // heads if head_dim is None else head_dim
-        if rotary_base is not None and head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embeddings, got {head_dim}")
-        if rotary_base is not None and not 0 < rotary_base < math.inf:
-            raise ValueError(f"rotary_base must be a positive number, or None, got {rotary_base}")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
-        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
-        self.keep, self.keep_first, self.keep_last = keep, keep_first, keep_last
-        self.rotary_base, self.dropout, self.is_causal = rotary_base, dropout, is_causal
-        self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(dim, kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(dim, kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * head_dim, dim, bias=bias)
-        self.scores = KeyScores(kv_heads, head_dim, bias=bias, recency=recency)
+        super().__init__(dim, heads, kv_heads, head_dim, bias=bias, rotary_base=rotary_base, dropout=dropout)
+        self.keep, self.keep_first, self.keep_last = validation.kept_keys(keep, keep_first, keep_last, is_causal)
+        self.is_causal = is_causal
+        self.scores = KeyScores(self.kv_heads, self.head_dim, bias=bias, recency=recency)
 
     def forward(
         self,
@@ -221,7 +196,7 @@ class DynamicMaskAttention(nn.Module):
             scores.unsqueeze(2),
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self.o_proj(out.flatten(2))
+        return self.o_proj(out.flatten(2))  # type: ignore[union-attr]
 
     def make_cache(
         self,

@@ -20,6 +20,7 @@ from dmattn_ops.checks.chosen import block_count
 from dmattn_ops.masks.chosen import selection_mask
 from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.prepare import prepare_mask
+from dmattn_ops.nn.layer import AttentionLayer
 from dmattn_ops.nn.rotary import turned, turns_of
 
 _NAMES_ELSEWHERE = {
@@ -91,7 +92,7 @@ class LightningIndexer(nn.Module):
         return f"heads={self.heads}, head_dim={self.head_dim}"
 
 
-class IndexedAttention(nn.Module):
+class IndexedAttention(AttentionLayer):
     """Causal self-attention in which each query sees the `keep` blocks of keys that an indexer gives the best scores.
 
     All heads share the choice. Nothing that the loss of the model depends on trains the indexer: its own loss does, the
@@ -129,30 +130,11 @@ class IndexedAttention(nn.Module):
         rotary_base: float | None = 10000.0,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        dim, heads, kv_heads, keep, block = require.counts(
-            dim=dim, heads=heads, kv_heads=kv_heads, keep=keep, block=block
-        )
-        if heads < 1 or kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
-        if head_dim is None and dim % heads:
-            raise ValueError(f"dim must be a multiple of heads, or head_dim given, got {dim} and {heads}")
-        [head_dim] = require.counts(head_dim=dim // heads if head_dim is None else head_dim)
-        if not 1 <= block <= TILE:
+        super().__init__(dim, heads, kv_heads, head_dim, bias=bias, rotary_base=rotary_base, dropout=dropout)
+        self.keep, self.block = require.counts(keep=keep, block=block)
+        if not 1 <= self.block <= TILE:
             raise ValueError(f"block must be between 1 and {TILE}, got {block}")
-        if rotary_base is not None and head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embeddings, got {head_dim}")
-        dropout = validation.number("dropout", dropout)
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
-        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
-        self.keep, self.block, self.rotary_base, self.dropout = keep, block, rotary_base, dropout
-        self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(dim, kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(dim, kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * head_dim, dim, bias=bias)
-        self.indexer = LightningIndexer(dim, index_heads, index_dim, rotary_base=rotary_base)
+        self.indexer = LightningIndexer(self.dim, index_heads, index_dim, rotary_base=rotary_base)
 
     def forward(
         self,

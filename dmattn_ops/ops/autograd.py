@@ -40,7 +40,7 @@ class _Function(torch_privates.single_level_function or Function):  # type: igno
 
 
 class Differentiable(NamedTuple):
-    """Where the arguments of a forward operator stand that have derivatives, and what its backward takes of the others."""
+    """The places of a forward operator's arguments that have derivatives, and the operator's signature."""
 
     primals: int  # query, key and value, or qkv: the first arguments
     places: tuple[int, ...]  # of primals, bias and sink, among the arguments of the forward

@@ -49,18 +49,30 @@ def _count(name: str, arguments: tuple[Any, ...]) -> int:
 
 
 def _overload_of(name: str, arguments: tuple[Any, ...]) -> str:
-    """Return ".used" for the arguments of that overload: torch's counter knows packets, and its tensor `[B]` is no bias."""
-    signature = schemas.SIGNATURES.get(f"{name}.used")
-    if signature is None:
+    """Return the overload that arguments are of, which torch's counter does not know.
+
+    Where ".used" has a tensor `[B]`, the others have one of four dimensions. That of ".chosen" comes before all tensors of the
+    default one, so that a tensor, or None, is in the place of its first number.
+    """
+    used, default = schemas.SIGNATURES.get(f"{name}.used"), schemas.SIGNATURES[name]
+    if used is None:
         return ""
-    place = signature.names.index("seqlen_k_used")
-    return ".used" if len(arguments) > place and arguments[place] is not None and len(arguments[place]) == 1 else ""
+    place = used.names.index("seqlen_k_used")
+    if len(arguments) > place and arguments[place] is not None and len(arguments[place]) == 1:
+        return ".used"
+    has_more = f"{name}.chosen" in schemas.SIGNATURES and len(arguments) > default.tensors
+    is_chosen = has_more and (
+        arguments[default.tensors] is None or isinstance(arguments[default.tensors], (list, tuple, torch.Size))
+    )
+    return ".chosen" if is_chosen else ""
 
 
 def _dense_pairs(query: Any, key: Any, read: Any) -> int:
     pairs = visible_pairs(query[1], key[1], read.band_lo, read.band_hi)
     if read.at_most is not None:
         pairs = min(pairs, query[1] * read.at_most)
+    if getattr(read, "chosen", None) is not None:
+        pairs = min(pairs, query[1] * read.chosen[-1] * read.block)
     return query[0] * query[2] * pairs
 
 

@@ -15,7 +15,6 @@ operation with one of the caller's may fail (Inductor of torch 2.11 did, with a 
 
 from __future__ import annotations
 
-from ast import literal_eval
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dmattn_ops.call import MASK_TENSORS, UNBOUNDED, Mask, Options, Used
+from dmattn_ops.call import MASK_TENSORS, UNBOUNDED, Chosen, Mask, Options, Used
 from dmattn_ops.ops.torch_privates import below_autograd as below_autograd
 
 
@@ -54,6 +53,10 @@ LISTS = "Tensor row_tiles, Tensor col_tiles"
 USED = "Tensor seqlen_k_used"
 USED_NUMBERS = f"{DENSE_NUMBERS}, SymInt used_lo={-UNBOUNDED}, SymInt used_hi={UNBOUNDED}"
 
+# Of the overloads for blocks of keys that queries name: see `call.Chosen`. Of the mask there are segments at most.
+CHOSEN = "Tensor chosen"
+CHOSEN_NUMBERS = f"{DENSE_NUMBERS}, SymInt block=1"
+
 SCHEMAS = {
     "forward": f"({QKV}, {DENSE_TENSORS}, {DENSE_NUMBERS}, {MAX}) -> {OUTPUTS}",
     "backward": f"({GRADS}, {QKV}, {SAVED}, {DENSE_TENSORS}, {DENSE_NUMBERS}, {NEEDS}) -> {QKV_GRADS}",
@@ -67,6 +70,8 @@ SCHEMAS = {
     "qkvpacked_forward.used": f"(Tensor qkv, {USED}, {DENSE_TENSORS}, {USED_NUMBERS}, {MAX}) -> {OUTPUTS}",
     "qkvpacked_backward.used": f"({GRADS}, Tensor qkv, {SAVED}, {USED}, {DENSE_TENSORS}, {USED_NUMBERS}, {NEEDS})"
     " -> (Tensor dqkv, Tensor dbias, Tensor dsink)",
+    "forward.chosen": f"({QKV}, {CHOSEN}, {DENSE_TENSORS}, {CHOSEN_NUMBERS}, {MAX}) -> {OUTPUTS}",
+    "backward.chosen": f"({GRADS}, {QKV}, {SAVED}, {CHOSEN}, {DENSE_TENSORS}, {CHOSEN_NUMBERS}, {NEEDS}) -> {QKV_GRADS}",
     "pack_mask": f"(Tensor mask, Tensor? q_segments, Tensor? k_segments, SymInt seqlen_q, {BAND})"
     f" -> ({LISTS}, Tensor row_bits, Tensor col_bits)",
     "list_tiles": f"(Tensor? q_segments, Tensor k_segments, SymInt seqlen_q, {BAND}) -> ({LISTS})",
@@ -156,26 +161,19 @@ class Signature(NamedTuple):
 
 
 def _signature(name: str) -> Signature:
-    types: list[bool] = []
-    names: list[str] = []
-    defaults: list[Any] = []
-    required: list[int] = []
-    for argument in SCHEMAS[name].partition(" -> ")[0].strip("()").split(", "):
-        declared, _, default = argument.partition("=")
-        kind, argument_name = declared.split()
-        if kind == "Tensor":
-            required.append(len(names))
-        types.append(kind.rstrip("?") == "Tensor")
-        names.append(argument_name)
-        defaults.append(literal_eval(default.capitalize()) if default else None)
-    assert types == sorted(types, reverse=True), f"{name}: tensors come first"
-    needs = place_of_needs(names[sum(types) :])
+    """Return the signature of an operator, from the schema that torch has read."""
+    arguments = overload(name)._schema.arguments
+    names, kinds = tuple(each.name for each in arguments), [str(each.type) for each in arguments]
+    are_tensors = [kind in ("Tensor", "Optional[Tensor]") for kind in kinds]
+    assert are_tensors == sorted(are_tensors, reverse=True), f"{name}: tensors come first"
+    tensors, required = sum(are_tensors), tuple(place for place, kind in enumerate(kinds) if kind == "Tensor")
+    defaults = tuple(each.default_value for each in arguments)
     reader = namedtuple(name.replace(".", "_"), names)  # type: ignore[misc]
-    return Signature(tuple(names), sum(types), tuple(required), needs, tuple(defaults), reader)
+    return Signature(names, tensors, required, place_of_needs(names[tensors:]), defaults, reader)
 
 
 def place_of_needs(numbers: Sequence[str]) -> slice:
-    """Return where among the names of numbers those stand, in a row, that say what is needed; behind all if there are none."""
+    """Return the slice of the numbers named `needs_...`, which stand in a row; an empty slice at the end if there are none."""
     are_needs = [number.startswith("needs_") for number in numbers]
     first = are_needs.index(True) if any(are_needs) else len(numbers)
     end = first + sum(are_needs)
@@ -217,9 +215,15 @@ def options_of(read: Any, dim: int) -> Options:
 
 
 def used_of(read: Any) -> Used | None:
-    """Return what says how many keys are used, among the arguments of an operator, read by name; None where it takes none."""
+    """Return the numbers of used keys among the arguments of an operator, read by name; None where all keys are used."""
     lengths = getattr(read, "seqlen_k_used", None)
     return None if lengths is None else Used(lengths, _clamped(read.used_lo), _clamped(read.used_hi))
+
+
+def chosen_of(read: Any) -> Chosen | None:
+    """Return the blocks that queries name, among the arguments of an operator, read by name; None where it takes none."""
+    indices = getattr(read, "chosen", None)
+    return None if indices is None else Chosen(indices, read.block)
 
 
 def _clamped(limit: int) -> int:

@@ -104,7 +104,7 @@ _NEEDED_BUDGET = (
 
 
 def _budget() -> float:
-    """Return how much of its activations a graph that is being traced may save: 1 is as much as it likes."""
+    """Return the share of its activations that a graph being traced may save, from 0 to 1 (no limit)."""
     meta = {} if node_meta is None else node_meta()
     region = None if region_budget is None else region_budget(SimpleNamespace(meta=meta))
     for budget in (region, meta.get("memory_budget")):

@@ -47,7 +47,7 @@ _PLACE_OF_BIAS = {
 
 
 class Options(NamedTuple):
-    """What was asked of `activate`."""
+    """The arguments of the last `activate`."""
 
     masks: bool = False
     report: Report | None = None

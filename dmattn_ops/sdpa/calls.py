@@ -40,6 +40,12 @@ def packed_offsets(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: in
     return cum_seq_q.to(torch.int32), cum_seq_k.to(torch.int32), int(max_q), int(max_k)
 
 
+def _numbers(scale: float | None, dropout_p: float) -> dict[str, Any]:
+    """Return the numbers of an operator that torch's functions give, by their names."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return {"softmax_scale": scale, "dropout_p": dropout_p, "deterministic": deterministic}
+
+
 def forward(
     query: Tensor,
     key: Tensor,
@@ -53,11 +59,7 @@ def forward(
     mask: Mask = NO_MASK,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of `[B, S, heads, D]`, or packed `[total, heads, D]`."""
-    numbers: dict[str, Any] = {
-        "softmax_scale": scale,
-        "dropout_p": dropout_p,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
+    numbers = _numbers(scale, dropout_p)
     if offsets is not None:
         seed = seeds_of(state, offsets[0].shape[0] - 1, query.shape[-2]) if dropout_p else None
         packed = (query, key, value, *offsets[:2], None, None, None, seed, *offsets[2:])
@@ -83,11 +85,7 @@ def backward(
     grad_out, query, key, value, out, lse = tensors
     lse = torch.where(lse == torch.inf, -torch.inf, lse)  # of empty rows, where torch's own forward wrote it
     saved = (grad_out, None, query, key, value, out, lse, torch.zeros_like(lse))
-    numbers: dict[str, Any] = {
-        "softmax_scale": scale,
-        "dropout_p": dropout_p,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
+    numbers = _numbers(scale, dropout_p)
     if offsets is not None:
         seed = seeds_of(state, offsets[0].shape[0] - 1, query.shape[-2]) if dropout_p else None
         packed = (*saved, *offsets[:2], None, None, None, seed, *offsets[2:])

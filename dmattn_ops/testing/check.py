@@ -103,7 +103,7 @@ def _placed(problem: Problem, device: str, call: Callable[[], Results]) -> list[
 
 
 def _dropout_keep(problem: Problem, inputs: Inputs) -> Tensor | None:
-    """Return which elements dropout keeps in the calls that follow `torch.manual_seed(problem.seed)`."""
+    """Return the elements that dropout keeps in the calls that follow `torch.manual_seed(problem.seed)`."""
     if not problem.dropout_p:
         return None
     torch.manual_seed(problem.seed)

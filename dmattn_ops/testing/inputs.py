@@ -208,7 +208,7 @@ def _sparse(elements: int, like: Tensor) -> Tensor:
 
 
 def _seen(keep: Tensor, extent: tuple[int, ...], heads: int) -> Tensor:
-    """Return which elements of a broadcast tensor of `extent` any query sees."""
+    """Return the elements of a broadcast tensor of `extent` that any query sees."""
     if extent[1] not in (1, heads):
         keep = keep.unflatten(1, (extent[1], -1)).any(2)
     for dim, size in enumerate(extent):
@@ -253,7 +253,7 @@ def poisoned(problem: Problem, inputs: Inputs) -> Inputs:
 
 
 def hidden_bias(problem: Problem, inputs: Inputs, bias: Tensor) -> Tensor:
-    """Return which elements of the bias nobody sees."""
+    """Return the elements of the bias that no query sees."""
     hidden = torch.ones_like(bias, dtype=torch.bool)
     for part in inputs.parts:
         of_part = hidden[part.bias]
@@ -262,7 +262,7 @@ def hidden_bias(problem: Problem, inputs: Inputs, bias: Tensor) -> Tensor:
 
 
 def unseen_keys(problem: Problem, part: Part) -> Tensor:
-    """Return which keys `[B, Hkv, Sk]` no query of their batch entry and head group sees."""
+    """Return the keys `[B, Hkv, Sk]` that no query of their batch entry and head group sees."""
     return ~part.keep.any(2).unflatten(1, (problem.heads_k, -1)).any(2)
 
 

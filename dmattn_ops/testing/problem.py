@@ -143,7 +143,7 @@ def _far_from_usual(problem: Problem, kernel: Kernel, on_gpu: bool, random: Rand
         # The eps of float64 is no room for rounded scores, and behind a soft cap the gradients of all of them are 0.
         steep = random.of(1e2, 1e3, 3e3) if problem.dtype == "float16" else random.of(1e3, 1e6, 1e9)
     problem = replace(problem, extreme=extreme, bias_value=value, steep=steep)
-    problem = _poisoned(problem, on_gpu, Random(-3000 - problem.seed))
+    problem = _poisoned(problem, Random(-3000 - problem.seed))
     if on_gpu:
         return problem
     problem = replace(problem, instructions=instructions(problem.seed))
@@ -152,15 +152,10 @@ def _far_from_usual(problem: Problem, kernel: Kernel, on_gpu: bool, random: Rand
     return replace(problem, used=used, batch_invariant=random.chance(0.2))
 
 
-def _poisoned(problem: Problem, on_gpu: bool, random: Random) -> Problem:
-    """Draw what hidden rows hold. Rows that share memory with others hold what these do.
-
-    Not of masks on a GPU: the SM 9.0 kernels let what a mask hides through (`tests/gpu/test_unseen.py`).
-    """
+def _poisoned(problem: Problem, random: Random) -> Problem:
+    """Draw what hidden rows hold. Rows that share memory with others hold what these do."""
     shared = problem.layout == "expanded" or problem.rows in ("one", "overlapping")
-    masked = bool(problem.mask or problem.documents or problem.intervals) and problem.variant != "varlen"
     poison = random.of("nan", "inf", "-inf") if random.chance(0.4) and not shared else ""
-    poison = "" if on_gpu and masked else poison
     packed = problem.variant == "varlen" and problem.batch > 0 and min(problem.seqlen_q, problem.seqlen_k) >= 4
     behind = 1 + random.below(4) if packed and random.chance(0.5) else 0
     return replace(problem, poison=poison, behind=behind)

@@ -54,7 +54,7 @@ class Trial(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What tuning a task found; the row's own configuration where nothing was faster."""
+    """The fastest configuration of a task and its time; the row's own configuration where nothing was faster."""
 
     task: Task
     config: Config
@@ -253,7 +253,7 @@ class NotStored(OSError):
 
 
 class _Pending:
-    """What was found and is not stored yet, and why."""
+    """Entries that were found and are not stored yet, and the error that kept them from it."""
 
     def __init__(self) -> None:
         self.entries: dict[str, dict[Case | EpochCase, tuning.Entry]] = {}

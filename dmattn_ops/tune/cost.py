@@ -30,7 +30,7 @@ _SPLIT, _SPILL = 1.3, 100  # exponent of the warps that share rows; registers ov
 
 
 class _Kernel(NamedTuple):
-    """What one kernel does for `[owned, walked]` scores."""
+    """The work of one kernel for `[owned, walked]` scores."""
 
     products: tuple[int, int]  # of the width of query and key, of the width of value
     sums: tuple[int, int]  # accumulators of an owned row: of the width of query and key, of value
@@ -113,7 +113,7 @@ def _registers(shape: Shape, kernel: _Kernel, blocks: _Blocks) -> float:
 def _resident(
     part: Part, values: tuple[Any, ...], row: Row, on: Arch, shape: Shape, kernel: _Kernel, blocks: _Blocks
 ) -> int:
-    """Return how many programs a multiprocessor holds at once."""
+    """Return the number of programs that a multiprocessor holds at once."""
     if row.kernel not in ("ampere", "portable"):
         return 1
     registers = min(255.0, _registers(shape, kernel, blocks))

@@ -35,7 +35,7 @@ class EpochTask(NamedTuple):
 
 
 class EpochResult(NamedTuple):
-    """What was measured, and the length that is kept: the rule's own where nothing was faster."""
+    """Measured times of lengths of epochs, and the length that is kept: the rule's own where nothing was faster."""
 
     task: EpochTask
     length: int

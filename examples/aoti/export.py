@@ -1,7 +1,9 @@
 """Export a model with dynamic masks, compile it with AOTInductor, and save inputs with what Python makes of them.
 
-Usage: `python examples/aoti/export.py FOLDER` writes `model.pt2`, which run.cpp runs without Python, and `calls.pt`: for each
-of some lengths the inputs of the model, in the order in which the package takes them, and the expected output.
+Usage: `python examples/aoti/export.py FOLDER [DEVICE]` writes `model.pt2`, which run.cpp runs without Python, and `calls.pt`:
+for each of some lengths the inputs of the model, in the order in which the package takes them, and the expected output.
+`step.pt2` and `steps.pt` are the same of a training step. On a GPU (DEVICE `cuda`) it also writes `kernels.dmattn`, the kernels
+for these lengths.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ShapesCollection
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import dmattn_ops
@@ -38,10 +42,10 @@ class Model(nn.Module):
         return hidden + dmattn_ops.flash_dmattn_func(query, key, value, mask).flatten(2)
 
 
-def inputs_of(seqlen: int) -> tuple[Tensor, TileMask]:
+def inputs_of(seqlen: int, device: str = "cpu") -> tuple[Tensor, TileMask]:
     """Return hidden states, and a mask of the 16 best keys by random scores: a window, where scores are positions."""
-    hidden = torch.randn(2, seqlen, HEADS * HEAD_DIM)
-    return hidden, dmattn_ops.dynamic_mask(torch.rand(2, HEADS, seqlen), 16, keep_last=4)
+    hidden = torch.randn(2, seqlen, HEADS * HEAD_DIM, device=device)
+    return hidden, dmattn_ops.dynamic_mask(torch.rand(2, HEADS, seqlen, device=device), 16, keep_last=4)
 
 
 def tensors_of(inputs: tuple[Tensor, TileMask]) -> list[Tensor]:
@@ -49,10 +53,27 @@ def tensors_of(inputs: tuple[Tensor, TileMask]) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
-def main(folder: Path) -> None:
-    """Write both files."""
+def training_step(model: Model, seqlen: int, device: str) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    """Return the graph of a step of the layer that learns its mask, and inputs: hidden states and its parameters.
+
+    It returns the loss and the gradients of the parameters.
+    """
+    names, parameters = zip(*model.learned.named_parameters(), strict=True)
+
+    def step(hidden: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        leaves = [part.detach().requires_grad_() for part in given]
+        out = functional_call(model.learned, dict(zip(names, leaves, strict=True)), (hidden,))
+        loss = out.square().mean()
+        return loss, *torch.autograd.grad(loss, leaves)
+
+    inputs = [inputs_of(seqlen, device)[0], *[parameter.detach() for parameter in parameters]]
+    return make_fx(step)(*inputs), inputs
+
+
+def main(folder: Path, device: str = "cpu") -> None:
+    """Write the files."""
     torch.manual_seed(0)
-    model, inputs = Model().eval(), inputs_of(LENGTHS[0])
+    model, inputs = Model().eval().to(device), inputs_of(LENGTHS[0], device)
     shapes: Any = ShapesCollection()
     for leaf in tensors_of(inputs):
         if LENGTHS[0] in leaf.shape:
@@ -60,10 +81,23 @@ def main(folder: Path) -> None:
     with torch.no_grad():
         program = torch.export.export(model, inputs, dynamic_shapes=shapes)
         torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
-        calls = [inputs_of(length) for length in LENGTHS]
-        saved = [(tensors_of(given), model(*given)) for given in calls]
-    torch.save(saved, folder / "calls.pt")
+        run, calls = program.module(), [inputs_of(length, device) for length in LENGTHS]
+        torch.save([(tensors_of(given), [run(*given)]) for given in calls], folder / "calls.pt")
+    step, given = training_step(model, LENGTHS[0], device)
+    torch._inductor.aoti_compile_and_package(
+        torch.export.export(step, tuple(given)), package_path=str(folder / "step.pt2")
+    )
+    torch.save([(given, list(step(*given)))], folder / "steps.pt")
+    if device != "cpu":
+
+        def all_calls() -> None:
+            with torch.no_grad():
+                for one in calls:
+                    run(*one)
+                step(*given)
+
+        dmattn_ops.export_kernels(all_calls, folder / "kernels.dmattn")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

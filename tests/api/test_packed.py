@@ -50,8 +50,8 @@ def launched_for(kernel: str, direction: str, sm: int, lengths: list[int], bound
 
     from dmattn_ops.choice import arch, config
     from dmattn_ops.launching import launch
-    from dmattn_ops.testing import configurations
-    from dmattn_ops.testing.stand_in import target_of
+    from tests.tools import configurations
+    from tests.tools.stand_in import target_of
 
     rows = {"forward": config.FORWARD, "backward": config.BACKWARD}[direction]
     row = next(row for row in configurations.reachable(rows, sm) if row.kernel == kernel and row.itemsize == 2)

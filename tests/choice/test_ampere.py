@@ -12,6 +12,7 @@ from dmattn_ops.choice import arch, config
 from dmattn_ops.dispatch import run
 
 PLAIN = plain_options(0.125)
+KEYS = NO_MASK._replace(k_segments=torch.zeros(1, 1, 300, dtype=torch.int32))
 
 
 def call(
@@ -47,10 +48,17 @@ def test_other_architectures_keep_their_own() -> None:
         (call(dim=20), ("portable", "portable")),
         (call(spare=4), ("portable", "portable")),
         (call(seqlen_q=16), ("portable", "ampere")),
-        (call(options=PLAIN._replace(deterministic=True)), ("ampere", "portable")),
-        (call(options=PLAIN._replace(batch_invariant=True, deterministic=True)), ("portable", "portable")),
+        (call(options=PLAIN._replace(deterministic=True))._replace(mask=KEYS), ("ampere", "portable")),
+        (call(options=PLAIN._replace(batch_invariant=True, deterministic=True)), ("portable", "ampere")),
     ],
-    ids=["float32", "dimension 20", "rows of odd distances", "16 queries", "deterministic", "batch-invariant"],
+    ids=[
+        "float32",
+        "dimension 20",
+        "rows of odd distances",
+        "16 queries",
+        "deterministic with a mask",
+        "batch-invariant",
+    ],
 )
 def test_portable_kernels_take_what_these_refuse(given: Call, kernels: tuple[str, str]) -> None:
     assert taken(given) == kernels

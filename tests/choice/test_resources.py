@@ -238,19 +238,19 @@ def test_occupancy_is_that_of_the_calculator(sm, registers, shared_memory, threa
 @pytest.fixture(scope="module")
 def configurations():
     pytest.importorskip("triton.experimental.gluon")
-    from dmattn_ops.testing import configurations
+    from tests.tools import configurations
 
     return configurations
 
 
 @pytest.mark.parametrize("version", resources.versions())
 def test_a_table_holds_every_configuration_that_dispatch_can_return(configurations, version):
-    from dmattn_ops.testing import sweep
+    from tests.tools import sweep
 
     kernels = [kernel for kernel in configurations.KERNELS if kernel not in NOT_SWEPT.get(version, ())]
     every = configurations.units(configurations.ARCHITECTURES, tuple(kernels))
     rows = sweep.load(version)
-    assert list(sweep.missing(every, rows)) == [], "python -m dmattn_ops.testing.sweep --stale --write"
+    assert list(sweep.missing(every, rows)) == [], "python -m tests.tools.sweep --stale --write"
     assert set(rows) == set(every)
 
 
@@ -267,7 +267,7 @@ def test_a_call_that_is_made_for_a_specialization_has_it(configurations):
 
 
 def test_every_launch_of_a_call_is_recorded_each_time_it_is_compiled(configurations):
-    from dmattn_ops.testing.stand_in import compiled_launches
+    from tests.tools.stand_in import compiled_launches
 
     lines = next(iter(configurations.units((86,), ("portable",)).values()))
     decode = next(iter(lines.values()))._replace(wanted=Specialization(decode=True))
@@ -293,7 +293,7 @@ REPRESENTATIVES = (
 )
 COMPILE = """
 import json, sys, torch
-from dmattn_ops.testing import configurations, sweep
+from tests.tools import configurations, sweep
 torch.set_num_threads(1)
 every = configurations.units(configurations.ARCHITECTURES, configurations.KERNELS)
 for row, line in json.loads(sys.argv[1]):

@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 import dmattn_ops
 from dmattn_ops.testing import Problem, check
 from dmattn_ops.testing.oracle import relative_error
-from dmattn_ops.testing.soak import captured
 from tests.support import call_inputs
+from tests.tools.soak import captured
 
 pytestmark = pytest.mark.gpu
 attention = functools.partial(dmattn_ops.flash_dmattn_func, is_causal=True)

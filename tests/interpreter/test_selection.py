@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dmattn_ops.kernels.selection import reference
-from dmattn_ops.kernels.selection.launch import lifetimes, lifetimes_in_chunks
+from dmattn_ops.kernels.selection.launch import lifetimes
 from tests.interpreter.conftest import StrictMemory
 from tests.support.selection_cases import (
     SHAPES_OF_SCORES,
@@ -25,7 +25,7 @@ from tests.support.selection_cases import (
 
 def in_small_chunks(*arguments: object) -> None:
     """Cut rows shorter than on a GPU, so that few keys cross many borders."""
-    lifetimes_in_chunks(*arguments, chunk=64, fine=32, span=32)
+    lifetimes(*arguments, chunk=64, fine=32, span=32)
 
 
 @pytest.mark.sampled(2)
@@ -91,7 +91,7 @@ def test_more_spans_of_documents_than_are_read_at_once_are_exact():
     documents = torch.zeros(1, 9000, dtype=torch.int64)
     documents[:, 8500:] = 1
     case = Case(torch.randn(1, 1, 9000), documents, 9000)
-    cut = partial(lifetimes_in_chunks, chunk=16384, fine=128, span=32)  # 282 spans, in blocks of 256
+    cut = partial(lifetimes, chunk=16384, fine=128, span=32)  # 282 spans, in blocks of 256
     for got, want in zip(answer(cut, case), answer(reference.lifetimes, case), strict=True):
         assert torch.equal(got, want)
 

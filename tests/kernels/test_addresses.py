@@ -21,8 +21,9 @@ from dmattn_ops.kernels.epochs import launch as packs  # noqa: E402
 from dmattn_ops.kernels.masks import launch as tile_mask  # noqa: E402
 from dmattn_ops.kernels.selection import launch as selection  # noqa: E402
 from dmattn_ops.meta import list_tiles_outputs, pack_mask_outputs  # noqa: E402
-from dmattn_ops.testing import configurations  # noqa: E402
-from dmattn_ops.testing.configurations import (  # noqa: E402
+from tests.support.addresses import code_of, intermediate_code, large_products  # noqa: E402
+from tests.tools import configurations  # noqa: E402
+from tests.tools.configurations import (  # noqa: E402
     BITS,
     CAUSAL,
     EVERYTHING,
@@ -33,7 +34,6 @@ from dmattn_ops.testing.configurations import (  # noqa: E402
     launch,
     reachable,
 )
-from tests.support.addresses import code_of, intermediate_code, large_products  # noqa: E402
 
 FREE = (-UNBOUNDED, UNBOUNDED)
 SEQLEN = 3000
@@ -157,17 +157,17 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "entries of a list, as many as there is room for, or a tile that a list names: one of those that there are": {
         "hopper/backward/walk.py": (
-            "gl.load(record + 1) * (TILE // T.BM)",
-            "gl.load(record + 2) * (TILE // T.BM)",
-            "gl.load(record + HEADER + (n_partial + t) // R) * R",
-            "gl.load(record + HEADER + t // R, mask=t < n_partial, other=0) * R",
+            "n_partial *= TILE // T.BM",
+            "n_full *= TILE // T.BM",
+            "named_tile(gl.load(record + HEADER + (n_partial + t) // R), span.end) * R",
+            "named_tile(gl.load(record + HEADER + t // R, mask=t < n_partial, other=0), span.end) * R",
         ),
-        "hopper/backward_256/keys.py": ("ranked_tile(tile // 2, mask, kv_head * group) * 2",),
+        "hopper/backward_256/keys.py": ("ranked_tile(tile // 2, mask, kv_head * group, n_blocks // 2 - 1, TEST) * 2",),
         "hopper/views.py": (
-            "gl.load(view.record + 1) * 2",
-            "gl.load(view.record + 2) * 2",
-            "gl.load(view.record + HEADER + (n_partial + t) // 2) * 2",
-            "gl.load(view.record + HEADER + t // 2, mask=t < n_partial, other=0) * 2",
+            "n_partial *= 2",
+            "n_full *= 2",
+            "named_tile(gl.load(view.record + HEADER + (n_partial + t) // 2), view.end) * 2",
+            "named_tile(gl.load(view.record + HEADER + t // 2, mask=t < n_partial, other=0), view.end) * 2",
         ),
         "hopper/forward/kernel.py": (
             "word_of_piece(parts, slots, 2) * PER_TILE",
@@ -175,7 +175,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "hopper/forward/walk.py": (
             "(work.words.partial + work.words.full) * PER_TILE",
-            "gl.load(at) * PER_TILE",
+            "named_tile(gl.load(at), walk.last) * PER_TILE",
         ),
         "ampere/walks.py": ("tile * PER_TILE", "(tile * PER_TILE + entry % PER_TILE) * STEP"),
         "portable/places.py": (
@@ -194,6 +194,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "heads of the call, or of one of its batches": {
         "ampere/backward/kernel.py": ("kv_head * GROUP",),
+        "portable/again.py": ("share.end_head * GROUP", "share.first_head * GROUP"),
         "portable/heads.py": ("place.head * GROUP",),
         "hopper/backward/finish.py": ("gl.maximum(place.batch, 0) * out.heads",),
         "hopper/backward/kernel.py": (
@@ -245,6 +246,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper/forward/walk.py": ("tiles * sizes.heads",),
         "hopper/views.py": ("n_blocks * heads_per_group",),
         "interval_lists.py": ("tl.program_id(0) * TILES",),
+        "portable/again.py": ("tl.program_id(0) * count",),
         "ragged.py": ("tl.program_id(0) * OWN",),
         "masks/lists.py": ("program * TILES",),
     },

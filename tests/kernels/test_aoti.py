@@ -41,8 +41,8 @@ def folder(tmp_path_factory, export):
     return folder
 
 
-def run(folder, library, calls):
-    command = [folder / "run", library, folder / "model.pt2", folder / calls]
+def run(folder, library, calls, model="model.pt2", *kernels, program=None):
+    command = [(program or folder) / "run", library, folder / model, folder / calls, *kernels]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -55,6 +55,12 @@ def test_the_program_computes_what_python_computes_at_every_length(folder, expor
     assert "libtorch" in needed and "libpython" not in needed
 
 
+def test_the_program_computes_the_gradients_of_a_training_step(folder, export):
+    done = run(folder, LIBRARY, "steps.pt", "step.pt2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"length {export.LENGTHS[0]}: ")
+
+
 def test_the_program_never_computes_with_the_numbers_of_another_mask(folder, export):
     [(_, expected), *_] = torch.load(folder / "calls.pt")
     hidden, mask = export.inputs_of(export.LENGTHS[0])
@@ -63,6 +69,16 @@ def test_the_program_never_computes_with_the_numbers_of_another_mask(folder, exp
         done = run(folder, LIBRARY, "others.pt")
         assert done.returncode != 0
         assert "the program was exported with a mask of lengths" in done.stderr
+
+
+@pytest.mark.gpu
+def test_the_program_launches_the_kernels_of_a_file_on_a_gpu(folder, export, tmp_path):
+    export.main(tmp_path, "cuda")
+    for names in (("calls.pt", "model.pt2"), ("steps.pt", "step.pt2")):
+        done = run(tmp_path, LIBRARY, *names, tmp_path / "kernels.dmattn", program=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        done = run(tmp_path, LIBRARY, *names, program=folder)
+        assert done.returncode != 0 and "there is no plan for this call on SM" in done.stderr
 
 
 def test_without_the_library_the_model_cannot_be_loaded(folder):

@@ -17,9 +17,9 @@ from triton.runtime.jit import JITFunction
 
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import RowBlock, Shape
-from dmattn_ops.testing.configurations import BITS, launch
-from dmattn_ops.testing.stand_in import compiled_launches
 from tests.kernels.test_addresses import cases, units_of
+from tests.tools.configurations import BITS, launch
+from tests.tools.stand_in import compiled_launches
 
 SHAPE = Shape(64, 32, 40, 48, 64, 64, aligned=True)
 

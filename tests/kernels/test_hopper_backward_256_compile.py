@@ -21,9 +21,9 @@ from dmattn_ops.kernels.hopper.backward_256.types import Traits  # noqa: E402
 from dmattn_ops.kernels.hopper.dbias.launch import shared_bias_kernel  # noqa: E402
 from dmattn_ops.kernels.hopper.views import MaskTensors  # noqa: E402
 from dmattn_ops.launching import tensor_maps  # noqa: E402
-from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
 from tests.support.spills import bytes_at_most  # noqa: E402
 from tests.support.tile_builder import build_interval_tiles, build_segment_tiles, build_tiles  # noqa: E402
+from tests.tools.compile_only import Resources, compile_only  # noqa: E402
 
 FULL = {"MASK": "band", "PARTIAL": False}
 BAND, BITS, SEGMENTS, INTERVALS = (
@@ -54,11 +54,16 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
         "HAS_HI": True,
         "HIDDEN": False,
         "EDGES": False,
+        "WATCH": constants.get("MASK") in ("bits", "segments", "intervals"),
     } | constants
     given = {"DV": given["D"], "NATURAL": given["BIAS"] != 0} | given
     traits = Traits(**given)
     constants = {"T": traits}
-    absent = {"bias": traits.BIAS == 0, "key_sums": kernel is keys_kernel and traits.BIAS != 1}
+    absent = {
+        "counts": not traits.WATCH,
+        "bias": traits.BIAS == 0,
+        "key_sums": kernel is keys_kernel and traits.BIAS != 1,
+    }
     constants |= {name: None for name, holds in absent.items() if holds}
 
     def rows(name):  # q2_map is the second part of q_map
@@ -70,7 +75,13 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
     seconds = [name for name in kernel.arg_names if name.endswith("2_map")]
     constants |= {name: None for name in seconds if not given["DV2" if name[:-5] in ("v", "o", "dv") else "D2"]}
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    known = {"stat_map": tensor_map(gl.float32, [1, 64], plain), "stats": "*fp32", "flags": "*i8", "bits": "*i64"}
+    known = {
+        "stat_map": tensor_map(gl.float32, [1, 64], plain),
+        "stats": "*fp32",
+        "flags": "*i8",
+        "bits": "*i64",
+        "counts": "*i32",
+    }
     known |= {"bias": "*bf16", "key_sums": "*fp32"}
     known |= dict.fromkeys(("lists", "q_segments", "k_segments", "start", "end", "hidden_from", "hidden_to"), "*i32")
     signature = {}
@@ -220,6 +231,7 @@ def launched(monkeypatch):
     for name in ("statistics_kernel", "keys_kernel", "queries_kernel"):
         kernels[name] = Launched(getattr(hopper_backward_256, name))
         monkeypatch.setattr(hopper_backward_256, name, kernels[name])
+    monkeypatch.setattr(hopper_backward_256, "backward_again", lambda *arguments: None)
     return kernels
 
 

@@ -14,7 +14,7 @@ from dmattn_ops.choice.resources import Specialization
 from dmattn_ops.kernels.hopper.backward import launch as backward
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.types import Mask
-from dmattn_ops.testing import configurations
+from tests.tools import configurations
 
 ROW = next(row for row in config.BACKWARD if row.kernel == "hopper" and row.dim == 64)
 KINDS = ("", "bits", "segments", "key segments", "intervals", "hidden intervals")
@@ -40,6 +40,7 @@ def test_each_part_of_a_mask_stands_where_the_kernel_names_it(
 
     monkeypatch.setattr(arch, "physical", lambda device: arch.KNOWN[90])
     monkeypatch.setattr(backward, "launch", note)
+    monkeypatch.setattr(backward, "backward_again", lambda *arguments: None)
     monkeypatch.setattr(backward, "listed", with_lists)
     monkeypatch.setattr(backward, "_mask_of", keep)
     unit = configurations.Unit("backward", ROW, 64, Specialization(band="causal", mask=kind, grouped=grouped))

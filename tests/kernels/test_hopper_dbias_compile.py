@@ -20,10 +20,10 @@ from dmattn_ops.choice import arch, config  # noqa: E402
 from dmattn_ops.kernels.hopper.arguments import listed  # noqa: E402
 from dmattn_ops.kernels.hopper.dbias import launch as shared_bias  # noqa: E402
 from dmattn_ops.kernels.hopper.statistics import Statistics  # noqa: E402
-from dmattn_ops.testing.compile_only import Resources, read_resources  # noqa: E402
-from dmattn_ops.testing.machine_code import disassemble  # noqa: E402
-from dmattn_ops.testing.stand_in import compiled_launches  # noqa: E402
 from tests.support.spills import bytes_at_most  # noqa: E402
+from tests.tools.compile_only import Resources, read_resources  # noqa: E402
+from tests.tools.machine_code import disassemble  # noqa: E402
+from tests.tools.stand_in import compiled_launches  # noqa: E402
 
 CONFIG = config.HOPPER_BACKWARD[1].config.shared_bias
 SM90 = arch.KNOWN[90]

@@ -175,6 +175,7 @@ def _traits(case: str, row: Any, mask: str, bias: str, block_m: int) -> Any:
         DROPOUT="dropout" in words,
         ROW_MAX="maximum" in words,
         EDGES="edges" in words,
+        WATCH=mask not in ("band", "ragged"),
     )
 
 
@@ -184,7 +185,7 @@ def _compile(case: str) -> dict:
     from dmattn_ops.choice import config
     from dmattn_ops.kernels.hopper.forward.kernel import SCALARS, forward_kernel
     from dmattn_ops.kernels.hopper.forward.launch import tiles_of
-    from dmattn_ops.testing.compile_only import compile_only
+    from tests.tools.compile_only import compile_only
 
     _, *words = case.split()
     (columns, second), (columns_v, second_v) = tiles_of(*_dims(case))

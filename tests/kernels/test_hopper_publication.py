@@ -13,9 +13,9 @@ from functools import cache
 import pytest
 
 from dmattn_ops.choice.resources import Specialization
-from dmattn_ops.testing import configurations
-from dmattn_ops.testing.configurations import DIRECTIONS, Unit
-from dmattn_ops.testing.stand_in import compiled_launches
+from tests.tools import configurations
+from tests.tools.configurations import DIRECTIONS, Unit
+from tests.tools.stand_in import compiled_launches
 
 _MEETING = re.compile(r"\b(bar\.sync|bar\.warp\.sync|barrier\.sync|barrier\.cta\.sync)\b")
 _ACCESS = re.compile(r"\b(ld|st|atom|red)\.shared|\b(ld|st)matrix\b")

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 from dmattn_ops.kernels.hopper.forward import launch as hopper_forward
 from dmattn_ops.kernels.masks import launch as masks
 from dmattn_ops.launching import launch
-from dmattn_ops.testing.stand_in import Driver
+from tests.tools.stand_in import Driver
 
 HOPPER = arch.KNOWN[90]
 
@@ -42,7 +42,7 @@ def kernels_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem], set]:
         found.add((f"{folder}.{kernel.__name__}", compute_cache_key(keys, specialization, options)))
         return None  # so that `launch` asks again next time
 
-    offered, native = dispatch.offered, dispatch._mask_kernels(torch.device("cpu"))
+    offered, native = dispatch.offered, dispatch.kernels_of_masks(torch.device("cpu"))
 
     def both(name: str) -> Callable[..., None]:
         def make(*arguments: Any) -> None:
@@ -58,7 +58,7 @@ def kernels_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem], set]:
     monkeypatch.setattr(dispatch, "architecture_of", lambda call: HOPPER)
     monkeypatch.setattr(dispatch, "offered", lambda direction, call, *rest: offered(direction, call, HOPPER))
     made = SimpleNamespace(pack_mask=both("pack_mask"), list_tiles=both("list_tiles"))
-    monkeypatch.setattr(dispatch, "_mask_kernels", lambda device: made)
+    monkeypatch.setattr(dispatch, "kernels_of_masks", lambda device: made)
     monkeypatch.setattr(hopper_forward, "_counter", lambda device: torch.zeros(2, dtype=torch.int32))
 
     def launched(problem: Problem) -> set[tuple[str, ...]]:
@@ -78,11 +78,12 @@ def test_problems_compile_few_kernels_and_launch_each_of_them(kernels_of: Callab
     for seed in range(3 * COMBINATIONS):
         found |= kernels_of(draw(seed, "cuda"))
     count = Counter(name for name, _ in found)
-    assert sum(count.values()) < 5 * COMBINATIONS, count
+    assert sum(count.values()) < 7 * COMBINATIONS, count
     expected = {
         "hopper.forward.kernel.forward_kernel": 40, "hopper.backward.kernel.backward_kernel": 20,
         "hopper.backward_256.keys.keys_kernel": 15, "hopper.backward_256.queries.queries_kernel": 15,
-        "hopper.dbias.launch.shared_bias_kernel": 4, "portable.forward.forward_kernel": 40,
+        "hopper.dbias.launch.shared_bias_kernel": 4, "portable.again._forward_again": 15, "portable.again._backward_again": 15,
+        "portable.forward.forward_kernel": 40,
         "portable.merge.merge_kernel": 10, "portable.keys.keys_kernel": 40, "portable.queries.queries_kernel": 40,
         "portable.dbias.dbias_kernel": 8,
     }  # fmt: skip
@@ -99,6 +100,21 @@ def test_a_sink_or_a_dtype_is_counted_as_a_kernel_of_its_own(kernels_of: Callabl
     assert kernels_of(replace(plain, seed=7, softmax_scale=0.5)) == known, "values decide nothing"
     for change in ({"sink": "own"}, {"dtype": "float16"}, {"maximum": True}, {"lse_grad": True}):
         assert kernels_of(replace(plain, **change)) - known, change
+
+
+def test_kernels_that_compute_again_come_behind_masked_calls_alone(kernels_of: Callable[[Problem], set]) -> None:
+    plain = Problem(dtype="bfloat16", dim=64, dim_v=64, seqlen_q=200, seqlen_k=200, heads=2, heads_k=2, batch=2)
+    again = {"portable.again._forward_again", "portable.again._backward_again"}
+    for changes, behind in (
+        ({"is_causal": True, "left": 50}, set()),
+        ({"bias": True, "bias_shape": "h"}, set()),
+        ({"variant": "varlen", "batch": 3, "is_causal": True}, set()),
+        ({"mask": "random"}, again),
+        ({"documents": True}, again),
+        ({"intervals": "random", "deterministic": True}, again),
+        ({"variant": "varlen", "batch": 3, "mask": "keys", "mask_shape": "h"}, again),
+    ):
+        assert {name for name, _ in kernels_of(replace(plain, **changes))} & again == behind, changes
 
 
 FEW_QUERIES = Problem(

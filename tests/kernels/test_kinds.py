@@ -8,7 +8,7 @@ import pytest
 
 kinds = pytest.importorskip("dmattn_ops.kernels.hopper.kinds")
 
-from dmattn_ops.testing.configurations import BITS, CAUSAL, KEYS, PLAIN, SEGMENTS, VARLEN, WINDOW, make_call  # noqa: E402
+from tests.tools.configurations import BITS, CAUSAL, KEYS, PLAIN, SEGMENTS, VARLEN, WINDOW, make_call  # noqa: E402
 
 OF_CALLS = (
     (PLAIN, kinds.BAND),

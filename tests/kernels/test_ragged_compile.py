@@ -7,7 +7,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from dmattn_ops.kernels import ragged  # noqa: E402
-from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
+from tests.tools.compile_only import Resources, compile_only  # noqa: E402
 
 
 def compiled(kernel: triton.JITFunction, constants: dict[str, int | bool]) -> Resources:

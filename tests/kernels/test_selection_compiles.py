@@ -7,7 +7,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from dmattn_ops.kernels.selection import alive, deaths, documents, keys, launch  # noqa: E402
-from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
+from tests.tools.compile_only import Resources, compile_only  # noqa: E402
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 CUTS = sorted({*(tuple(cut) for _, *cut in launch.CUTS), launch.LONGEST_CUT})

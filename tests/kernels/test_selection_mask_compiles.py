@@ -10,7 +10,7 @@ from dmattn_ops.kernels.masks.chosen import pack_chosen  # noqa: E402
 from dmattn_ops.kernels.mass.keys import key_mass_kernel  # noqa: E402
 from dmattn_ops.kernels.mass.selection import first_numbers, selection_mass_kernel  # noqa: E402
 from dmattn_ops.kernels.portable.arguments import Features, Shape, padded  # noqa: E402
-from dmattn_ops.testing.compile_only import Resources, compile_only  # noqa: E402
+from tests.tools.compile_only import Resources, compile_only  # noqa: E402
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 POINTERS = {

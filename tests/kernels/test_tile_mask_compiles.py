@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 
 from dmattn_ops.kernels import interval_lists  # noqa: E402
 from dmattn_ops.kernels.masks import lists, pack  # noqa: E402
-from dmattn_ops.testing.compile_only import compile_only  # noqa: E402
+from tests.tools.compile_only import compile_only  # noqa: E402
 
 ARCHITECTURES = (80, 90, 120)
 PACKED = ("mask", "q_segments", "k_segments", "classes", "row_bits", "col_bits")

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from dmattn_ops.testing.carried import stale_bounds
+from tests.tools.carried import stale_bounds
 
 
 @gluon.jit

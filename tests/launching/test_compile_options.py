@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from dmattn_ops.launching import launch
-from dmattn_ops.testing.stand_in import compiled_launches
+from tests.tools.stand_in import compiled_launches
 
 
 def new_kernel() -> triton.JITFunction:

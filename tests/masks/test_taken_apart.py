@@ -274,7 +274,7 @@ SEGMENTS_OF_ALL = prepare_mask(torch.rand(2, S) < 0.5, seqlen_q=S)
 def test_a_file_of_another_format_is_refused_in_words():
     state = taken_apart.state_of(ENDS)
     assert torch.equal(load(state).to_dense(), ENDS.to_dense())
-    for found in (2, -1, "1", None):
+    for found in (3, -1, "1", None):
         with pytest.raises(ValueError, match=f"a file holds a TileMask of format {found!r}, and dmattn_ops"):
             load({**state, "format": found})
     with pytest.raises(ValueError, match="a file holds a TileMask of format None"):

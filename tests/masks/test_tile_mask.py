@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 import dmattn_ops
 from dmattn_ops import TileMask, dynamic_mask, prepare_mask
 from dmattn_ops.bands import Band
+from dmattn_ops.masks import taken_apart
+from dmattn_ops.masks.tile_mask import from_chosen
 
 BATCH, HEADS, SQ, SK = 2, 3, 190, 310
 BANDS = {
@@ -107,10 +109,23 @@ def best(**band) -> tuple[TileMask, Tensor]:
     return made.also(dmattn_ops.bands.band_of(**{**DEFAULT, **band})), made.to_dense()
 
 
+def chosen(**band) -> tuple[TileMask, Tensor]:
+    """Blocks as a GPU keeps them, with documents beside them."""
+    indices = torch.randint(-1, -(-SK // 12), (BATCH, HEADS, SQ, 4), dtype=torch.int32)
+    of_queries, of_keys = (
+        torch.randint(0, 2, (BATCH, SQ), dtype=torch.int32),
+        torch.randint(0, 2, (BATCH, 1, SK), dtype=torch.int32),
+    )
+    made = from_chosen(indices, 12, (of_queries, of_keys), SK, dmattn_ops.bands.band_of(**{**DEFAULT, **band}))
+    keep = (indices.unsqueeze(-1) == torch.arange(SK) // 12).any(-2)
+    return made, keep & (of_queries[:, None, :, None] == of_keys[:, :, None])
+
+
 DEFAULT = {"is_causal": False, "causal_from": "bottom_right", "window_size": (None, None)}
 KINDS = {
     "bits": bits, "padding": padding, "by head": by_head, "documents": documents, "pair": pair, "intervals": intervals,
     "ends": ends, "hidden": hidden, "best": best,
+    "chosen": chosen,
 }  # fmt: skip
 
 
@@ -122,7 +137,7 @@ def test_every_kind_is_the_dense_mask_inside_its_band(kind: str, band: str):
     expected = (keep & band_of(queries, keys, **BANDS[band])).expand(*made.shape)
     assert torch.equal(made.to_dense(), expected)
     of_keys = ("intervals", "ends", "hidden", "best")
-    assert made.kind == ("bits" if kind == "bits" else "intervals" if kind in of_keys else "segments")
+    assert made.kind == (kind if kind in ("bits", "chosen") else "intervals" if kind in of_keys else "segments")
 
 
 @pytest.mark.parametrize("band", BANDS)
@@ -273,6 +288,12 @@ def test_a_call_adds_its_band_to_every_kind(kind: str):
     torch.testing.assert_close(asked, dmattn_ops.flash_dmattn_func(query, key, key, expected))
 
 
+def tensors_of(mask: TileMask) -> list[Tensor]:
+    """Return the tensors that a mask holds, but for those without elements."""
+    held = [getattr(mask, name) for name in taken_apart.TENSORS]
+    return [part for part in held if part is not None and part.numel()]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_files_and_trees_hold_the_same_mask(kind: str):
     made, _ = KINDS[kind](**BANDS["causal"])
@@ -293,9 +314,7 @@ def test_copies_files_and_trees_hold_the_same_mask(kind: str):
         assert isinstance(other, TileMask), name
         assert repr(other) == repr(made), name
         assert torch.equal(other.to_dense(), made.to_dense()), name
-        shared = {t.data_ptr() for t in other.mask[:-1] if t is not None} & {
-            t.data_ptr() for t in made.mask[:-1] if t is not None
-        }
+        shared = {t.data_ptr() for t in tensors_of(other)} & {t.data_ptr() for t in tensors_of(made)}
         assert bool(shared) == (name in ("copy", "tree", "device")), name
 
 
@@ -323,8 +342,7 @@ def test_a_mask_moves_to_another_device_whole(kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_density_and_nbytes_are_exact(kind: str):
     made, _ = KINDS[kind](**BANDS["causal"])
-    tensors = [part for part in made.mask[:-1] if part is not None]
-    assert made.nbytes == sum(part.numel() * 4 for part in tensors)
+    assert made.nbytes == sum(part.numel() * 4 for part in tensors_of(made))
     dense = torch.nn.functional.pad(made.to_dense(), (0, -made.shape[3] % 128, 0, -made.shape[2] % 128))
     batch, heads, rows, columns = dense.shape
     tiles = dense.view(batch, heads, rows // 128, 128, columns // 128, 128).any(-1).any(3)

@@ -65,7 +65,22 @@ dmattn::varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor 
     Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt band_lo=-1073741824, SymInt band_hi=1073741824,
     SymInt q_origin=0, SymInt k_origin=0, bool top_left=False, float? softmax_scale=None, float softcap=0., float
     dropout_p=0., bool deterministic=False, bool needs_dbias=False, bool needs_dsink=False, bool
-    batch_invariant=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)""",
+    batch_invariant=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)
+dmattn::forward.chosen(Tensor query, Tensor key, Tensor value, Tensor chosen, Tensor? bias=None, Tensor?
+    row_tiles=None, Tensor? col_tiles=None, Tensor? row_bits=None, Tensor? col_bits=None, Tensor? q_segments=None,
+    Tensor? k_segments=None, Tensor? start=None, Tensor? end=None, Tensor? hidden_from=None, Tensor? hidden_to=None,
+    Tensor? sink=None, Tensor? seed=None, SymInt band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0,
+    SymInt k_origin=0, SymInt? at_most=None, float? softmax_scale=None, float softcap=0., float dropout_p=0., bool
+    deterministic=False, SymInt block=1, bool needs_max=False, bool batch_invariant=False) -> (Tensor out, Tensor
+    lse, Tensor lse_tail, Tensor row_max)
+dmattn::backward.chosen(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out,
+    Tensor lse, Tensor lse_tail, Tensor chosen, Tensor? bias=None, Tensor? row_tiles=None, Tensor? col_tiles=None,
+    Tensor? row_bits=None, Tensor? col_bits=None, Tensor? q_segments=None, Tensor? k_segments=None, Tensor?
+    start=None, Tensor? end=None, Tensor? hidden_from=None, Tensor? hidden_to=None, Tensor? sink=None, Tensor?
+    seed=None, SymInt band_lo=-1073741824, SymInt band_hi=1073741824, SymInt q_origin=0, SymInt k_origin=0, SymInt?
+    at_most=None, float? softmax_scale=None, float softcap=0., float dropout_p=0., bool deterministic=False, SymInt
+    block=1, bool needs_dbias=False, bool needs_dsink=False, bool batch_invariant=False) -> (Tensor dq, Tensor dk,
+    Tensor dv, Tensor dbias, Tensor dsink)""",
     )
 
 

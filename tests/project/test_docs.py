@@ -216,6 +216,14 @@ def test_the_tests_that_hold_a_promise_exist() -> None:
         assert not test or f"\ndef {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
 
 
+def test_files_that_contributors_are_sent_to_exist() -> None:
+    named = re.findall(r"`([\w/]+\.(?:py|cpp|h|md))`", (ROOT / "CONTRIBUTING.md").read_text())
+    folders = ("dmattn_ops", "tests", "csrc", "docs", "examples", "benchmarks")
+    files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    assert len(named) > 10
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
 def test_what_torch_says_of_an_exported_program_without_this_library_is_what_the_page_says(tmp_path: Path) -> None:
     class Attention(torch.nn.Module):
         def forward(self, query: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,12 @@ def test_portable_kernels_need_no_gluon():
     assert in_fresh_process(code) is True
 
 
+def test_the_package_needs_nothing_of_the_tests():
+    """What only this repository uses is in `tests/tools`, and a wheel has no tests."""
+    for path in PACKAGE.rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) tests\b", path.read_text(), re.MULTILINE), path
+
+
 def test_only_ops_holds_schemas_and_only_arch_asks_the_driver():
     driver = ("get_device_properties", "get_device_capability", "get_device_name")
     for path in MODULES:

@@ -25,7 +25,7 @@ from dmattn_ops.version import __version__
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the C++ kernels are not built on Windows")
 
 ROOT = Path(__file__).parents[2]
-SOURCES = len(list((ROOT / "csrc" / "cpu").glob("*.cpp")))
+SOURCES = len(list((ROOT / "csrc").glob("*/*.cpp")))
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_what_was_built_with_one_torch_serves_another(checkout, make_torch):
     assert checkout.libraries() == [LIBRARY]
 
 
-@pytest.mark.parametrize("changed", ["csrc/cpu/library.cpp", "csrc/cpu/problem.h", "setup.py", "flags"])
+@pytest.mark.parametrize("changed", ["csrc/cpu/library.cpp", "csrc/cuda/plans.h", "setup.py", "flags"])
 def test_what_changed_since_is_built_again_whatever_its_time_says(changed, checkout, make_torch):
     folder = make_torch("2.13.0")
     checkout.install(folder)
@@ -102,7 +102,12 @@ def test_a_wheel_holds_the_library_and_no_module_of_an_earlier_wheel_and_serves_
         assert "Tag: py3-none-" in tags and "Root-Is-Purelib: false" in tags
     first, second = held
     assert second < first and first - second == {"dmattn_ops/gone.py"}
-    assert {f"dmattn_ops/{LIBRARY}", "dmattn_ops/py.typed", "dmattn_ops/meta/__init__.py"} <= second
+    assert {
+        f"dmattn_ops/{LIBRARY}",
+        "dmattn_ops/py.typed",
+        "dmattn_ops/__init__.pyi",
+        "dmattn_ops/meta/__init__.py",
+    } <= second
     assert any(name.startswith("dmattn_ops/resource_tables/") for name in second)
     assert {name.split("/")[0] for name in second} == {"dmattn_ops", f"dmattn_ops-{__version__}.dist-info"}
 
@@ -304,3 +309,13 @@ def test_the_library_asks_torch_for_nothing_but_its_stable_interface():
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "torch_call_dispatcher" in names
     assert not re.findall(r"\b(?:at|c10|torch|caffe2)::|\bPy[A-Z_]", names)
+
+
+def test_the_sample_for_the_wheel_exists():
+    """The script runs under several versions of Python and torch, with a network: nothing else notices a file that has moved."""
+    named = re.findall(r"tests/\w+/test_[\w{},]+\.py", (ROOT / ".ci" / "wheel").read_text())
+    assert named
+    for each in named:
+        before, *rest = re.split(r"[{}]", each)
+        for name in [before + part + rest[1] for part in rest[0].split(",")] if rest else [before]:
+            assert Path(ROOT, name).exists(), name

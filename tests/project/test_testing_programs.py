@@ -1,4 +1,4 @@
-"""The programs of `dmattn_ops.testing` that check memory on a GPU, and calls of all kinds for a while: here without a GPU."""
+"""The programs of `tests/tools` that check memory on a GPU, and make calls of all kinds for a while: here without a GPU."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from dmattn_ops.call import Call, Mask, plain_options
 from dmattn_ops.kernels.epochs import attention
 from dmattn_ops.kernels.epochs import launch as packing_launch
 from dmattn_ops.kernels.hopper.backward import launch as backward_launch
-from dmattn_ops.testing import check, draw, memory_check, races, soak
+from dmattn_ops.testing import check, draw
 from dmattn_ops.testing.check import _dense_results, _varlen_results
 from dmattn_ops.testing.combinations import COMBINATIONS, combinations
 from dmattn_ops.testing.inputs import make_inputs, make_varlen_inputs
+from tests.tools import memory_check, races, soak
 
 KERNELS = races.KERNELS
 PRETENDS = """#!{python}
@@ -83,10 +84,8 @@ def test_a_process_that_takes_too_long_is_ended_with_what_it_started(tmp_path: P
     outer = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {inner!r}])"
     said, status = memory_check._share([sys.executable, "-c", outer], 5.0)
     assert (said, status) == ("begun\n", 124)
-    assert (
-        not Path(f"/proc/{note.read_text()}/cmdline").exists()
-        or not Path(f"/proc/{note.read_text()}/cmdline").read_bytes()
-    )
+    line = Path(f"/proc/{note.read_text()}/cmdline")
+    assert not line.exists() or not line.read_bytes()
 
 
 def test_the_sample_names_kernels_of_every_folder() -> None:
@@ -261,7 +260,7 @@ def test_without_the_tool_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch, ca
 
 def test_a_soak_continues_with_the_seeds_of_its_file(tmp_path: Path) -> None:
     output = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "dmattn_ops.testing.soak", "--device", "cpu", "--output", str(output)]
+    command = [sys.executable, "-m", "tests.tools.soak", "--device", "cpu", "--output", str(output)]
     for _ in range(2):
         done = subprocess.run([*command, "--seconds", "4"], capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr

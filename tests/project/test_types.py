@@ -1,10 +1,14 @@
 """What type checkers know of the public functions: which tensors a call returns, and which arguments it has."""
 
+import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import dmattn_ops
 
 CODE = """
 import torch
@@ -39,3 +43,28 @@ def test_a_call_has_the_type_of_what_it_returns(tmp_path: Path):
     command = [sys.executable, "-m", "mypy", *options, str(tmp_path / "code.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout
+
+
+STUB = ast.parse(Path(dmattn_ops.__file__).with_suffix(".pyi").read_text())
+
+
+def test_the_stub_has_the_public_names():
+    named = {alias.asname for node in STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    named |= {node.name for node in STUB.body if isinstance(node, ast.FunctionDef)}
+    assert named - {None} == set(dir(dmattn_ops))
+
+
+@pytest.mark.parametrize("function", ["flash_dmattn_func", "flash_dmattn_qkvpacked_func", "flash_dmattn_varlen_func"])
+def test_every_overload_has_the_arguments_of_the_function(function: str):
+    classes = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
+    parameters = inspect.signature(getattr(dmattn_ops, function)).parameters.values()
+    by_name = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    overloads = [node for node in STUB.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    assert len(overloads) == 5
+    for node in overloads:
+        assert [each.arg for each in node.args.args] == [each.name for each in parameters if each.name not in by_name]
+        declared, pending = {each.arg for each in node.args.kwonlyargs}, [ast.unparse(node.args.kwarg.annotation)[7:-1]]
+        while pending:
+            declared |= {each.target.id for each in classes[pending[0]].body if isinstance(each, ast.AnnAssign)}
+            pending = [base.id for base in classes[pending[0]].bases if base.id in classes]
+        assert declared == by_name

@@ -19,7 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime import driver
 
 from dmattn_ops.launching.launch import OPTIONS
-from dmattn_ops.testing.stand_in import Driver, compiled_launches, target_of
+from tests.tools.stand_in import Driver, compiled_launches, target_of
 
 KERNELS = Path(__file__).resolve().parents[2] / "dmattn_ops" / "kernels"
 LEAST, MOST = -(1 << 31), (1 << 31) - 1

@@ -10,7 +10,7 @@ import torch
 from dmattn_ops.choice import arch
 from dmattn_ops.dispatch import operators, run
 from dmattn_ops.launching import plan, plans
-from dmattn_ops.testing.stand_in import compiled_launches
+from tests.tools.stand_in import compiled_launches
 
 
 @contextmanager
@@ -32,6 +32,6 @@ def pretended_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(operators, "reads_values", lambda tensor: False)
     monkeypatch.setattr(run, "architecture_of", lambda call: here)
     monkeypatch.setattr(run, "offered", lambda direction, call, on=None, *rest: offered(direction, call, here, *rest))
-    monkeypatch.setattr(run, "_mask_kernels", lambda device: run._launcher("dmattn_ops.kernels.masks.launch"))
+    monkeypatch.setattr(run, "kernels_of_masks", lambda device: run._launcher("dmattn_ops.kernels.masks.launch"))
     with compiled_launches(90) as made:
         yield made

@@ -55,6 +55,7 @@ def main(library, calls):
                 print(f"{number} {name}: {got}, expected {expected}")
             continue
         got, expected = ([part] if isinstance(part, torch.Tensor) else part for part in (got, expected))
+        got, expected = ([part.cpu() for part in parts] for parts in (got, expected))
         got, expected = specified(name, got), specified(name, expected)
         wrong = [place for place, pair in enumerate(zip(got, expected, strict=True)) if differs(*pair, exact)]
         if wrong:

@@ -107,15 +107,7 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """Compute `flash_attn_func` of keys and values in one tensor, `[B, Sk, 2, Hkv, D]`."""
     key, value = kv.unbind(2)
-    rest: tuple[Any, ...] = (
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    rest: Any = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, key, value, dropout_p, *rest)
 
 
@@ -133,15 +125,7 @@ def flash_attn_qkvpacked_func(
     """Compute `flash_attn_func` of one tensor, `[B, S, 3, H, D]`; its gradient is written without copies."""
     if alibi_slopes is not None or return_attn_probs:
         query, key, value = qkv.unbind(2)
-        rest: tuple[Any, ...] = (
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-        )
+        rest: Any = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
         return flash_attn_func(query, key, value, dropout_p, *rest)
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     return functions.flash_dmattn_qkvpacked_func(qkv, **options)
@@ -265,15 +249,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """Compute `flash_attn_varlen_func` of keys and values in one tensor, `[total_k, 2, Hkv, D]`."""
     key, value = kv.unbind(1)
-    rest: tuple[Any, ...] = (
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    rest: Any = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(
         q, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, *rest
     )
@@ -294,15 +270,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """Compute `flash_attn_varlen_func` of one tensor, `[total, 3, H, D]`."""
     query, key, value = qkv.unbind(1)
-    rest: tuple[Any, ...] = (
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    rest: Any = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, *rest)
 
 
@@ -336,7 +304,7 @@ def _slopes_for(q: Tensor, slopes: Tensor, batch: int, heads: int) -> Tensor:
 def _long_sequences(
     q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, lengths: list[int]
 ) -> list[tuple[slice, slice]] | None:
-    """Return where each sequence lies among queries and keys, if one has more queries than a bias of keys is exact for.
+    """Return the slices of each sequence among queries and keys, if one has more queries than a bias of keys is exact for.
 
     Offsets are read on the host for that, where the bounds leave it open.
     """

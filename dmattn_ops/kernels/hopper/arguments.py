@@ -18,7 +18,7 @@ from dmattn_ops.kernels.hopper.views import MaskTensors
 from dmattn_ops.kernels.interval_lists import listed as listed
 from dmattn_ops.kernels.interval_lists import too_long as too_long
 from dmattn_ops.kernels.portable import arguments as portable
-from dmattn_ops.launching.launch import computed, workspace
+from dmattn_ops.launching.launch import computed, makes_zeros, workspace
 
 LOG2E = constants.LOG2E.value
 MAX_DIM = 256
@@ -58,22 +58,12 @@ def statistic_strides(tensor: Tensor) -> tuple[int, ...]:
 def key_numbers_as_bias(call: Call) -> Call:
     """Return a call of packed sequences whose mask of keys is part of its bias; other calls as they are.
 
-    Keys that it hides from every head of their group, and their values, are 0: beside a bias of -inf they may hold anything.
+    Hidden rows may hold anything: what NaN a weight of 0 makes of them is noticed as under any other mask (`unseen.py`).
     """
     if not hides_packed_keys(call):
         return call
     kept = call.mask.k_segments
-    key, value = (computed(_of_kept_keys, tensor, kept) for tensor in (call.key, call.value))
-    return call._replace(key=key, value=value, bias=computed(_hidden_bias, kept, call.bias), mask=NO_MASK)
-
-
-def _of_kept_keys(tensor: Tensor, kept: Tensor) -> Tensor:
-    """Return `[total_k, Hkv, D]` with 0 where no query head reads a key: where `[1, Hm, total_k]` holds 0 in none of its heads."""
-    heads = tensor.shape[1]
-    hidden = kept[0] != 0
-    if hidden.shape[0] > heads:
-        hidden = hidden.view(heads, -1, hidden.shape[-1]).all(1)
-    return tensor.masked_fill(hidden.T[..., None], 0)
+    return call._replace(bias=computed(_hidden_bias, kept, call.bias), mask=NO_MASK)
 
 
 def _hidden_bias(kept: Tensor, bias: Tensor | None) -> Tensor:
@@ -120,6 +110,7 @@ def mask_arguments(
     return given._replace(q_segments=queries, k_segments=numbers, q_segments_b=queries_b)
 
 
+@makes_zeros
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_zeros(shape)
 

@@ -91,3 +91,11 @@ class Statistics(NamedTuple):
     flags: Tensor
     rows_of_head: int
     n_flags: int
+
+
+class Made(NamedTuple):
+    """What the kernels of a backward leave to those behind them, beside dq, dk and dv."""
+
+    statistics: Statistics
+    key_sums: Tensor | None  # of dS, where the bias is one per key
+    counts: Tensor | None  # where a NaN is noted (`unseen.py`)

@@ -1,8 +1,11 @@
-"""What the band hides from everybody must not reach anybody: 0 * NaN is NaN, in products of probabilities that are 0.
+"""What is hidden from everybody must not reach anybody: 0 * NaN is NaN, in products of probabilities that are 0.
 
 A window may hide the first or the last keys from every query, and queries may see no key, where there are more of one than
 of the other. The tiles that hold such rows beside others (EDGES says that a call may have some) have them set to 0 in
-shared memory before they are multiplied. Other rows that nobody sees are never loaded.
+shared memory before they are multiplied. Other rows that a band hides are never loaded.
+
+A mask may hide any row, in any tile. Kernels for masks (WATCH) note where a result is NaN, and kernels behind them compute all
+again without hidden rows, if one is (`portable/again.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, meet
 from dmattn_ops.kernels.hopper.statistics import NEVER as _NEVER
+from dmattn_ops.kernels.portable.again import SUSPECT as _SUSPECT
 
 # Of rows that 4 warps clear: 16 bytes of a row for each thread, whatever their width
 MATRIX = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ROWS = gl.constexpr(gl.SliceLayout(1, MATRIX.value))
 AT_ONCE = gl.constexpr(16)  # rows
 NO_KEY = gl.constexpr(-_NEVER.value)  # the statistic of queries that see no key
+SUSPECT = gl.constexpr(_SUSPECT)
 
 
 class Seen(NamedTuple):
@@ -76,3 +81,19 @@ def clear_unseen(parts, first, seen, COUNT: gl.constexpr):
         if len(parts) > 1:
             clear(parts[1].slice(row, AT_ONCE, dim=0), kept)
     finish_clearing()
+
+
+@gluon.jit
+def note_nan(counts, sums):
+    """Set the word SUSPECT of `counts` to 1 where a row of `sums`, an accumulator, holds a NaN."""
+    of_rows = gl.sum(sums, 1)
+    found = of_rows != of_rows
+    gl.store(counts + (SUSPECT + gl.zeros_like(of_rows).to(gl.int32)), found.to(gl.int32), mask=found)
+
+
+@gluon.jit
+def note_nan_in_parts(counts, parts):
+    """Do `note_nan` for each part of sums (`columns.py`)."""
+    note_nan(counts, parts[0])
+    if len(parts) > 1:
+        note_nan(counts, parts[1])

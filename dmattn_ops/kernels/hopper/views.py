@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.constants import HEADER
 from dmattn_ops.kernels.hopper.kinds import BITS, INTERVALS, RAGGED, SEGMENTS, has_lists
+from dmattn_ops.kernels.hopper.lists import counts_of, last_tile, named_tile
 from dmattn_ops.kernels.hopper.ragged import load_tile
 
 STEP = gl.constexpr(64)  # columns of a step; a tile of a list is two steps
@@ -99,7 +100,9 @@ class View(NamedTuple):
     band_lo: Any  # row r sees column c iff r + band_lo <= c <= r + band_hi
     band_hi: Any
     columns: Any
-    first: Any  # steps first ... end are inside the band, full_first ... full_end seen whole
+    # Steps first ... end are inside the band, full_first ... full_end seen whole. Of a head with a list `full_end` is how many
+    # words that has, and `end` the last tile that it may name.
+    first: Any
     full_first: Any
     full_end: Any
     end: Any
@@ -174,11 +177,13 @@ def block_of(pid, n_blocks, n_heads, heads_per_group):
 
 
 @gluon.jit
-def ranked_tile(rank, mask, head):
-    """Return the tile of 128 rows that has the `rank`-th most work."""
-    return gl.load(
-        mask.lists + (head // mask.group).to(gl.int64) * mask.list_head + rank.to(gl.int64) * mask.list_width
-    )
+def ranked_tile(rank, mask, head, last, TEST: gl.constexpr):
+    """Return the tile of 128 rows that has the `rank`-th most work; `last` is the last one that a list may name."""
+    at = (head // mask.group).to(gl.int64) * mask.list_head + rank.to(gl.int64) * mask.list_width
+    tile = gl.load(mask.lists + at)
+    if has_lists(TEST.MASK):
+        tile = named_tile(tile, last)
+    return tile
 
 
 class Sight(NamedTuple):
@@ -246,6 +251,11 @@ def head_view(view, mask, tile, head, TEST: gl.constexpr):
             row_segments += segment_head * mask.segments_head
         else:
             column_segments += segment_head * mask.segments_head
+    full_end = view.full_end
+    end = view.end
+    if has_lists(TEST.MASK):
+        full_end = mask.list_width
+        end = last_tile(view.columns)
     intervals = view.intervals
     if TEST.MASK == INTERVALS:
         of_head = (head // mask.segment_group).to(gl.int64) * mask.segments_head
@@ -256,15 +266,16 @@ def head_view(view, mask, tile, head, TEST: gl.constexpr):
             hidden_to += of_head
         intervals = Intervals(intervals.start + of_head, intervals.end + of_head, hidden_from, hidden_to)
     return View(record, bits, row_segments, column_segments, intervals, view.bits_row, view.band_lo, view.band_hi,
-                view.columns, view.first, view.full_first, view.full_end, view.end)  # fmt: skip
+                view.columns, view.first, view.full_first, full_end, end)  # fmt: skip
 
 
 @gluon.jit
 def count_steps(view, TEST: gl.constexpr):
     """Return (steps without a test, steps with one)."""
     if has_lists(TEST.MASK):
-        n_full = gl.load(view.record + 2) * 2
-        n_partial = gl.load(view.record + 1) * 2
+        n_partial, n_full = counts_of(view.record, view.full_end)
+        n_partial *= 2
+        n_full *= 2
     else:
         n_full = view.full_end - view.full_first
         n_partial = view.end - view.first - n_full
@@ -275,7 +286,7 @@ def count_steps(view, TEST: gl.constexpr):
 def full_step(t, view, n_partial, TEST: gl.constexpr):
     """Return where the `t`-th step without a test is, in steps."""
     if has_lists(TEST.MASK):
-        at = gl.load(view.record + HEADER + (n_partial + t) // 2) * 2 + (t & 1)
+        at = named_tile(gl.load(view.record + HEADER + (n_partial + t) // 2), view.end) * 2 + (t & 1)
     else:
         at = view.full_first + t
     return at
@@ -285,7 +296,7 @@ def full_step(t, view, n_partial, TEST: gl.constexpr):
 def partial_step(t, view, n_partial, TEST: gl.constexpr):
     """Return where the `t`-th step with a test is, in steps; any number past the last one."""
     if has_lists(TEST.MASK):
-        at = gl.load(view.record + HEADER + t // 2, mask=t < n_partial, other=0) * 2 + (t & 1)
+        at = named_tile(gl.load(view.record + HEADER + t // 2, mask=t < n_partial, other=0), view.end) * 2 + (t & 1)
     else:
         before = view.full_first - view.first
         at = gl.where(t < before, view.first + t, view.full_end + t - before)

@@ -77,5 +77,5 @@ def rank_tiles(row_tiles: Tensor | None, col_tiles: Tensor | None) -> None:
 
 
 def rank_blocks(row_records: int, col_records: int) -> int:
-    """Return how many blocks `rank_block` has to rank of one matrix."""
+    """Return the number of blocks of one matrix that `rank_block` has to rank."""
     return triton.cdiv(row_records, RANKED_AT_ONCE) + triton.cdiv(col_records, RANKED_AT_ONCE)

@@ -87,5 +87,5 @@ def _batch_stride(segments: Tensor | None) -> int:
 
 
 def _precision(query: Tensor) -> str:
-    """Return how float32 products are computed."""
+    """Return the precision of float32 products, as Triton names it."""
     return float32_precision() if query.dtype == torch.float32 else "tf32"

@@ -109,7 +109,7 @@ def _band(options: Options, start: int, stop: int, key: Tensor) -> Tensor:
 
 
 def _visible(call: Call, start: int, stop: int) -> Tensor:
-    """Return which keys some queries see, bool `[Bm, Hm, rows, Sk]`."""
+    """Return the keys that some queries see, bool `[Bm, Hm, rows, Sk]`."""
     mask = call.mask
     band = _band(call.options, start, stop, call.key)
     if mask.kind == "none":

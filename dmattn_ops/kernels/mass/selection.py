@@ -40,7 +40,7 @@ def first_numbers(
 
 
 class Gathered(NamedTuple):
-    """What a program reads keys by; its query's row, and the heads of queries that it has."""
+    """Pointers and strides by which a program reads keys, its query's row, and its heads of queries."""
 
     key: Any  # where key 0 of the head lies
     key_s: Any

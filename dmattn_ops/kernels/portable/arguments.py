@@ -110,7 +110,7 @@ class Shape(Constants):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Features(Constants):
-    """What a call asks of a kernel when it is compiled: one constant of it."""
+    """The features of a call that a kernel is compiled for, as one constant of it."""
 
     listed: bool  # lists of tiles say where the mask shows something
     mask: str  # "none", "bits", "segments" or "intervals"
@@ -156,7 +156,7 @@ def extent(call: Call) -> Extent:
 
 
 def blocks_and_programs(size: Extent, rows: int, heads: int, block: int, tiles: Tensor | None) -> tuple[int, int]:
-    """Return how many blocks of `block` rows a head has, of a side with `rows` rows and lists `tiles`; and the programs of all.
+    """Return the number of blocks of `block` rows in a head, for a side of `rows` rows with lists `tiles`, and of all programs.
 
     Packed sequences have as many together, in the order of `places.packed_block`: each needs one more than it has whole ones.
     """
@@ -191,7 +191,7 @@ def broadcast_stride(tensor: Tensor, dim: int) -> int:
 
 
 def group_size(heads: int, tensor_heads: int) -> int:
-    """Return how many query heads share one head of a tensor that has 1, Hkv or H of them."""
+    """Return the number of query heads that share one head of a tensor with 1, Hkv or H heads."""
     return max(1, heads // max(1, tensor_heads))
 
 
@@ -342,7 +342,7 @@ def is_banded(options: Options) -> bool:
 
 
 def features_of(call: Call, tiles: Tensor | None) -> Features:
-    """Return what a call asks of a kernel whose side has the lists `tiles`."""
+    """Return the features that a kernel is compiled for, by a call and the lists `tiles` of the kernel's side."""
     mask, varlen, options = call.mask, call.varlen, call.options
     return Features(
         listed=tiles is not None,

@@ -44,7 +44,7 @@ from dmattn_ops.kernels.portable.queries import load_queries, step_gradient
 from dmattn_ops.kernels.portable.scores import Bias, BiasArray, Factors, bias_of
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
 from dmattn_ops.kernels.portable.visibility import BitArray, KeyArrays, MaskArrays, mask_of_head
-from dmattn_ops.launching.launch import computed, launch, workspace
+from dmattn_ops.launching.launch import computed, launch, makes_zeros, sum_into, workspace
 
 ENTRIES = 128  # list entries that one iteration marks
 
@@ -130,14 +130,14 @@ def dbias_kernel(
 
 
 class BiasRoom(NamedTuple):
-    """Where kernels put what the gradient of a bias is made of; None where nobody asks, or another kernel computes it."""
+    """Workspaces for the gradient of a bias; None where it is not asked for, or another kernel computes it."""
 
     key_sums: Tensor | None  # of dS over the queries of each head, `[B, H, Sk]`, or packed `[1, H, total_k]`
     scores: Tensor | None  # dS itself: dbias of a bias that nothing shares
 
 
 def room_for_bias(call: Call, dbias: Tensor | None, size: Extent) -> BiasRoom:
-    """Return where kernels put what `dbias` is made of."""
+    """Return workspaces for the sums of dS, or for dS itself, that `dbias` is made of."""
     if dbias is None:
         return BiasRoom(None, None)
     if bias_kind(call.bias) == "key":
@@ -158,32 +158,30 @@ def gradient_of_bias(call: Call, dbias: Tensor | None, room: BiasRoom, broadcast
     if dbias is None or room.scores is not None:
         return
     if room.key_sums is not None:
-        computed(add_key_sums if call.options.batch_invariant else reduce_key_sums, room.key_sums, dbias)
+        computed(*reduction(room.key_sums, dbias, one_by_one=call.options.batch_invariant))
     else:
         broadcast(dbias)
 
 
-def reduce_key_sums(key_sums: Tensor, dbias: Tensor) -> Tensor:
-    """Sum `[B, H, Sk]` into dbias `[B|1, H|Hkv|1, 1, Sk]`, or `[1, H, total_k]` into `[H|Hkv|1, total_k]`; return dbias."""
-    if dbias.numel() == 0:
-        return dbias
-    target = dbias[None] if dbias.dim() == 2 else dbias[:, :, 0]
+def reduction(key_sums: Tensor, dbias: Tensor, *, one_by_one: bool = False) -> tuple[Any, ...]:
+    """Return what is computed, a function and its arguments, to write sums `[B, H, Sk]` into dbias `[B|1, H|Hkv|1, 1, Sk]`.
+
+    Those of packed sequences are `[1, H, total_k]` and `[H|Hkv|1, total_k]`. `one_by_one` adds one head after another, as torch
+    orders a sum by the size of the whole tensor.
+    """
     batch, heads, seqlen_k = key_sums.shape
-    grouped = key_sums.view(batch, target.shape[1], heads // target.shape[1], seqlen_k)
-    summed = grouped.sum(2) if grouped.shape[2] != 1 else grouped[:, :, 0]
-    target.copy_(summed.sum(0, keepdim=True) if target.shape[0] != batch else summed)
-    return dbias
+    of_batch, own = (1, dbias.shape[0]) if dbias.dim() == 2 else dbias.shape[:2]
+    sizes = (batch, own, heads // own, seqlen_k)
+    dims = tuple(dim for dim, shared in ((0, of_batch != batch), (2, own != heads)) if shared)
+    return (_add_heads if one_by_one else sum_into), dbias, key_sums, sizes, dims
 
 
-def add_key_sums(key_sums: Tensor, dbias: Tensor) -> Tensor:
-    """Do what `reduce_key_sums` does, one head after another: torch orders a sum by the size of the whole tensor."""
-    batch, heads, seqlen_k = key_sums.shape
-    own = dbias.shape[-2] if dbias.dim() == 2 else dbias.shape[1]
-    grouped = key_sums.view(batch, own, heads // own, seqlen_k)
+def _add_heads(dbias: Tensor, key_sums: Tensor, sizes: tuple[int, ...], dims: tuple[int, ...]) -> Tensor:
+    grouped = key_sums.view(sizes)
     summed = grouped[:, :, 0]
-    for head in range(1, grouped.shape[2]):
+    for head in range(1, sizes[2]):
         summed = summed + grouped[:, :, head]
-    return reduce_key_sums(summed, dbias)
+    return sum_into(dbias, summed, summed.shape, tuple(dim for dim in dims if dim == 0))
 
 
 def mark_tiles(tiles: Tensor, key_tiles: int) -> Tensor:
@@ -204,6 +202,7 @@ def mark_tiles(tiles: Tensor, key_tiles: int) -> Tensor:
     return states
 
 
+@makes_zeros
 def _empty_states(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_zeros(shape, dtype=torch.int8)
 

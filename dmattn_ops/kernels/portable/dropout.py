@@ -74,7 +74,7 @@ def without_bit_3(first, BLOCKS: tl.constexpr):
 
 @triton.jit
 def dropout_keep(dropout, query_first, key_first, shape: tl.constexpr, features: tl.constexpr):
-    """Return which elements `[queries, keys]` of a step dropout keeps.
+    """Return the elements `[queries, keys]` of a step that dropout keeps.
 
     Four elements, eight rows and columns apart, share an evaluation of Philox. Where the origins are no multiples of 16
     (not `whole_groups`), a block begins inside such a group, and every element has an evaluation of its own.

@@ -224,7 +224,7 @@ def forward_kernel(
 
 
 def split_count(programs: int, longest_k: int, config: PortableForward | AmpereForward, num_sms: int) -> int:
-    """Return how many programs share one walk: enough to fill the multiprocessors, each with some steps to do."""
+    """Return the number of programs that share one walk: enough to fill the multiprocessors, each with some steps to do."""
     if 2 * programs > num_sms:
         return 1
     steps = ceil_div(longest_k, config.block_n)
@@ -232,9 +232,9 @@ def split_count(programs: int, longest_k: int, config: PortableForward | AmpereF
 
 
 def splits_of(call: Call, size: Extent, config: PortableForward | AmpereForward, num_sms: int) -> int:
-    """Return how many programs share one walk in a call: where it is batch-invariant, as if a batch entry were alone.
+    """Return the number of programs that share one walk of a call; of a batch-invariant one, as if a batch entry were alone.
 
-    How long a packed sequence is lies on the device, so that its walk is not shared then.
+    The lengths of packed sequences are on the device, so that their walks are not shared then.
     """
     if call.options.batch_invariant:
         if size.packed:

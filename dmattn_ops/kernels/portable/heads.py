@@ -1,4 +1,4 @@
-"""What programs of the portable kernels begin with: the block of rows that one owns, and what it reads of a head."""
+"""How programs of the portable kernels begin: they find the block of rows that they own, and the tensors of a head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dmattn_ops.kernels.portable.visibility import mask_of_head
 
 
 class Operands(NamedTuple):
-    """What all heads of a call have in common beside their rows."""
+    """The tensors that all heads of a call have in common, besides query, key and value."""
 
     lists: Any  # Lists
     mask: Any  # MaskArrays
@@ -57,7 +57,7 @@ def program_of(
 
 @triton.jit
 def head_of(operands, place, head, start, band, features: tl.constexpr):
-    """Return what a program reads of query head `head`; its block begins at `start`, `band` is that of the block's side."""
+    """Return the tensors of query head `head` for a block that begins at `start`; `band` is that of the block's side."""
     record = record_of(operands.lists, place, head, start, features)
     bias = bias_of(operands.bias, place, head, features)
     dropout = dropout_of(operands.seeds, place, head, features)

@@ -72,7 +72,7 @@ class Keys(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is gathered for a block of keys."""
+    """Sums over queries for a block of keys."""
 
     dk: Any
     dv: Any

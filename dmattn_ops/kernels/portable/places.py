@@ -1,4 +1,4 @@
-"""Where a program of the portable kernels works: its sequence and head, the rows that it owns, and those that it walks.
+"""The place of a program of the portable kernels: its sequence and head, the rows that it owns, and those that it walks.
 
 A program *owns* the rows of one side and *walks* the other in steps: queries own and keys are walked in the forward and
 in dq, keys own and queries are walked in dk/dv. Everything here is written in these two words, so that each kernel uses
@@ -158,13 +158,13 @@ def packed_sequence(cu_seqlens, index, total, longest):
 
 @triton.jit
 def head_offset(batch, head, stride_b, stride_h):
-    """Return where one head of a tensor with a batch dimension begins."""
+    """Return the offset of one head of a tensor with a batch dimension."""
     return batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
 
 
 @triton.jit
 def head_rows(pointer, batch, head, begin, stride_b, stride_s, stride_h):
-    """Return where row `begin` of one head of `[B, S, heads, D]` lies."""
+    """Return a pointer to row `begin` of one head of `[B, S, heads, D]`."""
     return pointer + head_offset(batch, head, stride_b, stride_h) + begin.to(tl.int64) * stride_s
 
 

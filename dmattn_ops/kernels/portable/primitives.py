@@ -25,7 +25,7 @@ class KeyRows(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What the gradient of scores needs of rows of queries (`statistics.RowStatistics`): pointers, or a loaded block."""
+    """Statistics of rows of queries for the gradient of scores (`statistics.RowStatistics`): pointers, or a loaded block."""
 
     log_sum: Any
     log_rest: Any

@@ -25,7 +25,7 @@ HUGE = tl.constexpr(1e38)
 
 
 class Factors(NamedTuple):
-    """What products are multiplied by: `ratio` before the soft cap, `factor` after it, or alone where there is none."""
+    """The factors of products: `ratio` before the soft cap, `factor` after it, or alone where there is no soft cap."""
 
     ratio: Any
     factor: Any

@@ -46,7 +46,7 @@ class Weights(NamedTuple):
 
 
 class RowResults(NamedTuple):
-    """Where the statistics of rows go, with their strides, and what else their weights are divided by."""
+    """Pointers and strides of the statistics of rows, which are written, and of the sink, with the factor of dropout."""
 
     lse: Any
     lse_b: Any

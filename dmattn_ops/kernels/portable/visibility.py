@@ -24,7 +24,7 @@ class BitArray(NamedTuple):
 
 
 class KeyArrays(NamedTuple):
-    """What a mask says of keys: their segments, or their intervals. They have the same strides."""
+    """The arrays of a mask that have an element for each key: segments, or the ends of intervals. All have the same strides."""
 
     segments: Any
     start: Any
@@ -61,7 +61,7 @@ class HeadMask(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """What a mask says of some rows: segments of either side, or the interval of queries that see each key."""
+    """Loaded elements of a mask for some rows: segments of either side, or the interval of queries that see each key."""
 
     segment: Any
     start: Any
@@ -136,7 +136,7 @@ def visibility(
     features: tl.constexpr,
     KEYS_OWNED: tl.constexpr,
 ):
-    """Return which pairs `[owned, walked]` of a partial step are visible: by bits alone, or by marks, band and end.
+    """Return the visible pairs `[owned, walked]` of a partial step: by bits alone, or by marks, band and end.
 
     `queries` and `keys` are marks; `owned` and `walked` are the numbers of rows, those of `walked` from `walked_first` on.
     """

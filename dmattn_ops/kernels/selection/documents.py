@@ -1,4 +1,4 @@
-"""Where the document of each position begins and ends, in two launches: the ends of each span, then of each position."""
+"""Begin and end of each position's document, in two launches: the ends of each span, then of each position."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def load_keys(scores, position, inside, bits, KIND: tl.constexpr):
 
 @triton.jit
 def stop_of(death, position, first, last, keep_first, keep_last, IS_CAUSAL: tl.constexpr):
-    """Return where the queries end that see keys which leave the best at `death`."""
+    """Return the ends of the ranges of queries that see keys which leave the best at `death`."""
     hidden = first
     if IS_CAUSAL:
         hidden = tl.minimum(tl.maximum(death, position + tl.minimum(keep_last, last - position)), last)

@@ -47,28 +47,18 @@ def lifetimes(
     is_causal: bool,
     start: Tensor,
     end: Tensor,
+    chunk: int | None = None,
+    fine: int | None = None,
+    span: int = SPAN,
 ) -> None:
-    """Write the queries `[start, end)` that see each key `[B, Hm, S]` (definition: `dmattn_ops.kernels.selection`)."""
+    """Write the queries `[start, end)` that see each key `[B, Hm, S]` (definition: `dmattn_ops.kernels.selection`).
+
+    Tests cut rows into other lengths, powers of two: `fine >= 32`, `chunk >= 2 * fine`.
+    """
     if start.shape[2] > LONGEST_ROW:
         raise NotImplementedError(f"the kernels of dynamic masks take at most {LONGEST_ROW} keys, got {start.shape[2]}")
     cut = next((cut for longest, *cut in CUTS if start.shape[2] <= longest), LONGEST_CUT)
-    lifetimes_in_chunks(scores, documents, keep, keep_first, keep_last, is_causal, start, end, *cut, SPAN)
-
-
-def lifetimes_in_chunks(
-    scores: Tensor,
-    documents: Tensor | None,
-    keep: int,
-    keep_first: int,
-    keep_last: int,
-    is_causal: bool,
-    start: Tensor,
-    end: Tensor,
-    chunk: int,
-    fine: int,
-    span: int,
-) -> None:
-    """As `lifetimes`, with powers of two as the lengths that rows are cut into: `fine >= 32`, `chunk >= 2 * fine`."""
+    chunk, fine = chunk or cut[0], fine or cut[1]
     batch, heads, seqlen = start.shape
     rows, chunks = batch * heads, triton.cdiv(seqlen, chunk)
     if rows * chunks == 0:
@@ -118,7 +108,7 @@ def _readable(scores: Tensor) -> tuple[Tensor, str]:
 
 
 def _bounds(documents: Tensor, span: int) -> Tensor:
-    """Return where the documents of all positions begin and end, `[B or 1, 2, S]`."""
+    """Return begin and end of each position's document, `[B or 1, 2, S]`."""
     if documents.stride(1) != 1 and documents.shape[1] != 1:
         documents = computed(Tensor.contiguous, documents)
     batch, seqlen = documents.shape

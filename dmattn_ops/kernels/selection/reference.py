@@ -45,7 +45,7 @@ def lifetimes(
 
 
 def _bounds(documents: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the document of each position begins and ends, `[B or 1, S]`."""
+    """Return the first position of each position's document, and the position after its last, `[B or 1, S]` each."""
     seqlen = position.shape[0]
     if documents is None:
         return torch.zeros_like(position)[None], torch.full_like(position, seqlen)[None]

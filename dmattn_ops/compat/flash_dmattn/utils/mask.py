@@ -19,7 +19,7 @@ def dynamic_mask(
     min_dtype: float,
     block_size: int | None = None,
 ) -> Tensor:
-    """Return where each row of a bias has its `window_size` largest elements, bool, in the shape of the bias.
+    """Return a bool mask in the shape of a bias, True at the `window_size` largest elements of each row.
 
     Args:
         attention_bias: with shape `[B|1, H|Hkv|1, Sq|1, Sk]`.
@@ -45,7 +45,7 @@ def relu_mask(
     min_dtype: float,
     block_size: int | None = None,
 ) -> Tensor:
-    """Return where a bias is positive, bool, in its shape; `window_size` says nothing here, the rest is as in `dynamic_mask`."""
+    """Return a bool mask in the shape of a bias, True where it is positive; `window_size` is ignored, the rest as above."""
     require.counts(window_size=window_size)
     size = _block(block_size)
     return _by_majority(_allowed(attention_bias, attention_mask, min_dtype) > 0, size)
@@ -91,7 +91,7 @@ def _allowed(bias: Tensor, mask: Tensor | None, min_dtype: float) -> Tensor:
 
 
 def _block(block_size: int | None) -> int:
-    """Return how many keys are kept or not together."""
+    """Return the number of neighbouring keys that are kept or hidden together."""
     if block_size is None:
         return 1
     if not require.is_integer(block_size) or block_size <= 0:

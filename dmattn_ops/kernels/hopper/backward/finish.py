@@ -19,6 +19,7 @@ from dmattn_ops.kernels.hopper.columns import send_rows, stage_rows
 from dmattn_ops.kernels.hopper.constants import TILE, accumulator
 from dmattn_ops.kernels.hopper.gluon_compat import tma
 from dmattn_ops.kernels.hopper.ragged import load_tile
+from dmattn_ops.kernels.hopper.unseen import note_nan_in_parts
 from dmattn_ops.kernels.ragged import WORDS as _WORDS
 
 WORDS = gl.constexpr(_WORDS)
@@ -126,6 +127,8 @@ def finish(turn, out, work, C: gl.constexpr, T: gl.constexpr):
         place = receive(turn, work)
         ahead = load_sums(out, place, C, T)
         tma.store_wait(pendings=0)
+        if T.WATCH:
+            note_nan_in_parts(out.counts, sums)
         stage_rows(sums[0], out.scale, dq_c, T.D, 0, dtype)
         query = tile * TILE + C * 64
         if out.query_tiles is not None:

@@ -52,7 +52,7 @@ from dmattn_ops.kernels.hopper.scores import (
     step_bias,
     store_key_sums,
 )
-from dmattn_ops.kernels.hopper.unseen import clear_unseen, ends_inside, seen_columns
+from dmattn_ops.kernels.hopper.unseen import clear_unseen, ends_inside, note_nan_in_parts, seen_columns
 
 
 @gluon.jit
@@ -223,14 +223,14 @@ def next_numbers(numbers, mask):
 
 
 @gluon.jit
-def consume_block(i, turn, place, smem, signals, problem, scales, exact, C: gl.constexpr, T: gl.constexpr):
+def consume_block(i, turn, place, smem, signals, problem, scales, exact, counts, C: gl.constexpr, T: gl.constexpr):
     """Make dk and dv of 64 keys of a block, summed over the query heads of the group, and make half of each dq tile."""
     K_BUFFERS: gl.constexpr = key_buffers(T)
     place, share = split_place(place, problem.shares)
     mask = problem.mask
     first_record = record_of(place, mask)
     block = block_at(place, first_record, problem, T)
-    span = span_of(block, share, problem.shares, T)
+    span = span_of(block, share, problem.shares, mask.list_width, T)
     numbers = numbers_of(place, mask, T)
     record = first_record  # named behind the numbers: loops carry values in the order of their names
     bias = problem.bias
@@ -285,6 +285,9 @@ def consume_block(i, turn, place, smem, signals, problem, scales, exact, C: gl.c
     dk_scale, dv_scale = scales.softmax, None
     if T.DROPOUT:
         dk_scale, dv_scale = dk_scale * problem.dropout.rescale, problem.dropout.rescale
+    if T.WATCH:
+        note_nan_in_parts(counts, dk)
+        note_nan_in_parts(counts, dv)
     last_step(i, dk, dv, dk_scale, dv_scale, own, signals.k_empty.index(k_buffer), C, T)
     return i + 1
 
@@ -307,7 +310,7 @@ def consumer(smem, signals, problem, flags, n_flags, out, filled, work, C: gl.co
     turn = 0
     place = receive(turn, work)
     while place.tile >= 0:
-        i = consume_block(i, turn, place, smem, signals, problem, scales, exact, C, T)
+        i = consume_block(i, turn, place, smem, signals, problem, scales, exact, out.counts, C, T)
         turn += 1
         place = receive(turn, work)
     mbarrier.wait(signals.dq_empty.index(C), (i - 1) & 1)  # the last piece has left
@@ -438,7 +441,9 @@ def backward_kernel(
         q_full,
         read,
     )
-    out = Output(accumulator, dq_s, pair(dq_desc, dq2_desc, T.D2), dq_scale, kv_heads * group, rows, query_tiles)
+    out = Output(
+        accumulator, dq_s, pair(dq_desc, dq2_desc, T.D2), dq_scale, kv_heads * group, rows, query_tiles, tickets
+    )
     dk_descs, dv_descs = pair(dk_desc, dk2_desc, T.D2), pair(dv_desc, dv2_desc, T.DV2)
     stores = Stores(pieces_desc, dq_s, made, dq_empty, counters, q_s, ds_s, v_s, sent, dk_descs, dv_descs)
     pieces2 = pair(pieces_desc, pieces2_desc, T.D2)[-1]

@@ -52,8 +52,8 @@ from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.gluon_compat import VIEWS_ARE_WHOLE
 from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
-from dmattn_ops.kernels.hopper.statistics import Statistics
-from dmattn_ops.kernels.interval_lists import SIDES
+from dmattn_ops.kernels.hopper.statistics import Made, Statistics
+from dmattn_ops.kernels.portable.again import COUNTS, backward_again
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient
@@ -73,7 +73,7 @@ SHARE_OF_SHORT_LISTS = 0.4
 # and all tiles by their work; four heads at once take 0.99, but 1 to 6% more where one sequence is much longer than the others.
 PACKED_HEADS = 8
 ROUNDS_OF_CHUNKS = 0.5
-TICKETS = 4  # two counts of what programs have drawn, and what follows is aligned
+TICKETS = COUNTS  # two counts of what programs have drawn, what `unseen.note_nan` writes, and what follows is aligned
 STATISTICS = 4  # of a row: lse, delta and the pair (`rows.py`)
 TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
 
@@ -238,16 +238,24 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
 
     dq, dk and dv must be such that a tensor map describes them (`mappable`), as the inputs are.
     """
-    sides = SIDES if bias_kind(call.bias) == "full" else ("cols",)  # the gradient of such a bias is made by rows
-    call = key_numbers_as_bias(listed(call, sides))
+    given = listed(call)
+    call, watched = key_numbers_as_bias(given), given.mask.kind != "none"
+    if not mappable(grads.grad_out):
+        grads = grads._replace(grad_out=computed(Tensor.contiguous, grads.grad_out))
+    made = _gradients(call, saved, grads, config, watched)
+    if made.counts is not None:
+        backward_again(given, saved, grads, made.key_sums, made.counts)
+    bias_gradient(call, saved, grads, made.statistics, made.key_sums, config)
+
+
+def _gradients(call: Call, saved: Saved, grads: Gradients, config: HopperBackward, watched: bool) -> Made:
+    """Write dq, dk and dv; `watched`: a NaN in them is noted."""
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     (grad_out, grad_lse, dq), (out, lse, lse_tail) = grads[:3], saved
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     block_m, block_n, dim, dim_v = config.block_m, config.block_n, query.shape[-1], value.shape[-1]
     (width, second), (width_v, second_v) = tiles_of(dim, dim_v)
     columns = width + second  # of dq
-    if not mappable(grad_out):
-        grad_out = computed(Tensor.contiguous, grad_out)
     query_tiles = None if call.varlen is None else ragged_tiles(call, TILE, of_keys=False, ranked=False)
     rows = (-(-seqlen_q // TILE) if query_tiles is None else query_tiles.shape[0]) * TILE  # of a head in the workspaces
     total = batch * heads * rows
@@ -281,7 +289,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
         BIAS=BIAS_KINDS[bias_kind(bias)], SOFTCAP=options.softcap > 0.0, HAS_LO=band_lo > -UNBOUNDED,
         HAS_Q_SEG=mask.q_segments is not None, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
         GROUPED=heads != kv_heads, TWO_PHASE=config.variant == "two_phase", ORDERED=options.deterministic,
-        INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0, EDGES=hides_rows(call),
+        INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0, EDGES=hides_rows(call), WATCH=watched,
     )  # fmt: skip
     launch(
         backward_kernel, (min(batch * kv_heads * blocks_per_head * shares + dq_tiles, sms),),
@@ -303,4 +311,4 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
     )  # fmt: skip
     add_shares(parts, grads, shares)
     statistics = Statistics(room, counts[-1], rows, total // block_rows)
-    bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)
+    return Made(statistics, key_sums, counts[0] if watched else None)

@@ -71,7 +71,7 @@ def produce_block(i, turn, place, loads, problem, T: gl.constexpr):
     kv_head = place.head
     record = record_of(place, problem.mask)
     block = block_at(place, record, problem, T)
-    span = span_of(block, share, problem.shares, T)
+    span = span_of(block, share, problem.shares, problem.mask.list_width, T)
     rounds, width = rounds_of(group, T.INTERLEAVED)
     n_full, n_partial = head_steps(record, span, T)  # before the waits, which hide the loads
     load_values(turn, block, kv_head, loads, T)
@@ -200,7 +200,7 @@ def reduce_block(i, turn, place, stores, problem, C: gl.constexpr, T: gl.constex
     block = block_at(own, record, problem, T)
     if T.MASK == RAGGED:
         place = Place(own.tile, block.keys, own.head)
-    span = span_of(block, share, problem.shares, T)
+    span = span_of(block, share, problem.shares, problem.mask.list_width, T)
     dq_c = stores.dq.index(C)
     if T.D2 > 0 and C == 1:
         dq_c = reinterpret(dq_c, gl.float32, [T.D2 // 4, 256], stores.pieces_map.layout)

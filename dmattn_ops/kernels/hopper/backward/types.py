@@ -34,6 +34,7 @@ class Traits(Constants):
     INTERLEAVED: bool  # whether the query heads of a group take turns at each query tile
     DROPOUT: bool
     EDGES: bool  # whether the band may hide keys from every query, or every key from a query (`hopper/unseen.py`)
+    WATCH: bool  # whether a NaN in a result is noted (`hopper/unseen.py`)
 
 
 @gluon.constexpr_function
@@ -188,6 +189,7 @@ class Output(NamedTuple):
     heads: Any
     rows: Any  # of a head in the workspace
     query_tiles: Any  # the records of packed sequences, or None
+    counts: Any  # what `unseen.note_nan` writes is among them
 
 
 class Order(NamedTuple):
@@ -227,7 +229,7 @@ class Draw(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The query tiles that see a key tile, `first` to before `end`, and those that see it all."""
+    """The query tiles that see a key tile, `first` to before `end`, and those that see it all; of lists see `span_of`."""
 
     first: Any
     full_first: Any

@@ -9,6 +9,7 @@ from dmattn_ops.kernels.hopper.backward.order import downward_span
 from dmattn_ops.kernels.hopper.backward.types import Block, Span, downwards
 from dmattn_ops.kernels.hopper.constants import HEADER, TILE
 from dmattn_ops.kernels.hopper.kinds import RAGGED, has_lists
+from dmattn_ops.kernels.hopper.lists import counts_of, last_tile, named_tile
 from dmattn_ops.kernels.hopper.ragged import load_tile
 
 
@@ -59,13 +60,16 @@ def share_of_tiles(span, share, shares):
 
 
 @gluon.jit
-def span_of(block, share, shares, T: gl.constexpr):
-    """Return the query tiles of a block as `band_tiles` or `downward_span` does, zeros where lists are walked.
+def span_of(block, share, shares, list_width, T: gl.constexpr):
+    """Return the query tiles of a block as `band_tiles` or `downward_span` does.
 
-    Where key tiles have several blocks each, they are those of its `share`.
+    Where key tiles have several blocks each, they are those of its `share`. Where lists are walked, `full_end` is how many words
+    a list has, and `end` the last tile that it may name.
     """
     span = Span(0, 0, 0, 0)
-    if not has_lists(T.MASK):
+    if has_lists(T.MASK):
+        span = Span(0, 0, list_width, last_tile(block.seqlen_q))
+    else:
         span = band_tiles(block.tile, block.seqlen_q, block.seqlen_k, block.band_lo, block.band_hi, T.BM, T.BN)
         if shares is not None:
             span = share_of_tiles(span, share, shares)
@@ -86,8 +90,9 @@ def rounds_of(group, INTERLEAVED: gl.constexpr):
 def head_steps(record, span, T: gl.constexpr):
     """Return (steps without a test, steps with one) of one query head."""
     if has_lists(T.MASK):
-        n_full = gl.load(record + 2) * (TILE // T.BM)
-        n_partial = gl.load(record + 1) * (TILE // T.BM)
+        n_partial, n_full = counts_of(record, span.full_end)
+        n_partial *= TILE // T.BM
+        n_full *= TILE // T.BM
     else:
         n_full = span.full_end - span.full_first
         n_partial = span.end - span.first - n_full
@@ -99,7 +104,7 @@ def full_tile(t, record, n_partial, span, T: gl.constexpr):
     """Return the query tile of the `t`-th step without a test."""
     R: gl.constexpr = TILE // T.BM
     if has_lists(T.MASK):
-        m = gl.load(record + HEADER + (n_partial + t) // R) * R + t % R
+        m = named_tile(gl.load(record + HEADER + (n_partial + t) // R), span.end) * R + t % R
     else:
         m = span.full_first + t
         if downwards(T):
@@ -112,7 +117,7 @@ def partial_tile(t, record, n_partial, span, T: gl.constexpr):
     """Return the query tile of the `t`-th step with a test; anything where there is no such step."""
     R: gl.constexpr = TILE // T.BM
     if has_lists(T.MASK):
-        m = gl.load(record + HEADER + t // R, mask=t < n_partial, other=0) * R + t % R
+        m = named_tile(gl.load(record + HEADER + t // R, mask=t < n_partial, other=0), span.end) * R + t % R
     else:
         before = span.full_first - span.first
         m = gl.where(t < before, span.first + t, span.full_end + t - before)

@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.backward.types import Place
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier
-from dmattn_ops.kernels.hopper.kinds import BAND
+from dmattn_ops.kernels.hopper.kinds import BAND, RAGGED
+from dmattn_ops.kernels.hopper.lists import named_tile
 
 RECEIVERS = gl.constexpr(4)  # two consumers and their reducers
 
@@ -59,6 +60,8 @@ def place_of(block, order, problem, T: gl.constexpr):
         batch = batch * problem.shares + rank - tile * problem.shares
     if T.MASK != BAND:
         tile = gl.load(record_of(Place(tile, batch, kv_head), problem.mask))
+        if T.MASK != RAGGED:
+            tile = named_tile(tile, order.n_blocks - 1)
     return Place(tile, batch, kv_head)
 
 

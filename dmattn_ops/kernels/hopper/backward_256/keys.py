@@ -59,6 +59,7 @@ from dmattn_ops.kernels.hopper.unseen import (
     clear_unseen,
     ends_inside,
     finish_clearing,
+    note_nan_in_parts,
     seen_columns,
 )
 from dmattn_ops.kernels.hopper.views import (
@@ -200,6 +201,15 @@ def step_at_edge(at, view, n_keys):
 
 
 @gluon.jit
+def clear_unseen_keys(rows, block, view):
+    """Set those of the block's keys or values to 0 that the band hides from every query."""
+    first = block.tile * STEP
+    seen = seen_columns(view.columns, block.seqlen_k, 0 - view.band_hi, 0 - view.band_lo)
+    if ends_inside(seen, first, STEP, block.seqlen_k):
+        clear_unseen(buffer_at(rows, 0), first, seen, STEP)
+
+
+@gluon.jit
 def dv_step(i, dv, smem, scores, at, TESTED: gl.constexpr, T: gl.constexpr):
     """Make P of a step, and add to dv."""
     TEST: gl.constexpr = test_of_keys(T)
@@ -282,12 +292,14 @@ def dv_loops(dv, smem, block, view, mask, scores, T: gl.constexpr):
 
 
 @gluon.jit
-def dv_consumer(smem, dv_map, block, view, mask, scores, flags, n_flags, T: gl.constexpr):
+def dv_consumer(smem, dv_map, block, view, mask, scores, flags, n_flags, counts, T: gl.constexpr):
     """Make P of every step, and dv: with a full bias in loops of their own for exact statistics, else in loops that ask."""
     bias, scales, exact = scores
     dv = no_sums(T.DV, T.DV2)
     needed = any_flag(flags, n_flags)
     mbarrier.wait(smem.kv_full, 0)
+    if T.EDGES:  # queries behind the end take no test of whether they see a key
+        clear_unseen_keys(smem.k, block, view)
     if T.BIAS == FULL_BIAS:
         if needed != 0:
             dv = dv_loops(dv, smem, block, view, mask, Scores(bias, scales, Exact(1, exact.first, exact.second)), T)
@@ -295,6 +307,8 @@ def dv_consumer(smem, dv_map, block, view, mask, scores, flags, n_flags, T: gl.c
             dv = dv_loops(dv, smem, block, view, mask, Scores(bias, scales, Exact(0, exact.first, exact.second)), T)
     else:
         dv = dv_loops(dv, smem, block, view, mask, Scores(bias, scales, Exact(needed, exact.first, exact.second)), T)
+    if T.WATCH:
+        note_nan_in_parts(counts, dv)
     # only this consumer reads K, and it is done
     store_part(dv, None, dv_map, smem.k, smem.spare, block, 0, 0, T.DV, T.D)
     if T.DV2 > 0:
@@ -335,7 +349,7 @@ def dk_step(i, dk, sums, smem, at_edge, T: gl.constexpr):
 
 
 @gluon.jit
-def dk_consumer(smem, dk_map, block, view, mask, bias, scale, T: gl.constexpr):
+def dk_consumer(smem, dk_map, block, view, mask, bias, scale, counts, T: gl.constexpr):
     """Accumulate dk over every query head of the group, and sums of dS of each. P is 0 at hidden pairs."""
     TEST: gl.constexpr = test_of_keys(T)
     BY_KEY: gl.constexpr = gl.SliceLayout(1, accumulator(STEP))
@@ -343,10 +357,7 @@ def dk_consumer(smem, dk_map, block, view, mask, bias, scale, T: gl.constexpr):
     dk = no_sums(T.D, T.D2)
     mbarrier.wait(smem.kv_full, 0)
     if T.EDGES:
-        first = block.tile * STEP
-        seen = seen_columns(view.columns, block.seqlen_k, 0 - view.band_hi, 0 - view.band_lo)
-        if ends_inside(seen, first, STEP, block.seqlen_k):
-            clear_unseen(buffer_at(smem.v, 0), first, seen, STEP)
+        clear_unseen_keys(smem.v, block, view)
     i = 0
     for g in range(block.group):
         head = block.kv_head * block.group + g
@@ -361,6 +372,8 @@ def dk_consumer(smem, dk_map, block, view, mask, bias, scale, T: gl.constexpr):
             dk, sums = dk_step(i, dk, sums, smem, at_edge, T)
             i += 1
         store_key_sums(bias, head, keys, sums, T.BIAS)
+    if T.WATCH:
+        note_nan_in_parts(counts, dk)
     # only this consumer reads V, and it is done
     store_part(dk, scale, dk_map, smem.v, smem.spare, block, 0, 0, T.D, T.DV)
     if T.D2 > 0:
@@ -417,7 +430,7 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
                 bias, key_sums, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                 mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, kv_heads, group, seqlen_q,
                 seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_blocks,
-                T: gl.constexpr):  # fmt: skip
+                counts, T: gl.constexpr):  # fmt: skip
     """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads.
 
     Of RAGGED calls `lists` are the records of 64 keys. There are `n_blocks` programs for each key head.
@@ -435,9 +448,9 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
                         bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, mask_group, segment_group)  # fmt: skip
     mask = mask_of(given, batch, TEST)
     if T.MASK == RAGGED:
-        tile = ranked_tile(tile, mask, kv_head * group)
+        tile = ranked_tile(tile, mask, kv_head * group, 0, TEST)
     elif T.MASK != BAND:
-        tile = ranked_tile(tile // 2, mask, kv_head * group) * 2 + (tile & 1)
+        tile = ranked_tile(tile // 2, mask, kv_head * group, n_blocks // 2 - 1, TEST) * 2 + (tile & 1)
     # queries past the end have a statistic that makes P = 0: no test of theirs is needed
     at = sight_of(tile, batch, mask, seqlen_k, seqlen_q, -band_hi, -band_lo, STEP, TEST)
     view = band_view(mask, at.tile * STEP, STEP, at.n_rows, at.band_lo, at.band_hi, at.n_columns, False)
@@ -455,7 +468,7 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
     exact = Exact(0, stats + 2 * total.to(gl.int64), stats + 3 * total.to(gl.int64))
     dk_maps, dv_maps = pair(dk_map, dk2_map, T.D2), pair(dv_map, dv2_map, T.DV2)
     gl.warp_specialize([
-        (dv_consumer, (smem, dv_maps, block, view, mask, Scores(bias, scales, exact), flags, n_flags, T)),
-        (dk_consumer, (smem, dk_maps, block, view, mask, bias, scale, T)),
+        (dv_consumer, (smem, dv_maps, block, view, mask, Scores(bias, scales, exact), flags, n_flags, counts, T)),
+        (dk_consumer, (smem, dk_maps, block, view, mask, bias, scale, counts, T)),
         (producer, (maps, filled, block, view, mask, T)),
     ], [4, 1], [216, 40])  # fmt: skip

@@ -59,8 +59,9 @@ from dmattn_ops.kernels.hopper.dbias.launch import bias_gradient
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
-from dmattn_ops.kernels.hopper.statistics import Statistics, query_of, row_statistics
+from dmattn_ops.kernels.hopper.statistics import Made, Statistics, query_of, row_statistics
 from dmattn_ops.kernels.hopper.views import MaskTensors
+from dmattn_ops.kernels.portable.again import COUNTS, SUSPECT, backward_again
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
@@ -75,6 +76,7 @@ TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, 
 CHUNK = 16
 STAT_ROWS = 64  # rows of a statistics program
 STATISTICS = 4  # of a row: lse, delta and the pair
+_SUSPECT = tl.constexpr(SUSPECT)
 
 
 def refusals(call: Call) -> list[str]:
@@ -125,25 +127,37 @@ def _heads_side_by_side(call: Call, config: HopperBackward256, uneven: bool, hea
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256) -> None:
     """Write dq, dk and dv of tensors that `refusals` accepts, dense or packed, and dbias unless it is None."""
-    call = key_numbers_as_bias(listed(call))
+    given = listed(call)
+    call, watched = key_numbers_as_bias(given), given.mask.kind != "none"
+    if not mappable(grads.grad_out):  # an expanded gradient, such as that of out.sum()
+        grads = grads._replace(grad_out=computed(Tensor.contiguous, grads.grad_out))
+    made = _gradients(call, saved, grads, config, watched)
+    if made.counts is not None:
+        backward_again(given, saved, grads, made.key_sums, made.counts)
+    bias_gradient(call, saved, grads, made.statistics, made.key_sums, config)
+
+
+def _gradients(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256, watched: bool) -> Made:
+    """Write dq, dk and dv; `watched`: a NaN in them is noted."""
     query, key, value, bias, mask, options = call.query, call.key, call.value, call.bias, call.mask, call.options
     grad_out, grad_lse, dq, dk, dv = grads[:5]
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     (width, second), (width_v, second_v) = column_parts(query.shape[-1]), column_parts(value.shape[-1])
-    if not mappable(grad_out):  # an expanded gradient, such as that of out.sum()
-        grad_out = computed(Tensor.contiguous, grad_out)
     # the tiles of packed queries serve the kernel that makes dq, too
     of_queries = None if call.varlen is None else _arguments_of(call, False, heads, seqlen_q, query)
     query_tiles = None if of_queries is None else of_queries.lists
     rows = (-(-seqlen_q // TILE) if query_tiles is None else query_tiles.shape[0]) * TILE
     total = batch * heads * rows
-    room = workspace(query, STATISTICS * total + -(-total // STAT_ROWS // 4))
-    stats, flags = room[: STATISTICS * total].view(STATISTICS, total), room[STATISTICS * total :].view(torch.int8)
+    n_flags = total // STAT_ROWS
+    behind = STATISTICS * total + -(-n_flags // 16) * 4  # the flags, so that what follows is aligned
+    room = workspace(query, behind + COUNTS * watched)
+    stats, flags = room[: STATISTICS * total].view(STATISTICS, total), room[STATISTICS * total : behind]
+    flags, counts = flags.view(torch.int8), room[behind:].view(torch.int32) if watched else None
     columns_v = 1 << (width_v + second_v - 1).bit_length()
     sink_parts = parts_of_gradient(grads, total // STAT_ROWS)
     _statistics(
-        grad_out, grad_lse, call.sink, sink_parts, saved, stats, flags, query_tiles, (seqlen_q, heads, rows), columns_v,
-        in_natural_units(call),
+        grad_out, grad_lse, call.sink, sink_parts, saved, stats, flags, counts, query_tiles, (seqlen_q, heads, rows),
+        columns_v, in_natural_units(call),
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
     scale_log2, cap = score_factors(options)
@@ -162,15 +176,15 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
     if call.varlen is not None:
         blocks = given.lists.shape[0]
     together = _heads_side_by_side(call, config, uneven, batch * kv_heads, blocks)
-    n_flags = total // STAT_ROWS
     common = {
         **bias_places(bias, heads)._asdict(), "bias": bias, "scale": options.softmax_scale, "scale_log2": scale_log2, "cap": cap,
         "group": heads // kv_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "stat_rows": rows, "band_lo": band_lo,
-        "band_hi": band_hi, "n_flags": n_flags, "total": total, "num_warps": 4, "follows": True,
+        "band_hi": band_hi, "n_flags": n_flags, "total": total, "counts": counts, "num_warps": 4, "follows": True,
     }  # fmt: skip
     traits = Traits(
         width, second, width_v, second_v, kind_of(call), BIAS_KINDS[bias_kind(bias)], options.softcap > 0.0, PARTIAL=uneven,
         HAS_LO=has_hi, HAS_HI=has_lo, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call), EDGES=hides_rows(call),
+        WATCH=watched,
     )  # fmt: skip
     launch(
         keys_kernel, (batch * kv_heads * blocks,),
@@ -186,8 +200,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward2
         *maps, dq_map, *more_maps, dq2_map, stats, flags, **given._asdict(), **common, heads=heads, heads_per_group=together,
         n_heads=batch * heads, n_tiles=rows // TILE, T=traits,
     )  # fmt: skip
-    statistics = Statistics(stats, flags, rows, n_flags)
-    bias_gradient(call, saved, grads._replace(grad_out=grad_out), statistics, key_sums, config)
+    return Made(Statistics(stats, flags, rows, n_flags), key_sums, counts)
 
 
 def _statistics(
@@ -198,12 +211,13 @@ def _statistics(
     saved: Saved,
     stats: Tensor,
     flags: Tensor,
+    counts: Tensor | None,
     query_tiles: Tensor | None,
     sizes: tuple[int, int, int],
     width: int,
     natural: bool,
 ) -> None:
-    """Fill stats `[4, B * H * rows]` as `hopper/statistics.py` says, and a flag for each program.
+    """Fill stats `[4, B * H * rows]` as `hopper/statistics.py` says, and a flag for each program, and 0 where a NaN is noted.
 
     `sizes` are those of queries, heads, and rows of a head in `stats`.
     """
@@ -216,7 +230,7 @@ def _statistics(
     ]
     launch(
         statistics_kernel, (stats.shape[1] // STAT_ROWS,),
-        out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, *strides, query_tiles,
+        out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, counts, *strides, query_tiles,
         *sizes, stats.shape[1], out.shape[-1], BLOCK=STAT_ROWS, WIDTH=width, NATURAL=natural, num_warps=8,
         follows=query_tiles is not None,
     )  # fmt: skip
@@ -224,7 +238,7 @@ def _statistics(
 
 @triton.jit
 def statistics_kernel(
-    out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags,
+    out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, counts,
     out_b, out_s, out_h, grad_b, grad_s, grad_h, lse_b, lse_h, lse_s, tail_b, tail_h, tail_s,
     grad_lse_b, grad_lse_h, grad_lse_s, query_tiles,
     seqlen_q, heads, rows, total_rows, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, NATURAL: tl.constexpr,
@@ -261,3 +275,5 @@ def statistics_kernel(
     tl.store(to + 2 * total_rows.to(tl.int64), made.first)
     tl.store(to + 3 * total_rows.to(tl.int64), made.second)
     tl.store(flags + block, tl.max(made.large.to(tl.int32), 0).to(tl.int8))
+    if counts is not None:
+        tl.store(counts + _SUSPECT, 0, mask=block == 0)

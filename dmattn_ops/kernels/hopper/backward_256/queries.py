@@ -49,7 +49,7 @@ from dmattn_ops.kernels.hopper.scores import (
     softened,
     step_bias,
 )
-from dmattn_ops.kernels.hopper.unseen import clear_unseen, ends_inside, seen_columns
+from dmattn_ops.kernels.hopper.unseen import clear_unseen, ends_inside, note_nan_in_parts, seen_columns
 from dmattn_ops.kernels.hopper.views import (
     STEP,
     Maps,
@@ -219,7 +219,7 @@ def dq_step(i, dq, smem, block, rows, scales, exact, at, C: gl.constexpr, TESTED
 
 
 @gluon.jit
-def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.constexpr, T: gl.constexpr):
+def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, counts, C: gl.constexpr, T: gl.constexpr):
     """Accumulate dq of queries `C * 64 ...` of the block."""
     TEST: gl.constexpr = test_of_queries(T)
     SL: gl.constexpr = accumulator(STEP)
@@ -265,6 +265,8 @@ def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, C: gl.con
             here = Step(added, queries, columns, select, edge)
             dq = dq_step(i, dq, smem, block, rows, scales, exact, here, C, True, T)
             i += 1
+    if T.WATCH:
+        note_nan_in_parts(counts, dq)
     # only this consumer reads this half of Q, and it is done
     q = buffer_at(smem.q, C)
     stage_rows(dq[0], scales.softmax, q[0], T.D, T.D, dtype)
@@ -309,7 +311,7 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
                    bias, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                    mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, heads, group,
                    seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_tiles,
-                   T: gl.constexpr):  # fmt: skip
+                   counts, T: gl.constexpr):  # fmt: skip
     """Write dq; `n_tiles` programs, one for each 128 queries, of each of `n_heads` heads. Of RAGGED calls `lists` are records."""
     TEST: gl.constexpr = test_of_queries(T)
     # registers per thread: segments take 16 more of a consumer's, at the cost of one word that the producer spills
@@ -328,7 +330,7 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
                         bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, mask_group, segment_group)  # fmt: skip
     mask = mask_of(given, batch, TEST)
     if T.MASK != BAND:
-        tile = ranked_tile(tile, mask, head)
+        tile = ranked_tile(tile, mask, head, n_tiles - 1, TEST)
     elif T.HAS_HI:
         tile = n_tiles - 1 - tile  # the last queries see the most keys
     at = sight_of(tile, batch, mask, seqlen_q, seqlen_k, band_lo, band_hi, 2 * STEP, TEST)
@@ -347,7 +349,7 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
     exact = Exact(0, lse + 2 * total.to(gl.int64), lse + 3 * total.to(gl.int64))
     block = Block(at.rows, at.columns, head, head // group, at.tile, at.n_rows, lse, delta, bias)
     gl.warp_specialize([
-        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, 0, T)),
-        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, 1, T)),
+        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, counts, 0, T)),
+        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, counts, 1, T)),
         (producer, (maps, filled, block, view, T)),
     ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip

@@ -28,6 +28,7 @@ class Traits(Constants):
     HIDDEN: bool  # whether intervals of keys have a part that does not see them
     NATURAL: bool  # whether exact exponents are in natural units
     EDGES: bool  # whether the band may hide keys from every query, or every key from a query (`hopper/unseen.py`)
+    WATCH: bool  # whether a NaN in a result is noted (`hopper/unseen.py`)
 
 
 @gluon.constexpr_function

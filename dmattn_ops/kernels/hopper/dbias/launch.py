@@ -28,7 +28,7 @@ from dmattn_ops.kernels.hopper.scores import Bias, Exact, Scales
 from dmattn_ops.kernels.hopper.statistics import Statistics
 from dmattn_ops.kernels.hopper.views import STEP, Maps, MaskTensors, band_view, block_of, mask_of
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
-from dmattn_ops.kernels.portable.dbias import mark_tiles, recompute_dbias, reduce_key_sums
+from dmattn_ops.kernels.portable.dbias import mark_tiles, recompute_dbias, reduction
 from dmattn_ops.launching.launch import computed, launch
 from dmattn_ops.launching.tensor_maps import rows_map
 
@@ -157,7 +157,7 @@ def bias_gradient(
     if grads.dbias is None:
         return
     if bias_kind(call.bias) != "full":
-        computed(reduce_key_sums, key_sums, grads.dbias)
+        computed(*reduction(key_sums, grads.dbias))
     elif config.shared_bias is not None and not refusals(call):
         write_dbias(call, grads.grad_out, statistics, grads.dbias, config.shared_bias)
     else:

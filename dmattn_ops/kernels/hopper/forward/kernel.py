@@ -80,9 +80,10 @@ from dmattn_ops.kernels.hopper.gluon_compat import (
     warpgroup_mma_wait,
 )
 from dmattn_ops.kernels.hopper.kinds import BITS, INTERVALS, RAGGED, SEGMENTS, has_lists
+from dmattn_ops.kernels.hopper.lists import last_tile
 from dmattn_ops.kernels.hopper.ragged import Rows, head_corner_of
 from dmattn_ops.kernels.hopper.scores import FULL_BIAS, KEY_BIAS, TILED_BIAS
-from dmattn_ops.kernels.hopper.unseen import clear_unseen, ends_inside, seen_columns
+from dmattn_ops.kernels.hopper.unseen import clear_unseen, ends_inside, note_nan_in_parts, seen_columns
 
 
 @gluon.jit
@@ -157,6 +158,8 @@ def finish(operands, smem, sums, q, place, row, T: gl.constexpr):
     maps = operands.maps
     results = operands.statistics
     scale = operands.scales.scale
+    if T.WATCH:
+        note_nan_in_parts(operands.counter, sums.acc)
     row_total = row_of(sums.total, ROW, True)
     inverse = gl.where(row_total == 0.0, 0.0, 1.0 / gl.abs(row_total))
     if T.DROPOUT:
@@ -268,7 +271,7 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
             some_unseen = ends_inside(seen, tiles.begin * T.BN, (tiles.end - tiles.begin) * T.BN, seqlen_k)
         place = Place(batch, h, query_rows, q_first, seqlen_q, slot * NC + C)
         visible = Visible(
-            walk=Walk(tiles, mask.lists.start, record, n),
+            walk=Walk(tiles, mask.lists.start, record, n, last_tile(seqlen_k) if has_lists(T.MASK) else 0),
             n_partial=n_partial,
             q_first=q_first,
             q_lo=q_lo,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -45,10 +46,11 @@ from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.hopper.forward.types import Traits
 from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, RAGGED, kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
+from dmattn_ops.kernels.portable.again import COUNTS, forward_again
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
-from dmattn_ops.launching.launch import computed, launch
+from dmattn_ops.launching.launch import computed, launch, makes_zeros
 from dmattn_ops.launching.plan import raw_stream
 from dmattn_ops.launching.tensor_maps import Map, head_rows_map, pairs_map
 
@@ -119,22 +121,26 @@ def tiles_of(dim: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return whole, whole
 
 
-_counters: dict[int | None, Tensor] = {}  # of the default stream of each device
+_counters: dict[tuple[int | None, int], Tensor] = {}  # of the default stream of each device, by threads
 
 
+@makes_zeros
 def _counter(device: torch.device) -> Tensor:
-    """Return a ticket counter and a count of finished blocks. Both are 0, and the kernel resets them to 0 at its end.
+    """Return a ticket counter, a count of finished blocks, and what `unseen.note_nan` and the kernel behind it write.
 
-    Launches of the default stream run one after the other and so share them. Elsewhere each launch has its own: a captured
-    graph may be replayed on any stream, and the stream that warms one up allocates from the graph's memory, where nothing
-    may stay.
+    All are 0, and the kernels reset them to 0 at their end.
+
+    What a thread launches on the default stream runs one after the other and so shares them: another thread's kernels may come
+    between the two of a call. Elsewhere each launch has its own: a captured graph may be replayed on any stream, and the stream
+    that warms one up allocates from the graph's memory, where nothing may stay.
     """
     shared = raw_stream(device.index) == 0 and not torch.cuda.is_current_stream_capturing()
-    counter = _counters.get(device.index) if shared else None
+    place = (device.index, threading.get_ident())
+    counter = _counters.get(place) if shared else None
     if counter is None:
-        counter = torch.zeros(2, dtype=torch.int32, device=device)
+        counter = torch.zeros(COUNTS, dtype=torch.int32, device=device)
         if shared:
-            _counters[device.index] = counter
+            _counters[place] = counter
     return counter
 
 
@@ -205,7 +211,7 @@ def _row_maps(call: Call, out: Tensor, traits: Traits) -> dict[str, Map | None]:
     return found
 
 
-def _traits(call: Call, result: Result, config: HopperForward, band: tuple[int, int]) -> Traits:
+def _traits(call: Call, result: Result, config: HopperForward, band: tuple[int, int], watched: bool) -> Traits:
     """Return what the kernel is compiled for."""
     options = call.options
     (width, second), (width_v, second_v) = tiles_of(call.query.shape[-1], call.value.shape[-1])
@@ -228,18 +234,21 @@ def _traits(call: Call, result: Result, config: HopperForward, band: tuple[int, 
         DROPOUT=options.dropout_p > 0.0,
         ROW_MAX=result.row_max is not None,
         EDGES=hides_keys(call),
+        WATCH=watched,
     )
 
 
 def forward(call: Call, result: Result, config: HopperForward) -> None:
     """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`, or those of packed sequences; what cannot be taken is in `refusals`."""
-    call = key_numbers_as_bias(listed(call, ("rows",)))
+    given = listed(call, ("rows",))
+    watched = given.mask.kind != "none"
+    call = key_numbers_as_bias(given)
     query, bias, options, lse = call.query, call.bias, call.options, result.lse
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     kind = kind_of(call)
     # lists hold the band of bits already; all others test it
     band_lo, band_hi = (-UNBOUNDED, UNBOUNDED) if kind == BITS.value else options[:2]
-    traits = _traits(call, result, config, (band_lo, band_hi))
+    traits = _traits(call, result, config, (band_lo, band_hi), watched)
     mask = _mask_arguments(call, kind, config.block_m)
     tiles = mask["lists"].shape[0] if kind == RAGGED.value else -(-seqlen_q // config.block_m)
     items = tiles * batch * heads
@@ -249,6 +258,8 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
     if traits.NATURAL:
         scale = options.softcap if traits.SOFTCAP else options.softmax_scale
     lse_b, lse_h = statistic_strides(lse)[:2]
+    # where every block has one piece of work, nothing is drawn
+    counts = computed(_counter, query.device) if watched or items > num_sms else lse.view(torch.int32)
     launch(
         forward_kernel,
         (min(items, num_sms),),
@@ -262,8 +273,7 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         bias=bias,
         **bias_places(bias, heads)._asdict(),
         **dropout_arguments(call)._asdict(),
-        # where every block has one piece of work, nothing is drawn
-        counter=computed(_counter, query.device) if items > num_sms else lse.view(torch.int32),
+        counter=counts,
         scale=scale,
         cap_inner=cap_inner,
         seqlen_q=seqlen_q,
@@ -282,3 +292,5 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         num_warps=4,
         follows=kind == INTERVALS.value,
     )
+    if watched:
+        forward_again(given, result, counts)

@@ -23,7 +23,7 @@ from dmattn_ops.kernels.hopper.forward.softmax import largest, rescale, softmax_
 from dmattn_ops.kernels.hopper.forward.types import Sums
 from dmattn_ops.kernels.hopper.forward.walk import key_tile
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, reinterpret, warpgroup_mma_wait
-from dmattn_ops.kernels.hopper.kinds import BITS, INTERVALS, SEGMENTS
+from dmattn_ops.kernels.hopper.kinds import BITS, INTERVALS, SEGMENTS, has_lists
 from dmattn_ops.kernels.hopper.scores import FULL_BIAS, KEY_BIAS, TILED_BIAS, tanh
 from dmattn_ops.kernels.hopper.unseen import clear_unseen
 
@@ -62,7 +62,10 @@ def first_key(i, visible, T: gl.constexpr):
 def load_full_bias(i, visible, MASKED: gl.constexpr, T: gl.constexpr):
     """Return the bias `[64, BN]` of the `i`-th tile from memory, or 0 where there is none per pair, or shared memory has it."""
     if T.BIAS == FULL_BIAS:
-        column = first_key(i, visible, T) + gl.arange(0, T.BN, layout=gl.SliceLayout(0, accumulator(T.BN)))
+        first = first_key(i, visible, T)
+        if has_lists(T.MASK) and not MASKED:  # whatever a list says
+            first = gl.minimum(first, visible.seqlen_k - T.BN)
+        column = first + gl.arange(0, T.BN, layout=gl.SliceLayout(0, accumulator(T.BN)))
         at = visible.bias[:, None] + column[None, :]
         if MASKED:  # full tiles end before the keys do
             added = gl.load(at, mask=(column < visible.seqlen_k)[None, :], other=0.0)

@@ -34,6 +34,7 @@ class Traits(Constants):
     DROPOUT: bool
     ROW_MAX: bool  # the largest score of each row is written
     EDGES: bool  # the band may hide keys from every query (`unseen.py`)
+    WATCH: bool  # a NaN in a result is noted (`unseen.py`)
 
 
 class Sizes(NamedTuple):
@@ -140,7 +141,7 @@ class Operands(NamedTuple):
     bias: Bias
     dropout: Any  # `dropout.Dropout`
     scales: Scales
-    counter: Any  # of pieces that are taken, and behind it of blocks that have ended
+    counter: Any  # of pieces that are taken, behind it of blocks that have ended, and what `unseen.note_nan` writes
 
 
 class Shared(NamedTuple):
@@ -181,6 +182,7 @@ class Walk(NamedTuple):
     lists: Any
     record: Any  # where the list begins
     n: Any  # how many there are
+    last: Any  # the last tile (of 128 keys) that a list may name
 
 
 class Visible(NamedTuple):

@@ -11,6 +11,7 @@ from dmattn_ops.kernels.hopper.constants import HEADER, ROWS, TILE
 from dmattn_ops.kernels.hopper.forward.types import Tiles, Walk
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, meet, tma_load
 from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, RAGGED, has_lists
+from dmattn_ops.kernels.hopper.lists import counts_of, last_tile, named_tile
 from dmattn_ops.kernels.hopper.ragged import count_tiles, head_corner_of, load_tile
 from dmattn_ops.kernels.hopper.scores import FULL_BIAS, KEY_BIAS, NO_BIAS, TILED_BIAS
 from dmattn_ops.kernels.hopper.views import block_of
@@ -93,7 +94,7 @@ def key_tile(i, walk, T: gl.constexpr):
     PER_TILE: gl.constexpr = TILE // T.BN
     if has_lists(T.MASK):
         at = walk.lists + walk.record + HEADER + gl.minimum(i, walk.n - 1) // PER_TILE
-        return gl.load(at) * PER_TILE + i % PER_TILE
+        return named_tile(gl.load(at), walk.last) * PER_TILE + i % PER_TILE
     else:
         return band_tile(i, walk.tiles)
 
@@ -109,12 +110,17 @@ def take(item, tiles, sizes, lists, T: gl.constexpr):
         batch = head // sizes.H
         first = batch.to(gl.int64) * lists.batch + ((head - batch * sizes.H) // lists.group).to(gl.int64) * lists.head
         tile = gl.load(lists.start + first + rank.to(gl.int64) * lists.width)
+        if T.MASK != RAGGED:
+            tile = named_tile(tile, tiles - 1)
         record = first + tile.to(gl.int64) * lists.width
         at = lists.start + record
         if T.MASK == RAGGED:
             words = load_tile(at)
         else:
-            words = Counts(gl.load(at + 1), gl.load(at + 2))
+            n_partial, n_full = counts_of(at, lists.width)
+            if T.BIAS == FULL_BIAS:  # which full tiles load without a test
+                n_full = gl.where(sizes.seqlen_k >= TILE, n_full, 0)
+            words = Counts(n_partial, n_full)
     elif T.HAS_HI:
         tile = tiles - 1 - rank
     return Work(tile, head, record, words)
@@ -270,7 +276,7 @@ def produce(operands, smem, bars, T: gl.constexpr):
         n = seen.end - seen.begin
         if LISTS:
             n = (work.words.partial + work.words.full) * PER_TILE
-        walk = Walk(seen, mask.lists.start, work.record, n)
+        walk = Walk(seen, mask.lists.start, work.record, n, last_tile(seqlen_k) if LISTS else 0)
         mbarrier.wait(bars.q_empty.index(slot), ((turn // T.Q_STAGES) & 1) ^ 1)
         if T.MASK == RAGGED:
             parts = gl.where(slots == 0, work.head, gl.where(slots == 1, q_first, work.words.diagonal))

@@ -1,6 +1,6 @@
 """Make calls of all kinds for a while: valid and refused ones, compiled, captured, in several threads and streams.
 
-`python -m dmattn_ops.testing.soak --seconds 480 --output soak.json` continues with the seeds after those of earlier runs in the
+`python -m tests.tools.soak --seconds 480 --output soak.json` continues with the seeds after those of earlier runs in the
 file. Every valid call is a random problem and is checked like one; shapes change from call to call.
 
 On a GPU, problems take the combinations that cover all pairs (`combinations.py`), and begin with few of them: `--jobs` other
@@ -134,7 +134,7 @@ class Ahead:
 
     def __init__(self, device: str, jobs: int) -> None:
         self.done: list[int] = []
-        command = [sys.executable, "-m", "dmattn_ops.testing.soak", "--device", device, "--ahead"]
+        command = [sys.executable, "-m", "tests.tools.soak", "--device", device, "--ahead"]
         self.processes = [
             subprocess.Popen([*command, str(first), str(jobs)], stdout=subprocess.PIPE, text=True)
             for first in range(jobs)

@@ -1,6 +1,6 @@
 """Compile every configuration that dispatch can return, for every architecture, without a GPU; write or verify the tables.
 
-`python -m dmattn_ops.testing.sweep` compiles every entry of the package's table for the installed version of Triton, and fails
+`python -m tests.tools.sweep` compiles every entry of the package's table for the installed version of Triton, and fails
 if a figure differs from the table. `--write` writes the figures to the table instead. Calls go through the launchers
 themselves, so that exactly what would run is compiled.
 """
@@ -27,7 +27,7 @@ import triton
 
 from dmattn_ops.choice import arch, resources
 from dmattn_ops.choice.resources import Usage
-from dmattn_ops.testing.configurations import ARCHITECTURES, KERNELS, Unit, launch, units
+from tests.tools.configurations import ARCHITECTURES, KERNELS, Unit, launch, units
 
 PACKAGE = Path(resources.__file__).parents[1]
 _KERNELS = ("dmattn_ops.kernels.", "dmattn_ops.launching.")
@@ -38,8 +38,8 @@ Rows = dict[str, dict[str, Any]]  # by entry: a digest of the source, and a line
 
 def compile_unit(unit: Unit) -> dict[str, Usage]:
     """Compile what a unit launches; return what each kernel takes."""
-    from dmattn_ops.testing.compile_only import read_resources
-    from dmattn_ops.testing.stand_in import compiled_launches
+    from tests.tools.compile_only import read_resources
+    from tests.tools.stand_in import compiled_launches
 
     sm = unit.row.sm
     with compiled_launches(sm) as launches:

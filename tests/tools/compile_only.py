@@ -26,9 +26,9 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from dmattn_ops.choice.arch import Arch
 from dmattn_ops.choice.resources import Usage
 from dmattn_ops.launching.launch import OPTIONS
-from dmattn_ops.testing.carried import stale_bounds
-from dmattn_ops.testing.machine_code import disassemble, opcodes
-from dmattn_ops.testing.stand_in import target_of
+from tests.tools.carried import stale_bounds
+from tests.tools.machine_code import disassemble, opcodes
+from tests.tools.stand_in import target_of
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")

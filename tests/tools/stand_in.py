@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +59,11 @@ class Driver(DriverBase):
 class _Compiled:
     """Stands for a compiled kernel that a launcher keeps: launching it again is recorded and runs nothing."""
 
-    def __init__(self, record: Callable[[], None]) -> None:
-        self.record = record
+    def __init__(self, record: Callable[[], None], compiled: Any) -> None:
+        self.record, self.compiled = record, compiled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return lambda *arguments, **keywords: self.record()
@@ -80,10 +84,14 @@ def target_of(sm: int) -> Iterator[None]:
 def compiled_launches(sm: int) -> Iterator[list[Launch]]:
     """Make every Triton and Gluon launch compile for `sm` (90 for SM 9.0) and stop there; yield what was launched.
 
-    Tensors may lie on the CPU: nothing reads them. `arch.physical` answers that architecture, whatever the device.
+    Tensors may lie on the CPU: nothing reads them. `arch.physical` answers that architecture, whatever the device, and so does
+    `arch.current` without DMATTN_ARCH.
     """
+    from dmattn_ops.kernels.hopper.forward import launch as hopper_forward
+
     launches: list[Launch] = []
-    run, physical = JITFunction.run, arch.physical
+    run, physical, current, raw_stream = JITFunction.run, arch.physical, arch.current, hopper_forward.raw_stream
+    known = replace(arch.nearest(sm), sm=sm)
 
     def compile_only(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> _Compiled:
         with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -94,14 +102,17 @@ def compiled_launches(sm: int) -> Iterator[list[Launch]]:
             launches.append(made)
 
         record()
-        return _Compiled(record)
+        return _Compiled(record, compiled)
 
     launch._compiled.clear()  # of another architecture, or real ones
-    JITFunction.run, arch.physical = compile_only, lambda device: arch.KNOWN[sm]
+    JITFunction.run, arch.physical = compile_only, lambda device: known
+    arch.current = lambda device: arch.forced() or known
+    hopper_forward.raw_stream = lambda device: 1  # some stream beside the default one
     try:
         with target_of(sm), knobs.nvidia.scope():
             knobs.nvidia.dump_ptxas_log = True
             yield launches
     finally:
-        JITFunction.run, arch.physical = run, physical
+        JITFunction.run, arch.physical, arch.current = run, physical, current
+        hopper_forward.raw_stream = raw_stream
         launch._compiled.clear()  # cannot be launched

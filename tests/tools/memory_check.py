@@ -1,6 +1,6 @@
 """Run a sample of calls that covers every kernel under NVIDIA's compute-sanitizer, and write what it found to a file.
 
-`python -m dmattn_ops.testing.memory_check --output memory_check.json` runs the calls once without it, which compiles the
+`python -m tests.tools.memory_check --output memory_check.json` runs the calls once without it, which compiles the
 kernels, and once under each tool. `--tools memcheck` runs one of them; results of others stay in the file. `--compiled`
 leaves out the run without a tool, for kernels that an earlier run has compiled. `--jobs` processes share the calls. Every
 tensor has memory of its own meanwhile, so that an access beside it is noticed. A kernel that no call launches is a failure
@@ -40,7 +40,7 @@ from dmattn_ops import environment
 from dmattn_ops.choice import epochs
 from dmattn_ops.dispatch import run as dispatch
 from dmattn_ops.launching import plans
-from dmattn_ops.testing import races
+from tests.tools import races
 
 TOOLS = ("memcheck", "synccheck", "racecheck", "initcheck")
 KERNELS = Path(dispatch.__file__).parents[1] / "kernels"
@@ -321,7 +321,7 @@ def under(tool: str | None, sanitizer: str, limit: float, device: str, jobs: int
 
     That there are no errors is known only where the tool says so of every process, each of which told how many calls it made.
     """
-    command = [sys.executable, "-m", "dmattn_ops.testing.memory_check", "--device", device]
+    command = [sys.executable, "-m", "tests.tools.memory_check", "--device", device]
     if tool is not None:
         options = [*_REPORTS.get(tool, ()), "--target-processes", "all", "--error-exitcode", str(_FOUND), *command]
         command = [sanitizer, "--tool", tool, *options, *(["--filled"] if tool == "initcheck" else [])]

@@ -1,0 +1,215 @@
+// The operators `dmattn::*` on a GPU for programs without Python: a call is looked up by its text among plans.
+#include "../cpu/operators.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+#include <cstdlib>
+#include <utility>
+
+#include "../cpu/schemas.h"
+#include "driver.h"
+
+namespace dmattn {
+namespace {
+
+constexpr uint64_t kAlignment = 16;  // of every address: what kernels are compiled for
+constexpr size_t kShown = 8;         // plans that a refusal shows
+
+struct Argument {
+  std::string type, name, standard;  // the default, where there is one
+};
+
+struct Schema {
+  std::string name;
+  std::vector<Argument> arguments;
+
+  explicit Schema(const std::string& text) : name(text.substr(0, text.find('('))) {
+    std::istringstream declared(text.substr(name.size() + 1, text.find(") -> ") - name.size() - 1));
+    for (std::string one; declared >> one;) {
+      Argument made{one, "", ""};
+      declared >> made.name;
+      if (made.name.back() == ',') made.name.pop_back();
+      const size_t place = made.name.find('=');
+      if (place != std::string::npos) {
+        made.standard = made.name.substr(place + 1);
+        made.name.resize(place);
+      }
+      arguments.push_back(made);
+    }
+  }
+};
+
+std::string text_of(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.17g", value);
+  return text;
+}
+
+std::string text_of(const Tensor& tensor) {
+  std::ostringstream text, strides;
+  text << name_of(tensor.scalar_type()) << '[';
+  bool apart = false;
+  int64_t expected = 1;
+  for (int64_t dim = tensor.dim() - 1; dim >= 0; --dim) {
+    const int64_t size = tensor.size(dim);
+    apart = apart || (size > 1 && tensor.stride(dim) != expected);
+    expected *= std::max<int64_t>(size, 1);
+  }
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    const char* const between = dim == 0 ? "" : ",";
+    text << between << tensor.size(dim);
+    strides << between << (tensor.size(dim) > 1 ? tensor.stride(dim) : 0);
+  }
+  text << ']';
+  if (apart) text << "/(" << strides.str() << ')';
+  return text.str();
+}
+
+// The arguments of a call, and its text as dmattn_ops/launching/plan_file.py writes it.
+struct Asked {
+  std::string text;
+  std::vector<MaybeTensor> tensors;
+
+  Asked(const Schema& schema, StableIValue* stack) : text(schema.name) {
+    Taken taken(stack);
+    for (const Argument& argument : schema.arguments) {
+      const std::string value = next(taken, argument.type);
+      std::string standard = argument.standard;
+      if (argument.type.starts_with("float") && !standard.empty() && standard != "None")
+        standard = text_of(std::strtod(standard.c_str(), nullptr));
+      if (value != "None" && value != standard) text += " " + argument.name + "=" + value;
+    }
+  }
+
+ private:
+  std::string next(Taken& taken, const std::string& type) {
+    if (type.starts_with("Tensor")) {
+      tensors.push_back(type.back() == '?' ? taken.maybe_tensor() : taken.tensor());
+      return tensors.back().has_value() ? text_of(*tensors.back()) : "None";
+    }
+    if (type == "bool") return taken.flag() ? "True" : "False";
+    if (type == "SymInt") return std::to_string(taken.integer());
+    if (type == "float") return text_of(taken.number());
+    if (type == "SymInt?") {
+      const auto value = taken.maybe_integer();
+      return value.has_value() ? std::to_string(*value) : "None";
+    }
+    const auto value = taken.maybe_number();
+    return value.has_value() ? text_of(*value) : "None";
+  }
+};
+
+[[noreturn]] void refuse_call(const std::string& name, const std::string& text, const Gpu& on) {
+  std::ostringstream there;
+  size_t more = 0, shown = 0, files = 0;
+  for (const PlanFile* file : plan_files()) {
+    there << "\n" << file->path << " for SM " << file->sm / 10 << '.' << file->sm % 10 << " with "
+          << file->multiprocessors << " multiprocessors:";
+    ++files;
+    for (const auto& [known, plan] : file->plans) {
+      if (known.substr(0, known.find(' ')) != name || shown == kShown) {
+        ++more;
+        continue;
+      }
+      there << "\n  " << known;
+      ++shown;
+    }
+  }
+  if (more > 0) there << "\nand " << more << " plans more, also of other operators";
+  if (files == 0)
+    there << "\nno file: write one with dmattn_ops.export_kernels, and name it in DMATTN_KERNELS, pass it to"
+             " dmattn_load_kernels, or lay it beside libdmattn.so as kernels.dmattn";
+  refuse("NotImplementedError: ", "there is no plan for this call on SM ", on.sm / 10, ".", on.sm % 10, " with ",
+         on.multiprocessors, " multiprocessors. Asked:\n  ", text, "\nThere is:", there.str());
+}
+
+struct Found {
+  const PlanFile* file;
+  const Plan* plan;
+};
+
+Found find_plan(const std::string& name, const std::string& text, const Gpu& on) {
+  for (const PlanFile* file : plan_files()) {
+    const auto found = file->plans.find(text);
+    if (found != file->plans.end() && file->sm == on.sm && file->multiprocessors <= on.multiprocessors)
+      return {file, &found->second};
+  }
+  refuse_call(name, text, on);
+}
+
+Tensor empty(const Layout& layout, const Tensor& on) {
+  int32_t type, index;
+  AtenTensorHandle made = nullptr;
+  const bool right = aoti_torch_get_device_type(on.get(), &type) == 0 &&
+                     aoti_torch_get_device_index(on.get(), &index) == 0 &&
+                     aoti_torch_empty_strided(static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(),
+                                              layout.strides.data(), static_cast<int32_t>(layout.type), type, index,
+                                              &made) == 0;
+  if (!right) refuse("RuntimeError: ", "torch could not allocate a tensor of shape ", Extents(layout.sizes));
+  return Tensor(made);
+}
+
+Tensor made_by(const Step& step, const std::vector<MaybeTensor>& tensors, const Tensor& on) {
+  if (step.kind == Step::kAllocate || step.kind == Step::kZeros) {
+    Tensor made = empty(step.layout, on);
+    if (step.kind == Step::kZeros) torch::stable::zero_(made);
+    return made;
+  }
+  Tensor given = tensors.at(step.tensor).value();
+  if (step.kind == Step::kSum) {
+    Tensor summed = torch::stable::view(tensors.at(step.source).value(), step.layout.sizes);
+    if (!step.layout.strides.empty()) summed = torch::stable::sum(summed, Extents(step.layout.strides), true);
+    return torch::stable::copy_(given, torch::stable::view(summed, given.sizes()));
+  }
+  if (step.kind == Step::kContiguous) return torch::stable::contiguous(given);
+  return step.kind == Step::kZero ? torch::stable::zero_(given) : torch::stable::fill_(given, step.value);
+}
+
+// Run a plan; `tensors` are the arguments. Returns the results.
+std::vector<Tensor> run(const Found& found, std::vector<MaybeTensor> tensors, const Tensor& on, int device) {
+  std::vector<Tensor> outputs;
+  for (const Layout& layout : found.plan->outputs) outputs.push_back(empty(layout, on));
+  tensors.insert(tensors.end(), outputs.begin(), outputs.end());
+  for (const MaybeTensor& tensor : tensors)
+    DMATTN_CHECK_VALUE(!tensor.has_value() || reinterpret_cast<uint64_t>(tensor->data_ptr()) % kAlignment == 0,
+                       "without Python the addresses of tensors must be multiples of ", kAlignment, " bytes");
+  const Launcher launcher(device);
+  for (const Step& step : found.plan->steps) {
+    if (step.kind == Step::kLaunch)
+      launcher.launch(found.file->kernels[step.kernel], step, tensors);
+    else
+      tensors.push_back(made_by(step, tensors, on));
+  }
+  return outputs;
+}
+
+template <size_t number>
+void planned_operator(StableIValue* stack, uint64_t, uint64_t) {
+  static const Schema schema(kSchemas[number]);
+  Asked asked(schema, stack);
+  MaybeTensor on;
+  for (const MaybeTensor& tensor : asked.tensors)
+    if (!on.has_value()) on = tensor;
+  const int device = on->get_device_index();
+  const Found found = find_plan(schema.name, asked.text, gpu(device));
+  for (const Tensor& output : run(found, std::move(asked.tensors), *on, device)) give(stack++, output);
+}
+
+template <size_t... numbers>
+void serve(torch::stable::detail::StableLibrary& library, std::index_sequence<numbers...>) {
+  (library.impl(Schema(kSchemas[numbers]).name.c_str(), planned_operator<numbers>), ...);
+}
+
+}  // namespace
+
+// Let the operators that the library defined look for plans where tensors have this dispatch key, which is CUDA elsewhere.
+extern "C" __attribute__((visibility("default"))) void dmattn_serve_plans(const char* key) {
+  using torch::stable::detail::StableLibrary;
+  auto* const library = new StableLibrary(StableLibrary::Kind::IMPL, "dmattn", key, __FILE__, __LINE__);
+  constexpr size_t count = sizeof(kSchemas) / sizeof(*kSchemas) - 1;  // the last one needs no kernel
+  serve(*library, std::make_index_sequence<count>());
+  library->impl("mask_as_exported", mask_as_exported_operator);
+}
+
+}  // namespace dmattn

@@ -1,0 +1,68 @@
+// Plans: what an operator launches for a call, as dmattn_ops/launching/plan_file.py writes it.
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "../cpu/tensor.h"
+
+namespace dmattn {
+
+// The name that Python has for a dtype, and the dtype of such a name.
+const char* name_of(ScalarType type);
+ScalarType type_of(const std::string& name);
+
+struct Layout {
+  ScalarType type;
+  std::vector<int64_t> sizes, strides;
+};
+
+// A tensor map as cuTensorMapEncodeTiled takes it.
+struct MapOf {
+  uint32_t type, rank, swizzle;
+  uint64_t sizes[5], steps[5];
+  uint32_t box[5];
+};
+
+struct Parameter {
+  enum Kind { kNumber, kAddress, kMap } kind;
+  uint64_t value;  // a number's 8 bytes, or bytes behind the tensor's start
+  size_t tensor;
+  MapOf map;
+};
+
+struct Kernel {
+  std::string name;
+  uint32_t threads, shared;
+  bool overlaps;  // it may begin before the kernel in front of it ends
+  std::string cubin;
+};
+
+struct Step {
+  enum Kind { kAllocate, kZeros, kContiguous, kZero, kFill, kSum, kLaunch } kind;
+  Layout layout;  // of a sum: the sizes of what it reads, and the dimensions that it sums over
+  size_t tensor, source;
+  double value;
+  size_t kernel;
+  uint32_t grid[3];
+  std::vector<Parameter> parameters;
+};
+
+struct Plan {
+  std::vector<Layout> outputs;
+  std::vector<Step> steps;
+};
+
+struct PlanFile {
+  std::string path;
+  int sm, multiprocessors;
+  std::vector<Kernel> kernels;
+  std::map<std::string, Plan> plans;  // by the text of a call
+};
+
+PlanFile read_plans(const std::string& path);
+
+// The files that are there: those that were loaded, then those of DMATTN_KERNELS, or kernels.dmattn beside the library.
+std::vector<const PlanFile*> plan_files();
+
+}  // namespace dmattn

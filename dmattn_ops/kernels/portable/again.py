@@ -1,0 +1,463 @@
+"""Attention computed again, without what the mask hides, where kernels for SM 9.0 made NaN of it.
+
+Those kernels multiply whole tiles, so that a NaN in a row which a mask hides from everybody reaches others as 0 * NaN. They
+note it in a word of memory where a result is NaN (`hopper/unseen.py`). The kernels here come behind them in the stream. Mostly the
+word is 0, and they do nothing: their few programs are there before the kernel in front has ended, and take a microsecond.
+Else they write all results anew, as the portable kernels do in a careful walk: hidden rows are not loaded. A NaN that somebody
+does see is in their results, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dmattn_ops.call import Call, Gradients, Result, Saved, rows_are_aligned
+from dmattn_ops.choice import arch, config
+from dmattn_ops.kernels.portable.arguments import (
+    ROW_TENSORS,
+    UNSPECIALIZED,
+    blocks_and_programs,
+    extent,
+    features_of,
+    list_arguments,
+    row_strides,
+    shape_of,
+    shared_arguments,
+    statistic_strides,
+)
+from dmattn_ops.kernels.portable.dropout import Seeds
+from dmattn_ops.kernels.portable.forward import Queries as OwnQueries
+from dmattn_ops.kernels.portable.forward import attend_share
+from dmattn_ops.kernels.portable.heads import Operands, head_of, program_of
+from dmattn_ops.kernels.portable.keys import Keys, Queries, Sums, gather_queries
+from dmattn_ops.kernels.portable.places import (
+    SEARCHED,
+    Band,
+    Lengths,
+    Lists,
+    band_of,
+    head_offset,
+    head_rows,
+    last_owned,
+    part_of,
+    plan_walk,
+)
+from dmattn_ops.kernels.portable.primitives import (
+    KeyRows,
+    Rows,
+    Statistics,
+    load_rows,
+    rows_of,
+    statistics_of,
+    store_rows,
+)
+from dmattn_ops.kernels.portable.queries import gather_keys, load_queries
+from dmattn_ops.kernels.portable.scores import BiasArray, Factors, log_terms
+from dmattn_ops.kernels.portable.softmax import RowResults, finish_rows
+from dmattn_ops.kernels.portable.statistics import RowStatistics
+from dmattn_ops.kernels.portable.visibility import BitArray, KeyArrays, MaskArrays, key_marks, query_marks
+from dmattn_ops.kernels.sinks import take_sink
+from dmattn_ops.launching.launch import launch, workspace
+from dmattn_ops.launching.overlap import follow_kernel_before
+
+COUNTS = 4  # words that a kernel counts in, of which these two are read here
+SUSPECT, ENDED = 2, 3  # whether a result is NaN, and how many programs of a forward have ended
+_SUSPECT, _ENDED = tl.constexpr(SUSPECT), tl.constexpr(ENDED)
+_UNSPECIALIZED = (
+    *UNSPECIALIZED,
+    "programs",
+    "key_programs",
+    "query_programs",
+    "key_blocks_of_head",
+    "query_blocks_of_head",
+)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
+def _forward_again(
+    counts, query, key, value, bias, out, lse, lse_tail, row_max, sink, tiles, bits,
+    q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
+    query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, out_b, out_s, out_h,
+    lse_b, lse_h, lse_tail_b, lse_tail_h, row_max_b, row_max_h,
+    bias_b, bias_h, bias_q, bias_k, bias_group, tiles_b, tiles_h, tiles_r, tiles_w, bits_b, bits_h, bits_r, mask_group,
+    q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
+    blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor, programs,
+    shape: tl.constexpr, features: tl.constexpr,
+):  # fmt: skip
+    """Write out and the statistics of all blocks of queries where `counts` says that a result is NaN, and clear that word."""
+    follow_kernel_before()
+    if tl.load(counts + _SUSPECT) == 0:
+        return
+    BLOCK_M: tl.constexpr = shape.block_m
+    QUERY_ROWS: tl.constexpr = shape.query_rows
+    OUT_ROWS: tl.constexpr = shape.out_rows
+    lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
+    lists = Lists(tiles, tiles_b, tiles_h, tiles_r, tiles_w, mask_group)
+    operands = Operands(
+        lists,
+        MaskArrays(
+            BitArray(bits, bits_b, bits_h, bits_r, mask_group),
+            KeyArrays(k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group),
+            q_segments,
+            q_segments_b,
+        ),
+        BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group),
+        Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
+        Factors(ratio, factor),
+    )
+    results = RowResults(
+        lse, lse_b, lse_h, lse_tail, lse_tail_b, lse_tail_h, row_max, row_max_b, row_max_h, sink, rescale
+    )
+    zero = tl.cast(0, tl.int32)
+    for program in tl.range(tl.program_id(0), programs, tl.num_programs(0)):
+        place, start_q = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, False)
+        if start_q < place.length_q:
+            kv_head = place.head // features.group
+            keys = KeyRows(
+                rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin),
+                rows_of(value, value_b, value_s, value_h, place.batch, kv_head, place.k_begin),
+            )
+            head = head_of(
+                operands, place, place.head, start_q, band_of(Band(band_lo, band_hi), place, False), features
+            )
+            last_q = last_owned(place, start_q, shape, False)
+            walk = plan_walk(head, start_q, last_q, lists, shape, features, False)
+            own = rows_of(query, query_b, query_s, query_h, place.batch, place.head, place.q_begin)
+            q = load_rows(own, start_q, place.length_q, QUERY_ROWS, True)
+            queries = OwnQueries(q, query_marks(head, start_q + tl.arange(0, BLOCK_M), features), start_q, last_q)
+            sums = attend_share(queries, keys, walk, zero, 1, head, shape, features, True)
+            rows = start_q + tl.arange(0, BLOCK_M)
+            scale = finish_rows(sums.peak, sums.total, rows, 0, results, head, features)
+            acc = tl.where((sums.total == 0.0)[:, None], 0.0, sums.acc * scale[:, None])
+            own_out = Rows(head_rows(out, place.batch, place.head, place.q_begin, out_b, out_s, out_h), out_s)
+            store_rows(own_out, start_q, place.length_q, acc, OUT_ROWS)
+    if tl.atomic_add(counts + _ENDED, 1) == tl.num_programs(0) - 1:  # the last one: all have read the word
+        tl.store(counts + _SUSPECT, 0)
+        tl.store(counts + _ENDED, 0)
+
+
+class Tensor4(NamedTuple):
+    """A tensor `[B, S, heads, D]`, or `[B, heads, S]` without the last field's stride of rows."""
+
+    start: Any
+    batch: Any  # strides
+    row: Any
+    head: Any
+
+
+class GivenRows(NamedTuple):
+    """What statistics of rows are made of."""
+
+    out: Any  # Tensor4, as those that follow
+    grad_out: Any
+    lse: Any
+    lse_tail: Any
+    grad_lse: Any  # its start is None where no gradient arrives for lse
+    sink: Any  # or None
+
+
+class Inputs(NamedTuple):
+    """What the blocks of a backward read."""
+
+    query: Any  # Tensor4, as those that follow
+    key: Any
+    value: Any
+    grad_out: Any
+    statistics: Any  # `primitives.Statistics`
+    band: Any
+
+
+class Share(NamedTuple):
+    """The programs that one that runs does the work of, `begin` to before `end`, and the heads that they are of."""
+
+    begin: Any
+    end: Any
+    first_head: Any
+    end_head: Any
+
+
+@triton.jit
+def _share_of(programs, blocks):
+    """Return the share of this program, of `programs` in which each head has `blocks` that follow each other."""
+    count = tl.cdiv(programs, tl.num_programs(0))
+    begin = tl.minimum(tl.program_id(0) * count, programs)
+    end = tl.minimum(begin + count, programs)
+    return Share(begin, end, begin // blocks, tl.cdiv(end, blocks))
+
+
+@triton.jit
+def _rows_of(tensor, batch, head, begin):
+    """Return the rows of one head of a `Tensor4`, from row `begin` on."""
+    return rows_of(tensor.start, tensor.batch, tensor.row, tensor.head, batch, head, begin)
+
+
+@triton.jit
+def _load_statistic(tensor, batch, head, rows, inside):
+    """Return a number for each of `rows` of a head, 0 past the end."""
+    at = head_offset(batch, head, tensor.batch, tensor.head) + rows.to(tl.int64) * tensor.row
+    return tl.load(tensor.start + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write_statistics(statistics, given, first, end, heads, seqlen_q, shape: tl.constexpr, features: tl.constexpr):
+    """Write what `statistics.statistics_kernel` does for heads `first` to before `end`, counted over batches, for this program.
+
+    Other programs may write the same of the same heads. The gradient of a sink is not among it.
+    """
+    ROWS: tl.constexpr = shape.block_m
+    OUT_ROWS: tl.constexpr = shape.out_rows
+    zero = tl.cast(0, tl.int32)
+    blocks = tl.cdiv(seqlen_q, ROWS)
+    for index in tl.range(first, end):
+        batch, head = index // heads, index % heads
+        own_grad, own_out = _rows_of(given.grad_out, batch, head, zero), _rows_of(given.out, batch, head, zero)
+        for block in tl.range(0, blocks):
+            start = block * ROWS
+            rows = start + tl.arange(0, ROWS)
+            inside = rows < seqlen_q
+            gradient = load_rows(own_grad, start, seqlen_q, OUT_ROWS, True).to(tl.float32)
+            delta = tl.sum(gradient * load_rows(own_out, start, seqlen_q, OUT_ROWS, True).to(tl.float32), 1)
+            if given.grad_lse.start is not None:
+                delta -= _load_statistic(given.grad_lse, batch, head, rows, inside)
+            lse = _load_statistic(given.lse, batch, head, rows, inside)
+            tail = _load_statistic(given.lse_tail, batch, head, rows, inside)
+            if given.sink is not None:
+                tail, _ = take_sink(tl.load(given.sink + head).to(tl.float32), lse, tail)
+            log_sum, log_rest = log_terms(lse, tail, features.natural)
+            to = tl.cast(index, tl.int64) * seqlen_q + rows
+            tl.store(statistics.log_sum + to, log_sum, mask=inside)
+            tl.store(statistics.log_rest + to, log_rest, mask=inside)
+            tl.store(statistics.delta + to, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
+    tl.debug_barrier()  # every thread reads what others have written
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
+def _backward_again(
+    counts, query, key, value, bias, out, grad_out, lse, lse_tail, grad_lse, sink, log_sum, log_rest, delta,
+    dq, dk, dv, key_sums, row_tiles, col_tiles, row_bits, col_bits,
+    q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
+    query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, out_b, out_s, out_h,
+    grad_out_b, grad_out_s, grad_out_h, lse_b, lse_h, lse_tail_b, lse_tail_h, grad_lse_b, grad_lse_h, grad_lse_s,
+    dq_b, dq_s, dq_h, dk_b, dk_s, dk_h, dv_b, dv_s, dv_h, bias_b, bias_h, bias_q, bias_k, bias_group,
+    row_tiles_b, row_tiles_h, row_tiles_r, row_tiles_w, row_bits_b, row_bits_h, row_bits_r,
+    col_tiles_b, col_tiles_h, col_tiles_r, col_tiles_w, col_bits_b, col_bits_h, col_bits_r, mask_group,
+    q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
+    row_blocks, col_blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor, softmax_scale,
+    row_programs, col_programs, shape: tl.constexpr, features: tl.constexpr,
+):  # fmt: skip
+    """Write dq, dk, dv and the sums of dS where `counts` says that a result is NaN.
+
+    `row_*` are of blocks of queries and their lists, `col_*` of blocks of keys.
+    """
+    follow_kernel_before()
+    if tl.load(counts + _SUSPECT) == 0:
+        return
+    lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
+    of_keys = KeyArrays(k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group)
+    biases = BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group)
+    seeds = Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
+    row_lists = Lists(row_tiles, row_tiles_b, row_tiles_h, row_tiles_r, row_tiles_w, mask_group)
+    col_lists = Lists(col_tiles, col_tiles_b, col_tiles_h, col_tiles_r, col_tiles_w, mask_group)
+    row_mask = MaskArrays(
+        BitArray(row_bits, row_bits_b, row_bits_h, row_bits_r, mask_group), of_keys, q_segments, q_segments_b
+    )
+    col_mask = MaskArrays(
+        BitArray(col_bits, col_bits_b, col_bits_h, col_bits_r, mask_group), of_keys, q_segments, q_segments_b
+    )
+    inputs = Inputs(
+        Tensor4(query, query_b, query_s, query_h), Tensor4(key, key_b, key_s, key_h), Tensor4(value, value_b, value_s, value_h),
+        Tensor4(grad_out, grad_out_b, grad_out_s, grad_out_h), Statistics(log_sum, log_rest, delta), Band(band_lo, band_hi),
+    )  # fmt: skip
+    given = GivenRows(
+        Tensor4(out, out_b, out_s, out_h), inputs.grad_out, Tensor4(lse, lse_b, 1, lse_h),
+        Tensor4(lse_tail, lse_tail_b, 1, lse_tail_h), Tensor4(grad_lse, grad_lse_b, grad_lse_s, grad_lse_h), sink,
+    )  # fmt: skip
+    GROUP: tl.constexpr = features.group
+    share = _share_of(col_programs, col_blocks)
+    _write_statistics(
+        inputs.statistics, given, share.first_head * GROUP, share.end_head * GROUP, heads, seqlen_q, shape, features
+    )
+    operands = Operands(col_lists, col_mask, biases, seeds, Factors(ratio, factor))
+    results = Tensor4(dk, dk_b, dk_s, dk_h), Tensor4(dv, dv_b, dv_s, dv_h)
+    for program in tl.range(share.begin, share.end):
+        _keys_again(program, col_blocks, inputs, results, key_sums, lengths, operands, softmax_scale, shape, features)
+    share = _share_of(row_programs, row_blocks)
+    _write_statistics(inputs.statistics, given, share.first_head, share.end_head, heads, seqlen_q, shape, features)
+    operands = Operands(row_lists, row_mask, biases, seeds, Factors(ratio, factor))
+    result = Tensor4(dq, dq_b, dq_s, dq_h)
+    for program in tl.range(share.begin, share.end):
+        _queries_again(program, row_blocks, inputs, result, lengths, operands, softmax_scale, shape, features)
+
+
+@triton.jit
+def _keys_again(
+    program, blocks, inputs, results, key_sums, lengths, operands, softmax_scale, shape: tl.constexpr, features: tl.constexpr
+):  # fmt: skip
+    """Write dk, dv (`results`) and the sums of dS of one block of keys."""
+    KEY_ROWS: tl.constexpr = shape.key_rows
+    VALUE_ROWS: tl.constexpr = shape.value_rows
+    BLOCK_N: tl.constexpr = shape.block_n
+    PADDED_HEAD: tl.constexpr = shape.padded_head
+    PADDED_VALUE: tl.constexpr = shape.padded_value
+    GROUP: tl.constexpr = features.group
+    KEY_SUMS: tl.constexpr = key_sums is not None
+    lists = operands.lists
+    place, start_k = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, True)
+    if start_k < place.length_k:
+        kv_head = place.head
+        k = load_rows(
+            _rows_of(inputs.key, place.batch, kv_head, place.k_begin), start_k, place.length_k, KEY_ROWS, True
+        )
+        v = load_rows(
+            _rows_of(inputs.value, place.batch, kv_head, place.k_begin), start_k, place.length_k, VALUE_ROWS, True
+        )
+        last_k = last_owned(place, start_k, shape, True)
+        band = band_of(inputs.band, place, True)
+        key_grad = tl.zeros((BLOCK_N, PADDED_HEAD), tl.float32)
+        value_grad = tl.zeros((BLOCK_N, PADDED_VALUE), tl.float32)
+        for member in tl.range(GROUP):
+            index = kv_head * GROUP + member
+            every_head = place.batch.to(tl.int64) * lengths.heads + index
+            statistics = inputs.statistics
+            first = every_head * lengths.seqlen_q + place.q_begin
+            queries = Queries(
+                _rows_of(inputs.query, place.batch, index, place.q_begin),
+                _rows_of(inputs.grad_out, place.batch, index, place.q_begin),
+                statistics_of(statistics.log_sum, statistics.log_rest, statistics.delta, first),
+            )
+            head = head_of(operands, place, index, start_k, band, features)
+            marks = key_marks(head, start_k + tl.arange(0, BLOCK_N), features)
+            keys = Keys(k, v, marks, start_k, last_k)
+            walk = plan_walk(head, start_k, last_k, lists, shape, features, True)
+            sums = Sums(key_grad, value_grad, tl.zeros((BLOCK_N,), tl.float32))
+            for PARTIAL in tl.static_range(2):
+                part = part_of(walk, PARTIAL)
+                sums = gather_queries(sums, keys, queries, part, head, shape, features, KEY_SUMS, PARTIAL, True)
+            if KEY_SUMS:
+                rows = start_k + tl.arange(0, BLOCK_N)
+                head_sums = key_sums + every_head * lengths.seqlen_k + place.k_begin
+                tl.store(head_sums + rows, sums.ds, mask=rows < place.length_k)
+            key_grad = sums.dk
+            value_grad = sums.dv
+        if features.dropout:
+            value_grad *= operands.seeds.rescale
+        dk, dv = results
+        own_dk = _rows_of(dk, place.batch, kv_head, place.k_begin)
+        own_dv = _rows_of(dv, place.batch, kv_head, place.k_begin)
+        store_rows(own_dk, start_k, place.length_k, key_grad * softmax_scale, KEY_ROWS)
+        store_rows(own_dv, start_k, place.length_k, value_grad, VALUE_ROWS)
+
+
+@triton.jit
+def _queries_again(
+    program, blocks, inputs, result, lengths, operands, softmax_scale, shape: tl.constexpr, features: tl.constexpr
+):  # fmt: skip
+    """Write dq (`result`) of one block of queries."""
+    QUERY_ROWS: tl.constexpr = shape.query_rows
+    BLOCK_M: tl.constexpr = shape.block_m
+    PADDED_HEAD: tl.constexpr = shape.padded_head
+    lists = operands.lists
+    place, start_q = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, False)
+    if start_q < place.length_q:
+        kv_head = place.head // features.group
+        keys = KeyRows(
+            _rows_of(inputs.key, place.batch, kv_head, place.k_begin),
+            _rows_of(inputs.value, place.batch, kv_head, place.k_begin),
+        )
+        own_query = _rows_of(inputs.query, place.batch, place.head, place.q_begin)
+        own_grad = _rows_of(inputs.grad_out, place.batch, place.head, place.q_begin)
+        head = head_of(operands, place, place.head, start_q, band_of(inputs.band, place, False), features)
+        last_q = last_owned(place, start_q, shape, False)
+        walk = plan_walk(head, start_q, last_q, lists, shape, features, False)
+        first = (place.batch.to(tl.int64) * lengths.heads + place.head) * lengths.seqlen_q + place.q_begin
+        statistics = inputs.statistics
+        statistics = statistics_of(statistics.log_sum, statistics.log_rest, statistics.delta, first)
+        queries = load_queries(own_query, own_grad, statistics, start_q, head, shape, features)
+        query_grad = tl.zeros((BLOCK_M, PADDED_HEAD), tl.float32)
+        for PARTIAL in tl.static_range(2):
+            part = part_of(walk, PARTIAL)
+            query_grad = gather_keys(query_grad, queries, keys, part, head, None, shape, features, PARTIAL, True)
+        own_dq = _rows_of(result, place.batch, place.head, place.q_begin)
+        store_rows(own_dq, start_q, place.length_q, query_grad * softmax_scale, QUERY_ROWS)
+
+
+def _launch(kernel: Any, call: Call, programs: int, counts: Tensor, arguments: dict[str, Any]) -> None:
+    """Launch a kernel with no more programs than there are multiprocessors, which share the work of `programs`."""
+    if programs:
+        grid = (min(programs, arch.physical(call.query.device).num_sms),)
+        launch(kernel, grid, counts=counts, follows=True, num_stages=1, **arguments)
+
+
+def _with_strides(name: str, tensor: Tensor) -> dict[str, Any]:
+    """Return a tensor of rows and its strides as arguments."""
+    return {name: tensor, **row_strides(name, tensor)}
+
+
+def _statistics(**tensors: Tensor | None) -> dict[str, Any]:
+    """Return statistics of rows and their strides as arguments."""
+    arguments: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        arguments |= {name: tensor, **statistic_strides(name, tensor)}
+    return arguments
+
+
+def forward_again(call: Call, result: Result, counts: Tensor) -> None:
+    """Write out and the statistics anew, behind a kernel that has noted a NaN in word SUSPECT of `counts`; else do nothing.
+
+    Intervals have their lists already. Where sequences are packed, rows that belong to none stay as that kernel left them.
+    """
+    mask, size, made = call.mask, extent(call), config.AGAIN_FORWARD
+    blocks, programs = blocks_and_programs(size, size.seqlen_q, size.heads, made.block_m, mask.row_tiles)
+    aligned = rows_are_aligned(call.query, call.key, call.value, result.out)
+    arguments = shared_arguments(call, size) | list_arguments(mask.row_tiles, mask.row_bits, size.heads)
+    arguments |= _statistics(lse=result.lse, lse_tail=result.lse_tail, row_max=result.row_max)
+    arguments |= {
+        **_with_strides("out", result.out),
+        "sink": call.sink,
+        "blocks": blocks,
+        "programs": programs,
+        "shape": shape_of(call, made.block_m, made.block_n, aligned),
+        "features": features_of(call, mask.row_tiles),
+        "num_warps": made.num_warps,
+    }
+    _launch(_forward_again, call, programs, counts, arguments)
+
+
+def backward_again(call: Call, saved: Saved, grads: Gradients, key_sums: Tensor | None, counts: Tensor) -> None:
+    """Write dq, dk, dv and `key_sums` `[B, H, Sk]` (the sums of dS, where dbias is made of them) as `forward_again` does."""
+    mask, size, made = call.mask, extent(call), config.AGAIN_BACKWARD
+    rows = blocks_and_programs(size, size.seqlen_q, size.heads, made.block_m, mask.row_tiles)
+    columns = blocks_and_programs(size, size.seqlen_k, size.kv_heads, made.block_n, mask.col_tiles)
+    tensors = (call.query, call.key, call.value, saved.out, grads.grad_out, grads.dq, grads.dk, grads.dv)
+    of_rows = list_arguments(mask.row_tiles, mask.row_bits, size.heads)
+    of_columns = list_arguments(mask.col_tiles, mask.col_bits, size.heads)
+    group = of_rows.pop("mask_group")
+    batch = 1 if size.packed else size.batch
+    statistics = RowStatistics(
+        *[workspace(call.query, batch, size.heads, size.seqlen_q) for _ in RowStatistics._fields]
+    )
+    arguments = shared_arguments(call, size) | {f"row_{name}": part for name, part in of_rows.items()}
+    arguments |= {f"col_{name}": part for name, part in of_columns.items() if name != "mask_group"}
+    arguments |= _statistics(lse=saved.lse, lse_tail=saved.lse_tail, grad_lse=grads.grad_lse) | statistics._asdict()
+    for name, tensor in (("grad_out", grads.grad_out), ("dq", grads.dq), ("dk", grads.dk), ("dv", grads.dv)):
+        arguments |= _with_strides(name, tensor)
+    arguments |= {
+        **_with_strides("out", saved.out),
+        "grad_lse_s": 0 if grads.grad_lse is None else grads.grad_lse.stride(-1),
+        "sink": call.sink,
+        "key_sums": None if grads.dbias is None else key_sums,
+        "mask_group": group,
+        "row_blocks": rows[0],
+        "col_blocks": columns[0],
+        "row_programs": rows[1],
+        "col_programs": columns[1],
+        "softmax_scale": float(call.options.softmax_scale),
+        "shape": shape_of(call, made.block_m, made.block_n, rows_are_aligned(*tensors)),
+        "features": features_of(call, mask.row_tiles),
+        "num_warps": made.num_warps,
+    }
+    _launch(_backward_again, call, max(rows[1], columns[1]), counts, arguments)

@@ -1,0 +1,269 @@
+"""`export_kernels`: what the library launches from a file, without Python, is what was recorded."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+import dmattn_ops
+from dmattn_ops.dispatch import run
+from dmattn_ops.kernels import native
+from dmattn_ops.kernels.masks import launch as mask_kernels
+from dmattn_ops.launching import driver, plan, plan_file, plans
+from dmattn_ops.ops import schemas
+
+SUPPORT = Path(__file__).parents[1] / "support"
+LIBRARY = Path(native.__file__).parents[1] / native.LIBRARY
+MAP = 0x70616D726F736E74
+
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason=f"THE LIBRARY IS NOT TESTED: {native.reason()}"),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="THE LIBRARY IS NOT TESTED WITH PLANS: there is no gcc"),
+]
+
+
+def as_on_a_gpu(patch):
+    """Let tensors on the CPU take the way of those on a GPU."""
+    patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    patch.setattr(torch.cuda, "current_device", lambda: -1)
+    patch.setattr(plans, "enter_thread", lambda: None)
+    patch.setattr(run, "_mask_kernels", lambda device: mask_kernels)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    as_on_a_gpu(monkeypatch)
+
+
+def qkv(seqlen=300):
+    torch.manual_seed(0)
+    return [torch.randn(2, seqlen, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def trained():
+    """Call forwards and backwards: dense, with words of a mask, and with intervals."""
+    mask = torch.rand(2, 1, 300, 300) < 0.5
+    for more in ({"is_causal": True}, {"mask": mask}, {"mask": dmattn_ops.dynamic_mask(torch.randn(2, 2, 300), 40)}):
+        query, key, value = qkv()
+        out = dmattn_ops.flash_dmattn_func(query.transpose(1, 2).contiguous().transpose(1, 2), key, value, **more)
+        out.sum().backward()
+    bias, sink = torch.randn(1, 2, 1, 300, requires_grad=True), torch.randn(4, requires_grad=True)
+    dmattn_ops.flash_dmattn_func(*qkv(), bias=bias, sink=sink).sum().backward()
+
+
+@pytest.fixture(scope="module", params=["9.0", "8.0"])
+def exported(request, tmp_path_factory):
+    """The architecture, a file of plans, and the calls that it serves."""
+    path, calls = tmp_path_factory.mktemp("plans") / "some.dmattn", []
+    with pytest.MonkeyPatch.context() as patch:
+        as_on_a_gpu(patch)
+        add = plan_file.PlanFile.add
+        patch.setattr(plan_file.PlanFile, "add", lambda self, call: calls.append(call) or add(self, call))
+        dmattn_ops.export_kernels(trained, path, arch=request.param)
+    return request.param, path, calls
+
+
+@pytest.fixture(scope="module")
+def libcuda(tmp_path_factory):
+    """The folder of a library that stands in for libcuda."""
+    folder = tmp_path_factory.mktemp("libcuda")
+    command = ["gcc", "-shared", "-fPIC", "-O1", SUPPORT / "fake_libcuda.c", "-o", folder / "libcuda.so.1"]
+    subprocess.run(command, check=True, timeout=100)
+    return folder
+
+
+def described(value):
+    """Return an argument as `planned_calls.py` takes it."""
+    if not isinstance(value, tuple):
+        return value
+    shape, strides, dtype, _ = value
+    return tuple(shape), tuple(strides), str(dtype).removeprefix("torch.")
+
+
+def made(libcuda, folder, path, calls, arch="9.0", counts="", **variables):
+    """Return what the calls print, and what they launch."""
+    torch.save(calls, folder / "calls.pt")
+    log = folder / "log"
+    environment = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "DMATTN_KERNELS")}
+    environment |= {"LD_LIBRARY_PATH": str(libcuda), "FAKE_CUDA_SM": arch.replace(".", ""), **variables}
+    environment |= {"FAKE_CUDA_LOG": str(log), "FAKE_CUDA_COUNTS": counts}
+    command = [sys.executable, SUPPORT / "planned_calls.py", LIBRARY, path, folder / "calls.pt"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    launched = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [json.loads(line) for line in done.stdout.splitlines()], launched
+
+
+def expected_word(kind, value, addresses):
+    """Return the words of a parameter; of workspaces, whose addresses nobody knows, a name."""
+    if kind != "map" and type(value) is not plan.Slot:
+        return [driver.word(kind, value)]
+    tensor, offset = value[:2]
+    address = addresses[tensor] + offset if tensor < len(addresses) else (tensor, offset)
+    if kind != "map":
+        return [address]
+    of, swizzle = value[2:]
+    encoded, sizes, steps, box = driver.encoding(of.dtype, of.shape, of.strides, of.block)
+    rank, filled = len(sizes), [0] * (5 - len(sizes))
+    boxes = sum(size << 12 * dim for dim, size in enumerate(box))
+    return [MAP, address, encoded << 16 | rank << 8 | swizzle, *sizes, *filled, *steps, *filled, boxes]
+
+
+def same_words(got, want, workspaces):
+    """Return whether the words of a parameter are as expected, and note where a workspace lies."""
+    for word, expected in zip(got, want, strict=True):
+        if isinstance(expected, tuple):
+            tensor, offset = expected
+            if word == 0 or workspaces.setdefault(tensor, word - offset) != word - offset:
+                return False
+        elif word != expected:
+            return False
+    return True
+
+
+def test_the_library_launches_what_was_recorded(exported, libcuda, tmp_path):
+    arch, path, calls = exported
+    assert [call.name for call in calls].count("backward") == 4
+    assert {"pack_mask", "key_lifetimes"} <= {call.name for call in calls}
+    wanted = []  # place of the call, launch
+    for place, call in enumerate(calls):
+        for step in call.plan.steps:
+            if isinstance(step, plan.Relaunch):
+                wanted.append((place, step, *plan.laid_out(step.compiled, step.grid, step.references)))
+    counts = " ".join(str(len(parameters)) for *_, parameters in wanted)
+    given = [(call.name, [described(value) for value in call.arguments]) for call in calls]
+    said, launched = made(libcuda, tmp_path, path, given, arch, counts)
+    assert all(isinstance(addresses, list) for addresses in said), said
+    assert len(launched) == len(wanted) > 10
+    workspaces = [{} for _ in calls]
+    for (name, grid, threads, shared, overlaps, words), (place, step, shape, parameters) in zip(
+        launched, wanted, strict=True
+    ):
+        assert (name, tuple(grid), threads, shared, overlaps) == (step.compiled.metadata.name, *shape)
+        for got, parameter in zip(words, parameters, strict=True):
+            want = expected_word(*parameter, said[place])
+            assert same_words(got, want, workspaces[place]), (name, parameter, got, want)
+    overlapping, maps = (sum(shape.overlaps for *_, shape, _ in wanted), sum("map" in dict(p) for *_, p in wanted))
+    assert (overlapping > 0 and maps > 0) == (arch == "9.0")
+
+
+def test_what_no_plan_serves_is_refused_in_words(exported, libcuda, tmp_path):
+    arch, path, calls = exported
+    call = next(call for call in calls if call.name == "forward")
+    arguments = [described(value) for value in call.arguments]
+    shape, strides, dtype = arguments[0]
+    names = list(call.signature.names)
+
+    def changed(name, value):
+        return call.name, [value if known == name else old for known, old in zip(names, arguments, strict=True)]
+
+    others = [
+        changed("query", ((1, *shape[1:]), strides, dtype)),
+        changed("query", (shape, strides, "float16")),
+        changed("softcap", 2.0),
+        changed("band_lo", -7),
+        changed("query", (shape, (*strides[:-1], 2), dtype)),
+        changed("query", (shape, strides, dtype, 1)),
+        ("rank_ids", [((2, 9), (9, 1), "int64")]),
+    ]
+    said, launched = made(libcuda, tmp_path, path, others, arch)
+    known = plan_file.call_text(call.name, call.signature, call.arguments)
+    assert launched == []
+    for text, asked in zip(
+        said[:5], ("[1,300,4,64]", "query=float16[", "softcap=2 ", "band_lo=-7", ",2)"), strict=True
+    ):
+        where = f"NotImplementedError: there is no plan for this call on SM {arch} with 132 multiprocessors. Asked:\n"
+        assert where in text
+        wanted, there = text.split(where)[1].split("There is:")
+        assert asked.strip() in wanted and known in there and str(path) in there
+    assert "without Python the addresses of tensors must be multiples of 16 bytes" in said[5]
+    assert "rank_ids ids=int64[2,9]" in said[6] and "plans more, also of other operators" in said[6]
+    [text], _ = made(libcuda, tmp_path, path, [(call.name, arguments)], "8.6")
+    assert "on SM 8.6 with" in text and f"for SM {arch} with" in text
+    [text], _ = made(libcuda, tmp_path, "", [(call.name, arguments)], arch)
+    assert "no file: write one with dmattn_ops.export_kernels, and name it in DMATTN_KERNELS" in text
+
+
+def test_files_are_found_by_the_variable_and_damaged_ones_are_refused(exported, libcuda, tmp_path):
+    arch, path, calls = exported
+    call = next(call for call in calls if call.name == "forward")
+    given = [(call.name, [described(value) for value in call.arguments])]
+    [addresses], launched = made(libcuda, tmp_path, "", given, arch, "0 0 0 0", DMATTN_KERNELS=str(path))
+    assert isinstance(addresses, list) and launched
+    data = path.read_bytes()
+    for name, damaged in (
+        ("half", data[: len(data) // 2]),
+        ("newer", data.replace(b"kernels 1", b"kernels 9")),
+        ("", b""),
+    ):
+        (tmp_path / f"damaged {name}").write_bytes(damaged)
+    names = ["damaged half", "damaged newer", "damaged ", "missing"]
+    said, _ = made(libcuda, tmp_path, ":".join(str(tmp_path / name) for name in names), given, arch)
+    words = ["is no file of dmattn_ops.export_kernels of this version, or is damaged"] * 3 + ["cannot be read"]
+    assert said[:-1] == [f"ValueError: {tmp_path / name} {text}" for name, text in zip(names, words, strict=True)]
+    assert "there is no plan for this call" in said[-1]
+
+
+def test_the_same_calls_write_the_same_file(exported, on_a_gpu, tmp_path):
+    arch, path, _ = exported
+    dmattn_ops.export_kernels(trained, tmp_path / "again", arch=arch)
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+
+
+def export(target, tmp_path, arch="9.0"):
+    dmattn_ops.export_kernels(target, tmp_path / "some.dmattn", arch=arch)
+
+
+def test_what_takes_more_than_kernels_is_refused_in_words(on_a_gpu, tmp_path):
+    query, key, value = (part.detach() for part in qkv(256))
+    documents, mask = torch.arange(256).expand(2, -1) // 40, torch.ones(1, 1, 256, 256)
+    refused = {
+        "rank_ids: it takes operators of torch": lambda: dmattn_ops.prepare_mask(documents=documents),
+        "operators of torch (ne)": lambda: dmattn_ops.prepare_mask(mask.int()),
+        "(aten.zero_.default)": lambda: dmattn_ops.flash_dmattn_func(query[:0], key[:0], value[:0]),
+        "pack_mask: it takes no kernel": lambda: dmattn_ops.prepare_mask(mask[:0] > 0),
+    }
+    for words, target in refused.items():
+        with pytest.raises(NotImplementedError, match="export_kernels cannot write this call of") as raised:
+            export(target, tmp_path)
+        assert words in str(raised.value)
+        assert plans._exported is None and not (tmp_path / "some.dmattn").exists()
+
+
+def test_bad_arguments_are_refused(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="target made no call of an operator of dmattn_ops on a GPU"):
+        export(lambda: dmattn_ops.flash_dmattn_func(*(part.detach() for part in qkv(9))), tmp_path)
+    with pytest.raises(ValueError, match=r"arch must be one of 7\.5, 8\.0"):
+        export(print, tmp_path, "mine")
+    with pytest.raises(TypeError, match="target must be a function or an ExportedProgram, got int"):
+        export(7, tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="there is none: pass arch"):
+        export(print, tmp_path, None)
+
+
+def test_an_exported_program_is_run_with_its_example_inputs(on_a_gpu, tmp_path):
+    class Model(torch.nn.Module):
+        def forward(self, query, key, value):
+            return dmattn_ops.flash_dmattn_func(query, key, value, is_causal=True)
+
+    program = torch.export.export(Model(), tuple(part.detach() for part in qkv()))
+    export(program, tmp_path)
+    assert b"\nplan forward query=bfloat16[2,300,4,64] key" in (tmp_path / "some.dmattn").read_bytes()
+
+
+def test_texts_of_calls_leave_out_defaults_and_what_says_nothing():
+    signature = schemas.SIGNATURES["list_tiles"]
+    dense, apart, one = (
+        (shape, strides, torch.int32, -1) for shape, strides in (((2, 9), (9, 1)), ((2, 9), (10, 1)), ((1, 9), (77, 1)))
+    )
+    texts = [plan_file.call_text("list_tiles", signature, (None, of, 9, -(1 << 30), 3)) for of in (dense, apart, one)]
+    assert texts == [
+        f"list_tiles k_segments=int32{of} seqlen_q=9 band_hi=3" for of in ("[2,9]", "[2,9]/(10,1)", "[1,9]")
+    ]
