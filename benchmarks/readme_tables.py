@@ -232,6 +232,20 @@ def dynamic_table(rows: list[Row], only_whole: bool = False) -> str:
     return _table([*heads, *(DYNAMIC_NAMES[name] for name in shown)], lines)
 
 
+def training_table(rows: list[Row]) -> str:
+    """Milliseconds of whole steps of `bench_training.py`, how many times as fast as dense attention they are, and the ideal."""
+    ways = {"dmattn": NAMES["dmattn"], "dmattn packed": "keys packed", "dmattn not packed": "as they lie"}
+    cases = _by_case([row for row in rows if "missing" not in row])
+    shown = {way: name for way, name in ways.items() if any(way in found for found in cases.values())}
+    lines = []
+    for case, found in cases.items():
+        own = (found[way] for way in shown)
+        times = (f"{_ms(row['whole_ms'])} ({row['speed_up']:.2f}x)" for row in own)
+        ideal = [f"{found['dmattn']['ideal']:.2f}x"] if "dmattn" in shown else []
+        lines.append([case, _ms(found["dmattn-dense"]["whole_ms"]), *times, *ideal])
+    return _table(["ms", DYNAMIC_NAMES["dmattn-dense"], *shown.values(), *["ideal"] * ("dmattn" in shown)], lines)
+
+
 def intervals_table(rows: list[Row], published: dict[str, list[float]]) -> str:
     """TFLOP/s over non-empty tiles, the whole time, and how many times as long each peer takes."""
     cases = _by_case([row for row in rows if "missing" not in row])
@@ -273,6 +287,8 @@ def table(name: str, words: list[str]) -> str:
         if "published_tflops" in results:
             return intervals_table(rows, results["published_tflops"])
         return dynamic_table(rows, only_whole="whole" in words)
+    if any("ideal" in row for row in results["rows"]):
+        return training_table([row for row in results["rows"] if row["part"] in words])
     if "arch" in results["rows"][0]:
         return architecture_table([row for row in results["rows"] if not words or row["arch"] in words])
     if "forward_must" in results["rows"][0]:

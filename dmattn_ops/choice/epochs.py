@@ -32,11 +32,14 @@ _LAUNCHES = 400.0  # 16 us: a dozen launches
 _PLANNED = 60.0  # 2.5 us: what the program that plans the last epoch does with 1024 keys, forward and backward
 _LEAST_PLANNED = 1100.0  # 45 us: two plans of short sequences, forward and backward
 _MARGIN = 1.15  # the estimate has to win by this much
-# Keys as they lie: tiles are found in lists and tested, and the lists are made first, of both sides (66 us). Measured, in CUDA
-# graphs: 1.09 to 1.12 times dense attention with 16384 keys kept, and 0.1 to 0.6 ms beyond these 1.09 from 1024 to 8192 positions.
+# Keys as they lie: tiles are found in lists and tested, and the lists are made first (66 us, since made of one side 20 to 40).
+# Measured, in CUDA graphs: 1.09 to 1.12 times dense attention with 16384 keys kept. With a bias per key a tested tile costs more
+# (H200, 2026-11-26, 22 sizes of 1024 to 16384 positions): 1.17 to 1.31 times dense attention without one.
 _LISTED = 1.09
+_LISTED_WITH_BIAS = 1.25
 _LISTS = 1600.0
-# Epochs of at least so many queries are not made twice as long: that would save fewer copies than it adds tiles.
+# Epochs of at least so many queries are not made twice as long: that would save fewer copies than it adds tiles. Nor are those of
+# half as many where only two would be left (H200, 2026-11-26, B2 H16 S8192 D64 with 2048 kept: 1.38 ms, twice as long 1.48).
 _LONG_EPOCH = 4096
 
 
@@ -105,7 +108,10 @@ def sizes_of(call: Call) -> Sizes:
     key_heads, mask_heads = call.key.shape[2], mask.end.shape[1]
     heads = key_heads if mask_heads in (1, key_heads) else demand.heads
     at_most, band_hi = min(mask.at_most, demand.seqlen_k), min(options.band_hi, demand.seqlen_k)
-    return Sizes(demand.batch, demand.heads, heads, demand.seqlen_q, demand.seqlen_k, at_most, options.band_lo, band_hi)
+    lengths = demand.seqlen_q, demand.seqlen_k
+    return Sizes(
+        demand.batch, demand.heads, heads, *lengths, at_most, options.band_lo, band_hi, biased=call.bias is not None
+    )
 
 
 def epoch_by_sizes(sizes: Sizes) -> int:
@@ -159,7 +165,7 @@ def epoch_length(seqlen_q: int, seqlen_k: int, at_most: int, band_hi: int, group
     if band_hi >= seqlen_k:
         return whole
     kept = _round_up(max(1, min(at_most, seqlen_k)))
-    twice = group == 1 and kept < _LONG_EPOCH
+    twice = group == 1 and kept < _LONG_EPOCH and (2 * kept < _LONG_EPOCH or whole > 4 * kept)
     return min(whole, max(LEAST_EPOCH, 2 * kept if twice else kept))
 
 
@@ -187,6 +193,7 @@ class Sizes(NamedTuple):
     at_most: int
     band_lo: int
     band_hi: int
+    biased: bool = False  # with a bias, which costs more where tiles are tested
 
 
 def pays(sizes: Sizes) -> bool:
@@ -203,7 +210,7 @@ def pays(sizes: Sizes) -> bool:
 
 def listed_cost(sizes: Sizes) -> float:
     """Estimate the time without packing, in tiles: scattered keys leave all in the lists that the band does not rule out."""
-    return _LISTED * dense_cost(sizes) + _LISTS
+    return (_LISTED_WITH_BIAS if sizes.biased else _LISTED) * dense_cost(sizes) + _LISTS
 
 
 def dense_cost(sizes: Sizes) -> float:

@@ -27,6 +27,7 @@ from dmattn_ops.call import HEADER, TILE, Call, Mask
 from dmattn_ops.kernels.masks.launch import write_lists
 from dmattn_ops.kernels.masks.lists import HULL
 from dmattn_ops.launching.launch import computed, launch, workspace
+from dmattn_ops.launching.overlap import follow_kernel_before
 from dmattn_ops.meta import list_capacity, tile_records
 
 _TILE = tl.constexpr(TILE)
@@ -35,6 +36,7 @@ _TILES = 8  # of keys in a program
 _LONGEST_LISTS = 1 << 29  # words of both lists, 2 GiB: 128 heads of 180k queries and keys
 _LONGEST_OF_ENTRY = 1 << 26  # the same for each batch entry of a batch-invariant call, 256 MiB
 _LAST = tl.constexpr(0x7FFFFFFF)
+SIDES = ("rows", "cols")
 
 
 @triton.jit(do_not_specialize=["seqlen_k", "tiles", "col_count", "heads", "stride_b", "stride_h"])
@@ -43,6 +45,7 @@ def _write_hulls(
     HIDDEN: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Write the hulls of `TILES` tiles of keys, of which each matrix has `col_count`."""
+    follow_kernel_before()
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     mine = tile < tiles
     matrix = (tile // col_count).to(tl.int64)
@@ -72,19 +75,24 @@ def _write_hulls(
     tl.store(hull + 7, none_behind, mine)
 
 
-def interval_lists(mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
+def interval_lists(
+    mask: Mask, band_lo: int, band_hi: int, seqlen_q: int, seqlen_k: int, sides: tuple[str, ...] = SIDES
+) -> tuple[Tensor | None, ...]:
     """Return row_tiles and col_tiles `[Bm, Hm, records, 4 + capacity]` of intervals `[Bm, Hm, Sk]` inside a band.
 
-    They are workspaces of one call. The tensors of the mask must be laid out alike (`laid_out_alike`).
+    They are workspaces of one call; a side that is not asked for is None. The tensors of the mask must be laid out alike
+    (`laid_out_alike`).
     """
     assert mask.start is not None
     start = mask.start
     batch, heads = start.shape[:2]
-    rows, cols = tile_records(seqlen_q), tile_records(seqlen_k)
-    row_width = HEADER + list_capacity(cols, band_lo, band_hi)
-    col_width = HEADER + list_capacity(rows, band_lo, band_hi)
-    row_tiles = workspace(start, batch, heads, rows, row_width, dtype=torch.int32)
-    col_tiles = workspace(start, batch, heads, cols, col_width, dtype=torch.int32)
+    records = tile_records(seqlen_q), tile_records(seqlen_k)
+    row_tiles, col_tiles = (
+        workspace(start, batch, heads, own, HEADER + list_capacity(other, band_lo, band_hi), dtype=torch.int32)
+        if side in sides
+        else None
+        for side, own, other in zip(SIDES, records, reversed(records), strict=True)
+    )
     col_count = triton.cdiv(seqlen_k, TILE)
     tiles = batch * heads * col_count
     hulls = workspace(start, batch * heads, col_count, HULL, dtype=torch.int32)
@@ -114,17 +122,18 @@ def too_long(call: Call) -> bool:
     return batch * heads * words > _LONGEST_LISTS
 
 
-def listed(call: Call) -> Call:
+def listed(call: Call, sides: tuple[str, ...] = SIDES) -> Call:
     """Return a call whose mask of intervals has lists of tiles, made for this call; other calls as they are.
 
-    Where the lists would be too long, kernels that can walk the band instead, and test every tile in it.
+    Its kernels walk the lists of these `sides`. Where the lists would be too long, kernels that can walk the band instead, and test
+    every tile in it.
     """
     if call.mask.kind != "intervals":
         return call
     mask, options = laid_out_alike(call.mask), call.options
     if mask.row_tiles is None and not too_long(call):
         lengths = call.query.shape[1], call.key.shape[1]
-        row_tiles, col_tiles = interval_lists(mask, options.band_lo, options.band_hi, *lengths)
+        row_tiles, col_tiles = interval_lists(mask, options.band_lo, options.band_hi, *lengths, sides)
         mask = mask._replace(row_tiles=row_tiles, col_tiles=col_tiles)
     return call._replace(mask=mask)
 

@@ -46,6 +46,34 @@ def test_epochs_have_room_for_all_keys_that_a_promise_allows(seqlen_q, seqlen_k,
             assert len(born) <= cut.born_slots <= length
 
 
+# One H200, 2026-11-26, whole steps with a bias per key as CUDA graphs (benchmarks/results/2026-11-26-nvidia-h200-training.json):
+# positions, keys kept, heads, packed heads, ms packed and on keys as they lie, of 16384 positions in all.
+TRAINING = [
+    (1024, 256, 32, 8, 1.190, 1.399),
+    (2048, 256, 32, 8, 1.201, 2.340),
+    (2048, 512, 32, 8, 1.579, 2.335),
+    (4096, 1024, 32, 8, 2.273, 3.977),
+    (8192, 2048, 32, 8, 3.686, 7.392),
+    (1024, 256, 16, 16, 0.624, 0.540),
+    (2048, 256, 16, 16, 0.643, 0.796),
+    (2048, 512, 16, 16, 0.734, 0.802),
+    (4096, 1024, 16, 16, 1.003, 1.299),
+    (8192, 2048, 16, 16, 1.546, 2.252),
+]
+
+
+@pytest.mark.parametrize(("seqlen", "keep", "heads", "packed_heads", "packed", "lying"), TRAINING)
+def test_the_faster_way_is_chosen_where_people_train(seqlen, keep, heads, packed_heads, packed, lying):
+    sizes = causal(seqlen, keep, heads, packed_heads, 16384 // seqlen)._replace(biased=True)
+    assert pays(sizes) == (packed < lying)
+
+
+def test_where_two_long_epochs_would_be_left_they_are_shorter():
+    assert epoch_length(8192, 8192, 2048, 0, group=1) == 2048
+    assert epoch_length(16384, 16384, 2048, 0, group=1) == 4096
+    assert epoch_length(4096, 4096, 1024, 0, group=1) == 2048
+
+
 def test_an_epoch_that_is_no_multiple_of_a_tile_is_refused():
     for length in (0, -128, 100):
         with pytest.raises(ValueError, match=f"got {length}"):

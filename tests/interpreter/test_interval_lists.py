@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.call import UNBOUNDED, Mask
-from dmattn_ops.kernels.interval_lists import interval_lists, laid_out_alike
+from dmattn_ops.kernels.interval_lists import SIDES, interval_lists, laid_out_alike
 from dmattn_ops.masks import layout
 from dmattn_ops.meta import list_tiles_outputs
 from tests.interpreter.problems import Problem, draw_intervals, intervals_keep
@@ -28,6 +28,10 @@ def check(mask: Mask, seqlen_q: int, seqlen_k: int, band: tuple[int, int]) -> Te
     listed = read_lists(row_tiles, states.shape[-1])[..., : states.shape[-2], :]
     check_lists(row_tiles, listed)
     check_lists(col_tiles, listed.mT)
+    for number, side in enumerate(SIDES):
+        lists = interval_lists(mask, *band, seqlen_q, seqlen_k, (side,))
+        assert lists[1 - number] is None
+        check_lists(lists[number], listed.mT if number else listed)
     assert bool((listed[states > 0] > 0).all()), "a tile that shows something is not listed"
     assert bool((states[listed == 2] == 2).all()), "a tile that hides something is listed as full"
     if band[0] <= band[1]:

@@ -10,7 +10,8 @@ from dmattn_ops.kernels.selection import alive, deaths, documents, keys, launch 
 from tests.tools.compile_only import Resources, compile_only  # noqa: E402
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-CHUNKS = (*(chunk for _, chunk in launch.CHUNKS), launch.LONGEST_CHUNK)
+CUTS = sorted({*(tuple(cut) for _, *cut in launch.CUTS), launch.LONGEST_CUT})
+KINDS = {512: "fp32", 1024: "bf16", 2048: "fp16", 4096: "fp32"}
 SCORES = {"fp32": "*i32", "bf16": "*i16", "fp16": "*fp16", "rank": "*i32"}
 WIDE = ("coarse_runs", "keys")  # 64-bit
 
@@ -43,17 +44,17 @@ def check(found: Resources) -> None:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("has_documents", [False, True])
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(("chunk", "fine"), CUTS)
 @pytest.mark.parametrize("sm", ARCHITECTURES)
-def test_runs_are_sorted_in_registers(sm: int, chunk: int, has_documents: bool):
-    kind = {1024: "bf16", 2048: "fp16", 4096: "fp32"}[chunk]
-    constants = {"CHUNK": chunk, "FINE": launch.FINE, "LOG_CHUNK": chunk.bit_length() - 1, "KIND": kind}
+def test_runs_are_sorted_in_registers(sm: int, chunk: int, fine: int, has_documents: bool):
+    kind = KINDS[chunk]
+    constants = {"CHUNK": chunk, "FINE": fine, "LOG_CHUNK": chunk.bit_length() - 1, "KIND": kind}
     constants |= {"HAS_DOCUMENTS": has_documents, "COARSE": True, "IS_CAUSAL": not has_documents}
     check(compiled(keys.sort_runs, sm, launch.SORTING_WARPS, **constants))
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize(("chunk", "runs"), [(1024, 16), (1024, 64), (2048, 256), (4096, 256), (4096, 4096)])
+@pytest.mark.parametrize(("chunk", "runs"), [(512, 16), (512, 64), (1024, 64), (2048, 256), (4096, 256), (4096, 4096)])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_the_best_at_each_chunk_are_found_and_sorted_in_registers(sm: int, chunk: int, runs: int):
     constants = {"CHUNK": chunk, "RUNS": runs, "LOG_RUNS": runs.bit_length() - 1, "HAS_DOCUMENTS": runs > 16}
@@ -62,10 +63,10 @@ def test_the_best_at_each_chunk_are_found_and_sorted_in_registers(sm: int, chunk
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("has_documents", [False, True])
-@pytest.mark.parametrize(("chunk", "kind"), [*zip(CHUNKS, ("bf16", "fp16", "fp32"), strict=True), (1024, "rank")])
+@pytest.mark.parametrize(("chunk", "fine", "kind"), [*((*cut, KINDS[cut[0]]) for cut in CUTS), (512, 64, "rank")])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
-def test_deaths_are_written_from_registers(sm: int, chunk: int, kind: str, has_documents: bool):
-    constants = {"CHUNK": chunk, "FINE": launch.FINE, "KIND": kind, "HAS_DOCUMENTS": has_documents, "IS_CAUSAL": True}
+def test_deaths_are_written_from_registers(sm: int, chunk: int, fine: int, kind: str, has_documents: bool):
+    constants = {"CHUNK": chunk, "FINE": fine, "KIND": kind, "HAS_DOCUMENTS": has_documents, "IS_CAUSAL": True}
     for programs in (1, 1 << 20):
         check(compiled(deaths.write_deaths, sm, launch.deaths_warps(programs), **constants))
 

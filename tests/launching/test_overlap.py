@@ -15,6 +15,11 @@ CALLS = {
     "dense": (64, Specialization(), ["backward_kernel"]),
     "few blocks": (64, Specialization(grouped=True), ["backward_kernel", "add_shares_kernel"]),
     "wide heads": (256, Specialization(band="causal"), ["keys_kernel", "queries_kernel"]),
+    "intervals": (
+        64,
+        Specialization(band="causal", mask="intervals"),
+        ["list_tiles_kernel", "prepare_kernel", "backward_kernel", "_backward_again"],
+    ),
     "packed sequences": (
         128,
         Specialization(varlen=True),
@@ -45,6 +50,17 @@ def test_a_kernel_that_follows_waits_before_it_touches_memory(name):
             assert not TOUCHES.search(before), made.kernel
         if any(follows[place + 1 : place + 2]):
             assert "griddepcontrol.launch_dependents" in before, made.kernel
+
+
+def test_a_forward_follows_the_lists_that_it_walks():
+    launches = launched("forward", 64, Specialization(band="causal", mask="intervals"))
+    assert [made.kernel for made in launches] == [
+        "_write_hulls", "list_tiles_kernel", "forward_kernel", "_forward_again",
+    ]  # fmt: skip
+    assert [made.compiled.metadata.launch_pdl for made in launches] == [False, True, True, True]
+    for made in launches:
+        before, wait, _ = made.compiled.asm["ptx"].partition("griddepcontrol.wait")
+        assert wait and not TOUCHES.search(before), made.kernel
 
 
 def test_of_a_forward_only_the_order_of_its_tiles_follows_what_is_before_it():

@@ -117,7 +117,7 @@ _NEXT_PIECE = ("kernel.py", "parts = smem.pieces.index(slot).load(PIECE)")
 # Words that only the loop uses: of both loads, LLVM makes one at the head of the loop.
 _WORDS = ("kernel.py", "batch = head // sizes.H")
 _BIAS = ("walk.py", "smem.biases.index(b).store(added)")
-_RANGE = ("walk.py", "smem.ranges.index(b).store(stop - 1 - begin * 65536)")
+_RANGE = ("walk.py", "smem.ranges.index(b).store((127 + begin + (128 - stop) * 256).to(gl.int16))")
 _KEYS_FREE = ("walk.py", "mbarrier.wait(bars.k_empty.index(b), ((step // T.STAGES) & 1) ^ 1)")
 _KEYS_FULL = ("walk.py", "mbarrier.arrive(bars.k_full.index(b), count=1)")
 _PLACE = ("work.py", "work.places.index(slot).store(")
@@ -175,7 +175,12 @@ PROOFS = (
         ),
     ),
     _of_keys("bias of keys", _BIAS, "return biases.index(step % T.STAGES).load(", "bias = stored_bias("),
-    _of_keys("ranges of keys", _RANGE, "return smem.ranges.index(step % T.STAGES).load(", "stored = stored_mask("),
+    _of_keys(
+        "ranges of keys",
+        _RANGE,
+        "return reinterpret(smem.ranges.index(step % T.STAGES), ",
+        "stored = stored_mask(",
+    ),
     Proof(
         "a block's place",
         "backward_kernel",

@@ -173,7 +173,7 @@ def spoil_rows(out: Tensor, lse: Tensor, slots: Slots) -> None:
         spoil_kernel, (batch * heads * broken.shape[2],), broken, out, lse,
         broadcast_stride(broken, 0), broadcast_stride(broken, 1), max(1, heads // broken.shape[1]),
         *out.stride()[:3], lse.stride(0), lse.stride(2), lse.stride(1), heads, broken.shape[2], slots.epoch, seqlen_q,
-        ROWS=max(1, 2048 // padded), WIDTH=width, PADDED=padded, num_warps=4,
+        ROWS=max(1, 2048 // padded), WIDTH=width, PADDED=padded, num_warps=4, follows=True,
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def _gather(
         broadcast_stride(slots.keys, 0), broadcast_stride(slots.keys, 1), slot_group,
         *target.stride()[:3], *((0, 0, 0) if second_target is None else second_target.stride()[:3]),
         first_head, heads, blocks, ranking, row_records, col_records, row_width, col_width,
-        rows=rows[0], second_rows=rows[-1], RANKED=RANKED_AT_ONCE if rank else 0, num_warps=4,
+        rows=rows[0], second_rows=rows[-1], RANKED=RANKED_AT_ONCE if rank else 0, num_warps=4, follows=True,
     )  # fmt: skip
 
 

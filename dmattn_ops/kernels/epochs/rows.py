@@ -9,6 +9,7 @@ import triton.language as tl
 
 from dmattn_ops.call import TILE as _TILE
 from dmattn_ops.kernels.masks.ranks import rank_block
+from dmattn_ops.launching.overlap import follow_kernel_before
 
 TILE = tl.constexpr(_TILE)
 UNSPECIALIZED = (
@@ -65,6 +66,7 @@ def gather_kernel(
     A second tensor of the same keys, where there is one (not None), is copied beside the first. The first `ranking`
     programs rank `RANKED` tiles each instead, which attention needs next as well and takes no launch this way.
     """
+    follow_kernel_before()
     if tl.program_id(0) < ranking:
         if RANKED > 0:
             rank_block(
@@ -207,6 +209,7 @@ def spoil_kernel(
 
     The rows of the second tensor are single numbers.
     """
+    follow_kernel_before()
     e = tl.program_id(0) % epochs
     h = tl.program_id(0) // epochs % heads
     b = (tl.program_id(0) // epochs // heads).to(tl.int64)

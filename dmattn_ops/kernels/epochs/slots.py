@@ -24,6 +24,7 @@ import triton.language as tl
 
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.epochs.lists import list_blocks, list_query_tiles
+from dmattn_ops.launching.overlap import follow_kernel_before
 
 UNSPECIALIZED = (
     "start_group", "end_group", "first_head", "heads", "epochs", "epoch", "old_slots", "born_slots",
@@ -351,6 +352,7 @@ def plan_epochs(
     epoch, and their slots and those of older keys in `places`. A program is one epoch; later epochs have more keys to look
     through, so that they come first. `listed` and `listed_places` `[.., epochs, old_slots]` are for this program alone.
     """
+    follow_kernel_before()
     matrices = tl.num_programs(0) // epochs
     matrix = tl.program_id(0) % matrices
     e = epochs - 1 - tl.program_id(0) // matrices

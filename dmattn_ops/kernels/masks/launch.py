@@ -18,7 +18,7 @@ from torch import Tensor
 from dmattn_ops.call import TILE
 from dmattn_ops.kernels.masks.lists import list_tiles_kernel, segment_ranges
 from dmattn_ops.kernels.masks.pack import pack_tiles
-from dmattn_ops.kernels.masks.ranks import rank_tiles
+from dmattn_ops.kernels.masks.ranks import rank_tiles, sides_of
 from dmattn_ops.launching.launch import computed, launch, workspace
 
 _BYTES = (torch.bool, torch.uint8, torch.int8)
@@ -102,25 +102,30 @@ def write_lists(
     seqlen_k: int,
     band_lo: int,
     band_hi: int,
-    row_tiles: Tensor,
-    col_tiles: Tensor,
+    row_tiles: Tensor | None,
+    col_tiles: Tensor | None,
     made_from: str,
     range_strides: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> None:
-    """Write the lists from "classes" `[Bm * Hm, nQ, nK]`, "hulls" `[Bm * Hm, nK, 8]`, or "ranges" of segments."""
-    batch, heads, row_records, row_width = row_tiles.shape
-    col_records, col_width = col_tiles.shape[2:]
+    """Write the lists from "classes" `[Bm * Hm, nQ, nK]`, "hulls" `[Bm * Hm, nK, 8]`, or "ranges" of segments.
+
+    Those of a side that is None are not written.
+    """
+    batch, heads, (row_records, row_width), (col_records, col_width) = sides_of(row_tiles, col_tiles)
     longest = max(row_records, col_records)
-    ranked = 0 if made_from != "classes" or longest > _RANKED_TILES else 64 if longest <= 64 else _RANKED_TILES
+    most_ranked = {"classes": _RANKED_TILES, "hulls": 64, "ranges": 0}[made_from]
+    ranked = 0 if longest > most_ranked else 64 if longest <= 64 else _RANKED_TILES
     blocks = triton.cdiv(row_records, _LISTS) + triton.cdiv(col_records, _LISTS)
     if not batch * heads * blocks:
         return
     q_tiles, *strides = range_strides
     launch(
-        list_tiles_kernel, (batch * heads * blocks,), source, row_tiles, col_tiles,
+        list_tiles_kernel, (batch * heads * blocks,),
+        source, col_tiles if row_tiles is None else row_tiles, row_tiles if col_tiles is None else col_tiles,
         seqlen_q, seqlen_k, band_lo, band_hi, heads, row_records, col_records, row_width, col_width, q_tiles, *strides,
         SOURCE=made_from, HAS_Q_SEGMENTS=q_tiles > 0,
         OWN=_LISTS, OTHER=64 if ranked else 128, RANKED=ranked, num_warps=16 if ranked > 64 else 8,
+        follows=made_from == "hulls",
     )  # fmt: skip
     if not ranked:
         rank_tiles(row_tiles, col_tiles)

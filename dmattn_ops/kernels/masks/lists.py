@@ -10,6 +10,7 @@ import triton.language as tl
 
 from dmattn_ops.call import HEADER, TILE
 from dmattn_ops.kernels.masks.ranks import work_before
+from dmattn_ops.launching.overlap import follow_kernel_before
 
 _TILE = tl.constexpr(TILE)
 _HEADER = tl.constexpr(HEADER)
@@ -123,6 +124,7 @@ def list_tiles_kernel(
 
     A side has a record for each of its tiles, and at least two: the records of no tile are empty.
     """
+    follow_kernel_before()
     row_count, col_count = tl.cdiv(seqlen_q, _TILE), tl.cdiv(seqlen_k, _TILE)
     row_blocks = tl.cdiv(row_records, OWN)
     blocks = row_blocks + tl.cdiv(col_records, OWN)
@@ -208,7 +210,12 @@ def list_tiles_kernel(
 
     if RANKED:  # counting the work of the whole side again is faster than waiting for a launch that knows it
         every, other = tl.arange(0, RANKED), tl.arange(0, RANKED)
-        kinds = _classes_by_map(own_source, every, other, own_count, other_count, is_row, col_count)
+        if SOURCE == "hulls":
+            kinds = _classes_by_hull(
+                own_source, every, other, own_count, other_count, is_row, seqlen_q, seqlen_k, band_lo, band_hi
+            )
+        else:
+            kinds = _classes_by_map(own_source, every, other, own_count, other_count, is_row, col_count)
         work = tl.sum((kinds != 0).to(tl.int32), axis=1)
         place = work_before(partial + full, own, work, every, records)
         tl.store(lists + place.to(tl.int64) * width, own, mine)

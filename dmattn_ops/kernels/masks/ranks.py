@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dmattn_ops.launching.launch import launch
+from dmattn_ops.launching.overlap import follow_kernel_before
 
 RANKED_AT_ONCE = 64  # records that a program ranks
 
@@ -24,6 +25,7 @@ def rank_kernel(
     row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN: tl.constexpr, OTHER: tl.constexpr
 ):
     """Write word 0 of the records: the tiles of a side, those with the most work first."""
+    follow_kernel_before()
     rank_block(tl.program_id(0), row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN, OTHER)
 
 
@@ -56,13 +58,21 @@ def rank_block(
     tl.store(lists + place.to(tl.int64) * width, own, own < records)
 
 
-def rank_tiles(row_tiles: Tensor, col_tiles: Tensor) -> None:
+def sides_of(row_tiles: Tensor | None, col_tiles: Tensor | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
+    """Return batch and heads of lists `[Bm, Hm, records, width]`, and records and width of both sides; 0 where one is None."""
+    given = col_tiles if row_tiles is None else row_tiles
+    assert given is not None
+    rows, cols = ((0, 0) if side is None else (side.shape[2], side.shape[3]) for side in (row_tiles, col_tiles))
+    return given.shape[0], given.shape[1], rows, cols
+
+
+def rank_tiles(row_tiles: Tensor | None, col_tiles: Tensor | None) -> None:
     """Write word 0 of all records, `[Bm, Hm, tiles, width]`, whose lists are written: longest lists first."""
-    batch, heads, row_records, row_width = row_tiles.shape
-    col_records, col_width = col_tiles.shape[2:]
+    batch, heads, (row_records, row_width), (col_records, col_width) = sides_of(row_tiles, col_tiles)
     launch(
         rank_kernel, (batch * heads * rank_blocks(row_records, col_records),),
-        row_tiles, col_tiles, row_records, col_records, row_width, col_width, OWN=RANKED_AT_ONCE, OTHER=128, num_warps=4,
+        col_tiles if row_tiles is None else row_tiles, row_tiles if col_tiles is None else col_tiles,
+        row_records, col_records, row_width, col_width, OWN=RANKED_AT_ONCE, OTHER=128, num_warps=4, follows=True,
     )  # fmt: skip
 
 

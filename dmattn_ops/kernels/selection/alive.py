@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from dmattn_ops.kernels.selection.keys import NO_KEY
+from dmattn_ops.launching.overlap import follow_kernel_before
 
 PIVOTS = tl.constexpr(4)  # that a turn compares all keys with, where lanes are left for them
 _COMPARED = tl.constexpr(2048)  # pairs of a pivot and a run at most
@@ -77,6 +78,7 @@ def sort_alive(
     They are the worst CHUNK of the best `keep` where the chunk begins. `pieces` `[rows, chunks - 1, 2, RUNS]` say which keys of
     each earlier run they are, for all chunks but the first: number `pieces[1]` and on, of which `pieces[0]` are in earlier runs.
     """
+    follow_kernel_before()
     later = size // CHUNK - 1
     row = (tl.program_id(0) // later).to(tl.int64)
     chunk = tl.program_id(0) % later + 1

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dmattn_ops.launching.overlap import follow_kernel_before
+
 NO_KEY = tl.constexpr((1 << 63) - 1)  # worse than every key
 
 
@@ -61,6 +63,7 @@ def sort_runs(
     `size` is `seqlen` rounded up to whole chunks, `bounds` `[B or 1, 2, seqlen]` where documents begin and end. `keys`
     `[rows, chunks, 2, CHUNK]` takes a chunk's runs of FINE in its first half, `coarse_runs` `[rows, size]` all of it.
     """
+    follow_kernel_before()
     chunks = size // CHUNK
     row = (tl.program_id(0) // chunks).to(tl.int64)
     origin = tl.program_id(0) % chunks * CHUNK

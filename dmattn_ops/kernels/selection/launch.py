@@ -1,13 +1,13 @@
 """Launch the kernels that find for how long each key of a dynamic mask is visible (definition: `dmattn_ops.kernels.selection`).
 
 Let T be the worst of the best `keep` keys of a document up to a position: it only gets better, and the keys that leave
-the best between two positions are those between their two T. So the row is cut twice, into chunks and into spans of 128:
+the best between two positions are those between their two T. So the row is cut twice, into chunks and into spans of 64 or 128:
 
 1. `sort_runs` sorts the keys of each chunk and of each span.
 2. `sort_alive`: for the begin of each chunk, where T splits the sorted chunks before it, by bisection; then it gathers and
    sorts the worst of the best there, as many as the chunk can replace.
-3. `write_deaths`: for each span, where T splits these and the sorted spans of the chunk before it; of the worst 128 of the
-   best there, and of its own 128 keys, it finds the deaths by comparing them with its own keys.
+3. `write_deaths`: for each span, where T splits these and the sorted spans of the chunk before it; of as many of the worst of the
+   best there, and of its own keys, it finds the deaths by comparing them with its own keys.
 
 A row of one chunk needs 1 and 3 only. With documents, two small launches (`documents`) come first. Programs depend on
 nothing but earlier launches; nothing is added atomically, and every number written is exact, so it is the same each time.
@@ -26,10 +26,11 @@ from dmattn_ops.kernels.selection.keys import sort_runs
 from dmattn_ops.kernels.selection.order import ranks
 from dmattn_ops.launching.launch import computed, launch, workspace
 
-FINE = 128
-# Chunks of positions by the longest row that they serve: chunks are sorted whole, and their begins search all before them.
-CHUNKS = ((1 << 16, 1024), (1 << 18, 2048))
-LONGEST_CHUNK = 4096
+# Chunks and spans of positions by the longest row that they serve: chunks are sorted whole, and their begins search all before
+# them; one chunk needs no search. H200, 2026-11-26, 16384 positions in all, 16 heads, us: rows of 2048 in one chunk 41, in chunks
+# of 1024 and spans of 128 66; rows of 4096, 8192 and 16384 in chunks of 512 and spans of 64 56, 66 and 69, in those 75, 77 and 78.
+CUTS = ((1 << 10, 1024, 64), (1 << 11, 2048, 64), (1 << 14, 512, 64), (1 << 16, 1024, 128), (1 << 18, 2048, 128))
+LONGEST_CUT = (4096, 128)
 LONGEST_ROW = 1 << 24  # a chunk's begin searches 4096 runs; positions leave keys room for a bit
 SORTING_WARPS = 8  # 4 for 1024 keys and 16 for 4096 spill on some architectures
 SPAN = 1024  # positions of documents in a program
@@ -47,7 +48,7 @@ def lifetimes(
     start: Tensor,
     end: Tensor,
     chunk: int | None = None,
-    fine: int = FINE,
+    fine: int | None = None,
     span: int = SPAN,
 ) -> None:
     """Write the queries `[start, end)` that see each key `[B, Hm, S]` (definition: `dmattn_ops.kernels.selection`).
@@ -56,7 +57,8 @@ def lifetimes(
     """
     if start.shape[2] > LONGEST_ROW:
         raise NotImplementedError(f"the kernels of dynamic masks take at most {LONGEST_ROW} keys, got {start.shape[2]}")
-    chunk = chunk or next((chunk for longest, chunk in CHUNKS if start.shape[2] <= longest), LONGEST_CHUNK)
+    cut = next((cut for longest, *cut in CUTS if start.shape[2] <= longest), LONGEST_CUT)
+    chunk, fine = chunk or cut[0], fine or cut[1]
     batch, heads, seqlen = start.shape
     rows, chunks = batch * heads, triton.cdiv(seqlen, chunk)
     if rows * chunks == 0:
@@ -84,7 +86,7 @@ def lifetimes(
         launch(
             sort_alive, (rows * (chunks - 1),), coarse_runs, bounds, pieces, keys, size, heads, bounds_b, keep,
             CHUNK=chunk, RUNS=1 << log_runs, LOG_RUNS=log_runs, HAS_DOCUMENTS=documents is not None,
-            num_warps=SORTING_WARPS,
+            num_warps=SORTING_WARPS, follows=True,
         )  # fmt: skip
     spans = rows * triton.cdiv(seqlen, fine)
     launch(

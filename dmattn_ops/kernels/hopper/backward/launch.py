@@ -270,7 +270,7 @@ def _gradients(call: Call, saved: Saved, grads: Gradients, config: HopperBackwar
         *grad_lse_strides, query_tiles,
         seqlen_q, heads, rows, total, dim_v, delta_factor(options),
         T=RowTraits(block_rows, 64 if dim_v <= 64 else 128, width, second, TICKETS, in_natural_units(call)), num_warps=8,
-        follows=query_tiles is not None,
+        follows=query_tiles is not None or mask.kind == "intervals",
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
     given = _mask_of(call, accumulator, block_n)

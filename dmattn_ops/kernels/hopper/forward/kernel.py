@@ -72,6 +72,7 @@ from dmattn_ops.kernels.hopper.forward.types import (
 from dmattn_ops.kernels.hopper.forward.walk import band_tiles, bias_of_head, numbers_of_head, produce, words_of_piece
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
+    follow_kernel_before,
     mbarrier,
     reinterpret,
     tma,
@@ -367,7 +368,7 @@ def allocate(maps, bias, T: gl.constexpr):
         biases = gl.allocate_shared_memory(maps.bias.dtype, staged(T.STAGES * NC, maps.bias), maps.bias.layout)
     ranges = 0
     if T.MASK == INTERVALS:
-        ranges = gl.allocate_shared_memory(gl.int32, [T.STAGES, T.BN], PLAIN)
+        ranges = gl.allocate_shared_memory(gl.int16, [T.STAGES, T.BN], PLAIN)
     pieces = gl.allocate_shared_memory(gl.int32, [T.Q_STAGES, words_of_piece(T)], PLAIN)
     return Shared(queries, keys, values, words, biases, ranges, pieces)
 
@@ -450,6 +451,8 @@ def forward_kernel(
     )
     smem = allocate(operands.maps, operands.bias, T)
     bars = begin_barriers(T)
+    if T.MASK == INTERVALS:  # whose lists other kernels of the call have written
+        follow_kernel_before()
     if T.BM == 128:
         gl.warp_specialize([
             (consume, (operands, smem, bars, 0, T)),

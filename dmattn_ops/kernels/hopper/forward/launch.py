@@ -240,7 +240,7 @@ def _traits(call: Call, result: Result, config: HopperForward, band: tuple[int, 
 
 def forward(call: Call, result: Result, config: HopperForward) -> None:
     """Write out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`, or those of packed sequences; what cannot be taken is in `refusals`."""
-    given = listed(call)
+    given = listed(call, ("rows",))
     watched = given.mask.kind != "none"
     call = key_numbers_as_bias(given)
     query, bias, options, lse = call.query, call.bias, call.options, result.lse
@@ -290,6 +290,7 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         lse_h=lse_h,
         T=traits,
         num_warps=4,
+        follows=kind == INTERVALS.value,
     )
     if watched:
         forward_again(given, result, counts)

@@ -22,7 +22,7 @@ from dmattn_ops.kernels.hopper.dropout import drop
 from dmattn_ops.kernels.hopper.forward.softmax import largest, rescale, softmax_next
 from dmattn_ops.kernels.hopper.forward.types import Sums
 from dmattn_ops.kernels.hopper.forward.walk import key_tile
-from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, warpgroup_mma_wait
+from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, reinterpret, warpgroup_mma_wait
 from dmattn_ops.kernels.hopper.kinds import BITS, INTERVALS, SEGMENTS, has_lists
 from dmattn_ops.kernels.hopper.scores import FULL_BIAS, KEY_BIAS, TILED_BIAS, tanh
 from dmattn_ops.kernels.hopper.unseen import clear_unseen
@@ -129,10 +129,14 @@ def stored_mask(i, step, smem, n_partial, C: gl.constexpr, MASKED: gl.constexpr,
 
     Call it before the product of the same step is issued, like `hidden_words`.
     """
+    BN: gl.constexpr = T.BN
     if T.MASK == BITS and MASKED:
         return hidden_words(i, step, smem.words, n_partial, C, T)
     elif T.MASK == INTERVALS and MASKED:
-        return smem.ranges.index(step % T.STAGES).load(gl.SliceLayout(0, accumulator(T.BN)))
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        pairs = gl.zeros([ROWS, BN], gl.float32, layout=accumulator(T.BN)).reshape([ROWS, BN // 2, 2])
+        KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, pairs.type.layout))
+        return reinterpret(smem.ranges.index(step % T.STAGES), gl.int32, [BN // 2], PLAIN).load(KEYS)
     else:
         return 0
 
@@ -154,19 +158,25 @@ def show_between(s, low, column, high):
 
 
 @gluon.jit
-def show_ranges(s, query, ranges):
+def show_ranges(s, query, ranges, BN: gl.constexpr):
     """Return scores `[64, BN]` with -inf where a key's range, as `load_keys` stored it, does not hold the query of the block.
 
-    Halves of a word: how far the query is behind the first that sees the key, and the last that does behind the query. One
-    sign is set where it does not, whatever the lower half takes from the upper one.
+    A word has the four bytes of two neighbouring keys. With the query taken from the first and added to the second byte of each,
+    one of a key has its highest bit where that query does not see it, and none overflows: all numbers are below 256.
     """
+    PAIRS: gl.constexpr = gl.SliceLayout(2, s.reshape([ROWS, BN // 2, 2]).type.layout)
+    pairs = s.reshape([ROWS, BN // 2, 2])
+    moved = gl.convert_layout(query * 0x00FF00FF, gl.SliceLayout(1, PAIRS))[:, None] + ranges[None, :]
+    second = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(0, pairs.type.layout)))
+    hiding = 0x8080 << (16 * gl.expand_dims(gl.expand_dims(second, 0), 0))
     CODE: gl.constexpr = (
-        "{ .reg .pred seen; .reg .b32 both; add.s32 both, $1, $2; and.b32 both, both, 0x80008000; setp.eq.s32 seen, both, 0;"
+        "{ .reg .pred seen; .reg .b32 both; and.b32 both, $1, $2; setp.eq.s32 seen, both, 0;"
         " selp.b32 $0, $3, 0xff800000, seen; }"
     )
-    given = [(query * 65535)[:, None], ranges[None, :], s.to(gl.int32, bitcast=True)]
+    given = [moved[:, :, None], hiding, pairs.to(gl.int32, bitcast=True)]
     shown = gl.inline_asm_elementwise(CODE, "=r,r,r,r", given, gl.int32, is_pure=True, pack=1)
-    return shown.to(gl.float32, bitcast=True)
+    shown = shown.to(gl.float32, bitcast=True).reshape([ROWS, BN])
+    return gl.convert_layout(shown, accumulator(BN), assert_trivial=True)
 
 
 @gluon.jit
@@ -211,16 +221,14 @@ def hide(s, i, stored, visible, T: gl.constexpr):
         first = first_key(i, visible, T)
         # (column & 6) is the lane's share of the column, the rest a constant of the register
         lane, constant = (column & 6)[None, :], (column & ~6)[None, :]
-        if T.MASK == INTERVALS:
-            s = show_ranges(s, visible.q_segment, stored)
+        if T.MASK == INTERVALS:  # inside the band
+            s = show_ranges(s, visible.q_segment, stored, T.BN)
             if T.HIDDEN:
                 s = hide_between(s, first, visible, T)
-        if T.HAS_LO and (T.HAS_HI or T.MASK != INTERVALS):
+        elif T.HAS_LO:
             low, high = (visible.q_lo - first)[:, None] - lane, (visible.q_hi - first)[:, None] - lane
             s = show_between(s, low, constant, high)
-        elif T.HAS_LO:
-            s = gl.where((visible.q_lo - first)[:, None] - lane <= constant, s, float("-inf"))
-        elif T.HAS_HI or T.MASK != INTERVALS:
+        else:
             s = gl.where((visible.q_hi - first)[:, None] - lane >= constant, s, float("-inf"))
         if T.MASK == SEGMENTS:
             inside = first + column < visible.seqlen_k

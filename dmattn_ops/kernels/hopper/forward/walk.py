@@ -41,6 +41,8 @@ class Source(NamedTuple):
     q_first: Any
     seqlen_q: Any
     seqlen_k: Any
+    band_lo: Any
+    band_hi: Any
     bits_batch: Any  # where the map of mask words has the batch and the head
     bits_head: Any
     bias_batch: Any  # and the map of a bias
@@ -165,8 +167,8 @@ def prefetch_bias(j, source, T: gl.constexpr):
 def load_keys(step, j, source, maps, smem, bars, T: gl.constexpr):
     """Load key tile `j`, with what the mask says of the block's queries and its bias, as step `step` of this block.
 
-    `ranges` takes, for each key, which of the block's queries see it: the last one less 2^16 times the first, to which `hide`
-    adds queries times 2^16 - 1.
+    `ranges` takes, for each key, which of the block's 128 queries see it inside the band: 127 and the first, and in a byte above
+    128 less the number behind the last. `show_ranges` takes a query from the one and adds it to the other.
     """
     NC: gl.constexpr = T.BM // ROWS
     BYTES: gl.constexpr = T.BN * (T.D + T.D2) * 2
@@ -181,6 +183,10 @@ def load_keys(step, j, source, maps, smem, bars, T: gl.constexpr):
     if T.MASK == INTERVALS:
         begin = gl.load(source.start + key, mask=key < source.seqlen_k, other=0)
         stop = gl.load(source.end + key, mask=key < source.seqlen_k, other=0)
+        if T.HAS_HI:
+            begin = gl.maximum(begin, key - source.band_hi)
+        if T.HAS_LO:
+            stop = gl.minimum(stop, key - source.band_lo + 1)
     mbarrier.wait(bars.k_empty.index(b), ((step // T.STAGES) & 1) ^ 1)
     OF_BITS: gl.constexpr = NC * maps.bits.block_type.nbytes if T.MASK == BITS else 0
     OF_BIAS: gl.constexpr = NC * maps.bias.block_type.nbytes if T.BIAS == TILED_BIAS else 0
@@ -199,7 +205,7 @@ def load_keys(step, j, source, maps, smem, bars, T: gl.constexpr):
         # at least 0 before anything is taken away: limits may be any int32
         begin = gl.minimum(gl.maximum(begin, source.q_first) - source.q_first, T.BM)
         stop = gl.minimum(gl.maximum(stop, source.q_first) - source.q_first, T.BM)
-        smem.ranges.index(b).store(stop - 1 - begin * 65536)
+        smem.ranges.index(b).store((127 + begin + (128 - stop) * 256).to(gl.int16))
     if T.BIAS == KEY_BIAS or T.MASK == INTERVALS:
         mbarrier.arrive(bars.k_full.index(b), count=1)
 
@@ -306,6 +312,8 @@ def produce(operands, smem, bars, T: gl.constexpr):
             q_first=q_first,
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
+            band_lo=lo,
+            band_hi=hi,
             bits_batch=bits_batch,
             bits_head=bits_head,
             bias_batch=bias_batch,
