@@ -10,6 +10,7 @@ from dmattn_ops.choice.arch import KNOWN
 from dmattn_ops.choice.configurations import AmpereBackward as AmpereBackward
 from dmattn_ops.choice.configurations import AmpereForward as AmpereForward
 from dmattn_ops.choice.configurations import Config as Config
+from dmattn_ops.choice.configurations import DecodeForward as DecodeForward
 from dmattn_ops.choice.configurations import HopperBackward as HopperBackward
 from dmattn_ops.choice.configurations import HopperBackward256 as HopperBackward256
 from dmattn_ops.choice.configurations import HopperForward as HopperForward
@@ -262,7 +263,13 @@ AMPERE_BACKWARD = tuple(
     for (sms, dim), (made, room, evidence) in _AMPERE_BACKWARD.items()
     for sm in sms
 )
-FORWARD = (*HOPPER_FORWARD, *AMPERE_FORWARD, *_portable(0), *_LEGACY)
+# One query of each head: the rows of a block are the heads that share a key head.
+_DECODE = {64: (16, 128, 4, 4, 1), 128: (16, 64, 4, 4, 1), 256: (16, 64, 4, 3, 1)}
+DECODE_FORWARD = tuple(
+    Row(90, dim, 2, 0, tier_of(*made[:2]), "decode", DecodeForward(*made), evidence=_COMPILED, one_query=True)
+    for dim, made in _DECODE.items()
+)
+FORWARD = (*DECODE_FORWARD, *HOPPER_FORWARD, *AMPERE_FORWARD, *_portable(0), *_LEGACY)
 # H200, 2026-11-23, bf16, S4096 H16 D128 full: B2 0.94 ms (four buffers 0.97), B4 1.75 ms (two steps of keys at once 3.36).
 _SHARED = HopperSharedBias(chunks=1, stages=3, heads_per_group=4)
 HOPPER_BACKWARD = (
