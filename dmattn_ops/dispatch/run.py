@@ -339,6 +339,13 @@ def kernels_of_masses(query: Tensor) -> ModuleType:
     return _launcher("dmattn_ops.kernels.mass.reference")
 
 
+def kernels_of_steps(device: torch.device) -> ModuleType:
+    """Return what makes a step of a cache of kept keys on a device."""
+    if device.type == "cuda" and arch.physical(device).sm >= config.OLDEST_TRITON:
+        return _launcher("dmattn_ops.kernels.kept.launch")
+    return _launcher("dmattn_ops.kernels.kept.reference")
+
+
 def launcher(direction: str, kernel: str) -> ModuleType:
     """Return the module whose function named `direction` launches a kernel."""
     return _launcher((_FORWARD if direction == "forward" else _BACKWARD)[kernel])

@@ -39,17 +39,12 @@ class Chunk(NamedTuple):
         trail.copy_(torch.where((length > self.begin[:, None]).unsqueeze(-1), made, trail))
 
 
-def put(stored: Tensor, slot: Any, new: Tensor, source: Tensor | None, write: Tensor | None) -> None:
-    """Write what stands at `source` of `new` `[B, heads, n, ...]` into slots of `stored` `[B, heads, N, ...]`, where `write`.
-
-    Without a source, `new` is written as it is; without `write`, everywhere.
-    """
+def put(stored: Tensor, slot: Tensor, source: Tensor, write: Tensor, new: Tensor) -> None:
+    """Write what stands at `source` of `new` `[B, heads, n, ...]` into slots of `stored` `[B, heads, N, ...]`, where `write`."""
     if stored.dim() == 4:
-        slot, source, write = (None if part is None else part.unsqueeze(-1) for part in (slot, source, write))
         sizes = (-1, -1, -1, stored.shape[-1])
-        slot, source = slot.expand(sizes), None if source is None else source.expand(sizes)
-    new = new if source is None else new.gather(2, source)
-    stored.scatter_(2, slot, new if write is None else torch.where(write, new, stored.gather(2, slot)))
+        slot, source, write = slot.unsqueeze(-1).expand(sizes), source.unsqueeze(-1).expand(sizes), write.unsqueeze(-1)
+    stored.scatter_(2, slot, torch.where(write, new.gather(2, source), stored.gather(2, slot)))
 
 
 def blank(results: Any, counted: Tensor) -> Any:

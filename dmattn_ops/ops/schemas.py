@@ -15,6 +15,7 @@ operation with one of the caller's may fail (Inductor of torch 2.11 did, with a 
 
 from __future__ import annotations
 
+import re
 from ast import literal_eval
 from collections import namedtuple
 from collections.abc import Callable, Sequence
@@ -84,6 +85,15 @@ SCHEMAS = {
     " float? softmax_scale=None, float softcap=0.0) -> Tensor mass",
 }
 
+# Operators that change their arguments in place. They stand in graphs as they are: compilers keep the order of such changes, and
+# change the tensors of the caller.
+CHANGING = {
+    "keep_step": "(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) score_cache, Tensor(d!) places, Tensor(e!) length,"
+    " Tensor(f!) floor, Tensor(g!) first, Tensor(h!) arrived, Tensor(i!)? bias_cache, Tensor(j!)? document, Tensor(k!)? trail,"
+    " Tensor key, Tensor value, Tensor scores, Tensor? bias, Tensor? padding, Tensor? documents, SymInt keep, SymInt keep_first,"
+    " SymInt keep_last, SymInt rollback, bool padding_counts=False) -> Tensor seen"
+}
+
 # What tracers see through: in their graphs stand the operations of torch that it consists of.
 COMPOSITES = {"draw_seed": "(Tensor query, SymInt? batch=None) -> Tensor seed"}
 
@@ -101,7 +111,7 @@ except RuntimeError as error:
         "the operators torch.ops.dmattn are defined already, by libdmattn.so: a program that embeds Python imports dmattn_ops"
         " before it loads the library"
     ) from error
-for _name, _schema in (SCHEMAS | COMPOSITES | EXPORTED).items():
+for _name, _schema in (SCHEMAS | CHANGING | COMPOSITES | EXPORTED).items():
     library.define(_name + _schema, tags=_TAGS)
 
 
@@ -160,9 +170,9 @@ def _signature(name: str) -> Signature:
     names: list[str] = []
     defaults: list[Any] = []
     required: list[int] = []
-    for argument in SCHEMAS[name].partition(" -> ")[0].strip("()").split(", "):
+    for argument in (SCHEMAS | CHANGING)[name].partition(" -> ")[0].strip("()").split(", "):
         declared, _, default = argument.partition("=")
-        kind, argument_name = declared.split()
+        kind, argument_name = re.sub(r"\(\w!\)", "", declared).split()
         if kind == "Tensor":
             required.append(len(names))
         types.append(kind.rstrip("?") == "Tensor")
@@ -183,7 +193,7 @@ def place_of_needs(numbers: Sequence[str]) -> slice:
     return slice(first, end)
 
 
-SIGNATURES = {name: _signature(name) for name in SCHEMAS}
+SIGNATURES = {name: _signature(name) for name in SCHEMAS | CHANGING}
 
 
 def _refuse(name: str) -> Callable[..., Any]:
@@ -196,7 +206,7 @@ def _refuse(name: str) -> Callable[..., Any]:
     return refuse
 
 
-for _name in SCHEMAS:
+for _name in SCHEMAS | CHANGING:
     library.impl(_name, _refuse(_name), "CompositeExplicitAutograd")
 _mask_fields = attrgetter(*Mask._fields)
 _option_fields = attrgetter(*Options._fields)
