@@ -235,10 +235,11 @@ def keep_step_kernel(
     store_row(key_cache + row * shape.head_dim, of_key, shape.head_dim, shape.padded_head, write)
     store_row(value_cache + row * shape.value_dim, of_value, shape.value_dim, shape.padded_value, write)
     if bias_cache is not None:
-        lanes = tl.arange(0, shape.padded_group)
+        PADDED_GROUP: tl.constexpr = shape.padded_group
+        lanes = tl.arange(0, PADDED_GROUP)
         inside = (lanes < shape.bias_group) & write
         of_heads = head * shape.bias_group + lanes
-        added = tl.zeros((shape.padded_group,), bias_cache.dtype.element_ty)
+        added = tl.zeros((PADDED_GROUP,), bias_cache.dtype.element_ty)
         if bias is not None:
             added = tl.load(bias + batch * bias_b + of_heads * bias_h, mask=inside, other=0.0)
         target = bias_cache + (batch * heads * shape.bias_group + of_heads) * slots + slot
