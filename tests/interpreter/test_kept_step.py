@@ -104,7 +104,9 @@ def test_a_step_of_the_kernel_leaves_the_bits_of_torch(first: int, monkeypatch: 
             reference.keep_step(theirs, token, use.rule, seen[1])
             for name, one, other in zip((*Stored._fields, "seen"), (*ours, seen[0]), (*theirs, seen[1]), strict=True):
                 assert same(one, other), (seed, step, name, one, other)
-            if use.rule.rollback and use.pick.random() < 0.2:  # numbers of what comes back, as `KeptKeys.crop` leaves them
+            if (
+                use.rule.rollback and use.pick.random() < 0.2
+            ):  # numbers of what comes back, as `KeptKeys.crop` leaves them
                 for stored in (ours, theirs):
                     gone = stored.places[:, :, 0] >= (stored.length - 1).view(-1, 1, 1)
                     stored.places.masked_fill_(gone.unsqueeze(2) & (stored.length > 0).view(-1, 1, 1, 1), -1)
