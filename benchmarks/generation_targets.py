@@ -8,7 +8,14 @@ TARGETS = (
     Target("a step at 131072 positions over our full-cache decoding", 30, 45, value_of("step", "B16", "over_full")),
     Target("the same over SDPA with a full cache", 25, 40, value_of("step", "B16", "over_sdpa")),
     Target("full-cache decoding, B16, share of copy speed", 0.95, 0.98, value_of("full", "B16", "share_of_copy")),
-    Target("a prompt in chunks over one call", 1.25, 1.1, value_of("prompt", "B1", "chunks_ratio"), at_most=True),
+    Target(
+        "a prompt in chunks over one call, CUDA graphs",
+        1.25,
+        1.1,
+        value_of("prompt", "B1", "chunks_ratio"),
+        at_most=True,
+    ),
+    Target("the same in eager mode", 1.25, 1.1, value_of("prompt", "B1", "chunks_ratio_eager"), at_most=True),
     *(
         Target(
             f"batch-invariant {part} over plain, {words}", 1.1, 1.06, value_of("invariant", words, field), at_most=True

@@ -39,6 +39,32 @@ class Chunk(NamedTuple):
         trail.copy_(torch.where((length > self.begin[:, None]).unsqueeze(-1), made, trail))
 
 
+def chosen_first(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return where the chosen ones of `[B, heads, n]` stand, the first `count` of them, and which of these there are.
+
+    Nothing is sorted.
+    """
+    number = chosen.cumsum(-1)
+    target = torch.where(chosen, number - 1, count).clamp(max=count)
+    places = torch.arange(chosen.shape[-1], device=chosen.device).expand_as(target)
+    source = (
+        torch.zeros_like(target[..., :1]).expand(-1, -1, count + 1).clone().scatter_(-1, target, places)[..., :count]
+    )
+    return source, torch.arange(count, device=chosen.device) < number[..., -1:]
+
+
+def side_by_side(stored: Tensor, new: Tensor) -> Tensor:
+    """Return keys `[B, N + n, Hkv, D]`: those of slots `[B, Hkv, N, D]`, then new ones `[B, n, Hkv, D]`.
+
+    Two copies: `torch.cat` of such strides took 56 us where these take 15 (H200, 2026-11-26, 20 MB).
+    """
+    batch, heads, slots, dim = stored.shape
+    whole = new.new_empty(batch, slots + new.shape[1], heads, dim)
+    whole[:, :slots].copy_(stored.transpose(1, 2))
+    whole[:, slots:].copy_(new)
+    return whole
+
+
 def put(stored: Tensor, slot: Tensor, source: Tensor, write: Tensor, new: Tensor) -> None:
     """Write what stands at `source` of `new` `[B, heads, n, ...]` into slots of `stored` `[B, heads, N, ...]`, where `write`."""
     if stored.dim() == 4:

@@ -13,10 +13,12 @@ from torch import Tensor
 from dmattn_ops.masks.kept import NEVER, Known
 
 
-def outranked(cached: Known, new: Known, length: Tensor, changes: Tensor | None, keep: int) -> tuple[Tensor, Tensor]:
+def outranked(
+    cached: Known, new: Known, length: Tensor, changes: Tensor | None, keep: int, with_padding: bool
+) -> tuple[Tensor, Tensor]:
     """Return `outranked` of the cached keys `[B, Hkv, N]`, and of those at positions from `length` (`[B]`) on, `[B, Hkv, n]`.
 
-    `changes` `[B, n]` are True where a document begins; `ended` of both says so already.
+    `changes` `[B, n]` are True where a document begins; `ended` of both says so already. Without padding, all new keys are keys.
 
     The keys compete with the best and with each other. The best keys of the document that goes on, in the order of their
     positions, and the new ones are a short sequence, in which a key leaves the best where it does in the whole. What is no key,
@@ -24,7 +26,16 @@ def outranked(cached: Known, new: Known, length: Tensor, changes: Tensor | None,
     """
     slots = cached.position.shape[-1]
     best = (cached.outranked == NEVER) & (cached.ended >= length.view(-1, 1, 1))
-    position, order = torch.cat([torch.where(best, cached.position, -1), new.position], -1).sort(dim=-1, stable=True)
+    position = torch.where(best, cached.position, -1)
+    if with_padding:
+        position, order = torch.cat([position, new.position], -1).sort(dim=-1, stable=True)
+    else:  # the new ones are in order, and stand behind: sorting few is much faster
+        position, order = position.sort(dim=-1, stable=True)
+        behind = slots + torch.arange(new.position.shape[-1], device=order.device)
+        position, order = (
+            torch.cat([position, new.position], -1),
+            torch.cat([order, behind.expand_as(new.position)], -1),
+        )
     document = torch.where(position < 0, -1, 0)
     if changes is not None:
         number = torch.nn.functional.pad(changes.cumsum(-1), (slots, 0)).unsqueeze(1).expand_as(order)

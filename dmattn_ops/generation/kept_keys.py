@@ -18,7 +18,7 @@ from dmattn_ops.api.functions import flash_dmattn_func
 from dmattn_ops.bands import NO_BAND, Band
 from dmattn_ops.checks import require, validation, values
 from dmattn_ops.generation.checks import Keywords, check_inputs, checked_options
-from dmattn_ops.generation.chunk import Chunk, blank, lasting, put
+from dmattn_ops.generation.chunk import Chunk, blank, chosen_first, lasting, put, side_by_side
 from dmattn_ops.generation.eviction import outranked
 from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.kept import NEVER, UNNAMED, Known, Rule, Stored, Token
@@ -205,7 +205,7 @@ class KeptKeys:
         chunk = self._positions(new_positions, is_key, None if padding_counts else is_key, documents)
         cached, new, first = self._compete(scores, chunk)
         end = chunk.place_of(torch.cat([cached.seen_until(), new.seen_until()], -1))
-        keys, values = torch.cat([stored_key, key], 1), torch.cat([stored_value, value], 1)
+        keys, values = side_by_side(self.key, key), side_by_side(self.value, value)
         biases = None if self.bias is None or bias is None else torch.cat([self.bias, bias], -1)
         out = self._attention(query, keys, values, end, biases, Band(hi=self.slots), options)
         self._store(cached, new, (key, value, bias), chunk, first)
@@ -386,7 +386,7 @@ class KeptKeys:
         if is_key is not None:
             parts = [torch.where(is_key, part, -1) for part in parts]
         new = Known(scores, *(part[:, None].expand_as(scores) for part in parts))
-        of_cached, of_new = outranked(known, new, chunk.begin, changes, self.keep)
+        of_cached, of_new = outranked(known, new, chunk.begin, changes, self.keep, is_key is not None)
         return known._replace(outranked=of_cached), new._replace(outranked=of_new), first
 
     def _attention(
@@ -413,9 +413,7 @@ class KeptKeys:
         count = min(self.slots, key.shape[1])
         occupied = cached.needed(chunk.length, self._stored_back)
         slot = occupied.int().argsort(dim=-1, stable=True)[..., :count]
-        needed = new.needed(chunk.length, self._stored_back)
-        source = needed.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
-        write = needed.gather(-1, source)
+        source, write = chosen_first(new.needed(chunk.length, self._stored_back), count)
         put(self.key, slot, source, write, key.transpose(1, 2))
         put(self.value, slot, source, write, value.transpose(1, 2))
         put(self.scores, slot, source, write, new.scores)
