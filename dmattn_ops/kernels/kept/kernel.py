@@ -114,6 +114,19 @@ def sequence_of(
 
 
 @triton.jit
+def both(count, free, worst, other_count, other_free, other_worst):
+    """Return what is found of two slots, or sets of them: see `Found`."""
+    return count + other_count, tl.minimum(free, other_free), tl.maximum(worst, other_worst)
+
+
+@triton.jit
+def later(position, slot, other_position, other_slot):
+    """Return the greater of two positions, and its slot."""
+    takes = other_position > position
+    return tl.where(takes, other_position, position), tl.where(takes, other_slot, slot)
+
+
+@triton.jit
 def search(slots, lanes, start, count, found, sequence, shape: tl.constexpr):
     """Return what is found with the slots from `start` on; write what the query sees of them, and where documents end."""
     slot = start + lanes
@@ -131,19 +144,21 @@ def search(slots, lanes, start, count, found, sequence, shape: tl.constexpr):
 
     needed = (position >= 0) & (ended >= sequence.oldest)
     needed = needed & ((outranked >= sequence.oldest) | (protected > sequence.oldest))
-    free = tl.min(tl.where(inside & (needed == 0), slot, count), 0)
     best = (outranked == NEVER) & (ended == NEVER)
-    worst = tl.max(tl.where(best, place, found.worst), 0)
+    free = tl.where(inside & (needed == 0), slot, count)
+    found_here = tl.reduce((best.to(tl.int32), free, tl.where(best, place, found.worst)), 0, both)
+    worst = found_here[2]
     at_worst = best & (place == worst)
-    latest = tl.max(tl.where(at_worst, position, -1), 0)  # of equal ones the later key is worse
-    of_latest = tl.max(tl.where(at_worst & (position == latest), slot, -1), 0)
+    latest, of_latest = tl.reduce(
+        (tl.where(at_worst, position, -1), slot), 0, later
+    )  # of equal ones the later key is worse
     takes = (worst > found.worst) | (latest > found.position)
     return Found(
-        found.count + tl.sum(best.to(tl.int32), 0),
+        found.count + found_here[0],
         worst,
         tl.where(takes, latest, found.position),
         tl.where(takes, of_latest, found.slot),
-        tl.minimum(found.free, free),
+        tl.minimum(found.free, found_here[1]),
     )
 
 
