@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
@@ -28,7 +28,9 @@ def _ours(rows: list[Row], part: str, words: str) -> Row | None:
     return None
 
 
-def _value(part: str, words: str, field: str) -> Callable[[list[Row]], float | None]:
+def value_of(part: str, words: str, field: str) -> Callable[[list[Row]], float | None]:
+    """Return what reads a field of our row of a part whose case holds all words."""
+
     def read(rows: list[Row]) -> float | None:
         row = _ours(rows, part, words)
         return None if row is None else row.get(field)
@@ -69,7 +71,7 @@ def _slowest_model(rows: list[Row]) -> float | None:
 
 def _scaled(part: str, words: str, field: str, unit: float) -> Callable[[list[Row]], float | None]:
     def read(rows: list[Row]) -> float | None:
-        found = _value(part, words, field)(rows)
+        found = value_of(part, words, field)(rows)
         return None if found is None else found / unit
 
     return read
@@ -92,10 +94,14 @@ TARGETS = (
     ),
     Target("slowest model of scores over the mean", 0.75, 0.85, _slowest_model),
     Target(
-        "share beside attention, H32/8", 0.14, 0.08, _value("heads32", "S32768 keep1024 H32/8", "share"), at_most=True
+        "share beside attention, H32/8", 0.14, 0.08, value_of("heads32", "S32768 keep1024 H32/8", "share"), at_most=True
     ),
     Target(
-        "share beside attention, H16/16", 0.25, 0.15, _value("heads16", "S32768 keep1024 H16/16", "share"), at_most=True
+        "share beside attention, H16/16",
+        0.25,
+        0.15,
+        value_of("heads16", "S32768 keep1024 H16/16", "share"),
+        at_most=True,
     ),
     Target("time of 131072 over 32768 positions", 4.5, 4.2, _growth("S32768", "S131072"), at_most=True),
     Target("time of 1048576 over 262144 positions", 4.5, 4.2, _growth("S262144", "S1048576"), at_most=True),
@@ -111,10 +117,10 @@ TARGETS = (
 )
 
 
-def targets_of(rows: list[Row]) -> list[Row]:
+def targets_of(rows: list[Row], targets: Iterable[Target] = TARGETS) -> list[Row]:
     """Return each target that rows say something about, what was measured, and what was reached: "aim", "must" or "no"."""
     found = []
-    for target in TARGETS:
+    for target in targets:
         measured = target.measured(rows)
         if measured is None:
             continue

@@ -3,7 +3,8 @@
 A table stands between `<!-- results: FILE -->` and `<!-- end -->`, where FILE lies in benchmarks/results; `FILE 4096` takes
 only the rows whose case holds that word. Of a file of `bench_dynamic.py` or `bench_intervals.py`, `FILE PART` shows one part,
 and `FILE targets` what was meant to be reached; `FILE PART whole` of `bench_dynamic.py` leaves out what the time is made of.
-Of a file of `bench_ampere.py`, `FILE 8.9` shows one architecture.
+Of a file of `bench_ampere.py`, `FILE 8.9` shows one architecture; of one of `bench_generation.py`, `FILE step` and `FILE full` show
+decoding.
 """
 
 from __future__ import annotations
@@ -275,6 +276,31 @@ def targets_table(targets: list[Row]) -> str:
     return _table(["", "must", "aim", "measured"], lines)
 
 
+GENERATION_NAMES = {
+    "dmattn": "dmattn_ops",
+    "dmattn-full": "dmattn_ops, all keys",
+    "dmattn-invariant": "dmattn_ops, batch-invariant",
+    "sdpa-fa2": "SDPA, FlashAttention-2",
+    "sdpa-cudnn": "SDPA, cuDNN",
+}
+
+
+def generation_table(rows: list[Row]) -> str:
+    """Microseconds of decoding a position of one layer in a CUDA graph, and in eager mode; and the share of copy speed."""
+
+    def cell(row: Row, field: str, factor: float, form: str) -> str:
+        return format(row[field] * factor, form) if field in row else ""
+
+    lines = []
+    for row in rows:
+        if row["implementation"] in GENERATION_NAMES and "missing" not in row:
+            numbers = (("graph_ms", 1e3, ".4g"), ("eager_ms", 1e3, ".4g"), ("share_of_copy", 1, ".2f"))
+            name = GENERATION_NAMES[row["implementation"]]
+            kept = f", keep {row['keep']}" if row["part"] == "step" and row["implementation"] == "dmattn" else ""
+            lines.append([row["case"], name + kept, *(cell(row, *number) for number in numbers)])
+    return _table(["", "", "graph, us", "eager, us", "of copy speed"], lines)
+
+
 def table(name: str, words: list[str]) -> str:
     """Return the table of one result file."""
     results = json.loads((RESULTS / name).read_text())
@@ -284,6 +310,8 @@ def table(name: str, words: list[str]) -> str:
         if words == ["targets"]:
             return targets_table(results["targets"])
         rows = [row for row in results["rows"] if {row["part"], *row["case"].split(), "whole"} >= set(words)]
+        if any(part.endswith("graph_ms") for row in rows for part in row):
+            return generation_table(rows)
         if "published_tflops" in results:
             return intervals_table(rows, results["published_tflops"])
         return dynamic_table(rows, only_whole="whole" in words)

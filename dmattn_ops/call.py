@@ -92,6 +92,7 @@ class Takes(NamedTuple):
 
     masks: tuple[str, ...]  # kinds of masks, as `Call.kind` names them; a kind that is not listed is refused
     sinks: bool = False  # False: they compute without sinks, and `dispatch.sinks` scales their outputs and gradients
+    starts: bool = False  # True: they take intervals without `start`; False: `dispatch` makes zeros of it
     oldest: int = 0  # the oldest and the newest architecture that they run on, 90 for SM 9.0
     newest: int = 1000
 

@@ -135,7 +135,7 @@ def pictures() -> dict[str, str]:
 
 def schemas() -> str:
     """Return the schema of each operator."""
-    texts = (f"dmattn::{name}{schema}" for name, schema in (ops.SCHEMAS | ops.COMPOSITES).items())
+    texts = (f"dmattn::{name}{schema}" for name, schema in (ops.SCHEMAS | ops.CHANGING | ops.COMPOSITES).items())
     return "```text\n" + "\n".join(textwrap.fill(text, 100, subsequent_indent="    ") for text in texts) + "\n```\n"
 
 

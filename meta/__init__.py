@@ -55,6 +55,12 @@ def key_lifetimes_outputs(scores: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     return scores.new_empty(shape, dtype=torch.int32), scores.new_empty(shape, dtype=torch.int32)
 
 
+def keep_step_outputs(places: Tensor) -> Tensor:
+    """Allocate which slots are seen, int32 `[B, Hkv, N]`, for places `[B, Hkv, 4, N]`."""
+    batch, heads, _, slots = places.shape
+    return places.new_empty((batch, heads, slots), dtype=torch.int32)
+
+
 def rank_ids_outputs(ids: Tensor) -> Tensor:
     """Allocate int32 ranks like ids `[B, S]`."""
     return ids.new_empty(ids.shape, dtype=torch.int32)

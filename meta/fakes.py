@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dmattn_ops import meta
 from dmattn_ops.call import NO_MASK, Call, Varlen, plain_options
-from dmattn_ops.checks import chosen, require, validation
+from dmattn_ops.checks import chosen, kept, require, validation
 from dmattn_ops.ops import schemas
 
 _Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -76,6 +76,13 @@ def key_lifetimes(*arguments: Any) -> tuple[Tensor, Tensor]:
     read = schemas.SIGNATURES["key_lifetimes"].read(arguments)
     batch = validation.selection(*read)
     return meta.key_lifetimes_outputs(read.scores, batch)
+
+
+def keep_step(*arguments: Any) -> Tensor:
+    """Return which slots of a cache the new query sees, `[B, Hkv, N]`."""
+    read = schemas.SIGNATURES["keep_step"].read(arguments)
+    kept.step(read)
+    return meta.keep_step_outputs(read.places)
 
 
 def pack_intervals(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -182,6 +189,7 @@ def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
 for _fake in (
     forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
     key_lifetimes, pack_intervals, rank_ids, spread_lists, pack_selection, selection_mass, key_mass,
+    keep_step,
 ):  # fmt: skip
     torch.library.register_fake(f"dmattn::{_fake.__name__}", _fake, lib=schemas.library)
 for _name, _fake in (

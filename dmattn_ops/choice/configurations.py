@@ -32,6 +32,20 @@ class PortableForward:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeForward:
+    """Plain Triton forward for one query: a program owns the heads of a group, `block_m` at most, and walks `block_n` keys a step.
+
+    Programs share the keys of a head as in `PortableForward`.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    per_sm: int
+
+
+@dataclass(frozen=True, slots=True)
 class PortableBackward:
     """Plain Triton backward: dk/dv programs own `block_n` keys, dq programs own `dq_block_m` queries."""
 
@@ -186,7 +200,8 @@ class Whole:
 
 
 Config = (
-    PortableForward
+    DecodeForward
+    | PortableForward
     | PortableBackward
     | AmpereForward
     | AmpereBackward
@@ -211,6 +226,7 @@ class Row:
     shared_memory: int = 0  # bytes of a block
     evidence: str = ""
     few_tiles: bool = False  # for calls with fewer tiles of 128 queries than there are multiprocessors, and only those
+    one_query: bool = False  # for calls with one query of each head, and only those
     dim_v: int = 0  # widest head dimension of values, where that is narrower than `dim`
 
     @property

@@ -25,6 +25,7 @@ from dmattn_ops.dispatch import entries, sinks
 from dmattn_ops.launching.recording import computed, do_not_repeat
 
 _FORWARD = {
+    "decode": "dmattn_ops.kernels.decode.launch",
     "ampere": "dmattn_ops.kernels.ampere.forward.launch",
     "hopper": "dmattn_ops.kernels.hopper.forward.launch",
     "portable": "dmattn_ops.kernels.portable.forward",
@@ -237,7 +238,6 @@ def forward(call: Call, result: Result) -> None:
 def run_forward(call: Call, result: Result, packed: epochs.Packing | None) -> None:
     """Write the outputs of a call, its keys packed as they are said to be."""
     if packed is None:
-        call = with_start(call)
         if _one_by_one(call):
             entries.forward(call, result, _run_forward)
         else:
@@ -250,7 +250,7 @@ def run_forward(call: Call, result: Result, packed: epochs.Packing | None) -> No
 def _run_forward(call: Call, result: Result) -> None:
     choice = forward_choice(call, result)
     launcher = _launcher(_FORWARD[choice.row.kernel])
-    launcher.forward(call, result, choice.row.config)
+    launcher.forward(call if launcher.TAKES.starts else with_start(call), result, choice.row.config)
     if not launcher.TAKES.sinks:
         sinks.take_share(call.sink, result)
 
@@ -352,6 +352,13 @@ def kernels_of_masses(query: Tensor) -> ModuleType:
     if is_taken and arch.physical(query.device).sm >= config.OLDEST_TRITON:
         return _launcher("dmattn_ops.kernels.mass.launch")
     return _launcher("dmattn_ops.kernels.mass.reference")
+
+
+def kernels_of_steps(device: torch.device) -> ModuleType:
+    """Return what makes a step of a cache of kept keys on a device."""
+    if device.type == "cuda" and arch.physical(device).sm >= config.OLDEST_TRITON:
+        return _launcher("dmattn_ops.kernels.kept.launch")
+    return _launcher("dmattn_ops.kernels.kept.reference")
 
 
 def launcher(direction: str, kernel: str) -> ModuleType:

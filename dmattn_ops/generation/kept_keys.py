@@ -18,18 +18,16 @@ from dmattn_ops.api.functions import flash_dmattn_func
 from dmattn_ops.bands import NO_BAND, Band
 from dmattn_ops.checks import require, validation, values
 from dmattn_ops.generation.checks import Keywords, check_inputs, checked_options
-from dmattn_ops.generation.chunk import Chunk, blank, lasting, put
-from dmattn_ops.generation.eviction import NEVER, Known, outranked
+from dmattn_ops.generation.chunk import Chunk, blank, chosen_first, lasting, put, side_by_side
+from dmattn_ops.generation.eviction import outranked
 from dmattn_ops.masks.documents import as_integers
+from dmattn_ops.masks.kept import NEVER, UNNAMED, Known, Rule, Stored, Token
 from dmattn_ops.masks.tile_mask import from_intervals
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it since Python 3.11
 
 _ROUND_TO = 16  # slots
-_UNNAMED = -(1 << 63)  # the id of a document of which no id was given yet
-# Every tensor of the state, all with the batch first; the last three are None until they are needed.
-_STATE = ("key", "value", "scores", "places", "length", "floor", "first", "bias", "document", "trail")
 
 
 class KeptKeys:
@@ -99,8 +97,8 @@ class KeptKeys:
             self.length = torch.zeros(self.batch, dtype=torch.int64, device=device)
             self.floor = torch.zeros_like(self.length)  # the shortest length that `crop` can go back to
             self.first = torch.full_like(self.length, NEVER)  # where the first key of the document stands
-        # Room that is made when they are given: biases [B, Hkv|H, N], the id of the document [B], and for the last lengths,
-        # modulo their number, where their document began and its id, [B, rollback + 1, 2].
+            self.arrived = torch.zeros_like(self.length, dtype=torch.int32)  # a step counts in it, and leaves zeros
+        # Room that is made when they are given; `masks.kept.Stored` says what all tensors hold.
         self.bias = self.document = self.trail = None
         self.bias_heads = 0
         self._keep_addresses()
@@ -196,22 +194,21 @@ class KeptKeys:
         new_positions = query.shape[1]
         if new_positions == 0:
             return flash_dmattn_func(query, stored_key, stored_value, **options)
+        self._make_room(scores, bias, documents)
+        if new_positions == 1:
+            rule = Rule(self.keep, self.keep_first, self.keep_last, self.rollback, padding_counts)
+            token = Token(key, value, scores, bias, padding, documents)
+            seen = torch.ops.dmattn.keep_step(*self._stored(), *token, *rule)
+            return self._attention(query, stored_key, stored_value, seen, self.bias, NO_BAND, options)
         is_key = None if padding is None else (padding != 0).expand(self.batch, -1)
-        scores, bias = self._as_stored(scores, bias, query)
+        scores, bias = self._as_stored(scores, bias, new_positions)
         chunk = self._positions(new_positions, is_key, None if padding_counts else is_key, documents)
         cached, new, first = self._compete(scores, chunk)
-        if new_positions == 1:
-            self._store(cached, new, (key, value, bias), chunk, first)
-            seen_until, band = self._known().seen_until(), NO_BAND
-            key, value, bias = stored_key, stored_value, self.bias
-            end = chunk.place_of(seen_until)
-            out = self._attention(query, key, value, end, bias, band, options)
-        else:
-            end = chunk.place_of(torch.cat([cached.seen_until(), new.seen_until()], -1))
-            keys, values = torch.cat([stored_key, key], 1), torch.cat([stored_value, value], 1)
-            biases = None if self.bias is None or bias is None else torch.cat([self.bias, bias], -1)
-            out = self._attention(query, keys, values, end, biases, Band(hi=self.slots), options)
-            self._store(cached, new, (key, value, bias), chunk, first)
+        end = chunk.place_of(torch.cat([cached.seen_until(), new.seen_until()], -1))
+        keys, values = side_by_side(self.key, key), side_by_side(self.value, value)
+        biases = None if self.bias is None or bias is None else torch.cat([self.bias, bias], -1)
+        out = self._attention(query, keys, values, end, biases, Band(hi=self.slots), options)
+        self._store(cached, new, (key, value, bias), chunk, first)
         if chunk.counted is None:
             return out
         return blank(out, chunk.counted)
@@ -222,7 +219,7 @@ class KeptKeys:
         for part, start in ((self.length, 0), (self.floor, 0), (self.first, NEVER)):
             part.fill_(start)
         if self.document is not None and self.trail is not None:
-            self.document.fill_(_UNNAMED)
+            self.document.fill_(UNNAMED)
             self.trail.copy_(torch.stack([self.first, self.document], -1)[:, None])
 
     @torch.no_grad()
@@ -305,12 +302,14 @@ class KeptKeys:
 
     @property
     def _stored_back(self) -> int:
-        """How many of the last positions are stored in any case: a step stores its key before it attends."""
         return max(1, self.rollback)
 
+    def _stored(self) -> Stored:
+        return Stored._make(getattr(self, name) for name in Stored._fields)
+
     def _state(self) -> dict[str, Tensor]:
-        held = {name: getattr(self, name) for name in _STATE}
-        return {name: part for name, part in held.items() if part is not None}
+        """Return every tensor by its name, all with the batch first, but for those that are not needed yet."""
+        return {name: part for name, part in self._stored()._asdict().items() if part is not None}
 
     def _known(self) -> Known:
         return Known(self.scores, *self.places.unbind(2))
@@ -321,23 +320,30 @@ class KeptKeys:
             for part in self._state().values():
                 torch._dynamo.mark_static_address(part, guard=False)
 
-    def _as_stored(self, scores: Tensor, bias: Tensor | None, query: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return scores `[B, Hkv, n]` and biases `[B, Hkv|H, n]` as they are stored; make room for them where there is none."""
-        shape = (self.batch, self.kv_heads, query.shape[1])
-        wide = torch.float64 in (scores.dtype, self.scores.dtype)
-        scores = scores.to(torch.float64 if wide else torch.float32).expand(shape)
-        if self.scores.dtype != scores.dtype:
-            with lasting():
+    def _make_room(self, scores: Tensor, bias: Tensor | None, documents: Tensor | None) -> None:
+        """Make room for what is given for the first time: scores of float64, biases, ids of documents."""
+        before = len(self._state()), self.scores.dtype
+        with lasting():
+            if scores.dtype == torch.float64 and self.scores.dtype != torch.float64:
                 self.scores = self.scores.double()
-            self._keep_addresses()
-        if bias is None:
-            return scores, None if self.bias is None else self.bias.new_zeros(*self.bias.shape[:2], query.shape[1])
-        if self.bias is None:
-            self.bias_heads = bias.shape[1]
-            heads = max(self.bias_heads, self.kv_heads)
-            with lasting():
+            if bias is not None and self.bias is None:
+                self.bias_heads = bias.shape[1]
+                heads = max(self.bias_heads, self.kv_heads)
                 self.bias = torch.zeros(self.batch, heads, self.slots, dtype=bias.dtype, device=self.device)
+            if documents is not None and self.document is None:
+                self.document = torch.full_like(self.length, UNNAMED)
+                state = torch.stack([self.first, self.document], -1)
+                self.trail = state[:, None].repeat(1, self.rollback + 1, 1)
+        if before != (len(self._state()), self.scores.dtype):
             self._keep_addresses()
+
+    def _as_stored(self, scores: Tensor, bias: Tensor | None, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return scores `[B, Hkv, n]` and biases `[B, Hkv|H, n]` as they are stored."""
+        scores = scores.to(self.scores.dtype).expand(self.batch, self.kv_heads, count)
+        if self.bias is None:
+            return scores, None
+        if bias is None:
+            return scores, self.bias.new_zeros(*self.bias.shape[:2], count)
         return scores, bias.squeeze(2).expand(self.batch, self.bias.shape[1], -1)
 
     def _positions(self, count: int, is_key: Tensor | None, counted: Tensor | None, documents: Tensor | None) -> Chunk:
@@ -351,12 +357,6 @@ class KeptKeys:
             position, length = begin[:, None] + total - counted.long(), begin + total[:, -1]
         if documents is None and self.document is None:
             return Chunk(begin, position, length, is_key, counted, None, None)
-        if self.document is None and documents is not None:
-            with lasting():
-                self.document = torch.full_like(self.length, _UNNAMED)
-                state = torch.stack([self.first, self.document], -1)
-                self.trail = state[:, None].repeat(1, self.rollback + 1, 1)
-            self._keep_addresses()
         assert self.document is not None
         last = self.document[:, None]
         if documents is None:
@@ -366,7 +366,7 @@ class KeptKeys:
             place = torch.where(is_key, torch.arange(count, device=self.device), -1).cummax(-1).values
             documents = torch.where(place < 0, last, documents.gather(-1, place.clamp(min=0)))
         before = torch.cat([last, documents[:, :-1]], -1)
-        changes = (documents != before) & (before != _UNNAMED)
+        changes = (documents != before) & (before != UNNAMED)
         return Chunk(begin, position, length, is_key, counted, documents, changes)
 
     def _compete(self, scores: Tensor, chunk: Chunk) -> tuple[Known, Known, Tensor]:
@@ -386,7 +386,7 @@ class KeptKeys:
         if is_key is not None:
             parts = [torch.where(is_key, part, -1) for part in parts]
         new = Known(scores, *(part[:, None].expand_as(scores) for part in parts))
-        of_cached, of_new = outranked(known, new, chunk.begin, changes, self.keep)
+        of_cached, of_new = outranked(known, new, chunk.begin, changes, self.keep, is_key is not None)
         return known._replace(outranked=of_cached), new._replace(outranked=of_new), first
 
     def _attention(
@@ -412,22 +412,15 @@ class KeptKeys:
         self.places.copy_(torch.stack(cached[1:], 2))
         count = min(self.slots, key.shape[1])
         occupied = cached.needed(chunk.length, self._stored_back)
-        if count == 1:  # its key is needed, unless it is padding
-            slot = occupied.int().argmin(-1, keepdim=True)
-            source, write = None, None if chunk.is_key is None else new.position >= 0
-        else:
-            slot = occupied.int().argsort(dim=-1, stable=True)[..., :count]
-            needed = new.needed(chunk.length, self._stored_back)
-            source = needed.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
-            write = needed.gather(-1, source)
-        put(self.key, slot, key.transpose(1, 2), source, write)
-        put(self.value, slot, value.transpose(1, 2), source, write)
-        put(self.scores, slot, new.scores, source, write)
-        put(self.places.transpose(2, 3), slot, torch.stack(new[1:], -1), source, write)
+        slot = occupied.int().argsort(dim=-1, stable=True)[..., :count]
+        source, write = chosen_first(new.needed(chunk.length, self._stored_back), count)
+        put(self.key, slot, source, write, key.transpose(1, 2))
+        put(self.value, slot, source, write, value.transpose(1, 2))
+        put(self.scores, slot, source, write, new.scores)
+        put(self.places.transpose(2, 3), slot, source, write, torch.stack(new[1:], -1))
         if self.bias is not None and bias is not None:
             groups = self.bias.shape[1] // self.kv_heads
-            of_heads = [None if part is None else part.repeat_interleave(groups, 1) for part in (slot, source, write)]
-            put(self.bias, of_heads[0], bias, *of_heads[1:])
+            put(self.bias, *(part.repeat_interleave(groups, 1) for part in (slot, source, write)), bias)
         if self.document is not None and self.trail is not None and chunk.documents is not None:
             self.document.copy_(chunk.documents[:, -1])
             chunk.leave_trail(self.trail, torch.stack([first, chunk.documents], -1))

@@ -89,6 +89,15 @@ SCHEMAS = {
     " float? softmax_scale=None, float softcap=0.0) -> Tensor mass",
 }
 
+# Operators that change their arguments in place. They stand in graphs as they are: compilers keep the order of such changes, and
+# change the tensors of the caller.
+CHANGING = {
+    "keep_step": "(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) score_cache, Tensor(d!) places, Tensor(e!) length,"
+    " Tensor(f!) floor, Tensor(g!) first, Tensor(h!) arrived, Tensor(i!)? bias_cache, Tensor(j!)? document, Tensor(k!)? trail,"
+    " Tensor key, Tensor value, Tensor scores, Tensor? bias, Tensor? padding, Tensor? documents, SymInt keep, SymInt keep_first,"
+    " SymInt keep_last, SymInt rollback, bool padding_counts=False) -> Tensor seen"
+}
+
 # What tracers see through: in their graphs stand the operations of torch that it consists of.
 COMPOSITES = {"draw_seed": "(Tensor query, SymInt? batch=None) -> Tensor seed"}
 
@@ -106,7 +115,7 @@ except RuntimeError as error:
         "the operators torch.ops.dmattn are defined already, by libdmattn.so: a program that embeds Python imports dmattn_ops"
         " before it loads the library"
     ) from error
-for _name, _schema in (SCHEMAS | COMPOSITES | EXPORTED).items():
+for _name, _schema in (SCHEMAS | CHANGING | COMPOSITES | EXPORTED).items():
     library.define(_name + _schema, tags=_TAGS)
 
 
@@ -181,7 +190,7 @@ def place_of_needs(numbers: Sequence[str]) -> slice:
     return slice(first, end)
 
 
-SIGNATURES = {name: _signature(name) for name in SCHEMAS}
+SIGNATURES = {name: _signature(name) for name in SCHEMAS | CHANGING}
 
 
 def _refuse(name: str) -> Callable[..., Any]:
@@ -194,7 +203,7 @@ def _refuse(name: str) -> Callable[..., Any]:
     return refuse
 
 
-for _name in SCHEMAS:
+for _name in SCHEMAS | CHANGING:
     library.impl(_name, _refuse(_name), "CompositeExplicitAutograd")
 _mask_fields = attrgetter(*Mask._fields)
 _option_fields = attrgetter(*Options._fields)

@@ -313,13 +313,26 @@ def test_wide_heads_run_where_a_tile_fits_and_else_on_plain_operations(dim, dtyp
 
 
 @pytest.mark.parametrize(
-    ("heads", "seqlen_q", "kernel"), [(2, 1, "portable"), (33, 128, "portable"), (64, 1, "hopper")]
+    ("heads", "seqlen_q", "kernel"), [(2, 2, "portable"), (33, 128, "portable"), (64, 2, "hopper")]
 )
 def test_few_blocks_of_queries_over_many_keys_share_their_walk(heads, seqlen_q, kernel):
     query, key = (torch.empty(1, size, heads, 128, dtype=torch.bfloat16) for size in (seqlen_q, 4096))
     launch = dmattn_ops.explain(query, key, key, arch="9.0").forward
     assert launch.kernel == kernel
     assert any("leave most SMs idle" in reason for reason in launch.passed_over) == (kernel == "portable")
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_one_query_of_each_head_has_a_kernel_of_its_own(batch):
+    query, key = (
+        torch.empty(batch, 1, 8, 128, dtype=torch.bfloat16),
+        torch.empty(batch, 300, 2, 128, dtype=torch.bfloat16),
+    )
+    assert dmattn_ops.explain(query, key, key, arch="9.0").forward.kernel == "decode"
+    launch = dmattn_ops.explain(query.expand(-1, 2, -1, -1), key, key, arch="9.0").forward
+    assert launch.kernel != "decode" and any("2 queries of a head are not one" in each for each in launch.passed_over)
+    wide = dmattn_ops.explain(query.float(), key.float(), key.float(), arch="9.0").forward
+    assert wide.kernel == "portable"
 
 
 def test_the_device_itself_says_how_many_multiprocessors_there_are_to_fill(monkeypatch):

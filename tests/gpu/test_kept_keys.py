@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
 from dmattn_ops import KeptKeys, dynamic_mask, flash_dmattn_func
+from dmattn_ops.kernels.kept import launch, reference
+from dmattn_ops.masks.kept import Rule, Token
 
 pytestmark = pytest.mark.gpu
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -138,3 +141,42 @@ def test_memory_does_not_grow_over_a_long_text():
         cache.attend(*now(parts, i, i + 1))
     torch.cuda.synchronize()
     assert cache.nbytes == size and torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+@pytest.mark.parametrize("keep", [5, 300, 5000])
+def test_a_step_leaves_the_bits_of_plain_operations(keep: int):
+    """With ties and NaN among the scores, documents, padding and a bias; caches of one pass over their slots and of several."""
+    rule = Rule(keep, 2, 7, 3, False)
+    caches = [KeptKeys(3, 2, 24, keep, keep_first=2, keep_last=7, rollback=3, device="cuda") for _ in range(2)]
+    for cache in caches:
+        cache._make_room(torch.zeros(1), torch.zeros(1, 4, 1, 1, device="cuda"), torch.zeros(1))
+    for i in range(700 if keep < 1000 else 30):
+        scores = (
+            torch.randn(3, 2, 1, device="cuda")
+            .round(decimals=1)
+            .masked_fill(torch.rand(3, 2, 1, device="cuda") < 0.1, math.nan)
+        )
+        rows = [torch.randn(3, 1, 2, 24, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        padding = torch.rand(3, 1, device="cuda") < 0.9
+        documents = torch.full((1, 1), i // 250, device="cuda")
+        token = Token(*rows, scores, torch.randn(3, 4, 1, 1, device="cuda"), padding, documents)
+        seen = [torch.full((3, 2, caches[0].slots), -1, dtype=torch.int32, device="cuda") for _ in range(2)]
+        for cache, step, into in zip(caches, (launch.keep_step, reference.keep_step), seen, strict=True):
+            step(cache._stored(), token, rule, into)
+        assert torch.equal(*seen)
+    for name, part in caches[0]._state().items():
+        assert torch.equal(part.nan_to_num(7), getattr(caches[1], name).nan_to_num(7)), name
+
+
+def test_a_step_is_two_launches_where_the_batch_fills_the_gpu():
+    parts = inputs(200, batch=32, heads=8, kv_heads=4)
+    cache = cache_for(parts, 64)
+    cache.attend(*now(parts, 0, 150))
+    for i in range(150, 155):
+        cache.attend(*now(parts, i, i + 1))
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        cache.attend(*now(parts, 155, 156))
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert names == ["keep_step_kernel", "decode_kernel"]

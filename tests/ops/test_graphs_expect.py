@@ -20,7 +20,7 @@ FORBIDDEN = ("clone", "copy_", "auto_functionalized", "triton_kernel_wrapper")  
 
 def schemas(wanted):
     """Return the wanted schemas of the operators, a name being the argument."""
-    found = [str(ops.overload(name)._schema) for name in ops.SCHEMAS | ops.COMPOSITES if wanted(name)]
+    found = [str(ops.overload(name)._schema) for name in ops.SCHEMAS | ops.CHANGING | ops.COMPOSITES if wanted(name)]
     return "\n".join(textwrap.fill(schema, 116, subsequent_indent="    ") for schema in found)
 
 
@@ -121,9 +121,21 @@ dmattn::qkvpacked_backward.used(Tensor grad_out, Tensor? grad_lse, Tensor qkv, T
     )
 
 
+def test_schemas_of_operators_that_change_their_arguments():
+    assert_expected_inline(
+        schemas(lambda name: name in ops.CHANGING),
+        """\
+dmattn::keep_step(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) score_cache, Tensor(d!) places,
+    Tensor(e!) length, Tensor(f!) floor, Tensor(g!) first, Tensor(h!) arrived, Tensor(i!)? bias_cache, Tensor(j!)?
+    document, Tensor(k!)? trail, Tensor key, Tensor value, Tensor scores, Tensor? bias, Tensor? padding, Tensor?
+    documents, SymInt keep, SymInt keep_first, SymInt keep_last, SymInt rollback, bool padding_counts=False) ->
+    Tensor seen""",
+    )
+
+
 def test_schemas_of_masks_and_masses():
     assert_expected_inline(
-        schemas(lambda name: "ward" not in name),
+        schemas(lambda name: "ward" not in name and name not in ops.CHANGING),
         """\
 dmattn::pack_mask(Tensor mask, Tensor? q_segments, Tensor? k_segments, SymInt seqlen_q, SymInt band_lo=-1073741824,
     SymInt band_hi=1073741824) -> (Tensor row_tiles, Tensor col_tiles, Tensor row_bits, Tensor col_bits)

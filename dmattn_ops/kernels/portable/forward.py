@@ -281,7 +281,7 @@ def forward_with(
     arguments["sink"] = None  # which takes its share of all shares together
     arguments["shape"] = shape_of(call, config.block_m, config.block_n, aligned and rows_are_aligned(shares.out), least)
     _launch(kernel, arguments, shares, (programs, splits), blocks)
-    _merge(shares, result, call.sink)
+    merge(shares, result, call.sink)
 
 
 def _empty_statistics(result: Result) -> None:
@@ -317,7 +317,7 @@ def _launch(kernel: Any, arguments: dict[str, Any], result: Result, grid: tuple[
     )
 
 
-def _merge(shares: Result, result: Result, sink: Tensor | None) -> None:
+def merge(shares: Result, result: Result, sink: Tensor | None) -> None:
     """Launch the merging of shares `[splits, B, Sq, H, Dv]` and `[splits, B, H, Sq]`; `sink` `[H]` takes its share."""
     splits, width = shares.out.shape[0], result.out.shape[-1]
     launch(

@@ -1,0 +1,76 @@
+"""What the operator of a step of a cache of kept keys refuses. It takes what `KeptKeys` has checked, and other callers' tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmattn_ops.checks import require, validation
+
+_NUMBERS = ("length", "floor", "first", "document")
+
+
+def step(read: Any) -> None:
+    """Refuse arguments of the operator, read by name, that do not fit each other."""
+    require.counts(keep=read.keep, keep_first=read.keep_first, keep_last=read.keep_last, rollback=read.rollback)
+    require.flags(padding_counts=read.padding_counts)
+    require.rank("key_cache", read.key_cache, 4, "[B, Hkv, N, D]")
+    require.rank("value_cache", read.value_cache, 4, "[B, Hkv, N, Dv]")
+    batch, heads, slots, head_dim = read.key_cache.shape
+    value_dim = read.value_cache.shape[3]
+    expected: dict[str, tuple[tuple[int, ...], ...]] = {
+        "value_cache": ((batch,), (heads,), (slots,), (value_dim,)),
+        "score_cache": ((batch,), (heads,), (slots,)),
+        "places": ((batch,), (heads,), (4,), (slots,)),
+        **dict.fromkeys((*_NUMBERS, "arrived"), ((batch,),)),
+        "trail": ((batch,), (read.rollback + 1,), (2,)),
+        "key": ((batch,), (1,), (heads,), (head_dim,)),
+        "value": ((batch,), (1,), (heads,), (value_dim,)),
+        "scores": ((1, batch), (1, heads), (1,)),
+        "padding": ((1, batch), (1,)),
+        "documents": ((1, batch), (1,)),
+    }
+    for name, sizes in expected.items():
+        if getattr(read, name) is not None:
+            require.sizes(name, getattr(read, name), *sizes)
+    if read.bias_cache is not None:
+        require.rank("bias_cache", read.bias_cache, 3, "[B, Hkv or H, N]")
+        of_heads = read.bias_cache.shape[1]
+        if heads and of_heads % heads:
+            raise ValueError(f"bias_cache must have a multiple of {heads} heads, got {of_heads}")
+        require.sizes("bias_cache", read.bias_cache, (batch,), (of_heads,), (slots,))
+        if read.bias is not None:
+            require.sizes("bias", read.bias, (1, batch), (1, of_heads), (1,), (1,))
+    _dtypes(read)
+    for name, part in read._asdict().items():
+        if isinstance(part, Tensor):
+            require.device(name, part, read.key_cache.device, "key_cache")
+
+
+def _dtypes(read: Any) -> None:
+    """Refuse dtypes that a step does not take, and a cache that is not contiguous."""
+    require.dtype("key_cache", read.key_cache, *validation.DTYPES)
+    for name, like in (
+        ("value_cache", "key_cache"),
+        ("key", "key_cache"),
+        ("value", "key_cache"),
+        ("bias", "bias_cache"),
+    ):
+        if getattr(read, name) is not None and getattr(read, like) is not None:
+            require.dtype(name, getattr(read, name), getattr(read, like).dtype, like=like)
+    require.dtype("score_cache", read.score_cache, torch.float32, torch.float64)
+    for name in ("places", *_NUMBERS, "trail"):
+        if getattr(read, name) is not None:
+            require.dtype(name, getattr(read, name), torch.int64)
+    require.dtype("arrived", read.arrived, torch.int32)
+    if (read.document is None) != (read.trail is None):
+        raise ValueError("document and trail must be given together")
+    for name in ("padding", "documents"):
+        if getattr(read, name) is not None:
+            require.dtype(name, getattr(read, name), torch.bool, *validation.INTEGERS)
+    changed = ("key_cache", "value_cache", "score_cache", "places", *_NUMBERS, "arrived", "bias_cache", "trail")
+    for name in changed:
+        if getattr(read, name) is not None and not getattr(read, name).is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {require.text(getattr(read, name).stride())}")
