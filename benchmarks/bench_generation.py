@@ -16,7 +16,6 @@ The time of a step does not depend on how long the text is: its cache holds the 
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -117,11 +116,10 @@ def decoding(shape: Shape, session: Session, invariant: bool) -> tuple[Functions
     device = session.options.device
     query = shape.draw(device, 1, shape.heads)
     caches = [[shape.draw(device, shape.seqlen, shape.kv_heads) for _ in range(2)] for _ in range(shape.layers)]
-    ways: dict[str, list[Callable[[], Any]]] = {
-        "dmattn-full": [functools.partial(flash_dmattn_func, query, *cache) for cache in caches]
-    }
+    full = [functools.partial(flash_dmattn_func, query, *cache) for cache in caches]
+    ways: dict[str, list[Callable[[], Any]]] = {"dmattn-full": [*full]}
     if invariant:
-        ways["dmattn-invariant"] = [functools.partial(call, batch_invariant=True) for call in ways["dmattn-full"]]
+        ways["dmattn-invariant"] = [functools.partial(call, batch_invariant=True) for call in full]
     laid = [[part.transpose(1, 2) for part in (query, *cache)] for cache in caches]
     sdpa = functools.partial(scaled_dot_product_attention, enable_gqa=True)
     for name in BACKENDS if device == "cuda" else ():
@@ -158,7 +156,7 @@ def step(shape: Shape, session: Session) -> list[Row]:
     for cache in caches:
         cache.attend(*position(shape, device, 2 * shape.keep))
     new = position(shape, device, 1)
-    calls = [functools.partial(cache.attend, *new) for cache in caches]
+    calls: list[Callable[[], Any]] = [functools.partial(cache.attend, *new) for cache in caches]
     launches = launched(calls[0]) if device == "cuda" else None
     functions: Functions = {
         ("dmattn", "graph"): replayed(calls, device),
@@ -265,7 +263,7 @@ def invariant(shape: Shape, session: Session) -> list[Row]:
     for row in rows.values():
         for part in ("forward", "backward"):
             row[f"{part}_ratio"] = round(row[f"{part}_ms"] / plain[f"{part}_ms"], 3)
-        both = [statistics.fsum(each[f"{part}_ms"] for part in ("forward", "backward")) for each in (row, plain)]
+        both = [each["forward_ms"] + each["backward_ms"] for each in (row, plain)]
         row["ratio"] = round(both[0] / both[1], 3)
     return list(rows.values())
 

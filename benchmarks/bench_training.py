@@ -91,7 +91,8 @@ class Problem:
 
     def masked(self, mask: dmattn_ops.TileMask) -> tuple[Tensor, ...]:
         """Compute attention under a mask that was made before, and its gradients."""
-        return torch.autograd.grad(dmattn_ops.flash_dmattn_func(*self.rows, mask), self.rows, self.grad_out)
+        query, key, value = self.rows
+        return torch.autograd.grad(dmattn_ops.flash_dmattn_func(query, key, value, mask), self.rows, self.grad_out)
 
 
 @contextmanager

@@ -420,7 +420,8 @@ class KeptKeys:
         put(self.places.transpose(2, 3), slot, source, write, torch.stack(new[1:], -1))
         if self.bias is not None and bias is not None:
             groups = self.bias.shape[1] // self.kv_heads
-            put(self.bias, *(part.repeat_interleave(groups, 1) for part in (slot, source, write)), bias)
+            slot, source, write = (part.repeat_interleave(groups, 1) for part in (slot, source, write))
+            put(self.bias, slot, source, write, bias)
         if self.document is not None and self.trail is not None and chunk.documents is not None:
             self.document.copy_(chunk.documents[:, -1])
             chunk.leave_trail(self.trail, torch.stack([first, chunk.documents], -1))
