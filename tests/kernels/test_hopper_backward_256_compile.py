@@ -75,7 +75,13 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
     seconds = [name for name in kernel.arg_names if name.endswith("2_map")]
     constants |= {name: None for name in seconds if not given["DV2" if name[:-5] in ("v", "o", "dv") else "D2"]}
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    known = {"stat_map": tensor_map(gl.float32, [1, 64], plain), "stats": "*fp32", "flags": "*i8", "bits": "*i64", "counts": "*i32"}
+    known = {
+        "stat_map": tensor_map(gl.float32, [1, 64], plain),
+        "stats": "*fp32",
+        "flags": "*i8",
+        "bits": "*i64",
+        "counts": "*i32",
+    }
     known |= {"bias": "*bf16", "key_sums": "*fp32"}
     known |= dict.fromkeys(("lists", "q_segments", "k_segments", "start", "end", "hidden_from", "hidden_to"), "*i32")
     signature = {}
