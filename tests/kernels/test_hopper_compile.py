@@ -53,7 +53,7 @@ ALLOWED = {
 }  # fmt: skip
 # Instructions of a step without a test that move them, on its fast path; none where a case is not named.
 IN_LOOPS = {
-    "d64 segments": 4, "d64 bits key-bias": 4, "d64 segments key-bias": 5, "d128 segments key-bias": 4,
+    "d64 segments": 4, "d64 bits key-bias": 6, "d64 segments key-bias": 5, "d128 segments key-bias": 4,
     "d64 causal softcap": 12, "d64 intervals key-bias": 4, "d64 full softcap key-bias": 143,
     "d128 full softcap key-bias": 10, "d128 causal softcap key-bias": 10, "d64 causal key-bias ordered": 4,
     "d64 varlen softcap": 14, "d64 causal dropout": 21, "d64 bits dropout": 10, "d64 full key-bias dropout": 29,
