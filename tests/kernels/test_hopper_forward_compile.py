@@ -35,7 +35,7 @@ ALLOWED = {
     "d64 causal key-bias": 12, "d64 intervals key-bias": 24, "d64 window intervals": 24,
     "d64 bits dropout": 52, "d64 segments dropout": 48,
     "d64 causal intervals dropout": 60, "d128 full": 8, "d128 window": 24, "d128 softcap": 8, "d128 bits": 8,
-    "d128 segments": 84, "d128 window segments": 84, "d128 intervals": 56, "d128 causal intervals": 64,
+    "d128 segments": 84, "d128 window segments": 84, "d128 intervals": 24, "d128 causal intervals": 32,
     "d128 window intervals": 32, "d128 hidden intervals": 20, "d128 causal hidden intervals": 28,
     "d128 full key-bias": 8, "d128 causal key-bias": 32,
     "d128 softcap key-bias": 16, "d128 bits key-bias": 8, "d128 segments key-bias": 128, "d128 intervals key-bias": 32,
@@ -43,11 +43,11 @@ ALLOWED = {
     "d128 causal dropout": 24, "d128 softcap dropout": 36, "d128 bits dropout": 172, "d128 segments dropout": 240,
     "d128 causal intervals dropout": 120, "d128 causal key-bias dropout": 48, "d256 full": 36, "d256 causal": 12,
     "d256 window": 240, "d256 softcap": 32, "d256 bits": 20, "d256 segments": 128, "d256 window segments": 144,
-    "d256 intervals": 20, "d256 causal intervals": 80, "d256 window intervals": 88, "d256 hidden intervals": 152,
-    "d256 causal hidden intervals": 156, "d256 ragged": 20, "d256 ragged softcap": 8, "d256 ragged key-bias": 20,
+    "d256 intervals": 36, "d256 causal intervals": 36, "d256 window intervals": 44, "d256 hidden intervals": 104,
+    "d256 causal hidden intervals": 108, "d256 ragged": 20, "d256 ragged softcap": 8, "d256 ragged key-bias": 20,
     "d256 full key-bias": 28, "d256 causal key-bias": 52, "d256 softcap key-bias": 36, "d256 bits key-bias": 20,
-    "d256 segments key-bias": 124, "d256 intervals key-bias": 64, "d256 full full-bias": 136, "d256 bits full-bias": 260,
-    "d256 intervals full-bias": 528, "d256 full dropout": 160, "d256 causal dropout": 8, "d256 softcap dropout": 80,
+    "d256 segments key-bias": 124, "d256 intervals key-bias": 36, "d256 full full-bias": 136, "d256 bits full-bias": 260,
+    "d256 intervals full-bias": 288, "d256 full dropout": 160, "d256 causal dropout": 8, "d256 softcap dropout": 80,
     "d256 bits dropout": 128, "d256 segments dropout": 172, "d256 causal intervals dropout": 220,
     "d256 causal key-bias dropout": 216,
 }  # fmt: skip
@@ -65,7 +65,7 @@ ALLOWED |= {  # bands of packed sequences, and rows at the edges of a band that 
     "d256 ragged causal": 44, "d256 ragged window edges": 124, "d128 causal edges": 24, "d256 causal edges": 52,
 }  # fmt: skip
 ALLOWED |= {  # a bias in tiles
-    "d64 causal tiles-bias": 8, "d64 bits tiles-bias": 8, "d64 intervals tiles-bias": 96, "d64 segments tiles-bias": 108,
+    "d64 causal tiles-bias": 8, "d64 bits tiles-bias": 8, "d64 intervals tiles-bias": 48, "d64 segments tiles-bias": 108,
     "d96 bits tiles-bias": 24,
     "d128 full tiles-bias": 64, "d128 causal tiles-bias": 104, "d128 softcap tiles-bias": 64, "d128 segments tiles-bias": 224,
 }  # fmt: skip
