@@ -20,7 +20,6 @@ from dmattn_ops.kernels.chosen.work import (
     gathered,
     inner,
     no_rows,
-    rows_from,
     scaled,
     stored,
 )
@@ -62,17 +61,13 @@ class Listed(NamedTuple):
 
 @triton.jit
 def visible_pairs(tile, columns, head, work: tl.constexpr, TESTED: tl.constexpr):
-    """Return which pairs `[rows, columns or 1]` are visible; `TESTED`: band, segments and ends may hide some of a block."""
-    if work.entries == 1:
-        visible = (((columns.word >> tile.within) & 1) != 0)[:, None]
-    else:
-        visible = ((columns.word[None, :] >> tile.within[:, None]) & 1) != 0
+    """Return which pairs `[rows, columns]` are visible; `TESTED`: band, segments and ends may hide some of a block."""
+    visible = ((columns.word[None, :] >> tile.within[:, None]) & 1) != 0
     if TESTED:
-        key = columns.first + columns.place
-        distance = key[None, :] - tile.row[:, None]
+        distance = columns.key[None, :] - tile.row[:, None]
         visible = visible & columns.inside[None, :] & (distance >= head.band_lo) & (distance <= head.band_hi)
         if work.segments:
-            segment = tl.load(head.segments + key, columns.inside, other=0)
+            segment = tl.load(head.segments + columns.key, columns.inside, other=0)
             visible = visible & (segment[None, :] == tile.segment[:, None])
     elif work.wide != work.block:
         visible = visible & columns.inside[None, :]
@@ -89,15 +84,7 @@ def attend(sums, q, tile, listed, begin, end, head, work: tl.constexpr, features
     CHECKED: tl.constexpr = TESTED or work.wide != work.block
     for step in tl.range(begin, end):
         columns = columns_of(listed.entries, listed.words, step, listed.count, head.seqlen_k, work)
-        k = gathered(
-            rows_from(head.key, head.key_s, columns),
-            head.key_s,
-            columns.place,
-            columns.inside,
-            HEAD,
-            work.aligned,
-            CHECKED,
-        )
+        k = gathered(head.key, head.key_s, columns.key, columns.inside, HEAD, work.aligned, CHECKED)
         products = inner(q, k, HEAD, features)
         visible = visible_pairs(tile, columns, head, work, TESTED)
         score = tl.where(visible, scores_of(products, 0.0, head.factors, features), float("-inf"))
@@ -106,15 +93,7 @@ def attend(sums, q, tile, listed, begin, end, head, work: tl.constexpr, features
         inside = columns.inside
         if TESTED:  # a value that nobody sees may be NaN
             inside = tl.max(visible.to(tl.int32), 0) != 0
-        v = gathered(
-            rows_from(head.value, head.value_s, columns),
-            head.value_s,
-            columns.place,
-            inside,
-            VALUE,
-            work.aligned,
-            CHECKED,
-        )
+        v = gathered(head.value, head.value_s, columns.key, inside, VALUE, work.aligned, CHECKED)
         acc = scaled(acc, weights.shrink[:, None], VALUE)
         acc = combined(weights.p.to(v.first.dtype), v, acc, VALUE, features)
         peak, base = weights.peak, weights.base

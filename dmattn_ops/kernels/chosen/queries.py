@@ -21,7 +21,6 @@ from dmattn_ops.kernels.chosen.work import (
     gathered,
     inner,
     no_rows,
-    rows_from,
     scaled,
     stored,
 )
@@ -54,9 +53,8 @@ def scatter(dq, rows, listed, begin, end, head, sums, work: tl.constexpr, featur
     CHECKED: tl.constexpr = TESTED or work.wide != work.block
     for step in tl.range(begin, end):
         columns = columns_of(listed.entries, listed.words, step, listed.count, head.seqlen_k, work)
-        keys, values = rows_from(head.key, head.key_s, columns), rows_from(head.value, head.value_s, columns)
-        k = gathered(keys, head.key_s, columns.place, columns.inside, HEAD, work.aligned, CHECKED)
-        v = gathered(values, head.value_s, columns.place, columns.inside, VALUE, work.aligned, CHECKED)
+        k = gathered(head.key, head.key_s, columns.key, columns.inside, HEAD, work.aligned, CHECKED)
+        v = gathered(head.value, head.value_s, columns.key, columns.inside, VALUE, work.aligned, CHECKED)
         products, slope = capped(inner(rows.q, k, HEAD, features), head.factors, features)
         statistics = rows.statistics
         p = probabilities(
@@ -67,8 +65,7 @@ def scatter(dq, rows, listed, begin, end, head, sums, work: tl.constexpr, featur
         inside = columns.inside
         if TESTED:
             inside = tl.max(visible.to(tl.int32), 0) != 0
-        weights = tl.trans(p.to(rows.grad_out.first.dtype))
-        added(rows_from(sums.dv, VALUE.whole, columns), columns.place, inside, weights, rows.grad_out, VALUE, features)
+        added(sums.dv, columns.key, inside, tl.trans(p.to(rows.grad_out.first.dtype)), rows.grad_out, VALUE, features)
         grad_p = inner(rows.grad_out, v, VALUE, features)
         ds = p * (grad_p - statistics.delta[:, None])
         if TESTED:  # a key that nobody sees may be NaN
@@ -77,9 +74,9 @@ def scatter(dq, rows, listed, begin, end, head, sums, work: tl.constexpr, featur
         if features.softcap:
             ds *= slope
         ds = ds.to(rows.q.first.dtype)
-        added(rows_from(sums.dk, HEAD.whole, columns), columns.place, inside, tl.trans(ds), rows.q, HEAD, features)
+        added(sums.dk, columns.key, inside, tl.trans(ds), rows.q, HEAD, features)
         if TESTED:
-            k = gathered(keys, head.key_s, columns.place, inside, HEAD, work.aligned, True)
+            k = gathered(head.key, head.key_s, columns.key, inside, HEAD, work.aligned, True)
         dq = combined(ds, k, dq, HEAD, features)
     return dq
 

@@ -88,9 +88,8 @@ class Parts(NamedTuple):
 class Columns(NamedTuple):
     """The keys of a step, `[columns]`."""
 
-    first: Any  # from where keys are counted
-    place: Any  # of keys, from there
-    word: Any  # which queries of the tile chose their block: bit `q` is query `q`; one number where they have one block
+    key: Any  # numbers of keys
+    word: Any  # which queries of the tile chose its block: bit `q` is query `q`
     inside: Any  # whether there is such a key
 
 
@@ -139,32 +138,24 @@ def list_batch(indices: Tensor, segments: dict[str, Any]) -> int:
 
 @triton.jit
 def columns_of(entries, words, step, count, seqlen_k, work: tl.constexpr):
-    """Return the keys of one step of a walk through `count` entries.
-
-    Where a block fills the step, its number is one for all columns: so are its word and the addresses of its rows.
-    """
+    """Return the keys of one step of a walk through `count` entries."""
     column = tl.arange(0, work.columns)
     WIDE: tl.constexpr = work.wide
     PARTS: tl.constexpr = work.parts
-    if work.entries == 1:
-        number = tl.load(entries + step // PARTS)
-        word = tl.load(words + step // PARTS)
-        first = number * work.block + step % PARTS * work.columns
-        place = column
-        inside = first + place < seqlen_k
-        if WIDE != work.block:
-            inside = inside & (step % PARTS * work.columns + column < work.block)
-    else:
+    if PARTS == 1:
         at = step * work.entries + column // WIDE
-        listed = at < count
-        number = tl.load(entries + at, listed, other=0)
-        word = tl.load(words + at, listed, other=0)
-        first = tl.cast(0, tl.int32)
-        place = number * work.block + column % WIDE
-        inside = listed & (place < seqlen_k)
-        if WIDE != work.block:
-            inside = inside & (column % WIDE < work.block)
-    return Columns(first, place, word, inside)
+        place = column % WIDE
+    else:
+        at = step // PARTS + column * 0
+        place = step % PARTS * work.columns + column
+    listed = at < count
+    number = tl.load(entries + at, listed, other=0)
+    word = tl.load(words + at, listed, other=0)
+    key = number * work.block + place
+    inside = listed & (key < seqlen_k)
+    if WIDE != work.block:
+        inside = inside & (place < work.block)
+    return Columns(key, word, inside)
 
 
 @triton.jit
@@ -178,12 +169,6 @@ def gathered(pointer, stride, row, inside, width: tl.constexpr, ALIGNED: tl.cons
         first = columns_from(pointers, inside, width.dim, width.first, ALIGNED, CHECKED)
         more = first
     return Parts(first, more)
-
-
-@triton.jit
-def rows_from(pointer, stride, columns):
-    """Return where the row lies from which the keys of a step are counted."""
-    return pointer + columns.first.to(tl.int64) * stride
 
 
 @triton.jit
