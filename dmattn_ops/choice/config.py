@@ -288,22 +288,23 @@ AMPERE_BACKWARD = tuple(
 # Kernels that compute again what a NaN in hidden rows has spoilt (`kernels/portable/again.py`): seldom, so nothing is tuned
 AGAIN_FORWARD = PortableForward(64, 32, 4, 1)
 AGAIN_BACKWARD = PortableBackward(32, 32, 4, 1, 32, 32, 4, 1)
-# One query of each head, by widest head dimension and fewest keys; the rows of a block are the heads that share a key head. H200,
-# torch 2.11, triton 3.6, 2026-11-26, bf16, H32/8 D128 in CUDA graphs over caches that take turns, GB/s of keys and values where a
-# copy reads and writes 4240: B16 Sk32768 4548 (128 x 8 warps x 3 stages 4474, two programs on each SM 4390), B1 Sk32768 3588; B16
-# Sk2064 with intervals 3536 (64 x 4 x 4 3145, 64 x 4 x 5 2634). D 64 and 256 were compiled only.
+# One query of each head, by widest head dimension and fewest keys; the rows of a block are the heads that share a key head.
+# Measured on an H200, torch 2.11, triton 3.6, 2026-11-26, bf16, H32/8, in CUDA graphs over caches that take turns.
 _DECODE = {
-    (64, 0): (16, 128, 4, 4, 1),
-    (128, 8192): (16, 64, 4, 4, 1),
-    (128, 0): (16, 128, 8, 3, 1),
-    (256, 0): (16, 64, 4, 3, 1),
+    (64, 0): ((16, 128, 4, 4, 1), _COMPILED),
+    (128, 8192): (
+        (16, 64, 4, 4, 1),
+        "B16 and B1 Sk32768: 4548 and 3588 GB/s of keys and values, where a copy reads and writes 4240; 128 keys, 8 warps 4474",
+    ),
+    (128, 0): ((16, 128, 8, 3, 1), "B16 Sk2064, intervals: 3536 GB/s; 64 keys, 4 warps, 4 and 5 stages 3145 and 2634"),
+    (256, 0): ((16, 64, 8, 3, 1), _COMPILED),
 }
 DECODE_FORWARD = tuple(
     Row(
-        90, dim, 2, keys, "LongSeq" if keys else tier_of(*made[:2]), "decode", DecodeForward(*made),
-        evidence="" if dim == 128 else _COMPILED, one_query=True,
+        90, dim, 2, keys, "LongSeq" if keys else tier_of(*made[:2]), "decode", DecodeForward(*made), 0, evidence,
+        one_query=True,
     )
-    for (dim, keys), made in _DECODE.items()
+    for (dim, keys), (made, evidence) in _DECODE.items()
 )  # fmt: skip
 FORWARD = (*DECODE_FORWARD, *HOPPER_FORWARD, *AMPERE_FORWARD, *_portable(0), *_LEGACY)
 # H200, 2026-11-23, bf16, S4096 H16 D128 full: B2 0.94 ms (four buffers 0.97), B4 1.75 ms (two steps of keys at once 3.36).

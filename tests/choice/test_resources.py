@@ -257,7 +257,8 @@ def test_a_table_holds_every_configuration_that_dispatch_can_return(configuratio
 def test_every_row_for_triton_is_reached(configurations):
     for rows in (config.FORWARD, config.BACKWARD):
         reached = {row for sm in configurations.ARCHITECTURES for row in configurations.reachable(rows, sm)}
-        assert [row.name for row in rows if row not in reached and row.kernel != "reference"] == []
+        elsewhere = ("reference", "decode")  # tests/kernels/test_decode_compile.py
+        assert [row.name for row in rows if row not in reached and row.kernel not in elsewhere] == []
 
 
 def test_a_call_that_is_made_for_a_specialization_has_it(configurations):

@@ -29,7 +29,6 @@ from dmattn_ops.kernels.portable.scores import (
 from dmattn_ops.kernels.portable.softmax import RowResults, Softmax, finish_rows, least_peaks, scores_of, weights_of
 from dmattn_ops.kernels.portable.visibility import some_nan
 from dmattn_ops.kernels.sinks import share_of_keys
-from dmattn_ops.launching.overlap import follow_kernel_before
 
 SEARCHED = tl.constexpr(1024)  # keys of which a program reads at once whether they are seen
 
@@ -134,7 +133,6 @@ def decode_kernel(
     `program_id(1)` says which share. Key head `h` is read by query heads from `h * features.group` on. `SPARSE`: the mask may
     hide most keys.
     """
-    follow_kernel_before()
     QUERY_ROWS: tl.constexpr = shape.query_rows
     OUT_ROWS: tl.constexpr = shape.out_rows
     BLOCK_M: tl.constexpr = shape.block_m
