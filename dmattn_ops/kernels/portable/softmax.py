@@ -64,12 +64,13 @@ class RowResults(NamedTuple):
 @triton.jit
 def least_peaks(zeros, factors, features: tl.constexpr):
     """Return (peak, base) of rows that have seen no key yet; `zeros` has one number for each."""
-    unit = log2_unit(factors, features)
-    least = float("-inf")
+    peak = zeros + float("-inf")
+    base = peak
     if not features.natural:
-        least = least_peak(unit)
-    peak = zeros + least
-    return peak, peak * row_units(peak, unit)
+        unit = log2_unit(factors, features)
+        peak = zeros + least_peak(unit)
+        base = peak * row_units(peak, unit)
+    return peak, base
 
 
 @triton.jit
