@@ -238,8 +238,8 @@ _AMPERE_BACKWARD = {
 }  # fmt: skip
 
 
-# By whether shared memory is large. D 64 and 128, SM 8.0's instructions on an H200, 2026-11-26, B2 H16 S2048: the whole backward 0.752
-# and 1.18 ms, flex_attention 1.49 and 2.71; other blocks within 10%. The others were compiled only.
+# By whether shared memory is large. D 64 and 128, SM 8.0's instructions on an H200, 2026-11-26, B2 H16 S2048: the whole backward
+# 0.752 and 1.18 ms, flex_attention 1.49 and 2.71; other blocks within 10%. The others were compiled only.
 _AMPERE_SHARED_BIAS = {
     (True, 64): AmpereSharedBias(128, 64, 4, 4, 1),
     (True, 128): AmpereSharedBias(64, 64, 4, 2, 1),
