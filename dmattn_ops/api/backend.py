@@ -74,8 +74,7 @@ def _cpu() -> Device:
 def _gpu(index: int) -> Device:
     device = torch.device("cuda", index)
     on = arch.physical(device)
-    missing = run.missing_kernels(on)
-    kernels = tuple(kernel for kernel in run.GPU_KERNELS if kernel not in missing)
+    missing, kernels = run.missing_kernels(on), run.kernels_on(on)
     return Device(arch.name(device), str(on), kernels or ("reference (plain torch operations, slow)",), missing)
 
 

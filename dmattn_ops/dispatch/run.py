@@ -43,7 +43,7 @@ _BACKWARD = {
 PACKED = "dmattn_ops.kernels.epochs.attention"
 CHOSEN = "dmattn_ops.kernels.chosen.launch"
 LARGEST_MASS_DIM = 256  # of the Triton kernels of masses
-GPU_KERNELS = ("hopper", "hopper256", "portable")  # fastest first
+GPU_KERNELS = ("decode", "hopper", "hopper256", "ampere", "portable")  # fastest first
 
 
 @cache
@@ -95,6 +95,13 @@ def missing_kernels(on: Arch) -> dict[str, str]:
         by_direction = (_reason_against(kernels[kernel], on) for kernels in (_FORWARD, _BACKWARD) if kernel in kernels)
         found[kernel] = next(filter(None, by_direction), "")
     return {kernel: reason for kernel, reason in found.items() if reason}
+
+
+def kernels_on(on: Arch) -> tuple[str, ...]:
+    """Return the kernels that have configurations for a GPU and run on it."""
+    made_for, missing = arch.nearest(on.sm).sm, missing_kernels(on)
+    rows = {row.kernel for row in (*config.FORWARD, *config.BACKWARD) if row.sm == made_for}
+    return tuple(kernel for kernel in GPU_KERNELS if kernel in rows and kernel not in missing)
 
 
 def _reason_against(module: str, on: Arch | None) -> str:
