@@ -4,7 +4,10 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+#include <charconv>
 #include <cstdlib>
+#include <locale>
 #include <utility>
 
 #include "../cpu/schemas.h"
@@ -23,8 +26,10 @@ struct Argument {
 struct Schema {
   std::string name;
   std::vector<Argument> arguments;
+  size_t results;
 
-  explicit Schema(const std::string& text) : name(text.substr(0, text.find('('))) {
+  explicit Schema(const std::string& text) : name(text.substr(0, text.find('('))), results(0) {
+    for (size_t at = text.find(") -> "); (at = text.find("Tensor", at)) != std::string::npos; ++at) ++results;
     std::istringstream declared(text.substr(name.size() + 1, text.find(") -> ") - name.size() - 1));
     for (std::string one; declared >> one;) {
       Argument made{one, "", ""};
@@ -40,14 +45,22 @@ struct Schema {
   }
 };
 
+double number_of(const std::string& text) {
+  double value = 0.0;
+  std::from_chars(text.data(), text.data() + text.size(), value);
+  return value;
+}
+
+// As "%.17g" writes it, whatever the locale is.
 std::string text_of(double value) {
   char text[32];
-  std::snprintf(text, sizeof text, "%.17g", value);
-  return text;
+  return {text, std::to_chars(text, text + sizeof text, value, std::chars_format::general, 17).ptr};
 }
 
 std::string text_of(const Tensor& tensor) {
   std::ostringstream text, strides;
+  text.imbue(std::locale::classic());
+  strides.imbue(std::locale::classic());
   text << name_of(tensor.scalar_type()) << '[';
   bool apart = false;
   int64_t expected = 1;
@@ -77,7 +90,7 @@ struct Asked {
       const std::string value = next(taken, argument.type);
       std::string standard = argument.standard;
       if (argument.type.starts_with("float") && !standard.empty() && standard != "None")
-        standard = text_of(std::strtod(standard.c_str(), nullptr));
+        standard = text_of(number_of(standard));
       if (value != "None" && value != standard) text += " " + argument.name + "=" + value;
     }
   }
@@ -166,6 +179,20 @@ Tensor made_by(const Step& step, const std::vector<MaybeTensor>& tensors, const 
   return step.kind == Step::kZero ? torch::stable::zero_(given) : torch::stable::fill_(given, step.value);
 }
 
+// Refuse a plan that a damaged file made: with other results than the operator has, or tensors that are not there yet.
+void check_plan(const Found& found, size_t arguments, size_t results) {
+  size_t known = arguments + found.plan->outputs.size();
+  bool right = found.plan->outputs.size() == results;
+  for (const Step& step : found.plan->steps) {
+    const bool makes = step.kind == Step::kAllocate || step.kind == Step::kZeros;
+    right = right && (makes || step.kind == Step::kLaunch || std::max(step.tensor, step.source) < known);
+    for (const Parameter& parameter : step.parameters)
+      right = right && (parameter.kind == Parameter::kNumber || parameter.tensor < known);
+    known += step.kind != Step::kLaunch;
+  }
+  DMATTN_CHECK_VALUE(right, found.file->path, " is damaged: a plan does not fit its operator");
+}
+
 // Run a plan; `tensors` are the arguments. Returns the results.
 std::vector<Tensor> run(const Found& found, std::vector<MaybeTensor> tensors, const Tensor& on, int device) {
   std::vector<Tensor> outputs;
@@ -184,6 +211,15 @@ std::vector<Tensor> run(const Found& found, std::vector<MaybeTensor> tensors, co
   return outputs;
 }
 
+bool on_same_device(const Tensor& tensor, const Tensor& other) {
+  int32_t types[2], indices[2];
+  for (const auto& [place, each] : {std::pair{0, &tensor}, std::pair{1, &other}})
+    if (aoti_torch_get_device_type(each->get(), &types[place]) != 0 ||
+        aoti_torch_get_device_index(each->get(), &indices[place]) != 0)
+      return false;
+  return types[0] == types[1] && indices[0] == indices[1];
+}
+
 template <size_t number>
 void planned_operator(StableIValue* stack, uint64_t, uint64_t) {
   static const Schema schema(kSchemas[number]);
@@ -191,8 +227,12 @@ void planned_operator(StableIValue* stack, uint64_t, uint64_t) {
   MaybeTensor on;
   for (const MaybeTensor& tensor : asked.tensors)
     if (!on.has_value()) on = tensor;
+  for (const MaybeTensor& tensor : asked.tensors)
+    DMATTN_CHECK_VALUE(!tensor.has_value() || on_same_device(*tensor, *on), schema.name,
+                       " takes tensors of one GPU, and these are on several devices");
   const int device = on->get_device_index();
   const Found found = find_plan(schema.name, asked.text, gpu(device));
+  check_plan(found, asked.tensors.size(), schema.results);
   for (const Tensor& output : run(found, std::move(asked.tensors), *on, device)) give(stack++, output);
 }
 

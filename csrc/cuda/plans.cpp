@@ -2,10 +2,13 @@
 
 #include <dlfcn.h>
 
+#include <charconv>
 #include <cstdlib>
 #include <deque>
 #include <fstream>
+#include <locale>
 #include <mutex>
+#include <type_traits>
 #include <utility>
 
 namespace dmattn {
@@ -29,11 +32,16 @@ class Reader {
  public:
   explicit Reader(const std::string& path) : path_(path), stream_(path, std::ios::binary) {
     DMATTN_CHECK_VALUE(stream_.good(), path, " cannot be read");
+    stream_.imbue(std::locale::classic());
+    stream_.seekg(0, std::ios::end);
+    size_ = static_cast<uint64_t>(stream_.tellg());
+    stream_.seekg(0);
   }
 
   template <typename T>
   T next() {
     T value{};
+    if constexpr (std::is_unsigned_v<T>) check((stream_ >> std::ws).peek() != '-');  // which a stream would wrap around
     stream_ >> value;
     check(!stream_.fail());
     return value;
@@ -59,12 +67,20 @@ class Reader {
   }
 
   std::string bytes(size_t count) {
-    check(stream_.get() == '\n');
+    check(stream_.get() == '\n' && count <= size_ - static_cast<uint64_t>(stream_.tellg()));
     std::string found;
     found.resize(count);
     stream_.read(found.data(), static_cast<std::streamsize>(count));
     check(!stream_.fail());
     return found;
+  }
+
+  double number() {  // streams read no "-inf"
+    const auto text = next<std::string>();
+    double value = 0.0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    check(error == std::errc{} && end == text.data() + text.size());
+    return value;
   }
 
   void check(bool right) const {
@@ -74,6 +90,7 @@ class Reader {
  private:
   std::string path_;
   std::ifstream stream_;
+  uint64_t size_;
 };
 
 Layout read_layout(Reader& reader) {
@@ -113,7 +130,7 @@ Step read_step(Reader& reader, const std::string& kind, size_t kernels) {
     made.layout = read_layout(reader);
   } else if (made.kind != Step::kLaunch) {
     made.tensor = reader.next<size_t>();
-    if (made.kind == Step::kFill) made.value = std::stod(reader.next<std::string>());  // streams read no "-inf"
+    if (made.kind == Step::kFill) made.value = reader.number();
     if (made.kind == Step::kSum) {
       made.source = reader.next<size_t>();
       for (std::vector<int64_t>* numbers : {&made.layout.sizes, &made.layout.strides})
@@ -193,7 +210,9 @@ PlanFile read_plans(const std::string& path) {
       continue;
     }
     reader.check(kind == "plan");
-    Plan& plan = made.plans[reader.line()];
+    const auto [place, is_new] = made.plans.try_emplace(reader.line());
+    reader.check(is_new);
+    Plan& plan = place->second;
     for (kind = reader.next<std::string>(); kind != "end"; kind = reader.next<std::string>()) {
       if (kind == "output")
         plan.outputs.push_back(read_layout(reader));

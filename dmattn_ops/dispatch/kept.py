@@ -29,4 +29,11 @@ def keep_step(*arguments: Any) -> tuple[Tensor]:
 
 
 _planned = plans.planned(below_autograd(keep_step), schemas.SIGNATURES["keep_step"])
-schemas.implement("keep_step", lambda *arguments: (_planned(*arguments)[0][0], None))
+
+
+def _operator(*arguments: Any) -> tuple[Tensor, None]:
+    plans.refuse_export("keep_step", arguments[0], "an operator that libdmattn.so does not have")
+    return _planned(*arguments)[0][0], None
+
+
+schemas.implement("keep_step", _operator)

@@ -72,6 +72,8 @@ class Origin(NamedTuple):
         Saved tensors with the addresses and strides of the forward's tensors are those tensors: autograd has checked their
         versions. Strides are compared because a saved-tensor hook may return a tensor at the same address in another layout.
         """
+        if _exported is not None:  # which writes a backward as every other call
+            return None
         enter_thread()
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in saved]
         if addresses != self.addresses or environment.profiles_backward():
@@ -143,11 +145,12 @@ def planned(function: _Computation, signature: Any, name: str = "") -> Callable[
 
     def call(*arguments: Any) -> tuple[Any, Origin | None]:
         on = arguments[1] if arguments[0] is None else arguments[0]
+        if _exported is not None and on is not None and on.is_cuda:
+            enter_thread()
+            return _export(name, signature, arguments, on.get_device(), function, _exported), None
         if on is None or not may_repeat(on):
             return function(*arguments), None
         enter_thread()
-        if _exported is not None:
-            return _export(name, signature, arguments, on.get_device(), function, _exported), None
         if is_backward and environment.profiles_backward():
             return function(*arguments), None
         tensors, numbers = signature.split(arguments)
@@ -186,10 +189,10 @@ def exporting() -> Iterator[list[Exported]]:
         _exported = None
 
 
-def refuse_export(name: str, on: Tensor) -> None:
+def refuse_export(name: str, on: Tensor, takes: str = "operators of torch") -> None:
     """Raise NotImplementedError while calls are exported: this one, where it is on a GPU, has no plan."""
     if _exported is not None and on.is_cuda:
-        raise refusal(name, "operators of torch")
+        raise refusal(name, takes)
 
 
 def refusal(name: str, takes: str) -> NotImplementedError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
     given_dtypes = (torch.int32, torch.int64, torch.float16)
 
-    def watch(name: str) -> None:
-        launch = getattr(run, name)
+    def watch(module: ModuleType, name: str) -> None:
+        launch = getattr(module, name)
 
         def watched(*arguments):
             parts = list(arguments)
@@ -36,10 +36,12 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
             seen.extend(part for part in parts if isinstance(part, torch.Tensor) and part.dtype in given_dtypes)
             return launch(*arguments)
 
-        monkeypatch.setattr(run, name, watched)
+        monkeypatch.setattr(module, name, watched)
 
-    for name in ("forward", "backward", "pack_mask", "list_tiles"):
-        watch(name)
+    for name in ("forward", "backward"):
+        watch(run, name)
+    for name in ("pack_mask", "list_tiles"):
+        watch(run.kernels_of_masks(torch.device("cpu")), name)
     return seen
 
 

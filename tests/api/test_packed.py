@@ -48,10 +48,10 @@ def launched_for(kernel: str, direction: str, sm: int, lengths: list[int], bound
     """Return the grids of a packed call with `bound` as both bounds of lengths, and the sizes of what it allocates."""
     from triton.runtime.jit import JITFunction
 
+    from dmattn_ops.api.stand_in import target_of
     from dmattn_ops.choice import arch, config
     from dmattn_ops.launching import launch
     from tests.tools import configurations
-    from tests.tools.stand_in import target_of
 
     rows = {"forward": config.FORWARD, "backward": config.BACKWARD}[direction]
     row = next(row for row in configurations.reachable(rows, sm) if row.kernel == kernel and row.itemsize == 2)

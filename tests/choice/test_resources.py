@@ -268,7 +268,7 @@ def test_a_call_that_is_made_for_a_specialization_has_it(configurations):
 
 
 def test_every_launch_of_a_call_is_recorded_each_time_it_is_compiled(configurations):
-    from tests.tools.stand_in import compiled_launches
+    from dmattn_ops.api.stand_in import compiled_launches
 
     lines = next(iter(configurations.units((86,), ("portable",)).values()))
     decode = next(iter(lines.values()))._replace(wanted=Specialization(decode=True))

@@ -135,6 +135,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "epochs/rows.py": ("(e + 1) * epoch", "block * KEYS", "e * epoch"),
         "epochs/slots.py": ("(epoch.number + 1) * epoch.length", "epoch.number * epoch.length"),
         "ampere/walks.py": ("(entry + beyond) * STEP",),
+        "ampere/dbias.py": ("program % key_blocks * N", "program // key_blocks % blocks * M"),
         "portable/dbias.py": ("program % key_blocks * BLOCK_N", "program // key_blocks % blocks * BLOCK_M"),
         "portable/places.py": (
             "split * share",
@@ -174,8 +175,8 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
             "word_of_piece(parts, slots, 3) * PER_TILE",
         ),
         "hopper/forward/walk.py": (
-            "(work.words.partial + work.words.full) * PER_TILE",
-            "named_tile(gl.load(at), walk.last) * PER_TILE",
+            "(n_partial + n_full) * PER_TILE",
+            "named_tile(word, walk.last) * PER_TILE",
         ),
         "ampere/walks.py": ("tile * PER_TILE", "(tile * PER_TILE + entry % PER_TILE) * STEP"),
         "portable/places.py": (
@@ -223,6 +224,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper/forward/walk.py": ("batch * mask.bits_batch", "h // mask.lists.group * mask.bits_head"),
         "hopper/views.py": ("group * heads_per_group",),
         "epochs/rows.py": ("b * group_b", "group_b * group_h", "h * group_h"),
+        "ampere/dbias.py": ("batches * bias_group", "program // key_blocks // blocks % dbias_heads * bias_group"),
         "portable/dbias.py": ("batches * bias_group", "program // key_blocks // blocks % dbias_heads * bias_group"),
     },
     "blocks of the call, which are programs of its grid": {

@@ -9,12 +9,12 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
+from dmattn_ops.api.stand_in import compiled_launches  # noqa: E402
 from dmattn_ops.choice import arch, config  # noqa: E402
 from dmattn_ops.choice.configurations import Row  # noqa: E402
 from dmattn_ops.choice.resources import Specialization  # noqa: E402
 from tests.tools.compile_only import Resources, read_resources  # noqa: E402
 from tests.tools.configurations import BITS, CAUSAL, PLAIN, SEGMENTS, VARLEN, Unit, launch  # noqa: E402
-from tests.tools.stand_in import compiled_launches  # noqa: E402
 
 KERNELS = ("forward_kernel", "backward_kernel", "finish_kernel")
 WANTED = {

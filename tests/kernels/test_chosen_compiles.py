@@ -10,11 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from dmattn_ops.api.stand_in import Launch, compiled_launches
 from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Chosen, Gradients, Result, Saved, plain_options
 from dmattn_ops.choice import arch
 from dmattn_ops.choice.chosen import largest_group
 from dmattn_ops.kernels.chosen import launch
-from tests.tools.stand_in import Launch, compiled_launches
 
 ATTENTION = ("forward_kernel", "queries_kernel", "keys_kernel")
 SPILLED = 3072  # bytes at most: dq of 256 columns alone takes half of the registers

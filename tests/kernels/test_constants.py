@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
+from dmattn_ops.api.stand_in import compiled_launches
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import RowBlock, Shape
 from tests.kernels.test_addresses import cases, units_of
 from tests.tools.configurations import BITS, launch
-from tests.tools.stand_in import compiled_launches
 
 SHAPE = Shape(64, 32, 40, 48, 64, 64, aligned=True)
 

@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 
+from dmattn_ops.api.stand_in import Launch, compiled_launches
 from dmattn_ops.call import NO_MASK, Call, Mask, Result, plain_options
 from dmattn_ops.choice import arch, config
 from dmattn_ops.kernels.decode import launch as decode
 from dmattn_ops.kernels.kept import launch as kept
 from dmattn_ops.masks.kept import Rule, Stored, Token
-from tests.tools.stand_in import Launch, compiled_launches
 
 KEYS = 1000
 

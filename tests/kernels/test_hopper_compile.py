@@ -199,7 +199,7 @@ def _stand_in_driver() -> list:
     from triton import knobs
     from triton.runtime.jit import JITFunction
 
-    from tests.tools.stand_in import Driver
+    from dmattn_ops.api.stand_in import Driver
 
     triton.runtime.driver.set_active(Driver(90))
     launched = []
@@ -288,8 +288,8 @@ def _compile(case: str, launched: list) -> dict:
     row = next(row for row in config.BACKWARD if row.kernel == "hopper" and row.dim >= dim)
     cache = 0 if "interleaved" in words else arch.KNOWN[90].l2_bytes
     arch.physical = lambda device: replace(arch.KNOWN[90], l2_bytes=cache)
-    launched.clear()
-    launch._compiled.clear()  # what was compiled here cannot be launched
+    for compiled in (launched, launch._compiled):  # what was compiled here cannot be launched
+        compiled.clear()
     outputs = [torch.empty_like(tensor) for tensor in (query, key, value)]
     saved, grads = Saved(grad_out, lse, lse.clone()), Gradients(grad_out, None, *outputs, None)
     shares = 3 if "shares" in words else 1
@@ -303,8 +303,7 @@ def _compile(case: str, launched: list) -> dict:
         hopper_backward.backward(call, saved, grads, made_for)
     behind = int(mask.kind != "none")  # the kernel that computes again
     assert len(launched) == (5 if varlen is not None else 2 if shares == 1 else 3) + behind
-    steps = made.plan(outputs, 0).steps
-    packed = [step.packed is not None for step in steps if isinstance(step, plan.Relaunch)]
+    packed = [step.packed is not None for step in made.plan(outputs, 0).steps if isinstance(step, plan.Relaunch)]
     elements = 64 if dim == 64 else 32  # of a thread in a step
     return _report(*launched[-1 - behind if shares == 1 else -2], elements, elements * ("dropout" in words)) | {
         "laid_out": packed

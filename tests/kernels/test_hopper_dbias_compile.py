@@ -8,6 +8,7 @@ import torch
 triton = pytest.importorskip("triton", minversion="3.6")
 
 from dmattn_ops import explain, meta  # noqa: E402
+from dmattn_ops.api.stand_in import compiled_launches  # noqa: E402
 from dmattn_ops.call import (  # noqa: E402
     NO_MASK,
     TILE,
@@ -23,7 +24,6 @@ from dmattn_ops.kernels.hopper.statistics import Statistics  # noqa: E402
 from tests.support.spills import bytes_at_most  # noqa: E402
 from tests.tools.compile_only import Resources, read_resources  # noqa: E402
 from tests.tools.machine_code import disassemble  # noqa: E402
-from tests.tools.stand_in import compiled_launches  # noqa: E402
 
 CONFIG = config.HOPPER_BACKWARD[1].config.shared_bias
 SM90 = arch.KNOWN[90]

@@ -34,11 +34,11 @@ KINDS = (
 ALLOWED = {
     "d64 causal key-bias": 12, "d64 intervals key-bias": 24, "d64 window intervals": 24,
     "d64 bits dropout": 52, "d64 segments dropout": 48,
-    "d64 causal intervals dropout": 60, "d128 full": 8, "d128 window": 24, "d128 softcap": 8, "d128 bits": 8,
+    "d64 causal intervals dropout": 60, "d128 full": 8, "d128 window": 24, "d128 softcap": 8, "d128 bits": 24,
     "d128 segments": 84, "d128 window segments": 84, "d128 intervals": 24, "d128 causal intervals": 32,
     "d128 window intervals": 32, "d128 hidden intervals": 20, "d128 causal hidden intervals": 28,
     "d128 full key-bias": 8, "d128 causal key-bias": 32,
-    "d128 softcap key-bias": 16, "d128 bits key-bias": 8, "d128 segments key-bias": 128, "d128 intervals key-bias": 32,
+    "d128 softcap key-bias": 16, "d128 bits key-bias": 24, "d128 segments key-bias": 128, "d128 intervals key-bias": 32,
     "d128 full full-bias": 112, "d128 bits full-bias": 332, "d128 intervals full-bias": 548, "d128 full dropout": 28,
     "d128 causal dropout": 24, "d128 softcap dropout": 36, "d128 bits dropout": 172, "d128 segments dropout": 240,
     "d128 causal intervals dropout": 120, "d128 causal key-bias dropout": 48, "d256 full": 36, "d256 causal": 12,

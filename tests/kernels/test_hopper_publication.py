@@ -12,10 +12,10 @@ from functools import cache
 
 import pytest
 
+from dmattn_ops.api.stand_in import compiled_launches
 from dmattn_ops.choice.resources import Specialization
 from tests.tools import configurations
 from tests.tools.configurations import DIRECTIONS, Unit
-from tests.tools.stand_in import compiled_launches
 
 _MEETING = re.compile(r"\b(bar\.sync|bar\.warp\.sync|barrier\.sync|barrier\.cta\.sync)\b")
 _ACCESS = re.compile(r"\b(ld|st|atom|red)\.shared|\b(ld|st)matrix\b")

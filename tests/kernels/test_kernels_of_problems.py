@@ -21,10 +21,10 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
+from dmattn_ops.api.stand_in import Driver
 from dmattn_ops.kernels.hopper.forward import launch as hopper_forward
 from dmattn_ops.kernels.masks import launch as masks
 from dmattn_ops.launching import launch
-from tests.tools.stand_in import Driver
 
 HOPPER = arch.KNOWN[90]
 

@@ -8,6 +8,7 @@ triton = pytest.importorskip("triton")
 
 import torch  # noqa: E402
 
+from dmattn_ops.api.stand_in import compiled_launches  # noqa: E402
 from dmattn_ops.call import UNBOUNDED  # noqa: E402
 from dmattn_ops.choice.epochs import epochs  # noqa: E402
 from dmattn_ops.kernels.epochs import launch, rows, slots  # noqa: E402
@@ -16,7 +17,6 @@ from dmattn_ops.kernels.portable.arguments import RowBlock  # noqa: E402
 from dmattn_ops.launching import launch as launching  # noqa: E402
 from tests.support.spills import bytes_at_most  # noqa: E402
 from tests.tools.compile_only import Resources, compile_only  # noqa: E402
-from tests.tools.stand_in import compiled_launches  # noqa: E402
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 STRIDES = ("start_b", "start_h", "end_b", "end_h")

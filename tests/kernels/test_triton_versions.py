@@ -22,7 +22,7 @@ times, asked = gluon_compat._times, []
 gluon_compat._times = lambda *views: asked.append(times(*views)) or asked[-1]
 from dmattn_ops.choice.resources import Specialization
 from tests.tools import configurations, machine_code
-from tests.tools.stand_in import compiled_launches
+from dmattn_ops.api.stand_in import compiled_launches
 row = next(row for row in configurations.DIRECTIONS["backward"] if (row.kernel, row.sm, row.dim) == ("hopper", 90, 64))
 with compiled_launches(90) as launches:
     configurations.launch(configurations.Unit("backward", row, 64, Specialization(band="causal")))

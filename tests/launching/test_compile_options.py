@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dmattn_ops.api.stand_in import compiled_launches
 from dmattn_ops.launching import launch
-from tests.tools.stand_in import compiled_launches
 
 
 def new_kernel() -> triton.JITFunction:

@@ -5,10 +5,10 @@ import re
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
+from dmattn_ops.api.stand_in import compiled_launches
 from dmattn_ops.choice.resources import Specialization
 from dmattn_ops.kernels.ragged import tiles_of
 from tests.tools import configurations
-from tests.tools.stand_in import compiled_launches
 
 TOUCHES = re.compile(r"\b(ld|st|ldu|red|atom|prefetch|cp\.async)[.\w:]*\.global")
 CALLS = {

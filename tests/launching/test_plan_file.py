@@ -12,9 +12,11 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 import dmattn_ops
+from dmattn_ops.choice import arch as architectures
 from dmattn_ops.dispatch import run
 from dmattn_ops.kernels import native
 from dmattn_ops.kernels.masks import launch as mask_kernels
+from dmattn_ops.kernels.selection import launch as selection_kernels
 from dmattn_ops.launching import driver, plan, plan_file, plans
 from dmattn_ops.ops import schemas
 
@@ -29,11 +31,20 @@ pytestmark = [
 
 
 def as_on_a_gpu(patch):
-    """Let tensors on the CPU take the way of those on a GPU."""
+    """Let tensors on the CPU take the way of those on a GPU, which is older than what kernels are compiled for."""
+    with_a_gpu(patch)
     patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
     patch.setattr(torch.cuda, "current_device", lambda: -1)
     patch.setattr(plans, "enter_thread", lambda: None)
-    patch.setattr(run, "_mask_kernels", lambda device: mask_kernels)
+    patch.setattr(run, "kernels_of_masks", lambda device: mask_kernels)
+    patch.setattr(run, "kernels_of_lifetimes", lambda device: selection_kernels)
+
+
+def with_a_gpu(patch):
+    """Let there be a GPU."""
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(architectures, "_of_device", lambda index: architectures.KNOWN[75])
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
 @pytest.fixture
@@ -201,11 +212,19 @@ def test_files_are_found_by_the_variable_and_damaged_ones_are_refused(exported, 
         ("half", data[: len(data) // 2]),
         ("newer", data.replace(b"kernels 1", b"kernels 9")),
         ("", b""),
+        ("twice", data + data[data.index(b"plan ") :]),
+        (
+            "huge",
+            b" ".join([*data.split(b"\n", 2)[1].split(b" ")[:-1], b"99999999999\n"]).join(
+                [data[: data.index(b"kernel ")], b""]
+            ),
+        ),
+        ("below 0", data.replace(b"\nlaunch ", b"\nlaunch -", 1)),
     ):
         (tmp_path / f"damaged {name}").write_bytes(damaged)
-    names = ["damaged half", "damaged newer", "damaged ", "missing"]
+    names = [f"damaged {name}" for name in ("half", "newer", "", "twice", "huge", "below 0")] + ["missing"]
     said, _ = made(libcuda, tmp_path, ":".join(str(tmp_path / name) for name in names), given, arch)
-    words = ["is no file of dmattn_ops.export_kernels of this version, or is damaged"] * 3 + ["cannot be read"]
+    words = ["is no file of dmattn_ops.export_kernels of this version, or is damaged"] * 6 + ["cannot be read"]
     assert said[:-1] == [f"ValueError: {tmp_path / name} {text}" for name, text in zip(names, words, strict=True)]
     assert "there is no plan for this call" in said[-1]
 
@@ -237,6 +256,7 @@ def test_what_takes_more_than_kernels_is_refused_in_words(on_a_gpu, tmp_path):
 
 
 def test_bad_arguments_are_refused(monkeypatch, tmp_path):
+    with_a_gpu(monkeypatch)
     with pytest.raises(ValueError, match="target made no call of an operator of dmattn_ops on a GPU"):
         export(lambda: dmattn_ops.flash_dmattn_func(*(part.detach() for part in qkv(9))), tmp_path)
     with pytest.raises(ValueError, match=r"arch must be one of 7\.5, 8\.0"):
@@ -244,8 +264,8 @@ def test_bad_arguments_are_refused(monkeypatch, tmp_path):
     with pytest.raises(TypeError, match="target must be a function or an ExportedProgram, got int"):
         export(7, tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="there is none: pass arch"):
-        export(print, tmp_path, None)
+    with pytest.raises(RuntimeError, match="runs its target on a GPU, and there is none"):
+        export(print, tmp_path)
 
 
 def test_an_exported_program_is_run_with_its_example_inputs(on_a_gpu, tmp_path):

@@ -13,9 +13,11 @@ from dmattn_ops.ops import schemas
 
 B, S, H, HKV, D = 2, 384, 4, 2, 128
 ATTENTION = {"forward": ["forward_kernel"], "backward": ["prepare_kernel", "backward_kernel"]}
+# Behind masked calls comes what computes again where hidden rows made NaN.
+MASKED = {direction: [*kernels, f"_{direction}_again"] for direction, kernels in ATTENTION.items()}
 # Where there are few key tiles, several blocks divide the queries of each.
 SHARED = ATTENTION | {"backward": [*ATTENTION["backward"], "add_shares_kernel"]}
-PREPARES = 3  # launches that list tiles
+PREPARES = 2  # launches that list tiles
 
 
 def causal():
@@ -72,7 +74,7 @@ def steps(name):
 @pytest.mark.parametrize("mask", [causal, documents])
 def test_prepared_masks_cost_a_call_no_launch(launches, mask):
     found = call_again(launches, mask(), torch.empty(B, S, H, D, dtype=torch.bfloat16))
-    assert found == (SHARED if mask is causal else ATTENTION)
+    assert found == (SHARED if mask is causal else MASKED)
     assert steps("forward") + steps("backward") <= Counter(_counter=1)
 
 
@@ -81,7 +83,7 @@ def test_intervals_are_read_where_they_lie(launches, layout):
     mask = ends(layout)
     assert (mask.start.stride() == (S, S, 1)) == (layout is contiguous)
     found = call_again(launches, mask, torch.empty(B, S, H, D, dtype=torch.bfloat16))
-    assert {name: kernels[PREPARES:] for name, kernels in found.items()} == ATTENTION
+    assert {name: kernels[PREPARES:] for name, kernels in found.items()} == MASKED
     assert steps("forward") + steps("backward") <= Counter(_counter=1)
 
 
@@ -91,6 +93,6 @@ def test_what_has_to_be_copied_is_copied_by_the_plan(launches):
     found = call_again(
         launches, of._replace(k_segments=strided), torch.ones((), dtype=torch.bfloat16).expand(B, S, H, D)
     )
-    assert found == ATTENTION
+    assert found == MASKED
     assert steps("forward") - Counter(_counter=1) == Counter(contiguous=1)
     assert steps("backward") == Counter(contiguous=2)  # of the ids and of the gradient

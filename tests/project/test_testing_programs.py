@@ -93,6 +93,7 @@ def test_the_sample_names_kernels_of_every_folder() -> None:
     folders = {name.split(".")[0] for name in kernels}
     assert folders == {
         "ampere", "portable", "hopper", "epochs", "selection", "masks", "mass", "interval_lists", "ragged",
+        "chosen", "decode", "kept",
     }  # fmt: skip
     forwards = {
         f"{family}.forward_kernel" for family in ("portable.forward", "hopper.forward.kernel", "ampere.forward.kernel")

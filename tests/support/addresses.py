@@ -18,8 +18,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime import driver
 
+from dmattn_ops.api.stand_in import Driver, compiled_launches, target_of
 from dmattn_ops.launching.launch import OPTIONS
-from tests.tools.stand_in import Driver, compiled_launches, target_of
 
 KERNELS = Path(__file__).resolve().parents[2] / "dmattn_ops" / "kernels"
 LEAST, MOST = -(1 << 31), (1 << 31) - 1

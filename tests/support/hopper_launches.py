@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from dmattn_ops.api.stand_in import compiled_launches
 from dmattn_ops.choice import arch
 from dmattn_ops.dispatch import operators, run
 from dmattn_ops.launching import plan, plans
-from tests.tools.stand_in import compiled_launches
 
 
 @contextmanager

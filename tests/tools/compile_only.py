@@ -23,12 +23,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from dmattn_ops.api.stand_in import target_of
 from dmattn_ops.choice.arch import Arch
 from dmattn_ops.choice.resources import Usage
 from dmattn_ops.launching.launch import OPTIONS
 from tests.tools.carried import stale_bounds
 from tests.tools.machine_code import disassemble, opcodes
-from tests.tools.stand_in import target_of
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")

@@ -163,6 +163,7 @@ def sample(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "documents of a dynamic mask", partial(_dynamic, device)
     for dtype in (torch.bfloat16, torch.float32):
         yield f"chosen blocks {dtype}", partial(_chosen, device, dtype)
+    yield "kept keys", partial(_kept, device)
 
 
 def _dense(device: str, dtype: torch.dtype, dim: int, keywords: Callable[[], dict[str, Any]]) -> None:
@@ -204,15 +205,23 @@ def _packed_keys(device: str, dim: int, at_most: int) -> None:
 
 
 def _chosen(device: str, dtype: torch.dtype) -> None:
-    """Choose more blocks of keys than there are, some of them twice, and sum the attention that they and all keys get."""
     inputs = _inputs(device, dtype, 64)
     indices = torch.randint(-1, -(-SEQLEN // 24), (1, KV_HEADS, SEQLEN, 40), device=device)
     mask = dmattn_ops.selection_mask(indices, block=24, is_causal=True)
     _step(inputs, mask)
+    more_heads = torch.randn(1, SEQLEN, 4 * KV_HEADS, 64, device=device, dtype=dtype, requires_grad=True)
+    _step([more_heads, *inputs[1:]], mask)
     query, key = (each.detach() for each in inputs[:2])
     dmattn_ops.selection_mass(query, key, indices, block=24)
     for kept in (None, mask):
         dmattn_ops.key_mass(query, key, kept, is_causal=True)
+
+
+def _kept(device: str) -> None:
+    cache = dmattn_ops.KeptKeys(1, KV_HEADS, 64, 40, dtype=torch.bfloat16, device=device)
+    for length in (60, 1, 1):
+        query, key, value = (each.detach() for each in _inputs(device, torch.bfloat16, 64, length, length))
+        cache.attend(query, key, value, torch.randn(1, KV_HEADS, length, device=device))
 
 
 def _dynamic(device: str) -> None:

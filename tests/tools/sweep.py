@@ -38,8 +38,8 @@ Rows = dict[str, dict[str, Any]]  # by entry: a digest of the source, and a line
 
 def compile_unit(unit: Unit) -> dict[str, Usage]:
     """Compile what a unit launches; return what each kernel takes."""
+    from dmattn_ops.api.stand_in import compiled_launches
     from tests.tools.compile_only import read_resources
-    from tests.tools.stand_in import compiled_launches
 
     sm = unit.row.sm
     with compiled_launches(sm) as launches:

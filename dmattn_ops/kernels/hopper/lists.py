@@ -23,6 +23,12 @@ def last_tile(length):
 @gluon.jit
 def counts_of(record, width):
     """Return (n_partial, n_full) of a record of `width` words: together no more than it has room for."""
+    return bounded(gl.load(record + 1), gl.load(record + 2), width)
+
+
+@gluon.jit
+def bounded(n_partial, n_full, width):
+    """Return the two counts of a record of `width` words: not negative, and together no more than it has room for."""
     room = width - HEADER
-    n_partial = gl.minimum(gl.maximum(gl.load(record + 1), 0), room)
-    return n_partial, gl.minimum(gl.maximum(gl.load(record + 2), 0), room - n_partial)
+    n_partial = gl.minimum(gl.maximum(n_partial, 0), room)
+    return n_partial, gl.minimum(gl.maximum(n_full, 0), room - n_partial)

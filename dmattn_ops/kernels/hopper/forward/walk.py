@@ -11,7 +11,7 @@ from dmattn_ops.kernels.hopper.constants import HEADER, ROWS, TILE
 from dmattn_ops.kernels.hopper.forward.types import Tiles, Walk
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, meet, tma_load
 from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, RAGGED, has_lists
-from dmattn_ops.kernels.hopper.lists import counts_of, last_tile, named_tile
+from dmattn_ops.kernels.hopper.lists import bounded, last_tile, named_tile
 from dmattn_ops.kernels.hopper.ragged import count_tiles, head_corner_of, load_tile
 from dmattn_ops.kernels.hopper.scores import FULL_BIAS, KEY_BIAS, NO_BIAS, TILED_BIAS
 from dmattn_ops.kernels.hopper.views import block_of
@@ -89,14 +89,32 @@ def band_tile(i, tiles):
 
 
 @gluon.jit
-def key_tile(i, walk, T: gl.constexpr):
-    """Return the `i`-th key tile (of BN keys) of a walk; past the end of a list its last one, never used."""
-    PER_TILE: gl.constexpr = TILE // T.BN
+def key_word(i, walk, T: gl.constexpr):
+    """Return the word of the list that names the `i`-th key tile of a walk, or the tile itself, of BN keys, where there is no list.
+
+    Past the end of a list its last word, never used. Whoever loads a word ahead asks for its tile (`tile_of`) when that is needed:
+    then nothing waits for the load before.
+    """
     if has_lists(T.MASK):
-        at = walk.lists + walk.record + HEADER + gl.minimum(i, walk.n - 1) // PER_TILE
-        return named_tile(gl.load(at), walk.last) * PER_TILE + i % PER_TILE
+        return gl.load(walk.lists + walk.record + HEADER + gl.minimum(i, walk.n - 1) // (TILE // T.BN))
     else:
         return band_tile(i, walk.tiles)
+
+
+@gluon.jit
+def tile_of(word, i, walk, T: gl.constexpr):
+    """Return the `i`-th key tile (of BN keys) of a walk, which a word names."""
+    PER_TILE: gl.constexpr = TILE // T.BN
+    if has_lists(T.MASK):
+        return named_tile(word, walk.last) * PER_TILE + i % PER_TILE
+    else:
+        return word
+
+
+@gluon.jit
+def key_tile(i, walk, T: gl.constexpr):
+    """Return the `i`-th key tile (of BN keys) of a walk."""
+    return tile_of(key_word(i, walk, T), i, walk, T)
 
 
 @gluon.jit
@@ -117,10 +135,7 @@ def take(item, tiles, sizes, lists, T: gl.constexpr):
         if T.MASK == RAGGED:
             words = load_tile(at)
         else:
-            n_partial, n_full = counts_of(at, lists.width)
-            if T.BIAS == FULL_BIAS:  # which full tiles load without a test
-                n_full = gl.where(sizes.seqlen_k >= TILE, n_full, 0)
-            words = Counts(n_partial, n_full)
+            words = Counts(gl.load(at + 1), gl.load(at + 2))  # as they are: nothing waits for them here
     elif T.HAS_HI:
         tile = tiles - 1 - rank
     return Work(tile, head, record, words)
@@ -274,8 +289,13 @@ def produce(operands, smem, bars, T: gl.constexpr):
             hi = operands.band.hi + work.words.diagonal
         seen = band_tiles(q_first, seqlen_q, seqlen_k, lo, hi, T.BM, T)
         n = seen.end - seen.begin
+        if T.MASK != RAGGED:
+            n_partial, n_full = work.words.partial, work.words.full
         if LISTS:
-            n = (work.words.partial + work.words.full) * PER_TILE
+            n_partial, n_full = bounded(n_partial, n_full, mask.lists.width)
+            if T.BIAS == FULL_BIAS:  # which full tiles load without a test
+                n_full = gl.where(seqlen_k >= TILE, n_full, 0)
+            n = (n_partial + n_full) * PER_TILE
         walk = Walk(seen, mask.lists.start, work.record, n, last_tile(seqlen_k) if LISTS else 0)
         mbarrier.wait(bars.q_empty.index(slot), ((turn // T.Q_STAGES) & 1) ^ 1)
         if T.MASK == RAGGED:
@@ -283,7 +303,7 @@ def produce(operands, smem, bars, T: gl.constexpr):
             parts = gl.where(slots == 2, query_rows.begin, gl.where(slots == 3, seqlen_q, parts))
             parts = gl.where(slots == 4, key_rows.begin, gl.where(slots == 5, seqlen_k, parts))
         else:
-            counts = gl.where(slots == 2, work.words.partial, work.words.full)
+            counts = gl.where(slots == 2, n_partial, n_full)
             parts = gl.where(slots == 0, work.head, gl.where(slots == 1, work.tile, counts))
         smem.pieces.index(slot).store(parts)
         meet()  # triton 3.6 lets threads meet before an arrival, but not before one that announces bytes
@@ -328,7 +348,7 @@ def produce(operands, smem, bars, T: gl.constexpr):
         if n > 0:
             j = key_tile(0, walk, T)
             if LISTS:
-                j_next = key_tile(1, walk, T)
+                j_next = key_word(1, walk, T)
             load_keys(step, j, source, maps, smem, bars, T)
         # Pieces of a causal mask differ in length, and the next one is taken near the end of this one, by whom is free first:
         # taken earlier, a long piece may wait behind another one (H200, D 64, B1 H16 S2048: 0.049 ms, and 0.032 so; D 128,
@@ -337,7 +357,8 @@ def produce(operands, smem, bars, T: gl.constexpr):
         for i in range(drawn_at):
             following_j = j_next
             if LISTS:
-                j_next = key_tile(i + 2, walk, T)
+                following_j = tile_of(j_next, i + 1, walk, T)
+                j_next = key_word(i + 2, walk, T)
             else:
                 following_j = key_tile(i + 1, walk, T)
             load_keys(step + 1, following_j, source, maps, smem, bars, T)
@@ -352,8 +373,8 @@ def produce(operands, smem, bars, T: gl.constexpr):
             j_value = j
             if i + 1 < n:
                 if LISTS:
-                    j = j_next
-                    j_next = key_tile(i + 2, walk, T)
+                    j = tile_of(j_next, i + 1, walk, T)
+                    j_next = key_word(i + 2, walk, T)
                 else:
                     j = key_tile(i + 1, walk, T)
                 load_keys(step + 1, j, source, maps, smem, bars, T)
