@@ -105,6 +105,8 @@ bench: $(READY) ## measure against the peers; results go to benchmarks/results
 	$(PY) benchmarks/bench_intervals.py --minutes 30
 	$(PY) benchmarks/bench_trees.py
 	$(PY) benchmarks/bench_selection.py
+	$(PY) benchmarks/bench_generation.py
+	$(PY) benchmarks/bench_training.py
 	$(PY) benchmarks/bench_transformers.py
 	$(PY) benchmarks/benchmark_bubble_reduction.py
 

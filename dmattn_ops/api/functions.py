@@ -116,10 +116,11 @@ def flash_dmattn_func(
     band, scalars = arguments.read_numbers(*given)
     same_bits = arguments.switches(deterministic, return_lse, return_max, batch_invariant)
     if isinstance(mask, TileMask) and mask.chosen is not None:
-        if seqlen_k_used is None:
-            given_of_chosen = chosen.call_of(query, key, value, mask, bias, sink, band, (*scalars, same_bits))
-            return _call("forward.chosen", *given_of_chosen, return_lse, return_max, batch_invariant)
-        mask = as_bits(mask)
+        plain = seqlen_k_used is None and bias is None and dropout_p == 0.0
+        named = chosen.call_of(query, key, value, mask, sink, band, (*scalars, same_bits)) if plain else None
+        if named is not None and (is_compiling() or chosen.is_gathered(*named)):
+            return _call("forward.chosen", *named, return_lse, return_max, batch_invariant)
+        mask = as_bits(mask)  # which are made once for all calls
     call = None
     plain = bias is None and sink is None and seqlen_k_used is None and dropout_p == 0.0
     if plain and not is_compiling() and not _is_replaced():

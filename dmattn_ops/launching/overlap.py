@@ -1,4 +1,4 @@
-"""Kernels of a backward that begin while the one before them ends: programmatic dependent launch, on SM 9.0.
+"""Kernels of a call that begin while the one before them ends: programmatic dependent launch, on SM 9.0.
 
 Between two kernels of a stream an H200 is idle for 1 to 2 us, as long as a short call's row work takes. `launch(..., follows=True)`
 lets a kernel be on the GPU before the one in front of it has ended. What makes that right:

@@ -202,7 +202,7 @@ def test_decoding_takes_the_kernels_that_it_takes_without(arch, seqlen_k):
         assert found.forward.choice == plain.forward.choice
         assert found.forward.configuration == plain.forward.configuration
     else:
-        assert "unused keys may hold NaN" in str(found.forward) and "unused keys may hold NaN" in str(found.backward)
+        assert all("unused keys often hold NaN" in str(choice) for choice in (found.forward, found.backward))
     assert "an interval of queries for each key" in found.mask
     assert found.visible.endswith("of those before seqlen_k_used, j - seqlen_k_used + Sq <= i")
 

@@ -1,4 +1,4 @@
-"""The backward of small chosen blocks, by tiles of queries: the walk of the forward, which adds to dk and dv as it goes.
+"""The backward of chosen blocks by tiles of queries that agree: the walk of the forward, which adds to dk and dv as it goes.
 
 A block of few keys would fill no product by itself, and those beside it have other queries. So a program has the rows of a few
 queries, as in the forward, keeps dq in registers, and adds dk and dv of the gathered keys to sums in float32, by atomic additions.

@@ -165,8 +165,8 @@ def ragged_refusals(call: Call) -> list[str]:
 
 
 def unused_refusals(call: Call) -> list[str]:
-    """Return why a call that uses a part of its keys is refused: a NaN that a mask hides may stand beside visible keys."""
-    reason = "unused keys may hold NaN, which would reach queries through a tile that is used in part"
+    """Return why a call that uses a part of its keys is refused: where hidden rows hold NaN, all is computed again."""
+    reason = "unused keys often hold NaN, and where these kernels meet one the call is computed twice"
     return [reason] if call.used is not None else []
 
 
