@@ -12,7 +12,7 @@ from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.portable import again
 from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
-from dmattn_ops.kernels.portable.dbias import reduce_key_sums
+from dmattn_ops.kernels.portable.dbias import reduction
 from tests.interpreter.cases import NASTY
 from tests.interpreter.problems import Problem, check
 
@@ -57,7 +57,8 @@ def only_again(monkeypatch: pytest.MonkeyPatch) -> None:
         by_key = grads.dbias is not None and grads.dbias.shape[-2] == 1
         again.backward_again(call, saved, grads if by_key else grads._replace(dbias=None), key_sums, marked(1))
         if by_key:
-            reduce_key_sums(key_sums, grads.dbias)
+            reduce, *given = reduction(key_sums, grads.dbias)
+            reduce(*given)
 
     monkeypatch.setattr(portable_forward, "forward", forward)
     monkeypatch.setattr(portable_backward, "backward", backward)

@@ -25,7 +25,7 @@ def portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forward(call: Call, result: Result) -> None:
         row = run.forward_choice(call, result, ON, tuned=False).row
-        run.launcher("forward", row.kernel).forward(call, result, row.config)
+        run.launcher("forward", row.kernel).forward(run.with_start(call), result, row.config)
 
     def backward(call: Call, saved: Saved, grads: Gradients) -> None:
         row = run.backward_choice(call, saved, grads, ON, tuned=False).row
