@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dmattn_ops import TileMask, explain, flash_dmattn_func, flash_dmattn_qkvpacked_func, selection_mask
+from dmattn_ops.api import chosen as api
 from dmattn_ops.bands import band_of
 from dmattn_ops.masks.chosen import segments_beside
 from dmattn_ops.masks.tile_mask import as_bits, from_chosen
@@ -25,6 +26,12 @@ def choices(heads: int = 1) -> Tensor:
 def kept(indices: Tensor, **band) -> TileMask:
     band = {"is_causal": True, "causal_from": "bottom_right", "window_size": (None, None)} | band
     return from_chosen(indices, BLOCK, (None, None), S, band_of(**band))
+
+
+@pytest.fixture(autouse=True)
+def gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls take the way of those whose keys are gathered."""
+    monkeypatch.setattr(api, "is_gathered", lambda *call: True)
 
 
 def leaves(heads: int = 4, heads_kv: int = 1) -> list[Tensor]:
@@ -59,6 +66,16 @@ def test_calls_compute_what_they_do_with_bits(keywords):
         results.append([out, lse, *torch.autograd.grad(out.square().sum() + lse[lse > -9].sum(), inputs)])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+def test_calls_that_no_kernel_gathers_share_bits_that_are_made_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    made, pack = [], torch.ops.dmattn.pack_selection
+    monkeypatch.setattr(torch.ops.dmattn, "pack_selection", lambda *given: made.append(1) or pack(*given))
+    inputs, mask = leaves(), kept(choices())
+    for more in ({}, {}, {"dropout_p": 0.3}, {"bias": torch.ones(1, 1, 1, S)}):
+        flash_dmattn_func(*inputs, mask, **more).sum().backward()
+    assert len(made) == 1
 
 
 def test_functions_without_the_operator_take_bits():
