@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dmattn_ops import KeptKeys, dynamic_mask, flash_dmattn_func
 from dynamic_targets import targets_of
-from experiments import Row, Session, missing, parser
+from experiments import Row, Session, begun, missing, parser
 from generation_targets import TARGETS
 from timing import elapsed_ms, interleaved
 
@@ -271,10 +271,7 @@ def invariant(shape: Shape, session: Session) -> list[Row]:
 def main(arguments: list[str]) -> list[Row]:
     """Measure the parts that are asked for; return all rows of the result file."""
     chosen = parser(__doc__, PARTS).parse_args(arguments)
-    if chosen.device == "cpu" and not chosen.tiny:
-        raise SystemExit("bench_generation.py needs a GPU; on a CPU it takes --tiny")
-    torch.manual_seed(0)
-    session = Session(chosen, "generation")
+    session = begun(chosen, "generation", "bench_generation.py")
     experiments = {"step": step, "full": full, "prompt": prompt, "invariant": invariant}
     for part, shapes in (TINY if chosen.tiny else FULL).items():
         for shape in shapes:

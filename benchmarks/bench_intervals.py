@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import dmattn_ops
-from experiments import Row, Session, parser
+from experiments import Row, Session, begun, parser
 from interval_masks import MASKS, PUBLISHED, TILE, IntervalMask, nonempty_tiles
 from interval_peers import Attention, Intervals, fa4, flex, parts_of, set_up
 from peers import Run, recorded_run
@@ -113,10 +113,7 @@ def main(arguments: list[str]) -> list[Row]:
     options = parser(__doc__, LENGTHS)
     options.add_argument("--masks", nargs="+", choices=list(MASKS), help="only these masks")
     chosen = options.parse_args(arguments)
-    if chosen.device == "cpu" and not chosen.tiny:
-        raise SystemExit("bench_intervals.py needs a GPU; on a CPU it takes --tiny")
-    torch.manual_seed(0)
-    session = Session(chosen, "intervals")
+    session = begun(chosen, "intervals", "bench_intervals.py")
     for part, (seqlen, heads) in (TINY if chosen.tiny else LENGTHS).items():
         for name in chosen.masks or MASKS:
             run = functools.partial(experiment, name, seqlen, heads, session)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmattn_ops import flash_dmattn_func
-from experiments import Row, Session, parser
+from experiments import Row, Session, begun, parser
 from interval_peers import TOLERANCE, Maker, parts_of, set_up
 from peers import Run, Unavailable, compiled_flex, recorded_run
 
@@ -168,10 +168,7 @@ def experiment(size: Size, session: Session) -> list[Row]:
 def main(arguments: list[str]) -> list[Row]:
     """Measure the sizes that are asked for; return all rows of the result file."""
     chosen = parser(__doc__, SIZES).parse_args(arguments)
-    if chosen.device == "cpu" and not chosen.tiny:
-        raise SystemExit("bench_pair_bias.py needs a GPU; on a CPU it takes --tiny")
-    torch.manual_seed(0)
-    session = Session(chosen, "pair-bias")
+    session = begun(chosen, "pair-bias", "bench_pair_bias.py")
     for name, size in (TINY if chosen.tiny else SIZES).items():
         words = f"{size.seqlen} rows of {size.seqlen}, {size.heads} heads of {size.dim}"
         session.run(name, words, functools.partial(experiment, size, session))

@@ -20,7 +20,7 @@ from torch import Tensor
 from chosen_rows import NEIGHBOURS, SHAPES, TINY, Shape, clustered, independent, unions
 from dmattn_ops import flash_dmattn_func, selection_mask
 from dmattn_ops.masks.tile_mask import as_bits
-from experiments import Row, Session, parser
+from experiments import Row, Session, begun, parser
 from interval_peers import Attention, flex, parts_of, set_up
 from peers import Run, Unavailable, recorded_run
 
@@ -147,10 +147,7 @@ def ratios_of(rows: list[Row]) -> list[Row]:
 def main(arguments: list[str]) -> list[Row]:
     """Measure the parts that are asked for; return all rows of the result file."""
     options = parser(__doc__, SHAPES).parse_args(arguments)
-    if options.device == "cpu" and not options.tiny:
-        raise SystemExit("bench_selection.py needs a GPU; on a CPU it takes --tiny")
-    torch.manual_seed(0)
-    session = Session(options, "selection")
+    session = begun(options, "selection", "bench_selection.py")
     for part, shape in (TINY if options.tiny else SHAPES).items():
         for kind in ("clustered", "independent") if part != "long" else ("clustered",):
             session.run(part, kind, functools.partial(experiment, shape, kind, session))

@@ -22,7 +22,7 @@ from bench_dynamic import replayed
 from dmattn_ops.choice import epochs
 from dmattn_ops.dispatch import run as dispatch
 from dmattn_ops.launching import plans
-from experiments import Row, Session, parser
+from experiments import Row, Session, begun, parser
 
 TOKENS = 16384
 SIZES = (
@@ -168,10 +168,7 @@ def over_dense(rows: list[Row], ideal: float | None) -> list[Row]:
 def main(arguments: list[str]) -> list[Row]:
     """Measure the parts that are asked for; return all rows of the result file."""
     chosen = parser(__doc__, (*PARTS, "intervals")).parse_args(arguments)
-    if chosen.device == "cpu" and not chosen.tiny:
-        raise SystemExit("bench_training.py needs a GPU; on a CPU it takes --tiny")
-    torch.manual_seed(0)
-    session = Session(chosen, "training")
+    session = begun(chosen, "training", "bench_training.py")
     tokens = 512 if chosen.tiny else TOKENS
     for part, (heads, kv_heads, dim, sizes) in PARTS.items():
         for seqlen, keep in ((256, 64),) if chosen.tiny else sizes:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dmattn_ops import flash_dmattn_func
 from dmattn_ops.trees import pack_prefix_tree, tree_mask
-from experiments import Row, Session, parser
+from experiments import Row, Session, begun, parser
 from interval_peers import Attention, flex, parts_of, set_up
 from peers import Run, recorded_run
 
@@ -109,10 +109,7 @@ def ratios_of(rows: list[Row]) -> list[Row]:
 def main(arguments: list[str]) -> list[Row]:
     """Measure the parts that are asked for; return all rows of the result file."""
     chosen = parser(__doc__, SHAPES).parse_args(arguments)
-    if chosen.device == "cpu" and not chosen.tiny:
-        raise SystemExit("bench_trees.py needs a GPU; on a CPU it takes --tiny")
-    torch.manual_seed(0)
-    session = Session(chosen, "trees")
+    session = begun(chosen, "trees", "bench_trees.py")
     for part, shape in (TINY if chosen.tiny else SHAPES).items():
         words = f"{shape.rollouts} of {shape.rollout} behind {shape.prompt}"
         session.run(part, words, functools.partial(experiment, shape, session))

@@ -169,3 +169,11 @@ def line_of(row: Row) -> str:
     """Return a row as a line of text."""
     facts = (f"{name} {value}" for name, value in row.items() if name not in ("part", "case", "mask", "implementation"))
     return f"{row['part']}: {row['case']:<34} {row['implementation']:<18} " + "  ".join(facts)
+
+
+def begun(options: argparse.Namespace, what: str, script: str) -> Session:
+    """Return the session of a benchmark, after a seed; SystemExit on a CPU, where a `script` takes nothing but `--tiny`."""
+    if options.device == "cpu" and not options.tiny:
+        raise SystemExit(f"{script} needs a GPU; on a CPU it takes --tiny")
+    torch.manual_seed(0)
+    return Session(options, what)

@@ -19,8 +19,14 @@ namespace {
 constexpr uint64_t kAlignment = 16;  // of every address: what kernels are compiled for
 constexpr size_t kShown = 8;         // plans that a refusal shows
 
+// As "%.17g" writes it, whatever the locale is.
+std::string text_of(double value) {
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof text, value, std::chars_format::general, 17).ptr};
+}
+
 struct Argument {
-  std::string type, name, standard;  // the default, where there is one
+  std::string type, name, standard;  // the text of the default, where there is one
 };
 
 struct Schema {
@@ -39,23 +45,13 @@ struct Schema {
       if (place != std::string::npos) {
         made.standard = made.name.substr(place + 1);
         made.name.resize(place);
+        const auto number = number_of(made.standard);
+        if (number.has_value() && made.type.starts_with("float")) made.standard = text_of(*number);
       }
       arguments.push_back(made);
     }
   }
 };
-
-double number_of(const std::string& text) {
-  double value = 0.0;
-  std::from_chars(text.data(), text.data() + text.size(), value);
-  return value;
-}
-
-// As "%.17g" writes it, whatever the locale is.
-std::string text_of(double value) {
-  char text[32];
-  return {text, std::to_chars(text, text + sizeof text, value, std::chars_format::general, 17).ptr};
-}
 
 std::string text_of(const Tensor& tensor) {
   std::ostringstream text, strides;
@@ -88,10 +84,7 @@ struct Asked {
     Taken taken(stack);
     for (const Argument& argument : schema.arguments) {
       const std::string value = next(taken, argument.type);
-      std::string standard = argument.standard;
-      if (argument.type.starts_with("float") && !standard.empty() && standard != "None")
-        standard = text_of(number_of(standard));
-      if (value != "None" && value != standard) text += " " + argument.name + "=" + value;
+      if (value != "None" && value != argument.standard) text += " " + argument.name + "=" + value;
     }
   }
 
@@ -151,12 +144,18 @@ Found find_plan(const std::string& name, const std::string& text, const Gpu& on)
   refuse_call(name, text, on);
 }
 
-Tensor empty(const Layout& layout, const Tensor& on) {
+// Its type and index.
+std::pair<int32_t, int32_t> device_of(const Tensor& tensor) {
   int32_t type, index;
+  if (aoti_torch_get_device_type(tensor.get(), &type) != 0 || aoti_torch_get_device_index(tensor.get(), &index) != 0)
+    refuse("RuntimeError: ", "torch could not tell the device of a tensor");
+  return {type, index};
+}
+
+Tensor empty(const Layout& layout, const Tensor& on) {
+  const auto [type, index] = device_of(on);
   AtenTensorHandle made = nullptr;
-  const bool right = aoti_torch_get_device_type(on.get(), &type) == 0 &&
-                     aoti_torch_get_device_index(on.get(), &index) == 0 &&
-                     aoti_torch_empty_strided(static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(),
+  const bool right = aoti_torch_empty_strided(static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(),
                                               layout.strides.data(), static_cast<int32_t>(layout.type), type, index,
                                               &made) == 0;
   if (!right) refuse("RuntimeError: ", "torch could not allocate a tensor of shape ", Extents(layout.sizes));
@@ -211,15 +210,6 @@ std::vector<Tensor> run(const Found& found, std::vector<MaybeTensor> tensors, co
   return outputs;
 }
 
-bool on_same_device(const Tensor& tensor, const Tensor& other) {
-  int32_t types[2], indices[2];
-  for (const auto& [place, each] : {std::pair{0, &tensor}, std::pair{1, &other}})
-    if (aoti_torch_get_device_type(each->get(), &types[place]) != 0 ||
-        aoti_torch_get_device_index(each->get(), &indices[place]) != 0)
-      return false;
-  return types[0] == types[1] && indices[0] == indices[1];
-}
-
 template <size_t number>
 void planned_operator(StableIValue* stack, uint64_t, uint64_t) {
   static const Schema schema(kSchemas[number]);
@@ -228,7 +218,7 @@ void planned_operator(StableIValue* stack, uint64_t, uint64_t) {
   for (const MaybeTensor& tensor : asked.tensors)
     if (!on.has_value()) on = tensor;
   for (const MaybeTensor& tensor : asked.tensors)
-    DMATTN_CHECK_VALUE(!tensor.has_value() || on_same_device(*tensor, *on), schema.name,
+    DMATTN_CHECK_VALUE(!tensor.has_value() || device_of(*tensor) == device_of(*on), schema.name,
                        " takes tensors of one GPU, and these are on several devices");
   const int device = on->get_device_index();
   const Found found = find_plan(schema.name, asked.text, gpu(device));

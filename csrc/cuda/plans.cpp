@@ -76,11 +76,9 @@ class Reader {
   }
 
   double number() {  // streams read no "-inf"
-    const auto text = next<std::string>();
-    double value = 0.0;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    check(error == std::errc{} && end == text.data() + text.size());
-    return value;
+    const auto value = number_of(next<std::string>());
+    check(value.has_value());
+    return *value;
   }
 
   void check(bool right) const {
@@ -195,6 +193,13 @@ ScalarType type_of(const std::string& name) {
   for (const auto& [known, type] : kTypes)
     if (name == known) return type;
   refuse("ValueError: ", "a plan has a tensor of type ", name);
+}
+
+std::optional<double> number_of(const std::string& text) {
+  double value = 0.0;
+  const char* const last = text.data() + text.size();
+  const auto [end, error] = std::from_chars(text.data(), last, value);
+  return error == std::errc{} && end == last ? std::optional(value) : std::nullopt;
 }
 
 PlanFile read_plans(const std::string& path) {

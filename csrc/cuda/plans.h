@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "../cpu/tensor.h"
@@ -11,6 +12,9 @@ namespace dmattn {
 // The name that Python has for a dtype, and the dtype of such a name.
 const char* name_of(ScalarType type);
 ScalarType type_of(const std::string& name);
+
+// The number that a text is, whatever the locale is; nothing where it is none.
+std::optional<double> number_of(const std::string& text);
 
 struct Layout {
   ScalarType type;
@@ -62,7 +66,8 @@ struct PlanFile {
 
 PlanFile read_plans(const std::string& path);
 
-// The files that are there: those that were loaded, then those of DMATTN_KERNELS, or kernels.dmattn beside the library.
+// The files that are there, in the order in which they came: at the first call those of DMATTN_KERNELS, or kernels.dmattn beside the
+// library.
 std::vector<const PlanFile*> plan_files();
 
 }  // namespace dmattn

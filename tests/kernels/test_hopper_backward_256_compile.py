@@ -12,8 +12,9 @@ triton = pytest.importorskip("triton", minversion="3.6")
 from triton.experimental.gluon import language as gl  # noqa: E402
 
 from dmattn_ops import meta  # noqa: E402
-from dmattn_ops.call import NO_MASK, Call, Gradients, Mask, Saved, Varlen, plain_options  # noqa: E402  # noqa: E402
+from dmattn_ops.call import NO_MASK, Call, Gradients, Mask, Saved, Varlen, plain_options  # noqa: E402
 from dmattn_ops.choice import arch, config  # noqa: E402
+from dmattn_ops.kernels.hopper import behind  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256 import launch as hopper_backward_256  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel  # noqa: E402
@@ -231,7 +232,7 @@ def launched(monkeypatch):
     for name in ("statistics_kernel", "keys_kernel", "queries_kernel"):
         kernels[name] = Launched(getattr(hopper_backward_256, name))
         monkeypatch.setattr(hopper_backward_256, name, kernels[name])
-    monkeypatch.setattr(hopper_backward_256, "backward_again", lambda *arguments: None)
+    monkeypatch.setattr(behind, "backward_again", lambda *arguments: None)
     return kernels
 
 

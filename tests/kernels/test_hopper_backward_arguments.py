@@ -11,6 +11,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from dmattn_ops.choice import arch, config
 from dmattn_ops.choice.resources import Specialization
+from dmattn_ops.kernels.hopper import behind
 from dmattn_ops.kernels.hopper.backward import launch as backward
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.types import Mask
@@ -40,8 +41,8 @@ def test_each_part_of_a_mask_stands_where_the_kernel_names_it(
 
     monkeypatch.setattr(arch, "physical", lambda device: arch.KNOWN[90])
     monkeypatch.setattr(backward, "launch", note)
-    monkeypatch.setattr(backward, "backward_again", lambda *arguments: None)
-    monkeypatch.setattr(backward, "listed", with_lists)
+    monkeypatch.setattr(behind, "backward_again", lambda *arguments: None)
+    monkeypatch.setattr(behind, "listed", with_lists)
     monkeypatch.setattr(backward, "_mask_of", keep)
     unit = configurations.Unit("backward", ROW, 64, Specialization(band="causal", mask=kind, grouped=grouped))
     backward.backward(*(replace_shares(each) for each in configurations.arguments(unit)))

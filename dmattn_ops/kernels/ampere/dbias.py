@@ -35,7 +35,7 @@ from dmattn_ops.kernels.portable.dbias import launch_blocks
 from dmattn_ops.kernels.portable.dropout import Seeds, dropout_of
 from dmattn_ops.kernels.portable.heads import Head
 from dmattn_ops.kernels.portable.places import Band, Place, head_offset
-from dmattn_ops.kernels.portable.primitives import Statistics, rows_of, store_scores
+from dmattn_ops.kernels.portable.primitives import Array, Statistics, rows_in, store_scores
 from dmattn_ops.kernels.portable.scores import (
     Bias,
     BiasArray,
@@ -81,15 +81,6 @@ class Buffers(NamedTuple):
     bias: Any  # [queries, keys], or None
 
 
-class Array(NamedTuple):
-    """Rows of all heads `[B, S, heads, D]`, with their strides."""
-
-    pointer: Any
-    batch_stride: Any
-    row_stride: Any
-    head_stride: Any
-
-
 class Inputs(NamedTuple):
     """What dS is made of."""
 
@@ -114,9 +105,7 @@ class States(NamedTuple):
 @gluon.jit
 def fetch_rows(shared, array, place, head, start, length, block: gl.constexpr, WARPS: gl.constexpr):
     """Fetch the rows `start ...` of a head into a buffer."""
-    rows = rows_of(
-        array.pointer, array.batch_stride, array.row_stride, array.head_stride, place.batch, head, place.k_begin
-    )
+    rows = rows_in(array, place.batch, head, place.k_begin)
     copy_rows(shared, source_of(rows, block, WARPS), start, 0, length, block, True, WARPS)
 
 

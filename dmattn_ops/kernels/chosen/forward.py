@@ -49,6 +49,8 @@ class Tile(NamedTuple):
     within: Any
     row: Any
     segment: Any
+    head: Any  # query heads
+    is_row: Any
 
 
 class Listed(NamedTuple):
@@ -57,6 +59,27 @@ class Listed(NamedTuple):
     entries: Any
     words: Any
     count: Any
+    whole: Any  # steps, the first ones, of which all is visible
+
+
+@triton.jit
+def tile_of(batch, head_kv, number, seqlen_q, q_segments, q_segments_b, work: tl.constexpr):
+    """Return the rows of tile `number`: its queries in all heads of a group."""
+    row = tl.arange(0, work.rows)
+    within, member = row // work.padded_group, row % work.padded_group
+    row = number * work.queries + within
+    segment = row * 0
+    if work.query_segments:
+        segment = tl.load(q_segments + batch.to(tl.int64) * q_segments_b + row, row < seqlen_q, other=0)
+    head = (head_kv * work.group + member).to(tl.int64)
+    return Tile(within, row, segment, head, (row < seqlen_q) & (member < work.group))
+
+
+@triton.jit
+def listed_of(counts, entries, words, index, capacity, work: tl.constexpr):
+    """Return what tile `index` chose."""
+    whole = tl.load(counts + index * 2 + 1) // work.entries * work.parts
+    return Listed(entries + index * capacity, words + index * capacity, tl.load(counts + index * 2), whole)
 
 
 @triton.jit
@@ -125,17 +148,9 @@ def forward_kernel(
         is_mine = is_apart(wide_counts, index // tiles, tile_index, tiles, wide, most)
     if not is_mine:
         return
-    found = tl.load(counts + index * 2)
 
-    row = tl.arange(0, work.rows)
-    within, member = row // work.padded_group, row % work.padded_group
-    row = tile_index * work.queries + within
-    is_row = (row < seqlen_q) & (member < work.group)
-    head = (head_kv * work.group + member).to(tl.int64)
-    segment = 0
-    if work.query_segments:
-        segment = tl.load(q_segments + batch.to(tl.int64) * q_segments_b + row, row < seqlen_q, other=0)
-    tile = Tile(within, row, segment + row * 0)
+    tile = tile_of(batch, head_kv, tile_index, seqlen_q, q_segments, q_segments_b, work)
+    row, head, is_row = tile.row, tile.head, tile.is_row
     segments = 0
     if work.segments:
         segments = k_segments + batch.to(tl.int64) * k_segments_b
@@ -144,8 +159,7 @@ def forward_kernel(
         value + head_offset(batch, head_kv, value_b, value_h), value_s,
         Factors(ratio, factor), segments, seqlen_k, band_lo, band_hi,
     )  # fmt: skip
-    whole = tl.load(counts + index * 2 + 1) // work.entries * work.parts
-    listed = Listed(entries + index * capacity, words + index * capacity, found)
+    listed = listed_of(counts, entries, words, index, capacity, work)
     q = gathered(
         query + batch.to(tl.int64) * query_b, 1, head * query_h + row.to(tl.int64) * query_s, is_row,
         HEAD, work.aligned, True,
@@ -154,9 +168,9 @@ def forward_kernel(
     COUNT: tl.constexpr = work.rows
     peak, base = least_peaks(tl.zeros((COUNT,), tl.float32), keys.factors, features)
     sums = Softmax(no_rows(COUNT, VALUE), peak, base, tl.zeros((COUNT,), tl.float32))
-    sums = attend(sums, q, tile, listed, 0, whole, keys, work, features, False)
-    steps = tl.cdiv(found, work.entries) * work.parts
-    sums = attend(sums, q, tile, listed, whole, steps, keys, work, features, True)
+    sums = attend(sums, q, tile, listed, 0, listed.whole, keys, work, features, False)
+    steps = tl.cdiv(listed.count, work.entries) * work.parts
+    sums = attend(sums, q, tile, listed, listed.whole, steps, keys, work, features, True)
 
     unit = log2_unit(keys.factors, features)
     empty = sums.total == 0.0

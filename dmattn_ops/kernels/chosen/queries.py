@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dmattn_ops.kernels.chosen.forward import Head, Listed, Tile, visible_pairs
+from dmattn_ops.kernels.chosen.forward import Head, listed_of, tile_of, visible_pairs
 from dmattn_ops.kernels.chosen.work import (
     ROWS,
     UNSPECIALIZED,
@@ -100,18 +100,12 @@ def queries_kernel(
     head_kv = tl.program_id(0) // tiles % heads_kv
     batch = tl.program_id(0) // tiles // heads_kv
     index = batch.to(tl.int64) * lists_b + head_kv.to(tl.int64) * lists_h + tile_index
-    found = tl.load(counts + index * 2)
-    if found > most:
+    listed = listed_of(counts, entries, words, index, capacity, work)
+    if listed.count > most:
         return
 
-    row = tl.arange(0, work.rows)
-    within, member = row // work.padded_group, row % work.padded_group
-    row = tile_index * work.queries + within
-    is_row = (row < seqlen_q) & (member < work.group)
-    member_head = (head_kv * work.group + member).to(tl.int64)
-    segment = row * 0
-    if work.query_segments:
-        segment = tl.load(q_segments + batch.to(tl.int64) * q_segments_b + row, row < seqlen_q, other=0)
+    tile = tile_of(batch, head_kv, tile_index, seqlen_q, q_segments, q_segments_b, work)
+    row, member_head, is_row = tile.row, tile.head, tile.is_row
     segments = 0
     if work.segments:
         segments = k_segments + batch.to(tl.int64) * k_segments_b
@@ -120,8 +114,6 @@ def queries_kernel(
         value + head_offset(batch, head_kv, value_b, value_h), value_s,
         Factors(ratio, factor), segments, seqlen_k, band_lo, band_hi,
     )  # fmt: skip
-    whole = tl.load(counts + index * 2 + 1) // work.entries * work.parts
-    listed = Listed(entries + index * capacity, words + index * capacity, found)
     at = (batch.to(tl.int64) * seqlen_q + row) * heads_kv * work.group + member_head
     statistics = Statistics(
         tl.load(log_sum + at, is_row, other=float("inf")),
@@ -133,13 +125,13 @@ def queries_kernel(
     q = gathered(query + batch.to(tl.int64) * query_b, 1, at, is_seeing, HEAD, work.aligned, True)
     at = member_head * grad_out_h + row.to(tl.int64) * grad_out_s
     do = gathered(grad_out + batch.to(tl.int64) * grad_out_b, 1, at, is_seeing, VALUE, work.aligned, True)
-    rows = Rows(q, do, statistics, Tile(within, row, segment))
+    rows = Rows(q, do, statistics, tile)
     group = batch.to(tl.int64) * heads_kv + head_kv
     sums = KeySums(dk_sums + group * seqlen_k * HEAD.whole, dv_sums + group * seqlen_k * VALUE.whole)
     COUNT: tl.constexpr = work.rows
     grad = no_rows(COUNT, HEAD)
-    grad = scatter(grad, rows, listed, 0, whole, head, sums, work, features, False)
-    steps = tl.cdiv(found, work.entries) * work.parts
-    grad = scatter(grad, rows, listed, whole, steps, head, sums, work, features, True)
+    grad = scatter(grad, rows, listed, 0, listed.whole, head, sums, work, features, False)
+    steps = tl.cdiv(listed.count, work.entries) * work.parts
+    grad = scatter(grad, rows, listed, listed.whole, steps, head, sums, work, features, True)
     at = member_head * dq_h + row.to(tl.int64) * dq_s
     stored(dq + batch.to(tl.int64) * dq_b, 1, at, is_row, scaled(grad, softmax_scale, HEAD), HEAD)

@@ -22,7 +22,7 @@ from dmattn_ops.kernels.portable.arguments import (
     row_strides,
     shape_of,
 )
-from dmattn_ops.kernels.portable.forward import merge
+from dmattn_ops.kernels.portable.forward import first_share, merge
 from dmattn_ops.launching.launch import launch, workspace
 
 TAKES = Takes(("none", "intervals"), sinks=True, starts=True, oldest=80)
@@ -113,10 +113,7 @@ def _bias_arguments(bias: Tensor | None, heads: int, kv_heads: int) -> tuple[dic
 
 def _launch(arguments: dict[str, Any], result: Result, grid: tuple[int, int]) -> None:
     """Launch the kernel for a result, or for shares of one: `[splits, B, 1, H, Dv]` and `[splits, B, H, 1]`."""
-    one, strides = result, {"out_split": 0, "lse_split": 0}
-    if grid[1] > 1:
-        one = Result(*[None if part is None else part[0] for part in result])
-        strides = {"out_split": result.out.stride(0), "lse_split": result.lse.stride(0)}
+    one, strides = first_share(result, grid[1])
     statistics = {"lse": one.lse, "lse_tail": one.lse_tail, "row_max": one.row_max}
     assert all(part is None or part.stride(1) == 1 for part in statistics.values()), (
         "rows of statistics follow each other"

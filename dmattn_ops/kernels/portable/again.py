@@ -27,7 +27,7 @@ from dmattn_ops.kernels.portable.arguments import (
     row_strides,
     shape_of,
     shared_arguments,
-    statistic_strides,
+    statistic_arguments,
 )
 from dmattn_ops.kernels.portable.dropout import Seeds
 from dmattn_ops.kernels.portable.forward import Queries as OwnQueries
@@ -47,18 +47,20 @@ from dmattn_ops.kernels.portable.places import (
     plan_walk,
 )
 from dmattn_ops.kernels.portable.primitives import (
+    Array,
     KeyRows,
     Rows,
     Statistics,
     load_rows,
+    rows_in,
     rows_of,
     statistics_of,
     store_rows,
 )
 from dmattn_ops.kernels.portable.queries import gather_keys, load_queries
-from dmattn_ops.kernels.portable.scores import BiasArray, Factors, log_terms
+from dmattn_ops.kernels.portable.scores import BiasArray, Factors
 from dmattn_ops.kernels.portable.softmax import RowResults, finish_rows
-from dmattn_ops.kernels.portable.statistics import RowStatistics
+from dmattn_ops.kernels.portable.statistics import RowStatistics, store_terms
 from dmattn_ops.kernels.portable.visibility import BitArray, KeyArrays, MaskArrays, key_marks, query_marks
 from dmattn_ops.kernels.sinks import take_sink
 from dmattn_ops.launching.launch import launch, workspace
@@ -140,19 +142,10 @@ def _forward_again(
         tl.store(counts + _ENDED, 0)
 
 
-class Tensor4(NamedTuple):
-    """A tensor `[B, S, heads, D]`, or `[B, heads, S]` without the last field's stride of rows."""
-
-    start: Any
-    batch: Any  # strides
-    row: Any
-    head: Any
-
-
 class GivenRows(NamedTuple):
     """What statistics of rows are made of."""
 
-    out: Any  # Tensor4, as those that follow
+    out: Any  # Array, as those that follow
     grad_out: Any
     lse: Any
     lse_tail: Any
@@ -163,7 +156,7 @@ class GivenRows(NamedTuple):
 class Inputs(NamedTuple):
     """What the blocks of a backward read."""
 
-    query: Any  # Tensor4, as those that follow
+    query: Any  # Array, as those that follow
     key: Any
     value: Any
     grad_out: Any
@@ -190,12 +183,6 @@ def _share_of(programs, blocks):
 
 
 @triton.jit
-def _rows_of(tensor, batch, head, begin):
-    """Return the rows of one head of a `Tensor4`, from row `begin` on."""
-    return rows_of(tensor.start, tensor.batch, tensor.row, tensor.head, batch, head, begin)
-
-
-@triton.jit
 def _load_statistic(tensor, batch, head, rows, inside):
     """Return a number for each of `rows` of a head, 0 past the end."""
     at = head_offset(batch, head, tensor.batch, tensor.head) + rows.to(tl.int64) * tensor.row
@@ -214,7 +201,7 @@ def _write_statistics(statistics, given, first, end, heads, seqlen_q, shape: tl.
     blocks = tl.cdiv(seqlen_q, ROWS)
     for index in tl.range(first, end):
         batch, head = index // heads, index % heads
-        own_grad, own_out = _rows_of(given.grad_out, batch, head, zero), _rows_of(given.out, batch, head, zero)
+        own_grad, own_out = rows_in(given.grad_out, batch, head, zero), rows_in(given.out, batch, head, zero)
         for block in tl.range(0, blocks):
             start = block * ROWS
             rows = start + tl.arange(0, ROWS)
@@ -227,11 +214,9 @@ def _write_statistics(statistics, given, first, end, heads, seqlen_q, shape: tl.
             tail = _load_statistic(given.lse_tail, batch, head, rows, inside)
             if given.sink is not None:
                 tail, _ = take_sink(tl.load(given.sink + head).to(tl.float32), lse, tail)
-            log_sum, log_rest = log_terms(lse, tail, features.natural)
             to = tl.cast(index, tl.int64) * seqlen_q + rows
-            tl.store(statistics.log_sum + to, log_sum, mask=inside)
-            tl.store(statistics.log_rest + to, log_rest, mask=inside)
-            tl.store(statistics.delta + to, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
+            made = statistics_of(statistics.log_sum, statistics.log_rest, statistics.delta, to)
+            store_terms(made, lse, tail, delta, inside, features.natural)
     tl.debug_barrier()  # every thread reads what others have written
 
 
@@ -269,12 +254,12 @@ def _backward_again(
         BitArray(col_bits, col_bits_b, col_bits_h, col_bits_r, mask_group), of_keys, q_segments, q_segments_b
     )
     inputs = Inputs(
-        Tensor4(query, query_b, query_s, query_h), Tensor4(key, key_b, key_s, key_h), Tensor4(value, value_b, value_s, value_h),
-        Tensor4(grad_out, grad_out_b, grad_out_s, grad_out_h), Statistics(log_sum, log_rest, delta), Band(band_lo, band_hi),
+        Array(query, query_b, query_s, query_h), Array(key, key_b, key_s, key_h), Array(value, value_b, value_s, value_h),
+        Array(grad_out, grad_out_b, grad_out_s, grad_out_h), Statistics(log_sum, log_rest, delta), Band(band_lo, band_hi),
     )  # fmt: skip
     given = GivenRows(
-        Tensor4(out, out_b, out_s, out_h), inputs.grad_out, Tensor4(lse, lse_b, 1, lse_h),
-        Tensor4(lse_tail, lse_tail_b, 1, lse_tail_h), Tensor4(grad_lse, grad_lse_b, grad_lse_s, grad_lse_h), sink,
+        Array(out, out_b, out_s, out_h), inputs.grad_out, Array(lse, lse_b, 1, lse_h),
+        Array(lse_tail, lse_tail_b, 1, lse_tail_h), Array(grad_lse, grad_lse_b, grad_lse_s, grad_lse_h), sink,
     )  # fmt: skip
     GROUP: tl.constexpr = features.group
     share = _share_of(col_programs, col_blocks)
@@ -282,13 +267,13 @@ def _backward_again(
         inputs.statistics, given, share.first_head * GROUP, share.end_head * GROUP, heads, seqlen_q, shape, features
     )
     operands = Operands(col_lists, col_mask, biases, seeds, Factors(ratio, factor))
-    results = Tensor4(dk, dk_b, dk_s, dk_h), Tensor4(dv, dv_b, dv_s, dv_h)
+    results = Array(dk, dk_b, dk_s, dk_h), Array(dv, dv_b, dv_s, dv_h)
     for program in tl.range(share.begin, share.end):
         _keys_again(program, col_blocks, inputs, results, key_sums, lengths, operands, softmax_scale, shape, features)
     share = _share_of(row_programs, row_blocks)
     _write_statistics(inputs.statistics, given, share.first_head, share.end_head, heads, seqlen_q, shape, features)
     operands = Operands(row_lists, row_mask, biases, seeds, Factors(ratio, factor))
-    result = Tensor4(dq, dq_b, dq_s, dq_h)
+    result = Array(dq, dq_b, dq_s, dq_h)
     for program in tl.range(share.begin, share.end):
         _queries_again(program, row_blocks, inputs, result, lengths, operands, softmax_scale, shape, features)
 
@@ -309,11 +294,9 @@ def _keys_again(
     place, start_k = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, True)
     if start_k < place.length_k:
         kv_head = place.head
-        k = load_rows(
-            _rows_of(inputs.key, place.batch, kv_head, place.k_begin), start_k, place.length_k, KEY_ROWS, True
-        )
+        k = load_rows(rows_in(inputs.key, place.batch, kv_head, place.k_begin), start_k, place.length_k, KEY_ROWS, True)
         v = load_rows(
-            _rows_of(inputs.value, place.batch, kv_head, place.k_begin), start_k, place.length_k, VALUE_ROWS, True
+            rows_in(inputs.value, place.batch, kv_head, place.k_begin), start_k, place.length_k, VALUE_ROWS, True
         )
         last_k = last_owned(place, start_k, shape, True)
         band = band_of(inputs.band, place, True)
@@ -325,8 +308,8 @@ def _keys_again(
             statistics = inputs.statistics
             first = every_head * lengths.seqlen_q + place.q_begin
             queries = Queries(
-                _rows_of(inputs.query, place.batch, index, place.q_begin),
-                _rows_of(inputs.grad_out, place.batch, index, place.q_begin),
+                rows_in(inputs.query, place.batch, index, place.q_begin),
+                rows_in(inputs.grad_out, place.batch, index, place.q_begin),
                 statistics_of(statistics.log_sum, statistics.log_rest, statistics.delta, first),
             )
             head = head_of(operands, place, index, start_k, band, features)
@@ -346,8 +329,8 @@ def _keys_again(
         if features.dropout:
             value_grad *= operands.seeds.rescale
         dk, dv = results
-        own_dk = _rows_of(dk, place.batch, kv_head, place.k_begin)
-        own_dv = _rows_of(dv, place.batch, kv_head, place.k_begin)
+        own_dk = rows_in(dk, place.batch, kv_head, place.k_begin)
+        own_dv = rows_in(dv, place.batch, kv_head, place.k_begin)
         store_rows(own_dk, start_k, place.length_k, key_grad * softmax_scale, KEY_ROWS)
         store_rows(own_dv, start_k, place.length_k, value_grad, VALUE_ROWS)
 
@@ -365,11 +348,11 @@ def _queries_again(
     if start_q < place.length_q:
         kv_head = place.head // features.group
         keys = KeyRows(
-            _rows_of(inputs.key, place.batch, kv_head, place.k_begin),
-            _rows_of(inputs.value, place.batch, kv_head, place.k_begin),
+            rows_in(inputs.key, place.batch, kv_head, place.k_begin),
+            rows_in(inputs.value, place.batch, kv_head, place.k_begin),
         )
-        own_query = _rows_of(inputs.query, place.batch, place.head, place.q_begin)
-        own_grad = _rows_of(inputs.grad_out, place.batch, place.head, place.q_begin)
+        own_query = rows_in(inputs.query, place.batch, place.head, place.q_begin)
+        own_grad = rows_in(inputs.grad_out, place.batch, place.head, place.q_begin)
         head = head_of(operands, place, place.head, start_q, band_of(inputs.band, place, False), features)
         last_q = last_owned(place, start_q, shape, False)
         walk = plan_walk(head, start_q, last_q, lists, shape, features, False)
@@ -381,7 +364,7 @@ def _queries_again(
         for PARTIAL in tl.static_range(2):
             part = part_of(walk, PARTIAL)
             query_grad = gather_keys(query_grad, queries, keys, part, head, None, shape, features, PARTIAL, True)
-        own_dq = _rows_of(result, place.batch, place.head, place.q_begin)
+        own_dq = rows_in(result, place.batch, place.head, place.q_begin)
         store_rows(own_dq, start_q, place.length_q, query_grad * softmax_scale, QUERY_ROWS)
 
 
@@ -397,14 +380,6 @@ def _with_strides(name: str, tensor: Tensor) -> dict[str, Any]:
     return {name: tensor, **row_strides(name, tensor)}
 
 
-def _statistics(**tensors: Tensor | None) -> dict[str, Any]:
-    """Return statistics of rows and their strides as arguments."""
-    arguments: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        arguments |= {name: tensor, **statistic_strides(name, tensor)}
-    return arguments
-
-
 def forward_again(call: Call, result: Result, counts: Tensor) -> None:
     """Write out and the statistics anew, behind a kernel that has noted a NaN in word SUSPECT of `counts`; else do nothing.
 
@@ -414,7 +389,7 @@ def forward_again(call: Call, result: Result, counts: Tensor) -> None:
     blocks, programs = blocks_and_programs(size, size.seqlen_q, size.heads, made.block_m, mask.row_tiles)
     aligned = rows_are_aligned(call.query, call.key, call.value, result.out)
     arguments = shared_arguments(call, size) | list_arguments(mask.row_tiles, mask.row_bits, size.heads)
-    arguments |= _statistics(lse=result.lse, lse_tail=result.lse_tail, row_max=result.row_max)
+    arguments |= statistic_arguments(lse=result.lse, lse_tail=result.lse_tail, row_max=result.row_max)
     arguments |= {
         **_with_strides("out", result.out),
         "sink": call.sink,
@@ -442,7 +417,9 @@ def backward_again(call: Call, saved: Saved, grads: Gradients, key_sums: Tensor 
     )
     arguments = shared_arguments(call, size) | {f"row_{name}": part for name, part in of_rows.items()}
     arguments |= {f"col_{name}": part for name, part in of_columns.items() if name != "mask_group"}
-    arguments |= _statistics(lse=saved.lse, lse_tail=saved.lse_tail, grad_lse=grads.grad_lse) | statistics._asdict()
+    arguments |= (
+        statistic_arguments(lse=saved.lse, lse_tail=saved.lse_tail, grad_lse=grads.grad_lse) | statistics._asdict()
+    )
     for name, tensor in (("grad_out", grads.grad_out), ("dq", grads.dq), ("dk", grads.dk), ("dv", grads.dv)):
         arguments |= _with_strides(name, tensor)
     arguments |= {

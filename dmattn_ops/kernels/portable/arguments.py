@@ -185,6 +185,14 @@ def statistic_strides(name: str, tensor: Tensor | None) -> dict[str, int]:
     return {f"{name}_b": strides[0], f"{name}_h": strides[1]}
 
 
+def statistic_arguments(**tensors: Tensor | None) -> dict[str, Any]:
+    """Return statistics of rows and their strides as arguments."""
+    arguments: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        arguments |= {name: tensor, **statistic_strides(name, tensor)}
+    return arguments
+
+
 def broadcast_stride(tensor: Tensor, dim: int) -> int:
     """Return the stride of a dimension, 0 where its size is 1 and so serves every index."""
     return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)

@@ -29,7 +29,7 @@ from dmattn_ops.kernels.portable.arguments import (
     row_strides,
     shape_of,
     shared_arguments,
-    statistic_strides,
+    statistic_arguments,
 )
 from dmattn_ops.kernels.portable.dropout import Seeds, dropout_keep
 from dmattn_ops.kernels.portable.heads import Operands, head_of, program_of
@@ -294,17 +294,20 @@ def _empty_statistics(result: Result) -> None:
 
 def _statistics(result: Result) -> dict[str, Any]:
     """Return the statistics of a result and their strides, as arguments."""
-    named = {"lse": result.lse, "lse_tail": result.lse_tail, "row_max": result.row_max}
-    strides = [statistic_strides(name, tensor) for name, tensor in named.items()]
-    return named | strides[0] | strides[1] | strides[2]
+    return statistic_arguments(lse=result.lse, lse_tail=result.lse_tail, row_max=result.row_max)
+
+
+def first_share(result: Result, shares: int) -> tuple[Result, dict[str, int]]:
+    """Return the first of several shares of a result, or the only one, and how far they lie apart, as arguments."""
+    if shares == 1:
+        return result, {"out_split": 0, "lse_split": 0}
+    strides = {"out_split": result.out.stride(0), "lse_split": result.lse.stride(0)}
+    return Result(*[None if part is None else part[0] for part in result]), strides
 
 
 def _launch(kernel: Any, arguments: dict[str, Any], result: Result, grid: tuple[int, int], blocks: int) -> None:
     """Launch the kernel for a result, or for shares of one: `[splits, B, Sq, H, Dv]` and `[splits, B, H, Sq]`."""
-    one, strides = result, {"out_split": 0, "lse_split": 0}
-    if grid[1] > 1:
-        one = Result(*[None if part is None else part[0] for part in result])
-        strides = {"out_split": result.out.stride(0), "lse_split": result.lse.stride(0)}
+    one, strides = first_share(result, grid[1])
     launch(
         kernel,
         grid,

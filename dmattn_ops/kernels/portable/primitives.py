@@ -17,6 +17,15 @@ class Rows(NamedTuple):
     stride: Any
 
 
+class Array(NamedTuple):
+    """A tensor `[B, S, heads, D]`, or `[B, heads, S]` of numbers, with strides."""
+
+    start: Any
+    batch: Any  # strides
+    row: Any
+    head: Any
+
+
 class KeyRows(NamedTuple):
     """The keys and values of one key head."""
 
@@ -36,6 +45,12 @@ class Statistics(NamedTuple):
 def rows_of(pointer, stride_b, stride_s, stride_h, batch, head, begin):
     """Return the rows of one head of `[B, S, heads, D]`, from row `begin` on."""
     return Rows(head_rows(pointer, batch, head, begin, stride_b, stride_s, stride_h), stride_s)
+
+
+@triton.jit
+def rows_in(array, batch, head, begin):
+    """Return the rows of one head of an `Array`, from row `begin` on."""
+    return rows_of(array.start, array.batch, array.row, array.head, batch, head, begin)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from dmattn_ops.kernels.portable.arguments import (
     statistic_strides,
 )
 from dmattn_ops.kernels.portable.places import head_offset
-from dmattn_ops.kernels.portable.primitives import load_rows, rows_of
+from dmattn_ops.kernels.portable.primitives import load_rows, rows_of, statistics_of
 from dmattn_ops.kernels.portable.scores import log_terms
 from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
 from dmattn_ops.launching.launch import launch, workspace
@@ -70,11 +70,17 @@ def statistics_kernel(
         if sink_parts is not None:
             part = (batch * heads + head) * blocks + start // ROWS
             tl.store(sink_parts + part, part_of_gradient(tl.where(inside, taken, 0.0), row_delta))
-    row_log_sum, row_log_rest = log_terms(row_lse, row_tail, NATURAL)
-    statistics = (batch * heads + head) * seqlen_q + rows
-    tl.store(log_sum + statistics, row_log_sum, mask=inside)
-    tl.store(log_rest + statistics, row_log_rest, mask=inside)
-    tl.store(delta + statistics, tl.where(row_lse == float("-inf"), 0.0, row_delta), mask=inside)
+    made = statistics_of(log_sum, log_rest, delta, (batch * heads + head) * seqlen_q + rows)
+    store_terms(made, row_lse, row_tail, row_delta, inside, NATURAL)
+
+
+@triton.jit
+def store_terms(made, lse, tail, delta, inside, NATURAL: tl.constexpr):
+    """Write the statistics of rows to where `made` points: the terms of the logarithms of their sums, and delta, 0 if empty."""
+    log_sum, log_rest = log_terms(lse, tail, NATURAL)
+    tl.store(made.log_sum, log_sum, mask=inside)
+    tl.store(made.log_rest, log_rest, mask=inside)
+    tl.store(made.delta, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
 
 
 def gradient_arguments(call: Call, saved: Saved, grads: Gradients, size: Extent) -> dict[str, Any]:

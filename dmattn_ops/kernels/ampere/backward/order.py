@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 @gluon.jit
 def turn_of(start_q, start_k, band_lo, N: gl.constexpr):
     """Return how many blocks of `N` keys see the step of query `start_q` before the block of `start_k` does, which sees it too."""
-    return (start_k - gl.maximum(start_q + band_lo, 0) // N * N) // N
+    return start_k // N - gl.maximum(start_q + band_lo, 0) // N
 
 
 @gluon.jit

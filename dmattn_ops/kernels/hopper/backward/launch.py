@@ -33,8 +33,6 @@ from dmattn_ops.kernels.hopper.arguments import (
     even_groups,
     heads_that_balance,
     hides_rows,
-    key_numbers_as_bias,
-    listed,
     room_for_key_sums,
     row_strides,
     score_factors,
@@ -47,17 +45,17 @@ from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import RowTraits, prepare_kernel
 from dmattn_ops.kernels.hopper.backward.shares import add_shares, parts_of
 from dmattn_ops.kernels.hopper.backward.types import Mask, Traits
-from dmattn_ops.kernels.hopper.dbias.launch import bias_gradient
+from dmattn_ops.kernels.hopper.behind import backward_with
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.gluon_compat import VIEWS_ARE_WHOLE
 from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.hopper.statistics import Made, Statistics
-from dmattn_ops.kernels.portable.again import COUNTS, backward_again
+from dmattn_ops.kernels.portable.again import COUNTS
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient
-from dmattn_ops.launching.launch import computed, launch, workspace
+from dmattn_ops.launching.launch import launch, workspace
 from dmattn_ops.launching.tensor_maps import plain_map, rows_map
 
 TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, newest=90)
@@ -238,14 +236,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward)
 
     dq, dk and dv must be such that a tensor map describes them (`mappable`), as the inputs are.
     """
-    given = listed(call)
-    call, watched = key_numbers_as_bias(given), given.mask.kind != "none"
-    if not mappable(grads.grad_out):
-        grads = grads._replace(grad_out=computed(Tensor.contiguous, grads.grad_out))
-    made = _gradients(call, saved, grads, config, watched)
-    if made.counts is not None:
-        backward_again(given, saved, grads, made.key_sums, made.counts)
-    bias_gradient(call, saved, grads, made.statistics, made.key_sums, config)
+    backward_with(_gradients, call, saved, grads, config)
 
 
 def _gradients(call: Call, saved: Saved, grads: Gradients, config: HopperBackward, watched: bool) -> Made:

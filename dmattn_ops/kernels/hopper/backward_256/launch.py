@@ -41,8 +41,6 @@ from dmattn_ops.kernels.hopper.arguments import (
     column_parts,
     heads_that_balance,
     hides_rows,
-    key_numbers_as_bias,
-    listed,
     mask_arguments,
     room_for_key_sums,
     row_strides,
@@ -55,17 +53,17 @@ from dmattn_ops.kernels.hopper.arguments import (
 from dmattn_ops.kernels.hopper.backward_256.keys import keys_kernel
 from dmattn_ops.kernels.hopper.backward_256.queries import queries_kernel
 from dmattn_ops.kernels.hopper.backward_256.types import Traits
-from dmattn_ops.kernels.hopper.dbias.launch import bias_gradient
+from dmattn_ops.kernels.hopper.behind import backward_with
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.hopper.statistics import Made, Statistics, query_of, row_statistics
 from dmattn_ops.kernels.hopper.views import MaskTensors
-from dmattn_ops.kernels.portable.again import COUNTS, SUSPECT, backward_again
+from dmattn_ops.kernels.portable.again import COUNTS, SUSPECT
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
-from dmattn_ops.launching.launch import computed, launch, workspace
+from dmattn_ops.launching.launch import launch, workspace
 from dmattn_ops.launching.overlap import follow_kernel_before
 from dmattn_ops.launching.tensor_maps import plain_map, rows_map
 
@@ -127,14 +125,7 @@ def _heads_side_by_side(call: Call, config: HopperBackward256, uneven: bool, hea
 
 def backward(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256) -> None:
     """Write dq, dk and dv of tensors that `refusals` accepts, dense or packed, and dbias unless it is None."""
-    given = listed(call)
-    call, watched = key_numbers_as_bias(given), given.mask.kind != "none"
-    if not mappable(grads.grad_out):  # an expanded gradient, such as that of out.sum()
-        grads = grads._replace(grad_out=computed(Tensor.contiguous, grads.grad_out))
-    made = _gradients(call, saved, grads, config, watched)
-    if made.counts is not None:
-        backward_again(given, saved, grads, made.key_sums, made.counts)
-    bias_gradient(call, saved, grads, made.statistics, made.key_sums, config)
+    backward_with(_gradients, call, saved, grads, config)
 
 
 def _gradients(call: Call, saved: Saved, grads: Gradients, config: HopperBackward256, watched: bool) -> Made:
