@@ -399,7 +399,9 @@ def test_an_exported_program_is_run_with_its_example_inputs(on_a_gpu, tmp_path):
     export(exported, tmp_path)
     assert forwards_in(tmp_path / "some.dmattn") == {b"1 forward query=bfloat16[2,300,4,64]"}
     export([exported, lambda: dmattn_ops.flash_dmattn_func(*(part[:1] for part in given))], tmp_path)
-    assert forwards_in(tmp_path / "some.dmattn") == {b"1 forward query=bfloat16[%d,300,4,64]" % batch for batch in (1, 2)}
+    assert forwards_in(tmp_path / "some.dmattn") == {
+        b"1 forward query=bfloat16[%d,300,4,64]" % batch for batch in (1, 2)
+    }
 
 
 def test_an_exported_program_of_any_length_is_run_with_the_inputs_that_are_given(on_a_gpu, tmp_path):
