@@ -32,9 +32,9 @@ const std::pair<const char*, ScalarType> kTypes[] = {
 #ifndef DMATTN_VERSION
 #error "setup.py names the version of the library, DMATTN_VERSION"
 #endif
-constexpr int kFormat = 2;                  // as in dmattn_ops/launching/plan_file.py
-constexpr size_t kMostCalls = 1 << 24;      // of one family: more are a damaged file
-constexpr size_t kListed = 4;               // values that a refusal lists one by one
+constexpr int kFormat = 2;              // as in dmattn_ops/launching/plan_file.py
+constexpr size_t kMostCalls = 1 << 24;  // of one family: more are a damaged file
+constexpr size_t kListed = 4;           // values that a refusal lists one by one
 using Columns = std::vector<std::vector<int64_t>>;
 
 // Reads words and numbers from a text of a file; what is not there raises.
@@ -228,13 +228,13 @@ std::string content_of(const std::string& path) {
 }
 
 // Refuse a file of another format, or of another version of the library, whose masks and operators may be others.
-void check_versions(Reader& reader, PlanFile& file) {
+void check_versions(Reader& reader, const std::string& path) {
   reader.check(reader.next<std::string>() == "dmattn-kernels");
   const auto format = reader.next<int>();
-  DMATTN_CHECK_VALUE(format == kFormat, file.path, " has format ", format, " of dmattn_ops.export_kernels, and libdmattn.so of"
+  DMATTN_CHECK_VALUE(format == kFormat, path, " has format ", format, " of dmattn_ops.export_kernels, and libdmattn.so of"
                      " dmattn_ops " DMATTN_VERSION " reads format ", kFormat, ": write the file with that version");
-  file.version = reader.next<std::string>();
-  DMATTN_CHECK_VALUE(file.version == DMATTN_VERSION, file.path, " was written by dmattn_ops ", file.version,
+  const auto version = reader.next<std::string>();
+  DMATTN_CHECK_VALUE(version == DMATTN_VERSION, path, " was written by dmattn_ops ", version,
                      ", and libdmattn.so is that of dmattn_ops " DMATTN_VERSION ": write the file with that version");
 }
 
@@ -324,7 +324,7 @@ PlanFile read_plans(const std::string& path) {
   Reader reader(path, content_of(path));
   PlanFile made{};
   made.path = path;
-  check_versions(reader, made);
+  check_versions(reader, path);
   made.sm = reader.next<int>();
   made.multiprocessors = reader.next<int>();
   made.read_ = std::make_shared<PlanFile::Read>();

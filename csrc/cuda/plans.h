@@ -70,7 +70,7 @@ struct Served {
 };
 
 struct PlanFile {
-  std::string path, version;  // that of the library that wrote it
+  std::string path;
   int sm, multiprocessors;
   std::vector<Kernel> kernels;
   std::vector<std::vector<int64_t>> columns;

@@ -13,6 +13,7 @@ import torch
 
 from dmattn_ops.choice import arch as architectures
 from dmattn_ops.launching import plans
+from dmattn_ops.version import __version__
 
 
 def export_kernels(
@@ -59,7 +60,7 @@ def export_kernels(
         compiling = compiled_launches(wanted.sm)
     with compiling:
         on = architectures.physical(torch.device("cuda"))
-        made = PlanFile(on.sm, on.num_sms)
+        made = PlanFile(__version__, on.sm, on.num_sms)
         with plans.exporting(made.add):
             for run in runs:
                 run()

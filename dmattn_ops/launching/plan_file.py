@@ -40,7 +40,6 @@ from dmattn_ops.launching.driver import encoding, word
 from dmattn_ops.launching.plan import Allocate, Compute, Plan, Relaunch, Slot, TensorLayout, laid_out
 from dmattn_ops.launching.plans import refusal
 from dmattn_ops.launching.recording import ZEROS, sum_into
-from dmattn_ops.version import __version__
 
 FORMAT = 2  # as in `csrc/cuda/plans.cpp`
 _WHOLE = re.compile(
@@ -50,10 +49,10 @@ _HOLE = "$"  # stands for a whole number in what plans have in common
 
 
 class PlanFile:
-    """Plans and their kernels for one architecture (90 for SM 9.0) and number of multiprocessors."""
+    """Plans and their kernels for one architecture (90 for SM 9.0) and number of multiprocessors, by a version of the library."""
 
-    def __init__(self, sm: int, num_sms: int) -> None:
-        self.head = f"dmattn-kernels {FORMAT} {__version__} {sm} {num_sms}\n".encode()
+    def __init__(self, version: str, sm: int, num_sms: int) -> None:
+        self.head = f"dmattn-kernels {FORMAT} {version} {sm} {num_sms}\n".encode()
         self.kernels: dict[bytes, int] = {}
         self.numbers: dict[Any, int] = {}  # of the kernels, by what Triton compiled
         self.texts: set[str] = set()
