@@ -44,6 +44,7 @@ from setuptools.errors import BaseError, CCompilerError
 ROOT = Path(__file__).resolve().parent
 SOURCES = ("dmattn_ops", "csrc", "meta", "tests", "docs", "examples", "benchmarks")  # no command removes these
 OLDEST_TORCH = (2, 11)
+VERSION_FILE = "dmattn_ops/version.py"
 # What torch's headers may offer: the library loads into this version and every newer one.
 TARGET = f"-DTORCH_TARGET_VERSION={OLDEST_TORCH[0] << 56 | OLDEST_TORCH[1] << 48:#x}"
 FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wno-psabi", TARGET]
@@ -207,7 +208,11 @@ class BuildNative(build_ext):
 
     def _compile(self, ext: Extension, folder: Path) -> list[str]:
         def compiled(source: str) -> str:
-            options = {"include_dirs": ext.include_dirs, "extra_postargs": ext.extra_compile_args}
+            options = {
+                "include_dirs": ext.include_dirs,
+                "macros": ext.define_macros,
+                "extra_postargs": ext.extra_compile_args,
+            }
             [built] = self.compiler.compile([source], str(folder), **options)
             return built
 
@@ -245,7 +250,8 @@ def extensions() -> list[Extension]:
         Extension(
             "dmattn_ops.libdmattn",
             sources=sorted(glob.glob("csrc/*/*.cpp")),
-            depends=[*sorted(glob.glob("csrc/*/*.h")), "setup.py"],
+            depends=[*sorted(glob.glob("csrc/*/*.h")), "setup.py", VERSION_FILE],
+            define_macros=[("DMATTN_VERSION", f'"{runpy.run_path(VERSION_FILE)["__version__"]}"')],
             include_dirs=[str(TORCH.folder / "include")],
             library_dirs=[str(TORCH.folder / "lib")],
             libraries=["torch_cpu"],

@@ -113,12 +113,12 @@ struct Asked {
     there << "\n" << file->path << " for SM " << file->sm / 10 << '.' << file->sm % 10 << " with "
           << file->multiprocessors << " multiprocessors:";
     ++files;
-    for (const auto& [known, plan] : file->plans) {
-      if (known.substr(0, known.find(' ')) != name || shown == kShown) {
+    for (const Family& family : file->families) {
+      if (family.text.substr(0, family.text.find(' ')) != name || shown == kShown) {
         ++more;
         continue;
       }
-      there << "\n  " << known;
+      there << "\n  " << file->shown(family);
       ++shown;
     }
   }
@@ -137,9 +137,9 @@ struct Found {
 
 Found find_plan(const std::string& name, const std::string& text, const Gpu& on) {
   for (const PlanFile* file : plan_files()) {
-    const auto found = file->plans.find(text);
-    if (found != file->plans.end() && file->sm == on.sm && file->multiprocessors <= on.multiprocessors)
-      return {file, &found->second};
+    const auto found = file->calls.find(text);
+    if (found != file->calls.end() && file->sm == on.sm && file->multiprocessors <= on.multiprocessors)
+      return {file, &file->plan(found->second)};
   }
   refuse_call(name, text, on);
 }

@@ -2,12 +2,14 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <deque>
 #include <fstream>
 #include <locale>
 #include <mutex>
+#include <sstream>
 #include <type_traits>
 #include <utility>
 
@@ -27,15 +29,19 @@ const std::pair<const char*, ScalarType> kTypes[] = {
     {"float64", kDouble},
 };
 
-// Reads words and numbers; what is not there raises.
+#ifndef DMATTN_VERSION
+#error "setup.py names the version of the library, DMATTN_VERSION"
+#endif
+constexpr int kFormat = 2;              // as in dmattn_ops/launching/plan_file.py
+constexpr size_t kMostCalls = 1 << 24;  // of one family: more are a damaged file
+constexpr size_t kListed = 4;           // values that a refusal lists one by one
+using Columns = std::vector<std::vector<int64_t>>;
+
+// Reads words and numbers from a text of a file; what is not there raises.
 class Reader {
  public:
-  explicit Reader(const std::string& path) : path_(path), stream_(path, std::ios::binary) {
-    DMATTN_CHECK_VALUE(stream_.good(), path, " cannot be read");
+  Reader(const std::string& path, const std::string& text) : path_(path), stream_(text), size_(text.size()) {
     stream_.imbue(std::locale::classic());
-    stream_.seekg(0, std::ios::end);
-    size_ = static_cast<uint64_t>(stream_.tellg());
-    stream_.seekg(0);
   }
 
   template <typename T>
@@ -82,12 +88,12 @@ class Reader {
   }
 
   void check(bool right) const {
-    DMATTN_CHECK_VALUE(right, path_, " is no file of dmattn_ops.export_kernels of this version, or is damaged");
+    DMATTN_CHECK_VALUE(right, path_, " is no file of dmattn_ops.export_kernels, or is damaged");
   }
 
  private:
   std::string path_;
-  std::ifstream stream_;
+  std::istringstream stream_;
   uint64_t size_;
 };
 
@@ -154,6 +160,84 @@ Kernel read_kernel(Reader& reader) {
   return made;
 }
 
+Plan read_plan(Reader reader, size_t kernels) {
+  Plan made;
+  for (std::string kind; reader.word(kind);) {
+    if (kind == "output")
+      made.outputs.push_back(read_layout(reader));
+    else
+      made.steps.push_back(read_step(reader, kind, kernels));
+  }
+  return made;
+}
+
+std::vector<int64_t> read_column(Reader& reader) {
+  std::vector<int64_t> made;
+  const auto count = reader.next<size_t>(), runs = reader.next<size_t>();
+  reader.check(count <= kMostCalls);
+  for (size_t run = 0; run < runs; ++run) {
+    auto value = static_cast<uint64_t>(reader.next<int64_t>());
+    const auto step = static_cast<uint64_t>(reader.next<int64_t>());
+    const auto length = reader.next<size_t>();
+    reader.check(length <= count - made.size());
+    for (size_t k = 0; k < length; ++k, value += step) made.push_back(static_cast<int64_t>(value));
+  }
+  reader.check(made.size() == count);
+  return made;
+}
+
+// A text with other words in the place of each column ("$7"); words(7) returns them.
+template <typename Words>
+std::string replaced(const std::string& text, const Words& words) {
+  std::string made;
+  size_t done = 0;
+  for (size_t at; (at = text.find('$', done)) != std::string::npos;) {
+    made.append(text, done, at - done);
+    size_t column = SIZE_MAX;
+    done = std::from_chars(&text[at + 1], text.data() + text.size(), column).ptr - text.data();
+    made += words(column);
+  }
+  return made.append(text, done, std::string::npos);
+}
+
+std::string filled(const std::string& text, const Columns& columns, size_t call) {
+  return replaced(text, [&](size_t column) { return std::to_string(columns[column][call]); });
+}
+
+// The calls of a family, whose columns are there and have a value for each of them.
+Family read_family(Reader& reader, const Columns& columns) {
+  Family made{};
+  made.calls = reader.next<size_t>();
+  made.text = reader.line();
+  for (std::string line; (line = reader.line()) != "end";) made.steps += line + '\n';
+  reader.check(made.calls > 0);
+  replaced(made.text + made.steps, [&](size_t column) {
+    reader.check(column < columns.size() && columns[column].size() == made.calls);
+    return "";
+  });
+  return made;
+}
+
+std::string content_of(const std::string& path) {
+  std::ifstream stream(path, std::ios::binary);
+  std::ostringstream content;
+  DMATTN_CHECK_VALUE(stream.good(), path, " cannot be read");
+  if (stream.peek() != std::ifstream::traits_type::eof()) content << stream.rdbuf();
+  DMATTN_CHECK_VALUE(stream.good() || stream.eof(), path, " cannot be read");
+  return content.str();
+}
+
+// Refuse a file of another format, or of another version of the library, whose masks and operators may be others.
+void check_versions(Reader& reader, const std::string& path) {
+  reader.check(reader.next<std::string>() == "dmattn-kernels");
+  const auto format = reader.next<int>();
+  DMATTN_CHECK_VALUE(format == kFormat, path, " has format ", format, " of dmattn_ops.export_kernels, and libdmattn.so of"
+                     " dmattn_ops " DMATTN_VERSION " reads format ", kFormat, ": write the file with that version");
+  const auto version = reader.next<std::string>();
+  DMATTN_CHECK_VALUE(version == DMATTN_VERSION, path, " was written by dmattn_ops ", version,
+                     ", and libdmattn.so is that of dmattn_ops " DMATTN_VERSION ": write the file with that version");
+}
+
 struct Files {
   std::mutex mutex;
   std::deque<PlanFile> read;  // which stay where they are
@@ -202,28 +286,59 @@ std::optional<double> number_of(const std::string& text) {
   return error == std::errc{} && end == last ? std::optional(value) : std::nullopt;
 }
 
+struct PlanFile::Read {
+  std::mutex mutex;
+  std::map<std::pair<size_t, size_t>, Plan> plans;  // by family and call
+};
+
+const Plan& PlanFile::plan(const Served& served) const {
+  const std::lock_guard lock(read_->mutex);
+  const std::pair place(served.family, served.call);
+  const auto found = read_->plans.find(place);
+  if (found != read_->plans.end()) return found->second;
+  Plan made = read_plan(Reader(path, filled(families[served.family].steps, columns, served.call)), kernels.size());
+  return read_->plans.emplace(place, std::move(made)).first->second;
+}
+
+std::string PlanFile::shown(const Family& family) const {
+  return replaced(family.text, [&](size_t column) {
+    const std::vector<int64_t>& values = columns[column];
+    const auto [least, most] = std::minmax_element(values.begin(), values.end());
+    const auto between = [&](size_t k) { return static_cast<uint64_t>(values[k]) - static_cast<uint64_t>(values[k - 1]); };
+    bool even = true;
+    for (size_t k = 2; k < values.size(); ++k) even = even && between(k) == between(1);
+    std::string text;
+    if (values.size() <= kListed) {
+      for (const int64_t value : values) text += (text.empty() ? "" : ", ") + std::to_string(value);
+    } else if (even) {
+      text = std::to_string(values.front()) + " to " + std::to_string(values.back()) + " by " +
+             std::to_string(static_cast<int64_t>(between(1)));
+    } else {
+      text = std::to_string(values.size()) + " values from " + std::to_string(*least) + " to " + std::to_string(*most);
+    }
+    return '{' + text + '}';
+  });
+}
+
 PlanFile read_plans(const std::string& path) {
-  Reader reader(path);
-  reader.check(reader.next<std::string>() == "dmattn-kernels" && reader.next<int>() == 1);
+  Reader reader(path, content_of(path));
   PlanFile made{};
   made.path = path;
+  check_versions(reader, path);
   made.sm = reader.next<int>();
   made.multiprocessors = reader.next<int>();
+  made.read_ = std::make_shared<PlanFile::Read>();
   for (std::string kind; reader.word(kind);) {
-    if (kind == "kernel") {
-      made.kernels.push_back(read_kernel(reader));
-      continue;
-    }
-    reader.check(kind == "plan");
-    const auto [place, is_new] = made.plans.try_emplace(reader.line());
-    reader.check(is_new);
-    Plan& plan = place->second;
-    for (kind = reader.next<std::string>(); kind != "end"; kind = reader.next<std::string>()) {
-      if (kind == "output")
-        plan.outputs.push_back(read_layout(reader));
-      else
-        plan.steps.push_back(read_step(reader, kind, made.kernels.size()));
-    }
+    reader.check(kind == "kernel" || kind == "column" || kind == "plan");
+    if (kind == "kernel") made.kernels.push_back(read_kernel(reader));
+    if (kind == "column") made.columns.push_back(read_column(reader));
+    if (kind != "plan") continue;
+    made.families.push_back(read_family(reader, made.columns));
+    const Family& family = made.families.back();
+    const size_t place = made.families.size() - 1;
+    for (size_t call = 0; call < family.calls; ++call)
+      reader.check(made.calls.try_emplace(filled(family.text, made.columns, call), Served{place, call}).second);
+    made.plan({place, 0});  // a damaged one is refused now
   }
   return made;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -57,11 +58,34 @@ struct Plan {
   std::vector<Step> steps;
 };
 
+// A plan as it stands in a file, of calls that differ in numbers alone: $7 stands for the value that column 7 has for a call.
+struct Family {
+  std::string text, steps;
+  size_t calls;
+};
+
+// One call of a family.
+struct Served {
+  size_t family, call;
+};
+
 struct PlanFile {
   std::string path;
   int sm, multiprocessors;
   std::vector<Kernel> kernels;
-  std::map<std::string, Plan> plans;  // by the text of a call
+  std::vector<std::vector<int64_t>> columns;
+  std::vector<Family> families;
+  std::map<std::string, Served> calls;  // by their text
+
+  // The plan of a call, which is read at its first use and stays.
+  const Plan& plan(const Served& served) const;
+  // The text of the calls of a family, with the values of each column in it.
+  std::string shown(const Family& family) const;
+
+ private:
+  struct Read;
+  std::shared_ptr<Read> read_;
+  friend PlanFile read_plans(const std::string& path);
 };
 
 PlanFile read_plans(const std::string& path);

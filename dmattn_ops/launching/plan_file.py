@@ -2,9 +2,10 @@
 
 It is text of words and numbers between spaces and line ends, with the bytes of cubins in it:
 
-    dmattn-kernels 1 ARCHITECTURE MULTIPROCESSORS
+    dmattn-kernels FORMAT VERSION ARCHITECTURE MULTIPROCESSORS
     kernel NAME THREADS SHARED OVERLAPS BYTES, and the cubin on the next line
-    plan THE TEXT OF A CALL, to the end of the line
+    column VALUES RUNS, and for each run: FIRST STEP COUNT
+    plan CALLS THE TEXT OF A CALL, to the end of the line
     output LAYOUT               for each result; a layout is: DTYPE RANK SIZES STRIDES
     allocate LAYOUT             a new tensor; so are those of the next two
     zeros LAYOUT
@@ -16,11 +17,20 @@ It is text of words and numbers between spaces and line ends, with the bytes of 
     end
 
 Tensors are numbered as in a plan: the arguments of the operator that are tensors, the results, then what steps return.
+
+Plans of calls that differ in whole numbers alone, such as a length and what follows from it, are written once. Where their
+numbers differ stands $7 for column 7 (the first column of the file is 0), which has a value for each of the CALLS: that of
+the first call, of the second, and so on. Nothing is computed from a length: each value was recorded at its own call, and the
+reader puts together for each call what it would have read without columns.
 """
 
 from __future__ import annotations
 
+import re
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -31,27 +41,40 @@ from dmattn_ops.launching.plan import Allocate, Compute, Plan, Relaunch, Slot, T
 from dmattn_ops.launching.plans import refusal
 from dmattn_ops.launching.recording import ZEROS, sum_into
 
-_MAGIC = "dmattn-kernels 1"
+FORMAT = 2  # as in `csrc/cuda/plans.cpp`
+_WHOLE = re.compile(
+    r"(?<![\w.+-])(?:0|-?[1-9]\d{0,17})(?![\w.])"
+)  # whole numbers of 64 bits; not parts of names and fractions
+_HOLE = "$"  # stands for a whole number in what plans have in common
 
 
 class PlanFile:
-    """Plans and their kernels for one architecture (90 for SM 9.0) and number of multiprocessors."""
+    """Plans and their kernels for one architecture (90 for SM 9.0) and number of multiprocessors, by a version of the library."""
 
-    def __init__(self, sm: int, num_sms: int) -> None:
-        self.head = f"{_MAGIC} {sm} {num_sms}\n".encode()
+    def __init__(self, version: str, sm: int, num_sms: int) -> None:
+        self.head = f"dmattn-kernels {FORMAT} {version} {sm} {num_sms}\n".encode()
         self.kernels: dict[bytes, int] = {}
-        self.plans: dict[str, list[str]] = {}
+        self.numbers: dict[Any, int] = {}  # of the kernels, by what Triton compiled
+        self.texts: set[str] = set()
+        self.families: dict[str, list[array[int]]] = {}  # whole numbers of each call, by the text that they stand in
+        self.lock = Lock()  # backwards of several GPUs come from several threads
 
     def add(self, exported: Any) -> None:
         """Add a call (`plans.Exported`); NotImplementedError, with the reason, where only Python can repeat it."""
         text = call_text(exported.name, exported.signature, exported.arguments)
-        if text not in self.plans:
-            self.plans[text] = self._lines(exported.name, exported.plan)
+        with self.lock:
+            if text in self.texts:
+                return
+            whole = "\n".join((text, *self._lines(exported.name, exported.plan)))
+            self.families.setdefault(_WHOLE.sub(_HOLE, whole), []).append(array("q", map(int, _WHOLE.findall(whole))))
+            self.texts.add(text)
 
     def write(self, path: Path) -> None:
         """Write all."""
-        plans = [line for text, lines in self.plans.items() for line in (f"plan {text}", *lines, "end")]
-        path.write_bytes(b"".join((self.head, *self.kernels, "\n".join((*plans, "")).encode())))
+        columns: dict[tuple[int, ...], int] = {}
+        plans = [_plan(family, sorted(calls), columns) for family, calls in self.families.items()]
+        text = "".join((*[_column(values) for values in columns], *plans))
+        path.write_bytes(b"".join((self.head, *self.kernels, text.encode())))
 
     def _lines(self, name: str, plan: Plan) -> list[str]:
         lines = [f"output {_layout(output)}" for output in plan.outputs]
@@ -70,10 +93,39 @@ class PlanFile:
         if found is None:
             raise refusal(name, f"the kernel {compiled.metadata.name}, which Triton must launch")
         shape, parameters = found
-        cubin = compiled.asm["cubin"]
-        head = f"kernel {compiled.metadata.name} {shape.threads} {shape.shared} {int(shape.overlaps)} {len(cubin)}\n"
-        number = self.kernels.setdefault(head.encode() + cubin + b"\n", len(self.kernels))
+        number = self.numbers.get(compiled)
+        if number is None:
+            cubin = compiled.asm["cubin"]
+            head = (
+                f"kernel {compiled.metadata.name} {shape.threads} {shape.shared} {int(shape.overlaps)} {len(cubin)}\n"
+            )
+            number = self.kernels.setdefault(head.encode() + cubin + b"\n", len(self.kernels))
+            self.numbers[compiled] = number
         return [f"launch {number} {_numbers(shape.grid)} {len(parameters)}", *[_parameter(*one) for one in parameters]]
+
+
+def _plan(family: str, calls: Sequence[Sequence[int]], columns: dict[tuple[int, ...], int]) -> str:
+    """Return the plan of calls that have a text in common; numbers that differ become columns, equal ones the same."""
+    first, *more = family.split(_HOLE)
+    parts = [first]
+    for values, behind in zip(zip(*calls, strict=True), more, strict=True):
+        same = values.count(values[0]) == len(values)
+        parts += (str(values[0]) if same else f"{_HOLE}{columns.setdefault(values, len(columns))}", behind)
+    return f"plan {len(calls)} {''.join(parts)}\nend\n"
+
+
+def _column(values: Sequence[int]) -> str:
+    """Return the line of a column: runs of values that are equally far apart."""
+    runs: list[list[int]] = []
+    for value in values:
+        last = runs[-1] if runs else None
+        if last is not None and last[2] == 1:
+            last[1:] = value - last[0], 2
+        elif last is not None and value == last[0] + last[1] * last[2]:
+            last[2] += 1
+        else:
+            runs.append([value, 0, 1])
+    return f"column {len(values)} {len(runs)} {_numbers(number for run in runs for number in run)}\n"
 
 
 def call_text(name: str, signature: Any, arguments: tuple[Any, ...]) -> str:

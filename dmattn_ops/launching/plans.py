@@ -25,7 +25,7 @@ MAX_BACKWARDS = 16  # of one forward: layouts of grad_out, and switches
 _plans: dict[Hashable, Any] = {}  # None where a call of that key cannot be repeated
 _repeats: dict[Hashable, Repeat] = {}  # by what a public function is given (`repeats.py`)
 _seen: dict[Hashable, None] = {}  # keys seen once: a plan is made at the second call
-_exported: list[Exported] | None = None  # while calls are exported, those so far
+_exported: Callable[[Exported], None] | None = None  # takes each call while calls are exported
 _Tensors = tuple[Tensor | None, ...]
 _Sequence = TypeVar("_Sequence", tuple[Any, ...], list[Any])
 _Computation = Callable[..., tuple[Tensor, ...]]
@@ -177,14 +177,13 @@ class Exported(NamedTuple):
 
 
 @contextmanager
-def exporting() -> Iterator[list[Exported]]:
-    """Note every call of an operator on a GPU, whichever thread makes it, with its plan. A call without one raises."""
+def exporting(take: Callable[[Exported], None]) -> Iterator[None]:
+    """Give every call of an operator on a GPU to `take`, whichever thread makes it, with its plan. A call without one raises."""
     global _exported
     forget()
-    made: list[Exported] = []
-    _exported = made
+    _exported = take
     try:
-        yield made
+        yield
     finally:
         _exported = None
 
@@ -201,16 +200,16 @@ def refusal(name: str, takes: str) -> NotImplementedError:
 
 
 def _export(
-    name: str, signature: Any, arguments: tuple[Any, ...], device: int, function: Any, made: list[Exported]
+    name: str, signature: Any, arguments: tuple[Any, ...], device: int, function: Any, take: Callable[[Exported], None]
 ) -> tuple[Tensor, ...]:
-    """Compute in full, and add the plan to those that are exported."""
+    """Compute in full, and give the plan to what exports it."""
     tensors, numbers = signature.split(signature.fill(arguments))
     outputs, recorded = _recorded(tensors, lambda distinct: function(*distinct, *numbers))
     try:
         plan = recorded.certain_plan(outputs, device)
     except LookupError as error:
         raise refusal(name, str(error)) from None
-    made.append(Exported(name, signature, (*described(tensors), *numbers), plan))
+    take(Exported(name, signature, (*described(tensors), *numbers), plan))
     return outputs
 
 

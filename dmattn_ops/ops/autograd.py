@@ -25,7 +25,7 @@ from dmattn_ops.ops import schemas, torch_privates
 _grad_enabled = torch.is_grad_enabled
 _any_requires_grad, _transforms_active = torch_privates.any_requires_grad, torch_privates.transforms_active
 _dispatch_modes, _function_modes = torch_privates.dispatch_modes, torch_privates.function_modes
-_tracing_state, _profiler_enabled = torch_privates.tracing_state, torch_privates.profiler_enabled
+_is_tracing, _profiler_enabled = torch_privates.is_tracing, torch_privates.profiler_enabled
 _dispatch_keys = torch_privates.dispatch_keys
 _NO_TENSORS = frozenset((type(None), bool, int, float))
 _Kernel = Callable[..., tuple[Tensor, ...]]
@@ -123,7 +123,7 @@ def callable_directly(*arguments: Any) -> bool:
         and not _transforms_active()
         and _dispatch_modes() == 0
         and _function_modes() == 0
-        and _tracing_state() is None
+        and not _is_tracing()
         and not _profiler_enabled()
         and (arguments[0].is_cuda or arguments[0].is_cpu)
         and all_plain(arguments)

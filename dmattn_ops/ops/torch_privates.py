@@ -34,7 +34,7 @@ transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", N
 set_forward_mode: Any = getattr(forward_ad, "_set_fwd_grad_enabled", None)
 dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
 function_modes: Any = getattr(torch._C, "_len_torch_function_stack", None)
-tracing_state: Any = getattr(torch._C, "_get_tracing_state", None)
+is_tracing: Any = getattr(torch.jit, "is_tracing", None)  # public, while there is TorchScript
 profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", None)
 dispatch_keys: Any = getattr(torch._C, "_dispatch_keys", None)
 node_meta: Any = getattr(fx_traceback, "get_current_meta", None)  # of the node that is being traced
@@ -50,10 +50,10 @@ NEEDED = {
 }
 SHORT_CUTS = {
     "torch._C._dispatch_keys": dispatch_keys,
-    "torch._C._get_tracing_state": tracing_state,
     "torch._C._len_torch_dispatch_stack": dispatch_modes,
     "torch._C._len_torch_function_stack": function_modes,
     "torch.autograd._profiler_enabled": profiler_enabled,
+    "torch.jit.is_tracing": is_tracing,
 }
 
 
@@ -110,15 +110,18 @@ def _budget() -> float:
     for budget in (region, meta.get("memory_budget")):
         if isinstance(budget, (int, float)):
             return budget
-    from torch._functorch import config
-
-    return getattr(config, "activation_memory_budget", 1.0)
+    return _compiling("activation_memory_budget", 1.0)
 
 
 def _recomputes_more() -> bool:
+    return _compiling("aggressive_recomputation", False)
+
+
+def _compiling(name: str, missing: Any) -> Any:
+    """Return a setting of torch's compiler for derivatives, or what it is where there is none."""
     from torch._functorch import config
 
-    return getattr(config, "aggressive_recomputation", False)
+    return getattr(config, name, missing)
 
 
 def tell_what_is_lost() -> None:

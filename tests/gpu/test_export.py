@@ -56,6 +56,27 @@ def test_the_library_alone_returns_the_same(name, tmp_path):
     assert said == [f"{len(names)} calls"]
 
 
+LENGTHS = (64, 100, 127, 128, 129, 144, 256, 300, 512, 600, 1000, 1024, 2048, 4096, 4097)
+
+
+def test_a_file_of_many_lengths_returns_the_same_at_each(tmp_path):
+    def trained(seqlen):
+        torch.manual_seed(seqlen)
+        mask = dmattn_ops.dynamic_mask(scores(2, 2, seqlen), 50, keep_last=8)
+        for more in ({"is_causal": True}, {"mask": mask}, {"is_causal": True, "window_size": (30, 0)}):
+            parts = qkv(seqlen, 4, 2, 128)
+            dmattn_ops.flash_dmattn_func(*parts, **more, deterministic=True).sin().sum().backward()
+
+    with Recorded() as recorded:
+        for seqlen in LENGTHS:
+            trained(seqlen)
+    dmattn_ops.export_kernels(trained, tmp_path / "some.dmattn", inputs=((seqlen,) for seqlen in LENGTHS))
+    plans = (tmp_path / "some.dmattn").read_bytes().count(b"\nplan ")
+    assert plans < len(recorded.calls) / 2
+    said = repeated(recorded.calls, tmp_path, DMATTN_KERNELS=str(tmp_path / "some.dmattn"))
+    assert said == [f"{len(recorded.calls)} calls"]
+
+
 def test_packed_sequences_return_the_same(tmp_path):
     ends = torch.tensor([0, 300, 800, 1000], dtype=torch.int32, device="cuda")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -138,10 +139,8 @@ def same_words(got, want, workspaces):
     return True
 
 
-def test_the_library_launches_what_was_recorded(exported, libcuda, tmp_path):
-    arch, path, calls = exported
-    assert [call.name for call in calls].count("backward") == 4
-    assert {"pack_mask", "key_lifetimes"} <= {call.name for call in calls}
+def launched_as_recorded(libcuda, folder, path, calls, arch):
+    """Assert that the library launches what was recorded, and return the launches: call, step, shape and parameters."""
     wanted = []  # place of the call, launch
     for place, call in enumerate(calls):
         for step in call.plan.steps:
@@ -149,9 +148,9 @@ def test_the_library_launches_what_was_recorded(exported, libcuda, tmp_path):
                 wanted.append((place, step, *plan.laid_out(step.compiled, step.grid, step.references)))
     counts = " ".join(str(len(parameters)) for *_, parameters in wanted)
     given = [(call.name, [described(value) for value in call.arguments]) for call in calls]
-    said, launched = made(libcuda, tmp_path, path, given, arch, counts)
+    said, launched = made(libcuda, folder, path, given, arch, counts)
     assert all(isinstance(addresses, list) for addresses in said), said
-    assert len(launched) == len(wanted) > 10
+    assert len(launched) == len(wanted) >= len(calls)
     workspaces = [{} for _ in calls]
     for (name, grid, threads, shared, overlaps, words), (place, step, shape, parameters) in zip(
         launched, wanted, strict=True
@@ -160,6 +159,15 @@ def test_the_library_launches_what_was_recorded(exported, libcuda, tmp_path):
         for got, parameter in zip(words, parameters, strict=True):
             want = expected_word(*parameter, said[place])
             assert same_words(got, want, workspaces[place]), (name, parameter, got, want)
+    return wanted
+
+
+def test_the_library_launches_what_was_recorded(exported, libcuda, tmp_path):
+    arch, path, calls = exported
+    assert [call.name for call in calls].count("backward") == 4
+    assert {"pack_mask", "key_lifetimes"} <= {call.name for call in calls}
+    wanted = launched_as_recorded(libcuda, tmp_path, path, calls, arch)
+    assert len(wanted) > 10
     overlapping, maps = (sum(shape.overlaps for *_, shape, _ in wanted), sum("map" in dict(p) for *_, p in wanted))
     assert (overlapping > 0 and maps > 0) == (arch == "9.0")
 
@@ -210,7 +218,8 @@ def test_files_are_found_by_the_variable_and_damaged_ones_are_refused(exported, 
     data = path.read_bytes()
     for name, damaged in (
         ("half", data[: len(data) // 2]),
-        ("newer", data.replace(b"kernels 1", b"kernels 9")),
+        ("newer", data.replace(b"kernels 2", b"kernels 9", 1)),
+        ("of another library", data.replace(b"kernels 2 ", b"kernels 2 9.", 1)),
         ("", b""),
         ("twice", data + data[data.index(b"plan ") :]),
         (
@@ -222,10 +231,21 @@ def test_files_are_found_by_the_variable_and_damaged_ones_are_refused(exported, 
         ("below 0", data.replace(b"\nlaunch ", b"\nlaunch -", 1)),
     ):
         (tmp_path / f"damaged {name}").write_bytes(damaged)
-    names = [f"damaged {name}" for name in ("half", "newer", "", "twice", "huge", "below 0")] + ["missing"]
-    said, _ = made(libcuda, tmp_path, ":".join(str(tmp_path / name) for name in names), given, arch)
-    words = ["is no file of dmattn_ops.export_kernels of this version, or is damaged"] * 6 + ["cannot be read"]
-    assert said[:-1] == [f"ValueError: {tmp_path / name} {text}" for name, text in zip(names, words, strict=True)]
+    damage, mine = "is no file of dmattn_ops.export_kernels, or is damaged", f"dmattn_ops {dmattn_ops.__version__}"
+    words = {
+        "damaged half": damage,
+        "damaged newer": f"has format 9 of dmattn_ops.export_kernels, and libdmattn.so of {mine} reads format 2: write the"
+        " file with that version",
+        "damaged of another library": f"was written by dmattn_ops 9.{dmattn_ops.__version__}, and libdmattn.so is that of {mine}:"
+        " write the file with that version",
+        "damaged ": damage,
+        "damaged twice": damage,
+        "damaged huge": damage,
+        "damaged below 0": damage,
+        "missing": "cannot be read",
+    }
+    said, _ = made(libcuda, tmp_path, ":".join(str(tmp_path / name) for name in words), given, arch)
+    assert said[:-1] == [f"ValueError: {tmp_path / name} {text}" for name, text in words.items()]
     assert "there is no plan for this call" in said[-1]
 
 
@@ -235,8 +255,100 @@ def test_the_same_calls_write_the_same_file(exported, on_a_gpu, tmp_path):
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
 
 
-def export(target, tmp_path, arch="9.0"):
-    dmattn_ops.export_kernels(target, tmp_path / "some.dmattn", arch=arch)
+LENGTHS = (100, 128, 144, 160, 200, 272, 517)  # with and without a last part of a tile, multiples of 16 and others
+
+
+@pytest.fixture(scope="module", params=["9.0", "8.0"])
+def of_lengths(request, tmp_path_factory):
+    """The architecture, a file of calls at several lengths, and these calls."""
+
+    def of_length(seqlen):
+        mask = dmattn_ops.dynamic_mask(torch.zeros(2, 2, seqlen), 40)
+        return tuple(part.detach() for part in qkv(seqlen)), mask
+
+    path, calls = tmp_path_factory.mktemp("plans") / "some.dmattn", []
+    with pytest.MonkeyPatch.context() as patch:
+        as_on_a_gpu(patch)
+        add = plan_file.PlanFile.add
+        patch.setattr(plan_file.PlanFile, "add", lambda self, call: calls.append(call) or add(self, call))
+
+        def target(parts, mask):
+            return dmattn_ops.flash_dmattn_func(*parts, mask)
+
+        inputs = (of_length(seqlen) for seqlen in LENGTHS)
+        dmattn_ops.export_kernels(target, path, inputs=inputs, arch=request.param)
+    return request.param, path, calls
+
+
+def test_calls_of_several_lengths_share_plans_and_are_launched_as_recorded(of_lengths, libcuda, tmp_path):
+    arch, path, calls = of_lengths
+    assert [call.name for call in calls].count("forward") == len(LENGTHS)
+    heads = [line.split(b" ") for line in path.read_bytes().split(b"\n") if line.startswith(b"plan ")]
+    assert sum(int(count) for _, count, *_ in heads) == len(calls)
+    assert len(heads) < len(calls) / 2
+    launched_as_recorded(libcuda, tmp_path, path, [*calls, *reversed(calls)], arch)
+
+
+def test_refusals_name_the_lengths_that_a_file_has(of_lengths, libcuda, tmp_path):
+    arch, path, calls = of_lengths
+    forward = [call for call in calls if call.name == "forward"][1]
+    names, arguments = forward.signature.names, [described(value) for value in forward.arguments]
+    others = []
+    for change in ({"query": 129}, {"query": 144}, {"query": 144, "key": 144, "value": 144}):  # not those of one call
+        changed = list(arguments)
+        for name, seqlen in change.items():
+            (batch, _, heads, dim), strides, dtype = changed[names.index(name)]
+            changed[names.index(name)] = ((batch, seqlen, heads, dim), (seqlen * heads * dim, *strides[1:]), dtype)
+        others.append(("forward", changed))
+    said, launched = made(libcuda, tmp_path, path, others, arch)
+    assert launched == []
+    for text in said:
+        assert f"NotImplementedError: there is no plan for this call on SM {arch}" in text
+        assert re.search(r"\n  forward query=bfloat16\[2,\{[^]]*\},4,64\]", text.split("There is:")[1])
+
+
+def edited(path, old, new):
+    """Write the file with other bytes in place of the first such ones."""
+    data = path.read_bytes()
+    assert old in data
+    path.with_suffix(".edited").write_bytes(data.replace(old, new, 1))
+    return path.with_suffix(".edited")
+
+
+def test_damaged_columns_are_refused(of_lengths, libcuda, tmp_path):
+    arch, path, calls = of_lengths
+    given = [(calls[0].name, [described(value) for value in calls[0].arguments])]
+    line = next(line for line in path.read_bytes().split(b"\n") if line.startswith(b"column "))
+    plan_head = next(line for line in path.read_bytes().split(b"\n") if line.startswith(b"plan ") and b"$" in line)
+    _, count, *more = line.split(b" ")
+    for old, new in (
+        (line, b" ".join((b"column", str(int(count) + 1).encode(), *more))),
+        (line, b" ".join((b"column", b"99999999999", *more))),
+        (line, line + b" 7"),
+        (line + b"\n", b""),
+        (plan_head, plan_head.replace(b"$", b"$9999999", 1)),
+        (plan_head, plan_head.replace(b"$", b"$x", 1)),
+        (plan_head, plan_head.replace(b"plan ", b"plan 9", 1)),
+    ):
+        damaged = edited(path, old, new)
+        [said, _], _ = made(libcuda, tmp_path, damaged, given, arch)
+        assert said == f"ValueError: {damaged} is no file of dmattn_ops.export_kernels, or is damaged", (old, new)
+
+
+def test_columns_are_runs_of_equally_distant_numbers():
+    assert plan_file._column((16, 32, 48, 48, 48, 48, -7)) == "column 7 3 16 16 3 48 0 3 -7 0 1\n"
+    columns = {}
+    calls = [(2, 100, 4, 100), (2, 200, 4, 200)]
+    text = plan_file._plan("f x=float32[$,$] softmax_scale=0.125\nallocate int32 $ $", calls, columns)
+    assert text == "plan 2 f x=float32[2,$0] softmax_scale=0.125\nallocate int32 4 $0\nend\n"
+    assert columns == {(100, 200): 0}
+    kept = "bfloat16 x=1e-05 y=-0 z=0.5 w=-inf 18446744073709551615 007"
+    assert plan_file._WHOLE.sub("$", kept) == kept
+    assert plan_file._WHOLE.findall("a=-7 [0,12,3]/(4,1) 16") == ["-7", "0", "12", "3", "4", "1", "16"]
+
+
+def export(target, tmp_path, arch="9.0", **more):
+    dmattn_ops.export_kernels(target, tmp_path / "some.dmattn", arch=arch, **more)
 
 
 def test_what_takes_more_than_kernels_is_refused_in_words(on_a_gpu, tmp_path):
@@ -263,19 +375,44 @@ def test_bad_arguments_are_refused(monkeypatch, tmp_path):
         export(print, tmp_path, "mine")
     with pytest.raises(TypeError, match="target must be a function or an ExportedProgram, got int"):
         export(7, tmp_path)
+    with pytest.raises(ValueError, match="inputs are those of one target, got 2 targets"):
+        export([print, print], tmp_path, inputs=[()])
+    with pytest.raises(TypeError, match="inputs must hold tuples of arguments, got Tensor at place 1"):
+        export(lambda *given: None, tmp_path, inputs=[(), torch.ones(3)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="runs its target on a GPU, and there is none"):
         export(print, tmp_path)
 
 
-def test_an_exported_program_is_run_with_its_example_inputs(on_a_gpu, tmp_path):
-    class Model(torch.nn.Module):
-        def forward(self, query, key, value):
-            return dmattn_ops.flash_dmattn_func(query, key, value, is_causal=True)
+class Model(torch.nn.Module):
+    def forward(self, query, key, value):
+        return dmattn_ops.flash_dmattn_func(query, key, value, is_causal=True)
 
-    program = torch.export.export(Model(), tuple(part.detach() for part in qkv()))
-    export(program, tmp_path)
-    assert b"\nplan forward query=bfloat16[2,300,4,64] key" in (tmp_path / "some.dmattn").read_bytes()
+
+def forwards_in(path):
+    return set(re.findall(rb"\nplan (\d+ forward query=\S*) ", path.read_bytes()))
+
+
+def test_an_exported_program_is_run_with_its_example_inputs(on_a_gpu, tmp_path):
+    given = tuple(part.detach() for part in qkv())
+    exported = torch.export.export(Model(), given)
+    export(exported, tmp_path)
+    assert forwards_in(tmp_path / "some.dmattn") == {b"1 forward query=bfloat16[2,300,4,64]"}
+    export([exported, lambda: dmattn_ops.flash_dmattn_func(*(part[:1] for part in given))], tmp_path)
+    assert forwards_in(tmp_path / "some.dmattn") == {
+        b"1 forward query=bfloat16[%d,300,4,64]" % batch for batch in (1, 2)
+    }
+
+
+def test_an_exported_program_of_any_length_is_run_with_the_inputs_that_are_given(on_a_gpu, tmp_path):
+    inputs = [tuple(part.detach() for part in qkv(seqlen)) for seqlen in (300, 310, 200, 300)]
+    length = torch.export.Dim("length", min=2)
+    exported = torch.export.export(Model(), inputs[0], dynamic_shapes=({1: length},) * 3)
+    export(exported, tmp_path, inputs=inputs)
+    data = (tmp_path / "some.dmattn").read_bytes()
+    [(head, column)] = re.findall(rb"\nplan (\d+) forward query=bfloat16\[2,\$(\d+),4,64\]", data)
+    assert head == b"3"
+    assert re.findall(rb"\n(column .*)", data)[int(column)] == b"column 3 2 200 100 2 310 0 1"
 
 
 def test_texts_of_calls_leave_out_defaults_and_what_says_nothing():

@@ -16,10 +16,10 @@ from dmattn_ops.ops import autograd, torch_privates
 
 SHORT_CUTS = (
     "torch._C._dispatch_keys",
-    "torch._C._get_tracing_state",
     "torch._C._len_torch_dispatch_stack",
     "torch._C._len_torch_function_stack",
     "torch.autograd._profiler_enabled",
+    "torch.jit.is_tracing",
 )
 NEEDED = (
     "torch._C._AutoDispatchBelowAutograd",
