@@ -12,6 +12,7 @@ ifeq ($(PYTHON),)
   PY := $(CURDIR)/.venv/bin/python
   READY := .venv/ready
   TEST_READY := .venv/test
+  FRAMEWORKS_READY := .venv/frameworks
   DOCS_READY := .venv/docs
 else
   ifeq ($(shell command -v '$(PYTHON)'),)
@@ -20,6 +21,7 @@ else
   PY := $(PYTHON)
   READY := build/ready$(subst /,-,$(shell $(PYTHON) -c 'import sys; print(sys.prefix)'))
   TEST_READY := $(READY)
+  FRAMEWORKS_READY := $(READY)
   DOCS_READY := $(READY)
 endif
 
@@ -71,9 +73,10 @@ lint: $(TEST_READY) ## check style and types
 docs: $(DOCS_READY) ## build the documentation into build/docs; a broken link or a page without a place is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-sweep: $(TEST_READY) ## compile every configuration and compare with the frozen tables, run the slow tests and random problems
+sweep: $(FRAMEWORKS_READY) ## compile every configuration and compare with the frozen tables, run the slow tests and random problems
 	$(PY) -m tests.tools.sweep
 	$(PY) -m pytest $(WORKERS) tests --ignore=tests/interpreter -m "slow and not gpu"
+	$(PY) -m pytest tests/integrations -m "not slow and not gpu" -k torchao
 	TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS) tests/interpreter -m slow
 	$(PY) -m dmattn_ops.testing --cases 2000 $(ARGS)
 
@@ -151,6 +154,11 @@ endef
 	@echo "installing what the tests need, 1 GB with Triton and transformers (a minute or more)"
 	@case $$($(PY) -c 'import torch; print(torch.__version__)')-$$(uname) in *+cpu-Linux) more='$(TRITON)';; esac; \
 	$(PIP) install --quiet -e '.[test,train]' --no-build-isolation $$more
+	@touch $@
+
+.venv/frameworks: .venv/test
+	@echo "installing torchao, whose tests are a part of the sweep"
+	@$(PIP) install --quiet -e '.[frameworks]' --no-build-isolation
 	@touch $@
 
 .venv/docs: .venv/ready

@@ -301,7 +301,8 @@ def _gathered(direction: str, call: Call, on: Arch) -> Launch:
     assert call.chosen is not None
     tiles = chosen.forward_tiles if direction == "forward" else chosen.backward_tiles
     configuration = asdict(tiles(call.demand, call.chosen.block, on))
-    return Launch("Gathered", "chosen", "Gathered", str(on), configuration, None, "", chosen.EVIDENCE, {}, None)
+    evidence = chosen.EVIDENCE if on.sm == chosen.MEASURED else ""
+    return Launch("Gathered", "chosen", "Gathered", str(on), configuration, None, "", evidence, {}, None)
 
 
 def _notes(call: Call, choice: Choice) -> list[str]:

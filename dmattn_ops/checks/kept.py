@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmattn_ops import symbolic
 from dmattn_ops.checks import require, validation
 
+MOST_SLOTS = 1 << 29  # what a GPU kernel knows of a head lies in four rows of them, counted in 32 bits
 _NUMBERS = ("length", "floor", "first", "document")
 
 
@@ -19,6 +21,8 @@ def step(read: Any) -> None:
     require.rank("key_cache", read.key_cache, 4, "[B, Hkv, N, D]")
     require.rank("value_cache", read.value_cache, 4, "[B, Hkv, N, Dv]")
     batch, heads, slots, head_dim = read.key_cache.shape
+    if symbolic.certainly(slots > MOST_SLOTS):
+        raise ValueError(f"key_cache must have at most {MOST_SLOTS} slots, got {slots}")
     value_dim = read.value_cache.shape[3]
     expected: dict[str, tuple[tuple[int, ...], ...]] = {
         "value_cache": ((batch,), (heads,), (slots,), (value_dim,)),

@@ -17,7 +17,7 @@ from dmattn_ops.call import TILE, Call, Gradients, Mask, Result, Saved
 from dmattn_ops.checks import chosen, values
 from dmattn_ops.dispatch import run, used
 from dmattn_ops.launching import plans
-from dmattn_ops.launching.recording import computed
+from dmattn_ops.launching.recording import OneCall, computed
 from dmattn_ops.masks import layout
 from dmattn_ops.masks.chunks import pack_in_chunks
 from dmattn_ops.meta import fakes
@@ -215,12 +215,13 @@ def for_kernels(call: Call, direction: str = "forward") -> Call:
 
 
 def launch_on(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
-    """Launch with the device of `on` as the current one: Triton launches on whichever that is."""
-    if on.is_cuda and on.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(on.device):
+    """Launch the kernels of one call with the device of `on` as the current one: Triton launches on whichever that is."""
+    with OneCall():
+        if on.is_cuda and on.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(on.device):
+                launch(*arguments)
+        else:
             launch(*arguments)
-    else:
-        launch(*arguments)
 
 
 def as_rows(tensor: Tensor) -> Tensor:

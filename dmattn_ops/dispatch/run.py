@@ -187,11 +187,16 @@ def reasons_against_packing(call: Call, on: Arch | None, needs_max: bool = False
 
 
 def reasons_against_lists(direction: str, call: Call, on: Arch | None = None) -> list[str]:
-    """Return why the kernels that gather chosen blocks do not take a call, or are slower; empty where they run."""
+    """Return why the kernels that gather chosen blocks do not take a call, or are slower; empty where they run.
+
+    The call is dispatched on its own architecture (or the one that `DMATTN_ARCH` names), or as `on`.
+    """
+    device = call.query.device
     if not call.query.is_cuda and on is None:
         return ["a CPU computes them as bits"]
-    reason = _reason_against(CHOSEN, on or arch.physical(call.query.device))
-    return [reason] if reason else _launcher(CHOSEN).refusals(call, direction)
+    on = on or arch.current(device)
+    reason = _reason_against(CHOSEN, on) or _reason_against(CHOSEN, arch.physical(device) if call.query.is_cuda else on)
+    return [reason] if reason else _launcher(CHOSEN).refusals(call, direction, on)
 
 
 def with_lists_or_bits(call: Call, direction: str) -> Call:

@@ -41,8 +41,12 @@ _compiled: dict[tuple[Any, ...], Any] = {}  # kernels by what they are specializ
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, follows: bool = False, **named: Any) -> None:
     """Launch `kernel[grid](*arguments, **named)`, and note it where a plan is being made.
 
-    `follows`: the kernel comes after another one of the call, and may begin before that has ended (`overlap.py`).
+    `follows`: where the kernel comes after another one of the call, it may begin before that has ended (`overlap.py`).
     """
+    if thread.launches is not None:
+        follows, thread.launches = follows and thread.launches > 0, thread.launches + 1
+    else:
+        follows = False
     if not isinstance(kernel, JITFunction):  # the interpreter
         kernel[grid](*map(_argument, arguments), **{name: _argument(value) for name, value in named.items()})
         return

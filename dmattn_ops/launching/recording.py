@@ -40,12 +40,26 @@ class Recorder(Protocol):
 
 
 class Thread(threading.local):
-    """The state of one thread: the recorder of the call that it makes, or None."""
+    """The state of one thread: the recorder of the call that it makes, or None, and how many kernels it has launched for it."""
 
     recorder: Recorder | None = None
+    launches: int | None = None  # None outside of a call
 
 
 thread = Thread()
+
+
+class OneCall:
+    """A context in which a thread launches the kernels of one call: only there may one begin before another one has ended.
+
+    What a caller launched before is not known, so the first kernel of a call waits for it as usual (`overlap.py`).
+    """
+
+    def __enter__(self) -> None:
+        self.outer, thread.launches = thread.launches, 0
+
+    def __exit__(self, *raised: object) -> None:
+        thread.launches = self.outer
 
 
 def computed(function: Callable[..., _Made], *arguments: Any) -> _Made:

@@ -57,6 +57,11 @@ def test_the_arguments_stand_in_the_order_of_the_records():
         ({"documents": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, "documents must have shape"),
         ({"document": None}, ValueError, "document and trail must be given together"),
         ({"trail": torch.zeros(2, 5, 2, dtype=torch.int64)}, ValueError, "trail must have shape"),
+        (
+            {"key_cache": torch.zeros(1).expand(2, 2, (1 << 29) + 1, 8)},
+            ValueError,
+            "at most 536870912 slots, got 536870913",
+        ),
         ({"places": torch.zeros(2, 2, 16, 4, dtype=torch.int64).mT}, ValueError, "places must be contiguous"),
         ({"arrived": torch.zeros(2)}, TypeError, "arrived"),
         ({"keep": -1}, ValueError, "keep"),

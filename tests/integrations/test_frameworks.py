@@ -1,7 +1,6 @@
 """Frameworks that take the inputs of layers apart, move, cast, split and copy them: masks of a forward come through.
 
-FSDP2 and pipelines are torch's own; Lightning, accelerate and PEFT are tried where they are installed (`pip install
-'.[frameworks]'`).
+FSDP2 and pipelines are torch's own; Lightning, accelerate and PEFT are part of what `pip install '.[test]'` brings.
 """
 
 import copy
@@ -149,7 +148,6 @@ def test_a_pipeline_splits_a_batch(two_ranks):
     assert two_ranks(in_a_pipeline) == [True, True]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_lightning_trains(precision, tmp_path):
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
@@ -186,7 +184,6 @@ def test_lightning_trains(precision, tmp_path):
     assert module.losses[-1] < module.losses[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_fabric_trains(precision):
     fabric = pytest.importorskip("lightning", reason="lightning is not installed").Fabric(
@@ -205,7 +202,6 @@ def test_fabric_trains(precision):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 @torch.no_grad()
 def test_weights_that_accelerate_keeps_elsewhere(where, tmp_path):
@@ -220,7 +216,6 @@ def test_weights_that_accelerate_keeps_elsewhere(where, tmp_path):
         torch.testing.assert_close(model(**inputs).logits, expected)
 
 
-@pytest.mark.slow
 def test_lora_of_peft_trains_and_changes_nothing_at_first():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     model, inputs = model_here(), batch()

@@ -14,6 +14,7 @@ from chosen_cases import Case, draw
 from dmattn_ops.call import Gradients, Result, Saved
 from dmattn_ops.choice.chosen import Gathering
 from dmattn_ops.kernels.chosen import launch
+from dmattn_ops.kernels.chosen.choosers import collect_kernel
 
 pytestmark = pytest.mark.usefixtures("strict_memory")
 SMALL = Gathering(rows=32, columns=32, num_warps=4, num_stages=2)
@@ -70,3 +71,12 @@ def test_heads_of_a_group_share_a_list(group: int, block: int):
     indices = torch.randint(-1, count, (1, 1, case.indices.shape[2], min(3, count)))
     case = replace(case, indices=indices, block=block, batch=1, heads=group, heads_kv=1, documents=None, padding=None)
     check(case, block, (16, 16), torch.float16)
+
+
+def test_lists_begin_behind_more_queries_than_32_bits_count():
+    counts = torch.tensor([[1 << 30] * 5 + [1]], dtype=torch.int32)
+    starts, queries = torch.zeros(1, 6, dtype=torch.int64), torch.full((40,), -1, dtype=torch.int32)
+    bits = torch.zeros(1, 6, 2, dtype=torch.int32)  # of no query: nothing is listed so far behind
+    collect_kernel[(6,)](bits, counts, starts, queries, 6, 2, 40, READ=32, SUMMED=4)
+    assert starts.tolist() == [[n << 30 for n in range(6)]]
+    assert queries.eq(-1).all()

@@ -21,6 +21,7 @@ from dmattn_ops.kernels.epochs import launch as packs  # noqa: E402
 from dmattn_ops.kernels.masks import launch as tile_mask  # noqa: E402
 from dmattn_ops.kernels.selection import launch as selection  # noqa: E402
 from dmattn_ops.meta import list_tiles_outputs, pack_mask_outputs  # noqa: E402
+from tests.support import other_launches  # noqa: E402
 from tests.support.addresses import code_of, intermediate_code, large_products  # noqa: E402
 from tests.tools import configurations  # noqa: E402
 from tests.tools.configurations import (  # noqa: E402
@@ -135,6 +136,22 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "epochs/rows.py": ("(e + 1) * epoch", "block * KEYS", "e * epoch"),
         "epochs/slots.py": ("(epoch.number + 1) * epoch.length", "epoch.number * epoch.length"),
         "ampere/walks.py": ("(entry + beyond) * STEP",),
+        "chosen/choosers.py": ("start * 32", "tile * QUERIES"),
+        "chosen/forward.py": (
+            "number * work.queries",
+            "tl.cdiv(listed.count, work.entries) * work.parts",
+            "tl.load(counts + index * 2 + 1) // work.entries * work.parts",
+        ),
+        "chosen/keys.py": ("number * work.block", "part * work.columns"),
+        "chosen/queries.py": ("tl.cdiv(listed.count, work.entries) * work.parts",),
+        "chosen/unions.py": ("number * block", "tile * QUERIES"),
+        "chosen/work.py": ("number * work.block",),
+        "decode/kernel.py": (
+            "program % blocks * BLOCK_M",
+            "split * share",
+            "tl.cdiv(tl.cdiv(last, BLOCK_N) - first // BLOCK_N, splits) * BLOCK_N",
+        ),
+        "mass/selection.py": ("number[:, None] * gathered.block",),
         "ampere/dbias.py": ("program % key_blocks * N", "program // key_blocks % blocks * M"),
         "portable/dbias.py": ("program % key_blocks * BLOCK_N", "program // key_blocks % blocks * BLOCK_M"),
         "portable/places.py": (
@@ -147,6 +164,13 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "selection/alive.py": ("chunk * CHUNK",),
         "selection/documents.py": ("span * SPAN",),
         "selection/keys.py": ("tl.program_id(0) % chunks * CHUNK",),
+        "masks/chosen.py": (
+            "(share + 1) * TILES",
+            "row_tile * _TILE",
+            "share * TILES",
+            "tile * _TILE",
+            "tl.where(is_block, number, 0).to(tl.int32) * block",
+        ),
         "masks/lists.py": (
             "(block + 1) * OWN * _TILE",
             "block * OWN",
@@ -195,6 +219,11 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "heads of the call, or of one of its batches": {
         "ampere/backward/kernel.py": ("kv_head * GROUP",),
+        "chosen/forward.py": ("head_kv * work.group",),
+        "chosen/keys.py": ("head_kv * work.group", "heads_kv * work.group"),
+        "decode/kernel.py": ("kv_head * GROUP",),
+        "mass/keys.py": ("kv_head * GROUP",),
+        "mass/selection.py": ("unit * GROUP",),
         "portable/again.py": ("share.end_head * GROUP", "share.first_head * GROUP"),
         "portable/heads.py": ("place.head * GROUP",),
         "hopper/backward/finish.py": ("gl.maximum(place.batch, 0) * out.heads",),
@@ -274,8 +303,12 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "bytes or words of a row of bits, or of a tile's row: a few for each tile of a sequence": {
         "hopper/backward/kernel.py": ("keys * numbers.bits_row",),
+        "masks/chosen.py": ("col_count * _WORDS", "row_count * _WORDS", "row_tile * _WORDS", "tile * _WORDS"),
         "masks/lists.py": ("2 * own", "2 * q_tiles", "2 * tile", "_HULL * own"),
         "masks/pack.py": ("16 * row_count", "32 * block_row", "4 * col_count", "8 * block_col"),
+    },
+    "slots of a cache of kept keys, at most 2^29 (`checks.kept.MOST_SLOTS`)": {
+        "kept/kernel.py": ("2 * slots", "3 * slots"),
     },
     "slots of one head, less than 2^30 (`epochs.packing_for`)": {
         "epochs/slots.py": ("epochs * per_epoch", "e * per_epoch"),
@@ -302,6 +335,8 @@ def cases() -> Iterator[Any]:
             yield pytest.param(sm, partial(launch, unit), id=name, marks=slow)
     for index, making in enumerate(masks()):
         yield pytest.param(90, making, id=f"masks {index}")
+    for name, sm, launches in other_launches.cases():
+        yield pytest.param(sm, launches, id=name)
 
 
 def unbounded(sm: int, run: Callable[[], object]) -> tuple[set[str], set[str]]:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from chosen_cases import draw, visible
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from dmattn_ops import TileMask, explain, flash_dmattn_func, flash_dmattn_qkvpacked_func, selection_mask
+from dmattn_ops import TileMask, environment, explain, flash_dmattn_func, flash_dmattn_qkvpacked_func, selection_mask
 from dmattn_ops.api import chosen as api
+from dmattn_ops.api.explain import Explanation
 from dmattn_ops.bands import band_of
+from dmattn_ops.call import NO_MASK, Call, Chosen, plain_options
+from dmattn_ops.choice import arch
+from dmattn_ops.choice.chosen import FORWARD, SMALL_FORWARD
+from dmattn_ops.dispatch import run
 from dmattn_ops.masks.chosen import segments_beside
 from dmattn_ops.masks.tile_mask import as_bits, from_chosen
 from dmattn_ops.ops import schemas
@@ -163,12 +171,17 @@ def test_products_are_counted_for_what_is_named():
     assert counter.get_total_flops() == 4 * 24 * 4 * min(S * (S + 1) // 2, S * 2 * BLOCK)
 
 
-def test_explain_says_which_kernels_gather_and_which_take_bits():
-    def shape(heads: int) -> Tensor:
-        return torch.empty(1, 4096, heads, 128, dtype=torch.bfloat16, device="meta")
+def shape(heads: int, device: str = "meta") -> Tensor:
+    return torch.empty(1, 4096, heads, 128, dtype=torch.bfloat16, device=device)
 
-    indices = torch.empty(1, 1, 4096, 16, dtype=torch.int32, device="meta")
-    mask = from_chosen(indices, 64, (None, None), 4096, band_of(True, "bottom_right", (None, None)))
+
+def chosen_there(device: str = "meta") -> TileMask:
+    indices = torch.empty(1, 1, 4096, 16, dtype=torch.int32, device=device)
+    return from_chosen(indices, 64, (None, None), 4096, band_of(True, "bottom_right", (None, None)))
+
+
+def test_explain_says_which_kernels_gather_and_which_take_bits():
+    mask = chosen_there()
     found = explain(shape(16), shape(1), shape(1), mask, arch="9.0")
     assert found.forward.kernel == found.backward.kernel == "chosen" and "queries name" in found.mask
     assert found.backward.configuration["apart"] is not None
@@ -176,6 +189,48 @@ def test_explain_says_which_kernels_gather_and_which_take_bits():
     assert few.forward.kernel == few.backward.kernel == "hopper"
     same = explain(shape(16), shape(1), shape(1), mask, arch="9.0", deterministic=True)
     assert same.forward.kernel == "chosen" and same.backward.kernel != "chosen"
+
+
+@pytest.mark.parametrize("by", ["argument", "variable"])
+def test_explain_tells_of_the_architecture_that_is_asked_for(by: str, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+
+    def explained(heads: int, version: str) -> Explanation:
+        if by == "argument":
+            return explain(shape(heads), shape(1), shape(1), chosen_there(), arch=version)
+        monkeypatch.setenv(environment.ARCHITECTURE, version)
+        return explain(shape(heads), shape(1), shape(1), chosen_there())
+
+    for version, gathers in (
+        ("9.0", True),
+        ("8.6", False),
+        ("8.0", False),
+        ("7.5", False),
+    ):  # tiles of 32 rows but on SM 9.0
+        found = explained(64, version)
+        for direction in (found.forward, found.backward):
+            assert (direction.kernel == "chosen") == gathers, version
+            assert direction.arch == f"SM{version}"
+    small = explained(16, "8.6")
+    assert small.forward.kernel == small.backward.kernel == "chosen" and small.forward.arch == "SM8.6"
+    assert small.forward.configuration == asdict(SMALL_FORWARD) and not small.forward.evidence
+    assert explained(16, "9.0").forward.configuration == asdict(FORWARD)
+
+
+@pytest.mark.parametrize(("version", "gathers"), [("", True), ("9.0", True), ("8.6", False), ("7.5", False)])
+def test_calls_of_a_gpu_are_dispatched_as_the_variable_says(
+    version: str, gathers: bool, monkeypatch: pytest.MonkeyPatch
+):
+    launch = pytest.importorskip("dmattn_ops.kernels.chosen.launch")
+    monkeypatch.setenv(environment.ARCHITECTURE, version)
+    monkeypatch.setattr(arch, "_of_device", lambda index: arch.KNOWN[90])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query, key = shape(64, "cuda:0"), shape(1, "cuda:0")
+        mask = chosen_there("cuda:0")
+        named = Chosen(mask.chosen, BLOCK)
+        call = Call(query, key, key, None, NO_MASK, None, None, None, plain_options(1.0), chosen=named)
+        assert (not run.reasons_against_lists("forward", call)) == gathers
+        assert launch._architecture_of(call).sm == int(float(version or "9.0") * 10)
 
 
 def test_a_cpu_keeps_bits():

@@ -238,12 +238,14 @@ def test_training_installs_nothing_that_only_tests_need_and_each_command_sets_up
         done = subprocess.run(command, cwd=checkout.folder, capture_output=True, text=True, check=True)
         return done.stdout
 
-    training, testing = steps("train"), steps("test")
+    training, testing, sweeping = steps("train"), steps("test"), steps("sweep")
     assert "install --quiet -e '.[train]'" in training
     assert "triton" not in training
     assert "[test" not in training
     assert "install --quiet -e '.[test,train]'" in testing
     assert "triton" in testing
+    assert "[frameworks]" not in training + testing
+    assert "install --quiet -e '.[test,train]'" in sweeping and "install --quiet -e '.[frameworks]'" in sweeping
     assert "-m venv .venv" in training
     assert "-m venv .venv" in testing
 

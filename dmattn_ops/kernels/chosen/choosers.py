@@ -23,7 +23,7 @@ _WORDS = 32  # of a row of bits that are read at once
 class Choosers(NamedTuple):
     """For each batch entry and head of lists: where the list of each block begins, how long it is, and the lists."""
 
-    starts: Tensor  # int32 [Bm, Hm, blocks]
+    starts: Tensor  # int64 [Bm, Hm, blocks]
     counts: Tensor  # int32 [Bm, Hm, blocks]
     queries: Tensor  # int32 [Bm, Hm, Sq * k]
 
@@ -47,7 +47,7 @@ def mark_kernel(
     lists = indices + batch * indices_b + head * indices_h + row.to(tl.int64)[:, None] * indices_q
     own = bits + matrix.to(tl.int64) * blocks * words
     is_listed = row < seqlen_q
-    wide_tile = matrix * tl.cdiv(seqlen_q, wide) + row // wide
+    wide_tile = matrix.to(tl.int64) * tl.cdiv(seqlen_q, wide) + row // wide
     is_listed = is_listed & (tl.load(wide_counts + wide_tile * 2, is_listed, other=0) > most)
     for at in tl.range(0, count, ENTRIES):
         entry = at + tl.arange(0, ENTRIES)[None, :]
@@ -78,13 +78,13 @@ def count_kernel(bits, counts, words, READ: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def collect_kernel(bits, counts, starts, queries, blocks, words, capacity, READ: tl.constexpr, SUMMED: tl.constexpr):
-    """Write the list of a block, behind those of the blocks before it."""
+    """Write the list of a block, behind those of the blocks before it: the lists of a head may hold 2^31 queries and more."""
     index = tl.program_id(0)
     matrix, number = index // blocks, index % blocks
-    found = tl.full((), 0, tl.int32)
+    found = tl.full((), 0, tl.int64)
     for start in tl.range(0, number, SUMMED):
         before = start + tl.arange(0, SUMMED)
-        found += tl.sum(tl.load(counts + matrix * blocks + before, before < number, other=0), 0)
+        found += tl.sum(tl.load(counts + matrix * blocks + before, before < number, other=0).to(tl.int64), 0)
     tl.store(starts + index, found)
     own = bits + index.to(tl.int64) * words
     lists = queries + matrix.to(tl.int64) * capacity
@@ -103,7 +103,7 @@ def choosers_of(indices: Tensor, shared: dict[str, Any], blocks: int, apart: Apa
     words, rows = triton.cdiv(seqlen_q, 32), batch * heads * blocks
     bits = workspace(indices, batch, heads, blocks, words, dtype=torch.int32)
     computed(Tensor.zero_, bits)
-    counts, starts = (workspace(indices, batch, heads, blocks, dtype=torch.int32) for _ in range(2))
+    counts, starts = (workspace(indices, batch, heads, blocks, dtype=dtype) for dtype in (torch.int32, torch.int64))
     queries = workspace(indices, batch, heads, seqlen_q * count, dtype=torch.int32)
     tiles = triton.cdiv(seqlen_q, 32)
     launch(

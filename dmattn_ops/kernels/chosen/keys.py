@@ -175,12 +175,12 @@ def keys_kernel(
     number = tl.program_id(0) // parts % blocks
     head_kv = tl.program_id(0) // parts // blocks % heads_kv
     batch = tl.program_id(0) // parts // blocks // heads_kv
-    matrix = batch * lists_b + head_kv * lists_h
+    matrix = batch.to(tl.int64) * lists_b + head_kv.to(tl.int64) * lists_h
     count = tl.load(counts + matrix * blocks + number)
     if count == 0:
         return
 
-    listed = choosers + matrix.to(tl.int64) * capacity + tl.load(starts + matrix * blocks + number)
+    listed = choosers + matrix * capacity + tl.load(starts + matrix * blocks + number)
     first_head = (head_kv * work.group).to(tl.int64)
     group = batch.to(tl.int64) * heads_kv + head_kv
     first = batch.to(tl.int64) * seqlen_q * heads_kv * work.group + first_head

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dmattn_ops.call import UNBOUNDED, Call, Gradients, Result, Saved, Takes, rows_are_aligned
 from dmattn_ops.choice import arch
+from dmattn_ops.choice.arch import Arch
 from dmattn_ops.choice.chosen import Gathering, backward_tiles, forward_tiles, largest_group
 from dmattn_ops.kernels.chosen.choosers import choosers_of
 from dmattn_ops.kernels.chosen.forward import forward_kernel
@@ -27,8 +28,8 @@ _MOST_QUERIES = 32  # of a tile: a word has a bit for each
 _FINISHED_ROWS = 32  # rows of dq that a program writes
 
 
-def refusals(call: Call, direction: str) -> list[str]:
-    """Return every reason why the kernels don't take a call of chosen blocks; empty where they do."""
+def refusals(call: Call, direction: str, on: Arch | None = None) -> list[str]:
+    """Return every reason why the kernels don't take a call of chosen blocks, as its own architecture or as `on`; or none."""
     assert call.chosen is not None
     heads, heads_kv, lists = call.query.shape[2], call.key.shape[2], call.chosen.indices.shape[1]
     group = heads // heads_kv
@@ -41,7 +42,7 @@ def refusals(call: Call, direction: str) -> list[str]:
         reasons.append("take 16-bit elements")
     if max(call.query.shape[-1], call.value.shape[-1]) > LARGEST_WIDTH:
         reasons.append(f"take head dimensions up to {LARGEST_WIDTH}")
-    largest = largest_group(arch.physical(call.query.device) if call.query.is_cuda else arch.KNOWN[90])
+    largest = largest_group(on or _architecture_of(call))
     if not LEAST_GROUP <= group <= largest or (lists == heads and group > 1):
         reasons.append(f"take from {LEAST_GROUP} to {largest} query heads that share a key head and a list")
     if direction == "backward" and call.options.deterministic:
@@ -52,13 +53,19 @@ def refusals(call: Call, direction: str) -> list[str]:
 def forward(call: Call, result: Result) -> None:
     """Write out `[B, Sq, H, Dv]`, lse, lse_tail and row_max `[B, H, Sq]`."""
     assert call.chosen is not None
-    forward_with(call, result, forward_tiles(call.demand, call.chosen.block, arch.physical(call.query.device)))
+    forward_with(call, result, forward_tiles(call.demand, call.chosen.block, _architecture_of(call)))
 
 
 def backward(call: Call, saved: Saved, grads: Gradients) -> None:
     """Write dq, dk, dv and, where it is asked for, dsink."""
     assert call.chosen is not None
-    backward_with(call, saved, grads, backward_tiles(call.demand, call.chosen.block, arch.physical(call.query.device)))
+    backward_with(call, saved, grads, backward_tiles(call.demand, call.chosen.block, _architecture_of(call)))
+
+
+def _architecture_of(call: Call) -> Arch:
+    """Return the architecture that tiles are chosen for: the one that `DMATTN_ARCH` names, else that of the call's device."""
+    device = call.query.device
+    return arch.current(device) if call.query.is_cuda else arch.physical(device)
 
 
 def forward_with(call: Call, result: Result, tiles: Gathering) -> None:

@@ -99,15 +99,16 @@ def unions_kernel(
                     behind = number * block + block
                     is_whole = (behind <= seqlen_k) & (behind - 1 <= first_q + band_hi)
                     whole += tl.sum(is_listed * is_whole.to(tl.int32), 0)
-            tl.store(counts + index * 2, found)
-            tl.store(counts + index * 2 + 1, whole)
+            own_counts = counts + tl.cast(index, tl.int64) * 2
+            tl.store(own_counts, found)
+            tl.store(own_counts + 1, whole)
             tl.debug_barrier()
 
 
 @triton.jit
 def is_apart(wide_counts, matrix, tile, tiles, wide, most):
     """Return whether the queries of the tile of `wide` tiles that a tile is in chose more than `most` blocks together."""
-    return tl.load(wide_counts + (matrix * tl.cdiv(tiles, wide) + tile // wide) * 2) > most
+    return tl.load(wide_counts + (matrix.to(tl.int64) * tl.cdiv(tiles, wide) + tile // wide) * 2) > most
 
 
 class Apart(NamedTuple):
