@@ -187,7 +187,9 @@ def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
     return call.bias if read.needs_dbias else None, call.sink if read.needs_dsink else None
 
 
-when_traced: list[Callable[[str, tuple[Any, ...]], None]] = []  # called with each call that a tracer makes, and must not raise
+when_traced: list[
+    Callable[[str, tuple[Any, ...]], None]
+] = []  # called with each call that a tracer makes, and must not raise
 
 
 def _traced(name: str, fake: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,9 +1,10 @@
 """The process that compiles kernels before they are launched: what `launching/ahead.py` starts.
 
-It reads descriptions of calls from its standard input. For each it runs the operator as it would run on the GPU that is described, on
-tensors without memory, and keeps what would be launched. A fork for each kernel, as many at a time as there are cores, then compiles
-it through Triton, exactly as a launch does, into Triton's cache. It initializes no GPU and starts no threads, so that forks are safe.
-It tells on its standard output how far it is, and ends with its input, when that is closed, or after a minute without work.
+It reads descriptions of calls from its standard input. For each it runs the operator as it would run on the GPU that is
+described, on tensors without memory, and keeps what would be launched. Then it forks for each kernel, as many at a time as there
+are cores, and a fork compiles one, through Triton as a launch does, into Triton's cache. The process initializes no GPU and starts
+no threads, so that forks are safe. It tells on its standard output how far it is. It ends when its input is closed, as it is when
+the process that started it ends, or after a minute without work.
 """
 
 from __future__ import annotations
@@ -152,15 +153,19 @@ class Server:
         while time.monotonic() - last < IDLE:
             if not self.read(_POLL if self.forks or self.todo else 1.0):
                 break
-            self.reap()
-            while self.todo and len(self.forks) < self.at_a_time:
-                self.fork(self.todo.pop(0))
+            self.step()
             if self.forks:
                 last = time.monotonic()
-            else:
-                self.mark()
         for pid in self.forks:
             os.kill(pid, signal.SIGKILL)
+
+    def step(self) -> None:
+        """Note which forks have ended, and let others take their places; mark the cache when all is done."""
+        self.reap()
+        while self.todo and len(self.forks) < self.at_a_time:
+            self.fork(self.todo.pop(0))
+        if not self.forks:
+            self.mark()
 
     def read(self, patience: float) -> bool:
         """Take up the calls that have come; return False where no more will."""

@@ -1,8 +1,8 @@
 """Calls that a compiler traces: their kernels are compiled while the compiler still works on the graph around them.
 
-A traced call has shapes, strides and numbers, which are all that decides about its kernels, forward and backward.
-`launching/ahead.py` has another process compile them. Nothing is compiled ahead for sizes that the tracer does not know, on a CPU, in
-processes that may not start others, and where `DMATTN_COMPILE_AHEAD=0`.
+Shapes, strides and numbers of a call decide which kernels it launches, and a traced call has them, forward and backward.
+`launching/ahead.py` has another process compile these kernels. Nothing is compiled ahead for sizes that the tracer does not know,
+on a CPU, in processes that may not start others, and where `DMATTN_COMPILE_AHEAD=0`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from dmattn_ops.launching import ahead
 from dmattn_ops.meta import fakes
 from dmattn_ops.ops import schemas, torch_privates
 
-_ROOMS = ("kernels", "launching", "choice", "dispatch")  # whose sources decide what a call launches, and how it is compiled
+_ROOMS = (
+    "kernels",
+    "launching",
+    "choice",
+    "dispatch",
+)  # whose sources decide what a call launches, and how it is compiled
 _MAX_SEEN = 4096
 _seen: set[Any] = set()
 _looking = threading.Lock()
@@ -101,7 +106,8 @@ def _surroundings() -> tuple[Any, ...]:
     variables = sorted(
         (name, value)
         for name, value in os.environ.items()
-        if name.startswith(("TRITON_", "DMATTN_", "LLVM_", "MLIR_", "DISABLE_", "NVPTX_")) and name != "TRITON_CACHE_DIR"
+        if name.startswith(("TRITON_", "DMATTN_", "LLVM_", "MLIR_", "DISABLE_", "NVPTX_"))
+        and name != "TRITON_CACHE_DIR"
     )
     return variables, _sources(), tuning.entries()
 

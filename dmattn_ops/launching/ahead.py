@@ -1,13 +1,13 @@
 """Kernels that are compiled before they are launched, side by side, in another process: its side that runs in this one.
 
-A call launches up to fifteen kernels, and a training step those of a forward and of a backward. Compiled one after the other, each
-at its first launch, they keep one core busy for 10 to 20 s. While torch traces a graph, `dispatch/ahead.py` says which calls it will
-make, and `submit` passes their descriptions to one helper process (`api/compiler.py`). That runs the launchers on tensors without
-memory, and compiles each kernel in a process of its own into Triton's cache on disk. `launch` asks `wait_for` before it compiles a
-kernel: a kernel that is on its way is waited for, and then found in the cache.
+A call launches up to fifteen kernels. Compiled one after the other, each at its first launch, those of a forward and a backward
+keep one core busy for 10 to 20 s. While torch traces a graph, `dispatch/traced.py` says which calls it will make, and `submit`
+passes their descriptions to one helper process (`api/compiler.py`). That runs the launchers on tensors without memory, and compiles
+each kernel in a process of its own into Triton's cache on disk. `launch` asks `wait_for` before it compiles a kernel: one that is
+on its way is waited for, and then found in the cache.
 
 Nothing depends on the helper: where it cannot start, fails, dies or compiles something else, a launch compiles as it always did.
-It ends when this process does, however that ends, and when there was nothing to do for a minute.
+It ends when this process does, however that ends, and where there was nothing to do for a minute.
 """
 
 from __future__ import annotations
@@ -122,11 +122,13 @@ _starting = threading.Lock()
 
 
 def submit(call: Described) -> bool:
-    """Have the kernels of a call compiled; return False where no process can be started for it."""
+    """Have the kernels of a call compiled; return False where no process can be started for it, or one has failed."""
     global _helper
     if not sys.executable or workers() < 2:
         return False
     with _starting:
+        if _helper is not None and not _helper.alive and _helper.process.poll() != 0:
+            return False
         if _helper is None or not _helper.alive:
             try:
                 _helper = Helper()
