@@ -199,9 +199,9 @@ def compare(
     other = fit(theirs, attention, until=ours.step)
     losses = [trainer.history.validation[-1][1] for trainer in (ours, theirs)]
     rows = {"dmattn": f"the best {config.keep} of up to {config.seqlen} keys", attention: MEANING[attention]}
-    print(f"\n{'attention':<10}{'loss':>8}{'tokens/s':>12}   a query sees")
+    print(f"\n{'trained with':<14}{'loss':>8}{'tokens/s':>12}   a query sees")
     for (name, meaning), loss, speed in zip(rows.items(), losses, (facts.speed, other.speed), strict=True):
-        print(f"{name:<10}{loss:>8.3f}{speed:>12,.0f}   {meaning}")
+        print(f"{name:<14}{loss:>8.3f}{speed:>12,.0f}   {meaning}")
     faster, apart = facts.speed / max(other.speed, 1e-9), losses[0] - losses[1]
     side = "higher" if apart > 0 else "lower"
     said = f"dmattn trains {faster:.2f} times as fast as {attention}, to a loss {abs(apart):.3f} {side}"

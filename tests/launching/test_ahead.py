@@ -24,6 +24,12 @@ from tests.support.traced_calls import Sizes
 ROOT = Path(__file__).parents[2]
 TRAINING = Sizes(1, 4096, 2, 2, 64, 256)
 SMALL = Sizes(1, 256, 2, 2, 64, 64)
+
+
+def small_step(device):
+    traced_calls.attention_step(SMALL, device)
+
+
 FORKING = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
@@ -44,13 +50,14 @@ from dmattn_ops.launching import ahead
 from tests.support import traced_calls
 ahead.workers = lambda: 2
 sizes, sm = traced_calls.Sizes(*{sizes}), {sm}
-traced_calls.trace(sizes, sm)
+step = lambda device: traced_calls.attention_step(sizes, device)
+traced_calls.trace(step, sm)
 traced_calls.wait_until_compiled()
 helper = ahead._helper.process.pid
 ahead.end()
 found = []
 knobs.compilation.listener = lambda *, metadata, cache_hit, **_: found.append((metadata["name"], cache_hit))
-launched = traced_calls.launch(sizes, sm)
+launched = traced_calls.launch(step, sm)
 print(json.dumps([launched, found, helper]))
 """
 
@@ -81,8 +88,8 @@ def submitted(monkeypatch, tmp_path):
 
 
 def test_each_call_is_described_once_with_all_that_decides_about_its_kernels(submitted):
-    traced_calls.trace(SMALL, 90)
-    traced_calls.trace(SMALL, 90)
+    traced_calls.trace(small_step, 90)
+    traced_calls.trace(small_step, 90)
     assert [call.name for call in submitted] == ["key_lifetimes", "forward", "backward"]
     forward = submitted[1]
     assert forward.arch == arch.KNOWN[90] and forward.cache == os.environ["TRITON_CACHE_DIR"]
@@ -92,17 +99,17 @@ def test_each_call_is_described_once_with_all_that_decides_about_its_kernels(sub
 
 
 def test_nothing_is_compiled_again_that_is_marked_in_the_cache(submitted, monkeypatch, tmp_path):
-    traced_calls.trace(SMALL, 90)
+    traced_calls.trace(small_step, 90)
     for call in submitted[:2]:
         (tmp_path / call.mark).touch()
     monkeypatch.setattr(traced, "_seen", set())
     submitted.clear()
-    traced_calls.trace(SMALL, 90)
+    traced_calls.trace(small_step, 90)
     assert [call.name for call in submitted] == ["backward"]
     monkeypatch.setattr(traced, "_seen", set())
     monkeypatch.setenv("TRITON_DEBUG", "1")  # which Triton keeps apart
     submitted.clear()
-    traced_calls.trace(SMALL, 90)
+    traced_calls.trace(small_step, 90)
     assert len(submitted) == 3
 
 
@@ -118,7 +125,7 @@ def test_nothing_is_compiled_beforehand_where_that_cannot_be_or_is_not_wanted(su
         monkeypatch.setenv("DMATTN_CHECK", "1")
     elif why == "eager":
         monkeypatch.setattr(torch_privates, "compiles_a_graph", lambda: False)
-    traced_calls.trace(SMALL, 75 if why == "old GPU" else 90)
+    traced_calls.trace(small_step, 75 if why == "old GPU" else 90)
     assert submitted == []
 
 
@@ -260,7 +267,7 @@ import json, os, signal, sys, time
 from dmattn_ops.launching import ahead
 from tests.support import traced_calls
 ahead.workers = lambda: 2
-traced_calls.trace(traced_calls.Sizes(1, 256, 2, 2, 64, 64), 90)
+traced_calls.trace(lambda device: traced_calls.attention_step(traced_calls.Sizes(1, 256, 2, 2, 64, 64), device), 90)
 process = ahead._helper.process
 {then}
 print(json.dumps(process.pid), flush=True)

@@ -6,7 +6,7 @@ No GPU is needed: kernels are compiled and not run.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -68,25 +68,34 @@ def on_gpu(sm: int) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def trace(sizes: Sizes, sm: int, **modes: Any) -> None:
-    """Call the operators as a compiler does that traces a graph for a GPU."""
-    mode = FakeTensorMode(**modes)
+def trace(make: Callable[[str], Any], sm: int) -> None:
+    """Make calls of operators, with tensors on a device that is given, as a compiler does that traces a graph for a GPU."""
+    mode = FakeTensorMode()
     with on_gpu(sm), mode, tracing(TracingContext(mode)):
-        attention_step(sizes, "cuda")
+        make("cuda")
 
 
-def launch(sizes: Sizes, sm: int) -> list[str]:
+def launch(make: Callable[[str], Any], sm: int) -> list[str]:
     """Launch the same calls as on a GPU, with tensors on the CPU; return the names of the kernels, which do not run."""
     from dmattn_ops.api.stand_in import compiled_launches
 
+    with as_if_on_gpu(sm), compiled_launches(sm) as launches:
+        make("cpu")
+        return [made.kernel for made in launches]
+
+
+@contextmanager
+def as_if_on_gpu(sm: int) -> Iterator[None]:
+    """Let calls with tensors on the CPU go to the kernels of a GPU."""
     here, offered = arch.KNOWN[sm], run.offered
-    with pytest.MonkeyPatch.context() as patch, compiled_launches(sm) as launches:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operators, "reads_values", lambda tensor: False)
         patch.setattr(run, "architecture_of", lambda call: here)
         patch.setattr(run, "offered", lambda direction, call, on=None, *rest: offered(direction, call, here, *rest))
-        patch.setattr(run, "kernels_of_lifetimes", lambda device: run._launcher("dmattn_ops.kernels.selection.launch"))
-        attention_step(sizes, "cpu")
-        return [made.kernel for made in launches]
+        for name, module in (("lifetimes", "selection"), ("masks", "masks")):
+            kernels = f"dmattn_ops.kernels.{module}.launch"
+            patch.setattr(run, f"kernels_of_{name}", lambda device, kernels=kernels: run._launcher(kernels))
+        yield
 
 
 def wait_until_compiled(patience: float = 300.0) -> None:
