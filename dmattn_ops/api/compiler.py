@@ -158,8 +158,8 @@ class Server:
             self.step()
             if self.forks:
                 last = time.monotonic()
-        for pid in self.forks:
-            os.kill(pid, signal.SIGKILL)
+        if self.forks and os.getpgrp() == os.getpid():  # so it was started: forks and what they started end with it
+            os.killpg(os.getpid(), signal.SIGKILL)
 
     def step(self) -> None:
         """Note which forks have ended, and let others take their places; mark the cache when all is done."""

@@ -98,11 +98,14 @@ def test_a_comparison_with_dense_attention_is_a_small_table_and_a_line_over_the_
 
 
 def test_help_shows_defaults_and_needs_no_torch():
-    code = "import sys, runpy; sys.argv = ['train.py', '--help']\ntry: runpy.run_path({path!r}, run_name='__main__')\n"
-    code += "finally: print('torch' in sys.modules, 'dmattn_ops' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code.format(path=train.__file__)], capture_output=True, text=True, check=True, timeout=60
-    )
+    code = f"""
+import atexit, runpy, sys
+sys.path.insert(0, {str(Path(train.__file__).parent)!r})
+sys.argv = ["train.py", "--help"]
+atexit.register(lambda: print("torch" in sys.modules, "dmattn_ops" in sys.modules))
+runpy.run_path({train.__file__!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "False False"
     told = " ".join(done.stdout.split())
     assert "keys that a query may see (default 64, on a GPU 512)" in told
