@@ -124,7 +124,7 @@ _starting = threading.Lock()
 def submit(call: Described) -> bool:
     """Have the kernels of a call compiled; return False where no process can be started for it, or one has failed."""
     global _helper
-    if not sys.executable or workers() < 2:
+    if workers() < 2 or not _is_python():
         return False
     with _starting:
         if _helper is not None and not _helper.alive and _helper.process.poll() != 0:
@@ -136,6 +136,11 @@ def submit(call: Described) -> bool:
                 return False
         _helper.send(call)
     return True
+
+
+def _is_python() -> bool:
+    """Return whether `sys.executable` is a Python: it may be a program that embeds one, which would start a second time."""
+    return "python" in os.path.basename(sys.executable or "").lower() and not getattr(sys, "frozen", False)
 
 
 def wait_for(kernel: str) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,6 +199,33 @@ def test_a_rank_takes_its_share_of_the_cores(monkeypatch):
     assert ahead.workers() == ahead.MOST_WORKERS
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert not ahead.submit(None)  # with one core there is nothing to win
+
+
+@pytest.mark.parametrize("program", ["", None, "/opt/app/server"])
+def test_a_program_that_is_no_python_is_not_started_again(program, monkeypatch):
+    monkeypatch.setattr(ahead, "workers", lambda: 2)
+    monkeypatch.setattr(sys, "executable", program)
+    monkeypatch.setattr(ahead, "Helper", None)
+    assert not ahead.submit(None)
+
+
+def test_a_helper_that_failed_is_not_started_again_and_one_that_had_nothing_to_do_is(monkeypatch):
+    class Ended:
+        alive, started = False, []
+
+        def __init__(self, status=0):
+            self.process = SimpleNamespace(poll=lambda: status)
+            self.started.append(status)
+
+        def send(self, call):
+            pass
+
+    monkeypatch.setattr(ahead, "workers", lambda: 2)
+    monkeypatch.setattr(ahead, "Helper", Ended)
+    monkeypatch.setattr(ahead, "_helper", Ended(1))
+    assert not ahead.submit(None) and Ended.started == [1]
+    monkeypatch.setattr(ahead, "_helper", Ended(0))
+    assert ahead.submit(None) and Ended.started == [1, 0, 0]
 
 
 # The process that compiles
