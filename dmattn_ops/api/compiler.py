@@ -95,7 +95,8 @@ def pretend(call: Described) -> None:
     arch.name = lambda device: call.gpu
     operators.launch_on = lambda on, launch, *arguments: launch(*arguments)
     with contextlib.suppress(ImportError):  # another Triton may lack what its kernels need
-        import_module("dmattn_ops.kernels.hopper.forward.launch").raw_stream = lambda device: 1  # some stream
+        hopper_forward: Any = import_module("dmattn_ops.kernels.hopper.forward.launch")
+        hopper_forward.raw_stream = lambda device: 1  # some stream beside the default one
     if not isinstance(driver._active, Driver) or driver._active.sm != here.sm:
         driver.set_active(Driver(here.sm))
         launch._compiled.clear()  # for another architecture

@@ -321,12 +321,15 @@ def test_no_process_outlives_the_one_that_launches(end, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, env=environment)
     helper = int(done.stdout.splitlines()[-1])
     until = time.monotonic() + 30
-    while alive(helper) and time.monotonic() < until:
+    while (left := of_session(helper)) and time.monotonic() < until:
         time.sleep(0.1)
-    assert not alive(helper)
-    left = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-    children = [pid for pid in left if session_of(pid) == helper and alive(pid)]
-    assert children == []
+    assert left == []
+
+
+def of_session(session):
+    """Return the processes of a session that run: the helper, its forks, and what these have started."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    return [pid for pid in pids if session_of(pid) == session and alive(pid)]
 
 
 def session_of(pid):
