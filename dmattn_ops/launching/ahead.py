@@ -22,6 +22,8 @@ import threading
 from collections import Counter
 from typing import Any, NamedTuple
 
+from dmattn_ops import environment
+
 PATIENCE = 120.0  # seconds without news from the helper, after which it is taken for stuck
 MOST_WORKERS = 16
 _START = "from dmattn_ops.api.compiler import main; main()"
@@ -46,6 +48,12 @@ def workers() -> int:
     return min(MOST_WORKERS, cores // max(1, int(ranks) if ranks.isdecimal() else 1))
 
 
+def surroundings() -> dict[str, str]:
+    """Return the variables of the environment but for those that let calls be recorded and told of: none is made there."""
+    told = (environment.RECORD, environment.PROFILE)
+    return {name: value for name, value in os.environ.items() if name not in told}
+
+
 class Helper:
     """The helper process, and what is known of its work."""
 
@@ -61,7 +69,7 @@ class Helper:
             stderr=subprocess.DEVNULL,
             bufsize=0,  # without locks of Python's, which a fork could leave locked
             # no GPU is touched there; it has its own group, so that Ctrl-C reaches this process alone
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            env={**surroundings(), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
         assert self.process.stdin is not None and self.process.stdout is not None

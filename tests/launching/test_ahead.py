@@ -228,6 +228,15 @@ def test_a_helper_that_failed_is_not_started_again_and_one_that_had_nothing_to_d
     assert ahead.submit(None) and Ended.started == [1, 0, 0]
 
 
+def test_calls_are_not_recorded_a_second_time(monkeypatch):
+    monkeypatch.setenv("DMATTN_RECORD", "shapes")
+    monkeypatch.setenv("FLASH_DMATTN_PROFILE_BACKWARD", "1")
+    monkeypatch.setenv("DMATTN_ARCH", "8.6")
+    kept = ahead.surroundings()
+    assert not {"DMATTN_RECORD", "FLASH_DMATTN_PROFILE_BACKWARD"} & set(kept)
+    assert kept["DMATTN_ARCH"] == "8.6"
+
+
 # The process that compiles
 
 
