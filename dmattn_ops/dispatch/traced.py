@@ -97,7 +97,7 @@ def _may_start() -> bool:
         not multiprocessing.current_process().daemon
         and os.environ.get("TRITON_INTERPRET", "0") in ("", "0")
         and find_spec("triton") is not None
-        and torch.cuda.is_available()
+        and arch.has_gpu()
     )
 
 

@@ -62,7 +62,7 @@ def attention_step(sizes: Sizes, device: str) -> None:
 def on_gpu(sm: int) -> Iterator[pytest.MonkeyPatch]:
     """Let the process believe that it has a GPU of an architecture."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(arch, "has_gpu", lambda: True)
         patch.setattr(arch, "physical", lambda device: arch.KNOWN[sm])
         patch.setattr(arch, "name", lambda device: f"a GPU of SM {sm}")
         yield patch
