@@ -101,7 +101,7 @@ def fit(
     """Train to the plan's end, to step `until` or until asked to stop, validating and saving on the way."""
     plan, history, first = trainer.plan, trainer.history, trainer.step
     until = plan.steps if until is None else until
-    print(f"{label}: compiling the model (up to a minute, less where it was compiled before)", flush=True)
+    print(f"{label}: compiling the model (a minute or so, less where it was compiled before)", flush=True)
     began, breaks_before = time.perf_counter(), graph_breaks()
     validation = trainer.validate()
     if first == 0:
