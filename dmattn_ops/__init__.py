@@ -8,7 +8,7 @@ from dmattn_ops.api.explain import Explanation, explain
 from dmattn_ops.api.export import export_kernels
 from dmattn_ops.api.functions import flash_dmattn_func, flash_dmattn_qkvpacked_func, flash_dmattn_varlen_func
 from dmattn_ops.api.mass import key_mass, selection_mass
-from dmattn_ops.dispatch import chosen, kept, operators  # noqa: F401 - registered with torch when imported
+from dmattn_ops.dispatch import chosen, kept, operators, traced  # noqa: F401 - registered with torch when imported
 from dmattn_ops.generation import KeptKeys
 from dmattn_ops.masks.chosen import selection_mask
 from dmattn_ops.masks.prepare import dynamic_mask, prepare_mask

@@ -3,7 +3,7 @@
 | variable | value | anything else |
 |---|---|---|
 | `DMATTN_ARCH` | a compute capability: 9.0, 90, sm_90 or sm90 | a ValueError before any kernel starts (`arch.parse`) |
-| `FLASH_DMATTN_PROFILE_BACKWARD`, `DMATTN_CHECK` | 1 or 0; also true, yes, on, false, no, off | a warning, and taken as 0 |
+| `FLASH_DMATTN_PROFILE_BACKWARD`, `DMATTN_CHECK`, `DMATTN_COMPILE_AHEAD` | 1 or 0; also true, yes, on, false, no, off | a warning, and taken as 0 |
 | `DMATTN_CONTEXT_CHECK` | the same; 1 where it is not set | a warning, and taken as 0 |
 | `DMATTN_RECORD` | a file to append to | a warning, and nothing is recorded (`tuning.record`) |
 
@@ -23,6 +23,7 @@ ARCHITECTURE = "DMATTN_ARCH"
 PROFILE = "FLASH_DMATTN_PROFILE_BACKWARD"
 CHECK = "DMATTN_CHECK"
 CONTEXT_CHECK = "DMATTN_CONTEXT_CHECK"
+COMPILE_AHEAD = "DMATTN_COMPILE_AHEAD"
 RECORD = "DMATTN_RECORD"
 _ON = ("1", "true", "yes", "on")
 _OFF = ("", "0", "false", "no", "off")
@@ -55,6 +56,11 @@ def checks() -> bool:
 def compares_ranks() -> bool:
     """Return whether calls that several ranks share compare their arguments first; that is so unless it is turned off."""
     return not os.environ.get(CONTEXT_CHECK) or _is_on(CONTEXT_CHECK)
+
+
+def compiles_ahead() -> bool:
+    """Return whether kernels of calls in compiled graphs are to be compiled while the graph is traced."""
+    return _is_on(COMPILE_AHEAD)
 
 
 def record_file() -> str | None:

@@ -12,7 +12,6 @@ Letters: `B` batch, `S` sequence length, `H` query heads, `Hkv` key/value heads,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmattn_ops import TileMask, dynamic_mask, flash_dmattn_func
+from sizes import ModelConfig as ModelConfig
 
 BYTES = 256
 Attend = Callable[[Tensor, Tensor, Tensor, TileMask, Tensor], Tensor]
@@ -34,22 +34,6 @@ class Cache(Protocol):
     def nbytes(self) -> int: ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, bias: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the model; `keep` is the number of keys that a query may see."""
-
-    layers: int = 4
-    dim: int = 192
-    heads: int = 6
-    kv_heads: int = 2
-    keep: int = 64
-    seqlen: int = 256
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
 
 
 def attend_dmattn(query: Tensor, key: Tensor, value: Tensor, mask: TileMask, bias: Tensor) -> Tensor:

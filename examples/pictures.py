@@ -12,13 +12,13 @@ from settings import PICTURES
 
 if TYPE_CHECKING:
     from dmattn_ops import TileMask
-    from train import Trainer
+    from trainer import Trainer
 
 PIXELS = 1024  # along each side of a picture of a mask
 
 
-def draw_pictures(trainers: dict[str, Trainer], entropy: float, out: Path) -> list[Path]:
-    """Draw the loss curves and the masks of one layer's heads; nothing where matplotlib is missing."""
+def draw_pictures(trainers: dict[str, Trainer], entropy: float, out: Path, title: str = "") -> list[Path]:
+    """Draw the loss curves, under a title, and the masks of one layer's heads; nothing where matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -34,6 +34,7 @@ def draw_pictures(trainers: dict[str, Trainer], entropy: float, out: Path) -> li
         axes.plot(*zip(*trainer.history.validation, strict=True), marker="o", markersize=3, label=f"{name}, validation")
     axes.axhline(entropy, color="grey", linestyle=":", label="entropy of single bytes")
     axes.set(xlabel="step", ylabel="loss, nats per byte")
+    axes.set_title(title, fontsize="small")
     axes.legend()
     loss, masks = (out / name for name in PICTURES)
     figure.savefig(loss, dpi=150)

@@ -6,6 +6,7 @@ function here takes the arguments of the operator of its name (`schemas.SCHEMAS`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -186,14 +187,28 @@ def _asked(call: Call, read: Any) -> tuple[Tensor | None, Tensor | None]:
     return call.bias if read.needs_dbias else None, call.sink if read.needs_dsink else None
 
 
+# Called with the operator and the arguments of each call that a tracer makes; must not raise
+when_traced: list[Callable[[str, tuple[Any, ...]], None]] = []
+
+
+def _traced(name: str, fake: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what the fake of an operator returns, and tell of the call, which it has not refused."""
+    made = fake(*arguments)
+    for tell in when_traced:
+        tell(name, arguments)
+    return made
+
+
 for _fake in (
     forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
     key_lifetimes, pack_intervals, rank_ids, spread_lists, pack_selection, selection_mass, key_mass,
     keep_step,
 ):  # fmt: skip
-    torch.library.register_fake(f"dmattn::{_fake.__name__}", _fake, lib=schemas.library)
+    _told = partial(_traced, _fake.__name__, _fake)
+    torch.library.register_fake(f"dmattn::{_fake.__name__}", _told, lib=schemas.library)
 for _name, _fake in (
     ("forward.used", forward), ("backward.used", backward), ("qkvpacked_forward.used", qkvpacked_forward),
     ("qkvpacked_backward.used", qkvpacked_backward), ("forward.chosen", forward), ("backward.chosen", backward),
 ):  # fmt: skip
-    torch.library.register_fake(f"dmattn::{_name}", partial(_fake, name=_name), lib=schemas.library)
+    _told = partial(_traced, _name, partial(_fake, name=_name))
+    torch.library.register_fake(f"dmattn::{_name}", _told, lib=schemas.library)

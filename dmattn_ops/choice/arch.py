@@ -119,6 +119,11 @@ def physical(device: torch.device) -> Arch:
     return _of_device(device.index if device.index is not None else torch.cuda.current_device())
 
 
+def has_gpu() -> bool:
+    """Return whether there is a GPU that torch can use: a tracer may be told of one where there is none."""
+    return torch.cuda.is_available()
+
+
 def name(device: torch.device) -> str:
     """Return the driver's name of the device, such as "NVIDIA H200"."""
     return torch.cuda.get_device_name(device)

@@ -273,17 +273,18 @@ def unplanned(operator: Callable[..., Any]) -> schemas.Planned:
     return call
 
 
-for _operator in (
-    forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
-    key_lifetimes,
-):  # fmt: skip
-    _name = _operator.__name__
-    schemas.implement(_name, plans.planned(below_autograd(_operator), schemas.SIGNATURES[_name]))
-for _name, _operator in (
-    ("forward.used", forward), ("backward.used", backward), ("qkvpacked_forward.used", qkvpacked_forward),
-    ("qkvpacked_backward.used", qkvpacked_backward), ("forward.chosen", forward), ("backward.chosen", backward),
-):  # fmt: skip
-    _below = below_autograd(functools.partial(_operator, name=_name))
+functions: dict[str, Callable[..., Any]] = {  # by operator, overloads with their own names
+    each.__name__: each
+    for each in (
+        forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
+        key_lifetimes,
+    )
+}  # fmt: skip
+for _name in schemas.SCHEMAS:
+    if _name.endswith((".used", ".chosen")):
+        functions[_name] = functools.partial(functions[_name.partition(".")[0]], name=_name)
+for _name, _operator in functions.items():
+    _below = below_autograd(_operator)
     schemas.implement(_name, plans.planned(_below, schemas.SIGNATURES[_name], _name))
 for _made_of in (pack_intervals, rank_ids, spread_lists):  # torch's operations, of which there is nothing to plan
     schemas.implement(_made_of.__name__, unplanned(below_autograd(_made_of)))

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
+from dmattn_ops.launching import ahead
 from dmattn_ops.launching.overlap import kernels_overlap
 from dmattn_ops.launching.plan import ALIGNMENT, Allocate, Compute, Plan, Relaunch, Slot, TensorLayout, TensorMap
 from dmattn_ops.launching.recording import computed as computed
@@ -59,6 +60,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, follows: bool = 
     key = (kernel, *values, *[option for option in named.items() if option[0] not in names])
     compiled = _compiled.get(key)
     if compiled is None:
+        ahead.wait_for(kernel.__name__)
         compiled = kernel[grid](**{name: _argument(value) for name, value in given.items()}, **OPTIONS)
         if len(_compiled) >= _MAX_COMPILED:
             _compiled.clear()

@@ -124,6 +124,21 @@ def _compiling(name: str, missing: Any) -> Any:
     return getattr(config, name, missing)
 
 
+def compiles_a_graph() -> bool:
+    """Return whether a compiler traces in this thread; False where torch does not tell."""
+    context = getattr(getattr(torch, "_guards", None), "TracingContext", None)
+    return context is not None and context.try_get() is not None
+
+
+def triton_cache(device: int) -> str | None:
+    """Return the folder that Triton keeps kernels in once Inductor has loaded a graph; None where torch does not tell."""
+    try:
+        from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+    except ImportError:
+        return None
+    return triton_cache_dir(device)
+
+
 def tell_what_is_lost() -> None:
     """Warn once of the gates that are closed."""
     if not has_needed:

@@ -12,6 +12,7 @@ import torch
 import benefit
 import settings
 import train
+import training
 from corpus import batch, from_file, unigram_entropy
 from dmattn_ops import dynamic_mask, prepare_mask
 from model import ByteModel, ModelConfig, attend_dmattn
@@ -234,7 +235,7 @@ def refusal(arguments):
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_any_work(arguments, told, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "Trainer", None)
+    monkeypatch.setattr(training, "Trainer", None)
     out = tmp_path / "out"
     line = refusal([*RUN, "--steps=24", f"--data={text_file}", f"--out={out}", *arguments])
     assert re.search(told, line), line
@@ -263,7 +264,7 @@ def test_the_shortest_text_that_is_not_refused_has_a_batch(tmp_path):
 
 @pytest.mark.parametrize("where", ["file", "file/below"])
 def test_a_folder_that_cannot_be_written_to_is_refused(where, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "Trainer", None)
+    monkeypatch.setattr(training, "Trainer", None)
     (tmp_path / "file").write_text("not a folder")
     line = refusal([*RUN, f"--data={text_file}", f"--out={tmp_path / where}"])
     assert line.startswith(f"--out {tmp_path / where} cannot be written to: ")
@@ -285,7 +286,7 @@ def test_earlier_results_are_never_overwritten_unasked(left, text_file, tmp_path
 def test_earlier_results_are_overwritten_where_that_is_asked_for(text_file, tmp_path):
     (tmp_path / CHECKPOINT).write_bytes(b"hours of work")
     train.main([*RUN, "--steps=1", f"--data={text_file}", f"--out={tmp_path}", "--overwrite"])
-    assert train.load_state(tmp_path / CHECKPOINT, "cpu")["step"] == 1
+    assert training.load_state(tmp_path / CHECKPOINT, "cpu")["step"] == 1
 
 
 def _flipped(state):
@@ -356,7 +357,7 @@ def test_a_checkpoint_cut_short_or_overwritten_in_part_is_refused(tiny_trainer, 
         for damaged in (whole[:place], whole[:place] + bytes([255]) * 60 + whole[place + 60 :]):
             path.write_bytes(damaged)
             try:
-                train.load_state(path, "cpu")
+                training.load_state(path, "cpu")
             except SettingError as error:
                 assert re.search(r"is not a checkpoint of this program$|is damaged: ", str(error))
             else:
@@ -421,7 +422,7 @@ def test_a_run_is_resumed_with_its_own_settings_and_more_steps(finished, text_fi
 
 def interrupt_in_step(monkeypatch, step, times=1):
     """Let Ctrl-C arrive, `times` times, while a trainer takes its step number `step`."""
-    take = train.Trainer.train_step
+    take = training.Trainer.train_step
 
     def train_step(trainer):
         if trainer.step == step - 1:
@@ -429,4 +430,4 @@ def interrupt_in_step(monkeypatch, step, times=1):
                 signal.raise_signal(signal.SIGINT)
         return take(trainer)
 
-    monkeypatch.setattr(train.Trainer, "train_step", train_step)
+    monkeypatch.setattr(training.Trainer, "train_step", train_step)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import train
+import training
 from corpus import batch, from_file, standard_library, unigram_entropy
 from settings import CHECKPOINT
 from tests.project.test_train import (
@@ -41,7 +42,7 @@ def test_a_run_that_stops_at_once_keeps_the_last_checkpoint(
     printed = capsys.readouterr().out
     if kept:
         assert f"holds step {kept} of 24" in printed
-        assert train.load_state(tmp_path / CHECKPOINT, "cpu")["step"] == kept
+        assert training.load_state(tmp_path / CHECKPOINT, "cpu")["step"] == kept
     else:
         assert printed.splitlines()[-1] == "stopped; nothing was saved"
         assert contents(tmp_path) == {}
@@ -49,8 +50,8 @@ def test_a_run_that_stops_at_once_keeps_the_last_checkpoint(
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(loss, text_file, tmp_path, monkeypatch):
-    take = train.Trainer.train_step
-    monkeypatch.setattr(train.Trainer, "train_step", lambda self: loss if take(self) and self.step == 8 else 5.0)
+    take = training.Trainer.train_step
+    monkeypatch.setattr(training.Trainer, "train_step", lambda self: loss if take(self) and self.step == 8 else 5.0)
     line = refusal([*RUN, "--steps=24", f"--data={text_file}", f"--out={tmp_path}"])
     assert line == f"the loss is {loss} at step 8: try a smaller --rate than 0.01"
     assert contents(tmp_path) == {}
@@ -65,12 +66,12 @@ def test_the_program_ends_with_one_line_and_no_traceback(tmp_path):
 
 
 def test_a_recompile_is_counted(text_file):
-    """The fact above can be otherwise: another batch size after the warm-up compiles training and validation anew."""
-    plan = train.Plan(steps=3, batch=4, validate_every=8)
-    trainer = train.Trainer(TINY, plan, from_file(text_file), "cpu", "dmattn")
+    """The fact above can be otherwise: another batch size after the warm-up compiles anew, once for training and validation."""
+    plan = training.Plan(steps=3, batch=4, validate_every=8)
+    trainer = training.Trainer(TINY, plan, from_file(text_file), "cpu", "dmattn")
     draw = trainer.draw
     trainer.draw = lambda data, seed: tuple(t[: 4 - trainer.step // 2] for t in draw(data, seed))
-    assert train.fit(trainer, "dmattn").recompiles == 2
+    assert training.fit(trainer, "dmattn").recompiles == 1
 
 
 def test_pictures_are_drawn_where_matplotlib_is_installed(finished):

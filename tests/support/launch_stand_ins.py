@@ -41,6 +41,7 @@ class Kernel:
 
     def __init__(self, compiled):
         self.arg_names, self.compiled, self.calls = list(compiled.src.signature), compiled, []
+        self.__name__ = "kernel"
         self.params = [SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in self.arg_names]
 
     def __getitem__(self, grid):

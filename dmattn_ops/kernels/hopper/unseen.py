@@ -21,7 +21,7 @@ from dmattn_ops.kernels.portable.again import SUSPECT as _SUSPECT
 
 # Of rows that 4 warps clear: 16 bytes of a row for each thread, whatever their width
 MATRIX = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-ROWS = gl.constexpr(gl.SliceLayout(1, MATRIX.value))
+CLEARED = gl.constexpr(gl.SliceLayout(1, MATRIX.value))
 AT_ONCE = gl.constexpr(16)  # rows
 NO_KEY = gl.constexpr(-_NEVER.value)  # the statistic of queries that see no key
 SUSPECT = gl.constexpr(_SUSPECT)
@@ -48,7 +48,7 @@ def ends_inside(seen, first, count, n_columns):
 
 @gluon.jit
 def clear(rows, kept):
-    """Set rows of a matrix in shared memory to 0 but those that are to be kept, of the layout ROWS."""
+    """Set rows of a matrix in shared memory to 0 but those that are to be kept, of the layout CLEARED."""
     held = rows.load(MATRIX)
     rows.store(gl.where(kept[:, None], held, gl.zeros_like(held)))
 
@@ -75,7 +75,7 @@ def finish_clearing():
 def clear_unseen(parts, first, seen, COUNT: gl.constexpr):
     """Set those of `COUNT` rows to 0 that no row of the other side sees; the first of them is number `first`."""
     for row in gl.static_range(0, COUNT, AT_ONCE):
-        number = first + row + gl.arange(0, AT_ONCE, layout=ROWS)
+        number = first + row + gl.arange(0, AT_ONCE, layout=CLEARED)
         kept = (number >= seen.first) & (number < seen.end)
         clear(parts[0].slice(row, AT_ONCE, dim=0), kept)
         if len(parts) > 1:

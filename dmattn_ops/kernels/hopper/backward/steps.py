@@ -36,7 +36,7 @@ from dmattn_ops.kernels.hopper.scores import (
     rounded_exponents,
     softened,
 )
-from dmattn_ops.kernels.hopper.unseen import NO_KEY, ROWS, clear_parts, finish_clearing
+from dmattn_ops.kernels.hopper.unseen import CLEARED, NO_KEY, clear_parts, finish_clearing
 from dmattn_ops.kernels.hopper.words import word_of, words_between, words_without
 
 # Whether a step takes the pairs of the row statistics: where the flag says so, or what loops of their own were compiled for
@@ -206,7 +206,7 @@ def step(i, dk, dv, sums, own, walk, at, C: gl.constexpr, MASK: gl.constexpr, EX
     mbarrier.wait(signals.q_full.index(b), (i >> 1) & 1)
     if T.EDGES and MASK != NONE:
         if at.at_edge:  # queries that see no key
-            sighted = smem.stats.index(b * 2).reshape([BM]).load(ROWS) != NO_KEY
+            sighted = smem.stats.index(b * 2).reshape([BM]).load(CLEARED) != NO_KEY
             clear_parts(q, sighted)
             clear_parts(do, sighted)
             finish_clearing()

@@ -53,8 +53,8 @@ from dmattn_ops.kernels.hopper.scores import (
     store_key_sums,
 )
 from dmattn_ops.kernels.hopper.unseen import (
+    CLEARED,
     NO_KEY,
-    ROWS,
     clear_parts,
     clear_unseen,
     ends_inside,
@@ -243,7 +243,7 @@ def dv_step(i, dv, smem, scores, at, TESTED: gl.constexpr, T: gl.constexpr):
     if T.EDGES and TESTED:
         if at.at_edge:
             mbarrier.wait(smem.o_full.index(b), phase)
-            clear_parts(buffer_at(smem.o, b), smem.lse.index(b).reshape([STEP]).load(ROWS) != NO_KEY)
+            clear_parts(buffer_at(smem.o, b), smem.lse.index(b).reshape([STEP]).load(CLEARED) != NO_KEY)
             finish_clearing()
     mbarrier.arrive(smem.q_empty.index(b), count=1)
     mbarrier.wait(smem.o_full.index(b), phase)
@@ -327,7 +327,7 @@ def dk_step(i, dk, sums, smem, at_edge, T: gl.constexpr):
     if T.EDGES:
         if at_edge:
             mbarrier.wait(smem.q_full.index(b), phase)
-            kept = smem.lse.index(b).reshape([STEP]).load(ROWS) != NO_KEY
+            kept = smem.lse.index(b).reshape([STEP]).load(CLEARED) != NO_KEY
             clear_parts(buffer_at(smem.q, b), kept)
             clear_parts(buffer_at(smem.o, b), kept)
             finish_clearing()
