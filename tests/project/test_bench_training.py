@@ -24,6 +24,26 @@ def test_tiny_rows_have_speed_ups(tmp_path: Path) -> None:
     assert all(row["speed_up"] > 0 for row in rows)
 
 
+def test_rows_of_the_cpu_are_measured_without_a_gpu(tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    bench_training.main(["--cpu", "--tiny", "--rounds=1", f"--output={output}"])
+    results = json.loads(output.read_text())
+    dense, ours = results["rows"]
+    assert (dense["implementation"], ours["implementation"]) == ("dmattn-dense", "dmattn")
+    assert ours["case"] == "B2 S256 keep64 H2/1 D32"
+    assert ours["speed_up"] == pytest.approx(dense["whole_ms"] / ours["whole_ms"], abs=1e-2)
+    assert {f"{part}_ms" for part in ("select", "forward", "backward", "whole")} <= ours.keys()
+    assert results["targets"] == []  # the tiny row is not the one that has a target
+
+
+def test_the_row_of_the_cpu_that_has_a_target_is_measured() -> None:
+    batch, *sizes = bench_training.CPU_SIZES[0]
+    case = f"B{batch} {bench_training.Shape(*sizes).case}"
+    row = {"part": "cpu", "case": case, "implementation": "dmattn", "speed_up": 2.0}
+    (target,) = bench_training.targets_of([row], bench_training.CPU_TARGETS)
+    assert (target["measured"], target["reached"]) == (2.0, "must")
+
+
 def test_the_ideal_is_pairs_over_kept_pairs() -> None:
     shape = bench_training.Shape(1, 1, 64, 2048, 256)
     assert shape.ideal == pytest.approx(4.27, abs=0.01)
