@@ -89,6 +89,11 @@ def elapsed_ms(function: Callable[[], object], repeats: int, device: str, gauge:
     return (time.perf_counter() - began) * 1000 / repeats
 
 
+def least_ms(function: Callable[[], object], repeats: int, device: str, gauge: Gauge | None = None) -> float:
+    """Return the milliseconds of the fastest of `repeats` calls: what else runs on a busy machine only adds time."""
+    return min(elapsed_ms(function, 1, device, gauge) for _ in range(repeats))
+
+
 @functools.cache
 def _flush_buffer() -> torch.Tensor:
     return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")

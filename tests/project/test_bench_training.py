@@ -10,6 +10,7 @@ import torch
 
 import bench_training
 import dmattn_ops
+import timing
 from dmattn_ops.call import UNBOUNDED, Call, plain_options
 from dmattn_ops.dispatch import run
 
@@ -34,6 +35,12 @@ def test_rows_of_the_cpu_are_measured_without_a_gpu(tmp_path: Path) -> None:
     assert ours["speed_up"] == pytest.approx(dense["whole_ms"] / ours["whole_ms"], abs=1e-2)
     assert {f"{part}_ms" for part in ("select", "forward", "backward", "whole")} <= ours.keys()
     assert results["targets"] == []  # the tiny row is not the one that has a target
+
+
+def test_the_least_time_is_that_of_the_fastest_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 5.0, 10.0, 12.0, 20.0, 29.0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    assert timing.least_ms(lambda: None, 3, "cpu") == 2000.0
 
 
 def test_the_row_of_the_cpu_that_has_a_target_is_measured() -> None:
