@@ -26,6 +26,7 @@ from dmattn_ops.launching import plans
 from dynamic_targets import Target, targets_of, value_of
 from experiments import Row, Session, begun, parser
 from peers import recorded_run
+from timing import interleaved, one_thread_ms
 
 TOKENS = 16384
 SIZES = (
@@ -172,7 +173,8 @@ def as_they_lie(shape: Shape, session: Session, tokens: int) -> list[Row]:
 def on_cpu(shape: Shape, session: Session, tokens: int) -> list[Row]:
     """Measure one row of the CPU: the whole as it is trained, and its parts and those of dense attention apart.
 
-    Times are those of the fastest calls, because a CPU is rarely left alone as long as this takes.
+    Times are those of the fastest calls, because a CPU is rarely left alone as long as this takes. `one_thread_ms` is the CPU time
+    of the whole on one thread, which other processes disturb least, and `speed_up_of_one_thread` what follows from it.
     """
     problem = Problem(shape, tokens, "cpu")
     query, key, value, bias = problem.leaves
@@ -187,7 +189,14 @@ def on_cpu(shape: Shape, session: Session, tokens: int) -> list[Row]:
         run = recorded_run(attend, leaves, problem.grad_out)
         assert run.backward is not None
         functions |= {(name, "forward"): run.forward, (name, "backward"): run.backward}
-    return over_dense(session.measured(functions, least=True), shape.ideal)
+    rows = over_dense(session.measured(functions, least=True), shape.ideal)
+    wholes = {name: function for (name, part), function in functions.items() if part == "whole"}
+    samples = interleaved(wholes, "cpu", rounds=session.options.rounds, timer=one_thread_ms)
+    for row in rows:
+        own = samples[row["implementation"]].low
+        row["one_thread_ms"] = round(own, 4)
+        row["speed_up_of_one_thread"] = round(samples["dmattn-dense"].low / own, 3)
+    return rows
 
 
 def over_dense(rows: list[Row], ideal: float | None) -> list[Row]:

@@ -247,6 +247,19 @@ def training_table(rows: list[Row]) -> str:
     return _table(["ms", DYNAMIC_NAMES["dmattn-dense"], *shown.values(), *["ideal"] * ("dmattn" in shown)], lines)
 
 
+def one_thread_table(rows: list[Row]) -> str:
+    """Milliseconds of whole steps on a CPU, on all threads and as CPU time of one, and how many times as long dense attention takes."""
+    lines = []
+    for case, found in _by_case([row for row in rows if "missing" not in row]).items():
+        own, dense = found["dmattn"], found["dmattn-dense"]
+        cells = [case]
+        for field, ratio in (("one_thread_ms", "speed_up_of_one_thread"), ("whole_ms", "speed_up")):
+            cells += [_ms(own[field]), f"{_ms(dense[field])} ({own[ratio]:.2f}x)"]
+        lines.append([*cells, f"{own['ideal']:.2f}x"])
+    names = (NAMES["dmattn"], DYNAMIC_NAMES["dmattn-dense"])
+    return _table(["", *(f"{name}, {on}" for on in ("one thread", "two threads") for name in names), "ideal"], lines)
+
+
 def intervals_table(rows: list[Row], published: dict[str, list[float]]) -> str:
     """TFLOP/s over non-empty tiles, the whole time, and how many times as long each peer takes."""
     cases = _by_case([row for row in rows if "missing" not in row])
@@ -306,6 +319,8 @@ def table(name: str, words: list[str]) -> str:
     results = json.loads((RESULTS / name).read_text())
     if "summary" in results:
         return summary_table(results["summary"])
+    if any("one_thread_ms" in row for row in results["rows"]):
+        return one_thread_table(results["rows"])
     if "targets" in results:
         if words == ["targets"]:
             return targets_table(results["targets"])

@@ -110,8 +110,8 @@ class Attend {
     T* const scores = scores_.at(first_row * kTile);
     T* const part = scores + columns.first;
     if (by_rows_) {
-      math_.product(columns.count(), rows, width_, keys.rows.data, keys.rows.stride, query_columns_.data(), kTile, false,
-                    columns_.data(), kTile);
+      math_.product(columns.count(), rows, width_, keys.rows.data, keys.rows.stride, query_columns_.data(), kTile,
+                    false, columns_.data(), kTile);
       math_.transpose(columns_.data(), kTile, columns.count(), rows, part, kTile);
     } else {
       math_.product(rows, columns.count(), width_, query_.at(first_row * width_), width_, keys.columns + columns.first,

@@ -11,9 +11,9 @@
 
 namespace dmattn {
 
-// Uninitialised, 64-byte aligned scratch; where the system gives huge pages on request, a large one lies on them. A page
-// of 4 KiB that is touched for the first time costs as much as filling it several times over: of a dense backward whose
-// workspace is larger than what malloc keeps, that was 15 % of the time.
+// Uninitialised, 64-byte aligned scratch; where the system gives huge pages on request, a large one lies on them. Else
+// memory beyond what malloc keeps comes in pages of 4 KiB, and to fault those in took 15 % of a dense call of grouped
+// heads with its backward.
 template <typename T>
 class Buffer {
  public:

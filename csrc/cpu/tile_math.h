@@ -1,7 +1,8 @@
 // Everything elementwise that happens to one tile of scores, compiled once per instruction set (tile_math_*.cpp).
 //
 // A tile is row-major with kTile columns between rows. `rows` and `cols` are padded to multiples of 16, so that the
-// inner loops have no remainders. `Columns` are counted from a pointer to the first column of a tile. The forward holds scores as [queries][keys]; the backward transposed.
+// inner loops have no remainders. `Columns` are counted from a pointer to the first column of a tile. The forward holds
+// scores as [queries][keys]; the backward transposed.
 #pragma once
 
 #include <cstdint>

@@ -34,6 +34,7 @@ def test_rows_of_the_cpu_are_measured_without_a_gpu(tmp_path: Path) -> None:
     assert ours["case"] == "B2 S256 keep64 H2/1 D32"
     assert ours["speed_up"] == pytest.approx(dense["whole_ms"] / ours["whole_ms"], abs=1e-2)
     assert {f"{part}_ms" for part in ("select", "forward", "backward", "whole")} <= ours.keys()
+    assert dense["speed_up_of_one_thread"] == 1 and ours["speed_up_of_one_thread"] > 0
     assert results["targets"] == []  # the tiny row is not the one that has a target
 
 
@@ -41,6 +42,12 @@ def test_the_least_time_is_that_of_the_fastest_call(monkeypatch: pytest.MonkeyPa
     clock = iter([0.0, 5.0, 10.0, 12.0, 20.0, 29.0])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     assert timing.least_ms(lambda: None, 3, "cpu") == 2000.0
+
+
+def test_cpu_time_is_that_of_one_thread() -> None:
+    threads, seen = torch.get_num_threads(), []
+    assert 0 <= timing.one_thread_ms(lambda: seen.append(torch.get_num_threads()), 3, "cpu") < 1000
+    assert seen == [1, 1, 1] and torch.get_num_threads() == threads
 
 
 def test_the_row_of_the_cpu_that_has_a_target_is_measured() -> None:
