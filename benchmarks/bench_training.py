@@ -26,7 +26,7 @@ from dmattn_ops.launching import plans
 from dynamic_targets import Target, targets_of, value_of
 from experiments import Row, Session, begun, parser
 from peers import recorded_run
-from timing import interleaved, one_thread_ms
+from timing import least_ms, one_thread_ms
 
 TOKENS = 16384
 SIZES = (
@@ -173,8 +173,8 @@ def as_they_lie(shape: Shape, session: Session, tokens: int) -> list[Row]:
 def on_cpu(shape: Shape, session: Session, tokens: int) -> list[Row]:
     """Measure one row of the CPU: the whole as it is trained, and its parts and those of dense attention apart.
 
-    Times are those of the fastest calls, because a CPU is rarely left alone as long as this takes. `one_thread_ms` is the CPU time
-    of the whole on one thread, which other processes disturb least, and `speed_up_of_one_thread` what follows from it.
+    Times are those of the fastest calls, because a CPU is rarely left alone as long as this takes: wall time, or the CPU time
+    of one thread, which other processes disturb least.
     """
     problem = Problem(shape, tokens, "cpu")
     query, key, value, bias = problem.leaves
@@ -189,14 +189,8 @@ def on_cpu(shape: Shape, session: Session, tokens: int) -> list[Row]:
         run = recorded_run(attend, leaves, problem.grad_out)
         assert run.backward is not None
         functions |= {(name, "forward"): run.forward, (name, "backward"): run.backward}
-    rows = over_dense(session.measured(functions, least=True), shape.ideal)
-    wholes = {name: function for (name, part), function in functions.items() if part == "whole"}
-    samples = interleaved(wholes, "cpu", rounds=session.options.rounds, timer=one_thread_ms)
-    for row in rows:
-        own = samples[row["implementation"]].low
-        row["one_thread_ms"] = round(own, 4)
-        row["speed_up_of_one_thread"] = round(samples["dmattn-dense"].low / own, 3)
-    return rows
+    timer = one_thread_ms if session.options.one_thread else least_ms
+    return over_dense(session.measured(functions, least=timer), shape.ideal)
 
 
 def over_dense(rows: list[Row], ideal: float | None) -> list[Row]:
@@ -213,6 +207,7 @@ def main(arguments: list[str]) -> list[Row]:
     """Measure the parts that are asked for; return all rows of the result file."""
     options = parser(__doc__, (*PARTS, "intervals", "cpu"))
     options.add_argument("--cpu", action="store_true", help="measure the rows of the CPU, and nothing else")
+    options.add_argument("--one-thread", action="store_true", help="of the CPU: CPU time of one thread, not wall time")
     chosen = options.parse_args(arguments)
     if chosen.cpu:
         chosen.device, chosen.rows = "cpu", ["cpu"]

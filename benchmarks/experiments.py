@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from table import default_output
-from timing import Gauge, interleaved, kernels_ms, least_ms, result_facts
+from timing import Gauge, interleaved, kernels_ms, result_facts
 
 Row = dict[str, Any]
 
@@ -127,14 +127,16 @@ class Session:
         self.write()
         return found
 
-    def measured(self, functions: dict[tuple[str, str], Callable[[], Any]], *, least: bool = False) -> list[Row]:
+    def measured(
+        self, functions: dict[tuple[str, str], Callable[[], Any]], *, least: Callable[..., float] | None = None
+    ) -> list[Row]:
         """Time functions by (implementation, part) in turns; return a row for each implementation, in milliseconds.
 
-        A time is the median over the rounds, or with `least` that of the fastest call. `whole_ms` is the sum of mask work,
-        forward and backward where they are not timed as one.
+        A time is the median over the rounds, or, with a timer of the fastest call, `least`, the least. `whole_ms` is the sum of
+        mask work, forward and backward where they are not timed as one.
         """
-        device, rounds, timer = self.options.device, self.options.rounds, least_ms if least else kernels_ms
-        samples = interleaved(functions, device, rounds=rounds, gauge=self.gauge, timer=timer)
+        device, rounds = self.options.device, self.options.rounds
+        samples = interleaved(functions, device, rounds=rounds, gauge=self.gauge, timer=least or kernels_ms)
         rows: dict[str, Row] = {}
         for (name, part), sample in samples.items():
             time_ms = sample.low if least else sample.median

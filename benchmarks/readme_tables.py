@@ -215,6 +215,7 @@ def dynamic_table(rows: list[Row], only_whole: bool = False) -> str:
     cases = _by_case([row for row in rows if "missing" not in row])
     shown = [name for name in DYNAMIC_NAMES if any(name in case for case in cases.values())]
     has_share = not only_whole and any("share" in case["dmattn"] for case in cases.values() if "dmattn" in case)
+    has_ideal = any("ideal" in case["dmattn"] for case in cases.values() if "dmattn" in case)
 
     def line(case: str, found: dict[str, Row]) -> list[str]:
         own = found["dmattn"]
@@ -226,11 +227,11 @@ def dynamic_table(rows: list[Row], only_whole: bool = False) -> str:
             "" if row is None else f"{_ms(row['whole_ms'])} ({row['whole_ms'] / own['whole_ms']:.1f}x)"
             for row in others
         )
-        return [*cells, *ratios]
+        return [*cells, *ratios, *[f"{own['ideal']:.1f}x"] * has_ideal]
 
     heads = ["ms", *parts.values(), *["not attention"] * has_share]
     lines = [line(case, found) for case, found in cases.items() if "dmattn" in found]
-    return _table([*heads, *(DYNAMIC_NAMES[name] for name in shown)], lines)
+    return _table([*heads, *(DYNAMIC_NAMES[name] for name in shown), *["ideal"] * has_ideal], lines)
 
 
 def training_table(rows: list[Row]) -> str:
@@ -245,19 +246,6 @@ def training_table(rows: list[Row]) -> str:
         ideal = [f"{found['dmattn']['ideal']:.2f}x"] if "dmattn" in shown else []
         lines.append([case, _ms(found["dmattn-dense"]["whole_ms"]), *times, *ideal])
     return _table(["ms", DYNAMIC_NAMES["dmattn-dense"], *shown.values(), *["ideal"] * ("dmattn" in shown)], lines)
-
-
-def one_thread_table(rows: list[Row]) -> str:
-    """Milliseconds of whole steps on a CPU, on all threads and as CPU time of one, and how many times as long dense attention takes."""
-    lines = []
-    for case, found in _by_case([row for row in rows if "missing" not in row]).items():
-        own, dense = found["dmattn"], found["dmattn-dense"]
-        cells = [case]
-        for field, ratio in (("one_thread_ms", "speed_up_of_one_thread"), ("whole_ms", "speed_up")):
-            cells += [_ms(own[field]), f"{_ms(dense[field])} ({own[ratio]:.2f}x)"]
-        lines.append([*cells, f"{own['ideal']:.2f}x"])
-    names = (NAMES["dmattn"], DYNAMIC_NAMES["dmattn-dense"])
-    return _table(["", *(f"{name}, {on}" for on in ("one thread", "two threads") for name in names), "ideal"], lines)
 
 
 def intervals_table(rows: list[Row], published: dict[str, list[float]]) -> str:
@@ -319,8 +307,6 @@ def table(name: str, words: list[str]) -> str:
     results = json.loads((RESULTS / name).read_text())
     if "summary" in results:
         return summary_table(results["summary"])
-    if any("one_thread_ms" in row for row in results["rows"]):
-        return one_thread_table(results["rows"])
     if "targets" in results:
         if words == ["targets"]:
             return targets_table(results["targets"])
