@@ -3,7 +3,8 @@
 16384 tokens in all, independent scores, bfloat16. Beside each row stand dense causal attention of the same kernels without a bias,
 the automatic choice, packed keys (in the epochs of the rule from sizes) and keys as they lie, all as CUDA graphs in one process.
 `ideal` is the number of causal pairs over the number of kept ones. Part "intervals" is a mask made before and no bias, on keys as
-they lie, over dense causal attention. Writes a result file; `--tiny` only shows that all of it runs.
+they lie, over dense causal attention. `--cpu` measures the CPU's part, in float32, with the C++ kernels, which decide by themselves
+how keys are packed. Writes a result file; `--tiny` only shows that all of it runs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from bench_dynamic import replayed
 from dmattn_ops.choice import epochs
 from dmattn_ops.dispatch import run as dispatch
 from dmattn_ops.launching import plans
+from dynamic_targets import Target, targets_of, value_of
 from experiments import Row, Session, begun, parser
+from peers import recorded_run
+from timing import least_ms, one_thread_ms
 
 TOKENS = 16384
 SIZES = (
@@ -38,6 +42,17 @@ SIZES = (
 )
 PARTS = {"heads32": (32, 8, 128, SIZES), "heads16": (16, 16, 64, SIZES), "heads16-128": (16, 16, 128, SIZES[:4])}
 INTERVALS = ((32, 8, 128), (16, 16, 64), (16, 16, 128))
+CPU_SIZES = (  # batch, heads, key heads, head dimension, positions, kept; the last two are those of `make train`
+    (4, 8, 2, 64, 2048, 256),
+    (4, 8, 2, 64, 1024, 256),
+    (4, 8, 2, 64, 2048, 512),
+    (2, 8, 8, 64, 2048, 256),
+    (2, 6, 2, 32, 1024, 64),
+    (1, 6, 2, 32, 8192, 512),
+)
+CPU_TARGETS = (
+    Target("CPU: speed-up over dense causal", 1.8, 2.5, value_of("cpu", "B4 S2048 keep256 H8/2", "speed_up")),
+)
 
 
 class Shape(NamedTuple):
@@ -155,6 +170,29 @@ def as_they_lie(shape: Shape, session: Session, tokens: int) -> list[Row]:
     return over_dense(session.measured(functions), None)
 
 
+def on_cpu(shape: Shape, session: Session, tokens: int) -> list[Row]:
+    """Measure one row of the CPU: the whole as it is trained, and its parts and those of dense attention apart.
+
+    Times are those of the fastest calls, because a CPU is rarely left alone as long as this takes: wall time, or the CPU time
+    of one thread, which other processes disturb least.
+    """
+    problem = Problem(shape, tokens, "cpu")
+    query, key, value, bias = problem.leaves
+    masked = functools.partial(dmattn_ops.flash_dmattn_func, query, key, value, problem.select(), bias)
+    dense = functools.partial(dmattn_ops.flash_dmattn_func, *problem.rows, is_causal=True)
+    functions: dict[tuple[str, str], Callable[[], Any]] = {
+        ("dmattn-dense", "whole"): problem.dense,
+        ("dmattn", "whole"): problem.whole,
+        ("dmattn", "select"): problem.select,
+    }
+    for name, attend, leaves in (("dmattn-dense", dense, problem.rows), ("dmattn", masked, problem.leaves)):
+        run = recorded_run(attend, leaves, problem.grad_out)
+        assert run.backward is not None
+        functions |= {(name, "forward"): run.forward, (name, "backward"): run.backward}
+    timer = one_thread_ms if session.options.one_thread else least_ms
+    return over_dense(session.measured(functions, least=timer), shape.ideal)
+
+
 def over_dense(rows: list[Row], ideal: float | None) -> list[Row]:
     """Add to each row how many times as fast as dense attention it is."""
     dense = next(row["whole_ms"] for row in rows if row["implementation"] == "dmattn-dense")
@@ -167,8 +205,17 @@ def over_dense(rows: list[Row], ideal: float | None) -> list[Row]:
 
 def main(arguments: list[str]) -> list[Row]:
     """Measure the parts that are asked for; return all rows of the result file."""
-    chosen = parser(__doc__, (*PARTS, "intervals")).parse_args(arguments)
-    session = begun(chosen, "training", "bench_training.py")
+    options = parser(__doc__, (*PARTS, "intervals", "cpu"))
+    options.add_argument("--cpu", action="store_true", help="measure the rows of the CPU, and nothing else")
+    options.add_argument("--one-thread", action="store_true", help="of the CPU: CPU time of one thread, not wall time")
+    chosen = options.parse_args(arguments)
+    if chosen.cpu:
+        chosen.device, chosen.rows = "cpu", ["cpu"]
+        torch.manual_seed(0)
+        session = Session(chosen, "training")
+    else:
+        chosen.rows = chosen.rows or [*PARTS, "intervals"]
+        session = begun(chosen, "training", "bench_training.py")
     tokens = 512 if chosen.tiny else TOKENS
     for part, (heads, kv_heads, dim, sizes) in PARTS.items():
         for seqlen, keep in ((256, 64),) if chosen.tiny else sizes:
@@ -178,7 +225,10 @@ def main(arguments: list[str]) -> list[Row]:
         for seqlen in (256,) if chosen.tiny else (4096, 16384):
             shape = Shape(2, 1, 32, seqlen, 64) if chosen.tiny else Shape(heads, kv_heads, dim, seqlen, 1024)
             session.run("intervals", shape.case, functools.partial(as_they_lie, shape, session, tokens))
-    return session.finish()
+    for batch, *sizes in ((2, 2, 1, 32, 256, 64),) if chosen.tiny else CPU_SIZES:
+        shape = Shape(*sizes)
+        session.run("cpu", f"B{batch} {shape.case}", functools.partial(on_cpu, shape, session, batch * shape.seqlen))
+    return session.finish(**{"targets": targets_of(session.rows, CPU_TARGETS)} if chosen.cpu else {})
 
 
 if __name__ == "__main__":

@@ -215,6 +215,7 @@ def dynamic_table(rows: list[Row], only_whole: bool = False) -> str:
     cases = _by_case([row for row in rows if "missing" not in row])
     shown = [name for name in DYNAMIC_NAMES if any(name in case for case in cases.values())]
     has_share = not only_whole and any("share" in case["dmattn"] for case in cases.values() if "dmattn" in case)
+    has_ideal = all("ideal" in case["dmattn"] for case in cases.values() if "dmattn" in case)
 
     def line(case: str, found: dict[str, Row]) -> list[str]:
         own = found["dmattn"]
@@ -226,11 +227,11 @@ def dynamic_table(rows: list[Row], only_whole: bool = False) -> str:
             "" if row is None else f"{_ms(row['whole_ms'])} ({row['whole_ms'] / own['whole_ms']:.1f}x)"
             for row in others
         )
-        return [*cells, *ratios]
+        return [*cells, *ratios, *([f"{own['ideal']:.1f}x"] if has_ideal else [])]
 
     heads = ["ms", *parts.values(), *["not attention"] * has_share]
     lines = [line(case, found) for case, found in cases.items() if "dmattn" in found]
-    return _table([*heads, *(DYNAMIC_NAMES[name] for name in shown)], lines)
+    return _table([*heads, *(DYNAMIC_NAMES[name] for name in shown), *["ideal"] * has_ideal], lines)
 
 
 def training_table(rows: list[Row]) -> str:

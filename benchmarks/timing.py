@@ -89,6 +89,25 @@ def elapsed_ms(function: Callable[[], object], repeats: int, device: str, gauge:
     return (time.perf_counter() - began) * 1000 / repeats
 
 
+def least_ms(function: Callable[[], object], repeats: int, device: str, gauge: Gauge | None = None) -> float:
+    """Return the milliseconds of the fastest of `repeats` calls: what else runs on a busy machine only adds time."""
+    return min(elapsed_ms(function, 1, device, gauge) for _ in range(repeats))
+
+
+def one_thread_ms(function: Callable[[], object], repeats: int, device: str, gauge: Gauge | None = None) -> float:
+    """Return the milliseconds of CPU time that the cheapest of `repeats` calls takes on one thread, however busy the machine is."""
+    threads, times = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        for _ in range(repeats):
+            began = time.process_time()
+            function()
+            times.append((time.process_time() - began) * 1000)
+    finally:
+        torch.set_num_threads(threads)
+    return min(times)
+
+
 @functools.cache
 def _flush_buffer() -> torch.Tensor:
     return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")

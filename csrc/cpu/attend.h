@@ -6,6 +6,7 @@
 
 #include "product.h"
 #include "kernels.h"
+#include "strips.h"
 #include "tile_pack.h"
 #include "visibility.h"
 
@@ -77,29 +78,15 @@ class Attend {
 
   void step(const KeyTileView<T>& keys, const Bits& visible) {
     const int64_t cols = padded_extent(keys.valid);
-    if (by_rows_) {
-      math_.product(cols, rows_, width_, keys.rows.data, keys.rows.stride, query_columns_.data(), kTile, false,
-            columns_.data(), kTile);
-      math_.transpose(columns_.data(), kTile, cols, rows_, scores_.data(), kTile);
-    } else {
-      math_.product(rows_, cols, width_, query_.data(), width_, keys.columns, kTile, false, scores_.data(), kTile);
+    const Strips strips(by_rows_ ? Bits{} : visible, rows_, cols);
+    if (strips.empty()) return;
+    if (!has_acc_ && !strips.whole(rows_, cols)) {
+      std::fill(acc_.data(), acc_.at(rows_ * value_width_), T(0));
+      has_acc_ = true;
     }
-    T factor = in_range<T>(problem_.scale);
-    if (problem_.softcap != 0) {
-      math_.cap(scores_.data(), rows_, cols, softcap_, nullptr);
-      factor = 1;
-    }
-    if (keys.bias) {
-      math_.add_bias(scores_.data(), valid_, keys.valid, factor, keys.bias, keys.bias_element, keys.bias_row_stride);
-      factor = 1;
-    }
-    math_.softmax_step(scores_.data(), rows_, cols, factor, visible,
-                       {max_, sum_, acc_.data(), value_width_, has_acc_});
-    if (const Dropout& dropout = problem_.dropout) {
+    if (const Dropout& dropout = problem_.dropout)
       dropout_bits(dropout, dropout.seed(batch_, head_), first_, valid_, keys.positions, keep_.data());
-      math_.drop(scores_.data(), rows_, cols, {keep_.data(), kTileWords}, static_cast<T>(dropout.scale));
-    }
-    multiply(keys.finite_values, rows_, value_width_, cols, scores_.data(), kTile, keys.values, acc_.data());
+    for (const Strip& strip : strips) attend(keys, visible, strip);
     has_acc_ = true;
   }
 
@@ -118,12 +105,38 @@ class Attend {
   }
 
  private:
-  void multiply(bool finite, int64_t rows, int64_t width, int64_t cols, const T* weights, int64_t weight_stride,
-                const RowTile<T>& values, T* sums) const {
-    if (finite)
-      math_.product(rows, width, cols, weights, weight_stride, values.data, values.stride, has_acc_, sums, width);
-    else
-      product_of_nonzero(rows, width, cols, weights, weight_stride, values.data, values.stride, has_acc_, sums, width);
+  void attend(const KeyTileView<T>& keys, const Bits& visible, const Strip& strip) {
+    const auto [first_row, rows, columns] = strip;
+    T* const scores = scores_.at(first_row * kTile);
+    T* const part = scores + columns.first;
+    if (by_rows_) {
+      math_.product(columns.count(), rows, width_, keys.rows.data, keys.rows.stride, query_columns_.data(), kTile,
+                    false, columns_.data(), kTile);
+      math_.transpose(columns_.data(), kTile, columns.count(), rows, part, kTile);
+    } else {
+      math_.product(rows, columns.count(), width_, query_.at(first_row * width_), width_, keys.columns + columns.first,
+                    kTile, false, part, kTile);
+    }
+    T factor = in_range<T>(problem_.scale);
+    if (problem_.softcap != 0) {
+      math_.cap(part, rows, columns.count(), softcap_, nullptr);
+      factor = 1;
+    }
+    if (keys.bias) {
+      const char* const bias =
+          keys.bias + first_row * keys.bias_row_stride + columns.first * element_size(keys.bias_element);
+      math_.add_bias(part, std::min(rows, valid_ - first_row), std::min(columns.last, keys.valid) - columns.first,
+                     factor, bias, keys.bias_element, keys.bias_row_stride);
+      factor = 1;
+    }
+    T* const acc = acc_.at(first_row * value_width_);
+    math_.softmax_step(scores, rows, columns, factor, visible.from_row(first_row),
+                       {max_ + first_row, sum_ + first_row, acc, value_width_, has_acc_});
+    if (const Dropout& dropout = problem_.dropout)
+      math_.drop(scores, rows, columns, {keep_.at(first_row * kTileWords), kTileWords}, static_cast<T>(dropout.scale));
+    auto* const multiply = keys.finite_values ? math_.product : product_of_nonzero<T>;
+    multiply(rows, value_width_, columns.count(), part, kTile, keys.values.data + columns.first * keys.values.stride,
+             keys.values.stride, has_acc_, acc, value_width_);
   }
 
   const Problem& problem_;

@@ -7,29 +7,33 @@
 namespace dmattn {
 namespace {
 
-// What items give to their keys: rows [dk (width) dv (value_width)] of gathered keys, and dbias of each of them.
+// What items give to their keys: dk and dv of gathered keys, those of an item one after the other, and dbias.
 template <typename T>
 struct KeySums {
   int64_t width, value_width;
-  std::vector<int64_t> first_row, first_bias;  // of each item
+  std::vector<int64_t> first_row, first_bias;  // of each item; behind the last row stands where they end
   Buffer<T> rows;
   std::vector<T> bias;
   std::vector<std::vector<uint8_t>> written;  // by item and block; rows of others are uninitialised
 
-  T* dk(int64_t item, int64_t row) const { return rows.at((first_row[item] + row) * (width + value_width)); }
+  T* dk(int64_t item, int64_t row) const { return of_item(item) + row * width; }
+  T* dv(int64_t item, int64_t row) const {
+    return of_item(item) + (first_row[item + 1] - first_row[item]) * width + row * value_width;
+  }
+
+ private:
+  T* of_item(int64_t item) const { return rows.at(first_row[item] * (width + value_width)); }
 };
 
 template <typename T>
 class PackedBackward {
  public:
   PackedBackward(const BackwardCall<T>& call, const Packing& packing)
-      : call_(call), problem_(call.problem), packing_(packing), differentiate_(call.problem) {
+      : call_(call), problem_(call.problem), packing_(packing), differentiate_(call.problem), seen_(packing) {
     int64_t rows = 0;
     for (const Epochs& head : packing.heads) rows = std::max(rows, head.most_rows);
     keys_.emplace(rows * width_);
     values_.emplace(rows * value_width_);
-    dk_.emplace(rows * width_);
-    dv_.emplace(rows * value_width_);
   }
 
   void operator()(const PackedItem& item, int64_t index, KeySums<T>& sums) {
@@ -39,13 +43,16 @@ class PackedBackward {
     written_.assign(static_cast<size_t>(last_block_ - first_block_), false);
     gather(item);
     bias_.fill(problem_, packing_, *epochs_, item);
+    dk_ = sums.dk(index, 0);
+    dv_ = sums.dv(index, 0);
     bias_sums_ = call_.dbias.data ? sums.bias.data() + sums.first_bias[index] : nullptr;
     const int64_t first_tile = item.epoch * packing_.length / kTile;
     const int64_t queries = problem_.sequence(item.batch).q_length;
     const int64_t tiles = std::min(packing_.length / kTile, ceil_div(queries, kTile) - first_tile);
-    for (int64_t g = 0; g < packing_.heads_of_unit; ++g)
-      for (int64_t t = 0; t < tiles; ++t) query_tile(item, item.first_head + g, first_tile + t);
-    for (int64_t b = first_block_; b < last_block_; ++b) hand_over(epochs_->blocks[b], b - first_block_, index, sums);
+    for (int64_t t = first_tile; t < first_tile + tiles; ++t) {
+      seen_.find(*epochs_, item.epoch, t * kTile, std::min(queries, (t + 1) * kTile), false);
+      for (int64_t g = 0; g < packing_.heads_of_unit; ++g) query_tile(item, item.first_head + g, t);
+    }
     sums.written[index] = written_;
   }
 
@@ -68,14 +75,8 @@ class PackedBackward {
     const int64_t first = tile * kTile, valid = std::min(kTile, problem_.sequence(item.batch).q_length - first);
     const QueryPanel<T> panel(panel_.data(), width_, value_width_);
     bool filled = false, finite_queries = true, has_dq = false;
-    for (int64_t b = first_block_; b < last_block_; ++b) {
+    for (const auto& [b, visible] : seen_) {
       const Block& block = epochs_->blocks[b];
-      if (block.any_first >= first + valid || block.any_last <= first) continue;
-      Bits visible;
-      if (block.all_first > first || block.all_last < first + valid || block.count != block.rows()) {
-        block_bits(*epochs_, block, first, visible_.data());
-        visible = {visible_.data(), kTileWords};
-      }
       if (!filled) finite_queries = panel.fill(call_, item.batch, head, tile, scratch_.data());
       filled = true;
       uint8_t& written = written_[b - first_block_];
@@ -88,8 +89,8 @@ class PackedBackward {
                               .panel = panel,
                               .key = keys_->at(block.first_row * width_),
                               .value = values_->at(block.first_row * value_width_),
-                              .dk = dk_->at(block.first_row * width_),
-                              .dv = dv_->at(block.first_row * value_width_),
+                              .dk = dk_ + block.first_row * width_,
+                              .dv = dv_ + block.first_row * value_width_,
                               .dq = dq_.data(),
                               .has_keys = written != 0,
                               .has_dq = has_dq,
@@ -115,16 +116,6 @@ class PackedBackward {
     return tile;
   }
 
-  void hand_over(const Block& block, int64_t number, int64_t index, KeySums<T>& sums) const {
-    if (!written_[number]) return;
-    for (int64_t r = 0; r < block.count; ++r) {
-      const int64_t row = block.first_row + r;
-      T* const target = sums.dk(index, row);
-      std::copy_n(dk_->at(row * width_), width_, target);
-      std::copy_n(dv_->at(row * value_width_), value_width_, target + width_);
-    }
-  }
-
   const BackwardCall<T>& call_;
   const Problem& problem_;
   const Packing& packing_;
@@ -132,10 +123,11 @@ class PackedBackward {
   const Epochs* epochs_ = nullptr;
   int64_t first_block_ = 0, last_block_ = 0;
   const int64_t width_ = padded_width(problem_.dim), value_width_ = padded_width(problem_.value_dim);
-  std::optional<Buffer<T>> keys_, values_, dk_, dv_;
+  std::optional<Buffer<T>> keys_, values_;
+  T *dk_ = nullptr, *dv_ = nullptr;  // of the gathered keys of an item
   Buffer<T> panel_{QueryPanel<T>::size(width_, value_width_)}, scratch_{2 * kTile * value_width_}, dq_{kTile * width_};
-  Buffer<uint32_t> visible_{kTile * kTileWords};
   std::vector<uint8_t> written_, finite_;
+  SeenBlocks seen_;
   GatheredBias<T> bias_;
   T* bias_sums_ = nullptr;
 };
@@ -161,7 +153,8 @@ class KeyHeads {
           const int64_t head = item.batch * problem_.kv_heads + item.kv_head - first_;
           if (head != part / 2) continue;
           each_row(item, index, sums, [&](int64_t key, int64_t row) {
-            tile_math<T>().add(totals_.at((head * keys_ + key) * row_ + offset), sums.dk(index, row) + offset, columns);
+            const T* const own = part % 2 == 0 ? sums.dk(index, row) : sums.dv(index, row);
+            tile_math<T>().add(totals_.at((head * keys_ + key) * row_ + offset), own, columns);
           });
         }
       };
@@ -238,6 +231,7 @@ KeySums<T> make_sums(const BackwardCall<T>& call, const Packing& packing, const 
     rows += own;
     if (call.dbias.data) bias += own * packing.heads_of_unit;
   }
+  first_row.push_back(rows);
   return {width,
           value_width,
           std::move(first_row),

@@ -4,6 +4,7 @@
 
 #include "product.h"
 #include "kernels.h"
+#include "strips.h"
 #include "tile_pack.h"
 #include "visibility.h"
 
@@ -83,10 +84,14 @@ class Differentiate {
 
   void operator()(const TilePair<T>& pair, const Bits& visible) {
     const int64_t rows = padded_extent(pair.keys), cols = padded_extent(pair.queries);
-    math_.product(rows, cols, width_, pair.key, width_, pair.panel.columns, kTile, false, scores_.data(), kTile);
-    math_.product(rows, cols, value_width_, pair.value, value_width_, pair.panel.grad_columns, kTile, false,
-          grad_scores_.data(), kTile);
-    const T factor = finish_scores(pair, rows, cols);
+    const Strips strips(visible, rows, cols);
+    const bool whole = strips.whole(rows, cols);
+    if (!whole && !pair.has_keys) {
+      std::fill_n(pair.dk, rows * width_, T(0));
+      std::fill_n(pair.dv, rows * value_width_, T(0));
+    }
+    if (!whole && !pair.has_dq) std::fill_n(pair.dq, cols * width_, T(0));
+    if (pair.bias.bias && !strips.empty()) load_bias(pair, rows, cols);
     Bits keep;
     if (const Dropout& dropout = problem_.dropout) {
       dropout_bits(dropout, dropout.seed(pair.batch, pair.head), pair.first_query, pair.queries, pair.positions,
@@ -94,19 +99,40 @@ class Differentiate {
       bit_math().transpose(turned_bits_.data(), kTileWords, keep_.data(), kTileWords);
       keep = {keep_.data(), kTileWords};
     }
-    math_.gradient_step(scores_.data(), grad_scores_.data(), rows, cols, factor, visible, keep,
-                        static_cast<T>(problem_.dropout.scale),
-                        {pair.panel.lse, pair.panel.lse_tail, pair.panel.delta});
-    product(pair.finite_queries, rows, value_width_, cols, scores_.data(), pair.panel.grad_rows, pair.has_keys,
-            pair.dv);
-    if (pair.bias.grad) add_bias_gradient(pair, rows, cols);
-    if (problem_.softcap != 0) math_.multiply(grad_scores_.data(), slope_.data(), rows, cols);
-    product(pair.finite_queries, rows, width_, cols, grad_scores_.data(), pair.panel.rows, pair.has_keys, pair.dk);
-    math_.transpose(grad_scores_.data(), kTile, rows, cols, scores_.data(), kTile);
-    product(pair.finite_keys, cols, width_, rows, scores_.data(), pair.key, pair.has_dq, pair.dq);
+    for (const Strip& strip : strips)
+      differentiate(pair, strip, visible.from_row(strip.first_row), keep.from_row(strip.first_row),
+                    {pair.has_keys || !whole, pair.has_dq || !whole});
   }
 
  private:
+  // Whether sums are added to what is there.
+  struct Added {
+    bool keys, dq;
+  };
+
+  // Rows of a strip are keys, columns are queries.
+  void differentiate(const TilePair<T>& pair, const Strip& strip, const Bits& visible, const Bits& keep, Added added) {
+    const auto [first_key, rows, columns] = strip;
+    const int64_t cols = columns.count(), first_query = columns.first;
+    const T* const key = pair.key + first_key * width_;
+    T *const scores = scores_.at(strip.at(kTile)), *const grad_scores = grad_scores_.at(strip.at(kTile));
+    math_.product(rows, cols, width_, key, width_, pair.panel.columns + first_query, kTile, false, scores, kTile);
+    math_.product(rows, cols, value_width_, pair.value + first_key * value_width_, value_width_,
+                  pair.panel.grad_columns + first_query, kTile, false, grad_scores, kTile);
+    const T factor = finish_scores(pair, strip);
+    math_.gradient_step(scores - first_query, grad_scores - first_query, rows, columns, factor, visible, keep,
+                        static_cast<T>(problem_.dropout.scale),
+                        {pair.panel.lse, pair.panel.lse_tail, pair.panel.delta});
+    product(pair.finite_queries, rows, value_width_, cols, scores, pair.panel.grad_rows + first_query * value_width_,
+            added.keys, pair.dv + first_key * value_width_);
+    if (pair.bias.grad) add_bias_gradient(pair, strip);
+    if (problem_.softcap != 0) math_.multiply(grad_scores, slope_.at(strip.at(kTile)), rows, cols);
+    product(pair.finite_queries, rows, width_, cols, grad_scores, pair.panel.rows + first_query * width_, added.keys,
+            pair.dk + first_key * width_);
+    math_.transpose(grad_scores, kTile, rows, cols, scores_.data(), kTile);
+    product(pair.finite_keys, cols, width_, rows, scores_.data(), key, added.dq, pair.dq + first_query * width_);
+  }
+
   // sums [rows][width] += weights [rows][kTile] * values [inner][width].
   void product(bool finite, int64_t rows, int64_t width, int64_t inner, const T* weights, const T* values,
                bool accumulate, T* sums) const {
@@ -116,36 +142,48 @@ class Differentiate {
       product_of_nonzero(rows, width, inner, weights, kTile, values, width, accumulate, sums, width);
   }
 
+  // Load the bias of a pair of tiles: of its keys into bias_, or of keys and queries into turned_.
+  void load_bias(const TilePair<T>& pair, int64_t rows, int64_t cols) {
+    const TileBias<T>& bias = pair.bias;
+    if (bias.row_stride == 0) {
+      std::fill(bias_.at(pair.keys), bias_.at(rows), T(0));
+      math_.load(bias.bias, bias.element, pair.keys, bias_.data());
+      return;
+    }
+    std::fill(bias_.data(), bias_.at(kTile * kTile), T(0));
+    for (int64_t r = 0; r < pair.queries; ++r)
+      math_.load(bias.bias + r * bias.row_stride, bias.element, pair.keys, bias_.at(r * kTile));
+    math_.transpose(bias_.data(), kTile, cols, rows, turned_.data(), kTile);
+  }
+
   // Softcap and bias; returns the factor that the scores are still to be multiplied by.
-  T finish_scores(const TilePair<T>& pair, int64_t rows, int64_t cols) {
+  T finish_scores(const TilePair<T>& pair, const Strip& strip) {
+    constexpr Element own = sizeof(T) == 8 ? Element::f64 : Element::f32;
+    const int64_t at = strip.at(kTile), cols = strip.columns.count();
     T factor = in_range<T>(problem_.scale);
     if (problem_.softcap != 0) {
-      math_.cap(scores_.data(), rows, cols, softcap_, slope_.data());
+      math_.cap(scores_.at(at), strip.rows, cols, softcap_, slope_.at(at));
       factor = 1;
     }
-    const TileBias<T>& bias = pair.bias;
-    if (!bias.bias) return factor;
-    std::fill(bias_.data(), bias_.at(kTile * kTile), T(0));
-    if (bias.row_stride == 0) {
-      math_.load(bias.bias, bias.element, pair.keys, bias_.data());
-      math_.add_row_bias(scores_.data(), rows, cols, factor, bias_.data());
-    } else {
-      for (int64_t r = 0; r < pair.queries; ++r)
-        math_.load(bias.bias + r * bias.row_stride, bias.element, pair.keys, bias_.at(r * kTile));
-      math_.transpose(bias_.data(), kTile, cols, rows, turned_.data(), kTile);
-      math_.add_bias(scores_.data(), rows, cols, factor, turned_.data(), sizeof(T) == 8 ? Element::f64 : Element::f32,
-                     kTile * int64_t{sizeof(T)});
-    }
+    if (!pair.bias.bias) return factor;
+    if (pair.bias.row_stride == 0)
+      math_.add_row_bias(scores_.at(at), strip.rows, cols, factor, bias_.at(strip.first_row));
+    else
+      math_.add_bias(scores_.at(at), strip.rows, cols, factor, turned_.at(at), own, kTile * int64_t{sizeof(T)});
     return 1;
   }
 
   // dbias += dS, over the bias's own shape; only this item touches these elements.
-  void add_bias_gradient(const TilePair<T>& pair, int64_t rows, int64_t cols) {
+  void add_bias_gradient(const TilePair<T>& pair, const Strip& strip) {
     const TileBias<T>& bias = pair.bias;
-    if (bias.grad_row_stride == 0) return math_.add_row_sums(bias.grad, grad_scores_.data(), pair.keys, cols);
-    math_.transpose(grad_scores_.data(), kTile, rows, cols, turned_.data(), kTile);
-    for (int64_t r = 0; r < pair.queries; ++r)
-      math_.add(bias.grad + r * bias.grad_row_stride, turned_.at(r * kTile), pair.keys);
+    const auto [first_key, rows, columns] = strip;
+    const T* const grad_scores = grad_scores_.at(strip.at(kTile));
+    const int64_t keys = std::min(rows, pair.keys - first_key);
+    if (bias.grad_row_stride == 0)
+      return math_.add_row_sums(bias.grad + first_key, grad_scores, keys, columns.count());
+    math_.transpose(grad_scores, kTile, rows, columns.count(), bias_.at(columns.first * kTile), kTile);
+    for (int64_t r = columns.first; r < std::min(columns.last, pair.queries); ++r)
+      math_.add(bias.grad + r * bias.grad_row_stride + first_key, bias_.at(r * kTile), keys);
   }
 
   const Problem& problem_;

@@ -9,7 +9,7 @@ template <typename T>
 class PackedForward {
  public:
   PackedForward(const Problem& problem, const Packing& packing, const Outputs<T>& outputs)
-      : problem_(problem), packing_(packing), attend_(problem, outputs, false) {
+      : problem_(problem), packing_(packing), attend_(problem, outputs, false), seen_(packing) {
     int64_t rows = 0, blocks = 0;
     for (const Epochs& head : packing.heads) {
       rows = std::max(rows, head.most_rows);
@@ -26,8 +26,10 @@ class PackedForward {
     const int64_t first_tile = item.epoch * packing_.length / kTile;
     const int64_t queries = problem_.sequence(item.batch).q_length;
     const int64_t tiles = std::min(packing_.length / kTile, ceil_div(queries, kTile) - first_tile);
-    for (int64_t g = 0; g < packing_.heads_of_unit; ++g)
-      for (int64_t t = 0; t < tiles; ++t) query_tile(item, item.first_head + g, first_tile + t);
+    for (int64_t t = first_tile; t < first_tile + tiles; ++t) {
+      seen_.find(*epochs_, item.epoch, t * kTile, std::min(queries, (t + 1) * kTile), true);
+      for (int64_t g = 0; g < packing_.heads_of_unit; ++g) query_tile(item, item.first_head + g, t);
+    }
   }
 
  private:
@@ -47,22 +49,14 @@ class PackedForward {
   }
 
   void query_tile(const PackedItem& item, int64_t head, int64_t tile) {
-    const int64_t first = tile * kTile, last = std::min(problem_.sequence(item.batch).q_length, first + kTile);
-    const int64_t first_block = epochs_->first_block[item.epoch], last_block = epochs_->first_block[item.epoch + 1];
     attend_.begin(item.batch, head, tile);
-    for (int64_t b = first_block; b < last_block; ++b) {
+    for (const auto& [b, visible] : seen_) {
       const Block& block = epochs_->blocks[b];
-      if (block.any_first >= last || block.any_last <= first) continue;
-      Bits visible;
-      if (block.all_first > first || block.all_last < last || block.count != block.rows()) {
-        block_bits(*epochs_, block, first, by_key_.data());
-        bit_math().transpose(by_key_.data(), kTileWords, by_query_.data(), kTileWords);
-        visible = {by_query_.data(), kTileWords};
-      }
+      const int64_t number = b - epochs_->first_block[item.epoch];
       KeyTileView<T> view;
-      view.columns = key_tile(b - first_block);
+      view.columns = key_tile(number);
       view.values = {values_->at(block.first_row * value_width_), value_width_};
-      view.finite_values = finite_[b - first_block];
+      view.finite_values = finite_[number];
       view.valid = block.count;
       view.positions = {0, epochs_->pieces.data() + block.first_piece, block.count};
       if (problem_.bias) {
@@ -85,7 +79,7 @@ class PackedForward {
   std::vector<uint8_t> finite_;
   GatheredBias<T> bias_;
   Buffer<T> rows_{kTile * width_};
-  Buffer<uint32_t> by_key_{kTile * kTileWords}, by_query_{kTile * kTileWords};
+  SeenBlocks seen_;
 };
 
 }  // namespace

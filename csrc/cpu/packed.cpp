@@ -94,6 +94,21 @@ Epochs cut_into_epochs(const std::vector<Piece>& pieces, int64_t queries, int64_
   return epochs;
 }
 
+// Bits of a block for a tile of queries, one row of kTileWords words per key.
+void block_bits(const Epochs& epochs, const Block& block, int64_t first_query, uint32_t* words) {
+  for (int64_t r = 0; r < block.count; ++r) {
+    const Piece& piece = epochs.pieces[block.first_piece + r];
+    range_bits(piece.first - first_query, piece.last - first_query, words + r * kTileWords);
+  }
+  std::fill(words + block.count * kTileWords, words + kTile * kTileWords, 0u);
+}
+
+int64_t most_blocks(const Packing& packing) {
+  int64_t most = 0;
+  for (const Epochs& head : packing.heads) most = std::max(most, head.most_blocks);
+  return most;
+}
+
 bool per_key(const Bias& bias) { return !bias || bias.row_stride == 0; }
 
 }  // namespace
@@ -144,12 +159,27 @@ std::vector<PackedItem> packed_items(const Problem& problem, const Packing& pack
   return items;
 }
 
-void block_bits(const Epochs& epochs, const Block& block, int64_t first_query, uint32_t* words) {
-  for (int64_t r = 0; r < block.count; ++r) {
-    const Piece& piece = epochs.pieces[block.first_piece + r];
-    range_bits(piece.first - first_query, piece.last - first_query, words + r * kTileWords);
+SeenBlocks::SeenBlocks(const Packing& packing)
+    : by_key_(kTile * kTileWords), words_(most_blocks(packing) * kTile * kTileWords) {}
+
+void SeenBlocks::find(const Epochs& epochs, int64_t epoch, int64_t first_query, int64_t last_query,
+                      bool rows_are_queries) {
+  seen_.clear();
+  for (int64_t b = epochs.first_block[epoch]; b < epochs.first_block[epoch + 1]; ++b) {
+    const Block& block = epochs.blocks[b];
+    if (block.any_first >= last_query || block.any_last <= first_query) continue;
+    const bool whole = block.all_first <= first_query && block.all_last >= last_query && block.count == block.rows();
+    seen_.push_back({b, {}});
+    if (whole) continue;
+    uint32_t* const words = words_.at((b - epochs.first_block[epoch]) * kTile * kTileWords);
+    if (rows_are_queries) {
+      block_bits(epochs, block, first_query, by_key_.data());
+      bit_math().transpose(by_key_.data(), kTileWords, words, kTileWords);
+    } else {
+      block_bits(epochs, block, first_query, words);
+    }
+    seen_.back().visible = {words, kTileWords};
   }
-  std::fill(words + block.count * kTileWords, words + kTile * kTileWords, 0u);
 }
 
 template <typename T>

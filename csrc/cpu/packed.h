@@ -59,8 +59,25 @@ std::optional<Packing> plan_packing(const Problem& problem);
 // All items, those of a key head one after another, in the order in which what they give to its keys is added.
 std::vector<PackedItem> packed_items(const Problem& problem, const Packing& packing);
 
-// Bits of a block for a tile of queries, one row of kTileWords words per key.
-void block_bits(const Epochs& epochs, const Block& block, int64_t first_query, uint32_t* words);
+// What tiles of queries see of the blocks of an epoch. It is found once for all heads that share gathered keys.
+class SeenBlocks {
+ public:
+  struct Seen {
+    int64_t block;  // beside Epochs::blocks
+    Bits visible;   // rows are queries or keys, as `find` was told
+  };
+
+  explicit SeenBlocks(const Packing& packing);
+  // The blocks of which queries [first_query, last_query), those of one tile, see something.
+  void find(const Epochs& epochs, int64_t epoch, int64_t first_query, int64_t last_query, bool rows_are_queries);
+
+  const Seen* begin() const { return seen_.data(); }
+  const Seen* end() const { return seen_.data() + seen_.size(); }
+
+ private:
+  std::vector<Seen> seen_;
+  Buffer<uint32_t> by_key_, words_;
+};
 
 // Values of a bias per key, for each head of `heads` from `first_head` and each gathered row: [heads of them][rows].
 template <typename T>

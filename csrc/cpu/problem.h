@@ -6,9 +6,9 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <new>
 #include <vector>
 
+#include "buffer.h"
 #include "intervals.h"
 #include "tensor.h"
 #include "tile_math.h"
@@ -162,21 +162,5 @@ PerQuery<T> per_query_of(const Tensor& tensor) {
 
 // Head `head` of `heads` in a tensor with 1, Hkv or H heads.
 inline int64_t broadcast_head(int64_t head, int64_t heads, int64_t tensor_heads) { return head * tensor_heads / heads; }
-
-// Uninitialised, 64-byte aligned scratch.
-template <typename T>
-class Buffer {
- public:
-  explicit Buffer(int64_t size)
-      : data_(static_cast<T*>(::operator new(static_cast<size_t>(size) * sizeof(T), std::align_val_t{64}))) {}
-  ~Buffer() { ::operator delete(data_, std::align_val_t{64}); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  T* data() const { return data_; }
-  T* at(int64_t index) const { return data_ + index; }
-
- private:
-  T* data_;
-};
 
 }  // namespace dmattn

@@ -1,7 +1,8 @@
 // Everything elementwise that happens to one tile of scores, compiled once per instruction set (tile_math_*.cpp).
 //
 // A tile is row-major with kTile columns between rows. `rows` and `cols` are padded to multiples of 16, so that the
-// inner loops have no remainders. The forward holds scores as [queries][keys]; the backward transposed.
+// inner loops have no remainders. `Columns` are counted from a pointer to the first column of a tile. The forward holds
+// scores as [queries][keys]; the backward transposed.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +22,15 @@ constexpr int64_t element_size(Element element) {
 struct Bits {
   const uint32_t* words = nullptr;
   int64_t stride = 0;
+
+  Bits from_row(int64_t row) const { return {words ? words + row * stride : nullptr, stride}; }
+};
+
+// Columns of a tile, both multiples of 16.
+struct Columns {
+  int64_t first, last;
+
+  int64_t count() const { return last - first; }
 };
 
 // Running softmax of a tile of queries: out = acc / sum, lse = max + ln(sum).
@@ -69,11 +79,11 @@ struct TileMath {
   // scores = factor * scores + bias[row].
   void (*add_row_bias)(T* scores, int64_t rows, int64_t cols, T factor, const T* bias);
   // One step of the online softmax: scores become probabilities relative to the new maximum; acc and sum are rescaled.
-  void (*softmax_step)(T* scores, int64_t rows, int64_t cols, T factor, Bits visible, const Softmax<T>& state);
+  void (*softmax_step)(T* scores, int64_t rows, Columns cols, T factor, Bits visible, const Softmax<T>& state);
   // values = keep ? factor * values : 0.
-  void (*drop)(T* values, int64_t rows, int64_t cols, Bits keep, T factor);
+  void (*drop)(T* values, int64_t rows, Columns cols, Bits keep, T factor);
   // scores become probabilities (after dropout), grad_probs becomes P * (dP - delta). Rows are keys, columns queries.
-  void (*gradient_step)(T* scores, T* grad_probs, int64_t rows, int64_t cols, T factor, Bits visible, Bits keep,
+  void (*gradient_step)(T* scores, T* grad_probs, int64_t rows, Columns cols, T factor, Bits visible, Bits keep,
                         T keep_factor, const QueryStatistics<T>& statistics);
   // A value of 0 stays 0, also beside NaN.
   void (*multiply)(T* values, const T* factors, int64_t rows, int64_t cols);

@@ -200,14 +200,14 @@ void add_row_bias(T* scores, int64_t rows, int64_t cols, T factor, const T* bias
 }
 
 template <typename T, bool Masked>
-DMATTN_INLINE void softmax_rows(T* scores, int64_t cols, T factor, const uint32_t* words, int64_t stride, T* max,
+DMATTN_INLINE void softmax_rows(T* scores, Columns cols, T factor, const uint32_t* words, int64_t stride, T* max,
                                 T* sum, T* alpha) {
   constexpr int n = kLanes<T>;
   const Vec<T> lowest = splat<T>(-kInfinity);
   T block[n * n];
   for (int r = 0; r < n; ++r) {
     Vec<T> best = lowest;
-    for (int64_t c = 0; c < cols; c += n) {
+    for (int64_t c = cols.first; c < cols.last; c += n) {
       T* at = scores + r * kTile + c;
       Vec<T> x = load_vector<T>(at) * factor;
       if constexpr (Masked) x = selected<T>(words + r * stride, c) ? x : lowest;
@@ -227,7 +227,7 @@ DMATTN_INLINE void softmax_rows(T* scores, int64_t cols, T factor, const uint32_
   store_vector<T>(alpha, rescale);
   for (int r = 0; r < n; ++r) {
     Vec<T> total{};
-    for (int64_t c = 0; c < cols; c += n) {
+    for (int64_t c = cols.first; c < cols.last; c += n) {
       T* at = scores + r * kTile + c;
       const Vec<T> p = exp_vector<T>(load_vector<T>(at) - shift[r]);
       store_vector<T>(at, p);
@@ -239,7 +239,7 @@ DMATTN_INLINE void softmax_rows(T* scores, int64_t cols, T factor, const uint32_
 }
 
 template <typename T>
-void softmax_step(T* scores, int64_t rows, int64_t cols, T factor, Bits visible, const Softmax<T>& state) {
+void softmax_step(T* scores, int64_t rows, Columns cols, T factor, Bits visible, const Softmax<T>& state) {
   constexpr int n = kLanes<T>;
   T alpha[n];
   for (int64_t r = 0; r < rows; r += n) {
@@ -259,9 +259,9 @@ void softmax_step(T* scores, int64_t rows, int64_t cols, T factor, Bits visible,
 }
 
 template <typename T>
-void drop(T* values, int64_t rows, int64_t cols, Bits keep, T factor) {
+void drop(T* values, int64_t rows, Columns cols, Bits keep, T factor) {
   for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < cols; c += kLanes<T>) {
+    for (int64_t c = cols.first; c < cols.last; c += kLanes<T>) {
       T* at = values + r * kTile + c;
       store_vector<T>(at, selected<T>(keep.words + r * keep.stride, c) ? load_vector<T>(at) * factor : Vec<T>{});
     }
@@ -271,10 +271,10 @@ void drop(T* values, int64_t rows, int64_t cols, Bits keep, T factor) {
 // ---- backward ----
 
 template <typename T, bool Masked, bool Dropped>
-DMATTN_INLINE void gradient_rows(T* scores, T* grad_probs, int64_t rows, int64_t cols, T factor, Bits visible,
+DMATTN_INLINE void gradient_rows(T* scores, T* grad_probs, int64_t rows, Columns cols, T factor, Bits visible,
                                  Bits keep, T keep_factor, const QueryStatistics<T>& statistics) {
   for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < cols; c += kLanes<T>) {
+    for (int64_t c = cols.first; c < cols.last; c += kLanes<T>) {
       T* at = scores + r * kTile + c;
       T* grad_at = grad_probs + r * kTile + c;
       const Vec<T> score = load_vector<T>(at) * factor;  // rounded as in the forward
@@ -299,7 +299,7 @@ DMATTN_INLINE void gradient_rows(T* scores, T* grad_probs, int64_t rows, int64_t
 }
 
 template <typename T>
-void gradient_step(T* scores, T* grad_probs, int64_t rows, int64_t cols, T factor, Bits visible, Bits keep,
+void gradient_step(T* scores, T* grad_probs, int64_t rows, Columns cols, T factor, Bits visible, Bits keep,
                    T keep_factor, const QueryStatistics<T>& statistics) {
   auto* step = visible.words ? (keep.words ? gradient_rows<T, true, true> : gradient_rows<T, true, false>)
                              : (keep.words ? gradient_rows<T, false, true> : gradient_rows<T, false, false>);

@@ -10,12 +10,18 @@ namespace dmattn {
 // Widths are padded to multiples of 16: few kernel shapes, and whole blocks to transpose.
 inline int64_t padded_width(int64_t width) { return std::max<int64_t>(16, ceil_div(width, 16) * 16); }
 
+constexpr int64_t kRowsAhead = 8;
+
 // Load `valid` rows of `source`, those that row_of numbers, into target[kTile][padded_width], zero in the padding.
 template <typename T, typename RowOf>
 void pack_chosen_rows(const Rows& source, int64_t batch, const RowOf& row_of, int64_t valid, int64_t head, T* target) {
   const TileMath<T>& math = tile_math<T>();
   const int64_t width = padded_width(source.width), extent = padded_extent(valid);
+  const int64_t bytes = source.width * element_size(source.element);
   for (int64_t r = 0; r < extent; ++r) {
+    // Rows lie apart, further than processors look ahead.
+    if (r + kRowsAhead < valid)
+      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(source.at(batch, row_of(r + kRowsAhead), head) + b);
     T* row = target + r * width;
     const int64_t filled = r < valid ? source.width : 0;
     if (filled) math.load(source.at(batch, row_of(r), head), source.element, filled, row);
