@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from dmattn_ops.call import TILE
-from dmattn_ops.kernels.masks.lists import list_tiles_kernel, segment_ranges
+from dmattn_ops.kernels.masks.lists import Traits, list_tiles_kernel, segment_ranges
 from dmattn_ops.kernels.masks.pack import pack_tiles
 from dmattn_ops.kernels.masks.ranks import rank_tiles, sides_of
 from dmattn_ops.launching.launch import computed, launch, workspace
@@ -123,9 +123,8 @@ def write_lists(
         list_tiles_kernel, (batch * heads * blocks,),
         source, col_tiles if row_tiles is None else row_tiles, row_tiles if col_tiles is None else col_tiles,
         seqlen_q, seqlen_k, band_lo, band_hi, heads, row_records, col_records, row_width, col_width, q_tiles, *strides,
-        SOURCE=made_from, HAS_Q_SEGMENTS=q_tiles > 0,
-        OWN=_LISTS, OTHER=64 if ranked else 128, RANKED=ranked, num_warps=16 if ranked > 64 else 8,
-        follows=made_from == "hulls",
+        T=Traits(made_from, q_tiles > 0, _LISTS, 64 if ranked else 128, ranked),
+        num_warps=16 if ranked > 64 else 8, follows=made_from == "hulls",
     )  # fmt: skip
     if not ranked:
         rank_tiles(row_tiles, col_tiles)

@@ -9,7 +9,7 @@ from torch import Tensor
 from dmattn_ops.call import Call, float32_precision, rows_are_aligned
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.mass.keys import key_mass_kernel
-from dmattn_ops.kernels.mass.selection import first_numbers, selection_mass_kernel
+from dmattn_ops.kernels.mass.selection import Traits, first_numbers, selection_mass_kernel
 from dmattn_ops.kernels.portable.arguments import (
     bias_arguments,
     blocks_and_programs,
@@ -56,9 +56,12 @@ def selection_mass(choice: Selection, mass: Tensor) -> None:
         firsts_b=broadcast_stride(firsts, 0), firsts_h=broadcast_stride(firsts, 1),
         q_segments_b=_batch_stride(choice.q_segments), k_segments_b=_batch_stride(choice.k_segments),
         **bias_arguments(choice.bias, heads),
-        GROUP=group, KEY_GROUP=heads // key.shape[2], LIST_GROUP=heads // lists,
-        ROWS=min(_MOST_HEADS >> halved, max(16, triton.next_power_of_2(group))), ENTRIES=slots // wide, WIDE=wide,
-        HEAD_DIM=dim, PADDED_HEAD=padded(dim), SOFTCAP=options.softcap != 0, PRECISION=_precision(query), num_warps=4,
+        T=Traits(
+            group, key_group=heads // key.shape[2], list_group=heads // lists,
+            rows=min(_MOST_HEADS >> halved, max(16, triton.next_power_of_2(group))), entries=slots // wide, wide=wide,
+            head_dim=dim, padded_head=padded(dim), softcap=options.softcap != 0, precision=_precision(query),
+        ),
+        num_warps=4,
     )  # fmt: skip
 
 
