@@ -78,7 +78,8 @@ TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why this kernel cannot take the request; none means that `backward` will."""
-    query, key, value, bias, mask, _, _, varlen, options = call[:9]
+    query, key, value, bias = call.query, call.key, call.value, call.bias
+    mask, varlen, options = call.mask, call.varlen, call.options
     dim, dim_v = query.shape[-1], value.shape[-1]
     reasons = {
         "a bias with queries under a soft cap": bias_kind(bias) == "full" and options.softcap != 0.0,
