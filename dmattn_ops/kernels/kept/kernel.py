@@ -127,7 +127,7 @@ def later(position, slot, other_position, other_slot):
 
 
 @triton.jit
-def search(slots, lanes, start, count, found, sequence, shape: tl.constexpr):
+def search(slots, lanes, start, count, found, sequence):
     """Return what is found with the slots from `start` on; write what the query sees of them, and where documents end."""
     slot = start + lanes
     inside = slot < count
@@ -228,7 +228,7 @@ def keep_step_kernel(
     none = tl.cast(-1, tl.int32)
     found = Found(tl.cast(0, tl.int32), place * 0 + LEAST, sequence.begin * 0 - 1, none, none + 1 + slots)
     for start in tl.range(0, slots, BLOCK):
-        found = search(known, tl.arange(0, BLOCK), start, slots, found, sequence, shape)
+        found = search(known, tl.arange(0, BLOCK), start, slots, found, sequence)
     tl.debug_barrier()  # what follows may write to the same places
 
     begin = sequence.begin
