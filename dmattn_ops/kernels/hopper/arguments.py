@@ -88,7 +88,7 @@ def mask_arguments(
         return given
 
     def strides(tensor: Tensor) -> list[int]:
-        return [tensor.stride(dim) if tensor.shape[dim] > 1 else 0 for dim in range(2)]
+        return [portable.broadcast_stride(tensor, dim) for dim in range(2)]
 
     list_b, list_h = strides(lists)
     given = given._replace(
@@ -106,7 +106,7 @@ def mask_arguments(
         hidden = [placeholder if part is None else part for part in (mask.hidden_from, mask.hidden_to)]
         return given._replace(start=mask.start, end=mask.end, hidden_from=hidden[0], hidden_to=hidden[1])
     queries = computed(_zeros, numbers, (1, seqlen_q)) if mask.q_segments is None else mask.q_segments
-    queries_b = queries.stride(0) if queries.shape[0] > 1 else 0
+    queries_b = portable.broadcast_stride(queries, 0)
     return given._replace(q_segments=queries, k_segments=numbers, q_segments_b=queries_b)
 
 
@@ -172,24 +172,24 @@ def unused_refusals(call: Call) -> list[str]:
 
 def hides_keys(call: Call) -> bool:
     """Return whether the band may hide a key from every query, beside others that are seen (`unseen.py`)."""
-    _, seqlen_q, seqlen_k, _, _ = sizes_of(call)
+    sizes = sizes_of(call)
     low, high = call.options[:2]
     if call.mask.kind != "none":
         return False  # the kernels for masks do not ask for it
     if call.varlen is not None:  # lengths lie on the device; the last query of a causal sequence sees all keys
         return low > -UNBOUNDED or high < 0 or (high < UNBOUNDED and call.varlen.top_left)
-    return low > 0 or seqlen_q + high < seqlen_k
+    return low > 0 or sizes.seqlen_q + high < sizes.seqlen_k
 
 
 def hides_rows(call: Call) -> bool:
     """Return whether the band may hide a key from every query, or every key from a query, beside others that are seen."""
-    _, seqlen_q, seqlen_k, _, _ = sizes_of(call)
+    sizes = sizes_of(call)
     low, high = call.options[:2]
     if call.mask.kind != "none":
         return False
     if call.varlen is not None:
         return low > -UNBOUNDED or high < UNBOUNDED
-    return hides_keys(call) or high < 0 or seqlen_q + low > seqlen_k
+    return hides_keys(call) or high < 0 or sizes.seqlen_q + low > sizes.seqlen_k
 
 
 def column_parts(dim: int) -> tuple[int, int]:

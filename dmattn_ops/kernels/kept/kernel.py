@@ -115,7 +115,7 @@ def sequence_of(
 
 @triton.jit
 def both(count, free, worst, other_count, other_free, other_worst):
-    """Return what is found of two slots, or sets of them: see `Found`."""
+    """Return the count, the first free slot and the worst place of two sets of slots together (see `Found`)."""
     return count + other_count, tl.minimum(free, other_free), tl.maximum(worst, other_worst)
 
 
@@ -128,7 +128,7 @@ def later(position, slot, other_position, other_slot):
 
 @triton.jit
 def search(slots, lanes, start, count, found, sequence):
-    """Return what is found with the slots from `start` on; write what the query sees of them, and where documents end."""
+    """Return `found`, extended by the slots from `start` on; write which of them the query sees, and where documents end."""
     slot = start + lanes
     inside = slot < count
     position = tl.load(slots.position + slot, mask=inside, other=-1)

@@ -54,7 +54,7 @@ def selection_mass(choice: Selection, mass: Tensor) -> None:
         seqlen_k=key.shape[1], band_lo=options.band_lo, band_hi=options.band_hi,
         **factor_arguments(options), **row_strides("query", query), **row_strides("key", key),
         firsts_b=broadcast_stride(firsts, 0), firsts_h=broadcast_stride(firsts, 1),
-        q_segments_b=_batch_stride(choice.q_segments), k_segments_b=_batch_stride(choice.k_segments),
+        q_segments_b=broadcast_stride(choice.q_segments, 0), k_segments_b=broadcast_stride(choice.k_segments, 0),
         **bias_arguments(choice.bias, heads),
         T=Traits(
             group, key_group=heads // key.shape[2], list_group=heads // lists,
@@ -83,10 +83,6 @@ def key_mass(call: Call, statistics: Statistics | None, mass: Tensor) -> None:
         shape=shape_of(call, block, block, rows_are_aligned(query, key)), features=features_of(call, mask.col_tiles),
         num_warps=4, num_stages=2,
     )  # fmt: skip
-
-
-def _batch_stride(segments: Tensor | None) -> int:
-    return 0 if segments is None else broadcast_stride(segments, 0)
 
 
 def _precision(query: Tensor) -> str:

@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.selection.alive import sort_alive
 from dmattn_ops.kernels.selection.deaths import write_deaths
 from dmattn_ops.kernels.selection.documents import find_changes, write_bounds
@@ -67,7 +68,7 @@ def lifetimes(
     scores, kind = _readable(scores)
     bounds = scores if documents is None else _bounds(documents, span)
     size, bits = chunks * chunk, max(1, (seqlen - 1).bit_length())
-    scores_b, scores_h = (0 if scores.shape[dim] == 1 else scores.stride(dim) for dim in (0, 1))
+    scores_b, scores_h = (broadcast_stride(scores, dim) for dim in (0, 1))
     bounds_b = 0 if documents is None or documents.shape[0] == 1 else 2 * seqlen
     several = chunks > 1
     keys = workspace(scores, rows, chunks, 2, chunk, dtype=torch.int64)
