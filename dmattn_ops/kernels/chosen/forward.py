@@ -54,7 +54,7 @@ class Tile(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """What a tile chose."""
+    """The list of the blocks that the queries of a tile chose."""
 
     entries: Any
     words: Any
@@ -77,7 +77,7 @@ def tile_of(batch, head_kv, number, seqlen_q, q_segments, q_segments_b, work: tl
 
 @triton.jit
 def listed_of(counts, entries, words, index, capacity, work: tl.constexpr):
-    """Return what tile `index` chose."""
+    """Return the list of the blocks that the queries of tile `index` chose."""
     whole = tl.load(counts + index * 2 + 1) // work.entries * work.parts
     return Listed(entries + index * capacity, words + index * capacity, tl.load(counts + index * 2), whole)
 

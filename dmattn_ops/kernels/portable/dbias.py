@@ -164,7 +164,7 @@ def gradient_of_bias(call: Call, dbias: Tensor | None, room: BiasRoom, broadcast
 
 
 def reduction(key_sums: Tensor, dbias: Tensor, *, one_by_one: bool = False) -> tuple[Any, ...]:
-    """Return what is computed, a function and its arguments, to write sums `[B, H, Sk]` into dbias `[B|1, H|Hkv|1, 1, Sk]`.
+    """Return a function and its arguments, for `computed`, that write sums `[B, H, Sk]` into dbias `[B|1, H|Hkv|1, 1, Sk]`.
 
     Those of packed sequences are `[1, H, total_k]` and `[H|Hkv|1, total_k]`. `one_by_one` adds one head after another, as torch
     orders a sum by the size of the whole tensor.

@@ -63,8 +63,8 @@ from dmattn_ops.kernels.portable.visibility import (
     KeyArrays,
     MaskArrays,
     key_marks,
-    met_rows,
     query_marks,
+    rows_in_reach,
     some_nan,
     visibility,
 )
@@ -111,7 +111,7 @@ class Queries(NamedTuple):
     dq: Any  # where the sums of the first one lie
     turns: Any  # a counter for each step of queries, or None
     dbias: Any  # scores.Bias, or None where dS is not written
-    met: Any  # those that the owned keys may meet
+    reach: Any  # Reach: those that may see an owned key
 
 
 class Keys(NamedTuple):
@@ -124,11 +124,11 @@ class Keys(NamedTuple):
 
 
 class HeadWalk(NamedTuple):
-    """How the owned keys and the queries of one head meet."""
+    """One query head, and the walk of the owned keys through its queries."""
 
     head: Any  # heads.Head, with bits and the band as queries have them
     steps: Any
-    met: Any  # the queries that the keys may meet
+    reach: Any  # Reach: the queries that may see an owned key
 
 
 class Sums(NamedTuple):
@@ -145,8 +145,8 @@ def fetch_queries(buffers, stage, queries, start, length, shape: gl.constexpr, C
     WARPS: gl.constexpr = gl.num_warps()
     M: gl.constexpr = shape.block_m
     QUERY_ROWS: gl.constexpr = shape.query_rows
-    met = queries.met
-    copy_rows(buffers.q.index(stage), queries.query, start, met.begin, met.end, QUERY_ROWS, CHECKED, WARPS)
+    reach = queries.reach
+    copy_rows(buffers.q.index(stage), queries.query, start, reach.begin, reach.end, QUERY_ROWS, CHECKED, WARPS)
     copy_numbers(buffers.log_sum.index(stage), queries.statistics.log_sum, start, length, M, WARPS)
     copy_numbers(buffers.log_rest.index(stage), queries.statistics.log_rest, start, length, M, WARPS)
     async_copy.commit_group()
@@ -158,8 +158,8 @@ def fetch_gradients(buffers, stage, queries, start, length, shape: gl.constexpr,
     WARPS: gl.constexpr = gl.num_warps()
     M: gl.constexpr = shape.block_m
     OUT_ROWS: gl.constexpr = shape.out_rows
-    met = queries.met
-    copy_rows(buffers.grad_out.index(stage), queries.grad_out, start, met.begin, met.end, OUT_ROWS, CHECKED, WARPS)
+    reach = queries.reach
+    copy_rows(buffers.grad_out.index(stage), queries.grad_out, start, reach.begin, reach.end, OUT_ROWS, CHECKED, WARPS)
     copy_numbers(buffers.delta.index(stage), queries.statistics.delta, start, length, M, WARPS)
     async_copy.commit_group()
 
@@ -299,12 +299,12 @@ def some_infinite(buffer, block: gl.constexpr):
 
 @gluon.jit
 def walk_of(operands, band, place, index, start_k, last_k, shape: gl.constexpr, features: gl.constexpr):
-    """Return how the owned keys and the queries of head `index` meet."""
+    """Return query head `index` and the walk of the owned keys through its queries, a `HeadWalk`."""
     turned = head_of(operands, place, index, start_k, band_of(band, place, True), features)
     walk = plan_walk(turned, start_k, last_k, operands.lists, shape, features, True)
     steps = steps_of(part_of(walk, True), part_of(walk, False))
-    met = met_rows(turned.mask, start_k, last_k, place.length_q, features)
-    return HeadWalk(head_of(operands, place, index, start_k, band_of(band, place, False), features), steps, met)
+    reach = rows_in_reach(turned.mask, start_k, last_k, place.length_q, features)
+    return HeadWalk(head_of(operands, place, index, start_k, band_of(band, place, False), features), steps, reach)
 
 
 @gluon.jit
@@ -392,7 +392,7 @@ def backward_kernel(
     last_k = last_owned(place, start_k, shape, True)
     own_keys = start_k + gl.arange(0, N, layout=COLUMN)
     first_walk = walk_of(operands, band, place, kv_head * GROUP, start_k, last_k, shape, features)
-    reach = met_rows(first_walk.head.mask, 0, place.length_q - 1, place.length_k, features)
+    reach = rows_in_reach(first_walk.head.mask, 0, place.length_q - 1, place.length_k, features)
     own = source_of(rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin), KEY_ROWS, WARPS)
     copy_rows(buffers.k, own, start_k, reach.begin, reach.end, KEY_ROWS, True, WARPS)
     own = source_of(rows_of(value, value_b, value_s, value_h, place.batch, kv_head, place.k_begin), VALUE_ROWS, WARPS)
@@ -439,7 +439,7 @@ def backward_kernel(
                     sums_of_head,
                     None if turns is None else turns + every_head * (dq_rows // M),
                     head_dbias,
-                    walk.met,
+                    walk.reach,
                 )
                 key_bias = 0.0
                 if features.bias == "key":

@@ -174,7 +174,10 @@ def head_loop(i, dk, dv, own, walk, numbers, record, row, head, C: gl.constexpr,
 
 @gluon.jit
 def heads_loops(i, dk, dv, own, walk, numbers, record, row, head, C: gl.constexpr, T: gl.constexpr):
-    """Do `head_loop`: one pair of loops that ask whether they need exact statistics, or two where registers are short."""
+    """Take all steps of some query heads, as `head_loop` does, which asks in each step whether it needs exact statistics.
+
+    With a full bias or a soft cap there are no registers for that: the loops for exact statistics are other ones.
+    """
     if T.BIAS == FULL_BIAS or T.SOFTCAP:
         if walk.exact.needed != 0:
             i, dk, dv = head_loop(i, dk, dv, own, walk, numbers, record, row, head, C, ALWAYS, T)
