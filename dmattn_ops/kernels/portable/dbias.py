@@ -207,6 +207,12 @@ def _empty_states(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_zeros(shape, dtype=torch.int8)
 
 
+def dbias_arguments(dbias: Tensor | None) -> dict[str, Any]:
+    """Return dbias `[B|1, H|Hkv|1, Sq, Sk]` and its strides as arguments of kernels that write it; zeros for None."""
+    strides = (0, 0, 0, 0) if dbias is None else dbias.stride()
+    return {"dbias": dbias, **dict(zip(("dbias_b", "dbias_h", "dbias_q", "dbias_k"), strides, strict=True))}
+
+
 def recompute_dbias(call: Call, saved: Saved, grads: Gradients, config: PortableBackward) -> None:
     """Write dbias `[B|1, H|Hkv|1, Sq, Sk]` beside kernels that leave it out, and nothing else."""
     assert grads.dbias is not None
@@ -252,14 +258,10 @@ def launch_blocks(
         kernel,
         (programs,),
         **given,
-        dbias=dbias,
-        dbias_b=dbias.stride(0),
-        dbias_h=dbias.stride(1),
-        dbias_q=dbias.stride(2),
-        dbias_k=dbias.stride(3),
+        **dbias_arguments(dbias),
         states=states,
-        states_b=0 if states is None else broadcast_stride(states, 0),
-        states_h=0 if states is None else broadcast_stride(states, 1),
+        states_b=broadcast_stride(states, 0),
+        states_h=broadcast_stride(states, 1),
         states_q=0 if states is None else states.stride(2),
         blocks=blocks,
         key_blocks=key_blocks,

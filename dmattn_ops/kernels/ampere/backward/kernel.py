@@ -86,6 +86,7 @@ class Traits(Constants):
     same_strides: bool  # rows of queries and of these gradients are as far apart: addresses take the registers of one
     bias_tiles: bool  # a bias with queries is copied to shared memory, into the buffer of P before that is made
     ordered: bool  # additions to dq have a fixed order (`order.py`)
+    key_sums: bool  # the sums of dS over the queries are written, of a bias per key
 
 
 class Buffers(NamedTuple):
@@ -174,8 +175,8 @@ def visible_pairs(head, keys, queries, features: gl.constexpr):
 
 @gluon.jit
 def gather(
-    sums, start, number, steps, queries, keys, buffers, head, shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
-    KEY_SUMS: gl.constexpr, PARTIAL: gl.constexpr, CAREFUL: gl.constexpr,
+    sums, start, number, walk, queries, keys, buffers, shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
+    PARTIAL: gl.constexpr, CAREFUL: gl.constexpr,
 ):  # fmt: skip
     """Add the queries from `start` on, which are in shared memory, and return the sums and the start of the next step.
 
@@ -190,11 +191,12 @@ def gather(
     M: gl.constexpr = shape.block_m
     N: gl.constexpr = shape.block_n
     HEAD: gl.constexpr = shape.padded_head
+    head = walk.head
     length = head.place.length_q
     dtype: gl.constexpr = buffers.q.dtype
     q_stage = number % T.query_stages
     grad_stage = number % T.grad_stages
-    next_start = start_of(steps, number + 1, M, features, PARTIAL)
+    next_start = start_of(walk.steps, number + 1, M, features, PARTIAL)
     async_copy.wait_group(0)  # Triton puts a barrier of the block behind it
     if T.query_stages == 2:
         fetch_queries(buffers, 1 - q_stage, queries, next_start, length, shape, PARTIAL)
@@ -238,7 +240,7 @@ def gather(
         if features.softcap:
             slope = gl.where(visible, slope, 0.0)
     key_sum = sums.ds
-    if KEY_SUMS:
+    if T.key_sums:
         key_sum += gl.sum(ds, 0)
     if queries.dbias is not None:
         store_scores(queries.dbias, ds, own_queries, keys.rows, head.place)
@@ -267,10 +269,10 @@ def gather(
 
 @gluon.jit
 def gather_head(
-    sums, steps, queries, keys, buffers, head, shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
-    KEY_SUMS: gl.constexpr, CAREFUL: gl.constexpr,
+    sums, walk, queries, keys, buffers, shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr, CAREFUL: gl.constexpr
 ):  # fmt: skip
     """Add all queries of one head to the sums."""
+    head, steps = walk.head, walk.steps
     length = head.place.length_q
     if steps.count > 0:
         start = start_of(steps, 0, shape.block_m, features, True)
@@ -279,13 +281,9 @@ def gather_head(
         fetch_queries(buffers, 0, queries, start, length, shape, True)
         fetch_gradients(buffers, 0, queries, start, length, shape, True)
         for number in range(steps.n_partial):
-            sums, start = gather(
-                sums, start, number, steps, queries, keys, buffers, head, shape, features, T, KEY_SUMS, True, CAREFUL
-            )
+            sums, start = gather(sums, start, number, walk, queries, keys, buffers, shape, features, T, True, CAREFUL)
         for number in range(steps.n_partial, steps.count):
-            sums, start = gather(
-                sums, start, number, steps, queries, keys, buffers, head, shape, features, T, KEY_SUMS, False, CAREFUL
-            )
+            sums, start = gather(sums, start, number, walk, queries, keys, buffers, shape, features, T, False, CAREFUL)
     async_copy.wait_group(0)
     return sums
 
@@ -351,7 +349,6 @@ def backward_kernel(
     HEAD: gl.constexpr = shape.padded_head
     VALUE: gl.constexpr = shape.padded_value
     GROUP: gl.constexpr = features.group
-    KEY_SUMS: gl.constexpr = key_sums is not None
     WALKS: gl.constexpr = 1 if features.mask == "none" else 2
     dtype: gl.constexpr = query.dtype.element_ty
     lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
@@ -446,10 +443,8 @@ def backward_kernel(
                     key_bias = load_key_bias(walk.head, own_keys)[None, :]
                 keys = Keys(own_keys, key_marks(walk.head, own_keys, features), key_bias, start_k)
                 sums = Sums(key_grad, value_grad, gl.zeros([N], gl.float32, layout=COLUMN))
-                sums = gather_head(
-                    sums, walk.steps, queries, keys, buffers, walk.head, shape, features, T, KEY_SUMS, CAREFUL
-                )
-                if KEY_SUMS:
+                sums = gather_head(sums, walk, queries, keys, buffers, shape, features, T, CAREFUL)
+                if T.key_sums:
                     at = key_sums + every_head * seqlen_k + place.k_begin + own_keys
                     gl.store(at, sums.ds, mask=own_keys < place.length_k)
                 key_grad = sums.dk
