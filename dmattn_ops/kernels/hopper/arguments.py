@@ -1,4 +1,4 @@
-"""What the launchers of the SM 9.0 kernels do alike: sizes, lists for intervals, the numbers of scores, of a bias and of dropout.
+"""Arguments and refusals that the SM 9.0 launchers share: sizes, masks, score factors, strides of a bias, dropout.
 
 Packed sequences have no batch: a record for each tile says which sequence it belongs to (`kernels/ragged.py`).
 """
@@ -165,7 +165,7 @@ def ragged_refusals(call: Call) -> list[str]:
 
 
 def unused_refusals(call: Call) -> list[str]:
-    """Return why a call that uses a part of its keys is refused: where hidden rows hold NaN, all is computed again."""
+    """Return why a call with `seqlen_k_used` is refused: where unused keys hold NaN, all is computed again."""
     reason = "unused keys often hold NaN, and where these kernels meet one the call is computed twice"
     return [reason] if call.used is not None else []
 
@@ -229,7 +229,7 @@ def room_for_key_sums(call: Call) -> Tensor | None:
 
 
 class DropoutArguments(NamedTuple):
-    """What kernels are told of dropout, named as they name it; seed is None without dropout."""
+    """The arguments of dropout, named as kernels name them; seed is None without dropout."""
 
     seed: Tensor | None
     seed_b: int

@@ -18,7 +18,7 @@ from torch import Tensor
 from dmattn_ops.call import TILE
 from dmattn_ops.kernels.masks.lists import Traits, list_tiles_kernel, segment_ranges
 from dmattn_ops.kernels.masks.pack import pack_tiles
-from dmattn_ops.kernels.masks.ranks import rank_tiles, sides_of
+from dmattn_ops.kernels.masks.ranks import rank_tiles, sizes_of
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.launching.launch import computed, launch, workspace
 
@@ -112,18 +112,20 @@ def write_lists(
 
     Those of a side that is None are not written.
     """
-    batch, heads, (row_records, row_width), (col_records, col_width) = sides_of(row_tiles, col_tiles)
-    longest = max(row_records, col_records)
+    sizes = sizes_of(row_tiles, col_tiles)
+    longest = max(sizes.row_records, sizes.col_records)
     most_ranked = {"classes": _RANKED_TILES, "hulls": 64, "ranges": 0}[made_from]
     ranked = 0 if longest > most_ranked else 64 if longest <= 64 else _RANKED_TILES
-    blocks = triton.cdiv(row_records, _LISTS) + triton.cdiv(col_records, _LISTS)
-    if not batch * heads * blocks:
+    blocks = triton.cdiv(sizes.row_records, _LISTS) + triton.cdiv(sizes.col_records, _LISTS)
+    programs = sizes.batch * sizes.heads * blocks
+    if not programs:
         return
     q_tiles, *strides = range_strides
     launch(
-        list_tiles_kernel, (batch * heads * blocks,),
+        list_tiles_kernel, (programs,),
         source, col_tiles if row_tiles is None else row_tiles, row_tiles if col_tiles is None else col_tiles,
-        seqlen_q, seqlen_k, band_lo, band_hi, heads, row_records, col_records, row_width, col_width, q_tiles, *strides,
+        seqlen_q, seqlen_k, band_lo, band_hi, sizes.heads,
+        sizes.row_records, sizes.col_records, sizes.row_width, sizes.col_width, q_tiles, *strides,
         T=Traits(made_from, q_tiles > 0, _LISTS, 64 if ranked else 128, ranked),
         num_warps=16 if ranked > 64 else 8, follows=made_from == "hulls",
     )  # fmt: skip

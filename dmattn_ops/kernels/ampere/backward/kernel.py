@@ -133,7 +133,7 @@ class HeadWalk(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is gathered for a block of keys."""
+    """Sums over queries for a block of keys."""
 
     dk: Any
     dv: Any
