@@ -33,7 +33,7 @@ from dmattn_ops.kernels.portable.dropout import Seeds
 from dmattn_ops.kernels.portable.forward import Queries as OwnQueries
 from dmattn_ops.kernels.portable.forward import attend_share
 from dmattn_ops.kernels.portable.heads import Operands, head_of, program_of
-from dmattn_ops.kernels.portable.keys import Inputs, gather_group, load_keys
+from dmattn_ops.kernels.portable.keys import Block, Inputs, gather_group
 from dmattn_ops.kernels.portable.places import (
     SEARCHED,
     Band,
@@ -281,7 +281,12 @@ def _keys_again(
     lists = operands.lists
     place, start_k = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, True)
     if start_k < place.length_k:
-        block = load_keys(inputs, place, start_k, shape)
+        key = rows_in(inputs.key, place.batch, place.head, place.k_begin)
+        k = load_rows(key, start_k, place.length_k, KEY_ROWS, True)
+        value = rows_in(inputs.value, place.batch, place.head, place.k_begin)
+        v = load_rows(value, start_k, place.length_k, VALUE_ROWS, True)
+        last_k = last_owned(place, start_k, shape, True)
+        block = Block(k, v, start_k, last_k, place, band_of(inputs.band, place, True))
         key_grad, value_grad = gather_group(block, inputs, key_sums, lengths, operands, shape, features, True)
         if features.dropout:
             value_grad *= operands.seeds.rescale

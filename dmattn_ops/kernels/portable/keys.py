@@ -207,18 +207,6 @@ def gather_group(
     return key_grad, value_grad
 
 
-@triton.jit
-def load_keys(inputs, place, start, shape: tl.constexpr):
-    """Load the block of keys that begins at `start`."""
-    KEY_ROWS: tl.constexpr = shape.key_rows
-    VALUE_ROWS: tl.constexpr = shape.value_rows
-    key = rows_in(inputs.key, place.batch, place.head, place.k_begin)
-    value = rows_in(inputs.value, place.batch, place.head, place.k_begin)
-    k = load_rows(key, start, place.length_k, KEY_ROWS, True)
-    v = load_rows(value, start, place.length_k, VALUE_ROWS, True)
-    return Block(k, v, start, last_owned(place, start, shape, True), place, band_of(inputs.band, place, True))
-
-
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def keys_kernel(
     query, key, value, bias, grad_out, log_sum, log_rest, delta, dk, dv, key_sums, tiles, bits,
@@ -258,7 +246,12 @@ def keys_kernel(
         Array(query, query_b, query_s, query_h), Array(key, key_b, key_s, key_h), Array(value, value_b, value_s, value_h),
         Array(grad_out, grad_out_b, grad_out_s, grad_out_h), Statistics(log_sum, log_rest, delta), Band(band_lo, band_hi),
     )  # fmt: skip
-    block = load_keys(inputs, place, start_k, shape)
+    key = rows_in(inputs.key, place.batch, place.head, place.k_begin)
+    value = rows_in(inputs.value, place.batch, place.head, place.k_begin)
+    k = load_rows(key, start_k, place.length_k, KEY_ROWS, True)
+    v = load_rows(value, start_k, place.length_k, VALUE_ROWS, True)
+    last_k = last_owned(place, start_k, shape, True)
+    block = Block(k, v, start_k, last_k, place, band_of(inputs.band, place, True))
     key_grad = tl.zeros((BLOCK_N, PADDED_HEAD), tl.float32)
     value_grad = tl.zeros((BLOCK_N, PADDED_VALUE), tl.float32)
     WALKS: tl.constexpr = 1 if features.mask == "none" else 2
