@@ -370,7 +370,7 @@ class KeptKeys:
         return Chunk(begin, position, length, is_key, counted, documents, changes)
 
     def _compete(self, scores: Tensor, chunk: Chunk) -> tuple[Known, Known, Tensor]:
-        """Return `Known` of the cached and of the new keys after these positions, and where documents begin, `[B, n]`."""
+        """Return what is known of the cached and of the new keys after these positions, and where documents begin, `[B, n]`."""
         position, is_key, changes = chunk.position, chunk.is_key, chunk.changes
         known, last = self._known(), torch.full_like(position, NEVER)
         of_keys = position if is_key is None else torch.where(is_key, position, NEVER)
