@@ -39,18 +39,18 @@ class Chunk(NamedTuple):
         trail.copy_(torch.where((length > self.begin[:, None]).unsqueeze(-1), made, trail))
 
 
-def chosen_first(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return where the chosen ones of `[B, heads, n]` stand, the first `count` of them, and which of these there are.
+def refilled(needed: Tensor, slots: int) -> Tensor:
+    """Return which key each slot holds afterwards, `[B, heads, N]`: an index into its keys and the new ones behind them.
 
-    Nothing is sorted.
+    `needed` `[B, heads, N + n]` says which are needed. New keys that are go, in their order, into slots whose keys are not.
     """
-    number = chosen.cumsum(-1)
-    target = torch.where(chosen, number - 1, count).clamp(max=count)
-    places = torch.arange(chosen.shape[-1], device=chosen.device).expand_as(target)
-    source = (
-        torch.zeros_like(target[..., :1]).expand(-1, -1, count + 1).clone().scatter_(-1, target, places)[..., :count]
+    occupied, wanted = needed.split([slots, needed.shape[-1] - slots], -1)
+    source = torch.searchsorted(
+        wanted.cumsum(-1), (~occupied).cumsum(-1)
+    )  # of the n-th free slot the n-th that is wanted
+    return torch.where(
+        occupied | (source == wanted.shape[-1]), torch.arange(slots, device=needed.device), source + slots
     )
-    return source, torch.arange(count, device=chosen.device) < number[..., -1:]
 
 
 def side_by_side(stored: Tensor, new: Tensor) -> Tensor:
@@ -63,14 +63,6 @@ def side_by_side(stored: Tensor, new: Tensor) -> Tensor:
     whole[:, :slots].copy_(stored.transpose(1, 2))
     whole[:, slots:].copy_(new)
     return whole
-
-
-def put(stored: Tensor, slot: Tensor, source: Tensor, write: Tensor, new: Tensor) -> None:
-    """Write what stands at `source` of `new` `[B, heads, n, ...]` into slots of `stored` `[B, heads, N, ...]`, where `write`."""
-    if stored.dim() == 4:
-        sizes = (-1, -1, -1, stored.shape[-1])
-        slot, source, write = slot.unsqueeze(-1).expand(sizes), source.unsqueeze(-1).expand(sizes), write.unsqueeze(-1)
-    stored.scatter_(2, slot, torch.where(write, new.gather(2, source), stored.gather(2, slot)))
 
 
 def blank(results: Any, counted: Tensor) -> Any:

@@ -14,39 +14,35 @@ from dmattn_ops.masks.kept import NEVER, Known
 
 
 def outranked(
-    cached: Known, new: Known, length: Tensor, changes: Tensor | None, keep: int, with_padding: bool
-) -> tuple[Tensor, Tensor]:
-    """Return `outranked` of the cached keys `[B, Hkv, N]`, and of those at positions from `length` (`[B]`) on, `[B, Hkv, n]`.
+    known: Known, slots: int, length: Tensor, changes: Tensor | None, keep: int, with_padding: bool
+) -> Tensor:
+    """Return `outranked` of keys `[B, Hkv, N + n]`: those of the slots, and the new ones at positions from `length` (`[B]`) on.
 
-    `changes` `[B, n]` are True where a document begins; `ended` of both says so already. Without padding, all new keys are keys.
+    New keys are among the best until they are outranked here. `changes` `[B, n]` are True where a document begins; `ended` says so
+    already. Without padding, all new keys are keys.
 
     The keys compete with the best and with each other. The best keys of the document that goes on, in the order of their
     positions, and the new ones are a short sequence, in which a key leaves the best where it does in the whole. What is no key,
     or of an earlier document, stands before it, as a document of its own.
     """
-    slots = cached.position.shape[-1]
-    best = (cached.outranked == NEVER) & (cached.ended >= length.view(-1, 1, 1))
-    position = torch.where(best, cached.position, -1)
+    best = (known.outranked == NEVER) & (known.ended >= length.view(-1, 1, 1))
+    position = torch.where(best, known.position, -1)
     if with_padding:
-        position, order = torch.cat([position, new.position], -1).sort(dim=-1, stable=True)
-    else:  # the new ones are in order, and stand behind: sorting few is much faster
         position, order = position.sort(dim=-1, stable=True)
-        behind = slots + torch.arange(new.position.shape[-1], device=order.device)
-        position, order = (
-            torch.cat([position, new.position], -1),
-            torch.cat([order, behind.expand_as(new.position)], -1),
-        )
-    document = torch.where(position < 0, -1, 0)
+    else:  # the new ones are in order, and stand behind: sorting few is much faster
+        stored, new = position.split([slots, position.shape[-1] - slots], -1)
+        stored, order = stored.sort(dim=-1, stable=True)
+        behind = torch.arange(slots, position.shape[-1], device=order.device)
+        position, order = torch.cat([stored, new], -1), torch.cat([order, behind.expand_as(new)], -1)
+    document = position.clamp(-1, 0)
     if changes is not None:
         number = torch.nn.functional.pad(changes.cumsum(-1), (slots, 0)).unsqueeze(1).expand_as(order)
         document = torch.where(position < 0, -1, number.gather(-1, order))
-    scores = torch.cat([cached.scores, new.scores], -1).gather(-1, order)
-    rows = scores.flatten(0, 1).unsqueeze(1), document.flatten(0, 1)
+    rows = known.scores.gather(-1, order).flatten(0, 1).unsqueeze(1), document.flatten(0, 1)
     _, stop = torch.ops.dmattn.key_lifetimes(*rows, keep, 0, 0, True)
     # The column in which a key leaves; behind the last one, or where a document begins, it has stayed.
     left = torch.nn.functional.pad(position, (0, 1), value=NEVER).gather(-1, stop.view_as(order).long())
     left = torch.empty_like(left).scatter_(-1, order, left)
-    of_cached, of_new = left.split([slots, new.position.shape[-1]], -1)
-    of_cached = torch.where(best, torch.where(of_cached >= cached.ended, NEVER, of_cached), cached.outranked)
-    of_new = torch.where(of_new >= new.ended, NEVER, of_new)
-    return of_cached, torch.where(new.position < 0, -1, of_new)
+    if changes is not None:  # else nothing of the best ends
+        left = torch.where(left >= known.ended, NEVER, left)
+    return torch.where(best, left, known.outranked)

@@ -18,7 +18,7 @@ from dmattn_ops.api.functions import flash_dmattn_func
 from dmattn_ops.bands import NO_BAND, Band
 from dmattn_ops.checks import require, validation, values
 from dmattn_ops.generation.checks import Keywords, check_inputs, checked_options
-from dmattn_ops.generation.chunk import Chunk, blank, chosen_first, lasting, put, side_by_side
+from dmattn_ops.generation.chunk import Chunk, blank, lasting, refilled, side_by_side
 from dmattn_ops.generation.eviction import outranked
 from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.kept import NEVER, UNNAMED, Known, Rule, Stored, Token
@@ -203,12 +203,12 @@ class KeptKeys:
         is_key = None if padding is None else (padding != 0).expand(self.batch, -1)
         scores, bias = self._as_stored(scores, bias, new_positions)
         chunk = self._positions(new_positions, is_key, None if padding_counts else is_key, documents)
-        cached, new, first = self._compete(scores, chunk)
-        end = chunk.place_of(torch.cat([cached.seen_until(), new.seen_until()], -1))
+        known, first = self._compete(scores, chunk)
         keys, values = side_by_side(self.key, key), side_by_side(self.value, value)
         biases = None if self.bias is None or bias is None else torch.cat([self.bias, bias], -1)
-        out = self._attention(query, keys, values, end, biases, Band(hi=self.slots), options)
-        self._store(cached, new, (key, value, bias), chunk, first)
+        seen_until = chunk.place_of(known.seen_until())
+        out = self._attention(query, keys, values, seen_until, biases, Band(hi=self.slots), options)
+        self._store(known, (keys, values, biases), chunk, first)
         if chunk.counted is None:
             return out
         return blank(out, chunk.counted)
@@ -369,25 +369,30 @@ class KeptKeys:
         changes = (documents != before) & (before != UNNAMED)
         return Chunk(begin, position, length, is_key, counted, documents, changes)
 
-    def _compete(self, scores: Tensor, chunk: Chunk) -> tuple[Known, Known, Tensor]:
-        """Return what is known of the cached and of the new keys after these positions, and where documents begin, `[B, n]`."""
+    def _compete(self, scores: Tensor, chunk: Chunk) -> tuple[Known, Tensor]:
+        """Return what is known of stored and new keys after these positions, and where the document of each begins, `[B, n]`."""
         position, is_key, changes = chunk.position, chunk.is_key, chunk.changes
-        known, last = self._known(), torch.full_like(position, NEVER)
-        of_keys = position if is_key is None else torch.where(is_key, position, NEVER)
-        first = torch.minimum(self.first, of_keys.amin(-1))[:, None].expand_as(position)
+        last = never = torch.full_like(position, NEVER)
+        begin = chunk.begin if is_key is None else torch.where(is_key, position, NEVER).amin(-1)
+        first = torch.minimum(self.first, begin)[:, None].expand_as(position)
+        places = self.places
         if changes is not None:
             begun = torch.where(changes, position, -1).cummax(-1).values
             first = torch.where(begun < 0, first, begun)
             coming = torch.where(changes, position, NEVER).flip(-1).cummin(-1).values.flip(-1)
-            known = known._replace(ended=torch.where(known.ended == NEVER, coming[:, None, :1], known.ended))
+            *others, ended = places.unbind(2)
+            places = torch.stack([*others, torch.where(ended == NEVER, coming[:, None, :1], ended)], 2)
             last = torch.cat([coming[:, 1:], last[:, :1]], -1)
-        protected = torch.where(first + self.keep_first > position, NEVER, position + self.keep_last)
-        parts = [position, torch.full_like(position, NEVER), protected, last]
+        protected = position + self.keep_last
+        if self.keep_first:
+            protected = torch.where(first + self.keep_first > position, NEVER, protected)
+        new = torch.stack([position, never, protected, last], 1)
         if is_key is not None:
-            parts = [torch.where(is_key, part, -1) for part in parts]
-        new = Known(scores, *(part[:, None].expand_as(scores) for part in parts))
-        of_cached, of_new = outranked(known, new, chunk.begin, changes, self.keep, is_key is not None)
-        return known._replace(outranked=of_cached), new._replace(outranked=of_new), first
+            new = torch.where(is_key[:, None], new, -1)
+        places = torch.cat([places, new[:, None].expand(-1, self.kv_heads, -1, -1)], -1)
+        known = Known(torch.cat([self.scores, scores], -1), *places.unbind(2))
+        left = outranked(known, self.slots, chunk.begin, changes, self.keep, is_key is not None)
+        return known._replace(outranked=left), first
 
     def _attention(
         self,
@@ -404,24 +409,17 @@ class KeptKeys:
         mask = from_intervals((None, end.to(torch.int32)), None, most, query.shape[1], band)
         return flash_dmattn_func(query, key, value, mask, None if bias is None else bias.unsqueeze(2), **options)
 
-    def _store(
-        self, cached: Known, new: Known, tensors: tuple[Tensor, Tensor, Tensor | None], chunk: Chunk, first: Tensor
-    ) -> None:
-        """Put the new keys that are needed into slots whose keys no longer are."""
-        key, value, bias = tensors
-        self.places.copy_(torch.stack(cached[1:], 2))
-        count = min(self.slots, key.shape[1])
-        occupied = cached.needed(chunk.length, self._stored_back)
-        slot = occupied.int().argsort(dim=-1, stable=True)[..., :count]
-        source, write = chosen_first(new.needed(chunk.length, self._stored_back), count)
-        put(self.key, slot, source, write, key.transpose(1, 2))
-        put(self.value, slot, source, write, value.transpose(1, 2))
-        put(self.scores, slot, source, write, new.scores)
-        put(self.places.transpose(2, 3), slot, source, write, torch.stack(new[1:], -1))
-        if self.bias is not None and bias is not None:
+    def _store(self, known: Known, tensors: tuple[Tensor, Tensor, Tensor | None], chunk: Chunk, first: Tensor) -> None:
+        """Put the new keys that are needed into slots whose keys no longer are; all tensors hold those of the slots before them."""
+        keys, values, biases = tensors
+        index = refilled(known.needed(chunk.length, self._stored_back), self.slots)
+        for own, rows in ((self.key, keys), (self.value, values)):
+            own.copy_(rows.transpose(1, 2).gather(2, index.unsqueeze(-1).expand_as(own)))
+        self.scores.copy_(known.scores.gather(2, index))
+        self.places.copy_(torch.stack(known[1:], 2).gather(3, index.unsqueeze(2).expand_as(self.places)))
+        if self.bias is not None and biases is not None:
             groups = self.bias.shape[1] // self.kv_heads
-            slot, source, write = (part.repeat_interleave(groups, 1) for part in (slot, source, write))
-            put(self.bias, slot, source, write, bias)
+            self.bias.copy_(biases.gather(2, index.repeat_interleave(groups, 1)))
         if self.document is not None and self.trail is not None and chunk.documents is not None:
             self.document.copy_(chunk.documents[:, -1])
             chunk.leave_trail(self.trail, torch.stack([first, chunk.documents], -1))
