@@ -102,7 +102,8 @@ def attend(sums, q, tile, listed, begin, end, head, work: tl.constexpr, features
     """Add steps `begin ... end` of a walk to the running softmax."""
     HEAD: tl.constexpr = work.keys
     VALUE: tl.constexpr = work.values
-    acc, peak, base, total = sums.acc, sums.peak, sums.base, sums.total
+    acc, peak = sums.acc, sums.peak
+    base, total = sums.base, sums.total
     unit = log2_unit(head.factors, features)
     CHECKED: tl.constexpr = TESTED or work.wide != work.block
     for step in tl.range(begin, end):
