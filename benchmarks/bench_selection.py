@@ -151,11 +151,7 @@ def main(arguments: list[str]) -> list[Row]:
     for part, shape in (TINY if options.tiny else SHAPES).items():
         for kind in ("clustered", "independent") if part != "long" else ("clustered",):
             session.run(part, kind, functools.partial(experiment, shape, kind, session))
-    ratios = ratios_of(session.rows)
-    rows = session.finish(ratios=ratios)
-    for ratio in ratios:
-        print("  ".join(f"{name} {value}" for name, value in ratio.items()))
-    return rows
+    return session.finish(ratios=ratios_of(session.rows))
 
 
 if __name__ == "__main__":

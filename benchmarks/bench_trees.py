@@ -113,11 +113,7 @@ def main(arguments: list[str]) -> list[Row]:
     for part, shape in (TINY if chosen.tiny else SHAPES).items():
         words = f"{shape.rollouts} of {shape.rollout} behind {shape.prompt}"
         session.run(part, words, functools.partial(experiment, shape, session))
-    ratios = ratios_of(session.rows)
-    rows = session.finish(ratios=ratios)
-    for ratio in ratios:
-        print("  ".join(f"{name} {value}" for name, value in ratio.items()))
-    return rows
+    return session.finish(ratios=ratios_of(session.rows))
 
 
 if __name__ == "__main__":

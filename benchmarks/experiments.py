@@ -157,9 +157,11 @@ class Session:
         partial.replace(self.output)
 
     def finish(self, **more: Any) -> list[Row]:
-        """Write the file for the last time, and return all of its rows."""
+        """Write the file for the last time, and return all of its rows; `ratios` among further entries are printed, too."""
         self.write(**more)
         print(f"written: {self.output}")
+        for ratio in more.get("ratios", ()):
+            print("  ".join(f"{name} {value}" for name, value in ratio.items()))
         return self.rows
 
 

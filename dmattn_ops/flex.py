@@ -66,7 +66,9 @@ def mask_mod(mask: TileMask, group: int = 1) -> MaskMod:
     """Return a function that says of a sequence, a head, a query and a key whether it is visible."""
     _require_prepared(mask)
     lo, hi = mask.band.limits(mask.seqlen_q, mask.seqlen_k)
-    _, _, row_bits, _, q_segments, k_segments, start, end, hidden_from, hidden_to, _ = mask.mask
+    parts = mask.mask
+    row_bits, q_segments, k_segments = parts.row_bits, parts.q_segments, parts.k_segments
+    start, end, hidden_from, hidden_to = parts.start, parts.end, parts.hidden_from, parts.hidden_to
 
     def pick(part: Tensor, b: Tensor, h: Tensor, *place: Tensor) -> Tensor:
         own = (b if part.shape[0] > 1 else 0, h // group if part.shape[1] > 1 else 0)

@@ -234,8 +234,3 @@ class Row:
         """A short name for reasons and tables."""
         widths = f"D <= {self.dim}, Dv <= {self.dim_v}" if self.dim_v else f"D <= {self.dim}"
         return f"{self.kernel} {self.tier} {self.config.block_m}x{self.config.block_n} ({widths})"
-
-    @property
-    def takes_config(self) -> bool:
-        """Whether the launcher is passed the configuration."""
-        return not isinstance(self.config, Whole)

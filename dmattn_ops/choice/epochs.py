@@ -137,7 +137,7 @@ def packing_for(call: Call, length: int | None = None) -> Packing | None:
     """Return the packing of a call's keys in epochs of `length` queries; None where keys stay as they lie (`length` 0).
 
     Without a `length` it is that of the rule (`epoch_by_sizes`). Keys stay as they lie too where a head would get more slots
-    than a sequence may have keys. The caller has checked that nothing else speaks against packing.
+    than a sequence may have keys. The caller has checked all other conditions of packing.
     """
     sizes, demand = sizes_of(call), call.demand
     length = epoch_by_sizes(sizes) if length is None else length

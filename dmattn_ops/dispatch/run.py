@@ -367,7 +367,7 @@ def kernels_of_masses(query: Tensor) -> ModuleType:
 
 
 def kernels_of_steps(device: torch.device) -> ModuleType:
-    """Return what makes a step of a cache of kept keys on a device."""
+    """Return the function that makes a step of a cache of kept keys on a device."""
     if device.type == "cuda" and arch.physical(device).sm >= config.OLDEST_TRITON:
         return _launcher("dmattn_ops.kernels.kept.launch")
     return _launcher("dmattn_ops.kernels.kept.reference")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmattn_ops import symbolic
 from dmattn_ops.api.functions import flash_dmattn_func
 from dmattn_ops.checks import require, validation
 from dmattn_ops.generation import KeptKeys
@@ -163,20 +162,10 @@ class DynamicMaskAttention(AttentionLayer):
         """
         if unknown:
             require.no_unknown("DynamicMaskAttention.forward", unknown, _NAMES_ELSEWHERE)
-        validation.tensors(hidden=hidden)
-        require.rank("hidden", hidden, 3, "[B, S, dim]")
-        if not symbolic.same(hidden.shape[-1], self.dim):
-            raise ValueError(f"hidden must have shape [B, S, {self.dim}], got {require.text(hidden.shape)}")
-        if positions is not None:
-            validation.tensors(positions=positions)
-            if positions.dim() == 1:
-                positions = positions.unsqueeze(0)
-            require.sizes("positions", positions, (1, hidden.shape[0]), (hidden.shape[1],))
+        positions = self._read(hidden, positions)
         if cache is not None:
             self._check_cache(cache)
-        query = self.q_proj(hidden).unflatten(-1, (self.heads, self.head_dim))
-        key = self.k_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
-        value = self.v_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
+        query, key, value = self._project(hidden)
         if self.rotary_base is not None:
             if cache is not None and positions is None:
                 positions = cache.length[:, None] + torch.arange(hidden.shape[1], device=hidden.device)

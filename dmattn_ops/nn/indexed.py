@@ -11,7 +11,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from dmattn_ops import symbolic
 from dmattn_ops.api.functions import flash_dmattn_func
 from dmattn_ops.api.mass import selection_mass
 from dmattn_ops.call import TILE
@@ -160,18 +159,8 @@ class IndexedAttention(AttentionLayer):
         if unknown:
             require.no_unknown("IndexedAttention.forward", unknown, _NAMES_ELSEWHERE)
         validation.flags(return_loss=return_loss, warm_up=warm_up)
-        validation.tensors(hidden=hidden)
-        require.rank("hidden", hidden, 3, "[B, S, dim]")
-        if not symbolic.same(hidden.shape[-1], self.dim):
-            raise ValueError(f"hidden must have shape [B, S, {self.dim}], got {require.text(hidden.shape)}")
-        batch, seqlen, _ = hidden.shape
-        if positions is not None:
-            validation.tensors(positions=positions)
-            positions = positions.unsqueeze(0) if positions.dim() == 1 else positions
-            require.sizes("positions", positions, (1, batch), (seqlen,))
-        query = self.q_proj(hidden).unflatten(-1, (self.heads, self.head_dim))
-        key = self.k_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
-        value = self.v_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
+        positions = self._read(hidden, positions)
+        query, key, value = self._project(hidden)
         if self.rotary_base is not None:
             turns = turns_of(hidden, positions, self.head_dim, self.rotary_base)
             query, key = turned(query, *turns), turned(key, *turns)

@@ -1,11 +1,12 @@
-"""What the layers of self-attention have in common: their sizes, which are checked here, and four projections."""
+"""What the layers of self-attention have in common: sizes and inputs, which are checked here, and four projections."""
 
 from __future__ import annotations
 
 import math
 
-from torch import nn
+from torch import Tensor, nn
 
+from dmattn_ops import symbolic
 from dmattn_ops.checks import require, validation
 
 
@@ -47,3 +48,22 @@ class AttentionLayer(nn.Module):
         self.k_proj = nn.Linear(dim, kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(dim, kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, dim, bias=bias)
+
+    def _read(self, hidden: Tensor, positions: Tensor | None) -> Tensor | None:
+        """Return positions as `[B|1, S]`, or None; refuse what is not `hidden [B, S, dim]` with positions of its rows."""
+        validation.tensors(hidden=hidden)
+        require.rank("hidden", hidden, 3, "[B, S, dim]")
+        if not symbolic.same(hidden.shape[-1], self.dim):
+            raise ValueError(f"hidden must have shape [B, S, {self.dim}], got {require.text(hidden.shape)}")
+        if positions is not None:
+            validation.tensors(positions=positions)
+            positions = positions.unsqueeze(0) if positions.dim() == 1 else positions
+            require.sizes("positions", positions, (1, hidden.shape[0]), (hidden.shape[1],))
+        return positions
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query `[B, S, H, D]`, and key and value `[B, S, Hkv, D]`, before rotary embeddings."""
+        query = self.q_proj(hidden).unflatten(-1, (self.heads, self.head_dim))
+        key = self.k_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
+        value = self.v_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
+        return query, key, value

@@ -35,3 +35,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(run.choose, "choose", noted)
     return names
+
+
+@pytest.fixture
+def nan_in_new_memory() -> None:
+    """Memory that a call allocates holds NaN where nothing was written yet: the allocator hands out what was filled with it."""
+    torch.cuda.empty_cache()
+    poisoned = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(8)]
+    poisoned += [torch.full((1 << 14,), float("nan"), device="cuda") for _ in range(64)]
+    del poisoned

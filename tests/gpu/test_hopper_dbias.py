@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_in_new_memory")]
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
@@ -22,15 +22,6 @@ SHAPES = ["q", "bq", "hq", "bkq"]  # dimensions of a bias that are not broadcast
 GROUPED = Problem(
     variant="dense", dtype="bfloat16", batch=2, heads=4, heads_k=2, seqlen_q=333, seqlen_k=517, bias=True, lse_grad=True
 )
-
-
-@pytest.fixture(autouse=True)
-def nan_in_new_memory():
-    """Memory that a call allocates holds NaN where nothing was written yet: what the allocator hands out was filled with it."""
-    torch.cuda.empty_cache()
-    spoiled = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(8)]
-    spoiled += [torch.full((1 << 14,), float("nan"), device="cuda") for _ in range(64)]
-    del spoiled
 
 
 @pytest.fixture

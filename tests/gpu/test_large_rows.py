@@ -7,18 +7,9 @@ import torch
 
 from tests.support.large_rows import LOWEST, check, check_finite, draw, results
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_in_new_memory")]
 DIMS = [64, 128, 256]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-@pytest.fixture(autouse=True)
-def nan_in_new_memory():
-    """Memory that a call allocates holds NaN where nothing was written yet: what the allocator hands out was filled with it."""
-    torch.cuda.empty_cache()
-    spoiled = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(8)]
-    spoiled += [torch.full((1 << 14,), float("nan"), device="cuda") for _ in range(64)]
-    del spoiled
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -172,7 +172,7 @@ def test_rows_of_broken_epochs_become_nan():
     _, _, slots, cut = broken_plan(60)
     out, lse = torch.randn(1, 700, 4, 5).transpose(1, 2).contiguous().transpose(1, 2), torch.randn(1, 4, 700)
     before = out.clone(), lse.clone()
-    launch.spoil_rows(out, lse, slots)
+    launch.poison_rows(out, lse, slots)
     flagged = slots.broken[0].repeat_interleave(2, 0)[:, torch.arange(700) // cut.length] != 0
     assert flagged.any() and not flagged.all()
     assert out[0].transpose(0, 1)[flagged].isnan().all() and lse[0][flagged].isnan().all()

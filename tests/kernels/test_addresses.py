@@ -104,7 +104,7 @@ def pack_keys(start: torch.Tensor, end: torch.Tensor) -> None:
     packs.sum_rows(packed, slots, (rows, narrow), 0, 1)
     bias = torch.zeros(1, 3, 1, SEQLEN)
     packs.sum_bias(packs.gather_bias(bias, slots, 3, 0, 3), slots, bias, 3, 0, 3)
-    packs.spoil_rows(rows, torch.zeros(2, 3, SEQLEN), slots)
+    packs.poison_rows(rows, torch.zeros(2, 3, SEQLEN), slots)
 
 
 BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {

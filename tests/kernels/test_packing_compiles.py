@@ -128,11 +128,11 @@ def test_sums_compile(sm: int, width: int, second: int, dtype: str, add: bool):
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)
-def test_spoiling_rows_compiles(sm: int):
+def test_poisoning_rows_compiles(sm: int):
     for width, dtype in ((128, "bf16"), (256, "fp32"), (1, "fp32")):
         constants = {"ROWS": 2048 // width, "WIDTH": width, "PADDED": width}
         pointers = {"broken": "*i32", "target": f"*{dtype}", "second_target": "*fp32"}
-        compiled(rows.spoil_kernel, pointers, constants, (), sm, 4)
+        compiled(rows.poison_kernel, pointers, constants, (), sm, 4)
 
 
 def pack(seqlen: int, at_most: int, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> None:
@@ -141,7 +141,7 @@ def pack(seqlen: int, at_most: int, inputs: dict[str, torch.Tensor], outputs: di
     made = launch.plan_slots(inputs["start"], inputs["end"], cut, seqlen, -UNBOUNDED, 0, 2, 2, inverse=True)
     key, value = launch.gather_rows((inputs["key"], inputs["value"]), made, 2, 2, 1)
     bias = launch.gather_bias(inputs["bias"], made, 8, 4, 4)
-    launch.spoil_rows(outputs["out"][:, :, 4:], outputs["lse"][:, 4:], made)
+    launch.poison_rows(outputs["out"][:, :, 4:], outputs["lse"][:, 4:], made)
     launch.sum_rows((key, value), made, (outputs["dk"], outputs["dv"]), 2, 1)
     launch.sum_bias(bias, made, outputs["dbias"], 8, 4, 4)
 

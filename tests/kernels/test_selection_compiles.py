@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -16,7 +18,7 @@ SCORES = {"fp32": "*i32", "bf16": "*i16", "fp16": "*fp16", "rank": "*i32"}
 WIDE = ("coarse_runs", "keys")  # 64-bit
 
 
-def compiled(kernel: triton.JITFunction, sm: int, num_warps: int, **constants: object) -> Resources:
+def compiled(kernel: triton.JITFunction, sm: int, num_warps: int, **constants: Any) -> Resources:
     """Compile a kernel; addresses are multiples of 16 as PyTorch allocates them, numbers anything."""
     numbers = {"seqlen", "size", "spans", "bits", "heads", "keep", "keep_first", "keep_last"}
     numbers |= {"scores_b", "scores_h", "bounds_b", "ids_b"}
@@ -26,7 +28,7 @@ def compiled(kernel: triton.JITFunction, sm: int, num_warps: int, **constants: o
             continue
         types[name] = "i32" if name in numbers else "*i64" if name in WIDE else "*i32"
     if "scores" in types:
-        types["scores"] = SCORES[str(constants["KIND"])]
+        types["scores"] = SCORES[str(constants["T"].kind)]
     if "ids" in types:
         types["ids"] = "*i64"
     pointers = tuple(name for name, kind in types.items() if kind.startswith("*") and name != "scores")
@@ -48,9 +50,8 @@ def check(found: Resources) -> None:
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_runs_are_sorted_in_registers(sm: int, chunk: int, fine: int, has_documents: bool):
     kind = KINDS[chunk]
-    constants = {"CHUNK": chunk, "FINE": fine, "LOG_CHUNK": chunk.bit_length() - 1, "KIND": kind}
-    constants |= {"HAS_DOCUMENTS": has_documents, "COARSE": True, "IS_CAUSAL": not has_documents}
-    check(compiled(keys.sort_runs, sm, launch.SORTING_WARPS, **constants))
+    traits = keys.Traits(chunk, fine, kind, has_documents, not has_documents)
+    check(compiled(keys.sort_runs, sm, launch.SORTING_WARPS, T=traits, COARSE=True))
 
 
 @pytest.mark.sampled(7)
@@ -66,9 +67,9 @@ def test_the_best_at_each_chunk_are_found_and_sorted_in_registers(sm: int, chunk
 @pytest.mark.parametrize(("chunk", "fine", "kind"), [*((*cut, KINDS[cut[0]]) for cut in CUTS), (512, 64, "rank")])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_deaths_are_written_from_registers(sm: int, chunk: int, fine: int, kind: str, has_documents: bool):
-    constants = {"CHUNK": chunk, "FINE": fine, "KIND": kind, "HAS_DOCUMENTS": has_documents, "IS_CAUSAL": True}
+    traits = keys.Traits(chunk, fine, kind, has_documents, True)
     for programs in (1, 1 << 20):
-        check(compiled(deaths.write_deaths, sm, launch.deaths_warps(programs), **constants))
+        check(compiled(deaths.write_deaths, sm, launch.deaths_warps(programs), T=traits))
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)

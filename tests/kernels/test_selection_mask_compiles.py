@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 
 from dmattn_ops.kernels.masks.chosen import pack_chosen  # noqa: E402
 from dmattn_ops.kernels.mass.keys import key_mass_kernel  # noqa: E402
-from dmattn_ops.kernels.mass.selection import first_numbers, selection_mass_kernel  # noqa: E402
+from dmattn_ops.kernels.mass.selection import Traits, first_numbers, selection_mass_kernel  # noqa: E402
 from dmattn_ops.kernels.portable.arguments import Features, Shape, padded  # noqa: E402
 from tests.tools.compile_only import Resources, compile_only  # noqa: E402
 
@@ -63,10 +63,10 @@ def test_bits_of_chosen_blocks(sm: int, numbers: str, parts: int, entries: int):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_masses_of_chosen_blocks(sm: int, biased: bool, dtype: str, dim: int, rows: int, slots: int, wide: int):
+    precision = "ieee" if dtype == "fp32" else "tf32"
     constants: dict[str, object] = {
-        "GROUP": rows, "KEY_GROUP": rows, "LIST_GROUP": rows, "ROWS": rows, "ENTRIES": slots // wide, "WIDE": wide,
-        "HEAD_DIM": dim, "PADDED_HEAD": padded(dim), "SOFTCAP": biased, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
-    }  # fmt: skip
+        "T": Traits(rows, rows, rows, rows, slots // wide, wide, dim, padded(dim), biased, precision)
+    }
     constants |= {"lse": None} if biased else {"bias": None, "q_segments": None, "k_segments": None}
     types = dict.fromkeys(("query", "key", "bias"), f"*{dtype}")
     check(compiled(selection_mass_kernel, sm, constants, types, num_warps=4), SPILLED)

@@ -40,8 +40,7 @@ def test_pack_compiles(sm: int, aligned: bool, segments: bool):
 )
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_lists_compile(sm: int, source: str, ranked: int, warps: int):
-    constants = {"SOURCE": source, "HAS_Q_SEGMENTS": source == "ranges", "OWN": 16, "RANKED": ranked}
-    constants["OTHER"] = 64 if ranked else 128
+    constants = {"T": lists.Traits(source, source == "ranges", 16, 64 if ranked else 128, ranked)}
     pointers = {**dict.fromkeys(LISTED, "*i32"), "source": "*i8" if source == "classes" else "*i32"}
     kernel = lists.list_tiles_kernel
     found = compile_only(kernel, signature(kernel, pointers, constants), constants, LISTED, sm, num_warps=warps)

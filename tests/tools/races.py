@@ -156,7 +156,7 @@ PROOFS = (
             (
                 _FREE,
                 _PIECE,
-                ("walk.py", "meet()"),
+                ("walk.py", "thread_barrier()"),
                 ("walk.py", "mbarrier.expect(bars.q_full.index(slot), "),
                 ("walk.py", "load_parts(maps.q, "),
             ),

@@ -1,4 +1,4 @@
-"""What the launchers of the forward and the backward do alike."""
+"""Refusals that the launchers of the forward and the backward share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def common_refusals(call: Call) -> list[str]:
 
 
 def far_apart(tensor: Tensor) -> bool:
-    """Return whether the distances of the rows of a tile are no numbers of 32 bits."""
+    """Return whether offsets inside a tile of rows do not fit into 32 bits."""
     return _distant(tensor.stride(-3))
 
 

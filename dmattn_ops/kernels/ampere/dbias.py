@@ -93,7 +93,7 @@ class Inputs(NamedTuple):
 
 
 class States(NamedTuple):
-    """What tiles show of the block, `[Bm, Hm, nQ, nK]` (`portable.dbias.mark_tiles`), with strides."""
+    """States of tiles `[Bm, Hm, nQ, nK]`, 0 empty, 1 partial, 2 full (`portable.dbias.mark_tiles`), with strides."""
 
     states: Any
     states_b: Any
@@ -179,7 +179,7 @@ def gradient_of(
 
 @gluon.jit
 def state_of(states, place, band, start_q, start_k, shape: gl.constexpr, features: gl.constexpr):
-    """Return what a head sees of the block: 0 nothing, 1 some pairs, 2 all."""
+    """Return 0, 1 or 2: a head sees no pair of the block, some, or all."""
     end_q, end_k = start_q + shape.block_m, start_k + shape.block_n
     if features.listed:
         at = head_offset(place.batch, place.head // states.group, states.states_b, states.states_h) + start_k // TILE

@@ -54,7 +54,7 @@ class Tile(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """What a tile chose."""
+    """The list of the blocks that the queries of a tile chose."""
 
     entries: Any
     words: Any
@@ -77,7 +77,7 @@ def tile_of(batch, head_kv, number, seqlen_q, q_segments, q_segments_b, work: tl
 
 @triton.jit
 def listed_of(counts, entries, words, index, capacity, work: tl.constexpr):
-    """Return what tile `index` chose."""
+    """Return the list of the blocks that the queries of tile `index` chose."""
     whole = tl.load(counts + index * 2 + 1) // work.entries * work.parts
     return Listed(entries + index * capacity, words + index * capacity, tl.load(counts + index * 2), whole)
 
@@ -102,7 +102,8 @@ def attend(sums, q, tile, listed, begin, end, head, work: tl.constexpr, features
     """Add steps `begin ... end` of a walk to the running softmax."""
     HEAD: tl.constexpr = work.keys
     VALUE: tl.constexpr = work.values
-    acc, peak, base, total = sums.acc, sums.peak, sums.base, sums.total
+    acc, peak = sums.acc, sums.peak
+    base, total = sums.base, sums.total
     unit = log2_unit(head.factors, features)
     CHECKED: tl.constexpr = TESTED or work.wide != work.block
     for step in tl.range(begin, end):

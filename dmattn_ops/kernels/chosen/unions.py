@@ -46,8 +46,8 @@ def is_seen(
         some = number < 0
         for place in tl.range(block):
             key = number * block + place
-            met = seen & (key >= first) & (key <= last)
-            some = some | (met & (tl.load(k_segments + batch * k_segments_b + key, met, other=0) == own))
+            shown = seen & (key >= first) & (key <= last)
+            some = some | (shown & (tl.load(k_segments + batch * k_segments_b + key, shown, other=0) == own))
         seen = some
     return seen, number
 

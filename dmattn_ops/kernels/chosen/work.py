@@ -112,8 +112,8 @@ def segment_arguments(q_segments: Tensor | None, k_segments: Tensor | None) -> d
     return {
         "q_segments": q_segments,
         "k_segments": k_segments,
-        "q_segments_b": 0 if q_segments is None else broadcast_stride(q_segments, 0),
-        "k_segments_b": 0 if k_segments is None else broadcast_stride(k_segments, 0),
+        "q_segments_b": broadcast_stride(q_segments, 0),
+        "k_segments_b": broadcast_stride(k_segments, 0),
     }
 
 
@@ -230,7 +230,7 @@ def scaled(parts, factor, width: tl.constexpr):
 
 @triton.jit
 def together(parts, others, width: tl.constexpr):
-    """Return the sum of rows and others."""
+    """Return rows plus others, element by element."""
     more = parts.more
     if width.more != 0:
         more += others.more
@@ -239,7 +239,7 @@ def together(parts, others, width: tl.constexpr):
 
 @triton.jit
 def no_rows(ROWS: tl.constexpr, width: tl.constexpr):
-    """Return sums of rows `[ROWS]` to which nothing was added."""
+    """Return sums of rows `[ROWS, ..]` that are 0."""
     FIRST: tl.constexpr = width.first
     MORE: tl.constexpr = width.more if width.more != 0 else width.first
     return Parts(tl.zeros((ROWS, FIRST), tl.float32), tl.zeros((ROWS, MORE), tl.float32))

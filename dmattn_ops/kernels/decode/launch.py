@@ -76,7 +76,7 @@ def forward(call: Call, result: Result, config: DecodeForward) -> None:
 
 
 def _arguments(call: Call, kv_heads: int) -> dict[str, Any]:
-    """Return what does not depend on where the results go."""
+    """Return the arguments of the kernel that are the same for a result and for shares of one."""
     query, key, value, mask, options = call.query, call.key, call.value, call.mask, call.options
     rows = row_strides("query", query) | row_strides("key", key) | row_strides("value", value)
     del rows["query_s"]
@@ -88,8 +88,8 @@ def _arguments(call: Call, kv_heads: int) -> dict[str, Any]:
         "value": value,
         **rows,
         **{name: getattr(mask, name) for name in ("start", "end", "hidden_from", "hidden_to")},
-        "keys_b": 0 if shown is None else broadcast_stride(shown, 0),
-        "keys_h": 0 if shown is None else broadcast_stride(shown, 1),
+        "keys_b": broadcast_stride(shown, 0),
+        "keys_h": broadcast_stride(shown, 1),
         "key_group": 1 if shown is None else group_size(kv_heads, shown.shape[1]),
         **bias,
         **factor_arguments(options),
@@ -103,7 +103,7 @@ def _arguments(call: Call, kv_heads: int) -> dict[str, Any]:
 
 
 def _bias_arguments(bias: Tensor | None, heads: int, kv_heads: int) -> tuple[dict[str, Any], str]:
-    """Return the arguments of a bias `[B|1, H|Hkv|1, 1, Sk]`, and how it meets a block of the query heads of a group."""
+    """Return the arguments of a bias `[B|1, H|Hkv|1, 1, Sk]`, and how a block of the query heads of a group reads it."""
     kind = bias_kind(bias)
     if bias is None or bias.shape[1] in (1, kv_heads):
         return bias_arguments(bias, kv_heads), kind

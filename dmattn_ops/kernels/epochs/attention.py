@@ -13,7 +13,15 @@ from torch import Tensor
 
 from dmattn_ops.call import UNBOUNDED, Call, Gradients, Mask, Result, Saved
 from dmattn_ops.choice.epochs import Epochs, Packing
-from dmattn_ops.kernels.epochs.launch import Slots, gather_bias, gather_rows, plan_slots, spoil_rows, sum_bias, sum_rows
+from dmattn_ops.kernels.epochs.launch import (
+    Slots,
+    gather_bias,
+    gather_rows,
+    plan_slots,
+    poison_rows,
+    sum_bias,
+    sum_rows,
+)
 from dmattn_ops.launching.recording import do_not_repeat, workspace
 
 Forward = Callable[[Call, Result], None]
@@ -35,11 +43,11 @@ def forward(call: Call, result: Result, packing: Packing, run: Forward) -> None:
 
 
 def _forward_pass(call: Call, result: Result, packing: Packing, part: Pass, run: Forward) -> None:
-    """Write what `forward` does for the heads of one pass, whose workspaces are free again at its end."""
-    slots = _slots(call, packing.epochs, part, packing, inverse=False)
+    """Write out, lse and lse_tail of the heads of one pass, whose workspaces are free again at its end."""
+    slots = _slots(call, packing.epochs, part, inverse=False)
     out, lse, lse_tail = _heads(result.out, 2, part), _heads(result.lse, 1, part), _heads(result.lse_tail, 1, part)
     run(_packed_call(call, packing, part, slots), Result(out, lse, lse_tail, None))
-    spoil_rows(out, lse, slots)
+    poison_rows(out, lse, slots)
 
 
 def backward(call: Call, saved: Saved, grads: Gradients, packing: Packing, run: Backward) -> None:
@@ -49,8 +57,8 @@ def backward(call: Call, saved: Saved, grads: Gradients, packing: Packing, run: 
 
 
 def _backward_pass(call: Call, saved: Saved, grads: Gradients, packing: Packing, part: Pass, run: Backward) -> None:
-    """Write what `backward` does for the heads of one pass, whose workspaces are free again at its end."""
-    slots = _slots(call, packing.epochs, part, packing, inverse=True)
+    """Write the gradients of the heads of one pass, whose workspaces are free again at its end."""
+    slots = _slots(call, packing.epochs, part, inverse=True)
     packed = _packed_call(call, packing, part, slots)
     dk, dv = (workspace(of_key, *of_key.shape, dtype=of_key.dtype) for of_key in (packed.key, packed.value))
     dbias = None
@@ -70,7 +78,7 @@ def _backward_pass(call: Call, saved: Saved, grads: Gradients, packing: Packing,
 def first_pass(call: Call, packing: Packing) -> Call:
     """Return the call on packed keys that kernels get for the heads of the first pass: what tuning measures them with."""
     part = next(_passes(call, packing))
-    return _packed_call(call, packing, part, _slots(call, packing.epochs, part, packing, inverse=False))
+    return _packed_call(call, packing, part, _slots(call, packing.epochs, part, inverse=False))
 
 
 def _passes(call: Call, packing: Packing) -> Iterator[Pass]:
@@ -83,7 +91,7 @@ def _passes(call: Call, packing: Packing) -> Iterator[Pass]:
         yield Pass(first, count, slice(first * readers, (first + count) * readers))
 
 
-def _slots(call: Call, cut: Epochs, part: Pass, packing: Packing, *, inverse: bool) -> Slots:
+def _slots(call: Call, cut: Epochs, part: Pass, *, inverse: bool) -> Slots:
     mask, options = call.mask, call.options
     assert mask.end is not None
     shared = mask.end.shape[1] == 1

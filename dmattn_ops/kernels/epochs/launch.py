@@ -3,7 +3,7 @@
 1. `plan_slots` finds the keys of each epoch and lists tiles (with `inverse=True` where sums are to follow);
 2. `gather_rows` copies key and value into their slots, `gather_bias` a bias per key;
 3. attention runs on the copies, with `Slots.row_tiles`, `Slots.col_tiles`, `Slots.start` and `Slots.end` as its mask;
-4. `spoil_rows` writes NaN into the rows of out and lse for which the promise `at_most` did not hold;
+4. `poison_rows` writes NaN into the rows of out and lse for which the promise `at_most` did not hold;
 5. `sum_rows` and `sum_bias` turn the gradients of slots into those of keys.
 
 `Hp` packed heads are the key heads where the mask has one head or one for each key head, else the query heads. All of this
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dmattn_ops.call import HEADER, TILE, rows_are_aligned
 from dmattn_ops.choice.epochs import Epochs
-from dmattn_ops.kernels.epochs.rows import gather_kernel, spoil_kernel, sum_kernel
+from dmattn_ops.kernels.epochs.rows import gather_kernel, poison_kernel, sum_kernel
 from dmattn_ops.kernels.epochs.slots import Planned, division_by, plan_epochs
 from dmattn_ops.kernels.masks.ranks import RANKED_AT_ONCE, rank_blocks
 from dmattn_ops.kernels.portable.arguments import RowBlock, broadcast_stride
@@ -160,7 +160,7 @@ def sum_bias(
     )  # fmt: skip
 
 
-def spoil_rows(out: Tensor, lse: Tensor, slots: Slots) -> None:
+def poison_rows(out: Tensor, lse: Tensor, slots: Slots) -> None:
     """Write NaN into those rows of out `[B, Sq, heads, D]` and of lse `[B, heads, Sq]` whose epoch broke the promise.
 
     The heads are query heads of the range that `slots` was planned for.
@@ -170,7 +170,7 @@ def spoil_rows(out: Tensor, lse: Tensor, slots: Slots) -> None:
     if not lse.numel():
         return
     launch(
-        spoil_kernel, (batch * heads * broken.shape[2],), broken, out, lse,
+        poison_kernel, (batch * heads * broken.shape[2],), broken, out, lse,
         broadcast_stride(broken, 0), broadcast_stride(broken, 1), max(1, heads // broken.shape[1]),
         *out.stride()[:3], lse.stride(0), lse.stride(2), lse.stride(1), heads, broken.shape[2], slots.epoch, seqlen_q,
         ROWS=max(1, 2048 // padded), WIDTH=width, PADDED=padded, num_warps=4, follows=True,

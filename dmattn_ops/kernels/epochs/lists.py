@@ -1,4 +1,4 @@
-"""Tile lists of packed keys: which blocks of 128 slots each tile of 128 queries meets, and the other way round.
+"""Tile lists of packed keys: which blocks of 128 slots each tile of 128 queries sees, and the other way round.
 
 The slots of an epoch are seen by queries of this epoch alone, so that both lists are short: at most the blocks of one
 epoch, or its query tiles. A pair is full where each of the 128 slots is visible to each of 128 queries.

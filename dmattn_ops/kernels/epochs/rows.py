@@ -106,13 +106,19 @@ def _place(places, begin, index, count, capacity):
 
 
 @triton.jit
+def _elements(inside, block: tl.constexpr):
+    """Return which elements `[rows, PADDED]` of a block of rows there are: the columns of rows that are `inside`."""
+    elements = tl.broadcast_to(inside[:, None], [inside.shape[0], block.padded])
+    if block.width != block.padded:
+        elements = elements & (tl.arange(0, block.padded) < block.width)[None, :]
+    return elements
+
+
+@triton.jit
 def _sum_pointers(target, b, h, key, inside, strides, block: tl.constexpr):
     """Return where the rows of keys of a head lie, and which of their elements there are."""
     PADDED: tl.constexpr = block.padded
-    WIDTH: tl.constexpr = block.width
-    written = tl.broadcast_to(inside[:, None], [inside.shape[0], PADDED])
-    if WIDTH != PADDED:
-        written = written & (tl.arange(0, PADDED) < WIDTH)[None, :]
+    written = _elements(inside, block)
     target += b.to(tl.int64) * strides.batch + h.to(tl.int64) * strides.head
     return _row_pointers(target, key, strides.row, PADDED, block.aligned), written
 
@@ -121,10 +127,7 @@ def _sum_pointers(target, b, h, key, inside, strides, block: tl.constexpr):
 def _slot_rows(source, b, h, slot, used, strides, block: tl.constexpr):
     """Return rows of a head of slots in float32, zeros where none is used."""
     PADDED: tl.constexpr = block.padded
-    WIDTH: tl.constexpr = block.width
-    added = tl.broadcast_to(used[:, None], [used.shape[0], PADDED])
-    if WIDTH != PADDED:
-        added = added & (tl.arange(0, PADDED) < WIDTH)[None, :]
+    added = _elements(used, block)
     rows = source + b * strides.batch + h.to(tl.int64) * strides.head
     return tl.load(_row_pointers(rows, slot, strides.row, PADDED, block.aligned), added, other=0.0).to(tl.float32)
 
@@ -190,7 +193,7 @@ def sum_kernel(
 
 
 @triton.jit
-def _spoil_rows(target, first, behind, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def _poison_rows(target, first, behind, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """Write NaN into rows `first` to `behind - 1`."""
     nan = tl.full([ROWS, PADDED], float("nan"), tl.float32).to(target.dtype.element_ty)
     for at in range(first, behind, ROWS):
@@ -200,7 +203,7 @@ def _spoil_rows(target, first, behind, stride, ROWS: tl.constexpr, WIDTH: tl.con
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def spoil_kernel(
+def poison_kernel(
     broken, target, second_target, broken_b, broken_h, slot_group,
     target_b, target_s, target_h, second_target_b, second_target_s, second_target_h, heads, epochs, epoch, seqlen_q,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
@@ -216,6 +219,6 @@ def spoil_kernel(
     if tl.load(broken + b * broken_b + (h // slot_group).to(tl.int64) * broken_h + e) != 0:
         behind = tl.minimum((e + 1) * epoch, seqlen_q)
         target += b * target_b + h.to(tl.int64) * target_h
-        _spoil_rows(target, e * epoch, behind, target_s, ROWS, WIDTH, PADDED)
+        _poison_rows(target, e * epoch, behind, target_s, ROWS, WIDTH, PADDED)
         second_target += b * second_target_b + h.to(tl.int64) * second_target_h
-        _spoil_rows(second_target, e * epoch, behind, second_target_s, ROWS * PADDED, 1, 1)
+        _poison_rows(second_target, e * epoch, behind, second_target_s, ROWS * PADDED, 1, 1)

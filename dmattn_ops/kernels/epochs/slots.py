@@ -1,4 +1,4 @@
-"""Which key lies in which slot, and which tiles meet: the kernel that plans each epoch.
+"""The kernel that plans each epoch: which key lies in which slot, and which tiles of slots which tiles of queries see.
 
 Queries are cut into epochs of `epoch` queries, and each epoch has slots of its own for the keys that it sees:
 

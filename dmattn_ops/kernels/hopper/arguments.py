@@ -1,4 +1,4 @@
-"""What the launchers of the SM 9.0 kernels do alike: sizes, lists for intervals, the numbers of scores, of a bias and of dropout.
+"""Arguments and refusals that the SM 9.0 launchers share: sizes, masks, score factors, strides of a bias, dropout.
 
 Packed sequences have no batch: a record for each tile says which sequence it belongs to (`kernels/ragged.py`).
 """
@@ -88,7 +88,7 @@ def mask_arguments(
         return given
 
     def strides(tensor: Tensor) -> list[int]:
-        return [tensor.stride(dim) if tensor.shape[dim] > 1 else 0 for dim in range(2)]
+        return [portable.broadcast_stride(tensor, dim) for dim in range(2)]
 
     list_b, list_h = strides(lists)
     given = given._replace(
@@ -106,7 +106,7 @@ def mask_arguments(
         hidden = [placeholder if part is None else part for part in (mask.hidden_from, mask.hidden_to)]
         return given._replace(start=mask.start, end=mask.end, hidden_from=hidden[0], hidden_to=hidden[1])
     queries = computed(_zeros, numbers, (1, seqlen_q)) if mask.q_segments is None else mask.q_segments
-    queries_b = queries.stride(0) if queries.shape[0] > 1 else 0
+    queries_b = portable.broadcast_stride(queries, 0)
     return given._replace(q_segments=queries, k_segments=numbers, q_segments_b=queries_b)
 
 
@@ -165,31 +165,31 @@ def ragged_refusals(call: Call) -> list[str]:
 
 
 def unused_refusals(call: Call) -> list[str]:
-    """Return why a call that uses a part of its keys is refused: where hidden rows hold NaN, all is computed again."""
+    """Return why a call with `seqlen_k_used` is refused: where unused keys hold NaN, all is computed again."""
     reason = "unused keys often hold NaN, and where these kernels meet one the call is computed twice"
     return [reason] if call.used is not None else []
 
 
 def hides_keys(call: Call) -> bool:
     """Return whether the band may hide a key from every query, beside others that are seen (`unseen.py`)."""
-    _, seqlen_q, seqlen_k, _, _ = sizes_of(call)
+    sizes = sizes_of(call)
     low, high = call.options[:2]
     if call.mask.kind != "none":
         return False  # the kernels for masks do not ask for it
     if call.varlen is not None:  # lengths lie on the device; the last query of a causal sequence sees all keys
         return low > -UNBOUNDED or high < 0 or (high < UNBOUNDED and call.varlen.top_left)
-    return low > 0 or seqlen_q + high < seqlen_k
+    return low > 0 or sizes.seqlen_q + high < sizes.seqlen_k
 
 
 def hides_rows(call: Call) -> bool:
     """Return whether the band may hide a key from every query, or every key from a query, beside others that are seen."""
-    _, seqlen_q, seqlen_k, _, _ = sizes_of(call)
+    sizes = sizes_of(call)
     low, high = call.options[:2]
     if call.mask.kind != "none":
         return False
     if call.varlen is not None:
         return low > -UNBOUNDED or high < UNBOUNDED
-    return hides_keys(call) or high < 0 or seqlen_q + low > seqlen_k
+    return hides_keys(call) or high < 0 or sizes.seqlen_q + low > sizes.seqlen_k
 
 
 def column_parts(dim: int) -> tuple[int, int]:
@@ -229,7 +229,7 @@ def room_for_key_sums(call: Call) -> Tensor | None:
 
 
 class DropoutArguments(NamedTuple):
-    """What kernels are told of dropout, named as they name it; seed is None without dropout."""
+    """The arguments of dropout, named as kernels name them; seed is None without dropout."""
 
     seed: Tensor | None
     seed_b: int

@@ -129,7 +129,7 @@ def send_rows(buffer, map, place, row, head, column, dtype: gl.constexpr):
 
 @gluon.jit
 def stage_parts(parts, factor, buffers, WIDTH: gl.constexpr, SECOND: gl.constexpr, dtype: gl.constexpr):
-    """Do `stage_rows` for each part of rows, in buffers with room for it."""
+    """Store each part of rows in a buffer with room for it, as `stage_rows` does."""
     stage_rows(parts[0], factor, buffers[0], WIDTH, 0, dtype)
     if SECOND > 0:
         stage_rows(parts[1], factor, buffers[1], SECOND, 0, dtype)

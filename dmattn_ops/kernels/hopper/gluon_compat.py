@@ -27,8 +27,8 @@ __all__ = [
     "fence_async_shared",
     "follow_kernel_before",
     "mbarrier",
-    "meet",
     "reinterpret",
+    "thread_barrier",
     "tma",
     "tma_load",
     "tma_reduce_add",
@@ -73,8 +73,8 @@ def _reduce_add(tensor_desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
-meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-"""`meet()`: all threads of the partition are here, before one of them tells others what all have stored."""
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+"""`thread_barrier()`: wait for all threads of the partition, before one of them tells others what all have stored."""
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """`tma_load(tensor_desc, coord, barrier, result, pred=True)`: fill shared memory, completing on `barrier`."""

@@ -1,4 +1,4 @@
-"""What is hidden from everybody must not reach anybody: 0 * NaN is NaN, in products of probabilities that are 0.
+"""Rows that a mask hides from every query or key must not turn results into NaN, as 0 * NaN does in a product.
 
 A window may hide the first or the last keys from every query, and queries may see no key, where there are more of one than
 of the other. The tiles that hold such rows beside others (EDGES says that a call may have some) have them set to 0 in
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, meet
+from dmattn_ops.kernels.hopper.gluon_compat import fence_async_shared, thread_barrier
 from dmattn_ops.kernels.hopper.statistics import NEVER as _NEVER
 from dmattn_ops.kernels.portable.again import SUSPECT as _SUSPECT
 
@@ -55,7 +55,7 @@ def clear(rows, kept):
 
 @gluon.jit
 def clear_parts(parts, kept):
-    """Do `clear` for each part of rows (`columns.py`)."""
+    """Set rows of each part (`columns.py`) to 0 but those that are to be kept, as `clear` does."""
     clear(parts[0], kept)
     if len(parts) > 1:
         clear(parts[1], kept)
@@ -68,7 +68,7 @@ def finish_clearing():
     Several partitions may clear the same rows, each before it multiplies: they store the same.
     """
     fence_async_shared()
-    meet()
+    thread_barrier()
 
 
 @gluon.jit
@@ -93,7 +93,7 @@ def note_nan(counts, sums):
 
 @gluon.jit
 def note_nan_in_parts(counts, parts):
-    """Do `note_nan` for each part of sums (`columns.py`)."""
+    """Set the word SUSPECT of `counts` to 1 where a row of some part of sums (`columns.py`) holds a NaN."""
     note_nan(counts, parts[0])
     if len(parts) > 1:
         note_nan(counts, parts[1])

@@ -115,7 +115,7 @@ def sequence_of(
 
 @triton.jit
 def both(count, free, worst, other_count, other_free, other_worst):
-    """Return what is found of two slots, or sets of them: see `Found`."""
+    """Return the count, the first free slot and the worst place of two sets of slots together (see `Found`)."""
     return count + other_count, tl.minimum(free, other_free), tl.maximum(worst, other_worst)
 
 
@@ -127,8 +127,8 @@ def later(position, slot, other_position, other_slot):
 
 
 @triton.jit
-def search(slots, lanes, start, count, found, sequence, shape: tl.constexpr):
-    """Return what is found with the slots from `start` on; write what the query sees of them, and where documents end."""
+def search(slots, lanes, start, count, found, sequence):
+    """Return `found`, extended by the slots from `start` on; write which of them the query sees, and where documents end."""
     slot = start + lanes
     inside = slot < count
     position = tl.load(slots.position + slot, mask=inside, other=-1)
@@ -228,7 +228,7 @@ def keep_step_kernel(
     none = tl.cast(-1, tl.int32)
     found = Found(tl.cast(0, tl.int32), place * 0 + LEAST, sequence.begin * 0 - 1, none, none + 1 + slots)
     for start in tl.range(0, slots, BLOCK):
-        found = search(known, tl.arange(0, BLOCK), start, slots, found, sequence, shape)
+        found = search(known, tl.arange(0, BLOCK), start, slots, found, sequence)
     tl.debug_barrier()  # what follows may write to the same places
 
     begin = sequence.begin

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.kernels.kept.kernel import StepShape, keep_step_kernel
-from dmattn_ops.kernels.portable.arguments import padded
+from dmattn_ops.kernels.portable.arguments import broadcast_stride, padded
 from dmattn_ops.launching.launch import launch
 from dmattn_ops.masks.kept import Rule, Stored, Token
 
@@ -28,15 +28,18 @@ def keep_step(stored: Stored, token: Token, rule: Rule, seen: Tensor) -> None:
         block, head_dim, value_dim, padded(head_dim), padded(value_dim), group, padded(group, 1), rule.padding_counts
     )
     strides: dict[str, Any] = {
-        "padding_b": _stride(token.padding, 0),
-        "documents_b": _stride(token.documents, 0),
+        "padding_b": broadcast_stride(token.padding, 0),
+        "documents_b": broadcast_stride(token.documents, 0),
         "key_b": token.key.stride(0),
         "key_h": token.key.stride(2),
         "value_b": token.value.stride(0),
         "value_h": token.value.stride(2),
     }
     for name in ("scores", "bias"):
-        strides |= {f"{name}_b": _stride(getattr(token, name), 0), f"{name}_h": _stride(getattr(token, name), 1)}
+        strides |= {
+            f"{name}_b": broadcast_stride(getattr(token, name), 0),
+            f"{name}_h": broadcast_stride(getattr(token, name), 1),
+        }
     launch(
         keep_step_kernel,
         (batch * heads,),
@@ -57,11 +60,6 @@ def keep_step(stored: Stored, token: Token, rule: Rule, seen: Tensor) -> None:
         shape=shape,
         num_warps=max(4, min(16, block // _SLOTS_OF_WARP)),
     )
-
-
-def _stride(tensor: Tensor | None, dim: int) -> int:
-    """Return the stride of a dimension that a tensor may lack, or share among all: 0 then."""
-    return 0 if tensor is None or tensor.shape[dim] == 1 else tensor.stride(dim)
 
 
 def _bytes_of_flags(padding: Tensor | None) -> Tensor | None:

@@ -46,7 +46,7 @@ def keep_step(stored: Stored, token: Token, rule: Rule, seen: Tensor) -> None:
 
 
 def _new_key(stored: Stored, token: Token, rule: Rule, begin: Tensor, first: Tensor, is_key: Tensor) -> Known:
-    """Return what is known of the new keys `[B, Hkv, 1]` before they compete."""
+    """Return the `Known` of the new keys `[B, Hkv, 1]`, before they compete with the cached ones."""
     shape = (*stored.scores.shape[:2], 1)
     protected = torch.where(first + rule.keep_first > begin, NEVER, begin + rule.keep_last)
     never = torch.full_like(begin, NEVER)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dmattn_ops.call import TILE, WORD_BITS
 from dmattn_ops.kernels.masks.launch import write_lists
+from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.launching.launch import launch, workspace
 
 _TILE = tl.constexpr(TILE)
@@ -47,15 +48,10 @@ def pack_selection(
             indices, q_segments, k_segments, classes, row_bits, col_bits,
             count, block, triton.cdiv(seqlen_k, block), seqlen_q, seqlen_k, band_lo, band_hi,
             heads, row_count, col_count, shares,
-            _stride(indices, 0), *indices.stride()[1:], _stride(q_segments, 0), _stride(k_segments, 0),
+            broadcast_stride(indices, 0), *indices.stride()[1:], broadcast_stride(q_segments, 0), broadcast_stride(k_segments, 0),
             PARTS=parts, TILES=_TILES, ENTRIES=_ENTRIES if parts == 1 else _ENTRIES // 2, num_warps=8,
         )  # fmt: skip
     write_lists(classes, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, "classes")
-
-
-def _stride(tensor: Tensor | None, dim: int) -> int:
-    """Return the stride of a dimension, 0 where it is broadcast."""
-    return 0 if tensor is None or tensor.shape[dim] == 1 else tensor.stride(dim)
 
 
 @triton.jit(
@@ -85,8 +81,10 @@ def pack_chosen(
     words = row_bits + (matrix.to(tl.int64) * row_count * _TILE + row)[:, None] * (col_count * _WORDS)
     kinds = classes + (matrix.to(tl.int64) * row_count + row_tile) * col_count
 
-    is_met = (band_lo <= band_hi) & (first_col * _TILE - last_i <= band_hi) & (end_col * _TILE - 1 - first_i >= band_lo)
-    if is_met:
+    in_band = (
+        (band_lo <= band_hi) & (first_col * _TILE - last_i <= band_hi) & (end_col * _TILE - 1 - first_i >= band_lo)
+    )
+    if in_band:
         for tile in range(first_col, end_col):
             cleared = words + tile * _WORDS + tl.arange(0, _WORDS)[None, :]
             tl.store(cleared, tl.zeros([_TILE, _WORDS], tl.int32))
@@ -115,7 +113,7 @@ def pack_chosen(
     own_words = row_bits + (matrix.to(tl.int64) * row_count * _TILE + row) * (col_count * _WORDS)
     for tile in range(first_col, end_col):
         total = tl.full((), 0, tl.int32)
-        if is_met:
+        if in_band:
             for part in tl.static_range(_WORDS):  # a word of each row at a time, which fits into registers
                 column = tile * _TILE + 32 * part + places
                 # not from L1, which does not see what atomics write

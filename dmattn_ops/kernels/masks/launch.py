@@ -16,9 +16,10 @@ import triton
 from torch import Tensor
 
 from dmattn_ops.call import TILE
-from dmattn_ops.kernels.masks.lists import list_tiles_kernel, segment_ranges
+from dmattn_ops.kernels.masks.lists import Traits, list_tiles_kernel, segment_ranges
 from dmattn_ops.kernels.masks.pack import pack_tiles
-from dmattn_ops.kernels.masks.ranks import rank_tiles, sides_of
+from dmattn_ops.kernels.masks.ranks import rank_tiles, sizes_of
+from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.launching.launch import computed, launch, workspace
 
 _BYTES = (torch.bool, torch.uint8, torch.int8)
@@ -45,7 +46,7 @@ def pack_mask(
     seqlen_k = mask.shape[3]
     row_count, col_count = triton.cdiv(seqlen_q, TILE), triton.cdiv(seqlen_k, TILE)
     mask = _as_bytes(mask)
-    strides = [0 if size == 1 else stride for size, stride in zip(mask.shape[:3], mask.stride(), strict=False)]
+    strides = [broadcast_stride(mask, dim) for dim in range(3)]
     extent = 1 + sum((size - 1) * stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
     skew = mask.data_ptr() % 16
     aligned = not any(number % 16 for number in (skew, seqlen_k, *strides)) and strides[2] < _LONGEST_ROW
@@ -58,7 +59,7 @@ def pack_mask(
             pack_tiles, (programs,),
             mask, skew % 4, mask if q_segments is None else q_segments, mask if k_segments is None else k_segments,
             classes, row_bits, col_bits, seqlen_q, seqlen_k, band_lo, band_hi, heads, row_count, col_count,
-            *strides, extent, _stride(q_segments, 0), _stride(k_segments, 0), _stride(k_segments, 1),
+            *strides, extent, broadcast_stride(q_segments, 0), broadcast_stride(k_segments, 0), broadcast_stride(k_segments, 1),
             ALIGNED=aligned, HAS_Q_SEGMENTS=q_segments is not None, HAS_K_SEGMENTS=k_segments is not None, num_warps=8,
         )  # fmt: skip
     write_lists(classes, seqlen_q, seqlen_k, band_lo, band_hi, row_tiles, col_tiles, "classes")
@@ -111,21 +112,22 @@ def write_lists(
 
     Those of a side that is None are not written.
     """
-    batch, heads, (row_records, row_width), (col_records, col_width) = sides_of(row_tiles, col_tiles)
-    longest = max(row_records, col_records)
+    sizes = sizes_of(row_tiles, col_tiles)
+    longest = max(sizes.row_records, sizes.col_records)
     most_ranked = {"classes": _RANKED_TILES, "hulls": 64, "ranges": 0}[made_from]
     ranked = 0 if longest > most_ranked else 64 if longest <= 64 else _RANKED_TILES
-    blocks = triton.cdiv(row_records, _LISTS) + triton.cdiv(col_records, _LISTS)
-    if not batch * heads * blocks:
+    blocks = triton.cdiv(sizes.row_records, _LISTS) + triton.cdiv(sizes.col_records, _LISTS)
+    programs = sizes.batch * sizes.heads * blocks
+    if not programs:
         return
     q_tiles, *strides = range_strides
     launch(
-        list_tiles_kernel, (batch * heads * blocks,),
+        list_tiles_kernel, (programs,),
         source, col_tiles if row_tiles is None else row_tiles, row_tiles if col_tiles is None else col_tiles,
-        seqlen_q, seqlen_k, band_lo, band_hi, heads, row_records, col_records, row_width, col_width, q_tiles, *strides,
-        SOURCE=made_from, HAS_Q_SEGMENTS=q_tiles > 0,
-        OWN=_LISTS, OTHER=64 if ranked else 128, RANKED=ranked, num_warps=16 if ranked > 64 else 8,
-        follows=made_from == "hulls",
+        seqlen_q, seqlen_k, band_lo, band_hi, sizes.heads,
+        sizes.row_records, sizes.col_records, sizes.row_width, sizes.col_width, q_tiles, *strides,
+        T=Traits(made_from, q_tiles > 0, _LISTS, 64 if ranked else 128, ranked),
+        num_warps=16 if ranked > 64 else 8, follows=made_from == "hulls",
     )  # fmt: skip
     if not ranked:
         rank_tiles(row_tiles, col_tiles)
@@ -140,11 +142,6 @@ def _as_bytes(mask: Tensor) -> Tensor:
     if mask.stride(3) != 1 and mask.shape[3] != 1:
         mask = computed(Tensor.contiguous, mask)
     return mask.view(torch.uint8)
-
-
-def _stride(segments: Tensor | None, dim: int) -> int:
-    """Return the stride of a leading dimension of segments, 0 where it is broadcast."""
-    return 0 if segments is None or segments.shape[dim] == 1 else segments.stride(dim)
 
 
 def _contiguous(segments: Tensor) -> Tensor:

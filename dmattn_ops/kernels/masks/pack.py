@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -101,18 +103,40 @@ def _store_col_bits(col_bits, upper, lower, first_col, block_row, row_count, col
     tl.store(start + 32 * block_row + group, groups, inside)
 
 
+class Columns(NamedTuple):
+    """Two neighbouring columns of tiles of one matrix of the mask: what a program reads of it, and where it writes."""
+
+    mask: Any  # byte 0 of the matrix
+    skew: Any  # of that byte, from a multiple of 4 bytes
+    q_segments: Any  # of query 0
+    k_segments: Any  # of key 0
+    classes: Any
+    row_bits: Any
+    matrix: Any  # its number
+    number: Any  # of the two columns
+    seqlen_q: Any
+    seqlen_k: Any
+    band_lo: Any
+    band_hi: Any
+    row_count: Any  # tiles of queries
+    col_count: Any  # and of keys
+    stride_q: Any
+    extent: Any  # bytes from byte 0 of the matrix to the end of the mask
+
+
 @triton.jit
 def _pack_row_of_tiles(
-    tile, skew, q_segments, k_segments, classes, row_bits, matrix, row, block_col,
-    seqlen_q, seqlen_k, band_lo, band_hi, row_count, col_count, stride_q, bytes_left,
-    ALIGNED: tl.constexpr, HAS_Q_SEGMENTS: tl.constexpr, HAS_K_SEGMENTS: tl.constexpr,
+    columns, row, ALIGNED: tl.constexpr, HAS_Q_SEGMENTS: tl.constexpr, HAS_K_SEGMENTS: tl.constexpr
 ):  # fmt: skip
-    """Pack two neighbouring tiles: their classes and row bits. Return their columns' bits and whether one is partial.
+    """Pack the two tiles in row `row` of tiles: classes and row bits. Return their columns' bits and whether one is partial.
 
     Rows are split [16, 8]: Triton spreads the first of these dimensions over threads and keeps the second in each
     thread, which loads 16 bytes of the eight rows that make a byte of a column's bits.
     """
-    first_i, first_j = row * _TILE, block_col * 2 * _TILE
+    seqlen_q, seqlen_k, stride_q = columns.seqlen_q, columns.seqlen_k, columns.stride_q
+    band_lo, band_hi = columns.band_lo, columns.band_hi
+    row_count, col_count = columns.row_count, columns.col_count
+    first_i, first_j = row * _TILE, columns.number * 2 * _TILE
     nearest = first_j - (tl.minimum(first_i + _TILE, seqlen_q) - 1)
     farthest = tl.minimum(first_j + 2 * _TILE, seqlen_k) - 1 - first_i
     kinds = tl.zeros([2], tl.int32)
@@ -122,18 +146,24 @@ def _pack_row_of_tiles(
         in_tile = 8 * tl.arange(0, 16)[:, None, None] + tl.arange(0, 8)[None, :, None]
         rows_left, columns_left = seqlen_q - first_i, seqlen_k - first_j
         ahead = first_i.to(tl.int64) * stride_q + first_j
-        tile += ahead
+        tile = columns.mask + ahead
         if ALIGNED:
             four = _load_aligned(tile, stride_q, in_tile, rows_left, columns_left)
         else:
-            past_word = (skew + ahead) & 3
+            past_word = (columns.skew + ahead) & 3
             four = _load_unaligned(
-                tile - past_word, past_word, stride_q, in_tile, rows_left, columns_left, bytes_left - ahead
+                tile - past_word, past_word, stride_q, in_tile, rows_left, columns_left, columns.extent - ahead
             )
         flags = (((four & 0x7F7F7F7F) + 0x7F7F7F7F) | four) & 0x80808080  # bit 7 of each byte that is not zero
         if HAS_K_SEGMENTS:
             flags &= _equal_segments(
-                q_segments + first_i, k_segments, in_tile, first_j, rows_left, columns_left, HAS_Q_SEGMENTS
+                columns.q_segments + first_i,
+                columns.k_segments,
+                in_tile,
+                first_j,
+                rows_left,
+                columns_left,
+                HAS_Q_SEGMENTS,
             )
         column = 4 * tl.arange(0, 64)[None, None, :]
         if (nearest < band_lo) | (farthest > band_hi):
@@ -154,9 +184,10 @@ def _pack_row_of_tiles(
         kinds = tl.where(counts == 0, 0, tl.where(counts >> 16 == _TILE * 4, 2, 1))
         partial = tl.max((kinds == 1).to(tl.int32), axis=0)
         if partial != 0:
-            _store_row_bits(row_bits, words, (matrix.to(tl.int64) * row_count + row) * _TILE, block_col, col_count)
-    col = 2 * block_col + tl.arange(0, 2)
-    place = classes + (matrix.to(tl.int64) * row_count + row) * col_count + col
+            first_row = (columns.matrix.to(tl.int64) * row_count + row) * _TILE
+            _store_row_bits(columns.row_bits, words, first_row, columns.number, col_count)
+    col = 2 * columns.number + tl.arange(0, 2)
+    place = columns.classes + (columns.matrix.to(tl.int64) * row_count + row) * col_count + col
     tl.store(place, kinds.to(tl.int8), (row < row_count) & (col < col_count))
     return eight_rows, partial
 
@@ -179,17 +210,13 @@ def pack_tiles(
     b, h = (matrix // heads).to(tl.int64), (matrix % heads).to(tl.int64)
     offset = b * stride_b + h * stride_h
     queries, keys = q_segments + b * q_segments_b, k_segments + b * k_segments_b + h * k_segments_h
-    skewed = skew + offset
-    upper, upper_partial = _pack_row_of_tiles(
-        mask + offset, skewed, queries, keys, classes, row_bits, matrix, 2 * block_row, block_col,
+    skewed, row = skew + offset, 2 * block_row
+    columns = Columns(
+        mask + offset, skewed, queries, keys, classes, row_bits, matrix, block_col,
         seqlen_q, seqlen_k, band_lo, band_hi, row_count, col_count, stride_q, extent - offset,
-        ALIGNED, HAS_Q_SEGMENTS, HAS_K_SEGMENTS,
     )  # fmt: skip
-    lower, lower_partial = _pack_row_of_tiles(
-        mask + offset, skewed, queries, keys, classes, row_bits, matrix, 2 * block_row + 1, block_col,
-        seqlen_q, seqlen_k, band_lo, band_hi, row_count, col_count, stride_q, extent - offset,
-        ALIGNED, HAS_Q_SEGMENTS, HAS_K_SEGMENTS,
-    )  # fmt: skip
+    upper, upper_partial = _pack_row_of_tiles(columns, row, ALIGNED, HAS_Q_SEGMENTS, HAS_K_SEGMENTS)
+    lower, lower_partial = _pack_row_of_tiles(columns, row + 1, ALIGNED, HAS_Q_SEGMENTS, HAS_K_SEGMENTS)
     if upper_partial + lower_partial > 0:
         first_col = matrix.to(tl.int64) * col_count * _TILE + block_col * 2 * _TILE
         cols_left = (col_count - 2 * block_col) * _TILE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -58,21 +60,33 @@ def rank_block(
     tl.store(lists + place.to(tl.int64) * width, own, own < records)
 
 
-def sides_of(row_tiles: Tensor | None, col_tiles: Tensor | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
-    """Return batch and heads of lists `[Bm, Hm, records, width]`, and records and width of both sides; 0 where one is None."""
+class ListSizes(NamedTuple):
+    """The sizes of lists `[Bm, Hm, records, width]` of both sides; 0 of one that is None."""
+
+    batch: int
+    heads: int
+    row_records: int
+    row_width: int
+    col_records: int
+    col_width: int
+
+
+def sizes_of(row_tiles: Tensor | None, col_tiles: Tensor | None) -> ListSizes:
+    """Return the sizes of lists, of which one side may be None."""
     given = col_tiles if row_tiles is None else row_tiles
     assert given is not None
-    rows, cols = ((0, 0) if side is None else (side.shape[2], side.shape[3]) for side in (row_tiles, col_tiles))
-    return given.shape[0], given.shape[1], rows, cols
+    rows, cols = ((0, 0) if side is None else side.shape[2:] for side in (row_tiles, col_tiles))
+    return ListSizes(*given.shape[:2], *rows, *cols)
 
 
 def rank_tiles(row_tiles: Tensor | None, col_tiles: Tensor | None) -> None:
     """Write word 0 of all records, `[Bm, Hm, tiles, width]`, whose lists are written: longest lists first."""
-    batch, heads, (row_records, row_width), (col_records, col_width) = sides_of(row_tiles, col_tiles)
+    sizes = sizes_of(row_tiles, col_tiles)
     launch(
-        rank_kernel, (batch * heads * rank_blocks(row_records, col_records),),
+        rank_kernel, (sizes.batch * sizes.heads * rank_blocks(sizes.row_records, sizes.col_records),),
         col_tiles if row_tiles is None else row_tiles, row_tiles if col_tiles is None else col_tiles,
-        row_records, col_records, row_width, col_width, OWN=RANKED_AT_ONCE, OTHER=128, num_warps=4, follows=True,
+        sizes.row_records, sizes.col_records, sizes.row_width, sizes.col_width,
+        OWN=RANKED_AT_ONCE, OTHER=128, num_warps=4, follows=True,
     )  # fmt: skip
 
 

@@ -36,8 +36,8 @@ from dmattn_ops.kernels.portable.visibility import (
     KeyArrays,
     MaskArrays,
     key_marks,
-    met_rows,
     query_marks,
+    rows_in_reach,
     visibility,
 )
 
@@ -80,11 +80,11 @@ def mass_of_part(
     if features.bias == "key":
         key_bias = load_key_bias(head, own_keys)[:, None]
     k_marks = key_marks(head, own_keys, features)
-    met = met_rows(head.mask, keys.start, keys.last, place.length_q, features)
+    reach = rows_in_reach(head.mask, keys.start, keys.last, place.length_q, features)
     for step in tl.range(part.begin, part.end):
         first = walked_start(part, step, BLOCK_M, features)
         own_queries = first + tl.arange(0, BLOCK_M)
-        q = load_rows(queries.query, first, met.end, QUERY_ROWS, PARTIAL, met.begin, features.banded)
+        q = load_rows(queries.query, first, reach.end, QUERY_ROWS, PARTIAL, reach.begin, features.banded)
         lse = load_statistics(queries.lse, first, place.length_q, float("-inf"), BLOCK_M, PARTIAL)
         tail = tl.zeros((BLOCK_M,), tl.float32)
         if TAIL:

@@ -9,7 +9,7 @@ from torch import Tensor
 from dmattn_ops.call import Call, float32_precision, rows_are_aligned
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.mass.keys import key_mass_kernel
-from dmattn_ops.kernels.mass.selection import first_numbers, selection_mass_kernel
+from dmattn_ops.kernels.mass.selection import Traits, first_numbers, selection_mass_kernel
 from dmattn_ops.kernels.portable.arguments import (
     bias_arguments,
     blocks_and_programs,
@@ -54,11 +54,14 @@ def selection_mass(choice: Selection, mass: Tensor) -> None:
         seqlen_k=key.shape[1], band_lo=options.band_lo, band_hi=options.band_hi,
         **factor_arguments(options), **row_strides("query", query), **row_strides("key", key),
         firsts_b=broadcast_stride(firsts, 0), firsts_h=broadcast_stride(firsts, 1),
-        q_segments_b=_batch_stride(choice.q_segments), k_segments_b=_batch_stride(choice.k_segments),
+        q_segments_b=broadcast_stride(choice.q_segments, 0), k_segments_b=broadcast_stride(choice.k_segments, 0),
         **bias_arguments(choice.bias, heads),
-        GROUP=group, KEY_GROUP=heads // key.shape[2], LIST_GROUP=heads // lists,
-        ROWS=min(_MOST_HEADS >> halved, max(16, triton.next_power_of_2(group))), ENTRIES=slots // wide, WIDE=wide,
-        HEAD_DIM=dim, PADDED_HEAD=padded(dim), SOFTCAP=options.softcap != 0, PRECISION=_precision(query), num_warps=4,
+        T=Traits(
+            group, key_group=heads // key.shape[2], list_group=heads // lists,
+            rows=min(_MOST_HEADS >> halved, max(16, triton.next_power_of_2(group))), entries=slots // wide, wide=wide,
+            head_dim=dim, padded_head=padded(dim), softcap=options.softcap != 0, precision=_precision(query),
+        ),
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -80,10 +83,6 @@ def key_mass(call: Call, statistics: Statistics | None, mass: Tensor) -> None:
         shape=shape_of(call, block, block, rows_are_aligned(query, key)), features=features_of(call, mask.col_tiles),
         num_warps=4, num_stages=2,
     )  # fmt: skip
-
-
-def _batch_stride(segments: Tensor | None) -> int:
-    return 0 if segments is None else broadcast_stride(segments, 0)
 
 
 def _precision(query: Tensor) -> str:

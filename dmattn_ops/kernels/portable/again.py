@@ -33,7 +33,7 @@ from dmattn_ops.kernels.portable.dropout import Seeds
 from dmattn_ops.kernels.portable.forward import Queries as OwnQueries
 from dmattn_ops.kernels.portable.forward import attend_share
 from dmattn_ops.kernels.portable.heads import Operands, head_of, program_of
-from dmattn_ops.kernels.portable.keys import Keys, Queries, Sums, gather_queries
+from dmattn_ops.kernels.portable.keys import Block, Inputs, gather_group
 from dmattn_ops.kernels.portable.places import (
     SEARCHED,
     Band,
@@ -61,7 +61,7 @@ from dmattn_ops.kernels.portable.queries import gather_keys, load_queries
 from dmattn_ops.kernels.portable.scores import BiasArray, Factors
 from dmattn_ops.kernels.portable.softmax import RowResults, finish_rows
 from dmattn_ops.kernels.portable.statistics import RowStatistics, store_terms
-from dmattn_ops.kernels.portable.visibility import BitArray, KeyArrays, MaskArrays, key_marks, query_marks
+from dmattn_ops.kernels.portable.visibility import BitArray, KeyArrays, MaskArrays, query_marks
 from dmattn_ops.kernels.sinks import take_sink
 from dmattn_ops.launching.launch import launch, workspace
 from dmattn_ops.launching.overlap import follow_kernel_before
@@ -69,14 +69,18 @@ from dmattn_ops.launching.overlap import follow_kernel_before
 COUNTS = 4  # words that a kernel counts in, of which these two are read here
 SUSPECT, ENDED = 2, 3  # whether a result is NaN, and how many programs of a forward have ended
 _SUSPECT, _ENDED = tl.constexpr(SUSPECT), tl.constexpr(ENDED)
-_UNSPECIALIZED = (
-    *UNSPECIALIZED,
+_OF_BOTH_SIDES = (
+    "tiles_b",
+    "tiles_h",
+    "tiles_r",
+    "tiles_w",
+    "bits_b",
+    "bits_h",
+    "bits_r",
+    "blocks",
     "programs",
-    "key_programs",
-    "query_programs",
-    "key_blocks_of_head",
-    "query_blocks_of_head",
-)
+)  # what `_backward_again` takes twice
+_UNSPECIALIZED = (*UNSPECIALIZED, "programs", *(f"{side}_{name}" for side in ("row", "col") for name in _OF_BOTH_SIDES))
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
@@ -151,17 +155,6 @@ class GivenRows(NamedTuple):
     lse_tail: Any
     grad_lse: Any  # its start is None where no gradient arrives for lse
     sink: Any  # or None
-
-
-class Inputs(NamedTuple):
-    """What the blocks of a backward read."""
-
-    query: Any  # Array, as those that follow
-    key: Any
-    value: Any
-    grad_out: Any
-    statistics: Any  # `primitives.Statistics`
-    band: Any
 
 
 class Share(NamedTuple):
@@ -285,52 +278,21 @@ def _keys_again(
     """Write dk, dv (`results`) and the sums of dS of one block of keys."""
     KEY_ROWS: tl.constexpr = shape.key_rows
     VALUE_ROWS: tl.constexpr = shape.value_rows
-    BLOCK_N: tl.constexpr = shape.block_n
-    PADDED_HEAD: tl.constexpr = shape.padded_head
-    PADDED_VALUE: tl.constexpr = shape.padded_value
-    GROUP: tl.constexpr = features.group
-    KEY_SUMS: tl.constexpr = key_sums is not None
     lists = operands.lists
     place, start_k = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, True)
     if start_k < place.length_k:
-        kv_head = place.head
-        k = load_rows(rows_in(inputs.key, place.batch, kv_head, place.k_begin), start_k, place.length_k, KEY_ROWS, True)
-        v = load_rows(
-            rows_in(inputs.value, place.batch, kv_head, place.k_begin), start_k, place.length_k, VALUE_ROWS, True
-        )
+        key = rows_in(inputs.key, place.batch, place.head, place.k_begin)
+        k = load_rows(key, start_k, place.length_k, KEY_ROWS, True)
+        value = rows_in(inputs.value, place.batch, place.head, place.k_begin)
+        v = load_rows(value, start_k, place.length_k, VALUE_ROWS, True)
         last_k = last_owned(place, start_k, shape, True)
-        band = band_of(inputs.band, place, True)
-        key_grad = tl.zeros((BLOCK_N, PADDED_HEAD), tl.float32)
-        value_grad = tl.zeros((BLOCK_N, PADDED_VALUE), tl.float32)
-        for member in tl.range(GROUP):
-            index = kv_head * GROUP + member
-            every_head = place.batch.to(tl.int64) * lengths.heads + index
-            statistics = inputs.statistics
-            first = every_head * lengths.seqlen_q + place.q_begin
-            queries = Queries(
-                rows_in(inputs.query, place.batch, index, place.q_begin),
-                rows_in(inputs.grad_out, place.batch, index, place.q_begin),
-                statistics_of(statistics.log_sum, statistics.log_rest, statistics.delta, first),
-            )
-            head = head_of(operands, place, index, start_k, band, features)
-            marks = key_marks(head, start_k + tl.arange(0, BLOCK_N), features)
-            keys = Keys(k, v, marks, start_k, last_k)
-            walk = plan_walk(head, start_k, last_k, lists, shape, features, True)
-            sums = Sums(key_grad, value_grad, tl.zeros((BLOCK_N,), tl.float32))
-            for PARTIAL in tl.static_range(2):
-                part = part_of(walk, PARTIAL)
-                sums = gather_queries(sums, keys, queries, part, head, shape, features, KEY_SUMS, PARTIAL, True)
-            if KEY_SUMS:
-                rows = start_k + tl.arange(0, BLOCK_N)
-                head_sums = key_sums + every_head * lengths.seqlen_k + place.k_begin
-                tl.store(head_sums + rows, sums.ds, mask=rows < place.length_k)
-            key_grad = sums.dk
-            value_grad = sums.dv
+        block = Block(k, v, start_k, last_k, place, band_of(inputs.band, place, True))
+        key_grad, value_grad = gather_group(block, inputs, key_sums, lengths, operands, shape, features, True)
         if features.dropout:
             value_grad *= operands.seeds.rescale
         dk, dv = results
-        own_dk = rows_in(dk, place.batch, kv_head, place.k_begin)
-        own_dv = rows_in(dv, place.batch, kv_head, place.k_begin)
+        own_dk = rows_in(dk, place.batch, place.head, place.k_begin)
+        own_dv = rows_in(dv, place.batch, place.head, place.k_begin)
         store_rows(own_dk, start_k, place.length_k, key_grad * softmax_scale, KEY_ROWS)
         store_rows(own_dv, start_k, place.length_k, value_grad, VALUE_ROWS)
 

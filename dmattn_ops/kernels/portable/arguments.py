@@ -193,9 +193,9 @@ def statistic_arguments(**tensors: Tensor | None) -> dict[str, Any]:
     return arguments
 
 
-def broadcast_stride(tensor: Tensor, dim: int) -> int:
-    """Return the stride of a dimension, 0 where its size is 1 and so serves every index."""
-    return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)
+def broadcast_stride(tensor: Tensor | None, dim: int) -> int:
+    """Return the stride of a dimension; 0 where its size is 1, which serves every index, and for None."""
+    return 0 if tensor is None or tensor.shape[dim] == 1 else tensor.stride(dim)
 
 
 def group_size(heads: int, tensor_heads: int) -> int:
@@ -273,7 +273,7 @@ def mask_arguments(mask: Mask, heads: int) -> dict[str, Any]:
         "hidden_from": mask.hidden_from,
         "hidden_to": mask.hidden_to,
         "keys_b": 0 if keys is None or keys.dim() == 2 else broadcast_stride(keys, 0),
-        "keys_h": 0 if keys is None else broadcast_stride(keys, -2),
+        "keys_h": broadcast_stride(keys, -2),
         "key_group": 1 if keys is None else group_size(heads, keys.shape[-2]),
     }
 
@@ -283,8 +283,8 @@ def dropout_arguments(call: Call) -> dict[str, Any]:
     options, seed = call.options, call.seed
     return {
         "seed": seed if _drops(call) else None,
-        "seed_b": 0 if seed is None else broadcast_stride(seed, 0),
-        "seed_h": 0 if seed is None else broadcast_stride(seed, 1),
+        "seed_b": broadcast_stride(seed, 0),
+        "seed_h": broadcast_stride(seed, 1),
         "last_dropped": last_dropped(options.dropout_p),
         "rescale": dropout_scale(options.dropout_p),
         "q_origin": options.q_origin,

@@ -25,7 +25,7 @@ from dmattn_ops.kernels.portable.arguments import (
     row_strides,
     shape_of,
 )
-from dmattn_ops.kernels.portable.dbias import broadcast_dbias, gradient_of_bias, room_for_bias
+from dmattn_ops.kernels.portable.dbias import broadcast_dbias, dbias_arguments, gradient_of_bias, room_for_bias
 from dmattn_ops.kernels.portable.keys import keys_kernel
 from dmattn_ops.kernels.portable.queries import queries_kernel
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
@@ -97,7 +97,6 @@ def _launch_queries(
     blocks, programs = blocks_and_programs(size, size.seqlen_q, size.heads, config.dq_block_m, mask.row_tiles)
     if programs == 0:
         return
-    strides = (0, 0, 0, 0) if dbias is None else dbias.stride()
     launch(
         queries_kernel,
         (programs,),
@@ -105,11 +104,7 @@ def _launch_queries(
         **list_arguments(mask.row_tiles, mask.row_bits, size.heads),
         **row_strides("dq", dq),
         dq=dq,
-        dbias=dbias,
-        dbias_b=strides[0],
-        dbias_h=strides[1],
-        dbias_q=strides[2],
-        dbias_k=strides[3],
+        **dbias_arguments(dbias),
         blocks=blocks,
         shape=shape_of(call, config.dq_block_m, config.dq_block_n, aligned),
         features=features_of(call, mask.row_tiles),

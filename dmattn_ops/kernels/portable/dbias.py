@@ -164,7 +164,7 @@ def gradient_of_bias(call: Call, dbias: Tensor | None, room: BiasRoom, broadcast
 
 
 def reduction(key_sums: Tensor, dbias: Tensor, *, one_by_one: bool = False) -> tuple[Any, ...]:
-    """Return what is computed, a function and its arguments, to write sums `[B, H, Sk]` into dbias `[B|1, H|Hkv|1, 1, Sk]`.
+    """Return a function and its arguments, for `computed`, that write sums `[B, H, Sk]` into dbias `[B|1, H|Hkv|1, 1, Sk]`.
 
     Those of packed sequences are `[1, H, total_k]` and `[H|Hkv|1, total_k]`. `one_by_one` adds one head after another, as torch
     orders a sum by the size of the whole tensor.
@@ -205,6 +205,12 @@ def mark_tiles(tiles: Tensor, key_tiles: int) -> Tensor:
 @makes_zeros
 def _empty_states(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_zeros(shape, dtype=torch.int8)
+
+
+def dbias_arguments(dbias: Tensor | None) -> dict[str, Any]:
+    """Return dbias `[B|1, H|Hkv|1, Sq, Sk]` and its strides as arguments of kernels that write it; zeros for None."""
+    strides = (0, 0, 0, 0) if dbias is None else dbias.stride()
+    return {"dbias": dbias, **dict(zip(("dbias_b", "dbias_h", "dbias_q", "dbias_k"), strides, strict=True))}
 
 
 def recompute_dbias(call: Call, saved: Saved, grads: Gradients, config: PortableBackward) -> None:
@@ -252,14 +258,10 @@ def launch_blocks(
         kernel,
         (programs,),
         **given,
-        dbias=dbias,
-        dbias_b=dbias.stride(0),
-        dbias_h=dbias.stride(1),
-        dbias_q=dbias.stride(2),
-        dbias_k=dbias.stride(3),
+        **dbias_arguments(dbias),
         states=states,
-        states_b=0 if states is None else broadcast_stride(states, 0),
-        states_h=0 if states is None else broadcast_stride(states, 1),
+        states_b=broadcast_stride(states, 0),
+        states_h=broadcast_stride(states, 1),
         states_q=0 if states is None else states.stride(2),
         blocks=blocks,
         key_blocks=key_blocks,

@@ -68,8 +68,8 @@ from dmattn_ops.kernels.portable.visibility import (
     KeyArrays,
     MaskArrays,
     key_marks,
-    met_rows,
     query_marks,
+    rows_in_reach,
     some_nan,
     visibility,
 )
@@ -113,7 +113,7 @@ def attend(
     acc, peak = sums.acc, sums.peak
     base, total = sums.base, sums.total
     unit = log2_unit(factors, features)
-    met = met_rows(head.mask, queries.start, queries.last, place.length_k, features)
+    reach = rows_in_reach(head.mask, queries.start, queries.last, place.length_k, features)
     own_queries = queries.start + tl.arange(0, shape.block_m)
     for step in tl.range(part.begin, part.end):
         start = walked_start(part, step, BLOCK_N, features)
@@ -139,7 +139,7 @@ def attend(
         if features.dropout:
             keep = dropout_keep(head.dropout, queries.start, start, shape, features)
             p = tl.where(keep, p, 0.0)
-        v = load_rows(keys.value, start, met.end, VALUE_ROWS, PARTIAL, met.begin, features.banded, seen)
+        v = load_rows(keys.value, start, reach.end, VALUE_ROWS, PARTIAL, reach.begin, features.banded, seen)
         acc = tl.dot(p.to(v.dtype), v, acc * weights.shrink[:, None], input_precision=features.precision)
         peak, base = weights.peak, weights.base
     return Softmax(acc, peak, base, total)

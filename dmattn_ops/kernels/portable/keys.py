@@ -26,8 +26,11 @@ from dmattn_ops.kernels.portable.places import (
     walked_start,
 )
 from dmattn_ops.kernels.portable.primitives import (
+    Array,
+    Statistics,
     load_rows,
     load_statistics,
+    rows_in,
     rows_of,
     statistics_of,
     store_rows,
@@ -46,8 +49,8 @@ from dmattn_ops.kernels.portable.visibility import (
     KeyArrays,
     MaskArrays,
     key_marks,
-    met_rows,
     query_marks,
+    rows_in_reach,
     some_nan,
     visibility,
 )
@@ -69,6 +72,28 @@ class Keys(NamedTuple):
     marks: Any
     start: Any
     last: Any
+
+
+class Block(NamedTuple):
+    """A block of keys of one key head, before a query head says which tensors go with it."""
+
+    k: Any
+    v: Any
+    start: Any
+    last: Any
+    place: Any  # Place
+    band: Any  # as keys have it
+
+
+class Inputs(NamedTuple):
+    """What the blocks of a backward read."""
+
+    query: Any  # Array, as the two that follow
+    key: Any
+    value: Any
+    grad_out: Any
+    statistics: Any  # Statistics of all rows
+    band: Any
 
 
 class Sums(NamedTuple):
@@ -102,7 +127,7 @@ def gather_queries(
     key_bias = 0.0
     if features.bias == "key":
         key_bias = load_key_bias(head, own_keys)[:, None]
-    met = met_rows(head.mask, keys.start, keys.last, place.length_q, features)
+    reach = rows_in_reach(head.mask, keys.start, keys.last, place.length_q, features)
     for step in tl.range(part.begin, part.end):
         start = walked_start(part, step, BLOCK_M, features)
         own_queries = start + tl.arange(0, BLOCK_M)
@@ -110,7 +135,7 @@ def gather_queries(
         seen = None
         if CAREFUL:
             seen = log_sum != float("inf")
-        q = load_rows(queries.query, start, met.end, QUERY_ROWS, PARTIAL, met.begin, features.banded, seen)
+        q = load_rows(queries.query, start, reach.end, QUERY_ROWS, PARTIAL, reach.begin, features.banded, seen)
         log_rest = load_statistics(statistics.log_rest, start, place.length_q, 0.0, BLOCK_M, PARTIAL)
         products, slope = capped(tl.dot(keys.k, tl.trans(q), input_precision=features.precision), factors, features)
         added = key_bias
@@ -126,7 +151,7 @@ def gather_queries(
         if features.dropout:
             keep = tl.trans(dropout_keep(head.dropout, start, keys.start, shape, features))
             kept_p = tl.where(keep, p, 0.0)
-        do = load_rows(queries.grad_out, start, met.end, OUT_ROWS, PARTIAL, met.begin, features.banded, seen)
+        do = load_rows(queries.grad_out, start, reach.end, OUT_ROWS, PARTIAL, reach.begin, features.banded, seen)
         dv = tl.dot(kept_p.to(do.dtype), do, dv, input_precision=features.precision)
         delta = load_statistics(statistics.delta, start, place.length_q, 0.0, BLOCK_M, PARTIAL)
         grad_p = tl.dot(keys.v, tl.trans(do), input_precision=features.precision)
@@ -141,6 +166,45 @@ def gather_queries(
             ds *= slope
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=features.precision)
     return Sums(dk, dv, key_sum)
+
+
+@triton.jit
+def gather_group(
+    block, inputs, key_sums, lengths, operands, shape: tl.constexpr, features: tl.constexpr, CAREFUL: tl.constexpr
+):
+    """Return dk and dv of a block, over the query heads that read it; write each head's sums of dS unless `key_sums` is None."""
+    BLOCK_N: tl.constexpr = shape.block_n
+    PADDED_HEAD: tl.constexpr = shape.padded_head
+    PADDED_VALUE: tl.constexpr = shape.padded_value
+    GROUP: tl.constexpr = features.group
+    KEY_SUMS: tl.constexpr = key_sums is not None
+    place, statistics = block.place, inputs.statistics
+    key_grad = tl.zeros((BLOCK_N, PADDED_HEAD), tl.float32)
+    value_grad = tl.zeros((BLOCK_N, PADDED_VALUE), tl.float32)
+    for member in tl.range(GROUP):
+        index = place.head * GROUP + member
+        every_head = place.batch.to(tl.int64) * lengths.heads + index
+        first = every_head * lengths.seqlen_q + place.q_begin
+        queries = Queries(
+            rows_in(inputs.query, place.batch, index, place.q_begin),
+            rows_in(inputs.grad_out, place.batch, index, place.q_begin),
+            statistics_of(statistics.log_sum, statistics.log_rest, statistics.delta, first),
+        )
+        head = head_of(operands, place, index, block.start, block.band, features)
+        marks = key_marks(head, block.start + tl.arange(0, BLOCK_N), features)
+        keys = Keys(block.k, block.v, marks, block.start, block.last)
+        walk = plan_walk(head, block.start, block.last, operands.lists, shape, features, True)
+        sums = Sums(key_grad, value_grad, tl.zeros((BLOCK_N,), tl.float32))
+        for PARTIAL in tl.static_range(2):
+            part = part_of(walk, PARTIAL)
+            sums = gather_queries(sums, keys, queries, part, head, shape, features, KEY_SUMS, PARTIAL, CAREFUL)
+        if KEY_SUMS:
+            rows = block.start + tl.arange(0, BLOCK_N)
+            head_sums = key_sums + every_head * lengths.seqlen_k + place.k_begin
+            tl.store(head_sums + rows, sums.ds, mask=rows < place.length_k)
+        key_grad = sums.dk
+        value_grad = sums.dv
+    return key_grad, value_grad
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
@@ -178,52 +242,29 @@ def keys_kernel(
     BLOCK_N: tl.constexpr = shape.block_n
     PADDED_HEAD: tl.constexpr = shape.padded_head
     PADDED_VALUE: tl.constexpr = shape.padded_value
-    GROUP: tl.constexpr = features.group
-    kv_head = place.head
-    key = rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin)
-    value = rows_of(value, value_b, value_s, value_h, place.batch, kv_head, place.k_begin)
+    inputs = Inputs(
+        Array(query, query_b, query_s, query_h), Array(key, key_b, key_s, key_h), Array(value, value_b, value_s, value_h),
+        Array(grad_out, grad_out_b, grad_out_s, grad_out_h), Statistics(log_sum, log_rest, delta), Band(band_lo, band_hi),
+    )  # fmt: skip
+    key = rows_in(inputs.key, place.batch, place.head, place.k_begin)
+    value = rows_in(inputs.value, place.batch, place.head, place.k_begin)
     k = load_rows(key, start_k, place.length_k, KEY_ROWS, True)
     v = load_rows(value, start_k, place.length_k, VALUE_ROWS, True)
     last_k = last_owned(place, start_k, shape, True)
-    band = band_of(Band(band_lo, band_hi), place, True)
+    block = Block(k, v, start_k, last_k, place, band_of(inputs.band, place, True))
     key_grad = tl.zeros((BLOCK_N, PADDED_HEAD), tl.float32)
     value_grad = tl.zeros((BLOCK_N, PADDED_VALUE), tl.float32)
-    KEY_SUMS: tl.constexpr = key_sums is not None
     WALKS: tl.constexpr = 1 if features.mask == "none" else 2
     for CAREFUL in tl.static_range(WALKS):
         wanted = True
         if CAREFUL:
             wanted = some_nan(key_grad) | some_nan(value_grad)
         if wanted:
-            key_grad = tl.zeros((BLOCK_N, PADDED_HEAD), tl.float32)
-            value_grad = tl.zeros((BLOCK_N, PADDED_VALUE), tl.float32)
-            for member in tl.range(GROUP):
-                index = kv_head * GROUP + member
-                every_head = place.batch.to(tl.int64) * heads + index
-                first = every_head * seqlen_q + place.q_begin
-                queries = Queries(
-                    rows_of(query, query_b, query_s, query_h, place.batch, index, place.q_begin),
-                    rows_of(grad_out, grad_out_b, grad_out_s, grad_out_h, place.batch, index, place.q_begin),
-                    statistics_of(log_sum, log_rest, delta, first),
-                )
-                head = head_of(operands, place, index, start_k, band, features)
-                marks = key_marks(head, start_k + tl.arange(0, BLOCK_N), features)
-                keys = Keys(k, v, marks, start_k, last_k)
-                walk = plan_walk(head, start_k, last_k, lists, shape, features, True)
-                sums = Sums(key_grad, value_grad, tl.zeros((BLOCK_N,), tl.float32))
-                for PARTIAL in tl.static_range(2):
-                    part = part_of(walk, PARTIAL)
-                    sums = gather_queries(sums, keys, queries, part, head, shape, features, KEY_SUMS, PARTIAL, CAREFUL)
-                if KEY_SUMS:
-                    rows = start_k + tl.arange(0, BLOCK_N)
-                    head_sums = key_sums + every_head * seqlen_k + place.k_begin
-                    tl.store(head_sums + rows, sums.ds, mask=rows < place.length_k)
-                key_grad = sums.dk
-                value_grad = sums.dv
+            key_grad, value_grad = gather_group(block, inputs, key_sums, lengths, operands, shape, features, CAREFUL)
 
     if features.dropout:
         value_grad *= rescale
-    dk = rows_of(dk, dk_b, dk_s, dk_h, place.batch, kv_head, place.k_begin)
-    dv = rows_of(dv, dv_b, dv_s, dv_h, place.batch, kv_head, place.k_begin)
+    dk = rows_of(dk, dk_b, dk_s, dk_h, place.batch, place.head, place.k_begin)
+    dv = rows_of(dv, dv_b, dv_s, dv_h, place.batch, place.head, place.k_begin)
     store_rows(dk, start_k, place.length_k, key_grad * softmax_scale, KEY_ROWS)
     store_rows(dv, start_k, place.length_k, value_grad, VALUE_ROWS)

@@ -53,8 +53,8 @@ from dmattn_ops.kernels.portable.visibility import (
     MaskArrays,
     key_marks,
     mask_of_head,
-    met_rows,
     query_marks,
+    rows_in_reach,
     some_nan,
     visibility,
 )
@@ -140,10 +140,10 @@ def gather_keys(
     VALUE_ROWS: tl.constexpr = shape.value_rows
     BLOCK_N: tl.constexpr = shape.block_n
     place = head.place
-    met = met_rows(head.mask, queries.start, queries.last, place.length_k, features)
+    reach = rows_in_reach(head.mask, queries.start, queries.last, place.length_k, features)
     for step in tl.range(part.begin, part.end):
         start = walked_start(part, step, BLOCK_N, features)
-        k = load_rows(keys.key, start, met.end, KEY_ROWS, PARTIAL, met.begin, features.banded)
+        k = load_rows(keys.key, start, reach.end, KEY_ROWS, PARTIAL, reach.begin, features.banded)
         v = load_rows(keys.value, start, place.length_k, VALUE_ROWS, PARTIAL)
         ds, slope, visible = step_gradient(queries, k, v, start, head, shape, features, PARTIAL)
         if dbias is not None:
@@ -152,7 +152,7 @@ def gather_keys(
             ds *= slope
         if PARTIAL and CAREFUL:
             seen = tl.max(visible.to(tl.int32), 0) != 0
-            k = load_rows(keys.key, start, met.end, KEY_ROWS, PARTIAL, met.begin, features.banded, seen)
+            k = load_rows(keys.key, start, reach.end, KEY_ROWS, PARTIAL, reach.begin, features.banded, seen)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=features.precision)
     return dq
 

@@ -70,8 +70,8 @@ class Marks(NamedTuple):
     hidden_to: Any
 
 
-class Met(NamedTuple):
-    """The walked rows that owned rows may meet, by band and end."""
+class Reach(NamedTuple):
+    """The walked rows that band and end let a block of owned rows see: others hold nothing for it."""
 
     begin: Any  # the first
     end: Any  # one behind the last
@@ -179,8 +179,8 @@ def visibility(
 
 
 @triton.jit
-def met_rows(mask, first_owned, last_owned, walked_end, features: tl.constexpr):
-    """Return the walked rows that rows `first_owned ... last_owned` may meet.
+def rows_in_reach(mask, first_owned, last_owned, walked_end, features: tl.constexpr):
+    """Return the walked rows that owned rows `first_owned ... last_owned` may see, by band and end.
 
     Steps that are tested load no others: a product of a probability of 0 and a NaN is NaN.
     """
@@ -188,7 +188,7 @@ def met_rows(mask, first_owned, last_owned, walked_end, features: tl.constexpr):
     if features.banded:
         begin = first_owned + mask.lo
         walked_end = tl.minimum(walked_end, tl.where(mask.lo <= mask.hi, last_owned + mask.hi + 1, 0))
-    return Met(begin, walked_end)
+    return Reach(begin, walked_end)
 
 
 @triton.jit

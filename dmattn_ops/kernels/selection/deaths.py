@@ -102,13 +102,16 @@ def _candidates(keys, origin, first, best, keep, CHUNK: tl.constexpr, FINE: tl.c
 def write_deaths(
     scores, bounds, keys, end,
     seqlen, size, bits, heads, scores_b, scores_h, bounds_b, keep, keep_first, keep_last,
-    CHUNK: tl.constexpr, FINE: tl.constexpr, KIND: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """Write `end` of the keys that leave the best `keep` at one of FINE positions, those that never enter them included.
 
     A key that was among the best before can leave only if it was among the worst FINE of them. It does so, as any key, at
     the position at which so many better ones have come, since `origin`, that `keep` are ahead of it.
     """
+    CHUNK: tl.constexpr = T.chunk
+    FINE: tl.constexpr = T.fine
+    KIND: tl.constexpr = T.kind
     spans = tl.cdiv(seqlen, FINE)
     row = (tl.program_id(0) // spans).to(tl.int64)
     origin = tl.program_id(0) % spans * FINE
@@ -117,7 +120,7 @@ def write_deaths(
     here = origin + tl.arange(0, FINE)
     inside = here < seqlen
     longest, first_origin = origin + FINE, 0
-    if HAS_DOCUMENTS:
+    if T.documents:
         own_bounds += row // heads * bounds_b
         longest = tl.max(here + 1 - tl.load(own_bounds + here, inside, other=seqlen), axis=0)
         first_origin = tl.load(own_bounds + origin)
@@ -140,12 +143,12 @@ def write_deaths(
         first = tl.zeros([2 * FINE], tl.int32)
         last = first + seqlen
         ahead = best - not_better
-        if HAS_DOCUMENTS:
+        if T.documents:
             first = tl.load(own_bounds + position, valid, other=0)
             last = tl.load(own_bounds + seqlen + position, valid, other=0)
             ahead = tl.where(first == first_origin, ahead, 0)
         number = keep - ahead
         death = _nth_better(valid, number, position, first, last, origin, seqlen, FINE)
         death = tl.where(number <= 0, position, tl.maximum(position, death))
-        stop = stop_of(death, position, first, last, keep_first, keep_last, IS_CAUSAL)
+        stop = stop_of(death, position, first, last, keep_first, keep_last, T.causal)
         tl.store(end + row * seqlen + position, stop, valid & (death < seqlen))

@@ -7,12 +7,31 @@ keys of a document have the same indices in its sorted run as in the row, in ano
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
+from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.launching.overlap import follow_kernel_before
 
 NO_KEY = tl.constexpr((1 << 63) - 1)  # worse than every key
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Traits(Constants):
+    """What the kernels that sort keys and find their deaths are compiled for."""
+
+    chunk: int  # positions, a power of two
+    fine: int  # of a short run, and of a span
+    kind: str  # of scores, as `load_keys` reads them
+    documents: bool  # a row has several
+    causal: bool
+
+    @property
+    def log_chunk(self) -> int:
+        """The logarithm of a chunk's length to base 2."""
+        return self.chunk.bit_length() - 1
 
 
 @triton.jit
@@ -55,14 +74,17 @@ def stop_of(death, position, first, last, keep_first, keep_last, IS_CAUSAL: tl.c
 def sort_runs(
     scores, bounds, keys, coarse_runs, start, end,
     seqlen, size, bits, heads, scores_b, scores_h, bounds_b,
-    CHUNK: tl.constexpr, FINE: tl.constexpr, LOG_CHUNK: tl.constexpr, KIND: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr, COARSE: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    T: tl.constexpr, COARSE: tl.constexpr,
 ):  # fmt: skip
     """Sort a chunk's runs, and write `start`, and `end` as if every key stayed to the end of its document.
 
     `size` is `seqlen` rounded up to whole chunks, `bounds` `[B or 1, 2, seqlen]` where documents begin and end. `keys`
     `[rows, chunks, 2, CHUNK]` takes a chunk's runs of FINE in its first half, `coarse_runs` `[rows, size]` all of it.
     """
+    CHUNK: tl.constexpr = T.chunk
+    FINE: tl.constexpr = T.fine
+    KIND: tl.constexpr = T.kind
+    LOG_CHUNK: tl.constexpr = T.log_chunk
     follow_kernel_before()
     chunks = size // CHUNK
     row = (tl.program_id(0) // chunks).to(tl.int64)
@@ -72,16 +94,16 @@ def sort_runs(
     inside = position < seqlen
     first = tl.zeros([CHUNK], tl.int32)
     last = tl.zeros([CHUNK], tl.int32) + seqlen
-    if HAS_DOCUMENTS:
+    if T.documents:
         own_bounds = bounds + row // heads * bounds_b
         first = tl.load(own_bounds + position, inside, other=0)
         last = tl.load(own_bounds + seqlen + position, inside, other=0)
-    tl.store(start + row * seqlen + position, position if IS_CAUSAL else first, inside)
+    tl.store(start + row * seqlen + position, position if T.causal else first, inside)
     tl.store(end + row * seqlen + position, last, inside)
 
     key = load_keys(scores + row // heads * scores_b + row % heads * scores_h, position, inside, bits, KIND)
     word = ((key >> bits) << LOG_CHUNK) | local  # 44 bits at most
-    if HAS_DOCUMENTS:
+    if T.documents:
         word |= tl.maximum(first - origin, 0).to(tl.int64) << (32 + LOG_CHUNK)
     word = tl.where(inside, word, NO_KEY)
     runs = tl.reshape(tl.sort(tl.reshape(word, [CHUNK // FINE, FINE]), 1), [CHUNK])

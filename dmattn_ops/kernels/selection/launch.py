@@ -19,10 +19,11 @@ import torch
 import triton
 from torch import Tensor
 
+from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.selection.alive import sort_alive
 from dmattn_ops.kernels.selection.deaths import write_deaths
 from dmattn_ops.kernels.selection.documents import find_changes, write_bounds
-from dmattn_ops.kernels.selection.keys import sort_runs
+from dmattn_ops.kernels.selection.keys import Traits, sort_runs
 from dmattn_ops.kernels.selection.order import ranks
 from dmattn_ops.launching.launch import computed, launch, workspace
 
@@ -67,16 +68,16 @@ def lifetimes(
     scores, kind = _readable(scores)
     bounds = scores if documents is None else _bounds(documents, span)
     size, bits = chunks * chunk, max(1, (seqlen - 1).bit_length())
-    scores_b, scores_h = (0 if scores.shape[dim] == 1 else scores.stride(dim) for dim in (0, 1))
+    scores_b, scores_h = (broadcast_stride(scores, dim) for dim in (0, 1))
     bounds_b = 0 if documents is None or documents.shape[0] == 1 else 2 * seqlen
     several = chunks > 1
     keys = workspace(scores, rows, chunks, 2, chunk, dtype=torch.int64)
     coarse_runs = workspace(scores, rows, size, dtype=torch.int64) if several else keys
+    traits = Traits(chunk, fine, kind, documents is not None, is_causal)
     launch(
         sort_runs, (rows * chunks,), scores, bounds, keys, coarse_runs, start, end,
         seqlen, size, bits, heads, scores_b, scores_h, bounds_b,
-        CHUNK=chunk, FINE=fine, LOG_CHUNK=chunk.bit_length() - 1, KIND=kind,
-        HAS_DOCUMENTS=documents is not None, COARSE=several, IS_CAUSAL=is_causal, num_warps=SORTING_WARPS,
+        T=traits, COARSE=several, num_warps=SORTING_WARPS,
     )  # fmt: skip
     if keep == seqlen:
         return
@@ -92,8 +93,7 @@ def lifetimes(
     launch(
         write_deaths, (spans,), scores, bounds, keys, end,
         seqlen, size, bits, heads, scores_b, scores_h, bounds_b, keep, keep_first, keep_last,
-        CHUNK=chunk, FINE=fine, KIND=kind, HAS_DOCUMENTS=documents is not None, IS_CAUSAL=is_causal,
-        num_warps=deaths_warps(spans),
+        T=traits, num_warps=deaths_warps(spans),
     )  # fmt: skip
 
 

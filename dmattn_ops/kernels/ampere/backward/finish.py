@@ -50,13 +50,14 @@ def add_to_sums(
     Each dimension is one of registers, warps or lanes alone: so each thread has one address, and what its registers add to that
     are constants of the instructions.
     """
-    SHAPE: gl.constexpr = (ROWS // (16 * ROW_WARPS), ROW_WARPS, 2, 8, COLUMNS // (8 * COLUMN_WARPS), COLUMN_WARPS, 4, 2)
-    parts = gl.reshape(dq, SHAPE)
+    ROW_PARTS: gl.constexpr = ROWS // (16 * ROW_WARPS)  # that registers hold, as those of columns
+    COLUMN_PARTS: gl.constexpr = COLUMNS // (8 * COLUMN_WARPS)
+    parts = gl.reshape(dq, [ROW_PARTS, ROW_WARPS, 2, 8, COLUMN_PARTS, COLUMN_WARPS, 4, 2])
     LAYOUT: gl.constexpr = parts.type.layout
     own = along(1, ROW_WARPS, LAYOUT) * (16 * COLUMNS) + along(5, COLUMN_WARPS, LAYOUT) * 64
     own = own + along(3, 8, LAYOUT) * 4 + along(6, 4, LAYOUT)
-    of_row = along(0, SHAPE[0], LAYOUT) * (ROW_WARPS * 16 * COLUMNS) + along(2, 2, LAYOUT) * (8 * COLUMNS)
-    of_column = along(4, SHAPE[4], LAYOUT) * (COLUMN_WARPS * 64) + along(7, 2, LAYOUT) * 32
+    of_row = along(0, ROW_PARTS, LAYOUT) * (ROW_WARPS * 16 * COLUMNS) + along(2, 2, LAYOUT) * (8 * COLUMNS)
+    of_column = along(4, COLUMN_PARTS, LAYOUT) * (COLUMN_WARPS * 64) + along(7, 2, LAYOUT) * 32
     gl.atomic_add((pointer + own) + (of_row + of_column), parts, sem="relaxed")
 
 

@@ -63,8 +63,8 @@ from dmattn_ops.kernels.portable.visibility import (
     KeyArrays,
     MaskArrays,
     key_marks,
-    met_rows,
     query_marks,
+    rows_in_reach,
     some_nan,
     visibility,
 )
@@ -86,6 +86,7 @@ class Traits(Constants):
     same_strides: bool  # rows of queries and of these gradients are as far apart: addresses take the registers of one
     bias_tiles: bool  # a bias with queries is copied to shared memory, into the buffer of P before that is made
     ordered: bool  # additions to dq have a fixed order (`order.py`)
+    key_sums: bool  # the sums of dS over the queries are written, of a bias per key
 
 
 class Buffers(NamedTuple):
@@ -111,7 +112,7 @@ class Queries(NamedTuple):
     dq: Any  # where the sums of the first one lie
     turns: Any  # a counter for each step of queries, or None
     dbias: Any  # scores.Bias, or None where dS is not written
-    met: Any  # those that the owned keys may meet
+    reach: Any  # Reach: those that may see an owned key
 
 
 class Keys(NamedTuple):
@@ -124,15 +125,15 @@ class Keys(NamedTuple):
 
 
 class HeadWalk(NamedTuple):
-    """How the owned keys and the queries of one head meet."""
+    """One query head, and the walk of the owned keys through its queries."""
 
     head: Any  # heads.Head, with bits and the band as queries have them
     steps: Any
-    met: Any  # the queries that the keys may meet
+    reach: Any  # Reach: the queries that may see an owned key
 
 
 class Sums(NamedTuple):
-    """What is gathered for a block of keys."""
+    """Sums over queries for a block of keys."""
 
     dk: Any
     dv: Any
@@ -145,8 +146,8 @@ def fetch_queries(buffers, stage, queries, start, length, shape: gl.constexpr, C
     WARPS: gl.constexpr = gl.num_warps()
     M: gl.constexpr = shape.block_m
     QUERY_ROWS: gl.constexpr = shape.query_rows
-    met = queries.met
-    copy_rows(buffers.q.index(stage), queries.query, start, met.begin, met.end, QUERY_ROWS, CHECKED, WARPS)
+    reach = queries.reach
+    copy_rows(buffers.q.index(stage), queries.query, start, reach.begin, reach.end, QUERY_ROWS, CHECKED, WARPS)
     copy_numbers(buffers.log_sum.index(stage), queries.statistics.log_sum, start, length, M, WARPS)
     copy_numbers(buffers.log_rest.index(stage), queries.statistics.log_rest, start, length, M, WARPS)
     async_copy.commit_group()
@@ -158,8 +159,8 @@ def fetch_gradients(buffers, stage, queries, start, length, shape: gl.constexpr,
     WARPS: gl.constexpr = gl.num_warps()
     M: gl.constexpr = shape.block_m
     OUT_ROWS: gl.constexpr = shape.out_rows
-    met = queries.met
-    copy_rows(buffers.grad_out.index(stage), queries.grad_out, start, met.begin, met.end, OUT_ROWS, CHECKED, WARPS)
+    reach = queries.reach
+    copy_rows(buffers.grad_out.index(stage), queries.grad_out, start, reach.begin, reach.end, OUT_ROWS, CHECKED, WARPS)
     copy_numbers(buffers.delta.index(stage), queries.statistics.delta, start, length, M, WARPS)
     async_copy.commit_group()
 
@@ -174,8 +175,8 @@ def visible_pairs(head, keys, queries, features: gl.constexpr):
 
 @gluon.jit
 def gather(
-    sums, start, number, steps, queries, keys, buffers, head, shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
-    KEY_SUMS: gl.constexpr, PARTIAL: gl.constexpr, CAREFUL: gl.constexpr,
+    sums, start, number, walk, queries, keys, buffers, shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
+    PARTIAL: gl.constexpr, CAREFUL: gl.constexpr,
 ):  # fmt: skip
     """Add the queries from `start` on, which are in shared memory, and return the sums and the start of the next step.
 
@@ -190,11 +191,12 @@ def gather(
     M: gl.constexpr = shape.block_m
     N: gl.constexpr = shape.block_n
     HEAD: gl.constexpr = shape.padded_head
+    head = walk.head
     length = head.place.length_q
     dtype: gl.constexpr = buffers.q.dtype
     q_stage = number % T.query_stages
     grad_stage = number % T.grad_stages
-    next_start = start_of(steps, number + 1, M, features, PARTIAL)
+    next_start = start_of(walk.steps, number + 1, M, features, PARTIAL)
     async_copy.wait_group(0)  # Triton puts a barrier of the block behind it
     if T.query_stages == 2:
         fetch_queries(buffers, 1 - q_stage, queries, next_start, length, shape, PARTIAL)
@@ -238,7 +240,7 @@ def gather(
         if features.softcap:
             slope = gl.where(visible, slope, 0.0)
     key_sum = sums.ds
-    if KEY_SUMS:
+    if T.key_sums:
         key_sum += gl.sum(ds, 0)
     if queries.dbias is not None:
         store_scores(queries.dbias, ds, own_queries, keys.rows, head.place)
@@ -267,10 +269,10 @@ def gather(
 
 @gluon.jit
 def gather_head(
-    sums, steps, queries, keys, buffers, head, shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
-    KEY_SUMS: gl.constexpr, CAREFUL: gl.constexpr,
+    sums, walk, queries, keys, buffers, shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr, CAREFUL: gl.constexpr
 ):  # fmt: skip
     """Add all queries of one head to the sums."""
+    head, steps = walk.head, walk.steps
     length = head.place.length_q
     if steps.count > 0:
         start = start_of(steps, 0, shape.block_m, features, True)
@@ -279,13 +281,9 @@ def gather_head(
         fetch_queries(buffers, 0, queries, start, length, shape, True)
         fetch_gradients(buffers, 0, queries, start, length, shape, True)
         for number in range(steps.n_partial):
-            sums, start = gather(
-                sums, start, number, steps, queries, keys, buffers, head, shape, features, T, KEY_SUMS, True, CAREFUL
-            )
+            sums, start = gather(sums, start, number, walk, queries, keys, buffers, shape, features, T, True, CAREFUL)
         for number in range(steps.n_partial, steps.count):
-            sums, start = gather(
-                sums, start, number, steps, queries, keys, buffers, head, shape, features, T, KEY_SUMS, False, CAREFUL
-            )
+            sums, start = gather(sums, start, number, walk, queries, keys, buffers, shape, features, T, False, CAREFUL)
     async_copy.wait_group(0)
     return sums
 
@@ -299,12 +297,12 @@ def some_infinite(buffer, block: gl.constexpr):
 
 @gluon.jit
 def walk_of(operands, band, place, index, start_k, last_k, shape: gl.constexpr, features: gl.constexpr):
-    """Return how the owned keys and the queries of head `index` meet."""
+    """Return query head `index` and the walk of the owned keys through its queries, a `HeadWalk`."""
     turned = head_of(operands, place, index, start_k, band_of(band, place, True), features)
     walk = plan_walk(turned, start_k, last_k, operands.lists, shape, features, True)
     steps = steps_of(part_of(walk, True), part_of(walk, False))
-    met = met_rows(turned.mask, start_k, last_k, place.length_q, features)
-    return HeadWalk(head_of(operands, place, index, start_k, band_of(band, place, False), features), steps, met)
+    reach = rows_in_reach(turned.mask, start_k, last_k, place.length_q, features)
+    return HeadWalk(head_of(operands, place, index, start_k, band_of(band, place, False), features), steps, reach)
 
 
 @gluon.jit
@@ -351,7 +349,6 @@ def backward_kernel(
     HEAD: gl.constexpr = shape.padded_head
     VALUE: gl.constexpr = shape.padded_value
     GROUP: gl.constexpr = features.group
-    KEY_SUMS: gl.constexpr = key_sums is not None
     WALKS: gl.constexpr = 1 if features.mask == "none" else 2
     dtype: gl.constexpr = query.dtype.element_ty
     lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
@@ -392,7 +389,7 @@ def backward_kernel(
     last_k = last_owned(place, start_k, shape, True)
     own_keys = start_k + gl.arange(0, N, layout=COLUMN)
     first_walk = walk_of(operands, band, place, kv_head * GROUP, start_k, last_k, shape, features)
-    reach = met_rows(first_walk.head.mask, 0, place.length_q - 1, place.length_k, features)
+    reach = rows_in_reach(first_walk.head.mask, 0, place.length_q - 1, place.length_k, features)
     own = source_of(rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin), KEY_ROWS, WARPS)
     copy_rows(buffers.k, own, start_k, reach.begin, reach.end, KEY_ROWS, True, WARPS)
     own = source_of(rows_of(value, value_b, value_s, value_h, place.batch, kv_head, place.k_begin), VALUE_ROWS, WARPS)
@@ -439,17 +436,15 @@ def backward_kernel(
                     sums_of_head,
                     None if turns is None else turns + every_head * (dq_rows // M),
                     head_dbias,
-                    walk.met,
+                    walk.reach,
                 )
                 key_bias = 0.0
                 if features.bias == "key":
                     key_bias = load_key_bias(walk.head, own_keys)[None, :]
                 keys = Keys(own_keys, key_marks(walk.head, own_keys, features), key_bias, start_k)
                 sums = Sums(key_grad, value_grad, gl.zeros([N], gl.float32, layout=COLUMN))
-                sums = gather_head(
-                    sums, walk.steps, queries, keys, buffers, walk.head, shape, features, T, KEY_SUMS, CAREFUL
-                )
-                if KEY_SUMS:
+                sums = gather_head(sums, walk, queries, keys, buffers, shape, features, T, CAREFUL)
+                if T.key_sums:
                     at = key_sums + every_head * seqlen_k + place.k_begin + own_keys
                     gl.store(at, sums.ds, mask=own_keys < place.length_k)
                 key_grad = sums.dk

@@ -25,7 +25,7 @@ from dmattn_ops.kernels.portable.arguments import (
     row_strides,
     shape_of,
 )
-from dmattn_ops.kernels.portable.dbias import BiasRoom, gradient_of_bias, room_for_bias
+from dmattn_ops.kernels.portable.dbias import BiasRoom, dbias_arguments, gradient_of_bias, room_for_bias
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
 from dmattn_ops.launching.launch import computed, launch, workspace
 
@@ -79,7 +79,6 @@ def _launch_keys(
     blocks, programs = blocks_and_programs(size, size.seqlen_k, size.kv_heads, config.block_n, mask.col_tiles)
     if programs == 0:
         return
-    strides = (0, 0, 0, 0) if room.scores is None else room.scores.stride()
     launch(
         backward_kernel,
         (programs,),
@@ -87,10 +86,9 @@ def _launch_keys(
         **list_arguments(mask.col_tiles, mask.row_bits, size.heads),
         **row_strides("dk", grads.dk),
         **row_strides("dv", grads.dv),
-        **dict(zip(("dbias_b", "dbias_h", "dbias_q", "dbias_k"), strides, strict=True)),
+        **dbias_arguments(room.scores),
         dk=grads.dk,
         dv=grads.dv,
-        dbias=room.scores,
         key_sums=room.key_sums,
         blocks=blocks,
         shape=shape_of(call, config.block_m, config.block_n, rows_are_aligned(grads.dk, grads.dv), LEAST_COLUMNS),
@@ -104,6 +102,7 @@ def _launch_keys(
             call.query.stride(-3) == grads.grad_out.stride(-3),
             bias_comes_in_tiles(call),
             call.options.deterministic,
+            room.key_sums is not None,
         ),
         num_warps=config.num_warps,
     )

@@ -55,8 +55,8 @@ from dmattn_ops.kernels.portable.visibility import (
     KeyArrays,
     MaskArrays,
     key_marks,
-    met_rows,
     query_marks,
+    rows_in_reach,
     some_nan,
     visibility,
 )
@@ -85,7 +85,7 @@ class Queries(NamedTuple):
     rows: Any  # their numbers
     marks: Any
     start: Any
-    met: Any  # the keys that they may meet
+    reach: Any  # Reach: the keys that they may see
 
 
 @gluon.constexpr_function
@@ -200,10 +200,10 @@ def attend(
     N: gl.constexpr = shape.block_n
     KEY_ROWS: gl.constexpr = shape.key_rows
     VALUE_ROWS: gl.constexpr = shape.value_rows
-    place, met = head.place, queries.met
+    place, reach = head.place, queries.reach
     ahead = start_of(steps, number + 1, N, features, PARTIAL)
     async_copy.wait_group(0)  # Triton puts a barrier of the block behind it
-    copy_rows(buffers.v, keys.value, start, met.begin, met.end, VALUE_ROWS, PARTIAL, WARPS)
+    copy_rows(buffers.v, keys.value, start, reach.begin, reach.end, VALUE_ROWS, PARTIAL, WARPS)
     if buffers.bias is not None:
         copy_bias(buffers.bias, head, queries.start, start, M, N, WARPS)
     async_copy.commit_group()
@@ -332,8 +332,8 @@ def forward_kernel(
     partial = share_of(part_of(walk, True), split, splits)
     steps = steps_of(partial, share_of(part_of(walk, False), split, splits))
     rows = start_q + gl.arange(0, shape.block_m, layout=gl.SliceLayout(1, LAYOUT))
-    met = met_rows(head.mask, start_q, last_q, place.length_k, features)
-    queries = Queries(rows, query_marks(head, rows, features), start_q, met)
+    reach = rows_in_reach(head.mask, start_q, last_q, place.length_k, features)
+    queries = Queries(rows, query_marks(head, rows, features), start_q, reach)
     sums = attend_share(queries, keys, steps, buffers, head, shape, features, False)
     if features.mask != "none":
         wanted = some_nan(sums.acc[0])

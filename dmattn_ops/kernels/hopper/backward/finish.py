@@ -146,7 +146,7 @@ def finish(turn, out, work, C: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def ignore(turn, work):
-    """As a reducer, receive what is for the consumers."""
+    """Take part, as a reducer, in the announcements of tiles of dq, which are for the consumers."""
     tile, _, _ = receive(turn, work)
     while tile >= 0:
         turn += 1

@@ -174,7 +174,10 @@ def head_loop(i, dk, dv, own, walk, numbers, record, row, head, C: gl.constexpr,
 
 @gluon.jit
 def heads_loops(i, dk, dv, own, walk, numbers, record, row, head, C: gl.constexpr, T: gl.constexpr):
-    """Do `head_loop`: one pair of loops that ask whether they need exact statistics, or two where registers are short."""
+    """Take all steps of some query heads, as `head_loop` does, which asks in each step whether it needs exact statistics.
+
+    With a full bias or a soft cap there are no registers for that: the loops for exact statistics are other ones.
+    """
     if T.BIAS == FULL_BIAS or T.SOFTCAP:
         if walk.exact.needed != 0:
             i, dk, dv = head_loop(i, dk, dv, own, walk, numbers, record, row, head, C, ALWAYS, T)
@@ -187,7 +190,7 @@ def heads_loops(i, dk, dv, own, walk, numbers, record, row, head, C: gl.constexp
 
 @gluon.jit
 def numbers_of(place, mask, T: gl.constexpr):
-    """Return the numbers of a mask for the first query head of a place."""
+    """Return the `KeyNumbers` of a mask for the first query head of a place."""
     bits = mask.bits
     q_segments = mask.q_segments
     k_segments = mask.k_segments
@@ -214,7 +217,7 @@ def numbers_of(place, mask, T: gl.constexpr):
 
 @gluon.jit
 def next_numbers(numbers, mask):
-    """Return the numbers of a mask for the next query head of a group."""
+    """Return the `KeyNumbers` of a mask for the next query head of a group."""
     step = mask.k_segments_step
     return KeyNumbers(
         numbers.bits + mask.bits_step, numbers.bits_row, numbers.q_segments, numbers.k_segments + step, numbers.start + step,

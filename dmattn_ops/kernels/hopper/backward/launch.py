@@ -52,6 +52,7 @@ from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.hopper.statistics import Made, Statistics
 from dmattn_ops.kernels.portable.again import COUNTS
+from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, parts_of_gradient
@@ -78,7 +79,8 @@ TILES_AT_ONCE = 4  # of dq, that a program draws where there are many
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why this kernel cannot take the request; none means that `backward` will."""
-    query, key, value, bias, mask, _, _, varlen, options = call[:9]
+    query, key, value, bias = call.query, call.key, call.value, call.bias
+    mask, varlen, options = call.mask, call.varlen, call.options
     dim, dim_v = query.shape[-1], value.shape[-1]
     reasons = {
         "a bias with queries under a soft cap": bias_kind(bias) == "full" and options.softcap != 0.0,
@@ -104,8 +106,7 @@ def refusals(call: Call) -> list[str]:
 
 def _steps(tensor: Tensor, heads: int, kv_heads: int) -> tuple[int, int, int]:
     """Return strides (batch, key head, query head of a group) of a mask `[Bm, Hm, ...]`, 0 where it broadcasts."""
-    batch = tensor.stride(0) if tensor.shape[0] > 1 else 0
-    head = tensor.stride(1) if tensor.shape[1] > 1 else 0
+    batch, head = broadcast_stride(tensor, 0), broadcast_stride(tensor, 1)
     if tensor.shape[1] == kv_heads and kv_heads != heads:
         return batch, head, 0
     return batch, head * (heads // kv_heads), head
@@ -116,7 +117,8 @@ def _mask_of(call: Call, unused: Tensor, block_n: int) -> Mask:
 
     Tensors that a kind does not have are `unused`, so that no kernel is compiled for their absence.
     """
-    mask, (_, _, _, heads, kv_heads) = call.mask, sizes_of(call)
+    mask, sizes = call.mask, sizes_of(call)
+    heads, kv_heads = sizes.heads, sizes.kv_heads
     given = Mask(*[unused] * 8, *[0] * 12)
     if call.varlen is not None:
         chunk = chunk_of_tiles(even_groups(kv_heads, PACKED_HEADS), ROUNDS_OF_CHUNKS, call.query.device)
@@ -142,8 +144,7 @@ def _mask_of(call: Call, unused: Tensor, block_n: int) -> Mask:
     given = given._replace(k_segments=numbers)
     if mask.q_segments is None:
         return given
-    queries_b = mask.q_segments.stride(0) if mask.q_segments.shape[0] > 1 else 0
-    return given._replace(q_segments=mask.q_segments, q_segments_b=queries_b)
+    return given._replace(q_segments=mask.q_segments, q_segments_b=broadcast_stride(mask.q_segments, 0))
 
 
 def _interleaved(call: Call) -> bool:

@@ -163,7 +163,7 @@ def reduce_step(i, m, tile0, seen, pieces, C: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def reduce_last(i, turn, m, tile0, seen, place, pieces, stores, C: gl.constexpr, T: gl.constexpr):
-    """Do `reduce_step` for a block's last step, and write dk and dv of consumer `C`'s 64 keys, which it handed out as well.
+    """Add a block's last piece of dq as `reduce_step` does, and write dk and dv of consumer `C`'s 64 keys, handed out with it.
 
     Those of a share have their own batch.
     """

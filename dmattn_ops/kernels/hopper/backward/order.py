@@ -4,7 +4,7 @@ A counter per 64 x 64 piece of dq says how many key tiles have added to it; key 
 before it have. So a block waits only for lower-numbered blocks. These belong to running programs, whose reducers finish a
 block before they take the next: of all unfinished blocks, the one with the lowest number is being computed, and waits for
 none. So nothing can deadlock, whatever else runs on the GPU. The blocks of a head walk the query tiles downwards. Then tile
-`n` follows `n - 1` through the same query tiles (full, causal), or meets each one after `n - 1` has left it (window): blocks
+`n` follows `n - 1` through the same query tiles (full, causal), or comes to each one after `n - 1` has left it (window): blocks
 that start together wait once, for a fraction of a step each, and not again.
 """
 

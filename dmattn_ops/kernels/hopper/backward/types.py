@@ -113,7 +113,7 @@ class Stores(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """How a reducer adds the pieces of a block's dq."""
+    """Shared memory, barriers and counters with which a reducer adds a block's pieces of dq to the workspace."""
 
     map: Any
     dq: Any  # its consumer's
@@ -125,7 +125,7 @@ class Pieces(NamedTuple):
 
 
 class Own(NamedTuple):
-    """Shared memory and barriers, and what a consumer owns of them while it works on a block."""
+    """Shared memory and barriers, and the parts of them that one consumer uses for a block."""
 
     smem: Any  # Shared
     signals: Any
@@ -161,7 +161,7 @@ class Mask(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A call as all partitions know it."""
+    """The mask, sizes, scales and bias of a call, which all partitions are given."""
 
     mask: Any  # Mask
     kv_heads: Any
@@ -180,7 +180,7 @@ class Problem(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where dq goes from the workspace (`finish.py`)."""
+    """The sums of dq in the workspace, and what writes dq from them: shared memory, tensor maps, a scale (`finish.py`)."""
 
     accumulator: Any
     dq: Any  # pieces of shared memory that it passes through
@@ -204,7 +204,7 @@ class Order(NamedTuple):
 
 
 class Work(NamedTuple):
-    """How the producer tells the other partitions what comes next."""
+    """Shared memory and barriers through which the producer announces the next place to the other partitions."""
 
     places: Any  # shared memory [2, 4]
     full: Any
@@ -252,7 +252,7 @@ class Block(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """A block as a consumer walks it."""
+    """A block, its query tiles, and what a consumer needs in all steps through them."""
 
     block: Any
     span: Any
@@ -291,7 +291,7 @@ class Select(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One query tile, as a consumer of 64 keys sees it."""
+    """One query tile, and what a consumer of 64 keys needs to add it to dk and dv."""
 
     row: Any  # of the statistics
     head: Any

@@ -183,7 +183,7 @@ def store_part(sums, factor, map, buffers, spare, block, PART: gl.constexpr, FIR
 
 
 class Step(NamedTuple):
-    """One step, as the owner of dv sees it."""
+    """One step of 64 queries, and what the consumer that owns dv needs to make P of it."""
 
     row: Any  # of the statistics
     bias: Any  # what `step_bias` returned

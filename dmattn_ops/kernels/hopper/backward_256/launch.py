@@ -79,9 +79,10 @@ _SUSPECT = tl.constexpr(SUSPECT)
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why these kernels don't take a request; empty where they do."""
-    query, key, value, bias, tiles, _, _, varlen, options = call[:9]
+    query, key, value, bias = call.query, call.key, call.value, call.bias
+    mask, varlen, options = call.mask, call.varlen, call.options
     dims = query.shape[-1], value.shape[-1]
-    by_key = bias is not None or (varlen is not None and tiles.k_segments is not None)
+    by_key = bias is not None or (varlen is not None and mask.k_segments is not None)
     wrong = {
         f"elements are {query.dtype}, not float16 or bfloat16": query.dtype not in (torch.float16, torch.bfloat16),
         f"head dimensions {dims} are over {MAX_DIM}": max(dims) > MAX_DIM,

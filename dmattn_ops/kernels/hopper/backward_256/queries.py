@@ -153,7 +153,7 @@ class Edge(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step, as a consumer of 64 queries sees it."""
+    """One step of 64 keys, and what a consumer of 64 queries needs to add it to dq."""
 
     bias: Any  # what `step_bias` returned
     queries: Any

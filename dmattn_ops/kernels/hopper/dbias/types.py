@@ -1,4 +1,4 @@
-"""What the functions of a shared bias's gradient on SM 9.0 pass to each other."""
+"""Records that functions of the gradient of a shared bias on SM 9.0 take: traits, shared memory, members, statistics."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class AllRows(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A call as all partitions know it."""
+    """The members, mask, statistics and scales of a call, which all partitions are given."""
 
     members: Any
     states: Any

@@ -79,7 +79,8 @@ _FEW_ROUNDS = 4  # pieces for each SM, up to which those of all heads alternate:
 
 def refusals(call: Call) -> list[str]:
     """Return every reason why this kernel cannot take a call; none means that it can."""
-    query, key, value, bias, tiles, _, _, varlen, options = call[:9]
+    query, key, value, bias = call.query, call.key, call.value, call.bias
+    mask, varlen, options = call.mask, call.varlen, call.options
     reasons = ragged_refusals(call)
     if query.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"takes bfloat16 and float16, not {query.dtype}")
@@ -96,12 +97,12 @@ def refusals(call: Call) -> list[str]:
     reasons += dropout_refusals(call) + unused_refusals(call)
     if options.softmax_scale <= 0.0:
         reasons.append("takes positive scales only")
-    _, seqlen_q, _, heads, _ = sizes_of(call)
+    sizes = sizes_of(call)
     batch, longest_k = call.demand.batch if varlen is None else 1, call.demand.seqlen_k
-    blocks = batch * heads * -(-seqlen_q // TILE)
+    blocks = batch * sizes.heads * -(-sizes.seqlen_q // TILE)
     if 4 * blocks <= arch.physical(query.device).num_sms and longest_k >= _LONG_WALK:
         reasons.append(f"{blocks} blocks of queries leave most SMs idle, where shares of {longest_k} keys do not")
-    if varlen is None and tiles.k_segments is not None and tiles.row_tiles is None:
+    if varlen is None and mask.k_segments is not None and mask.row_tiles is None:
         reasons.append("takes segments with their lists of tiles only")
     if varlen is None and too_long(call):
         reasons.append("takes intervals with lists of tiles, which would be too long here")
@@ -212,7 +213,7 @@ def _row_maps(call: Call, out: Tensor, traits: Traits) -> dict[str, Map | None]:
 
 
 def _traits(call: Call, result: Result, config: HopperForward, band: tuple[int, int], watched: bool) -> Traits:
-    """Return what the kernel is compiled for."""
+    """Return the constants that the kernel is compiled for."""
     options = call.options
     (width, second), (width_v, second_v) = tiles_of(call.query.shape[-1], call.value.shape[-1])
     return Traits(

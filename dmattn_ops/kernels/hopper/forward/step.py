@@ -124,7 +124,7 @@ def hidden_words(i, step, words, n_partial, C: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def stored_mask(i, step, smem, n_partial, C: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr):
-    """Return what shared memory holds of the mask of the `i`-th tile: `hidden_words`, or which of the block's queries see
+    """Return the part of the mask of the `i`-th tile that shared memory holds: `hidden_words`, or which of the block's queries see
     each key of the step, as `load_keys` stored it. 0 for other masks.
 
     Call it before the product of the same step is issued, like `hidden_words`.

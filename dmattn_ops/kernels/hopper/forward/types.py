@@ -186,7 +186,7 @@ class Walk(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """What the 64 queries of a consumer see of a walk's keys."""
+    """Which keys of a walk the 64 queries of a consumer see: what their tests read."""
 
     walk: Walk
     n_partial: Any  # the first tiles of a list, which are partly visible

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from dmattn_ops.kernels.hopper.constants import HEADER, ROWS, TILE
 from dmattn_ops.kernels.hopper.forward.types import Tiles, Walk
-from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, meet, tma_load
+from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, thread_barrier, tma_load
 from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, RAGGED, has_lists
 from dmattn_ops.kernels.hopper.lists import bounded, last_tile, named_tile
 from dmattn_ops.kernels.hopper.ragged import count_tiles, head_corner_of, load_tile
@@ -306,7 +306,7 @@ def produce(operands, smem, bars, T: gl.constexpr):
             counts = gl.where(slots == 2, n_partial, n_full)
             parts = gl.where(slots == 0, work.head, gl.where(slots == 1, work.tile, counts))
         smem.pieces.index(slot).store(parts)
-        meet()  # triton 3.6 lets threads meet before an arrival, but not before one that announces bytes
+        thread_barrier()  # triton 3.6 adds one before an arrival, but not before one that announces bytes
         mbarrier.expect(bars.q_full.index(slot), T.BM * (T.D + T.D2) * 2)
         for c in gl.static_range(NC):
             row = q_first + c * ROWS
