@@ -3,7 +3,8 @@
 | variable | value | anything else |
 |---|---|---|
 | `DMATTN_ARCH` | a compute capability: 9.0, 90, sm_90 or sm90 | a ValueError before any kernel starts (`arch.parse`) |
-| `FLASH_DMATTN_PROFILE_BACKWARD`, `DMATTN_CHECK`, `DMATTN_COMPILE_AHEAD` | 1 or 0; also true, yes, on, false, no, off | a warning, and taken as 0 |
+| `FLASH_DMATTN_PROFILE_BACKWARD`, `DMATTN_CHECK` | 1 or 0; also true, yes, on, false, no, off | a warning, and taken as 0 |
+| `DMATTN_COMPILE_AHEAD` | the same | a warning, and taken as 0 |
 | `DMATTN_CONTEXT_CHECK` | the same; 1 where it is not set | a warning, and taken as 0 |
 | `DMATTN_RECORD` | a file to append to | a warning, and nothing is recorded (`tuning.record`) |
 
