@@ -123,7 +123,8 @@ def tree_mask(ends: Tensor, *, positions: Tensor | None = None, window_size: Win
     if windowed and positions is None:
         raise ValueError("window_size counts positions in a tree: positions must be given with it, got None")
     if windowed or (values.on_the_host(ends) and _has_padding_inside(ends)):
-        return prepare_mask(_dense(ends, positions, window_size).unsqueeze(1))
+        keep = _dense(ends, positions, window_size).unsqueeze(1)
+        return prepare_mask(keep, seqlen_q=ends.shape[1])
     return prepare_mask(intervals=(None, ends.unsqueeze(1)), seqlen_q=ends.shape[1], is_causal=True)
 
 
@@ -171,7 +172,7 @@ def _padding(length: int, pad_to: int | None) -> int:
     """Return the number of padding positions that a tree of this length gets."""
     if pad_to is None:
         return 0
-    [pad_to] = require.counts(pad_to=pad_to)
+    [pad_to] = require.lengths(pad_to=pad_to)
     if pad_to < length:
         raise ValueError(f"pad_to must be at least the length of the tree, {length}, got {pad_to}")
     return pad_to - length
