@@ -134,13 +134,25 @@ def _tokens(number: int, sequence: Any) -> Tensor:
     try:
         tokens = torch.as_tensor(sequence, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        got = require.type_text(sequence)
-        raise TypeError(f"{name} must be a list, a tensor or an array of token ids, got {got}") from None
+        raise _no_tokens(name, sequence) from None
+    if isinstance(sequence, (list, tuple)) and bool in map(type, sequence):
+        raise _no_tokens(name, sequence)
     if tokens.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {require.text(tokens.shape)}")
     if tokens.numel():  # an empty list says nothing about its dtype
         require.dtype(name, tokens, *validation.INTEGERS)
     return tokens.to(torch.int64)
+
+
+def _no_tokens(name: str, sequence: Any) -> Exception:
+    """Return the error that says why a sequence is not one of token ids."""
+    got = require.type_text(sequence)
+    if isinstance(sequence, (list, tuple)):
+        strange = [token for token in sequence if not require.is_integer(token)]
+        if sequence and not strange:
+            return ValueError(f"{name} must have token ids of at most 64 bits, got {max(sequence, key=abs)}")
+        got = f"a {got} that holds {require.type_text(strange[0])}" if strange else got
+    return TypeError(f"{name} must be a list, a tensor or an array of token ids, got {got}")
 
 
 def _sorted(rows: list[Tensor]) -> tuple[list[int], list[int]]:

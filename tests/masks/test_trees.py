@@ -182,6 +182,9 @@ ONE = torch.tensor([[2, 2]], dtype=torch.int32)
 REFUSED = [
     (lambda: pack_prefix_tree("abc"), TypeError, "sequences must be a list of sequences of token ids, got str"),
     (lambda: pack_prefix_tree([[1], "ab"]), TypeError, r"sequences\[1\] must be a list, a tensor or an array"),
+    (lambda: pack_prefix_tree([[1, "a"]]), TypeError, r"sequences\[0\] must be a list, .* got a list that holds str"),
+    (lambda: pack_prefix_tree([(1, True)]), TypeError, r"sequences\[0\] must be a list, .* got a tuple that holds bool"),
+    (lambda: pack_prefix_tree([[1, 1 << 63]]), ValueError, r"sequences\[0\] must have token ids of at most 64 bits, got 922"),
     (lambda: pack_prefix_tree([3]), ValueError, r"sequences\[0\] must have one dimension, got shape \(\)"),
     (lambda: pack_prefix_tree([[1.5]]), TypeError, r"sequences\[0\] must have dtype torch.uint8 or .*, got torch.float32"),
     (lambda: pack_prefix_tree([[1, 2]], pad_to=1), ValueError, "pad_to must be at least the length of the tree, 2, got 1"),
