@@ -123,7 +123,8 @@ def tree_mask(ends: Tensor, *, positions: Tensor | None = None, window_size: Win
     if windowed and positions is None:
         raise ValueError("window_size counts positions in a tree: positions must be given with it, got None")
     if windowed or (values.on_the_host(ends) and _has_padding_inside(ends)):
-        return prepare_mask(_dense(ends, positions, window_size).unsqueeze(1))
+        keep = _dense(ends, positions, window_size).unsqueeze(1)
+        return prepare_mask(keep, seqlen_q=ends.shape[1])
     return prepare_mask(intervals=(None, ends.unsqueeze(1)), seqlen_q=ends.shape[1], is_causal=True)
 
 
@@ -133,13 +134,25 @@ def _tokens(number: int, sequence: Any) -> Tensor:
     try:
         tokens = torch.as_tensor(sequence, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        got = require.type_text(sequence)
-        raise TypeError(f"{name} must be a list, a tensor or an array of token ids, got {got}") from None
+        raise _no_tokens(name, sequence) from None
+    if isinstance(sequence, (list, tuple)) and bool in map(type, sequence):
+        raise _no_tokens(name, sequence)
     if tokens.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {require.text(tokens.shape)}")
     if tokens.numel():  # an empty list says nothing about its dtype
         require.dtype(name, tokens, *validation.INTEGERS)
     return tokens.to(torch.int64)
+
+
+def _no_tokens(name: str, sequence: Any) -> Exception:
+    """Return the error that says why a sequence is not one of token ids."""
+    got = require.type_text(sequence)
+    if isinstance(sequence, (list, tuple)):
+        strange = [token for token in sequence if not require.is_integer(token)]
+        if sequence and not strange:
+            return ValueError(f"{name} must have token ids of at most 64 bits, got {max(sequence, key=abs)}")
+        got = f"a {got} that holds {require.type_text(strange[0])}" if strange else got
+    return TypeError(f"{name} must be a list, a tensor or an array of token ids, got {got}")
 
 
 def _sorted(rows: list[Tensor]) -> tuple[list[int], list[int]]:
@@ -171,7 +184,7 @@ def _padding(length: int, pad_to: int | None) -> int:
     """Return the number of padding positions that a tree of this length gets."""
     if pad_to is None:
         return 0
-    [pad_to] = require.counts(pad_to=pad_to)
+    [pad_to] = require.lengths(pad_to=pad_to)
     if pad_to < length:
         raise ValueError(f"pad_to must be at least the length of the tree, {length}, got {pad_to}")
     return pad_to - length

@@ -31,9 +31,7 @@ def blocks(
 ) -> tuple[int, int]:
     """Refuse indices and segments that do not fit each other; return the batch and the heads of the whole."""
     indices_alone(indices, block)
-    [seqlen_k] = require.counts(seqlen_k=seqlen_k)
-    if symbolic.certainly(seqlen_k >= UNBOUNDED):
-        raise ValueError(f"seqlen_k must be less than {UNBOUNDED}, got {seqlen_k}")
+    [seqlen_k] = require.lengths(seqlen_k=seqlen_k)
     parts = [part for part in (indices, q_segments, k_segments) if part is not None]
     batch = symbolic.wider(part.shape[0] for part in parts)
     require.sizes("indices", indices, (1, batch), *((size,) for size in indices.shape[1:]))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from dmattn_ops.call import UNBOUNDED
 from dmattn_ops.symbolic import _are_numbers, certainly, known_equal, same
 
 _SAYS_TRACED = hasattr(Tensor, "_has_symbolic_sizes_strides")  # else shapes tell, which takes longer
@@ -103,6 +104,15 @@ def counts(**arguments: Any) -> list[int]:
         if certainly(count < 0):
             raise ValueError(f"{name} must not be negative, got {count}")
         numbers.append(count)
+    return numbers
+
+
+def lengths(**arguments: Any) -> list[int]:
+    """Return numbers of positions, which `counts` takes and which kernels can count; refuse others."""
+    numbers = counts(**arguments)
+    for name, length in zip(arguments, numbers, strict=True):
+        if certainly(length >= UNBOUNDED):
+            raise ValueError(f"{name} must be less than {UNBOUNDED}, got {length}")
     return numbers
 
 

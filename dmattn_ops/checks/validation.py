@@ -155,10 +155,7 @@ def mask_parts(
     mask: Tensor | None, q_segments: Tensor | None, k_segments: Tensor | None, seqlen_q: int
 ) -> tuple[int, int]:
     """Refuse parts of a mask that do not fit each other; return the batch and the heads of the whole."""
-    if symbolic.certainly(seqlen_q < 0):
-        raise ValueError(f"seqlen_q must not be negative, got {seqlen_q}")
-    if symbolic.certainly(seqlen_q >= UNBOUNDED):
-        raise ValueError(f"seqlen_q must be less than {UNBOUNDED}, got {seqlen_q}")
+    require.lengths(seqlen_q=seqlen_q)
     parts = [part for part in (mask, q_segments, k_segments) if part is not None]
     where = parts[0].device
     for name, part, rank in (("mask", mask, 4), ("q_segments", q_segments, 2), ("k_segments", k_segments, 3)):

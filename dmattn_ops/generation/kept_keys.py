@@ -75,10 +75,10 @@ class KeptKeys:
         rollback: int = 0,
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
-        self.keep, self.keep_first, self.keep_last = validation.kept_keys(keep, keep_first, keep_last, True)
-        [self.batch, self.kv_heads, self.head_dim, self.value_dim, self.rollback] = require.counts(
-            batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, rollback=rollback
-        )
+        named = {"keep": keep, "keep_first": keep_first, "keep_last": keep_last, "batch": batch, "kv_heads": kv_heads}
+        sizes = require.lengths(**named, head_dim=head_dim, value_dim=value_dim, rollback=rollback)
+        self.keep, self.keep_first, self.keep_last, self.batch, self.kv_heads = sizes[:5]
+        self.head_dim, self.value_dim, self.rollback = sizes[5:]
         for name in ("kv_heads", "head_dim", "value_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -96,4 +96,4 @@ def among_blocks(mask: ForwardMask | TileMask | None, block_indices: Tensor, mod
         keep = keep & mask.tensor()
     elif mask is not None:
         keep = keep & mask.to_dense()
-    return prepare_mask(keep)
+    return prepare_mask(keep, seqlen_q=block_indices.shape[2])

@@ -96,7 +96,7 @@ def selection_mask(
     chosen.indices_alone(indices, block)
     causal_from, window_size = visibility(is_causal, causal_from, window_size)
     seqlen_q = indices.shape[2]
-    [seqlen_k] = require.counts(seqlen_k=seqlen_q if seqlen_k is None else seqlen_k)
+    [seqlen_k] = require.lengths(seqlen_k=seqlen_q if seqlen_k is None else seqlen_k)
     segments = segments_beside(indices, documents, padding, indices.shape[0], seqlen_q, seqlen_k)
     band = band_of(is_causal, causal_from, window_size)
     if indices.is_cuda and not dtensors.is_sharded(indices):

@@ -293,10 +293,7 @@ def _lengths(
                 "seqlen_q must be given (1 for decoding) for intervals, for padding [B, Sk] and for a mask whose query dimension"
                 " is 1, got None; a mask of queries and keys has four dimensions"
             )
-        if symbolic.certainly(seqlen_q < 0):
-            raise ValueError(f"seqlen_q must not be negative, got {seqlen_q}")
-        if symbolic.certainly(seqlen_q >= UNBOUNDED):
-            raise ValueError(f"seqlen_q must be less than {UNBOUNDED}, got {seqlen_q}")
+        [seqlen_q] = require.lengths(seqlen_q=seqlen_q)
         return seqlen_q, seqlen_k
     if seqlen_q is not None and not symbolic.same(seqlen_q, known_q):
         expected, given = require.size_text(known_q), require.size_text(seqlen_q)

@@ -276,6 +276,8 @@ def test_what_does_not_fit_is_refused_and_the_cache_stays(case: str, compiled: b
         ({"keep": -1}, ValueError, "keep must not be negative, got -1"),
         ({"keep": 2.0}, TypeError, "keep must be an int, got float"),
         ({"kv_heads": 0}, ValueError, "kv_heads must be at least 1, got 0"),
+        ({"keep": 1 << 70}, ValueError, f"keep must be less than 1073741824, got {1 << 70}"),
+        ({"value_dim": 1 << 70}, ValueError, f"value_dim must be less than 1073741824, got {1 << 70}"),
         ({"rollback": -1}, ValueError, "rollback must not be negative, got -1"),
         ({"dtype": torch.int32}, TypeError, "dtype must be torch.float16 or .*, got torch.int32"),
         ({"dtype": "float32"}, TypeError, "dtype must be a torch.dtype, got str"),

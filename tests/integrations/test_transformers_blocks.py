@@ -124,6 +124,14 @@ def test_blocks_are_a_condition_beside_every_mask(kind: str):
     torch.testing.assert_close(out, expected(query, key, shown, blocks))
 
 
+def test_blocks_of_one_query_are_a_condition_beside_a_dense_mask():
+    query, key, own = torch.randn(B, 4, 1, 8), torch.randn(B, 2, S, 8), torch.rand(B, 1, 1, S) < 0.6
+    blocks = torch.randint(-1, -(-S // BLOCK), (B, 2, 1, 3))
+    for given in (own, prepare_mask(own, seqlen_q=1)):
+        out, _ = integration.attention_forward(Layer(), query, key, key, given, block_indices=blocks)
+        torch.testing.assert_close(out, expected(query, key, own, blocks))
+
+
 def test_a_layer_that_does_not_say_how_long_its_blocks_are_is_refused():
     query = torch.randn(1, 2, 5, 8)
     blocks = torch.zeros(1, 1, 5, 1, dtype=torch.long)

@@ -159,6 +159,7 @@ INDICES = torch.zeros(2, 1, 6, 2, dtype=torch.int64)
         ({"indices": INDICES[0]}, r"indices must have 4 dimensions, got 3, shape \(1, 6, 2\): its axes are \[B, heads, Sq, k\]"),
         ({"block": 0}, "block must be between 1 and 128, got 0"),
         ({"block": 129}, "block must be between 1 and 128, got 129"),
+        ({"seqlen_k": 1 << 70}, f"seqlen_k must be less than 1073741824, got {1 << 70}"),
         ({"seqlen_k": -1}, "seqlen_k must not be negative, got -1"),
         ({"documents": torch.zeros(1, 7)[..., :5].long()}, r"documents must have shape \(2 or 1, 6\), got \(1, 5\)"),
         ({"documents": torch.zeros(3, 6).long()}, r"documents must have shape \(2 or 1, 6\), got \(3, 6\)"),

@@ -150,6 +150,12 @@ def test_a_tree_computes_what_its_sequences_compute_one_by_one(heads, window):
         assert not one.grad[:, padding].any()
 
 
+def test_a_tree_of_one_token_has_windows_too():
+    tree = pack_prefix_tree([[7]])
+    mask = tree_mask(tree.ends[None], positions=tree.positions[None], window_size=(3, None))
+    assert mask.to_dense().tolist() == [[[[True]]]]
+
+
 def test_trees_compile_into_one_graph():
     tree, inputs = problem(5, 4, 2, torch.float32)
 
@@ -176,9 +182,13 @@ ONE = torch.tensor([[2, 2]], dtype=torch.int32)
 REFUSED = [
     (lambda: pack_prefix_tree("abc"), TypeError, "sequences must be a list of sequences of token ids, got str"),
     (lambda: pack_prefix_tree([[1], "ab"]), TypeError, r"sequences\[1\] must be a list, a tensor or an array"),
+    (lambda: pack_prefix_tree([[1, "a"]]), TypeError, r"sequences\[0\] must be a list, .* got a list that holds str"),
+    (lambda: pack_prefix_tree([(1, True)]), TypeError, r"sequences\[0\] must be a list, .* got a tuple that holds bool"),
+    (lambda: pack_prefix_tree([[1, 1 << 63]]), ValueError, r"sequences\[0\] must have token ids of at most 64 bits, got 922"),
     (lambda: pack_prefix_tree([3]), ValueError, r"sequences\[0\] must have one dimension, got shape \(\)"),
     (lambda: pack_prefix_tree([[1.5]]), TypeError, r"sequences\[0\] must have dtype torch.uint8 or .*, got torch.float32"),
     (lambda: pack_prefix_tree([[1, 2]], pad_to=1), ValueError, "pad_to must be at least the length of the tree, 2, got 1"),
+    (lambda: pack_prefix_tree([[1]], pad_to=1 << 70), ValueError, "pad_to must be less than 1073741824, got 1180591620"),
     (lambda: pack_prefix_tree([[1]], pad_to=2.0), TypeError, "pad_to must be an int, got float"),
     (lambda: tree_mask([1, 2]), TypeError, "ends must be a tensor, got list"),
     (lambda: tree_mask(ONE[0]), ValueError, r"ends must have 2 dimensions, got 1, .* passed as tree.ends\[None\]"),
