@@ -177,7 +177,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
             "block * OWN * _TILE",
             "tile % count * _TILE",
         ),
-        "masks/pack.py": ("2 * block_col", "2 * block_row", "block_col * 2 * _TILE", "row * _TILE"),
+        "masks/pack.py": ("2 * block_row", "2 * columns.number", "columns.number * 2 * _TILE", "row * _TILE"),
         "masks/ranks.py": ("block * OWN",),
     },
     "entries of a list, as many as there is room for, or a tile that a list names: one of those that there are": {

@@ -249,6 +249,7 @@ def _compile(case: str, launched: list) -> dict:
     from dmattn_ops.choice import arch, config, resolve
     from dmattn_ops.kernels.hopper.backward import launch as hopper_backward
     from dmattn_ops.launching import launch, plan
+    from dmattn_ops.launching.recording import OneCall
 
     words = case.split()
     dim = int(words[0][1:])
@@ -299,7 +300,7 @@ def _compile(case: str, launched: list) -> dict:
         for part in dict.fromkeys((grad_out, query, key, value, *saved[1:], bias, seed, *mask[:-1], *of_lengths))
         if part is not None
     ]
-    with launch.recording(inputs) as made:
+    with launch.recording(inputs) as made, OneCall():
         hopper_backward.backward(call, saved, grads, made_for)
     behind = int(mask.kind != "none")  # the kernel that computes again
     assert len(launched) == (5 if varlen is not None else 2 if shares == 1 else 3) + behind

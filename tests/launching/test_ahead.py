@@ -36,8 +36,8 @@ FORKING = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 def run_script(script, cache, **variables):
     """Run a script in a process of its own that looks into Triton's cache `cache`; return what it says in its last line."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", **variables}
-    environment.setdefault("DMATTN_COMPILE_AHEAD", "1")
+    named = {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", "DMATTN_COMPILE_AHEAD": "1"}
+    environment = {**os.environ, **named, **variables}
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500, env=environment)
     assert done.returncode == 0, done.stderr
@@ -325,7 +325,8 @@ def alive(pid):
 @pytest.mark.parametrize("end", ["", "os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_no_process_outlives_the_one_that_launches(end, tmp_path):
     then = "time.sleep(4)"  # it compiles
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    variables = {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "DMATTN_COMPILE_AHEAD": "1"}
+    environment = {**os.environ, **variables}
     command = [sys.executable, "-c", LEFT.format(then=then, end=end)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, env=environment)
     helper = int(done.stdout.splitlines()[-1])
