@@ -225,8 +225,8 @@ def main(arguments: list[str]) -> list[Row]:
         for seqlen in (256,) if chosen.tiny else (4096, 16384):
             shape = Shape(2, 1, 32, seqlen, 64) if chosen.tiny else Shape(heads, kv_heads, dim, seqlen, 1024)
             session.run("intervals", shape.case, functools.partial(as_they_lie, shape, session, tokens))
-    for batch, *sizes in ((2, 2, 1, 32, 256, 64),) if chosen.tiny else CPU_SIZES:
-        shape = Shape(*sizes)
+    for batch, *of_shape in ((2, 2, 1, 32, 256, 64),) if chosen.tiny else CPU_SIZES:
+        shape = Shape(*of_shape)
         session.run("cpu", f"B{batch} {shape.case}", functools.partial(on_cpu, shape, session, batch * shape.seqlen))
     return session.finish(**{"targets": targets_of(session.rows, CPU_TARGETS)} if chosen.cpu else {})
 
