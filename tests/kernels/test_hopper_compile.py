@@ -248,8 +248,7 @@ def _compile(case: str, launched: list) -> dict:
     from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Gradients, Mask, Saved, Varlen, plain_options
     from dmattn_ops.choice import arch, config, resolve
     from dmattn_ops.kernels.hopper.backward import launch as hopper_backward
-    from dmattn_ops.launching import launch, plan
-    from dmattn_ops.launching.recording import OneCall
+    from dmattn_ops.launching import launch, plan, recording
 
     words = case.split()
     dim = int(words[0][1:])
@@ -300,7 +299,7 @@ def _compile(case: str, launched: list) -> dict:
         for part in dict.fromkeys((grad_out, query, key, value, *saved[1:], bias, seed, *mask[:-1], *of_lengths))
         if part is not None
     ]
-    with launch.recording(inputs) as made, OneCall():
+    with launch.recording(inputs) as made, recording.OneCall():
         hopper_backward.backward(call, saved, grads, made_for)
     behind = int(mask.kind != "none")  # the kernel that computes again
     assert len(launched) == (5 if varlen is not None else 2 if shares == 1 else 3) + behind
