@@ -195,9 +195,8 @@ class Call(NamedTuple):
     varlen: Varlen | None
     options: Options
     used: Used | None = None  # in calls that kernels get, `dispatch/used.py` has made it part of the mask
-    chosen: Chosen | None = (
-        None  # beside segments of `mask` without lists; kernels of other masks get bits in its place
-    )
+    # Beside segments of `mask` without lists; kernels of other masks get bits in its place
+    chosen: Chosen | None = None
 
     @property
     def kind(self) -> str:

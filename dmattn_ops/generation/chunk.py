@@ -45,12 +45,9 @@ def refilled(needed: Tensor, slots: int) -> Tensor:
     `needed` `[B, heads, N + n]` says which are needed. New keys that are go, in their order, into slots whose keys are not.
     """
     occupied, wanted = needed.split([slots, needed.shape[-1] - slots], -1)
-    source = torch.searchsorted(
-        wanted.cumsum(-1), (~occupied).cumsum(-1)
-    )  # of the n-th free slot the n-th that is wanted
-    return torch.where(
-        occupied | (source == wanted.shape[-1]), torch.arange(slots, device=needed.device), source + slots
-    )
+    source = torch.searchsorted(wanted.cumsum(-1), (~occupied).cumsum(-1))  # the n-th wanted one, of the n-th free slot
+    stays = occupied | (source == wanted.shape[-1])
+    return torch.where(stays, torch.arange(slots, device=needed.device), source + slots)
 
 
 def side_by_side(stored: Tensor, new: Tensor) -> Tensor:

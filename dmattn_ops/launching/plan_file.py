@@ -42,9 +42,8 @@ from dmattn_ops.launching.plans import refusal
 from dmattn_ops.launching.recording import ZEROS, sum_into
 
 FORMAT = 2  # as in `csrc/cuda/plans.cpp`
-_WHOLE = re.compile(
-    r"(?<![\w.+-])(?:0|-?[1-9]\d{0,17})(?![\w.])"
-)  # whole numbers of 64 bits; not parts of names and fractions
+# Whole numbers of 64 bits; not parts of names and fractions
+_WHOLE = re.compile(r"(?<![\w.+-])(?:0|-?[1-9]\d{0,17})(?![\w.])")
 _HOLE = "$"  # stands for a whole number in what plans have in common
 
 
@@ -96,9 +95,8 @@ class PlanFile:
         number = self.numbers.get(compiled)
         if number is None:
             cubin = compiled.asm["cubin"]
-            head = (
-                f"kernel {compiled.metadata.name} {shape.threads} {shape.shared} {int(shape.overlaps)} {len(cubin)}\n"
-            )
+            numbers = _numbers((shape.threads, shape.shared, int(shape.overlaps), len(cubin)))
+            head = f"kernel {compiled.metadata.name} {numbers}\n"
             number = self.kernels.setdefault(head.encode() + cubin + b"\n", len(self.kernels))
             self.numbers[compiled] = number
         return [f"launch {number} {_numbers(shape.grid)} {len(parameters)}", *[_parameter(*one) for one in parameters]]

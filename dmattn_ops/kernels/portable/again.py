@@ -69,17 +69,8 @@ from dmattn_ops.launching.overlap import follow_kernel_before
 COUNTS = 4  # words that a kernel counts in, of which these two are read here
 SUSPECT, ENDED = 2, 3  # whether a result is NaN, and how many programs of a forward have ended
 _SUSPECT, _ENDED = tl.constexpr(SUSPECT), tl.constexpr(ENDED)
-_OF_BOTH_SIDES = (
-    "tiles_b",
-    "tiles_h",
-    "tiles_r",
-    "tiles_w",
-    "bits_b",
-    "bits_h",
-    "bits_r",
-    "blocks",
-    "programs",
-)  # what `_backward_again` takes twice
+# What `_backward_again` takes twice
+_OF_BOTH_SIDES = ("tiles_b", "tiles_h", "tiles_r", "tiles_w", "bits_b", "bits_h", "bits_r", "blocks", "programs")
 _UNSPECIALIZED = (*UNSPECIALIZED, "programs", *(f"{side}_{name}" for side in ("row", "col") for name in _OF_BOTH_SIDES))
 
 
