@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dmattn_ops
-from experiments import Row, Session, parser
+from experiments import Row, Session, begun, parser
 from interval_peers import Maker, parts_of, set_up
 from patterns import make_mask
 from peers import Problem, Run, Unavailable, compiled_flex, flex, recorded_run
@@ -198,11 +198,8 @@ def main(arguments: list[str]) -> list[Row]:
     options = parser(__doc__, PARTS)
     options.add_argument("--arch", default="8.0", help="the architecture whose code runs, such as 8.9")
     chosen = options.parse_args(arguments)
-    if chosen.device == "cpu" and not chosen.tiny:
-        raise SystemExit("bench_ampere.py needs a GPU; on a CPU it takes --tiny")
+    session = begun(chosen, f"ampere-{chosen.arch}", "bench_ampere.py")
     os.environ["DMATTN_ARCH"], os.environ["TRITON_OVERRIDE_ARCH"] = chosen.arch, f"sm{chosen.arch.replace('.', '')}"
-    torch.manual_seed(0)
-    session = Session(chosen, f"ampere-{chosen.arch}")
     for part, cases in (TINY if chosen.tiny else PARTS).items():
         for case in cases:
             session.run(part, str(case), functools.partial(experiment, case, session), arch=chosen.arch)

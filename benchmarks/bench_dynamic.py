@@ -33,7 +33,7 @@ import dmattn_ops
 from dmattn_ops.call import Call, Gradients, Result, Saved, plain_options
 from dmattn_ops.dispatch import run as dispatch
 from dynamic_targets import targets_of
-from experiments import Row, Session, parser
+from experiments import Row, Session, begun, parser
 from interval_peers import Attention, Intervals, fa4, fa4_dense, flex, parts_of, set_up
 from peers import Run, recorded_run
 from plot import draw
@@ -258,14 +258,9 @@ def main(arguments: list[str]) -> list[Row]:
     options.add_argument("--cpu", action="store_true", help="measure the row of the CPU, and nothing else")
     options.add_argument("--plot", type=Path, help="draw time over length to this picture")
     chosen = options.parse_args(arguments)
-    if chosen.cpu:
-        chosen.device, chosen.rows = "cpu", ["cpu"]
-    elif chosen.device == "cpu" and not chosen.tiny:
-        raise SystemExit("bench_dynamic.py needs a GPU; on a CPU it takes --cpu or --tiny")
-    elif chosen.device == "cuda" and not chosen.rows:
+    if chosen.device == "cuda" and not chosen.rows:
         chosen.rows = [part for part in PARTS if part != "cpu"]
-    torch.manual_seed(0)
-    session = Session(chosen, "dynamic")
+    session = begun(chosen, "dynamic", "bench_dynamic.py")
     shapes = TINY if chosen.tiny else FULL
     asked = [shape for part in PARTS if session.wants(part) for shape in shapes[part]]
     old = dense_of(chosen.old, asked, chosen.device, chosen.rounds) if chosen.old else {}
@@ -273,8 +268,6 @@ def main(arguments: list[str]) -> list[Row]:
         for shape in shapes[part]:
             measure_part(part, shape, session, old.get((shape.heads, shape.kv_heads, shape.seqlen, shape.dim)))
     rows = session.finish(targets=targets_of(session.rows))
-    for target in targets_of(rows):
-        print("  ".join(f"{name} {value}" for name, value in target.items()))
     if chosen.plot:
         draw(session.output, chosen.plot)
     return rows

@@ -276,10 +276,7 @@ def main(arguments: list[str]) -> list[Row]:
     for part, shapes in (TINY if chosen.tiny else FULL).items():
         for shape in shapes:
             session.run(part, shape.case, functools.partial(experiments[part], shape, session), keep=shape.keep)
-    rows = session.finish(targets=targets_of(session.rows, TARGETS))
-    for target in targets_of(rows, TARGETS):
-        print("  ".join(f"{name} {value}" for name, value in target.items()))
-    return rows
+    return session.finish(targets=targets_of(session.rows, TARGETS))
 
 
 if __name__ == "__main__":

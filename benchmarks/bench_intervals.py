@@ -119,11 +119,7 @@ def main(arguments: list[str]) -> list[Row]:
             run = functools.partial(experiment, name, seqlen, heads, session)
             session.run(part, f"{name} S{seqlen} H{heads}", run, mask=name)
     published: dict[str, Any] = {name: list(rates) for name, rates in PUBLISHED.items()}
-    targets = targets_of(session.rows)
-    rows = session.finish(targets=targets, published_tflops=published)
-    for target in targets:
-        print("  ".join(f"{name} {value}" for name, value in target.items()))
-    return rows
+    return session.finish(targets=targets_of(session.rows), published_tflops=published)
 
 
 if __name__ == "__main__":

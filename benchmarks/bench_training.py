@@ -209,13 +209,8 @@ def main(arguments: list[str]) -> list[Row]:
     options.add_argument("--cpu", action="store_true", help="measure the rows of the CPU, and nothing else")
     options.add_argument("--one-thread", action="store_true", help="of the CPU: CPU time of one thread, not wall time")
     chosen = options.parse_args(arguments)
-    if chosen.cpu:
-        chosen.device, chosen.rows = "cpu", ["cpu"]
-        torch.manual_seed(0)
-        session = Session(chosen, "training")
-    else:
-        chosen.rows = chosen.rows or [*PARTS, "intervals"]
-        session = begun(chosen, "training", "bench_training.py")
+    chosen.rows = chosen.rows or [*PARTS, "intervals"]
+    session = begun(chosen, "training", "bench_training.py")
     tokens = 512 if chosen.tiny else TOKENS
     for part, (heads, kv_heads, dim, sizes) in PARTS.items():
         for seqlen, keep in ((256, 64),) if chosen.tiny else sizes:

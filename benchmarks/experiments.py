@@ -157,11 +157,11 @@ class Session:
         partial.replace(self.output)
 
     def finish(self, **more: Any) -> list[Row]:
-        """Write the file for the last time, and return all of its rows; `ratios` among further entries are printed, too."""
+        """Write the file for the last time, and return all of its rows; entries `ratios` and `targets` are printed as well."""
         self.write(**more)
         print(f"written: {self.output}")
-        for ratio in more.get("ratios", ()):
-            print("  ".join(f"{name} {value}" for name, value in ratio.items()))
+        for entry in (*more.get("ratios", ()), *more.get("targets", ())):
+            print("  ".join(f"{name} {value}" for name, value in entry.items()))
         return self.rows
 
 
@@ -178,8 +178,16 @@ def line_of(row: Row) -> str:
 
 
 def begun(options: argparse.Namespace, what: str, script: str) -> Session:
-    """Return the session of a benchmark, after a seed; SystemExit on a CPU, where a `script` takes nothing but `--tiny`."""
-    if options.device == "cpu" and not options.tiny:
-        raise SystemExit(f"{script} needs a GPU; on a CPU it takes --tiny")
+    """Return the session of a benchmark, after a seed.
+
+    With `--cpu`, which some have, it measures the part "cpu" there; a `script` raises SystemExit for other work on a CPU but
+    `--tiny`.
+    """
+    on_cpu = getattr(options, "cpu", None)
+    if on_cpu:
+        options.device, options.rows = "cpu", ["cpu"]
+    elif options.device == "cpu" and not options.tiny:
+        takes = "--tiny" if on_cpu is None else "--cpu or --tiny"
+        raise SystemExit(f"{script} needs a GPU; on a CPU it takes {takes}")
     torch.manual_seed(0)
     return Session(options, what)

@@ -199,16 +199,8 @@ def _traced(name: str, fake: Callable[..., Any], *arguments: Any) -> Any:
     return made
 
 
-for _fake in (
+for _name, _fake in schemas.with_overloads(
     forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
-    key_lifetimes, pack_intervals, rank_ids, spread_lists, pack_selection, selection_mass, key_mass,
-    keep_step,
-):  # fmt: skip
-    _told = partial(_traced, _fake.__name__, _fake)
-    torch.library.register_fake(f"dmattn::{_fake.__name__}", _told, lib=schemas.library)
-for _name, _fake in (
-    ("forward.used", forward), ("backward.used", backward), ("qkvpacked_forward.used", qkvpacked_forward),
-    ("qkvpacked_backward.used", qkvpacked_backward), ("forward.chosen", forward), ("backward.chosen", backward),
-):  # fmt: skip
-    _told = partial(_traced, _name, partial(_fake, name=_name))
-    torch.library.register_fake(f"dmattn::{_name}", _told, lib=schemas.library)
+    key_lifetimes, pack_intervals, rank_ids, spread_lists, pack_selection, selection_mass, key_mass, keep_step,
+).items():  # fmt: skip
+    torch.library.register_fake(f"dmattn::{_name}", partial(_traced, _name, _fake), lib=schemas.library)

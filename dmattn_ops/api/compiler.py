@@ -36,7 +36,7 @@ from dmattn_ops.choice import arch
 from dmattn_ops.dispatch import operators
 from dmattn_ops.launching import launch
 from dmattn_ops.launching.ahead import Described
-from dmattn_ops.launching.recording import OneCall
+from dmattn_ops.launching.recording import one_call
 
 IDLE = 60.0  # seconds without work, after which it ends
 _POLL = 0.02  # seconds between looks for forks that have ended
@@ -94,19 +94,13 @@ def pretend(call: Described) -> None:
     arch.physical = lambda device: here
     arch.current = lambda device: arch.forced() or here
     arch.name = lambda device: call.gpu
-    operators.launch_on = _launch
+    operators.launch_on = one_call()(lambda on, launch, *arguments: launch(*arguments))  # no device is the current one
     with contextlib.suppress(ImportError):  # another Triton may lack what its kernels need
         hopper_forward: Any = import_module("dmattn_ops.kernels.hopper.forward.launch")
         hopper_forward.raw_stream = lambda device: 1  # some stream beside the default one
     if not isinstance(driver._active, Driver) or driver._active.sm != here.sm:
         driver.set_active(Driver(here.sm))
         launch._compiled.clear()  # for another architecture
-
-
-def _launch(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
-    """Launch the kernels of one call, with no device as the current one."""
-    with OneCall():
-        launch(*arguments)
 
 
 def kernels_of(call: Described) -> list[Kernel]:

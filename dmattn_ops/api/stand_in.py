@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from dmattn_ops.choice import arch
 from dmattn_ops.launching import launch
-from dmattn_ops.launching.recording import OneCall
+from dmattn_ops.launching.recording import one_call
 
 
 class Launch(NamedTuple):
@@ -110,7 +110,7 @@ def compiled_launches(sm: int) -> Iterator[list[Launch]]:
     arch.current = lambda device: arch.forced() or known
     hopper_forward.raw_stream = lambda device: 1  # some stream beside the default one
     try:
-        with target_of(sm), knobs.nvidia.scope(), OneCall():
+        with target_of(sm), knobs.nvidia.scope(), one_call():
             knobs.nvidia.dump_ptxas_log = True
             yield launches
     finally:

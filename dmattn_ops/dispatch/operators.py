@@ -17,7 +17,7 @@ from dmattn_ops.call import TILE, Call, Gradients, Mask, Result, Saved
 from dmattn_ops.checks import chosen, values
 from dmattn_ops.dispatch import run, used
 from dmattn_ops.launching import plans
-from dmattn_ops.launching.recording import OneCall, computed
+from dmattn_ops.launching.recording import computed, one_call
 from dmattn_ops.masks import layout
 from dmattn_ops.masks.chunks import pack_in_chunks
 from dmattn_ops.meta import fakes
@@ -216,7 +216,7 @@ def for_kernels(call: Call, direction: str = "forward") -> Call:
 
 def launch_on(on: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
     """Launch the kernels of one call with the device of `on` as the current one: Triton launches on whichever that is."""
-    with OneCall():
+    with one_call():
         if on.is_cuda and on.get_device() != torch.cuda.current_device():
             with torch.cuda.device(on.device):
                 launch(*arguments)
@@ -273,16 +273,10 @@ def unplanned(operator: Callable[..., Any]) -> schemas.Planned:
     return call
 
 
-functions: dict[str, Callable[..., Any]] = {  # by operator, overloads with their own names
-    each.__name__: each
-    for each in (
-        forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
-        key_lifetimes,
-    )
-}  # fmt: skip
-for _name in schemas.SCHEMAS:
-    if _name.endswith((".used", ".chosen")):
-        functions[_name] = functools.partial(functions[_name.partition(".")[0]], name=_name)
+functions = schemas.with_overloads(
+    forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
+    key_lifetimes,
+)  # fmt: skip
 for _name, _operator in functions.items():
     _below = below_autograd(_operator)
     schemas.implement(_name, plans.planned(_below, schemas.SIGNATURES[_name], _name))

@@ -11,7 +11,7 @@ lets a kernel be on the GPU before the one in front of it has ended. What makes 
 
 The function does nothing in a kernel that was launched as usual, on other architectures, and in the interpreter. Only a kernel
 that comes after another one of the same call follows it: what a caller launched before is not known here, and may itself end
-before those in front of it. `launch` sees to that: it counts the kernels of a call (`recording.OneCall`), and the first one,
+before those in front of it. `launch` sees to that: it counts the kernels of a call (`recording.one_call`), and the first one,
 like any outside of a call, is launched as usual, whatever a launcher says. So it is where a mask comes with its lists of tiles.
 
 It pays where the kernel that follows has few programs. Each wait empties the L1 cache of its SM, so that kernels of very many small

@@ -7,8 +7,9 @@ Both do just that; where a recorder is attached to the thread, it is told as wel
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -49,17 +50,17 @@ class Thread(threading.local):
 thread = Thread()
 
 
-class OneCall:
-    """A context in which a thread launches the kernels of one call: only there may one begin before another one has ended.
+@contextlib.contextmanager
+def one_call() -> Iterator[None]:
+    """Let a thread launch the kernels of one call: only there may one begin before another one has ended.
 
     What a caller launched before is not known, so the first kernel of a call waits for it as usual (`overlap.py`).
     """
-
-    def __enter__(self) -> None:
-        self.outer, thread.launches = thread.launches, 0
-
-    def __exit__(self, *raised: object) -> None:
-        thread.launches = self.outer
+    outer, thread.launches = thread.launches, 0
+    try:
+        yield
+    finally:
+        thread.launches = outer
 
 
 def computed(function: Callable[..., _Made], *arguments: Any) -> _Made:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -123,6 +124,16 @@ def overload(name: str) -> Any:
     """Return the overload of an operator that a schema is of: `forward` is `forward.default`."""
     packet, _, of = name.partition(".")
     return getattr(getattr(torch.ops.dmattn, packet), of or "default")
+
+
+def with_overloads(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Return functions by their names, those of operators, and by overloads of these (`forward.used`), whose name they are told."""
+    made = {function.__name__: function for function in functions}
+    for name in SCHEMAS:
+        operator, _, of = name.partition(".")
+        if of and operator in made:
+            made[name] = partial(made[operator], name=name)
+    return made
 
 
 Planned = Callable[..., tuple[Any, Any]]

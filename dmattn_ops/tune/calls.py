@@ -16,7 +16,6 @@ from dmattn_ops.api import arguments
 from dmattn_ops.bands import Band
 from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Mask, Varlen, plain_options
 from dmattn_ops.choice.tuning import Shape
-from dmattn_ops.launching.recording import OneCall
 from dmattn_ops.masks import prepare
 from dmattn_ops.masks.tile_mask import TileMask
 
@@ -126,16 +125,6 @@ def _intervals(shape: Shape, device: torch.device) -> TileMask:
     length = -(-seqlen_q // DOCUMENTS)
     start = (document * length).expand(1, heads, -1)
     return prepare.prepare_mask(intervals=(start, start + length), seqlen_q=seqlen_q)
-
-
-def in_one_call(launch: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that launches what another one does as the kernels of one call, as dispatch would."""
-
-    def run(*arguments: Any) -> None:
-        with OneCall():
-            launch(*arguments)
-
-    return run
 
 
 def written(run: Callable[[], None], outputs: list[Tensor]) -> list[Tensor]:

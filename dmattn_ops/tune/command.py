@@ -33,12 +33,12 @@ from dmattn_ops.choice.config import Config, Part, Row
 from dmattn_ops.choice.tuning import Case, EpochCase, Shape
 from dmattn_ops.dispatch import run
 from dmattn_ops.launching import plans
+from dmattn_ops.launching.recording import one_call
 from dmattn_ops.tune import cost, epochs
 from dmattn_ops.tune.calls import (
     MARGIN,
     Measure,
     disagreement,
-    in_one_call,
     interleaved,
     make_call,
     parse_shape,
@@ -153,7 +153,7 @@ def _launch(task: Task) -> tuple[Launch, list[Tensor]]:
     result = Outputs(out, lse, lse_tail, None)
     if task.direction == "forward":
         forward = run.launcher("forward", task.row.kernel).forward
-        launch = in_one_call(lambda made: forward(call, result, resolve.forward_config(made, call, result)))
+        launch = one_call()(lambda made: forward(call, result, resolve.forward_config(made, call, result)))
         return launch, [out, lse]
     row = run.forward_choice(call, result, task.on, tuned=False).row
     run.launcher("forward", row.kernel).forward(call, result, row.config)
@@ -162,7 +162,7 @@ def _launch(task: Task) -> tuple[Launch, list[Tensor]]:
     grads = Gradients(torch.randn_like(out), None, dq, dk, dv, None if call.bias is None else dbias)
     backward = run.launcher("backward", task.row.kernel).backward
     outputs = [dq, dk, dv] if call.bias is None else [dq, dk, dv, dbias]
-    launch = in_one_call(lambda made: backward(call, saved, grads, resolve.backward_config(made, call, saved, grads)))
+    launch = one_call()(lambda made: backward(call, saved, grads, resolve.backward_config(made, call, saved, grads)))
     return launch, outputs
 
 

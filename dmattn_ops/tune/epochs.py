@@ -20,7 +20,8 @@ from dmattn_ops.choice.arch import Arch
 from dmattn_ops.choice.epochs import Sizes
 from dmattn_ops.choice.tuning import EpochCase, Shape
 from dmattn_ops.dispatch import run as dispatch
-from dmattn_ops.tune.calls import MARGIN, Measure, disagreement, in_one_call, interleaved, make_call, written
+from dmattn_ops.launching.recording import one_call
+from dmattn_ops.tune.calls import MARGIN, Measure, disagreement, interleaved, make_call, written
 
 
 class EpochTask(NamedTuple):
@@ -114,7 +115,7 @@ def _runs(task: EpochTask) -> tuple[Callable[[int], None], list[Tensor]]:
         dispatch.run_forward(call, result, epochs.packing_for(call, length))
 
     if task.direction == "forward":
-        return in_one_call(forward), [out, lse]
+        return one_call()(forward), [out, lse]
     forward(task.own)
     dq, dk, dv, dbias, _ = meta.backward_outputs(call.query, call.key, call.value, call.bias, None)
     saved = Saved(out, lse, lse_tail)
@@ -123,4 +124,4 @@ def _runs(task: EpochTask) -> tuple[Callable[[int], None], list[Tensor]]:
     def backward(length: int) -> None:
         dispatch.run_backward(call, saved, grads, epochs.packing_for(call, length))
 
-    return in_one_call(backward), [dq, dk, dv] if call.bias is None else [dq, dk, dv, dbias]
+    return one_call()(backward), [dq, dk, dv] if call.bias is None else [dq, dk, dv, dbias]

@@ -299,7 +299,7 @@ def _compile(case: str, launched: list) -> dict:
         for part in dict.fromkeys((grad_out, query, key, value, *saved[1:], bias, seed, *mask[:-1], *of_lengths))
         if part is not None
     ]
-    with launch.recording(inputs) as made, recording.OneCall():
+    with launch.recording(inputs) as made, recording.one_call():
         hopper_backward.backward(call, saved, grads, made_for)
     behind = int(mask.kind != "none")  # the kernel that computes again
     assert len(launched) == (5 if varlen is not None else 2 if shares == 1 else 3) + behind

@@ -12,7 +12,7 @@ from dmattn_ops.api.stand_in import compiled_launches
 from dmattn_ops.choice.resources import Specialization
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.ragged import tiles_of
-from dmattn_ops.launching.recording import OneCall, thread
+from dmattn_ops.launching.recording import one_call, thread
 from tests.tools import configurations
 
 TOUCHES = re.compile(r"\b(ld|st|ldu|red|atom|prefetch|cp\.async)[.\w:]*\.global")
@@ -124,14 +124,14 @@ def test_the_first_kernel_of_a_call_never_follows_what_a_caller_launched(monkeyp
     given_lists = 0
     for unit in every_unit():
         call, *others = configurations.arguments(unit)
-        with noted_launches(monkeypatch) as own, OneCall():
+        with noted_launches(monkeypatch) as own, one_call():
             getattr(unit.launcher, unit.direction)(call, *others)
         assert own and own[0][1] is False, unit
         if call.mask.kind != "intervals":
             continue
         with noted_launches(monkeypatch):
             call = listed(call)  # made before the call
-        with noted_launches(monkeypatch) as given, OneCall():
+        with noted_launches(monkeypatch) as given, one_call():
             getattr(unit.launcher, unit.direction)(call, *others)
         assert given == [(given[0][0], False), *own[len(own) - len(given) + 1 :]], unit
         given_lists += any(follows for _, follows in own)
@@ -140,9 +140,9 @@ def test_the_first_kernel_of_a_call_never_follows_what_a_caller_launched(monkeyp
 
 def test_no_kernel_follows_outside_of_a_call(monkeypatch):
     unit = next(unit for unit in every_unit() if unit.wanted.mask == "intervals" and unit.row.kernel == "hopper")
-    with noted_launches(monkeypatch) as inside, OneCall():
+    with noted_launches(monkeypatch) as inside, one_call():
         configurations.launch(unit)
-    monkeypatch.setattr("dmattn_ops.api.stand_in.OneCall", contextmanager(lambda: iter([None])))
+    monkeypatch.setattr("dmattn_ops.api.stand_in.one_call", contextmanager(lambda: iter([None])))
     with noted_launches(monkeypatch) as outside:
         configurations.launch(unit)
     assert [name for name, _ in outside] == [name for name, _ in inside]
@@ -151,9 +151,9 @@ def test_no_kernel_follows_outside_of_a_call(monkeypatch):
 
 def test_calls_within_a_call_are_counted_apart():
     assert thread.launches is None
-    with OneCall():
+    with one_call():
         thread.launches += 1
-        with OneCall():
+        with one_call():
             assert thread.launches == 0
         assert thread.launches == 1
     assert thread.launches is None
