@@ -1,7 +1,8 @@
 """Dynamic masks at the lengths at which people train: selection, forward and backward with the bias that trains the mask.
 
 16384 tokens in all, independent scores, bfloat16. Beside each row stand dense causal attention of the same kernels without a bias,
-the automatic choice, packed keys (in the epochs of the rule from sizes) and keys as they lie, all as CUDA graphs in one process.
+the automatic choice, packed keys (in the epochs of the rule from sizes) and keys as they lie, all as CUDA graphs in one process,
+and the peers that are installed: FlashAttention 4 without a mask, and flex_attention with the intervals as its predicate.
 `ideal` is the number of causal pairs over the number of kept ones. Part "intervals" is a mask made before and no bias, on keys as
 they lie, over dense causal attention. `--cpu` measures the CPU's part, in float32, with the C++ kernels, which decide by themselves
 how keys are packed. Writes a result file; `--tiny` only shows that all of it runs.
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
-from bench_dynamic import replayed
+from bench_dynamic import peers, replayed
 from dmattn_ops.choice import epochs
 from dmattn_ops.dispatch import run as dispatch
 from dmattn_ops.launching import plans
 from dynamic_targets import Target, targets_of, value_of
 from experiments import Row, Session, begun, parser
+from interval_peers import Attention, parts_of
 from peers import recorded_run
 from timing import least_ms, one_thread_ms
 
@@ -155,7 +157,9 @@ def measure(shape: Shape, session: Session, tokens: int) -> list[Row]:
     for way in ("auto", "packed", "not packed"):
         functions["dmattn" if way == "auto" else f"dmattn {way}", "whole"] = captured(problem.whole, way, device)
     functions["dmattn", "select"] = captured(problem.select, "auto", device)
-    return over_dense(session.measured(functions), shape.ideal)
+    query, key, value = problem.rows
+    found, absent = peers(Attention(query, key, value, problem.grad_out), problem.select())
+    return over_dense(session.measured(functions | parts_of(found)), shape.ideal) + absent
 
 
 def as_they_lie(shape: Shape, session: Session, tokens: int) -> list[Row]:

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from experiments import Row, missing
@@ -35,7 +34,10 @@ class Attention(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """start, end and, where there are any, the hidden ones: int32 `[1, Hm, S]` each, one head or one for each key head."""
+    """start, end and, where there are any, the hidden ones: int32 `[B, Hm, S]` each, one head or one for each key head.
+
+    The lists and the predicate of FlashAttention 4 serve one batch entry, those of flex_attention all.
+    """
 
     start: Tensor
     end: Tensor
@@ -43,35 +45,36 @@ class Intervals(NamedTuple):
 
     def predicate(self, group: int) -> Predicate:
         """Return the same as a predicate, for `group` query heads a key head."""
-        start, end = self.start[0], self.end[0]
-        hidden = None if self.hidden is None else [part[0] for part in self.hidden]
-        group = group if start.shape[0] > 1 else 1 << 30  # all heads are head 0
+        start, end, hidden = self
+        group = group if start.shape[1] > 1 else 1 << 30  # all heads are head 0
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             head = h // group
-            seen = (start[head, j] <= i) & (i < end[head, j])
+            seen = (start[b, head, j] <= i) & (i < end[b, head, j])
             if hidden is not None:
-                seen = seen & ~((hidden[0][head, j] <= i) & (i < hidden[1][head, j]))
+                seen = seen & ~((hidden[0][b, head, j] <= i) & (i < hidden[1][b, head, j]))
             return seen
 
         return visible
 
 
-def _block_mask(predicate: Predicate, heads: int, seqlen: int, device: torch.device) -> Callable[[], Any]:
-    """Return a function that makes the lists of blocks."""
+def _block_mask(predicate: Predicate, query: Tensor, heads: int) -> Callable[[], Any]:
+    """Return a function that makes the lists of blocks for one head or for all."""
+    batch, seqlen = query.shape[:2]
     blocks = -(-seqlen // 128)
-    needed = 4 * 4 * heads * blocks * blocks
+    needed = 4 * 4 * batch * heads * blocks * blocks
     if needed > LARGEST_LISTS:
         raise Unavailable(f"its lists of blocks would take {needed / 1e9:.0f} GB")
     make = compiled_flex()[1]
-    return lambda: make(predicate, None, None if heads == 1 else heads, seqlen, seqlen, device=device)
+    sizes = (None if count == 1 else count for count in (batch, heads))
+    return functools.partial(make, predicate, *sizes, seqlen, seqlen, device=query.device)
 
 
 def flex(call: Attention, predicate: Predicate, mask_heads: int) -> Run:
     """Run flex_attention, compiled, with a BlockMask for one head or for all."""
     if call.query.device.type == "cpu":
         raise Unavailable("flex_attention has no backward on a CPU")
-    prepare = _block_mask(predicate, mask_heads, call.query.shape[1], call.query.device)
+    prepare = _block_mask(predicate, call.query, mask_heads)
     inputs = [leaf.detach().transpose(1, 2).contiguous().requires_grad_() for leaf in call.leaves]
     grouped = call.query.shape[2] != call.key.shape[2]
     attend = functools.partial(compiled_flex()[0], *inputs, block_mask=prepare(), enable_gqa=grouped)
@@ -112,10 +115,12 @@ def fa4(call: Attention, intervals: Intervals, predicate: Predicate) -> Run:
         from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     except ImportError as error:
         raise Unavailable(f"flash_attn.cute: {error}") from error
+    if call.query.shape[0] > 1:
+        raise Unavailable("its predicate serves one batch entry here")
     mask_heads = intervals.start.shape[1]
     heads, kv_heads = call.query.shape[2], call.key.shape[2]
     group = heads // kv_heads if mask_heads > 1 else heads
-    make = _block_mask(predicate, 1 if mask_heads == 1 else heads, call.query.shape[1], call.query.device)
+    make = _block_mask(predicate, call.query, 1 if mask_heads == 1 else heads)
     kernel_predicate = _fa4_predicate(group, intervals.hidden is not None)
     limits = [part[0].contiguous() for part in (intervals.start, intervals.end, *(intervals.hidden or ()))]
 
