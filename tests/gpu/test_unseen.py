@@ -127,9 +127,10 @@ def test_a_nan_that_somebody_sees_is_not_hidden(mask: str) -> None:
             intervals=(torch.arange(300, dtype=torch.int32, device="cuda")[None, None],
                        torch.where(torch.arange(300, device="cuda") == 40, 0, 300).int()[None, None]), seqlen_q=300),
     }[mask]()  # fmt: skip
-    query, key, value = (torch.randn(1, 300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    value[:, 40], value[:, 200] = float("nan"), float("nan")
+    query, key, value = (torch.randn(2, 300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    value[:, 40], value[0, 200] = float("nan"), float("nan")
     out = flash_dmattn_func(query, key, value, prepared)
-    assert out[:, :200].isfinite().all()
-    assert out[:, 200:].isnan().all()
+    assert out[0, 200:].isnan().all()
+    # Queries of the same tile may get it too, those of another batch entry may not.
+    assert out[0, :128].isfinite().all() and out[1].isfinite().all()
     assert flash_dmattn_func(query, key, value.nan_to_num(0.0), prepared).isfinite().all()
