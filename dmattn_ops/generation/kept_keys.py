@@ -199,8 +199,9 @@ class KeptKeys:
         if new_positions == 1:
             seen = torch.ops.dmattn.keep_step(*self._stored(), *token, *rule)
             return self._attention(query, stored_key, stored_value, seen, self.bias, NO_BAND, options)
-        ends, *rows, biases = torch.ops.dmattn.keep_chunk(*self._stored(), *token, *rule)
-        out = self._attention(query, *rows, ends, None if self.bias is None else biases, Band(hi=self.slots), options)
+        ends, keys, values, biases = torch.ops.dmattn.keep_chunk(*self._stored(), *token, *rule)
+        given = None if self.bias is None else biases
+        out = self._attention(query, keys, values, ends, given, Band(hi=self.slots), options)
         if padding is None or padding_counts:
             return out
         return blank(out, padding != 0)

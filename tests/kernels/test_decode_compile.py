@@ -80,9 +80,9 @@ def test_a_chunk_spills_nothing_and_copies_sixteen_bytes_at_once(dim: int, bias:
     *rows, biases = keep_chunk_outputs(stored.key, stored.value, stored.bias, 8192)
     with compiled_launches(sm) as launches:
         chunk_launch.keep_chunk(stored, token, Rule(9, 1, 1, 2, False), Appended(*rows, biases if bias else None))
-    names = ["order_chunk", "sort_runs", "sort_alive", "write_deaths", "end_chunk", "lay_chunk", "store_chunk"]
+    names = ["begin_chunk", "sort_runs", "sort_alive", "write_deaths", "end_chunk", "store_chunk"]
     assert [made.kernel for made in launches] == names
     for made in launches:
         assert spilled(made) == 0, made.kernel
-        copies = made.kernel in ("lay_chunk", "store_chunk")
+        copies = made.kernel in ("begin_chunk", "store_chunk")
         assert not copies or "ld.global.v4" in made.compiled.asm["ptx"]

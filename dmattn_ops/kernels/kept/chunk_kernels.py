@@ -4,12 +4,12 @@ The best keys of the slots, in the order of their positions, and the new ones be
 leaves the best where it does in the whole one (`chunk_reference`). What is not among the best stands at its end, as NaN, which
 is worse than every key before it. No document ends, so that of what is known of a key (`masks.kept.Known`) `ended` says nothing.
 
-1. `order_chunk` writes the scores of the short sequence, and in which of its columns the key of each slot stands.
+1. `begin_chunk` writes the scores of the short sequence, and in which of its columns the key of each slot stands. It also copies
+   the keys of slots and the new ones side by side, for the attention.
 2. The kernels of `selection` find the column in which each key leaves the best.
 3. `end_chunk` makes positions of columns: what is known of the keys in slots changes, and the ends of all keys are written. It
    lists the slots whose keys nobody needs, and counts the new keys that are needed.
-4. `lay_chunk` copies the keys of slots and the new ones side by side.
-5. `store_chunk` writes new keys that are needed into slots from the list.
+4. `store_chunk` writes new keys that are needed into slots from the list.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import triton.language as tl
 
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.kept.kernel import NEVER, Sequence, finish_sequence
+from dmattn_ops.launching.overlap import follow_kernel_before
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,47 +57,42 @@ class NewKeys(NamedTuple):
     needed: Any
 
 
-@triton.jit(do_not_specialize=["heads", "slots", "count", "slot_parts"])
-def order_chunk(
-    score_cache, places, scores, short_scores, column, best, scores_b, scores_h, heads, slots, count, slot_parts,
-    SLOTS: tl.constexpr, LANES: tl.constexpr, NEW: tl.constexpr,
-):  # fmt: skip
-    """Write `short_scores` `[rows, N + n]`, `column` `[rows, N]` (-1 of what is not among the best), and how many `best` there are.
+@triton.jit
+def order_slots(score_cache, places, short_scores, column, slots, part, SLOTS: tl.constexpr, LANES: tl.constexpr):
+    """Write the `column` of some slots of a head, -1 of what is not among the best, and scores into these columns.
 
     A stored key stands behind as many as have smaller positions. Counting them takes no sort.
     """
-    parts = slot_parts + tl.cdiv(slots + count, NEW)
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    part = tl.program_id(0) % parts
-    position = places + row * 4 * slots
-    outranked = position + slots
-    short_scores += row * (slots + count)
-    if part < slot_parts:
-        slot = part * SLOTS + tl.arange(0, SLOTS)
-        inside = slot < slots
-        own = tl.load(position + slot, mask=inside, other=-1)
-        is_best = tl.load(outranked + slot, mask=inside, other=-1) == NEVER
-        before = tl.zeros([SLOTS, LANES], tl.int32)
-        for start in tl.range(0, slots, LANES):
-            lane = start + tl.arange(0, LANES)
-            other = tl.load(position + lane, mask=lane < slots, other=0)
-            other_best = tl.load(outranked + lane, mask=lane < slots, other=-1) == NEVER
-            before += (tl.where(other_best, other, NEVER)[None, :] < own[:, None]).to(tl.int32)
-        place = tl.where(is_best, tl.sum(before, axis=1), -1)
-        tl.store(column + row * slots + slot, place, mask=inside)
-        tl.store(short_scores + place, tl.load(score_cache + row * slots + slot, mask=inside), mask=is_best)
-    else:
-        found = tl.zeros([NEW], tl.int32)
-        for start in tl.range(0, slots, NEW):
-            lane = start + tl.arange(0, NEW)
-            found += (tl.load(outranked + lane, mask=lane < slots, other=-1) == NEVER).to(tl.int32)
-        total = tl.sum(found, axis=0)
-        index = (part - slot_parts) * NEW + tl.arange(0, NEW)
-        tl.store(best + row, total, mask=part == slot_parts)
-        own_scores = scores + row // heads * scores_b + row % heads * scores_h
-        score = tl.load(own_scores + index, mask=index < count, other=0.0).to(short_scores.dtype.element_ty)
-        score = tl.where(index < count, score, float("nan"))
-        tl.store(short_scores + total + index, score, mask=index < slots + count - total)
+    outranked = places + slots
+    slot = part * SLOTS + tl.arange(0, SLOTS)
+    inside = slot < slots
+    own = tl.load(places + slot, mask=inside, other=-1)
+    is_best = tl.load(outranked + slot, mask=inside, other=-1) == NEVER
+    before = tl.zeros([SLOTS, LANES], tl.int32)
+    for start in tl.range(0, slots, LANES):
+        lane = start + tl.arange(0, LANES)
+        other = tl.load(places + lane, mask=lane < slots, other=0)
+        other_best = tl.load(outranked + lane, mask=lane < slots, other=-1) == NEVER
+        before += (tl.where(other_best, other, NEVER)[None, :] < own[:, None]).to(tl.int32)
+    place = tl.where(is_best, tl.sum(before, axis=1), -1)
+    tl.store(column + slot, place, mask=inside)
+    tl.store(short_scores + place, tl.load(score_cache + slot, mask=inside), mask=is_best)
+
+
+@triton.jit
+def append_scores(scores, places, short_scores, best, slots, count, part, NEW: tl.constexpr):
+    """Write new scores of a head behind those of its `best` keys, and NaN behind them; the first part writes how many these are."""
+    outranked = places + slots
+    found = tl.zeros([NEW], tl.int32)
+    for start in tl.range(0, slots, NEW):
+        lane = start + tl.arange(0, NEW)
+        found += (tl.load(outranked + lane, mask=lane < slots, other=-1) == NEVER).to(tl.int32)
+    total = tl.sum(found, axis=0)
+    tl.store(best, total, mask=part == 0)
+    index = part * NEW + tl.arange(0, NEW)
+    score = tl.load(scores + index, mask=index < count, other=0.0).to(short_scores.dtype.element_ty)
+    score = tl.where(index < count, score, float("nan"))
+    tl.store(short_scores + total + index, score, mask=index < slots + count - total)
 
 
 @triton.jit
@@ -147,6 +143,7 @@ def end_chunk(
     `free` `[rows, N]` lists slots whose keys nobody needs, `free_count` of them; `wanted` are the numbers of new keys that are
     needed in each BLOCK, `[rows, blocks]`. The first program of a row has the slots, each other one NEW new keys.
     """
+    follow_kernel_before()
     parts = tl.cdiv(count, NEW) + 1
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
@@ -191,23 +188,41 @@ def copy_rows(target, target_row, source, source_row, copies, width: tl.constexp
         tl.store(target + target_row[:, None] + lane[None, :], part, mask=inside)
 
 
-@triton.jit(do_not_specialize=["heads", "slots", "count"])
-def lay_chunk(
-    key_cache, value_cache, bias_cache, key, value, bias, keys, values, biases,
-    key_b, key_s, key_h, value_b, value_s, value_h, bias_b, bias_h,
-    heads, slots, count,
-    shape: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "heads", "slots", "count", "slot_parts"])
+def begin_chunk(
+    key_cache, value_cache, score_cache, places, bias_cache, key, value, scores, bias,
+    keys, values, biases, short_scores, column, best,
+    key_b, key_s, key_h, value_b, value_s, value_h, scores_b, scores_h, bias_b, bias_h,
+    rows, heads, slots, count, slot_parts,
+    shape: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, NEW: tl.constexpr,
 ):  # fmt: skip
-    """Copy keys `[B, N + n, Hkv, D]`, values and biases `[B, heads, N + n]` of a head: those of the slots, then the new ones."""
+    """Write the short sequence, and keys `[B, N + n, Hkv, D]`, values and biases `[B, heads, N + n]`: of slots, then new ones.
+
+    `short_scores` are `[rows, N + n]`, `column` `[rows, N]`, `best` `[rows]`. The first programs write them, waiting for memory
+    most of the time, while the others copy.
+    """
     BLOCK: tl.constexpr = shape.block
     BIAS_GROUP: tl.constexpr = shape.bias_group
-    slot_parts = tl.cdiv(slots, BLOCK)
-    parts = slot_parts + tl.cdiv(count, BLOCK)
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    part = tl.program_id(0) % parts
+    order_parts = slot_parts + tl.cdiv(slots + count, NEW)
+    cached_parts = tl.cdiv(slots, BLOCK)
+    parts = cached_parts + tl.cdiv(count, BLOCK)
+    orders = tl.program_id(0) < rows * order_parts
+    program = tl.where(orders, tl.program_id(0), tl.program_id(0) - rows * order_parts)
+    row = (program // tl.where(orders, order_parts, parts)).to(tl.int64)
+    part = program % tl.where(orders, order_parts, parts)
     batch, head = row // heads, row % heads
     lane = tl.arange(0, BLOCK)
-    if part < slot_parts:
+    if orders:
+        own_places = places + row * 4 * slots
+        own_short = short_scores + row * (slots + count)
+        if part < slot_parts:
+            order_slots(
+                score_cache + row * slots, own_places, own_short, column + row * slots, slots, part, SLOTS, LANES
+            )
+        else:
+            own_scores = scores + batch * scores_b + head * scores_h
+            append_scores(own_scores, own_places, own_short, best + row, slots, count, part - slot_parts, NEW)
+    elif part < cached_parts:
         index = (part * BLOCK + lane).to(tl.int64)
         copies = index < slots
         target = (batch * (slots + count) + index) * heads + head
@@ -224,7 +239,7 @@ def lay_chunk(
             added = tl.load(bias_cache + of_head * slots + index, mask=copies, other=0.0)
             tl.store(biases + of_head * (slots + count) + index, added, mask=copies)
     else:
-        index = ((part - slot_parts) * BLOCK + lane).to(tl.int64)
+        index = ((part - cached_parts) * BLOCK + lane).to(tl.int64)
         copies = index < count
         target = (batch * (slots + count) + slots + index) * heads + head
         of_key = batch * key_b + head * key_h + index * key_s

@@ -7,17 +7,18 @@ from typing import Any
 import torch
 import triton
 
-from dmattn_ops.kernels.kept.chunk_kernels import ChunkShape, end_chunk, lay_chunk, order_chunk, store_chunk
+from dmattn_ops.kernels.kept.chunk_kernels import ChunkShape, begin_chunk, end_chunk, store_chunk
 from dmattn_ops.kernels.portable.arguments import broadcast_stride, padded
 from dmattn_ops.kernels.selection.launch import lifetimes
 from dmattn_ops.launching.launch import launch, workspace
 from dmattn_ops.masks.kept import Appended, Rule, Stored, Token
 
-MOST_SLOTS = 1 << 14  # whose order is found by comparing each with each
+# Slots whose order is found by comparing each with each. An estimate, not measured: beyond, that takes a tenth of the attention.
+MOST_SLOTS = 9216
 BLOCK = 64  # new keys, or slots, that a program copies
 LANES = 1024  # keys that a program looks at at once
-_ORDERED = 16  # slots whose places a program finds, each beside so many others at once:
-_COMPARED = 512
+_ORDERED = 16  # slots whose columns a program finds
+_COMPARED = 256  # others that it compares them with at once: 512 take 168 registers of SM 9.0, and 256 take 110
 _MOST_AT_ONCE = 128  # columns of keys
 
 
@@ -37,10 +38,15 @@ def keep_chunk(stored: Stored, token: Token, rule: Rule, appended: Appended) -> 
     sizes = {"heads": heads, "slots": slots, "count": count}
     scores = {f"scores_{dim}": broadcast_stride(token.scores, place) for place, dim in enumerate("bh")}
     parts, slot_parts = triton.cdiv(count, LANES), triton.cdiv(slots, _ORDERED)
+    shape, strides = _shape(stored), _strides(token) | scores
+    ordering = slot_parts + triton.cdiv(slots + count, LANES)
+    new_parts = triton.cdiv(count, BLOCK)
+    copying = triton.cdiv(slots, BLOCK) + new_parts
     launch(
-        order_chunk, (rows * (slot_parts + triton.cdiv(slots + count, LANES)),),
-        stored.scores, stored.places, token.scores, short_scores, column, best,
-        **scores, **sizes, slot_parts=slot_parts, SLOTS=_ORDERED, LANES=_COMPARED, NEW=LANES, num_warps=4,
+        begin_chunk, (rows * (ordering + copying),),
+        *stored[:4], stored.bias, *token[:4], *appended[1:], short_scores, column, best,
+        **strides, **sizes, rows=rows, slot_parts=slot_parts,
+        shape=shape, SLOTS=_ORDERED, LANES=_COMPARED, NEW=LANES, num_warps=4,
     )  # fmt: skip
     start, stop = (workspace(wide, batch, heads, slots + count, dtype=whole) for _ in range(2))
     lifetimes(short_scores, None, rule.keep, 0, 0, True, start, stop)
@@ -50,20 +56,13 @@ def keep_chunk(stored: Stored, token: Token, rule: Rule, appended: Appended) -> 
     launch(
         end_chunk, (rows * (1 + parts),),
         stored.places, column, best, stop, stored.length, stored.first, appended.ends, free, free_count, wanted,
-        **sizes, **protects, NEW=LANES, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
-    shape, strides = _shape(stored), _strides(token)
-    new_parts = triton.cdiv(count, BLOCK)
-    launch(
-        lay_chunk, (rows * (triton.cdiv(slots, BLOCK) + new_parts),),
-        stored.key, stored.value, stored.bias, token.key, token.value, token.bias, *appended[1:],
-        **strides, **sizes, shape=shape, num_warps=4,
+        **sizes, **protects, NEW=LANES, BLOCK=BLOCK, num_warps=4, follows=True,
     )  # fmt: skip
     launch(
         store_chunk, (rows * new_parts,),
         stored.key, stored.value, stored.scores, stored.places, *stored[4:8], stored.bias,
         *token[:4], best, stop, free, free_count, wanted,
-        **strides, **scores, **sizes, **protects, blocks=blocks, shape=shape, LANES=LANES, num_warps=4,
+        **strides, **sizes, **protects, blocks=blocks, shape=shape, LANES=LANES, num_warps=4,
     )  # fmt: skip
 
 
