@@ -94,9 +94,8 @@ def main() -> None:
     cases = {case.name: case for case in _cases(sizes, device)}
     gauge, rows = Gauge(), []
     if dist.get_rank() == 0:
-        print(
-            f"{'case':<20} {'implementation':<26} {'prepare':>9} {'forward':>9} {'backward':>9} {'whole':>9} ms, TFLOP/s a GPU, efficiency"
-        )
+        named = f"{'prepare':>9} {'forward':>9} {'backward':>9} {'whole':>9} ms"
+        print(f"{'case':<20} {'implementation':<26} {named}, TFLOP/s a GPU, efficiency")
     output = options.output or default_output(device.type, f"distributed-{dist.get_world_size()}")
     rows.append(_bandwidth(sizes, device))
     if dist.get_rank() == 0:
