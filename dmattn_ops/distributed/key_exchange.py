@@ -44,12 +44,25 @@ class KeyExchange(NamedTuple):
     @property
     def length(self) -> int:
         """The keys in this rank's buffer."""
-        return sum(stop - first for first, stop in self.needed[self.team.rank])
+        return self.length_of(self.team.rank)
 
-    def received(self) -> int:
-        """Return the number of keys that this rank receives from others."""
-        own = sum(length for _, length in self._blocks(self.team.rank, self.team.rank))
-        return self.length - own
+    def length_of(self, rank: int) -> int:
+        """Return the number of keys in a rank's buffer."""
+        return sum(stop - first for first, stop in self.needed[rank])
+
+    def received_by(self, rank: int) -> int:
+        """Return the number of keys that a rank receives from others."""
+        return self.length_of(rank) - sum(length for _, length in self._blocks(rank, rank))
+
+    @property
+    def longest(self) -> int:
+        """The keys in the longest buffer of all ranks: ranks that decide by it decide alike."""
+        return max(map(self.length_of, range(self.team.size)))
+
+    @property
+    def most_received(self) -> int:
+        """The keys that the rank which receives the most receives from others: ranks that decide by it decide alike."""
+        return max(map(self.received_by, range(self.team.size)))
 
     def place(self, key: int) -> int:
         """Return the place of a key in this rank's buffer."""
@@ -148,7 +161,7 @@ class KeyExchange(NamedTuple):
 def exchange_of(team: Team, layout: Layout, seqlen: int, seen: Sequence[Sequence[Span]]) -> KeyExchange:
     """Return the exchange by which every rank gets the spans that it sees."""
     exchange = KeyExchange(team, layout, seqlen, tuple(_joined(spans) for spans in seen))
-    received = sum(exchange._replace(team=team._replace(rank=rank)).received() for rank in range(team.size))
+    received = sum(map(exchange.received_by, range(team.size)))
     if received >= GATHER_ALL * (team.size - 1) * seqlen:
         return exchange._replace(needed=(((0, seqlen),),) * team.size)
     return exchange
