@@ -2,8 +2,9 @@
 
 A call takes this way only if shape, strides, dtype and device of every tensor, those of the mask included, all numbers and all
 switches equal those of an earlier call, and if its tensors are plain ones: everything that the longer way would decide follows
-from these. Calls with a bias, a sink, dropout or autocast, with tensors that have to be copied, and with a mask that is not
-prepared or hides less than the call asks for always take the longer way.
+from these. A mask that is a tensor is packed each time, since it may hold other values. Calls with a bias, a sink, dropout or
+autocast, with tensors that have to be copied, and with a prepared mask that hides less than the call asks for always take the
+longer way.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch.nn import Parameter
 
 from dmattn_ops.api.arguments import taken_as_it_is
 from dmattn_ops.bands import Band
-from dmattn_ops.call import NO_MASK, Mask
+from dmattn_ops.call import NO_MASK
 from dmattn_ops.launching import plans
+from dmattn_ops.masks import prepare
 from dmattn_ops.masks.tile_mask import TileMask, read
 from dmattn_ops.ops import autograd, schemas
 
@@ -39,13 +41,15 @@ def signature_of(
         or type(key) not in _PLAIN
         or type(value) not in _PLAIN
         or not plans.may_repeat(query)
-        or not autograd.callable_directly(query, key, value)
+        or not autograd.callable_directly(query, key, value, mask)
         or torch.is_autocast_enabled("cuda")
     ):
         return None
-    of_mask = None
+    of_mask: Hashable = None
     try:
-        if mask is not None:
+        if type(mask) in _PLAIN:
+            of_mask = plans.described((mask,))
+        elif mask is not None:
             if type(mask) is not TileMask or taken_as_it_is(mask, query, key, band) is None:
                 return None
             of_mask = _described.get(mask) or _describe(mask)
@@ -74,7 +78,11 @@ def again(
     repeat = plans.repeat(found)
     if repeat is None:
         return None
-    tensors: Mask = read(mask).taken[0] if isinstance(mask, TileMask) else NO_MASK
+    tensors = NO_MASK
+    if isinstance(mask, TileMask):
+        tensors = read(mask).taken[0]
+    elif mask is not None:
+        tensors = prepare.packed(mask, query.shape[1], *repeat.numbers[:2])
     arguments = (query, key, value, None, *tensors[:-1], None, None, *repeat.numbers)
     return autograd.kernels[_NAME](arguments, repeat)
 

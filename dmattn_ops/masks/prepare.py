@@ -24,6 +24,7 @@ from dmattn_ops.masks.documents import (
     segments_of,
 )
 from dmattn_ops.masks.tile_mask import TileMask, from_dense, from_intervals, from_packed, from_segments
+from dmattn_ops.ops import schemas
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -194,6 +195,17 @@ def resolve(mask: Tensor | TileMask | None, band: Band, seqlen_q: int, seqlen_k:
     else:
         raise TypeError(f"mask must be a 4-D tensor or come from prepare_mask, got {require.type_text(mask)}")
     return mask.mask, *mask.band.limits(seqlen_q, seqlen_k)
+
+
+def packed(mask: Tensor, seqlen_q: int, *limits: int) -> Mask:
+    """Return what `resolve` returns of a plain mask that it took before, of the same shape, by the kernels alone."""
+    mask = _narrowed(mask)
+    if mask.shape[2] != 1:
+        made, _ = schemas.implementations["pack_mask"](mask, None, None, seqlen_q, *limits)
+        return Mask(*made)
+    segments = segments_of(None, mask.squeeze(2) != 0)
+    made, _ = schemas.implementations["list_tiles"](*segments, seqlen_q, *limits)
+    return Mask(*made, None, None, *segments)
 
 
 def _promised(at_most: int, intervals: Intervals | None) -> int:
