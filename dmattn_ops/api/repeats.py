@@ -47,7 +47,7 @@ def signature_of(
         return None
     of_mask: Hashable = None
     try:
-        if type(mask) in _PLAIN:
+        if isinstance(mask, Tensor):
             of_mask = plans.described((mask,))
         elif mask is not None:
             if type(mask) is not TileMask or taken_as_it_is(mask, query, key, band) is None:

@@ -181,7 +181,7 @@ class Recording:
             raise LookupError(self.watch.changes)
         if not any(isinstance(step, Relaunch) for step in steps):
             raise LookupError("no kernel: there is nothing to compute, or operators of torch do")
-        return Plan(device, [TensorLayout.of(output) for output in outputs], steps)
+        return Plan(device, len(self.inputs), [TensorLayout.of(output) for output in outputs], steps)
 
 
 class _Names:

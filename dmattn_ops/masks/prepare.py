@@ -205,7 +205,7 @@ def packed(mask: Tensor, seqlen_q: int, *limits: int) -> Mask:
         return Mask(*made)
     segments = segments_of(None, mask.squeeze(2) != 0)
     made, _ = schemas.implementations["list_tiles"](*segments, seqlen_q, *limits)
-    return Mask(*made, None, None, *segments)
+    return Mask(made[0], made[1], None, None, *segments)
 
 
 def _promised(at_most: int, intervals: Intervals | None) -> int:
