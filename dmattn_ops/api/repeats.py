@@ -35,27 +35,26 @@ def signature_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None, band: Band, numbers: tuple[Any, ...]
 ) -> Hashable | None:
     """Return the key that tells a call from others, None for a call that is not plain; `numbers` are those beside the band."""
+    tensors = (query, key, value, mask) if isinstance(mask, Tensor) else (query, key, value)
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.is_neg():
+            return None
     if (
         _NAME not in autograd.kernels  # of a torch without some private names
-        or type(query) not in _PLAIN
-        or type(key) not in _PLAIN
-        or type(value) not in _PLAIN
         or not plans.may_repeat(query)
-        or not autograd.callable_directly(query, key, value, mask)
+        or not autograd.in_plain_mode()
         or torch.is_autocast_enabled("cuda")
     ):
         return None
     of_mask: Hashable = None
     try:
-        if isinstance(mask, Tensor):
-            of_mask = plans.described((mask,))
-        elif mask is not None:
+        if isinstance(mask, TileMask):
             if type(mask) is not TileMask or taken_as_it_is(mask, query, key, band) is None:
                 return None
             of_mask = _described.get(mask) or _describe(mask)
             if of_mask == _NOT_PLAIN:
                 return None
-        return (plans.described((query, key, value)), of_mask, band, numbers, plans.switches(query))
+        return (plans.described(tensors), of_mask, band, numbers, plans.switches(query))
     except (RuntimeError, ValueError):  # sparse and nested tensors have no strides; tensors of other ranks
         return None
 
@@ -72,9 +71,12 @@ def _describe(mask: TileMask) -> Hashable:
 
 
 def again(
-    found: Hashable, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None
+    found: Hashable, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None, needs_lse: bool
 ) -> tuple[Any, ...] | None:
-    """Compute a call with that signature by the plan of an earlier one; None where there is none yet."""
+    """Compute a call with that signature by the plan of an earlier one; None where there is none yet.
+
+    Without `needs_lse`, lse may be None.
+    """
     repeat = plans.repeat(found)
     if repeat is None:
         return None
@@ -84,7 +86,7 @@ def again(
     elif mask is not None:
         tensors = prepare.packed(mask, query.shape[1], *repeat.numbers[:2])
     arguments = (query, key, value, None, *tensors[:-1], None, None, *repeat.numbers)
-    return autograd.kernels[_NAME](arguments, repeat)
+    return autograd.kernels[_NAME](arguments, repeat, needs_lse)
 
 
 def remember(found: Hashable, given: tuple[Tensor, ...], tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:

@@ -83,11 +83,11 @@ class Plan:
         layouts = self.outputs if all_outputs else self.with_elements
         outputs = tuple([None if layout is None else allocate(*layout) for layout in layouts])
         known = addresses + [0 if output is None else output.data_ptr() for output in outputs]
-        tensors, places, stream = [*inputs, *outputs], known, raw_stream(self.device)
+        places, stream, rooms = known, raw_stream(self.device), []
         if self.room:
-            room = allocate((self.room,), (1,), torch.uint8)
-            tensors.append(room)
-            places = [*known, room.data_ptr()]
+            rooms.append(allocate((self.room,), (1,), torch.uint8))
+            places = [*known, rooms[0].data_ptr()]
+        tensors = [*inputs, *outputs, *rooms]
         for makes, launch in self.stages:
             for make in makes:
                 made = make.run(tensors)
@@ -102,7 +102,7 @@ class Launched:
     """Launches of a plan one behind the other: through the driver where the layout of all parameters is certain, else Triton."""
 
     def __init__(self, relaunches: list[Relaunch], tensors: int) -> None:
-        self.relaunches = relaunches
+        self.relaunches, self.count = relaunches, len(relaunches)
         self.driven = launches([relaunch.packed for relaunch in relaunches], tensors)
 
     def __call__(self, addresses: list[int], stream: int) -> bool:
@@ -110,7 +110,7 @@ class Launched:
         done = 0
         if self.driven is not None and not _hooked():
             done = self.driven.run(addresses, stream)
-            if done == len(self.relaunches):
+            if done == self.count:
                 return True
         if done < 0 or reduce(or_, addresses) % ALIGNMENT != 0:
             return False
