@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from dmattn_ops.api.arguments import taken_as_it_is
 from dmattn_ops.bands import Band
-from dmattn_ops.call import NO_MASK
+from dmattn_ops.call import MASK_TENSORS, NO_MASK
 from dmattn_ops.launching import plans
 from dmattn_ops.masks import prepare
 from dmattn_ops.masks.tile_mask import TileMask, read
@@ -27,6 +27,7 @@ from dmattn_ops.ops import autograd, schemas
 
 _PLAIN = (Tensor, Parameter)
 _NAME = "forward"
+_BITS_ALONE = (None,) * (len(MASK_TENSORS) - 4)  # in place of the tensors of a mask behind lists and bits
 _NOT_PLAIN = "not plain"  # stands in place of the description of a mask whose calls are never repeated
 _described: WeakKeyDictionary[TileMask, Hashable] = WeakKeyDictionary()
 
@@ -48,7 +49,7 @@ def signature_of(
         return None
     of_mask: Hashable = None
     try:
-        if isinstance(mask, TileMask):
+        if mask is not None and not isinstance(mask, Tensor):
             if type(mask) is not TileMask or taken_as_it_is(mask, query, key, band) is None:
                 return None
             of_mask = _described.get(mask) or _describe(mask)
@@ -80,13 +81,27 @@ def again(
     repeat = plans.repeat(found)
     if repeat is None:
         return None
-    tensors = NO_MASK
+    of_mask: tuple[Tensor | None, ...] = NO_MASK[:-1]
     if isinstance(mask, TileMask):
-        tensors = read(mask).taken[0]
+        of_mask = read(mask).taken[0][:-1]
     elif mask is not None:
-        tensors = prepare.packed(mask, query.shape[1], *repeat.numbers[:2])
-    arguments = (query, key, value, None, *tensors[:-1], None, None, *repeat.numbers)
+        of_mask = _packed(mask, query.shape[1], repeat)
+    arguments = (query, key, value, None, *of_mask, None, None, *repeat.numbers)
     return autograd.kernels[_NAME](arguments, repeat, needs_lse)
+
+
+def _packed(mask: Tensor, seqlen_q: int, repeat: plans.Repeat) -> tuple[Tensor | None, ...]:
+    """Return what a mask is packed into: by the plan of an earlier one once there is one, if it does nothing but launch."""
+    if repeat.packing:
+        ran = repeat.packing[0].run((mask, None, None))
+        if ran is not None:
+            return (*ran[0], *_BITS_ALONE)
+    limits = repeat.numbers[:2]
+    if not repeat.packing and mask.shape[2] != 1:
+        found = plans.find("pack_mask", (prepare.narrowed(mask), None, None), (seqlen_q, *limits))
+        if found is not None and found.only_launches:
+            repeat.packing.append(found)
+    return prepare.packed(mask, seqlen_q, *limits)[:-1]
 
 
 def remember(found: Hashable, given: tuple[Tensor, ...], tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:

@@ -65,6 +65,7 @@ class Plan:
         self.device, self.outputs, self.steps = device, outputs, steps
         self.with_elements = [None if 0 in layout.shape else layout for layout in outputs]
         self.room, self.stages = _stages(steps, inputs + len(outputs))
+        self.only_launches = not any(isinstance(step, Compute) for step in steps)
         self.backwards: dict[Hashable, Plan] = {}  # of what this forward computed
 
     def run(
