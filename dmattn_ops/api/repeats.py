@@ -93,6 +93,7 @@ def again(
 def _packed(mask: Tensor, seqlen_q: int, repeat: plans.Repeat) -> tuple[Tensor | None, ...]:
     """Return what a mask is packed into: by the plan of an earlier one once there is one, if it does nothing but launch."""
     if repeat.packing:
+        plans.enter_thread()
         ran = repeat.packing[0].run((mask, None, None))
         if ran is not None:
             return (*ran[0], *_BITS_ALONE)
