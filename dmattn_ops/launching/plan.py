@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache, reduce
-from math import prod
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from dmattn_ops.launching.driver import LaunchShape, launches, pack, parameter_s
 from dmattn_ops.launching.tensor_maps import Map
 
 _ENTRY = re.compile(r"\.entry\s+[^(]*\(([^)]*)\)")  # a kernel's head in PTX, and the parameters in it
-_PART = 512  # bytes that a workspace begins at a multiple of, as torch's own memory does
 ALIGNMENT = 16  # bytes that every address of a plan is a multiple of: what Triton specializes on
 _dynamo: Any = getattr(torch._C, "_dynamo", None)
 # as Inductor's own code allocates: 3 times as fast as torch.empty
@@ -64,7 +62,7 @@ class Plan:
     ) -> None:
         self.device, self.outputs, self.steps = device, outputs, steps
         self.with_elements = [None if 0 in layout.shape else layout for layout in outputs]
-        self.room, self.stages = _stages(steps, inputs + len(outputs))
+        self.stages = _stages(steps, inputs + len(outputs))
         self.only_launches = not any(isinstance(step, Compute) for step in steps)
         self.backwards: dict[Hashable, Plan] = {}  # of what this forward computed
 
@@ -84,11 +82,7 @@ class Plan:
         layouts = self.outputs if all_outputs else self.with_elements
         outputs = tuple([None if layout is None else allocate(*layout) for layout in layouts])
         known = addresses + [0 if output is None else output.data_ptr() for output in outputs]
-        places, stream, rooms = known, raw_stream(self.device), []
-        if self.room:
-            rooms.append(allocate((self.room,), (1,), torch.uint8))
-            places = [*known, rooms[0].data_ptr()]
-        tensors = [*inputs, *outputs, *rooms]
+        tensors, places, stream = [*inputs, *outputs], known, raw_stream(self.device)
         for makes, launch in self.stages:
             for make in makes:
                 made = make.run(tensors)
@@ -127,52 +121,21 @@ class Stage(NamedTuple):
     launch: Launched | None
 
 
-def _stages(steps: Sequence[Allocate | Compute | Relaunch], known: int) -> tuple[int, list[Stage]]:
-    """Put each run of launches together with what is made before it; `known` tensors are inputs and outputs.
-
-    Workspaces that kernels alone use are parts of one, behind these, whose size in bytes is returned as well.
-    """
-    parts, room = _shared(steps, known)
-    slots, tensors = [Slot(place, 0) for place in range(known)], known + bool(parts)
-    groups: list[tuple[list[Allocate | Compute], list[Relaunch], int]] = [([], [], tensors)]
+def _stages(steps: Sequence[Allocate | Compute | Relaunch], tensors: int) -> list[Stage]:
+    """Put each run of launches together with what is made before it, beside so many inputs and outputs."""
+    groups: list[tuple[list[Allocate | Compute], list[Relaunch]]] = [([], [])]
     for step in steps:
         if isinstance(step, Relaunch):
-            groups[-1][1].append(Relaunch(step.compiled, step.grid, _moved(step.references, slots)))
-        elif len(slots) in parts:
-            slots.append(Slot(known, parts[len(slots)]))
-        else:
-            makes, relaunches, _ = groups.pop() if not groups[-1][1] else ([], [], 0)
-            if isinstance(step, Compute):
-                step = Compute(step.function, _moved(step.references, slots), step.layout)
-            slots.append(Slot(tensors, 0))
-            tensors += 1
-            groups.append(([*makes, step], relaunches, tensors))
-    return room, [
-        Stage(makes, Launched(relaunches, count) if relaunches else None) for makes, relaunches, count in groups
-    ]
-
-
-def _shared(steps: Sequence[Allocate | Compute | Relaunch], known: int) -> tuple[dict[int, int], int]:
-    """Return where in the shared one the workspaces lie, by their places among a plan's tensors, and its size in bytes."""
-    computed = {of.tensor for step in steps if isinstance(step, Compute) for of in step.references if type(of) is Slot}
-    parts, room = {}, 0
-    for place, make in enumerate([step for step in steps if not isinstance(step, Relaunch)], known):
-        if isinstance(make, Allocate) and place not in computed:
-            parts[place] = room
-            room += -(-max(1, prod(make.layout.shape) * make.layout.dtype.itemsize) // _PART) * _PART
-    return parts, room
-
-
-def _moved(references: list[Any], slots: list[Slot]) -> list[Any]:
-    """Return references to tensors that lie in other slots when a plan runs."""
-
-    def moved(of: Slot) -> Slot:
-        return Slot(slots[of.tensor].tensor, slots[of.tensor].offset + of.offset)
-
-    return [
-        moved(of) if type(of) is Slot else TensorMap(moved(of.slot), of.described) if type(of) is TensorMap else of
-        for of in references
-    ]
+            groups[-1][1].append(step)
+            continue
+        if groups[-1][1]:
+            groups.append(([], []))
+        groups[-1][0].append(step)
+    stages = []
+    for makes, relaunches in groups:
+        tensors += len(makes)
+        stages.append(Stage(makes, Launched(relaunches, tensors) if relaunches else None))
+    return stages
 
 
 class Allocate:

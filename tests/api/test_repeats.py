@@ -8,6 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton.experimental.gluon")
 import dmattn_ops
@@ -113,6 +114,15 @@ def test_gradients_flow_on_the_short_way(launches, longer_ways, monkeypatch):
     assert by_origin[-3:] == [True] * 3, "the plan of the backward is found through that of its forward"
     with torch.no_grad():
         assert not dmattn_ops.flash_dmattn_func(*qkv()).requires_grad
+
+
+def test_a_checkpoint_computes_again_on_the_short_way(longer_ways):
+    """Whichever way the forward took, as many tensors are saved."""
+    for _ in range(4):
+        leaves = qkv()
+        out = checkpoint(dmattn_ops.flash_dmattn_func, *leaves, use_reentrant=False)
+        assert [grad.shape for grad in torch.autograd.grad(out, leaves, draw())] == [(B, S, H, D)] * 3
+    assert len(longer_ways) == 3, "the second one is stopped once it has saved, before it is remembered"
 
 
 @pytest.mark.parametrize(("return_lse", "return_max"), [(False, False), (True, False), (False, True), (True, True)])

@@ -193,8 +193,7 @@ def test_what_is_computed_between_launches_is_computed_there(libcuda, monkeypatc
 
     made = record(launcher, aligned(8), aligned(8))
     launched = [stage.launch for stage in made.stages]
-    assert [len(stage.makes) for stage in made.stages] == [0, 2, 1] and [one is None for one in launched] == [0, 0, 1]
-    assert made.room == 512
+    assert [len(stage.makes) for stage in made.stages] == [1, 2, 1] and [one is None for one in launched] == [0, 0, 1]
     done.clear()
     x, y = aligned(8), aligned(8)
     made.run((x, y))
