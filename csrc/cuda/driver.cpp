@@ -219,6 +219,7 @@ struct Launches {
   Launch* launch;
   Encode* encode;
   std::mutex mutex;  // of the maps
+  size_t tensors;
   std::vector<One> all;
 };
 
@@ -271,6 +272,7 @@ DMATTN_PYTHON void* dmattn_new_launches(const uint64_t* words, void* launch, voi
   made->launch = reinterpret_cast<Launch*>(launch);
   made->encode = reinterpret_cast<Encode*>(encode);
   Words reader{words};
+  made->tensors = *reader.next++;
   made->all.resize(*reader.next++);
   for (Launches::One& one : made->all) one = reader.launch();
   return made.release();
@@ -280,10 +282,10 @@ DMATTN_PYTHON void dmattn_delete_launches(void* launches) { delete static_cast<L
 
 // Launch with tensors at these addresses. Returns how many launches the driver did before one that it refused; -1, with nothing
 // launched, where an address is not aligned.
-DMATTN_PYTHON int dmattn_launch(void* launches, const uint64_t* addresses, size_t count, void* stream) {
-  for (size_t k = 0; k < count; ++k)
-    if (addresses[k] % kAlignment != 0) return -1;
+DMATTN_PYTHON int dmattn_launch(void* launches, const uint64_t* addresses, void* stream) {
   auto& of = *static_cast<Launches*>(launches);
+  for (size_t k = 0; k < of.tensors; ++k)
+    if (addresses[k] % kAlignment != 0) return -1;
   const std::lock_guard lock(of.mutex);
   int done = 0;
   for (Launches::One& one : of.all) {

@@ -74,7 +74,7 @@ def _library() -> _Library | None:
     pointer = ctypes.c_void_p
     found.new.restype, found.new.argtypes = pointer, [ctypes.c_char_p, pointer, pointer]
     found.delete.argtypes = [pointer]
-    found.launch.argtypes = [pointer, ctypes.c_char_p, ctypes.c_size_t, pointer]
+    found.launch.argtypes = [pointer, ctypes.c_char_p, pointer]
     return found
 
 
@@ -144,22 +144,18 @@ def pack(
 
 
 class Launches:
-    """Launches one behind the other, by the driver; several threads may use them at the same time."""
+    """Launches one behind the other, by the driver; several threads may use them at the same time.
+
+    `launch(made, pack(*addresses), stream)` launches with tensors there, and returns how many the driver did before one that it
+    refused: -1, with nothing launched, where an address is no multiple of 16.
+    """
 
     def __init__(self, library: _Library, functions: Driver, packed: Sequence[tuple[int, ...]], tensors: int) -> None:
-        numbers = [len(packed), *[number for one in packed for number in one]]
+        numbers = [tensors, len(packed), *[number for one in packed for number in one]]
         pointers = [ctypes.cast(function, ctypes.c_void_p) for function in (functions.launch, functions.encode)]
-        self.launch, self.tensors = library.launch, tensors
+        self.launch, self.pack = library.launch, struct.Struct(f"={tensors}Q").pack
         self.made = library.new(struct.pack(f"={len(numbers)}Q", *numbers), *pointers)
-        self.pack = struct.Struct(f"={tensors}Q").pack
         finalize(self, library.delete, self.made).atexit = False
-
-    def run(self, addresses: list[int], stream: int) -> int:
-        """Launch with tensors at `addresses`; return how many launches the driver did before one that it refused.
-
-        That is -1, with nothing launched, where an address is no multiple of 16.
-        """
-        return self.launch(self.made, self.pack(*addresses), self.tensors, stream)  # type: ignore[no-any-return]
 
 
 def launches(packed: Sequence[tuple[int, ...] | None], tensors: int) -> Launches | None:

@@ -102,9 +102,9 @@ class Launched:
 
     def __call__(self, addresses: list[int], stream: int) -> bool:
         """Launch with tensors at `addresses`; False, with nothing launched, where one is not aligned."""
-        done = 0
-        if self.driven is not None and not _hooked():
-            done = self.driven.run(addresses, stream)
+        done, driven = 0, self.driven
+        if driven is not None and not _hooked():
+            done = driven.launch(driven.made, driven.pack(*addresses), stream)
             if done == self.count:
                 return True
         if done < 0 or reduce(or_, addresses) % ALIGNMENT != 0:
