@@ -175,15 +175,19 @@ class Recording:
 
     def certain_plan(self, outputs: Sequence[Tensor], device: int) -> Plan:
         """Return the plan of the call that returned `outputs`; LookupError, with the reason, where there can be none."""
-        names = _Names()
-        for tensor in (*self.inputs, *outputs):
-            names.add(tensor)
-        steps = [*names.add_workspaces(self.workspaces, self.taken), *[step(names) for step in self.steps]]
+        steps = self.named(outputs)
         if self.watch.changes:
             raise LookupError(self.watch.changes)
         if not any(isinstance(step, Relaunch) for step in steps):
             raise LookupError("no kernel: there is nothing to compute, or operators of torch do")
         return Plan(device, len(self.inputs), [TensorLayout.of(output) for output in outputs], steps)
+
+    def named(self, outputs: Sequence[Tensor]) -> list[Any]:
+        """Return the steps of a plan; LookupError for a tensor that it does not know."""
+        names = _Names()
+        for tensor in (*self.inputs, *outputs):
+            names.add(tensor)
+        return [*names.add_workspaces(self.workspaces, self.taken), *[step(names) for step in self.steps]]
 
 
 class _Names:
