@@ -244,7 +244,7 @@ def _forward_functions(backward_name: str, of: Differentiable) -> tuple[Any, Any
         @staticmethod
         def forward(
             ctx: Any, call: Callable[..., Any], arguments: tuple[Any, ...], *differentiable: Tensor | None
-        ) -> Any:
+        ) -> tuple[Tensor, ...]:
             outputs, ctx.origin = call(*arguments)
             _save(ctx, of, arguments, outputs)
             return outputs[:2]
@@ -253,12 +253,8 @@ def _forward_functions(backward_name: str, of: Differentiable) -> tuple[Any, Any
         """The same without lse."""
 
         @staticmethod
-        def forward(
-            ctx: Any, call: Callable[..., Any], arguments: tuple[Any, ...], *differentiable: Tensor | None
-        ) -> Any:
-            outputs, ctx.origin = call(*arguments)
-            _save(ctx, of, arguments, outputs)
-            return outputs[0]
+        def forward(ctx: Any, *given: Any) -> Tensor:  # type: ignore[override]
+            return OutAndLse.forward(ctx, *given)[0]
 
     return Attention, OutAndLse, Out
 
