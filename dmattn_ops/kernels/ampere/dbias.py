@@ -262,7 +262,7 @@ def dbias_kernel(
     )
     if T.bias_tiles:
         own = Head(first, 0, bias_of(biases, first, first_head, features), 0, 0, 0)
-        copy_bias(buffers.bias, own, start_q, start_k, M, N, WARPS)
+        copy_bias(buffers.bias, own, start_q, start_k, M, N, True, WARPS)
     if count > 0:  # batches may be empty
         fetch(buffers, 0, inputs, first, start_q, start_k, shape, features)
     total = gl.zeros([M, N], gl.float32, layout=SCORES)

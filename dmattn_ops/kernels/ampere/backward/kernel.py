@@ -32,6 +32,7 @@ from dmattn_ops.kernels.ampere.copies import (
     whole_slices,
 )
 from dmattn_ops.kernels.ampere.dropout import dropout_keep
+from dmattn_ops.kernels.ampere.intervals import in_words, sums_of_words, where_visible, words_of
 from dmattn_ops.kernels.ampere.walks import lanes, longest_first, start_of, steps_of
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
@@ -174,6 +175,16 @@ def visible_pairs(head, keys, queries, features: gl.constexpr):
 
 
 @gluon.jit
+def pairs_of(head, keys, queries, start, M: gl.constexpr, features: gl.constexpr):
+    """Return the same of queries `start ...`, or sums of words that say it (`intervals.where_visible`)."""
+    if in_words(features):
+        pairs = sums_of_words(words_of(keys.marks, keys.rows, head, start, M, features), queries, start)
+    else:
+        pairs = visible_pairs(head, keys, queries, features)
+    return pairs
+
+
+@gluon.jit
 def gather(
     sums, start, number, walk, queries, keys, buffers, shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
     PARTIAL: gl.constexpr, CAREFUL: gl.constexpr,
@@ -226,8 +237,8 @@ def gather(
         added = load_bias(head, own_queries, keys.rows, False, PARTIAL)
     p = probabilities(scores, added, head.factors, log_sum[:, None], log_rest[:, None], features.natural)
     if PARTIAL:
-        visible = visible_pairs(head, keys, own_queries, features)
-        p = gl.where(visible, p, 0.0)
+        pairs = pairs_of(head, keys, own_queries, start, M, features)
+        p = where_visible(pairs, p, 0.0, features)
     keep = True
     kept_p = p
     if features.dropout:
@@ -236,9 +247,9 @@ def gather(
     buffers.p.store(kept_p.to(dtype))
     ds = score_gradient(p, grad_p, delta[:, None], keep, head.dropout, features.dropout)
     if PARTIAL:
-        ds = gl.where(visible, ds, 0.0)
+        ds = where_visible(pairs, ds, 0.0, features)
         if features.softcap:
-            slope = gl.where(visible, slope, 0.0)
+            slope = where_visible(pairs, slope, 0.0, features)
     key_sum = sums.ds
     if T.key_sums:
         key_sum += gl.sum(ds, 0)
@@ -249,7 +260,7 @@ def gather(
     buffers.ds.store(ds.to(dtype))
     dv = product(buffers.p.permute([1, 0]), grad_out, sums.dv, M, KEYS)
     if T.bias_tiles:
-        copy_bias(buffers.p, head, next_start, keys.start, M, N, WARPS)
+        copy_bias(buffers.p, head, next_start, keys.start, M, N, True, WARPS)
         async_copy.commit_group()
     if T.grad_stages == 1:
         fetch_gradients(buffers, 0, queries, next_start, length, shape, PARTIAL)
@@ -277,7 +288,7 @@ def gather_head(
     if steps.count > 0:
         start = start_of(steps, 0, shape.block_m, features, True)
         if T.bias_tiles:
-            copy_bias(buffers.p, head, start, keys.start, shape.block_m, shape.block_n, gl.num_warps())
+            copy_bias(buffers.p, head, start, keys.start, shape.block_m, shape.block_n, True, gl.num_warps())
         fetch_queries(buffers, 0, queries, start, length, shape, True)
         fetch_gradients(buffers, 0, queries, start, length, shape, True)
         for number in range(steps.n_partial):
