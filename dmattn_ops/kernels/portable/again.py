@@ -213,12 +213,12 @@ def _queries_again(
     )
     gradients = Array(grad_out, grad_out_b, grad_out_s, grad_out_h)
     given = GivenRows(Array(out, out_b, out_s, out_h), gradients, lse, lse_tail, grad_lse, sink)
-    share = tl.cdiv(programs, tl.num_programs(0))
-    first = tl.minimum(tl.program_id(0) * share, programs)
-    last = tl.minimum(first + share, programs)
+    count = tl.cdiv(programs, tl.num_programs(0))
+    first = tl.minimum(tl.program_id(0) * count, programs)
+    behind = tl.minimum(first + count, programs)
     all_statistics = Statistics(log_sum, log_rest, delta)
-    _write_statistics(all_statistics, given, first // blocks, tl.cdiv(last, blocks), heads, seqlen_q, shape, features)
-    for program in tl.range(first, last):
+    _write_statistics(all_statistics, given, first // blocks, tl.cdiv(behind, blocks), heads, seqlen_q, shape, features)
+    for program in tl.range(first, behind):
         place, start_q = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, False)
         if start_q < place.length_q:
             kv_head = place.head // features.group
