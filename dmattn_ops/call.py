@@ -246,7 +246,7 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of the outputs that a backward is given, and those that it writes."""
+    """The gradients of the outputs that a backward is given, and those that it writes; dbias is contiguous."""
 
     grad_out: Tensor
     grad_lse: Tensor | None

@@ -43,7 +43,6 @@ from dmattn_ops.kernels.portable.places import (
     Lengths,
     Lists,
     band_of,
-    head_offset,
     last_owned,
     part_of,
     plan_walk,
@@ -335,8 +334,8 @@ def backward_kernel(
     query, key, value, bias, grad_out, log_sum, log_rest, delta, dq_sums, turns, dk, dv, dbias, key_sums, tiles, bits,
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
-    dk_b, dk_s, dk_h, dv_b, dv_s, dv_h, dbias_b, dbias_h, dbias_q, dbias_k,
-    bias_b, bias_h, bias_q, bias_k, bias_group, tiles_b, tiles_h, tiles_r, tiles_w, bits_b, bits_h, bits_r, mask_group,
+    dk_b, dk_s, dk_h, dv_b, dv_s, dv_h, dbias_q,
+    bias_b, bias_h, bias_q, bias_group, tiles_b, tiles_h, tiles_w, bits_b, bits_h, bits_r, mask_group,
     q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     blocks, dq_rows, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor, softmax_scale,
     shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
@@ -345,7 +344,7 @@ def backward_kernel(
 
     `tiles` are those of keys, `bits` those of queries. `dq_sums` `[B, H, dq_rows, columns]` are 0 at first (`finish.py`), and so
     are `turns` `[B, H, dq_rows / M]`, which are None unless additions to them have an order. The sums of dS over the queries go
-    into `key_sums` `[B, H, Sk]`, and dS itself into `dbias`, unless these are None.
+    into `key_sums` `[B, H, Sk]`, and dS itself into `dbias` `[B, H, Sq, Sk]`, whose heads follow each other, unless these are None.
     """
     WARPS: gl.constexpr = gl.num_warps()
     SCORES: gl.constexpr = products(T.score_warps, WARPS // T.score_warps)
@@ -363,7 +362,7 @@ def backward_kernel(
     WALKS: gl.constexpr = 1 if features.mask == "none" else 2
     dtype: gl.constexpr = query.dtype.element_ty
     lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
-    lists = Lists(tiles, tiles_b, tiles_h, tiles_r, tiles_w, mask_group)
+    lists = Lists(tiles, tiles_b, tiles_h, tiles_w, mask_group)
     operands = Operands(
         lists,
         MaskArrays(
@@ -372,7 +371,7 @@ def backward_kernel(
             q_segments,
             q_segments_b,
         ),
-        BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group),
+        BiasArray(bias, bias_b, bias_h, bias_q, bias_group),
         Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
         Factors(ratio, factor),
     )
@@ -432,7 +431,7 @@ def backward_kernel(
                 walk = walk_of(operands, band, place, index, start_k, last_k, shape, features)
                 head_dbias = None
                 if dbias is not None:
-                    head_dbias = Bias(dbias + head_offset(place.batch, index, dbias_b, dbias_h), dbias_q, dbias_k)
+                    head_dbias = Bias(dbias + every_head * seqlen_q * dbias_q, dbias_q)
                 sums_of_head = dq_sums + (every_head * dq_rows + first_sum(place, M, features)) * shape.padded_head
                 queries = Queries(
                     source_of(
