@@ -17,7 +17,7 @@ MOST_ARGUMENTS = 12
 MOST_CONSTANTS = 4  # of a kernel; its other arguments stand one by one, as numbers of a tuple would be specialized
 MOST_OF_A_KERNEL = 80
 LONGER = {  # walks with lists of both sides in one launch; gradients, a bias and sums of dq in one
-    "portable/again.py:_backward_again": 108,
+    "portable/again.py:_backward_again": 109,
     "ampere/backward/kernel.py:backward_kernel": 85,
 }
 MOST_POSITIONS = 3  # of a tuple that is taken apart

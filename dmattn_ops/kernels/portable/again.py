@@ -68,15 +68,40 @@ from dmattn_ops.launching.overlap import follow_kernel_before
 
 COUNTS = 4  # words that a kernel counts in, of which these two are read here
 SUSPECT, ENDED = 2, 3  # whether a result is NaN, and how many programs of a forward have ended
-_SUSPECT, _ENDED = tl.constexpr(SUSPECT), tl.constexpr(ENDED)
+_COUNTS, _SUSPECT, _ENDED = tl.constexpr(COUNTS), tl.constexpr(SUSPECT), tl.constexpr(ENDED)
 # What `_backward_again` takes twice
 _OF_BOTH_SIDES = ("tiles_b", "tiles_h", "tiles_r", "tiles_w", "bits_b", "bits_h", "bits_r", "blocks", "programs")
-_UNSPECIALIZED = (*UNSPECIALIZED, "programs", *(f"{side}_{name}" for side in ("row", "col") for name in _OF_BOTH_SIDES))
+_UNSPECIALIZED = (
+    *UNSPECIALIZED,
+    "programs",
+    "entries",
+    *(f"{side}_{name}" for side in ("row", "col") for name in _OF_BOTH_SIDES),
+)
+
+
+@triton.jit
+def _suspects(counts, entries):
+    """Return 0 unless a result is NaN; each of `entries`, unless that is None, has counts."""
+    AT_ONCE: tl.constexpr = 128
+    found = tl.load(counts + _SUSPECT)
+    if entries is not None:
+        for first in tl.range(0, entries, AT_ONCE):
+            entry = first + tl.arange(0, AT_ONCE)
+            found |= tl.max(tl.load(counts + entry * _COUNTS + _SUSPECT, mask=entry < entries, other=0), 0)
+    return found
+
+
+@triton.jit
+def _is_wanted(inside, counts, place, entries):
+    """Return whether a block, which lies `inside` a sequence, is to be written: all are, or those of entries that note a NaN."""
+    if entries is not None:
+        inside &= tl.load(counts + place.batch * _COUNTS + _SUSPECT) != 0
+    return inside
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def _forward_again(
-    counts, query, key, value, bias, out, lse, lse_tail, row_max, sink, tiles, bits,
+    counts, entries, query, key, value, bias, out, lse, lse_tail, row_max, sink, tiles, bits,
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, out_b, out_s, out_h,
     lse_b, lse_h, lse_tail_b, lse_tail_h, row_max_b, row_max_h,
@@ -85,9 +110,12 @@ def _forward_again(
     blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor, programs,
     shape: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
-    """Write out and the statistics of all blocks of queries where `counts` says that a result is NaN, and clear that word."""
+    """Write out and the statistics of all blocks of queries where `counts` says that a result is NaN, and clear that word.
+
+    Where each of `entries` has counts, which nobody reads again, write those of the batch entries with a NaN.
+    """
     follow_kernel_before()
-    if tl.load(counts + _SUSPECT) == 0:
+    if _suspects(counts, entries) == 0:
         return
     BLOCK_M: tl.constexpr = shape.block_m
     QUERY_ROWS: tl.constexpr = shape.query_rows
@@ -112,7 +140,7 @@ def _forward_again(
     zero = tl.cast(0, tl.int32)
     for program in tl.range(tl.program_id(0), programs, tl.num_programs(0)):
         place, start_q = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, False)
-        if start_q < place.length_q:
+        if _is_wanted(start_q < place.length_q, counts, place, entries):
             kv_head = place.head // features.group
             keys = KeyRows(
                 rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin),
@@ -132,9 +160,10 @@ def _forward_again(
             acc = tl.where((sums.total == 0.0)[:, None], 0.0, sums.acc * scale[:, None])
             own_out = Rows(head_rows(out, place.batch, place.head, place.q_begin, out_b, out_s, out_h), out_s)
             store_rows(own_out, start_q, place.length_q, acc, OUT_ROWS)
-    if tl.atomic_add(counts + _ENDED, 1) == tl.num_programs(0) - 1:  # the last one: all have read the word
-        tl.store(counts + _SUSPECT, 0)
-        tl.store(counts + _ENDED, 0)
+    if entries is None:
+        if tl.atomic_add(counts + _ENDED, 1) == tl.num_programs(0) - 1:  # the last one: all have read the word
+            tl.store(counts + _SUSPECT, 0)
+            tl.store(counts + _ENDED, 0)
 
 
 class GivenRows(NamedTuple):
@@ -206,7 +235,7 @@ def _write_statistics(statistics, given, first, end, heads, seqlen_q, shape: tl.
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def _backward_again(
-    counts, query, key, value, bias, out, grad_out, lse, lse_tail, grad_lse, sink, log_sum, log_rest, delta,
+    counts, entries, query, key, value, bias, out, grad_out, lse, lse_tail, grad_lse, sink, log_sum, log_rest, delta,
     dq, dk, dv, key_sums, row_tiles, col_tiles, row_bits, col_bits,
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, out_b, out_s, out_h,
@@ -220,10 +249,10 @@ def _backward_again(
 ):  # fmt: skip
     """Write dq, dk, dv and the sums of dS where `counts` says that a result is NaN.
 
-    `row_*` are of blocks of queries and their lists, `col_*` of blocks of keys.
+    `row_*` are of blocks of queries and their lists, `col_*` of blocks of keys. `entries`: as for `_forward_again`.
     """
     follow_kernel_before()
-    if tl.load(counts + _SUSPECT) == 0:
+    if _suspects(counts, entries) == 0:
         return
     lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
     of_keys = KeyArrays(k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group)
@@ -253,25 +282,30 @@ def _backward_again(
     operands = Operands(col_lists, col_mask, biases, seeds, Factors(ratio, factor))
     results = Array(dk, dk_b, dk_s, dk_h), Array(dv, dv_b, dv_s, dv_h)
     for program in tl.range(share.begin, share.end):
-        _keys_again(program, col_blocks, inputs, results, key_sums, lengths, operands, softmax_scale, shape, features)
+        _keys_again(
+            program, col_blocks, counts, entries, inputs, results, key_sums, lengths, operands, softmax_scale, shape, features
+        )  # fmt: skip
     share = _share_of(row_programs, row_blocks)
     _write_statistics(inputs.statistics, given, share.first_head, share.end_head, heads, seqlen_q, shape, features)
     operands = Operands(row_lists, row_mask, biases, seeds, Factors(ratio, factor))
     result = Array(dq, dq_b, dq_s, dq_h)
     for program in tl.range(share.begin, share.end):
-        _queries_again(program, row_blocks, inputs, result, lengths, operands, softmax_scale, shape, features)
+        _queries_again(
+            program, row_blocks, counts, entries, inputs, result, lengths, operands, softmax_scale, shape, features
+        )  # fmt: skip
 
 
 @triton.jit
 def _keys_again(
-    program, blocks, inputs, results, key_sums, lengths, operands, softmax_scale, shape: tl.constexpr, features: tl.constexpr
+    program, blocks, counts, entries, inputs, results, key_sums, lengths, operands, softmax_scale, shape: tl.constexpr,
+    features: tl.constexpr,
 ):  # fmt: skip
     """Write dk, dv (`results`) and the sums of dS of one block of keys."""
     KEY_ROWS: tl.constexpr = shape.key_rows
     VALUE_ROWS: tl.constexpr = shape.value_rows
     lists = operands.lists
     place, start_k = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, True)
-    if start_k < place.length_k:
+    if _is_wanted(start_k < place.length_k, counts, place, entries):
         key = rows_in(inputs.key, place.batch, place.head, place.k_begin)
         k = load_rows(key, start_k, place.length_k, KEY_ROWS, True)
         value = rows_in(inputs.value, place.batch, place.head, place.k_begin)
@@ -290,7 +324,8 @@ def _keys_again(
 
 @triton.jit
 def _queries_again(
-    program, blocks, inputs, result, lengths, operands, softmax_scale, shape: tl.constexpr, features: tl.constexpr
+    program, blocks, counts, entries, inputs, result, lengths, operands, softmax_scale, shape: tl.constexpr,
+    features: tl.constexpr,
 ):  # fmt: skip
     """Write dq (`result`) of one block of queries."""
     QUERY_ROWS: tl.constexpr = shape.query_rows
@@ -298,7 +333,7 @@ def _queries_again(
     PADDED_HEAD: tl.constexpr = shape.padded_head
     lists = operands.lists
     place, start_q = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, False)
-    if start_q < place.length_q:
+    if _is_wanted(start_q < place.length_q, counts, place, entries):
         kv_head = place.head // features.group
         keys = KeyRows(
             rows_in(inputs.key, place.batch, kv_head, place.k_begin),
@@ -321,11 +356,16 @@ def _queries_again(
         store_rows(own_dq, start_q, place.length_q, query_grad * softmax_scale, QUERY_ROWS)
 
 
+def entries_with_counts(call: Call) -> int | None:
+    """Return how many batch entries have counts of their own, as in batch-invariant calls, or None: the call has them."""
+    return call.query.shape[0] if call.options.batch_invariant else None
+
+
 def _launch(kernel: Any, call: Call, programs: int, counts: Tensor, arguments: dict[str, Any]) -> None:
     """Launch a kernel with no more programs than there are multiprocessors, which share the work of `programs`."""
     if programs:
         grid = (min(programs, arch.physical(call.query.device).num_sms),)
-        launch(kernel, grid, counts=counts, follows=True, num_stages=1, **arguments)
+        launch(kernel, grid, counts=counts, entries=entries_with_counts(call), follows=True, num_stages=1, **arguments)
 
 
 def _with_strides(name: str, tensor: Tensor) -> dict[str, Any]:
