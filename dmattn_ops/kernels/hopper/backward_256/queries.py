@@ -39,6 +39,7 @@ from dmattn_ops.kernels.hopper.scores import (
     Bias,
     Exact,
     Scales,
+    any_flag,
     exact_exponents,
     finite_or_lowest,
     first_scores,
@@ -232,7 +233,7 @@ def consumer(smem, dq_map, block, view, scales, exact, flags, counts, C: gl.cons
         first = gl.load(exact.first + queries)
         second = gl.load(exact.second + queries)
     rows = Rows(gl.load(block.lse + queries), gl.load(block.delta + queries), first, second)
-    exact = Exact(gl.load(flags + C).to(gl.int32), exact.first, exact.second)
+    exact = Exact(any_flag(flags + C, 1), exact.first, exact.second)
     n_full, n_partial = count_steps(view, TEST)
     mbarrier.wait(smem.qo_full, 0)
     no_edge = Edge(0, False, False)
