@@ -52,6 +52,7 @@ ALLOWED = {
     "d96 causal key-bias": 60, "d96 causal softcap": 24, "d80 causal softcap": 40,
     "d64 causal shares": 8, "d128 causal shares": 36,
     "d64 causal ordered invariant": 36, "d128 causal ordered invariant": 12, "d128 grouped causal ordered invariant": 8,
+    "d64 grouped causal ordered invariant": 96, "d128 window ordered invariant": 8, "d96 causal ordered invariant": 40,
 }  # fmt: skip
 # Instructions of a step without a test that move them, on its fast path; none where a case is not named.
 IN_LOOPS = {
@@ -274,8 +275,8 @@ def _compile(case: str, launched: list) -> dict:
     low = -100 if "window" in words or "segments" in words else -UNBOUNDED
     high = UNBOUNDED if "full" in words else 0
     flags = {"softcap": 30.0 * ("softcap" in words), "dropout_p": 0.1 * ("dropout" in words)}
-    options = plain_options(dim**-0.5, low, high, deterministic="ordered" in words, **flags)
-    options = options._replace(batch_invariant="invariant" in words)
+    alone = "invariant" in words
+    options = plain_options(dim**-0.5, low, high, deterministic="ordered" in words, batch_invariant=alone, **flags)
     bias = None
     if "key-bias" in words or "full-bias" in words:
         bias = torch.empty(1, kv_heads, 1 if "key-bias" in words else seqlen, seqlen)
@@ -308,9 +309,8 @@ def _compile(case: str, launched: list) -> dict:
     assert len(launched) == (5 if varlen is not None else 2 if shares == 1 else 3) + behind
     packed = [step.packed is not None for step in made.plan(outputs, 0).steps if isinstance(step, plan.Relaunch)]
     elements = 64 if dim == 64 else 32  # of a thread in a step
-    return _report(*launched[-1 - behind if shares == 1 else -2], elements, elements * ("dropout" in words)) | {
-        "laid_out": packed
-    }
+    report = _report(*launched[-1 - behind if shares == 1 else -2], elements, elements * ("dropout" in words))
+    return report | {"laid_out": packed}
 
 
 if __name__ == "__main__":
