@@ -67,13 +67,33 @@ from dmattn_ops.launching.overlap import follow_kernel_before
 
 COUNTS = 4  # words that a kernel counts in, of which these two are read here
 SUSPECT, ENDED = 2, 3  # whether a result is NaN, and how many programs of a forward have ended
-_SUSPECT, _ENDED = tl.constexpr(SUSPECT), tl.constexpr(ENDED)
-_UNSPECIALIZED = (*UNSPECIALIZED, "programs")
+_COUNTS, _SUSPECT, _ENDED = tl.constexpr(COUNTS), tl.constexpr(SUSPECT), tl.constexpr(ENDED)
+_UNSPECIALIZED = (*UNSPECIALIZED, "programs", "entries")
+
+
+@triton.jit
+def _suspects(counts, entries):
+    """Return 0 unless a result is NaN; each of `entries`, unless that is None, has counts."""
+    AT_ONCE: tl.constexpr = 128
+    found = tl.load(counts + _SUSPECT)
+    if entries is not None:
+        for first in tl.range(0, entries, AT_ONCE):
+            entry = first + tl.arange(0, AT_ONCE)
+            found |= tl.max(tl.load(counts + entry * _COUNTS + _SUSPECT, mask=entry < entries, other=0), 0)
+    return found
+
+
+@triton.jit
+def _is_wanted(inside, counts, place, entries):
+    """Return whether a block, which lies `inside` a sequence, is to be written: all are, or those of entries that note a NaN."""
+    if entries is not None:
+        inside &= tl.load(counts + place.batch * _COUNTS + _SUSPECT) != 0
+    return inside
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def _forward_again(
-    counts, query, key, value, bias, out, lse, lse_tail, row_max, sink, tiles, bits,
+    counts, entries, query, key, value, bias, out, lse, lse_tail, row_max, sink, tiles, bits,
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, out_b, out_s, out_h,
     lse_b, lse_h, lse_tail_b, lse_tail_h, row_max_b, row_max_h,
@@ -82,9 +102,12 @@ def _forward_again(
     blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor, programs,
     shape: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
-    """Write out and the statistics of all blocks of queries where `counts` says that a result is NaN, and clear that word."""
+    """Write out and the statistics of all blocks of queries where `counts` says that a result is NaN, and clear that word.
+
+    Where each of `entries` has counts, which nobody reads again, write those of the batch entries with a NaN.
+    """
     follow_kernel_before()
-    if tl.load(counts + _SUSPECT) == 0:
+    if _suspects(counts, entries) == 0:
         return
     BLOCK_M: tl.constexpr = shape.block_m
     QUERY_ROWS: tl.constexpr = shape.query_rows
@@ -109,7 +132,7 @@ def _forward_again(
     zero = tl.cast(0, tl.int32)
     for program in tl.range(tl.program_id(0), programs, tl.num_programs(0)):
         place, start_q = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, False)
-        if start_q < place.length_q:
+        if _is_wanted(start_q < place.length_q, counts, place, entries):
             kv_head = place.head // features.group
             keys = KeyRows(
                 rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin),
@@ -129,9 +152,10 @@ def _forward_again(
             acc = tl.where((sums.total == 0.0)[:, None], 0.0, sums.acc * scale[:, None])
             own_out = Rows(head_rows(out, place.batch, place.head, place.q_begin, out_b, out_s, out_h), out_s)
             store_rows(own_out, start_q, place.length_q, acc, OUT_ROWS)
-    if tl.atomic_add(counts + _ENDED, 1) == tl.num_programs(0) - 1:  # the last one: all have read the word
-        tl.store(counts + _SUSPECT, 0)
-        tl.store(counts + _ENDED, 0)
+    if entries is None:
+        if tl.atomic_add(counts + _ENDED, 1) == tl.num_programs(0) - 1:  # the last one: all have read the word
+            tl.store(counts + _SUSPECT, 0)
+            tl.store(counts + _ENDED, 0)
 
 
 class GivenRows(NamedTuple):
@@ -178,7 +202,8 @@ def _write_statistics(statistics, given, first, end, heads, seqlen_q, shape: tl.
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def _queries_again(
-    counts, query, key, value, bias, out, grad_out, lse, lse_tail, grad_lse, sink, log_sum, log_rest, delta, dq, tiles, bits,
+    counts, entries, query, key, value, bias, out, grad_out, lse, lse_tail, grad_lse, sink, log_sum, log_rest, delta, dq,
+    tiles, bits,
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, out_b, out_s, out_h,
     grad_out_b, grad_out_s, grad_out_h, dq_b, dq_s, dq_h,
@@ -190,9 +215,10 @@ def _queries_again(
     """Write dq, and the statistics of the rows, where `counts` says that a result is NaN.
 
     A program does the work of some of `programs` that follow each other, after the statistics of the heads that they are of.
+    `entries`: as for `_forward_again`.
     """
     follow_kernel_before()
-    if tl.load(counts + _SUSPECT) == 0:
+    if _suspects(counts, entries) == 0:
         return
     QUERY_ROWS: tl.constexpr = shape.query_rows
     BLOCK_M: tl.constexpr = shape.block_m
@@ -220,7 +246,7 @@ def _queries_again(
     _write_statistics(all_statistics, given, first // blocks, tl.cdiv(behind, blocks), heads, seqlen_q, shape, features)
     for program in tl.range(first, behind):
         place, start_q = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, False)
-        if start_q < place.length_q:
+        if _is_wanted(start_q < place.length_q, counts, place, entries):
             kv_head = place.head // features.group
             keys = KeyRows(
                 rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin),
@@ -244,7 +270,7 @@ def _queries_again(
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def _keys_again(
-    counts, query, key, value, bias, grad_out, log_sum, log_rest, delta, dk, dv, key_sums, tiles, bits,
+    counts, entries, query, key, value, bias, grad_out, log_sum, log_rest, delta, dk, dv, key_sums, tiles, bits,
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
     dk_b, dk_s, dk_h, dv_b, dv_s, dv_h,
@@ -253,9 +279,12 @@ def _keys_again(
     blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor, softmax_scale, programs,
     shape: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
-    """Write dk, dv and the sums of dS where `counts` says that a result is NaN, with the statistics of `_queries_again`."""
+    """Write dk, dv and the sums of dS where `counts` says that a result is NaN, with the statistics of `_queries_again`.
+
+    `entries`: as for `_forward_again`.
+    """
     follow_kernel_before()
-    if tl.load(counts + _SUSPECT) == 0:
+    if _suspects(counts, entries) == 0:
         return
     KEY_ROWS: tl.constexpr = shape.key_rows
     VALUE_ROWS: tl.constexpr = shape.value_rows
@@ -279,7 +308,7 @@ def _keys_again(
     )  # fmt: skip
     for program in tl.range(tl.program_id(0), programs, tl.num_programs(0)):
         place, start_k = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, True)
-        if start_k < place.length_k:
+        if _is_wanted(start_k < place.length_k, counts, place, entries):
             own_key = rows_in(inputs.key, place.batch, place.head, place.k_begin)
             own_value = rows_in(inputs.value, place.batch, place.head, place.k_begin)
             k = load_rows(own_key, start_k, place.length_k, KEY_ROWS, True)
@@ -295,11 +324,16 @@ def _keys_again(
             store_rows(own_dv, start_k, place.length_k, value_grad, VALUE_ROWS)
 
 
+def entries_with_counts(call: Call) -> int | None:
+    """Return how many batch entries have counts of their own, as in batch-invariant calls, or None: the call has them."""
+    return call.query.shape[0] if call.options.batch_invariant else None
+
+
 def _launch(kernel: Any, call: Call, programs: int, counts: Tensor, arguments: dict[str, Any]) -> None:
     """Launch a kernel with no more programs than there are multiprocessors, which share the work of `programs`."""
     if programs:
         grid = (min(programs, arch.physical(call.query.device).num_sms),)
-        launch(kernel, grid, counts=counts, follows=True, num_stages=1, **arguments)
+        launch(kernel, grid, counts=counts, entries=entries_with_counts(call), follows=True, num_stages=1, **arguments)
 
 
 def _without_strides(statistic: Tensor) -> Tensor:
