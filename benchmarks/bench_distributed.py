@@ -4,9 +4,10 @@
 
 Every process has a GPU (NCCL), or runs on the CPU (gloo; `--tiny` makes the problems small enough for that). For each
 case each process computes the whole problem, then all of them share it. Milliseconds of preparing the mask, of the forward
-and of the backward are medians over the rounds, in which all implementations take turns, of the slowest rank. Efficiency is
-the time of one GPU over that of N times N, all three parts included. TFLOP/s are those of one GPU, for the pairs that are
-visible. Bytes are what the rank that receives the most receives in a forward. The result file is written after every case.
+and of the backward are medians over the rounds, in which all implementations take turns, of the slowest rank; before each
+part the GPU is done with the one before. `whole_ms` is a step of steps that follow each other without waiting, as in training.
+Efficiency is `whole_ms` of one GPU over that of N times N. TFLOP/s are those of one GPU, for the pairs that are visible. Bytes
+are what the rank that receives the most receives in a forward. The result file is written after every case.
 """
 
 from __future__ import annotations
@@ -93,9 +94,8 @@ def main() -> None:
     cases = {case.name: case for case in _cases(sizes, device)}
     gauge, rows = Gauge(), []
     if dist.get_rank() == 0:
-        print(
-            f"{'case':<20} {'implementation':<26} {'prepare':>9} {'forward':>9} {'backward':>9} ms, TFLOP/s a GPU, efficiency"
-        )
+        named = f"{'prepare':>9} {'forward':>9} {'backward':>9} {'whole':>9} ms"
+        print(f"{'case':<20} {'implementation':<26} {named}, TFLOP/s a GPU, efficiency")
     output = options.output or default_output(device.type, f"distributed-{dist.get_world_size()}")
     rows.append(_bandwidth(sizes, device))
     if dist.get_rank() == 0:
@@ -315,6 +315,7 @@ def _measure(case: Case, sizes: Sizes, options: argparse.Namespace, device: torc
     """Time all ways to compute a case, in turns; return a row for each."""
     runs: dict[str, Run] = {}
     times: dict[str, list[tuple[float, float, float]]] = {}
+    whole: dict[str, list[float]] = {}
     repeats: dict[str, int] = {}
     for run in case.runs():
         if options.runs and not run.name.startswith((ONE_GPU, *options.runs)):
@@ -327,18 +328,19 @@ def _measure(case: Case, sizes: Sizes, options: argparse.Namespace, device: torc
                 raise
             print(f"  {run.name} does not run {case.name}: {str(refusal).splitlines()[0][:200]}", file=sys.stderr)
             continue
-        runs[run.name], times[run.name] = run, []
+        runs[run.name], times[run.name], whole[run.name] = run, [], []
     for _ in range(options.rounds):
         for name, run in runs.items():
             time.sleep(0.1 if device.type == "cuda" else 0)
             for _ in range(repeats[name]):
                 times[name].append(_step(run, device))
+            whole[name].append(_steps(run, device, 4 * repeats[name]))
             gauge.read()
     flops = 4 * sizes.heads * sizes.dim * case.pairs
     rows: list[Row] = []
     for name, run in runs.items():
         parts = [statistics.median(part) for part in zip(*times[name], strict=True)]
-        rows.append(_row(case.name, run, parts, flops, rows[0] if rows else None))
+        rows.append(_row(case.name, run, parts, statistics.median(whole[name]), flops, rows[0] if rows else None))
     return rows
 
 
@@ -352,10 +354,26 @@ def _step(run: Run, device: torch.device) -> tuple[float, float, float]:
         marks.append(_mark(device))
         torch.autograd.grad(out, run.inputs, torch.ones_like(out))
         marks.append(_mark(device))
-    spent = torch.tensor([(later - earlier) * 1000 for earlier, later in pairwise(marks)])
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    prepare, forward, backward = spent.tolist()
+    prepare, forward, backward = _slowest([(later - earlier) * 1000 for earlier, later in pairwise(marks)])
     return prepare, forward, backward
+
+
+def _steps(run: Run, device: torch.device, count: int) -> float:
+    """Return the milliseconds of one of `count` steps that follow each other without waiting, on the slowest rank."""
+    with run.around():
+        began = _mark(device, together=True)
+        for _ in range(count):
+            out = run.forward(run.prepare())
+            torch.autograd.grad(out, run.inputs, torch.ones_like(out))
+        spent = (_mark(device) - began) * 1000 / count
+    return _slowest([spent])[0]
+
+
+def _slowest(milliseconds: list[float]) -> list[float]:
+    """Return the most that any rank took for each part."""
+    spent = torch.tensor(milliseconds)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return spent.tolist()
 
 
 def _mark(device: torch.device, together: bool = False) -> float:
@@ -367,22 +385,18 @@ def _mark(device: torch.device, together: bool = False) -> float:
     return time.perf_counter()
 
 
-def _row(case: str, run: Run, parts: list[float], flops: float, one: Row | None) -> Row:
+def _row(case: str, run: Run, parts: list[float], whole: float, flops: float, one: Row | None) -> Row:
     size = 1 if run.alone else dist.get_world_size()
-    total = sum(parts)
     row: Row = {"case": case, "implementation": run.name, "ranks": size}
     row |= {
         f"{name}_ms": round(spent, 4) for name, spent in zip(("prepare", "forward", "backward"), parts, strict=True)
     }
     row["forward_tflops"] = round(flops / size / parts[1] / 1e9, 4)
     row["backward_tflops"] = round(BACKWARD_FLOPS * flops / size / parts[2] / 1e9, 4)
-    row["efficiency"] = 1.0 if one is None else round(_total(one) / (size * total), 4)
+    row["whole_ms"] = round(whole, 4)
+    row["efficiency"] = 1.0 if one is None else round(one["whole_ms"] / (size * whole), 4)
     row["received_bytes"] = _received(run)
     return row
-
-
-def _total(row: Row) -> float:
-    return row["prepare_ms"] + row["forward_ms"] + row["backward_ms"]
 
 
 def _received(run: Run) -> int:
@@ -418,7 +432,7 @@ def _bandwidth(sizes: Sizes, device: torch.device) -> Row:
 
 
 def _line(row: Row) -> str:
-    times = " ".join(f"{row[f'{part}_ms']:9.3f}" for part in ("prepare", "forward", "backward"))
+    times = " ".join(f"{row[f'{part}_ms']:9.3f}" for part in ("prepare", "forward", "backward", "whole"))
     rates = f"{row['forward_tflops']:8.2f} {row['backward_tflops']:8.2f}"
     return f"{row['case']:<20} {row['implementation']:<26} {times} {rates} {row['efficiency']:7.3f}"
 

@@ -1,9 +1,10 @@
 """The costs of a call beside its main kernels: time on the host, memory, and the kernels that only move bytes.
 
-Host time is that of a forward and backward at B1 S128 H1 D64, without a mask and with a prepared one (torch's SDPA gets
-it as a tensor), eager and (on a GPU) compiled with CUDA graphs: many calls in a row and no synchronisation between
-them, `call_us` until the last one returned, `done_us` until the device was through as well. Memory is the peak of a
-forward and backward beyond inputs, outputs, gradients and what is saved for the backward. Rates of bytes are compared with
+Host time is that of a forward and backward at B1 S128 H1 D64, without a mask, with a prepared one, and with one that is
+passed as a tensor (torch's SDPA always gets it so), eager and (on a GPU, but for the last) compiled with CUDA graphs: many calls
+in a row and no synchronisation between them, `call_us` until the last one returned, `done_us` until the device was through as
+well. Memory is the peak of a forward and backward beyond inputs, outputs, gradients and what is saved for the backward.
+Rates of bytes are compared with
 a device-to-device copy, which counts bytes read and written: packing a dense mask counts the mask once, the kernel before
 the backward's main kernel (statistics with a zeroed accumulator) what it reads and writes.
 """
@@ -21,7 +22,7 @@ import torch
 
 import dmattn_ops
 from patterns import make_mask
-from peers import IMPLEMENTATIONS, Problem, Run
+from peers import IMPLEMENTATIONS, Problem, Run, recorded_run
 from table import Row, default_output, parser
 from timing import Gauge, interleaved, kernels_ms, write_results
 
@@ -33,6 +34,13 @@ def host_problem(device: str, masked: bool) -> Problem:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     mask = make_mask("random", (1, 1, 128), 0.5, device) if masked else None
     return Problem(f"B1 H1 S128 D64{' mask' * masked}", 1, 1, 128, 64, mask=mask, device=device, dtype=dtype)
+
+
+def with_tensor(problem: Problem) -> Run:
+    """Run this library with the problem's mask as it is."""
+    inputs, grad_out = problem.leaves(heads_first=False)
+    attend = functools.partial(dmattn_ops.flash_dmattn_func, *inputs, problem.mask)
+    return recorded_run(attend, inputs, grad_out)
 
 
 def whole_call(run: Run, compiled: bool) -> Callable[[], Any]:
@@ -66,6 +74,7 @@ def host_rows(device: str, rounds: int) -> list[Row]:
             for name in PEERS:
                 run = IMPLEMENTATIONS[name](problem)
                 calls[f"{mode} {problem.case}", name] = whole_call(run, mode != "eager")
+    calls[f"eager {problem.case}", "dmattn, a tensor"] = whole_call(with_tensor(problem), compiled=False)
     for call in calls.values():
         host_times(call, device, 5)  # compiles, fills caches, captures graphs
     times: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in calls}

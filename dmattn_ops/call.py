@@ -246,7 +246,7 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of the outputs that a backward is given, and those that it writes."""
+    """The gradients of the outputs that a backward is given, and those that it writes; dbias is contiguous."""
 
     grad_out: Tensor
     grad_lse: Tensor | None
@@ -285,6 +285,16 @@ def in_natural_units(call: Call) -> bool:
 def is_whole(bias: Tensor | None, query: Tensor) -> bool:
     """Return whether a bias has an element for every score; the portable kernels write its gradient as they go."""
     return bias_kind(bias) == "full" and bias.shape[:2] == (query.shape[0], query.shape[-2])  # type: ignore[union-attr]
+
+
+def is_unshared(call: Call) -> bool:
+    """Return whether kernels that sum up the gradient of a bias have nothing to sum: each score has an element of its own.
+
+    In batch-invariant calls batch entries that share a bias do not count, since a call of one of them shares it with none.
+    """
+    if call.options.batch_invariant:
+        return bias_kind(call.bias) == "full" and call.bias.shape[1] == call.query.shape[-2]  # type: ignore[union-attr]
+    return is_whole(call.bias, call.query)
 
 
 def owns_bias(call: Call) -> bool:

@@ -3,7 +3,9 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <memory>
 #include <mutex>
+#include <unordered_map>
 
 namespace dmattn {
 namespace {
@@ -31,6 +33,10 @@ struct Config {
   uint32_t count;
 };
 
+using Launch = int(const Config*, void*, void**, void**);
+using Encode = int(TensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int,
+                   int, int, int);
+
 // Functions of libcuda.so.1; each returns 0 or what went wrong.
 struct Cuda {
   int (*init)(unsigned);
@@ -43,9 +49,8 @@ struct Cuda {
   int (*find)(void**, void*, const char*);
   int (*set)(void*, int, int);
   int (*cache)(void*, int);
-  int (*launch)(const Config*, void*, void**, void**);
-  int (*encode)(TensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*,
-                int, int, int, int);
+  Launch* launch;
+  Encode* encode;
   int (*text)(int, const char**);
 };
 
@@ -127,6 +132,31 @@ Device& device_of(int index) {
   return devices->try_emplace(index, index).first->second;
 }
 
+int encode(Encode* encode, const MapOf& map, uint64_t address, TensorMap& made) {
+  static const uint32_t ones[5] = {1, 1, 1, 1, 1};
+  return encode(&made, static_cast<int>(map.type), map.rank, reinterpret_cast<void*>(address), map.sizes, map.steps,
+                map.box, ones, 0, static_cast<int>(map.swizzle), kPromotion128, 0);
+}
+
+// Launch a kernel with tensors at addresses; map_at(k, address) returns the tensor map of parameter k there, null where there is none.
+template <typename MapAt>
+int launch_kernel(Launch* launch, void* function, const Kernel& kernel, const Step& step, const uint64_t* addresses,
+                  void* stream, const MapAt& map_at) {
+  const size_t count = step.parameters.size();
+  std::vector<uint64_t> words(count);
+  std::vector<void*> places(count);
+  for (size_t k = 0; k < count; ++k) {
+    const Parameter& of = step.parameters[k];
+    words[k] = of.value + (of.kind == Parameter::kNumber ? 0 : addresses[of.tensor]);
+    places[k] = of.kind == Parameter::kMap ? static_cast<void*>(map_at(k, words[k])) : &words[k];
+    if (!places[k]) return -1;
+  }
+  Attribute overlaps{kProgrammaticSerialization, 0, 1, {}};
+  const Config config{{step.grid[0], step.grid[1], step.grid[2]}, {kernel.threads, 1, 1}, kernel.shared, stream,
+                      kernel.overlaps ? &overlaps : nullptr, kernel.overlaps ? 1u : 0u};
+  return launch(&config, function, places.data(), nullptr);
+}
+
 // The current stream. The function is part of torch's stable interface, and lies in the library that tensors on a GPU need.
 void* current_stream(int device) {
   using Function = int (*)(int32_t, void**);
@@ -157,33 +187,123 @@ Launcher::~Launcher() {
 }
 
 void Launcher::launch(const Kernel& kernel, const Step& step, const std::vector<MaybeTensor>& tensors) const {
-  static const uint32_t ones[5] = {1, 1, 1, 1, 1};
-  const size_t count = step.parameters.size();
-  std::vector<uint64_t> words(count);
-  std::vector<TensorMap> maps(count);
-  std::vector<void*> places(count);
-  for (size_t k = 0; k < count; ++k) {
-    const Parameter& of = step.parameters[k];
-    words[k] = of.value;
-    places[k] = &words[k];
-    if (of.kind == Parameter::kNumber) continue;
-    words[k] += reinterpret_cast<uint64_t>(tensors.at(of.tensor).value().data_ptr());
-    if (of.kind == Parameter::kAddress) continue;
-    const MapOf& map = of.map;
-    check(cuda().encode(&maps[k], static_cast<int>(map.type), map.rank, reinterpret_cast<void*>(words[k]), map.sizes,
-                        map.steps, map.box, ones, 0, static_cast<int>(map.swizzle), kPromotion128, 0),
-          "cuTensorMapEncodeTiled");
-    places[k] = &maps[k];
-  }
+  std::vector<uint64_t> addresses;
+  for (const MaybeTensor& tensor : tensors)
+    addresses.push_back(tensor.has_value() ? reinterpret_cast<uint64_t>(tensor->data_ptr()) : 0);
+  std::vector<TensorMap> maps(step.parameters.size());
+  const auto map_at = [&](size_t k, uint64_t address) {
+    check(encode(cuda().encode, step.parameters[k].map, address, maps[k]), "cuTensorMapEncodeTiled");
+    return &maps[k];
+  };
   void* function;
   {
     const std::lock_guard lock(mutex);
     function = device_of(device_).function(kernel);
   }
-  Attribute overlaps{kProgrammaticSerialization, 0, 1, {}};
-  const Config config{{step.grid[0], step.grid[1], step.grid[2]}, {kernel.threads, 1, 1}, kernel.shared, stream_,
-                      kernel.overlaps ? &overlaps : nullptr, kernel.overlaps ? 1u : 0u};
-  check(cuda().launch(&config, function, places.data(), nullptr), "cuLaunchKernelEx");
+  check(launch_kernel(cuda().launch, function, kernel, step, addresses.data(), stream_, map_at), "cuLaunchKernelEx");
+}
+
+namespace {
+
+constexpr size_t kMostMaps = 128;    // that one parameter keeps
+constexpr uint64_t kAlignment = 16;  // of every address: what kernels are compiled for
+
+// Launches of kernels that Python has loaded, one behind the other: what a plan does without waiting for Python.
+struct Launches {
+  struct One {
+    void* function;
+    Kernel kernel;  // without a cubin
+    Step step;
+    std::vector<std::unordered_map<uint64_t, TensorMap>> maps;  // of each parameter, by address
+  };
+  Launch* launch;
+  Encode* encode;
+  std::mutex mutex;  // of the maps
+  size_t tensors;
+  std::vector<One> all;
+};
+
+// Reads whole numbers of 64 bits one after the other.
+struct Words {
+  const uint64_t* next;
+
+  template <typename T>
+  void fill(T* values, size_t count) {
+    for (size_t k = 0; k < count; ++k) values[k] = static_cast<T>(*next++);
+  }
+
+  Parameter parameter() {
+    Parameter made{};
+    made.kind = static_cast<Parameter::Kind>(*next++);
+    if (made.kind != Parameter::kNumber) made.tensor = *next++;
+    made.value = *next++;
+    if (made.kind != Parameter::kMap) return made;
+    MapOf& map = made.map;
+    fill(&map.type, 1);
+    fill(&map.rank, 1);
+    fill(map.sizes, map.rank);
+    fill(map.steps, map.rank);
+    fill(map.box, map.rank);
+    fill(&map.swizzle, 1);
+    return made;
+  }
+
+  Launches::One launch() {
+    Launches::One made{};
+    made.function = reinterpret_cast<void*>(*next++);
+    fill(made.step.grid, 3);
+    fill(&made.kernel.threads, 1);
+    fill(&made.kernel.shared, 1);
+    made.kernel.overlaps = *next++ != 0;
+    made.step.parameters.resize(*next++);
+    for (Parameter& parameter : made.step.parameters) parameter = this->parameter();
+    made.maps.resize(made.step.parameters.size());
+    return made;
+  }
+};
+
+}  // namespace
+
+#define DMATTN_PYTHON extern "C" __attribute__((visibility("default")))
+
+// The launches that `words` describe, as dmattn_ops/launching/driver.py lays them out, by two functions of the driver.
+DMATTN_PYTHON void* dmattn_new_launches(const uint64_t* words, void* launch, void* encode) {
+  auto made = std::make_unique<Launches>();
+  made->launch = reinterpret_cast<Launch*>(launch);
+  made->encode = reinterpret_cast<Encode*>(encode);
+  Words reader{words};
+  made->tensors = *reader.next++;
+  made->all.resize(*reader.next++);
+  for (Launches::One& one : made->all) one = reader.launch();
+  return made.release();
+}
+
+DMATTN_PYTHON void dmattn_delete_launches(void* launches) { delete static_cast<Launches*>(launches); }
+
+// Launch with tensors at these addresses. Returns how many launches the driver did before one that it refused; -1, with nothing
+// launched, where an address is not aligned.
+DMATTN_PYTHON int dmattn_launch(void* launches, const uint64_t* addresses, void* stream) {
+  auto& of = *static_cast<Launches*>(launches);
+  for (size_t k = 0; k < of.tensors; ++k)
+    if (addresses[k] % kAlignment != 0) return -1;
+  const std::lock_guard lock(of.mutex);
+  int done = 0;
+  for (Launches::One& one : of.all) {
+    bool right = true;
+    const auto map_at = [&](size_t k, uint64_t address) {
+      auto& maps = one.maps[k];
+      const auto found = maps.find(address);
+      if (found != maps.end()) return &found->second;
+      if (maps.size() >= kMostMaps) maps.clear();
+      TensorMap& made = maps[address];
+      right = right && encode(of.encode, one.step.parameters[k].map, address, made) == 0;
+      if (!right) maps.clear();
+      return right ? &made : nullptr;
+    };
+    if (launch_kernel(of.launch, one.function, one.kernel, one.step, addresses, stream, map_at) != 0) break;
+    ++done;
+  }
+  return done;
 }
 
 }  // namespace dmattn

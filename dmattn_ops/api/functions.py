@@ -126,7 +126,7 @@ def flash_dmattn_func(
     if plain and not is_compiling() and not _is_replaced():
         switches = same_bits, return_max, batch_invariant
         call = repeats.signature_of(query, key, value, mask, band, (*scalars, *switches))
-        found = None if call is None else repeats.again(call, query, key, value, mask)
+        found = None if call is None else repeats.again(call, query, key, value, mask, return_lse)
         if found is not None:
             return _wanted(found, return_lse, return_max)
     tensors_given = (query, key, value)

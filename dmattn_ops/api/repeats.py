@@ -2,8 +2,9 @@
 
 A call takes this way only if shape, strides, dtype and device of every tensor, those of the mask included, all numbers and all
 switches equal those of an earlier call, and if its tensors are plain ones: everything that the longer way would decide follows
-from these. Calls with a bias, a sink, dropout or autocast, with tensors that have to be copied, and with a mask that is not
-prepared or hides less than the call asks for always take the longer way.
+from these. A mask that is a tensor is packed each time, since it may hold other values. Calls with a bias, a sink, dropout or
+autocast, with tensors that have to be copied, and with a prepared mask that hides less than the call asks for always take the
+longer way.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from torch.nn import Parameter
 
 from dmattn_ops.api.arguments import taken_as_it_is
 from dmattn_ops.bands import Band
-from dmattn_ops.call import NO_MASK, Mask
+from dmattn_ops.call import MASK_TENSORS, NO_MASK
 from dmattn_ops.launching import plans
+from dmattn_ops.masks import prepare
 from dmattn_ops.masks.tile_mask import TileMask, read
 from dmattn_ops.ops import autograd, schemas
 
 _PLAIN = (Tensor, Parameter)
 _NAME = "forward"
+_BITS_ALONE = (None,) * (len(MASK_TENSORS) - 4)  # in place of the tensors of a mask behind lists and bits
 _NOT_PLAIN = "not plain"  # stands in place of the description of a mask whose calls are never repeated
 _described: WeakKeyDictionary[TileMask, Hashable] = WeakKeyDictionary()
 
@@ -33,25 +36,26 @@ def signature_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None, band: Band, numbers: tuple[Any, ...]
 ) -> Hashable | None:
     """Return the key that tells a call from others, None for a call that is not plain; `numbers` are those beside the band."""
+    tensors = (query, key, value, mask) if isinstance(mask, Tensor) else (query, key, value)
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.is_neg():
+            return None
     if (
         _NAME not in autograd.kernels  # of a torch without some private names
-        or type(query) not in _PLAIN
-        or type(key) not in _PLAIN
-        or type(value) not in _PLAIN
         or not plans.may_repeat(query)
-        or not autograd.callable_directly(query, key, value)
+        or not autograd.in_plain_mode()
         or torch.is_autocast_enabled("cuda")
     ):
         return None
-    of_mask = None
+    of_mask: Hashable = None
     try:
-        if mask is not None:
+        if mask is not None and not isinstance(mask, Tensor):
             if type(mask) is not TileMask or taken_as_it_is(mask, query, key, band) is None:
                 return None
             of_mask = _described.get(mask) or _describe(mask)
             if of_mask == _NOT_PLAIN:
                 return None
-        return (plans.described((query, key, value)), of_mask, band, numbers, plans.switches(query))
+        return (plans.described(tensors), of_mask, band, numbers, plans.switches(query))
     except (RuntimeError, ValueError):  # sparse and nested tensors have no strides; tensors of other ranks
         return None
 
@@ -68,15 +72,37 @@ def _describe(mask: TileMask) -> Hashable:
 
 
 def again(
-    found: Hashable, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None
+    found: Hashable, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TileMask | None, needs_lse: bool
 ) -> tuple[Any, ...] | None:
-    """Compute a call with that signature by the plan of an earlier one; None where there is none yet."""
+    """Compute a call with that signature by the plan of an earlier one; None where there is none yet.
+
+    Without `needs_lse`, lse may be None.
+    """
     repeat = plans.repeat(found)
     if repeat is None:
         return None
-    tensors: Mask = read(mask).taken[0] if isinstance(mask, TileMask) else NO_MASK
-    arguments = (query, key, value, None, *tensors[:-1], None, None, *repeat.numbers)
-    return autograd.kernels[_NAME](arguments, repeat)
+    of_mask: tuple[Tensor | None, ...] = NO_MASK[:-1]
+    if isinstance(mask, TileMask):
+        of_mask = read(mask).taken[0][:-1]
+    elif mask is not None:
+        of_mask = _packed(mask, query.shape[1], repeat)
+    arguments = (query, key, value, None, *of_mask, None, None, *repeat.numbers)
+    return autograd.kernels[_NAME](arguments, repeat, needs_lse)
+
+
+def _packed(mask: Tensor, seqlen_q: int, repeat: plans.Repeat) -> tuple[Tensor | None, ...]:
+    """Return what a mask is packed into: by the plan of an earlier one once there is one, if it does nothing but launch."""
+    if repeat.packing:
+        plans.enter_thread()
+        ran = repeat.packing[0].run((mask, None, None))
+        if ran is not None:
+            return (*ran[0], *_BITS_ALONE)
+    limits = repeat.numbers[:2]
+    if not repeat.packing and mask.shape[2] != 1:
+        found = plans.find("pack_mask", (prepare.narrowed(mask), None, None), (seqlen_q, *limits))
+        if found is not None and found.only_launches:
+            repeat.packing.append(found)
+    return prepare.packed(mask, seqlen_q, *limits)[:-1]
 
 
 def remember(found: Hashable, given: tuple[Tensor, ...], tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:

@@ -396,7 +396,8 @@ def parts(row: Row) -> tuple[Part, ...]:
     if isinstance(config, PortableBackward):
         return _part("dk/dv", _BLOCKS, config), _part("dq", tuple(f"dq_{field}" for field in _BLOCKS), config)
     if isinstance(config, AmpereForward):
-        return (_part("out", ("block_m", "block_n", "num_warps"), config, _TRIED_AMPERE_FORWARD[row.dim]),)
+        part = _part("out", ("block_m", "block_n", "num_warps"), config, _TRIED_AMPERE_FORWARD[row.dim])
+        return (replace(part, replaces=("plain",)),)
     if isinstance(config, AmpereBackward):
         warps = ("num_warps", "score_warps", "key_warps", "query_warps")
         fields = ("block_m", "block_n", *warps, "query_stages", "grad_stages")

@@ -71,8 +71,10 @@ class PortableBackward:
 class AmpereForward:
     """Gluon forward with mma.sync: a program owns `block_m` queries, whose rows its warps share, and walks `block_n` keys a step.
 
-    `per_sm` as in `PortableForward`. `dropout` is for calls with dropout, None where they take this configuration too.
-    `bias_tiles`: shared memory has room for a tile of a bias with queries.
+    `per_sm` as in `PortableForward`. `dropout` is for calls with dropout, `plain` for calls that have neither that nor a mask, a
+    band, a bias or a soft cap; None where they take this configuration too. `bias_tiles`: shared memory has room for a tile of a
+    bias with queries. `held`: queries stay in registers. `ahead`: there are two buffers of keys and of values, and a step without
+    a test computes the products of the next one beside its own weights; for calls without a bias.
     """
 
     block_m: int
@@ -80,11 +82,14 @@ class AmpereForward:
     num_warps: int
     per_sm: int = 2
     bias_tiles: bool = True
+    held: bool = False
+    ahead: bool = False
+    plain: AmpereForward | None = None
     dropout: AmpereForward | None = None
 
-    def for_call(self, drops: bool) -> AmpereForward:
+    def for_call(self, plain: bool, drops: bool) -> AmpereForward:
         """Return the configuration that a call runs with."""
-        return self.dropout if drops and self.dropout else self
+        return (self.dropout if drops else self.plain if plain else None) or self
 
 
 @dataclass(frozen=True, slots=True)

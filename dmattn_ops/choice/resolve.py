@@ -40,7 +40,10 @@ def forward_config(offered: config.Config, call: Call, result: Result) -> config
         aligned = rows_are_aligned(call.query, call.key, call.value, result.out)
         return offered.for_call(aligned, is_pairwise(call.bias, call.options), call.demand.seqlen_q)
     if isinstance(offered, config.AmpereForward):
-        return offered.for_call(call.options.dropout_p > 0.0)
+        options = call.options
+        plain = call.mask.kind == "none" and call.bias is None and options.softcap == 0.0
+        unbounded = options.band_lo == -UNBOUNDED and options.band_hi == UNBOUNDED
+        return offered.for_call(plain and unbounded, options.dropout_p > 0.0)
     if isinstance(offered, config.HopperForward):
         small = offered.block_m == TILE or _takes_tiles_of_128(call) or _ends_sooner_in_tiles_of_128(offered, call)
         return _with_bias_tiles(replace(offered, block_m=TILE), call) if small else offered

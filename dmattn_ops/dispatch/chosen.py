@@ -61,7 +61,8 @@ def selection_mass(*arguments: Any) -> Tensor:
     scale = query.shape[-1] ** -0.5 if read.softmax_scale is None else read.softmax_scale
     options = plain_options(scale, read.band_lo, read.band_hi, softcap=read.softcap)
     segments = as_contiguous(read.q_segments), as_contiguous(read.k_segments)
-    choice = chosen.Selection(query, key, read.indices, *segments, read.bias, as_contiguous(read.lse), block, options)
+    bias = None if read.bias is None else as_rows(read.bias)
+    choice = chosen.Selection(query, key, read.indices, *segments, bias, as_contiguous(read.lse), block, options)
     with torch.autocast(query.device.type, enabled=False):  # scores are of float32, whatever runs around
         launch_on(query, run.kernels_of_masses(query).selection_mass, choice, mass)
     return mass

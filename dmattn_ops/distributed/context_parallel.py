@@ -34,7 +34,7 @@ from dmattn_ops.masks.documents import Documents
 from dmattn_ops.masks.tile_mask import TileMask
 
 GATHERED_BYTES = 4 << 30  # of keys and values on one rank, from which on `auto` lets them travel in a ring instead
-PIPELINED_BYTES = 16 << 20  # of keys and values that a rank receives, from which on they travel in groups of heads
+PIPELINED_BYTES = 16 << 20  # of keys and values that some rank receives, from which on they travel in groups of heads
 GROUPED_HEADS = (
     4  # key heads of a group, at least: kernels with fewer leave more SMs idle at their end, and read more often
 )
@@ -262,7 +262,7 @@ def chosen_method(
     (batch, length, heads, dim), (heads_kv, dim_v) = query.shape, value.shape[2:]
     exchange = exchange_of(team, layout, sight.seqlen_k, spans_of(sight, layout, team.size))
     per_key = batch * heads_kv * (dim + dim_v) * key.element_size()
-    fetched = exchange.received() * per_key
+    fetched = exchange.most_received * per_key
     rows = any(isinstance(part, Tensor) and part.dim() == 4 and part.shape[2] > 1 for part in (mask, bias))
     if not rows and not ulysses.refusals(heads, heads_kv, team.size):
         of_keys = key.shape[1] * max(heads_kv, team.size) * (dim + dim_v)
@@ -270,7 +270,7 @@ def chosen_method(
         exchanged = batch * (of_keys + of_queries) * key.element_size() * (team.size - 1) // team.size
         if exchanged < (EXCHANGED_IN_A_HOST if near else EXCHANGED_BETWEEN_HOSTS) * fetched:
             return "ulysses"
-    return "ring" if exchange.length * per_key > GATHERED_BYTES else "all_gather"
+    return "ring" if exchange.longest * per_key > GATHERED_BYTES else "all_gather"
 
 
 def _attention(
@@ -378,9 +378,9 @@ def _of_group(part: TileMask | None, group: int, groups: int) -> TileMask | None
 
 
 def head_groups(exchange: KeyExchange, key: Tensor, value: Tensor) -> int:
-    """Return in how many groups key heads travel: the first group is all that computing does not hide."""
+    """Return in how many groups key heads travel, the same on every rank: the first is all that computing does not hide."""
     row = key.shape[0] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
-    if exchange.received() * row < PIPELINED_BYTES:
+    if exchange.most_received * row < PIPELINED_BYTES:
         return 1
     heads = key.shape[2]
     return next((groups for groups in (4, 2) if heads % groups == 0 and heads // groups >= GROUPED_HEADS), 1)

@@ -7,7 +7,7 @@ Where most keys are needed by most ranks, all are gathered; otherwise (windows, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,15 @@ from dmattn_ops.distributed.sequence import Layout, Run, by_rank, in_order, runs
 from dmattn_ops.distributed.team import Team, arrived, start_all_gather, start_all_to_all
 
 Span = tuple[int, int]  # the first position, and the one after the last
+Block = tuple[int, int]  # the first position, and how many there are
 GATHER_ALL = 0.6  # the share of the keys of others that ranks need, from which on all are gathered: one copy less
+
+
+class Started(NamedTuple):
+    """Rows on their way between ranks: what comes from others, and the parts of this rank that stay."""
+
+    coming: Tensor
+    staying: list[Tensor]
 
 
 class KeyExchange(NamedTuple):
@@ -36,12 +44,25 @@ class KeyExchange(NamedTuple):
     @property
     def length(self) -> int:
         """The keys in this rank's buffer."""
-        return sum(stop - first for first, stop in self.needed[self.team.rank])
+        return self.length_of(self.team.rank)
 
-    def received(self) -> int:
-        """Return the number of keys that this rank receives from others."""
-        own = sum(length for _, length in self._blocks(self.team.rank, self.team.rank))
-        return self.length - own
+    def length_of(self, rank: int) -> int:
+        """Return the number of keys in a rank's buffer."""
+        return sum(stop - first for first, stop in self.needed[rank])
+
+    def received_by(self, rank: int) -> int:
+        """Return the number of keys that a rank receives from others."""
+        return self.length_of(rank) - sum(length for _, length in self._blocks(rank, rank))
+
+    @property
+    def longest(self) -> int:
+        """The keys in the longest buffer of all ranks: ranks that decide by it decide alike."""
+        return max(map(self.length_of, range(self.team.size)))
+
+    @property
+    def most_received(self) -> int:
+        """The keys that the rank which receives the most receives from others: ranks that decide by it decide alike."""
+        return max(map(self.received_by, range(self.team.size)))
 
     def place(self, key: int) -> int:
         """Return the place of a key in this rank's buffer."""
@@ -52,56 +73,73 @@ class KeyExchange(NamedTuple):
             before += stop - first
         raise ValueError(f"key {key} is not among {self.needed[self.team.rank]}")
 
-    def start(self, rows: Tensor) -> Tensor:
+    def start(self, rows: Tensor) -> Started:
         """Start to fetch, of rows `[keys of this rank, ...]`, those that each rank needs."""
+        team = self.team
         if self.gathers_all:
-            return start_all_gather(rows, self.team)
-        send, parts = [], []
-        for rank in range(self.team.size):
-            blocks = self._blocks(self.team.rank, rank)
-            send.append(sum(length for _, length in blocks))
-            parts += [rows.narrow(0, self._local(first), length) for first, length in blocks]
-        receive = [sum(length for _, length in self._blocks(owner, self.team.rank)) for owner in range(self.team.size)]
-        return start_all_to_all(torch.cat(parts) if parts else rows[:0], receive, send, self.team)
+            return Started(start_all_gather(rows, team), [])
+        parts = [
+            [rows.narrow(0, self._local(first), length) for first, length in blocks] for blocks in self._by_reader()
+        ]
+        return self._sent(parts, self._by_owner(), rows)
 
-    def finish(self, started: Tensor) -> Tensor:
+    def finish(self, started: Started) -> Tensor:
         """Return the buffer `[length, ...]`, in the order of the sequence."""
-        rows = arrived(started)
+        rows = arrived(started.coming)
         if self.gathers_all:
             return in_order(rows, self.layout, self.team.size, 0)
-        blocks = self._incoming()
-        parts = dict(zip(blocks, rows.split([length for _, length in blocks]), strict=True))
-        return torch.cat([parts[block] for block in sorted(blocks)]) if blocks else rows
+        parts = dict(self._together(rows, started, self._by_owner()))
+        return torch.cat([parts[block] for block in sorted(parts)]) if parts else rows
 
-    def start_back(self, grads: Tensor) -> Tensor:
+    def start_back(self, grads: Tensor) -> Started:
         """Start to send the gradients of a buffer to the ranks that its keys came from."""
         team = self.team
         if self.gathers_all:
             each = [grads.shape[0] // team.size] * team.size
-            return start_all_to_all(by_rank(grads, self.layout, team.size, 0), each, each, team)
-        blocks = self._incoming()
-        ordered = sorted(blocks)
+            return Started(start_all_to_all(by_rank(grads, self.layout, team.size, 0), each, each, team), [])
+        by_owner = self._by_owner()
+        ordered = sorted(chain.from_iterable(by_owner))
         parts = dict(zip(ordered, grads.split([length for _, length in ordered]), strict=True))
-        send = [sum(length for _, length in self._blocks(owner, team.rank)) for owner in range(team.size)]
-        receive = [sum(length for _, length in self._blocks(team.rank, rank)) for rank in range(team.size)]
-        rows = torch.cat([parts[block] for block in blocks]) if blocks else grads
-        return start_all_to_all(rows, receive, send, team)
+        return self._sent([[parts[block] for block in blocks] for blocks in by_owner], self._by_reader(), grads)
 
-    def finish_back(self, started: Tensor) -> Tensor:
+    def finish_back(self, started: Started) -> Tensor:
         """Return the sum of the gradients of this rank's keys, added in the order of the ranks."""
-        rows, team = arrived(started), self.team
+        rows, team = arrived(started.coming), self.team
         if self.gathers_all:
             return rows.unflatten(0, (team.size, rows.shape[0] // team.size)).sum(0)
-        sent = [block for rank in range(team.size) for block in self._blocks(team.rank, rank)]
-        parts = rows.split([length for _, length in sent])
-        placed = [(self._local(first), part) for (first, _), part in zip(sent, parts, strict=True)]
+        parts = self._together(rows, started, self._by_reader())
+        placed = [(self._local(first), part) for (first, _), part in parts]
         return added(placed, self.seqlen // team.size, 0, rows)
 
-    def _incoming(self) -> list[tuple[int, int]]:
-        """Return the blocks that this rank receives, by owner."""
-        return [block for owner in range(self.team.size) for block in self._blocks(owner, self.team.rank)]
+    def _sent(self, parts: list[list[Tensor]], awaited: list[list[Block]], like: Tensor) -> Started:
+        """Start to send each rank its parts, and to receive blocks of each: what is this rank's own stays where it is."""
+        team = self.team
+        send, receive = (
+            [0 if rank == team.rank else sum(lengths) for rank, lengths in enumerate(of_ranks)]
+            for of_ranks in ([map(len, of) for of in parts], [[length for _, length in of] for of in awaited])
+        )
+        travelling = [part for rank, of in enumerate(parts) if rank != team.rank for part in of]
+        coming = start_all_to_all(torch.cat(travelling) if travelling else like[:0], receive, send, team)
+        return Started(coming, parts[team.rank])
 
-    def _blocks(self, owner: int, rank: int) -> list[tuple[int, int]]:
+    def _together(self, rows: Tensor, started: Started, by_rank: list[list[Block]]) -> list[tuple[Block, Tensor]]:
+        """Return each block with its rows, rank by rank: those that came, and those that stayed."""
+        own = self.team.rank
+        came = iter(rows.split([length for rank, blocks in enumerate(by_rank) if rank != own for _, length in blocks]))
+        stayed = iter(started.staying)
+        return [
+            (block, next(stayed if rank == own else came)) for rank, blocks in enumerate(by_rank) for block in blocks
+        ]
+
+    def _by_owner(self) -> list[list[Block]]:
+        """Return the blocks that this rank needs, of each rank that holds them."""
+        return [self._blocks(owner, self.team.rank) for owner in range(self.team.size)]
+
+    def _by_reader(self) -> list[list[Block]]:
+        """Return the blocks of this rank that each rank needs."""
+        return [self._blocks(self.team.rank, reader) for reader in range(self.team.size)]
+
+    def _blocks(self, owner: int, rank: int) -> list[Block]:
         """Return start and length of the parts of the sequence that `owner` holds and `rank` needs, ascending."""
         found = []
         for run in self._runs(owner):
@@ -123,7 +161,7 @@ class KeyExchange(NamedTuple):
 def exchange_of(team: Team, layout: Layout, seqlen: int, seen: Sequence[Sequence[Span]]) -> KeyExchange:
     """Return the exchange by which every rank gets the spans that it sees."""
     exchange = KeyExchange(team, layout, seqlen, tuple(_joined(spans) for spans in seen))
-    received = sum(exchange._replace(team=team._replace(rank=rank)).received() for rank in range(team.size))
+    received = sum(map(exchange.received_by, range(team.size)))
     if received >= GATHER_ALL * (team.size - 1) * seqlen:
         return exchange._replace(needed=(((0, seqlen),),) * team.size)
     return exchange

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
@@ -36,6 +37,7 @@ from dmattn_ops.launching.tensor_maps import Map
 # default. The exponents of probabilities, and the registers that kernels fit into, depend on it.
 OPTIONS = {"enable_fp_fusion": True}
 _MAX_COMPILED = 1024
+_PART = 512  # bytes that a workspace begins at a multiple of, as torch's own memory does
 _compiled: dict[tuple[Any, ...], Any] = {}  # kernels by what they are specialized on
 
 
@@ -122,11 +124,14 @@ class Recording:
         self.inputs = inputs
         self.watch = _Watch()
         self.steps: list[Callable[[_Names], Any]] = []
+        self.workspaces: list[Tensor] = []
+        self.taken: set[int] = set()  # tensors by id that are computed with
 
     def gives_up(self) -> None:
         """Note that the call cannot be repeated, and let go of its tensors: it may free workspaces on its way."""
         self.watch.changes = "parts of the call one after another"
         self.steps.clear()
+        self.workspaces.clear()
 
     def without_watching(self) -> AbstractContextManager[None]:
         """Return a context in which operators may change tensors, because the recorder is told of them."""
@@ -134,12 +139,8 @@ class Recording:
 
     def allocates(self, made: Tensor) -> None:
         """Note that a workspace is made."""
-
-        def step(names: _Names) -> Allocate:
-            names.add(made)
-            return Allocate(TensorLayout.of(made))
-
-        self._note(step)
+        if not self.watch.changes:
+            self.workspaces.append(made)
 
     def computes(self, function: Callable[..., Tensor], arguments: tuple[Any, ...], made: Tensor) -> None:
         """Note that a tensor is computed."""
@@ -149,6 +150,7 @@ class Recording:
             names.add(made)
             return Compute(function, references, TensorLayout.of(made))
 
+        self.taken.update(id(argument) for argument in arguments if isinstance(argument, Tensor))
         self._note(step)
 
     def launches(self, compiled: Any, grid: tuple[int, ...], arguments: list[Any]) -> None:
@@ -173,29 +175,48 @@ class Recording:
 
     def certain_plan(self, outputs: Sequence[Tensor], device: int) -> Plan:
         """Return the plan of the call that returned `outputs`; LookupError, with the reason, where there can be none."""
-        names = _Names()
-        for tensor in (*self.inputs, *outputs):
-            names.add(tensor)
-        steps = [step(names) for step in self.steps]
+        steps = self.named(outputs)
         if self.watch.changes:
             raise LookupError(self.watch.changes)
         if not any(isinstance(step, Relaunch) for step in steps):
             raise LookupError("no kernel: there is nothing to compute, or operators of torch do")
-        return Plan(device, [TensorLayout.of(output) for output in outputs], steps)
+        return Plan(device, len(self.inputs), [TensorLayout.of(output) for output in outputs], steps)
+
+    def named(self, outputs: Sequence[Tensor]) -> list[Any]:
+        """Return the steps of a plan; LookupError for a tensor that it does not know."""
+        names = _Names()
+        for tensor in (*self.inputs, *outputs):
+            names.add(tensor)
+        return [*names.add_workspaces(self.workspaces, self.taken), *[step(names) for step in self.steps]]
 
 
 class _Names:
-    """From a tensor to its place among those that a plan knows: inputs, outputs, then what its steps make."""
+    """From a tensor to its place among those that a plan knows: inputs, outputs, workspaces, then what its steps make."""
 
     def __init__(self) -> None:
-        self.tensors: list[Tensor | None] = []
-        self.slots: dict[int, int] = {}  # by id: the tensors live as long
+        self.count = 0
+        self.known: dict[int, tuple[Tensor, Slot]] = {}  # by id: the tensors live as long
 
     def add(self, tensor: Tensor | None) -> None:
         """Give the next place to a tensor, which keeps one that it has (it was changed in place)."""
         if tensor is not None:
-            self.slots.setdefault(id(tensor), len(self.tensors))
-        self.tensors.append(tensor)
+            self.known.setdefault(id(tensor), (tensor, Slot(self.count, 0)))
+        self.count += 1
+
+    def add_workspaces(self, workspaces: list[Tensor], taken: set[int]) -> list[Allocate]:
+        """Return the steps that make workspaces: one for each that is `taken` by a computation, one for all others together."""
+        alone = [one for one in workspaces if id(one) in taken]
+        for one in alone:
+            self.add(one)
+        size, together = 0, [one for one in workspaces if id(one) not in taken]
+        for one in together:
+            self.known[id(one)] = (one, Slot(self.count, size))
+            size += -(-max(1, one.nbytes) // _PART) * _PART
+        layouts = [TensorLayout.of(one) for one in alone]
+        if together:
+            self.count += 1
+            layouts.append(TensorLayout((size,), (1,), torch.uint8))
+        return [Allocate(layout) for layout in layouts]
 
     def reference(self, argument: Any) -> Any:
         """Return the plan's place-holder of an argument; LookupError for a tensor that the plan does not know."""
@@ -207,7 +228,7 @@ class _Names:
 
     def whole(self, argument: Any) -> Any:
         """Return the place-holder of an argument of a computation; LookupError also for a view of a known tensor."""
-        if isinstance(argument, Tensor) and id(argument) not in self.slots:
+        if isinstance(argument, Tensor) and id(argument) not in self.known:
             raise LookupError("a view of a tensor, or another one")
         return self.reference(argument)
 
@@ -216,24 +237,16 @@ class _Names:
         address = tensor.data_ptr() + offset
         if address % ALIGNMENT != 0:
             raise LookupError("an address that is no multiple of 16 bytes")
-        index = self.slots.get(id(tensor))
-        if index is None:
-            index = self._base(tensor)
-        known = self.tensors[index]
-        assert known is not None
-        return Slot(index, address - known.data_ptr())
+        known, slot = self.known.get(id(tensor)) or self._base(tensor)
+        return Slot(slot.tensor, slot.offset + address - known.data_ptr())
 
-    def _base(self, view: Tensor) -> int:
-        """Return the only tensor of which a tensor is a view."""
+    def _base(self, view: Tensor) -> tuple[Tensor, Slot]:
+        """Return the only tensor of which a tensor is a view, and its place."""
         storage = view.untyped_storage().data_ptr()
-        found = {
-            self.slots[id(tensor)]
-            for tensor in self.tensors
-            if tensor is not None and tensor.untyped_storage().data_ptr() == storage
-        }
+        found = [known for known in self.known.values() if known[0].untyped_storage().data_ptr() == storage]
         if len(found) != 1 or storage == 0:
             raise LookupError("a tensor that is neither one of the call nor computed")
-        return found.pop()
+        return found[0]
 
 
 @contextmanager

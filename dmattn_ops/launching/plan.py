@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, reduce
+from functools import cached_property, lru_cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from dmattn_ops.launching.driver import LaunchShape, Packed, pack, parameter_sizes
+from dmattn_ops.launching.driver import LaunchShape, launches, pack, parameter_sizes
 from dmattn_ops.launching.tensor_maps import Map
 
-MAX_READY = 128  # sets of addresses that each stage of a plan keeps launches for
 _ENTRY = re.compile(r"\.entry\s+[^(]*\(([^)]*)\)")  # a kernel's head in PTX, and the parameters in it
 ALIGNMENT = 16  # bytes that every address of a plan is a multiple of: what Triton specializes on
 _dynamo: Any = getattr(torch._C, "_dynamo", None)
@@ -59,11 +58,12 @@ class Plan:
     """The steps of a call: to be run with any tensors of the shapes, strides and dtypes that it was made for."""
 
     def __init__(
-        self, device: int, outputs: list[TensorLayout], steps: Sequence[Allocate | Compute | Relaunch]
+        self, device: int, inputs: int, outputs: list[TensorLayout], steps: Sequence[Allocate | Compute | Relaunch]
     ) -> None:
         self.device, self.outputs, self.steps = device, outputs, steps
         self.with_elements = [None if 0 in layout.shape else layout for layout in outputs]
-        self.stages = _stages(steps)
+        self.stages = _stages(steps, inputs + len(outputs))
+        self.only_launches = not any(isinstance(step, Compute) for step in steps)
         self.backwards: dict[Hashable, Plan] = {}  # of what this forward computed
 
     def run(
@@ -79,74 +79,62 @@ class Plan:
         if _current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self.run(inputs, addresses, all_outputs=all_outputs)
-        if all_outputs:
-            outputs: tuple[Any, ...] = tuple([allocate(*layout) for layout in self.outputs])
-        else:
-            outputs = tuple([None if layout is None else allocate(*layout) for layout in self.with_elements])
+        layouts = self.outputs if all_outputs else self.with_elements
+        outputs = tuple([None if layout is None else allocate(*layout) for layout in layouts])
         known = addresses + [0 if output is None else output.data_ptr() for output in outputs]
-        tensors, places = [*inputs, *outputs], known.copy()
-        stream, through_driver = raw_stream(self.device), not _hooked()
-        for stage in self.stages:
-            for make in stage.makes:
+        tensors, places, stream = [*inputs, *outputs], known, raw_stream(self.device)
+        for makes, launch in self.stages:
+            for make in makes:
                 made = make.run(tensors)
                 tensors.append(made)
-                places.append(made.data_ptr())
-            if not stage.launches:
-                continue
-            found = (stream, *places)
-            launches = stage.ready.get(found)
-            if launches is None:  # the first such addresses: all later ones have passed this
-                if reduce(or_, known) % ALIGNMENT != 0:
-                    return None
-                launches = stage.prepare(found, places, stream)
-            for run, relaunch, _ in launches:
-                if not through_driver or run() != 0:
-                    relaunch.run(places, stream)
+                places = [*places, made.data_ptr()]
+            if launch is not None and not launch(places, stream):
+                return None
         return outputs, known
 
 
-class Ready(NamedTuple):
-    """A launch with tensors at certain addresses on a certain stream. Nothing of it changes: threads may share it."""
+class Launched:
+    """Launches of a plan one behind the other: through the driver where the layout of all parameters is certain, else Triton."""
 
-    run: Callable[[], int]  # through the driver; 0 where that did it
-    relaunch: Relaunch  # through Triton
-    memory: list[Any]  # that parameters lie in
+    def __init__(self, relaunches: list[Relaunch], tensors: int) -> None:
+        self.relaunches, self.count = relaunches, len(relaunches)
+        self.driven = launches([relaunch.packed for relaunch in relaunches], tensors)
+
+    def __call__(self, addresses: list[int], stream: int) -> bool:
+        """Launch with tensors at `addresses`; False, with nothing launched, where one is not aligned."""
+        done, driven = 0, self.driven
+        if driven is not None and not _hooked():
+            done = driven.launch(driven.made, driven.pack(*addresses), stream)
+            if done == self.count:
+                return True
+        if done < 0 or reduce(or_, addresses) % ALIGNMENT != 0:
+            return False
+        for relaunch in self.relaunches[done:]:
+            relaunch.run(addresses, stream)
+        return True
 
 
 class Stage(NamedTuple):
-    """Steps of a plan that make tensors, and the launches behind them, which are kept for the addresses they had."""
+    """Steps of a plan that make tensors, and the launches behind them."""
 
     makes: list[Allocate | Compute]
-    launches: list[Relaunch]
-    ready: dict[tuple[int, ...], list[Ready]]  # by stream and addresses
-
-    def prepare(self, found: tuple[int, ...], addresses: list[int], stream: int) -> list[Ready]:
-        """Return the launches with tensors at `addresses`, and keep them where the driver can do them all.
-
-        When the cache is full the newest entry is replaced. If more sets of addresses than fit recur in a cycle, most of them
-        are still found that way, where replacing the oldest would find none.
-        """
-        made = [relaunch.at(addresses, stream) for relaunch in self.launches]
-        if all(
-            one.run is not _no_launch or relaunch.packed is None
-            for one, relaunch in zip(made, self.launches, strict=True)
-        ):
-            if len(self.ready) >= MAX_READY:
-                self.ready.popitem()
-            self.ready[found] = made
-        return made
+    launch: Launched | None
 
 
-def _stages(steps: Sequence[Allocate | Compute | Relaunch]) -> list[Stage]:
-    """Put each run of launches together with what is made before it."""
-    stages = [Stage([], [], {})]
+def _stages(steps: Sequence[Allocate | Compute | Relaunch], tensors: int) -> list[Stage]:
+    """Put each run of launches together with what is made before it, beside so many inputs and outputs."""
+    groups: list[tuple[list[Allocate | Compute], list[Relaunch]]] = [([], [])]
     for step in steps:
         if isinstance(step, Relaunch):
-            stages[-1].launches.append(step)
-        else:
-            if stages[-1].launches:
-                stages.append(Stage([], [], {}))
-            stages[-1].makes.append(step)
+            groups[-1][1].append(step)
+            continue
+        if groups[-1][1]:
+            groups.append(([], []))
+        groups[-1][0].append(step)
+    stages = []
+    for makes, relaunches in groups:
+        tensors += len(makes)
+        stages.append(Stage(makes, Launched(relaunches, tensors) if relaunches else None))
     return stages
 
 
@@ -180,22 +168,16 @@ class Relaunch:
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], references: list[Any]) -> None:
         self.compiled, self.grid, self.references = compiled, grid, references
-        self.packed = _packed(compiled, grid, references)
 
-    def at(self, addresses: list[int], stream: int) -> Ready:
-        """Return the launch with tensors at `addresses`."""
-        launch = None if self.packed is None else self.packed.at(addresses, stream)
-        return Ready(_no_launch, self, []) if launch is None else Ready(launch.run, self, launch.memory)
+    @cached_property
+    def packed(self) -> tuple[int, ...] | None:
+        """The launch as the driver gets it; None where that is not certain."""
+        return _packed(self.compiled, self.grid, self.references)
 
     def run(self, addresses: list[int], stream: int) -> None:
         """Launch through Triton."""
         arguments = [_value(reference, addresses) for reference in self.references]
         self.compiled[self.grid](*arguments, stream=stream)
-
-
-def _no_launch() -> int:
-    """Stand for a launch that the driver cannot do."""
-    return -1
 
 
 def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -223,7 +205,7 @@ def _hooked() -> bool:
     )
 
 
-def _packed(compiled: Any, grid: tuple[int, ...], references: list[Any]) -> Packed | None:
+def _packed(compiled: Any, grid: tuple[int, ...], references: list[Any]) -> tuple[int, ...] | None:
     """Pack a launch, or return None where anything about it is not as it is known here."""
     found = laid_out(compiled, grid, references)
     if found is None or not _is_loaded(compiled):

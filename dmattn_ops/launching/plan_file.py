@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops.launching.driver import encoding, word
+from dmattn_ops.launching.driver import words
 from dmattn_ops.launching.plan import Allocate, Compute, Plan, Relaunch, Slot, TensorLayout, laid_out
 from dmattn_ops.launching.plans import refusal
 from dmattn_ops.launching.recording import ZEROS, sum_into
@@ -174,14 +174,8 @@ def _computed(name: str, step: Compute) -> str:
 
 
 def _parameter(kind: str, value: Any) -> str:
-    if kind == "map":
-        tensor, offset, described, swizzle = value
-        encoded, *dimensions = encoding(described.dtype, described.shape, described.strides, described.block)
-        numbers = [number % (1 << 64) for part in dimensions for number in part]
-        return f"map {tensor} {offset} {encoded} {len(described.shape)} {_numbers(numbers)} {swizzle}"
-    if type(value) is Slot:
-        return f"address {value.tensor} {value.offset}"
-    return f"number {word(kind, value)}"
+    which, numbers = words(kind, value)
+    return f"{which} {_numbers(numbers)}"
 
 
 def _numbers(values: Any) -> str:

@@ -85,7 +85,7 @@ class Origin(NamedTuple):
         plan = self.plan.backwards.get(found)
         if plan is None:
             before, appended = self.numbers
-            plan = _plans.get(key(name, tensors, (*before, *needs, *appended)))
+            plan = find(name, tensors, (*before, *needs, *appended))
             if plan is None:
                 return None
             if len(self.plan.backwards) >= MAX_BACKWARDS:
@@ -103,6 +103,7 @@ class Repeat(NamedTuple):
     numbers: tuple[Any, ...]  # of the operator
     around_needs: tuple[tuple[Any, ...], tuple[Any, ...]]
     compute: Callable[..., tuple[Any, Origin | None]]  # for tensors at addresses that the plan does not take
+    packing: list[Any]  # the plan by which a mask that is a tensor is packed, once it is known
 
     def __call__(self, *arguments: Any) -> tuple[Any, Origin | None]:
         """Run the plan with the arguments of the operator."""
@@ -119,15 +120,20 @@ def repeat(found: Hashable) -> Repeat | None:
     return _repeats.get(found)
 
 
+def find(name: str, tensors: _Tensors, numbers: tuple[Any, ...]) -> Any:
+    """Return the cached plan of an operator, or None."""
+    return _plans.get(key(name, tensors, numbers))
+
+
 def remember(
     found: Hashable, name: str, tensors: _Tensors, numbers: tuple[Any, ...], compute: Any, around_needs: Any
 ) -> None:
     """Store the plan of a forward, if there is one, under a second key, which tells calls apart as finely as its own."""
-    plan = _plans.get(key(name, tensors, numbers))
+    plan = find(name, tensors, numbers)
     if plan is not None:
         if len(_repeats) >= MAX_PLANS:
             _repeats.clear()
-        _repeats[found] = Repeat(plan, numbers, around_needs, compute)
+        _repeats[found] = Repeat(plan, numbers, around_needs, compute, [])
 
 
 def _in_backward(saved: _Sequence, primals: int) -> _Sequence:

@@ -24,6 +24,7 @@ from dmattn_ops.masks.documents import (
     segments_of,
 )
 from dmattn_ops.masks.tile_mask import TileMask, from_dense, from_intervals, from_packed, from_segments
+from dmattn_ops.ops import schemas
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -106,7 +107,7 @@ def prepare_mask(
     if intervals is not None:
         return _with_intervals(intervals, hidden, at_most, mask, documents, seqlen_q, band)
     if isinstance(mask, Tensor):
-        return _from_tensor(_narrowed(mask), documents, seqlen_q, band)
+        return _from_tensor(narrowed(mask), documents, seqlen_q, band)
     segments = segments_of(documents, None)
     if mask is not None:
         return from_block_mask(mask, segments, band)
@@ -187,13 +188,24 @@ def resolve(mask: Tensor | TileMask | None, band: Band, seqlen_q: int, seqlen_k:
         return NO_MASK, *band.limits(seqlen_q, seqlen_k)
     if isinstance(mask, Tensor):
         dtensors.load_rules(mask)
-        mask = _from_tensor(_narrowed(mask), None, seqlen_q, band)
+        mask = _from_tensor(narrowed(mask), None, seqlen_q, band)
     elif isinstance(mask, TileMask):
         validation.mask_lengths(mask.seqlen_q, mask.seqlen_k, seqlen_q, seqlen_k)
         mask = mask.also(band)
     else:
         raise TypeError(f"mask must be a 4-D tensor or come from prepare_mask, got {require.type_text(mask)}")
     return mask.mask, *mask.band.limits(seqlen_q, seqlen_k)
+
+
+def packed(mask: Tensor, seqlen_q: int, *limits: int) -> Mask:
+    """Return what `resolve` returns of a plain mask that it took before, of the same shape, by the kernels alone."""
+    mask = narrowed(mask)
+    if mask.shape[2] != 1:
+        made, _ = schemas.implementations["pack_mask"](mask, None, None, seqlen_q, *limits)
+        return Mask(*made)
+    segments = segments_of(None, mask.squeeze(2) != 0)
+    made, _ = schemas.implementations["list_tiles"](*segments, seqlen_q, *limits)
+    return Mask(made[0], made[1], None, None, *segments)
 
 
 def _promised(at_most: int, intervals: Intervals | None) -> int:
@@ -317,7 +329,7 @@ def _tensor_lengths(mask: Tensor, known_q: int | None) -> tuple[int | None, int]
     return (known_q if symbolic.known_equal(mask.shape[2], 1) else mask.shape[2]), mask.shape[3]
 
 
-def _narrowed(mask: Tensor) -> Tensor:
+def narrowed(mask: Tensor) -> Tensor:
     """Cut expanded dimensions back to 1, so that what they repeat is read once."""
     for dim in range(mask.dim() - 1):
         repeated = symbolic.known_equal(mask.stride(dim), 0)
@@ -359,7 +371,7 @@ def _with_intervals(
     if mask is not None and not isinstance(mask, Tensor):  # a function: what it shows is evaluated first
         mask = from_block_mask(mask, (None, None), NO_BAND).to_dense()
     elif mask is not None:
-        mask = _narrowed(mask)
+        mask = narrowed(mask)
         mask = mask[:, None, None, :] if mask.dim() == 2 else mask
     limits = band.limits(seqlen_q, made.seqlen_k)
     start, end = intervals

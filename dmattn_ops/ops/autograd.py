@@ -116,6 +116,11 @@ def callable_directly(*arguments: Any) -> bool:
     It may in plain eager mode with plain tensors, where nothing else needs to see the call. This saves 4 us of 20 in a forward
     and as much in a backward.
     """
+    return in_plain_mode() and (arguments[0].is_cuda or arguments[0].is_cpu) and all_plain(arguments)
+
+
+def in_plain_mode() -> bool:
+    """Return whether torch is in plain eager mode, and says so."""
     return (
         torch_privates.has_needed
         and torch_privates.has_short_cuts
@@ -125,8 +130,6 @@ def callable_directly(*arguments: Any) -> bool:
         and _function_modes() == 0
         and not _is_tracing()
         and not _profiler_enabled()
-        and (arguments[0].is_cuda or arguments[0].is_cpu)
-        and all_plain(arguments)
     )
 
 
@@ -162,7 +165,7 @@ def _forward_kernels(
 ) -> tuple[_Kernel, Callable[..., tuple[Any, ...]]]:
     """Return two functions that compute an operator and record its derivative: one for torch's dispatcher, one called directly."""
     fill, place_of_max = of.signature.fill, of.signature.names.index("needs_max")
-    whole, short = _forward_functions(backward_name, of)
+    whole, short, shortest = _forward_functions(backward_name, of)
     by_dispatcher = _through_dispatcher(name)[name]
 
     def through_dispatcher(*arguments: Any) -> tuple[Tensor, ...]:
@@ -171,23 +174,27 @@ def _forward_kernels(
             return by_dispatcher(*arguments)[0]
         return _apply(whole, by_dispatcher, arguments, *[arguments[place] for place in of.places])
 
-    def directly(arguments: tuple[Any, ...], compute: schemas.Planned | None = None) -> tuple[Any, ...]:
+    def directly(
+        arguments: tuple[Any, ...], compute: schemas.Planned | None = None, needs_lse: bool = True
+    ) -> tuple[Any, ...]:
         """Compute outputs where `callable_directly`, by `compute` or in the usual way.
 
-        lse_tail is None where it is saved for a backward, and row_max may be None where it is not needed.
+        lse_tail is None where it is saved for a backward, and so may lse and row_max be where they are not needed.
         """
         arguments, compute = fill(arguments), compute or schemas.implementations[name]
         if not _may_need_gradient(arguments):
             return compute(*arguments)[0]
-        kind = whole if arguments[place_of_max] else short
+        kind = whole if arguments[place_of_max] else short if needs_lse else shortest
         found = kind.apply(compute, arguments, *[arguments[place] for place in of.places])
-        return found if arguments[place_of_max] else (*found, None, None)
+        if kind is shortest:
+            return found, None, None, None
+        return found if kind is whole else (*found, None, None)
 
     return through_dispatcher, directly
 
 
-def _forward_functions(backward_name: str, of: Differentiable) -> tuple[Any, Any]:
-    """Return the Function of an operator with all of its outputs, and that with the first two."""
+def _forward_functions(backward_name: str, of: Differentiable) -> tuple[Any, Any, Any]:
+    """Return the Functions of an operator with all of its outputs, with the first two, and with the first one."""
     backward_op = schemas.overload(backward_name)
     _, backward_directly = _backward_kernels(backward_name)
     nothing = (None,) * (of.primals + 4)
@@ -206,7 +213,7 @@ def _forward_functions(backward_name: str, of: Differentiable) -> tuple[Any, Any
 
         @staticmethod
         def backward(
-            ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None
+            ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None, *_: Tensor | None
         ) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors  # once: under checkpointing each access computes them again
             needs, origin = tuple(ctx.needs_input_grad[-2:]), ctx.origin
@@ -230,8 +237,8 @@ def _forward_functions(backward_name: str, of: Differentiable) -> tuple[Any, Any
     class OutAndLse(Attention):
         """The same without lse_tail and row_max: autograd takes a microsecond for each output.
 
-        lse_tail is saved for the backward all the same. Nobody else has it, so that nobody can write to it, and there is no second
-        derivative in which it would have a part.
+        What is no output is saved for the backward all the same. Nobody else has it, so that nobody can write to it, and there is
+        no second derivative in which it would have a part.
         """
 
         @staticmethod
@@ -242,7 +249,14 @@ def _forward_functions(backward_name: str, of: Differentiable) -> tuple[Any, Any
             _save(ctx, of, arguments, outputs)
             return outputs[:2]
 
-    return Attention, OutAndLse
+    class Out(Attention):
+        """The same without lse."""
+
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Tensor:  # type: ignore[override]
+            return OutAndLse.forward(ctx, *given)[0]
+
+    return Attention, OutAndLse, Out
 
 
 def _backward_kernels(name: str) -> tuple[_Kernel, _Kernel]:

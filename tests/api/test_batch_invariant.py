@@ -180,6 +180,47 @@ def test_what_is_chosen_for_packed_sequences_does_not_depend_on_them(arch):
         assert chosen(lengths, longest) == one
 
 
+@pytest.mark.parametrize(
+    ("kind", "dim", "kernels"),
+    [
+        ("full", 64, ("hopper", "hopper")), ("causal", 128, ("hopper", "hopper")), ("window", 96, ("hopper", "hopper")),
+        ("soft cap", 128, ("hopper", "hopper")), ("key bias", 64, ("hopper", "hopper")), ("bias", 128, ("hopper", "hopper")),
+        ("bits", 64, ("hopper", "hopper256")), ("documents", 128, ("hopper", "hopper256")),
+        ("dynamic", 128, ("hopper", "hopper256")), ("causal", 256, ("hopper", "hopper256")),
+    ],
+)  # fmt: skip
+def test_the_kernels_for_sm_90_take_batch_invariant_calls(kind, dim, kernels):
+    for batch in (1, 3):
+        given, keywords = cases.of_kind(kind, batch, 512, (8, 2), dim, "cpu")
+        found = dmattn_ops.explain(*given[:5], arch="9.0", batch_invariant=True, **keywords)
+        assert (found.forward.kernel, found.backward.kernel) == kernels
+
+
+def test_packed_sequences_on_sm_90_take_them_but_for_hidden_keys():
+    rows, offsets = torch.empty(300, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 100, 300], dtype=torch.int32)
+    packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 200, "max_seqlen_k": 200}
+    found = dmattn_ops.explain(rows, rows, rows, arch="9.0", batch_invariant=True, **packed)
+    assert (found.forward.kernel, found.backward.kernel) == ("hopper", "hopper256")
+    hidden = torch.ones(1, 300, dtype=torch.bool)
+    found = dmattn_ops.explain(rows, rows, rows, hidden, arch="9.0", batch_invariant=True, **packed)
+    assert (found.forward.kernel, found.backward.kernel) == ("portable", "portable")
+    assert all("computed again, which is not batch-invariant" in str(each) for each in (found.forward, found.backward))
+
+
+def test_whether_a_bias_is_shared_does_not_depend_on_the_batch():
+    """A bias with a batch of 1 and all heads is shared by the entries of a batch, and by none where there is one entry."""
+    for batch in (1, 3):
+        rows, bias = (
+            torch.empty(batch, 256, 4, 64, dtype=torch.bfloat16),
+            torch.empty(1, 4, 256, 256, dtype=torch.bfloat16),
+        )
+        taken = [
+            dmattn_ops.explain(rows, rows, rows, bias=bias, arch="9.0", batch_invariant=switch).backward.kernel
+            for switch in (True, False)
+        ]
+        assert taken == ["portable", "portable" if batch == 1 else "hopper"]
+
+
 def test_tuned_configurations_are_not_taken(monkeypatch):
     asked = []
     monkeypatch.setattr(run.tuning, "entries", lambda: asked.append(1) or {"some": {}})
@@ -251,8 +292,10 @@ def test_explain_says_what_it_does():
     query = torch.empty(2, 64, 4, 64, dtype=torch.bfloat16)
     assert "one batch entry after another" in str(dmattn_ops.explain(query, query, query, batch_invariant=True))
     found = dmattn_ops.explain(query, query, query, batch_invariant=True, arch="9.0")
-    assert found.backward.kernel == "portable"
-    assert "batch-invariant" in str(found.backward) and "as for one batch entry alone" in str(found.forward)
+    assert found.backward.kernel == "hopper"
+    assert "as for one batch entry alone" in str(found.forward) and "as for one batch entry alone" in str(
+        found.backward
+    )
     with pytest.raises(ValueError, match="seqlen_k_used must be None for packed sequences"):
         offsets = torch.tensor([0, 64], dtype=torch.int32)
         packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 64, "max_seqlen_k": 64}

@@ -8,6 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton.experimental.gluon")
 import dmattn_ops
@@ -115,6 +116,15 @@ def test_gradients_flow_on_the_short_way(launches, longer_ways, monkeypatch):
         assert not dmattn_ops.flash_dmattn_func(*qkv()).requires_grad
 
 
+def test_a_checkpoint_computes_again_on_the_short_way(longer_ways):
+    """Whichever way the forward took, as many tensors are saved."""
+    for _ in range(4):
+        leaves = qkv()
+        out = checkpoint(dmattn_ops.flash_dmattn_func, *leaves, use_reentrant=False)
+        assert [grad.shape for grad in torch.autograd.grad(out, leaves, draw())] == [(B, S, H, D)] * 3
+    assert len(longer_ways) == 3, "the second one is stopped once it has saved, before it is remembered"
+
+
 @pytest.mark.parametrize(("return_lse", "return_max"), [(False, False), (True, False), (False, True), (True, True)])
 def test_what_is_asked_for_is_returned(longer_ways, return_lse, return_max):
     for _ in range(5):
@@ -141,6 +151,7 @@ def test_other_calls_are_looked_at_in_full(longer_ways, monkeypatch):
     assert call(deterministic=True) and call(return_max=True) and call(dropout_p=0.5)
     assert call(bias=torch.zeros(1, 1, 1, S)) and call(sink=torch.zeros(H))
     assert call(mask=documents()) and call(mask=torch.ones(1, 1, 1, S, dtype=torch.bool))
+    assert call(mask=torch.ones(1, 1, S, S, dtype=torch.bool))
     assert call(*[torch.nn.Parameter(tensor.detach()) for tensor in qkv()]) is False
     strided = torch.randn(B, S, H, 2 * D).bfloat16()[..., ::2]
     for _ in range(4):
@@ -175,6 +186,48 @@ def test_masks_that_differ_in_numbers_alone_are_told_apart(longer_ways):
     assert len(set(numbers)) == len(masks)
 
 
+def pairs(dtype=torch.bool):
+    return (torch.rand(1, 1, S, S) < 0.5).to(dtype)
+
+
+def expanded():
+    return pairs().expand(B, H, S, S)
+
+
+def of_keys():
+    return (torch.rand(B, 1, 1, S) < 0.5).contiguous()
+
+
+@pytest.mark.parametrize("make", [pairs, lambda: pairs(torch.int32), expanded, of_keys])
+def test_a_mask_that_is_a_tensor_is_packed_at_each_call(launches, longer_ways, make):
+    """And the kernels are those of the longer way, with its arguments."""
+    ways, found = [], []
+    for number in range(7):
+        leaves = qkv()
+        kernels, out = launched(launches, *leaves, make(), is_causal=True)
+        ways.append(kernels)
+        found.append(torch.autograd.grad(out, leaves, draw()))
+        assert len(longer_ways) == min(number + 1, 2)
+    assert all(kernels == ways[0] for kernels in ways) and len(ways[0]) >= 4
+    (repeat,) = plans._repeats.values()
+    assert bool(repeat.packing) == (make in (pairs, expanded)), (
+        "the others are compared with 0 first, or have no queries"
+    )
+
+
+@pytest.mark.parametrize("make", [pairs, expanded])
+def test_every_call_packs_its_own_mask(longer_ways, monkeypatch, make):
+    for _ in range(5):
+        dmattn_ops.flash_dmattn_func(*qkv(), make())
+    (repeat,) = plans._repeats.values()
+    (packing,), found, mask = repeat.packing, places(monkeypatch), make()
+    dmattn_ops.flash_dmattn_func(*qkv(), mask)
+    assert len(longer_ways) == 2 and found[0] == [mask.data_ptr(), None, None]
+    assert [layout.shape for layout in packing.outputs][2:] == [(1, 1, S, S // 32)] * 2
+    room = torch.zeros(S * S + 1, dtype=torch.bool)[1:].view(1, 1, S, S)
+    assert dmattn_ops.flash_dmattn_func(*qkv(), room).shape == (B, S, H, D)  # at an address that no plan takes
+
+
 def test_a_condition_beside_a_mask_makes_another_mask_at_each_call(longer_ways):
     mask = documents()
     for number in range(1, 5):
@@ -196,7 +249,7 @@ def test_what_is_refused_is_refused_after_a_call_that_was_not(longer_ways):
         with pytest.raises(TypeError):
             dmattn_ops.flash_dmattn_func(*qkv(), **named)
     query, key, value = qkv()
-    for wrong in ((None, key, value), (query, key.to_sparse(), value), (query, [1], value)):
+    for wrong in ((None, key, value), (query, key.to_sparse(), value), (query, [1], value), (query, key, value, [1])):
         with pytest.raises(TypeError):
             dmattn_ops.flash_dmattn_func(*wrong)
     for wrong in ((query[0], key, value), (query, key[:, :5], value), (query, key, value[:1])):

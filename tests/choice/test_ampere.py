@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from dmattn_ops.call import NO_MASK, Call, Options, plain_options
-from dmattn_ops.choice import arch, config
+from dmattn_ops.choice import arch, config, resolve
 from dmattn_ops.dispatch import run
 
 PLAIN = plain_options(0.125)
@@ -70,3 +72,21 @@ def test_rows_are_for_two_bytes_and_have_their_own_kernels_behind_them() -> None
         assert {row.itemsize for row in own} == {2}
         others = {row.sm for row in rows if (row.kernel, row.dim, row.itemsize) == ("portable", 256, 2)}
         assert {row.sm for row in own} == {80, 86, 89, 120} < others
+
+
+def test_plain_calls_may_take_a_forward_of_their_own() -> None:
+    """Without a mask, a band, a bias, a soft cap or dropout."""
+    plain = config.AmpereForward(128, 64, 4, held=True, ahead=True)
+    dropping = config.AmpereForward(64, 64, 4)
+    offered = config.AmpereForward(128, 64, 4, plain=plain, dropout=dropping)
+    result: Any = None
+
+    def taken_by(given: Call) -> object:
+        return resolve.forward_config(offered, given, result)
+
+    assert taken_by(call()) is plain
+    assert taken_by(call(options=plain_options(0.125, softcap=1.0))) is offered
+    assert taken_by(call(options=plain_options(0.125, dropout_p=0.1))) is dropping
+    assert taken_by(call(options=plain_options(0.125, band_hi=0))) is offered
+    assert taken_by(call()._replace(mask=KEYS)) is offered
+    assert taken_by(call()._replace(bias=torch.zeros(1, 1, 200, 300))) is offered

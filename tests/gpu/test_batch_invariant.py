@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 import dmattn_ops
 
@@ -57,6 +60,70 @@ def test_an_entry_of_huge_scores_changes_no_bits_of_others() -> None:
     huge[1] *= 1e9
     found = cases.results(given._replace(query=huge))
     assert all(torch.equal(found[name][0], each[0]) for name, each in expected.items())
+
+
+# By kind: the kernel of the backward up to 128 columns
+KERNELS = {
+    "full": "hopper", "causal": "hopper", "window": "hopper", "soft cap": "hopper", "key bias": "hopper", "bias": "hopper",
+    "bits": "hopper256", "documents": "hopper256", "dynamic": "hopper256",
+}  # fmt: skip
+HEADS = {64: (4, 4), 96: (4, 4), 128: (8, 2), 256: (4, 2)}  # by columns, of queries and of keys
+CASES = [(kind, dim) for dim in HEADS for kind in KERNELS if dim in (64, 128) or kind in ("causal", "documents")]
+
+
+def large(scale: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor * scale
+
+
+def spoilt(tensor: Tensor) -> Tensor:
+    """Return rows of which some hold NaN."""
+    made = tensor.clone()
+    made[:, 5::50] = float("nan")
+    return made
+
+
+@pytest.mark.parametrize(("kind", "dim"), CASES)
+def test_neighbours_change_no_bits(kind: str, dim: int) -> None:
+    """Rows of large scores, from about 1e4 on, take their sums in another way; a NaN has masked calls computed again."""
+    given, keywords = cases.of_kind(kind, 3, 333, HEADS[dim], dim, "cuda")
+    backward = dmattn_ops.explain(*given[:5], batch_invariant=True, **keywords).backward
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert backward.kernel == (KERNELS[kind] if dim <= 128 else "hopper256")
+    for scale in (1e4, 1e6):
+        cases.check_neighbours(given, large(scale), ("query",), **keywords)
+    cases.check_neighbours(given, spoilt, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dim"), [("full", 64), ("causal", 64), ("causal", 128), ("documents", 128), ("dynamic", 128)]
+)
+@pytest.mark.parametrize("seqlen", [300, 2048])
+def test_the_size_of_the_batch_changes_no_bits(kind: str, dim: int, seqlen: int) -> None:
+    """How many blocks there are decides about their order, and without the switch about shares of their work."""
+    given, keywords = cases.of_kind(kind, 12, seqlen, HEADS[dim], dim, "cuda")
+    cases.check_parts(given, 12, [(0, 1), (11, 12), (2, 5)], **keywords)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e6])
+def test_packed_neighbours_change_no_bits(dim: int, scale: float) -> None:
+    heads, heads_kv = HEADS[dim]
+    lengths = [300, 1, 700, 129]
+    random = torch.Generator().manual_seed(dim)
+    rows = [
+        torch.randn(sum(lengths), each, dim, generator=random).to("cuda", torch.bfloat16)
+        for each in (heads, heads_kv, heads_kv)
+    ]
+    ends = [0, 300, 301, 1001, 1130]
+    rows[0][301:1001] *= scale
+    together = cases.packed_results(tuple(rows), [ends, ends], None, None, 1000, is_causal=True)
+    for number, found in enumerate(together):
+        own = slice(ends[number], ends[number + 1])
+        alone = cases.packed_results(
+            tuple(each[own] for each in rows), [[0, lengths[number]]] * 2, None, None, lengths[number], is_causal=True
+        )[0]
+        for name, part in alone.items():
+            assert torch.equal(found[name], part), (name, number)
 
 
 def test_repeats_and_replays_give_the_same_bits() -> None:

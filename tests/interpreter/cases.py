@@ -51,7 +51,7 @@ NASTY = {
     "bias of every element under a band": Problem(bias=(1, 2, 100), band_hi=0),
     "bias shared by batches and heads": Problem(batch=2, heads=4, bias=(1, 1, 100), mask="bits", mask_heads=4),
     "bias shared by groups of heads": Problem(batch=2, heads=4, bias=(2, 2, 100), band_hi=0),
-    "bias with a stride between keys": Problem(bias=(1, 2, 100), bias_last_stride=3),
+    "bias with room between rows": Problem(bias=(1, 2, 100), bias_spacing=3),
     "bias per key of packed keys, most of which nobody sees": Problem(
         seqlen_q=140, seqlen_k=140, lengths_q=(1, 40), lengths_k=(140, 60), top_left=True, band_hi=0, bias=(1, 1, 1)
     ),
@@ -138,7 +138,7 @@ def random_problem(seed: int) -> Problem:
         p = replace(p, seeds=(r.choice([1, batch]), r.choice([1, heads])), **origins)
     if r.random() < 0.5:
         sizes = (r.choice([1, batch]), r.choice([1, kv_heads, heads]), r.choice([1, p.seqlen_q]))
-        p = replace(p, bias=sizes, bias_dtype=r.choice([None, torch.float32]), bias_last_stride=r.choice([1, 1, 2]))
+        p = replace(p, bias=sizes, bias_dtype=r.choice([None, torch.float32]), bias_spacing=r.choice([1, 1, 2]))
     if r.random() < 0.25:
         lengths = tuple(r.choice([0, 1, 30, 64, 150]) for _ in range(r.choice([1, 3])))
         others = tuple(r.choice([0, 1, 30, 65, 140]) for _ in lengths)

@@ -57,7 +57,7 @@ class Problem:
     density: float = 0.5
     bias: tuple[int, int, int] | None = None  # sizes of its batch, head and query dimensions
     bias_dtype: torch.dtype | None = None
-    bias_last_stride: int = 1
+    bias_spacing: int = 1  # how many rows of keys a row of the bias takes
     softcap: float = 0.0
     scale: float = 0.25
     dropout_p: float = 0.0
@@ -164,11 +164,10 @@ def build_bias(problem: Problem, generator: torch.Generator) -> Tensor | None:
     """Return a bias with the strides that the problem asks for."""
     if problem.bias is None:
         return None
-    shape = (*problem.bias, problem.seqlen_k)
-    last = problem.bias_last_stride
     dtype = problem.bias_dtype or problem.dtype
-    wide = torch.randn(*shape[:-1], shape[-1] * last, generator=generator, dtype=torch.float64).to(dtype)
-    return wide[..., ::last]
+    columns = problem.seqlen_k * problem.bias_spacing
+    wide = torch.randn(*problem.bias, columns, generator=generator, dtype=torch.float64).to(dtype)
+    return wide[..., : problem.seqlen_k]
 
 
 def draw(shape: tuple[int, ...], problem: Problem, generator: torch.Generator) -> Tensor:

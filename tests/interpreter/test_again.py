@@ -14,7 +14,7 @@ from dmattn_ops.kernels.portable import backward as portable_backward
 from dmattn_ops.kernels.portable import forward as portable_forward
 from dmattn_ops.kernels.portable.dbias import reduction
 from tests.interpreter.cases import NASTY
-from tests.interpreter.problems import Problem, check
+from tests.interpreter.problems import Problem, build, check
 
 pytestmark = pytest.mark.usefixtures("strict_memory")
 CASES = {
@@ -81,3 +81,36 @@ def test_nothing_is_computed_again_where_no_nan_was_noted(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(portable_forward, "forward", forward)
     check(NASTY["documents"])
+
+
+@pytest.mark.parametrize("mask", ["bits", "hidden"])
+def test_of_a_batch_invariant_call_only_entries_with_a_nan_are_computed_again(mask: str) -> None:
+    problem = Problem(
+        batch=3, heads=2, kv_heads=1, seqlen_q=40, seqlen_k=50, mask=mask, mask_batch=3, density=0.1, band_hi=30, grad_lse=True
+    )  # fmt: skip
+    case = build(problem)
+    call = listed(Call(case.query, case.key, case.value, None, case.mask, None, None, None, case.options))
+    invariant = call._replace(options=case.options._replace(batch_invariant=True))
+    counts = torch.cat([marked(0), marked(1), marked(0)])
+    shape = (*case.query.shape[:-1], case.value.shape[-1])
+    rows = (shape[0], shape[2], shape[1])
+
+    def outputs() -> Result:
+        return Result(torch.full(shape, 7.0), *[torch.full(rows, 7.0) for _ in range(3)])
+
+    whole, part = outputs(), outputs()
+    again.forward_again(call, whole, marked(1))
+    again.forward_again(invariant, part, counts.clone())
+    saved = Saved(*whole[:3])
+
+    def gradients() -> Gradients:
+        made = [torch.full_like(each, 7.0, memory_format=torch.contiguous_format) for each in call[:3]]
+        return Gradients(case.grad_out, case.grad_lse, *made, None)
+
+    of_whole, of_part = gradients(), gradients()
+    again.backward_again(call, saved, of_whole, None, marked(1))
+    again.backward_again(invariant, saved, of_part, None, counts)
+    pairs = [*zip(whole, part, strict=True), *zip(of_whole[2:5], of_part[2:5], strict=True)]
+    for expected, found in pairs:
+        assert torch.equal(found[1], expected[1]) and not (expected[1] == 7.0).all()
+        assert (found[0] == 7.0).all() and (found[2] == 7.0).all()

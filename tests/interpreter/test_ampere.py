@@ -20,6 +20,7 @@ from tests.interpreter.problems import Problem, check, in_16_bits
 pytestmark = pytest.mark.usefixtures("strict_memory")
 SHARED_BIAS = AmpereSharedBias(32, 32, 4, 2, 1)
 FORWARD = AmpereForward(64, 32, 4)
+AHEAD = replace(FORWARD, held=True, ahead=True)
 BACKWARD = AmpereBackward(32, 64, 4, 2, 2, 2, 2, 1, SHARED_BIAS)
 ONE_BUFFER = replace(BACKWARD, query_stages=1)
 ROWS = [
@@ -58,6 +59,18 @@ def test_other_numbers_of_buffers_give_the_same(backward: AmpereBackward) -> Non
         heads=4, kv_heads=2, seqlen_q=150, seqlen_k=170, band_lo=-60, band_hi=30, mask="bits", mask_heads=4
     )
     check_here(problem, backward=backward)
+
+
+@pytest.mark.parametrize("forward", [replace(FORWARD, held=True), AHEAD], ids=["held", "ahead"])
+@pytest.mark.parametrize("keys", [40, 64, 96, 200])
+def test_products_of_the_next_step_beside_the_weights_of_one(keys: int, forward: AmpereForward) -> None:
+    """With no steps that all rows see whole, and with even and odd numbers of them."""
+    check_here(Problem(heads=2, kv_heads=1, seqlen_q=70, seqlen_k=keys, head_dim=40), forward)
+
+
+@pytest.mark.parametrize("seed", range(40, 46))
+def test_masks_beside_products_of_the_next_step(seed: int) -> None:
+    check_here(random_problem(seed), AHEAD)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -27,7 +27,7 @@ PROBLEMS = {
     "hidden intervals": replace(ONE, mask="hidden", mask_heads=2, value_dim=40),
     "bias of keys": replace(ONE, bias=(2, 2, 1), mask="intervals"),
     "bias of heads": replace(ONE, bias=(1, 6, 1), softcap=1.5, mask="intervals"),
-    "bias of all": replace(ONE, bias=(1, 1, 1), bias_last_stride=2, scale=-0.7),
+    "bias of all": replace(ONE, bias=(1, 1, 1), bias_spacing=2, scale=-0.7),
     "zero scale": replace(ONE, scale=0.0),
     "one key": replace(ONE, seqlen_k=1),
     "wide": replace(ONE, head_dim=48, value_dim=24, transposed=True, seqlen_k=300),

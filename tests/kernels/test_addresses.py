@@ -224,7 +224,6 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "decode/kernel.py": ("kv_head * GROUP",),
         "mass/keys.py": ("kv_head * GROUP",),
         "mass/selection.py": ("unit * GROUP",),
-        "portable/again.py": ("share.end_head * GROUP", "share.first_head * GROUP"),
         "portable/heads.py": ("place.head * GROUP",),
         "hopper/backward/finish.py": ("gl.maximum(place.batch, 0) * out.heads",),
         "hopper/backward/kernel.py": (

@@ -38,8 +38,8 @@ CONFIG = config.HOPPER_BACKWARD_256
 EVERYTHING = plain_options(0.1)
 
 
-def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
-    """Compile for SM 9.0."""
+def compile_kernel(kernel, dtype=gl.bfloat16, by_entry=False, **constants) -> Resources:
+    """Compile for SM 9.0; `by_entry`: each batch entry has counts, as in batch-invariant calls."""
 
     def tensor_map(element, block, layout):
         name = {gl.bfloat16: "bf16", gl.float16: "fp16", gl.float32: "fp32"}[element]
@@ -62,6 +62,7 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
     constants = {"T": traits}
     absent = {
         "counts": not traits.WATCH,
+        "counts_b": not by_entry,
         "bias": traits.BIAS == 0,
         "key_sums": kernel is keys_kernel and traits.BIAS != 1,
     }
@@ -123,6 +124,7 @@ def compile_kernel(kernel, dtype=gl.bfloat16, **constants) -> Resources:
         (keys_kernel, INTERVALS | HIDDEN, 108),
         (queries_kernel, INTERVALS, 432),
         (queries_kernel, INTERVALS | HIDDEN, 620),
+        *((kernel, BITS | {"by_entry": True}, 0) for kernel in (keys_kernel, queries_kernel)),
         (keys_kernel, INTERVALS | KEY_BIAS, 28),
         (queries_kernel, INTERVALS | KEY_BIAS, 456),
         (keys_kernel, FULL | KEY_BIAS, 0),
@@ -256,7 +258,7 @@ def test_each_kernel_gets_an_argument_for_every_parameter_and_a_grid_that_covers
     rows = 2 * 4 * 384
     for name in ("keys_kernel", "queries_kernel"):
         arguments = launched[name].arguments
-        assert (arguments["total"], arguments["n_flags"]) == (rows, rows // 64)
+        assert arguments["total"] == rows
         assert arguments["stats"].numel() == 4 * rows and arguments["flags"].numel() >= rows // 64
         assert arguments["flags"].data_ptr() == arguments["stats"].data_ptr() + 16 * rows  # no flag is a statistic
     assert launched["keys_kernel"].arguments["T"].PARTIAL is False

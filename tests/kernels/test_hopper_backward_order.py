@@ -20,7 +20,7 @@ from tests.support.device_functions import on_integers
 TRAITS = Traits(
     BM=64, BN=128, D=64, D2=0, DV=64, DV2=0, MASK=BAND.value, BIAS=0, SOFTCAP=False, HAS_LO=False, HAS_Q_SEG=False, HIDDEN=False,
     NATURAL=False, GROUPED=False, TWO_PHASE=True, ORDERED=True, INTERLEAVED=False, DROPOUT=False, EDGES=False,
-    WATCH=False,
+    WATCH=False, ALONE=False,
 )  # fmt: skip
 
 BANDS = [

@@ -144,7 +144,7 @@ def _row(config, dim: int, dim_v: int):
 
 OPTIONAL = {
     "q2_desc", "k2_desc", "v2_desc", "o2_desc", "bits_desc", "bias_desc", "lists", "q_segments", "k_segments", "start", "end",
-    "hidden_from", "hidden_to", "bias", "seed", "row_max", "sink",
+    "hidden_from", "hidden_to", "bias", "seed", "row_max", "sink", "counts_b",
 }  # fmt: skip
 
 
@@ -225,6 +225,7 @@ def _compile(case: str) -> dict:
     optional |= {"seed": "*i64"} if dropout else {}
     optional |= {"row_max": "*fp32"} if "maximum" in words else {}
     optional |= {"sink": "*fp32"} if "sink" in words else {}
+    optional |= {"counts_b": "i32"} if "invariant" in words else {}
     constants |= dict.fromkeys(OPTIONAL - set(optional))
     aligned = tuple(name for name, kind in {**signature, **optional}.items() if kind.startswith("*"))
     aligned += ("bias_b", "bias_h", "bias_q")

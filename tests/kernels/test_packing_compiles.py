@@ -159,10 +159,7 @@ def test_what_is_launched_can_be_repeated_and_is_compiled_once_for_all_lengths(m
             outputs["dbias"] = torch.empty(1, 8, 1, seqlen)
             with launching.recording(list(inputs.values())) as recorded:
                 pack(seqlen, at_most, inputs, outputs)
-            names = launching._Names()
-            for tensor in (*inputs.values(), *outputs.values()):
-                names.add(tensor)
-            steps = [step(names) for step in recorded.steps]  # LookupError where a plan could not be made
+            steps = recorded.named(list(outputs.values()))  # LookupError where a plan could not be made
             assert not recorded.watch.changes
             assert len([step for step in steps if isinstance(step, tuple) and len(step) == 2]) == len(launches) == 6
             compiled.append([(made.kernel, made.compiled.hash) for made in launches])

@@ -19,6 +19,8 @@ STREAM = 0x5EED0
 
 @pytest.fixture
 def libcuda(monkeypatch):
+    if driver._library() is None:
+        pytest.skip("the C++ library is not built: Triton launches")
     fake = Driver([8, 8, 4, 8, 4, 8, 8])
     monkeypatch.setattr(driver, "driver", lambda: fake.functions)
     monkeypatch.setattr(plan, "allocate", lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2]))
@@ -163,10 +165,8 @@ def test_an_address_that_is_not_aligned_is_not_launched_with(libcuda):
     assert libcuda.launches == []
 
 
-def test_launches_are_kept_for_the_addresses_and_the_stream_they_had(libcuda, monkeypatch):
+def test_a_plan_launches_on_the_current_stream_with_the_addresses_of_the_call(libcuda, monkeypatch):
     made = record(scale_into(Kernel(Compiled(SIGNATURE))), aligned(8), aligned(8))
-    prepared, prepare = [], plan.Stage.prepare
-    monkeypatch.setattr(plan.Stage, "prepare", lambda *given: prepared.append(given[-1]) or prepare(*given))
     pairs = [(aligned(8), aligned(8)) for _ in range(3)]
     for stream in (1, 2, 1):
         monkeypatch.setattr(plan, "raw_stream", lambda device, stream=stream: stream)
@@ -175,14 +175,6 @@ def test_launches_are_kept_for_the_addresses_and_the_stream_they_had(libcuda, mo
             _, fields, values = libcuda.launches.pop()
             assert fields == (3, 2, 1, 128, 1, 1, 4096, stream, 0, 0)
             assert struct.unpack("=QQ", values[0] + values[1]) == (x.data_ptr(), y.data_ptr() + 16)
-    assert prepared == [1, 1, 1, 2, 2, 2]
-    monkeypatch.setattr(plan, "MAX_READY", 6)
-    monkeypatch.setattr(driver, "_MAX_STREAMS", 1)
-    monkeypatch.setattr(plan, "raw_stream", lambda device: 3)
-    for pair in pairs:
-        made.run(pair[::-1])
-    assert len(made.stages[0].ready) == 6
-    assert len(made.steps[0].packed.configs) <= 1
 
 
 def test_what_is_computed_between_launches_is_computed_there(libcuda, monkeypatch):
@@ -200,7 +192,8 @@ def test_what_is_computed_between_launches_is_computed_there(libcuda, monkeypatc
         launch.computed(filled, y)
 
     made = record(launcher, aligned(8), aligned(8))
-    assert [(len(stage.makes), len(stage.launches)) for stage in made.stages] == [(1, 1), (2, 1), (1, 0)]
+    launched = [stage.launch for stage in made.stages]
+    assert [len(stage.makes) for stage in made.stages] == [1, 2, 1] and [one is None for one in launched] == [0, 0, 1]
     done.clear()
     x, y = aligned(8), aligned(8)
     made.run((x, y))
@@ -246,9 +239,10 @@ def test_a_tensor_map_is_encoded_once_for_an_address(libcuda, monkeypatch):
         assert struct.unpack("=4i4q", b"".join(values[1:9])) == (2, 96, 4, 64, 96 * 256, 256, 64, 1)
     assert [address for address, *_ in libcuda.encoded] == [rows.data_ptr() for rows in inputs]
     assert libcuda.encoded[0][1:] == ([64, 4, 96, 2], [128, 512, 96 * 512], [64, 1, 64, 1], 3)
-    monkeypatch.setattr(driver, "_MAX_ENCODED", 2)
-    made.run((aligned(2, 96, 4, 64, dtype=torch.bfloat16), out))
-    assert len(made.steps[0].packed.maps[0].encoded) <= 2
+    for _ in range(300):
+        rows = aligned(2, 96, 4, 64, dtype=torch.bfloat16)
+        assert made.run((rows, out)) is not None
+        assert struct.unpack("=Q", libcuda.launches.pop()[2][0][:8]) == (rows.data_ptr(),)
 
 
 def test_a_plan_keeps_no_tensor_alive(libcuda):

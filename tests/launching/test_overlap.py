@@ -23,7 +23,7 @@ CALLS = {
     "intervals": (
         64,
         Specialization(band="causal", mask="intervals"),
-        ["list_tiles_kernel", "prepare_kernel", "backward_kernel", "_backward_again"],
+        ["list_tiles_kernel", "prepare_kernel", "backward_kernel", "_queries_again", "_keys_again"],
     ),
     "packed sequences": (
         128,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 import dmattn_ops
 from dmattn_ops import TileMask
 
+ROWS = ("query", "key", "value")
 MASKS = ("none", "dense", "shared", "padding", "documents", "dynamic", "folded")
 
 
@@ -36,12 +38,14 @@ class Batch(NamedTuple):
 
     def among_others(self, entry: int) -> Batch:
         """Return a call with that entry alone unchanged; all others hold huge numbers, which every sum could feel."""
-        rows = []
-        for tensor in (self.query, self.key, self.value):
-            other = torch.full_like(tensor, 60.0)
-            other[entry] = tensor[entry]
-            rows.append(other)
-        return self._replace(query=rows[0], key=rows[1], value=rows[2])
+        return self.changed(entry, lambda tensor: torch.full_like(tensor, 60.0))
+
+    def changed(self, entry: int, change: Callable[[Tensor], Tensor], names: tuple[str, ...] = ROWS) -> Batch:
+        """Return a call whose entries, but for that one, hold in these tensors what `change` makes of them."""
+        made = {name: change(getattr(self, name)) for name in names}
+        for name, other in made.items():
+            other[entry] = getattr(self, name)[entry]
+        return self._replace(**made)
 
 
 def draw(
@@ -82,6 +86,57 @@ def draw(
     rows = (seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv)
     query, key, value = (normal(batch, *each, dim) for each in rows)
     return Batch(query, key, value, mask, bias, sink)
+
+
+def of_kind(
+    kind: str, batch: int, seqlen: int, heads: tuple[int, int], dim: int, device: str
+) -> tuple[Batch, dict[str, Any]]:
+    """Return a call in bfloat16 of a kind of mask or band, with `heads` of queries and of keys, and its keywords."""
+    random = torch.Generator().manual_seed(seqlen + dim)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(device, torch.bfloat16)
+
+    query, key, value = (normal(batch, seqlen, each, dim) for each in (heads[0], heads[1], heads[1]))
+    mask: Tensor | TileMask | None = None
+    bias = None
+    if kind == "bits":
+        mask = (torch.rand(batch, heads[1], seqlen, seqlen, generator=random) < 0.6).to(device)
+    elif kind == "documents":
+        ids = torch.randint(4, (batch, seqlen), generator=random).sort(-1).values.to(device)
+        mask = dmattn_ops.prepare_mask(documents=ids)
+    elif kind == "dynamic":
+        mask = dmattn_ops.dynamic_mask(normal(batch, heads[1], seqlen).float(), seqlen // 4)
+    elif kind == "key bias":
+        bias = normal(batch, heads[1], 1, seqlen)
+    elif kind == "bias":
+        bias = normal(batch, 1, seqlen, seqlen)
+    keywords: dict[str, Any] = {"is_causal": kind in ("causal", "documents", "soft cap", "key bias")}
+    if kind == "window":
+        keywords["window_size"] = (100, 20)
+    elif kind == "soft cap":
+        keywords["softcap"] = 20.0
+    return Batch(query, key, value, mask, bias, None), keywords
+
+
+def check_neighbours(
+    given: Batch, change: Callable[[Tensor], Tensor], names: tuple[str, ...] = ROWS, **keywords: Any
+) -> None:
+    """Compare entries with themselves alone, and among neighbours that `change` has made; and those of them with theirs alone."""
+    batch = given.query.shape[0]
+    for entry in (0, batch - 1):
+        others = given.changed(entry, change, names)
+        together = results(others, **keywords)
+        for number in (entry, batch - 1 - entry):
+            alone = results(others.part(number, number + 1), number, **keywords)
+            for name, found in alone.items():
+                if name in together:
+                    assert bits_equal(together[name][number], found[0]), (name, entry, number)
+
+
+def bits_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same bit for bit, but for the bits of a NaN."""
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def results(given: Batch, first: int = 0, **keywords: Any) -> dict[str, Tensor]:

@@ -64,7 +64,9 @@ class Driver:
         parameter = ctypes.CFUNCTYPE(
             ctypes.c_int, pointer, ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
         )(self._parameter)
-        self.functions = driver.Driver(launched, parameter, self._encode)
+        numbers = [ctypes.c_int, ctypes.c_uint32, *[pointer] * 5, *[ctypes.c_int] * 4]
+        encode = ctypes.CFUNCTYPE(ctypes.c_int, pointer, *numbers)(self._encode)
+        self.functions = driver.Driver(launched, parameter, encode)
 
     def _launch(self, config, function, parameters, extra):
         fields = struct.unpack("=7I4xQQI", ctypes.string_at(config, 52))
@@ -83,6 +85,8 @@ class Driver:
         return 0
 
     def _encode(self, place, dtype, rank, address, shape, strides, box, ones, interleave, swizzle, promotion, fill):
-        self.encoded.append((address.value, list(shape), list(strides)[:-1], list(box), swizzle))
-        ctypes.memmove(place, struct.pack("=Q", address.value), 8)
+        sizes, steps = ((ctypes.c_uint64 * rank).from_address(each) for each in (shape, strides))
+        boxes = (ctypes.c_uint32 * rank).from_address(box)
+        self.encoded.append((address, list(sizes), list(steps)[:-1], list(boxes), swizzle))
+        ctypes.memmove(place, struct.pack("=Q", address), 8)
         return 0

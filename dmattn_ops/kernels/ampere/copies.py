@@ -17,6 +17,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from dmattn_ops.kernels.portable.arguments import RowBlock
 from dmattn_ops.kernels.portable.primitives import Rows
 
+# Lanes along a row, of 16 bytes each: a line of 128 bytes. The rest of a row has the same addresses plus constants, which
+# instructions hold.
+LINE = gl.constexpr(8)
 # Triton 3.9 renamed it.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
@@ -25,25 +28,33 @@ class Source(NamedTuple):
     """Rows of one head, as a tile of them is copied."""
 
     rows: Any  # primitives.Rows
-    offsets: Any  # of the rows that all threads copy at once, from the first of them: `[1, at once, columns]`
+    offsets: Any  # of the rows that all threads copy at once: `[1, rows, 1, columns of a line]`
+
+
+@gluon.constexpr_function
+def lanes_of_a_row(columns):
+    """Return how many lanes of a warp lie along a row `columns` wide."""
+    return min(LINE, columns // 8)
 
 
 @gluon.constexpr_function
 def registers_of_rows(columns, warps):
-    """Return the layout of a tile of rows `columns` wide of which each thread has 8 neighbouring elements."""
-    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [warps, 1], [1, 0])
+    """Return the layout of a tile of rows `columns` wide of which each thread has 8 neighbouring elements at a time."""
+    along = lanes_of_a_row(columns)
+    return gl.BlockedLayout([1, 8], [32 // along, along], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def registers_of_groups(columns, warps):
-    """Return the same layout of `[groups, rows that all threads copy at once, columns]`."""
-    return gl.BlockedLayout([1, 1, 8], [1, 256 // columns, columns // 8], [1, warps, 1], [2, 1, 0])
+    """Return the same layout of `[groups, rows that all threads copy at once, lines, columns of a line]`."""
+    along = lanes_of_a_row(columns)
+    return gl.BlockedLayout([1, 1, 1, 8], [1, 32 // along, 1, along], [1, warps, 1, 1], [3, 2, 1, 0])
 
 
 @gluon.constexpr_function
 def rows_at_once(block, warps):
     """Return how many rows of a `block` all threads copy at once."""
-    return min(block.length, warps * 256 // block.padded)
+    return min(block.length, warps * 32 // lanes_of_a_row(block.padded))
 
 
 @gluon.constexpr_function
@@ -69,8 +80,10 @@ def source_of(rows, block: gl.constexpr, WARPS: gl.constexpr):
     """Return rows of a head as tiles `block` (`arguments.RowBlock`) of them are copied."""
     AT_ONCE: gl.constexpr = rows_at_once(block, WARPS)
     GROUPS: gl.constexpr = registers_of_groups(block.padded, WARPS)
-    row = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(0, gl.SliceLayout(2, GROUPS)))[None, :, None]
-    column = gl.arange(0, block.padded, layout=gl.SliceLayout(0, gl.SliceLayout(1, GROUPS)))[None, None, :]
+    ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, GROUPS)))
+    COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))
+    row = gl.arange(0, AT_ONCE, layout=ROW)[None, :, None, None]
+    column = gl.arange(0, 8 * lanes_of_a_row(block.padded), layout=COLUMN)[None, None, None, :]
     return Source(rows, row * rows.stride + column)
 
 
@@ -86,9 +99,13 @@ def copy_rows(
     GROUPS: gl.constexpr = registers_of_groups(block.padded, WARPS)
     ROWS: gl.constexpr = registers_of_rows(block.padded, WARPS)
     rows = source.rows
-    group = gl.arange(0, block.length // AT_ONCE, layout=gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))[:, None, None]
+    COLUMNS: gl.constexpr = 8 * lanes_of_a_row(block.padded)
+    GROUP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, GROUPS)))
+    PART: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, GROUPS)))
+    group = gl.arange(0, block.length // AT_ONCE, layout=GROUP)[:, None, None, None]
+    part = gl.arange(0, block.padded // COLUMNS, layout=PART)[None, None, :, None]
     first = rows.pointer + start.to(gl.int64) * rows.stride
-    pointers = (first + group * (AT_ONCE * rows.stride)) + source.offsets
+    pointers = ((first + group * (AT_ONCE * rows.stride)) + source.offsets) + part * COLUMNS
     pointers = gl.convert_layout(gl.reshape(pointers, [block.length, block.padded]), ROWS, assert_trivial=True)
     pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 8])  # which reshaping forgets
     inside = None
@@ -111,11 +128,19 @@ def bias_block(rows, columns):
 
 
 @gluon.jit
-def copy_bias(shared, head, start_q, start_k, M: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr):
-    """Fetch the bias `[M, N]` of queries `start_q ...` and keys `start_k ...`: 0 past the ends of both."""
+def copy_bias(
+    shared, head, start_q, start_k, M: gl.constexpr, N: gl.constexpr, CHECKED: gl.constexpr, WARPS: gl.constexpr
+):
+    """Fetch the bias `[M, N]` of queries `start_q ...` and keys `start_k ...`: 0 past the ends of both.
+
+    Unless `CHECKED`, no key lies past the end.
+    """
     BLOCK: gl.constexpr = bias_block(M, N)
     own = source_of(Rows(head.bias.start + start_k, head.bias.query_stride), BLOCK, WARPS)
-    copy_rows(shared, own, start_q, 0, head.place.length_q, BLOCK, True, WARPS, head.place.length_k - start_k)
+    columns = None
+    if CHECKED:
+        columns = head.place.length_k - start_k
+    copy_rows(shared, own, start_q, 0, head.place.length_q, BLOCK, True, WARPS, columns)
 
 
 @gluon.jit

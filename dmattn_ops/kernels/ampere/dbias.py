@@ -206,8 +206,8 @@ def dbias_kernel(
     query, key, value, bias, grad_out, log_sum, log_rest, delta, dbias, states, bits,
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
-    dbias_b, dbias_h, dbias_q, dbias_k,
-    bias_b, bias_h, bias_q, bias_k, bias_group, states_b, states_h, states_q, bits_b, bits_h, bits_r, mask_group,
+    dbias_b, dbias_h, dbias_q,
+    bias_b, bias_h, bias_q, bias_group, states_b, states_h, states_q, bits_b, bits_h, bits_r, mask_group,
     q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     blocks, key_blocks, dbias_heads, batches, heads, seqlen_q, seqlen_k, band_lo, band_hi, ratio, factor,
     shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
@@ -223,7 +223,7 @@ def dbias_kernel(
         q_segments,
         q_segments_b,
     )
-    biases = BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group)
+    biases = BiasArray(bias, bias_b, bias_h, bias_q, bias_group)
     seeds = Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
     inputs = Inputs(
         Array(query, query_b, query_s, query_h),
@@ -262,7 +262,7 @@ def dbias_kernel(
     )
     if T.bias_tiles:
         own = Head(first, 0, bias_of(biases, first, first_head, features), 0, 0, 0)
-        copy_bias(buffers.bias, own, start_q, start_k, M, N, WARPS)
+        copy_bias(buffers.bias, own, start_q, start_k, M, N, True, WARPS)
     if count > 0:  # batches may be empty
         fetch(buffers, 0, inputs, first, start_q, start_k, shape, features)
     total = gl.zeros([M, N], gl.float32, layout=SCORES)
@@ -288,7 +288,7 @@ def dbias_kernel(
         if T.stages == 1:
             fetch(buffers, 0, inputs, later, start_q, start_k, shape, features)
     async_copy.wait_group(0)
-    made = Bias(dbias + head_offset(first_batch, first_head // bias_group, dbias_b, dbias_h), dbias_q, dbias_k)
+    made = Bias(dbias + head_offset(first_batch, first_head // bias_group, dbias_b, dbias_h), dbias_q)
     queries = start_q + gl.arange(0, M, layout=gl.SliceLayout(1, SCORES))
     keys = start_k + gl.arange(0, N, layout=gl.SliceLayout(0, SCORES))
     store_scores(made, total, queries, keys, first)

@@ -124,7 +124,7 @@ def attend_to_one(q, walk, shown, head, shape: tl.constexpr, features: tl.conste
 def decode_kernel(
     query, key, value, bias, out, lse, lse_tail, row_max, sink, start, end, hidden_from, hidden_to,
     query_b, query_h, key_b, key_s, key_h, value_b, value_s, value_h, out_b, out_h, out_split,
-    lse_b, lse_tail_b, row_max_b, lse_split, bias_b, bias_h, bias_q, bias_k, bias_group, keys_b, keys_h, key_group,
+    lse_b, lse_tail_b, row_max_b, lse_split, bias_b, bias_h, bias_q, bias_group, keys_b, keys_h, key_group,
     blocks, heads, seqlen_k, band_lo, band_hi, ratio, factor,
     shape: tl.constexpr, features: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
@@ -164,9 +164,9 @@ def decode_kernel(
     )
     if SPARSE:
         walk = seen_part(walk, shown, tl.arange(0, SEARCHED), features)
-    of_heads = bias_of(BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group), place, kv_head, features)
+    of_heads = bias_of(BiasArray(bias, bias_b, bias_h, bias_q, bias_group), place, kv_head, features)
     if features.bias == "full":
-        of_heads = Bias(of_heads.start + first_row.to(tl.int64) * bias_q, bias_q, bias_k)
+        of_heads = Bias(of_heads.start + first_row.to(tl.int64) * bias_q, bias_q)
     head = Head(place, 0, of_heads, 0, 0, Factors(ratio, factor))
 
     row = kv_head * GROUP + first_row  # the query head of the first row

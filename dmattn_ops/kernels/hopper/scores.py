@@ -29,7 +29,7 @@ class Scales(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """The pairs of the row statistics (`hopper/statistics.py`), and whether some row of the call needs them."""
+    """The pairs of the row statistics (`hopper/statistics.py`), and whether some row needs them: kernels say which are asked."""
 
     needed: Any
     first: Any  # of all rows
@@ -85,6 +85,20 @@ def any_flag(flags, count):
     found = gl.zeros([AT_ONCE], gl.int32, layout=PLACES)
     for first in range(0, count, AT_ONCE):
         found = found | gl.load(flags + first + at, mask=first + at < count, other=0).to(gl.int32)
+    return gl.max(found, 0)
+
+
+@gluon.jit
+def any_flag_of_heads(flags, count, heads, step):
+    """Return whether one of `count` bytes of one of some heads is not 0; heads are `step` bytes apart."""
+    AT_ONCE: gl.constexpr = 512
+    PLACES: gl.constexpr = gl.BlockedLayout([AT_ONCE // 32 // gl.num_warps()], [32], [gl.num_warps()], [0])
+    at = gl.arange(0, AT_ONCE, layout=PLACES)
+    found = gl.zeros([AT_ONCE], gl.int32, layout=PLACES)
+    for _ in range(heads):
+        for first in range(0, count, AT_ONCE):
+            found = found | gl.load(flags + first + at, mask=first + at < count, other=0).to(gl.int32)
+        flags += step
     return gl.max(found, 0)
 
 

@@ -108,15 +108,15 @@ def mass_of_part(
 def key_mass_kernel(
     query, key, bias, lse, lse_tail, mass, tiles, bits, q_segments, k_segments, start, end, hidden_from, hidden_to,
     query_b, query_s, query_h, key_b, key_s, key_h,
-    bias_b, bias_h, bias_q, bias_k, bias_group,
-    tiles_b, tiles_h, tiles_r, tiles_w, bits_b, bits_h, bits_r, mask_group, q_segments_b, keys_b, keys_h, key_group,
+    bias_b, bias_h, bias_q, bias_group,
+    tiles_b, tiles_h, tiles_w, bits_b, bits_h, bits_r, mask_group, q_segments_b, keys_b, keys_h, key_group,
     blocks, heads, seqlen_q, seqlen_k, band_lo, band_hi, ratio, factor,
     shape: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of the probabilities of one block of keys of one key head."""
     KEY_ROWS: tl.constexpr = shape.key_rows
     lengths = Lengths(heads, seqlen_q, seqlen_k, seqlen_q, seqlen_k, 0, 0)
-    lists = Lists(tiles, tiles_b, tiles_h, tiles_r, tiles_w, mask_group)
+    lists = Lists(tiles, tiles_b, tiles_h, tiles_w, mask_group)
     operands = Operands(
         lists,
         MaskArrays(
@@ -125,7 +125,7 @@ def key_mass_kernel(
             q_segments,
             q_segments_b,
         ),
-        BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group),
+        BiasArray(bias, bias_b, bias_h, bias_q, bias_group),
         Seeds(0, 0, 0, 0, 0, 0, 0),
         Factors(ratio, factor),
     )

@@ -62,8 +62,7 @@ class Gathered(NamedTuple):
 
     key: Any  # where key 0 of the head lies
     key_s: Any
-    bias: Any  # where the query's bias of key 0 lies, for each head
-    bias_k: Any
+    bias: Any  # where the query's bias of key 0 lies, for each head; keys follow each other
     k_segments: Any
     segment: Any  # of the query
     low: Any  # the first key that the band shows, and the last
@@ -96,7 +95,7 @@ def scores_of(q, number, part, gathered, is_head, BIAS: tl.constexpr, SEGMENTS: 
         score = tanh(score * gathered.ratio)
     score *= gathered.factor
     if BIAS:
-        added = gathered.bias[:, None] + (key.to(tl.int64) * gathered.bias_k)[None, :]
+        added = gathered.bias[:, None] + key.to(tl.int64)[None, :]
         score += tl.load(added, is_head[:, None] & shown[None, :], other=0.0).to(tl.float32)
     return tl.where(shown[None, :], score, float("-inf"))
 
@@ -111,7 +110,7 @@ def selection_mass_kernel(
     query, key, firsts, q_segments, k_segments, bias, lse, mass,
     count, block, units, heads, seqlen_q, seqlen_k, band_lo, band_hi, ratio, factor,
     query_b, query_s, query_h, key_b, key_s, key_h, firsts_b, firsts_h, q_segments_b, k_segments_b,
-    bias_b, bias_h, bias_q, bias_k, bias_group,
+    bias_b, bias_h, bias_q, bias_group,
     T: tl.constexpr,
 ):  # fmt: skip
     """Write the masses of the list of one query, for one of the `units` of `T.group` query heads.
@@ -148,7 +147,7 @@ def selection_mass_kernel(
             biases = bias + batch.to(tl.int64) * bias_b + (head // bias_group).to(tl.int64) * bias_h
             biases += i.to(tl.int64) * bias_q
         gathered = Gathered(
-            keys, key_s, biases, bias_k, segments, segment, i + band_lo, i + band_hi, seqlen_k, block, ratio, factor
+            keys, key_s, biases, segments, segment, i + band_lo, i + band_hi, seqlen_k, block, ratio, factor
         )
         if lse is not None:
             place = (batch.to(tl.int64) * heads + head) * seqlen_q + i

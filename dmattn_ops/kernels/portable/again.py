@@ -40,7 +40,6 @@ from dmattn_ops.kernels.portable.places import (
     Lengths,
     Lists,
     band_of,
-    head_offset,
     head_rows,
     last_owned,
     part_of,
@@ -63,37 +62,58 @@ from dmattn_ops.kernels.portable.softmax import RowResults, finish_rows
 from dmattn_ops.kernels.portable.statistics import RowStatistics, store_terms
 from dmattn_ops.kernels.portable.visibility import BitArray, KeyArrays, MaskArrays, query_marks
 from dmattn_ops.kernels.sinks import take_sink
-from dmattn_ops.launching.launch import launch, workspace
+from dmattn_ops.launching.launch import computed, launch, workspace
 from dmattn_ops.launching.overlap import follow_kernel_before
 
 COUNTS = 4  # words that a kernel counts in, of which these two are read here
 SUSPECT, ENDED = 2, 3  # whether a result is NaN, and how many programs of a forward have ended
-_SUSPECT, _ENDED = tl.constexpr(SUSPECT), tl.constexpr(ENDED)
-# What `_backward_again` takes twice
-_OF_BOTH_SIDES = ("tiles_b", "tiles_h", "tiles_r", "tiles_w", "bits_b", "bits_h", "bits_r", "blocks", "programs")
-_UNSPECIALIZED = (*UNSPECIALIZED, "programs", *(f"{side}_{name}" for side in ("row", "col") for name in _OF_BOTH_SIDES))
+_COUNTS, _SUSPECT, _ENDED = tl.constexpr(COUNTS), tl.constexpr(SUSPECT), tl.constexpr(ENDED)
+_UNSPECIALIZED = (*UNSPECIALIZED, "programs", "entries")
+
+
+@triton.jit
+def _suspects(counts, entries):
+    """Return 0 unless a result is NaN; each of `entries`, unless that is None, has counts."""
+    AT_ONCE: tl.constexpr = 128
+    found = tl.load(counts + _SUSPECT)
+    if entries is not None:
+        for first in tl.range(0, entries, AT_ONCE):
+            entry = first + tl.arange(0, AT_ONCE)
+            found |= tl.max(tl.load(counts + entry * _COUNTS + _SUSPECT, mask=entry < entries, other=0), 0)
+    return found
+
+
+@triton.jit
+def _is_wanted(inside, counts, place, entries):
+    """Return whether a block, which lies `inside` a sequence, is to be written: all are, or those of entries that note a NaN."""
+    if entries is not None:
+        inside &= tl.load(counts + place.batch * _COUNTS + _SUSPECT) != 0
+    return inside
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def _forward_again(
-    counts, query, key, value, bias, out, lse, lse_tail, row_max, sink, tiles, bits,
+    counts, entries, query, key, value, bias, out, lse, lse_tail, row_max, sink, tiles, bits,
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, out_b, out_s, out_h,
     lse_b, lse_h, lse_tail_b, lse_tail_h, row_max_b, row_max_h,
-    bias_b, bias_h, bias_q, bias_k, bias_group, tiles_b, tiles_h, tiles_r, tiles_w, bits_b, bits_h, bits_r, mask_group,
+    bias_b, bias_h, bias_q, bias_group, tiles_b, tiles_h, tiles_w, bits_b, bits_h, bits_r, mask_group,
     q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor, programs,
     shape: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
-    """Write out and the statistics of all blocks of queries where `counts` says that a result is NaN, and clear that word."""
+    """Write out and the statistics of all blocks of queries where `counts` says that a result is NaN, and clear that word.
+
+    Where each of `entries` has counts, which nobody reads again, write those of the batch entries with a NaN.
+    """
     follow_kernel_before()
-    if tl.load(counts + _SUSPECT) == 0:
+    if _suspects(counts, entries) == 0:
         return
     BLOCK_M: tl.constexpr = shape.block_m
     QUERY_ROWS: tl.constexpr = shape.query_rows
     OUT_ROWS: tl.constexpr = shape.out_rows
     lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
-    lists = Lists(tiles, tiles_b, tiles_h, tiles_r, tiles_w, mask_group)
+    lists = Lists(tiles, tiles_b, tiles_h, tiles_w, mask_group)
     operands = Operands(
         lists,
         MaskArrays(
@@ -102,7 +122,7 @@ def _forward_again(
             q_segments,
             q_segments_b,
         ),
-        BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group),
+        BiasArray(bias, bias_b, bias_h, bias_q, bias_group),
         Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
         Factors(ratio, factor),
     )
@@ -112,7 +132,7 @@ def _forward_again(
     zero = tl.cast(0, tl.int32)
     for program in tl.range(tl.program_id(0), programs, tl.num_programs(0)):
         place, start_q = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, False)
-        if start_q < place.length_q:
+        if _is_wanted(start_q < place.length_q, counts, place, entries):
             kv_head = place.head // features.group
             keys = KeyRows(
                 rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin),
@@ -132,45 +152,21 @@ def _forward_again(
             acc = tl.where((sums.total == 0.0)[:, None], 0.0, sums.acc * scale[:, None])
             own_out = Rows(head_rows(out, place.batch, place.head, place.q_begin, out_b, out_s, out_h), out_s)
             store_rows(own_out, start_q, place.length_q, acc, OUT_ROWS)
-    if tl.atomic_add(counts + _ENDED, 1) == tl.num_programs(0) - 1:  # the last one: all have read the word
-        tl.store(counts + _SUSPECT, 0)
-        tl.store(counts + _ENDED, 0)
+    if entries is None:
+        if tl.atomic_add(counts + _ENDED, 1) == tl.num_programs(0) - 1:  # the last one: all have read the word
+            tl.store(counts + _SUSPECT, 0)
+            tl.store(counts + _ENDED, 0)
 
 
 class GivenRows(NamedTuple):
-    """What statistics of rows are made of."""
+    """What statistics of rows are made of; row statistics are `[B, H, Sq]` without strides of their own."""
 
-    out: Any  # Array, as those that follow
-    grad_out: Any
+    out: Any  # Array
+    grad_out: Any  # Array
     lse: Any
     lse_tail: Any
-    grad_lse: Any  # its start is None where no gradient arrives for lse
+    grad_lse: Any  # None where no gradient arrives for lse
     sink: Any  # or None
-
-
-class Share(NamedTuple):
-    """The programs that one that runs does the work of, `begin` to before `end`, and the heads that they are of."""
-
-    begin: Any
-    end: Any
-    first_head: Any
-    end_head: Any
-
-
-@triton.jit
-def _share_of(programs, blocks):
-    """Return the share of this program, of `programs` in which each head has `blocks` that follow each other."""
-    count = tl.cdiv(programs, tl.num_programs(0))
-    begin = tl.minimum(tl.program_id(0) * count, programs)
-    end = tl.minimum(begin + count, programs)
-    return Share(begin, end, begin // blocks, tl.cdiv(end, blocks))
-
-
-@triton.jit
-def _load_statistic(tensor, batch, head, rows, inside):
-    """Return a number for each of `rows` of a head, 0 past the end."""
-    at = head_offset(batch, head, tensor.batch, tensor.head) + rows.to(tl.int64) * tensor.row
-    return tl.load(tensor.start + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -190,142 +186,159 @@ def _write_statistics(statistics, given, first, end, heads, seqlen_q, shape: tl.
             start = block * ROWS
             rows = start + tl.arange(0, ROWS)
             inside = rows < seqlen_q
+            at = tl.cast(index, tl.int64) * seqlen_q + rows
             gradient = load_rows(own_grad, start, seqlen_q, OUT_ROWS, True).to(tl.float32)
             delta = tl.sum(gradient * load_rows(own_out, start, seqlen_q, OUT_ROWS, True).to(tl.float32), 1)
-            if given.grad_lse.start is not None:
-                delta -= _load_statistic(given.grad_lse, batch, head, rows, inside)
-            lse = _load_statistic(given.lse, batch, head, rows, inside)
-            tail = _load_statistic(given.lse_tail, batch, head, rows, inside)
+            if given.grad_lse is not None:
+                delta -= tl.load(given.grad_lse + at, mask=inside, other=0.0)
+            lse = tl.load(given.lse + at, mask=inside, other=0.0)
+            tail = tl.load(given.lse_tail + at, mask=inside, other=0.0)
             if given.sink is not None:
                 tail, _ = take_sink(tl.load(given.sink + head).to(tl.float32), lse, tail)
-            to = tl.cast(index, tl.int64) * seqlen_q + rows
-            made = statistics_of(statistics.log_sum, statistics.log_rest, statistics.delta, to)
+            made = statistics_of(statistics.log_sum, statistics.log_rest, statistics.delta, at)
             store_terms(made, lse, tail, delta, inside, features.natural)
     tl.debug_barrier()  # every thread reads what others have written
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
-def _backward_again(
-    counts, query, key, value, bias, out, grad_out, lse, lse_tail, grad_lse, sink, log_sum, log_rest, delta,
-    dq, dk, dv, key_sums, row_tiles, col_tiles, row_bits, col_bits,
+def _queries_again(
+    counts, entries, query, key, value, bias, out, grad_out, lse, lse_tail, grad_lse, sink, log_sum, log_rest, delta, dq,
+    tiles, bits,
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, out_b, out_s, out_h,
-    grad_out_b, grad_out_s, grad_out_h, lse_b, lse_h, lse_tail_b, lse_tail_h, grad_lse_b, grad_lse_h, grad_lse_s,
-    dq_b, dq_s, dq_h, dk_b, dk_s, dk_h, dv_b, dv_s, dv_h, bias_b, bias_h, bias_q, bias_k, bias_group,
-    row_tiles_b, row_tiles_h, row_tiles_r, row_tiles_w, row_bits_b, row_bits_h, row_bits_r,
-    col_tiles_b, col_tiles_h, col_tiles_r, col_tiles_w, col_bits_b, col_bits_h, col_bits_r, mask_group,
+    grad_out_b, grad_out_s, grad_out_h, dq_b, dq_s, dq_h,
+    bias_b, bias_h, bias_q, bias_group, tiles_b, tiles_h, tiles_w, bits_b, bits_h, bits_r, mask_group,
     q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
-    row_blocks, col_blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor, softmax_scale,
-    row_programs, col_programs, shape: tl.constexpr, features: tl.constexpr,
+    blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor, softmax_scale, programs,
+    shape: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
-    """Write dq, dk, dv and the sums of dS where `counts` says that a result is NaN.
+    """Write dq, and the statistics of the rows, where `counts` says that a result is NaN.
 
-    `row_*` are of blocks of queries and their lists, `col_*` of blocks of keys.
+    A program does the work of some of `programs` that follow each other, after the statistics of the heads that they are of.
+    `entries`: as for `_forward_again`.
     """
     follow_kernel_before()
-    if tl.load(counts + _SUSPECT) == 0:
+    if _suspects(counts, entries) == 0:
         return
+    QUERY_ROWS: tl.constexpr = shape.query_rows
+    BLOCK_M: tl.constexpr = shape.block_m
+    PADDED_HEAD: tl.constexpr = shape.padded_head
     lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
-    of_keys = KeyArrays(k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group)
-    biases = BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group)
-    seeds = Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
-    row_lists = Lists(row_tiles, row_tiles_b, row_tiles_h, row_tiles_r, row_tiles_w, mask_group)
-    col_lists = Lists(col_tiles, col_tiles_b, col_tiles_h, col_tiles_r, col_tiles_w, mask_group)
-    row_mask = MaskArrays(
-        BitArray(row_bits, row_bits_b, row_bits_h, row_bits_r, mask_group), of_keys, q_segments, q_segments_b
+    lists = Lists(tiles, tiles_b, tiles_h, tiles_w, mask_group)
+    operands = Operands(
+        lists,
+        MaskArrays(
+            BitArray(bits, bits_b, bits_h, bits_r, mask_group),
+            KeyArrays(k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group),
+            q_segments,
+            q_segments_b,
+        ),
+        BiasArray(bias, bias_b, bias_h, bias_q, bias_group),
+        Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
+        Factors(ratio, factor),
     )
-    col_mask = MaskArrays(
-        BitArray(col_bits, col_bits_b, col_bits_h, col_bits_r, mask_group), of_keys, q_segments, q_segments_b
+    gradients = Array(grad_out, grad_out_b, grad_out_s, grad_out_h)
+    given = GivenRows(Array(out, out_b, out_s, out_h), gradients, lse, lse_tail, grad_lse, sink)
+    count = tl.cdiv(programs, tl.num_programs(0))
+    first = tl.minimum(tl.program_id(0) * count, programs)
+    behind = tl.minimum(first + count, programs)
+    all_statistics = Statistics(log_sum, log_rest, delta)
+    _write_statistics(all_statistics, given, first // blocks, tl.cdiv(behind, blocks), heads, seqlen_q, shape, features)
+    for program in tl.range(first, behind):
+        place, start_q = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, False)
+        if _is_wanted(start_q < place.length_q, counts, place, entries):
+            kv_head = place.head // features.group
+            keys = KeyRows(
+                rows_of(key, key_b, key_s, key_h, place.batch, kv_head, place.k_begin),
+                rows_of(value, value_b, value_s, value_h, place.batch, kv_head, place.k_begin),
+            )
+            own_query = rows_of(query, query_b, query_s, query_h, place.batch, place.head, place.q_begin)
+            own_grad = rows_in(gradients, place.batch, place.head, place.q_begin)
+            band = band_of(Band(band_lo, band_hi), place, False)
+            head = head_of(operands, place, place.head, start_q, band, features)
+            walk = plan_walk(head, start_q, last_owned(place, start_q, shape, False), lists, shape, features, False)
+            at = (place.batch.to(tl.int64) * heads + place.head) * seqlen_q + place.q_begin
+            statistics = statistics_of(log_sum, log_rest, delta, at)
+            queries = load_queries(own_query, own_grad, statistics, start_q, head, shape, features)
+            query_grad = tl.zeros((BLOCK_M, PADDED_HEAD), tl.float32)
+            for PARTIAL in tl.static_range(2):
+                part = part_of(walk, PARTIAL)
+                query_grad = gather_keys(query_grad, queries, keys, part, head, None, shape, features, PARTIAL, True)
+            own_dq = rows_of(dq, dq_b, dq_s, dq_h, place.batch, place.head, place.q_begin)
+            store_rows(own_dq, start_q, place.length_q, query_grad * softmax_scale, QUERY_ROWS)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
+def _keys_again(
+    counts, entries, query, key, value, bias, grad_out, log_sum, log_rest, delta, dk, dv, key_sums, tiles, bits,
+    q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
+    query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
+    dk_b, dk_s, dk_h, dv_b, dv_s, dv_h,
+    bias_b, bias_h, bias_q, bias_group, tiles_b, tiles_h, tiles_w, bits_b, bits_h, bits_r, mask_group,
+    q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
+    blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor, softmax_scale, programs,
+    shape: tl.constexpr, features: tl.constexpr,
+):  # fmt: skip
+    """Write dk, dv and the sums of dS where `counts` says that a result is NaN, with the statistics of `_queries_again`.
+
+    `entries`: as for `_forward_again`.
+    """
+    follow_kernel_before()
+    if _suspects(counts, entries) == 0:
+        return
+    KEY_ROWS: tl.constexpr = shape.key_rows
+    VALUE_ROWS: tl.constexpr = shape.value_rows
+    lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
+    lists = Lists(tiles, tiles_b, tiles_h, tiles_w, mask_group)
+    operands = Operands(
+        lists,
+        MaskArrays(
+            BitArray(bits, bits_b, bits_h, bits_r, mask_group),
+            KeyArrays(k_segments, start, end, hidden_from, hidden_to, keys_b, keys_h, key_group),
+            q_segments,
+            q_segments_b,
+        ),
+        BiasArray(bias, bias_b, bias_h, bias_q, bias_group),
+        Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
+        Factors(ratio, factor),
     )
     inputs = Inputs(
         Array(query, query_b, query_s, query_h), Array(key, key_b, key_s, key_h), Array(value, value_b, value_s, value_h),
         Array(grad_out, grad_out_b, grad_out_s, grad_out_h), Statistics(log_sum, log_rest, delta), Band(band_lo, band_hi),
     )  # fmt: skip
-    given = GivenRows(
-        Array(out, out_b, out_s, out_h), inputs.grad_out, Array(lse, lse_b, 1, lse_h),
-        Array(lse_tail, lse_tail_b, 1, lse_tail_h), Array(grad_lse, grad_lse_b, grad_lse_s, grad_lse_h), sink,
-    )  # fmt: skip
-    GROUP: tl.constexpr = features.group
-    share = _share_of(col_programs, col_blocks)
-    _write_statistics(
-        inputs.statistics, given, share.first_head * GROUP, share.end_head * GROUP, heads, seqlen_q, shape, features
-    )
-    operands = Operands(col_lists, col_mask, biases, seeds, Factors(ratio, factor))
-    results = Array(dk, dk_b, dk_s, dk_h), Array(dv, dv_b, dv_s, dv_h)
-    for program in tl.range(share.begin, share.end):
-        _keys_again(program, col_blocks, inputs, results, key_sums, lengths, operands, softmax_scale, shape, features)
-    share = _share_of(row_programs, row_blocks)
-    _write_statistics(inputs.statistics, given, share.first_head, share.end_head, heads, seqlen_q, shape, features)
-    operands = Operands(row_lists, row_mask, biases, seeds, Factors(ratio, factor))
-    result = Array(dq, dq_b, dq_s, dq_h)
-    for program in tl.range(share.begin, share.end):
-        _queries_again(program, row_blocks, inputs, result, lengths, operands, softmax_scale, shape, features)
+    for program in tl.range(tl.program_id(0), programs, tl.num_programs(0)):
+        place, start_k = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, True)
+        if _is_wanted(start_k < place.length_k, counts, place, entries):
+            own_key = rows_in(inputs.key, place.batch, place.head, place.k_begin)
+            own_value = rows_in(inputs.value, place.batch, place.head, place.k_begin)
+            k = load_rows(own_key, start_k, place.length_k, KEY_ROWS, True)
+            v = load_rows(own_value, start_k, place.length_k, VALUE_ROWS, True)
+            last_k = last_owned(place, start_k, shape, True)
+            block = Block(k, v, start_k, last_k, place, band_of(inputs.band, place, True))
+            key_grad, value_grad = gather_group(block, inputs, key_sums, lengths, operands, shape, features, True)
+            if features.dropout:
+                value_grad *= rescale
+            own_dk = rows_of(dk, dk_b, dk_s, dk_h, place.batch, place.head, place.k_begin)
+            own_dv = rows_of(dv, dv_b, dv_s, dv_h, place.batch, place.head, place.k_begin)
+            store_rows(own_dk, start_k, place.length_k, key_grad * softmax_scale, KEY_ROWS)
+            store_rows(own_dv, start_k, place.length_k, value_grad, VALUE_ROWS)
 
 
-@triton.jit
-def _keys_again(
-    program, blocks, inputs, results, key_sums, lengths, operands, softmax_scale, shape: tl.constexpr, features: tl.constexpr
-):  # fmt: skip
-    """Write dk, dv (`results`) and the sums of dS of one block of keys."""
-    KEY_ROWS: tl.constexpr = shape.key_rows
-    VALUE_ROWS: tl.constexpr = shape.value_rows
-    lists = operands.lists
-    place, start_k = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, True)
-    if start_k < place.length_k:
-        key = rows_in(inputs.key, place.batch, place.head, place.k_begin)
-        k = load_rows(key, start_k, place.length_k, KEY_ROWS, True)
-        value = rows_in(inputs.value, place.batch, place.head, place.k_begin)
-        v = load_rows(value, start_k, place.length_k, VALUE_ROWS, True)
-        last_k = last_owned(place, start_k, shape, True)
-        block = Block(k, v, start_k, last_k, place, band_of(inputs.band, place, True))
-        key_grad, value_grad = gather_group(block, inputs, key_sums, lengths, operands, shape, features, True)
-        if features.dropout:
-            value_grad *= operands.seeds.rescale
-        dk, dv = results
-        own_dk = rows_in(dk, place.batch, place.head, place.k_begin)
-        own_dv = rows_in(dv, place.batch, place.head, place.k_begin)
-        store_rows(own_dk, start_k, place.length_k, key_grad * softmax_scale, KEY_ROWS)
-        store_rows(own_dv, start_k, place.length_k, value_grad, VALUE_ROWS)
-
-
-@triton.jit
-def _queries_again(
-    program, blocks, inputs, result, lengths, operands, softmax_scale, shape: tl.constexpr, features: tl.constexpr
-):  # fmt: skip
-    """Write dq (`result`) of one block of queries."""
-    QUERY_ROWS: tl.constexpr = shape.query_rows
-    BLOCK_M: tl.constexpr = shape.block_m
-    PADDED_HEAD: tl.constexpr = shape.padded_head
-    lists = operands.lists
-    place, start_q = program_of(program, tl.arange(0, SEARCHED), blocks, lengths, lists, shape, features, False)
-    if start_q < place.length_q:
-        kv_head = place.head // features.group
-        keys = KeyRows(
-            rows_in(inputs.key, place.batch, kv_head, place.k_begin),
-            rows_in(inputs.value, place.batch, kv_head, place.k_begin),
-        )
-        own_query = rows_in(inputs.query, place.batch, place.head, place.q_begin)
-        own_grad = rows_in(inputs.grad_out, place.batch, place.head, place.q_begin)
-        head = head_of(operands, place, place.head, start_q, band_of(inputs.band, place, False), features)
-        last_q = last_owned(place, start_q, shape, False)
-        walk = plan_walk(head, start_q, last_q, lists, shape, features, False)
-        first = (place.batch.to(tl.int64) * lengths.heads + place.head) * lengths.seqlen_q + place.q_begin
-        statistics = inputs.statistics
-        statistics = statistics_of(statistics.log_sum, statistics.log_rest, statistics.delta, first)
-        queries = load_queries(own_query, own_grad, statistics, start_q, head, shape, features)
-        query_grad = tl.zeros((BLOCK_M, PADDED_HEAD), tl.float32)
-        for PARTIAL in tl.static_range(2):
-            part = part_of(walk, PARTIAL)
-            query_grad = gather_keys(query_grad, queries, keys, part, head, None, shape, features, PARTIAL, True)
-        own_dq = rows_in(result, place.batch, place.head, place.q_begin)
-        store_rows(own_dq, start_q, place.length_q, query_grad * softmax_scale, QUERY_ROWS)
+def entries_with_counts(call: Call) -> int | None:
+    """Return how many batch entries have counts of their own, as in batch-invariant calls, or None: the call has them."""
+    return call.query.shape[0] if call.options.batch_invariant else None
 
 
 def _launch(kernel: Any, call: Call, programs: int, counts: Tensor, arguments: dict[str, Any]) -> None:
     """Launch a kernel with no more programs than there are multiprocessors, which share the work of `programs`."""
     if programs:
         grid = (min(programs, arch.physical(call.query.device).num_sms),)
-        launch(kernel, grid, counts=counts, follows=True, num_stages=1, **arguments)
+        launch(kernel, grid, counts=counts, entries=entries_with_counts(call), follows=True, num_stages=1, **arguments)
+
+
+def _without_strides(statistic: Tensor) -> Tensor:
+    """Return a statistic of rows as one that is contiguous: itself, as the forward makes them, or a copy."""
+    return statistic if statistic.is_contiguous() else computed(Tensor.contiguous, statistic)
 
 
 def _with_strides(name: str, tensor: Tensor) -> dict[str, Any]:
@@ -356,38 +369,60 @@ def forward_again(call: Call, result: Result, counts: Tensor) -> None:
 
 
 def backward_again(call: Call, saved: Saved, grads: Gradients, key_sums: Tensor | None, counts: Tensor) -> None:
-    """Write dq, dk, dv and `key_sums` `[B, H, Sk]` (the sums of dS, where dbias is made of them) as `forward_again` does."""
-    mask, size, made = call.mask, extent(call), config.AGAIN_BACKWARD
-    rows = blocks_and_programs(size, size.seqlen_q, size.heads, made.block_m, mask.row_tiles)
-    columns = blocks_and_programs(size, size.seqlen_k, size.kv_heads, made.block_n, mask.col_tiles)
-    tensors = (call.query, call.key, call.value, saved.out, grads.grad_out, grads.dq, grads.dk, grads.dv)
-    of_rows = list_arguments(mask.row_tiles, mask.row_bits, size.heads)
-    of_columns = list_arguments(mask.col_tiles, mask.col_bits, size.heads)
-    group = of_rows.pop("mask_group")
+    """Write dq, dk, dv and `key_sums` `[B, H, Sk]` (the sums of dS, where dbias is made of them) as `forward_again` does.
+
+    The kernel for keys follows the one for queries, which writes the statistics that both read.
+    """
+    size, made = extent(call), config.AGAIN_BACKWARD
     batch = 1 if size.packed else size.batch
     statistics = RowStatistics(
         *[workspace(call.query, batch, size.heads, size.seqlen_q) for _ in RowStatistics._fields]
     )
-    arguments = shared_arguments(call, size) | {f"row_{name}": part for name, part in of_rows.items()}
-    arguments |= {f"col_{name}": part for name, part in of_columns.items() if name != "mask_group"}
-    arguments |= (
-        statistic_arguments(lse=saved.lse, lse_tail=saved.lse_tail, grad_lse=grads.grad_lse) | statistics._asdict()
-    )
-    for name, tensor in (("grad_out", grads.grad_out), ("dq", grads.dq), ("dk", grads.dk), ("dv", grads.dv)):
-        arguments |= _with_strides(name, tensor)
-    arguments |= {
-        **_with_strides("out", saved.out),
-        "grad_lse_s": 0 if grads.grad_lse is None else grads.grad_lse.stride(-1),
-        "sink": call.sink,
-        "key_sums": None if grads.dbias is None else key_sums,
-        "mask_group": group,
-        "row_blocks": rows[0],
-        "col_blocks": columns[0],
-        "row_programs": rows[1],
-        "col_programs": columns[1],
+    tensors = (call.query, call.key, call.value, saved.out, grads.grad_out, grads.dq, grads.dk, grads.dv)
+    shared = shared_arguments(call, size) | {
+        **_with_strides("grad_out", grads.grad_out),
+        **statistics._asdict(),
         "softmax_scale": float(call.options.softmax_scale),
         "shape": shape_of(call, made.block_m, made.block_n, rows_are_aligned(*tensors)),
-        "features": features_of(call, mask.row_tiles),
+        "features": features_of(call, call.mask.row_tiles),
         "num_warps": made.num_warps,
     }
-    _launch(_backward_again, call, max(rows[1], columns[1]), counts, arguments)
+    _launch_queries(call, saved, grads, shared, counts)
+    _launch_keys(call, grads, shared, key_sums, counts)
+
+
+def _launch_queries(call: Call, saved: Saved, grads: Gradients, shared: dict[str, Any], counts: Tensor) -> None:
+    """Launch what writes dq and the statistics, with arguments `shared` by both kernels."""
+    mask, size = call.mask, extent(call)
+    blocks, programs = blocks_and_programs(
+        size, size.seqlen_q, size.heads, config.AGAIN_BACKWARD.block_m, mask.row_tiles
+    )
+    arguments = shared | list_arguments(mask.row_tiles, mask.row_bits, size.heads)
+    arguments |= {
+        **_with_strides("out", saved.out),
+        **_with_strides("dq", grads.dq),
+        "lse": _without_strides(saved.lse),
+        "lse_tail": _without_strides(saved.lse_tail),
+        "grad_lse": None if grads.grad_lse is None else _without_strides(grads.grad_lse),
+        "sink": call.sink,
+        "blocks": blocks,
+        "programs": programs,
+    }
+    _launch(_queries_again, call, programs, counts, arguments)
+
+
+def _launch_keys(call: Call, grads: Gradients, shared: dict[str, Any], key_sums: Tensor | None, counts: Tensor) -> None:
+    """Launch what writes dk, dv and the sums of dS, with arguments `shared` by both kernels."""
+    mask, size = call.mask, extent(call)
+    blocks, programs = blocks_and_programs(
+        size, size.seqlen_k, size.kv_heads, config.AGAIN_BACKWARD.block_n, mask.col_tiles
+    )
+    arguments = shared | list_arguments(mask.col_tiles, mask.col_bits, size.heads)
+    arguments |= {
+        **_with_strides("dk", grads.dk),
+        **_with_strides("dv", grads.dv),
+        "key_sums": None if grads.dbias is None else key_sums,
+        "blocks": blocks,
+        "programs": programs,
+    }
+    _launch(_keys_again, call, programs, counts, arguments)

@@ -58,7 +58,6 @@ UNSPECIALIZED = (
     "last_dropped",
     "q_origin",
     "k_origin",
-    "tiles_r",
     "tiles_w",
     "bits_r",
     "q_segments_b",
@@ -206,12 +205,11 @@ def group_size(heads: int, tensor_heads: int) -> int:
 # A soft cap whose quotients by scores are normal numbers of float32; beyond it the cap shows in no score.
 _LEAST_CAP, _GREATEST_CAP = 1e-37, 1e25
 
-_NO_BIAS: dict[str, Any] = {"bias": None, "bias_b": 0, "bias_h": 0, "bias_q": 0, "bias_k": 0, "bias_group": 1}
+_NO_BIAS: dict[str, Any] = {"bias": None, "bias_b": 0, "bias_h": 0, "bias_q": 0, "bias_group": 1}
 _NO_LISTS: dict[str, Any] = {
     "tiles": None,
     "tiles_b": 0,
     "tiles_h": 0,
-    "tiles_r": 0,
     "tiles_w": 0,
     "mask_group": 1,
 }
@@ -228,7 +226,6 @@ def bias_arguments(bias: Tensor | None, heads: int) -> dict[str, Any]:
         "bias_b": 0 if packed else broadcast_stride(bias, 0),
         "bias_h": broadcast_stride(bias, -2 if packed else 1),
         "bias_q": 0 if packed else broadcast_stride(bias, 2),
-        "bias_k": bias.stride(-1),
         "bias_group": group_size(heads, bias.shape[0 if packed else 1]),
     }
 
@@ -241,7 +238,6 @@ def list_arguments(tiles: Tensor | None, bits: Tensor | None, heads: int) -> dic
             "tiles": tiles,
             "tiles_b": broadcast_stride(tiles, 0),
             "tiles_h": broadcast_stride(tiles, 1),
-            "tiles_r": tiles.stride(2),
             "tiles_w": tiles.shape[3],
             "mask_group": group_size(heads, tiles.shape[1]),
         }

@@ -49,11 +49,11 @@ from dmattn_ops.launching.launch import computed, launch, makes_zeros, sum_into,
 ENTRIES = 128  # list entries that one iteration marks
 
 
-@triton.jit(do_not_specialize=["tiles_r", "tiles_w", "key_tiles"])
-def mark_kernel(tiles, states, tiles_r, tiles_w, key_tiles, ENTRIES: tl.constexpr):
+@triton.jit(do_not_specialize=["tiles_w", "key_tiles"])
+def mark_kernel(tiles, states, tiles_w, key_tiles, ENTRIES: tl.constexpr):
     """Write the states of one query tile, `[key_tiles]`: 1 where its list has a partial tile, 2 where a full one."""
     program = tl.program_id(0).to(tl.int64)
-    record = tiles + program * tiles_r
+    record = tiles + program * tiles_w
     n_partial, n_full = counts_of(record, tiles_w - HEADER)
     count = n_partial + n_full
     for first in tl.range(0, count, ENTRIES):
@@ -69,8 +69,8 @@ def dbias_kernel(
     query, key, value, bias, grad_out, log_sum, log_rest, delta, dbias, states, bits,
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
-    dbias_b, dbias_h, dbias_q, dbias_k,
-    bias_b, bias_h, bias_q, bias_k, bias_group, states_b, states_h, states_q, bits_b, bits_h, bits_r, mask_group,
+    dbias_b, dbias_h, dbias_q,
+    bias_b, bias_h, bias_q, bias_group, states_b, states_h, states_q, bits_b, bits_h, bits_r, mask_group,
     q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     blocks, key_blocks, dbias_heads, batches, heads, seqlen_q, seqlen_k, band_lo, band_hi, ratio, factor,
     shape: tl.constexpr, features: tl.constexpr,
@@ -86,7 +86,7 @@ def dbias_kernel(
         q_segments,
         q_segments_b,
     )
-    biases = BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group)
+    biases = BiasArray(bias, bias_b, bias_h, bias_q, bias_group)
     seeds = Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin)
     program = tl.program_id(0)
     start_k = program % key_blocks * BLOCK_N
@@ -126,7 +126,7 @@ def dbias_kernel(
     place = Place(first_batch, first_batch, first_head, zero, seqlen_q, zero, seqlen_k, zero)
     head_dbias = dbias + head_offset(first_batch, first_head // bias_group, dbias_b, dbias_h)
     own_queries, own_keys = start_q + tl.arange(0, BLOCK_M), start_k + tl.arange(0, BLOCK_N)
-    store_scores(Bias(head_dbias, dbias_q, dbias_k), total, own_queries, own_keys, place)
+    store_scores(Bias(head_dbias, dbias_q), total, own_queries, own_keys, place)
 
 
 class BiasRoom(NamedTuple):
@@ -194,7 +194,6 @@ def mark_tiles(tiles: Tensor, key_tiles: int) -> Tensor:
             (records,),
             tiles,
             states,
-            tiles_r=tiles.stride(2),
             tiles_w=tiles.shape[3],
             key_tiles=key_tiles,
             ENTRIES=ENTRIES,
@@ -209,8 +208,8 @@ def _empty_states(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def dbias_arguments(dbias: Tensor | None) -> dict[str, Any]:
     """Return dbias `[B|1, H|Hkv|1, Sq, Sk]` and its strides as arguments of kernels that write it; zeros for None."""
-    strides = (0, 0, 0, 0) if dbias is None else dbias.stride()
-    return {"dbias": dbias, **dict(zip(("dbias_b", "dbias_h", "dbias_q", "dbias_k"), strides, strict=True))}
+    strides = (0, 0, 0) if dbias is None else dbias.stride()[:3]
+    return {"dbias": dbias, **dict(zip(("dbias_b", "dbias_h", "dbias_q"), strides, strict=True))}
 
 
 def recompute_dbias(call: Call, saved: Saved, grads: Gradients, config: PortableBackward) -> None:

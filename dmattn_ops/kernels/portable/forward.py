@@ -166,7 +166,7 @@ def forward_kernel(
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, out_b, out_s, out_h, out_split,
     lse_b, lse_h, lse_tail_b, lse_tail_h, row_max_b, row_max_h, lse_split,
-    bias_b, bias_h, bias_q, bias_k, bias_group, tiles_b, tiles_h, tiles_r, tiles_w, bits_b, bits_h, bits_r, mask_group,
+    bias_b, bias_h, bias_q, bias_group, tiles_b, tiles_h, tiles_w, bits_b, bits_h, bits_r, mask_group,
     q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor,
     shape: tl.constexpr, features: tl.constexpr,
@@ -175,7 +175,7 @@ def forward_kernel(
     QUERY_ROWS: tl.constexpr = shape.query_rows
     OUT_ROWS: tl.constexpr = shape.out_rows
     lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
-    lists = Lists(tiles, tiles_b, tiles_h, tiles_r, tiles_w, mask_group)
+    lists = Lists(tiles, tiles_b, tiles_h, tiles_w, mask_group)
     operands = Operands(
         lists,
         MaskArrays(
@@ -184,7 +184,7 @@ def forward_kernel(
             q_segments,
             q_segments_b,
         ),
-        BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group),
+        BiasArray(bias, bias_b, bias_h, bias_q, bias_group),
         Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
         Factors(ratio, factor),
     )

@@ -52,7 +52,7 @@ def program_of(
     tiles = 0
     if features.listed:
         tiles = lists.tiles + head_offset(place.batch, place.head * GROUP // lists.group, lists.tiles_b, lists.tiles_h)
-    return place, owned_start(tiles, lists.tiles_r, block, blocks, BLOCK, features.listed, DESCENDING)
+    return place, owned_start(tiles, lists.tiles_w, block, blocks, BLOCK, features.listed, DESCENDING)
 
 
 @triton.jit

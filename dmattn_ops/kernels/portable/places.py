@@ -40,12 +40,11 @@ class Band(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """The lists of tiles of the owned side with their strides."""
+    """The lists of tiles of the owned side with their strides; records follow each other."""
 
     tiles: Any
     tiles_b: Any
     tiles_h: Any
-    tiles_r: Any
     tiles_w: Any  # words of a record
     group: Any  # query heads that share a head of the lists
 
@@ -221,7 +220,7 @@ def record_of(lists, place, head, start, features: tl.constexpr):
     record = 0
     if features.listed:
         record = lists.tiles + head_offset(place.batch, head // lists.group, lists.tiles_b, lists.tiles_h)
-        record += (start // TILE).to(tl.int64) * lists.tiles_r
+        record += (start // TILE).to(tl.int64) * lists.tiles_w
     return record
 
 

@@ -121,7 +121,7 @@ def load_statistics(pointer, start, end, default, COUNT: tl.constexpr, CHECKED: 
 @triton.jit
 def store_scores(scores, block, queries, keys, place):
     """Store a block `[queries, keys]` of one head's `scores` `[Sq, Sk]`, laid out like a bias, up to the ends of a `place`."""
-    query_offsets, key_offsets = queries.to(tl.int64) * scores.query_stride, keys.to(tl.int64) * scores.key_stride
+    query_offsets, key_offsets = queries.to(tl.int64) * scores.query_stride, keys.to(tl.int64)
     pointers = scores.start + query_offsets[:, None] + key_offsets[None, :]
     inside = (queries < place.length_q)[:, None] & (keys < place.length_k)[None, :]
     tl.store(pointers, block.to(scores.start.dtype.element_ty), mask=inside)

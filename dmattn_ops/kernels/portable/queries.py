@@ -162,8 +162,8 @@ def queries_kernel(
     query, key, value, bias, grad_out, log_sum, log_rest, delta, dq, dbias, tiles, bits,
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
-    dq_b, dq_s, dq_h, dbias_b, dbias_h, dbias_q, dbias_k,
-    bias_b, bias_h, bias_q, bias_k, bias_group, tiles_b, tiles_h, tiles_r, tiles_w, bits_b, bits_h, bits_r, mask_group,
+    dq_b, dq_s, dq_h, dbias_b, dbias_h, dbias_q,
+    bias_b, bias_h, bias_q, bias_group, tiles_b, tiles_h, tiles_w, bits_b, bits_h, bits_r, mask_group,
     q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     blocks, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor, softmax_scale,
     shape: tl.constexpr, features: tl.constexpr,
@@ -171,7 +171,7 @@ def queries_kernel(
     """Write dq of one block of queries, and its dS into `dbias` `[B, H, Sq, Sk]` unless that is None."""
     QUERY_ROWS: tl.constexpr = shape.query_rows
     lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
-    lists = Lists(tiles, tiles_b, tiles_h, tiles_r, tiles_w, mask_group)
+    lists = Lists(tiles, tiles_b, tiles_h, tiles_w, mask_group)
     operands = Operands(
         lists,
         MaskArrays(
@@ -180,7 +180,7 @@ def queries_kernel(
             q_segments,
             q_segments_b,
         ),
-        BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group),
+        BiasArray(bias, bias_b, bias_h, bias_q, bias_group),
         Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
         Factors(ratio, factor),
     )
@@ -205,7 +205,7 @@ def queries_kernel(
     bias = bias_of(operands.bias, place, place.head, features)
     head_dbias = None
     if dbias is not None:
-        head_dbias = Bias(dbias + head_offset(place.batch, place.head, dbias_b, dbias_h), dbias_q, dbias_k)
+        head_dbias = Bias(dbias + head_offset(place.batch, place.head, dbias_b, dbias_h), dbias_q)
     dropout = dropout_of(operands.seeds, place, place.head, features)
     band = band_of(Band(band_lo, band_hi), place, False)
     mask = mask_of_head(operands.mask, place, place.head, band, features)

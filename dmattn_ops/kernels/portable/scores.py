@@ -32,22 +32,20 @@ class Factors(NamedTuple):
 
 
 class BiasArray(NamedTuple):
-    """A bias with its strides."""
+    """A bias with its strides; the last one is 1."""
 
     bias: Any
     bias_b: Any
     bias_h: Any
     bias_q: Any
-    bias_k: Any
     group: Any  # query heads that share a head of it
 
 
 class Bias(NamedTuple):
-    """The bias of one head: where query 0 and key 0 lie."""
+    """The bias of one head: where query 0 and key 0 lie. Keys follow each other."""
 
     start: Any
     query_stride: Any
-    key_stride: Any
 
 
 @triton.jit
@@ -75,10 +73,8 @@ def bias_of(array, place, head, features: tl.constexpr):
     """Return the bias of a query head."""
     start = 0
     if features.bias != "none":
-        start = head_rows(
-            array.bias, place.batch, head // array.group, place.k_begin, array.bias_b, array.bias_k, array.bias_h
-        )
-    return Bias(start, array.bias_q, array.bias_k)
+        start = head_rows(array.bias, place.batch, head // array.group, place.k_begin, array.bias_b, 1, array.bias_h)
+    return Bias(start, array.bias_q)
 
 
 @triton.jit
@@ -88,7 +84,7 @@ def load_bias(head, queries, keys, KEYS_OWNED: tl.constexpr, CHECKED: tl.constex
     `CHECKED`: the step may reach past the end of the walked side.
     """
     bias, place = head.bias, head.place
-    query_offsets, key_offsets = queries.to(tl.int64) * bias.query_stride, keys.to(tl.int64) * bias.key_stride
+    query_offsets, key_offsets = queries.to(tl.int64) * bias.query_stride, keys.to(tl.int64)
     if KEYS_OWNED:
         pointers = bias.start + key_offsets[:, None] + query_offsets[None, :]
         inside = (keys < place.length_k)[:, None]
@@ -106,7 +102,7 @@ def load_bias(head, queries, keys, KEYS_OWNED: tl.constexpr, CHECKED: tl.constex
 def load_key_bias(head, keys):
     """Load the bias of `keys` as float32, `[keys]`."""
     bias, end = head.bias, head.place.length_k
-    return tl.load(bias.start + keys.to(tl.int64) * bias.key_stride, mask=keys < end, other=0.0).to(tl.float32)
+    return tl.load(bias.start + keys.to(tl.int64), mask=keys < end, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -83,7 +83,7 @@ def finish_kernel(
     QUERY_ROWS: gl.constexpr = shape.query_rows
     lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
     place, start_q = program_of(
-        gl.program_id(0), lanes(), blocks, lengths, Lists(0, 0, 0, 0, 0, 1), shape, features, False
+        gl.program_id(0), lanes(), blocks, lengths, Lists(0, 0, 0, 0, 1), shape, features, False
     )
     if start_q >= place.length_q:
         return

@@ -32,6 +32,7 @@ from dmattn_ops.kernels.ampere.copies import (
     whole_slices,
 )
 from dmattn_ops.kernels.ampere.dropout import dropout_keep
+from dmattn_ops.kernels.ampere.intervals import in_words, sums_of_words, where_visible, words_of
 from dmattn_ops.kernels.ampere.walks import lanes, longest_first, start_of, steps_of
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
@@ -42,7 +43,6 @@ from dmattn_ops.kernels.portable.places import (
     Lengths,
     Lists,
     band_of,
-    head_offset,
     last_owned,
     part_of,
     plan_walk,
@@ -174,6 +174,16 @@ def visible_pairs(head, keys, queries, features: gl.constexpr):
 
 
 @gluon.jit
+def pairs_of(head, keys, queries, start, M: gl.constexpr, features: gl.constexpr):
+    """Return the same of queries `start ...`, or sums of words that say it (`intervals.where_visible`)."""
+    if in_words(features):
+        pairs = sums_of_words(words_of(keys.marks, keys.rows, head, start, M, features), queries, start)
+    else:
+        pairs = visible_pairs(head, keys, queries, features)
+    return pairs
+
+
+@gluon.jit
 def gather(
     sums, start, number, walk, queries, keys, buffers, shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
     PARTIAL: gl.constexpr, CAREFUL: gl.constexpr,
@@ -226,8 +236,8 @@ def gather(
         added = load_bias(head, own_queries, keys.rows, False, PARTIAL)
     p = probabilities(scores, added, head.factors, log_sum[:, None], log_rest[:, None], features.natural)
     if PARTIAL:
-        visible = visible_pairs(head, keys, own_queries, features)
-        p = gl.where(visible, p, 0.0)
+        pairs = pairs_of(head, keys, own_queries, start, M, features)
+        p = where_visible(pairs, p, 0.0, features)
     keep = True
     kept_p = p
     if features.dropout:
@@ -236,9 +246,9 @@ def gather(
     buffers.p.store(kept_p.to(dtype))
     ds = score_gradient(p, grad_p, delta[:, None], keep, head.dropout, features.dropout)
     if PARTIAL:
-        ds = gl.where(visible, ds, 0.0)
+        ds = where_visible(pairs, ds, 0.0, features)
         if features.softcap:
-            slope = gl.where(visible, slope, 0.0)
+            slope = where_visible(pairs, slope, 0.0, features)
     key_sum = sums.ds
     if T.key_sums:
         key_sum += gl.sum(ds, 0)
@@ -249,7 +259,7 @@ def gather(
     buffers.ds.store(ds.to(dtype))
     dv = product(buffers.p.permute([1, 0]), grad_out, sums.dv, M, KEYS)
     if T.bias_tiles:
-        copy_bias(buffers.p, head, next_start, keys.start, M, N, WARPS)
+        copy_bias(buffers.p, head, next_start, keys.start, M, N, True, WARPS)
         async_copy.commit_group()
     if T.grad_stages == 1:
         fetch_gradients(buffers, 0, queries, next_start, length, shape, PARTIAL)
@@ -277,7 +287,7 @@ def gather_head(
     if steps.count > 0:
         start = start_of(steps, 0, shape.block_m, features, True)
         if T.bias_tiles:
-            copy_bias(buffers.p, head, start, keys.start, shape.block_m, shape.block_n, gl.num_warps())
+            copy_bias(buffers.p, head, start, keys.start, shape.block_m, shape.block_n, True, gl.num_warps())
         fetch_queries(buffers, 0, queries, start, length, shape, True)
         fetch_gradients(buffers, 0, queries, start, length, shape, True)
         for number in range(steps.n_partial):
@@ -324,8 +334,8 @@ def backward_kernel(
     query, key, value, bias, grad_out, log_sum, log_rest, delta, dq_sums, turns, dk, dv, dbias, key_sums, tiles, bits,
     q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
-    dk_b, dk_s, dk_h, dv_b, dv_s, dv_h, dbias_b, dbias_h, dbias_q, dbias_k,
-    bias_b, bias_h, bias_q, bias_k, bias_group, tiles_b, tiles_h, tiles_r, tiles_w, bits_b, bits_h, bits_r, mask_group,
+    dk_b, dk_s, dk_h, dv_b, dv_s, dv_h, dbias_q,
+    bias_b, bias_h, bias_q, bias_group, tiles_b, tiles_h, tiles_w, bits_b, bits_h, bits_r, mask_group,
     q_segments_b, keys_b, keys_h, key_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin,
     blocks, dq_rows, heads, seqlen_q, seqlen_k, longest_q, longest_k, band_lo, band_hi, ratio, factor, softmax_scale,
     shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
@@ -334,7 +344,7 @@ def backward_kernel(
 
     `tiles` are those of keys, `bits` those of queries. `dq_sums` `[B, H, dq_rows, columns]` are 0 at first (`finish.py`), and so
     are `turns` `[B, H, dq_rows / M]`, which are None unless additions to them have an order. The sums of dS over the queries go
-    into `key_sums` `[B, H, Sk]`, and dS itself into `dbias`, unless these are None.
+    into `key_sums` `[B, H, Sk]`, and dS itself into `dbias` `[B, H, Sq, Sk]`, whose heads follow each other, unless these are None.
     """
     WARPS: gl.constexpr = gl.num_warps()
     SCORES: gl.constexpr = products(T.score_warps, WARPS // T.score_warps)
@@ -352,7 +362,7 @@ def backward_kernel(
     WALKS: gl.constexpr = 1 if features.mask == "none" else 2
     dtype: gl.constexpr = query.dtype.element_ty
     lengths = Lengths(heads, seqlen_q, seqlen_k, longest_q, longest_k, cu_seqlens_q, cu_seqlens_k)
-    lists = Lists(tiles, tiles_b, tiles_h, tiles_r, tiles_w, mask_group)
+    lists = Lists(tiles, tiles_b, tiles_h, tiles_w, mask_group)
     operands = Operands(
         lists,
         MaskArrays(
@@ -361,7 +371,7 @@ def backward_kernel(
             q_segments,
             q_segments_b,
         ),
-        BiasArray(bias, bias_b, bias_h, bias_q, bias_k, bias_group),
+        BiasArray(bias, bias_b, bias_h, bias_q, bias_group),
         Seeds(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
         Factors(ratio, factor),
     )
@@ -421,7 +431,7 @@ def backward_kernel(
                 walk = walk_of(operands, band, place, index, start_k, last_k, shape, features)
                 head_dbias = None
                 if dbias is not None:
-                    head_dbias = Bias(dbias + head_offset(place.batch, index, dbias_b, dbias_h), dbias_q, dbias_k)
+                    head_dbias = Bias(dbias + every_head * seqlen_q * dbias_q, dbias_q)
                 sums_of_head = dq_sums + (every_head * dq_rows + first_sum(place, M, features)) * shape.padded_head
                 queries = Queries(
                     source_of(

@@ -25,7 +25,7 @@ from dmattn_ops.kernels.portable.arguments import (
     row_strides,
     shape_of,
 )
-from dmattn_ops.kernels.portable.dbias import BiasRoom, dbias_arguments, gradient_of_bias, room_for_bias
+from dmattn_ops.kernels.portable.dbias import BiasRoom, gradient_of_bias, room_for_bias
 from dmattn_ops.kernels.portable.statistics import gradient_arguments
 from dmattn_ops.launching.launch import computed, launch, workspace
 
@@ -79,6 +79,8 @@ def _launch_keys(
     blocks, programs = blocks_and_programs(size, size.seqlen_k, size.kv_heads, config.block_n, mask.col_tiles)
     if programs == 0:
         return
+    dbias = room.scores
+    assert dbias is None or dbias.is_contiguous()
     launch(
         backward_kernel,
         (programs,),
@@ -86,9 +88,10 @@ def _launch_keys(
         **list_arguments(mask.col_tiles, mask.row_bits, size.heads),
         **row_strides("dk", grads.dk),
         **row_strides("dv", grads.dv),
-        **dbias_arguments(room.scores),
         dk=grads.dk,
         dv=grads.dv,
+        dbias=dbias,
+        dbias_q=0 if dbias is None else dbias.stride(2),
         key_sums=room.key_sums,
         blocks=blocks,
         shape=shape_of(call, config.block_m, config.block_n, rows_are_aligned(grads.dk, grads.dv), LEAST_COLUMNS),

@@ -26,5 +26,6 @@ def refusals(call: Call) -> list[str]:
 def forward(call: Call, result: Result, config: AmpereForward) -> None:
     """Write out `[B, Sq, H, Dv]`, and lse, lse_tail and row_max `[B, H, Sq]` (packed: `[total_q, H, Dv]`, `[H, total_q]`)."""
     same_strides = call.key.stride(-3) == call.value.stride(-3)
-    traits = Traits(same_strides, config.bias_tiles and bias_comes_in_tiles(call))
+    bias_tiles = config.bias_tiles and not config.ahead and bias_comes_in_tiles(call)
+    traits = Traits(same_strides, bias_tiles, config.held, config.ahead)
     forward_with(forward_kernel, call, result, config, LEAST_COLUMNS, T=traits)

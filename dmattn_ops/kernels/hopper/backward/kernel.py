@@ -16,6 +16,7 @@ from dmattn_ops.kernels.hopper.backward.finish import finish
 from dmattn_ops.kernels.hopper.backward.movers import PIECE_ROWS, producer, reducer
 from dmattn_ops.kernels.hopper.backward.steps import ALWAYS, ASK, NEVER, last_step, step
 from dmattn_ops.kernels.hopper.backward.types import (
+    Flags,
     KeyNumbers,
     Loads,
     Mask,
@@ -31,6 +32,7 @@ from dmattn_ops.kernels.hopper.backward.types import (
     Walk,
     Work,
     key_buffers,
+    rows_of_flag,
 )
 from dmattn_ops.kernels.hopper.backward.walk import block_at, full_tile, head_steps, partial_tile, rounds_of, span_of
 from dmattn_ops.kernels.hopper.backward.work import RECEIVERS, receive, record_of, split_place
@@ -226,7 +228,22 @@ def next_numbers(numbers, mask):
 
 
 @gluon.jit
-def consume_block(i, turn, place, smem, signals, problem, scales, exact, counts, C: gl.constexpr, T: gl.constexpr):
+def exact_of(place, flags, problem, T: gl.constexpr):
+    """Return the `Exact` of a place.
+
+    ALONE: where a row of the query heads that read its key head needs a pair, so that no other batch entry has a say in its sums.
+    That takes registers; without it, all places take pairs where some row of the call needs one.
+    """
+    needed = flags.raised
+    if T.ALONE:
+        if needed != 0:
+            of_key_head = problem.group * problem.rows // rows_of_flag(T.D + T.D2)
+            needed = any_flag(flags.start + (place.batch * problem.kv_heads + place.head) * of_key_head, of_key_head)
+    return Exact(needed, problem.exact.first, problem.exact.second)
+
+
+@gluon.jit
+def consume_block(i, turn, place, smem, signals, problem, flags, counts, C: gl.constexpr, T: gl.constexpr):
     """Make dk and dv of 64 keys of a block, summed over the query heads of the group, and make half of each dq tile."""
     K_BUFFERS: gl.constexpr = key_buffers(T)
     place, share = split_place(place, problem.shares)
@@ -260,6 +277,10 @@ def consume_block(i, turn, place, smem, signals, problem, scales, exact, counts,
     dropout = problem.dropout
     if T.DROPOUT:
         dropout = dropout_of_batch(dropout, place.batch)
+    exact = exact_of(place, flags, problem, T)
+    factors = problem.scales
+    unscale = gl.where(exact.needed != 0, 0.0, factors.unscale)
+    scales = Scales(factors.factor, factors.cap, unscale, factors.softmax)
     k_buffer = turn % K_BUFFERS
     own = Own(smem, signals, smem.dq.index(C), k_buffer, (turn & 1) * 2 + C, signals.dq_empty.index(C))
     dk = no_sums(T.D, T.D2)
@@ -298,10 +319,7 @@ def consume_block(i, turn, place, smem, signals, problem, scales, exact, counts,
 @gluon.jit
 def consumer(smem, signals, problem, flags, n_flags, out, filled, work, C: gl.constexpr, T: gl.constexpr):
     """Work through the program's blocks as consumer `C`, then write dq."""
-    needed = any_flag(flags, n_flags)
-    exact = Exact(needed, problem.exact.first, problem.exact.second)
-    scales = problem.scales
-    scales = Scales(scales.factor, scales.cap, gl.where(needed != 0, 0.0, scales.unscale), scales.softmax)
+    flags = Flags(flags, any_flag(flags, n_flags))
     if T.BIAS == KEY_BIAS:
         BM: gl.constexpr = T.BM
         ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 4], [1, 0])
@@ -313,7 +331,7 @@ def consumer(smem, signals, problem, flags, n_flags, out, filled, work, C: gl.co
     turn = 0
     place = receive(turn, work)
     while place.tile >= 0:
-        i = consume_block(i, turn, place, smem, signals, problem, scales, exact, out.counts, C, T)
+        i = consume_block(i, turn, place, smem, signals, problem, flags, out.counts, C, T)
         turn += 1
         place = receive(turn, work)
     mbarrier.wait(signals.dq_empty.index(C), (i - 1) & 1)  # the last piece has left

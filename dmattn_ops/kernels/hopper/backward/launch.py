@@ -17,7 +17,7 @@ from dmattn_ops.call import (
     bias_kind,
     dropout_scale,
     in_natural_units,
-    is_whole,
+    is_unshared,
     mappable,
 )
 from dmattn_ops.choice import arch
@@ -44,7 +44,7 @@ from dmattn_ops.kernels.hopper.arguments import (
 from dmattn_ops.kernels.hopper.backward.kernel import backward_kernel
 from dmattn_ops.kernels.hopper.backward.rows import RowTraits, prepare_kernel
 from dmattn_ops.kernels.hopper.backward.shares import add_shares, parts_of
-from dmattn_ops.kernels.hopper.backward.types import Mask, Traits
+from dmattn_ops.kernels.hopper.backward.types import Mask, Traits, rows_of_flag
 from dmattn_ops.kernels.hopper.behind import backward_with
 from dmattn_ops.kernels.hopper.dbias.launch import notes as notes
 from dmattn_ops.kernels.hopper.gluon_compat import VIEWS_ARE_WHOLE
@@ -84,13 +84,12 @@ def refusals(call: Call) -> list[str]:
     dim, dim_v = query.shape[-1], value.shape[-1]
     reasons = {
         "a bias with queries under a soft cap": bias_kind(bias) == "full" and options.softcap != 0.0,
-        "a bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
+        "a bias that nothing shares (the portable kernels write its gradient as they go)": is_unshared(call),
         "a bias with queries and a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
         "dropout of all weights": options.dropout_p > 0.0 and dropout_scale(options.dropout_p) == 0.0,
         "dropout at a scale of 0": options.dropout_p > 0.0 and options.softmax_scale == 0.0,
         "deterministic accumulation of dq over listed tiles": options.deterministic and mask.kind != "none",
         "deterministic accumulation of dq of variable lengths": options.deterministic and varlen is not None,
-        "batch-invariant results: rows of all entries decide together how sums are taken": options.batch_invariant,
         f"dtype {query.dtype}": query.dtype not in (torch.bfloat16, torch.float16),
         f"head dimensions {dim} and {dim_v} above {MAX_DIM}": max(dim, dim_v) > MAX_DIM,
         f"head dimensions {dim} and {dim_v} that are no multiples of 8": dim % 8 != 0 or dim_v % 8 != 0,
@@ -251,7 +250,7 @@ def _gradients(call: Call, saved: Saved, grads: Gradients, config: HopperBackwar
     query_tiles = None if call.varlen is None else ragged_tiles(call, TILE, of_keys=False, ranked=False)
     rows = (-(-seqlen_q // TILE) if query_tiles is None else query_tiles.shape[0]) * TILE  # of a head in the workspaces
     total = batch * heads * rows
-    block_rows = TILE if columns == 64 else TILE // 2  # two pieces of dq
+    block_rows = rows_of_flag(columns)
     room, accumulator, counts = _workspace(query, total, columns, total // block_rows)
     sink_parts = parts_of_gradient(grads, total // block_rows)
     grad_lse_strides = (0, 0, 0) if grad_lse is None else statistic_strides(grad_lse)
@@ -282,6 +281,7 @@ def _gradients(call: Call, saved: Saved, grads: Gradients, config: HopperBackwar
         HAS_Q_SEG=mask.q_segments is not None, HIDDEN=mask.hidden_from is not None, NATURAL=in_natural_units(call),
         GROUPED=heads != kv_heads, TWO_PHASE=config.variant == "two_phase", ORDERED=options.deterministic,
         INTERLEAVED=interleaved, DROPOUT=options.dropout_p > 0.0, EDGES=hides_rows(call), WATCH=watched,
+        ALONE=options.batch_invariant,
     )  # fmt: skip
     launch(
         backward_kernel, (min(batch * kv_heads * blocks_per_head * shares + dq_tiles, sms),),

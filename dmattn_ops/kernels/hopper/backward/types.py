@@ -35,6 +35,7 @@ class Traits(Constants):
     DROPOUT: bool
     EDGES: bool  # whether the band may hide keys from every query, or every key from a query (`hopper/unseen.py`)
     WATCH: bool  # whether a NaN in a result is noted (`hopper/unseen.py`)
+    ALONE: bool  # whether each key head decides by its own rows whether it takes pairs, or all of them by all rows of the call
 
 
 @gluon.constexpr_function
@@ -42,6 +43,12 @@ def key_buffers(T):
     """Return how many buffers of K shared memory has room for."""
     narrow = T.D == 64 if T.D2 == 0 else T.D + T.D2 + T.DV + T.DV2 <= 208
     return 2 if narrow and T.BIAS != KEY_BIAS.value else 1
+
+
+@gluon.constexpr_function
+def rows_of_flag(columns):
+    """Return of how many rows a flag says whether they need pairs, where dq has that many `columns`: two pieces of dq."""
+    return 128 if columns == 64 else 64
 
 
 @gluon.constexpr_function
@@ -190,6 +197,13 @@ class Output(NamedTuple):
     rows: Any  # of a head in the workspace
     query_tiles: Any  # the records of packed sequences, or None
     counts: Any  # what `unseen.note_nan` writes is among them
+
+
+class Flags(NamedTuple):
+    """Which rows of a call need the pairs of their statistics."""
+
+    start: Any  # a byte for each `rows_of_flag` rows
+    raised: Any  # whether one of them is not 0
 
 
 class Order(NamedTuple):

@@ -42,7 +42,7 @@ from dmattn_ops.kernels.hopper.scores import (
     Bias,
     Exact,
     Scales,
-    any_flag,
+    any_flag_of_heads,
     exact_exponents,
     first_scores,
     full_bias,
@@ -82,8 +82,7 @@ from dmattn_ops.kernels.hopper.views import (
 
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
-    "bias_b bias_h bias_q bias_group kv_heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags "
-    "n_blocks"
+    "bias_b bias_h bias_q bias_group kv_heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_blocks"
 ).split()
 
 
@@ -292,11 +291,14 @@ def dv_loops(dv, smem, block, view, mask, scores, T: gl.constexpr):
 
 
 @gluon.jit
-def dv_consumer(smem, dv_map, block, view, mask, scores, flags, n_flags, counts, T: gl.constexpr):
+def dv_consumer(smem, dv_map, block, view, mask, scores, flags, counts, T: gl.constexpr):
     """Make P of every step, and dv: with a full bias in loops of their own for exact statistics, else in loops that ask."""
     bias, scales, exact = scores
     dv = no_sums(T.DV, T.DV2)
-    needed = any_flag(flags, n_flags)
+    # the rows of the queries that the block meets, and no others: those of a head, or of one sequence of it
+    of_head = block.stat_rows // STEP
+    flags += block.stat_row // STEP + block.kv_head * block.group * of_head
+    needed = any_flag_of_heads(flags, (view.columns + 2 * STEP - 1) // (2 * STEP) * 2, block.group, of_head)
     mbarrier.wait(smem.kv_full, 0)
     if T.EDGES:  # queries behind the end take no test of whether they see a key
         clear_unseen_keys(smem.k, block, view)
@@ -429,8 +431,8 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
                 start, end, hidden_from, hidden_to,
                 bias, key_sums, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                 mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, kv_heads, group, seqlen_q,
-                seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_blocks,
-                counts, T: gl.constexpr):  # fmt: skip
+                seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, total, n_blocks,
+                counts, counts_b, T: gl.constexpr):  # fmt: skip
     """Write dk and dv; a program for each 64 keys (with lists, each half of a tile) of each of `n_heads` key heads.
 
     Of RAGGED calls `lists` are the records of 64 keys. There are `n_blocks` programs for each key head.
@@ -447,6 +449,8 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
     given = MaskTensors(lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to, list_b, list_h, list_width, bits_b,
                         bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, mask_group, segment_group)  # fmt: skip
     mask = mask_of(given, batch, TEST)
+    if counts_b is not None:
+        counts += batch.to(gl.int64) * counts_b
     if T.MASK == RAGGED:
         tile = ranked_tile(tile, mask, kv_head * group, 0, TEST)
     elif T.MASK != BAND:
@@ -468,7 +472,7 @@ def keys_kernel(q_map, k_map, v_map, o_map, stat_map, dk_map, dv_map, q2_map, k2
     exact = Exact(0, stats + 2 * total.to(gl.int64), stats + 3 * total.to(gl.int64))
     dk_maps, dv_maps = pair(dk_map, dk2_map, T.D2), pair(dv_map, dv2_map, T.DV2)
     gl.warp_specialize([
-        (dv_consumer, (smem, dv_maps, block, view, mask, Scores(bias, scales, exact), flags, n_flags, counts, T)),
+        (dv_consumer, (smem, dv_maps, block, view, mask, Scores(bias, scales, exact), flags, counts, T)),
         (dk_consumer, (smem, dk_maps, block, view, mask, bias, scale, counts, T)),
         (producer, (maps, filled, block, view, mask, T)),
     ], [4, 1], [216, 40])  # fmt: skip

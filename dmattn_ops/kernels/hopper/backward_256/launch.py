@@ -30,8 +30,9 @@ from dmattn_ops.call import (
     Saved,
     Takes,
     bias_kind,
+    hides_packed_keys,
     in_natural_units,
-    is_whole,
+    is_unshared,
     mappable,
 )
 from dmattn_ops.choice.config import HopperBackward256
@@ -59,7 +60,7 @@ from dmattn_ops.kernels.hopper.kinds import kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
 from dmattn_ops.kernels.hopper.statistics import Made, Statistics, query_of, row_statistics
 from dmattn_ops.kernels.hopper.views import MaskTensors
-from dmattn_ops.kernels.portable.again import COUNTS, SUSPECT
+from dmattn_ops.kernels.portable.again import COUNTS, SUSPECT, entries_with_counts
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
 from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradient, take_sink
@@ -74,7 +75,7 @@ TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, 
 CHUNK = 16
 STAT_ROWS = 64  # rows of a statistics program
 STATISTICS = 4  # of a row: lse, delta and the pair
-_SUSPECT = tl.constexpr(SUSPECT)
+_COUNTS, _SUSPECT = tl.constexpr(COUNTS), tl.constexpr(SUSPECT)
 
 
 def refusals(call: Call) -> list[str]:
@@ -87,10 +88,12 @@ def refusals(call: Call) -> list[str]:
         f"elements are {query.dtype}, not float16 or bfloat16": query.dtype not in (torch.float16, torch.bfloat16),
         f"head dimensions {dims} are over {MAX_DIM}": max(dims) > MAX_DIM,
         f"head dimensions {dims} are not multiples of 8": any(dim % 8 for dim in dims),
-        "takes no bias that nothing shares (the portable kernels write its gradient as they go)": is_whole(bias, query),
+        "takes no bias that nothing shares (the portable kernels write its gradient as they go)": is_unshared(call),
         "takes no bias with queries at a scale of 0": bias_kind(bias) == "full" and options.softmax_scale == 0.0,
         "takes no softcap with a bias, or with a mask of packed keys": by_key and options.softcap != 0,
-        "rows of all entries decide together how sums are taken, which is not batch-invariant": options.batch_invariant,
+        "a NaN that one sequence makes of hidden packed keys has all computed again, which is not batch-invariant": (
+            options.batch_invariant and hides_packed_keys(call)
+        ),
         "takes no dropout": options.dropout_p != 0,
         "takes intervals with lists of tiles, which would be too long here": varlen is None and too_long(call),
     }
@@ -142,14 +145,15 @@ def _gradients(call: Call, saved: Saved, grads: Gradients, config: HopperBackwar
     total = batch * heads * rows
     n_flags = total // STAT_ROWS
     behind = STATISTICS * total + -(-n_flags // 16) * 4  # the flags, so that what follows is aligned
-    room = workspace(query, behind + COUNTS * watched)
+    entries = entries_with_counts(call) if watched else None
+    room = workspace(query, behind + COUNTS * (entries or 1) * watched)
     stats, flags = room[: STATISTICS * total].view(STATISTICS, total), room[STATISTICS * total : behind]
     flags, counts = flags.view(torch.int8), room[behind:].view(torch.int32) if watched else None
     columns_v = 1 << (width_v + second_v - 1).bit_length()
     sink_parts = parts_of_gradient(grads, total // STAT_ROWS)
     _statistics(
-        grad_out, grad_lse, call.sink, sink_parts, saved, stats, flags, counts, query_tiles, (seqlen_q, heads, rows),
-        columns_v, in_natural_units(call),
+        grad_out, grad_lse, call.sink, sink_parts, saved, stats, flags, counts, entries or 1, query_tiles,
+        (seqlen_q, heads, rows), columns_v, in_natural_units(call),
     )  # fmt: skip
     add_parts(sink_parts, batch, heads, grads)
     scale_log2, cap = score_factors(options)
@@ -171,7 +175,8 @@ def _gradients(call: Call, saved: Saved, grads: Gradients, config: HopperBackwar
     common = {
         **bias_places(bias, heads)._asdict(), "bias": bias, "scale": options.softmax_scale, "scale_log2": scale_log2, "cap": cap,
         "group": heads // kv_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "stat_rows": rows, "band_lo": band_lo,
-        "band_hi": band_hi, "n_flags": n_flags, "total": total, "counts": counts, "num_warps": 4, "follows": True,
+        "band_hi": band_hi, "total": total, "counts": counts, "num_warps": 4, "follows": True,
+        "counts_b": None if entries is None else COUNTS,
     }  # fmt: skip
     traits = Traits(
         width, second, width_v, second_v, kind_of(call), BIAS_KINDS[bias_kind(bias)], options.softcap > 0.0, PARTIAL=uneven,
@@ -204,6 +209,7 @@ def _statistics(
     stats: Tensor,
     flags: Tensor,
     counts: Tensor | None,
+    entries: int,
     query_tiles: Tensor | None,
     sizes: tuple[int, int, int],
     width: int,
@@ -211,7 +217,7 @@ def _statistics(
 ) -> None:
     """Fill stats `[4, B * H * rows]` as `hopper/statistics.py` says, and a flag for each program, and 0 where a NaN is noted.
 
-    `sizes` are those of queries, heads, and rows of a head in `stats`.
+    `counts` of `entries` follow each other; `sizes` are those of queries, heads, and rows of a head in `stats`.
     """
     out, lse, lse_tail = saved
     statistics = (lse, lse_tail, lse if grad_lse is None else grad_lse)
@@ -222,7 +228,7 @@ def _statistics(
     ]
     launch(
         statistics_kernel, (stats.shape[1] // STAT_ROWS,),
-        out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, counts, *strides, query_tiles,
+        out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, counts, entries, *strides, query_tiles,
         *sizes, stats.shape[1], out.shape[-1], BLOCK=STAT_ROWS, WIDTH=width, NATURAL=natural, num_warps=8,
         follows=query_tiles is not None,
     )  # fmt: skip
@@ -230,7 +236,7 @@ def _statistics(
 
 @triton.jit
 def statistics_kernel(
-    out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, counts,
+    out, grad_out, lse, lse_tail, grad_lse, sink, sink_parts, stats, flags, counts, entries,
     out_b, out_s, out_h, grad_b, grad_s, grad_h, lse_b, lse_h, lse_s, tail_b, tail_h, tail_s,
     grad_lse_b, grad_lse_h, grad_lse_s, query_tiles,
     seqlen_q, heads, rows, total_rows, dim, BLOCK: tl.constexpr, WIDTH: tl.constexpr, NATURAL: tl.constexpr,
@@ -268,4 +274,4 @@ def statistics_kernel(
     tl.store(to + 3 * total_rows.to(tl.int64), made.second)
     tl.store(flags + block, tl.max(made.large.to(tl.int32), 0).to(tl.int8))
     if counts is not None:
-        tl.store(counts + _SUSPECT, 0, mask=block == 0)
+        tl.store(counts + block * _COUNTS + _SUSPECT, 0, mask=block < entries)

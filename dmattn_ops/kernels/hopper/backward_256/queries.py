@@ -71,8 +71,7 @@ from dmattn_ops.kernels.hopper.views import (
 
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
-    "bias_b bias_h bias_q bias_group heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_flags "
-    "n_tiles"
+    "bias_b bias_h bias_q bias_group heads group seqlen_q seqlen_k stat_rows band_lo band_hi heads_per_group n_heads n_tiles"
 ).split()
 
 
@@ -219,7 +218,7 @@ def dq_step(i, dq, smem, block, rows, scales, exact, at, C: gl.constexpr, TESTED
 
 
 @gluon.jit
-def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, counts, C: gl.constexpr, T: gl.constexpr):
+def consumer(smem, dq_map, block, view, scales, exact, flags, counts, C: gl.constexpr, T: gl.constexpr):
     """Accumulate dq of queries `C * 64 ...` of the block."""
     TEST: gl.constexpr = test_of_queries(T)
     SL: gl.constexpr = accumulator(STEP)
@@ -234,7 +233,7 @@ def consumer(smem, dq_map, block, view, scales, exact, flags, n_flags, counts, C
         first = gl.load(exact.first + queries)
         second = gl.load(exact.second + queries)
     rows = Rows(gl.load(block.lse + queries), gl.load(block.delta + queries), first, second)
-    exact = Exact(any_flag(flags, n_flags), exact.first, exact.second)
+    exact = Exact(any_flag(flags + C, 1), exact.first, exact.second)
     n_full, n_partial = count_steps(view, TEST)
     mbarrier.wait(smem.qo_full, 0)
     no_edge = Edge(0, False, False)
@@ -310,8 +309,8 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
                    hidden_from, hidden_to,
                    bias, list_b, list_h, list_width, bits_b, bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h,
                    mask_group, segment_group, bias_b, bias_h, bias_q, bias_group, scale, scale_log2, cap, heads, group,
-                   seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, n_flags, total, n_tiles,
-                   counts, T: gl.constexpr):  # fmt: skip
+                   seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_heads, total, n_tiles,
+                   counts, counts_b, T: gl.constexpr):  # fmt: skip
     """Write dq; `n_tiles` programs, one for each 128 queries, of each of `n_heads` heads. Of RAGGED calls `lists` are records."""
     TEST: gl.constexpr = test_of_queries(T)
     # registers per thread: segments take 16 more of a consumer's, at the cost of one word that the producer spills
@@ -329,6 +328,8 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
     given = MaskTensors(lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to, list_b, list_h, list_width, bits_b,
                         bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, mask_group, segment_group)  # fmt: skip
     mask = mask_of(given, batch, TEST)
+    if counts_b is not None:
+        counts += batch.to(gl.int64) * counts_b
     if T.MASK != BAND:
         tile = ranked_tile(tile, mask, head, n_tiles - 1, TEST)
     elif T.HAS_HI:
@@ -337,6 +338,7 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
     view = band_view(mask, at.tile * 2 * STEP, 2 * STEP, at.n_rows, at.band_lo, at.band_hi, at.n_columns, True)
     view = head_view(view, mask, tile, head, TEST)
     lse = stats + index.to(gl.int64) * stat_rows
+    flags += index.to(gl.int64) * (stat_rows // STEP) + tile * 2  # of the block's own rows
     if T.MASK == RAGGED:  # a tile's rows begin at its number, and count inside its sequence
         lse += tile * 2 * STEP - at.tile * 2 * STEP
     if T.BIAS != NO_BIAS:
@@ -349,7 +351,7 @@ def queries_kernel(q_map, k_map, v_map, o_map, dq_map, q2_map, k2_map, v2_map, o
     exact = Exact(0, lse + 2 * total.to(gl.int64), lse + 3 * total.to(gl.int64))
     block = Block(at.rows, at.columns, head, head // group, at.tile, at.n_rows, lse, delta, bias)
     gl.warp_specialize([
-        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, counts, 0, T)),
-        (consumer, (smem, dq_maps, block, view, scales, exact, flags, n_flags, counts, 1, T)),
+        (consumer, (smem, dq_maps, block, view, scales, exact, flags, counts, 0, T)),
+        (consumer, (smem, dq_maps, block, view, scales, exact, flags, counts, 1, T)),
         (producer, (maps, filled, block, view, T)),
     ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip

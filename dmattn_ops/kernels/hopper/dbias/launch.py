@@ -58,7 +58,8 @@ def shared_bias_kernel(
 ):  # fmt: skip
     """Write dbias; a program for each 128 queries of each of `splits` parts of the keys of each of `n_sums` heads of dbias.
 
-    `stats` are the statistics of all `total` rows (`hopper/statistics.py`), and `flags` the `n_flags` flags beside them.
+    `stats` are the statistics of all `total` rows (`hopper/statistics.py`), and `flags` the flags beside them, of which `n_flags`
+    are those of the batches whose sum a head of dbias is.
     RESIDENT: there are as many QUERY_BUFFERS as members, and CHUNKS is 1; otherwise there are two.
     """
     maps = Maps(
@@ -73,6 +74,7 @@ def shared_bias_kernel(
         tile = n_tiles - 1 - tile  # the last queries see the most keys
     batch = index // dbias_heads
     head = index - batch * dbias_heads
+    flags += batch.to(gl.int64) * n_flags
     members = Members(batch, head * bias_group, bias_group, batches * bias_group)
     mask = MaskTensors(lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to, list_b, list_h, list_width, bits_b,
                        bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, mask_group, segment_group)  # fmt: skip
@@ -157,7 +159,7 @@ def bias_gradient(
     if grads.dbias is None:
         return
     if bias_kind(call.bias) != "full":
-        computed(*reduction(key_sums, grads.dbias))
+        computed(*reduction(key_sums, grads.dbias, one_by_one=call.options.batch_invariant))
     elif config.shared_bias is not None and not refusals(call):
         write_dbias(call, grads.grad_out, statistics, grads.dbias, config.shared_bias)
     else:
@@ -203,7 +205,7 @@ def write_dbias(call: Call, grad_out: Tensor, statistics: Statistics, dbias: Ten
         batches=batches, **dropout_arguments(call)._asdict(), scale=options.softmax_scale, scale_log2=score_factors(options)[0],
         heads=heads, kv_group=heads // kv_heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, stat_rows=statistics.rows_of_head,
         band_lo=options.band_lo, band_hi=options.band_hi, heads_per_group=1 if equal else config.heads_per_group, n_sums=sums,
-        splits=splits, blocks_of_split=-(-blocks // splits), n_flags=statistics.n_flags,
+        splits=splits, blocks_of_split=-(-blocks // splits), n_flags=statistics.n_flags // batch * batches,
         total=batch * heads * statistics.rows_of_head,
         T=traits, num_warps=4,
     )  # fmt: skip

@@ -159,7 +159,10 @@ def finish(operands, smem, sums, q, place, row, T: gl.constexpr):
     results = operands.statistics
     scale = operands.scales.scale
     if T.WATCH:
-        note_nan_in_parts(operands.counter, sums.acc)
+        counts = operands.counter
+        if operands.counts_b is not None:
+            counts += place.batch.to(gl.int64) * operands.counts_b
+        note_nan_in_parts(counts, sums.acc)
     row_total = row_of(sums.total, ROW, True)
     inverse = gl.where(row_total == 0.0, 0.0, 1.0 / gl.abs(row_total))
     if T.DROPOUT:
@@ -407,7 +410,7 @@ SCALARS = (
 @gluon.jit(do_not_specialize=SCALARS)
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, q2_desc, k2_desc, v2_desc, o2_desc, bits_desc, bias_desc, lse, lse_tail, row_max, sink, lists,
-    q_segments, k_segments, start, end, hidden_from, hidden_to, bias, seed, counter, scale, cap_inner,
+    q_segments, k_segments, start, end, hidden_from, hidden_to, bias, seed, counter, counts_b, scale, cap_inner,
     seqlen_q, seqlen_k, H, kv_group, heads, tiles, group, items, band_lo, band_hi, lse_b, lse_h,
     lists_b, lists_h, width, mask_group, bits_b, bits_h, segments_b, segments_kb, segments_kh, segment_group,
     bias_b, bias_h, bias_q, bias_group, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin, T: gl.constexpr,
@@ -448,6 +451,7 @@ def forward_kernel(
         dropout=Dropout(seed, seed_b, seed_h, last_dropped, rescale, q_origin, k_origin),
         scales=Scales(scale, cap_inner),
         counter=counter,
+        counts_b=counts_b,
     )
     smem = allocate(operands.maps, operands.bias, T)
     bars = begin_barriers(T)

@@ -16,6 +16,7 @@ from dmattn_ops.call import (
     Takes,
     bias_fits_tiles,
     bias_kind,
+    hides_packed_keys,
     in_natural_units,
     mappable,
 )
@@ -46,7 +47,7 @@ from dmattn_ops.kernels.hopper.forward.kernel import forward_kernel
 from dmattn_ops.kernels.hopper.forward.types import Traits
 from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, RAGGED, kind_of
 from dmattn_ops.kernels.hopper.scores import BIAS_KINDS
-from dmattn_ops.kernels.portable.again import COUNTS, forward_again
+from dmattn_ops.kernels.portable.again import COUNTS, entries_with_counts, forward_again
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.ragged import WORDS
 from dmattn_ops.kernels.ragged import tiles_of as ragged_tiles
@@ -104,6 +105,10 @@ def refusals(call: Call) -> list[str]:
         reasons.append(f"{blocks} blocks of queries leave most SMs idle, where shares of {longest_k} keys do not")
     if varlen is None and mask.k_segments is not None and mask.row_tiles is None:
         reasons.append("takes segments with their lists of tiles only")
+    if options.batch_invariant and hides_packed_keys(call):
+        reasons.append(
+            "a NaN that one sequence makes of hidden keys has all computed again, which is not batch-invariant"
+        )
     if varlen is None and too_long(call):
         reasons.append("takes intervals with lists of tiles, which would be too long here")
     return reasons
@@ -143,6 +148,12 @@ def _counter(device: torch.device) -> Tensor:
         if shared:
             _counters[place] = counter
     return counter
+
+
+@makes_zeros
+def _counts_of_entries(like: Tensor, entries: int) -> Tensor:
+    """Return what `_counter` does for each batch entry, those of programs among the first one's."""
+    return like.new_zeros(entries * COUNTS, dtype=torch.int32)
 
 
 def _bytes_of_key(call: Call) -> int:
@@ -260,7 +271,11 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         scale = options.softcap if traits.SOFTCAP else options.softmax_scale
     lse_b, lse_h = statistic_strides(lse)[:2]
     # where every block has one piece of work, nothing is drawn
-    counts = computed(_counter, query.device) if watched or items > num_sms else lse.view(torch.int32)
+    entries = entries_with_counts(call) if watched else None
+    if entries is not None:
+        counts = computed(_counts_of_entries, lse, entries)
+    else:
+        counts = computed(_counter, query.device) if watched or items > num_sms else lse.view(torch.int32)
     launch(
         forward_kernel,
         (min(items, num_sms),),
@@ -275,6 +290,7 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         **bias_places(bias, heads)._asdict(),
         **dropout_arguments(call)._asdict(),
         counter=counts,
+        counts_b=None if entries is None else COUNTS,
         scale=scale,
         cap_inner=cap_inner,
         seqlen_q=seqlen_q,

@@ -142,6 +142,7 @@ class Operands(NamedTuple):
     dropout: Any  # `dropout.Dropout`
     scales: Scales
     counter: Any  # of pieces that are taken, behind it of blocks that have ended, and what `unseen.note_nan` writes
+    counts_b: Any  # words from the counts of one batch entry to those of the next, or None: the call has them
 
 
 class Shared(NamedTuple):
