@@ -171,17 +171,12 @@ def test_a_step_leaves_the_bits_of_plain_operations(keep: int):
         assert torch.equal(part.nan_to_num(7), getattr(caches[1], name).nan_to_num(7)), name
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(14))
 def test_a_chunk_leaves_the_bits_of_plain_operations(seed: int):
     """With ties, NaN and infinities among the scores, and positions that are taken back between the chunks."""
     pick, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
     keep, keep_first, keep_last = pick.choice((0, 1, 7, 300, 2048)), pick.choice((0, 2)), pick.choice((0, 7, 129))
-    batch, heads, dim, value_dim = (
-        pick.choice((1, 3)),
-        pick.choice((1, 4)),
-        pick.choice((24, 128)),
-        pick.choice((64, 320)),
-    )
+    batch, heads, (dim, value_dim) = pick.choice((1, 3)), pick.choice((1, 4)), pick.choice(((24, 64), (128, 320)))
     rollback, group, wide = pick.choice((0, 3)), pick.choice((0, 1, 2)), pick.random() < 0.3
     named = {"keep_first": keep_first, "keep_last": keep_last, "rollback": rollback, "value_dim": value_dim}
     caches = [KeptKeys(batch, heads, dim, keep, **named, device="cuda") for _ in range(2)]
@@ -190,9 +185,8 @@ def test_a_chunk_leaves_the_bits_of_plain_operations(seed: int):
     for cache in caches:
         cache._make_room(torch.zeros(1, dtype=torch.float64 if wide else torch.float32), given, None)
     for count in (pick.randint(2, 3000), 2, pick.randint(2, 3000), 8192, 65):
-        scores = torch.randn(batch, heads, count, device="cuda", generator=generator).round(
-            decimals=pick.choice((1, 7))
-        )
+        scores = torch.randn(batch, heads, count, device="cuda", generator=generator)
+        scores = scores.round(decimals=pick.choice((1, 7)))
         scores[torch.rand(scores.shape, device="cuda", generator=generator) < 0.05] = pick.choice((math.nan, math.inf))
         scores = scores.to(torch.float64 if wide else pick.choice((torch.float32, torch.bfloat16)))
         rows = [
