@@ -61,6 +61,23 @@ def keep_step_outputs(places: Tensor) -> Tensor:
     return places.new_empty((batch, heads, slots), dtype=torch.int32)
 
 
+def keep_chunk_outputs(
+    key_cache: Tensor, value_cache: Tensor, bias_cache: Tensor | None, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate what the queries of `count` new positions attend to: the slots of a cache and, behind them, the new keys.
+
+    ends int32 `[B, Hkv, N + n]`, keys `[B, N + n, Hkv, D]`, values, and biases `[B, Hkv|H, N + n]`, which are empty without a bias.
+    """
+    batch, heads, slots, dim = key_cache.shape
+    seqlen = slots + count
+    ends = key_cache.new_empty((batch, heads, seqlen), dtype=torch.int32)
+    keys = key_cache.new_empty((batch, seqlen, heads, dim))
+    values = value_cache.new_empty((batch, seqlen, heads, value_cache.shape[3]))
+    if bias_cache is None:
+        return ends, keys, values, key_cache.new_empty((0,))
+    return ends, keys, values, bias_cache.new_empty((batch, bias_cache.shape[1], seqlen))
+
+
 def rank_ids_outputs(ids: Tensor) -> Tensor:
     """Allocate int32 ranks like ids `[B, S]`."""
     return ids.new_empty(ids.shape, dtype=torch.int32)

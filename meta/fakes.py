@@ -86,6 +86,13 @@ def keep_step(*arguments: Any) -> Tensor:
     return meta.keep_step_outputs(read.places)
 
 
+def keep_chunk(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ends, keys, values and biases of the slots of a cache and of new positions behind them."""
+    read = schemas.SIGNATURES["keep_chunk"].read(arguments)
+    kept.chunk(read)
+    return meta.keep_chunk_outputs(read.key_cache, read.value_cache, read.bias_cache, read.key.shape[1])
+
+
 def pack_intervals(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return row_tiles, col_tiles, row_bits and col_bits of intervals `[B|1, Hm, Sk]` beside a mask and segments."""
     read = schemas.SIGNATURES["pack_intervals"].read(arguments)
@@ -202,5 +209,6 @@ def _traced(name: str, fake: Callable[..., Any], *arguments: Any) -> Any:
 for _name, _fake in schemas.with_overloads(
     forward, backward, qkvpacked_forward, qkvpacked_backward, varlen_forward, varlen_backward, pack_mask, list_tiles,
     key_lifetimes, pack_intervals, rank_ids, spread_lists, pack_selection, selection_mass, key_mass, keep_step,
+    keep_chunk,
 ).items():  # fmt: skip
     torch.library.register_fake(f"dmattn::{_name}", partial(_traced, _name, _fake), lib=schemas.library)

@@ -1,4 +1,4 @@
-"""What the operator of a step of a cache of kept keys refuses. It takes what `KeptKeys` has checked, and other callers' tensors."""
+"""What the operators of a cache of kept keys refuse. They take what `KeptKeys` has checked, and other callers' tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,20 @@ _NUMBERS = ("length", "floor", "first", "document")
 
 
 def step(read: Any) -> None:
-    """Refuse arguments of the operator, read by name, that do not fit each other."""
+    """Refuse arguments of `keep_step`, read by name, that do not fit each other."""
+    _positions(read, 1)
+
+
+def chunk(read: Any) -> None:
+    """Refuse arguments of `keep_chunk`, read by name, that do not fit each other."""
+    require.rank("key", read.key, 4, "[B, n, Hkv, D]")
+    if symbolic.certainly(read.key.shape[1] == 0):
+        raise ValueError("key must have at least one position, got none")
+    _positions(read, read.key.shape[1])
+
+
+def _positions(read: Any, count: int) -> None:
+    """Refuse what does not fit a cache and `count` new positions."""
     require.counts(keep=read.keep, keep_first=read.keep_first, keep_last=read.keep_last, rollback=read.rollback)
     require.flags(padding_counts=read.padding_counts)
     require.rank("key_cache", read.key_cache, 4, "[B, Hkv, N, D]")
@@ -30,11 +43,11 @@ def step(read: Any) -> None:
         "places": ((batch,), (heads,), (4,), (slots,)),
         **dict.fromkeys((*_NUMBERS, "arrived"), ((batch,),)),
         "trail": ((batch,), (read.rollback + 1,), (2,)),
-        "key": ((batch,), (1,), (heads,), (head_dim,)),
-        "value": ((batch,), (1,), (heads,), (value_dim,)),
-        "scores": ((1, batch), (1, heads), (1,)),
-        "padding": ((1, batch), (1,)),
-        "documents": ((1, batch), (1,)),
+        "key": ((batch,), (count,), (heads,), (head_dim,)),
+        "value": ((batch,), (count,), (heads,), (value_dim,)),
+        "scores": ((1, batch), (1, heads), (count,)),
+        "padding": ((1, batch), (count,)),
+        "documents": ((1, batch), (count,)),
     }
     for name, sizes in expected.items():
         if getattr(read, name) is not None:
@@ -46,7 +59,7 @@ def step(read: Any) -> None:
             raise ValueError(f"bias_cache must have a multiple of {heads} heads, got {of_heads}")
         require.sizes("bias_cache", read.bias_cache, (batch,), (of_heads,), (slots,))
         if read.bias is not None:
-            require.sizes("bias", read.bias, (1, batch), (1, of_heads), (1,), (1,))
+            require.sizes("bias", read.bias, (1, batch), (1, of_heads), (1,), (count,))
     _dtypes(read)
     for name, part in read._asdict().items():
         if isinstance(part, Tensor):
@@ -54,7 +67,7 @@ def step(read: Any) -> None:
 
 
 def _dtypes(read: Any) -> None:
-    """Refuse dtypes that a step does not take, and a cache that is not contiguous."""
+    """Refuse dtypes that the operators do not take, and a cache that is not contiguous."""
     require.dtype("key_cache", read.key_cache, *validation.DTYPES)
     for name, like in (
         ("value_cache", "key_cache"),

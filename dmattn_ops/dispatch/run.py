@@ -23,6 +23,7 @@ from dmattn_ops.choice.arch import Arch
 from dmattn_ops.choice.choose import Choice
 from dmattn_ops.dispatch import entries, sinks
 from dmattn_ops.launching.recording import computed, do_not_repeat
+from dmattn_ops.masks.kept import Stored, Token
 
 _FORWARD = {
     "decode": "dmattn_ops.kernels.decode.launch",
@@ -371,6 +372,16 @@ def kernels_of_steps(device: torch.device) -> ModuleType:
     if device.type == "cuda" and arch.physical(device).sm >= config.OLDEST_TRITON:
         return _launcher("dmattn_ops.kernels.kept.launch")
     return _launcher("dmattn_ops.kernels.kept.reference")
+
+
+def kernels_of_chunks(stored: Stored, token: Token) -> ModuleType:
+    """Return the module that appends a chunk of positions to a cache of kept keys."""
+    on = stored.key.device
+    if on.type == "cuda" and arch.physical(on).sm >= config.OLDEST_TRITON:
+        kernels = _launcher("dmattn_ops.kernels.kept.chunk_launch")
+        if kernels.takes(stored, token):
+            return kernels
+    return _launcher("dmattn_ops.kernels.kept.chunk_reference")
 
 
 def launcher(direction: str, kernel: str) -> ModuleType:

@@ -7,6 +7,7 @@ Letters: `B` batch, `H` query heads, `Hkv` key and value heads, `D` head dimensi
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -18,8 +19,6 @@ from dmattn_ops.api.functions import flash_dmattn_func
 from dmattn_ops.bands import NO_BAND, Band
 from dmattn_ops.checks import require, validation, values
 from dmattn_ops.generation.checks import Keywords, check_inputs, checked_options
-from dmattn_ops.generation.chunk import Chunk, blank, lasting, refilled, side_by_side
-from dmattn_ops.generation.eviction import outranked
 from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.kept import NEVER, UNNAMED, Known, Rule, Stored, Token
 from dmattn_ops.masks.tile_mask import from_intervals
@@ -195,23 +194,17 @@ class KeptKeys:
         if new_positions == 0:
             return flash_dmattn_func(query, stored_key, stored_value, **options)
         self._make_room(scores, bias, documents)
+        rule = Rule(self.keep, self.keep_first, self.keep_last, self.rollback, padding_counts)
+        token = Token(key, value, scores, bias, padding, documents)
         if new_positions == 1:
-            rule = Rule(self.keep, self.keep_first, self.keep_last, self.rollback, padding_counts)
-            token = Token(key, value, scores, bias, padding, documents)
             seen = torch.ops.dmattn.keep_step(*self._stored(), *token, *rule)
             return self._attention(query, stored_key, stored_value, seen, self.bias, NO_BAND, options)
-        is_key = None if padding is None else (padding != 0).expand(self.batch, -1)
-        scores, bias = self._as_stored(scores, bias, new_positions)
-        chunk = self._positions(new_positions, is_key, None if padding_counts else is_key, documents)
-        known, first = self._compete(scores, chunk)
-        keys, values = side_by_side(self.key, key), side_by_side(self.value, value)
-        biases = None if self.bias is None or bias is None else torch.cat([self.bias, bias], -1)
-        seen_until = chunk.place_of(known.seen_until())
-        out = self._attention(query, keys, values, seen_until, biases, Band(hi=self.slots), options)
-        self._store(known, (keys, values, biases), chunk, first)
-        if chunk.counted is None:
+        ends, keys, values, biases = torch.ops.dmattn.keep_chunk(*self._stored(), *token, *rule)
+        given = None if self.bias is None else biases
+        out = self._attention(query, keys, values, ends, given, Band(hi=self.slots), options)
+        if padding is None or padding_counts:
             return out
-        return blank(out, chunk.counted)
+        return blank(out, padding != 0)
 
     def reset(self) -> None:
         """Forget all keys."""
@@ -337,63 +330,6 @@ class KeptKeys:
         if before != (len(self._state()), self.scores.dtype):
             self._keep_addresses()
 
-    def _as_stored(self, scores: Tensor, bias: Tensor | None, count: int) -> tuple[Tensor, Tensor | None]:
-        """Return scores `[B, Hkv, n]` and biases `[B, Hkv|H, n]` as they are stored."""
-        scores = scores.to(self.scores.dtype).expand(self.batch, self.kv_heads, count)
-        if self.bias is None:
-            return scores, None
-        if bias is None:
-            return scores, self.bias.new_zeros(*self.bias.shape[:2], count)
-        return scores, bias.squeeze(2).expand(self.batch, self.bias.shape[1], -1)
-
-    def _positions(self, count: int, is_key: Tensor | None, counted: Tensor | None, documents: Tensor | None) -> Chunk:
-        """Return where the next `count` positions stand, and in which documents."""
-        begin = self.length.clone()
-        if counted is None:
-            position = begin[:, None] + torch.arange(count, device=self.device)
-            length = begin + count
-        else:
-            total = counted.cumsum(-1)
-            position, length = begin[:, None] + total - counted.long(), begin + total[:, -1]
-        if documents is None and self.document is None:
-            return Chunk(begin, position, length, is_key, counted, None, None)
-        assert self.document is not None
-        last = self.document[:, None]
-        if documents is None:
-            return Chunk(begin, position, length, is_key, counted, last.expand(-1, count).clone(), None)
-        documents = documents.long().expand(self.batch, -1)
-        if is_key is not None:  # padding belongs to the document before it
-            place = torch.where(is_key, torch.arange(count, device=self.device), -1).cummax(-1).values
-            documents = torch.where(place < 0, last, documents.gather(-1, place.clamp(min=0)))
-        before = torch.cat([last, documents[:, :-1]], -1)
-        changes = (documents != before) & (before != UNNAMED)
-        return Chunk(begin, position, length, is_key, counted, documents, changes)
-
-    def _compete(self, scores: Tensor, chunk: Chunk) -> tuple[Known, Tensor]:
-        """Return what is known of stored and new keys after these positions, and where the document of each begins, `[B, n]`."""
-        position, is_key, changes = chunk.position, chunk.is_key, chunk.changes
-        last = never = torch.full_like(position, NEVER)
-        begin = chunk.begin if is_key is None else torch.where(is_key, position, NEVER).amin(-1)
-        first = torch.minimum(self.first, begin)[:, None].expand_as(position)
-        places = self.places
-        if changes is not None:
-            begun = torch.where(changes, position, -1).cummax(-1).values
-            first = torch.where(begun < 0, first, begun)
-            coming = torch.where(changes, position, NEVER).flip(-1).cummin(-1).values.flip(-1)
-            *others, ended = places.unbind(2)
-            places = torch.stack([*others, torch.where(ended == NEVER, coming[:, None, :1], ended)], 2)
-            last = torch.cat([coming[:, 1:], last[:, :1]], -1)
-        protected = position + self.keep_last
-        if self.keep_first:
-            protected = torch.where(first + self.keep_first > position, NEVER, protected)
-        new = torch.stack([position, never, protected, last], 1)
-        if is_key is not None:
-            new = torch.where(is_key[:, None], new, -1)
-        places = torch.cat([places, new[:, None].expand(-1, self.kv_heads, -1, -1)], -1)
-        known = Known(torch.cat([self.scores, scores], -1), *places.unbind(2))
-        left = outranked(known, self.slots, chunk.begin, changes, self.keep, is_key is not None)
-        return known._replace(outranked=left), first
-
     def _attention(
         self,
         query: Tensor,
@@ -404,25 +340,21 @@ class KeptKeys:
         band: Band,
         options: dict[str, Any],
     ) -> Any:
-        """Return the attention of queries to keys that are seen before the query `end` `[B, Hkv, keys]`, inside a band."""
+        """Return the attention of queries to keys seen before the query `end`, int32 `[B, Hkv, keys]`, inside a band."""
         most = self.keep + self.keep_first + self.keep_last
-        mask = from_intervals((None, end.to(torch.int32)), None, most, query.shape[1], band)
+        mask = from_intervals((None, end), None, most, query.shape[1], band)
         return flash_dmattn_func(query, key, value, mask, None if bias is None else bias.unsqueeze(2), **options)
 
-    def _store(self, known: Known, tensors: tuple[Tensor, Tensor, Tensor | None], chunk: Chunk, first: Tensor) -> None:
-        """Put the new keys that are needed into slots whose keys no longer are; all tensors hold those of the slots before them."""
-        keys, values, biases = tensors
-        index = refilled(known.needed(chunk.length, self._stored_back), self.slots)
-        for own, rows in ((self.key, keys), (self.value, values)):
-            own.copy_(rows.transpose(1, 2).gather(2, index.unsqueeze(-1).expand_as(own)))
-        self.scores.copy_(known.scores.gather(2, index))
-        self.places.copy_(torch.stack(known[1:], 2).gather(3, index.unsqueeze(2).expand_as(self.places)))
-        if self.bias is not None and biases is not None:
-            groups = self.bias.shape[1] // self.kv_heads
-            self.bias.copy_(biases.gather(2, index.repeat_interleave(groups, 1)))
-        if self.document is not None and self.trail is not None and chunk.documents is not None:
-            self.document.copy_(chunk.documents[:, -1])
-            chunk.leave_trail(self.trail, torch.stack([first, chunk.documents], -1))
-        self.first.copy_(first[:, -1])
-        self.length.copy_(chunk.length)
-        self.floor.copy_(torch.maximum(self.floor, chunk.length - self.rollback))
+
+def blank(results: Any, counted: Tensor) -> Any:
+    """Return results whose rows that are not counted, bool `[B|1, n]`, are empty: out 0, lse and the maximum -inf."""
+    if isinstance(results, Tensor):
+        return torch.where(counted[:, :, None, None], results, 0)
+    out, *statistics = results
+    statistics = [torch.where(counted[:, None], part, -torch.inf) for part in statistics]
+    return torch.where(counted[:, :, None, None], out, 0), *statistics
+
+
+def lasting() -> AbstractContextManager[Any]:
+    """Return a context that makes tensors which can be changed inside and outside of inference mode."""
+    return nullcontext() if is_compiling() else torch.inference_mode(False)

@@ -42,7 +42,7 @@ class Known(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The tensors of a cache. A step changes them in place."""
+    """The tensors of a cache. Steps and chunks change them in place."""
 
     key: Tensor  # [B, Hkv, N, D]
     value: Tensor  # [B, Hkv, N, Dv]
@@ -58,14 +58,23 @@ class Stored(NamedTuple):
 
 
 class Token(NamedTuple):
-    """One new position of each sequence."""
+    """New positions of each sequence; `n` is 1 in a step."""
 
-    key: Tensor  # [B, 1, Hkv, D]
-    value: Tensor  # [B, 1, Hkv, Dv]
-    scores: Tensor  # [B|1, Hkv|1, 1]
-    bias: Tensor | None  # [B|1, H|Hkv|1, 1, 1]
-    padding: Tensor | None  # bool or integer [B|1, 1]: 0 is no key
-    documents: Tensor | None  # integer [B|1, 1]
+    key: Tensor  # [B, n, Hkv, D]
+    value: Tensor  # [B, n, Hkv, Dv]
+    scores: Tensor  # [B|1, Hkv|1, n]
+    bias: Tensor | None  # [B|1, H|Hkv|1, 1, n]
+    padding: Tensor | None  # bool or integer [B|1, n]: 0 is no key
+    documents: Tensor | None  # integer [B|1, n]
+
+
+class Appended(NamedTuple):
+    """What the queries of a chunk attend to: the keys of all slots, as they were before, and the new ones behind them."""
+
+    ends: Tensor  # int32 [B, Hkv, N + n]: the first query of the chunk that no longer sees each key
+    keys: Tensor  # [B, N + n, Hkv, D]
+    values: Tensor  # [B, N + n, Hkv, Dv]
+    biases: Tensor | None  # [B, Hkv|H, N + n]
 
 
 class Rule(NamedTuple):

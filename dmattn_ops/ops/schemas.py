@@ -92,11 +92,15 @@ SCHEMAS = {
 
 # Operators that change their arguments in place. They stand in graphs as they are: compilers keep the order of such changes, and
 # change the tensors of the caller.
+_CACHE = (
+    "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) score_cache, Tensor(d!) places, Tensor(e!) length,"
+    " Tensor(f!) floor, Tensor(g!) first, Tensor(h!) arrived, Tensor(i!)? bias_cache, Tensor(j!)? document, Tensor(k!)? trail"
+)
+_NEW_POSITIONS = "Tensor key, Tensor value, Tensor scores, Tensor? bias, Tensor? padding, Tensor? documents"
+_KEPT = "SymInt keep, SymInt keep_first, SymInt keep_last, SymInt rollback, bool padding_counts=False"
 CHANGING = {
-    "keep_step": "(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) score_cache, Tensor(d!) places, Tensor(e!) length,"
-    " Tensor(f!) floor, Tensor(g!) first, Tensor(h!) arrived, Tensor(i!)? bias_cache, Tensor(j!)? document, Tensor(k!)? trail,"
-    " Tensor key, Tensor value, Tensor scores, Tensor? bias, Tensor? padding, Tensor? documents, SymInt keep, SymInt keep_first,"
-    " SymInt keep_last, SymInt rollback, bool padding_counts=False) -> Tensor seen"
+    "keep_step": f"({_CACHE}, {_NEW_POSITIONS}, {_KEPT}) -> Tensor seen",
+    "keep_chunk": f"({_CACHE}, {_NEW_POSITIONS}, {_KEPT}) -> (Tensor ends, Tensor keys, Tensor values, Tensor biases)",
 }
 
 # What tracers see through: in their graphs stand the operations of torch that it consists of.

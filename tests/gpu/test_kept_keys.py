@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from dmattn_ops import KeptKeys, dynamic_mask, flash_dmattn_func
-from dmattn_ops.kernels.kept import launch, reference
-from dmattn_ops.masks.kept import Rule, Token
+from dmattn_ops.kernels.kept import chunk_launch, chunk_reference, launch, reference
+from dmattn_ops.masks.kept import Appended, Rule, Token
+from dmattn_ops.meta import keep_chunk_outputs
 
 pytestmark = pytest.mark.gpu
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -168,15 +171,100 @@ def test_a_step_leaves_the_bits_of_plain_operations(keep: int):
         assert torch.equal(part.nan_to_num(7), getattr(caches[1], name).nan_to_num(7)), name
 
 
+@pytest.mark.parametrize("seed", range(14))
+def test_a_chunk_leaves_the_bits_of_plain_operations(seed: int):
+    """With ties, NaN and infinities among the scores, and positions that are taken back between the chunks."""
+    pick, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
+    keep, keep_first, keep_last = pick.choice((0, 1, 7, 300, 2048)), pick.choice((0, 2)), pick.choice((0, 7, 129))
+    batch, heads, (dim, value_dim) = pick.choice((1, 3)), pick.choice((1, 4)), pick.choice(((24, 64), (128, 320)))
+    rollback, group, wide = pick.choice((0, 3)), pick.choice((0, 1, 2)), pick.random() < 0.3
+    named = {"keep_first": keep_first, "keep_last": keep_last, "rollback": rollback, "value_dim": value_dim}
+    caches = [KeptKeys(batch, heads, dim, keep, **named, device="cuda") for _ in range(2)]
+    rule = Rule(keep, keep_first, keep_last, rollback, False)
+    given = torch.zeros(1, heads * group, 1, 1, device="cuda") if group else None
+    for cache in caches:
+        cache._make_room(torch.zeros(1, dtype=torch.float64 if wide else torch.float32), given, None)
+    for count in (pick.randint(2, 3000), 2, pick.randint(2, 3000), 8192, 65):
+        scores = torch.randn(batch, heads, count, device="cuda", generator=generator)
+        scores = scores.round(decimals=pick.choice((1, 7)))
+        scores[torch.rand(scores.shape, device="cuda", generator=generator) < 0.05] = pick.choice((math.nan, math.inf))
+        scores = scores.to(torch.float64 if wide else pick.choice((torch.float32, torch.bfloat16)))
+        rows = [
+            torch.randn(batch, count, heads, each, dtype=torch.bfloat16, device="cuda", generator=generator)
+            for each in (dim, value_dim)
+        ]
+        bias = None
+        if group and pick.random() < 0.8:
+            bias = torch.randn(pick.choice((1, batch)), heads * group, 1, count, device="cuda", generator=generator)
+        token, made = Token(*rows, scores, bias, None, None), []
+        for cache, kernels in zip(caches, (chunk_launch, chunk_reference), strict=True):
+            stored = cache._stored()
+            *outputs, biases = keep_chunk_outputs(stored.key, stored.value, stored.bias, count)
+            made.append(Appended(*outputs, biases if group else None))
+            kernels.keep_chunk(stored, token, rule, made[-1])
+            cache.crop(min(rollback, 2))
+        for name, ours, theirs in zip(Appended._fields, *made, strict=True):
+            assert ours is theirs or torch.equal(ours, theirs), name
+        for name, part in caches[0]._state().items():
+            assert torch.equal(part.nan_to_num(7), getattr(caches[1], name).nan_to_num(7)), name
+
+
+def test_captured_and_compiled_chunks_are_those_of_eager_mode():
+    parts = inputs(1800)
+    cache = cache_for(parts, 64, keep_last=8, rollback=2)
+    cache.attend(*now(parts, 0, 600))
+    caches = [cache, *(copy.deepcopy(cache) for _ in range(3))]
+    given = tuple(part.clone() for part in now(parts, 600, 1000))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            caches[3].attend(*given)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = caches[1].attend(*given)
+    torch._dynamo.reset()
+    compiled = torch.compile(caches[2].attend, fullgraph=True, dynamic=False)
+    for start in (600, 1000, 1400):
+        for part, new in zip(given, now(parts, start, start + 400), strict=True):
+            part.copy_(new)
+        graph.replay()
+        eager = caches[0].attend(*given)
+        for out in (replayed, compiled(*given)):
+            torch.testing.assert_close(eager, out, atol=2e-2, rtol=2e-2)
+        for name, part in caches[0]._state().items():
+            assert torch.equal(part, getattr(caches[1], name)) and torch.equal(part, getattr(caches[2], name)), name
+
+
+def launches_of(call: Callable[[], object]) -> list[str]:
+    """Return the names of what a call runs on the GPU."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def test_a_chunk_is_few_launches_and_reads_nothing_on_the_host():
+    parts = inputs(5000)
+    cache = cache_for(parts, 64)
+    for start in (0, 1000, 2000):
+        cache.attend(*now(parts, start, start + 1000))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cache.attend(*now(parts, 3000, 4000))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    names = launches_of(lambda: cache.attend(*now(parts, 4000, 5000)))
+    assert names[:5] == ["begin_chunk", "sort_runs", "write_deaths", "end_chunk", "store_chunk"]
+
+
 def test_a_step_is_two_launches_where_the_batch_fills_the_gpu():
     parts = inputs(200, batch=32, heads=8, kv_heads=4)
     cache = cache_for(parts, 64)
     cache.attend(*now(parts, 0, 150))
     for i in range(150, 155):
         cache.attend(*now(parts, i, i + 1))
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        cache.attend(*now(parts, 155, 156))
-        torch.cuda.synchronize()
-    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    names = launches_of(lambda: cache.attend(*now(parts, 155, 156)))
     assert names == ["keep_step_kernel", "decode_kernel"]

@@ -309,6 +309,18 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
     "slots of a cache of kept keys, at most 2^29 (`checks.kept.MOST_SLOTS`)": {
         "kept/kernel.py": ("2 * slots", "3 * slots"),
     },
+    "slots of a cache, and new positions behind them, together at most 2^24 (`selection.launch.LONGEST_ROW`)": {
+        "kept/chunk_kernels.py": (
+            "(part - 1) * NEW",
+            "(part - cached_parts) * BLOCK",
+            "2 * slots",
+            "3 * slots",
+            "part * BLOCK",
+            "part * NEW",
+            "part * SLOTS",
+            "rows * order_parts",  # programs of a launch, a few for each thousand of them
+        ),
+    },
     "slots of one head, less than 2^30 (`epochs.packing_for`)": {
         "epochs/slots.py": ("epochs * per_epoch", "e * per_epoch"),
     },

@@ -13,6 +13,7 @@ from dmattn_ops.choice.resources import Specialization
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.ragged import tiles_of
 from dmattn_ops.launching.recording import one_call, thread
+from tests.support import other_launches
 from tests.tools import configurations
 
 TOUCHES = re.compile(r"\b(ld|st|ldu|red|atom|prefetch|cp\.async)[.\w:]*\.global")
@@ -64,6 +65,16 @@ def test_a_forward_follows_the_lists_that_it_walks():
     ]  # fmt: skip
     assert [made.compiled.metadata.launch_pdl for made in launches] == [False, True, True, True]
     for made in launches:
+        before, wait, _ = made.compiled.asm["ptx"].partition("griddepcontrol.wait")
+        assert wait and not TOUCHES.search(before), made.kernel
+
+
+def test_the_end_of_a_chunk_of_kept_keys_follows_the_selection():
+    with compiled_launches(90) as launches:
+        other_launches.keep_chunk()
+    follows = [made for made in launches if made.compiled.metadata.launch_pdl]
+    assert [made.kernel for made in follows] == ["sort_alive", "end_chunk"]
+    for made in follows:
         before, wait, _ = made.compiled.asm["ptx"].partition("griddepcontrol.wait")
         assert wait and not TOUCHES.search(before), made.kernel
 

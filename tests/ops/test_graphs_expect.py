@@ -129,7 +129,12 @@ dmattn::keep_step(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) score
     Tensor(e!) length, Tensor(f!) floor, Tensor(g!) first, Tensor(h!) arrived, Tensor(i!)? bias_cache, Tensor(j!)?
     document, Tensor(k!)? trail, Tensor key, Tensor value, Tensor scores, Tensor? bias, Tensor? padding, Tensor?
     documents, SymInt keep, SymInt keep_first, SymInt keep_last, SymInt rollback, bool padding_counts=False) ->
-    Tensor seen""",
+    Tensor seen
+dmattn::keep_chunk(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) score_cache, Tensor(d!) places,
+    Tensor(e!) length, Tensor(f!) floor, Tensor(g!) first, Tensor(h!) arrived, Tensor(i!)? bias_cache, Tensor(j!)?
+    document, Tensor(k!)? trail, Tensor key, Tensor value, Tensor scores, Tensor? bias, Tensor? padding, Tensor?
+    documents, SymInt keep, SymInt keep_first, SymInt keep_last, SymInt rollback, bool padding_counts=False) ->
+    (Tensor ends, Tensor keys, Tensor values, Tensor biases)""",
     )
 
 

@@ -14,12 +14,13 @@ from dmattn_ops.choice import config
 from dmattn_ops.choice.chosen import Gathering
 from dmattn_ops.kernels.chosen import launch as chosen
 from dmattn_ops.kernels.decode import launch as decode
+from dmattn_ops.kernels.kept import chunk_launch
 from dmattn_ops.kernels.kept import launch as kept
 from dmattn_ops.kernels.masks import chosen as bits
 from dmattn_ops.kernels.mass import launch as mass
 from dmattn_ops.masks.chosen import Selection, Statistics
-from dmattn_ops.masks.kept import Rule, Stored, Token
-from dmattn_ops.meta import pack_mask_outputs
+from dmattn_ops.masks.kept import Appended, Rule, Stored, Token
+from dmattn_ops.meta import keep_chunk_outputs, pack_mask_outputs
 
 B, SEQLEN, HEADS, KV_HEADS, CHOICES = 2, 3000, 12, 3, 24
 SMALL = Gathering(32, 32, 4, 1, Gathering(32, 32, 4, 1), 1.6)
@@ -77,19 +78,31 @@ def masses(block: int) -> None:
         mass.key_mass(call, Statistics(lse, torch.empty_like(lse)), torch.empty(B, KV_HEADS, SEQLEN))
 
 
-def keep_step() -> None:
-    """Launch a step of a cache of kept keys."""
-    slots, of_batch = 200, [torch.empty(B, dtype=torch.int64) for _ in range(4)]
-    stored = Stored(
+def cache_of(slots: int) -> Stored:
+    """Return an uninitialised cache of kept keys."""
+    of_batch = [torch.empty(B, dtype=torch.int64) for _ in range(4)]
+    return Stored(
         *[torch.empty(B, KV_HEADS, slots, 64, dtype=torch.bfloat16) for _ in range(2)],
         torch.empty(B, KV_HEADS, slots), torch.empty(B, KV_HEADS, 4, slots, dtype=torch.int64), *of_batch[:3],
         torch.empty(B, dtype=torch.int32), torch.empty(B, HEADS, slots), of_batch[3], torch.empty(B, 3, 2, dtype=torch.int64),
     )  # fmt: skip
+
+
+def keep_step() -> None:
+    """Launch a step of a cache of kept keys."""
     flags = torch.empty(B, 1, dtype=torch.bool), torch.empty(B, 1, dtype=torch.int64)
     new = rows(1, KV_HEADS, 64), rows(1, KV_HEADS, 64), torch.empty(B, KV_HEADS, 1), torch.empty(B, HEADS, 1, 1)
     kept.keep_step(
-        stored, Token(*new, *flags), Rule(9, 1, 1, 2, False), torch.empty(B, KV_HEADS, slots, dtype=torch.int32)
+        cache_of(200), Token(*new, *flags), Rule(9, 1, 1, 2, False), torch.empty(B, KV_HEADS, 200, dtype=torch.int32)
     )
+
+
+def keep_chunk() -> None:
+    """Launch a chunk of a cache of kept keys."""
+    stored, new = cache_of(200)._replace(document=None, trail=None), [rows(SEQLEN, KV_HEADS, 64) for _ in range(2)]
+    token = Token(*new, torch.empty(B, KV_HEADS, SEQLEN), torch.empty(B, HEADS, 1, SEQLEN), None, None)
+    appended = Appended(*keep_chunk_outputs(stored.key, stored.value, stored.bias, SEQLEN))
+    chunk_launch.keep_chunk(stored, token, Rule(9, 1, 1, 2, False), appended)
 
 
 def attend_one_query() -> None:
@@ -118,3 +131,4 @@ def cases() -> Iterator[tuple[str, int, Callable[[], None]]]:
         yield f"masses of blocks of {block}", 90, partial(masses, block)
     yield "one query", 90, attend_one_query
     yield "a kept key", 90, keep_step
+    yield "a chunk of kept keys", 90, keep_chunk
