@@ -48,6 +48,7 @@ on_ranks: Any = context_parallel_attention
 dynamic_on_ranks: Any = dynamic_context_attention
 METHODS = ("all_gather", "ring", "ulysses")
 ONE_GPU = "one GPU"  # the run that efficiencies are of
+PARTS = ("prepare", "forward", "backward", "whole")
 LONG_STEP = 100.0  # milliseconds from which on a step is repeated in rounds only: it lasts longer than what disturbs it
 
 
@@ -314,8 +315,7 @@ def _document_lengths(total: int, mean: int) -> list[int]:
 def _measure(case: Case, sizes: Sizes, options: argparse.Namespace, device: torch.device, gauge: Gauge) -> list[Row]:
     """Time all ways to compute a case, in turns; return a row for each."""
     runs: dict[str, Run] = {}
-    times: dict[str, list[tuple[float, float, float]]] = {}
-    whole: dict[str, list[float]] = {}
+    times: dict[str, list[tuple[float, ...]]] = {}
     repeats: dict[str, int] = {}
     for run in case.runs():
         if options.runs and not run.name.startswith((ONE_GPU, *options.runs)):
@@ -328,19 +328,18 @@ def _measure(case: Case, sizes: Sizes, options: argparse.Namespace, device: torc
                 raise
             print(f"  {run.name} does not run {case.name}: {str(refusal).splitlines()[0][:200]}", file=sys.stderr)
             continue
-        runs[run.name], times[run.name], whole[run.name] = run, [], []
+        runs[run.name], times[run.name] = run, []
     for _ in range(options.rounds):
         for name, run in runs.items():
             time.sleep(0.1 if device.type == "cuda" else 0)
             for _ in range(repeats[name]):
-                times[name].append(_step(run, device))
-            whole[name].append(_steps(run, device, 4 * repeats[name]))
+                times[name].append((*_step(run, device), _steps(run, device, 4)))
             gauge.read()
     flops = 4 * sizes.heads * sizes.dim * case.pairs
     rows: list[Row] = []
     for name, run in runs.items():
         parts = [statistics.median(part) for part in zip(*times[name], strict=True)]
-        rows.append(_row(case.name, run, parts, statistics.median(whole[name]), flops, rows[0] if rows else None))
+        rows.append(_row(case.name, run, parts, flops, rows[0] if rows else None))
     return rows
 
 
@@ -385,16 +384,13 @@ def _mark(device: torch.device, together: bool = False) -> float:
     return time.perf_counter()
 
 
-def _row(case: str, run: Run, parts: list[float], whole: float, flops: float, one: Row | None) -> Row:
+def _row(case: str, run: Run, parts: list[float], flops: float, one: Row | None) -> Row:
     size = 1 if run.alone else dist.get_world_size()
     row: Row = {"case": case, "implementation": run.name, "ranks": size}
-    row |= {
-        f"{name}_ms": round(spent, 4) for name, spent in zip(("prepare", "forward", "backward"), parts, strict=True)
-    }
+    row |= {f"{name}_ms": round(spent, 4) for name, spent in zip(PARTS, parts, strict=True)}
     row["forward_tflops"] = round(flops / size / parts[1] / 1e9, 4)
     row["backward_tflops"] = round(BACKWARD_FLOPS * flops / size / parts[2] / 1e9, 4)
-    row["whole_ms"] = round(whole, 4)
-    row["efficiency"] = 1.0 if one is None else round(one["whole_ms"] / (size * whole), 4)
+    row["efficiency"] = 1.0 if one is None else round(one["whole_ms"] / (size * row["whole_ms"]), 4)
     row["received_bytes"] = _received(run)
     return row
 
@@ -432,7 +428,7 @@ def _bandwidth(sizes: Sizes, device: torch.device) -> Row:
 
 
 def _line(row: Row) -> str:
-    times = " ".join(f"{row[f'{part}_ms']:9.3f}" for part in ("prepare", "forward", "backward", "whole"))
+    times = " ".join(f"{row[f'{part}_ms']:9.3f}" for part in PARTS)
     rates = f"{row['forward_tflops']:8.2f} {row['backward_tflops']:8.2f}"
     return f"{row['case']:<20} {row['implementation']:<26} {times} {rates} {row['efficiency']:7.3f}"
 
