@@ -1,7 +1,5 @@
 """Context parallelism on two ranks, and some of it on four, equals one process: out, lse, the maximum and all gradients."""
 
-from random import Random
-
 import context_cases
 import pytest
 import ranks
@@ -12,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from dmattn_ops.distributed import (
-    context_parallel,
     context_parallel_attention,
     dynamic_context_attention,
     record_traffic,
@@ -408,53 +405,3 @@ def test_merging_keeps_what_rounding_lse_loses():
     for one, other in ((parts[0], nothing), (nothing, parts[0])):
         assert torch.equal(merged(one, other).out, parts[0].out) and torch.equal(merged(one, other).lse, parts[0].lse)
     assert torch.equal(merged(nothing, nothing).lse, nothing.lse) and not merged(nothing, nothing).out.any()
-
-
-def drawn_exchanges(seed):
-    """Return the exchange of each rank, where ranks need different numbers of keys as under documents, and the sight."""
-    random = Random(seed)
-    size, length = random.choice((2, 3, 4, 8)), 48 * 128
-    layout = random.choice(("contiguous", "head_tail"))
-    window = (random.choice((None, 200, 3000)), None)
-    sight = sight_of(True, "bottom_right", window, length, length)
-    spans = [
-        [(random.randrange(max(1, first + 1)), stop) for first, stop in of_rank]
-        for of_rank in spans_of(sight, layout, size)
-    ]
-    return [exchange_of(Team("", rank, size), layout, length, spans) for rank in range(size)], sight
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_all_ranks_decide_alike(seed, monkeypatch):
-    """A rank that cuts heads into other groups than the rest makes other collectives, and all wait forever."""
-    exchanges, sight = drawn_exchanges(seed)
-    size, layout = len(exchanges), exchanges[0].layout
-    row = 2 * 8 * 2 * 16  # bytes of key and value
-    between = sorted(exchange.received_by(exchange.team.rank) for exchange in exchanges)
-    monkeypatch.setattr(context_parallel, "PIPELINED_BYTES", row * (between[0] + between[-1]) // 2 + 1)
-    monkeypatch.setattr(context_parallel, "GROUPED_HEADS", 1)
-    monkeypatch.setattr(context_parallel, "GATHERED_BYTES", row * between[0] + 1)
-    key = torch.empty(1, sight.seqlen_k // size, 8, 16, dtype=torch.bfloat16, device="meta")
-    assert len({head_groups(exchange, key, key) for exchange in exchanges}) == 1
-    near = seed % 2 == 0
-    methods = {chosen_method(key, key, key, None, None, sight, layout, rank.team, near) for rank in exchanges}
-    assert len(methods) == 1
-
-
-def attend_where_ranks_receive_different_numbers_of_keys():
-    """Rank 1 alone receives enough keys for groups of heads; return what it took."""
-    query, key = torch.randn(1, 64, 4, 16, device=ranks.device()), torch.randn(1, 64, 2, 16, device=ranks.device())
-    with pytest.MonkeyPatch.context() as patch, record_traffic() as traffic:
-        patch.setattr(context_parallel, "PIPELINED_BYTES", 1)
-        patch.setattr(context_parallel, "GROUPED_HEADS", 1)
-        leaves = [query.requires_grad_(), key.requires_grad_(), key.detach().clone().requires_grad_()]
-        out = context_parallel_attention(
-            *leaves, group=None, method="all_gather", layout="contiguous", is_causal=True, window_size=(20, None)
-        )
-        torch.autograd.grad(out, leaves, torch.ones_like(out))
-    return traffic.received
-
-
-def test_a_rank_that_receives_nothing_takes_part_in_all_groups_of_heads(two_ranks):
-    first, second = two_ranks(attend_where_ranks_receive_different_numbers_of_keys)
-    assert second > first

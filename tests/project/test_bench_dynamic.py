@@ -140,7 +140,7 @@ def test_a_peer_with_other_results_is_left_out_with_the_reason(wrong):
 
 def test_lists_of_blocks_that_would_not_fit_are_refused():
     with pytest.raises(Unavailable, match="its lists of blocks would take 34 GB"):
-        interval_peers._block_mask(None, 32, 1 << 20, torch.device("cpu"))
+        interval_peers._block_mask(None, torch.empty(1, 1 << 20, 32, 1, device="meta"), 32)
 
 
 # How it is bounded.

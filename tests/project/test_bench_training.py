@@ -19,10 +19,12 @@ def test_tiny_rows_have_speed_ups(tmp_path: Path) -> None:
     output = tmp_path / "rows.json"
     bench_training.main(["--tiny", "--rounds=1", "--device=cpu", "--rows", "heads16", f"--output={output}"])
     rows = json.loads(output.read_text())["rows"]
-    assert {row["implementation"] for row in rows} == {
+    peers = {row["implementation"] for row in rows if "missing" in row}
+    assert peers == {"fa4-dense", "flex", "fa4"}  # which need a GPU
+    assert {row["implementation"] for row in rows} - peers == {
         "dmattn-dense", "dmattn", "dmattn packed", "dmattn not packed",
     }  # fmt: skip
-    assert all(row["speed_up"] > 0 for row in rows)
+    assert all(row["speed_up"] > 0 for row in rows if "missing" not in row)
 
 
 @pytest.mark.parametrize("more", [[], ["--one-thread"]])
