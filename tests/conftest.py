@@ -4,6 +4,7 @@
 several GPUs, each worker of pytest-xdist sees its share of them, at least one: tests of several ranks use NCCL where a
 worker has a GPU for each rank, and gloo on the CPU elsewhere. `DMATTN_TEST_ALL_GPUS=1` lets every worker see all GPUs, so
 that tests of several ranks can be divided among workers. The last lines of a run on GPUs say which it was.
+`DMATTN_TEST_PASSED=FILE` leaves out what passed before on the same source (`support/passed.py`).
 """
 
 import faulthandler
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import passed
 import pytest
 import ranks
 import torch
@@ -130,8 +132,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.write_line(f"tests of several ranks: {used}; GPUs that a test process sees: {seen}")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Note what passes, where that is asked for."""
+    config.pluginmanager.register(passed.Notes(config.rootpath))
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark variants of sampled tests as slow, and skip tests that need a GPU where there is none."""
     variants: Counter[str] = Counter()
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -144,3 +151,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             variants[function] += 1
         if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(skip)
+    if before := passed.left_out(items):
+        config.hook.pytest_deselected(items=before)
+        gone = set(before)
+        items[:] = [item for item in items if item not in gone]
