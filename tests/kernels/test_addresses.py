@@ -123,6 +123,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
             "at.tile * 2 * STEP",
             "block.tile * 2",
             "full_step(t, view, n_partial, TEST) * STEP",
+            "tile * 2",
             "tile * 2 * STEP",
         ),
         "hopper/dbias/launch.py": ("split * blocks_of_split", "tile * 2 * STEP"),
@@ -263,6 +264,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "hopper/backward/kernel.py": ("n_blocks *= shares",),
         "hopper/backward/rows.py": ("block * 2",),
+        "hopper/backward_256/launch.py": ("block * _COUNTS",),  # of blocks that are batch entries
         "hopper/backward/shares.py": ("tl.program_id(0) * ROWS",),
         "hopper/backward/work.py": (
             "batch * problem.shares",
@@ -286,7 +288,11 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
             "t % walk.width * walk.rows",
         ),
         "hopper/backward/movers.py": ("(place.batch * problem.kv_heads * group + head) * problem.rows",),
-        "hopper/backward_256/keys.py": ("batch * kv_heads * group * stat_rows", "head * block.stat_rows"),
+        "hopper/backward_256/keys.py": (
+            "batch * kv_heads * group * stat_rows",
+            "block.kv_head * block.group * of_head",  # rows in 64
+            "head * block.stat_rows",
+        ),
     },
     "rows of statistics of the five-product backward, thrice: its sums of dq take 183 GB for 2^31 / 3 rows": {
         "hopper/backward/rows.py": ("2 * total_rows", "3 * total_rows"),

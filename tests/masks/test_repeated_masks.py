@@ -14,7 +14,8 @@ from dmattn_ops.ops import schemas
 B, S, H, HKV, D = 2, 384, 4, 2, 128
 ATTENTION = {"forward": ["forward_kernel"], "backward": ["prepare_kernel", "backward_kernel"]}
 # Behind masked calls comes what computes again where hidden rows made NaN.
-MASKED = {direction: [*kernels, f"_{direction}_again"] for direction, kernels in ATTENTION.items()}
+AGAIN = {"forward": ["_forward_again"], "backward": ["_queries_again", "_keys_again"]}
+MASKED = {direction: kernels + AGAIN[direction] for direction, kernels in ATTENTION.items()}
 # Where there are few key tiles, several blocks divide the queries of each.
 SHARED = ATTENTION | {"backward": [*ATTENTION["backward"], "add_shares_kernel"]}
 PREPARES = 2  # launches that list tiles
