@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
-from timing import Gauge, elapsed_ms, write_results
+from timing import Gauge, elapsed_ms, replayed, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("forward", "backward")
@@ -126,18 +126,6 @@ CALLS: dict[str, Callable[[Drawn], Call]] = {
 }  # fmt: skip
 
 
-def captured(function: Callable[[], Any], device: str) -> Callable[[], Any]:
-    """Return the replay of a CUDA graph; on a CPU the function itself."""
-    function()
-    if device == "cpu":
-        return function
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
-
-
 def set_up(name: str, draw: Drawn) -> tuple[Callable[[], Any], Callable[[], Any], Call]:
     """Return the forward of a call, forward and backward, and what must stay in memory as long as they are replayed."""
     torch.manual_seed(0)
@@ -151,7 +139,9 @@ def set_up(name: str, draw: Drawn) -> tuple[Callable[[], Any], Callable[[], Any]
         out = call.attend()
         return torch.autograd.grad(out, call.leaves, torch.ones_like(out))
 
-    return captured(forward, draw.device), captured(whole, draw.device), call
+    if draw.device == "cpu":
+        return forward, whole, call
+    return replayed(forward), replayed(whole), call
 
 
 def serve(draw: Drawn, names: list[str]) -> None:

@@ -38,6 +38,7 @@ from interval_peers import Attention, Intervals, fa4, fa4_dense, flex, parts_of,
 from peers import Run, recorded_run
 from plot import draw
 from score_models import MODELS, make_scores
+from timing import replayed
 
 PARTS = ("heads32", "heads16", "models", "lengths", "peers", "cpu")
 LONGEST_DENSE = 131072  # positions: beyond, one dense call takes seconds
@@ -127,16 +128,6 @@ def packing_alone(call: Attention, mask: dmattn_ops.TileMask) -> dict[str, Calla
         "pack_backward": lambda: attention.backward(whole, saved, grads, packed[1], nothing),
     }
     return {name: replayed(function) for name, function in functions.items()} if query.is_cuda else functions
-
-
-def replayed(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the replay of a CUDA graph: calls of the library repeat their launches, and the host is not what is timed."""
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
 
 
 def dense(call: Attention) -> dict[str, Callable[[], Any]]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import dmattn_ops
-from bench_dynamic import peers, replayed
+from bench_dynamic import peers
 from dmattn_ops.choice import epochs
 from dmattn_ops.dispatch import run as dispatch
 from dmattn_ops.launching import plans
@@ -28,7 +28,7 @@ from dynamic_targets import Target, targets_of, value_of
 from experiments import Row, Session, begun, parser
 from interval_peers import Attention, parts_of
 from peers import recorded_run
-from timing import least_ms, one_thread_ms
+from timing import least_ms, one_thread_ms, replayed
 
 TOKENS = 16384
 SIZES = (

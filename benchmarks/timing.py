@@ -154,6 +154,16 @@ def interleaved(
     return {key: Sample(statistics.median(values), min(values), max(values)) for key, values in times.items()}
 
 
+def replayed(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the replay of a CUDA graph: calls of the library repeat their launches, and the host is not what is timed."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
 def processor(device: str) -> str:
     """Return the name of the GPU, or of the CPU with the number of threads that torch uses."""
     if device == "cuda":

@@ -35,6 +35,9 @@ class KeyExchange(NamedTuple):
     layout: Layout
     seqlen: int
     needed: tuple[tuple[Span, ...], ...]
+    most_received: int = (
+        0  # keys of the rank that receives most, as `exchange_of` counts: ranks that decide by it decide alike
+    )
 
     @property
     def gathers_all(self) -> bool:
@@ -58,11 +61,6 @@ class KeyExchange(NamedTuple):
     def longest(self) -> int:
         """The keys in the longest buffer of all ranks: ranks that decide by it decide alike."""
         return max(map(self.length_of, range(self.team.size)))
-
-    @property
-    def most_received(self) -> int:
-        """The keys that the rank which receives the most receives from others: ranks that decide by it decide alike."""
-        return max(map(self.received_by, range(self.team.size)))
 
     def place(self, key: int) -> int:
         """Return the place of a key in this rank's buffer."""
@@ -161,10 +159,10 @@ class KeyExchange(NamedTuple):
 def exchange_of(team: Team, layout: Layout, seqlen: int, seen: Sequence[Sequence[Span]]) -> KeyExchange:
     """Return the exchange by which every rank gets the spans that it sees."""
     exchange = KeyExchange(team, layout, seqlen, tuple(_joined(spans) for spans in seen))
-    received = sum(map(exchange.received_by, range(team.size)))
-    if received >= GATHER_ALL * (team.size - 1) * seqlen:
-        return exchange._replace(needed=(((0, seqlen),),) * team.size)
-    return exchange
+    received = [exchange.received_by(rank) for rank in range(team.size)]
+    if sum(received) >= GATHER_ALL * (team.size - 1) * seqlen:
+        return exchange._replace(needed=(((0, seqlen),),) * team.size, most_received=seqlen - seqlen // team.size)
+    return exchange._replace(most_received=max(received))
 
 
 def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
