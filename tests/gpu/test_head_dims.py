@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM 9.0 device", allow_module_level=True)
 
-from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Gradients, Mask, Result, Saved, plain_options  # noqa: E402  # noqa: E402
+from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Gradients, Mask, Result, Saved, plain_options  # noqa: E402
 from dmattn_ops.dispatch import run as dispatch  # noqa: E402
 from dmattn_ops.kernels.hopper.backward import launch as hopper_backward  # noqa: E402
 from dmattn_ops.kernels.hopper.backward_256 import launch as hopper_backward_256  # noqa: E402
@@ -67,15 +67,15 @@ def run(
     inputs: tuple[Tensor, ...], band: tuple[int, int] = FULL, tiles: Mask = NO_MASK, bias: Tensor | None = None,
     softcap: float = 0.0, deterministic: bool = False, grad_lse: Tensor | None = None,
 ) -> Results:  # fmt: skip
-    """Run what dispatch chooses, which must be kernels for SM 9.0; outputs hold NaN before."""
+    """Run what dispatch chooses, which must be kernels for SM 9.0, or that of one query; outputs hold NaN before."""
     query, key, value, grad_out = inputs
     options = plain_options(query.shape[-1] ** -0.5, *band, softcap=softcap, deterministic=deterministic)
     call = Call(query, key, value, bias, tiles, None, None, None, options)
     lse = query.new_full((query.shape[0], query.shape[2], query.shape[1]), NAN, dtype=torch.float32)
     result = Result(empty_beside(grad_out), lse, torch.full_like(lse, NAN), None)
     choice = dispatch.forward_choice(call, result)
-    assert choice.row.kernel == "hopper", choice
-    dispatch.launcher("forward", "hopper").forward(call, result, choice.row.config)
+    assert choice.row.kernel == ("decode" if query.shape[1] == 1 else "hopper"), choice
+    dispatch.launcher("forward", choice.row.kernel).forward(call, result, choice.row.config)
     dq, dk, dv = (empty_beside(tensor) for tensor in (query, key, value))
     dbias = None if bias is None else torch.full_like(bias, NAN)
     saved, grads = Saved(result.out, lse, result.lse_tail), Gradients(grad_out, grad_lse, dq, dk, dv, dbias)

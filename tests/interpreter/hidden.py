@@ -35,6 +35,13 @@ def visible_pairs(problem: Problem, case: Case) -> Tensor:
     return seen
 
 
+def amid_nan(like: Tensor, device: str) -> Tensor:
+    """Return a view with the strides of another that is full of NaN, as is what lies between its rows."""
+    last = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    room = 0 if like.numel() == 0 else last + 1
+    return torch.full((room,), float("nan"), dtype=like.dtype, device=device).as_strided(like.shape, like.stride())
+
+
 def hide_unseen(problem: Problem, case: Case) -> Case:
     """Put NaN and infinities into all that is hidden: it may reach nothing."""
     seen = visible_pairs(problem, case)
@@ -66,8 +73,7 @@ def hide_unseen(problem: Problem, case: Case) -> Case:
         else:
             shown = shown if bias.shape[0] == problem.batch else shown.any(0, keepdim=True)
             shown = shown if bias.shape[2] == problem.seqlen_q else shown.any(2, keepdim=True)
-        spread = torch.empty_strided(bias.shape, bias.stride(), dtype=bias.dtype)
-        bias = spread.copy_(spoiled(bias, ~shown))
+        bias = amid_nan(bias, "cpu").copy_(spoiled(bias, ~shown))
     return replace(
         case,
         query=spoiled(case.query, like_rows(no_key)),

@@ -81,11 +81,11 @@ def attention(
     return (p @ v).transpose(1, 2), lse, scores.detach().amax(-1)
 
 
-def error(ours: Tensor, truth: Tensor, cancels: bool = False) -> float:
+def error(ours: Tensor, truth: Tensor, terms: int = 0) -> float:
     """Return the relative L2 error, or that of the difference where the truth is 0, after NaN and Inf positions were compared.
 
-    `cancels`: a truth of 0 is the difference of rounded numbers, such as dq of queries that see one key alone; then it is the
-    root mean square of the difference.
+    `terms`: a truth of 0 is a sum of so many differences of rounded numbers, such as dq of queries that see one key alone; then it
+    is the root mean square of the difference, for each of them.
     """
     ours, truth = ours.double().cpu(), truth.double().cpu()
     assert torch.equal(ours.isnan(), truth.isnan()), "NaN positions differ"
@@ -93,7 +93,7 @@ def error(ours: Tensor, truth: Tensor, cancels: bool = False) -> float:
     finite = truth.isfinite()
     ours, truth = ours[finite], truth[finite]
     difference, size = (ours - truth).norm(), truth.norm()
-    return float(difference / (size or (max(1, ours.numel()) ** 0.5 if cancels else 1.0)))
+    return float(difference / (size or max(1, ours.numel() * terms) ** 0.5))
 
 
 EPSILON = {torch.float64: 1e-10, torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}

@@ -233,7 +233,8 @@ def gather(
     if T.bias_tiles:
         added = buffers.p.load(SCORES).to(gl.float32)
     elif features.bias == "full":
-        added = load_bias(head, own_queries, keys.rows, False, PARTIAL)
+        # Also of a step without a test: past the last key there may be anything, or nothing.
+        added = load_bias(head, own_queries, keys.rows, False, True)
     p = probabilities(scores, added, head.factors, log_sum[:, None], log_rest[:, None], features.natural)
     if PARTIAL:
         pairs = pairs_of(head, keys, own_queries, start, M, features)
