@@ -399,10 +399,10 @@ def check(
     eager = expected(problem, case, problem.dtype)
     ours = run(problem, hide_unseen(problem, case), device, forward, backward)
     p = problem
-    terms = {"dq": p.seqlen_k, "dk": p.seqlen_q * p.heads // p.kv_heads, "dbias": p.batch * p.heads}
+    terms = {"dq": p.seqlen_k, "dk": p.seqlen_q * p.heads // p.kv_heads, "dbias": p.batch * p.heads}  # of dS
     for name, tensor in ours.items():
         limit = 2 * oracle.error(eager[name], truth[name]) + oracle.EPSILON[problem.dtype]
-        found = oracle.error(tensor, truth[name], terms.get(name, 0))
+        found = oracle.error(tensor, truth[name], terms.get(name, 0) * p.value_dim)
         assert found <= limit, f"{name}: error {found:.2e} over the budget {limit:.2e} in {problem}"
     assert_exact_zeros(problem, case, ours, truth)
 
