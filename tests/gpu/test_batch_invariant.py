@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.support import invariant_cases as cases  # noqa: E402
+from tests.support.architecture import HOPPER  # noqa: E402
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -87,7 +88,7 @@ def test_neighbours_change_no_bits(kind: str, dim: int) -> None:
     """Rows of large scores, from about 1e4 on, take their sums in another way; a NaN has masked calls computed again."""
     given, keywords = cases.of_kind(kind, 3, 333, HEADS[dim], dim, "cuda")
     backward = dmattn_ops.explain(*given[:5], batch_invariant=True, **keywords).backward
-    if torch.cuda.get_device_capability() == (9, 0):
+    if HOPPER:
         assert backward.kernel == (KERNELS[kind] if dim <= 128 else "hopper256")
     for scale in (1e4, 1e6):
         cases.check_neighbours(given, large(scale), ("query",), **keywords)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.architecture import skip_file_without_hopper
+
 pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an SM 9.0 device", allow_module_level=True)
+skip_file_without_hopper()
 
 from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Gradients, Mask, Result, Saved, plain_options  # noqa: E402
 from dmattn_ops.dispatch import run as dispatch  # noqa: E402

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Gradients, Mask, Saved, plain_options
 from dmattn_ops.choice import config
+from tests.support.architecture import needs_hopper
 from tests.support.tile_builder import build_segment_tiles, build_tiles, on_gpu
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
+pytestmark = [pytest.mark.gpu, needs_hopper]
 NOTHING = slice(0)
 EPS = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
 

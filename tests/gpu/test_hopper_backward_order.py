@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an SM 9.0 device", allow_module_level=True)
+from tests.support.architecture import skip_file_without_hopper
 
-from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Gradients, Saved, plain_options  # noqa: E402  # noqa: E402
+pytestmark = pytest.mark.gpu
+skip_file_without_hopper()
+
+from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Gradients, Saved, plain_options  # noqa: E402
 from dmattn_ops.kernels.hopper.backward import launch as hopper_backward  # noqa: E402
 from tests.gpu.test_hopper_backward import BANDS, LENGTHS, check, configuration, draw  # noqa: E402
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.architecture import skip_file_without_hopper
+
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_in_new_memory")]
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an SM 9.0 device", allow_module_level=True)
+skip_file_without_hopper()
 
 from dmattn_ops import flash_dmattn_func  # noqa: E402
 from dmattn_ops.choice import config  # noqa: E402

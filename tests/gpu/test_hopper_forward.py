@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an SM 9.0 device", allow_module_level=True)
+from tests.support.architecture import skip_file_without_hopper
 
-from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Mask, Result, plain_options  # noqa: E402  # noqa: E402
+pytestmark = pytest.mark.gpu
+skip_file_without_hopper()
+
+from dmattn_ops.call import NO_MASK, UNBOUNDED, Call, Mask, Result, plain_options  # noqa: E402
 from dmattn_ops.choice import config, resolve  # noqa: E402
 from dmattn_ops.kernels.hopper.forward import launch as hopper_forward  # noqa: E402
 from tests.support.tile_builder import build_lists, build_tiles, on_gpu, tile_states  # noqa: E402

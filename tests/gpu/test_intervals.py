@@ -14,12 +14,10 @@ from dmattn_ops.dispatch import run
 from dmattn_ops.testing import Problem, check
 from dmattn_ops.testing.inputs import make_inputs
 from dmattn_ops.testing.oracle import EPS, relative_error
+from tests.support.architecture import needs_hopper
 from tests.support.replays import replayed
 
 pytestmark = pytest.mark.gpu
-HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an SM 9.0 device"
-)
 DIMS = [64, 128, 256]
 BASE = Problem(
     seed=5, dtype="bfloat16", batch=2, heads=4, heads_k=2, seqlen_q=333, seqlen_k=517, intervals="random",
@@ -51,7 +49,7 @@ KINDS = {
 }
 
 
-@HOPPER
+@needs_hopper
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 @pytest.mark.parametrize("dim", DIMS)
@@ -60,7 +58,7 @@ def test_out_and_gradients_stay_within_the_budget(taken, dim: int, kind: Problem
     assert {*taken} & {"hopper", "hopper256"}
 
 
-@HOPPER
+@needs_hopper
 @pytest.mark.parametrize("kind", ["random", "causal lifetimes, whole tiles", "hidden parts", "a bias per key"])
 @pytest.mark.parametrize("dim", DIMS)
 def test_deterministic_calls_repeat_bit_for_bit_and_end(taken, dim: int, kind: str) -> None:
@@ -79,7 +77,7 @@ def test_a_problem_hides_whole_tiles() -> None:
     assert less.density() < 0.9 * shown.density()
 
 
-@HOPPER
+@needs_hopper
 @pytest.mark.parametrize("kind", ["random, whole tiles", "causal lifetimes", "hidden parts", "sinks"])
 @pytest.mark.parametrize("dim", DIMS)
 def test_captured_graphs(dim: int, kind: str) -> None:

@@ -18,6 +18,7 @@ from dmattn_ops.kernels.portable import backward as portable_backward  # noqa: E
 from dmattn_ops.kernels.portable import forward as portable_forward  # noqa: E402
 from tests.interpreter.cases import NASTY, PORTABLE_ROWS, of_row, random_problem, row_id  # noqa: E402
 from tests.interpreter.problems import Problem, build, check, run  # noqa: E402
+from tests.support.architecture import version  # noqa: E402
 
 DIMS = (1, 8, 32, 40, 64, 80, 96, 128, 192, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -25,8 +26,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def portable_row(rows: tuple[config.Row, ...], width: int, itemsize: int) -> config.Config:
     """Return the first portable row for this GPU, a head dimension and an element size."""
-    major, minor = torch.cuda.get_device_capability()
-    portable = [row for row in rows if row.kernel == "portable" and row.sm <= 10 * major + minor]
+    portable = [row for row in rows if row.kernel == "portable" and row.sm <= version()]
     newest = max(row.sm for row in portable)
     return next(r.config for r in portable if r.sm == newest and r.dim >= width and r.itemsize >= itemsize)
 

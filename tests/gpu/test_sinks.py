@@ -9,10 +9,10 @@ import torch
 
 from dmattn_ops import flash_dmattn_func
 from dmattn_ops.testing import Problem, check
+from tests.support.architecture import skip_file_without_hopper
 
 pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an SM 9.0 device", allow_module_level=True)
+skip_file_without_hopper()
 
 BASE = Problem(
     seed=21, dtype="bfloat16", batch=2, heads=4, heads_k=4, seqlen_q=400, seqlen_k=520, sink="float32", maximum=True

@@ -9,6 +9,7 @@ import torch
 
 from dmattn_ops import flash_dmattn_func, prepare_mask
 from dmattn_ops.testing import Problem, check
+from tests.support.architecture import needs_hopper
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -108,7 +109,7 @@ def test_random_problems_that_were_once_wrong(problem: Problem) -> None:
     check(problem, "cuda", repeats=2)
 
 
-@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs an SM 9.0 device")
+@needs_hopper
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_these_problems_run_on_the_kernels_for_sm_90(family: str, mask: str, taken: list[str]) -> None:

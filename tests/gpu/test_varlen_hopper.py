@@ -17,12 +17,12 @@ from dmattn_ops.kernels.hopper.forward import launch as hopper_forward
 from dmattn_ops.launching import plans
 from dmattn_ops.testing import Problem, check
 from dmattn_ops.testing.oracle import relative_error
+from tests.support.architecture import skip_file_without_hopper
 from tests.support.packed_cases import Packed, draw_packed, offsets_of
 from tests.support.replays import replayed
 
 pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an SM 9.0 device", allow_module_level=True)
+skip_file_without_hopper()
 
 DIMS = [64, 128, 256]
 BASE = Problem(
