@@ -131,19 +131,23 @@ def test_queries_stay_in_shared_memory_where_they_leave_room_for_keys(
     assert taken + shared_bias.SMALL_BUFFERS <= SM90.shared_memory
 
 
+@pytest.mark.parametrize("batches", [1, 2, 7, 384])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 8, 64, 100])
 @pytest.mark.parametrize("programs", [1, 2, 100, 131, 132, 133, 512, 4096])
-def test_the_parts_of_the_keys_cover_all_blocks_and_fill_the_sms(programs: int, blocks: int) -> None:
-    splits = shared_bias.parts_of_keys(programs, blocks, 132)
+def test_the_parts_of_keys_and_batches_cover_all_and_fill_the_sms(programs: int, blocks: int, batches: int) -> None:
+    splits, parts = shared_bias.division_of(programs, blocks, batches, 2, 132)
     each = -(-blocks // splits)
+    assert batches % parts == 0
     assert 1 <= splits <= min(blocks, shared_bias.MOST_SPLITS)
     assert sorted(set().union(*(range(part * each, min((part + 1) * each, blocks)) for part in range(splits)))) == list(
         range(blocks)
     )
-    if programs >= 4096:
+    if programs == 4096 and batches == 1:
         assert splits == 1
-    if programs == 1 and blocks <= shared_bias.MOST_SPLITS:
+    if programs == 1 and batches == 1 and blocks <= shared_bias.MOST_SPLITS:
         assert splits == blocks
+    if programs == 1 and batches == 384:
+        assert splits * parts > 100 or (splits, parts) == (blocks, 16)
 
 
 @pytest.mark.parametrize(

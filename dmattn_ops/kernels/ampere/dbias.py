@@ -212,7 +212,7 @@ def dbias_kernel(
     blocks, key_blocks, dbias_heads, batches, heads, seqlen_q, seqlen_k, band_lo, band_hi, ratio, factor,
     shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    """Write one block of dbias: the sum of dS over `batches` batches and `bias_group` heads."""
+    """Write one block of dbias `[parts, heads, Sq, Sk]`: the sum of dS over `batches` batches and `bias_group` heads."""
     WARPS: gl.constexpr = gl.num_warps()
     SCORES: gl.constexpr = products(T.score_warps, WARPS // T.score_warps)
     M: gl.constexpr = shape.block_m
@@ -239,7 +239,8 @@ def dbias_kernel(
     start_k = program % key_blocks * N
     start_q = program // key_blocks % blocks * M
     first_head = program // key_blocks // blocks % dbias_heads * bias_group
-    first_batch = program // key_blocks // blocks // dbias_heads
+    written = program // key_blocks // blocks // dbias_heads
+    first_batch = written * batches
     zero = program * 0
     first = Place(first_batch, first_batch, first_head, zero, seqlen_q, zero, seqlen_k, zero)
     count = batches * bias_group
@@ -288,7 +289,7 @@ def dbias_kernel(
         if T.stages == 1:
             fetch(buffers, 0, inputs, later, start_q, start_k, shape, features)
     async_copy.wait_group(0)
-    made = Bias(dbias + head_offset(first_batch, first_head // bias_group, dbias_b, dbias_h), dbias_q)
+    made = Bias(dbias + head_offset(written, first_head // bias_group, dbias_b, dbias_h), dbias_q)
     queries = start_q + gl.arange(0, M, layout=gl.SliceLayout(1, SCORES))
     keys = start_k + gl.arange(0, N, layout=gl.SliceLayout(0, SCORES))
     store_scores(made, total, queries, keys, first)

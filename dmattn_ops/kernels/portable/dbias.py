@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dmattn_ops.call import TILE as _TILE
 from dmattn_ops.call import Call, Gradients, Saved, bias_kind, is_pairwise, owns_bias, rows_are_aligned
+from dmattn_ops.choice import arch
 from dmattn_ops.choice.config import PortableBackward
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.portable.arguments import (
@@ -47,6 +48,8 @@ from dmattn_ops.kernels.portable.visibility import BitArray, KeyArrays, MaskArra
 from dmattn_ops.launching.launch import computed, launch, makes_zeros, sum_into, workspace
 
 ENTRIES = 128  # list entries that one iteration marks
+PROGRAMS = 2  # for each multiprocessor, from which on batches are not divided
+MOST_PARTS = 16  # float32 sums of a shared bias that a call has room for
 
 
 @triton.jit(do_not_specialize=["tiles_w", "key_tiles"])
@@ -75,7 +78,7 @@ def dbias_kernel(
     blocks, key_blocks, dbias_heads, batches, heads, seqlen_q, seqlen_k, band_lo, band_hi, ratio, factor,
     shape: tl.constexpr, features: tl.constexpr,
 ):  # fmt: skip
-    """Write one block of dbias: the sum of dS over `batches` batches and `bias_group` heads."""
+    """Write one block of dbias `[parts, heads, Sq, Sk]`: the sum of dS over `batches` batches and `bias_group` heads."""
     KEY_ROWS: tl.constexpr = shape.key_rows
     VALUE_ROWS: tl.constexpr = shape.value_rows
     BLOCK_M: tl.constexpr = shape.block_m
@@ -92,7 +95,8 @@ def dbias_kernel(
     start_k = program % key_blocks * BLOCK_N
     start_q = (program // key_blocks) % blocks * BLOCK_M
     first_head = (program // key_blocks // blocks) % dbias_heads * bias_group
-    first_batch = program // key_blocks // blocks // dbias_heads
+    written = program // key_blocks // blocks // dbias_heads
+    first_batch = written * batches
     in_band = (start_k + BLOCK_N > start_q + band_lo) & (start_k < start_q + BLOCK_M + band_hi)
     zero = tl.cast(0, tl.int32)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -124,7 +128,7 @@ def dbias_kernel(
                 ds, _, _ = step_gradient(queries, k, v, start_k, head, shape, features, PARTIAL)
                 total += ds
     place = Place(first_batch, first_batch, first_head, zero, seqlen_q, zero, seqlen_k, zero)
-    head_dbias = dbias + head_offset(first_batch, first_head // bias_group, dbias_b, dbias_h)
+    head_dbias = dbias + head_offset(written, first_head // bias_group, dbias_b, dbias_h)
     own_queries, own_keys = start_q + tl.arange(0, BLOCK_M), start_k + tl.arange(0, BLOCK_N)
     store_scores(Bias(head_dbias, dbias_q), total, own_queries, own_keys, place)
 
@@ -239,25 +243,53 @@ def broadcast_dbias(
     )
 
 
+def divisors(batches: int) -> list[int]:
+    """Return into how many parts as large as each other a number of batches can be divided, 1 first."""
+    return [1, *(parts for parts in range(2, min(batches, MOST_PARTS) + 1) if batches % parts == 0)]
+
+
+def parts_of(batches: int, programs: int, sms: int) -> int:
+    """Return into how many parts batches are divided, so that `programs` for each of them keep all multiprocessors busy."""
+    possible = divisors(batches)
+    return next((parts for parts in possible if programs * parts >= PROGRAMS * sms), possible[-1])
+
+
+def room_for_parts(call: Call, dbias: Tensor, parts: int) -> Tensor:
+    """Return what programs write: dbias, or float32 sums over one of several `parts` of the batches, `[parts, heads, Sq, Sk]`."""
+    return dbias if parts == 1 else workspace(call.query, parts, *dbias.shape[1:])
+
+
+def add_parts(dbias: Tensor, written: Tensor) -> None:
+    """Add the sums over parts of the batches up, where there are several."""
+    if written is not dbias:
+        computed(sum_into, dbias, written, written.shape, (0,))
+
+
 def launch_blocks(
     kernel: Any, call: Call, arguments: dict[str, Any], size: Extent, dbias: Tensor, shape: Shape, **options: Any
 ) -> None:
-    """Launch a kernel that takes the arguments of `dbias_kernel`, a program for each block of dbias of a `shape`."""
+    """Launch a kernel that takes the arguments of `dbias_kernel`, a program for each block of dbias of a `shape`.
+
+    Where that are too few, the batches that share a bias are divided into parts, as many for each.
+    """
     mask = call.mask
     blocks = ceil_div(size.seqlen_q, shape.block_m)
     key_blocks = ceil_div(size.seqlen_k, shape.block_n)
     programs = blocks * key_blocks * dbias.shape[0] * dbias.shape[1]
     if programs == 0:
         return
+    batches = size.batch if dbias.shape[0] == 1 else 1
+    parts = parts_of(batches, programs, arch.physical(call.query.device).num_sms)
+    written = room_for_parts(call, dbias, parts)
     lists = list_arguments(mask.row_tiles, mask.row_bits, size.heads)
     states = None if mask.row_tiles is None else mark_tiles(mask.row_tiles, ceil_div(size.seqlen_k, _TILE))
     wanted = kernel.arg_names
     given = {name: value for name, value in (arguments | lists).items() if name in wanted}
     launch(
         kernel,
-        (programs,),
+        (programs * parts,),
         **given,
-        **dbias_arguments(dbias),
+        **dbias_arguments(written),
         states=states,
         states_b=broadcast_stride(states, 0),
         states_h=broadcast_stride(states, 1),
@@ -265,8 +297,9 @@ def launch_blocks(
         blocks=blocks,
         key_blocks=key_blocks,
         dbias_heads=dbias.shape[1],
-        batches=size.batch if dbias.shape[0] == 1 else 1,
+        batches=batches // parts,
         shape=shape,
         features=features_of(call, mask.row_tiles),
         **options,
     )
+    add_parts(dbias, written)

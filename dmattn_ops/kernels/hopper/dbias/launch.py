@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,7 +29,15 @@ from dmattn_ops.kernels.hopper.scores import Bias, Exact, Scales
 from dmattn_ops.kernels.hopper.statistics import Statistics
 from dmattn_ops.kernels.hopper.views import STEP, Maps, MaskTensors, band_view, block_of, mask_of
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
-from dmattn_ops.kernels.portable.dbias import mark_tiles, recompute_dbias, reduction
+from dmattn_ops.kernels.portable.dbias import (
+    add_parts,
+    dbias_arguments,
+    divisors,
+    mark_tiles,
+    recompute_dbias,
+    reduction,
+    room_for_parts,
+)
 from dmattn_ops.launching.launch import computed, launch
 from dmattn_ops.launching.tensor_maps import rows_map
 
@@ -36,7 +45,9 @@ MAX_DIM = 128
 KEYS = STEP.value  # of a step
 SMALL_BUFFERS = 3072  # bytes of shared memory for barriers, and for what the compiler exchanges between warps
 LEAST_STAGES = 3  # buffers of keys and of values: with two, a step waits for its own loads
-PROLOGUE = 4  # blocks of keys in whose time a program begins and loads its queries
+PROLOGUE = 4  # blocks of keys of `FEW_MEMBERS` or fewer members in whose time a program begins and loads its queries
+FEW_MEMBERS = 4
+ADDED_UP = 4  # members in whose time the sum of a part of the batches is written and added to others
 MOST_SPLITS = 16
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
@@ -56,10 +67,10 @@ def shared_bias_kernel(
     seqlen_q, seqlen_k, stat_rows, band_lo, band_hi, heads_per_group, n_sums, splits, blocks_of_split, n_flags, total,
     T: gl.constexpr,
 ):  # fmt: skip
-    """Write dbias; a program for each 128 queries of each of `splits` parts of the keys of each of `n_sums` heads of dbias.
+    """Write dbias `[parts, heads, Sq, Sk]`: a program for each 128 queries of each of `splits` parts of the keys of a head.
 
-    `stats` are the statistics of all `total` rows (`hopper/statistics.py`), and `flags` the flags beside them, of which `n_flags`
-    are those of the batches whose sum a head of dbias is.
+    Each of these `n_sums` heads is a sum over `batches` batches. `stats` are the statistics of all `total` rows
+    (`hopper/statistics.py`), and `flags` the flags beside them, of which `n_flags` are those of so many batches.
     RESIDENT: there are as many QUERY_BUFFERS as members, and CHUNKS is 1; otherwise there are two.
     """
     maps = Maps(
@@ -72,9 +83,10 @@ def shared_bias_kernel(
     tile = rank - split * n_tiles
     if T.HAS_HI:
         tile = n_tiles - 1 - tile  # the last queries see the most keys
-    batch = index // dbias_heads
-    head = index - batch * dbias_heads
-    flags += batch.to(gl.int64) * n_flags
+    written = index // dbias_heads
+    head = index - written * dbias_heads
+    batch = written * batches
+    flags += written.to(gl.int64) * n_flags
     members = Members(batch, head * bias_group, bias_group, batches * bias_group)
     mask = MaskTensors(lists, bits, q_segments, k_segments, start, end, hidden_from, hidden_to, list_b, list_h, list_width, bits_b,
                        bits_h, bits_row, q_segments_b, k_segments_b, k_segments_h, mask_group, segment_group)  # fmt: skip
@@ -85,7 +97,7 @@ def shared_bias_kernel(
     walk = Walk(row, first, gl.minimum(first + blocks_of_split, blocks), seqlen_q, seqlen_k, view)
     of_states = States(states, states_b, states_h, states_q, states_group)
     bias += batch.to(gl.int64) * bias_b + head.to(gl.int64) * bias_h
-    dbias += batch.to(gl.int64) * dbias_b + head.to(gl.int64) * dbias_h
+    dbias += written.to(gl.int64) * dbias_b + head.to(gl.int64) * dbias_h
     rows = AllRows(stats, heads, stat_rows, total.to(gl.int64))
     of_head = Bias(bias, 0, 1, bias_q, 1.0 / scale, bias, 0, seqlen_q, seqlen_k)
     scales = Scales(scale_log2, 0.0, 0.0, scale)
@@ -135,13 +147,25 @@ def plan_of(members: int, columns: int, shared_memory: int, config: HopperShared
     return Plan(False, 2, min((room - 2 * of_queries) // of_keys, config.stages), config.chunks)
 
 
-def parts_of_keys(programs: int, blocks: int, sms: int) -> int:
-    """Return in how many parts the blocks of keys are divided, so that `programs` times as many fill all SMs about equally."""
+class Division(NamedTuple):
+    """In how many parts a sum is computed."""
 
-    def time(splits: int) -> int:
-        return -(-programs * splits // sms) * (-(-blocks // splits) + PROLOGUE)
+    keys: int  # parts of the blocks of keys
+    batches: int  # parts of the batches, whose sums are added up behind the kernel
 
-    return min(range(1, max(1, min(blocks, MOST_SPLITS)) + 1), key=time)
+
+def division_of(programs: int, blocks: int, batches: int, group: int, sms: int) -> Division:
+    """Return in how many parts blocks of keys and batches of `group` heads are divided, so that programs fill all SMs equally."""
+
+    def time(parts: Division) -> int:
+        own_blocks, members = -(-blocks // parts.keys), batches // parts.batches * group
+        steps = own_blocks * (members + (ADDED_UP if parts.batches > 1 else 0)) + PROLOGUE * min(
+            batches * group, FEW_MEMBERS
+        )
+        return -(-programs * parts.keys * parts.batches // sms) * steps
+
+    keys = range(1, max(1, min(blocks, MOST_SPLITS)) + 1)
+    return min((Division(*each) for each in itertools.product(keys, divisors(batches))), key=time)
 
 
 def bias_gradient(
@@ -173,9 +197,11 @@ def write_dbias(call: Call, grad_out: Tensor, statistics: Statistics, dbias: Ten
     batch, seqlen_q, seqlen_k, heads, kv_heads = sizes_of(call)
     (width, second), (width_v, second_v) = column_parts(query.shape[-1]), column_parts(value.shape[-1])
     group = bias_places(bias, heads).bias_group
-    dbias_b, dbias_h, dbias_q = dbias.stride()[:3]
-    batches = batch if dbias.shape[0] == 1 else 1
     on = arch.physical(query.device)
+    sums, tiles = dbias.shape[0] * dbias.shape[1], -(-seqlen_q // TILE)
+    shared, key_blocks = batch if dbias.shape[0] == 1 else 1, -(-seqlen_k // KEYS)
+    parts = division_of(sums * tiles, key_blocks, shared, group, on.num_sms)
+    batches, written = shared // parts.batches, room_for_parts(call, dbias, parts.batches)
     plan = plan_of(batches * group, width + second + width_v + second_v, on.shared_memory, config)
     given = mask_arguments(mask.row_tiles, mask.row_bits, mask, heads, seqlen_q, statistics.rows)
     of_states: dict[str, Any] = {"states": None, "states_b": 0, "states_h": 0, "states_q": 0, "states_group": 1}
@@ -187,8 +213,8 @@ def write_dbias(call: Call, grad_out: Tensor, statistics: Statistics, dbias: Ten
         }  # fmt: skip
     has_lo, has_hi = options.band_lo > -UNBOUNDED, options.band_hi < UNBOUNDED
     equal = mask.kind == "none" and not has_lo and not has_hi
-    sums, tiles, blocks = dbias.shape[0] * dbias.shape[1], -(-seqlen_q // TILE), -(-seqlen_k // (plan.chunks * KEYS))
-    splits = parts_of_keys(sums * tiles, blocks, on.num_sms)
+    blocks = -(-seqlen_k // (plan.chunks * KEYS))
+    splits = min(parts.keys, blocks)
     traits = Traits(
         width, second, width_v, second_v, plan.stages, plan.chunks, plan.query_buffers, plan.resident, kind_of(call),
         HAS_LO=has_lo, HAS_HI=has_hi, HIDDEN=mask.hidden_from is not None, DROPOUT=options.dropout_p > 0.0,
@@ -197,15 +223,16 @@ def write_dbias(call: Call, grad_out: Tensor, statistics: Statistics, dbias: Ten
     firsts = zip(tensors, (width, width, width_v, width_v), strict=True)
     seconds = zip(tensors, (second, second, second_v, second_v), strict=True)
     launch(
-        shared_bias_kernel, (sums * tiles * splits,),
+        shared_bias_kernel, (sums * tiles * splits * parts.batches,),
         *(rows_map(tensor, KEYS, wide) for tensor, wide in firsts),
         *(rows_map(tensor, KEYS, wide) if wide else None for tensor, wide in seconds),
         statistics.rows, statistics.flags, **given._asdict(), **of_states, bias=bias, **bias_places(bias, heads)._asdict(),
-        dbias=dbias, dbias_b=dbias_b, dbias_h=dbias_h, dbias_q=dbias_q, dbias_heads=dbias.shape[1],
+        **dbias_arguments(written), dbias_heads=dbias.shape[1],
         batches=batches, **dropout_arguments(call)._asdict(), scale=options.softmax_scale, scale_log2=score_factors(options)[0],
         heads=heads, kv_group=heads // kv_heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, stat_rows=statistics.rows_of_head,
-        band_lo=options.band_lo, band_hi=options.band_hi, heads_per_group=1 if equal else config.heads_per_group, n_sums=sums,
-        splits=splits, blocks_of_split=-(-blocks // splits), n_flags=statistics.n_flags // batch * batches,
-        total=batch * heads * statistics.rows_of_head,
+        band_lo=options.band_lo, band_hi=options.band_hi, heads_per_group=1 if equal else config.heads_per_group,
+        n_sums=sums * parts.batches, splits=splits, blocks_of_split=-(-blocks // splits),
+        n_flags=statistics.n_flags // batch * batches, total=batch * heads * statistics.rows_of_head,
         T=traits, num_warps=4,
     )  # fmt: skip
+    add_parts(dbias, written)
