@@ -155,16 +155,17 @@ def test_programs_that_take_many_listed_blocks(dim: int, programs: int, mask_hea
         check(2, (300, 900), (4, 2), dim, keep=keep, tiles=build_tiles(keep))
 
 
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("programs", [3, 12, 132])
 @pytest.mark.parametrize("seqlens", [(700, 700), (300, 900), (900, 300)], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_query_heads_that_take_turns(dim: int, seqlens: tuple[int, int], programs: int, limited) -> None:
+def test_query_heads_that_take_turns(dim: int, seqlens: tuple[int, int], programs: int, ordered: bool, limited) -> None:
     limited(num_sms=programs, l2_bytes=0)
     off = seqlens[1] - seqlens[0]
     query, key = (draw(1, 1, heads, dim, torch.bfloat16) for heads in (6, 2))
-    call = Call(query, key, key, None, NO_MASK, None, None, None, plain_options(1.0, -UNBOUNDED, off))
-    assert hopper_backward._interleaved(call)
-    check(2, seqlens, (6, 2), dim, (-UNBOUNDED, off), with_grad_lse=True)
+    options = plain_options(1.0, -UNBOUNDED, off, deterministic=ordered)
+    assert hopper_backward._interleaved(Call(query, key, key, None, NO_MASK, None, None, None, options))
+    check(2, seqlens, (6, 2), dim, (-UNBOUNDED, off), with_grad_lse=True, deterministic=ordered)
 
 
 @pytest.mark.parametrize("dim", [8, 40, 64, 72, 96, 128])

@@ -44,15 +44,15 @@ ALLOWED = {
     "d64 causal key-bias ordered": 108,
     "d64 varlen": 44, "d128 varlen": 84, "d64 grouped varlen": 48, "d128 grouped varlen": 116, "d64 varlen key-bias": 112,
     "d128 varlen key-bias": 108, "d64 varlen softcap": 516, "d128 varlen softcap": 316,
-    "d64 causal dropout": 284, "d64 bits dropout": 368, "d64 full key-bias dropout": 516, "d64 causal ordered dropout": 240,
+    "d64 causal dropout": 284, "d64 bits dropout": 368, "d64 full key-bias dropout": 516, "d64 causal ordered dropout": 252,
     "d64 causal softcap dropout": 4196, "d128 full dropout": 40, "d128 causal dropout": 40, "d128 bits dropout": 256,
     "d128 grouped causal dropout": 112, "d128 intervals dropout": 240, "d128 segments dropout": 508,
     "d128 full key-bias dropout": 312, "d128 causal softcap dropout": 2496, "d128 full full-bias dropout": 2288,
-    "d80 full": 24, "d80 causal": 24, "d96 full": 44, "d96 causal": 44, "d96 causal ordered": 28, "d96 bits": 120,
+    "d80 full": 24, "d80 causal": 24, "d96 full": 44, "d96 causal": 44, "d96 causal ordered": 36, "d96 bits": 120,
     "d96 causal key-bias": 60, "d96 causal softcap": 24, "d80 causal softcap": 40,
     "d64 causal shares": 8, "d128 causal shares": 36,
-    "d64 causal ordered invariant": 36, "d128 causal ordered invariant": 12, "d128 grouped causal ordered invariant": 8,
-    "d64 grouped causal ordered invariant": 96, "d128 window ordered invariant": 8, "d96 causal ordered invariant": 40,
+    "d64 causal ordered invariant": 48, "d128 causal ordered invariant": 12, "d128 grouped causal ordered invariant": 20,
+    "d64 grouped causal ordered invariant": 96, "d128 window ordered invariant": 8, "d96 causal ordered invariant": 48,
 }  # fmt: skip
 # Instructions of a step without a test that move them, on its fast path; none where a case is not named.
 IN_LOOPS = {
@@ -68,7 +68,7 @@ LISTED = {"bits", "segments", "intervals"}
 NO_REGISTERS = ("d64 full softcap key-bias", "d128 full softcap key-bias", "d128 causal softcap key-bias")
 QUICK = (
     "d64 full", "d96 causal", "d128 causal", "d128 bits", "d64 causal ordered", "d64 full key-bias", "d128 bits key-bias",
-    "d64 varlen", "d128 varlen", "d128 causal dropout", "d128 intervals", "d64 causal shares", "d128 causal ordered invariant",
+    "d64 varlen", "d128 varlen", "d128 causal dropout", "d128 intervals", "d64 causal shares", "d128 grouped causal ordered invariant",
 )  # fmt: skip
 CASES = tuple(ALLOWED) if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
 
@@ -117,7 +117,7 @@ def test_loops_without_a_test_hold_five_products_and_few_barriers_and_touch_no_s
 ) -> None:
     loops = reports[case]["loops"]
     sums = 0 if "key-bias" not in case else 8 if case.startswith("d64") else 4
-    assert len(loops) == (0 if case.endswith("window ordered") else 2)  # one of each consumer
+    assert len(loops) == (0 if {"window", "ordered"} <= set(case.split()) else 2)  # one of each consumer
     for loop in loops:
         # S, dP and dq 8 each, dv and dk 4 each; twice 4 and three times 8 at D 64; two parts double those of dv and dk
         assert loop["HGMMA"] == {80: 2 * 5 + 24, 96: 2 * 6 + 24}.get(int(case.split()[0][1:]), 32) + sums

@@ -140,13 +140,19 @@ def first_row(m, tile0, C: gl.constexpr, D2: gl.constexpr):
 
 
 @gluon.jit
-def reduce_step(i, m, tile0, seen, pieces, C: gl.constexpr, T: gl.constexpr):
+def counter_of(m, tile0, pieces, C: gl.constexpr):
+    """Return the counter of consumer `C`'s piece of query tile `m` of the head that starts at `tile0`."""
+    return pieces.counters + (tile0 + m) * 2 + C
+
+
+@gluon.jit
+def reduce_step(i, m, tile0, seen, following, pieces, C: gl.constexpr, T: gl.constexpr):
     """Add what consumer `C` made in step `i` to its piece of query tile `m` of the head that starts at `tile0`.
 
     In a block's first step `m` is -1: what it made belongs nowhere. `seen` is what the step before saw of this piece's counter;
-    return what this one sees of the next step's.
+    return what this one sees of `following`, the next step's.
     """
-    counter = pieces.counters + (tile0 + m) * 2 + C
+    counter = counter_of(m, tile0, pieces, C)
     if T.ORDERED:
         if m >= 0:
             await_turn(counter, turn_of(pieces.tile, m, pieces.band_lo, T), seen)
@@ -157,7 +163,7 @@ def reduce_step(i, m, tile0, seen, pieces, C: gl.constexpr, T: gl.constexpr):
     mbarrier.arrive(pieces.dq_empty, count=1)
     if T.ORDERED:
         if m >= 0:
-            seen = count(counter, True)
+            seen = count(counter, following, True)
     return seen
 
 
@@ -169,7 +175,7 @@ def reduce_last(i, turn, m, tile0, seen, place, pieces, stores, C: gl.constexpr,
     """
     dtype: gl.constexpr = stores.ds.dtype
     key = pieces.tile * T.BN + C * 64
-    counter = pieces.counters + (tile0 + m) * 2 + C
+    counter = counter_of(m, tile0, pieces, C)
     mbarrier.wait(pieces.made.index(C * 2 + (i & 1)), (i >> 1) & 1)
     dv_s = buffer_at(stores.v, (turn & 1) * 2 + C)
     send_parts(dv_s, stores.dv_map, place.batch, key, place.head, T.DV, T.DV2, dtype)
@@ -188,7 +194,7 @@ def reduce_last(i, turn, m, tile0, seen, place, pieces, stores, C: gl.constexpr,
     mbarrier.arrive(pieces.dq_empty, count=1)
     if T.ORDERED:
         if m >= 0:
-            count(counter, False)
+            count(counter, counter, False)
 
 
 @gluon.jit
@@ -214,10 +220,11 @@ def reduce_block(i, turn, place, stores, problem, C: gl.constexpr, T: gl.constex
         head = (own.batch * problem.kv_heads + own.head) * group + g
         n_full, n_partial = head_steps(record, span, T)
         for t in range((n_full + n_partial) * width):
-            seen = reduce_step(i, m, tile0, seen, pieces, C, T)
-            seen = gl.where(t == 0, -1, seen)  # a head's first step saw a counter of the head before
-            m = step_tile(t // width, n_full, n_partial, record, span, T)
-            tile0 = (head + t % width) * (problem.rows // T.BM) + block.padded // T.BM
+            next_m = step_tile(t // width, n_full, n_partial, record, span, T)
+            next_tile0 = (head + t % width) * (problem.rows // T.BM) + block.padded // T.BM
+            seen = reduce_step(i, m, tile0, seen, counter_of(next_m, next_tile0, pieces, C), pieces, C, T)
+            m = next_m
+            tile0 = next_tile0
             i += 1
         record += problem.mask.list_step
     reduce_last(i, turn, m, tile0, seen, place, pieces, stores, C, T)
@@ -233,7 +240,8 @@ def reducer(stores, problem, blocks_done, work, C: gl.constexpr, T: gl.constexpr
     while place.tile >= 0:
         i = reduce_block(i, turn, place, stores, problem, C, T)
         own, _ = split_place(place, problem.shares)
-        count(blocks_done + own.batch * problem.kv_heads + own.head, False)
+        done = blocks_done + own.batch * problem.kv_heads + own.head
+        count(done, done, False)
         turn += 1
         place = receive(turn, work)
     ignore(turn + 1, work)

@@ -67,15 +67,14 @@ def await_turn(counter, turn, seen):
 
 
 @gluon.jit
-def count(counter, AHEAD: gl.constexpr):
+def count(counter, following, LOOK: gl.constexpr):
     """Add 1 to a counter once all that this warp has added to dq is in memory (`tma.store_wait` waits until it has been read).
 
-    AHEAD: return the count of its next piece, two below. The look costs nothing beside the fence, which makes it an acquire;
-    at the next step it would delay the addition by a trip to L2. Nobody uses what it sees below a head's first counter; below
-    the first of all lie other counts.
+    LOOK: return what `following`, the counter of this warp's next piece, holds. The look costs nothing beside the fence, which
+    makes it an acquire; at the next step it would delay the addition by a trip to L2.
     """
-    LOOK: gl.constexpr = "ld.relaxed.gpu.global.b32 $0, [$1 + -8];" if AHEAD else ""
-    NO_LOOK: gl.constexpr = "" if AHEAD else "mov.b32 $0, lane;"
+    LOAD: gl.constexpr = "ld.relaxed.gpu.global.b32 $0, [$2];" if LOOK else ""
+    NO_LOAD: gl.constexpr = "" if LOOK else "mov.b32 $0, lane;"
     return gl.inline_asm_elementwise(
         """{
         .reg .pred first;
@@ -84,17 +83,17 @@ def count(counter, AHEAD: gl.constexpr):
         fence.proxy.async.global;
         bar.warp.sync 0xffffffff;
         """
-        + LOOK
+        + LOAD
         + """
         fence.acq_rel.gpu;
         mov.u32 lane, %laneid;
         setp.eq.u32 first, lane, 0;
         @first red.relaxed.gpu.global.add.s32 [$1], 1;
         """
-        + NO_LOOK
+        + NO_LOAD
         + "}",
-        "=&r,l",
-        [counter],
+        "=&r,l,l",
+        [counter, following],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
