@@ -14,7 +14,7 @@ from dmattn_ops.dispatch import run
 from dmattn_ops.testing import Problem, check
 from dmattn_ops.testing.inputs import make_inputs
 from dmattn_ops.testing.oracle import EPS, relative_error
-from tests.support.architecture import needs_hopper
+from tests.support.architecture import HOPPER, needs_hopper
 from tests.support.replays import replayed
 
 pytestmark = pytest.mark.gpu
@@ -86,7 +86,7 @@ def test_captured_graphs(dim: int, kind: str) -> None:
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_fifty_launches_give_the_same_bits_but_for_dq(dim: int) -> None:
-    """dq of heads up to 128 is added up in any order."""
+    """dq of heads up to 128, and on SM 8.x of all heads, is added up in any order."""
     start = torch.randint(0, 700, (1, 2, 700), device="cuda", dtype=torch.int32)
     mask = dmattn_ops.prepare_mask(intervals=(start, start + 200), seqlen_q=700)
     leaves = [torch.randn(1, 700, 2, dim, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
@@ -97,7 +97,7 @@ def test_fifty_launches_give_the_same_bits_but_for_dq(dim: int) -> None:
         found = [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
         first = first or found
         for name, one, other in zip(("out", "dq", "dk", "dv"), first, found, strict=True):
-            if name == "dq" and dim <= 128:
+            if name == "dq" and (dim <= 128 or not HOPPER):
                 limit = one.float().abs() * 2**-7 + one.float().square().mean().sqrt() * 2**-9
                 assert ((one.float() - other.float()).abs() <= limit).all()
             else:

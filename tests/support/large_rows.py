@@ -13,6 +13,7 @@ from dmattn_ops.testing.oracle import EPS
 
 LOWEST = torch.finfo(torch.float32).min
 BOUND = 100  # times what rounding does is what `rounding` allows at most
+OUTLIER = 4  # of a standard deviation: one in some ten thousand is larger
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
 
 
@@ -88,20 +89,21 @@ def rounding(rows: Rows, out: Tensor, weights: Tensor) -> dict[str, float]:
     return found
 
 
-def unheld(rows: Rows) -> dict[str, Tensor]:
+def unheld(rows: Rows, exact_weights: bool = True) -> dict[str, Tensor]:
     """Return where the dtype may not hold dq or dk of a causal call, by their size or by rounding alone.
 
-    dS is `P * (dP - delta)`, of two sums over D in float32, times the scale. Where a query sees one key only, the sums are of
-    the same products, in any order: the gradient is 0, and what rounding makes of it is the scale times some 1e-6. Elsewhere
-    delta is computed of an out that was rounded to the dtype.
+    dS is `P * (dP - delta)`, of two sums over D in float32, times the scale, and delta is computed of an out that was rounded to
+    the dtype. Where one key has all of a query's weight and kernels know it (`exact_weights`), out is a value as it is, and what
+    rounding makes of a gradient of 0 is the scale times some 1e-6. Others find exponents of large scores that are not exactly 0.
     """
     exact, weights = definition(rows, torch.float64, is_causal=True)
     query, key, value = (leaf.detach().double().abs() for leaf in rows.leaves[:3])
     grad_out, dtype = rows.grad_out.double().abs(), rows.grad_out.dtype
     of_products = torch.einsum("bihd,bjhd->bhij", grad_out, value)
     of_delta = (grad_out * exact[0].abs()).sum(-1).transpose(1, 2)[..., None]  # [B, H, Sq, 1]
-    rounded = torch.finfo(dtype).eps * (weights.amax(-1, keepdim=True) < 1)
-    noise = weights * (torch.finfo(torch.float32).eps * (of_products + of_delta) + rounded * of_delta) * abs(rows.scale)
+    of_sums = torch.finfo(torch.float32).eps * (of_products + of_delta)
+    rounded = ~((weights.amax(-1, keepdim=True) == 1) & exact_weights)
+    noise = weights * (of_sums + rounded * torch.finfo(dtype).eps * of_delta) * abs(rows.scale)
     most = torch.finfo(dtype).max
     return {
         "dq": exact[2].abs() + torch.einsum("bhij,bjhd->bihd", noise, key) > most,
@@ -113,7 +115,8 @@ def check(rows: Rows, found: list[Tensor]) -> None:
     """Assert `err <= 2 err(eager in the same dtype) + eps` of every result, and that all are finite.
 
     Where that dtype cannot hold the bias (float16 ends at 65504), it is eager attention in float32, whose rounding of such
-    scores is that of the kernels. A gradient says nothing where the dtype cannot even hold what rounding does to it.
+    scores is that of the kernels. A gradient says nothing where the dtype cannot even hold what rounding does to it, and some
+    elements of it may be infinite where the dtype cannot hold the `OUTLIER`-fold of that.
     """
     dtype = rows.grad_out.dtype
     exact, weights = definition(rows, torch.float64)
@@ -123,6 +126,9 @@ def check(rows: Rows, found: list[Tensor]) -> None:
     for name, mine, right, plain in zip(NAMES, found, exact, eager, strict=False):
         if room.get(name, 0.0) > BOUND * mine.numel() ** 0.5 * torch.finfo(dtype).max:
             continue
+        most = torch.finfo(dtype).max
+        if OUTLIER * room.get(name, 0.0) > mine.numel() ** 0.5 * most:
+            mine = mine.clamp(-most, most)  # NaN stays
         assert mine.isfinite().all(), f"{name} is not finite"
         distance, base = ((each.double() - right).norm().item() for each in (mine, plain))
         limit = (2 * base if math.isfinite(base) else 0.0) + EPS[dtype] * right.norm().item() + room.get(name, 0.0)
@@ -131,9 +137,9 @@ def check(rows: Rows, found: list[Tensor]) -> None:
         )
 
 
-def check_finite(rows: Rows, found: list[Tensor]) -> None:
+def check_finite(rows: Rows, found: list[Tensor], exact_weights: bool = True) -> None:
     """Assert that results of a causal call are finite, but for gradients that the dtype may not hold; those are infinite."""
-    left_out = unheld(rows)
+    left_out = unheld(rows, exact_weights)
     for name, mine in zip(NAMES, found, strict=False):
         assert not mine.isnan().any(), f"{name} is NaN"
         infinite = mine.isinf() & ~left_out[name] if name in left_out else mine.isinf()
