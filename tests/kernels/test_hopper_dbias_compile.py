@@ -21,6 +21,7 @@ from dmattn_ops.choice import arch, config  # noqa: E402
 from dmattn_ops.kernels.hopper.arguments import listed  # noqa: E402
 from dmattn_ops.kernels.hopper.dbias import launch as shared_bias  # noqa: E402
 from dmattn_ops.kernels.hopper.statistics import Statistics  # noqa: E402
+from dmattn_ops.kernels.portable.dbias import parts_of  # noqa: E402
 from tests.support.spills import bytes_at_most  # noqa: E402
 from tests.tools.compile_only import Resources, read_resources  # noqa: E402
 from tests.tools.machine_code import disassemble  # noqa: E402
@@ -148,6 +149,16 @@ def test_the_parts_of_keys_and_batches_cover_all_and_fill_the_sms(programs: int,
         assert splits == blocks
     if programs == 1 and batches == 384:
         assert splits * parts > 100 or (splits, parts) == (blocks, 16)
+
+
+@pytest.mark.parametrize(
+    ("batches", "programs", "parts"),
+    [(0, 5, 1), (1, 1, 1), (2, 300, 1), (2, 1, 2), (384, 64, 6), (384, 1, 16), (13, 1, 13), (17, 1, 1)],
+)
+def test_other_kernels_divide_batches_into_equal_parts_where_programs_are_few(
+    batches: int, programs: int, parts: int
+) -> None:
+    assert parts_of(batches, programs, 132) == parts
 
 
 @pytest.mark.parametrize(
