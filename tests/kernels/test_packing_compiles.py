@@ -44,7 +44,7 @@ def mask_pointers(*names: str) -> dict[str, str]:
     return dict.fromkeys(("starts", "ends", *names), "*i32")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("buckets", [2, 16, 32])
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("sm", ARCHITECTURES)

@@ -44,7 +44,7 @@ def check(found: Resources) -> None:
     assert found.shared_memory <= 48 << 10  # what every GPU gives without asking
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize(("chunk", "fine"), CUTS)
 @pytest.mark.parametrize("sm", ARCHITECTURES)
@@ -54,7 +54,7 @@ def test_runs_are_sorted_in_registers(sm: int, chunk: int, fine: int, has_docume
     check(compiled(keys.sort_runs, sm, launch.SORTING_WARPS, T=traits, COARSE=True))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("chunk", "runs"), [(512, 16), (512, 64), (1024, 64), (2048, 256), (4096, 256), (4096, 4096)])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_the_best_at_each_chunk_are_found_and_sorted_in_registers(sm: int, chunk: int, runs: int):
@@ -62,7 +62,7 @@ def test_the_best_at_each_chunk_are_found_and_sorted_in_registers(sm: int, chunk
     check(compiled(alive.sort_alive, sm, launch.SORTING_WARPS, **constants))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize(("chunk", "fine", "kind"), [*((*cut, KINDS[cut[0]]) for cut in CUTS), (512, 64, "rank")])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
