@@ -76,6 +76,7 @@ docs: $(DOCS_READY) ## build the documentation into build/docs; a broken link or
 sweep: $(FRAMEWORKS_READY) ## compile every configuration and compare with the frozen tables, run the slow tests and random problems
 	$(PY) -m tests.tools.sweep
 	$(PY) -m pytest $(WORKERS) tests --ignore=tests/interpreter -m "slow and not gpu"
+	DMATTN_COMPILE_ALL=1 $(PY) -m pytest $(WORKERS) tests/kernels/test_hopper_compile.py tests/kernels/test_hopper_forward_compile.py
 	$(PY) -m pytest tests/integrations -m "not slow and not gpu" -k torchao
 	TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS) tests/interpreter -m slow
 	$(PY) -m dmattn_ops.testing --cases 2000 $(ARGS)
