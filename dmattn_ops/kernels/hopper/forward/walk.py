@@ -237,6 +237,24 @@ def load_values(step, j, source, maps, smem, bars, T: gl.constexpr):
 
 
 @gluon.jit
+def load_step(i, step, j, word, walk, source, maps, smem, bars, MORE: gl.constexpr, T: gl.constexpr):
+    """Load the keys behind tile `j`, the `i`-th of a walk, whose `word` is there, and the values of `j`; MORE: there are such keys.
+
+    Return the tile of those keys, and the word behind theirs. It is loaded last, since the compiler waits for it at once: the
+    copies of this step are under way then, and those of the next one need a stage to become free first.
+    """
+    following = j
+    if MORE or i + 1 < walk.n:
+        following = tile_of(word, i + 1, walk, T) if has_lists(T.MASK) else key_tile(i + 1, walk, T)
+        load_keys(step + 1, following, source, maps, smem, bars, T)
+    load_values(step, j, source, maps, smem, bars, T)
+    if has_lists(T.MASK):
+        if i + 2 < walk.n:
+            word = key_word(i + 2, walk, T)
+    return following, word
+
+
+@gluon.jit
 def produce(operands, smem, bars, T: gl.constexpr):
     """Take pieces of work, tell the consumers, load q, k, v, bits and the bias of keys.
 
@@ -344,41 +362,25 @@ def produce(operands, smem, bars, T: gl.constexpr):
             end=end,
         )
         j = 0
-        j_next = 0
+        word = 0
         if n > 0:
             j = key_tile(0, walk, T)
             if LISTS:
-                j_next = key_word(1, walk, T)
+                word = key_word(1, walk, T)
             load_keys(step, j, source, maps, smem, bars, T)
         # Pieces of a causal mask differ in length, and the next one is taken near the end of this one, by whom is free first:
         # taken earlier, a long piece may wait behind another one (H200, D 64, B1 H16 S2048: 0.049 ms, and 0.032 so; D 128,
         # B4 H16 S4096: 0.400 and 0.384). Else it is taken at once, while the first tiles of this one are on their way.
         drawn_at = gl.maximum(n - AHEAD, 0) if CAUSAL else 0
         for i in range(drawn_at):
-            following_j = j_next
-            if LISTS:
-                following_j = tile_of(j_next, i + 1, walk, T)
-                j_next = key_word(i + 2, walk, T)
-            else:
-                following_j = key_tile(i + 1, walk, T)
-            load_keys(step + 1, following_j, source, maps, smem, bars, T)
-            load_values(step, j, source, maps, smem, bars, T)
-            j = following_j
+            j, word = load_step(i, step, j, word, walk, source, maps, smem, bars, True, T)
             step += 1
         following = items
         if items > blocks:
             following = gl.atomic_add(operands.counter, 1, sem="relaxed") + blocks
         next_work = take(gl.minimum(following, items - 1), tiles, sizes, mask.lists, T)
         for i in range(drawn_at, n):
-            j_value = j
-            if i + 1 < n:
-                if LISTS:
-                    j = tile_of(j_next, i + 1, walk, T)
-                    j_next = key_word(i + 2, walk, T)
-                else:
-                    j = key_tile(i + 1, walk, T)
-                load_keys(step + 1, j, source, maps, smem, bars, T)
-            load_values(step, j_value, source, maps, smem, bars, T)
+            j, word = load_step(i, step, j, word, walk, source, maps, smem, bars, False, T)
             step += 1
         turn += 1
         item = following
