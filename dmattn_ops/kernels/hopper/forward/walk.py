@@ -118,6 +118,12 @@ def key_tile(i, walk, T: gl.constexpr):
 
 
 @gluon.jit
+def draw(counter):
+    """Return the number of a piece of work that no block has taken yet."""
+    return gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+
+
+@gluon.jit
 def take(item, tiles, sizes, lists, T: gl.constexpr):
     """Return a piece of work, longest first; `tiles` of queries has each head."""
     rank, head = block_of(item, tiles, sizes.heads, sizes.group)
@@ -370,14 +376,20 @@ def produce(operands, smem, bars, T: gl.constexpr):
             load_keys(step, j, source, maps, smem, bars, T)
         # Pieces of a causal mask differ in length, and the next one is taken near the end of this one, by whom is free first:
         # taken earlier, a long piece may wait behind another one (H200, D 64, B1 H16 S2048: 0.049 ms, and 0.032 so; D 128,
-        # B4 H16 S4096: 0.400 and 0.384). Else it is taken at once, while the first tiles of this one are on their way.
+        # B4 H16 S4096: 0.400 and 0.384). Else it is taken at once, while the first tiles of this one are on their way. With
+        # lists that takes three loads, each of which waits for the one before: the copies of the first step come between them.
         drawn_at = gl.maximum(n - AHEAD, 0) if CAUSAL else 0
+        following = items
+        if LISTS:
+            drawn_at = gl.minimum(gl.maximum(n - 1, 0), 1)
+            if items > blocks:
+                following = draw(operands.counter)
         for i in range(drawn_at):
             j, word = load_step(i, step, j, word, walk, source, maps, smem, bars, True, T)
             step += 1
-        following = items
-        if items > blocks:
-            following = gl.atomic_add(operands.counter, 1, sem="relaxed") + blocks
+        if not LISTS:
+            if items > blocks:
+                following = draw(operands.counter)
         next_work = take(gl.minimum(following, items - 1), tiles, sizes, mask.lists, T)
         for i in range(drawn_at, n):
             j, word = load_step(i, step, j, word, walk, source, maps, smem, bars, False, T)
