@@ -75,6 +75,7 @@ from dmattn_ops.kernels.hopper.forward.walk import band_tiles, bias_of_head, num
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     follow_kernel_before,
+    let_kernel_behind_begin,
     mbarrier,
     reinterpret,
     tma,
@@ -465,6 +466,8 @@ def forward_kernel(
     bars = begin_barriers(T)
     if T.MASK == INTERVALS:  # whose lists other kernels of the call have written
         follow_kernel_before()
+    elif T.WATCH:  # the kernel behind, which asks what this one has noted
+        let_kernel_behind_begin()
     if T.BM == 128:
         gl.warp_specialize([
             (consume, (operands, smem, bars, 0, T)),
