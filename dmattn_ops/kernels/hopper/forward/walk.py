@@ -263,15 +263,20 @@ def load_values(step, j, source, maps, smem, bars, T: gl.constexpr):
 def load_step(i, step, j, word, walk, source, maps, smem, bars, MORE: gl.constexpr, T: gl.constexpr):
     """Load the keys behind tile `j`, the `i`-th of a walk, whose `word` is there, and the values of `j`; MORE: there are such keys.
 
-    Return the tile of those keys, and the word behind theirs. It is loaded last, since the compiler waits for it at once: the
-    copies of this step are under way then, and those of the next one need a stage to become free first.
+    Return the tile of those keys, and the word behind theirs. Under segments, whose walks are often short, it is loaded last,
+    since the compiler waits for it at once: the copies of this step are under way then, and the next ones need a stage first.
     """
     following = j
     if MORE or i + 1 < walk.n:
-        following = tile_of(word, i + 1, walk, T) if has_lists(T.MASK) else key_tile(i + 1, walk, T)
+        if has_lists(T.MASK):
+            following = tile_of(word, i + 1, walk, T)
+            if T.MASK != SEGMENTS:
+                word = key_word(i + 2, walk, T)
+        else:
+            following = key_tile(i + 1, walk, T)
         load_keys(step + 1, following, source, maps, smem, bars, T)
     load_values(step, j, source, maps, smem, bars, T)
-    if has_lists(T.MASK):
+    if T.MASK == SEGMENTS:
         if i + 2 < walk.n:
             word = key_word(i + 2, walk, T)
     return following, word
