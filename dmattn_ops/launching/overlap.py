@@ -7,7 +7,7 @@ lets a kernel be on the GPU before the one in front of it has ended. What makes 
   call that of `hopper.gluon_compat`). It returns when the kernel in front has ended and all that it wrote can be read.
 - As every program waits, no kernel ends before those in front of it, and what comes next in the stream may rely on all.
 - The same function says that the kernel behind may begin. It does once all programs here have said so or ended, so that it
-  never takes the place of a program that still has to begin.
+  never takes the place of a program that still has to begin. A kernel that follows none may say it without waiting.
 
 The function does nothing in a kernel that was launched as usual, on other architectures, and in the interpreter. Only a kernel
 that comes after another one of the same call follows it: what a caller launched before is not known here, and may itself end

@@ -69,6 +69,15 @@ def test_a_forward_follows_the_lists_that_it_walks():
         assert wait and not TOUCHES.search(before), made.kernel
 
 
+@pytest.mark.parametrize("mask", ["bits", "segments"])
+def test_a_forward_that_follows_none_lets_the_kernel_behind_begin(mask):
+    forward, again = launched("forward", 64, Specialization(band="causal", mask=mask))
+    assert [made.kernel for made in (forward, again)] == ["forward_kernel", "_forward_again"]
+    assert [made.compiled.metadata.launch_pdl for made in (forward, again)] == [False, True]
+    code = forward.compiled.asm["ptx"]
+    assert "griddepcontrol.launch_dependents" in code and "griddepcontrol.wait" not in code
+
+
 def test_the_end_of_a_chunk_of_kept_keys_follows_the_selection():
     with compiled_launches(90) as launches:
         other_launches.keep_chunk()

@@ -116,6 +116,9 @@ _FIRST_PIECE = ("kernel.py", "parts = smem.pieces.index(0).load(PIECE)")
 _NEXT_PIECE = ("kernel.py", "parts = smem.pieces.index(slot).load(PIECE)")
 # Words that only the loop uses: of both loads, LLVM makes one at the head of the loop.
 _WORDS = ("kernel.py", "batch = head // sizes.H")
+# And of the words that only the first tile of segments uses, one where that is tested.
+_TILE_WORD = ("kernel.py", "if first < n:")
+_KEYS_OF_TILE = ("step.py", "return Keys(first, gl.load(visible.segments + key, ")
 _BIAS = ("walk.py", "smem.biases.index(b).store(added)")
 _RANGE = ("walk.py", "smem.ranges.index(b).store((127 + begin + (128 - stop) * 256).to(gl.int16))")
 _KEYS_FREE = ("walk.py", "mbarrier.wait(bars.k_empty.index(b), ((step // T.STAGES) & 1) ^ 1)")
@@ -151,7 +154,7 @@ PROOFS = (
         "forward_kernel",
         _FORWARD,
         (_PIECE, _LAST),
-        (_FIRST_PIECE, _NEXT_PIECE, _WORDS),
+        (_FIRST_PIECE, _NEXT_PIECE, _WORDS, _TILE_WORD, _KEYS_OF_TILE),
         (
             (
                 _FREE,
@@ -165,6 +168,8 @@ PROOFS = (
                 ("kernel.py", "mbarrier.wait(bars.q_full.index(0), 0)"),
                 _FIRST_PIECE,
                 _WORDS,
+                _TILE_WORD,
+                ("kernel.py", "keys = tested_keys(first_tile, "),
                 ("kernel.py", "release_queries(turn - 1, "),
             ),
             (("kernel.py", "mbarrier.wait(bars.q_full.index(slot), (turn // T.Q_STAGES) & 1)"), _NEXT_PIECE),

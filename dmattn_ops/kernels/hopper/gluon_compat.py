@@ -26,6 +26,7 @@ __all__ = [
     "VIEWS_ARE_WHOLE",
     "fence_async_shared",
     "follow_kernel_before",
+    "let_kernel_behind_begin",
     "mbarrier",
     "reinterpret",
     "thread_barrier",
@@ -48,6 +49,12 @@ def reinterpret(descriptor, dtype, shape, layout, _semantic=None):
     if times == 1:
         return view(dtype, shape, layout, _semantic=_semantic)
     return view(dtype, [times, *_plain(shape)], layout, _semantic=_semantic).index(0, _semantic=_semantic)
+
+
+@gluon.jit
+def let_kernel_behind_begin():
+    """Let the kernel behind this one begin (`launching.overlap`), in a kernel that was launched as usual and so follows none."""
+    gdc_launch_dependents()
 
 
 @gluon.jit

@@ -46,10 +46,12 @@ from dmattn_ops.kernels.hopper.forward.step import (
     advance,
     first_key,
     hide,
+    hide_keys,
     load_full_bias,
     soften,
     stored_bias,
     stored_mask,
+    tested_keys,
 )
 from dmattn_ops.kernels.hopper.forward.types import (
     Band,
@@ -73,6 +75,7 @@ from dmattn_ops.kernels.hopper.forward.walk import band_tiles, bias_of_head, num
 from dmattn_ops.kernels.hopper.gluon_compat import (
     fence_async_shared,
     follow_kernel_before,
+    let_kernel_behind_begin,
     mbarrier,
     reinterpret,
     tma,
@@ -216,6 +219,7 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
         slot = turn % T.Q_STAGES
         tile = word_of_piece(parts, slots, 1)
         n_partial = word_of_piece(parts, slots, 2) * PER_TILE
+        first_tile = word_of_piece(parts, slots, 4) if T.MASK == SEGMENTS else 0
         batch = head // sizes.H
         h = head - batch * sizes.H
         block_first = tile * T.BM
@@ -295,6 +299,8 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
         sums = Sums(no_sums(T.DV, T.DV2), none, none, none)
         if first < n:
             b = step % T.STAGES
+            if T.MASK == SEGMENTS:  # on their way while the keys come and are multiplied
+                keys = tested_keys(first_tile, visible, T)
             mbarrier.wait(bars.k_full.index(b), (step // T.STAGES) & 1)
             k_first = transposed(rows_of(smem.k, b, T.BN, T.D, T.D2))
             stored = stored_mask(first, step, smem, n_partial, C, True, T)
@@ -305,7 +311,10 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
             s = soften(warpgroup_mma_wait(0, deps=(s,)), scales, T)
             added = load_full_bias(first, visible, True, T)
             s = add_bias(s, added, bias, scales.scale, T)
-            s = hide(s, first, stored, visible, T)
+            if T.MASK == SEGMENTS:
+                s = hide_keys(s, keys, stored, visible, T)
+            else:
+                s = hide(s, first, stored, visible, T)
             mbarrier.arrive(bars.k_empty.index(b), count=1)
             peak = largest(s, none, T.BN) if T.ROW_MAX else none
             p, top, total = softmax_first(s, none, scales.scale, dtype, T.NATURAL, T.BN)
@@ -457,6 +466,8 @@ def forward_kernel(
     bars = begin_barriers(T)
     if T.MASK == INTERVALS:  # whose lists other kernels of the call have written
         follow_kernel_before()
+    elif T.WATCH:  # the kernel behind, which asks what this one has noted
+        let_kernel_behind_begin()
     if T.BM == 128:
         gl.warp_specialize([
             (consume, (operands, smem, bars, 0, T)),

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -26,6 +28,13 @@ from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, reinterpret, warpgr
 from dmattn_ops.kernels.hopper.kinds import BITS, INTERVALS, SEGMENTS, has_lists
 from dmattn_ops.kernels.hopper.scores import FULL_BIAS, KEY_BIAS, TILED_BIAS, tanh
 from dmattn_ops.kernels.hopper.unseen import clear_unseen
+
+
+class Keys(NamedTuple):
+    """The keys of a tile that `hide_keys` tests."""
+
+    first: Any  # the number of the first one
+    segments: Any  # of all, -2 past the end; without segments 0
 
 
 @gluon.jit
@@ -197,8 +206,28 @@ def hide_between(s, first, visible, T: gl.constexpr):
 
 
 @gluon.jit
+def tested_keys(tile, visible, T: gl.constexpr):
+    """Return the keys of a tile as `hide` tests them."""
+    first = tile * T.BN
+    if T.MASK == SEGMENTS:
+        key = first + gl.arange(0, T.BN, layout=gl.SliceLayout(0, accumulator(T.BN)))
+        return Keys(first, gl.load(visible.segments + key, mask=key < visible.seqlen_k, other=-2))
+    else:
+        return Keys(first, 0)
+
+
+@gluon.jit
 def hide(s, i, stored, visible, T: gl.constexpr):
     """Return scores `[64, BN]` of the `i`-th tile of the walk with what is invisible at -inf."""
+    if T.MASK == BITS:
+        return hide_keys(s, Keys(0, 0), stored, visible, T)
+    else:
+        return hide_keys(s, tested_keys(key_tile(i, visible.walk, T), visible, T), stored, visible, T)
+
+
+@gluon.jit
+def hide_keys(s, keys, stored, visible, T: gl.constexpr):
+    """Return scores `[64, BN]` with what is invisible at -inf; `keys` are their `tested_keys`, of which bits need none."""
     BN: gl.constexpr = T.BN
     SCORES: gl.constexpr = accumulator(T.BN)
     if T.MASK == BITS:
@@ -218,7 +247,7 @@ def hide(s, i, stored, visible, T: gl.constexpr):
         return gl.convert_layout(scores, SCORES, assert_trivial=True)
     else:
         column = gl.arange(0, T.BN, layout=gl.SliceLayout(0, SCORES))
-        first = first_key(i, visible, T)
+        first = keys.first
         # (column & 6) is the lane's share of the column, the rest a constant of the register
         lane, constant = (column & 6)[None, :], (column & ~6)[None, :]
         if T.MASK == INTERVALS:  # inside the band
@@ -231,9 +260,7 @@ def hide(s, i, stored, visible, T: gl.constexpr):
         else:
             s = gl.where((visible.q_hi - first)[:, None] - lane >= constant, s, float("-inf"))
         if T.MASK == SEGMENTS:
-            inside = first + column < visible.seqlen_k
-            segment = gl.load(visible.segments + first + column, mask=inside, other=-2)
-            s = gl.where(visible.q_segment[:, None] == segment[None, :], s, float("-inf"))
+            s = gl.where(visible.q_segment[:, None] == keys.segments[None, :], s, float("-inf"))
         return s
 
 

@@ -10,18 +10,20 @@ from triton.experimental.gluon import language as gl
 from dmattn_ops.kernels.hopper.constants import HEADER, ROWS, TILE
 from dmattn_ops.kernels.hopper.forward.types import Tiles, Walk
 from dmattn_ops.kernels.hopper.gluon_compat import mbarrier, thread_barrier, tma_load
-from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, RAGGED, has_lists
+from dmattn_ops.kernels.hopper.kinds import BAND, BITS, INTERVALS, RAGGED, SEGMENTS, has_lists
 from dmattn_ops.kernels.hopper.lists import bounded, last_tile, named_tile
 from dmattn_ops.kernels.hopper.ragged import count_tiles, head_corner_of, load_tile
 from dmattn_ops.kernels.hopper.scores import FULL_BIAS, KEY_BIAS, NO_BIAS, TILED_BIAS
 from dmattn_ops.kernels.hopper.views import block_of
 
 
-class Counts(NamedTuple):
-    """How many tiles of a list are partly visible, and how many wholly."""
+class Record(NamedTuple):
+    """What the record of a list of tiles begins with."""
 
-    partial: Any
-    full: Any
+    partial: Any  # how many tiles are partly visible
+    full: Any  # and how many wholly
+    first: Any  # under segments the words that name the key tiles of the first two steps, if there are so many
+    second: Any
 
 
 class Work(NamedTuple):
@@ -30,7 +32,7 @@ class Work(NamedTuple):
     tile: Any  # of queries; of packed sequences the number of a record
     head: Any  # batch * heads + head
     record: Any  # where its list begins, or its record of packed sequences
-    words: Any  # what that holds: `Counts`, or `ragged.Tile`; without one anything
+    words: Any  # what that holds: `Record`, or `ragged.Tile`; without one anything
 
 
 class Source(NamedTuple):
@@ -56,7 +58,7 @@ class Source(NamedTuple):
 @gluon.constexpr_function
 def words_of_piece(traits):
     """Return how many words the producer tells the consumers of a piece of work."""
-    return 8 if traits.MASK == RAGGED.value else 4
+    return 8 if traits.MASK in (RAGGED.value, SEGMENTS.value) else 4
 
 
 @gluon.jit
@@ -118,12 +120,33 @@ def key_tile(i, walk, T: gl.constexpr):
 
 
 @gluon.jit
+def draw(counter):
+    """Return the number of a piece of work that no block has taken yet."""
+    return gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+
+
+@gluon.jit
+def load_record(at, width, T: gl.constexpr):
+    """Return the `Record` of `width` words at a pointer, as it is there: nothing waits for one of its words here.
+
+    Walks of segments are often short, so that each load that waits for another one counts. Other kinds are short of registers.
+    """
+    partial, full = gl.load(at + 1), gl.load(at + 2)
+    if T.MASK == SEGMENTS:
+        first = gl.load(at + gl.minimum(HEADER, width - 1))
+        second = gl.load(at + gl.minimum(HEADER + 1 // (TILE // T.BN), width - 1))
+        return Record(partial, full, first, second)
+    else:
+        return Record(partial, full, partial, full)
+
+
+@gluon.jit
 def take(item, tiles, sizes, lists, T: gl.constexpr):
     """Return a piece of work, longest first; `tiles` of queries has each head."""
     rank, head = block_of(item, tiles, sizes.heads, sizes.group)
     tile = rank
     record = rank.to(gl.int64)
-    words = Counts(rank, rank)
+    words = Record(rank, rank, rank, rank)
     if T.MASK != BAND:
         batch = head // sizes.H
         first = batch.to(gl.int64) * lists.batch + ((head - batch * sizes.H) // lists.group).to(gl.int64) * lists.head
@@ -135,7 +158,7 @@ def take(item, tiles, sizes, lists, T: gl.constexpr):
         if T.MASK == RAGGED:
             words = load_tile(at)
         else:
-            words = Counts(gl.load(at + 1), gl.load(at + 2))  # as they are: nothing waits for them here
+            words = load_record(at, lists.width, T)
     elif T.HAS_HI:
         tile = tiles - 1 - rank
     return Work(tile, head, record, words)
@@ -237,6 +260,29 @@ def load_values(step, j, source, maps, smem, bars, T: gl.constexpr):
 
 
 @gluon.jit
+def load_step(i, step, j, word, walk, source, maps, smem, bars, MORE: gl.constexpr, T: gl.constexpr):
+    """Load the keys behind tile `j`, the `i`-th of a walk, whose `word` is there, and the values of `j`; MORE: there are such keys.
+
+    Return the tile of those keys, and the word behind theirs. Under segments, whose walks are often short, it is loaded last,
+    since the compiler waits for it at once: the copies of this step are under way then, and the next ones need a stage first.
+    """
+    following = j
+    if MORE or i + 1 < walk.n:
+        if has_lists(T.MASK):
+            following = tile_of(word, i + 1, walk, T)
+            if T.MASK != SEGMENTS:
+                word = key_word(i + 2, walk, T)
+        else:
+            following = key_tile(i + 1, walk, T)
+        load_keys(step + 1, following, source, maps, smem, bars, T)
+    load_values(step, j, source, maps, smem, bars, T)
+    if T.MASK == SEGMENTS:
+        if i + 2 < walk.n:
+            word = key_word(i + 2, walk, T)
+    return following, word
+
+
+@gluon.jit
 def produce(operands, smem, bars, T: gl.constexpr):
     """Take pieces of work, tell the consumers, load q, k, v, bits and the bias of keys.
 
@@ -297,6 +343,11 @@ def produce(operands, smem, bars, T: gl.constexpr):
                 n_full = gl.where(seqlen_k >= TILE, n_full, 0)
             n = (n_partial + n_full) * PER_TILE
         walk = Walk(seen, mask.lists.start, work.record, n, last_tile(seqlen_k) if LISTS else 0)
+        j = 0
+        word = 0
+        if T.MASK == SEGMENTS:
+            j = tile_of(work.words.first, 0, walk, T)
+            word = work.words.second
         mbarrier.wait(bars.q_empty.index(slot), ((turn // T.Q_STAGES) & 1) ^ 1)
         if T.MASK == RAGGED:
             parts = gl.where(slots == 0, work.head, gl.where(slots == 1, q_first, work.words.diagonal))
@@ -305,6 +356,8 @@ def produce(operands, smem, bars, T: gl.constexpr):
         else:
             counts = gl.where(slots == 2, n_partial, n_full)
             parts = gl.where(slots == 0, work.head, gl.where(slots == 1, work.tile, counts))
+            if T.MASK == SEGMENTS:
+                parts = gl.where(slots == 4, j, parts)
         smem.pieces.index(slot).store(parts)
         thread_barrier()  # triton 3.6 adds one before an arrival, but not before one that announces bytes
         mbarrier.expect(bars.q_full.index(slot), T.BM * (T.D + T.D2) * 2)
@@ -343,42 +396,32 @@ def produce(operands, smem, bars, T: gl.constexpr):
             start=start,
             end=end,
         )
-        j = 0
-        j_next = 0
         if n > 0:
-            j = key_tile(0, walk, T)
-            if LISTS:
-                j_next = key_word(1, walk, T)
+            if T.MASK != SEGMENTS:
+                j = key_tile(0, walk, T)
+                if LISTS:
+                    word = key_word(1, walk, T)
             load_keys(step, j, source, maps, smem, bars, T)
         # Pieces of a causal mask differ in length, and the next one is taken near the end of this one, by whom is free first:
         # taken earlier, a long piece may wait behind another one (H200, D 64, B1 H16 S2048: 0.049 ms, and 0.032 so; D 128,
-        # B4 H16 S4096: 0.400 and 0.384). Else it is taken at once, while the first tiles of this one are on their way.
+        # B4 H16 S4096: 0.400 and 0.384). Else it is taken at once, while the first tiles of this one are on their way. That is
+        # three loads with lists, each of which waits for the one before: under segments, whose walks are often short, the copies
+        # of the first step come between them.
         drawn_at = gl.maximum(n - AHEAD, 0) if CAUSAL else 0
-        for i in range(drawn_at):
-            following_j = j_next
-            if LISTS:
-                following_j = tile_of(j_next, i + 1, walk, T)
-                j_next = key_word(i + 2, walk, T)
-            else:
-                following_j = key_tile(i + 1, walk, T)
-            load_keys(step + 1, following_j, source, maps, smem, bars, T)
-            load_values(step, j, source, maps, smem, bars, T)
-            j = following_j
-            step += 1
         following = items
-        if items > blocks:
-            following = gl.atomic_add(operands.counter, 1, sem="relaxed") + blocks
+        if T.MASK == SEGMENTS:
+            drawn_at = gl.minimum(gl.maximum(n - 1, 0), 1)
+            if items > blocks:
+                following = draw(operands.counter)
+        for i in range(drawn_at):
+            j, word = load_step(i, step, j, word, walk, source, maps, smem, bars, True, T)
+            step += 1
+        if T.MASK != SEGMENTS:
+            if items > blocks:
+                following = draw(operands.counter)
         next_work = take(gl.minimum(following, items - 1), tiles, sizes, mask.lists, T)
         for i in range(drawn_at, n):
-            j_value = j
-            if i + 1 < n:
-                if LISTS:
-                    j = tile_of(j_next, i + 1, walk, T)
-                    j_next = key_word(i + 2, walk, T)
-                else:
-                    j = key_tile(i + 1, walk, T)
-                load_keys(step + 1, j, source, maps, smem, bars, T)
-            load_values(step, j_value, source, maps, smem, bars, T)
+            j, word = load_step(i, step, j, word, walk, source, maps, smem, bars, False, T)
             step += 1
         turn += 1
         item = following
