@@ -318,7 +318,7 @@ HOPPER_BACKWARD = (
     ),
     Row(
         90, 128, 2, 0, "MediumBlock", "hopper", HopperBackward(64, 128, "two_phase", 8, 8, 1.94, 5.5, 1, _dbias(90, 128), _SHARED),
-        232368, "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 583 / 684, full 656 / 695 TFLOP/s; 1.02 times FA4"
+        232384, "H200, 2026-11-22, bf16, 4k / 16k, both kernels: causal 583 / 684, full 656 / 695 TFLOP/s; 1.02 times FA4"
         "; deterministic takes 7 to 8% longer",
     ),
 )  # fmt: skip

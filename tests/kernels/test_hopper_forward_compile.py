@@ -32,42 +32,27 @@ KINDS = (
 # Bytes moved to or from the stack (triton 3.6): counters and limits of rows, kept around the loops beside 200 registers of
 # accumulators and P; those of D 256 with a test or a cap also in its loop. Everything that is not named spills nothing.
 ALLOWED = {
-    "d64 causal key-bias": 12, "d64 intervals key-bias": 24, "d64 window intervals": 24,
-    "d64 bits dropout": 52, "d64 segments dropout": 48,
-    "d64 causal intervals dropout": 60, "d128 full": 8, "d128 window": 24, "d128 softcap": 8, "d128 bits": 24,
-    "d128 segments": 84, "d128 window segments": 84, "d128 intervals": 24, "d128 causal intervals": 32,
-    "d128 window intervals": 32, "d128 hidden intervals": 20, "d128 causal hidden intervals": 28,
-    "d128 full key-bias": 8, "d128 causal key-bias": 32,
-    "d128 softcap key-bias": 16, "d128 bits key-bias": 24, "d128 segments key-bias": 128, "d128 intervals key-bias": 32,
-    "d128 full full-bias": 112, "d128 bits full-bias": 332, "d128 intervals full-bias": 548, "d128 full dropout": 28,
-    "d128 causal dropout": 24, "d128 softcap dropout": 36, "d128 bits dropout": 172, "d128 segments dropout": 240,
-    "d128 causal intervals dropout": 120, "d128 causal key-bias dropout": 48, "d256 full": 36, "d256 causal": 12,
-    "d256 window": 240, "d256 softcap": 32, "d256 bits": 20, "d256 segments": 128, "d256 window segments": 144,
-    "d256 intervals": 36, "d256 causal intervals": 36, "d256 window intervals": 44, "d256 hidden intervals": 104,
-    "d256 causal hidden intervals": 108, "d256 ragged": 20, "d256 ragged softcap": 8, "d256 ragged key-bias": 20,
-    "d256 full key-bias": 28, "d256 causal key-bias": 52, "d256 softcap key-bias": 36, "d256 bits key-bias": 20,
-    "d256 segments key-bias": 124, "d256 intervals key-bias": 36, "d256 full full-bias": 136, "d256 bits full-bias": 260,
-    "d256 intervals full-bias": 288, "d256 full dropout": 160, "d256 causal dropout": 8, "d256 softcap dropout": 80,
-    "d256 bits dropout": 128, "d256 segments dropout": 172, "d256 causal intervals dropout": 220,
-    "d256 causal key-bias dropout": 216,
-}  # fmt: skip
-# Where the largest score of each row is kept, and with a sink
-ALLOWED |= {
-    "d128 softcap maximum": 8, "d128 bits maximum": 8, "d128 full key-bias maximum": 8, "d256 causal maximum": 8,
-    "d256 softcap maximum": 28, "d256 bits maximum": 12, "d256 full key-bias maximum": 36, "d256 causal sink": 24,
-}  # fmt: skip
-# Heads in two parts (`columns.py`), and values narrower than queries
-ALLOWED |= {
-    "d80 full": 8, "d80 causal": 8, "d96 full": 16, "d96 bits": 24, "d192/128 full": 16, "d192/128 causal": 28,
-    "d192/128 softcap": 16, "d192/128 bits": 20, "d64/128 full": 8, "d96 causal": 8,
-}  # fmt: skip
-ALLOWED |= {  # bands of packed sequences, and rows at the edges of a band that are cleared
-    "d256 ragged causal": 44, "d256 ragged window edges": 124, "d128 causal edges": 24, "d256 causal edges": 52,
-}  # fmt: skip
-ALLOWED |= {  # a bias in tiles
-    "d64 causal tiles-bias": 8, "d64 bits tiles-bias": 8, "d64 intervals tiles-bias": 48, "d64 segments tiles-bias": 108,
-    "d96 bits tiles-bias": 24,
-    "d128 full tiles-bias": 64, "d128 causal tiles-bias": 104, "d128 softcap tiles-bias": 64, "d128 segments tiles-bias": 224,
+    "d64 causal key-bias": 12, "d64 causal tiles-bias": 8, "d64 segments tiles-bias": 60, "d64 bits dropout": 96,
+    "d64 causal intervals dropout": 84, "d128 window": 40, "d128 bits": 24, "d128 segments": 52, "d128 window segments": 52,
+    "d128 intervals": 24, "d128 causal intervals": 32, "d128 window intervals": 36, "d128 hidden intervals": 60,
+    "d128 causal hidden intervals": 68, "d128 causal edges": 24, "d128 full key-bias": 8, "d128 causal key-bias": 32,
+    "d128 softcap key-bias": 8, "d128 bits key-bias": 24, "d128 segments key-bias": 52, "d128 intervals key-bias": 40,
+    "d128 full full-bias": 96, "d128 bits full-bias": 380, "d128 intervals full-bias": 592, "d128 full tiles-bias": 64,
+    "d128 causal tiles-bias": 104, "d128 softcap tiles-bias": 64, "d128 segments tiles-bias": 180, "d128 bits maximum": 24,
+    "d128 full key-bias maximum": 8, "d128 full dropout": 20, "d128 causal dropout": 24, "d128 softcap dropout": 32,
+    "d128 bits dropout": 204, "d128 segments dropout": 156, "d128 causal intervals dropout": 136,
+    "d128 causal key-bias dropout": 48, "d256 full": 36, "d256 causal": 12, "d256 window": 124, "d256 softcap": 28,
+    "d256 bits": 44, "d256 segments": 96, "d256 window segments": 196, "d256 intervals": 32, "d256 causal intervals": 36,
+    "d256 window intervals": 36, "d256 hidden intervals": 116, "d256 causal hidden intervals": 132, "d256 ragged": 20,
+    "d256 ragged softcap": 8, "d256 ragged key-bias": 20, "d256 ragged causal": 44, "d256 ragged window edges": 124,
+    "d256 causal edges": 52, "d256 full key-bias": 32, "d256 causal key-bias": 52, "d256 softcap key-bias": 32,
+    "d256 bits key-bias": 28, "d256 segments key-bias": 140, "d256 intervals key-bias": 32, "d256 full full-bias": 136,
+    "d256 bits full-bias": 548, "d256 intervals full-bias": 308, "d256 causal maximum": 8, "d256 softcap maximum": 20,
+    "d256 bits maximum": 36, "d256 full key-bias maximum": 40, "d256 causal sink": 24, "d256 full dropout": 160,
+    "d256 causal dropout": 8, "d256 softcap dropout": 88, "d256 bits dropout": 132, "d256 segments dropout": 168,
+    "d256 causal intervals dropout": 84, "d256 causal key-bias dropout": 216, "d80 full": 8, "d80 causal": 8, "d96 full": 8,
+    "d96 bits": 40, "d192/128 full": 16, "d192/128 causal": 28, "d192/128 softcap": 16, "d192/128 bits": 44,
+    "d64 bits tiles-bias": 24, "d64 intervals tiles-bias": 36, "d96 bits tiles-bias": 40,
 }  # fmt: skip
 PARTS = ("d80 full", "d80 causal", "d96 full", "d96 bits", "d192 causal", "d192/128 full", "d192/128 causal",
          "d192/128 softcap", "d192/128 bits", "d64 bits tiles-bias", "d64 intervals tiles-bias", "d96 bits tiles-bias",
