@@ -248,13 +248,21 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
             "kv_head * group",
             "kv_heads * group",
         ),
-        "hopper/dbias/launch.py": ("batches * bias_group", "head * bias_group"),
+        "hopper/dbias/launch.py": ("written * batches", "batches * bias_group", "head * bias_group"),
         "hopper/dbias/steps.py": ("batch * problem.rows.heads",),
         "hopper/forward/walk.py": ("batch * mask.bits_batch", "h // mask.lists.group * mask.bits_head"),
         "hopper/views.py": ("group * heads_per_group",),
         "epochs/rows.py": ("b * group_b", "group_b * group_h", "h * group_h"),
-        "ampere/dbias.py": ("batches * bias_group", "program // key_blocks // blocks % dbias_heads * bias_group"),
-        "portable/dbias.py": ("batches * bias_group", "program // key_blocks // blocks % dbias_heads * bias_group"),
+        "ampere/dbias.py": (
+            "written * batches",
+            "batches * bias_group",
+            "program // key_blocks // blocks % dbias_heads * bias_group",
+        ),
+        "portable/dbias.py": (
+            "written * batches",
+            "batches * bias_group",
+            "program // key_blocks // blocks % dbias_heads * bias_group",
+        ),
     },
     "blocks of the call, which are programs of its grid": {
         "ampere/walks.py": (
