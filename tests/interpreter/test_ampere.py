@@ -53,6 +53,16 @@ def test_random_problem_stays_within_budget(seed: int) -> None:
     check_here(random_problem(seed), backward=(BACKWARD, ONE_BUFFER, TWO_BUFFERS)[seed % 3])
 
 
+@pytest.mark.parametrize("keys", [140, 136])  # read one by one, and in tiles
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"mask": "bits"}, {"band_hi": 20}, {"batch": 2, "bias": (1, 1, 100)}, {"softcap": 2.0, "dropout_p": 0.2}],
+    ids=["plain", "bits", "band", "shared", "capped"],
+)
+def test_nothing_is_read_of_a_bias_past_the_last_key(more: dict[str, Any], keys: int) -> None:
+    check_here(replace(Problem(seqlen_k=keys, bias=(1, 2, 100), bias_spacing=2), **more))
+
+
 @pytest.mark.parametrize("backward", [ONE_BUFFER, TWO_BUFFERS], ids=["one buffer", "two buffers"])
 def test_other_numbers_of_buffers_give_the_same(backward: AmpereBackward) -> None:
     problem = Problem(
