@@ -1,18 +1,14 @@
 """For which architecture kernels are compiled in a run of the tests on a GPU."""
 
-import os
-
 import pytest
 import torch
 
+from dmattn_ops.choice import arch
+
 
 def version() -> int:
-    """Return it as 10 times major plus minor: the GPU's, or the one that `DMATTN_ARCH` asks for; 0 where there is no GPU."""
-    if not torch.cuda.is_available():
-        return 0
-    asked = os.environ.get("DMATTN_ARCH")
-    major, minor = map(int, asked.split(".")) if asked else torch.cuda.get_device_capability()
-    return 10 * major + minor
+    """Return it as 90 for SM 9.0: the GPU's, or the one that `DMATTN_ARCH` asks for; 0 where there is no GPU."""
+    return arch.current(torch.device("cuda")).sm if arch.has_gpu() else 0
 
 
 HOPPER = version() == 90

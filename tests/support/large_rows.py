@@ -102,7 +102,7 @@ def unheld(rows: Rows, exact_weights: bool = True) -> dict[str, Tensor]:
     of_products = torch.einsum("bihd,bjhd->bhij", grad_out, value)
     of_delta = (grad_out * exact[0].abs()).sum(-1).transpose(1, 2)[..., None]  # [B, H, Sq, 1]
     of_sums = torch.finfo(torch.float32).eps * (of_products + of_delta)
-    rounded = ~((weights.amax(-1, keepdim=True) == 1) & exact_weights)
+    rounded = (weights.amax(-1, keepdim=True) < 1) | (not exact_weights)
     noise = weights * (of_sums + rounded * torch.finfo(dtype).eps * of_delta) * abs(rows.scale)
     most = torch.finfo(dtype).max
     return {

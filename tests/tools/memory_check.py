@@ -412,7 +412,9 @@ def main() -> int:
         machine = {"torch": torch.__version__, "device": _device_name(options.device)}
         results[name] |= machine | {"when": time.strftime("%F")}
         if number == 0 and options.device != "cpu":
-            sm90 = arch.current(torch.device(options.device)).sm == 90  # else families for it are launched elsewhere
+            sm90 = (
+                arch.current(torch.device(options.device)).sm == 90
+            )  # what the other GPUs are given is not launched here
             elsewhere = ("ampere.",) if sm90 else ("hopper.", "decode.", "ragged.")
             missing = sorted(launchable() - set(results[name]["kernels"]))
             results["not launched"] = [each for each in missing if not each.startswith(elsewhere)]

@@ -60,7 +60,7 @@ def let_kernel_behind_begin():
 @gluon.jit
 def follow_kernel_before():
     """Let the kernel behind this one begin, and wait until the one in front has ended (`launching.overlap`)."""
-    gdc_launch_dependents()
+    let_kernel_behind_begin()
     gdc_wait()
 
 

@@ -163,7 +163,7 @@ def reduce_step(i, m, tile0, seen, following, pieces, C: gl.constexpr, T: gl.con
     mbarrier.arrive(pieces.dq_empty, count=1)
     if T.ORDERED:
         if m >= 0:
-            seen = count(counter, following, True)
+            seen = count(counter, following)
     return seen
 
 
@@ -194,7 +194,7 @@ def reduce_last(i, turn, m, tile0, seen, place, pieces, stores, C: gl.constexpr,
     mbarrier.arrive(pieces.dq_empty, count=1)
     if T.ORDERED:
         if m >= 0:
-            count(counter, counter, False)
+            count(counter)
 
 
 @gluon.jit
@@ -240,8 +240,7 @@ def reducer(stores, problem, blocks_done, work, C: gl.constexpr, T: gl.constexpr
     while place.tile >= 0:
         i = reduce_block(i, turn, place, stores, problem, C, T)
         own, _ = split_place(place, problem.shares)
-        done = blocks_done + own.batch * problem.kv_heads + own.head
-        count(done, done, False)
+        count(blocks_done + own.batch * problem.kv_heads + own.head)
         turn += 1
         place = receive(turn, work)
     ignore(turn + 1, work)

@@ -67,14 +67,14 @@ def await_turn(counter, turn, seen):
 
 
 @gluon.jit
-def count(counter, following, LOOK: gl.constexpr):
+def count(counter, following=None):
     """Add 1 to a counter once all that this warp has added to dq is in memory (`tma.store_wait` waits until it has been read).
 
-    LOOK: return what `following`, the counter of this warp's next piece, holds. The look costs nothing beside the fence, which
-    makes it an acquire; at the next step it would delay the addition by a trip to L2.
+    Return what `following`, the counter of this warp's next piece, holds, or anything where that is None. The look costs nothing
+    beside the fence, which makes it an acquire; at the next step it would delay the addition by a trip to L2.
     """
-    LOAD: gl.constexpr = "ld.relaxed.gpu.global.b32 $0, [$2];" if LOOK else ""
-    NO_LOAD: gl.constexpr = "" if LOOK else "mov.b32 $0, lane;"
+    LOOK: gl.constexpr = "mov.b32 $0, lane;" if following is None else "ld.relaxed.gpu.global.b32 $0, [$2];"
+    looked_at = counter if following is None else following
     return gl.inline_asm_elementwise(
         """{
         .reg .pred first;
@@ -82,18 +82,16 @@ def count(counter, following, LOOK: gl.constexpr):
         cp.async.bulk.wait_group 0;
         fence.proxy.async.global;
         bar.warp.sync 0xffffffff;
+        mov.u32 lane, %laneid;
         """
-        + LOAD
+        + LOOK
         + """
         fence.acq_rel.gpu;
-        mov.u32 lane, %laneid;
         setp.eq.u32 first, lane, 0;
         @first red.relaxed.gpu.global.add.s32 [$1], 1;
-        """
-        + NO_LOAD
-        + "}",
+        }""",
         "=&r,l,l",
-        [counter, following],
+        [counter, looked_at],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

@@ -157,12 +157,12 @@ class Division(NamedTuple):
 def division_of(programs: int, blocks: int, batches: int, group: int, sms: int) -> Division:
     """Return in how many parts blocks of keys and batches of `group` heads are divided, so that programs fill all SMs equally."""
 
+    begins = PROLOGUE * min(batches * group, FEW_MEMBERS)
+
     def time(parts: Division) -> int:
-        own_blocks, members = -(-blocks // parts.keys), batches // parts.batches * group
-        steps = own_blocks * (members + (ADDED_UP if parts.batches > 1 else 0)) + PROLOGUE * min(
-            batches * group, FEW_MEMBERS
-        )
-        return -(-programs * parts.keys * parts.batches // sms) * steps
+        of_block = batches // parts.batches * group + (ADDED_UP if parts.batches > 1 else 0)
+        of_program = begins + -(-blocks // parts.keys) * of_block
+        return -(-programs * parts.keys * parts.batches // sms) * of_program
 
     keys = range(1, max(1, min(blocks, MOST_SPLITS)) + 1)
     return min((Division(*each) for each in itertools.product(keys, divisors(batches))), key=time)
@@ -199,9 +199,10 @@ def write_dbias(call: Call, grad_out: Tensor, statistics: Statistics, dbias: Ten
     group = bias_places(bias, heads).bias_group
     on = arch.physical(query.device)
     sums, tiles = dbias.shape[0] * dbias.shape[1], -(-seqlen_q // TILE)
-    shared, key_blocks = batch if dbias.shape[0] == 1 else 1, -(-seqlen_k // KEYS)
-    parts = division_of(sums * tiles, key_blocks, shared, group, on.num_sms)
-    batches, written = shared // parts.batches, room_for_parts(call, dbias, parts.batches)
+    shared = batch if dbias.shape[0] == 1 else 1
+    parts = division_of(sums * tiles, -(-seqlen_k // KEYS), shared, group, on.num_sms)
+    written = room_for_parts(call, dbias, parts.batches)
+    batches = shared // parts.batches
     plan = plan_of(batches * group, width + second + width_v + second_v, on.shared_memory, config)
     given = mask_arguments(mask.row_tiles, mask.row_bits, mask, heads, seqlen_q, statistics.rows)
     of_states: dict[str, Any] = {"states": None, "states_b": 0, "states_h": 0, "states_q": 0, "states_group": 1}
