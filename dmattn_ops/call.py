@@ -165,6 +165,7 @@ class Demand(NamedTuple):
     dim: int
     dim_v: int
     itemsize: int
+    full_bias: bool = False  # there is a bias with queries
 
     @property
     def width(self) -> int:
@@ -220,7 +221,8 @@ class Call(NamedTuple):
         if self.varlen is not None:
             size = self.varlen.cu_seqlens_q.shape[0] - 1
             seqlen_q, seqlen_k = min(self.varlen.max_seqlen_q, seqlen_q), min(self.varlen.max_seqlen_k, seqlen_k)
-        return Demand(size, heads, seqlen_q, seqlen_k, dim, self.value.shape[-1], self.query.element_size())
+        full_bias, itemsize = bias_kind(self.bias) == "full", self.query.element_size()
+        return Demand(size, heads, seqlen_q, seqlen_k, dim, self.value.shape[-1], itemsize, full_bias)
 
 
 class Result(NamedTuple):

@@ -76,6 +76,8 @@ def _mismatch(row: config.Row, arch: Arch, demand: Demand) -> str:
     """Return why a row does not suit, or nothing."""
     if row.one_query and demand.seqlen_q != 1:
         return f"{demand.seqlen_q} queries of a head are not one"
+    if row.full_bias and not demand.full_bias:
+        return "there is no bias with queries"
     if demand.width > row.dim:
         return f"head dimension {demand.width} is wider"
     if row.dim_v and demand.dim_v > row.dim_v:

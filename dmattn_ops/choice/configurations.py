@@ -72,7 +72,8 @@ class AmpereForward:
     """Gluon forward with mma.sync: a program owns `block_m` queries, whose rows its warps share, and walks `block_n` keys a step.
 
     `per_sm` as in `PortableForward`. `dropout` is for calls with dropout, `plain` for calls that have neither that nor a mask, a
-    band, a bias or a soft cap; None where they take this configuration too. `bias_tiles`: shared memory has room for a tile of a
+    band, a bias or a soft cap, `narrow_bias` for heads of at most 32 beside a bias with queries; None where they take this
+    configuration too. `bias_tiles`: shared memory has room for a tile of a
     bias with queries. `held`: queries stay in registers. `ahead`: there are two buffers of keys and of values, and a step without
     a test computes the products of the next one beside its own weights; for calls without a bias.
     """
@@ -86,10 +87,11 @@ class AmpereForward:
     ahead: bool = False
     plain: AmpereForward | None = None
     dropout: AmpereForward | None = None
+    narrow_bias: AmpereForward | None = None
 
-    def for_call(self, plain: bool, drops: bool) -> AmpereForward:
+    def for_call(self, plain: bool, drops: bool, narrow_bias: bool) -> AmpereForward:
         """Return the configuration that a call runs with."""
-        return (self.dropout if drops else self.plain if plain else None) or self
+        return (self.dropout if drops else self.plain if plain else self.narrow_bias if narrow_bias else None) or self
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,9 @@ class AmpereBackward:
 
     `score_warps` of its warps lie along the queries of S and dP, `key_warps` along the keys of dk and dv, `query_warps` along
     the queries of dq. There are `query_stages` buffers of queries and `grad_stages` of gradients of out, each 1 or 2. `dropout` is
-    for calls with dropout, `plain` for calls that have neither that nor a mask, a bias or a soft cap; None where they take this
-    configuration too. `shared_bias` is for the gradient of a bias with queries that heads or batches share.
+    for calls with dropout, `plain` for calls that have neither that nor a mask, a bias or a soft cap, `narrow_bias` for heads of at
+    most 32 beside a bias with queries; None where they take this configuration too. `shared_bias` is for the gradient of a bias
+    with queries that heads or batches share.
     """
 
     block_m: int
@@ -128,11 +131,12 @@ class AmpereBackward:
     shared_bias: AmpereSharedBias | None = None
     plain: AmpereBackward | None = None
     dropout: AmpereBackward | None = None
+    narrow_bias: AmpereBackward | None = None
 
-    def for_call(self, plain: bool, drops: bool) -> AmpereBackward:
+    def for_call(self, plain: bool, drops: bool, narrow_bias: bool) -> AmpereBackward:
         """Return the configuration that a call runs with."""
-        other = self.dropout if drops else self.plain if plain else None
-        return replace(other, shared_bias=self.shared_bias) if other else self
+        other = self.dropout if drops else self.plain if plain else self.narrow_bias if narrow_bias else None
+        return replace(other, shared_bias=other.shared_bias or self.shared_bias) if other else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +237,7 @@ class Row:
     few_tiles: bool = False  # for calls with fewer tiles of 128 queries than there are multiprocessors, and only those
     one_query: bool = False  # for calls with one query of each head, and only those
     dim_v: int = 0  # widest head dimension of values, where that is narrower than `dim`
+    full_bias: bool = False  # for calls with a bias with queries, and only those
 
     @property
     def name(self) -> str:

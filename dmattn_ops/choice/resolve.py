@@ -43,11 +43,16 @@ def forward_config(offered: config.Config, call: Call, result: Result) -> config
         options = call.options
         plain = call.mask.kind == "none" and call.bias is None and options.softcap == 0.0
         unbounded = options.band_lo == -UNBOUNDED and options.band_hi == UNBOUNDED
-        return offered.for_call(plain and unbounded, options.dropout_p > 0.0)
+        return offered.for_call(plain and unbounded, options.dropout_p > 0.0, _has_narrow_bias(call))
     if isinstance(offered, config.HopperForward):
         small = offered.block_m == TILE or _takes_tiles_of_128(call) or _ends_sooner_in_tiles_of_128(offered, call)
         return _with_bias_tiles(replace(offered, block_m=TILE), call) if small else offered
     return offered
+
+
+def _has_narrow_bias(call: Call) -> bool:
+    """Return whether heads of at most 32 columns have a bias with queries."""
+    return call.sizes.full_bias and call.sizes.width <= 32
 
 
 def _with_bias_tiles(offered: config.HopperForward, call: Call) -> config.HopperForward:
@@ -94,7 +99,7 @@ def backward_config(offered: config.Config, call: Call, saved: Saved, grads: Gra
         return offered.for_call(aligned, is_pairwise(call.bias, call.options))
     if isinstance(offered, config.AmpereBackward):
         plain = call.mask.kind == "none" and call.bias is None and call.options.softcap == 0.0
-        return offered.for_call(plain, call.options.dropout_p > 0.0)
+        return offered.for_call(plain, call.options.dropout_p > 0.0, _has_narrow_bias(call))
     # The other order divides by the scale, and has no registers for the slope of a soft cap.
     if isinstance(offered, config.HopperBackward):
         offered = replace(offered, shares=_shares(offered, call))

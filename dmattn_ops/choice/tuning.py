@@ -6,7 +6,7 @@ A JSON file in `DMATTN_CACHE_DIR` (`$XDG_CACHE_HOME/dmattn_ops`, else `~/.cache/
 
 Beside configurations of rows stand lengths of the epochs in which keys are packed (`choice/epochs.py`), 0 for keys as they lie.
 A place is a GPU and a version of Triton; a case is a class of calls. An entry counts only while the row still
-is what the entry was measured against, and only with values that `config.parts` offers for that row. So a file of anybody
+is what the entry was measured against, and only with values that `tunable.parts` offers for that row. So a file of anybody
 can make a call slower, not wrong, and one that cannot be used costs a warning. A folder named by `DMATTN_CACHE_DIR` may be
 shared: whoever can list it can read the cache, and whoever can write to it can tune for all (`shared_files.py`).
 `DMATTN_RECORD=FILE` appends one line for each new shape that a kernel is chosen for: what tuning can be told to tune.
@@ -29,7 +29,7 @@ import torch
 
 from dmattn_ops import environment
 from dmattn_ops.call import TILE, UNBOUNDED, Call, Demand
-from dmattn_ops.choice import arch, config, shared_files
+from dmattn_ops.choice import arch, shared_files, tunable
 from dmattn_ops.choice.arch import Arch
 from dmattn_ops.choice.choose import Choice
 from dmattn_ops.choice.config import Config, Row
@@ -74,7 +74,8 @@ class Shape:
     def demand(self) -> Demand:
         """The sizes that a row is chosen by."""
         itemsize = getattr(torch, self.dtype).itemsize
-        return Demand(self.batch, self.heads, self.seqlen_q, self.seqlen_k, self.dim, self.dim_v, itemsize)
+        full_bias = self.bias is not None and len(self.bias) > 2 and self.bias[2] != 1
+        return Demand(self.batch, self.heads, self.seqlen_q, self.seqlen_k, self.dim, self.dim_v, itemsize, full_bias)
 
 
 class Case(NamedTuple):
@@ -265,7 +266,7 @@ def entry_of(row: Row, tuned: Config, own_ms: float, tuned_ms: float, date: str)
 
 
 def _fields(row: Row, of: Config) -> dict[str, Any]:
-    return {field: getattr(of, field) for part in config.parts(row) for field in part.fields}
+    return {field: getattr(of, field) for part in tunable.parts(row) for field in part.fields}
 
 
 def tuned_config(row: Row, on: Arch, entry: Entry) -> Config | None:
@@ -280,9 +281,9 @@ def tuned_config(row: Row, on: Arch, entry: Entry) -> Config | None:
     ):
         return None
     made = row.config
-    for part in config.parts(row):
+    for part in tunable.parts(row):
         wanted = tuple(values[field] for field in part.fields)
-        if wanted not in part.values or config.shared_memory(row, part, wanted) > on.shared_memory:
+        if wanted not in part.values or tunable.shared_memory(row, part, wanted) > on.shared_memory:
             return None
         made = part.put(made, part.values[part.values.index(wanted)])  # 4 and not 4.0, True and not 1
     return made

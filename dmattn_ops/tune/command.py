@@ -27,9 +27,10 @@ from torch import Tensor
 from dmattn_ops import meta
 from dmattn_ops.call import Call, Gradients, Saved
 from dmattn_ops.call import Result as Outputs
-from dmattn_ops.choice import config, resolve, tuning
+from dmattn_ops.choice import resolve, tunable, tuning
 from dmattn_ops.choice.arch import Arch
-from dmattn_ops.choice.config import Config, Part, Row
+from dmattn_ops.choice.configurations import Config, Row
+from dmattn_ops.choice.tunable import Part
 from dmattn_ops.choice.tuning import Case, EpochCase, Shape
 from dmattn_ops.dispatch import run
 from dmattn_ops.launching import plans
@@ -139,7 +140,7 @@ def prepare(direction: str, shape: Shape, device: torch.device, on: Arch | None 
         call = run.first_packed(call, packed)
         shape = tuning.shape_of(call)
     choice = run.offered(direction, call, on, tuned=False)
-    if choice.arch is None or not config.parts(choice.row):
+    if choice.arch is None or not tunable.parts(choice.row):
         return None
     masked = call.mask.row_tiles is not None
     case = tuning.case_of(direction, choice.row, choice.arch, shape.demand, masked, shape.deterministic)
@@ -184,7 +185,7 @@ def tune(
     launch, outputs = _launch(task)
     expected = written(partial(launch, row.config), outputs)
     best, trials = row.config, []
-    for part in config.parts(row):
+    for part in tunable.parts(row):
         usable: dict[tuple[Any, ...], Callable[[], None]] = {}
         refused: dict[tuple[Any, ...], str] = {}
         tried = _ranked(part, task, candidates)
@@ -207,7 +208,7 @@ def tune(
 def _ranked(part: Part, task: Task, count: int) -> dict[tuple[Any, ...], float]:
     """Return predictions of the row's own values and of the most promising others among what fits, best first."""
     own, *others = part.values
-    fitting = [values for values in others if config.shared_memory(task.row, part, values) <= task.on.shared_memory]
+    fitting = [values for values in others if tunable.shared_memory(task.row, part, values) <= task.on.shared_memory]
     predicted = {values: cost.predict(part, values, task.row, task.on, task.shape) for values in (own, *fitting)}
     ranked = sorted(fitting, key=predicted.__getitem__)
     return {values: predicted[values] for values in (own, *(ranked[:count] if count else ranked))}

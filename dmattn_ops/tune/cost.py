@@ -11,9 +11,10 @@ import math
 from typing import Any, NamedTuple
 
 from dmattn_ops.call import UNBOUNDED
-from dmattn_ops.choice import config
+from dmattn_ops.choice import config, tunable
 from dmattn_ops.choice.arch import Arch
-from dmattn_ops.choice.config import Part, Row
+from dmattn_ops.choice.configurations import Row
+from dmattn_ops.choice.tunable import Part
 from dmattn_ops.choice.tuning import Shape
 
 # Multiplications and additions of a tensor core pass: per cycle and multiprocessor, 16-bit elements, dense (data sheets).
@@ -118,7 +119,7 @@ def _resident(
         return 1
     registers = min(255.0, _registers(shape, kernel, blocks))
     by_registers = int(on.registers / (registers * 32 * blocks.warps))
-    by_memory = on.shared_memory_per_sm // (config.shared_memory(row, part, values) + 1024)
+    by_memory = on.shared_memory_per_sm // (tunable.shared_memory(row, part, values) + 1024)
     return max(1, min(by_registers, by_memory, on.max_warps // blocks.warps))
 
 

@@ -14,6 +14,7 @@ from dmattn_ops.choice import arch, config, resolve
 from dmattn_ops.dispatch import run
 
 PLAIN = plain_options(0.125)
+PAIR_BIAS = torch.empty(1, 1, 200, 304, dtype=torch.bfloat16)[..., :300]
 KEYS = NO_MASK._replace(k_segments=torch.zeros(1, 1, 300, dtype=torch.int32))
 
 
@@ -71,7 +72,25 @@ def test_rows_are_for_two_bytes_and_have_their_own_kernels_behind_them() -> None
         own = [row for row in rows if row.kernel == "ampere"]
         assert {row.itemsize for row in own} == {2}
         others = {row.sm for row in rows if (row.kernel, row.dim, row.itemsize) == ("portable", 256, 2)}
-        assert {row.sm for row in own} == {80, 86, 89, 120} < others
+        assert {row.sm for row in own if not row.full_bias} == {80, 86, 89, 120} < others
+
+
+@pytest.mark.parametrize(("dim", "bias", "kernel"), [(32, True, "ampere"), (40, True, "hopper"), (32, False, "hopper")])
+def test_narrow_heads_with_a_pair_bias_have_this_backward_on_hopper_too(dim: int, bias: bool, kernel: str) -> None:
+    given = call(dim)._replace(bias=PAIR_BIAS if bias else None)
+    assert run.offered("backward", given, arch.KNOWN[90]).row.kernel == kernel
+
+
+@pytest.mark.parametrize("sm", (80, 86, 89, 120))
+def test_narrow_heads_with_a_pair_bias_have_blocks_of_their_own(sm: int) -> None:
+    """Which fit into the shared memory of the row that offers them."""
+    row = next(row for row in config.AMPERE_BACKWARD if (row.sm, row.dim) == (sm, 64))
+    nothing: Any = None
+    narrow, wide = (
+        resolve.backward_config(row.config, call(dim)._replace(bias=PAIR_BIAS), nothing, nothing) for dim in (32, 40)
+    )
+    assert narrow.block_n == 128 and narrow.shared_bias.stages == 2
+    assert wide.block_n == 64 and wide.shared_bias == row.config.shared_bias
 
 
 def test_plain_calls_may_take_a_forward_of_their_own() -> None:

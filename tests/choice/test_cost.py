@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from dmattn_ops.choice import arch, config
+from dmattn_ops.choice import arch, config, tunable
 from dmattn_ops.tune import cost
 from dmattn_ops.tune.command import parse_shape
 
 SHAPE = parse_shape("B4 H16 S4096 D64")
-ROWS = [row for row in (*config.FORWARD, *config.BACKWARD) if config.parts(row) and row.itemsize == 2]
+ROWS = [row for row in (*config.FORWARD, *config.BACKWARD) if tunable.parts(row) and row.itemsize == 2]
 
 
 def cycles(part, row, shape, on=None):
@@ -19,7 +19,7 @@ def cycles(part, row, shape, on=None):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.sm} {row.name}")
 def test_more_work_takes_more_cycles(row):
-    for part in config.parts(row):
+    for part in tunable.parts(row):
         shape = replace(SHAPE, dim=row.dim, dim_v=row.dim)
         plain = cycles(part, row, shape)
         assert cycles(part, row, replace(shape, seqlen_k=8192)) > plain
@@ -31,14 +31,14 @@ def test_more_work_takes_more_cycles(row):
 
 def test_more_multiprocessors_take_fewer_cycles():
     row = next(row for row in ROWS if row.sm == 86 and row.dim == 64)
-    (part,) = config.parts(row)
+    (part,) = tunable.parts(row)
     assert cycles(part, row, SHAPE, replace(arch.KNOWN[86], num_sms=42)) > cycles(part, row, SHAPE)
 
 
 @pytest.mark.parametrize("sm", [86, 90])
 def test_few_tiles_are_better_cut_small(sm):
     row = next(row for row in ROWS if (row.sm, row.dim, row.kernel) == (sm, 64, "portable"))
-    (part,) = config.parts(row)
+    (part,) = tunable.parts(row)
 
     def predicted(block_m, shape):
         return cost.predict(part, (block_m, 64, 4, 3), row, arch.KNOWN[sm], parse_shape(shape))
@@ -50,7 +50,7 @@ def test_few_tiles_are_better_cut_small(sm):
 
 def test_blocks_that_no_register_file_holds_cost_more():
     row = next(row for row in ROWS if (row.sm, row.dim, row.kernel) == (90, 64, "portable"))
-    (part,) = config.parts(row)
+    (part,) = tunable.parts(row)
     many = parse_shape("B8 H32 S8192 D64")
     assert cost.predict(part, (128, 128, 4, 3), row, arch.KNOWN[90], many) > cost.predict(
         part, (128, 128, 8, 3), row, arch.KNOWN[90], many

@@ -17,7 +17,7 @@ import time
 import pytest
 import torch
 
-from dmattn_ops.choice import arch, config, shared_files, tuning
+from dmattn_ops.choice import arch, shared_files, tunable, tuning
 from dmattn_ops.tune import command
 from tests.support import hostile
 from tests.support.hostile import (
@@ -352,7 +352,7 @@ def tuned_in_no_time(monkeypatch):
     """Make tuning find 1 ms of 2 without running anything."""
 
     def tuned(task, candidates=0, measure=None, show=None):
-        (part,) = config.parts(task.row)
+        (part,) = tunable.parts(task.row)
         return command.Result(task, part.put(task.row.config, part.values[-1]), 2.0, 1.0, ())
 
     monkeypatch.setattr(command, "tune", tuned)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dmattn_ops.call import UNBOUNDED
-from dmattn_ops.choice import arch, config, tuning
+from dmattn_ops.choice import arch, tunable, tuning
 from dmattn_ops.dispatch import run as dispatch
 from dmattn_ops.tune import command
 from dmattn_ops.tune.command import parse_shape
@@ -62,7 +62,7 @@ def prepared(text, direction="forward"):
 
 
 def fits(task, part, values):
-    return config.shared_memory(task.row, part, values) <= task.on.shared_memory
+    return tunable.shared_memory(task.row, part, values) <= task.on.shared_memory
 
 
 def test_words_name_a_shape():
@@ -83,19 +83,19 @@ def test_words_name_a_shape():
 def test_the_fastest_configuration_is_found_kernel_by_kernel(kernels, direction):
     task = prepared("B1 H2 S64 D64", direction)
     best = task.row.config
-    for part in config.parts(task.row):
+    for part in tunable.parts(task.row):
         best = part.put(best, next(values for values in part.values[::-1] if fits(task, part, values)))
     result = command.tune(
         task,
         candidates=0,
-        measure=measured_by(lambda made: sum(part.of(made) != part.of(best) for part in config.parts(task.row)) + 1.0),
+        measure=measured_by(lambda made: sum(part.of(made) != part.of(best) for part in tunable.parts(task.row)) + 1.0),
     )
     assert result.config == best and result.ms == 1.0 < result.own_ms
 
 
 def test_few_candidates_are_tried_and_those_predicted_best(kernels):
     task = prepared("B1 H2 S64 D64")
-    (part,) = config.parts(task.row)
+    (part,) = tunable.parts(task.row)
     result = command.tune(task, candidates=3, measure=measured_by(lambda made: 1.0))
     assert len(result.trials) == 4 and result.trials[0].values == part.of(task.row.config)
     predictions = [trial.predicted for trial in result.trials[1:]]

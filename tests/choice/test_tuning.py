@@ -12,7 +12,7 @@ import torch
 import dmattn_ops
 from dmattn_ops import environment
 from dmattn_ops.call import Demand
-from dmattn_ops.choice import arch, choose, config, tuning
+from dmattn_ops.choice import arch, choose, config, tunable, tuning
 
 PLACE = "Some GPU as SM8.6, 84 SMs, Triton 3.6.0"
 DEMAND = Demand(4, 32, 4096, 4096, 64, 64, 2)
@@ -36,8 +36,8 @@ def choice_of(direction="forward", demand=DEMAND):
 def with_other_values(row):
     """Return the row's configuration with the last values of each part that fit."""
     made = row.config
-    for part in config.parts(row):
-        fitting = [v for v in part.values if config.shared_memory(row, part, v) <= arch.KNOWN[86].shared_memory]
+    for part in tunable.parts(row):
+        fitting = [v for v in part.values if tunable.shared_memory(row, part, v) <= arch.KNOWN[86].shared_memory]
         made = part.put(made, fitting[-1])
     return made
 
@@ -184,7 +184,7 @@ def test_numbers_reach_the_launcher_as_the_row_offers_them():
 @pytest.mark.parametrize("rows", [config.FORWARD, config.BACKWARD], ids=["forward", "backward"])
 def test_every_row_offers_its_own_values_first_and_none_twice(rows):
     for row in rows:
-        for part in config.parts(row):
+        for part in tunable.parts(row):
             assert part.values[0] == part.of(row.config)
             assert len(set(part.values)) == len(part.values) > 1
             for values in part.values:

@@ -126,10 +126,14 @@ class Language(ModuleType):
 
     @staticmethod
     def inline_asm_elementwise(code: str, constraints: str, operands: Any, **options: Any) -> Any:
-        """Return what the assembly code of `intervals.where_visible` does, the only one that runs here."""
+        """Return what the assembly codes of `visible.py` do, the only ones that run here."""
+        value, other, words, *byte = operands
+        if byte:
+            assert "prmt.b32 seen, $3, 0, $4; lop3.b32 $0, seen, $1, $2, 0xca;" in code
+            seen = (words >> (8 * (byte[0] & 7) + 7)) & 1
+            return tl.where(seen != 0, value, other)
         assert "and.b32 outside, $3, 0x40004000;" in code and "selp.f32 $0, $1, $2, seen;" in code
-        value, other, sums = operands
-        return tl.where((sums & 0x40004000) == 0, value, other)
+        return tl.where((words & 0x40004000) == 0, value, other)
 
     @staticmethod
     def multiple_of(value: Any, values: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 from dmattn_ops import environment
 from dmattn_ops.call import Demand
-from dmattn_ops.choice import arch, choose, config, tuning
+from dmattn_ops.choice import arch, choose, config, tunable, tuning
 
 PLACE = "Some GPU as SM8.6, 84 SMs, Triton 3.6.0"
 DEMAND = Demand(4, 32, 4096, 4096, 64, 64, 2)
@@ -59,8 +59,8 @@ def case():
 
 def entry():
     row = choice().row
-    (part,) = config.parts(row)
-    fitting = [v for v in part.values if config.shared_memory(row, part, v) <= arch.KNOWN[86].shared_memory]
+    (part,) = tunable.parts(row)
+    fitting = [v for v in part.values if tunable.shared_memory(row, part, v) <= arch.KNOWN[86].shared_memory]
     return tuning.entry_of(row, part.put(row.config, fitting[-1]), 1.0, 0.75, "2026-11-21")
 
 

@@ -134,7 +134,8 @@ def _demands(rows: tuple[config.Row, ...], on: arch.Arch) -> list[Demand]:
     widths = sorted({(min(row.dim, validation.MAX_HEAD_DIM), row.dim_v) for row in rows})
     lengths = sorted({max(row.min_seqlen, 1) for row in rows})
     return [
-        Demand(1, heads, TILE, keys, dim, dim_v or dim, itemsize)
+        Demand(1, heads, TILE, keys, dim, dim_v or dim, itemsize, full_bias)
+        for full_bias in (False, True)
         for itemsize in (2, 4)
         for dim, dim_v in widths
         for keys in lengths

@@ -29,6 +29,7 @@ from dmattn_ops.kernels.ampere.copies import (
     whole_slices,
 )
 from dmattn_ops.kernels.ampere.dropout import dropout_keep
+from dmattn_ops.kernels.ampere.visible import pairs_of, where_visible
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED, Extent, shape_of
 from dmattn_ops.kernels.portable.dbias import launch_blocks
@@ -52,8 +53,6 @@ from dmattn_ops.kernels.portable.visibility import (
     MaskArrays,
     key_marks,
     mask_of_head,
-    query_marks,
-    visibility,
 )
 
 TILE = gl.constexpr(_TILE)
@@ -164,16 +163,13 @@ def gradient_of(
     log_rest = buffers.log_rest.index(stage).load(ROW)
     delta = buffers.delta.index(stage).load(ROW)
     p = probabilities(found, added, head.factors, log_sum[:, None], log_rest[:, None], features.natural)
-    if PARTIAL:
-        marks = query_marks(head, queries, features), key_marks(head, keys, features)
-        visible = visibility(head, marks[0], marks[1], queries, keys, start_k, features, False)
-        p = gl.where(visible, p, 0.0)
     keep = True
     if features.dropout:
         keep = dropout_keep(head.dropout, start_q, start_k, M, N, features, SCORES, T.score_warps == WARPS)
     ds = score_gradient(p, grad_p, delta[:, None], keep, head.dropout, features.dropout)
     if PARTIAL:
-        ds = gl.where(visible, ds, 0.0)
+        pairs = pairs_of(head, queries, keys, key_marks(head, keys, features), start_q, start_k, features, SCORES)
+        ds = where_visible(pairs, ds, 0.0, features)
     return ds
 
 

@@ -32,7 +32,7 @@ from dmattn_ops.kernels.ampere.copies import (
     whole_slices,
 )
 from dmattn_ops.kernels.ampere.dropout import dropout_keep
-from dmattn_ops.kernels.ampere.intervals import in_words, sums_of_words, where_visible, words_of
+from dmattn_ops.kernels.ampere.visible import pairs_of, visible_pairs, where_visible
 from dmattn_ops.kernels.ampere.walks import lanes, longest_first, start_of, steps_of
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
@@ -63,10 +63,8 @@ from dmattn_ops.kernels.portable.visibility import (
     KeyArrays,
     MaskArrays,
     key_marks,
-    query_marks,
     rows_in_reach,
     some_nan,
-    visibility,
 )
 
 # Heads whose blocks are computed at the same time: L2 then holds what they walk. 4 of 16 heads of 16384: 8.47 ms, all 8.92.
@@ -166,24 +164,6 @@ def fetch_gradients(buffers, stage, queries, start, length, shape: gl.constexpr,
 
 
 @gluon.jit
-def visible_pairs(head, keys, queries, features: gl.constexpr):
-    """Return which pairs of `queries` and the owned keys are visible: none of what lies behind the last query."""
-    marks = query_marks(head, queries, features)
-    visible = visibility(head, marks, keys.marks, queries, keys.rows, keys.start, features, False)
-    return visible & (queries < head.place.length_q)[:, None]
-
-
-@gluon.jit
-def pairs_of(head, keys, queries, start, M: gl.constexpr, features: gl.constexpr):
-    """Return the same of queries `start ...`, or sums of words that say it (`intervals.where_visible`)."""
-    if in_words(features):
-        pairs = sums_of_words(words_of(keys.marks, keys.rows, head, start, M, features), queries, start)
-    else:
-        pairs = visible_pairs(head, keys, queries, features)
-    return pairs
-
-
-@gluon.jit
 def gather(
     sums, start, number, walk, queries, keys, buffers, shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr,
     PARTIAL: gl.constexpr, CAREFUL: gl.constexpr,
@@ -237,7 +217,7 @@ def gather(
         added = load_bias(head, own_queries, keys.rows, False, True)
     p = probabilities(scores, added, head.factors, log_sum[:, None], log_rest[:, None], features.natural)
     if PARTIAL:
-        pairs = pairs_of(head, keys, own_queries, start, M, features)
+        pairs = pairs_of(head, own_queries, keys.rows, keys.marks, start, keys.start, features, SCORES)
         p = where_visible(pairs, p, 0.0, features)
     keep = True
     kept_p = p
@@ -325,7 +305,7 @@ def seen_by_head(walk, keys, shape: gl.constexpr, features: gl.constexpr, LAYOUT
     for number in range(steps.n_partial):
         start = start_of(steps, number, M, features, True)
         own_queries = start + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
-        visible = visible_pairs(head, keys, own_queries, features)
+        visible = visible_pairs(head, own_queries, keys.rows, keys.marks, keys.start, features)
         seen = gl.maximum(seen, gl.max(visible.to(gl.int32), 0))
     return gl.where(steps.count > steps.n_partial, 1, seen)
 

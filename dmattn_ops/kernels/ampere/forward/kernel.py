@@ -25,7 +25,14 @@ from dmattn_ops.kernels.ampere.copies import (
     whole_slices,
 )
 from dmattn_ops.kernels.ampere.dropout import dropout_keep
-from dmattn_ops.kernels.ampere.intervals import OUTSIDE, in_words, loaded_words, sums_of_words, where_visible
+from dmattn_ops.kernels.ampere.visible import (
+    in_words,
+    loaded_words,
+    sums_of_words,
+    sums_shown,
+    where_visible,
+    words_of_rows,
+)
 from dmattn_ops.kernels.ampere.walks import lanes, longest_first, start_of, steps_of
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
@@ -236,11 +243,13 @@ def weigh(
         if words is not None:
             words = gl.convert_layout(words, gl.SliceLayout(0, LAYOUT))
             pairs = sums_of_words(words, queries.rows, queries.start)
-            visible = (pairs & OUTSIDE) == 0
+            visible = sums_shown(pairs)
         else:
             marks = key_marks(head, own_keys, features)
-            pairs = visibility(head, queries.marks, marks, queries.rows, own_keys, start, features, False)
-            visible = pairs
+            visible = visibility(head, queries.marks, marks, queries.rows, own_keys, start, features, False)
+            pairs = visible
+        if features.mask == "bits":
+            pairs = words_of_rows(head, queries.rows, head.place.length_q, start, M, N, LAYOUT)
         score = where_visible(pairs, score, float("-inf"), features)
         if CAREFUL:
             keep_rows(buffers.v, gl.max(visible.to(gl.int32), 0), VALUE_ROWS, WARPS)

@@ -120,12 +120,6 @@ def key_tile(i, walk, T: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter):
-    """Return the number of a piece of work that no block has taken yet."""
-    return gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-
-
-@gluon.jit
 def load_record(at, width, T: gl.constexpr):
     """Return the `Record` of `width` words at a pointer, as it is there: nothing waits for one of its words here.
 
@@ -404,21 +398,14 @@ def produce(operands, smem, bars, T: gl.constexpr):
             load_keys(step, j, source, maps, smem, bars, T)
         # Pieces of a causal mask differ in length, and the next one is taken near the end of this one, by whom is free first:
         # taken earlier, a long piece may wait behind another one (H200, D 64, B1 H16 S2048: 0.049 ms, and 0.032 so; D 128,
-        # B4 H16 S4096: 0.400 and 0.384). Else it is taken at once, while the first tiles of this one are on their way. That is
-        # three loads with lists, each of which waits for the one before: under segments, whose walks are often short, the copies
-        # of the first step come between them.
+        # B4 H16 S4096: 0.400 and 0.384). Else it is taken at once, while the first tiles of this one are on their way.
         drawn_at = gl.maximum(n - AHEAD, 0) if CAUSAL else 0
-        following = items
-        if T.MASK == SEGMENTS:
-            drawn_at = gl.minimum(gl.maximum(n - 1, 0), 1)
-            if items > blocks:
-                following = draw(operands.counter)
         for i in range(drawn_at):
             j, word = load_step(i, step, j, word, walk, source, maps, smem, bars, True, T)
             step += 1
-        if T.MASK != SEGMENTS:
-            if items > blocks:
-                following = draw(operands.counter)
+        following = items
+        if items > blocks:
+            following = gl.atomic_add(operands.counter, 1, sem="relaxed") + blocks
         next_work = take(gl.minimum(following, items - 1), tiles, sizes, mask.lists, T)
         for i in range(drawn_at, n):
             j, word = load_step(i, step, j, word, walk, source, maps, smem, bars, False, T)
