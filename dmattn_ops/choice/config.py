@@ -203,16 +203,19 @@ HOPPER_FORWARD = (
 # instructions on an H200, torch 2.11, triton 3.6, 2026-11-26, bf16, B2 H16 S4096: ms causal / full, FlashAttention-2 beside them.
 _LARGE, _SMALL = (80,), (86, 89, 120)
 _AMPERE_128_QUERIES = AmpereForward(128, 64, 4, dropout=AmpereForward(64, 64, 4))
-# With a bias with queries and hidden keys, S384 H4 D32 and S512 H16 D16, S rows: us with this and with what wider heads take. SM
-# 9.0 runs the backward too, where its own kernels pad heads to 64 columns: backward 667 / 5553, dbias 793 / 5870.
-_NARROW_FORWARD = AmpereForward(64, 64, 4)  # 363 / 2645, 369 / 3920
-_NARROW_BACKWARD = AmpereBackward(  # 516 / 3871, 609 / 4807; dbias 579 / 2903, 767 / 3773
-    64, 128, 4, 2, 4, 2, 2, 2, shared_bias=AmpereSharedBias(128, 64, 4, 4, 2)
+# For heads of at most 32 beside a bias with queries. H200, torch 2.11, triton 3.6, 2026-11-27, bf16, S rows of S positions, some
+# keys hidden, microseconds at S384 H4 D32 and S512 H16 D16. SM 9.0 runs this backward too: its own kernels pad heads to 64 columns
+# and take 667 / 5553 and for the bias 793 / 5870.
+_NARROW_FORWARD = AmpereForward(64, 64, 4)  # 363 / 2646; 128 x 64 369 / 2959
+_NARROW_BACKWARD = (
+    AmpereBackward(  # 492 / 3778 and for the bias 470 / 2891; 64 x 64 607 / 4810, 64 x 64 for the bias 374 / 3652
+        64, 128, 4, 2, 4, 2, 2, 2, shared_bias=AmpereSharedBias(128, 64, 4, 4, 2)
+    )
 )
 _AMPERE_FORWARD = {
     64: (
-        replace(_AMPERE_128_QUERIES, narrow_bias=_NARROW_FORWARD), 36864,
-        "0.239 / 0.444 ms, FlashAttention-2 0.295 / 0.462; 64 x 64 0.255 / 0.528",
+        replace(_AMPERE_128_QUERIES, narrow_bias=_NARROW_FORWARD, plain=AmpereForward(128, 64, 4, held=True)), 36864,
+        "0.239 / 0.430 ms, FlashAttention-2 0.295 / 0.462; 64 x 64 0.255 / 0.528, full with queries in shared memory 0.443",
     ),
     128: (
         _AMPERE_128_QUERIES, 69632,
@@ -333,6 +336,15 @@ HOPPER_BACKWARD_256 = Row(
     "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
 )  # fmt: skip
 HOPPER_NARROW_BIAS = Row(
-    90, 32, 2, 0, "Standard", "ampere", _NARROW_BACKWARD, 69632, "its comment has what was measured", full_bias=True
+    90,
+    32,
+    2,
+    0,
+    "Standard",
+    "ampere",
+    _NARROW_BACKWARD,
+    69632,
+    "H200, 2026-11-27: beside the configuration",
+    full_bias=True,
 )
 BACKWARD = (HOPPER_NARROW_BIAS, *HOPPER_BACKWARD, HOPPER_BACKWARD_256, *AMPERE_BACKWARD, *_portable(1), *_LEGACY)

@@ -111,7 +111,7 @@ def test_gains_within_the_noise_change_nothing(kernels):
 
 @pytest.mark.parametrize("wrong", [1.9, float("nan"), float("inf"), "raises"])
 def test_a_configuration_that_fails_or_computes_something_else_never_wins(kernels, wrong):
-    task = prepared("B1 H2 S64 D64")
+    task = prepared("B1 H2 S64 D64 causal")
 
     def breaks(made):
         if made == task.row.config:
@@ -130,7 +130,7 @@ def test_a_configuration_that_fails_or_computes_something_else_never_wins(kernel
 
 
 def test_what_a_kernel_leaves_unwritten_is_found(kernels):
-    task = prepared("B1 H2 S64 D64")
+    task = prepared("B1 H2 S64 D64 causal")
     kernels._write = lambda made, *outputs: made == task.row.config and [o.fill_(2.0) for o in outputs]
     result = command.tune(task, measure=measured_by(lambda made: 1.0))
     assert all(trial.refused for trial in result.trials[1:])

@@ -153,9 +153,19 @@ def test_the_parts_of_keys_and_batches_cover_all_and_fill_the_sms(programs: int,
 
 @pytest.mark.parametrize(
     ("batches", "programs", "parts"),
-    [(0, 5, 1), (1, 1, 1), (2, 300, 1), (2, 1, 2), (384, 64, 6), (384, 1, 16), (13, 1, 13), (17, 1, 1)],
+    [
+        (0, 5, 1),
+        (1, 1, 1),
+        (2, 1, 1),
+        (384, 36, 6),
+        (768, 288, 8),
+        (512, 512, 1),
+        (384, 1, 16),
+        (13, 1, 13),
+        (17, 1, 1),
+    ],
 )
-def test_other_kernels_divide_batches_into_equal_parts_where_programs_are_few(
+def test_other_kernels_divide_batches_into_equal_parts_that_are_done_soonest(
     batches: int, programs: int, parts: int
 ) -> None:
     assert parts_of(batches, programs, 132) == parts

@@ -29,7 +29,7 @@ from dmattn_ops.kernels.ampere.copies import (
     whole_slices,
 )
 from dmattn_ops.kernels.ampere.dropout import dropout_keep
-from dmattn_ops.kernels.ampere.visible import pairs_of, where_visible
+from dmattn_ops.kernels.ampere.visible import pairs_of, where_visible, words_of_rows
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED, Extent, shape_of
 from dmattn_ops.kernels.portable.dbias import launch_blocks
@@ -143,6 +143,9 @@ def gradient_of(
     N: gl.constexpr = shape.block_n
     queries = start_q + gl.arange(0, M, layout=ROW)
     keys = start_k + gl.arange(0, N, layout=gl.SliceLayout(0, SCORES))
+    pairs = None
+    if PARTIAL and features.mask == "bits":  # on their way beside the products
+        pairs = words_of_rows(head, queries, head.place.length_q, start_k, M, N, SCORES)
     zeros = gl.zeros([M, N], gl.float32, layout=SCORES)
     found = product(
         buffers.q.index(stage), buffers.k.index(stage).permute([1, 0]), zeros, whole_slices(shape.head_dim), SCORES
@@ -168,7 +171,8 @@ def gradient_of(
         keep = dropout_keep(head.dropout, start_q, start_k, M, N, features, SCORES, T.score_warps == WARPS)
     ds = score_gradient(p, grad_p, delta[:, None], keep, head.dropout, features.dropout)
     if PARTIAL:
-        pairs = pairs_of(head, queries, keys, key_marks(head, keys, features), start_q, start_k, features, SCORES)
+        if pairs is None:
+            pairs = pairs_of(head, queries, keys, key_marks(head, keys, features), start_q, start_k, features)
         ds = where_visible(pairs, ds, 0.0, features)
     return ds
 

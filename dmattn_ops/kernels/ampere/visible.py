@@ -92,13 +92,10 @@ def visible_pairs(head, queries, keys, marks, start_k, features: gl.constexpr):
 
 
 @gluon.jit
-def pairs_of(head, queries, keys, marks, start_q, start_k, features: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the same of a step of queries from `start_q` on, as `where_visible` takes it."""
+def pairs_of(head, queries, keys, marks, start_q, start_k, features: gl.constexpr):
+    """Return the same of a step of queries from `start_q` on, as `where_visible` takes it where the mask is not bits."""
     M: gl.constexpr = queries.shape[0]
-    N: gl.constexpr = keys.shape[0]
-    if features.mask == "bits":
-        pairs = words_of_rows(head, queries, head.place.length_q, start_k, M, N, LAYOUT)
-    elif in_words(features):
+    if in_words(features):
         pairs = sums_of_words(words_of(marks, keys, head, start_q, M, features), queries, start_q)
     else:
         pairs = visible_pairs(head, queries, keys, marks, start_k, features)

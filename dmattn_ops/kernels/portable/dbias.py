@@ -48,7 +48,8 @@ from dmattn_ops.kernels.portable.visibility import BitArray, KeyArrays, MaskArra
 from dmattn_ops.launching.launch import computed, launch, makes_zeros, sum_into, workspace
 
 ENTRIES = 128  # list entries that one iteration marks
-PROGRAMS = 2  # for each multiprocessor, from which on batches are not divided
+PROGRAMS = 2  # that share a multiprocessor
+ADDED_UP = 4  # batches in whose time the sum of a part of them is written and added to others
 MOST_PARTS = 16  # float32 sums of a shared bias that a call has room for
 
 
@@ -249,9 +250,16 @@ def divisors(batches: int) -> list[int]:
 
 
 def parts_of(batches: int, programs: int, sms: int) -> int:
-    """Return into how many parts batches are divided, so that `programs` for each of them keep all multiprocessors busy."""
-    possible = divisors(batches)
-    return next((parts for parts in possible if programs * parts >= PROGRAMS * sms), possible[-1])
+    """Return into how many parts batches are divided, each of which takes `programs`, so that all are done soonest.
+
+    Programs run in rounds of `PROGRAMS` on each multiprocessor, and the last round takes as long as the others.
+    """
+
+    def time(parts: int) -> int:
+        rounds = -(-programs * parts // (PROGRAMS * sms))
+        return rounds * (batches // parts + (ADDED_UP if parts > 1 else 0))
+
+    return min(divisors(batches), key=time)
 
 
 def room_for_parts(call: Call, dbias: Tensor, parts: int) -> Tensor:

@@ -32,7 +32,7 @@ from dmattn_ops.kernels.ampere.copies import (
     whole_slices,
 )
 from dmattn_ops.kernels.ampere.dropout import dropout_keep
-from dmattn_ops.kernels.ampere.visible import pairs_of, visible_pairs, where_visible
+from dmattn_ops.kernels.ampere.visible import pairs_of, visible_pairs, where_visible, words_of_rows
 from dmattn_ops.kernels.ampere.walks import lanes, longest_first, start_of, steps_of
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
@@ -192,6 +192,10 @@ def gather(
         fetch_queries(buffers, 1 - q_stage, queries, next_start, length, shape, PARTIAL)
     if T.grad_stages == 2:
         fetch_gradients(buffers, 1 - grad_stage, queries, next_start, length, shape, PARTIAL)
+    own_queries = start + gl.arange(0, M, layout=ROW)
+    pairs = None
+    if PARTIAL and features.mask == "bits":  # on their way beside the products
+        pairs = words_of_rows(head, own_queries, length, keys.start, M, N, SCORES)
     q = buffers.q.index(q_stage)
     grad_out = buffers.grad_out.index(grad_stage)
     log_sum = buffers.log_sum.index(q_stage).load(ROW)
@@ -207,7 +211,6 @@ def gather(
     scores = product(q, buffers.k.permute([1, 0]), zeros, whole_slices(shape.head_dim), SCORES)
     # In front of the stores of P: only so can ptxas put exponentials between products.
     grad_p = product(grad_out, buffers.v.permute([1, 0]), zeros, whole_slices(shape.value_dim), SCORES)
-    own_queries = start + gl.arange(0, M, layout=ROW)
     scores, slope = capped(scores, head.factors, features)
     added = keys.bias
     if T.bias_tiles:
@@ -217,7 +220,8 @@ def gather(
         added = load_bias(head, own_queries, keys.rows, False, True)
     p = probabilities(scores, added, head.factors, log_sum[:, None], log_rest[:, None], features.natural)
     if PARTIAL:
-        pairs = pairs_of(head, own_queries, keys.rows, keys.marks, start, keys.start, features, SCORES)
+        if pairs is None:
+            pairs = pairs_of(head, own_queries, keys.rows, keys.marks, start, keys.start, features)
         p = where_visible(pairs, p, 0.0, features)
     keep = True
     kept_p = p

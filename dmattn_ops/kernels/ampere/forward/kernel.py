@@ -240,7 +240,7 @@ def weigh(
         added = load_bias(head, queries.rows, own_keys, False, PARTIAL)
     score = scores_of(found, added, head.factors, features)
     if PARTIAL:
-        if words is not None:
+        if in_words(features):
             words = gl.convert_layout(words, gl.SliceLayout(0, LAYOUT))
             pairs = sums_of_words(words, queries.rows, queries.start)
             visible = sums_shown(pairs)
@@ -248,8 +248,8 @@ def weigh(
             marks = key_marks(head, own_keys, features)
             visible = visibility(head, queries.marks, marks, queries.rows, own_keys, start, features, False)
             pairs = visible
-        if features.mask == "bits":
-            pairs = words_of_rows(head, queries.rows, head.place.length_q, start, M, N, LAYOUT)
+            if features.mask == "bits":
+                pairs = words_of_rows(head, queries.rows, head.place.length_q, start, M, N, LAYOUT)
         score = where_visible(pairs, score, float("-inf"), features)
         if CAREFUL:
             keep_rows(buffers.v, gl.max(visible.to(gl.int32), 0), VALUE_ROWS, WARPS)
