@@ -44,7 +44,7 @@ def test_each_gpu_tells_its_kernels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(arch, "physical", lambda device: arch.KNOWN[list(GPUS.values())[device.index]])
     monkeypatch.setattr(arch, "name", lambda device: list(GPUS)[device.index])
     hopper, turing, ampere = dmattn_ops.backend_info().gpus
-    assert hopper.kernels == ("decode", "hopper", "hopper256", "portable") and hopper.missing == {}
+    assert hopper.kernels == ("decode", "hopper", "hopper256", "ampere", "portable") and hopper.missing == {}
     assert ampere.kernels == ("ampere", "portable") and ampere.missing["hopper"] == "runs on SM 9.0 only"
     assert "plain torch" in turing.kernels[0] and turing.missing["portable"] == "needs SM 8.0 or newer"
     assert str(ampere).splitlines()[0] == "NVIDIA A10 (SM8.6): ampere, portable"
