@@ -302,6 +302,32 @@ def generation_table(rows: list[Row]) -> str:
     return _table(["", "", "graph, us", "eager, us", "of copy speed"], lines)
 
 
+def pair_bias_table(rows: list[Row]) -> str:
+    """Milliseconds of forward and backward, and the MiB that both take beyond the inputs."""
+    cases = _by_case([row for row in rows if "missing" not in row])
+    names = _shown(cases)
+    numbers = [
+        (name, field, form) for field, form in (("whole_ms", _ms), ("peak_mib", "{:.0f}".format)) for name in names
+    ]
+    lines = [[case, *(form(found[name][field]) for name, field, form in numbers)] for case, found in cases.items()]
+    return _table(["", *(f"{NAMES[name]}, {unit}" for unit in ("ms", "MiB") for name in names)], lines)
+
+
+def trees_table(rows: list[Row]) -> str:
+    """Milliseconds of separate sequences and of the tree, how many times as fast that is, and how many times fewer pairs it has."""
+
+    def fewer_pairs(answers: int, length: int, prompt: int) -> float:
+        return answers * (prompt + length) ** 2 / (prompt**2 + answers * length * (2 * prompt + length))
+
+    lines = []
+    for case, found in _by_case(rows).items():
+        answers, length, prompt = (int(word) for word in case.split() if word.isdigit())
+        tree, sequences = (found[name]["whole_ms"] for name in ("dmattn", "dmattn-sequences"))
+        times = (f"{ratio:.3g}" for ratio in (sequences / tree, fewer_pairs(answers, length, prompt)))
+        lines.append([f"{answers} answers of {length} to a prompt of {prompt}", _ms(sequences), _ms(tree), *times])
+    return _table(["", "sequences, ms", "tree, ms", "times as fast", "times fewer pairs"], lines)
+
+
 def table(name: str, words: list[str]) -> str:
     """Return the table of one result file."""
     results = json.loads((RESULTS / name).read_text())
@@ -316,6 +342,10 @@ def table(name: str, words: list[str]) -> str:
         if "published_tflops" in results:
             return intervals_table(rows, results["published_tflops"])
         return dynamic_table(rows, only_whole="whole" in words)
+    if any("peak_mib" in row for row in results["rows"]):
+        return pair_bias_table(results["rows"])
+    if any("tokens_of_tree" in row for row in results["rows"]):
+        return trees_table(results["rows"])
     if any("ideal" in row for row in results["rows"]):
         return training_table([row for row in results["rows"] if row["part"] in words])
     if "arch" in results["rows"][0]:

@@ -82,9 +82,9 @@ def check_selection(seed: int, longest: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, atol=1e-4 * case.heads, rtol=0.0, msg=repr(case))
 
 
-@pytest.mark.parametrize("first", range(0, 300, 50))
+@pytest.mark.parametrize("first", range(0, 300, 10))
 def test_any_selection_has_the_mass_of_the_definition(first: int):
-    for seed in range(first, first + 50):
+    for seed in range(first, first + 10):
         check_selection(seed, 60, DTYPES[seed % 3])
 
 
@@ -104,9 +104,9 @@ def check_keys(seed: int, longest: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, atol=1e-4 * case.heads, rtol=2e-4, msg=repr(case))
 
 
-@pytest.mark.parametrize("first", range(0, 300, 50))
+@pytest.mark.parametrize("first", range(0, 300, 10))
 def test_any_key_has_the_mass_of_the_definition(first: int):
-    for seed in range(first, first + 50):
+    for seed in range(first, first + 10):
         check_keys(seed, 60, DTYPES[seed // 2 % 3])
 
 
