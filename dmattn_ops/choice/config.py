@@ -207,11 +207,8 @@ _AMPERE_128_QUERIES = AmpereForward(128, 64, 4, dropout=AmpereForward(64, 64, 4)
 # keys hidden, microseconds at S384 H4 D32 and S512 H16 D16. SM 9.0 runs this backward too: its own kernels pad heads to 64 columns
 # and take 667 / 5553 and for the bias 793 / 5870.
 _NARROW_FORWARD = AmpereForward(64, 64, 4)  # 363 / 2646; 128 x 64 369 / 2959
-_NARROW_BACKWARD = (
-    AmpereBackward(  # 492 / 3778 and for the bias 470 / 2891; 64 x 64 607 / 4810, 64 x 64 for the bias 374 / 3652
-        64, 128, 4, 2, 4, 2, 2, 2, shared_bias=AmpereSharedBias(128, 64, 4, 4, 2)
-    )
-)
+_NARROW_SHARED_BIAS = AmpereSharedBias(128, 64, 4, 4, 2)  # 470 / 2891; 64 x 64 in 168 registers 374 / 3652
+_NARROW_BACKWARD = AmpereBackward(64, 128, 4, 2, 4, 2, 2, 2, _NARROW_SHARED_BIAS)  # 492 / 3778; 64 x 64 607 / 4810
 _AMPERE_FORWARD = {
     64: (
         replace(_AMPERE_128_QUERIES, narrow_bias=_NARROW_FORWARD, plain=AmpereForward(128, 64, 4, held=True)), 36864,
@@ -336,15 +333,6 @@ HOPPER_BACKWARD_256 = Row(
     "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
 )  # fmt: skip
 HOPPER_NARROW_BIAS = Row(
-    90,
-    32,
-    2,
-    0,
-    "Standard",
-    "ampere",
-    _NARROW_BACKWARD,
-    69632,
-    "H200, 2026-11-27: beside the configuration",
-    full_bias=True,
-)
+    90, 32, 2, 0, "Standard", "ampere", _NARROW_BACKWARD, 69632, "H200, 2026-11-27: beside the configuration", full_bias=True
+)  # fmt: skip
 BACKWARD = (HOPPER_NARROW_BIAS, *HOPPER_BACKWARD, HOPPER_BACKWARD_256, *AMPERE_BACKWARD, *_portable(1), *_LEGACY)

@@ -66,7 +66,7 @@ def sums_shown(sums):
 def words_of_rows(head, rows, end, start, M: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the bits of `rows` and the keys `start ...` as `where_visible` takes them; rows from `end` on see nothing.
 
-    Bits of key k of 8 lie at place 8 (k // 8) + 7 of `[M, N / 32, 32]`.
+    They are words `[M, N / 32, 32]`; the one of key `8 k + n` of 32 has that key's bit at place `8 k + 7`.
     """
     cube = gl.reshape(gl.zeros([M, N], gl.int32, layout=LAYOUT), [M, N // WORD_BITS, WORD_BITS])
     CUBE: gl.constexpr = cube.type.layout
