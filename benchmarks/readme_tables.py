@@ -2,7 +2,7 @@
 
 A table stands between `<!-- results: FILE -->` and `<!-- end -->`, where FILE lies in benchmarks/results; `FILE 4096` takes
 only the rows whose case holds that word. Of a file of `bench_dynamic.py` or `bench_intervals.py`, `FILE PART` shows one part,
-and `FILE targets` what was meant to be reached; `FILE PART whole` of `bench_dynamic.py` leaves out what the time is made of.
+and `FILE targets` what was required and aimed at; `FILE PART whole` of `bench_dynamic.py` shows only the whole time.
 Of a file of `bench_ampere.py`, `FILE 8.9` shows one architecture; of one of `bench_generation.py`, `FILE step` and `FILE full` show
 decoding.
 """
@@ -83,7 +83,7 @@ def dense_table(rows: list[Row]) -> str:
             for part in ("forward_tflops", "backward_tflops")
         )
         means.append(" / ".join(f"{ratio:.2f}" for ratio in ratios))
-    lines.append(["dmattn_ops / this one (geometric mean)", "", *means])
+    lines.append(["dmattn_ops / this column (geometric mean)", "", *means])
     return _table([f"{unit} forward / backward", *(NAMES[name] for name in names)], lines)
 
 
@@ -117,7 +117,7 @@ def steps_table(rows: list[Row]) -> str:
         for row in rows
         if "step_ms" in row
     ]
-    return _table(["a training step", "attention", "ms", "over ours", "graphs"], lines)
+    return _table(["a training step", "attention", "ms", "time / ours", "graphs"], lines)
 
 
 def summary_table(summary: list[Row]) -> str:
@@ -168,7 +168,7 @@ def rows_table(rows: list[Row]) -> str:
         return f"{row[f'{part}_ms']:.3f}, {theirs} ({row[f'{part}_ratio']:.2f}x)"
 
     lines = [[row["case"], *(cell(row, part) for part in ("forward", "backward"))] for row in rows]
-    return _table(["ms, of the fastest peer, and its time over ours", "forward", "backward"], lines)
+    return _table(["our ms, those of the fastest other, and its time / ours", "forward", "backward"], lines)
 
 
 def host_table(rows: list[Row]) -> str:
@@ -201,7 +201,7 @@ def architecture_table(rows: list[Row]) -> str:
         ]
         for case, found in cases.items()
     ]
-    return _table(["ms forward / backward", NAMES["dmattn"], *(f"{NAMES[name]} takes" for name in peers)], lines)
+    return _table(["ms forward / backward", NAMES["dmattn"], *(f"{NAMES[name]} / ours" for name in peers)], lines)
 
 
 def _ms(time: float) -> str:
@@ -236,7 +236,7 @@ def dynamic_table(rows: list[Row], only_whole: bool = False) -> str:
 
 def training_table(rows: list[Row]) -> str:
     """Milliseconds of whole steps of `bench_training.py`, how many times as fast as dense attention they are, and the ideal."""
-    ways = {"dmattn": NAMES["dmattn"], "dmattn packed": "keys packed", "dmattn not packed": "as they lie"}
+    ways = {"dmattn": NAMES["dmattn"], "dmattn packed": "keys packed", "dmattn not packed": "keys not packed"}
     cases = _by_case([row for row in rows if "missing" not in row])
     shown = {way: name for way, name in ways.items() if any(way in found for found in cases.values())}
     lines = []
@@ -269,12 +269,12 @@ def intervals_table(rows: list[Row], published: dict[str, list[float]]) -> str:
 
 
 def targets_table(targets: list[Row]) -> str:
-    """What was meant to be reached, and what was measured."""
+    """What was required and aimed at, and what was measured."""
     lines = [
         [row["target"], *(f"{row[name]:.3g}" if name in row else "" for name in ("must", "aim", "measured"))]
         for row in targets
     ]
-    return _table(["", "must", "aim", "measured"], lines)
+    return _table(["", "required", "aimed at", "measured"], lines)
 
 
 GENERATION_NAMES = {
@@ -299,7 +299,7 @@ def generation_table(rows: list[Row]) -> str:
             name = GENERATION_NAMES[row["implementation"]]
             kept = f", keep {row['keep']}" if row["part"] == "step" and row["implementation"] == "dmattn" else ""
             lines.append([row["case"], name + kept, *(cell(row, *number) for number in numbers)])
-    return _table(["", "", "graph, us", "eager, us", "of copy speed"], lines)
+    return _table(["", "", "graph, us", "eager, us", "share of copy speed"], lines)
 
 
 def pair_bias_table(rows: list[Row]) -> str:
