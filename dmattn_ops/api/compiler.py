@@ -214,14 +214,13 @@ class Server:
             os._exit(status)
 
     def reap(self) -> None:
-        """Tell of the forks that have ended."""
-        while self.forks:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                return
-            kernel = self.forks.pop(pid)
-            self.failed |= status != 0
-            self.say(kernel=kernel.name, more=-1)
+        """Tell of the forks that have ended; other children of this process are left to those who started them."""
+        for pid, kernel in list(self.forks.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self.forks[pid]
+                self.failed |= status != 0
+                self.say(kernel=kernel.name, more=-1)
 
     def mark(self) -> None:
         """Mark the cache, now that it holds the kernels of all calls."""

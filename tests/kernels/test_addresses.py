@@ -23,6 +23,7 @@ from dmattn_ops.kernels.selection import launch as selection  # noqa: E402
 from dmattn_ops.meta import list_tiles_outputs, pack_mask_outputs  # noqa: E402
 from tests.support import other_launches  # noqa: E402
 from tests.support.addresses import code_of, intermediate_code, large_products  # noqa: E402
+from tests.support.spills import KNOWN  # noqa: E402
 from tests.tools import configurations  # noqa: E402
 from tests.tools.configurations import (  # noqa: E402
     BITS,
@@ -36,6 +37,8 @@ from tests.tools.configurations import (  # noqa: E402
     reachable,
 )
 
+# Products are the same whichever Triton compiles them; others than 3.6 name their places in another way.
+pytestmark = pytest.mark.skipif(not KNOWN, reason="reads the places in the sources that triton 3.6 writes")
 FREE = (-UNBOUNDED, UNBOUNDED)
 SEQLEN = 3000
 

@@ -15,6 +15,7 @@ from dmattn_ops.kernels.kept import chunk_launch
 from dmattn_ops.kernels.kept import launch as kept
 from dmattn_ops.masks.kept import Appended, Rule, Stored, Token
 from dmattn_ops.meta import keep_chunk_outputs
+from tests.support.spills import bytes_at_most
 
 KEYS = 1000
 
@@ -41,7 +42,9 @@ def test_one_query_fits_into_registers_and_shared_memory(row: config.Row, kind: 
         decode.forward(call, Result(torch.empty_like(query), *statistics), row.config)
     [made] = launches
     assert made.kernel == "decode_kernel"
-    assert spilled(made) == 0 or kind == "everything"  # a bias for each head beside hidden intervals and a soft cap
+    assert (
+        spilled(made) <= bytes_at_most(0) or kind == "everything"
+    )  # a bias for each head beside hidden intervals and a soft cap
     assert made.compiled.metadata.shared <= arch.KNOWN[row.sm].shared_memory
     assert "mma.sync" in made.compiled.asm["ptx"]
 
@@ -65,7 +68,7 @@ def test_a_step_spills_nothing(slots: int, sm: int):
     with compiled_launches(sm) as launches:
         kept.keep_step(cache_of(slots), token, Rule(9, 1, 1, 2, False), torch.empty(1, 2, slots, dtype=torch.int32))
     [made] = launches
-    assert made.kernel == "keep_step_kernel" and spilled(made) == 0
+    assert made.kernel == "keep_step_kernel" and spilled(made) <= bytes_at_most(0)
 
 
 @pytest.mark.parametrize("sm", [80, 90, 120])

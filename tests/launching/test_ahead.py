@@ -262,6 +262,17 @@ def work_off(server, own):
 
 
 @FORKING
+def test_other_children_are_left_to_those_who_started_them(server, tmp_path):
+    made, own = server
+    other = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody asked how
+    made.todo.append(compiler.Kernel("kernel", 0, lambda: time.sleep(0.1), str(tmp_path)))
+    _, news = work_off(made, own)
+    assert {"kernel": "kernel", "more": -1} in news and not made.failed
+    assert other.wait() == 3
+
+
+@FORKING
 @pytest.mark.parametrize("fails", ["", "raises", "dies"])
 def test_no_more_kernels_are_compiled_at_a_time_than_asked_and_a_cache_is_marked_when_all_are_in_it(
     server, tmp_path, fails

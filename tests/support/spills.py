@@ -9,16 +9,16 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 try:
-    _KNOWN = version("triton").startswith("3.6.")
+    KNOWN = version("triton").startswith("3.6.")
 except PackageNotFoundError:  # nothing is compiled
-    _KNOWN = True
+    KNOWN = True
 
 
 def bytes_at_most(known: int) -> int:
     """Return how many bytes of spills are accepted of a kernel that has `known` with triton 3.6."""
-    return known if _KNOWN else 2 * known + 640
+    return known if KNOWN else 2 * known + 640
 
 
 def moves_at_most(known: int) -> int:
     """Return how many instructions of a loop's step may move registers to or from the stack, where there are `known`."""
-    return known if _KNOWN else known + 16
+    return known if KNOWN else known + 16
