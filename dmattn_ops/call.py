@@ -12,6 +12,7 @@ with row statistics `[B, H, Sq]`; packed sequences (`call.varlen`) are `[total, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -261,9 +262,12 @@ class Gradients(NamedTuple):
 
 def bias_kind(bias: Tensor | None) -> str:
     """Return the kind of a bias: "none", "key" (one value for each key), or "full" (one for each query and key)."""
-    if bias is None:
-        return "none"
-    return "key" if bias.dim() == 2 or bias.shape[2] == 1 else "full"
+    return "none" if bias is None else kind_of_shape(bias.shape)
+
+
+def kind_of_shape(shape: Sequence[int]) -> str:
+    """Return the kind of a bias of this shape, "key" or "full"."""
+    return "key" if len(shape) == 2 or shape[2] == 1 else "full"
 
 
 def hides_packed_keys(call: Call) -> bool:

@@ -51,8 +51,9 @@ def forward_config(offered: config.Config, call: Call, result: Result) -> config
 
 
 def _has_narrow_bias(call: Call) -> bool:
-    """Return whether heads of at most 32 columns have a bias with queries."""
-    return call.sizes.full_bias and call.sizes.width <= 32
+    """Return whether a bias with queries stands beside heads of at most `config.NARROW` columns."""
+    sizes = call.sizes
+    return sizes.full_bias and sizes.width <= config.NARROW
 
 
 def _with_bias_tiles(offered: config.HopperForward, call: Call) -> config.HopperForward:

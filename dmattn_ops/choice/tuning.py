@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dmattn_ops import environment
-from dmattn_ops.call import TILE, UNBOUNDED, Call, Demand
+from dmattn_ops.call import TILE, UNBOUNDED, Call, Demand, kind_of_shape
 from dmattn_ops.choice import arch, shared_files, tunable
 from dmattn_ops.choice.arch import Arch
 from dmattn_ops.choice.choose import Choice
@@ -74,7 +74,7 @@ class Shape:
     def demand(self) -> Demand:
         """The sizes that a row is chosen by."""
         itemsize = getattr(torch, self.dtype).itemsize
-        full_bias = self.bias is not None and len(self.bias) > 2 and self.bias[2] != 1
+        full_bias = self.bias is not None and kind_of_shape(self.bias) == "full"
         return Demand(self.batch, self.heads, self.seqlen_q, self.seqlen_k, self.dim, self.dim_v, itemsize, full_bias)
 
 

@@ -110,8 +110,6 @@ def test_masses_of_keys(sm: int, dtype: str, dim: int, mask: str):
     absent = {"tiles", "bits", "q_segments", "k_segments", "start", "end"} - set(kept.get(mask, ()))
     constants |= dict.fromkeys(absent) | ({"bias": None} if bias == "none" else {})
     types = dict.fromkeys(("query", "key", "bias"), f"*{dtype}")
-    # triton 3.9 spills kilobytes of float32 products, which is slow and right
-    check(
-        compiled(key_mass_kernel, sm, constants, types, num_warps=4, num_stages=2),
-        16 if dtype != "fp32" or KNOWN else 22000,
-    )
+    # triton 3.9 spills kilobytes of float32 products, which is slow and right; `bytes_at_most` allows it twice as many
+    spilled = 16 if KNOWN or dtype != "fp32" else {128: 220, 256: 10400}[dim]
+    check(compiled(key_mass_kernel, sm, constants, types, num_warps=4, num_stages=2), spilled)

@@ -90,14 +90,15 @@ def child(name):
 
 for name in json.loads(sys.argv[1]):
     sys.stdout.flush()
-    if os.fork() == 0:
+    forked = os.fork()
+    if forked == 0:
         try:
             line = child(name)
         except BaseException:
             line = {"failed": traceback.format_exc()}
         print(json.dumps([name, line]), flush=True)
         os._exit(0)
-    os.wait()
+    os.waitpid(forked, 0)
 """
 
 

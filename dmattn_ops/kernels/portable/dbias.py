@@ -49,7 +49,7 @@ from dmattn_ops.launching.launch import computed, launch, makes_zeros, sum_into,
 
 ENTRIES = 128  # list entries that one iteration marks
 PROGRAMS = 2  # that share a multiprocessor
-ADDED_UP = 4  # batches in whose time the sum of a part of them is written and added to others
+ADDED_UP = 4  # batches, or members of a sum, in whose time the sum of a part is written and added to others
 MOST_PARTS = 16  # float32 sums of a shared bias that a call has room for
 
 

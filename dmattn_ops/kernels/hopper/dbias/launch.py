@@ -30,6 +30,7 @@ from dmattn_ops.kernels.hopper.statistics import Statistics
 from dmattn_ops.kernels.hopper.views import STEP, Maps, MaskTensors, band_view, block_of, mask_of
 from dmattn_ops.kernels.portable.arguments import broadcast_stride
 from dmattn_ops.kernels.portable.dbias import (
+    ADDED_UP,
     add_parts,
     dbias_arguments,
     divisors,
@@ -47,7 +48,6 @@ SMALL_BUFFERS = 3072  # bytes of shared memory for barriers, and for what the co
 LEAST_STAGES = 3  # buffers of keys and of values: with two, a step waits for its own loads
 PROLOGUE = 4  # blocks of keys of `FEW_MEMBERS` or fewer members in whose time a program begins and loads its queries
 FEW_MEMBERS = 4
-ADDED_UP = 4  # members in whose time the sum of a part of the batches is written and added to others
 MOST_SPLITS = 16
 INTEGERS = (
     "list_b list_h list_width bits_b bits_h bits_row q_segments_b k_segments_b k_segments_h mask_group segment_group "
