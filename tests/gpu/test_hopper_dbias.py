@@ -65,10 +65,16 @@ def test_queries_of_few_members_stay_in_shared_memory_and_those_of_many_take_tur
     assert {plan.resident for plan in written} == {batch <= most}
 
 
-@pytest.mark.parametrize("dims", [(80, 80), (96, 96), (64, 128), (128, 64), (40, 120), (16, 8), (112, 96)])
+@pytest.mark.parametrize("dims", [(80, 80), (96, 96), (64, 128), (128, 64), (40, 120), (40, 8), (112, 96)])
 @pytest.mark.parametrize("shape", ["hq", "q"])
 def test_heads_of_other_widths(written, shape: str, dims: tuple[int, int]) -> None:
     run(written, dims[0], dim_v=dims[1], bias_shape=shape)
+
+
+@pytest.mark.parametrize("dims", [(16, 8), (32, 32)])
+def test_narrow_heads_with_a_bias_for_each_head_take_the_kernels_of_sm_80(written, dims: tuple[int, int]) -> None:
+    check(replace(GROUPED, dim=dims[0], dim_v=dims[1], bias_shape="hq"), "cuda", repeats=3)
+    assert not written
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from dmattn_ops import KeptKeys, dynamic_mask, flash_dmattn_func
 from dmattn_ops.kernels.kept import chunk_launch, chunk_reference, launch, reference
 from dmattn_ops.masks.kept import Appended, Rule, Token
 from dmattn_ops.meta import keep_chunk_outputs
+from tests.support.architecture import needs_hopper
 
 pytestmark = pytest.mark.gpu
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -260,6 +261,7 @@ def test_a_chunk_is_few_launches_and_reads_nothing_on_the_host():
     assert names[:5] == ["begin_chunk", "sort_runs", "write_deaths", "end_chunk", "store_chunk"]
 
 
+@needs_hopper
 def test_a_step_is_two_launches_where_the_batch_fills_the_gpu():
     parts = inputs(200, batch=32, heads=8, kv_heads=4)
     cache = cache_for(parts, 64)

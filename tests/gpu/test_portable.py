@@ -25,10 +25,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def portable_row(rows: tuple[config.Row, ...], width: int, itemsize: int) -> config.Config:
-    """Return the first portable row for this GPU, a head dimension and an element size."""
+    """Return the first portable row for this GPU, a head dimension and an element size; skip the test where none fits."""
     portable = [row for row in rows if row.kernel == "portable" and row.sm <= version()]
     newest = max(row.sm for row in portable)
-    return next(r.config for r in portable if r.sm == newest and r.dim >= width and r.itemsize >= itemsize)
+    fitting = (r.config for r in portable if r.sm == newest and r.dim >= width and r.itemsize >= itemsize)
+    return next(fitting, None) or pytest.skip(f"no portable kernel of SM {newest / 10} takes heads of {width}")
 
 
 def configurations(problem: Problem) -> tuple[PortableForward, PortableBackward]:

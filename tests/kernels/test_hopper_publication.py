@@ -23,6 +23,7 @@ KERNELS = [
     ("forward", "hopper", 64, Specialization(), "forward_kernel"),
     ("forward", "hopper", 64, Specialization(band="causal", bias="key bias"), "forward_kernel"),
     ("forward", "hopper", 128, Specialization(band="causal", mask="intervals"), "forward_kernel"),
+    ("forward", "hopper", 64, Specialization(band="causal", mask="segments"), "forward_kernel"),
     ("forward", "hopper", 64, Specialization(band="causal", varlen=True), "forward_kernel"),
     ("backward", "hopper", 64, Specialization(), "backward_kernel"),
     ("backward", "hopper", 128, Specialization(band="causal", deterministic=True), "backward_kernel"),
@@ -79,3 +80,18 @@ def test_warps_read_their_partition_behind_a_meeting_of_the_block(
     first, last = (at for at in stores if address in code[at])
     assert first < min(meetings), "written before the partitions start"
     assert code[last + 1] == "barrier.sync \t1;" and code[last + 2].startswith("ret"), "and at the end"
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_word_that_is_read_at_no_line_is_read_while_the_queries_are_held(width: int) -> None:
+    """What `races.py` says of accesses at the kernel's first line: the last barrier before them is a wait, and so is the next."""
+    specialization = Specialization(band="causal", mask="segments")
+    lines = list(map(str.strip, _ptx("forward", "hopper", width, specialization)["forward_kernel"].splitlines()))
+    places = [at for at, line in enumerate(lines) if line.startswith(".loc")]
+    barriers = [at for at, line in enumerate(lines) if "mbarrier.try_wait" in line or "mbarrier.arrive" in line]
+    reads = [at for at, line in enumerate(lines) if line.startswith("ld.shared")]
+    unplaced = [at for at in reads if lines[max(place for place in places if place < at)].split()[2:4] == ["0", "0"]]
+    assert len(unplaced) == 2, "one of each consumer"
+    for at in unplaced:
+        before, after = max(each for each in barriers if each < at), min(each for each in barriers if each > at)
+        assert "try_wait" in lines[before] and "try_wait" in lines[after]

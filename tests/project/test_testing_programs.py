@@ -28,7 +28,7 @@ from dmattn_ops.testing import check, draw
 from dmattn_ops.testing.check import _dense_results, _varlen_results
 from dmattn_ops.testing.combinations import COMBINATIONS, combinations
 from dmattn_ops.testing.inputs import make_inputs, make_varlen_inputs
-from tests.tools import memory_check, races, soak
+from tests.tools import memory_check, races, sites, soak
 
 KERNELS = races.KERNELS
 PRETENDS = """#!{python}
@@ -249,6 +249,23 @@ def test_a_race_counts_unless_its_two_lines_are_proven_to_be_ordered() -> None:
         "what cannot be read"
     )
     assert races.judge("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)") == ({}, [])
+
+
+def test_a_read_of_unwritten_memory_counts_unless_nothing_uses_its_words() -> None:
+    (unused,) = sites.UNUSED
+    line = _line_of(unused.path, unused.begins)
+    said = (
+        "begins documents\n========= Uninitialized __global__ memory read of size 4 bytes\n"
+        "=========     at {kernel}+0xf020 in {file}:{line}\n=========     by thread (320,0,0) in block (8,0,0)\n"
+    )
+    as_it_is = {"kernel": "forward_kernel", "file": "walk.py", "line": line}
+    found = sites.of(said.format(**as_it_is) * 3)
+    assert sum(sites.unused(found).values()) == sum(found.values()) == 3
+    for change in ({"kernel": "backward_kernel"}, {"file": "work.py"}, {"line": line + 1}, {"line": 10**6}):
+        found = sites.of(said.format(**{**as_it_is, **change}))
+        assert len(found) == 1 and not sites.unused(found), change
+    written = sites.of(said.format(**as_it_is).replace("Uninitialized __global__ memory", "Invalid __global__"))
+    assert len(written) == 1 and not sites.unused(written)
 
 
 def test_without_the_tool_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

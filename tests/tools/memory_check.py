@@ -6,7 +6,8 @@ leaves out the run without a tool, for kernels that an earlier run has compiled.
 tensor has memory of its own meanwhile, so that an access beside it is noticed. A kernel that no call launches is a failure
 too. Races count unless `races.py` has a proof that barriers order them. Under initcheck, outputs are filled before kernels write
 them: the tool does not see what tensor maps store (`FILLED`), and tests with outputs full of NaN say whether all is written.
-`sites` in the file says of each call which lines of which kernels were reported, and how often.
+Reads of words that nothing uses are not errors where `sites.py` says why. `sites` in the file says of each call which lines of
+which kernels were reported, and how often.
 """
 
 from __future__ import annotations
@@ -40,16 +41,14 @@ from dmattn_ops import environment
 from dmattn_ops.choice import arch, epochs
 from dmattn_ops.dispatch import run as dispatch
 from dmattn_ops.launching import plans
-from tests.tools import races
+from tests.tools import races, sites
 
 TOOLS = ("memcheck", "synccheck", "racecheck", "initcheck")
 KERNELS = Path(dispatch.__file__).parents[1] / "kernels"
 SEQLEN, HEADS, KV_HEADS = 300, 4, 2
 # Beyond the print limit, a second line says how many were not printed: these are among those of the first.
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
-_LAUNCHED, _CALLS, _BEGINS, _ENDS, _LINES = "launched ", "calls ", "begins ", "ends ", 40
-_REPORT = re.compile(r"========= (?! |ERROR SUMMARY|RACECHECK|COMPUTE-SANITIZER)(.+)")
-_PLACE = re.compile(r"=========     at (?:void )?([\w.:]+).*?(?: in (\S+))?$")
+_LAUNCHED, _CALLS, _BEGINS, _ENDS, _LINES = "launched ", "calls ", sites.BEGINS, "ends ", 40
 _REPORTS = {  # all races are to be compared with proofs; of the rest many are enough, and the stacks of hosts take long
     "racecheck": ("--print-limit", "0"),
     "initcheck": ("--print-limit", "20000", "--show-backtrace", "device"),
@@ -305,21 +304,6 @@ def _share(command: list[str], limit: float) -> tuple[str, int]:
         return process.communicate()[0], 124
 
 
-def _sites(text: str) -> Counter[str]:
-    """Count what a process's tool reported, by the call that ran, what is wrong, and where: the innermost function and line."""
-    found: Counter[str] = Counter()
-    call, wrong = "before the first call", ""
-    for line in text.splitlines():
-        if line.startswith(_BEGINS):
-            call = line.removeprefix(_BEGINS)
-        elif report := _REPORT.match(line):
-            wrong = report[1]
-        elif wrong and (place := _PLACE.match(line)):
-            found[f"{call}: {wrong} at {' in '.join(filter(None, place.groups()))}"] += 1
-            wrong = ""
-    return found
-
-
 def _last_words(shares: list[tuple[str, int]]) -> list[list[str]]:
     """Return the last lines of each process that ended badly, which is not to find something."""
     return [said.splitlines()[-_LINES:] for said, status in shares if status not in (0, _FOUND)]
@@ -351,23 +335,27 @@ def under(tool: str | None, sanitizer: str, limit: float, device: str, jobs: int
     }
     slowest = sorted(((float(seconds), name) for seconds, name in ended), reverse=True)[:_SLOWEST]
     known = len(calls) == jobs and (tool is None or len(found) >= jobs)
+    reported: Counter[str] = sum((sites.of(said) for said, _ in shares), Counter())
     result = {
         "errors": sum(found) or (0 if known else None),
         "status": status, "calls": len(ended), "seconds": round(time.time() - begun, 1),
         "did not end": sorted(open_calls), "last words": _last_words(shares),
         "slowest": [f"{seconds} s {name}" for seconds, name in slowest],
         "kernels": sorted(set().union(*launched)),
-        "sites": dict(sum((_sites(said) for said, _ in shares), Counter()).most_common()),
+        "sites": dict(reported.most_common()),
         "said": [line for line in lines if line.startswith("=========") or "Error" in line][:_LINES],
     }  # fmt: skip
     if tool == "racecheck" and known:
         result |= races.judge(text).as_result() | {"version": races.version(sanitizer)}
+    if tool == "initcheck" and known:
+        unused = sites.unused(reported)
+        result |= {"errors": sum(found) - sum(unused.values()), "of words that nothing uses": unused}
     return result
 
 
 def is_clean(result: dict[str, Any]) -> bool:
-    """Return whether a run ended well, made all calls, and found nothing but what is proven to be no error (`races.py`)."""
-    ended = (0, _FOUND) if result.get("proven to be ordered") else (0,)
+    """Return whether a run ended well, made all calls, and found nothing but what is no error (`races.py`, `sites.py`)."""
+    ended = (0, _FOUND) if result.get("proven to be ordered") or result.get("of words that nothing uses") else (0,)
     return result["status"] in ended and result["errors"] == 0 and result["calls"] > 0
 
 
