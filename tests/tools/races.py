@@ -72,13 +72,21 @@ class Proof(NamedTuple):
         return any(_follow(body, [text for _, text in chain]) for body in _functions(self._text_of(file)))
 
     def _is_at(self, access: Access, lines: tuple[Line, ...]) -> bool:
-        source = self._text_of(access.file)
-        text = source[access.line - 1].strip() if 0 < access.line <= len(source) else ""
+        text = line_of(KERNELS / self.folder / access.file, access.line)
         return any(access.file == file and text.startswith(begins) for file, begins in lines)
 
     def _text_of(self, file: str) -> list[str]:
-        path = KERNELS / self.folder / file
-        return path.read_text().splitlines() if path.exists() else []
+        return _lines_of(KERNELS / self.folder / file)
+
+
+def line_of(path: Path, number: int) -> str:
+    """Return a line of a file without its indentation; nothing where there is no such line, or no file."""
+    lines = _lines_of(path)
+    return lines[number - 1].strip() if 0 < number <= len(lines) else ""
+
+
+def _lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def _functions(lines: list[str]) -> list[list[str]]:

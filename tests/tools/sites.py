@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tests.tools.races import KERNELS
+from tests.tools.races import KERNELS, line_of
 
 BEGINS = "begins "  # and the name of a call: printed before it is made
 _REPORT = re.compile(r"========= (?! |ERROR SUMMARY|RACECHECK|COMPUTE-SANITIZER)(.+)")
@@ -25,10 +25,7 @@ class Unused(NamedTuple):
     def is_at(self, kernel: str, file: str, line: int) -> bool:
         """Return whether a kernel's line, which is named by its file's name alone, is this one."""
         path = KERNELS / self.path
-        if (kernel, file) != (self.kernel, path.name):
-            return False
-        source = path.read_text().splitlines()
-        return 0 < line <= len(source) and source[line - 1].strip().startswith(self.begins)
+        return (kernel, file) == (self.kernel, path.name) and line_of(path, line).startswith(self.begins)
 
 
 UNUSED = (
