@@ -22,14 +22,15 @@ from dmattn_ops.meta import ceil_div
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TileMask:
-    """A mask of `[Bm, Hm, Sq, Sk]` in the form that kernels read; made by `prepare_mask` or `dynamic_mask`, never modified.
+    """A mask of `[Bm, Hm, Sq, Sk]` in the form that kernels read; made by `prepare_mask` and others, never modified.
 
-    There are four kinds. Bits and segments have `row_tiles` and `col_tiles`, lists of the 128 x 128 tiles in which something
-    is visible; what is visible inside them say `row_bits` and `col_bits`, or `q_segments`, `k_segments` and the band.
-    Intervals show key `j` to the queries `start[j] <= i < end[j]` but for `hidden_from[j] <= i < hidden_to[j]`, inside the
-    band; without `start` from the first query on. Chosen blocks are kept as they are named, `chosen [Bm, Hm, Sq, k]`, beside
-    segments; what reads `mask` gets them as bits. Registered as a pytree: it may be an argument or a result of compiled and
-    exported functions, whose lengths stay dynamic, since they are the shape of `lengths`.
+    `dynamic_mask`, `selection_mask` and `trees.tree_mask` make masks too. There are four kinds. Bits and segments have `row_tiles`
+    and `col_tiles`, lists of the 128 x 128 tiles in which something is visible. `row_bits` and `col_bits`, or `q_segments`,
+    `k_segments` and the band, say what is visible inside these tiles. Intervals show key `j` to the queries
+    `start[j] <= i < end[j]` but for `hidden_from[j] <= i < hidden_to[j]`, inside the band; without `start` from the first query
+    on. Chosen blocks are stored as their numbers, `chosen [Bm, Hm, Sq, k]`, beside segments; what reads `mask` gets them as
+    bits. Registered as a pytree: it may be an argument or a result of compiled and exported functions, whose lengths stay
+    dynamic, since they are the shape of `lengths`.
     """
 
     lengths: Tensor  # [Sq, Sk, 0]: has no elements
