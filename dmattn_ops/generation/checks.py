@@ -55,7 +55,7 @@ def check_inputs(
             require.dtype(name, part, torch.bool, *validation.INTEGERS)
             require.sizes(name, part, (1, batch), (new_positions,))
             require.device(name, part, cache.device, "the cache")
-    if cache.bias is not None and heads % cache.bias.shape[1]:
+    if cache.bias is not None and cache.bias.shape[1] not in (cache.kv_heads, heads):
         raise ValueError(f"query must have {cache.bias.shape[1]} heads as the biases before, got {heads}")
     if bias is None:
         return

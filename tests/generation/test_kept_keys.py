@@ -296,9 +296,12 @@ def test_later_biases_must_fit_the_first():
         call(cache, parts, 2, 4, torch.randn(2, 4, 1, 24))
     cache = cache_for(parts)
     call(cache, parts, 0, 2, torch.randn(2, 4, 1, 24))
-    wider = (torch.randn(2, 24, 6, 8), *parts[1:])
-    with pytest.raises(ValueError, match="query must have 4 heads as the biases before, got 6"):
-        call(cache, wider, 2, 4)
+    before = cache.length.clone()
+    for heads in (2, 6, 8):
+        other = (torch.randn(2, 24, heads, 8), *parts[1:])
+        with pytest.raises(ValueError, match=f"query must have 4 heads as the biases before, got {heads}"):
+            call(cache, other, 2, 4)
+    assert torch.equal(cache.length, before)
 
 
 def test_no_more_is_taken_back_than_is_stored():
