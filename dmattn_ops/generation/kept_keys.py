@@ -245,7 +245,7 @@ class KeptKeys:
         else:
             [count] = require.counts(count=count)
             if count > self.rollback:
-                raise ValueError(f"count must be at most rollback, {self.rollback}, got {count}")
+                raise ValueError(f"count must be at most rollback, {self.rollback}, got {require.number_text(count)}")
         possible = self.length - self.floor
         wanted = count.long() if isinstance(count, Tensor) else torch.full_like(possible, count)
         if values.on_the_host(wanted) and bool(((wanted < 0) | (wanted > possible)).any()):

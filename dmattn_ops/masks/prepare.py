@@ -215,14 +215,14 @@ def _promised(at_most: int, intervals: Intervals | None) -> int:
         raise ValueError(
             "at_most needs intervals, got None: only keys whose queries are given as intervals can be packed"
         )
-    if symbolic.certainly(at_most < 0):
-        raise ValueError(f"at_most must not be negative, got {at_most}")
+    if symbolic.decided(at_most < 0):
+        raise ValueError(f"at_most must not be negative, got {require.number_text(at_most)}")
     return _countable(at_most)
 
 
 def _countable(count: int) -> int:
     """Return a count of keys as the operators take it: there are never as many keys as the largest."""
-    return UNBOUNDED if symbolic.certainly(count > UNBOUNDED) else count
+    return UNBOUNDED if symbolic.decided(count > UNBOUNDED) else count
 
 
 def _equal_intervals(intervals: Intervals, hidden: Pair | None) -> tuple[Intervals, Pair | None]:
