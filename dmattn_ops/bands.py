@@ -126,7 +126,10 @@ def visibility(is_causal: bool, causal_from: CausalFrom, window_size: Window) ->
             raise ValueError(f"causal_from must be between {1 - UNBOUNDED} and {UNBOUNDED - 1}, got {got}")
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size must be a pair (left, right), got {window_size!r}")
-    left, right = map(_window_limit, ("left", "right"), window_size)
+    left, right = window_size
+    if left is None and right is None:
+        return causal_from, (None, None)
+    left, right = _window_limit("left", left), _window_limit("right", right)
     return causal_from, (left, right)
 
 

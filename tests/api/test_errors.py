@@ -4,6 +4,7 @@ import inspect
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -201,6 +202,11 @@ DENSE = {
         "window_size right must not be negative (None is unlimited), got -2",
     ),
     "window": ({"window_size": 64}, TypeError, "window_size must be a pair (left, right), got 64"),
+    "window of an array": (
+        {"window_size": np.array([1, 2])},
+        TypeError,
+        "window_size must be a pair (left, right), got array([1, 2])",
+    ),
     "window type": ({"window_size": (1.5, None)}, TypeError, "window_size left must be an int, got float"),
     "alignment": (
         {"causal_from": "center"},
