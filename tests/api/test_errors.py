@@ -296,6 +296,11 @@ DENSE = {
     ),
     "unknown": ({"no": 1}, TypeError, "flash_dmattn_func() got an unexpected keyword argument 'no'"),
     "sink type": ({"sink": 1.0}, TypeError, "sink must be a tensor, got float"),
+    "sparse sink": (
+        {"sink": torch.zeros(H).to_sparse()},
+        TypeError,
+        "sink must be a dense tensor, got layout torch.sparse_coo",
+    ),
     "sink shape": ({"sink": tensor(1)}, ValueError, "sink must have shape (4,), got (1,)"),
     "sink dtype": (
         {"sink": tensor(H, dtype=torch.float64)},

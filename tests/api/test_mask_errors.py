@@ -315,6 +315,16 @@ DYNAMIC = {
         TypeError,
         "scores must have dtype torch.float16 or torch.bfloat16 or torch.float32 or torch.float64, got torch.int32",
     ),
+    "sparse": (
+        {"scores": SCORES.to_sparse()},
+        TypeError,
+        "scores must be a dense tensor, got layout torch.sparse_coo",
+    ),
+    "sparse documents": (
+        {"documents": IDS.to_sparse()},
+        TypeError,
+        "documents must be a dense tensor, got layout torch.sparse_coo",
+    ),
     "keep": ({"keep": 1.5}, TypeError, "keep must be an int, got float"),
     "negative": ({"keep": -1}, ValueError, "keep must not be negative, got -1"),
     "negative first": ({"keep_first": -2}, ValueError, "keep_first must not be negative, got -2"),

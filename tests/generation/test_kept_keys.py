@@ -235,6 +235,12 @@ REFUSED = {
     "bits": (TypeError, "batch_invariant must be a bool, got int", {"batch_invariant": 1}),
     "none": (TypeError, "key must be a tensor, got NoneType", {"key": None}),
     "no scores": (TypeError, "scores must be a tensor, got list", {"scores": []}),
+    "sparse scores": (TypeError, "scores must be a dense tensor", {"scores": torch.ones(2, 2, 4).to_sparse()}),
+    "sparse documents": (
+        TypeError,
+        "documents must be a dense tensor",
+        {"documents": torch.ones(2, 4).int().to_sparse()},
+    ),
     "dropout": (TypeError, "unexpected keyword argument 'dropout_p'", {"dropout_p": 0.1}),
     "dtype": (
         TypeError,
