@@ -73,8 +73,8 @@ def band_of(is_causal: bool, causal_from: CausalFrom, window_size: Window) -> Ba
     diagonal = 0 if isinstance(causal_from, str) else causal_from
     lo, hi = (None if left is None else diagonal - left), (None if right is None else diagonal + right)
     return Band(
-        -UNBOUNDED if lo is None or _any_key_before(lo) else lo,
-        UNBOUNDED if hi is None or _any_key_behind(hi) else hi,
+        -UNBOUNDED if lo is None or symbolic.decided(lo <= -UNBOUNDED) else lo,
+        UNBOUNDED if hi is None or symbolic.decided(hi >= UNBOUNDED) else hi,
         aligned,
     )
 
@@ -121,13 +121,15 @@ def visibility(is_causal: bool, causal_from: CausalFrom, window_size: Window) ->
         )
     else:
         causal_from = require.integer("causal_from", causal_from)
-        if symbolic.certainly(abs(causal_from) >= UNBOUNDED):
-            raise ValueError(f"causal_from must be between {1 - UNBOUNDED} and {UNBOUNDED - 1}, got {causal_from}")
-    if window_size == (None, None):
-        return causal_from, (None, None)
+        if symbolic.decided(abs(causal_from) >= UNBOUNDED):
+            got = require.number_text(causal_from)
+            raise ValueError(f"causal_from must be between {1 - UNBOUNDED} and {UNBOUNDED - 1}, got {got}")
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size must be a pair (left, right), got {window_size!r}")
-    left, right = map(_window_limit, ("left", "right"), window_size)
+    left, right = window_size
+    if left is None and right is None:
+        return causal_from, (None, None)
+    left, right = _window_limit("left", left), _window_limit("right", right)
     return causal_from, (left, right)
 
 
@@ -137,5 +139,6 @@ def _window_limit(side: str, limit: int | None) -> int | None:
         return None
     limit = require.integer(f"window_size {side}", limit)
     if limit < 0:
-        raise ValueError(f"window_size {side} must not be negative (None is unlimited), got {limit}")
+        got = require.number_text(limit)
+        raise ValueError(f"window_size {side} must not be negative (None is unlimited), got {got}")
     return limit

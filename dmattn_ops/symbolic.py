@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 
 def certainly(condition: bool) -> bool:
@@ -24,6 +24,16 @@ def known(condition: bool) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(condition)
+
+
+def decided(condition: bool) -> bool:
+    """Return whether a condition on a number of the caller's holds: as `known`, but without a guard in an export.
+
+    A compiler traces again for a number that its guard refuses; an exported program would be narrowed by it.
+    """
+    if type(condition) is bool and not is_dynamo_compiling():
+        return condition
+    return certainly(condition) if is_exporting() else known(condition)
 
 
 def same(actual: int, expected: int) -> bool:

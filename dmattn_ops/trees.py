@@ -137,6 +137,7 @@ def _tokens(number: int, sequence: Any) -> Tensor:
         raise _no_tokens(name, sequence) from None
     if isinstance(sequence, (list, tuple)) and bool in map(type, sequence):
         raise _no_tokens(name, sequence)
+    validation.dense(name, tokens)
     if tokens.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {require.text(tokens.shape)}")
     if tokens.numel():  # an empty list says nothing about its dtype

@@ -73,6 +73,7 @@ def prepared_inputs(
         validation.dense("bias", bias)
     if sink is not None:
         validation.tensors(sink=sink)
+        validation.dense("sink", sink)
     first = prepared[0]
     device_type = "cuda" if first.is_cuda else "cpu" if first.is_cpu else None
     if device_type is not None and torch.is_autocast_enabled(device_type):

@@ -130,6 +130,7 @@ def _as_saved(lse: Tensor | None) -> Tensor | None:
     if lse is None:
         return None
     validation.tensors(lse=lse)
+    validation.dense("lse", lse)
     return lse.detach()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from dmattn_ops.call import UNBOUNDED
-from dmattn_ops.symbolic import _are_numbers, certainly, known_equal, same
+from dmattn_ops.symbolic import _are_numbers, certainly, decided, known_equal, same
 
 _SAYS_TRACED = hasattr(Tensor, "_has_symbolic_sizes_strides")  # else shapes tell, which takes longer
 AXES = ("batch", "heads", "queries", "keys")  # of masks and biases
@@ -101,8 +101,8 @@ def counts(**arguments: Any) -> list[int]:
     numbers = []
     for name, argument in arguments.items():
         count = integer(name, argument)
-        if certainly(count < 0):
-            raise ValueError(f"{name} must not be negative, got {count}")
+        if decided(count < 0):
+            raise ValueError(f"{name} must not be negative, got {number_text(count)}")
         numbers.append(count)
     return numbers
 
@@ -119,8 +119,9 @@ def lengths(**arguments: Any) -> list[int]:
 def part(name: str, start: int, stop: int, size: int) -> tuple[int, int]:
     """Return a range of positions; refuse one that does not lie in `size` of them."""
     start, stop = integer(f"the start of {name}", start), integer(f"the stop of {name}", stop)
-    if certainly(start < 0) or certainly(stop < start) or certainly(size < stop):
-        raise ValueError(f"{name} must be a range inside 0 to {size}, got {start} to {stop}")
+    if decided(start < 0) or decided(stop < start) or decided(size < stop):
+        given = f"{number_text(start)} to {number_text(stop)}"
+        raise ValueError(f"{name} must be a range inside 0 to {size_text(size)}, got {given}")
     return start, stop
 
 
@@ -157,6 +158,11 @@ def size_text(size: Any) -> str:
     """Return a size as messages show it: the number where a tracer's symbol stands for one."""
     traced = isinstance(size, torch.SymInt) and not is_dynamo_compiling()
     return f"{int(size)}" if traced and size.node.has_hint() else f"{size}"
+
+
+def number_text(number: int) -> str:
+    """Return a refused number as messages show it; Dynamo, which formats no symbols, reads the one that it traces."""
+    return f"{int(number)}"
 
 
 def type_text(argument: Any) -> str:

@@ -146,7 +146,7 @@ def selection(
 def kept_keys(keep: int, keep_first: int, keep_last: int, is_causal: bool) -> list[int]:
     """Return numbers of keys, as `require.counts` does; refuse such as no dynamic mask keeps."""
     numbers = require.counts(keep=keep, keep_first=keep_first, keep_last=keep_last)
-    if not is_causal and not symbolic.certainly(keep_last == 0):
+    if not is_causal and not symbolic.known_equal(keep_last, 0):
         raise ValueError(f"keep_last must be 0 where is_causal is False, got {keep_last}")
     return numbers
 

@@ -45,6 +45,7 @@ def check_inputs(
     require.device("query", query, cache.device, "the cache")
     validation.dense_tensors(query, key, value, bias, sink)
     validation.tensors(scores=scores)
+    validation.dense("scores", scores)
     if not scores.is_floating_point():
         require.dtype("scores", scores, *validation.DTYPES)
     require.sizes("scores", scores, (1, batch), (1, cache.kv_heads), (new_positions,))
@@ -52,10 +53,11 @@ def check_inputs(
     for name, part in (("padding", padding), ("documents", documents)):
         if part is not None:
             validation.tensors(**{name: part})
+            validation.dense(name, part)
             require.dtype(name, part, torch.bool, *validation.INTEGERS)
             require.sizes(name, part, (1, batch), (new_positions,))
             require.device(name, part, cache.device, "the cache")
-    if cache.bias is not None and heads % cache.bias.shape[1]:
+    if cache.bias is not None and cache.bias.shape[1] not in (cache.kv_heads, heads):
         raise ValueError(f"query must have {cache.bias.shape[1]} heads as the biases before, got {heads}")
     if bias is None:
         return

@@ -219,6 +219,7 @@ class KeptKeys:
     def reorder(self, index: Tensor) -> None:
         """Let each sequence go on from that of an `index`, integers `[B]`, as beam search does."""
         validation.tensors(index=index)
+        validation.dense("index", index)
         require.dtype("index", index, torch.int32, torch.int64)
         require.shape("index", index, (self.batch,))
         require.device("index", index, self.device, "the cache")
@@ -239,13 +240,14 @@ class KeptKeys:
             TypeError: for what is neither an int nor a tensor of integers.
         """
         if isinstance(count, Tensor):
+            validation.dense("count", count)
             require.dtype("count", count, *validation.INTEGERS)
             require.shape("count", count, (self.batch,))
             require.device("count", count, self.device, "the cache")
         else:
             [count] = require.counts(count=count)
             if count > self.rollback:
-                raise ValueError(f"count must be at most rollback, {self.rollback}, got {count}")
+                raise ValueError(f"count must be at most rollback, {self.rollback}, got {require.number_text(count)}")
         possible = self.length - self.floor
         wanted = count.long() if isinstance(count, Tensor) else torch.full_like(possible, count)
         if values.on_the_host(wanted) and bool(((wanted < 0) | (wanted > possible)).any()):

@@ -37,8 +37,9 @@ def id_pair(documents: Any) -> tuple[Tensor, Tensor]:
 
 def as_integers(documents: Any) -> Any:
     """Return documents with integers for ids that are bool; anything else as it is, to be checked."""
-    if isinstance(documents, tuple):
-        return tuple(as_integers(ids) for ids in documents)
+    if isinstance(documents, (tuple, list)):
+        pair = [as_integers(ids) for ids in documents]
+        return pair if isinstance(documents, list) else tuple(pair)
     is_bool = isinstance(documents, Tensor) and documents.dtype == torch.bool
     return documents.to(torch.uint8) if is_bool else documents
 

@@ -153,12 +153,14 @@ def dynamic_mask(
     if unknown:
         require.no_unknown("dynamic_mask", unknown, _NAMES_ELSEWHERE)
     validation.tensors(scores=scores)
+    validation.dense("scores", scores)
     documents = as_integers(documents)
     dtensors.load_rules(scores, documents)
     validation.flags(is_causal=is_causal)
     counts = validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
     if documents is not None:
         validation.tensors(documents=documents)
+        validation.dense("documents", documents)
         require.dtype("documents", documents, *validation.INTEGERS)
     if queries is not None and not (isinstance(queries, (tuple, list)) and len(queries) == 2):
         raise TypeError(f"queries must be a pair (start, stop), got {queries!r}")
@@ -215,14 +217,14 @@ def _promised(at_most: int, intervals: Intervals | None) -> int:
         raise ValueError(
             "at_most needs intervals, got None: only keys whose queries are given as intervals can be packed"
         )
-    if symbolic.certainly(at_most < 0):
-        raise ValueError(f"at_most must not be negative, got {at_most}")
+    if symbolic.decided(at_most < 0):
+        raise ValueError(f"at_most must not be negative, got {require.number_text(at_most)}")
     return _countable(at_most)
 
 
 def _countable(count: int) -> int:
     """Return a count of keys as the operators take it: there are never as many keys as the largest."""
-    return UNBOUNDED if symbolic.certainly(count > UNBOUNDED) else count
+    return UNBOUNDED if symbolic.decided(count > UNBOUNDED) else count
 
 
 def _equal_intervals(intervals: Intervals, hidden: Pair | None) -> tuple[Intervals, Pair | None]:
@@ -243,6 +245,7 @@ def _equal_intervals(intervals: Intervals, hidden: Pair | None) -> tuple[Interva
     first = next(iter(parts))
     for name, part in parts.items():
         validation.tensors(**{name: part})
+        validation.dense(name, part)
         require.rank(name, part, 3, "[B, heads, Sk]")
         require.dtype(name, part, torch.int32)
         require.device(name, part, parts[first].device, first)

@@ -4,6 +4,7 @@ import inspect
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -201,6 +202,11 @@ DENSE = {
         "window_size right must not be negative (None is unlimited), got -2",
     ),
     "window": ({"window_size": 64}, TypeError, "window_size must be a pair (left, right), got 64"),
+    "window of an array": (
+        {"window_size": np.array([1, 2])},
+        TypeError,
+        "window_size must be a pair (left, right), got array([1, 2])",
+    ),
     "window type": ({"window_size": (1.5, None)}, TypeError, "window_size left must be an int, got float"),
     "alignment": (
         {"causal_from": "center"},
@@ -290,6 +296,11 @@ DENSE = {
     ),
     "unknown": ({"no": 1}, TypeError, "flash_dmattn_func() got an unexpected keyword argument 'no'"),
     "sink type": ({"sink": 1.0}, TypeError, "sink must be a tensor, got float"),
+    "sparse sink": (
+        {"sink": torch.zeros(H).to_sparse()},
+        TypeError,
+        "sink must be a dense tensor, got layout torch.sparse_coo",
+    ),
     "sink shape": ({"sink": tensor(1)}, ValueError, "sink must have shape (4,), got (1,)"),
     "sink dtype": (
         {"sink": tensor(H, dtype=torch.float64)},

@@ -66,6 +66,11 @@ VARLEN = {
         " torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))",
     ),
     "type": ({"cu_seqlens_q": [0, 128]}, TypeError, "cu_seqlens_q must be a tensor, got list"),
+    "sparse": (
+        {"cu_seqlens_k": torch.tensor([0, 128], dtype=torch.int32).to_sparse()},
+        TypeError,
+        "cu_seqlens_k must be a dense tensor, got layout torch.sparse_coo",
+    ),
     "longest": ({"max_seqlen_q": 77}, ValueError, "max_seqlen_q must be at least the longest sequence, 78, got 77"),
     "negative": ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must not be negative, got -1"),
     "longest type": ({"max_seqlen_k": torch.tensor(78)}, TypeError, "max_seqlen_k must be an int, got Tensor"),

@@ -315,6 +315,16 @@ DYNAMIC = {
         TypeError,
         "scores must have dtype torch.float16 or torch.bfloat16 or torch.float32 or torch.float64, got torch.int32",
     ),
+    "sparse": (
+        {"scores": SCORES.to_sparse()},
+        TypeError,
+        "scores must be a dense tensor, got layout torch.sparse_coo",
+    ),
+    "sparse documents": (
+        {"documents": IDS.to_sparse()},
+        TypeError,
+        "documents must be a dense tensor, got layout torch.sparse_coo",
+    ),
     "keep": ({"keep": 1.5}, TypeError, "keep must be an int, got float"),
     "negative": ({"keep": -1}, ValueError, "keep must not be negative, got -1"),
     "negative first": ({"keep_first": -2}, ValueError, "keep_first must not be negative, got -2"),
@@ -365,7 +375,11 @@ def test_dynamic_mask_refuses_in_words(name: str):
 def test_documents_of_bools_are_those_of_integers():
     ids = torch.tensor([[False, False, True, True], [False, True, True, True]])
     other = torch.tensor([[True, False, False, True]])
-    for given, same in ((ids, ids.int()), ((ids, other), (ids.int(), other.int()))):
+    for given, same in (
+        (ids, ids.int()),
+        ((ids, other), (ids.int(), other.int())),
+        ([ids, other], (ids.int(), other.int())),
+    ):
         assert torch.equal(prepare_mask(documents=given).to_dense(), prepare_mask(documents=same).to_dense())
     made = dynamic_mask(torch.randn(2, 1, 4), 1, documents=ids).to_dense()
     assert torch.equal(made.any(-1), torch.ones(2, 1, 4, dtype=torch.bool)) and not made[0, 0, 2:, :2].any()

@@ -235,6 +235,12 @@ REFUSED = {
     "bits": (TypeError, "batch_invariant must be a bool, got int", {"batch_invariant": 1}),
     "none": (TypeError, "key must be a tensor, got NoneType", {"key": None}),
     "no scores": (TypeError, "scores must be a tensor, got list", {"scores": []}),
+    "sparse scores": (TypeError, "scores must be a dense tensor", {"scores": torch.ones(2, 2, 4).to_sparse()}),
+    "sparse documents": (
+        TypeError,
+        "documents must be a dense tensor",
+        {"documents": torch.ones(2, 4).int().to_sparse()},
+    ),
     "dropout": (TypeError, "unexpected keyword argument 'dropout_p'", {"dropout_p": 0.1}),
     "dtype": (
         TypeError,
@@ -296,9 +302,12 @@ def test_later_biases_must_fit_the_first():
         call(cache, parts, 2, 4, torch.randn(2, 4, 1, 24))
     cache = cache_for(parts)
     call(cache, parts, 0, 2, torch.randn(2, 4, 1, 24))
-    wider = (torch.randn(2, 24, 6, 8), *parts[1:])
-    with pytest.raises(ValueError, match="query must have 4 heads as the biases before, got 6"):
-        call(cache, wider, 2, 4)
+    before = cache.length.clone()
+    for heads in (2, 6, 8):
+        other = (torch.randn(2, 24, heads, 8), *parts[1:])
+        with pytest.raises(ValueError, match=f"query must have 4 heads as the biases before, got {heads}"):
+            call(cache, other, 2, 4)
+    assert torch.equal(cache.length, before)
 
 
 def test_no_more_is_taken_back_than_is_stored():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -172,3 +175,68 @@ def test_a_broken_promise_beside_a_mask_or_documents_is_an_error_in_compiled_cal
     for function in (call, compiled):
         with pytest.raises(ValueError, match=f"at_most must be at least the most keys that a query sees, {most}, got"):
             function(query, start, shown, most - 1)
+
+
+EVERY = torch.full((1, 1, 9), 9, dtype=torch.int32)
+OF_NUMBERS = {  # a mask of a number, one that is refused, and what then is said; others are numbers beyond every length
+    "keep": (
+        lambda scores, n: dynamic_mask(scores, n, keep_first=n, keep_last=n),
+        -1,
+        "keep must not be negative, got -1",
+    ),
+    "keep of all": (
+        lambda scores, n: dynamic_mask(scores, n, is_causal=False),
+        -2,
+        "keep must not be negative, got -2",
+    ),
+    "rows": (
+        lambda scores, n: dynamic_mask(scores, 2).queries(0, n),
+        10,
+        "queries must be a range inside 0 to 9, got 0 to 10",
+    ),
+    "chosen rows": (
+        lambda scores, n: dynamic_mask(scores, 2, queries=(n, 9)),
+        -1,
+        "queries must be a range inside 0 to 9, got -1 to 9",
+    ),
+    "promise": (
+        lambda scores, n: prepare_mask(intervals=(None, EVERY), seqlen_q=9, at_most=n + 6),
+        -7,
+        "at_most must not be negative, got -1",
+    ),
+    "queries": (
+        lambda scores, n: prepare_mask(scores[:, 0] > 0, seqlen_q=n),
+        -1,
+        "seqlen_q must not be negative, got -1",
+    ),
+    "diagonal": (
+        lambda scores, n: prepare_mask(scores[:, 0] > 0, seqlen_q=9, is_causal=True, causal_from=-n),
+        1 << 30,
+        f"causal_from must be between {1 - (1 << 30)} and {(1 << 30) - 1}, got {-(1 << 30)}",
+    ),
+    "window": (
+        lambda scores, n: prepare_mask(scores[:, 0] > 0, seqlen_q=9, window_size=(n, n)),
+        -1,
+        "window_size left must not be negative (None is unlimited), got -1",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OF_NUMBERS)
+def test_a_traced_number_is_refused_in_the_same_words_and_may_be_beyond_every_length(kind: str):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    scores, (mask_of, wrong, words) = torch.randn(1, 1, 9), OF_NUMBERS[kind]
+    beyond = () if kind in ("rows", "chosen rows", "queries", "diagonal") else ((1 << 30) + 5, 1 << 62, sys.maxsize)
+
+    def attend(scores: Tensor, n: int) -> Tensor:
+        mask = mask_of(scores, n)
+        query = scores[:, 0, : mask.seqlen_q, None, None]
+        return flash_dmattn_func(query, scores[:, 0, :, None, None], scores[:, 0, :, None, None], mask)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    for n in (4, 5, 7, *beyond):
+        torch.testing.assert_close(compiled(scores, n), attend(scores, n))
+    for function, error in ((attend, ValueError), (compiled, Exception)):
+        with pytest.raises(error, match=re.escape(words)):
+            function(scores, wrong)

@@ -208,6 +208,7 @@ INDICES = torch.zeros(2, 1, 6, 3, dtype=torch.int64)
         ({"lse": torch.zeros(2, 6, 4)}, ValueError, r"lse must have shape \(2, 4, 6\), got \(2, 6, 4\)"),
         ({"lse": torch.zeros(2, 4, 6).double()}, TypeError, "lse must have dtype torch.float32, got torch.float64"),
         ({"lse": 1.0}, TypeError, "lse must be a tensor, got float"),
+        ({"lse": torch.zeros(2, 4, 6).to_sparse()}, TypeError, "lse must be a dense tensor"),
         ({"softcap": -1.0}, ValueError, "softcap must be finite and not negative"),
         ({"key": KEY[..., :4]}, ValueError, "key must have shape"),
         ({"documents": torch.zeros(2, 5).long()}, ValueError, "documents must have shape"),

@@ -187,6 +187,7 @@ REFUSED = [
     (lambda: pack_prefix_tree([[1, 1 << 63]]), ValueError, r"sequences\[0\] must have token ids of at most 64 bits, got 922"),
     (lambda: pack_prefix_tree([3]), ValueError, r"sequences\[0\] must have one dimension, got shape \(\)"),
     (lambda: pack_prefix_tree([[1.5]]), TypeError, r"sequences\[0\] must have dtype torch.uint8 or .*, got torch.float32"),
+    (lambda: pack_prefix_tree([ONE[0].to_sparse()]), TypeError, r"sequences\[0\] must be a dense tensor, got layout"),
     (lambda: pack_prefix_tree([[1, 2]], pad_to=1), ValueError, "pad_to must be at least the length of the tree, 2, got 1"),
     (lambda: pack_prefix_tree([[1]], pad_to=1 << 70), ValueError, "pad_to must be less than 1073741824, got 1180591620"),
     (lambda: pack_prefix_tree([[1]], pad_to=2.0), TypeError, "pad_to must be an int, got float"),
