@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from dmattn_ops.checks import require
+from dmattn_ops.checks import require, validation
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
@@ -38,26 +38,27 @@ def exact_rows(dtype: torch.dtype) -> int:
 def alibi_of_keys(slopes: Tensor, seqlen_k: int) -> Tensor:
     """Return ALiBi for causal calls, a `bias` `[B|1, H, 1, Sk]`, from slopes `[H]` or `[B, H]`: 0 at the last key."""
     [seqlen_k] = require.counts(seqlen_k=seqlen_k)
-    before_last = torch.arange(1 - seqlen_k, 1, device=slopes.device)
-    return _of_heads(slopes)[:, :, None, None] * before_last
+    slopes = _of_heads(slopes)
+    return slopes[:, :, None, None] * torch.arange(1 - seqlen_k, 1, device=slopes.device)
 
 
 def alibi_lse(slopes: Tensor, seqlen_q: int) -> Tensor:
     """Return the correction `[B|1, H, Sq]` to subtract from lse of a causal call with `alibi_of_keys`."""
     [seqlen_q] = require.counts(seqlen_q=seqlen_q)
-    before_last = torch.arange(seqlen_q - 1, -1, -1, device=slopes.device)
-    return _of_heads(slopes)[:, :, None] * before_last
+    slopes = _of_heads(slopes)
+    return slopes[:, :, None] * torch.arange(seqlen_q - 1, -1, -1, device=slopes.device)
 
 
 def alibi_of_distances(slopes: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     """Return ALiBi for calls that are not causal, a `bias` `[B|1, H, Sq, Sk]`."""
-    return _of_heads(slopes)[:, :, None, None] * -_distances(seqlen_q, seqlen_k, slopes.device).abs()
+    slopes = _of_heads(slopes)
+    return slopes[:, :, None, None] * -_distances(seqlen_q, seqlen_k, slopes.device).abs()
 
 
 def alibi_of_packed_keys(slopes: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
     """Return ALiBi for causal calls of packed sequences, a `bias` `[H, total_k]`; slopes are `[H]` or `[B, H]`."""
-    sequence, before_last = _places(cu_seqlens, total)
-    return -_of_places(slopes, sequence) * before_last
+    slopes, before_last = _of_places(slopes, cu_seqlens, total)
+    return -slopes * before_last
 
 
 def alibi_packed_lse(slopes: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
@@ -65,8 +66,8 @@ def alibi_packed_lse(slopes: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
 
     `cu_seqlens` are the offsets of the queries.
     """
-    sequence, before_last = _places(cu_seqlens, total)
-    return _of_places(slopes, sequence) * before_last
+    slopes, before_last = _of_places(slopes, cu_seqlens, total)
+    return slopes * before_last
 
 
 def t5_buckets(
@@ -83,15 +84,18 @@ def t5_buckets(
     Half of the buckets are for keys behind the query where `bidirectional`; else those all lie in bucket 0.
     """
     buckets, max_distance = require.counts(buckets=buckets, max_distance=max_distance)
-    behind = _distances(seqlen_q, seqlen_k, device)
-    first: Tensor | int = 0
-    if bidirectional:
-        buckets //= 2
-        first = (behind > 0) * buckets
-        distance = behind.abs()
-    else:
-        distance = (-behind).clamp(min=0)
+    least = 4 if bidirectional else 2
+    if buckets < least:
+        raise ValueError(f"buckets must be at least {least} where bidirectional is {bidirectional}, got {buckets}")
+    buckets = buckets // 2 if bidirectional else buckets
     exact = buckets // 2
+    if max_distance <= exact:
+        raise ValueError(
+            f"max_distance must exceed {exact}, the distances with buckets of their own, got {max_distance}"
+        )
+    behind = _distances(seqlen_q, seqlen_k, device)
+    first: Tensor | int = (behind > 0) * buckets if bidirectional else 0
+    distance = behind.abs() if bidirectional else (-behind).clamp(min=0)
     ratio = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
     far = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
     return first + torch.where(distance < exact, distance, far)
@@ -101,6 +105,8 @@ def t5_bias(
     weight: Tensor, seqlen_q: int, seqlen_k: int, max_distance: int = 128, *, bidirectional: bool = True
 ) -> Tensor:
     """Return T5's `bias` `[1, H, Sq, Sk]`, differentiable, from one number for each bucket and head, `[buckets, H]`."""
+    validation.tensors(weight=weight)
+    require.rank("weight", weight, 2, "[buckets, H]")
     found = t5_buckets(
         seqlen_q, seqlen_k, weight.shape[0], max_distance, bidirectional=bidirectional, device=weight.device
     )
@@ -109,6 +115,7 @@ def t5_bias(
 
 def _of_heads(slopes: Tensor) -> Tensor:
     """Return slopes `[H]` or `[B, H]` as float32, or float64 as it is, `[B|1, H]`."""
+    validation.tensors(slopes=slopes)
     if slopes.dim() not in (1, 2):
         raise ValueError(f"slopes must have shape (H,) or (B, H), got {tuple(slopes.shape)}")
     return slopes.to(torch.promote_types(slopes.dtype, torch.float32)).reshape(-1, slopes.shape[-1])
@@ -121,17 +128,16 @@ def _distances(seqlen_q: int, seqlen_k: int, device: torch.device | str | None) 
     return torch.arange(seqlen_k, device=device) - queries.unsqueeze(-1)
 
 
-def _places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return the sequence of each packed position, and how many of it follow: both `[total]`."""
+def _of_places(slopes: Tensor, cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Return the slopes of packed positions, `[H, total]`, and how many of its sequence follow each, `[total]`."""
     [total] = require.counts(total=total)
+    slopes = _of_heads(slopes)
+    validation.tensors(cu_seqlens=cu_seqlens)
+    require.rank("cu_seqlens", cu_seqlens, 1, "[B + 1]")
+    require.sizes("slopes", slopes, (1, cu_seqlens.shape[0] - 1), (slopes.shape[1],))
     place = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.bucketize(place, cu_seqlens[1:], right=True).clamp(max=cu_seqlens.shape[0] - 2)
-    return sequence, cu_seqlens[1:][sequence] - 1 - place
-
-
-def _of_places(slopes: Tensor, sequence: Tensor) -> Tensor:
-    """Return the slopes of packed positions, `[H, total]`."""
-    slopes = _of_heads(slopes)
+    before_last = cu_seqlens[sequence + 1] - 1 - place  # without a sequence, all lies behind the last offset
     if slopes.shape[0] == 1:
-        return slopes.transpose(0, 1).expand(-1, sequence.shape[0])
-    return slopes[sequence].transpose(0, 1)
+        return slopes.transpose(0, 1).expand(-1, total), before_last
+    return slopes[sequence].transpose(0, 1), before_last

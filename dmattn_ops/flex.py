@@ -27,7 +27,7 @@ def to_block_mask(mask: TileMask, heads: int | None = None) -> BlockMask:
         heads: `H` of the queries, where the mask has one head for each key head: flex_attention wants one for each query head.
 
     Raises:
-        ValueError: where `heads` is no multiple of the mask's heads.
+        ValueError: where `heads` is not positive, or no multiple of the mask's heads.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -35,6 +35,8 @@ def to_block_mask(mask: TileMask, heads: int | None = None) -> BlockMask:
     own = mask.shape[1]
     group = 1
     heads = None if heads is None else require.integer("heads", heads)
+    if heads is not None and heads < 1:
+        raise ValueError(f"heads must be positive, got {heads}")
     if heads is not None and own > 1:
         if heads % own:
             raise ValueError(f"heads must be a multiple of {own}, the heads of the mask, got {heads}")

@@ -37,7 +37,7 @@ def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
     lengths = mask.sum(dim=-1, dtype=torch.int32)
     indices = mask.flatten().nonzero().flatten()
     offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return indices, offsets, int(lengths.max().item())
+    return indices, offsets, int(lengths.max().item()) if lengths.shape[0] else 0
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmattn_ops import symbolic
 from dmattn_ops.api.functions import flash_dmattn_func
 from dmattn_ops.checks import require, validation
 from dmattn_ops.generation import KeptKeys
@@ -22,20 +23,8 @@ from dmattn_ops.masks import layout
 from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.prepare import dynamic_mask
 from dmattn_ops.masks.tile_mask import TileMask
-from dmattn_ops.nn.layer import AttentionLayer
+from dmattn_ops.nn.layer import NAMES_ELSEWHERE, AttentionLayer
 from dmattn_ops.nn.rotary import turned, turns_of
-
-_NAMES_ELSEWHERE = {
-    "attention_mask": "padding, [B, S]",
-    "attn_mask": "padding, [B, S]",
-    "mask": "padding, [B, S]",
-    "key_padding_mask": "padding, which is True or 1 where there is a key",
-    "padding_mask": "padding, which is True or 1 where there is a key",
-    "position_ids": "positions",
-    "cu_seqlens": f"documents, {require.IDS_OF_OFFSETS}",
-    "segment_ids": "documents",
-    "document_ids": "documents",
-}
 
 
 class Float32Linear(nn.Linear):
@@ -161,10 +150,10 @@ class DynamicMaskAttention(AttentionLayer):
             cache: what `make_cache` returned, and earlier calls went through.
         """
         if unknown:
-            require.no_unknown("DynamicMaskAttention.forward", unknown, _NAMES_ELSEWHERE)
+            require.no_unknown("DynamicMaskAttention.forward", unknown, NAMES_ELSEWHERE)
         positions = self._read(hidden, positions)
         if cache is not None:
-            self._check_cache(cache)
+            self._check_cache(cache, hidden.shape[0])
         query, key, value = self._project(hidden)
         if self.rotary_base is not None:
             if cache is not None and positions is None:
@@ -216,7 +205,7 @@ class DynamicMaskAttention(AttentionLayer):
             rollback=rollback,
         )
 
-    def _check_cache(self, cache: KeptKeys) -> None:
+    def _check_cache(self, cache: KeptKeys, batch: int) -> None:
         """Refuse what is no cache of this layer, and uses that have none."""
         if not isinstance(cache, KeptKeys):
             raise TypeError(f"cache must be a KeptKeys, as make_cache returns it, got {require.type_text(cache)}")
@@ -229,6 +218,8 @@ class DynamicMaskAttention(AttentionLayer):
         if sizes != own:
             names = "kv_heads, head_dim, value_dim, keep, keep_first, keep_last"
             raise ValueError(f"cache must have the layer's {names}, {own}, got {sizes}")
+        if not symbolic.same(batch, cache.batch):
+            raise ValueError(f"cache must have the batch size of hidden, {require.size_text(batch)}, got {cache.batch}")
 
     def mask(self, scores: Tensor, *, documents: Tensor | None = None, padding: Tensor | None = None) -> TileMask:
         """Return the mask that scores `[B, Hkv, S]` make."""

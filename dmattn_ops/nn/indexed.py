@@ -19,16 +19,8 @@ from dmattn_ops.checks.chosen import block_count
 from dmattn_ops.masks.chosen import selection_mask
 from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.prepare import prepare_mask
-from dmattn_ops.nn.layer import AttentionLayer
-from dmattn_ops.nn.rotary import turned, turns_of
-
-_NAMES_ELSEWHERE = {
-    "attention_mask": "padding, [B, S]",
-    "mask": "padding, [B, S]",
-    "key_padding_mask": "padding, which is True or 1 where there is a key",
-    "position_ids": "positions",
-    "cu_seqlens": f"documents, {require.IDS_OF_OFFSETS}",
-}
+from dmattn_ops.nn.layer import NAMES_ELSEWHERE, AttentionLayer
+from dmattn_ops.nn.rotary import base_of, turned, turns_of
 
 
 class LightningIndexer(nn.Module):
@@ -49,10 +41,7 @@ class LightningIndexer(nn.Module):
         dim, heads, head_dim = require.counts(dim=dim, heads=heads, head_dim=head_dim)
         if heads < 1 or head_dim < 1:
             raise ValueError(f"heads and head_dim must be at least 1, got {heads} and {head_dim}")
-        rotary_base = None if rotary_base is None else validation.number("rotary_base", rotary_base)
-        if rotary_base is not None and head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embeddings, got {head_dim}")
-        self.heads, self.head_dim, self.rotary_base = heads, head_dim, rotary_base
+        self.heads, self.head_dim, self.rotary_base = heads, head_dim, base_of(rotary_base, head_dim)
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=False)
         self.k_proj = nn.Linear(dim, head_dim, bias=False)
         self.k_norm = nn.LayerNorm(head_dim)
@@ -157,7 +146,7 @@ class IndexedAttention(AttentionLayer):
             warm_up: let queries see all keys before them, whatever the index says of them.
         """
         if unknown:
-            require.no_unknown("IndexedAttention.forward", unknown, _NAMES_ELSEWHERE)
+            require.no_unknown("IndexedAttention.forward", unknown, NAMES_ELSEWHERE)
         validation.flags(return_loss=return_loss, warm_up=warm_up)
         positions = self._read(hidden, positions)
         query, key, value = self._project(hidden)

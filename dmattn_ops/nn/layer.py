@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor, nn
 
 from dmattn_ops import symbolic
 from dmattn_ops.checks import require, validation
+from dmattn_ops.nn.rotary import base_of
+
+NAMES_ELSEWHERE = {
+    "attention_mask": "padding, [B, S]",
+    "attn_mask": "padding, [B, S]",
+    "mask": "padding, [B, S]",
+    "key_padding_mask": "padding, which is True or 1 where there is a key",
+    "padding_mask": "padding, which is True or 1 where there is a key",
+    "position_ids": "positions",
+    "cu_seqlens": f"documents, {require.IDS_OF_OFFSETS}",
+    "segment_ids": "documents",
+    "document_ids": "documents",
+}
 
 
 class AttentionLayer(nn.Module):
@@ -34,11 +45,7 @@ class AttentionLayer(nn.Module):
         if head_dim is None and dim % heads:
             raise ValueError(f"dim must be a multiple of heads, or head_dim given, got {dim} and {heads}")
         [head_dim] = require.counts(head_dim=dim // heads if head_dim is None else head_dim)
-        rotary_base = None if rotary_base is None else validation.number("rotary_base", rotary_base)
-        if rotary_base is not None and head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embeddings, got {head_dim}")
-        if rotary_base is not None and not 0 < rotary_base < math.inf:
-            raise ValueError(f"rotary_base must be a positive number, or None, got {rotary_base}")
+        rotary_base = base_of(rotary_base, head_dim)
         dropout = validation.number("dropout", dropout)
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
@@ -52,6 +59,9 @@ class AttentionLayer(nn.Module):
     def _read(self, hidden: Tensor, positions: Tensor | None) -> Tensor | None:
         """Return positions as `[B|1, S]`, or None; refuse what is not `hidden [B, S, dim]` with positions of its rows."""
         validation.tensors(hidden=hidden)
+        if not validation.is_dense(hidden):
+            what = "a nested one" if hidden.is_nested else f"layout {hidden.layout}"
+            raise TypeError(f"hidden must be a dense tensor, with documents for sequences of other lengths, got {what}")
         require.rank("hidden", hidden, 3, "[B, S, dim]")
         if not symbolic.same(hidden.shape[-1], self.dim):
             raise ValueError(f"hidden must have shape [B, S, {self.dim}], got {require.text(hidden.shape)}")

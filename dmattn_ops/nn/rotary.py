@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from dmattn_ops.checks import validation
+
+
+def base_of(rotary_base: float | None, dim: int) -> float | None:
+    """Return the base of the embeddings of heads of `dim`, a positive number, or None; refuse others."""
+    if rotary_base is None:
+        return None
+    rotary_base = validation.number("rotary_base", rotary_base)
+    if dim % 2:
+        raise ValueError(f"head_dim must be even for rotary embeddings, got {dim}")
+    if not 0 < rotary_base < math.inf:
+        raise ValueError(f"rotary_base must be a positive number, or None, got {rotary_base}")
+    return rotary_base
 
 
 def turns_of(hidden: Tensor, positions: Tensor | None, dim: int, base: float) -> tuple[Tensor, Tensor]:

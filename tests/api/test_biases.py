@@ -80,3 +80,46 @@ def test_t5_bias_learns():
         atol=2e-5,
         rtol=2e-4,
     )
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_buckets_that_leave_no_distance_of_its_own_or_none_beyond_are_refused(bidirectional):
+    least = 4 if bidirectional else 2
+    biases.t5_buckets(3, 300, least, 2, bidirectional=bidirectional)
+    for buckets in (0, 1, least - 1):
+        with pytest.raises(
+            ValueError, match=f"^buckets must be at least {least} where bidirectional is {bidirectional}"
+        ):
+            biases.t5_buckets(3, 300, buckets, bidirectional=bidirectional)
+    exact = 8 if bidirectional else 16
+    for distance in (0, exact - 1, exact):  # between: a logarithm that falls, and far keys in the buckets of near ones
+        with pytest.raises(ValueError, match=f"^max_distance must exceed {exact}, .*, got {distance}$"):
+            biases.t5_buckets(3, 300, 32, distance, bidirectional=bidirectional)
+    row = biases.t5_buckets(1, 300, 32, exact + 1, bidirectional=bidirectional)[0].flip(0)
+    assert row.diff().min() >= 0 and row[-1] == 2 * exact - 1
+
+
+def test_what_is_no_tensor_of_slopes_or_weights_is_refused_in_words():
+    offsets = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+    for slopes in ([0.5, 0.25], "alibi"):
+        for call in (
+            biases.alibi_of_keys,
+            biases.alibi_lse,
+            lambda part, total: biases.alibi_of_distances(part, 3, total),
+        ):
+            with pytest.raises(TypeError, match=r"^slopes must be a tensor, got (list|str)$"):
+                call(slopes, 6)
+    for call in (biases.alibi_of_packed_keys, biases.alibi_packed_lse):
+        with pytest.raises(TypeError, match=r"^slopes must be a tensor, got list$"):
+            call([0.5], offsets, 6)
+        for sequences in (2, 4):  # of three
+            with pytest.raises(ValueError, match=rf"^slopes must have shape \(3 or 1, 2\), got \({sequences}, 2\)$"):
+                call(torch.rand(sequences, 2), offsets, 6)
+    with pytest.raises(ValueError, match=r"^weight must have 2 dimensions, got 1"):
+        biases.t5_bias(torch.rand(32), 3, 3)
+
+
+def test_packed_positions_without_a_sequence_have_a_bias_that_nobody_sees():
+    none = torch.zeros(1, dtype=torch.int32)
+    assert biases.alibi_of_packed_keys(torch.rand(2), none, 3).shape == (2, 3)
+    assert biases.alibi_packed_lse(torch.rand(2), none, 3).shape == (2, 3)

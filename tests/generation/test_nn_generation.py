@@ -107,6 +107,9 @@ def test_what_is_no_cache_of_the_layer_is_refused():
         made(hidden, cache=())
     with pytest.raises(ValueError, match=r"keep_last, \(2, 8, 8, 4, 2, 3\), got \(2, 8, 8, 5, 2, 3\)"):
         made(hidden, cache=layer(keep=5).make_cache(1))
+    for batch in (2, 3):
+        with pytest.raises(ValueError, match=f"cache must have the batch size of hidden, 1, got {batch}"):
+            made(hidden, cache=made.make_cache(batch))
     with pytest.raises(ValueError, match="is_causal is False"):
         layer(is_causal=False, keep_last=0)(hidden, cache=made.make_cache(1))
     with pytest.raises(ValueError, match=r"in training with dropout 0.5: call eval\(\) first"):

@@ -249,6 +249,18 @@ def test_padding_helpers_of_flash_attn_index_flattened_tensors():
     assert gradient.sum(1).tolist() == [3, 3, 0, 0, 0, 0]
 
 
+def test_no_sequences_are_packed_and_attended_as_any_number_is():
+    packed, indices, offsets, longest, used = unpad_input(torch.randn(0, 5, H, D), torch.ones(0, 5, dtype=torch.int64))
+    assert (packed.shape, indices.shape, offsets.tolist(), longest, used.shape) == ((0, H, D), (0,), [0], 0, (0,))
+    assert pad_input(packed, indices, 0, 5).shape == (0, 5, H, D)
+    for behind in (0, 3):  # rows that belong to no sequence
+        rows = torch.randn(behind, H, D)
+        out, lse, _ = flash_attn_varlen_func(
+            *[rows] * 3, offsets, offsets, 0, 0, causal=True, alibi_slopes=torch.rand(H), return_attn_probs=True
+        )
+        assert torch.equal(out, torch.zeros_like(rows)) and torch.equal(lse, torch.full((H, behind), torch.inf))
+
+
 def test_dense_calls_compile_as_a_whole():
     q, k, v = inputs(33, 33)
     compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -231,12 +232,26 @@ def test_wrong_layers(changes: dict, message: str):
         ({"documents": torch.ones(2, 4).long()}, ValueError, r"documents must have shape \(2 or 1, 5\), got \(2, 4\)"),
         ({"positions": torch.arange(4)}, ValueError, r"positions must have shape \(2 or 1, 5\), got \(1, 4\)"),
         ({"attention_mask": 1}, TypeError, "here it is called padding"),
+        ({"attn_mask": 1}, TypeError, "here it is called padding"),
+        ({"segment_ids": 1}, TypeError, "here it is called documents"),
+        (
+            {"hidden": torch.nested.nested_tensor([torch.zeros(5, 24), torch.zeros(3, 24)], layout=torch.jagged)},
+            TypeError,
+            "hidden must be a dense tensor, with documents for sequences of other lengths, got a nested one",
+        ),
+        ({"hidden": torch.zeros(2, 5, 24).to_sparse()}, TypeError, r"hidden must be .*, got layout torch\.sparse_coo"),
         ({"return_loss": 1}, TypeError, "return_loss must be a bool, got int"),
     ],
 )
 def test_wrong_calls(given: dict, error: type, message: str):
     with pytest.raises(error, match=message):
         layer()(**{"hidden": torch.zeros(2, 5, 24).double(), **given})
+
+
+@pytest.mark.parametrize("base", [-1.0, 0.0, math.inf, math.nan])
+def test_an_indexer_alone_refuses_bases_that_make_no_angles(base: float):
+    with pytest.raises(ValueError, match=f"rotary_base must be a positive number, or None, got {base}"):
+        LightningIndexer(24, rotary_base=base)
 
 
 def test_the_example_trains_in_both_stages():

@@ -209,6 +209,7 @@ def test_padding_of_integers_is_that_of_bools_and_no_other():
         ({"padding": [[1] * S] * B}, TypeError, "padding must be a tensor, got list"),
         ({"positions": [0] * S}, TypeError, "positions must be a tensor, got list"),
         ({"positions": torch.arange(S + 1)}, ValueError, r"positions must have shape \(2 or 1, 33\), got \(1, 34\)"),
+        ({"hidden": torch.zeros(B, S, DIM).to_sparse()}, TypeError, r"hidden must be .*, got layout torch\.sparse_coo"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused_in_words(more, kind, message):

@@ -83,6 +83,9 @@ def test_a_block_mask_of_flex_comes_back_as_it_was():
 def test_heads_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="heads must be a multiple of 2, the heads of the mask, got 3"):
         to_block_mask(MASKS["dynamic"](), heads=3)
+    for heads in (0, -2):
+        with pytest.raises(ValueError, match=f"heads must be positive, got {heads}"):
+            to_block_mask(MASKS["dynamic"](), heads=heads)
 
 
 @pytest.mark.parametrize("function", [to_block_mask, tile_classes, mask_mod])
