@@ -1,3 +1,3 @@
 """The package's version, written here only: pyproject.toml reads it without importing the package."""
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.3.0"
