@@ -109,13 +109,11 @@ def tree_mask(ends: Tensor, *, positions: Tensor | None = None, window_size: Win
         TypeError: for types and dtypes.
     """
     _, window_size = visibility(True, "top_left", window_size)
-    validation.tensors(ends=ends)
-    validation.dense("ends", ends)
+    validation.dense(ends=ends)
     require.rank("ends", ends, 2, "[B, S], and the ends of one packed tree are passed as tree.ends[None]")
     require.dtype("ends", ends, torch.int32)
     if positions is not None:
-        validation.tensors(positions=positions)
-        validation.dense("positions", positions)
+        validation.dense(positions=positions)
         require.shape("positions", positions, tuple(ends.shape))
         require.dtype("positions", positions, *validation.INTEGERS)
         require.device("positions", positions, ends.device, "ends")
@@ -137,7 +135,7 @@ def _tokens(number: int, sequence: Any) -> Tensor:
         raise _no_tokens(name, sequence) from None
     if isinstance(sequence, (list, tuple)) and bool in map(type, sequence):
         raise _no_tokens(name, sequence)
-    validation.dense(name, tokens)
+    validation.dense(**{name: tokens})
     if tokens.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {require.text(tokens.shape)}")
     if tokens.numel():  # an empty list says nothing about its dtype

@@ -69,11 +69,9 @@ def prepared_inputs(
         if tensor.stride(-1) != 1:
             strided = True
     if bias is not None:
-        validation.tensors(bias=bias)
-        validation.dense("bias", bias)
+        validation.dense(bias=bias)
     if sink is not None:
-        validation.tensors(sink=sink)
-        validation.dense("sink", sink)
+        validation.dense(sink=sink)
     first = prepared[0]
     device_type = "cuda" if first.is_cuda else "cpu" if first.is_cpu else None
     if device_type is not None and torch.is_autocast_enabled(device_type):
@@ -92,8 +90,7 @@ def prepared_inputs(
 def _refuse(rank: int, tensors: dict[str, Tensor]) -> None:
     """Refuse the first that is no tensor of that rank."""
     for name, tensor in tensors.items():
-        validation.tensors(**{name: tensor})
-        validation.dense(name, tensor)
+        validation.dense(**{name: tensor})
         require.rank(name, tensor, rank, require.LAYOUTS[rank])
 
 

@@ -258,9 +258,7 @@ def flash_dmattn_varlen_func(
     if unknown:
         arguments.unknown_names("flash_dmattn_varlen_func", unknown)
     (query, key, value), bias, sink = arguments.prepared_inputs(3, bias, sink, query=query, key=key, value=value)
-    validation.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    validation.dense("cu_seqlens_q", cu_seqlens_q)
-    validation.dense("cu_seqlens_k", cu_seqlens_k)
+    validation.dense(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     lengths = validation.integers(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if mask is not None:
         arguments.mask_of_keys(mask)

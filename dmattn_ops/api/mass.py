@@ -60,8 +60,7 @@ def selection_mass(
     """
     if unknown:
         arguments.unknown_names("selection_mass", unknown)
-    validation.tensors(indices=indices)
-    validation.dense("indices", indices)
+    validation.dense(indices=indices)
     dtensors.load_rules(query, key, indices, documents, lse)
     (query, key), bias, _ = arguments.prepared_inputs(4, bias, None, query=query, key=key)
     block = require.integer("block", block)
@@ -129,8 +128,7 @@ def _as_saved(lse: Tensor | None) -> Tensor | None:
     """Return an lse without its gradient; refuse what is no tensor."""
     if lse is None:
         return None
-    validation.tensors(lse=lse)
-    validation.dense("lse", lse)
+    validation.dense(lse=lse)
     return lse.detach()
 
 

@@ -59,8 +59,7 @@ def dense_call(call: Call) -> None:
 
 def used_keys(seqlen_k_used: Tensor, query: Tensor) -> None:
     """Refuse what is no number of keys for each batch entry, int32 `[B]`, on the device of query `[B, Sq, H, D]`."""
-    tensors(seqlen_k_used=seqlen_k_used)
-    dense("seqlen_k_used", seqlen_k_used)
+    dense(seqlen_k_used=seqlen_k_used)
     require.shape("seqlen_k_used", seqlen_k_used, (query.shape[0],))
     require.dtype("seqlen_k_used", seqlen_k_used, torch.int32)
     require.device("seqlen_k_used", seqlen_k_used, query.device, "query")
@@ -293,20 +292,22 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def dense(name: str, tensor: Tensor) -> None:
-    """Refuse sparse and nested tensors."""
-    if is_dense(tensor):
-        return
-    if tensor.is_nested:
-        raise TypeError(
-            f"{name} must be a dense tensor, got a nested one: pass its values and offsets to flash_dmattn_varlen_func"
-        )
-    raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+def dense(**arguments: Any) -> None:
+    """Refuse arguments that are not tensors, and sparse and nested tensors."""
+    tensors(**arguments)
+    for name, tensor in arguments.items():
+        if is_dense(tensor):
+            continue
+        if tensor.is_nested:
+            raise TypeError(
+                f"{name} must be a dense tensor, got a nested one: pass its values and offsets to flash_dmattn_varlen_func"
+            )
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
 
 
 def keep_mask(mask: Tensor) -> None:
     """Refuse masks that could be meant as something else: additive ones, and such as require a gradient."""
-    dense("mask", mask)
+    dense(mask=mask)
     if mask.dtype.is_floating_point or mask.dtype.is_complex or mask.requires_grad:
         what = f"dtype {mask.dtype}" if not mask.requires_grad else "requires_grad=True"
         raise TypeError(

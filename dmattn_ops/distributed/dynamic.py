@@ -150,11 +150,9 @@ def _checked(named: dict[str, Any]) -> _Request:
             f"bias must be one of keys, (B|1, H|Hkv|1, 1, {length}), got {require.text(bias.shape)}: use"
             " context_parallel_attention"
         )
-    validation.tensors(scores=scores)
-    validation.dense("scores", scores)
+    validation.dense(scores=scores)
     if documents is not None:
-        validation.tensors(documents=documents)
-        validation.dense("documents", documents)
+        validation.dense(documents=documents)
         require.dtype("documents", documents, *validation.INTEGERS)
     require.rank("scores", scores, 3, "[B, heads, S / N], of the keys of this rank")
     require.sizes("scores", scores, (1, batch), (1, heads_kv, heads), (length,))

@@ -87,8 +87,7 @@ def check_ids(documents: Any, query: Tensor, key: Tensor, size: int) -> None:
 
 def check_offsets(cu_seqlens: Any, seqlen: int) -> None:
     """Refuse what are no offsets of packed sequences in a whole sequence; their values are read on the CPU only."""
-    validation.tensors(cu_seqlens=cu_seqlens)
-    validation.dense("cu_seqlens", cu_seqlens)
+    validation.dense(cu_seqlens=cu_seqlens)
     require.rank("cu_seqlens", cu_seqlens, 1)
     require.dtype("cu_seqlens", cu_seqlens, torch.int32, torch.int64)
     if values.on_the_host(cu_seqlens):
@@ -174,8 +173,7 @@ def sequence_positions(
 
 def _dimension(tensor: Any, dim: int) -> int:
     """Return `dim`; refuse what is no tensor with such a dimension."""
-    validation.tensors(tensor=tensor)
-    validation.dense("tensor", tensor)
+    validation.dense(tensor=tensor)
     dim = require.integer("dim", dim)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"dim must be a dimension of tensor, whose shape is {require.text(tensor.shape)}, got {dim}")

@@ -44,16 +44,14 @@ def check_inputs(
     require.dtype("query", query, cache.dtype, like="the cache")
     require.device("query", query, cache.device, "the cache")
     validation.dense_tensors(query, key, value, bias, sink)
-    validation.tensors(scores=scores)
-    validation.dense("scores", scores)
+    validation.dense(scores=scores)
     if not scores.is_floating_point():
         require.dtype("scores", scores, *validation.DTYPES)
     require.sizes("scores", scores, (1, batch), (1, cache.kv_heads), (new_positions,))
     require.device("scores", scores, cache.device, "the cache")
     for name, part in (("padding", padding), ("documents", documents)):
         if part is not None:
-            validation.tensors(**{name: part})
-            validation.dense(name, part)
+            validation.dense(**{name: part})
             require.dtype(name, part, torch.bool, *validation.INTEGERS)
             require.sizes(name, part, (1, batch), (new_positions,))
             require.device(name, part, cache.device, "the cache")

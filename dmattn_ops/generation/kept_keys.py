@@ -218,8 +218,7 @@ class KeptKeys:
     @torch.no_grad()
     def reorder(self, index: Tensor) -> None:
         """Let each sequence go on from that of an `index`, integers `[B]`, as beam search does."""
-        validation.tensors(index=index)
-        validation.dense("index", index)
+        validation.dense(index=index)
         require.dtype("index", index, torch.int32, torch.int64)
         require.shape("index", index, (self.batch,))
         require.device("index", index, self.device, "the cache")
@@ -240,7 +239,7 @@ class KeptKeys:
             TypeError: for what is neither an int nor a tensor of integers.
         """
         if isinstance(count, Tensor):
-            validation.dense("count", count)
+            validation.dense(count=count)
             require.dtype("count", count, *validation.INTEGERS)
             require.shape("count", count, (self.batch,))
             require.device("count", count, self.device, "the cache")

@@ -89,8 +89,7 @@ def selection_mask(
     """
     if unknown:
         require.no_unknown("selection_mask", unknown, _NAMES_ELSEWHERE)
-    validation.tensors(indices=indices)
-    validation.dense("indices", indices)
+    validation.dense(indices=indices)
     dtensors.load_rules(indices, documents, padding)
     block = require.integer("block", block)
     chosen.indices_alone(indices, block)
@@ -117,8 +116,7 @@ def segments_beside(
         of_queries, of_keys = id_pair(documents)
         parts += [("documents", of_keys, seqlen_k), ("documents", of_queries, seqlen_q)]
     if padding is not None:
-        validation.tensors(padding=padding)
-        validation.dense("padding", padding)
+        validation.dense(padding=padding)
         require.dtype("padding", padding, torch.bool, *validation.INTEGERS)
         parts.append(("padding", padding, seqlen_k))
     batch = symbolic.wider([batch, *(part.shape[0] for _, part, _ in parts if part.dim() > 0)])

@@ -27,8 +27,7 @@ def id_pair(documents: Any) -> tuple[Tensor, Tensor]:
     if len(pair) != 2:
         raise TypeError(f"documents must be ids or a pair of ids, got {len(pair)} of them")
     for ids in pair:
-        validation.tensors(documents=ids)
-        validation.dense("documents", ids)
+        validation.dense(documents=ids)
         require.rank("documents", ids, 2, require.DOCUMENTS)
         require.dtype("documents", ids, *validation.INTEGERS)
     require.device("documents of keys", pair[1], pair[0].device, "those of queries")

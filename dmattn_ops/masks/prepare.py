@@ -152,15 +152,13 @@ def dynamic_mask(
     """
     if unknown:
         require.no_unknown("dynamic_mask", unknown, _NAMES_ELSEWHERE)
-    validation.tensors(scores=scores)
-    validation.dense("scores", scores)
+    validation.dense(scores=scores)
     documents = as_integers(documents)
     dtensors.load_rules(scores, documents)
     validation.flags(is_causal=is_causal)
     counts = validation.integers(keep=keep, keep_first=keep_first, keep_last=keep_last)
     if documents is not None:
-        validation.tensors(documents=documents)
-        validation.dense("documents", documents)
+        validation.dense(documents=documents)
         require.dtype("documents", documents, *validation.INTEGERS)
     if queries is not None and not (isinstance(queries, (tuple, list)) and len(queries) == 2):
         raise TypeError(f"queries must be a pair (start, stop), got {queries!r}")
@@ -244,8 +242,7 @@ def _equal_intervals(intervals: Intervals, hidden: Pair | None) -> tuple[Interva
         del parts["start of intervals"]
     first = next(iter(parts))
     for name, part in parts.items():
-        validation.tensors(**{name: part})
-        validation.dense(name, part)
+        validation.dense(**{name: part})
         require.rank(name, part, 3, "[B, heads, Sk]")
         require.dtype(name, part, torch.int32)
         require.device(name, part, parts[first].device, first)

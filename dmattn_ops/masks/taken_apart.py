@@ -48,7 +48,7 @@ def require_fitting(mask: TileMask) -> dict[str, int]:
     given = {name: part for name, part in fields.items() if part is not None or name == "lengths"}
     validation.tensors(**given)
     for name, part in given.items():
-        validation.dense(name, part)
+        validation.dense(**{name: part})
         require.rank(name, part, _RANKS.get(name, 3))
     limits = {"band_lo": mask.band_lo, "band_hi": mask.band_hi}
     numbers = dict(zip(limits, validation.integers(**limits), strict=True))
