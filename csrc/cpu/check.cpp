@@ -1,6 +1,5 @@
 #include "check.h"
 
-
 #include <initializer_list>
 #include <string>
 
@@ -10,7 +9,7 @@ namespace {
 
 bool is_strided(const Tensor& tensor) {
   int32_t layout = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  answered(aoti_torch_get_layout(tensor.get(), &layout), "the layout");
   return layout == aoti_torch_layout_strided();
 }
 
@@ -27,7 +26,7 @@ void check_memory(const char* name, const Tensor& tensor) {
     last += (sizes[dim] - 1) * strides[dim];
   }
   const int64_t needed = (last + 1) * static_cast<int64_t>(tensor.element_size());
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &held));
+  answered(aoti_torch_get_storage_size(tensor.get(), &held), "the storage");
   DMATTN_CHECK_VALUE(held >= needed, name, " needs ", needed, " bytes of memory, but its storage holds ", held);
 }
 

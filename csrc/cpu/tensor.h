@@ -50,6 +50,11 @@ template <typename... Parts>
     if (!(condition)) ::dmattn::refuse("TypeError: ", __VA_ARGS__); \
   } while (false)
 
+// Refuse where torch's interface in C answers with an error. The macros that do this have other names in torch 2.11 than later.
+inline void answered(int32_t error, const char* asked) {
+  if (error != 0) refuse("RuntimeError: ", "torch could not tell ", asked, " of a tensor");
+}
+
 inline bool same_sizes(Extents a, Extents b) {
   bool same = a.size() == b.size();
   for (size_t dim = 0; same && dim < a.size(); ++dim) same = a[dim] == b[dim];

@@ -147,8 +147,8 @@ Found find_plan(const std::string& name, const std::string& text, const Gpu& on)
 // Its type and index.
 std::pair<int32_t, int32_t> device_of(const Tensor& tensor) {
   int32_t type, index;
-  if (aoti_torch_get_device_type(tensor.get(), &type) != 0 || aoti_torch_get_device_index(tensor.get(), &index) != 0)
-    refuse("RuntimeError: ", "torch could not tell the device of a tensor");
+  answered(aoti_torch_get_device_type(tensor.get(), &type), "the device");
+  answered(aoti_torch_get_device_index(tensor.get(), &index), "the device");
   return {type, index};
 }
 

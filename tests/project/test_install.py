@@ -151,6 +151,14 @@ def test_a_source_distribution_that_was_made_without_torch_holds_the_sources(
     assert sources | {"setup.py", "pyproject.toml", "dmattn_ops/meta/__init__.py"} <= names
 
 
+def test_the_sources_use_only_macros_that_every_torch_has():
+    """Torch 2.12 renamed one of its stable interface, and sources that named it could not be built with torch 2.11."""
+    in_2_11 = {"STABLE_TORCH_LIBRARY", "STABLE_TORCH_LIBRARY_IMPL", "TORCH_BOX"}
+    for path in (ROOT / "csrc").rglob("*.*"):
+        used = set(re.findall(r"\b(?:STABLE_|STD_)?(?:TORCH|AOTI|C10)_[A-Z_]+\b", path.read_text()))
+        assert used <= in_2_11, f"{path}: not in torch 2.11, or not known to be there: {used - in_2_11}"
+
+
 def told(printed):
     """Return the lines that the build log has from us."""
     return [line.removeprefix("dmattn_ops: ") for line in printed.splitlines() if line.startswith("dmattn_ops: ")]
