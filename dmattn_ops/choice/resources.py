@@ -29,6 +29,7 @@ _AT_RUN_TIME = (
     "step_of_128",
     "ends",
     "shares",
+    "bias_sums",
 )  # fields that no entry depends on: kernels take them at run time (of `shares` they know whether there are several)
 _WIDTHS = {"hopper256": (64, 128, 256)}  # kernels that compile for several head dimensions in one row
 

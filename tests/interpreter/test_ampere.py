@@ -12,7 +12,7 @@ from dmattn_ops.choice import config
 from dmattn_ops.choice.configurations import AmpereBackward, AmpereForward, AmpereSharedBias, Row
 from tests.interpreter import oracle
 from tests.interpreter import test_packed_attention as packed_attention
-from tests.interpreter.cases import BIASED, NASTY, of_row, random_problem, row_id
+from tests.interpreter.cases import BIASED, NASTY, SUMMED, of_row, random_problem, row_id
 from tests.interpreter.gluon_on_cpu import COPIES
 from tests.interpreter.launchers import launcher_of
 from tests.interpreter.problems import Problem, check, in_16_bits
@@ -89,6 +89,23 @@ def test_biases_with_queries(name: str, stages: int) -> None:
     """Tiles of a bias come by copies, and its gradient from a kernel of its own where it is shared."""
     backward = (ONE_BUFFER, TWO_BUFFERS)[stages - 1]
     check_here(BIASED[name], backward=replace(backward, shared_bias=replace(SHARED_BIAS, stages=stages)))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("at_once", "turned", "backward"), [(1, False, ONE_BUFFER), (4, True, TWO_BUFFERS)], ids=["one", "four, turned"]
+)
+@pytest.mark.parametrize("name", SUMMED)
+def test_gradients_of_biases_are_added_up_in_memory(
+    name: str, at_once: int, turned: bool, backward: AmpereBackward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one number or four to an instruction; the kernel for this gradient alone is not launched."""
+    launcher = launcher_of(BACKWARD)
+    monkeypatch.setattr(launcher, "_newest_instructions", lambda: 90 if at_once == 4 else 80)
+    monkeypatch.setattr(launcher, "TURNED", turned)
+    if SUMMED[name].batch > 0:
+        monkeypatch.delattr(launcher, "broadcast_dbias")
+    check_here(SUMMED[name], backward=replace(backward, bias_sums=1))
 
 
 @pytest.mark.parametrize("band", [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 20), (-70, 5), (30, UNBOUNDED)], ids=str)

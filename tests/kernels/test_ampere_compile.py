@@ -14,7 +14,7 @@ from dmattn_ops.choice import arch, config  # noqa: E402
 from dmattn_ops.choice.configurations import Row  # noqa: E402
 from dmattn_ops.choice.resources import Specialization  # noqa: E402
 from tests.tools.compile_only import Resources, read_resources  # noqa: E402
-from tests.tools.configurations import BITS, CAUSAL, PLAIN, SEGMENTS, VARLEN, Unit, launch  # noqa: E402
+from tests.tools.configurations import BITS, CAUSAL, PLAIN, SEGMENTS, VARLEN, Unit, arguments, launch  # noqa: E402
 
 KERNELS = ("forward_kernel", "backward_kernel", "finish_kernel")
 WANTED = {
@@ -75,6 +75,25 @@ def test_kernels_compile_into_the_shared_memory_of_their_architecture(case: Case
         assert not resources.faults
         assert resources.products == ("mma" if resources.opcodes["HMMA"] else "")
         assert resources.shared_memory <= case.row.shared_memory <= arch.KNOWN[case.row.sm].shared_memory
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("wanted", ["full", "bits"])
+def test_gradients_of_biases_are_added_up_with_the_widest_additions(wanted: str, sm: int) -> None:
+    """SM 9.0 adds four numbers at a time, others one; where nothing is added to a bias, dq is added one by one everywhere."""
+    row = config.HOPPER_NARROW_BIAS
+    unit = Unit("backward", row, 32, replace(WANTED[wanted], bias="broadcast bias"))
+    *given, made = arguments(unit)
+    found = {}
+    for fewest in (1, 0):
+        with compiled_launches(sm) as launches:
+            unit.launcher.backward(*given, replace(made, bias_sums=fewest))
+        names = [each.kernel for each in launches]
+        assert ("finish_bias_kernel" in names, "dbias_kernel" in names) == (fewest == 1, fewest == 0)
+        code = next(each.compiled.asm["ptx"] for each in launches if each.kernel == "backward_kernel")
+        found[fewest] = code.count("red.relaxed.gpu.global.add.v4.f32"), code.count("atom.global.gpu.relaxed.add.f32")
+    assert found[0][0] == 0 < found[0][1]
+    assert found[1][0] > 0 == found[1][1] if sm == 90 else found[1][0] == 0 and found[1][1] > found[0][1]
 
 
 def test_the_causal_forward_of_narrow_heads_keeps_everything_in_registers() -> None:

@@ -1,25 +1,35 @@
-"""The sums of dq: how they lie in memory while they are added up, and the kernel that writes dq from them."""
+"""The sums of dq and of a shared bias's gradient: how they lie in memory while they are added up, and the kernels that read them.
+
+An instruction adds one number of each lane, or on SM 9.0 and newer the four that a lane has of a tile of 16 x 8: what a warp adds
+at once is adjacent either way.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.ampere.copies import products, store_columns
+from dmattn_ops.kernels.ampere.copies import products, registers_of_rows, store_columns
 from dmattn_ops.kernels.ampere.walks import lanes
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
 from dmattn_ops.kernels.portable.heads import program_of
-from dmattn_ops.kernels.portable.places import Lengths, Lists
-from dmattn_ops.kernels.portable.primitives import rows_of
+from dmattn_ops.kernels.portable.places import Lengths, Lists, Place
+from dmattn_ops.kernels.portable.primitives import rows_of, store_scores
+from dmattn_ops.kernels.portable.scores import Bias
 
 
 @gluon.jit
-def places_of_sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return where the sums of `[ROWS, COLUMNS]` lie: those of a warp's 32 lanes are adjacent. The first row is a multiple of 8."""
+def places_of_sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, AT_ONCE: gl.constexpr):
+    """Return where the sums of `[ROWS, COLUMNS]` lie: those that a warp adds at once are adjacent. Row 0 is a multiple of 16."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    of_column = (column >> 1) % 4 + ((column % 2) + 2 * (column >> 3)) * 32
-    return (row % 8) * 4 + (row >> 3) * (8 * COLUMNS) + of_column
+    if AT_ONCE == 4:
+        of_column = ((column >> 1) % 4) * 4 + column % 2 + (column >> 3) * 128
+        places = (row % 8) * 16 + (row >> 3) % 2 * 2 + (row >> 4) * (16 * COLUMNS) + of_column
+    else:
+        of_column = (column >> 1) % 4 + ((column % 2) + 2 * (column >> 3)) * 32
+        places = (row % 8) * 4 + (row >> 3) * (8 * COLUMNS) + of_column
+    return places
 
 
 @gluon.constexpr_function
@@ -43,22 +53,43 @@ def along(dim: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def add_to_sums(
-    pointer, dq, ROWS: gl.constexpr, COLUMNS: gl.constexpr, ROW_WARPS: gl.constexpr, COLUMN_WARPS: gl.constexpr
-):
+    pointer, made, ROWS: gl.constexpr, COLUMNS: gl.constexpr, ROW_WARPS: gl.constexpr, COLUMN_WARPS: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+):  # fmt: skip
     """Add a product `[ROWS, COLUMNS]` of `ROW_WARPS` times `COLUMN_WARPS` warps to the sums (`places_of_sums`) from `pointer` on.
 
     Each dimension is one of registers, warps or lanes alone: so each thread has one address, and what its registers add to that
-    are constants of the instructions.
+    are constants of the instructions. Those that add `AT_ONCE` 4 numbers are of SM 9.0 and newer.
     """
     ROW_PARTS: gl.constexpr = ROWS // (16 * ROW_WARPS)  # that registers hold, as those of columns
     COLUMN_PARTS: gl.constexpr = COLUMNS // (8 * COLUMN_WARPS)
-    parts = gl.reshape(dq, [ROW_PARTS, ROW_WARPS, 2, 8, COLUMN_PARTS, COLUMN_WARPS, 4, 2])
+    parts = gl.reshape(made, [ROW_PARTS, ROW_WARPS, 2, 8, COLUMN_PARTS, COLUMN_WARPS, 4, 2])
     LAYOUT: gl.constexpr = parts.type.layout
-    own = along(1, ROW_WARPS, LAYOUT) * (16 * COLUMNS) + along(5, COLUMN_WARPS, LAYOUT) * 64
-    own = own + along(3, 8, LAYOUT) * 4 + along(6, 4, LAYOUT)
-    of_row = along(0, ROW_PARTS, LAYOUT) * (ROW_WARPS * 16 * COLUMNS) + along(2, 2, LAYOUT) * (8 * COLUMNS)
-    of_column = along(4, COLUMN_PARTS, LAYOUT) * (COLUMN_WARPS * 64) + along(7, 2, LAYOUT) * 32
-    gl.atomic_add((pointer + own) + (of_row + of_column), parts, sem="relaxed")
+    if AT_ONCE == 4:
+        own = along(1, ROW_WARPS, LAYOUT) * (16 * COLUMNS) + along(5, COLUMN_WARPS, LAYOUT) * 128
+        own = own + along(3, 8, LAYOUT) * 16 + along(6, 4, LAYOUT) * 4
+        of_row = along(0, ROW_PARTS, LAYOUT) * (ROW_WARPS * 16 * COLUMNS) + along(2, 2, LAYOUT) * 2
+        of_column = along(4, COLUMN_PARTS, LAYOUT) * (COLUMN_WARPS * 128) + along(7, 2, LAYOUT)
+        add_four((pointer + own) + (of_row + of_column), parts)
+    else:
+        own = along(1, ROW_WARPS, LAYOUT) * (16 * COLUMNS) + along(5, COLUMN_WARPS, LAYOUT) * 64
+        own = own + along(3, 8, LAYOUT) * 4 + along(6, 4, LAYOUT)
+        of_row = along(0, ROW_PARTS, LAYOUT) * (ROW_WARPS * 16 * COLUMNS) + along(2, 2, LAYOUT) * (8 * COLUMNS)
+        of_column = along(4, COLUMN_PARTS, LAYOUT) * (COLUMN_WARPS * 64) + along(7, 2, LAYOUT) * 32
+        gl.atomic_add((pointer + own) + (of_row + of_column), parts, sem="relaxed")
+
+
+@gluon.jit
+def add_four(pointers, added):
+    """Add numbers to float32 sums in memory, four registers at a time: they are adjacent, and the first a multiple of 16 bytes."""
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
+        [pointers.to(gl.int64, bitcast=True), added],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
 
 
 @gluon.jit
@@ -74,7 +105,7 @@ def first_sum(place, STEP: gl.constexpr, features: gl.constexpr):
 def finish_kernel(
     dq_sums, log_sum, dq, cu_seqlens_q, cu_seqlens_k, dq_b, dq_s, dq_h,
     blocks, dq_rows, heads, seqlen_q, seqlen_k, longest_q, longest_k, softmax_scale,
-    shape: gl.constexpr, features: gl.constexpr, STEP: gl.constexpr,
+    shape: gl.constexpr, features: gl.constexpr, STEP: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """Write dq of one block of queries: 0 where a query sees no key, whatever its own gradient was."""
     LAYOUT: gl.constexpr = products(gl.num_warps(), 1)
@@ -91,9 +122,38 @@ def finish_kernel(
     row = start_q + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
     inside = row < place.length_q
     first = every_head * dq_rows + first_sum(place, STEP, features) + start_q
-    at = dq_sums + first * shape.padded_head + places_of_sums(M, HEAD, LAYOUT)
+    at = dq_sums + first * shape.padded_head + places_of_sums(M, HEAD, LAYOUT, AT_ONCE)
     sums = gl.load(at, mask=inside[:, None], other=0.0)
     row_log_sum = gl.load(log_sum + every_head * seqlen_q + place.q_begin + row, mask=inside, other=0.0)
     made = gl.where((row_log_sum == float("inf"))[:, None], 0.0, sums * softmax_scale)
     rows = rows_of(dq, dq_b, dq_s, dq_h, place.batch, place.head, place.q_begin)
     store_columns(rows, made, start_q, place.length_q, 0, HEAD, QUERY_ROWS)
+
+
+@gluon.jit
+def sums_of_tile(head, start_q, start_k, dq_rows, seqlen_k, M: gl.constexpr, N: gl.constexpr):
+    """Return where the sums of a tile `[M, N]` of a head's scores begin: tiles of keys follow each other, then those of queries."""
+    of_queries = head * (dq_rows // M) + start_q // M
+    return (of_queries.to(gl.int64) * gl.cdiv(seqlen_k, N) + start_k // N) * (M * N)
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def finish_bias_kernel(
+    bias_sums, dbias, dbias_h, dbias_q, blocks, dq_rows, seqlen_q, seqlen_k,
+    M: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
+):  # fmt: skip
+    """Write `ROWS` queries of one tile `[M, N]` of dbias `[1, heads, Sq, Sk]` from its sums."""
+    LAYOUT: gl.constexpr = products(1, gl.num_warps())
+    STORED: gl.constexpr = registers_of_rows(N, gl.num_warps())
+    key_blocks = gl.cdiv(seqlen_k, N)
+    program = gl.program_id(0)
+    start_k = program % key_blocks * N
+    start_q = program // key_blocks % blocks * ROWS
+    head = program // key_blocks // blocks
+    first = bias_sums + sums_of_tile(head, start_q, start_k, dq_rows, seqlen_k, M, N) + start_q % M * N
+    sums = gl.convert_layout(gl.load(first + places_of_sums(ROWS, N, LAYOUT, AT_ONCE)), STORED)
+    queries = start_q + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
+    keys = start_k + gl.arange(0, N, layout=gl.SliceLayout(0, STORED))
+    zero = program * 0
+    place = Place(zero, zero, head, zero, seqlen_q, zero, seqlen_k, zero)
+    store_scores(Bias(dbias + head.to(gl.int64) * dbias_h, dbias_q), sums, queries, keys, place)
