@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
 from dmattn_ops.call import UNBOUNDED  # noqa: E402
 from dmattn_ops.choice import config  # noqa: E402
 from dmattn_ops.choice.configurations import AmpereBackward, AmpereForward  # noqa: E402
+from dmattn_ops.kernels.ampere.backward import launch as launcher  # noqa: E402
 from tests.interpreter.cases import BIASED, NASTY, SUMMED, of_row, random_problem, row_id  # noqa: E402
-from tests.interpreter.launchers import launcher_of  # noqa: E402
 from tests.interpreter.problems import Problem, build, check, in_16_bits, run  # noqa: E402
 
 DIMS = (8, 32, 40, 64, 80, 96, 128, 160, 192, 256)
@@ -68,7 +68,6 @@ def narrow(problem: Problem, dim: int, dtype: torch.dtype) -> tuple[Problem, Amp
 def test_gradients_of_biases_are_added_up_in_memory(
     name: str, dim: int, dtype: torch.dtype, instructions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher = launcher_of(config._NARROW_BACKWARD)
     newest = min(instructions, launcher._newest_instructions())
     monkeypatch.setattr(launcher, "_newest_instructions", lambda: newest)
     problem, *made = narrow(SUMMED[name], dim, dtype)

@@ -117,11 +117,11 @@ SUMMED = {
     ),
     "one for all heads": Problem(batch=3, heads=4, seqlen_q=70, seqlen_k=141, bias=(1, 1, 70)),
     "one for each group of heads": Problem(
-        batch=5, heads=4, kv_heads=2, seqlen_q=200, seqlen_k=300, bias=(1, 2, 200), mask="keys", mask_batch=5
+        batch=3, heads=4, kv_heads=2, seqlen_q=70, seqlen_k=200, bias=(1, 2, 70), mask="keys", mask_batch=3
     ),
     "one under a band": Problem(batch=3, seqlen_q=257, seqlen_k=200, bias=(1, 2, 257), band_lo=-60, band_hi=40),
     "one beside intervals": Problem(
-        batch=3, seqlen_q=300, seqlen_k=290, bias=(1, 2, 300), mask="hidden", mask_batch=3, mask_heads=2
+        batch=3, seqlen_q=150, seqlen_k=190, bias=(1, 2, 150), mask="hidden", mask_batch=3, mask_heads=2
     ),
     "one with dropout and a soft cap": Problem(
         batch=2, seqlen_q=70, seqlen_k=72, bias=(1, 2, 70), bias_dtype=torch.float32, dropout_p=0.3, softcap=2.0

@@ -65,7 +65,7 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: AmpereBackward)
     dq_sums = workspace(call.query, batch, size.heads, dq_rows, padded(call.query.shape[-1], LEAST_COLUMNS))
     computed(Tensor.zero_, dq_sums)
     bias_sums = None
-    if _adds_to_bias(call, grads.dbias, config):
+    if room.scores is None and _adds_to_bias(call, grads.dbias, config):
         tiles = dq_rows // config.block_m * ceil_div(size.seqlen_k, config.block_n)
         bias_sums = workspace(call.query, call.bias.shape[1], tiles, config.block_m, config.block_n)
         computed(Tensor.zero_, bias_sums)
