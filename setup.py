@@ -1,13 +1,17 @@
-"""Build the optional C++ library `dmattn_ops/libdmattn.so` (CPU kernels); everything else is in pyproject.toml.
+"""Build the optional C++ libraries; everything else is in pyproject.toml.
 
-The library is written against torch's stable interface: one file serves every torch from 2.11 on and every Python, and so
-does a wheel that holds it. What the compiler writes is kept in `build/native-<key>`, where the key stands for the compiler
-and its flags: installing again compiles again exactly where one of these or a source changed, whichever torch is there.
+`dmattn_ops/libdmattn.so` holds the CPU kernels, and `dmattn_ops/_autograd.*.so` the derivative of plain calls on a GPU.
+
+The first is written against torch's stable interface: one file serves every torch from 2.11 on and every Python, and so
+does a wheel that holds it. The second is for the torch and the Python that it is built with, which its name says; others do
+without it, as they do where Python's headers are missing. What the compiler writes is kept in `build/native-<key>`, where
+the key stands for the compiler and its flags: installing again compiles again exactly where one of these or a source
+changed, whichever torch is there.
 
 Torch, of which only the headers are read, is found without being imported, and not only on `sys.path`: where pip isolates
 the build, the torch of the environment that pip installs into is used, and only where that has none, one is fetched.
 
-Without a compiler or torch the package installs without the library, and `native.reason()` says so.
+Without a compiler or torch the package installs without the libraries, and `native.reason()` says so.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,7 +52,9 @@ OLDEST_TORCH = (2, 11)
 VERSION_FILE = "dmattn_ops/version.py"
 # What torch's headers may offer: the library loads into this version and every newer one.
 TARGET = f"-DTORCH_TARGET_VERSION={OLDEST_TORCH[0] << 56 | OLDEST_TORCH[1] << 48:#x}"
-FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wno-psabi", TARGET]
+KERNELS, DERIVATIVES = "dmattn_ops.libdmattn", "dmattn_ops._autograd"
+CALLED = {KERNELS: "the C++ kernels", DERIVATIVES: "the C++ derivatives"}
+FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wno-psabi"]
 MATH_FLAGS = ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 LINK_FLAGS = ["-Wl,-undefined,dynamic_lookup"] if sys.platform == "darwin" else ["-Wl,--as-needed"]
 
@@ -62,6 +69,9 @@ class Torch(NamedTuple):
 
     version: str
     folder: Path
+
+
+VERSIONS = runpy.run_path(VERSION_FILE)
 
 
 def find_torch() -> Torch | None:
@@ -172,35 +182,43 @@ class BuildNative(build_ext):
     """Compile and link where the result is kept, then copy it to where setuptools expects the extension."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Return the file's name, which says nothing of this Python: the library does not depend on one."""
-        return str(Path(*fullname.split(".")).with_suffix(".so"))
+        """Return the file's name. That of the kernels says nothing of this Python: the library does not depend on one."""
+        path = Path(*fullname.split("."))
+        if TORCH is not None and path.name == DERIVATIVES.split(".")[-1]:
+            return str(path.with_name(VERSIONS["node_library"](TORCH.version)))
+        return str(path.with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
         """Build `ext` unless the kept one was made of the same sources; say so where that fails."""
-        compiler = self.compiler.compiler_so_cxx
+        compiler, called = self.compiler.compiler_so_cxx, CALLED[ext.name]
         if shutil.which(compiler[0]) is None:
-            say(f"THE C++ KERNELS ARE NOT BUILT: there is no C++ compiler here ({compiler[0]} was not found)")
+            if ext.name == KERNELS:  # once
+                say(f"{called.upper()} ARE NOT BUILT: there is no C++ compiler here ({compiler[0]} was not found)")
             return
-        key = digest([*compiler, *ext.extra_compile_args, *ext.extra_link_args])[:8]
-        folder = Path(self.get_finalized_command("build").build_base, f"native-{key}")
+        missing = [] if ext.name == KERNELS else [path for path in headers_of_derivatives() if not path.exists()]
+        if missing:
+            say(f"{called} are not built, without which calls take some microseconds more: there is no {missing[0]}")
+            return
         target = Path(self.get_ext_fullpath(ext.name))
+        key = digest([*compiler, *ext.extra_compile_args, *ext.extra_link_args, target.name])[:8]
+        folder = Path(self.get_finalized_command("build").build_base, f"native-{key}")
         kept, stamp = folder / target.name, folder / f"{target.name}.sources"
         # By content: times tell nothing where files were copied.
         sources = digest(Path(path).read_bytes().hex() for path in [*ext.sources, *ext.depends])
         # The stamp names the library too, so that it fits no other one, wherever a build was interrupted.
         if self.force or not kept.exists() or not stamp.exists() or stamp.read_text() != fitting(sources, kept):
-            say(f"compiling the C++ kernels with the headers of torch {TORCH.version} in {TORCH.folder}")
+            say(f"compiling {called} with the headers of torch {TORCH.version} in {TORCH.folder}")
             partial = kept.with_suffix(".partial")
             try:
                 self._link(ext, self._compile(ext, folder), partial)
             except (BaseError, CCompilerError) as error:
-                say(f"THE C++ KERNELS ARE NOT BUILT: {error}")
+                say(f"{called.upper()} ARE NOT BUILT: {error}")
                 return
             text = fitting(sources, partial)
             os.replace(partial, kept)
             stamp.write_text(text)
         else:
-            say("the C++ kernels are built already")
+            say(f"{called} are built already")
         target.parent.mkdir(parents=True, exist_ok=True)
         copied = target.with_suffix(".partial")
         shutil.copy(kept, copied)  # with the time of now: setuptools copies what is newer into an editable package
@@ -239,27 +257,49 @@ class Wheel(bdist_wheel):
 
 
 def extensions() -> list[Extension]:
-    """Return the extension, or nothing where it cannot be built."""
+    """Return the extensions that can be built."""
     if TORCH is None:
         say("THE C++ KERNELS ARE NOT BUILT: there is no torch here to build with; install torch first, then this again")
         return []
     if sys.platform == "win32":
         say("THE C++ KERNELS ARE NOT BUILT: they need GCC or Clang")
         return []
+    headers, libraries, common = TORCH.folder / "include", [str(TORCH.folder / "lib")], ["setup.py", VERSION_FILE]
+    kernels = Extension(
+        KERNELS,
+        sources=sorted(glob.glob("csrc/cpu/*.cpp") + glob.glob("csrc/cuda/*.cpp")),
+        depends=[*sorted(glob.glob("csrc/*/*.h")), *common],
+        define_macros=[("DMATTN_VERSION", f'"{VERSIONS["__version__"]}"')],
+        include_dirs=[str(headers)],
+        library_dirs=libraries,
+        libraries=["torch_cpu"],
+        extra_compile_args=[*FLAGS, TARGET, *MATH_FLAGS],
+        extra_link_args=LINK_FLAGS,
+        language="c++",
+        optional=True,
+    )
+    derivatives = Extension(
+        DERIVATIVES,
+        sources=["csrc/autograd/node.cpp"],
+        depends=common,
+        define_macros=[("DMATTN_NODE", DERIVATIVES.split(".")[-1])],
+        include_dirs=[str(headers), str(headers / "torch/csrc/api/include"), sysconfig.get_path("include")],
+        library_dirs=libraries,
+        libraries=["torch", "torch_cpu", "torch_python", "c10"],
+        extra_compile_args=FLAGS,
+        extra_link_args=LINK_FLAGS,
+        language="c++",
+        optional=True,
+    )
+    return [kernels, derivatives]
+
+
+def headers_of_derivatives() -> list[Path]:
+    """Return headers without which the derivatives cannot be built: torch's that is not of the stable interface, and Python's."""
+    assert TORCH is not None
     return [
-        Extension(
-            "dmattn_ops.libdmattn",
-            sources=sorted(glob.glob("csrc/*/*.cpp")),
-            depends=[*sorted(glob.glob("csrc/*/*.h")), "setup.py", VERSION_FILE],
-            define_macros=[("DMATTN_VERSION", f'"{runpy.run_path(VERSION_FILE)["__version__"]}"')],
-            include_dirs=[str(TORCH.folder / "include")],
-            library_dirs=[str(TORCH.folder / "lib")],
-            libraries=["torch_cpu"],
-            extra_compile_args=[*FLAGS, *MATH_FLAGS],
-            extra_link_args=LINK_FLAGS,
-            language="c++",
-            optional=True,
-        )
+        TORCH.folder / "include/torch/csrc/autograd/custom_function.h",
+        Path(sysconfig.get_path("include"), "Python.h"),
     ]
 
 

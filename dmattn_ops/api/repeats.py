@@ -86,8 +86,12 @@ def again(
         of_mask = read(mask).taken[0][:-1]
     elif mask is not None:
         of_mask = _packed(mask, query.shape[1], repeat)
-    arguments = (query, key, value, None, *of_mask, None, None, *repeat.numbers)
-    return autograd.kernels[_NAME](arguments, repeat, needs_lse)
+    tensors = (query, key, value, None, *of_mask, None, None)
+    if not needs_lse and not autograd.may_have_tangents():
+        out = repeat.attend(tensors)
+        if out is not None:
+            return out, None, None, None
+    return autograd.kernels[_NAME]((*tensors, *repeat.numbers), repeat, needs_lse)
 
 
 def _packed(mask: Tensor, seqlen_q: int, repeat: plans.Repeat) -> tuple[Tensor | None, ...]:
@@ -109,4 +113,5 @@ def remember(found: Hashable, given: tuple[Tensor, ...], tensors: tuple[Any, ...
     """Remember the plan of a call with that signature, if it has one and was computed with the tensors it was given."""
     if all(one is other for one, other in zip(given, tensors, strict=False)):
         around_needs = schemas.SIGNATURES[_NAME].around_needs(numbers)
-        plans.remember(found, _NAME, tensors, numbers, schemas.implementations[_NAME], around_needs)
+        compute, gradients = schemas.implementations[_NAME], autograd.gradients[_NAME]
+        plans.remember(found, _NAME, tensors, numbers, compute, around_needs, gradients)

@@ -63,8 +63,13 @@ class Plan:
         self.device, self.outputs, self.steps = device, outputs, steps
         self.with_elements = [None if 0 in layout.shape else layout for layout in outputs]
         self.stages = _stages(steps, inputs + len(outputs))
-        self.only_launches = not any(isinstance(step, Compute) for step in steps)
+        self.computes = [step for step in steps if isinstance(step, Compute)]
+        self.only_launches = not self.computes
         self.backwards: dict[Hashable, Plan] = {}  # of what this forward computed
+
+    def is_watched(self) -> bool:
+        """Return whether something is to be told of each launch."""
+        return hooked()
 
     def run(
         self, inputs: tuple[Tensor | None, ...], addresses: list[int] | None = None, *, all_outputs: bool = True
@@ -103,7 +108,7 @@ class Launched:
     def __call__(self, addresses: list[int], stream: int) -> bool:
         """Launch with tensors at `addresses`; False, with nothing launched, where one is not aligned."""
         done, driven = 0, self.driven
-        if driven is not None and not _hooked():
+        if driven is not None and not hooked():
             done = driven.launch(driven.made, driven.pack(*addresses), stream)
             if done == self.count:
                 return True
@@ -196,7 +201,7 @@ def _value(reference: Any, addresses: list[int]) -> Any:
     return reference
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Return whether launch hooks are installed in Triton, for example by the profiler Proton."""
     runtime = knobs.runtime
     entering, leaving = runtime.launch_enter_hook, runtime.launch_exit_hook

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dmattn_ops import environment
 from dmattn_ops.call import float32_precision
+from dmattn_ops.launching import node
 
 MAX_PLANS = 512
 MAX_SEEN = 4096
@@ -57,6 +58,7 @@ class Origin(NamedTuple):
     plan: Any
     addresses: list[int]  # of the forward's inputs and outputs
     numbers: tuple[tuple[Any, ...], tuple[Any, ...]]  # those of the forward, before `needs_max` and behind it
+    node: Any = None  # what repeats the forward in C++ (`node.py`), and the backward once it has the plan
 
     def backward(
         self,
@@ -91,6 +93,8 @@ class Origin(NamedTuple):
             if len(self.plan.backwards) >= MAX_BACKWARDS:
                 self.plan.backwards.clear()
             self.plan.backwards[found] = plan
+        if self.node is not None:
+            node.add_backward(self.node, plan, grad_out)
         gradients = [grad_out.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr()]
         ran = plan.run(tensors, gradients + _in_backward(addresses, primals), all_outputs=False)
         return None if ran is None else ran[0]
@@ -104,6 +108,9 @@ class Repeat(NamedTuple):
     around_needs: tuple[tuple[Any, ...], tuple[Any, ...]]
     compute: Callable[..., tuple[Any, Origin | None]]  # for tensors at addresses that the plan does not take
     packing: list[Any]  # the plan by which a mask that is a tensor is packed, once it is known
+    node: (
+        Any  # what computes out, and records its derivative, without Python (`node.py`); None where that cannot be done
+    )
 
     def __call__(self, *arguments: Any) -> tuple[Any, Origin | None]:
         """Run the plan with the arguments of the operator."""
@@ -113,6 +120,13 @@ class Repeat(NamedTuple):
         if ran is None:
             return self.compute(*arguments)
         return ran[0], Origin(self.plan, ran[1][: len(tensors) + SAVED_OUTPUTS], self.around_needs)
+
+    def attend(self, tensors: _Tensors) -> Tensor | None:
+        """Return out, whose derivative is recorded; None where that is left to Python."""
+        if self.node is None or _exported is not None or self.plan.is_watched() or environment.profiles_backward():
+            return None
+        enter_thread()
+        return self.node.attend(tensors)
 
 
 def repeat(found: Hashable) -> Repeat | None:
@@ -126,14 +140,31 @@ def find(name: str, tensors: _Tensors, numbers: tuple[Any, ...]) -> Any:
 
 
 def remember(
-    found: Hashable, name: str, tensors: _Tensors, numbers: tuple[Any, ...], compute: Any, around_needs: Any
+    call: Hashable,
+    name: str,
+    tensors: _Tensors,
+    numbers: tuple[Any, ...],
+    compute: Any,
+    around_needs: Any,
+    gradients: Callable[..., tuple[Tensor | None, ...] | None],
 ) -> None:
-    """Store the plan of a forward, if there is one, under a second key, which tells calls apart as finely as its own."""
+    """Store the plan of a forward, if there is one, under a second key, which tells calls apart as finely as its own.
+
+    `gradients(saved, around_needs, needs, origin, grad_out)` computes its backward in Python.
+    """
     plan = find(name, tensors, numbers)
-    if plan is not None:
-        if len(_repeats) >= MAX_PLANS:
-            _repeats.clear()
-        _repeats[found] = Repeat(plan, numbers, around_needs, compute, [])
+    if plan is None:
+        return
+
+    def backward(of: Any, saved: _Tensors, addresses: list[int], grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        found = gradients(saved, around_needs, (False, False), Origin(plan, addresses, around_needs, of), grad_out)
+        assert found is not None, "a gradient of out gives gradients"
+        return found[:-2]  # no bias and no sink
+
+    if len(_repeats) >= MAX_PLANS:
+        _repeats.clear()
+    repeats_it = node.of_forward(plan, tensors, backward)
+    _repeats[call] = Repeat(plan, numbers, around_needs, compute, [], repeats_it)
 
 
 def _in_backward(saved: _Sequence, primals: int) -> _Sequence:
@@ -188,10 +219,12 @@ def exporting(take: Callable[[Exported], None]) -> Iterator[None]:
     global _exported
     forget()
     _exported = take
+    node.set_replays(False)
     try:
         yield
     finally:
         _exported = None
+        node.set_replays(True)
 
 
 def refuse_export(name: str, on: Tensor, takes: str = "operators of torch") -> None:

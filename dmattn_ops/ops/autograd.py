@@ -29,6 +29,7 @@ _is_tracing, _profiler_enabled = torch_privates.is_tracing, torch_privates.profi
 _dispatch_keys = torch_privates.dispatch_keys
 _NO_TENSORS = frozenset((type(None), bool, int, float))
 _Kernel = Callable[..., tuple[Tensor, ...]]
+_Gradients = Callable[..., tuple[Tensor | None, ...] | None]
 
 
 class _Function(torch_privates.single_level_function or Function):  # type: ignore[misc]
@@ -65,22 +66,23 @@ def _differentiable(name: str) -> Differentiable:
 OPERATORS = {name: _differentiable(name) for name in schemas.SCHEMAS if name.partition(".")[0].endswith("forward")}
 
 
-def register(library: Library) -> dict[str, _Kernel]:
+def register(library: Library) -> tuple[dict[str, _Kernel], dict[str, _Gradients]]:
     """Register the derivatives of every operator of `library`, whose schemas are those of `ops/schemas.py`.
 
-    Returns what may be called instead of each forward operator where `callable_directly` says so.
+    Returns what may be called instead of each forward operator where `callable_directly` says so, and what computes its backward.
     """
     torch_privates.tell_what_is_lost()
     if not torch_privates.has_needed:
         register_public(library)
-        return {}
-    directly = {}
+        return {}, {}
+    directly, gradients = {}, {}
     for name, of in OPERATORS.items():
         backward_name = name.replace("forward", "backward")
-        kernel, directly[name] = _forward_kernels(name, backward_name, of)
+        gradients[name] = _gradients(backward_name, of)
+        kernel, directly[name] = _forward_kernels(name, gradients[name], of)
         library.impl(name, kernel, "Autograd")
         library.impl(backward_name, _backward_kernels(backward_name)[0], "Autograd")
-    return directly
+    return directly, gradients
 
 
 def register_public(library: Library) -> None:
@@ -161,11 +163,11 @@ def _usual_keys(device: int) -> frozenset[int]:
 
 
 def _forward_kernels(
-    name: str, backward_name: str, of: Differentiable
+    name: str, gradients: _Gradients, of: Differentiable
 ) -> tuple[_Kernel, Callable[..., tuple[Any, ...]]]:
     """Return two functions that compute an operator and record its derivative: one for torch's dispatcher, one called directly."""
     fill, place_of_max = of.signature.fill, of.signature.names.index("needs_max")
-    whole, short, shortest = _forward_functions(backward_name, of)
+    whole, short, shortest = _forward_functions(gradients, of)
     by_dispatcher = _through_dispatcher(name)[name]
 
     def through_dispatcher(*arguments: Any) -> tuple[Tensor, ...]:
@@ -193,10 +195,37 @@ def _forward_kernels(
     return through_dispatcher, directly
 
 
-def _forward_functions(backward_name: str, of: Differentiable) -> tuple[Any, Any, Any]:
-    """Return the Functions of an operator with all of its outputs, with the first two, and with the first one."""
+def _gradients(backward_name: str, of: Differentiable) -> _Gradients:
+    """Return what computes a backward operator with what its forward saved, in the shortest way that there is.
+
+    It takes the saved tensors, the forward's numbers around `needs_max`, which of dbias and dsink are needed, the `plans.Origin` of
+    the forward or None, and the gradients of out and lse; it returns the gradients of the primals, dbias and dsink.
+    """
     backward_op = schemas.overload(backward_name)
     _, backward_directly = _backward_kernels(backward_name)
+
+    def gradients(
+        saved: tuple[Any, ...],
+        numbers: tuple[tuple[Any, ...], tuple[Any, ...]],
+        needs: tuple[bool, ...],
+        origin: Any,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...] | None:
+        given = [tensor for tensor in (*saved, grad_out, grad_lse) if tensor is not None]
+        direct = callable_directly(*given) and _has_memory(grad_out) and _has_memory(grad_lse)
+        if direct and origin is not None and grad_out is not None and not _grad_enabled():
+            grads = origin.backward(backward_name, of.primals, grad_out, grad_lse, saved, needs)
+            if grads is not None:
+                return grads
+        call = backward_directly if direct else backward_op
+        return _backward(of, call, saved, numbers, needs, grad_out, grad_lse)
+
+    return gradients
+
+
+def _forward_functions(gradients: _Gradients, of: Differentiable) -> tuple[Any, Any, Any]:
+    """Return the Functions of an operator with all of its outputs, with the first two, and with the first one."""
     nothing = (None,) * (of.primals + 4)
 
     class Attention(_Function):
@@ -216,15 +245,8 @@ def _forward_functions(backward_name: str, of: Differentiable) -> tuple[Any, Any
             ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None, *_: Tensor | None
         ) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors  # once: under checkpointing each access computes them again
-            needs, origin = tuple(ctx.needs_input_grad[-2:]), ctx.origin
-            given = [tensor for tensor in (*saved, grad_out, grad_lse) if tensor is not None]
-            direct = callable_directly(*given) and _has_memory(grad_out) and _has_memory(grad_lse)
-            grads = None
-            if direct and origin is not None and grad_out is not None and not _grad_enabled():
-                grads = origin.backward(backward_name, of.primals, grad_out, grad_lse, saved, needs)
-            if grads is None:
-                call = backward_directly if direct else backward_op
-                grads = _backward(of, call, saved, ctx.numbers, needs, grad_out, grad_lse)
+            needs = tuple(ctx.needs_input_grad[-2:])
+            grads = gradients(saved, ctx.numbers, needs, ctx.origin, grad_out, grad_lse)
             if grads is None:
                 return nothing
             return (
@@ -364,13 +386,18 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
+def may_have_tangents() -> bool:
+    """Return whether forward-mode derivatives are computed."""
+    return torch_privates.forward_level() >= 0
+
+
 def refuse_tangents(arguments: tuple[Any, ...]) -> None:
     """Refuse forward-mode derivatives, which would be dropped."""
-    if torch_privates.forward_level() < 0:
+    if not may_have_tangents():
         return
     for argument in arguments:
         if isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
             raise NotImplementedError("dmattn: attention has no forward-mode derivative (jvp, dual tensors)")
 
 
-kernels = register(schemas.library)
+kernels, gradients = register(schemas.library)

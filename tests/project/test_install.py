@@ -20,12 +20,12 @@ import torch
 from checkouts import LIBRARY, Checkout, made_up_torch
 
 from dmattn_ops.kernels import native
-from dmattn_ops.version import __version__
+from dmattn_ops.version import __version__, node_library
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the C++ kernels are not built on Windows")
 
 ROOT = Path(__file__).parents[2]
-SOURCES = len(list((ROOT / "csrc").glob("*/*.cpp")))
+SOURCES = sum(len(list((ROOT / "csrc" / part).glob("*.cpp"))) for part in ("cpu", "cuda"))
 
 
 @pytest.fixture
@@ -119,7 +119,8 @@ def test_an_isolated_build_is_for_the_torch_of_its_environment(checkout, only_se
     assert "[]\n" in printed
     found = f"with the headers of torch {torch.__version__} in {Path(torch.__file__).parent}\n"
     assert f"compiling the C++ kernels {found}" in printed
-    assert checkout.libraries() == [LIBRARY]
+    assert f"compiling the C++ derivatives {found}" in printed
+    assert checkout.libraries() == [node_library(torch.__version__), LIBRARY]
 
 
 @pytest.mark.parametrize("version, asked", [(None, ["torch>=2.11"]), ("2.10.1", ["torch>=2.11"]), ("2.11.0", [])])
