@@ -61,15 +61,12 @@ def narrow(problem: Problem, dim: int, dtype: torch.dtype) -> tuple[Problem, Amp
 
 
 @pytest.mark.usefixtures("nan_in_new_memory")
-@pytest.mark.parametrize("instructions", [80, 90])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [8, 16, 32])
 @pytest.mark.parametrize("name", SUMMED)
 def test_gradients_of_biases_are_added_up_in_memory(
-    name: str, dim: int, dtype: torch.dtype, instructions: int, monkeypatch: pytest.MonkeyPatch
+    name: str, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    newest = min(instructions, launcher._newest_instructions())
-    monkeypatch.setattr(launcher, "_newest_instructions", lambda: newest)
     problem, *made = narrow(SUMMED[name], dim, dtype)
     if problem.batch > 0:
         monkeypatch.delattr(launcher, "broadcast_dbias")

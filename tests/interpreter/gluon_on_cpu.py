@@ -126,9 +126,7 @@ class Language(ModuleType):
 
     @staticmethod
     def inline_asm_elementwise(code: str, constraints: str, operands: Any, **options: Any) -> Any:
-        """Return what the assembly codes of `visible.py` do, and add numbers as that of `finish.py` does: only these run here."""
-        if code == "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};":
-            return add_four(*operands)
+        """Return what the assembly codes of `visible.py` do, the only ones that run here."""
         value, other, words, *byte = operands
         if byte:
             assert "prmt.b32 seen, $3, 0, $4; lop3.b32 $0, seen, $1, $2, 0xca;" in code
@@ -166,13 +164,6 @@ def jit(function: Any = None, **options: Any) -> Any:
 
     made.rewriter.rewrite_ast = rewrite_with_constants
     return made
-
-
-def add_four(addresses: Any, added: Any) -> Any:
-    """Add four registers of each thread at a time, the last two of dimensions of 2: they go to adjacent places of 16 bytes."""
-    places = addresses.handle.data.transpose(0, 1, 3, 4, 5, 6, 2, 7).reshape(-1, 4)
-    assert (places[:, 0] % 16 == 0).all() and (np.diff(places, axis=1) == 4).all()
-    return tl.atomic_add(addresses.to(tl.pointer_type(tl.float32), bitcast=True), added)
 
 
 def mma_v2(a: Any, b: Any, acc: Any) -> Any:

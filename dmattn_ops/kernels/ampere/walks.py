@@ -53,16 +53,6 @@ def start_of(steps, number, STEP: gl.constexpr, features: gl.constexpr, PARTIAL:
 
 
 @gluon.jit
-def turned(steps, number, turn):
-    """Return which step comes in place `number` where both parts of a walk begin `turn` steps late, and end with those before."""
-    number = gl.minimum(number, steps.count - 1)
-    tested = number < steps.n_partial
-    first = gl.where(tested, 0, steps.n_partial)
-    count = gl.where(tested, steps.n_partial, steps.count - steps.n_partial)
-    return first + (number - first + turn) % gl.maximum(count, 1)
-
-
-@gluon.jit
 def longest_first(blocks, abreast):
     """Return the number of this program: of `abreast` heads all first blocks come first, then all second ones, and so on."""
     program = gl.program_id(0)

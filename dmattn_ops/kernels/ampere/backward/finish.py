@@ -1,8 +1,4 @@
-"""The sums of dq and of a shared bias's gradient: how they lie in memory while they are added up, and the kernels that read them.
-
-An instruction adds one number of each lane, or on SM 9.0 and newer the four that a lane has of a tile of 16 x 8: what a warp adds
-at once is adjacent either way.
-"""
+"""The sums of dq and of a shared bias's gradient: how they lie in memory meanwhile, and the kernels that read them."""
 
 from __future__ import annotations
 
@@ -19,17 +15,12 @@ from dmattn_ops.kernels.portable.scores import Bias
 
 
 @gluon.jit
-def places_of_sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, AT_ONCE: gl.constexpr):
-    """Return where the sums of `[ROWS, COLUMNS]` lie: those that a warp adds at once are adjacent. Row 0 is a multiple of 16."""
+def places_of_sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return where the sums of `[ROWS, COLUMNS]` lie: those of a warp's 32 lanes are adjacent. The first row is a multiple of 8."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    if AT_ONCE == 4:
-        of_column = ((column >> 1) % 4) * 4 + column % 2 + (column >> 3) * 128
-        places = (row % 8) * 16 + (row >> 3) % 2 * 2 + (row >> 4) * (16 * COLUMNS) + of_column
-    else:
-        of_column = (column >> 1) % 4 + ((column % 2) + 2 * (column >> 3)) * 32
-        places = (row % 8) * 4 + (row >> 3) * (8 * COLUMNS) + of_column
-    return places
+    of_column = (column >> 1) % 4 + ((column % 2) + 2 * (column >> 3)) * 32
+    return (row % 8) * 4 + (row >> 3) * (8 * COLUMNS) + of_column
 
 
 @gluon.constexpr_function
@@ -53,43 +44,22 @@ def along(dim: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def add_to_sums(
-    pointer, made, ROWS: gl.constexpr, COLUMNS: gl.constexpr, ROW_WARPS: gl.constexpr, COLUMN_WARPS: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-):  # fmt: skip
+    pointer, dq, ROWS: gl.constexpr, COLUMNS: gl.constexpr, ROW_WARPS: gl.constexpr, COLUMN_WARPS: gl.constexpr
+):
     """Add a product `[ROWS, COLUMNS]` of `ROW_WARPS` times `COLUMN_WARPS` warps to the sums (`places_of_sums`) from `pointer` on.
 
     Each dimension is one of registers, warps or lanes alone: so each thread has one address, and what its registers add to that
-    are constants of the instructions. Those that add `AT_ONCE` 4 numbers are of SM 9.0 and newer.
+    are constants of the instructions.
     """
     ROW_PARTS: gl.constexpr = ROWS // (16 * ROW_WARPS)  # that registers hold, as those of columns
     COLUMN_PARTS: gl.constexpr = COLUMNS // (8 * COLUMN_WARPS)
-    parts = gl.reshape(made, [ROW_PARTS, ROW_WARPS, 2, 8, COLUMN_PARTS, COLUMN_WARPS, 4, 2])
+    parts = gl.reshape(dq, [ROW_PARTS, ROW_WARPS, 2, 8, COLUMN_PARTS, COLUMN_WARPS, 4, 2])
     LAYOUT: gl.constexpr = parts.type.layout
-    if AT_ONCE == 4:
-        own = along(1, ROW_WARPS, LAYOUT) * (16 * COLUMNS) + along(5, COLUMN_WARPS, LAYOUT) * 128
-        own = own + along(3, 8, LAYOUT) * 16 + along(6, 4, LAYOUT) * 4
-        of_row = along(0, ROW_PARTS, LAYOUT) * (ROW_WARPS * 16 * COLUMNS) + along(2, 2, LAYOUT) * 2
-        of_column = along(4, COLUMN_PARTS, LAYOUT) * (COLUMN_WARPS * 128) + along(7, 2, LAYOUT)
-        add_four((pointer + own) + (of_row + of_column), parts)
-    else:
-        own = along(1, ROW_WARPS, LAYOUT) * (16 * COLUMNS) + along(5, COLUMN_WARPS, LAYOUT) * 64
-        own = own + along(3, 8, LAYOUT) * 4 + along(6, 4, LAYOUT)
-        of_row = along(0, ROW_PARTS, LAYOUT) * (ROW_WARPS * 16 * COLUMNS) + along(2, 2, LAYOUT) * (8 * COLUMNS)
-        of_column = along(4, COLUMN_PARTS, LAYOUT) * (COLUMN_WARPS * 64) + along(7, 2, LAYOUT) * 32
-        gl.atomic_add((pointer + own) + (of_row + of_column), parts, sem="relaxed")
-
-
-@gluon.jit
-def add_four(pointers, added):
-    """Add numbers to float32 sums in memory, four registers at a time: they are adjacent, and the first a multiple of 16 bytes."""
-    gl.inline_asm_elementwise(
-        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};",
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
-        [pointers.to(gl.int64, bitcast=True), added],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=4,
-    )
+    own = along(1, ROW_WARPS, LAYOUT) * (16 * COLUMNS) + along(5, COLUMN_WARPS, LAYOUT) * 64
+    own = own + along(3, 8, LAYOUT) * 4 + along(6, 4, LAYOUT)
+    of_row = along(0, ROW_PARTS, LAYOUT) * (ROW_WARPS * 16 * COLUMNS) + along(2, 2, LAYOUT) * (8 * COLUMNS)
+    of_column = along(4, COLUMN_PARTS, LAYOUT) * (COLUMN_WARPS * 64) + along(7, 2, LAYOUT) * 32
+    gl.atomic_add((pointer + own) + (of_row + of_column), parts, sem="relaxed")
 
 
 @gluon.jit
@@ -105,7 +75,7 @@ def first_sum(place, STEP: gl.constexpr, features: gl.constexpr):
 def finish_kernel(
     dq_sums, log_sum, dq, cu_seqlens_q, cu_seqlens_k, dq_b, dq_s, dq_h,
     blocks, dq_rows, heads, seqlen_q, seqlen_k, longest_q, longest_k, softmax_scale,
-    shape: gl.constexpr, features: gl.constexpr, STEP: gl.constexpr, AT_ONCE: gl.constexpr,
+    shape: gl.constexpr, features: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     """Write dq of one block of queries: 0 where a query sees no key, whatever its own gradient was."""
     LAYOUT: gl.constexpr = products(gl.num_warps(), 1)
@@ -122,7 +92,7 @@ def finish_kernel(
     row = start_q + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
     inside = row < place.length_q
     first = every_head * dq_rows + first_sum(place, STEP, features) + start_q
-    at = dq_sums + first * shape.padded_head + places_of_sums(M, HEAD, LAYOUT, AT_ONCE)
+    at = dq_sums + first * shape.padded_head + places_of_sums(M, HEAD, LAYOUT)
     sums = gl.load(at, mask=inside[:, None], other=0.0)
     row_log_sum = gl.load(log_sum + every_head * seqlen_q + place.q_begin + row, mask=inside, other=0.0)
     made = gl.where((row_log_sum == float("inf"))[:, None], 0.0, sums * softmax_scale)
@@ -140,7 +110,7 @@ def sums_of_tile(head, start_q, start_k, dq_rows, seqlen_k, M: gl.constexpr, N: 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def finish_bias_kernel(
     bias_sums, dbias, dbias_h, dbias_q, blocks, dq_rows, seqlen_q, seqlen_k,
-    M: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Write `ROWS` queries of one tile `[M, N]` of dbias `[1, heads, Sq, Sk]` from its sums."""
     LAYOUT: gl.constexpr = products(1, gl.num_warps())
@@ -151,7 +121,7 @@ def finish_bias_kernel(
     start_q = program // key_blocks % blocks * ROWS
     head = program // key_blocks // blocks
     first = bias_sums + sums_of_tile(head, start_q, start_k, dq_rows, seqlen_k, M, N) + start_q % M * N
-    sums = gl.convert_layout(gl.load(first + places_of_sums(ROWS, N, LAYOUT, AT_ONCE)), STORED)
+    sums = gl.convert_layout(gl.load(first + places_of_sums(ROWS, N, LAYOUT)), STORED)
     queries = start_q + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
     keys = start_k + gl.arange(0, N, layout=gl.SliceLayout(0, STORED))
     zero = program * 0

@@ -4,8 +4,8 @@
 
 P and dS are written to shared memory once, and read from there as they are and transposed. dq is added up in memory, in float32
 and in any order; its elements lie there such that the 32 additions of a warp are adjacent (`finish.py`). FlashAttention-2 works in
-the same way (Dao, 2023, arXiv:2307.08691). So is the gradient of a bias that many batches share, where that is faster than a kernel
-of its own (`dbias.py`).
+the same way (Dao, 2023, arXiv:2307.08691). The gradient of a bias that many batches share is added up like dq where that is faster
+than a kernel of its own (`dbias.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dmattn_ops.kernels.ampere.copies import (
 )
 from dmattn_ops.kernels.ampere.dropout import dropout_keep
 from dmattn_ops.kernels.ampere.visible import pairs_of, visible_pairs, where_visible, words_of_rows
-from dmattn_ops.kernels.ampere.walks import lanes, longest_first, start_of, steps_of, turned
+from dmattn_ops.kernels.ampere.walks import lanes, longest_first, start_of, steps_of
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
 from dmattn_ops.kernels.portable.dropout import Seeds
@@ -86,10 +86,6 @@ class Traits(Constants):
     bias_tiles: bool  # a bias with queries is copied to shared memory, into the buffer of P before that is made
     ordered: bool  # additions to dq have a fixed order (`order.py`)
     key_sums: bool  # the sums of dS over the queries are written, of a bias per key
-    at_once: int = 1  # numbers that an instruction adds up in memory, 1 or 4
-    turned: bool = (
-        False  # walks of the batches begin at different steps, so that they add to the same sums at different times
-    )
 
 
 class Buffers(NamedTuple):
@@ -192,7 +188,7 @@ def gather(
     dtype: gl.constexpr = buffers.q.dtype
     q_stage = number % T.query_stages
     grad_stage = number % T.grad_stages
-    next_start = start_of(walk.steps, step_of(walk, number + 1, T), M, features, PARTIAL)
+    next_start = start_of(walk.steps, number + 1, M, features, PARTIAL)
     async_copy.wait_group(0)  # Triton puts a barrier of the block behind it
     if T.query_stages == 2:
         fetch_queries(buffers, 1 - q_stage, queries, next_start, length, shape, PARTIAL)
@@ -247,7 +243,7 @@ def gather(
         store_scores(queries.dbias, ds, own_queries, keys.rows, head.place)
     if queries.bias_sums is not None and not CAREFUL:
         of_tile = queries.bias_sums + sums_of_tile(0, start, 0, 0, head.place.length_k, M, N)
-        add_to_sums(of_tile, ds, M, N, T.score_warps, WARPS // T.score_warps, T.at_once)
+        add_to_sums(of_tile, ds, M, N, T.score_warps, WARPS // T.score_warps)
     if features.softcap:
         ds *= slope
     buffers.ds.store(ds.to(dtype))
@@ -262,22 +258,13 @@ def gather(
         if T.ordered:
             await_turn(queries.turns + start // M, turn_of(start, keys.start, head.mask.lo, N))
         # Also in rows behind the end, which have room and are not read.
-        of_step = queries.dq + start.to(gl.int64) * HEAD
-        add_to_sums(of_step, dq, M, HEAD, T.query_warps, WARPS // T.query_warps, T.at_once)
+        add_to_sums(queries.dq + start.to(gl.int64) * HEAD, dq, M, HEAD, T.query_warps, WARPS // T.query_warps)
         if T.ordered:
             pass_turn(queries.turns + start // M)
     dk = product(buffers.ds.permute([1, 0]), q, sums.dk, M, KEYS)
     if T.query_stages == 1:
         fetch_queries(buffers, 0, queries, next_start, length, shape, PARTIAL)
     return Sums(dk, dv, key_sum), next_start
-
-
-@gluon.jit
-def step_of(walk, number, T: gl.constexpr):
-    """Return the step of a walk that is taken in place `number`."""
-    if T.turned:
-        number = turned(walk.steps, number, walk.head.place.batch)
-    return number
 
 
 @gluon.jit
@@ -288,7 +275,7 @@ def gather_head(
     head, steps = walk.head, walk.steps
     length = head.place.length_q
     if steps.count > 0:
-        start = start_of(steps, step_of(walk, 0, T), shape.block_m, features, True)
+        start = start_of(steps, 0, shape.block_m, features, True)
         if T.bias_tiles:
             copy_bias(buffers.p, head, start, keys.start, shape.block_m, shape.block_n, True, gl.num_warps())
         fetch_queries(buffers, 0, queries, start, length, shape, True)
@@ -348,7 +335,7 @@ def backward_kernel(
     `tiles` are those of keys, `bits` those of queries. `dq_sums` `[B, H, dq_rows, columns]` are 0 at first (`finish.py`), and so
     are `turns` `[B, H, dq_rows / M]`, which are None unless additions to them have an order. The sums of dS over the queries go
     into `key_sums` `[B, H, Sk]`, and dS itself into `dbias` `[B, H, Sq, Sk]`, whose heads follow each other, unless these are None.
-    So is `bias_sums`, to whose tiles (`finish.sums_of_tile`) dS is added; it is 0 at first too.
+    Unless `bias_sums` is None, dS is added to its tiles (`finish.sums_of_tile`), which are 0 at first.
     """
     WARPS: gl.constexpr = gl.num_warps()
     SCORES: gl.constexpr = products(T.score_warps, WARPS // T.score_warps)

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
-from triton.language.target_info import current_target
 
 from dmattn_ops.call import TILE, Call, Gradients, Saved, Takes, bias_kind, mappable, rows_are_aligned
 from dmattn_ops.choice.configurations import AmpereBackward
@@ -35,7 +33,6 @@ from dmattn_ops.launching.launch import computed, launch, workspace
 TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=80)
 FINISHED_ROWS = 64  # rows of dq that a program writes
 FINISHED_BIAS_ROWS = 16  # and of the gradient of a bias
-TURNED = True  # walks of the batches that share a bias begin at different steps
 
 
 def refusals(call: Call) -> list[str]:
@@ -119,7 +116,6 @@ def _launch_keys(
             bias_comes_in_tiles(call),
             call.options.deterministic,
             room.key_sums is not None,
-            *_additions(arguments),
         ),
         num_warps=config.num_warps,
     )
@@ -141,7 +137,6 @@ def _launch_finish(call: Call, arguments: dict[str, Any], size: Extent, dq: Tens
         shape=shape_of(call, FINISHED_ROWS, 0, rows_are_aligned(dq), LEAST_COLUMNS),
         features=features_of(call, None),
         STEP=config.block_m,
-        AT_ONCE=_additions(arguments)[0],
         num_warps=4,
     )
 
@@ -164,7 +159,6 @@ def _launch_finish_bias(arguments: dict[str, Any], size: Extent, dbias: Tensor, 
         M=config.block_m,
         N=config.block_n,
         ROWS=FINISHED_BIAS_ROWS,
-        AT_ONCE=_additions(arguments)[0],
         num_warps=4,
     )
 
@@ -174,18 +168,3 @@ def _adds_to_bias(call: Call, dbias: Tensor | None, config: AmpereBackward) -> b
     if dbias is None or call.options.deterministic or bias_kind(call.bias) != "full" or config.bias_sums == 0:
         return False
     return dbias.shape[0] == 1 and call.query.shape[0] >= config.bias_sums
-
-
-def _additions(arguments: dict[str, Any]) -> tuple[int, bool]:
-    """Return how many numbers an addition in memory has, and whether walks are turned: more than one where a bias is added up."""
-    if arguments["bias_sums"] is None:
-        return 1, False
-    return 4 if _newest_instructions() >= 90 else 1, TURNED
-
-
-def _newest_instructions() -> int:
-    """Return the architecture whose instructions Triton writes; 0 where it writes none."""
-    target, named = current_target(), knobs.runtime.override_arch
-    if target is None or target.backend != "cuda":
-        return 0
-    return min(target.arch, int(named.removeprefix("sm").rstrip("a"))) if named else target.arch
