@@ -90,8 +90,7 @@ def test_narrow_heads_of_many_batches_add_it_up_in_memory_unless_calls_are_deter
     many = replace(GROUPED, batch=config.SUMMED_BATCHES, seqlen_q=133, seqlen_k=217)
     problem = replace(many, dim=32, dim_v=32, bias_shape="hq", deterministic=deterministic)
     check(replace(problem, **masked), "cuda", repeats=3)
-    assert not written
-    assert set(decisions) <= {False} if deterministic else set(decisions) == {True}
+    assert not any(decisions) if deterministic else decisions and all(decisions) and not written
 
 
 @pytest.mark.parametrize(
