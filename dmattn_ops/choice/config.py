@@ -207,6 +207,10 @@ _AMPERE_128_QUERIES = AmpereForward(128, 64, 4, dropout=AmpereForward(64, 64, 4)
 # some keys hidden, microseconds at S384 H4 D32 and S512 H16 D16. SM 9.0 runs this backward too: its own kernels pad heads to 64
 # columns and take 667 / 5553 and for the bias 793 / 5870.
 NARROW = 32
+# From so many batches that share such a bias on, its gradient is added up in memory. The next day, S batches of S positions: all of
+# the backward takes 241 us for 359 at S256 H4 D32, 657 for 1078 at S384, 9831 for 15901 at S1024, 4736 for 7111 at S512 H16 D16.
+# Fewer than 256 batches were not measured; both ways' work is in proportion to them.
+SUMMED_BATCHES = 64
 _NARROW_FORWARD = AmpereForward(64, 64, 4)  # 363 / 2646; 128 x 64 369 / 2959
 _NARROW_SHARED_BIAS = AmpereSharedBias(128, 64, 4, 4, 2)  # 470 / 2891; 64 x 64 in 168 registers 374 / 3652
 _NARROW_BACKWARD = AmpereBackward(64, 128, 4, 2, 4, 2, 2, 2, _NARROW_SHARED_BIAS)  # 492 / 3778; 64 x 64 607 / 4810
@@ -334,7 +338,7 @@ HOPPER_BACKWARD_256 = Row(
     "H200, 2026-11-20, bf16, D 256, B4 H8 S4096: 511 / 555 TFLOP/s causal / full, all kernels; cuDNN 376 / 399",
 )  # fmt: skip
 HOPPER_NARROW_BIAS = Row(
-    90, NARROW, 2, 0, "Standard", "ampere", _NARROW_BACKWARD, 69632,
+    90, NARROW, 2, 0, "Standard", "ampere", replace(_NARROW_BACKWARD, bias_sums=SUMMED_BATCHES), 69632,
     "H200, 2026-11-27, bf16, 384 rows of 384, H4 D32: 0.49 ms, SM 9.0's own kernel 0.67; the bias's gradient 0.47 and 0.79",
     full_bias=True,
 )  # fmt: skip

@@ -117,7 +117,8 @@ class AmpereBackward:
     the queries of dq. There are `query_stages` buffers of queries and `grad_stages` of gradients of out, each 1 or 2. `dropout` is
     for calls with dropout, `plain` for calls that have neither that nor a mask, a bias or a soft cap, `narrow_bias` for heads of at
     most 32 beside a bias with queries; None where they take this configuration too. `shared_bias` is for the gradient of a bias
-    with queries that heads or batches share.
+    with queries that heads or batches share. Where at least `bias_sums` batches share it, the kernel itself adds this gradient up
+    in memory, unless the call is deterministic; 0 is never.
     """
 
     block_m: int
@@ -132,6 +133,7 @@ class AmpereBackward:
     plain: AmpereBackward | None = None
     dropout: AmpereBackward | None = None
     narrow_bias: AmpereBackward | None = None
+    bias_sums: int = 0
 
     def for_call(self, plain: bool, drops: bool, narrow_bias: bool) -> AmpereBackward:
         """Return the configuration that a call runs with."""

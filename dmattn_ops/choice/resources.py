@@ -29,7 +29,9 @@ _AT_RUN_TIME = (
     "step_of_128",
     "ends",
     "shares",
-)  # fields that no entry depends on: kernels take them at run time (of `shares` they know whether there are several)
+    "bias_sums",
+)  # fields that no entry depends on: kernels take them at run time (of `shares` they know whether there are several). Entries are
+# of kernels that don't add to a bias.
 _WIDTHS = {"hopper256": (64, 128, 256)}  # kernels that compile for several head dimensions in one row
 
 

@@ -17,7 +17,8 @@ if not torch.cuda.is_available():
 from dmattn_ops.call import UNBOUNDED  # noqa: E402
 from dmattn_ops.choice import config  # noqa: E402
 from dmattn_ops.choice.configurations import AmpereBackward, AmpereForward  # noqa: E402
-from tests.interpreter.cases import BIASED, NASTY, of_row, random_problem, row_id  # noqa: E402
+from dmattn_ops.kernels.ampere.backward import launch as launcher  # noqa: E402
+from tests.interpreter.cases import BIASED, NASTY, SUMMED, of_row, random_problem, row_id  # noqa: E402
 from tests.interpreter.problems import Problem, build, check, in_16_bits, run  # noqa: E402
 
 DIMS = (8, 32, 40, 64, 80, 96, 128, 160, 192, 256)
@@ -49,6 +50,43 @@ def test_nasty_case_stays_within_budget(name: str, sm: int) -> None:
 def test_bias_with_queries_stays_within_budget(name: str, dim: int, sm: int) -> None:
     problem = replace(in_16_bits(BIASED[name]), head_dim=dim, value_dim=dim, scale=dim**-0.5)
     check(problem, "cuda", *configurations(problem, sm))
+
+
+def narrow(problem: Problem, dim: int, dtype: torch.dtype) -> tuple[Problem, AmpereForward, AmpereBackward]:
+    """Return a problem with narrow heads, and configurations for it that add its bias's gradient up in memory."""
+    problem = replace(in_16_bits(replace(problem, dtype=dtype)), head_dim=dim, value_dim=dim, scale=dim**-0.5)
+    forward, backward = configurations(problem, 80)
+    assert forward.narrow_bias is not None and backward.narrow_bias is not None
+    return problem, forward.narrow_bias, replace(backward.narrow_bias, bias_sums=1)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [8, 16, 32])
+@pytest.mark.parametrize("name", SUMMED)
+def test_gradients_of_biases_are_added_up_in_memory(
+    name: str, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, *made = narrow(SUMMED[name], dim, dtype)
+    if problem.batch > 0:
+        monkeypatch.delattr(launcher, "broadcast_dbias")
+    check(problem, "cuda", *made)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize("mask", ["none", "keys", "bits"])
+def test_repeated_launches_differ_by_the_order_of_the_sums_alone(mask: str) -> None:
+    """The sums begin at 0 each time; dk and dv, which nothing is added to in memory, are the same bit for bit."""
+    problem = Problem(batch=150, heads=4, seqlen_q=190, seqlen_k=200, bias=(1, 4, 190), mask=mask, mask_batch=150)
+    problem, *made = narrow(problem, 32, torch.bfloat16)
+    check(problem, "cuda", *made)
+    case = build(problem)
+    first = run(problem, case, "cuda", *made)
+    for _ in range(20):
+        again = run(problem, case, "cuda", *made)
+        assert all(torch.equal(again[name], first[name]) for name in ("out", "lse", "dk", "dv"))
+        for name in ("dq", "dbias"):
+            assert (again[name].float() - first[name].float()).norm() < 1e-2 * first[name].float().norm(), name
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

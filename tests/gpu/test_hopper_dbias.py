@@ -14,6 +14,7 @@ skip_file_without_hopper()
 
 from dmattn_ops import flash_dmattn_func  # noqa: E402
 from dmattn_ops.choice import config  # noqa: E402
+from dmattn_ops.kernels.ampere.backward import launch as of_sm_80  # noqa: E402
 from dmattn_ops.kernels.hopper.dbias import launch as shared_bias  # noqa: E402
 from dmattn_ops.testing import check  # noqa: E402
 from dmattn_ops.testing.problem import Problem  # noqa: E402
@@ -75,6 +76,21 @@ def test_heads_of_other_widths(written, shape: str, dims: tuple[int, int]) -> No
 def test_narrow_heads_with_a_bias_for_each_head_take_the_kernels_of_sm_80(written, dims: tuple[int, int]) -> None:
     check(replace(GROUPED, dim=dims[0], dim_v=dims[1], bias_shape="hq"), "cuda", repeats=3)
     assert not written
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("masked", [{}, {"mask": "random", "mask_shape": "bkq"}, {"mask": "keys", "mask_shape": "b"}])
+def test_narrow_heads_of_many_batches_add_it_up_in_memory_unless_calls_are_deterministic(
+    written, monkeypatch: pytest.MonkeyPatch, masked: dict[str, str], deterministic: bool
+) -> None:
+    """The first launches are recorded, and repeated from their plan."""
+    decisions: list[bool] = []
+    adds = of_sm_80._adds_to_bias
+    monkeypatch.setattr(of_sm_80, "_adds_to_bias", lambda *given: decisions.append(adds(*given)) or decisions[-1])
+    many = replace(GROUPED, batch=config.SUMMED_BATCHES, seqlen_q=133, seqlen_k=217)
+    problem = replace(many, dim=32, dim_v=32, bias_shape="hq", deterministic=deterministic)
+    check(replace(problem, **masked), "cuda", repeats=3)
+    assert not any(decisions) if deterministic else decisions and all(decisions) and not written
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,34 @@ BIASED = {
     "keys whose number is no multiple of 8": Problem(batch=2, seqlen_q=70, seqlen_k=141, bias=(1, 2, 70)),
 }
 
+# A bias that all batches share, whose gradient the backward with mma.sync may add up in memory.
+SUMMED = {
+    "one for each head": Problem(
+        batch=3,
+        heads=4,
+        kv_heads=2,
+        seqlen_q=150,
+        seqlen_k=168,
+        bias=(1, 4, 150),
+        mask="bits",
+        mask_batch=3,
+        mask_heads=4,
+    ),
+    "one for all heads": Problem(batch=3, heads=4, seqlen_q=70, seqlen_k=141, bias=(1, 1, 70)),
+    "one for each group of heads": Problem(
+        batch=3, heads=4, kv_heads=2, seqlen_q=70, seqlen_k=200, bias=(1, 2, 70), mask="keys", mask_batch=3
+    ),
+    "one under a band": Problem(batch=3, seqlen_q=257, seqlen_k=200, bias=(1, 2, 257), band_lo=-60, band_hi=40),
+    "one beside intervals": Problem(
+        batch=3, seqlen_q=150, seqlen_k=190, bias=(1, 2, 150), mask="hidden", mask_batch=3, mask_heads=2
+    ),
+    "one with dropout and a soft cap": Problem(
+        batch=2, seqlen_q=70, seqlen_k=72, bias=(1, 2, 70), bias_dtype=torch.float32, dropout_p=0.3, softcap=2.0
+    ),
+    "one that one batch has": Problem(batch=1, heads=4, seqlen_q=64, seqlen_k=128, bias=(1, 2, 64)),
+    "one without batches": Problem(batch=0, bias=(1, 1, 100)),
+}
+
 
 def random_problem(seed: int) -> Problem:
     """Draw a problem over all features."""

@@ -12,7 +12,7 @@ from dmattn_ops.choice import config
 from dmattn_ops.choice.configurations import AmpereBackward, AmpereForward, AmpereSharedBias, Row
 from tests.interpreter import oracle
 from tests.interpreter import test_packed_attention as packed_attention
-from tests.interpreter.cases import BIASED, NASTY, of_row, random_problem, row_id
+from tests.interpreter.cases import BIASED, NASTY, SUMMED, of_row, random_problem, row_id
 from tests.interpreter.gluon_on_cpu import COPIES
 from tests.interpreter.launchers import launcher_of
 from tests.interpreter.problems import Problem, check, in_16_bits
@@ -89,6 +89,18 @@ def test_biases_with_queries(name: str, stages: int) -> None:
     """Tiles of a bias come by copies, and its gradient from a kernel of its own where it is shared."""
     backward = (ONE_BUFFER, TWO_BUFFERS)[stages - 1]
     check_here(BIASED[name], backward=replace(backward, shared_bias=replace(SHARED_BIAS, stages=stages)))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("backward", [ONE_BUFFER, TWO_BUFFERS], ids=["one buffer", "two buffers"])
+@pytest.mark.parametrize("name", SUMMED)
+def test_gradients_of_biases_are_added_up_in_memory(
+    name: str, backward: AmpereBackward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel for this gradient alone is not launched."""
+    if SUMMED[name].batch > 0:
+        monkeypatch.delattr(launcher_of(BACKWARD), "broadcast_dbias")
+    check_here(SUMMED[name], backward=replace(backward, bias_sums=1))
 
 
 @pytest.mark.parametrize("band", [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 20), (-70, 5), (30, UNBOUNDED)], ids=str)

@@ -14,7 +14,7 @@ from dmattn_ops.choice import arch, config  # noqa: E402
 from dmattn_ops.choice.configurations import Row  # noqa: E402
 from dmattn_ops.choice.resources import Specialization  # noqa: E402
 from tests.tools.compile_only import Resources, read_resources  # noqa: E402
-from tests.tools.configurations import BITS, CAUSAL, PLAIN, SEGMENTS, VARLEN, Unit, launch  # noqa: E402
+from tests.tools.configurations import BITS, CAUSAL, PLAIN, SEGMENTS, VARLEN, Unit, arguments, launch  # noqa: E402
 
 KERNELS = ("forward_kernel", "backward_kernel", "finish_kernel")
 WANTED = {
@@ -75,6 +75,24 @@ def test_kernels_compile_into_the_shared_memory_of_their_architecture(case: Case
         assert not resources.faults
         assert resources.products == ("mma" if resources.opcodes["HMMA"] else "")
         assert resources.shared_memory <= case.row.shared_memory <= arch.KNOWN[case.row.sm].shared_memory
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("wanted", ["full", "bits"])
+def test_gradients_of_biases_are_added_up_in_memory(wanted: str, sm: int) -> None:
+    """No kernel computes them again then, and of 64 x 128 pairs each of 128 threads adds 64 beside 16 numbers of dq."""
+    row = config.HOPPER_NARROW_BIAS
+    unit = Unit("backward", row, 32, replace(WANTED[wanted], bias="broadcast bias"))
+    *given, made = arguments(unit)
+    found = {}
+    for fewest in (1, 0):
+        with compiled_launches(sm) as launches:
+            unit.launcher.backward(*given, replace(made, bias_sums=fewest))
+        names = [each.kernel for each in launches]
+        assert ("finish_bias_kernel" in names, "dbias_kernel" in names) == (fewest == 1, fewest == 0)
+        code = next(each.compiled.asm["ptx"] for each in launches if each.kernel == "backward_kernel")
+        found[fewest] = code.count("atom.global.gpu.relaxed.add.f32")
+    assert found[1] == 5 * found[0] > 0
 
 
 def test_the_causal_forward_of_narrow_heads_keeps_everything_in_registers() -> None:

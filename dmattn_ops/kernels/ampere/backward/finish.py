@@ -1,16 +1,17 @@
-"""The sums of dq: how they lie in memory while they are added up, and the kernel that writes dq from them."""
+"""The sums of dq and of a shared bias's gradient: how they lie in memory meanwhile, and the kernels that read them."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dmattn_ops.kernels.ampere.copies import products, store_columns
+from dmattn_ops.kernels.ampere.copies import products, registers_of_rows, store_columns
 from dmattn_ops.kernels.ampere.walks import lanes
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
 from dmattn_ops.kernels.portable.heads import program_of
-from dmattn_ops.kernels.portable.places import Lengths, Lists
-from dmattn_ops.kernels.portable.primitives import rows_of
+from dmattn_ops.kernels.portable.places import Lengths, Lists, Place
+from dmattn_ops.kernels.portable.primitives import rows_of, store_scores
+from dmattn_ops.kernels.portable.scores import Bias
 
 
 @gluon.jit
@@ -97,3 +98,32 @@ def finish_kernel(
     made = gl.where((row_log_sum == float("inf"))[:, None], 0.0, sums * softmax_scale)
     rows = rows_of(dq, dq_b, dq_s, dq_h, place.batch, place.head, place.q_begin)
     store_columns(rows, made, start_q, place.length_q, 0, HEAD, QUERY_ROWS)
+
+
+@gluon.jit
+def sums_of_tile(head, start_q, start_k, dq_rows, seqlen_k, M: gl.constexpr, N: gl.constexpr):
+    """Return where the sums of a tile `[M, N]` of a head's scores begin: tiles of keys follow each other, then those of queries."""
+    of_queries = head * (dq_rows // M) + start_q // M
+    return (of_queries.to(gl.int64) * gl.cdiv(seqlen_k, N) + start_k // N) * (M * N)
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def finish_bias_kernel(
+    bias_sums, dbias, dbias_h, dbias_q, blocks, dq_rows, seqlen_q, seqlen_k,
+    M: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Write `ROWS` queries of one tile `[M, N]` of dbias `[1, heads, Sq, Sk]` from its sums."""
+    LAYOUT: gl.constexpr = products(1, gl.num_warps())
+    STORED: gl.constexpr = registers_of_rows(N, gl.num_warps())
+    key_blocks = gl.cdiv(seqlen_k, N)
+    program = gl.program_id(0)
+    start_k = program % key_blocks * N
+    start_q = program // key_blocks % blocks * ROWS
+    head = program // key_blocks // blocks
+    first = bias_sums + sums_of_tile(head, start_q, start_k, dq_rows, seqlen_k, M, N) + start_q % M * N
+    sums = gl.convert_layout(gl.load(first + places_of_sums(ROWS, N, LAYOUT)), STORED)
+    queries = start_q + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
+    keys = start_k + gl.arange(0, N, layout=gl.SliceLayout(0, STORED))
+    zero = program * 0
+    place = Place(zero, zero, head, zero, seqlen_q, zero, seqlen_k, zero)
+    store_scores(Bias(dbias + head.to(gl.int64) * dbias_h, dbias_q), sums, queries, keys, place)

@@ -4,7 +4,8 @@
 
 P and dS are written to shared memory once, and read from there as they are and transposed. dq is added up in memory, in float32
 and in any order; its elements lie there such that the 32 additions of a warp are adjacent (`finish.py`). FlashAttention-2 works in
-the same way (Dao, 2023, arXiv:2307.08691).
+the same way (Dao, 2023, arXiv:2307.08691). The gradient of a bias that many batches share is added up like dq where that is faster
+than a kernel of its own (`dbias.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from dmattn_ops.kernels.ampere.backward.finish import add_to_sums, first_sum
+from dmattn_ops.kernels.ampere.backward.finish import add_to_sums, first_sum, sums_of_tile
 from dmattn_ops.kernels.ampere.backward.order import await_turn, pass_turn, turn_of
 from dmattn_ops.kernels.ampere.copies import (
     copy_bias,
@@ -110,6 +111,7 @@ class Queries(NamedTuple):
     dq: Any  # where the sums of the first one lie
     turns: Any  # a counter for each step of queries, or None
     dbias: Any  # scores.Bias, or None where dS is not written
+    bias_sums: Any  # sums of dS over batches, or None
     reach: Any  # Reach: those that may see an owned key
 
 
@@ -239,6 +241,9 @@ def gather(
         key_sum += gl.sum(ds, 0)
     if queries.dbias is not None:
         store_scores(queries.dbias, ds, own_queries, keys.rows, head.place)
+    if queries.bias_sums is not None and not CAREFUL:
+        of_tile = queries.bias_sums + sums_of_tile(0, start, 0, 0, head.place.length_k, M, N)
+        add_to_sums(of_tile, ds, M, N, T.score_warps, WARPS // T.score_warps)
     if features.softcap:
         ds *= slope
     buffers.ds.store(ds.to(dtype))
@@ -316,8 +321,8 @@ def seen_by_head(walk, keys, shape: gl.constexpr, features: gl.constexpr, LAYOUT
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def backward_kernel(
-    query, key, value, bias, grad_out, log_sum, log_rest, delta, dq_sums, turns, dk, dv, dbias, key_sums, tiles, bits,
-    q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
+    query, key, value, bias, grad_out, log_sum, log_rest, delta, dq_sums, turns, dk, dv, dbias, bias_sums, key_sums, tiles,
+    bits, q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
     dk_b, dk_s, dk_h, dv_b, dv_s, dv_h, dbias_q,
     bias_b, bias_h, bias_q, bias_group, tiles_b, tiles_h, tiles_w, bits_b, bits_h, bits_r, mask_group,
@@ -330,6 +335,7 @@ def backward_kernel(
     `tiles` are those of keys, `bits` those of queries. `dq_sums` `[B, H, dq_rows, columns]` are 0 at first (`finish.py`), and so
     are `turns` `[B, H, dq_rows / M]`, which are None unless additions to them have an order. The sums of dS over the queries go
     into `key_sums` `[B, H, Sk]`, and dS itself into `dbias` `[B, H, Sq, Sk]`, whose heads follow each other, unless these are None.
+    Unless `bias_sums` is None, dS is added to its tiles (`finish.sums_of_tile`), which are 0 at first.
     """
     WARPS: gl.constexpr = gl.num_warps()
     SCORES: gl.constexpr = products(T.score_warps, WARPS // T.score_warps)
@@ -417,6 +423,9 @@ def backward_kernel(
                 head_dbias = None
                 if dbias is not None:
                     head_dbias = Bias(dbias + every_head * seqlen_q * dbias_q, dbias_q)
+                tile_sums = None
+                if bias_sums is not None:
+                    tile_sums = bias_sums + sums_of_tile(index // bias_group, 0, start_k, dq_rows, seqlen_k, M, N)
                 sums_of_head = dq_sums + (every_head * dq_rows + first_sum(place, M, features)) * shape.padded_head
                 queries = Queries(
                     source_of(
@@ -431,6 +440,7 @@ def backward_kernel(
                     sums_of_head,
                     None if turns is None else turns + every_head * (dq_rows // M),
                     head_dbias,
+                    tile_sums,
                     walk.reach,
                 )
                 key_bias = 0.0

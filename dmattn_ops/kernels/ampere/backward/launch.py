@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn_ops.call import TILE, Call, Gradients, Saved, Takes, mappable, rows_are_aligned
+from dmattn_ops.call import TILE, Call, Gradients, Saved, Takes, bias_kind, mappable, rows_are_aligned
 from dmattn_ops.choice.configurations import AmpereBackward
 from dmattn_ops.kernels.ampere.arguments import LEAST_COLUMNS, bias_comes_in_tiles, common_refusals, far_apart
-from dmattn_ops.kernels.ampere.backward.finish import finish_kernel
+from dmattn_ops.kernels.ampere.backward.finish import finish_bias_kernel, finish_kernel
 from dmattn_ops.kernels.ampere.backward.kernel import Traits, backward_kernel
 from dmattn_ops.kernels.ampere.dbias import broadcast_dbias
 from dmattn_ops.kernels.interval_lists import listed
 from dmattn_ops.kernels.portable.arguments import (
     Extent,
     blocks_and_programs,
+    ceil_div,
     extent,
     features_of,
     list_arguments,
@@ -31,6 +32,7 @@ from dmattn_ops.launching.launch import computed, launch, workspace
 
 TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=80)
 FINISHED_ROWS = 64  # rows of dq that a program writes
+FINISHED_BIAS_ROWS = 16  # and of the gradient of a bias
 
 
 def refusals(call: Call) -> list[str]:
@@ -59,13 +61,21 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: AmpereBackward)
     batch = arguments["delta"].shape[0]
     dq_sums = workspace(call.query, batch, size.heads, dq_rows, padded(call.query.shape[-1], LEAST_COLUMNS))
     computed(Tensor.zero_, dq_sums)
+    bias_sums = None
+    if room.scores is None and _adds_to_bias(call, grads.dbias, config):
+        tiles = dq_rows // config.block_m * ceil_div(size.seqlen_k, config.block_n)
+        bias_sums = workspace(call.query, call.bias.shape[1], tiles, config.block_m, config.block_n)
+        computed(Tensor.zero_, bias_sums)
     turns = None
     if call.options.deterministic:
         turns = workspace(call.query, batch, size.heads, dq_rows // config.block_m, dtype=torch.int32)
         computed(Tensor.zero_, turns)
-    arguments |= {"dq_sums": dq_sums, "turns": turns, "dq_rows": dq_rows}
+    arguments |= {"dq_sums": dq_sums, "bias_sums": bias_sums, "turns": turns, "dq_rows": dq_rows}
     _launch_keys(call, arguments, size, grads, room, config)
     _launch_finish(call, arguments, size, grads.dq, config)
+    if bias_sums is not None:
+        _launch_finish_bias(arguments, size, grads.dbias, config)
+        return
     assert config.shared_bias is not None
     shared = partial(broadcast_dbias, call, arguments, size, config=config.shared_bias)
     gradient_of_bias(call, grads.dbias, room, shared)
@@ -129,3 +139,32 @@ def _launch_finish(call: Call, arguments: dict[str, Any], size: Extent, dq: Tens
         STEP=config.block_m,
         num_warps=4,
     )
+
+
+def _launch_finish_bias(arguments: dict[str, Any], size: Extent, dbias: Tensor, config: AmpereBackward) -> None:
+    """Launch what makes the gradient of a bias of its sums."""
+    blocks, key_blocks = ceil_div(size.seqlen_q, FINISHED_BIAS_ROWS), ceil_div(size.seqlen_k, config.block_n)
+    programs = dbias.shape[1] * blocks * key_blocks
+    if programs == 0:
+        return
+    wanted = finish_bias_kernel.arg_names
+    launch(
+        finish_bias_kernel,
+        (programs,),
+        **{name: value for name, value in arguments.items() if name in wanted},
+        dbias=dbias,
+        dbias_h=dbias.stride(1),
+        dbias_q=dbias.stride(2),
+        blocks=blocks,
+        M=config.block_m,
+        N=config.block_n,
+        ROWS=FINISHED_BIAS_ROWS,
+        num_warps=4,
+    )
+
+
+def _adds_to_bias(call: Call, dbias: Tensor | None, config: AmpereBackward) -> bool:
+    """Return whether the kernel adds the gradient of a bias that batches share up in memory, in an order of no account."""
+    if dbias is None or call.options.deterministic or bias_kind(call.bias) != "full" or config.bias_sums == 0:
+        return False
+    return dbias.shape[0] == 1 and call.query.shape[0] >= config.bias_sums
