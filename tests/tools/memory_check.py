@@ -171,7 +171,9 @@ def _dense(device: str, dtype: torch.dtype, dim: int, keywords: Callable[[], dic
 
 
 def _narrow(device: str) -> None:
-    tensors = [torch.randn(64, 70, HEADS, 16, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    tensors = [
+        torch.randn(64, 70, HEADS, 16, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    ]
     keep = torch.rand(64, 1, 1, 70, device=device) < 0.9
     _step(tensors, keep, bias=_bias(device, 1, HEADS, 70, 70))
 
