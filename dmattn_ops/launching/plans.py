@@ -108,9 +108,7 @@ class Repeat(NamedTuple):
     around_needs: tuple[tuple[Any, ...], tuple[Any, ...]]
     compute: Callable[..., tuple[Any, Origin | None]]  # for tensors at addresses that the plan does not take
     packing: list[Any]  # the plan by which a mask that is a tensor is packed, once it is known
-    node: (
-        Any  # what computes out, and records its derivative, without Python (`node.py`); None where that cannot be done
-    )
+    node: Any  # what computes out and records its derivative without Python (`node.py`); None where that cannot be done
 
     def __call__(self, *arguments: Any) -> tuple[Any, Origin | None]:
         """Run the plan with the arguments of the operator."""

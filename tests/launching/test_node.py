@@ -6,8 +6,10 @@ In place of kernels a function of ctypes computes attention where the addresses 
 import contextlib
 import ctypes
 import gc
+import sysconfig
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +28,13 @@ B, S, H, D = 2, 128, 2, 64
 INPUTS = 3 + 1 + len(MASK_TENSORS) + 2  # query, key, value, bias, a mask, sink and seed
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="the C++ libraries are not built")
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason=f"THE LIBRARY IS NOT TESTED: {native.reason()}"),
+    pytest.mark.skipif(
+        not Path(sysconfig.get_path("include"), "Python.h").exists(),
+        reason="THE DERIVATIVES IN C++ ARE NOT TESTED: Python's headers are missing",
+    ),
+]
 
 
 def at(address):
@@ -233,6 +241,14 @@ def test_an_error_of_python_keeps_its_type(in_python, monkeypatch):
     monkeypatch.setattr(plans.Origin, "backward", failing)
     with pytest.raises(KeyError, match="a message"):
         torch.autograd.grad(out, leaves, torch.ones_like(out).transpose(1, 2).contiguous().transpose(1, 2))
+
+
+def test_a_batch_of_gradients_goes_to_the_operator(in_python, monkeypatch):
+    leaves = qkv()
+    out = attend(leaves)
+    monkeypatch.setattr(Launches, "refused", True)  # what stands in for kernels computes nothing under torch.func
+    grads = torch.autograd.grad(out, leaves, torch.ones(3, *out.shape, dtype=out.dtype), is_grads_batched=True)
+    assert [grad.shape for grad in grads] == [(3, B, S, H, D)] * 3 and in_python == []
 
 
 def test_checkpoints_compute_again(in_python):
