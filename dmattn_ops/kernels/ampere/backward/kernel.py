@@ -86,6 +86,7 @@ class Traits(Constants):
     bias_tiles: bool  # a bias with queries is copied to shared memory, into the buffer of P before that is made
     ordered: bool  # additions to dq have a fixed order (`order.py`)
     key_sums: bool  # the sums of dS over the queries are written, of a bias per key
+    adds_to_bias: bool  # dS is added to the sums of a bias that batches share, not written
 
 
 class Buffers(NamedTuple):
@@ -321,8 +322,8 @@ def seen_by_head(walk, keys, shape: gl.constexpr, features: gl.constexpr, LAYOUT
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
 def backward_kernel(
-    query, key, value, bias, grad_out, log_sum, log_rest, delta, dq_sums, turns, dk, dv, dbias, bias_sums, key_sums, tiles,
-    bits, q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
+    query, key, value, bias, grad_out, log_sum, log_rest, delta, dq_sums, turns, dk, dv, dbias, key_sums, tiles, bits,
+    q_segments, k_segments, start, end, hidden_from, hidden_to, seed, cu_seqlens_q, cu_seqlens_k,
     query_b, query_s, query_h, key_b, key_s, key_h, value_b, value_s, value_h, grad_out_b, grad_out_s, grad_out_h,
     dk_b, dk_s, dk_h, dv_b, dv_s, dv_h, dbias_q,
     bias_b, bias_h, bias_q, bias_group, tiles_b, tiles_h, tiles_w, bits_b, bits_h, bits_r, mask_group,
@@ -335,7 +336,7 @@ def backward_kernel(
     `tiles` are those of keys, `bits` those of queries. `dq_sums` `[B, H, dq_rows, columns]` are 0 at first (`finish.py`), and so
     are `turns` `[B, H, dq_rows / M]`, which are None unless additions to them have an order. The sums of dS over the queries go
     into `key_sums` `[B, H, Sk]`, and dS itself into `dbias` `[B, H, Sq, Sk]`, whose heads follow each other, unless these are None.
-    Unless `bias_sums` is None, dS is added to its tiles (`finish.sums_of_tile`), which are 0 at first.
+    Where `T.adds_to_bias`, dS is added to the tiles of `dbias` (`finish.sums_of_tile`) instead, which are 0 at first.
     """
     WARPS: gl.constexpr = gl.num_warps()
     SCORES: gl.constexpr = products(T.score_warps, WARPS // T.score_warps)
@@ -421,11 +422,11 @@ def backward_kernel(
                 every_head = place.batch.to(gl.int64) * heads + index
                 walk = walk_of(operands, band, place, index, start_k, last_k, shape, features)
                 head_dbias = None
-                if dbias is not None:
-                    head_dbias = Bias(dbias + every_head * seqlen_q * dbias_q, dbias_q)
                 tile_sums = None
-                if bias_sums is not None:
-                    tile_sums = bias_sums + sums_of_tile(index // bias_group, 0, start_k, dq_rows, seqlen_k, M, N)
+                if T.adds_to_bias:
+                    tile_sums = dbias + sums_of_tile(index // bias_group, 0, start_k, dq_rows, seqlen_k, M, N)
+                elif dbias is not None:
+                    head_dbias = Bias(dbias + every_head * seqlen_q * dbias_q, dbias_q)
                 sums_of_head = dq_sums + (every_head * dq_rows + first_sum(place, M, features)) * shape.padded_head
                 queries = Queries(
                     source_of(

@@ -89,18 +89,18 @@ def _launch_keys(
     blocks, programs = blocks_and_programs(size, size.seqlen_k, size.kv_heads, config.block_n, mask.col_tiles)
     if programs == 0:
         return
-    dbias = room.scores
+    dbias, adds = room.scores, arguments["bias_sums"] is not None
     assert dbias is None or dbias.is_contiguous()
     launch(
         backward_kernel,
         (programs,),
-        **arguments,
+        **{name: value for name, value in arguments.items() if name != "bias_sums"},
         **list_arguments(mask.col_tiles, mask.row_bits, size.heads),
         **row_strides("dk", grads.dk),
         **row_strides("dv", grads.dv),
         dk=grads.dk,
         dv=grads.dv,
-        dbias=dbias,
+        dbias=arguments["bias_sums"] if adds else dbias,
         dbias_q=0 if dbias is None else dbias.stride(2),
         key_sums=room.key_sums,
         blocks=blocks,
@@ -116,6 +116,7 @@ def _launch_keys(
             bias_comes_in_tiles(call),
             call.options.deterministic,
             room.key_sums is not None,
+            adds,
         ),
         num_warps=config.num_warps,
     )
