@@ -46,6 +46,10 @@ py::object wrapped(const Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
 }
 
+uint64_t address_of(const Tensor& tensor) {
+  return tensor.defined() ? reinterpret_cast<uint64_t>(tensor.data_ptr()) : 0;
+}
+
 // Something of Python's that is dropped in whichever thread the last user of it ends.
 struct Owned {
   py::object held;
@@ -80,7 +84,7 @@ class Plan {
     variable_list outputs, made;
     const auto make = [&](variable_list& into, const Tensor& tensor) {
       into.push_back(tensor);
-      addresses.push_back(tensor.defined() ? reinterpret_cast<uint64_t>(tensor.data_ptr()) : 0);
+      addresses.push_back(address_of(tensor));
     };
     addresses.reserve(addresses.size() + outputs_.size() + workspaces_.size());
     for (const auto& layout : outputs_) make(outputs, layout.has_value() ? empty(*layout) : Tensor());
@@ -168,17 +172,14 @@ variable_list repeated(const Call& call, const Tensor& grad_out, const variable_
   const std::shared_ptr<Plan> plan = call.of->backward_of(grad_out);
   if (!plan || grad_out.sizes() != saved[saved.size() - kSavedOutputs].sizes()) return {};
   for (size_t k = 0; k < saved.size(); ++k) {
-    if (!saved[k].defined()) {
-      if (call.addresses[k] != 0) return {};
-      continue;
-    }
-    if (!is_plain(saved[k], grad_out.device().type()) || saved[k].strides() != *call.of->strides[k] ||
-        reinterpret_cast<uint64_t>(saved[k].data_ptr()) != call.addresses[k])
-      return {};
+    const Tensor& tensor = saved[k];
+    if (tensor.defined() && !is_plain(tensor, grad_out.device().type())) return {};
+    if (address_of(tensor) != call.addresses[k]) return {};
+    if (tensor.defined() && tensor.strides() != *call.of->strides[k]) return {};
   }
   if (grad_out.is_cuda()) enter_thread();
   const auto first = call.addresses.begin(), outputs = call.addresses.end() - kSavedOutputs;
-  Addresses addresses{reinterpret_cast<uint64_t>(grad_out.data_ptr()), 0};  // of lse no gradient
+  Addresses addresses{address_of(grad_out), 0};  // of lse no gradient
   addresses.insert(addresses.end(), first, first + kPrimals);
   addresses.insert(addresses.end(), outputs, call.addresses.end());
   addresses.insert(addresses.end(), first + kPrimals, outputs);
@@ -233,8 +234,7 @@ class Attention : public torch::autograd::Function<Attention> {
 Tensor computed(const std::shared_ptr<Forward>& of, variable_list inputs, const variable_list& workspaces) {
   auto call = std::make_unique<Call>();
   call->of = of;
-  for (const Tensor& tensor : inputs)
-    call->addresses.push_back(tensor.defined() ? reinterpret_cast<uint64_t>(tensor.data_ptr()) : 0);
+  for (const Tensor& tensor : inputs) call->addresses.push_back(address_of(tensor));
   const variable_list outputs = of->plan.run(call->addresses, workspaces);
   if (outputs.empty()) return {};
   const Tensor query = inputs[0], key = inputs[1], value = inputs[2];

@@ -69,7 +69,7 @@ class Plan:
 
     def is_watched(self) -> bool:
         """Return whether something is to be told of each launch."""
-        return hooked()
+        return _hooked()
 
     def run(
         self, inputs: tuple[Tensor | None, ...], addresses: list[int] | None = None, *, all_outputs: bool = True
@@ -108,7 +108,7 @@ class Launched:
     def __call__(self, addresses: list[int], stream: int) -> bool:
         """Launch with tensors at `addresses`; False, with nothing launched, where one is not aligned."""
         done, driven = 0, self.driven
-        if driven is not None and not hooked():
+        if driven is not None and not _hooked():
             done = driven.launch(driven.made, driven.pack(*addresses), stream)
             if done == self.count:
                 return True
@@ -201,7 +201,7 @@ def _value(reference: Any, addresses: list[int]) -> Any:
     return reference
 
 
-def hooked() -> bool:
+def _hooked() -> bool:
     """Return whether launch hooks are installed in Triton, for example by the profiler Proton."""
     runtime = knobs.runtime
     entering, leaving = runtime.launch_enter_hook, runtime.launch_exit_hook

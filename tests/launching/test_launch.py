@@ -123,7 +123,7 @@ def test_what_the_driver_may_not_launch_goes_through_triton(libcuda, monkeypatch
     made = record(scale_into(Kernel(compiled)), aligned(8), aligned(8))
     libcuda.status = 1 if reason == "error" else 0
     if reason == "hook":
-        monkeypatch.setattr(plan, "hooked", lambda: True)
+        monkeypatch.setattr(plan, "_hooked", lambda: True)
     x, y = aligned(8), aligned(8)
     assert made.run((x, y)) is not None
     assert libcuda.launches == []
@@ -134,9 +134,9 @@ def test_what_the_driver_may_not_launch_goes_through_triton(libcuda, monkeypatch
 def test_launch_hooks_are_seen(monkeypatch):
     from triton import knobs
 
-    assert not plan.hooked()
+    assert not plan._hooked()
     monkeypatch.setattr(knobs.runtime, "launch_exit_hook", print)
-    assert plan.hooked()
+    assert plan._hooked()
 
 
 def test_tensors_that_a_plan_cannot_find_again_make_none(libcuda):
