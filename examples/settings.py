@@ -55,7 +55,7 @@ def standard(device: str) -> tuple[ModelConfig, Plan]:
     """
     if device == "cuda":
         config = ModelConfig(6, 1024, 16, 16, keep=512, seqlen=8192)
-        return config, Plan(600, 2, 1e-3, warm_up=60, validate_every=100, dense_steps=5)
+        return config, Plan(600, 2, 3e-4, warm_up=60, validate_every=100, dense_steps=5)
     return ModelConfig(seqlen=1024), Plan(batch=2)
 
 
@@ -66,7 +66,7 @@ def long(device: str) -> tuple[ModelConfig, Plan]:
     """
     if device == "cuda":
         config = ModelConfig(8, 1024, 8, 2, keep=2048, seqlen=131072)
-        return config, Plan(200, 1, 1e-3, warm_up=20, validate_every=50, validation_batches=2, dense_steps=3)
+        return config, Plan(200, 1, 3e-4, warm_up=20, validate_every=50, validation_batches=2, dense_steps=3)
     config = ModelConfig(2, keep=512, seqlen=8192)
     return config, Plan(40, 1, warm_up=5, validate_every=20, validation_batches=2, dense_steps=3)
 

@@ -26,6 +26,8 @@ from dmattn_ops.masks.tile_mask import TileMask
 from dmattn_ops.nn.layer import NAMES_ELSEWHERE, AttentionLayer
 from dmattn_ops.nn.rotary import turned, turns_of
 
+LARGEST_EXPONENT = 10.0  # of the exponential in the scores of keys
+
 
 class Float32Linear(nn.Linear):
     """A linear layer that computes and returns float32, whatever dtype its parameters and its input have.
@@ -48,6 +50,8 @@ class KeyScores(nn.Module):
     Nothing else favours near keys, and while `A` is 0 all keys are worth the same, of which the earliest count as the best.
     A slope needs no distance to the query: a softmax does not change when all scores of a row move.
     `dt_proj` works in float32; a module that takes its place, such as an adapter, is called as it is.
+    The exponent stops at `LARGEST_EXPONENT`, 10: a key with such a score gets all attention already, and a larger one would make
+    gradients grow until they are infinite, as they did in training a model of 1024 columns with `A` near 1 and a rate of 1e-3.
 
     Args:
         heads: `Hkv`.
@@ -71,7 +75,8 @@ class KeyScores(nn.Module):
         """
         with _without_autocast(value.device):
             steps = self.dt_proj(value.flatten(2)).float().transpose(1, 2).contiguous()  # keys last, as masks want them
-            scores = torch.exp(self.A.float().unsqueeze(-1) * F.softplus(steps))
+            exponents = self.A.float().unsqueeze(-1) * F.softplus(steps)
+            scores = torch.exp(exponents.clamp(max=LARGEST_EXPONENT))
             if self.slope is not None:
                 position = torch.arange(value.shape[1], device=value.device)
                 if begin is not None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 from dmattn_ops.nn import DynamicMaskAttention, KeyScores
+from dmattn_ops.nn.dynamic import LARGEST_EXPONENT
 
 B, S, DIM, H, HKV = 2, 33, 32, 4, 2
 D = DIM // H
@@ -233,6 +234,17 @@ def test_key_scores_are_the_formula_of_the_paper_in_float32():
         assert scores(value.bfloat16()).dtype == torch.float32
     assert set(scores.state_dict()) == {"A", "dt_proj.weight", "dt_proj.bias"}
     assert scores.bfloat16()(value.bfloat16()).dtype == torch.float32
+
+
+def test_scores_and_their_gradients_stay_finite_however_large_the_exponent_becomes():
+    """A key that gets all attention could else make its own score grow until gradients are infinite."""
+    scores = KeyScores(HKV, D)
+    nn.init.constant_(scores.A, 40.0)
+    value = torch.randn(B, S, HKV, D, requires_grad=True)
+    found = scores(value)
+    assert found.max().item() == pytest.approx(math.exp(LARGEST_EXPONENT))
+    found.square().sum().backward()
+    assert value.grad.isfinite().all() and scores.A.grad.isfinite().all()
 
 
 class Adapter(nn.Module):

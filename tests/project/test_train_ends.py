@@ -14,6 +14,7 @@ import torch
 import train
 import training
 from corpus import batch, from_file, standard_library, unigram_entropy
+from model import LARGEST_EXPONENT
 from settings import CHECKPOINT
 from tests.project.test_train import (
     RUN,
@@ -55,6 +56,18 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(loss, text_file
     line = refusal([*RUN, "--steps=24", f"--data={text_file}", f"--out={tmp_path}"])
     assert line == f"the loss is {loss} at step 8: try a smaller --rate than 0.01"
     assert contents(tmp_path) == {}
+
+
+def test_no_score_of_a_key_grows_without_end(tiny_trainer):
+    with torch.no_grad():
+        for name, parameter in tiny_trainer.model.named_parameters():
+            if name.endswith(("gain", "delta.weight")):
+                parameter.fill_(50.0)
+    position = max(parameter.max() for name, parameter in tiny_trainer.model.named_parameters() if "slope" in name)
+    most = math.exp(LARGEST_EXPONENT) + position * TINY.seqlen / TINY.keep
+    assert all(score.max() <= most for score in tiny_trainer.scores())
+    assert math.isfinite(tiny_trainer.train_step())
+    assert all(parameter.isfinite().all() for parameter in tiny_trainer.model.parameters())
 
 
 def test_the_program_ends_with_one_line_and_no_traceback(tmp_path):
