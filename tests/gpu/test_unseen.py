@@ -27,6 +27,7 @@ MASKS = {
     "keys that come too late": replace(BASE, seqlen_q=200, seqlen_k=500, is_causal=True, causal_from="top_left"),
     "bits": replace(BASE, mask="keys", mask_shape="q", is_causal=True, prepared=True),
     "keys": replace(BASE, mask="keys", mask_shape="b", is_causal=True, prepared=True),
+    "keys without a band": replace(BASE, mask="keys", mask_shape="b", prepared=True, seed=54),
     "documents": replace(SQUARE, documents=True, mask="keys", mask_shape="b", is_causal=True),
     "intervals": replace(SQUARE, intervals="random", intervals_shape="bk", is_causal=True),
     "hidden intervals": replace(SQUARE, intervals="hidden", intervals_shape="b", is_causal=True),
@@ -51,7 +52,7 @@ MORE_FAMILIES = {
     "odd": {"dim": 33, "dim_v": 41},
 }
 # A bias that heads share has a kernel of its own for its gradient.
-SHARED_BIAS = ("a window", "bits", "keys", "documents", "hidden intervals")
+SHARED_BIAS = ("a window", "bits", "keys", "keys without a band", "documents", "hidden intervals")
 CASES = {
     **{f"64, {mask}": problem for mask, problem in MASKS.items()},
     **{f"{family}, {mask}": replace(MASKS[mask], **changes) for family, changes in FAMILIES.items() for mask in MASKS},
@@ -64,6 +65,10 @@ CASES = {
     **{
         f"a bias of key heads, {mask}": replace(MASKS[mask], bias=True, bias_shape="bk", dim=128, dim_v=128)
         for mask in FEW[:3]
+    },
+    **{
+        f"narrow heads, {mask}": replace(MASKS[mask], bias=True, bias_shape="hq", heads_k=4, dim=32, dim_v=16)
+        for mask in ("keys", "keys without a band")
     },
     "a soft cap": replace(MASKS["bits"], softcap=5.0),
     "a sink": replace(MASKS["a window"], sink="float32", lse_grad=False, maximum=True),

@@ -132,6 +132,9 @@ class Language(ModuleType):
             assert "prmt.b32 seen, $3, 0, $4; lop3.b32 $0, seen, $1, $2, 0xca;" in code
             seen = (words >> (8 * (byte[0] & 7) + 7)) & 1
             return tl.where(seen != 0, value, other)
+        if "lop3.b32 $0, $3, $1, $2, 0xca;" in code:
+            bits = (value.to(tl.int32, bitcast=True) & words) | (other.to(tl.int32, bitcast=True) & ~words)
+            return bits.to(tl.float32, bitcast=True)
         assert "and.b32 outside, $3, 0x40004000;" in code and "selp.f32 $0, $1, $2, seen;" in code
         return tl.where((words & 0x40004000) == 0, value, other)
 

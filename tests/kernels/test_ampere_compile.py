@@ -14,7 +14,7 @@ from dmattn_ops.choice import arch, config  # noqa: E402
 from dmattn_ops.choice.configurations import Row  # noqa: E402
 from dmattn_ops.choice.resources import Specialization  # noqa: E402
 from tests.tools.compile_only import Resources, read_resources  # noqa: E402
-from tests.tools.configurations import BITS, CAUSAL, PLAIN, SEGMENTS, VARLEN, Unit, arguments, launch  # noqa: E402
+from tests.tools.configurations import BITS, CAUSAL, KEYS, PLAIN, SEGMENTS, VARLEN, Unit, arguments, launch  # noqa: E402
 
 KERNELS = ("forward_kernel", "backward_kernel", "finish_kernel")
 WANTED = {
@@ -22,6 +22,8 @@ WANTED = {
     "causal": CAUSAL,
     "bits": BITS,
     "segments": SEGMENTS,
+    "keys": KEYS,
+    "causal keys": replace(KEYS, band="causal"),
     "intervals": replace(CAUSAL, mask="intervals"),
     "hidden intervals": replace(CAUSAL, mask="hidden intervals"),
     "varlen": VARLEN,

@@ -20,12 +20,13 @@ from tests.support.spills import bytes_at_most
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_LIMIT = 232448
 KINDS = (
-    "full", "causal", "window", "softcap", "bits", "segments", "window segments", "intervals", "causal intervals",
+    "full", "causal", "window", "softcap", "bits", "segments", "window segments", "segments alone",
+    "causal segments alone", "intervals", "causal intervals",
     "window intervals", "hidden intervals", "causal hidden intervals", "ragged", "ragged softcap", "ragged key-bias",
     "ragged causal", "ragged window edges", "causal edges",
     *(f"{mask} key-bias" for mask in ("full", "causal", "softcap", "bits", "segments", "intervals")),
     *(f"{mask} full-bias" for mask in ("full", "bits", "intervals")),
-    *(f"{mask} tiles-bias" for mask in ("full", "causal", "softcap", "segments")),
+    *(f"{mask} tiles-bias" for mask in ("full", "causal", "softcap", "segments", "segments alone")),
     *(f"{mask} maximum" for mask in ("causal", "softcap", "bits", "full key-bias")), "causal sink",
     *(f"{mask} dropout" for mask in ("full", "causal", "softcap", "bits", "segments", "causal intervals", "causal key-bias")),
 )  # fmt: skip
@@ -52,14 +53,17 @@ ALLOWED = {
     "d256 causal dropout": 8, "d256 softcap dropout": 88, "d256 bits dropout": 132, "d256 segments dropout": 168,
     "d256 causal intervals dropout": 84, "d256 causal key-bias dropout": 216, "d80 full": 8, "d80 causal": 8, "d96 full": 8,
     "d96 bits": 40, "d192/128 full": 16, "d192/128 causal": 28, "d192/128 softcap": 16, "d192/128 bits": 44,
-    "d64 bits tiles-bias": 24, "d64 intervals tiles-bias": 36, "d96 bits tiles-bias": 40,
+    "d64 bits tiles-bias": 24, "d64 intervals tiles-bias": 36, "d96 bits tiles-bias": 40, "d64 segments alone": 56,
+    "d64 causal segments alone": 52, "d64 segments alone tiles-bias": 92, "d128 segments alone": 116,
+    "d128 causal segments alone": 124, "d128 segments alone tiles-bias": 276, "d256 segments alone": 80,
+    "d256 causal segments alone": 116,
 }  # fmt: skip
 PARTS = ("d80 full", "d80 causal", "d96 full", "d96 bits", "d192 causal", "d192/128 full", "d192/128 causal",
          "d192/128 softcap", "d192/128 bits", "d64 bits tiles-bias", "d64 intervals tiles-bias", "d96 bits tiles-bias",
          "d160 full", "d64/128 full", "d128/64 full", "d256/128 causal")  # fmt: skip
 QUICK = (
     "d80 full", "d192/128 causal", "d64 causal", "d128 bits", "d256 causal", "d128 bits key-bias", "d64 causal sink",
-    "d64 ragged window edges", "d128 causal dropout", "d128 intervals", "d64 full tiles-bias",
+    "d64 ragged window edges", "d128 causal dropout", "d128 intervals", "d64 full tiles-bias", "d64 segments alone tiles-bias",
 )  # fmt: skip
 WITHOUT = {64: "full-bias", 128: "none", 256: "tiles-bias"}  # kinds that no call makes of a head dimension
 EVERY = tuple(f"d{dim} {kind}" for dim, without in WITHOUT.items() for kind in KINDS if without not in kind)
@@ -152,9 +156,10 @@ def _traits(case: str, row: Any, mask: str, bias: str, block_m: int) -> Any:
         MASK=mask,
         BIAS=BIAS_KINDS[bias],
         HAS_LO="window" in words,
-        HAS_HI=bool({"causal", "window", "segments"} & set(words)),
+        HAS_HI=bool({"causal", "window"} & set(words)) or (mask == "segments" and "alone" not in words),
         SOFTCAP="softcap" in words,
         HIDDEN="hidden" in words,
+        WHOLE_KEYS="alone" in words,
         NATURAL=bias != "none" or "natural" in words,
         DROPOUT="dropout" in words,
         ROW_MAX="maximum" in words,
@@ -202,7 +207,8 @@ def _compile(case: str) -> dict:
         {"v2_desc": boxes(block_n, second_v, "bf16"), "o2_desc": boxes(64, second_v, "bf16")} if second_v else {}
     )
     optional |= {} if mask == "band" else {"lists": "*i32"}
-    optional |= {"q_segments": "*i32", "k_segments": "*i32"} if mask == "segments" else {}
+    optional |= {"k_segments": "*i32"} if mask == "segments" else {}
+    optional |= {"q_segments": "*i32"} if mask == "segments" and "alone" not in words else {}
     optional |= {"start": "*i32", "end": "*i32"} if mask == "intervals" else {}
     optional |= {"hidden_from": "*i32", "hidden_to": "*i32"} if "hidden" in words else {}
     optional |= {} if bias == "none" else {"bias": "*bf16"}

@@ -10,6 +10,9 @@ Intervals without others hidden inside: a word for each key of a step, one addit
 from the first query of the step, so that both fit into a word: `first - 1` in the upper half and `-end` in the lower one, where a
 query adds minus its number and its number. What results has a bit in the upper half where the interval begins behind the query, and
 one in the lower half where it ends before. Bands are folded in.
+
+Keys that are hidden from all queries alike, without a band: a word for each key, all of whose bits are set where it is visible. It
+selects without a test.
 """
 
 from __future__ import annotations
@@ -29,9 +32,31 @@ def in_words(features):
     return features.mask == "intervals" and not features.hidden
 
 
+@gluon.constexpr_function
+def hides_whole_keys(features):
+    """Return whether a mask hides keys from all queries alike: segments of keys alone, inside no band."""
+    return features.mask == "segments" and not features.query_segments and not features.banded
+
+
+@gluon.constexpr_function
+def has_key_words(features):
+    """Return whether each key of a step has a word."""
+    return in_words(features) or hides_whole_keys(features)
+
+
 @gluon.jit
 def words_of(marks, keys, head, first_query, M: gl.constexpr, features: gl.constexpr):
     """Return the words of keys with these marks for `M` queries."""
+    if hides_whole_keys(features):
+        words = gl.where((marks.segment == 0) & (keys < head.place.length_k), -1, 0)
+    else:
+        words = words_of_intervals(marks, keys, head, first_query, M, features)
+    return words
+
+
+@gluon.jit
+def words_of_intervals(marks, keys, head, first_query, M: gl.constexpr, features: gl.constexpr):
+    """Return the words of keys with these intervals for `M` queries."""
     first, end = marks.start, marks.end
     if features.banded:
         first = gl.maximum(first, keys - head.mask.hi)
@@ -50,16 +75,23 @@ def loaded_words(head, first_query, start, M: gl.constexpr, N: gl.constexpr, fea
 
 
 @gluon.jit
-def sums_of_words(words, queries, first_query):
-    """Return the sums `[queries, keys]` of words and of what each query adds."""
-    row = queries - first_query
-    return words[None, :] + (row - (row << 16))[:, None]
+def pairs_of_words(words, queries, first_query, features: gl.constexpr):
+    """Return the words of pairs `[queries, keys]`: of intervals with what each query adds, of whole keys theirs `[1, keys]`."""
+    pairs = words[None, :]
+    if in_words(features):
+        row = queries - first_query
+        pairs += (row - (row << 16))[:, None]
+    return pairs
 
 
 @gluon.jit
-def sums_shown(sums):
-    """Return which pairs are visible by their `sums_of_words`."""
-    return (sums & OUTSIDE) == 0
+def shown(pairs, features: gl.constexpr):
+    """Return which pairs are visible by their `pairs_of_words`."""
+    if in_words(features):
+        visible = (pairs & OUTSIDE) == 0
+    else:
+        visible = pairs != 0
+    return visible
 
 
 @gluon.jit
@@ -93,10 +125,13 @@ def visible_pairs(head, queries, keys, marks, start_k, features: gl.constexpr):
 
 @gluon.jit
 def pairs_of(head, queries, keys, marks, start_q, start_k, features: gl.constexpr):
-    """Return the same of a step of queries from `start_q` on, as `where_visible` takes it where the mask is not bits."""
+    """Return the same of a step of queries from `start_q` on, as `where_visible` takes it where the mask is not bits.
+
+    Whole keys are also visible to what lies behind the last query.
+    """
     M: gl.constexpr = queries.shape[0]
-    if in_words(features):
-        pairs = sums_of_words(words_of(marks, keys, head, start_q, M, features), queries, start_q)
+    if has_key_words(features):
+        pairs = pairs_of_words(words_of(marks, keys, head, start_q, M, features), queries, start_q, features)
     else:
         pairs = visible_pairs(head, queries, keys, marks, start_k, features)
     return pairs
@@ -125,8 +160,21 @@ def where_bits(words, value, other):
 
 
 @gluon.jit
+def where_key(words, value, other):
+    """Return `value` where the words `[1, keys]` of whole keys show one, else `other`."""
+    return gl.inline_asm_elementwise(
+        "lop3.b32 $0, $3, $1, $2, 0xca;",
+        "=f,f,f,r",
+        [value, gl.full(value.shape, other, gl.float32, layout=value.type.layout), words],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def where_sums(sums, value, other):
-    """Return `value` where `sums_of_words` show a pair, else `other`."""
+    """Return `value` where the `pairs_of_words` of intervals show a pair, else `other`."""
     # With operators, LLVM would gather the tests of many pairs in vectors of bits.
     return gl.inline_asm_elementwise(
         """{
@@ -148,12 +196,14 @@ def where_sums(sums, value, other):
 def where_visible(pairs, value, other, features: gl.constexpr):
     """Return `value` where pairs are visible, else `other`.
 
-    `pairs` are `words_of_rows` where the mask is bits, `sums_of_words` with `in_words`, and else booleans.
+    `pairs` are `words_of_rows` where the mask is bits, `pairs_of_words` with `has_key_words`, and else booleans.
     """
     if features.mask == "bits":
         value = where_bits(pairs, value, other)
     elif in_words(features):
         value = where_sums(pairs, value, other)
+    elif hides_whole_keys(features):
+        value = where_key(pairs, value, other)
     else:
         value = gl.where(pairs, value, other)
     return value

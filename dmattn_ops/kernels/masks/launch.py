@@ -113,9 +113,7 @@ def write_lists(
     Those of a side that is None are not written.
     """
     sizes = sizes_of(row_tiles, col_tiles)
-    longest = max(sizes.row_records, sizes.col_records)
-    most_ranked = {"classes": _RANKED_TILES, "hulls": 64, "ranges": 0}[made_from]
-    ranked = 0 if longest > most_ranked else 64 if longest <= 64 else _RANKED_TILES
+    other, ranked, warps = blocks_of(made_from, max(sizes.row_records, sizes.col_records))
     blocks = triton.cdiv(sizes.row_records, _LISTS) + triton.cdiv(sizes.col_records, _LISTS)
     programs = sizes.batch * sizes.heads * blocks
     if not programs:
@@ -126,11 +124,19 @@ def write_lists(
         source, col_tiles if row_tiles is None else row_tiles, row_tiles if col_tiles is None else col_tiles,
         seqlen_q, seqlen_k, band_lo, band_hi, sizes.heads,
         sizes.row_records, sizes.col_records, sizes.row_width, sizes.col_width, q_tiles, *strides,
-        T=Traits(made_from, q_tiles > 0, _LISTS, 64 if ranked else 128, ranked),
-        num_warps=16 if ranked > 64 else 8, follows=made_from == "hulls",
+        T=Traits(made_from, q_tiles > 0, _LISTS, other, ranked), num_warps=warps, follows=made_from == "hulls",
     )  # fmt: skip
     if not ranked:
         rank_tiles(row_tiles, col_tiles)
+
+
+def blocks_of(made_from: str, longest: int) -> tuple[int, int, int]:
+    """Return how many tiles a program classifies at a time, how many records it ranks (0: another kernel does), and its warps."""
+    if made_from == "ranges":
+        return (_LISTS, _LISTS, 2) if longest <= _LISTS else (128, 0, 8)
+    if longest <= 64:
+        return 64, 64, 8
+    return (64, _RANKED_TILES, 16) if made_from == "classes" and longest <= _RANKED_TILES else (128, 0, 8)
 
 
 def _as_bytes(mask: Tensor) -> Tensor:

@@ -33,7 +33,13 @@ from dmattn_ops.kernels.ampere.copies import (
     whole_slices,
 )
 from dmattn_ops.kernels.ampere.dropout import dropout_keep
-from dmattn_ops.kernels.ampere.visible import pairs_of, visible_pairs, where_visible, words_of_rows
+from dmattn_ops.kernels.ampere.visible import (
+    hides_whole_keys,
+    pairs_of,
+    visible_pairs,
+    where_visible,
+    words_of_rows,
+)
 from dmattn_ops.kernels.ampere.walks import lanes, longest_first, start_of, steps_of
 from dmattn_ops.kernels.constants import Constants
 from dmattn_ops.kernels.portable.arguments import ROW_TENSORS, UNSPECIALIZED
@@ -203,6 +209,10 @@ def gather(
     grad_out = buffers.grad_out.index(grad_stage)
     log_sum = buffers.log_sum.index(q_stage).load(ROW)
     log_rest = buffers.log_rest.index(q_stage).load(ROW)
+    if PARTIAL and hides_whole_keys(features):
+        # Their words show them to what lies behind the last query, too. P is 0 there, unless a key or a value is not finite: then
+        # dk or dv is NaN, and the careful walk clears the products.
+        log_sum = gl.where(own_queries < length, log_sum, float("inf"))
     delta = buffers.delta.index(grad_stage).load(ROW)
     if CAREFUL:
         QUERY_ROWS: gl.constexpr = shape.query_rows
@@ -214,6 +224,9 @@ def gather(
     scores = product(q, buffers.k.permute([1, 0]), zeros, whole_slices(shape.head_dim), SCORES)
     # In front of the stores of P: only so can ptxas put exponentials between products.
     grad_p = product(grad_out, buffers.v.permute([1, 0]), zeros, whole_slices(shape.value_dim), SCORES)
+    if CAREFUL and hides_whole_keys(features):
+        scores = gl.where((own_queries < length)[:, None], scores, 0.0)
+        grad_p = gl.where((own_queries < length)[:, None], grad_p, 0.0)
     scores, slope = capped(scores, head.factors, features)
     added = keys.bias
     if T.bias_tiles:

@@ -26,10 +26,10 @@ from dmattn_ops.kernels.ampere.copies import (
 )
 from dmattn_ops.kernels.ampere.dropout import dropout_keep
 from dmattn_ops.kernels.ampere.visible import (
-    in_words,
+    has_key_words,
     loaded_words,
-    sums_of_words,
-    sums_shown,
+    pairs_of_words,
+    shown,
     where_visible,
     words_of_rows,
 )
@@ -223,7 +223,7 @@ def weigh(
 ):  # fmt: skip
     """Add the keys from `start` on, whose values are in shared memory, by their products `found` with the queries.
 
-    `words` are those of their intervals, or None. `CAREFUL`: values that nobody of the block sees may be NaN.
+    `words` are those of the keys (`visible.has_key_words`), or None. `CAREFUL`: values that nobody of the block sees may be NaN.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = products(WARPS, 1)
@@ -240,10 +240,10 @@ def weigh(
         added = load_bias(head, queries.rows, own_keys, False, PARTIAL)
     score = scores_of(found, added, head.factors, features)
     if PARTIAL:
-        if in_words(features):
+        if has_key_words(features):
             words = gl.convert_layout(words, gl.SliceLayout(0, LAYOUT))
-            pairs = sums_of_words(words, queries.rows, queries.start)
-            visible = sums_shown(pairs)
+            pairs = pairs_of_words(words, queries.rows, queries.start, features)
+            visible = shown(pairs, features)
         else:
             marks = key_marks(head, own_keys, features)
             visible = visibility(head, queries.marks, marks, queries.rows, own_keys, start, features, False)
@@ -287,7 +287,7 @@ def attend(
         copy_bias(buffers.bias, head, queries.start, start, M, N, PARTIAL, WARPS)
     async_copy.commit_group()
     words = None
-    if PARTIAL and in_words(features):
+    if PARTIAL and has_key_words(features):
         words = loaded_words(head, queries.start, start, M, N, features)
     found = multiply(buffers, buffers.k, M, N, whole_slices(KEY_ROWS.width), LAYOUT)
     async_copy.wait_group(0)

@@ -145,11 +145,9 @@ def own_part(tiles, own):
 @gluon.jit
 def query_numbers(mask, batch, q_first, row, seqlen_q, C: gl.constexpr, T: gl.constexpr):
     """Return the segments of queries, or under intervals their numbers inside the block; for other masks anything."""
-    if T.MASK == SEGMENTS and mask.q_segments is not None:
+    if T.MASK == SEGMENTS and not T.WHOLE_KEYS:
         own = mask.q_segments + batch.to(gl.int64) * mask.q_segments_batch + q_first
         return gl.load(own + row, mask=q_first + row < seqlen_q, other=-3)
-    elif T.MASK == SEGMENTS:
-        return gl.zeros_like(row)
     else:
         return C * ROWS + row
 
@@ -314,7 +312,7 @@ def consume(operands, smem, bars, C: gl.constexpr, T: gl.constexpr):
             if T.MASK == SEGMENTS:
                 s = hide_keys(s, keys, stored, visible, T)
             else:
-                s = hide(s, first, stored, visible, T)
+                s = hide(s, first, 0, stored, visible, T)
             mbarrier.arrive(bars.k_empty.index(b), count=1)
             peak = largest(s, none, T.BN) if T.ROW_MAX else none
             p, top, total = softmax_first(s, none, scales.scale, dtype, T.NATURAL, T.BN)

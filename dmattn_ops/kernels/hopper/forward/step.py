@@ -34,7 +34,7 @@ class Keys(NamedTuple):
     """The keys of a tile that `hide_keys` tests."""
 
     first: Any  # the number of the first one
-    segments: Any  # of all, -2 past the end; without segments 0
+    segments: Any  # of all, -2 past the end, of whole keys as `lanes_of_keys` has them; without segments 0
 
 
 @gluon.jit
@@ -205,11 +205,30 @@ def hide_between(s, first, visible, T: gl.constexpr):
     return shown.to(gl.float32, bitcast=True)
 
 
+@gluon.constexpr_function
+def lanes_of_keys(count):
+    """Return the layout of keys `[count, 32]` in which each of four warps has all of them, and a lane one of each 32."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1 << k, 0] for k in range(count.bit_length() - 1)],
+        lane_bases=[[0, 1 << k] for k in range(5)],
+        warp_bases=[[0, 0], [0, 0]],
+        block_bases=[],
+        shape=[count, 32],
+    )
+
+
 @gluon.jit
 def tested_keys(tile, visible, T: gl.constexpr):
     """Return the keys of a tile as `hide` tests them."""
     first = tile * T.BN
-    if T.MASK == SEGMENTS:
+    if T.WHOLE_KEYS:
+        KEYS: gl.constexpr = lanes_of_keys(T.BN // 32)
+        word = gl.arange(0, T.BN // 32, layout=gl.SliceLayout(1, KEYS))[:, None]
+        place = gl.arange(0, 32, layout=gl.SliceLayout(0, KEYS))[None, :]
+        key = first + word * 32 + place
+        segments = gl.load(visible.segments + key, mask=key < visible.seqlen_k, other=-2)
+        return Keys(first, gl.sum(gl.where(segments == 0, 0, 1 << place), 1))
+    elif T.MASK == SEGMENTS:
         key = first + gl.arange(0, T.BN, layout=gl.SliceLayout(0, accumulator(T.BN)))
         return Keys(first, gl.load(visible.segments + key, mask=key < visible.seqlen_k, other=-2))
     else:
@@ -217,12 +236,50 @@ def tested_keys(tile, visible, T: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, i, stored, visible, T: gl.constexpr):
-    """Return scores `[64, BN]` of the `i`-th tile of the walk with what is invisible at -inf."""
-    if T.MASK == BITS:
-        return hide_keys(s, Keys(0, 0), stored, visible, T)
+def asked_keys(i, visible, MASKED: gl.constexpr, T: gl.constexpr):
+    """Return the `tested_keys` of the `i`-th tile where they take few registers, else 0.
+
+    Call it before the product of the same step is issued, so that they are on their way meanwhile.
+    """
+    if MASKED and T.WHOLE_KEYS:
+        return tested_keys(key_tile(i, visible.walk, T), visible, T)
+    else:
+        return 0
+
+
+@gluon.jit
+def hide(s, i, asked, stored, visible, T: gl.constexpr):
+    """Return scores `[64, BN]` of the `i`-th tile of the walk with what is invisible at -inf; `asked` are its `asked_keys`."""
+    if T.MASK == BITS or T.WHOLE_KEYS:
+        return hide_keys(s, asked, stored, visible, T)
     else:
         return hide_keys(s, tested_keys(key_tile(i, visible.walk, T), visible, T), stored, visible, T)
+
+
+@gluon.jit
+def hide_words(s, hidden, BN: gl.constexpr):
+    """Return scores `[64, BN]` with -inf where words `[64 or 1, BN / 32]` have the bit of a key."""
+    # a thread's columns are 8 k + 2 (lane & 3) + {0, 1}: shifts per word, then constants
+    cube = s.reshape([ROWS, BN // 32, 32])
+    CUBE: gl.constexpr = cube.type.layout
+    column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, CUBE)))
+    column = gl.expand_dims(gl.expand_dims(column, 0), 0)
+    # prmt spreads the sign of a byte over a word, lop3 puts -inf there: two instructions per score. Written with
+    # operators, LLVM makes three of them; selects would spill predicates
+    word = (hidden[:, :, None] >> (column & 6)) << (7 - (column & 1))
+    byte = 0x8888 + 0x1111 * (column >> 3)
+    CODE: gl.constexpr = "{ .reg .b32 drop; prmt.b32 drop, $1, 0, $2; lop3.b32 $0, $3, drop, 0xff800000, 0xb8; }"
+    given = [word, byte, cube.to(gl.int32, bitcast=True)]
+    scores = gl.inline_asm_elementwise(CODE, "=r,r,r,r", given, gl.int32, is_pure=True, pack=1)
+    scores = scores.to(gl.float32, bitcast=True).reshape([ROWS, BN])
+    return gl.convert_layout(scores, accumulator(BN), assert_trivial=True)
+
+
+@gluon.jit
+def hide_whole_keys(s, words, BN: gl.constexpr):
+    """Return scores `[64, BN]` with -inf for keys that `tested_keys` found hidden from all queries."""
+    WORDS: gl.constexpr = gl.SliceLayout(2, s.reshape([ROWS, BN // 32, 32]).type.layout)
+    return hide_words(s, gl.convert_layout(words, gl.SliceLayout(0, WORDS), assert_trivial=True)[None, :], BN)
 
 
 @gluon.jit
@@ -231,20 +288,7 @@ def hide_keys(s, keys, stored, visible, T: gl.constexpr):
     BN: gl.constexpr = T.BN
     SCORES: gl.constexpr = accumulator(T.BN)
     if T.MASK == BITS:
-        # a thread's columns are 8 k + 2 (lane & 3) + {0, 1}: shifts per word, then constants
-        cube = s.reshape([ROWS, BN // 32, 32])
-        CUBE: gl.constexpr = cube.type.layout
-        column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, CUBE)))
-        column = gl.expand_dims(gl.expand_dims(column, 0), 0)
-        # prmt spreads the sign of a byte over a word, lop3 puts -inf there: two instructions per score. Written with
-        # operators, LLVM makes three of them; selects would spill predicates
-        word = (stored[:, :, None] >> (column & 6)) << (7 - (column & 1))
-        byte = 0x8888 + 0x1111 * (column >> 3)
-        CODE: gl.constexpr = "{ .reg .b32 drop; prmt.b32 drop, $1, 0, $2; lop3.b32 $0, $3, drop, 0xff800000, 0xb8; }"
-        given = [word, byte, cube.to(gl.int32, bitcast=True)]
-        scores = gl.inline_asm_elementwise(CODE, "=r,r,r,r", given, gl.int32, is_pure=True, pack=1)
-        scores = scores.to(gl.float32, bitcast=True).reshape([ROWS, BN])
-        return gl.convert_layout(scores, SCORES, assert_trivial=True)
+        return hide_words(s, stored, BN)
     else:
         column = gl.arange(0, T.BN, layout=gl.SliceLayout(0, SCORES))
         first = keys.first
@@ -257,9 +301,11 @@ def hide_keys(s, keys, stored, visible, T: gl.constexpr):
         elif T.HAS_LO:
             low, high = (visible.q_lo - first)[:, None] - lane, (visible.q_hi - first)[:, None] - lane
             s = show_between(s, low, constant, high)
-        else:
+        elif T.HAS_HI or not T.WHOLE_KEYS:  # whole keys are hidden behind the last one
             s = gl.where((visible.q_hi - first)[:, None] - lane >= constant, s, float("-inf"))
-        if T.MASK == SEGMENTS:
+        if T.WHOLE_KEYS:
+            s = hide_whole_keys(s, keys.segments, T.BN)
+        elif T.MASK == SEGMENTS:
             s = gl.where(visible.q_segment[:, None] == keys.segments[None, :], s, float("-inf"))
         return s
 
@@ -284,6 +330,7 @@ def advance(i, step, sums, p, q, visible, smem, bars, scales, C: gl.constexpr, M
     b = step % T.STAGES
     b_next = (step + 1) % T.STAGES
     k_next = transposed(rows_of(smem.k, b_next, T.BN, T.D, T.D2))
+    asked = asked_keys(i + 1, visible, MASKED, T)
     mbarrier.wait(bars.k_full.index(b_next), ((step + 1) // T.STAGES) & 1)
     mbarrier.wait(bars.v_full.index(b), (step // T.STAGES) & 1)
     if T.EDGES and MASKED:
@@ -307,7 +354,7 @@ def advance(i, step, sums, p, q, visible, smem, bars, scales, C: gl.constexpr, M
     added = load_full_bias(i + 1, visible, MASKED, T)
     s = add_bias(s, added, bias, scales.scale, T)
     if MASKED:
-        s = hide(s, i + 1, stored, visible, T)
+        s = hide(s, i + 1, asked, stored, visible, T)
     if T.ROW_MAX:
         peak = gl.maximum(peak, largest(s, peak, T.BN))
     tile = softmax_next(s, sums.top, sums.total, scales.scale, dtype, T.NATURAL, not OVERLAP, T.BN)

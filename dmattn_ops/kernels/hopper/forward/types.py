@@ -30,6 +30,7 @@ class Traits(Constants):
     HAS_HI: bool  # and on the right
     SOFTCAP: bool
     HIDDEN: bool  # intervals hide some queries again
+    WHOLE_KEYS: bool  # segments of keys alone, which hide them from all queries alike
     NATURAL: bool  # scores are in natural units, not in log2 units
     DROPOUT: bool
     ROW_MAX: bool  # the largest score of each row is written
