@@ -103,6 +103,7 @@ def test_gradients_of_biases_are_added_up_in_memory(
     check_here(SUMMED[name], backward=replace(backward, bias_sums=1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("band", [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 20), (-70, 5), (30, UNBOUNDED)], ids=str)
 def test_dq_is_added_up_in_order(band: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs run one after the other here, so that the turn of each one has come when it asks."""

@@ -34,7 +34,7 @@ class Keys(NamedTuple):
     """The keys of a tile that `hide_keys` tests."""
 
     first: Any  # the number of the first one
-    segments: Any  # of all, -2 past the end, of whole keys as `lanes_of_keys` has them; without segments 0
+    segments: Any  # of all, -2 past the end; of whole keys words in which hidden ones have a bit; without segments 0
 
 
 @gluon.jit
