@@ -83,6 +83,7 @@ def test_masks_beside_products_of_the_next_step(seed: int) -> None:
     check_here(random_problem(seed), AHEAD)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("name", BIASED)
 def test_biases_with_queries(name: str, stages: int) -> None:
