@@ -14,8 +14,9 @@ from tests.interpreter import oracle
 from tests.interpreter import test_packed_attention as packed_attention
 from tests.interpreter.cases import BIASED, NASTY, SUMMED, of_row, random_problem, row_id
 from tests.interpreter.gluon_on_cpu import COPIES
+from tests.interpreter.hidden import hide_unseen
 from tests.interpreter.launchers import launcher_of
-from tests.interpreter.problems import Problem, check, in_16_bits
+from tests.interpreter.problems import Problem, build, check, in_16_bits, run
 
 pytestmark = pytest.mark.usefixtures("strict_memory")
 SHARED_BIAS = AmpereSharedBias(32, 32, 4, 2, 1)
@@ -45,6 +46,20 @@ def check_here(problem: Problem, forward: AmpereForward = FORWARD, backward: Amp
 @pytest.mark.parametrize("name", NASTY)
 def test_nasty_case_stays_within_budget(name: str) -> None:
     check_here(NASTY[name])
+
+
+def test_what_lies_behind_the_last_query_adds_nothing_to_keys_that_all_queries_see() -> None:
+    """The words of whole keys show them there, too, and 0 times an infinite key, to which no query gives a weight, is NaN."""
+    problem = in_16_bits(Problem(mask="keys", seqlen_q=70, seqlen_k=150))
+    case = build(problem)
+    infinite = int(case.keep[0, 0, 0].nonzero()[-1])
+    case.query[..., 0] = case.query[..., 0].abs() + 1
+    case.key[:, infinite] = 0
+    case.key[:, infinite, :, 0] = float("-inf")
+    found = run(problem, hide_unseen(problem, case), forward=FORWARD, backward=BACKWARD)
+    COPIES.assert_none_is_under_way()
+    assert all(found[name].isfinite().all() for name in ("out", "dk", "dv"))
+    assert (found["dk"][:, infinite] == 0).all() and (found["dv"][:, infinite] == 0).all()
 
 
 @pytest.mark.sampled(7)

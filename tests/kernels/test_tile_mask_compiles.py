@@ -46,7 +46,7 @@ def test_lists_compile(sm: int, source: str, longest: int):
     pointers = {**dict.fromkeys(LISTED, "*i32"), "source": "*i8" if source == "classes" else "*i32"}
     kernel = lists.list_tiles_kernel
     found = compile_only(kernel, signature(kernel, pointers, constants), constants, LISTED, sm, num_warps=warps)
-    assert found.spill_bytes <= 8  # of hulls on SM 8.0, others none
+    assert found.spill_bytes <= (8 if (sm, source, longest) == (80, "hulls", 64) else 0)
     assert not found.traps
 
 
