@@ -9,6 +9,7 @@ above 256 the results are exact, but no kernel was made fast there).
 
 from __future__ import annotations
 
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from dmattn_ops.masks import prepare
 from dmattn_ops.masks.tile_mask import TileMask, as_bits
 from dmattn_ops.ops import autograd
 
-_SDPA = getattr(torch._C._nn, "scaled_dot_product_attention", None)  # as it is where nobody has replaced it
+_found = functional.scaled_dot_product_attention
+_SDPA = _found if isinstance(_found, BuiltinFunctionType) else None  # as it is where nobody has replaced it
 _OPERATORS = {
     "forward": torch.ops.dmattn.forward.default,
     "forward.used": torch.ops.dmattn.forward.used,
@@ -311,7 +313,7 @@ def _call(
         outputs = directly(given)
     else:
         if not is_compiling() and not autograd.kernels:
-            autograd.refuse_tangents(given)  # derivatives as torch publicly registers them would drop these
+            autograd.refuse_tangents(tensors)  # derivatives as torch publicly registers them would drop these
         try:
             outputs = _OPERATORS[name](*given)
         except RuntimeError:

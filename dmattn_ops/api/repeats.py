@@ -87,7 +87,8 @@ def again(
     elif mask is not None:
         of_mask = _packed(mask, query.shape[1], repeat)
     tensors = (query, key, value, None, *of_mask, None, None)
-    if not needs_lse and not autograd.may_have_tangents():
+    autograd.refuse_tangents((query, key, value))
+    if not needs_lse:
         out = repeat.attend(tensors)
         if out is not None:
             return out, None, None, None

@@ -24,7 +24,7 @@ from dmattn_ops.choice import arch, config, tuning
 from dmattn_ops.dispatch import operators
 from dmattn_ops.launching import ahead
 from dmattn_ops.meta import fakes
-from dmattn_ops.ops import schemas, torch_privates
+from dmattn_ops.ops import schemas
 
 # Whose sources decide what a call launches, and how it is compiled
 _ROOMS = ("kernels", "launching", "choice", "dispatch")
@@ -50,16 +50,18 @@ def described_call(name: str, arguments: tuple[Any, ...]) -> ahead.Described | N
     signature = schemas.SIGNATURES[name]
     tensors, numbers = signature.split(signature.fill(arguments))
     on = next(each for each in tensors if each is not None).device
-    if on.type != "cuda" or not torch_privates.compiles_a_graph() or not _may_start():
+    if on.type != "cuda" or not _may_start():
         return None
     described = tuple([None if each is None else describe(each) for each in tensors])
     if not _is_known((described, numbers)) or not _is_new((name, described, numbers, on)):
         return None
-    here, folder = arch.physical(on), torch_privates.triton_cache(on.index or 0)
-    if here.sm < config.OLDEST_TRITON or folder is None:
+    here = arch.physical(on)
+    if here.sm < config.OLDEST_TRITON:
         return None
-    # Inductor sets the variable too, when it loads a graph: kernels would then be looked for in another folder than before.
-    os.environ.setdefault("TRITON_CACHE_DIR", folder)
+    from triton import knobs
+
+    # Inductor would set the variable to a folder of its own when it loads a graph, and Triton look for kernels there.
+    folder = os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
     call = ahead.Described(name, described, numbers, here, arch.name(on), folder, "")
     return call._replace(mark="dmattn-" + hashlib.sha256(repr((call, _surroundings())).encode()).hexdigest())
 

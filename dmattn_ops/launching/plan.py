@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.runtime import driver
 
 from dmattn_ops.launching.driver import LaunchShape, launches, pack, parameter_sizes
 from dmattn_ops.launching.tensor_maps import Map
 
 _ENTRY = re.compile(r"\.entry\s+[^(]*\(([^)]*)\)")  # a kernel's head in PTX, and the parameters in it
 ALIGNMENT = 16  # bytes that every address of a plan is a multiple of: what Triton specializes on
-_dynamo: Any = getattr(torch._C, "_dynamo", None)
-# as Inductor's own code allocates: 3 times as fast as torch.empty
-_empty_cuda: Any = getattr(getattr(_dynamo, "guards", None), "_empty_strided_cuda", None)
-# what torch's own functions ask
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
-    lambda device: torch.cuda.current_stream(device).cuda_stream
-)
+_CURRENT_GPU = torch.device("cuda")
+_current_device = torch.cuda.current_device
+
+
+def raw_stream(device: int) -> int:
+    """Return the address of a device's current stream."""
+    return driver.active.get_current_stream(device)
 
 
 class TensorLayout(NamedTuple):
@@ -185,11 +185,9 @@ class Relaunch:
         self.compiled[self.grid](*arguments, stream=stream)
 
 
-def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
-allocate = _empty_cuda if _empty_cuda is not None else _empty_strided  # uninitialised memory on the current device
+def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised tensor on the current GPU."""
+    return torch.empty_strided(shape, strides, dtype=dtype, device=_CURRENT_GPU)
 
 
 def _value(reference: Any, addresses: list[int]) -> Any:

@@ -8,8 +8,7 @@ are needed here (`ops/torch_privates.py`), and `tests/ops/test_autograd.py` hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +17,16 @@ from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 from torch.library import Library
 from torch.nn import Parameter
+from torch.overrides import has_torch_function
 
 from dmattn_ops.ops import schemas, torch_privates
 
 # bound once: to look each of these up in torch takes as long as to call it
 _grad_enabled = torch.is_grad_enabled
-_any_requires_grad, _transforms_active = torch_privates.any_requires_grad, torch_privates.transforms_active
-_dispatch_modes, _function_modes = torch_privates.dispatch_modes, torch_privates.function_modes
+_transforms_active, _dispatch_modes = torch_privates.transforms_active, torch_privates.dispatch_modes
 _is_tracing, _profiler_enabled = torch_privates.is_tracing, torch_privates.profiler_enabled
-_dispatch_keys = torch_privates.dispatch_keys
 _NO_TENSORS = frozenset((type(None), bool, int, float))
+_NO_ARGUMENT = (None,)  # a mode that sees functions of torch is asked about any argument
 _Kernel = Callable[..., tuple[Tensor, ...]]
 _Gradients = Callable[..., tuple[Tensor | None, ...] | None]
 
@@ -129,7 +128,7 @@ def in_plain_mode() -> bool:
         and not is_compiling()
         and not _transforms_active()
         and _dispatch_modes() == 0
-        and _function_modes() == 0
+        and not has_torch_function(_NO_ARGUMENT)
         and not _is_tracing()
         and not _profiler_enabled()
     )
@@ -149,17 +148,10 @@ def all_plain(arguments: tuple[Any, ...]) -> bool:
 
 def _has_memory(grad: Tensor | None) -> bool:
     """Return whether a gradient is an ordinary tensor: no batch from `is_grads_batched`, and no zero tensor without memory."""
-    return grad is None or _dispatch_keys(grad).raw_repr() in _usual_keys(grad.get_device())
-
-
-@cache
-def _usual_keys(device: int) -> frozenset[int]:
-    """Return the dispatch keys of tensors on a CUDA device, or on the CPU (-1), made in inference mode or not."""
-    found = set()
-    for inference in (False, True):
-        with torch.inference_mode(inference):
-            found.add(_dispatch_keys(torch.empty(0, device="cpu" if device < 0 else f"cuda:{device}")).raw_repr())
-    return frozenset(found)
+    try:
+        return grad is None or grad.data_ptr() != 0 or grad.numel() == 0
+    except RuntimeError:  # a batch has no memory of its own
+        return False
 
 
 def _forward_kernels(
@@ -172,9 +164,10 @@ def _forward_kernels(
 
     def through_dispatcher(*arguments: Any) -> tuple[Tensor, ...]:
         arguments = fill(arguments)
-        if not _may_need_gradient(arguments):
+        differentiable = [arguments[place] for place in of.places]
+        if not _may_need_gradient(differentiable):
             return by_dispatcher(*arguments)[0]
-        return _apply(whole, by_dispatcher, arguments, *[arguments[place] for place in of.places])
+        return _apply(whole, by_dispatcher, arguments, *differentiable)
 
     def directly(
         arguments: tuple[Any, ...], compute: schemas.Planned | None = None, needs_lse: bool = True
@@ -184,10 +177,11 @@ def _forward_kernels(
         lse_tail is None where it is saved for a backward, and so may lse and row_max be where they are not needed.
         """
         arguments, compute = fill(arguments), compute or schemas.implementations[name]
-        if not _may_need_gradient(arguments):
+        differentiable = [arguments[place] for place in of.places]
+        if not _may_need_gradient(differentiable):
             return compute(*arguments)[0]
         kind = whole if arguments[place_of_max] else short if needs_lse else shortest
-        found = kind.apply(compute, arguments, *[arguments[place] for place in of.places])
+        found = kind.apply(compute, arguments, *differentiable)
         if kind is shortest:
             return found, None, None, None
         return found if kind is whole else (*found, None, None)
@@ -293,7 +287,7 @@ def _backward_kernels(name: str) -> tuple[_Kernel, _Kernel]:
 
     def computed_by(calls: dict[str, schemas.Planned]) -> _Kernel:
         def kernel(*arguments: Any) -> tuple[Tensor, ...]:
-            if not _may_need_gradient(arguments):
+            if not _may_need_gradient([each for each in arguments if isinstance(each, Tensor)]):
                 return calls[name](*arguments)[0]
             return _apply(AttentionBackward, calls[name], *arguments)
 
@@ -313,10 +307,14 @@ def _through_dispatcher(name: str) -> dict[str, schemas.Planned]:
     return {name: call}
 
 
-def _may_need_gradient(arguments: tuple[Any, ...]) -> bool:
+def _may_need_gradient(tensors: list[Tensor | None]) -> bool:
     """Return whether a gradient may be asked for; refuse forward-mode derivatives."""
-    refuse_tangents(arguments)
-    return _grad_enabled() and _any_requires_grad(*arguments)
+    refuse_tangents(tensors)
+    if _grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def _apply(function: Any, *arguments: Any) -> Any:
@@ -330,10 +328,13 @@ def _apply(function: Any, *arguments: Any) -> Any:
 
 
 def _in_function(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call an operator inside a Function. It turned gradients off; for outer levels of torch.func they are turned on again."""
+    """Call an operator inside a Function. It turned derivatives off; for outer levels of torch.func they are turned on again.
+
+    To leave the inference mode turns on those in forward mode, too, which `torch.enable_grad` leaves as they are.
+    """
     if not _transforms_active():
         return call(*arguments)
-    with torch.enable_grad(), torch_privates.set_forward_mode(True):
+    with torch.inference_mode(False):
         return call(*arguments)
 
 
@@ -386,17 +387,10 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-def may_have_tangents() -> bool:
-    """Return whether forward-mode derivatives are computed."""
-    return torch_privates.forward_level() >= 0
-
-
-def refuse_tangents(arguments: tuple[Any, ...]) -> None:
+def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     """Refuse forward-mode derivatives, which would be dropped."""
-    if not may_have_tangents():
-        return
-    for argument in arguments:
-        if isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError("dmattn: attention has no forward-mode derivative (jvp, dual tensors)")
 
 

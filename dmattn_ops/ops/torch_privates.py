@@ -2,9 +2,8 @@
 
 There are two gates. Without one of the names of `NEEDED`, derivatives are registered as torch publicly offers it
 (`autograd.register_public`). Without one of `SHORT_CUTS`, calls take their way through torch's dispatcher, which costs a few
-microseconds; results and errors stay the same. Either is told once, when the package is imported. `_any_requires_grad` and
-`_current_level` need no gate: what stands in for them does the same in more time. Without `get_current_meta` of
-`torch.fx.traceback` or `CheckpointPolicy`, compiled dropout is refused where torch would draw its seeds twice. Without
+microseconds; results and errors stay the same. Either is told once, when the package is imported. Without `get_current_meta`
+of `torch.fx.traceback` or `CheckpointPolicy`, compiled dropout is refused where torch would draw its seeds twice. Without
 `torch.utils._pytree`, masks are registered as dataclasses, and packages of AOTInductor do not see their numbers.
 """
 
@@ -13,45 +12,30 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd import forward_ad
 from torch.fx import traceback as fx_traceback
 from torch.utils import checkpoint
 
-
-def _in_python(*arguments: Any) -> bool:
-    return any(isinstance(argument, Tensor) and argument.requires_grad for argument in arguments)
-
-
-any_requires_grad: Any = getattr(torch._C, "_any_requires_grad", _in_python)
 below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)
 single_level_function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", None)
 transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
-set_forward_mode: Any = getattr(forward_ad, "_set_fwd_grad_enabled", None)
 dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
-function_modes: Any = getattr(torch._C, "_len_torch_function_stack", None)
 is_tracing: Any = getattr(torch.jit, "is_tracing", None)  # public, while there is TorchScript
 profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", None)
-dispatch_keys: Any = getattr(torch._C, "_dispatch_keys", None)
 node_meta: Any = getattr(fx_traceback, "get_current_meta", None)  # of the node that is being traced
-region_budget: Any = getattr(fx_traceback, "_get_memory_budget_annotation", None)
+region_budget = getattr(fx_traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None)  # of the budget of a region, in "custom"
 save_policy: Any = getattr(getattr(checkpoint, "CheckpointPolicy", None), "MUST_SAVE", None)
 pytree: Any = getattr(torch.utils, "_pytree", None)
 
 NEEDED = {
     "torch._C._AutoDispatchBelowAutograd": None if below_autograd is nullcontext else below_autograd,
     "torch._C._are_functorch_transforms_active": transforms_active,
-    "torch.autograd.forward_ad._set_fwd_grad_enabled": set_forward_mode,
     "torch.autograd.function._SingleLevelFunction": single_level_function,
 }
 SHORT_CUTS = {
-    "torch._C._dispatch_keys": dispatch_keys,
     "torch._C._len_torch_dispatch_stack": dispatch_modes,
-    "torch._C._len_torch_function_stack": function_modes,
     "torch.autograd._profiler_enabled": profiler_enabled,
     "torch.jit.is_tracing": is_tracing,
 }
@@ -63,11 +47,6 @@ def _lost(names: dict[str, Any]) -> list[str]:
 
 has_needed = not _lost(NEEDED)
 has_short_cuts = not _lost(SHORT_CUTS)
-
-
-def forward_level() -> int:
-    """Return the level of forward-mode derivatives, -1 outside of any; 0 where torch does not tell."""
-    return getattr(forward_ad, "_current_level", 0)
 
 
 @contextmanager
@@ -106,8 +85,7 @@ _NEEDED_BUDGET = (
 def _budget() -> float:
     """Return the share of its activations that a graph being traced may save, from 0 to 1 (no limit)."""
     meta = {} if node_meta is None else node_meta()
-    region = None if region_budget is None else region_budget(SimpleNamespace(meta=meta))
-    for budget in (region, meta.get("memory_budget")):
+    for budget in ((meta.get("custom") or {}).get(region_budget), meta.get("memory_budget")):
         if isinstance(budget, (int, float)):
             return budget
     return _compiling("activation_memory_budget", 1.0)
@@ -122,21 +100,6 @@ def _compiling(name: str, missing: Any) -> Any:
     from torch._functorch import config
 
     return getattr(config, name, missing)
-
-
-def compiles_a_graph() -> bool:
-    """Return whether a compiler traces in this thread; False where torch does not tell."""
-    context = getattr(getattr(torch, "_guards", None), "TracingContext", None)
-    return context is not None and context.try_get() is not None
-
-
-def triton_cache(device: int) -> str | None:
-    """Return the folder that Triton keeps kernels in once Inductor has loaded a graph; None where torch does not tell."""
-    try:
-        from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
-    except ImportError:
-        return None
-    return triton_cache_dir(device)
 
 
 def tell_what_is_lost() -> None:

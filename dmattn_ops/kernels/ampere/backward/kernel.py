@@ -209,10 +209,6 @@ def gather(
     grad_out = buffers.grad_out.index(grad_stage)
     log_sum = buffers.log_sum.index(q_stage).load(ROW)
     log_rest = buffers.log_rest.index(q_stage).load(ROW)
-    if PARTIAL and hides_whole_keys(features):
-        # Their words show them to what lies behind the last query, too. P is 0 there, unless a key or a value is not finite: then
-        # dk or dv is NaN, and the careful walk clears the products.
-        log_sum = gl.where(own_queries < length, log_sum, float("inf"))
     delta = buffers.delta.index(grad_stage).load(ROW)
     if CAREFUL:
         QUERY_ROWS: gl.constexpr = shape.query_rows
@@ -225,8 +221,9 @@ def gather(
     # In front of the stores of P: only so can ptxas put exponentials between products.
     grad_p = product(grad_out, buffers.v.permute([1, 0]), zeros, whole_slices(shape.value_dim), SCORES)
     if CAREFUL and hides_whole_keys(features):
+        # What lies behind the last query sees these keys, too. It adds nothing, as its rows are 0 and P is at most 1; but 0 times
+        # a key that is not finite would be NaN.
         scores = gl.where((own_queries < length)[:, None], scores, 0.0)
-        grad_p = gl.where((own_queries < length)[:, None], grad_p, 0.0)
     scores, slope = capped(scores, head.factors, features)
     added = keys.bias
     if T.bias_tiles:
