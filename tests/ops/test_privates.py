@@ -28,6 +28,7 @@ NEEDED = (
 # Without one of these, something else stands in for it or is refused (`ops/torch_privates.py`), or they are documented by torch
 OTHERS = (
     "torch._C",  # DisableTorchFunctionSubclass, of the documentation of subclasses
+    "torch._C._dynamo",  # guards._empty_strided_cuda: to allocate in half of the time
     "torch._check",
     "torch._dynamo",  # mark_static_address: memory that CUDA graphs of compiled functions may write
     "torch._functorch",  # settings of its partitioner; what lets a Function be applied at one level of torch.func
