@@ -128,6 +128,8 @@ _WORDS = ("kernel.py", "batch = head // sizes.H")
 # at no line. Racecheck names the kernel's first line then.
 _TILE_WORD = ("kernel.py", "def forward_kernel(")
 _KEYS_OF_TILE = ("step.py", "return Keys(first, gl.load(visible.segments + key, ")
+_WHOLE_KEYS_OF_TILE = ("step.py", "segments = gl.load(visible.segments + key, ")
+_COUNTS = ("kernel.py", "if first < n:")  # the words of which it is made, where nothing else needs them
 _BIAS = ("walk.py", "smem.biases.index(b).store(added)")
 _RANGE = ("walk.py", "smem.ranges.index(b).store((127 + begin + (128 - stop) * 256).to(gl.int16))")
 _KEYS_FREE = ("walk.py", "mbarrier.wait(bars.k_empty.index(b), ((step // T.STAGES) & 1) ^ 1)")
@@ -163,7 +165,7 @@ PROOFS = (
         "forward_kernel",
         _FORWARD,
         (_PIECE, _LAST),
-        (_FIRST_PIECE, _NEXT_PIECE, _WORDS, _TILE_WORD, _KEYS_OF_TILE),
+        (_FIRST_PIECE, _NEXT_PIECE, _WORDS, _COUNTS, _TILE_WORD, _KEYS_OF_TILE, _WHOLE_KEYS_OF_TILE),
         (
             (
                 _FREE,
@@ -177,7 +179,7 @@ PROOFS = (
                 ("kernel.py", "mbarrier.wait(bars.q_full.index(0), 0)"),
                 _FIRST_PIECE,
                 _WORDS,
-                ("kernel.py", "if first < n:"),
+                _COUNTS,
                 ("kernel.py", "keys = tested_keys(first_tile, "),
                 ("kernel.py", "release_queries(turn - 1, "),
             ),
